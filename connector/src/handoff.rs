@@ -1,0 +1,323 @@
+//! `kv_transfer_params`: what router, producer and consumer tell each other about one handoff.
+//!
+//! The fields are vLLM's NixlConnector's (read from vLLM 0.33), so that the router fronts vLLM engines and
+//! baton engines alike. Ours adds four: `remote_handle`, `remote_epoch`, `remote_lease_left_ms` and
+//! `remote_layout`. A consumer of ours needs them; stock engines ignore them.
+//!
+//! Everything here is hostile until checked: a missing or malformed field is an error that names it, nothing
+//! is guessed, and nothing in the value is changed.
+
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use crate::limits::BLOCKS_PER_HANDOFF_MAX;
+use crate::{BlockId, Epoch, Handle, RequestId};
+
+/// What a request's `kv_transfer_params` asks of an engine.
+#[derive(Clone, Debug, PartialEq)]
+pub enum KvIntent {
+    /// Prefill and lend: `do_remote_decode`.
+    Produce,
+    /// Fetch, then decode: `do_remote_prefill`.
+    Consume(Box<Handoff>),
+}
+
+/// One handoff, complete and checked for shape (not yet for truth: that is the producer's to say).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Handoff {
+    /// The lease's name and key.
+    pub handle: Handle,
+    /// The producer's epoch when it opened the lease.
+    pub epoch: Epoch,
+    /// The producer's engine id.
+    pub engine_id: String,
+    /// The producer's request.
+    pub request: RequestId,
+    /// Host of the producer's side channel: an IP address or a name.
+    pub host: String,
+    /// Port of the producer's side channel.
+    pub port: u16,
+    /// The producer's block table, in order. Read by index, so the ids are for people and for vLLM's shape.
+    pub blocks: Vec<BlockId>,
+    /// Tokens whose KV the blocks hold.
+    pub tokens: usize,
+    /// Life left when the producer answered; `None` from an engine that does not say.
+    pub lease_left: Option<Duration>,
+    /// [`crate::KvLayout::fingerprint`] of the producer.
+    pub layout: u64,
+}
+
+/// Which field of a handoff is missing or malformed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HandoffError {
+    /// Not an object at all.
+    #[error("kv_transfer_params must be an object")]
+    NotAnObject,
+    /// Both or contradictory directions.
+    #[error("kv_transfer_params: do_remote_decode and do_remote_prefill cannot both be true")]
+    BothDirections,
+    /// A field that the direction needs is absent or null.
+    #[error("kv_transfer_params.{0} is missing")]
+    Missing(&'static str),
+    /// A field has the wrong type or range.
+    #[error("kv_transfer_params.{field} must be {expected}")]
+    Malformed {
+        /// The field.
+        field: &'static str,
+        /// What it must be.
+        expected: &'static str,
+    },
+}
+
+/// What a router must know of a producer's reply; the reply itself travels on unopened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReplyFacts {
+    /// The lease's handle; absent from engines that are not ours.
+    pub handle: Option<Handle>,
+    /// Tokens that were prefilled.
+    pub tokens: Option<u64>,
+    /// How long the producer promised to wait.
+    pub lease_left: Option<Duration>,
+}
+
+impl Handoff {
+    /// The reply's `kv_transfer_params` as the producer writes it.
+    #[must_use]
+    pub fn to_reply(&self) -> Value {
+        json!({
+            "do_remote_prefill": true,
+            "do_remote_decode": false,
+            "remote_block_ids": [self.blocks.iter().map(|b| b.0).collect::<Vec<_>>()],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": self.request.as_str(),
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": self.tokens,
+            "remote_blocks_expiry_time": null,
+            "transfer_mode": "pull",
+            "remote_handle": self.handle.to_string(),
+            "remote_epoch": self.epoch.to_string(),
+            "remote_lease_left_ms": self.lease_left.map(|left| left.as_millis() as u64),
+            "remote_layout": format!("{:016x}", self.layout),
+        })
+    }
+}
+
+impl KvIntent {
+    /// Reads the `kv_transfer_params` of a request to an engine. `Ok(None)` when it asks for nothing.
+    ///
+    /// # Errors
+    /// [`HandoffError`] names the first field that is missing or malformed.
+    pub fn parse(value: &Value) -> Result<Option<Self>, HandoffError> {
+        if value.is_null() {
+            return Ok(None);
+        }
+        let fields = value.as_object().ok_or(HandoffError::NotAnObject)?;
+        let produce = flag(fields, "do_remote_decode")?;
+        let consume = flag(fields, "do_remote_prefill")?;
+        match (produce, consume) {
+            (true, true) => Err(HandoffError::BothDirections),
+            (true, false) => Ok(Some(Self::Produce)),
+            (false, true) => Ok(Some(Self::Consume(Box::new(handoff(fields)?)))),
+            (false, false) => Ok(None),
+        }
+    }
+
+    /// What a router sends to a producer.
+    #[must_use]
+    pub fn produce_request() -> Value {
+        json!({
+            "do_remote_decode": true, "do_remote_prefill": false,
+            "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null,
+        })
+    }
+}
+
+impl ReplyFacts {
+    /// Checks a producer's reply completely before a consumer is called: one malformed
+    /// `kv_transfer_params` ends a stock vLLM 0.32 decode engine.
+    ///
+    /// # Errors
+    /// [`HandoffError`] names the first field that is missing or malformed.
+    pub fn check(value: &Value) -> Result<Self, HandoffError> {
+        let fields = value.as_object().ok_or(HandoffError::NotAnObject)?;
+        if !flag(fields, "do_remote_prefill")? {
+            return Err(HandoffError::Missing("do_remote_prefill"));
+        }
+        for field in ["remote_engine_id", "remote_request_id", "remote_host"] {
+            text(fields, field)?;
+        }
+        port(fields)?;
+        block_table(fields)?;
+        let handle = match fields.get("remote_handle") {
+            None | Some(Value::Null) => None,
+            Some(_) => Some(handle(fields)?),
+        };
+        Ok(Self {
+            handle,
+            tokens: fields.get("remote_num_tokens").and_then(Value::as_u64),
+            lease_left: left(fields)?,
+        })
+    }
+}
+
+fn handoff(fields: &Map<String, Value>) -> Result<Handoff, HandoffError> {
+    let malformed = |field, expected| HandoffError::Malformed { field, expected };
+    let request = RequestId::new(text(fields, "remote_request_id")?)
+        .map_err(|_| malformed("remote_request_id", "a request id"))?;
+    let epoch = text(fields, "remote_epoch")?.parse();
+    let layout = text(fields, "remote_layout")?;
+    let tokens = fields.get("remote_num_tokens").ok_or(HandoffError::Missing("remote_num_tokens"))?;
+    let blocks = block_table(fields)?;
+    let tokens = tokens.as_u64().and_then(|t| usize::try_from(t).ok()).filter(|&t| t > 0);
+    Ok(Handoff {
+        handle: handle(fields)?,
+        epoch: epoch.map_err(|_| malformed("remote_epoch", "16 hexadecimal digits"))?,
+        engine_id: text(fields, "remote_engine_id")?.to_owned(),
+        request,
+        host: text(fields, "remote_host")?.to_owned(),
+        port: port(fields)?,
+        blocks,
+        tokens: tokens.ok_or(malformed("remote_num_tokens", "a positive integer"))?,
+        lease_left: left(fields)?,
+        layout: (layout.len() == 16)
+            .then(|| u64::from_str_radix(layout, 16).ok())
+            .flatten()
+            .ok_or(malformed("remote_layout", "16 hexadecimal digits"))?,
+    })
+}
+
+fn flag(fields: &Map<String, Value>, field: &'static str) -> Result<bool, HandoffError> {
+    match fields.get(field) {
+        None | Some(Value::Null) => Ok(false),
+        Some(Value::Bool(set)) => Ok(*set),
+        Some(_) => Err(HandoffError::Malformed { field, expected: "a boolean" }),
+    }
+}
+
+fn text<'a>(fields: &'a Map<String, Value>, field: &'static str) -> Result<&'a str, HandoffError> {
+    match fields.get(field) {
+        None | Some(Value::Null) => Err(HandoffError::Missing(field)),
+        Some(Value::String(text)) if !text.is_empty() && text.len() <= 512 => Ok(text),
+        Some(_) => Err(HandoffError::Malformed { field, expected: "a string of 1 to 512 bytes" }),
+    }
+}
+
+fn handle(fields: &Map<String, Value>) -> Result<Handle, HandoffError> {
+    let malformed = HandoffError::Malformed { field: "remote_handle", expected: "32 hexadecimal digits" };
+    text(fields, "remote_handle")?.parse().map_err(|_| malformed)
+}
+
+fn port(fields: &Map<String, Value>) -> Result<u16, HandoffError> {
+    let port =
+        fields.get("remote_port").filter(|v| !v.is_null()).ok_or(HandoffError::Missing("remote_port"))?;
+    let port = port.as_u64().and_then(|p| u16::try_from(p).ok()).filter(|&p| p > 0);
+    port.ok_or(HandoffError::Malformed { field: "remote_port", expected: "an integer from 1 to 65535" })
+}
+
+fn left(fields: &Map<String, Value>) -> Result<Option<Duration>, HandoffError> {
+    match fields.get("remote_lease_left_ms") {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => value.as_u64().map(Duration::from_millis).map(Some).ok_or(HandoffError::Malformed {
+            field: "remote_lease_left_ms",
+            expected: "a number of milliseconds",
+        }),
+    }
+}
+
+/// vLLM sends one list per KV cache group; engines of this protocol have one group. A flat list is accepted.
+fn block_table(fields: &Map<String, Value>) -> Result<Vec<BlockId>, HandoffError> {
+    const FIELD: &str = "remote_block_ids";
+    let malformed = HandoffError::Malformed { field: FIELD, expected: "a non-empty list of block ids" };
+    let value = fields.get(FIELD).filter(|v| !v.is_null()).ok_or(HandoffError::Missing(FIELD))?;
+    let list = match value.as_array().map(Vec::as_slice) {
+        Some([Value::Array(group)]) => group,
+        Some(flat) if !flat.is_empty() => flat,
+        _ => return Err(malformed),
+    };
+    if list.is_empty() || list.len() > BLOCKS_PER_HANDOFF_MAX {
+        return Err(malformed);
+    }
+    let id = |v: &Value| v.as_u64().and_then(|v| u32::try_from(v).ok()).map(BlockId);
+    list.iter().map(id).collect::<Option<Vec<_>>>().ok_or(malformed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Handoff {
+        Handoff {
+            handle: Handle(u128::MAX - 5),
+            epoch: Epoch(77),
+            engine_id: "p-1".into(),
+            request: RequestId::new("cmpl-1").expect("an id"),
+            host: "127.0.0.1".into(),
+            port: 5600,
+            blocks: vec![BlockId(4), BlockId(2)],
+            tokens: 20,
+            lease_left: Some(Duration::from_secs(30)),
+            layout: 0xfeed,
+        }
+    }
+
+    #[test]
+    fn a_reply_is_read_back_as_it_was_written() {
+        let reply = sample().to_reply();
+        assert_eq!(KvIntent::parse(&reply), Ok(Some(KvIntent::Consume(Box::new(sample())))));
+        let facts = ReplyFacts::check(&reply).expect("complete");
+        assert_eq!((facts.handle, facts.tokens), (Some(sample().handle), Some(20)));
+    }
+
+    #[test]
+    fn every_missing_or_malformed_field_is_named() {
+        let needed = [
+            "remote_block_ids",
+            "remote_engine_id",
+            "remote_request_id",
+            "remote_host",
+            "remote_port",
+            "remote_num_tokens",
+            "remote_handle",
+            "remote_epoch",
+            "remote_layout",
+        ];
+        for field in needed {
+            for bad in [None, Some(Value::Null), Some(json!(-1)), Some(json!({"a": 1})), Some(json!(""))] {
+                let mut reply = sample().to_reply();
+                let fields = reply.as_object_mut().expect("an object");
+                match bad.clone() {
+                    None => drop(fields.remove(field)),
+                    Some(bad) => drop(fields.insert(field.into(), bad)),
+                }
+                let error = KvIntent::parse(&reply).expect_err("a broken handoff");
+                assert!(error.to_string().contains(field), "{field} {bad:?}: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_reply_of_a_stock_engine_passes_the_routers_check() {
+        let reply = json!({"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1,2,3]],
+            "remote_engine_id":"541e8c15","remote_request_id":"cmpl-t1-0-933cb11d","remote_host":"127.0.0.1",
+            "remote_port":18911,"tp_size":1,"remote_num_tokens":81,"remote_blocks_expiry_time":null});
+        assert_eq!(ReplyFacts::check(&reply).map(|f| f.handle), Ok(None));
+        let mut broken = reply;
+        broken.as_object_mut().expect("an object").remove("remote_request_id");
+        assert_eq!(ReplyFacts::check(&broken), Err(HandoffError::Missing("remote_request_id")));
+    }
+
+    #[test]
+    fn a_request_that_asks_for_nothing_is_no_handoff() {
+        assert_eq!(KvIntent::parse(&Value::Null), Ok(None));
+        assert_eq!(KvIntent::parse(&json!({})), Ok(None));
+        assert_eq!(KvIntent::parse(&KvIntent::produce_request()), Ok(Some(KvIntent::Produce)));
+        assert_eq!(KvIntent::parse(&json!("x")), Err(HandoffError::NotAnObject));
+        let both = json!({"do_remote_decode": true, "do_remote_prefill": true});
+        assert_eq!(KvIntent::parse(&both), Err(HandoffError::BothDirections));
+    }
+}

@@ -1,0 +1,48 @@
+//! Every bound of the contract in one place, with the arithmetic that ties them together.
+
+use std::time::Duration;
+
+/// Longest request id, in bytes. A UUID is 36; vLLM's prefixes and suffixes add about 20.
+pub const REQUEST_ID_MAX_BYTES: usize = 128;
+
+/// How long a producer keeps offered blocks without a sign of life. Name and default of vLLM's
+/// `kv_lease_duration`.
+pub const KV_LEASE_DURATION: Duration = Duration::from_secs(30);
+
+/// What one heartbeat adds, as a fraction of the lease: two thirds, as in vLLM (PR #41383).
+pub const HEARTBEAT_EXTENSION: (u32, u32) = (2, 3);
+
+/// A consumer renews this many times per lease duration, so that four lost beats in a row are survived.
+pub const HEARTBEATS_PER_LEASE: u32 = 6;
+
+/// How long a lease that was released or expired waits for readers in flight before its blocks are taken
+/// back anyway; such a reader is then answered "gone" and never uses what it read.
+pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Readers (consumer, rank) that may hold one lease at once: `n` up to 16 consumers of 8 ranks.
+pub const READERS_MAX: usize = 128;
+
+/// Live leases of one producer. At two blocks each this is already a pool of 131,072 blocks.
+pub const LEASES_MAX: usize = 65_536;
+
+/// Ended leases and early releases that a producer remembers, so that late messages are answered exactly.
+pub const TOMBSTONES_MAX: usize = 16_384;
+
+/// How long a tombstone is kept. Longer than any handoff can be worth: a lease, its drain, and a minute.
+pub const TOMBSTONE_KEPT: Duration = Duration::from_secs(120);
+
+/// Blocks in one handoff. 65,536 blocks of 16 tokens are a context of a million tokens.
+pub const BLOCKS_PER_HANDOFF_MAX: usize = 65_536;
+
+/// Handles in one heartbeat message.
+pub const HEARTBEAT_HANDLES_MAX: usize = 1_024;
+
+/// Bytes of one control message on a side channel; a heartbeat full of handles is the largest.
+pub const CONTROL_MESSAGE_MAX_BYTES: usize = 32 * 1024;
+
+// A consumer that beats HEARTBEATS_PER_LEASE times per lease must be able to lose beats and keep the lease:
+// the extension must span several intervals.
+const _: () = assert!(HEARTBEAT_EXTENSION.0 * HEARTBEATS_PER_LEASE >= 4 * HEARTBEAT_EXTENSION.1);
+const _: () = assert!(TOMBSTONE_KEPT.as_secs() > KV_LEASE_DURATION.as_secs() + DRAIN_DEADLINE.as_secs());
+const _: () = assert!(HEARTBEAT_HANDLES_MAX * 16 + 64 <= CONTROL_MESSAGE_MAX_BYTES);
+const _: () = assert!(TOMBSTONES_MAX <= LEASES_MAX);

@@ -1,0 +1,147 @@
+//! What moves blocks between engines, as two traits: [`Transport`] is what a consumer calls, [`Producer`]
+//! is what a transport's serving side asks before it lets a byte out.
+//!
+//! Calls block their thread: the engine runs them on its fetch workers, never on the step loop. A transport
+//! adds no promise of its own. Liveness comes from the lease, and validity from [`Transport::finish`]: bytes
+//! that were read are not used before the producer has said that the lease was live for the whole read
+//! (invariant 3).
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use crate::ledger::{HeartbeatReply, ReleaseReply};
+use crate::region::Region;
+use crate::{BlockId, Epoch, Handle, Reader};
+
+/// A producer's side channel.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Peer {
+    /// Where its transport listens.
+    pub address: SocketAddr,
+    /// The epoch it had when it made the handoff.
+    pub epoch: Epoch,
+    /// [`crate::KvLayout::fingerprint`] of both ends.
+    pub fingerprint: u64,
+}
+
+/// One read: part of a lease's block table, into landing blocks.
+#[derive(Clone, Debug)]
+pub struct ReadOrder {
+    /// The lease.
+    pub handle: Handle,
+    /// Who reads.
+    pub reader: Reader,
+    /// First entry of the lease's block table to read (blocks before it are already here).
+    pub first: usize,
+    /// Where the blocks go, in the order of the lease's block table.
+    pub into: Vec<BlockId>,
+}
+
+/// Whether bytes that were read may be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The lease was live from the first to the last byte of this reader.
+    Valid,
+    /// It was not, or nobody knows. The bytes must not reach a forward pass.
+    Gone,
+}
+
+/// Why a read, or a message about a lease, did not succeed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TransportError {
+    /// The lease is over, was never there, or belongs to an earlier epoch.
+    #[error("the lease is gone")]
+    Gone,
+    /// The range, the reader or the layout does not fit the lease.
+    #[error("refused by the producer: {0}")]
+    Refused(Box<str>),
+    /// The peer could not be reached, or did not prove who it is.
+    #[error("no connection to {0}: {1}")]
+    Handshake(SocketAddr, Box<str>),
+    /// The connection broke or fell silent during the read.
+    #[error("transfer broke off: {0}")]
+    Transfer(Box<str>),
+    /// The caller raised the stop flag. Nothing writes into the landing blocks any more.
+    #[error("stopped")]
+    Stopped,
+}
+
+/// A stop flag that a reading thread looks at between system calls.
+pub type StopFlag = std::sync::atomic::AtomicBool;
+
+/// The consumer's side of a transport.
+pub trait Transport: Send + Sync {
+    /// Reads blocks straight into `region`. When this returns, whatever it returns, nothing writes into the
+    /// landing blocks any more.
+    ///
+    /// # Errors
+    /// Any [`TransportError`]; the landing blocks then hold garbage.
+    fn read(
+        &self,
+        peer: &Peer,
+        order: &ReadOrder,
+        region: &Region,
+        stop: &StopFlag,
+    ) -> Result<(), TransportError>;
+
+    /// Tells the producer that this reader has everything, and learns whether it may use it.
+    ///
+    /// # Errors
+    /// A [`TransportError`] other than `Gone` means that nobody knows: treat it as [`Verdict::Gone`].
+    fn finish(&self, peer: &Peer, handle: Handle, reader: Reader) -> Result<Verdict, TransportError>;
+
+    /// Ends a lease early. Idempotent; the caller repeats it until it is answered or the lease is past expiry.
+    ///
+    /// # Errors
+    /// When the producer could not be reached. An answer of any kind is a success.
+    fn release(&self, peer: &Peer, handle: Handle, reason: &str) -> Result<ReleaseReply, TransportError>;
+
+    /// Renews leases; one reply per handle, in order.
+    ///
+    /// # Errors
+    /// When the producer could not be reached.
+    fn heartbeat(&self, peer: &Peer, handles: &[Handle]) -> Result<Vec<HeartbeatReply>, TransportError>;
+}
+
+/// What a transport's serving side asks of the engine it serves. Called from the transport's own threads;
+/// answers come from the lease ledger and never wait for the step loop.
+pub trait Producer: Send + Sync {
+    /// The engine's epoch.
+    fn epoch(&self) -> Epoch;
+
+    /// The layout fingerprint that a consumer must share.
+    fn fingerprint(&self) -> u64;
+
+    /// Opens a read of `count` blocks from entry `first` of the lease's table and returns their ids.
+    ///
+    /// # Errors
+    /// [`TransportError::Gone`] or [`TransportError::Refused`].
+    fn read_begun(
+        &self,
+        handle: Handle,
+        reader: Reader,
+        first: usize,
+        count: usize,
+    ) -> Result<Vec<BlockId>, TransportError>;
+
+    /// Whether the lease still lets this reader read. Asked before every batch of blocks goes out.
+    fn read_live(&self, handle: Handle, reader: Reader) -> bool;
+
+    /// The reader says that it has everything.
+    fn read_done(&self, handle: Handle, reader: Reader) -> Verdict;
+
+    /// The reader's connection broke, or it gave up.
+    fn read_failed(&self, handle: Handle, reader: Reader);
+
+    /// Ends the lease early.
+    fn release(&self, handle: Handle, reason: &str) -> ReleaseReply;
+
+    /// Renews the lease.
+    fn heartbeat(&self, handle: Handle) -> HeartbeatReply;
+
+    /// The pool's memory.
+    fn region(&self) -> &Region;
+}
+
+/// A side channel that stays silent this long within a read or an exchange of messages has failed.
+pub const SILENCE: Duration = Duration::from_secs(5);

@@ -1,0 +1,83 @@
+//! What runs a forward pass: the trait, with one implementation per device below it.
+//!
+//! The step loop owns the executor and calls it from its one thread; what an executor does inside
+//! (threads, streams, graphs) is its own affair. KV blocks live in a [`Region`] that transports share.
+
+use baton_connector::region::Region;
+use baton_connector::{BlockId, KvLayout};
+
+/// One sequence's part of a step.
+#[derive(Clone, Debug)]
+pub struct SeqStep<'a> {
+    /// Tokens to process, at positions `start .. start + tokens.len()`; at least one.
+    pub tokens: &'a [u32],
+    /// Position of the first of them; KV of all earlier positions is in the block table.
+    pub start: usize,
+    /// Blocks that hold positions `0 .. start + tokens.len()`, in order; this step writes its own KV there.
+    pub block_table: &'a [BlockId],
+    /// Which positions' logits are wanted.
+    pub logits: LogitsWanted,
+}
+
+/// Which positions of a step's tokens get logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogitsWanted {
+    /// None: a prefill chunk that is not the last.
+    No,
+    /// The last token: the next token is sampled from it.
+    Last,
+    /// Every token of the step (prompt log-probabilities, parity checks).
+    All,
+}
+
+/// Rows of logits, in the order of the sequences that wanted them.
+#[derive(Debug, Default)]
+pub struct Logits {
+    /// Entries of one row: the model's vocabulary, padding included.
+    pub vocab: usize,
+    /// `rows × vocab` values.
+    pub values: Vec<f32>,
+}
+
+impl Logits {
+    /// Row `index`.
+    #[must_use]
+    pub fn row(&self, index: usize) -> &[f32] {
+        &self.values[index * self.vocab..][..self.vocab]
+    }
+
+    /// Number of rows.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.values.len().checked_div(self.vocab).unwrap_or(0)
+    }
+}
+
+/// Why a forward pass failed. Nothing of the step may be used then.
+#[derive(Debug, thiserror::Error)]
+pub enum ExecutorError {
+    /// The device is out of order; the engine cannot go on.
+    #[error("device failed: {0}")]
+    Device(String),
+}
+
+/// A device with a model and a paged KV pool.
+pub trait Executor: Send {
+    /// Shape of one KV block.
+    fn layout(&self) -> KvLayout;
+
+    /// The pool's memory.
+    fn region(&self) -> &Region;
+
+    /// Entries of one row of logits.
+    fn vocab(&self) -> usize;
+
+    /// Runs one step over `batch` and leaves the wanted rows in `logits` (cleared first).
+    ///
+    /// Deterministic: a row depends only on its own sequence's tokens, never on what is batched beside it,
+    /// nor on how its prompt was cut into chunks (exact mode).
+    ///
+    /// # Errors
+    /// [`ExecutorError`]; the KV of the batch's positions is then undefined.
+    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError>;
+}
