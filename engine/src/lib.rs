@@ -4,3 +4,5 @@ pub mod block_hash;
 pub mod block_pool;
 pub mod executor;
 pub mod model;
+pub mod scheduler;
+pub mod sequence;
