@@ -267,15 +267,10 @@ impl Scheduler {
         self.sequences.get(&id)
     }
 
-    /// Every sequence on the books.
-    pub fn ids(&self) -> impl Iterator<Item = SeqId> + '_ {
-        self.sequences.keys().copied()
-    }
-
-    /// Whether a call of [`Self::schedule`] could find something to do.
+    /// Whether a finished sequence's transfer has not come to rest yet.
     #[must_use]
-    pub fn has_work(&self) -> bool {
-        !self.running.is_empty() || !self.waiting.is_empty()
+    pub fn is_stopping(&self, id: SeqId) -> bool {
+        self.stopping.contains_key(&id)
     }
 
     /// Blocks by state.

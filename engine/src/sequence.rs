@@ -91,7 +91,6 @@ impl FinishReason {
 #[derive(Debug)]
 pub struct Sequence {
     pub(crate) id: SeqId,
-    pub(crate) request: RequestId,
     /// Prompt, then what was generated.
     pub(crate) tokens: Vec<u32>,
     pub(crate) prompt_len: usize,
@@ -119,7 +118,6 @@ impl Sequence {
         let prompt_len = new.prompt.len();
         Self {
             id: new.id,
-            request: new.request,
             tokens: new.prompt,
             prompt_len,
             computed: 0,
@@ -160,6 +158,12 @@ impl Sequence {
     #[must_use]
     pub fn reused(&self) -> (usize, usize) {
         (self.cached, self.fetched)
+    }
+
+    /// Whether its blocks are for a decode engine.
+    #[must_use]
+    pub fn is_producer(&self) -> bool {
+        matches!(self.purpose, Purpose::Produce)
     }
 
     /// The blocks that hold its KV, in order.
