@@ -2,4 +2,5 @@
 
 pub mod executor;
 pub mod model;
+pub mod sampling;
 pub mod stop;
