@@ -72,9 +72,13 @@ impl LeaseDesk {
                 ledger = self.lock();
                 continue;
             }
-            let nap = ledger.next_deadline().map_or(NAP, |due| due.since(now).clamp(Duration::from_micros(200), NAP));
-            let (back, _) =
-                self.deadline_moved.wait_timeout(ledger, nap).unwrap_or_else(std::sync::PoisonError::into_inner);
+            let nap = ledger
+                .next_deadline()
+                .map_or(NAP, |due| due.since(now).clamp(Duration::from_micros(200), NAP));
+            let (back, _) = self
+                .deadline_moved
+                .wait_timeout(ledger, nap)
+                .unwrap_or_else(std::sync::PoisonError::into_inner);
             ledger = back;
         }
     }
@@ -186,12 +190,14 @@ impl Producer for LeaseDesk {
         first: usize,
         count: usize,
     ) -> Result<Vec<BlockId>, TransportError> {
-        self.with(|ledger, now| ledger.read_begun(handle, reader, first, count, now)).map_err(|refusal| match refusal {
-            ReadRefusal::Gone => TransportError::Gone,
-            ReadRefusal::Busy => TransportError::Refused("too many readers at once".into()),
-            ReadRefusal::Range { first, count, blocks } => TransportError::Refused(
-                format!("entries {first}..{} of a table of {blocks}", first.saturating_add(count)).into(),
-            ),
+        self.with(|ledger, now| ledger.read_begun(handle, reader, first, count, now)).map_err(|refusal| {
+            match refusal {
+                ReadRefusal::Gone => TransportError::Gone,
+                ReadRefusal::Busy => TransportError::Refused("too many readers at once".into()),
+                ReadRefusal::Range { first, count, blocks } => TransportError::Refused(
+                    format!("entries {first}..{} of a table of {blocks}", first.saturating_add(count)).into(),
+                ),
+            }
         })
     }
 

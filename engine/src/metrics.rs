@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use baton_connector::lease::Cause;
 use baton_connector::ledger::Settled;
-use metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder, SharedString, Unit};
+use metrics::{
+    Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder, SharedString, Unit,
+};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
 use crate::block_pool::BlockUsage;
@@ -16,17 +18,16 @@ use crate::sequence::FinishReason;
 
 /// Buckets of `vllm:time_to_first_token_seconds`.
 const TTFT_SECONDS: [f64; 22] = [
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-    160.0, 640.0, 2560.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
 ];
 /// Buckets of `vllm:inter_token_latency_seconds`.
-const ITL_SECONDS: [f64; 18] = [
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
-];
+const ITL_SECONDS: [f64; 18] =
+    [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0];
 /// Buckets of `vllm:e2e_request_latency_seconds`.
 const E2E_SECONDS: [f64; 20] = [
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-    1920.0,
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0,
 ];
 /// Buckets of transfers and of times to release.
 const SHORT_SECONDS: [f64; 12] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0];
@@ -86,22 +87,26 @@ impl EngineMetrics {
             running: make.gauge("vllm:num_requests_running", "Requests in the batch."),
             fetching: make.gauge("baton_requests_fetching", "Requests that wait for a transfer."),
             usage: make.gauge("vllm:kv_cache_usage_perc", "Held blocks, as a share from 0 to 1."),
-            blocks: states.map(|state| make.gauge_with("baton_kv_blocks", "KV blocks by state.", "state", state)),
+            blocks: states
+                .map(|state| make.gauge_with("baton_kv_blocks", "KV blocks by state.", "state", state)),
             leases: make.gauge("baton_kv_leases", "Live leases."),
             preemptions: make.counter("vllm:num_preemptions_total", "Preemptions."),
             ignored: make.counter("baton_late_events_total", "Late or repeated events that changed nothing."),
             prompt_tokens: make.counter("vllm:prompt_tokens_total", "Prompt tokens."),
             generation_tokens: make.counter("vllm:generation_tokens_total", "Generated tokens."),
             prefix_queries: make.counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up."),
-            prefix_hits: make.counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
-            external_queries: make.counter("vllm:external_prefix_cache_queries_total", "Prompt tokens handed off."),
+            prefix_hits: make
+                .counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+            external_queries: make
+                .counter("vllm:external_prefix_cache_queries_total", "Prompt tokens handed off."),
             external_hits: make.counter("vllm:external_prefix_cache_hits_total", "Prompt tokens fetched."),
             ttft: make.histogram("vllm:time_to_first_token_seconds", "Arrival to first token."),
             itl: make.histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice."),
             e2e: make.histogram("vllm:e2e_request_latency_seconds", "Arrival to the end of a choice."),
             transfer_seconds: make.histogram("vllm:nixl_xfer_time_seconds", "One fetch, any transport."),
             transfer_bytes: make.histogram("vllm:nixl_bytes_transferred", "Bytes of one fetch."),
-            transfers_failed: make.counter("vllm:nixl_num_failed_transfers", "Fetches that delivered nothing."),
+            transfers_failed: make
+                .counter("vllm:nixl_num_failed_transfers", "Fetches that delivered nothing."),
             leases_opened: make.counter("baton_kv_leases_opened_total", "Leases opened."),
             leased_blocks: make.counter("baton_kv_leased_blocks_total", "Blocks lent."),
             stranded: make.gauge(
@@ -161,7 +166,9 @@ impl EngineMetrics {
     pub fn finished(&self, reason: FinishReason, since_arrival: Duration) {
         self.e2e.record(since_arrival.as_secs_f64());
         let help = "Sequences by how they ended; aborts and errors are counted too.";
-        self.make().counter_with("vllm:request_success_total", help, "finished_reason", reason.label()).increment(1);
+        self.make()
+            .counter_with("vllm:request_success_total", help, "finished_reason", reason.label())
+            .increment(1);
     }
 
     /// One fetch.
@@ -176,7 +183,9 @@ impl EngineMetrics {
 
     /// A fetch that failed, and what became of it.
     pub fn load_failed(&self, policy: &'static str) {
-        self.make().counter_with("baton_kv_load_failures_total", "Failed fetches.", "policy", policy).increment(1);
+        self.make()
+            .counter_with("baton_kv_load_failures_total", "Failed fetches.", "policy", policy)
+            .increment(1);
     }
 
     /// A lease was opened over this many blocks.
@@ -213,9 +222,13 @@ impl EngineMetrics {
 
     /// Model and cache, as labels (`vllm:cache_config_info`).
     pub fn cache_config(&self, block_tokens: usize, blocks: usize) {
-        let labels =
-            [Label::new("block_size", block_tokens.to_string()), Label::new("num_gpu_blocks", blocks.to_string())];
-        self.make().gauge_labelled("vllm:cache_config_info", "Blocks and their size, as labels.", &labels).set(1.0);
+        let labels = [
+            Label::new("block_size", block_tokens.to_string()),
+            Label::new("num_gpu_blocks", blocks.to_string()),
+        ];
+        self.make()
+            .gauge_labelled("vllm:cache_config_info", "Blocks and their size, as labels.", &labels)
+            .set(1.0);
     }
 
     fn make(&self) -> Registrar<'_> {
@@ -257,7 +270,13 @@ impl Registrar<'_> {
         self.gauge_labelled(name, help, &[])
     }
 
-    fn gauge_with(&self, name: &'static str, help: &'static str, label: &'static str, value: &'static str) -> Gauge {
+    fn gauge_with(
+        &self,
+        name: &'static str,
+        help: &'static str,
+        label: &'static str,
+        value: &'static str,
+    ) -> Gauge {
         self.gauge_labelled(name, help, &[Label::new(label, value)])
     }
 
@@ -279,7 +298,11 @@ mod tests {
     #[test]
     fn dashboards_find_the_names_they_know() {
         let metrics = EngineMetrics::new("demo");
-        metrics.publish(BlockUsage { total: 4, free: 3, active: 1, ..BlockUsage::default() }, Load::default(), 0);
+        metrics.publish(
+            BlockUsage { total: 4, free: 3, active: 1, ..BlockUsage::default() },
+            Load::default(),
+            0,
+        );
         metrics.first_token(Duration::from_millis(3), 10, 4, 0);
         metrics.finished(FinishReason::Stop, Duration::from_millis(9));
         let text = metrics.render();

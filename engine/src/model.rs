@@ -1,6 +1,9 @@
 //! A Hugging Face checkpoint: its files, configuration, weights, tokenizer and chat template.
 
+pub mod chat_template;
+pub mod detokenizer;
 pub mod files;
+pub mod tokenizer;
 
 pub use files::{FileBytes, ModelFiles};
 

@@ -39,12 +39,16 @@ pub struct FetchTarget {
     reader: Reader,
     lease: Duration,
     expiry: Instant,
+    router_settles: bool,
 }
 
 impl FetchTarget {
     /// The target of a handoff that has just arrived; `consumer` is a fresh random name for this fetch.
+    ///
+    /// `router_settles`: a refusal leaves the lease alone, because the router tries another engine with it and
+    /// releases it itself when it gives up.
     #[must_use]
-    pub fn new(handoff: &Handoff, consumer: u64) -> Self {
+    pub fn new(handoff: &Handoff, consumer: u64, router_settles: bool) -> Self {
         let lease = handoff.lease_left.unwrap_or(KV_LEASE_DURATION);
         Self {
             host: handoff.host.as_str().into(),
@@ -55,7 +59,14 @@ impl FetchTarget {
             reader: Reader { consumer, rank: Rank(0) },
             lease,
             expiry: Instant::now() + lease,
+            router_settles,
         }
+    }
+
+    /// Whether a refusal leaves the lease to the router.
+    #[must_use]
+    pub fn router_settles(&self) -> bool {
+        self.router_settles
     }
 
     /// Looks the producer's address up; a name is resolved anew each time, because engines move.
@@ -63,7 +74,8 @@ impl FetchTarget {
         let failed = |why: String| {
             TransportError::Handshake(SocketAddr::from(([0, 0, 0, 0], self.port)), why.into_boxed_str())
         };
-        let mut found = (&*self.host, self.port).to_socket_addrs().map_err(|error| failed(error.to_string()))?;
+        let mut found =
+            (&*self.host, self.port).to_socket_addrs().map_err(|error| failed(error.to_string()))?;
         let address = found.next().ok_or_else(|| failed(format!("{} has no address", self.host)))?;
         Ok(Peer { address, epoch: self.epoch, fingerprint: self.fingerprint })
     }
@@ -105,7 +117,8 @@ impl Peers {
         )?;
         threads.extend(handles);
         threads.push({
-            let (heartbeat, transport, stop) = (Arc::clone(&heartbeat), Arc::clone(&transport), Arc::clone(&stop));
+            let (heartbeat, transport, stop) =
+                (Arc::clone(&heartbeat), Arc::clone(&transport), Arc::clone(&stop));
             std::thread::Builder::new()
                 .name("heartbeat".into())
                 .spawn(move || heartbeat.run(&*transport, &mailbox, &stop))?

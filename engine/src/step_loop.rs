@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use baton_connector::fetch::FailureKind;
+use baton_connector::fetch::{FailureKind, Reason};
 use baton_connector::ledger::Grant;
 use baton_connector::transport::Producer;
 use baton_connector::{EngineId, Handle, Handoff, RequestId};
@@ -212,12 +212,17 @@ impl StepLoop {
             return;
         };
         let sequence = self.parts.scheduler.sequence(part.id).expect("live sequences are on the books");
-        let place = Place { position: sequence.tokens().len() as u64, generated: sequence.generated() as u32 };
+        let place =
+            Place { position: sequence.tokens().len() as u64, generated: sequence.generated() as u32 };
         let (prompt, (cached, fetched)) = (sequence.prompt_len(), sequence.reused());
         let sampled = sample(self.logits.row(row), &live.sampling, &live.counts, place, &mut self.scratch);
         let Ok(sampled) = sampled else {
             tracing::error!(request = %live.request, "a row of logits without a number");
-            self.end_with(part.id, FinishReason::Error, SeqEvent::Unavailable("the model produced no number"));
+            self.end_with(
+                part.id,
+                FinishReason::Error,
+                SeqEvent::Unavailable("the model produced no number"),
+            );
             return;
         };
         live.counts.push(sampled.token);
@@ -274,7 +279,13 @@ impl StepLoop {
         if early {
             tracing::debug!(%request, "given up before it arrived");
             let end = SeqEnd { reason: FinishReason::Abort, cached: 0, fetched: 0, handoff: None };
-            self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Finished(Box::new(end)), "aborted_early");
+            self.turn_away(
+                &outbox,
+                index,
+                target.as_ref(),
+                SeqEvent::Finished(Box::new(end)),
+                "aborted_early",
+            );
             return;
         }
         let counts = TokenCounts::for_params(&sampling, &sequence.prompt);
@@ -302,7 +313,9 @@ impl StepLoop {
         reason: &'static str,
     ) {
         if let Some(target) = target {
-            self.parts.peers.release(target, "consumer_rejected");
+            if !target.router_settles() || reason != "refused" {
+                self.parts.peers.release(target, "consumer_rejected");
+            }
             self.parts.metrics.early_rejection(reason);
         }
         // A front end that has left needs no answer.
@@ -334,7 +347,9 @@ impl StepLoop {
             Effect::StopRead(id) => peers.stop_read(id),
             Effect::StopHeartbeat(id) => peers.let_go(id),
             Effect::ReleaseAtProducer(id, reason) => {
-                if let Some(target) = self.target(id) {
+                let target =
+                    self.target(id).filter(|t| !(t.router_settles() && reason == Reason::LoadFailed));
+                if let Some(target) = target {
                     peers.release(&target, reason.label());
                 }
                 self.stopping.remove(&id);

@@ -63,7 +63,9 @@ impl FetchWorkers {
                 stops: Arc::clone(&stops),
             };
             let queue = Arc::clone(&queue);
-            threads.push(std::thread::Builder::new().name(format!("fetch-{n}")).spawn(move || worker.run(&queue))?);
+            threads.push(
+                std::thread::Builder::new().name(format!("fetch-{n}")).spawn(move || worker.run(&queue))?,
+            );
         }
         Ok((Self { jobs: Mutex::new(Some(jobs)), stops, mailbox }, threads))
     }
@@ -117,7 +119,8 @@ impl Worker {
             first: job.first,
             into: job.into.clone(),
         };
-        let peer = if job.stop.load(Ordering::Acquire) { Err(TransportError::Stopped) } else { job.target.peer() };
+        let peer =
+            if job.stop.load(Ordering::Acquire) { Err(TransportError::Stopped) } else { job.target.peer() };
         let read = peer.and_then(|peer| {
             self.transport.read(&peer, &order, &self.region, &job.stop)?;
             Ok(peer)
@@ -127,7 +130,11 @@ impl Worker {
                 report.quiet(Event::TransferDone);
                 let verdict = self.transport.finish(&peer, job.target.handle, job.target.reader);
                 let bytes = order.into.len() * self.region.block_bytes();
-                self.metrics.transfer(started.elapsed(), bytes as u64, matches!(verdict, Ok(v) if v == baton_connector::transport::Verdict::Valid));
+                self.metrics.transfer(
+                    started.elapsed(),
+                    bytes as u64,
+                    matches!(verdict, Ok(v) if v == baton_connector::transport::Verdict::Valid),
+                );
                 self.mailbox.fetch(job.id, Event::Verdict(Answer::from(verdict)));
             }
             Err(error) => {

@@ -56,7 +56,9 @@ impl Heartbeat {
                             let gone = replies.iter().zip(batch).filter(|(r, _)| **r == HeartbeatReply::Gone);
                             gone.for_each(|(_, (id, _))| mailbox.fetch(*id, Event::LeaseGone));
                         }
-                        Err(error) => tracing::debug!(peer = %peer.address, %error, "heartbeat not delivered"),
+                        Err(error) => {
+                            tracing::debug!(peer = %peer.address, %error, "heartbeat not delivered")
+                        }
                     }
                 }
             }
