@@ -3,6 +3,7 @@
 pub mod chat_template;
 pub mod detokenizer;
 pub mod files;
+pub mod identity;
 pub mod tokenizer;
 
 pub use files::{FileBytes, ModelFiles};
