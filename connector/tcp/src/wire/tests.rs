@@ -1,0 +1,1 @@
+//! The codec against itself and against noise.
