@@ -173,7 +173,9 @@ impl Transport for TcpTransport {
             }
             Reply::Gone => Ok(Err(TransportError::Gone)),
             Reply::Refused(why) => Ok(Err(TransportError::Refused(why))),
-            Reply::Verdict(_) | Reply::Noted | Reply::Released(_) | Reply::Renewed(_) => Err(unexpected()),
+            Reply::Complete | Reply::Verdict(_) | Reply::Noted | Reply::Released(_) | Reply::Renewed(_) => {
+                Err(unexpected())
+            }
         })?
     }
 
@@ -250,14 +252,11 @@ fn receive_blocks(
     let until = Until::stopped(stop);
     let mut header = [0; HEADER_BYTES];
     link.receive(&mut header, until)?;
-    let mut batches = order.into.chunks(batch_blocks(region.block_bytes())).peekable();
-    while let Some(batch) = batches.next() {
+    for batch in order.into.chunks(batch_blocks(region.block_bytes())) {
         let Header { kind, len } = Header::decode(header);
         if kind != KIND_BATCH {
-            return match Reply::decode(kind, &[])? {
-                Reply::Gone if len == 0 => Ok(Err(TransportError::Gone)),
-                _ => Err(LinkError::Unexpected),
-            };
+            // "Complete" before the last batch is not an answer.
+            return last_word(header)?.map_or_else(|gone| Ok(Err(gone)), |()| Err(LinkError::Unexpected));
         }
         if len != batch.len() * region.block_bytes() {
             return Err(LinkError::Unexpected);
@@ -266,11 +265,22 @@ fn receive_blocks(
         for &block in batch {
             spans.push_block(region, block);
         }
-        // The header of the next batch comes with this one: one system call less.
-        if batches.peek().is_some() {
-            spans.push_buffer(&mut header);
-        }
+        // The next header comes with this batch: one system call less.
+        spans.push_buffer(&mut header);
         link.receive_spans(&mut spans, until)?;
     }
-    Ok(Ok(()))
+    last_word(header)
+}
+
+/// What a producer says instead of a batch, or after the last one.
+fn last_word(header: [u8; HEADER_BYTES]) -> Result<Result<(), TransportError>, LinkError> {
+    let Header { kind, len } = Header::decode(header);
+    if len != 0 {
+        return Err(LinkError::Unexpected);
+    }
+    match Reply::decode(kind, &[])? {
+        Reply::Complete => Ok(Ok(())),
+        Reply::Gone => Ok(Err(TransportError::Gone)),
+        _ => Err(LinkError::Unexpected),
+    }
 }

@@ -162,27 +162,63 @@ fn send_blocks(
     let count = u32::try_from(blocks.len()).map_err(|_| LinkError::Wire(WireError::Kind(KIND_BATCH)))?;
     let granted = Reply::Granted { blocks: count, block_bytes: region.block_bytes() as u64 }.encode();
     let live = || producer.read_live(handle, reader);
-    let mut before: &[u8] = &granted;
-    for batch in blocks.chunks(batch_blocks(region.block_bytes())) {
+    let complete = Reply::Complete.encode();
+    let mut batches = blocks.chunks(batch_blocks(region.block_bytes())).peekable();
+    // Frames that go out with the next batch, in front of it.
+    let mut front = granted;
+    while let Some(batch) = batches.next() {
         if !live() {
-            shared.open_reads.forget(handle, reader);
-            shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
-            let gone = Reply::Gone.encode();
-            return link.send(&[before, &gone].concat(), until);
+            link.send(&front, until)?;
+            return break_off(link, shared, (handle, reader), 0);
         }
-        let header = Header { kind: KIND_BATCH, len: batch.len() * region.block_bytes() }.encode();
+        let bytes = batch.len() * region.block_bytes();
+        front.extend(Header { kind: KIND_BATCH, len: bytes }.encode());
+        let end: &[u8] = if batches.peek().is_some() { &[] } else { &complete };
         let mut spans = Spans::with_capacity(batch.len() + 2);
-        spans.push_bytes(before);
-        spans.push_bytes(&header);
+        spans.push_bytes(&front);
         for &block in batch {
             spans.push_block(region, block);
         }
-        let bytes = spans.left() as u64;
-        link.send_spans(&mut spans, until, live)?;
-        shared.stats.bytes.fetch_add(bytes, Ordering::Relaxed);
-        before = &[];
+        spans.push_bytes(end);
+        match link.send_spans(&mut spans, until, live) {
+            Ok(()) => {}
+            // Every block has left the pool while the lease was live; only the end is still to be said.
+            Err(LinkError::LeaseEnded) if spans.left() <= end.len() => {
+                link.send(&end[end.len() - spans.left()..], until)?;
+            }
+            Err(LinkError::LeaseEnded) => {
+                let owed = spans.left() - end.len();
+                let unsaid = owed.saturating_sub(bytes);
+                link.send(&front[front.len() - unsaid..], until)?;
+                return break_off(link, shared, (handle, reader), owed - unsaid);
+            }
+            Err(error) => return Err(error),
+        }
+        shared.stats.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        front.clear();
     }
     Ok(())
+}
+
+/// Ends a read whose lease has ended: fills up the batch with zeros, so that the connection stays in step, and
+/// says that it is gone.
+fn break_off(
+    link: &mut Link,
+    shared: &Shared,
+    (handle, reader): (Handle, Reader),
+    owed: usize,
+) -> Result<(), LinkError> {
+    static ZEROS: [u8; 64 * 1024] = [0; 64 * 1024];
+    shared.open_reads.forget(handle, reader);
+    shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
+    let until = Until::stopped(&shared.stop);
+    let mut left = owed;
+    while left > 0 {
+        let part = left.min(ZEROS.len());
+        link.send(&ZEROS[..part], until)?;
+        left -= part;
+    }
+    link.send(&Reply::Gone.encode(), until)
 }
 
 /// Blocks of one batch, for both ends: at least one.

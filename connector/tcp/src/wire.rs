@@ -43,8 +43,10 @@ pub(crate) enum Request {
 pub(crate) enum Reply {
     /// Batches follow, `blocks` blocks of `block_bytes` bytes in all.
     Granted { blocks: u32, block_bytes: u64 },
-    /// The lease is over; also between two batches, and then none follows.
+    /// The lease is over. Also instead of a batch, or of `Complete`: then the batches before hold nothing.
     Gone,
+    /// Every batch was sent while the lease was live.
+    Complete,
     /// The read does not fit the lease.
     Refused(Box<str>),
     /// The answer to `Done`.
@@ -90,6 +92,7 @@ const KIND_VERDICT: u8 = 0x84;
 const KIND_NOTED: u8 = 0x85;
 const KIND_RELEASED: u8 = 0x86;
 const KIND_RENEWED: u8 = 0x87;
+const KIND_COMPLETE: u8 = 0x88;
 
 impl Header {
     /// Reads a header. The length is not judged yet: that depends on what may come.
@@ -178,6 +181,7 @@ impl Reply {
                 Frame::new(KIND_GRANTED).bytes(&blocks.to_le_bytes()).bytes(&block_bytes.to_le_bytes())
             }
             Self::Gone => Frame::new(KIND_GONE),
+            Self::Complete => Frame::new(KIND_COMPLETE),
             Self::Refused(why) => Frame::new(KIND_REFUSED).text(why),
             Self::Verdict(verdict) => Frame::new(KIND_VERDICT).bytes(&[verdict_byte(*verdict)]),
             Self::Noted => Frame::new(KIND_NOTED),
@@ -201,6 +205,7 @@ impl Reply {
                 Ok(Self::Granted { blocks: fields.u32()?, block_bytes: fields.u64()? })
             }
             KIND_GONE => fields.exactly(0).map(|()| Self::Gone),
+            KIND_COMPLETE => fields.exactly(0).map(|()| Self::Complete),
             KIND_REFUSED => Ok(Self::Refused(fields.text()?)),
             KIND_VERDICT => {
                 fields.exactly(1)?;
