@@ -42,7 +42,7 @@ const OTHER_VERSION: u8 = 5;
 
 /// Why a producer did not let a consumer in.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Turned {
+pub(crate) enum TurnedAway {
     #[error("not a baton consumer")]
     Stranger,
     #[error("the consumer speaks version {0}")]
@@ -101,22 +101,22 @@ pub(crate) fn busy() -> [u8; WELCOME_BYTES] {
 /// The producer's side. Takes at most `silence` in all, however slowly the bytes trickle in.
 ///
 /// # Errors
-/// [`Turned`]; the connection is to be closed.
+/// [`TurnedAway`]; the connection is to be closed.
 pub(crate) fn answer(
     link: &mut Link,
     secret: Option<&Secret>,
     epoch: Epoch,
     fingerprint: u64,
     stop: &AtomicBool,
-) -> Result<(), Turned> {
+) -> Result<(), TurnedAway> {
     let until = Until::deadline(stop, Instant::now() + link.silence());
     let mut hello = [0; HELLO_BYTES];
     // The first twelve bytes decide: a stranger that sends less than a whole Hello is not waited for.
     link.receive(&mut hello[..12], until)?;
     if hello[..8] != MAGIC {
-        return Err(Turned::Stranger);
+        return Err(TurnedAway::Stranger);
     }
-    let nonce = nonce().map_err(Turned::Random)?;
+    let nonce = nonce().map_err(TurnedAway::Random)?;
     let refuse = |link: &mut Link, status| {
         let mut welcome = [0; WELCOME_BYTES];
         welcome[..WELCOME_HEAD_BYTES].copy_from_slice(&head(secret.is_some(), status, nonce));
@@ -124,12 +124,12 @@ pub(crate) fn answer(
     };
     if version(&hello) != VERSION {
         refuse(link, OTHER_VERSION)?;
-        return Err(Turned::Version(version(&hello)));
+        return Err(TurnedAway::Version(version(&hello)));
     }
     link.receive(&mut hello[12..], until)?;
     if (hello[10] != 0) != secret.is_some() {
         refuse(link, NO_PROOF)?;
-        return Err(Turned::Unproved);
+        return Err(TurnedAway::Unproved);
     }
     let head = head(secret.is_some(), GO_ON, nonce);
     let mut welcome = [0; WELCOME_BYTES];
@@ -140,11 +140,11 @@ pub(crate) fn answer(
     let mut theirs = [0; PROOF_BYTES];
     link.receive(&mut theirs, until)?;
     let (status, result) = if !proved(secret, CONSUMER, &hello, &head, &theirs) {
-        (NO_PROOF, Err(Turned::Unproved))
+        (NO_PROOF, Err(TurnedAway::Unproved))
     } else if u64_at(&hello, 44) != epoch.0 {
-        (GONE, Err(Turned::Epoch))
+        (GONE, Err(TurnedAway::Epoch))
     } else if u64_at(&hello, 52) != fingerprint {
-        (OTHER_LAYOUT, Err(Turned::Layout))
+        (OTHER_LAYOUT, Err(TurnedAway::Layout))
     } else {
         (GO_ON, Ok(()))
     };

@@ -12,7 +12,7 @@ use baton_connector::limits::HEARTBEAT_HANDLES_MAX;
 use baton_connector::transport::{Producer, TransportError, Verdict};
 use baton_connector::{BlockId, Handle, Reader};
 
-use crate::handshake::{self, Turned};
+use crate::handshake::{self, TurnedAway};
 use crate::link::{Link, LinkError, Until};
 use crate::scatter::Spans;
 use crate::server::Shared;
@@ -80,11 +80,20 @@ impl OpenReads {
     }
 }
 
+/// Why a connection ended.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Ended {
+    #[error("in its handshake: {0}")]
+    Handshake(#[from] TurnedAway),
+    #[error(transparent)]
+    Link(#[from] LinkError),
+}
+
 /// Serves one connection until it ends.
 ///
 /// # Errors
-/// Why it ended, unless the peer closed it or fell idle between two requests.
-pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result<(), Turned> {
+/// Why it ended, unless it fell idle between two requests.
+pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result<(), Ended> {
     let producer = &*shared.producer;
     let secret = shared.options.secret.as_ref();
     handshake::answer(link, secret, producer.epoch(), producer.fingerprint(), &shared.stop)?;

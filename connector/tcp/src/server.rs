@@ -12,9 +12,9 @@ use std::time::Duration;
 use baton_connector::transport::{Producer, SILENCE};
 
 use crate::Secret;
-use crate::handshake::{self, Turned};
+use crate::handshake;
 use crate::link::{self, Link, LinkError, SLICE};
-use crate::serve::{self, OpenReads};
+use crate::serve::{self, Ended, OpenReads};
 
 /// Stack of a connection's thread, in bytes: its deepest frame holds a few hundred spans, on the heap.
 const STACK_BYTES: usize = 256 * 1024;
@@ -222,13 +222,13 @@ fn admit(socket: TcpStream, id: u64, shared: &Arc<Shared>) -> io::Result<()> {
     Ok(())
 }
 
-fn report(shared: &Shared, ended: Result<(), Turned>) {
+fn report(shared: &Shared, ended: Result<(), Ended>) {
     match ended {
-        Ok(()) | Err(Turned::Link(LinkError::Closed | LinkError::Stopped)) => {}
-        Err(Turned::Link(error)) => tracing::debug!(%error, "KV connection ended"),
-        Err(turned) => {
+        Ok(()) | Err(Ended::Link(LinkError::Closed | LinkError::Stopped)) => {}
+        Err(Ended::Link(error)) => tracing::debug!(%error, "KV connection ended"),
+        Err(Ended::Handshake(error)) => {
             shared.stats.handshakes_failed.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(error = %turned, "KV connection turned away");
+            tracing::warn!(%error, "KV connection turned away");
         }
     }
 }
