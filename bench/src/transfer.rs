@@ -3,8 +3,8 @@
 //! In one run, alternating, over the same memory and the same scattered block tables:
 //! - **baton**: a real server and a real client on loopback; read and verdict are timed together, as a fetch
 //!   needs both;
-//! - **bare**: a loop of `writev` and `readv` over one loopback connection, a megabyte per call, which knows
-//!   nothing of leases;
+//! - **bare**: a loop of `writev` and `readv` over one loopback connection, a megabyte per call, with the
+//!   transport's socket options, which knows nothing of leases;
 //! - **memcpy**: one thread that copies the blocks within this process.
 //!
 //! `--json` prints one object: `blocks[]` with `block_bytes`, `blocks`, and for `baton`, `bare` and `memcpy`

@@ -7,6 +7,7 @@ use std::thread::{self, JoinHandle};
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
+use baton_connector_tcp::SEND_BUFFER_BYTES;
 
 /// Bytes of one `writev`: as many as the transport puts into one batch.
 const CALL_BYTES: usize = 1 << 20;
@@ -34,6 +35,8 @@ impl Loop {
         socket.set_nodelay(true)?;
         let (mut peer, _) = listener.accept()?;
         peer.set_nodelay(true)?;
+        // The same buffer as the transport's, so that only what the transport adds is compared.
+        socket2::SockRef::from(&peer).set_send_buffer_size(SEND_BUFFER_BYTES)?;
         let (source, from) = (source.clone(), from.to_vec());
         let writer = thread::spawn(move || {
             while peer.read(&mut [0])? == 1 {

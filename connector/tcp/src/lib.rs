@@ -49,5 +49,6 @@ mod server;
 mod wire;
 
 pub use client::{ClientOptions, TcpTransport};
+pub use link::SEND_BUFFER_BYTES;
 pub use secret::{Secret, SecretTooShort};
 pub use server::{ServerOptions, ServerStats, TcpServer};

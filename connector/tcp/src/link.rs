@@ -13,6 +13,12 @@ use crate::scatter::Spans;
 /// Longest single wait: a raised stop flag is seen at the latest after this.
 pub(crate) const SLICE: Duration = Duration::from_millis(40);
 
+/// Send buffer of every connection, in bytes; Linux doubles it for its own books. Left to grow by itself, it
+/// outgrows the processor's cache and every byte is copied from and to memory: a bare loop over loopback then
+/// moves 0.28 of what memcpy moves, and 0.50 with this one (measured 2026-11 on a 2-core machine, 128 KiB to
+/// 4 MiB tried). At 100 µs between two machines it still carries 5 GB/s per connection.
+pub const SEND_BUFFER_BYTES: usize = 256 * 1024;
+
 /// Why nothing more can be moved over a link.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LinkError {
@@ -65,6 +71,7 @@ impl Link {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(SLICE))?;
+        socket2::SockRef::from(&stream).set_send_buffer_size(SEND_BUFFER_BYTES)?;
         Ok(Self { stream, silence })
     }
 
