@@ -1,1 +1,3 @@
-//! placeholder
+//! Measures running systems and their parts, against baselines from the same run.
+
+pub mod transfer;
