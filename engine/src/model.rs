@@ -4,6 +4,7 @@ pub mod chat_template;
 pub mod detokenizer;
 pub mod files;
 pub mod identity;
+pub mod golden_text;
 pub mod tokenizer;
 
 pub use files::{FileBytes, ModelFiles};
@@ -42,4 +43,33 @@ pub enum ModelError {
         /// What is.
         supported: String,
     },
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use serde_json::Value;
+
+    use super::chat_template::ChatTemplate;
+    use super::files::ModelFiles;
+    use super::tokenizer::Tokenizer;
+
+    /// Files of a text fixture: `llama3`, `qwen3` or `sentencepiece`.
+    pub(crate) fn fixture_files(name: &str) -> ModelFiles {
+        ModelFiles::Dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/text").join(name))
+    }
+
+    pub(crate) fn fixture(name: &str) -> (Arc<Tokenizer>, ChatTemplate) {
+        let files = fixture_files(name);
+        let tokenizer = Tokenizer::load(&files).expect("the fixture has a tokenizer");
+        let template = ChatTemplate::load(&files, &tokenizer).expect("its template is sound");
+        (Arc::new(tokenizer), template)
+    }
+
+    pub(crate) fn fixture_json(name: &str) -> Value {
+        let bytes = fixture_files(name).open("golden.json").expect("readable").expect("there");
+        serde_json::from_slice(&bytes).expect("JSON")
+    }
 }

@@ -10,6 +10,7 @@
 mod json;
 mod strftime;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Write};
 use std::time::SystemTime;
@@ -167,7 +168,7 @@ impl ChatTemplate {
             ("strftime_now", Value::from_function(move |format: &str| strftime::strftime(format, now))),
         ];
         let ours = ours.into_iter().map(|(name, value)| (name.to_owned(), value));
-        special.chain(extra).chain(ours).collect()
+        Value::from(special.chain(extra).chain(ours).collect::<BTreeMap<String, Value>>())
     }
 }
 
