@@ -1,6 +1,8 @@
 //! A Hugging Face checkpoint: its files, configuration, weights, tokenizer and chat template.
 
+pub mod config;
 pub mod files;
+pub mod weights;
 
 pub use files::{FileBytes, ModelFiles};
 
