@@ -2,3 +2,4 @@
 
 pub mod executor;
 pub mod model;
+pub mod parity;

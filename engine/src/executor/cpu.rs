@@ -24,8 +24,8 @@ mod vector;
 
 use std::sync::Mutex;
 
-use baton_connector::region::Region;
 use baton_connector::layout::{KvDtype, KvLayout};
+use baton_connector::region::Region;
 
 pub use self::isa::Isa;
 pub use self::matrix::WeightMode;
