@@ -23,3 +23,4 @@ pub mod server;
 pub mod status;
 pub mod step_loop;
 pub mod stop;
+pub mod parity;

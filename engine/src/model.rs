@@ -6,6 +6,8 @@ pub mod files;
 pub mod identity;
 pub mod golden_text;
 pub mod tokenizer;
+pub mod config;
+pub mod weights;
 
 pub use files::{FileBytes, ModelFiles};
 
