@@ -1,1 +1,51 @@
-//! placeholder
+//! The OpenAI HTTP dialect that router and engine share: requests, errors, responses.
+//!
+//! Pure: bytes in, types out, and back. No sockets, no clock, no model. The router works on the JSON object
+//! itself ([`parse_object`]), so that fields which nobody here knows pass through untouched, and checks it with
+//! [`GenerateRequest::from_map`]; the engine reads the same type and answers through [`ReplyHead`].
+//!
+//! ```text
+//!  body ──▶ parse_object ──▶ Map ──▶ GenerateRequest::from_map ──▶ engine
+//!                             └────▶ router: strip, rewrite, forward
+//!  engine ──▶ ReplyHead ──▶ one reply, or ChunkEncoder ──▶ SSE frames
+//!  anyone ──▶ ApiError  ──▶ status, headers, envelope, or SSE frame
+//! ```
+//!
+//! Invariants:
+//! - No input panics or recurses without bound: every field is tested with generated values of every type.
+//! - Every refusal is an [`ApiError`] that names the field and the values that were compared.
+//! - Nothing from a request is guessed: a known field of the wrong type is refused, never coerced, except that
+//!   `null` is the same as absent and `16.0` is the integer 16 (both as in vLLM).
+
+pub mod body;
+pub mod error;
+mod field;
+pub mod limits;
+pub mod request;
+pub mod response;
+pub mod sse;
+
+pub use body::parse_object;
+pub use error::{ApiError, ErrorKind};
+pub use limits::ParseLimits;
+pub use request::{
+    ChatInput, Endpoint, GenerateRequest, Input, Prompt, SamplingOptions, StreamOptions, ToolChoice,
+};
+pub use request::{DetokenizeRequest, TokenizeRequest};
+pub use response::{
+    ChoiceDelta, ChunkEncoder, Finish, FinishReason, FinishedChoice, ModelCard, ReplyHead, StopReason,
+    TokenLogprob, TopLogprob, Usage,
+};
+
+use serde_json::{Map, Value};
+
+/// Reads a request body: [`parse_object`], then [`GenerateRequest::from_map`].
+///
+/// # Errors
+/// 400 that names the field, or 413 when the body is over [`ParseLimits::body_bytes`].
+pub fn parse(endpoint: Endpoint, body: &[u8], limits: &ParseLimits) -> Result<GenerateRequest, ApiError> {
+    GenerateRequest::from_map(endpoint, &parse_object(body, limits)?, limits)
+}
+
+/// A JSON object, fields in the order in which they came.
+pub type Object = Map<String, Value>;

@@ -1,0 +1,91 @@
+//! A body's bytes to one JSON object, and every way in which that fails, each with its own message.
+
+use std::fmt;
+
+use serde::de::{DeserializeSeed, Deserializer, MapAccess, Visitor};
+use serde_json::{Map, Value};
+
+use crate::error::{ApiError, shortened};
+use crate::limits::{NESTING_MAX, ParseLimits};
+
+/// Reads a body as one JSON object, keeping its fields and their order.
+///
+/// A field that appears twice is refused: parsers disagree on which one counts, and `model` or
+/// `kv_transfer_params` must mean the same to every hop. (Inside nested objects the last one counts; hops that
+/// rewrite a body send what was parsed, so there is nothing to disagree on.)
+///
+/// # Errors
+/// 413 over [`ParseLimits::body_bytes`]; else 400.
+pub fn parse_object(body: &[u8], limits: &ParseLimits) -> Result<Map<String, Value>, ApiError> {
+    if body.len() > limits.body_bytes {
+        return Err(ApiError::payload_too_large(limits.body_bytes));
+    }
+    if body.starts_with(b"\xEF\xBB\xBF") {
+        return Err(ApiError::malformed("the body starts with a byte order mark; send JSON without one"));
+    }
+    let text = std::str::from_utf8(body).map_err(|error| {
+        ApiError::malformed(format!(
+            "the body is not UTF-8: first wrong byte at offset {}",
+            error.valid_up_to()
+        ))
+    })?;
+    if text.trim_ascii().is_empty() {
+        return Err(ApiError::malformed("the body is empty; send a JSON object"));
+    }
+    let mut duplicate = None;
+    let mut json = serde_json::Deserializer::from_str(text);
+    let seed = ObjectSeed { duplicate: &mut duplicate };
+    let parsed = seed.deserialize(&mut json).and_then(|map| json.end().map(|()| map));
+    match (parsed, duplicate) {
+        (_, Some(name)) => {
+            let message = format!("`{}` appears more than once", shortened(&name));
+            Err(ApiError::invalid(shortened(&name), message).with_code("duplicate_field"))
+        }
+        (Err(error), None) => Err(malformed(&error)),
+        (Ok(map), None) => Ok(map),
+    }
+}
+
+fn malformed(error: &serde_json::Error) -> ApiError {
+    let text = error.to_string();
+    if text.starts_with("recursion limit exceeded") {
+        return ApiError::malformed(format!("the body is nested deeper than {NESTING_MAX} levels"));
+    }
+    if error.is_data() {
+        return ApiError::malformed(format!("the body must be a JSON object: {}", shortened(&text)));
+    }
+    ApiError::malformed(format!("the body is not JSON: {}", shortened(&text)))
+}
+
+struct ObjectSeed<'a> {
+    duplicate: &'a mut Option<String>,
+}
+
+impl<'de> DeserializeSeed<'de> for ObjectSeed<'_> {
+    type Value = Map<String, Value>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for ObjectSeed<'_> {
+    type Value = Map<String, Value>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Self::Value, A::Error> {
+        let mut map = Map::new();
+        while let Some(name) = access.next_key::<String>()? {
+            if map.contains_key(&name) {
+                *self.duplicate = Some(name);
+                return Err(serde::de::Error::custom("duplicate field"));
+            }
+            let value = access.next_value::<Value>()?;
+            map.insert(name, value);
+        }
+        Ok(map)
+    }
+}

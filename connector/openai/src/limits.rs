@@ -1,0 +1,56 @@
+//! Bounds of a request. A request beyond them is refused with the bound in the message.
+
+/// Levels of nesting of a body; serde_json's recursion limit. Keeps hostile bodies off the stack's end.
+pub const NESTING_MAX: usize = 128;
+/// Stop strings of one request. OpenAI takes 4; evaluation harnesses send up to about ten.
+pub const STOP_STRINGS_MAX: usize = 16;
+/// Bytes of one stop string. The matcher holds back this much text at most.
+pub const STOP_STRING_BYTES_MAX: usize = 1024;
+/// Stop tokens of one request.
+pub const STOP_TOKENS_MAX: usize = 128;
+/// Alternatives per token (OpenAI's and vLLM's limit).
+pub const LOGPROBS_MAX: u32 = 20;
+/// Entries of `logit_bias` (OpenAI takes 300, vLLM does not say).
+pub const LOGIT_BIAS_MAX: usize = 1024;
+/// Completions of one prompt.
+pub const N_MAX: u32 = 16;
+/// Above this temperature a distribution over f32 logits is flat; more is a mistake. OpenAI's limit is 2.
+pub const TEMPERATURE_MAX: f64 = 100.0;
+/// `max_tokens` when `/v1/completions` does not say (OpenAI and vLLM).
+pub const COMPLETIONS_MAX_TOKENS_DEFAULT: u32 = 16;
+/// Largest count of tokens that a field may name; the model's context decides below it.
+pub const TOKENS_MAX: u32 = i32::MAX as u32;
+
+/// The bounds that a process can set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParseLimits {
+    /// Bytes of a body. Parsed JSON takes up to about 30 times as much memory (`[[],[],…`), for as long as the
+    /// request is being read.
+    pub body_bytes: usize,
+    /// Prompts of one `/v1/completions` request.
+    pub prompts: usize,
+    /// Sequences that one request may start: prompts × n.
+    pub sequences: usize,
+    /// Tokens of a prompt that comes as ids.
+    pub prompt_tokens: usize,
+    /// Token ids must be below this, where known.
+    pub vocab: Option<u32>,
+    /// Messages of one chat request.
+    pub messages: usize,
+    /// Tools, and documents, of one chat request.
+    pub tools: usize,
+}
+
+impl Default for ParseLimits {
+    fn default() -> Self {
+        Self {
+            body_bytes: 32 << 20,
+            prompts: 256,
+            sequences: 256,
+            prompt_tokens: 1 << 20,
+            vocab: None,
+            messages: 4096,
+            tools: 512,
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! `messages` and what goes with them, in the shape that chat templates read.
+//!
+//! Messages stay JSON objects, because templates read fields that nobody here knows (`reasoning_content`,
+//! `name`). What is changed, as vLLM does for text models: content parts are joined into one string by newlines,
+//! absent content becomes `""`, and the arguments of tool calls become objects.
+
+use serde_json::{Map, Value};
+
+use crate::error::{ApiError, shortened};
+use crate::field::{Fields, must_be};
+use crate::limits::ParseLimits;
+
+const ROLES: [&str; 5] = ["developer", "system", "user", "assistant", "tool"];
+
+/// A conversation and what its template is given.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ChatInput {
+    /// Objects with `role` (one of five) and `content` (a string); at least one.
+    pub messages: Vec<Value>,
+    /// Tools to show the model; empty when there are none or `tool_choice` is none.
+    pub tools: Vec<Value>,
+    /// What the client wants of tools.
+    pub tool_choice: ToolChoice,
+    /// Documents for templates that read them.
+    pub documents: Vec<Value>,
+    /// Extra variables of the template (`enable_thinking` and the like).
+    pub template_kwargs: Map<String, Value>,
+    /// The template opens the assistant's turn. Default true.
+    pub add_generation_prompt: bool,
+    /// The last message is continued instead of closed.
+    pub continue_final_message: bool,
+}
+
+/// `tool_choice`, as far as an engine without grammars can honour it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ToolChoice {
+    /// The model decides.
+    #[default]
+    Auto,
+    /// Tools are not shown.
+    None,
+}
+
+pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput, ApiError> {
+    let messages = fields.array("messages", limits.messages)?;
+    let messages = messages.ok_or_else(|| ApiError::invalid("messages", "`messages` is missing"))?;
+    if messages.is_empty() {
+        return Err(ApiError::invalid("messages", "`messages` is empty"));
+    }
+    let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);
+    let add_generation_prompt = fields.boolean("add_generation_prompt")?;
+    if continue_final_message && add_generation_prompt == Some(true) {
+        let message = "`continue_final_message` and `add_generation_prompt` cannot both be true";
+        return Err(ApiError::invalid("continue_final_message", message));
+    }
+    let tool_choice = tool_choice(fields)?;
+    let tools = objects(fields, "tools", limits)?;
+    Ok(ChatInput {
+        messages: messages.iter().enumerate().map(|(i, m)| message(i, m)).collect::<Result<_, _>>()?,
+        tools: if tool_choice == ToolChoice::None { Vec::new() } else { tools },
+        tool_choice,
+        documents: objects(fields, "documents", limits)?,
+        template_kwargs: fields.object("chat_template_kwargs")?.cloned().unwrap_or_default(),
+        add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
+        continue_final_message,
+    })
+}
+
+fn objects(fields: Fields<'_>, name: &str, limits: &ParseLimits) -> Result<Vec<Value>, ApiError> {
+    let values = fields.array(name, limits.tools)?.unwrap_or_default();
+    if let Some((index, wrong)) = values.iter().enumerate().find(|(_, value)| !value.is_object()) {
+        return Err(must_be(&format!("{name}[{index}]"), "an object", wrong));
+    }
+    Ok(values.to_vec())
+}
+
+fn tool_choice(fields: Fields<'_>) -> Result<ToolChoice, ApiError> {
+    match fields.get("tool_choice") {
+        None => Ok(ToolChoice::Auto),
+        Some(Value::String(choice)) if choice == "auto" => Ok(ToolChoice::Auto),
+        Some(Value::String(choice)) if choice == "none" => Ok(ToolChoice::None),
+        Some(other) => {
+            let expected = "\"auto\" or \"none\" (forcing a call is not supported)";
+            Err(must_be("tool_choice", expected, other).with_code("unsupported_parameter"))
+        }
+    }
+}
+
+fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
+    let path = format!("messages[{index}]");
+    let Some(map) = value.as_object() else { return Err(must_be(&path, "an object", value)) };
+    let fields = Fields::under(map, &path);
+    let role = fields.string("role")?;
+    let role =
+        role.ok_or_else(|| ApiError::invalid(fields.name("role"), format!("`{path}.role` is missing")))?;
+    if !ROLES.contains(&role) {
+        let expected = "developer, system, user, assistant or tool";
+        return Err(must_be(&fields.name("role"), expected, &map["role"]));
+    }
+    let mut out = map.clone();
+    let text = content(fields, role)?;
+    out.insert("content".to_owned(), Value::String(text));
+    if let Some(calls) = fields.array("tool_calls", 128)? {
+        out.insert("tool_calls".to_owned(), Value::Array(tool_calls(calls, &path)?));
+    } else {
+        out.remove("tool_calls");
+    }
+    Ok(Value::Object(out))
+}
+
+/// The message's text. Only an assistant's may be absent (it called tools instead).
+fn content(fields: Fields<'_>, role: &str) -> Result<String, ApiError> {
+    let name = fields.name("content");
+    match fields.get("content") {
+        Some(Value::String(text)) => Ok(text.clone()),
+        Some(Value::Array(parts)) => {
+            let part = |(index, value)| part(&format!("{name}[{index}]"), value);
+            let texts = parts.iter().enumerate().map(part).collect::<Result<Vec<_>, _>>()?;
+            Ok(texts.join("\n"))
+        }
+        Some(other) => Err(must_be(&name, "a string or an array of text parts", other)),
+        None if role == "assistant" => Ok(String::new()),
+        None => Err(ApiError::invalid(name.as_str(), format!("`{name}` is missing"))),
+    }
+}
+
+fn part(name: &str, value: &Value) -> Result<String, ApiError> {
+    if let Value::String(text) = value {
+        return Ok(text.clone());
+    }
+    let Some(map) = value.as_object() else { return Err(must_be(name, "an object with `type`", value)) };
+    let fields = Fields::under(map, name);
+    let absent = |field: &str| ApiError::invalid(fields.name(field), format!("`{name}.{field}` is missing"));
+    match fields.string("type")?.ok_or_else(|| absent("type"))? {
+        kind @ ("text" | "refusal") => Ok(fields.string(kind)?.ok_or_else(|| absent(kind))?.to_owned()),
+        other => {
+            let message = format!("`{name}` is of type `{}`; this model reads text only", shortened(other));
+            Err(ApiError::invalid(fields.name("type"), message).with_code("unsupported_content"))
+        }
+    }
+}
+
+/// Tool calls with their arguments as objects: OpenAI sends JSON in a string, templates want the value.
+fn tool_calls(calls: &[Value], path: &str) -> Result<Vec<Value>, ApiError> {
+    let read = |(index, call): (usize, &Value)| {
+        let name = format!("{path}.tool_calls[{index}]");
+        let function = call.get("function").and_then(Value::as_object);
+        let Some(function) = function.filter(|function| function.get("name").is_some_and(Value::is_string))
+        else {
+            return Err(must_be(&name, "an object with `function` that has a `name`", call));
+        };
+        let arguments = match function.get("arguments") {
+            None | Some(Value::Null) => Value::Object(Map::new()),
+            Some(Value::String(text)) if text.trim().is_empty() => Value::Object(Map::new()),
+            Some(Value::String(text)) => {
+                serde_json::from_str::<Value>(text).ok().filter(Value::is_object).ok_or_else(|| {
+                    let message = format!("`{name}.function.arguments` must be a JSON object in a string");
+                    ApiError::invalid(format!("{name}.function.arguments"), message)
+                })?
+            }
+            Some(object @ Value::Object(_)) => object.clone(),
+            Some(other) => {
+                return Err(must_be(
+                    &format!("{name}.function.arguments"),
+                    "a JSON object in a string",
+                    other,
+                ));
+            }
+        };
+        let mut call = call.clone();
+        call["function"]["arguments"] = arguments;
+        Ok(call)
+    };
+    calls.iter().enumerate().map(read).collect()
+}

@@ -1,0 +1,208 @@
+//! What an engine answers: one reply, or a stream of chunks, in either dialect.
+//!
+//! An engine speaks of choices ([`FinishedChoice`], [`ChoiceDelta`]); [`ReplyHead`] and [`ChunkEncoder`] put
+//! them into the shape of the endpoint. Field names and which of them are left out follow vLLM 0.33, whose
+//! replies follow OpenAI's: `stop_reason`, `token_ids`, `prompt_token_ids` and `kv_transfer_params` are vLLM's.
+//!
+//! ```text
+//!  chat:         role ─▶ delta … delta(finish) ─▶ usage? ─▶ [DONE]
+//!  completions:          delta … delta(finish) ─▶ usage? ─▶ [DONE]
+//!  either, when it fails midway:          … ─▶ ApiError::to_sse ─▶ [DONE]
+//! ```
+
+mod choice;
+mod logprobs;
+mod models;
+mod stream;
+
+pub use logprobs::{TokenLogprob, TopLogprob};
+pub use models::{DetokenizeReply, ModelCard, TokenizeReply, models};
+pub use stream::ChunkEncoder;
+
+use bytes::Bytes;
+use serde::ser::{Serialize, SerializeStruct, Serializer};
+use serde_json::Value;
+
+use crate::request::Endpoint;
+use choice::Choice;
+
+/// What all chunks of a reply have in common.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReplyHead {
+    /// The dialect.
+    pub endpoint: Endpoint,
+    /// The reply's id, with its prefix ([`Endpoint::id_prefix`]).
+    pub id: String,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// The served model's name.
+    pub model: String,
+    /// Names the engine's configuration.
+    pub system_fingerprint: Option<String>,
+}
+
+/// Why a sequence ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// EOS, a stop token or a stop string.
+    Stop,
+    /// `max_tokens`, or the end of the context.
+    Length,
+    /// Aborted, by the client or an operator.
+    Abort,
+    /// It failed; the error frame says how.
+    Error,
+}
+
+impl FinishReason {
+    /// As the reply and metrics name it.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::Abort => "abort",
+            Self::Error => "error",
+        }
+    }
+}
+
+/// What exactly stopped a sequence; `None` in its place means EOS.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(untagged)]
+pub enum StopReason {
+    /// A stop string.
+    Text(String),
+    /// One of `stop_token_ids`.
+    Token(u32),
+}
+
+/// The end of a sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finish {
+    /// Why.
+    pub reason: FinishReason,
+    /// By what.
+    pub stop: Option<StopReason>,
+}
+
+/// What was counted, for `usage`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Tokens of all prompts.
+    pub prompt_tokens: u32,
+    /// Tokens of all choices.
+    pub completion_tokens: u32,
+    /// Prompt tokens whose KV was not computed for this request; `None` leaves `prompt_tokens_details` out.
+    pub cached_tokens: Option<u32>,
+}
+
+impl Serialize for Usage {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(serde::Serialize)]
+        struct Details {
+            cached_tokens: u32,
+        }
+        let mut usage = serializer.serialize_struct("Usage", 4)?;
+        usage.serialize_field("prompt_tokens", &self.prompt_tokens)?;
+        usage.serialize_field("completion_tokens", &self.completion_tokens)?;
+        let total = u64::from(self.prompt_tokens) + u64::from(self.completion_tokens);
+        usage.serialize_field("total_tokens", &total)?;
+        if let Some(cached_tokens) = self.cached_tokens {
+            usage.serialize_field("prompt_tokens_details", &Details { cached_tokens })?;
+        }
+        usage.end()
+    }
+}
+
+/// A choice, complete.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FinishedChoice {
+    /// Its place: prompt × n + which.
+    pub index: u32,
+    /// Its text; with `echo` the prompt's before it.
+    pub text: String,
+    /// Log-probabilities of its tokens, when asked for.
+    pub logprobs: Option<Vec<TokenLogprob>>,
+    /// How it ended.
+    pub finish: Finish,
+    /// Its tokens, when asked for (`return_token_ids`).
+    pub token_ids: Option<Vec<u32>>,
+    /// Its prompt's tokens, when asked for.
+    pub prompt_token_ids: Option<Vec<u32>>,
+}
+
+/// What one step adds to a choice.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ChoiceDelta<'a> {
+    /// Which choice.
+    pub index: u32,
+    /// New text; may be empty (half a character, a possible stop string, the end).
+    pub text: &'a str,
+    /// Log-probabilities of the new tokens, when asked for.
+    pub logprobs: Option<&'a [TokenLogprob]>,
+    /// Completions: characters of all tokens before these, for `text_offset`.
+    pub text_offset: usize,
+    /// In the last delta.
+    pub finish: Option<&'a Finish>,
+    /// The new tokens, when asked for.
+    pub token_ids: Option<&'a [u32]>,
+    /// The prompt's tokens, in the first delta, when asked for.
+    pub prompt_token_ids: Option<&'a [u32]>,
+}
+
+impl ReplyHead {
+    /// The reply in one piece. `kv_transfer_params` is the producer's handoff.
+    #[must_use]
+    pub fn full(
+        &self,
+        choices: &[FinishedChoice],
+        usage: &Usage,
+        kv_transfer_params: Option<&Value>,
+    ) -> Bytes {
+        #[derive(serde::Serialize)]
+        struct Reply<'a> {
+            id: &'a str,
+            object: &'static str,
+            created: u64,
+            model: &'a str,
+            choices: Vec<Choice<'a>>,
+            usage: &'a Usage,
+            system_fingerprint: Option<&'a str>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            prompt_token_ids: Option<&'a [u32]>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            kv_transfer_params: Option<&'a Value>,
+        }
+        let (object, prompt_token_ids) = match self.endpoint {
+            Endpoint::Completions => ("text_completion", None),
+            Endpoint::Chat => {
+                ("chat.completion", choices.first().and_then(|choice| choice.prompt_token_ids.as_deref()))
+            }
+        };
+        let reply = Reply {
+            id: &self.id,
+            object,
+            created: self.created,
+            model: &self.model,
+            choices: choices.iter().map(|choice| Choice::finished(self.endpoint, choice)).collect(),
+            usage,
+            system_fingerprint: self.system_fingerprint.as_deref(),
+            prompt_token_ids,
+            kv_transfer_params,
+        };
+        Bytes::from(json(&reply))
+    }
+
+    /// The reply as a stream of SSE frames.
+    #[must_use]
+    pub fn chunks(&self) -> ChunkEncoder {
+        ChunkEncoder::new(self)
+    }
+}
+
+/// Serializes one of our own types, none of which can fail: string keys, finite numbers, no I/O.
+fn json<T: Serialize>(value: &T) -> Vec<u8> {
+    serde_json::to_vec(value).expect("our own types serialize")
+}

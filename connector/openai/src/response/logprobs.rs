@@ -1,0 +1,126 @@
+//! Log-probabilities in the two shapes of the two endpoints.
+
+use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
+
+use crate::request::Endpoint;
+
+/// What vLLM writes for minus infinity, which JSON cannot.
+const LOGPROB_MIN: f32 = -9999.0;
+
+/// One token of a reply with its log-probability.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogprob {
+    /// Its text; a replacement character where its bytes are part of a character.
+    pub token: String,
+    /// Its bytes.
+    pub bytes: Vec<u8>,
+    /// Natural logarithm; `None` for the first token of an echoed prompt, which nothing predicts.
+    pub logprob: Option<f32>,
+    /// The most likely tokens in its place, best first, as many as asked for.
+    pub top: Vec<TopLogprob>,
+}
+
+/// An alternative.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TopLogprob {
+    /// Its text.
+    pub token: String,
+    /// Its bytes.
+    pub bytes: Vec<u8>,
+    /// Natural logarithm.
+    pub logprob: f32,
+}
+
+/// Tokens of one choice or delta, to be written in the endpoint's shape.
+pub(super) enum Logprobs<'a> {
+    Completions { tokens: &'a [TokenLogprob], text_offset: usize },
+    Chat { tokens: &'a [TokenLogprob] },
+}
+
+impl<'a> Logprobs<'a> {
+    pub(super) fn new(endpoint: Endpoint, tokens: &'a [TokenLogprob], text_offset: usize) -> Self {
+        match endpoint {
+            Endpoint::Completions => Self::Completions { tokens, text_offset },
+            Endpoint::Chat => Self::Chat { tokens },
+        }
+    }
+}
+
+fn finite(logprob: f32) -> f32 {
+    if logprob >= LOGPROB_MIN { logprob.min(0.0) } else { LOGPROB_MIN }
+}
+
+impl Serialize for Logprobs<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        match *self {
+            Self::Completions { tokens, text_offset } => {
+                let mut offset = text_offset;
+                let mut offsets = Vec::with_capacity(tokens.len());
+                for token in tokens {
+                    offsets.push(offset);
+                    offset += token.token.chars().count();
+                }
+                map.serialize_entry("text_offset", &offsets)?;
+                let logprobs: Vec<_> = tokens.iter().map(|token| token.logprob.map(finite)).collect();
+                map.serialize_entry("token_logprobs", &logprobs)?;
+                let texts: Vec<_> = tokens.iter().map(|token| token.token.as_str()).collect();
+                map.serialize_entry("tokens", &texts)?;
+                let tops: Vec<_> = tokens.iter().map(|token| token.logprob.map(|_| TopMap(token))).collect();
+                map.serialize_entry("top_logprobs", &tops)?;
+            }
+            Self::Chat { tokens } => map.serialize_entry("content", &ChatTokens(tokens))?,
+        }
+        map.end()
+    }
+}
+
+/// Completions: token text to log-probability, the chosen token included. Of two tokens with one text the
+/// likelier counts (keys of an object).
+struct TopMap<'a>(&'a TokenLogprob);
+
+impl Serialize for TopMap<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        let chosen = self.0.logprob.map(|logprob| (self.0.token.as_str(), logprob));
+        let top = self.0.top.iter().map(|top| (top.token.as_str(), top.logprob));
+        let mut seen: Vec<&str> = Vec::with_capacity(self.0.top.len() + 1);
+        for (token, logprob) in top.chain(chosen) {
+            if !seen.contains(&token) {
+                seen.push(token);
+                map.serialize_entry(token, &finite(logprob))?;
+            }
+        }
+        map.end()
+    }
+}
+
+struct ChatTokens<'a>(&'a [TokenLogprob]);
+
+#[derive(serde::Serialize)]
+struct ChatToken<'a> {
+    token: &'a str,
+    logprob: f32,
+    bytes: &'a [u8],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_logprobs: Option<Vec<ChatToken<'a>>>,
+}
+
+impl Serialize for ChatTokens<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut seq = serializer.serialize_seq(Some(self.0.len()))?;
+        for token in self.0 {
+            seq.serialize_element(&ChatToken {
+                token: &token.token,
+                logprob: finite(token.logprob.unwrap_or(LOGPROB_MIN)),
+                bytes: &token.bytes,
+                top_logprobs: Some(token.top.iter().map(alternative).collect()),
+            })?;
+        }
+        seq.end()
+    }
+}
+
+fn alternative(top: &TopLogprob) -> ChatToken<'_> {
+    ChatToken { token: &top.token, logprob: finite(top.logprob), bytes: &top.bytes, top_logprobs: None }
+}
