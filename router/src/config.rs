@@ -306,7 +306,8 @@ impl RouterConfig {
             return Ok(self.cluster_secret.clone());
         };
         let name = path.display().to_string();
-        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { name, source })?;
+        let text =
+            std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { name, source })?;
         Ok(text.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()))
     }
 
