@@ -1,1 +1,45 @@
-//! placeholder
+//! The front door: takes a client's request, has one engine prefill and another decode it, passes the answer
+//! on as it comes, and settles with both engines whatever ends the request.
+//!
+//! ```text
+//! client ─▶ service ─▶ intake ─▶ exchange_driver ─┬▶ legs/prefill ─▶ upstream ─▶ P
+//!                                    │            └▶ legs/decode ──▶ upstream ─▶ D
+//!                                    ▼                                   │
+//!                     connector::exchange (decides)      client ◀─ answer┘
+//!                                    └▶ settle (pays: aborts, releases)
+//! ```
+//!
+//! | module | what it does |
+//! |---|---|
+//! | [`config`] | the YAML file, checked |
+//! | `service`, `route`, `intake`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
+//! | `exchange_driver`, `legs`, `models`, `policy` | which engines, in which order, what their answers mean |
+//! | `upstream` | connections to engines |
+//! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
+//! | `settle` | aborts and releases |
+//! | `metrics`, `admin` | what people and monitors see |
+//!
+//! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
+
+mod admin;
+mod answer;
+mod client_watch;
+pub mod config;
+mod exchange_driver;
+mod intake;
+mod legs;
+mod metrics;
+mod models;
+mod passthrough;
+mod policy;
+mod request_id;
+mod rewrite;
+mod route;
+mod server;
+mod service;
+mod settle;
+mod sse;
+mod upstream;
+
+pub use config::{ConfigError, RouterConfig};
+pub use server::{BindError, Router};

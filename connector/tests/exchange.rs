@@ -1,0 +1,263 @@
+//! The exchange under every order of events, and its table as a golden file.
+//!
+//! The walk keeps, beside the machine, what the engines of a real system would be doing, and closes over
+//! every reachable pair of the two: orders of any length, not of a bounded one.
+
+use std::collections::{BTreeSet, HashSet, VecDeque};
+use std::fmt::Write as _;
+
+use baton_connector::exchange::{Attempt, Cause, Event, Exchange, Failure, Fit, Settlement, State};
+use baton_connector::{Handle, Time};
+
+const P: [Attempt; 2] = [Attempt(1), Attempt(2)];
+const D: [Attempt; 2] = [Attempt(3), Attempt(4)];
+
+fn handle(of: Attempt) -> Handle {
+    Handle(u128::from(of.0))
+}
+
+fn alphabet() -> Vec<Event> {
+    let failures = [Failure::NotReached, Failure::Answered, Failure::Unknown];
+    let mut events = vec![Event::PrefillSkipped, Event::GaveUp, Event::ClientGone, Event::Dropped];
+    for p in P {
+        events.extend([Event::PrefillSent(p), Event::PrefillLent(p, Some(handle(p)))]);
+        events.extend([Event::PrefillEmpty(p), Event::PrefillRefused(p)]);
+        events.extend(failures.map(|f| Event::PrefillFailed(p, f)));
+        events.push(Event::PrefillFailed(p, Failure::Unusable(Some(handle(p)))));
+    }
+    for d in D {
+        events.extend([Event::DecodeSent(d), Event::DecodeAccepted(d), Event::DecodeRefused(d)]);
+        events.extend(failures.map(|f| Event::DecodeFailed(d, f)));
+        events.extend([Event::FirstChunk(d), Event::StreamEnded(d), Event::StreamBroken(d)]);
+    }
+    events
+}
+
+/// What the engines do, told by the same events: the truth against which the debts are judged.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct World {
+    /// Attempts that were used; a shell never reuses a number.
+    used: BTreeSet<Attempt>,
+    /// Engines that may be working for us.
+    working: BTreeSet<Attempt>,
+    /// Leases that nobody has taken over or given back.
+    lent: BTreeSet<Attempt>,
+    aborted: BTreeSet<Attempt>,
+    released: BTreeSet<Attempt>,
+    ended: bool,
+}
+
+impl World {
+    /// Whether this could happen: engines answer once, and only what they were asked.
+    fn possible(&self, event: Event) -> bool {
+        match event {
+            Event::PrefillSent(a) | Event::DecodeSent(a) => !self.used.contains(&a),
+            Event::PrefillLent(a, _)
+            | Event::PrefillEmpty(a)
+            | Event::PrefillRefused(a)
+            | Event::PrefillFailed(a, _)
+            | Event::DecodeAccepted(a)
+            | Event::DecodeRefused(a)
+            | Event::DecodeFailed(a, _)
+            | Event::FirstChunk(a)
+            | Event::StreamEnded(a)
+            | Event::StreamBroken(a) => self.working.contains(&a),
+            Event::PrefillSkipped | Event::GaveUp | Event::ClientGone | Event::Dropped => true,
+        }
+    }
+
+    fn observe(&mut self, before: State, event: Event) {
+        match event {
+            Event::PrefillSent(a) | Event::DecodeSent(a) => {
+                self.used.insert(a);
+                self.working.insert(a);
+            }
+            Event::PrefillLent(a, _) | Event::PrefillFailed(a, Failure::Unusable(_)) => {
+                self.working.remove(&a);
+                self.lent.insert(a);
+            }
+            Event::PrefillFailed(_, Failure::Unknown)
+            | Event::DecodeFailed(_, Failure::Unknown)
+            | Event::StreamBroken(_)
+            | Event::FirstChunk(_) => {}
+            Event::PrefillEmpty(a)
+            | Event::PrefillRefused(a)
+            | Event::PrefillFailed(a, _)
+            | Event::DecodeRefused(a)
+            | Event::DecodeFailed(a, _)
+            | Event::StreamEnded(a) => drop(self.working.remove(&a)),
+            // From here on it is the decode engine that settles with the prefill engine.
+            Event::DecodeAccepted(_) => {
+                if let State::Decoding(_, Some(lent)) = before {
+                    self.lent.remove(&lent.by);
+                }
+            }
+            Event::PrefillSkipped | Event::GaveUp | Event::ClientGone | Event::Dropped => {}
+        }
+    }
+
+    fn pay(&mut self, debt: Settlement) {
+        match debt {
+            Settlement::AbortPrefill(a) | Settlement::AbortDecode(a) => {
+                assert!(self.working.contains(&a), "an abort for {a:?}, which does nothing for us");
+                assert!(self.aborted.insert(a), "a second abort for {a:?}");
+            }
+            Settlement::ReleasePrefill(lent, _) => {
+                assert_eq!(lent.handle, Some(handle(lent.by)));
+                assert!(self.released.insert(lent.by), "a second release of {:?}", lent.by);
+                self.lent.remove(&lent.by);
+            }
+        }
+    }
+}
+
+#[test]
+fn whatever_ends_a_request_settles_exactly_what_is_owed_and_once() {
+    let events = alphabet();
+    let mut seen = HashSet::new();
+    let mut queue = VecDeque::from([(Exchange::new(), World::default())]);
+    let mut steps = 0_u64;
+    while let Some((exchange, world)) = queue.pop_front() {
+        let dropped = exchange.clone().apply(Event::Dropped, Time::ZERO).settle;
+        assert_eq!(dropped, exchange.owed(Cause::RouterShutdown), "what is owed is what the end pays");
+        for &event in events.iter().filter(|e| world.possible(**e)) {
+            let (mut exchange, mut world) = (exchange.clone(), world.clone());
+            let before = exchange.state();
+            let step = exchange.apply(event, Time::ZERO);
+            steps += 1;
+            if step.fit == Fit::Ignored {
+                assert_eq!(exchange.state(), before);
+                assert!(step.settle.is_empty() && step.ended.is_none());
+                continue;
+            }
+            world.observe(before, event);
+            step.settle.iter().for_each(|debt| world.pay(*debt));
+            if step.ended.is_some() {
+                assert!(!world.ended, "a second outcome");
+                world.ended = true;
+            }
+            assert_eq!(exchange.outcome().is_some(), world.ended);
+            if world.ended {
+                assert!(exchange.owed(Cause::Late).is_empty());
+                let stopped = world.working.iter().all(|a| world.aborted.contains(a));
+                assert!(stopped, "left working: {world:?}");
+                assert!(world.lent.is_empty(), "left lent: {world:?}");
+            }
+            if seen.insert((exchange.clone(), world.clone())) {
+                queue.push_back((exchange, world));
+            }
+        }
+    }
+    assert!(seen.len() > 500, "only {} states: the walk is broken", seen.len());
+    println!("{} states of machine and world, {steps} steps", seen.len());
+}
+
+#[test]
+fn an_event_about_another_attempt_changes_nothing() {
+    let mut exchange = Exchange::new();
+    exchange.apply(Event::PrefillSent(P[0]), Time::ZERO);
+    for stranger in [
+        Event::PrefillLent(P[1], None),
+        Event::PrefillFailed(P[1], Failure::Unknown),
+        Event::DecodeAccepted(D[0]),
+        Event::StreamEnded(D[0]),
+    ] {
+        assert_eq!(exchange.apply(stranger, Time::ZERO).fit, Fit::Ignored, "{stranger:?}");
+        assert_eq!(exchange.state(), State::Prefilling(P[0]));
+    }
+}
+
+#[test]
+fn a_handle_that_arrives_after_the_client_left_is_released_once() {
+    let mut exchange = Exchange::new();
+    exchange.apply(Event::PrefillSent(P[0]), Time::ZERO);
+    let gone = exchange.apply(Event::ClientGone, Time::ZERO);
+    assert_eq!(gone.settle, [Settlement::AbortPrefill(P[0])]);
+    let late = Event::PrefillLent(P[0], Some(handle(P[0])));
+    let settle = exchange.apply(late, Time::ZERO).settle;
+    assert!(matches!(settle[..], [Settlement::ReleasePrefill(lent, Cause::Late)] if lent.by == P[0]));
+    assert_eq!(exchange.apply(late, Time::ZERO).fit, Fit::Ignored);
+}
+
+#[test]
+fn the_phases_of_a_request_are_stamped_once_each() {
+    let mut exchange = Exchange::new();
+    let life = [
+        Event::PrefillSent(P[0]),
+        Event::PrefillFailed(P[0], Failure::NotReached),
+        Event::PrefillSent(P[1]),
+        Event::PrefillLent(P[1], None),
+        Event::DecodeSent(D[0]),
+        Event::DecodeAccepted(D[0]),
+        Event::FirstChunk(D[0]),
+        Event::StreamEnded(D[0]),
+    ];
+    for (at, event) in life.into_iter().enumerate() {
+        assert_eq!(exchange.apply(event, Time(at as u64)).fit, Fit::Applied, "{event:?}");
+    }
+    let line = *exchange.timeline();
+    let stamps =
+        [line.prefill_sent, line.held, line.decode_sent, line.accepted, line.first_chunk, line.ended];
+    assert_eq!(stamps, [0, 3, 4, 5, 6, 7].map(|t| Some(Time(t))));
+}
+
+/// Every kind of state with every event; `BLESS=1 cargo test -p baton-connector` writes the file anew.
+#[test]
+fn the_transition_table_is_the_golden_one() {
+    let prefixes: [&[Event]; 9] = [
+        &[],
+        &[Event::PrefillSent(P[0])],
+        &[Event::PrefillSent(P[0]), Event::PrefillFailed(P[0], Failure::Unknown)],
+        &[Event::PrefillSent(P[0]), Event::PrefillLent(P[0], Some(handle(P[0])))],
+        &[Event::PrefillSkipped],
+        &[Event::PrefillSent(P[0]), Event::PrefillLent(P[0], Some(handle(P[0]))), Event::DecodeSent(D[0])],
+        &[
+            Event::PrefillSent(P[0]),
+            Event::PrefillLent(P[0], Some(handle(P[0]))),
+            Event::DecodeSent(D[0]),
+            Event::DecodeAccepted(D[0]),
+        ],
+        &[
+            Event::PrefillSent(P[0]),
+            Event::PrefillLent(P[0], Some(handle(P[0]))),
+            Event::DecodeSent(D[0]),
+            Event::DecodeAccepted(D[0]),
+            Event::FirstChunk(D[0]),
+        ],
+        &[Event::PrefillSent(P[0]), Event::ClientGone],
+    ];
+    let mut table =
+        String::from("# state ─ event ─▶ state | settlements. Attempts 1, 2 prefill; 3, 4 decode.\n");
+    for prefix in prefixes {
+        let mut exchange = Exchange::new();
+        prefix.iter().for_each(|e| drop(exchange.apply(*e, Time::ZERO)));
+        let after = prefix.last().map_or_else(|| "new".to_owned(), |e| format!("after {}", brief(e)));
+        let _ = writeln!(table, "\n{} ({after})", brief(&exchange.state()));
+        for event in alphabet() {
+            let mut next = exchange.clone();
+            let step = next.apply(event, Time::ZERO);
+            if step.fit == Fit::Ignored {
+                let _ = writeln!(table, "  {} ─▶ ignored", brief(&event));
+                continue;
+            }
+            let settle: Vec<_> = step.settle.iter().map(brief).collect();
+            let _ = write!(table, "  {} ─▶ {}", brief(&event), brief(&next.state()));
+            let _ = writeln!(table, "{}{}", if settle.is_empty() { "" } else { " | " }, settle.join(", "));
+        }
+    }
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/exchange.txt");
+    if std::env::var_os("BLESS").is_some() {
+        std::fs::write(path, &table).expect("the golden file is written");
+    }
+    let golden = std::fs::read_to_string(path).expect("the golden file is there");
+    assert_eq!(table, golden, "if the change is meant: BLESS=1 cargo test -p baton-connector");
+}
+
+fn brief(value: &impl std::fmt::Debug) -> String {
+    let text = format!("{value:?}");
+    ["Attempt(", "Lent ", "Handle(00000000…)"].iter().fold(text, |text, noise| match *noise {
+        "Attempt(" => (1..=4).fold(text, |t, n| t.replace(&format!("Attempt({n})"), &n.to_string())),
+        "Handle(00000000…)" => text.replace(noise, "handle"),
+        _ => text.replace(noise, ""),
+    })
+}

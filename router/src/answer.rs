@@ -1,0 +1,250 @@
+//! What the client is told: whole answers, errors, and a decode engine's answer as it comes.
+//!
+//! The head of an answer is committed only after a decode engine has accepted the request. A streamed answer
+//! is then passed on frame by frame, unbuffered. One that is not streamed is held until it is complete, up to
+//! a bound, so that an engine's death in the middle of it is still a clear 502.
+
+use std::time::Duration;
+
+use baton_connector::exchange::{Attempt, Event};
+use baton_openai::{ApiError, sse};
+use bytes::{Bytes, BytesMut};
+use hyper::Version;
+use hyper::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, TRANSFER_ENCODING};
+use pingora::http::ResponseHeader;
+use pingora::proxy::Session;
+
+use crate::client_watch::{ClientGone, race};
+use crate::exchange_driver::{Answer, Ended, ExchangeDriver};
+use crate::legs::Refusal;
+use crate::sse::Frames;
+use crate::upstream::Reply;
+
+/// An answer that is not streamed is held up to this size; past it, it is passed on as it comes.
+const HELD_BYTES_MAX: usize = 1 << 20;
+/// After `[DONE]` an engine has this long to end its answer, so that its connection can be used again.
+const END_AFTER_DONE: Duration = Duration::from_secs(1);
+
+/// How an engine's answer ended in the middle.
+enum Broken {
+    Died,
+    Silent,
+}
+
+/// Sends a whole answer.
+pub(crate) async fn whole(
+    session: &mut Session,
+    status: u16,
+    headers: &[(&'static str, String)],
+    id: &HeaderValue,
+    body: Bytes,
+) -> pingora::Result<()> {
+    let mut head = ResponseHeader::build(status, Some(headers.len() + 2))?;
+    for (name, value) in headers {
+        head.insert_header(*name, value.as_str())?;
+    }
+    head.insert_header("x-request-id", id)?;
+    head.insert_header(CONTENT_LENGTH, body.len())?;
+    let client = session.as_downstream_mut();
+    if !client.is_body_done() {
+        // The rest of a body that nobody wants would be taken for the next request.
+        client.set_keepalive(None);
+    }
+    client.write_response_header(Box::new(head)).await?;
+    client.write_response_body(body, true).await
+}
+
+/// Sends an error.
+pub(crate) async fn error(session: &mut Session, error: &ApiError, id: &HeaderValue) -> pingora::Result<()> {
+    whole(session, error.status, &error.headers(), id, error.to_bytes()).await
+}
+
+/// Passes a decode engine's answer on until its end.
+pub(crate) async fn pass(
+    session: &mut Session,
+    driver: &mut ExchangeDriver,
+    answer: Answer,
+    id: &HeaderValue,
+    silence: Duration,
+) -> Result<u16, Ended> {
+    let Answer { attempt, reply, load } = answer;
+    let passing = Passing { session, driver, attempt, reply: *reply, silence, spoke: false };
+    let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
+    let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
+    let status = passing.reply.status().as_u16();
+    let mut head = ResponseHeader::build(status, Some(4)).map_err(|_| Refusal::broken())?;
+    let insert = |head: &mut ResponseHeader, name, value: HeaderValue| {
+        head.insert_header(name, value).map_err(|_| Refusal::broken())
+    };
+    insert(&mut head, CONTENT_TYPE, content_type.unwrap_or(HeaderValue::from_static("application/json")))?;
+    insert(&mut head, hyper::header::HeaderName::from_static("x-request-id"), id.clone())?;
+    if streamed {
+        insert(&mut head, CACHE_CONTROL, HeaderValue::from_static("no-cache"))?;
+        passing.streamed(head).await?;
+    } else {
+        passing.held(head).await?;
+    }
+    drop(load);
+    Ok(status)
+}
+
+struct Passing<'a> {
+    session: &'a mut Session,
+    driver: &'a mut ExchangeDriver,
+    attempt: Attempt,
+    reply: Reply,
+    silence: Duration,
+    spoke: bool,
+}
+
+impl Passing<'_> {
+    async fn streamed(mut self, head: ResponseHeader) -> Result<(), Ended> {
+        self.commit(head).await?;
+        let mut frames = Frames::default();
+        loop {
+            match self.chunk().await? {
+                Ok(Some(chunk)) => {
+                    let whole = frames.pass(chunk);
+                    if !whole.is_empty() {
+                        self.write(whole, false).await?;
+                    }
+                    if frames.is_done() {
+                        return self.done().await;
+                    }
+                }
+                Ok(None) => return self.broken_stream(Broken::Died, &frames).await,
+                Err(broken) => return self.broken_stream(broken, &frames).await,
+            }
+        }
+    }
+
+    /// The stream has said `[DONE]`. From here on the client may hang up or ask the next thing.
+    async fn done(mut self) -> Result<(), Ended> {
+        self.driver.apply(Event::StreamEnded(self.attempt));
+        self.write(Bytes::new(), true).await?;
+        let mut reply = self.reply;
+        let rest = async move {
+            while let Some(chunk) = reply.chunk().await {
+                if chunk.is_err() {
+                    return;
+                }
+            }
+            reply.finish();
+        };
+        // The client has everything; only the connection's next use waits for this.
+        tokio::spawn(async move { drop(tokio::time::timeout(END_AFTER_DONE, rest).await) });
+        Ok(())
+    }
+
+    /// The engine ended in the middle: one typed error at the boundary of a frame, then `[DONE]`.
+    async fn broken_stream(mut self, broken: Broken, frames: &Frames) -> Result<(), Ended> {
+        self.driver.apply(Event::StreamBroken(self.attempt));
+        let mut last = BytesMut::new();
+        if frames.is_inside() {
+            last.extend_from_slice(b"\n\n");
+        }
+        last.extend_from_slice(&broken.refusal().0.to_sse());
+        last.extend_from_slice(&sse::DONE);
+        self.write(last.freeze(), false).await?;
+        self.write(Bytes::new(), true).await
+    }
+
+    async fn held(mut self, mut head: ResponseHeader) -> Result<(), Ended> {
+        let mut held = BytesMut::new();
+        loop {
+            match self.chunk().await? {
+                Ok(Some(chunk)) => held.extend_from_slice(&chunk),
+                Ok(None) => break,
+                Err(broken) => {
+                    self.driver.apply(Event::StreamBroken(self.attempt));
+                    return Err(Ended::Refused(broken.refusal()));
+                }
+            }
+            if held.len() > HELD_BYTES_MAX {
+                return self.passed(head, held.freeze()).await;
+            }
+        }
+        // Computed and read: whether the client still takes it is no engine's concern.
+        self.driver.apply(Event::StreamEnded(self.attempt));
+        head.insert_header(CONTENT_LENGTH, held.len()).map_err(|_| Refusal::broken())?;
+        self.commit_sized(head).await?;
+        self.write(held.freeze(), true).await?;
+        self.reply.finish();
+        Ok(())
+    }
+
+    /// An answer too large to hold. Its end in the middle can only be told by the connection's.
+    async fn passed(mut self, head: ResponseHeader, begun: Bytes) -> Result<(), Ended> {
+        self.commit(head).await?;
+        self.write(begun, false).await?;
+        loop {
+            match self.chunk().await? {
+                Ok(Some(chunk)) => self.write(chunk, false).await?,
+                Ok(None) => break,
+                Err(_broken) => {
+                    self.driver.apply(Event::StreamBroken(self.attempt));
+                    return Err(Ended::ClientGone);
+                }
+            }
+        }
+        self.driver.apply(Event::StreamEnded(self.attempt));
+        self.write(Bytes::new(), true).await?;
+        self.reply.finish();
+        Ok(())
+    }
+
+    /// The next piece of the answer, as long as the client is there.
+    async fn chunk(&mut self) -> Result<Result<Option<Bytes>, Broken>, Ended> {
+        // Once the last byte is here the client is not watched: its next request is not a hang-up.
+        if self.reply.is_ended() {
+            return Ok(Ok(None));
+        }
+        let next = tokio::time::timeout(self.silence, self.reply.chunk());
+        let chunk = match race(self.session, next).await {
+            Err(ClientGone) => return Err(self.driver.client_gone()),
+            Ok(Err(_elapsed)) => return Ok(Err(Broken::Silent)),
+            Ok(Ok(Some(Err(_error)))) => return Ok(Err(Broken::Died)),
+            Ok(Ok(Some(Ok(chunk)))) => Some(chunk),
+            Ok(Ok(None)) => None,
+        };
+        if chunk.is_some() && !std::mem::replace(&mut self.spoke, true) {
+            self.driver.apply(Event::FirstChunk(self.attempt));
+        }
+        Ok(Ok(chunk))
+    }
+
+    async fn commit(&mut self, mut head: ResponseHeader) -> Result<(), Ended> {
+        if self.session.req_header().version == Version::HTTP_11 {
+            head.insert_header(TRANSFER_ENCODING, "chunked").map_err(|_| Refusal::broken())?;
+        } else {
+            // HTTP/1.0 has no chunks: the answer ends with the connection.
+            self.session.as_downstream_mut().set_keepalive(None);
+        }
+        self.commit_sized(head).await
+    }
+
+    async fn commit_sized(&mut self, head: ResponseHeader) -> Result<(), Ended> {
+        let written = self.session.as_downstream_mut().write_response_header(Box::new(head)).await;
+        written.map_err(|_| self.driver.client_gone())
+    }
+
+    async fn write(&mut self, bytes: Bytes, end: bool) -> Result<(), Ended> {
+        let written = self.session.as_downstream_mut().write_response_body(bytes, end).await;
+        written.map_err(|_| self.driver.client_gone())
+    }
+}
+
+impl Broken {
+    fn refusal(&self) -> Refusal {
+        match self {
+            Self::Died => Refusal::broken(),
+            Self::Silent => Refusal::silent(),
+        }
+    }
+}
+
+impl From<Refusal> for Ended {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused(refusal)
+    }
+}

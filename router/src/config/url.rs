@@ -1,0 +1,138 @@
+//! The address of an engine: `http://HOST:PORT`, nothing else.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::str::FromStr;
+
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Serialize};
+
+/// `http://HOST:PORT`; HOST is a name, an IPv4 address, or an IPv6 address in brackets.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct EngineUrl {
+    host: String,
+    port: u16,
+}
+
+/// Why text is not the address of an engine.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UrlError {
+    /// Another scheme, or none.
+    #[error("`{0}` must start with http://")]
+    Scheme(String),
+    /// A path, a query, or a user.
+    #[error("`{0}` must be http://HOST:PORT, without a path, query or user")]
+    NotBare(String),
+    /// No host.
+    #[error("`{0}` names no host")]
+    Host(String),
+    /// No port, or not a port.
+    #[error("`{0}` must name a port from 1 to 65535")]
+    Port(String),
+}
+
+impl EngineUrl {
+    /// Host as a resolver takes it: without brackets.
+    #[must_use]
+    pub fn host(&self) -> &str {
+        self.host.trim_start_matches('[').trim_end_matches(']')
+    }
+
+    /// Port.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// `HOST:PORT`, as the `Host` header takes it.
+    #[must_use]
+    pub fn authority(&self) -> String {
+        format!("{}:{}", self.host, self.port)
+    }
+}
+
+impl FromStr for EngineUrl {
+    type Err = UrlError;
+
+    fn from_str(text: &str) -> Result<Self, UrlError> {
+        let rest = text.strip_prefix("http://").ok_or_else(|| UrlError::Scheme(text.to_owned()))?;
+        let rest = rest.strip_suffix('/').unwrap_or(rest);
+        if rest.contains(['/', '?', '#', '@']) || !rest.bytes().all(|b| b.is_ascii_graphic()) {
+            return Err(UrlError::NotBare(text.to_owned()));
+        }
+        let (host, port) = rest.rsplit_once(':').ok_or_else(|| UrlError::Port(text.to_owned()))?;
+        let bracketed = host.starts_with('[') && host.ends_with(']') && host.len() > 2;
+        if host.is_empty() || (host.contains([':', '[', ']']) && !bracketed) {
+            return Err(UrlError::Host(text.to_owned()));
+        }
+        let digits = !port.is_empty() && port.bytes().all(|b| b.is_ascii_digit());
+        let port = port.parse::<u16>().ok().filter(|&p| digits && p > 0);
+        Ok(Self { host: host.to_owned(), port: port.ok_or_else(|| UrlError::Port(text.to_owned()))? })
+    }
+}
+
+impl TryFrom<String> for EngineUrl {
+    type Error = UrlError;
+    fn try_from(text: String) -> Result<Self, UrlError> {
+        text.parse()
+    }
+}
+
+impl From<EngineUrl> for String {
+    fn from(url: EngineUrl) -> Self {
+        url.to_string()
+    }
+}
+
+impl fmt::Display for EngineUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "http://{}:{}", self.host, self.port)
+    }
+}
+
+impl JsonSchema for EngineUrl {
+    fn schema_name() -> Cow<'static, str> {
+        "EngineUrl".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({"type": "string", "pattern": "^http://[^/?#@\\s]+:[0-9]+/?$"})
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_names_and_addresses_with_a_port() {
+        for (text, host, port) in [
+            ("http://127.0.0.1:8000", "127.0.0.1", 8000),
+            ("http://engine-0.pool:80/", "engine-0.pool", 80),
+            ("http://[::1]:9", "::1", 9),
+        ] {
+            let url: EngineUrl = text.parse().expect(text);
+            assert_eq!((url.host(), url.port()), (host, port));
+        }
+    }
+
+    #[test]
+    fn anything_else_is_refused_by_what_is_wrong() {
+        for bad in [
+            "127.0.0.1:8000",
+            "https://a:1",
+            "http://a",
+            "http://a:0",
+            "http://a:65536",
+            "http://a:+1",
+            "http://:80",
+            "http://a:80/v1",
+            "http://u@a:80",
+            "http://a b:80",
+            "http://::1:80",
+        ] {
+            assert!(bad.parse::<EngineUrl>().is_err(), "{bad}");
+        }
+    }
+}

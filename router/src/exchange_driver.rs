@@ -1,0 +1,254 @@
+//! The shell around one request's [`Exchange`]: asks engines, tells the machine, pays what the machine says.
+//!
+//! It lives in the request's context. Its `Drop` is the settlement: whatever ends the request (a finished
+//! answer, a refusal, a panic, a connection task that is aborted at shutdown), the machine hears of it and
+//! what is owed is paid.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Outcome, Settlement, Timeline};
+use baton_connector::{RequestId, Time};
+use bytes::Bytes;
+use hyper::Method;
+use pingora::proxy::Session;
+use serde_json::Value;
+
+use crate::client_watch::{ClientGone, race};
+use crate::config::Fallback;
+use crate::intake::Ask;
+use crate::legs::Refusal;
+use crate::legs::decode::{self, Decoding};
+use crate::legs::prefill::{PrefillCall, Prefilled};
+use crate::metrics::Leg;
+use crate::rewrite;
+use crate::service::Shared;
+use crate::settle::Debtor;
+use crate::upstream::{Engine, InFlight, Outgoing, Reply};
+
+/// Why a request has no answer from an engine.
+#[derive(Debug)]
+pub(crate) enum Ended {
+    /// Nobody is there to be told.
+    ClientGone,
+    /// The client is to be told this.
+    Refused(Refusal),
+}
+
+impl From<ClientGone> for Ended {
+    fn from(ClientGone: ClientGone) -> Self {
+        Self::ClientGone
+    }
+}
+
+/// A decode engine's answer, and which attempt it is of.
+pub(crate) struct Answer {
+    pub attempt: Attempt,
+    pub reply: Box<Reply>,
+    /// Counts the request at its engine while the answer is passed on.
+    pub load: InFlight,
+}
+
+/// One request's exchange in operation.
+pub(crate) struct ExchangeDriver {
+    shared: Arc<Shared>,
+    debtor: Debtor,
+    begun: Time,
+    /// The engine of each attempt, by the attempt's number.
+    attempts: Vec<Arc<Engine>>,
+    /// The prefill in flight.
+    prefill: Option<PrefillCall>,
+    /// Who was asked last, for the access log.
+    pub prefill_engine: Option<Arc<Engine>>,
+    pub decode_engine: Option<Arc<Engine>>,
+}
+
+impl ExchangeDriver {
+    pub(crate) fn new(shared: Arc<Shared>, request: RequestId) -> Self {
+        let exchange = Arc::new(Mutex::new(Exchange::new()));
+        Self {
+            begun: shared.now(),
+            shared,
+            debtor: Debtor { request, exchange },
+            attempts: Vec::new(),
+            prefill: None,
+            prefill_engine: None,
+            decode_engine: None,
+        }
+    }
+
+    /// Tells the machine, and pays what it says.
+    pub(crate) fn apply(&mut self, event: Event) {
+        let now = self.shared.now();
+        let step = self.exchange(|exchange| exchange.apply(event, now));
+        for debt in step.settle {
+            self.pay(debt);
+        }
+        if let Some(outcome) = step.ended {
+            self.shared.metrics.outcome(outcome);
+            self.record();
+        }
+    }
+
+    pub(crate) fn outcome(&self) -> Option<Outcome> {
+        self.exchange(|exchange| exchange.outcome())
+    }
+
+    pub(crate) fn timeline(&self) -> Timeline {
+        self.exchange(|exchange| *exchange.timeline())
+    }
+
+    /// First leg: the handoff, or `None` when the decode engine is to compute everything.
+    pub(crate) async fn prefill(&mut self, session: &mut Session, ask: &Ask) -> Result<Option<Value>, Ended> {
+        if ask.aggregate || ask.model.prefill.is_empty() {
+            self.apply(Event::PrefillSkipped);
+            return Ok(None);
+        }
+        let silence = Duration::from_millis(self.shared.timeouts.prefill_silence_ms);
+        let outgoing = self.outgoing(ask, rewrite::prefill_body(&ask.body, &ask.model.name));
+        let mut tried: Vec<Arc<Engine>> = Vec::new();
+        let mut last = Refusal::none_left();
+        while tried.len() < usize::from(self.shared.attempts.prefill) {
+            let Some(engine) = ask.model.prefill.choose(&tried) else { break };
+            if !tried.is_empty() {
+                self.shared.metrics.retry(Leg::Prefill);
+            }
+            let attempt = self.attempt(&engine);
+            self.prefill_engine = Some(Arc::clone(&engine));
+            tried.push(Arc::clone(&engine));
+            self.apply(Event::PrefillSent(attempt));
+            let call = self.prefill.insert(PrefillCall::start(attempt, &engine, outgoing.clone()));
+            let prefilled = match race(session, tokio::time::timeout(silence, call.prefilled())).await {
+                Err(ClientGone) => return Err(self.client_gone()),
+                Ok(Err(_elapsed)) => {
+                    self.apply(Event::PrefillFailed(attempt, Failure::Unknown));
+                    last = Refusal::silent();
+                    continue;
+                }
+                Ok(Ok(prefilled)) => prefilled,
+            };
+            // It has answered: there is nothing to read on.
+            self.prefill = None;
+            self.apply(prefilled.event(attempt));
+            match prefilled {
+                Prefilled::Lent(params, _) => return Ok(Some(params)),
+                Prefilled::Empty => return Ok(None),
+                Prefilled::Refused(refusal) => return Err(Ended::Refused(refusal)),
+                Prefilled::Failed(_, refusal) => last = refusal,
+            }
+        }
+        match ask.model.fallback {
+            Fallback::Aggregate => {
+                self.apply(Event::PrefillSkipped);
+                Ok(None)
+            }
+            Fallback::None => {
+                self.apply(Event::GaveUp);
+                Err(Ended::Refused(last))
+            }
+        }
+    }
+
+    /// Second leg: the head of a decode engine's good answer. Every engine that is asked gets the same
+    /// handoff; there is no second prefill.
+    pub(crate) async fn decode(
+        &mut self,
+        session: &mut Session,
+        ask: &Ask,
+        handoff: Option<Value>,
+    ) -> Result<Answer, Ended> {
+        let first_byte = Duration::from_millis(self.shared.timeouts.decode_first_byte_ms);
+        let outgoing = self.outgoing(ask, rewrite::decode_body(&ask.body, &ask.model.name, handoff));
+        let mut tried: Vec<Arc<Engine>> = Vec::new();
+        let mut last = Refusal::none_left();
+        while tried.len() < usize::from(self.shared.attempts.decode) {
+            let Some(engine) = ask.model.decode.choose(&tried) else { break };
+            if !tried.is_empty() {
+                self.shared.metrics.retry(Leg::Decode);
+            }
+            let attempt = self.attempt(&engine);
+            self.decode_engine = Some(Arc::clone(&engine));
+            tried.push(Arc::clone(&engine));
+            self.apply(Event::DecodeSent(attempt));
+            let load = engine.begin();
+            let Ok(decoding) = race(session, decode::ask(&engine, &outgoing, first_byte)).await else {
+                return Err(self.client_gone());
+            };
+            match decoding {
+                Decoding::Accepted(reply) => {
+                    self.apply(Event::DecodeAccepted(attempt));
+                    return Ok(Answer { attempt, reply, load });
+                }
+                Decoding::Refused(refusal) => {
+                    self.apply(Event::DecodeRefused(attempt));
+                    return Err(Ended::Refused(refusal));
+                }
+                Decoding::Failed(failure, refusal) => {
+                    self.apply(Event::DecodeFailed(attempt, failure));
+                    last = refusal;
+                }
+            }
+        }
+        self.apply(Event::GaveUp);
+        Err(Ended::Refused(last))
+    }
+
+    /// The client left: everything that is owed is on its way when this returns.
+    pub(crate) fn client_gone(&mut self) -> Ended {
+        self.apply(Event::ClientGone);
+        Ended::ClientGone
+    }
+
+    fn record(&self) {
+        let line = self.timeline();
+        if let (Some(sent), Some(held)) = (line.prefill_sent, line.held) {
+            self.shared.metrics.prefill_seconds.record(held.since(sent));
+        }
+        if let Some(first) = line.first_chunk {
+            self.shared.metrics.first_byte_seconds.record(first.since(self.begun));
+        }
+    }
+
+    fn pay(&mut self, debt: Settlement) {
+        let debtor = self.debtor.clone();
+        match debt {
+            Settlement::AbortPrefill(attempt) => match self.prefill.take() {
+                Some(call) => self.shared.settler.abandon(call, debtor),
+                // Its connection broke: there is nothing to read on.
+                None => self.shared.settler.abort(self.engine(attempt), Leg::Prefill, debtor),
+            },
+            Settlement::ReleasePrefill(lent, cause) => {
+                self.shared.settler.release(self.engine(lent.by), lent, cause, debtor);
+            }
+            Settlement::AbortDecode(attempt) => {
+                self.shared.settler.abort(self.engine(attempt), Leg::Decode, debtor);
+            }
+        }
+    }
+
+    /// Numbers an attempt at an engine.
+    fn attempt(&mut self, engine: &Arc<Engine>) -> Attempt {
+        let number = u16::try_from(self.attempts.len()).expect("attempts are bounded by configuration");
+        self.attempts.push(Arc::clone(engine));
+        Attempt(number)
+    }
+
+    fn engine(&self, attempt: Attempt) -> Arc<Engine> {
+        Arc::clone(&self.attempts[usize::from(attempt.0)])
+    }
+
+    fn outgoing(&self, ask: &Ask, body: Bytes) -> Outgoing {
+        let headers = ask.engine_headers(&self.debtor.request);
+        Outgoing { method: Method::POST, path: ask.endpoint.path(), headers, body }
+    }
+
+    fn exchange<T>(&self, with: impl FnOnce(&mut Exchange) -> T) -> T {
+        with(&mut self.debtor.exchange.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Drop for ExchangeDriver {
+    fn drop(&mut self) {
+        self.apply(Event::Dropped);
+    }
+}

@@ -1,0 +1,8 @@
+//! The two halves of a request, each as one attempt at one engine and what its answer means.
+
+pub(crate) mod decode;
+pub(crate) mod prefill;
+
+mod refusal;
+
+pub(crate) use refusal::{Refusal, failure_of};

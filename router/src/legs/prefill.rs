@@ -1,0 +1,132 @@
+//! One attempt of the prefill leg. It outlives the request that began it: whoever gives it up hands it to the
+//! settler, which reads on, because the reply is the only copy of the handle.
+
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use baton_connector::exchange::{Attempt, Event, Failure};
+use baton_connector::handoff::ReplyFacts;
+use baton_connector::{Handle, HandoffError};
+use serde_json::{Map, Value};
+
+use super::{Refusal, failure_of};
+use crate::upstream::{CallError, Engine, InFlight, Outgoing, Socket, Whole};
+
+/// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
+const REPLY_BYTES_MAX: usize = 8 << 20;
+
+/// An attempt in flight.
+pub(crate) struct PrefillCall {
+    attempt: Attempt,
+    load: InFlight,
+    /// The socket that the request was put on, once it was.
+    socket: Arc<Mutex<Option<Arc<Socket>>>>,
+    /// Never locked: the mutex only makes the future shareable, which pingora asks of a context.
+    answer: Mutex<Pin<Box<dyn Future<Output = Result<Whole, CallError>> + Send>>>,
+}
+
+/// What an attempt came to.
+#[derive(Debug)]
+pub(crate) enum Prefilled {
+    /// The engine lends: its `kv_transfer_params`, checked and otherwise unopened.
+    Lent(Value, Option<Handle>),
+    /// The engine answered and lends nothing.
+    Empty,
+    /// The engine refused the request itself.
+    Refused(Refusal),
+    /// The engine failed.
+    Failed(Failure, Refusal),
+}
+
+impl PrefillCall {
+    pub(crate) fn start(attempt: Attempt, engine: &Arc<Engine>, outgoing: Outgoing) -> Self {
+        let socket = Arc::<Mutex<Option<Arc<Socket>>>>::default();
+        let (on, at) = (Arc::clone(&socket), Arc::clone(engine));
+        let answer = async move {
+            let sent = |socket| *on.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
+            at.call(&outgoing, sent).await?.whole(REPLY_BYTES_MAX).await
+        };
+        Self { attempt, load: engine.begin(), socket, answer: Mutex::new(Box::pin(answer)) }
+    }
+
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        self.load.engine()
+    }
+
+    /// Whether the engine may have seen the request.
+    pub(crate) fn was_sent(&self) -> bool {
+        self.socket.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    /// Tells the engine that nothing more comes from here, and goes on listening.
+    pub(crate) fn half_close(&self) {
+        if let Some(socket) = self.socket.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+            socket.half_close();
+        }
+    }
+
+    /// Waits for the engine's answer.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost; call it again. Not after it has answered.
+    pub(crate) async fn prefilled(&mut self) -> Prefilled {
+        let answer = self.answer.get_mut().unwrap_or_else(PoisonError::into_inner);
+        match answer.as_mut().await {
+            Ok(whole) => understand(&whole),
+            Err(CallError::NotReached) => Prefilled::Failed(Failure::NotReached, Refusal::unreachable()),
+            Err(error @ CallError::Broken(_)) => {
+                tracing::warn!(engine = self.engine().authority(), %error, "prefill failed");
+                Prefilled::Failed(Failure::Unknown, Refusal::broken())
+            }
+            Err(error @ CallError::TooLarge(_)) => {
+                tracing::warn!(engine = self.engine().authority(), %error, "prefill failed");
+                Prefilled::Failed(Failure::Unusable(None), Refusal::broken())
+            }
+        }
+    }
+
+    /// As [`Self::prefilled`], as the exchange's event.
+    pub(crate) async fn outcome(&mut self) -> Event {
+        let attempt = self.attempt;
+        self.prefilled().await.event(attempt)
+    }
+}
+
+impl Prefilled {
+    /// What it means to the exchange.
+    pub(crate) fn event(&self, attempt: Attempt) -> Event {
+        match self {
+            Self::Lent(_, handle) => Event::PrefillLent(attempt, *handle),
+            Self::Empty => Event::PrefillEmpty(attempt),
+            Self::Refused(_) => Event::PrefillRefused(attempt),
+            Self::Failed(failure, _) => Event::PrefillFailed(attempt, *failure),
+        }
+    }
+}
+
+fn understand(whole: &Whole) -> Prefilled {
+    if !whole.status.is_success() {
+        let refusal = Refusal::of(whole);
+        return match failure_of(whole.status) {
+            Some(failure) => Prefilled::Failed(failure, refusal),
+            None => Prefilled::Refused(refusal),
+        };
+    }
+    // Only the handoff is kept: the reply's one token is computed again, by the engine that goes on from it.
+    let Ok(mut reply) = serde_json::from_slice::<Map<String, Value>>(&whole.body) else {
+        return Prefilled::Failed(Failure::Unusable(None), Refusal::broken());
+    };
+    match reply.remove("kv_transfer_params") {
+        None | Some(Value::Null) => Prefilled::Empty,
+        Some(params) => match ReplyFacts::check(&params) {
+            Ok(facts) => Prefilled::Lent(params, facts.handle),
+            Err(error) => unusable(&params, &error),
+        },
+    }
+}
+
+fn unusable(params: &Value, error: &HandoffError) -> Prefilled {
+    tracing::warn!(%error, "a prefill engine's reply cannot be handed on");
+    let handle = params.get("remote_handle").and_then(Value::as_str).and_then(|text| text.parse().ok());
+    Prefilled::Failed(Failure::Unusable(handle), Refusal::broken())
+}

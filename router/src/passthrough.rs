@@ -1,0 +1,72 @@
+//! `/tokenize` and `/detokenize`: checked, cleaned, and answered by one decode engine of the model.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_connector::RequestId;
+use baton_openai::{ApiError, DetokenizeRequest, TokenizeRequest, parse_object};
+use hyper::Method;
+use hyper::header::HeaderValue;
+use pingora::proxy::Session;
+
+use crate::client_watch::{ClientGone, race};
+use crate::exchange_driver::Ended;
+use crate::legs::{Refusal, failure_of};
+use crate::service::Shared;
+use crate::upstream::{CallError, Engine, Outgoing};
+use crate::{answer, intake, rewrite};
+
+/// Tokens of the longest context, with their texts.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+
+/// Passes one request and its answer; gives the answer's status.
+pub(crate) async fn pass(
+    session: &mut Session,
+    shared: &Arc<Shared>,
+    path: &'static str,
+    body: &[u8],
+    id: &RequestId,
+    echoed: &HeaderValue,
+) -> Result<u16, Ended> {
+    let mut body = parse_object(body, &shared.parse_limits)?;
+    rewrite::strip(&mut body);
+    let name = match path {
+        "/tokenize" => TokenizeRequest::from_map(&body, &shared.parse_limits)?.model,
+        _ => DetokenizeRequest::from_map(&body, &shared.parse_limits)?.model,
+    };
+    let model = Arc::clone(shared.models.named(name.as_deref())?);
+    let headers = intake::named(intake::passed(&session.req_header().headers), id);
+    let body = rewrite::decode_body(&body, &model.name, None);
+    let outgoing = Outgoing { method: Method::POST, path, headers, body };
+    let mut tried: Vec<Arc<Engine>> = Vec::new();
+    let mut last = Refusal::none_left();
+    let silence = Duration::from_millis(shared.timeouts.stream_silence_ms);
+    while tried.len() < usize::from(shared.attempts.decode) {
+        let Some(engine) = model.decode.choose(&tried) else { break };
+        let _load = engine.begin();
+        let call = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
+        let called = race(session, tokio::time::timeout(silence, call)).await;
+        tried.push(Arc::clone(&engine));
+        match called.map_err(|ClientGone| Ended::ClientGone)? {
+            Ok(Ok(whole)) if whole.status.is_success() => {
+                let headers = [("content-type", "application/json".to_owned())];
+                let status = whole.status.as_u16();
+                let told = answer::whole(session, status, &headers, echoed, whole.body).await;
+                return told.map(|()| status).map_err(|_| Ended::ClientGone);
+            }
+            Ok(Ok(whole)) => {
+                last = Refusal::of(&whole);
+                if failure_of(whole.status).is_none() {
+                    return Err(Ended::Refused(last));
+                }
+            }
+            Ok(Err(CallError::NotReached)) => last = Refusal::unreachable(),
+            Ok(Err(CallError::TooLarge(_))) => {
+                return Err(ApiError::bad_gateway("an engine's answer is too large").into());
+            }
+            Ok(Err(CallError::Broken(_))) => last = Refusal::broken(),
+            Err(_elapsed) => last = Refusal::silent(),
+        }
+    }
+    Err(Ended::Refused(last))
+}

@@ -1,0 +1,53 @@
+//! Ids of requests: minted here, random, the same on both legs. A client's own is only echoed to it.
+
+use baton_connector::RequestId;
+use hyper::header::{HeaderMap, HeaderValue};
+
+/// A random id in the shape of a version 4 UUID.
+pub(crate) fn mint() -> RequestId {
+    let mut bytes = [0_u8; 16];
+    getrandom::fill(&mut bytes).expect("the kernel's random numbers are there from boot on");
+    bytes[6] = bytes[6] & 0x0f | 0x40;
+    bytes[8] = bytes[8] & 0x3f | 0x80;
+    let n = u128::from_be_bytes(bytes);
+    let text = format!(
+        "{:08x}-{:04x}-{:04x}-{:04x}-{:012x}",
+        n >> 96,
+        n >> 80 & 0xffff,
+        n >> 64 & 0xffff,
+        n >> 48 & 0xffff,
+        n & 0xffff_ffff_ffff
+    );
+    RequestId::new(&text).expect("36 bytes of printable ASCII")
+}
+
+/// The client's id, where it is one.
+pub(crate) fn decent(headers: &HeaderMap) -> Option<HeaderValue> {
+    let value = headers.get("x-request-id")?;
+    RequestId::new(value.to_str().ok()?).ok()?;
+    Some(value.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_look_like_uuids_and_differ() {
+        let (a, b) = (mint(), mint());
+        assert_ne!(a, b);
+        assert_eq!(a.as_str().len(), 36);
+        assert_eq!(&a.as_str()[14..15], "4");
+    }
+
+    #[test]
+    fn a_clients_id_is_echoed_only_if_it_could_be_one_of_ours() {
+        let with = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert("x-request-id", HeaderValue::from_str(value).expect("a header"));
+            decent(&headers)
+        };
+        assert!(with("mine-1").is_some());
+        assert!(with("with space").is_none() && with(&"x".repeat(4096)).is_none() && with("").is_none());
+    }
+}

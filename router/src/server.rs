@@ -1,0 +1,202 @@
+//! The router as a process part: two listeners, a loop that accepts, and a drain at the end.
+//!
+//! pingora's own server is not used: its listeners take no port 0 and its shutdown ends the process. Its
+//! proxy is driven from here, one task per connection, so that several routers fit into one process and a
+//! drain is ours to time.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime};
+
+use baton_openai::ParseLimits;
+use hyper::header::HeaderValue;
+use pingora::apps::{HttpServerApp, ServerApp};
+use pingora::protocols::l4::stream::Stream;
+use pingora::proxy::{HttpProxy, http_proxy};
+use pingora::server::configuration::ServerConf;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::admin::{self, Admin};
+use crate::config::{ConfigError, RouterConfig};
+use crate::metrics::Metrics;
+use crate::models::Models;
+use crate::service::{FrontDoor, Shared};
+use crate::settle::{SettleTerms, Settler};
+use crate::upstream::Terms;
+
+/// How often idle connections are closed and histograms folded.
+const UPKEEP: Duration = Duration::from_secs(1);
+/// After a drain, debts are waited for this long at most; a lease outlives it and ends by itself.
+const PAY_WITHIN_MAX: Duration = Duration::from_secs(30);
+
+/// Why a router cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    /// An address cannot be listened on.
+    #[error("cannot listen on {address}: {source}")]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The cluster secret cannot be read.
+    #[error(transparent)]
+    Secret(#[from] ConfigError),
+    /// The cluster secret cannot be a header.
+    #[error("the cluster secret must be printable ASCII")]
+    SecretText,
+}
+
+/// A router that listens.
+pub struct Router {
+    clients: TcpListener,
+    admin: TcpListener,
+    shared: Arc<Shared>,
+    connections_max: usize,
+    drain_timeout: Duration,
+}
+
+impl Router {
+    /// Listens on both addresses. Clients that connect are served once [`Self::run`] runs.
+    ///
+    /// # Errors
+    /// [`BindError`] names what is in the way.
+    pub async fn bind(config: RouterConfig) -> Result<Self, BindError> {
+        let clients = listen(config.listen).await?;
+        let admin = listen(config.admin.listen).await?;
+        let secret = config.secret()?.map(|text| HeaderValue::from_str(&text));
+        let mut secret = secret.transpose().map_err(|_| BindError::SecretText)?;
+        if let Some(secret) = &mut secret {
+            secret.set_sensitive(true);
+        }
+        let terms = Terms {
+            connect_timeout: Duration::from_millis(config.timeouts.connect_ms),
+            idle_timeout: Duration::from_millis(config.timeouts.engine_idle_ms),
+            secret,
+        };
+        let settle = SettleTerms {
+            at_once: config.limits.settlements,
+            tries: config.attempts.settle,
+            try_timeout: Duration::from_millis(config.timeouts.settle_ms),
+        };
+        let (metrics, started) = (Arc::new(Metrics::new()), Instant::now());
+        let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let shared = Arc::new(Shared {
+            models: Models::new(&config, &terms),
+            parse_limits: ParseLimits { body_bytes: config.limits.body_bytes, ..ParseLimits::default() },
+            room: Arc::new(Semaphore::new(config.limits.in_flight)),
+            settler: Settler::new(settle, Arc::clone(&metrics), started),
+            metrics,
+            started,
+            created: since_epoch.as_secs(),
+            timeouts: config.timeouts.clone(),
+            attempts: config.attempts.clone(),
+        });
+        let drain_timeout = config.drain_timeout();
+        Ok(Self { clients, admin, shared, connections_max: config.limits.connections, drain_timeout })
+    }
+
+    /// Where clients connect.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.clients.local_addr().expect("a bound listener has an address")
+    }
+
+    /// Where `/metrics`, `/health` and `/ready` are.
+    #[must_use]
+    pub fn admin_addr(&self) -> SocketAddr {
+        self.admin.local_addr().expect("a bound listener has an address")
+    }
+
+    /// Serves until `shutdown`, then drains: no new connection, requests in flight go on for at most
+    /// `drain_timeout_ms`, the rest is cut, and what is owed to engines is paid before this returns.
+    ///
+    /// # Cancel safety
+    /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let Self { clients, admin, shared, connections_max, drain_timeout } = self;
+        let ready = Arc::new(Admin { metrics: Arc::clone(&shared.metrics), ready: AtomicBool::new(true) });
+        let mut background = JoinSet::new();
+        background.spawn(admin::serve(admin, Arc::clone(&ready)));
+        background.spawn(upkeep(Arc::clone(&shared)));
+        let proxy = Arc::new(http_proxy(&Arc::new(ServerConf::default()), FrontDoor(Arc::clone(&shared))));
+        let (drain, draining) = watch::channel(false);
+        let mut connections = JoinSet::new();
+        tokio::select! {
+            () = shutdown.cancelled() => {}
+            () = accept(clients, &proxy, draining, connections_max, &mut connections) => {}
+        }
+        ready.ready.store(false, Ordering::Relaxed);
+        // Fails only when no connection is left to hear it.
+        let _ = drain.send(true);
+        proxy.http_cleanup().await;
+        let in_flight = async { while connections.join_next().await.is_some() {} };
+        if tokio::time::timeout(drain_timeout, in_flight).await.is_err() {
+            tracing::warn!(
+                connections = connections.len(),
+                "the drain timeout is over; cutting what is left"
+            );
+            connections.shutdown().await;
+        }
+        if !shared.settler.paid(shared.settler.longest().min(PAY_WITHIN_MAX)).await {
+            tracing::warn!("some engines did not confirm an abort or a release; their leases will lapse");
+        }
+    }
+}
+
+async fn listen(address: SocketAddr) -> Result<TcpListener, BindError> {
+    TcpListener::bind(address).await.map_err(|source| BindError::Listen { address, source })
+}
+
+async fn accept(
+    listener: TcpListener,
+    proxy: &Arc<HttpProxy<FrontDoor>>,
+    draining: watch::Receiver<bool>,
+    connections_max: usize,
+    connections: &mut JoinSet<()>,
+) {
+    let room = Arc::new(Semaphore::new(connections_max));
+    loop {
+        let permit = Arc::clone(&room).acquire_owned().await.expect("the semaphore is never closed");
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // Out of file descriptors, mostly: wait for some to be closed instead of spinning.
+                tracing::warn!(%error, "cannot accept");
+                tokio::time::sleep(Duration::from_millis(10)).await;
+                continue;
+            }
+        };
+        let (proxy, draining) = (Arc::clone(proxy), draining.clone());
+        connections.spawn(async move {
+            let _permit = permit;
+            serve(stream, &proxy, &draining).await;
+        });
+        while connections.try_join_next().is_some() {}
+    }
+}
+
+async fn serve(stream: TcpStream, proxy: &Arc<HttpProxy<FrontDoor>>, draining: &watch::Receiver<bool>) {
+    // Without it a last small write waits for the peer's delayed acknowledgement: 40 ms.
+    if stream.set_nodelay(true).is_err() {
+        return;
+    }
+    let mut next: Option<pingora::protocols::Stream> = Some(Box::new(Stream::from(stream)));
+    while let Some(stream) = next {
+        next = proxy.process_new(stream, draining).await;
+    }
+}
+
+async fn upkeep(shared: Arc<Shared>) {
+    let mut tick = tokio::time::interval(UPKEEP);
+    loop {
+        tick.tick().await;
+        shared.metrics.upkeep();
+        shared.models.engines().iter().for_each(|engine| engine.sweep());
+    }
+}

@@ -1,0 +1,236 @@
+//! The front door: pingora's phases, and what happens in them to one request.
+//!
+//! Both legs run inside `request_filter`, with a pump of our own, and pingora's built-in proxying is never
+//! reached: it re-sends at most 64 KiB of a body that a filter has read, which is 16,000 tokens.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use baton_connector::{RequestId, Time};
+use baton_openai::{ApiError, ParseLimits};
+use bytes::Bytes;
+use hyper::header::HeaderValue;
+use pingora::prelude::{Error, ErrorType, HttpPeer};
+use pingora::proxy::{ProxyHttp, Session};
+use serde_json::json;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::config::{AttemptsConfig, TimeoutsConfig};
+use crate::exchange_driver::{Ended, ExchangeDriver};
+use crate::intake::{self, Ask};
+use crate::metrics::{Metrics, PASSED, REJECTED};
+use crate::models::Models;
+use crate::route::Route;
+use crate::settle::Settler;
+use crate::{answer, passthrough, request_id};
+
+/// What every request needs.
+pub(crate) struct Shared {
+    pub models: Models,
+    pub timeouts: TimeoutsConfig,
+    pub attempts: AttemptsConfig,
+    pub parse_limits: ParseLimits,
+    pub room: Arc<Semaphore>,
+    pub metrics: Arc<Metrics>,
+    pub settler: Arc<Settler>,
+    pub started: Instant,
+    /// Seconds since the epoch at which the router started: the models' `created`.
+    pub created: u64,
+}
+
+impl Shared {
+    /// Now, on the clock of the exchanges.
+    pub(crate) fn now(&self) -> Time {
+        Time(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+}
+
+/// The service that pingora drives.
+pub(crate) struct FrontDoor(pub Arc<Shared>);
+
+/// One request's context. Dropping it settles what the request still owes.
+pub(crate) struct RequestContext {
+    begun: Instant,
+    id: RequestId,
+    /// What the client is told the id is: its own, where it sent a decent one.
+    echoed: HeaderValue,
+    driver: Option<ExchangeDriver>,
+    model: Option<String>,
+    status: u16,
+    room: Option<Room>,
+}
+
+/// One place among the requests in flight.
+struct Room {
+    _permit: OwnedSemaphorePermit,
+    metrics: Arc<Metrics>,
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.metrics.in_flight.decrement(1.0);
+    }
+}
+
+#[async_trait]
+impl ProxyHttp for FrontDoor {
+    type CTX = RequestContext;
+
+    fn new_ctx(&self) -> RequestContext {
+        let id = request_id::mint();
+        let echoed = HeaderValue::from_str(id.as_str()).expect("a request id is printable ASCII");
+        RequestContext { begun: Instant::now(), id, echoed, driver: None, model: None, status: 0, room: None }
+    }
+
+    async fn upstream_peer(&self, _: &mut Session, _: &mut RequestContext) -> pingora::Result<Box<HttpPeer>> {
+        Err(Error::explain(ErrorType::InternalError, "request_filter answers every request"))
+    }
+
+    async fn request_filter(
+        &self,
+        session: &mut Session,
+        context: &mut RequestContext,
+    ) -> pingora::Result<bool> {
+        let stall = Duration::from_millis(self.0.timeouts.client_stall_ms);
+        session.as_downstream_mut().set_write_timeout(Some(stall));
+        if let Some(echoed) = request_id::decent(&session.req_header().headers) {
+            context.echoed = echoed;
+        }
+        match self.serve(session, context).await {
+            Ok(()) => Ok(true),
+            Err(Ended::ClientGone) => {
+                context.status = 499;
+                Err(gone())
+            }
+            Err(Ended::Refused(refusal)) => {
+                context.status = refusal.0.status;
+                if context.driver.is_none() {
+                    self.0.metrics.request(REJECTED);
+                }
+                answer::error(session, &refusal.0, &context.echoed).await.map(|()| true)
+            }
+        }
+    }
+
+    fn suppress_error_log(&self, _: &Session, _: &RequestContext, _: &Error) -> bool {
+        true
+    }
+
+    async fn logging(&self, session: &mut Session, _: Option<&Error>, context: &mut RequestContext) {
+        context.log(session);
+    }
+}
+
+impl FrontDoor {
+    async fn serve(&self, session: &mut Session, context: &mut RequestContext) -> Result<(), Ended> {
+        let head = session.req_header();
+        let (method, uri) = (head.method.clone(), head.uri.clone());
+        match Route::of(&method, uri.path())? {
+            Route::Health => self.tell(session, context, json!({"status": "ok"})).await,
+            Route::Version => {
+                self.tell(session, context, json!({"version": env!("CARGO_PKG_VERSION")})).await
+            }
+            Route::Models => {
+                let models: Vec<_> = self.0.models.list().iter().map(|m| self.card(&m.name)).collect();
+                self.tell(session, context, json!({"object": "list", "data": models})).await
+            }
+            Route::Model(name) => {
+                let name = self.0.models.named(Some(name))?.name.clone();
+                self.tell(session, context, self.card(&name)).await
+            }
+            Route::Pass(path) => {
+                let body = self.body(session, context).await?;
+                context.status =
+                    passthrough::pass(session, &self.0, path, &body, &context.id, &context.echoed).await?;
+                self.0.metrics.request(PASSED);
+                Ok(())
+            }
+            Route::Generate(endpoint) => {
+                let body = self.body(session, context).await?;
+                let headers = &session.req_header().headers;
+                let ask = Ask::read(endpoint, &body, headers, &self.0.models, &self.0.parse_limits)?;
+                drop(body);
+                self.generate(session, context, ask).await
+            }
+        }
+    }
+
+    async fn generate(
+        &self,
+        session: &mut Session,
+        context: &mut RequestContext,
+        ask: Ask,
+    ) -> Result<(), Ended> {
+        context.model = Some(ask.model.name.clone());
+        let driver = context.driver.insert(ExchangeDriver::new(Arc::clone(&self.0), context.id.clone()));
+        let handoff = driver.prefill(session, &ask).await?;
+        let answer = driver.decode(session, &ask, handoff).await?;
+        drop(ask);
+        let silence = Duration::from_millis(self.0.timeouts.stream_silence_ms);
+        context.status = answer::pass(session, driver, answer, &context.echoed, silence).await?;
+        Ok(())
+    }
+
+    /// A place among the requests in flight, and the body.
+    async fn body(&self, session: &mut Session, context: &mut RequestContext) -> Result<Bytes, Ended> {
+        let Ok(permit) = Arc::clone(&self.0.room).try_acquire_owned() else {
+            return Err(ApiError::overloaded("the router is full", Duration::from_secs(1)).into());
+        };
+        self.0.metrics.in_flight.increment(1.0);
+        context.room = Some(Room { _permit: permit, metrics: Arc::clone(&self.0.metrics) });
+        let within = Duration::from_millis(self.0.timeouts.body_ms);
+        intake::body(session, self.0.parse_limits.body_bytes, within).await
+    }
+
+    async fn tell(
+        &self,
+        session: &mut Session,
+        context: &mut RequestContext,
+        what: serde_json::Value,
+    ) -> Result<(), Ended> {
+        context.status = 200;
+        let headers = [("content-type", "application/json".to_owned())];
+        let body = Bytes::from(what.to_string());
+        let told = answer::whole(session, 200, &headers, &context.echoed, body).await;
+        told.map_err(|_| Ended::ClientGone)
+    }
+
+    fn card(&self, name: &str) -> serde_json::Value {
+        json!({"id": name, "object": "model", "created": self.0.created, "owned_by": "baton"})
+    }
+}
+
+impl RequestContext {
+    fn log(&self, session: &Session) {
+        let engine = |of: fn(&ExchangeDriver) -> Option<&str>| self.driver.as_ref().and_then(of);
+        let timeline = self.driver.as_ref().map(ExchangeDriver::timeline).unwrap_or_default();
+        let between = |from: Option<Time>, to: Option<Time>| {
+            Some(u64::try_from(to?.since(from?).as_micros()).unwrap_or(u64::MAX))
+        };
+        let outcome = self.driver.as_ref().and_then(ExchangeDriver::outcome).map(|o| o.label());
+        tracing::info!(
+            target: "baton_router::access",
+            request = %self.id,
+            method = %session.req_header().method,
+            path = session.req_header().uri.path(),
+            model = self.model.as_deref(),
+            prefill = engine(|d| d.prefill_engine.as_deref().map(|e| e.authority())),
+            decode = engine(|d| d.decode_engine.as_deref().map(|e| e.authority())),
+            status = self.status,
+            outcome,
+            prefill_us = between(timeline.prefill_sent, timeline.held),
+            gap_us = between(timeline.held, timeline.decode_sent),
+            accept_us = between(timeline.decode_sent, timeline.accepted),
+            first_byte_us = between(timeline.accepted, timeline.first_chunk),
+            stream_us = between(timeline.first_chunk, timeline.ended),
+            total_us = u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX),
+            "request"
+        );
+    }
+}
+
+/// pingora's word for it: nothing is written, the connection is closed.
+fn gone() -> Box<Error> {
+    Error::explain(ErrorType::ConnectionClosed, "the client is gone").into_down()
+}

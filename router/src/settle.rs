@@ -1,0 +1,251 @@
+//! Paying what is owed: aborts and releases, each on a task of its own, with bounded tries.
+//!
+//! ```text
+//! abort to P ──▶ POST /abort_requests ─ confirmed ──▶ read P's connection on for a bounded time ─▶ release
+//!                                     └ unsupported, failed ─▶ half-close it first            late handles
+//! release to P ─▶ POST /kv/release, or the abort by request id where P gave no handle
+//! abort to D ───▶ POST /abort_requests; its connection is cut already
+//! ```
+//!
+//! Both verbs are idempotent, so every failed try is repeated. An engine without a verb (404, 405, 501) is
+//! not asked again. The number of settlements at once is bounded; one beyond it is counted and left to the
+//! lease's expiry.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use baton_connector::exchange::{Cause, Exchange, Lent, Settlement};
+use baton_connector::{Handle, RequestId, Time};
+use bytes::Bytes;
+use hyper::header::{HeaderMap, HeaderValue};
+use hyper::{Method, StatusCode};
+use serde_json::json;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio_util::task::TaskTracker;
+
+use crate::legs::prefill::PrefillCall;
+use crate::metrics::{Leg, Metrics, Settled};
+use crate::upstream::{Engine, Outgoing};
+
+/// First pause between two tries; doubled each time.
+const PAUSE: Duration = Duration::from_millis(50);
+/// An engine's answer to a settlement is not read beyond this.
+const ANSWER_BYTES_MAX: usize = 64 * 1024;
+
+/// The bounds of settlements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SettleTerms {
+    pub at_once: usize,
+    pub tries: u16,
+    pub try_timeout: Duration,
+}
+
+/// Pays debts in the background.
+pub(crate) struct Settler {
+    terms: SettleTerms,
+    room: Arc<Semaphore>,
+    tasks: TaskTracker,
+    runtime: tokio::runtime::Handle,
+    metrics: Arc<Metrics>,
+    started: Instant,
+}
+
+/// Whose debts: what every settlement of one request needs.
+#[derive(Clone)]
+pub(crate) struct Debtor {
+    pub request: RequestId,
+    pub exchange: Arc<Mutex<Exchange>>,
+}
+
+impl Settler {
+    /// Must be called on the runtime that will run the settlements.
+    pub(crate) fn new(terms: SettleTerms, metrics: Arc<Metrics>, started: Instant) -> Arc<Self> {
+        Arc::new(Self {
+            room: Arc::new(Semaphore::new(terms.at_once)),
+            terms,
+            tasks: TaskTracker::new(),
+            runtime: tokio::runtime::Handle::current(),
+            metrics,
+            started,
+        })
+    }
+
+    /// Aborts a prefill by request id and reads its connection on, so that a handle that still arrives is
+    /// released: the reply on the wire is its only copy.
+    pub(crate) fn abandon(self: &Arc<Self>, call: PrefillCall, debtor: Debtor) {
+        self.metrics.abort(Leg::Prefill);
+        let settler = Arc::clone(self);
+        self.spawn(async move { settler.abandoned(call, debtor).await });
+    }
+
+    /// Gives a lease back.
+    pub(crate) fn release(self: &Arc<Self>, engine: Arc<Engine>, lent: Lent, cause: Cause, debtor: Debtor) {
+        let settler = Arc::clone(self);
+        self.spawn(async move { settler.released(&engine, lent, cause, &debtor).await });
+    }
+
+    /// Aborts one leg by request id.
+    pub(crate) fn abort(self: &Arc<Self>, engine: Arc<Engine>, leg: Leg, debtor: Debtor) {
+        self.metrics.abort(leg);
+        let settler = Arc::clone(self);
+        self.spawn(async move {
+            let result = settler.aborted(&engine, &debtor.request, leg).await;
+            settler.metrics.settled(result);
+        });
+    }
+
+    /// Waits until everything is paid, or the time is up.
+    pub(crate) async fn paid(&self, within: Duration) -> bool {
+        self.tasks.close();
+        let paid = tokio::time::timeout(within, self.tasks.wait()).await.is_ok();
+        self.tasks.reopen();
+        paid
+    }
+
+    /// The longest that one settlement can take.
+    pub(crate) fn longest(&self) -> Duration {
+        let pauses = PAUSE * (1 << self.terms.tries.min(16));
+        self.terms.try_timeout * u32::from(self.terms.tries + 1) * 2 + pauses
+    }
+
+    fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
+        let Ok(permit) = Arc::clone(&self.room).try_acquire_owned() else {
+            self.metrics.settled(Settled::Refused);
+            tracing::warn!("too many settlements at once; a lease is left to its expiry");
+            return;
+        };
+        let metrics = Arc::clone(&self.metrics);
+        metrics.settling.increment(1.0);
+        let counted = async move {
+            let _permit: OwnedSemaphorePermit = permit;
+            work.await;
+            metrics.settling.decrement(1.0);
+        };
+        self.tasks.spawn_on(counted, &self.runtime);
+    }
+
+    async fn abandoned(self: Arc<Self>, mut call: PrefillCall, debtor: Debtor) {
+        let engine = Arc::clone(call.engine());
+        if !call.was_sent() {
+            return;
+        }
+        let abort = self.aborted(&engine, &debtor.request, Leg::Prefill);
+        tokio::pin!(abort);
+        // The reply may come first: then the abort is still finished, because it may be all that P hears.
+        let (mut result, mut reply) = (None, None);
+        let deadline = tokio::time::sleep(self.terms.try_timeout);
+        tokio::pin!(deadline);
+        while reply.is_none() {
+            tokio::select! {
+                biased;
+                event = call.outcome() => reply = Some(event),
+                done = &mut abort, if result.is_none() => {
+                    if done != Settled::Confirmed {
+                        call.half_close();
+                    }
+                    result = Some(done);
+                }
+                () = &mut deadline => break,
+            }
+        }
+        drop(call);
+        if let Some(event) = reply {
+            let now = Time(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX));
+            let step =
+                debtor.exchange.lock().unwrap_or_else(std::sync::PoisonError::into_inner).apply(event, now);
+            for debt in step.settle {
+                match debt {
+                    Settlement::ReleasePrefill(lent, cause) => {
+                        self.released(&engine, lent, cause, &debtor).await;
+                    }
+                    Settlement::AbortPrefill(_) | Settlement::AbortDecode(_) => {
+                        unreachable!("a late reply brings nothing but a handle")
+                    }
+                }
+            }
+        }
+        let result = match result {
+            Some(result) => result,
+            None => abort.await,
+        };
+        self.metrics.settled(result);
+    }
+
+    async fn released(&self, engine: &Arc<Engine>, lent: Lent, cause: Cause, debtor: &Debtor) {
+        self.metrics.release(cause);
+        let result = match lent.handle {
+            Some(handle) => self.asked(engine, &release(handle, cause, &debtor.request)).await,
+            // An engine maps the id of a request to the lease that it opened for it.
+            None => self.asked(engine, &abort(&debtor.request)).await,
+        };
+        tracing::info!(request = %debtor.request, engine = engine.authority(), cause = cause.label(), ?result,
+            "released");
+        self.metrics.settled(result);
+    }
+
+    async fn aborted(&self, engine: &Arc<Engine>, request: &RequestId, leg: Leg) -> Settled {
+        let begun = Instant::now();
+        let result = self.asked(engine, &abort(request)).await;
+        if result == Settled::Confirmed {
+            self.metrics.propagated(leg, begun.elapsed());
+        }
+        result
+    }
+
+    async fn asked(&self, engine: &Arc<Engine>, outgoing: &Outgoing) -> Settled {
+        let mut pause = PAUSE;
+        for left in (0..self.terms.tries).rev() {
+            let ask = async { engine.call(outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
+            match tokio::time::timeout(self.terms.try_timeout, ask).await {
+                Ok(Ok(answer)) if answer.status.is_success() => return Settled::Confirmed,
+                Ok(Ok(answer)) if is_missing(answer.status) => return Settled::Unsupported,
+                Ok(Ok(answer)) => {
+                    tracing::warn!(
+                        engine = engine.authority(),
+                        path = outgoing.path,
+                        status = answer.status.as_u16(),
+                        left,
+                        "a settlement was refused"
+                    );
+                }
+                Ok(Err(error)) => {
+                    tracing::warn!(engine = engine.authority(), path = outgoing.path, %error, left,
+                        "a settlement failed");
+                }
+                Err(_elapsed) => {
+                    tracing::warn!(
+                        engine = engine.authority(),
+                        path = outgoing.path,
+                        left,
+                        "a settlement was not answered"
+                    );
+                }
+            }
+            if left > 0 {
+                tokio::time::sleep(pause).await;
+                pause *= 2;
+            }
+        }
+        Settled::Failed
+    }
+}
+
+fn is_missing(status: StatusCode) -> bool {
+    matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED)
+}
+
+fn release(handle: Handle, cause: Cause, request: &RequestId) -> Outgoing {
+    let body = json!({"handle": handle.to_string(), "reason": cause.label()});
+    verb("/kv/release", &body, request)
+}
+
+fn abort(request: &RequestId) -> Outgoing {
+    verb("/abort_requests", &json!({"request_ids": [request.as_str()]}), request)
+}
+
+fn verb(path: &'static str, body: &serde_json::Value, request: &RequestId) -> Outgoing {
+    let mut headers = HeaderMap::new();
+    let id = HeaderValue::from_str(request.as_str()).expect("a request id is printable ASCII");
+    headers.insert("x-request-id", id);
+    Outgoing { method: Method::POST, path, headers, body: Bytes::from(body.to_string()) }
+}

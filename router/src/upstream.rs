@@ -1,0 +1,270 @@
+//! An engine as the router sees it: an address, a load, and a small pool of idle connections.
+//!
+//! A connection goes back to the pool only when a whole answer was read from it. In every other case its
+//! `Drop` cuts the socket, and that is how an engine learns at once that nobody wants the answer.
+
+mod connection;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::{Bytes, BytesMut};
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Body, Incoming};
+use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
+use hyper::{Method, Request, Response, StatusCode};
+
+use crate::config::EngineUrl;
+use connection::Connection;
+pub(crate) use connection::Socket;
+
+/// Idle connections kept per engine; more than the requests that one engine batches would be waste.
+const IDLE_MAX: usize = 256;
+
+/// One engine.
+pub(crate) struct Engine {
+    url: EngineUrl,
+    authority: String,
+    host: HeaderValue,
+    secret: Option<HeaderValue>,
+    connect_timeout: Duration,
+    idle_timeout: Duration,
+    idle: std::sync::Mutex<Vec<Connection>>,
+    in_flight: AtomicUsize,
+}
+
+/// Terms on which connections to engines are made and kept.
+#[derive(Clone, Debug)]
+pub(crate) struct Terms {
+    pub connect_timeout: Duration,
+    pub idle_timeout: Duration,
+    pub secret: Option<HeaderValue>,
+}
+
+/// A request to an engine. Cheap to clone, so that another engine can be sent the same.
+#[derive(Clone, Debug)]
+pub(crate) struct Outgoing {
+    pub method: Method,
+    pub path: &'static str,
+    pub headers: HeaderMap,
+    pub body: Bytes,
+}
+
+/// Why an engine gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CallError {
+    /// No connection: the engine never saw the request.
+    #[error("no connection")]
+    NotReached,
+    /// The connection broke; the engine may have seen the request.
+    #[error("the connection broke: {0}")]
+    Broken(hyper::Error),
+    /// The answer is larger than anything the router can use.
+    #[error("the answer is larger than {0} bytes")]
+    TooLarge(usize),
+}
+
+/// An answer whose head has arrived. Dropping it before its end cuts the connection.
+pub(crate) struct Reply {
+    head: hyper::http::response::Parts,
+    body: Incoming,
+    connection: Connection,
+    engine: Arc<Engine>,
+}
+
+/// A whole answer.
+#[derive(Debug)]
+pub(crate) struct Whole {
+    pub status: StatusCode,
+    pub headers: HeaderMap,
+    pub body: Bytes,
+}
+
+/// Counts one request of this router at an engine for as long as it lives.
+pub(crate) struct InFlight(Arc<Engine>);
+
+impl Engine {
+    pub(crate) fn new(url: EngineUrl, terms: &Terms) -> Self {
+        let authority = url.authority();
+        let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
+        Self {
+            url,
+            authority,
+            host,
+            secret: terms.secret.clone(),
+            connect_timeout: terms.connect_timeout,
+            idle_timeout: terms.idle_timeout,
+            idle: std::sync::Mutex::default(),
+            in_flight: AtomicUsize::new(0),
+        }
+    }
+
+    /// `HOST:PORT`; for logs, never for clients.
+    pub(crate) fn authority(&self) -> &str {
+        &self.authority
+    }
+
+    /// Requests of this router that it is working on.
+    pub(crate) fn load(&self) -> usize {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Counts one request until the guard is dropped.
+    pub(crate) fn begin(self: &Arc<Self>) -> InFlight {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        InFlight(Arc::clone(self))
+    }
+
+    /// Sends a request and waits for the head of the answer.
+    ///
+    /// `sent` is told the socket each time the request is put on one. A kept connection that turns out to
+    /// have been closed by the engine before any byte of an answer is replaced by a new one, once: nothing
+    /// was committed to anybody, and an engine stops a request whose connection it closed.
+    ///
+    /// # Cancel safety
+    /// Dropping the future cuts the connection.
+    pub(crate) async fn call(
+        self: &Arc<Self>,
+        outgoing: &Outgoing,
+        sent: impl Fn(Arc<Socket>),
+    ) -> Result<Reply, CallError> {
+        if let Some(mut kept) = self.kept().await {
+            sent(kept.socket());
+            match kept.send(self.request(outgoing)).await {
+                Ok(answer) => return Ok(self.reply(answer, kept)),
+                Err(error) if error.is_user() || error.is_parse() => return Err(CallError::Broken(error)),
+                Err(_stale) => {}
+            }
+        }
+        let dialled =
+            tokio::time::timeout(self.connect_timeout, Connection::dial(self.url.host(), self.url.port()));
+        let Ok(Ok(mut fresh)) = dialled.await else {
+            return Err(CallError::NotReached);
+        };
+        sent(fresh.socket());
+        match fresh.send(self.request(outgoing)).await {
+            Ok(answer) => Ok(self.reply(answer, fresh)),
+            Err(error) => Err(CallError::Broken(error)),
+        }
+    }
+
+    /// An idle connection that still seems to be open.
+    async fn kept(&self) -> Option<Connection> {
+        loop {
+            let mut kept = self.pool().pop()?;
+            if kept.idle_for() < self.idle_timeout && kept.is_ready().await {
+                return Some(kept);
+            }
+        }
+    }
+
+    fn keep(&self, mut connection: Connection) {
+        connection.rest(Instant::now());
+        let mut pool = self.pool();
+        if pool.len() == IDLE_MAX {
+            pool.remove(0);
+        }
+        pool.push(connection);
+    }
+
+    /// Closes connections that nobody has used for too long.
+    pub(crate) fn sweep(&self) {
+        self.pool().retain(|kept| kept.idle_for() < self.idle_timeout);
+    }
+
+    fn pool(&self) -> std::sync::MutexGuard<'_, Vec<Connection>> {
+        self.idle.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn request(&self, outgoing: &Outgoing) -> Request<Full<Bytes>> {
+        let mut request = Request::new(Full::new(outgoing.body.clone()));
+        *request.method_mut() = outgoing.method.clone();
+        *request.uri_mut() = hyper::Uri::from_static(outgoing.path);
+        let headers = request.headers_mut();
+        *headers = outgoing.headers.clone();
+        headers.insert(HOST, self.host.clone());
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if let Some(secret) = &self.secret {
+            headers.insert("x-baton-cluster-secret", secret.clone());
+        }
+        request
+    }
+
+    fn reply(self: &Arc<Self>, answer: Response<Incoming>, connection: Connection) -> Reply {
+        let (head, body) = answer.into_parts();
+        Reply { head, body, connection, engine: Arc::clone(self) }
+    }
+}
+
+impl Reply {
+    pub(crate) fn status(&self) -> StatusCode {
+        self.head.status
+    }
+
+    pub(crate) fn headers(&self) -> &HeaderMap {
+        &self.head.headers
+    }
+
+    /// Whether every byte of the body has been read.
+    pub(crate) fn is_ended(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    /// The next piece of the body, as it came; `None` at its end.
+    ///
+    /// # Cancel safety
+    /// No piece is lost.
+    pub(crate) async fn chunk(&mut self) -> Option<Result<Bytes, CallError>> {
+        loop {
+            match self.body.frame().await? {
+                Ok(frame) => match frame.into_data() {
+                    Ok(data) if !data.is_empty() => return Some(Ok(data)),
+                    _ => {}
+                },
+                Err(error) => return Some(Err(CallError::Broken(error))),
+            }
+        }
+    }
+
+    /// Gives the connection back after the end of the body.
+    pub(crate) fn finish(self) {
+        self.engine.keep(self.connection);
+    }
+
+    /// Reads the rest of the answer, up to a bound, and gives the connection back.
+    pub(crate) async fn whole(mut self, limit_bytes: usize) -> Result<Whole, CallError> {
+        let mut first = Bytes::new();
+        let mut rest = BytesMut::new();
+        while let Some(chunk) = self.chunk().await {
+            let chunk = chunk?;
+            if first.len() + rest.len() + chunk.len() > limit_bytes {
+                return Err(CallError::TooLarge(limit_bytes));
+            }
+            match (first.is_empty(), rest.is_empty()) {
+                (true, true) => first = chunk,
+                (_, true) => {
+                    rest.extend_from_slice(&std::mem::take(&mut first));
+                    rest.extend_from_slice(&chunk);
+                }
+                (_, false) => rest.extend_from_slice(&chunk),
+            }
+        }
+        let body = if rest.is_empty() { first } else { rest.freeze() };
+        let (status, headers) = (self.head.status, std::mem::take(&mut self.head.headers));
+        self.finish();
+        Ok(Whole { status, headers, body })
+    }
+}
+
+impl InFlight {
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.0
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}

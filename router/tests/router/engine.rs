@@ -1,0 +1,366 @@
+//! A scripted engine: does what the test says and remembers what it was asked.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Frame, Incoming};
+use hyper::header::HeaderMap;
+use hyper::service::service_fn;
+use hyper::{Request, Response};
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinHandle;
+
+/// How long a test waits for a state before it fails.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What an engine does with one request to generate.
+#[derive(Clone, Debug)]
+pub(crate) enum Act {
+    /// Answers at once as a prefill engine, with this handle (none: as a stock engine).
+    Lend(Option<u128>),
+    /// As [`Act::Lend`], once the test opens the gate.
+    LendWhenTold(Option<u128>),
+    /// A 2xx with this `kv_transfer_params`.
+    Reply(Value),
+    /// Streams so many events at once, then `[DONE]`.
+    Stream(usize),
+    /// Streams events, each when the test opens the gate; ends after the last.
+    StreamWhenTold(usize),
+    /// Streams so many events and a half, then closes the connection.
+    StreamAndDie(usize),
+    /// Answers in one piece of so many bytes of text.
+    Whole(usize),
+    /// As [`Act::Whole`], once the test opens the gate.
+    WholeWhenTold(usize),
+    /// Announces a long answer, sends a part of it and closes the connection.
+    HalfAndDie,
+    /// Answers with a status and this error body.
+    Refuse(u16, Value),
+    /// Never answers.
+    Hang,
+    /// Closes the connection without an answer.
+    Close,
+}
+
+/// One request that an engine saw.
+#[derive(Clone, Debug)]
+pub(crate) struct Seen {
+    pub path: String,
+    pub headers: HeaderMap,
+    pub body: Value,
+    pub bytes: usize,
+}
+
+#[derive(Default)]
+struct Inner {
+    seen: Mutex<Vec<Seen>>,
+    script: Mutex<VecDeque<Act>>,
+    last: Mutex<Option<Act>>,
+    gate: Gate,
+    cut: AtomicUsize,
+    verbs_missing: std::sync::atomic::AtomicBool,
+}
+
+struct Gate(Semaphore);
+
+impl Default for Gate {
+    fn default() -> Self {
+        Self(Semaphore::new(0))
+    }
+}
+
+/// A scripted engine on a port of its own.
+pub(crate) struct FakeEngine {
+    pub address: SocketAddr,
+    inner: Arc<Inner>,
+    server: JoinHandle<()>,
+}
+
+type Body = BoxBody<Bytes, std::io::Error>;
+
+impl FakeEngine {
+    /// Does `act` for every request.
+    pub(crate) async fn always(act: Act) -> Self {
+        Self::scripted(vec![act]).await
+    }
+
+    /// Does each act once, then the last one for ever.
+    pub(crate) async fn scripted(acts: Vec<Act>) -> Self {
+        Self::listening(TcpListener::bind("127.0.0.1:0").await.unwrap(), acts)
+    }
+
+    /// An engine that comes up where another went down.
+    pub(crate) async fn at(address: SocketAddr, act: Act) -> Self {
+        Self::listening(TcpListener::bind(address).await.unwrap(), vec![act])
+    }
+
+    fn listening(listener: TcpListener, acts: Vec<Act>) -> Self {
+        let address = listener.local_addr().unwrap();
+        let inner = Arc::new(Inner::default());
+        *inner.last.lock().unwrap() = acts.last().cloned();
+        *inner.script.lock().unwrap() = acts.into();
+        let server = tokio::spawn(serve(listener, Arc::clone(&inner)));
+        Self { address, inner, server }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Every request to generate.
+    pub(crate) fn asked(&self) -> Vec<Seen> {
+        self.all().into_iter().filter(|s| s.path.starts_with("/v1/")).collect()
+    }
+
+    /// `(handle, reason)` of every release.
+    pub(crate) fn releases(&self) -> Vec<(String, String)> {
+        let text = |v: &Value| v.as_str().unwrap_or_default().to_owned();
+        let released = self.all().into_iter().filter(|s| s.path == "/kv/release");
+        released.map(|s| (text(&s.body["handle"]), text(&s.body["reason"]))).collect()
+    }
+
+    /// Request ids of every abort.
+    pub(crate) fn aborts(&self) -> Vec<String> {
+        let aborted = self.all().into_iter().filter(|s| s.path == "/abort_requests");
+        aborted
+            .flat_map(|s| s.body["request_ids"].as_array().cloned().unwrap_or_default())
+            .map(|id| id.as_str().unwrap_or_default().to_owned())
+            .collect()
+    }
+
+    pub(crate) fn all(&self) -> Vec<Seen> {
+        self.inner.seen.lock().unwrap().clone()
+    }
+
+    /// Requests whose connection was closed before they were answered to the end.
+    pub(crate) fn cut(&self) -> usize {
+        self.inner.cut.load(Ordering::SeqCst)
+    }
+
+    /// From now on it knows neither release nor abort, as a stock engine.
+    pub(crate) fn without_verbs(self) -> Self {
+        self.inner.verbs_missing.store(true, Ordering::SeqCst);
+        self
+    }
+
+    /// Lets one gated step happen.
+    pub(crate) fn go_on(&self) {
+        self.inner.gate.0.add_permits(1);
+    }
+
+    /// Waits until `state` holds.
+    pub(crate) async fn wait(&self, what: &str, state: impl Fn(&Self) -> bool) {
+        eventually(what, || state(self)).await;
+    }
+
+    /// Stops listening and closes every connection.
+    pub(crate) async fn die(self) {
+        self.server.abort();
+        let _ = self.server.await;
+    }
+}
+
+impl Drop for FakeEngine {
+    fn drop(&mut self) {
+        self.server.abort();
+    }
+}
+
+/// Waits until `state` holds, or fails the test.
+pub(crate) async fn eventually(what: &str, state: impl Fn() -> bool) {
+    let waited = async {
+        while !state() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    assert!(tokio::time::timeout(PATIENCE, waited).await.is_ok(), "waited in vain: {what}");
+}
+
+async fn serve(listener: TcpListener, inner: Arc<Inner>) {
+    let mut connections = tokio::task::JoinSet::new();
+    loop {
+        let (stream, _) = listener.accept().await.unwrap();
+        stream.set_nodelay(true).unwrap();
+        let inner = Arc::clone(&inner);
+        connections.spawn(async move {
+            let service = service_fn(move |request| answer(Arc::clone(&inner), request));
+            let _ = hyper::server::conn::http1::Builder::new()
+                .serve_connection(TokioIo::new(stream), service)
+                .await;
+        });
+    }
+}
+
+/// Counts a cut when it is dropped before the answer is complete.
+struct Work(Arc<Inner>, bool);
+
+impl Work {
+    fn done(mut self) {
+        self.1 = true;
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        if !self.1 {
+            self.0.cut.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}
+
+/// An error in a handler closes the connection.
+async fn answer(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Response<Body>, std::io::Error> {
+    let (head, body) = request.into_parts();
+    let work = Work(Arc::clone(&inner), false);
+    let body = body.collect().await.map_err(std::io::Error::other)?.to_bytes();
+    let path = head.uri.path().to_owned();
+    inner.seen.lock().unwrap().push(Seen {
+        path: path.clone(),
+        headers: head.headers,
+        body: serde_json::from_slice(&body).unwrap_or(Value::Null),
+        bytes: body.len(),
+    });
+    if !path.starts_with("/v1/") {
+        work.done();
+        let verb = path == "/kv/release" || path == "/abort_requests";
+        let missing = verb && inner.verbs_missing.load(Ordering::SeqCst);
+        return Ok(whole(if missing { 404 } else { 200 }, &json!({"path": path, "count": 3})));
+    }
+    let act = inner.script.lock().unwrap().pop_front();
+    let act = act.or_else(|| inner.last.lock().unwrap().clone()).unwrap();
+    act_out(act, inner, work).await
+}
+
+async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Body>, std::io::Error> {
+    let response = match act {
+        Act::Lend(handle) => whole(200, &lent(handle)),
+        Act::LendWhenTold(handle) => {
+            inner.gate.0.acquire().await.unwrap().forget();
+            whole(200, &lent(handle))
+        }
+        Act::Reply(params) => whole(200, &json!({"id": "p", "kv_transfer_params": params})),
+        Act::Whole(bytes) => whole(200, &text(bytes)),
+        Act::WholeWhenTold(bytes) => {
+            inner.gate.0.acquire().await.unwrap().forget();
+            whole(200, &text(bytes))
+        }
+        Act::Refuse(status, body) => whole(status, &body),
+        Act::Hang => std::future::pending().await,
+        Act::Close => {
+            work.done();
+            return Err(std::io::Error::other("closed"));
+        }
+        Act::Stream(events) => return Ok(stream(work, events, End::Done, None)),
+        Act::StreamWhenTold(events) => {
+            return Ok(stream(work, events, End::Done, Some(Arc::clone(&inner))));
+        }
+        Act::StreamAndDie(events) => return Ok(stream(work, events, End::Die, None)),
+        Act::HalfAndDie => {
+            work.done();
+            let (sender, receiver) = mpsc::channel(2);
+            sender.send(Ok(Frame::data(Bytes::from_static(b"{\"half\":")))).await.unwrap();
+            sender.send(Err(std::io::Error::other("died"))).await.unwrap();
+            let mut response = Response::new(channel(receiver));
+            response.headers_mut().insert("content-type", "application/json".parse().unwrap());
+            return Ok(response);
+        }
+    };
+    work.done();
+    Ok(response)
+}
+
+enum End {
+    Done,
+    Die,
+}
+
+pub(crate) fn event(n: usize) -> String {
+    format!("data: {{\"token\":{n}}}\n\n")
+}
+
+fn stream(work: Work, events: usize, end: End, gate: Option<Arc<Inner>>) -> Response<Body> {
+    let (sender, receiver) = mpsc::channel(1);
+    tokio::spawn(async move {
+        for n in 0..events {
+            if let Some(inner) = &gate {
+                let gone = sender.closed();
+                tokio::select! {
+                    permit = inner.gate.0.acquire() => permit.unwrap().forget(),
+                    () = gone => return,
+                }
+            }
+            if sender.send(Ok(Frame::data(event(n).into()))).await.is_err() {
+                return;
+            }
+        }
+        let last = match end {
+            End::Done => sender.send(Ok(Frame::data(Bytes::from_static(b"data: [DONE]\n\n")))).await,
+            End::Die => {
+                let _ = sender.send(Ok(Frame::data(Bytes::from_static(b"data: {\"tok")))).await;
+                sender.send(Err(std::io::Error::other("died"))).await
+            }
+        };
+        if last.is_ok() {
+            work.done();
+        }
+    });
+    let mut response = Response::new(channel(receiver));
+    response.headers_mut().insert("content-type", "text/event-stream; charset=utf-8".parse().unwrap());
+    response
+}
+
+fn channel(receiver: mpsc::Receiver<Piece>) -> Body {
+    Pipe(receiver).boxed()
+}
+
+type Piece = Result<Frame<Bytes>, std::io::Error>;
+
+struct Pipe(mpsc::Receiver<Piece>);
+
+impl hyper::body::Body for Pipe {
+    type Data = Bytes;
+    type Error = std::io::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Piece>> {
+        self.0.poll_recv(context)
+    }
+}
+
+fn whole(status: u16, body: &Value) -> Response<Body> {
+    let body = Full::new(Bytes::from(body.to_string())).map_err(|never: Infallible| match never {});
+    let mut response = Response::new(body.boxed());
+    *response.status_mut() = status.try_into().unwrap();
+    response.headers_mut().insert("content-type", "application/json".parse().unwrap());
+    response
+}
+
+fn text(bytes: usize) -> Value {
+    json!({"id": "d", "choices": [{"text": "t".repeat(bytes)}]})
+}
+
+/// A complete handoff.
+pub(crate) fn handoff(handle: Option<u128>) -> Value {
+    json!({
+        "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1, 2]],
+        "remote_engine_id": "p", "remote_request_id": "cmpl-1", "remote_host": "127.0.0.1",
+        "remote_port": 5600, "tp_size": 1, "remote_num_tokens": 20,
+        "remote_handle": handle.map(|h| format!("{h:032x}")), "unknown_to_the_router": [{"kept": true}],
+    })
+}
+
+fn lent(handle: Option<u128>) -> Value {
+    json!({"id": "p", "choices": [{"text": "", "finish_reason": "length"}],
+        "kv_transfer_params": handoff(handle)})
+}

@@ -1,0 +1,277 @@
+//! Engines that refuse, fail, are down or die: another one, or one clear error, and nothing stays held.
+
+use serde_json::json;
+
+use crate::client::{Client, completion, get, post};
+use crate::engine::{Act, FakeEngine, event};
+use crate::system::System;
+
+const HANDLE: u128 = 0xabc;
+
+fn released(cause: &str) -> Vec<(String, String)> {
+    vec![(format!("{HANDLE:032x}"), cause.to_owned())]
+}
+
+fn error(code: &str) -> serde_json::Value {
+    json!({"error": {"message": "said so", "type": "invalid_request_error", "param": "prompt", "code": code}})
+}
+
+async fn down() -> FakeEngine {
+    FakeEngine::always(Act::Hang).await
+}
+
+#[tokio::test]
+async fn a_decode_engine_that_refuses_is_passed_on_and_the_lease_comes_back() {
+    for status in [400, 404, 413, 422] {
+        let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+        let d = FakeEngine::always(Act::Refuse(status, error("context_length_exceeded"))).await;
+        let other = FakeEngine::always(Act::Whole(1)).await;
+        let system = System::start(&[&p], &[&d, &other]).await;
+        let answer = post(system.address, "/v1/completions", &completion(true)).await;
+        assert_eq!((answer.status, answer.code().as_str()), (status, "context_length_exceeded"));
+        assert_eq!(answer.json()["error"]["message"], "said so");
+        p.wait("the release", |p| p.releases() == released("decode_refused")).await;
+        system.settled().await;
+        assert!(other.all().is_empty() && p.aborts().is_empty() && d.aborts().is_empty());
+    }
+}
+
+#[tokio::test]
+async fn a_decode_engine_in_trouble_is_replaced_and_the_other_gets_the_same_handoff() {
+    let no = |status| Act::Refuse(status, json!({"error": {"message": "x"}}));
+    for trouble in [no(500), no(503), no(429), Act::Close] {
+        let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+        let first = FakeEngine::always(trouble.clone()).await;
+        let second = FakeEngine::always(Act::Whole(5)).await;
+        let system = System::start(&[&p], &[&first, &second]).await;
+        let answer = post(system.address, "/v1/completions", &completion(false)).await;
+        assert_eq!(answer.status, 200, "{trouble:?}: {}", answer.text());
+        let (a, b) = (&first.asked()[0], &second.asked()[0]);
+        assert_eq!(a.body, b.body, "the same handoff");
+        assert_eq!(p.asked().len(), 1, "no second prefill");
+        system.settled().await;
+        assert!(p.releases().is_empty());
+        let aborted = if matches!(trouble, Act::Close) { 1 } else { 0 };
+        assert_eq!(first.aborts().len(), aborted, "{trouble:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_decode_engine_that_is_down_is_replaced() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let (dead, live) = (down().await, FakeEngine::always(Act::Whole(5)).await);
+    let system = System::start(&[&p], &[&dead, &live]).await;
+    dead.die().await;
+    for _ in 0..4 {
+        assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    }
+    system.settled().await;
+    assert!(p.releases().is_empty());
+}
+
+#[tokio::test]
+async fn without_any_decode_engine_the_client_gets_one_error_and_the_lease_comes_back() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let (a, b) = (down().await, down().await);
+    let system = System::start(&[&p], &[&a, &b]).await;
+    let (a_at, b_at) = (a.address.to_string(), b.address.to_string());
+    a.die().await;
+    b.die().await;
+    let answer = post(system.address, "/v1/completions", &completion(true)).await;
+    assert_eq!((answer.status, answer.code().as_str()), (503, "unavailable"));
+    assert!(answer.header("retry-after").is_some());
+    assert!(!answer.text().contains(&a_at) && !answer.text().contains(&b_at), "no addresses");
+    p.wait("the release", |p| p.releases() == released("decode_unreachable")).await;
+    system.settled().await;
+    assert_eq!(p.asked().len(), 1);
+}
+
+#[tokio::test]
+async fn full_decode_engines_are_429_with_a_time_to_come_back() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let d = FakeEngine::always(Act::Refuse(429, json!({"error": {"message": "queue full"}}))).await;
+    let system = System::start(&[&p], &[&d]).await;
+    let answer = post(system.address, "/v1/completions", &completion(false)).await;
+    assert_eq!((answer.status, answer.code().as_str()), (429, "overloaded"));
+    assert!(answer.header("retry-after").is_some());
+    p.wait("the release", |p| p.releases() == released("decode_unreachable")).await;
+}
+
+#[tokio::test]
+async fn a_silent_decode_engine_is_aborted_and_replaced() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let (silent, live) = (down().await, FakeEngine::always(Act::Whole(1)).await);
+    let top = "timeouts: {decode_first_byte_ms: 150}";
+    let system = System::with(&[&p], &[&silent, &live], "", top).await;
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    silent.wait("the cut and the abort", |d| d.cut() == 1 && d.aborts().len() == 1).await;
+    system.settled().await;
+    assert!(p.releases().is_empty());
+}
+
+#[tokio::test]
+async fn a_prefill_engine_that_is_down_or_in_trouble_is_replaced() {
+    let no = |status| Act::Refuse(status, json!({"error": {"message": "x"}}));
+    for trouble in [no(500), no(503), no(429), Act::Close] {
+        let first = FakeEngine::always(trouble).await;
+        let second = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+        let d = FakeEngine::always(Act::Whole(1)).await;
+        let system = System::start(&[&first, &second], &[&d]).await;
+        assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+        assert!(d.asked()[0].body["kv_transfer_params"]["remote_handle"].is_string());
+        system.settled().await;
+        assert!(second.releases().is_empty());
+    }
+}
+
+#[tokio::test]
+async fn without_any_prefill_engine_the_decode_engine_computes_everything() {
+    let (p, d) = (down().await, FakeEngine::always(Act::Whole(1)).await);
+    let system = System::start(&[&p], &[&d]).await;
+    p.die().await;
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    assert!(d.asked()[0].body.get("kv_transfer_params").is_none());
+}
+
+#[tokio::test]
+async fn without_any_prefill_engine_and_without_fallback_the_client_gets_one_error() {
+    let (p, d) = (down().await, FakeEngine::always(Act::Whole(1)).await);
+    let system = System::with(&[&p], &[&d], "    fallback: none", "").await;
+    p.die().await;
+    let answer = post(system.address, "/v1/completions", &completion(false)).await;
+    assert_eq!((answer.status, answer.code().as_str()), (503, "unavailable"));
+    assert!(d.all().is_empty());
+}
+
+#[tokio::test]
+async fn a_prefill_engines_refusal_is_the_clients_answer() {
+    let p = FakeEngine::always(Act::Refuse(400, error("context_length_exceeded"))).await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[&p], &[&d]).await;
+    let answer = post(system.address, "/v1/completions", &completion(true)).await;
+    assert_eq!((answer.status, answer.code().as_str()), (400, "context_length_exceeded"));
+    system.settled().await;
+    assert!(d.all().is_empty() && p.aborts().is_empty() && p.releases().is_empty());
+}
+
+#[tokio::test]
+async fn a_silent_prefill_engine_is_aborted_and_its_late_handle_is_released() {
+    let silent = FakeEngine::always(Act::LendWhenTold(Some(HANDLE))).await;
+    let live = FakeEngine::always(Act::Lend(Some(1))).await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let top = "timeouts: {prefill_silence_ms: 150}";
+    let system = System::with(&[&silent, &live], &[&d], "", top).await;
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    silent.wait("the abort", |p| p.aborts().len() == 1).await;
+    silent.go_on();
+    silent.wait("the release", |p| p.releases() == released("late_reply")).await;
+    system.settled().await;
+    assert!(live.releases().is_empty() && live.aborts().is_empty());
+}
+
+#[tokio::test]
+async fn a_handoff_that_is_not_complete_never_reaches_a_decode_engine() {
+    let mut broken = crate::engine::handoff(Some(HANDLE));
+    broken.as_object_mut().unwrap().remove("remote_request_id");
+    let p = FakeEngine::always(Act::Reply(broken)).await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[&p], &[&d]).await;
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    assert!(d.asked()[0].body.get("kv_transfer_params").is_none(), "computed by D alone");
+    p.wait("the release", |p| p.releases() == released("unusable_handoff")).await;
+}
+
+#[tokio::test]
+async fn a_decode_engine_that_dies_in_mid_stream_ends_in_a_typed_error_at_a_frame_boundary() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let d = FakeEngine::always(Act::StreamAndDie(2)).await;
+    let system = System::start(&[&p], &[&d]).await;
+    let answer = post(system.address, "/v1/completions", &completion(true)).await;
+    let text = answer.text();
+    let frames: Vec<_> = text.split_terminator("\n\n").collect();
+    assert_eq!(frames.len(), 4, "{text}");
+    assert_eq!(format!("{}\n\n{}\n\n", frames[0], frames[1]), event(0) + &event(1));
+    let error: serde_json::Value = serde_json::from_str(frames[2].strip_prefix("data: ").unwrap()).unwrap();
+    assert_eq!(error["error"]["type"], "server_error");
+    assert_eq!(frames[3], "data: [DONE]");
+    p.wait("the release", |p| p.releases() == released("decode_broken")).await;
+    d.wait("the abort", |d| d.aborts().len() == 1).await;
+}
+
+#[tokio::test]
+async fn a_decode_engine_that_dies_in_an_unstreamed_answer_is_a_502() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let d = FakeEngine::always(Act::HalfAndDie).await;
+    let system = System::start(&[&p], &[&d]).await;
+    let answer = post(system.address, "/v1/completions", &completion(false)).await;
+    assert_eq!((answer.status, answer.code().as_str()), (502, "bad_gateway"));
+    p.wait("the release", |p| p.releases() == released("decode_broken")).await;
+}
+
+#[tokio::test]
+async fn a_stream_that_falls_silent_ends_in_a_typed_error() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let d = FakeEngine::always(Act::StreamWhenTold(3)).await;
+    let system = System::with(&[&p], &[&d], "", "timeouts: {stream_silence_ms: 150}").await;
+    d.go_on();
+    let answer = post(system.address, "/v1/completions", &completion(true)).await;
+    assert!(answer.text().starts_with(&event(0)), "{}", answer.text());
+    assert!(answer.text().contains("\"timeout_error\"") && answer.text().ends_with("data: [DONE]\n\n"));
+    d.wait("the cut and the abort", |d| d.cut() == 1 && d.aborts().len() == 1).await;
+    p.wait("the release", |p| p.releases().len() == 1).await;
+}
+
+#[tokio::test]
+async fn a_drain_finishes_what_is_in_flight_and_takes_nothing_new() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let d = FakeEngine::always(Act::StreamWhenTold(2)).await;
+    let mut system = System::start(&[&p], &[&d]).await;
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/completions", &completion(true)).await;
+    client.head().await;
+    system.shut_down();
+    let refused = || async { tokio::net::TcpStream::connect(system.address).await.is_err() };
+    while !refused().await {
+        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+    }
+    assert_eq!(get(system.admin, "/ready").await.status, 503);
+    for n in 0..2 {
+        d.go_on();
+        assert_eq!(client.chunk().await.unwrap(), event(n).into_bytes());
+    }
+    assert_eq!(client.chunk().await.as_deref(), Some(b"data: [DONE]\n\n".as_slice()));
+    system.stopped().await;
+    assert!(d.aborts().is_empty() && p.releases().is_empty());
+}
+
+#[tokio::test]
+async fn a_drain_that_takes_too_long_cuts_and_settles() {
+    let p = FakeEngine::scripted(vec![Act::Lend(Some(HANDLE)), Act::Hang]).await;
+    let d = FakeEngine::always(Act::Hang).await;
+    let top = "drain_timeout_ms: 100\ntimeouts: {settle_ms: 300}";
+    let mut system = System::with(&[&p], &[&d], "", top).await;
+    let mut first = Client::connect(system.address).await;
+    first.post("/v1/completions", &completion(true)).await;
+    d.wait("the first request decodes", |d| d.asked().len() == 1).await;
+    let mut second = Client::connect(system.address).await;
+    second.post("/v1/completions", &completion(true)).await;
+    p.wait("the second request prefills", |p| p.asked().len() == 2).await;
+    system.shut_down();
+    system.stopped().await;
+    assert_eq!(p.releases(), released("router_shutdown"), "paid before run() returns");
+    assert_eq!((p.aborts().len(), d.aborts().len()), (1, 1));
+}
+
+#[tokio::test]
+async fn a_kept_connection_that_the_engine_closed_is_replaced_without_an_error() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[&p], &[&d]).await;
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    let address = p.address;
+    p.die().await;
+    let p = FakeEngine::at(address, Act::Lend(Some(HANDLE))).await;
+    let answer = post(system.address, "/v1/completions", &completion(false)).await;
+    assert_eq!(answer.status, 200);
+    assert_eq!(p.asked().len(), 1, "the restarted engine was asked on a new connection");
+}
