@@ -1,12 +1,12 @@
 //! A Hugging Face checkpoint: its files, configuration, weights, tokenizer and chat template.
 
 pub mod chat_template;
+pub mod config;
 pub mod detokenizer;
 pub mod files;
-pub mod identity;
 pub mod golden_text;
+pub mod identity;
 pub mod tokenizer;
-pub mod config;
 pub mod weights;
 
 pub use files::{FileBytes, ModelFiles};
