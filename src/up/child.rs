@@ -4,13 +4,15 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
-use tokio::process::{ChildStdout, Command};
+use tokio::process::{ChildStdin, ChildStdout, Command};
 
 use crate::Failure;
 
 pub(super) struct Child {
     name: String,
     process: tokio::process::Child,
+    /// Held apart: waiting for a process closes the pipe that it still has.
+    pipe: Option<ChildStdin>,
     lines: Option<Lines<BufReader<ChildStdout>>>,
     /// The words of its "ready" line.
     ready: String,
@@ -25,8 +27,9 @@ impl Child {
         let mut process =
             command.spawn().map_err(|error| format!("cannot start the {name} process: {error}"))?;
         let stdout = process.stdout.take().ok_or("a child without stdout")?;
+        let pipe = process.stdin.take();
         let lines = Some(BufReader::new(stdout).lines());
-        Ok(Self { name: name.to_owned(), process, lines, ready: String::new() })
+        Ok(Self { name: name.to_owned(), process, pipe, lines, ready: String::new() })
     }
 
     /// Waits for its "ready" line and passes its progress on.
@@ -67,7 +70,7 @@ impl Child {
 
     /// Closes its pipe, waits for it to drain, and kills it after `limit`.
     pub(super) async fn stop(&mut self, limit: Duration) {
-        drop(self.process.stdin.take());
+        drop(self.pipe.take());
         if tokio::time::timeout(limit, self.process.wait()).await.is_err() {
             eprintln!("baton: the {} process does not end; killing it", self.name);
             // It may have ended just now, which is as good.
