@@ -63,7 +63,7 @@ impl Line {
     /// A measurement held to an upper bound; NaN fails.
     #[must_use]
     pub fn at_most(what: &str, measured: f64, bound: f64) -> Self {
-        Self::new(what, measured <= bound, format!("{measured:.2e} (at most {bound:.0e})"))
+        Self::new(what, measured <= bound, format!("{measured:.2e} (at most {bound:.1e})"))
     }
 }
 
