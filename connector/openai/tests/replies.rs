@@ -171,7 +171,7 @@ fn an_echoed_prompts_first_token_has_no_logprob() {
 #[test]
 fn models_and_tokenize_replies_are_openais_and_vllms() {
     let card = ModelCard { id: "m".into(), created: 1, root: None, max_model_len: Some(128) };
-    let list = json_of(&models(&[card.clone()]));
+    let list = json_of(&models(std::slice::from_ref(&card)));
     assert_eq!((&list["object"], &list["data"][0]), (&json!("list"), &json_of(&card.to_bytes())));
     assert_eq!(
         (&list["data"][0]["object"], &list["data"][0]["max_model_len"]),
