@@ -152,7 +152,7 @@ fn is_within_bounds(request: &GenerateRequest) -> Result<(), TestCaseError> {
     let wish = &request.sampling;
     prop_assert!((1..=16).contains(&request.n) && request.sequences() <= 256 && request.stop.len() <= 16);
     prop_assert!(wish.temperature.is_none_or(|x| (0.0..=100.0).contains(&x)));
-    prop_assert!(wish.top_p.is_none_or(|x| x >= 0.0 && x <= 1.0));
+    prop_assert!(wish.top_p.is_none_or(|x| (0.0..=1.0).contains(&x)));
     prop_assert!(wish.repetition_penalty.is_none_or(|x| x > 0.0 && x.is_finite()));
     prop_assert!(request.max_tokens.is_none_or(|max| request.min_tokens <= max));
     prop_assert!(request.logprobs.is_none_or(|top| top <= 20));
