@@ -184,3 +184,24 @@ fn models_and_tokenize_replies_are_openais_and_vllms() {
     );
     assert_eq!(json_of(&DetokenizeReply { prompt: "x".into() }.to_bytes()), json!({"prompt": "x"}));
 }
+
+/// `cargo test --release -p baton-openai stream_costs -- --ignored --nocapture`
+#[test]
+#[ignore = "a measurement, not a check"]
+fn stream_costs() {
+    let finish = stopped(None);
+    for endpoint in [Endpoint::Chat, Endpoint::Completions] {
+        let chunks = head(endpoint).chunks();
+        let tokens = [token("the", -0.5, "a")];
+        let plain = ChoiceDelta { text: " the", ..ChoiceDelta::default() };
+        let full = ChoiceDelta { logprobs: Some(&tokens), finish: Some(&finish), ..plain.clone() };
+        for (name, delta, usage) in [("plain", &plain, None), ("logprobs, usage", &full, Some(&USAGE))] {
+            let rounds = 200_000;
+            let start = std::time::Instant::now();
+            for _ in 0..rounds {
+                std::hint::black_box(chunks.delta(std::hint::black_box(delta), usage, None));
+            }
+            println!("{endpoint:?} {name}: {} ns per chunk", start.elapsed().as_nanos() / rounds);
+        }
+    }
+}
