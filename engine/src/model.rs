@@ -50,7 +50,7 @@ pub enum ModelError {
 #[cfg(test)]
 pub(crate) mod tests {
     use std::path::Path;
-    use std::sync::Arc;
+    use std::sync::{Arc, LazyLock};
 
     use serde_json::Value;
 
@@ -63,11 +63,20 @@ pub(crate) mod tests {
         ModelFiles::Dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/text").join(name))
     }
 
-    pub(crate) fn fixture(name: &str) -> (Arc<Tokenizer>, ChatTemplate) {
-        let files = fixture_files(name);
-        let tokenizer = Tokenizer::load(&files).expect("the fixture has a tokenizer");
-        let template = ChatTemplate::load(&files, &tokenizer).expect("its template is sound");
-        (Arc::new(tokenizer), template)
+    type Text = (Arc<Tokenizer>, Arc<ChatTemplate>);
+
+    /// Tokenizer and template of a text fixture, loaded once per process.
+    pub(crate) fn fixture(name: &str) -> Text {
+        static LOADED: LazyLock<[(&str, Text); 3]> = LazyLock::new(|| {
+            ["llama3", "qwen3", "sentencepiece"].map(|name| {
+                let files = fixture_files(name);
+                let tokenizer = Tokenizer::load(&files).expect("the fixture has a tokenizer");
+                let template = ChatTemplate::load(&files, &tokenizer).expect("its template is sound");
+                (name, (Arc::new(tokenizer), Arc::new(template)))
+            })
+        });
+        let found = LOADED.iter().find(|(known, _)| *known == name);
+        found.expect("one of the three").1.clone()
     }
 
     pub(crate) fn fixture_json(name: &str) -> Value {

@@ -20,7 +20,8 @@ pub struct StopMatcher {
 pub struct StopStep {
     /// Text that is free to go out; may be empty.
     pub text: String,
-    /// The stop string that was found, by its place in the request. Nothing after it may be pushed.
+    /// The stop string that was found, by its place in the request. The rest of the piece is gone, and whatever is
+    /// pushed afterwards is a new text.
     pub stop: Option<usize>,
 }
 
@@ -51,6 +52,7 @@ impl StopMatcher {
                 let end = self.held.len() + offset + 1;
                 let mut text = std::mem::take(&mut self.held) + piece;
                 text.truncate(if self.include { end } else { end - len });
+                self.finish();
                 return StopStep { text, stop: Some(stop) };
             }
         }
@@ -105,7 +107,7 @@ impl Pattern {
         Self { bytes, borders, matched: 0 }
     }
 
-    /// Whether the text so far ends with the whole pattern. After that it must not be used again.
+    /// Whether the text so far ends with the whole pattern; then `matched` must be reset.
     fn advance(&mut self, byte: u8) -> bool {
         while self.matched > 0 && self.bytes[self.matched] != byte {
             self.matched = self.borders[self.matched - 1];
@@ -165,6 +167,14 @@ mod tests {
         assert_eq!(matcher.pass("ab"), "aab");
         assert_eq!(matcher.push("b"), StopStep { text: "b".into(), stop: None });
         assert_eq!(matcher.push("ab").stop, Some(0));
+    }
+
+    #[test]
+    fn after_a_match_a_new_text_begins() {
+        let mut matcher = StopMatcher::new(&strings(&["aa", "a"]), false);
+        assert_eq!(matcher.push("xa").stop, Some(1));
+        assert_eq!(matcher.push("aa"), StopStep { text: String::new(), stop: Some(1) });
+        assert_eq!(matcher.finish(), "");
     }
 
     #[test]

@@ -159,3 +159,105 @@ impl Window {
         new
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::tests::fixture;
+    use super::super::tokenizer::SpecialTokens;
+    use super::*;
+
+    fn stream(tokenizer: &Arc<Tokenizer>, decode: Decode, ids: &[u32]) -> Vec<String> {
+        let mut stream = Detokenizer::new(Arc::clone(tokenizer), decode);
+        let mut pieces: Vec<String> = ids.iter().map(|id| stream.push(*id)).collect();
+        pieces.push(stream.finish());
+        pieces
+    }
+
+    fn encode(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+        tokenizer.encode(text, SpecialTokens::AsWritten, 10_000).expect("short enough")
+    }
+
+    const DECODES: [Decode; 2] = [Decode::All, Decode::SkipSpecial];
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(500))]
+
+        #[test]
+        fn a_byte_level_stream_of_any_ids_is_exactly_their_decoding(
+            ids in prop::collection::vec(prop_oneof![0u32..1100, 0u32..256], 0..60),
+        ) {
+            for name in ["llama3", "qwen3"] {
+                let (tokenizer, _) = fixture(name);
+                for decode in DECODES {
+                    prop_assert_eq!(stream(&tokenizer, decode, &ids).concat(), tokenizer.decode(&ids, decode));
+                }
+            }
+        }
+
+        #[test]
+        fn text_comes_back_whole_and_no_piece_has_half_a_character(text in "[ a-zA-Zé🙂👩‍🚀数据\u{301}\n▁<>]{0,40}") {
+            for name in ["llama3", "qwen3", "sentencepiece"] {
+                let (tokenizer, _) = fixture(name);
+                let ids = encode(&tokenizer, &text);
+                let pieces = stream(&tokenizer, Decode::All, &ids);
+                prop_assert!(pieces.iter().all(|piece| !piece.contains(REPLACEMENT)), "{:?}", pieces);
+                prop_assert_eq!(pieces.concat(), tokenizer.decode(&ids, Decode::All));
+            }
+        }
+
+        #[test]
+        fn a_windowed_stream_without_byte_tokens_is_exactly_the_decoding(
+            ids in prop::collection::vec(prop_oneof![259u32..360, 0u32..3, 340u32..400], 0..40),
+        ) {
+            let (tokenizer, _) = fixture("sentencepiece");
+            for decode in DECODES {
+                prop_assert_eq!(stream(&tokenizer, decode, &ids).concat(), tokenizer.decode(&ids, decode));
+            }
+        }
+
+        #[test]
+        fn a_windowed_stream_of_any_ids_holds_back_little(ids in prop::collection::vec(0u32..360, 0..80)) {
+            let (tokenizer, _) = fixture("sentencepiece");
+            let mut stream = Detokenizer::new(tokenizer, Decode::All);
+            for id in ids {
+                stream.push(id);
+                let State::Window(window) = &stream.state else { panic!("not byte-level") };
+                prop_assert!(window.ids.len() - window.sent < HELD_TOKENS_MAX);
+                prop_assert!(window.ids.len() <= 3 * HELD_TOKENS_MAX, "{} in the window", window.ids.len());
+            }
+        }
+    }
+
+    #[test]
+    fn a_character_that_never_ends_comes_out_replaced_at_the_end() {
+        let (tokenizer, _) = fixture("qwen3");
+        let ids = encode(&tokenizer, "🙂");
+        assert!(ids.len() > 1, "the fixture spreads the character over tokens");
+        let mut stream = Detokenizer::new(Arc::clone(&tokenizer), Decode::All);
+        assert_eq!(stream.push(ids[0]), "");
+        assert_eq!(stream.finish(), "\u{FFFD}");
+        assert_eq!(stream.finish(), "");
+    }
+
+    #[test]
+    fn a_continuation_keeps_the_space_that_a_text_on_its_own_loses() {
+        let (tokenizer, _) = fixture("sentencepiece");
+        let (prompt, world) = (encode(&tokenizer, "hello"), encode(&tokenizer, "world"));
+        let push = |mut stream: Detokenizer| {
+            let text: String = world.iter().map(|id| stream.push(*id)).collect();
+            text + &stream.finish()
+        };
+        assert_eq!(push(Detokenizer::new(Arc::clone(&tokenizer), Decode::All)), "world");
+        assert_eq!(push(Detokenizer::after_prompt(tokenizer, Decode::All, &prompt)), " world");
+    }
+
+    #[test]
+    fn special_tokens_show_only_when_asked_for() {
+        let (tokenizer, _) = fixture("qwen3");
+        let ids = encode(&tokenizer, "a<|im_end|>b<think>c");
+        assert_eq!(stream(&tokenizer, Decode::SkipSpecial, &ids).concat(), "ab<think>c");
+        assert_eq!(stream(&tokenizer, Decode::All, &ids).concat(), "a<|im_end|>b<think>c");
+    }
+}

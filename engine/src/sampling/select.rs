@@ -2,8 +2,9 @@
 //!
 //! - *Top-k* first takes the maximum of every block of [`BLOCK`] logits. The k-th largest of those is at most the
 //!   k-th largest logit, so only blocks that reach it are looked at again.
-//! - *Top-p* drops what cannot be in: all tokens under total × (1 - p) / n together weigh at most 1 - p. The rest
-//!   is usually hundreds; a quickselect by weight finds the cut in linear time when it is not.
+//! - *Top-p* looks among the [`NUCLEUS`] best tokens first. When they do not weigh enough, it drops what cannot be
+//!   in: all tokens under total × (1 - p) / n together weigh at most 1 - p; a quickselect by
+//!   weight finds the cut among the rest in linear time.
 
 use std::cmp::Ordering;
 
@@ -11,6 +12,8 @@ use super::exp::weigh;
 use super::{SamplingParams, Scratch};
 
 const BLOCK: usize = 64;
+/// Tokens among which a nucleus is looked for first.
+const NUCLEUS: usize = 1024;
 
 /// A token that stays in the draw.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -61,18 +64,24 @@ pub(super) fn keep(row: &[f32], max: f32, params: &SamplingParams, scratch: &mut
     let top_k = params.top_k as usize;
     if top_k > 0 && top_k < row.len() {
         top_logits(row, top_k, &mut scratch.maxima, &mut scratch.kept);
-        scratch.weights.clear();
-        scratch.weights.extend(scratch.kept.iter().map(|kept| kept.weight));
-        let mut weights = std::mem::take(&mut scratch.maxima);
-        let total = weigh(&scratch.weights, max, factor, &mut weights);
-        scratch.kept.iter_mut().zip(&weights).for_each(|(kept, weight)| kept.weight = *weight);
-        scratch.maxima = weights;
+        let total = weigh_kept(scratch, max, factor);
         finish(scratch, params, total);
         return true;
     }
     let total = weigh(row, max, factor, &mut scratch.weights);
     if params.top_p >= 1.0 && params.min_p <= 0.0 {
         return false;
+    }
+    if params.top_p < 1.0 && row.len() > NUCLEUS {
+        // Most nuclei are small: if these tokens weigh enough, no other can be in.
+        top_logits(row, NUCLEUS, &mut scratch.maxima, &mut scratch.kept);
+        let weights = &scratch.weights;
+        scratch.kept.iter_mut().for_each(|kept| kept.weight = weights[kept.id as usize]);
+        let mass: f64 = scratch.kept.iter().map(|kept| f64::from(kept.weight)).sum();
+        if mass >= f64::from(params.top_p) * total {
+            finish(scratch, params, total);
+            return true;
+        }
     }
     let by_mass = (total * (1.0 - f64::from(params.top_p)) / row.len() as f64 * 0.999) as f32;
     // min-p comes after top-p, but what it drops cannot change what top-p keeps above it.
@@ -83,6 +92,15 @@ pub(super) fn keep(row: &[f32], max: f32, params: &SamplingParams, scratch: &mut
     scratch.kept.extend(reach.map(|(id, weight)| Kept { weight: *weight, id: id as u32 }));
     finish(scratch, params, total);
     true
+}
+
+/// Turns the logits of `scratch.kept` into weights; their sum.
+fn weigh_kept(scratch: &mut Scratch, max: f32, factor: f32) -> f64 {
+    scratch.maxima.clear();
+    scratch.maxima.extend(scratch.kept.iter().map(|kept| kept.weight));
+    let total = weigh(&scratch.maxima, max, factor, &mut scratch.weights);
+    scratch.kept.iter_mut().zip(&scratch.weights).for_each(|(kept, weight)| kept.weight = *weight);
+    total
 }
 
 /// Top-p, then min-p, over tokens whose weights are a part of `total`.
