@@ -24,4 +24,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
     match benchmark {
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
     }
-}
+//! Measures running systems and their parts against baselines from the same run.
+
+pub mod router;
+pub mod sim_engine;

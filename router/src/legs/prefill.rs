@@ -15,6 +15,8 @@ use crate::upstream::{CallError, Engine, InFlight, Outgoing, Socket, Whole};
 /// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
 const REPLY_BYTES_MAX: usize = 8 << 20;
 
+type Answering = dyn Future<Output = Result<Whole, CallError>> + Send;
+
 /// An attempt in flight.
 pub(crate) struct PrefillCall {
     attempt: Attempt,
@@ -22,7 +24,7 @@ pub(crate) struct PrefillCall {
     /// The socket that the request was put on, once it was.
     socket: Arc<Mutex<Option<Arc<Socket>>>>,
     /// Never locked: the mutex only makes the future shareable, which pingora asks of a context.
-    answer: Mutex<Pin<Box<dyn Future<Output = Result<Whole, CallError>> + Send>>>,
+    answer: Mutex<Pin<Box<Answering>>>,
 }
 
 /// What an attempt came to.

@@ -60,7 +60,6 @@ pub(crate) struct Seen {
     pub path: String,
     pub headers: HeaderMap,
     pub body: Value,
-    pub bytes: usize,
 }
 
 #[derive(Default)]
@@ -166,9 +165,9 @@ impl FakeEngine {
     }
 
     /// Stops listening and closes every connection.
-    pub(crate) async fn die(self) {
+    pub(crate) async fn die(mut self) {
         self.server.abort();
-        let _ = self.server.await;
+        let _ = (&mut self.server).await;
     }
 }
 
@@ -230,7 +229,6 @@ async fn answer(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Respons
         path: path.clone(),
         headers: head.headers,
         body: serde_json::from_slice(&body).unwrap_or(Value::Null),
-        bytes: body.len(),
     });
     if !path.starts_with("/v1/") {
         work.done();
@@ -271,7 +269,11 @@ async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Bod
             work.done();
             let (sender, receiver) = mpsc::channel(2);
             sender.send(Ok(Frame::data(Bytes::from_static(b"{\"half\":")))).await.unwrap();
-            sender.send(Err(std::io::Error::other("died"))).await.unwrap();
+            tokio::spawn(async move {
+                // Long enough for the head and the first half to be on the wire.
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                let _ = sender.send(Err(std::io::Error::other("died"))).await;
+            });
             let mut response = Response::new(channel(receiver));
             response.headers_mut().insert("content-type", "application/json".parse().unwrap());
             return Ok(response);

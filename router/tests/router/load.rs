@@ -9,7 +9,8 @@ async fn eight_clients_on_kept_connections_see_no_failure() {
     const CLIENTS: usize = 8;
     const REQUESTS: usize = 150;
     let p = FakeEngine::always(Act::Lend(Some(1))).await;
-    let d = FakeEngine::scripted(vec![Act::Stream(3), Act::Whole(100)].repeat(CLIENTS * REQUESTS / 2)).await;
+    let acts = (0..CLIENTS * REQUESTS / 2).flat_map(|_| [Act::Stream(3), Act::Whole(100)]);
+    let d = FakeEngine::scripted(acts.collect()).await;
     let system = System::start(&[&p], &[&d]).await;
     let mut clients = tokio::task::JoinSet::new();
     for _ in 0..CLIENTS {
