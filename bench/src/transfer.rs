@@ -5,11 +5,13 @@
 //!   needs both;
 //! - **bare**: a loop of `writev` and `readv` over one loopback connection, a megabyte per call, with the
 //!   transport's socket options, which knows nothing of leases;
+//! - **polling**: the same loop, whose writer waits for room in `poll` as the transport's does, and not inside
+//!   `writev`; this is the most that the transport can reach;
 //! - **memcpy**: one thread that copies the blocks within this process.
 //!
-//! `--json` prints one object: `blocks[]` with `block_bytes`, `blocks`, and for `baton`, `bare` and `memcpy`
-//! each `median_gb_per_s`, `min_gb_per_s`, `max_gb_per_s` (10⁹ bytes), `ratio_to_bare` and `ratio_to_memcpy`
-//! (medians of the ratios within each repetition); `read_one_block_us`, `finish_us` and `release_us` with
+//! `--json` prints one object: `blocks[]` with `block_bytes`, `blocks`, and for `baton`, `bare`, `polling` and
+//! `memcpy` each `median_gb_per_s`, `min_gb_per_s`, `max_gb_per_s` (10⁹ bytes), `ratio_to_bare`, `ratio_to_polling` and
+//! `ratio_to_memcpy` (medians of the ratios within each repetition); `read_one_block_us`, `finish_us` and `release_us` with
 //! `p50`, `p99` and `rounds`; `block_bytes_of_latency`; `repetitions`; `bytes_per_repetition`.
 
 mod bare;
@@ -27,6 +29,7 @@ use baton_connector::{BlockId, Handle, Rank, Reader};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
 use serde_json::{Value, json};
 
+use bare::Sender;
 use lender::Lender;
 
 const READER: Reader = Reader { consumer: 1, rank: Rank(0) };
@@ -155,40 +158,49 @@ fn throughput(block_bytes: usize, options: &TransferOptions) -> Result<Value, Tr
     let wire = Wire::start(blocks, block_bytes)?;
     let region = Region::allocate(blocks, block_bytes);
     let (from, into) = (scattered(blocks, 1), scattered(blocks, 7));
-    let mut bare = bare::Loop::start(wire.lender.region(), &from, &region, &into)?;
-    let mut times = [Vec::new(), Vec::new(), Vec::new()];
+    let (there, here) = ((wire.lender.region(), &from[..]), (&region, &into[..]));
+    let mut bare = bare::Loop::start(Sender::Blocking, there, here)?;
+    let mut polling = bare::Loop::start(Sender::Polling, there, here)?;
+    let mut times: [Vec<Duration>; 4] = Default::default();
     // The first round touches every page and opens the connections; it does not count.
     for round in 0..=options.repetitions {
         let handle = wire.lender.lend(&from);
-        let begun = Instant::now();
-        wire.read(handle, &into, &region)?;
-        wire.finish(handle)?;
-        let baton = begun.elapsed();
+        let baton = timed(|| wire.read(handle, &into, &region).and_then(|()| wire.finish(handle)))?;
         if round == 0 {
             compare(wire.lender.region(), &from, &region, &into)?;
         }
-        let begun = Instant::now();
-        bare.run()?;
-        let loopback = begun.elapsed();
-        let begun = Instant::now();
-        bare::memcpy(wire.lender.region(), &from, &region, &into);
-        let memcpy = begun.elapsed();
+        let rivals = [
+            timed(|| Ok(bare.run()?))?,
+            timed(|| Ok(polling.run()?))?,
+            timed(|| {
+                bare::memcpy(wire.lender.region(), &from, &region, &into);
+                Ok(())
+            })?,
+        ];
         if round > 0 {
-            for (list, time) in times.iter_mut().zip([baton, loopback, memcpy]) {
+            for (list, time) in times.iter_mut().zip([baton].into_iter().chain(rivals)) {
                 list.push(time);
             }
         }
     }
-    let [baton, loopback, memcpy] = times;
+    let [baton, bare, polling, memcpy] = times;
     Ok(json!({
         "block_bytes": block_bytes,
         "blocks": blocks,
         "baton": speeds(bytes, &baton),
-        "bare": speeds(bytes, &loopback),
+        "bare": speeds(bytes, &bare),
+        "polling": speeds(bytes, &polling),
         "memcpy": speeds(bytes, &memcpy),
-        "ratio_to_bare": ratio(&loopback, &baton),
+        "ratio_to_bare": ratio(&bare, &baton),
+        "ratio_to_polling": ratio(&polling, &baton),
         "ratio_to_memcpy": ratio(&memcpy, &baton),
     }))
+}
+
+fn timed(run: impl FnOnce() -> Result<(), TransferError>) -> Result<Duration, TransferError> {
+    let begun = Instant::now();
+    run()?;
+    Ok(begun.elapsed())
 }
 
 /// A speed of bytes that did not arrive would mean nothing.
@@ -265,17 +277,19 @@ fn ratio(theirs: &[Duration], ours: &[Duration]) -> f64 {
 
 fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "GB/s, median (min–max) of {} repetitions", report["repetitions"])?;
-    writeln!(out, "{:>9}  {:<24}{:<24}{:<24}of bare  of memcpy", "block", "baton", "bare TCP", "memcpy")?;
+    writeln!(out, "{:>9}  {:<21}{:<21}{:<21}{:<21}baton is", "block", "baton", "bare", "polling", "memcpy")?;
     for size in report["blocks"].as_array().into_iter().flatten() {
         write!(out, "{:>5} KiB  ", size["block_bytes"].as_u64().unwrap_or(0) >> 10)?;
-        for way in ["baton", "bare", "memcpy"] {
+        for way in ["baton", "bare", "polling", "memcpy"] {
             let number = |key: &str| size[way][key].as_f64().unwrap_or(f64::NAN);
             let (median, min, max) =
                 (number("median_gb_per_s"), number("min_gb_per_s"), number("max_gb_per_s"));
-            write!(out, "{:<24}", format!("{median:.2} ({min:.2}–{max:.2})"))?;
+            write!(out, "{:<21}", format!("{median:.2} ({min:.2}–{max:.2})"))?;
         }
         let percent = |key: &str| 100.0 * size[key].as_f64().unwrap_or(f64::NAN);
-        writeln!(out, "{:>5.0} %  {:>7.0} %", percent("ratio_to_bare"), percent("ratio_to_memcpy"))?;
+        let (bare, polling) = (percent("ratio_to_bare"), percent("ratio_to_polling"));
+        let memcpy = percent("ratio_to_memcpy");
+        writeln!(out, "{bare:.0} % of bare, {polling:.0} % of polling, {memcpy:.0} % of memcpy")?;
     }
     for (what, key) in [
         ("read of one 64 KiB block", "read_one_block_us"),
@@ -300,10 +314,12 @@ mod tests {
         run(&options, &mut out).expect("loopback works");
         let report: Value = serde_json::from_slice(&out).expect("one JSON object");
         for size in report["blocks"].as_array().expect("a list") {
-            for way in ["baton", "bare", "memcpy"] {
+            for way in ["baton", "bare", "polling", "memcpy"] {
                 assert!(size[way]["median_gb_per_s"].as_f64().expect("a number") > 0.0);
             }
-            assert!(size["ratio_to_bare"].as_f64().expect("a number") > 0.0);
+            for ratio in ["ratio_to_bare", "ratio_to_polling", "ratio_to_memcpy"] {
+                assert!(size[ratio].as_f64().expect("a number") > 0.0);
+            }
         }
         assert!(report["release_us"]["p99"].as_f64() >= report["release_us"]["p50"].as_f64());
         assert_eq!(report["read_one_block_us"]["rounds"], 20);

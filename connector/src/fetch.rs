@@ -195,7 +195,9 @@ pub enum Action {
     Land,
     /// Give the landing blocks back to the pool. Nothing writes into them.
     FreeLanding,
-    /// Release the lease; repeated by the caller until it is answered or the lease is past its expiry.
+    /// Release the lease; repeated by the caller until it is answered or the lease is past its expiry. After a
+    /// read that succeeded the reader gives up first ([`crate::transport::Transport::give_up`]): otherwise the
+    /// producer waits for its "done" until the drain deadline.
     ReleaseAtProducer(Reason),
     /// Queue the request again, without a handoff.
     Recompute,

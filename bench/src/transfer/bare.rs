@@ -1,8 +1,9 @@
 //! What the machine can do without us: a bare `writev`/`readv` loop over loopback, and `memcpy`.
-#![allow(unsafe_code)] // blocks of a pool as slices; each block says why nobody else touches them
+#![allow(unsafe_code)] // blocks of a pool as slices, and poll(2); each block says why it is sound
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
 use std::thread::{self, JoinHandle};
 
 use baton_connector::BlockId;
@@ -15,6 +16,15 @@ const CALL_BYTES: usize = 1 << 20;
 /// Most slices of one call; Linux takes 1,024.
 const SLICES_MAX: usize = 1_024;
 
+/// How the writer waits for room in the socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sender {
+    /// Inside `writev`, as everybody writes it.
+    Blocking,
+    /// In `poll`, as the transport does. Measured to be faster: `writev` then copies only what fits at once.
+    Polling,
+}
+
 /// One connection over which the same blocks go again and again, whenever the reader asks with one byte.
 pub(super) struct Loop {
     socket: TcpStream,
@@ -25,10 +35,9 @@ pub(super) struct Loop {
 
 impl Loop {
     pub(super) fn start(
-        source: &Region,
-        from: &[BlockId],
-        landing: &Region,
-        into: &[BlockId],
+        sender: Sender,
+        (source, from): (&Region, &[BlockId]),
+        (landing, into): (&Region, &[BlockId]),
     ) -> io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let socket = TcpStream::connect(listener.local_addr()?)?;
@@ -37,9 +46,10 @@ impl Loop {
         peer.set_nodelay(true)?;
         // The same buffer as the transport's, so that only what the transport adds is compared.
         socket2::SockRef::from(&peer).set_send_buffer_size(SEND_BUFFER_BYTES)?;
+        peer.set_nonblocking(sender == Sender::Polling)?;
         let (source, from) = (source.clone(), from.to_vec());
         let writer = thread::spawn(move || {
-            while peer.read(&mut [0])? == 1 {
+            while wait(&peer, libc::POLLIN)? && peer.read(&mut [0])? == 1 {
                 for batch in from.chunks(per_call(&source)) {
                     write_all(&mut peer, &source, batch)?;
                 }
@@ -67,6 +77,14 @@ impl Drop for Loop {
     }
 }
 
+/// Waits for an event; true.
+fn wait(socket: &TcpStream, events: libc::c_short) -> io::Result<bool> {
+    let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events, revents: 0 };
+    // SAFETY: one `pollfd` that lives through the call, and its count.
+    let ready = unsafe { libc::poll(&raw mut poll, 1, -1) };
+    if ready < 0 { Err(io::Error::last_os_error()) } else { Ok(true) }
+}
+
 fn per_call(region: &Region) -> usize {
     (CALL_BYTES / region.block_bytes()).clamp(1, SLICES_MAX)
 }
@@ -80,8 +98,11 @@ fn write_all(socket: &mut TcpStream, region: &Region, blocks: &[BlockId]) -> io:
         .collect();
     let mut rest = &mut slices[..];
     while !rest.is_empty() {
-        let written = socket.write_vectored(rest)?;
-        IoSlice::advance_slices(&mut rest, written);
+        match socket.write_vectored(rest) {
+            Ok(written) => IoSlice::advance_slices(&mut rest, written),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => drop(wait(socket, libc::POLLOUT)?),
+            Err(error) => return Err(error),
+        }
     }
     Ok(())
 }

@@ -19,8 +19,9 @@
 //! Invariants:
 //! - When [`TcpTransport`]'s `read` returns, nothing writes into the landing blocks any more: bytes only move
 //!   inside its own system calls (invariant 3).
-//! - No byte of a block leaves after the ledger has closed its lease, but for what one system call that was
-//!   already running copies; such bytes are refused by the verdict.
+//! - The lease is looked at before every batch and after every wait, so no byte of a block leaves later than
+//!   one system call (well below a millisecond) after the ledger has closed it; such bytes are refused by the
+//!   verdict.
 //! - Every wait ends after `silence` without a byte, and every message has a greatest length (invariant 10).
 //! - A peer's bytes can end its own connection and nothing else.
 //!

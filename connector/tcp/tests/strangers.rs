@@ -19,7 +19,9 @@ use baton_connector::{BlockId, Handle, Rank, Reader};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
 use conformance::Lender;
 
-const SILENCE: Duration = Duration::from_millis(300);
+const SILENCE: Duration = Duration::from_millis(500);
+/// What a loaded machine may add to a bound.
+const SLACK: Duration = Duration::from_secs(3);
 const READER: Reader = Reader { consumer: 1, rank: Rank(0) };
 static GO: AtomicBool = AtomicBool::new(false);
 
@@ -137,7 +139,7 @@ fn garbage_ends_its_own_connection_and_disturbs_nobody() {
     ];
     for bytes in &corpus {
         let took = until_closed(&server, bytes);
-        assert!(took < 3 * SILENCE, "{took:?} for {:?}…", &bytes[..bytes.len().min(12)]);
+        assert!(took < SILENCE + SLACK, "{took:?} for {:?}…", &bytes[..bytes.len().min(12)]);
         fetch_works(&lender, &transport, &peer);
     }
     assert_eq!(server.stats().handshakes_failed, corpus.len() as u64);
@@ -163,7 +165,7 @@ fn garbage_after_the_handshake_ends_its_own_connection_and_disturbs_nobody() {
         vec![0x02, 26, 0],
     ] {
         let took = until_closed(&server, &[&admitted[..], &frame].concat());
-        assert!(took < 3 * SILENCE, "{took:?} for {frame:?}");
+        assert!(took < SILENCE + SLACK, "{took:?} for {frame:?}");
         fetch_works(&lender, &transport, &peer);
     }
 }
@@ -230,7 +232,7 @@ fn a_producer_that_never_answers_is_an_error_within_the_bound() {
     let begun = Instant::now();
     let error = transport.finish(&peer, Handle(1), READER).expect_err("nobody answers");
     assert!(matches!(error, TransportError::Handshake(..)), "{error}");
-    assert!(begun.elapsed() >= SILENCE && begun.elapsed() < 3 * SILENCE, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() >= SILENCE && begun.elapsed() < SILENCE + SLACK, "{:?}", begun.elapsed());
 }
 
 #[test]

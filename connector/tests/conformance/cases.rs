@@ -19,6 +19,8 @@ pub type Start<'a> = &'a dyn Fn(Arc<Lender>) -> Box<dyn Wire>;
 
 const BLOCK: usize = 4096;
 const READER: Reader = reader(7);
+/// What a loaded machine may add to a bound.
+const SLACK: Duration = Duration::from_secs(3);
 static GO: AtomicBool = AtomicBool::new(false);
 
 const fn reader(consumer: u64) -> Reader {
@@ -226,7 +228,7 @@ pub fn a_raised_stop_flag_ends_the_read_soon_and_for_good(start: Start<'_>) {
         let raised = Instant::now();
         stop.store(true, Ordering::Release);
         assert_eq!(read.join().unwrap(), Err(TransportError::Stopped));
-        assert!(raised.elapsed() < Duration::from_millis(500), "{:?}", raised.elapsed());
+        assert!(raised.elapsed() < Duration::from_secs(1), "{:?}", raised.elapsed());
     });
     // The blocks are somebody else's from here on. The producer goes on sending.
     for block in 4..8 {
@@ -269,7 +271,7 @@ pub fn a_silent_producer_is_an_error_within_the_bound(start: Start<'_>) {
     let begun = Instant::now();
     let read = wire.transport().read(&wire.peer(), &order(handle, READER, 0, &[4, 5, 6, 7]), &region, &GO);
     assert!(matches!(read, Err(TransportError::Transfer(_))), "{read:?}");
-    assert!(begun.elapsed() < 3 * wire.silence(), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < wire.silence() + SLACK, "{:?}", begun.elapsed());
     lender.open_gate();
     lender.await_failed(READER);
 }
