@@ -165,6 +165,9 @@ pub(crate) struct EngineArgs {
     /// Threads that compute; all cores by default
     #[arg(long)]
     pub(crate) threads: Option<usize>,
+    /// Milliseconds to wait before each step: for demonstrations and tests
+    #[arg(long, hide = true)]
+    pub(crate) pace_ms: Option<u64>,
     /// File with the cluster secret; needed beyond loopback
     #[arg(long, value_name = "FILE", env = "BATON_CLUSTER_SECRET_FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,

@@ -1,5 +1,7 @@
 //! Measures running systems and their parts, against baselines from the same run.
 
+pub mod router;
+pub mod sim_engine;
 pub mod transfer;
 
 use std::io::Write;
@@ -11,6 +13,8 @@ use clap::Subcommand;
 pub enum Benchmark {
     /// KV blocks over the transport, against a bare writev/readv loop and memcpy
     Transfer(transfer::TransferOptions),
+    /// What the router adds to a request, against a client that makes both hops itself
+    Router(router::RouterArgs),
 }
 
 /// Why a benchmark did not finish.
@@ -23,8 +27,6 @@ pub type BenchError = Box<dyn std::error::Error>;
 pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> {
     match benchmark {
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
+        Benchmark::Router(options) => Ok(router::run(&options)?),
     }
-//! Measures running systems and their parts against baselines from the same run.
-
-pub mod router;
-pub mod sim_engine;
+}

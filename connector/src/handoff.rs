@@ -49,6 +49,9 @@ pub struct Handoff {
     /// Fingerprint of the tokens whose KV the blocks hold: a consumer that has tokenized something else must not
     /// use them.
     pub prompt: u64,
+    /// Of those tokens, how many the producer found in its own prefix cache (vLLM's name for it is
+    /// `remote_prefill_cached_tokens`): what the consumer reports as cached, since fetching is not caching.
+    pub cached: usize,
 }
 
 /// Which field of a handoff is missing or malformed.
@@ -102,6 +105,7 @@ impl Handoff {
             "remote_num_tokens": self.tokens,
             "remote_blocks_expiry_time": null,
             "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": self.cached,
             "remote_handle": self.handle.to_string(),
             "remote_epoch": self.epoch.to_string(),
             "remote_lease_left_ms": self.lease_left.map(|left| left.as_millis() as u64),
@@ -189,6 +193,7 @@ fn handoff(fields: &Map<String, Value>) -> Result<Handoff, HandoffError> {
         lease_left: left(fields)?,
         layout: fingerprint(fields, "remote_layout")?,
         prompt: fingerprint(fields, "remote_prompt")?,
+        cached: cached(fields)?,
     })
 }
 
@@ -218,6 +223,17 @@ fn fingerprint(fields: &Map<String, Value>, field: &'static str) -> Result<u64, 
     let digits = text.len() == 16 && text.bytes().all(|b| b.is_ascii_hexdigit());
     let value = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
     value.ok_or(HandoffError::Malformed { field, expected: "16 hexadecimal digits" })
+}
+
+fn cached(fields: &Map<String, Value>) -> Result<usize, HandoffError> {
+    const FIELD: &str = "remote_prefill_cached_tokens";
+    match fields.get(FIELD) {
+        None | Some(Value::Null) => Ok(0),
+        Some(value) => value
+            .as_u64()
+            .and_then(|tokens| usize::try_from(tokens).ok())
+            .ok_or(HandoffError::Malformed { field: FIELD, expected: "a number of tokens" }),
+    }
 }
 
 fn port(fields: &Map<String, Value>) -> Result<u16, HandoffError> {
@@ -271,6 +287,7 @@ mod tests {
             lease_left: Some(Duration::from_secs(30)),
             layout: 0xfeed,
             prompt: 0xbeef,
+            cached: 16,
         }
     }
 

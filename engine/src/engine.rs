@@ -17,6 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::executor::Executor;
 use crate::executor::cpu::{CpuExecutor, CpuOptions, LoadProgress};
+use crate::executor::paced::Paced;
 use crate::lease_desk::LeaseDesk;
 use crate::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
@@ -71,6 +72,8 @@ pub struct EngineOptions {
     pub fetch_workers: usize,
     /// Threads that compute; all cores by default.
     pub threads: Option<usize>,
+    /// Wait before each step: for demonstrations and tests.
+    pub pace: Option<Duration>,
     /// What routers and engines of this cluster show each other. Needed beyond loopback.
     pub cluster_secret: Option<String>,
     /// How long requests and leases may take to end at shutdown.
@@ -101,6 +104,7 @@ impl EngineOptions {
             kv_load_failure_policy: LoadFailurePolicy::Recompute,
             fetch_workers: 4,
             threads: None,
+            pace: None,
             cluster_secret: None,
             shutdown_timeout: Duration::from_secs(30),
         }
@@ -244,7 +248,10 @@ impl Engine {
             spawn("lease-timer", move || desk.run_timer(|| stop.load(Ordering::Acquire)))?
         };
         let step_loop = StepLoop::new(Parts {
-            executor: Box::new(executor),
+            executor: match options.pace {
+                Some(pace) => Box::new(Paced::new(Box::new(executor), pace)),
+                None => Box::new(executor),
+            },
             scheduler,
             mailbox,
             desk,

@@ -40,6 +40,7 @@ pub struct FetchTarget {
     lease: Duration,
     expiry: Instant,
     router_settles: bool,
+    cached: usize,
 }
 
 impl FetchTarget {
@@ -60,7 +61,14 @@ impl FetchTarget {
             lease,
             expiry: Instant::now() + lease,
             router_settles,
+            cached: handoff.cached,
         }
+    }
+
+    /// Prompt tokens that the producer found in its prefix cache.
+    #[must_use]
+    pub fn cached(&self) -> usize {
+        self.cached
     }
 
     /// Whether a refusal leaves the lease to the router.

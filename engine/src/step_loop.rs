@@ -71,10 +71,9 @@ pub enum SeqEvent {
 pub struct SeqEnd {
     /// Why.
     pub reason: FinishReason,
-    /// Prompt tokens that were in this engine's prefix cache.
+    /// Prompt tokens that nobody computed for this request: from this engine's prefix cache, or from the
+    /// producer's if the prompt came from there. What was merely fetched does not count.
     pub cached: usize,
-    /// Prompt tokens that were fetched.
-    pub fetched: usize,
     /// For a producer: the handoff, and the key to release it with.
     pub handoff: Option<Box<Handoff>>,
 }
@@ -108,6 +107,13 @@ pub struct Parts {
     pub status: Arc<StatusBoard>,
     /// How peers reach the leases.
     pub address: ProducerAddress,
+}
+
+/// What a handoff says of its prompt.
+struct Prompt {
+    tokens: usize,
+    fingerprint: u64,
+    cached: usize,
 }
 
 struct Live {
@@ -278,7 +284,7 @@ impl StepLoop {
         let early = self.parts.desk.was_released_early(&request);
         if early {
             tracing::debug!(%request, "given up before it arrived");
-            let end = SeqEnd { reason: FinishReason::Abort, cached: 0, fetched: 0, handoff: None };
+            let end = SeqEnd { reason: FinishReason::Abort, cached: 0, handoff: None };
             self.turn_away(
                 &outbox,
                 index,
@@ -371,19 +377,19 @@ impl StepLoop {
 
     /// Ends a sequence in the ordinary way. A second call for the same sequence changes nothing.
     fn end(&mut self, id: SeqId, reason: FinishReason) {
-        let reused = self.parts.scheduler.sequence(id).map(|sequence| sequence.reused());
+        let cached = self.parts.scheduler.sequence(id).map_or(0, |sequence| sequence.reused().0);
         let fingerprint = self.prompt_of(id);
         let Some((finished, live)) = self.strike(id, reason) else { return };
         let handoff = match finished {
             Finished::Lent(blocks) => {
                 let (tokens, prompt) = fingerprint.expect("it was on the books");
-                self.lend(&live, blocks, tokens, prompt)
+                self.lend(&live, blocks, Prompt { tokens, fingerprint: prompt, cached })
             }
             Finished::FreeNow => None,
         };
         let key = handoff.as_ref().map(|handoff| handoff.handle);
-        let (cached, fetched) = reused.unwrap_or_default();
-        let end = SeqEnd { reason, cached, fetched, handoff };
+        let cached = live.target.as_ref().map_or(cached, |target| target.cached());
+        let end = SeqEnd { reason, cached, handoff };
         let sent = live.outbox.try_send((live.index, SeqEvent::Finished(Box::new(end))));
         if let (Err(_), Some(handle)) = (sent, key) {
             // Nobody will ever learn this handle.
@@ -449,8 +455,7 @@ impl StepLoop {
         &mut self,
         live: &Live,
         blocks: Vec<baton_connector::BlockId>,
-        tokens: usize,
-        prompt: u64,
+        prompt: Prompt,
     ) -> Option<Box<Handoff>> {
         let mut random = [0; 16];
         if getrandom::fill(&mut random).is_err() {
@@ -471,10 +476,11 @@ impl StepLoop {
                     host: address.host.clone(),
                     port: address.port,
                     blocks,
-                    tokens,
+                    tokens: prompt.tokens,
                     lease_left: Some(left),
                     layout: self.parts.desk.fingerprint(),
-                    prompt,
+                    prompt: prompt.fingerprint,
+                    cached: prompt.cached,
                 }))
             }
             Err(refused) => {

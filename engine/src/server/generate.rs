@@ -234,7 +234,7 @@ impl Exchange {
     }
 
     fn ended(&mut self, end: SeqEnd) {
-        self.counted.reused += end.cached + end.fetched;
+        self.counted.reused += end.cached;
         if end.handoff.is_some() {
             self.handoff = end.handoff;
         }
