@@ -1,0 +1,46 @@
+# The menu. Every recipe is one plain command that works without `just`.
+
+# what there is
+default:
+    @just --list
+
+# router, prefill and decode engine on loopback
+up *ARGS:
+    cargo run --release -- up {{ARGS}}
+
+# all that CI does
+ci:
+    .ci/run
+
+test:
+    cargo test --workspace
+
+lint:
+    cargo clippy --workspace --all-targets -- -D warnings
+
+format:
+    cargo fmt --all
+
+# golden tables of the machines, after a change that was meant
+bless:
+    BATON_BLESS=1 cargo test -p baton-connector
+
+# the numbers of README.md
+bench-engine:
+    cargo run --release -- bench engine
+bench-transfer:
+    cargo run --release -- bench transfer
+bench-router:
+    cargo run --release -- bench router
+
+# the official OpenAI client against `baton up`; skips loudly without Python
+clients:
+    tests/clients/run.sh
+
+# golden outputs of transformers, in a folder made by make_tiny.py
+parity DIR:
+    cargo run --release -- parity {{DIR}}
+
+# advisories, licences, bans (needs cargo-deny)
+deny:
+    cargo deny check
