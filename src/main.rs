@@ -1,1 +1,51 @@
-fn main() {}
+//! The `baton` command line. Thin: every command is a function of a crate below it.
+#![allow(clippy::print_stdout)] // a command line prints
+
+mod builtin;
+mod cli;
+mod engine;
+mod parity;
+mod router;
+mod shutdown;
+mod up;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    let cli = cli::Cli::parse();
+    init_logging(cli.log_json);
+    let result = match cli.command {
+        cli::Command::Up(args) => up::run(args),
+        cli::Command::Engine(args) => engine::run(*args),
+        cli::Command::Router(args) => router::run(&args),
+        cli::Command::Check(args) => router::check(&args),
+        cli::Command::Parity(args) => parity::run(&args),
+        cli::Command::Bench(args) => {
+            baton_bench::run(args.benchmark, &mut std::io::stdout()).map_err(Into::into)
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("baton: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// What a command failed with, for people.
+type Failure = Box<dyn std::error::Error>;
+
+/// Log lines go to stderr; `RUST_LOG` chooses them (`info` by default).
+fn init_logging(json: bool) {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    if json {
+        lines.json().init();
+    } else {
+        lines.with_target(false).compact().init();
+    }
+}

@@ -1,4 +1,32 @@
-//! Measures running systems and their parts against baselines from the same run.
+//! Measures running systems and their parts, against baselines from the same run.
 
 pub mod router;
 pub mod sim_engine;
+pub mod transfer;
+
+use std::io::Write;
+
+use clap::Subcommand;
+
+/// What can be measured.
+#[derive(Debug, Subcommand)]
+pub enum Benchmark {
+    /// KV blocks over the transport, against a bare writev/readv loop and memcpy
+    Transfer(transfer::TransferOptions),
+    /// What the router adds to a request, against a client that makes both hops itself
+    Router(router::RouterArgs),
+}
+
+/// Why a benchmark did not finish.
+pub type BenchError = Box<dyn std::error::Error>;
+
+/// Runs one benchmark and prints its table, or one JSON object.
+///
+/// # Errors
+/// When a part under test fails, or its options make no sense.
+pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> {
+    match benchmark {
+        Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
+        Benchmark::Router(options) => Ok(router::run(&options)?),
+    }
+}

@@ -1,8 +1,8 @@
 //! `kv_transfer_params`: what router, producer and consumer tell each other about one handoff.
 //!
 //! The fields are vLLM's NixlConnector's (read from vLLM 0.33), so that the router fronts vLLM engines and
-//! baton engines alike. Ours adds four: `remote_handle`, `remote_epoch`, `remote_lease_left_ms` and
-//! `remote_layout`. A consumer of ours needs them; stock engines ignore them.
+//! baton engines alike. Ours adds five: `remote_handle`, `remote_epoch`, `remote_lease_left_ms`,
+//! `remote_layout` and `remote_prompt`. A consumer of ours needs them; stock engines ignore them.
 //!
 //! Everything here is hostile until checked: a missing or malformed field is an error that names it, nothing
 //! is guessed, and nothing in the value is changed.
@@ -46,6 +46,12 @@ pub struct Handoff {
     pub lease_left: Option<Duration>,
     /// [`crate::KvLayout::fingerprint`] of the producer.
     pub layout: u64,
+    /// Fingerprint of the tokens whose KV the blocks hold: a consumer that has tokenized something else must not
+    /// use them.
+    pub prompt: u64,
+    /// Of those tokens, how many the producer found in its own prefix cache (vLLM's name for it is
+    /// `remote_prefill_cached_tokens`): what the consumer reports as cached, since fetching is not caching.
+    pub cached: usize,
 }
 
 /// Which field of a handoff is missing or malformed.
@@ -99,10 +105,12 @@ impl Handoff {
             "remote_num_tokens": self.tokens,
             "remote_blocks_expiry_time": null,
             "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": self.cached,
             "remote_handle": self.handle.to_string(),
             "remote_epoch": self.epoch.to_string(),
             "remote_lease_left_ms": self.lease_left.map(|left| left.as_millis() as u64),
             "remote_layout": format!("{:016x}", self.layout),
+            "remote_prompt": format!("{:016x}", self.prompt),
         })
     }
 }
@@ -170,7 +178,6 @@ fn handoff(fields: &Map<String, Value>) -> Result<Handoff, HandoffError> {
     let request = RequestId::new(text(fields, "remote_request_id")?)
         .map_err(|_| malformed("remote_request_id", "a request id"))?;
     let epoch = text(fields, "remote_epoch")?.parse();
-    let layout = text(fields, "remote_layout")?;
     let tokens = fields.get("remote_num_tokens").ok_or(HandoffError::Missing("remote_num_tokens"))?;
     let blocks = block_table(fields)?;
     let tokens = tokens.as_u64().and_then(|t| usize::try_from(t).ok()).filter(|&t| t > 0);
@@ -184,10 +191,9 @@ fn handoff(fields: &Map<String, Value>) -> Result<Handoff, HandoffError> {
         blocks,
         tokens: tokens.ok_or(malformed("remote_num_tokens", "a positive integer"))?,
         lease_left: left(fields)?,
-        layout: (layout.len() == 16)
-            .then(|| u64::from_str_radix(layout, 16).ok())
-            .flatten()
-            .ok_or(malformed("remote_layout", "16 hexadecimal digits"))?,
+        layout: fingerprint(fields, "remote_layout")?,
+        prompt: fingerprint(fields, "remote_prompt")?,
+        cached: cached(fields)?,
     })
 }
 
@@ -210,6 +216,24 @@ fn text<'a>(fields: &'a Map<String, Value>, field: &'static str) -> Result<&'a s
 fn handle(fields: &Map<String, Value>) -> Result<Handle, HandoffError> {
     let malformed = HandoffError::Malformed { field: "remote_handle", expected: "32 hexadecimal digits" };
     text(fields, "remote_handle")?.parse().map_err(|_| malformed)
+}
+
+fn fingerprint(fields: &Map<String, Value>, field: &'static str) -> Result<u64, HandoffError> {
+    let text = text(fields, field)?;
+    let digits = text.len() == 16 && text.bytes().all(|b| b.is_ascii_hexdigit());
+    let value = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
+    value.ok_or(HandoffError::Malformed { field, expected: "16 hexadecimal digits" })
+}
+
+fn cached(fields: &Map<String, Value>) -> Result<usize, HandoffError> {
+    const FIELD: &str = "remote_prefill_cached_tokens";
+    match fields.get(FIELD) {
+        None | Some(Value::Null) => Ok(0),
+        Some(value) => value
+            .as_u64()
+            .and_then(|tokens| usize::try_from(tokens).ok())
+            .ok_or(HandoffError::Malformed { field: FIELD, expected: "a number of tokens" }),
+    }
 }
 
 fn port(fields: &Map<String, Value>) -> Result<u16, HandoffError> {
@@ -262,6 +286,8 @@ mod tests {
             tokens: 20,
             lease_left: Some(Duration::from_secs(30)),
             layout: 0xfeed,
+            prompt: 0xbeef,
+            cached: 16,
         }
     }
 
@@ -285,6 +311,7 @@ mod tests {
             "remote_handle",
             "remote_epoch",
             "remote_layout",
+            "remote_prompt",
         ];
         for field in needed {
             for bad in [None, Some(Value::Null), Some(json!(-1)), Some(json!({"a": 1})), Some(json!(""))] {

@@ -12,7 +12,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::time::Duration;
 
-use crate::lease::{Cause, Event, Lease, LeaseTerms, Reply};
+use crate::lease::{Cause, Event, Lease, LeaseTerms, Reply, State};
 use crate::limits::{BLOCKS_PER_HANDOFF_MAX, LEASES_MAX, TOMBSTONE_KEPT, TOMBSTONES_MAX};
 use crate::transport::Verdict;
 use crate::{BlockId, Handle, Reader, RequestId, Time};
@@ -122,6 +122,23 @@ pub enum ReadRefusal {
     Busy,
 }
 
+/// One live lease as people see it: no key in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeaseView {
+    /// The request that computed the blocks.
+    pub request: RequestId,
+    /// Blocks held.
+    pub blocks: usize,
+    /// Why it is still held.
+    pub state: State,
+    /// Since it was opened.
+    pub age: Duration,
+    /// Until it ends by itself.
+    pub left: Duration,
+    /// Readers that finished, of those expected.
+    pub readers: (usize, usize),
+}
+
 /// Counts of what the network repeated or delayed: no-ops, but visible.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LedgerCounts {
@@ -140,6 +157,19 @@ struct Entry {
     blocks: Vec<BlockId>,
     opened: Time,
     reason: Option<Box<str>>,
+}
+
+impl Entry {
+    fn view(&self, now: Time) -> LeaseView {
+        LeaseView {
+            request: self.request.clone(),
+            blocks: self.blocks.len(),
+            state: self.lease.state(),
+            age: now.since(self.opened),
+            left: self.lease.deadline().map_or(Duration::ZERO, |deadline| deadline.since(now)),
+            readers: self.lease.progress(),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -365,6 +395,14 @@ impl Ledger {
     #[must_use]
     pub fn handles(&self) -> Vec<Handle> {
         self.live.keys().copied().collect()
+    }
+
+    /// Live leases, oldest first.
+    #[must_use]
+    pub fn view(&self, now: Time) -> Vec<LeaseView> {
+        let mut views: Vec<_> = self.live.values().map(|entry| entry.view(now)).collect();
+        views.sort_by_key(|view| std::cmp::Reverse(view.age));
+        views
     }
 
     /// Applies one event to a live lease and books what follows from it.

@@ -90,6 +90,17 @@ pub trait Transport: Send + Sync {
     /// A [`TransportError`] other than `Gone` means that nobody knows: treat it as [`Verdict::Gone`].
     fn finish(&self, peer: &Peer, handle: Handle, reader: Reader) -> Result<Verdict, TransportError>;
 
+    /// Tells the producer that this reader will not use what it has read, so that a release need not wait for
+    /// it until the drain deadline. Idempotent. Only needed after a [`Self::read`] that succeeded: one that
+    /// failed says so by itself.
+    ///
+    /// # Errors
+    /// When the producer could not be reached; nothing is lost but time.
+    fn give_up(&self, peer: &Peer, handle: Handle, reader: Reader) -> Result<(), TransportError> {
+        let _ = (peer, handle, reader);
+        Ok(())
+    }
+
     /// Ends a lease early. Idempotent; the caller repeats it until it is answered or the lease is past expiry.
     ///
     /// # Errors

@@ -3,6 +3,9 @@
 //! The step loop owns the executor and calls it from its one thread; what an executor does inside
 //! (threads, streams, graphs) is its own affair. KV blocks live in a [`Region`] that transports share.
 
+pub mod cpu;
+pub mod paced;
+
 use baton_connector::region::Region;
 use baton_connector::{BlockId, KvLayout};
 

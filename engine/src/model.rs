@@ -1,6 +1,13 @@
 //! A Hugging Face checkpoint: its files, configuration, weights, tokenizer and chat template.
 
+pub mod chat_template;
+pub mod config;
+pub mod detokenizer;
 pub mod files;
+pub mod golden_text;
+pub mod identity;
+pub mod tokenizer;
+pub mod weights;
 
 pub use files::{FileBytes, ModelFiles};
 
@@ -38,4 +45,42 @@ pub enum ModelError {
         /// What is.
         supported: String,
     },
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::path::Path;
+    use std::sync::{Arc, LazyLock};
+
+    use serde_json::Value;
+
+    use super::chat_template::ChatTemplate;
+    use super::files::ModelFiles;
+    use super::tokenizer::Tokenizer;
+
+    /// Files of a text fixture: `llama3`, `qwen3` or `sentencepiece`.
+    pub(crate) fn fixture_files(name: &str) -> ModelFiles {
+        ModelFiles::Dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/text").join(name))
+    }
+
+    type Text = (Arc<Tokenizer>, Arc<ChatTemplate>);
+
+    /// Tokenizer and template of a text fixture, loaded once per process.
+    pub(crate) fn fixture(name: &str) -> Text {
+        static LOADED: LazyLock<[(&str, Text); 3]> = LazyLock::new(|| {
+            ["llama3", "qwen3", "sentencepiece"].map(|name| {
+                let files = fixture_files(name);
+                let tokenizer = Tokenizer::load(&files).expect("the fixture has a tokenizer");
+                let template = ChatTemplate::load(&files, &tokenizer).expect("its template is sound");
+                (name, (Arc::new(tokenizer), Arc::new(template)))
+            })
+        });
+        let found = LOADED.iter().find(|(known, _)| *known == name);
+        found.expect("one of the three").1.clone()
+    }
+
+    pub(crate) fn fixture_json(name: &str) -> Value {
+        let bytes = fixture_files(name).open("golden.json").expect("readable").expect("there");
+        serde_json::from_slice(&bytes).expect("JSON")
+    }
 }

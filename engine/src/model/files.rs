@@ -46,7 +46,7 @@ impl ModelFiles {
     ///
     /// # Errors
     /// [`ModelError::File`] when it is there but cannot be read.
-    #[allow(unsafe_code)]
+    #[allow(unsafe_code)] // a memory map; see below
     pub fn open(&self, name: &str) -> Result<Option<FileBytes>, ModelError> {
         match self {
             Self::BuiltIn { files, .. } => {

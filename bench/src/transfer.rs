@@ -1,0 +1,342 @@
+//! `baton bench transfer`: how fast blocks move over the TCP transport, against what the machine can do.
+//!
+//! In one run, alternating, over the same memory and the same scattered block tables:
+//! - **baton**: a real server and a real client on loopback; read and verdict are timed together, as a fetch
+//!   needs both;
+//! - **bare**: a loop of `writev` and `readv` over one loopback connection, a megabyte per call, with the
+//!   transport's socket options, which knows nothing of leases;
+//! - **polling**: the same loop, whose writer waits for room in `poll` as the transport's does, and not inside
+//!   `writev`; this is the most that the transport can reach;
+//! - **memcpy**: one thread that copies the blocks within this process.
+//!
+//! `--json` prints one object: `blocks[]` with `block_bytes`, `blocks`, and for `baton`, `bare`, `polling` and
+//! `memcpy` each `median_gb_per_s`, `min_gb_per_s`, `max_gb_per_s` (10⁹ bytes), `ratio_to_bare`, `ratio_to_polling` and
+//! `ratio_to_memcpy` (medians of the ratios within each repetition); `read_one_block_us`, `finish_us` and `release_us` with
+//! `p50`, `p99` and `rounds`; `block_bytes_of_latency`; `repetitions`; `bytes_per_repetition`.
+
+mod bare;
+mod lender;
+
+use std::io::{self, Write};
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use baton_connector::region::Region;
+use baton_connector::transport::{Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
+use baton_connector::{BlockId, Handle, Rank, Reader};
+use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
+use serde_json::{Value, json};
+
+use bare::Sender;
+use lender::Lender;
+
+const READER: Reader = Reader { consumer: 1, rank: Rank(0) };
+
+/// Block size whose latency is measured, in bytes.
+const LATENCY_BLOCK_BYTES: usize = 64 << 10;
+
+/// What to measure.
+#[derive(Clone, Debug, clap::Args)]
+pub struct TransferOptions {
+    /// Block sizes, in KiB
+    #[arg(long, value_delimiter = ',', default_values_t = [16, 64, 256, 2048])]
+    pub block_kib: Vec<usize>,
+    /// Bytes moved in one repetition, in MiB
+    #[arg(long, default_value_t = 128)]
+    pub mib: usize,
+    /// Repetitions per block size
+    #[arg(long, default_value_t = 11)]
+    pub repetitions: usize,
+    /// Reads of one block, and releases, whose latency is taken
+    #[arg(long, default_value_t = 2000)]
+    pub rounds: usize,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Why nothing could be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum TransferError {
+    /// A socket, or the output, failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// The transport failed on loopback.
+    #[error("the transport failed: {0}")]
+    Transport(#[from] TransportError),
+    /// A read was answered "gone", or a release was not: the measurement would mean nothing.
+    #[error("the producer did not keep its lease")]
+    Lease,
+    /// Zero repetitions, rounds or bytes.
+    #[error("block sizes, bytes, repetitions and rounds must be positive")]
+    Options,
+}
+
+/// A server and a client on loopback.
+struct Wire {
+    lender: Arc<Lender>,
+    transport: TcpTransport,
+    peer: Peer,
+    _server: TcpServer,
+}
+
+impl Wire {
+    fn start(blocks: usize, block_bytes: usize) -> Result<Self, TransferError> {
+        let secret = Secret::new(b"a secret for one benchmark").expect("longer than 16 bytes");
+        let lender = Arc::new(Lender::new(blocks, block_bytes));
+        let options = ServerOptions { secret: Some(secret.clone()), ..ServerOptions::default() };
+        let producer = Arc::clone(&lender);
+        let server = TcpServer::start(TcpListener::bind("127.0.0.1:0")?, producer, options)?;
+        let transport = TcpTransport::new(ClientOptions { secret: Some(secret), ..ClientOptions::default() });
+        let peer =
+            Peer { address: server.local_addr(), epoch: lender.epoch(), fingerprint: lender.fingerprint() };
+        Ok(Self { lender, transport, peer, _server: server })
+    }
+
+    fn read(&self, handle: Handle, into: &[BlockId], region: &Region) -> Result<(), TransferError> {
+        let order = ReadOrder { handle, reader: READER, first: 0, into: into.to_vec() };
+        Ok(self.transport.read(&self.peer, &order, region, &AtomicBool::new(false))?)
+    }
+
+    fn finish(&self, handle: Handle) -> Result<(), TransferError> {
+        match self.transport.finish(&self.peer, handle, READER)? {
+            Verdict::Valid => Ok(()),
+            Verdict::Gone => Err(TransferError::Lease),
+        }
+    }
+}
+
+/// Measures and prints.
+///
+/// # Errors
+/// [`TransferError`]; nothing is printed of a measurement that failed.
+pub fn run(options: &TransferOptions, out: &mut dyn Write) -> Result<(), TransferError> {
+    let positive = options.mib > 0 && options.repetitions > 0 && options.rounds > 0;
+    if !positive || options.block_kib.is_empty() || options.block_kib.contains(&0) {
+        return Err(TransferError::Options);
+    }
+    let mut sizes = Vec::new();
+    for &kib in &options.block_kib {
+        sizes.push(throughput(kib << 10, options)?);
+    }
+    let latency = latency(options.rounds)?;
+    let report = json!({
+        "bytes_per_repetition": options.mib << 20,
+        "repetitions": options.repetitions,
+        "blocks": sizes,
+        "block_bytes_of_latency": LATENCY_BLOCK_BYTES,
+        "read_one_block_us": latency[0],
+        "finish_us": latency[1],
+        "release_us": latency[2],
+    });
+    if options.json {
+        writeln!(out, "{report:#}")?
+    } else {
+        print(&report, out)?
+    }
+    Ok(())
+}
+
+/// `n` numbers in a scattered but repeatable order: steps of a stride that has no factor in common with `n`.
+fn scattered(n: usize, seed: usize) -> Vec<BlockId> {
+    let coprime = |stride: &usize| {
+        let (mut a, mut b) = (*stride, n);
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        a == 1
+    };
+    let stride = (n * 5 / 8 + seed..).find(coprime).expect("some number shares no factor with n");
+    (0..n).map(|i| BlockId((i * stride % n) as u32)).collect()
+}
+
+fn throughput(block_bytes: usize, options: &TransferOptions) -> Result<Value, TransferError> {
+    let blocks = ((options.mib << 20) / block_bytes).max(1);
+    let bytes = blocks * block_bytes;
+    let wire = Wire::start(blocks, block_bytes)?;
+    let region = Region::allocate(blocks, block_bytes);
+    let (from, into) = (scattered(blocks, 1), scattered(blocks, 7));
+    let (there, here) = ((wire.lender.region(), &from[..]), (&region, &into[..]));
+    let mut bare = bare::Loop::start(Sender::Blocking, there, here)?;
+    let mut polling = bare::Loop::start(Sender::Polling, there, here)?;
+    let mut times: [Vec<Duration>; 4] = Default::default();
+    // The first round touches every page and opens the connections; it does not count.
+    for round in 0..=options.repetitions {
+        let handle = wire.lender.lend(&from);
+        let baton = timed(|| wire.read(handle, &into, &region).and_then(|()| wire.finish(handle)))?;
+        if round == 0 {
+            compare(wire.lender.region(), &from, &region, &into)?;
+        }
+        let rivals = [
+            timed(|| Ok(bare.run()?))?,
+            timed(|| Ok(polling.run()?))?,
+            timed(|| {
+                bare::memcpy(wire.lender.region(), &from, &region, &into);
+                Ok(())
+            })?,
+        ];
+        if round > 0 {
+            for (list, time) in times.iter_mut().zip([baton].into_iter().chain(rivals)) {
+                list.push(time);
+            }
+        }
+    }
+    let [baton, bare, polling, memcpy] = times;
+    Ok(json!({
+        "block_bytes": block_bytes,
+        "blocks": blocks,
+        "baton": speeds(bytes, &baton),
+        "bare": speeds(bytes, &bare),
+        "polling": speeds(bytes, &polling),
+        "memcpy": speeds(bytes, &memcpy),
+        "ratio_to_bare": ratio(&bare, &baton),
+        "ratio_to_polling": ratio(&polling, &baton),
+        "ratio_to_memcpy": ratio(&memcpy, &baton),
+    }))
+}
+
+fn timed(run: impl FnOnce() -> Result<(), TransferError>) -> Result<Duration, TransferError> {
+    let begun = Instant::now();
+    run()?;
+    Ok(begun.elapsed())
+}
+
+/// A speed of bytes that did not arrive would mean nothing.
+fn compare(
+    source: &Region,
+    from: &[BlockId],
+    landing: &Region,
+    into: &[BlockId],
+) -> Result<(), TransferError> {
+    let same =
+        from.iter().zip(into).all(|(&from, &into)| source.read_block(from) == landing.read_block(into));
+    if same { Ok(()) } else { Err(TransferError::Lease) }
+}
+
+fn latency(rounds: usize) -> Result<[Value; 3], TransferError> {
+    let wire = Wire::start(64, LATENCY_BLOCK_BYTES)?;
+    let region = Region::allocate(64, LATENCY_BLOCK_BYTES);
+    let (mut reads, mut finishes, mut releases) = (Vec::new(), Vec::new(), Vec::new());
+    let warm_up = 50;
+    for round in 0..warm_up + rounds {
+        let block = BlockId((round * 37 % 64) as u32);
+        let (handle, other) = (wire.lender.lend(&[block]), wire.lender.lend(&[block]));
+        let begun = Instant::now();
+        wire.read(handle, &[block], &region)?;
+        let read = begun.elapsed();
+        wire.finish(handle)?;
+        let finished = begun.elapsed() - read;
+        let begun = Instant::now();
+        wire.transport.release(&wire.peer, other, "measured")?;
+        let release = begun.elapsed();
+        if round >= warm_up {
+            reads.push(read);
+            finishes.push(finished);
+            releases.push(release);
+        }
+    }
+    if wire.lender.live_leases() > 0 {
+        return Err(TransferError::Lease);
+    }
+    Ok([reads, finishes, releases].map(percentiles))
+}
+
+fn percentiles(mut times: Vec<Duration>) -> Value {
+    times.sort_unstable();
+    let at = |share: f64| {
+        let index = ((times.len() as f64 * share).ceil() as usize).clamp(1, times.len()) - 1;
+        round(times[index].as_secs_f64() * 1e6)
+    };
+    json!({ "p50": at(0.50), "p99": at(0.99), "rounds": times.len() })
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    if values.len() % 2 == 1 { values[middle] } else { f64::midpoint(values[middle - 1], values[middle]) }
+}
+
+fn round(value: f64) -> f64 {
+    (value * 1000.0).round() / 1000.0
+}
+
+fn speeds(bytes: usize, times: &[Duration]) -> Value {
+    let speeds: Vec<f64> = times.iter().map(|time| bytes as f64 / time.as_secs_f64() / 1e9).collect();
+    let (min, max) = speeds.iter().fold((f64::MAX, 0.0_f64), |(min, max), &s| (min.min(s), max.max(s)));
+    json!({
+        "median_gb_per_s": round(median(speeds)), "min_gb_per_s": round(min), "max_gb_per_s": round(max),
+    })
+}
+
+/// How fast `ours` is as a share of `theirs`: the median over the repetitions, whose parts ran side by side.
+fn ratio(theirs: &[Duration], ours: &[Duration]) -> f64 {
+    round(median(theirs.iter().zip(ours).map(|(t, o)| t.as_secs_f64() / o.as_secs_f64()).collect()))
+}
+
+fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
+    writeln!(out, "GB/s, median (min–max) of {} repetitions", report["repetitions"])?;
+    writeln!(out, "{:>9}  {:<21}{:<21}{:<21}{:<21}baton is", "block", "baton", "bare", "polling", "memcpy")?;
+    for size in report["blocks"].as_array().into_iter().flatten() {
+        write!(out, "{:>5} KiB  ", size["block_bytes"].as_u64().unwrap_or(0) >> 10)?;
+        for way in ["baton", "bare", "polling", "memcpy"] {
+            let number = |key: &str| size[way][key].as_f64().unwrap_or(f64::NAN);
+            let (median, min, max) =
+                (number("median_gb_per_s"), number("min_gb_per_s"), number("max_gb_per_s"));
+            write!(out, "{:<21}", format!("{median:.2} ({min:.2}–{max:.2})"))?;
+        }
+        let percent = |key: &str| 100.0 * size[key].as_f64().unwrap_or(f64::NAN);
+        let (bare, polling) = (percent("ratio_to_bare"), percent("ratio_to_polling"));
+        let memcpy = percent("ratio_to_memcpy");
+        writeln!(out, "{bare:.0} % of bare, {polling:.0} % of polling, {memcpy:.0} % of memcpy")?;
+    }
+    for (what, key) in [
+        ("read of one 64 KiB block", "read_one_block_us"),
+        ("its verdict", "finish_us"),
+        ("release", "release_us"),
+    ] {
+        let (p50, p99) = (&report[key]["p50"], &report[key]["p99"]);
+        writeln!(out, "{what}: p50 {p50} µs, p99 {p99} µs")?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_run_prints_every_documented_number() {
+        let options =
+            TransferOptions { block_kib: vec![16, 2048], mib: 4, repetitions: 2, rounds: 20, json: true };
+        let mut out = Vec::new();
+        run(&options, &mut out).expect("loopback works");
+        let report: Value = serde_json::from_slice(&out).expect("one JSON object");
+        for size in report["blocks"].as_array().expect("a list") {
+            for way in ["baton", "bare", "polling", "memcpy"] {
+                assert!(size[way]["median_gb_per_s"].as_f64().expect("a number") > 0.0);
+            }
+            for ratio in ["ratio_to_bare", "ratio_to_polling", "ratio_to_memcpy"] {
+                assert!(size[ratio].as_f64().expect("a number") > 0.0);
+            }
+        }
+        assert!(report["release_us"]["p99"].as_f64() >= report["release_us"]["p50"].as_f64());
+        assert_eq!(report["read_one_block_us"]["rounds"], 20);
+    }
+
+    #[test]
+    fn a_scattered_table_names_every_block_once() {
+        for n in [1, 2, 3, 64, 100, 8192] {
+            let mut blocks = scattered(n, 7);
+            blocks.sort_unstable();
+            assert_eq!(blocks, (0..n as u32).map(BlockId).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn nothing_to_measure_is_an_error() {
+        let options = TransferOptions { block_kib: vec![16], mib: 1, repetitions: 0, rounds: 1, json: false };
+        assert!(matches!(run(&options, &mut Vec::new()), Err(TransferError::Options)));
+    }
+}

@@ -1,0 +1,107 @@
+//! A producer that does nothing but lend: the real ledger behind a lock, and a pool full of bytes.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use baton_connector::lease::LeaseTerms;
+use baton_connector::ledger::{Grant, HeartbeatReply, Ledger, ReadRefusal, ReleaseReply};
+use baton_connector::region::Region;
+use baton_connector::transport::{Producer, TransportError, Verdict};
+use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
+
+pub(super) struct Lender {
+    ledger: Mutex<Ledger>,
+    region: Region,
+    start: Instant,
+    next: AtomicU64,
+}
+
+impl Lender {
+    /// A pool in which neighbouring blocks differ.
+    pub(super) fn new(blocks: usize, block_bytes: usize) -> Self {
+        let region = Region::allocate(blocks, block_bytes);
+        let mut bytes: Vec<u8> = (0..block_bytes).map(|i| (i ^ (i >> 8)) as u8).collect();
+        for block in 0..blocks {
+            bytes[..8].copy_from_slice(&(block as u64).to_le_bytes());
+            region.write_block(BlockId(block as u32), &bytes);
+        }
+        let ledger = Mutex::new(Ledger::new(LeaseTerms::default()));
+        Self { ledger, region, start: Instant::now(), next: AtomicU64::new(1) }
+    }
+
+    fn ledger(&self) -> (MutexGuard<'_, Ledger>, Time) {
+        let now = Time::ZERO.after(self.start.elapsed());
+        (self.ledger.lock().unwrap_or_else(PoisonError::into_inner), now)
+    }
+
+    /// Lends these blocks to one reader.
+    pub(super) fn lend(&self, blocks: &[BlockId]) -> Handle {
+        let n = self.next.fetch_add(1, Ordering::Relaxed);
+        let request = RequestId::new(&n.to_string()).expect("digits are a request id");
+        let handle = Handle(u128::from(n));
+        let (mut ledger, now) = self.ledger();
+        drop(ledger.take_settled());
+        let grant = Grant { handle, request, blocks: blocks.to_vec(), expected: 1 };
+        ledger.open(grant, now).expect("one lease at a time fits");
+        handle
+    }
+
+    pub(super) fn live_leases(&self) -> usize {
+        self.ledger().0.len()
+    }
+}
+
+impl Producer for Lender {
+    fn epoch(&self) -> Epoch {
+        Epoch(1)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        1
+    }
+
+    fn read_begun(
+        &self,
+        handle: Handle,
+        reader: Reader,
+        first: usize,
+        count: usize,
+    ) -> Result<Vec<BlockId>, TransportError> {
+        let (mut ledger, now) = self.ledger();
+        ledger.read_begun(handle, reader, first, count, now).map_err(|refusal| match refusal {
+            ReadRefusal::Gone => TransportError::Gone,
+            other => TransportError::Refused(format!("{other:?}").into()),
+        })
+    }
+
+    fn read_live(&self, handle: Handle, reader: Reader) -> bool {
+        let (mut ledger, now) = self.ledger();
+        ledger.tick(now);
+        ledger.read_live(handle, reader)
+    }
+
+    fn read_done(&self, handle: Handle, reader: Reader) -> Verdict {
+        let (mut ledger, now) = self.ledger();
+        ledger.read_done(handle, reader, now)
+    }
+
+    fn read_failed(&self, handle: Handle, reader: Reader) {
+        let (mut ledger, now) = self.ledger();
+        ledger.read_failed(handle, reader, now);
+    }
+
+    fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
+        let (mut ledger, now) = self.ledger();
+        ledger.release(handle, reason, now)
+    }
+
+    fn heartbeat(&self, handle: Handle) -> HeartbeatReply {
+        let (mut ledger, now) = self.ledger();
+        ledger.heartbeat(handle, now)
+    }
+
+    fn region(&self) -> &Region {
+        &self.region
+    }
+}

@@ -1,0 +1,316 @@
+//! What a stranger may send. Every case is an answer that names what is wrong, never a panic.
+
+use baton_openai::{
+    ApiError, DetokenizeRequest, Endpoint, GenerateRequest, Input, ParseLimits, Prompt, TokenizeRequest,
+    parse, parse_object,
+};
+use serde_json::{Value, json};
+
+fn completions(body: &str) -> Result<GenerateRequest, ApiError> {
+    parse(Endpoint::Completions, body.as_bytes(), &ParseLimits::default())
+}
+
+fn chat(body: Value) -> Result<GenerateRequest, ApiError> {
+    parse(Endpoint::Chat, body.to_string().as_bytes(), &ParseLimits::default())
+}
+
+fn with(field: &str, value: &str) -> Result<GenerateRequest, ApiError> {
+    completions(&format!(r#"{{"prompt":"x","{field}":{value}}}"#))
+}
+
+/// 400, and the message says `words`.
+fn refuses<T: std::fmt::Debug>(result: Result<T, ApiError>, param: Option<&str>, words: &str) {
+    let error = result.expect_err(words);
+    assert_eq!((error.status, error.param.as_deref()), (400, param), "{error}");
+    assert!(error.message.contains(words), "{:?} does not say {words:?}", error.message);
+    assert!(error.message.len() < 600, "{} bytes", error.message.len());
+}
+
+#[test]
+fn bodies_that_are_not_an_object_say_what_they_are() {
+    let body = |bytes: &[u8]| parse_object(bytes, &ParseLimits::default());
+    refuses(body(b""), None, "empty");
+    refuses(body(b" \n "), None, "empty");
+    refuses(body(b"[1]"), None, "must be a JSON object");
+    refuses(body(b"\"x\""), None, "must be a JSON object");
+    refuses(body(b"{\"a\":1"), None, "not JSON");
+    refuses(body(b"{\"a\":1}}"), None, "not JSON");
+    refuses(body(b"{\"a\":1} x"), None, "not JSON");
+    refuses(body(b"{\"a\":NaN}"), None, "not JSON");
+    refuses(body(b"{\"a\":1e999}"), None, "not JSON");
+    refuses(body(b"\xEF\xBB\xBF{}"), None, "byte order mark");
+    refuses(body(b"{\"a\":\"\xFF\"}"), None, "not UTF-8: first wrong byte at offset 6");
+    refuses(body(br#"{"a":"\ud800"}"#), None, "not JSON");
+    refuses(body(br#"{"a":"\udc00x"}"#), None, "not JSON");
+    refuses(body(b"{\"a\":\"\x00\"}"), None, "not JSON");
+    assert!(body(br#"{"a":"\u0000"}"#).is_ok());
+}
+
+#[test]
+fn deep_nesting_is_refused_in_words_and_never_overflows() {
+    for (open, close) in [("[", "]"), ("{\"a\":", "}")] {
+        for depth in [200, 10_000, 1_000_000] {
+            for close in [close, ""] {
+                let value = format!("{}1{}", open.repeat(depth), close.repeat(depth));
+                refuses(with("x", &value), None, "nested deeper than 128");
+            }
+        }
+    }
+    assert!(with("x", &format!("{}{}", "[".repeat(100), "]".repeat(100))).is_ok());
+    // JSON inside a string is parsed too, for the arguments of tools.
+    let arguments = "[".repeat(10_000);
+    let messages =
+        json!([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]);
+    refuses(
+        chat(json!({"messages": messages})),
+        Some("messages[0].tool_calls[0].function.arguments"),
+        "must be a JSON object in a string",
+    );
+}
+
+#[test]
+fn a_body_at_the_limit_is_read_and_one_byte_more_is_413() {
+    let body = br#"{"prompt":"x"}"#;
+    let limits = |body_bytes| ParseLimits { body_bytes, ..ParseLimits::default() };
+    assert!(parse(Endpoint::Completions, body, &limits(body.len())).is_ok());
+    let error = parse(Endpoint::Completions, body, &limits(body.len() - 1)).expect_err("too large");
+    assert_eq!((error.status, error.code.as_deref()), (413, Some("payload_too_large")));
+}
+
+#[test]
+fn a_field_that_comes_twice_is_refused() {
+    let twice = completions(r#"{"prompt":"x","model":"a","model":"b"}"#);
+    refuses(twice, Some("model"), "`model` appears more than once");
+    let twice = completions(r#"{"kv_transfer_params":{},"prompt":"x","kv_transfer_params":null}"#);
+    refuses(twice, Some("kv_transfer_params"), "more than once");
+    refuses(completions(r#"{"prompt":"x","mod\u0065l":"a","model":"b"}"#), Some("model"), "more than once");
+}
+
+#[test]
+fn numbers_out_of_range_are_refused_with_the_range() {
+    for (field, wrong, words) in [
+        ("n", "0", "an integer from 1 to 16, got 0"),
+        ("n", "17", "from 1 to 16"),
+        ("n", "-1", "from 1 to 16"),
+        ("n", "1.5", "from 1 to 16"),
+        ("n", "\"2\"", "got the string \"2\""),
+        ("n", "true", "got true"),
+        ("max_tokens", "0", "an integer from 1 to"),
+        ("max_tokens", "-1", "an integer from 1 to"),
+        ("max_tokens", "9223372036854775808", "an integer from 1 to"),
+        ("max_tokens", "1e20", "an integer from 1 to"),
+        ("max_completion_tokens", "0", "an integer from 1 to"),
+        ("temperature", "-1", "a number from 0 to 100, got -1"),
+        ("temperature", "1e308", "from 0 to 100"),
+        ("temperature", "\"NaN\"", "from 0 to 100"),
+        ("top_p", "0", "over 0, up to 1"),
+        ("top_p", "1.1", "over 0, up to 1"),
+        ("top_k", "-2", "an integer from -1"),
+        ("top_k", "1e308", "an integer from -1"),
+        ("min_p", "-0.1", "from 0 to 1"),
+        ("seed", "9223372036854775808", "an integer from"),
+        ("seed", "[]", "got an array of 0"),
+        ("presence_penalty", "2.1", "from -2 to 2"),
+        ("frequency_penalty", "-2.1", "from -2 to 2"),
+        ("repetition_penalty", "0", "over 0"),
+        ("repetition_penalty", "1e-60", "over 0"),
+        ("logprobs", "21", "from 0 to 20"),
+        ("logprobs", "true", "from 0 to 20"),
+        ("stream", "1", "true or false, got 1"),
+        ("model", "7", "a string, got 7"),
+        ("model", "\"\"", "must not be an empty string"),
+        ("ignore_eos", "\"true\"", "true or false"),
+        ("logit_bias", "[]", "an object"),
+        ("stop", "7", "a string or an array of strings"),
+        ("kv_transfer_params", "\"x\"", "an object"),
+        ("cache_salt", "\"\"", "must not be an empty string"),
+    ] {
+        refuses(with(field, wrong), Some(field), words);
+    }
+    refuses(
+        completions(r#"{"prompt":"x","min_tokens":5,"max_tokens":4}"#),
+        Some("min_tokens"),
+        "5 is more than",
+    );
+    refuses(with("stop", r#"[""]"#), Some("stop[0]"), "1 to 1024 bytes, got an empty string");
+    refuses(with("stop", "[\"a\",7]"), Some("stop[1]"), "got 7");
+    refuses(with("stop", &json!(vec!["x"; 10_000]).to_string()), Some("stop"), "at most 16");
+    refuses(with("stop", &json!("x".repeat(1025)).to_string()), None.or(Some("stop[0]")), "1 to 1024 bytes");
+    refuses(with("stop_token_ids", "[1,-1]"), Some("stop_token_ids[1]"), "a token id from 0");
+    refuses(with("logit_bias", r#"{"5":101}"#), Some("logit_bias.5"), "-100 to 100");
+    for key in ["x", "-1", "05", "+5", "", "5.0", "99999999999"] {
+        refuses(with("logit_bias", &json!({key: 1}).to_string()), Some("logit_bias"), "a token id");
+    }
+    refuses(with("stream_options", r#"{"include_usage":true}"#), Some("stream_options"), "only allowed when");
+}
+
+#[test]
+fn null_and_absent_are_the_same_and_whole_floats_are_integers() {
+    let plain = completions(r#"{"prompt":"x"}"#).expect("sound");
+    let nulls = completions(
+        r#"{"prompt":"x","model":null,"n":null,"stop":null,"temperature":null,"stream":null,"seed":null,
+            "stream_options":null,"logit_bias":null,"suffix":null,"best_of":null,"kv_transfer_params":null}"#,
+    );
+    assert_eq!(nulls.expect("sound"), plain);
+    assert_eq!(with("max_tokens", "16.0").expect("sound").max_tokens, Some(16));
+    assert_eq!(with("top_k", "-1").expect("sound").sampling.top_k, Some(0));
+    assert_eq!(with("unknown_field", "{\"a\":[1]}").expect("sound"), plain);
+    assert_eq!(with("suffix", "\"\"").expect("sound"), plain);
+}
+
+#[test]
+fn prompts_come_in_four_shapes_and_nothing_else() {
+    let prompts = |prompt: &str| match completions(&format!("{{\"prompt\":{prompt}}}"))?.input {
+        Input::Prompts(prompts) => Ok(prompts),
+        Input::Chat(_) => panic!("completions have prompts"),
+    };
+    let text = |text: &str| Prompt::Text(text.to_owned());
+    assert_eq!(prompts("\"a\""), Ok(vec![text("a")]));
+    assert_eq!(prompts("[\"a\",\"b\"]"), Ok(vec![text("a"), text("b")]));
+    assert_eq!(prompts("[1,2]"), Ok(vec![Prompt::Tokens(vec![1, 2])]));
+    assert_eq!(prompts("[[1],[2,3]]"), Ok(vec![Prompt::Tokens(vec![1]), Prompt::Tokens(vec![2, 3])]));
+    assert_eq!(prompts("[[1],\"a\"]"), Ok(vec![Prompt::Tokens(vec![1]), text("a")]));
+    for (wrong, param, words) in [
+        ("null", "prompt", "missing"),
+        ("\"\"", "prompt", "empty"),
+        ("[]", "prompt", "empty"),
+        ("[\"a\",\"\"]", "prompt[1]", "empty"),
+        ("[[]]", "prompt[0]", "empty"),
+        ("[1,\"a\"]", "prompt[1]", "a token id"),
+        ("[1,-1]", "prompt[1]", "a token id"),
+        ("[1.5]", "prompt[0]", "a token id"),
+        ("[4294967296]", "prompt[0]", "a token id"),
+        ("{}", "prompt", "a string"),
+        ("true", "prompt", "a string"),
+        ("[[[1]]]", "prompt[0][0]", "a token id"),
+    ] {
+        refuses(prompts(wrong), Some(param), words);
+    }
+    refuses(completions("{}"), Some("prompt"), "missing");
+    refuses(prompts(&json!(vec!["x"; 257]).to_string()), Some("prompt"), "at most 256");
+    refuses(completions(&json!({"prompt": vec!["x"; 200], "n": 2}).to_string()), Some("n"), "256 sequences");
+}
+
+#[test]
+fn a_million_tokens_are_read_and_ids_are_held_to_the_vocabulary() {
+    let body = json!({"prompt": vec![7; 1_000_000]}).to_string();
+    let limits = |vocab, prompt_tokens| ParseLimits { vocab, prompt_tokens, ..ParseLimits::default() };
+    let read = |vocab, tokens| parse(Endpoint::Completions, body.as_bytes(), &limits(vocab, tokens));
+    assert!(read(Some(8), 1_000_000).is_ok());
+    refuses(read(Some(7), 1_000_000), Some("prompt[0]"), "a token id from 0 to 6, got 7");
+    refuses(read(None, 999_999), Some("prompt"), "at most 999999");
+}
+
+#[test]
+fn what_no_engine_here_does_is_refused_by_name() {
+    for (field, value) in [
+        ("best_of", "2"),
+        ("suffix", "\"x\""),
+        ("response_format", r#"{"type":"json_object"}"#),
+        ("guided_json", "{}"),
+        ("use_beam_search", "true"),
+        ("prompt_logprobs", "1"),
+        ("allowed_token_ids", "[1]"),
+        ("truncate_prompt_tokens", "5"),
+    ] {
+        refuses(with(field, value), Some(field), "not supported");
+    }
+    assert!(with("best_of", "1").is_ok() && with("response_format", r#"{"type":"text"}"#).is_ok());
+    let user = json!([{"role": "user", "content": "x"}]);
+    refuses(chat(json!({"messages": user, "chat_template": "x"})), Some("chat_template"), "not supported");
+    refuses(
+        chat(json!({"messages": user, "tool_choice": "required"})),
+        Some("tool_choice"),
+        "forcing a call",
+    );
+    let named = json!({"type": "function", "function": {"name": "f"}});
+    refuses(chat(json!({"messages": user, "tool_choice": named})), Some("tool_choice"), "got an object");
+    let image =
+        json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]);
+    refuses(
+        chat(json!({"messages": image})),
+        Some("messages[0].content[0].type"),
+        "`image_url`; this model reads text",
+    );
+}
+
+#[test]
+fn conversations_are_checked_message_by_message() {
+    let one = |message: Value| chat(json!({"messages": [message]}));
+    refuses(chat(json!({})), Some("messages"), "missing");
+    refuses(chat(json!({"messages": []})), Some("messages"), "empty");
+    refuses(chat(json!({"messages": "hi"})), Some("messages"), "an array");
+    refuses(one(json!("hi")), Some("messages[0]"), "an object");
+    refuses(one(json!({"content": "hi"})), Some("messages[0].role"), "missing");
+    refuses(
+        one(json!({"role": "root", "content": "hi"})),
+        Some("messages[0].role"),
+        "got the string \"root\"",
+    );
+    refuses(one(json!({"role": "user"})), Some("messages[0].content"), "missing");
+    refuses(one(json!({"role": "user", "content": 5})), Some("messages[0].content"), "got 5");
+    refuses(one(json!({"role": "user", "content": [5]})), Some("messages[0].content[0]"), "with `type`");
+    refuses(
+        one(json!({"role": "user", "content": [{"type": "text"}]})),
+        Some("messages[0].content[0].text"),
+        "missing",
+    );
+    let both = json!({"messages": [{"role": "user", "content": "x"}], "continue_final_message": true,
+        "add_generation_prompt": true});
+    refuses(chat(both), Some("continue_final_message"), "cannot both");
+    let top = json!({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2});
+    refuses(chat(top), Some("top_logprobs"), "needs `logprobs`");
+}
+
+#[test]
+fn content_parts_tool_calls_and_flags_reach_the_template() {
+    let request = chat(json!({
+        "messages": [
+            {"role": "developer", "content": "be brief", "name": "d"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": null, "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\"x\":1}"}}]},
+            {"role": "tool", "tool_call_id": "1", "content": "2"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "chat_template_kwargs": {"enable_thinking": false},
+        "logprobs": true, "top_logprobs": 3, "max_tokens": 5, "max_completion_tokens": 7, "stop": "x",
+        "stream": true, "stream_options": {"include_usage": true, "continuous_usage_stats": true},
+    }))
+    .expect("sound");
+    assert_eq!(
+        (request.logprobs, request.max_tokens, request.stop.as_slice()),
+        (Some(3), Some(7), &["x".into()][..])
+    );
+    assert!(request.stream_options.include_usage && request.stream_options.continuous_usage_stats);
+    let Input::Chat(chat) = request.input else { panic!("a conversation") };
+    assert_eq!(chat.messages[0], json!({"role": "developer", "content": "be brief", "name": "d"}));
+    assert_eq!(chat.messages[1]["content"], "a\nb");
+    assert_eq!(chat.messages[2]["content"], "");
+    assert_eq!(chat.messages[2]["tool_calls"][0]["function"]["arguments"], json!({"x": 1}));
+    assert!(chat.add_generation_prompt && !chat.continue_final_message);
+    assert_eq!((chat.tools.len(), &chat.template_kwargs["enable_thinking"]), (1, &json!(false)));
+}
+
+#[test]
+fn tokenize_and_detokenize_read_vllms_shapes() {
+    let limits = ParseLimits::default();
+    let object = |value: Value| parse_object(value.to_string().as_bytes(), &limits).expect("an object");
+    let tokenize = |value| TokenizeRequest::from_map(&object(value), &limits);
+    let request = tokenize(json!({"model": "m", "prompt": "", "return_token_strs": true})).expect("sound");
+    assert_eq!(
+        (request.input, request.return_token_strs),
+        (Input::Prompts(vec![Prompt::Text("".into())]), true)
+    );
+    assert!(matches!(
+        tokenize(json!({"messages": [{"role": "user", "content": "x"}]})).expect("sound").input,
+        Input::Chat(_)
+    ));
+    refuses(tokenize(json!({})), Some("prompt"), "missing");
+    refuses(tokenize(json!({"prompt": "x", "messages": []})), Some("prompt"), "cannot both");
+    refuses(tokenize(json!({"prompt": ["x"]})), Some("prompt"), "a string");
+    let detokenize = |value| DetokenizeRequest::from_map(&object(value), &limits);
+    assert_eq!(detokenize(json!({"tokens": [1, 2]})).expect("sound").tokens, [1, 2]);
+    refuses(detokenize(json!({"tokens": [1, "a"]})), Some("tokens[1]"), "a token id");
+    refuses(detokenize(json!({})), Some("tokens"), "missing");
+}

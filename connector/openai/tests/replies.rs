@@ -1,0 +1,207 @@
+//! Replies and streams as clients read them.
+
+use baton_openai::response::{DetokenizeReply, TokenizeReply, models};
+use baton_openai::{
+    ChoiceDelta, Endpoint, Finish, FinishReason, FinishedChoice, ModelCard, ReplyHead, StopReason,
+    TokenLogprob, TopLogprob, Usage,
+};
+use bytes::Bytes;
+use serde_json::{Value, json};
+
+fn head(endpoint: Endpoint) -> ReplyHead {
+    ReplyHead { endpoint, id: "cmpl-1".into(), created: 7, model: "m\"".into(), system_fingerprint: None }
+}
+
+fn stopped(stop: Option<StopReason>) -> Finish {
+    Finish { reason: FinishReason::Stop, stop }
+}
+
+fn token(text: &str, logprob: f32, other: &str) -> TokenLogprob {
+    let top = |text: &str, logprob| TopLogprob { token: text.into(), bytes: text.into(), logprob };
+    TokenLogprob {
+        token: text.into(),
+        bytes: text.into(),
+        logprob: Some(logprob),
+        top: vec![top(other, -0.25), top(text, logprob)],
+    }
+}
+
+fn json_of(body: &Bytes) -> Value {
+    serde_json::from_slice(body).expect("JSON")
+}
+
+/// The JSON of one SSE frame.
+fn event(frame: &Bytes) -> Value {
+    let text = std::str::from_utf8(frame).expect("utf-8");
+    let data = text.strip_prefix("data: ").and_then(|rest| rest.strip_suffix("\n\n")).expect("one frame");
+    assert!(!data.contains('\n'));
+    serde_json::from_str(data).expect("JSON")
+}
+
+const USAGE: Usage = Usage { prompt_tokens: 3, completion_tokens: 2, cached_tokens: Some(1) };
+
+#[test]
+fn a_completion_in_one_piece_has_vllms_fields() {
+    let choice = FinishedChoice {
+        index: 0,
+        text: "é\nb".into(),
+        logprobs: Some(vec![token("é", -0.5, "x"), token("\nb", f32::NEG_INFINITY, "y")]),
+        finish: stopped(Some(StopReason::Text("END".into()))),
+        token_ids: Some(vec![5, 6]),
+        prompt_token_ids: Some(vec![1, 2, 3]),
+    };
+    let kv = json!({"do_remote_prefill": true, "remote_block_ids": [[1]]});
+    let reply = json_of(&head(Endpoint::Completions).full(&[choice], &USAGE, Some(&kv)));
+    assert_eq!(
+        reply,
+        json!({
+            "id": "cmpl-1", "object": "text_completion", "created": 7, "model": "m\"",
+            "choices": [{
+                "index": 0, "text": "é\nb",
+                "logprobs": {
+                    "text_offset": [0, 1], "token_logprobs": [-0.5, -9999.0], "tokens": ["é", "\nb"],
+                    "top_logprobs": [{"x": -0.25, "é": -0.5}, {"y": -0.25, "\nb": -9999.0}],
+                },
+                "finish_reason": "stop", "stop_reason": "END", "token_ids": [5, 6], "prompt_token_ids": [1, 2, 3],
+            }],
+            "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5,
+                "prompt_tokens_details": {"cached_tokens": 1}},
+            "system_fingerprint": null,
+            "kv_transfer_params": kv,
+        })
+    );
+}
+
+#[test]
+fn a_chat_reply_in_one_piece_has_openais_fields() {
+    let choice = FinishedChoice {
+        index: 1,
+        text: "hi".into(),
+        logprobs: Some(vec![token("hi", -0.5, "x")]),
+        finish: Finish { reason: FinishReason::Length, stop: None },
+        token_ids: None,
+        prompt_token_ids: None,
+    };
+    let usage = Usage { cached_tokens: None, ..USAGE };
+    let reply = json_of(&head(Endpoint::Chat).full(&[choice], &usage, None));
+    assert_eq!(reply["object"], "chat.completion");
+    assert_eq!(
+        reply["choices"][0],
+        json!({
+            "index": 1, "message": {"role": "assistant", "content": "hi", "refusal": null},
+            "logprobs": {"content": [{"token": "hi", "logprob": -0.5, "bytes": [104, 105], "top_logprobs": [
+                {"token": "x", "logprob": -0.25, "bytes": [120]}, {"token": "hi", "logprob": -0.5, "bytes": [104, 105]},
+            ]}]},
+            "finish_reason": "length", "stop_reason": null,
+        })
+    );
+    assert_eq!(reply["usage"], json!({"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}));
+    assert!(reply.get("kv_transfer_params").is_none());
+}
+
+#[test]
+fn a_chat_stream_is_role_deltas_usage_and_done() {
+    let chunks = head(Endpoint::Chat).chunks();
+    let role = event(&chunks.role(0, Some(&[1, 2])).expect("chat names the role"));
+    assert_eq!(
+        (role["object"].as_str(), role["id"].as_str()),
+        (Some("chat.completion.chunk"), Some("cmpl-1"))
+    );
+    assert_eq!(role["model"], "m\"");
+    assert_eq!(role["prompt_token_ids"], json!([1, 2]));
+    let plain = json!({"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null});
+    assert_eq!(role["choices"], json!([plain]));
+    let delta = ChoiceDelta { index: 2, text: "a\nb", token_ids: Some(&[9]), ..ChoiceDelta::default() };
+    let chunk = event(&chunks.delta(&delta, Some(&USAGE), None));
+    assert_eq!(
+        chunk["choices"],
+        json!([{"index": 2, "delta": {"content": "a\nb"}, "logprobs": null, "finish_reason": null, "token_ids": [9]}])
+    );
+    assert_eq!(chunk["usage"]["total_tokens"], 5);
+    let finish = stopped(Some(StopReason::Token(7)));
+    let last = ChoiceDelta { finish: Some(&finish), ..ChoiceDelta::default() };
+    let last = event(&chunks.delta(&last, None, Some(&json!({"remote_port": 1}))));
+    assert_eq!(
+        (&last["choices"][0]["finish_reason"], &last["choices"][0]["stop_reason"]),
+        (&json!("stop"), &json!(7))
+    );
+    assert_eq!(last["kv_transfer_params"]["remote_port"], 1);
+    let usage = event(&chunks.usage(&USAGE));
+    assert_eq!((&usage["choices"], &usage["usage"]["prompt_tokens"]), (&json!([]), &json!(3)));
+    assert_eq!(&baton_openai::sse::DONE[..], b"data: [DONE]\n\n");
+}
+
+#[test]
+fn a_completion_stream_has_no_role_and_goes_on_counting_offsets() {
+    let chunks = head(Endpoint::Completions).chunks();
+    assert!(chunks.role(0, None).is_none());
+    let tokens = [token("é", -0.5, "x"), token("b", -0.5, "x")];
+    let delta = ChoiceDelta {
+        text: "éb",
+        logprobs: Some(&tokens),
+        text_offset: 10,
+        prompt_token_ids: Some(&[4]),
+        ..ChoiceDelta::default()
+    };
+    let chunk = event(&chunks.delta(&delta, None, None));
+    assert_eq!(chunk["object"], "text_completion");
+    assert_eq!(chunk["choices"][0]["text"], "éb");
+    assert_eq!(chunk["choices"][0]["logprobs"]["text_offset"], json!([10, 11]));
+    assert_eq!(chunk["choices"][0]["prompt_token_ids"], json!([4]));
+    assert!(chunk.get("usage").is_none() && chunk.get("prompt_token_ids").is_none());
+}
+
+#[test]
+fn an_echoed_prompts_first_token_has_no_logprob() {
+    let first = TokenLogprob { token: "a".into(), bytes: vec![97], logprob: None, top: Vec::new() };
+    let choice = FinishedChoice {
+        index: 0,
+        text: "a".into(),
+        logprobs: Some(vec![first]),
+        finish: stopped(None),
+        token_ids: None,
+        prompt_token_ids: None,
+    };
+    let reply = json_of(&head(Endpoint::Completions).full(&[choice], &USAGE, None));
+    let logprobs = &reply["choices"][0]["logprobs"];
+    assert_eq!((&logprobs["token_logprobs"], &logprobs["top_logprobs"]), (&json!([null]), &json!([null])));
+    assert_eq!(reply["choices"][0]["stop_reason"], Value::Null);
+}
+
+#[test]
+fn models_and_tokenize_replies_are_openais_and_vllms() {
+    let card = ModelCard { id: "m".into(), created: 1, root: None, max_model_len: Some(128) };
+    let list = json_of(&models(std::slice::from_ref(&card)));
+    assert_eq!((&list["object"], &list["data"][0]), (&json!("list"), &json_of(&card.to_bytes())));
+    assert_eq!(
+        (&list["data"][0]["object"], &list["data"][0]["max_model_len"]),
+        (&json!("model"), &json!(128))
+    );
+    let reply = TokenizeReply { count: 1, max_model_len: 9, tokens: vec![4], token_strs: None };
+    assert_eq!(
+        json_of(&reply.to_bytes()),
+        json!({"count": 1, "max_model_len": 9, "tokens": [4], "token_strs": null})
+    );
+    assert_eq!(json_of(&DetokenizeReply { prompt: "x".into() }.to_bytes()), json!({"prompt": "x"}));
+}
+
+/// `cargo test --release -p baton-openai stream_costs -- --ignored --nocapture`
+#[test]
+#[ignore = "a measurement, not a check"]
+fn stream_costs() {
+    let finish = stopped(None);
+    for endpoint in [Endpoint::Chat, Endpoint::Completions] {
+        let chunks = head(endpoint).chunks();
+        let tokens = [token("the", -0.5, "a")];
+        let plain = ChoiceDelta { text: " the", ..ChoiceDelta::default() };
+        let full = ChoiceDelta { logprobs: Some(&tokens), finish: Some(&finish), ..plain.clone() };
+        for (name, delta, usage) in [("plain", &plain, None), ("logprobs, usage", &full, Some(&USAGE))] {
+            let rounds = 200_000;
+            let start = std::time::Instant::now();
+            for _ in 0..rounds {
+                std::hint::black_box(chunks.delta(std::hint::black_box(delta), usage, None));
+            }
+            println!("{endpoint:?} {name}: {} ns per chunk", start.elapsed().as_nanos() / rounds);
+        }
+    }
+}

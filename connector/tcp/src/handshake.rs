@@ -1,0 +1,207 @@
+//! The handshake: both ends prove that they know the cluster's secret, then the producer compares the epoch
+//! and the layout before it listens to anything else.
+//!
+//! ```text
+//! Hello   magic 8 │ version 2 │ secret? 1 │ 0 │ nonce 32 │ epoch 8 │ layout 8          60 bytes
+//! Welcome magic 8 │ version 2 │ secret? 1 │ status 1 │ nonce 32 │ proof 32            76 bytes
+//! Proof   proof 32
+//! Result  status 1
+//! ```
+//!
+//! A proof is HMAC-SHA256 over a role, the Hello and the head of the Welcome; the role keeps one end's proof
+//! from being played back to it. Without a secret, which is allowed on loopback only, proofs are zeros and
+//! nothing is proved.
+
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use baton_connector::Epoch;
+use baton_connector::transport::{Peer, TransportError};
+use hmac::Mac;
+
+use crate::Secret;
+use crate::link::{Link, LinkError, Until};
+
+const MAGIC: [u8; 8] = *b"BATON-KV";
+const VERSION: u16 = 1;
+const NONCE_BYTES: usize = 32;
+const PROOF_BYTES: usize = 32;
+const HELLO_BYTES: usize = 8 + 2 + 1 + 1 + NONCE_BYTES + 8 + 8;
+const WELCOME_HEAD_BYTES: usize = 8 + 2 + 1 + 1 + NONCE_BYTES;
+const WELCOME_BYTES: usize = WELCOME_HEAD_BYTES + PROOF_BYTES;
+
+const PRODUCER: &[u8] = b"baton-kv producer";
+const CONSUMER: &[u8] = b"baton-kv consumer";
+
+const GO_ON: u8 = 0;
+const GONE: u8 = 1;
+const OTHER_LAYOUT: u8 = 2;
+const NO_PROOF: u8 = 3;
+const BUSY: u8 = 4;
+const OTHER_VERSION: u8 = 5;
+
+/// Why a producer did not let a consumer in.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TurnedAway {
+    #[error("not a baton consumer")]
+    Stranger,
+    #[error("the consumer speaks version {0}")]
+    Version(u16),
+    #[error("the consumer did not prove that it knows the cluster secret")]
+    Unproved,
+    #[error("the consumer asks for another epoch")]
+    Epoch,
+    #[error("the consumer's blocks have another layout")]
+    Layout,
+    #[error(transparent)]
+    Link(#[from] LinkError),
+    #[error("no random numbers: {0}")]
+    Random(getrandom::Error),
+}
+
+fn nonce() -> Result<[u8; NONCE_BYTES], getrandom::Error> {
+    let mut nonce = [0; NONCE_BYTES];
+    getrandom::fill(&mut nonce)?;
+    Ok(nonce)
+}
+
+fn proof(secret: Option<&Secret>, role: &[u8], hello: &[u8], head: &[u8]) -> [u8; PROOF_BYTES] {
+    secret.map_or([0; PROOF_BYTES], |secret| secret.mac(&[role, hello, head]).finalize().into_bytes().into())
+}
+
+/// Compares in constant time.
+fn proved(secret: Option<&Secret>, role: &[u8], hello: &[u8], head: &[u8], proof: &[u8]) -> bool {
+    secret.is_none_or(|secret| secret.mac(&[role, hello, head]).verify_slice(proof).is_ok())
+}
+
+fn head(secret: bool, status: u8, nonce: [u8; NONCE_BYTES]) -> [u8; WELCOME_HEAD_BYTES] {
+    let mut head = [0; WELCOME_HEAD_BYTES];
+    head[..8].copy_from_slice(&MAGIC);
+    head[8..10].copy_from_slice(&VERSION.to_le_bytes());
+    (head[10], head[11]) = (u8::from(secret), status);
+    head[12..].copy_from_slice(&nonce);
+    head
+}
+
+fn version(bytes: &[u8]) -> u16 {
+    u16::from_le_bytes([bytes[8], bytes[9]])
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes of a fixed message"))
+}
+
+/// The whole refusal of a producer that has no room, for a socket that is closed right after.
+pub(crate) fn busy() -> [u8; WELCOME_BYTES] {
+    let mut welcome = [0; WELCOME_BYTES];
+    welcome[..WELCOME_HEAD_BYTES].copy_from_slice(&head(false, BUSY, [0; NONCE_BYTES]));
+    welcome
+}
+
+/// The producer's side. Takes at most `silence` in all, however slowly the bytes trickle in.
+///
+/// # Errors
+/// [`TurnedAway`]; the connection is to be closed.
+pub(crate) fn answer(
+    link: &mut Link,
+    secret: Option<&Secret>,
+    epoch: Epoch,
+    fingerprint: u64,
+    stop: &AtomicBool,
+) -> Result<(), TurnedAway> {
+    let until = Until::deadline(stop, Instant::now() + link.silence());
+    let mut hello = [0; HELLO_BYTES];
+    // The first twelve bytes decide: a stranger that sends less than a whole Hello is not waited for.
+    link.receive(&mut hello[..12], until)?;
+    if hello[..8] != MAGIC {
+        return Err(TurnedAway::Stranger);
+    }
+    let nonce = nonce().map_err(TurnedAway::Random)?;
+    let refuse = |link: &mut Link, status| {
+        let mut welcome = [0; WELCOME_BYTES];
+        welcome[..WELCOME_HEAD_BYTES].copy_from_slice(&head(secret.is_some(), status, nonce));
+        link.send(&welcome, until)
+    };
+    if version(&hello) != VERSION {
+        refuse(link, OTHER_VERSION)?;
+        return Err(TurnedAway::Version(version(&hello)));
+    }
+    link.receive(&mut hello[12..], until)?;
+    if (hello[10] != 0) != secret.is_some() {
+        refuse(link, NO_PROOF)?;
+        return Err(TurnedAway::Unproved);
+    }
+    let head = head(secret.is_some(), GO_ON, nonce);
+    let mut welcome = [0; WELCOME_BYTES];
+    welcome[..WELCOME_HEAD_BYTES].copy_from_slice(&head);
+    welcome[WELCOME_HEAD_BYTES..].copy_from_slice(&proof(secret, PRODUCER, &hello, &head));
+    link.send(&welcome, until)?;
+
+    let mut theirs = [0; PROOF_BYTES];
+    link.receive(&mut theirs, until)?;
+    let (status, result) = if !proved(secret, CONSUMER, &hello, &head, &theirs) {
+        (NO_PROOF, Err(TurnedAway::Unproved))
+    } else if u64_at(&hello, 44) != epoch.0 {
+        (GONE, Err(TurnedAway::Epoch))
+    } else if u64_at(&hello, 52) != fingerprint {
+        (OTHER_LAYOUT, Err(TurnedAway::Layout))
+    } else {
+        (GO_ON, Ok(()))
+    };
+    link.send(&[status], until)?;
+    result
+}
+
+/// The consumer's side.
+///
+/// # Errors
+/// `Gone` when the producer has another epoch, `Refused` when its blocks have another layout, `Stopped`, and
+/// `Handshake` for everything else.
+pub(crate) fn introduce(
+    link: &mut Link,
+    secret: Option<&Secret>,
+    peer: &Peer,
+    stop: &AtomicBool,
+) -> Result<(), TransportError> {
+    let failed = |why: &str| TransportError::Handshake(peer.address, why.into());
+    let broken = |error: LinkError| match error {
+        LinkError::Stopped => TransportError::Stopped,
+        other => TransportError::Handshake(peer.address, other.to_string().into()),
+    };
+    let until = Until::deadline(stop, Instant::now() + link.silence());
+    let nonce = nonce().map_err(|error| failed(&error.to_string()))?;
+    let mut hello = [0; HELLO_BYTES];
+    hello[..WELCOME_HEAD_BYTES].copy_from_slice(&head(secret.is_some(), 0, nonce));
+    hello[44..52].copy_from_slice(&peer.epoch.0.to_le_bytes());
+    hello[52..60].copy_from_slice(&peer.fingerprint.to_le_bytes());
+    link.send(&hello, until).map_err(broken)?;
+
+    let mut welcome = [0; WELCOME_BYTES];
+    link.receive(&mut welcome, until).map_err(broken)?;
+    let (head, theirs) = welcome.split_at(WELCOME_HEAD_BYTES);
+    if head[..8] != MAGIC {
+        return Err(failed("not a baton producer"));
+    }
+    match head[11] {
+        GO_ON => {}
+        BUSY => return Err(failed("the producer has no connection free")),
+        OTHER_VERSION => return Err(failed(&format!("the producer speaks version {}", version(head)))),
+        _ => return Err(failed("the producer and this engine do not share a cluster secret")),
+    }
+    let shared = (head[10] != 0) == secret.is_some();
+    if version(head) != VERSION || !shared || !proved(secret, PRODUCER, &hello, head, theirs) {
+        return Err(failed("the producer did not prove that it knows the cluster secret"));
+    }
+    link.send(&proof(secret, CONSUMER, &hello, head), until).map_err(broken)?;
+
+    let mut status = [0];
+    link.receive(&mut status, until).map_err(broken)?;
+    match status[0] {
+        GO_ON => Ok(()),
+        GONE => Err(TransportError::Gone),
+        OTHER_LAYOUT => Err(TransportError::Refused("the producer's blocks have another layout".into())),
+        _ => Err(failed("the producer does not accept this engine's cluster secret")),
+    }
+}
+
+const _: () = assert!(HELLO_BYTES == 60 && WELCOME_BYTES == 76);

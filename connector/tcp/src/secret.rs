@@ -1,0 +1,59 @@
+//! The cluster's shared secret.
+
+use std::fmt;
+use std::sync::Arc;
+
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+
+/// Shortest secret, in bytes: 128 bits that cannot be guessed offline from one recorded handshake.
+pub(crate) const SECRET_MIN_BYTES: usize = 16;
+
+/// What all engines of a cluster know and nobody else does. Cheap to clone; never printed.
+#[derive(Clone)]
+pub struct Secret(Arc<[u8]>);
+
+/// A secret of fewer than 16 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a cluster secret has at least {SECRET_MIN_BYTES} bytes, this one has {0}")]
+pub struct SecretTooShort(pub usize);
+
+impl Secret {
+    /// Keeps a secret of at least 16 bytes.
+    ///
+    /// # Errors
+    /// [`SecretTooShort`] with the length that was found.
+    pub fn new(bytes: &[u8]) -> Result<Self, SecretTooShort> {
+        if bytes.len() < SECRET_MIN_BYTES {
+            return Err(SecretTooShort(bytes.len()));
+        }
+        Ok(Self(bytes.into()))
+    }
+
+    /// HMAC-SHA256 over the parts, ready to be sent or compared (comparison is in constant time).
+    pub(crate) fn mac(&self, parts: &[&[u8]]) -> Hmac<Sha256> {
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes a key of any length");
+        for part in parts {
+            mac.update(part);
+        }
+        mac
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(…)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_secret_is_refused_and_none_is_printed() {
+        assert_eq!(Secret::new(b"short").err(), Some(SecretTooShort(5)));
+        let secret = Secret::new(b"sixteen bytes is").expect("long enough");
+        assert_eq!(format!("{secret:?}"), "Secret(…)");
+    }
+}

@@ -1,0 +1,247 @@
+//! The producer's side: accepts connections, bounds them, and ends them.
+
+use std::collections::HashMap;
+use std::io::{self, ErrorKind};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use baton_connector::transport::{Producer, SILENCE};
+
+use crate::Secret;
+use crate::handshake;
+use crate::link::{self, Link, LinkError, SLICE};
+use crate::serve::{self, Ended, OpenReads};
+
+/// Stack of a connection's thread, in bytes: its deepest frame holds a few hundred spans, on the heap.
+const STACK_BYTES: usize = 256 * 1024;
+
+/// How a producer serves.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// The cluster's secret. Needed beyond loopback.
+    pub secret: Option<Secret>,
+    /// Connections at once; one more is told that there is no room. Each costs a thread while it lasts.
+    pub connections_max: usize,
+    /// A peer that is silent this long within a handshake, a request or a read has failed.
+    pub silence: Duration,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self { secret: None, connections_max: 256, silence: SILENCE }
+    }
+}
+
+/// What a server has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ServerStats {
+    /// Connections now.
+    pub connections: usize,
+    /// Connections that were told that there is no room.
+    pub turned_away: u64,
+    /// Connections that ended in their handshake.
+    pub handshakes_failed: u64,
+    /// Reads granted.
+    pub reads: u64,
+    /// Reads answered "gone", before or between batches.
+    pub reads_gone: u64,
+    /// Bytes of blocks that were sent.
+    pub bytes: u64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    turned_away: AtomicU64,
+    handshakes_failed: AtomicU64,
+    pub(crate) reads: AtomicU64,
+    pub(crate) reads_gone: AtomicU64,
+    pub(crate) bytes: AtomicU64,
+}
+
+/// What the threads of one server share.
+pub(crate) struct Shared {
+    pub(crate) producer: Arc<dyn Producer>,
+    pub(crate) options: ServerOptions,
+    pub(crate) stop: AtomicBool,
+    pub(crate) open_reads: OpenReads,
+    pub(crate) stats: Counters,
+    connections: Mutex<HashMap<u64, Connection>>,
+}
+
+/// What is needed to end a connection from outside.
+struct Connection {
+    socket: TcpStream,
+    thread: JoinHandle<()>,
+}
+
+impl Shared {
+    fn connections(&self) -> MutexGuard<'_, HashMap<u64, Connection>> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Serves the blocks of one producer until it is shut down or dropped.
+pub struct TcpServer {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    acceptor: Option<JoinHandle<()>>,
+}
+
+impl TcpServer {
+    /// Starts to serve on a bound listener.
+    ///
+    /// # Errors
+    /// `InvalidInput` when the listener is reachable from beyond loopback and there is no secret; otherwise
+    /// the system's.
+    pub fn start(
+        listener: TcpListener,
+        producer: Arc<dyn Producer>,
+        options: ServerOptions,
+    ) -> io::Result<Self> {
+        let address = listener.local_addr()?;
+        if !address.ip().is_loopback() && options.secret.is_none() {
+            let why = format!("{address} is reachable from other machines: a cluster secret is needed");
+            return Err(io::Error::new(ErrorKind::InvalidInput, why));
+        }
+        listener.set_nonblocking(true)?;
+        let shared = Arc::new(Shared {
+            producer,
+            options,
+            stop: AtomicBool::new(false),
+            open_reads: OpenReads::default(),
+            stats: Counters::default(),
+            connections: Mutex::default(),
+        });
+        let for_thread = Arc::clone(&shared);
+        let acceptor = thread::Builder::new()
+            .name("kv-accept".into())
+            .stack_size(STACK_BYTES)
+            .spawn(move || accept(&listener, &for_thread))?;
+        Ok(Self { address, shared, acceptor: Some(acceptor) })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// What it has done so far.
+    #[must_use]
+    pub fn stats(&self) -> ServerStats {
+        let stats = &self.shared.stats;
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        ServerStats {
+            connections: self.shared.connections().len(),
+            turned_away: load(&stats.turned_away),
+            handshakes_failed: load(&stats.handshakes_failed),
+            reads: load(&stats.reads),
+            reads_gone: load(&stats.reads_gone),
+            bytes: load(&stats.bytes),
+        }
+    }
+
+    /// Stops to listen, closes every connection and waits for its thread. Reads in flight have then failed.
+    pub fn shutdown(mut self) {
+        self.stop();
+    }
+
+    fn stop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        join(self.acceptor.take());
+        // The lock is not held while a thread is joined: it takes it to sign off.
+        let connections = std::mem::take(&mut *self.shared.connections());
+        for connection in connections.values() {
+            // It may have been closed by the peer already.
+            let _ = connection.socket.shutdown(Shutdown::Both);
+        }
+        for connection in connections.into_values() {
+            join(Some(connection.thread));
+        }
+    }
+}
+
+impl Drop for TcpServer {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn join(thread: Option<JoinHandle<()>>) {
+    if thread.is_some_and(|thread| thread.join().is_err()) {
+        tracing::error!("a thread of the KV side channel panicked");
+    }
+}
+
+fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
+    let mut next_id = 0;
+    while !shared.stop.load(Ordering::Acquire) {
+        if !link::wait(listener.as_fd(), libc::POLLIN, SLICE).unwrap_or(false) {
+            continue;
+        }
+        match listener.accept() {
+            Ok((socket, peer)) => {
+                next_id += 1;
+                if let Err(error) = admit(socket, next_id, shared) {
+                    tracing::warn!(%peer, %error, "KV connection not served");
+                }
+            }
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted) => {}
+            Err(error) => {
+                // Out of descriptors, most likely: the listener stays readable, so this would spin.
+                tracing::warn!(%error, "cannot accept KV connections");
+                thread::park_timeout(SLICE);
+            }
+        }
+    }
+}
+
+/// Gives a connection its thread, or tells it that there is no room.
+fn admit(socket: TcpStream, id: u64, shared: &Arc<Shared>) -> io::Result<()> {
+    let mut connections = shared.connections();
+    if connections.len() >= shared.options.connections_max {
+        shared.stats.turned_away.fetch_add(1, Ordering::Relaxed);
+        socket.set_nonblocking(true)?;
+        // A courtesy to the peer. If its socket does not take these bytes at once, it sees the close.
+        let _ = io::Write::write(&mut &socket, &handshake::busy());
+        return Ok(());
+    }
+    let mut link = Link::new(socket.try_clone()?, shared.options.silence)?;
+    let for_thread = Arc::clone(shared);
+    let thread =
+        thread::Builder::new().name(format!("kv-serve-{id}")).stack_size(STACK_BYTES).spawn(move || {
+            let signed_on = SignedOn { id, shared: for_thread };
+            let ended = serve::serve(&mut link, id, &signed_on.shared);
+            report(&signed_on.shared, ended);
+        })?;
+    connections.insert(id, Connection { socket, thread });
+    Ok(())
+}
+
+fn report(shared: &Shared, ended: Result<(), Ended>) {
+    match ended {
+        Ok(()) | Err(Ended::Link(LinkError::Closed | LinkError::Stopped)) => {}
+        Err(Ended::Link(error)) => tracing::debug!(%error, "KV connection ended"),
+        Err(Ended::Handshake(error)) => {
+            shared.stats.handshakes_failed.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(%error, "KV connection turned away");
+        }
+    }
+}
+
+/// A connection's entry in the books; signs off when its thread ends, also by a panic.
+struct SignedOn {
+    id: u64,
+    shared: Arc<Shared>,
+}
+
+impl Drop for SignedOn {
+    fn drop(&mut self) {
+        self.shared.open_reads.connection_ended(&*self.shared.producer, self.id);
+        self.shared.connections().remove(&self.id);
+    }
+}

@@ -1,0 +1,351 @@
+//! Messages as bytes. Pure: no socket in here.
+//!
+//! Every message after the handshake is a frame: one byte kind, four bytes length (little-endian), payload.
+//! A control message is at most [`CONTROL_MESSAGE_MAX_BYTES`] long; a batch of blocks is as long as the read
+//! that was granted allows. Whatever a peer sends, decoding ends in a message or in a [`WireError`].
+
+use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
+use baton_connector::limits::{BLOCKS_PER_HANDOFF_MAX, CONTROL_MESSAGE_MAX_BYTES, HEARTBEAT_HANDLES_MAX};
+use baton_connector::transport::Verdict;
+use baton_connector::{Handle, Rank, Reader};
+
+/// Bytes of a frame's header: kind and length.
+pub(crate) const HEADER_BYTES: usize = 5;
+
+/// Longest text (a release's reason, a refusal), in bytes; longer ones are cut.
+pub(crate) const TEXT_MAX_BYTES: usize = 256;
+
+const READ_BYTES: usize = 16 + 10 + 4 + 4;
+const READER_BYTES: usize = 16 + 10;
+const GRANTED_BYTES: usize = 4 + 8;
+
+const _: () = assert!(HEARTBEAT_HANDLES_MAX * 16 <= CONTROL_MESSAGE_MAX_BYTES);
+const _: () = assert!(16 + TEXT_MAX_BYTES <= CONTROL_MESSAGE_MAX_BYTES);
+const _: () = assert!(BLOCKS_PER_HANDOFF_MAX <= u32::MAX as usize);
+
+/// What a consumer asks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Request {
+    /// Send `count` blocks from entry `first` of the lease's table.
+    Read { handle: Handle, reader: Reader, first: u32, count: u32 },
+    /// Everything is here.
+    Done { handle: Handle, reader: Reader },
+    /// This reader gives up.
+    Failed { handle: Handle, reader: Reader },
+    /// End the lease.
+    Release { handle: Handle, reason: Box<str> },
+    /// Renew these leases.
+    Heartbeat { handles: Vec<Handle> },
+}
+
+/// What a producer answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Reply {
+    /// Batches follow, `blocks` blocks of `block_bytes` bytes in all.
+    Granted { blocks: u32, block_bytes: u64 },
+    /// The lease is over. Also instead of a batch, or of `Complete`: then the batches before hold nothing.
+    Gone,
+    /// Every batch was sent while the lease was live.
+    Complete,
+    /// The read does not fit the lease.
+    Refused(Box<str>),
+    /// The answer to `Done`.
+    Verdict(Verdict),
+    /// The answer to `Failed`.
+    Noted,
+    /// The answer to `Release`.
+    Released(ReleaseReply),
+    /// The answers to `Heartbeat`, in order.
+    Renewed(Vec<HeartbeatReply>),
+}
+
+/// Why bytes are not a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum WireError {
+    #[error("a message of kind {0:#04x} is not known here")]
+    Kind(u8),
+    #[error("a message of kind {kind:#04x} cannot be {len} bytes long")]
+    Length { kind: u8, len: usize },
+    #[error("a field of a message of kind {0:#04x} is out of range")]
+    Field(u8),
+}
+
+/// A frame's header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) kind: u8,
+    pub(crate) len: usize,
+}
+
+/// Blocks follow, `len` bytes of them.
+pub(crate) const KIND_BATCH: u8 = 0x42;
+
+const KIND_READ: u8 = 0x01;
+const KIND_DONE: u8 = 0x02;
+const KIND_FAILED: u8 = 0x03;
+const KIND_RELEASE: u8 = 0x04;
+const KIND_HEARTBEAT: u8 = 0x05;
+const KIND_GRANTED: u8 = 0x81;
+const KIND_GONE: u8 = 0x82;
+const KIND_REFUSED: u8 = 0x83;
+const KIND_VERDICT: u8 = 0x84;
+const KIND_NOTED: u8 = 0x85;
+const KIND_RELEASED: u8 = 0x86;
+const KIND_RENEWED: u8 = 0x87;
+const KIND_COMPLETE: u8 = 0x88;
+
+impl Header {
+    /// Reads a header. The length is not judged yet: that depends on what may come.
+    pub(crate) fn decode(bytes: [u8; HEADER_BYTES]) -> Self {
+        let [kind, a, b, c, d] = bytes;
+        Self { kind, len: u32::from_le_bytes([a, b, c, d]) as usize }
+    }
+
+    pub(crate) fn encode(self) -> [u8; HEADER_BYTES] {
+        let len = u32::try_from(self.len).expect("senders keep frames below 4 GiB");
+        let [a, b, c, d] = len.to_le_bytes();
+        [self.kind, a, b, c, d]
+    }
+
+    /// The length, when it may be one of a control message.
+    ///
+    /// # Errors
+    /// [`WireError::Length`] above [`CONTROL_MESSAGE_MAX_BYTES`].
+    pub(crate) fn control_len(self) -> Result<usize, WireError> {
+        if self.len > CONTROL_MESSAGE_MAX_BYTES {
+            return Err(WireError::Length { kind: self.kind, len: self.len });
+        }
+        Ok(self.len)
+    }
+}
+
+impl Request {
+    /// The whole frame.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        match self {
+            Self::Read { handle, reader, first, count } => Frame::new(KIND_READ)
+                .handle(*handle)
+                .reader(*reader)
+                .bytes(&first.to_le_bytes())
+                .bytes(&count.to_le_bytes()),
+            Self::Done { handle, reader } => Frame::new(KIND_DONE).handle(*handle).reader(*reader),
+            Self::Failed { handle, reader } => Frame::new(KIND_FAILED).handle(*handle).reader(*reader),
+            Self::Release { handle, reason } => Frame::new(KIND_RELEASE).handle(*handle).text(reason),
+            Self::Heartbeat { handles } => {
+                handles.iter().fold(Frame::new(KIND_HEARTBEAT), |frame, handle| frame.handle(*handle))
+            }
+        }
+        .done()
+    }
+
+    /// Reads a payload.
+    ///
+    /// # Errors
+    /// [`WireError`]; the connection cannot be used any more.
+    pub(crate) fn decode(kind: u8, payload: &[u8]) -> Result<Self, WireError> {
+        let mut fields = Fields { kind, rest: payload };
+        let request = match kind {
+            KIND_READ => {
+                fields.exactly(READ_BYTES)?;
+                let (handle, reader) = (fields.handle()?, fields.reader()?);
+                Self::Read { handle, reader, first: fields.u32()?, count: fields.u32()? }
+            }
+            KIND_DONE | KIND_FAILED => {
+                fields.exactly(READER_BYTES)?;
+                let (handle, reader) = (fields.handle()?, fields.reader()?);
+                if kind == KIND_DONE {
+                    Self::Done { handle, reader }
+                } else {
+                    Self::Failed { handle, reader }
+                }
+            }
+            KIND_RELEASE => Self::Release { handle: fields.handle()?, reason: fields.text()? },
+            KIND_HEARTBEAT => {
+                let count = payload.len() / 16;
+                if !payload.len().is_multiple_of(16) || count > HEARTBEAT_HANDLES_MAX {
+                    return Err(WireError::Length { kind, len: payload.len() });
+                }
+                Self::Heartbeat { handles: (0..count).map(|_| fields.handle()).collect::<Result<_, _>>()? }
+            }
+            _ => return Err(WireError::Kind(kind)),
+        };
+        Ok(request)
+    }
+}
+
+impl Reply {
+    /// The whole frame.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        match self {
+            Self::Granted { blocks, block_bytes } => {
+                Frame::new(KIND_GRANTED).bytes(&blocks.to_le_bytes()).bytes(&block_bytes.to_le_bytes())
+            }
+            Self::Gone => Frame::new(KIND_GONE),
+            Self::Complete => Frame::new(KIND_COMPLETE),
+            Self::Refused(why) => Frame::new(KIND_REFUSED).text(why),
+            Self::Verdict(verdict) => Frame::new(KIND_VERDICT).bytes(&[verdict_byte(*verdict)]),
+            Self::Noted => Frame::new(KIND_NOTED),
+            Self::Released(reply) => Frame::new(KIND_RELEASED).bytes(&[release_byte(*reply)]),
+            Self::Renewed(replies) => {
+                replies.iter().fold(Frame::new(KIND_RENEWED), |f, reply| f.bytes(&[heartbeat_byte(*reply)]))
+            }
+        }
+        .done()
+    }
+
+    /// Reads a payload.
+    ///
+    /// # Errors
+    /// [`WireError`]; the connection cannot be used any more.
+    pub(crate) fn decode(kind: u8, payload: &[u8]) -> Result<Self, WireError> {
+        let mut fields = Fields { kind, rest: payload };
+        match kind {
+            KIND_GRANTED => {
+                fields.exactly(GRANTED_BYTES)?;
+                Ok(Self::Granted { blocks: fields.u32()?, block_bytes: fields.u64()? })
+            }
+            KIND_GONE => fields.exactly(0).map(|()| Self::Gone),
+            KIND_COMPLETE => fields.exactly(0).map(|()| Self::Complete),
+            KIND_REFUSED => Ok(Self::Refused(fields.text()?)),
+            KIND_VERDICT => {
+                fields.exactly(1)?;
+                match fields.array()? {
+                    [0] => Ok(Self::Verdict(Verdict::Gone)),
+                    [1] => Ok(Self::Verdict(Verdict::Valid)),
+                    [_] => Err(WireError::Field(kind)),
+                }
+            }
+            KIND_NOTED => fields.exactly(0).map(|()| Self::Noted),
+            KIND_RELEASED => {
+                fields.exactly(1)?;
+                let [byte] = fields.array()?;
+                let known = RELEASES.iter().find(|reply| release_byte(**reply) == byte);
+                known.map(|reply| Self::Released(*reply)).ok_or(WireError::Field(kind))
+            }
+            KIND_RENEWED => {
+                if payload.len() > HEARTBEAT_HANDLES_MAX {
+                    return Err(WireError::Length { kind, len: payload.len() });
+                }
+                let reply = |byte: &u8| match byte {
+                    0 => Ok(HeartbeatReply::Gone),
+                    1 => Ok(HeartbeatReply::Renewed),
+                    _ => Err(WireError::Field(kind)),
+                };
+                Ok(Self::Renewed(payload.iter().map(reply).collect::<Result<_, _>>()?))
+            }
+            _ => Err(WireError::Kind(kind)),
+        }
+    }
+}
+
+const RELEASES: [ReleaseReply; 4] =
+    [ReleaseReply::Released, ReleaseReply::Draining, ReleaseReply::Already, ReleaseReply::Unknown];
+
+fn release_byte(reply: ReleaseReply) -> u8 {
+    match reply {
+        ReleaseReply::Released => 1,
+        ReleaseReply::Draining => 2,
+        ReleaseReply::Already => 3,
+        ReleaseReply::Unknown => 4,
+    }
+}
+
+fn verdict_byte(verdict: Verdict) -> u8 {
+    match verdict {
+        Verdict::Gone => 0,
+        Verdict::Valid => 1,
+    }
+}
+
+fn heartbeat_byte(reply: HeartbeatReply) -> u8 {
+    match reply {
+        HeartbeatReply::Gone => 0,
+        HeartbeatReply::Renewed => 1,
+    }
+}
+
+/// The longest prefix of at most [`TEXT_MAX_BYTES`] bytes that is still text.
+fn cut(text: &str) -> &str {
+    &text[..text.floor_char_boundary(TEXT_MAX_BYTES)]
+}
+
+/// A frame being written.
+struct Frame(Vec<u8>);
+
+impl Frame {
+    fn new(kind: u8) -> Self {
+        Self(Header { kind, len: 0 }.encode().to_vec())
+    }
+
+    fn bytes(mut self, bytes: &[u8]) -> Self {
+        self.0.extend_from_slice(bytes);
+        self
+    }
+
+    fn handle(self, handle: Handle) -> Self {
+        self.bytes(&handle.0.to_le_bytes())
+    }
+
+    fn reader(self, reader: Reader) -> Self {
+        self.bytes(&reader.consumer.to_le_bytes()).bytes(&reader.rank.0.to_le_bytes())
+    }
+
+    fn text(self, text: &str) -> Self {
+        self.bytes(cut(text).as_bytes())
+    }
+
+    fn done(mut self) -> Vec<u8> {
+        let header = Header { kind: self.0[0], len: self.0.len() - HEADER_BYTES };
+        self.0[..HEADER_BYTES].copy_from_slice(&header.encode());
+        self.0
+    }
+}
+
+/// A payload being read.
+struct Fields<'a> {
+    kind: u8,
+    rest: &'a [u8],
+}
+
+impl Fields<'_> {
+    fn exactly(&self, len: usize) -> Result<(), WireError> {
+        if self.rest.len() == len { Ok(()) } else { Err(self.wrong_length()) }
+    }
+
+    fn wrong_length(&self) -> WireError {
+        WireError::Length { kind: self.kind, len: self.rest.len() }
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
+        let (head, rest) = self.rest.split_first_chunk().ok_or_else(|| self.wrong_length())?;
+        self.rest = rest;
+        Ok(*head)
+    }
+
+    fn u32(&mut self) -> Result<u32, WireError> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, WireError> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    fn handle(&mut self) -> Result<Handle, WireError> {
+        self.array().map(|bytes| Handle(u128::from_le_bytes(bytes)))
+    }
+
+    fn reader(&mut self) -> Result<Reader, WireError> {
+        let consumer = self.u64()?;
+        Ok(Reader { consumer, rank: Rank(u16::from_le_bytes(self.array()?)) })
+    }
+
+    fn text(&mut self) -> Result<Box<str>, WireError> {
+        if self.rest.len() > TEXT_MAX_BYTES {
+            return Err(self.wrong_length());
+        }
+        std::str::from_utf8(self.rest).map(Into::into).map_err(|_| WireError::Field(self.kind))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,278 @@
+//! Who does not belong here: strangers, garbage, the wrong secret, the silent, the too many. Each ends its own
+//! connection and disturbs nobody.
+
+#[path = "../../tests/conformance/mod.rs"]
+#[allow(unused_imports, dead_code)] // the suite's vocabulary; its cases run in conformance.rs
+mod conformance;
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use baton_connector::lease::LeaseTerms;
+use baton_connector::region::Region;
+use baton_connector::transport::{Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
+use baton_connector::{BlockId, Handle, Rank, Reader};
+use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
+use conformance::Lender;
+
+const SILENCE: Duration = Duration::from_millis(500);
+/// What a loaded machine may add to a bound.
+const SLACK: Duration = Duration::from_secs(3);
+const READER: Reader = Reader { consumer: 1, rank: Rank(0) };
+static GO: AtomicBool = AtomicBool::new(false);
+
+fn secret(text: &str) -> Option<Secret> {
+    Some(Secret::new(text.as_bytes()).expect("long enough"))
+}
+
+fn serve(secret: Option<Secret>, connections_max: usize) -> (Arc<Lender>, TcpServer) {
+    let lender = Lender::new(16, 4096, LeaseTerms::default());
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let options = ServerOptions { secret, connections_max, silence: SILENCE };
+    let server = TcpServer::start(listener, Arc::clone(&lender) as _, options).expect("loopback");
+    (lender, server)
+}
+
+fn peer(lender: &Lender, server: &TcpServer) -> Peer {
+    Peer { address: server.local_addr(), epoch: lender.epoch(), fingerprint: lender.fingerprint() }
+}
+
+fn client(secret: Option<Secret>) -> TcpTransport {
+    TcpTransport::new(ClientOptions { secret, silence: SILENCE, ..ClientOptions::default() })
+}
+
+/// A whole fetch of two blocks works.
+fn fetch_works(lender: &Lender, transport: &TcpTransport, peer: &Peer) {
+    let region = Region::allocate(4, 4096);
+    let handle = lender.lend(&[3, 9], 1);
+    let order = ReadOrder { handle, reader: READER, first: 0, into: vec![BlockId(1), BlockId(0)] };
+    transport.read(peer, &order, &region, &GO).expect("a live lease");
+    assert_eq!(transport.finish(peer, handle, READER), Ok(Verdict::Valid));
+    assert_eq!(region.read_block(BlockId(1)), lender.region().read_block(BlockId(3)));
+    assert_eq!(region.read_block(BlockId(0)), lender.region().read_block(BlockId(9)));
+}
+
+/// Sends bytes and returns how long the server took to close the connection.
+fn until_closed(server: &TcpServer, bytes: &[u8]) -> Duration {
+    let begun = Instant::now();
+    let mut socket = TcpStream::connect(server.local_addr()).expect("a listener");
+    socket.set_read_timeout(Some(Duration::from_secs(20))).expect("a socket");
+    // The server may close before it has read everything.
+    let _ = socket.write_all(bytes);
+    match socket.read_to_end(&mut Vec::new()) {
+        Ok(_) => {}
+        Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}"),
+    }
+    begun.elapsed()
+}
+
+#[test]
+fn a_server_beyond_loopback_needs_a_secret() {
+    let start = |secret| {
+        let lender = Lender::new(1, 64, LeaseTerms::default());
+        let listener = TcpListener::bind("0.0.0.0:0").expect("a free port");
+        TcpServer::start(listener, lender, ServerOptions { secret, ..ServerOptions::default() })
+    };
+    assert_eq!(start(None).err().map(|e| e.kind()), Some(ErrorKind::InvalidInput));
+    start(secret("a secret of the cluster")).expect("with a secret it may").shutdown();
+}
+
+#[test]
+fn both_ends_must_know_the_same_secret() {
+    let (right, wrong) = (secret("a secret of the cluster"), secret("another cluster's secret"));
+    for (here, there, works) in [
+        (right.clone(), right.clone(), true),
+        (None, None, true),
+        (right.clone(), wrong.clone(), false),
+        (right.clone(), None, false),
+        (None, right.clone(), false),
+    ] {
+        let (lender, server) = serve(here, 8);
+        let (transport, peer) = (client(there), peer(&lender, &server));
+        if works {
+            fetch_works(&lender, &transport, &peer);
+            continue;
+        }
+        let handle = lender.lend(&[0], 1);
+        let order = ReadOrder { handle, reader: READER, first: 0, into: vec![BlockId(0)] };
+        let read = transport.read(&peer, &order, &Region::allocate(1, 4096), &GO);
+        assert!(matches!(read, Err(TransportError::Handshake(..))), "{read:?}");
+        assert!(transport.finish(&peer, handle, READER).is_err(), "no verdict from whom one cannot trust");
+        assert!(transport.release(&peer, handle, "x").is_err());
+        assert_eq!(lender.live_leases(), 1);
+    }
+}
+
+#[test]
+fn garbage_ends_its_own_connection_and_disturbs_nobody() {
+    let (lender, server) = serve(secret("a secret of the cluster"), 8);
+    let (transport, peer) = (client(secret("a secret of the cluster")), peer(&lender, &server));
+    fetch_works(&lender, &transport, &peer);
+    let hello = |version: u16, with_secret: u8| {
+        let mut hello = b"BATON-KV".to_vec();
+        hello.extend(version.to_le_bytes());
+        hello.extend([with_secret, 0]);
+        hello.extend([0x5a; 48]);
+        hello
+    };
+    let mut unproved = hello(1, 1);
+    unproved.extend([0; 32]);
+    let mut reads_without_proof = unproved.clone();
+    reads_without_proof.extend([1, 34, 0, 0, 0]);
+    reads_without_proof.extend([0; 34]);
+    let corpus: Vec<Vec<u8>> = vec![
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec(),
+        vec![0; 4096],
+        vec![0xff; 100_000],
+        b"BATON-KV".to_vec(),
+        hello(2, 1),
+        hello(1, 0),
+        hello(1, 1),
+        unproved,
+        reads_without_proof,
+        vec![],
+    ];
+    for bytes in &corpus {
+        let took = until_closed(&server, bytes);
+        assert!(took < SILENCE + SLACK, "{took:?} for {:?}…", &bytes[..bytes.len().min(12)]);
+        fetch_works(&lender, &transport, &peer);
+    }
+    assert_eq!(server.stats().handshakes_failed, corpus.len() as u64);
+}
+
+#[test]
+fn garbage_after_the_handshake_ends_its_own_connection_and_disturbs_nobody() {
+    let (lender, server) = serve(None, 8);
+    let (transport, peer) = (client(None), peer(&lender, &server));
+    let mut admitted = b"BATON-KV".to_vec();
+    admitted.extend([1, 0, 0, 0]);
+    admitted.extend([7; 32]);
+    admitted.extend(lender.epoch().0.to_le_bytes());
+    admitted.extend(lender.fingerprint().to_le_bytes());
+    admitted.extend([0; 32]);
+    for frame in [
+        vec![0x77, 0, 0, 0, 0],
+        vec![0x01, 0xff, 0xff, 0xff, 0xff],
+        vec![0x05, 0xff, 0x7f, 0, 0],
+        vec![0x01, 2, 0, 0, 0, 1, 1],
+        vec![0x81, 0, 0, 0, 0],
+        vec![0x04, 18, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0xff, 0xfe],
+        vec![0x02, 26, 0],
+    ] {
+        let took = until_closed(&server, &[&admitted[..], &frame].concat());
+        assert!(took < SILENCE + SLACK, "{took:?} for {frame:?}");
+        fetch_works(&lender, &transport, &peer);
+    }
+}
+
+#[test]
+fn connections_are_bounded_and_come_free_again() {
+    let (lender, server) = serve(None, 2);
+    let transport = client(None);
+    let idlers: Vec<_> = (0..2).map(|_| TcpStream::connect(server.local_addr()).expect("room")).collect();
+    let peer = peer(&lender, &server);
+    let turned_away = (0..100).find_map(|_| transport.heartbeat(&peer, &[Handle(1)]).err());
+    assert!(matches!(turned_away, Some(TransportError::Handshake(..))), "{turned_away:?}");
+    // The idlers never finish their handshake: their places come free by themselves.
+    let begun = Instant::now();
+    while transport.heartbeat(&peer, &[Handle(1)]).is_err() {
+        assert!(begun.elapsed() < Duration::from_secs(10), "silent strangers hold every connection");
+        thread::yield_now();
+    }
+    drop(idlers);
+    fetch_works(&lender, &transport, &peer);
+}
+
+#[test]
+fn a_kept_connection_that_the_producer_closed_is_made_anew() {
+    let (lender, server) = serve(None, 8);
+    let (transport, at) = (client(None), peer(&lender, &server));
+    fetch_works(&lender, &transport, &at);
+    assert_eq!(transport.idle_connections(), 1);
+    let address = server.local_addr();
+    server.shutdown();
+    assert!(transport.heartbeat(&at, &[Handle(1)]).is_err(), "nobody listens");
+    let listener = TcpListener::bind(address).expect("the same port again");
+    let options = ServerOptions { silence: SILENCE, ..ServerOptions::default() };
+    let again = TcpServer::start(listener, Arc::clone(&lender) as _, options).expect("loopback");
+    fetch_works(&lender, &transport, &at);
+    again.shutdown();
+}
+
+#[test]
+fn idle_connections_are_closed() {
+    let (lender, server) = serve(None, 8);
+    let idle = Duration::from_millis(20);
+    let transport = TcpTransport::new(ClientOptions { idle, silence: SILENCE, ..ClientOptions::default() });
+    fetch_works(&lender, &transport, &peer(&lender, &server));
+    let begun = Instant::now();
+    while transport.idle_connections() > 0 || server.stats().connections > 0 {
+        transport.sweep();
+        assert!(begun.elapsed() < Duration::from_secs(10));
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn a_producer_that_never_answers_is_an_error_within_the_bound() {
+    // The listener's backlog accepts for a process that does nothing, as one that was stopped.
+    let silent = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let lender = Lender::new(1, 64, LeaseTerms::default());
+    let peer = Peer {
+        address: silent.local_addr().expect("bound"),
+        epoch: lender.epoch(),
+        fingerprint: lender.fingerprint(),
+    };
+    let transport = client(None);
+    let begun = Instant::now();
+    let error = transport.finish(&peer, Handle(1), READER).expect_err("nobody answers");
+    assert!(matches!(error, TransportError::Handshake(..)), "{error}");
+    assert!(begun.elapsed() >= SILENCE && begun.elapsed() < SILENCE + SLACK, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_consumer_that_does_not_read_ends_alone_and_its_read_has_failed() {
+    let lender = Lender::new(64, 1 << 20, LeaseTerms::default());
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let options = ServerOptions { silence: SILENCE, ..ServerOptions::default() };
+    let server = TcpServer::start(listener, Arc::clone(&lender) as _, options).expect("loopback");
+    let handle = lender.lend(&(0..64).collect::<Vec<_>>(), 1);
+    let mut socket = TcpStream::connect(server.local_addr()).expect("a listener");
+    let mut bytes = b"BATON-KV".to_vec();
+    bytes.extend([1, 0, 0, 0]);
+    bytes.extend([7; 32]);
+    bytes.extend(lender.epoch().0.to_le_bytes());
+    bytes.extend(lender.fingerprint().to_le_bytes());
+    bytes.extend([0; 32]);
+    bytes.extend([1, 34, 0, 0, 0]);
+    bytes.extend(handle.0.to_le_bytes());
+    bytes.extend(READER.consumer.to_le_bytes());
+    bytes.extend(READER.rank.0.to_le_bytes());
+    bytes.extend(0_u32.to_le_bytes());
+    bytes.extend(64_u32.to_le_bytes());
+    socket.write_all(&bytes).expect("a listener");
+    lender.await_failed(READER);
+    let region = Region::allocate(1, 1 << 20);
+    let order = ReadOrder { handle, reader: READER, first: 63, into: vec![BlockId(0)] };
+    let reader = Reader { consumer: 2, ..READER };
+    let order = ReadOrder { reader, ..order };
+    let transport = client(None);
+    transport.read(&peer(&lender, &server), &order, &region, &GO).expect("the lease is still there");
+}
+
+#[test]
+fn a_shutdown_with_reads_in_flight_is_quick() {
+    let (lender, server) = serve(None, 64);
+    let (transport, at) = (client(None), peer(&lender, &server));
+    fetch_works(&lender, &transport, &at);
+    let strangers: Vec<_> = (0..20).map(|_| TcpStream::connect(at.address).expect("room")).collect();
+    let begun = Instant::now();
+    server.shutdown();
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    drop(strangers);
+}

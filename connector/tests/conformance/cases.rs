@@ -1,0 +1,370 @@
+//! The promises, one function each. See `mod.rs`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use baton_connector::lease::{Cause, LeaseTerms};
+use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
+use baton_connector::region::Region;
+use baton_connector::transport::{Peer, ReadOrder, TransportError, Verdict};
+use baton_connector::{BlockId, Epoch, Handle, Rank, Reader};
+
+use super::lender::contents;
+use super::{At, Lender, Wire};
+
+/// Starts a wire to a lender.
+pub type Start<'a> = &'a dyn Fn(Arc<Lender>) -> Box<dyn Wire>;
+
+const BLOCK: usize = 4096;
+const READER: Reader = reader(7);
+/// What a loaded machine may add to a bound.
+const SLACK: Duration = Duration::from_secs(3);
+static GO: AtomicBool = AtomicBool::new(false);
+
+const fn reader(consumer: u64) -> Reader {
+    Reader { consumer, rank: Rank(0) }
+}
+
+fn order(handle: Handle, reader: Reader, first: usize, into: &[u32]) -> ReadOrder {
+    ReadOrder { handle, reader, first, into: into.iter().map(|&b| BlockId(b)).collect() }
+}
+
+/// A lender of 64 blocks of 4 KiB on a wire.
+fn wired(start: Start<'_>, terms: LeaseTerms) -> (Arc<Lender>, Box<dyn Wire>) {
+    let lender = Lender::new(64, BLOCK, terms);
+    let wire = start(Arc::clone(&lender));
+    (lender, wire)
+}
+
+/// A lender whose blocks are as large as a batch or larger, so that a read of a few has a middle.
+fn wired_with_large_blocks(start: Start<'_>, terms: LeaseTerms) -> (Arc<Lender>, Box<dyn Wire>) {
+    let lender = Lender::new(8, 2 << 20, terms);
+    let wire = start(Arc::clone(&lender));
+    (lender, wire)
+}
+
+fn landed(region: &Region, into: &[u32], from: &[u32]) {
+    for (&here, &there) in into.iter().zip(from) {
+        let (found, sent) = (region.read_block(BlockId(here)), contents(there, region.block_bytes()));
+        assert!(found == sent, "block {there} of the producer in block {here} of the consumer");
+    }
+}
+
+/// A number generator for tables: xorshift, seeded by the test.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % n as u64) as usize
+    }
+
+    /// `count` different numbers below `n`, in any order.
+    fn table(&mut self, n: usize, count: usize) -> Vec<u32> {
+        let mut all: Vec<u32> = (0..n as u32).collect();
+        for i in 0..count {
+            let other = i + self.below(n - i);
+            all.swap(i, other);
+        }
+        all.truncate(count);
+        all
+    }
+}
+
+pub fn blocks_arrive_byte_by_byte_in_the_order_of_the_table(start: Start<'_>) {
+    for (seed, block_bytes) in [(1, 1), (2, 100), (3, 4096), (4, 16 << 10), (5, 300_001), (6, (1 << 20) + 1)]
+    {
+        let blocks = (6_usize << 20).div_ceil(block_bytes).clamp(3, 700);
+        let lender = Lender::new(blocks, block_bytes, LeaseTerms::default());
+        let wire = start(Arc::clone(&lender));
+        let region = Region::allocate(blocks, block_bytes);
+        let mut dice = Dice(seed);
+        for _ in 0..4 {
+            let count = 1 + dice.below(blocks);
+            let (from, into) = (dice.table(blocks, count), dice.table(blocks, count));
+            let handle = lender.lend(&from, 1);
+            let order = order(handle, READER, 0, &into);
+            wire.transport().read(&wire.peer(), &order, &region, &GO).expect("a live lease");
+            assert_eq!(wire.transport().finish(&wire.peer(), handle, READER), Ok(Verdict::Valid));
+            landed(&region, &into, &from);
+        }
+        assert_eq!(lender.settled().iter().filter(|s| s.cause == Cause::Fetched).count(), 4);
+    }
+}
+
+pub fn a_read_starts_at_any_entry_of_the_table(start: Start<'_>) {
+    let (lender, wire) = wired(start, LeaseTerms::default());
+    let region = Region::allocate(64, BLOCK);
+    let handle = lender.lend(&[9, 8, 7, 6, 5], 1);
+    let order = order(handle, READER, 3, &[0, 1]);
+    wire.transport().read(&wire.peer(), &order, &region, &GO).expect("a live lease");
+    landed(&region, &[0, 1], &[6, 5]);
+}
+
+pub fn neighbours_and_strangers_in_memory_arrive_alike(start: Start<'_>) {
+    let (lender, wire) = wired(start, LeaseTerms::default());
+    let region = Region::allocate(64, BLOCK);
+    let from = [3, 4, 5, 20, 19, 18, 40, 41, 0, 63];
+    let into = [10, 11, 12, 13, 50, 49, 48, 2, 1, 0];
+    let order = order(lender.lend(&from, 1), READER, 0, &into);
+    wire.transport().read(&wire.peer(), &order, &region, &GO).expect("a live lease");
+    landed(&region, &into, &from);
+    let untouched = (0..64_u32).filter(|b| !into.contains(b));
+    for block in untouched {
+        assert!(region.read_block(BlockId(block)).iter().all(|&byte| byte == 0), "block {block} was written");
+    }
+}
+
+pub fn a_closed_lease_is_gone(start: Start<'_>) {
+    let (lender, wire) = wired(start, LeaseTerms::default());
+    let (transport, peer) = (wire.transport(), wire.peer());
+    let region = Region::allocate(64, BLOCK);
+    let handle = lender.lend(&[1, 2], 1);
+    assert_eq!(
+        transport.heartbeat(&peer, &[handle, Handle(5)]),
+        Ok(vec![HeartbeatReply::Renewed, HeartbeatReply::Gone])
+    );
+    assert_eq!(transport.release(&peer, handle, "client_gone"), Ok(ReleaseReply::Released));
+    assert_eq!(transport.release(&peer, handle, "client_gone"), Ok(ReleaseReply::Already));
+    assert_eq!(transport.release(&peer, Handle(5), "client_gone"), Ok(ReleaseReply::Unknown));
+    let gone = transport.read(&peer, &order(handle, READER, 0, &[0, 1]), &region, &GO);
+    assert_eq!(gone, Err(TransportError::Gone));
+    assert_eq!(transport.finish(&peer, handle, READER), Ok(Verdict::Gone));
+    assert_eq!(transport.heartbeat(&peer, &[handle]), Ok(vec![HeartbeatReply::Gone]));
+    assert_eq!(&*lender.settled()[0].reason, "client_gone");
+}
+
+pub fn a_lease_that_ends_in_mid_read_is_gone_and_so_is_its_verdict(start: Start<'_>) {
+    let terms = LeaseTerms { drain: Duration::ZERO, ..LeaseTerms::default() };
+    let (lender, wire) = wired_with_large_blocks(start, terms);
+    let region = Region::allocate(8, 2 << 20);
+    let handle = lender.lend(&[0, 1, 2, 3], 1);
+    lender.gate(At::Look(3));
+    thread::scope(|scope| {
+        let read = scope.spawn(|| {
+            wire.transport().read(&wire.peer(), &order(handle, READER, 0, &[4, 5, 6, 7]), &region, &GO)
+        });
+        lender.await_gate();
+        let reply = wire.transport().release(&wire.peer(), handle, "gone");
+        assert_eq!(reply, Ok(ReleaseReply::Draining), "with no time to drain");
+        lender.open_gate();
+        assert_eq!(read.join().unwrap(), Err(TransportError::Gone));
+    });
+    assert_eq!(wire.transport().finish(&wire.peer(), handle, READER), Ok(Verdict::Gone));
+    assert_eq!(lender.settled().len(), 1);
+    // What broke off leaves a connection that can be used.
+    let next = lender.lend(&[5], 1);
+    wire.transport().read(&wire.peer(), &order(next, READER, 0, &[0]), &region, &GO).expect("a live lease");
+    landed(&region, &[0], &[5]);
+}
+
+pub fn a_lease_that_is_released_in_mid_read_is_drained_and_valid(start: Start<'_>) {
+    let (lender, wire) = wired_with_large_blocks(start, LeaseTerms::default());
+    let region = Region::allocate(8, 2 << 20);
+    let handle = lender.lend(&[0, 1, 2, 3], 1);
+    lender.gate(At::Look(3));
+    thread::scope(|scope| {
+        let read = scope.spawn(|| {
+            wire.transport().read(&wire.peer(), &order(handle, READER, 0, &[4, 5, 6, 7]), &region, &GO)
+        });
+        lender.await_gate();
+        assert_eq!(wire.transport().release(&wire.peer(), handle, "late"), Ok(ReleaseReply::Draining));
+        lender.open_gate();
+        assert_eq!(read.join().unwrap(), Ok(()));
+    });
+    assert_eq!(wire.transport().finish(&wire.peer(), handle, READER), Ok(Verdict::Valid));
+    landed(&region, &[4, 5, 6, 7], &[0, 1, 2, 3]);
+    assert_eq!(lender.settled()[0].cause, Cause::Fetched);
+}
+
+pub fn another_epoch_is_gone(start: Start<'_>) {
+    let (lender, wire) = wired(start, LeaseTerms::default());
+    let (transport, peer) = (wire.transport(), Peer { epoch: Epoch(1), ..wire.peer() });
+    let region = Region::allocate(64, BLOCK);
+    let handle = lender.lend(&[1], 1);
+    let read = transport.read(&peer, &order(handle, READER, 0, &[0]), &region, &GO);
+    assert_eq!(read, Err(TransportError::Gone));
+    assert_eq!(transport.finish(&peer, handle, READER), Ok(Verdict::Gone));
+    assert_eq!(transport.heartbeat(&peer, &[handle]), Ok(vec![HeartbeatReply::Gone]));
+    assert_eq!(transport.release(&peer, handle, "x"), Ok(ReleaseReply::Already));
+    assert_eq!(lender.live_leases(), 1, "a handle of another epoch names nothing here");
+}
+
+pub fn another_layout_is_refused(start: Start<'_>) {
+    let (lender, wire) = wired(start, LeaseTerms::default());
+    let peer = Peer { fingerprint: 1, ..wire.peer() };
+    let order = order(lender.lend(&[1], 1), READER, 0, &[0]);
+    let read = wire.transport().read(&peer, &order, &Region::allocate(64, BLOCK), &GO);
+    assert!(matches!(read, Err(TransportError::Refused(_))), "{read:?}");
+}
+
+pub fn a_range_outside_the_table_is_refused_and_the_next_read_works(start: Start<'_>) {
+    let (lender, wire) = wired(start, LeaseTerms::default());
+    let region = Region::allocate(64, BLOCK);
+    let handle = lender.lend(&[1, 2], 1);
+    for (first, into) in [(0_usize, &[0_u32, 1, 2][..]), (2, &[0]), (usize::MAX, &[0]), (0, &[])] {
+        let read = wire.transport().read(&wire.peer(), &order(handle, READER, first, into), &region, &GO);
+        assert!(matches!(read, Err(TransportError::Refused(_))), "{first} {into:?}: {read:?}");
+    }
+    wire.transport().read(&wire.peer(), &order(handle, READER, 0, &[0, 1]), &region, &GO).expect("in range");
+    landed(&region, &[0, 1], &[1, 2]);
+}
+
+pub fn a_raised_stop_flag_ends_the_read_soon_and_for_good(start: Start<'_>) {
+    let (lender, wire) = wired_with_large_blocks(start, LeaseTerms::default());
+    let region = Region::allocate(8, 2 << 20);
+    let handle = lender.lend(&[0, 1, 2, 3], 1);
+    let stop = AtomicBool::new(false);
+    lender.gate(At::Look(3));
+    thread::scope(|scope| {
+        let read = scope.spawn(|| {
+            wire.transport().read(&wire.peer(), &order(handle, READER, 0, &[4, 5, 6, 7]), &region, &stop)
+        });
+        lender.await_gate();
+        let raised = Instant::now();
+        stop.store(true, Ordering::Release);
+        assert_eq!(read.join().unwrap(), Err(TransportError::Stopped));
+        assert!(raised.elapsed() < Duration::from_secs(1), "{:?}", raised.elapsed());
+    });
+    // The blocks are somebody else's from here on. The producer goes on sending.
+    for block in 4..8 {
+        region.write_block(BlockId(block), &vec![0xee; 2 << 20]);
+    }
+    lender.open_gate();
+    lender.await_failed(READER);
+    for block in 4..8 {
+        assert!(region.read_block(BlockId(block)).iter().all(|&byte| byte == 0xee), "written after the stop");
+    }
+    let read = wire.transport().read(&wire.peer(), &order(handle, reader(8), 0, &[4, 5, 6, 7]), &region, &GO);
+    assert_eq!(read, Ok(()), "another engine may still fetch");
+}
+
+pub fn a_producer_that_dies_in_mid_read_is_an_error(start: Start<'_>) {
+    let (lender, mut wire) = wired_with_large_blocks(start, LeaseTerms::default());
+    let region = Region::allocate(8, 2 << 20);
+    let handle = lender.lend(&[0, 1, 2, 3], 1);
+    lender.gate(At::Look(3));
+    let (transport, peer) = (wire.transport(), wire.peer());
+    thread::scope(|scope| {
+        let read =
+            scope.spawn(|| transport.read(&peer, &order(handle, READER, 0, &[4, 5, 6, 7]), &region, &GO));
+        lender.await_gate();
+        let killing = scope.spawn(move || wire.kill());
+        let read = read.join().unwrap();
+        assert!(matches!(read, Err(TransportError::Transfer(_))), "{read:?}");
+        lender.open_gate();
+        killing.join().unwrap();
+    });
+    assert!(transport.finish(&peer, handle, READER).is_err());
+    assert!(transport.heartbeat(&peer, &[handle]).is_err());
+}
+
+pub fn a_silent_producer_is_an_error_within_the_bound(start: Start<'_>) {
+    let (lender, wire) = wired_with_large_blocks(start, LeaseTerms::default());
+    let region = Region::allocate(8, 2 << 20);
+    let handle = lender.lend(&[0, 1, 2, 3], 1);
+    lender.gate(At::Look(3));
+    let begun = Instant::now();
+    let read = wire.transport().read(&wire.peer(), &order(handle, READER, 0, &[4, 5, 6, 7]), &region, &GO);
+    assert!(matches!(read, Err(TransportError::Transfer(_))), "{read:?}");
+    assert!(begun.elapsed() < wire.silence() + SLACK, "{:?}", begun.elapsed());
+    lender.open_gate();
+    lender.await_failed(READER);
+}
+
+pub fn eight_consumers_read_at_once(start: Start<'_>) {
+    let lender = Lender::new(256, 16 << 10, LeaseTerms::default());
+    let wire = start(Arc::clone(&lender));
+    let (transport, peer) = (wire.transport(), wire.peer());
+    let shared = lender.lend(&(0..128).rev().collect::<Vec<_>>(), 8);
+    thread::scope(|scope| {
+        for consumer in 0..8_u32 {
+            let (transport, peer, lender) = (&transport, &peer, &lender);
+            scope.spawn(move || {
+                let region = Region::allocate(256, 16 << 10);
+                let (me, mut dice) = (reader(u64::from(consumer)), Dice(u64::from(consumer) + 1));
+                for _ in 0..5 {
+                    let (from, into) = (dice.table(256, 100), dice.table(256, 100));
+                    let own = lender.lend(&from, 1);
+                    transport.read(peer, &order(own, me, 0, &into), &region, &GO).expect("a live lease");
+                    assert_eq!(transport.finish(peer, own, me), Ok(Verdict::Valid));
+                    landed(&region, &into, &from);
+                }
+                let into = dice.table(256, 128);
+                transport.read(peer, &order(shared, me, 0, &into), &region, &GO).expect("a live lease");
+                assert_eq!(transport.finish(peer, shared, me), Ok(Verdict::Valid));
+                landed(&region, &into, &(0..128).rev().collect::<Vec<_>>());
+            });
+        }
+    });
+    assert_eq!(lender.settled().iter().filter(|s| s.cause == Cause::Fetched).count(), 41);
+    assert_eq!(lender.live_leases(), 0);
+}
+
+pub fn a_repeated_done_is_valid_and_a_strangers_is_not(start: Start<'_>) {
+    let (lender, wire) = wired(start, LeaseTerms::default());
+    let (transport, peer) = (wire.transport(), wire.peer());
+    let handle = lender.lend(&[1, 2], 1);
+    let region = Region::allocate(64, BLOCK);
+    assert_eq!(transport.finish(&peer, handle, READER), Ok(Verdict::Gone), "it has read nothing");
+    transport.read(&peer, &order(handle, READER, 0, &[1, 2]), &region, &GO).expect("a live lease");
+    for _ in 0..3 {
+        assert_eq!(transport.finish(&peer, handle, READER), Ok(Verdict::Valid));
+    }
+    assert_eq!(transport.finish(&peer, handle, reader(8)), Ok(Verdict::Gone));
+}
+
+pub fn heartbeats_and_releases_do_not_wait_behind_a_read(start: Start<'_>) {
+    let (lender, wire) = wired_with_large_blocks(start, LeaseTerms::default());
+    let (transport, peer) = (wire.transport(), wire.peer());
+    let region = Region::allocate(8, 2 << 20);
+    let (long, other) = (lender.lend(&[0, 1, 2, 3], 1), lender.lend(&[4], 1));
+    lender.gate(At::Look(3));
+    thread::scope(|scope| {
+        let read =
+            scope.spawn(|| transport.read(&peer, &order(long, READER, 0, &[4, 5, 6, 7]), &region, &GO));
+        lender.await_gate();
+        assert_eq!(transport.heartbeat(&peer, &[long, other]), Ok(vec![HeartbeatReply::Renewed; 2]));
+        assert_eq!(transport.release(&peer, other, "x"), Ok(ReleaseReply::Released));
+        lender.open_gate();
+        assert_eq!(read.join().unwrap(), Ok(()));
+    });
+}
+
+pub fn a_reader_that_gives_up_does_not_hold_a_release(start: Start<'_>) {
+    let (lender, wire) = wired(start, LeaseTerms::default());
+    let (transport, peer) = (wire.transport(), wire.peer());
+    let handle = lender.lend(&[1, 2], 1);
+    let region = Region::allocate(64, BLOCK);
+    transport.read(&peer, &order(handle, READER, 0, &[1, 2]), &region, &GO).expect("a live lease");
+    assert_eq!(transport.give_up(&peer, handle, READER), Ok(()));
+    assert_eq!(transport.release(&peer, handle, "consumer_aborted"), Ok(ReleaseReply::Released));
+    assert_eq!(lender.settled()[0].blocks, [BlockId(1), BlockId(2)]);
+}
+
+pub fn a_read_that_breaks_off_is_known_to_the_producer(start: Start<'_>) {
+    let (lender, wire) = wired_with_large_blocks(start, LeaseTerms::default());
+    let region = Region::allocate(8, 2 << 20);
+    let handle = lender.lend(&[0, 1], 1);
+    let stop = AtomicBool::new(false);
+    lender.gate(At::Look(2));
+    thread::scope(|scope| {
+        let read = scope.spawn(|| {
+            wire.transport().read(&wire.peer(), &order(handle, READER, 0, &[4, 5]), &region, &stop)
+        });
+        lender.await_gate();
+        stop.store(true, Ordering::Release);
+        assert!(read.join().unwrap().is_err());
+    });
+    lender.open_gate();
+    lender.await_failed(READER);
+    assert_eq!(
+        wire.transport().release(&wire.peer(), handle, "consumer_aborted"),
+        Ok(ReleaseReply::Released),
+        "nobody has to be waited for"
+    );
+}

@@ -1,0 +1,186 @@
+//! A producer for tests: the real ledger behind a lock, the real pool memory, and a gate in the middle of
+//! every read.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use baton_connector::lease::LeaseTerms;
+use baton_connector::ledger::{Grant, HeartbeatReply, Ledger, ReadRefusal, ReleaseReply, Settled};
+use baton_connector::region::Region;
+use baton_connector::transport::{Producer, TransportError, Verdict};
+use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
+
+/// Longest that a test waits for a state.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Where a read stops and waits for [`Lender::open_gate`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum At {
+    /// Nowhere.
+    Nowhere,
+    /// When the lease is looked at for this time, counted from 1.
+    Look(u64),
+}
+
+/// See the module.
+pub struct Lender {
+    ledger: Mutex<Ledger>,
+    region: Region,
+    start: Instant,
+    epoch: Epoch,
+    next: AtomicU64,
+    gate: Mutex<Gate>,
+    moved: Condvar,
+}
+
+struct Gate {
+    at: At,
+    looks: u64,
+    waiting: usize,
+    failed: Vec<Reader>,
+}
+
+impl Lender {
+    /// A pool in which no two blocks, and no two words of a block, are equal.
+    pub fn new(blocks: usize, block_bytes: usize, terms: LeaseTerms) -> Arc<Self> {
+        let region = Region::allocate(blocks, block_bytes);
+        for block in 0..blocks as u32 {
+            region.write_block(BlockId(block), &contents(block, block_bytes));
+        }
+        let gate = Gate { at: At::Nowhere, looks: 0, waiting: 0, failed: Vec::new() };
+        Arc::new(Self {
+            ledger: Mutex::new(Ledger::new(terms)),
+            region,
+            start: Instant::now(),
+            epoch: Epoch(0xba70),
+            next: AtomicU64::new(1),
+            gate: Mutex::new(gate),
+            moved: Condvar::new(),
+        })
+    }
+
+    pub fn now(&self) -> Time {
+        Time::ZERO.after(self.start.elapsed())
+    }
+
+    /// Lends blocks to `readers` readers.
+    pub fn lend(&self, blocks: &[u32], readers: usize) -> Handle {
+        let n = self.next.fetch_add(1, Ordering::Relaxed);
+        let handle = Handle(u128::from(n) << 64 | 0xdead_beef);
+        let request = RequestId::new(&format!("r{n}")).expect("a test id");
+        let blocks = blocks.iter().map(|&b| BlockId(b)).collect();
+        let grant = Grant { handle, request, blocks, expected: readers };
+        self.ledger.lock().unwrap().open(grant, self.now()).expect("a free ledger");
+        handle
+    }
+
+    /// The next read stops there. Also lets go of whoever waits.
+    pub fn gate(&self, at: At) {
+        let mut gate = self.gate.lock().unwrap();
+        (gate.at, gate.looks) = (at, 0);
+        self.moved.notify_all();
+    }
+
+    /// Whoever waits goes on, and nobody waits any more.
+    pub fn open_gate(&self) {
+        self.gate(At::Nowhere);
+    }
+
+    /// Waits until a read stands at the gate.
+    pub fn await_gate(&self) {
+        self.wait_for("a read at the gate", |gate| gate.waiting > 0);
+    }
+
+    /// Waits until the producer knows that this reader's connection has ended.
+    pub fn await_failed(&self, reader: Reader) {
+        self.wait_for("a failed read", |gate| gate.failed.contains(&reader));
+    }
+
+    fn wait_for(&self, what: &str, state: impl Fn(&Gate) -> bool) {
+        let gate = self.gate.lock().unwrap();
+        let (_gate, timeout) = self.moved.wait_timeout_while(gate, PATIENCE, |gate| !state(gate)).unwrap();
+        assert!(!timeout.timed_out(), "no {what} within {PATIENCE:?}");
+    }
+
+    /// Leases that have ended since the last call.
+    pub fn settled(&self) -> Vec<Settled> {
+        let mut ledger = self.ledger.lock().unwrap();
+        ledger.tick(self.now());
+        ledger.take_settled()
+    }
+
+    pub fn live_leases(&self) -> usize {
+        self.ledger.lock().unwrap().len()
+    }
+}
+
+/// What block `block` of a lender holds.
+pub fn contents(block: u32, block_bytes: usize) -> Vec<u8> {
+    (0..block_bytes).map(|i| (block as usize * 31 + i + (i >> 8) * 7 + (i >> 16) * 13) as u8).collect()
+}
+
+impl Producer for Lender {
+    fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    fn fingerprint(&self) -> u64 {
+        0x1a70
+    }
+
+    fn read_begun(
+        &self,
+        handle: Handle,
+        reader: Reader,
+        first: usize,
+        count: usize,
+    ) -> Result<Vec<BlockId>, TransportError> {
+        self.ledger.lock().unwrap().read_begun(handle, reader, first, count, self.now()).map_err(|refusal| {
+            match refusal {
+                ReadRefusal::Gone => TransportError::Gone,
+                ReadRefusal::Range { .. } | ReadRefusal::Busy => {
+                    TransportError::Refused(format!("{refusal:?}").into())
+                }
+            }
+        })
+    }
+
+    fn read_live(&self, handle: Handle, reader: Reader) -> bool {
+        let mut gate = self.gate.lock().unwrap();
+        gate.looks += 1;
+        if gate.at == At::Look(gate.looks) {
+            gate.waiting += 1;
+            self.moved.notify_all();
+            let at = gate.at;
+            gate = self.moved.wait_while(gate, |gate| gate.at == at).unwrap();
+            gate.waiting -= 1;
+        }
+        drop(gate);
+        let mut ledger = self.ledger.lock().unwrap();
+        ledger.tick(self.now());
+        ledger.read_live(handle, reader)
+    }
+
+    fn read_done(&self, handle: Handle, reader: Reader) -> Verdict {
+        self.ledger.lock().unwrap().read_done(handle, reader, self.now())
+    }
+
+    fn read_failed(&self, handle: Handle, reader: Reader) {
+        self.ledger.lock().unwrap().read_failed(handle, reader, self.now());
+        self.gate.lock().unwrap().failed.push(reader);
+        self.moved.notify_all();
+    }
+
+    fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
+        self.ledger.lock().unwrap().release(handle, reason, self.now())
+    }
+
+    fn heartbeat(&self, handle: Handle) -> HeartbeatReply {
+        self.ledger.lock().unwrap().heartbeat(handle, self.now())
+    }
+
+    fn region(&self) -> &Region {
+        &self.region
+    }
+}

@@ -1,0 +1,68 @@
+//! What every transport promises, as one suite. A transport's own tests say
+//!
+//! ```ignore
+//! #[path = "../../tests/conformance/mod.rs"]
+//! mod conformance;
+//! transport_conformance!(start);  // fn start(Arc<Lender>) -> Box<dyn Wire>
+//! ```
+//!
+//! and get every test below under their own name.
+
+// Compiled into each transport's tests, where nothing is public, and which clippy does not know as a test.
+#![allow(unreachable_pub, clippy::unwrap_used)]
+
+mod cases;
+mod lender;
+
+pub use cases::*;
+pub use lender::{At, Lender};
+
+use std::sync::Arc;
+
+use baton_connector::transport::{Peer, Transport};
+
+/// A transport between one producer and any number of consumers, for a test.
+pub trait Wire: Send + Sync {
+    /// The consumer's side.
+    fn transport(&self) -> Arc<dyn Transport>;
+    /// How consumers find the producer.
+    fn peer(&self) -> Peer;
+    /// Ends the producer's side in whatever it is doing.
+    fn kill(&mut self);
+    /// The longest silence that the transport was told to bear.
+    fn silence(&self) -> std::time::Duration;
+}
+
+/// One `#[test]` per promise.
+#[macro_export]
+macro_rules! transport_conformance {
+    ($start:path) => {
+        transport_conformance!(@each $start,
+            blocks_arrive_byte_by_byte_in_the_order_of_the_table
+            a_read_starts_at_any_entry_of_the_table
+            neighbours_and_strangers_in_memory_arrive_alike
+            a_closed_lease_is_gone
+            a_lease_that_ends_in_mid_read_is_gone_and_so_is_its_verdict
+            a_lease_that_is_released_in_mid_read_is_drained_and_valid
+            another_epoch_is_gone
+            another_layout_is_refused
+            a_range_outside_the_table_is_refused_and_the_next_read_works
+            a_raised_stop_flag_ends_the_read_soon_and_for_good
+            a_producer_that_dies_in_mid_read_is_an_error
+            a_silent_producer_is_an_error_within_the_bound
+            eight_consumers_read_at_once
+            a_repeated_done_is_valid_and_a_strangers_is_not
+            heartbeats_and_releases_do_not_wait_behind_a_read
+            a_reader_that_gives_up_does_not_hold_a_release
+            a_read_that_breaks_off_is_known_to_the_producer
+        );
+    };
+    (@each $start:path, $($name:ident)*) => {
+        $(
+            #[test]
+            fn $name() {
+                conformance::$name(&|lender| $start(lender));
+            }
+        )*
+    };
+}

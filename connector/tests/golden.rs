@@ -1,0 +1,168 @@
+//! The transition tables of the lease and the fetch, as files that a person can read and a review can see
+//! change. `BATON_BLESS=1 cargo test -p baton-connector --test golden` writes them anew.
+
+use std::fmt::Write;
+use std::path::Path;
+use std::time::Duration;
+
+use baton_connector::fetch::{self, Answer, FailureKind, Fetch, LoadFailurePolicy};
+use baton_connector::lease::{self, Lease, LeaseTerms};
+use baton_connector::{Rank, Reader, Time};
+
+const A: Reader = Reader { consumer: 1, rank: Rank(0) };
+const B: Reader = Reader { consumer: 2, rank: Rank(0) };
+
+/// Compares with `golden/<name>`, or writes it.
+fn check(name: &str, table: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
+    if std::env::var_os("BATON_BLESS").is_some() {
+        std::fs::write(&path, table).expect("the table can be written");
+        return;
+    }
+    let golden = std::fs::read_to_string(&path).unwrap_or_default();
+    let changed = table.lines().zip(golden.lines()).find(|(new, old)| new != old);
+    if let Some((new, old)) = changed {
+        panic!("{name} changed (BATON_BLESS=1 accepts it)\n  was {old}\n  is  {new}");
+    }
+    assert_eq!(table.lines().count(), golden.lines().count(), "{name} has more or fewer rows");
+}
+
+/// How a lease gets into a situation: readers expected, then events and the seconds at which they happen.
+type Story = (&'static str, usize, &'static [(lease::Event, u64)]);
+
+/// 40 s is past the expiry, 44 s is within the drain that follows, 60 s is past both.
+const LEASES: &[Story] = &[
+    ("Offered", 1, &[]),
+    ("Offered, A done, one more expected", 2, DONE_A),
+    ("Reading {A}", 1, &[(lease::Event::ReadBegun(A), 1)]),
+    ("Reading {A, B}", 2, &[(lease::Event::ReadBegun(A), 1), (lease::Event::ReadBegun(B), 1)]),
+    ("Draining(Released) {A}", 1, &[(lease::Event::ReadBegun(A), 1), (lease::Event::Release, 2)]),
+    ("Draining(Expired) {A}", 1, &[(lease::Event::ReadBegun(A), 1), (lease::Event::Tick, 40)]),
+    ("Closed(Fetched) {A done}", 1, DONE_A),
+    ("Closed(Released)", 1, &[(lease::Event::Release, 1)]),
+    ("Closed(Expired)", 1, &[(lease::Event::Tick, 40)]),
+];
+
+const DONE_A: &[(lease::Event, u64)] = &[(lease::Event::ReadBegun(A), 1), (lease::Event::ReadDone(A), 2)];
+
+fn at(seconds: u64) -> Time {
+    Time::ZERO.after(Duration::from_secs(seconds))
+}
+
+fn lease_in(story: &Story) -> (Lease, u64) {
+    let mut lease = Lease::open(LeaseTerms::default(), story.1, Time::ZERO);
+    for &(event, seconds) in story.2 {
+        lease.apply(event, at(seconds));
+    }
+    (lease, story.2.last().map_or(0, |&(_, seconds)| seconds))
+}
+
+#[test]
+fn the_lease_moves_as_its_golden_table_says() {
+    use lease::Event::{Heartbeat, ReadBegun, ReadDone, ReadFailed, Release, Tick};
+    let events = [
+        ("read begun(A)", ReadBegun(A), 1),
+        ("read begun(B)", ReadBegun(B), 1),
+        ("read done(A)", ReadDone(A), 1),
+        ("read done(B)", ReadDone(B), 1),
+        ("read failed(A)", ReadFailed(A), 1),
+        ("read failed(B)", ReadFailed(B), 1),
+        ("heartbeat", Heartbeat, 1),
+        ("late heartbeat", Heartbeat, 15),
+        ("release", Release, 1),
+        ("tick", Tick, 1),
+        ("tick when due", Tick, 31),
+    ];
+    let mut table = format!(
+        "{:<36}{:<16}{:<22}{:<10}{:<18}deadline\n",
+        "lease", "event", "becomes", "reply", "blocks go back"
+    );
+    for story in LEASES {
+        table.push('\n');
+        for (name, event, wait) in events {
+            let (mut lease, now) = lease_in(story);
+            let before = lease.deadline();
+            let step = lease.apply(event, at(now + wait));
+            let deadline = match lease.deadline() {
+                None => "none".to_owned(),
+                after if after == before => "same".to_owned(),
+                Some(after) => format!("{} s", after.since(Time::ZERO).as_secs()),
+            };
+            let closed = step.closed.map_or("-".to_owned(), |cause| format!("{cause:?}"));
+            let (state, reply) = (format!("{:?}", lease.state()), format!("{:?}", step.reply));
+            writeln!(table, "{:<36}{name:<16}{state:<22}{reply:<10}{closed:<18}{deadline}", story.0)
+                .expect("a string takes everything");
+        }
+    }
+    check("lease.txt", &table);
+}
+
+#[test]
+fn every_situation_of_the_lease_table_is_the_one_that_its_name_says() {
+    for story in LEASES {
+        let (lease, _) = lease_in(story);
+        let state = format!("{:?}", lease.state());
+        assert!(story.0.starts_with(&state), "{} is {state}", story.0);
+    }
+}
+
+#[test]
+fn the_fetch_moves_as_its_golden_table_says() {
+    use fetch::Event::{
+        Abort, Admitted, AlreadyHere, BlocksReserved, LeaseGone, Quiet, Reject, TransferDone, TransferFailed,
+        Verdict,
+    };
+    let stories: &[(&str, &[fetch::Event])] = &[
+        ("Queued", &[]),
+        ("Reserving", &[Admitted]),
+        ("Reading", &[Admitted, BlocksReserved]),
+        ("Verifying", &[Admitted, BlocksReserved, TransferDone]),
+        ("Stopping(Aborted)", &[Admitted, BlocksReserved, Abort]),
+        ("Stopping(Rejected)", &[Admitted, BlocksReserved, Reject]),
+        ("Landed", &[Admitted, BlocksReserved, TransferDone, Verdict(Answer::Valid)]),
+        ("Ended", &[Abort]),
+        ("Recomputing or Failed", &[LeaseGone]),
+    ];
+    let events = [
+        Admitted,
+        BlocksReserved,
+        AlreadyHere,
+        LeaseGone,
+        TransferDone,
+        TransferFailed(FailureKind::Transfer),
+        Quiet,
+        Verdict(Answer::Valid),
+        Verdict(Answer::Gone),
+        Verdict(Answer::Unknown),
+        Abort,
+        Reject,
+    ];
+    let mut table = String::from("Policy \"recompute\"; where \"fail\" differs, a second row says how.\n\n");
+    writeln!(table, "{:<23}{:<27}{:<21}actions", "fetch", "event", "becomes").expect("a string");
+    for (name, story) in stories {
+        table.push('\n');
+        for event in events {
+            let row = |policy| {
+                let mut fetch = Fetch::new(policy);
+                for &event in *story {
+                    let _ = fetch.apply(event);
+                }
+                let ignored = fetch.ignored();
+                let actions: Vec<_> = fetch.apply(event).iter().map(|a| format!("{a:?}")).collect();
+                let actions = match (fetch.ignored() > ignored, actions.is_empty()) {
+                    (true, _) => "ignored, counted".to_owned(),
+                    (false, true) => "-".to_owned(),
+                    (false, false) => actions.join(", "),
+                };
+                let state = format!("{:?}", fetch.state());
+                format!("{name:<23}{:<27}{state:<21} {actions}", format!("{event:?}"))
+            };
+            let (recompute, fail) = (row(LoadFailurePolicy::Recompute), row(LoadFailurePolicy::Fail));
+            writeln!(table, "{recompute}").expect("a string");
+            if recompute != fail {
+                writeln!(table, "{fail}").expect("a string");
+            }
+        }
+    }
+    check("fetch.txt", &table);
+}

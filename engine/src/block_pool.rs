@@ -1,0 +1,407 @@
+//! The paged KV pool's books: who holds which block, and which blocks can be reused.
+//!
+//! ```text
+//!            allocate                     lend
+//!   Free ─────────────▶ Active ───────────────▶ Leased
+//!    ▲  ╲ allocate for a fetch                     │
+//!    │   ▶ Landing ── landed ──▶ Active            │ give_back
+//!    │        │ give_back           │ give_back    │
+//!    └────────┴─────────────────────┴──────────────┘
+//!   Cached: free, but still found by its hash; the free list is the cache, oldest first.
+//! ```
+//!
+//! Invariants (numbers as in ARCHITECTURE.md):
+//! - 1: every block is in exactly one state and the states add up to the pool. A block that is shared is
+//!   counted in the strongest of its states: landing, then active, then leased.
+//! - 2: a block is given back at most once per grant; one time more is a bug of ours and panics.
+//! - 3: a landing block is in no prefix cache and is never shared.
+
+use std::collections::HashMap;
+
+use baton_connector::BlockId;
+
+use crate::block_hash::BlockHash;
+
+/// How many blocks are in which state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlockUsage {
+    /// Blocks of the pool.
+    pub total: usize,
+    /// Nobody's, and nothing worth keeping in it.
+    pub free: usize,
+    /// Nobody's, but found by its hash until it is reused.
+    pub cached: usize,
+    /// Held by a request that runs here.
+    pub active: usize,
+    /// Lent to a decode engine and held by nobody else.
+    pub leased: usize,
+    /// Being written by a transfer.
+    pub landing: usize,
+}
+
+/// There are fewer reusable blocks than wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{wanted} blocks wanted, {available} can be had")]
+pub struct OutOfBlocks {
+    /// Blocks asked for.
+    pub wanted: usize,
+    /// Blocks that are free or only cached.
+    pub available: usize,
+}
+
+/// In what capacity somebody holds a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hold {
+    /// A request that runs here.
+    Active,
+    /// A lease.
+    Leased,
+    /// A transfer into it.
+    Landing,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Block {
+    active: u32,
+    leased: u32,
+    landing: bool,
+    hash: Option<BlockHash>,
+    /// Neighbours in the free list, meaningful only while nobody holds the block.
+    previous: Option<u32>,
+    next: Option<u32>,
+}
+
+impl Block {
+    fn idle(&self) -> bool {
+        self.active == 0 && self.leased == 0 && !self.landing
+    }
+}
+
+/// The pool's books. The memory itself is a [`baton_connector::region::Region`].
+#[derive(Debug)]
+pub struct BlockPool {
+    blocks: Vec<Block>,
+    by_hash: HashMap<BlockHash, BlockId>,
+    head: Option<u32>,
+    tail: Option<u32>,
+    available: usize,
+    usage: BlockUsage,
+}
+
+impl BlockPool {
+    /// A pool of `total` free blocks.
+    #[must_use]
+    pub fn new(total: usize) -> Self {
+        let mut pool = Self {
+            blocks: vec![Block::default(); total],
+            by_hash: HashMap::new(),
+            head: None,
+            tail: None,
+            available: 0,
+            usage: BlockUsage { total, free: total, ..BlockUsage::default() },
+        };
+        for id in 0..total {
+            pool.push_back(BlockId(u32::try_from(id).expect("block ids are 32 bits")));
+        }
+        pool
+    }
+
+    /// Blocks by state.
+    #[must_use]
+    pub fn usage(&self) -> BlockUsage {
+        self.usage
+    }
+
+    /// Blocks that [`Self::allocate`] can hand out.
+    #[must_use]
+    pub fn available(&self) -> usize {
+        self.available
+    }
+
+    /// Takes `count` blocks, the least recently used first, and forgets what was cached in them.
+    ///
+    /// # Errors
+    /// [`OutOfBlocks`]; nothing is taken then.
+    pub fn allocate(&mut self, count: usize, hold: Hold) -> Result<Vec<BlockId>, OutOfBlocks> {
+        if count > self.available {
+            return Err(OutOfBlocks { wanted: count, available: self.available });
+        }
+        let mut taken = Vec::with_capacity(count);
+        for _ in 0..count {
+            let id = BlockId(self.head.expect("available counts the list"));
+            if let Some(hash) = self.blocks[id.index()].hash {
+                self.recount(id, |block| block.hash = None);
+                self.by_hash.remove(&hash);
+            }
+            self.hold(id, hold);
+            taken.push(id);
+        }
+        Ok(taken)
+    }
+
+    /// The longest run of cached blocks that starts the chain `hashes`.
+    #[must_use]
+    pub fn match_prefix(&self, hashes: &[BlockHash]) -> Vec<BlockId> {
+        hashes.iter().map_while(|hash| self.by_hash.get(hash).copied()).collect()
+    }
+
+    /// Of the blocks of a match, how many are nobody's (taking them uses up availability).
+    #[must_use]
+    pub fn idle_among(&self, blocks: &[BlockId]) -> usize {
+        blocks.iter().filter(|id| self.blocks[id.index()].idle()).count()
+    }
+
+    /// Adds a holder to blocks found by [`Self::match_prefix`].
+    pub fn share(&mut self, blocks: &[BlockId]) {
+        for &id in blocks {
+            assert!(!self.blocks[id.index()].landing, "a landing block is not in the cache");
+            self.hold(id, Hold::Active);
+        }
+    }
+
+    /// Makes a full, computed or verified block findable. The first block with a hash keeps it.
+    pub fn register(&mut self, id: BlockId, hash: BlockHash) {
+        let block = &self.blocks[id.index()];
+        assert!(block.active > 0 && !block.landing, "only a block with an active holder is registered");
+        if block.hash.is_none() && !self.by_hash.contains_key(&hash) {
+            self.blocks[id.index()].hash = Some(hash);
+            self.by_hash.insert(hash, id);
+        }
+    }
+
+    /// Forgets every cached block's contents; blocks that are held stay with their holders.
+    pub fn reset_cache(&mut self) {
+        self.by_hash.clear();
+        for index in 0..self.blocks.len() {
+            self.recount(BlockId(index as u32), |block| block.hash = None);
+        }
+    }
+
+    /// A request's hold becomes a lease's: its blocks are lent.
+    pub fn lend(&mut self, blocks: &[BlockId]) {
+        for &id in blocks {
+            self.recount(id, |block| {
+                block.active = block.active.checked_sub(1).expect("a lent block was held by its request");
+                block.leased += 1;
+            });
+        }
+    }
+
+    /// The transfer into these blocks is over and verified: they are their request's now.
+    pub fn landed(&mut self, blocks: &[BlockId]) {
+        for &id in blocks {
+            self.recount(id, |block| {
+                assert!(block.landing, "block {} was not landing", id.0);
+                block.landing = false;
+                block.active += 1;
+            });
+        }
+    }
+
+    /// Gives blocks back, once per grant. The last of the list is reused first: a prefix outlives its tail.
+    pub fn give_back(&mut self, blocks: &[BlockId], hold: Hold) {
+        for &id in blocks.iter().rev() {
+            self.recount(id, |block| match hold {
+                Hold::Active => {
+                    block.active = block.active.checked_sub(1).expect("given back once per grant")
+                }
+                Hold::Leased => {
+                    block.leased = block.leased.checked_sub(1).expect("given back once per lease")
+                }
+                Hold::Landing => {
+                    assert!(block.landing, "given back once per landing");
+                    block.landing = false;
+                }
+            });
+            let block = &self.blocks[id.index()];
+            if block.idle() {
+                if block.hash.is_some() { self.push_back(id) } else { self.push_front(id) }
+            }
+        }
+    }
+
+    /// Adds a holder, taking the block out of the free list if it was nobody's.
+    fn hold(&mut self, id: BlockId, hold: Hold) {
+        if self.blocks[id.index()].idle() {
+            self.unlink(id);
+        }
+        self.recount(id, |block| match hold {
+            Hold::Active => block.active += 1,
+            Hold::Leased => block.leased += 1,
+            Hold::Landing => block.landing = true,
+        });
+    }
+
+    /// Changes a block and keeps the counts by state in step.
+    fn recount(&mut self, id: BlockId, change: impl FnOnce(&mut Block)) {
+        let block = &mut self.blocks[id.index()];
+        *self.usage.of(block) -= 1;
+        change(block);
+        *self.usage.of(block) += 1;
+    }
+
+    fn push_back(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.index()];
+        (block.previous, block.next) = (self.tail, None);
+        match self.tail {
+            Some(tail) => self.blocks[tail as usize].next = Some(id.0),
+            None => self.head = Some(id.0),
+        }
+        self.tail = Some(id.0);
+        self.available += 1;
+    }
+
+    fn push_front(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.index()];
+        (block.previous, block.next) = (None, self.head);
+        match self.head {
+            Some(head) => self.blocks[head as usize].previous = Some(id.0),
+            None => self.tail = Some(id.0),
+        }
+        self.head = Some(id.0);
+        self.available += 1;
+    }
+
+    fn unlink(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.index()];
+        let (previous, next) = (block.previous.take(), block.next.take());
+        match previous {
+            Some(previous) => self.blocks[previous as usize].next = next,
+            None => self.head = next,
+        }
+        match next {
+            Some(next) => self.blocks[next as usize].previous = previous,
+            None => self.tail = previous,
+        }
+        self.available -= 1;
+    }
+}
+
+impl BlockUsage {
+    fn of(&mut self, block: &Block) -> &mut usize {
+        if block.landing {
+            &mut self.landing
+        } else if block.active > 0 {
+            &mut self.active
+        } else if block.leased > 0 {
+            &mut self.leased
+        } else if block.hash.is_some() {
+            &mut self.cached
+        } else {
+            &mut self.free
+        }
+    }
+
+    /// Whether the states add up to the pool (invariant 1).
+    #[must_use]
+    pub fn adds_up(&self) -> bool {
+        self.free + self.cached + self.active + self.leased + self.landing == self.total
+    }
+
+    /// Blocks that somebody holds, as a share of the pool from 0 to 1.
+    #[must_use]
+    pub fn held_share(&self) -> f64 {
+        (self.active + self.leased + self.landing) as f64 / self.total.max(1) as f64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn hash(n: u8) -> BlockHash {
+        BlockHash([n; 32])
+    }
+
+    #[test]
+    fn the_free_list_is_the_cache_and_a_prefix_outlives_its_tail() {
+        let mut pool = BlockPool::new(4);
+        let held = pool.allocate(3, Hold::Active).expect("room");
+        for (i, &id) in held.iter().enumerate() {
+            pool.register(id, hash(i as u8));
+        }
+        pool.give_back(&held, Hold::Active);
+        assert_eq!(pool.usage(), BlockUsage { total: 4, free: 1, cached: 3, ..BlockUsage::default() });
+        assert_eq!(pool.match_prefix(&[hash(0), hash(1), hash(9), hash(2)]), held[..2]);
+        pool.allocate(2, Hold::Active).expect("room");
+        assert_eq!(pool.match_prefix(&[hash(0), hash(1), hash(2)]), held[..2], "the tail was reused first");
+    }
+
+    #[test]
+    fn a_lent_block_is_not_handed_out_again_until_the_lease_ends() {
+        let mut pool = BlockPool::new(2);
+        let held = pool.allocate(2, Hold::Active).expect("room");
+        pool.lend(&held);
+        assert_eq!(pool.usage().leased, 2);
+        assert_eq!(pool.allocate(1, Hold::Active), Err(OutOfBlocks { wanted: 1, available: 0 }));
+        pool.give_back(&held, Hold::Leased);
+        assert_eq!(pool.usage().free, 2);
+    }
+
+    #[test]
+    fn a_block_both_leased_and_active_is_counted_once_and_kept_for_both() {
+        let mut pool = BlockPool::new(2);
+        let held = pool.allocate(1, Hold::Active).expect("room");
+        pool.register(held[0], hash(1));
+        pool.share(&held);
+        pool.lend(&held);
+        assert_eq!((pool.usage().active, pool.usage().leased), (1, 0));
+        pool.give_back(&held, Hold::Active);
+        assert_eq!((pool.usage().active, pool.usage().leased), (0, 1));
+        pool.give_back(&held, Hold::Leased);
+        assert_eq!(pool.usage().cached, 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "given back once per lease")]
+    fn a_lease_that_gives_back_twice_is_caught() {
+        let mut pool = BlockPool::new(1);
+        let held = pool.allocate(1, Hold::Active).expect("room");
+        pool.lend(&held);
+        pool.give_back(&held, Hold::Leased);
+        pool.give_back(&held, Hold::Leased);
+    }
+
+    proptest! {
+        /// Random grants, shares, loans, landings and returns: the states always add up, and in the end
+        /// everything is home.
+        #[test]
+        fn states_always_add_up(steps in prop::collection::vec((0_u8..6, 0_usize..64, 1_usize..4), 1..200)) {
+            let mut pool = BlockPool::new(12);
+            let mut grants: Vec<(Vec<BlockId>, Hold)> = Vec::new();
+            let mut stamp = 0_u8;
+            for (kind, pick, count) in steps {
+                let at = if grants.is_empty() { 0 } else { pick % grants.len() };
+                match kind {
+                    0 => if let Ok(taken) = pool.allocate(count, Hold::Active) {
+                        for &id in &taken { stamp = stamp.wrapping_add(1); pool.register(id, hash(stamp)); }
+                        grants.push((taken, Hold::Active));
+                    },
+                    1 => if let Ok(taken) = pool.allocate(count, Hold::Landing) { grants.push((taken, Hold::Landing)) },
+                    2 => if let Some((blocks, hold)) = grants.get_mut(at) && *hold == Hold::Active {
+                        pool.lend(blocks);
+                        *hold = Hold::Leased;
+                    },
+                    3 => if let Some((blocks, hold)) = grants.get_mut(at) && *hold == Hold::Landing {
+                        pool.landed(blocks);
+                        *hold = Hold::Active;
+                    },
+                    4 => {
+                        let found = pool.match_prefix(&[hash(pick as u8)]);
+                        pool.share(&found);
+                        if !found.is_empty() { grants.push((found, Hold::Active)) }
+                    }
+                    _ => if !grants.is_empty() {
+                        let (blocks, hold) = grants.swap_remove(at);
+                        pool.give_back(&blocks, hold);
+                    },
+                }
+                prop_assert!(pool.usage().adds_up());
+                prop_assert_eq!(pool.available(), pool.usage().free + pool.usage().cached);
+            }
+            for (blocks, hold) in grants.drain(..) { pool.give_back(&blocks, hold) }
+            prop_assert_eq!(pool.available(), 12);
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! The CPU executor: f32 arithmetic on bf16 or f32 weights, exact in the sense of the trait.
+//!
+//! ```text
+//!   isa     which instructions            team       threads that compute one step together
+//!   arena   aligned memory                matrix     packed weights and products with them
+//!   kernel  rows × panel of 32 columns    attention  paged attention on the same kernel
+//!   vector  norms, activation, softmax    network    layers and how they are loaded
+//!                                         forward    one step: phases over rows, items and units
+//! ```
+//!
+//! Exactness comes from one rule: every output is computed in one order that depends on nothing but its own
+//! sequence. The rule holds across batches, chunks, thread counts, block sizes and instruction sets, and tests
+//! compare bits.
+
+mod arena;
+mod attention;
+mod forward;
+mod isa;
+mod kernel;
+mod matrix;
+mod network;
+mod team;
+mod vector;
+
+use std::sync::Mutex;
+
+use baton_connector::layout::{KvDtype, KvLayout};
+use baton_connector::region::Region;
+
+pub use self::isa::Isa;
+pub use self::matrix::WeightMode;
+
+use self::forward::{Activations, MemberScratch, Plan};
+use self::network::Network;
+use self::team::Team;
+use super::{Executor, ExecutorError, Logits, SeqStep};
+use crate::model::config::ModelConfig;
+use crate::model::weights::Weights;
+use crate::model::{ModelError, ModelFiles};
+
+/// How to run a model on this machine's CPU.
+#[derive(Clone, Debug)]
+pub struct CpuOptions {
+    /// Blocks of the KV pool; at least one.
+    pub blocks: usize,
+    /// Tokens of one block; at least one.
+    pub block_tokens: usize,
+    /// Threads that compute, the caller of `execute` included; at least one.
+    pub threads: usize,
+    /// Element type of the KV cache. F32 is exact; F16 and Bf16 halve its memory (and move logits by up to
+    /// about 0.03 and 0.5 on the oracle models).
+    pub kv_dtype: KvDtype,
+    /// Element type of packed weights.
+    pub weights: WeightMode,
+    /// Instruction set.
+    pub isa: Isa,
+}
+
+impl Default for CpuOptions {
+    fn default() -> Self {
+        Self {
+            blocks: 256,
+            block_tokens: 16,
+            threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            kv_dtype: KvDtype::F32,
+            weights: WeightMode::Stored,
+            isa: Isa::detect(),
+        }
+    }
+}
+
+/// How far loading has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadProgress {
+    /// Bytes of the checkpoint that have been read.
+    pub bytes_done: u64,
+    /// Bytes of all its tensors, as far as they are used.
+    pub bytes_total: u64,
+}
+
+/// A model on this machine's CPU.
+#[derive(Debug)]
+pub struct CpuExecutor {
+    network: Network,
+    layout: KvLayout,
+    region: Region,
+    isa: Isa,
+    team: Team,
+    activations: Activations,
+    scratch: Vec<Mutex<MemberScratch>>,
+}
+
+impl CpuExecutor {
+    /// Reads the weights of a checkpoint and allocates the KV pool. `progress` is called after each tensor.
+    ///
+    /// # Errors
+    /// [`ModelError`] for files that are missing, damaged or not what the configuration says.
+    pub fn load(
+        files: &ModelFiles,
+        config: &ModelConfig,
+        options: &CpuOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, ModelError> {
+        Self::with_weights(&Weights::open(files)?, config, options, progress)
+    }
+
+    /// As [`Self::load`], with weights from anywhere.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    ///
+    /// # Panics
+    /// When an option is zero where it may not be, or the pool does not fit into memory.
+    pub fn with_weights(
+        weights: &Weights,
+        config: &ModelConfig,
+        options: &CpuOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, ModelError> {
+        let failed = |what: String| ModelError::File {
+            path: "the executor's threads".into(),
+            source: std::io::Error::other(what),
+        };
+        assert!(options.block_tokens > 0 && options.blocks > 0, "a pool has blocks, and blocks have tokens");
+        let mut team = Team::new(options.threads).map_err(|error| failed(error.to_string()))?;
+        let network = Network::load(weights, config, options.weights, &mut team, progress)?;
+        let layout = KvLayout {
+            layers: config.layers,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            block_tokens: options.block_tokens,
+            dtype: options.kv_dtype,
+        };
+        Ok(Self {
+            network,
+            region: Region::allocate(options.blocks, layout.block_bytes()),
+            layout,
+            isa: options.isa,
+            scratch: (0..team.size()).map(|_| Mutex::new(MemberScratch::new())).collect(),
+            team,
+            activations: Activations::default(),
+        })
+    }
+
+    /// Bytes of weights that one decode step reads, whatever its batch: all projections and the output matrix.
+    #[must_use]
+    pub fn streamed_bytes(&self) -> usize {
+        self.network.streamed_bytes()
+    }
+
+    /// The instruction set in use.
+    #[must_use]
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+}
+
+impl Executor for CpuExecutor {
+    fn layout(&self) -> KvLayout {
+        self.layout
+    }
+
+    fn region(&self) -> &Region {
+        &self.region
+    }
+
+    fn vocab(&self) -> usize {
+        self.network.config.vocab
+    }
+
+    /// # Panics
+    /// When a step has no tokens, a token outside the vocabulary, or too short a block table: the scheduler's
+    /// mistakes, found before anything is computed.
+    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
+        let plan = Plan::new(batch, &self.layout, &self.region, &self.network.config, self.team.size());
+        logits.vocab = self.network.config.vocab;
+        logits.values.clear();
+        if plan.is_empty() {
+            return Ok(());
+        }
+        logits.values.resize(plan.wanted_rows() * logits.vocab, 0.0);
+        self.activations.fit(&self.network.config, plan.rows());
+        forward::run(
+            &self.network,
+            &self.layout,
+            self.isa,
+            &plan,
+            &mut self.activations,
+            &self.scratch,
+            &mut self.team,
+            &mut logits.values,
+        )
+        .map_err(|panic| ExecutorError::Device(panic.0))
+    }
+}
+
+#[cfg(test)]
+mod tests;

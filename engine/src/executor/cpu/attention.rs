@@ -1,0 +1,323 @@
+//! Attention over the paged KV pool.
+//!
+//! A unit is one KV head of one sequence for a run of query positions. Its rows are (position, query head of
+//! the group). Three passes, each exact about order:
+//!
+//! 1. scores: rows against 32 transposed keys at a time with the matrix kernel (a chain over the head's
+//!    elements), up to each row's own position;
+//! 2. softmax over the whole row: the maximum does not depend on order, the sum runs over 16 lanes by absolute
+//!    key position;
+//! 3. values: a chain over key positions from 0, continued from block to block.
+//!
+//! So a row's result depends on its sequence only: not on where its prompt was cut, on the units, the block
+//! size, or what is batched beside it. Scores of a whole row are kept, which costs 4 bytes per key and row; the
+//! number of rows of a unit shrinks as the context grows.
+#![allow(unsafe_code)] // reads and writes KV blocks through the region's raw pointers; see each block
+
+use baton_connector::layout::{KvDtype, KvLayout};
+use half::{bf16, f16};
+
+use super::isa::Isa;
+use super::kernel::{MAX_ROWS, PANEL, Tile, multiply, rows_at_once};
+use super::vector;
+
+/// Most rows of a unit.
+const UNIT_ROWS: usize = 192;
+/// Scores a unit may hold before it is made of fewer rows: 1 MiB, half of a typical L2 cache.
+const UNIT_SCORES: usize = 1 << 18;
+
+/// One member's working memory for a unit.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    queries: Vec<f32>,
+    keys: Vec<f32>,
+    scores: Vec<f32>,
+    sums: Vec<f32>,
+    values: Vec<f32>,
+    outputs: Vec<f32>,
+}
+
+/// One KV head of one sequence for a run of query positions.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Unit {
+    /// Which sequence of the batch.
+    pub(super) seq: usize,
+    pub(super) kv_head: usize,
+    /// First query, counted within the step's tokens of the sequence.
+    pub(super) first: usize,
+    pub(super) count: usize,
+}
+
+/// Query positions of one unit whose last position has `context` keys.
+pub(super) fn positions_per_unit(group: usize, context: usize) -> usize {
+    let rows = (UNIT_SCORES / context.max(1)).clamp(MAX_ROWS, UNIT_ROWS);
+    (rows / group).max(1)
+}
+
+/// What a unit reads besides its queries.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cache<'a> {
+    pub(super) layout: &'a KvLayout,
+    pub(super) layer: usize,
+    /// Start of each block of the sequence.
+    pub(super) blocks: &'a [*mut u8],
+}
+
+/// Which half of a block's layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Half {
+    Keys = 0,
+    Values = 1,
+}
+
+impl Cache<'_> {
+    /// Address of one token's vector of one head.
+    fn vector(&self, half: Half, kv_head: usize, position: usize) -> *mut u8 {
+        let layout = self.layout;
+        let (block, slot) = (position / layout.block_tokens, position % layout.block_tokens);
+        let run = (self.layer * 2 + half as usize) * layout.kv_heads + kv_head;
+        let element = (run * layout.block_tokens + slot) * layout.head_dim;
+        // SAFETY: layer, head and slot are inside the layout, so the offset is inside the block.
+        unsafe { self.blocks[block].add(element * layout.dtype.bytes()) }
+    }
+
+    /// Writes one token's vector of one head.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes this token's slot meanwhile.
+    pub(super) unsafe fn store(&self, half: Half, kv_head: usize, position: usize, vector: &[f32]) {
+        let to = self.vector(half, kv_head, position);
+        // SAFETY: the slot has `head_dim` elements of the layout's type. Elements are written one by one as
+        // blocks need not be aligned to more than the element.
+        unsafe {
+            match self.layout.dtype {
+                KvDtype::F32 => std::ptr::copy_nonoverlapping(vector.as_ptr().cast(), to, vector.len() * 4),
+                KvDtype::F16 => {
+                    for (i, value) in vector.iter().enumerate() {
+                        to.cast::<u16>().add(i).write_unaligned(f16::from_f32(*value).to_bits());
+                    }
+                }
+                KvDtype::Bf16 => {
+                    for (i, value) in vector.iter().enumerate() {
+                        to.cast::<u16>().add(i).write_unaligned(bf16::from_f32(*value).to_bits());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Calls `each(i, element)` for every element of one token's vector, widened.
+    ///
+    /// # Safety
+    /// Nobody writes this token's slot meanwhile.
+    #[inline(always)]
+    unsafe fn load(&self, half: Half, kv_head: usize, position: usize, mut each: impl FnMut(usize, f32)) {
+        let from = self.vector(half, kv_head, position).cast_const();
+        // SAFETY: the slot has `head_dim` elements of the layout's type.
+        unsafe {
+            match self.layout.dtype {
+                KvDtype::F32 => {
+                    for i in 0..self.layout.head_dim {
+                        each(i, from.cast::<f32>().add(i).read_unaligned());
+                    }
+                }
+                KvDtype::F16 => {
+                    for i in 0..self.layout.head_dim {
+                        each(i, f16::from_bits(from.cast::<u16>().add(i).read_unaligned()).to_f32());
+                    }
+                }
+                KvDtype::Bf16 => {
+                    for i in 0..self.layout.head_dim {
+                        each(i, bf16::from_bits(from.cast::<u16>().add(i).read_unaligned()).to_f32());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Shape of a unit's queries.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    pub(super) isa: Isa,
+    /// Query heads per KV head.
+    pub(super) group: usize,
+    /// Multiplier of scores.
+    pub(super) factor: f32,
+}
+
+impl Shape {
+    /// Computes `count` query positions, the first at position `start`.
+    ///
+    /// `query(i, g)` is the rotated query of head `g` of the group at the unit's position `i`; `output(i, g)` is
+    /// where its result goes. Both have `head_dim` values.
+    ///
+    /// # Safety
+    /// Keys and values of `kv_head` up to position `start + count - 1` are written, and nobody writes them
+    /// meanwhile. `query` and `output` point to `head_dim` values, and the outputs belong to this unit alone.
+    #[allow(clippy::too_many_arguments)] // the coordinates of one unit
+    pub(super) unsafe fn attend(
+        &self,
+        cache: &Cache<'_>,
+        kv_head: usize,
+        start: usize,
+        count: usize,
+        scratch: &mut Scratch,
+        query: impl Fn(usize, usize) -> *const f32,
+        output: impl Fn(usize, usize) -> *mut f32,
+    ) {
+        let (dim, group) = (cache.layout.head_dim, self.group);
+        let rows = count * group;
+        let context = start + count;
+        // Keys visible to row r: all up to its own position.
+        let visible = |row: usize| start + row / group + 1;
+        let score_stride = context.next_multiple_of(PANEL) + 16;
+        let padded_dim = dim.next_multiple_of(PANEL);
+        resize(&mut scratch.queries, rows * dim);
+        resize(&mut scratch.keys, dim * PANEL);
+        resize(&mut scratch.scores, rows * score_stride);
+        resize(&mut scratch.sums, rows);
+        resize(&mut scratch.outputs, rows * padded_dim);
+        for row in 0..rows {
+            // SAFETY: the query has `dim` values.
+            let query = unsafe { std::slice::from_raw_parts(query(row / group, row % group), dim) };
+            scratch.queries[row * dim..][..dim].copy_from_slice(query);
+        }
+        // SAFETY: the caller vouches for the keys and values; the buffers have just been sized.
+        unsafe {
+            self.scores(cache, kv_head, context, rows, score_stride, scratch, visible);
+            for row in 0..rows {
+                let scores = &mut scratch.scores[row * score_stride..][..context];
+                let (seen, later) = scores.split_at_mut(visible(row));
+                scratch.sums[row] = vector::softmax_numerators(self.isa, seen, self.factor);
+                // Later rows of the same tile multiply these keys; for this row they weigh nothing.
+                later.fill(0.0);
+            }
+            self.values(cache, kv_head, context, rows, score_stride, scratch, visible);
+        }
+        for row in 0..rows {
+            // SAFETY: the output has `dim` values and belongs to this unit.
+            let out = unsafe { std::slice::from_raw_parts_mut(output(row / group, row % group), dim) };
+            let numerators = &scratch.outputs[row * padded_dim..][..dim];
+            vector::scale_into(self.isa, numerators, 1.0 / scratch.sums[row], out);
+        }
+    }
+
+    /// Pass 1.
+    #[allow(clippy::too_many_arguments)] // the coordinates of one unit
+    unsafe fn scores(
+        &self,
+        cache: &Cache<'_>,
+        kv_head: usize,
+        context: usize,
+        rows: usize,
+        score_stride: usize,
+        scratch: &mut Scratch,
+        visible: impl Fn(usize) -> usize,
+    ) {
+        let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
+        for from in (0..context).step_by(PANEL) {
+            let keys = PANEL.min(context - from);
+            // SAFETY: the caller vouches for positions below `context`.
+            unsafe { transpose_keys(cache, kv_head, from, keys, &mut scratch.keys) };
+            for row in (0..rows).step_by(step) {
+                let now = step.min(rows - row);
+                if visible(row + now - 1) <= from {
+                    continue;
+                }
+                let tile = Tile {
+                    a: scratch.queries[row * dim..].as_ptr(),
+                    a_stride: dim,
+                    b: scratch.keys.as_ptr(),
+                    b_stride: PANEL,
+                    c: scratch.scores[row * score_stride + from..].as_mut_ptr(),
+                    c_stride: score_stride,
+                    depth: dim,
+                    accumulate: false,
+                };
+                // SAFETY: the ranges are inside buffers sized by `attend`: a row of scores is a multiple of
+                // PANEL long.
+                unsafe { multiply(self.isa, now, &tile) };
+            }
+        }
+    }
+
+    /// Pass 3.
+    #[allow(clippy::too_many_arguments)] // the coordinates of one unit
+    unsafe fn values(
+        &self,
+        cache: &Cache<'_>,
+        kv_head: usize,
+        context: usize,
+        rows: usize,
+        score_stride: usize,
+        scratch: &mut Scratch,
+        visible: impl Fn(usize) -> usize,
+    ) {
+        let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
+        let (padded_dim, block_tokens) = (dim.next_multiple_of(PANEL), cache.layout.block_tokens);
+        let in_place = cache.layout.dtype == KvDtype::F32 && dim == padded_dim;
+        if !in_place {
+            resize(&mut scratch.values, block_tokens * padded_dim);
+        }
+        for from in (0..context).step_by(block_tokens) {
+            let tokens = block_tokens.min(context - from);
+            let values: *const f32 = if in_place {
+                cache.vector(Half::Values, kv_head, from).cast_const().cast()
+            } else {
+                for token in 0..tokens {
+                    let row = &mut scratch.values[token * padded_dim..][..padded_dim];
+                    // SAFETY: the caller vouches for positions below `context`.
+                    unsafe { cache.load(Half::Values, kv_head, from + token, |i, value| row[i] = value) };
+                }
+                scratch.values.as_ptr()
+            };
+            for row in (0..rows).step_by(step) {
+                let now = step.min(rows - row);
+                let depth = visible(row + now - 1).saturating_sub(from).min(tokens);
+                if depth == 0 {
+                    continue;
+                }
+                for column in (0..padded_dim).step_by(PANEL) {
+                    // SAFETY: the ranges are inside the block or buffers sized by `attend`.
+                    unsafe {
+                        let tile = Tile {
+                            a: scratch.scores[row * score_stride + from..].as_ptr(),
+                            a_stride: score_stride,
+                            b: values.add(column),
+                            b_stride: padded_dim,
+                            c: scratch.outputs[row * padded_dim + column..].as_mut_ptr(),
+                            c_stride: padded_dim,
+                            depth,
+                            accumulate: from > 0,
+                        };
+                        multiply(self.isa, now, &tile);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Writes `count` keys from position `from` as columns: `keys[element * PANEL + key]`.
+///
+/// # Safety
+/// The positions are written, and nobody writes them meanwhile.
+unsafe fn transpose_keys(cache: &Cache<'_>, kv_head: usize, from: usize, count: usize, keys: &mut [f32]) {
+    for key in 0..count {
+        // SAFETY: the caller's contract.
+        unsafe { cache.load(Half::Keys, kv_head, from + key, |i, value| keys[i * PANEL + key] = value) };
+    }
+    for key in count..PANEL {
+        for column in keys.chunks_exact_mut(PANEL) {
+            column[key] = 0.0;
+        }
+    }
+}
+
+/// Makes the buffer at least this long; it never shrinks.
+fn resize(buffer: &mut Vec<f32>, len: usize) {
+    if buffer.len() < len {
+        buffer.resize(len, 0.0);
+    }
+}

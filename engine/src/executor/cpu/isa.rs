@@ -1,0 +1,91 @@
+//! Which vector instructions to use, chosen once at run time.
+//!
+//! Every kernel has the same order of operations on every instruction set: each output is one chain of fused
+//! multiply-adds, each sum runs over 16 lanes that are added in one fixed order. So all of them give the same
+//! bits, and a prefill engine with AVX-512 may feed a decode engine without it.
+
+/// An instruction set this machine has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 (F, BW, DQ, VL).
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// AVX2 and FMA.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// Whatever the compiler's baseline is. Without fused multiply-add in the baseline it is very slow.
+    Portable,
+}
+
+impl Isa {
+    /// The best this machine has.
+    #[must_use]
+    pub fn detect() -> Self {
+        Self::available()[0]
+    }
+
+    /// All that this machine has, the best first.
+    #[must_use]
+    pub fn available() -> Vec<Self> {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx2 = is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c");
+            let avx512 = avx2
+                && is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            [(avx512, Self::Avx512), (avx2, Self::Avx2), (true, Self::Portable)]
+                .into_iter()
+                .filter_map(|(has, isa)| has.then_some(isa))
+                .collect()
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            vec![Self::Portable]
+        }
+    }
+
+    /// For reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => "avx2",
+            Self::Portable => "portable",
+        }
+    }
+}
+
+/// Defines a function whose plain Rust body is compiled once per instruction set and chosen by its first
+/// argument.
+macro_rules! for_each_isa {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+        $(#[$meta])*
+        $vis fn $name(isa: $crate::executor::cpu::isa::Isa, $($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            fn body($($arg: $ty),*) $(-> $ret)? $body
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+            fn avx512($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn avx2($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
+            match isa {
+                // SAFETY: an `Isa` other than `Portable` only comes from `Isa::available`, which has checked
+                // that this machine has the features.
+                #[cfg(target_arch = "x86_64")]
+                $crate::executor::cpu::isa::Isa::Avx512 => unsafe { avx512($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::executor::cpu::isa::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                $crate::executor::cpu::isa::Isa::Portable => body($($arg),*),
+            }
+        }
+    };
+}
+pub(super) use for_each_isa;

@@ -1,0 +1,139 @@
+//! Products against the `gemm` crate, and against themselves cut differently.
+
+use super::*;
+use crate::model::weights::Weights;
+
+fn activations(rows: usize, width: usize, stride: usize) -> Vec<f32> {
+    let mut x = vec![f32::NAN; rows * stride];
+    for row in 0..rows {
+        for i in 0..width {
+            x[row * stride + i] = ((row * 31 + i * 17) % 97) as f32 / 48.0 - 1.0;
+        }
+    }
+    x
+}
+
+fn product(isa: Isa, matrix: &Matrix, x: &mut [f32], stride: usize, rows: usize, members: usize) -> Vec<f32> {
+    let outputs = matrix.outputs();
+    let mut out = vec![f32::NAN; rows * outputs];
+    let mut team = Team::new(members).unwrap();
+    let x = Rows { base: Shared(x.as_mut_ptr()), stride };
+    let base = Rows { base: Shared(out.as_mut_ptr()), stride: outputs };
+    // SAFETY: both buffers have `rows` rows, and nobody else uses them.
+    let product = unsafe { Product::plan(matrix, x, rows, base, outputs, members) };
+    team.run(&|member| {
+        let mut scratch = vec![0.0; SLICE_VALUES];
+        member.each(product.items(), |item| product.compute(isa, item, &mut scratch));
+    })
+    .unwrap();
+    out
+}
+
+fn oracle(weights: &[f32], x: &[f32], stride: usize, rows: usize, inputs: usize, outputs: usize) -> Vec<f32> {
+    let mut out = vec![0.0_f32; rows * outputs];
+    // SAFETY: strides and sizes describe the three buffers.
+    unsafe {
+        gemm::gemm(
+            rows,
+            outputs,
+            inputs,
+            out.as_mut_ptr(),
+            1,
+            outputs as isize,
+            false,
+            x.as_ptr(),
+            1,
+            stride as isize,
+            weights.as_ptr(),
+            inputs as isize,
+            1,
+            0.0_f32,
+            1.0_f32,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+    out
+}
+
+fn matrices(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Matrix) {
+    let weights = Weights::random(3);
+    let tensor = weights.tensor("w", &[outputs, inputs]).unwrap();
+    let mut plain = vec![0.0; outputs * inputs];
+    tensor.read_f32(0, &mut plain);
+    let mut team = Team::new(2).unwrap();
+    // Two parts whose border is inside a panel.
+    let cut = outputs / 3;
+    let whole = [(tensor.clone(), outputs)];
+    let stored = Matrix::pack(&mut team, &whole, inputs, WeightMode::Stored).unwrap();
+    assert!(matches!(stored.panels, Panels::Bf16(_)));
+    let top = weights.tensor("w", &[outputs, inputs]).unwrap();
+    let wide = Matrix::pack(&mut team, &[(top, cut), (tensor, outputs)], inputs, WeightMode::F32).unwrap();
+    assert!(matches!(wide.panels, Panels::F32(_)));
+    (plain, stored, wide)
+}
+
+#[test]
+fn products_agree_with_gemm_on_every_instruction_set() {
+    for (outputs, inputs) in [(7, 5), (96, 64), (200, 600)] {
+        let (plain, stored, _) = matrices(outputs, inputs);
+        let stride = inputs + 16;
+        for rows in [1, 2, 5, 13, 30, 70] {
+            let mut x = activations(rows, inputs, stride);
+            let exact = oracle(&plain, &x, stride, rows, inputs, outputs);
+            for isa in Isa::available() {
+                let ours = product(isa, &stored, &mut x, stride, rows, 2);
+                for (ours, exact) in ours.iter().zip(&exact) {
+                    assert!((ours - exact).abs() < 1e-5, "{isa:?} {rows} rows: {ours} {exact}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_in_any_batch_on_any_instruction_set_and_team() {
+    let (outputs, inputs) = (200, 1100);
+    let (_, stored, _) = matrices(outputs, inputs);
+    let stride = inputs + 16;
+    let mut x = activations(70, inputs, stride);
+    let alone: Vec<f32> = (0..70)
+        .flat_map(|row| product(Isa::detect(), &stored, &mut x[row * stride..], stride, 1, 1))
+        .collect();
+    for isa in Isa::available() {
+        for (rows, members) in [(70, 1), (70, 3), (30, 2), (12, 2), (5, 2), (2, 1)] {
+            let together = product(isa, &stored, &mut x, stride, rows, members);
+            let same = together.iter().zip(&alone).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same, "{isa:?}, {rows} rows, {members} members");
+        }
+    }
+}
+
+#[test]
+fn widened_weights_and_concatenated_parts_change_nothing() {
+    let (outputs, inputs) = (96, 40);
+    let (_, stored, wide) = matrices(outputs, inputs);
+    let mut x = activations(3, inputs, inputs);
+    let narrow = product(Isa::detect(), &stored, &mut x, inputs, 3, 1);
+    let both = product(Isa::detect(), &wide, &mut x, inputs, 3, 1);
+    let (cut, total) = (outputs / 3, outputs + outputs / 3);
+    for row in 0..3 {
+        assert_eq!(both[row * total..][..cut], narrow[row * outputs..][..cut]);
+        assert_eq!(both[row * total + cut..][..outputs], narrow[row * outputs..][..outputs]);
+    }
+}
+
+#[test]
+fn rows_of_the_packed_matrix_are_the_original_rows() {
+    let (outputs, inputs) = (70, 24);
+    let (plain, stored, wide) = matrices(outputs, inputs);
+    let mut row = vec![0.0; inputs];
+    for output in 0..outputs {
+        stored.row(output, &mut row);
+        assert_eq!(row, plain[output * inputs..][..inputs]);
+        wide.row(outputs / 3 + output, &mut row);
+        assert_eq!(row, plain[output * inputs..][..inputs]);
+    }
+}

@@ -1,0 +1,149 @@
+//! The executor's promise, in bits: a row depends on nothing but its own sequence.
+
+use baton_connector::BlockId;
+
+use super::*;
+use crate::executor::LogitsWanted;
+use crate::model::weights::Weights;
+
+fn config(extra: &str) -> ModelConfig {
+    let text = format!(
+        r#"{{"architectures": ["{}ForCausalLM"], "hidden_size": 72, "num_hidden_layers": 2,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 100,
+            "vocab_size": 150, "eos_token_id": 1 }}"#,
+        extra
+    );
+    ModelConfig::parse(text.as_bytes(), None).unwrap()
+}
+
+fn executor(config: &ModelConfig, change: impl FnOnce(&mut CpuOptions)) -> CpuExecutor {
+    let mut options = CpuOptions { blocks: 64, block_tokens: 8, threads: 2, ..CpuOptions::default() };
+    change(&mut options);
+    CpuExecutor::with_weights(&Weights::random(5), config, &options, &mut |_| ()).unwrap()
+}
+
+fn tokens(seed: u32, count: usize) -> Vec<u32> {
+    (0..count as u32).map(|i| (i * 7 + seed * 13 + i * i) % 150).collect()
+}
+
+fn blocks(first: u32, count: u32) -> Vec<BlockId> {
+    // Not in order: a block table is a table.
+    (0..count).rev().map(|i| BlockId(first + i)).collect()
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+/// Logits of every position of `prompt`, computed in chunks of the given sizes.
+fn in_chunks(executor: &mut CpuExecutor, prompt: &[u32], chunk: usize) -> Vec<u32> {
+    let table = blocks(3, prompt.len().div_ceil(executor.layout().block_tokens) as u32);
+    let (mut all, mut logits) = (Vec::new(), Logits::default());
+    for (i, tokens) in prompt.chunks(chunk).enumerate() {
+        let step = SeqStep { tokens, start: i * chunk, block_table: &table, logits: LogitsWanted::All };
+        executor.execute(&[step], &mut logits).unwrap();
+        all.extend(bits(&logits.values));
+    }
+    all
+}
+
+#[test]
+fn chunks_threads_blocks_and_instruction_sets_change_no_bit() {
+    let prompt = tokens(1, 61);
+    for family in ["Llama", "Qwen3"] {
+        let config = config(family);
+        let whole = in_chunks(&mut executor(&config, |_| ()), &prompt, 61);
+        assert!(whole.iter().all(|bits| f32::from_bits(*bits).is_finite()));
+        for chunk in [1, 7, 16, 40] {
+            let chunked = in_chunks(&mut executor(&config, |_| ()), &prompt, chunk);
+            assert!(chunked == whole, "{family} in chunks of {chunk}");
+        }
+        for threads in [1, 3] {
+            let other = in_chunks(&mut executor(&config, |options| options.threads = threads), &prompt, 20);
+            assert!(other == whole, "{family} on {threads} threads");
+        }
+        for block_tokens in [3, 16, 32] {
+            let other =
+                in_chunks(&mut executor(&config, |options| options.block_tokens = block_tokens), &prompt, 20);
+            assert!(other == whole, "{family} in blocks of {block_tokens}");
+        }
+        for isa in Isa::available() {
+            let other = in_chunks(&mut executor(&config, |options| options.isa = isa), &prompt, 20);
+            assert!(other == whole, "{family} on {isa:?}");
+        }
+    }
+}
+
+#[test]
+fn sixteen_bit_caches_are_exact_about_chunks_too() {
+    let (config, prompt) = (config("Llama"), tokens(2, 45));
+    let exact = in_chunks(&mut executor(&config, |_| ()), &prompt, 45);
+    for dtype in [KvDtype::F16, KvDtype::Bf16] {
+        let whole = in_chunks(&mut executor(&config, |options| options.kv_dtype = dtype), &prompt, 45);
+        let chunked = in_chunks(&mut executor(&config, |options| options.kv_dtype = dtype), &prompt, 4);
+        assert!(whole == chunked, "{dtype:?}");
+        let far = whole
+            .iter()
+            .zip(&exact)
+            .map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs())
+            .fold(0.0, f32::max);
+        assert!(far > 0.0 && far < 0.1, "{dtype:?} moves logits by {far}");
+    }
+}
+
+#[test]
+fn prefill_chunks_and_decode_rows_share_a_step_without_touching_each_other() {
+    let config = config("Qwen3");
+    let (long, short) = (tokens(1, 50), tokens(9, 20));
+    let alone = |prompt: &[u32]| in_chunks(&mut executor(&config, |_| ()), prompt, prompt.len());
+    let (long_alone, short_alone) = (alone(&long), alone(&short));
+    let mut executor = executor(&config, |_| ());
+    let (long_table, short_table) = (blocks(10, 7), blocks(30, 3));
+    let mut logits = Logits::default();
+    let vocab = config.vocab;
+    // The long prompt arrives in chunks of 10 while the short one is decoded token by token.
+    for turn in 0..5 {
+        let mut batch = Vec::new();
+        if turn < short.len() {
+            batch.push(SeqStep {
+                tokens: &short[turn..=turn],
+                start: turn,
+                block_table: &short_table,
+                logits: LogitsWanted::Last,
+            });
+        }
+        batch.push(SeqStep {
+            tokens: &long[turn * 10..(turn + 1) * 10],
+            start: turn * 10,
+            block_table: &long_table,
+            logits: if turn == 4 { LogitsWanted::Last } else { LogitsWanted::No },
+        });
+        executor.execute(&batch, &mut logits).unwrap();
+        assert_eq!(bits(logits.row(0)), short_alone[turn * vocab..][..vocab], "turn {turn}");
+        if turn == 4 {
+            assert_eq!(logits.rows(), 2);
+            assert_eq!(bits(logits.row(1)), long_alone[49 * vocab..][..vocab]);
+        } else {
+            assert_eq!(logits.rows(), 1);
+        }
+    }
+}
+
+#[test]
+fn an_empty_batch_is_nothing_to_do() {
+    let mut logits = Logits { vocab: 1, values: vec![1.0] };
+    executor(&config("Llama"), |_| ()).execute(&[], &mut logits).unwrap();
+    assert_eq!((logits.vocab, logits.rows()), (150, 0));
+}
+
+#[test]
+fn progress_ends_at_the_total() {
+    let mut last = LoadProgress { bytes_done: 0, bytes_total: 0 };
+    let options = CpuOptions { blocks: 1, threads: 1, ..CpuOptions::default() };
+    CpuExecutor::with_weights(&Weights::random(5), &config("Llama"), &options, &mut |now| {
+        assert!(now.bytes_done > last.bytes_done);
+        last = now;
+    })
+    .unwrap();
+    assert_eq!(last.bytes_done, last.bytes_total);
+}

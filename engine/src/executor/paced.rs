@@ -1,0 +1,42 @@
+//! An executor that takes its time: for demonstrations and for tests that must meet a request in a certain phase.
+
+use std::time::Duration;
+
+use baton_connector::KvLayout;
+use baton_connector::region::Region;
+
+use super::{Executor, ExecutorError, Logits, SeqStep};
+
+/// Waits before every step of the executor inside.
+pub struct Paced {
+    inner: Box<dyn Executor>,
+    pace: Duration,
+}
+
+impl Paced {
+    /// Waits `pace` before each step.
+    #[must_use]
+    pub fn new(inner: Box<dyn Executor>, pace: Duration) -> Self {
+        Self { inner, pace }
+    }
+}
+
+impl Executor for Paced {
+    fn layout(&self) -> KvLayout {
+        self.inner.layout()
+    }
+
+    fn region(&self) -> &Region {
+        self.inner.region()
+    }
+
+    fn vocab(&self) -> usize {
+        self.inner.vocab()
+    }
+
+    #[allow(clippy::disallowed_methods)] // waiting is what it is for
+    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
+        std::thread::sleep(self.pace);
+        self.inner.execute(batch, logits)
+    }
+}

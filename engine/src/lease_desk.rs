@@ -1,0 +1,229 @@
+//! The producer's leases as the rest of the process sees them: the [`Ledger`] behind a lock, with a clock.
+//!
+//! Served off the step loop: transports, the release verb and the expiry timer call it from their own threads,
+//! so a forward pass of any length delays neither heartbeats nor releases, and an engine with leases but no work
+//! sleeps. Blocks of ended leases go to the step loop's mailbox; it alone touches the block pool.
+//!
+//! Every lease that ends by expiry leaves one log line and one count, with the request, the readers that
+//! finished of those expected, and the seconds held.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use baton_connector::lease::{Cause, LeaseTerms};
+use baton_connector::ledger::{
+    Grant, HeartbeatReply, LeaseView, Ledger, LedgerCounts, OpenRefused, ReadRefusal, ReleaseReply,
+};
+use baton_connector::region::Region;
+use baton_connector::transport::{Producer, TransportError, Verdict};
+use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
+
+use crate::mailbox::Mailbox;
+use crate::metrics::EngineMetrics;
+
+/// See the module's documentation.
+pub struct LeaseDesk {
+    ledger: Mutex<Ledger>,
+    /// Wakes the timer when an earlier deadline has appeared, or at the end.
+    deadline_moved: Condvar,
+    start: Instant,
+    epoch: Epoch,
+    fingerprint: u64,
+    region: Region,
+    mailbox: Arc<Mailbox>,
+    metrics: Arc<EngineMetrics>,
+}
+
+impl LeaseDesk {
+    /// A desk for a fresh engine.
+    #[must_use]
+    pub fn new(
+        terms: LeaseTerms,
+        epoch: Epoch,
+        fingerprint: u64,
+        region: Region,
+        mailbox: Arc<Mailbox>,
+        metrics: Arc<EngineMetrics>,
+    ) -> Self {
+        Self {
+            ledger: Mutex::new(Ledger::new(terms)),
+            deadline_moved: Condvar::new(),
+            start: Instant::now(),
+            epoch,
+            fingerprint,
+            region,
+            mailbox,
+            metrics,
+        }
+    }
+
+    /// Runs the expiry timer until `stop` says so; on a thread of its own.
+    pub fn run_timer(&self, stop: impl Fn() -> bool) {
+        /// How long the timer sleeps at most, so that it notices `stop`.
+        const NAP: Duration = Duration::from_millis(200);
+        let mut ledger = self.lock();
+        while !stop() {
+            let now = self.now();
+            ledger.tick(now);
+            let settled = ledger.take_settled();
+            if !settled.is_empty() {
+                drop(ledger);
+                self.hand_over(settled);
+                ledger = self.lock();
+                continue;
+            }
+            let nap = ledger
+                .next_deadline()
+                .map_or(NAP, |due| due.since(now).clamp(Duration::from_micros(200), NAP));
+            let (back, _) = self
+                .deadline_moved
+                .wait_timeout(ledger, nap)
+                .unwrap_or_else(std::sync::PoisonError::into_inner);
+            ledger = back;
+        }
+    }
+
+    /// Lends the blocks of a finished request; says how long the lease lives.
+    ///
+    /// # Errors
+    /// [`OpenRefused`] gives the grant back.
+    pub fn open(&self, grant: Grant) -> Result<Duration, OpenRefused> {
+        let blocks = grant.blocks.len() as u64;
+        let opened = self.with(|ledger, now| ledger.open(grant, now));
+        self.deadline_moved.notify_one();
+        if opened.is_ok() {
+            self.metrics.lease_opened(blocks);
+        }
+        opened
+    }
+
+    /// Ends every lease of a request and keeps in mind that it was given up.
+    pub fn release_request(&self, request: &RequestId, reason: &str) -> ReleaseReply {
+        self.with(|ledger, now| ledger.release_request(request, reason, now))
+    }
+
+    /// Whether a request was given up before it was known.
+    #[must_use]
+    pub fn was_released_early(&self, request: &RequestId) -> bool {
+        self.lock().was_released_early(request)
+    }
+
+    /// Releases every live lease: the end of a drain.
+    pub fn release_all(&self, reason: &str) {
+        self.with(|ledger, now| {
+            for handle in ledger.handles() {
+                ledger.release(handle, reason, now);
+            }
+        });
+    }
+
+    /// Live leases.
+    #[must_use]
+    pub fn live(&self) -> usize {
+        self.lock().len()
+    }
+
+    /// Live leases, oldest first, for people; handles are shortened.
+    #[must_use]
+    pub fn view(&self) -> Vec<LeaseView> {
+        self.with(|ledger, now| ledger.view(now))
+    }
+
+    /// What was opened, repeated or late so far.
+    #[must_use]
+    pub fn counts(&self) -> LedgerCounts {
+        self.lock().counts()
+    }
+
+    fn with<T>(&self, act: impl FnOnce(&mut Ledger, Time) -> T) -> T {
+        let mut ledger = self.lock();
+        let result = act(&mut ledger, self.now());
+        let settled = ledger.take_settled();
+        drop(ledger);
+        if !settled.is_empty() {
+            self.hand_over(settled);
+        }
+        result
+    }
+
+    fn hand_over(&self, settled: Vec<baton_connector::ledger::Settled>) {
+        for lease in &settled {
+            self.metrics.lease_settled(lease);
+            let (done, expected) = lease.readers;
+            let held = lease.held.as_secs_f64();
+            match lease.cause {
+                Cause::Expired => tracing::warn!(
+                    request = %lease.request, blocks = lease.blocks.len(), done, expected, held,
+                    "lease expired: nobody fetched or released it in time"
+                ),
+                Cause::Fetched | Cause::Released => tracing::debug!(
+                    request = %lease.request, blocks = lease.blocks.len(), done, expected, held,
+                    reason = &*lease.reason, "lease ended"
+                ),
+            }
+        }
+        self.mailbox.settled(settled);
+    }
+
+    fn now(&self) -> Time {
+        Time::ZERO.after(self.start.elapsed())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+impl Producer for LeaseDesk {
+    fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+
+    fn read_begun(
+        &self,
+        handle: Handle,
+        reader: Reader,
+        first: usize,
+        count: usize,
+    ) -> Result<Vec<BlockId>, TransportError> {
+        self.with(|ledger, now| ledger.read_begun(handle, reader, first, count, now)).map_err(|refusal| {
+            match refusal {
+                ReadRefusal::Gone => TransportError::Gone,
+                ReadRefusal::Busy => TransportError::Refused("too many readers at once".into()),
+                ReadRefusal::Range { first, count, blocks } => TransportError::Refused(
+                    format!("entries {first}..{} of a table of {blocks}", first.saturating_add(count)).into(),
+                ),
+            }
+        })
+    }
+
+    fn read_live(&self, handle: Handle, reader: Reader) -> bool {
+        self.lock().read_live(handle, reader)
+    }
+
+    fn read_done(&self, handle: Handle, reader: Reader) -> Verdict {
+        self.with(|ledger, now| ledger.read_done(handle, reader, now))
+    }
+
+    fn read_failed(&self, handle: Handle, reader: Reader) {
+        self.with(|ledger, now| ledger.read_failed(handle, reader, now));
+    }
+
+    fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
+        let reply = self.with(|ledger, now| ledger.release(handle, reason, now));
+        self.deadline_moved.notify_one();
+        reply
+    }
+
+    fn heartbeat(&self, handle: Handle) -> HeartbeatReply {
+        self.with(|ledger, now| ledger.heartbeat(handle, now))
+    }
+
+    fn region(&self) -> &Region {
+        &self.region
+    }
+}

@@ -1,0 +1,185 @@
+//! How everybody else speaks to the step loop: one mailbox, one lock, one wake-up.
+//!
+//! The step loop owns the engine's state; HTTP tasks, fetch workers and the lease desk only leave messages.
+//! Every queue is bounded by what it is about:
+//! - submissions by [`Mailbox::new`]'s bound, over which a request is refused;
+//! - endings by the live sequences (each is ended by its one guard), or by [`ABORTS_MAX`] when they come by name;
+//! - fetch reports by the live fetches (at most three each);
+//! - settled leases by the blocks they hold.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::Instant;
+
+use baton_connector::RequestId;
+use baton_connector::fetch::Event;
+use baton_connector::ledger::Settled;
+
+use crate::sequence::{FinishReason, SeqId};
+use crate::step_loop::Submission;
+
+/// Aborts by request id that wait for the step loop. More are refused with 503.
+pub const ABORTS_MAX: usize = 16_384;
+
+/// Everything that has arrived since the last look.
+#[derive(Debug, Default)]
+pub struct Mail {
+    /// New sequences.
+    pub submissions: VecDeque<Submission>,
+    /// Sequences whose client is gone or content.
+    pub endings: Vec<(SeqId, FinishReason)>,
+    /// Requests aborted by name.
+    pub aborts: Vec<RequestId>,
+    /// Reports of fetch workers and heartbeats.
+    pub fetches: Vec<(SeqId, Event)>,
+    /// Leases that have ended.
+    pub settled: Vec<Settled>,
+    /// Forget the prefix cache.
+    pub reset_cache: bool,
+    /// No new work; end when the books are empty or at this moment.
+    pub closing: Option<Instant>,
+}
+
+impl Mail {
+    fn is_empty(&self) -> bool {
+        self.submissions.is_empty()
+            && self.endings.is_empty()
+            && self.aborts.is_empty()
+            && self.fetches.is_empty()
+            && self.settled.is_empty()
+            && !self.reset_cache
+    }
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct Mailbox {
+    mail: Mutex<Mail>,
+    arrived: Condvar,
+    submissions_max: usize,
+}
+
+/// Why a message was not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Undelivered {
+    /// The queue is at its bound.
+    Full,
+    /// The engine is shutting down.
+    Closing,
+}
+
+impl Mailbox {
+    /// An empty mailbox that takes `submissions_max` sequences between two steps.
+    #[must_use]
+    pub fn new(submissions_max: usize) -> Self {
+        Self { mail: Mutex::default(), arrived: Condvar::new(), submissions_max }
+    }
+
+    /// Hands in all sequences of one request, or none.
+    ///
+    /// # Errors
+    /// [`Undelivered`], with the submissions given back.
+    pub fn submit(&self, submissions: Vec<Submission>) -> Result<(), (Vec<Submission>, Undelivered)> {
+        let mut mail = self.lock();
+        if mail.closing.is_some() {
+            return Err((submissions, Undelivered::Closing));
+        }
+        if mail.submissions.len() + submissions.len() > self.submissions_max {
+            return Err((submissions, Undelivered::Full));
+        }
+        mail.submissions.extend(submissions);
+        drop(mail);
+        self.arrived.notify_one();
+        Ok(())
+    }
+
+    /// The client of a sequence is gone (abort) or has what it wanted (a stop string).
+    pub fn end(&self, id: SeqId, reason: FinishReason) {
+        self.put(|mail| mail.endings.push((id, reason)));
+    }
+
+    /// Aborts a request by name, running or not yet known.
+    ///
+    /// # Errors
+    /// [`Undelivered::Full`] when [`ABORTS_MAX`] are waiting.
+    pub fn abort(&self, request: RequestId) -> Result<(), Undelivered> {
+        let mut mail = self.lock();
+        if mail.aborts.len() >= ABORTS_MAX {
+            return Err(Undelivered::Full);
+        }
+        mail.aborts.push(request);
+        drop(mail);
+        self.arrived.notify_one();
+        Ok(())
+    }
+
+    /// A fetch worker's report.
+    pub fn fetch(&self, id: SeqId, event: Event) {
+        self.put(|mail| mail.fetches.push((id, event)));
+    }
+
+    /// Leases that have ended.
+    pub fn settled(&self, settled: Vec<Settled>) {
+        self.put(|mail| mail.settled.extend(settled));
+    }
+
+    /// Forget the prefix cache.
+    pub fn reset_cache(&self) {
+        self.put(|mail| mail.reset_cache = true);
+    }
+
+    /// No new work from now on; what runs may finish until `deadline`.
+    pub fn close(&self, deadline: Instant) {
+        self.put(|mail| mail.closing = Some(deadline));
+    }
+
+    /// Whether the engine is shutting down.
+    #[must_use]
+    pub fn is_closing(&self) -> bool {
+        self.lock().closing.is_some()
+    }
+
+    /// Takes what is there, without waiting.
+    #[must_use]
+    pub fn collect(&self) -> Mail {
+        take(&mut self.lock())
+    }
+
+    /// Takes what is there; waits for something to arrive first, until `deadline` if there is one, or until the
+    /// mailbox is closed.
+    #[must_use]
+    pub fn wait(&self, deadline: Option<Instant>) -> Mail {
+        let mut mail = self.lock();
+        let was_closing = mail.closing;
+        while mail.is_empty() && mail.closing == was_closing {
+            mail = match deadline {
+                None => self.arrived.wait(mail).unwrap_or_else(std::sync::PoisonError::into_inner),
+                Some(deadline) => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        break;
+                    }
+                    self.arrived.wait_timeout(mail, left).unwrap_or_else(std::sync::PoisonError::into_inner).0
+                }
+            };
+        }
+        take(&mut mail)
+    }
+
+    fn put(&self, message: impl FnOnce(&mut Mail)) {
+        message(&mut self.lock());
+        self.arrived.notify_one();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Mail> {
+        // Messages are whole values: a panic elsewhere leaves nothing half-written.
+        self.mail.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+fn take(mail: &mut Mail) -> Mail {
+    let closing = mail.closing;
+    let taken = std::mem::take(mail);
+    mail.closing = closing;
+    taken
+}

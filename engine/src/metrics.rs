@@ -1,0 +1,319 @@
+//! What an engine counts, under the names dashboards already know (`vllm:*`), and under `baton_*` for what
+//! nobody else shows: blocks by state, leases by how they ended, release notices, stranded block-seconds.
+//!
+//! The recorder is this engine's own, not the process's: two engines in one process do not mix.
+
+use std::time::Duration;
+
+use baton_connector::lease::Cause;
+use baton_connector::ledger::Settled;
+use metrics::{
+    Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder, SharedString, Unit,
+};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+
+use crate::block_pool::BlockUsage;
+use crate::scheduler::Load;
+use crate::sequence::FinishReason;
+
+/// Buckets of `vllm:time_to_first_token_seconds`.
+const TTFT_SECONDS: [f64; 22] = [
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+];
+/// Buckets of `vllm:inter_token_latency_seconds`.
+const ITL_SECONDS: [f64; 18] =
+    [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0];
+/// Buckets of `vllm:e2e_request_latency_seconds`.
+const E2E_SECONDS: [f64; 20] = [
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0,
+];
+/// Buckets of transfers and of times to release.
+const SHORT_SECONDS: [f64; 12] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0];
+
+const META: Metadata<'static> = Metadata::new(module_path!(), Level::INFO, Some(module_path!()));
+
+/// See the module's documentation.
+pub struct EngineMetrics {
+    recorder: PrometheusRecorder,
+    handle: PrometheusHandle,
+    labels: Vec<Label>,
+    waiting: Gauge,
+    running: Gauge,
+    fetching: Gauge,
+    usage: Gauge,
+    blocks: [Gauge; 5],
+    leases: Gauge,
+    preemptions: Counter,
+    ignored: Counter,
+    prompt_tokens: Counter,
+    generation_tokens: Counter,
+    prefix_queries: Counter,
+    prefix_hits: Counter,
+    external_queries: Counter,
+    external_hits: Counter,
+    ttft: Histogram,
+    itl: Histogram,
+    e2e: Histogram,
+    transfer_seconds: Histogram,
+    transfer_bytes: Histogram,
+    transfers_failed: Counter,
+    leases_opened: Counter,
+    leased_blocks: Counter,
+    stranded: Gauge,
+}
+
+impl EngineMetrics {
+    /// Metrics labelled with the served model's name.
+    #[must_use]
+    pub fn new(model: &str) -> Self {
+        let buckets = |builder: PrometheusBuilder, name: &str, values: &[f64]| {
+            builder.set_buckets_for_metric(Matcher::Full(name.into()), values).expect("buckets are not empty")
+        };
+        let mut builder = PrometheusBuilder::new();
+        builder = buckets(builder, "vllm:time_to_first_token_seconds", &TTFT_SECONDS);
+        builder = buckets(builder, "vllm:inter_token_latency_seconds", &ITL_SECONDS);
+        builder = buckets(builder, "vllm:e2e_request_latency_seconds", &E2E_SECONDS);
+        builder = buckets(builder, "vllm:nixl_xfer_time_seconds", &SHORT_SECONDS);
+        builder = buckets(builder, "baton_lease_held_seconds", &SHORT_SECONDS);
+        let recorder = builder.build_recorder();
+        let handle = recorder.handle();
+        let labels = vec![Label::new("model_name", model.to_owned()), Label::new("engine", "0")];
+        let make = Registrar { recorder: &recorder, labels: &labels };
+        let states = ["free", "cached", "active", "leased", "landing"];
+        Self {
+            waiting: make.gauge("vllm:num_requests_waiting", "Requests in the queue."),
+            running: make.gauge("vllm:num_requests_running", "Requests in the batch."),
+            fetching: make.gauge("baton_requests_fetching", "Requests that wait for a transfer."),
+            usage: make.gauge("vllm:kv_cache_usage_perc", "Held blocks, as a share from 0 to 1."),
+            blocks: states
+                .map(|state| make.gauge_with("baton_kv_blocks", "KV blocks by state.", "state", state)),
+            leases: make.gauge("baton_kv_leases", "Live leases."),
+            preemptions: make.counter("vllm:num_preemptions_total", "Preemptions."),
+            ignored: make.counter("baton_late_events_total", "Late or repeated events that changed nothing."),
+            prompt_tokens: make.counter("vllm:prompt_tokens_total", "Prompt tokens."),
+            generation_tokens: make.counter("vllm:generation_tokens_total", "Generated tokens."),
+            prefix_queries: make.counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up."),
+            prefix_hits: make
+                .counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+            external_queries: make
+                .counter("vllm:external_prefix_cache_queries_total", "Prompt tokens handed off."),
+            external_hits: make.counter("vllm:external_prefix_cache_hits_total", "Prompt tokens fetched."),
+            ttft: make.histogram("vllm:time_to_first_token_seconds", "Arrival to first token."),
+            itl: make.histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice."),
+            e2e: make.histogram("vllm:e2e_request_latency_seconds", "Arrival to the end of a choice."),
+            transfer_seconds: make.histogram("vllm:nixl_xfer_time_seconds", "One fetch, any transport."),
+            transfer_bytes: make.histogram("vllm:nixl_bytes_transferred", "Bytes of one fetch."),
+            transfers_failed: make
+                .counter("vllm:nixl_num_failed_transfers", "Fetches that delivered nothing."),
+            leases_opened: make.counter("baton_kv_leases_opened_total", "Leases opened."),
+            leased_blocks: make.counter("baton_kv_leased_blocks_total", "Blocks lent."),
+            stranded: make.gauge(
+                "baton_kv_stranded_block_seconds_total",
+                "Blocks times seconds held by leases that ended by expiry.",
+            ),
+            recorder,
+            handle,
+            labels,
+        }
+    }
+
+    /// The exposition text of `/metrics`.
+    #[must_use]
+    pub fn render(&self) -> String {
+        self.handle.run_upkeep();
+        self.handle.render()
+    }
+
+    /// The state of the books, after each step.
+    pub fn publish(&self, usage: BlockUsage, load: Load, leases: usize) {
+        self.waiting.set(load.waiting as f64);
+        self.running.set(load.running as f64);
+        self.fetching.set((load.fetching + load.stopping) as f64);
+        self.usage.set(usage.held_share());
+        let states = [usage.free, usage.cached, usage.active, usage.leased, usage.landing];
+        for (gauge, blocks) in self.blocks.iter().zip(states) {
+            gauge.set(blocks as f64);
+        }
+        self.leases.set(leases as f64);
+        self.preemptions.absolute(load.preemptions);
+        self.ignored.absolute(load.ignored);
+    }
+
+    /// A sequence's first token.
+    pub fn first_token(&self, since_arrival: Duration, prompt: usize, cached: usize, fetched: usize) {
+        self.ttft.record(since_arrival.as_secs_f64());
+        self.prompt_tokens.increment(prompt as u64);
+        self.generation_tokens.increment(1);
+        self.prefix_queries.increment(prompt as u64);
+        self.prefix_hits.increment(cached as u64);
+        self.external_hits.increment(fetched as u64);
+    }
+
+    /// A prompt that came with a handoff.
+    pub fn handed_off(&self, prompt: usize) {
+        self.external_queries.increment(prompt as u64);
+    }
+
+    /// Any token after the first.
+    pub fn next_token(&self, since_last: Duration) {
+        self.itl.record(since_last.as_secs_f64());
+        self.generation_tokens.increment(1);
+    }
+
+    /// A sequence's end.
+    pub fn finished(&self, reason: FinishReason, since_arrival: Duration) {
+        self.e2e.record(since_arrival.as_secs_f64());
+        let help = "Sequences by how they ended; aborts and errors are counted too.";
+        self.make()
+            .counter_with("vllm:request_success_total", help, "finished_reason", reason.label())
+            .increment(1);
+    }
+
+    /// One fetch.
+    pub fn transfer(&self, took: Duration, bytes: u64, valid: bool) {
+        if valid {
+            self.transfer_seconds.record(took.as_secs_f64());
+            self.transfer_bytes.record(bytes as f64);
+        } else {
+            self.transfers_failed.increment(1);
+        }
+    }
+
+    /// A fetch that failed, and what became of it.
+    pub fn load_failed(&self, policy: &'static str) {
+        self.make()
+            .counter_with("baton_kv_load_failures_total", "Failed fetches.", "policy", policy)
+            .increment(1);
+    }
+
+    /// A lease was opened over this many blocks.
+    pub fn lease_opened(&self, blocks: u64) {
+        self.leases_opened.increment(1);
+        self.leased_blocks.increment(blocks);
+    }
+
+    /// A lease has ended.
+    pub fn lease_settled(&self, lease: &Settled) {
+        let reason = lease.reason.to_string();
+        let help = "Leases by how they ended.";
+        self.make().counter_with("baton_kv_release_total", help, "cause", reason).increment(1);
+        let held = lease.held.as_secs_f64();
+        self.make().histogram("baton_lease_held_seconds", "From open to close.").record(held);
+        if lease.cause == Cause::Expired {
+            self.make().counter("vllm:nixl_num_kv_expired_reqs", "Leases that ended by expiry.").increment(1);
+            self.stranded.increment(held * lease.blocks.len() as f64);
+        }
+    }
+
+    /// A release notice was answered, or given up.
+    pub fn notice(&self, reason: &'static str, result: &'static str) {
+        let labels = [Label::new("reason", reason), Label::new("result", result)];
+        let help = "Release notices to producers.";
+        self.make().counter_labelled("baton_notify_total", help, &labels).increment(1);
+    }
+
+    /// A request that carried a handoff and was refused before it was queued.
+    pub fn early_rejection(&self, reason: &'static str) {
+        let help = "Requests with a handoff that were refused; their lease was released.";
+        self.make().counter_with("baton_early_rejections_total", help, "reason", reason).increment(1);
+    }
+
+    /// Model and cache, as labels (`vllm:cache_config_info`).
+    pub fn cache_config(&self, block_tokens: usize, blocks: usize) {
+        let labels = [
+            Label::new("block_size", block_tokens.to_string()),
+            Label::new("num_gpu_blocks", blocks.to_string()),
+        ];
+        self.make()
+            .gauge_labelled("vllm:cache_config_info", "Blocks and their size, as labels.", &labels)
+            .set(1.0);
+    }
+
+    fn make(&self) -> Registrar<'_> {
+        Registrar { recorder: &self.recorder, labels: &self.labels }
+    }
+}
+
+/// Makes handles on one recorder with the engine's labels.
+struct Registrar<'a> {
+    recorder: &'a PrometheusRecorder,
+    labels: &'a [Label],
+}
+
+impl Registrar<'_> {
+    fn key(&self, name: &'static str, more: &[Label]) -> Key {
+        Key::from_parts(name, self.labels.iter().chain(more).cloned().collect::<Vec<_>>())
+    }
+
+    fn counter(&self, name: &'static str, help: &'static str) -> Counter {
+        self.counter_labelled(name, help, &[])
+    }
+
+    fn counter_with(
+        &self,
+        name: &'static str,
+        help: &'static str,
+        label: &'static str,
+        value: impl Into<SharedString>,
+    ) -> Counter {
+        self.counter_labelled(name, help, &[Label::new(label, value)])
+    }
+
+    fn counter_labelled(&self, name: &'static str, help: &'static str, labels: &[Label]) -> Counter {
+        self.recorder.describe_counter(KeyName::from(name), Some(Unit::Count), help.into());
+        self.recorder.register_counter(&self.key(name, labels), &META)
+    }
+
+    fn gauge(&self, name: &'static str, help: &'static str) -> Gauge {
+        self.gauge_labelled(name, help, &[])
+    }
+
+    fn gauge_with(
+        &self,
+        name: &'static str,
+        help: &'static str,
+        label: &'static str,
+        value: &'static str,
+    ) -> Gauge {
+        self.gauge_labelled(name, help, &[Label::new(label, value)])
+    }
+
+    fn gauge_labelled(&self, name: &'static str, help: &'static str, labels: &[Label]) -> Gauge {
+        self.recorder.describe_gauge(KeyName::from(name), None, help.into());
+        self.recorder.register_gauge(&self.key(name, labels), &META)
+    }
+
+    fn histogram(&self, name: &'static str, help: &'static str) -> Histogram {
+        self.recorder.describe_histogram(KeyName::from(name), None, help.into());
+        self.recorder.register_histogram(&self.key(name, &[]), &META)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dashboards_find_the_names_they_know() {
+        let metrics = EngineMetrics::new("demo");
+        metrics.publish(
+            BlockUsage { total: 4, free: 3, active: 1, ..BlockUsage::default() },
+            Load::default(),
+            0,
+        );
+        metrics.first_token(Duration::from_millis(3), 10, 4, 0);
+        metrics.finished(FinishReason::Stop, Duration::from_millis(9));
+        let text = metrics.render();
+        for line in [
+            "vllm:kv_cache_usage_perc{model_name=\"demo\",engine=\"0\"} 0.25",
+            "vllm:prompt_tokens_total{model_name=\"demo\",engine=\"0\"} 10",
+            "vllm:request_success_total{model_name=\"demo\",engine=\"0\",finished_reason=\"stop\"} 1",
+            "baton_kv_blocks{model_name=\"demo\",engine=\"0\",state=\"free\"} 3",
+        ] {
+            assert!(text.contains(line), "{line} is not in\n{text}");
+        }
+        assert!(text.contains("vllm:time_to_first_token_seconds_bucket"));
+    }
+}

@@ -1,0 +1,344 @@
+//! What a checkpoint computes: `config.json` and `generation_config.json`, read into one [`ModelConfig`].
+//!
+//! Both dialects are read: the one most hub checkpoints have (`rope_theta`, `rope_scaling`, `torch_dtype`) and
+//! the one transformers 5 writes (`rope_parameters`, `dtype`). Whatever would change the computation and is
+//! not implemented is refused **by name**, before any weight is read: an engine that ignores a field it does
+//! not know answers with fluent nonsense.
+
+mod generation;
+mod json;
+mod rope;
+
+pub use generation::GenerationDefaults;
+pub use rope::{Rope, RopeScaling};
+
+use self::json::Fields;
+use super::{ModelError, ModelFiles};
+
+/// The file that describes the architecture.
+pub(crate) const CONFIG_FILE: &str = "config.json";
+/// What this engine computes, for refusals.
+const SUPPORTED: &str = "dense Llama, Qwen2 and Qwen3 decoders";
+
+/// Upper bounds of each size: far above any released checkpoint, low enough that products of two of them fit
+/// `usize` on every platform and a hostile file cannot ask for terabytes.
+const MAX_LAYERS: usize = 1024;
+const MAX_WIDTH: usize = 1 << 20;
+const MAX_HEADS: usize = 4096;
+const MAX_HEAD_DIM: usize = 512;
+const MAX_VOCAB: usize = 1 << 22;
+const MAX_POSITIONS: usize = 1 << 26;
+
+/// Architecture family.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// `LlamaForCausalLM`.
+    Llama,
+    /// `Qwen2ForCausalLM`: biases on q, k and v.
+    Qwen2,
+    /// `Qwen3ForCausalLM`: RMS norm on every head of q and k, explicit `head_dim`.
+    Qwen3,
+}
+
+/// Everything about a checkpoint that the engine needs to know besides its weights and its tokenizer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// Architecture family.
+    pub family: Family,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Transformer layers.
+    pub layers: usize,
+    /// Query heads; a multiple of `kv_heads`.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Elements of one head; even.
+    pub head_dim: usize,
+    /// Width of the feed-forward layer.
+    pub intermediate: usize,
+    /// Rows of the embedding and of a row of logits; may exceed the tokenizer's ids (padding).
+    pub vocab: usize,
+    /// Longest sequence in tokens the checkpoint is made for.
+    pub max_positions: usize,
+    /// Added to the mean square in every RMS norm.
+    pub norm_eps: f32,
+    /// Whether the output matrix is the embedding.
+    pub tied: bool,
+    /// Whether q, k and v have biases.
+    pub qkv_bias: bool,
+    /// Whether the attention output projection has a bias.
+    pub output_bias: bool,
+    /// Whether the feed-forward projections have biases.
+    pub mlp_bias: bool,
+    /// Rotary position embedding.
+    pub rope: Rope,
+    /// Tokens that end a completion: `generation_config.json`'s list wins over `config.json`'s.
+    pub eos: Vec<u32>,
+    /// First token of a text, where the checkpoint names one.
+    pub bos: Option<u32>,
+    /// Default sampling parameters.
+    pub generation: GenerationDefaults,
+}
+
+impl ModelConfig {
+    /// Reads the configuration of a checkpoint.
+    ///
+    /// # Errors
+    /// [`ModelError::Missing`] without `config.json`, [`ModelError::Malformed`] where a field is absent, of the
+    /// wrong type or out of range, [`ModelError::Unsupported`] for an architecture or feature this engine does
+    /// not compute.
+    pub fn read(files: &ModelFiles) -> Result<Self, ModelError> {
+        let config = files.open(CONFIG_FILE)?.ok_or_else(|| ModelError::Missing(CONFIG_FILE.into()))?;
+        let generation = files.open(generation::FILE)?;
+        Self::parse(&config, generation.as_deref())
+    }
+
+    /// Parses `config.json` and, where present, `generation_config.json`.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<Self, ModelError> {
+        let fields = Fields::parse(CONFIG_FILE, config)?;
+        let family = family(&fields)?;
+        refuse_what_is_not_computed(&fields, family)?;
+
+        let size = |name, max| fields.size(name, max);
+        let required = |name, max| size(name, max)?.ok_or_else(|| fields.absent(name));
+        let hidden = required("hidden_size", MAX_WIDTH)?;
+        let layers = required("num_hidden_layers", MAX_LAYERS)?;
+        let heads = required("num_attention_heads", MAX_HEADS)?;
+        let kv_heads = size("num_key_value_heads", MAX_HEADS)?.unwrap_or(heads);
+        let head_dim = match (size("head_dim", MAX_HEAD_DIM)?, family) {
+            (Some(dim), _) => dim,
+            // The default of transformers' Qwen3Config, which does not depend on the width.
+            (None, Family::Qwen3) => 128,
+            (None, Family::Llama | Family::Qwen2) if hidden.is_multiple_of(heads) => hidden / heads,
+            (None, _) => {
+                return Err(fields.malformed(format!(
+                    "hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+                )));
+            }
+        };
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(fields.malformed(format!(
+                "num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )));
+        }
+        if !head_dim.is_multiple_of(2) || head_dim > MAX_HEAD_DIM {
+            return Err(
+                fields.malformed(format!("head_dim {head_dim} must be even and at most {MAX_HEAD_DIM}"))
+            );
+        }
+        let max_positions = size("max_position_embeddings", MAX_POSITIONS)?.unwrap_or(match family {
+            Family::Llama => 2048,
+            Family::Qwen2 | Family::Qwen3 => 32768,
+        });
+        let norm_eps = fields.number("rms_norm_eps")?.unwrap_or(1e-6);
+        if !(norm_eps > 0.0 && norm_eps < 1.0) {
+            return Err(fields.malformed(format!("rms_norm_eps {norm_eps} is not between 0 and 1")));
+        }
+        let attention_bias = fields.flag("attention_bias")?.unwrap_or(false);
+        let vocab = required("vocab_size", MAX_VOCAB)?;
+        let (eos, generation) = generation::read(&fields, generation)?;
+        if let Some(token) = eos.iter().find(|token| **token as usize >= vocab) {
+            return Err(
+                fields.malformed(format!("eos_token_id {token} is outside the vocabulary of {vocab}"))
+            );
+        }
+        Ok(Self {
+            family,
+            hidden,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            intermediate: required("intermediate_size", MAX_WIDTH)?,
+            vocab,
+            max_positions,
+            #[allow(clippy::cast_possible_truncation)] // checked to be a small positive number
+            norm_eps: norm_eps as f32,
+            tied: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+            qkv_bias: family == Family::Qwen2 || attention_bias,
+            output_bias: family != Family::Qwen2 && attention_bias,
+            mlp_bias: family == Family::Llama && fields.flag("mlp_bias")?.unwrap_or(false),
+            rope: Rope::parse(&fields, max_positions)?,
+            eos,
+            bos: fields.token("bos_token_id")?,
+            generation,
+        })
+    }
+
+    /// Whether q and k are normalized head by head.
+    #[must_use]
+    pub fn qk_norm(&self) -> bool {
+        self.family == Family::Qwen3
+    }
+
+    /// Width of all query heads together.
+    #[must_use]
+    pub fn query_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Width of all key heads together, which is that of the value heads.
+    #[must_use]
+    pub fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+}
+
+/// The family, from `architectures` or, without it, from `model_type`.
+fn family(fields: &Fields<'_>) -> Result<Family, ModelError> {
+    let named = match fields.get("architectures").and_then(|list| list.get(0)) {
+        Some(first) => first.as_str(),
+        None => fields.text("model_type")?,
+    };
+    match named {
+        Some("LlamaForCausalLM" | "llama") => Ok(Family::Llama),
+        Some("Qwen2ForCausalLM" | "qwen2") => Ok(Family::Qwen2),
+        Some("Qwen3ForCausalLM" | "qwen3") => Ok(Family::Qwen3),
+        Some(other) => Err(fields.unsupported(&format!("architecture {other}"), SUPPORTED)),
+        None => Err(fields.malformed("neither architectures nor model_type names an architecture".into())),
+    }
+}
+
+/// Refuses features that change the result and are not implemented.
+fn refuse_what_is_not_computed(fields: &Fields<'_>, family: Family) -> Result<(), ModelError> {
+    if let Some(quantization) = fields.get("quantization_config") {
+        let method = quantization.get("quant_method").and_then(|name| name.as_str()).unwrap_or("unnamed");
+        return Err(
+            fields.unsupported(&format!("quantization_config ({method})"), "float32, float16, bfloat16")
+        );
+    }
+    match fields.text("hidden_act")? {
+        None | Some("silu" | "swish") => {}
+        Some(other) => return Err(fields.unsupported(&format!("hidden_act {other}"), "silu")),
+    }
+    for experts in ["num_experts", "num_local_experts", "n_routed_experts"] {
+        if fields.size_or_zero(experts)? > 1 {
+            return Err(fields.unsupported(experts, SUPPORTED));
+        }
+    }
+    if fields.number("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
+        return Err(fields.unsupported("partial_rotary_factor", "rotary embedding of whole heads"));
+    }
+    if fields
+        .get("layer_types")
+        .and_then(|list| list.as_array())
+        .is_some_and(|list| list.iter().any(|layer| layer.as_str() != Some("full_attention")))
+    {
+        return Err(fields.unsupported("layer_types other than full_attention", "full attention"));
+    }
+    // As transformers: the window counts only where `use_sliding_window` is on, and only from layer
+    // `max_window_layers`. Llama has no window at all.
+    if family != Family::Llama && fields.flag("use_sliding_window")?.unwrap_or(false) {
+        let windowed_from = fields.size_or_zero("max_window_layers")?;
+        if fields.get("sliding_window").is_some()
+            && windowed_from < fields.size_or_zero("num_hidden_layers")?
+        {
+            return Err(fields.unsupported("use_sliding_window", "full attention"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn llama() -> Value {
+        json!({
+            "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100, "rms_norm_eps": 1e-5,
+            "eos_token_id": 7
+        })
+    }
+
+    fn with(changes: &Value) -> Result<ModelConfig, ModelError> {
+        let mut config = llama();
+        for (key, value) in changes.as_object().expect("an object") {
+            config[key] = value.clone();
+        }
+        ModelConfig::parse(config.to_string().as_bytes(), None)
+    }
+
+    #[test]
+    fn absent_fields_take_the_defaults_of_transformers() {
+        let config = with(&json!({})).unwrap();
+        assert_eq!((config.head_dim, config.kv_heads, config.tied), (16, 4, false));
+        assert_eq!((config.rope.theta, config.max_positions), (10_000.0, 2048));
+        assert_eq!(config.eos, [7]);
+        assert!((config.norm_eps - 1e-5).abs() < 1e-12);
+        let qwen3 = with(&json!({"architectures": ["Qwen3ForCausalLM"]})).unwrap();
+        assert_eq!((qwen3.head_dim, qwen3.qk_norm(), qwen3.qkv_bias), (128, true, false));
+    }
+
+    #[test]
+    fn both_dialects_mean_the_same() {
+        let scaling = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64});
+        let mut parameters = scaling.clone();
+        parameters["rope_theta"] = json!(5e5);
+        let legacy = with(&json!({"rope_theta": 5e5, "rope_scaling": scaling})).unwrap();
+        let current = with(&json!({"rope_parameters": parameters})).unwrap();
+        assert_eq!(legacy, current);
+        assert!(matches!(legacy.rope.scaling, RopeScaling::Llama3 { .. }));
+    }
+
+    #[test]
+    fn the_eos_list_of_the_generation_config_wins() {
+        let generation = br#"{"eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20, "do_sample": true}"#;
+        let config = ModelConfig::parse(llama().to_string().as_bytes(), Some(generation)).unwrap();
+        assert_eq!(config.eos, [1, 2]);
+        assert_eq!(config.generation.temperature, Some(0.6));
+        assert_eq!(config.generation.top_k, Some(20));
+        assert!(config.generation.do_sample);
+    }
+
+    #[test]
+    fn what_is_not_computed_is_refused_by_name() {
+        for (change, name) in [
+            (json!({"architectures": ["MixtralForCausalLM"]}), "MixtralForCausalLM"),
+            (json!({"quantization_config": {"quant_method": "awq"}}), "awq"),
+            (json!({"hidden_act": "gelu"}), "gelu"),
+            (json!({"num_local_experts": 8}), "num_local_experts"),
+            (json!({"rope_scaling": {"type": "longrope", "factor": 2.0}}), "longrope"),
+            (
+                json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": true,
+                    "sliding_window": 128, "max_window_layers": 1}),
+                "use_sliding_window",
+            ),
+        ] {
+            let error = with(&change).unwrap_err();
+            assert!(matches!(error, ModelError::Unsupported { .. }), "{error}");
+            assert!(error.to_string().contains(name), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_unused_sliding_window_is_no_obstacle() {
+        let unused = json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": false,
+            "sliding_window": 4096, "max_window_layers": 2});
+        assert!(with(&unused).is_ok());
+    }
+
+    #[test]
+    fn nonsense_sizes_are_named() {
+        for (change, words) in [
+            (json!({"hidden_size": 0}), "hidden_size 0"),
+            (json!({"hidden_size": -3}), "hidden_size"),
+            (json!({"hidden_size": 66}), "not a multiple"),
+            (json!({"num_key_value_heads": 3}), "num_key_value_heads 3"),
+            (json!({"vocab_size": 1_u64 << 40}), "vocab_size"),
+            (json!({"head_dim": 33}), "head_dim 33"),
+            (json!({"rms_norm_eps": "x"}), "rms_norm_eps"),
+            (json!({"eos_token_id": 100}), "eos_token_id 100"),
+        ] {
+            let error = with(&change).unwrap_err();
+            assert!(matches!(error, ModelError::Malformed { .. }), "{error}");
+            assert!(error.to_string().contains(words), "{error}");
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Typed access to the fields of one JSON file, with errors that name file and field.
+//!
+//! An explicit `null` means absent, as in Python.
+
+use serde_json::{Map, Value};
+
+use crate::model::ModelError;
+
+/// The fields of one JSON object and the name of the file they come from.
+#[derive(Clone, Debug)]
+pub(crate) struct Fields<'a> {
+    file: &'a str,
+    map: Map<String, Value>,
+}
+
+impl<'a> Fields<'a> {
+    pub(crate) fn parse(file: &'a str, bytes: &[u8]) -> Result<Self, ModelError> {
+        let failed = |what: String| ModelError::Malformed { file: file.to_owned(), what };
+        match serde_json::from_slice(bytes) {
+            Ok(Value::Object(map)) => Ok(Self { file, map }),
+            Ok(_) => Err(failed("is not a JSON object".into())),
+            Err(error) => Err(failed(error.to_string())),
+        }
+    }
+
+    /// The fields of an object inside this one; errors still name this file.
+    pub(crate) fn object(&self, name: &str) -> Result<Option<Self>, ModelError> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::Object(map)) => Ok(Some(Self { file: self.file, map: map.clone() })),
+            Some(other) => Err(self.malformed(format!("{name} is {other}, not an object"))),
+        }
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Option<&Value> {
+        self.map.get(name).filter(|value| !value.is_null())
+    }
+
+    pub(crate) fn flag(&self, name: &str) -> Result<Option<bool>, ModelError> {
+        self.typed(name, "true or false", Value::as_bool)
+    }
+
+    pub(crate) fn number(&self, name: &str) -> Result<Option<f64>, ModelError> {
+        self.typed(name, "a number", Value::as_f64)
+    }
+
+    pub(crate) fn text(&self, name: &str) -> Result<Option<&str>, ModelError> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(value) => match value.as_str() {
+                Some(text) => Ok(Some(text)),
+                None => Err(self.malformed(format!("{name} is {value}, not a string"))),
+            },
+        }
+    }
+
+    /// A size: between 1 and `max`.
+    pub(crate) fn size(&self, name: &str, max: usize) -> Result<Option<usize>, ModelError> {
+        let Some(value) = self.typed(name, "a whole number", Value::as_u64)? else { return Ok(None) };
+        match usize::try_from(value) {
+            Ok(size) if (1..=max).contains(&size) => Ok(Some(size)),
+            _ => Err(self.malformed(format!("{name} {value} is not between 1 and {max}"))),
+        }
+    }
+
+    /// A count where 0 and absent mean the same.
+    pub(crate) fn size_or_zero(&self, name: &str) -> Result<usize, ModelError> {
+        let value = self.typed(name, "a whole number", Value::as_u64)?.unwrap_or(0);
+        Ok(usize::try_from(value).unwrap_or(usize::MAX))
+    }
+
+    /// A token id.
+    pub(crate) fn token(&self, name: &str) -> Result<Option<u32>, ModelError> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(value) => self.as_token(name, value).map(Some),
+        }
+    }
+
+    /// A token id or a list of them.
+    pub(crate) fn tokens(&self, name: &str) -> Result<Option<Vec<u32>>, ModelError> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::Array(list)) => {
+                list.iter().map(|value| self.as_token(name, value)).collect::<Result<_, _>>().map(Some)
+            }
+            Some(value) => Ok(Some(vec![self.as_token(name, value)?])),
+        }
+    }
+
+    pub(crate) fn absent(&self, name: &str) -> ModelError {
+        self.malformed(format!("{name} is absent"))
+    }
+
+    pub(crate) fn malformed(&self, what: String) -> ModelError {
+        ModelError::Malformed { file: self.file.to_owned(), what }
+    }
+
+    pub(crate) fn unsupported(&self, what: &str, supported: &str) -> ModelError {
+        ModelError::Unsupported {
+            file: self.file.to_owned(),
+            what: what.to_owned(),
+            supported: format!("supported: {supported}"),
+        }
+    }
+
+    fn as_token(&self, name: &str, value: &Value) -> Result<u32, ModelError> {
+        value
+            .as_u64()
+            .and_then(|id| u32::try_from(id).ok())
+            .ok_or_else(|| self.malformed(format!("{name} {value} is not a token id")))
+    }
+
+    fn typed<T>(
+        &self,
+        name: &str,
+        wanted: &str,
+        read: impl Fn(&Value) -> Option<T>,
+    ) -> Result<Option<T>, ModelError> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(value) => match read(value) {
+                Some(read) => Ok(Some(read)),
+                None => Err(self.malformed(format!("{name} is {value}, not {wanted}"))),
+            },
+        }
+    }
+}

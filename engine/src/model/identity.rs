@@ -1,0 +1,65 @@
+//! A short name for what a checkpoint computes, so that two engines share KV blocks only if they run the same
+//! weights. Two models can agree in every number of their shape and still must never share a block.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::{ModelError, ModelFiles};
+
+/// Bytes of each weight file that are read, at its start (the header with names, types and shapes lies there), in
+/// its middle and at its end.
+const SAMPLE_BYTES: usize = 64 * 1024;
+
+/// Hexadecimal digest over `config.json` and samples of every weight file.
+///
+/// Engines must agree on the files, not on their place: names of folders do not count.
+///
+/// # Errors
+/// [`ModelError`] when a file is missing or cannot be read.
+pub fn identity(files: &ModelFiles) -> Result<String, ModelError> {
+    let mut hash = Sha256::new();
+    let config = files.open("config.json")?.ok_or_else(|| ModelError::Missing("config.json".into()))?;
+    hash.update(&*config);
+    for name in weight_files(files)? {
+        let bytes = files.open(&name)?.ok_or_else(|| ModelError::Missing(name.clone()))?;
+        hash.update((bytes.len() as u64).to_le_bytes());
+        for start in [0, bytes.len() / 2, bytes.len().saturating_sub(SAMPLE_BYTES)] {
+            hash.update(&bytes[start..bytes.len().min(start + SAMPLE_BYTES)]);
+        }
+    }
+    Ok(hash.finalize()[..16].iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn weight_files(files: &ModelFiles) -> Result<BTreeSet<String>, ModelError> {
+    const INDEX: &str = "model.safetensors.index.json";
+    let Some(index) = files.open(INDEX)? else { return Ok(BTreeSet::from(["model.safetensors".to_owned()])) };
+    let malformed = |what: String| ModelError::Malformed { file: INDEX.into(), what };
+    let index: Value = serde_json::from_slice(&index).map_err(|error| malformed(error.to_string()))?;
+    let map = index.get("weight_map").and_then(Value::as_object);
+    let map = map.ok_or_else(|| malformed("`weight_map` is missing".into()))?;
+    Ok(map.values().filter_map(Value::as_str).map(str::to_owned).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files(weights: &[u8]) -> (tempfile::TempDir, ModelFiles) {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        std::fs::write(dir.path().join("config.json"), "{}").expect("written");
+        std::fs::write(dir.path().join("model.safetensors"), weights).expect("written");
+        let files = ModelFiles::Dir(dir.path().to_owned());
+        (dir, files)
+    }
+
+    #[test]
+    fn other_weights_of_the_same_shape_are_another_model() {
+        let (_a, here) = files(&[1; 1000]);
+        let (_b, same) = files(&[1; 1000]);
+        let (_c, other) = files(&[2; 1000]);
+        assert_eq!(identity(&here).expect("read"), identity(&same).expect("read"));
+        assert_ne!(identity(&here).expect("read"), identity(&other).expect("read"));
+    }
+}

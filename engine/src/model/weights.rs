@@ -1,0 +1,376 @@
+//! The tensors of a checkpoint: `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+//!
+//! Files are memory-mapped and read once, when an executor copies them into its own layout. Other
+//! `*.safetensors` files in the folder are ignored: the index, where there is one, says what belongs to the
+//! model. Tensor data is only as aligned as the file made it (often 8 bytes), so values are read as bytes.
+//!
+//! [`Weights::random`] has the same interface without files, for benchmarks of a shape.
+
+use std::borrow::Cow;
+use std::collections::{BTreeSet, HashMap};
+use std::fmt;
+
+use half::{bf16, f16};
+use safetensors::{Dtype, SafeTensors};
+
+use super::config::ModelConfig;
+use super::{FileBytes, ModelError, ModelFiles};
+
+/// The file of an unsharded checkpoint.
+const SINGLE_FILE: &str = "model.safetensors";
+/// The list of shards of a sharded one.
+const INDEX_FILE: &str = "model.safetensors.index.json";
+/// Most shards of a checkpoint; the largest released ones have a few hundred.
+const MAX_SHARDS: usize = 4096;
+
+/// Element type of a stored tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightDtype {
+    /// 32-bit float.
+    F32,
+    /// 16-bit IEEE float.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl WeightDtype {
+    /// Bytes of one element.
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+}
+
+/// One tensor: row-major little-endian values, not necessarily aligned.
+#[derive(Clone)]
+pub struct Tensor<'a> {
+    dtype: WeightDtype,
+    bytes: Cow<'a, [u8]>,
+}
+
+impl fmt::Debug for Tensor<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tensor").field("dtype", &self.dtype).field("bytes", &self.bytes.len()).finish()
+    }
+}
+
+impl Tensor<'_> {
+    /// Element type in the file.
+    #[must_use]
+    pub fn dtype(&self) -> WeightDtype {
+        self.dtype
+    }
+
+    /// Size in the file, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// Elements `start .. start + out.len()` as f32, exactly.
+    ///
+    /// # Panics
+    /// When the range is outside the tensor.
+    pub fn read_f32(&self, start: usize, out: &mut [f32]) {
+        let size = self.dtype.bytes();
+        let bytes = &self.bytes[start * size..(start + out.len()) * size];
+        match self.dtype {
+            WeightDtype::F32 => {
+                for (out, raw) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                    *out = f32::from_le_bytes(*raw);
+                }
+            }
+            WeightDtype::F16 => {
+                for (out, raw) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                    *out = f16::from_le_bytes(*raw).to_f32();
+                }
+            }
+            WeightDtype::Bf16 => {
+                for (out, raw) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                    *out = bf16::from_le_bytes(*raw).to_f32();
+                }
+            }
+        }
+    }
+
+    /// Elements `start .. start + out.len()` of a bf16 tensor as they are stored.
+    ///
+    /// # Panics
+    /// When the tensor is not bf16, or the range is outside it.
+    pub fn read_bf16_bits(&self, start: usize, out: &mut [u16]) {
+        assert_eq!(self.dtype, WeightDtype::Bf16, "a bf16 tensor");
+        let bytes = &self.bytes[start * 2..(start + out.len()) * 2];
+        for (out, raw) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+            *out = u16::from_le_bytes(*raw);
+        }
+    }
+}
+
+/// All tensors of a model.
+#[derive(Debug)]
+pub struct Weights(Source);
+
+#[derive(Debug)]
+enum Source {
+    Files { shards: Vec<Shard>, tensors: HashMap<String, Entry> },
+    Random { seed: u64 },
+}
+
+#[derive(Debug)]
+struct Shard {
+    name: String,
+    bytes: FileBytes,
+}
+
+#[derive(Debug)]
+struct Entry {
+    shard: usize,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Byte range in the file.
+    start: usize,
+    end: usize,
+}
+
+impl Weights {
+    /// Opens the checkpoint's files and reads their headers.
+    ///
+    /// # Errors
+    /// [`ModelError`]: no weights, a shard that the index names but the folder lacks, or a damaged header.
+    pub fn open(files: &ModelFiles) -> Result<Self, ModelError> {
+        let names = match files.open(INDEX_FILE)? {
+            Some(index) => shard_names(&index)?,
+            None => vec![SINGLE_FILE.to_owned()],
+        };
+        let (mut shards, mut tensors) = (Vec::new(), HashMap::new());
+        for name in names {
+            let bytes = files.open(&name)?.ok_or_else(|| ModelError::Missing(name.clone()))?;
+            let malformed = |what: String| ModelError::Malformed { file: name.clone(), what };
+            let (header, metadata) =
+                SafeTensors::read_metadata(&bytes).map_err(|error| malformed(error.to_string()))?;
+            let data = header + 8;
+            for (tensor, info) in metadata.tensors() {
+                let entry = Entry {
+                    shard: shards.len(),
+                    dtype: info.dtype,
+                    shape: info.shape.clone(),
+                    start: data + info.data_offsets.0,
+                    end: data + info.data_offsets.1,
+                };
+                if tensors.insert(tensor.clone(), entry).is_some() {
+                    return Err(malformed(format!("{tensor} is in another shard too")));
+                }
+            }
+            shards.push(Shard { name, bytes });
+        }
+        Ok(Self(Source::Files { shards, tensors }))
+    }
+
+    /// bf16 weights of any shape, made up from `seed`: every linear map keeps the scale of its input, norms are
+    /// near 1. Good for measuring speed, useless for text.
+    #[must_use]
+    pub fn random(seed: u64) -> Self {
+        Self(Source::Random { seed })
+    }
+
+    /// One tensor of the expected shape.
+    ///
+    /// # Errors
+    /// [`ModelError::Malformed`] when it is absent or of another shape; [`ModelError::Unsupported`] for an
+    /// element type that is not a 16 or 32-bit float.
+    pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor<'_>, ModelError> {
+        match &self.0 {
+            Source::Random { seed } => Ok(random_tensor(*seed, name, shape)),
+            Source::Files { shards, tensors } => {
+                let entry = tensors.get(name).ok_or_else(|| ModelError::Malformed {
+                    file: if shards.len() == 1 { SINGLE_FILE.into() } else { INDEX_FILE.into() },
+                    what: format!("tensor {name} is missing"),
+                })?;
+                let shard = &shards[entry.shard];
+                if entry.shape != shape {
+                    return Err(ModelError::Malformed {
+                        file: shard.name.clone(),
+                        what: format!(
+                            "tensor {name} has shape {:?}, the configuration says {shape:?}",
+                            entry.shape
+                        ),
+                    });
+                }
+                let dtype = match entry.dtype {
+                    Dtype::F32 => WeightDtype::F32,
+                    Dtype::F16 => WeightDtype::F16,
+                    Dtype::BF16 => WeightDtype::Bf16,
+                    other => {
+                        return Err(ModelError::Unsupported {
+                            file: shard.name.clone(),
+                            what: format!("tensor {name} of type {other:?}"),
+                            supported: "supported: F32, F16, BF16".into(),
+                        });
+                    }
+                };
+                Ok(Tensor { dtype, bytes: Cow::Borrowed(&shard.bytes[entry.start..entry.end]) })
+            }
+        }
+    }
+}
+
+/// Number of weights of a configuration, for progress and benchmarks.
+#[must_use]
+pub fn parameter_count(config: &ModelConfig) -> usize {
+    let attention = config.hidden * (2 * config.query_width() + 2 * config.kv_width());
+    let layer = attention + 3 * config.hidden * config.intermediate + 2 * config.hidden;
+    let embeddings = config.vocab * config.hidden * if config.tied { 1 } else { 2 };
+    config.layers * layer + embeddings + config.hidden
+}
+
+/// The distinct shards of an index, in order.
+fn shard_names(index: &[u8]) -> Result<Vec<String>, ModelError> {
+    let malformed = |what: String| ModelError::Malformed { file: INDEX_FILE.into(), what };
+    let index: serde_json::Value =
+        serde_json::from_slice(index).map_err(|error| malformed(error.to_string()))?;
+    let map = index
+        .get("weight_map")
+        .and_then(|map| map.as_object())
+        .ok_or_else(|| malformed("weight_map is absent".into()))?;
+    let mut names = BTreeSet::new();
+    for (tensor, shard) in map {
+        let shard = shard.as_str().ok_or_else(|| malformed(format!("{tensor} has no file name")))?;
+        // A downloaded index must not make the engine open files outside the checkpoint's folder.
+        if shard.is_empty() || shard.starts_with('.') || shard.contains(['/', '\\']) {
+            return Err(malformed(format!("{shard:?} is not a plain file name")));
+        }
+        names.insert(shard.to_owned());
+        if names.len() > MAX_SHARDS {
+            return Err(malformed(format!("more than {MAX_SHARDS} shards")));
+        }
+    }
+    if names.is_empty() {
+        return Err(malformed("weight_map is empty".into()));
+    }
+    Ok(names.into_iter().collect())
+}
+
+/// Uniform values with the scale of a usable initialization; the same for the same seed and name.
+#[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation)] // made-up numbers need no precision
+fn random_tensor(seed: u64, name: &str, shape: &[usize]) -> Tensor<'static> {
+    let count: usize = shape.iter().product();
+    let mut state = name.bytes().fold(seed ^ 0x9e37_79b9_7f4a_7c15, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    }) | 1;
+    let (center, spread) = match shape {
+        [_] => (1.0, 0.1),
+        _ => (0.0, (3.0 / shape[shape.len() - 1] as f32).sqrt()),
+    };
+    let mut bytes = Vec::with_capacity(count * 2);
+    for _ in 0..count {
+        // xorshift64*: fast, and good enough for weights nobody reads.
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        let bits = state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 40;
+        let unit = bits as f32 / (1 << 23) as f32 - 1.0;
+        bytes.extend_from_slice(&bf16::from_f32(center + spread * unit).to_le_bytes());
+    }
+    Tensor { dtype: WeightDtype::Bf16, bytes: Cow::Owned(bytes) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::tensor::TensorView;
+
+    fn write(dir: &std::path::Path, file: &str, tensors: &[(&str, Dtype, Vec<usize>, Vec<u8>)]) {
+        let views: Vec<(String, TensorView<'_>)> = tensors
+            .iter()
+            .map(|(name, dtype, shape, bytes)| {
+                ((*name).to_owned(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+            })
+            .collect();
+        std::fs::write(dir.join(file), safetensors::serialize(views, None).unwrap()).unwrap();
+    }
+
+    fn floats(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|value| value.to_le_bytes()).collect()
+    }
+
+    #[test]
+    fn every_float_type_reads_exactly() {
+        let dir = tempfile::tempdir().unwrap();
+        let values = [1.5_f32, -0.25];
+        write(
+            dir.path(),
+            "model.safetensors",
+            &[
+                ("a", Dtype::F32, vec![2], floats(&values)),
+                (
+                    "b",
+                    Dtype::F16,
+                    vec![2],
+                    values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
+                ),
+                (
+                    "c",
+                    Dtype::BF16,
+                    vec![2],
+                    values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
+                ),
+            ],
+        );
+        let weights = Weights::open(&ModelFiles::Dir(dir.path().into())).unwrap();
+        for name in ["a", "b", "c"] {
+            let mut out = [0.0; 2];
+            weights.tensor(name, &[2]).unwrap().read_f32(0, &mut out);
+            assert_eq!(out, values, "{name}");
+        }
+    }
+
+    #[test]
+    fn missing_tensors_and_wrong_shapes_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), "model.safetensors", &[("a", Dtype::F32, vec![2], floats(&[1.0, 2.0]))]);
+        let weights = Weights::open(&ModelFiles::Dir(dir.path().into())).unwrap();
+        assert!(weights.tensor("norm", &[2]).unwrap_err().to_string().contains("norm"));
+        let error = weights.tensor("a", &[3]).unwrap_err().to_string();
+        assert!(error.contains("[2]") && error.contains("[3]"), "{error}");
+    }
+
+    #[test]
+    fn integer_weights_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), "model.safetensors", &[("a", Dtype::I8, vec![2], vec![1, 2])]);
+        let weights = Weights::open(&ModelFiles::Dir(dir.path().into())).unwrap();
+        assert!(matches!(weights.tensor("a", &[2]), Err(ModelError::Unsupported { .. })));
+    }
+
+    #[test]
+    fn a_missing_shard_is_named_and_strays_are_ignored() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = ModelFiles::Dir(dir.path().into());
+        write(dir.path(), "one.safetensors", &[("a", Dtype::F32, vec![1], floats(&[1.0]))]);
+        write(dir.path(), "stray.safetensors", &[("a", Dtype::F32, vec![1], floats(&[9.0]))]);
+        let index = |map: &str| std::fs::write(dir.path().join(INDEX_FILE), map).unwrap();
+        index(r#"{"weight_map": {"a": "one.safetensors"}}"#);
+        let mut out = [0.0];
+        Weights::open(&files).unwrap().tensor("a", &[1]).unwrap().read_f32(0, &mut out);
+        assert_eq!(out, [1.0]);
+        index(r#"{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}"#);
+        assert!(matches!(Weights::open(&files), Err(ModelError::Missing(name)) if name == "two.safetensors"));
+        index(r#"{"weight_map": {"a": "../one.safetensors"}}"#);
+        assert!(matches!(Weights::open(&files), Err(ModelError::Malformed { .. })));
+    }
+
+    #[test]
+    fn a_truncated_file_is_refused_when_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), "model.safetensors", &[("a", Dtype::F32, vec![2], floats(&[1.0, 2.0]))]);
+        let path = dir.path().join("model.safetensors");
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+        let error = Weights::open(&ModelFiles::Dir(dir.path().into())).unwrap_err();
+        assert!(matches!(error, ModelError::Malformed { .. }), "{error}");
+    }
+}

@@ -1,0 +1,114 @@
+//! Golden files: prompts, tokens and log-probabilities as JSON, raw logits as safetensors.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use safetensors::SafeTensors;
+use serde::Deserialize;
+
+use super::ParityError;
+
+/// Golden outputs of one model.
+#[derive(Debug)]
+pub struct Golden {
+    /// The whole JSON file, for cases with their own parts of it.
+    pub json: serde_json::Value,
+    /// Prompts with their continuations.
+    pub prompts: Vec<Prompt>,
+    /// Tokens that end a completion.
+    pub eos_token_ids: Vec<u32>,
+    tensors: HashMap<String, Vec<f32>>,
+}
+
+/// One prompt.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Prompt {
+    /// Token ids of the prompt.
+    pub ids: Vec<u32>,
+    /// Weights upcast to float32, float32 arithmetic.
+    pub f32: Run,
+    /// Weights and activations in bfloat16; only for bfloat16 checkpoints.
+    pub bf16: Option<Run>,
+}
+
+/// A greedy continuation that does not stop at an end-of-sequence token.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Run {
+    /// The continuation.
+    pub greedy_ids: Vec<u32>,
+    /// For each step the most likely tokens.
+    pub top_ids: Vec<Vec<u32>>,
+    /// Their natural log-probabilities, rounded to 6 places.
+    pub top_logprobs: Vec<Vec<f64>>,
+    /// Log-probability of each prompt token after the first.
+    pub prompt_logprobs: Vec<f64>,
+}
+
+#[derive(Deserialize)]
+struct File {
+    prompts: Vec<Prompt>,
+    eos_token_ids: Vec<u32>,
+}
+
+/// Models of a folder, by their golden files.
+pub(super) fn names(dir: &Path) -> Result<Vec<String>, ParityError> {
+    let folder = dir.join("golden");
+    let failed = |what: String| ParityError::Golden { path: folder.clone(), what };
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(&folder).map_err(|error| failed(error.to_string()))? {
+        let path = entry.map_err(|error| failed(error.to_string()))?.path();
+        if path.extension().is_some_and(|extension| extension == "json")
+            && let Some(name) = path.file_stem()
+        {
+            names.push(name.to_string_lossy().into_owned());
+        }
+    }
+    if names.is_empty() {
+        return Err(failed("holds no golden files".into()));
+    }
+    names.sort();
+    Ok(names)
+}
+
+impl Golden {
+    /// Reads the golden files of one model.
+    ///
+    /// # Errors
+    /// [`ParityError::Golden`] when one is missing or malformed.
+    pub fn read(dir: &Path, name: &str) -> Result<Self, ParityError> {
+        let path = |extension: &str| dir.join("golden").join(format!("{name}.{extension}"));
+        let read = |path: &PathBuf| {
+            std::fs::read(path)
+                .map_err(|error| ParityError::Golden { path: path.clone(), what: error.to_string() })
+        };
+        let json_path = path("json");
+        let malformed = |error: serde_json::Error| ParityError::Golden {
+            path: json_path.clone(),
+            what: error.to_string(),
+        };
+        let json: serde_json::Value = serde_json::from_slice(&read(&json_path)?).map_err(malformed)?;
+        let file = File::deserialize(&json).map_err(malformed)?;
+
+        let tensor_path = path("safetensors");
+        let bytes = read(&tensor_path)?;
+        let parsed = SafeTensors::deserialize(&bytes)
+            .map_err(|error| ParityError::Golden { path: tensor_path.clone(), what: error.to_string() })?;
+        let tensors = parsed
+            .tensors()
+            .into_iter()
+            .map(|(name, view)| {
+                let values =
+                    view.data().as_chunks::<4>().0.iter().map(|raw| f32::from_le_bytes(*raw)).collect();
+                (name, values)
+            })
+            .collect();
+        Ok(Self { json, prompts: file.prompts, eos_token_ids: file.eos_token_ids, tensors })
+    }
+
+    /// Raw logits, where they were kept: `RUN.PROMPT.steps`, `.prompt_last` or `.prompt_all`, rows of the
+    /// vocabulary one after the other.
+    #[must_use]
+    pub fn tensor(&self, run: &str, prompt: usize, what: &str) -> Option<&[f32]> {
+        self.tensors.get(&format!("{run}.{prompt}.{what}")).map(Vec::as_slice)
+    }
+}

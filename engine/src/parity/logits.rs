@@ -1,0 +1,268 @@
+//! Cases about the network: tokens, logits and log-probabilities, and that batches and chunks change no bit.
+
+use baton_connector::BlockId;
+
+use super::golden::{Prompt, Run};
+use super::{Line, ParityError, Subject};
+use crate::executor::cpu::{CpuExecutor, CpuOptions};
+use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
+
+/// Bound of every logit's difference, float32 against float32.
+const MAX_LOGIT_DIFFERENCE: f64 = 5e-4;
+/// Bound of the mean difference of the five best log-probabilities, float32 against float32.
+const MEAN_LOGPROB_DIFFERENCE: f64 = 5e-5;
+/// The same against a bf16 run of another engine.
+const MEAN_LOGPROB_DIFFERENCE_BF16: f64 = 0.15;
+/// Bound of the mean divergence from a bf16 run, in nats.
+const MEAN_DIVERGENCE_BF16: f64 = 0.02;
+/// How much less likely than our best token a bf16 run's choice may be, in nats.
+const CHOSEN_WITHIN_BF16: f64 = 0.6;
+
+const BLOCK_TOKENS: usize = 16;
+
+/// The end-of-sequence tokens: `generation_config.json`'s list has to have won.
+pub(super) fn configuration(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+    let (ours, golden) = (&subject.config.eos, &subject.golden.eos_token_ids);
+    Ok(vec![Line::new("end-of-sequence tokens", ours == golden, format!("{ours:?}"))])
+}
+
+/// Greedy continuations and their logits, one prompt at a time, against the float32 run.
+pub(super) fn float32(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+    let mut executor = executor(subject, 1)?;
+    let (mut identical, mut tokens) = (0, 0);
+    let (mut logit, mut top, mut prompt_logprob) = (0.0_f64, Mean::default(), 0.0_f64);
+    for (index, prompt) in subject.golden.prompts.iter().enumerate() {
+        let golden = &prompt.f32;
+        let alone = continuation(&mut executor, &prompt.ids, golden.greedy_ids.len())?;
+        identical += usize::from(alone.ids == golden.greedy_ids);
+        tokens += golden.greedy_ids.len();
+        let mut compare = |what: &str, ours: &[f32]| {
+            if let Some(golden) = subject.golden.tensor("f32", index, what) {
+                logit = logit.max(max_difference(ours, golden));
+            }
+        };
+        compare("prompt_last", alone.steps.row(0));
+        // After a wrong token the contexts differ, and the token itself is already reported.
+        if alone.ids == golden.greedy_ids {
+            compare("steps", &alone.steps.values);
+            add_top_differences(&mut top, golden, &alone.steps, 0);
+        }
+        let all = forced(&mut executor, &prompt.ids)?;
+        compare("prompt_all", &all.values);
+        for (position, golden) in golden.prompt_logprobs.iter().enumerate() {
+            let ours = logprobs(all.row(position))[prompt.ids[position + 1] as usize];
+            prompt_logprob = worst(prompt_logprob, (ours - golden).abs());
+        }
+    }
+    let prompts = subject.golden.prompts.len();
+    Ok(vec![
+        Line::new(
+            "greedy tokens",
+            identical == prompts,
+            format!("{identical} of {prompts} prompts identical, {tokens} tokens"),
+        ),
+        Line::at_most("largest difference of a logit", logit, MAX_LOGIT_DIFFERENCE),
+        Line::at_most("mean difference of top-5 log-probabilities", top.mean(), MEAN_LOGPROB_DIFFERENCE),
+        Line::at_most("largest difference of a prompt log-probability", prompt_logprob, MAX_LOGIT_DIFFERENCE),
+    ])
+}
+
+/// All prompts at once, cut into chunks of different sizes, decoding as they finish: the same bits as alone.
+pub(super) fn invariance(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+    let prompts = &subject.golden.prompts;
+    let mut alone = Vec::new();
+    let mut single = executor(subject, 1)?;
+    for prompt in prompts {
+        alone.push(continuation(&mut single, &prompt.ids, prompt.f32.greedy_ids.len())?.steps);
+    }
+    let mut executor = executor(subject, prompts.len())?;
+    let different = different_rows(&mut executor, prompts, &alone)?;
+    let rows: usize = alone.iter().map(Logits::rows).sum();
+    Ok(vec![Line::new(
+        "chunks and batches give the same bits",
+        different == 0,
+        format!("{different} of {rows} rows differ, {} sequences together", prompts.len()),
+    )])
+}
+
+/// Under the tokens of the bf16 run: bf16 weights with our f32 arithmetic stay as close to it as bf16 noise.
+pub(super) fn bfloat16(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+    let mut executor = executor(subject, 1)?;
+    let (mut divergence, mut top, mut chosen) = (Mean::default(), Mean::default(), 0.0_f64);
+    for (index, prompt) in subject.golden.prompts.iter().enumerate() {
+        let Some(golden) = &prompt.bf16 else { return Ok(Vec::new()) };
+        let text = [prompt.ids.as_slice(), &golden.greedy_ids].concat();
+        let all = forced(&mut executor, &text)?;
+        let first = prompt.ids.len() - 1;
+        add_top_differences(&mut top, golden, &all, first);
+        for (step, token) in golden.greedy_ids.iter().enumerate() {
+            let ours = logprobs(all.row(first + step));
+            let best = ours.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            chosen = worst(chosen, best - ours[*token as usize]);
+            if let Some(steps) = subject.golden.tensor("bf16", index, "steps") {
+                let golden = logprobs(&steps[step * all.vocab..][..all.vocab]);
+                divergence.add(golden.iter().zip(&ours).map(|(g, o)| g.exp() * (g - o)).sum());
+            }
+        }
+    }
+    Ok(vec![
+        Line::at_most("bf16 run: mean divergence, nats", divergence.mean(), MEAN_DIVERGENCE_BF16),
+        Line::at_most("bf16 run: mean difference of top-5", top.mean(), MEAN_LOGPROB_DIFFERENCE_BF16),
+        Line::at_most("bf16 run: its choice below our best, nats", chosen, CHOSEN_WITHIN_BF16),
+    ])
+}
+
+/// Greedy continuation with the logits each token was chosen from.
+struct Continuation {
+    ids: Vec<u32>,
+    steps: Logits,
+}
+
+fn executor(subject: &Subject, sequences: usize) -> Result<CpuExecutor, ParityError> {
+    let tokens = |prompt: &Prompt| prompt.ids.len() + prompt.f32.greedy_ids.len();
+    let longest = subject.golden.prompts.iter().map(tokens).max().unwrap_or(1);
+    let blocks = longest.div_ceil(BLOCK_TOKENS) * sequences;
+    let options = CpuOptions { blocks, block_tokens: BLOCK_TOKENS, ..CpuOptions::default() };
+    Ok(CpuExecutor::load(&subject.files, &subject.config, &options, &mut |_| ())?)
+}
+
+fn table(sequence: usize, blocks: usize) -> Vec<BlockId> {
+    let first = sequence * blocks;
+    (first..first + blocks).map(|block| BlockId(u32::try_from(block).expect("a small pool"))).collect()
+}
+
+fn continuation(
+    executor: &mut CpuExecutor,
+    prompt: &[u32],
+    count: usize,
+) -> Result<Continuation, ParityError> {
+    let table = table(0, executor.region().blocks());
+    let (mut ids, mut steps) = (Vec::new(), Logits { vocab: executor.vocab(), values: Vec::new() });
+    let mut logits = Logits::default();
+    let (mut tokens, mut start) = (prompt.to_vec(), 0);
+    for _ in 0..count {
+        let step = SeqStep { tokens: &tokens, start, block_table: &table, logits: LogitsWanted::Last };
+        executor.execute(&[step], &mut logits)?;
+        steps.values.extend_from_slice(&logits.values);
+        start += tokens.len();
+        tokens = vec![best(logits.row(0))];
+        ids.push(tokens[0]);
+    }
+    Ok(Continuation { ids, steps })
+}
+
+/// Logits of every position.
+fn forced(executor: &mut CpuExecutor, tokens: &[u32]) -> Result<Logits, ParityError> {
+    let table = table(0, executor.region().blocks());
+    let mut logits = Logits::default();
+    let step = SeqStep { tokens, start: 0, block_table: &table, logits: LogitsWanted::All };
+    executor.execute(&[step], &mut logits)?;
+    Ok(logits)
+}
+
+/// Runs all prompts together under their golden tokens and counts rows that differ from `alone` in any bit.
+fn different_rows(
+    executor: &mut CpuExecutor,
+    prompts: &[Prompt],
+    alone: &[Logits],
+) -> Result<usize, ParityError> {
+    let blocks = executor.region().blocks() / prompts.len();
+    let texts: Vec<Vec<u32>> =
+        prompts.iter().map(|prompt| [prompt.ids.as_slice(), &prompt.f32.greedy_ids].concat()).collect();
+    let tables: Vec<_> = (0..prompts.len()).map(|sequence| table(sequence, blocks)).collect();
+    let mut done = vec![0; prompts.len()];
+    let mut logits = Logits::default();
+    let mut different = 0;
+    loop {
+        let (mut batch, mut rows) = (Vec::new(), Vec::new());
+        for (sequence, prompt) in prompts.iter().enumerate() {
+            let (start, length) = (done[sequence], prompt.ids.len());
+            // Chunks of 1 to 43 tokens while in the prompt, then one token a step.
+            let chunk = if start < length { (1 + sequence * 5 % 43).min(length - start) } else { 1 };
+            let end = start + chunk;
+            let step = (end + 1).checked_sub(length + 1);
+            if step.is_some_and(|step| step >= prompt.f32.greedy_ids.len()) {
+                continue;
+            }
+            let wanted = if step.is_some() { LogitsWanted::Last } else { LogitsWanted::No };
+            batch.push(SeqStep {
+                tokens: &texts[sequence][start..end],
+                start,
+                block_table: &tables[sequence],
+                logits: wanted,
+            });
+            rows.extend(step.map(|step| (sequence, step)));
+            done[sequence] = end;
+        }
+        if batch.is_empty() {
+            return Ok(different);
+        }
+        executor.execute(&batch, &mut logits)?;
+        for (row, (sequence, step)) in rows.into_iter().enumerate() {
+            let same = logits
+                .row(row)
+                .iter()
+                .zip(alone[sequence].row(step))
+                .all(|(a, b)| a.to_bits() == b.to_bits());
+            different += usize::from(!same);
+        }
+    }
+}
+
+#[derive(Default)]
+struct Mean {
+    sum: f64,
+    count: u32,
+}
+
+impl Mean {
+    fn add(&mut self, value: f64) {
+        self.sum += value;
+        self.count += 1;
+    }
+
+    /// NaN of nothing: a check that measured nothing must not pass.
+    fn mean(&self) -> f64 {
+        self.sum / f64::from(self.count)
+    }
+}
+
+/// Differences of the five best tokens' log-probabilities, step by step; step 0 is row `first`.
+fn add_top_differences(mean: &mut Mean, golden: &Run, ours: &Logits, first: usize) {
+    for (step, (ids, values)) in golden.top_ids.iter().zip(&golden.top_logprobs).enumerate() {
+        let ours = logprobs(ours.row(first + step));
+        for (id, golden) in ids.iter().zip(values).take(5) {
+            mean.add((ours[*id as usize] - golden).abs());
+        }
+    }
+}
+
+fn best(row: &[f32]) -> u32 {
+    let mut best = 0;
+    for (index, value) in row.iter().enumerate() {
+        if *value > row[best] {
+            best = index;
+        }
+    }
+    u32::try_from(best).expect("a vocabulary fits")
+}
+
+/// Natural log-probabilities.
+fn logprobs(row: &[f32]) -> Vec<f64> {
+    let highest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let shifted = row.iter().map(|logit| f64::from(*logit) - f64::from(highest));
+    let log_sum = shifted.clone().map(f64::exp).sum::<f64>().ln();
+    shifted.map(|logit| logit - log_sum).collect()
+}
+
+/// The larger, or NaN if either is.
+fn worst(a: f64, b: f64) -> f64 {
+    if b <= a { a } else { b }
+}
+
+fn max_difference(ours: &[f32], golden: &[f32]) -> f64 {
+    if ours.len() != golden.len() {
+        return f64::INFINITY;
+    }
+    ours.iter().zip(golden).fold(0.0, |far, (a, b)| worst(far, (f64::from(*a) - f64::from(*b)).abs()))
+}

@@ -1,0 +1,179 @@
+//! The consumer's dealings with prefill engines, off the step loop: reads on fetch workers, heartbeats, and
+//! release notices that are repeated until they are answered.
+//!
+//! | thread | does | bound |
+//! |---|---|---|
+//! | `fetch-0..n` | one read at a time, then asks for the verdict | jobs: one per fetching sequence |
+//! | `heartbeat` | renews the leases of queued and fetching sequences, grouped by producer | one entry per sequence |
+//! | `notices` | delivers releases at least once, until answered or past expiry | [`NOTICES_MAX`] |
+
+mod fetch_workers;
+mod heartbeat;
+mod notices;
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use baton_connector::limits::KV_LEASE_DURATION;
+use baton_connector::region::Region;
+use baton_connector::transport::{Peer, Transport, TransportError};
+use baton_connector::{BlockId, Epoch, Handle, Handoff, Rank, Reader};
+
+use crate::mailbox::Mailbox;
+use crate::metrics::EngineMetrics;
+use crate::sequence::SeqId;
+
+pub use notices::NOTICES_MAX;
+
+/// Where one handoff's blocks lie, and for how long.
+#[derive(Clone, Debug)]
+pub struct FetchTarget {
+    host: Box<str>,
+    port: u16,
+    epoch: Epoch,
+    fingerprint: u64,
+    handle: Handle,
+    reader: Reader,
+    lease: Duration,
+    expiry: Instant,
+    router_settles: bool,
+    cached: usize,
+}
+
+impl FetchTarget {
+    /// The target of a handoff that has just arrived; `consumer` is a fresh random name for this fetch.
+    ///
+    /// `router_settles`: a refusal leaves the lease alone, because the router tries another engine with it and
+    /// releases it itself when it gives up.
+    #[must_use]
+    pub fn new(handoff: &Handoff, consumer: u64, router_settles: bool) -> Self {
+        let lease = handoff.lease_left.unwrap_or(KV_LEASE_DURATION);
+        Self {
+            host: handoff.host.as_str().into(),
+            port: handoff.port,
+            epoch: handoff.epoch,
+            fingerprint: handoff.layout,
+            handle: handoff.handle,
+            reader: Reader { consumer, rank: Rank(0) },
+            lease,
+            expiry: Instant::now() + lease,
+            router_settles,
+            cached: handoff.cached,
+        }
+    }
+
+    /// Prompt tokens that the producer found in its prefix cache.
+    #[must_use]
+    pub fn cached(&self) -> usize {
+        self.cached
+    }
+
+    /// Whether a refusal leaves the lease to the router.
+    #[must_use]
+    pub fn router_settles(&self) -> bool {
+        self.router_settles
+    }
+
+    /// Looks the producer's address up; a name is resolved anew each time, because engines move.
+    fn peer(&self) -> Result<Peer, TransportError> {
+        let failed = |why: String| {
+            TransportError::Handshake(SocketAddr::from(([0, 0, 0, 0], self.port)), why.into_boxed_str())
+        };
+        let mut found =
+            (&*self.host, self.port).to_socket_addrs().map_err(|error| failed(error.to_string()))?;
+        let address = found.next().ok_or_else(|| failed(format!("{} has no address", self.host)))?;
+        Ok(Peer { address, epoch: self.epoch, fingerprint: self.fingerprint })
+    }
+}
+
+/// See the module's documentation.
+pub struct Peers {
+    fetch_workers: fetch_workers::FetchWorkers,
+    heartbeat: Arc<heartbeat::Heartbeat>,
+    notices: Arc<notices::Notices>,
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Peers {
+    /// Starts the threads. `jobs_max` bounds the reads that wait for a worker.
+    ///
+    /// # Errors
+    /// When a thread cannot be started.
+    pub fn start(
+        transport: Arc<dyn Transport>,
+        region: Region,
+        mailbox: Arc<Mailbox>,
+        metrics: Arc<EngineMetrics>,
+        workers: usize,
+        jobs_max: usize,
+    ) -> std::io::Result<Self> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let heartbeat = Arc::new(heartbeat::Heartbeat::default());
+        let notices = Arc::new(notices::Notices::default());
+        let mut threads = Vec::new();
+        let (fetch_workers, handles) = fetch_workers::FetchWorkers::start(
+            Arc::clone(&transport),
+            region,
+            Arc::clone(&mailbox),
+            Arc::clone(&metrics),
+            workers,
+            jobs_max,
+        )?;
+        threads.extend(handles);
+        threads.push({
+            let (heartbeat, transport, stop) =
+                (Arc::clone(&heartbeat), Arc::clone(&transport), Arc::clone(&stop));
+            std::thread::Builder::new()
+                .name("heartbeat".into())
+                .spawn(move || heartbeat.run(&*transport, &mailbox, &stop))?
+        });
+        threads.push({
+            let (notices, stop) = (Arc::clone(&notices), Arc::clone(&stop));
+            std::thread::Builder::new()
+                .name("notices".into())
+                .spawn(move || notices.run(&*transport, &metrics, &stop))?
+        });
+        Ok(Self { fetch_workers, heartbeat, notices, stop, threads })
+    }
+
+    /// Keeps the lease of a queued sequence alive from now on.
+    pub fn keep_alive(&self, id: SeqId, target: &FetchTarget) {
+        self.heartbeat.add(id, target.clone());
+    }
+
+    /// Renews it no longer.
+    pub fn let_go(&self, id: SeqId) {
+        self.heartbeat.remove(id);
+    }
+
+    /// Starts a read on a worker; its reports go to the mailbox.
+    pub fn read(&self, id: SeqId, target: &FetchTarget, first: usize, into: Vec<BlockId>) {
+        self.fetch_workers.read(id, target.clone(), first, into);
+    }
+
+    /// Raises the stop flag of a read.
+    pub fn stop_read(&self, id: SeqId) {
+        self.fetch_workers.stop(id);
+    }
+
+    /// Releases a lease at its producer: at least once, repeated until answered or past expiry.
+    pub fn release(&self, target: &FetchTarget, reason: &'static str) {
+        self.notices.add(target.clone(), reason);
+    }
+
+    /// Delivers what can be delivered until `deadline`, then ends the threads.
+    pub fn shutdown(mut self, deadline: Instant) {
+        self.notices.drain(deadline);
+        self.stop.store(true, Ordering::Release);
+        self.heartbeat.wake();
+        self.notices.wake();
+        self.fetch_workers.close();
+        for thread in self.threads.drain(..) {
+            drop(thread.join());
+        }
+    }
+}

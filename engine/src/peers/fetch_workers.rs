@@ -1,0 +1,176 @@
+//! Threads that read blocks. A read blocks its thread, so there are as many reads in flight as workers.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use baton_connector::BlockId;
+use baton_connector::fetch::{Answer, Event, FailureKind};
+use baton_connector::region::Region;
+use baton_connector::transport::{ReadOrder, Transport, TransportError};
+
+use super::FetchTarget;
+use crate::mailbox::Mailbox;
+use crate::metrics::EngineMetrics;
+use crate::sequence::SeqId;
+
+struct Job {
+    id: SeqId,
+    target: FetchTarget,
+    first: usize,
+    into: Vec<BlockId>,
+    stop: Arc<AtomicBool>,
+}
+
+type Stops = Arc<Mutex<HashMap<SeqId, Arc<AtomicBool>>>>;
+
+pub(super) struct FetchWorkers {
+    jobs: Mutex<Option<SyncSender<Job>>>,
+    stops: Stops,
+    mailbox: Arc<Mailbox>,
+}
+
+struct Worker {
+    transport: Arc<dyn Transport>,
+    region: Region,
+    mailbox: Arc<Mailbox>,
+    metrics: Arc<EngineMetrics>,
+    stops: Stops,
+}
+
+impl FetchWorkers {
+    pub(super) fn start(
+        transport: Arc<dyn Transport>,
+        region: Region,
+        mailbox: Arc<Mailbox>,
+        metrics: Arc<EngineMetrics>,
+        workers: usize,
+        jobs_max: usize,
+    ) -> std::io::Result<(Self, Vec<JoinHandle<()>>)> {
+        let (jobs, queue) = sync_channel::<Job>(jobs_max);
+        let queue = Arc::new(Mutex::new(queue));
+        let stops = Stops::default();
+        let mut threads = Vec::with_capacity(workers);
+        for n in 0..workers {
+            let worker = Worker {
+                transport: Arc::clone(&transport),
+                region: region.clone(),
+                mailbox: Arc::clone(&mailbox),
+                metrics: Arc::clone(&metrics),
+                stops: Arc::clone(&stops),
+            };
+            let queue = Arc::clone(&queue);
+            threads.push(
+                std::thread::Builder::new().name(format!("fetch-{n}")).spawn(move || worker.run(&queue))?,
+            );
+        }
+        Ok((Self { jobs: Mutex::new(Some(jobs)), stops, mailbox }, threads))
+    }
+
+    pub(super) fn read(&self, id: SeqId, target: FetchTarget, first: usize, into: Vec<BlockId>) {
+        let stop = Arc::new(AtomicBool::new(false));
+        lock(&self.stops).insert(id, Arc::clone(&stop));
+        let job = Job { id, target, first, into, stop };
+        let sent = match &*lock(&self.jobs) {
+            Some(jobs) => jobs.try_send(job).map_err(|error| match error {
+                TrySendError::Full(job) | TrySendError::Disconnected(job) => job,
+            }),
+            None => Err(job),
+        };
+        if let Err(job) = sent {
+            lock(&self.stops).remove(&job.id);
+            self.mailbox.fetch(job.id, Event::TransferFailed(FailureKind::Transfer));
+        }
+    }
+
+    pub(super) fn stop(&self, id: SeqId) {
+        if let Some(stop) = lock(&self.stops).get(&id) {
+            stop.store(true, Ordering::Release);
+        }
+    }
+
+    /// Raises every stop flag and takes no more jobs; the threads end when they have reported.
+    pub(super) fn close(&self) {
+        drop(lock(&self.jobs).take());
+        for stop in lock(&self.stops).values() {
+            stop.store(true, Ordering::Release);
+        }
+    }
+}
+
+impl Worker {
+    fn run(&self, queue: &Mutex<Receiver<Job>>) {
+        loop {
+            let job = lock(queue).recv();
+            let Ok(job) = job else { return };
+            let report = Report { worker: self, id: job.id, quiet: false };
+            self.read(&job, report);
+        }
+    }
+
+    fn read(&self, job: &Job, mut report: Report<'_>) {
+        let started = Instant::now();
+        let order = ReadOrder {
+            handle: job.target.handle,
+            reader: job.target.reader,
+            first: job.first,
+            into: job.into.clone(),
+        };
+        let peer =
+            if job.stop.load(Ordering::Acquire) { Err(TransportError::Stopped) } else { job.target.peer() };
+        let read = peer.and_then(|peer| {
+            self.transport.read(&peer, &order, &self.region, &job.stop)?;
+            Ok(peer)
+        });
+        match read {
+            Ok(peer) => {
+                report.quiet(Event::TransferDone);
+                let verdict = self.transport.finish(&peer, job.target.handle, job.target.reader);
+                let bytes = order.into.len() * self.region.block_bytes();
+                self.metrics.transfer(
+                    started.elapsed(),
+                    bytes as u64,
+                    matches!(verdict, Ok(v) if v == baton_connector::transport::Verdict::Valid),
+                );
+                self.mailbox.fetch(job.id, Event::Verdict(Answer::from(verdict)));
+            }
+            Err(error) => {
+                if error != TransportError::Stopped {
+                    tracing::warn!(seq = job.id.0, %error, "fetch failed");
+                    self.metrics.transfer(started.elapsed(), 0, false);
+                }
+                report.quiet(Event::TransferFailed(FailureKind::from(&error)));
+            }
+        }
+    }
+}
+
+/// Sees to it that every job is reported quiet, also when its thread unwinds.
+struct Report<'a> {
+    worker: &'a Worker,
+    id: SeqId,
+    quiet: bool,
+}
+
+impl Report<'_> {
+    fn quiet(&mut self, event: Event) {
+        self.quiet = true;
+        lock(&self.worker.stops).remove(&self.id);
+        self.worker.mailbox.fetch(self.id, event);
+    }
+}
+
+impl Drop for Report<'_> {
+    fn drop(&mut self) {
+        if !self.quiet {
+            self.quiet(Event::Quiet);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,181 @@
+//! A request's wishes and a model's defaults, resolved to numbers.
+
+use baton_openai::GenerateRequest;
+use serde_json::{Map, Value};
+
+use super::mix;
+use crate::model::tokenizer::json_object;
+use crate::model::{ModelError, ModelFiles};
+
+/// Below this a temperature means greedy (vLLM's `_SAMPLING_EPS`).
+const GREEDY_BELOW: f32 = 1e-5;
+const FILE: &str = "generation_config.json";
+
+/// How to choose tokens: every field has a value.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// 0 is off.
+    pub top_k: u32,
+    /// 1 is off.
+    pub top_p: f32,
+    /// 0 is off.
+    pub min_p: f32,
+    /// Of all random choices of the sequence.
+    pub seed: u64,
+    /// 0 is off.
+    pub frequency_penalty: f32,
+    /// 0 is off.
+    pub presence_penalty: f32,
+    /// 1 is off.
+    pub repetition_penalty: f32,
+    /// Token and what is added to its logit.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Tokens before which `masked_before_min` cannot be chosen.
+    pub min_tokens: u32,
+    /// EOS and stop tokens.
+    pub masked_before_min: Vec<u32>,
+    /// Alternatives with log-probabilities; `None`: no log-probabilities at all.
+    pub logprobs: Option<u32>,
+}
+
+impl Default for SamplingParams {
+    /// Greedy, with nothing else.
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: 0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+            min_tokens: 0,
+            masked_before_min: Vec::new(),
+            logprobs: None,
+        }
+    }
+}
+
+impl SamplingParams {
+    /// The request's values, then the model's, then OpenAI's (temperature 1, everything else off).
+    ///
+    /// `eos` are the model's end-of-sequence tokens; `random_seed` is used when the request has no seed.
+    #[must_use]
+    pub fn resolve(
+        request: &GenerateRequest,
+        defaults: &GenerationDefaults,
+        eos: &[u32],
+        random_seed: u64,
+    ) -> Self {
+        let wish = &request.sampling;
+        let eos = if request.ignore_eos { &[] } else { eos };
+        Self {
+            temperature: wish.temperature.or(defaults.temperature).unwrap_or(1.0),
+            top_k: wish.top_k.or(defaults.top_k).unwrap_or(0),
+            top_p: wish.top_p.or(defaults.top_p).unwrap_or(1.0),
+            min_p: wish.min_p.or(defaults.min_p).unwrap_or(0.0),
+            seed: wish.seed.map_or(random_seed, i64::cast_unsigned),
+            frequency_penalty: wish.frequency_penalty.unwrap_or(0.0),
+            presence_penalty: wish.presence_penalty.unwrap_or(0.0),
+            repetition_penalty: wish.repetition_penalty.or(defaults.repetition_penalty).unwrap_or(1.0),
+            logit_bias: wish.logit_bias.clone(),
+            min_tokens: request.min_tokens,
+            masked_before_min: [eos, &request.stop_token_ids].concat(),
+            logprobs: request.logprobs,
+        }
+    }
+
+    /// The same for choice `index` of one prompt: another seed for each, the first one's unchanged.
+    #[must_use]
+    pub fn for_choice(mut self, index: u32) -> Self {
+        if index > 0 {
+            self.seed = mix(self.seed ^ mix(u64::from(index)));
+        }
+        self
+    }
+
+    /// Whether the most likely token is taken always.
+    #[must_use]
+    pub fn is_greedy(&self) -> bool {
+        self.temperature < GREEDY_BELOW
+    }
+
+    /// Whether [`super::TokenCounts`] matter.
+    #[must_use]
+    pub fn has_penalties(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
+    }
+}
+
+/// What `generation_config.json` says about sampling. `do_sample` is not read, as in vLLM: a request without a
+/// temperature is sampled.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerationDefaults {
+    /// Temperature.
+    pub temperature: Option<f32>,
+    /// Top-p.
+    pub top_p: Option<f32>,
+    /// Top-k; `Some(0)` is off.
+    pub top_k: Option<u32>,
+    /// Min-p.
+    pub min_p: Option<f32>,
+    /// Repetition penalty.
+    pub repetition_penalty: Option<f32>,
+    /// `max_tokens` when a request does not say.
+    pub max_new_tokens: Option<u32>,
+    /// End-of-sequence tokens; they replace those of `config.json`. Empty when the file does not say.
+    pub eos_token_ids: Vec<u32>,
+}
+
+impl GenerationDefaults {
+    /// Reads `generation_config.json`; a checkpoint without one has no defaults.
+    ///
+    /// # Errors
+    /// The file is there and is not readable, not JSON, or has a value that no request could have.
+    pub fn load(files: &ModelFiles) -> Result<Self, ModelError> {
+        json_object(files, FILE)?.map_or_else(|| Ok(Self::default()), |config| Self::from_map(&config))
+    }
+
+    fn from_map(config: &Map<String, Value>) -> Result<Self, ModelError> {
+        let malformed = |name: &str, value: &Value| ModelError::Malformed {
+            file: FILE.into(),
+            what: format!("`{name}` is {value}"),
+        };
+        let number = |name: &str, accept: fn(f64) -> bool| match config.get(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => {
+                let number = value.as_f64().filter(|number| accept(*number));
+                number.map(|number| Some(number as f32)).ok_or_else(|| malformed(name, value))
+            }
+        };
+        let count = |name: &str| match config.get(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) if value.as_i64() == Some(-1) => Ok(Some(0)),
+            Some(value) => {
+                let count = value.as_u64().and_then(|count| u32::try_from(count).ok());
+                count.map(Some).ok_or_else(|| malformed(name, value))
+            }
+        };
+        let eos_token_ids = match config.get("eos_token_id") {
+            None | Some(Value::Null) => Vec::new(),
+            Some(value) => {
+                let ids = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+                let id = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
+                ids.iter().map(id).collect::<Option<_>>().ok_or_else(|| malformed("eos_token_id", value))?
+            }
+        };
+        Ok(Self {
+            temperature: number("temperature", |x| (0.0..=100.0).contains(&x))?,
+            top_p: number("top_p", |x| x > 0.0 && x <= 1.0)?,
+            top_k: count("top_k")?,
+            min_p: number("min_p", |x| (0.0..=1.0).contains(&x))?,
+            repetition_penalty: number("repetition_penalty", |x| x > 0.0 && x <= 100.0)?,
+            max_new_tokens: count("max_new_tokens")?,
+            eos_token_ids,
+        })
+    }
+}

@@ -1,0 +1,427 @@
+//! The scheduler: which sequences take part in the next step, and who gets which blocks. Pure: no clock, no
+//! threads, no I/O; the step loop and the simulator drive the same code.
+//!
+//! ```text
+//!  submit ─▶ Waiting ── admitted ──────────────▶ Running ── finish ─▶ off the books
+//!               │  ▲                               ▲  │
+//!               │  └──── preempted (recompute) ────┼──┘
+//!               └─ admitted with a handoff ─▶ Fetching ─ landed
+//!                                                 └ failed: Waiting again, or finish(Error)
+//! ```
+//!
+//! Continuous batching with chunked prefill: each step serves running sequences first (one token each, or the
+//! next chunk of a prompt), then admits from the queue in order while the token budget lasts. When blocks run
+//! out the youngest running sequence is preempted: its blocks go back and it is computed again later.
+//!
+//! Invariants:
+//! - 1, 2, 3: as kept by [`BlockPool`].
+//! - 7: [`Scheduler::finish`] answers `Some` exactly once per sequence.
+//! - Only computed or verified, full blocks enter the prefix cache.
+//! - A sequence that was admitted can always finish once others have left: nobody is accepted whose longest
+//!   form does not fit the pool.
+
+mod fetching;
+
+use std::collections::{HashMap, VecDeque};
+
+use baton_connector::BlockId;
+use baton_connector::fetch::{FailureKind, Reason};
+
+use crate::block_pool::{BlockPool, BlockUsage, Hold};
+use crate::sequence::{FinishReason, NewSequence, Phase, Purpose, SeqId, Sequence};
+
+/// The scheduler's bounds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SchedulerConfig {
+    /// Tokens of one block.
+    pub block_tokens: usize,
+    /// Sequences that run or fetch at once.
+    pub max_num_seqs: usize,
+    /// Tokens of one step, over all its sequences.
+    pub max_num_batched_tokens: usize,
+    /// Sequences that wait. More are refused.
+    pub max_waiting: usize,
+    /// Tokens of one sequence, prompt and output.
+    pub max_model_len: usize,
+}
+
+/// One sequence's part of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Planned {
+    /// Which sequence.
+    pub id: SeqId,
+    /// First position to compute.
+    pub start: usize,
+    /// Positions to compute.
+    pub count: usize,
+    /// Whether a token is sampled from the last of them.
+    pub samples: bool,
+}
+
+/// What the scheduler asks of the shell, beside the step itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Read entries `first ..` of the handoff's block table into these landing blocks.
+    StartRead {
+        /// For which sequence.
+        id: SeqId,
+        /// First entry of the producer's table.
+        first: usize,
+        /// Landing blocks, in order.
+        into: Vec<BlockId>,
+    },
+    /// Raise the stop flag of the sequence's read.
+    StopRead(SeqId),
+    /// Release the sequence's handoff at its producer.
+    ReleaseAtProducer(SeqId, Reason),
+    /// Renew the sequence's handoff no longer.
+    StopHeartbeat(SeqId),
+    /// The fetch failed and the policy is to fail: finish the sequence with this error.
+    FetchFailed(SeqId, FailureKind),
+    /// The fetch failed and the prompt is computed here instead.
+    Recomputing(SeqId),
+}
+
+/// What becomes of a finished sequence's blocks. The one answer of `request_finished`.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Finished {
+    /// They are back in the pool (or will be when a transfer into them is quiet).
+    FreeNow,
+    /// Those of the prompt are lent and now belong to the lease.
+    Lent(Vec<BlockId>),
+}
+
+/// Why a sequence is not accepted. Nothing was allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// The queue is at its bound.
+    #[error("{waiting} requests are waiting already")]
+    QueueFull {
+        /// Requests that wait.
+        waiting: usize,
+    },
+    /// It would not fit even alone.
+    #[error("{tokens} tokens do not fit a context of {capacity}")]
+    TooLong {
+        /// Prompt and output at their longest.
+        tokens: usize,
+        /// What the model and the pool can hold.
+        capacity: usize,
+    },
+}
+
+/// Requests by phase, and what happened so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// In the queue.
+    pub waiting: usize,
+    /// Waiting for a transfer.
+    pub fetching: usize,
+    /// Taking part in steps.
+    pub running: usize,
+    /// Given up, waiting for a transfer to be quiet.
+    pub stopping: usize,
+    /// Preemptions since the start.
+    pub preemptions: u64,
+    /// Late or repeated events since the start.
+    pub ignored: u64,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    pool: BlockPool,
+    sequences: HashMap<SeqId, Sequence>,
+    waiting: VecDeque<SeqId>,
+    running: Vec<SeqId>,
+    fetching: usize,
+    /// Finished while a transfer was still writing into their landing blocks.
+    stopping: HashMap<SeqId, Sequence>,
+    effects: Vec<Effect>,
+    preemptions: u64,
+    ignored: u64,
+}
+
+enum Admission {
+    Run(usize),
+    Fetch,
+    Gated,
+    NoRoom,
+}
+
+impl Scheduler {
+    /// An empty scheduler over a pool of `blocks`.
+    #[must_use]
+    pub fn new(config: SchedulerConfig, blocks: usize) -> Self {
+        Self {
+            config,
+            pool: BlockPool::new(blocks),
+            sequences: HashMap::new(),
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            fetching: 0,
+            stopping: HashMap::new(),
+            effects: Vec::new(),
+            preemptions: 0,
+            ignored: 0,
+        }
+    }
+
+    /// Tokens that one sequence can have: the context, or the pool if that is smaller.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.config.max_model_len.min(self.pool.usage().total * self.config.block_tokens)
+    }
+
+    /// Queues a sequence.
+    ///
+    /// # Errors
+    /// [`Refusal`], with the sequence given back.
+    pub fn submit(&mut self, new: NewSequence) -> Result<(), (Box<NewSequence>, Refusal)> {
+        let (tokens, capacity) = (new.prompt.len() + new.stop.max_new, self.capacity());
+        if tokens > capacity {
+            return Err((Box::new(new), Refusal::TooLong { tokens, capacity }));
+        }
+        if self.waiting.len() >= self.config.max_waiting {
+            return Err((Box::new(new), Refusal::QueueFull { waiting: self.waiting.len() }));
+        }
+        assert!(!new.prompt.is_empty() && new.stop.max_new > 0, "the front end checks this");
+        let id = new.id;
+        self.waiting.push_back(id);
+        let clash = self.sequences.insert(id, Sequence::new(new));
+        assert!(clash.is_none(), "sequence ids are never reused");
+        Ok(())
+    }
+
+    /// Chooses the next step. Empty when nothing can run.
+    pub fn schedule(&mut self) -> Vec<Planned> {
+        let mut planned = Vec::with_capacity(self.running.len() + 1);
+        let mut budget = self.config.max_num_batched_tokens;
+        let preempted = self.schedule_running(&mut planned, &mut budget);
+        if !preempted {
+            self.admit_waiting(&mut planned, &mut budget);
+        }
+        planned
+    }
+
+    /// Books the results of one planned part: `sampled` where the plan said so. Says whether the sequence is at
+    /// its end; the caller then calls [`Self::finish`].
+    pub fn commit(&mut self, part: &Planned, sampled: Option<u32>) -> Option<FinishReason> {
+        let block_tokens = self.config.block_tokens;
+        let Some(sequence) = self.sequences.get_mut(&part.id) else {
+            self.ignored += 1;
+            return None;
+        };
+        sequence.computed = part.start + part.count;
+        sequence.register(&mut self.pool, block_tokens);
+        sequence.tokens.push(sampled?);
+        sequence.finish_reason()
+    }
+
+    /// Takes a sequence off the books: `request_finished`. `None` when it is not on them (any more).
+    ///
+    /// Only a producer's sequence that ended by itself is lent; whatever ended early is freed.
+    pub fn finish(&mut self, id: SeqId, reason: FinishReason) -> Option<Finished> {
+        let Some(mut sequence) = self.sequences.remove(&id) else {
+            self.ignored += 1;
+            return None;
+        };
+        match sequence.phase {
+            Phase::Waiting => self.waiting.retain(|&other| other != id),
+            Phase::Running => self.running.retain(|&other| other != id),
+            Phase::Fetching => {}
+        }
+        if let Purpose::Consume(_) = sequence.purpose {
+            self.abandon_fetch(sequence);
+            return Some(Finished::FreeNow);
+        }
+        let complete = matches!(reason, FinishReason::Stop | FinishReason::Length);
+        if complete
+            && matches!(sequence.purpose, Purpose::Produce)
+            && sequence.computed >= sequence.prompt_len
+        {
+            let lent_count = sequence.prompt_len.div_ceil(self.config.block_tokens);
+            let rest = sequence.blocks.split_off(lent_count);
+            self.pool.give_back(&rest, Hold::Active);
+            self.pool.lend(&sequence.blocks);
+            return Some(Finished::Lent(sequence.blocks));
+        }
+        self.pool.give_back(&sequence.blocks, Hold::Active);
+        Some(Finished::FreeNow)
+    }
+
+    /// A lease has ended: its blocks come back.
+    pub fn lease_ended(&mut self, blocks: &[BlockId]) {
+        self.pool.give_back(blocks, Hold::Leased);
+    }
+
+    /// What the shell must do beside the step; in order, each once.
+    pub fn take_effects(&mut self) -> Vec<Effect> {
+        std::mem::take(&mut self.effects)
+    }
+
+    /// A sequence on the books.
+    #[must_use]
+    pub fn sequence(&self, id: SeqId) -> Option<&Sequence> {
+        self.sequences.get(&id)
+    }
+
+    /// Whether a finished sequence's transfer has not come to rest yet.
+    #[must_use]
+    pub fn is_stopping(&self, id: SeqId) -> bool {
+        self.stopping.contains_key(&id)
+    }
+
+    /// Blocks by state.
+    #[must_use]
+    pub fn usage(&self) -> BlockUsage {
+        self.pool.usage()
+    }
+
+    /// Requests by phase.
+    #[must_use]
+    pub fn load(&self) -> Load {
+        Load {
+            waiting: self.waiting.len(),
+            fetching: self.fetching,
+            running: self.running.len(),
+            stopping: self.stopping.len(),
+            preemptions: self.preemptions,
+            ignored: self.ignored,
+        }
+    }
+
+    /// Forgets the prefix cache; held blocks stay held.
+    pub fn reset_prefix_cache(&mut self) {
+        self.pool.reset_cache();
+    }
+
+    /// Plans running sequences; says whether any had to be preempted.
+    fn schedule_running(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) -> bool {
+        let mut preempted = false;
+        let mut at = 0;
+        while at < self.running.len() && *budget > 0 {
+            let id = self.running[at];
+            let sequence = &self.sequences[&id];
+            let count = (sequence.tokens.len() - sequence.computed).min(*budget);
+            let end = sequence.computed + count;
+            while !self.grow(id, end) {
+                preempted = true;
+                let victim = *self.running.last().expect("this sequence runs");
+                self.preempt(victim);
+                if victim == id {
+                    return true;
+                }
+            }
+            planned.push(self.part(id, count));
+            *budget -= count;
+            at += 1;
+        }
+        preempted
+    }
+
+    fn admit_waiting(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) {
+        let mut at = 0;
+        while at < self.waiting.len()
+            && *budget > 0
+            && self.running.len() + self.fetching < self.config.max_num_seqs
+        {
+            let id = self.waiting[at];
+            match self.admit(id, *budget) {
+                Admission::Run(count) => {
+                    self.waiting.remove(at);
+                    self.running.push(id);
+                    planned.push(self.part(id, count));
+                    *budget -= count;
+                }
+                Admission::Fetch => drop(self.waiting.remove(at)),
+                Admission::Gated => at += 1,
+                Admission::NoRoom => break,
+            }
+        }
+    }
+
+    /// Finds blocks for a waiting sequence's tokens: all of them, so that no prompt is stuck half-way.
+    fn admit(&mut self, id: SeqId, budget: usize) -> Admission {
+        let block_tokens = self.config.block_tokens;
+        let gate = self.sequences[&id].follows.and_then(|leader| self.sequences.get(&leader));
+        if gate.is_some_and(|leader| leader.computed < leader.prompt_len) {
+            return Admission::Gated;
+        }
+        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is on the books");
+        sequence.extend_hashes(block_tokens);
+        // At least one token is computed, so that there are logits to sample from.
+        let matchable = (sequence.tokens.len() - 1) / block_tokens;
+        let prefix = self.pool.match_prefix(&sequence.hashes[..matchable.min(sequence.hashes.len())]);
+        let fresh = sequence.tokens.len().div_ceil(block_tokens) - prefix.len();
+        if fresh + self.pool.idle_among(&prefix) > self.pool.available() {
+            return Admission::NoRoom;
+        }
+        let cached = prefix.len() * block_tokens;
+        self.pool.share(&prefix);
+        sequence.shared = prefix.len();
+        sequence.registered = prefix.len();
+        sequence.blocks = prefix;
+        if sequence.preemptions == 0 {
+            sequence.cached = cached.min(sequence.prompt_len);
+        }
+        if let Purpose::Consume(_) = sequence.purpose {
+            return self.begin_fetch(id, fresh);
+        }
+        let taken = self.pool.allocate(fresh, Hold::Active).expect("room was checked");
+        sequence.blocks.extend(taken);
+        sequence.computed = cached;
+        sequence.phase = Phase::Running;
+        Admission::Run((sequence.tokens.len() - cached).min(budget))
+    }
+
+    fn part(&self, id: SeqId, count: usize) -> Planned {
+        let sequence = &self.sequences[&id];
+        let samples = sequence.computed + count == sequence.tokens.len();
+        Planned { id, start: sequence.computed, count, samples }
+    }
+
+    /// Makes room for positions up to `end`.
+    fn grow(&mut self, id: SeqId, end: usize) -> bool {
+        let sequence = self.sequences.get_mut(&id).expect("a running sequence is on the books");
+        let missing = end.div_ceil(self.config.block_tokens).saturating_sub(sequence.blocks.len());
+        match self.pool.allocate(missing, Hold::Active) {
+            Ok(taken) => {
+                sequence.blocks.extend(taken);
+                true
+            }
+            Err(_) => false,
+        }
+    }
+
+    /// Back to the head of the queue, to be computed again: prompt and what was generated.
+    fn preempt(&mut self, id: SeqId) {
+        self.running.retain(|&other| other != id);
+        let sequence = self.sequences.get_mut(&id).expect("a running sequence is on the books");
+        self.pool.give_back(&sequence.blocks, Hold::Active);
+        sequence.blocks.clear();
+        sequence.computed = 0;
+        sequence.preemptions += 1;
+        sequence.phase = Phase::Waiting;
+        self.waiting.push_front(id);
+        self.preemptions += 1;
+    }
+}
+
+impl Sequence {
+    /// Makes the full blocks among the computed ones findable.
+    fn register(&mut self, pool: &mut BlockPool, block_tokens: usize) {
+        let full = self.computed / block_tokens;
+        if full > self.registered {
+            self.extend_hashes(block_tokens);
+            for index in self.registered..full {
+                pool.register(self.blocks[index], self.hashes[index]);
+            }
+            self.registered = full;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

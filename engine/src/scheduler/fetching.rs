@@ -1,0 +1,164 @@
+//! How a sequence with a handoff gets its blocks: the scheduler's part of a [`Fetch`].
+
+use baton_connector::fetch::{Action, Actions, Event, Fetch};
+
+use super::{Admission, Effect, Scheduler};
+use crate::block_pool::Hold;
+use crate::sequence::{Phase, Purpose, SeqId, Sequence};
+
+impl Scheduler {
+    /// Something happened to a sequence's fetch: a worker's report, or a heartbeat answered "gone".
+    ///
+    /// Late and repeated events are counted and ignored; they can never end the engine (invariant 9).
+    pub fn fetch_event(&mut self, id: SeqId, event: Event) {
+        if let Some(mut sequence) = self.stopping.remove(&id) {
+            let actions = fetch_of(&mut sequence).apply(event);
+            self.carry_out_stopping(id, &mut sequence, actions);
+            if !fetch_of(&mut sequence).is_over() {
+                self.stopping.insert(id, sequence);
+            }
+            return;
+        }
+        let Some(Purpose::Consume(fetch)) = self.sequences.get_mut(&id).map(|s| &mut s.purpose) else {
+            self.ignored += 1;
+            return;
+        };
+        let ignored = fetch.ignored();
+        let actions = fetch.apply(event);
+        self.ignored += u64::from(fetch.ignored() - ignored);
+        self.carry_out(id, actions);
+    }
+
+    /// Sets landing blocks aside for a waiting consumer and starts the read. The blocks it shares with the
+    /// prefix cache are its own already.
+    pub(super) fn begin_fetch(&mut self, id: SeqId, fresh: usize) -> Admission {
+        let block_tokens = self.config.block_tokens;
+        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is on the books");
+        let cached = sequence.shared * block_tokens;
+        if sequence.prompt_len - cached.min(sequence.prompt_len) <= 1 {
+            // All that would be fetched is the token that is computed anyway.
+            let taken = self.pool.allocate(fresh, Hold::Landing).expect("room was checked");
+            sequence.blocks.extend(taken);
+            self.start_fetching(id);
+            let actions = self.fetch(id).apply(Event::AlreadyHere);
+            self.carry_out(id, actions);
+            return Admission::Fetch;
+        }
+        let into = self.pool.allocate(fresh, Hold::Landing).expect("room was checked");
+        sequence.blocks.extend(&into);
+        sequence.fetched = sequence.prompt_len - cached;
+        let first = sequence.shared;
+        self.start_fetching(id);
+        self.fetch(id).apply(Event::Admitted);
+        let actions = self.fetch(id).apply(Event::BlocksReserved);
+        if actions.contains(Action::StartRead) {
+            self.effects.push(Effect::StartRead { id, first, into });
+        }
+        Admission::Fetch
+    }
+
+    /// A consumer leaves the books. If a transfer still writes into its landing blocks they stay aside until it
+    /// is quiet (invariant 3).
+    pub(super) fn abandon_fetch(&mut self, mut sequence: Sequence) {
+        let id = sequence.id;
+        let fetching = sequence.phase == Phase::Fetching;
+        self.fetching -= usize::from(fetching);
+        let actions = fetch_of(&mut sequence).apply(Event::Abort);
+        self.carry_out_stopping(id, &mut sequence, actions);
+        if !fetch_of(&mut sequence).is_over() {
+            self.stopping.insert(id, sequence);
+        }
+    }
+
+    fn carry_out(&mut self, id: SeqId, actions: Actions) {
+        for action in actions {
+            match action {
+                Action::StartRead | Action::AskVerdict => {
+                    // The read is started where its blocks are known; its worker asks for the verdict itself,
+                    // because a forward pass may keep this thread for seconds.
+                }
+                Action::StopRead => self.effects.push(Effect::StopRead(id)),
+                Action::StopHeartbeat => self.effects.push(Effect::StopHeartbeat(id)),
+                Action::ReleaseAtProducer(reason) => self.effects.push(Effect::ReleaseAtProducer(id, reason)),
+                Action::Land => self.land(id),
+                Action::FreeLanding => {
+                    let mut sequence = self.sequences.remove(&id).expect("its fetch is on the books");
+                    self.free_landing(&mut sequence);
+                    self.sequences.insert(id, sequence);
+                }
+                Action::Recompute => self.recompute(id),
+                Action::Fail(kind) => self.effects.push(Effect::FetchFailed(id, kind)),
+            }
+        }
+    }
+
+    /// The same for a sequence that is off the books already: nothing lands and nothing is computed again.
+    fn carry_out_stopping(&mut self, id: SeqId, sequence: &mut Sequence, actions: Actions) {
+        for action in actions {
+            match action {
+                Action::StopRead => self.effects.push(Effect::StopRead(id)),
+                Action::StopHeartbeat => self.effects.push(Effect::StopHeartbeat(id)),
+                Action::ReleaseAtProducer(reason) => self.effects.push(Effect::ReleaseAtProducer(id, reason)),
+                Action::FreeLanding => self.free_landing(sequence),
+                Action::StartRead
+                | Action::AskVerdict
+                | Action::Land
+                | Action::Recompute
+                | Action::Fail(_) => {}
+            }
+        }
+    }
+
+    fn land(&mut self, id: SeqId) {
+        let block_tokens = self.config.block_tokens;
+        let sequence = self.sequences.get_mut(&id).expect("its fetch is on the books");
+        self.pool.landed(&sequence.blocks[sequence.shared..]);
+        // The last token is computed here: its logits are what decoding starts from.
+        sequence.computed = sequence.prompt_len - 1;
+        sequence.register(&mut self.pool, block_tokens);
+        sequence.phase = Phase::Running;
+        sequence.purpose = Purpose::Plain;
+        self.fetching -= 1;
+        self.running.push(id);
+    }
+
+    /// Queued again at the head, without a handoff; its blocks went back with [`Action::FreeLanding`].
+    fn recompute(&mut self, id: SeqId) {
+        let sequence = self.sequences.get_mut(&id).expect("its fetch is on the books");
+        sequence.purpose = Purpose::Plain;
+        sequence.fetched = 0;
+        if sequence.phase == Phase::Fetching {
+            sequence.phase = Phase::Waiting;
+            self.fetching -= 1;
+            self.waiting.push_front(id);
+        }
+        self.effects.push(Effect::Recomputing(id));
+    }
+
+    fn start_fetching(&mut self, id: SeqId) {
+        let sequence = self.sequences.get_mut(&id).expect("on the books");
+        sequence.phase = Phase::Fetching;
+        self.fetching += 1;
+    }
+
+    /// Gives back all blocks of a fetching sequence: those it shares, and those it landed into.
+    fn free_landing(&mut self, sequence: &mut Sequence) {
+        let landing = sequence.blocks.split_off(sequence.shared);
+        self.pool.give_back(&landing, Hold::Landing);
+        self.pool.give_back(&sequence.blocks, Hold::Active);
+        sequence.blocks.clear();
+        sequence.shared = 0;
+        sequence.registered = 0;
+    }
+
+    fn fetch(&mut self, id: SeqId) -> &mut Fetch {
+        fetch_of(self.sequences.get_mut(&id).expect("on the books"))
+    }
+}
+
+fn fetch_of(sequence: &mut Sequence) -> &mut Fetch {
+    match &mut sequence.purpose {
+        Purpose::Consume(fetch) => fetch,
+        Purpose::Plain | Purpose::Produce => unreachable!("only consumers fetch"),
+    }
+}

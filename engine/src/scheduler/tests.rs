@@ -1,0 +1,286 @@
+//! The scheduler against a made-up executor: every token is known beforehand, so what is generated can be
+//! checked, and every block must come home.
+
+use baton_connector::RequestId;
+use baton_connector::fetch::{Answer, Event, Fetch, LoadFailurePolicy};
+use proptest::prelude::*;
+
+use super::*;
+use crate::sequence::StopRule;
+
+const CONFIG: SchedulerConfig = SchedulerConfig {
+    block_tokens: 4,
+    max_num_seqs: 8,
+    max_num_batched_tokens: 16,
+    max_waiting: 64,
+    max_model_len: 256,
+};
+
+fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> NewSequence {
+    NewSequence {
+        id: SeqId(id),
+        request: RequestId::new(&format!("r{id}")).expect("a test id"),
+        prompt: prompt.to_vec(),
+        stop: StopRule { max_new, stop_ids: vec![0], min_new: 0 },
+        purpose,
+        follows: None,
+        cache_salt: None,
+    }
+}
+
+fn consume(policy: LoadFailurePolicy) -> Purpose {
+    Purpose::Consume(Fetch::new(policy))
+}
+
+/// Runs steps until nothing can run; returns what was lent.
+fn run(scheduler: &mut Scheduler) -> Vec<Vec<BlockId>> {
+    let mut lent = Vec::new();
+    for _ in 0..10_000 {
+        let plan = scheduler.schedule();
+        assert!(plan.iter().map(|p| p.count).sum::<usize>() <= CONFIG.max_num_batched_tokens);
+        if plan.is_empty() {
+            return lent;
+        }
+        for part in &plan {
+            let sequence = scheduler.sequence(part.id).expect("planned");
+            assert!(sequence.blocks().len() * CONFIG.block_tokens >= part.start + part.count);
+            let sampled = part.samples.then(|| 1000 + sequence.tokens().len() as u32);
+            if let Some(reason) = scheduler.commit(part, sampled)
+                && let Some(Finished::Lent(blocks)) = scheduler.finish(part.id, reason)
+            {
+                lent.push(blocks);
+            }
+        }
+        assert!(scheduler.usage().adds_up());
+    }
+    panic!("no progress");
+}
+
+#[test]
+fn a_long_prompt_is_computed_in_chunks_and_its_blocks_come_back() {
+    let mut scheduler = Scheduler::new(CONFIG, 32);
+    scheduler.submit(new(1, &[7; 50], 3, Purpose::Plain)).expect("accepted");
+    let first = scheduler.schedule();
+    assert_eq!(first, [Planned { id: SeqId(1), start: 0, count: 16, samples: false }]);
+    scheduler.commit(&first[0], None);
+    run(&mut scheduler);
+    assert_eq!(scheduler.usage().held_share(), 0.0);
+}
+
+#[test]
+fn a_repeated_prompt_computes_only_its_tail() {
+    let mut scheduler = Scheduler::new(CONFIG, 32);
+    let prompt: Vec<u32> = (1..=13).collect();
+    scheduler.submit(new(1, &prompt, 1, Purpose::Plain)).expect("accepted");
+    run(&mut scheduler);
+    scheduler.submit(new(2, &prompt, 1, Purpose::Plain)).expect("accepted");
+    assert_eq!(scheduler.schedule(), [Planned { id: SeqId(2), start: 12, count: 1, samples: true }]);
+    assert_eq!(scheduler.sequence(SeqId(2)).expect("running").reused(), (12, 0));
+}
+
+#[test]
+fn a_producers_prompt_is_lent_and_only_the_lease_gives_it_back() {
+    let mut scheduler = Scheduler::new(CONFIG, 8);
+    scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce)).expect("accepted");
+    let lent = run(&mut scheduler);
+    assert_eq!((lent.len(), lent[0].len()), (1, 3));
+    assert_eq!(scheduler.usage().leased, 3);
+    assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), None, "request_finished comes once");
+    scheduler.lease_ended(&lent[0]);
+    assert_eq!(scheduler.usage().leased, 0);
+}
+
+#[test]
+fn an_abort_in_the_step_in_which_a_producer_finishes_wins() {
+    let mut scheduler = Scheduler::new(CONFIG, 8);
+    scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce)).expect("accepted");
+    let plan = scheduler.schedule();
+    assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), Some(Finished::FreeNow));
+    assert_eq!(scheduler.commit(&plan[0], Some(9)), None, "a result that is late is a no-op");
+    assert_eq!(scheduler.usage().held_share(), 0.0);
+}
+
+#[test]
+fn fetched_blocks_are_used_only_after_the_verdict() {
+    let mut scheduler = Scheduler::new(CONFIG, 8);
+    let prompt: Vec<u32> = (1..=9).collect();
+    scheduler.submit(new(1, &prompt, 2, consume(LoadFailurePolicy::Fail))).expect("accepted");
+    assert!(scheduler.schedule().is_empty());
+    let effects = scheduler.take_effects();
+    assert!(matches!(&effects[..], [Effect::StartRead { first: 0, into, .. }] if into.len() == 3));
+    assert_eq!(scheduler.usage().landing, 3);
+    scheduler.fetch_event(SeqId(1), Event::TransferDone);
+    assert!(scheduler.schedule().is_empty());
+    scheduler.fetch_event(SeqId(1), Event::Verdict(Answer::Valid));
+    assert_eq!(scheduler.schedule(), [Planned { id: SeqId(1), start: 8, count: 1, samples: true }]);
+    assert_eq!(scheduler.usage().landing, 0);
+}
+
+#[test]
+fn blocks_that_were_gone_when_they_arrived_are_never_cached() {
+    for policy in [LoadFailurePolicy::Fail, LoadFailurePolicy::Recompute] {
+        let mut scheduler = Scheduler::new(CONFIG, 8);
+        let prompt: Vec<u32> = (1..=9).collect();
+        scheduler.submit(new(1, &prompt, 2, consume(policy))).expect("accepted");
+        scheduler.schedule();
+        scheduler.fetch_event(SeqId(1), Event::TransferDone);
+        scheduler.fetch_event(SeqId(1), Event::Verdict(Answer::Gone));
+        assert_eq!((scheduler.usage().landing, scheduler.usage().cached), (0, 0));
+        let effects = scheduler.take_effects();
+        match policy {
+            LoadFailurePolicy::Fail => {
+                assert!(effects.contains(&Effect::FetchFailed(SeqId(1), FailureKind::Gone)));
+                scheduler.finish(SeqId(1), FinishReason::Error).expect("on the books");
+            }
+            LoadFailurePolicy::Recompute => {
+                assert!(effects.contains(&Effect::Recomputing(SeqId(1))));
+                assert_eq!(scheduler.schedule()[0].start, 0, "computed from the start");
+                run(&mut scheduler);
+            }
+        }
+        assert_eq!(scheduler.usage().held_share(), 0.0);
+        assert_eq!(scheduler.load().fetching, 0);
+    }
+}
+
+#[test]
+fn an_aborted_fetch_keeps_its_landing_blocks_until_the_transfer_is_quiet() {
+    let mut scheduler = Scheduler::new(CONFIG, 4);
+    scheduler.submit(new(1, &[3; 9], 2, consume(LoadFailurePolicy::Fail))).expect("accepted");
+    scheduler.schedule();
+    scheduler.take_effects();
+    assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), Some(Finished::FreeNow));
+    assert!(scheduler.take_effects().contains(&Effect::StopRead(SeqId(1))));
+    assert_eq!((scheduler.usage().landing, scheduler.load().stopping), (3, 1));
+    scheduler.fetch_event(SeqId(1), Event::TransferFailed(FailureKind::Transfer));
+    assert_eq!((scheduler.usage().landing, scheduler.load().stopping), (0, 0));
+    assert!(matches!(scheduler.take_effects()[..], [Effect::ReleaseAtProducer(SeqId(1), _)]));
+}
+
+#[test]
+fn a_prompt_that_is_cached_here_is_not_fetched_again() {
+    let mut scheduler = Scheduler::new(CONFIG, 8);
+    let prompt: Vec<u32> = (1..=9).collect();
+    scheduler.submit(new(1, &prompt, 1, Purpose::Plain)).expect("accepted");
+    run(&mut scheduler);
+    scheduler.submit(new(2, &prompt, 1, consume(LoadFailurePolicy::Fail))).expect("accepted");
+    scheduler.schedule();
+    let effects = scheduler.take_effects();
+    assert!(matches!(
+        effects[..],
+        [Effect::StopHeartbeat(_), Effect::ReleaseAtProducer(_, Reason::NotNeeded)]
+    ));
+    assert_eq!(scheduler.schedule(), [Planned { id: SeqId(2), start: 8, count: 1, samples: true }]);
+}
+
+#[test]
+fn a_follower_waits_for_the_prompt_it_shares() {
+    let mut scheduler = Scheduler::new(CONFIG, 32);
+    let prompt: Vec<u32> = (1..=40).collect();
+    scheduler.submit(new(1, &prompt, 2, Purpose::Plain)).expect("accepted");
+    scheduler
+        .submit(NewSequence { follows: Some(SeqId(1)), ..new(2, &prompt, 2, Purpose::Plain) })
+        .expect("ok");
+    run(&mut scheduler);
+    assert_eq!(scheduler.usage().held_share(), 0.0);
+}
+
+#[test]
+fn what_cannot_fit_is_refused_before_anything_is_allocated() {
+    let mut scheduler = Scheduler::new(SchedulerConfig { max_waiting: 1, ..CONFIG }, 4);
+    let refused = scheduler.submit(new(1, &[1; 15], 2, Purpose::Plain)).expect_err("17 tokens, 16 fit");
+    assert_eq!(refused.1, Refusal::TooLong { tokens: 17, capacity: 16 });
+    scheduler.submit(new(2, &[1; 4], 2, Purpose::Plain)).expect("accepted");
+    let refused = scheduler.submit(new(3, &[1; 4], 2, Purpose::Plain)).expect_err("the queue is full");
+    assert_eq!(refused.1, Refusal::QueueFull { waiting: 1 });
+}
+
+/// One random event of a run.
+#[derive(Clone, Debug)]
+enum Act {
+    Submit { prompt: u32, len: usize, max_new: usize, kind: u8 },
+    Step,
+    Abort(usize),
+    Fetch(usize, u8),
+    EndLease(usize),
+}
+
+fn acts() -> impl Strategy<Value = Vec<Act>> {
+    let submit = (0_u32..3, 1_usize..40, 1_usize..8, 0_u8..4)
+        .prop_map(|(prompt, len, max_new, kind)| Act::Submit { prompt, len, max_new, kind });
+    let act = prop_oneof![
+        2 => submit,
+        4 => Just(Act::Step),
+        1 => (0_usize..32).prop_map(Act::Abort),
+        2 => ((0_usize..32), 0_u8..6).prop_map(|(i, e)| Act::Fetch(i, e)),
+        1 => (0_usize..8).prop_map(Act::EndLease),
+    ];
+    prop::collection::vec(act, 1..120)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
+    /// Tiny pool, random submissions, aborts and transfer events in any order: the books always add up, and
+    /// when faults stop and everybody has left, every block is home (invariants 1, 2, 5, 7, 9).
+    #[test]
+    fn every_block_comes_home_whatever_happens(acts in acts()) {
+        let mut scheduler = Scheduler::new(CONFIG, 12);
+        let mut next = 0_u64;
+        let mut consumers = Vec::new();
+        let mut leases: Vec<Vec<BlockId>> = Vec::new();
+        for act in acts {
+            match act {
+                Act::Submit { prompt, len, max_new, kind } => {
+                    next += 1;
+                    let purpose = match kind {
+                        0 => Purpose::Plain,
+                        1 => Purpose::Produce,
+                        2 => consume(LoadFailurePolicy::Recompute),
+                        _ => consume(LoadFailurePolicy::Fail),
+                    };
+                    if kind >= 2 { consumers.push(SeqId(next)) }
+                    let tokens: Vec<u32> = (0..len as u32).map(|t| 10 + prompt * 100 + t).collect();
+                    let _ = scheduler.submit(new(next, &tokens, max_new, purpose));
+                }
+                Act::Step => {
+                    for part in scheduler.schedule() {
+                        let Some(sequence) = scheduler.sequence(part.id) else { continue };
+                        let sampled = part.samples.then(|| 1000 + sequence.tokens().len() as u32);
+                        if let Some(reason) = scheduler.commit(&part, sampled)
+                            && let Some(Finished::Lent(blocks)) = scheduler.finish(part.id, reason)
+                        {
+                            leases.push(blocks);
+                        }
+                    }
+                }
+                Act::Abort(i) => drop(scheduler.finish(SeqId(1 + i as u64 % next.max(1)), FinishReason::Abort)),
+                Act::Fetch(i, event) => if !consumers.is_empty() {
+                    let event = match event {
+                        0 => Event::TransferDone,
+                        1 => Event::Verdict(Answer::Valid),
+                        2 => Event::Verdict(Answer::Gone),
+                        3 => Event::TransferFailed(FailureKind::Transfer),
+                        4 => Event::LeaseGone,
+                        _ => Event::Quiet,
+                    };
+                    scheduler.fetch_event(consumers[i % consumers.len()], event);
+                },
+                Act::EndLease(i) => if !leases.is_empty() {
+                    let lease = leases.swap_remove(i % leases.len());
+                    scheduler.lease_ended(&lease);
+                },
+            }
+            prop_assert!(scheduler.usage().adds_up());
+            for effect in scheduler.take_effects() {
+                if let Effect::FetchFailed(id, _) = effect { scheduler.finish(id, FinishReason::Error); }
+            }
+        }
+        for lease in leases.drain(..) { scheduler.lease_ended(&lease) }
+        for id in 1..=next { scheduler.finish(SeqId(id), FinishReason::Abort); }
+        for id in consumers { scheduler.fetch_event(id, Event::Quiet) }
+        prop_assert_eq!(scheduler.usage().held_share(), 0.0, "{:?}", scheduler.usage());
+        prop_assert_eq!(scheduler.load().stopping + scheduler.load().fetching, 0);
+        prop_assert_eq!(scheduler.load().waiting + scheduler.load().running, 0);
+    }
+}

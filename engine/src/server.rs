@@ -1,0 +1,170 @@
+//! The engine's OpenAI server: one task per connection, which speaks to the step loop through the mailbox.
+//!
+//! | path | does |
+//! |---|---|
+//! | `POST /v1/completions`, `/v1/chat/completions` | generate, streamed or not |
+//! | `GET /v1/models`, `/v1/models/{id}` | what is served |
+//! | `POST /tokenize`, `/detokenize` | the model's tokenizer |
+//! | `GET /health`, `/version`, `/metrics` | for operators |
+//! | `POST /kv/release`, `/abort_requests`, `/reset_prefix_cache`, `GET /debug/kv` | for the cluster |
+//!
+//! A client that closes its connection drops its task, and with it every guard of its sequences: they are
+//! aborted, streamed or not, before or after the first token.
+
+mod admit;
+mod control;
+mod follow;
+mod generate;
+mod guard;
+mod http;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use baton_connector::fetch::LoadFailurePolicy;
+use baton_openai::ParseLimits;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use crate::lease_desk::LeaseDesk;
+use crate::mailbox::Mailbox;
+use crate::metrics::EngineMetrics;
+use crate::model::chat_template::ChatTemplate;
+use crate::model::tokenizer::Tokenizer;
+use crate::peers::Peers;
+use crate::sampling::GenerationDefaults;
+use crate::status::StatusBoard;
+
+/// A request's head must arrive within this time.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A request's body must arrive within this time.
+pub(crate) const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Connections that are served at once; the next waits in the listener's backlog.
+const CONNECTIONS_MAX: usize = 4_096;
+
+/// Which legs an engine serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Prefills and lends. Plain requests are served too.
+    Prefill,
+    /// Fetches and decodes. Plain requests are served too.
+    Decode,
+    /// Everything.
+    Both,
+}
+
+impl Role {
+    /// The word on the command line.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Both => "both",
+        }
+    }
+}
+
+/// What the HTTP side knows of its engine.
+pub struct Frontend {
+    /// The served model's name.
+    pub model: String,
+    /// When the engine started, in seconds since 1970.
+    pub created: u64,
+    /// Which legs it serves.
+    pub role: Role,
+    /// Text to tokens and back.
+    pub tokenizer: Arc<Tokenizer>,
+    /// Conversations to text.
+    pub template: ChatTemplate,
+    /// The model's sampling defaults.
+    pub defaults: GenerationDefaults,
+    /// The model's end-of-sequence tokens.
+    pub eos: Vec<u32>,
+    /// Rows of the model's vocabulary.
+    pub vocab: usize,
+    /// Tokens of one sequence, prompt and output.
+    pub capacity: usize,
+    /// What becomes of a request whose blocks cannot be fetched.
+    pub load_failure: LoadFailurePolicy,
+    /// Layout and model of this engine's blocks.
+    pub fingerprint: u64,
+    /// Bounds of a body.
+    pub limits: ParseLimits,
+    /// What the cluster's own callers must show; see [`control`].
+    pub cluster_secret: Option<Box<str>>,
+    /// The step loop.
+    pub mailbox: Arc<Mailbox>,
+    /// This engine's leases.
+    pub desk: Arc<LeaseDesk>,
+    /// Dealings with other engines.
+    pub peers: Arc<Peers>,
+    /// Counters.
+    pub metrics: Arc<EngineMetrics>,
+    /// The books' copy.
+    pub status: Arc<StatusBoard>,
+    /// The next sequence's id.
+    pub next_sequence: AtomicU64,
+}
+
+/// Serves until `stop`, then lets connections finish their requests.
+///
+/// # Errors
+/// When the listener breaks.
+pub async fn serve(
+    frontend: Arc<Frontend>,
+    listener: TcpListener,
+    stop: CancellationToken,
+) -> std::io::Result<()> {
+    let permits = Arc::new(tokio::sync::Semaphore::new(CONNECTIONS_MAX));
+    let graceful = hyper_util::server::graceful::GracefulShutdown::new();
+    loop {
+        let permit = Arc::clone(&permits).acquire_owned().await.expect("the semaphore is never closed");
+        let (stream, peer) = tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok(accepted) => accepted,
+                // Out of file descriptors, or a connection that died in the backlog: neither ends the server.
+                Err(error) => {
+                    tracing::warn!(%error, "accept failed");
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                    continue;
+                }
+            },
+            () = stop.cancelled() => break,
+        };
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "TCP_NODELAY not set");
+        }
+        let frontend = Arc::clone(&frontend);
+        let service = service_fn(move |request| {
+            let frontend = Arc::clone(&frontend);
+            async move { Ok::<_, std::convert::Infallible>(http::route(frontend, peer, request).await) }
+        });
+        let connection = hyper::server::conn::http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEADER_TIMEOUT)
+            .serve_connection(TokioIo::new(stream), service);
+        let connection = graceful.watch(connection);
+        tokio::spawn(async move {
+            let _permit = permit;
+            if let Err(error) = connection.await {
+                tracing::trace!(%error, "connection ended");
+            }
+        });
+    }
+    drop(listener);
+    graceful.shutdown().await;
+    Ok(())
+}
+
+/// Whether an address may be listened on without a cluster secret.
+#[must_use]
+pub fn is_loopback(address: &SocketAddr) -> bool {
+    address.ip().is_loopback()
+}

@@ -1,0 +1,239 @@
+//! From a checked request to sequences: model, prompts as tokens, context, handoff.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Instant, SystemTime};
+
+use baton_connector::fetch::{Fetch, LoadFailurePolicy};
+use baton_connector::handoff::KvIntent;
+use baton_connector::{Handoff, RequestId};
+use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
+use baton_openai::{ApiError, Endpoint, GenerateRequest, Input, Prompt};
+use tokio::sync::mpsc::{Receiver, Sender, channel};
+
+use super::guard::HandoffGuard;
+use super::{Frontend, Role, control};
+use crate::block_hash::prompt_fingerprint;
+use crate::peers::FetchTarget;
+use crate::sampling::SamplingParams;
+use crate::sequence::{NewSequence, Purpose, SeqId, StopRule};
+use crate::step_loop::{SeqEvent, Submission};
+
+/// A request whose sequences are ready to be queued.
+pub(super) struct Admitted {
+    pub(super) submissions: Vec<Submission>,
+    pub(super) events: Receiver<(u32, SeqEvent)>,
+    /// The prompts, as tokens.
+    pub(super) prompts: Vec<Vec<u32>>,
+    /// Still to be put on the first submission; until it is queued, dropping this settles with the producer.
+    pub(super) handoff: Option<HandoffGuard>,
+}
+
+/// What `kv_transfer_params` asked for, with the guard that gives a refused handoff back.
+pub(super) enum Intent {
+    Plain,
+    Produce,
+    Consume(Box<Handoff>, HandoffGuard),
+}
+
+impl Intent {
+    /// Reads the intent before anything else of the request is judged, so that every later refusal gives the
+    /// handoff back.
+    pub(super) fn read(
+        frontend: &Arc<Frontend>,
+        params: Option<&serde_json::Value>,
+        router_settles: bool,
+    ) -> Result<Self, ApiError> {
+        let Some(params) = params else { return Ok(Self::Plain) };
+        let malformed = |error: baton_connector::HandoffError| {
+            frontend.metrics.early_rejection("malformed_handoff");
+            ApiError::invalid("kv_transfer_params", error.to_string()).with_code("invalid_kv_transfer_params")
+        };
+        // A router that tries other decode engines wants the lease to outlive a refusal; under `recompute` nothing
+        // is refused for a failed fetch, and the lease is of no more use.
+        let keeps = frontend.load_failure == LoadFailurePolicy::Fail;
+        match KvIntent::parse(params).map_err(malformed)? {
+            None => Ok(Self::Plain),
+            Some(KvIntent::Produce) => match frontend.role {
+                Role::Prefill | Role::Both => Ok(Self::Produce),
+                Role::Decode => Err(wrong_role(frontend, "do_remote_decode")),
+            },
+            Some(KvIntent::Consume(handoff)) => {
+                let target = FetchTarget::new(&handoff, random_u64()?, router_settles && keeps);
+                let guard = HandoffGuard::new(Arc::clone(frontend), target);
+                match frontend.role {
+                    Role::Decode | Role::Both => Ok(Self::Consume(handoff, guard)),
+                    Role::Prefill => Err(wrong_role(frontend, "do_remote_prefill")),
+                }
+            }
+        }
+    }
+}
+
+fn wrong_role(frontend: &Frontend, field: &str) -> ApiError {
+    let role = frontend.role.label();
+    ApiError::invalid("kv_transfer_params", format!("`{field}` is not served by an engine of role {role}"))
+}
+
+/// Refuses a model that is not served here.
+pub(super) fn check_model(frontend: &Frontend, model: Option<&str>) -> Result<(), ApiError> {
+    match model {
+        Some(name) if name != frontend.model => Err(ApiError::model_not_found(name)),
+        _ => Ok(()),
+    }
+}
+
+/// A request's prompts as tokens.
+pub(super) fn encode(
+    frontend: &Frontend,
+    input: &Input,
+    add_special: Option<bool>,
+) -> Result<Vec<Vec<u32>>, ApiError> {
+    let text = |text: &str, field: &str, default: bool| {
+        let special = control::special(add_special, default);
+        let tokens = frontend.tokenizer.encode(text, special, frontend.capacity);
+        tokens
+            .map_err(|error| ApiError::invalid(field, error.to_string()).with_code("context_length_exceeded"))
+    };
+    match input {
+        Input::Prompts(prompts) => prompts
+            .iter()
+            .map(|prompt| match prompt {
+                Prompt::Text(prompt) => text(prompt, "prompt", true),
+                Prompt::Tokens(ids) => Ok(ids.clone()),
+            })
+            .collect(),
+        Input::Chat(chat) => {
+            let rendered = frontend.template.render(chat, SystemTime::now())?;
+            Ok(vec![text(&rendered, "messages", false)?])
+        }
+    }
+}
+
+/// Turns a request into sequences. Nothing is queued yet; on an error the intent's guard settles.
+pub(super) fn admit(
+    frontend: &Frontend,
+    request: &GenerateRequest,
+    id: &RequestId,
+    intent: Intent,
+    arrived: Instant,
+) -> Result<Admitted, ApiError> {
+    check_model(frontend, request.model.as_deref())?;
+    if request.echo && (request.logprobs.is_some() || request.max_tokens == Some(0)) {
+        let message = "`echo` with `logprobs` or with `max_tokens` 0 is not supported by this engine";
+        return Err(ApiError::invalid("echo", message));
+    }
+    let prompts = encode(frontend, &request.input, request.add_special_tokens)?;
+    check_intent(frontend, request, &prompts, &intent)?;
+    let mut most = 0;
+    for prompt in &prompts {
+        most = most.max(check_prompt(frontend, request, prompt)?);
+    }
+    let sequences = prompts.len() * request.n as usize;
+    let (outbox, events) = channel((most + 2) * sequences);
+    let seed = random_u64()?;
+    let (mut purpose, handoff) = match intent {
+        Intent::Plain => (Some(Purpose::Plain), None),
+        Intent::Produce => (Some(Purpose::Produce), None),
+        Intent::Consume(_, guard) => (Some(Purpose::Consume(Fetch::new(frontend.load_failure))), Some(guard)),
+    };
+    let mut submissions = Vec::with_capacity(sequences);
+    for (at, prompt) in prompts.iter().enumerate() {
+        let mut leader = None;
+        for choice in 0..request.n {
+            let index = at as u32 * request.n + choice;
+            let sampling =
+                SamplingParams::resolve(request, &frontend.defaults, &frontend.eos, seed).for_choice(index);
+            let sequence = NewSequence {
+                id: SeqId(frontend.next_sequence.fetch_add(1, Ordering::Relaxed)),
+                request: id.clone(),
+                prompt: prompt.clone(),
+                stop: stop_rule(frontend, request, prompt.len()),
+                // The first sequence has the handoff; the others of the request share what it lands.
+                purpose: purpose.take().unwrap_or(Purpose::Plain),
+                follows: leader,
+                cache_salt: request.cache_salt.as_deref().map(Into::into),
+            };
+            leader = leader.or(Some(sequence.id));
+            let outbox: Sender<_> = outbox.clone();
+            submissions.push(Submission { sequence, sampling, index, outbox, target: None, arrived });
+        }
+    }
+    Ok(Admitted { submissions, events, prompts, handoff })
+}
+
+fn check_intent(
+    frontend: &Frontend,
+    request: &GenerateRequest,
+    prompts: &[Vec<u32>],
+    intent: &Intent,
+) -> Result<(), ApiError> {
+    let refuse = |message: String| Err(ApiError::invalid("kv_transfer_params", message));
+    match intent {
+        Intent::Plain => Ok(()),
+        Intent::Produce | Intent::Consume(..) if prompts.len() != 1 => {
+            refuse(format!("a handoff is of one prompt, this request has {}", prompts.len()))
+        }
+        Intent::Produce if request.n != 1 => {
+            refuse(format!("a handoff is of one sequence, `n` is {}", request.n))
+        }
+        Intent::Produce => Ok(()),
+        Intent::Consume(handoff, _) => {
+            let prompt = &prompts[0];
+            if handoff.layout != frontend.fingerprint {
+                return refuse("the producer's blocks have another layout or another model".into());
+            }
+            if handoff.tokens != prompt.len() || handoff.prompt != prompt_fingerprint(prompt) {
+                let (theirs, ours) = (handoff.tokens, prompt.len());
+                return refuse(format!(
+                    "the handoff is of another prompt ({theirs} tokens there, {ours} here)"
+                ));
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Checks a prompt against vocabulary and context; says how many tokens may be generated.
+fn check_prompt(frontend: &Frontend, request: &GenerateRequest, prompt: &[u32]) -> Result<usize, ApiError> {
+    let field = if request.endpoint == Endpoint::Chat { "messages" } else { "prompt" };
+    if prompt.is_empty() {
+        return Err(ApiError::invalid(field, "the prompt has no tokens"));
+    }
+    if let Some(id) = prompt.iter().find(|id| **id as usize >= frontend.vocab) {
+        let message = format!("token id {id} is not below the vocabulary's size {}", frontend.vocab);
+        return Err(ApiError::invalid(field, message));
+    }
+    let most = max_new(frontend, request, prompt.len());
+    if prompt.len() + most > frontend.capacity || most == 0 {
+        let mut error = ApiError::context_length(prompt.len(), most.max(1), frontend.capacity);
+        error.param = Some(field.into());
+        return Err(error);
+    }
+    Ok(most)
+}
+
+/// Tokens to generate: the request's wish, the model's default, or what is left of the context.
+fn max_new(frontend: &Frontend, request: &GenerateRequest, prompt_len: usize) -> usize {
+    let left = frontend.capacity.saturating_sub(prompt_len);
+    let wish = request.max_tokens.map(|max| max as usize);
+    wish.unwrap_or_else(|| match request.endpoint {
+        Endpoint::Completions => left.min(COMPLETIONS_MAX_TOKENS_DEFAULT as usize),
+        Endpoint::Chat => left.min(frontend.defaults.max_new_tokens.map_or(left, |max| max as usize)),
+    })
+}
+
+fn stop_rule(frontend: &Frontend, request: &GenerateRequest, prompt_len: usize) -> StopRule {
+    let eos = if request.ignore_eos { &[][..] } else { &frontend.eos };
+    StopRule {
+        max_new: max_new(frontend, request, prompt_len),
+        stop_ids: [eos, &request.stop_token_ids].concat(),
+        min_new: request.min_tokens as usize,
+    }
+}
+
+fn random_u64() -> Result<u64, ApiError> {
+    let mut random = [0; 8];
+    getrandom::fill(&mut random).map_err(|_| ApiError::internal("the system has no randomness"))?;
+    Ok(u64::from_ne_bytes(random))
+}

@@ -1,0 +1,222 @@
+//! Everything but generating: models, tokenizer, health, metrics, and the verbs of the cluster.
+//!
+//! The cluster's verbs (`/kv/release`, `/abort_requests`, `/reset_prefix_cache`, `/debug/kv`) and requests that
+//! carry `kv_transfer_params` are for routers and engines, never for clients. Where a cluster secret is
+//! configured (beyond loopback one must be) they need it in the header `x-baton-cluster-secret`.
+
+use baton_connector::lease::State;
+use baton_connector::transport::Producer;
+use baton_connector::{Handle, RequestId};
+use baton_openai::response::{DetokenizeReply, TokenizeReply, models as model_list};
+use baton_openai::{ApiError, DetokenizeRequest, ModelCard, Object, TokenizeRequest, parse_object};
+use hyper::body::Incoming;
+use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
+use hyper::{Request, StatusCode};
+use serde_json::{Value, json};
+
+use super::http::{self, Reply, read_body};
+use super::{Frontend, admit};
+use crate::model::tokenizer::{Decode, SpecialTokens};
+
+/// The header that the cluster's own callers show.
+pub(super) const CLUSTER_SECRET_HEADER: &str = "x-baton-cluster-secret";
+
+/// Bytes of a control message.
+const CONTROL_BODY_MAX: usize = 1 << 20;
+
+/// Request ids in one abort.
+const ABORT_IDS_MAX: usize = 1_024;
+
+/// Bytes of a release reason; what is longer is cut.
+const REASON_BYTES_MAX: usize = 64;
+
+/// Refuses a stranger.
+pub(super) fn authorize(frontend: &Frontend, headers: &HeaderMap) -> Result<(), ApiError> {
+    let Some(secret) = &frontend.cluster_secret else { return Ok(()) };
+    let shown = headers.get(CLUSTER_SECRET_HEADER).map(HeaderValue::as_bytes).unwrap_or_default();
+    if equal_in_constant_time(shown, secret.as_bytes()) { Ok(()) } else { Err(ApiError::unauthorized()) }
+}
+
+fn equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).fold(0, |difference, (a, b)| difference | (a ^ b)) == 0
+}
+
+async fn control_object(frontend: &Frontend, request: Request<Incoming>) -> Result<Object, ApiError> {
+    authorize(frontend, request.headers())?;
+    let body = read_body(request, CONTROL_BODY_MAX).await?;
+    parse_object(&body, &frontend.limits)
+}
+
+/// `POST /kv/release {"handle", "reason"}`: ends a lease early. Idempotent: a repetition is answered too.
+pub(super) async fn release(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
+    let fields = control_object(frontend, request).await?;
+    let handle: Handle = fields
+        .get("handle")
+        .and_then(Value::as_str)
+        .and_then(|text| text.parse().ok())
+        .ok_or_else(|| ApiError::invalid("handle", "`handle` must be 32 hexadecimal digits"))?;
+    let reason = fields.get("reason").and_then(Value::as_str).unwrap_or("router_release");
+    if !reason.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') || reason.len() > REASON_BYTES_MAX {
+        return Err(ApiError::invalid(
+            "reason",
+            format!("`reason` must be at most {REASON_BYTES_MAX} letters, digits and `_`"),
+        ));
+    }
+    let reply = frontend.desk.release(handle, reason);
+    Ok(http::json(StatusCode::OK, json!({"result": reply.label()}).to_string()))
+}
+
+/// `POST /abort_requests {"request_ids": [...]}`: ends requests by name, running or just finished. An id that is
+/// not known yet is remembered: such a request is ended when it arrives. Idempotent.
+pub(super) async fn abort(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
+    let fields = control_object(frontend, request).await?;
+    let malformed = || {
+        ApiError::invalid(
+            "request_ids",
+            format!("`request_ids` must be a list of 1 to {ABORT_IDS_MAX} request ids"),
+        )
+    };
+    let ids = fields.get("request_ids").and_then(Value::as_array).ok_or_else(malformed)?;
+    if ids.is_empty() || ids.len() > ABORT_IDS_MAX {
+        return Err(malformed());
+    }
+    let name = |id: &Value| id.as_str().map(bare_id).and_then(|id| RequestId::new(id).ok());
+    let ids = ids.iter().map(name).collect::<Option<Vec<_>>>().ok_or_else(malformed)?;
+    let mut results = serde_json::Map::new();
+    for id in ids {
+        // The lease first: a request that finishes just now must not open one after this.
+        let reply = frontend.desk.release_request(&id, "aborted");
+        results.insert(id.as_str().to_owned(), Value::from(reply.label()));
+        frontend.mailbox.abort(id).map_err(|_| {
+            ApiError::unavailable("too many aborts are waiting", std::time::Duration::from_secs(1))
+        })?;
+    }
+    Ok(http::json(StatusCode::OK, json!({"results": results}).to_string()))
+}
+
+/// vLLM's internal ids carry the endpoint's prefix; the name of the request is what the router sent.
+fn bare_id(id: &str) -> &str {
+    id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")).unwrap_or(id)
+}
+
+/// `POST /reset_prefix_cache`.
+pub(super) fn reset_prefix_cache(
+    frontend: &Frontend,
+    request: &Request<Incoming>,
+) -> Result<Reply, ApiError> {
+    authorize(frontend, request.headers())?;
+    frontend.mailbox.reset_cache();
+    Ok(http::json(StatusCode::OK, "{}"))
+}
+
+/// `GET /debug/kv`: blocks by state, requests by phase, leases by age and why they are held.
+pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Result<Reply, ApiError> {
+    /// Leases shown; the oldest first.
+    const LEASES_SHOWN: usize = 1_000;
+    authorize(frontend, request.headers())?;
+    let status = frontend.status.look();
+    let leases = frontend.desk.view();
+    let shown: Vec<Value> = leases
+        .iter()
+        .take(LEASES_SHOWN)
+        .map(|lease| {
+            let held_because = match lease.state {
+                State::Offered => "offered",
+                State::Reading => "reading",
+                State::Draining(_) => "draining",
+                State::Closed(_) => "closed",
+            };
+            json!({
+                "request_id": lease.request.as_str(), "blocks": lease.blocks, "state": held_because,
+                "age_ms": lease.age.as_millis() as u64, "left_ms": lease.left.as_millis() as u64,
+                "readers_done": lease.readers.0, "readers_expected": lease.readers.1,
+            })
+        })
+        .collect();
+    let (usage, load, counts) = (status.usage, status.load, frontend.desk.counts());
+    let body = json!({
+        "engine": {"role": frontend.role.label(), "model": frontend.model, "epoch": frontend.desk.epoch().to_string()},
+        "blocks": {
+            "total": usage.total, "free": usage.free, "cached": usage.cached, "active": usage.active,
+            "leased": usage.leased, "landing": usage.landing,
+        },
+        "requests": {
+            "waiting": load.waiting, "running": load.running, "fetching": load.fetching, "stopping": load.stopping,
+        },
+        "leases": {"live": leases.len(), "opened": counts.opened, "late": counts.late, "unknown": counts.unknown},
+        "oldest_leases": shown,
+        "steps": status.steps,
+    });
+    Ok(http::json(StatusCode::OK, body.to_string()))
+}
+
+/// `GET /health`: 200 while the engine takes requests, 503 while it drains or after its device has failed.
+pub(super) fn health(frontend: &Frontend) -> Reply {
+    let pause = std::time::Duration::from_secs(5);
+    if let Some(why) = frontend.status.look().failed {
+        return http::error_reply(&ApiError::unavailable(why, pause));
+    }
+    if frontend.mailbox.is_closing() {
+        return http::error_reply(&ApiError::unavailable("the engine is shutting down", pause));
+    }
+    http::json(StatusCode::OK, "{\"status\":\"ok\"}")
+}
+
+/// `GET /metrics`, in Prometheus' text format.
+pub(super) fn metrics(frontend: &Frontend) -> Reply {
+    let mut reply = http::json(StatusCode::OK, frontend.metrics.render());
+    let text = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    reply.headers_mut().insert(CONTENT_TYPE, text);
+    reply
+}
+
+fn card(frontend: &Frontend) -> ModelCard {
+    ModelCard {
+        id: frontend.model.clone(),
+        created: frontend.created,
+        root: None,
+        max_model_len: Some(frontend.capacity),
+    }
+}
+
+/// `GET /v1/models`.
+pub(super) fn models(frontend: &Frontend) -> Reply {
+    http::json(StatusCode::OK, model_list(&[card(frontend)]))
+}
+
+/// `GET /v1/models/{id}`.
+pub(super) fn model(frontend: &Frontend, path: &str) -> Result<Reply, ApiError> {
+    let name = path.trim_start_matches("/v1/models/");
+    if name == frontend.model {
+        Ok(http::json(StatusCode::OK, card(frontend).to_bytes()))
+    } else {
+        Err(ApiError::model_not_found(name))
+    }
+}
+
+/// `POST /tokenize`.
+pub(super) async fn tokenize(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
+    let body = read_body(request, frontend.limits.body_bytes).await?;
+    let request = TokenizeRequest::from_map(&parse_object(&body, &frontend.limits)?, &frontend.limits)?;
+    admit::check_model(frontend, request.model.as_deref())?;
+    let mut prompts = admit::encode(frontend, &request.input, request.add_special_tokens)?;
+    let tokens = prompts.pop().ok_or_else(|| ApiError::invalid("prompt", "there is no prompt"))?;
+    let spelled = |id: &u32| frontend.tokenizer.spelling(*id).unwrap_or_default();
+    let token_strs = request.return_token_strs.then(|| tokens.iter().map(spelled).collect());
+    let reply = TokenizeReply { count: tokens.len(), max_model_len: frontend.capacity, tokens, token_strs };
+    Ok(http::json(StatusCode::OK, reply.to_bytes()))
+}
+
+/// `POST /detokenize`.
+pub(super) async fn detokenize(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
+    let body = read_body(request, frontend.limits.body_bytes).await?;
+    let request = DetokenizeRequest::from_map(&parse_object(&body, &frontend.limits)?, &frontend.limits)?;
+    admit::check_model(frontend, request.model.as_deref())?;
+    let reply = DetokenizeReply { prompt: frontend.tokenizer.decode(&request.tokens, Decode::All) };
+    Ok(http::json(StatusCode::OK, reply.to_bytes()))
+}
+
+/// Whether text is encoded with the tokenizer's own additions.
+pub(super) fn special(add: Option<bool>, default: bool) -> SpecialTokens {
+    if add.unwrap_or(default) { SpecialTokens::Add } else { SpecialTokens::AsWritten }
+}

@@ -1,0 +1,146 @@
+//! Follows the sequences of one request: events in, text out, per choice.
+
+use std::sync::Arc;
+
+use baton_openai::{
+    Finish, FinishReason as Ending, GenerateRequest, StopReason, TokenLogprob, TopLogprob, Usage,
+};
+
+use super::Frontend;
+use super::guard::SequenceGuard;
+use crate::model::detokenizer::Detokenizer;
+use crate::model::tokenizer::{Decode, Tokenizer};
+use crate::sampling::Sampled;
+use crate::sequence::{FinishReason, SeqId};
+use crate::step_loop::SeqEnd;
+use crate::stop::StopMatcher;
+
+/// One choice as it grows.
+pub(super) struct Choice {
+    id: SeqId,
+    tokenizer: Arc<Tokenizer>,
+    detokenizer: Detokenizer,
+    stops: StopMatcher,
+    stop_strings: Vec<String>,
+    stop_token_ids: Vec<u32>,
+    min_tokens: usize,
+    /// Tokens so far.
+    pub(super) tokens: Vec<u32>,
+    /// Characters of all text so far, for `text_offset`.
+    pub(super) characters: usize,
+    /// Set once, with its last text.
+    pub(super) finish: Option<Finish>,
+}
+
+/// What one event adds to a choice.
+#[derive(Default)]
+pub(super) struct Piece {
+    pub(super) text: String,
+    pub(super) logprob: Option<TokenLogprob>,
+    pub(super) token: Option<u32>,
+    /// Set in a choice's last piece.
+    pub(super) finish: Option<Finish>,
+}
+
+impl Choice {
+    pub(super) fn new(frontend: &Frontend, request: &GenerateRequest, id: SeqId, prompt: &[u32]) -> Self {
+        let decode = if request.skip_special_tokens { Decode::SkipSpecial } else { Decode::All };
+        let tokenizer = Arc::clone(&frontend.tokenizer);
+        Self {
+            id,
+            detokenizer: Detokenizer::after_prompt(Arc::clone(&tokenizer), decode, prompt),
+            tokenizer,
+            stops: StopMatcher::new(&request.stop, request.include_stop_str_in_output),
+            stop_strings: request.stop.clone(),
+            stop_token_ids: request.stop_token_ids.clone(),
+            min_tokens: request.min_tokens as usize,
+            tokens: Vec::new(),
+            characters: 0,
+            finish: None,
+        }
+    }
+
+    /// A new token. A stop string in its text ends the choice; the engine is told through `guard`.
+    pub(super) fn token(&mut self, sampled: Sampled, guard: &mut SequenceGuard) -> Option<Piece> {
+        if self.finish.is_some() {
+            return None;
+        }
+        let token = sampled.token;
+        self.tokens.push(token);
+        let logprob = sampled.logprobs.map(|logprobs| TokenLogprob {
+            token: self.tokenizer.text(token).into_owned(),
+            bytes: self.tokenizer.bytes(token).to_vec(),
+            logprob: Some(logprobs.logprob),
+            top: logprobs
+                .top
+                .iter()
+                .map(|(id, logprob)| TopLogprob {
+                    token: self.tokenizer.text(*id).into_owned(),
+                    bytes: self.tokenizer.bytes(*id).to_vec(),
+                    logprob: *logprob,
+                })
+                .collect(),
+        });
+        let text = self.detokenizer.push(token);
+        let mut piece = Piece { token: Some(token), logprob, ..Piece::default() };
+        if self.tokens.len() < self.min_tokens {
+            piece.text = self.stops.pass(&text);
+            return Some(piece);
+        }
+        let step = self.stops.push(&text);
+        piece.text = step.text;
+        if let Some(found) = step.stop {
+            let stop = StopReason::Text(self.stop_strings[found].clone());
+            self.finish = Some(Finish { reason: Ending::Stop, stop: Some(stop) });
+            piece.finish = self.finish.clone();
+            guard.content(self.id);
+        }
+        Some(piece)
+    }
+
+    /// The sequence has ended.
+    pub(super) fn end(&mut self, end: &SeqEnd, guard: &mut SequenceGuard) -> Option<Piece> {
+        guard.ended(self.id);
+        if self.finish.is_some() {
+            return None;
+        }
+        let last = self.detokenizer.finish();
+        let step = self.stops.push(&last);
+        let mut text = step.text;
+        let reason = match end.reason {
+            FinishReason::Stop => Ending::Stop,
+            FinishReason::Length => Ending::Length,
+            FinishReason::Abort => Ending::Abort,
+            FinishReason::Error => Ending::Error,
+        };
+        let mut stop = None;
+        if let Some(found) = step.stop {
+            stop = Some(StopReason::Text(self.stop_strings[found].clone()));
+        } else {
+            text.push_str(&self.stops.finish());
+            let last = self.tokens.last().copied().filter(|_| end.reason == FinishReason::Stop);
+            stop = stop.or(last.filter(|id| self.stop_token_ids.contains(id)).map(StopReason::Token));
+        }
+        let reason = if step.stop.is_some() { Ending::Stop } else { reason };
+        self.finish = Some(Finish { reason, stop });
+        Some(Piece { text, finish: self.finish.clone(), ..Piece::default() })
+    }
+}
+
+/// Usage of a request, as it grows.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counted {
+    pub(super) prompt: usize,
+    pub(super) completion: usize,
+    pub(super) reused: usize,
+}
+
+impl Counted {
+    pub(super) fn usage(&self) -> Usage {
+        Usage {
+            prompt_tokens: self.prompt as u32,
+            completion_tokens: self.completion as u32,
+            cached_tokens: Some(self.reused as u32),
+        }
+    }
+}

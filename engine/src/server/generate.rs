@@ -1,0 +1,331 @@
+//! `/v1/completions` and `/v1/chat/completions`: from a body to a reply or a stream.
+//!
+//! The head of a stream is sent with its first event, so that a refusal, a failed fetch or a full queue is a
+//! status and an envelope, never a broken stream.
+
+mod stream;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use baton_connector::transport::Producer;
+use baton_connector::{Handoff, RequestId};
+use baton_openai::{
+    ApiError, Endpoint, FinishedChoice, GenerateRequest, Object, ReplyHead, TokenLogprob, parse_object,
+};
+use bytes::Bytes;
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use hyper::{Request, Response, StatusCode};
+use tokio::sync::mpsc::Receiver;
+
+use super::admit::{self, Admitted, Intent};
+use super::follow::{Choice, Counted, Piece};
+use super::guard::{HandoffBody, HandoffGuard, SequenceGuard};
+use super::http::{self, Reply, read_body};
+use super::{Frontend, control};
+use crate::mailbox::Undelivered;
+use crate::model::tokenizer::Decode;
+use crate::scheduler::Refusal;
+use crate::sequence::Purpose;
+use crate::step_loop::{SeqEnd, SeqEvent};
+
+/// The request's name, minted by the router.
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// A router that tries other engines with the same handoff shows this; see [`HandoffGuard::refused`].
+const ROUTER_SETTLES: HeaderName = HeaderName::from_static("x-baton-router-settles");
+
+/// Bodies above this are parsed and tokenized off the connection's thread.
+const INLINE_BODY_BYTES: usize = 16 * 1024;
+
+/// When to come back to a full queue.
+const QUEUE_RETRY: Duration = Duration::from_secs(1);
+
+/// A request on its way.
+pub(super) struct Exchange {
+    frontend: Arc<Frontend>,
+    request: GenerateRequest,
+    head: ReplyHead,
+    events: Receiver<(u32, SeqEvent)>,
+    guard: SequenceGuard,
+    choices: Vec<Choice>,
+    prompts: Vec<Vec<u32>>,
+    counted: Counted,
+    handoff: Option<Box<Handoff>>,
+    open: usize,
+}
+
+/// What one event of the engine means for the reply.
+pub(super) enum Progress {
+    /// A choice has grown or ended.
+    Piece(usize, Piece),
+    /// Nothing to show.
+    Nothing,
+}
+
+/// Answers one request to generate.
+pub(super) async fn answer(
+    frontend: Arc<Frontend>,
+    endpoint: Endpoint,
+    request: Request<Incoming>,
+) -> Result<Reply, ApiError> {
+    let arrived = Instant::now();
+    let headers = request.headers().clone();
+    let id = request_id(&headers)?;
+    let body = read_body(request, frontend.limits.body_bytes).await?;
+    let prepared = if body.len() <= INLINE_BODY_BYTES {
+        prepare(&frontend, endpoint, &headers, &id, &body, arrived)
+    } else {
+        let (frontend, id) = (Arc::clone(&frontend), id.clone());
+        let work = move || prepare(&frontend, endpoint, &headers, &id, &body, arrived);
+        tokio::task::spawn_blocking(work)
+            .await
+            .map_err(|_| ApiError::internal("the request could not be read"))?
+    };
+    let (request, admitted) = prepared?;
+    let mut exchange = Exchange::start(frontend, request, admitted, &id)?;
+    let first = exchange.next().await?;
+    if exchange.request.stream {
+        return Ok(stream_reply(stream::StreamBody::new(exchange, first)));
+    }
+    exchange.collect(first).await
+}
+
+fn request_id(headers: &HeaderMap) -> Result<RequestId, ApiError> {
+    let named = headers.get(&REQUEST_ID).and_then(|value| value.to_str().ok());
+    if let Some(id) = named.and_then(|text| RequestId::new(text).ok()) {
+        return Ok(id);
+    }
+    let mut random = [0; 16];
+    getrandom::fill(&mut random).map_err(|_| ApiError::internal("the system has no randomness"))?;
+    let text = format!("{:032x}", u128::from_ne_bytes(random));
+    Ok(RequestId::new(&text).expect("hexadecimal digits are printable"))
+}
+
+/// Everything before the queue: the intent first, so that whatever is wrong with the rest gives a handoff back.
+fn prepare(
+    frontend: &Arc<Frontend>,
+    endpoint: Endpoint,
+    headers: &HeaderMap,
+    id: &RequestId,
+    body: &[u8],
+    arrived: Instant,
+) -> Result<(GenerateRequest, Admitted), ApiError> {
+    let map = parse_object(body, &frontend.limits)?;
+    let params = map.get("kv_transfer_params").filter(|params| !params.is_null());
+    if params.is_some() {
+        control::authorize(frontend, headers)?;
+    }
+    let intent = Intent::read(frontend, params, headers.contains_key(&ROUTER_SETTLES))?;
+    check(frontend, endpoint, &map, id, intent, arrived)
+}
+
+fn check(
+    frontend: &Arc<Frontend>,
+    endpoint: Endpoint,
+    map: &Object,
+    id: &RequestId,
+    intent: Intent,
+    arrived: Instant,
+) -> Result<(GenerateRequest, Admitted), ApiError> {
+    let request = match GenerateRequest::from_map(endpoint, map, &frontend.limits) {
+        Ok(request) => request,
+        Err(error) => {
+            if let Intent::Consume(_, guard) = intent {
+                guard.refused();
+            }
+            return Err(error);
+        }
+    };
+    let admitted = admit::admit(frontend, &request, id, intent, arrived)?;
+    Ok((request, admitted))
+}
+
+impl Exchange {
+    /// Queues the request's sequences: all or none.
+    fn start(
+        frontend: Arc<Frontend>,
+        request: GenerateRequest,
+        admitted: Admitted,
+        id: &RequestId,
+    ) -> Result<Self, ApiError> {
+        let Admitted { mut submissions, events, prompts, handoff } = admitted;
+        let mut request = request;
+        if matches!(submissions[0].sequence.purpose, Purpose::Produce) {
+            // Its text is of no interest, and its end must be waited for: that is where the handle comes from.
+            request.stop.clear();
+        }
+        let ids: Vec<_> = submissions.iter().map(|submission| submission.sequence.id).collect();
+        let choices = ids
+            .iter()
+            .enumerate()
+            .map(|(index, id)| Choice::new(&frontend, &request, *id, &prompts[index / request.n as usize]));
+        let choices: Vec<_> = choices.collect();
+        let target = handoff.map(HandoffGuard::into_target);
+        submissions[0].target.clone_from(&target);
+        if let Err((_, why)) = frontend.mailbox.submit(submissions) {
+            if let Some(target) = target {
+                HandoffGuard::new(Arc::clone(&frontend), target).refused();
+            }
+            return Err(match why {
+                Undelivered::Full => ApiError::overloaded("the engine's queue is full", QUEUE_RETRY),
+                Undelivered::Closing => {
+                    ApiError::unavailable("the engine is shutting down", QUEUE_RETRY).with_code("draining")
+                }
+            });
+        }
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let head = ReplyHead {
+            endpoint: request.endpoint,
+            id: format!("{}{id}", request.endpoint.id_prefix()),
+            created,
+            model: frontend.model.clone(),
+            system_fingerprint: None,
+        };
+        let counted = Counted { prompt: prompts.iter().map(Vec::len).sum(), ..Counted::default() };
+        Ok(Self {
+            guard: SequenceGuard::new(Arc::clone(&frontend), ids),
+            open: choices.len(),
+            frontend,
+            request,
+            head,
+            events,
+            choices,
+            prompts,
+            counted,
+            handoff: None,
+        })
+    }
+
+    /// The next event. `Err` ends the request.
+    async fn next(&mut self) -> Result<Progress, ApiError> {
+        let event = self.events.recv().await;
+        self.take(event)
+    }
+
+    fn take(&mut self, event: Option<(u32, SeqEvent)>) -> Result<Progress, ApiError> {
+        let Some((index, event)) = event else {
+            return Err(ApiError::unavailable("the engine stopped", QUEUE_RETRY));
+        };
+        let choice = &mut self.choices[index as usize];
+        let piece = match event {
+            SeqEvent::Token(sampled) => {
+                let piece = choice.token(sampled, &mut self.guard);
+                self.counted.completion += usize::from(piece.is_some());
+                piece
+            }
+            SeqEvent::Finished(end) => {
+                let piece = choice.end(&end, &mut self.guard);
+                self.ended(*end);
+                piece
+            }
+            SeqEvent::Refused(refusal) => return Err(refused(refusal)),
+            SeqEvent::LoadFailed(kind) => {
+                let message = format!("the prompt's KV blocks could not be fetched: {}", kind.label());
+                return Err(ApiError::unavailable(message, QUEUE_RETRY).with_code("kv_load_failed"));
+            }
+            SeqEvent::Unavailable(why) => return Err(ApiError::unavailable(why, QUEUE_RETRY)),
+        };
+        let Some(piece) = piece else { return Ok(Progress::Nothing) };
+        self.open -= usize::from(piece.finish.is_some());
+        Ok(Progress::Piece(index as usize, piece))
+    }
+
+    fn ended(&mut self, end: SeqEnd) {
+        self.counted.reused += end.cached;
+        if end.handoff.is_some() {
+            self.handoff = end.handoff;
+        }
+    }
+
+    /// A reply in one piece.
+    async fn collect(mut self, first: Progress) -> Result<Reply, ApiError> {
+        let mut texts = vec![String::new(); self.choices.len()];
+        let mut logprobs: Vec<Vec<TokenLogprob>> = vec![Vec::new(); self.choices.len()];
+        let mut progress = first;
+        loop {
+            if let Progress::Piece(index, piece) = progress {
+                texts[index].push_str(&piece.text);
+                logprobs[index].extend(piece.logprob);
+            }
+            if self.open == 0 {
+                break;
+            }
+            progress = self.next().await?;
+        }
+        let wants_logprobs = self.request.logprobs.is_some();
+        let mut finished = Vec::with_capacity(texts.len());
+        for (index, (text, logprobs)) in texts.into_iter().zip(logprobs).enumerate() {
+            let prompt = &self.prompts[index / self.request.n as usize];
+            let choice = &mut self.choices[index];
+            finished.push(FinishedChoice {
+                index: index as u32,
+                text: if self.request.echo {
+                    echoed(&self.frontend, &self.request, prompt) + &text
+                } else {
+                    text
+                },
+                logprobs: wants_logprobs.then_some(logprobs),
+                finish: choice.finish.take().expect("every choice has ended"),
+                token_ids: self.request.return_token_ids.then(|| std::mem::take(&mut choice.tokens)),
+                prompt_token_ids: self.request.return_token_ids.then(|| prompt.clone()),
+            });
+        }
+        let params = self.handoff.as_ref().map(|handoff| handoff.to_reply());
+        let bytes = self.head.full(&finished, &self.counted.usage(), params.as_ref());
+        Ok(match self.handoff.take() {
+            None => http::json(StatusCode::OK, bytes),
+            Some(handoff) => handoff_reply(&self.frontend, &handoff, bytes),
+        })
+    }
+}
+
+impl Drop for Exchange {
+    /// A handle that nobody will learn any more is released: the one at hand, and one still in the channel. What
+    /// the step loop sends after this fails there, and is released there.
+    fn drop(&mut self) {
+        self.events.close();
+        while let Ok((_, event)) = self.events.try_recv() {
+            if let SeqEvent::Finished(end) = event
+                && let Some(handoff) = end.handoff
+            {
+                self.handoff = Some(handoff);
+            }
+        }
+        if let Some(handoff) = self.handoff.take() {
+            self.frontend.desk.release(handoff.handle, "client_gone");
+        }
+    }
+}
+
+/// The prompt's text, for `echo`.
+fn echoed(frontend: &Frontend, request: &GenerateRequest, prompt: &[u32]) -> String {
+    let decode = if request.skip_special_tokens { Decode::SkipSpecial } else { Decode::All };
+    frontend.tokenizer.decode(prompt, decode)
+}
+
+fn refused(refusal: Refusal) -> ApiError {
+    match refusal {
+        Refusal::QueueFull { waiting } => {
+            ApiError::overloaded(format!("{waiting} requests are waiting already"), QUEUE_RETRY)
+        }
+        Refusal::TooLong { tokens, capacity } => ApiError::context_length(tokens, 0, capacity),
+    }
+}
+
+/// A producer's reply: the only copy of its handle.
+fn handoff_reply(frontend: &Arc<Frontend>, handoff: &Handoff, bytes: Bytes) -> Reply {
+    let mut reply = Response::new(HandoffBody::new(Arc::clone(frontend), handoff.handle, bytes).boxed());
+    reply.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    reply
+}
+
+fn stream_reply(body: stream::StreamBody) -> Reply {
+    let mut reply = Response::new(body.boxed());
+    let headers = reply.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    reply
+}

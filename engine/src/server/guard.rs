@@ -1,0 +1,125 @@
+//! What a task owes when it ends, whatever ends it: guards whose `Drop` settles.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use baton_connector::Handle;
+use baton_connector::transport::Producer;
+use bytes::Bytes;
+use hyper::body::{Body, Frame, SizeHint};
+
+use super::Frontend;
+use crate::peers::FetchTarget;
+use crate::sequence::{FinishReason, SeqId};
+
+/// The sequences of one request. Those that have not ended when it is dropped are aborted: the client is gone.
+pub(super) struct SequenceGuard {
+    frontend: Arc<Frontend>,
+    open: Vec<SeqId>,
+}
+
+impl SequenceGuard {
+    pub(super) fn new(frontend: Arc<Frontend>, open: Vec<SeqId>) -> Self {
+        Self { frontend, open }
+    }
+
+    /// The sequence has ended by itself.
+    pub(super) fn ended(&mut self, id: SeqId) {
+        self.open.retain(|open| *open != id);
+    }
+
+    /// The front end has what it wants of this sequence (a stop string was found).
+    pub(super) fn content(&mut self, id: SeqId) {
+        self.ended(id);
+        self.frontend.mailbox.end(id, FinishReason::Stop);
+    }
+}
+
+impl Drop for SequenceGuard {
+    fn drop(&mut self) {
+        for id in self.open.drain(..) {
+            self.frontend.mailbox.end(id, FinishReason::Abort);
+        }
+    }
+}
+
+/// A handoff that came with a request which has not been queued yet. Dropped before that, for whatever reason,
+/// it releases the lease at the producer (vLLM #41269).
+pub(super) struct HandoffGuard {
+    frontend: Arc<Frontend>,
+    target: Option<FetchTarget>,
+}
+
+impl HandoffGuard {
+    pub(super) fn new(frontend: Arc<Frontend>, target: FetchTarget) -> Self {
+        Self { frontend, target: Some(target) }
+    }
+
+    /// The request is refused with an answer. A router that settles itself keeps the lease for another engine.
+    pub(super) fn refused(mut self) {
+        if self.target.as_ref().is_some_and(FetchTarget::router_settles) {
+            self.frontend.metrics.early_rejection("left_to_router");
+            self.target = None;
+        }
+    }
+
+    /// The request is about to be queued: from then on the step loop answers for the lease. If it is not queued
+    /// after all, make a new guard of it.
+    pub(super) fn into_target(mut self) -> FetchTarget {
+        self.target.take().expect("taken once")
+    }
+}
+
+impl Drop for HandoffGuard {
+    fn drop(&mut self) {
+        if let Some(target) = self.target.take() {
+            self.frontend.metrics.early_rejection("refused");
+            self.frontend.peers.release(&target, "consumer_rejected");
+        }
+    }
+}
+
+/// A reply that carries the only copy of a handle. If it is dropped before it has been handed to the connection,
+/// nobody can come for the blocks and the lease is released.
+pub(super) struct HandoffBody {
+    frontend: Arc<Frontend>,
+    handle: Option<Handle>,
+    bytes: Option<Bytes>,
+}
+
+impl HandoffBody {
+    pub(super) fn new(frontend: Arc<Frontend>, handle: Handle, bytes: Bytes) -> Self {
+        Self { frontend, handle: Some(handle), bytes: Some(bytes) }
+    }
+}
+
+impl Body for HandoffBody {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let bytes = self.bytes.take();
+        self.handle = None;
+        Poll::Ready(bytes.map(|bytes| Ok(Frame::data(bytes))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.bytes.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.bytes.as_ref().map_or(0, |bytes| bytes.len() as u64))
+    }
+}
+
+impl Drop for HandoffBody {
+    fn drop(&mut self) {
+        if let Some(handle) = self.handle.take() {
+            self.frontend.desk.release(handle, "client_gone");
+        }
+    }
+}

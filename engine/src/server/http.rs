@@ -1,0 +1,110 @@
+//! From a request's path to the code that answers it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use baton_openai::{ApiError, Endpoint};
+use bytes::{Bytes, BytesMut};
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Body, Incoming};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::{Method, Request, Response, StatusCode};
+
+use super::{BODY_TIMEOUT, Frontend, control, generate};
+
+/// Every body this server sends.
+pub(super) type ReplyBody = BoxBody<Bytes, std::convert::Infallible>;
+
+/// Every answer of this server.
+pub(super) type Reply = Response<ReplyBody>;
+
+/// Answers one request.
+pub(super) async fn route(frontend: Arc<Frontend>, _peer: SocketAddr, request: Request<Incoming>) -> Reply {
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let answer = match (&method, path.as_str()) {
+        (&Method::POST, "/v1/completions" | "/v1/chat/completions") => {
+            let endpoint = Endpoint::at(&path).expect("both paths generate");
+            generate::answer(frontend, endpoint, request).await
+        }
+        (&Method::POST, "/tokenize") => control::tokenize(&frontend, request).await,
+        (&Method::POST, "/detokenize") => control::detokenize(&frontend, request).await,
+        (&Method::POST, "/kv/release") => control::release(&frontend, request).await,
+        (&Method::POST, "/abort_requests") => control::abort(&frontend, request).await,
+        (&Method::POST, "/reset_prefix_cache") => control::reset_prefix_cache(&frontend, &request),
+        (&Method::GET, "/debug/kv") => control::debug_kv(&frontend, &request),
+        (&Method::GET, "/v1/models") => Ok(control::models(&frontend)),
+        (&Method::GET, "/health" | "/ping") => Ok(control::health(&frontend)),
+        (&Method::GET, "/version") => Ok(json(StatusCode::OK, format!("{{\"version\":\"{}\"}}", version()))),
+        (&Method::GET, "/metrics") => Ok(control::metrics(&frontend)),
+        (&Method::GET, model) if model.starts_with("/v1/models/") => control::model(&frontend, model),
+        (_, known) => Err(match allowed(known) {
+            Some(allowed) => ApiError::method_not_allowed(method.as_str(), allowed),
+            None => ApiError::not_found(known),
+        }),
+    };
+    answer.unwrap_or_else(|error| error_reply(&error))
+}
+
+fn allowed(path: &str) -> Option<&'static str> {
+    match path {
+        "/v1/completions"
+        | "/v1/chat/completions"
+        | "/tokenize"
+        | "/detokenize"
+        | "/kv/release"
+        | "/abort_requests"
+        | "/reset_prefix_cache" => Some("POST"),
+        "/v1/models" | "/health" | "/ping" | "/version" | "/metrics" | "/debug/kv" => Some("GET"),
+        _ => None,
+    }
+}
+
+/// The version of this build.
+pub(super) fn version() -> &'static str {
+    env!("CARGO_PKG_VERSION")
+}
+
+/// A JSON answer.
+pub(super) fn json(status: StatusCode, body: impl Into<Bytes>) -> Reply {
+    let mut reply = Response::new(Full::new(body.into()).boxed());
+    *reply.status_mut() = status;
+    reply.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    reply
+}
+
+/// An error in the OpenAI envelope.
+pub(super) fn error_reply(error: &ApiError) -> Reply {
+    let status = StatusCode::from_u16(error.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut reply = json(status, error.to_bytes());
+    for (name, value) in error.headers() {
+        if let Ok(value) = HeaderValue::from_str(&value) {
+            reply.headers_mut().insert(name, value);
+        }
+    }
+    reply
+}
+
+/// Reads a body of at most `limit` bytes.
+///
+/// A client that leaves before its body is complete is an abort, not a request (hyper keeps the task).
+pub(super) async fn read_body(request: Request<Incoming>, limit: usize) -> Result<Bytes, ApiError> {
+    let mut body = request.into_body();
+    if body.size_hint().lower() > limit as u64 {
+        return Err(ApiError::payload_too_large(limit));
+    }
+    let read = async {
+        let mut bytes = BytesMut::new();
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|_| ApiError::client_gone())?;
+            if let Ok(data) = frame.into_data() {
+                if bytes.len() + data.len() > limit {
+                    return Err(ApiError::payload_too_large(limit));
+                }
+                bytes.extend_from_slice(&data);
+            }
+        }
+        Ok(bytes.freeze())
+    };
+    tokio::time::timeout(BODY_TIMEOUT, read).await.map_err(|_| ApiError::request_timeout(BODY_TIMEOUT))?
+}

@@ -1,0 +1,217 @@
+//! Stop strings in a stream of text.
+//!
+//! Text that may be the beginning of a stop string is held back until it is clear that it is not. The stop string
+//! that is complete first wins; of several that end at the same place, the longest. So the result depends on the
+//! text alone, not on how it was cut into pieces, and generation ends with the token that completes a match.
+//!
+//! One Knuth-Morris-Pratt automaton per string: a byte of text costs amortized constant time per string,
+//! whatever the strings are. Matching is by bytes; UTF-8 makes that the same as by characters.
+
+/// Finds the stop strings of one sequence.
+#[derive(Clone, Debug)]
+pub struct StopMatcher {
+    patterns: Vec<Pattern>,
+    include: bool,
+    held: String,
+}
+
+/// What a piece of text led to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StopStep {
+    /// Text that is free to go out; may be empty.
+    pub text: String,
+    /// The stop string that was found, by its place in the request. The rest of the piece is gone, and whatever is
+    /// pushed afterwards is a new text.
+    pub stop: Option<usize>,
+}
+
+#[derive(Clone, Debug)]
+struct Pattern {
+    bytes: Vec<u8>,
+    /// `borders[n]`: length of the longest proper border of the first `n + 1` bytes.
+    borders: Vec<usize>,
+    /// Length of the longest prefix of `bytes` that ends the text so far.
+    matched: usize,
+}
+
+impl StopMatcher {
+    /// A matcher for `stops`, none of them empty. With `include` the found string stays in the text.
+    #[must_use]
+    pub fn new(stops: &[String], include: bool) -> Self {
+        assert!(stops.iter().all(|stop| !stop.is_empty()), "an empty stop string stops before it starts");
+        Self { patterns: stops.iter().map(|stop| Pattern::new(stop)).collect(), include, held: String::new() }
+    }
+
+    /// Adds text; returns what can go out, and which string ended it.
+    pub fn push(&mut self, piece: &str) -> StopStep {
+        if self.patterns.is_empty() {
+            return StopStep { text: piece.to_owned(), stop: None };
+        }
+        for (offset, byte) in piece.bytes().enumerate() {
+            if let Some((stop, len)) = self.advance(byte) {
+                let end = self.held.len() + offset + 1;
+                let mut text = std::mem::take(&mut self.held) + piece;
+                text.truncate(if self.include { end } else { end - len });
+                self.finish();
+                return StopStep { text, stop: Some(stop) };
+            }
+        }
+        self.held.push_str(piece);
+        let hold = self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0);
+        let rest = self.held.split_off(self.held.len() - hold);
+        StopStep { text: std::mem::replace(&mut self.held, rest), stop: None }
+    }
+
+    /// Adds text that must not stop the sequence (`min_tokens`): all of it goes out, and no later match begins
+    /// in it.
+    pub fn pass(&mut self, piece: &str) -> String {
+        self.finish() + piece
+    }
+
+    /// Ends the text without a match; returns what was held back.
+    pub fn finish(&mut self) -> String {
+        self.patterns.iter_mut().for_each(|pattern| pattern.matched = 0);
+        std::mem::take(&mut self.held)
+    }
+
+    /// Bytes held back.
+    #[must_use]
+    pub fn held_bytes(&self) -> usize {
+        self.held.len()
+    }
+
+    /// One byte on, in all patterns; the longest that is complete.
+    fn advance(&mut self, byte: u8) -> Option<(usize, usize)> {
+        let mut found: Option<(usize, usize)> = None;
+        for (index, pattern) in self.patterns.iter_mut().enumerate() {
+            let len = pattern.bytes.len();
+            if pattern.advance(byte) && found.is_none_or(|(_, longest)| len > longest) {
+                found = Some((index, len));
+            }
+        }
+        found
+    }
+}
+
+impl Pattern {
+    fn new(stop: &str) -> Self {
+        let bytes = stop.as_bytes().to_vec();
+        let mut borders = vec![0; bytes.len()];
+        for end in 1..bytes.len() {
+            let mut border = borders[end - 1];
+            while border > 0 && bytes[border] != bytes[end] {
+                border = borders[border - 1];
+            }
+            borders[end] = border + usize::from(bytes[border] == bytes[end]);
+        }
+        Self { bytes, borders, matched: 0 }
+    }
+
+    /// Whether the text so far ends with the whole pattern; then `matched` must be reset.
+    fn advance(&mut self, byte: u8) -> bool {
+        while self.matched > 0 && self.bytes[self.matched] != byte {
+            self.matched = self.borders[self.matched - 1];
+        }
+        self.matched += usize::from(self.bytes[self.matched] == byte);
+        self.matched == self.bytes.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn strings(stops: &[&str]) -> Vec<String> {
+        stops.iter().map(|stop| (*stop).to_owned()).collect()
+    }
+
+    /// The same, on the whole text at once, by looking at every prefix.
+    fn naive(text: &str, stops: &[String], include: bool) -> (String, Option<usize>) {
+        for end in (0..=text.len()).filter(|end| text.is_char_boundary(*end)) {
+            let ending = stops.iter().enumerate().filter(|(_, stop)| text[..end].ends_with(stop.as_str()));
+            // The first of the longest: `max_by_key` takes the last, hence the reversal.
+            if let Some((index, stop)) = ending.rev().max_by_key(|(_, stop)| stop.len()) {
+                let cut = if include { end } else { end - stop.len() };
+                return (text[..cut].to_owned(), Some(index));
+            }
+        }
+        (text.to_owned(), None)
+    }
+
+    #[test]
+    fn what_may_begin_a_stop_string_waits_and_goes_out_when_it_does_not() {
+        let mut matcher = StopMatcher::new(&strings(&["\nUser:"]), false);
+        assert_eq!(matcher.push("Hi\nUs"), StopStep { text: "Hi".into(), stop: None });
+        assert_eq!(matcher.push("ual"), StopStep { text: "\nUsual".into(), stop: None });
+        assert_eq!(matcher.push(" x\nUser: y"), StopStep { text: " x".into(), stop: Some(0) });
+    }
+
+    #[test]
+    fn the_string_that_is_complete_first_wins_over_one_that_began_earlier() {
+        let mut matcher = StopMatcher::new(&strings(&["abcd", "bc"]), false);
+        assert_eq!(matcher.push("xabcd"), StopStep { text: "xa".into(), stop: Some(1) });
+    }
+
+    #[test]
+    fn of_strings_that_end_together_the_longest_wins() {
+        let mut matcher = StopMatcher::new(&strings(&["c", "abc", "bc"]), true);
+        assert_eq!(matcher.push("xabcy"), StopStep { text: "xabc".into(), stop: Some(1) });
+    }
+
+    #[test]
+    fn a_match_that_begins_before_min_tokens_does_not_count() {
+        let mut matcher = StopMatcher::new(&strings(&["ab"]), false);
+        assert_eq!(matcher.push("xa").text, "x");
+        assert_eq!(matcher.pass("ab"), "aab");
+        assert_eq!(matcher.push("b"), StopStep { text: "b".into(), stop: None });
+        assert_eq!(matcher.push("ab").stop, Some(0));
+    }
+
+    #[test]
+    fn after_a_match_a_new_text_begins() {
+        let mut matcher = StopMatcher::new(&strings(&["aa", "a"]), false);
+        assert_eq!(matcher.push("xa").stop, Some(1));
+        assert_eq!(matcher.push("aa"), StopStep { text: String::new(), stop: Some(1) });
+        assert_eq!(matcher.finish(), "");
+    }
+
+    #[test]
+    fn held_text_is_shorter_than_the_longest_stop_string() {
+        let mut matcher = StopMatcher::new(&strings(&[&"a".repeat(100)]), false);
+        for _ in 0..99 {
+            matcher.push("a");
+        }
+        assert_eq!(matcher.held_bytes(), 99);
+        assert_eq!(matcher.push("b").text.len(), 100);
+        assert_eq!(matcher.held_bytes(), 0);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+        #[test]
+        fn any_cut_into_pieces_gives_what_the_whole_text_gives(
+            pieces in prop::collection::vec("[abé🙂]{0,4}", 0..12),
+            stops in prop::collection::vec("[abé🙂]{1,5}", 0..4),
+            include: bool,
+        ) {
+            let mut matcher = StopMatcher::new(&stops, include);
+            let (mut text, mut stop) = (String::new(), None);
+            for piece in &pieces {
+                let step = matcher.push(piece);
+                text.push_str(&step.text);
+                stop = step.stop;
+                if stop.is_some() {
+                    break;
+                }
+                let longest = stops.iter().map(String::len).max().unwrap_or(0);
+                prop_assert!(matcher.held_bytes() < longest.max(1));
+            }
+            if stop.is_none() {
+                text.push_str(&matcher.finish());
+            }
+            prop_assert_eq!((text, stop), naive(&pieces.concat(), &stops, include));
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! The built-in demo model: a small Llama-shaped checkpoint, trained to recall facts given in the prompt, embedded
+//! in the binary. How it was made is in `engine/models/demo/`.
+
+use baton_engine::model::ModelFiles;
+
+/// What clients call it.
+pub(crate) const NAME: &str = "baton-demo";
+
+/// A question that shows what the model can do.
+pub(crate) const QUESTION: &str =
+    "Alice lives in Paris. Bob lives in Oslo. The red box holds a key. Where does Bob live?";
+
+macro_rules! file {
+    ($name:literal) => {
+        ($name, include_bytes!(concat!("../engine/models/demo/", $name)) as &[u8])
+    };
+}
+
+static FILES: [(&str, &[u8]); 5] = [
+    file!("config.json"),
+    file!("generation_config.json"),
+    file!("model.safetensors"),
+    file!("tokenizer.json"),
+    file!("tokenizer_config.json"),
+];
+
+pub(crate) fn model() -> ModelFiles {
+    ModelFiles::BuiltIn { name: NAME, files: &FILES }
+}

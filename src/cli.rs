@@ -1,0 +1,210 @@
+//! The command line's shape.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use baton_bench::Benchmark;
+use baton_connector::fetch::LoadFailurePolicy;
+use baton_connector::layout::KvDtype;
+use baton_engine::server::Role;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+/// A front door and engines for disaggregated LLM serving
+#[derive(Debug, Parser)]
+#[command(version, about, max_term_width = 100)]
+pub(crate) struct Cli {
+    /// Log as JSON lines
+    #[arg(long, global = true)]
+    pub(crate) log_json: bool,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run router, prefill engine and decode engine on this machine
+    Up(UpArgs),
+    /// Run one engine
+    Engine(Box<EngineArgs>),
+    /// Run the router
+    Router(RouterArgs),
+    /// Check a router configuration and print what is in effect
+    Check(CheckArgs),
+    /// Compare the engine with golden outputs made by make_tiny.py
+    Parity(ParityArgs),
+    /// Measure the engine, the transfer or the router against baselines from the same run
+    Bench(BenchArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct UpArgs {
+    /// Hugging Face checkpoint folder; the built-in demo model by default
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// Where the router serves clients
+    #[arg(long, default_value = "127.0.0.1:8000")]
+    pub(crate) listen: SocketAddr,
+    /// Options passed on to both engines, after `--`
+    #[arg(last = true, value_name = "ENGINE OPTIONS")]
+    pub(crate) engine_options: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum RoleArg {
+    /// Prefills and lends its blocks
+    Prefill,
+    /// Fetches blocks and decodes
+    Decode,
+    /// Everything
+    Both,
+}
+
+impl From<RoleArg> for Role {
+    fn from(role: RoleArg) -> Self {
+        match role {
+            RoleArg::Prefill => Self::Prefill,
+            RoleArg::Decode => Self::Decode,
+            RoleArg::Both => Self::Both,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum KvDtypeArg {
+    /// Exact
+    F32,
+    /// Half the memory
+    F16,
+    /// Half the memory, coarser
+    Bf16,
+}
+
+impl From<KvDtypeArg> for KvDtype {
+    fn from(dtype: KvDtypeArg) -> Self {
+        match dtype {
+            KvDtypeArg::F32 => Self::F32,
+            KvDtypeArg::F16 => Self::F16,
+            KvDtypeArg::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum LoadFailureArg {
+    /// Compute the prompt on the decode engine
+    Recompute,
+    /// Answer with an error that the router can act on
+    Fail,
+}
+
+impl From<LoadFailureArg> for LoadFailurePolicy {
+    fn from(policy: LoadFailureArg) -> Self {
+        match policy {
+            LoadFailureArg::Recompute => Self::Recompute,
+            LoadFailureArg::Fail => Self::Fail,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EngineArgs {
+    /// Hugging Face checkpoint folder; the built-in demo model by default
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// Name that requests use; the folder's name by default
+    #[arg(long)]
+    pub(crate) served_model_name: Option<String>,
+    /// Which legs it serves
+    #[arg(long, value_enum, default_value = "both")]
+    pub(crate) role: RoleArg,
+    /// Device to compute on
+    #[arg(long, default_value = "cpu")]
+    pub(crate) device: String,
+    /// Where HTTP is served; port 0 takes a free one
+    #[arg(long, default_value = "127.0.0.1:8100")]
+    pub(crate) listen: SocketAddr,
+    /// Where other engines read KV blocks; by default a free port of the HTTP address's host
+    #[arg(long)]
+    pub(crate) side_channel: Option<SocketAddr>,
+    /// Host that other engines are told to reach the side channel at
+    #[arg(long)]
+    pub(crate) side_channel_host: Option<String>,
+    /// Tokens of one KV block
+    #[arg(long, default_value_t = 16)]
+    pub(crate) block_size: usize,
+    /// Size of the KV pool, in MiB
+    #[arg(long, default_value_t = 512, value_name = "MIB")]
+    pub(crate) kv_cache_mib: usize,
+    /// Blocks of the KV pool; wins over --kv-cache-mib
+    #[arg(long)]
+    pub(crate) kv_blocks: Option<usize>,
+    /// Element type of the KV cache
+    #[arg(long, value_enum, default_value = "f32")]
+    pub(crate) kv_cache_dtype: KvDtypeArg,
+    /// Tokens of one sequence at most; the model's own limit by default
+    #[arg(long)]
+    pub(crate) max_model_len: Option<usize>,
+    /// Sequences that run or fetch at once
+    #[arg(long, default_value_t = 64)]
+    pub(crate) max_num_seqs: usize,
+    /// Tokens of one step
+    #[arg(long, default_value_t = 512)]
+    pub(crate) max_num_batched_tokens: usize,
+    /// Sequences that wait; more are answered 429
+    #[arg(long, default_value_t = 1024)]
+    pub(crate) max_waiting: usize,
+    /// Seconds that an unread lease lives
+    #[arg(long, default_value_t = 30.0)]
+    pub(crate) kv_lease_duration: f64,
+    /// What becomes of a request whose blocks cannot be fetched
+    #[arg(long, value_enum, default_value = "recompute")]
+    pub(crate) kv_load_failure_policy: LoadFailureArg,
+    /// Reads from prefill engines at once
+    #[arg(long, default_value_t = 4)]
+    pub(crate) fetch_workers: usize,
+    /// Threads that compute; all cores by default
+    #[arg(long)]
+    pub(crate) threads: Option<usize>,
+    /// Milliseconds to wait before each step: for demonstrations and tests
+    #[arg(long, hide = true)]
+    pub(crate) pace_ms: Option<u64>,
+    /// File with the cluster secret; needed beyond loopback
+    #[arg(long, value_name = "FILE", env = "BATON_CLUSTER_SECRET_FILE")]
+    pub(crate) cluster_secret_file: Option<PathBuf>,
+    /// Seconds that requests and leases may take to end at shutdown
+    #[arg(long, default_value_t = 30.0)]
+    pub(crate) shutdown_timeout: f64,
+    /// Shut down when standard input ends: for supervisors
+    #[arg(long, hide = true)]
+    pub(crate) until_stdin_ends: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RouterArgs {
+    /// Configuration file
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) config: PathBuf,
+    /// Shut down when standard input ends: for supervisors
+    #[arg(long, hide = true)]
+    pub(crate) until_stdin_ends: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    /// Configuration file
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ParityArgs {
+    /// Folder made by make_tiny.py
+    #[arg(value_name = "DIR")]
+    pub(crate) dir: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) benchmark: Benchmark,
+}

@@ -1,0 +1,96 @@
+//! `baton engine`.
+
+use std::io::Write;
+use std::path::Path;
+use std::time::Duration;
+
+use baton_engine::engine::{Engine, EngineOptions};
+use baton_engine::executor::cpu::LoadProgress;
+use baton_engine::model::ModelFiles;
+
+use crate::cli::EngineArgs;
+use crate::{Failure, builtin, shutdown};
+
+/// Threads that serve HTTP. The engine's own threads do the computing.
+const HTTP_THREADS: usize = 2;
+
+pub(crate) fn run(args: EngineArgs) -> Result<(), Failure> {
+    if args.device != "cpu" {
+        let message = format!("device {:?} is not supported by this build; use --device cpu", args.device);
+        return Err(message.into());
+    }
+    let until_stdin_ends = args.until_stdin_ends;
+    let options = options(args)?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(HTTP_THREADS).enable_all().build()?;
+    runtime.block_on(async {
+        let stop = shutdown::on_signal(until_stdin_ends)?;
+        let mut shown = 0;
+        let mut progress = |progress: LoadProgress| {
+            let percent = progress.bytes_done * 100 / progress.bytes_total.max(1);
+            if percent >= shown + 5 || percent == 100 {
+                shown = percent;
+                say(&format!("loading {percent} %"));
+            }
+        };
+        let engine = tokio::task::block_in_place(|| Engine::start(options, &mut progress))?;
+        say(&format!(
+            "ready http={} side_channel={} model={}",
+            engine.http(),
+            engine.side_channel(),
+            engine.model()
+        ));
+        engine.run(stop).await?;
+        say("stopped");
+        Ok(())
+    })
+}
+
+/// One line on standard output for people and supervisors: `baton engine: ready http=ADDR …`.
+fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    // A supervisor that has left reads no more; the engine notices that in another way.
+    let _ = writeln!(out, "baton engine: {line}").and_then(|()| out.flush());
+}
+
+fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
+    let model = args.model.map_or_else(builtin::model, ModelFiles::Dir);
+    let mut options = EngineOptions::new(model);
+    options.served_model_name = args.served_model_name;
+    options.role = args.role.into();
+    options.listen = args.listen;
+    options.side_channel =
+        args.side_channel.unwrap_or_else(|| std::net::SocketAddr::new(args.listen.ip(), 0));
+    options.side_channel_host = args.side_channel_host;
+    options.block_tokens = args.block_size;
+    options.kv_cache_bytes = args.kv_cache_mib << 20;
+    options.kv_blocks = args.kv_blocks;
+    options.kv_dtype = args.kv_cache_dtype.into();
+    options.max_model_len = args.max_model_len;
+    options.max_num_seqs = args.max_num_seqs;
+    options.max_num_batched_tokens = args.max_num_batched_tokens.max(args.max_num_seqs);
+    options.max_waiting = args.max_waiting;
+    options.kv_lease_duration = seconds(args.kv_lease_duration, "--kv-lease-duration")?;
+    options.kv_load_failure_policy = args.kv_load_failure_policy.into();
+    options.fetch_workers = args.fetch_workers;
+    options.threads = args.threads;
+    options.pace = args.pace_ms.map(Duration::from_millis);
+    options.cluster_secret = args.cluster_secret_file.as_deref().map(secret).transpose()?;
+    options.shutdown_timeout = seconds(args.shutdown_timeout, "--shutdown-timeout")?;
+    Ok(options)
+}
+
+fn seconds(value: f64, flag: &str) -> Result<Duration, Failure> {
+    Duration::try_from_secs_f64(value).map_err(|error| format!("{flag}: {error}").into())
+}
+
+/// The first line of the file.
+fn secret(path: &Path) -> Result<String, Failure> {
+    let text = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let line = text.lines().next().unwrap_or_default().trim();
+    if line.is_empty() {
+        Err(format!("{} has no secret in its first line", path.display()).into())
+    } else {
+        Ok(line.to_owned())
+    }
+}

@@ -1,0 +1,49 @@
+//! When to stop: Ctrl-C, SIGTERM, or the end of a supervisor's pipe.
+
+use std::io::Read;
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+/// Cancels the token at the first signal. A second signal ends the process at once: the peers notice by
+/// themselves (leases expire, connections break).
+///
+/// # Errors
+/// When the signals cannot be listened to.
+pub(crate) fn on_signal(until_stdin_ends: bool) -> std::io::Result<CancellationToken> {
+    let token = CancellationToken::new();
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let cancel = token.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+            () = stdin_end(until_stdin_ends) => {}
+        }
+        cancel.cancel();
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+        tracing::warn!("second signal: ending at once");
+        std::process::abort();
+    });
+    Ok(token)
+}
+
+/// On a thread of its own, which the end of the process takes along: a runtime would wait for its read.
+async fn stdin_end(wanted: bool) {
+    if !wanted {
+        return std::future::pending().await;
+    }
+    let ended = CancellationToken::new();
+    let tell = ended.clone();
+    std::thread::spawn(move || {
+        let mut buffer = [0; 64];
+        let mut stdin = std::io::stdin().lock();
+        while matches!(stdin.read(&mut buffer), Ok(1..)) {}
+        tell.cancel();
+    });
+    ended.cancelled().await;
+}

@@ -1,0 +1,171 @@
+//! `baton up`: router, prefill engine and decode engine as separate processes on this machine.
+//!
+//! ```text
+//!  start engines ─▶ both ready ─▶ start router ─▶ banner ─▶ watch ─┬─ an engine ends: start it again, same ports
+//!                                                                  ├─ the router ends: stop everything, fail
+//!                                                                  └─ Ctrl-C: router drains, then the engines
+//! ```
+//!
+//! Children hold the read end of a pipe: when this process ends, however it ends, the pipe closes and they shut
+//! down. They are in process groups of their own, so that a Ctrl-C in a terminal reaches only this process and
+//! the order of the drain is kept.
+
+mod child;
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tokio_util::sync::CancellationToken;
+
+use crate::cli::UpArgs;
+use crate::{Failure, builtin, shutdown};
+use child::Child;
+
+/// Loading a model may take this long.
+const ENGINE_START: Duration = Duration::from_secs(600);
+
+/// The router is ready within this time.
+const ROUTER_START: Duration = Duration::from_secs(30);
+
+/// Longest wait for a child to drain before it is killed. Longer than the engines' own shutdown timeout.
+const DRAIN: Duration = Duration::from_secs(45);
+
+/// An engine that ends this many times within [`RESTART_WINDOW`] is not started again.
+const RESTARTS_MAX: usize = 5;
+const RESTART_WINDOW: Duration = Duration::from_secs(60);
+
+/// What one engine was started with, so that it can be started again in the same place.
+struct EngineSpec {
+    role: &'static str,
+    options: Vec<String>,
+    /// Its ports, once known.
+    place: Option<(String, String)>,
+}
+
+struct Stack {
+    router: Child,
+    prefill: Child,
+    decode: Child,
+    specs: [EngineSpec; 2],
+    restarts: Vec<Instant>,
+}
+
+pub(crate) fn run(args: UpArgs) -> Result<(), Failure> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let stop = shutdown::on_signal(false)?;
+        let started = Instant::now();
+        let folder = tempfile::tempdir()?;
+        let stack = tokio::select! {
+            stack = Stack::start(&args, folder.path()) => stack?,
+            () = stop.cancelled() => return Ok(()),
+        };
+        let url = format!("http://{}", stack.router.field("http")?);
+        banner(&url, stack.prefill.field("model")?, args.model.is_none(), started.elapsed());
+        stack.watch(stop).await
+    })
+}
+
+impl Stack {
+    async fn start(args: &UpArgs, folder: &Path) -> Result<Self, Failure> {
+        let mut options = args.engine_options.clone();
+        if let Some(model) = &args.model {
+            options.extend(["--model".to_owned(), model.display().to_string()]);
+        }
+        let mut specs =
+            ["prefill", "decode"].map(|role| EngineSpec { role, options: options.clone(), place: None });
+        eprintln!("baton: starting a prefill engine, a decode engine and the router; Ctrl-C stops them");
+        let (mut prefill, mut decode) = (specs[0].spawn()?, specs[1].spawn()?);
+        prefill.ready(ENGINE_START).await?;
+        decode.ready(ENGINE_START).await?;
+        for (spec, child) in specs.iter_mut().zip([&prefill, &decode]) {
+            spec.place = Some((child.field("http")?.to_owned(), child.field("side_channel")?.to_owned()));
+        }
+        let config = folder.join("router.yaml");
+        std::fs::write(&config, router_config(args.listen, &prefill, &decode)?)?;
+        let mut router = Child::spawn("router", &["router", "--config", &config.display().to_string()])?;
+        router.ready(ROUTER_START).await?;
+        Ok(Self { router, prefill, decode, specs, restarts: Vec::new() })
+    }
+
+    /// Watches until `stop`; then drains in order.
+    async fn watch(mut self, stop: CancellationToken) -> Result<(), Failure> {
+        let failure = loop {
+            tokio::select! {
+                () = stop.cancelled() => break None,
+                status = self.router.wait() => break Some(format!("the router ended: {status}")),
+                status = self.prefill.wait() => if let Err(error) = self.restart(0, &status).await { break Some(error) },
+                status = self.decode.wait() => if let Err(error) = self.restart(1, &status).await { break Some(error) },
+            }
+        };
+        eprintln!("baton: draining");
+        self.router.stop(DRAIN).await;
+        tokio::join!(self.prefill.stop(DRAIN), self.decode.stop(DRAIN));
+        match failure {
+            None => {
+                eprintln!("baton: stopped");
+                Ok(())
+            }
+            Some(failure) => Err(failure.into()),
+        }
+    }
+
+    /// Starts an engine again where it was. Its leases are gone with its epoch; its peers are answered so.
+    async fn restart(&mut self, which: usize, status: &str) -> Result<(), String> {
+        let role = self.specs[which].role;
+        eprintln!("baton: the {role} engine ended ({status}); starting it again");
+        self.restarts.retain(|at| at.elapsed() < RESTART_WINDOW);
+        if self.restarts.len() >= RESTARTS_MAX {
+            return Err(format!("the {role} engine ended {RESTARTS_MAX} times within a minute ({status})"));
+        }
+        self.restarts.push(Instant::now());
+        let mut child = self.specs[which].spawn().map_err(|error| error.to_string())?;
+        child.ready(ENGINE_START).await.map_err(|error| error.to_string())?;
+        match which {
+            0 => self.prefill = child,
+            _ => self.decode = child,
+        }
+        Ok(())
+    }
+}
+
+impl EngineSpec {
+    fn spawn(&self) -> Result<Child, Failure> {
+        let (http, side_channel) = match &self.place {
+            Some((http, side_channel)) => (http.as_str(), side_channel.as_str()),
+            None => ("127.0.0.1:0", "127.0.0.1:0"),
+        };
+        let mut args = vec!["engine", "--role", self.role, "--listen", http, "--side-channel", side_channel];
+        args.extend(self.options.iter().map(String::as_str));
+        Child::spawn(self.role, &args)
+    }
+}
+
+fn router_config(listen: SocketAddr, prefill: &Child, decode: &Child) -> Result<String, Failure> {
+    let engines = |child: &Child| -> Result<serde_json::Value, Failure> {
+        Ok(json!({"engines": [{"url": format!("http://{}", child.field("http")?)}]}))
+    };
+    // JSON is YAML.
+    let config = json!({
+        "listen": listen.to_string(),
+        "admin": {"listen": "127.0.0.1:0"},
+        "models": [{
+            "name": prefill.field("model")?,
+            "prefill": engines(prefill)?,
+            "decode": engines(decode)?,
+            "fallback": "aggregate",
+        }],
+    });
+    Ok(config.to_string())
+}
+
+fn banner(url: &str, model: &str, builtin: bool, took: Duration) {
+    let question = if builtin { builtin::QUESTION } else { "Hello! Who are you?" };
+    let body = json!({"model": model, "messages": [{"role": "user", "content": question}]});
+    println!("\nBaton is up after {:.1} s: {url}/v1, model {model}\n", took.as_secs_f64());
+    println!(
+        "Try it:\n\n  curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n"
+    );
+}

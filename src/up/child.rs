@@ -1,0 +1,80 @@
+//! One supervised process: its pipe, its lines, its end.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use tokio::io::{AsyncBufReadExt, BufReader, Lines};
+use tokio::process::{ChildStdin, ChildStdout, Command};
+
+use crate::Failure;
+
+pub(super) struct Child {
+    name: String,
+    process: tokio::process::Child,
+    /// Held apart: waiting for a process closes the pipe that it still has.
+    pipe: Option<ChildStdin>,
+    lines: Option<Lines<BufReader<ChildStdout>>>,
+    /// The words of its "ready" line.
+    ready: String,
+}
+
+impl Child {
+    /// Starts this binary again with other arguments. Its stdin is a pipe that closes when we end.
+    pub(super) fn spawn(name: &str, args: &[&str]) -> Result<Self, Failure> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(args).arg("--until-stdin-ends");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).process_group(0).kill_on_drop(true);
+        let mut process =
+            command.spawn().map_err(|error| format!("cannot start the {name} process: {error}"))?;
+        let stdout = process.stdout.take().ok_or("a child without stdout")?;
+        let pipe = process.stdin.take();
+        let lines = Some(BufReader::new(stdout).lines());
+        Ok(Self { name: name.to_owned(), process, pipe, lines, ready: String::new() })
+    }
+
+    /// Waits for its "ready" line and passes its progress on.
+    pub(super) async fn ready(&mut self, limit: Duration) -> Result<(), Failure> {
+        let mut lines = self.lines.take().ok_or("a child is waited for once")?;
+        let name = self.name.clone();
+        let reading = async {
+            while let Some(line) = lines.next_line().await? {
+                let words = line.split_once(": ").map_or(line.as_str(), |(_, words)| words);
+                if let Some(ready) = words.strip_prefix("ready ") {
+                    return Ok(ready.to_owned());
+                }
+                eprintln!("baton: {name}: {words}");
+            }
+            Err::<_, Failure>(format!("the {name} process ended before it was ready").into())
+        };
+        self.ready = tokio::time::timeout(limit, reading)
+            .await
+            .map_err(|_| format!("the {name} process was not ready within {} s", limit.as_secs()))??;
+        // What it says later must not fill its pipe.
+        tokio::spawn(async move { while matches!(lines.next_line().await, Ok(Some(_))) {} });
+        Ok(())
+    }
+
+    /// A value of its "ready" line.
+    pub(super) fn field(&self, key: &str) -> Result<&str, Failure> {
+        let value = self.ready.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+        value.ok_or_else(|| format!("the {} process did not say its {key}", self.name).into())
+    }
+
+    /// Waits for its end; says how it ended.
+    pub(super) async fn wait(&mut self) -> String {
+        match self.process.wait().await {
+            Ok(status) => status.to_string(),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    /// Closes its pipe, waits for it to drain, and kills it after `limit`.
+    pub(super) async fn stop(&mut self, limit: Duration) {
+        drop(self.pipe.take());
+        if tokio::time::timeout(limit, self.process.wait()).await.is_err() {
+            eprintln!("baton: the {} process does not end; killing it", self.name);
+            // It may have ended just now, which is as good.
+            let _ = self.process.kill().await;
+        }
+    }
+}
