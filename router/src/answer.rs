@@ -123,6 +123,10 @@ impl Passing<'_> {
         self.driver.apply(Event::StreamEnded(self.attempt));
         self.write(Bytes::new(), true).await?;
         let mut reply = self.reply;
+        if reply.ends_now() {
+            reply.finish();
+            return Ok(());
+        }
         let rest = async move {
             while let Some(chunk) = reply.chunk().await {
                 if chunk.is_err() {

@@ -5,12 +5,14 @@
 
 mod connection;
 
+use std::future::poll_fn;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
-use http_body_util::{BodyExt, Full};
+use http_body_util::Full;
 use hyper::body::{Body, Incoming};
 use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
@@ -129,7 +131,7 @@ impl Engine {
         outgoing: &Outgoing,
         sent: impl Fn(Arc<Socket>),
     ) -> Result<Reply, CallError> {
-        if let Some(mut kept) = self.kept().await {
+        if let Some(mut kept) = self.kept() {
             sent(kept.socket());
             match kept.send(self.request(outgoing)).await {
                 Ok(answer) => return Ok(self.reply(answer, kept)),
@@ -150,16 +152,19 @@ impl Engine {
     }
 
     /// An idle connection that still seems to be open.
-    async fn kept(&self) -> Option<Connection> {
+    fn kept(&self) -> Option<Connection> {
         loop {
             let mut kept = self.pool().pop()?;
-            if kept.idle_for() < self.idle_timeout && kept.is_ready().await {
+            if kept.idle_for() < self.idle_timeout && kept.is_ready() {
                 return Some(kept);
             }
         }
     }
 
     fn keep(&self, mut connection: Connection) {
+        if !connection.is_ready() {
+            return;
+        }
         connection.rest(Instant::now());
         let mut pool = self.pool();
         if pool.len() == IDLE_MAX {
@@ -216,13 +221,24 @@ impl Reply {
     /// # Cancel safety
     /// No piece is lost.
     pub(crate) async fn chunk(&mut self) -> Option<Result<Bytes, CallError>> {
+        poll_fn(|context| self.poll_chunk(context)).await
+    }
+
+    /// Whether the body's end is here already, without waiting for it.
+    pub(crate) fn ends_now(&mut self) -> bool {
+        matches!(self.poll_chunk(&mut Context::from_waker(Waker::noop())), Poll::Ready(None))
+    }
+
+    fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, CallError>>> {
         loop {
-            match self.body.frame().await? {
-                Ok(frame) => match frame.into_data() {
-                    Ok(data) if !data.is_empty() => return Some(Ok(data)),
+            match ready!(self.connection.poll_frame(&mut self.body, context)) {
+                None => return Poll::Ready(None),
+                Some(Err(error)) => return Poll::Ready(Some(Err(CallError::Broken(error)))),
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) if !data.is_empty() => return Poll::Ready(Some(Ok(data))),
+                    // An empty piece, or trailers: nothing to pass on.
                     _ => {}
                 },
-                Err(error) => return Some(Err(CallError::Broken(error))),
             }
         }
     }

@@ -69,6 +69,7 @@ struct Inner {
     last: Mutex<Option<Act>>,
     gate: Gate,
     cut: AtomicUsize,
+    connections: AtomicUsize,
     verbs_missing: std::sync::atomic::AtomicBool,
 }
 
@@ -148,6 +149,11 @@ impl FakeEngine {
         self.inner.cut.load(Ordering::SeqCst)
     }
 
+    /// Connections that were made to it.
+    pub(crate) fn connections(&self) -> usize {
+        self.inner.connections.load(Ordering::SeqCst)
+    }
+
     /// From now on it knows neither release nor abort, as a stock engine.
     pub(crate) fn without_verbs(self) -> Self {
         self.inner.verbs_missing.store(true, Ordering::SeqCst);
@@ -192,6 +198,7 @@ async fn serve(listener: TcpListener, inner: Arc<Inner>) {
     loop {
         let (stream, _) = listener.accept().await.unwrap();
         stream.set_nodelay(true).unwrap();
+        inner.connections.fetch_add(1, Ordering::SeqCst);
         let inner = Arc::clone(&inner);
         connections.spawn(async move {
             let service = service_fn(move |request| answer(Arc::clone(&inner), request));

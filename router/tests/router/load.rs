@@ -31,6 +31,10 @@ async fn eight_clients_on_kept_connections_see_no_failure() {
     system.settled().await;
     assert_eq!(p.asked().len(), CLIENTS * REQUESTS);
     assert!(p.aborts().is_empty() && p.releases().is_empty() && d.aborts().is_empty());
+    for engine in [&p, &d] {
+        let made = engine.connections();
+        assert!(made <= 2 * CLIENTS, "connections to engines are kept: {made}");
+    }
     let done = (CLIENTS * REQUESTS) as f64;
     system.counts("baton_router_requests_total{outcome=\"completed\"}", done).await;
 }

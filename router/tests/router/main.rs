@@ -1,5 +1,7 @@
 //! The router against scripted engines, over real sockets.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
 mod bad_input;
 mod client;
 mod config;
