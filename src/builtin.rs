@@ -7,8 +7,7 @@ use baton_engine::model::ModelFiles;
 pub(crate) const NAME: &str = "baton-demo";
 
 /// A question that shows what the model can do.
-pub(crate) const QUESTION: &str =
-    "Alice lives in Paris. Bob has a dog named Rex. The red box holds a key. Carol plays the violin. \
+pub(crate) const QUESTION: &str = "Alice lives in Paris. Bob has a dog named Rex. The red box holds a key. Carol plays the violin. \
      What does the red box hold?";
 
 macro_rules! file {

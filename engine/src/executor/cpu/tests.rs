@@ -5,6 +5,7 @@ use baton_connector::BlockId;
 use super::*;
 use crate::executor::LogitsWanted;
 use crate::model::weights::Weights;
+use crate::sampling::GenerationDefaults;
 
 fn config(extra: &str) -> ModelConfig {
     let text = format!(
@@ -13,7 +14,7 @@ fn config(extra: &str) -> ModelConfig {
             "vocab_size": 150, "eos_token_id": 1 }}"#,
         extra
     );
-    ModelConfig::parse(text.as_bytes(), None).unwrap()
+    ModelConfig::parse(text.as_bytes(), GenerationDefaults::default()).unwrap()
 }
 
 fn executor(config: &ModelConfig, change: impl FnOnce(&mut CpuOptions)) -> CpuExecutor {
