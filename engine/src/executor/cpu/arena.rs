@@ -85,6 +85,18 @@ fn advise_huge_pages(base: *mut u8, bytes: usize) {
     let _ = unsafe { libc::madvise(base.cast(), bytes, libc::MADV_HUGEPAGE) };
 }
 
+/// Asks for huge pages in memory that has been touched already. Where the system has no such thing (before
+/// Linux 6.1), its own compaction follows later.
+#[cfg(target_os = "linux")]
+pub(super) fn collapse_into_huge_pages(base: *mut u8, bytes: usize) {
+    advise_huge_pages(base, bytes);
+    // SAFETY: advice that moves pages and changes no contents.
+    let _ = unsafe { libc::madvise(base.cast(), bytes, libc::MADV_COLLAPSE) };
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(super) fn collapse_into_huge_pages(_base: *mut u8, _bytes: usize) {}
+
 #[cfg(not(target_os = "linux"))]
 fn advise_huge_pages(_base: *mut u8, _bytes: usize) {}
 

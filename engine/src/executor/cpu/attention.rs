@@ -81,6 +81,30 @@ impl Cache<'_> {
         unsafe { self.blocks[block].add(element * layout.dtype.bytes()) }
     }
 
+    /// Requests the vectors of up to [`PANEL`] positions from `from`. Runs of one head are a block apart, which
+    /// no hardware prefetcher follows; without this a decode step waits for memory at every block.
+    fn request(&self, half: Half, kv_head: usize, from: usize, context: usize) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            let end = context.min(from + PANEL);
+            let mut position = from;
+            while position < end {
+                let run =
+                    (self.layout.block_tokens - position % self.layout.block_tokens).min(end - position);
+                let start = self.vector(half, kv_head, position).cast_const().cast::<i8>();
+                let bytes = run * self.layout.head_dim * self.layout.dtype.bytes();
+                for offset in (0..bytes).step_by(64) {
+                    // SAFETY: a prefetch may point anywhere.
+                    unsafe { _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(offset)) };
+                }
+                position += run;
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (half, kv_head, from, context);
+    }
+
     /// Writes one token's vector of one head.
     ///
     /// # Safety
@@ -216,8 +240,14 @@ impl Shape {
         visible: impl Fn(usize) -> usize,
     ) {
         let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
+        cache.request(Half::Keys, kv_head, 0, context);
         for from in (0..context).step_by(PANEL) {
             let keys = PANEL.min(context - from);
+            if from + PANEL < context {
+                cache.request(Half::Keys, kv_head, from + PANEL, context);
+            } else {
+                cache.request(Half::Values, kv_head, 0, context);
+            }
             // SAFETY: the caller vouches for positions below `context`.
             unsafe { transpose_keys(self.isa, cache, kv_head, from, keys, &mut scratch.keys) };
             for row in (0..rows).step_by(step) {
@@ -262,6 +292,14 @@ impl Shape {
         }
         for from in (0..context).step_by(block_tokens) {
             let tokens = block_tokens.min(context - from);
+            if from + PANEL < context {
+                cache.request(
+                    Half::Values,
+                    kv_head,
+                    from + PANEL,
+                    (from + PANEL + block_tokens).min(context),
+                );
+            }
             let values: *const f32 = if in_place {
                 cache.vector(Half::Values, kv_head, from).cast_const().cast()
             } else {
