@@ -34,6 +34,9 @@ impl<T: Plain> Aligned<T> {
         let bytes = len.checked_mul(size_of::<T>()).expect("a buffer fits into the address space").max(1);
         let huge = bytes >= HUGE_PAGE_BYTES;
         let align = if huge { HUGE_PAGE_BYTES } else { CACHE_LINE_BYTES };
+        // A tail shorter than a huge page gets one too, where that costs less than half as much again.
+        let whole = bytes.next_multiple_of(align);
+        let bytes = if whole - bytes <= bytes / 2 { whole } else { bytes };
         let layout = Layout::from_size_align(bytes, align).expect("a buffer fits into the address space");
         let base = if huge {
             // SAFETY: the layout has a non-zero size.
