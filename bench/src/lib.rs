@@ -27,6 +27,6 @@ pub type BenchError = Box<dyn std::error::Error>;
 pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> {
     match benchmark {
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
-        Benchmark::Router(options) => Ok(router::run(&options)?),
+        Benchmark::Router(options) => Ok(router::run(&options, out)?),
     }
 }
