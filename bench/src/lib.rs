@@ -31,6 +31,6 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
     match benchmark {
         Benchmark::Engine(options) => Ok(engine::run(&options, out)?),
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
-        Benchmark::Router(options) => Ok(router::run(&options)?),
+        Benchmark::Router(options) => Ok(router::run(&options, out)?),
     }
 }
