@@ -46,7 +46,8 @@ pub(super) fn read(
         top_p: number("top_p", 0.0, 1.0)?,
         top_k: fields
             .get("top_k")
-            .map(|value| value.as_u64().and_then(|k| u32::try_from(k).ok()))
+            // Some checkpoints write -1 for "all tokens".
+            .map(|value| value.as_i64().and_then(|k| u32::try_from(k.max(0)).ok()))
             .map(|k| k.ok_or_else(|| fields.malformed("top_k is not a whole number".into())))
             .transpose()?,
         min_p: number("min_p", 0.0, 1.0)?,
