@@ -293,6 +293,14 @@ mod tests {
         let generation = GenerationDefaults { eos_token_ids: vec![1, 2], ..GenerationDefaults::default() };
         let config = ModelConfig::parse(llama().to_string().as_bytes(), generation).unwrap();
         assert_eq!(config.eos, [1, 2]);
+<<<<<<< HEAD
+=======
+        assert_eq!(config.generation.temperature, Some(0.6));
+        assert_eq!(config.generation.top_k, Some(20));
+        assert!(config.generation.do_sample);
+        let all = ModelConfig::parse(llama().to_string().as_bytes(), Some(br#"{"top_k": -1}"#)).unwrap();
+        assert_eq!((all.generation.top_k, all.eos), (Some(0), vec![7]));
+>>>>>>> exec
     }
 
     #[test]
@@ -303,6 +311,7 @@ mod tests {
             (json!({"hidden_act": "gelu"}), "gelu"),
             (json!({"num_local_experts": 8}), "num_local_experts"),
             (json!({"rope_scaling": {"type": "longrope", "factor": 2.0}}), "longrope"),
+            (json!({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}), "per layer type"),
             (
                 json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": true,
                     "sliding_window": 128, "max_window_layers": 1}),
