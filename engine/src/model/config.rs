@@ -293,14 +293,6 @@ mod tests {
         let generation = GenerationDefaults { eos_token_ids: vec![1, 2], ..GenerationDefaults::default() };
         let config = ModelConfig::parse(llama().to_string().as_bytes(), generation).unwrap();
         assert_eq!(config.eos, [1, 2]);
-<<<<<<< HEAD
-=======
-        assert_eq!(config.generation.temperature, Some(0.6));
-        assert_eq!(config.generation.top_k, Some(20));
-        assert!(config.generation.do_sample);
-        let all = ModelConfig::parse(llama().to_string().as_bytes(), Some(br#"{"top_k": -1}"#)).unwrap();
-        assert_eq!((all.generation.top_k, all.eos), (Some(0), vec![7]));
->>>>>>> exec
     }
 
     #[test]
