@@ -7,8 +7,8 @@ use baton_engine::model::ModelFiles;
 pub(crate) const NAME: &str = "baton-demo";
 
 /// A question that shows what the model can do.
-pub(crate) const QUESTION: &str =
-    "Alice lives in Paris. Bob lives in Oslo. The red box holds a key. Where does Bob live?";
+pub(crate) const QUESTION: &str = "Alice lives in Paris. Bob has a dog named Rex. The red box holds a key. Carol plays the violin. \
+     What does the red box hold?";
 
 macro_rules! file {
     ($name:literal) => {

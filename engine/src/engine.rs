@@ -28,7 +28,6 @@ use crate::model::identity::identity;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelError, ModelFiles};
 use crate::peers::Peers;
-use crate::sampling::GenerationDefaults;
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::server::{Frontend, Role, is_loopback, serve};
 use crate::status::StatusBoard;
@@ -170,7 +169,6 @@ impl Engine {
         let config = ModelConfig::read(&options.model)?;
         let tokenizer = Arc::new(Tokenizer::load(&options.model)?);
         let template = ChatTemplate::load(&options.model, &tokenizer)?;
-        let defaults = GenerationDefaults::load(&options.model)?;
         let model = options.served_model_name.clone().unwrap_or_else(|| options.model.default_name());
         let executor = load(&options, &config, progress)?;
 
@@ -229,7 +227,7 @@ impl Engine {
             tokenizer,
             template,
             eos: config.eos.clone(),
-            defaults,
+            defaults: config.generation.clone(),
             vocab: executor.vocab(),
             capacity: scheduler.capacity(),
             load_failure: options.kv_load_failure_policy,

@@ -332,7 +332,7 @@ impl StepLoop {
         reason: &'static str,
     ) {
         if let Some(target) = target {
-            if !target.router_settles() || reason != "refused" {
+            if !target.survives_refusal() || reason != "refused" {
                 self.parts.peers.release(target, "consumer_rejected");
             }
             self.parts.metrics.early_rejection(reason);
@@ -367,7 +367,7 @@ impl StepLoop {
             Effect::StopHeartbeat(id) => peers.let_go(id),
             Effect::ReleaseAtProducer(id, reason) => {
                 let target =
-                    self.target(id).filter(|t| !(t.router_settles() && reason == Reason::LoadFailed));
+                    self.target(id).filter(|t| !(t.survives_failure() && reason == Reason::LoadFailed));
                 if let Some(target) = target {
                     peers.release(&target, reason.label());
                 }

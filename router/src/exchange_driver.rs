@@ -11,6 +11,7 @@ use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Outcome, Sett
 use baton_connector::{RequestId, Time};
 use bytes::Bytes;
 use hyper::Method;
+use hyper::header::HeaderValue;
 use pingora::proxy::Session;
 use serde_json::Value;
 
@@ -158,7 +159,9 @@ impl ExchangeDriver {
         handoff: Option<Value>,
     ) -> Result<Answer, Ended> {
         let first_byte = Duration::from_millis(self.shared.timeouts.decode_first_byte_ms);
-        let outgoing = self.outgoing(ask, rewrite::decode_body(&ask.body, &ask.model.name, handoff));
+        let mut outgoing = self.outgoing(ask, rewrite::decode_body(&ask.body, &ask.model.name, handoff));
+        // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
+        outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.shared.attempts.decode) {
