@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
 use baton_connector::lease::LeaseTerms;
+use baton_connector::region::Region;
 use baton_connector::transport::Producer;
 use baton_connector::{EngineId, Epoch, KvLayout};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
@@ -283,6 +284,12 @@ impl Engine {
     #[must_use]
     pub fn side_channel(&self) -> SocketAddr {
         self.side_channel
+    }
+
+    /// The memory of its KV pool, for checks.
+    #[must_use]
+    pub fn kv_region(&self) -> &Region {
+        self.frontend.desk.region()
     }
 
     /// The served model's name.

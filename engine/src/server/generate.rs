@@ -29,7 +29,7 @@ use crate::mailbox::Undelivered;
 use crate::model::tokenizer::Decode;
 use crate::scheduler::Refusal;
 use crate::sequence::Purpose;
-use crate::step_loop::{SeqEnd, SeqEvent};
+use crate::step_loop::{SeqEnd, SeqEvent, Submission};
 
 /// The request's name, minted by the router.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -139,11 +139,8 @@ impl Exchange {
             request.stop.clear();
         }
         let ids: Vec<_> = submissions.iter().map(|submission| submission.sequence.id).collect();
-        let choices = ids
-            .iter()
-            .enumerate()
-            .map(|(index, id)| Choice::new(&frontend, &request, *id, &prompts[index / request.n as usize]));
-        let choices: Vec<_> = choices.collect();
+        let choice = |submission: &Submission| Choice::new(&frontend, &request, &submission.sequence);
+        let choices: Vec<_> = submissions.iter().map(choice).collect();
         let target = handoff.map(HandoffGuard::into_target);
         submissions[0].target.clone_from(&target);
         if let Err((_, why)) = frontend.mailbox.submit(submissions) {
