@@ -20,6 +20,7 @@ use baton_engine::executor::{Executor, ExecutorError, Logits, LogitsWanted, SeqS
 use baton_engine::model::config::ModelConfig;
 use baton_engine::model::weights::Weights;
 use baton_engine::model::{ModelError, ModelFiles};
+use baton_engine::sampling::GenerationDefaults;
 use clap::Args;
 use serde::Serialize;
 
@@ -158,7 +159,7 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
             (dir.display().to_string(), ModelConfig::read(&files)?, Weights::open(&files)?)
         }
         None => {
-            let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), None)?;
+            let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), GenerationDefaults::default())?;
             ("made up: Llama shape, 214M parameters, bf16".to_owned(), config, Weights::random(1))
         }
     };
