@@ -1,5 +1,6 @@
 //! Measures running systems and their parts, against baselines from the same run.
 
+pub mod engine;
 pub mod router;
 pub mod sim_engine;
 pub mod transfer;
@@ -11,6 +12,8 @@ use clap::Subcommand;
 /// What can be measured.
 #[derive(Debug, Subcommand)]
 pub enum Benchmark {
+    /// The CPU engine, against this machine's read bandwidth and its matrix library
+    Engine(engine::EngineBench),
     /// KV blocks over the transport, against a bare writev/readv loop and memcpy
     Transfer(transfer::TransferOptions),
     /// What the router adds to a request, against a client that makes both hops itself
@@ -26,7 +29,8 @@ pub type BenchError = Box<dyn std::error::Error>;
 /// When a part under test fails, or its options make no sense.
 pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> {
     match benchmark {
+        Benchmark::Engine(options) => Ok(engine::run(&options, out)?),
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
-        Benchmark::Router(options) => Ok(router::run(&options)?),
+        Benchmark::Router(options) => Ok(router::run(&options, out)?),
     }
 }

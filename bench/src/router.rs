@@ -23,6 +23,7 @@
 mod client;
 mod subject;
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -48,8 +49,8 @@ pub struct RouterArgs {
     /// Tokens per answer.
     #[arg(long, default_value_t = 64)]
     pub tokens: usize,
-    /// The `baton` binary whose `router` is measured as a process of its own. Without it the router runs on
-    /// threads of this process.
+    /// The `baton` binary whose `router` is measured as a process of its own [default: this one; where this
+    /// is another program, the router runs on threads of it]
     #[arg(long)]
     pub binary: Option<PathBuf>,
     /// Print one JSON object instead of a table.
@@ -114,19 +115,18 @@ pub struct RouterReport {
     pub router: &'static str,
 }
 
-/// Measures and prints.
+/// Measures, and writes the table or the JSON object to `out`.
 ///
 /// # Errors
 /// [`RouterBenchError`] when a part does not start or a request fails.
-#[allow(clippy::print_stdout, reason = "the report is this command's output")]
-pub fn run(args: &RouterArgs) -> Result<(), RouterBenchError> {
+pub fn run(args: &RouterArgs, out: &mut dyn Write) -> Result<(), RouterBenchError> {
     let report = measure(args)?;
-    if args.json {
-        println!("{}", serde_json::to_string(&report).expect("numbers and names are JSON"));
+    let text = if args.json {
+        serde_json::to_string(&report).expect("numbers and names are JSON")
     } else {
-        println!("{}", report.table());
-    }
-    Ok(())
+        report.table()
+    };
+    writeln!(out, "{text}").map_err(|error| RouterBenchError::System("cannot write the report", error))
 }
 
 /// Measures.
@@ -146,7 +146,8 @@ pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
         };
         let prefill = start(SimRole::Prefill).await?;
         let decode = start(SimRole::Decode { tokens: args.tokens }).await?;
-        let subject = Subject::start(args.binary.as_deref(), prefill, decode).await?;
+        let binary = args.binary.clone().or_else(this_binary);
+        let subject = Subject::start(binary.as_deref(), prefill, decode).await?;
         let mut direct = Direct::connect(prefill, decode).await?;
         let mut through = Through::connect(subject.address).await?;
         let (direct_us, router_us) = first_tokens(&mut direct, &mut through, args.requests).await?;
@@ -165,6 +166,11 @@ pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
         subject.stop().await;
         Ok(report)
     })
+}
+
+/// The running program, if it has a `router` command.
+fn this_binary() -> Option<PathBuf> {
+    std::env::current_exe().ok().filter(|path| path.file_stem().is_some_and(|stem| stem == "baton"))
 }
 
 /// Alternates, and leaves out the first tenth: connections, caches and branch predictors are cold.

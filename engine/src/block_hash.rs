@@ -5,10 +5,12 @@
 //! ours alike (the salted form is ours alone: its golden vector does not name its salt). The chain starts at `SHA-256(CBOR(seed))` with vLLM's default seed. `extra` carries a tenant's
 //! cache salt in the first block: tenants with different salts never share a block (invariant 8).
 
+use std::fmt;
+
 use sha2::{Digest, Sha256};
 
 /// The hash of one full block and everything before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockHash(pub [u8; 32]);
 
 /// vLLM's `NONE_HASH` seed when `PYTHONHASHSEED` is not set.
@@ -44,6 +46,34 @@ impl BlockHash {
             }
         }
         Self(Sha256::digest(&cbor).into())
+    }
+}
+
+/// 64 hexadecimal digits.
+impl fmt::Display for BlockHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// Text that is not 64 hexadecimal digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a block hash has 64 hexadecimal digits")]
+pub struct NotABlockHash;
+
+impl std::str::FromStr for BlockHash {
+    type Err = NotABlockHash;
+
+    fn from_str(text: &str) -> Result<Self, NotABlockHash> {
+        let digit = |byte: u8| (byte as char).to_digit(16).ok_or(NotABlockHash);
+        let mut bytes = [0; 32];
+        if text.len() != 2 * bytes.len() {
+            return Err(NotABlockHash);
+        }
+        for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
+            *byte = (digit(pair[0])? * 16 + digit(pair[1])?) as u8;
+        }
+        Ok(Self(bytes))
     }
 }
 
@@ -119,6 +149,15 @@ mod tests {
         let mut large = Vec::new();
         extend(&mut large, &(100_000..=100_063).collect::<Vec<_>>(), 16, None);
         assert_eq!(hex(large[3]), "89485889dcbe9184323088f60f5ced6fcf5af2806129e7a1df62a8f33e668d00");
+    }
+
+    #[test]
+    fn a_hash_is_read_back_as_it_is_written() {
+        let text = BlockHash::root().to_string();
+        assert_eq!(text.parse(), Ok(BlockHash::root()));
+        for bad in ["", "0", &text[1..], &text.replace('9', "g"), &format!("{text}0"), &"é".repeat(32)] {
+            assert_eq!(bad.parse::<BlockHash>(), Err(NotABlockHash), "{bad}");
+        }
     }
 
     #[test]

@@ -145,6 +145,19 @@ impl BlockPool {
         hashes.iter().map_while(|hash| self.by_hash.get(hash).copied()).collect()
     }
 
+    /// Up to `limit` findable blocks with a hash above `after`, in the order of their hashes.
+    #[must_use]
+    pub fn findable(&self, after: Option<BlockHash>, limit: usize) -> Vec<(BlockHash, BlockId)> {
+        let wanted = self.by_hash.iter().filter(|(hash, _)| after.is_none_or(|after| **hash > after));
+        let mut found: Vec<_> = wanted.map(|(&hash, &id)| (hash, id)).collect();
+        if found.len() > limit {
+            found.select_nth_unstable_by_key(limit, |(hash, _)| *hash);
+            found.truncate(limit);
+        }
+        found.sort_unstable_by_key(|(hash, _)| *hash);
+        found
+    }
+
     /// Of the blocks of a match, how many are nobody's (taking them uses up availability).
     #[must_use]
     pub fn idle_among(&self, blocks: &[BlockId]) -> usize {
@@ -326,6 +339,19 @@ mod tests {
         assert_eq!(pool.match_prefix(&[hash(0), hash(1), hash(9), hash(2)]), held[..2]);
         pool.allocate(2, Hold::Active).expect("room");
         assert_eq!(pool.match_prefix(&[hash(0), hash(1), hash(2)]), held[..2], "the tail was reused first");
+    }
+
+    #[test]
+    fn findable_blocks_come_in_the_order_of_their_hashes_page_by_page() {
+        let mut pool = BlockPool::new(5);
+        let held = pool.allocate(5, Hold::Active).expect("room");
+        for (&id, n) in held.iter().zip([4, 2, 5, 1, 3]) {
+            pool.register(id, hash(n));
+        }
+        assert_eq!(pool.findable(None, 2), [(hash(1), held[3]), (hash(2), held[1])]);
+        assert_eq!(pool.findable(Some(hash(2)), 2), [(hash(3), held[4]), (hash(4), held[0])]);
+        assert_eq!(pool.findable(Some(hash(4)), 2), [(hash(5), held[2])]);
+        assert_eq!(pool.findable(Some(hash(5)), 2), []);
     }
 
     #[test]

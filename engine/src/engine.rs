@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
 use baton_connector::lease::LeaseTerms;
+use baton_connector::region::Region;
 use baton_connector::transport::Producer;
 use baton_connector::{EngineId, Epoch, KvLayout};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
@@ -27,7 +28,6 @@ use crate::model::identity::identity;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelError, ModelFiles};
 use crate::peers::Peers;
-use crate::sampling::GenerationDefaults;
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::server::{Frontend, Role, is_loopback, serve};
 use crate::status::StatusBoard;
@@ -169,7 +169,6 @@ impl Engine {
         let config = ModelConfig::read(&options.model)?;
         let tokenizer = Arc::new(Tokenizer::load(&options.model)?);
         let template = ChatTemplate::load(&options.model, &tokenizer)?;
-        let defaults = GenerationDefaults::load(&options.model)?;
         let model = options.served_model_name.clone().unwrap_or_else(|| options.model.default_name());
         let executor = load(&options, &config, progress)?;
 
@@ -228,7 +227,7 @@ impl Engine {
             tokenizer,
             template,
             eos: config.eos.clone(),
-            defaults,
+            defaults: config.generation.clone(),
             vocab: executor.vocab(),
             capacity: scheduler.capacity(),
             load_failure: options.kv_load_failure_policy,
@@ -285,6 +284,12 @@ impl Engine {
     #[must_use]
     pub fn side_channel(&self) -> SocketAddr {
         self.side_channel
+    }
+
+    /// The memory of its KV pool, for checks.
+    #[must_use]
+    pub fn kv_region(&self) -> &Region {
+        self.frontend.desk.region()
     }
 
     /// The served model's name.

@@ -9,6 +9,7 @@
 
 pub mod block_hash;
 pub mod block_pool;
+pub mod digests;
 pub mod engine;
 pub mod executor;
 pub mod lease_desk;

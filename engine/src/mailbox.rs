@@ -5,7 +5,8 @@
 //! - submissions by [`Mailbox::new`]'s bound, over which a request is refused;
 //! - endings by the live sequences (each is ended by its one guard), or by [`ABORTS_MAX`] when they come by name;
 //! - fetch reports by the live fetches (at most three each);
-//! - settled leases by the blocks they hold.
+//! - settled leases by the blocks they hold;
+//! - asks for digests by [`DIGEST_ASKS_MAX`].
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -15,6 +16,7 @@ use baton_connector::RequestId;
 use baton_connector::fetch::Event;
 use baton_connector::ledger::Settled;
 
+use crate::digests::{DIGEST_ASKS_MAX, DigestAsk};
 use crate::sequence::{FinishReason, SeqId};
 use crate::step_loop::Submission;
 
@@ -34,6 +36,8 @@ pub struct Mail {
     pub fetches: Vec<(SeqId, Event)>,
     /// Leases that have ended.
     pub settled: Vec<Settled>,
+    /// Pages of digests that are wanted.
+    pub digests: Vec<DigestAsk>,
     /// Forget the prefix cache.
     pub reset_cache: bool,
     /// No new work; end when the books are empty or at this moment.
@@ -47,6 +51,7 @@ impl Mail {
             && self.aborts.is_empty()
             && self.fetches.is_empty()
             && self.settled.is_empty()
+            && self.digests.is_empty()
             && !self.reset_cache
     }
 }
@@ -121,6 +126,24 @@ impl Mailbox {
     /// Leases that have ended.
     pub fn settled(&self, settled: Vec<Settled>) {
         self.put(|mail| mail.settled.extend(settled));
+    }
+
+    /// Asks for a page of digests; it is answered between two steps.
+    ///
+    /// # Errors
+    /// [`Undelivered`]; [`DIGEST_ASKS_MAX`] may wait.
+    pub fn ask_digests(&self, ask: DigestAsk) -> Result<(), Undelivered> {
+        let mut mail = self.lock();
+        if mail.closing.is_some() {
+            return Err(Undelivered::Closing);
+        }
+        if mail.digests.len() >= DIGEST_ASKS_MAX {
+            return Err(Undelivered::Full);
+        }
+        mail.digests.push(ask);
+        drop(mail);
+        self.arrived.notify_one();
+        Ok(())
     }
 
     /// Forget the prefix cache.

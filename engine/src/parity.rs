@@ -10,6 +10,7 @@
 
 mod golden;
 mod logits;
+mod text;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -73,6 +74,8 @@ pub const CASES: &[Case] = &[
     Case { name: "float32", run: logits::float32 },
     Case { name: "invariance", run: logits::invariance },
     Case { name: "bfloat16", run: logits::bfloat16 },
+    Case { name: "text", run: text::text },
+    Case { name: "sampling", run: text::sampling },
 ];
 
 /// How many checks held.

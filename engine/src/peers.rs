@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::limits::KV_LEASE_DURATION;
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, Transport, TransportError};
@@ -39,17 +40,15 @@ pub struct FetchTarget {
     reader: Reader,
     lease: Duration,
     expiry: Instant,
-    router_settles: bool,
+    survives_refusal: bool,
+    survives_failure: bool,
     cached: usize,
 }
 
 impl FetchTarget {
     /// The target of a handoff that has just arrived; `consumer` is a fresh random name for this fetch.
-    ///
-    /// `router_settles`: a refusal leaves the lease alone, because the router tries another engine with it and
-    /// releases it itself when it gives up.
     #[must_use]
-    pub fn new(handoff: &Handoff, consumer: u64, router_settles: bool) -> Self {
+    pub fn new(handoff: &Handoff, consumer: u64) -> Self {
         let lease = handoff.lease_left.unwrap_or(KV_LEASE_DURATION);
         Self {
             host: handoff.host.as_str().into(),
@@ -60,7 +59,8 @@ impl FetchTarget {
             reader: Reader { consumer, rank: Rank(0) },
             lease,
             expiry: Instant::now() + lease,
-            router_settles,
+            survives_refusal: false,
+            survives_failure: false,
             cached: handoff.cached,
         }
     }
@@ -71,10 +71,23 @@ impl FetchTarget {
         self.cached
     }
 
-    /// Whether a refusal leaves the lease to the router.
+    /// The router tries other engines with the same handoff and releases it itself when it gives up: a refusal
+    /// leaves the lease alone, and so does a failed fetch, unless it is made up for by computing the prompt here.
+    pub fn leave_to_router(&mut self, policy: LoadFailurePolicy) {
+        self.survives_refusal = true;
+        self.survives_failure = policy == LoadFailurePolicy::Fail;
+    }
+
+    /// Whether the lease stays when this engine is too full for the request.
     #[must_use]
-    pub fn router_settles(&self) -> bool {
-        self.router_settles
+    pub fn survives_refusal(&self) -> bool {
+        self.survives_refusal
+    }
+
+    /// Whether the lease stays when the blocks could not be fetched.
+    #[must_use]
+    pub fn survives_failure(&self) -> bool {
+        self.survives_failure
     }
 
     /// Looks the producer's address up; a name is resolved anew each time, because engines move.

@@ -27,6 +27,7 @@ use std::collections::{HashMap, VecDeque};
 use baton_connector::BlockId;
 use baton_connector::fetch::{FailureKind, Reason};
 
+use crate::block_hash::BlockHash;
 use crate::block_pool::{BlockPool, BlockUsage, Hold};
 use crate::sequence::{FinishReason, NewSequence, Phase, Purpose, SeqId, Sequence};
 
@@ -295,6 +296,12 @@ impl Scheduler {
     /// Forgets the prefix cache; held blocks stay held.
     pub fn reset_prefix_cache(&mut self) {
         self.pool.reset_cache();
+    }
+
+    /// Up to `limit` blocks of the prefix cache with a hash above `after`, in the order of their hashes.
+    #[must_use]
+    pub fn cached_blocks(&self, after: Option<BlockHash>, limit: usize) -> Vec<(BlockHash, BlockId)> {
+        self.pool.findable(after, limit)
     }
 
     /// Plans running sequences; says whether any had to be preempted.

@@ -31,6 +31,14 @@ pub struct StopRule {
     pub min_new: usize,
 }
 
+impl StopRule {
+    /// Whether `token`, the last of `generated` new ones, ends the text.
+    #[must_use]
+    pub fn stops_at(&self, token: u32, generated: usize) -> bool {
+        generated >= self.min_new.max(1) && self.stop_ids.contains(&token)
+    }
+}
+
 /// What a client asked for, as far as scheduling is concerned.
 #[derive(Debug)]
 pub struct NewSequence {
@@ -181,7 +189,7 @@ impl Sequence {
     pub(crate) fn finish_reason(&self) -> Option<FinishReason> {
         let generated = self.generated();
         let last = self.tokens.last()?;
-        if generated >= self.stop.min_new.max(1) && self.stop.stop_ids.contains(last) {
+        if self.stop.stops_at(*last, generated) {
             return Some(FinishReason::Stop);
         }
         (generated >= self.stop.max_new).then_some(FinishReason::Length)

@@ -6,7 +6,7 @@
 //! | `GET /v1/models`, `/v1/models/{id}` | what is served |
 //! | `POST /tokenize`, `/detokenize` | the model's tokenizer |
 //! | `GET /health`, `/version`, `/metrics` | for operators |
-//! | `POST /kv/release`, `/abort_requests`, `/reset_prefix_cache`, `GET /debug/kv` | for the cluster |
+//! | `POST /kv/release`, `/abort_requests`, `/reset_prefix_cache`, `GET /debug/kv`, `/debug/kv/digests` | for the cluster |
 //!
 //! A client that closes its connection drops its task, and with it every guard of its sequences: they are
 //! aborted, streamed or not, before or after the first token.

@@ -21,6 +21,7 @@ use baton_connector::{EngineId, Handle, Handoff, RequestId};
 use tokio::sync::mpsc::Sender;
 
 use crate::block_hash::prompt_fingerprint;
+use crate::digests::{DigestAsk, DigestPage, page_blocks};
 use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use crate::lease_desk::LeaseDesk;
 use crate::mailbox::{Mail, Mailbox};
@@ -189,7 +190,7 @@ impl StepLoop {
                 SeqStep {
                     tokens: &sequence.tokens()[part.start..part.start + part.count],
                     start: part.start,
-                    block_table: &sequence.blocks()[..],
+                    block_table: sequence.blocks(),
                     logits: if part.samples { LogitsWanted::Last } else { LogitsWanted::No },
                 }
             })
@@ -271,6 +272,9 @@ impl StepLoop {
         for (id, event) in mail.fetches {
             self.parts.scheduler.fetch_event(id, event);
         }
+        for ask in mail.digests {
+            self.answer_digests(ask);
+        }
         if mail.reset_cache {
             self.parts.scheduler.reset_prefix_cache();
         }
@@ -279,6 +283,15 @@ impl StepLoop {
             self.end_all(FinishReason::Abort, || SeqEvent::Unavailable("the engine is shutting down"));
             self.parts.desk.release_all("shutdown");
         }
+    }
+
+    fn answer_digests(&self, ask: DigestAsk) {
+        let region = self.parts.executor.region();
+        // One more than a page shows tells whether there is another.
+        let limit = page_blocks(region.block_bytes()) + 1;
+        let cached = self.parts.scheduler.cached_blocks(ask.after, limit);
+        // An asker that has left needs no answer.
+        let _ = ask.reply.send(DigestPage::of(&cached, region));
     }
 
     fn accept(&mut self, submission: Submission) {
@@ -322,7 +335,7 @@ impl StepLoop {
         reason: &'static str,
     ) {
         if let Some(target) = target {
-            if !target.router_settles() || reason != "refused" {
+            if !target.survives_refusal() || reason != "refused" {
                 self.parts.peers.release(target, "consumer_rejected");
             }
             self.parts.metrics.early_rejection(reason);
@@ -357,7 +370,7 @@ impl StepLoop {
             Effect::StopHeartbeat(id) => peers.let_go(id),
             Effect::ReleaseAtProducer(id, reason) => {
                 let target =
-                    self.target(id).filter(|t| !(t.router_settles() && reason == Reason::LoadFailed));
+                    self.target(id).filter(|t| !(t.survives_failure() && reason == Reason::LoadFailed));
                 if let Some(target) = target {
                     peers.release(&target, reason.label());
                 }

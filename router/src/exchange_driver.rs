@@ -10,8 +10,8 @@ use std::time::Duration;
 use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Outcome, Settlement, Timeline};
 use baton_connector::{RequestId, Time};
 use bytes::Bytes;
-use hyper::header::HeaderValue;
 use hyper::Method;
+use hyper::header::HeaderValue;
 use pingora::proxy::Session;
 use serde_json::Value;
 

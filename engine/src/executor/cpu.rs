@@ -24,6 +24,7 @@ mod vector;
 
 use std::sync::Mutex;
 
+use baton_connector::BlockId;
 use baton_connector::layout::{KvDtype, KvLayout};
 use baton_connector::region::Region;
 
@@ -131,9 +132,11 @@ impl CpuExecutor {
             block_tokens: options.block_tokens,
             dtype: options.kv_dtype,
         };
+        let region = Region::allocate(options.blocks, layout.block_bytes());
+        arena::collapse_into_huge_pages(region.block_ptr(BlockId(0)), options.blocks * layout.block_bytes());
         Ok(Self {
             network,
-            region: Region::allocate(options.blocks, layout.block_bytes()),
+            region,
             layout,
             isa: options.isa,
             scratch: (0..team.size()).map(|_| Mutex::new(MemberScratch::new())).collect(),

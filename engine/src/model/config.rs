@@ -5,15 +5,14 @@
 //! not implemented is refused **by name**, before any weight is read: an engine that ignores a field it does
 //! not know answers with fluent nonsense.
 
-mod generation;
 mod json;
 mod rope;
 
-pub use generation::GenerationDefaults;
 pub use rope::{Rope, RopeScaling};
 
 use self::json::Fields;
 use super::{ModelError, ModelFiles};
+use crate::sampling::GenerationDefaults;
 
 /// The file that describes the architecture.
 pub(crate) const CONFIG_FILE: &str = "config.json";
@@ -90,15 +89,14 @@ impl ModelConfig {
     /// not compute.
     pub fn read(files: &ModelFiles) -> Result<Self, ModelError> {
         let config = files.open(CONFIG_FILE)?.ok_or_else(|| ModelError::Missing(CONFIG_FILE.into()))?;
-        let generation = files.open(generation::FILE)?;
-        Self::parse(&config, generation.as_deref())
+        Self::parse(&config, GenerationDefaults::load(files)?)
     }
 
-    /// Parses `config.json` and, where present, `generation_config.json`.
+    /// Parses `config.json`; `generation` is what `generation_config.json` says, where there is one.
     ///
     /// # Errors
     /// As [`Self::read`].
-    pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<Self, ModelError> {
+    pub fn parse(config: &[u8], generation: GenerationDefaults) -> Result<Self, ModelError> {
         let fields = Fields::parse(CONFIG_FILE, config)?;
         let family = family(&fields)?;
         refuse_what_is_not_computed(&fields, family)?;
@@ -140,7 +138,10 @@ impl ModelConfig {
         }
         let attention_bias = fields.flag("attention_bias")?.unwrap_or(false);
         let vocab = required("vocab_size", MAX_VOCAB)?;
-        let (eos, generation) = generation::read(&fields, generation)?;
+        let mut eos = fields.tokens("eos_token_id")?.unwrap_or_default();
+        if !generation.eos_token_ids.is_empty() {
+            eos.clone_from(&generation.eos_token_ids);
+        }
         if let Some(token) = eos.iter().find(|token| **token as usize >= vocab) {
             return Err(
                 fields.malformed(format!("eos_token_id {token} is outside the vocabulary of {vocab}"))
@@ -261,7 +262,7 @@ mod tests {
         for (key, value) in changes.as_object().expect("an object") {
             config[key] = value.clone();
         }
-        ModelConfig::parse(config.to_string().as_bytes(), None)
+        ModelConfig::parse(config.to_string().as_bytes(), GenerationDefaults::default())
     }
 
     #[test]
@@ -289,12 +290,9 @@ mod tests {
 
     #[test]
     fn the_eos_list_of_the_generation_config_wins() {
-        let generation = br#"{"eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20, "do_sample": true}"#;
-        let config = ModelConfig::parse(llama().to_string().as_bytes(), Some(generation)).unwrap();
+        let generation = GenerationDefaults { eos_token_ids: vec![1, 2], ..GenerationDefaults::default() };
+        let config = ModelConfig::parse(llama().to_string().as_bytes(), generation).unwrap();
         assert_eq!(config.eos, [1, 2]);
-        assert_eq!(config.generation.temperature, Some(0.6));
-        assert_eq!(config.generation.top_k, Some(20));
-        assert!(config.generation.do_sample);
     }
 
     #[test]
@@ -305,6 +303,7 @@ mod tests {
             (json!({"hidden_act": "gelu"}), "gelu"),
             (json!({"num_local_experts": 8}), "num_local_experts"),
             (json!({"rope_scaling": {"type": "longrope", "factor": 2.0}}), "longrope"),
+            (json!({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}), "per layer type"),
             (
                 json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": true,
                     "sliding_window": 128, "max_window_layers": 1}),

@@ -10,7 +10,7 @@ use std::time::Instant;
 use baton_connector::BlockId;
 use baton_connector::fetch::{Answer, Event, FailureKind};
 use baton_connector::region::Region;
-use baton_connector::transport::{ReadOrder, Transport, TransportError};
+use baton_connector::transport::{Peer, ReadOrder, Transport, TransportError};
 
 use super::FetchTarget;
 use crate::mailbox::Mailbox;
@@ -126,6 +126,11 @@ impl Worker {
             Ok(peer)
         });
         match read {
+            Ok(peer) if job.stop.load(Ordering::Acquire) => {
+                // Given up while the last bytes came in: nobody will ask for the verdict.
+                report.quiet(Event::TransferFailed(FailureKind::Transfer));
+                self.give_up(&peer, job);
+            }
             Ok(peer) => {
                 report.quiet(Event::TransferDone);
                 let verdict = self.transport.finish(&peer, job.target.handle, job.target.reader);
@@ -135,7 +140,11 @@ impl Worker {
                     bytes as u64,
                     matches!(verdict, Ok(v) if v == baton_connector::transport::Verdict::Valid),
                 );
+                let unknown = verdict.is_err();
                 self.mailbox.fetch(job.id, Event::Verdict(Answer::from(verdict)));
+                if unknown {
+                    self.give_up(&peer, job);
+                }
             }
             Err(error) => {
                 if error != TransportError::Stopped {
@@ -144,6 +153,16 @@ impl Worker {
                 }
                 report.quiet(Event::TransferFailed(FailureKind::from(&error)));
             }
+        }
+    }
+}
+
+impl Worker {
+    /// Without this the release that follows a read which succeeded would wait for its reader until the drain
+    /// deadline. The order of the two does not matter.
+    fn give_up(&self, peer: &Peer, job: &Job) {
+        if let Err(error) = self.transport.give_up(peer, job.target.handle, job.target.reader) {
+            tracing::debug!(seq = job.id.0, %error, "the producer waits for this reader until its drain deadline");
         }
     }
 }

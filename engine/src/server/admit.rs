@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Instant, SystemTime};
 
-use baton_connector::fetch::{Fetch, LoadFailurePolicy};
+use baton_connector::fetch::Fetch;
 use baton_connector::handoff::KvIntent;
 use baton_connector::{Handoff, RequestId};
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
@@ -49,9 +49,6 @@ impl Intent {
             frontend.metrics.early_rejection("malformed_handoff");
             ApiError::invalid("kv_transfer_params", error.to_string()).with_code("invalid_kv_transfer_params")
         };
-        // A router that tries other decode engines wants the lease to outlive a refusal; under `recompute` nothing
-        // is refused for a failed fetch, and the lease is of no more use.
-        let keeps = frontend.load_failure == LoadFailurePolicy::Fail;
         match KvIntent::parse(params).map_err(malformed)? {
             None => Ok(Self::Plain),
             Some(KvIntent::Produce) => match frontend.role {
@@ -59,7 +56,10 @@ impl Intent {
                 Role::Decode => Err(wrong_role(frontend, "do_remote_decode")),
             },
             Some(KvIntent::Consume(handoff)) => {
-                let target = FetchTarget::new(&handoff, random_u64()?, router_settles && keeps);
+                let mut target = FetchTarget::new(&handoff, random_u64()?);
+                if router_settles {
+                    target.leave_to_router(frontend.load_failure);
+                }
                 let guard = HandoffGuard::new(Arc::clone(frontend), target);
                 match frontend.role {
                     Role::Decode | Role::Both => Ok(Self::Consume(handoff, guard)),

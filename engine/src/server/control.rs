@@ -1,7 +1,7 @@
 //! Everything but generating: models, tokenizer, health, metrics, and the verbs of the cluster.
 //!
-//! The cluster's verbs (`/kv/release`, `/abort_requests`, `/reset_prefix_cache`, `/debug/kv`) and requests that
-//! carry `kv_transfer_params` are for routers and engines, never for clients. Where a cluster secret is
+//! The cluster's verbs (`/kv/release`, `/abort_requests`, `/reset_prefix_cache`, `/debug/kv`, `/debug/kv/digests`) and
+//! requests that carry `kv_transfer_params` are for routers and engines, never for clients. Where a cluster secret is
 //! configured (beyond loopback one must be) they need it in the header `x-baton-cluster-secret`.
 
 use baton_connector::lease::State;
@@ -14,8 +14,13 @@ use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode};
 use serde_json::{Value, json};
 
+use tokio::sync::oneshot;
+
 use super::http::{self, Reply, read_body};
 use super::{Frontend, admit};
+use crate::block_hash::BlockHash;
+use crate::digests::{BlockDigest, DigestAsk};
+use crate::mailbox::Undelivered;
 use crate::model::tokenizer::{Decode, SpecialTokens};
 
 /// The header that the cluster's own callers show.
@@ -146,6 +151,33 @@ pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Resu
         "leases": {"live": leases.len(), "opened": counts.opened, "late": counts.late, "unknown": counts.unknown},
         "oldest_leases": shown,
         "steps": status.steps,
+    });
+    Ok(http::json(StatusCode::OK, body.to_string()))
+}
+
+/// `GET /debug/kv/digests?after=HASH`: the prefix cache, block by block: chained hash, block id and SHA-256 of the
+/// block's bytes, in the order of the hashes. Two engines with the same model and layout that show the same hash
+/// must show the same digest. A page has at most [`crate::digests::DIGEST_BLOCKS_MAX`] blocks and
+/// [`crate::digests::DIGEST_BYTES_MAX`] bytes; `next` is the `after` of the page that follows, null on the last.
+pub(super) async fn kv_digests(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
+    authorize(frontend, request.headers())?;
+    let query = request.uri().query().unwrap_or_default();
+    let after = query.split('&').find_map(|pair| pair.strip_prefix("after="));
+    let after = after.map(str::parse).transpose();
+    let after = after.map_err(|_| ApiError::invalid("after", "`after` must be 64 hexadecimal digits"))?;
+    let pause = std::time::Duration::from_secs(1);
+    let (reply, page) = oneshot::channel();
+    frontend.mailbox.ask_digests(DigestAsk { after, reply }).map_err(|why| match why {
+        Undelivered::Full => ApiError::overloaded("too many digests are being computed", pause),
+        Undelivered::Closing => ApiError::unavailable("the engine is shutting down", pause),
+    })?;
+    let page = page.await.map_err(|_| ApiError::unavailable("the engine stopped", pause))?;
+    let hex = |bytes: [u8; 32]| BlockHash(bytes).to_string();
+    let shown = |digest: &BlockDigest| json!({"hash": digest.hash.to_string(), "block": digest.block.0, "sha256": hex(digest.sha256)});
+    let body = json!({
+        "layout": format!("{:016x}", frontend.fingerprint),
+        "blocks": page.blocks.iter().map(shown).collect::<Vec<_>>(),
+        "next": page.next.map(|hash| hash.to_string()),
     });
     Ok(http::json(StatusCode::OK, body.to_string()))
 }

@@ -11,7 +11,7 @@ use super::guard::SequenceGuard;
 use crate::model::detokenizer::Detokenizer;
 use crate::model::tokenizer::{Decode, Tokenizer};
 use crate::sampling::Sampled;
-use crate::sequence::{FinishReason, SeqId};
+use crate::sequence::{FinishReason, NewSequence, SeqId, StopRule};
 use crate::step_loop::SeqEnd;
 use crate::stop::StopMatcher;
 
@@ -24,6 +24,10 @@ pub(super) struct Choice {
     stop_strings: Vec<String>,
     stop_token_ids: Vec<u32>,
     min_tokens: usize,
+    /// Which tokens end it, as the engine knows them.
+    rule: StopRule,
+    /// Whether the text of a token that ends it is part of the text.
+    include_stop: bool,
     /// Tokens so far.
     pub(super) tokens: Vec<u32>,
     /// Characters of all text so far, for `text_offset`.
@@ -43,17 +47,19 @@ pub(super) struct Piece {
 }
 
 impl Choice {
-    pub(super) fn new(frontend: &Frontend, request: &GenerateRequest, id: SeqId, prompt: &[u32]) -> Self {
+    pub(super) fn new(frontend: &Frontend, request: &GenerateRequest, sequence: &NewSequence) -> Self {
         let decode = if request.skip_special_tokens { Decode::SkipSpecial } else { Decode::All };
         let tokenizer = Arc::clone(&frontend.tokenizer);
         Self {
-            id,
-            detokenizer: Detokenizer::after_prompt(Arc::clone(&tokenizer), decode, prompt),
+            id: sequence.id,
+            detokenizer: Detokenizer::after_prompt(Arc::clone(&tokenizer), decode, &sequence.prompt),
             tokenizer,
             stops: StopMatcher::new(&request.stop, request.include_stop_str_in_output),
             stop_strings: request.stop.clone(),
             stop_token_ids: request.stop_token_ids.clone(),
             min_tokens: request.min_tokens as usize,
+            rule: sequence.stop.clone(),
+            include_stop: request.include_stop_str_in_output,
             tokens: Vec::new(),
             characters: 0,
             finish: None,
@@ -81,8 +87,12 @@ impl Choice {
                 })
                 .collect(),
         });
-        let text = self.detokenizer.push(token);
         let mut piece = Piece { token: Some(token), logprob, ..Piece::default() };
+        if !self.include_stop && self.rule.stops_at(token, self.tokens.len()) {
+            // The end follows. The token counts, but its text is not part of the answer (as in vLLM).
+            return Some(piece);
+        }
+        let text = self.detokenizer.push(token);
         if self.tokens.len() < self.min_tokens {
             piece.text = self.stops.pass(&text);
             return Some(piece);

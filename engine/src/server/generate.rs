@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use baton_connector::transport::Producer;
 use baton_connector::{Handoff, RequestId};
 use baton_openai::{
-    ApiError, Endpoint, FinishedChoice, GenerateRequest, Object, ReplyHead, TokenLogprob, parse_object,
+    ApiError, Endpoint, FinishedChoice, GenerateRequest, ReplyHead, TokenLogprob, parse_object,
 };
 use bytes::Bytes;
 use http_body_util::BodyExt;
@@ -29,12 +29,12 @@ use crate::mailbox::Undelivered;
 use crate::model::tokenizer::Decode;
 use crate::scheduler::Refusal;
 use crate::sequence::Purpose;
-use crate::step_loop::{SeqEnd, SeqEvent};
+use crate::step_loop::{SeqEnd, SeqEvent, Submission};
 
 /// The request's name, minted by the router.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// A router that tries other engines with the same handoff shows this; see [`HandoffGuard::refused`].
+/// A router that tries other engines with the same handoff shows this; see [`HandoffGuard::too_full`].
 const ROUTER_SETTLES: HeaderName = HeaderName::from_static("x-baton-router-settles");
 
 /// Bodies above this are parsed and tokenized off the connection's thread.
@@ -119,26 +119,7 @@ fn prepare(
         control::authorize(frontend, headers)?;
     }
     let intent = Intent::read(frontend, params, headers.contains_key(&ROUTER_SETTLES))?;
-    check(frontend, endpoint, &map, id, intent, arrived)
-}
-
-fn check(
-    frontend: &Arc<Frontend>,
-    endpoint: Endpoint,
-    map: &Object,
-    id: &RequestId,
-    intent: Intent,
-    arrived: Instant,
-) -> Result<(GenerateRequest, Admitted), ApiError> {
-    let request = match GenerateRequest::from_map(endpoint, map, &frontend.limits) {
-        Ok(request) => request,
-        Err(error) => {
-            if let Intent::Consume(_, guard) = intent {
-                guard.refused();
-            }
-            return Err(error);
-        }
-    };
+    let request = GenerateRequest::from_map(endpoint, &map, &frontend.limits)?;
     let admitted = admit::admit(frontend, &request, id, intent, arrived)?;
     Ok((request, admitted))
 }
@@ -158,16 +139,13 @@ impl Exchange {
             request.stop.clear();
         }
         let ids: Vec<_> = submissions.iter().map(|submission| submission.sequence.id).collect();
-        let choices = ids
-            .iter()
-            .enumerate()
-            .map(|(index, id)| Choice::new(&frontend, &request, *id, &prompts[index / request.n as usize]));
-        let choices: Vec<_> = choices.collect();
+        let choice = |submission: &Submission| Choice::new(&frontend, &request, &submission.sequence);
+        let choices: Vec<_> = submissions.iter().map(choice).collect();
         let target = handoff.map(HandoffGuard::into_target);
         submissions[0].target.clone_from(&target);
         if let Err((_, why)) = frontend.mailbox.submit(submissions) {
             if let Some(target) = target {
-                HandoffGuard::new(Arc::clone(&frontend), target).refused();
+                HandoffGuard::new(Arc::clone(&frontend), target).too_full();
             }
             return Err(match why {
                 Undelivered::Full => ApiError::overloaded("the engine's queue is full", QUEUE_RETRY),

@@ -56,9 +56,10 @@ impl HandoffGuard {
         Self { frontend, target: Some(target) }
     }
 
-    /// The request is refused with an answer. A router that settles itself keeps the lease for another engine.
-    pub(super) fn refused(mut self) {
-        if self.target.as_ref().is_some_and(FetchTarget::router_settles) {
+    /// The engine is too full for the request, and says so in an answer: a router that settles itself keeps the
+    /// lease for another engine.
+    pub(super) fn too_full(mut self) {
+        if self.target.as_ref().is_some_and(FetchTarget::survives_refusal) {
             self.frontend.metrics.early_rejection("left_to_router");
             self.target = None;
         }

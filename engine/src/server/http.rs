@@ -33,6 +33,7 @@ pub(super) async fn route(frontend: Arc<Frontend>, _peer: SocketAddr, request: R
         (&Method::POST, "/abort_requests") => control::abort(&frontend, request).await,
         (&Method::POST, "/reset_prefix_cache") => control::reset_prefix_cache(&frontend, &request),
         (&Method::GET, "/debug/kv") => control::debug_kv(&frontend, &request),
+        (&Method::GET, "/debug/kv/digests") => control::kv_digests(&frontend, request).await,
         (&Method::GET, "/v1/models") => Ok(control::models(&frontend)),
         (&Method::GET, "/health" | "/ping") => Ok(control::health(&frontend)),
         (&Method::GET, "/version") => Ok(json(StatusCode::OK, format!("{{\"version\":\"{}\"}}", version()))),
@@ -55,7 +56,9 @@ fn allowed(path: &str) -> Option<&'static str> {
         | "/kv/release"
         | "/abort_requests"
         | "/reset_prefix_cache" => Some("POST"),
-        "/v1/models" | "/health" | "/ping" | "/version" | "/metrics" | "/debug/kv" => Some("GET"),
+        "/v1/models" | "/health" | "/ping" | "/version" | "/metrics" | "/debug/kv" | "/debug/kv/digests" => {
+            Some("GET")
+        }
         _ => None,
     }
 }

@@ -34,6 +34,9 @@ impl<T: Plain> Aligned<T> {
         let bytes = len.checked_mul(size_of::<T>()).expect("a buffer fits into the address space").max(1);
         let huge = bytes >= HUGE_PAGE_BYTES;
         let align = if huge { HUGE_PAGE_BYTES } else { CACHE_LINE_BYTES };
+        // A tail shorter than a huge page gets one too, where that costs less than half as much again.
+        let whole = bytes.next_multiple_of(align);
+        let bytes = if whole - bytes <= bytes / 2 { whole } else { bytes };
         let layout = Layout::from_size_align(bytes, align).expect("a buffer fits into the address space");
         let base = if huge {
             // SAFETY: the layout has a non-zero size.
@@ -84,6 +87,18 @@ fn advise_huge_pages(base: *mut u8, bytes: usize) {
     // SAFETY: advice about memory we have just allocated; it changes no contents.
     let _ = unsafe { libc::madvise(base.cast(), bytes, libc::MADV_HUGEPAGE) };
 }
+
+/// Asks for huge pages in memory that has been touched already. Where the system has no such thing (before
+/// Linux 6.1), its own compaction follows later.
+#[cfg(target_os = "linux")]
+pub(super) fn collapse_into_huge_pages(base: *mut u8, bytes: usize) {
+    advise_huge_pages(base, bytes);
+    // SAFETY: advice that moves pages and changes no contents.
+    let _ = unsafe { libc::madvise(base.cast(), bytes, libc::MADV_COLLAPSE) };
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(super) fn collapse_into_huge_pages(_base: *mut u8, _bytes: usize) {}
 
 #[cfg(not(target_os = "linux"))]
 fn advise_huge_pages(_base: *mut u8, _bytes: usize) {}

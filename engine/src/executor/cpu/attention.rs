@@ -81,6 +81,30 @@ impl Cache<'_> {
         unsafe { self.blocks[block].add(element * layout.dtype.bytes()) }
     }
 
+    /// Requests the vectors of up to [`PANEL`] positions from `from`. Runs of one head are a block apart, which
+    /// no hardware prefetcher follows; without this a decode step waits for memory at every block.
+    fn request(&self, half: Half, kv_head: usize, from: usize, context: usize) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            let end = context.min(from + PANEL);
+            let mut position = from;
+            while position < end {
+                let run =
+                    (self.layout.block_tokens - position % self.layout.block_tokens).min(end - position);
+                let start = self.vector(half, kv_head, position).cast_const().cast::<i8>();
+                let bytes = run * self.layout.head_dim * self.layout.dtype.bytes();
+                for offset in (0..bytes).step_by(64) {
+                    // SAFETY: a prefetch may point anywhere.
+                    unsafe { _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(offset)) };
+                }
+                position += run;
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (half, kv_head, from, context);
+    }
+
     /// Writes one token's vector of one head.
     ///
     /// # Safety
@@ -216,10 +240,16 @@ impl Shape {
         visible: impl Fn(usize) -> usize,
     ) {
         let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
+        cache.request(Half::Keys, kv_head, 0, context);
         for from in (0..context).step_by(PANEL) {
             let keys = PANEL.min(context - from);
+            if from + PANEL < context {
+                cache.request(Half::Keys, kv_head, from + PANEL, context);
+            } else {
+                cache.request(Half::Values, kv_head, 0, context);
+            }
             // SAFETY: the caller vouches for positions below `context`.
-            unsafe { transpose_keys(cache, kv_head, from, keys, &mut scratch.keys) };
+            unsafe { transpose_keys(self.isa, cache, kv_head, from, keys, &mut scratch.keys) };
             for row in (0..rows).step_by(step) {
                 let now = step.min(rows - row);
                 if visible(row + now - 1) <= from {
@@ -262,6 +292,14 @@ impl Shape {
         }
         for from in (0..context).step_by(block_tokens) {
             let tokens = block_tokens.min(context - from);
+            if from + PANEL < context {
+                cache.request(
+                    Half::Values,
+                    kv_head,
+                    from + PANEL,
+                    (from + PANEL + block_tokens).min(context),
+                );
+            }
             let values: *const f32 = if in_place {
                 cache.vector(Half::Values, kv_head, from).cast_const().cast()
             } else {
@@ -303,14 +341,78 @@ impl Shape {
 ///
 /// # Safety
 /// The positions are written, and nobody writes them meanwhile.
-unsafe fn transpose_keys(cache: &Cache<'_>, kv_head: usize, from: usize, count: usize, keys: &mut [f32]) {
-    for key in 0..count {
+unsafe fn transpose_keys(
+    isa: Isa,
+    cache: &Cache<'_>,
+    kv_head: usize,
+    from: usize,
+    count: usize,
+    keys: &mut [f32],
+) {
+    let mut first = 0;
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Avx512 && cache.layout.dtype == KvDtype::F32 && cache.layout.head_dim.is_multiple_of(16) {
+        while first + 16 <= count {
+            let row =
+                |key: usize| cache.vector(Half::Keys, kv_head, from + first + key).cast_const().cast::<f32>();
+            let rows: [*const f32; 16] = std::array::from_fn(row);
+            for element in (0..cache.layout.head_dim).step_by(16) {
+                // SAFETY: each key has `head_dim` elements, and `keys` has a row of PANEL for each of them.
+                unsafe { transpose_16(&rows, element, keys[element * PANEL + first..].as_mut_ptr()) };
+            }
+            first += 16;
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = isa;
+    for key in first..count {
         // SAFETY: the caller's contract.
         unsafe { cache.load(Half::Keys, kv_head, from + key, |i, value| keys[i * PANEL + key] = value) };
     }
-    for key in count..PANEL {
-        for column in keys.chunks_exact_mut(PANEL) {
-            column[key] = 0.0;
+    if count < PANEL {
+        for column in keys.chunks_exact_mut(PANEL).take(cache.layout.head_dim) {
+            column[count..].fill(0.0);
+        }
+    }
+}
+
+/// Transposes 16 rows of 16 values from `start`; output rows are [`PANEL`] values apart.
+///
+/// # Safety
+/// This machine has AVX-512, each row has `start + 16` values, and `out` has 16 rows.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn transpose_16(rows: &[*const f32; 16], start: usize, out: *mut f32) {
+    use std::arch::x86_64::{
+        _mm512_castpd_ps, _mm512_castps_pd, _mm512_loadu_ps, _mm512_setzero_ps, _mm512_shuffle_f32x4,
+        _mm512_storeu_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
+    };
+    let mut quads = [_mm512_setzero_ps(); 16];
+    for group in 0..4 {
+        // SAFETY: the caller's contract.
+        let [a, b, c, d] =
+            std::array::from_fn(|i| unsafe { _mm512_loadu_ps(rows[4 * group + i].add(start)) });
+        let (ab, cd) =
+            (_mm512_castps_pd(_mm512_unpacklo_ps(a, b)), _mm512_castps_pd(_mm512_unpacklo_ps(c, d)));
+        quads[4 * group] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+        quads[4 * group + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+        let (ab, cd) =
+            (_mm512_castps_pd(_mm512_unpackhi_ps(a, b)), _mm512_castps_pd(_mm512_unpackhi_ps(c, d)));
+        quads[4 * group + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+        quads[4 * group + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+    }
+    // Quarter q of `quads[4 g + j]` now holds column 4 q + j of rows 4 g .. 4 g + 4.
+    for j in 0..4 {
+        let even = _mm512_shuffle_f32x4::<0x88>(quads[j], quads[4 + j]);
+        let odd = _mm512_shuffle_f32x4::<0xdd>(quads[j], quads[4 + j]);
+        let even_two = _mm512_shuffle_f32x4::<0x88>(quads[8 + j], quads[12 + j]);
+        let odd_two = _mm512_shuffle_f32x4::<0xdd>(quads[8 + j], quads[12 + j]);
+        // SAFETY: the caller's contract.
+        unsafe {
+            _mm512_storeu_ps(out.add(j * PANEL), _mm512_shuffle_f32x4::<0x88>(even, even_two));
+            _mm512_storeu_ps(out.add((4 + j) * PANEL), _mm512_shuffle_f32x4::<0x88>(odd, odd_two));
+            _mm512_storeu_ps(out.add((8 + j) * PANEL), _mm512_shuffle_f32x4::<0xdd>(even, even_two));
+            _mm512_storeu_ps(out.add((12 + j) * PANEL), _mm512_shuffle_f32x4::<0xdd>(odd, odd_two));
         }
     }
 }

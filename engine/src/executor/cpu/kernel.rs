@@ -17,8 +17,9 @@ use super::isa::Isa;
 pub(super) const PANEL: usize = 32;
 /// Most rows one call computes on any instruction set.
 pub(super) const MAX_ROWS: usize = 12;
-/// How far ahead of the current row of a panel the next lines are requested, in bytes.
-const PREFETCH_BYTES: usize = 1536;
+/// How far ahead of the current row of a panel the next lines are requested, in bytes. Measured from memory on
+/// a 2-core Xeon guest: 27 GB/s without, 34 at 2 KiB, 37 to 48 at 4 KiB, the same at 8, less at 16.
+const PREFETCH_BYTES: usize = 4096;
 
 /// Element of a panel.
 pub(super) trait Element: Copy + Send + Sync + 'static {

@@ -5,15 +5,17 @@ use baton_connector::BlockId;
 use super::*;
 use crate::executor::LogitsWanted;
 use crate::model::weights::Weights;
+use crate::sampling::GenerationDefaults;
 
-fn config(extra: &str) -> ModelConfig {
+fn config(family: &str) -> ModelConfig {
+    // One head width that fits vectors and one that does not.
+    let head_dim = if family == "Llama" { 32 } else { 24 };
     let text = format!(
-        r#"{{"architectures": ["{}ForCausalLM"], "hidden_size": 72, "num_hidden_layers": 2,
-            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 100,
-            "vocab_size": 150, "eos_token_id": 1 }}"#,
-        extra
+        r#"{{"architectures": ["{family}ForCausalLM"], "hidden_size": 72, "num_hidden_layers": 2,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": {head_dim}, "intermediate_size": 100,
+            "vocab_size": 150, "eos_token_id": 1 }}"#
     );
-    ModelConfig::parse(text.as_bytes(), None).unwrap()
+    ModelConfig::parse(text.as_bytes(), GenerationDefaults::default()).unwrap()
 }
 
 fn executor(config: &ModelConfig, change: impl FnOnce(&mut CpuOptions)) -> CpuExecutor {

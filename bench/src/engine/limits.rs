@@ -1,0 +1,167 @@
+//! What this machine can do right now: read bandwidth, and the `gemm` crate on a model's matrices.
+#![allow(unsafe_code)] // huge-page advice and gemm's raw interface; see each block
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use baton_engine::model::config::ModelConfig;
+
+/// Size of the buffer that is read: several times the share of a last-level cache a tenant may get, no more
+/// than the weights of a small model.
+const STREAM_BYTES: usize = 512 << 20;
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// How far ahead lines are requested.
+#[cfg(target_arch = "x86_64")]
+const PREFETCH_BYTES: usize = 4096;
+
+/// Baselines with their buffers.
+pub(super) struct Machine {
+    threads: usize,
+    stream: Vec<u64>,
+    products: Vec<Gemm>,
+}
+
+struct Gemm {
+    rows: usize,
+    outputs: usize,
+    inputs: usize,
+    x: Vec<f32>,
+    weights: Vec<f32>,
+    out: Vec<f32>,
+}
+
+/// Matrices of one layer, `(outputs, inputs)`.
+pub(super) fn shapes(config: &ModelConfig) -> Vec<(usize, usize)> {
+    vec![
+        (config.query_width() + 2 * config.kv_width(), config.hidden),
+        (config.hidden, config.query_width()),
+        (2 * config.intermediate, config.hidden),
+        (config.hidden, config.intermediate),
+    ]
+}
+
+impl Machine {
+    pub(super) fn new(config: &ModelConfig, rows: usize, threads: usize) -> Self {
+        let products = shapes(config)
+            .into_iter()
+            .map(|(outputs, inputs)| Gemm {
+                rows,
+                outputs,
+                inputs,
+                x: vec![0.5; rows * inputs],
+                weights: huge(outputs * inputs, 0.25),
+                out: vec![0.0; rows * outputs],
+            })
+            .collect();
+        Self { threads, stream: huge(STREAM_BYTES / 8, 1), products }
+    }
+
+    /// GB/s of all threads reading disjoint parts of one buffer once.
+    pub(super) fn read_gbps(&mut self) -> f64 {
+        let part = self.stream.len().div_ceil(self.threads);
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            for part in self.stream.chunks(part) {
+                scope.spawn(move || black_box(sum(part)));
+            }
+        });
+        gigas(STREAM_BYTES, start)
+    }
+
+    /// GFLOP/s of one layer's products.
+    pub(super) fn gemm_gflops(&mut self) -> f64 {
+        let parallelism = match self.threads {
+            1 => gemm::Parallelism::None,
+            threads => gemm::Parallelism::Rayon(threads),
+        };
+        let start = Instant::now();
+        let mut flops = 0;
+        for product in &mut self.products {
+            flops += 2 * product.rows * product.outputs * product.inputs;
+            product.run(parallelism);
+        }
+        gigas(flops, start)
+    }
+}
+
+impl Gemm {
+    fn run(&mut self, parallelism: gemm::Parallelism) {
+        // SAFETY: sizes and strides describe the three buffers: `out[rows][outputs] = x[rows][inputs] ·
+        // weights[outputs][inputs]ᵀ`.
+        unsafe {
+            gemm::gemm(
+                self.rows,
+                self.outputs,
+                self.inputs,
+                self.out.as_mut_ptr(),
+                1,
+                self.outputs.cast_signed(),
+                false,
+                self.x.as_ptr(),
+                1,
+                self.inputs.cast_signed(),
+                self.weights.as_ptr(),
+                self.inputs.cast_signed(),
+                1,
+                0.0_f32,
+                1.0_f32,
+                false,
+                false,
+                false,
+                parallelism,
+            );
+        }
+        black_box(&self.out);
+    }
+}
+
+/// The processor's name, where the system tells it.
+pub(super) fn cpu_name() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    name.map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, name)| name.trim().to_owned())
+}
+
+/// A filled buffer, in huge pages where the system grants them: the same memory the engine's weights have.
+fn huge<T: Copy>(len: usize, value: T) -> Vec<T> {
+    let mut buffer = Vec::with_capacity(len);
+    #[cfg(target_os = "linux")]
+    {
+        let base: *mut T = buffer.as_mut_ptr();
+        let start = base.addr().next_multiple_of(HUGE_PAGE_BYTES);
+        let end = (base.addr() + len * size_of::<T>()) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+        if end > start {
+            // SAFETY: advice about whole pages inside an allocation of ours; it changes no contents.
+            let _ = unsafe { libc::madvise(base.with_addr(start).cast(), end - start, libc::MADV_HUGEPAGE) };
+        }
+    }
+    buffer.resize(len, value);
+    buffer
+}
+
+/// Sixteen independent sums, so that the additions never wait for each other, and lines requested ahead: plain
+/// loads alone do not reach what memory can deliver.
+fn sum(values: &[u64]) -> u64 {
+    let mut sums = [0_u64; 16];
+    for chunk in values.as_chunks::<16>().0 {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            let ahead = chunk.as_ptr().cast::<i8>().wrapping_add(PREFETCH_BYTES);
+            // SAFETY: a prefetch may point anywhere.
+            unsafe {
+                _mm_prefetch::<_MM_HINT_T0>(ahead);
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64));
+            }
+        }
+        for (sum, value) in sums.iter_mut().zip(chunk) {
+            *sum = sum.wrapping_add(*value);
+        }
+    }
+    sums.iter().fold(0, |a, b| a.wrapping_add(*b))
+}
+
+#[allow(clippy::cast_precision_loss)] // far below 2^52
+fn gigas(count: usize, start: Instant) -> f64 {
+    count as f64 / start.elapsed().as_secs_f64() / 1e9
+}

@@ -1,0 +1,101 @@
+//! Digests of cached blocks: two engines that hold the same prefix must hold the same bytes, and this is how an
+//! operator (or a test) sees it. Wrong or swapped blocks rarely show in logits.
+//!
+//! The step loop answers, on its own thread, between two steps: what is in the prefix cache is complete, and only
+//! the step loop could give it a new owner. That costs the next step up to [`DIGEST_BYTES_MAX`] of hashing, which
+//! is why a page is bounded.
+
+use baton_connector::BlockId;
+use baton_connector::region::Region;
+use sha2::{Digest, Sha256};
+use tokio::sync::oneshot;
+
+use crate::block_hash::BlockHash;
+
+/// Blocks of one page.
+pub const DIGEST_BLOCKS_MAX: usize = 4_096;
+
+/// Bytes that are hashed for one page (at least one block is): about a fifth of a second of one core.
+pub const DIGEST_BYTES_MAX: usize = 256 << 20;
+
+/// Pages that wait for the step loop. More are refused.
+pub const DIGEST_ASKS_MAX: usize = 4;
+
+/// Somebody wants a page.
+#[derive(Debug)]
+pub struct DigestAsk {
+    /// Only blocks with a hash above this one.
+    pub after: Option<BlockHash>,
+    /// Takes the page.
+    pub reply: oneshot::Sender<DigestPage>,
+}
+
+/// One cached block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockDigest {
+    /// What the prefix cache finds it by.
+    pub hash: BlockHash,
+    /// Where it lies.
+    pub block: BlockId,
+    /// SHA-256 of its bytes.
+    pub sha256: [u8; 32],
+}
+
+/// Some of the cached blocks, in the order of their hashes (the same on every engine).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DigestPage {
+    /// The blocks.
+    pub blocks: Vec<BlockDigest>,
+    /// Where the next page starts: [`DigestAsk::after`] of the next ask. `None` when this was the last.
+    pub next: Option<BlockHash>,
+}
+
+/// Blocks of `block_bytes` in one page.
+#[must_use]
+pub fn page_blocks(block_bytes: usize) -> usize {
+    (DIGEST_BYTES_MAX / block_bytes.max(1)).clamp(1, DIGEST_BLOCKS_MAX)
+}
+
+impl DigestPage {
+    /// Hashes the first [`page_blocks`] of `cached`, which is sorted by hash; what is beyond them is another page.
+    #[must_use]
+    pub fn of(cached: &[(BlockHash, BlockId)], region: &Region) -> Self {
+        let shown = &cached[..cached.len().min(page_blocks(region.block_bytes()))];
+        let digest = |&(hash, block): &(BlockHash, BlockId)| BlockDigest {
+            hash,
+            block,
+            sha256: Sha256::digest(region.read_block(block)).into(),
+        };
+        let next = shown.last().filter(|_| shown.len() < cached.len()).map(|&(hash, _)| hash);
+        Self { blocks: shown.iter().map(digest).collect(), next }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_bounded_by_blocks_and_by_bytes_and_says_where_the_next_starts() {
+        assert_eq!(page_blocks(1), DIGEST_BLOCKS_MAX);
+        assert_eq!(page_blocks(DIGEST_BYTES_MAX / 3), 3);
+        assert_eq!(page_blocks(usize::MAX), 1);
+        let region = Region::allocate(2, 64);
+        region.write_block(BlockId(1), &[9; 64]);
+        let cached: Vec<_> = (0..=DIGEST_BLOCKS_MAX)
+            .map(|n| {
+                let mut hash = [0; 32];
+                hash[..8].copy_from_slice(&(n as u64).to_be_bytes());
+                (BlockHash(hash), BlockId(n as u32 % 2))
+            })
+            .collect();
+        let page = DigestPage::of(&cached, &region);
+        assert_eq!(
+            (page.blocks.len(), page.next),
+            (DIGEST_BLOCKS_MAX, Some(cached[DIGEST_BLOCKS_MAX - 1].0))
+        );
+        assert_ne!(page.blocks[0].sha256, page.blocks[1].sha256);
+        assert_eq!(page.blocks[0].sha256, page.blocks[2].sha256);
+        assert_eq!(DigestPage::of(&cached[DIGEST_BLOCKS_MAX..], &region).next, None);
+    }
+}

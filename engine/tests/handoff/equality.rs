@@ -1,0 +1,128 @@
+//! What two engines say together is what one says alone.
+
+use serde_json::{Value, json};
+
+use super::cluster::{BLOCK, Cluster, LLAMA, QWEN2, QWEN3, greedy, prompt, with};
+use super::digests::same_bytes;
+
+/// Below, at and above a block; several blocks; several prefill chunks (a step has 24 tokens).
+const LENGTHS: [usize; 10] = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 50, 104, 121];
+
+fn every_length_agrees(model: &str) {
+    let cluster = Cluster::of(model);
+    for (seed, len) in LENGTHS.into_iter().enumerate() {
+        let prompt = prompt(seed as u64 + 1, len);
+        let reply = cluster.agrees(&greedy(&prompt, 16));
+        assert_eq!(reply["choices"][0]["token_ids"].as_array().expect("ids").len(), 16);
+        assert_eq!(reply["choices"][0]["logprobs"]["token_logprobs"].as_array().expect("numbers").len(), 16);
+        same_bytes(&cluster.p, &cluster.d, &prompt);
+        same_bytes(&cluster.p, &cluster.one, &prompt);
+        let sampled = json!({
+            "prompt": prompt, "max_tokens": 16, "temperature": 0.9, "top_p": 0.95, "seed": 7, "logprobs": 3,
+            "ignore_eos": true, "return_token_ids": true,
+        });
+        cluster.agrees(&sampled);
+    }
+    assert_eq!(cluster.d.metric("baton_kv_load_failures_total"), 0.0);
+    assert!(cluster.d.metric("vllm:external_prefix_cache_hits_total") > 0.0, "D has fetched nothing");
+    cluster.is_clean();
+}
+
+#[test]
+fn llama_in_f32_handed_over_at_every_length_says_what_one_engine_says() {
+    every_length_agrees(LLAMA);
+}
+
+#[test]
+fn qwen3_in_f32_handed_over_at_every_length_says_what_one_engine_says() {
+    every_length_agrees(QWEN3);
+}
+
+#[test]
+fn qwen2_in_bf16_handed_over_at_every_length_says_what_one_engine_says() {
+    every_length_agrees(QWEN2);
+}
+
+/// What is cached where, before the handoff.
+#[test]
+fn a_prefix_that_is_cached_on_either_side_or_on_both_changes_nothing() {
+    let cluster = Cluster::of(QWEN3);
+    let fetched = || cluster.d.metric("vllm:external_prefix_cache_hits_total");
+    let cached_of = |reply: &Value| reply["usage"]["prompt_tokens_details"]["cached_tokens"].clone();
+    // A prompt of whole blocks, one with a single token after them, and one with several.
+    for (seed, len) in [(100, 6 * BLOCK), (200, 6 * BLOCK + 1), (300, 6 * BLOCK + 5)] {
+        // The last token is always computed, so a full block that ends with it is not taken from the cache.
+        let whole = (len - 1) / BLOCK * BLOCK;
+        for (at, warm) in [0, 2 * BLOCK, len].into_iter().enumerate() {
+            let places: &[&str] = if warm == 0 { &["nowhere"] } else { &["on P", "on D", "on both"] };
+            for &place in places {
+                for node in [&cluster.p, &cluster.d, &cluster.one] {
+                    node.forget();
+                }
+                let prompt = prompt(seed + at as u64, len);
+                if warm > 0 {
+                    let warming = greedy(&prompt[..warm], 1);
+                    if place != "on D" {
+                        cluster.p.generate("warm", &warming).ok();
+                    }
+                    if place != "on P" {
+                        cluster.d.generate("warm", &warming).ok();
+                    }
+                }
+                let before = fetched();
+                let reply = cluster.agrees(&greedy(&prompt, 12));
+                let reused = whole.min(warm / BLOCK * BLOCK);
+                let on_p = if place == "on D" { 0 } else { reused };
+                let on_d = if place == "on P" { 0 } else { reused };
+                assert_eq!(cached_of(&reply), on_p, "{place}, {warm} of {len}: P's cache is what counts");
+                let expected = if len - on_d <= 1 { 0 } else { len - on_d };
+                assert_eq!(fetched() - before, expected as f64, "{place}, {warm} of {len}: fetched");
+                same_bytes(&cluster.p, &cluster.d, &prompt);
+            }
+        }
+    }
+    cluster.is_clean();
+}
+
+#[test]
+fn one_handoff_serves_all_choices_of_a_request() {
+    let cluster = Cluster::of(LLAMA);
+    for len in [1, BLOCK, 3 * BLOCK + 3] {
+        let body = json!({
+            "prompt": prompt(len as u64, len), "max_tokens": 16, "temperature": 1.0, "seed": 11, "n": 4,
+            "ignore_eos": true, "return_token_ids": true, "logprobs": 2,
+        });
+        let before = cluster.d.metric("vllm:nixl_xfer_time_seconds_count");
+        let reply = cluster.agrees(&body);
+        let choices = reply["choices"].as_array().expect("choices");
+        assert_eq!(choices.len(), 4);
+        assert!(choices.iter().any(|choice| choice["token_ids"] != choices[0]["token_ids"]), "all the same");
+        let reads = cluster.d.metric("vllm:nixl_xfer_time_seconds_count") - before;
+        assert_eq!(reads, f64::from(u8::from(len > 1)), "one read, and none for a prompt of one token");
+    }
+    cluster.is_clean();
+}
+
+#[test]
+fn a_streamed_answer_is_the_whole_answer_in_pieces() {
+    let cluster = Cluster::of(QWEN3);
+    let body = greedy(&prompt(5, 30), 20);
+    let whole = cluster.agrees(&body);
+    let streamed =
+        with(&with(&body, "stream", json!(true)), "stream_options", json!({"include_usage": true}));
+    let lent = cluster.p.lend(&streamed);
+    let reply = cluster.d.decode(&streamed, &lent);
+    assert_eq!(reply.status, 200, "{}", reply.text);
+    let (mut text, mut ids) = (String::new(), Vec::new());
+    let frames: Vec<&str> = reply.text.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+    assert_eq!(frames.last(), Some(&"[DONE]"));
+    for frame in &frames[..frames.len() - 1] {
+        let chunk: Value = serde_json::from_str(frame).expect("a chunk");
+        let choice = &chunk["choices"][0];
+        text += choice["text"].as_str().unwrap_or_default();
+        ids.extend(choice["token_ids"].as_array().cloned().unwrap_or_default());
+    }
+    assert_eq!(whole["choices"][0]["text"], text);
+    assert_eq!(whole["choices"][0]["token_ids"], json!(ids));
+    cluster.is_clean();
+}

@@ -1,0 +1,17 @@
+//! A handoff between real engines in one process: what prefill engine and decode engine say together is, token by
+//! token and bit by bit, what one engine says alone, and afterwards every block is home.
+//!
+//! Each test starts its own engines on free ports of loopback, with the tiny checkpoints of `tests/fixtures`,
+//! and speaks HTTP to them as a router does: the prefill leg, then the decode leg with the reply's
+//! `kv_transfer_params`.
+
+mod aborts;
+mod cluster;
+mod digests;
+mod equality;
+mod http;
+mod leases;
+mod pressure;
+mod refusals;
+mod stale;
+mod stopping;
