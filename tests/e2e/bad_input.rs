@@ -230,6 +230,29 @@ fn a_body_over_the_limit_is_a_413_however_it_is_announced() {
 }
 
 #[test]
+fn a_head_that_two_parsers_could_read_differently_reaches_no_engine() {
+    let cluster = Cluster::new().start();
+    let body = Ask::recall(3).body.to_string();
+    let length = body.len();
+    for (what, headers) in [
+        ("a negative length", "content-length: -1".to_owned()),
+        ("two lengths", format!("content-length: {length}\r\ncontent-length: 5")),
+        ("a list of lengths", format!("content-length: {length}, 5")),
+        ("an encoding that is not known", "transfer-encoding: gzip".to_owned()),
+    ] {
+        let request =
+            format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\n{headers}\r\nconnection: close\r\n\r\n{body}");
+        let status = Call::raw(&cluster.url, request.as_bytes()).try_reply().map(|reply| reply.status);
+        println!("{what}: {status:?}");
+        assert!(!matches!(status, Ok(200..400 | 500..)), "{what}: {status:?}");
+    }
+    cluster.settled(AT_ONCE);
+    assert_eq!(cluster.prefill[0].books().steps, 0, "an engine has computed something");
+    assert_eq!(cluster.decode[0].books().steps, 0, "an engine has computed something");
+    cluster.still_serves();
+}
+
+#[test]
 fn what_only_an_engine_can_know_to_be_wrong_is_refused_and_nothing_is_held() {
     let cluster = Cluster::new().start();
     let rows = [

@@ -87,6 +87,39 @@ fn a_full_decode_engine_is_one_429_with_a_time_to_come_back() {
 }
 
 #[test]
+fn a_full_prefill_engine_is_one_429_where_nobody_may_stand_in() {
+    let narrow = "--max-num-batched-tokens 64 --max-num-seqs 1 --max-waiting 1 --pace-ms 60";
+    let cluster = Cluster::new().prefill(narrow).no_fallback().start();
+    let p = &cluster.prefill[0];
+    let served = [0, 1].map(|waiting| {
+        let call = cluster.send(&Ask::fresh(600));
+        p.shows("it has a place", |books| books.running == 1 && books.waiting == waiting);
+        call
+    });
+    let reply = cluster.ask(&Ask::fresh(600));
+    refusal(&cluster, &reply, 429, "overloaded_error");
+    assert!(reply.header("retry-after").is_some(), "{}", reply.head);
+    for call in served {
+        assert_eq!(call.reply().status, 200);
+    }
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn a_full_router_is_one_429_and_no_engine_hears_of_it() {
+    let slow = "--pace-ms 30";
+    let cluster = Cluster::new().decode(slow).router("limits", json!({"in_flight": 1})).start();
+    let served = cluster.send(&Ask::fresh(60).tokens(40));
+    cluster.decode[0].shows("it decodes", |books| books.running == 1);
+    let reply = cluster.ask(&Ask::fresh(60));
+    refusal(&cluster, &reply, 429, "overloaded_error");
+    assert!(reply.header("retry-after").is_some(), "{}", reply.head);
+    assert_eq!(cluster.prefill[0].books().leases_opened, 1);
+    assert_eq!(served.reply().status, 200);
+    cluster.still_serves();
+}
+
+#[test]
 fn without_its_only_decode_engine_a_request_is_one_503_and_the_prefill_engine_is_free() {
     let mut cluster = Cluster::new().start();
     cluster.decode[0].kill();

@@ -1,7 +1,9 @@
 //! Many clients at once over small pools, every third of which leaves at a point that differs from client to
 //! client. Those who stay get the answer that they would have got alone; afterwards every block is back.
 
-use crate::harness::{AT_ONCE, Ask, Cluster, HangUp, PATIENCE};
+use baton_connector_tcp::ClientOptions;
+
+use crate::harness::{AT_ONCE, Ask, Cluster, HangUp, PATIENCE, eventually};
 
 /// Clients of one kind each.
 const CLIENTS: usize = 60;
@@ -15,6 +17,8 @@ fn in_a_storm_of_hang_ups_those_who_stay_are_served_and_every_block_comes_back()
         .start();
     let questions: Vec<Ask> = (0..4).map(|kind| Ask::recall(20 + 7 * kind)).collect();
     let alone: Vec<String> = questions.iter().map(|ask| cluster.ask(ask).text()).collect();
+    cluster.settled(AT_ONCE);
+    let calm = cluster.descriptors();
     std::thread::scope(|scope| {
         for client in 0..CLIENTS {
             let (cluster, questions, alone) = (&cluster, &questions, &alone);
@@ -47,6 +51,16 @@ fn in_a_storm_of_hang_ups_those_who_stay_are_served_and_every_block_comes_back()
     assert!(left >= 15.0, "most of those who left were to be noticed, not served: {left}");
     let preempted = cluster.decode[0].metric("vllm:num_preemptions_total", "");
     println!("{preempted} preemptions at the decode engine");
-    cluster.settled(PATIENCE);
+    // The router keeps idle connections for some seconds, the decode engine keeps a bounded number for longer. Beyond
+    // that not one descriptor is left over.
+    let kept = ClientOptions::default().connections_per_peer_max;
+    let bound: Vec<usize> =
+        calm.iter().enumerate().map(|(at, calm)| calm + kept * usize::from(at > 0)).collect();
+    let closed = || {
+        let open = cluster.descriptors();
+        let left = open.iter().zip(&bound).any(|(open, bound)| open > bound);
+        if left { Err(format!("{open:?} descriptors are open, {bound:?} may be")) } else { Ok(()) }
+    };
+    eventually(PATIENCE, "every descriptor is closed", closed);
     cluster.still_serves();
 }

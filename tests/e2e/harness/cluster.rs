@@ -92,6 +92,12 @@ impl Cluster {
         self.prefill.iter().chain(&self.decode).filter(|engine| engine.alive)
     }
 
+    /// Open file descriptors of the router and of every engine.
+    pub(crate) fn descriptors(&self) -> Vec<usize> {
+        let engines = self.prefill.iter().chain(&self.decode).map(|engine| engine.process.descriptors());
+        std::iter::once(self.router.descriptors()).chain(engines).collect()
+    }
+
     /// `kill -9` of the router.
     pub(crate) fn kill_router(&mut self) {
         self.router.signal(Signal::Kill);

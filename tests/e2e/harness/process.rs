@@ -83,6 +83,12 @@ impl Process {
         }
     }
 
+    /// Its open file descriptors.
+    pub(crate) fn descriptors(&self) -> usize {
+        let open = std::fs::read_dir(format!("/proc/{}/fd", self.child.id()));
+        open.map_or(0, Iterator::count)
+    }
+
     /// Waits until it has ended by itself, and well.
     pub(crate) fn ends_well(&mut self, within: Duration) {
         let ended = || match self.child.try_wait().expect("it is our child") {
