@@ -114,7 +114,7 @@ fn a_client_leaves_while_the_decode_engine_fetches() {
 
 #[test]
 fn a_client_leaves_before_the_first_token() {
-    let cluster = Cluster::new().decode("--pace-ms 400").start();
+    let cluster = Cluster::new().decode("--pace-ms 250").start();
     for how in HangUp::BOTH {
         let leaving = cluster.send(&Ask::fresh(100).tokens(50).streamed());
         cluster.decode[0].shows("its first step", |books| books.running == 1);
