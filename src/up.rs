@@ -163,7 +163,7 @@ fn router_config(listen: SocketAddr, prefill: &Child, decode: &Child) -> Result<
 
 fn banner(url: &str, model: &str, builtin: bool, took: Duration) {
     let question = if builtin { builtin::QUESTION } else { "Hello! Who are you?" };
-    let body = json!({"model": model, "messages": [{"role": "user", "content": question}]});
+    let body = json!({"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0});
     println!("\nBaton is up after {:.1} s: {url}/v1, model {model}\n", took.as_secs_f64());
     println!(
         "Try it:\n\n  curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n"
