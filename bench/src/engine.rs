@@ -20,6 +20,7 @@ use baton_engine::executor::{Executor, ExecutorError, Logits, LogitsWanted, SeqS
 use baton_engine::model::config::ModelConfig;
 use baton_engine::model::weights::Weights;
 use baton_engine::model::{ModelError, ModelFiles};
+use baton_engine::sampling::GenerationDefaults;
 use clap::Args;
 use serde::Serialize;
 
@@ -158,7 +159,7 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
             (dir.display().to_string(), ModelConfig::read(&files)?, Weights::open(&files)?)
         }
         None => {
-            let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), Default::default())?;
+            let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), GenerationDefaults::default())?;
             ("made up: Llama shape, 214M parameters, bf16".to_owned(), config, Weights::random(1))
         }
     };
@@ -338,7 +339,7 @@ mod tests {
 
     #[test]
     fn the_made_up_model_has_the_size_it_claims() {
-        let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), Default::default()).unwrap();
+        let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), None).unwrap();
         let millions = baton_engine::model::weights::parameter_count(&config) / 1_000_000;
         assert_eq!(millions, 213);
         assert!((prefill_flops(&config) / 1e9 - 193.0).abs() < 1.0);

@@ -1,4 +1,4 @@
-//! The engine's state as others may look at it at any time: a copy, made after each step.
+//! The engine's state as others may look at it at any time: a copy, made before and after each step.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -12,7 +12,7 @@ pub struct Status {
     pub usage: BlockUsage,
     /// Requests by phase.
     pub load: Load,
-    /// Steps so far; also tells that the loop is alive.
+    /// Forward passes so far; tells that the device is alive.
     pub steps: u64,
     /// Set when the device has failed.
     pub failed: Option<String>,
@@ -28,7 +28,11 @@ impl StatusBoard {
         let mut status = self.lock();
         status.usage = usage;
         status.load = load;
-        status.steps += 1;
+    }
+
+    /// Counts a forward pass.
+    pub fn stepped(&self) {
+        self.lock().steps += 1;
     }
 
     /// The device has failed; the engine is unhealthy from now on.

@@ -169,7 +169,10 @@ impl StepLoop {
                 blocked = !acted;
             } else {
                 blocked = false;
+                // A forward pass takes its time: who looks meanwhile must see who is in it.
+                self.publish();
                 self.step(&plan);
+                self.parts.status.stepped();
             }
             self.publish();
             if self.over() {

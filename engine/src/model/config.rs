@@ -303,6 +303,7 @@ mod tests {
             (json!({"hidden_act": "gelu"}), "gelu"),
             (json!({"num_local_experts": 8}), "num_local_experts"),
             (json!({"rope_scaling": {"type": "longrope", "factor": 2.0}}), "longrope"),
+            (json!({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}), "per layer type"),
             (
                 json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": true,
                     "sliding_window": 128, "max_window_layers": 1}),

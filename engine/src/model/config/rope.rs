@@ -63,6 +63,12 @@ impl Rope {
     pub(super) fn parse(config: &Fields<'_>, max_positions: usize) -> Result<Self, ModelError> {
         // `rope_parameters` (transformers 5) holds theta and scaling; the older dialect has them apart.
         let parameters = config.object("rope_parameters")?;
+        if parameters
+            .as_ref()
+            .is_some_and(|fields| fields.object("full_attention").is_ok_and(|p| p.is_some()))
+        {
+            return Err(config.unsupported("rope_parameters per layer type", SUPPORTED));
+        }
         let scaling = match &parameters {
             Some(_) => parameters.clone(),
             None => config.object("rope_scaling")?,

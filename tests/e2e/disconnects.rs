@@ -1,0 +1,206 @@
+//! A client leaves, by FIN and by RST, at every point of a request's life. Within [`AT_ONCE`] the engines hold
+//! what they held before it came, and no lease has ended by expiry. The time it took is printed.
+
+use std::time::Instant;
+
+use crate::harness::{AT_ONCE, Ask, Cluster, HangUp, PATIENCE, eventually};
+
+/// A prefill engine that takes 64 tokens a step, and its time for each.
+const SLOW_PREFILL: &str = "--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60";
+
+/// Prompt tokens that keep a slow prefill engine busy for 16 steps.
+const LONG: usize = 1000;
+
+fn report(phase: &str, how: HangUp, since: Instant) {
+    println!("{phase}, {how:?}: back after {:.1} ms", since.elapsed().as_secs_f64() * 1000.0);
+}
+
+/// The router saw that many clients leave, each in the phase that the test is about.
+fn all_left_in(cluster: &Cluster, phase: &str, count: u32) {
+    let seen = |labels: &str| cluster.router_metric("baton_router_disconnects_total", labels);
+    assert_eq!(seen(&format!("phase=\"{phase}\"")), f64::from(count), "left in phase {phase}");
+    assert_eq!(seen(""), f64::from(count), "left at all");
+}
+
+#[test]
+fn a_client_leaves_while_its_request_is_queued_at_the_prefill_engine() {
+    let slow_and_narrow = "--max-num-batched-tokens 64 --max-num-seqs 1 --pace-ms 60";
+    let cluster = Cluster::new().prefill(slow_and_narrow).start();
+    let p = &cluster.prefill[0];
+    for (people, how) in [(100, HangUp::Fin), (101, HangUp::Rst)] {
+        let bystander = Ask::recall(people);
+        let undisturbed = cluster.send(&bystander);
+        p.shows("the bystander computes", |books| books.running == 1);
+        let leaving = cluster.send(&Ask::fresh(LONG));
+        p.shows("one request waits", |books| books.running == 1 && books.waiting == 1);
+        let left = Instant::now();
+        leaving.hang_up(how);
+        p.shows_within(AT_ONCE, "none waits", |books| books.waiting == 0);
+        report("queued at P", how, left);
+        assert!(undisturbed.is_unanswered(), "the bystander was to be computing still");
+        let answer = undisturbed.reply().text();
+        cluster.settled(PATIENCE);
+        assert_eq!(cluster.ask(&bystander).text(), answer, "the bystander's answer was disturbed");
+        cluster.settled(PATIENCE);
+    }
+    all_left_in(&cluster, "prefill", 2);
+}
+
+#[test]
+fn a_client_leaves_while_the_prefill_engine_computes() {
+    let cluster = Cluster::new().prefill(SLOW_PREFILL).start();
+    let p = &cluster.prefill[0];
+    for how in HangUp::BOTH {
+        let steps = p.books().steps;
+        let leaving = cluster.send(&Ask::fresh(LONG));
+        p.shows("two chunks of it are computed", |books| books.running == 1 && books.steps >= steps + 2);
+        let left = Instant::now();
+        leaving.hang_up(how);
+        cluster.settled(AT_ONCE);
+        report("P computes", how, left);
+        assert!(p.books().steps < steps + 16, "it was computed to its end");
+        assert_eq!(p.books().leases_opened, 0, "it was lent");
+    }
+    all_left_in(&cluster, "prefill", 2);
+    cluster.still_serves();
+}
+
+#[test]
+fn a_client_leaves_between_the_prefill_engines_reply_and_the_decode_engines() {
+    for how in HangUp::BOTH {
+        let mut cluster = Cluster::new().start();
+        cluster.decode[0].pause();
+        let leaving = cluster.send(&Ask::fresh(100));
+        cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+        let left = Instant::now();
+        leaving.hang_up(how);
+        cluster.prefill[0].settled(AT_ONCE);
+        report("between P and D", how, left);
+        let on = Instant::now();
+        cluster.decode[0].go_on();
+        cluster.settled(AT_ONCE);
+        report("between P and D, D after its pause", how, on);
+        all_left_in(&cluster, "decode_pre_first", 1);
+        cluster.still_serves();
+    }
+}
+
+#[test]
+fn a_client_leaves_while_the_decode_engine_fetches() {
+    for how in HangUp::BOTH {
+        let mut cluster = Cluster::new().start();
+        cluster.decode[0].pause();
+        let leaving = cluster.send(&Ask::fresh(LONG));
+        cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+        cluster.prefill[0].pause();
+        cluster.decode[0].go_on();
+        cluster.decode[0].shows("it fetches", |books| books.fetching == 1 && books.landing > 0);
+        let left = Instant::now();
+        leaving.hang_up(how);
+        cluster.decode[0].shows_within(AT_ONCE, "nobody fetches", |books| books.fetching == 0);
+        report("D fetches, D", how, left);
+        let on = Instant::now();
+        cluster.prefill[0].go_on();
+        cluster.settled(AT_ONCE);
+        report("D fetches, P after its pause", how, on);
+        all_left_in(&cluster, "decode_pre_first", 1);
+        cluster.still_serves();
+    }
+}
+
+#[test]
+fn a_client_leaves_before_the_first_token() {
+    let cluster = Cluster::new().decode("--pace-ms 400").start();
+    for how in HangUp::BOTH {
+        let leaving = cluster.send(&Ask::fresh(100).tokens(50).streamed());
+        cluster.decode[0].shows("its first step", |books| books.running == 1);
+        assert!(leaving.is_unanswered());
+        let left = Instant::now();
+        leaving.hang_up(how);
+        cluster.settled(AT_ONCE);
+        report("before the first token", how, left);
+    }
+    all_left_in(&cluster, "decode_pre_first", 2);
+    cluster.still_serves();
+}
+
+#[test]
+fn a_client_leaves_in_mid_stream_and_a_bystander_gets_its_whole_answer() {
+    let cluster = Cluster::new().decode("--pace-ms 30").start();
+    let bystander = Ask::recall(20);
+    let alone = cluster.ask(&bystander).text();
+    for how in HangUp::BOTH {
+        let mut leaving = cluster.send(&Ask::fresh(100).tokens(400).streamed()).stream();
+        assert_eq!(leaving.status, 200);
+        for _ in 0..3 {
+            leaving.event().expect("an event");
+        }
+        let staying = cluster.send(&bystander);
+        cluster.decode[0].shows("both run", |books| books.running == 2);
+        let left = Instant::now();
+        leaving.hang_up(how);
+        cluster.decode[0].shows_within(AT_ONCE, "only the bystander is left", |books| books.running <= 1);
+        report("mid-stream", how, left);
+        assert_eq!(staying.reply().text(), alone);
+        cluster.settled(AT_ONCE);
+
+        let mut leaving = cluster.send(&Ask::fresh(100).tokens(400).streamed()).stream();
+        leaving.event().expect("an event");
+        let left = Instant::now();
+        leaving.hang_up(how);
+        cluster.settled(AT_ONCE);
+        report("mid-stream, alone", how, left);
+    }
+    all_left_in(&cluster, "decode_stream", 4);
+    cluster.still_serves();
+}
+
+#[test]
+fn a_client_leaves_an_answer_that_is_not_streamed() {
+    let cluster = Cluster::new().decode("--pace-ms 30").start();
+    let d = &cluster.decode[0];
+    for how in HangUp::BOTH {
+        let before = d.metric("vllm:generation_tokens_total", "");
+        let leaving = cluster.send(&Ask::fresh(100).tokens(400));
+        let generates = || {
+            let generated = d.metric("vllm:generation_tokens_total", "") - before;
+            if generated >= 3.0 { Ok(()) } else { Err(format!("{generated} tokens")) }
+        };
+        eventually(PATIENCE, "some tokens are there", generates);
+        assert!(leaving.is_unanswered());
+        let left = Instant::now();
+        leaving.hang_up(how);
+        cluster.settled(AT_ONCE);
+        report("not streamed, decoding", how, left);
+        let generated = d.metric("vllm:generation_tokens_total", "") - before;
+        assert!(generated < 100.0, "{generated} tokens for nobody");
+    }
+    all_left_in(&cluster, "decode_pre_first", 2);
+    cluster.still_serves();
+}
+
+#[test]
+fn a_client_leaves_while_the_prefill_engine_stands_still() {
+    let mut cluster = Cluster::new().start();
+    for how in [HangUp::Fin, HangUp::Rst, HangUp::Fin, HangUp::Rst] {
+        cluster.prefill[0].pause();
+        let leaving = cluster.send(&Ask::fresh(100));
+        router_is_busy(&cluster, "baton_router_requests_in_flight");
+        leaving.hang_up(how);
+        // The abort waits beside the request itself: the engine may read either first.
+        router_is_busy(&cluster, "baton_router_settlements_in_flight");
+        let on = Instant::now();
+        cluster.prefill[0].go_on();
+        cluster.settled(AT_ONCE);
+        report("P stands still, after its pause", how, on);
+    }
+    cluster.still_serves();
+}
+
+fn router_is_busy(cluster: &Cluster, gauge: &str) {
+    let busy = || match cluster.router_metric(gauge, "") {
+        0.0 => Err(format!("{gauge} is 0")),
+        _ => Ok(()),
+    };
+    eventually(PATIENCE, gauge, busy);
+}

@@ -1,0 +1,63 @@
+//! What an engine says of itself at `/debug/kv`, and how to read a number out of `/metrics`.
+
+use serde_json::Value;
+
+/// One look at an engine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Books {
+    pub(crate) total: u64,
+    pub(crate) free: u64,
+    pub(crate) cached: u64,
+    pub(crate) active: u64,
+    pub(crate) leased: u64,
+    pub(crate) landing: u64,
+    pub(crate) waiting: u64,
+    pub(crate) running: u64,
+    pub(crate) fetching: u64,
+    pub(crate) stopping: u64,
+    pub(crate) leases: u64,
+    pub(crate) leases_opened: u64,
+    pub(crate) steps: u64,
+}
+
+impl Books {
+    pub(crate) fn read(shown: &Value) -> Self {
+        let number = |part: &str, name: &str| {
+            let value = shown[part][name].as_u64();
+            value.unwrap_or_else(|| panic!("/debug/kv has no {part}.{name}: {shown}"))
+        };
+        Self {
+            total: number("blocks", "total"),
+            free: number("blocks", "free"),
+            cached: number("blocks", "cached"),
+            active: number("blocks", "active"),
+            leased: number("blocks", "leased"),
+            landing: number("blocks", "landing"),
+            waiting: number("requests", "waiting"),
+            running: number("requests", "running"),
+            fetching: number("requests", "fetching"),
+            stopping: number("requests", "stopping"),
+            leases: number("leases", "live"),
+            leases_opened: number("leases", "opened"),
+            steps: shown["steps"].as_u64().expect("steps"),
+        }
+    }
+
+    /// Nothing is held, nobody is served, and no block is missing.
+    pub(crate) fn is_baseline(&self) -> bool {
+        let held = self.active + self.leased + self.landing;
+        let requests = self.waiting + self.running + self.fetching + self.stopping;
+        held == 0 && requests == 0 && self.leases == 0 && self.free + self.cached == self.total
+    }
+}
+
+/// The sum of all series of a metric whose labels contain `labels`; 0 where there is none.
+pub(crate) fn metric(exposition: &str, name: &str, labels: &str) -> f64 {
+    let series = exposition.lines().filter_map(|line| {
+        let rest = line.strip_prefix(name)?;
+        let (shown, value) = rest.rsplit_once(' ')?;
+        let whole = shown.is_empty() || shown.starts_with('{');
+        (whole && shown.contains(labels)).then(|| value.parse::<f64>().ok()).flatten()
+    });
+    series.sum()
+}

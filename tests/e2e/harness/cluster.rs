@@ -1,0 +1,231 @@
+//! A router with its engines, each a process of its own.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::ask::MODEL;
+use super::books::metric;
+use super::{Ask, Books, Call, PATIENCE, Process, Reply, Signal, eventually};
+
+/// What a cluster is to be made of.
+pub(crate) struct Plan {
+    prefill: Vec<Vec<String>>,
+    decode: Vec<Vec<String>>,
+    router: Value,
+    fallback: &'static str,
+}
+
+/// A running cluster.
+pub(crate) struct Cluster {
+    pub(crate) prefill: Vec<Engine>,
+    pub(crate) decode: Vec<Engine>,
+    pub(crate) url: String,
+    admin: String,
+    router: Process,
+    _folder: TempDir,
+}
+
+/// A running engine.
+pub(crate) struct Engine {
+    name: String,
+    process: Process,
+    pub(crate) address: String,
+    alive: bool,
+}
+
+impl Cluster {
+    /// One prefill engine and one decode engine, unless the plan says otherwise.
+    #[allow(clippy::new_ret_no_self)] // reads as a sentence: Cluster::new().decode(..).start()
+    pub(crate) fn new() -> Plan {
+        Plan { prefill: Vec::new(), decode: Vec::new(), router: json!({}), fallback: "aggregate" }
+    }
+
+    /// Sends a request to the router.
+    pub(crate) fn send(&self, ask: &Ask) -> Call {
+        Call::new(&self.url, "POST", ask.path, ask.body.to_string().as_bytes())
+    }
+
+    /// Asks the router and waits for the whole answer.
+    pub(crate) fn ask(&self, ask: &Ask) -> Reply {
+        self.send(ask).reply()
+    }
+
+    /// The sum of a metric of the router.
+    pub(crate) fn router_metric(&self, name: &str, labels: &str) -> f64 {
+        let reply = Call::new(&self.admin, "GET", "/metrics", b"").reply();
+        metric(&String::from_utf8_lossy(&reply.body), name, labels)
+    }
+
+    /// Waits until nobody holds anything: every engine that lives is at its baseline, no lease has ended by
+    /// expiry, and the router has nothing in flight.
+    pub(crate) fn settled(&self, within: Duration) {
+        let begun = Instant::now();
+        for engine in self.engines() {
+            engine.settled(within.saturating_sub(begun.elapsed()));
+        }
+        let quiet = || {
+            let busy = self.router_metric("baton_router_requests_in_flight", "")
+                + self.router_metric("baton_router_settlements_in_flight", "");
+            if busy == 0.0 { Ok(()) } else { Err(format!("{busy} requests or settlements in flight")) }
+        };
+        eventually(PATIENCE, "the router is quiet", quiet);
+        // What was still on its way to an engine when we looked has arrived by now.
+        for engine in self.engines() {
+            engine.settled(within);
+            engine.expired_nothing();
+        }
+    }
+
+    /// One more request is served, and everything is settled after it too.
+    pub(crate) fn still_serves(&self) {
+        let reply = self.ask(&Ask::fresh(40));
+        assert_eq!(reply.status, 200, "{}", reply.json());
+        self.settled(PATIENCE);
+    }
+
+    fn engines(&self) -> impl Iterator<Item = &Engine> {
+        self.prefill.iter().chain(&self.decode).filter(|engine| engine.alive)
+    }
+
+    /// What the router has logged.
+    pub(crate) fn router_log(&self) -> String {
+        self.router.log()
+    }
+}
+
+impl Plan {
+    /// One more prefill engine, with these options.
+    pub(crate) fn prefill(mut self, options: &str) -> Self {
+        self.prefill.push(words(options));
+        self
+    }
+
+    /// One more decode engine, with these options.
+    pub(crate) fn decode(mut self, options: &str) -> Self {
+        self.decode.push(words(options));
+        self
+    }
+
+    /// Without a prefill engine a request is refused.
+    pub(crate) fn no_fallback(mut self) -> Self {
+        self.fallback = "none";
+        self
+    }
+
+    /// A part of the router's configuration.
+    pub(crate) fn router(mut self, key: &str, value: Value) -> Self {
+        self.router[key] = value;
+        self
+    }
+
+    /// Starts everything and waits until it serves.
+    pub(crate) fn start(mut self) -> Cluster {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        for options in [&mut self.prefill, &mut self.decode] {
+            if options.is_empty() {
+                options.push(Vec::new());
+            }
+        }
+        let start = |role: &str, options: &[Vec<String>]| -> Vec<Engine> {
+            let name = |at| format!("{role}-{at}");
+            let engines = options.iter().enumerate();
+            engines.map(|(at, options)| Engine::start(name(at), role, options, &folder)).collect()
+        };
+        let (mut prefill, mut decode) = (start("prefill", &self.prefill), start("decode", &self.decode));
+        prefill.iter_mut().chain(&mut decode).for_each(Engine::wait_ready);
+        let urls = |engines: &[Engine]| -> Value {
+            let urls = engines.iter().map(|engine| json!({"url": format!("http://{}", engine.address)}));
+            json!({"engines": urls.collect::<Vec<_>>()})
+        };
+        let mut config = self.router;
+        config["listen"] = json!("127.0.0.1:0");
+        config["admin"] = json!({"listen": "127.0.0.1:0"});
+        config["models"] = json!([{
+            "name": MODEL, "prefill": urls(&prefill), "decode": urls(&decode), "fallback": self.fallback,
+        }]);
+        let file = folder.path().join("router.yaml");
+        std::fs::write(&file, config.to_string()).expect("the test's folder can be written");
+        let args = ["router", "--config", &file.display().to_string()].map(str::to_owned);
+        let mut router = Process::start("router", &args, folder.path());
+        router.wait_ready();
+        let (url, admin) = (router.fact("http"), router.fact("admin"));
+        Cluster { prefill, decode, url, admin, router, _folder: folder }
+    }
+}
+
+impl Engine {
+    fn start(name: String, role: &str, options: &[String], folder: &TempDir) -> Self {
+        let fixed = "--listen 127.0.0.1:0 --kv-cache-mib 32 --threads 1";
+        let mut args = words(&format!("engine --role {role} {fixed}"));
+        args.extend_from_slice(options);
+        let process = Process::start(&name, &args, folder.path());
+        Self { name, process, address: String::new(), alive: true }
+    }
+
+    fn wait_ready(&mut self) {
+        self.process.wait_ready();
+        self.address = self.process.fact("http");
+    }
+
+    /// Sends a request to this engine itself, past the router.
+    pub(crate) fn send(&self, method: &str, path: &str, body: &Value) -> Call {
+        Call::new(&self.address, method, path, body.to_string().as_bytes())
+    }
+
+    pub(crate) fn books(&self) -> Books {
+        let reply = Call::new(&self.address, "GET", "/debug/kv", b"").reply();
+        assert_eq!(reply.status, 200, "{}", self.name);
+        Books::read(&reply.json())
+    }
+
+    /// The sum of a metric of this engine.
+    pub(crate) fn metric(&self, name: &str, labels: &str) -> f64 {
+        let reply = Call::new(&self.address, "GET", "/metrics", b"").reply();
+        metric(&String::from_utf8_lossy(&reply.body), name, labels)
+    }
+
+    /// Waits until its books show what is looked for.
+    pub(crate) fn shows(&self, what: &str, found: impl Fn(&Books) -> bool) -> Books {
+        self.shows_within(PATIENCE, what, found)
+    }
+
+    /// As [`Self::shows`], within a time.
+    pub(crate) fn shows_within(&self, within: Duration, what: &str, found: impl Fn(&Books) -> bool) -> Books {
+        let look = || {
+            let books = self.books();
+            if found(&books) { Ok(books) } else { Err(format!("{books:?}")) }
+        };
+        eventually(within, &format!("{} shows: {what}", self.name), look)
+    }
+
+    /// Waits until it holds nothing and serves nobody.
+    pub(crate) fn settled(&self, within: Duration) {
+        self.shows_within(within, "everything is back", Books::is_baseline);
+    }
+
+    /// No lease of it has ended by its expiry.
+    pub(crate) fn expired_nothing(&self) {
+        assert_eq!(self.metric("vllm:nixl_num_kv_expired_reqs", ""), 0.0, "{}: leases expired", self.name);
+    }
+
+    /// It stands still until [`Self::go_on`]; its sockets stay open.
+    pub(crate) fn pause(&mut self) {
+        self.process.signal(Signal::Pause);
+    }
+
+    pub(crate) fn go_on(&mut self) {
+        self.process.signal(Signal::Continue);
+    }
+
+    /// `kill -9`.
+    pub(crate) fn kill(&mut self) {
+        self.process.signal(Signal::Kill);
+        self.alive = false;
+    }
+}
+
+fn words(options: &str) -> Vec<String> {
+    options.split_ascii_whitespace().map(str::to_owned).collect()
+}

@@ -1,0 +1,205 @@
+//! HTTP/1.1 on a bare socket: what a client sends is bytes, and how it leaves is its choice.
+
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use serde_json::Value;
+use socket2::SockRef;
+
+/// A reader gives up after this long without a byte. Longer than any test's pace.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// How a client leaves.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum HangUp {
+    /// It closes: the peer reads an end.
+    Fin,
+    /// It resets: the peer reads an error.
+    Rst,
+}
+
+impl HangUp {
+    /// Both ways to leave.
+    pub(crate) const BOTH: [Self; 2] = [Self::Fin, Self::Rst];
+}
+
+/// A request that was sent and whose answer has not been read.
+pub(crate) struct Call {
+    stream: TcpStream,
+}
+
+/// A whole answer.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    pub(crate) status: u16,
+    pub(crate) head: String,
+    pub(crate) body: Vec<u8>,
+}
+
+/// A streamed answer whose head has been read.
+pub(crate) struct Stream {
+    pub(crate) status: u16,
+    reader: BufReader<TcpStream>,
+    /// Decoded bytes that are not yet a whole event.
+    pending: Vec<u8>,
+    ended: bool,
+}
+
+impl Call {
+    /// Sends these bytes as they are.
+    pub(crate) fn raw(address: &str, bytes: &[u8]) -> Self {
+        let mut stream = TcpStream::connect(address).expect("it listens");
+        stream.set_nodelay(true).expect("a socket option");
+        stream.set_read_timeout(Some(SILENCE)).expect("a socket option");
+        // A server that refuses by the head alone may close before it has read all.
+        let _ = stream.write_all(bytes);
+        Self { stream }
+    }
+
+    /// Sends one request with a JSON body of these bytes.
+    pub(crate) fn new(address: &str, method: &str, path: &str, body: &[u8]) -> Self {
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
+        Self::raw(address, &[head.as_bytes(), body].concat())
+    }
+
+    /// Leaves.
+    pub(crate) fn hang_up(self, how: HangUp) {
+        leave(self.stream, how);
+    }
+
+    /// Whether not a byte of an answer has come.
+    pub(crate) fn is_unanswered(&self) -> bool {
+        self.stream.set_nonblocking(true).expect("a socket option");
+        let nothing =
+            matches!(self.stream.peek(&mut [0]), Err(error) if error.kind() == ErrorKind::WouldBlock);
+        self.stream.set_nonblocking(false).expect("a socket option");
+        nothing
+    }
+
+    /// Waits for the whole answer.
+    pub(crate) fn reply(self) -> Reply {
+        self.try_reply().expect("a whole answer")
+    }
+
+    /// Waits for the whole answer, of a server that may not be well.
+    pub(crate) fn try_reply(self) -> std::io::Result<Reply> {
+        let mut reader = BufReader::new(self.stream);
+        let (status, head) = read_head(&mut reader)?;
+        let mut body = Vec::new();
+        if let Some(length) = header(&head, "content-length") {
+            body.resize(length.parse().map_err(std::io::Error::other)?, 0);
+            reader.read_exact(&mut body)?;
+        } else if header(&head, "transfer-encoding").is_some() {
+            while let Some(chunk) = read_chunk(&mut reader)? {
+                body.extend(chunk);
+            }
+        } else {
+            reader.read_to_end(&mut body)?;
+        }
+        Ok(Reply { status, head, body })
+    }
+
+    /// Waits for the head of a streamed answer.
+    pub(crate) fn stream(self) -> Stream {
+        let mut reader = BufReader::new(self.stream);
+        let (status, head) = read_head(&mut reader).expect("a head");
+        assert_eq!(header(&head, "transfer-encoding").as_deref(), Some("chunked"), "{head}");
+        Stream { status, reader, pending: Vec::new(), ended: false }
+    }
+}
+
+impl Reply {
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_slice(&self.body)
+            .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&self.body)))
+    }
+
+    pub(crate) fn header(&self, name: &str) -> Option<String> {
+        header(&self.head, name)
+    }
+
+    /// The text of the first choice of a good answer.
+    pub(crate) fn text(&self) -> String {
+        let body = self.json();
+        assert_eq!(self.status, 200, "{body}");
+        let choice = &body["choices"][0];
+        let text = choice["text"].as_str().or_else(|| choice["message"]["content"].as_str());
+        text.unwrap_or_else(|| panic!("no text: {body}")).to_owned()
+    }
+}
+
+impl Stream {
+    /// The next event's data; `None` at the end of the answer.
+    pub(crate) fn event(&mut self) -> Option<String> {
+        loop {
+            if let Some(end) = self.pending.windows(2).position(|pair| pair == b"\n\n") {
+                let rest = self.pending.split_off(end + 2);
+                let event = std::mem::replace(&mut self.pending, rest);
+                let event = String::from_utf8(event).expect("events are text");
+                let data = event.trim_end().strip_prefix("data: ");
+                return Some(data.unwrap_or_else(|| panic!("not a data line: {event:?}")).to_owned());
+            }
+            if self.ended {
+                assert!(self.pending.is_empty(), "half an event at the end");
+                return None;
+            }
+            match read_chunk(&mut self.reader).expect("a chunk") {
+                Some(chunk) => self.pending.extend(chunk),
+                None => self.ended = true,
+            }
+        }
+    }
+
+    /// Leaves.
+    pub(crate) fn hang_up(self, how: HangUp) {
+        leave(self.reader.into_inner(), how);
+    }
+}
+
+fn leave(mut stream: TcpStream, how: HangUp) {
+    match how {
+        // Closed with bytes unread it would be a reset.
+        HangUp::Fin => {
+            stream.set_nonblocking(true).expect("a socket option");
+            while matches!(stream.read(&mut [0; 4096]), Ok(1..)) {}
+        }
+        HangUp::Rst => {
+            SockRef::from(&stream).set_linger(Some(Duration::ZERO)).expect("a socket option");
+        }
+    }
+    drop(stream);
+}
+
+fn read_head(reader: &mut impl BufRead) -> std::io::Result<(u16, String)> {
+    let mut head = String::new();
+    while !head.ends_with("\r\n\r\n") {
+        if reader.read_line(&mut head)? == 0 {
+            return Err(ErrorKind::UnexpectedEof.into());
+        }
+    }
+    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
+    let status = status.ok_or_else(|| std::io::Error::other(head.clone()))?;
+    if status == 100 { read_head(reader) } else { Ok((status, head)) }
+}
+
+fn header(head: &str, name: &str) -> Option<String> {
+    head.lines().skip(1).find_map(|line| {
+        let (key, value) = line.split_once(':')?;
+        key.eq_ignore_ascii_case(name).then(|| value.trim().to_owned())
+    })
+}
+
+/// One chunk of a chunked body; `None` after the last.
+fn read_chunk(reader: &mut impl BufRead) -> std::io::Result<Option<Vec<u8>>> {
+    let mut line = String::new();
+    reader.read_line(&mut line)?;
+    let length = usize::from_str_radix(line.trim(), 16).map_err(std::io::Error::other)?;
+    let mut chunk = vec![0; length + 2];
+    reader.read_exact(&mut chunk)?;
+    chunk.truncate(length);
+    Ok((length > 0).then_some(chunk))
+}

@@ -1,0 +1,137 @@
+//! One process of ours: started with a pipe as its lifeline, known by its "ready" line, stopped or killed at will.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::Duration;
+
+use super::{PATIENCE, eventually};
+
+/// A process gets this long to load and to say that it is ready.
+const READY_WITHIN: Duration = Duration::from_secs(60);
+
+/// What a test does to a process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Signal {
+    /// Ends it where it stands: `kill -9`.
+    Kill,
+    /// It computes and answers nothing, but its sockets are open.
+    Pause,
+    /// Ends a pause.
+    Continue,
+    /// Asks it to end: Ctrl-C.
+    Interrupt,
+}
+
+/// A running process; it is ended when this is dropped.
+pub(crate) struct Process {
+    name: String,
+    child: Child,
+    ready: Option<Receiver<String>>,
+    facts: String,
+    log: PathBuf,
+}
+
+impl Process {
+    /// Starts `baton` with these arguments, supervised by a pipe on its stdin.
+    pub(crate) fn start(name: &str, args: &[String], folder: &Path) -> Self {
+        let log = folder.join(format!("{name}.log"));
+        let stderr = File::create(&log).expect("the test's folder can be written");
+        let mut child = Command::new(env!("CARGO_BIN_EXE_baton"))
+            .args(args)
+            .arg("--until-stdin-ends")
+            .env("RUST_LOG", "baton=info,baton_engine=debug,baton_router=debug,warn")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(stderr)
+            .spawn()
+            .expect("the binary under test can be started");
+        let stdout = child.stdout.take().expect("stdout is a pipe");
+        let (tell, ready) = sync_channel(1);
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if let Some((_, facts)) = line.split_once(": ready ") {
+                    // Nobody waits for it when the test has failed already.
+                    let _ = tell.send(facts.to_owned());
+                }
+            }
+        });
+        Self { name: name.to_owned(), child, ready: Some(ready), facts: String::new(), log }
+    }
+
+    /// Waits for its "ready" line.
+    pub(crate) fn wait_ready(&mut self) {
+        let ready = self.ready.take().expect("waited for once");
+        let facts = ready.recv_timeout(READY_WITHIN);
+        self.facts = facts.unwrap_or_else(|_| panic!("{} is not ready:\n{}", self.name, self.log()));
+    }
+
+    /// A value of its "ready" line.
+    pub(crate) fn fact(&self, key: &str) -> String {
+        let value = self.facts.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+        value.unwrap_or_else(|| panic!("{} did not say its {key}: {}", self.name, self.facts)).to_owned()
+    }
+
+    pub(crate) fn signal(&mut self, what: Signal) {
+        signal(self.child.id(), what);
+        if matches!(what, Signal::Kill) {
+            let _ = self.child.wait();
+        }
+    }
+
+    /// What it has logged.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let log = self.log();
+            let tail: Vec<&str> = log.lines().rev().take(40).collect();
+            eprintln!("--- log of {}", self.name);
+            tail.iter().rev().for_each(|line| eprintln!("{line}"));
+        }
+        // It may be dead already, and a test that ends owes it no drain.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Sends a signal by the system's own `kill`, which needs no unsafe code here.
+pub(crate) fn signal(pid: u32, what: Signal) {
+    let flag = match what {
+        Signal::Kill => "-KILL",
+        Signal::Pause => "-STOP",
+        Signal::Continue => "-CONT",
+        Signal::Interrupt => "-INT",
+    };
+    let status = Command::new("kill").args([flag, &pid.to_string()]).status();
+    assert!(status.expect("kill is part of every system").success(), "{flag} {pid}");
+    if matches!(what, Signal::Pause) {
+        // A signal is delivered, not done, when `kill` returns.
+        let stopped = || match state(pid) {
+            Some('T') => Ok(()),
+            other => Err(format!("{other:?}")),
+        };
+        eventually(PATIENCE, "the process stands still", stopped);
+    }
+}
+
+/// Waits for the end of a process that is not our child. A zombie has ended: its parent has not looked yet.
+pub(crate) fn ends(pid: u32, within: Duration) {
+    let ended = || match state(pid) {
+        None | Some('Z' | 'X') => Ok(()),
+        other => Err(format!("process {pid} is in state {other:?}")),
+    };
+    eventually(within, "the process ends", ended);
+}
+
+/// The state letter of `/proc/PID/stat`.
+fn state(pid: u32) -> Option<char> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(") ")?.1.chars().next()
+}

@@ -1,0 +1,16 @@
+//! End to end: router, prefill engines and decode engines as real processes on loopback, and clients on bare
+//! sockets, so that how a connection ends (FIN or RST) is the test's choice.
+//!
+//! | file | what it shows |
+//! |---|---|
+//! | `harness` | the vocabulary: a cluster, its books, a client that can hang up |
+//! | `disconnects` | a client leaves, at every point of a request's life: the blocks come back |
+//! | `refusals` | an engine refuses, is down or dies: one clear error, nothing held |
+//! | `bad_input` | what no engine should hear of, and what clients may not choose |
+//! | `up` | `baton up`: its banner, its supervision, its end |
+
+mod bad_input;
+mod disconnects;
+mod harness;
+mod refusals;
+mod up;

@@ -1,0 +1,283 @@
+//! An engine refuses, is full, is down or dies in the middle: the client is told one clear thing, in OpenAI's
+//! envelope and without an engine's address, and nobody holds anything afterwards.
+
+use serde_json::{Value, json};
+
+use crate::harness::{AT_ONCE, Ask, Cluster, Engine, PATIENCE, Reply, eventually};
+
+/// A prefill engine that takes 64 tokens a step, and its time for each.
+const SLOW_PREFILL: &str = "--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60";
+
+/// Checks the envelope; gives its `error`.
+pub(crate) fn refusal(cluster: &Cluster, reply: &Reply, status: u16, kind: &str) -> Value {
+    let body = reply.json();
+    assert_eq!(reply.status, status, "{body}");
+    let error = clear(cluster, &body, kind);
+    assert!(reply.header("x-request-id").is_some(), "{}", reply.head);
+    error
+}
+
+/// One clear error: its type, a message for people, and no engine's address anywhere.
+fn clear(cluster: &Cluster, body: &Value, kind: &str) -> Value {
+    let error = &body["error"];
+    assert_eq!(error["type"], kind, "{body}");
+    assert!(error["message"].as_str().is_some_and(|message| !message.is_empty()), "{body}");
+    for field in ["param", "code"] {
+        assert!(error.get(field).is_some(), "the envelope has no {field}: {body}");
+    }
+    let text = body.to_string();
+    for engine in cluster.prefill.iter().chain(&cluster.decode) {
+        let (_, port) = engine.address.rsplit_once(':').expect("HOST:PORT");
+        assert!(!text.contains("127.0.0.1") && !text.contains(port), "an engine's address: {text}");
+    }
+    error.clone()
+}
+
+fn fetched(engine: &Engine) -> f64 {
+    engine.metric("vllm:external_prefix_cache_hits_total", "")
+}
+
+#[test]
+fn a_prompt_too_long_for_the_decode_engine_is_one_400_and_the_prefill_engine_is_free() {
+    let cluster = Cluster::new().decode("--max-model-len 128").start();
+    for ask in [Ask::fresh(300), Ask::fresh(300).streamed()] {
+        let error = refusal(&cluster, &cluster.ask(&ask), 400, "invalid_request_error");
+        assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("prompt")));
+        cluster.settled(AT_ONCE);
+    }
+    assert_eq!(cluster.prefill[0].books().leases_opened, 2, "the prefill engine was to lend first");
+    cluster.still_serves();
+}
+
+#[test]
+fn a_prompt_too_long_for_every_engine_is_one_400() {
+    let cluster = Cluster::new().start();
+    let error = refusal(&cluster, &cluster.ask(&Ask::fresh(3000)), 400, "invalid_request_error");
+    assert_eq!(error["code"], "context_length_exceeded");
+    cluster.settled(AT_ONCE);
+    assert_eq!(cluster.prefill[0].books().leases_opened, 0);
+}
+
+#[test]
+fn a_decode_engine_that_does_not_know_the_model_is_one_404_and_the_prefill_engine_is_free() {
+    let cluster = Cluster::new().decode("--served-model-name another").start();
+    let error = refusal(&cluster, &cluster.ask(&Ask::fresh(100)), 404, "invalid_request_error");
+    assert_eq!(error["code"], "model_not_found");
+    cluster.settled(AT_ONCE);
+    assert_eq!(cluster.prefill[0].books().leases_opened, 1, "the prefill engine was to lend first");
+}
+
+#[test]
+fn a_full_decode_engine_is_one_429_with_a_time_to_come_back() {
+    let cluster = Cluster::new().decode("--max-num-seqs 1 --max-waiting 1 --pace-ms 50").start();
+    let d = &cluster.decode[0];
+    let served = [0, 1].map(|waiting| {
+        let call = cluster.send(&Ask::fresh(60).tokens(40));
+        d.shows("it has a place", |books| books.running + books.fetching == 1 && books.waiting == waiting);
+        call
+    });
+    let reply = cluster.ask(&Ask::fresh(60).tokens(40));
+    refusal(&cluster, &reply, 429, "overloaded_error");
+    assert!(reply.header("retry-after").is_some(), "{}", reply.head);
+    cluster.prefill[0].shows("the refused one's blocks are back", |books| books.leases <= 1);
+    for call in served {
+        assert_eq!(call.reply().status, 200);
+    }
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn without_its_only_decode_engine_a_request_is_one_503_and_the_prefill_engine_is_free() {
+    let mut cluster = Cluster::new().start();
+    cluster.decode[0].kill();
+    for ask in [Ask::fresh(100), Ask::fresh(100).streamed()] {
+        let reply = cluster.ask(&ask);
+        refusal(&cluster, &reply, 503, "service_unavailable_error");
+        assert!(reply.header("retry-after").is_some(), "{}", reply.head);
+        cluster.settled(AT_ONCE);
+    }
+}
+
+#[test]
+fn another_decode_engine_gets_the_same_handoff_without_a_second_prefill() {
+    let mut cluster = Cluster::new().decode("").decode("").start();
+    let p_tokens = |cluster: &Cluster| cluster.prefill[0].metric("vllm:prompt_tokens_total", "");
+    cluster.decode[0].kill();
+    for number in 1..=4 {
+        let before = p_tokens(&cluster);
+        let reply = cluster.ask(&Ask::fresh(100));
+        assert_eq!(reply.status, 200, "{}", reply.json());
+        assert_eq!(p_tokens(&cluster) - before, 100.0, "one prefill");
+        assert_eq!(cluster.prefill[0].books().leases_opened, number, "one lease");
+        cluster.settled(AT_ONCE);
+    }
+    let (retries, hits) =
+        (cluster.router_metric("baton_router_retries_total", "leg=\"decode\""), fetched(&cluster.decode[1]));
+    assert!(retries >= 1.0, "the dead engine was never asked");
+    assert!(hits >= 4.0 * 96.0, "only {hits} tokens were fetched: the handoff was not used");
+}
+
+#[test]
+fn a_decode_engine_that_dies_before_it_answers_hands_its_request_to_another() {
+    let mut cluster = Cluster::new().decode("").decode("").start();
+    cluster.decode[0].pause();
+    cluster.decode[1].pause();
+    let call = cluster.send(&Ask::fresh(100));
+    cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+    // Whichever of the two was asked, the other one serves.
+    cluster.decode[0].kill();
+    cluster.decode[1].go_on();
+    let reply = call.reply();
+    assert_eq!(reply.status, 200, "{}", reply.json());
+    assert_eq!(cluster.prefill[0].books().leases_opened, 1, "one prefill");
+    assert!(fetched(&cluster.decode[1]) >= 96.0, "the handoff was not used");
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn a_decode_engine_that_dies_before_it_answers_is_one_502_and_the_prefill_engine_is_free() {
+    let mut cluster = Cluster::new().start();
+    cluster.decode[0].pause();
+    let call = cluster.send(&Ask::fresh(100));
+    cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+    cluster.decode[0].kill();
+    refusal(&cluster, &call.reply(), 502, "server_error");
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn a_decode_engine_that_dies_in_mid_stream_ends_the_stream_with_one_typed_error() {
+    let mut cluster = Cluster::new().decode("--pace-ms 30").start();
+    let mut stream = cluster.send(&Ask::fresh(100).tokens(400).streamed()).stream();
+    for _ in 0..3 {
+        let event: Value = serde_json::from_str(&stream.event().expect("an event")).expect("JSON");
+        assert!(event["choices"].is_array(), "{event}");
+    }
+    cluster.decode[0].kill();
+    let rest: Vec<String> = std::iter::from_fn(|| stream.event()).collect();
+    let (done, events) = rest.split_last().expect("an end");
+    assert_eq!(done, "[DONE]");
+    let errors: Vec<Value> = events
+        .iter()
+        .map(|event| serde_json::from_str(event).expect("JSON"))
+        .filter(|event: &Value| event.get("error").is_some())
+        .collect();
+    assert_eq!(errors.len(), 1, "{rest:?}");
+    clear(&cluster, &errors[0], "server_error");
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn a_decode_engine_that_dies_in_an_answer_that_is_not_streamed_is_one_502() {
+    let mut cluster = Cluster::new().decode("--pace-ms 30").start();
+    let call = cluster.send(&Ask::fresh(100).tokens(400));
+    cluster.decode[0].shows("it decodes", |books| books.running == 1 && books.steps >= 3);
+    cluster.decode[0].kill();
+    refusal(&cluster, &call.reply(), 502, "server_error");
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn without_a_prefill_engine_a_decode_engine_computes_the_whole_request() {
+    let mut cluster = Cluster::new().start();
+    let ask = Ask::recall(20);
+    let with_prefill = cluster.ask(&ask).text();
+    let _ = cluster.decode[0].send("POST", "/reset_prefix_cache", &json!({})).reply();
+    cluster.prefill[0].kill();
+    let queries = cluster.decode[0].metric("vllm:external_prefix_cache_queries_total", "");
+    assert_eq!(cluster.ask(&ask).text(), with_prefill);
+    assert_eq!(cluster.decode[0].metric("vllm:external_prefix_cache_queries_total", ""), queries);
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn without_a_prefill_engine_and_without_a_fallback_a_request_is_one_503() {
+    let mut cluster = Cluster::new().no_fallback().start();
+    cluster.prefill[0].kill();
+    for ask in [Ask::fresh(100), Ask::fresh(100).streamed()] {
+        refusal(&cluster, &cluster.ask(&ask), 503, "service_unavailable_error");
+    }
+    assert_eq!(cluster.decode[0].books().steps, 0, "the decode engine was to hear nothing");
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn a_prefill_engine_that_dies_while_it_computes_costs_the_client_nothing_but_time() {
+    let mut cluster = Cluster::new().prefill(SLOW_PREFILL).start();
+    let ask = Ask::recall(100);
+    let call = cluster.send(&ask);
+    cluster.prefill[0].shows("two chunks are computed", |books| books.running == 1 && books.steps >= 2);
+    cluster.prefill[0].kill();
+    let answer = call.reply().text();
+    assert_eq!(cluster.ask(&ask).text(), answer);
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn a_prefill_engine_that_dies_while_it_computes_is_one_502_where_nobody_may_stand_in() {
+    let mut cluster = Cluster::new().prefill(SLOW_PREFILL).no_fallback().start();
+    let call = cluster.send(&Ask::fresh(1000));
+    cluster.prefill[0].shows("two chunks are computed", |books| books.running == 1 && books.steps >= 2);
+    cluster.prefill[0].kill();
+    refusal(&cluster, &call.reply(), 502, "server_error");
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn another_prefill_engine_stands_in_for_a_dead_one() {
+    let mut cluster = Cluster::new().prefill("").prefill("").no_fallback().start();
+    cluster.prefill[0].kill();
+    for number in 1..=2 {
+        let reply = cluster.ask(&Ask::fresh(100));
+        assert_eq!(reply.status, 200, "{}", reply.json());
+        assert_eq!(cluster.prefill[1].books().leases_opened, number);
+    }
+    assert!(fetched(&cluster.decode[0]) >= 2.0 * 96.0);
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn a_prefill_engine_that_dies_before_its_blocks_are_fetched_does_not_change_the_answer() {
+    let mut cluster = Cluster::new().start();
+    let ask = Ask::recall(20);
+    cluster.decode[0].pause();
+    let call = cluster.send(&ask);
+    cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+    cluster.prefill[0].kill();
+    cluster.decode[0].go_on();
+    let answer = call.reply().text();
+    assert_eq!(cluster.decode[0].metric("baton_kv_load_failures_total", "policy=\"recompute\""), 1.0);
+    assert_eq!(fetched(&cluster.decode[0]), 0.0);
+    let _ = cluster.decode[0].send("POST", "/reset_prefix_cache", &json!({})).reply();
+    assert_eq!(cluster.ask(&ask).text(), answer, "computed afresh it is another");
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn blocks_that_cannot_be_fetched_are_one_503_where_the_policy_is_to_fail() {
+    let mut cluster = Cluster::new().decode("--kv-load-failure-policy fail").start();
+    cluster.decode[0].pause();
+    let call = cluster.send(&Ask::fresh(100));
+    cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+    cluster.prefill[0].kill();
+    cluster.decode[0].go_on();
+    refusal(&cluster, &call.reply(), 503, "service_unavailable_error");
+    cluster.settled(PATIENCE);
+}
+
+#[test]
+fn a_lease_that_nobody_comes_for_ends_by_its_expiry_and_is_counted() {
+    let mut cluster = Cluster::new().prefill("--kv-lease-duration 0.5").start();
+    let p = &mut cluster.prefill[0];
+    let mut ask = Ask::fresh(100);
+    ask.body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
+    let reply = p.send("POST", ask.path, &ask.body).reply();
+    assert!(reply.json()["kv_transfer_params"]["remote_block_ids"].is_array(), "{}", reply.json());
+    p.settled(PATIENCE);
+    // This is also what shows that `settled` would see an expiry.
+    let expired = || match p.metric("vllm:nixl_num_kv_expired_reqs", "") {
+        1.0 => Ok(()),
+        other => Err(format!("{other} expired")),
+    };
+    eventually(PATIENCE, "the expiry is counted", expired);
+}

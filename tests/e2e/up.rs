@@ -1,0 +1,154 @@
+//! `baton up`: what it prints works, what dies is started again, and nothing of it stays behind.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::Duration;
+
+use crate::harness::{Call, PATIENCE, Reply, Signal, ends, eventually, signal};
+
+/// Both engines load, one after the other where the machine is small.
+const UP_WITHIN: Duration = Duration::from_secs(60);
+
+/// `baton up`, as a person starts it.
+struct Up {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+/// The printed curl line.
+struct Curl {
+    address: String,
+    path: String,
+    body: String,
+}
+
+impl Up {
+    fn start() -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_baton"))
+            .args(["up", "--listen", "127.0.0.1:0", "--", "--kv-cache-mib", "32", "--threads", "1"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the binary under test can be started");
+        let stdout = child.stdout.take().expect("stdout is a pipe");
+        let (tell, lines) = sync_channel(64);
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if tell.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { child, lines }
+    }
+
+    /// Waits for the banner and reads the curl line in it.
+    fn curl(&self) -> Curl {
+        let next = || self.lines.recv_timeout(UP_WITHIN).expect("the banner has a curl line");
+        let url = loop {
+            let line = next();
+            if let Some((_, rest)) = line.split_once("curl -s http://") {
+                break rest.split(' ').next().unwrap_or_default().to_owned();
+            }
+        };
+        let line = next();
+        let body = line.trim().strip_prefix("-d '").and_then(|rest| rest.strip_suffix('\''));
+        let (address, path) = url.split_once('/').expect("a URL with a path");
+        let body = body.unwrap_or_else(|| panic!("no body: {line}")).to_owned();
+        Curl { address: address.to_owned(), path: format!("/{path}"), body }
+    }
+
+    /// Its child processes, by what they are: `router`, `prefill`, `decode`.
+    fn children(&self) -> Vec<(String, u32)> {
+        let ours = self.child.id();
+        let entries = std::fs::read_dir("/proc").expect("/proc is there").flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let of_ours = |pid: u32| {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+            let mut fields = stat.rsplit_once(") ")?.1.split(' ');
+            let (state, parent) = (fields.next()?, fields.next()?);
+            if parent.parse() != Ok(ours) || state == "Z" {
+                return None;
+            }
+            let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
+            let role = ["prefill", "decode", "router"]
+                .into_iter()
+                .find(|role| line.split('\0').any(|word| word == *role))?;
+            Some((role.to_owned(), pid))
+        };
+        pids.filter_map(of_ours).collect()
+    }
+
+    fn child(&self, role: &str) -> u32 {
+        let found = self.children().into_iter().find(|(name, _)| name == role);
+        found.unwrap_or_else(|| panic!("no {role} among {:?}", self.children())).1
+    }
+}
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        // It has ended already where the test went well.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Curl {
+    fn run(&self) -> std::io::Result<Reply> {
+        Call::new(&self.address, "POST", &self.path, self.body.as_bytes()).try_reply()
+    }
+}
+
+#[test]
+fn the_printed_curl_line_works_and_ctrl_c_leaves_nothing_behind() {
+    let mut up = Up::start();
+    let curl = up.curl();
+    let answer = curl.run().expect("an answer").text();
+    assert!(!answer.trim().is_empty());
+    let children = up.children();
+    assert_eq!(children.len(), 3, "{children:?}");
+    signal(up.child.id(), Signal::Interrupt);
+    let status = up.child.wait().expect("it ends");
+    assert!(status.success(), "{status}");
+    for (_, pid) in children {
+        ends(pid, PATIENCE);
+    }
+}
+
+#[test]
+fn an_engine_that_dies_is_started_again_where_it_was() {
+    let up = Up::start();
+    let curl = up.curl();
+    let answer = curl.run().expect("an answer").text();
+    for role in ["decode", "prefill"] {
+        let dead = up.child(role);
+        signal(dead, Signal::Kill);
+        ends(dead, PATIENCE);
+        let again = || match up.children().into_iter().find(|(name, _)| name == role) {
+            Some((_, pid)) if pid != dead => Ok(()),
+            other => Err(format!("{other:?}")),
+        };
+        eventually(PATIENCE, "it is started again", again);
+        let served = || match curl.run() {
+            Ok(reply) if reply.status == 200 => Ok(reply.text()),
+            other => Err(format!("{other:?}")),
+        };
+        assert_eq!(eventually(PATIENCE, "a request is served", served), answer);
+    }
+}
+
+#[test]
+fn killed_it_takes_its_children_along() {
+    let mut up = Up::start();
+    let curl = up.curl();
+    assert_eq!(curl.run().expect("an answer").status, 200);
+    let children = up.children();
+    assert_eq!(children.len(), 3, "{children:?}");
+    signal(up.child.id(), Signal::Kill);
+    up.child.wait().expect("it was killed");
+    for (_, pid) in children {
+        ends(pid, PATIENCE);
+    }
+}
