@@ -339,7 +339,7 @@ mod tests {
 
     #[test]
     fn the_made_up_model_has_the_size_it_claims() {
-        let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), None).unwrap();
+        let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), GenerationDefaults::default()).unwrap();
         let millions = baton_engine::model::weights::parameter_count(&config) / 1_000_000;
         assert_eq!(millions, 213);
         assert!((prefill_flops(&config) / 1e9 - 193.0).abs() < 1.0);
