@@ -36,7 +36,7 @@ pub(crate) struct Node {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Options of a test's engine: small blocks, small steps, so that prompts have several of each.
+/// Options of a test's engine (`model` is a fixture's name, or an absolute path): small blocks, small steps, so that prompts have several of each.
 pub(crate) fn options(model: &str, role: Role) -> EngineOptions {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model);
     let mut options = EngineOptions::new(ModelFiles::Dir(folder));

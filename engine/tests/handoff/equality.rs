@@ -45,6 +45,18 @@ fn qwen2_in_bf16_handed_over_at_every_length_says_what_one_engine_says() {
     every_length_agrees(QWEN2);
 }
 
+/// `BATON_PARITY_DIR` is a folder made by the parity oracle (see `tests/fixtures/README.md`).
+#[test]
+fn every_model_of_a_full_set_agrees_where_one_is_given() {
+    let Some(dir) = std::env::var_os("BATON_PARITY_DIR") else { return };
+    let folders = std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("an entry").path());
+    let models: Vec<_> = folders.filter(|folder| folder.join("config.json").exists()).collect();
+    assert!(!models.is_empty(), "no model in it");
+    for model in models {
+        every_length_agrees(model.canonicalize().expect("it is there").to_str().expect("UTF-8"));
+    }
+}
+
 /// What is cached where, before the handoff.
 #[test]
 fn a_prefix_that_is_cached_on_either_side_or_on_both_changes_nothing() {
