@@ -168,6 +168,7 @@ fn router_config(listen: SocketAddr, prefill: &Child, decode: &Child) -> Result<
 
 fn banner(url: &str, model: &str, builtin: bool, took: Duration) {
     let question = if builtin { builtin::QUESTION } else { "Hello! Who are you?" };
+    // Greedy: who tries it twice gets the same answer twice.
     let body = json!({"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0});
     println!("\nBaton is up after {:.1} s: {url}/v1, model {model}\n", took.as_secs_f64());
     println!(

@@ -181,6 +181,7 @@ fn send_all(cluster: &Cluster, rows: &[Row]) -> String {
             )),
             Ok(reply) => {
                 let error = refusal(cluster, &reply, row.status, "invalid_request_error");
+                println!("{}: {} {}", row.what, reply.status, error["message"]);
                 match error["code"].as_str().unwrap_or_default() {
                     code if row.code.is_empty() || code == row.code => Ok(()),
                     code => Err(format!("code {code:?} instead of {:?}", row.code)),
@@ -248,11 +249,11 @@ fn what_only_an_engine_can_know_to_be_wrong_is_refused_and_nothing_is_held() {
             "context_length_exceeded",
         ),
         row(
-            "an unknown role",
+            "more tokens than the chat's context has",
             CHAT,
             r#"{"model":"baton-demo","messages":[{"role":"user","content":""}],"max_tokens":100000}"#,
             400,
-            "",
+            "context_length_exceeded",
         ),
     ];
     let wrong = send_all(&cluster, &rows);
@@ -316,6 +317,32 @@ fn kv_transfer_params_of_a_client_reach_no_engine() {
     assert!(f64::from(u32::try_from(opened).expect("few")) <= sent, "a client opened a lease of its own");
     assert_eq!(cluster.decode[0].metric("vllm:nixl_num_failed_transfers", ""), 0.0);
     assert_eq!(cluster.decode[0].metric("baton_early_rejections_total", ""), 0.0);
+    trap.is_untouched();
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn kv_transfer_params_of_a_client_reach_no_engine_that_computes_the_whole_request() {
+    let mut cluster = Cluster::new().start();
+    let trap = Trap::new();
+    let d = |cluster: &Cluster, name: &str| cluster.decode[0].metric(name, "");
+    let several = json!(["One prompt.", "And another."]);
+    let inject = |cluster: &Cluster| {
+        for ask in [Ask::recall(20), Ask::fresh(40), Ask::fresh(1).with("prompt", several.clone())] {
+            let reply = cluster.ask(&ask.with("kv_transfer_params", trap.params()));
+            assert_eq!(reply.status, 200, "{}", reply.json());
+        }
+    };
+    inject(&cluster);
+    let queries = d(&cluster, "vllm:external_prefix_cache_queries_total");
+    cluster.prefill[0].kill();
+    inject(&cluster);
+    assert_eq!(
+        d(&cluster, "vllm:external_prefix_cache_queries_total"),
+        queries,
+        "a handoff reached the engine"
+    );
+    assert_eq!(d(&cluster, "baton_early_rejections_total"), 0.0);
     trap.is_untouched();
     cluster.settled(AT_ONCE);
 }

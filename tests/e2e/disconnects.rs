@@ -3,7 +3,9 @@
 
 use std::time::Instant;
 
-use crate::harness::{AT_ONCE, Ask, Cluster, HangUp, PATIENCE, eventually};
+use serde_json::json;
+
+use crate::harness::{AT_ONCE, Ask, Call, Cluster, HangUp, PATIENCE, eventually};
 
 /// A prefill engine that takes 64 tokens a step, and its time for each.
 const SLOW_PREFILL: &str = "--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60";
@@ -72,6 +74,7 @@ fn a_client_leaves_between_the_prefill_engines_reply_and_the_decode_engines() {
         cluster.decode[0].pause();
         let leaving = cluster.send(&Ask::fresh(100));
         cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+        cluster.decode[0].is_sent_something();
         let left = Instant::now();
         leaving.hang_up(how);
         cluster.prefill[0].settled(AT_ONCE);
@@ -92,6 +95,7 @@ fn a_client_leaves_while_the_decode_engine_fetches() {
         cluster.decode[0].pause();
         let leaving = cluster.send(&Ask::fresh(LONG));
         cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+        cluster.decode[0].is_sent_something();
         cluster.prefill[0].pause();
         cluster.decode[0].go_on();
         cluster.decode[0].shows("it fetches", |books| books.fetching == 1 && books.landing > 0);
@@ -203,4 +207,56 @@ fn router_is_busy(cluster: &Cluster, gauge: &str) {
         _ => Ok(()),
     };
     eventually(PATIENCE, gauge, busy);
+}
+
+#[test]
+fn a_client_leaves_before_its_body_is_complete() {
+    let cluster = Cluster::new().start();
+    for how in HangUp::BOTH {
+        let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{\"model\":";
+        let leaving = Call::raw(&cluster.url, head.as_bytes());
+        router_is_busy(&cluster, "baton_router_requests_in_flight");
+        leaving.hang_up(how);
+        cluster.settled(AT_ONCE);
+    }
+    assert_eq!(cluster.prefill[0].books().steps, 0);
+    cluster.still_serves();
+}
+
+#[test]
+fn a_client_leaves_an_answer_of_several_choices() {
+    let cluster = Cluster::new().decode("--pace-ms 30").start();
+    for how in HangUp::BOTH {
+        let ask = Ask::fresh(100).tokens(400).with("n", json!(3));
+        for ask in [ask.clone().streamed(), ask] {
+            let leaving = cluster.send(&ask);
+            cluster.decode[0].shows("all choices run", |books| books.running == 3);
+            let left = Instant::now();
+            leaving.hang_up(how);
+            cluster.settled(AT_ONCE);
+            report("three choices", how, left);
+        }
+    }
+    cluster.still_serves();
+}
+
+#[test]
+fn a_client_leaves_an_engine_that_it_asked_itself() {
+    let cluster = Cluster::new().prefill(SLOW_PREFILL).decode("--pace-ms 30").start();
+    let (p, d) = (&cluster.prefill[0], &cluster.decode[0]);
+    let lending = json!({"do_remote_decode": true, "do_remote_prefill": false});
+    for how in HangUp::BOTH {
+        let decoding = Ask::fresh(40).tokens(400);
+        let prefilling = Ask::fresh(LONG).with("kv_transfer_params", lending.clone());
+        for (engine, ask) in [(d, decoding.clone()), (d, decoding.streamed()), (p, prefilling)] {
+            let leaving = engine.send("POST", ask.path, &ask.body);
+            engine.shows("it runs", |books| books.running == 1);
+            let left = Instant::now();
+            leaving.hang_up(how);
+            engine.settled(AT_ONCE);
+            report("at the engine itself", how, left);
+        }
+    }
+    assert_eq!(p.books().leases_opened, 0);
+    cluster.still_serves();
 }

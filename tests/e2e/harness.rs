@@ -11,7 +11,7 @@ mod process;
 pub(crate) use ask::Ask;
 pub(crate) use books::Books;
 pub(crate) use cluster::{Cluster, Engine};
-pub(crate) use http::{Call, HangUp, Reply, Stream};
+pub(crate) use http::{Call, HangUp, Reply};
 pub(crate) use process::{Process, Signal, ends, signal};
 
 use std::time::{Duration, Instant};

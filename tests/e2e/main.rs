@@ -6,11 +6,15 @@
 //! | `harness` | the vocabulary: a cluster, its books, a client that can hang up |
 //! | `disconnects` | a client leaves, at every point of a request's life: the blocks come back |
 //! | `refusals` | an engine refuses, is down or dies: one clear error, nothing held |
+//! | `storm` | many clients at once, every third of which leaves |
+//! | `endings` | the router is killed, or told to stop; so is an engine |
 //! | `bad_input` | what no engine should hear of, and what clients may not choose |
 //! | `up` | `baton up`: its banner, its supervision, its end |
 
 mod bad_input;
 mod disconnects;
+mod endings;
 mod harness;
 mod refusals;
+mod storm;
 mod up;

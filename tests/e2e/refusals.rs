@@ -124,7 +124,8 @@ fn a_decode_engine_that_dies_before_it_answers_hands_its_request_to_another() {
     cluster.decode[1].pause();
     let call = cluster.send(&Ask::fresh(100));
     cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
-    // Whichever of the two was asked, the other one serves.
+    // The first of two equals is asked.
+    cluster.decode[0].is_sent_something();
     cluster.decode[0].kill();
     cluster.decode[1].go_on();
     let reply = call.reply();
@@ -140,6 +141,7 @@ fn a_decode_engine_that_dies_before_it_answers_is_one_502_and_the_prefill_engine
     cluster.decode[0].pause();
     let call = cluster.send(&Ask::fresh(100));
     cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+    cluster.decode[0].is_sent_something();
     cluster.decode[0].kill();
     refusal(&cluster, &call.reply(), 502, "server_error");
     cluster.settled(AT_ONCE);
@@ -243,6 +245,7 @@ fn a_prefill_engine_that_dies_before_its_blocks_are_fetched_does_not_change_the_
     cluster.decode[0].pause();
     let call = cluster.send(&ask);
     cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+    cluster.decode[0].is_sent_something();
     cluster.prefill[0].kill();
     cluster.decode[0].go_on();
     let answer = call.reply().text();
@@ -259,6 +262,7 @@ fn blocks_that_cannot_be_fetched_are_one_503_where_the_policy_is_to_fail() {
     cluster.decode[0].pause();
     let call = cluster.send(&Ask::fresh(100));
     cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+    cluster.decode[0].is_sent_something();
     cluster.prefill[0].kill();
     cluster.decode[0].go_on();
     refusal(&cluster, &call.reply(), 503, "service_unavailable_error");

@@ -24,6 +24,7 @@ pub(crate) struct Cluster {
     pub(crate) url: String,
     admin: String,
     router: Process,
+    router_alive: bool,
     _folder: TempDir,
 }
 
@@ -70,7 +71,9 @@ impl Cluster {
                 + self.router_metric("baton_router_settlements_in_flight", "");
             if busy == 0.0 { Ok(()) } else { Err(format!("{busy} requests or settlements in flight")) }
         };
-        eventually(PATIENCE, "the router is quiet", quiet);
+        if self.router_alive {
+            eventually(PATIENCE, "the router is quiet", quiet);
+        }
         // What was still on its way to an engine when we looked has arrived by now.
         for engine in self.engines() {
             engine.settled(within);
@@ -89,9 +92,21 @@ impl Cluster {
         self.prefill.iter().chain(&self.decode).filter(|engine| engine.alive)
     }
 
-    /// What the router has logged.
-    pub(crate) fn router_log(&self) -> String {
-        self.router.log()
+    /// `kill -9` of the router.
+    pub(crate) fn kill_router(&mut self) {
+        self.router.signal(Signal::Kill);
+        self.router_alive = false;
+    }
+
+    /// Ctrl-C to the router.
+    pub(crate) fn interrupt_router(&mut self) {
+        self.router.signal(Signal::Interrupt);
+        self.router_alive = false;
+    }
+
+    /// After [`Self::interrupt_router`].
+    pub(crate) fn router_ends_well(&mut self) {
+        self.router.ends_well(PATIENCE);
     }
 }
 
@@ -151,7 +166,7 @@ impl Plan {
         let mut router = Process::start("router", &args, folder.path());
         router.wait_ready();
         let (url, admin) = (router.fact("http"), router.fact("admin"));
-        Cluster { prefill, decode, url, admin, router, _folder: folder }
+        Cluster { prefill, decode, url, admin, router, router_alive: true, _folder: folder }
     }
 }
 
@@ -210,6 +225,15 @@ impl Engine {
         assert_eq!(self.metric("vllm:nixl_num_kv_expired_reqs", ""), 0.0, "{}: leases expired", self.name);
     }
 
+    /// Waits until a request of the router lies unread in one of its sockets; for an engine that stands still, which
+    /// cannot say so itself.
+    pub(crate) fn is_sent_something(&self) {
+        let (_, port) = self.address.rsplit_once(':').expect("HOST:PORT");
+        let port: u16 = port.parse().expect("a port");
+        let unread = || if unread_at(port) { Ok(()) } else { Err("its sockets have been read".to_owned()) };
+        eventually(PATIENCE, &format!("a request is sent to {}", self.name), unread);
+    }
+
     /// It stands still until [`Self::go_on`]; its sockets stay open.
     pub(crate) fn pause(&mut self) {
         self.process.signal(Signal::Pause);
@@ -217,6 +241,17 @@ impl Engine {
 
     pub(crate) fn go_on(&mut self) {
         self.process.signal(Signal::Continue);
+    }
+
+    /// Ctrl-C.
+    pub(crate) fn interrupt(&mut self) {
+        self.process.signal(Signal::Interrupt);
+        self.alive = false;
+    }
+
+    /// After [`Self::interrupt`].
+    pub(crate) fn ends_well(&mut self) {
+        self.process.ends_well(PATIENCE);
     }
 
     /// `kill -9`.
@@ -228,4 +263,18 @@ impl Engine {
 
 fn words(options: &str) -> Vec<String> {
     options.split_ascii_whitespace().map(str::to_owned).collect()
+}
+
+/// Whether a connection to this port of loopback has bytes that nobody has read: `local_address` and `rx_queue` of
+/// the kernel's table.
+fn unread_at(port: u16) -> bool {
+    let table = std::fs::read_to_string("/proc/net/tcp").expect("the kernel shows its sockets");
+    let local = format!("0100007F:{port:04X}");
+    table.lines().any(|line| {
+        let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+        let [_, address, _, state, queues, ..] = fields[..] else { return false };
+        let received = queues.split_once(':').and_then(|(_, bytes)| u64::from_str_radix(bytes, 16).ok());
+        // The queue of a listener counts connections, not bytes.
+        address == local && state != "0A" && received.is_some_and(|bytes| bytes > 0)
+    })
 }

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
@@ -29,7 +30,8 @@ pub(crate) enum Signal {
 pub(crate) struct Process {
     name: String,
     child: Child,
-    ready: Option<Receiver<String>>,
+    /// In a mutex only so that a cluster can be shared by the threads of a test.
+    ready: Mutex<Option<Receiver<String>>>,
     facts: String,
     log: PathBuf,
 }
@@ -58,12 +60,12 @@ impl Process {
                 }
             }
         });
-        Self { name: name.to_owned(), child, ready: Some(ready), facts: String::new(), log }
+        Self { name: name.to_owned(), child, ready: Mutex::new(Some(ready)), facts: String::new(), log }
     }
 
     /// Waits for its "ready" line.
     pub(crate) fn wait_ready(&mut self) {
-        let ready = self.ready.take().expect("waited for once");
+        let ready = self.ready.get_mut().expect("nobody panics with it").take().expect("waited for once");
         let facts = ready.recv_timeout(READY_WITHIN);
         self.facts = facts.unwrap_or_else(|_| panic!("{} is not ready:\n{}", self.name, self.log()));
     }
@@ -79,6 +81,16 @@ impl Process {
         if matches!(what, Signal::Kill) {
             let _ = self.child.wait();
         }
+    }
+
+    /// Waits until it has ended by itself, and well.
+    pub(crate) fn ends_well(&mut self, within: Duration) {
+        let ended = || match self.child.try_wait().expect("it is our child") {
+            Some(status) => Ok(status),
+            None => Err("it runs".to_owned()),
+        };
+        let status = eventually(within, &format!("{} ends", self.name), ended);
+        assert!(status.success(), "{}: {status}", self.name);
     }
 
     /// What it has logged.
