@@ -11,6 +11,8 @@
 //! | `bad_input` | what no engine should hear of, and what clients may not choose |
 //! | `up` | `baton up`: its banner, its supervision, its end |
 
+#![allow(clippy::print_stdout)] // what a test measured is shown with --nocapture
+
 mod bad_input;
 mod disconnects;
 mod endings;
