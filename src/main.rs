@@ -22,9 +22,7 @@ fn main() -> ExitCode {
         cli::Command::Router(args) => router::run(&args),
         cli::Command::Check(args) => router::check(&args),
         cli::Command::Parity(args) => parity::run(&args),
-        cli::Command::Bench(args) => {
-            baton_bench::run(args.benchmark, &mut std::io::stdout()).map_err(Into::into)
-        }
+        cli::Command::Bench(args) => baton_bench::run(args.benchmark, &mut std::io::stdout()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

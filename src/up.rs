@@ -64,6 +64,11 @@ pub(crate) fn run(args: UpArgs) -> Result<(), Failure> {
         };
         let url = format!("http://{}", stack.router.field("http")?);
         banner(&url, stack.prefill.field("model")?, args.model.is_none(), started.elapsed());
+        println!(
+            "Engines: prefill http://{}, decode http://{} (their blocks: GET /debug/kv)\n",
+            stack.prefill.field("http")?,
+            stack.decode.field("http")?
+        );
         stack.watch(stop).await
     })
 }

@@ -11,7 +11,7 @@
 //! | `bad_input` | what no engine should hear of, and what clients may not choose |
 //! | `up` | `baton up`: its banner, its supervision, its end |
 
-#![allow(clippy::print_stdout)] // how long it took until the blocks were back is printed: see it with --nocapture
+#![allow(clippy::print_stdout)] // what a test measured is shown with --nocapture
 
 mod bad_input;
 mod disconnects;

@@ -193,3 +193,108 @@ impl Drop for Report<'_> {
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
+    use baton_connector::transport::{StopFlag, Verdict};
+    use baton_connector::{Epoch, Handle, Handoff, Reader, RequestId};
+
+    use super::*;
+
+    /// Reads at once, and writes down what else is asked of it.
+    struct Scripted {
+        /// Raises the stop flag as if the request had been given up while the last bytes came in.
+        given_up: bool,
+        verdict: Result<Verdict, TransportError>,
+        asked: Mutex<Vec<&'static str>>,
+    }
+
+    impl Transport for Scripted {
+        fn read(&self, _: &Peer, _: &ReadOrder, _: &Region, stop: &StopFlag) -> Result<(), TransportError> {
+            stop.store(self.given_up, Ordering::Release);
+            Ok(())
+        }
+
+        fn finish(&self, _: &Peer, _: Handle, _: Reader) -> Result<Verdict, TransportError> {
+            lock(&self.asked).push("finish");
+            self.verdict.clone()
+        }
+
+        fn give_up(&self, _: &Peer, _: Handle, _: Reader) -> Result<(), TransportError> {
+            lock(&self.asked).push("give up");
+            Ok(())
+        }
+
+        fn release(&self, _: &Peer, _: Handle, _: &str) -> Result<ReleaseReply, TransportError> {
+            Ok(ReleaseReply::Released)
+        }
+
+        fn heartbeat(&self, _: &Peer, handles: &[Handle]) -> Result<Vec<HeartbeatReply>, TransportError> {
+            Ok(vec![HeartbeatReply::Gone; handles.len()])
+        }
+    }
+
+    fn target() -> FetchTarget {
+        let handoff = Handoff {
+            handle: Handle(1),
+            epoch: Epoch(2),
+            engine_id: "p".into(),
+            request: RequestId::new("r").expect("an id"),
+            host: "127.0.0.1".into(),
+            port: 9,
+            blocks: vec![BlockId(0)],
+            tokens: 2,
+            lease_left: Some(Duration::from_secs(1)),
+            layout: 3,
+            prompt: 4,
+            cached: 0,
+        };
+        FetchTarget::new(&handoff, 5)
+    }
+
+    /// What a read reports to the step loop, and what the transport was asked for.
+    fn read(given_up: bool, verdict: Result<Verdict, TransportError>) -> (Vec<Event>, Vec<&'static str>) {
+        let transport = Arc::new(Scripted { given_up, verdict, asked: Mutex::default() });
+        let mailbox = Arc::new(Mailbox::new(1));
+        let (workers, threads) = FetchWorkers::start(
+            Arc::clone(&transport) as _,
+            Region::allocate(1, 64),
+            Arc::clone(&mailbox),
+            Arc::new(EngineMetrics::new("m")),
+            1,
+            1,
+        )
+        .expect("a thread");
+        workers.read(SeqId(1), target(), 0, vec![BlockId(0)]);
+        let mut events: Vec<Event> = mailbox.wait(None).fetches.into_iter().map(|(_, event)| event).collect();
+        drop(lock(&workers.jobs).take());
+        threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+        events.extend(mailbox.collect().fetches.into_iter().map(|(_, event)| event));
+        let asked = lock(&transport.asked).clone();
+        (events, asked)
+    }
+
+    #[test]
+    fn a_read_that_succeeds_is_verified() {
+        let (events, asked) = read(false, Ok(Verdict::Valid));
+        assert_eq!(events, [Event::TransferDone, Event::Verdict(Answer::Valid)]);
+        assert_eq!(asked, ["finish"]);
+    }
+
+    #[test]
+    fn a_read_that_was_given_up_while_its_last_bytes_came_in_says_so_to_the_producer() {
+        let (events, asked) = read(true, Ok(Verdict::Valid));
+        assert_eq!(events, [Event::TransferFailed(FailureKind::Transfer)]);
+        assert_eq!(asked, ["give up"]);
+    }
+
+    #[test]
+    fn a_read_whose_verdict_never_comes_is_given_up_at_the_producer() {
+        let (events, asked) = read(false, Err(TransportError::Transfer("silence".into())));
+        assert_eq!(events, [Event::TransferDone, Event::Verdict(Answer::Unknown)]);
+        assert_eq!(asked, ["finish", "give up"]);
+    }
+}

@@ -36,7 +36,7 @@ pub(crate) struct Node {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Options of a test's engine: small blocks, small steps, so that prompts have several of each.
+/// Options of a test's engine (`model` is a fixture's name, or an absolute path): small blocks, small steps, so that prompts have several of each.
 pub(crate) fn options(model: &str, role: Role) -> EngineOptions {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model);
     let mut options = EngineOptions::new(ModelFiles::Dir(folder));
@@ -53,7 +53,7 @@ pub(crate) fn options(model: &str, role: Role) -> EngineOptions {
 impl Node {
     pub(crate) fn start(options: EngineOptions) -> Self {
         let stop = CancellationToken::new();
-        let (started, ready) = std::sync::mpsc::channel();
+        let (started, ready) = std::sync::mpsc::sync_channel(1);
         let stopped = stop.clone();
         let thread = std::thread::spawn(move || {
             let mut builder = tokio::runtime::Builder::new_multi_thread();
@@ -77,9 +77,10 @@ impl Node {
         http::call(self.http, "POST", path, &[], &body.to_string())
     }
 
-    /// A request to generate, under a name.
+    /// A request to generate, under a name. One with `messages` is a conversation.
     pub(crate) fn generate(&self, id: &str, body: &Value) -> Reply {
-        http::call(self.http, "POST", "/v1/completions", &[("x-request-id", id)], &body.to_string())
+        let path = if body["messages"].is_null() { "/v1/completions" } else { "/v1/chat/completions" };
+        http::call(self.http, "POST", path, &[("x-request-id", id)], &body.to_string())
     }
 
     /// The prefill leg of a request, as a router sends it.
@@ -153,6 +154,11 @@ impl Node {
         self.wait_until("the cache is kept", |kv| kv["blocks"]["cached"] == 0);
     }
 
+    /// Takes no more requests; what runs may finish.
+    pub(crate) fn begin_to_stop(&self) {
+        self.stop.cancel();
+    }
+
     /// Stops serving and waits for the end.
     pub(crate) fn stop(mut self) {
         self.end();
@@ -187,13 +193,20 @@ impl Cluster {
 
     /// The reference keeps the usual options.
     pub(crate) fn with(model: &str, change: impl Fn(&mut EngineOptions)) -> Self {
+        Self::each(model, |options| match options.role {
+            Role::Prefill | Role::Decode => change(options),
+            Role::Both => {}
+        })
+    }
+
+    /// All three engines, each with its options changed.
+    pub(crate) fn each(model: &str, change: impl Fn(&mut EngineOptions)) -> Self {
         let node = |role| {
             let mut options = options(model, role);
             change(&mut options);
             Node::start(options)
         };
-        let one = Node::start(options(model, Role::Both));
-        Self { p: node(Role::Prefill), d: node(Role::Decode), one }
+        Self { p: node(Role::Prefill), d: node(Role::Decode), one: node(Role::Both) }
     }
 
     /// Both legs.

@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 
 use baton_connector::BlockId;
 use baton_engine::block_hash;
+use baton_engine::server::Role;
 
-use super::cluster::{BLOCK, Cluster, LLAMA, Node, greedy, prompt};
+use super::cluster::{BLOCK, Cluster, LLAMA, Node, greedy, options, prompt};
+use super::http;
 
 /// The cached blocks of an engine: chained hash → (block id, digest).
 fn digests(node: &Node) -> BTreeMap<String, (u32, String)> {
@@ -88,4 +90,14 @@ fn digests_are_shown_from_any_hash_on() {
     assert_eq!(shown, [&all[3], &all[4]]);
     assert_eq!(cluster.one.get("/debug/kv/digests?after=12").status, 400);
     assert_eq!(cluster.one.post("/debug/kv/digests", &serde_json::json!({})).status, 405);
+}
+
+#[test]
+fn digests_are_for_the_cluster_only() {
+    let mut options = options(LLAMA, Role::Both);
+    options.cluster_secret = Some("a secret of the cluster".into());
+    let node = Node::start(options);
+    assert_eq!(node.get("/debug/kv/digests").status, 401);
+    let shown = [("x-baton-cluster-secret", "a secret of the cluster")];
+    assert_eq!(http::call(node.http, "GET", "/debug/kv/digests", &shown, "").status, 200);
 }

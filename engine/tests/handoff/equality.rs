@@ -1,5 +1,7 @@
 //! What two engines say together is what one says alone.
 
+use baton_connector::layout::KvDtype;
+use baton_engine::server::Role;
 use serde_json::{Value, json};
 
 use super::cluster::{BLOCK, Cluster, LLAMA, QWEN2, QWEN3, greedy, prompt, with};
@@ -41,6 +43,18 @@ fn qwen3_in_f32_handed_over_at_every_length_says_what_one_engine_says() {
 #[test]
 fn qwen2_in_bf16_handed_over_at_every_length_says_what_one_engine_says() {
     every_length_agrees(QWEN2);
+}
+
+/// `BATON_PARITY_DIR` is a folder made by the parity oracle (see `tests/fixtures/README.md`).
+#[test]
+fn every_model_of_a_full_set_agrees_where_one_is_given() {
+    let Some(dir) = std::env::var_os("BATON_PARITY_DIR") else { return };
+    let folders = std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("an entry").path());
+    let models: Vec<_> = folders.filter(|folder| folder.join("config.json").exists()).collect();
+    assert!(!models.is_empty(), "no model in it");
+    for model in models {
+        every_length_agrees(model.canonicalize().expect("it is there").to_str().expect("UTF-8"));
+    }
 }
 
 /// What is cached where, before the handoff.
@@ -100,6 +114,47 @@ fn one_handoff_serves_all_choices_of_a_request() {
         let reads = cluster.d.metric("vllm:nixl_xfer_time_seconds_count") - before;
         assert_eq!(reads, f64::from(u8::from(len > 1)), "one read, and none for a prompt of one token");
     }
+    cluster.is_clean();
+}
+
+#[test]
+fn a_cache_in_half_precision_is_handed_over_bit_by_bit() {
+    let cluster = Cluster::each(QWEN3, |options| options.kv_dtype = KvDtype::Bf16);
+    for len in [BLOCK, 3 * BLOCK + 1, 77] {
+        let prompt = prompt(len as u64, len);
+        cluster.agrees(&greedy(&prompt, 16));
+        same_bytes(&cluster.p, &cluster.d, &prompt);
+    }
+    cluster.is_clean();
+}
+
+#[test]
+fn engines_that_batch_and_compute_differently_agree_all_the_same() {
+    // Another number of threads, another step, another pool: only model, block size and element type must match.
+    let cluster = Cluster::each(LLAMA, |options| match options.role {
+        Role::Prefill => (options.threads, options.max_num_batched_tokens) = (Some(2), 16),
+        Role::Decode => (options.kv_blocks, options.max_num_batched_tokens) = (Some(33), 512),
+        Role::Both => options.max_num_batched_tokens = 100,
+    });
+    for len in [5, 40, 120] {
+        let prompt = prompt(len as u64, len);
+        cluster.agrees(&greedy(&prompt, 16));
+        same_bytes(&cluster.p, &cluster.d, &prompt);
+    }
+    cluster.is_clean();
+}
+
+#[test]
+fn a_conversation_is_handed_over_like_any_prompt() {
+    let cluster = Cluster::of(QWEN3);
+    let body = json!({
+        "messages": [{"role": "user", "content": "where does the foo live?"}], "max_tokens": 16, "temperature": 0,
+        "ignore_eos": true, "return_token_ids": true, "logprobs": true, "top_logprobs": 3,
+    });
+    let reply = cluster.agrees(&body);
+    let prompt: Vec<u32> = serde_json::from_value(reply["prompt_token_ids"].clone()).expect("token ids");
+    assert!(prompt.len() > BLOCK, "{reply}");
+    same_bytes(&cluster.p, &cluster.d, &prompt);
     cluster.is_clean();
 }
 

@@ -9,6 +9,7 @@ mod aborts;
 mod cluster;
 mod digests;
 mod equality;
+mod full;
 mod http;
 mod leases;
 mod pressure;

@@ -4,7 +4,7 @@ use std::thread;
 
 use serde_json::Value;
 
-use super::cluster::{BLOCK, Cluster, LLAMA, QWEN3, fresh_id, greedy, prompt};
+use super::cluster::{BLOCK, Cluster, LLAMA, QWEN3, fresh_id, greedy, prompt, same_choices};
 use super::digests::same_bytes;
 
 /// Hands over all bodies at once; the answers come in their order.
@@ -19,7 +19,7 @@ fn each_as_if_alone(cluster: &Cluster, bodies: &[Value]) {
     let together = all_at_once(cluster, bodies);
     for (body, answer) in bodies.iter().zip(together) {
         let alone = cluster.one.generate(&fresh_id(), body).ok();
-        assert_eq!(answer["choices"], alone["choices"], "{body}");
+        same_choices(&answer, &alone);
     }
 }
 
@@ -33,6 +33,16 @@ fn thirty_two_requests_at_once_are_answered_as_if_each_were_alone() {
         same_bytes(&cluster.p, &cluster.d, prompt);
     }
     assert_eq!(cluster.d.metric("baton_kv_load_failures_total"), 0.0);
+    cluster.is_clean();
+}
+
+#[test]
+fn many_handoffs_of_one_prompt_at_once_share_their_blocks_and_hinder_nobody() {
+    let cluster = Cluster::of(LLAMA);
+    let prompt = prompt(3_000, 7 * BLOCK + 2);
+    let bodies = vec![greedy(&prompt, 12); 12];
+    each_as_if_alone(&cluster, &bodies);
+    same_bytes(&cluster.p, &cluster.d, &prompt);
     cluster.is_clean();
 }
 

@@ -1,0 +1,353 @@
+#!/usr/bin/env python3
+"""The official OpenAI client against Baton's router: what users of the package do, and what they rely on.
+
+Prints one line for each thing it did; exits with 1 if any of them failed. See README.md in this folder.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import urllib.request
+
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
+
+import openai  # noqa: E402  (it reads the proxy settings when it is imported)
+
+FACTS = "Alice lives in Paris. Bob lives in Oslo. The red box holds a key. Where does Bob live?"
+START_S = 120
+HOME_S = 5
+CHECKS = []
+
+
+def check(title):
+    """Registers a check; it returns what it found, for its line."""
+
+    def register(function):
+        CHECKS.append((title, function))
+        return function
+
+    return register
+
+
+class Context:
+    """A client, the model it talks to, and the engines behind it as far as they are known."""
+
+    def __init__(self, url, engines, built_in):
+        self.url, self.engines, self.built_in = url, engines, built_in
+        self.client = openai.OpenAI(base_url=url + "/v1", api_key="not-needed", max_retries=0, timeout=120)
+        self.card = self.client.models.list().data[0]
+        self.model = self.card.id
+
+    def chat(self, **options):
+        options = {"model": self.model, "messages": [{"role": "user", "content": FACTS}], **options}
+        return self.client.chat.completions.create(**{"temperature": 0, "max_tokens": 24, **options})
+
+    def complete(self, **options):
+        options = {"model": self.model, "prompt": "The capital of", **options}
+        return self.client.completions.create(**{"temperature": 0, "max_tokens": 16, **options})
+
+
+def expect(condition, what):
+    if not condition:
+        raise AssertionError(what)
+
+
+def raises(kind, status, call, code=None, param=None):
+    """The call fails with this class of the package, this status and this code; returns its message."""
+    try:
+        call()
+    except kind as error:
+        expect(type(error) is kind, f"{type(error).__name__} instead of {kind.__name__}")
+        expect(error.status_code == status, f"status {error.status_code} instead of {status}")
+        expect(code is None or error.code == code, f"code {error.code!r} instead of {code!r}")
+        expect(param is None or error.param == param, f"param {error.param!r} instead of {param!r}")
+        expect(isinstance(error.body, dict) and error.body.get("message"), f"no message: {error.body!r}")
+        return f"{kind.__name__} {status} {error.code or error.type}: {error.body['message']}"
+    raise AssertionError(f"no error; {kind.__name__} was expected")
+
+
+@check("models.list, models.retrieve")
+def models(ctx):
+    expect(ctx.card.object == "model", "object")
+    expect(ctx.client.models.retrieve(ctx.model).id == ctx.model, "retrieve")
+    return f"{ctx.model}, context {(ctx.card.model_extra or {}).get('max_model_len')}"
+
+
+@check("completions.create")
+def completion(ctx):
+    reply = ctx.complete()
+    expect(reply.object == "text_completion" and len(reply.choices) == 1, "shape")
+    expect(reply.choices[0].text and reply.choices[0].finish_reason in ("stop", "length"), "a text and its end")
+    usage = reply.usage
+    expect(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens, "usage adds up")
+    return f"{reply.choices[0].text!r}, {usage.prompt_tokens}+{usage.completion_tokens} tokens"
+
+
+@check("completions.create with two prompts, and with token ids")
+def prompts(ctx):
+    one, two = (ctx.complete(prompt=text).choices[0].text for text in ("One two three", "Red green blue"))
+    both = ctx.complete(prompt=["One two three", "Red green blue"]).choices
+    expect([choice.index for choice in both] == [0, 1], "an index each")
+    expect([choice.text for choice in both] == [one, two], "each prompt as if it were alone")
+    body = json.dumps({"model": ctx.model, "prompt": "One two three"}).encode()
+    request = urllib.request.Request(ctx.url + "/tokenize", body, {"content-type": "application/json"})
+    tokens = json.load(urllib.request.urlopen(request, timeout=30))["tokens"]
+    expect(ctx.complete(prompt=tokens).choices[0].text == one, "token ids say what their text says")
+    return f"{len(tokens)} token ids say what their text says"
+
+
+@check("chat.completions.create")
+def chat(ctx):
+    reply = ctx.chat()
+    message = reply.choices[0].message
+    expect(reply.object == "chat.completion" and message.role == "assistant" and message.content, "a message")
+    if ctx.built_in:
+        # A model of eight megabytes confuses facts now and then; what it says comes from the prompt.
+        expect(re.search("Oslo|Paris", message.content), f"a city of the prompt: {message.content!r}")
+    return repr(message.content)
+
+
+@check("a streamed chat with usage is the whole chat in pieces")
+def streamed_chat(ctx):
+    whole = ctx.chat()
+    text, finish, usage, chunks = "", None, None, 0
+    for chunk in ctx.chat(stream=True, stream_options={"include_usage": True}):
+        chunks += 1
+        if chunk.usage is not None:
+            expect(not chunk.choices, "usage comes in a chunk of its own")
+            usage = chunk.usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+    expect(text == whole.choices[0].message.content, f"{text!r} instead of {whole.choices[0].message.content!r}")
+    expect(finish == whole.choices[0].finish_reason, "the same end")
+    expect(usage is not None and usage.total_tokens == whole.usage.total_tokens, "the same usage")
+    return f"{chunks} chunks, {usage.prompt_tokens}+{usage.completion_tokens} tokens, {finish}"
+
+
+@check("a streamed completion is the whole completion in pieces")
+def streamed_completion(ctx):
+    pieces = [choice.text for chunk in ctx.complete(stream=True) for choice in chunk.choices]
+    expect("".join(pieces) == ctx.complete().choices[0].text, "the same text")
+    return f"{len(pieces)} pieces"
+
+
+@check("a stream that is cancelled midway")
+def cancelled(ctx):
+    length = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    before = aborted(ctx)
+    for _ in range(3):
+        with ctx.complete(stream=True, **length) as stream:
+            seen = [next(stream) for _ in range(3)]
+            expect(all(choice.finish_reason is None for chunk in seen for choice in chunk.choices), "midway")
+    home = everything_home(ctx)
+    expect(not ctx.engines or aborted(ctx) == before + 3, f"{aborted(ctx) - before} of 3 were aborted in the engine")
+    return "3 times after 3 of 1500 tokens; " + home
+
+
+def aborted(ctx):
+    """Sequences that the engines have aborted so far."""
+    return sum(metric(engine, 'vllm:request_success_total{[^}]*finished_reason="abort"') for engine in ctx.engines)
+
+
+def metric(engine, pattern):
+    text = urllib.request.urlopen(engine + "/metrics", timeout=10).read().decode()
+    return sum(float(value) for value in re.findall(rf"^{pattern}\S* (\S+)$", text, re.M))
+
+
+@check("n=2, and the same seed twice")
+def choices(ctx):
+    options = {"n": 2, "temperature": 1.0, "seed": 7, "extra_body": {"ignore_eos": True}}
+    first, again = ctx.complete(**options), ctx.complete(**options)
+    texts = [choice.text for choice in first.choices]
+    expect([choice.index for choice in first.choices] == [0, 1], "an index each")
+    expect(texts == [choice.text for choice in again.choices], "a seed makes it repeatable")
+    expect(first.usage.completion_tokens == 32, f"both are counted: {first.usage}")
+    return f"{texts[0]!r} and {texts[1]!r}"
+
+
+@check("logprobs of a chat and of a completion")
+def logprobs(ctx):
+    tokens = ctx.chat(logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    for token in tokens:
+        expect(token.logprob <= 0 and len(token.top_logprobs) == 3, f"three alternatives: {token}")
+        expect(token.top_logprobs[0].logprob == max(top.logprob for top in token.top_logprobs), "in order")
+        expect(token.token == token.top_logprobs[0].token, "at temperature 0 the likeliest is taken")
+    old = ctx.complete(logprobs=2).choices[0].logprobs
+    expect(len(old.tokens) == len(old.token_logprobs) == len(old.text_offset) == len(old.top_logprobs), "lengths")
+    return f"{tokens[0].token!r} at {tokens[0].logprob:.4f}"
+
+
+@check("a stop string")
+def stop(ctx):
+    whole = ctx.complete().choices[0].text
+    word = next((word for word in re.findall(r"\w+", whole)[1:] if word), whole[-1])
+    reply = ctx.complete(stop=[word]).choices[0]
+    expect(reply.finish_reason == "stop", reply.finish_reason)
+    expect(reply.text == whole[: whole.index(word)], f"{reply.text!r} of {whole!r}, stopped at {word!r}")
+    return f"{reply.text!r} before {word!r}"
+
+
+@check("a conversation with a system message and turns")
+def conversation(ctx):
+    messages = [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": [{"type": "text", "text": FACTS}]},
+    ]
+    reply = ctx.chat(messages=messages, max_tokens=None, max_completion_tokens=8)
+    expect(reply.usage.completion_tokens <= 8, "max_completion_tokens")
+    return repr(reply.choices[0].message.content)
+
+
+@check("16 calls at once with the asynchronous client")
+def concurrent(ctx):
+    async def all_of_them():
+        options = {"base_url": ctx.url + "/v1", "api_key": "x", "max_retries": 0, "timeout": 120}
+        async with openai.AsyncOpenAI(**options) as client:
+            ask = client.completions.create
+            options = {"model": ctx.model, "max_tokens": 16, "temperature": 0}
+            return await asyncio.gather(*(ask(prompt=f"Number {n % 4} is", **options) for n in range(16)))
+
+    texts = [reply.choices[0].text for reply in asyncio.run(all_of_them())]
+    expect(all(texts[n] == texts[n % 4] for n in range(16)), f"equal prompts, equal answers: {texts}")
+    return f"{len(texts)} answers"
+
+
+@check("an unknown model: NotFoundError")
+def unknown_model(ctx):
+    not_found = openai.NotFoundError
+    raises(not_found, 404, lambda: ctx.client.models.retrieve("no-such-model"), "model_not_found")
+    raises(not_found, 404, lambda: ctx.complete(model="no-such-model"), "model_not_found")
+    return raises(not_found, 404, lambda: ctx.chat(model="no-such-model"), "model_not_found")
+
+
+@check("a bad parameter: BadRequestError")
+def bad_parameter(ctx):
+    bad = openai.BadRequestError
+    raises(bad, 400, lambda: ctx.complete(max_tokens=-1), param="max_tokens")
+    raises(bad, 400, lambda: ctx.complete(n=0), param="n")
+    raises(bad, 400, lambda: ctx.chat(messages=[]), param="messages")
+    raises(bad, 400, lambda: ctx.complete(prompt=[10**9]), param="prompt[0]")
+    raises(bad, 400, lambda: ctx.chat(stream=True, temperature=-1), param="temperature")
+    return raises(bad, 400, lambda: ctx.chat(temperature="warm"), param="temperature")
+
+
+@check("a prompt that is too long: BadRequestError")
+def too_long(ctx):
+    call = lambda: ctx.complete(prompt="one two three " * 20_000)  # noqa: E731
+    return raises(openai.BadRequestError, 400, call, "context_length_exceeded")
+
+
+@check("an unknown path: NotFoundError")
+def unknown_path(ctx):
+    return raises(openai.NotFoundError, 404, lambda: ctx.client.embeddings.create(model=ctx.model, input="x"))
+
+
+@check("the same client goes on after all that")
+def afterwards(ctx):
+    expect(ctx.chat().choices[0].message.content == ctx.chat().choices[0].message.content, "the same answer")
+    return everything_home(ctx)
+
+
+def everything_home(ctx):
+    """Waits until no engine holds or lends a block; no lease may have expired."""
+    if not ctx.engines:
+        return "engines not given, blocks not looked at"
+    deadline = time.monotonic() + HOME_S
+    for engine in ctx.engines:
+        while True:
+            kv = json.load(urllib.request.urlopen(engine + "/debug/kv", timeout=10))
+            blocks = kv["blocks"]
+            held = blocks["active"] + blocks["leased"] + blocks["landing"]
+            if held == 0 and kv["leases"]["live"] == 0 and not any(kv["requests"].values()):
+                break
+            expect(time.monotonic() < deadline, f"{engine} is not home after {HOME_S} s: {kv}")
+            time.sleep(0.02)
+        expect(metric(engine, "vllm:nixl_num_kv_expired_reqs") == 0, f"leases have expired at {engine}")
+    return f"every block of {len(ctx.engines)} engines is home"
+
+
+class Up:
+    """`baton up` as a child, on a free port; stopped with SIGINT as from a terminal."""
+
+    def __init__(self, binary):
+        self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
+        command = [binary, "up", "--listen", "127.0.0.1:0"]
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
+
+    def addresses(self):
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            text = self.output()
+            up = re.search(r"Baton is up .*?(http://[\d.]+:\d+)/v1", text)
+            engines = re.search(r"Engines: prefill (http://\S+), decode (http://\S+)", text)
+            if up and engines:
+                return up.group(1), list(engines.groups())
+            expect(self.process.poll() is None, f"`baton up` has ended:\n{text}")
+            time.sleep(0.05)
+        raise AssertionError(f"`baton up` is not up after {START_S} s:\n{self.output()}")
+
+    def output(self):
+        with open(self.log.name, encoding="utf-8") as log:
+            return log.read()
+
+    def stop(self):
+        self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return f"no end within 60 s:\n{self.output()}"
+
+
+def run_all(url, engines, built_in):
+    ctx = Context(url, engines, built_in)
+    failed = 0
+    for title, function in CHECKS:
+        started = time.monotonic()
+        try:
+            found = function(ctx)
+            print(f"ok      {title} ({time.monotonic() - started:.2f} s): {found}", flush=True)
+        except Exception as error:  # one failure does not hide the others
+            failed += 1
+            print(f"FAILED  {title}: {error}", flush=True)
+            if not isinstance(error, AssertionError):
+                traceback.print_exc()
+    return failed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", help="a running router; by default `baton up` is started ($BATON_BIN)")
+    parser.add_argument("--engine", action="append", default=[], help="an engine behind it; may be repeated")
+    options = parser.parse_args()
+    print(f"openai {openai.__version__}, Python {sys.version.split()[0]}")
+    if options.url:
+        failed = run_all(options.url.rstrip("/"), options.engine, built_in=False)
+    else:
+        binary = os.environ.get("BATON_BIN")
+        if not binary:
+            parser.error("give --url, or the binary in BATON_BIN (cargo build --release)")
+        up = Up(binary)
+        try:
+            failed = run_all(*up.addresses(), built_in=True)
+        finally:
+            status = up.stop()
+        print(f"{'ok' if status == 0 else 'FAILED':7} `baton up` ended after SIGINT: {status}")
+        failed += status != 0
+    print(f"{len(CHECKS)} checks, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
