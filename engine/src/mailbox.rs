@@ -42,6 +42,8 @@ pub struct Mail {
     pub reset_cache: bool,
     /// No new work; end when the books are empty or at this moment.
     pub closing: Option<Instant>,
+    /// `closing` was set after the last look.
+    closing_is_news: bool,
 }
 
 impl Mail {
@@ -53,6 +55,7 @@ impl Mail {
             && self.settled.is_empty()
             && self.digests.is_empty()
             && !self.reset_cache
+            && !self.closing_is_news
     }
 }
 
@@ -153,7 +156,10 @@ impl Mailbox {
 
     /// No new work from now on; what runs may finish until `deadline`.
     pub fn close(&self, deadline: Instant) {
-        self.put(|mail| mail.closing = Some(deadline));
+        self.put(|mail| {
+            mail.closing = Some(deadline);
+            mail.closing_is_news = true;
+        });
     }
 
     /// Whether the engine is shutting down.
@@ -168,13 +174,12 @@ impl Mailbox {
         take(&mut self.lock())
     }
 
-    /// Takes what is there; waits for something to arrive first, until `deadline` if there is one, or until the
-    /// mailbox is closed.
+    /// Takes what is there; waits for something to arrive first, until `deadline` if there is one. That the mailbox
+    /// was closed since the last look counts as something, whether it happened before this call or during it.
     #[must_use]
     pub fn wait(&self, deadline: Option<Instant>) -> Mail {
         let mut mail = self.lock();
-        let was_closing = mail.closing;
-        while mail.is_empty() && mail.closing == was_closing {
+        while mail.is_empty() {
             mail = match deadline {
                 None => self.arrived.wait(mail).unwrap_or_else(std::sync::PoisonError::into_inner),
                 Some(deadline) => {
@@ -205,4 +210,26 @@ fn take(mail: &mut Mail) -> Mail {
     let taken = std::mem::take(mail);
     mail.closing = closing;
     taken
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_close_between_two_looks_is_not_slept_through() {
+        let mailbox = Arc::new(Mailbox::new(1));
+        drop(mailbox.collect());
+        let deadline = Instant::now() + Duration::from_secs(60);
+        mailbox.close(deadline);
+        let (tell, told) = std::sync::mpsc::sync_channel(1);
+        let waiting = Arc::clone(&mailbox);
+        std::thread::spawn(move || tell.send(waiting.wait(None).closing));
+        assert_eq!(told.recv_timeout(Duration::from_secs(20)), Ok(Some(deadline)));
+        // From then on it is known, and only something new wakes.
+        assert!(mailbox.wait(Some(Instant::now())).is_empty());
+    }
 }

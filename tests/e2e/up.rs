@@ -137,6 +137,12 @@ fn an_engine_that_dies_is_started_again_where_it_was() {
         };
         assert_eq!(eventually(PATIENCE, "a request is served", served), answer);
     }
+    // Those that were started again end with it, too, however young they are.
+    let children = up.children();
+    drop(up);
+    for (_, pid) in children {
+        ends(pid, PATIENCE);
+    }
 }
 
 #[test]
