@@ -21,7 +21,10 @@ os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 
 import openai  # noqa: E402  (it reads the proxy settings when it is imported)
 
-FACTS = "Alice lives in Paris. Bob lives in Oslo. The red box holds a key. Where does Bob live?"
+FACTS = (
+    "Alice lives in Paris. Bob has a dog named Rex. The red box holds a key. Carol plays the violin. "
+    "What does the red box hold?"
+)
 START_S = 120
 HOME_S = 5
 CHECKS = []
@@ -110,8 +113,7 @@ def chat(ctx):
     message = reply.choices[0].message
     expect(reply.object == "chat.completion" and message.role == "assistant" and message.content, "a message")
     if ctx.built_in:
-        # A model of eight megabytes confuses facts now and then; what it says comes from the prompt.
-        expect(re.search("Oslo|Paris", message.content), f"a city of the prompt: {message.content!r}")
+        expect(message.content == "The red box holds a key.", f"the fact of the prompt: {message.content!r}")
     return repr(message.content)
 
 
