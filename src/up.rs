@@ -98,11 +98,15 @@ impl Stack {
     /// Watches until `stop`; then drains in order.
     async fn watch(mut self, stop: CancellationToken) -> Result<(), Failure> {
         let failure = loop {
-            tokio::select! {
+            let (which, status) = tokio::select! {
                 () = stop.cancelled() => break None,
                 status = self.router.wait() => break Some(format!("the router ended: {status}")),
-                status = self.prefill.wait() => if let Err(error) = self.restart(0, &status).await { break Some(error) },
-                status = self.decode.wait() => if let Err(error) = self.restart(1, &status).await { break Some(error) },
+                status = self.prefill.wait() => (0, status),
+                status = self.decode.wait() => (1, status),
+            };
+            tokio::select! {
+                () = stop.cancelled() => break None,
+                restarted = self.restart(which, &status) => if let Err(error) = restarted { break Some(error) },
             }
         };
         eprintln!("baton: draining");

@@ -1,6 +1,7 @@
 //! One engine, assembled: model, device, step loop, leases, peers and HTTP server.
 
 use std::net::{SocketAddr, TcpListener};
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -146,6 +147,8 @@ pub struct Engine {
     lease_timer: JoinHandle<()>,
     timer_stop: Arc<AtomicBool>,
     peers: Arc<Peers>,
+    /// Cancelled when the step loop has panicked.
+    broken: CancellationToken,
     shutdown_timeout: Duration,
 }
 
@@ -193,7 +196,13 @@ impl Engine {
             let options = ServerOptions { secret: secret.clone(), ..ServerOptions::default() };
             TcpServer::start(side, producer, options).map_err(system("side channel"))?
         };
-        let transport = Arc::new(TcpTransport::new(ClientOptions { secret, ..ClientOptions::default() }));
+        // A connection per read, and some for heartbeats and releases beside them.
+        let connections_per_peer_max = 2 * options.fetch_workers.max(4);
+        let transport = Arc::new(TcpTransport::new(ClientOptions {
+            secret,
+            connections_per_peer_max,
+            ..ClientOptions::default()
+        }));
         let peers = Arc::new(
             Peers::start(
                 transport,
@@ -201,7 +210,6 @@ impl Engine {
                 Arc::clone(&mailbox),
                 Arc::clone(&metrics),
                 options.fetch_workers.max(1),
-                options.max_num_seqs.max(1),
             )
             .map_err(system("start threads"))?,
         );
@@ -246,6 +254,7 @@ impl Engine {
             let (desk, stop) = (Arc::clone(&desk), Arc::clone(&timer_stop));
             spawn("lease-timer", move || desk.run_timer(|| stop.load(Ordering::Acquire)))?
         };
+        let broken = CancellationToken::new();
         let step_loop = StepLoop::new(Parts {
             executor: match options.pace {
                 Some(pace) => Box::new(Paced::new(Box::new(executor), pace)),
@@ -259,7 +268,19 @@ impl Engine {
             status,
             address,
         });
-        let step_loop = spawn("step-loop", move || step_loop.run())?;
+        let step_loop = {
+            let (broken, mailbox, status) =
+                (broken.clone(), Arc::clone(&frontend.mailbox), Arc::clone(&frontend.status));
+            spawn("step-loop", move || {
+                // A loop that has panicked answers nobody: the engine ends, and its supervisor starts another.
+                if std::panic::catch_unwind(AssertUnwindSafe(|| step_loop.run())).is_err() {
+                    status.set_failed("the step loop panicked".into());
+                    mailbox.close(Instant::now());
+                    drop(mailbox.collect());
+                    broken.cancel();
+                }
+            })?
+        };
         Ok(Self {
             frontend,
             listener: Some(listener),
@@ -270,6 +291,7 @@ impl Engine {
             lease_timer,
             timer_stop,
             peers,
+            broken,
             shutdown_timeout: options.shutdown_timeout,
         })
     }
@@ -302,13 +324,17 @@ impl Engine {
     /// timeout, gives up the rest, and tells the peers.
     ///
     /// # Errors
-    /// When the listener breaks.
+    /// When the listener breaks, or the step loop has panicked.
     pub async fn run(mut self, stop: CancellationToken) -> std::io::Result<()> {
         let listener = self.listener.take().expect("taken once");
         let accepting = CancellationToken::new();
         let serving = tokio::spawn(serve(Arc::clone(&self.frontend), listener, accepting.clone()));
-        stop.cancelled().await;
-        let deadline = Instant::now() + self.shutdown_timeout;
+        tokio::select! {
+            () = stop.cancelled() => {}
+            () = self.broken.cancelled() => {}
+        }
+        let failed = self.broken.is_cancelled();
+        let deadline = Instant::now() + if failed { Duration::ZERO } else { self.shutdown_timeout };
         self.frontend.mailbox.close(deadline);
         let Self { step_loop, lease_timer, timer_stop, peers, server, frontend, .. } = self;
         let wound_down = tokio::task::spawn_blocking(move || {
@@ -324,12 +350,11 @@ impl Engine {
         drop(frontend);
         let closed = tokio::task::spawn_blocking(move || {
             server.shutdown();
-            if let Ok(peers) = Arc::try_unwrap(peers) {
-                peers.shutdown(deadline.max(Instant::now() + Duration::from_millis(500)));
-            }
+            peers.shutdown(deadline.max(Instant::now() + Duration::from_millis(500)));
         });
         drop(closed.await);
         match served {
+            _ if failed => Err(std::io::Error::other("the step loop panicked; the log says where")),
             Ok(Ok(served)) => served,
             Ok(Err(_)) | Err(_) => Ok(()),
         }
@@ -346,6 +371,12 @@ fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
     }
     if options.kv_lease_duration < Duration::from_millis(100) {
         return wrong("kv_lease_duration must be at least 100 ms");
+    }
+    if options.side_channel.ip().is_unspecified() && options.side_channel_host.is_none() {
+        return wrong(
+            "a side channel on an unspecified address (0.0.0.0 or ::) needs --side-channel-host: decode engines are \
+             told that host, and cannot reach an unspecified one",
+        );
     }
     let beyond_loopback = !is_loopback(&options.listen) || !is_loopback(&options.side_channel);
     if beyond_loopback && options.cluster_secret.is_none() {

@@ -23,6 +23,17 @@ use crate::step_loop::Submission;
 /// Aborts by request id that wait for the step loop. More are refused with 503.
 pub const ABORTS_MAX: usize = 16_384;
 
+/// Which sequences of a request are meant: both legs of a request can be on one engine, under one name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Legs {
+    /// Those that lend.
+    Prefill,
+    /// Those that decode.
+    Decode,
+    /// All.
+    Both,
+}
+
 /// Everything that has arrived since the last look.
 #[derive(Debug, Default)]
 pub struct Mail {
@@ -30,8 +41,8 @@ pub struct Mail {
     pub submissions: VecDeque<Submission>,
     /// Sequences whose client is gone or content.
     pub endings: Vec<(SeqId, FinishReason)>,
-    /// Requests aborted by name.
-    pub aborts: Vec<RequestId>,
+    /// Requests aborted by name, and which of their legs.
+    pub aborts: Vec<(RequestId, Legs)>,
     /// Reports of fetch workers and heartbeats.
     pub fetches: Vec<(SeqId, Event)>,
     /// Leases that have ended.
@@ -110,12 +121,12 @@ impl Mailbox {
     ///
     /// # Errors
     /// [`Undelivered::Full`] when [`ABORTS_MAX`] are waiting.
-    pub fn abort(&self, request: RequestId) -> Result<(), Undelivered> {
+    pub fn abort(&self, request: RequestId, legs: Legs) -> Result<(), Undelivered> {
         let mut mail = self.lock();
         if mail.aborts.len() >= ABORTS_MAX {
             return Err(Undelivered::Full);
         }
-        mail.aborts.push(request);
+        mail.aborts.push((request, legs));
         drop(mail);
         self.arrived.notify_one();
         Ok(())

@@ -12,8 +12,8 @@ mod heartbeat;
 mod notices;
 
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -39,7 +39,6 @@ pub struct FetchTarget {
     handle: Handle,
     reader: Reader,
     lease: Duration,
-    expiry: Instant,
     survives_refusal: bool,
     survives_failure: bool,
     cached: usize,
@@ -58,7 +57,6 @@ impl FetchTarget {
             handle: handoff.handle,
             reader: Reader { consumer, rank: Rank(0) },
             lease,
-            expiry: Instant::now() + lease,
             survives_refusal: false,
             survives_failure: false,
             cached: handoff.cached,
@@ -90,6 +88,10 @@ impl FetchTarget {
         self.survives_failure
     }
 
+    fn same_producer(&self, other: &Self) -> bool {
+        (&self.host, self.port) == (&other.host, other.port)
+    }
+
     /// Looks the producer's address up; a name is resolved anew each time, because engines move.
     fn peer(&self) -> Result<Peer, TransportError> {
         let failed = |why: String| {
@@ -108,11 +110,11 @@ pub struct Peers {
     heartbeat: Arc<heartbeat::Heartbeat>,
     notices: Arc<notices::Notices>,
     stop: Arc<AtomicBool>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Peers {
-    /// Starts the threads. `jobs_max` bounds the reads that wait for a worker.
+    /// Starts the threads; `workers` reads run at once.
     ///
     /// # Errors
     /// When a thread cannot be started.
@@ -122,7 +124,6 @@ impl Peers {
         mailbox: Arc<Mailbox>,
         metrics: Arc<EngineMetrics>,
         workers: usize,
-        jobs_max: usize,
     ) -> std::io::Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let heartbeat = Arc::new(heartbeat::Heartbeat::default());
@@ -134,7 +135,6 @@ impl Peers {
             Arc::clone(&mailbox),
             Arc::clone(&metrics),
             workers,
-            jobs_max,
         )?;
         threads.extend(handles);
         threads.push({
@@ -150,7 +150,7 @@ impl Peers {
                 .name("notices".into())
                 .spawn(move || notices.run(&*transport, &metrics, &stop))?
         });
-        Ok(Self { fetch_workers, heartbeat, notices, stop, threads })
+        Ok(Self { fetch_workers, heartbeat, notices, stop, threads: Mutex::new(threads) })
     }
 
     /// Keeps the lease of a queued sequence alive from now on.
@@ -179,13 +179,14 @@ impl Peers {
     }
 
     /// Delivers what can be delivered until `deadline`, then ends the threads.
-    pub fn shutdown(mut self, deadline: Instant) {
+    pub fn shutdown(&self, deadline: Instant) {
         self.notices.drain(deadline);
         self.stop.store(true, Ordering::Release);
         self.heartbeat.wake();
         self.notices.wake();
         self.fetch_workers.close();
-        for thread in self.threads.drain(..) {
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        for thread in threads {
             drop(thread.join());
         }
     }

@@ -40,7 +40,8 @@ pub struct SchedulerConfig {
     pub max_num_seqs: usize,
     /// Tokens of one step, over all its sequences.
     pub max_num_batched_tokens: usize,
-    /// Sequences that wait. More are refused.
+    /// Sequences that wait. With this many the next request is refused; one that is accepted may add as many
+    /// sequences as it has.
     pub max_waiting: usize,
     /// Tokens of one sequence, prompt and output.
     pub max_model_len: usize,
@@ -184,7 +185,7 @@ impl Scheduler {
         if tokens > capacity {
             return Err((Box::new(new), Refusal::TooLong { tokens, capacity }));
         }
-        if self.waiting.len() >= self.config.max_waiting {
+        if self.waiting.len() >= self.config.max_waiting && !new.rides {
             return Err((Box::new(new), Refusal::QueueFull { waiting: self.waiting.len() }));
         }
         assert!(!new.prompt.is_empty() && new.stop.max_new > 0, "the front end checks this");

@@ -54,6 +54,9 @@ pub struct NewSequence {
     pub purpose: Purpose,
     /// Starts only when that sequence has computed its prompt, to share its blocks (`n > 1`).
     pub follows: Option<SeqId>,
+    /// Not the first of its request: it is accepted with the first one, also into a full queue, so that a request
+    /// is accepted whole or not at all.
+    pub rides: bool,
     /// Separates this tenant's prefix cache from all others.
     pub cache_salt: Option<Box<str>>,
 }

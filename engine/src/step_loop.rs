@@ -10,12 +10,13 @@
 //! - A lease is opened only for a reply that somebody will read; if nobody does, it is released in the same step.
 //! - An engine with leases but no work sleeps.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_connector::fetch::{FailureKind, Reason};
 use baton_connector::ledger::Grant;
+use baton_connector::limits::{TOMBSTONE_KEPT, TOMBSTONES_MAX};
 use baton_connector::transport::Producer;
 use baton_connector::{EngineId, Handle, Handoff, RequestId};
 use tokio::sync::mpsc::Sender;
@@ -24,12 +25,12 @@ use crate::block_hash::prompt_fingerprint;
 use crate::digests::{DigestAsk, DigestPage, page_blocks};
 use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use crate::lease_desk::LeaseDesk;
-use crate::mailbox::{Mail, Mailbox};
+use crate::mailbox::{Legs, Mail, Mailbox};
 use crate::metrics::EngineMetrics;
 use crate::peers::{FetchTarget, Peers};
 use crate::sampling::{Place, Sampled, SamplingParams, Scratch, TokenCounts, sample};
 use crate::scheduler::{Effect, Finished, Planned, Refusal, Scheduler};
-use crate::sequence::{FinishReason, NewSequence, SeqId};
+use crate::sequence::{FinishReason, NewSequence, Purpose, SeqId};
 use crate::status::StatusBoard;
 
 /// After the drain deadline, how long transfers get to become quiet before the engine ends anyway.
@@ -44,7 +45,7 @@ pub struct Submission {
     pub sampling: SamplingParams,
     /// Which choice of its request it is.
     pub index: u32,
-    /// Takes every event of the sequence; room for all of them (`max_new + 1`) or more.
+    /// Takes every event of the sequence; room for all of them (`max_new + 2`) or more.
     pub outbox: Sender<(u32, SeqEvent)>,
     /// Where its blocks come from.
     pub target: Option<FetchTarget>,
@@ -55,6 +56,13 @@ pub struct Submission {
 /// What a sequence tells its front end.
 #[derive(Debug)]
 pub enum SeqEvent {
+    /// Before the first token: how many of the prompt's tokens nobody computed for this request. They come from
+    /// this engine's prefix cache, or from the producer's if the prompt came from there; what was merely fetched
+    /// does not count.
+    Started {
+        /// That many.
+        cached: usize,
+    },
     /// One more token.
     Token(Sampled),
     /// The end.
@@ -72,9 +80,6 @@ pub enum SeqEvent {
 pub struct SeqEnd {
     /// Why.
     pub reason: FinishReason,
-    /// Prompt tokens that nobody computed for this request: from this engine's prefix cache, or from the
-    /// producer's if the prompt came from there. What was merely fetched does not count.
-    pub cached: usize,
     /// For a producer: the handoff, and the key to release it with.
     pub handoff: Option<Box<Handoff>>,
 }
@@ -138,6 +143,10 @@ pub struct StepLoop {
     logits: Logits,
     scratch: Scratch,
     closing: Option<Instant>,
+    /// Requests to decode that were aborted by name before they arrived, oldest first.
+    aborted_early: VecDeque<(Instant, RequestId)>,
+    /// Sequences are being ended with an answer that a router takes elsewhere.
+    refusing: bool,
 }
 
 impl StepLoop {
@@ -152,6 +161,8 @@ impl StepLoop {
             logits: Logits::default(),
             scratch: Scratch::default(),
             closing: None,
+            aborted_early: VecDeque::new(),
+            refusing: false,
         }
     }
 
@@ -238,7 +249,12 @@ impl StepLoop {
         live.counts.push(sampled.token);
         let now = Instant::now();
         match live.last_token.replace(now) {
-            None => self.parts.metrics.first_token(now - live.arrived, prompt, cached, fetched),
+            None => {
+                self.parts.metrics.first_token(now - live.arrived, prompt, cached, fetched);
+                let cached = live.target.as_ref().map_or(cached, FetchTarget::cached);
+                // If its front end has left, the token's own delivery says so.
+                let _ = live.outbox.try_send((live.index, SeqEvent::Started { cached }));
+            }
             Some(last) => self.parts.metrics.next_token(now - last),
         }
         let token = sampled.token;
@@ -264,10 +280,8 @@ impl StepLoop {
         for (id, reason) in mail.endings {
             self.end(id, reason);
         }
-        for request in mail.aborts {
-            for id in self.by_request.get(&request).cloned().unwrap_or_default() {
-                self.end(id, FinishReason::Abort);
-            }
+        for (request, legs) in mail.aborts {
+            self.abort(request, legs);
         }
         for (id, event) in mail.fetches {
             self.parts.scheduler.fetch_event(id, event);
@@ -294,13 +308,41 @@ impl StepLoop {
         let _ = ask.reply.send(DigestPage::of(&cached, region));
     }
 
+    /// Ends a request by name. One that decodes here and has not arrived yet is remembered (one that lends is
+    /// remembered by the ledger).
+    fn abort(&mut self, request: RequestId, legs: Legs) {
+        let mut found = false;
+        for id in self.by_request.get(&request).cloned().unwrap_or_default() {
+            let lends = self.parts.scheduler.sequence(id).is_some_and(|sequence| sequence.is_producer());
+            if legs == Legs::Both || (legs == Legs::Prefill) == lends {
+                self.end(id, FinishReason::Abort);
+                found = true;
+            }
+        }
+        if !found && legs != Legs::Prefill {
+            while self.aborted_early.len() >= TOMBSTONES_MAX
+                || self.aborted_early.front().is_some_and(|(at, _)| at.elapsed() >= TOMBSTONE_KEPT)
+            {
+                self.aborted_early.pop_front();
+            }
+            self.aborted_early.push_back((Instant::now(), request));
+        }
+    }
+
+    /// Whether a request was given up before it arrived.
+    fn was_aborted_early(&self, request: &RequestId, lends: bool) -> bool {
+        if lends {
+            return self.parts.desk.was_released_early(request);
+        }
+        self.aborted_early.iter().any(|(at, early)| early == request && at.elapsed() < TOMBSTONE_KEPT)
+    }
+
     fn accept(&mut self, submission: Submission) {
         let Submission { sequence, sampling, index, outbox, target, arrived } = submission;
         let (id, request) = (sequence.id, sequence.request.clone());
-        let early = self.parts.desk.was_released_early(&request);
-        if early {
+        if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce)) {
             tracing::debug!(%request, "given up before it arrived");
-            let end = SeqEnd { reason: FinishReason::Abort, cached: 0, handoff: None };
+            let end = SeqEnd { reason: FinishReason::Abort, handoff: None };
             self.turn_away(
                 &outbox,
                 index,
@@ -369,8 +411,11 @@ impl StepLoop {
             Effect::StopRead(id) => peers.stop_read(id),
             Effect::StopHeartbeat(id) => peers.let_go(id),
             Effect::ReleaseAtProducer(id, reason) => {
-                let target =
-                    self.target(id).filter(|t| !(t.survives_failure() && reason == Reason::LoadFailed));
+                let target = self.target(id).filter(|target| match reason {
+                    Reason::LoadFailed => !target.survives_failure(),
+                    Reason::Aborted => !(self.refusing && target.survives_refusal()),
+                    Reason::Rejected | Reason::NotNeeded => true,
+                });
                 if let Some(target) = target {
                     peers.release(&target, reason.label());
                 }
@@ -404,8 +449,7 @@ impl StepLoop {
             Finished::FreeNow => None,
         };
         let key = handoff.as_ref().map(|handoff| handoff.handle);
-        let cached = live.target.as_ref().map_or(cached, |target| target.cached());
-        let end = SeqEnd { reason, cached, handoff };
+        let end = SeqEnd { reason, handoff };
         let sent = live.outbox.try_send((live.index, SeqEvent::Finished(Box::new(end))));
         if let (Err(_), Some(handle)) = (sent, key) {
             // Nobody will ever learn this handle.
@@ -426,10 +470,12 @@ impl StepLoop {
 
     fn end_all(&mut self, reason: FinishReason, event: impl Fn() -> SeqEvent) {
         let ids: Vec<SeqId> = self.live.keys().copied().collect();
+        self.refusing = true;
         for id in ids {
             self.end_with(id, reason, event());
         }
         self.carry_out_effects();
+        self.refusing = false;
     }
 
     /// Takes a sequence off all books.
@@ -453,9 +499,7 @@ impl StepLoop {
 
     /// A struck sequence's target is needed only while its transfer comes to rest.
     fn forget_rested(&mut self, id: SeqId) {
-        if self.parts.scheduler.load().stopping == 0 {
-            self.stopping.clear();
-        } else if !self.parts.scheduler.is_stopping(id) {
+        if !self.parts.scheduler.is_stopping(id) {
             self.stopping.remove(&id);
         }
     }

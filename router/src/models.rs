@@ -92,13 +92,15 @@ impl Pool {
     /// An engine that is not among those `tried`.
     pub(crate) fn choose(&self, tried: &[Arc<Engine>]) -> Option<Arc<Engine>> {
         let untried = |engine: &Arc<Engine>| !tried.iter().any(|t| Arc::ptr_eq(t, engine));
-        let candidates: Vec<_> = self
-            .engines
-            .iter()
-            .enumerate()
-            .filter(|(_, engine)| untried(engine))
-            .map(|(index, engine)| Candidate { index, in_flight: engine.load() })
-            .collect();
+        let candidates_that = |fit: &dyn Fn(&Arc<Engine>) -> bool| -> Vec<_> {
+            let fitting =
+                self.engines.iter().enumerate().filter(|(_, engine)| untried(engine) && fit(engine));
+            fitting.map(|(index, engine)| Candidate { index, in_flight: engine.load() }).collect()
+        };
+        let mut candidates = candidates_that(&|engine| !engine.is_resting());
+        if candidates.is_empty() {
+            candidates = candidates_that(&|_| true);
+        }
         self.policy.choose(&candidates).map(|index| Arc::clone(&self.engines[index]))
     }
 }

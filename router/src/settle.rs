@@ -176,7 +176,7 @@ impl Settler {
         let result = match lent.handle {
             Some(handle) => self.asked(engine, &release(handle, cause, &debtor.request)).await,
             // An engine maps the id of a request to the lease that it opened for it.
-            None => self.asked(engine, &abort(&debtor.request)).await,
+            None => self.asked(engine, &abort(&debtor.request, Leg::Prefill)).await,
         };
         tracing::info!(request = %debtor.request, engine = engine.authority(), cause = cause.label(), ?result,
             "released");
@@ -185,7 +185,7 @@ impl Settler {
 
     async fn aborted(&self, engine: &Arc<Engine>, request: &RequestId, leg: Leg) -> Settled {
         let begun = Instant::now();
-        let result = self.asked(engine, &abort(request)).await;
+        let result = self.asked(engine, &abort(request, leg)).await;
         if result == Settled::Confirmed {
             self.metrics.propagated(leg, begun.elapsed());
         }
@@ -239,8 +239,9 @@ fn release(handle: Handle, cause: Cause, request: &RequestId) -> Outgoing {
     verb("/kv/release", &body, request)
 }
 
-fn abort(request: &RequestId) -> Outgoing {
-    verb("/abort_requests", &json!({"request_ids": [request.as_str()]}), request)
+/// Both legs have one id; an engine that serves both must know which one is meant.
+fn abort(request: &RequestId, leg: Leg) -> Outgoing {
+    verb("/abort_requests", &json!({"request_ids": [request.as_str()], "leg": leg.label()}), request)
 }
 
 fn verb(path: &'static str, body: &serde_json::Value, request: &RequestId) -> Outgoing {

@@ -7,7 +7,7 @@ mod connection;
 
 use std::future::poll_fn;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,15 @@ pub(crate) use connection::Socket;
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
 const IDLE_MAX: usize = 256;
 
+/// How long an engine that could not be reached is passed over.
+const REST: Duration = Duration::from_secs(1);
+
+/// Milliseconds since the first call.
+fn clock_ms() -> u64 {
+    static START: std::sync::LazyLock<Instant> = std::sync::LazyLock::new(Instant::now);
+    u64::try_from(START.elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
 /// One engine.
 pub(crate) struct Engine {
     url: EngineUrl,
@@ -34,6 +43,8 @@ pub(crate) struct Engine {
     idle_timeout: Duration,
     idle: std::sync::Mutex<Vec<Connection>>,
     in_flight: AtomicUsize,
+    /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
+    rests_until_ms: AtomicU64,
 }
 
 /// Terms on which connections to engines are made and kept.
@@ -99,7 +110,20 @@ impl Engine {
             idle_timeout: terms.idle_timeout,
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
+            rests_until_ms: AtomicU64::new(0),
         }
+    }
+
+    /// It could not be reached: for [`REST`] it is chosen only if there is no other. An engine that is down has
+    /// no requests in flight, and would otherwise be every request's first choice.
+    fn rest(&self) {
+        let until = clock_ms() + u64::try_from(REST.as_millis()).expect("a second");
+        self.rests_until_ms.store(until, Ordering::Relaxed);
+    }
+
+    /// Whether it could not be reached a moment ago.
+    pub(crate) fn is_resting(&self) -> bool {
+        clock_ms() < self.rests_until_ms.load(Ordering::Relaxed)
     }
 
     /// `HOST:PORT`; for logs, never for clients.
@@ -131,18 +155,21 @@ impl Engine {
         outgoing: &Outgoing,
         sent: impl Fn(Arc<Socket>),
     ) -> Result<Reply, CallError> {
+        let mut lost = None;
         if let Some(mut kept) = self.kept() {
             sent(kept.socket());
             match kept.send(self.request(outgoing)).await {
                 Ok(answer) => return Ok(self.reply(answer, kept)),
                 Err(error) if error.is_user() || error.is_parse() => return Err(CallError::Broken(error)),
-                Err(_stale) => {}
+                Err(stale) => lost = Some(stale),
             }
         }
         let dialled =
             tokio::time::timeout(self.connect_timeout, Connection::dial(self.url.host(), self.url.port()));
         let Ok(Ok(mut fresh)) = dialled.await else {
-            return Err(CallError::NotReached);
+            self.rest();
+            // What went out over the kept connection may have been seen.
+            return Err(lost.map_or(CallError::NotReached, CallError::Broken));
         };
         sent(fresh.socket());
         match fresh.send(self.request(outgoing)).await {

@@ -1,9 +1,8 @@
 //! Threads that read blocks. A read blocks its thread, so there are as many reads in flight as workers.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -25,11 +24,23 @@ struct Job {
     stop: Arc<AtomicBool>,
 }
 
-type Stops = Arc<Mutex<HashMap<SeqId, Arc<AtomicBool>>>>;
+/// Jobs that wait, and the stop flags of those that run. At most one job per fetching sequence, which the
+/// scheduler bounds; one that is given up leaves at once.
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Job>,
+    running: HashMap<SeqId, Arc<AtomicBool>>,
+    closed: bool,
+}
+
+#[derive(Default)]
+struct Jobs {
+    queue: Mutex<Queue>,
+    arrived: Condvar,
+}
 
 pub(super) struct FetchWorkers {
-    jobs: Mutex<Option<SyncSender<Job>>>,
-    stops: Stops,
+    jobs: Arc<Jobs>,
     mailbox: Arc<Mailbox>,
 }
 
@@ -38,7 +49,7 @@ struct Worker {
     region: Region,
     mailbox: Arc<Mailbox>,
     metrics: Arc<EngineMetrics>,
-    stops: Stops,
+    jobs: Arc<Jobs>,
 }
 
 impl FetchWorkers {
@@ -48,11 +59,8 @@ impl FetchWorkers {
         mailbox: Arc<Mailbox>,
         metrics: Arc<EngineMetrics>,
         workers: usize,
-        jobs_max: usize,
     ) -> std::io::Result<(Self, Vec<JoinHandle<()>>)> {
-        let (jobs, queue) = sync_channel::<Job>(jobs_max);
-        let queue = Arc::new(Mutex::new(queue));
-        let stops = Stops::default();
+        let jobs = Arc::new(Jobs::default());
         let mut threads = Vec::with_capacity(workers);
         for n in 0..workers {
             let worker = Worker {
@@ -60,53 +68,57 @@ impl FetchWorkers {
                 region: region.clone(),
                 mailbox: Arc::clone(&mailbox),
                 metrics: Arc::clone(&metrics),
-                stops: Arc::clone(&stops),
+                jobs: Arc::clone(&jobs),
             };
-            let queue = Arc::clone(&queue);
-            threads.push(
-                std::thread::Builder::new().name(format!("fetch-{n}")).spawn(move || worker.run(&queue))?,
-            );
+            threads.push(std::thread::Builder::new().name(format!("fetch-{n}")).spawn(move || worker.run())?);
         }
-        Ok((Self { jobs: Mutex::new(Some(jobs)), stops, mailbox }, threads))
+        Ok((Self { jobs, mailbox }, threads))
     }
 
     pub(super) fn read(&self, id: SeqId, target: FetchTarget, first: usize, into: Vec<BlockId>) {
-        let stop = Arc::new(AtomicBool::new(false));
-        lock(&self.stops).insert(id, Arc::clone(&stop));
-        let job = Job { id, target, first, into, stop };
-        let sent = match &*lock(&self.jobs) {
-            Some(jobs) => jobs.try_send(job).map_err(|error| match error {
-                TrySendError::Full(job) | TrySendError::Disconnected(job) => job,
-            }),
-            None => Err(job),
-        };
-        if let Err(job) = sent {
-            lock(&self.stops).remove(&job.id);
-            self.mailbox.fetch(job.id, Event::TransferFailed(FailureKind::Transfer));
+        let job = Job { id, target, first, into, stop: Arc::default() };
+        let mut queue = lock(&self.jobs.queue);
+        if queue.closed {
+            drop(queue);
+            return self.mailbox.fetch(id, Event::TransferFailed(FailureKind::Transfer));
         }
+        queue.waiting.push_back(job);
+        drop(queue);
+        self.jobs.arrived.notify_one();
     }
 
+    /// Raises the stop flag of a read that runs; one that still waits is over at once, so that its blocks do not
+    /// wait behind a producer that says nothing.
     pub(super) fn stop(&self, id: SeqId) {
-        if let Some(stop) = lock(&self.stops).get(&id) {
+        let mut queue = lock(&self.jobs.queue);
+        if let Some(at) = queue.waiting.iter().position(|job| job.id == id) {
+            drop(queue.waiting.remove(at));
+            drop(queue);
+            self.mailbox.fetch(id, Event::TransferFailed(FailureKind::Transfer));
+        } else if let Some(stop) = queue.running.get(&id) {
             stop.store(true, Ordering::Release);
         }
     }
 
     /// Raises every stop flag and takes no more jobs; the threads end when they have reported.
     pub(super) fn close(&self) {
-        drop(lock(&self.jobs).take());
-        for stop in lock(&self.stops).values() {
+        let mut queue = lock(&self.jobs.queue);
+        queue.closed = true;
+        for job in queue.waiting.drain(..) {
+            self.mailbox.fetch(job.id, Event::TransferFailed(FailureKind::Transfer));
+        }
+        for stop in queue.running.values() {
             stop.store(true, Ordering::Release);
         }
+        drop(queue);
+        self.jobs.arrived.notify_all();
     }
 }
 
 impl Worker {
-    fn run(&self, queue: &Mutex<Receiver<Job>>) {
-        loop {
-            let job = lock(queue).recv();
-            let Ok(job) = job else { return };
-            let report = Report { worker: self, id: job.id, quiet: false };
+    fn run(&self) {
+        while let Some(job) = self.jobs.next() {
+            let report = Report { worker: self, id: job.id, owed: Some(Event::Quiet) };
             self.read(&job, report);
         }
     }
@@ -141,7 +153,7 @@ impl Worker {
                     matches!(verdict, Ok(v) if v == baton_connector::transport::Verdict::Valid),
                 );
                 let unknown = verdict.is_err();
-                self.mailbox.fetch(job.id, Event::Verdict(Answer::from(verdict)));
+                report.verdict(Answer::from(verdict));
                 if unknown {
                     self.give_up(&peer, job);
                 }
@@ -157,6 +169,23 @@ impl Worker {
     }
 }
 
+impl Jobs {
+    /// The next job, which counts as running from now on; `None` at the end.
+    fn next(&self) -> Option<Job> {
+        let mut queue = lock(&self.queue);
+        loop {
+            if let Some(job) = queue.waiting.pop_front() {
+                queue.running.insert(job.id, Arc::clone(&job.stop));
+                return Some(job);
+            }
+            if queue.closed {
+                return None;
+            }
+            queue = self.arrived.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
 impl Worker {
     /// Without this the release that follows a read which succeeded would wait for its reader until the drain
     /// deadline. The order of the two does not matter.
@@ -167,25 +196,32 @@ impl Worker {
     }
 }
 
-/// Sees to it that every job is reported quiet, also when its thread unwinds.
+/// Sees to it that every job is reported to its end, also when its thread unwinds.
 struct Report<'a> {
     worker: &'a Worker,
     id: SeqId,
-    quiet: bool,
+    /// What is reported if nothing better is.
+    owed: Option<Event>,
 }
 
 impl Report<'_> {
+    /// Nothing writes into the landing blocks any more.
     fn quiet(&mut self, event: Event) {
-        self.quiet = true;
-        lock(&self.worker.stops).remove(&self.id);
+        self.owed = (event == Event::TransferDone).then_some(Event::Verdict(Answer::Unknown));
+        lock(&self.worker.jobs.queue).running.remove(&self.id);
         self.worker.mailbox.fetch(self.id, event);
+    }
+
+    fn verdict(&mut self, answer: Answer) {
+        self.owed = None;
+        self.worker.mailbox.fetch(self.id, Event::Verdict(answer));
     }
 }
 
 impl Drop for Report<'_> {
     fn drop(&mut self) {
-        if !self.quiet {
-            self.quiet(Event::Quiet);
+        if let Some(event) = self.owed {
+            self.quiet(event);
         }
     }
 }
@@ -265,12 +301,11 @@ mod tests {
             Arc::clone(&mailbox),
             Arc::new(EngineMetrics::new("m")),
             1,
-            1,
         )
         .expect("a thread");
         workers.read(SeqId(1), target(), 0, vec![BlockId(0)]);
         let mut events: Vec<Event> = mailbox.wait(None).fetches.into_iter().map(|(_, event)| event).collect();
-        drop(lock(&workers.jobs).take());
+        workers.close();
         threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
         events.extend(mailbox.collect().fetches.into_iter().map(|(_, event)| event));
         let asked = lock(&transport.asked).clone();
@@ -296,5 +331,49 @@ mod tests {
         let (events, asked) = read(false, Err(TransportError::Transfer("silence".into())));
         assert_eq!(events, [Event::TransferDone, Event::Verdict(Answer::Unknown)]);
         assert_eq!(asked, ["finish", "give up"]);
+    }
+
+    /// Says nothing until it is stopped.
+    struct Silent;
+
+    impl Transport for Silent {
+        #[allow(clippy::disallowed_methods)] // a producer that says nothing
+        fn read(&self, _: &Peer, _: &ReadOrder, _: &Region, stop: &StopFlag) -> Result<(), TransportError> {
+            while !stop.load(Ordering::Acquire) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(TransportError::Stopped)
+        }
+
+        fn finish(&self, _: &Peer, _: Handle, _: Reader) -> Result<Verdict, TransportError> {
+            Ok(Verdict::Gone)
+        }
+
+        fn release(&self, _: &Peer, _: Handle, _: &str) -> Result<ReleaseReply, TransportError> {
+            Ok(ReleaseReply::Released)
+        }
+
+        fn heartbeat(&self, _: &Peer, _: &[Handle]) -> Result<Vec<HeartbeatReply>, TransportError> {
+            Ok(Vec::new())
+        }
+    }
+
+    #[test]
+    fn a_read_given_up_behind_a_silent_producer_is_over_at_once() {
+        let mailbox = Arc::new(Mailbox::new(1));
+        let metrics = Arc::new(EngineMetrics::new("m"));
+        let (workers, threads) =
+            FetchWorkers::start(Arc::new(Silent), Region::allocate(1, 64), Arc::clone(&mailbox), metrics, 1)
+                .expect("a thread");
+        workers.read(SeqId(1), target(), 0, vec![BlockId(0)]);
+        while lock(&workers.jobs.queue).running.is_empty() {
+            std::thread::yield_now();
+        }
+        workers.read(SeqId(2), target(), 0, vec![BlockId(0)]);
+        workers.stop(SeqId(2));
+        let over = (SeqId(2), Event::TransferFailed(FailureKind::Transfer));
+        assert_eq!(mailbox.wait(None).fetches, [over]);
+        workers.close();
+        threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
     }
 }

@@ -33,7 +33,8 @@ pub(super) struct Heartbeat {
 impl Heartbeat {
     pub(super) fn add(&self, id: SeqId, target: FetchTarget) {
         let interval = (target.lease / HEARTBEATS_PER_LEASE).max(INTERVAL_MIN);
-        let entry = Entry { target, interval, due: Instant::now() + interval };
+        // The first beat at once: the request may have been on its way for most of the lease.
+        let entry = Entry { target, interval, due: Instant::now() };
         self.lock().insert(id, entry);
         self.changed.notify_one();
     }

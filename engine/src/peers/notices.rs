@@ -23,6 +23,7 @@ struct Notice {
     reason: &'static str,
     due: Instant,
     pause: Duration,
+    give_up: Instant,
 }
 
 #[derive(Default)]
@@ -44,7 +45,10 @@ impl Notices {
             tracing::warn!(reason, "too many release notices wait; this lease ends by expiry");
             return;
         }
-        queue.waiting.push_back(Notice { target, reason, due: Instant::now(), pause: PAUSE_FIRST });
+        let now = Instant::now();
+        // Heartbeats have renewed the lease since the handoff arrived; it lives at most this long from now.
+        let give_up = now + target.lease;
+        queue.waiting.push_back(Notice { target, reason, due: now, pause: PAUSE_FIRST, give_up });
         drop(queue);
         self.changed.notify_all();
     }
@@ -73,12 +77,19 @@ impl Notices {
             queue.in_flight -= 1;
             match answered {
                 Ok(label) => metrics.notice(notice.reason, label),
-                Err(error) if Instant::now() >= notice.target.expiry => {
+                Err(error) if Instant::now() >= notice.give_up => {
                     tracing::warn!(%error, reason = notice.reason, "release not delivered before the lease's expiry");
                     metrics.notice(notice.reason, "undelivered");
                 }
                 Err(_) => {
                     notice.due = Instant::now() + notice.pause;
+                    // The same producer is not tried for each of its other notices: one that is silent must not keep
+                    // the releases of others.
+                    for other in
+                        queue.waiting.iter_mut().filter(|other| other.target.same_producer(&notice.target))
+                    {
+                        other.due = other.due.max(notice.due);
+                    }
                     notice.pause = (notice.pause * 2).min(PAUSE_MAX);
                     queue.waiting.push_back(notice);
                 }

@@ -24,6 +24,7 @@ fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> NewSequence
         stop: StopRule { max_new, stop_ids: vec![0], min_new: 0 },
         purpose,
         follows: None,
+        rides: false,
         cache_salt: None,
     }
 }

@@ -152,6 +152,7 @@ pub(super) fn admit(
                 // The first sequence has the handoff; the others of the request share what it lands.
                 purpose: purpose.take().unwrap_or(Purpose::Plain),
                 follows: leader,
+                rides: index > 0,
                 cache_salt: request.cache_salt.as_deref().map(Into::into),
             };
             leader = leader.or(Some(sequence.id));

@@ -4,6 +4,8 @@
 //! requests that carry `kv_transfer_params` are for routers and engines, never for clients. Where a cluster secret is
 //! configured (beyond loopback one must be) they need it in the header `x-baton-cluster-secret`.
 
+use std::sync::Arc;
+
 use baton_connector::lease::State;
 use baton_connector::transport::Producer;
 use baton_connector::{Handle, RequestId};
@@ -20,6 +22,7 @@ use super::http::{self, Reply, read_body};
 use super::{Frontend, admit};
 use crate::block_hash::BlockHash;
 use crate::digests::{BlockDigest, DigestAsk};
+use crate::mailbox::Legs;
 use crate::mailbox::Undelivered;
 use crate::model::tokenizer::{Decode, SpecialTokens};
 
@@ -71,8 +74,9 @@ pub(super) async fn release(frontend: &Frontend, request: Request<Incoming>) -> 
     Ok(http::json(StatusCode::OK, json!({"result": reply.label()}).to_string()))
 }
 
-/// `POST /abort_requests {"request_ids": [...]}`: ends requests by name, running or just finished. An id that is
-/// not known yet is remembered: such a request is ended when it arrives. Idempotent.
+/// `POST /abort_requests {"request_ids": [...], "leg": "prefill"|"decode"}`: ends requests by name, running or just
+/// finished. An id that is not known yet is remembered: such a request is ended when it arrives. Idempotent.
+/// Without `leg` both are meant.
 pub(super) async fn abort(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
     let fields = control_object(frontend, request).await?;
     let malformed = || {
@@ -87,12 +91,21 @@ pub(super) async fn abort(frontend: &Frontend, request: Request<Incoming>) -> Re
     }
     let name = |id: &Value| id.as_str().map(bare_id).and_then(|id| RequestId::new(id).ok());
     let ids = ids.iter().map(name).collect::<Option<Vec<_>>>().ok_or_else(malformed)?;
+    let legs = match fields.get("leg").map(|leg| leg.as_str()) {
+        None => Legs::Both,
+        Some(Some("prefill")) => Legs::Prefill,
+        Some(Some("decode")) => Legs::Decode,
+        Some(_) => return Err(ApiError::invalid("leg", "`leg` must be \"prefill\" or \"decode\"")),
+    };
     let mut results = serde_json::Map::new();
     for id in ids {
-        // The lease first: a request that finishes just now must not open one after this.
-        let reply = frontend.desk.release_request(&id, "aborted");
-        results.insert(id.as_str().to_owned(), Value::from(reply.label()));
-        frontend.mailbox.abort(id).map_err(|_| {
+        let result = match legs {
+            Legs::Decode => "aborted",
+            // The lease first: a request that finishes just now must not open one after this.
+            Legs::Prefill | Legs::Both => frontend.desk.release_request(&id, "aborted").label(),
+        };
+        results.insert(id.as_str().to_owned(), Value::from(result));
+        frontend.mailbox.abort(id, legs).map_err(|_| {
             ApiError::unavailable("too many aborts are waiting", std::time::Duration::from_secs(1))
         })?;
     }
@@ -100,7 +113,7 @@ pub(super) async fn abort(frontend: &Frontend, request: Request<Incoming>) -> Re
 }
 
 /// vLLM's internal ids carry the endpoint's prefix; the name of the request is what the router sent.
-fn bare_id(id: &str) -> &str {
+pub(super) fn bare_id(id: &str) -> &str {
     id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")).unwrap_or(id)
 }
 
@@ -227,9 +240,25 @@ pub(super) fn model(frontend: &Frontend, path: &str) -> Result<Reply, ApiError> 
 }
 
 /// `POST /tokenize`.
-pub(super) async fn tokenize(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
+pub(super) async fn tokenize(
+    frontend: &Arc<Frontend>,
+    request: Request<Incoming>,
+) -> Result<Reply, ApiError> {
     let body = read_body(request, frontend.limits.body_bytes).await?;
-    let request = TokenizeRequest::from_map(&parse_object(&body, &frontend.limits)?, &frontend.limits)?;
+    let frontend = Arc::clone(frontend);
+    off_the_http_threads(move || tokenized(&frontend, &body)).await
+}
+
+/// Long texts would keep the HTTP threads, and with them aborts and releases.
+async fn off_the_http_threads(
+    work: impl FnOnce() -> Result<Reply, ApiError> + Send + 'static,
+) -> Result<Reply, ApiError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|_| ApiError::internal("the request could not be read"))?
+}
+
+fn tokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
+    let request = TokenizeRequest::from_map(&parse_object(body, &frontend.limits)?, &frontend.limits)?;
     admit::check_model(frontend, request.model.as_deref())?;
     let mut prompts = admit::encode(frontend, &request.input, request.add_special_tokens)?;
     let tokens = prompts.pop().ok_or_else(|| ApiError::invalid("prompt", "there is no prompt"))?;
@@ -240,9 +269,17 @@ pub(super) async fn tokenize(frontend: &Frontend, request: Request<Incoming>) ->
 }
 
 /// `POST /detokenize`.
-pub(super) async fn detokenize(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
+pub(super) async fn detokenize(
+    frontend: &Arc<Frontend>,
+    request: Request<Incoming>,
+) -> Result<Reply, ApiError> {
     let body = read_body(request, frontend.limits.body_bytes).await?;
-    let request = DetokenizeRequest::from_map(&parse_object(&body, &frontend.limits)?, &frontend.limits)?;
+    let frontend = Arc::clone(frontend);
+    off_the_http_threads(move || detokenized(&frontend, &body)).await
+}
+
+fn detokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
+    let request = DetokenizeRequest::from_map(&parse_object(body, &frontend.limits)?, &frontend.limits)?;
     admit::check_model(frontend, request.model.as_deref())?;
     let reply = DetokenizeReply { prompt: frontend.tokenizer.decode(&request.tokens, Decode::All) };
     Ok(http::json(StatusCode::OK, reply.to_bytes()))

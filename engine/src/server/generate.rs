@@ -19,6 +19,7 @@ use hyper::body::Incoming;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 use tokio::sync::mpsc::Receiver;
+use tokio::sync::mpsc::error::TryRecvError;
 
 use super::admit::{self, Admitted, Intent};
 use super::follow::{Choice, Counted, Piece};
@@ -95,7 +96,7 @@ pub(super) async fn answer(
 
 fn request_id(headers: &HeaderMap) -> Result<RequestId, ApiError> {
     let named = headers.get(&REQUEST_ID).and_then(|value| value.to_str().ok());
-    if let Some(id) = named.and_then(|text| RequestId::new(text).ok()) {
+    if let Some(id) = named.and_then(|text| RequestId::new(control::bare_id(text)).ok()) {
         return Ok(id);
     }
     let mut random = [0; 16];
@@ -189,6 +190,11 @@ impl Exchange {
         };
         let choice = &mut self.choices[index as usize];
         let piece = match event {
+            SeqEvent::Started { cached } => {
+                // The choices of one prompt share it: it is counted once, like the prompt.
+                self.counted.reused += if index % self.request.n == 0 { cached } else { 0 };
+                None
+            }
             SeqEvent::Token(sampled) => {
                 let piece = choice.token(sampled, &mut self.guard);
                 self.counted.completion += usize::from(piece.is_some());
@@ -212,7 +218,6 @@ impl Exchange {
     }
 
     fn ended(&mut self, end: SeqEnd) {
-        self.counted.reused += end.cached;
         if end.handoff.is_some() {
             self.handoff = end.handoff;
         }
@@ -265,11 +270,13 @@ impl Drop for Exchange {
     /// the step loop sends after this fails there, and is released there.
     fn drop(&mut self) {
         self.events.close();
-        while let Ok((_, event)) = self.events.try_recv() {
-            if let SeqEvent::Finished(end) = event
-                && let Some(handoff) = end.handoff
-            {
-                self.handoff = Some(handoff);
+        loop {
+            match self.events.try_recv() {
+                Ok((_, SeqEvent::Finished(end))) if end.handoff.is_some() => self.handoff = end.handoff,
+                Ok(_) => {}
+                // Closed, but the step loop is just putting something in: that takes nanoseconds.
+                Err(TryRecvError::Empty) => std::hint::spin_loop(),
+                Err(TryRecvError::Disconnected) => break,
             }
         }
         if let Some(handoff) = self.handoff.take() {
