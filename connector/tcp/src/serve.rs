@@ -206,8 +206,6 @@ fn send_blocks(
         shared.stats.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         front.clear();
     }
-    // Everything is out: the reader may say "done" over any connection, and losing this one fails nothing.
-    shared.open_reads.forget(handle, reader);
     Ok(())
 }
 

@@ -75,16 +75,19 @@ pub(super) async fn answer(
     let arrived = Instant::now();
     let headers = request.headers().clone();
     let id = request_id(&headers)?;
-    let body = read_body(request, frontend.limits.body_bytes).await?;
-    let prepared = if body.len() <= INLINE_BODY_BYTES {
-        prepare(&frontend, endpoint, &headers, &id, &body, arrived)
-    } else {
+    let preparing = {
         let (frontend, id) = (Arc::clone(&frontend), id.clone());
-        let work = move || prepare(&frontend, endpoint, &headers, &id, &body, arrived);
-        tokio::task::spawn_blocking(work)
-            .await
-            .map_err(|_| ApiError::internal("the request could not be read"))?
+        // A task of its own: hyper drops this one when the connection closes, also between the arrival of a body and
+        // its being read, and a handoff that has arrived must be given back all the same.
+        tokio::spawn(async move {
+            let body = read_body(request, frontend.limits.body_bytes).await?;
+            let inline = body.len() <= INLINE_BODY_BYTES;
+            let work = move || prepare(&frontend, endpoint, &headers, &id, &body, arrived);
+            if inline { Ok(work()) } else { tokio::task::spawn_blocking(work).await }
+                .map_err(|_| ApiError::internal("the request could not be read"))?
+        })
     };
+    let prepared = preparing.await.map_err(|_| ApiError::internal("the request could not be read"))?;
     let (request, admitted) = prepared?;
     let mut exchange = Exchange::start(frontend, request, admitted, &id)?;
     let first = exchange.next().await?;
