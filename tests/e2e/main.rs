@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `harness` | the vocabulary: a cluster, its books, a client that can hang up |
 //! | `disconnects` | a client leaves, at every point of a request's life: the blocks come back |
+//! | `recall` | the text shows that the blocks arrived |
 //! | `refusals` | an engine refuses, is down or dies: one clear error, nothing held |
 //! | `storm` | many clients at once, every third of which leaves |
 //! | `endings` | the router is killed, or told to stop; so is an engine |
@@ -17,6 +18,7 @@ mod bad_input;
 mod disconnects;
 mod endings;
 mod harness;
+mod recall;
 mod refusals;
 mod storm;
 mod up;

@@ -46,6 +46,11 @@ impl Ask {
         Self::at("/v1/chat/completions", json!({"messages": messages, "max_tokens": 24}))
     }
 
+    /// A chat, to the end of its answer.
+    pub(crate) fn chat(messages: Value) -> Self {
+        Self::at("/v1/chat/completions", json!({"messages": messages, "max_tokens": 200}))
+    }
+
     fn at(path: &'static str, mut body: Value) -> Self {
         body["model"] = json!(MODEL);
         body["temperature"] = json!(0);
