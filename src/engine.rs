@@ -28,7 +28,7 @@ pub(crate) fn run(args: EngineArgs) -> Result<(), Failure> {
         let mut shown = 0;
         let mut progress = |progress: LoadProgress| {
             let percent = progress.bytes_done * 100 / progress.bytes_total.max(1);
-            if percent >= shown + 5 || percent == 100 {
+            if percent >= shown + 25 {
                 shown = percent;
                 say(&format!("loading {percent} %"));
             }
@@ -54,6 +54,9 @@ fn say(line: &str) {
 }
 
 fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
+    if let Some(folder) = args.model.as_ref().filter(|folder| !folder.is_dir()) {
+        return Err(format!("--model {}: there is no such folder", folder.display()).into());
+    }
     let model = args.model.map_or_else(builtin::model, ModelFiles::Dir);
     let mut options = EngineOptions::new(model);
     options.served_model_name = args.served_model_name;

@@ -54,6 +54,9 @@ struct Stack {
 
 pub(crate) fn run(args: UpArgs) -> Result<(), Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    // Before a model is loaded: a port that is taken should not take a minute to say so.
+    let taken = |error| format!("cannot listen on {}: {error}; choose another with --listen", args.listen);
+    drop(std::net::TcpListener::bind(args.listen).map_err(taken)?);
     runtime.block_on(async {
         let stop = shutdown::on_signal(false)?;
         let started = Instant::now();
@@ -65,9 +68,10 @@ pub(crate) fn run(args: UpArgs) -> Result<(), Failure> {
         let url = format!("http://{}", stack.router.field("http")?);
         banner(&url, stack.prefill.field("model")?, args.model.is_none(), started.elapsed());
         println!(
-            "Engines: prefill http://{}, decode http://{} (their blocks: GET /debug/kv)\n",
+            "Engines: prefill http://{}, decode http://{} (their blocks: GET /debug/kv). Router metrics: http://{}/metrics\n",
             stack.prefill.field("http")?,
-            stack.decode.field("http")?
+            stack.decode.field("http")?,
+            stack.router.field("admin")?,
         );
         stack.watch(stop).await
     })

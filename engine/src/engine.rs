@@ -381,7 +381,7 @@ fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
     let beyond_loopback = !is_loopback(&options.listen) || !is_loopback(&options.side_channel);
     if beyond_loopback && options.cluster_secret.is_none() {
         return wrong(
-            "listening beyond loopback needs a cluster secret: anybody could release or read KV blocks",
+            "listening beyond loopback needs --cluster-secret-file: without a secret anybody could release or read KV blocks",
         );
     }
     let secret = options.cluster_secret.as_ref().map(|text| Secret::new(text.as_bytes()));

@@ -110,7 +110,7 @@ impl EngineMetrics {
             leases_opened: make.counter("baton_kv_leases_opened_total", "Leases opened."),
             leased_blocks: make.counter("baton_kv_leased_blocks_total", "Blocks lent."),
             stranded: make.gauge(
-                "baton_kv_stranded_block_seconds_total",
+                "baton_kv_stranded_block_seconds",
                 "Blocks times seconds held by leases that ended by expiry.",
             ),
             recorder,
