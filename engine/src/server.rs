@@ -97,7 +97,7 @@ pub struct Frontend {
     pub fingerprint: u64,
     /// Bounds of a body.
     pub limits: ParseLimits,
-    /// What the cluster's own callers must show; see [`control`].
+    /// What the cluster's own callers must show; see `control.rs`.
     pub cluster_secret: Option<Box<str>>,
     /// The step loop.
     pub mailbox: Arc<Mailbox>,

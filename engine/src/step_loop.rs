@@ -378,7 +378,7 @@ impl StepLoop {
     ) {
         if let Some(target) = target {
             if !target.survives_refusal() || reason != "refused" {
-                self.parts.peers.release(target, "consumer_rejected");
+                self.parts.peers.release(target, Reason::Rejected.label());
             }
             self.parts.metrics.early_rejection(reason);
         }

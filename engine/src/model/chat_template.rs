@@ -1,7 +1,7 @@
 //! A conversation to a prompt: the checkpoint's Jinja template, as Hugging Face renders it.
 //!
 //! Templates are programs from the checkpoint, their data is from strangers: a render is bounded in steps
-//! ([`FUEL`]), recursion (minijinja's 500) and output ([`OUTPUT_BYTES_MAX`]), and whatever it raises is a 400.
+//! (`FUEL`), recursion (minijinja's 500) and output (`OUTPUT_BYTES_MAX`), and whatever it raises is a 400.
 //!
 //! What Hugging Face adds to Jinja, and this file too: `trim_blocks` and `lstrip_blocks`, Python's string
 //! methods, `tojson` that escapes nothing for HTML (`json.rs`), `raise_exception`, `strftime_now`

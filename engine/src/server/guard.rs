@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use baton_connector::Handle;
+use baton_connector::fetch::Reason;
 use baton_connector::transport::Producer;
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
@@ -76,7 +77,7 @@ impl Drop for HandoffGuard {
     fn drop(&mut self) {
         if let Some(target) = self.target.take() {
             self.frontend.metrics.early_rejection("refused");
-            self.frontend.peers.release(&target, "consumer_rejected");
+            self.frontend.peers.release(&target, Reason::Rejected.label());
         }
     }
 }
