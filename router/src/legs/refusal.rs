@@ -82,8 +82,10 @@ fn clients_fault(status: StatusCode, body: &[u8]) -> ApiError {
 fn names_an_address(message: &str) -> bool {
     let address = |word: &str| {
         let word = word.trim_matches(|c: char| !c.is_ascii_alphanumeric());
-        let host = word.rsplit_once(':').map_or(word, |(host, _)| host);
-        host.parse::<std::net::Ipv4Addr>().is_ok()
+        let (host, port) = word.rsplit_once(':').unwrap_or((word, ""));
+        let host = host.trim_matches(['[', ']']);
+        let named = port.parse::<u16>().is_ok() && host.contains(['.', '-']);
+        named || [word, host].iter().any(|text| text.parse::<std::net::IpAddr>().is_ok())
     };
     message.contains("://") || message.split_ascii_whitespace().any(address)
 }
@@ -119,12 +121,22 @@ mod tests {
 
     #[test]
     fn an_address_never_reaches_the_client() {
-        for said in ["cannot reach http://10.0.0.7:8000/v1", "peer 10.0.0.7:5600 is gone", "from (10.0.0.7)."]
-        {
+        for said in [
+            "cannot reach http://10.0.0.7:8000/v1",
+            "peer 10.0.0.7:5600 is gone",
+            "from (10.0.0.7).",
+            "prefill-0.svc:5600 is gone",
+            "peer [fd00::7]:5600 is gone",
+            "from fd00::7",
+        ] {
             let body = serde_json::json!({"error": {"message": said}}).to_string();
             let Refusal(error) = Refusal::of(&answer(400, &body));
-            assert!(!error.message.contains("10.0.0.7"), "{}", error.message);
+            assert_eq!(error.message, "an engine refused the request", "{said}");
         }
+        let plain = "`stop[0]` must be a string of 1 to 1024 bytes: got 7";
+        let body = serde_json::json!({"error": {"message": plain}}).to_string();
+        let Refusal(error) = Refusal::of(&answer(400, &body));
+        assert_eq!(error.message, plain);
     }
 
     #[test]
