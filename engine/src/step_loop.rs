@@ -145,6 +145,8 @@ pub struct StepLoop {
     closing: Option<Instant>,
     /// Requests to decode that were aborted by name before they arrived, oldest first.
     aborted_early: VecDeque<(Instant, RequestId)>,
+    /// The same by name: every submission is looked up.
+    aborted_early_at: HashMap<RequestId, Instant>,
     /// Sequences are being ended with an answer that a router takes elsewhere.
     refusing: bool,
 }
@@ -162,6 +164,7 @@ impl StepLoop {
             scratch: Scratch::default(),
             closing: None,
             aborted_early: VecDeque::new(),
+            aborted_early_at: HashMap::new(),
             refusing: false,
         }
     }
@@ -323,9 +326,15 @@ impl StepLoop {
             while self.aborted_early.len() >= TOMBSTONES_MAX
                 || self.aborted_early.front().is_some_and(|(at, _)| at.elapsed() >= TOMBSTONE_KEPT)
             {
-                self.aborted_early.pop_front();
+                if let Some((at, oldest)) = self.aborted_early.pop_front()
+                    && self.aborted_early_at.get(&oldest) == Some(&at)
+                {
+                    self.aborted_early_at.remove(&oldest);
+                }
             }
-            self.aborted_early.push_back((Instant::now(), request));
+            let now = Instant::now();
+            self.aborted_early_at.insert(request.clone(), now);
+            self.aborted_early.push_back((now, request));
         }
     }
 
@@ -334,7 +343,7 @@ impl StepLoop {
         if lends {
             return self.parts.desk.was_released_early(request);
         }
-        self.aborted_early.iter().any(|(at, early)| early == request && at.elapsed() < TOMBSTONE_KEPT)
+        self.aborted_early_at.get(request).is_some_and(|at| at.elapsed() < TOMBSTONE_KEPT)
     }
 
     fn accept(&mut self, submission: Submission) {
