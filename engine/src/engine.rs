@@ -34,6 +34,18 @@ use crate::server::{Frontend, Role, is_loopback, serve};
 use crate::status::StatusBoard;
 use crate::step_loop::{Parts, ProducerAddress, StepLoop};
 
+/// How blocks travel between engines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvTransport {
+    /// Shared memory between engines of one host, TCP between others.
+    #[default]
+    Auto,
+    /// Shared memory only: a producer of another host is an error.
+    Shm,
+    /// TCP only: this engine neither reads shared memory nor offers its own.
+    Tcp,
+}
+
 /// Everything that can be set about an engine.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
@@ -47,6 +59,8 @@ pub struct EngineOptions {
     pub listen: SocketAddr,
     /// Where other engines read blocks; port 0 takes a free one.
     pub side_channel: SocketAddr,
+    /// How blocks travel between engines.
+    pub kv_transport: KvTransport,
     /// The host that other engines are told to reach the side channel at; its own address by default.
     pub side_channel_host: Option<String>,
     /// Tokens of one KV block.
@@ -92,6 +106,7 @@ impl EngineOptions {
             role: Role::Both,
             listen: loopback,
             side_channel: loopback,
+            kv_transport: KvTransport::Auto,
             side_channel_host: None,
             block_tokens: 16,
             kv_cache_bytes: 512 << 20,
