@@ -17,6 +17,7 @@ use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTr
 use baton_openai::ParseLimits;
 use tokio_util::sync::CancellationToken;
 
+use crate::engine_core::ProducerAddress;
 use crate::executor::Executor;
 use crate::executor::cpu::{CpuExecutor, CpuOptions, LoadProgress};
 use crate::executor::paced::Paced;
@@ -32,7 +33,7 @@ use crate::peers::Peers;
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::server::{Frontend, Role, is_loopback, serve};
 use crate::status::StatusBoard;
-use crate::step_loop::{Parts, ProducerAddress, StepLoop};
+use crate::step_loop::{Parts, StepLoop};
 
 /// How blocks travel between engines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -14,10 +14,10 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 use super::guard::HandoffGuard;
 use super::{Frontend, Role, control};
 use crate::block_hash::prompt_fingerprint;
+use crate::engine_core::{SeqEvent, Submission};
 use crate::peers::FetchTarget;
 use crate::sampling::SamplingParams;
 use crate::sequence::{NewSequence, Purpose, SeqId, StopRule};
-use crate::step_loop::{SeqEvent, Submission};
 
 /// A request whose sequences are ready to be queued.
 pub(super) struct Admitted {

@@ -26,11 +26,11 @@ use super::follow::{Choice, Counted, Piece};
 use super::guard::{HandoffBody, HandoffGuard, SequenceGuard};
 use super::http::{self, Reply, read_body};
 use super::{Frontend, control};
+use crate::engine_core::{SeqEnd, SeqEvent, Submission};
 use crate::mailbox::Undelivered;
 use crate::model::tokenizer::Decode;
 use crate::scheduler::Refusal;
 use crate::sequence::Purpose;
-use crate::step_loop::{SeqEnd, SeqEvent, Submission};
 
 /// The request's name, minted by the router.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
