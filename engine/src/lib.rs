@@ -11,6 +11,7 @@ pub mod block_hash;
 pub mod block_pool;
 pub mod digests;
 pub mod engine;
+pub mod engine_core;
 pub mod executor;
 pub mod lease_desk;
 pub mod mailbox;
