@@ -67,6 +67,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.side_channel =
         args.side_channel.unwrap_or_else(|| std::net::SocketAddr::new(args.listen.ip(), 0));
     options.side_channel_host = args.side_channel_host;
+    options.kv_transport = args.kv_transport.into();
     options.block_tokens = args.block_size;
     options.kv_cache_bytes = args.kv_cache_mib << 20;
     options.kv_blocks = args.kv_blocks;

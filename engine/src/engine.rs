@@ -15,7 +15,7 @@ use baton_connector_tcp::Secret;
 use baton_openai::ParseLimits;
 use tokio_util::sync::CancellationToken;
 
-use crate::engine_core::{Common, RunningCore};
+use crate::dp_rank::{Common, RunningRank};
 use crate::executor::Executor;
 use crate::executor::cpu::{CpuExecutor, CpuOptions, LoadProgress};
 use crate::lease_desk::LeaseDesk;
@@ -29,6 +29,18 @@ use crate::server::{Frontend, Role, is_loopback, serve};
 
 /// Engine cores of one process.
 const DATA_PARALLEL_MAX: usize = 64;
+
+/// How blocks travel between engines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvTransport {
+    /// Shared memory between engines of one host, TCP between others.
+    #[default]
+    Auto,
+    /// Shared memory only: a producer of another host is an error.
+    Shm,
+    /// TCP only: this engine neither reads shared memory nor offers its own.
+    Tcp,
+}
 
 /// Everything that can be set about an engine.
 #[derive(Clone, Debug)]
@@ -45,6 +57,8 @@ pub struct EngineOptions {
     pub data_parallel_size: usize,
     /// Where other engines read blocks; port 0 takes a free one. Each further rank takes the next port.
     pub side_channel: SocketAddr,
+    /// How blocks travel between engines.
+    pub kv_transport: KvTransport,
     /// The host that other engines are told to reach the side channel at; its own address by default.
     pub side_channel_host: Option<String>,
     /// Tokens of one KV block.
@@ -91,6 +105,7 @@ impl EngineOptions {
             listen: loopback,
             data_parallel_size: 1,
             side_channel: loopback,
+            kv_transport: KvTransport::Auto,
             side_channel_host: None,
             block_tokens: 16,
             kv_cache_bytes: 512 << 20,
@@ -141,7 +156,7 @@ pub struct Engine {
     listener: Option<tokio::net::TcpListener>,
     http: SocketAddr,
     /// By rank; at least one.
-    running: Vec<RunningCore>,
+    running: Vec<RunningRank>,
     /// Cancelled when a step loop has panicked.
     broken: CancellationToken,
     shutdown_timeout: Duration,
@@ -187,7 +202,7 @@ impl Engine {
                 0 => Arc::clone(&metrics),
                 _ => Arc::new(metrics.sibling(&model, rank)),
             };
-            running.push(RunningCore::start(&common, rank, executor, side, metrics)?);
+            running.push(RunningRank::start(&common, rank, executor, side, metrics)?);
         }
         let desks: Vec<_> = running.iter().map(|running| Arc::clone(&running.core.desk)).collect();
         LeaseDesk::introduce(&desks);
@@ -269,7 +284,7 @@ impl Engine {
         }
         let Self { running, frontend, .. } = self;
         let wound_down = tokio::task::spawn_blocking(move || {
-            running.into_iter().map(RunningCore::wind_down).collect::<Vec<_>>()
+            running.into_iter().map(RunningRank::wind_down).collect::<Vec<_>>()
         });
         let wound_down = wound_down.await.unwrap_or_default();
         accepting.cancel();

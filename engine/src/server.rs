@@ -32,7 +32,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::engine_core::EngineCore;
+use crate::dp_rank::DpRank;
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::tokenizer::Tokenizer;
@@ -99,7 +99,7 @@ pub struct Frontend {
     /// What the cluster's own callers must show; see `control.rs`.
     pub cluster_secret: Option<Box<str>>,
     /// The engine cores, by data-parallel rank; at least one.
-    pub cores: Vec<Arc<EngineCore>>,
+    pub cores: Vec<Arc<DpRank>>,
     /// Counters of what is of no core.
     pub metrics: Arc<EngineMetrics>,
     /// The next sequence's id.

@@ -14,11 +14,11 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 use super::guard::HandoffGuard;
 use super::{Frontend, Role, control};
 use crate::block_hash::prompt_fingerprint;
-use crate::engine_core::{EngineCore, Seat};
+use crate::dp_rank::{DpRank, Seat};
+use crate::engine_core::{SeqEvent, Submission};
 use crate::peers::FetchTarget;
 use crate::sampling::SamplingParams;
 use crate::sequence::{NewSequence, Purpose, SeqId, StopRule};
-use crate::step_loop::{SeqEvent, Submission};
 
 /// A request whose sequences are ready to be queued.
 pub(super) struct Admitted {
@@ -44,7 +44,7 @@ impl Intent {
     /// handoff back.
     pub(super) fn read(
         frontend: &Frontend,
-        core: &Arc<EngineCore>,
+        core: &Arc<DpRank>,
         params: Option<&serde_json::Value>,
         router_settles: bool,
     ) -> Result<Self, ApiError> {

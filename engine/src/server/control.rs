@@ -20,7 +20,7 @@ use super::http::{self, Reply, read_body};
 use super::{Frontend, admit};
 use crate::block_hash::BlockHash;
 use crate::digests::{BlockDigest, DigestAsk};
-use crate::engine_core::EngineCore;
+use crate::dp_rank::DpRank;
 use crate::mailbox::Legs;
 use crate::mailbox::Undelivered;
 use crate::model::tokenizer::{Decode, SpecialTokens};
@@ -54,7 +54,7 @@ async fn control_object(frontend: &Frontend, request: Request<Incoming>) -> Resu
     parse_object(&body, &frontend.limits)
 }
 
-fn named(frontend: &Frontend, headers: &HeaderMap) -> Result<Option<Arc<EngineCore>>, ApiError> {
+fn named(frontend: &Frontend, headers: &HeaderMap) -> Result<Option<Arc<DpRank>>, ApiError> {
     authorize(frontend, headers)?;
     Ok(frontend.named_core(headers)?.cloned())
 }

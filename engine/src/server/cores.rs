@@ -9,7 +9,7 @@ use baton_openai::ApiError;
 use hyper::header::HeaderMap;
 
 use super::Frontend;
-use crate::engine_core::{EngineCore, Seat};
+use crate::dp_rank::{DpRank, Seat};
 use crate::mailbox::{Legs, Undelivered};
 
 /// Pins a request, or a verb, to one data-parallel rank.
@@ -17,7 +17,7 @@ pub(super) const RANK_HEADER: &str = "x-data-parallel-rank";
 
 impl Frontend {
     /// The core that the header names; `None` without one.
-    pub(super) fn named_core(&self, headers: &HeaderMap) -> Result<Option<&Arc<EngineCore>>, ApiError> {
+    pub(super) fn named_core(&self, headers: &HeaderMap) -> Result<Option<&Arc<DpRank>>, ApiError> {
         let mut values = headers.get_all(RANK_HEADER).iter();
         let Some(value) = values.next() else { return Ok(None) };
         let digits = value.to_str().ok().filter(|text| text.len() <= 5 && !text.is_empty());
@@ -39,19 +39,14 @@ impl Frontend {
         if let Some(core) = self.named_core(headers)? {
             return Ok(core.seat());
         }
-        let healthy = |core: &&Arc<EngineCore>| !core.status.has_failed();
+        let healthy = |core: &&Arc<DpRank>| !core.status.has_failed();
         let least = self.cores.iter().filter(healthy).min_by_key(|core| core.load());
         Ok(least.unwrap_or(&self.cores[0]).seat())
     }
 
     /// Ends a lease at the named core, or at the one that knows it.
-    pub(super) fn release(
-        &self,
-        named: Option<&Arc<EngineCore>>,
-        handle: Handle,
-        reason: &str,
-    ) -> ReleaseReply {
-        let known = |core: &Arc<EngineCore>| match core.desk.release_here(handle, reason) {
+    pub(super) fn release(&self, named: Option<&Arc<DpRank>>, handle: Handle, reason: &str) -> ReleaseReply {
+        let known = |core: &Arc<DpRank>| match core.desk.release_here(handle, reason) {
             ReleaseReply::Unknown => None,
             known => Some(known),
         };
@@ -65,7 +60,7 @@ impl Frontend {
     /// Ends a request by name at the named core, or wherever it is; a core that has not heard of it remembers.
     pub(super) fn abort(
         &self,
-        named: Option<&Arc<EngineCore>>,
+        named: Option<&Arc<DpRank>>,
         id: &RequestId,
         legs: Legs,
     ) -> Result<&'static str, Undelivered> {

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::Frontend;
 use super::control::authorize;
 use super::http::{self, Reply};
-use crate::engine_core::EngineCore;
+use crate::dp_rank::DpRank;
 
 /// Leases shown of each core; the oldest first.
 const LEASES_SHOWN: usize = 1_000;
@@ -50,7 +50,7 @@ fn add(sum: &mut Value, count: &Value) {
     *sum = Value::from(sum.as_u64().unwrap_or_default() + count.as_u64().unwrap_or_default());
 }
 
-fn books(core: &EngineCore) -> Value {
+fn books(core: &DpRank) -> Value {
     let status = core.status.look();
     let leases = core.desk.view();
     let (usage, load, counts) = (status.usage, status.load, core.desk.counts());

@@ -25,12 +25,12 @@ use super::follow::{Choice, Counted, Piece};
 use super::guard::{HandoffBody, HandoffGuard, SequenceGuard};
 use super::http::{self, Reply, read_body};
 use super::{Frontend, control};
-use crate::engine_core::EngineCore;
+use crate::dp_rank::DpRank;
+use crate::engine_core::{SeqEnd, SeqEvent, Submission};
 use crate::mailbox::Undelivered;
 use crate::model::tokenizer::Decode;
 use crate::scheduler::Refusal;
 use crate::sequence::Purpose;
-use crate::step_loop::{SeqEnd, SeqEvent, Submission};
 
 /// The request's name, minted by the router.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -307,7 +307,7 @@ fn refused(refusal: Refusal) -> ApiError {
 }
 
 /// A producer's reply: the only copy of its handle.
-fn handoff_reply(core: &Arc<EngineCore>, handoff: &Handoff, bytes: Bytes) -> Reply {
+fn handoff_reply(core: &Arc<DpRank>, handoff: &Handoff, bytes: Bytes) -> Reply {
     let mut reply = Response::new(HandoffBody::new(Arc::clone(core), handoff.handle, bytes).boxed());
     reply.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     reply

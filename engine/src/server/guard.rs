@@ -9,7 +9,7 @@ use baton_connector::fetch::Reason;
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
-use crate::engine_core::{EngineCore, Seat};
+use crate::dp_rank::{DpRank, Seat};
 use crate::peers::FetchTarget;
 use crate::sequence::{FinishReason, SeqId};
 
@@ -25,7 +25,7 @@ impl SequenceGuard {
     }
 
     /// The core that has the sequences.
-    pub(super) fn core(&self) -> &Arc<EngineCore> {
+    pub(super) fn core(&self) -> &Arc<DpRank> {
         &self.seat
     }
 
@@ -52,12 +52,12 @@ impl Drop for SequenceGuard {
 /// A handoff that came with a request which has not been queued yet. Dropped before that, for whatever reason,
 /// it releases the lease at the producer (vLLM #41269).
 pub(super) struct HandoffGuard {
-    core: Arc<EngineCore>,
+    core: Arc<DpRank>,
     target: Option<FetchTarget>,
 }
 
 impl HandoffGuard {
-    pub(super) fn new(core: Arc<EngineCore>, target: FetchTarget) -> Self {
+    pub(super) fn new(core: Arc<DpRank>, target: FetchTarget) -> Self {
         Self { core, target: Some(target) }
     }
 
@@ -89,13 +89,13 @@ impl Drop for HandoffGuard {
 /// A reply that carries the only copy of a handle. If it is dropped before it has been handed to the connection,
 /// nobody can come for the blocks and the lease is released.
 pub(super) struct HandoffBody {
-    core: Arc<EngineCore>,
+    core: Arc<DpRank>,
     handle: Option<Handle>,
     bytes: Option<Bytes>,
 }
 
 impl HandoffBody {
-    pub(super) fn new(core: Arc<EngineCore>, handle: Handle, bytes: Bytes) -> Self {
+    pub(super) fn new(core: Arc<DpRank>, handle: Handle, bytes: Bytes) -> Self {
         Self { core, handle: Some(handle), bytes: Some(bytes) }
     }
 }
