@@ -17,8 +17,8 @@ use baton_connector::fetch::Event;
 use baton_connector::ledger::Settled;
 
 use crate::digests::{DIGEST_ASKS_MAX, DigestAsk};
+use crate::engine_core::Submission;
 use crate::sequence::{FinishReason, SeqId};
-use crate::step_loop::Submission;
 
 /// Aborts by request id that wait for the step loop. More are refused with 503.
 pub const ABORTS_MAX: usize = 16_384;

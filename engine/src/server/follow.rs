@@ -8,11 +8,11 @@ use baton_openai::{
 
 use super::Frontend;
 use super::guard::SequenceGuard;
+use crate::engine_core::SeqEnd;
 use crate::model::detokenizer::Detokenizer;
 use crate::model::tokenizer::{Decode, Tokenizer};
 use crate::sampling::Sampled;
 use crate::sequence::{FinishReason, NewSequence, SeqId, StopRule};
-use crate::step_loop::SeqEnd;
 use crate::stop::StopMatcher;
 
 /// One choice as it grows.

@@ -1,0 +1,449 @@
+//! The engine core: everything an engine decides between two forward passes. No thread, no lock, no clock of its
+//! own: mail comes in, and what is to be done in the world goes out through [`Surroundings`]. The step loop drives it
+//! in an engine, the simulator under virtual time; the code is the same.
+//!
+//! ```text
+//!  take_in(mail) ─▶ schedule ─▶ execute ─▶ finish_step(mail again: aborts first, then the results) ─▶ …
+//! ```
+//!
+//! Invariants:
+//! - 6: a sequence sends exactly one [`SeqEvent`] that ends it, and nothing after it.
+//! - 7: aborts that arrived during a forward pass are applied before that step's results: abort wins.
+//! - A lease is opened only for a reply that somebody will read; if nobody does, it is released in the same step.
+
+mod aborted_early;
+mod lending;
+mod messages;
+mod surroundings;
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use baton_connector::RequestId;
+use baton_connector::fetch::Reason;
+use tokio::sync::mpsc::Sender;
+
+use self::aborted_early::AbortedEarly;
+use self::lending::Prompt;
+pub use self::messages::{ProducerAddress, SeqEnd, SeqEvent, Submission};
+pub use self::surroundings::{Fact, Surroundings};
+use crate::block_pool::BlockUsage;
+use crate::digests::{DigestAsk, DigestPage, page_blocks};
+use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
+use crate::mailbox::{Legs, Mail};
+use crate::peers::FetchTarget;
+use crate::sampling::{Place, SamplingParams, Scratch, TokenCounts, sample};
+use crate::scheduler::{Effect, Finished, Load, Planned, Scheduler};
+use crate::sequence::{FinishReason, Purpose, SeqId};
+
+/// After the drain deadline, how long transfers get to become quiet before the engine ends anyway.
+const QUIET_GRACE: Duration = Duration::from_secs(2);
+
+struct Live {
+    request: RequestId,
+    sampling: SamplingParams,
+    counts: TokenCounts,
+    index: u32,
+    outbox: Sender<(u32, SeqEvent)>,
+    target: Option<FetchTarget>,
+    arrived: Instant,
+    last_token: Option<Instant>,
+}
+
+/// See the module's documentation.
+pub struct EngineCore<S> {
+    executor: Box<dyn Executor>,
+    scheduler: Scheduler,
+    surroundings: S,
+    live: HashMap<SeqId, Live>,
+    by_request: HashMap<RequestId, Vec<SeqId>>,
+    /// Handoffs of sequences that are off the books while their transfer comes to rest.
+    stopping: HashMap<SeqId, FetchTarget>,
+    logits: Logits,
+    scratch: Scratch,
+    closing: Option<Instant>,
+    aborted_early: AbortedEarly,
+    /// Sequences are being ended with an answer that a router takes elsewhere.
+    refusing: bool,
+}
+
+impl<S: Surroundings> EngineCore<S> {
+    /// An engine without requests: a device, a scheduler over its blocks, and the world around them.
+    #[must_use]
+    pub fn new(executor: Box<dyn Executor>, scheduler: Scheduler, surroundings: S) -> Self {
+        Self {
+            executor,
+            scheduler,
+            surroundings,
+            live: HashMap::new(),
+            by_request: HashMap::new(),
+            stopping: HashMap::new(),
+            logits: Logits::default(),
+            scratch: Scratch::default(),
+            closing: None,
+            aborted_early: AbortedEarly::default(),
+            refusing: false,
+        }
+    }
+
+    /// The world around it.
+    pub fn surroundings(&mut self) -> &mut S {
+        &mut self.surroundings
+    }
+
+    /// Blocks by state, and requests by phase.
+    #[must_use]
+    pub fn books(&self) -> (BlockUsage, Load) {
+        (self.scheduler.usage(), self.scheduler.load())
+    }
+
+    /// Sequences that have not ended.
+    #[must_use]
+    pub fn live(&self) -> usize {
+        self.live.len()
+    }
+
+    /// Chooses the next step and starts what it needs. The plan is empty when nothing can run; the flag says whether
+    /// something else was done that may change this without new mail.
+    pub fn schedule(&mut self) -> (Vec<Planned>, bool) {
+        let plan = self.scheduler.schedule();
+        let acted = self.carry_out_effects();
+        (plan, acted)
+    }
+
+    /// Runs the forward pass of a plan. False when the device has failed; every request has then been ended.
+    pub fn execute(&mut self, plan: &[Planned]) -> bool {
+        let scheduler = &self.scheduler;
+        let batch: Vec<SeqStep<'_>> = plan
+            .iter()
+            .map(|part| {
+                let sequence = scheduler.sequence(part.id).expect("what is planned is on the books");
+                SeqStep {
+                    tokens: &sequence.tokens()[part.start..part.start + part.count],
+                    start: part.start,
+                    block_table: sequence.blocks(),
+                    logits: if part.samples { LogitsWanted::Last } else { LogitsWanted::No },
+                }
+            })
+            .collect();
+        if let Err(error) = self.executor.execute(&batch, &mut self.logits) {
+            let why = error.to_string();
+            tracing::error!(%error, "forward pass failed; ending every request");
+            self.surroundings.note(Fact::DeviceFailed(&why));
+            self.end_all(FinishReason::Error, || SeqEvent::Unavailable("the engine's device failed"));
+            return false;
+        }
+        true
+    }
+
+    /// Books the results of a forward pass. `mail` is what arrived during it: abort wins over finish.
+    pub fn finish_step(&mut self, plan: &[Planned], mail: Mail) {
+        self.take_in(mail);
+        let mut row = 0;
+        for part in plan {
+            let values = part.samples.then(|| {
+                row += 1;
+                row - 1
+            });
+            self.commit(part, values);
+        }
+    }
+
+    /// Books one planned part and tells its front end.
+    fn commit(&mut self, part: &Planned, row: Option<usize>) {
+        let Some(live) = self.live.get_mut(&part.id) else { return };
+        let Some(row) = row else {
+            self.scheduler.commit(part, None);
+            return;
+        };
+        let sequence = self.scheduler.sequence(part.id).expect("live sequences are on the books");
+        let place =
+            Place { position: sequence.tokens().len() as u64, generated: sequence.generated() as u32 };
+        let (prompt, (cached, fetched)) = (sequence.prompt_len(), sequence.reused());
+        let sampled = sample(self.logits.row(row), &live.sampling, &live.counts, place, &mut self.scratch);
+        let Ok(sampled) = sampled else {
+            tracing::error!(request = %live.request, "a row of logits without a number");
+            self.end_with(
+                part.id,
+                FinishReason::Error,
+                SeqEvent::Unavailable("the model produced no number"),
+            );
+            return;
+        };
+        live.counts.push(sampled.token);
+        let now = self.surroundings.now();
+        match live.last_token.replace(now) {
+            None => {
+                self.surroundings.note(Fact::FirstToken {
+                    after: now - live.arrived,
+                    prompt,
+                    cached,
+                    fetched,
+                });
+                let cached = live.target.as_ref().map_or(cached, FetchTarget::cached);
+                // If its front end has left, the token's own delivery says so.
+                let _ = live.outbox.try_send((live.index, SeqEvent::Started { cached }));
+            }
+            Some(last) => self.surroundings.note(Fact::NextToken(now - last)),
+        }
+        let token = sampled.token;
+        let gone = live.outbox.try_send((live.index, SeqEvent::Token(sampled))).is_err();
+        let ended = self.scheduler.commit(part, Some(token));
+        if gone {
+            self.end(part.id, FinishReason::Abort);
+        } else if let Some(reason) = ended {
+            self.end(part.id, reason);
+        }
+    }
+
+    /// Takes in what has arrived.
+    pub fn take_in(&mut self, mail: Mail) {
+        if mail.closing.is_some() {
+            self.closing = mail.closing;
+        }
+        for settled in mail.settled {
+            self.scheduler.lease_ended(&settled.blocks);
+        }
+        for submission in mail.submissions {
+            self.accept(submission);
+        }
+        for (id, reason) in mail.endings {
+            self.end(id, reason);
+        }
+        for (request, legs) in mail.aborts {
+            self.abort(request, legs);
+        }
+        for (id, event) in mail.fetches {
+            self.scheduler.fetch_event(id, event);
+        }
+        for ask in mail.digests {
+            self.answer_digests(ask);
+        }
+        if mail.reset_cache {
+            self.scheduler.reset_prefix_cache();
+        }
+        self.carry_out_effects();
+        if self.closing.is_some_and(|deadline| self.surroundings.now() >= deadline) {
+            self.end_all(FinishReason::Abort, || SeqEvent::Unavailable("the engine is shutting down"));
+            self.surroundings.release_all("shutdown");
+        }
+    }
+
+    fn answer_digests(&self, ask: DigestAsk) {
+        let region = self.executor.region();
+        // One more than a page shows tells whether there is another.
+        let limit = page_blocks(region.block_bytes()) + 1;
+        let cached = self.scheduler.cached_blocks(ask.after, limit);
+        // An asker that has left needs no answer.
+        let _ = ask.reply.send(DigestPage::of(&cached, region));
+    }
+
+    /// Ends a request by name. One that decodes here and has not arrived yet is remembered (one that lends is
+    /// remembered by the ledger).
+    fn abort(&mut self, request: RequestId, legs: Legs) {
+        let mut found = false;
+        for id in self.by_request.get(&request).cloned().unwrap_or_default() {
+            let lends = self.scheduler.sequence(id).is_some_and(|sequence| sequence.is_producer());
+            if legs == Legs::Both || (legs == Legs::Prefill) == lends {
+                self.end(id, FinishReason::Abort);
+                found = true;
+            }
+        }
+        if !found && legs != Legs::Prefill {
+            let now = self.surroundings.now();
+            self.aborted_early.remember(request, now);
+        }
+    }
+
+    /// Whether a request was given up before it arrived.
+    fn was_aborted_early(&self, request: &RequestId, lends: bool) -> bool {
+        if lends {
+            return self.surroundings.was_released_early(request);
+        }
+        self.aborted_early.knows(request, self.surroundings.now())
+    }
+
+    fn accept(&mut self, submission: Submission) {
+        let Submission { sequence, sampling, index, outbox, target, arrived } = submission;
+        let (id, request) = (sequence.id, sequence.request.clone());
+        if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce)) {
+            tracing::debug!(%request, "given up before it arrived");
+            let end = SeqEnd { reason: FinishReason::Abort, handoff: None };
+            self.turn_away(
+                &outbox,
+                index,
+                target.as_ref(),
+                SeqEvent::Finished(Box::new(end)),
+                "aborted_early",
+            );
+            return;
+        }
+        let counts = TokenCounts::for_params(&sampling, &sequence.prompt);
+        let prompt_len = sequence.prompt.len();
+        if let Err((_, refusal)) = self.scheduler.submit(sequence) {
+            self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Refused(refusal), "refused");
+            return;
+        }
+        if let Some(target) = &target {
+            self.surroundings.note(Fact::HandedOff(prompt_len));
+            self.surroundings.keep_alive(id, target);
+        }
+        self.by_request.entry(request.clone()).or_default().push(id);
+        let live = Live { request, sampling, counts, index, outbox, target, arrived, last_token: None };
+        self.live.insert(id, live);
+    }
+
+    /// Refuses a sequence; whatever its producer lends for it is given up at once.
+    fn turn_away(
+        &mut self,
+        outbox: &Sender<(u32, SeqEvent)>,
+        index: u32,
+        target: Option<&FetchTarget>,
+        event: SeqEvent,
+        reason: &'static str,
+    ) {
+        if let Some(target) = target {
+            if !target.survives_refusal() || reason != "refused" {
+                self.surroundings.release_at_producer(target, Reason::Rejected.label());
+            }
+            self.surroundings.note(Fact::EarlyRejection(reason));
+        }
+        // A front end that has left needs no answer.
+        let _ = outbox.try_send((index, event));
+    }
+
+    /// Carries out what the scheduler asks for; says whether there was anything.
+    fn carry_out_effects(&mut self) -> bool {
+        let mut acted = false;
+        loop {
+            let effects = self.scheduler.take_effects();
+            if effects.is_empty() {
+                return acted;
+            }
+            acted = true;
+            for effect in effects {
+                self.carry_out(effect);
+            }
+        }
+    }
+
+    fn carry_out(&mut self, effect: Effect) {
+        match effect {
+            Effect::StartRead { id, first, into } => {
+                let target = self.target(id).expect("a sequence that fetches has a target");
+                self.surroundings.read(id, &target, first, into);
+            }
+            Effect::StopRead(id) => self.surroundings.stop_read(id),
+            Effect::StopHeartbeat(id) => self.surroundings.let_go(id),
+            Effect::ReleaseAtProducer(id, reason) => {
+                let target = self.target(id).filter(|target| match reason {
+                    Reason::LoadFailed => !target.survives_failure(),
+                    Reason::Aborted => !(self.refusing && target.survives_refusal()),
+                    Reason::Rejected | Reason::NotNeeded => true,
+                });
+                if let Some(target) = target {
+                    self.surroundings.release_at_producer(&target, reason.label());
+                }
+                self.stopping.remove(&id);
+            }
+            Effect::FetchFailed(id, kind) => {
+                self.surroundings.note(Fact::LoadFailed("fail"));
+                self.end_with(id, FinishReason::Error, SeqEvent::LoadFailed(kind));
+            }
+            Effect::Recomputing(id) => {
+                self.surroundings.note(Fact::LoadFailed("recompute"));
+                tracing::info!(seq = id.0, "handoff could not be used; computing the prompt here");
+            }
+        }
+    }
+
+    fn target(&self, id: SeqId) -> Option<FetchTarget> {
+        self.live.get(&id).and_then(|live| live.target.clone()).or_else(|| self.stopping.get(&id).cloned())
+    }
+
+    /// Ends a sequence in the ordinary way. A second call for the same sequence changes nothing.
+    fn end(&mut self, id: SeqId, reason: FinishReason) {
+        let cached = self.scheduler.sequence(id).map_or(0, |sequence| sequence.reused().0);
+        let fingerprint = self.prompt_of(id);
+        let Some((finished, live)) = self.strike(id, reason) else { return };
+        let handoff = match finished {
+            Finished::Lent(blocks) => {
+                let (tokens, prompt) = fingerprint.expect("it was on the books");
+                self.lend(&live, blocks, Prompt { tokens, fingerprint: prompt, cached })
+            }
+            Finished::FreeNow => None,
+        };
+        let key = handoff.as_ref().map(|handoff| handoff.handle);
+        let end = SeqEnd { reason, handoff };
+        let sent = live.outbox.try_send((live.index, SeqEvent::Finished(Box::new(end))));
+        if let (Err(_), Some(handle)) = (sent, key) {
+            // Nobody will ever learn this handle.
+            self.surroundings.release(handle, "client_gone");
+        }
+    }
+
+    /// Ends a sequence with another last word.
+    fn end_with(&mut self, id: SeqId, reason: FinishReason, event: SeqEvent) {
+        if let Some((finished, live)) = self.strike(id, reason) {
+            if let Finished::Lent(blocks) = finished {
+                self.scheduler.lease_ended(&blocks);
+            }
+            // A front end that has left needs no answer.
+            let _ = live.outbox.try_send((live.index, event));
+        }
+    }
+
+    fn end_all(&mut self, reason: FinishReason, event: impl Fn() -> SeqEvent) {
+        let ids: Vec<SeqId> = self.live.keys().copied().collect();
+        self.refusing = true;
+        for id in ids {
+            self.end_with(id, reason, event());
+        }
+        self.carry_out_effects();
+        self.refusing = false;
+    }
+
+    /// Takes a sequence off all books.
+    fn strike(&mut self, id: SeqId, reason: FinishReason) -> Option<(Finished, Live)> {
+        let finished = self.scheduler.finish(id, reason)?;
+        let live = self.live.remove(&id).expect("what is scheduled is live");
+        if let Some(target) = &live.target {
+            self.stopping.insert(id, target.clone());
+        }
+        if let Some(ids) = self.by_request.get_mut(&live.request) {
+            ids.retain(|other| *other != id);
+            if ids.is_empty() {
+                self.by_request.remove(&live.request);
+            }
+        }
+        let after = self.surroundings.now().saturating_duration_since(live.arrived);
+        self.surroundings.note(Fact::Finished { id, reason, after });
+        self.carry_out_effects();
+        self.forget_rested(id);
+        Some((finished, live))
+    }
+
+    /// A struck sequence's target is needed only while its transfer comes to rest.
+    fn forget_rested(&mut self, id: SeqId) {
+        if !self.scheduler.is_stopping(id) {
+            self.stopping.remove(&id);
+        }
+    }
+
+    /// Until when the loop may sleep without mail.
+    #[must_use]
+    pub fn wake_at(&self) -> Option<Instant> {
+        let deadline = self.closing?;
+        Some(if self.surroundings.now() < deadline { deadline } else { deadline + QUIET_GRACE })
+    }
+
+    /// Whether the engine was told to close and has nothing left, or no time left.
+    #[must_use]
+    pub fn over(&self) -> bool {
+        let Some(deadline) = self.closing else { return false };
+        let settled = self.live.is_empty()
+            && self.scheduler.load().stopping == 0
+            && self.surroundings.live_leases() == 0;
+        settled || self.surroundings.now() >= deadline + QUIET_GRACE
+    }
+}

@@ -1,0 +1,71 @@
+//! What passes between an engine core and its front ends.
+
+use std::time::Instant;
+
+use baton_connector::fetch::FailureKind;
+use baton_connector::{EngineId, Handoff};
+use tokio::sync::mpsc::Sender;
+
+use crate::peers::FetchTarget;
+use crate::sampling::{Sampled, SamplingParams};
+use crate::scheduler::Refusal;
+use crate::sequence::{FinishReason, NewSequence};
+
+/// What a front end hands in: a sequence, how to sample it, and where its events go.
+#[derive(Debug)]
+pub struct Submission {
+    /// The scheduler's part.
+    pub sequence: NewSequence,
+    /// How to choose tokens.
+    pub sampling: SamplingParams,
+    /// Which choice of its request it is.
+    pub index: u32,
+    /// Takes every event of the sequence; room for all of them (`max_new + 2`) or more.
+    pub outbox: Sender<(u32, SeqEvent)>,
+    /// Where its blocks come from.
+    pub target: Option<FetchTarget>,
+    /// When the request arrived.
+    pub arrived: Instant,
+}
+
+/// What a sequence tells its front end.
+#[derive(Debug)]
+pub enum SeqEvent {
+    /// Before the first token: how many of the prompt's tokens nobody computed for this request. They come from
+    /// this engine's prefix cache, or from the producer's if the prompt came from there; what was merely fetched
+    /// does not count.
+    Started {
+        /// That many.
+        cached: usize,
+    },
+    /// One more token.
+    Token(Sampled),
+    /// The end.
+    Finished(Box<SeqEnd>),
+    /// The end: it was not accepted.
+    Refused(Refusal),
+    /// The end: its blocks could not be fetched, and the policy is to fail.
+    LoadFailed(FailureKind),
+    /// The end: the engine is shutting down or its device failed.
+    Unavailable(&'static str),
+}
+
+/// How a sequence ended.
+#[derive(Debug)]
+pub struct SeqEnd {
+    /// Why.
+    pub reason: FinishReason,
+    /// For a producer: the handoff, and the key to release it with.
+    pub handoff: Option<Box<Handoff>>,
+}
+
+/// What identifies a producer in its handoffs.
+#[derive(Clone, Debug)]
+pub struct ProducerAddress {
+    /// The engine's id.
+    pub engine_id: EngineId,
+    /// Host of the side channel, as peers reach it.
+    pub host: String,
+    /// Its port.
+    pub port: u16,
+}
