@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::harness::{Call, Fault, MODEL, PATIENCE, Proxy, eventually};
+use crate::harness::{Call, Fault, MODEL, PATIENCE, Proxy, digests, eventually};
 use crate::plan::{Client, Harm, LEASE, Lane, Phase, Round, Target};
 use crate::question::{Fared, Question};
 use crate::server::{Server, State, Vitals};
@@ -394,21 +394,6 @@ fn engine(name: &str, role: &str, options: &str, folder: &TempDir) -> Server {
 fn comes_back(server: &mut Server, role: &str, options: &str) {
     let args = engine_args(role, options, &server.address, &server.second);
     server.restarts_with(args);
-}
-
-/// Hash and digest of every cached block of an engine.
-fn digests(address: &str) -> Vec<(String, String)> {
-    let (mut all, mut after) = (Vec::new(), String::new());
-    loop {
-        let page = Call::new(address, "GET", &format!("/debug/kv/digests{after}"), b"").reply().json();
-        let text = |value: &Value| value.as_str().expect("a hash").to_owned();
-        let blocks = page["blocks"].as_array().expect("a list");
-        all.extend(blocks.iter().map(|block| (text(&block["hash"]), text(&block["sha256"]))));
-        match page["next"].as_str() {
-            Some(next) => after = format!("?after={next}"),
-            None => return all,
-        }
-    }
 }
 
 #[allow(clippy::disallowed_methods)] // the time of a round's events is what its seed chose

@@ -1,0 +1,201 @@
+//! The stale read. A lease has run out or was given up, the prefill engine's blocks are somebody else's, and a decode
+//! engine comes for them, or is in the middle of reading them. On vLLM 0.32 this ends in a 200 with a wrong text, and
+//! the decode engine's prefix cache then serves wrong text to plain requests (measured 2026-11-20). Here it ends in the
+//! right text, computed again, or in a typed error; and nothing unverified is in any prefix cache.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::{Value, json};
+
+use crate::harness::{AT_ONCE, Ask, Cluster, Engine, Fault, PATIENCE, Proxy, Reply, digests, eventually};
+
+/// Prompt tokens: 31 full blocks and a begun one.
+const TOKENS: usize = 500;
+
+/// Little more than one prompt, so that the next prompts get its blocks.
+const POOL: &str = "--kv-blocks 40";
+
+/// What a slow side channel passes while it is slow: a few blocks of the prompt, and not all of them.
+const SLOW: Fault = Fault::Slow { bytes: 2048, pause: std::time::Duration::from_millis(10) };
+
+/// A prefill engine, a decode engine, another that knows the truth, and a prompt.
+struct Stage {
+    cluster: Cluster,
+    ask: Ask,
+    truth: Value,
+    /// Whether the decode engine's policy is to fail rather than to compute.
+    fails: bool,
+}
+
+impl Stage {
+    fn new(prefill: &str, decode: &str) -> Self {
+        let cluster =
+            Cluster::new().links().prefill(&format!("{POOL} {prefill}")).decode(decode).decode("").start();
+        let ask = Ask::fresh(TOKENS).tokens(16).with("logprobs", json!(1));
+        let truth = cluster.decode[1].send("POST", ask.path, &ask.body).reply();
+        assert_eq!(truth.status, 200);
+        Self { cluster, ask, truth: truth.json()["choices"].take(), fails: decode.contains("fail") }
+    }
+
+    fn p(&self) -> &Engine {
+        &self.cluster.prefill[0]
+    }
+
+    fn d(&self) -> &Engine {
+        &self.cluster.decode[0]
+    }
+
+    fn link(&self) -> &Proxy {
+        self.cluster.side_channel.as_ref().expect("a cluster with links")
+    }
+
+    fn with(&self, handoff: &Value) -> Value {
+        self.ask.clone().with("kv_transfer_params", handoff.clone()).body
+    }
+
+    /// Other prompts get every block of this handoff.
+    fn reuse(&self, handoff: &Value) {
+        let blocks = |handoff: &Value| -> BTreeSet<u64> {
+            let ids = handoff["remote_block_ids"].as_array().expect("a table").iter();
+            ids.flat_map(|id| id.as_array().cloned().unwrap_or_else(|| vec![id.clone()]))
+                .map(|id| id.as_u64().expect("a block id"))
+                .collect()
+        };
+        let mut left = blocks(handoff);
+        assert!(left.len() >= TOKENS / 16, "{handoff}");
+        for _ in 0..8 {
+            let other = self.p().lends(&Ask::fresh(TOKENS));
+            left = left.difference(&blocks(&other)).copied().collect();
+            assert_eq!(self.p().release(&other), "released");
+            if left.is_empty() {
+                return;
+            }
+        }
+        panic!("these blocks were given to nobody: {left:?}");
+    }
+
+    /// The answer to a stale handoff, and everything after it.
+    fn ends_well(&self, reply: &Reply) {
+        let body = reply.json();
+        if self.fails {
+            assert_eq!((reply.status, &body["error"]["code"]), (503, &json!("kv_load_failed")), "{body}");
+        } else {
+            assert_eq!(reply.status, 200, "{body}");
+            assert_eq!(body["choices"], self.truth, "a wrong text");
+        }
+        let policy = if self.fails { "policy=\"fail\"" } else { "policy=\"recompute\"" };
+        assert_eq!(self.d().metric("baton_kv_load_failures_total", policy), 1.0, "it was not refused");
+        // A plain request, that finds what is in the prefix cache.
+        let plain = self.d().send("POST", self.ask.path, &self.ask.body).reply();
+        assert_eq!(plain.json()["choices"], self.truth, "a wrong text to a plain request afterwards");
+        for engine in [self.p(), self.d()] {
+            engine.settled(PATIENCE);
+        }
+        self.caches_agree();
+    }
+
+    /// Every block that two engines have cached has the same bytes on both.
+    fn caches_agree(&self) {
+        // The prefill engine computes it once more: now all of them know its blocks.
+        self.p().release(&self.p().lends(&self.ask));
+        let mut known = BTreeMap::new();
+        let mut shared = 0;
+        for engine in [&self.cluster.decode[1], self.p(), self.d()] {
+            for (hash, digest) in digests(&engine.address) {
+                if let Some(first) = known.insert(hash.clone(), digest.clone()) {
+                    assert_eq!(first, digest, "block {hash} has other bytes on another engine");
+                    shared += 1;
+                }
+            }
+        }
+        assert!(shared >= 2 * (TOKENS / 16), "only {shared} blocks could be compared");
+    }
+}
+
+#[test]
+fn the_same_handoff_in_time_is_fetched() {
+    let stage = Stage::new("", "");
+    let handoff = stage.p().lends(&stage.ask);
+    let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
+    assert_eq!(reply.json()["choices"], stage.truth);
+    let fetched = stage.d().metric("vllm:external_prefix_cache_hits_total", "");
+    assert!(fetched >= (TOKENS / 16 * 16) as f64, "only {fetched} tokens were fetched");
+    println!("{} bytes came over the side channel", stage.link().passed());
+    stage.caches_agree();
+}
+
+fn expired_and_reused_before_the_read(decode: &str) {
+    let stage = Stage::new("--kv-lease-duration 0.3", decode);
+    let handoff = stage.p().lends(&stage.ask);
+    stage.p().settled(PATIENCE);
+    let expired = || match stage.p().metric("vllm:nixl_num_kv_expired_reqs", "") {
+        1.0 => Ok(()),
+        other => Err(format!("{other} expired")),
+    };
+    eventually(PATIENCE, "the lease has expired", expired);
+    stage.reuse(&handoff);
+    let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
+    stage.ends_well(&reply);
+}
+
+#[test]
+fn blocks_that_were_reused_after_the_lease_ran_out_are_computed_again() {
+    expired_and_reused_before_the_read("");
+}
+
+#[test]
+fn blocks_that_were_reused_after_the_lease_ran_out_are_a_typed_error_where_the_policy_says_so() {
+    expired_and_reused_before_the_read("--kv-load-failure-policy fail");
+}
+
+/// The decode engine has read some of the blocks, and there is more to come.
+fn in_the_middle_of_a_read(stage: &Stage, handoff: &Value) -> crate::harness::Call {
+    stage.link().set(SLOW);
+    let before = stage.link().passed();
+    let call = stage.d().send("POST", stage.ask.path, &stage.with(handoff));
+    eventually(PATIENCE, "some of the blocks have come", || match stage.link().passed() - before {
+        some if some > 8 * 1024 => Ok(()),
+        few => Err(format!("{few} bytes")),
+    });
+    assert_eq!(stage.d().books().fetching, 1, "the read is over already");
+    call
+}
+
+fn given_up_and_reused_during_the_read(decode: &str) {
+    let stage = Stage::new("--kv-lease-duration 600", decode);
+    let handoff = stage.p().lends(&stage.ask);
+    let call = in_the_middle_of_a_read(&stage, &handoff);
+    assert_eq!(stage.p().release(&handoff), "draining");
+    // It drains: the read in flight is broken off first, then the blocks are free, long before the lease's expiry.
+    stage.p().settled(PATIENCE);
+    stage.reuse(&handoff);
+    assert_eq!(stage.d().books().fetching, 1, "the blocks were to be reused during the read");
+    stage.link().set(Fault::None);
+    stage.ends_well(&call.reply());
+}
+
+#[test]
+fn blocks_that_are_given_up_and_reused_during_the_read_are_computed_again() {
+    given_up_and_reused_during_the_read("");
+}
+
+#[test]
+fn blocks_that_are_given_up_and_reused_during_the_read_are_a_typed_error_where_the_policy_says_so() {
+    given_up_and_reused_during_the_read("--kv-load-failure-policy fail");
+}
+
+#[test]
+fn blocks_that_are_reused_while_their_reader_stands_still_are_computed_again() {
+    let mut stage = Stage::new("--kv-lease-duration 0.5", "");
+    let handoff = stage.p().lends(&stage.ask);
+    let call = in_the_middle_of_a_read(&stage, &handoff);
+    // No heartbeats and no reading: time alone ends the lease.
+    stage.cluster.decode[0].pause();
+    stage.p().settled(PATIENCE);
+    assert_eq!(stage.p().metric("vllm:nixl_num_kv_expired_reqs", ""), 1.0);
+    stage.reuse(&handoff);
+    stage.link().set(Fault::None);
+    stage.cluster.decode[0].go_on();
+    stage.ends_well(&call.reply());
+    stage.cluster.decode[0].settled(AT_ONCE);
+}
