@@ -4,6 +4,7 @@ use crate::dice::Dice;
 use crate::faults::{self, Fault};
 use crate::net::Weather;
 use crate::sim::Micros;
+use crate::words::Node;
 
 pub const SECOND: Micros = 1_000_000;
 
@@ -112,7 +113,21 @@ impl Setup {
         let span = if dice.percent(60) { dice.stretch(20_000, SECOND) } else { dice.between(1, 12) * SECOND };
         let clients = clients(dice, routers, span, block_tokens);
         let calm_from = span + dice.between(5, 60) * SECOND;
-        let faults = if calm { Vec::new() } else { faults::plan(dice, routers, &engines, span, calm_from) };
+        let mut faults =
+            if calm { Vec::new() } else { faults::plan(dice, routers, &engines, span, calm_from) };
+        let mut engines = engines;
+        // Some runs are made for the stale read: one host, slow copies, readers that are stopped for longer than the
+        // lease lives, and enough to do meanwhile that freed blocks are reused.
+        let stale = !calm && dice.percent(8);
+        if stale {
+            for engine in &mut engines {
+                engine.host = 0;
+                engine.block_copy = (50_000, 500_000);
+            }
+            let reader = engines.iter().rposition(|engine| engine.decodes).unwrap_or(0);
+            let time = dice.between(12, 40) * SECOND;
+            faults.push((dice.below(span), Fault::Pause(Node::Engine(reader), time)));
+        }
         Self {
             seed,
             calm,
@@ -120,7 +135,7 @@ impl Setup {
             routers,
             engines,
             block_tokens,
-            lease: dice.between(2, 30) * SECOND,
+            lease: if stale { 2 } else { dice.between(2, 30) } * SECOND,
             clients,
             weather,
             faults,
