@@ -33,7 +33,7 @@ use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use crate::mailbox::{Legs, Mail};
 use crate::peers::FetchTarget;
 use crate::sampling::{Place, SamplingParams, Scratch, TokenCounts, sample};
-use crate::scheduler::{Effect, Finished, Load, Planned, Scheduler};
+use crate::scheduler::{Effect, Finished, Load, Planned, Refusal, Scheduler};
 use crate::sequence::{FinishReason, Purpose, SeqId};
 
 /// The label of a refusal that another engine may not share.

@@ -429,7 +429,7 @@ fn a_stranger_is_refused_and_a_handoff_that_a_producer_of_the_cluster_wrote_is_g
     refused("another secret", &p, &d, &guessed, "unauthorized", told);
     let mut cut = stranger(&p.lend(&body));
     cut.body.pop();
-    refused("unreadable", &p, &d, &cut, "unauthorized", Some((400, Some("malformed_body"))));
+    refused("unreadable", &p, &d, &cut, "unreadable", Some((400, Some("malformed_body"))));
 
     // A stranger cannot make the engine speak to an address of its choice.
     let trap = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
