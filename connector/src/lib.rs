@@ -10,6 +10,8 @@
 //! | [`ledger`] | all leases of one producer, their expiry, and the bounded memory of ended ones |
 //! | [`fetch`] | a consumer's side of one handoff, from queued to landed |
 //! | [`exchange`] | a router's side of one request: what each engine is still owed |
+//! | [`offload`] | one request's blocks on their way down to slower tiers and up again |
+//! | [`multi`] | one request and several connectors: who loads, who is asked, who lets go last |
 //! | [`handoff`] | the words on the wire (`kv_transfer_params`) and their checks |
 //! | [`transport`] | the two traits that every transport implements or calls |
 //! | [`region`] | the memory of a paged pool, shared by executor and transport |
@@ -23,6 +25,8 @@ pub mod layout;
 pub mod lease;
 pub mod ledger;
 pub mod limits;
+pub mod multi;
+pub mod offload;
 pub mod region;
 pub mod time;
 pub mod transport;

@@ -13,10 +13,14 @@
 
 mod admit;
 mod control;
+mod cores;
+mod debug;
 mod follow;
 mod generate;
 mod guard;
 mod http;
+mod rejection;
+mod seal;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -24,20 +28,18 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use baton_connector::fetch::LoadFailurePolicy;
+use baton_connector_tcp::Secret;
 use baton_openai::ParseLimits;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::lease_desk::LeaseDesk;
-use crate::mailbox::Mailbox;
+use crate::dp_rank::DpRank;
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::tokenizer::Tokenizer;
-use crate::peers::Peers;
 use crate::sampling::GenerationDefaults;
-use crate::status::StatusBoard;
 
 /// A request's head must arrive within this time.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -99,16 +101,12 @@ pub struct Frontend {
     pub limits: ParseLimits,
     /// What the cluster's own callers must show; see `control.rs`.
     pub cluster_secret: Option<Box<str>>,
-    /// The step loop.
-    pub mailbox: Arc<Mailbox>,
-    /// This engine's leases.
-    pub desk: Arc<LeaseDesk>,
-    /// Dealings with other engines.
-    pub peers: Arc<Peers>,
-    /// Counters.
+    /// The same, for sealing handoffs; see `seal.rs`.
+    pub secret: Option<Secret>,
+    /// The engine cores, by data-parallel rank; at least one.
+    pub cores: Vec<Arc<DpRank>>,
+    /// Counters of what is of no core.
     pub metrics: Arc<EngineMetrics>,
-    /// The books' copy.
-    pub status: Arc<StatusBoard>,
     /// The next sequence's id.
     pub next_sequence: AtomicU64,
 }

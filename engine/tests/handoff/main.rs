@@ -7,6 +7,7 @@
 
 mod aborts;
 mod cluster;
+mod data_parallel;
 mod digests;
 mod equality;
 mod full;
@@ -14,5 +15,6 @@ mod http;
 mod leases;
 mod pressure;
 mod refusals;
+mod rejections;
 mod stale;
 mod stopping;
