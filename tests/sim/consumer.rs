@@ -202,10 +202,8 @@ impl Sim {
     /// A call of this engine broke off, or was not answered in time.
     pub fn engine_call_failed(&mut self, engine: usize, conn: ConnId) {
         match self.net.conns[conn.0].purpose.clone() {
-            Purpose::Read(seq) => {
-                if self.engines[engine].peers.jobs.contains_key(&SeqId(seq)) {
-                    self.job_over(engine, SeqId(seq), Report::TransferFailed(FailureKind::Transfer));
-                }
+            Purpose::Read(seq) if self.engines[engine].peers.jobs.contains_key(&SeqId(seq)) => {
+                self.job_over(engine, SeqId(seq), Report::TransferFailed(FailureKind::Transfer));
             }
             Purpose::Verdict(seq) => self.verdict(engine, SeqId(seq), Answer::Unknown),
             Purpose::Notice(notice) => self.notice_failed(engine, notice),
