@@ -17,3 +17,4 @@ mod pressure;
 mod refusals;
 mod stale;
 mod stopping;
+mod transports;
