@@ -119,7 +119,7 @@ fn vllm_35506_the_blocks_of_an_aborted_finished_request_come_back_at_once() {
         assert_eq!(p.send_as(&name, &lending(Ask::fresh(200))).reply().status, 200);
         p.shows("its blocks are lent", |books| (books.leases, books.leased) == (1, 13));
         let since = Instant::now();
-        assert_eq!(abort(p, &[name.clone()], "prefill")[&name], "released");
+        assert_eq!(abort(p, std::slice::from_ref(&name), "prefill")[&name], "released");
         p.settled(AT_ONCE);
         println!("back after {:.1} ms", since.elapsed().as_secs_f64() * 1000.0);
     }
@@ -149,6 +149,7 @@ fn vllm_35506_an_abort_during_a_read_drains_it_first_and_the_reader_uses_nothing
         few => Err(format!("{few} bytes")),
     });
     assert_eq!(abort(p, &["read".to_owned()], "prefill")["read"], "draining");
+    assert_eq!(p.lease_states(), ["draining"]);
     // Long before its expiry the blocks are back, and others have them.
     p.settled(PATIENCE);
     for _ in 0..3 {

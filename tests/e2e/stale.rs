@@ -4,6 +4,7 @@
 //! right text, computed again, or in a typed error; and nothing unverified is in any prefix cache.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
@@ -15,12 +16,22 @@ const TOKENS: usize = 500;
 /// Little more than one prompt, so that the next prompts get its blocks.
 const POOL: &str = "--kv-blocks 40";
 
+/// As many as the model can have, so that copying them takes a while; and a pool of little more.
+const TOKENS_OF_LONG: usize = 1900;
+const POOL_OF_LONG: &str = "--kv-blocks 130";
+
+/// A lease that runs out at once where nobody renews it.
+const SHORT: &str = "--kv-lease-duration 0.3";
+
+const FAIL: &str = "--kv-load-failure-policy fail";
+
 /// What a slow side channel passes while it is slow: a few blocks of the prompt, and not all of them.
-const SLOW: Fault = Fault::Slow { bytes: 2048, pause: std::time::Duration::from_millis(10) };
+const SLOW: Fault = Fault::Slow { bytes: 2048, pause: Duration::from_millis(10) };
 
 /// A prefill engine, a decode engine, another that knows the truth, and a prompt.
 struct Stage {
     cluster: Cluster,
+    tokens: usize,
     ask: Ask,
     truth: Value,
     /// Whether the decode engine's policy is to fail rather than to compute.
@@ -28,13 +39,24 @@ struct Stage {
 }
 
 impl Stage {
-    fn new(prefill: &str, decode: &str) -> Self {
-        let cluster =
-            Cluster::new().links().prefill(&format!("{POOL} {prefill}")).decode(decode).decode("").start();
-        let ask = Ask::fresh(TOKENS).tokens(16).with("logprobs", json!(1));
+    /// By TCP, over a link that can be slow.
+    fn tcp(prefill: &str, decode: &str) -> Self {
+        let plan = Cluster::new().links().prefill(&format!("{POOL} {prefill}"));
+        Self::new(plan.decode(decode).decode("").start(), TOKENS, decode)
+    }
+
+    /// By shared memory.
+    fn shm(prefill: &str, decode: &str) -> Self {
+        let shm = "--kv-transport shm";
+        let plan = Cluster::new().prefill(&format!("{shm} {POOL_OF_LONG} {prefill}"));
+        Self::new(plan.decode(&format!("{shm} {decode}")).decode("").start(), TOKENS_OF_LONG, decode)
+    }
+
+    fn new(cluster: Cluster, tokens: usize, decode: &str) -> Self {
+        let ask = Ask::fresh(tokens).tokens(16).with("logprobs", json!(1));
         let truth = cluster.decode[1].send("POST", ask.path, &ask.body).reply();
         assert_eq!(truth.status, 200);
-        Self { cluster, ask, truth: truth.json()["choices"].take(), fails: decode.contains("fail") }
+        Self { cluster, tokens, ask, truth: truth.json()["choices"].take(), fails: decode.contains("fail") }
     }
 
     fn p(&self) -> &Engine {
@@ -62,9 +84,9 @@ impl Stage {
                 .collect()
         };
         let mut left = blocks(handoff);
-        assert!(left.len() >= TOKENS / 16, "{handoff}");
+        assert!(left.len() >= self.tokens / 16, "{handoff}");
         for _ in 0..8 {
-            let other = self.p().lends(&Ask::fresh(TOKENS));
+            let other = self.p().lends(&Ask::fresh(self.tokens));
             left = left.difference(&blocks(&other)).copied().collect();
             assert_eq!(self.p().release(&other), "released");
             if left.is_empty() {
@@ -108,24 +130,26 @@ impl Stage {
                 }
             }
         }
-        assert!(shared >= 2 * (TOKENS / 16), "only {shared} blocks could be compared");
+        assert!(shared >= 2 * (self.tokens / 16), "only {shared} blocks could be compared");
     }
 }
 
 #[test]
 fn the_same_handoff_in_time_is_fetched() {
-    let stage = Stage::new("", "");
-    let handoff = stage.p().lends(&stage.ask);
-    let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
-    assert_eq!(reply.json()["choices"], stage.truth);
-    let fetched = stage.d().metric("vllm:external_prefix_cache_hits_total", "");
-    assert!(fetched >= (TOKENS / 16 * 16) as f64, "only {fetched} tokens were fetched");
-    println!("{} bytes came over the side channel", stage.link().passed());
-    stage.caches_agree();
+    for stage in [Stage::tcp("", ""), Stage::shm("", "")] {
+        let handoff = stage.p().lends(&stage.ask);
+        let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
+        assert_eq!(reply.json()["choices"], stage.truth);
+        let fetched = stage.d().metric("vllm:external_prefix_cache_hits_total", "");
+        assert!(fetched >= (stage.tokens / 16 * 16) as f64, "only {fetched} tokens were fetched");
+        // By the transport that is meant.
+        let shm = stage.cluster.side_channel.is_none();
+        assert_eq!(stage.d().mapped_pools(), usize::from(shm));
+        stage.caches_agree();
+    }
 }
 
-fn expired_and_reused_before_the_read(decode: &str) {
-    let stage = Stage::new("--kv-lease-duration 0.3", decode);
+fn expired_and_reused_before_the_read(stage: &Stage) {
     let handoff = stage.p().lends(&stage.ask);
     stage.p().settled(PATIENCE);
     let expired = || match stage.p().metric("vllm:nixl_num_kv_expired_reqs", "") {
@@ -140,12 +164,14 @@ fn expired_and_reused_before_the_read(decode: &str) {
 
 #[test]
 fn blocks_that_were_reused_after_the_lease_ran_out_are_computed_again() {
-    expired_and_reused_before_the_read("");
+    expired_and_reused_before_the_read(&Stage::tcp(SHORT, ""));
+    expired_and_reused_before_the_read(&Stage::shm(SHORT, ""));
 }
 
 #[test]
 fn blocks_that_were_reused_after_the_lease_ran_out_are_a_typed_error_where_the_policy_says_so() {
-    expired_and_reused_before_the_read("--kv-load-failure-policy fail");
+    expired_and_reused_before_the_read(&Stage::tcp(SHORT, FAIL));
+    expired_and_reused_before_the_read(&Stage::shm(SHORT, FAIL));
 }
 
 /// The decode engine has read some of the blocks, and there is more to come.
@@ -162,11 +188,12 @@ fn in_the_middle_of_a_read(stage: &Stage, handoff: &Value) -> crate::harness::Ca
 }
 
 fn given_up_and_reused_during_the_read(decode: &str) {
-    let stage = Stage::new("--kv-lease-duration 600", decode);
+    let stage = Stage::tcp("--kv-lease-duration 600", decode);
     let handoff = stage.p().lends(&stage.ask);
     let call = in_the_middle_of_a_read(&stage, &handoff);
     assert_eq!(stage.p().release(&handoff), "draining");
-    // It drains: the read in flight is broken off first, then the blocks are free, long before the lease's expiry.
+    assert_eq!(stage.p().lease_states(), ["draining"], "its reader is waited for");
+    // Until the drain deadline: then the blocks are taken back, and the reader is refused its verdict.
     stage.p().settled(PATIENCE);
     stage.reuse(&handoff);
     assert_eq!(stage.d().books().fetching, 1, "the blocks were to be reused during the read");
@@ -181,12 +208,12 @@ fn blocks_that_are_given_up_and_reused_during_the_read_are_computed_again() {
 
 #[test]
 fn blocks_that_are_given_up_and_reused_during_the_read_are_a_typed_error_where_the_policy_says_so() {
-    given_up_and_reused_during_the_read("--kv-load-failure-policy fail");
+    given_up_and_reused_during_the_read(FAIL);
 }
 
 #[test]
 fn blocks_that_are_reused_while_their_reader_stands_still_are_computed_again() {
-    let mut stage = Stage::new("--kv-lease-duration 0.5", "");
+    let mut stage = Stage::tcp("--kv-lease-duration 0.5", "");
     let handoff = stage.p().lends(&stage.ask);
     let call = in_the_middle_of_a_read(&stage, &handoff);
     // No heartbeats and no reading: time alone ends the lease.
@@ -198,4 +225,56 @@ fn blocks_that_are_reused_while_their_reader_stands_still_are_computed_again() {
     stage.cluster.decode[0].go_on();
     stage.ends_well(&call.reply());
     stage.cluster.decode[0].settled(AT_ONCE);
+}
+
+/// On shared memory nobody can slow the copying, so its reader is stopped at some moment, again and again, until that
+/// moment is in the middle of a read. The lease then runs out, is drained for its time, and the blocks are given to
+/// others, under the eyes of a reader that copies on when it is continued.
+#[test]
+fn blocks_that_are_reused_in_the_middle_of_a_copy_are_computed_again() {
+    const SHOTS: u32 = 300;
+    let mut stage = Stage::shm("--kv-lease-duration 0.5", "");
+    for shot in 0..SHOTS {
+        let _ = stage.d().send("POST", "/reset_prefix_cache", &json!({})).reply();
+        let handoff = stage.p().lends(&stage.ask);
+        let call = stage.d().send("POST", stage.ask.path, &stage.with(&handoff));
+        // A little later each time: from before the read to after it.
+        wait(Duration::from_micros(u64::from(shot % 30) * 150));
+        stage.cluster.decode[0].pause();
+        if stage.p().lease_states() == ["reading"] {
+            println!("hit in the middle of a copy by shot {shot}");
+            stage.p().settled(PATIENCE);
+            assert_eq!(stage.p().metric("vllm:nixl_num_kv_expired_reqs", ""), 1.0);
+            stage.reuse(&handoff);
+            stage.cluster.decode[0].go_on();
+            stage.ends_well(&call.reply());
+            return;
+        }
+        stage.cluster.decode[0].go_on();
+        let reply = call.reply();
+        assert_eq!(reply.json()["choices"], stage.truth);
+        stage.d().settled(PATIENCE);
+        stage.p().settled(PATIENCE);
+    }
+    panic!("{SHOTS} shots, and none was in the middle of a copy");
+}
+
+/// What a decode engine has mapped of a prefill engine that died: the memory of a dead process, as large as its pool.
+#[test]
+fn a_dead_prefill_engines_pool_is_let_go_of() {
+    let mut stage = Stage::shm("", "");
+    let handoff = stage.p().lends(&stage.ask);
+    let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
+    assert_eq!(reply.status, 200);
+    assert_eq!(stage.d().mapped_pools(), 1);
+    stage.cluster.prefill[0].kill();
+    eventually(PATIENCE, "its pool is unmapped", || match stage.d().mapped_pools() {
+        0 => Ok(()),
+        other => Err(format!("{other} pools are mapped")),
+    });
+}
+
+#[allow(clippy::disallowed_methods)] // a shot's moment; what it hit is looked at
+fn wait(time: Duration) {
+    std::thread::sleep(time);
 }

@@ -148,7 +148,7 @@ impl Plan {
     }
 
     /// A fault proxy between the router and the first decode engine, and one in front of the first prefill engine's
-    /// side channel.
+    /// side channel, which is TCP then.
     pub(crate) fn links(mut self) -> Self {
         self.links = true;
         self
@@ -171,6 +171,9 @@ impl Plan {
         if self.links {
             // Everything of 127/8 is this machine: the same port, another address.
             self.prefill[0].extend(words("--side-channel-host 127.0.0.2"));
+            for options in self.prefill.iter_mut().chain(&mut self.decode) {
+                options.extend(words("--kv-transport tcp"));
+            }
         }
         let start = |role: &str, options: &[Vec<String>]| -> Vec<Engine> {
             let name = |at| format!("{role}-{at}");
@@ -264,6 +267,20 @@ impl Engine {
     pub(crate) fn release(&self, handoff: &Value) -> Value {
         let body = json!({"handle": handoff["remote_handle"], "reason": "router_release"});
         self.send("POST", "/kv/release", &body).reply().json()["result"].take()
+    }
+
+    /// How its leases are held: "offered", "reading", "draining".
+    pub(crate) fn lease_states(&self) -> Vec<String> {
+        let shown = self.send("GET", "/debug/kv", &json!({})).reply().json();
+        let leases = shown["oldest_leases"].as_array().expect("a list").iter();
+        leases.map(|lease| lease["state"].as_str().expect("a state").to_owned()).collect()
+    }
+
+    /// Producers' pools that it has mapped.
+    pub(crate) fn mapped_pools(&self) -> usize {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.process.pid())).unwrap_or_default();
+        // Its own is mapped for writing.
+        maps.lines().filter(|line| line.contains("baton-kv-pool") && line.contains(" r--s ")).count()
     }
 
     /// The request whose lease is its only one.

@@ -18,6 +18,9 @@ use crate::sequence::SeqId;
 /// The shortest interval between two beats of one lease, however short the lease.
 const INTERVAL_MIN: Duration = Duration::from_millis(20);
 
+/// What is kept of producers is looked through this often. It is done here because this thread wakes anyway.
+const SWEEP: Duration = Duration::from_secs(1);
+
 struct Entry {
     target: FetchTarget,
     interval: Duration,
@@ -51,7 +54,12 @@ impl Heartbeat {
     }
 
     pub(super) fn run(&self, transport: &dyn Transport, mailbox: &Mailbox, stop: &AtomicBool) {
+        let mut swept = Instant::now();
         while !stop.load(Ordering::Acquire) {
+            if swept.elapsed() >= SWEEP {
+                transport.sweep();
+                swept = Instant::now();
+            }
             for id in self.given_up() {
                 tracing::warn!(seq = id.0, "no room for this handoff for too long; it is given up");
                 mailbox.fetch(id, Event::LeaseGone);
