@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use baton_bench::Benchmark;
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
-use baton_engine::engine::KvTransport;
 use baton_engine::server::Role;
+use baton_engine::transport::KvTransport;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 /// A front door and engines for disaggregated LLM serving
@@ -195,6 +195,9 @@ pub(crate) struct EngineArgs {
     /// Milliseconds to wait before each step: for demonstrations and tests
     #[arg(long, hide = true)]
     pub(crate) pace_ms: Option<u64>,
+    /// The device fails after so many steps: for tests
+    #[arg(long, hide = true)]
+    pub(crate) device_fails_after: Option<u64>,
     /// File with the cluster secret; needed beyond loopback
     #[arg(long, value_name = "FILE", env = "BATON_CLUSTER_SECRET_FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,

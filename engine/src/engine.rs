@@ -26,21 +26,10 @@ use crate::model::identity::identity;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelError, ModelFiles};
 use crate::server::{Frontend, Role, is_loopback, serve};
+use crate::transport::{KvTransport, shared_pool};
 
 /// Engine cores of one process.
 const DATA_PARALLEL_MAX: usize = 64;
-
-/// How blocks travel between engines.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum KvTransport {
-    /// Shared memory between engines of one host, TCP between others.
-    #[default]
-    Auto,
-    /// Shared memory only: a producer of another host is an error.
-    Shm,
-    /// TCP only: this engine neither reads shared memory nor offers its own.
-    Tcp,
-}
 
 /// Everything that can be set about an engine.
 #[derive(Clone, Debug)]
@@ -87,6 +76,8 @@ pub struct EngineOptions {
     pub threads: Option<usize>,
     /// Wait before each step: for demonstrations and tests.
     pub pace: Option<Duration>,
+    /// The device fails after so many steps: for tests.
+    pub device_fails_after: Option<u64>,
     /// What routers and engines of this cluster show each other. Needed beyond loopback.
     pub cluster_secret: Option<String>,
     /// How long requests and leases may take to end at shutdown.
@@ -120,6 +111,7 @@ impl EngineOptions {
             fetch_workers: 4,
             threads: None,
             pace: None,
+            device_fails_after: None,
             cluster_secret: None,
             shutdown_timeout: Duration::from_secs(30),
         }
@@ -187,7 +179,7 @@ impl Engine {
         let broken = CancellationToken::new();
         let common = Common {
             options: &options,
-            secret,
+            secret: secret.clone(),
             epoch: Epoch(random()?),
             fingerprint,
             max_model_len: options.max_model_len.unwrap_or(config.max_positions),
@@ -220,6 +212,7 @@ impl Engine {
             fingerprint,
             limits: ParseLimits { vocab: u32::try_from(vocab).ok(), ..ParseLimits::default() },
             cluster_secret: options.cluster_secret.as_deref().map(Into::into),
+            secret: secret.clone(),
             cores: running.iter().map(|running| Arc::clone(&running.core)).collect(),
             metrics,
             next_sequence: AtomicU64::new(1),
@@ -388,6 +381,10 @@ fn cpu_options(options: &EngineOptions, block_bytes: usize) -> Result<CpuOptions
         blocks,
         block_tokens: options.block_tokens,
         kv_dtype: options.kv_dtype,
+        pool: match options.kv_transport {
+            KvTransport::Tcp => Region::allocate,
+            KvTransport::Auto | KvTransport::Shm => shared_pool,
+        },
         ..CpuOptions::default()
     };
     cpu.threads = (options.threads.unwrap_or(cpu.threads) / options.data_parallel_size).max(1);

@@ -19,8 +19,8 @@ mod surroundings;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use baton_connector::RequestId;
 use baton_connector::fetch::Reason;
+use baton_connector::{BlockId, RequestId};
 use tokio::sync::mpsc::Sender;
 
 use self::aborted_early::AbortedEarly;
@@ -33,8 +33,11 @@ use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use crate::mailbox::{Legs, Mail};
 use crate::peers::FetchTarget;
 use crate::sampling::{Place, SamplingParams, Scratch, TokenCounts, sample};
-use crate::scheduler::{Effect, Finished, Load, Planned, Scheduler};
+use crate::scheduler::{Effect, Finished, Load, Planned, Refusal, Scheduler};
 use crate::sequence::{FinishReason, Purpose, SeqId};
+
+/// The label of a refusal that another engine may not share.
+const QUEUE_FULL: &str = "queue_full";
 
 /// After the drain deadline, how long transfers get to become quiet before the engine ends anyway.
 const QUIET_GRACE: Duration = Duration::from_secs(2);
@@ -95,6 +98,12 @@ impl<S: Surroundings> EngineCore<S> {
     #[must_use]
     pub fn books(&self) -> (BlockUsage, Load) {
         (self.scheduler.usage(), self.scheduler.load())
+    }
+
+    /// Whether a transfer may write into this block.
+    #[must_use]
+    pub fn is_landing(&self, block: BlockId) -> bool {
+        self.scheduler.is_landing(block)
     }
 
     /// Sequences that have not ended.
@@ -281,7 +290,11 @@ impl<S: Surroundings> EngineCore<S> {
         let counts = TokenCounts::for_params(&sampling, &sequence.prompt);
         let prompt_len = sequence.prompt.len();
         if let Err((_, refusal)) = self.scheduler.submit(sequence) {
-            self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Refused(refusal), "refused");
+            let reason = match refusal {
+                Refusal::QueueFull { .. } => QUEUE_FULL,
+                Refusal::TooLong { .. } => "too_long",
+            };
+            self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Refused(refusal), reason);
             return;
         }
         if let Some(target) = &target {
@@ -303,10 +316,13 @@ impl<S: Surroundings> EngineCore<S> {
         reason: &'static str,
     ) {
         if let Some(target) = target {
-            if !target.survives_refusal() || reason != "refused" {
+            // Another engine may have room; a router that settles takes the lease there.
+            if target.survives_refusal() && reason == QUEUE_FULL {
+                self.surroundings.note(Fact::EarlyRejection("left_to_router"));
+            } else {
                 self.surroundings.release_at_producer(target, Reason::Rejected.label());
+                self.surroundings.note(Fact::EarlyRejection(reason));
             }
-            self.surroundings.note(Fact::EarlyRejection(reason));
         }
         // A front end that has left needs no answer.
         let _ = outbox.try_send((index, event));
@@ -394,7 +410,9 @@ impl<S: Surroundings> EngineCore<S> {
     }
 
     fn end_all(&mut self, reason: FinishReason, event: impl Fn() -> SeqEvent) {
-        let ids: Vec<SeqId> = self.live.keys().copied().collect();
+        let mut ids: Vec<SeqId> = self.live.keys().copied().collect();
+        // In the order of their arrival: a run can be repeated exactly.
+        ids.sort_unstable();
         self.refusing = true;
         for id in ids {
             self.end_with(id, reason, event());

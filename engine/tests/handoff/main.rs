@@ -15,5 +15,7 @@ mod http;
 mod leases;
 mod pressure;
 mod refusals;
+mod rejections;
 mod stale;
 mod stopping;
+mod transports;
