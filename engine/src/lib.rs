@@ -27,3 +27,4 @@ pub mod server;
 pub mod status;
 pub mod step_loop;
 pub mod stop;
+pub mod transport;

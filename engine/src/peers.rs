@@ -71,6 +71,36 @@ impl FetchTarget {
         }
     }
 
+    /// The lease.
+    #[must_use]
+    pub fn handle(&self) -> Handle {
+        self.handle
+    }
+
+    /// Who reads it.
+    #[must_use]
+    pub fn reader(&self) -> Reader {
+        self.reader
+    }
+
+    /// The producer's epoch when it made the handoff.
+    #[must_use]
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// The port of the producer's side channel.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// How long the lease lives without a heartbeat.
+    #[must_use]
+    pub fn lease(&self) -> Duration {
+        self.lease
+    }
+
     /// Prompt tokens that the producer found in its prefix cache.
     #[must_use]
     pub fn cached(&self) -> usize {

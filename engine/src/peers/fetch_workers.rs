@@ -10,7 +10,7 @@ use std::time::Instant;
 use baton_connector::BlockId;
 use baton_connector::fetch::{Answer, Event, FailureKind};
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, ReadOrder, Transport, TransportError};
+use baton_connector::transport::{Peer, ReadOrder, Transport, TransportError, Verdict};
 
 use super::turns::Turns;
 use super::{FetchTarget, Producer};
@@ -158,11 +158,11 @@ impl Worker {
                 report.quiet(Event::TransferDone);
                 let verdict = self.transport.finish(&peer, job.target.handle, job.target.reader);
                 let bytes = order.into.len() * self.region.block_bytes();
-                self.metrics.transfer(
-                    started.elapsed(),
-                    bytes as u64,
-                    matches!(verdict, Ok(v) if v == baton_connector::transport::Verdict::Valid),
-                );
+                let valid = verdict == Ok(Verdict::Valid);
+                self.metrics.transfer(started.elapsed(), bytes as u64, valid);
+                if valid {
+                    self.metrics.carried(self.transport.carrier(&peer), bytes as u64);
+                }
                 let unknown = verdict.is_err();
                 report.verdict(Answer::from(verdict));
                 if unknown {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use baton_connector::fetch::Event;
 use baton_connector::ledger::HeartbeatReply;
-use baton_connector::limits::{HEARTBEAT_HANDLES_MAX, HEARTBEATS_PER_LEASE};
+use baton_connector::limits::{HEARTBEAT_HANDLES_MAX, HEARTBEATS_PER_LEASE, RENEWED_FOR_MAX};
 use baton_connector::transport::{Transport, TransportError};
 
 use super::turns::Turns;
@@ -26,6 +26,8 @@ struct Entry {
     target: FetchTarget,
     interval: Duration,
     due: Instant,
+    /// From then on it is not renewed any more: see [`RENEWED_FOR_MAX`].
+    until: Instant,
 }
 
 struct Entries {
@@ -55,7 +57,8 @@ impl Heartbeat {
     pub(super) fn add(&self, id: SeqId, target: FetchTarget) {
         let interval = (target.lease / HEARTBEATS_PER_LEASE).max(INTERVAL_MIN);
         // The first beat at once: the request may have been on its way for most of the lease.
-        let entry = Entry { target, interval, due: Instant::now() };
+        let now = Instant::now();
+        let entry = Entry { interval, due: now, until: now + target.lease * RENEWED_FOR_MAX, target };
         self.lock().by_sequence.insert(id, entry);
         self.changed.notify_all();
     }
@@ -71,6 +74,10 @@ impl Heartbeat {
     /// Beats until `stop`; on [`THREADS`] threads at once, one for each producer at most.
     pub(super) fn run(&self, transport: &dyn Transport, mailbox: &Mailbox, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
+            for id in self.given_up() {
+                tracing::warn!(seq = id.0, "no room for this handoff for too long; it is given up");
+                mailbox.fetch(id, Event::LeaseGone);
+            }
             let Some(Beat { producer, members }) = self.next() else { continue };
             let beaten = beat(transport, mailbox, &members);
             if let Err(error) = &beaten {
@@ -79,6 +86,15 @@ impl Heartbeat {
             self.lock().turns.ended(&producer, beaten.is_ok());
             self.changed.notify_all();
         }
+    }
+
+    /// Takes out what has been renewed for long enough.
+    fn given_up(&self) -> Vec<SeqId> {
+        let (now, mut entries) = (Instant::now(), self.lock());
+        let over = entries.by_sequence.iter().filter(|(_, entry)| entry.until <= now);
+        let over: Vec<SeqId> = over.map(|(&id, _)| id).collect();
+        over.iter().for_each(|id| drop(entries.by_sequence.remove(id)));
+        over
     }
 
     /// Takes what is due of one producer, the longest due first, and sets the next time; waits a little when nothing
