@@ -120,7 +120,7 @@ impl Heartbeat {
     fn next(&self) -> Option<Beat> {
         let mut entries = self.lock();
         let now = Instant::now();
-        let Entries { by_sequence, turns } = &mut *entries;
+        let Entries { by_sequence, turns, .. } = &mut *entries;
         let ripe = by_sequence.values().filter(|entry| entry.due <= now);
         let longest_due =
             ripe.filter(|entry| turns.may_start(&entry.target.producer())).min_by_key(|e| e.due);
