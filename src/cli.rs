@@ -174,6 +174,9 @@ pub(crate) struct EngineArgs {
     /// Tokens of one step
     #[arg(long, default_value_t = 512)]
     pub(crate) max_num_batched_tokens: usize,
+    /// Engine cores in this process, each with its own KV pool, scheduler and side channel (`X-data-parallel-rank`)
+    #[arg(long, default_value_t = 1)]
+    pub(crate) data_parallel_size: usize,
     /// Sequences that wait; more are answered 429
     #[arg(long, default_value_t = 1024)]
     pub(crate) max_waiting: usize,

@@ -4,10 +4,13 @@
 //! so a forward pass of any length delays neither heartbeats nor releases, and an engine with leases but no work
 //! sleeps. Blocks of ended leases go to the step loop's mailbox; it alone touches the block pool.
 //!
+//! The desks of one process (data-parallel ranks) know each other: a release or heartbeat that arrives at the side
+//! channel of another rank is answered by the desk that holds the lease.
+//!
 //! Every lease that ends by expiry leaves one log line and one count, with the request, the readers that
 //! finished of those expected, and the seconds held.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use baton_connector::lease::{Cause, LeaseTerms};
@@ -32,6 +35,8 @@ pub struct LeaseDesk {
     region: Region,
     mailbox: Arc<Mailbox>,
     metrics: Arc<EngineMetrics>,
+    /// The desks of the other ranks of this process.
+    siblings: OnceLock<Vec<Weak<LeaseDesk>>>,
 }
 
 impl LeaseDesk {
@@ -54,7 +59,28 @@ impl LeaseDesk {
             region,
             mailbox,
             metrics,
+            siblings: OnceLock::new(),
         }
+    }
+
+    /// Makes the desks of one process known to each other; once.
+    pub fn introduce(desks: &[Arc<Self>]) {
+        for (at, desk) in desks.iter().enumerate() {
+            let others = desks.iter().enumerate().filter(|(other, _)| *other != at);
+            // A second introduction would change nothing.
+            let _ = desk.siblings.set(others.map(|(_, other)| Arc::downgrade(other)).collect());
+        }
+    }
+
+    /// Ends a lease of this rank; one of another rank is unknown.
+    pub fn release_here(&self, handle: Handle, reason: &str) -> ReleaseReply {
+        let reply = self.with(|ledger, now| ledger.release(handle, reason, now));
+        self.deadline_moved.notify_one();
+        reply
+    }
+
+    fn siblings(&self) -> impl Iterator<Item = Arc<Self>> {
+        self.siblings.get().into_iter().flatten().filter_map(Weak::upgrade)
     }
 
     /// Runs the expiry timer until `stop` says so; on a thread of its own.
@@ -214,13 +240,28 @@ impl Producer for LeaseDesk {
     }
 
     fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
-        let reply = self.with(|ledger, now| ledger.release(handle, reason, now));
-        self.deadline_moved.notify_one();
-        reply
+        match self.release_here(handle, reason) {
+            ReleaseReply::Unknown => {
+                let known = |desk: Arc<Self>| match desk.release_here(handle, reason) {
+                    ReleaseReply::Unknown => None,
+                    known => Some(known),
+                };
+                self.siblings().find_map(known).unwrap_or(ReleaseReply::Unknown)
+            }
+            known => known,
+        }
     }
 
     fn heartbeat(&self, handle: Handle) -> HeartbeatReply {
-        self.with(|ledger, now| ledger.heartbeat(handle, now))
+        let beat = |desk: &Self| desk.with(|ledger, now| ledger.heartbeat(handle, now));
+        match beat(self) {
+            HeartbeatReply::Gone => {
+                let renewed =
+                    self.siblings().map(|desk| beat(&desk)).find(|reply| *reply != HeartbeatReply::Gone);
+                renewed.unwrap_or(HeartbeatReply::Gone)
+            }
+            renewed => renewed,
+        }
     }
 
     fn region(&self) -> &Region {

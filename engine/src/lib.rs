@@ -10,6 +10,7 @@
 pub mod block_hash;
 pub mod block_pool;
 pub mod digests;
+pub mod dp_rank;
 pub mod engine;
 pub mod engine_core;
 pub mod executor;

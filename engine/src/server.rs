@@ -13,6 +13,8 @@
 
 mod admit;
 mod control;
+mod cores;
+mod debug;
 mod follow;
 mod generate;
 mod guard;
@@ -30,14 +32,11 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::lease_desk::LeaseDesk;
-use crate::mailbox::Mailbox;
+use crate::dp_rank::DpRank;
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::tokenizer::Tokenizer;
-use crate::peers::Peers;
 use crate::sampling::GenerationDefaults;
-use crate::status::StatusBoard;
 
 /// A request's head must arrive within this time.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -99,16 +98,10 @@ pub struct Frontend {
     pub limits: ParseLimits,
     /// What the cluster's own callers must show; see `control.rs`.
     pub cluster_secret: Option<Box<str>>,
-    /// The step loop.
-    pub mailbox: Arc<Mailbox>,
-    /// This engine's leases.
-    pub desk: Arc<LeaseDesk>,
-    /// Dealings with other engines.
-    pub peers: Arc<Peers>,
-    /// Counters.
+    /// The engine cores, by data-parallel rank; at least one.
+    pub cores: Vec<Arc<DpRank>>,
+    /// Counters of what is of no core.
     pub metrics: Arc<EngineMetrics>,
-    /// The books' copy.
-    pub status: Arc<StatusBoard>,
     /// The next sequence's id.
     pub next_sequence: AtomicU64,
 }

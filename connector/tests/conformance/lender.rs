@@ -44,7 +44,7 @@ struct Gate {
 impl Lender {
     /// A pool in which no two blocks, and no two words of a block, are equal.
     pub fn new(blocks: usize, block_bytes: usize, terms: LeaseTerms) -> Arc<Self> {
-        let region = Region::allocate(blocks, block_bytes);
+        let region = crate::pool(blocks, block_bytes);
         for block in 0..blocks as u32 {
             region.write_block(BlockId(block), &contents(block, block_bytes));
         }

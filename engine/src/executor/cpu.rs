@@ -22,7 +22,7 @@ mod network;
 mod team;
 mod vector;
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use baton_connector::BlockId;
 use baton_connector::layout::{KvDtype, KvLayout};
@@ -82,7 +82,8 @@ pub struct LoadProgress {
 /// A model on this machine's CPU.
 #[derive(Debug)]
 pub struct CpuExecutor {
-    network: Network,
+    /// Shared by the executors of one process.
+    network: Arc<Network>,
     layout: KvLayout,
     region: Region,
     isa: Isa,
@@ -118,13 +119,25 @@ impl CpuExecutor {
         options: &CpuOptions,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, ModelError> {
-        let failed = |what: String| ModelError::File {
-            path: "the executor's threads".into(),
-            source: std::io::Error::other(what),
-        };
-        assert!(options.block_tokens > 0 && options.blocks > 0, "a pool has blocks, and blocks have tokens");
-        let mut team = Team::new(options.threads).map_err(|error| failed(error.to_string()))?;
+        let mut team = start_team(options)?;
         let network = Network::load(weights, config, options.weights, &mut team, progress)?;
+        Ok(Self::assemble(Arc::new(network), team, options))
+    }
+
+    /// Another executor over the same weights, with a KV pool and threads of its own: one more data-parallel rank.
+    ///
+    /// # Errors
+    /// [`ModelError`] when its threads cannot be started.
+    ///
+    /// # Panics
+    /// As [`Self::with_weights`].
+    pub fn sibling(&self, options: &CpuOptions) -> Result<Self, ModelError> {
+        Ok(Self::assemble(Arc::clone(&self.network), start_team(options)?, options))
+    }
+
+    fn assemble(network: Arc<Network>, team: Team, options: &CpuOptions) -> Self {
+        assert!(options.block_tokens > 0 && options.blocks > 0, "a pool has blocks, and blocks have tokens");
+        let config = &network.config;
         let layout = KvLayout {
             layers: config.layers,
             kv_heads: config.kv_heads,
@@ -134,7 +147,7 @@ impl CpuExecutor {
         };
         let region = Region::allocate(options.blocks, layout.block_bytes());
         arena::collapse_into_huge_pages(region.block_ptr(BlockId(0)), options.blocks * layout.block_bytes());
-        Ok(Self {
+        Self {
             network,
             region,
             layout,
@@ -142,7 +155,7 @@ impl CpuExecutor {
             scratch: (0..team.size()).map(|_| Mutex::new(MemberScratch::new())).collect(),
             team,
             activations: Activations::default(),
-        })
+        }
     }
 
     /// Bytes of weights that one decode step reads, whatever its batch: all projections and the output matrix.
@@ -156,6 +169,11 @@ impl CpuExecutor {
     pub fn isa(&self) -> Isa {
         self.isa
     }
+}
+
+fn start_team(options: &CpuOptions) -> Result<Team, ModelError> {
+    Team::new(options.threads)
+        .map_err(|source| ModelError::File { path: "the executor's threads".into(), source })
 }
 
 impl Executor for CpuExecutor {

@@ -14,6 +14,7 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 use super::guard::HandoffGuard;
 use super::{Frontend, Role, control};
 use crate::block_hash::prompt_fingerprint;
+use crate::dp_rank::{DpRank, Seat};
 use crate::engine_core::{SeqEvent, Submission};
 use crate::peers::FetchTarget;
 use crate::sampling::SamplingParams;
@@ -27,6 +28,8 @@ pub(super) struct Admitted {
     pub(super) prompts: Vec<Vec<u32>>,
     /// Still to be put on the first submission; until it is queued, dropping this settles with the producer.
     pub(super) handoff: Option<HandoffGuard>,
+    /// The core that will have them.
+    pub(super) seat: Seat,
 }
 
 /// What `kv_transfer_params` asked for, with the guard that gives a refused handoff back.
@@ -40,7 +43,8 @@ impl Intent {
     /// Reads the intent before anything else of the request is judged, so that every later refusal gives the
     /// handoff back.
     pub(super) fn read(
-        frontend: &Arc<Frontend>,
+        frontend: &Frontend,
+        core: &Arc<DpRank>,
         params: Option<&serde_json::Value>,
         router_settles: bool,
     ) -> Result<Self, ApiError> {
@@ -60,7 +64,7 @@ impl Intent {
                 if router_settles {
                     target.leave_to_router(frontend.load_failure);
                 }
-                let guard = HandoffGuard::new(Arc::clone(frontend), target);
+                let guard = HandoffGuard::new(Arc::clone(core), target);
                 match frontend.role {
                     Role::Decode | Role::Both => Ok(Self::Consume(handoff, guard)),
                     Role::Prefill => Err(wrong_role(frontend, "do_remote_prefill")),
@@ -116,6 +120,7 @@ pub(super) fn admit(
     request: &GenerateRequest,
     id: &RequestId,
     intent: Intent,
+    seat: Seat,
     arrived: Instant,
 ) -> Result<Admitted, ApiError> {
     check_model(frontend, request.model.as_deref())?;
@@ -160,7 +165,7 @@ pub(super) fn admit(
             submissions.push(Submission { sequence, sampling, index, outbox, target: None, arrived });
         }
     }
-    Ok(Admitted { submissions, events, prompts, handoff })
+    Ok(Admitted { submissions, events, prompts, handoff, seat })
 }
 
 fn check_intent(

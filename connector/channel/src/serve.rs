@@ -1,26 +1,24 @@
-//! One connection on the producer's side: requests in, answers and blocks out.
+//! One connection on the producer's side: requests in, answers out, and blocks as the transport moves them.
 //!
 //! The reader of a lease is bound to the connection that serves it: when the connection ends before the
 //! reader has said that it is done, the read has failed. `Done` may come over another connection.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use baton_connector::limits::HEARTBEAT_HANDLES_MAX;
+use baton_connector::region::Region;
 use baton_connector::transport::{Producer, TransportError, Verdict};
 use baton_connector::{BlockId, Handle, Reader};
 
-use crate::handshake::{self, TurnedAway};
-use crate::link::{Link, LinkError, Until};
-use crate::scatter::Spans;
-use crate::server::Shared;
-use crate::wire::{HEADER_BYTES, Header, KIND_BATCH, Reply, Request, WireError};
+use socket2::Socket;
 
-/// Bytes of one batch, between two looks at the lease. Large enough that header and look cost nothing, small
-/// enough that a closed lease is noticed within half a millisecond at the speed of one connection.
-pub(crate) const BATCH_BYTES: usize = 1 << 20;
+use crate::handshake::{self, Credentials, TurnedAway};
+use crate::link::{Link, LinkError, Until};
+use crate::server::Shared;
+use crate::wire::{HEADER_BYTES, Header, Reply, Request};
 
 /// A connection that asks for nothing is closed after this long.
 const IDLE: Duration = Duration::from_secs(120);
@@ -28,7 +26,92 @@ const IDLE: Duration = Duration::from_secs(120);
 /// How often an idle connection's thread looks up. Shutdown does not wait for it: it closes the socket.
 const IDLE_SLICE: Duration = Duration::from_secs(5);
 
-const _: () = assert!(HEARTBEAT_HANDLES_MAX <= BATCH_BYTES);
+/// How a transport greets consumers and delivers granted blocks.
+pub trait Serve: Send + Sync + 'static {
+    /// The transport's name: in proofs and logs.
+    fn name(&self) -> &'static str;
+
+    /// Looks at a fresh connection before a byte is read: sets its options, and turns away whom the system says
+    /// does not belong here.
+    ///
+    /// # Errors
+    /// Why the connection is closed again.
+    fn meet(&self, socket: &Socket) -> io::Result<()>;
+
+    /// Says what a consumer needs to know before its first read.
+    ///
+    /// # Errors
+    /// [`LinkError`]; the connection ends.
+    fn admitted(&self, link: &mut Link, producer: &dyn Producer, until: Until<'_>) -> Result<(), LinkError> {
+        let _ = (link, producer, until);
+        Ok(())
+    }
+
+    /// Says "granted" and delivers the blocks, or as many of them as leave while the lease is live. Asks
+    /// [`Granted::live`] before every batch.
+    ///
+    /// # Errors
+    /// [`LinkError`]; the connection ends, and the read has failed.
+    fn deliver(&self, link: &mut Link, granted: &Granted<'_>) -> Result<Delivered, LinkError>;
+}
+
+/// How the delivery of a read ended, with the connection in step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Delivered {
+    /// Everything has left, or may be taken.
+    Whole,
+    /// The lease ended before that, and the reader has been told.
+    LeaseEnded,
+}
+
+/// A read that the ledger has granted.
+pub struct Granted<'a> {
+    shared: &'a Shared,
+    handle: Handle,
+    reader: Reader,
+    blocks: Vec<BlockId>,
+}
+
+impl Granted<'_> {
+    /// The blocks, in the order of the read.
+    #[must_use]
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
+    /// The pool they lie in.
+    #[must_use]
+    pub fn region(&self) -> &Region {
+        self.shared.producer.region()
+    }
+
+    /// Whether the lease still lets this reader read.
+    #[must_use]
+    pub fn live(&self) -> bool {
+        self.shared.producer.read_live(self.handle, self.reader)
+    }
+
+    /// What ends a wait: the server's own end.
+    #[must_use]
+    pub fn until(&self) -> Until<'_> {
+        Until::stopped(&self.shared.stop)
+    }
+
+    /// What announces the delivery: one whole frame.
+    ///
+    /// # Panics
+    /// Never: a handoff has fewer blocks than 2³².
+    #[must_use]
+    pub fn announcement(&self) -> Vec<u8> {
+        let blocks = u32::try_from(self.blocks.len()).expect("BLOCKS_PER_HANDOFF_MAX fits into 32 bits");
+        Reply::Granted { blocks, block_bytes: self.region().block_bytes() as u64 }.encode()
+    }
+
+    /// Counts bytes of blocks that have left, or may be taken.
+    pub fn count(&self, bytes: usize) {
+        self.shared.stats.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
 
 /// Which connection serves which read. The lock is held across the producer's answer, so that the end of one
 /// connection cannot fail a read that another one has just begun.
@@ -65,6 +148,13 @@ impl OpenReads {
         producer.read_failed(handle, reader);
     }
 
+    /// Whether a read that was granted on this connection may still be under way.
+    fn in_flight(&self, producer: &dyn Producer, connection: u64) -> bool {
+        let open = self.lock();
+        let mut ours = open.iter().filter(|(_, serving)| **serving == connection);
+        ours.any(|((handle, reader), _)| producer.read_live(*handle, *reader))
+    }
+
     fn forget(&self, handle: Handle, reader: Reader) {
         self.lock().remove(&(handle, reader));
     }
@@ -95,15 +185,16 @@ pub(crate) enum Ended {
 /// Why it ended, unless it fell idle between two requests.
 pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result<(), Ended> {
     let producer = &*shared.producer;
-    let secret = shared.options.secret.as_ref();
-    handshake::answer(link, secret, producer.epoch(), producer.fingerprint(), &shared.stop)?;
-    while request_comes(link, shared)? {
+    let credentials = Credentials { secret: shared.options.secret.as_ref(), transport: shared.serve.name() };
+    handshake::answer(link, credentials, producer.epoch(), producer.fingerprint(), &shared.stop)?;
+    shared.serve.admitted(link, producer, Until::stopped(&shared.stop))?;
+    while request_comes(link, connection, shared)? {
         let request = receive(link, shared)?;
         let until = Until::stopped(&shared.stop);
         let reply = match request {
             Request::Read { handle, reader, first, count } => {
                 let range = (first as usize, count as usize);
-                send_blocks(link, connection, shared, (handle, reader), range)?;
+                answer_read(link, connection, shared, (handle, reader), range)?;
                 continue;
             }
             Request::Done { handle, reader } => {
@@ -123,10 +214,11 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
     Ok(())
 }
 
-/// Waits for the next request; false when the connection has been idle for too long.
-fn request_comes(link: &Link, shared: &Shared) -> Result<bool, LinkError> {
+/// Waits for the next request; false when the connection has been idle for too long. One whose reader has not said
+/// yet how its read ended is not idle: the lease bounds it.
+fn request_comes(link: &Link, connection: u64, shared: &Shared) -> Result<bool, LinkError> {
     let since = Instant::now();
-    while since.elapsed() < IDLE {
+    while since.elapsed() < IDLE || shared.open_reads.in_flight(&*shared.producer, connection) {
         if shared.stop.load(Ordering::Acquire) {
             return Err(LinkError::Stopped);
         }
@@ -147,8 +239,8 @@ fn receive(link: &mut Link, shared: &Shared) -> Result<Request, LinkError> {
     Ok(Request::decode(header.kind, &payload)?)
 }
 
-/// Answers a read: granted and the blocks in batches, or gone, or refused.
-fn send_blocks(
+/// Answers a read: granted, and then it is the transport's; or gone, or refused.
+fn answer_read(
     link: &mut Link,
     connection: u64,
     shared: &Shared,
@@ -156,7 +248,6 @@ fn send_blocks(
     range: (usize, usize),
 ) -> Result<(), LinkError> {
     let producer = &*shared.producer;
-    let region = producer.region();
     let until = Until::stopped(&shared.stop);
     let blocks = match shared.open_reads.begin(producer, connection, (handle, reader), range) {
         Ok(blocks) => blocks,
@@ -168,69 +259,10 @@ fn send_blocks(
         Err(other) => return link.send(&Reply::Refused(other.to_string().into()).encode(), until),
     };
     shared.stats.reads.fetch_add(1, Ordering::Relaxed);
-    let count = u32::try_from(blocks.len()).map_err(|_| LinkError::Wire(WireError::Kind(KIND_BATCH)))?;
-    let granted = Reply::Granted { blocks: count, block_bytes: region.block_bytes() as u64 }.encode();
-    let live = || producer.read_live(handle, reader);
-    let complete = Reply::Complete.encode();
-    let mut batches = blocks.chunks(batch_blocks(region.block_bytes())).peekable();
-    // Frames that go out with the next batch, in front of it.
-    let mut front = granted;
-    while let Some(batch) = batches.next() {
-        if !live() {
-            link.send(&front, until)?;
-            return break_off(link, shared, (handle, reader), 0);
-        }
-        let bytes = batch.len() * region.block_bytes();
-        front.extend(Header { kind: KIND_BATCH, len: bytes }.encode());
-        let end: &[u8] = if batches.peek().is_some() { &[] } else { &complete };
-        let mut spans = Spans::with_capacity(batch.len() + 2);
-        spans.push_bytes(&front);
-        for &block in batch {
-            spans.push_block(region, block);
-        }
-        spans.push_bytes(end);
-        match link.send_spans(&mut spans, until, live) {
-            Ok(()) => {}
-            // Every block has left the pool while the lease was live; only the end is still to be said.
-            Err(LinkError::LeaseEnded) if spans.left() <= end.len() => {
-                link.send(&end[end.len() - spans.left()..], until)?;
-            }
-            Err(LinkError::LeaseEnded) => {
-                let owed = spans.left() - end.len();
-                let unsaid = owed.saturating_sub(bytes);
-                link.send(&front[front.len() - unsaid..], until)?;
-                return break_off(link, shared, (handle, reader), owed - unsaid);
-            }
-            Err(error) => return Err(error),
-        }
-        shared.stats.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        front.clear();
+    let granted = Granted { shared, handle, reader, blocks };
+    if shared.serve.deliver(link, &granted)? == Delivered::LeaseEnded {
+        shared.open_reads.forget(handle, reader);
+        shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
     }
     Ok(())
-}
-
-/// Ends a read whose lease has ended: fills up the batch with zeros, so that the connection stays in step, and
-/// says that it is gone.
-fn break_off(
-    link: &mut Link,
-    shared: &Shared,
-    (handle, reader): (Handle, Reader),
-    owed: usize,
-) -> Result<(), LinkError> {
-    static ZEROS: [u8; 64 * 1024] = [0; 64 * 1024];
-    shared.open_reads.forget(handle, reader);
-    shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
-    let until = Until::stopped(&shared.stop);
-    let mut left = owed;
-    while left > 0 {
-        let part = left.min(ZEROS.len());
-        link.send(&ZEROS[..part], until)?;
-        left -= part;
-    }
-    link.send(&Reply::Gone.encode(), until)
-}
-
-/// Blocks of one batch, for both ends: at least one.
-pub(crate) fn batch_blocks(block_bytes: usize) -> usize {
-    (BATCH_BYTES / block_bytes.max(1)).max(1)
 }
