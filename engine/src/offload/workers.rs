@@ -278,10 +278,18 @@ impl Shared {
             }
             self.tell_turn(turn);
             if let Some((id, Pair { block, slot })) = load {
-                self.tell(Report::Ended(id, guarded(|| Ok(self.arena.load(slot, block)))));
+                let outcome = guarded(|| {
+                    self.arena.load(slot, block);
+                    Ok(())
+                });
+                self.tell(Report::Ended(id, outcome));
             }
             if let Some((id, Pair { block, slot })) = store {
-                self.tell(Report::Ended(id, guarded(|| Ok(self.arena.store(block, slot)))));
+                let outcome = guarded(|| {
+                    self.arena.store(block, slot);
+                    Ok(())
+                });
+                self.tell(Report::Ended(id, outcome));
             }
             queues = self.lock();
         }
