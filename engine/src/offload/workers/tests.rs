@@ -23,23 +23,28 @@ enum Mood {
     Panicking,
 }
 
+struct Files {
+    state: Mutex<(Mood, HashMap<BlockHash, Vec<u8>>)>,
+    changed: Condvar,
+}
+
 #[derive(Clone)]
-struct Moody(Arc<(Mutex<(Mood, HashMap<BlockHash, Vec<u8>>)>, Condvar)>);
+struct Moody(Arc<Files>);
 
 impl Moody {
     fn new() -> Self {
-        Self(Arc::new((Mutex::new((Mood::Well, HashMap::new())), Condvar::new())))
+        Self(Arc::new(Files { state: Mutex::new((Mood::Well, HashMap::new())), changed: Condvar::new() }))
     }
 
     fn set(&self, mood: Mood) {
-        self.0.0.lock().unwrap_or_else(PoisonError::into_inner).0 = mood;
-        self.0.1.notify_all();
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner).0 = mood;
+        self.0.changed.notify_all();
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut HashMap<BlockHash, Vec<u8>>) -> T) -> io::Result<T> {
-        let mut state = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
         while state.0 == Mood::Hanging {
-            state = self.0.1.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         match state.0 {
             Mood::Well => Ok(act(&mut state.1)),
