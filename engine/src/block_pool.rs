@@ -448,7 +448,7 @@ mod tests {
         /// Random grants, shares, loans, landings and returns: the states always add up, and in the end
         /// everything is home.
         #[test]
-        fn states_always_add_up(steps in prop::collection::vec((0_u8..6, 0_usize..64, 1_usize..4), 1..200)) {
+        fn states_always_add_up(steps in prop::collection::vec((0_u8..7, 0_usize..64, 1_usize..4), 1..200)) {
             let mut pool = BlockPool::new(12);
             let mut grants: Vec<(Vec<BlockId>, Hold)> = Vec::new();
             let mut stamp = 0_u8;
@@ -473,6 +473,9 @@ mod tests {
                         pool.share(&found);
                         if !found.is_empty() { grants.push((found, Hold::Active)) }
                     }
+                    5 => if let Some(block) = pool.find(hash(pick as u8)) && pool.store(block) {
+                        grants.push((vec![block], Hold::Storing));
+                    },
                     _ => if !grants.is_empty() {
                         let (blocks, hold) = grants.swap_remove(at);
                         pool.give_back(&blocks, hold);

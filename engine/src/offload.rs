@@ -19,6 +19,7 @@ pub mod arena;
 pub mod books;
 pub mod disk;
 mod health;
+pub mod open;
 pub mod record;
 pub mod workers;
 

@@ -217,7 +217,9 @@ impl TierBooks {
     /// A store is over. If the block is to go on to the disk, says how.
     pub fn end_store(&mut self, hash: BlockHash, whole: bool) -> Option<Write> {
         self.end_filling(hash, whole);
-        if whole { self.begin_write(hash) } else { None }
+        let write = if whole { self.begin_write(hash) } else { None };
+        self.pass_through(hash);
+        write
     }
 
     /// The write that a block in a slot should get, if it may have one now.
@@ -272,6 +274,7 @@ impl TierBooks {
             self.owed.insert(hash);
         }
         self.unpin_host(hash);
+        self.pass_through(hash);
         self.settle(hash);
     }
 
@@ -316,6 +319,21 @@ impl TierBooks {
         Some(Source::Disk { keep })
     }
 
+    /// Starts to read a chain of blocks that [`Self::run`] has counted. What is in the host tier is taken first, so that
+    /// a block that comes from disk does not push out one that is about to be read.
+    pub fn begin_loads(&mut self, chain: &[BlockHash]) -> Vec<Source> {
+        let mut sources = vec![None; chain.len()];
+        for (source, &hash) in sources.iter_mut().zip(chain) {
+            if matches!(self.entries.get(&hash), Some(Entry { host: Host::Ready { .. }, .. })) {
+                *source = self.begin_load(hash);
+            }
+        }
+        for (source, &hash) in sources.iter_mut().zip(chain) {
+            *source = source.or_else(|| self.begin_load(hash));
+        }
+        sources.into_iter().map(|source| source.expect("the tiers have it")).collect()
+    }
+
     /// A load is over.
     pub fn end_load(&mut self, hash: BlockHash, from: Source, how: Loaded) {
         let whole = how == Loaded::Whole;
@@ -324,6 +342,7 @@ impl TierBooks {
                 self.host.loaded += u64::from(whole);
                 self.unpin_host(hash);
                 self.touch_disk(hash);
+                self.pass_through(hash);
             }
             Source::Disk { keep } => {
                 self.disk.loaded += u64::from(whole);
@@ -334,6 +353,24 @@ impl TierBooks {
             }
         }
         self.settle(hash);
+    }
+
+    /// A request that used this chain is over: its blocks are used now, the first of them last, so that a prefix
+    /// outlives its tail.
+    pub fn touch(&mut self, chain: &[BlockHash]) {
+        for &hash in chain.iter().rev() {
+            let now = self.tick();
+            if let Some(Entry { host: Host::Ready { readers: 0, used, .. }, .. }) =
+                self.entries.get_mut(&hash)
+            {
+                let before = std::mem::replace(used, now);
+                self.host_idle.remove(&before);
+                self.host_idle.insert(now, hash);
+            }
+            if self.entries.contains_key(&hash) {
+                self.touch_disk(hash);
+            }
+        }
     }
 
     /// Forgets everything that is not in use now, and the rest as soon as it is not. The files are owed.
@@ -391,6 +428,19 @@ impl TierBooks {
             self.free.push(slot);
         }
         self.settle(hash);
+    }
+
+    /// Without a host tier a block leaves its slot when nobody reads it there any more.
+    fn pass_through(&mut self, hash: BlockHash) {
+        if self.config.host_blocks == 0
+            && let Some(Entry { host: host @ Host::Ready { readers: 0, .. }, .. }) =
+                self.entries.get_mut(&hash)
+            && let Host::Ready { slot, used, .. } = std::mem::take(host)
+        {
+            self.host_idle.remove(&used);
+            self.free.push(slot);
+            self.settle(hash);
+        }
     }
 
     fn pin_host(&mut self, hash: BlockHash) {

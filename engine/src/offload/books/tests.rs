@@ -35,6 +35,17 @@ fn the_least_recently_used_block_makes_room_in_the_host_tier() {
 }
 
 #[test]
+fn a_prefix_outlives_its_tail() {
+    let mut books = books(3, 0);
+    for n in 1..=3 {
+        store(&mut books, n);
+    }
+    books.touch(&[1, 2, 3].map(hash));
+    store(&mut books, 4);
+    assert_eq!([1, 2, 3].map(|n| books.run(&[hash(n)])), [1, 1, 0]);
+}
+
+#[test]
 fn what_the_host_tier_evicts_lives_on_on_disk_and_comes_back_into_a_slot() {
     let mut books = books(1, 4);
     store(&mut books, 1);
