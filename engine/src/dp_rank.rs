@@ -16,7 +16,7 @@ use std::time::Instant;
 use baton_connector::lease::LeaseTerms;
 use baton_connector::transport::Producer;
 use baton_connector::{EngineId, Epoch};
-use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
+use baton_connector_tcp::{ClientOptions, Secret, ServerOptions};
 use tokio_util::sync::CancellationToken;
 
 use crate::engine::{EngineOptions, StartError, system};
@@ -34,6 +34,7 @@ use crate::peers::Peers;
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::status::StatusBoard;
 use crate::step_loop::{Parts, StepLoop};
+use crate::transport::{self, SideChannel};
 
 /// What the HTTP side knows of one core.
 pub struct DpRank {
@@ -105,7 +106,7 @@ pub(crate) struct RunningRank {
     pub side_channel: SocketAddr,
     /// Tokens of one sequence.
     pub capacity: usize,
-    server: TcpServer,
+    server: SideChannel,
     offload: Option<Arc<Workers>>,
     step_loop: JoinHandle<()>,
     lease_timer: JoinHandle<()>,
@@ -138,16 +139,18 @@ impl RunningRank {
         ));
         let server = {
             let producer: Arc<dyn Producer> = Arc::clone(&desk) as _;
-            let options = ServerOptions { secret: common.secret.clone(), ..ServerOptions::default() };
-            TcpServer::start(side, producer, options).map_err(system("side channel"))?
+            let limits = ServerOptions { secret: common.secret.clone(), ..ServerOptions::default() };
+            SideChannel::start(options.kv_transport, side, &producer, &limits)
+                .map_err(system("side channel"))?
         };
         // A connection per read, and some for heartbeats and releases beside them.
         let connections_per_peer_max = 2 * options.fetch_workers.max(4);
-        let transport = Arc::new(TcpTransport::new(ClientOptions {
+        let client = ClientOptions {
             secret: common.secret.clone(),
             connections_per_peer_max,
             ..ClientOptions::default()
-        }));
+        };
+        let transport = transport::consumer(options.kv_transport, &client);
         let peers = Peers::start(
             transport,
             region.clone(),
@@ -248,7 +251,7 @@ impl RunningRank {
 /// A core that computes nothing any more and still answers its peers.
 pub(crate) struct WoundDown {
     peers: Arc<Peers>,
-    server: TcpServer,
+    server: SideChannel,
     offload: Option<Arc<Workers>>,
 }
 

@@ -55,6 +55,8 @@ pub struct CpuOptions {
     pub weights: WeightMode,
     /// Instruction set.
     pub isa: Isa,
+    /// Makes the KV pool: so many zeroed blocks of so many bytes.
+    pub pool: fn(usize, usize) -> Region,
 }
 
 impl Default for CpuOptions {
@@ -66,6 +68,7 @@ impl Default for CpuOptions {
             kv_dtype: KvDtype::F32,
             weights: WeightMode::Stored,
             isa: Isa::detect(),
+            pool: Region::allocate,
         }
     }
 }
@@ -145,7 +148,7 @@ impl CpuExecutor {
             block_tokens: options.block_tokens,
             dtype: options.kv_dtype,
         };
-        let region = Region::allocate(options.blocks, layout.block_bytes());
+        let region = (options.pool)(options.blocks, layout.block_bytes());
         arena::collapse_into_huge_pages(region.block_ptr(BlockId(0)), options.blocks * layout.block_bytes());
         Self {
             network,

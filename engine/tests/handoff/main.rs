@@ -19,3 +19,4 @@ mod rejections;
 mod stale;
 mod stopping;
 mod tiers;
+mod transports;
