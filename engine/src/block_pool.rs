@@ -230,12 +230,6 @@ impl BlockPool {
         self.by_hash.get(&hash).copied()
     }
 
-    /// Whether a transfer writes into it.
-    #[must_use]
-    pub fn is_landing(&self, id: BlockId) -> bool {
-        self.blocks[id.index()].landing
-    }
-
     /// Nothing writes into these blocks any more: they are their request's now, which knows whether what is in them
     /// may be used.
     pub fn landed(&mut self, blocks: &[BlockId]) {
