@@ -161,10 +161,10 @@ impl Round {
         let mut dice = Dice::new(seed, number);
         // Half of the rounds have proxies, a quarter shared memory.
         const LANES: [Lane; 16] = {
-            use Lane::{Crashes, Links, Ranks, Shared, Tiers};
+            use Lane::{Crashes, Links, Shared, Tiers};
             [
                 Links, Links, Links, Links, Links, Links, Links, Links, Shared, Shared, Shared, Crashes,
-                Ranks, Ranks, Tiers, Tiers,
+                Crashes, Crashes, Tiers, Tiers,
             ]
         };
         let lane = dice.one_of(&LANES);
