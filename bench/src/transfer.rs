@@ -24,15 +24,15 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
-use baton_connector::{BlockId, Handle, Rank, Reader};
+use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
+use baton_connector::{BlockId, Handle, Reader};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
 use serde_json::{Value, json};
 
 use bare::Sender;
 use lender::Lender;
 
-const READER: Reader = Reader { consumer: 1, rank: Rank(0) };
+const READER: Reader = Reader::sole(1);
 
 /// Block size whose latency is measured, in bytes.
 const LATENCY_BLOCK_BYTES: usize = 64 << 10;
@@ -96,7 +96,8 @@ impl Wire {
     }
 
     fn read(&self, handle: Handle, into: &[BlockId], region: &Region) -> Result<(), TransferError> {
-        let order = ReadOrder { handle, reader: READER, first: 0, into: into.to_vec() };
+        let order =
+            ReadOrder { handle, reader: READER, part: Part::Blocks { first: 0 }, into: into.to_vec() };
         Ok(self.transport.read(&self.peer, &order, region, &AtomicBool::new(false))?)
     }
 

@@ -26,7 +26,7 @@ pub struct Grant {
     pub request: RequestId,
     /// Its block table, in order.
     pub blocks: Vec<BlockId>,
-    /// Readers (consumer × rank) that must fetch before the lease ends by itself.
+    /// Consumers that must fetch, or leave, before the lease ends by itself.
     pub expected: usize,
 }
 
@@ -319,6 +319,23 @@ impl Ledger {
         }
     }
 
+    /// One of the lease's consumers will not read (any more). The last one ends it.
+    pub fn leave(&mut self, handle: Handle, consumer: u64, reason: &str, now: Time) -> ReleaseReply {
+        self.tick(now);
+        if !self.live.contains_key(&handle) {
+            return self.release(handle, reason, now);
+        }
+        let reply = self.apply(handle, Event::Leave(consumer), now);
+        if let (Reply::Released, Some(last)) = (reply, self.settled.last_mut()) {
+            last.reason = reason.into();
+        }
+        match reply {
+            Reply::Released => ReleaseReply::Released,
+            Reply::Draining => ReleaseReply::Draining,
+            _ => ReleaseReply::Already,
+        }
+    }
+
     /// Ends every lease of a request, and makes sure that none is opened for it later.
     ///
     /// The caller aborts the request itself if it is still running.
@@ -472,9 +489,8 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Rank;
 
-    const READER: Reader = Reader { consumer: 9, rank: Rank(0) };
+    const READER: Reader = Reader::sole(9);
 
     fn id(text: &str) -> RequestId {
         RequestId::new(text).expect("a test id")
@@ -555,6 +571,19 @@ mod tests {
         assert_eq!(ledger.read_done(Handle(1), READER, Time(3)), Verdict::Valid);
         let stranger = Reader { consumer: 10, ..READER };
         assert_eq!(ledger.read_done(Handle(1), stranger, Time(3)), Verdict::Gone);
+    }
+
+    #[test]
+    fn the_last_consumer_that_leaves_ends_the_lease_with_its_reason() {
+        let mut ledger = Ledger::new(LeaseTerms::default());
+        ledger.open(Grant { expected: 2, ..grant(1) }, Time(0)).expect("open");
+        assert_eq!(ledger.leave(Handle(1), 4, "consumer_rejected", Time(1)), ReleaseReply::Draining);
+        assert_eq!(ledger.leave(Handle(1), 4, "consumer_rejected", Time(1)), ReleaseReply::Already);
+        assert_eq!(ledger.leave(Handle(1), 5, "consumer_aborted", Time(2)), ReleaseReply::Released);
+        assert_eq!(ledger.leave(Handle(1), 5, "consumer_aborted", Time(3)), ReleaseReply::Already);
+        assert_eq!(ledger.leave(Handle(2), 5, "consumer_aborted", Time(3)), ReleaseReply::Unknown);
+        let settled = ledger.take_settled();
+        assert_eq!((settled.len(), &*settled[0].reason), (1, "consumer_aborted"));
     }
 
     #[test]

@@ -9,6 +9,8 @@
 //! | [`lease`] | a producer's promise to keep the blocks of one request |
 //! | [`ledger`] | all leases of one producer, their expiry, and the bounded memory of ended ones |
 //! | [`fetch`] | a consumer's side of one handoff, from queued to landed |
+//! | [`gather`] | the reports of a fetch that reads over several links, made one |
+//! | [`slice`] | which bytes of which block go where when ranks or block sizes differ |
 //! | [`exchange`] | a router's side of one request: what each engine is still owed |
 //! | [`handoff`] | the words on the wire (`kv_transfer_params`) and their checks |
 //! | [`transport`] | the two traits that every transport implements or calls |
@@ -17,6 +19,7 @@
 
 pub mod exchange;
 pub mod fetch;
+pub mod gather;
 pub mod handoff;
 pub mod id;
 pub mod layout;
@@ -24,6 +27,7 @@ pub mod lease;
 pub mod ledger;
 pub mod limits;
 pub mod region;
+pub mod slice;
 pub mod time;
 pub mod transport;
 

@@ -19,8 +19,18 @@ pub const HEARTBEATS_PER_LEASE: u32 = 6;
 /// back anyway; such a reader is then answered "gone" and never uses what it read.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
 
-/// Readers (consumer, rank) that may hold one lease at once: `n` up to 16 consumers of 8 ranks.
-pub const READERS_MAX: usize = 128;
+/// Shards of one engine's KV cache. Models of 2026 have at most 64 KV heads, and a shard has at least one.
+pub const RANKS_MAX: usize = 64;
+
+/// Links of one consumer to one producer: cutting the heads at the borders of 64 ranks and of 64 other ranks
+/// leaves at most 127 pieces.
+pub const LINKS_MAX: usize = 2 * RANKS_MAX - 1;
+
+/// Consumers that one handoff may be meant for: `n` up to 16 spread over as many decode engines.
+pub const CONSUMERS_MAX: usize = 16;
+
+/// Readers (consumer, link) that one lease keeps in mind, in flight and done.
+pub const READERS_MAX: usize = 2_048;
 
 /// Live leases of one producer. At two blocks each this is already a pool of 131,072 blocks.
 pub const LEASES_MAX: usize = 65_536;
@@ -46,3 +56,5 @@ const _: () = assert!(HEARTBEAT_EXTENSION.0 * HEARTBEATS_PER_LEASE >= 4 * HEARTB
 const _: () = assert!(TOMBSTONE_KEPT.as_secs() > KV_LEASE_DURATION.as_secs() + DRAIN_DEADLINE.as_secs());
 const _: () = assert!(HEARTBEAT_HANDLES_MAX * 16 + 64 <= CONTROL_MESSAGE_MAX_BYTES);
 const _: () = assert!(TOMBSTONES_MAX <= LEASES_MAX);
+// Every expected consumer must find room for all its links.
+const _: () = assert!(CONSUMERS_MAX * LINKS_MAX <= READERS_MAX);

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::limits::HEARTBEAT_HANDLES_MAX;
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, ReadOrder, SILENCE, StopFlag, Transport, TransportError, Verdict};
+use baton_connector::transport::{
+    Part, Peer, ReadOrder, SILENCE, StopFlag, Transport, TransportError, Verdict,
+};
 use baton_connector::{Handle, Reader};
 use socket2::{Domain, Protocol, Socket, Type};
 
@@ -17,7 +19,7 @@ use crate::handshake;
 use crate::link::{self, Link, LinkError, SLICE, Until};
 use crate::pool::Pool;
 use crate::scatter::Spans;
-use crate::serve::batch_blocks;
+use crate::source::{Batch, Target, batches};
 use crate::wire::{HEADER_BYTES, Header, KIND_BATCH, Reply, Request};
 
 /// Messages about leases are short and bounded by `silence`; nobody stops them.
@@ -154,21 +156,18 @@ impl Transport for TcpTransport {
         stop: &StopFlag,
     ) -> Result<(), TransportError> {
         let refused = |why: &str| TransportError::Refused(why.into());
-        let request = Request::Read {
-            handle: order.handle,
-            reader: order.reader,
-            first: u32::try_from(order.first).map_err(|_| refused("no table has so many entries"))?,
-            count: u32::try_from(order.into.len()).map_err(|_| refused("no table has so many entries"))?,
-        };
+        let request = request(order).map_err(|why| refused(&why))?;
+        let target = Target { region, order };
+        let (parts, granted_bytes) = target.granted();
         let frame = request.encode();
         if stop.load(Ordering::Acquire) {
             return Err(TransportError::Stopped);
         }
         self.exchange(peer, stop, |link| match ask(link, &frame, stop)? {
-            Reply::Granted { blocks, block_bytes } => {
-                let fits = blocks as usize == order.into.len() && block_bytes == region.block_bytes() as u64;
+            Reply::Granted { count, bytes } => {
+                let fits = count as usize == parts && bytes == granted_bytes;
                 let landed =
-                    if fits { receive_blocks(link, order, region, stop) } else { Err(LinkError::Unexpected) };
+                    if fits { receive_parts(link, &target, stop) } else { Err(LinkError::Unexpected) };
                 landed.map_err(|error| Broken { error, answered: true })
             }
             Reply::Gone => Ok(Err(TransportError::Gone)),
@@ -198,6 +197,20 @@ impl Transport for TcpTransport {
         match self.ask(peer, &Request::Release { handle, reason: reason.into() }) {
             Ok(Reply::Released(reply)) => Ok(reply),
             // The engine that made the lease has ended, and its blocks with it.
+            Err(TransportError::Gone) => Ok(ReleaseReply::Already),
+            other => Err(unfit(other)),
+        }
+    }
+
+    fn leave(
+        &self,
+        peer: &Peer,
+        handle: Handle,
+        consumer: u64,
+        reason: &str,
+    ) -> Result<ReleaseReply, TransportError> {
+        match self.ask(peer, &Request::Leave { handle, consumer, reason: reason.into() }) {
+            Ok(Reply::Released(reply)) => Ok(reply),
             Err(TransportError::Gone) => Ok(ReleaseReply::Already),
             other => Err(unfit(other)),
         }
@@ -242,29 +255,55 @@ fn ask(link: &mut Link, frame: &[u8], stop: &AtomicBool) -> Result<Reply, Broken
     Reply::decode(header.kind, &payload).map_err(|error| broken(error.into()))
 }
 
+/// The question for what an order wants.
+fn request(order: &ReadOrder) -> Result<Request, String> {
+    const MANY: &str = "no table has so many entries";
+    let (handle, reader) = (order.handle, order.reader);
+    match &order.part {
+        Part::Blocks { first } => {
+            let first = u32::try_from(*first).map_err(|_| MANY)?;
+            Ok(Request::Read {
+                handle,
+                reader,
+                first,
+                count: u32::try_from(order.into.len()).map_err(|_| MANY)?,
+            })
+        }
+        Part::Slice(slice) => {
+            slice.check(order.into.len()).map_err(|error| error.to_string())?;
+            let token = |at: usize| u32::try_from(at).map_err(|_| MANY);
+            let head = |at: usize| u16::try_from(at).map_err(|_| "no model has so many heads");
+            let (tokens, heads) = (&slice.cut.tokens, &slice.cut.heads);
+            Ok(Request::Slice {
+                handle,
+                reader,
+                tokens: (token(tokens.start)?, token(tokens.end)?),
+                heads: (head(heads.start)?, head(heads.end)?),
+            })
+        }
+    }
+}
+
 /// Receives the batches of a granted read. The inner error is an answer: the link is still in step.
-fn receive_blocks(
+fn receive_parts(
     link: &mut Link,
-    order: &ReadOrder,
-    region: &Region,
-    stop: &AtomicBool,
+    target: &Target<'_>,
+    stop: &StopFlag,
 ) -> Result<Result<(), TransportError>, LinkError> {
     let until = Until::stopped(stop);
     let mut header = [0; HEADER_BYTES];
     link.receive(&mut header, until)?;
-    for batch in order.into.chunks(batch_blocks(region.block_bytes())) {
+    for Batch { parts, bytes } in batches(target.parts()) {
         let Header { kind, len } = Header::decode(header);
         if kind != KIND_BATCH {
             // "Complete" before the last batch is not an answer.
             return last_word(header)?.map_or_else(|gone| Ok(Err(gone)), |()| Err(LinkError::Unexpected));
         }
-        if len != batch.len() * region.block_bytes() {
+        if len != bytes {
             return Err(LinkError::Unexpected);
         }
-        let mut spans = Spans::with_capacity(batch.len() + 1);
-        for &block in batch {
-            spans.push_block(region, block);
-        }
+        let mut spans = Spans::with_capacity(parts.len() + 1);
+        target.scatter(parts, &mut spans);
         // The next header comes with this batch: one system call less.
         spans.push_buffer(&mut header);
         link.receive_spans(&mut spans, until)?;

@@ -8,6 +8,7 @@
 //!   Proof of the secret ─────────────────▶      then the epoch (Gone), then the layout (Refused)
 //!   ◀── admitted
 //!   Read{handle, reader, range} ─────────▶      the ledger grants, or says gone or refused
+//!   or Slice{handle, reader, tokens, heads}
 //!   ◀── Granted ◀── Batch ◀── Batch …           before every batch: is the lease still live? else Gone
 //!   Done{handle, reader} ────────────────▶      the ledger's verdict
 //! ```
@@ -37,6 +38,7 @@
 //! | `handshake` | who is there, and are we talking about the same blocks |
 //! | `wire` | messages as bytes; pure |
 //! | `link` | bounded reads and writes on one socket |
+//! | `source` | the bytes of a read, cut into batches; pure |
 //! | `scatter` | the two system calls that move blocks |
 
 mod client;
@@ -47,6 +49,7 @@ mod scatter;
 mod secret;
 mod serve;
 mod server;
+mod source;
 mod wire;
 
 pub use client::{ClientOptions, TcpTransport};

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use baton_connector::limits::HEARTBEAT_HANDLES_MAX;
+use baton_connector::slice::Cut;
 use baton_connector::transport::{Producer, TransportError, Verdict};
 use baton_connector::{BlockId, Handle, Reader};
 
@@ -16,19 +16,14 @@ use crate::handshake::{self, TurnedAway};
 use crate::link::{Link, LinkError, Until};
 use crate::scatter::Spans;
 use crate::server::Shared;
+use crate::source::{Batch, Source, batches};
 use crate::wire::{HEADER_BYTES, Header, KIND_BATCH, Reply, Request, WireError};
-
-/// Bytes of one batch, between two looks at the lease. Large enough that header and look cost nothing, small
-/// enough that a closed lease is noticed within half a millisecond at the speed of one connection.
-pub(crate) const BATCH_BYTES: usize = 1 << 20;
 
 /// A connection that asks for nothing is closed after this long.
 const IDLE: Duration = Duration::from_secs(120);
 
 /// How often an idle connection's thread looks up. Shutdown does not wait for it: it closes the socket.
 const IDLE_SLICE: Duration = Duration::from_secs(5);
-
-const _: () = assert!(HEARTBEAT_HANDLES_MAX <= BATCH_BYTES);
 
 /// Which connection serves which read. The lock is held across the producer's answer, so that the end of one
 /// connection cannot fail a read that another one has just begun.
@@ -103,7 +98,15 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
         let reply = match request {
             Request::Read { handle, reader, first, count } => {
                 let range = (first as usize, count as usize);
-                send_blocks(link, connection, shared, (handle, reader), range)?;
+                send_part(link, connection, shared, (handle, reader), Wanted::Blocks(range))?;
+                continue;
+            }
+            Request::Slice { handle, reader, tokens, heads } => {
+                let cut = Cut {
+                    tokens: tokens.0 as usize..tokens.1 as usize,
+                    heads: usize::from(heads.0)..usize::from(heads.1),
+                };
+                send_part(link, connection, shared, (handle, reader), Wanted::Slice(cut))?;
                 continue;
             }
             Request::Done { handle, reader } => {
@@ -114,6 +117,9 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
                 Reply::Noted
             }
             Request::Release { handle, reason } => Reply::Released(producer.release(handle, &reason)),
+            Request::Leave { handle, consumer, reason } => {
+                Reply::Released(producer.leave(handle, consumer, &reason))
+            }
             Request::Heartbeat { handles } => {
                 Reply::Renewed(handles.into_iter().map(|handle| producer.heartbeat(handle)).collect())
             }
@@ -147,32 +153,60 @@ fn receive(link: &mut Link, shared: &Shared) -> Result<Request, LinkError> {
     Ok(Request::decode(header.kind, &payload)?)
 }
 
-/// Answers a read: granted and the blocks in batches, or gone, or refused.
-fn send_blocks(
+/// What a read asks for.
+enum Wanted {
+    /// First entry of the table, and number of entries.
+    Blocks((usize, usize)),
+    Slice(Cut),
+}
+
+/// Answers a read: granted and the bytes in batches, or gone, or refused.
+fn send_part(
     link: &mut Link,
     connection: u64,
     shared: &Shared,
     (handle, reader): (Handle, Reader),
-    range: (usize, usize),
+    wanted: Wanted,
 ) -> Result<(), LinkError> {
     let producer = &*shared.producer;
     let region = producer.region();
     let until = Until::stopped(&shared.stop);
+    let refuse = |link: &mut Link, why: &str| link.send(&Reply::Refused(why.into()).encode(), until);
+    let range = match &wanted {
+        Wanted::Blocks(range) => *range,
+        Wanted::Slice(cut) => match producer.layout() {
+            None => return refuse(link, "only whole blocks are served here"),
+            Some(layout) => match cut.check(&layout) {
+                Err(error) => return refuse(link, &error.to_string()),
+                Ok(()) => {
+                    let entries = cut.entries(&layout);
+                    (entries.start, entries.len())
+                }
+            },
+        },
+    };
     let blocks = match shared.open_reads.begin(producer, connection, (handle, reader), range) {
         Ok(blocks) => blocks,
         Err(TransportError::Gone) => {
             shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
             return link.send(&Reply::Gone.encode(), until);
         }
-        Err(TransportError::Refused(why)) => return link.send(&Reply::Refused(why).encode(), until),
-        Err(other) => return link.send(&Reply::Refused(other.to_string().into()).encode(), until),
+        Err(TransportError::Refused(why)) => return refuse(link, &why),
+        Err(other) => return refuse(link, &other.to_string()),
+    };
+    let source = match wanted {
+        Wanted::Blocks(_) => Source::Blocks { region, blocks: &blocks },
+        Wanted::Slice(cut) => {
+            let layout = producer.layout().expect("it was looked at above");
+            Source::Slice { region, blocks: &blocks, cut, layout }
+        }
     };
     shared.stats.reads.fetch_add(1, Ordering::Relaxed);
     let count = u32::try_from(blocks.len()).map_err(|_| LinkError::Wire(WireError::Kind(KIND_BATCH)))?;
-    let granted = Reply::Granted { blocks: count, block_bytes: region.block_bytes() as u64 }.encode();
+    let granted = Reply::Granted { count, bytes: source.granted_bytes() }.encode();
     let live = || producer.read_live(handle, reader);
     let complete = Reply::Complete.encode();
-    let mut batches = blocks.chunks(batch_blocks(region.block_bytes())).peekable();
+    let mut batches = batches(source.parts()).peekable();
     // Frames that go out with the next batch, in front of it.
     let mut front = granted;
     while let Some(batch) = batches.next() {
@@ -180,14 +214,12 @@ fn send_blocks(
             link.send(&front, until)?;
             return break_off(link, shared, (handle, reader), 0);
         }
-        let bytes = batch.len() * region.block_bytes();
+        let Batch { parts, bytes } = batch;
         front.extend(Header { kind: KIND_BATCH, len: bytes }.encode());
         let end: &[u8] = if batches.peek().is_some() { &[] } else { &complete };
-        let mut spans = Spans::with_capacity(batch.len() + 2);
+        let mut spans = Spans::with_capacity(parts.len() + 2);
         spans.push_bytes(&front);
-        for &block in batch {
-            spans.push_block(region, block);
-        }
+        source.gather(parts, &mut spans);
         spans.push_bytes(end);
         match link.send_spans(&mut spans, until, live) {
             Ok(()) => {}
@@ -228,9 +260,4 @@ fn break_off(
         left -= part;
     }
     link.send(&Reply::Gone.encode(), until)
-}
-
-/// Blocks of one batch, for both ends: at least one.
-pub(crate) fn batch_blocks(block_bytes: usize) -> usize {
-    (BATCH_BYTES / block_bytes.max(1)).max(1)
 }
