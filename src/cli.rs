@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use baton_bench::Benchmark;
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
+use baton_engine::engine::KvTransport;
 use baton_engine::server::Role;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
@@ -70,6 +71,26 @@ impl From<RoleArg> for Role {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum KvTransportArg {
+    /// Shared memory between engines of one host, TCP between others
+    Auto,
+    /// Shared memory only
+    Shm,
+    /// TCP only; shared memory is not offered either
+    Tcp,
+}
+
+impl From<KvTransportArg> for KvTransport {
+    fn from(transport: KvTransportArg) -> Self {
+        match transport {
+            KvTransportArg::Auto => Self::Auto,
+            KvTransportArg::Shm => Self::Shm,
+            KvTransportArg::Tcp => Self::Tcp,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum KvDtypeArg {
     /// Exact
     F32,
@@ -126,9 +147,15 @@ pub(crate) struct EngineArgs {
     /// Where other engines read KV blocks; by default a free port of the HTTP address's host
     #[arg(long)]
     pub(crate) side_channel: Option<SocketAddr>,
+    /// How KV blocks travel between engines
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) kv_transport: KvTransportArg,
     /// Host that other engines are told to reach the side channel at
     #[arg(long)]
     pub(crate) side_channel_host: Option<String>,
+    /// Shards of the KV cache, by heads: each has its own memory, side channel and fetch workers
+    #[arg(long, default_value_t = 1)]
+    pub(crate) kv_ranks: usize,
     /// Tokens of one KV block
     #[arg(long, default_value_t = 16)]
     pub(crate) block_size: usize,
@@ -150,6 +177,9 @@ pub(crate) struct EngineArgs {
     /// Tokens of one step
     #[arg(long, default_value_t = 512)]
     pub(crate) max_num_batched_tokens: usize,
+    /// Engine cores in this process, each with its own KV pool, scheduler and side channel (`X-data-parallel-rank`)
+    #[arg(long, default_value_t = 1)]
+    pub(crate) data_parallel_size: usize,
     /// Sequences that wait; more are answered 429
     #[arg(long, default_value_t = 1024)]
     pub(crate) max_waiting: usize,

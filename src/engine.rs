@@ -34,10 +34,11 @@ pub(crate) fn run(args: EngineArgs) -> Result<(), Failure> {
             }
         };
         let engine = tokio::task::block_in_place(|| Engine::start(options, &mut progress))?;
+        let side_channels: Vec<_> = engine.side_channels().iter().map(ToString::to_string).collect();
         say(&format!(
             "ready http={} side_channel={} model={}",
             engine.http(),
-            engine.side_channel(),
+            side_channels.join(","),
             engine.model()
         ));
         engine.run(stop).await?;
@@ -62,9 +63,12 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.served_model_name = args.served_model_name;
     options.role = args.role.into();
     options.listen = args.listen;
+    options.data_parallel_size = args.data_parallel_size;
     options.side_channel =
         args.side_channel.unwrap_or_else(|| std::net::SocketAddr::new(args.listen.ip(), 0));
     options.side_channel_host = args.side_channel_host;
+    options.kv_transport = args.kv_transport.into();
+    options.kv_ranks = args.kv_ranks;
     options.block_tokens = args.block_size;
     options.kv_cache_bytes = args.kv_cache_mib << 20;
     options.kv_blocks = args.kv_blocks;

@@ -11,7 +11,8 @@ const LINES_MAX: usize = 600;
 const IMPORTS: &[(&str, &[&str])] = &[
     ("baton-connector", &[]),
     ("baton-openai", &[]),
-    ("baton-connector-tcp", &["baton-connector"]),
+    ("baton-connector-channel", &["baton-connector"]),
+    ("baton-connector-tcp", &["baton-connector", "baton-connector-channel"]),
     ("baton-engine", &["baton-connector", "baton-connector-tcp", "baton-openai"]),
     ("baton-router", &["baton-connector", "baton-openai"]),
     (

@@ -12,6 +12,8 @@
 //! | [`gather`] | the reports of a fetch that reads over several links, made one |
 //! | [`slice`] | which bytes of which block go where when ranks or block sizes differ |
 //! | [`exchange`] | a router's side of one request: what each engine is still owed |
+//! | [`offload`] | one request's blocks on their way down to slower tiers and up again |
+//! | [`multi`] | one request and several connectors: who loads, who is asked, who lets go last |
 //! | [`handoff`] | the words on the wire (`kv_transfer_params`) and their checks |
 //! | [`transport`] | the two traits that every transport implements or calls |
 //! | [`region`] | the memory of a paged pool, shared by executor and transport |
@@ -26,6 +28,8 @@ pub mod layout;
 pub mod lease;
 pub mod ledger;
 pub mod limits;
+pub mod multi;
+pub mod offload;
 pub mod region;
 pub mod slice;
 pub mod time;

@@ -123,11 +123,7 @@ impl Geometry {
     /// number of ranks, a wrong block size, or the ports in a wrong order is refused in the handshake.
     #[must_use]
     pub fn rank_fingerprint(&self, base: u64, rank: Rank) -> u64 {
-        let mut hash = Sha256::new();
-        hash.update(b"baton-kv-rank-1");
-        let numbers = [base, u64::from(self.ranks), u64::from(rank.0), self.whole.block_tokens as u64];
-        numbers.iter().for_each(|number| hash.update(number.to_le_bytes()));
-        u64::from_le_bytes(hash.finalize()[..8].try_into().expect("a SHA-256 digest has 32 bytes"))
+        rank_fingerprint(base, self.ranks(), self.whole.block_tokens, rank)
     }
 
     /// The pairs of ranks that share heads, in the order of the heads; every head is in exactly one. The position
@@ -163,6 +159,16 @@ impl Geometry {
     pub fn same_blocks(&self, consumer: &Self) -> bool {
         self == consumer
     }
+}
+
+/// [`Geometry::rank_fingerprint`] of a geometry that is not known to be possible: what a handoff says of it.
+#[must_use]
+pub fn rank_fingerprint(base: u64, ranks: usize, block_tokens: usize, rank: Rank) -> u64 {
+    let mut hash = Sha256::new();
+    hash.update(b"baton-kv-rank-1");
+    let numbers = [base, ranks as u64, u64::from(rank.0), block_tokens as u64];
+    numbers.iter().for_each(|number| hash.update(number.to_le_bytes()));
+    u64::from_le_bytes(hash.finalize()[..8].try_into().expect("a SHA-256 digest has 32 bytes"))
 }
 
 /// The same layers, head size and element type, and block sizes that differ by a whole factor.

@@ -1,4 +1,4 @@
-//! The transition tables of lease, fetch and gatherer, as files that a person can read and a review can see
+//! The transition tables of lease, fetch, gatherer, offload slot and multi-connector, as files that a person can read and a review can see
 //! change. `BATON_BLESS=1 cargo test -p baton-connector --test golden` writes them anew.
 
 use std::fmt::Write;
@@ -8,6 +8,8 @@ use std::time::Duration;
 use baton_connector::fetch::{self, Answer, FailureKind, Fetch, LoadFailurePolicy};
 use baton_connector::gather::{self, Gather};
 use baton_connector::lease::{self, Lease, LeaseTerms};
+use baton_connector::multi::{self, Child, Children, Multi};
+use baton_connector::offload::{self, Block, BlockEvent, BlockState, Course, Slot, TransferId};
 use baton_connector::{Rank, Reader, Time};
 
 const A: Reader = Reader::sole(1);
@@ -226,4 +228,141 @@ fn the_gatherer_moves_as_its_golden_table_says() {
         }
     }
     check("gather.txt", &table);
+}
+
+#[test]
+fn the_offload_slot_moves_as_its_golden_table_says() {
+    use BlockEvent::{Committed, Done, Failed, GiveUp, Load, Revoked, Store};
+    let courses = [Course::Queued, Course::Revoking, Course::Committed, Course::Draining];
+    let mut states = vec![BlockState::Resident, BlockState::Stored];
+    states.extend(courses.map(BlockState::Storing));
+    states.extend(courses.map(BlockState::Loading));
+    let mut table = format!("One block.\n\n{:<21}{:<11}{:<21}action\n", "block", "event", "becomes");
+    for state in states {
+        table.push('\n');
+        for event in [Store, Load, Committed, Done, Failed, Revoked, GiveUp] {
+            let mut block = Block::new(state);
+            let action = match block.apply(TransferId(1), event) {
+                None => "ignored, counted".to_owned(),
+                Some(None) => "-".to_owned(),
+                Some(Some(action)) => format!("{action:?}").replace("(TransferId(1))", ""),
+            };
+            let (from, to) = (format!("{state:?}"), format!("{:?}", block.state()));
+            writeln!(table, "{from:<21}{:<11}{to:<21}{action}", format!("{event:?}")).expect("a string");
+        }
+    }
+
+    const S: TransferId = TransferId(1);
+    const L: TransferId = TransferId(2);
+    let block = offload::Event::Block;
+    let stories: [(&str, Vec<offload::Event>); 8] = [
+        ("nothing in flight", vec![]),
+        ("S storing", vec![block(S, Store)]),
+        ("S storing, begun", vec![block(S, Store), block(S, Committed)]),
+        ("L loading", vec![block(L, Load)]),
+        ("L loading, begun", vec![block(L, Load), block(L, Committed)]),
+        ("over, S storing", vec![block(S, Store), offload::Event::Finish]),
+        ("over, L loading", vec![block(L, Load), offload::Event::Abort]),
+        ("over, settled", vec![offload::Event::Finish]),
+    ];
+    let events = [
+        ("finish", offload::Event::Finish),
+        ("abort", offload::Event::Abort),
+        ("yield", offload::Event::Yield),
+        ("S store", block(S, Store)),
+        ("S done", block(S, Done)),
+        ("S failed", block(S, Failed)),
+        ("S revoked", block(S, Revoked)),
+        ("L load", block(L, Load)),
+        ("L done", block(L, Done)),
+        ("L failed", block(L, Failed)),
+        ("L revoked", block(L, Revoked)),
+    ];
+    writeln!(table, "\n\nOne slot: S is copied down, L is copied up.\n").expect("a string");
+    writeln!(table, "{:<19}{:<11}{:<14}actions", "slot", "event", "answers").expect("a string");
+    for (name, story) in &stories {
+        table.push('\n');
+        for (event_name, event) in events {
+            let mut slot = Slot::new();
+            for &event in story {
+                let _ = slot.apply(event);
+            }
+            let ignored = slot.ignored();
+            let actions = listed(slot.apply(event), slot.ignored() > ignored);
+            let actions = actions.replace("TransferId(1)", "S").replace("TransferId(2)", "L");
+            let answer = format!("{:?}", slot.answer());
+            writeln!(table, "{name:<19}{event_name:<11}{answer:<14}{actions}").expect("a string");
+        }
+    }
+    check("offload.txt", &table);
+}
+
+#[test]
+fn the_multi_connector_moves_as_its_golden_table_says() {
+    use multi::Answer::{Holds, Nothing};
+    use multi::Event::{Abort, Answered, Finish, LetGo, Load, LoadFailed, Loaded, Preempted};
+    const P: Child = Child(0);
+    const O: Child = Child(1);
+    let (nobody, both) = (Children::NONE, Children::first(2));
+    let stories: [(&str, Vec<multi::Event>); 8] = [
+        ("looking", vec![]),
+        ("loading from 0", vec![Load(both)]),
+        ("looking, 0 failed", vec![Load(both), LoadFailed(P)]),
+        ("asked 0, 1", vec![Finish]),
+        ("asked 1, 0 holds", vec![Finish, Answered(P, Holds)]),
+        ("asked 1", vec![Finish, Answered(P, Nothing)]),
+        ("0, 1 hold", vec![Finish, Answered(P, Holds), Answered(O, Holds)]),
+        ("free", vec![Finish, Answered(P, Nothing), Answered(O, Nothing)]),
+    ];
+    let events = [
+        ("load: nobody", Load(nobody)),
+        ("load: 1", Load(nobody.with(O))),
+        ("load: 0, 1", Load(both)),
+        ("loaded(0)", Loaded(P)),
+        ("load failed(0)", LoadFailed(P)),
+        ("load failed(1)", LoadFailed(O)),
+        ("preempted", Preempted),
+        ("finish", Finish),
+        ("abort", Abort),
+        ("answered(0, holds)", Answered(P, Holds)),
+        ("answered(0, nothing)", Answered(P, Nothing)),
+        ("answered(1, holds)", Answered(O, Holds)),
+        ("answered(1, nothing)", Answered(O, Nothing)),
+        ("let go(0)", LetGo(P)),
+        ("let go(1)", LetGo(O)),
+    ];
+    let mut table = String::from(
+        "Children 0 and 1; policy \"recompute\"; where \"fail\" differs, a second row says how.\n\n",
+    );
+    writeln!(table, "{:<19}{:<22}actions", "request", "event").expect("a string");
+    for (name, story) in &stories {
+        table.push('\n');
+        for (event_name, event) in events {
+            let row = |policy| {
+                let mut multi = Multi::new(both, policy);
+                for &event in story {
+                    let _ = multi.apply(event);
+                }
+                let ignored = multi.ignored();
+                let actions = listed(multi.apply(event), multi.ignored() > ignored);
+                let actions = actions.replace("Child(0)", "0").replace("Child(1)", "1");
+                format!("{name:<19}{event_name:<22}{actions}")
+            };
+            let (recompute, fail) = (row(LoadFailurePolicy::Recompute), row(LoadFailurePolicy::Fail));
+            writeln!(table, "{recompute}").expect("a string");
+            if recompute != fail {
+                writeln!(table, "{fail}").expect("a string");
+            }
+        }
+    }
+    check("multi.txt", &table);
+}
+
+fn listed(actions: Vec<impl std::fmt::Debug>, ignored: bool) -> String {
+    let actions: Vec<_> = actions.iter().map(|action| format!("{action:?}")).collect();
+    match (ignored, actions.is_empty()) {
+        (true, _) => "ignored, counted".to_owned(),
+        (false, true) => "-".to_owned(),
+        (false, false) => actions.join(", "),
+    }
 }

@@ -1,39 +1,47 @@
-//! One engine, assembled: model, device, step loop, leases, peers and HTTP server.
+//! One engine, assembled: the model, one engine core per data-parallel rank, and the HTTP server before them.
 
 use std::net::{SocketAddr, TcpListener};
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
 use baton_connector::lease::LeaseTerms;
+use baton_connector::limits::RANKS_MAX;
 use baton_connector::region::Region;
-use baton_connector::transport::Producer;
-use baton_connector::{EngineId, Epoch, KvLayout};
-use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
+use baton_connector::slice::Geometry;
+use baton_connector::{Epoch, KvLayout};
+use baton_connector_tcp::Secret;
 use baton_openai::ParseLimits;
 use tokio_util::sync::CancellationToken;
 
-use crate::engine_core::ProducerAddress;
+use crate::dp_rank::{Common, RunningRank};
 use crate::executor::Executor;
 use crate::executor::cpu::{CpuExecutor, CpuOptions, LoadProgress};
-use crate::executor::paced::Paced;
 use crate::lease_desk::LeaseDesk;
-use crate::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::config::ModelConfig;
 use crate::model::identity::identity;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelError, ModelFiles};
-use crate::peers::Peers;
-use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::server::{Frontend, Role, is_loopback, serve};
-use crate::status::StatusBoard;
-use crate::step_loop::{Parts, StepLoop};
+
+/// Engine cores of one process.
+const DATA_PARALLEL_MAX: usize = 64;
+
+/// How blocks travel between engines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvTransport {
+    /// Shared memory between engines of one host, TCP between others.
+    #[default]
+    Auto,
+    /// Shared memory only: a producer of another host is an error.
+    Shm,
+    /// TCP only: this engine neither reads shared memory nor offers its own.
+    Tcp,
+}
 
 /// Everything that can be set about an engine.
 #[derive(Clone, Debug)]
@@ -46,15 +54,22 @@ pub struct EngineOptions {
     pub role: Role,
     /// Where HTTP is served; port 0 takes a free one.
     pub listen: SocketAddr,
-    /// Where other engines read blocks; port 0 takes a free one.
+    /// Engine cores (vLLM's `--data-parallel-size`), each with its own KV pool, scheduler, leases and side channel.
+    pub data_parallel_size: usize,
+    /// Where other engines read blocks; port 0 takes a free one. Each further rank takes the next port: all KV ranks of
+    /// the first data-parallel rank, then those of the second.
     pub side_channel: SocketAddr,
+    /// How blocks travel between engines.
+    pub kv_transport: KvTransport,
     /// The host that other engines are told to reach the side channel at; its own address by default.
     pub side_channel_host: Option<String>,
+    /// Shards of each KV pool, by heads: each has its own memory, side channel and fetch workers.
+    pub kv_ranks: usize,
     /// Tokens of one KV block.
     pub block_tokens: usize,
-    /// Bytes of the KV pool.
+    /// Bytes of the KV pool of each rank.
     pub kv_cache_bytes: usize,
-    /// Blocks of the KV pool; wins over the bytes.
+    /// Blocks of the KV pool of each rank; wins over the bytes.
     pub kv_blocks: Option<usize>,
     /// Element type of the KV cache.
     pub kv_dtype: KvDtype,
@@ -72,7 +87,7 @@ pub struct EngineOptions {
     pub kv_load_failure_policy: LoadFailurePolicy,
     /// Reads in flight at once.
     pub fetch_workers: usize,
-    /// Threads that compute; all cores by default.
+    /// Threads that compute, shared out to the ranks; all cores by default.
     pub threads: Option<usize>,
     /// Wait before each step: for demonstrations and tests.
     pub pace: Option<Duration>,
@@ -92,8 +107,11 @@ impl EngineOptions {
             served_model_name: None,
             role: Role::Both,
             listen: loopback,
+            data_parallel_size: 1,
             side_channel: loopback,
+            kv_transport: KvTransport::Auto,
             side_channel_host: None,
+            kv_ranks: 1,
             block_tokens: 16,
             kv_cache_bytes: 512 << 20,
             kv_blocks: None,
@@ -132,7 +150,7 @@ pub enum StartError {
     },
 }
 
-fn system(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> StartError {
+pub(crate) fn system(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> StartError {
     let what = what.into();
     move |source| StartError::System { what, source }
 }
@@ -142,13 +160,9 @@ pub struct Engine {
     frontend: Arc<Frontend>,
     listener: Option<tokio::net::TcpListener>,
     http: SocketAddr,
-    side_channel: SocketAddr,
-    server: TcpServer,
-    step_loop: JoinHandle<()>,
-    lease_timer: JoinHandle<()>,
-    timer_stop: Arc<AtomicBool>,
-    peers: Arc<Peers>,
-    /// Cancelled when the step loop has panicked.
+    /// By rank; at least one.
+    running: Vec<RunningRank>,
+    /// Cancelled when a step loop has panicked.
     broken: CancellationToken,
     shutdown_timeout: Duration,
 }
@@ -164,10 +178,8 @@ impl Engine {
         let listener =
             TcpListener::bind(options.listen).map_err(system(format!("listen on {}", options.listen)))?;
         listener.set_nonblocking(true).map_err(system("listen"))?;
-        let side = TcpListener::bind(options.side_channel)
-            .map_err(system(format!("listen on {}", options.side_channel)))?;
+        let sides = side_channels(&options)?;
         let http = listener.local_addr().map_err(system("listen"))?;
-        let side_channel = side.local_addr().map_err(system("listen"))?;
         let listener = tokio::net::TcpListener::from_std(listener).map_err(system("listen"))?;
 
         let config = ModelConfig::read(&options.model)?;
@@ -176,59 +188,31 @@ impl Engine {
         let model = options.served_model_name.clone().unwrap_or_else(|| options.model.default_name());
         let executor = load(&options, &config, progress)?;
 
-        let metrics = Arc::new(EngineMetrics::new(&model));
-        let mailbox = Arc::new(Mailbox::new(options.max_waiting.max(1)));
-        let status = Arc::new(StatusBoard::default());
-        let region = executor.region().clone();
         let fingerprint = executor.layout().fingerprint(&identity(&options.model)?);
-        metrics.cache_config(options.block_tokens, region.blocks());
-        let terms = LeaseTerms { duration: options.kv_lease_duration, ..LeaseTerms::default() };
-        let epoch = Epoch(random()?);
-        let desk = Arc::new(LeaseDesk::new(
-            terms,
-            epoch,
-            fingerprint,
-            region.clone(),
-            Arc::clone(&mailbox),
-            Arc::clone(&metrics),
-        ));
-        let server = {
-            let producer: Arc<dyn Producer> = Arc::clone(&desk) as _;
-            let options = ServerOptions { secret: secret.clone(), ..ServerOptions::default() };
-            TcpServer::start(side, producer, options).map_err(system("side channel"))?
-        };
-        // A connection per read, and some for heartbeats and releases beside them.
-        let connections_per_peer_max = 2 * options.fetch_workers.max(4);
-        let transport = Arc::new(TcpTransport::new(ClientOptions {
+        let broken = CancellationToken::new();
+        let common = Common {
+            options: &options,
             secret,
-            connections_per_peer_max,
-            ..ClientOptions::default()
-        }));
-        let peers = Arc::new(
-            Peers::start(
-                transport,
-                region.clone(),
-                Arc::clone(&mailbox),
-                Arc::clone(&metrics),
-                options.fetch_workers.max(1),
-            )
-            .map_err(system("start threads"))?,
-        );
-        let scheduler = Scheduler::new(
-            SchedulerConfig {
-                block_tokens: options.block_tokens,
-                max_num_seqs: options.max_num_seqs,
-                max_num_batched_tokens: options.max_num_batched_tokens,
-                max_waiting: options.max_waiting,
-                max_model_len: options.max_model_len.unwrap_or(config.max_positions),
-            },
-            region.blocks(),
-        );
-        let address = ProducerAddress {
-            engine_id: EngineId(format!("{}-{epoch}", options.role.label()).into()),
-            host: options.side_channel_host.clone().unwrap_or_else(|| side_channel.ip().to_string()),
-            port: side_channel.port(),
+            epoch: Epoch(random()?),
+            fingerprint,
+            max_model_len: options.max_model_len.unwrap_or(config.max_positions),
+            broken: broken.clone(),
         };
+        let vocab = executor.vocab();
+        let metrics = Arc::new(EngineMetrics::new(&model));
+        let executors = siblings(&options, executor)?;
+        let mut running = Vec::with_capacity(options.data_parallel_size);
+        let mut sides = sides.into_iter();
+        for (rank, executor) in executors.into_iter().enumerate() {
+            let side = sides.by_ref().take(options.kv_ranks).collect();
+            let metrics = match rank {
+                0 => Arc::clone(&metrics),
+                _ => Arc::new(metrics.sibling(&model, rank)),
+            };
+            running.push(RunningRank::start(&common, rank, executor, side, metrics)?);
+        }
+        let desks: Vec<_> = running.iter().map(|running| Arc::clone(&running.core.desk)).collect();
+        LeaseDesk::introduce(&desks);
         let frontend = Arc::new(Frontend {
             model,
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
@@ -237,61 +221,22 @@ impl Engine {
             template,
             eos: config.eos.clone(),
             defaults: config.generation.clone(),
-            vocab: executor.vocab(),
-            capacity: scheduler.capacity(),
+            vocab,
+            capacity: running[0].capacity,
             load_failure: options.kv_load_failure_policy,
             fingerprint,
-            limits: ParseLimits { vocab: u32::try_from(executor.vocab()).ok(), ..ParseLimits::default() },
+            geometry: running[0].cache.geometry,
+            limits: ParseLimits { vocab: u32::try_from(vocab).ok(), ..ParseLimits::default() },
             cluster_secret: options.cluster_secret.as_deref().map(Into::into),
-            mailbox: Arc::clone(&mailbox),
-            desk: Arc::clone(&desk),
-            peers: Arc::clone(&peers),
-            metrics: Arc::clone(&metrics),
-            status: Arc::clone(&status),
+            cores: running.iter().map(|running| Arc::clone(&running.core)).collect(),
+            metrics,
             next_sequence: AtomicU64::new(1),
         });
-        let timer_stop = Arc::new(AtomicBool::new(false));
-        let lease_timer = {
-            let (desk, stop) = (Arc::clone(&desk), Arc::clone(&timer_stop));
-            spawn("lease-timer", move || desk.run_timer(|| stop.load(Ordering::Acquire)))?
-        };
-        let broken = CancellationToken::new();
-        let step_loop = StepLoop::new(Parts {
-            executor: match options.pace {
-                Some(pace) => Box::new(Paced::new(Box::new(executor), pace)),
-                None => Box::new(executor),
-            },
-            scheduler,
-            mailbox,
-            desk,
-            peers: Arc::clone(&peers),
-            metrics,
-            status,
-            address,
-        });
-        let step_loop = {
-            let (broken, mailbox, status) =
-                (broken.clone(), Arc::clone(&frontend.mailbox), Arc::clone(&frontend.status));
-            spawn("step-loop", move || {
-                // A loop that has panicked answers nobody: the engine ends, and its supervisor starts another.
-                if std::panic::catch_unwind(AssertUnwindSafe(|| step_loop.run())).is_err() {
-                    status.set_failed("the step loop panicked".into());
-                    mailbox.close(Instant::now());
-                    drop(mailbox.collect());
-                    broken.cancel();
-                }
-            })?
-        };
         Ok(Self {
             frontend,
             listener: Some(listener),
             http,
-            side_channel,
-            server,
-            step_loop,
-            lease_timer,
-            timer_stop,
-            peers,
+            running,
             broken,
             shutdown_timeout: options.shutdown_timeout,
         })
@@ -303,16 +248,22 @@ impl Engine {
         self.http
     }
 
-    /// Where other engines read blocks.
+    /// Where other engines read the blocks of the first data-parallel rank, or of its first KV rank.
     #[must_use]
     pub fn side_channel(&self) -> SocketAddr {
-        self.side_channel
+        self.running[0].side_channels[0]
     }
 
-    /// The memory of its KV pool, for checks.
+    /// Where other engines read blocks: the KV ranks of one data-parallel rank after the other.
     #[must_use]
-    pub fn kv_region(&self) -> &Region {
-        self.frontend.desk.region()
+    pub fn side_channels(&self) -> Vec<SocketAddr> {
+        self.running.iter().flat_map(|running| running.side_channels.clone()).collect()
+    }
+
+    /// The memory of the first data-parallel rank's KV pool, by KV rank, for checks.
+    #[must_use]
+    pub fn kv_regions(&self) -> &[Region] {
+        &self.running[0].cache.regions
     }
 
     /// The served model's name.
@@ -336,22 +287,21 @@ impl Engine {
         }
         let failed = self.broken.is_cancelled();
         let deadline = Instant::now() + if failed { Duration::ZERO } else { self.shutdown_timeout };
-        self.frontend.mailbox.close(deadline);
-        let Self { step_loop, lease_timer, timer_stop, peers, server, frontend, .. } = self;
+        for core in &self.frontend.cores {
+            core.mailbox.close(deadline);
+        }
+        let Self { running, frontend, .. } = self;
         let wound_down = tokio::task::spawn_blocking(move || {
-            // The threads log what broke them; there is nothing more to do about it here.
-            drop(step_loop.join());
-            timer_stop.store(true, Ordering::Release);
-            drop(lease_timer.join());
+            running.into_iter().map(RunningRank::wind_down).collect::<Vec<_>>()
         });
-        drop(wound_down.await);
+        let wound_down = wound_down.await.unwrap_or_default();
         accepting.cancel();
         let grace = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(500));
         let served = tokio::time::timeout(grace, serving).await;
         drop(frontend);
         let closed = tokio::task::spawn_blocking(move || {
-            server.shutdown();
-            peers.shutdown(deadline.max(Instant::now() + Duration::from_millis(500)));
+            let deadline = deadline.max(Instant::now() + Duration::from_millis(500));
+            wound_down.into_iter().for_each(|core| core.close(deadline));
         });
         drop(closed.await);
         match served {
@@ -362,8 +312,41 @@ impl Engine {
     }
 }
 
+/// A listener per data-parallel rank and KV rank: consecutive ports, or free ones.
+fn side_channels(options: &EngineOptions) -> Result<Vec<TcpListener>, StartError> {
+    let base = options.side_channel;
+    let listen = |rank: usize| {
+        let port = match base.port() {
+            0 => Some(0),
+            port => u16::try_from(rank).ok().and_then(|rank| port.checked_add(rank)),
+        };
+        let port =
+            port.ok_or_else(|| StartError::Options("there is no side channel above port 65535".into()))?;
+        let at = SocketAddr::new(base.ip(), port);
+        TcpListener::bind(at).map_err(system(format!("listen on {at}")))
+    };
+    (0..options.data_parallel_size * options.kv_ranks).map(listen).collect()
+}
+
+/// One executor per rank, over the same weights.
+fn siblings(options: &EngineOptions, first: CpuExecutor) -> Result<Vec<CpuExecutor>, StartError> {
+    let cpu = cpu_options(options, first.layout().block_bytes())?;
+    let mut executors = vec![first];
+    for _ in 1..options.data_parallel_size {
+        let sibling = executors[0].sibling(&cpu)?;
+        executors.push(sibling);
+    }
+    Ok(executors)
+}
+
 fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
     let wrong = |what: &str| Err(StartError::Options(what.to_owned()));
+    if options.data_parallel_size == 0 || options.data_parallel_size > DATA_PARALLEL_MAX {
+        return wrong("an engine has 1 to 64 data-parallel ranks");
+    }
+    if options.kv_ranks == 0 || options.kv_ranks > RANKS_MAX {
+        return wrong("a KV cache has 1 to 64 ranks");
+    }
     if options.block_tokens == 0 || options.block_tokens > 256 {
         return wrong("a KV block has 1 to 256 tokens");
     }
@@ -401,20 +384,28 @@ fn load(
         block_tokens: options.block_tokens,
         dtype: options.kv_dtype,
     };
-    let blocks = options.kv_blocks.unwrap_or(options.kv_cache_bytes / layout.block_bytes());
+    Geometry::new(layout, options.kv_ranks)
+        .map_err(|error| StartError::Options(format!("--kv-ranks {}: {error}", options.kv_ranks)))?;
+    let cpu = cpu_options(options, layout.block_bytes())?;
+    Ok(CpuExecutor::load(&options.model, config, &cpu, progress)?)
+}
+
+/// The same for every rank: a pool of its own, and its share of the threads.
+fn cpu_options(options: &EngineOptions, block_bytes: usize) -> Result<CpuOptions, StartError> {
+    let blocks = options.kv_blocks.unwrap_or(options.kv_cache_bytes / block_bytes);
     if blocks < 2 {
-        let message =
-            format!("the KV cache holds {blocks} blocks of {} bytes; 2 are needed", layout.block_bytes());
+        let message = format!("the KV cache holds {blocks} blocks of {block_bytes} bytes; 2 are needed");
         return Err(StartError::Options(message));
     }
     let mut cpu = CpuOptions {
         blocks,
         block_tokens: options.block_tokens,
+        kv_ranks: options.kv_ranks,
         kv_dtype: options.kv_dtype,
         ..CpuOptions::default()
     };
-    cpu.threads = options.threads.unwrap_or(cpu.threads).max(1);
-    Ok(CpuExecutor::load(&options.model, config, &cpu, progress)?)
+    cpu.threads = (options.threads.unwrap_or(cpu.threads) / options.data_parallel_size).max(1);
+    Ok(cpu)
 }
 
 fn random() -> Result<u64, StartError> {
@@ -424,8 +415,4 @@ fn random() -> Result<u64, StartError> {
         source: std::io::Error::other(error),
     })?;
     Ok(u64::from_ne_bytes(bytes))
-}
-
-fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, StartError> {
-    std::thread::Builder::new().name(name.into()).spawn(run).map_err(system(format!("start thread {name}")))
 }

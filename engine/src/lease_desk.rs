@@ -4,18 +4,20 @@
 //! so a forward pass of any length delays neither heartbeats nor releases, and an engine with leases but no work
 //! sleeps. Blocks of ended leases go to the step loop's mailbox; it alone touches the block pool.
 //!
+//! The desks of one process (data-parallel ranks) know each other: a release or heartbeat that arrives at the side
+//! channel of another rank is answered by the desk that holds the lease.
+//!
 //! Every lease that ends by expiry leaves one log line and one count, with the request, the readers that
 //! finished of those expected, and the seconds held.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use baton_connector::lease::{Cause, LeaseTerms};
 use baton_connector::ledger::{
     Grant, HeartbeatReply, LeaseView, Ledger, LedgerCounts, OpenRefused, ReadRefusal, ReleaseReply,
 };
-use baton_connector::region::Region;
-use baton_connector::transport::{Producer, TransportError, Verdict};
+use baton_connector::transport::{TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
 
 use crate::mailbox::Mailbox;
@@ -29,9 +31,10 @@ pub struct LeaseDesk {
     start: Instant,
     epoch: Epoch,
     fingerprint: u64,
-    region: Region,
     mailbox: Arc<Mailbox>,
     metrics: Arc<EngineMetrics>,
+    /// The desks of the other ranks of this process.
+    siblings: OnceLock<Vec<Weak<LeaseDesk>>>,
 }
 
 impl LeaseDesk {
@@ -41,7 +44,6 @@ impl LeaseDesk {
         terms: LeaseTerms,
         epoch: Epoch,
         fingerprint: u64,
-        region: Region,
         mailbox: Arc<Mailbox>,
         metrics: Arc<EngineMetrics>,
     ) -> Self {
@@ -51,10 +53,30 @@ impl LeaseDesk {
             start: Instant::now(),
             epoch,
             fingerprint,
-            region,
             mailbox,
             metrics,
+            siblings: OnceLock::new(),
         }
+    }
+
+    /// Makes the desks of one process known to each other; once.
+    pub fn introduce(desks: &[Arc<Self>]) {
+        for (at, desk) in desks.iter().enumerate() {
+            let others = desks.iter().enumerate().filter(|(other, _)| *other != at);
+            // A second introduction would change nothing.
+            let _ = desk.siblings.set(others.map(|(_, other)| Arc::downgrade(other)).collect());
+        }
+    }
+
+    /// Ends a lease of this rank; one of another rank is unknown.
+    pub fn release_here(&self, handle: Handle, reason: &str) -> ReleaseReply {
+        let reply = self.with(|ledger, now| ledger.release(handle, reason, now));
+        self.deadline_moved.notify_one();
+        reply
+    }
+
+    fn siblings(&self) -> impl Iterator<Item = Arc<Self>> {
+        self.siblings.get().into_iter().flatten().filter_map(Weak::upgrade)
     }
 
     /// Runs the expiry timer until `stop` says so; on a thread of its own.
@@ -174,16 +196,25 @@ impl LeaseDesk {
     }
 }
 
-impl Producer for LeaseDesk {
-    fn epoch(&self) -> Epoch {
+/// What the transports of all KV ranks ask: a lease covers a block in every rank, so they share the desk.
+impl LeaseDesk {
+    /// The engine's epoch.
+    #[must_use]
+    pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 
-    fn fingerprint(&self) -> u64 {
+    /// Of model and shape: [`baton_connector::KvLayout::fingerprint`].
+    #[must_use]
+    pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
 
-    fn read_begun(
+    /// As [`baton_connector::transport::Producer`] says, for every rank alike.
+    ///
+    /// # Errors
+    /// [`TransportError::Gone`] or [`TransportError::Refused`].
+    pub fn read_begun(
         &self,
         handle: Handle,
         reader: Reader,
@@ -201,29 +232,57 @@ impl Producer for LeaseDesk {
         })
     }
 
-    fn read_live(&self, handle: Handle, reader: Reader) -> bool {
+    /// Whether the lease still lets this reader read.
+    #[must_use]
+    pub fn read_live(&self, handle: Handle, reader: Reader) -> bool {
         self.lock().read_live(handle, reader)
     }
 
-    fn read_done(&self, handle: Handle, reader: Reader) -> Verdict {
+    /// The reader says that it has everything.
+    pub fn read_done(&self, handle: Handle, reader: Reader) -> Verdict {
         self.with(|ledger, now| ledger.read_done(handle, reader, now))
     }
 
-    fn read_failed(&self, handle: Handle, reader: Reader) {
+    /// The reader's connection broke, or it gave up.
+    pub fn read_failed(&self, handle: Handle, reader: Reader) {
         self.with(|ledger, now| ledger.read_failed(handle, reader, now));
     }
 
-    fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
-        let reply = self.with(|ledger, now| ledger.release(handle, reason, now));
-        self.deadline_moved.notify_one();
-        reply
+    /// Ends a lease of this engine early.
+    pub fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
+        match self.release_here(handle, reason) {
+            ReleaseReply::Unknown => {
+                let known = |desk: Arc<Self>| match desk.release_here(handle, reason) {
+                    ReleaseReply::Unknown => None,
+                    known => Some(known),
+                };
+                self.siblings().find_map(known).unwrap_or(ReleaseReply::Unknown)
+            }
+            known => known,
+        }
     }
 
-    fn heartbeat(&self, handle: Handle) -> HeartbeatReply {
-        self.with(|ledger, now| ledger.heartbeat(handle, now))
+    /// One of a lease's consumers will not read (any more).
+    pub fn leave(&self, handle: Handle, consumer: u64, reason: &str) -> ReleaseReply {
+        let leave = |desk: &Self| {
+            let reply = desk.with(|ledger, now| ledger.leave(handle, consumer, reason, now));
+            desk.deadline_moved.notify_one();
+            (reply != ReleaseReply::Unknown).then_some(reply)
+        };
+        let known = leave(self).or_else(|| self.siblings().find_map(|desk| leave(&desk)));
+        known.unwrap_or(ReleaseReply::Unknown)
     }
 
-    fn region(&self) -> &Region {
-        &self.region
+    /// Renews a lease of this engine.
+    pub fn heartbeat(&self, handle: Handle) -> HeartbeatReply {
+        let beat = |desk: &Self| desk.with(|ledger, now| ledger.heartbeat(handle, now));
+        match beat(self) {
+            HeartbeatReply::Gone => {
+                let renewed =
+                    self.siblings().map(|desk| beat(&desk)).find(|reply| *reply != HeartbeatReply::Gone);
+                renewed.unwrap_or(HeartbeatReply::Gone)
+            }
+            renewed => renewed,
+        }
     }
 }

@@ -10,9 +10,11 @@
 pub mod block_hash;
 pub mod block_pool;
 pub mod digests;
+pub mod dp_rank;
 pub mod engine;
 pub mod engine_core;
 pub mod executor;
+pub mod kv_rank;
 pub mod lease_desk;
 pub mod mailbox;
 pub mod metrics;

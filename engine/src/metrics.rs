@@ -1,8 +1,10 @@
 //! What an engine counts, under the names dashboards already know (`vllm:*`), and under `baton_*` for what
 //! nobody else shows: blocks by state, leases by how they ended, release notices, stranded block-seconds.
 //!
-//! The recorder is this engine's own, not the process's: two engines in one process do not mix.
+//! The recorder is this engine's own, not the process's: two engines in one process do not mix. The cores of one
+//! engine (data-parallel ranks) share it, each with its own label `engine`, as in vLLM.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::lease::Cause;
@@ -36,7 +38,8 @@ const META: Metadata<'static> = Metadata::new(module_path!(), Level::INFO, Some(
 
 /// See the module's documentation.
 pub struct EngineMetrics {
-    recorder: PrometheusRecorder,
+    /// One for all engine cores of the process.
+    recorder: Arc<PrometheusRecorder>,
     handle: PrometheusHandle,
     labels: Vec<Label>,
     waiting: Gauge,
@@ -77,9 +80,18 @@ impl EngineMetrics {
         builder = buckets(builder, "vllm:e2e_request_latency_seconds", &E2E_SECONDS);
         builder = buckets(builder, "vllm:nixl_xfer_time_seconds", &SHORT_SECONDS);
         builder = buckets(builder, "baton_lease_held_seconds", &SHORT_SECONDS);
-        let recorder = builder.build_recorder();
+        Self::labelled(model, 0, Arc::new(builder.build_recorder()))
+    }
+
+    /// Metrics of another engine core of the same process; one exposition shows both.
+    #[must_use]
+    pub fn sibling(&self, model: &str, rank: usize) -> Self {
+        Self::labelled(model, rank, Arc::clone(&self.recorder))
+    }
+
+    fn labelled(model: &str, rank: usize, recorder: Arc<PrometheusRecorder>) -> Self {
         let handle = recorder.handle();
-        let labels = vec![Label::new("model_name", model.to_owned()), Label::new("engine", "0")];
+        let labels = vec![Label::new("model_name", model.to_owned()), Label::new("engine", rank.to_string())];
         let make = Registrar { recorder: &recorder, labels: &labels };
         let states = ["free", "cached", "active", "leased", "landing"];
         Self {

@@ -13,6 +13,8 @@
 
 mod admit;
 mod control;
+mod cores;
+mod debug;
 mod follow;
 mod generate;
 mod guard;
@@ -24,20 +26,18 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use baton_connector::fetch::LoadFailurePolicy;
+use baton_connector::slice::Geometry;
 use baton_openai::ParseLimits;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::lease_desk::LeaseDesk;
-use crate::mailbox::Mailbox;
+use crate::dp_rank::DpRank;
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::tokenizer::Tokenizer;
-use crate::peers::Peers;
 use crate::sampling::GenerationDefaults;
-use crate::status::StatusBoard;
 
 /// A request's head must arrive within this time.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -95,20 +95,16 @@ pub struct Frontend {
     pub load_failure: LoadFailurePolicy,
     /// Layout and model of this engine's blocks.
     pub fingerprint: u64,
+    /// How this engine's KV caches are cut.
+    pub geometry: Geometry,
     /// Bounds of a body.
     pub limits: ParseLimits,
     /// What the cluster's own callers must show; see `control.rs`.
     pub cluster_secret: Option<Box<str>>,
-    /// The step loop.
-    pub mailbox: Arc<Mailbox>,
-    /// This engine's leases.
-    pub desk: Arc<LeaseDesk>,
-    /// Dealings with other engines.
-    pub peers: Arc<Peers>,
-    /// Counters.
+    /// The engine cores, by data-parallel rank; at least one.
+    pub cores: Vec<Arc<DpRank>>,
+    /// Counters of what is of no core.
     pub metrics: Arc<EngineMetrics>,
-    /// The books' copy.
-    pub status: Arc<StatusBoard>,
     /// The next sequence's id.
     pub next_sequence: AtomicU64,
 }

@@ -40,6 +40,12 @@ impl StatusBoard {
         self.lock().failed = Some(why);
     }
 
+    /// Whether the device has failed.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        self.lock().failed.is_some()
+    }
+
     /// The latest copy.
     #[must_use]
     pub fn look(&self) -> Status {

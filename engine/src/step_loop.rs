@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_connector::ledger::{Grant, OpenRefused};
-use baton_connector::transport::Producer;
 use baton_connector::{BlockId, Epoch, Handle, RequestId};
 
 use crate::engine_core::{EngineCore, Fact, ProducerAddress, Surroundings};

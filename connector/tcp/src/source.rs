@@ -7,8 +7,8 @@ use baton_connector::region::Region;
 use baton_connector::slice::{Cut, Run, Slice};
 use baton_connector::transport::{Part, ReadOrder};
 use baton_connector::{BlockId, KvLayout};
-
-use crate::scatter::Spans;
+use baton_connector_channel::Granted;
+use baton_connector_channel::scatter::Spans;
 
 /// Bytes of one batch, between two looks at the lease. Large enough that header and look cost nothing, small
 /// enough that a closed lease is noticed within half a millisecond at the speed of one connection.
@@ -56,42 +56,23 @@ pub(crate) fn batches(parts: Parts<'_>) -> impl Iterator<Item = Batch> {
     })
 }
 
-/// What a producer sends from.
-pub(crate) enum Source<'a> {
-    Blocks { region: &'a Region, blocks: &'a [BlockId] },
-    Slice { region: &'a Region, blocks: &'a [BlockId], cut: Cut, layout: KvLayout },
+/// The parts of what a producer has granted.
+pub(crate) fn parts<'a>(granted: &'a Granted<'_>) -> Parts<'a> {
+    match granted.slice() {
+        None => Parts::Blocks { count: granted.blocks().len(), bytes: granted.region().block_bytes() },
+        Some((cut, layout)) => Parts::Slice { cut, layout },
+    }
 }
 
-impl<'a> Source<'a> {
-    pub(crate) fn parts(&self) -> Parts<'_> {
-        match self {
-            Self::Blocks { region, blocks } => {
-                Parts::Blocks { count: blocks.len(), bytes: region.block_bytes() }
-            }
-            Self::Slice { cut, layout, .. } => Parts::Slice { cut, layout },
-        }
-    }
-
-    /// `bytes` of the grant: of one block, or of the whole slice.
-    pub(crate) fn granted_bytes(&self) -> u64 {
-        let bytes = match self {
-            Self::Blocks { region, .. } => region.block_bytes(),
-            Self::Slice { cut, layout, .. } => cut.bytes(layout),
-        };
-        bytes as u64
-    }
-
-    /// Appends the memory of some parts.
-    pub(crate) fn gather(&self, parts: Range<usize>, spans: &mut Spans<'a>) {
-        match self {
-            Self::Blocks { region, blocks } => {
-                blocks[parts].iter().for_each(|&block| spans.push_block(region, block));
-            }
-            Self::Slice { region, blocks, cut, layout } => {
-                let mut runs = Vec::new();
-                parts.for_each(|part| cut.runs(layout, &cut.piece(layout, part), &mut runs));
-                push_runs(&runs, region, blocks, spans);
-            }
+/// Appends the memory of some parts of what a producer has granted.
+pub(crate) fn gather<'a>(granted: &'a Granted<'_>, parts: Range<usize>, spans: &mut Spans<'a>) {
+    let (region, blocks) = (granted.region(), granted.blocks());
+    match granted.slice() {
+        None => blocks[parts].iter().for_each(|&block| spans.push_block(region, block)),
+        Some((cut, layout)) => {
+            let mut runs = Vec::new();
+            parts.for_each(|part| cut.runs(layout, &cut.piece(layout, part), &mut runs));
+            push_runs(&runs, region, blocks, spans);
         }
     }
 }
@@ -110,15 +91,6 @@ impl<'a> Target<'a> {
             }
             Part::Slice(slice) => Parts::Slice { cut: &slice.cut, layout: &slice.producer },
         }
-    }
-
-    /// What the producer must grant: number of parts, and bytes as in [`Source::granted_bytes`].
-    pub(crate) fn granted(&self) -> (usize, u64) {
-        let bytes = match &self.order.part {
-            Part::Blocks { .. } => self.region.block_bytes(),
-            Part::Slice(slice) => slice.cut.bytes(&slice.producer),
-        };
-        (self.parts().count(), bytes as u64)
     }
 
     /// Appends the memory of some parts.

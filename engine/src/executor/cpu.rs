@@ -22,11 +22,12 @@ mod network;
 mod team;
 mod vector;
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use baton_connector::BlockId;
 use baton_connector::layout::{KvDtype, KvLayout};
 use baton_connector::region::Region;
+use baton_connector::slice::Geometry;
 
 pub use self::isa::Isa;
 pub use self::matrix::WeightMode;
@@ -46,6 +47,8 @@ pub struct CpuOptions {
     pub blocks: usize,
     /// Tokens of one block; at least one.
     pub block_tokens: usize,
+    /// Shards of the pool, by KV heads, which they must divide; at least one. What is computed does not depend on it.
+    pub kv_ranks: usize,
     /// Threads that compute, the caller of `execute` included; at least one.
     pub threads: usize,
     /// Element type of the KV cache. F32 is exact; F16 and Bf16 halve its memory (and move logits by up to
@@ -62,6 +65,7 @@ impl Default for CpuOptions {
         Self {
             blocks: 256,
             block_tokens: 16,
+            kv_ranks: 1,
             threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             kv_dtype: KvDtype::F32,
             weights: WeightMode::Stored,
@@ -82,9 +86,10 @@ pub struct LoadProgress {
 /// A model on this machine's CPU.
 #[derive(Debug)]
 pub struct CpuExecutor {
-    network: Network,
-    layout: KvLayout,
-    region: Region,
+    /// Shared by the executors of one process.
+    network: Arc<Network>,
+    geometry: Geometry,
+    regions: Vec<Region>,
     isa: Isa,
     team: Team,
     activations: Activations,
@@ -111,20 +116,32 @@ impl CpuExecutor {
     /// As [`Self::load`].
     ///
     /// # Panics
-    /// When an option is zero where it may not be, or the pool does not fit into memory.
+    /// When an option is zero where it may not be, the ranks do not divide the KV heads, or the pool does not fit into memory.
     pub fn with_weights(
         weights: &Weights,
         config: &ModelConfig,
         options: &CpuOptions,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, ModelError> {
-        let failed = |what: String| ModelError::File {
-            path: "the executor's threads".into(),
-            source: std::io::Error::other(what),
-        };
-        assert!(options.block_tokens > 0 && options.blocks > 0, "a pool has blocks, and blocks have tokens");
-        let mut team = Team::new(options.threads).map_err(|error| failed(error.to_string()))?;
+        let mut team = start_team(options)?;
         let network = Network::load(weights, config, options.weights, &mut team, progress)?;
+        Ok(Self::assemble(Arc::new(network), team, options))
+    }
+
+    /// Another executor over the same weights, with a KV pool and threads of its own: one more data-parallel rank.
+    ///
+    /// # Errors
+    /// [`ModelError`] when its threads cannot be started.
+    ///
+    /// # Panics
+    /// As [`Self::with_weights`].
+    pub fn sibling(&self, options: &CpuOptions) -> Result<Self, ModelError> {
+        Ok(Self::assemble(Arc::clone(&self.network), start_team(options)?, options))
+    }
+
+    fn assemble(network: Arc<Network>, team: Team, options: &CpuOptions) -> Self {
+        assert!(options.block_tokens > 0 && options.blocks > 0, "a pool has blocks, and blocks have tokens");
+        let config = &network.config;
         let layout = KvLayout {
             layers: config.layers,
             kv_heads: config.kv_heads,
@@ -132,17 +149,17 @@ impl CpuExecutor {
             block_tokens: options.block_tokens,
             dtype: options.kv_dtype,
         };
-        let region = Region::allocate(options.blocks, layout.block_bytes());
-        arena::collapse_into_huge_pages(region.block_ptr(BlockId(0)), options.blocks * layout.block_bytes());
-        Ok(Self {
+        let geometry = Geometry::new(layout, options.kv_ranks).expect("ranks that divide the heads");
+        let regions = geometry.each_rank().map(|_| allocate(options.blocks, geometry.shard().block_bytes()));
+        Self {
             network,
-            region,
-            layout,
+            regions: regions.collect(),
+            geometry,
             isa: options.isa,
             scratch: (0..team.size()).map(|_| Mutex::new(MemberScratch::new())).collect(),
             team,
             activations: Activations::default(),
-        })
+        }
     }
 
     /// Bytes of weights that one decode step reads, whatever its batch: all projections and the output matrix.
@@ -158,13 +175,25 @@ impl CpuExecutor {
     }
 }
 
+/// The memory of one rank.
+fn allocate(blocks: usize, block_bytes: usize) -> Region {
+    let region = Region::allocate(blocks, block_bytes);
+    arena::collapse_into_huge_pages(region.block_ptr(BlockId(0)), blocks * block_bytes);
+    region
+}
+
+fn start_team(options: &CpuOptions) -> Result<Team, ModelError> {
+    Team::new(options.threads)
+        .map_err(|source| ModelError::File { path: "the executor's threads".into(), source })
+}
+
 impl Executor for CpuExecutor {
     fn layout(&self) -> KvLayout {
-        self.layout
+        self.geometry.whole()
     }
 
-    fn region(&self) -> &Region {
-        &self.region
+    fn regions(&self) -> &[Region] {
+        &self.regions
     }
 
     fn vocab(&self) -> usize {
@@ -175,7 +204,8 @@ impl Executor for CpuExecutor {
     /// When a step has no tokens, a token outside the vocabulary, or too short a block table: the scheduler's
     /// mistakes, found before anything is computed.
     fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
-        let plan = Plan::new(batch, &self.layout, &self.region, &self.network.config, self.team.size());
+        let plan =
+            Plan::new(batch, &self.geometry.shard(), &self.regions, &self.network.config, self.team.size());
         logits.vocab = self.network.config.vocab;
         logits.values.clear();
         if plan.is_empty() {
@@ -185,7 +215,7 @@ impl Executor for CpuExecutor {
         self.activations.fit(&self.network.config, plan.rows());
         forward::run(
             &self.network,
-            &self.layout,
+            &self.geometry.shard(),
             self.isa,
             &plan,
             &mut self.activations,

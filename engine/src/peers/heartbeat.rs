@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use baton_connector::Rank;
 use baton_connector::fetch::Event;
 use baton_connector::ledger::HeartbeatReply;
 use baton_connector::limits::{HEARTBEAT_HANDLES_MAX, HEARTBEATS_PER_LEASE};
@@ -20,6 +21,9 @@ const INTERVAL_MIN: Duration = Duration::from_millis(20);
 
 struct Entry {
     target: FetchTarget,
+    /// Which of the producer's ranks is asked: any of them knows the lease, and one that does not answer is
+    /// followed by the next.
+    rank: Rank,
     interval: Duration,
     due: Instant,
 }
@@ -34,7 +38,7 @@ impl Heartbeat {
     pub(super) fn add(&self, id: SeqId, target: FetchTarget) {
         let interval = (target.lease / HEARTBEATS_PER_LEASE).max(INTERVAL_MIN);
         // The first beat at once: the request may have been on its way for most of the lease.
-        let entry = Entry { target, interval, due: Instant::now() };
+        let entry = Entry { target, rank: Rank(0), interval, due: Instant::now() };
         self.lock().insert(id, entry);
         self.changed.notify_one();
     }
@@ -58,12 +62,26 @@ impl Heartbeat {
                             gone.for_each(|(_, (id, _))| mailbox.fetch(*id, Event::LeaseGone));
                         }
                         Err(error) => {
-                            tracing::debug!(peer = %peer.address, %error, "heartbeat not delivered")
+                            tracing::debug!(peer = %peer.address, %error, "heartbeat not delivered");
+                            self.ask_next_rank(batch);
                         }
                     }
                 }
             }
             self.sleep();
+        }
+    }
+
+    /// The producer's next rank gets the beat that was not delivered: at once, unless all have been tried.
+    fn ask_next_rank(&self, members: &[(SeqId, FetchTarget)]) {
+        let mut entries = self.lock();
+        for (id, _) in members {
+            if let Some(entry) = entries.get_mut(id) {
+                entry.rank = entry.target.rank_after(entry.rank);
+                if entry.rank != Rank(0) {
+                    entry.due = Instant::now();
+                }
+            }
         }
     }
 
@@ -73,12 +91,12 @@ impl Heartbeat {
         let mut ripe = Vec::new();
         for (&id, entry) in self.lock().iter_mut().filter(|(_, entry)| entry.due <= now) {
             entry.due = now + entry.interval;
-            ripe.push((id, entry.target.clone()));
+            ripe.push((id, entry.rank, entry.target.clone()));
         }
         let mut groups: HashMap<Peer, Vec<_>> = HashMap::new();
-        for (id, target) in ripe {
+        for (id, rank, target) in ripe {
             // A name that does not resolve now is tried again at the next beat.
-            if let Ok(peer) = target.peer() {
+            if let Ok(peer) = target.peer(rank) {
                 groups.entry(peer).or_default().push((id, target));
             }
         }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use baton_connector::Rank;
 use baton_connector::transport::{Transport, TransportError};
 
 use super::FetchTarget;
@@ -20,6 +21,9 @@ const PAUSE_MAX: Duration = Duration::from_secs(2);
 
 struct Notice {
     target: FetchTarget,
+    /// Which of the producer's ranks is told: any of them will do, and one that does not answer is followed by the
+    /// next.
+    rank: Rank,
     reason: &'static str,
     due: Instant,
     pause: Duration,
@@ -48,7 +52,14 @@ impl Notices {
         let now = Instant::now();
         // Heartbeats have renewed the lease since the handoff arrived; it lives at most this long from now.
         let give_up = now + target.lease;
-        queue.waiting.push_back(Notice { target, reason, due: now, pause: PAUSE_FIRST, give_up });
+        queue.waiting.push_back(Notice {
+            target,
+            rank: Rank(0),
+            reason,
+            due: now,
+            pause: PAUSE_FIRST,
+            give_up,
+        });
         drop(queue);
         self.changed.notify_all();
     }
@@ -82,7 +93,9 @@ impl Notices {
                     metrics.notice(notice.reason, "undelivered");
                 }
                 Err(_) => {
-                    notice.due = Instant::now() + notice.pause;
+                    notice.rank = notice.target.rank_after(notice.rank);
+                    let pause = if notice.rank == Rank(0) { notice.pause } else { Duration::ZERO };
+                    notice.due = Instant::now() + pause;
                     // The same producer is not tried for each of its other notices: one that is silent must not keep
                     // the releases of others.
                     for other in
@@ -90,7 +103,9 @@ impl Notices {
                     {
                         other.due = other.due.max(notice.due);
                     }
-                    notice.pause = (notice.pause * 2).min(PAUSE_MAX);
+                    if notice.rank == Rank(0) {
+                        notice.pause = (notice.pause * 2).min(PAUSE_MAX);
+                    }
                     queue.waiting.push_back(notice);
                 }
             }
@@ -120,8 +135,15 @@ impl Notices {
 
 /// An answer of any kind ends a notice, and so does an earlier epoch: that engine has forgotten the lease.
 fn deliver(transport: &dyn Transport, notice: &Notice) -> Result<&'static str, TransportError> {
-    let peer = notice.target.peer()?;
-    match transport.release(&peer, notice.target.handle, notice.reason) {
+    let target = &notice.target;
+    let peer = target.peer(notice.rank)?;
+    let told = if target.consumers > 1 {
+        // Others may still want it.
+        transport.leave(&peer, target.handle, target.consumer, notice.reason)
+    } else {
+        transport.release(&peer, target.handle, notice.reason)
+    };
+    match told {
         Ok(reply) => Ok(reply.label()),
         Err(TransportError::Gone) => Ok("gone"),
         Err(error @ (TransportError::Refused(_) | TransportError::Handshake(..)))

@@ -6,7 +6,8 @@ use std::time::{Instant, SystemTime};
 
 use baton_connector::fetch::Fetch;
 use baton_connector::handoff::KvIntent;
-use baton_connector::{Handoff, RequestId};
+use baton_connector::slice::Geometry;
+use baton_connector::{Handoff, KvLayout, RequestId};
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
 use baton_openai::{ApiError, Endpoint, GenerateRequest, Input, Prompt};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
@@ -14,6 +15,7 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 use super::guard::HandoffGuard;
 use super::{Frontend, Role, control};
 use crate::block_hash::prompt_fingerprint;
+use crate::dp_rank::{DpRank, Seat};
 use crate::engine_core::{SeqEvent, Submission};
 use crate::peers::FetchTarget;
 use crate::sampling::SamplingParams;
@@ -27,12 +29,14 @@ pub(super) struct Admitted {
     pub(super) prompts: Vec<Vec<u32>>,
     /// Still to be put on the first submission; until it is queued, dropping this settles with the producer.
     pub(super) handoff: Option<HandoffGuard>,
+    /// The core that will have them.
+    pub(super) seat: Seat,
 }
 
 /// What `kv_transfer_params` asked for, with the guard that gives a refused handoff back.
 pub(super) enum Intent {
     Plain,
-    Produce,
+    Produce { consumers: u16 },
     Consume(Box<Handoff>, HandoffGuard),
 }
 
@@ -40,7 +44,8 @@ impl Intent {
     /// Reads the intent before anything else of the request is judged, so that every later refusal gives the
     /// handoff back.
     pub(super) fn read(
-        frontend: &Arc<Frontend>,
+        frontend: &Frontend,
+        core: &Arc<DpRank>,
         params: Option<&serde_json::Value>,
         router_settles: bool,
     ) -> Result<Self, ApiError> {
@@ -51,8 +56,8 @@ impl Intent {
         };
         match KvIntent::parse(params).map_err(malformed)? {
             None => Ok(Self::Plain),
-            Some(KvIntent::Produce) => match frontend.role {
-                Role::Prefill | Role::Both => Ok(Self::Produce),
+            Some(KvIntent::Produce { consumers }) => match frontend.role {
+                Role::Prefill | Role::Both => Ok(Self::Produce { consumers }),
                 Role::Decode => Err(wrong_role(frontend, "do_remote_decode")),
             },
             Some(KvIntent::Consume(handoff)) => {
@@ -60,7 +65,7 @@ impl Intent {
                 if router_settles {
                     target.leave_to_router(frontend.load_failure);
                 }
-                let guard = HandoffGuard::new(Arc::clone(frontend), target);
+                let guard = HandoffGuard::new(Arc::clone(core), target);
                 match frontend.role {
                     Role::Decode | Role::Both => Ok(Self::Consume(handoff, guard)),
                     Role::Prefill => Err(wrong_role(frontend, "do_remote_prefill")),
@@ -116,6 +121,7 @@ pub(super) fn admit(
     request: &GenerateRequest,
     id: &RequestId,
     intent: Intent,
+    seat: Seat,
     arrived: Instant,
 ) -> Result<Admitted, ApiError> {
     check_model(frontend, request.model.as_deref())?;
@@ -134,7 +140,7 @@ pub(super) fn admit(
     let seed = random_u64()?;
     let (mut purpose, handoff) = match intent {
         Intent::Plain => (Some(Purpose::Plain), None),
-        Intent::Produce => (Some(Purpose::Produce), None),
+        Intent::Produce { consumers } => (Some(Purpose::Produce { consumers: consumers }), None),
         Intent::Consume(_, guard) => (Some(Purpose::Consume(Fetch::new(frontend.load_failure))), Some(guard)),
     };
     let mut submissions = Vec::with_capacity(sequences);
@@ -160,7 +166,7 @@ pub(super) fn admit(
             submissions.push(Submission { sequence, sampling, index, outbox, target: None, arrived });
         }
     }
-    Ok(Admitted { submissions, events, prompts, handoff })
+    Ok(Admitted { submissions, events, prompts, handoff, seat })
 }
 
 fn check_intent(
@@ -172,17 +178,22 @@ fn check_intent(
     let refuse = |message: String| Err(ApiError::invalid("kv_transfer_params", message));
     match intent {
         Intent::Plain => Ok(()),
-        Intent::Produce | Intent::Consume(..) if prompts.len() != 1 => {
+        Intent::Produce { .. } | Intent::Consume(..) if prompts.len() != 1 => {
             refuse(format!("a handoff is of one prompt, this request has {}", prompts.len()))
         }
-        Intent::Produce if request.n != 1 => {
+        Intent::Produce { .. } if request.n != 1 => {
             refuse(format!("a handoff is of one sequence, `n` is {}", request.n))
         }
-        Intent::Produce => Ok(()),
+        Intent::Produce { .. } => Ok(()),
         Intent::Consume(handoff, _) => {
             let prompt = &prompts[0];
             if handoff.layout != frontend.fingerprint {
                 return refuse("the producer's blocks have another layout or another model".into());
+            }
+            let theirs = KvLayout { block_tokens: handoff.block_tokens, ..frontend.geometry.whole() };
+            let theirs = Geometry::new(theirs, handoff.ports.len());
+            if let Err(error) = theirs.and_then(|theirs| theirs.links(&frontend.geometry)) {
+                return refuse(format!("the producer's blocks cannot be used here: {error}"));
             }
             if handoff.tokens != prompt.len() || handoff.prompt != prompt_fingerprint(prompt) {
                 let (theirs, ours) = (handoff.tokens, prompt.len());

@@ -6,8 +6,6 @@
 
 use std::sync::Arc;
 
-use baton_connector::lease::State;
-use baton_connector::transport::Producer;
 use baton_connector::{Handle, RequestId};
 use baton_openai::response::{DetokenizeReply, TokenizeReply, models as model_list};
 use baton_openai::{ApiError, DetokenizeRequest, ModelCard, Object, TokenizeRequest, parse_object};
@@ -22,6 +20,7 @@ use super::http::{self, Reply, read_body};
 use super::{Frontend, admit};
 use crate::block_hash::BlockHash;
 use crate::digests::{BlockDigest, DigestAsk};
+use crate::dp_rank::DpRank;
 use crate::mailbox::Legs;
 use crate::mailbox::Undelivered;
 use crate::model::tokenizer::{Decode, SpecialTokens};
@@ -55,8 +54,15 @@ async fn control_object(frontend: &Frontend, request: Request<Incoming>) -> Resu
     parse_object(&body, &frontend.limits)
 }
 
-/// `POST /kv/release {"handle", "reason"}`: ends a lease early. Idempotent: a repetition is answered too.
+fn named(frontend: &Frontend, headers: &HeaderMap) -> Result<Option<Arc<DpRank>>, ApiError> {
+    authorize(frontend, headers)?;
+    Ok(frontend.named_core(headers)?.cloned())
+}
+
+/// `POST /kv/release {"handle", "reason"}`: ends a lease early, whichever rank holds it, or only at the rank that the
+/// header names. Idempotent: a repetition is answered too.
 pub(super) async fn release(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
+    let named = named(frontend, request.headers())?;
     let fields = control_object(frontend, request).await?;
     let handle: Handle = fields
         .get("handle")
@@ -70,14 +76,15 @@ pub(super) async fn release(frontend: &Frontend, request: Request<Incoming>) -> 
             format!("`reason` must be at most {REASON_BYTES_MAX} letters, digits and `_`"),
         ));
     }
-    let reply = frontend.desk.release(handle, reason);
+    let reply = frontend.release(named.as_ref(), handle, reason);
     Ok(http::json(StatusCode::OK, json!({"result": reply.label()}).to_string()))
 }
 
 /// `POST /abort_requests {"request_ids": [...], "leg": "prefill"|"decode"}`: ends requests by name, running or just
 /// finished. An id that is not known yet is remembered: such a request is ended when it arrives. Idempotent.
-/// Without `leg` both are meant.
+/// Without `leg` both are meant; without the rank header every rank.
 pub(super) async fn abort(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
+    let named = named(frontend, request.headers())?;
     let fields = control_object(frontend, request).await?;
     let malformed = || {
         ApiError::invalid(
@@ -99,15 +106,10 @@ pub(super) async fn abort(frontend: &Frontend, request: Request<Incoming>) -> Re
     };
     let mut results = serde_json::Map::new();
     for id in ids {
-        let result = match legs {
-            Legs::Decode => "aborted",
-            // The lease first: a request that finishes just now must not open one after this.
-            Legs::Prefill | Legs::Both => frontend.desk.release_request(&id, "aborted").label(),
-        };
-        results.insert(id.as_str().to_owned(), Value::from(result));
-        frontend.mailbox.abort(id, legs).map_err(|_| {
+        let result = frontend.abort(named.as_ref(), &id, legs).map_err(|_| {
             ApiError::unavailable("too many aborts are waiting", std::time::Duration::from_secs(1))
         })?;
+        results.insert(id.as_str().to_owned(), Value::from(result));
     }
     Ok(http::json(StatusCode::OK, json!({"results": results}).to_string()))
 }
@@ -123,64 +125,28 @@ pub(super) fn reset_prefix_cache(
     request: &Request<Incoming>,
 ) -> Result<Reply, ApiError> {
     authorize(frontend, request.headers())?;
-    frontend.mailbox.reset_cache();
+    frontend.cores.iter().for_each(|core| core.mailbox.reset_cache());
     Ok(http::json(StatusCode::OK, "{}"))
-}
-
-/// `GET /debug/kv`: blocks by state, requests by phase, leases by age and why they are held.
-pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Result<Reply, ApiError> {
-    /// Leases shown; the oldest first.
-    const LEASES_SHOWN: usize = 1_000;
-    authorize(frontend, request.headers())?;
-    let status = frontend.status.look();
-    let leases = frontend.desk.view();
-    let shown: Vec<Value> = leases
-        .iter()
-        .take(LEASES_SHOWN)
-        .map(|lease| {
-            let held_because = match lease.state {
-                State::Offered => "offered",
-                State::Reading => "reading",
-                State::Draining(_) => "draining",
-                State::Closed(_) => "closed",
-            };
-            json!({
-                "request_id": lease.request.as_str(), "blocks": lease.blocks, "state": held_because,
-                "age_ms": lease.age.as_millis() as u64, "left_ms": lease.left.as_millis() as u64,
-                "readers_done": lease.readers.0, "readers_expected": lease.readers.1,
-            })
-        })
-        .collect();
-    let (usage, load, counts) = (status.usage, status.load, frontend.desk.counts());
-    let body = json!({
-        "engine": {"role": frontend.role.label(), "model": frontend.model, "epoch": frontend.desk.epoch().to_string()},
-        "blocks": {
-            "total": usage.total, "free": usage.free, "cached": usage.cached, "active": usage.active,
-            "leased": usage.leased, "landing": usage.landing,
-        },
-        "requests": {
-            "waiting": load.waiting, "running": load.running, "fetching": load.fetching, "stopping": load.stopping,
-        },
-        "leases": {"live": leases.len(), "opened": counts.opened, "late": counts.late, "unknown": counts.unknown},
-        "oldest_leases": shown,
-        "steps": status.steps,
-    });
-    Ok(http::json(StatusCode::OK, body.to_string()))
 }
 
 /// `GET /debug/kv/digests?after=HASH`: the prefix cache, block by block: chained hash, block id and SHA-256 of the
 /// block's bytes, in the order of the hashes. Two engines with the same model and layout that show the same hash
-/// must show the same digest. A page has at most [`crate::digests::DIGEST_BLOCKS_MAX`] blocks and
+/// must show the same digest. `rank=` (0 by default) says whose cache. A page has at most [`crate::digests::DIGEST_BLOCKS_MAX`] blocks and
 /// [`crate::digests::DIGEST_BYTES_MAX`] bytes; `next` is the `after` of the page that follows, null on the last.
 pub(super) async fn kv_digests(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
     authorize(frontend, request.headers())?;
     let query = request.uri().query().unwrap_or_default();
-    let after = query.split('&').find_map(|pair| pair.strip_prefix("after="));
+    let field = |name: &str| query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
+    let after = field("after");
+    let rank = field("rank").map_or(Some(0), |rank| rank.parse::<usize>().ok());
+    let core = rank.and_then(|rank| frontend.cores.get(rank)).ok_or_else(|| {
+        ApiError::invalid("rank", format!("`rank` must be from 0 to {}", frontend.cores.len() - 1))
+    })?;
     let after = after.map(str::parse).transpose();
     let after = after.map_err(|_| ApiError::invalid("after", "`after` must be 64 hexadecimal digits"))?;
     let pause = std::time::Duration::from_secs(1);
     let (reply, page) = oneshot::channel();
-    frontend.mailbox.ask_digests(DigestAsk { after, reply }).map_err(|why| match why {
+    core.mailbox.ask_digests(DigestAsk { after, reply }).map_err(|why| match why {
         Undelivered::Full => ApiError::overloaded("too many digests are being computed", pause),
         Undelivered::Closing => ApiError::unavailable("the engine is shutting down", pause),
     })?;
@@ -188,20 +154,23 @@ pub(super) async fn kv_digests(frontend: &Frontend, request: Request<Incoming>) 
     let hex = |bytes: [u8; 32]| BlockHash(bytes).to_string();
     let shown = |digest: &BlockDigest| json!({"hash": digest.hash.to_string(), "block": digest.block.0, "sha256": hex(digest.sha256)});
     let body = json!({
-        "layout": format!("{:016x}", frontend.fingerprint),
+        "layout": format!("{:016x}", frontend.fingerprint), "rank": core.rank, "ranks": frontend.cores.len(),
         "blocks": page.blocks.iter().map(shown).collect::<Vec<_>>(),
         "next": page.next.map(|hash| hash.to_string()),
     });
     Ok(http::json(StatusCode::OK, body.to_string()))
 }
 
-/// `GET /health`: 200 while the engine takes requests, 503 while it drains or after its device has failed.
+/// `GET /health`: 200 while the engine takes requests, 503 while it drains or after the device of a core has failed.
 pub(super) fn health(frontend: &Frontend) -> Reply {
     let pause = std::time::Duration::from_secs(5);
-    if let Some(why) = frontend.status.look().failed {
-        return http::error_reply(&ApiError::unavailable(why, pause));
+    for core in &frontend.cores {
+        if let Some(why) = core.status.look().failed {
+            let why = if frontend.cores.len() > 1 { format!("rank {}: {why}", core.rank) } else { why };
+            return http::error_reply(&ApiError::unavailable(why, pause));
+        }
     }
-    if frontend.mailbox.is_closing() {
+    if frontend.cores.iter().any(|core| core.mailbox.is_closing()) {
         return http::error_reply(&ApiError::unavailable("the engine is shutting down", pause));
     }
     http::json(StatusCode::OK, "{\"status\":\"ok\"}")

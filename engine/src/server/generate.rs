@@ -8,7 +8,6 @@ mod stream;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use baton_connector::transport::Producer;
 use baton_connector::{Handoff, RequestId};
 use baton_openai::{
     ApiError, Endpoint, FinishedChoice, GenerateRequest, ReplyHead, TokenLogprob, parse_object,
@@ -26,6 +25,7 @@ use super::follow::{Choice, Counted, Piece};
 use super::guard::{HandoffBody, HandoffGuard, SequenceGuard};
 use super::http::{self, Reply, read_body};
 use super::{Frontend, control};
+use crate::dp_rank::DpRank;
 use crate::engine_core::{SeqEnd, SeqEvent, Submission};
 use crate::mailbox::Undelivered;
 use crate::model::tokenizer::Decode;
@@ -122,9 +122,12 @@ fn prepare(
     if params.is_some() {
         control::authorize(frontend, headers)?;
     }
-    let intent = Intent::read(frontend, params, headers.contains_key(&ROUTER_SETTLES))?;
+    let seat = frontend.seat(headers);
+    let core = seat.as_ref().map_or(&frontend.cores[0], |seat| seat);
+    let intent = Intent::read(frontend, core, params, headers.contains_key(&ROUTER_SETTLES))?;
+    let seat = seat?;
     let request = GenerateRequest::from_map(endpoint, &map, &frontend.limits)?;
-    let admitted = admit::admit(frontend, &request, id, intent, arrived)?;
+    let admitted = admit::admit(frontend, &request, id, intent, seat, arrived)?;
     Ok((request, admitted))
 }
 
@@ -136,9 +139,9 @@ impl Exchange {
         admitted: Admitted,
         id: &RequestId,
     ) -> Result<Self, ApiError> {
-        let Admitted { mut submissions, events, prompts, handoff } = admitted;
+        let Admitted { mut submissions, events, prompts, handoff, seat } = admitted;
         let mut request = request;
-        if matches!(submissions[0].sequence.purpose, Purpose::Produce) {
+        if matches!(submissions[0].sequence.purpose, Purpose::Produce { .. }) {
             // Its text is of no interest, and its end must be waited for: that is where the handle comes from.
             request.stop.clear();
         }
@@ -147,9 +150,9 @@ impl Exchange {
         let choices: Vec<_> = submissions.iter().map(choice).collect();
         let target = handoff.map(HandoffGuard::into_target);
         submissions[0].target.clone_from(&target);
-        if let Err((_, why)) = frontend.mailbox.submit(submissions) {
+        if let Err((_, why)) = seat.mailbox.submit(submissions) {
             if let Some(target) = target {
-                HandoffGuard::new(Arc::clone(&frontend), target).too_full();
+                HandoffGuard::new(Arc::clone(&seat), target).too_full();
             }
             return Err(match why {
                 Undelivered::Full => ApiError::overloaded("the engine's queue is full", QUEUE_RETRY),
@@ -168,7 +171,7 @@ impl Exchange {
         };
         let counted = Counted { prompt: prompts.iter().map(Vec::len).sum(), ..Counted::default() };
         Ok(Self {
-            guard: SequenceGuard::new(Arc::clone(&frontend), ids),
+            guard: SequenceGuard::new(seat, ids),
             open: choices.len(),
             frontend,
             request,
@@ -263,7 +266,7 @@ impl Exchange {
         let bytes = self.head.full(&finished, &self.counted.usage(), params.as_ref());
         Ok(match self.handoff.take() {
             None => http::json(StatusCode::OK, bytes),
-            Some(handoff) => handoff_reply(&self.frontend, &handoff, bytes),
+            Some(handoff) => handoff_reply(self.guard.core(), &handoff, bytes),
         })
     }
 }
@@ -283,7 +286,7 @@ impl Drop for Exchange {
             }
         }
         if let Some(handoff) = self.handoff.take() {
-            self.frontend.desk.release(handoff.handle, "client_gone");
+            self.guard.core().desk.release_here(handoff.handle, "client_gone");
         }
     }
 }
@@ -304,8 +307,8 @@ fn refused(refusal: Refusal) -> ApiError {
 }
 
 /// A producer's reply: the only copy of its handle.
-fn handoff_reply(frontend: &Arc<Frontend>, handoff: &Handoff, bytes: Bytes) -> Reply {
-    let mut reply = Response::new(HandoffBody::new(Arc::clone(frontend), handoff.handle, bytes).boxed());
+fn handoff_reply(core: &Arc<DpRank>, handoff: &Handoff, bytes: Bytes) -> Reply {
+    let mut reply = Response::new(HandoffBody::new(Arc::clone(core), handoff.handle, bytes).boxed());
     reply.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     reply
 }

@@ -6,23 +6,27 @@ use std::task::{Context, Poll};
 
 use baton_connector::Handle;
 use baton_connector::fetch::Reason;
-use baton_connector::transport::Producer;
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
-use super::Frontend;
+use crate::dp_rank::{DpRank, Seat};
 use crate::peers::FetchTarget;
 use crate::sequence::{FinishReason, SeqId};
 
 /// The sequences of one request. Those that have not ended when it is dropped are aborted: the client is gone.
 pub(super) struct SequenceGuard {
-    frontend: Arc<Frontend>,
+    seat: Seat,
     open: Vec<SeqId>,
 }
 
 impl SequenceGuard {
-    pub(super) fn new(frontend: Arc<Frontend>, open: Vec<SeqId>) -> Self {
-        Self { frontend, open }
+    pub(super) fn new(seat: Seat, open: Vec<SeqId>) -> Self {
+        Self { seat, open }
+    }
+
+    /// The core that has the sequences.
+    pub(super) fn core(&self) -> &Arc<DpRank> {
+        &self.seat
     }
 
     /// The sequence has ended by itself.
@@ -33,14 +37,14 @@ impl SequenceGuard {
     /// The front end has what it wants of this sequence (a stop string was found).
     pub(super) fn content(&mut self, id: SeqId) {
         self.ended(id);
-        self.frontend.mailbox.end(id, FinishReason::Stop);
+        self.seat.mailbox.end(id, FinishReason::Stop);
     }
 }
 
 impl Drop for SequenceGuard {
     fn drop(&mut self) {
         for id in self.open.drain(..) {
-            self.frontend.mailbox.end(id, FinishReason::Abort);
+            self.seat.mailbox.end(id, FinishReason::Abort);
         }
     }
 }
@@ -48,20 +52,20 @@ impl Drop for SequenceGuard {
 /// A handoff that came with a request which has not been queued yet. Dropped before that, for whatever reason,
 /// it releases the lease at the producer (vLLM #41269).
 pub(super) struct HandoffGuard {
-    frontend: Arc<Frontend>,
+    core: Arc<DpRank>,
     target: Option<FetchTarget>,
 }
 
 impl HandoffGuard {
-    pub(super) fn new(frontend: Arc<Frontend>, target: FetchTarget) -> Self {
-        Self { frontend, target: Some(target) }
+    pub(super) fn new(core: Arc<DpRank>, target: FetchTarget) -> Self {
+        Self { core, target: Some(target) }
     }
 
     /// The engine is too full for the request, and says so in an answer: a router that settles itself keeps the
     /// lease for another engine.
     pub(super) fn too_full(mut self) {
         if self.target.as_ref().is_some_and(FetchTarget::survives_refusal) {
-            self.frontend.metrics.early_rejection("left_to_router");
+            self.core.metrics.early_rejection("left_to_router");
             self.target = None;
         }
     }
@@ -76,8 +80,8 @@ impl HandoffGuard {
 impl Drop for HandoffGuard {
     fn drop(&mut self) {
         if let Some(target) = self.target.take() {
-            self.frontend.metrics.early_rejection("refused");
-            self.frontend.peers.release(&target, Reason::Rejected.label());
+            self.core.metrics.early_rejection("refused");
+            self.core.peers.release(&target, Reason::Rejected.label());
         }
     }
 }
@@ -85,14 +89,14 @@ impl Drop for HandoffGuard {
 /// A reply that carries the only copy of a handle. If it is dropped before it has been handed to the connection,
 /// nobody can come for the blocks and the lease is released.
 pub(super) struct HandoffBody {
-    frontend: Arc<Frontend>,
+    core: Arc<DpRank>,
     handle: Option<Handle>,
     bytes: Option<Bytes>,
 }
 
 impl HandoffBody {
-    pub(super) fn new(frontend: Arc<Frontend>, handle: Handle, bytes: Bytes) -> Self {
-        Self { frontend, handle: Some(handle), bytes: Some(bytes) }
+    pub(super) fn new(core: Arc<DpRank>, handle: Handle, bytes: Bytes) -> Self {
+        Self { core, handle: Some(handle), bytes: Some(bytes) }
     }
 }
 
@@ -121,7 +125,7 @@ impl Body for HandoffBody {
 impl Drop for HandoffBody {
     fn drop(&mut self) {
         if let Some(handle) = self.handle.take() {
-            self.frontend.desk.release(handle, "client_gone");
+            self.core.desk.release_here(handle, "client_gone");
         }
     }
 }

@@ -11,7 +11,7 @@ use hyper::body::{Body, Incoming};
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 
-use super::{BODY_TIMEOUT, Frontend, control, generate};
+use super::{BODY_TIMEOUT, Frontend, control, debug, generate};
 
 /// Every body this server sends.
 pub(super) type ReplyBody = BoxBody<Bytes, std::convert::Infallible>;
@@ -32,7 +32,7 @@ pub(super) async fn route(frontend: Arc<Frontend>, _peer: SocketAddr, request: R
         (&Method::POST, "/kv/release") => control::release(&frontend, request).await,
         (&Method::POST, "/abort_requests") => control::abort(&frontend, request).await,
         (&Method::POST, "/reset_prefix_cache") => control::reset_prefix_cache(&frontend, &request),
-        (&Method::GET, "/debug/kv") => control::debug_kv(&frontend, &request),
+        (&Method::GET, "/debug/kv") => debug::debug_kv(&frontend, &request),
         (&Method::GET, "/debug/kv/digests") => control::kv_digests(&frontend, request).await,
         (&Method::GET, "/v1/models") => Ok(control::models(&frontend)),
         (&Method::GET, "/health" | "/ping") => Ok(control::health(&frontend)),

@@ -7,6 +7,7 @@
 
 mod aborts;
 mod cluster;
+mod data_parallel;
 mod digests;
 mod equality;
 mod full;

@@ -3,52 +3,53 @@
 #![allow(unsafe_code)] // poll(2); one call
 
 use std::io::{self, ErrorKind, Read};
-use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use socket2::Socket;
+
 use crate::scatter::Spans;
 
 /// Longest single wait: a raised stop flag is seen at the latest after this.
-pub(crate) const SLICE: Duration = Duration::from_millis(40);
-
-/// Send buffer of every connection, in bytes; Linux doubles it for its own books. Left to grow by itself, it
-/// outgrows the processor's cache and every byte is copied from and to memory. With this one, and with waits
-/// in `poll` instead of inside `sendmsg`, one connection over loopback moves 0.5 of what memcpy moves, and
-/// with blocking sends 0.3 (measured 2026-11 on 2 cores; 128 KiB to 4 MiB tried). At 100 µs between two
-/// machines it still carries 5 GB/s.
-pub const SEND_BUFFER_BYTES: usize = 256 * 1024;
+pub const SLICE: Duration = Duration::from_millis(40);
 
 /// Why nothing more can be moved over a link.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum LinkError {
+pub enum LinkError {
+    /// Its end, or a reset.
     #[error("the peer closed the connection")]
     Closed,
+    /// No byte came or went for this long, or a message was not over in time.
     #[error("silent for {0:?}")]
     Silent(Duration),
+    /// The caller raised the stop flag.
     #[error("stopped")]
     Stopped,
+    /// The bytes may not leave any more.
     #[error("the lease ended during a batch")]
     LeaseEnded,
+    /// The system's reason.
     #[error(transparent)]
     Io(io::Error),
+    /// Bytes that are no message.
     #[error(transparent)]
     Wire(#[from] crate::wire::WireError),
+    /// A message that may not come here.
     #[error("an answer that does not fit the question")]
     Unexpected,
 }
 
 /// One connection.
 #[derive(Debug)]
-pub(crate) struct Link {
-    stream: TcpStream,
+pub struct Link {
+    socket: Socket,
     silence: Duration,
 }
 
 /// What ends a wait early.
-#[derive(Clone, Copy)]
-pub(crate) struct Until<'a> {
+#[derive(Clone, Copy, Debug)]
+pub struct Until<'a> {
     stop: &'a AtomicBool,
     /// The whole message must be over by then, however steadily its bytes trickle in.
     deadline: Option<Instant>,
@@ -56,31 +57,40 @@ pub(crate) struct Until<'a> {
 
 impl<'a> Until<'a> {
     /// Goes on while bytes come, until the flag is raised.
-    pub(crate) fn stopped(stop: &'a AtomicBool) -> Self {
+    #[must_use]
+    pub fn stopped(stop: &'a AtomicBool) -> Self {
         Self { stop, deadline: None }
     }
 
     /// As [`Self::stopped`], and not past `deadline`.
-    pub(crate) fn deadline(stop: &'a AtomicBool, deadline: Instant) -> Self {
+    #[must_use]
+    pub fn deadline(stop: &'a AtomicBool, deadline: Instant) -> Self {
         Self { stop, deadline: Some(deadline) }
     }
 }
 
 impl Link {
-    /// Takes over a connected socket: blocking, without Nagle's delay, with a receive timeout of one slice.
-    pub(crate) fn new(stream: TcpStream, silence: Duration) -> io::Result<Self> {
-        stream.set_nonblocking(false)?;
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(SLICE))?;
-        socket2::SockRef::from(&stream).set_send_buffer_size(SEND_BUFFER_BYTES)?;
-        Ok(Self { stream, silence })
+    /// Takes over a connected stream socket: blocking, with a receive timeout of one slice.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn new(socket: Socket, silence: Duration) -> io::Result<Self> {
+        socket.set_nonblocking(false)?;
+        socket.set_read_timeout(Some(SLICE))?;
+        Ok(Self { socket, silence })
     }
 
-    pub(crate) fn silence(&self) -> Duration {
+    /// The longest wait for a byte.
+    #[must_use]
+    pub fn silence(&self) -> Duration {
         self.silence
     }
 
-    fn check(&self, until: Until<'_>, last: Instant) -> Result<(), LinkError> {
+    /// Whether one may wait on: not stopped, not past the deadline, and not silent since `last`.
+    ///
+    /// # Errors
+    /// `Stopped` or `Silent`.
+    pub fn check(&self, until: Until<'_>, last: Instant) -> Result<(), LinkError> {
         if until.stop.load(Ordering::Acquire) {
             return Err(LinkError::Stopped);
         }
@@ -93,10 +103,13 @@ impl Link {
     }
 
     /// Fills a small buffer.
-    pub(crate) fn receive(&mut self, mut buffer: &mut [u8], until: Until<'_>) -> Result<(), LinkError> {
+    ///
+    /// # Errors
+    /// [`LinkError`]; the connection is out of step.
+    pub fn receive(&mut self, mut buffer: &mut [u8], until: Until<'_>) -> Result<(), LinkError> {
         let mut last = Instant::now();
         while !buffer.is_empty() {
-            match self.stream.read(buffer) {
+            match self.socket.read(buffer) {
                 Ok(0) => return Err(LinkError::Closed),
                 Ok(read) => {
                     buffer = &mut buffer[read..];
@@ -115,10 +128,13 @@ impl Link {
     }
 
     /// Fills all spans.
-    pub(crate) fn receive_spans(&mut self, spans: &mut Spans<'_>, until: Until<'_>) -> Result<(), LinkError> {
+    ///
+    /// # Errors
+    /// [`LinkError`]; the connection is out of step.
+    pub fn receive_spans(&mut self, spans: &mut Spans<'_>, until: Until<'_>) -> Result<(), LinkError> {
         let mut last = Instant::now();
         while spans.left() > 0 {
-            match spans.receive(self.stream.as_fd()) {
+            match spans.receive(self.socket.as_fd()) {
                 Ok(0) => return Err(LinkError::Closed),
                 Ok(_) => {
                     last = Instant::now();
@@ -134,14 +150,20 @@ impl Link {
     }
 
     /// Sends a small message.
-    pub(crate) fn send(&mut self, bytes: &[u8], until: Until<'_>) -> Result<(), LinkError> {
+    ///
+    /// # Errors
+    /// [`LinkError`]; the connection is out of step.
+    pub fn send(&mut self, bytes: &[u8], until: Until<'_>) -> Result<(), LinkError> {
         let mut spans = Spans::with_capacity(1);
         spans.push_bytes(bytes);
         self.send_spans(&mut spans, until, || true)
     }
 
     /// Sends all spans; after every wait `live` says whether their bytes may still leave.
-    pub(crate) fn send_spans(
+    ///
+    /// # Errors
+    /// [`LinkError`]; `spans` tells what was not sent.
+    pub fn send_spans(
         &mut self,
         spans: &mut Spans<'_>,
         until: Until<'_>,
@@ -149,11 +171,11 @@ impl Link {
     ) -> Result<(), LinkError> {
         let mut last = Instant::now();
         while spans.left() > 0 {
-            match spans.send(self.stream.as_fd()) {
+            match spans.send(self.socket.as_fd()) {
                 Ok(_) => last = Instant::now(),
                 Err(error) => {
                     transient(error)?;
-                    wait(self.stream.as_fd(), libc::POLLOUT, SLICE).map_err(LinkError::Io)?;
+                    wait(self.socket.as_fd(), libc::POLLOUT, SLICE).map_err(LinkError::Io)?;
                     self.check(until, last)?;
                     if !live() {
                         return Err(LinkError::LeaseEnded);
@@ -165,17 +187,25 @@ impl Link {
     }
 
     /// Waits, without a thread's worth of wake-ups, until a byte (or the end) is there. False when none came.
-    pub(crate) fn readable_within(&self, limit: Duration) -> io::Result<bool> {
-        wait(self.stream.as_fd(), libc::POLLIN, limit)
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn readable_within(&self, limit: Duration) -> io::Result<bool> {
+        wait(self.socket.as_fd(), libc::POLLIN, limit)
     }
 
     /// Whether an idle connection can still be used: nothing is there to be read, not even its end.
-    pub(crate) fn is_idle(&self) -> bool {
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
         matches!(self.readable_within(Duration::ZERO), Ok(false))
     }
 }
 
-fn transient(error: io::Error) -> Result<(), LinkError> {
+/// An error after which one tries again, or the end of the connection.
+///
+/// # Errors
+/// [`LinkError::Closed`] or [`LinkError::Io`].
+pub fn transient(error: io::Error) -> Result<(), LinkError> {
     match error.kind() {
         ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted => Ok(()),
         ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => {
@@ -185,8 +215,17 @@ fn transient(error: io::Error) -> Result<(), LinkError> {
     }
 }
 
+impl AsFd for Link {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
 /// Waits for an event on a socket; false when none came in time.
-pub(crate) fn wait(socket: BorrowedFd<'_>, events: libc::c_short, limit: Duration) -> io::Result<bool> {
+///
+/// # Errors
+/// The system's.
+pub fn wait(socket: BorrowedFd<'_>, events: libc::c_short, limit: Duration) -> io::Result<bool> {
     let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events, revents: 0 };
     let millis = libc::c_int::try_from(limit.as_millis()).unwrap_or(libc::c_int::MAX);
     // SAFETY: one `pollfd` that lives through the call, and its count.

@@ -8,12 +8,13 @@
 //! Result  status 1
 //! ```
 //!
-//! A proof is HMAC-SHA256 over a role, the Hello and the head of the Welcome; the role keeps one end's proof
-//! from being played back to it. Without a secret, which is allowed on loopback only, proofs are zeros and
-//! nothing is proved.
+//! A proof is HMAC-SHA256 over a role, the transport's name, the Hello and the head of the Welcome. The role keeps
+//! one end's proof from being played back to it; the name keeps a proof that was overheard on one transport from
+//! opening another, which may show more. Without a secret, which is allowed within one machine only, proofs are
+//! zeros and nothing is proved.
 
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_connector::Epoch;
 use baton_connector::transport::{Peer, TransportError};
@@ -42,21 +43,68 @@ const OTHER_VERSION: u8 = 5;
 
 /// Why a producer did not let a consumer in.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum TurnedAway {
+pub enum TurnedAway {
+    /// Whatever it speaks, it is not this.
     #[error("not a baton consumer")]
     Stranger,
+    /// Another version of this.
     #[error("the consumer speaks version {0}")]
     Version(u16),
+    /// No secret, or another one.
     #[error("the consumer did not prove that it knows the cluster secret")]
     Unproved,
+    /// An engine start that is over.
     #[error("the consumer asks for another epoch")]
     Epoch,
+    /// Another model, or another shape.
     #[error("the consumer's blocks have another layout")]
     Layout,
+    /// The connection broke or fell silent.
     #[error(transparent)]
     Link(#[from] LinkError),
+    /// The system has none.
     #[error("no random numbers: {0}")]
     Random(getrandom::Error),
+}
+
+/// Why a consumer was not let in, or did not trust who answered.
+#[derive(Debug, thiserror::Error)]
+pub enum NotAdmitted {
+    /// The caller raised the stop flag.
+    #[error("stopped")]
+    Stopped,
+    /// The producer has another epoch.
+    #[error("the producer has another epoch")]
+    Gone,
+    /// The producer's blocks have another layout.
+    #[error("the producer's blocks have another layout")]
+    Layout,
+    /// Somebody is there and says nothing.
+    #[error("silent for {0:?}")]
+    Silent(Duration),
+    /// Nobody is there, or nobody who proved who he is.
+    #[error("{0}")]
+    Absent(Box<str>),
+}
+
+impl NotAdmitted {
+    /// Nobody is there, or nobody to be trusted, for this reason.
+    pub fn absent(why: impl ToString) -> Self {
+        Self::Absent(why.to_string().into())
+    }
+
+    /// What a transport says of it.
+    #[must_use]
+    pub fn of(self, peer: &Peer) -> TransportError {
+        match self {
+            Self::Stopped => TransportError::Stopped,
+            Self::Gone => TransportError::Gone,
+            Self::Layout => TransportError::Refused(self.to_string().into()),
+            Self::Silent(_) | Self::Absent(_) => {
+                TransportError::Handshake(peer.address, self.to_string().into())
+            }
+        }
+    }
 }
 
 fn nonce() -> Result<[u8; NONCE_BYTES], getrandom::Error> {
@@ -65,13 +113,26 @@ fn nonce() -> Result<[u8; NONCE_BYTES], getrandom::Error> {
     Ok(nonce)
 }
 
-fn proof(secret: Option<&Secret>, role: &[u8], hello: &[u8], head: &[u8]) -> [u8; PROOF_BYTES] {
-    secret.map_or([0; PROOF_BYTES], |secret| secret.mac(&[role, hello, head]).finalize().into_bytes().into())
+/// What both ends prove that they know, and for which transport.
+#[derive(Clone, Copy, Debug)]
+pub struct Credentials<'a> {
+    /// The cluster's secret, if there is one.
+    pub secret: Option<&'a Secret>,
+    /// The transport's name.
+    pub transport: &'static str,
 }
 
-/// Compares in constant time.
-fn proved(secret: Option<&Secret>, role: &[u8], hello: &[u8], head: &[u8], proof: &[u8]) -> bool {
-    secret.is_none_or(|secret| secret.mac(&[role, hello, head]).verify_slice(proof).is_ok())
+impl Credentials<'_> {
+    fn proof(&self, role: &[u8], hello: &[u8], head: &[u8]) -> [u8; PROOF_BYTES] {
+        let parts = [role, self.transport.as_bytes(), hello, head];
+        self.secret.map_or([0; PROOF_BYTES], |secret| secret.mac(&parts).finalize().into_bytes().into())
+    }
+
+    /// Compares in constant time.
+    fn proved(&self, role: &[u8], hello: &[u8], head: &[u8], proof: &[u8]) -> bool {
+        let parts = [role, self.transport.as_bytes(), hello, head];
+        self.secret.is_none_or(|secret| secret.mac(&parts).verify_slice(proof).is_ok())
+    }
 }
 
 fn head(secret: bool, status: u8, nonce: [u8; NONCE_BYTES]) -> [u8; WELCOME_HEAD_BYTES] {
@@ -104,12 +165,13 @@ pub(crate) fn busy() -> [u8; WELCOME_BYTES] {
 /// [`TurnedAway`]; the connection is to be closed.
 pub(crate) fn answer(
     link: &mut Link,
-    secret: Option<&Secret>,
+    credentials: Credentials<'_>,
     epoch: Epoch,
     fingerprint: u64,
     stop: &AtomicBool,
 ) -> Result<(), TurnedAway> {
     let until = Until::deadline(stop, Instant::now() + link.silence());
+    let with_secret = credentials.secret.is_some();
     let mut hello = [0; HELLO_BYTES];
     // The first twelve bytes decide: a stranger that sends less than a whole Hello is not waited for.
     link.receive(&mut hello[..12], until)?;
@@ -119,7 +181,7 @@ pub(crate) fn answer(
     let nonce = nonce().map_err(TurnedAway::Random)?;
     let refuse = |link: &mut Link, status| {
         let mut welcome = [0; WELCOME_BYTES];
-        welcome[..WELCOME_HEAD_BYTES].copy_from_slice(&head(secret.is_some(), status, nonce));
+        welcome[..WELCOME_HEAD_BYTES].copy_from_slice(&head(with_secret, status, nonce));
         link.send(&welcome, until)
     };
     if version(&hello) != VERSION {
@@ -127,19 +189,19 @@ pub(crate) fn answer(
         return Err(TurnedAway::Version(version(&hello)));
     }
     link.receive(&mut hello[12..], until)?;
-    if (hello[10] != 0) != secret.is_some() {
+    if (hello[10] != 0) != with_secret {
         refuse(link, NO_PROOF)?;
         return Err(TurnedAway::Unproved);
     }
-    let head = head(secret.is_some(), GO_ON, nonce);
+    let head = head(with_secret, GO_ON, nonce);
     let mut welcome = [0; WELCOME_BYTES];
     welcome[..WELCOME_HEAD_BYTES].copy_from_slice(&head);
-    welcome[WELCOME_HEAD_BYTES..].copy_from_slice(&proof(secret, PRODUCER, &hello, &head));
+    welcome[WELCOME_HEAD_BYTES..].copy_from_slice(&credentials.proof(PRODUCER, &hello, &head));
     link.send(&welcome, until)?;
 
     let mut theirs = [0; PROOF_BYTES];
     link.receive(&mut theirs, until)?;
-    let (status, result) = if !proved(secret, CONSUMER, &hello, &head, &theirs) {
+    let (status, result) = if !credentials.proved(CONSUMER, &hello, &head, &theirs) {
         (NO_PROOF, Err(TurnedAway::Unproved))
     } else if u64_at(&hello, 44) != epoch.0 {
         (GONE, Err(TurnedAway::Epoch))
@@ -152,26 +214,26 @@ pub(crate) fn answer(
     result
 }
 
-/// The consumer's side.
+/// The consumer's side. Takes at most `silence` in all.
 ///
 /// # Errors
-/// `Gone` when the producer has another epoch, `Refused` when its blocks have another layout, `Stopped`, and
-/// `Handshake` for everything else.
-pub(crate) fn introduce(
+/// [`NotAdmitted`]; the connection is to be closed.
+pub fn introduce(
     link: &mut Link,
-    secret: Option<&Secret>,
+    credentials: Credentials<'_>,
     peer: &Peer,
     stop: &AtomicBool,
-) -> Result<(), TransportError> {
-    let failed = |why: &str| TransportError::Handshake(peer.address, why.into());
+) -> Result<(), NotAdmitted> {
     let broken = |error: LinkError| match error {
-        LinkError::Stopped => TransportError::Stopped,
-        other => TransportError::Handshake(peer.address, other.to_string().into()),
+        LinkError::Stopped => NotAdmitted::Stopped,
+        LinkError::Silent(silence) => NotAdmitted::Silent(silence),
+        other => NotAdmitted::absent(other),
     };
     let until = Until::deadline(stop, Instant::now() + link.silence());
-    let nonce = nonce().map_err(|error| failed(&error.to_string()))?;
+    let nonce = nonce().map_err(NotAdmitted::absent)?;
+    let with_secret = credentials.secret.is_some();
     let mut hello = [0; HELLO_BYTES];
-    hello[..WELCOME_HEAD_BYTES].copy_from_slice(&head(secret.is_some(), 0, nonce));
+    hello[..WELCOME_HEAD_BYTES].copy_from_slice(&head(with_secret, 0, nonce));
     hello[44..52].copy_from_slice(&peer.epoch.0.to_le_bytes());
     hello[52..60].copy_from_slice(&peer.fingerprint.to_le_bytes());
     link.send(&hello, until).map_err(broken)?;
@@ -180,27 +242,29 @@ pub(crate) fn introduce(
     link.receive(&mut welcome, until).map_err(broken)?;
     let (head, theirs) = welcome.split_at(WELCOME_HEAD_BYTES);
     if head[..8] != MAGIC {
-        return Err(failed("not a baton producer"));
+        return Err(NotAdmitted::absent("not a baton producer"));
     }
     match head[11] {
         GO_ON => {}
-        BUSY => return Err(failed("the producer has no connection free")),
-        OTHER_VERSION => return Err(failed(&format!("the producer speaks version {}", version(head)))),
-        _ => return Err(failed("the producer and this engine do not share a cluster secret")),
+        BUSY => return Err(NotAdmitted::absent("the producer has no connection free")),
+        OTHER_VERSION => {
+            return Err(NotAdmitted::absent(format!("the producer speaks version {}", version(head))));
+        }
+        _ => return Err(NotAdmitted::absent("the producer and this engine do not share a cluster secret")),
     }
-    let shared = (head[10] != 0) == secret.is_some();
-    if version(head) != VERSION || !shared || !proved(secret, PRODUCER, &hello, head, theirs) {
-        return Err(failed("the producer did not prove that it knows the cluster secret"));
+    let shared = (head[10] != 0) == with_secret;
+    if version(head) != VERSION || !shared || !credentials.proved(PRODUCER, &hello, head, theirs) {
+        return Err(NotAdmitted::absent("the producer did not prove that it knows the cluster secret"));
     }
-    link.send(&proof(secret, CONSUMER, &hello, head), until).map_err(broken)?;
+    link.send(&credentials.proof(CONSUMER, &hello, head), until).map_err(broken)?;
 
     let mut status = [0];
     link.receive(&mut status, until).map_err(broken)?;
     match status[0] {
         GO_ON => Ok(()),
-        GONE => Err(TransportError::Gone),
-        OTHER_LAYOUT => Err(TransportError::Refused("the producer's blocks have another layout".into())),
-        _ => Err(failed("the producer does not accept this engine's cluster secret")),
+        GONE => Err(NotAdmitted::Gone),
+        OTHER_LAYOUT => Err(NotAdmitted::Layout),
+        _ => Err(NotAdmitted::absent("the producer does not accept this engine's cluster secret")),
     }
 }
 

@@ -6,46 +6,46 @@ use std::time::{Duration, Instant};
 
 use baton_connector::transport::Peer;
 
-use crate::link::Link;
+use crate::client::Connection;
 
 /// Peers with kept connections, at most. A cluster with more producers than this reconnects more often.
 const PEERS_MAX: usize = 1_024;
 
 /// Idle connections. One in use is not in here, and is not counted: callers bound those by their threads.
 #[derive(Debug)]
-pub(crate) struct Pool {
+pub(crate) struct Pool<K> {
     per_peer_max: usize,
     idle: Duration,
-    kept: Mutex<HashMap<Peer, Vec<Kept>>>,
+    kept: Mutex<HashMap<Peer, Vec<Kept<K>>>>,
 }
 
 #[derive(Debug)]
-struct Kept {
-    link: Link,
+struct Kept<K> {
+    connection: Connection<K>,
     since: Instant,
 }
 
-impl Pool {
+impl<K> Pool<K> {
     pub(crate) fn new(per_peer_max: usize, idle: Duration) -> Self {
-        Self { per_peer_max, idle, kept: Mutex::default() }
+        Self { per_peer_max, idle, kept: Mutex::new(HashMap::new()) }
     }
 
-    fn with<R>(&self, f: impl FnOnce(&mut HashMap<Peer, Vec<Kept>>) -> R) -> R {
+    fn with<R>(&self, f: impl FnOnce(&mut HashMap<Peer, Vec<Kept<K>>>) -> R) -> R {
         f(&mut self.kept.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The connection that was used last, if one is kept that its peer has not closed.
-    pub(crate) fn take(&self, peer: &Peer) -> Option<Link> {
+    pub(crate) fn take(&self, peer: &Peer) -> Option<Connection<K>> {
         loop {
             let kept = self.with(|kept| kept.get_mut(peer).and_then(Vec::pop))?;
-            if kept.since.elapsed() < self.idle && kept.link.is_idle() {
-                return Some(kept.link);
+            if kept.since.elapsed() < self.idle && kept.connection.link.is_idle() {
+                return Some(kept.connection);
             }
         }
     }
 
     /// Keeps a connection over which every question has been answered, if there is room for it.
-    pub(crate) fn put(&self, peer: &Peer, link: Link) {
+    pub(crate) fn put(&self, peer: &Peer, connection: Connection<K>) {
         self.with(|kept| {
             evict(kept, self.idle);
             if kept.len() >= PEERS_MAX && !kept.contains_key(peer) {
@@ -53,7 +53,7 @@ impl Pool {
             }
             let links = kept.entry(peer.clone()).or_default();
             if links.len() < self.per_peer_max {
-                links.push(Kept { link, since: Instant::now() });
+                links.push(Kept { connection, since: Instant::now() });
             }
         });
     }
@@ -63,12 +63,22 @@ impl Pool {
         self.with(|kept| evict(kept, self.idle));
     }
 
+    /// Whether a connection to this peer is kept that its peer has not closed.
+    pub(crate) fn has(&self, peer: &Peer) -> bool {
+        let kept = self.take(peer);
+        let has = kept.is_some();
+        if let Some(connection) = kept {
+            self.put(peer, connection);
+        }
+        has
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.with(|kept| kept.values().map(Vec::len).sum())
     }
 }
 
-fn evict(kept: &mut HashMap<Peer, Vec<Kept>>, idle: Duration) {
+fn evict<K>(kept: &mut HashMap<Peer, Vec<Kept<K>>>, idle: Duration) {
     kept.retain(|_, links| {
         links.retain(|kept| kept.since.elapsed() < idle);
         !links.is_empty()

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::{self, ErrorKind};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,10 +11,12 @@ use std::time::Duration;
 
 use baton_connector::transport::{Producer, SILENCE};
 
+use socket2::Socket;
+
 use crate::Secret;
 use crate::handshake;
 use crate::link::{self, Link, LinkError, SLICE};
-use crate::serve::{self, Ended, OpenReads};
+use crate::serve::{self, Ended, OpenReads, Serve};
 
 /// Stack of a connection's thread, in bytes: its deepest frame holds a few hundred spans, on the heap.
 const STACK_BYTES: usize = 256 * 1024;
@@ -22,7 +24,7 @@ const STACK_BYTES: usize = 256 * 1024;
 /// How a producer serves.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// The cluster's secret. Needed beyond loopback.
+    /// The cluster's secret. Needed beyond this machine.
     pub secret: Option<Secret>,
     /// Connections at once; one more is told that there is no room. Each costs a thread while it lasts.
     pub connections_max: usize,
@@ -65,6 +67,7 @@ pub(crate) struct Counters {
 /// What the threads of one server share.
 pub(crate) struct Shared {
     pub(crate) producer: Arc<dyn Producer>,
+    pub(crate) serve: Arc<dyn Serve>,
     pub(crate) options: ServerOptions,
     pub(crate) stop: AtomicBool,
     pub(crate) open_reads: OpenReads,
@@ -74,7 +77,7 @@ pub(crate) struct Shared {
 
 /// What is needed to end a connection from outside.
 struct Connection {
-    socket: TcpStream,
+    socket: Socket,
     thread: JoinHandle<()>,
 }
 
@@ -85,31 +88,26 @@ impl Shared {
 }
 
 /// Serves the blocks of one producer until it is shut down or dropped.
-pub struct TcpServer {
-    address: SocketAddr,
+pub struct Server {
     shared: Arc<Shared>,
     acceptor: Option<JoinHandle<()>>,
 }
 
-impl TcpServer {
-    /// Starts to serve on a bound listener.
+impl Server {
+    /// Starts to serve on a listening socket.
     ///
     /// # Errors
-    /// `InvalidInput` when the listener is reachable from beyond loopback and there is no secret; otherwise
-    /// the system's.
+    /// The system's.
     pub fn start(
-        listener: TcpListener,
+        listener: Socket,
         producer: Arc<dyn Producer>,
+        serve: Arc<dyn Serve>,
         options: ServerOptions,
     ) -> io::Result<Self> {
-        let address = listener.local_addr()?;
-        if !address.ip().is_loopback() && options.secret.is_none() {
-            let why = format!("{address} is reachable from other machines: a cluster secret is needed");
-            return Err(io::Error::new(ErrorKind::InvalidInput, why));
-        }
         listener.set_nonblocking(true)?;
         let shared = Arc::new(Shared {
             producer,
+            serve,
             options,
             stop: AtomicBool::new(false),
             open_reads: OpenReads::default(),
@@ -121,13 +119,7 @@ impl TcpServer {
             .name("kv-accept".into())
             .stack_size(STACK_BYTES)
             .spawn(move || accept(&listener, &for_thread))?;
-        Ok(Self { address, shared, acceptor: Some(acceptor) })
-    }
-
-    /// Where it listens.
-    #[must_use]
-    pub fn local_addr(&self) -> SocketAddr {
-        self.address
+        Ok(Self { shared, acceptor: Some(acceptor) })
     }
 
     /// What it has done so far.
@@ -165,7 +157,7 @@ impl TcpServer {
     }
 }
 
-impl Drop for TcpServer {
+impl Drop for Server {
     fn drop(&mut self) {
         self.stop();
     }
@@ -177,7 +169,7 @@ fn join(thread: Option<JoinHandle<()>>) {
     }
 }
 
-fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
+fn accept(listener: &Socket, shared: &Arc<Shared>) {
     let mut next_id = 0;
     while !shared.stop.load(Ordering::Acquire) {
         if !link::wait(listener.as_fd(), libc::POLLIN, SLICE).unwrap_or(false) {
@@ -187,7 +179,8 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
             Ok((socket, peer)) => {
                 next_id += 1;
                 if let Err(error) = admit(socket, next_id, shared) {
-                    tracing::warn!(%peer, %error, "KV connection not served");
+                    let (transport, peer) = (shared.serve.name(), peer.as_socket());
+                    tracing::warn!(transport, ?peer, %error, "KV connection not served");
                 }
             }
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted) => {}
@@ -201,7 +194,8 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
 }
 
 /// Gives a connection its thread, or tells it that there is no room.
-fn admit(socket: TcpStream, id: u64, shared: &Arc<Shared>) -> io::Result<()> {
+fn admit(socket: Socket, id: u64, shared: &Arc<Shared>) -> io::Result<()> {
+    shared.serve.meet(&socket)?;
     let mut connections = shared.connections();
     if connections.len() >= shared.options.connections_max {
         shared.stats.turned_away.fetch_add(1, Ordering::Relaxed);
@@ -225,10 +219,12 @@ fn admit(socket: TcpStream, id: u64, shared: &Arc<Shared>) -> io::Result<()> {
 fn report(shared: &Shared, ended: Result<(), Ended>) {
     match ended {
         Ok(()) | Err(Ended::Link(LinkError::Closed | LinkError::Stopped)) => {}
-        Err(Ended::Link(error)) => tracing::debug!(%error, "KV connection ended"),
+        Err(Ended::Link(error)) => {
+            tracing::debug!(transport = shared.serve.name(), %error, "KV connection ended")
+        }
         Err(Ended::Handshake(error)) => {
             shared.stats.handshakes_failed.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(%error, "KV connection turned away");
+            tracing::warn!(transport = shared.serve.name(), %error, "KV connection turned away");
         }
     }
 }

@@ -13,7 +13,8 @@ const SPANS_MAX: usize = 1_024;
 /// Memory to send from or receive into, in order: blocks of a pool, and small buffers around them.
 ///
 /// Borrows everything it points at, so that no span outlives its memory.
-pub(crate) struct Spans<'a> {
+#[derive(Debug)]
+pub struct Spans<'a> {
     list: Vec<libc::iovec>,
     next: usize,
     left: usize,
@@ -21,12 +22,15 @@ pub(crate) struct Spans<'a> {
 }
 
 impl<'a> Spans<'a> {
-    pub(crate) fn with_capacity(spans: usize) -> Self {
+    /// No spans yet, and room for this many.
+    #[must_use]
+    pub fn with_capacity(spans: usize) -> Self {
         Self { list: Vec::with_capacity(spans), next: 0, left: 0, _memory: std::marker::PhantomData }
     }
 
     /// Bytes not yet moved.
-    pub(crate) fn left(&self) -> usize {
+    #[must_use]
+    pub fn left(&self) -> usize {
         self.left
     }
 
@@ -34,7 +38,7 @@ impl<'a> Spans<'a> {
     ///
     /// # Panics
     /// When the block is outside the pool.
-    pub(crate) fn push_block(&mut self, region: &'a Region, block: BlockId) {
+    pub fn push_block(&mut self, region: &'a Region, block: BlockId) {
         self.push_part(region, block, 0, region.block_bytes());
     }
 
@@ -42,7 +46,7 @@ impl<'a> Spans<'a> {
     ///
     /// # Panics
     /// When the block is outside the pool, or the bytes are outside the block.
-    pub(crate) fn push_part(&mut self, region: &'a Region, block: BlockId, offset: usize, len: usize) {
+    pub fn push_part(&mut self, region: &'a Region, block: BlockId, offset: usize, len: usize) {
         let inside = offset.checked_add(len).is_some_and(|end| end <= region.block_bytes());
         assert!(inside, "{len} bytes from {offset} on of a block of {}", region.block_bytes());
         let start = region.block_ptr(block).wrapping_add(offset);
@@ -56,13 +60,13 @@ impl<'a> Spans<'a> {
     }
 
     /// Appends bytes that are only sent.
-    pub(crate) fn push_bytes(&mut self, bytes: &'a [u8]) {
+    pub fn push_bytes(&mut self, bytes: &'a [u8]) {
         self.list.push(libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() });
         self.left += bytes.len();
     }
 
     /// Appends a small buffer that is only received into.
-    pub(crate) fn push_buffer(&mut self, buffer: &'a mut [u8]) {
+    pub fn push_buffer(&mut self, buffer: &'a mut [u8]) {
         self.list.push(libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() });
         self.left += buffer.len();
     }
@@ -94,7 +98,7 @@ impl<'a> Spans<'a> {
     ///
     /// # Errors
     /// The system call's; `WouldBlock` when the socket takes nothing now.
-    pub(crate) fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+    pub fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let message = self.message();
         // SAFETY: every span points at live memory of its length (the spans borrow it). The kernel only reads.
         // The blocks are leased: nobody writes them (invariant 3), and if somebody did, bytes would tear and
@@ -110,7 +114,7 @@ impl<'a> Spans<'a> {
     ///
     /// # Errors
     /// The system call's; `WouldBlock` when nothing came in time.
-    pub(crate) fn receive(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+    pub fn receive(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let mut message = self.message();
         // SAFETY: every span points at live memory of its length (the spans borrow it). The blocks are landing:
         // nobody else reads or writes them until this read is over (invariant 3).

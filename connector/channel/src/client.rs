@@ -1,7 +1,5 @@
-//! The consumer's side: reads blocks into landing blocks, and sends messages about leases.
+//! The consumer's side: asks for reads and sends messages about leases, over kept connections.
 
-use std::io;
-use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -12,15 +10,12 @@ use baton_connector::transport::{
     Part, Peer, ReadOrder, SILENCE, StopFlag, Transport, TransportError, Verdict,
 };
 use baton_connector::{Handle, Reader};
-use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::Secret;
-use crate::handshake;
-use crate::link::{self, Link, LinkError, SLICE, Until};
+use crate::handshake::NotAdmitted;
+use crate::link::{Link, LinkError, Until};
 use crate::pool::Pool;
-use crate::scatter::Spans;
-use crate::source::{Batch, Target, batches};
-use crate::wire::{HEADER_BYTES, Header, KIND_BATCH, Reply, Request};
+use crate::wire::{HEADER_BYTES, Header, Reply, Request};
 
 /// Messages about leases are short and bounded by `silence`; nobody stops them.
 static NEVER: AtomicBool = AtomicBool::new(false);
@@ -28,7 +23,7 @@ static NEVER: AtomicBool = AtomicBool::new(false);
 /// How a consumer connects.
 #[derive(Clone, Debug)]
 pub struct ClientOptions {
-    /// The cluster's secret. Needed for every producer beyond loopback.
+    /// The cluster's secret. Needed for every producer beyond this machine.
     pub secret: Option<Secret>,
     /// Longest wait for a connection to be accepted.
     pub connect_timeout: Duration,
@@ -52,11 +47,58 @@ impl Default for ClientOptions {
     }
 }
 
-/// [`Transport`] over TCP. Used from any number of threads at once; each call has its own connection.
+/// A connection whose two ends know each other.
 #[derive(Debug)]
-pub struct TcpTransport {
+pub struct Connection<K> {
+    /// Where both talk.
+    pub link: Link,
+    /// What the transport keeps beside it.
+    pub kept: K,
+}
+
+/// How a transport reaches a producer, and how granted blocks land.
+pub trait Reach: Sized + Send + Sync {
+    /// The transport's name: in proofs, logs and metrics.
+    const NAME: &'static str;
+
+    /// What it keeps for each connection.
+    type Kept: Send;
+
+    /// A way that has reached nobody yet.
+    fn new(options: &ClientOptions) -> Self;
+
+    /// Connects and introduces itself. Bounded by [`ClientOptions::connect_timeout`] and
+    /// [`ClientOptions::silence`].
+    ///
+    /// # Errors
+    /// [`NotAdmitted`].
+    fn connect(
+        &self,
+        options: &ClientOptions,
+        peer: &Peer,
+        stop: &StopFlag,
+    ) -> Result<Connection<Self::Kept>, NotAdmitted>;
+
+    /// Lets the blocks of a granted read land. The inner error is an answer: the connection is still in step.
+    /// When this returns, nothing writes into the landing blocks any more.
+    ///
+    /// # Errors
+    /// [`LinkError`]: the connection is out of step and is closed, and the read has failed.
+    fn receive(
+        &self,
+        connection: &mut Connection<Self::Kept>,
+        order: &ReadOrder,
+        region: &Region,
+        stop: &StopFlag,
+    ) -> Result<Result<(), TransportError>, LinkError>;
+}
+
+/// [`Transport`] over a side channel. Used from any number of threads at once; each call has its own connection.
+#[derive(Debug)]
+pub struct Client<R: Reach> {
+    reach: R,
     options: ClientOptions,
-    pool: Pool,
+    pool: Pool<R::Kept>,
 }
 
 /// How far an exchange got when it broke off.
@@ -66,12 +108,12 @@ struct Broken {
     answered: bool,
 }
 
-impl TcpTransport {
+impl<R: Reach> Client<R> {
     /// A transport without connections; they are made when they are needed.
     #[must_use]
     pub fn new(options: ClientOptions) -> Self {
         let pool = Pool::new(options.connections_per_peer_max, options.idle);
-        Self { options, pool }
+        Self { reach: R::new(&options), options, pool }
     }
 
     /// Closes connections that have been idle for too long. Each call that keeps a connection does so too; an
@@ -86,68 +128,54 @@ impl TcpTransport {
         self.pool.len()
     }
 
-    fn connect(&self, peer: &Peer, stop: &StopFlag) -> Result<Link, TransportError> {
-        let failed = |error: io::Error| TransportError::Handshake(peer.address, error.to_string().into());
-        let socket = Socket::new(Domain::for_address(peer.address), Type::STREAM, Some(Protocol::TCP))
-            .map_err(failed)?;
-        socket.set_nonblocking(true).map_err(failed)?;
-        match socket.connect(&peer.address.into()) {
-            Ok(()) => {}
-            Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {
-                let deadline = Instant::now() + self.options.connect_timeout;
-                while !link::wait(socket.as_fd(), libc::POLLOUT, SLICE).map_err(failed)? {
-                    if stop.load(Ordering::Acquire) {
-                        return Err(TransportError::Stopped);
-                    }
-                    if Instant::now() >= deadline {
-                        return Err(failed(io::ErrorKind::TimedOut.into()));
-                    }
-                }
-                socket.take_error().map_err(failed)?.map_or(Ok(()), |error| Err(failed(error)))?;
-            }
-            Err(error) => return Err(failed(error)),
+    /// Makes sure of a connection to this producer, and keeps it for the next call.
+    ///
+    /// # Errors
+    /// [`NotAdmitted`]: why there is none.
+    pub fn reach(&self, peer: &Peer, stop: &StopFlag) -> Result<(), NotAdmitted> {
+        if !self.pool.has(peer) {
+            let connection = self.reach.connect(&self.options, peer, stop)?;
+            self.pool.put(peer, connection);
         }
-        let mut link = Link::new(socket.into(), self.options.silence).map_err(failed)?;
-        handshake::introduce(&mut link, self.options.secret.as_ref(), peer, stop)?;
-        Ok(link)
+        Ok(())
     }
 
     /// Runs one exchange over a kept connection, or over a new one if the kept one turns out to be stale: the
     /// peer closed it before it began to answer. Every request may be repeated.
-    fn exchange<R>(
+    fn exchange<T>(
         &self,
         peer: &Peer,
         stop: &StopFlag,
-        mut run: impl FnMut(&mut Link) -> Result<R, Broken>,
-    ) -> Result<R, TransportError> {
+        mut run: impl FnMut(&mut Connection<R::Kept>) -> Result<T, Broken>,
+    ) -> Result<T, TransportError> {
         let broke_off = |error| match error {
             LinkError::Stopped => TransportError::Stopped,
             other => TransportError::Transfer(other.to_string().into()),
         };
-        if let Some(mut link) = self.pool.take(peer) {
-            match run(&mut link) {
+        if let Some(mut connection) = self.pool.take(peer) {
+            match run(&mut connection) {
                 Ok(result) => {
-                    self.pool.put(peer, link);
+                    self.pool.put(peer, connection);
                     return Ok(result);
                 }
                 Err(Broken { error: LinkError::Closed, answered: false }) => {}
                 Err(Broken { error, .. }) => return Err(broke_off(error)),
             }
         }
-        let mut link = self.connect(peer, stop)?;
-        let result = run(&mut link).map_err(|broken| broke_off(broken.error))?;
-        self.pool.put(peer, link);
+        let mut connection = self.reach.connect(&self.options, peer, stop).map_err(|why| why.of(peer))?;
+        let result = run(&mut connection).map_err(|broken| broke_off(broken.error))?;
+        self.pool.put(peer, connection);
         Ok(result)
     }
 
     /// Asks, and waits for the answer.
     fn ask(&self, peer: &Peer, request: &Request) -> Result<Reply, TransportError> {
         let frame = request.encode();
-        self.exchange(peer, &NEVER, |link| ask(link, &frame, &NEVER))
+        self.exchange(peer, &NEVER, |connection| ask(&mut connection.link, &frame, &NEVER))
     }
 }
 
-impl Transport for TcpTransport {
+impl<R: Reach> Transport for Client<R> {
     fn read(
         &self,
         peer: &Peer,
@@ -157,17 +185,24 @@ impl Transport for TcpTransport {
     ) -> Result<(), TransportError> {
         let refused = |why: &str| TransportError::Refused(why.into());
         let request = request(order).map_err(|why| refused(&why))?;
-        let target = Target { region, order };
-        let (parts, granted_bytes) = target.granted();
+        let (parts, part_bytes) = match &order.part {
+            Part::Blocks { .. } => (order.into.len(), region.block_bytes()),
+            Part::Slice(slice) => {
+                (slice.cut.entries(&slice.producer).len(), slice.cut.bytes(&slice.producer))
+            }
+        };
         let frame = request.encode();
         if stop.load(Ordering::Acquire) {
             return Err(TransportError::Stopped);
         }
-        self.exchange(peer, stop, |link| match ask(link, &frame, stop)? {
+        self.exchange(peer, stop, |connection| match ask(&mut connection.link, &frame, stop)? {
             Reply::Granted { count, bytes } => {
-                let fits = count as usize == parts && bytes == granted_bytes;
-                let landed =
-                    if fits { receive_parts(link, &target, stop) } else { Err(LinkError::Unexpected) };
+                let fits = (count as usize, bytes) == (parts, part_bytes as u64);
+                let landed = if fits {
+                    self.reach.receive(connection, order, region, stop)
+                } else {
+                    Err(LinkError::Unexpected)
+                };
                 landed.map_err(|error| Broken { error, answered: true })
             }
             Reply::Gone => Ok(Err(TransportError::Gone)),
@@ -281,45 +316,5 @@ fn request(order: &ReadOrder) -> Result<Request, String> {
                 heads: (head(heads.start)?, head(heads.end)?),
             })
         }
-    }
-}
-
-/// Receives the batches of a granted read. The inner error is an answer: the link is still in step.
-fn receive_parts(
-    link: &mut Link,
-    target: &Target<'_>,
-    stop: &StopFlag,
-) -> Result<Result<(), TransportError>, LinkError> {
-    let until = Until::stopped(stop);
-    let mut header = [0; HEADER_BYTES];
-    link.receive(&mut header, until)?;
-    for Batch { parts, bytes } in batches(target.parts()) {
-        let Header { kind, len } = Header::decode(header);
-        if kind != KIND_BATCH {
-            // "Complete" before the last batch is not an answer.
-            return last_word(header)?.map_or_else(|gone| Ok(Err(gone)), |()| Err(LinkError::Unexpected));
-        }
-        if len != bytes {
-            return Err(LinkError::Unexpected);
-        }
-        let mut spans = Spans::with_capacity(parts.len() + 1);
-        target.scatter(parts, &mut spans);
-        // The next header comes with this batch: one system call less.
-        spans.push_buffer(&mut header);
-        link.receive_spans(&mut spans, until)?;
-    }
-    last_word(header)
-}
-
-/// What a producer says instead of a batch, or after the last one.
-fn last_word(header: [u8; HEADER_BYTES]) -> Result<Result<(), TransportError>, LinkError> {
-    let Header { kind, len } = Header::decode(header);
-    if len != 0 {
-        return Err(LinkError::Unexpected);
-    }
-    match Reply::decode(kind, &[])? {
-        Reply::Complete => Ok(Ok(())),
-        Reply::Gone => Ok(Err(TransportError::Gone)),
-        _ => Err(LinkError::Unexpected),
     }
 }

@@ -10,7 +10,7 @@ use baton_connector::transport::Verdict;
 use baton_connector::{Handle, Rank, Reader};
 
 /// Bytes of a frame's header: kind and length.
-pub(crate) const HEADER_BYTES: usize = 5;
+pub const HEADER_BYTES: usize = 5;
 
 /// Longest text (a release's reason, a refusal), in bytes; longer ones are cut.
 pub(crate) const TEXT_MAX_BYTES: usize = 256;
@@ -45,10 +45,14 @@ pub(crate) enum Request {
 
 /// What a producer answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Reply {
-    /// Batches follow: for `Read`, `count` blocks of `bytes` bytes each; for `Slice`, pieces of `count` blocks,
-    /// `bytes` bytes in all.
-    Granted { count: u32, bytes: u64 },
+pub enum Reply {
+    /// What the transport sends follows.
+    Granted {
+        /// Blocks that were asked for, or that a slice touches.
+        count: u32,
+        /// Bytes of each, or of the whole slice.
+        bytes: u64,
+    },
     /// The lease is over. Also instead of a batch, or of `Complete`: then the batches before hold nothing.
     Gone,
     /// Every batch was sent while the lease was live.
@@ -67,24 +71,35 @@ pub(crate) enum Reply {
 
 /// Why bytes are not a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum WireError {
+pub enum WireError {
+    /// Nobody here knows this kind.
     #[error("a message of kind {0:#04x} is not known here")]
     Kind(u8),
+    /// No message of this kind has this length.
     #[error("a message of kind {kind:#04x} cannot be {len} bytes long")]
-    Length { kind: u8, len: usize },
+    Length {
+        /// The message's kind.
+        kind: u8,
+        /// Bytes of its payload.
+        len: usize,
+    },
+    /// A value that means nothing.
     #[error("a field of a message of kind {0:#04x} is out of range")]
     Field(u8),
 }
 
 /// A frame's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Header {
-    pub(crate) kind: u8,
-    pub(crate) len: usize,
+pub struct Header {
+    /// What the payload is.
+    pub kind: u8,
+    /// Bytes of the payload.
+    pub len: usize,
 }
 
-/// Blocks follow, `len` bytes of them.
-pub(crate) const KIND_BATCH: u8 = 0x42;
+/// Blocks follow, `len` bytes of them; or, where blocks do not travel, what stands for them. What the frames of a
+/// granted read hold is its transport's own business.
+pub const KIND_BATCH: u8 = 0x42;
 
 const KIND_READ: u8 = 0x01;
 const KIND_DONE: u8 = 0x02;
@@ -104,12 +119,18 @@ const KIND_COMPLETE: u8 = 0x88;
 
 impl Header {
     /// Reads a header. The length is not judged yet: that depends on what may come.
-    pub(crate) fn decode(bytes: [u8; HEADER_BYTES]) -> Self {
+    #[must_use]
+    pub fn decode(bytes: [u8; HEADER_BYTES]) -> Self {
         let [kind, a, b, c, d] = bytes;
         Self { kind, len: u32::from_le_bytes([a, b, c, d]) as usize }
     }
 
-    pub(crate) fn encode(self) -> [u8; HEADER_BYTES] {
+    /// Writes a header.
+    ///
+    /// # Panics
+    /// When the payload is 4 GiB or longer, which senders avoid.
+    #[must_use]
+    pub fn encode(self) -> [u8; HEADER_BYTES] {
         let len = u32::try_from(self.len).expect("senders keep frames below 4 GiB");
         let [a, b, c, d] = len.to_le_bytes();
         [self.kind, a, b, c, d]
@@ -119,7 +140,7 @@ impl Header {
     ///
     /// # Errors
     /// [`WireError::Length`] above [`CONTROL_MESSAGE_MAX_BYTES`].
-    pub(crate) fn control_len(self) -> Result<usize, WireError> {
+    pub fn control_len(self) -> Result<usize, WireError> {
         if self.len > CONTROL_MESSAGE_MAX_BYTES {
             return Err(WireError::Length { kind: self.kind, len: self.len });
         }
@@ -205,7 +226,8 @@ impl Request {
 
 impl Reply {
     /// The whole frame.
-    pub(crate) fn encode(&self) -> Vec<u8> {
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
         match self {
             Self::Granted { count, bytes } => {
                 Frame::new(KIND_GRANTED).bytes(&count.to_le_bytes()).bytes(&bytes.to_le_bytes())
@@ -227,7 +249,7 @@ impl Reply {
     ///
     /// # Errors
     /// [`WireError`]; the connection cannot be used any more.
-    pub(crate) fn decode(kind: u8, payload: &[u8]) -> Result<Self, WireError> {
+    pub fn decode(kind: u8, payload: &[u8]) -> Result<Self, WireError> {
         let mut fields = Fields { kind, rest: payload };
         match kind {
             KIND_GRANTED => {

@@ -1,29 +1,126 @@
-//! One connection on the producer's side: requests in, answers and blocks out.
+//! One connection on the producer's side: requests in, answers out, and blocks as the transport moves them.
 //!
 //! The reader of a lease is bound to the connection that serves it: when the connection ends before the
 //! reader has said that it is done, the read has failed. `Done` may come over another connection.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use baton_connector::region::Region;
 use baton_connector::slice::Cut;
 use baton_connector::transport::{Producer, TransportError, Verdict};
-use baton_connector::{BlockId, Handle, Reader};
+use baton_connector::{BlockId, Handle, KvLayout, Reader};
 
-use crate::handshake::{self, TurnedAway};
+use socket2::Socket;
+
+use crate::handshake::{self, Credentials, TurnedAway};
 use crate::link::{Link, LinkError, Until};
-use crate::scatter::Spans;
 use crate::server::Shared;
-use crate::source::{Batch, Source, batches};
-use crate::wire::{HEADER_BYTES, Header, KIND_BATCH, Reply, Request, WireError};
+use crate::wire::{HEADER_BYTES, Header, Reply, Request};
 
 /// A connection that asks for nothing is closed after this long.
 const IDLE: Duration = Duration::from_secs(120);
 
 /// How often an idle connection's thread looks up. Shutdown does not wait for it: it closes the socket.
 const IDLE_SLICE: Duration = Duration::from_secs(5);
+
+/// How a transport greets consumers and delivers granted blocks.
+pub trait Serve: Send + Sync + 'static {
+    /// The transport's name: in proofs and logs.
+    fn name(&self) -> &'static str;
+
+    /// Looks at a fresh connection before a byte is read: sets its options, and turns away whom the system says
+    /// does not belong here.
+    ///
+    /// # Errors
+    /// Why the connection is closed again.
+    fn meet(&self, socket: &Socket) -> io::Result<()>;
+
+    /// Says what a consumer needs to know before its first read.
+    ///
+    /// # Errors
+    /// [`LinkError`]; the connection ends.
+    fn admitted(&self, link: &mut Link, producer: &dyn Producer, until: Until<'_>) -> Result<(), LinkError> {
+        let _ = (link, producer, until);
+        Ok(())
+    }
+
+    /// Says "granted" and delivers the blocks, or as many of them as leave while the lease is live. Asks
+    /// [`Granted::live`] before every batch.
+    ///
+    /// # Errors
+    /// [`LinkError`]; the connection ends, and the read has failed.
+    fn deliver(&self, link: &mut Link, granted: &Granted<'_>) -> Result<Delivered, LinkError>;
+}
+
+/// How the delivery of a read ended, with the connection in step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Delivered {
+    /// Everything has left, or may be taken.
+    Whole,
+    /// The lease ended before that, and the reader has been told.
+    LeaseEnded,
+}
+
+/// A read that the ledger has granted.
+pub struct Granted<'a> {
+    shared: &'a Shared,
+    handle: Handle,
+    reader: Reader,
+    blocks: Vec<BlockId>,
+    slice: Option<(Cut, KvLayout)>,
+}
+
+impl Granted<'_> {
+    /// The blocks, in the order of the read.
+    #[must_use]
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
+    /// What of them was asked for, and the layout of a block; `None` when it was whole blocks.
+    #[must_use]
+    pub fn slice(&self) -> Option<(&Cut, &KvLayout)> {
+        self.slice.as_ref().map(|(cut, layout)| (cut, layout))
+    }
+
+    /// The pool they lie in.
+    #[must_use]
+    pub fn region(&self) -> &Region {
+        self.shared.producer.region()
+    }
+
+    /// Whether the lease still lets this reader read.
+    #[must_use]
+    pub fn live(&self) -> bool {
+        self.shared.producer.read_live(self.handle, self.reader)
+    }
+
+    /// What ends a wait: the server's own end.
+    #[must_use]
+    pub fn until(&self) -> Until<'_> {
+        Until::stopped(&self.shared.stop)
+    }
+
+    /// What announces the delivery: one whole frame.
+    ///
+    /// # Panics
+    /// Never: a handoff has fewer blocks than 2³².
+    #[must_use]
+    pub fn announcement(&self) -> Vec<u8> {
+        let count = u32::try_from(self.blocks.len()).expect("BLOCKS_PER_HANDOFF_MAX fits into 32 bits");
+        let bytes = self.slice().map_or(self.region().block_bytes(), |(cut, layout)| cut.bytes(layout));
+        Reply::Granted { count, bytes: bytes as u64 }.encode()
+    }
+
+    /// Counts bytes of blocks that have left, or may be taken.
+    pub fn count(&self, bytes: usize) {
+        self.shared.stats.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
 
 /// Which connection serves which read. The lock is held across the producer's answer, so that the end of one
 /// connection cannot fail a read that another one has just begun.
@@ -90,15 +187,16 @@ pub(crate) enum Ended {
 /// Why it ended, unless it fell idle between two requests.
 pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result<(), Ended> {
     let producer = &*shared.producer;
-    let secret = shared.options.secret.as_ref();
-    handshake::answer(link, secret, producer.epoch(), producer.fingerprint(), &shared.stop)?;
+    let credentials = Credentials { secret: shared.options.secret.as_ref(), transport: shared.serve.name() };
+    handshake::answer(link, credentials, producer.epoch(), producer.fingerprint(), &shared.stop)?;
+    shared.serve.admitted(link, producer, Until::stopped(&shared.stop))?;
     while request_comes(link, shared)? {
         let request = receive(link, shared)?;
         let until = Until::stopped(&shared.stop);
         let reply = match request {
             Request::Read { handle, reader, first, count } => {
                 let range = (first as usize, count as usize);
-                send_part(link, connection, shared, (handle, reader), Wanted::Blocks(range))?;
+                answer_read(link, connection, shared, (handle, reader), Wanted::Blocks(range))?;
                 continue;
             }
             Request::Slice { handle, reader, tokens, heads } => {
@@ -106,7 +204,7 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
                     tokens: tokens.0 as usize..tokens.1 as usize,
                     heads: usize::from(heads.0)..usize::from(heads.1),
                 };
-                send_part(link, connection, shared, (handle, reader), Wanted::Slice(cut))?;
+                answer_read(link, connection, shared, (handle, reader), Wanted::Slice(cut))?;
                 continue;
             }
             Request::Done { handle, reader } => {
@@ -160,8 +258,23 @@ enum Wanted {
     Slice(Cut),
 }
 
-/// Answers a read: granted and the bytes in batches, or gone, or refused.
-fn send_part(
+impl Wanted {
+    /// The entries of the block table, and what of them if not all.
+    fn checked(self, producer: &dyn Producer) -> Result<((usize, usize), Option<(Cut, KvLayout)>), String> {
+        match self {
+            Self::Blocks(range) => Ok((range, None)),
+            Self::Slice(cut) => {
+                let layout = producer.layout().ok_or("only whole blocks are served here")?;
+                cut.check(&layout).map_err(|error| error.to_string())?;
+                let entries = cut.entries(&layout);
+                Ok(((entries.start, entries.len()), Some((cut, layout))))
+            }
+        }
+    }
+}
+
+/// Answers a read: granted, and then it is the transport's; or gone, or refused.
+fn answer_read(
     link: &mut Link,
     connection: u64,
     shared: &Shared,
@@ -169,21 +282,11 @@ fn send_part(
     wanted: Wanted,
 ) -> Result<(), LinkError> {
     let producer = &*shared.producer;
-    let region = producer.region();
     let until = Until::stopped(&shared.stop);
     let refuse = |link: &mut Link, why: &str| link.send(&Reply::Refused(why.into()).encode(), until);
-    let range = match &wanted {
-        Wanted::Blocks(range) => *range,
-        Wanted::Slice(cut) => match producer.layout() {
-            None => return refuse(link, "only whole blocks are served here"),
-            Some(layout) => match cut.check(&layout) {
-                Err(error) => return refuse(link, &error.to_string()),
-                Ok(()) => {
-                    let entries = cut.entries(&layout);
-                    (entries.start, entries.len())
-                }
-            },
-        },
+    let (range, slice) = match wanted.checked(producer) {
+        Ok(checked) => checked,
+        Err(why) => return refuse(link, &why),
     };
     let blocks = match shared.open_reads.begin(producer, connection, (handle, reader), range) {
         Ok(blocks) => blocks,
@@ -194,70 +297,11 @@ fn send_part(
         Err(TransportError::Refused(why)) => return refuse(link, &why),
         Err(other) => return refuse(link, &other.to_string()),
     };
-    let source = match wanted {
-        Wanted::Blocks(_) => Source::Blocks { region, blocks: &blocks },
-        Wanted::Slice(cut) => {
-            let layout = producer.layout().expect("it was looked at above");
-            Source::Slice { region, blocks: &blocks, cut, layout }
-        }
-    };
     shared.stats.reads.fetch_add(1, Ordering::Relaxed);
-    let count = u32::try_from(blocks.len()).map_err(|_| LinkError::Wire(WireError::Kind(KIND_BATCH)))?;
-    let granted = Reply::Granted { count, bytes: source.granted_bytes() }.encode();
-    let live = || producer.read_live(handle, reader);
-    let complete = Reply::Complete.encode();
-    let mut batches = batches(source.parts()).peekable();
-    // Frames that go out with the next batch, in front of it.
-    let mut front = granted;
-    while let Some(batch) = batches.next() {
-        if !live() {
-            link.send(&front, until)?;
-            return break_off(link, shared, (handle, reader), 0);
-        }
-        let Batch { parts, bytes } = batch;
-        front.extend(Header { kind: KIND_BATCH, len: bytes }.encode());
-        let end: &[u8] = if batches.peek().is_some() { &[] } else { &complete };
-        let mut spans = Spans::with_capacity(parts.len() + 2);
-        spans.push_bytes(&front);
-        source.gather(parts, &mut spans);
-        spans.push_bytes(end);
-        match link.send_spans(&mut spans, until, live) {
-            Ok(()) => {}
-            // Every block has left the pool while the lease was live; only the end is still to be said.
-            Err(LinkError::LeaseEnded) if spans.left() <= end.len() => {
-                link.send(&end[end.len() - spans.left()..], until)?;
-            }
-            Err(LinkError::LeaseEnded) => {
-                let owed = spans.left() - end.len();
-                let unsaid = owed.saturating_sub(bytes);
-                link.send(&front[front.len() - unsaid..], until)?;
-                return break_off(link, shared, (handle, reader), owed - unsaid);
-            }
-            Err(error) => return Err(error),
-        }
-        shared.stats.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        front.clear();
+    let granted = Granted { shared, handle, reader, blocks, slice };
+    if shared.serve.deliver(link, &granted)? == Delivered::LeaseEnded {
+        shared.open_reads.forget(handle, reader);
+        shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
     }
     Ok(())
-}
-
-/// Ends a read whose lease has ended: fills up the batch with zeros, so that the connection stays in step, and
-/// says that it is gone.
-fn break_off(
-    link: &mut Link,
-    shared: &Shared,
-    (handle, reader): (Handle, Reader),
-    owed: usize,
-) -> Result<(), LinkError> {
-    static ZEROS: [u8; 64 * 1024] = [0; 64 * 1024];
-    shared.open_reads.forget(handle, reader);
-    shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
-    let until = Until::stopped(&shared.stop);
-    let mut left = owed;
-    while left > 0 {
-        let part = left.min(ZEROS.len());
-        link.send(&ZEROS[..part], until)?;
-        left -= part;
-    }
-    link.send(&Reply::Gone.encode(), until)
 }

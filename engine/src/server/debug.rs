@@ -1,0 +1,84 @@
+//! `GET /debug/kv`: blocks by state, requests by phase, leases by age and why they are held; the sums over all cores,
+//! and each core by itself.
+
+use baton_connector::lease::State;
+use baton_connector::ledger::LeaseView;
+use baton_openai::ApiError;
+use hyper::body::Incoming;
+use hyper::{Request, StatusCode};
+use serde_json::{Value, json};
+
+use super::Frontend;
+use super::control::authorize;
+use super::http::{self, Reply};
+use crate::dp_rank::DpRank;
+
+/// Leases shown of each core; the oldest first.
+const LEASES_SHOWN: usize = 1_000;
+
+/// Objects of counts that are summed over the cores.
+const SUMMED: [&str; 3] = ["blocks", "requests", "leases"];
+
+/// See the module's documentation.
+pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Result<Reply, ApiError> {
+    authorize(frontend, request.headers())?;
+    let cores: Vec<Value> = frontend.cores.iter().map(|core| books(core)).collect();
+    let mut body = cores[0].clone();
+    for core in &cores[1..] {
+        add(&mut body["steps"], &core["steps"]);
+        for part in SUMMED {
+            let (sums, counts) = (body[part].as_object_mut(), core[part].as_object());
+            for (sum, count) in
+                sums.into_iter().flatten().map(|(_, sum)| sum).zip(counts.into_iter().flatten())
+            {
+                add(sum, count.1);
+            }
+        }
+        let leases = core["oldest_leases"].as_array().into_iter().flatten().cloned();
+        body["oldest_leases"].as_array_mut().into_iter().for_each(|all| all.extend(leases.clone()));
+    }
+    body["engine"] = json!({
+        "role": frontend.role.label(), "model": frontend.model,
+        "epoch": frontend.cores[0].desk.epoch().to_string(), "data_parallel_size": cores.len(),
+    });
+    body["cores"] = Value::Array(cores);
+    Ok(http::json(StatusCode::OK, body.to_string()))
+}
+
+fn add(sum: &mut Value, count: &Value) {
+    *sum = Value::from(sum.as_u64().unwrap_or_default() + count.as_u64().unwrap_or_default());
+}
+
+fn books(core: &DpRank) -> Value {
+    let status = core.status.look();
+    let leases = core.desk.view();
+    let (usage, load, counts) = (status.usage, status.load, core.desk.counts());
+    json!({
+        "rank": core.rank,
+        "blocks": {
+            "total": usage.total, "free": usage.free, "cached": usage.cached, "active": usage.active,
+            "leased": usage.leased, "landing": usage.landing,
+        },
+        "requests": {
+            "waiting": load.waiting, "running": load.running, "fetching": load.fetching, "stopping": load.stopping,
+        },
+        "leases": {"live": leases.len(), "opened": counts.opened, "late": counts.late, "unknown": counts.unknown},
+        "oldest_leases": leases.iter().take(LEASES_SHOWN).map(shown).collect::<Vec<_>>(),
+        "steps": status.steps,
+        "failed": status.failed,
+    })
+}
+
+fn shown(lease: &LeaseView) -> Value {
+    let held_because = match lease.state {
+        State::Offered => "offered",
+        State::Reading => "reading",
+        State::Draining(_) => "draining",
+        State::Closed(_) => "closed",
+    };
+    json!({
+        "request_id": lease.request.as_str(), "blocks": lease.blocks, "state": held_because,
+        "age_ms": lease.age.as_millis() as u64, "left_ms": lease.left.as_millis() as u64,
+        "readers_done": lease.readers.0, "readers_expected": lease.readers.1,
+    })
+}
