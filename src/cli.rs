@@ -198,6 +198,9 @@ pub(crate) struct EngineArgs {
     /// Milliseconds to wait before each step: for demonstrations and tests
     #[arg(long, hide = true)]
     pub(crate) pace_ms: Option<u64>,
+    /// The device fails after so many steps: for tests
+    #[arg(long, hide = true)]
+    pub(crate) device_fails_after: Option<u64>,
     /// File with the cluster secret; needed beyond loopback
     #[arg(long, value_name = "FILE", env = "BATON_CLUSTER_SECRET_FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,

@@ -82,6 +82,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.fetch_workers = args.fetch_workers;
     options.threads = args.threads;
     options.pace = args.pace_ms.map(Duration::from_millis);
+    options.device_fails_after = args.device_fails_after;
     options.cluster_secret = args.cluster_secret_file.as_deref().map(secret).transpose()?;
     options.shutdown_timeout = seconds(args.shutdown_timeout, "--shutdown-timeout")?;
     Ok(options)

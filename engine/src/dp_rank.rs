@@ -22,6 +22,7 @@ use crate::engine::{EngineOptions, StartError, system};
 use crate::engine_core::ProducerAddress;
 use crate::executor::Executor;
 use crate::executor::cpu::CpuExecutor;
+use crate::executor::failing::Failing;
 use crate::executor::paced::Paced;
 use crate::kv_rank::KvRank;
 use crate::lease_desk::LeaseDesk;
@@ -188,19 +189,15 @@ impl RunningRank {
             status: Arc::clone(&status),
             seated: AtomicUsize::new(0),
         });
-        let step_loop = StepLoop::new(Parts {
-            executor: match options.pace {
-                Some(pace) => Box::new(Paced::new(Box::new(executor), pace)),
-                None => Box::new(executor),
-            },
-            scheduler,
-            mailbox,
-            desk,
-            peers,
-            metrics,
-            status,
-            address,
-        });
+        let mut executor: Box<dyn Executor> = Box::new(executor);
+        if let Some(pace) = options.pace {
+            executor = Box::new(Paced::new(executor, pace));
+        }
+        if let Some(good_steps) = options.device_fails_after {
+            executor = Box::new(Failing::new(executor, good_steps));
+        }
+        let step_loop =
+            StepLoop::new(Parts { executor, scheduler, mailbox, desk, peers, metrics, status, address });
         let step_loop = {
             let (broken, core) = (common.broken.clone(), Arc::clone(&core));
             spawn(&format!("step-loop{suffix}"), move || {

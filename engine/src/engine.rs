@@ -91,6 +91,8 @@ pub struct EngineOptions {
     pub threads: Option<usize>,
     /// Wait before each step: for demonstrations and tests.
     pub pace: Option<Duration>,
+    /// The device fails after so many steps: for tests.
+    pub device_fails_after: Option<u64>,
     /// What routers and engines of this cluster show each other. Needed beyond loopback.
     pub cluster_secret: Option<String>,
     /// How long requests and leases may take to end at shutdown.
@@ -125,6 +127,7 @@ impl EngineOptions {
             fetch_workers: 4,
             threads: None,
             pace: None,
+            device_fails_after: None,
             cluster_secret: None,
             shutdown_timeout: Duration::from_secs(30),
         }
@@ -192,7 +195,7 @@ impl Engine {
         let broken = CancellationToken::new();
         let common = Common {
             options: &options,
-            secret,
+            secret: secret.clone(),
             epoch: Epoch(random()?),
             fingerprint,
             max_model_len: options.max_model_len.unwrap_or(config.max_positions),
@@ -228,6 +231,7 @@ impl Engine {
             geometry: running[0].cache.geometry,
             limits: ParseLimits { vocab: u32::try_from(vocab).ok(), ..ParseLimits::default() },
             cluster_secret: options.cluster_secret.as_deref().map(Into::into),
+            secret: secret.clone(),
             cores: running.iter().map(|running| Arc::clone(&running.core)).collect(),
             metrics,
             next_sequence: AtomicU64::new(1),

@@ -32,8 +32,11 @@ use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use crate::mailbox::{Legs, Mail};
 use crate::peers::FetchTarget;
 use crate::sampling::{Place, SamplingParams, Scratch, TokenCounts, sample};
-use crate::scheduler::{Effect, Finished, Load, Planned, Scheduler};
+use crate::scheduler::{Effect, Finished, Load, Planned, Refusal, Scheduler};
 use crate::sequence::{FinishReason, Purpose, SeqId};
+
+/// The label of a refusal that another engine may not share.
+const QUEUE_FULL: &str = "queue_full";
 
 /// After the drain deadline, how long transfers get to become quiet before the engine ends anyway.
 const QUIET_GRACE: Duration = Duration::from_secs(2);
@@ -280,7 +283,11 @@ impl<S: Surroundings> EngineCore<S> {
         let counts = TokenCounts::for_params(&sampling, &sequence.prompt);
         let prompt_len = sequence.prompt.len();
         if let Err((_, refusal)) = self.scheduler.submit(sequence) {
-            self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Refused(refusal), "refused");
+            let reason = match refusal {
+                Refusal::QueueFull { .. } => QUEUE_FULL,
+                Refusal::TooLong { .. } => "too_long",
+            };
+            self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Refused(refusal), reason);
             return;
         }
         if let Some(target) = &target {
@@ -302,10 +309,13 @@ impl<S: Surroundings> EngineCore<S> {
         reason: &'static str,
     ) {
         if let Some(target) = target {
-            if !target.survives_refusal() || reason != "refused" {
+            // Another engine may have room; a router that settles takes the lease there.
+            if target.survives_refusal() && reason == QUEUE_FULL {
+                self.surroundings.note(Fact::EarlyRejection("left_to_router"));
+            } else {
                 self.surroundings.release_at_producer(target, Reason::Rejected.label());
+                self.surroundings.note(Fact::EarlyRejection(reason));
             }
-            self.surroundings.note(Fact::EarlyRejection(reason));
         }
         // A front end that has left needs no answer.
         let _ = outbox.try_send((index, event));

@@ -4,6 +4,7 @@
 //! (threads, streams, graphs) is its own affair. KV blocks live in a [`Region`] that transports share.
 
 pub mod cpu;
+pub mod failing;
 pub mod paced;
 
 use baton_connector::region::Region;

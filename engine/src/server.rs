@@ -19,6 +19,8 @@ mod follow;
 mod generate;
 mod guard;
 mod http;
+mod rejection;
+mod seal;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -27,6 +29,7 @@ use std::time::Duration;
 
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::slice::Geometry;
+use baton_connector_tcp::Secret;
 use baton_openai::ParseLimits;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -101,6 +104,8 @@ pub struct Frontend {
     pub limits: ParseLimits,
     /// What the cluster's own callers must show; see `control.rs`.
     pub cluster_secret: Option<Box<str>>,
+    /// The same, for sealing handoffs; see `seal.rs`.
+    pub secret: Option<Secret>,
     /// The engine cores, by data-parallel rank; at least one.
     pub cores: Vec<Arc<DpRank>>,
     /// Counters of what is of no core.

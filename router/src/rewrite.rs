@@ -89,14 +89,15 @@ struct Rewritten<'a> {
 impl Serialize for Rewritten<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut out = serializer.serialize_map(None)?;
+        // First what is ours: of a body that is cut off on its way, or too large for an engine, the handoff has arrived.
+        for (name, value) in self.set {
+            out.serialize_entry(name, value)?;
+        }
         for (name, value) in self.body {
             let replaced = self.set.iter().any(|(set, _)| set == name);
             if !replaced && !self.unset.contains(&name.as_str()) {
                 out.serialize_entry(name, value)?;
             }
-        }
-        for (name, value) in self.set {
-            out.serialize_entry(name, value)?;
         }
         out.end()
     }
@@ -160,5 +161,8 @@ mod tests {
         assert_eq!(sent["kv_transfer_params"], handoff);
         assert_eq!((&sent["max_tokens"], &sent["stream"]), (&json!(64), &json!(true)));
         assert!(read(&decode_body(&body, "m", None)).get("kv_transfer_params").is_none());
+        let written = decode_body(&body, "m", Some(handoff));
+        let text = std::str::from_utf8(&written).expect("JSON is text");
+        assert!(text.find("kv_transfer_params") < text.find("prompt"), "in front: {text}");
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! | file | what it shows |
 //! |---|---|
-//! | `harness` | the vocabulary: a cluster, its books, a client that can hang up |
+//! | `../harness/` | the vocabulary: a cluster, its books, a client that can hang up |
 //! | `disconnects` | a client leaves, at every point of a request's life: the blocks come back |
 //! | `recall` | the text shows that the blocks arrived |
 //! | `refusals` | an engine refuses, is down or dies: one clear error, nothing held |
@@ -17,6 +17,7 @@
 mod bad_input;
 mod disconnects;
 mod endings;
+#[path = "../harness/mod.rs"]
 mod harness;
 mod recall;
 mod refusals;

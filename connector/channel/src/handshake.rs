@@ -269,3 +269,42 @@ pub fn introduce(
 }
 
 const _: () = assert!(HELLO_BYTES == 60 && WELCOME_BYTES == 76);
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+
+    use super::*;
+
+    /// Both sides of a handshake, the consumer's with a transport of this name.
+    fn meet(here: &'static str, there: &'static str) -> (Result<(), TurnedAway>, Result<(), NotAdmitted>) {
+        let secret = Secret::new(b"a secret of the cluster").expect("long enough");
+        let go = AtomicBool::new(false);
+        let (producer, consumer) = UnixStream::pair().expect("a pair");
+        let link = |socket: UnixStream| {
+            Link::new(OwnedFd::from(socket).into(), Duration::from_secs(5)).expect("a socket")
+        };
+        let (mut producer, mut consumer) = (link(producer), link(consumer));
+        let credentials = |transport| Credentials { secret: Some(&secret), transport };
+        let peer = Peer { address: ([127, 0, 0, 1], 1).into(), epoch: Epoch(1), fingerprint: 2 };
+        thread::scope(|scope| {
+            let answered = scope.spawn(|| {
+                let result = answer(&mut producer, credentials(here), Epoch(1), 2, &go);
+                drop(producer);
+                result
+            });
+            let introduced = introduce(&mut consumer, credentials(there), &peer, &go);
+            drop(consumer);
+            (answered.join().expect("no panic"), introduced)
+        })
+    }
+
+    #[test]
+    fn a_proof_for_one_transport_opens_no_other() {
+        assert!(matches!(meet("tcp", "tcp"), (Ok(()), Ok(()))));
+        let (answered, introduced) = meet("shm", "tcp");
+        assert!(answered.is_err() && matches!(introduced, Err(NotAdmitted::Absent(_))), "{introduced:?}");
+    }
+}

@@ -157,6 +157,13 @@ impl OpenReads {
         producer.read_failed(handle, reader);
     }
 
+    /// Whether a read that was granted on this connection may still be under way.
+    fn in_flight(&self, producer: &dyn Producer, connection: u64) -> bool {
+        let open = self.lock();
+        let mut ours = open.iter().filter(|(_, serving)| **serving == connection);
+        ours.any(|((handle, reader), _)| producer.read_live(*handle, *reader))
+    }
+
     fn forget(&self, handle: Handle, reader: Reader) {
         self.lock().remove(&(handle, reader));
     }
@@ -190,7 +197,7 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
     let credentials = Credentials { secret: shared.options.secret.as_ref(), transport: shared.serve.name() };
     handshake::answer(link, credentials, producer.epoch(), producer.fingerprint(), &shared.stop)?;
     shared.serve.admitted(link, producer, Until::stopped(&shared.stop))?;
-    while request_comes(link, shared)? {
+    while request_comes(link, connection, shared)? {
         let request = receive(link, shared)?;
         let until = Until::stopped(&shared.stop);
         let reply = match request {
@@ -227,10 +234,11 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
     Ok(())
 }
 
-/// Waits for the next request; false when the connection has been idle for too long.
-fn request_comes(link: &Link, shared: &Shared) -> Result<bool, LinkError> {
+/// Waits for the next request; false when the connection has been idle for too long. One whose reader has not said
+/// yet how its read ended is not idle: the lease bounds it.
+fn request_comes(link: &Link, connection: u64, shared: &Shared) -> Result<bool, LinkError> {
     let since = Instant::now();
-    while since.elapsed() < IDLE {
+    while since.elapsed() < IDLE || shared.open_reads.in_flight(&*shared.producer, connection) {
         if shared.stop.load(Ordering::Acquire) {
             return Err(LinkError::Stopped);
         }

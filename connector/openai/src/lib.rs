@@ -23,6 +23,7 @@ mod field;
 pub mod limits;
 pub mod request;
 pub mod response;
+pub mod salvage;
 pub mod sse;
 
 pub use body::parse_object;
@@ -36,6 +37,8 @@ pub use response::{
     ChoiceDelta, ChunkEncoder, Finish, FinishReason, FinishedChoice, ModelCard, ReplyHead, StopReason,
     TokenLogprob, TopLogprob, Usage,
 };
+
+pub use salvage::salvage_member;
 
 use serde_json::{Map, Value};
 

@@ -8,9 +8,14 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_connector::region::Region;
 use baton_connector::transport::{Peer, Producer, Transport};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
 use conformance::{Lender, Wire};
+
+fn pool(blocks: usize, block_bytes: usize) -> Region {
+    Region::allocate(blocks, block_bytes)
+}
 
 const SILENCE: Duration = Duration::from_millis(700);
 

@@ -19,6 +19,10 @@ use baton_connector::{BlockId, Handle, Reader};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
 use conformance::Lender;
 
+fn pool(blocks: usize, block_bytes: usize) -> Region {
+    Region::allocate(blocks, block_bytes)
+}
+
 const SILENCE: Duration = Duration::from_millis(500);
 /// What a loaded machine may add to a bound.
 const SLACK: Duration = Duration::from_secs(3);

@@ -59,7 +59,7 @@ impl Lender {
         layout: Option<KvLayout>,
         terms: LeaseTerms,
     ) -> Arc<Self> {
-        let region = Region::allocate(blocks, block_bytes);
+        let region = crate::pool(blocks, block_bytes);
         for block in 0..blocks as u32 {
             region.write_block(BlockId(block), &contents(block, block_bytes));
         }

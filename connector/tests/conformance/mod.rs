@@ -4,6 +4,8 @@
 //! #[path = "../../tests/conformance/mod.rs"]
 //! mod conformance;
 //! transport_conformance!(start);  // fn start(Arc<Lender>) -> Box<dyn Wire>
+//!
+//! fn pool(blocks: usize, block_bytes: usize) -> Region  // where a producer's pool lies
 //! ```
 //!
 //! and get every test below under their own name.

@@ -1,23 +1,21 @@
 //! From a checked request to sequences: model, prompts as tokens, context, handoff.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Instant, SystemTime};
 
 use baton_connector::fetch::Fetch;
-use baton_connector::handoff::KvIntent;
 use baton_connector::slice::Geometry;
-use baton_connector::{Handoff, KvLayout, RequestId};
+use baton_connector::{KvLayout, RequestId};
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
 use baton_openai::{ApiError, Endpoint, GenerateRequest, Input, Prompt};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use super::guard::HandoffGuard;
+use super::rejection::{Intent, PARAMS};
 use super::{Frontend, Role, control};
 use crate::block_hash::prompt_fingerprint;
-use crate::dp_rank::{DpRank, Seat};
+use crate::dp_rank::Seat;
 use crate::engine_core::{SeqEvent, Submission};
-use crate::peers::FetchTarget;
 use crate::sampling::SamplingParams;
 use crate::sequence::{NewSequence, Purpose, SeqId, StopRule};
 
@@ -31,53 +29,6 @@ pub(super) struct Admitted {
     pub(super) handoff: Option<HandoffGuard>,
     /// The core that will have them.
     pub(super) seat: Seat,
-}
-
-/// What `kv_transfer_params` asked for, with the guard that gives a refused handoff back.
-pub(super) enum Intent {
-    Plain,
-    Produce { consumers: u16 },
-    Consume(Box<Handoff>, HandoffGuard),
-}
-
-impl Intent {
-    /// Reads the intent before anything else of the request is judged, so that every later refusal gives the
-    /// handoff back.
-    pub(super) fn read(
-        frontend: &Frontend,
-        core: &Arc<DpRank>,
-        params: Option<&serde_json::Value>,
-        router_settles: bool,
-    ) -> Result<Self, ApiError> {
-        let Some(params) = params else { return Ok(Self::Plain) };
-        let malformed = |error: baton_connector::HandoffError| {
-            frontend.metrics.early_rejection("malformed_handoff");
-            ApiError::invalid("kv_transfer_params", error.to_string()).with_code("invalid_kv_transfer_params")
-        };
-        match KvIntent::parse(params).map_err(malformed)? {
-            None => Ok(Self::Plain),
-            Some(KvIntent::Produce { consumers }) => match frontend.role {
-                Role::Prefill | Role::Both => Ok(Self::Produce { consumers }),
-                Role::Decode => Err(wrong_role(frontend, "do_remote_decode")),
-            },
-            Some(KvIntent::Consume(handoff)) => {
-                let mut target = FetchTarget::new(&handoff, random_u64()?);
-                if router_settles {
-                    target.leave_to_router(frontend.load_failure);
-                }
-                let guard = HandoffGuard::new(Arc::clone(core), target);
-                match frontend.role {
-                    Role::Decode | Role::Both => Ok(Self::Consume(handoff, guard)),
-                    Role::Prefill => Err(wrong_role(frontend, "do_remote_prefill")),
-                }
-            }
-        }
-    }
-}
-
-fn wrong_role(frontend: &Frontend, field: &str) -> ApiError {
-    let role = frontend.role.label();
-    ApiError::invalid("kv_transfer_params", format!("`{field}` is not served by an engine of role {role}"))
 }
 
 /// Refuses a model that is not served here.
@@ -115,12 +66,12 @@ pub(super) fn encode(
     }
 }
 
-/// Turns a request into sequences. Nothing is queued yet; on an error the intent's guard settles.
+/// Turns a request into sequences. Nothing is queued yet; on an error the caller's guard settles.
 pub(super) fn admit(
     frontend: &Frontend,
     request: &GenerateRequest,
     id: &RequestId,
-    intent: Intent,
+    intent: &Intent,
     seat: Seat,
     arrived: Instant,
 ) -> Result<Admitted, ApiError> {
@@ -130,7 +81,7 @@ pub(super) fn admit(
         return Err(ApiError::invalid("echo", message));
     }
     let prompts = encode(frontend, &request.input, request.add_special_tokens)?;
-    check_intent(frontend, request, &prompts, &intent)?;
+    check_intent(frontend, request, &prompts, intent)?;
     let mut most = 0;
     for prompt in &prompts {
         most = most.max(check_prompt(frontend, request, prompt)?);
@@ -138,11 +89,11 @@ pub(super) fn admit(
     let sequences = prompts.len() * request.n as usize;
     let (outbox, events) = channel((most + 2) * sequences);
     let seed = random_u64()?;
-    let (mut purpose, handoff) = match intent {
-        Intent::Plain => (Some(Purpose::Plain), None),
-        Intent::Produce { consumers } => (Some(Purpose::Produce { consumers: consumers }), None),
-        Intent::Consume(_, guard) => (Some(Purpose::Consume(Fetch::new(frontend.load_failure))), Some(guard)),
-    };
+    let mut purpose = Some(match intent {
+        Intent::Plain => Purpose::Plain,
+        Intent::Produce { consumers } => Purpose::Produce { consumers: *consumers },
+        Intent::Consume(_) => Purpose::Consume(Fetch::new(frontend.load_failure)),
+    });
     let mut submissions = Vec::with_capacity(sequences);
     for (at, prompt) in prompts.iter().enumerate() {
         let mut leader = None;
@@ -166,7 +117,7 @@ pub(super) fn admit(
             submissions.push(Submission { sequence, sampling, index, outbox, target: None, arrived });
         }
     }
-    Ok(Admitted { submissions, events, prompts, handoff, seat })
+    Ok(Admitted { submissions, events, prompts, handoff: None, seat })
 }
 
 fn check_intent(
@@ -175,31 +126,41 @@ fn check_intent(
     prompts: &[Vec<u32>],
     intent: &Intent,
 ) -> Result<(), ApiError> {
-    let refuse = |message: String| Err(ApiError::invalid("kv_transfer_params", message));
+    let refuse =
+        |code: &'static str, message: String| Err(ApiError::invalid(PARAMS, message).with_code(code));
+    let wrong_role = |field: &str| {
+        let role = frontend.role.label();
+        refuse("kv_wrong_role", format!("`{field}` is not served by an engine of role {role}"))
+    };
     match intent {
         Intent::Plain => Ok(()),
-        Intent::Produce { .. } | Intent::Consume(..) if prompts.len() != 1 => {
-            refuse(format!("a handoff is of one prompt, this request has {}", prompts.len()))
-        }
+        Intent::Produce { .. } if frontend.role == Role::Decode => wrong_role("do_remote_decode"),
+        Intent::Consume(_) if frontend.role == Role::Prefill => wrong_role("do_remote_prefill"),
+        Intent::Produce { .. } | Intent::Consume(_) if prompts.len() != 1 => refuse(
+            "kv_unsupported",
+            format!("a handoff is of one prompt, this request has {}", prompts.len()),
+        ),
         Intent::Produce { .. } if request.n != 1 => {
-            refuse(format!("a handoff is of one sequence, `n` is {}", request.n))
+            refuse("kv_unsupported", format!("a handoff is of one sequence, `n` is {}", request.n))
         }
         Intent::Produce { .. } => Ok(()),
-        Intent::Consume(handoff, _) => {
+        Intent::Consume(handoff) => {
             let prompt = &prompts[0];
             if handoff.layout != frontend.fingerprint {
-                return refuse("the producer's blocks have another layout or another model".into());
+                let message = "the producer's blocks have another layout or another model";
+                return refuse("kv_layout_mismatch", message.into());
             }
             let theirs = KvLayout { block_tokens: handoff.block_tokens, ..frontend.geometry.whole() };
             let theirs = Geometry::new(theirs, handoff.ports.len());
             if let Err(error) = theirs.and_then(|theirs| theirs.links(&frontend.geometry)) {
-                return refuse(format!("the producer's blocks cannot be used here: {error}"));
+                let message = format!("the producer's blocks cannot be used here: {error}");
+                return refuse("kv_layout_mismatch", message);
             }
             if handoff.tokens != prompt.len() || handoff.prompt != prompt_fingerprint(prompt) {
                 let (theirs, ours) = (handoff.tokens, prompt.len());
-                return refuse(format!(
-                    "the handoff is of another prompt ({theirs} tokens there, {ours} here)"
-                ));
+                let message =
+                    format!("the handoff is of another prompt ({theirs} tokens there, {ours} here)");
+                return refuse("kv_prompt_mismatch", message);
             }
             Ok(())
         }

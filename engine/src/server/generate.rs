@@ -20,11 +20,12 @@ use hyper::{Request, Response, StatusCode};
 use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TryRecvError;
 
-use super::admit::{self, Admitted, Intent};
+use super::admit::{self, Admitted};
 use super::follow::{Choice, Counted, Piece};
 use super::guard::{HandoffBody, HandoffGuard, SequenceGuard};
-use super::http::{self, Reply, read_body};
-use super::{Frontend, control};
+use super::http::{self, Reply, Unread, read_what_comes};
+use super::rejection::{self, Offer, PARAMS};
+use super::{Frontend, control, seal};
 use crate::dp_rank::DpRank;
 use crate::engine_core::{SeqEnd, SeqEvent, Submission};
 use crate::mailbox::Undelivered;
@@ -34,9 +35,6 @@ use crate::sequence::Purpose;
 
 /// The request's name, minted by the router.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-
-/// A router that tries other engines with the same handoff shows this; see [`HandoffGuard::too_full`].
-const ROUTER_SETTLES: HeaderName = HeaderName::from_static("x-baton-router-settles");
 
 /// Bodies above this are parsed and tokenized off the connection's thread.
 const INLINE_BODY_BYTES: usize = 16 * 1024;
@@ -80,7 +78,15 @@ pub(super) async fn answer(
         // A task of its own: hyper drops this one when the connection closes, also between the arrival of a body and
         // its being read, and a handoff that has arrived must be given back all the same.
         tokio::spawn(async move {
-            let body = read_body(request, frontend.limits.body_bytes).await?;
+            let body = match read_what_comes(request, frontend.limits.body_bytes).await {
+                Ok(body) => body,
+                Err(Unread { error, read }) => {
+                    let told = error.clone();
+                    let giving_back = move || rejection::of_broken(&frontend, &headers, &read, &told);
+                    drop(tokio::task::spawn_blocking(giving_back).await);
+                    return Err(error);
+                }
+            };
             let inline = body.len() <= INLINE_BODY_BYTES;
             let work = move || prepare(&frontend, endpoint, &headers, &id, &body, arrived);
             if inline { Ok(work()) } else { tokio::task::spawn_blocking(work).await }
@@ -117,18 +123,26 @@ fn prepare(
     body: &[u8],
     arrived: Instant,
 ) -> Result<(GenerateRequest, Admitted), ApiError> {
-    let map = parse_object(body, &frontend.limits)?;
-    let params = map.get("kv_transfer_params").filter(|params| !params.is_null());
-    if params.is_some() {
-        control::authorize(frontend, headers)?;
-    }
+    let map = parse_object(body, &frontend.limits)
+        .inspect_err(|error| rejection::of_broken(frontend, headers, body, error))?;
     let seat = frontend.seat(headers);
     let core = seat.as_ref().map_or(&frontend.cores[0], |seat| seat);
-    let intent = Intent::read(frontend, core, params, headers.contains_key(&ROUTER_SETTLES))?;
-    let seat = seat?;
-    let request = GenerateRequest::from_map(endpoint, &map, &frontend.limits)?;
-    let admitted = admit::admit(frontend, &request, id, intent, seat, arrived)?;
-    Ok((request, admitted))
+    let Offer { intent, guard } = Offer::read(frontend, core, map.get(PARAMS), headers);
+    let judge = || {
+        let (intent, seat) = (intent?, seat?);
+        let request = GenerateRequest::from_map(endpoint, &map, &frontend.limits)?;
+        let admitted = admit::admit(frontend, &request, id, &intent, seat, arrived)?;
+        Ok((request, admitted))
+    };
+    match judge() {
+        Ok((request, admitted)) => Ok((request, Admitted { handoff: guard, ..admitted })),
+        Err(error) => {
+            if let Some(guard) = guard {
+                guard.refuse(&error);
+            }
+            Err(error)
+        }
+    }
 }
 
 impl Exchange {
@@ -150,16 +164,20 @@ impl Exchange {
         let choices: Vec<_> = submissions.iter().map(choice).collect();
         let target = handoff.map(HandoffGuard::into_target);
         submissions[0].target.clone_from(&target);
-        if let Err((_, why)) = seat.mailbox.submit(submissions) {
-            if let Some(target) = target {
-                HandoffGuard::new(Arc::clone(&seat), target).too_full();
-            }
-            return Err(match why {
+        let queued = match seat.status.look().failed {
+            Some(why) => Err(ApiError::unavailable(why, QUEUE_RETRY).with_code("engine_failed")),
+            None => seat.mailbox.submit(submissions).map_err(|(_, why)| match why {
                 Undelivered::Full => ApiError::overloaded("the engine's queue is full", QUEUE_RETRY),
                 Undelivered::Closing => {
                     ApiError::unavailable("the engine is shutting down", QUEUE_RETRY).with_code("draining")
                 }
-            });
+            }),
+        };
+        if let Err(error) = queued {
+            if let Some(target) = target {
+                HandoffGuard::new(Arc::clone(&seat), target).refuse(&error);
+            }
+            return Err(error);
         }
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let head = ReplyHead {
@@ -262,7 +280,8 @@ impl Exchange {
                 prompt_token_ids: self.request.return_token_ids.then(|| prompt.clone()),
             });
         }
-        let params = self.handoff.as_ref().map(|handoff| handoff.to_reply());
+        let secret = self.frontend.secret.as_ref();
+        let params = self.handoff.as_ref().map(|handoff| seal::reply(secret, handoff));
         let bytes = self.head.full(&finished, &self.counted.usage(), params.as_ref());
         Ok(match self.handoff.take() {
             None => http::json(StatusCode::OK, bytes),

@@ -6,9 +6,11 @@ use std::task::{Context, Poll};
 
 use baton_connector::Handle;
 use baton_connector::fetch::Reason;
+use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
+use super::rejection::Cause;
 use crate::dp_rank::{DpRank, Seat};
 use crate::peers::FetchTarget;
 use crate::sequence::{FinishReason, SeqId};
@@ -54,17 +56,20 @@ impl Drop for SequenceGuard {
 pub(super) struct HandoffGuard {
     core: Arc<DpRank>,
     target: Option<FetchTarget>,
+    cause: Cause,
 }
 
 impl HandoffGuard {
     pub(super) fn new(core: Arc<DpRank>, target: FetchTarget) -> Self {
-        Self { core, target: Some(target) }
+        Self { core, target: Some(target), cause: Cause::Dropped }
     }
 
-    /// The engine is too full for the request, and says so in an answer: a router that settles itself keeps the
-    /// lease for another engine.
-    pub(super) fn too_full(mut self) {
-        if self.target.as_ref().is_some_and(FetchTarget::survives_refusal) {
+    /// The request is refused, and the answer says why: a router that settles itself keeps the lease where another
+    /// engine might take the request.
+    pub(super) fn refuse(mut self, error: &ApiError) {
+        self.cause = Cause::of(error);
+        if self.cause.another_may_take_it() && self.target.as_ref().is_some_and(FetchTarget::survives_refusal)
+        {
             self.core.metrics.early_rejection("left_to_router");
             self.target = None;
         }
@@ -80,7 +85,7 @@ impl HandoffGuard {
 impl Drop for HandoffGuard {
     fn drop(&mut self) {
         if let Some(target) = self.target.take() {
-            self.core.metrics.early_rejection("refused");
+            self.core.metrics.early_rejection(self.cause.label());
             self.core.peers.release(&target, Reason::Rejected.label());
         }
     }

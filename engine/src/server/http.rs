@@ -8,10 +8,13 @@ use bytes::{Bytes, BytesMut};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Body, Incoming};
-use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::header::{CONTENT_TYPE, EXPECT, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 
-use super::{BODY_TIMEOUT, Frontend, control, debug, generate};
+use super::{BODY_TIMEOUT, Frontend, control, debug, generate, rejection};
+
+/// What is read of a body that is too large: enough for any handoff, which routers of ours send before the prompt.
+const READ_OF_TOO_LARGE: usize = 1 << 20;
 
 /// Every body this server sends.
 pub(super) type ReplyBody = BoxBody<Bytes, std::convert::Infallible>;
@@ -39,6 +42,10 @@ pub(super) async fn route(frontend: Arc<Frontend>, _peer: SocketAddr, request: R
         (&Method::GET, "/version") => Ok(json(StatusCode::OK, format!("{{\"version\":\"{}\"}}", version()))),
         (&Method::GET, "/metrics") => Ok(control::metrics(&frontend)),
         (&Method::GET, model) if model.starts_with("/v1/models/") => control::model(&frontend, model),
+        (&Method::POST, unknown) if unknown.starts_with("/v1/") && allowed(unknown).is_none() => {
+            // Another engine's endpoint: whatever was prefilled for it is given back.
+            Err(rejection::of_unread(&frontend, request, ApiError::not_found(unknown)).await)
+        }
         (_, known) => Err(match allowed(known) {
             Some(allowed) => ApiError::method_not_allowed(method.as_str(), allowed),
             None => ApiError::not_found(known),
@@ -92,22 +99,55 @@ pub(super) fn error_reply(error: &ApiError) -> Reply {
 ///
 /// A client that leaves before its body is complete is an abort, not a request (hyper keeps the task).
 pub(super) async fn read_body(request: Request<Incoming>, limit: usize) -> Result<Bytes, ApiError> {
-    let mut body = request.into_body();
-    if body.size_hint().lower() > limit as u64 {
+    if request.body().size_hint().lower() > limit as u64 {
         return Err(ApiError::payload_too_large(limit));
     }
+    read_what_comes(request, limit).await.map_err(|unread| unread.error)
+}
+
+/// Why a body was not read to its end, and what had come of it.
+pub(super) struct Unread {
+    pub(super) error: ApiError,
+    pub(super) read: Bytes,
+}
+
+/// As [`read_body`], for requests that may carry a handoff: what was read stays, so that the handoff can be given back.
+/// Of a body that is announced as too large the first [`READ_OF_TOO_LARGE`] bytes are read.
+pub(super) async fn read_what_comes(request: Request<Incoming>, limit: usize) -> Result<Bytes, Unread> {
+    let too_large = request.body().size_hint().lower() > limit as u64;
+    // One that asks first is told no, and sends nothing.
+    let asks = request.headers().contains_key(EXPECT);
+    let most = match (too_large, asks) {
+        (true, true) => 0,
+        (true, false) => limit.min(READ_OF_TOO_LARGE),
+        (false, _) => limit,
+    };
+    let mut body = request.into_body();
+    let mut bytes = BytesMut::new();
     let read = async {
-        let mut bytes = BytesMut::new();
-        while let Some(frame) = body.frame().await {
-            let frame = frame.map_err(|_| ApiError::client_gone())?;
-            if let Ok(data) = frame.into_data() {
-                if bytes.len() + data.len() > limit {
-                    return Err(ApiError::payload_too_large(limit));
+        let mut complete = false;
+        while !complete && bytes.len() < most {
+            match body.frame().await {
+                None => complete = true,
+                Some(Err(_)) => return Err(ApiError::client_gone()),
+                Some(Ok(frame)) => {
+                    let Ok(data) = frame.into_data() else { continue };
+                    let room = most - bytes.len();
+                    bytes.extend_from_slice(&data[..data.len().min(room)]);
+                    if data.len() > room {
+                        return Err(ApiError::payload_too_large(limit));
+                    }
                 }
-                bytes.extend_from_slice(&data);
             }
         }
-        Ok(bytes.freeze())
+        // A body of exactly the limit is not too large if that was its end.
+        if !complete && !too_large {
+            complete = body.frame().await.is_none();
+        }
+        if complete && !too_large { Ok(()) } else { Err(ApiError::payload_too_large(limit)) }
     };
-    tokio::time::timeout(BODY_TIMEOUT, read).await.map_err(|_| ApiError::request_timeout(BODY_TIMEOUT))?
+    let read = tokio::time::timeout(BODY_TIMEOUT, read).await;
+    let read = read.unwrap_or_else(|_| Err(ApiError::request_timeout(BODY_TIMEOUT)));
+    let bytes = bytes.freeze();
+    read.map(|()| bytes.clone()).map_err(|error| Unread { error, read: bytes })
 }

@@ -15,5 +15,6 @@ mod http;
 mod leases;
 mod pressure;
 mod refusals;
+mod rejections;
 mod stale;
 mod stopping;

@@ -11,6 +11,7 @@ use hyper::body::{Body, Frame};
 
 use super::{Exchange, Progress, echoed};
 use crate::server::follow::Piece;
+use crate::server::seal;
 
 pub(super) struct StreamBody {
     exchange: Exchange,
@@ -75,7 +76,9 @@ impl StreamBody {
         };
         let continuous = request.stream_options.continuous_usage_stats.then_some(&usage);
         let last = piece.finish.is_some() && self.exchange.open == 0;
-        let handoff = self.exchange.handoff.as_ref().filter(|_| last).map(|handoff| handoff.to_reply());
+        let secret = self.exchange.frontend.secret.as_ref();
+        let handoff =
+            self.exchange.handoff.as_ref().filter(|_| last).map(|handoff| seal::reply(secret, handoff));
         self.frames.push_back(self.chunks.delta(&delta, continuous, handoff.as_ref()));
         choice.characters += piece.text.chars().count();
     }

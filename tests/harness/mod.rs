@@ -1,18 +1,22 @@
-//! The vocabulary of the end-to-end tests.
+//! The vocabulary of the tests with real processes: `tests/e2e/` and `tests/faults/` share it.
 //!
 //! A test says what it waits for: a state within a time. It never takes the passing of time for a state.
+
+#![allow(dead_code, unused_imports)] // each of the test targets that share it uses its own part
 
 mod ask;
 mod books;
 mod cluster;
 mod http;
 mod process;
+mod proxy;
 
-pub(crate) use ask::Ask;
-pub(crate) use books::Books;
+pub(crate) use ask::{Ask, MODEL};
+pub(crate) use books::{Books, metric};
 pub(crate) use cluster::{Cluster, Engine};
-pub(crate) use http::{Call, HangUp, Reply};
+pub(crate) use http::{Answer, Call, HangUp, Reply, Stream};
 pub(crate) use process::{Process, Signal, ends, signal};
+pub(crate) use proxy::{End, Fault, Proxy};
 
 use std::time::{Duration, Instant};
 

@@ -37,6 +37,14 @@ pub(crate) struct Reply {
     pub(crate) body: Vec<u8>,
 }
 
+/// An answer as it came.
+pub(crate) enum Answer {
+    /// All of it.
+    Whole(Reply),
+    /// Its head; the events follow.
+    Streamed(Stream),
+}
+
 /// A streamed answer whose head has been read.
 pub(crate) struct Stream {
     pub(crate) status: u16,
@@ -49,21 +57,31 @@ pub(crate) struct Stream {
 impl Call {
     /// Sends these bytes as they are.
     pub(crate) fn raw(address: &str, bytes: &[u8]) -> Self {
-        let mut stream = TcpStream::connect(address).expect("it listens");
+        Self::try_raw(address, bytes).expect("it listens")
+    }
+
+    /// As [`Self::raw`], to a server that may not be there.
+    pub(crate) fn try_raw(address: &str, bytes: &[u8]) -> std::io::Result<Self> {
+        let mut stream = TcpStream::connect(address)?;
         stream.set_nodelay(true).expect("a socket option");
         stream.set_read_timeout(Some(SILENCE)).expect("a socket option");
         // A server that refuses by the head alone may close before it has read all.
         let _ = stream.write_all(bytes);
-        Self { stream }
+        Ok(Self { stream })
     }
 
     /// Sends one request with a JSON body of these bytes.
     pub(crate) fn new(address: &str, method: &str, path: &str, body: &[u8]) -> Self {
+        Self::try_new(address, method, path, body).expect("it listens")
+    }
+
+    /// As [`Self::new`], to a server that may not be there.
+    pub(crate) fn try_new(address: &str, method: &str, path: &str, body: &[u8]) -> std::io::Result<Self> {
         let head = format!(
             "{method} {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
             body.len()
         );
-        Self::raw(address, &[head.as_bytes(), body].concat())
+        Self::try_raw(address, &[head.as_bytes(), body].concat())
     }
 
     /// Leaves.
@@ -89,18 +107,19 @@ impl Call {
     pub(crate) fn try_reply(self) -> std::io::Result<Reply> {
         let mut reader = BufReader::new(self.stream);
         let (status, head) = read_head(&mut reader)?;
-        let mut body = Vec::new();
-        if let Some(length) = header(&head, "content-length") {
-            body.resize(length.parse().map_err(std::io::Error::other)?, 0);
-            reader.read_exact(&mut body)?;
-        } else if header(&head, "transfer-encoding").is_some() {
-            while let Some(chunk) = read_chunk(&mut reader)? {
-                body.extend(chunk);
-            }
-        } else {
-            reader.read_to_end(&mut body)?;
+        read_body(&mut reader, status, head)
+    }
+
+    /// Waits for the head of an answer, of a server that may not be well: a whole answer is then read to its end.
+    pub(crate) fn answer(self) -> std::io::Result<Answer> {
+        let mut reader = BufReader::new(self.stream);
+        let (status, head) = read_head(&mut reader)?;
+        let streamed =
+            header(&head, "content-type").is_some_and(|kind| kind.starts_with("text/event-stream"));
+        if streamed {
+            return Ok(Answer::Streamed(Stream { status, reader, pending: Vec::new(), ended: false }));
         }
-        Ok(Reply { status, head, body })
+        read_body(&mut reader, status, head).map(Answer::Whole)
     }
 
     /// Waits for the head of a streamed answer.
@@ -135,19 +154,24 @@ impl Reply {
 impl Stream {
     /// The next event's data; `None` at the end of the answer.
     pub(crate) fn event(&mut self) -> Option<String> {
+        self.try_event().expect("a chunk")
+    }
+
+    /// As [`Self::event`], of an answer that may break off.
+    pub(crate) fn try_event(&mut self) -> std::io::Result<Option<String>> {
         loop {
             if let Some(end) = self.pending.windows(2).position(|pair| pair == b"\n\n") {
                 let rest = self.pending.split_off(end + 2);
                 let event = std::mem::replace(&mut self.pending, rest);
                 let event = String::from_utf8(event).expect("events are text");
                 let data = event.trim_end().strip_prefix("data: ");
-                return Some(data.unwrap_or_else(|| panic!("not a data line: {event:?}")).to_owned());
+                return Ok(Some(data.unwrap_or_else(|| panic!("not a data line: {event:?}")).to_owned()));
             }
             if self.ended {
                 assert!(self.pending.is_empty(), "half an event at the end");
-                return None;
+                return Ok(None);
             }
-            match read_chunk(&mut self.reader).expect("a chunk") {
+            match read_chunk(&mut self.reader)? {
                 Some(chunk) => self.pending.extend(chunk),
                 None => self.ended = true,
             }
@@ -160,7 +184,7 @@ impl Stream {
     }
 }
 
-fn leave(mut stream: TcpStream, how: HangUp) {
+pub(super) fn leave(mut stream: TcpStream, how: HangUp) {
     match how {
         // Closed with bytes unread it would be a reset.
         HangUp::Fin => {
@@ -184,6 +208,21 @@ fn read_head(reader: &mut impl BufRead) -> std::io::Result<(u16, String)> {
     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
     let status = status.ok_or_else(|| std::io::Error::other(head.clone()))?;
     if status == 100 { read_head(reader) } else { Ok((status, head)) }
+}
+
+fn read_body(reader: &mut impl BufRead, status: u16, head: String) -> std::io::Result<Reply> {
+    let mut body = Vec::new();
+    if let Some(length) = header(&head, "content-length") {
+        body.resize(length.parse().map_err(std::io::Error::other)?, 0);
+        reader.read_exact(&mut body)?;
+    } else if header(&head, "transfer-encoding").is_some() {
+        while let Some(chunk) = read_chunk(reader)? {
+            body.extend(chunk);
+        }
+    } else {
+        reader.read_to_end(&mut body)?;
+    }
+    Ok(Reply { status, head, body })
 }
 
 fn header(head: &str, name: &str) -> Option<String> {

@@ -83,6 +83,23 @@ impl Process {
         }
     }
 
+    /// Its number.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// How it ended, if it has.
+    pub(crate) fn ended(&mut self) -> Option<std::process::ExitStatus> {
+        self.child.try_wait().expect("it is our child")
+    }
+
+    /// Its resident memory, in KiB; 0 when it has ended.
+    pub(crate) fn resident_kib(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap_or_default();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0)
+    }
+
     /// Its open file descriptors.
     pub(crate) fn descriptors(&self) -> usize {
         let open = std::fs::read_dir(format!("/proc/{}/fd", self.child.id()));
@@ -97,6 +114,11 @@ impl Process {
         };
         let status = eventually(within, &format!("{} ends", self.name), ended);
         assert!(status.success(), "{}: {status}", self.name);
+    }
+
+    /// Where it logs.
+    pub(crate) fn log_file(&self) -> &Path {
+        &self.log
     }
 
     /// What it has logged.

@@ -1,0 +1,42 @@
+//! An executor whose device fails: for tests of what becomes of requests and leases then.
+
+use baton_connector::KvLayout;
+use baton_connector::region::Region;
+
+use super::{Executor, ExecutorError, Logits, SeqStep};
+
+/// Fails from a certain step on.
+pub struct Failing {
+    inner: Box<dyn Executor>,
+    good_steps: u64,
+}
+
+impl Failing {
+    /// The first `good_steps` steps are the inner executor's.
+    #[must_use]
+    pub fn new(inner: Box<dyn Executor>, good_steps: u64) -> Self {
+        Self { inner, good_steps }
+    }
+}
+
+impl Executor for Failing {
+    fn layout(&self) -> KvLayout {
+        self.inner.layout()
+    }
+
+    fn regions(&self) -> &[Region] {
+        self.inner.regions()
+    }
+
+    fn vocab(&self) -> usize {
+        self.inner.vocab()
+    }
+
+    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
+        self.good_steps = self
+            .good_steps
+            .checked_sub(1)
+            .ok_or_else(|| ExecutorError::Device("it was to fail at this step".into()))?;
+        self.inner.execute(batch, logits)
+    }
+}

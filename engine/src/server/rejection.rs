@@ -1,0 +1,245 @@
+//! Early rejection: whatever makes this engine refuse a request that came with a handoff, the lease goes back.
+//!
+//! ```text
+//! body ── unread (413, 408, cut off, 404) ─┐
+//!      ── does not parse ──────────────────┴▶ salvage `kv_transfer_params` from what is there ─┐
+//!      ── parses ─▶ handoff read first, guard armed ─▶ 401, rank, role, validation, template,  ├▶ guard: release at P,
+//!                   model, length, layout, prompt, queue full, draining, device ───────────────┘   or left to a router
+//! ```
+//!
+//! Only a complete and valid handoff is used, never a guess; a malformed one is named, counted and left alone.
+//! A router that settles itself (`x-baton-router-settles`) keeps the lease where another engine might take the request.
+
+use std::sync::Arc;
+
+use baton_connector::Handoff;
+use baton_connector::handoff::KvIntent;
+use baton_openai::{ApiError, salvage_member};
+use hyper::Request;
+use hyper::body::Incoming;
+use hyper::header::{HeaderMap, HeaderName};
+use serde_json::Value;
+
+use super::guard::HandoffGuard;
+use super::http::{Unread, read_what_comes};
+use super::{Frontend, control, seal};
+use crate::dp_rank::DpRank;
+use crate::peers::FetchTarget;
+
+/// The field of a request that carries a handoff.
+pub(super) const PARAMS: &str = "kv_transfer_params";
+
+/// A router that tries other engines with the same handoff shows this.
+const ROUTER_SETTLES: HeaderName = HeaderName::from_static("x-baton-router-settles");
+
+/// Why a request with a handoff was refused: the label of `baton_early_rejections_total`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cause {
+    Unauthorized,
+    UnknownModel,
+    UnknownPath,
+    TooLarge,
+    SlowBody,
+    CutOff,
+    Unreadable,
+    TooLong,
+    WrongRole,
+    Layout,
+    Prompt,
+    Unsupported,
+    Invalid,
+    QueueFull,
+    Draining,
+    EngineFailed,
+    /// The request's task ended without a word: its connection was closed.
+    Dropped,
+}
+
+impl Cause {
+    pub(super) fn of(error: &ApiError) -> Self {
+        match (error.status, error.code.as_deref()) {
+            (401 | 403, _) => Self::Unauthorized,
+            (404, Some("model_not_found")) => Self::UnknownModel,
+            (404 | 405, _) => Self::UnknownPath,
+            (413, _) => Self::TooLarge,
+            (408, _) => Self::SlowBody,
+            (499, _) => Self::CutOff,
+            (429, _) => Self::QueueFull,
+            (503, Some("draining")) => Self::Draining,
+            (500.., _) => Self::EngineFailed,
+            (_, Some("malformed_body" | "duplicate_field")) => Self::Unreadable,
+            (_, Some("context_length_exceeded")) => Self::TooLong,
+            (_, Some("kv_wrong_role")) => Self::WrongRole,
+            (_, Some("kv_layout_mismatch")) => Self::Layout,
+            (_, Some("kv_prompt_mismatch")) => Self::Prompt,
+            (_, Some("kv_unsupported")) => Self::Unsupported,
+            _ => Self::Invalid,
+        }
+    }
+
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Unauthorized => "unauthorized",
+            Self::UnknownModel => "unknown_model",
+            Self::UnknownPath => "unknown_path",
+            Self::TooLarge => "too_large",
+            Self::SlowBody => "slow_body",
+            Self::CutOff => "cut_off",
+            Self::Unreadable => "unreadable",
+            Self::TooLong => "too_long",
+            Self::WrongRole => "wrong_role",
+            Self::Layout => "layout",
+            Self::Prompt => "prompt",
+            Self::Unsupported => "unsupported",
+            Self::Invalid => "invalid",
+            Self::QueueFull => "queue_full",
+            Self::Draining => "draining",
+            Self::EngineFailed => "engine_failed",
+            Self::Dropped => "dropped",
+        }
+    }
+
+    /// Whether another engine might take the request, with the same handoff.
+    pub(super) fn another_may_take_it(self) -> bool {
+        matches!(
+            self,
+            Self::Unauthorized
+                | Self::WrongRole
+                | Self::Layout
+                | Self::Prompt
+                | Self::QueueFull
+                | Self::Draining
+                | Self::EngineFailed
+        )
+    }
+}
+
+/// What `kv_transfer_params` asked for.
+pub(super) enum Intent {
+    Plain,
+    Produce { consumers: u16 },
+    Consume(Box<Handoff>),
+}
+
+/// What came with a request: the intent, or why it is refused, and the guard that gives a refused handoff back.
+pub(super) struct Offer {
+    pub(super) intent: Result<Intent, ApiError>,
+    pub(super) guard: Option<HandoffGuard>,
+}
+
+impl Offer {
+    /// Reads the intent before anything else of the request is judged, so that every later refusal gives the handoff
+    /// back. `core` sends the notice.
+    pub(super) fn read(
+        frontend: &Frontend,
+        core: &Arc<DpRank>,
+        params: Option<&Value>,
+        headers: &HeaderMap,
+    ) -> Self {
+        let refused = |error| Self { intent: Err(error), guard: None };
+        let Some(params) = params.filter(|params| !params.is_null()) else {
+            return Self { intent: Ok(Intent::Plain), guard: None };
+        };
+        let authorized = control::authorize(frontend, headers);
+        let intent = match (KvIntent::parse(params), &authorized) {
+            (Ok(intent), _) => intent,
+            // A stranger learns nothing.
+            (Err(_), Err(unauthorized)) => return refused(unauthorized.clone()),
+            (Err(error), Ok(())) => {
+                frontend.metrics.early_rejection("malformed_handoff");
+                let error = ApiError::invalid(PARAMS, error.to_string());
+                return refused(error.with_code("invalid_kv_transfer_params"));
+            }
+        };
+        let handoff = match intent {
+            None => return Self { intent: authorized.map(|()| Intent::Plain), guard: None },
+            Some(KvIntent::Produce { consumers }) => {
+                return Self { intent: authorized.map(|()| Intent::Produce { consumers }), guard: None };
+            }
+            Some(KvIntent::Consume(handoff)) => handoff,
+        };
+        if authorized.is_err()
+            && !frontend.secret.as_ref().is_some_and(|s| seal::is_genuine(s, &handoff, params))
+        {
+            frontend.metrics.early_rejection("unproven");
+            return Self { intent: authorized.map(|()| Intent::Plain), guard: None };
+        }
+        let mut random = [0; 8];
+        if getrandom::fill(&mut random).is_err() {
+            return refused(ApiError::internal("the system has no randomness"));
+        }
+        let mut target = FetchTarget::new(&handoff, u64::from_ne_bytes(random));
+        if headers.contains_key(&ROUTER_SETTLES) {
+            target.leave_to_router(frontend.load_failure);
+        }
+        let guard = HandoffGuard::new(Arc::clone(core), target);
+        Self { intent: authorized.map(|()| Intent::Consume(handoff)), guard: Some(guard) }
+    }
+
+    /// The request is refused: whatever came with it is given back.
+    pub(super) fn refuse(self, error: &ApiError) {
+        if let Some(guard) = self.guard {
+            guard.refuse(error);
+        }
+    }
+}
+
+/// A body that cannot be read as a whole: gives back the handoff that is complete in what is there.
+pub(super) fn of_broken(frontend: &Frontend, headers: &HeaderMap, body: &[u8], error: &ApiError) {
+    if let Some(params) = salvage_member(body, PARAMS) {
+        let core = frontend.seat(headers);
+        let core = core.as_ref().map_or(&frontend.cores[0], |seat| seat);
+        Offer::read(frontend, core, Some(&params), headers).refuse(error);
+    }
+}
+
+/// Refuses a request whose body is of no use here, and gives back the handoff in it.
+pub(super) async fn of_unread(
+    frontend: &Arc<Frontend>,
+    request: Request<Incoming>,
+    error: ApiError,
+) -> ApiError {
+    let frontend = Arc::clone(frontend);
+    let headers = request.headers().clone();
+    let told = error.clone();
+    // A task of its own: this one ends with its connection.
+    let giving_back = tokio::spawn(async move {
+        let limit = frontend.limits.body_bytes;
+        let body = read_what_comes(request, limit).await.unwrap_or_else(|Unread { read, .. }| read);
+        // Off the HTTP threads: a scan of megabytes would hold up aborts and releases.
+        drop(tokio::task::spawn_blocking(move || of_broken(&frontend, &headers, &body, &error)).await);
+    });
+    drop(giving_back.await);
+    told
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn an_engines_own_trouble_leaves_the_lease_to_a_router_that_settles_and_the_requests_does_not() {
+        let now = Duration::ZERO;
+        for (error, cause, elsewhere) in [
+            (ApiError::unauthorized(), Cause::Unauthorized, true),
+            (ApiError::overloaded("full", now), Cause::QueueFull, true),
+            (ApiError::unavailable("stopping", now).with_code("draining"), Cause::Draining, true),
+            (ApiError::unavailable("broken", now), Cause::EngineFailed, true),
+            (ApiError::internal("broken"), Cause::EngineFailed, true),
+            (ApiError::invalid(PARAMS, "role").with_code("kv_wrong_role"), Cause::WrongRole, true),
+            (ApiError::model_not_found("x"), Cause::UnknownModel, false),
+            (ApiError::not_found("/v1/x"), Cause::UnknownPath, false),
+            (ApiError::malformed("x"), Cause::Unreadable, false),
+            (ApiError::payload_too_large(1), Cause::TooLarge, false),
+            (ApiError::request_timeout(now), Cause::SlowBody, false),
+            (ApiError::client_gone(), Cause::CutOff, false),
+            (ApiError::context_length(1, 1, 1), Cause::TooLong, false),
+            (ApiError::invalid("n", "x"), Cause::Invalid, false),
+        ] {
+            assert_eq!(Cause::of(&error), cause, "{error}");
+            assert_eq!(cause.another_may_take_it(), elsewhere, "{error}");
+        }
+    }
+}

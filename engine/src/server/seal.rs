@@ -1,0 +1,105 @@
+//! `remote_seal`: a producer's proof, with the cluster's secret, that a handoff's handle and address are its own words.
+//!
+//! A request whose sender cannot show the secret is refused (401), and its lease is to be given back like any other:
+//! the handle is the right to release, whoever shows it. But a notice is a connection to the address in the handoff,
+//! and a stranger must not choose whom an engine connects to. So a stranger's handoff is given back only if a
+//! producer of this cluster has sealed it: then the address is not the stranger's choice.
+
+use baton_connector::Handoff;
+use baton_connector_tcp::Secret;
+use serde_json::Value;
+
+/// The field of `kv_transfer_params`, 64 hexadecimal digits; absent where there is no secret.
+const FIELD: &str = "remote_seal";
+
+/// Keeps these codes apart from the handshake's.
+const PURPOSE: &[u8] = b"baton handoff v2";
+
+/// A producer's reply: the handoff, sealed where there is a secret.
+pub(super) fn reply(secret: Option<&Secret>, handoff: &Handoff) -> Value {
+    let mut reply = handoff.to_reply();
+    if let (Some(secret), Some(fields)) = (secret, reply.as_object_mut()) {
+        let seal = with_words(handoff, |words| secret.authenticate(words));
+        let hex: String = seal.iter().map(|byte| format!("{byte:02x}")).collect();
+        fields.insert(FIELD.to_owned(), Value::from(hex));
+    }
+    reply
+}
+
+/// Whether a producer that knows the secret wrote this handoff's handle and address.
+pub(super) fn is_genuine(secret: &Secret, handoff: &Handoff, params: &Value) -> bool {
+    let seal = params.get(FIELD).and_then(Value::as_str).and_then(bytes);
+    seal.is_some_and(|seal| with_words(handoff, |words| secret.is_authentic(words, &seal)))
+}
+
+/// What a notice uses of a handoff. The number of ports comes before them, and only the last part has a length of its own.
+fn with_words<T>(handoff: &Handoff, act: impl FnOnce(&[&[u8]]) -> T) -> T {
+    let (handle, epoch) = (handoff.handle.0.to_le_bytes(), handoff.epoch.0.to_le_bytes());
+    let counts = [handoff.ports.len() as u64, handoff.block_tokens as u64, u64::from(handoff.consumers)];
+    let counts = counts.map(u64::to_le_bytes).concat();
+    let ports: Vec<u8> = handoff.ports.iter().flat_map(|port| port.to_le_bytes()).collect();
+    act(&[PURPOSE, &handle, &epoch, &counts, &ports, handoff.host.as_bytes()])
+}
+
+fn bytes(hex: &str) -> Option<[u8; 32]> {
+    let digits: &[u8; 64] = hex.as_bytes().try_into().ok()?;
+    let mut bytes = [0; 32];
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+        let digit = |digit: u8| char::from(digit).to_digit(16);
+        *byte = u8::try_from(digit(pair[0])? * 16 + digit(pair[1])?).ok()?;
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use baton_connector::handoff::KvIntent;
+    use baton_connector::{BlockId, Epoch, Handle, RequestId};
+
+    use super::*;
+
+    #[test]
+    fn a_seal_is_good_for_one_handle_at_one_address_under_one_secret() {
+        let secret = |text: &str| Secret::new(text.as_bytes()).expect("long enough");
+        let ours = secret("the cluster's own secret");
+        let handoff = Handoff {
+            handle: Handle(1),
+            epoch: Epoch(2),
+            engine_id: "p".into(),
+            request: RequestId::new("r").expect("an id"),
+            host: "10.0.0.1".into(),
+            ports: vec![5600, 5601],
+            blocks: vec![BlockId(0)],
+            block_tokens: 16,
+            tokens: 2,
+            lease_left: Some(Duration::from_secs(1)),
+            layout: 3,
+            prompt: 4,
+            cached: 0,
+            consumers: 2,
+        };
+        let sealed = reply(Some(&ours), &handoff);
+        let Ok(Some(KvIntent::Consume(read))) = KvIntent::parse(&sealed) else { panic!("{sealed}") };
+        assert!(is_genuine(&ours, &read, &sealed));
+        assert!(!is_genuine(&secret("another cluster's secret"), &read, &sealed));
+        assert!(!is_genuine(&ours, &read, &reply(None, &handoff)), "no seal");
+        let elsewhere = [
+            Handoff { host: "10.0.0.2".into(), ..handoff.clone() },
+            Handoff { ports: vec![5600, 5602], ..handoff.clone() },
+            Handoff { ports: vec![5600], ..handoff.clone() },
+            Handoff { consumers: 1, ..handoff.clone() },
+            Handoff { handle: Handle(9), ..handoff.clone() },
+            Handoff { epoch: Epoch(9), ..handoff.clone() },
+        ];
+        for other in elsewhere {
+            assert!(!is_genuine(&ours, &other, &sealed), "{other:?}");
+        }
+        for seal in ["", "0", &"0".repeat(64), &"é".repeat(32), &"g".repeat(64)] {
+            let mut forged = sealed.clone();
+            forged[FIELD] = Value::from(seal);
+            assert!(!is_genuine(&ours, &read, &forged), "{seal}");
+        }
+    }
+}

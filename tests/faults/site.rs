@@ -1,0 +1,417 @@
+//! The cluster of one lane, and a round on it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::harness::{Call, Fault, MODEL, PATIENCE, Proxy, eventually};
+use crate::plan::{Client, Harm, LEASE, Lane, Phase, Round, Target};
+use crate::question::{Fared, Question};
+use crate::server::{Server, State, Vitals};
+use crate::tally::Tally;
+
+/// A phase that has not come within this time is missed: the harm is then done anyway.
+const PHASE_WITHIN: Duration = Duration::from_millis(1500);
+
+/// After a round's end everything is back within this time: a lease (2 s), its drain (5 s), and a peer's silence (5 s),
+/// one after the other at worst.
+const SETTLED_WITHIN: Duration = Duration::from_secs(15);
+
+/// Blocks of the pools: some hundred tokens each, so that running out is normal.
+const PREFILL_BLOCKS: u64 = 96;
+const DECODE_BLOCKS: u64 = 80;
+
+/// See the module's documentation.
+pub(crate) struct Site {
+    lane: Lane,
+    prefill: Server,
+    decode: Vec<Server>,
+    router: Server,
+    proxies: Option<Proxies>,
+    /// Where clients connect.
+    url: String,
+    expired: f64,
+    _folder: TempDir,
+}
+
+/// A proxy on every link.
+struct Proxies {
+    client_router: Proxy,
+    router_prefill: Proxy,
+    router_decode: Proxy,
+    side_channel: Proxy,
+}
+
+impl Proxies {
+    fn link(&self, target: Target) -> &Proxy {
+        match target {
+            Target::ClientRouter => &self.client_router,
+            Target::RouterPrefill => &self.router_prefill,
+            Target::RouterDecode => &self.router_decode,
+            Target::SideChannel => &self.side_channel,
+            Target::Router | Target::Prefill | Target::Decode => unreachable!("a process is no link"),
+        }
+    }
+
+    fn all(&self) -> [&Proxy; 4] {
+        [&self.client_router, &self.router_prefill, &self.router_decode, &self.side_channel]
+    }
+}
+
+impl Site {
+    /// Starts the lane's processes.
+    pub(crate) fn start(lane: Lane) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let proxied = lane == Lane::Links;
+        let decode = if proxied { 1 } else { 2 };
+        let mut prefill = engine("P", "prefill", &prefill_options(proxied), &folder);
+        comes_back(&mut prefill, "prefill", &prefill_options(proxied));
+        let decode: Vec<Server> = (0..decode)
+            .map(|at| {
+                let mut server = engine(&format!("D{at}"), "decode", DECODE_OPTIONS, &folder);
+                comes_back(&mut server, "decode", DECODE_OPTIONS);
+                server
+            })
+            .collect();
+        let local = |target: &str| {
+            let any = SocketAddr::from(([127, 0, 0, 1], 0));
+            Proxy::start(any, target.parse().expect("an address")).expect("a free port")
+        };
+        // Everything of 127/8 is this machine: the same port, another address.
+        let side = |target: &str| {
+            let target: SocketAddr = target.parse().expect("an address");
+            Proxy::start(SocketAddr::from(([127, 0, 0, 2], target.port())), target).expect("a free port")
+        };
+        let links =
+            proxied.then(|| (local(&prefill.address), local(&decode[0].address), side(&prefill.second)));
+        let url = |direct: &str, proxy: Option<&Proxy>| {
+            let address = proxy.map_or(direct.to_owned(), |proxy| proxy.address.to_string());
+            json!({"url": format!("http://{address}")})
+        };
+        let prefill_url = url(&prefill.address, links.as_ref().map(|links| &links.0));
+        let decode_urls: Vec<Value> =
+            decode.iter().map(|server| url(&server.address, links.as_ref().map(|links| &links.1))).collect();
+        let mut config = json!({
+            "listen": "127.0.0.1:0", "admin": {"listen": "127.0.0.1:0"},
+            "models": [{"name": MODEL, "prefill": {"engines": [prefill_url]}, "decode": {"engines": decode_urls}}],
+            // Shorter than a user would have them, so that a round does not take minutes.
+            "timeouts": {
+                "connect_ms": 500, "prefill_silence_ms": 3000, "decode_first_byte_ms": 6000,
+                "stream_silence_ms": 2000, "client_stall_ms": 3000, "settle_ms": 1000, "engine_idle_ms": 500,
+            },
+        });
+        let file = folder.path().join("router.yaml");
+        let write = |config: &Value| {
+            std::fs::write(&file, config.to_string()).expect("the test's folder can be written");
+        };
+        write(&config);
+        let args = ["router", "--config", &file.display().to_string()].map(str::to_owned).to_vec();
+        let router = Server::start("router", args, "admin", folder.path());
+        config["listen"] = json!(router.address);
+        config["admin"] = json!({"listen": router.second});
+        write(&config);
+        let proxies = links.map(|(router_prefill, router_decode, side_channel)| Proxies {
+            client_router: local(&router.address),
+            router_prefill,
+            router_decode,
+            side_channel,
+        });
+        let url = proxies
+            .as_ref()
+            .map_or(router.address.clone(), |proxies| proxies.client_router.address.to_string());
+        Self { lane, prefill, decode, router, proxies, url, expired: 0.0, _folder: folder }
+    }
+
+    /// Every question once, undisturbed: all answers are right, and the processes have what they need.
+    pub(crate) fn warm_up(&mut self, questions: &[Question]) {
+        for question in questions {
+            let fared = question.put_to(&self.url, crate::question::Manner::Waits);
+            assert_eq!(fared, Ok(Fared::Right), "undisturbed, {}: {}", self.lane.name(), question.ask.body);
+        }
+        let fetched = self
+            .decode
+            .iter()
+            .map(|server| server.metric(&server.address, "vllm:external_prefix_cache_hits_total", ""));
+        assert!(fetched.sum::<f64>() > 500.0, "the blocks are fetched, not computed again");
+        self.settle();
+    }
+
+    /// One round: harm at a phase, its end, and everything back.
+    ///
+    /// # Errors
+    /// The violation.
+    ///
+    /// # Panics
+    /// As above, where a wait is over.
+    pub(crate) fn play(
+        &mut self,
+        round: &Round,
+        questions: &[Question],
+        tally: &Tally,
+    ) -> Result<(), String> {
+        if round.forget {
+            for server in self.engines() {
+                let _ = Call::new(&server.address, "POST", "/reset_prefix_cache", b"{}").reply();
+            }
+        }
+        let url = self.url.clone();
+        let wrong = std::thread::scope(|scope| {
+            let put = |client: &Client| {
+                let (client, url) = (*client, url.as_str());
+                scope.spawn(move || {
+                    after(client.after);
+                    questions[client.question].put_to(url, client.manner)
+                })
+            };
+            let clients: Vec<_> = if round.phase == Phase::Idle {
+                self.harm(round, tally);
+                round.clients.iter().map(put).collect()
+            } else {
+                self.stretch_before(round);
+                let clients: Vec<_> = round.clients.iter().map(put).collect();
+                self.wait_for(round);
+                after(round.aim);
+                self.harm(round, tally);
+                clients
+            };
+            after(round.hold);
+            self.heal();
+            let mut wrong = Vec::new();
+            for client in clients {
+                match client.join() {
+                    Ok(Ok(fared)) => tally.fared(fared),
+                    Ok(Err(violation)) => wrong.push(violation),
+                    Err(_) => wrong.push("a client could not make sense of its answer".to_owned()),
+                }
+            }
+            wrong
+        });
+        if !wrong.is_empty() {
+            return Err(wrong.join("\n"));
+        }
+        tally.settled(self.settle());
+        self.afterwards(round, questions)?;
+        let expired = self.prefill.metric(&self.prefill.address, "vllm:nixl_num_kv_expired_reqs", "");
+        tally.expired(expired - self.expired);
+        self.expired = expired;
+        self.servers().try_for_each(Server::is_well)
+    }
+
+    /// Makes the phase long, so that it can be hit.
+    fn stretch_before(&mut self, round: &Round) {
+        match (&self.proxies, round.phase) {
+            (Some(proxies), Phase::Lent) => {
+                proxies.router_decode.set(Fault::Delay(Duration::from_millis(80)))
+            }
+            (Some(proxies), Phase::Fetch) => {
+                let slow = Fault::Slow { bytes: 4096, pause: Duration::from_millis(4) };
+                proxies.side_channel.set(slow);
+            }
+            (None, Phase::Lent | Phase::Fetch) => self.decode.iter_mut().for_each(Server::pause),
+            _ => {}
+        }
+    }
+
+    /// Waits until a request is in the phase.
+    fn wait_for(&mut self, round: &Round) {
+        let begun = Instant::now();
+        let comes = |site: &Self, phase: Phase| {
+            while begun.elapsed() < PHASE_WITHIN && !site.seen().contains(&phase) {
+                after(Duration::from_millis(1));
+            }
+        };
+        match (self.proxies.is_some(), round.phase) {
+            (false, Phase::Fetch) => {
+                comes(self, Phase::Lent);
+                // What is asked of the decode engines now they read from a producer that says nothing.
+                after(Duration::from_millis(20));
+                self.prefill.pause();
+                self.decode.iter_mut().for_each(Server::revive);
+                comes(self, Phase::Fetch);
+            }
+            _ => comes(self, round.phase),
+        }
+    }
+
+    /// The phases in which requests are now.
+    fn seen(&self) -> BTreeSet<Phase> {
+        let mut seen = BTreeSet::new();
+        let prefill = self.prefill.books();
+        let decode: Vec<_> = self.decode.iter().filter_map(Server::books).collect();
+        let fetching: u64 = decode.iter().map(|books| books.fetching).sum();
+        if let Some(books) = &prefill {
+            let phases = [
+                (Phase::Queued, books.waiting > 0),
+                (Phase::Prefill, books.running > 0),
+                (Phase::Lent, books.leases > fetching),
+            ];
+            seen.extend(phases.into_iter().filter(|(_, is)| *is).map(|(phase, _)| phase));
+        }
+        if fetching > 0 {
+            seen.insert(Phase::Fetch);
+        }
+        if decode.iter().any(|books| books.running + books.waiting > 0) {
+            seen.insert(Phase::Decode);
+        }
+        seen
+    }
+
+    fn harm(&mut self, round: &Round, tally: &Tally) {
+        let mut seen = self.seen();
+        if seen.is_empty() {
+            seen.insert(Phase::Idle);
+        }
+        tally.harmed(round, &seen);
+        match round.harm {
+            Harm::Link(fault) => {
+                self.proxies.as_ref().expect("a lane with proxies").link(round.target).set(fault);
+            }
+            Harm::Pause => self.process(round.target).pause(),
+            Harm::Kill => self.process(round.target).kill(),
+        }
+        if round.target == Target::Prefill && round.harm == Harm::Kill {
+            self.expired = 0.0;
+        }
+        // What stood still only to make the phase long goes on: the harm alone is left.
+        let target = round.target;
+        let others = self.processes().filter(|(which, _)| *which != target);
+        others.filter(|(_, server)| server.state == State::Paused).for_each(|(_, server)| server.revive());
+    }
+
+    /// Everything runs, and every link is good.
+    fn heal(&mut self) {
+        if let Some(proxies) = &self.proxies {
+            proxies.all().iter().for_each(|proxy| proxy.set(Fault::None));
+        }
+        self.servers().for_each(Server::revive);
+    }
+
+    /// Waits until nobody holds anything; says for how long.
+    fn settle(&mut self) -> Duration {
+        let begun = Instant::now();
+        let engines = std::iter::once((&self.prefill, PREFILL_BLOCKS));
+        for (server, blocks) in engines.chain(self.decode.iter().map(|server| (server, DECODE_BLOCKS))) {
+            let back = || {
+                let books = server.books().ok_or("it does not answer")?;
+                // An engine that was started just now has not counted its pool yet.
+                let counted = books.total == blocks || books.total == 0 && books.steps == 0;
+                if books.is_baseline() && counted { Ok(()) } else { Err(format!("{books:?}")) }
+            };
+            let left = SETTLED_WITHIN.saturating_sub(begun.elapsed());
+            eventually(left, &format!("every block of {} is back", server.name), back);
+        }
+        eventually(PATIENCE, "the router is quiet", || {
+            let gauge = |name| self.router.metric(&self.router.second, name, "");
+            let busy = gauge("baton_router_requests_in_flight") + gauge("baton_router_settlements_in_flight");
+            if busy == 0.0 { Ok(()) } else { Err(format!("{busy} requests or settlements in flight")) }
+        });
+        begun.elapsed()
+    }
+
+    /// What the fault has left in the caches is right: the same block has the same bytes everywhere, and plain
+    /// requests that find it are answered rightly.
+    fn afterwards(&self, round: &Round, questions: &[Question]) -> Result<(), String> {
+        let mut known: BTreeMap<String, (String, String)> = BTreeMap::new();
+        for server in self.engines() {
+            for (hash, digest) in digests(&server.address) {
+                let (name, first) =
+                    known.entry(hash.clone()).or_insert_with(|| (server.name.clone(), digest.clone()));
+                if *first != digest {
+                    return Err(format!("block {hash} differs between {name} and {}", server.name));
+                }
+            }
+        }
+        let asked: BTreeSet<usize> = round.clients.iter().map(|client| client.question).collect();
+        std::thread::scope(|scope| {
+            let decode = self.decode.iter();
+            let again: Vec<_> = decode
+                .flat_map(|server| asked.iter().map(move |&at| (server, at)))
+                .map(|(server, at)| scope.spawn(move || questions[at].begins_right_at(&server.address)))
+                .collect();
+            again.into_iter().try_for_each(|asked| asked.join().map_err(|_| "a panic".to_owned())?)
+        })
+    }
+
+    fn process(&mut self, target: Target) -> &mut Server {
+        match target {
+            Target::Router => &mut self.router,
+            Target::Prefill => &mut self.prefill,
+            Target::Decode => &mut self.decode[0],
+            _ => unreachable!("a link is no process"),
+        }
+    }
+
+    /// Every process; decode engines beyond the first are nobody's target.
+    fn processes(&mut self) -> impl Iterator<Item = (Target, &mut Server)> {
+        let fixed = [(Target::Router, &mut self.router), (Target::Prefill, &mut self.prefill)];
+        let decode = self.decode.iter_mut().enumerate();
+        let which = |at| if at == 0 { Target::Decode } else { Target::SideChannel };
+        fixed.into_iter().chain(decode.map(move |(at, server)| (which(at), server)))
+    }
+
+    fn servers(&mut self) -> impl Iterator<Item = &mut Server> {
+        self.processes().map(|(_, server)| server)
+    }
+
+    fn engines(&self) -> impl Iterator<Item = &Server> {
+        std::iter::once(&self.prefill).chain(&self.decode)
+    }
+
+    /// What every process holds now.
+    pub(crate) fn vitals(&self) -> Vec<(String, Vitals)> {
+        let all = std::iter::once(&self.router).chain(self.engines());
+        all.map(|server| (server.name.clone(), server.vitals())).collect()
+    }
+}
+
+const DECODE_OPTIONS: &str = "--kv-blocks 80 --max-num-seqs 8 --pace-ms 6";
+
+fn prefill_options(proxied: bool) -> String {
+    let host = if proxied { " --side-channel-host 127.0.0.2" } else { "" };
+    format!("--kv-blocks 96 --max-num-batched-tokens 64 --max-num-seqs 2 --pace-ms 6{host}")
+}
+
+fn words(options: &str) -> Vec<String> {
+    options.split_ascii_whitespace().map(str::to_owned).collect()
+}
+
+fn engine_args(role: &str, options: &str, listen: &str, side: &str) -> Vec<String> {
+    let lease = LEASE.as_secs();
+    words(&format!(
+        "engine --role {role} --threads 1 --kv-lease-duration {lease} --listen {listen} --side-channel {side} {options}"
+    ))
+}
+
+fn engine(name: &str, role: &str, options: &str, folder: &TempDir) -> Server {
+    let args = engine_args(role, options, "127.0.0.1:0", "127.0.0.1:0");
+    Server::start(name, args, "side_channel", folder.path())
+}
+
+/// From now on it is started at the addresses it has.
+fn comes_back(server: &mut Server, role: &str, options: &str) {
+    let args = engine_args(role, options, &server.address, &server.second);
+    server.restarts_with(args);
+}
+
+/// Hash and digest of every cached block of an engine.
+fn digests(address: &str) -> Vec<(String, String)> {
+    let (mut all, mut after) = (Vec::new(), String::new());
+    loop {
+        let page = Call::new(address, "GET", &format!("/debug/kv/digests{after}"), b"").reply().json();
+        let text = |value: &Value| value.as_str().expect("a hash").to_owned();
+        let blocks = page["blocks"].as_array().expect("a list");
+        all.extend(blocks.iter().map(|block| (text(&block["hash"]), text(&block["sha256"]))));
+        match page["next"].as_str() {
+            Some(next) => after = format!("?after={next}"),
+            None => return all,
+        }
+    }
+}
+
+#[allow(clippy::disallowed_methods)] // the time of a round's events is what its seed chose
+fn after(time: Duration) {
+    std::thread::sleep(time);
+}
