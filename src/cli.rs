@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use baton_bench::Benchmark;
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
-use baton_engine::engine::KvTransport;
 use baton_engine::server::Role;
+use baton_engine::transport::KvTransport;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 /// A front door and engines for disaggregated LLM serving

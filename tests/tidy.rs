@@ -14,7 +14,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("baton-connector-channel", &["baton-connector"]),
     ("baton-connector-shm", &["baton-connector", "baton-connector-channel"]),
     ("baton-connector-tcp", &["baton-connector", "baton-connector-channel"]),
-    ("baton-engine", &["baton-connector", "baton-connector-tcp", "baton-openai"]),
+    ("baton-engine", &["baton-connector", "baton-connector-shm", "baton-connector-tcp", "baton-openai"]),
     ("baton-router", &["baton-connector", "baton-openai"]),
     (
         "baton-bench",

@@ -97,6 +97,12 @@ pub type StopFlag = std::sync::atomic::AtomicBool;
 
 /// The consumer's side of a transport.
 pub trait Transport: Send + Sync {
+    /// The name of what carries a peer's blocks, for logs and metrics; it may differ from peer to peer.
+    fn carrier(&self, peer: &Peer) -> &'static str {
+        let _ = peer;
+        "other"
+    }
+
     /// Reads blocks straight into `region`. When this returns, whatever it returns, nothing writes into the
     /// landing blocks any more.
     ///

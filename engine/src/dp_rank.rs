@@ -14,8 +14,9 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use baton_connector::lease::LeaseTerms;
+use baton_connector::transport::Producer;
 use baton_connector::{EngineId, Epoch};
-use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
+use baton_connector_tcp::{ClientOptions, Secret, ServerOptions};
 use tokio_util::sync::CancellationToken;
 
 use crate::engine::{EngineOptions, StartError, system};
@@ -32,6 +33,7 @@ use crate::peers::{OwnCache, Peers};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::status::StatusBoard;
 use crate::step_loop::{Parts, StepLoop};
+use crate::transport::{self, SideChannel};
 
 /// What the HTTP side knows of one core.
 pub struct DpRank {
@@ -104,7 +106,7 @@ pub(crate) struct RunningRank {
     pub cache: OwnCache,
     /// Tokens of one sequence.
     pub capacity: usize,
-    servers: Vec<TcpServer>,
+    servers: Vec<SideChannel>,
     step_loop: JoinHandle<()>,
     lease_timer: JoinHandle<()>,
     timer_stop: Arc<AtomicBool>,
@@ -137,17 +139,19 @@ impl RunningRank {
         let mut servers = Vec::with_capacity(sides.len());
         for ((side, rank), region) in sides.into_iter().zip(cache.geometry.each_rank()).zip(&cache.regions) {
             let producer = KvRank::new(Arc::clone(&desk), cache.geometry, rank, region.clone());
-            let options = ServerOptions { secret: common.secret.clone(), ..ServerOptions::default() };
-            servers
-                .push(TcpServer::start(side, Arc::new(producer), options).map_err(system("side channel"))?);
+            let producer: Arc<dyn Producer> = Arc::new(producer);
+            let limits = ServerOptions { secret: common.secret.clone(), ..ServerOptions::default() };
+            let server = SideChannel::start(options.kv_transport, side, &producer, &limits);
+            servers.push(server.map_err(system("side channel"))?);
         }
         // A connection per read, and some for heartbeats and releases beside them.
         let connections_per_peer_max = 2 * options.fetch_workers.max(4);
-        let transport = Arc::new(TcpTransport::new(ClientOptions {
+        let client = ClientOptions {
             secret: common.secret.clone(),
             connections_per_peer_max,
             ..ClientOptions::default()
-        }));
+        };
+        let transport = transport::consumer(options.kv_transport, &client);
         let peers = Peers::start(
             transport,
             cache.clone(),
@@ -226,13 +230,13 @@ impl RunningRank {
 /// A core that computes nothing any more and still answers its peers.
 pub(crate) struct WoundDown {
     peers: Arc<Peers>,
-    servers: Vec<TcpServer>,
+    servers: Vec<SideChannel>,
 }
 
 impl WoundDown {
     /// Delivers what peers are still owed, until `deadline`, and closes the side channel.
     pub(crate) fn close(self, deadline: Instant) {
-        self.servers.into_iter().for_each(TcpServer::shutdown);
+        self.servers.into_iter().for_each(SideChannel::shutdown);
         self.peers.shutdown(deadline);
     }
 }

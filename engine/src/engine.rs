@@ -27,21 +27,10 @@ use crate::model::identity::identity;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelError, ModelFiles};
 use crate::server::{Frontend, Role, is_loopback, serve};
+use crate::transport::{KvTransport, shared_pool};
 
 /// Engine cores of one process.
 const DATA_PARALLEL_MAX: usize = 64;
-
-/// How blocks travel between engines.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum KvTransport {
-    /// Shared memory between engines of one host, TCP between others.
-    #[default]
-    Auto,
-    /// Shared memory only: a producer of another host is an error.
-    Shm,
-    /// TCP only: this engine neither reads shared memory nor offers its own.
-    Tcp,
-}
 
 /// Everything that can be set about an engine.
 #[derive(Clone, Debug)]
@@ -406,6 +395,10 @@ fn cpu_options(options: &EngineOptions, block_bytes: usize) -> Result<CpuOptions
         block_tokens: options.block_tokens,
         kv_ranks: options.kv_ranks,
         kv_dtype: options.kv_dtype,
+        pool: match options.kv_transport {
+            KvTransport::Tcp => Region::allocate,
+            KvTransport::Auto | KvTransport::Shm => shared_pool,
+        },
         ..CpuOptions::default()
     };
     cpu.threads = (options.threads.unwrap_or(cpu.threads) / options.data_parallel_size).max(1);

@@ -28,3 +28,4 @@ pub mod server;
 pub mod status;
 pub mod step_loop;
 pub mod stop;
+pub mod transport;

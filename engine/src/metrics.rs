@@ -193,6 +193,15 @@ impl EngineMetrics {
         }
     }
 
+    /// What carried the blocks of a fetch that was valid.
+    pub fn carried(&self, transport: &'static str, bytes: u64) {
+        let make = self.make();
+        let help = "Fetches whose blocks were valid, by transport.";
+        make.counter_with("baton_kv_transfers_total", help, "transport", transport).increment(1);
+        let help = "Bytes of such fetches, by transport.";
+        make.counter_with("baton_kv_transfer_bytes_total", help, "transport", transport).increment(bytes);
+    }
+
     /// A fetch that failed, and what became of it.
     pub fn load_failed(&self, policy: &'static str) {
         self.make()

@@ -21,7 +21,7 @@ use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::limits::KV_LEASE_DURATION;
 use baton_connector::slice::{Geometry, SliceError, rank_fingerprint};
 use baton_connector::transport::{Peer, Transport, TransportError};
-use baton_connector::{BlockId, Epoch, Handle, Handoff, KvLayout, Rank};
+use baton_connector::{BlockId, Epoch, Handle, Handoff, KvLayout, Rank, Reader};
 
 use crate::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
@@ -72,6 +72,36 @@ impl FetchTarget {
             survives_failure: false,
             cached: handoff.cached,
         }
+    }
+
+    /// The lease.
+    #[must_use]
+    pub fn handle(&self) -> Handle {
+        self.handle
+    }
+
+    /// Who reads it, where it is read over one link.
+    #[must_use]
+    pub fn reader(&self) -> Reader {
+        Reader::sole(self.consumer)
+    }
+
+    /// The producer's epoch when it made the handoff.
+    #[must_use]
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// The port of the side channel of the producer's first rank.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.ports[0]
+    }
+
+    /// How long the lease lives without a heartbeat.
+    #[must_use]
+    pub fn lease(&self) -> Duration {
+        self.lease
     }
 
     /// Prompt tokens that the producer found in its prefix cache.

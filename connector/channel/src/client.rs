@@ -176,6 +176,10 @@ impl<R: Reach> Client<R> {
 }
 
 impl<R: Reach> Transport for Client<R> {
+    fn carrier(&self, _peer: &Peer) -> &'static str {
+        R::NAME
+    }
+
     fn read(
         &self,
         peer: &Peer,

@@ -30,7 +30,9 @@ mod deliver;
 mod land;
 mod source;
 
-pub use baton_connector_channel::{ClientOptions, Secret, SecretTooShort, ServerOptions, ServerStats};
+pub use baton_connector_channel::{
+    ClientOptions, NotAdmitted, Secret, SecretTooShort, ServerOptions, ServerStats,
+};
 pub use deliver::TcpServer;
 pub use land::{Tcp, TcpTransport};
 

@@ -58,6 +58,8 @@ pub struct CpuOptions {
     pub weights: WeightMode,
     /// Instruction set.
     pub isa: Isa,
+    /// Makes the KV pool: so many zeroed blocks of so many bytes.
+    pub pool: fn(usize, usize) -> Region,
 }
 
 impl Default for CpuOptions {
@@ -70,6 +72,7 @@ impl Default for CpuOptions {
             kv_dtype: KvDtype::F32,
             weights: WeightMode::Stored,
             isa: Isa::detect(),
+            pool: Region::allocate,
         }
     }
 }
@@ -150,7 +153,7 @@ impl CpuExecutor {
             dtype: options.kv_dtype,
         };
         let geometry = Geometry::new(layout, options.kv_ranks).expect("ranks that divide the heads");
-        let regions = geometry.each_rank().map(|_| allocate(options.blocks, geometry.shard().block_bytes()));
+        let regions = geometry.each_rank().map(|_| allocate(options, geometry.shard().block_bytes()));
         Self {
             network,
             regions: regions.collect(),
@@ -176,9 +179,9 @@ impl CpuExecutor {
 }
 
 /// The memory of one rank.
-fn allocate(blocks: usize, block_bytes: usize) -> Region {
-    let region = Region::allocate(blocks, block_bytes);
-    arena::collapse_into_huge_pages(region.block_ptr(BlockId(0)), blocks * block_bytes);
+fn allocate(options: &CpuOptions, block_bytes: usize) -> Region {
+    let region = (options.pool)(options.blocks, block_bytes);
+    arena::collapse_into_huge_pages(region.block_ptr(BlockId(0)), options.blocks * block_bytes);
     region
 }
 

@@ -15,7 +15,7 @@ use baton_connector::fetch::{Answer, Event, FailureKind};
 use baton_connector::gather::{self, Gather};
 use baton_connector::region::Region;
 use baton_connector::slice::{Geometry, Slice, SliceError};
-use baton_connector::transport::{Part, Peer, ReadOrder, Transport, TransportError};
+use baton_connector::transport::{Part, Peer, ReadOrder, Transport, TransportError, Verdict};
 use baton_connector::{BlockId, Rank, Reader};
 
 use super::FetchTarget;
@@ -232,6 +232,10 @@ impl Shared {
             Ok(peer) => {
                 report.say(gather::Event::Done);
                 let verdict = self.transport.finish(&peer, order.handle, order.reader);
+                if verdict == Ok(Verdict::Valid) {
+                    let bytes = order.bytes(self.cache.geometry.shard().block_bytes());
+                    self.metrics.carried(self.transport.carrier(&peer), bytes as u64);
+                }
                 let unknown = verdict.is_err();
                 report.last(gather::Event::Verdict(Answer::from(verdict)));
                 if unknown {

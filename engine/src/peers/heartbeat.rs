@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use baton_connector::Rank;
 use baton_connector::fetch::Event;
 use baton_connector::ledger::HeartbeatReply;
-use baton_connector::limits::{HEARTBEAT_HANDLES_MAX, HEARTBEATS_PER_LEASE};
+use baton_connector::limits::{HEARTBEAT_HANDLES_MAX, HEARTBEATS_PER_LEASE, RENEWED_FOR_MAX};
 use baton_connector::transport::{Peer, Transport};
 
 use super::FetchTarget;
@@ -26,6 +26,8 @@ struct Entry {
     rank: Rank,
     interval: Duration,
     due: Instant,
+    /// From then on it is not renewed any more: see [`RENEWED_FOR_MAX`].
+    until: Instant,
 }
 
 #[derive(Default)]
@@ -38,7 +40,8 @@ impl Heartbeat {
     pub(super) fn add(&self, id: SeqId, target: FetchTarget) {
         let interval = (target.lease / HEARTBEATS_PER_LEASE).max(INTERVAL_MIN);
         // The first beat at once: the request may have been on its way for most of the lease.
-        let entry = Entry { target, rank: Rank(0), interval, due: Instant::now() };
+        let (now, rank) = (Instant::now(), Rank(0));
+        let entry = Entry { rank, interval, due: now, until: now + target.lease * RENEWED_FOR_MAX, target };
         self.lock().insert(id, entry);
         self.changed.notify_one();
     }
@@ -53,6 +56,10 @@ impl Heartbeat {
 
     pub(super) fn run(&self, transport: &dyn Transport, mailbox: &Mailbox, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
+            for id in self.given_up() {
+                tracing::warn!(seq = id.0, "no room for this handoff for too long; it is given up");
+                mailbox.fetch(id, Event::LeaseGone);
+            }
             for (peer, members) in self.due() {
                 for batch in members.chunks(HEARTBEAT_HANDLES_MAX) {
                     let handles: Vec<_> = batch.iter().map(|(_, target)| target.handle).collect();
@@ -83,6 +90,15 @@ impl Heartbeat {
                 }
             }
         }
+    }
+
+    /// Takes out what has been renewed for long enough.
+    fn given_up(&self) -> Vec<SeqId> {
+        let (now, mut entries) = (Instant::now(), self.lock());
+        let over: Vec<SeqId> =
+            entries.iter().filter(|(_, entry)| entry.until <= now).map(|(&id, _)| id).collect();
+        over.iter().for_each(|id| drop(entries.remove(id)));
+        over
     }
 
     /// Takes what is due, grouped by producer, and sets the next time.

@@ -18,3 +18,4 @@ mod refusals;
 mod rejections;
 mod stale;
 mod stopping;
+mod transports;
