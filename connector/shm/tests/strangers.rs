@@ -99,7 +99,7 @@ fn plain_socket(peer: &Peer) -> UnixStream {
 /// The bytes of a consumer without a secret, up to its admission.
 fn introduction(peer: &Peer) -> Vec<u8> {
     let mut bytes = b"BATON-KV".to_vec();
-    bytes.extend([1, 0, 0, 0]);
+    bytes.extend([2, 0, 0, 0]);
     bytes.extend([7; 32]);
     bytes.extend(peer.epoch.0.to_le_bytes());
     bytes.extend(peer.fingerprint.to_le_bytes());
@@ -122,6 +122,7 @@ fn admitted(peer: &Peer) -> UnixStream {
 fn message(kind: u8, handle: Handle, more: &[u8]) -> Vec<u8> {
     let mut payload = handle.0.to_le_bytes().to_vec();
     payload.extend(READER.consumer.to_le_bytes());
+    payload.extend(READER.of.to_le_bytes());
     payload.extend(READER.rank.0.to_le_bytes());
     payload.extend(more);
     let mut frame = vec![kind];
