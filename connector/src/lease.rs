@@ -23,11 +23,15 @@
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/lease.txt`.
 
+mod portrait;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::limits::{CONSUMERS_MAX, DRAIN_DEADLINE, HEARTBEAT_EXTENSION, KV_LEASE_DURATION, READERS_MAX};
 use crate::{Rank, Reader, Time};
+
+pub use portrait::LeasePortrait;
 
 /// How long a lease lives and drains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +57,7 @@ impl LeaseTerms {
 }
 
 /// Why a lease ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Cause {
     /// Every expected consumer has everything.
     Fetched,
@@ -76,7 +80,7 @@ impl Cause {
 }
 
 /// Where a lease stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum State {
     /// Nobody reads.
     Offered,

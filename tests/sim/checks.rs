@@ -1,5 +1,7 @@
 //! The invariants of ARCHITECTURE.md, looked at after every event and at the end.
 
+use baton_connector::exchange::Outcome;
+
 use crate::clients::End;
 use crate::sim::Sim;
 
@@ -59,8 +61,16 @@ impl Sim {
             }
         }
         for (index, client) in self.clients.asks.iter().enumerate() {
-            if client.end.is_none() {
-                found.push(format!("I6: client {index} was never told an end"));
+            let outcome = self.routers[client.router].outcome(index);
+            match (client.end, outcome) {
+                (None, _) => found.push(format!("I6: client {index} was never told an end")),
+                (Some(End::Complete), Some(outcome)) if outcome != Outcome::Completed => {
+                    found.push(format!("I6: client {index} says complete, its router {outcome:?}"));
+                }
+                (Some(End::Error), Some(Outcome::Completed)) => {
+                    found.push(format!("I6: client {index} says error, its router completed"));
+                }
+                _ => {}
             }
         }
         if let Some(first) = found.into_iter().next() {

@@ -29,7 +29,7 @@ pub struct Client {
     pub arrives: Micros,
     pub leaves: Option<Micros>,
     silently: bool,
-    router: usize,
+    pub router: usize,
     conn: Option<ConnId>,
     got: Vec<usize>,
     right: Vec<u32>,

@@ -2,7 +2,7 @@
 //! around them.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use baton_engine::engine_core::{EngineCore, Fact, ProducerAddress, Surroundings}
 use baton_engine::mailbox::Mail;
 use baton_engine::peers::FetchTarget;
 use baton_engine::scheduler::{Planned, Scheduler, SchedulerConfig};
-use baton_engine::sequence::SeqId;
+use baton_engine::sequence::{FinishReason, SeqId};
 
 use crate::consumer::Peers;
 use crate::device::{self, Device};
@@ -54,7 +54,7 @@ pub struct World {
     address: ProducerAddress,
     epoch: Epoch,
     dice: Dice,
-    finished: RefCell<BTreeSet<SeqId>>,
+    finished: RefCell<BTreeMap<SeqId, FinishReason>>,
     /// Sequences whose end was told twice, and other news for the checks.
     pub news: RefCell<Vec<News>>,
 }
@@ -70,6 +70,11 @@ pub enum News {
 impl World {
     pub fn time(&self) -> Time {
         Time(self.local)
+    }
+
+    /// How the books say that a sequence ended.
+    pub fn ended(&self, id: SeqId) -> Option<FinishReason> {
+        self.finished.borrow().get(&id).copied()
     }
 }
 
@@ -140,7 +145,10 @@ impl Surroundings for World {
 
     fn note(&self, fact: Fact<'_>) {
         let news = match fact {
-            Fact::Finished { id, .. } if !self.finished.borrow_mut().insert(id) => News::FinishedTwice(id),
+            Fact::Finished { id, reason, .. } => match self.finished.borrow_mut().insert(id, reason) {
+                Some(_) => News::FinishedTwice(id),
+                None => return,
+            },
             Fact::LoadFailed("recompute") => News::Recomputed,
             Fact::LoadFailed(_) => News::LoadFailed,
             Fact::DeviceFailed(_) => News::DeviceFailed,

@@ -211,10 +211,18 @@ impl Sim {
     }
 
     fn front_event(&mut self, engine: usize, conn: ConnId, choice: u32, event: SeqEvent) {
-        let front = self.engines[engine].fronts.get_mut(&conn).expect("it has just spoken");
-        if !front.open.iter().any(|(index, _)| *index == choice) {
+        let front = &self.engines[engine].fronts[&conn];
+        let Some(id) = front.open.iter().find(|(index, _)| *index == choice).map(|(_, id)| *id) else {
             return self.wrong(format!("I6: choice {choice} spoke after its end: {event:?}"));
+        };
+        if let SeqEvent::Finished(end) = &event {
+            let booked = self.engine(engine).world().ended(id);
+            if booked.is_some_and(|reason| reason != end.reason) {
+                let said = end.reason;
+                return self.wrong(format!("I6: the books say {booked:?}, the front end was told {said:?}"));
+            }
         }
+        let front = self.engines[engine].fronts.get_mut(&conn).expect("it has just spoken");
         let last = !matches!(event, SeqEvent::Started { .. } | SeqEvent::Token(_));
         if last {
             front.open.retain(|(index, _)| *index != choice);

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use baton_connector::exchange::{Attempt, Event as Fact, Exchange, Failure, Fit, Settlement};
+use baton_connector::exchange::{Attempt, Event as Fact, Exchange, Failure, Fit, Outcome, Settlement, State};
 use baton_connector::{Handoff, Time};
 use baton_engine::mailbox::Legs;
 
@@ -75,6 +75,11 @@ impl Router {
         self.up = false;
         self.requests.clear();
         self.debts.clear();
+    }
+
+    /// How a client's request ended here, if this life of the router has had it and it has ended.
+    pub fn outcome(&self, client: usize) -> Option<Outcome> {
+        self.requests.get(&client)?.exchange.outcome()
     }
 
     /// Requests that have not ended.
@@ -176,7 +181,6 @@ impl Sim {
             self.pay(router, client, debt);
         }
         if let Some(outcome) = step.ended {
-            use baton_connector::exchange::Outcome;
             let request = &self.routers[router].requests[&client];
             let (conn, decode) = (request.client, request.decode);
             if outcome == Outcome::Completed {
@@ -349,7 +353,6 @@ impl Sim {
     }
 
     fn accepted(&self, router: usize, client: usize) -> bool {
-        use baton_connector::exchange::State;
         self.routers[router]
             .requests
             .get(&client)
@@ -357,7 +360,6 @@ impl Sim {
     }
 
     fn streaming(&self, router: usize, client: usize) -> bool {
-        use baton_connector::exchange::State;
         let request = self.routers[router].requests.get(&client);
         request.is_some_and(|r| matches!(r.exchange.state(), State::Streaming(..)))
     }

@@ -1,5 +1,5 @@
 //! Threads that read blocks: a set for each rank of this engine's KV cache. A read blocks its thread, so a rank has
-//! as many reads in flight as it has workers.
+//! as many reads in flight as it has workers; one rank of one producer has all of them but one at most ([`Turns`]).
 //!
 //! A fetch is one job per link: per pair of ranks, there and here, that share heads ([`Geometry::links`]). The
 //! [`Gather`] of the fetch makes one report of theirs for the step loop.
@@ -18,7 +18,8 @@ use baton_connector::slice::{Geometry, Slice, SliceError};
 use baton_connector::transport::{Part, Peer, ReadOrder, Transport, TransportError, Verdict};
 use baton_connector::{BlockId, Rank, Reader};
 
-use super::FetchTarget;
+use super::turns::Turns;
+use super::{FetchTarget, Producer};
 use crate::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
 use crate::sequence::SeqId;
@@ -56,13 +57,12 @@ struct Job {
 
 /// Jobs of one rank that wait for a worker. At most one per link of a fetching sequence, which the scheduler bounds;
 /// those of a fetch that is given up leave at once.
-#[derive(Default)]
 struct Queue {
     waiting: VecDeque<Job>,
+    turns: Turns<Producer>,
     closed: bool,
 }
 
-#[derive(Default)]
 struct Jobs {
     queue: Mutex<Queue>,
     arrived: Condvar,
@@ -90,7 +90,7 @@ impl FetchWorkers {
         metrics: Arc<EngineMetrics>,
         workers: usize,
     ) -> std::io::Result<(Self, Vec<JoinHandle<()>>)> {
-        let jobs = cache.regions.iter().map(|_| Jobs::default()).collect();
+        let jobs = cache.regions.iter().map(|_| Jobs::new(workers)).collect();
         let shared = Arc::new(Shared { transport, cache, mailbox, metrics, jobs, runs: Mutex::default() });
         let mut threads = Vec::with_capacity(workers * shared.jobs.len());
         for rank in 0..shared.jobs.len() {
@@ -205,13 +205,18 @@ impl Shared {
         while let Some(job) = self.jobs[rank].next() {
             // A panic costs one fetch, not the worker: its rank must not be without. `Report` says that it is lost.
             let read = AssertUnwindSafe(|| self.read(rank, &job));
-            if std::panic::catch_unwind(read).is_err() {
+            let answered = std::panic::catch_unwind(read).unwrap_or_else(|_| {
                 tracing::error!(seq = job.run.id.0, rank, "a read panicked");
-            }
+                false
+            });
+            let jobs = &self.jobs[rank];
+            lock(&jobs.queue).turns.ended(&job.endpoint(), answered);
+            jobs.arrived.notify_all();
         }
     }
 
-    fn read(&self, rank: usize, job: &Job) {
+    /// Says whether the producer answered, whatever it answered.
+    fn read(&self, rank: usize, job: &Job) -> bool {
         let Job { run, order, .. } = job;
         let mut report = Report { shared: self, run, link: job.link, owed: true };
         let peer = if run.stop.load(Ordering::Acquire) {
@@ -228,6 +233,7 @@ impl Shared {
                 // Given up while the last bytes came in: nobody will ask for the verdict.
                 report.last(gather::Event::Failed(FailureKind::Transfer));
                 self.give_up(&peer, job);
+                true
             }
             Ok(peer) => {
                 report.say(gather::Event::Done);
@@ -241,12 +247,14 @@ impl Shared {
                 if unknown {
                     self.give_up(&peer, job);
                 }
+                !unknown
             }
             Err(error) => {
                 if error != TransportError::Stopped {
                     tracing::warn!(seq = run.id.0, from = job.from.0, rank, %error, "fetch failed");
                 }
                 report.last(gather::Event::Failed(FailureKind::from(&error)));
+                matches!(error, TransportError::Gone | TransportError::Refused(_))
             }
         }
     }
@@ -309,12 +317,28 @@ impl Shared {
     }
 }
 
+impl Job {
+    /// Whose turn it is.
+    fn endpoint(&self) -> Producer {
+        self.run.target.endpoint(self.from)
+    }
+}
+
 impl Jobs {
-    /// The next job; `None` at the end.
+    fn new(workers: usize) -> Self {
+        let turns = Turns::new(workers, workers.saturating_sub(1));
+        let queue = Queue { waiting: VecDeque::new(), turns, closed: false };
+        Self { queue: Mutex::new(queue), arrived: Condvar::new() }
+    }
+
+    /// The next job whose producer may be dealt with; `None` at the end.
     fn next(&self) -> Option<Job> {
         let mut queue = lock(&self.queue);
         loop {
-            if let Some(job) = queue.waiting.pop_front() {
+            let Queue { waiting, turns, .. } = &mut *queue;
+            let next = waiting.iter().position(|job| turns.may_start(&job.endpoint()));
+            if let Some(job) = next.and_then(|at| waiting.remove(at)) {
+                turns.started(&job.endpoint());
                 return Some(job);
             }
             if queue.closed {

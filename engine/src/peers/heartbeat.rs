@@ -1,5 +1,5 @@
-//! Renews the leases of sequences that wait for their blocks, on a thread of its own: a decode engine in a long
-//! forward pass keeps what it has been promised.
+//! Renews the leases of sequences that wait for their blocks, on threads of its own: a decode engine in a long
+//! forward pass keeps what it has been promised, and so does one that waits for a producer that says nothing.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,123 +10,180 @@ use baton_connector::Rank;
 use baton_connector::fetch::Event;
 use baton_connector::ledger::HeartbeatReply;
 use baton_connector::limits::{HEARTBEAT_HANDLES_MAX, HEARTBEATS_PER_LEASE, RENEWED_FOR_MAX};
-use baton_connector::transport::{Peer, Transport};
+use baton_connector::transport::{Transport, TransportError};
 
-use super::FetchTarget;
+use super::turns::Turns;
+use super::{FetchTarget, Producer};
 use crate::mailbox::Mailbox;
 use crate::sequence::SeqId;
 
 /// The shortest interval between two beats of one lease, however short the lease.
 const INTERVAL_MIN: Duration = Duration::from_millis(20);
 
+/// Threads that beat.
+pub(super) const THREADS: usize = 4;
+
+/// Producers of which another rank than the first is asked.
+const RANKS_KEPT_MAX: usize = 1_024;
+
 struct Entry {
     target: FetchTarget,
-    /// Which of the producer's ranks is asked: any of them knows the lease, and one that does not answer is
-    /// followed by the next.
-    rank: Rank,
     interval: Duration,
     due: Instant,
     /// From then on it is not renewed any more: see [`RENEWED_FOR_MAX`].
     until: Instant,
 }
 
-#[derive(Default)]
+struct Entries {
+    by_sequence: HashMap<SeqId, Entry>,
+    turns: Turns<Producer>,
+    /// Which of a producer's ranks is asked, where it is not the first: any of them knows every lease, and one that
+    /// does not answer is followed by the next. At most [`RANKS_KEPT_MAX`]; beyond it all start from the first again.
+    ranks: HashMap<Producer, Rank>,
+}
+
 pub(super) struct Heartbeat {
-    entries: Mutex<HashMap<SeqId, Entry>>,
+    entries: Mutex<Entries>,
     changed: Condvar,
+}
+
+/// The members of one producer whose beats are due.
+struct Beat {
+    producer: Producer,
+    rank: Rank,
+    members: Vec<(SeqId, FetchTarget)>,
+}
+
+impl Default for Heartbeat {
+    fn default() -> Self {
+        let entries =
+            Entries { by_sequence: HashMap::new(), turns: Turns::new(THREADS, 1), ranks: HashMap::new() };
+        Self { entries: Mutex::new(entries), changed: Condvar::new() }
+    }
 }
 
 impl Heartbeat {
     pub(super) fn add(&self, id: SeqId, target: FetchTarget) {
         let interval = (target.lease / HEARTBEATS_PER_LEASE).max(INTERVAL_MIN);
         // The first beat at once: the request may have been on its way for most of the lease.
-        let (now, rank) = (Instant::now(), Rank(0));
-        let entry = Entry { rank, interval, due: now, until: now + target.lease * RENEWED_FOR_MAX, target };
-        self.lock().insert(id, entry);
-        self.changed.notify_one();
+        let now = Instant::now();
+        let entry = Entry { interval, due: now, until: now + target.lease * RENEWED_FOR_MAX, target };
+        self.lock().by_sequence.insert(id, entry);
+        self.changed.notify_all();
     }
 
     pub(super) fn remove(&self, id: SeqId) {
-        self.lock().remove(&id);
+        self.lock().by_sequence.remove(&id);
     }
 
     pub(super) fn wake(&self) {
         self.changed.notify_all();
     }
 
+    /// Beats until `stop`; on [`THREADS`] threads at once, one for each producer at most.
     pub(super) fn run(&self, transport: &dyn Transport, mailbox: &Mailbox, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
             for id in self.given_up() {
                 tracing::warn!(seq = id.0, "no room for this handoff for too long; it is given up");
                 mailbox.fetch(id, Event::LeaseGone);
             }
-            for (peer, members) in self.due() {
-                for batch in members.chunks(HEARTBEAT_HANDLES_MAX) {
-                    let handles: Vec<_> = batch.iter().map(|(_, target)| target.handle).collect();
-                    match transport.heartbeat(&peer, &handles) {
-                        Ok(replies) => {
-                            let gone = replies.iter().zip(batch).filter(|(r, _)| **r == HeartbeatReply::Gone);
-                            gone.for_each(|(_, (id, _))| mailbox.fetch(*id, Event::LeaseGone));
-                        }
-                        Err(error) => {
-                            tracing::debug!(peer = %peer.address, %error, "heartbeat not delivered");
-                            self.ask_next_rank(batch);
-                        }
-                    }
-                }
+            let Some(Beat { producer, rank, members }) = self.next() else { continue };
+            let beaten = beat(transport, mailbox, rank, &members);
+            if let Err(error) = &beaten {
+                tracing::debug!(host = %members[0].1.host, %error, "heartbeat not delivered");
             }
-            self.sleep();
-        }
-    }
-
-    /// The producer's next rank gets the beat that was not delivered: at once, unless all have been tried.
-    fn ask_next_rank(&self, members: &[(SeqId, FetchTarget)]) {
-        let mut entries = self.lock();
-        for (id, _) in members {
-            if let Some(entry) = entries.get_mut(id) {
-                entry.rank = entry.target.rank_after(entry.rank);
-                if entry.rank != Rank(0) {
-                    entry.due = Instant::now();
-                }
+            let mut entries = self.lock();
+            entries.turns.ended(&producer, beaten.is_ok());
+            if beaten.is_err() {
+                entries.ask_next_rank(producer, rank, &members);
             }
+            drop(entries);
+            self.changed.notify_all();
         }
     }
 
     /// Takes out what has been renewed for long enough.
     fn given_up(&self) -> Vec<SeqId> {
         let (now, mut entries) = (Instant::now(), self.lock());
-        let over: Vec<SeqId> =
-            entries.iter().filter(|(_, entry)| entry.until <= now).map(|(&id, _)| id).collect();
-        over.iter().for_each(|id| drop(entries.remove(id)));
+        let over = entries.by_sequence.iter().filter(|(_, entry)| entry.until <= now);
+        let over: Vec<SeqId> = over.map(|(&id, _)| id).collect();
+        over.iter().for_each(|id| drop(entries.by_sequence.remove(id)));
         over
     }
 
-    /// Takes what is due, grouped by producer, and sets the next time.
-    fn due(&self) -> HashMap<Peer, Vec<(SeqId, FetchTarget)>> {
+    /// Takes what is due of one producer, the longest due first, and sets the next time; waits a little when nothing
+    /// is.
+    fn next(&self) -> Option<Beat> {
+        let mut entries = self.lock();
         let now = Instant::now();
-        let mut ripe = Vec::new();
-        for (&id, entry) in self.lock().iter_mut().filter(|(_, entry)| entry.due <= now) {
-            entry.due = now + entry.interval;
-            ripe.push((id, entry.rank, entry.target.clone()));
-        }
-        let mut groups: HashMap<Peer, Vec<_>> = HashMap::new();
-        for (id, rank, target) in ripe {
-            // A name that does not resolve now is tried again at the next beat.
-            if let Ok(peer) = target.peer(rank) {
-                groups.entry(peer).or_default().push((id, target));
+        let Entries { by_sequence, turns, ranks } = &mut *entries;
+        let ripe = by_sequence.values().filter(|entry| entry.due <= now);
+        let longest_due =
+            ripe.filter(|entry| turns.may_start(&entry.target.producer())).min_by_key(|e| e.due);
+        if let Some(producer) = longest_due.map(|entry| entry.target.producer()) {
+            turns.started(&producer);
+            let mut members = Vec::new();
+            for (&id, entry) in by_sequence.iter_mut() {
+                if entry.due <= now && entry.target.producer() == producer {
+                    entry.due = now + entry.interval;
+                    members.push((id, entry.target.clone()));
+                }
             }
+            let rank = ranks.get(&producer).copied().unwrap_or_default();
+            return Some(Beat { producer, rank, members });
         }
-        groups
-    }
-
-    fn sleep(&self) {
-        let entries = self.lock();
-        let next = entries.values().map(|entry| entry.due).min();
-        let nap = next.map_or(Duration::from_secs(1), |due| due.saturating_duration_since(Instant::now()));
+        // Those that are due wait for a turn, whose end wakes.
+        let next = by_sequence.values().map(|entry| entry.due).filter(|due| *due > now).min();
+        let nap = next.map_or(Duration::from_secs(1), |due| due.saturating_duration_since(now));
         drop(self.changed.wait_timeout(entries, nap.min(Duration::from_secs(1))));
+        None
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<SeqId, Entry>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Entries> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+impl Entries {
+    /// The producer's next rank gets the beats that were not delivered: at once, unless all have been tried.
+    fn ask_next_rank(&mut self, producer: Producer, rank: Rank, members: &[(SeqId, FetchTarget)]) {
+        let next = members.first().map_or(Rank(0), |(_, target)| target.rank_after(rank));
+        if next == Rank(0) {
+            self.ranks.remove(&producer);
+            return;
+        }
+        if self.ranks.len() >= RANKS_KEPT_MAX {
+            self.ranks.clear();
+        }
+        self.ranks.insert(producer, next);
+        for (id, _) in members {
+            if let Some(entry) = self.by_sequence.get_mut(id) {
+                entry.due = Instant::now();
+            }
+        }
+    }
+}
+
+/// Renews leases of one producer, at one of its ranks. Those of an earlier epoch are gone.
+fn beat(
+    transport: &dyn Transport,
+    mailbox: &Mailbox,
+    rank: Rank,
+    members: &[(SeqId, FetchTarget)],
+) -> Result<(), TransportError> {
+    // One address may have had several epochs: each is a peer of its own.
+    let mut peers: HashMap<_, Vec<&(SeqId, FetchTarget)>> = HashMap::new();
+    for member in members {
+        // A name that does not resolve now is tried again at the next beat.
+        peers.entry(member.1.peer(rank)?).or_default().push(member);
+    }
+    for (peer, members) in peers {
+        for batch in members.chunks(HEARTBEAT_HANDLES_MAX) {
+            let handles: Vec<_> = batch.iter().map(|(_, target)| target.handle).collect();
+            let replies = transport.heartbeat(&peer, &handles)?;
+            let gone = replies.iter().zip(batch).filter(|(reply, _)| **reply == HeartbeatReply::Gone);
+            gone.for_each(|(_, (id, _))| mailbox.fetch(*id, Event::LeaseGone));
+        }
+    }
+    Ok(())
 }
