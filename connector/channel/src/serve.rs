@@ -266,9 +266,11 @@ enum Wanted {
     Slice(Cut),
 }
 
+/// The entries of the block table, and what of them if not all.
+type Checked = ((usize, usize), Option<(Cut, KvLayout)>);
+
 impl Wanted {
-    /// The entries of the block table, and what of them if not all.
-    fn checked(self, producer: &dyn Producer) -> Result<((usize, usize), Option<(Cut, KvLayout)>), String> {
+    fn checked(self, producer: &dyn Producer) -> Result<Checked, String> {
         match self {
             Self::Blocks(range) => Ok((range, None)),
             Self::Slice(cut) => {
