@@ -23,7 +23,7 @@ pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
 pub const READERS_MAX: usize = 128;
 
 /// Live leases of one producer. At two blocks each this is already a pool of 131,072 blocks.
-pub const LEASES_MAX: usize = 65_536;
+pub const LEASES_MAX: usize = 131_072;
 
 /// Ended leases and early releases that a producer remembers, so that late messages are answered exactly.
 pub const TOMBSTONES_MAX: usize = 16_384;
