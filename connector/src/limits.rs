@@ -15,6 +15,11 @@ pub const HEARTBEAT_EXTENSION: (u32, u32) = (2, 3);
 /// A consumer renews this many times per lease duration, so that four lost beats in a row are survived.
 pub const HEARTBEATS_PER_LEASE: u32 = 6;
 
+/// A consumer renews a lease that it has not begun to read for at most so many times its duration; then it gives the
+/// handoff up. With the default duration that is vLLM's `decoder_kv_blocks_ttl`, 480 s. Without a bound two engines
+/// that serve both legs can wait for each other's leased blocks and renew for ever.
+pub const RENEWED_FOR_MAX: u32 = 16;
+
 /// How long a lease that was released or expired waits for readers in flight before its blocks are taken
 /// back anyway; such a reader is then answered "gone" and never uses what it read.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);

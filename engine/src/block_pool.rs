@@ -112,6 +112,12 @@ impl BlockPool {
         self.usage
     }
 
+    /// Whether a transfer may write into this block.
+    #[must_use]
+    pub fn is_landing(&self, id: BlockId) -> bool {
+        self.blocks[id.index()].landing
+    }
+
     /// Blocks that [`Self::allocate`] can hand out.
     #[must_use]
     pub fn available(&self) -> usize {

@@ -19,8 +19,8 @@ mod surroundings;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use baton_connector::RequestId;
 use baton_connector::fetch::Reason;
+use baton_connector::{BlockId, RequestId};
 use tokio::sync::mpsc::Sender;
 
 use self::aborted_early::AbortedEarly;
@@ -98,6 +98,12 @@ impl<S: Surroundings> EngineCore<S> {
     #[must_use]
     pub fn books(&self) -> (BlockUsage, Load) {
         (self.scheduler.usage(), self.scheduler.load())
+    }
+
+    /// Whether a transfer may write into this block.
+    #[must_use]
+    pub fn is_landing(&self, block: BlockId) -> bool {
+        self.scheduler.is_landing(block)
     }
 
     /// Sequences that have not ended.
@@ -404,7 +410,9 @@ impl<S: Surroundings> EngineCore<S> {
     }
 
     fn end_all(&mut self, reason: FinishReason, event: impl Fn() -> SeqEvent) {
-        let ids: Vec<SeqId> = self.live.keys().copied().collect();
+        let mut ids: Vec<SeqId> = self.live.keys().copied().collect();
+        // In the order of their arrival: a run can be repeated exactly.
+        ids.sort_unstable();
         self.refusing = true;
         for id in ids {
             self.end_with(id, reason, event());

@@ -275,6 +275,12 @@ impl Scheduler {
         self.stopping.contains_key(&id)
     }
 
+    /// Whether a transfer may write into this block.
+    #[must_use]
+    pub fn is_landing(&self, block: BlockId) -> bool {
+        self.pool.is_landing(block)
+    }
+
     /// Blocks by state.
     #[must_use]
     pub fn usage(&self) -> BlockUsage {

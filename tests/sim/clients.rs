@@ -1,0 +1,144 @@
+//! Clients: they ask, read, sometimes leave, and compare every word with what the model says without a cache.
+
+use std::sync::Arc;
+
+use baton_connector::RequestId;
+
+use crate::device;
+use crate::net::{ConnId, Parcel, Side};
+use crate::setup::{SECOND, Setup};
+use crate::sim::{Micros, Sim};
+use crate::words::{Ask, Msg, Node, Purpose};
+
+/// A client that hears nothing for so long gives up.
+const PATIENCE: Micros = 300 * SECOND;
+
+/// How a client saw its request end. Exactly once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    Complete,
+    Error,
+    /// The connection ended without a last word: the text is known to be cut.
+    Cut,
+    Left,
+}
+
+pub struct Client {
+    pub ask: Arc<Ask>,
+    pub aggregate: bool,
+    pub arrives: Micros,
+    pub leaves: Option<Micros>,
+    silently: bool,
+    pub router: usize,
+    conn: Option<ConnId>,
+    got: Vec<usize>,
+    right: Vec<u32>,
+    pub end: Option<End>,
+}
+
+pub struct Clients {
+    pub asks: Vec<Client>,
+}
+
+impl Clients {
+    pub fn new(setup: &Setup) -> Self {
+        let asks = setup.clients.iter().enumerate().map(|(index, client)| Client {
+            ask: Arc::new(Ask {
+                request: RequestId::new(&format!("{:x}-{index}", setup.seed)).expect("a request id"),
+                prompt: client.prompt.clone(),
+                max_new: client.max_new,
+                choices: client.choices,
+            }),
+            aggregate: client.aggregate,
+            arrives: client.arrives,
+            leaves: client.leaves,
+            silently: client.silently,
+            router: client.router,
+            conn: None,
+            got: vec![0; client.choices as usize],
+            right: device::reference(&client.prompt, client.max_new),
+            end: None,
+        });
+        Self { asks: asks.collect() }
+    }
+}
+
+impl Sim {
+    pub fn client_asks(&mut self, client: usize) {
+        let router = self.clients.asks[client].router;
+        match self.connect(Node::Clients, Node::Router(router), Purpose::Ask(client)) {
+            Some(conn) => {
+                self.clients.asks[client].conn = Some(conn);
+                self.watch_silence(conn, PATIENCE);
+                self.send(conn, Side::Caller, Msg::Ask(client));
+            }
+            None => self.clients.asks[client].end = Some(End::Error),
+        }
+    }
+
+    pub fn client_leaves(&mut self, client: usize) {
+        let asked = &mut self.clients.asks[client];
+        if asked.end.is_some() {
+            return;
+        }
+        asked.end = Some(End::Left);
+        let (conn, silently) = (asked.conn, asked.silently);
+        let Some(conn) = conn else { return };
+        if silently {
+            self.counts.client_silent += 1;
+            self.silence(conn);
+        } else {
+            self.counts.client_left += 1;
+            self.close(conn, Side::Caller);
+        }
+    }
+
+    /// A client has heard nothing for long enough.
+    pub fn client_waited(&mut self, conn: ConnId) {
+        let Purpose::Ask(index) = self.net.conns[conn.0].purpose else { return };
+        if self.clients.asks[index].end.is_none() {
+            self.clients.asks[index].end = Some(End::Cut);
+            self.counts.failed += 1;
+            if self.setup.calm {
+                self.wrong(format!("I11: client {index} waited in vain, and nothing had gone wrong"));
+            }
+        }
+    }
+
+    pub fn client_hears(&mut self, conn: ConnId, parcel: Parcel) {
+        let Purpose::Ask(index) = self.net.conns[conn.0].purpose else { return };
+        let client = &mut self.clients.asks[index];
+        if client.end.is_some() {
+            if !matches!(parcel, Parcel::End) {
+                self.wrong(format!("I6: client {index} heard {parcel:?} after its end"));
+            }
+            return;
+        }
+        match parcel {
+            Parcel::Message(Msg::Text { choice, token }) => {
+                let at = &mut client.got[choice as usize];
+                let right = client.right.get(*at).copied();
+                *at += 1;
+                if right != Some(token) {
+                    let said = format!("token {token} where the model says {right:?}");
+                    self.wrong(format!("wrong text: client {index}, choice {choice}: {said}"));
+                }
+            }
+            Parcel::Message(Msg::Complete) => {
+                client.end = Some(End::Complete);
+                self.counts.completed += 1;
+                if client.got.iter().any(|got| *got != client.right.len()) {
+                    self.wrong(format!("wrong text: client {index} was told it is complete, and it is not"));
+                }
+            }
+            Parcel::Message(_) => {
+                client.end = Some(End::Error);
+                self.counts.failed += 1;
+            }
+            Parcel::End => {
+                client.end = Some(End::Cut);
+                self.counts.failed += 1;
+            }
+        }
+    }
+}

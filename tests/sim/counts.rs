@@ -1,0 +1,53 @@
+//! What happened in a run, or in many: faults injected by kind, and how requests ended.
+
+macro_rules! counts {
+    ($($name:ident: $what:literal,)*) => {
+        #[derive(Clone, Debug, Default)]
+        pub struct Counts { $(pub $name: u64,)* }
+
+        impl Counts {
+            pub fn add(&mut self, other: &Self) { $(self.$name += other.$name;)* }
+
+            pub fn lines(&self) -> Vec<(&'static str, u64)> { vec![$(($what, self.$name),)*] }
+        }
+    };
+}
+
+counts! {
+    client_left: "fault: client leaves",
+    client_silent: "fault: client goes silent",
+    crash_prefill: "fault: crash of P",
+    crash_decode: "fault: crash of D",
+    crash_host: "fault: crash without a word (host)",
+    crash_router: "fault: crash of a router",
+    paused: "fault: pause (SIGSTOP)",
+    drained: "fault: shutdown while serving",
+    partitioned: "fault: partition, both ways",
+    partitioned_one_way: "fault: partition, one way",
+    lost: "fault: message lost",
+    delayed: "fault: message delayed",
+    duplicated: "fault: message duplicated",
+    drifting: "fault: clock drift",
+    slow_reads: "fault: slow reader",
+    truncated: "fault: truncated transfer",
+    corrupted: "fault: corrupted transfer, noticed by the transport",
+    device: "fault: device failure",
+    refused: "fault: engine refuses",
+    duplicate_id: "fault: duplicate request id",
+    reload: "fault: engine taken out of rotation in flight",
+    cache_reset: "fault: prefix cache reset",
+    preempted: "seen: out of blocks, preempted",
+    queue_full: "seen: queue full",
+    completed: "seen: requests completed",
+    failed: "seen: requests failed",
+    recomputed: "seen: handoffs recomputed",
+    load_failed: "seen: handoffs failed by policy",
+    landed: "seen: reads landed",
+    gone: "seen: verdicts gone",
+    fetched: "seen: leases fetched",
+    released: "seen: leases released",
+    expired: "seen: leases expired",
+    late_handles: "seen: handles that came late and were released",
+    second_decode: "seen: same handoff, another D",
+    ignored: "seen: stale or repeated events ignored",
+}

@@ -1,0 +1,143 @@
+//! A device whose KV cache can be checked: position `i` of a sequence stores its token and a hash of all tokens up
+//! to it. A forward pass reads every stored position, as attention does, and notices one that does not continue the
+//! one before it: a block that was freed, reused, not yet landed, or another sequence's. The next token depends on
+//! all of them, so a client sees wrong text if that check were blind.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use baton_connector::layout::KvDtype;
+use baton_connector::region::Region;
+use baton_connector::{BlockId, KvLayout};
+use baton_engine::executor::{Executor, ExecutorError, Logits, LogitsWanted, SeqStep};
+
+use crate::dice::mix;
+
+/// Tokens that the model knows.
+pub const VOCAB: u64 = 29;
+
+/// One position: the hash's upper 48 bits, and the token.
+pub type Slot = u64;
+
+fn hash_after(before: u64, token: u32) -> u64 {
+    mix(before ^ mix(u64::from(token) + 1)) >> 16
+}
+
+fn slot(hash: u64, token: u32) -> Slot {
+    hash << 16 | u64::from(token)
+}
+
+fn choice(hash: u64) -> u32 {
+    (mix(hash) % VOCAB) as u32
+}
+
+/// What the model answers to a prompt, computed in one go and without a cache.
+pub fn reference(prompt: &[u32], count: usize) -> Vec<u32> {
+    let mut hash = prompt.iter().fold(0, |hash, &token| hash_after(hash, token));
+    let mut text = Vec::with_capacity(count);
+    for _ in 0..count {
+        let token = choice(hash);
+        text.push(token);
+        hash = hash_after(hash, token);
+    }
+    text
+}
+
+/// The paged pool of one engine's life. Outlives the engine while a reader has it mapped.
+#[derive(Debug)]
+pub struct Memory {
+    slots: Vec<Slot>,
+    block_tokens: usize,
+}
+
+pub type Shared = Arc<Mutex<Memory>>;
+
+pub fn memory(blocks: usize, block_tokens: usize, garbage: u64) -> Shared {
+    let slots = (0..blocks * block_tokens).map(|i| mix(garbage ^ i as u64)).collect();
+    Arc::new(Mutex::new(Memory { slots, block_tokens }))
+}
+
+impl Memory {
+    pub fn block(&self, id: BlockId) -> &[Slot] {
+        &self.slots[id.index() * self.block_tokens..][..self.block_tokens]
+    }
+
+    pub fn write(&mut self, id: BlockId, contents: &[Slot]) {
+        self.slots[id.index() * self.block_tokens..][..self.block_tokens].copy_from_slice(contents);
+    }
+}
+
+/// See the module's documentation.
+pub struct Device {
+    memory: Shared,
+    region: Region,
+    layout: KvLayout,
+    /// What is wrong with the cache, if anything was read that should not be there.
+    fault: Arc<Mutex<Option<String>>>,
+    /// Set from outside: the next pass fails.
+    broken: Arc<std::sync::atomic::AtomicBool>,
+}
+
+impl Device {
+    pub fn new(
+        memory: Shared,
+        blocks: usize,
+        fault: Arc<Mutex<Option<String>>>,
+        broken: Arc<std::sync::atomic::AtomicBool>,
+    ) -> Self {
+        let block_tokens = memory.lock().unwrap_or_else(PoisonError::into_inner).block_tokens;
+        let layout = KvLayout { layers: 1, kv_heads: 1, head_dim: 1, block_tokens, dtype: KvDtype::F32 };
+        Self { memory, region: Region::allocate(blocks, 1), layout, fault, broken }
+    }
+}
+
+impl Executor for Device {
+    fn layout(&self) -> KvLayout {
+        self.layout
+    }
+
+    fn region(&self) -> &Region {
+        &self.region
+    }
+
+    fn vocab(&self) -> usize {
+        VOCAB as usize
+    }
+
+    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
+        if self.broken.swap(false, std::sync::atomic::Ordering::Relaxed) {
+            return Err(ExecutorError::Device("the simulator broke it".into()));
+        }
+        logits.vocab = VOCAB as usize;
+        logits.values.clear();
+        let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        for step in batch {
+            let place = |position: usize| {
+                let block = step.block_table[position / self.layout.block_tokens];
+                block.index() * self.layout.block_tokens + position % self.layout.block_tokens
+            };
+            let mut hash = 0;
+            for position in 0..step.start {
+                let stored = memory.slots[place(position)];
+                hash = hash_after(hash, (stored & 0xFFFF) as u32);
+                if stored >> 16 != hash {
+                    let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+                    let block = step.block_table[position / self.layout.block_tokens];
+                    fault.get_or_insert_with(|| {
+                        format!("I3: stale KV at position {position}, block {}", block.0)
+                    });
+                    break;
+                }
+            }
+            for (at, &token) in step.tokens.iter().enumerate() {
+                hash = hash_after(hash, token);
+                memory.slots[place(step.start + at)] = slot(hash, token);
+            }
+            if step.logits != LogitsWanted::No {
+                let row = logits.values.len();
+                logits.values.resize(row + VOCAB as usize, 0.0);
+                logits.values[row + choice(hash) as usize] = 1.0;
+            }
+        }
+        Ok(())
+    }
+}

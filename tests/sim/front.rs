@@ -1,0 +1,306 @@
+//! An engine's HTTP side: requests become submissions, events become replies, and a connection that ends aborts
+//! what it was for.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_connector::Handoff;
+use baton_connector::fetch::Fetch;
+use baton_engine::engine_core::{SeqEvent, Submission, Surroundings};
+use baton_engine::mailbox::Legs;
+use baton_engine::peers::FetchTarget;
+use baton_engine::sampling::SamplingParams;
+use baton_engine::sequence::{FinishReason, NewSequence, Purpose, SeqId, StopRule};
+use tokio::sync::mpsc::Receiver;
+use tokio::sync::mpsc::error::TryRecvError;
+
+use crate::engine::FINGERPRINT;
+use crate::net::{ConnId, Parcel, Side};
+use crate::setup::{Mutation, SECOND};
+use crate::sim::Sim;
+use crate::words::{Ask, Msg};
+
+/// How long a shutdown may take.
+const SHUTDOWN: Duration = Duration::from_secs(8);
+
+/// One request that an engine works on.
+pub struct Front {
+    produces: bool,
+    events: Receiver<(u32, SeqEvent)>,
+    /// Sequences that have not ended, by choice.
+    open: Vec<(u32, SeqId)>,
+    accepted: bool,
+}
+
+impl Sim {
+    pub fn engine_hears(&mut self, engine: usize, conn: ConnId, side: Side, parcel: Parcel) {
+        self.engine(engine);
+        match (side, parcel) {
+            (Side::Caller, parcel) => self.engine_answered(engine, conn, parcel),
+            (Side::Callee, Parcel::End) => {
+                self.hung_up(engine, conn);
+                self.reader_hung_up(engine, conn);
+            }
+            (Side::Callee, Parcel::Message(msg)) => match msg {
+                Msg::Prefill(ask) => self.take_prefill(engine, conn, &ask),
+                Msg::Decode(ask, handoff) => self.take_decode(engine, conn, &ask, handoff),
+                Msg::ReleaseVerb(handle, reason) => {
+                    self.release(engine, handle, reason);
+                    self.send(conn, Side::Callee, Msg::Done);
+                }
+                Msg::AbortVerb(request, legs) => {
+                    let world = self.engine(engine).world();
+                    if legs != Legs::Decode {
+                        let now = world.time();
+                        world.ledger.release_request(&request, "aborted", now);
+                    }
+                    self.engine(engine).mail.aborts.push((request, legs));
+                    self.after_ledger(engine);
+                    self.poke(engine);
+                    self.send(conn, Side::Callee, Msg::Done);
+                }
+                other => self.producer_asked(engine, conn, other),
+            },
+        }
+    }
+
+    fn refuses(&mut self, engine: usize) -> Option<u16> {
+        if self.engines[engine].closing {
+            return Some(503);
+        }
+        let one_in = self.engines[engine].setup.refuses_one_in;
+        if one_in == 0 || !self.engines[engine].dice.one_in(one_in) {
+            return None;
+        }
+        self.counts.refused += 1;
+        Some(*self.engines[engine].dice.pick(&[400, 404, 500, 503]))
+    }
+
+    fn take_prefill(&mut self, engine: usize, conn: ConnId, ask: &Arc<Ask>) {
+        if let Some(status) = self.refuses(engine) {
+            return self.send(conn, Side::Callee, Msg::Prefilled(Err(status)));
+        }
+        if self.engines[engine].mail.submissions.len() >= self.engines[engine].setup.max_waiting {
+            self.counts.queue_full += 1;
+            return self.send(conn, Side::Callee, Msg::Prefilled(Err(503)));
+        }
+        let (outbox, events) = tokio::sync::mpsc::channel(3);
+        let mut sequence = self.sequence(engine, ask, Purpose::Produce);
+        sequence.stop.max_new = 1;
+        let front = Front { produces: true, events, open: vec![(0, sequence.id)], accepted: false };
+        let arrived = self.engine(engine).world().now();
+        let sampling = SamplingParams::default();
+        let submission = Submission { sequence, sampling, index: 0, outbox, target: None, arrived };
+        self.engines[engine].mail.submissions.push_back(submission);
+        self.engines[engine].fronts.insert(conn, front);
+        self.poke(engine);
+    }
+
+    fn take_decode(&mut self, engine: usize, conn: ConnId, ask: &Arc<Ask>, handoff: Option<Box<Handoff>>) {
+        let mut target = handoff.as_ref().map(|handoff| {
+            let consumer = self.engines[engine].dice.roll();
+            FetchTarget::new(handoff, consumer)
+        });
+        if let Some(target) = &mut target {
+            target.leave_to_router(self.engines[engine].policy());
+        }
+        let full = self.engines[engine].mail.submissions.len() + ask.choices as usize
+            > self.engines[engine].setup.max_waiting.max(4);
+        let refused = self.refuses(engine).or(full.then_some(503));
+        if let Some(status) = refused {
+            // What no engine would take gives the lease back; what only this one cannot take leaves it to the router.
+            if let Some(target) = target.filter(|target| !(status == 503 && target.survives_refusal())) {
+                self.notify(engine, target, "consumer_rejected");
+            }
+            return self.send(conn, Side::Callee, Msg::Refused(status));
+        }
+        if let Some(handoff) = &handoff {
+            let ours = handoff.layout == FINGERPRINT
+                && handoff.tokens == ask.prompt.len()
+                && handoff.prompt == baton_engine::block_hash::prompt_fingerprint(&ask.prompt);
+            if !ours {
+                self.wrong("I8: a handoff of another prompt".into());
+            }
+        }
+        let choices = ask.choices;
+        let (outbox, events) = tokio::sync::mpsc::channel((ask.max_new + 2) * choices as usize);
+        let policy = self.engines[engine].policy();
+        let mut purpose = match target {
+            Some(_) => Some(Purpose::Consume(Fetch::new(policy))),
+            None => Some(Purpose::Plain),
+        };
+        let arrived = self.engine(engine).world().now();
+        let (mut open, mut leader) = (Vec::new(), None);
+        for index in 0..choices {
+            let mut sequence = self.sequence(engine, ask, purpose.take().unwrap_or(Purpose::Plain));
+            sequence.follows = leader;
+            sequence.rides = index > 0;
+            leader = leader.or(Some(sequence.id));
+            open.push((index, sequence.id));
+            let submission = Submission {
+                sequence,
+                sampling: SamplingParams::default(),
+                index,
+                outbox: outbox.clone(),
+                target: target.take(),
+                arrived,
+            };
+            self.engines[engine].mail.submissions.push_back(submission);
+        }
+        let front = Front { produces: false, events, open, accepted: false };
+        self.engines[engine].fronts.insert(conn, front);
+        self.poke(engine);
+    }
+
+    pub fn sequence(&mut self, engine: usize, ask: &Ask, purpose: Purpose) -> NewSequence {
+        let engine = &mut self.engines[engine];
+        engine.next_sequence += 1;
+        NewSequence {
+            id: SeqId(engine.next_sequence),
+            request: ask.request.clone(),
+            prompt: ask.prompt.clone(),
+            stop: StopRule { max_new: ask.max_new, stop_ids: Vec::new(), min_new: 0 },
+            purpose,
+            follows: None,
+            rides: false,
+            cache_salt: None,
+        }
+    }
+
+    /// The other side of a request's connection is gone: what it was for is aborted.
+    fn hung_up(&mut self, engine: usize, conn: ConnId) {
+        let Some(mut front) = self.engines[engine].fronts.remove(&conn) else { return };
+        for (_, id) in &front.open {
+            self.engines[engine].mail.endings.push((*id, FinishReason::Abort));
+        }
+        // A handle that is in the mail already is given back: nobody will ever learn it.
+        while let Ok((_, event)) = front.events.try_recv() {
+            self.drop_handle(engine, event);
+        }
+        self.poke(engine);
+    }
+
+    fn drop_handle(&mut self, engine: usize, event: SeqEvent) {
+        if let SeqEvent::Finished(end) = event
+            && let Some(handoff) = end.handoff
+        {
+            self.engine(engine).world().release(handoff.handle, "client_gone");
+            self.after_ledger(engine);
+        }
+    }
+
+    /// Passes on what the core has told its front ends.
+    pub fn pump_fronts(&mut self, engine: usize) {
+        let conns: Vec<ConnId> = self.engines[engine].fronts.keys().copied().collect();
+        for conn in conns {
+            while let Some(front) = self.engines[engine].fronts.get_mut(&conn) {
+                match front.events.try_recv() {
+                    Ok((choice, event)) => self.front_event(engine, conn, choice, event),
+                    Err(TryRecvError::Empty) => break,
+                    Err(TryRecvError::Disconnected) => {
+                        // Every sequence has ended, and each has said so: otherwise its client waits for ever.
+                        let waiting = front.open.len();
+                        if waiting > 0 {
+                            self.wrong(format!("I6: {waiting} sequences ended without a word"));
+                        }
+                        self.engines[engine].fronts.remove(&conn);
+                    }
+                }
+            }
+        }
+    }
+
+    fn front_event(&mut self, engine: usize, conn: ConnId, choice: u32, event: SeqEvent) {
+        let front = &self.engines[engine].fronts[&conn];
+        let Some(id) = front.open.iter().find(|(index, _)| *index == choice).map(|(_, id)| *id) else {
+            return self.wrong(format!("I6: choice {choice} spoke after its end: {event:?}"));
+        };
+        if let SeqEvent::Finished(end) = &event {
+            let booked = self.engine(engine).world().ended(id);
+            if booked.is_some_and(|reason| reason != end.reason) {
+                let said = end.reason;
+                return self.wrong(format!("I6: the books say {booked:?}, the front end was told {said:?}"));
+            }
+        }
+        let front = self.engines[engine].fronts.get_mut(&conn).expect("it has just spoken");
+        let last = !matches!(event, SeqEvent::Started { .. } | SeqEvent::Token(_));
+        if last {
+            front.open.retain(|(index, _)| *index != choice);
+        }
+        if front.produces {
+            let answer = match event {
+                SeqEvent::Started { .. } | SeqEvent::Token(_) => return,
+                SeqEvent::Finished(end) if end.reason == FinishReason::Abort => Err(503),
+                SeqEvent::Finished(end) => Ok(end.handoff),
+                SeqEvent::Refused(_) | SeqEvent::LoadFailed(_) | SeqEvent::Unavailable(_) => Err(503),
+            };
+            self.engines[engine].fronts.remove(&conn);
+            if !self.net.conns[conn.0].is_open(Side::Callee)
+                && let Ok(Some(handoff)) = &answer
+            {
+                self.engine(engine).world().release(handoff.handle, "client_gone");
+            }
+            return self.send(conn, Side::Callee, Msg::Prefilled(answer));
+        }
+        let accepted = std::mem::replace(&mut front.accepted, true);
+        let done = front.open.is_empty();
+        match event {
+            SeqEvent::Started { .. } if !accepted => self.send(conn, Side::Callee, Msg::Accepted),
+            SeqEvent::Started { .. } => {}
+            SeqEvent::Token(sampled) => {
+                self.send(conn, Side::Callee, Msg::Chunk { choice, token: sampled.token });
+            }
+            SeqEvent::Finished(end) if end.reason == FinishReason::Abort => {
+                self.fail_front(engine, conn, 503)
+            }
+            SeqEvent::Finished(_) => {
+                if done {
+                    self.engines[engine].fronts.remove(&conn);
+                    self.send(conn, Side::Callee, Msg::Decoded);
+                }
+            }
+            SeqEvent::Refused(_) => {
+                self.counts.queue_full += 1;
+                self.fail_front(engine, conn, 503);
+            }
+            SeqEvent::LoadFailed(_) | SeqEvent::Unavailable(_) => self.fail_front(engine, conn, 503),
+        }
+    }
+
+    /// One choice has failed: the whole answer has.
+    fn fail_front(&mut self, engine: usize, conn: ConnId, status: u16) {
+        if let Some(front) = self.engines[engine].fronts.remove(&conn) {
+            for (_, id) in front.open {
+                self.engines[engine].mail.endings.push((id, FinishReason::Abort));
+            }
+            self.poke(engine);
+        }
+        self.send(conn, Side::Callee, Msg::Refused(status));
+    }
+
+    /// No new work; what runs may end.
+    pub fn drain_engine(&mut self, engine: usize) {
+        let engine_mut = self.engine(engine);
+        if engine_mut.core.is_none() || engine_mut.closing {
+            return;
+        }
+        engine_mut.closing = true;
+        let deadline = engine_mut.world().now() + SHUTDOWN;
+        engine_mut.mail.closing = Some(deadline);
+        self.counts.drained += 1;
+        self.poke(engine);
+    }
+
+    /// The step loop has ended: the process does, when its notices are delivered or its time is up.
+    pub fn shut_down(&mut self, engine: usize) {
+        let fronts: Vec<_> = self.engines[engine].fronts.keys().copied().collect();
+        if !fronts.is_empty() {
+            return self.wrong("I6: an engine ended while front ends wait".into());
+        }
+        self.crash_engine(engine, false, 2 * SECOND);
+    }
+
+    pub fn mutated(&self, mutation: Mutation) -> bool {
+        self.setup.mutation == mutation
+    }
+}

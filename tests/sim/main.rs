@@ -1,0 +1,177 @@
+//! Simulation by seed: the real machines, engine core, scheduler and block pool under virtual time, with the faults
+//! of a bad week, and the invariants of ARCHITECTURE.md checked after every event.
+//!
+//! ```text
+//! cargo test --release --test sim -- --seeds N [--from S]   runs seeds S to S+N-1 (S is 0) and sums up
+//! cargo test --release --test sim -- --seed S               runs one seed and tells what happens in it
+//! cargo test --release --test sim                           10,000 seeds, and the planted faults
+//! ```
+//!
+//! The last line is `seeds N violations V`. A violation prints one line that replays it. The same seed gives the same
+//! trace hash; every hundredth seed is run twice to see that.
+//!
+//! | file | what |
+//! |---|---|
+//! | `sim.rs` | the queue of events, and the loop |
+//! | `setup.rs`, `faults.rs` | what a seed says, and what goes wrong when |
+//! | `net.rs`, `words.rs` | connections, and what travels on them |
+//! | `engine.rs`, `front.rs`, `producer.rs`, `consumer.rs` | an engine process around the real core and ledger |
+//! | `router.rs`, `clients.rs` | a router process around the real exchange; clients that check every word |
+//! | `device.rs` | a KV cache that can be checked |
+//! | `checks.rs` | the invariants |
+// A program of tests: nothing here is public, and a panic is a finding.
+#![allow(clippy::unwrap_used, unreachable_pub, missing_docs)]
+
+mod checks;
+mod clients;
+mod consumer;
+mod counts;
+mod device;
+mod dice;
+mod engine;
+mod faults;
+mod front;
+mod net;
+mod producer;
+mod router;
+mod setup;
+mod sim;
+mod words;
+
+use std::io::Write;
+use std::panic::AssertUnwindSafe;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use counts::Counts;
+use setup::{Mutation, Setup};
+use sim::{Sim, Verdict};
+
+/// Seeds of a run without arguments.
+const SEEDS: u64 = 10_000;
+/// Violations after which a run stops.
+const VIOLATIONS_MAX: usize = 20;
+/// Within so many seeds each planted fault must have been found.
+const MUTATION_SEEDS: u64 = 20_000;
+
+pub fn say(line: &str) {
+    // Whoever reads this may have left.
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
+fn run(seed: u64, mutation: Mutation, narrate: bool) -> Verdict {
+    let setup = Setup::of(seed, mutation);
+    let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| Sim::new(setup, narrate).run()));
+    outcome.unwrap_or_else(|panic| {
+        let text = panic
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+        let violation = Some(format!("panic: {}", text.unwrap_or_default()));
+        Verdict { violation, trace: 0, counts: Counts::default(), virtual_micros: 0, events: 0 }
+    })
+}
+
+#[derive(Default)]
+struct Sum {
+    counts: Counts,
+    micros: u64,
+    events: u64,
+    trace: u64,
+    violations: Vec<(u64, String)>,
+}
+
+fn many(from: u64, seeds: u64) -> ExitCode {
+    let start = Instant::now();
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let (next, sum) = (AtomicU64::new(from), Mutex::new(Sum::default()));
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= from + seeds || sum.lock().unwrap().violations.len() >= VIOLATIONS_MAX {
+                        return;
+                    }
+                    let mut verdict = run(seed, Mutation::None, false);
+                    if seed % 100 == 0 && run(seed, Mutation::None, false).trace != verdict.trace {
+                        verdict.violation.get_or_insert("the same seed went another way".into());
+                    }
+                    let mut sum = sum.lock().unwrap();
+                    sum.counts.add(&verdict.counts);
+                    sum.micros += verdict.virtual_micros;
+                    sum.events += verdict.events;
+                    // In any order of the seeds.
+                    sum.trace = sum.trace.wrapping_add(dice::mix(verdict.trace));
+                    if let Some(violation) = verdict.violation {
+                        say(&format!("seed {seed}: {violation}"));
+                        say(&format!("replay: cargo test --release --test sim -- --seed {seed}"));
+                        sum.violations.push((seed, violation));
+                    }
+                }
+            });
+        }
+    });
+    let sum = sum.into_inner().unwrap();
+    let seconds = start.elapsed().as_secs_f64();
+    for (what, count) in sum.counts.lines() {
+        say(&format!("{count:>12}  {what}"));
+    }
+    say(&format!(
+        "{:.0} seeds/s, {:.0} simulated hours, {} events, {threads} threads, trace {:016x}",
+        seeds as f64 / seconds,
+        sum.micros as f64 / 3.6e9,
+        sum.events,
+        sum.trace
+    ));
+    say(&format!("seeds {seeds} violations {}", sum.violations.len()));
+    if sum.violations.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Every planted fault must be found: otherwise the invariants see nothing.
+fn mutations() -> bool {
+    let mut all = true;
+    for mutation in Mutation::ALL {
+        let found = (0..MUTATION_SEEDS).find_map(|seed| {
+            let violation = run(seed, mutation, false).violation?;
+            mutation.shows_as().iter().any(|word| violation.contains(word)).then_some((seed, violation))
+        });
+        match found {
+            Some((seed, violation)) => {
+                say(&format!("planted {mutation:?}: found by seed {seed}: {violation}"));
+            }
+            None => {
+                say(&format!("planted {mutation:?}: NOT FOUND within {MUTATION_SEEDS} seeds"));
+                all = false;
+            }
+        }
+    }
+    all
+}
+
+fn main() -> ExitCode {
+    // A panic is a violation, told in its line.
+    std::panic::set_hook(Box::new(|_| {}));
+    let arguments: Vec<String> = std::env::args().collect();
+    let value = |name: &str| {
+        let at = arguments.iter().position(|argument| argument == name)?;
+        arguments.get(at + 1)?.parse::<u64>().ok()
+    };
+    if arguments.iter().any(|argument| argument == "--list") {
+        return ExitCode::SUCCESS;
+    }
+    if let Some(seed) = value("--seed") {
+        let verdict = run(seed, Mutation::None, true);
+        say(&format!("seed {seed}: {}", verdict.violation.as_deref().unwrap_or("no violation")));
+        say(&format!("trace {:016x}, {} events", verdict.trace, verdict.events));
+        return if verdict.violation.is_none() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    if let Some(seeds) = value("--seeds") {
+        return many(value("--from").unwrap_or(0), seeds);
+    }
+    let found = mutations();
+    let code = many(0, SEEDS);
+    if found { code } else { ExitCode::FAILURE }
+}

@@ -1,0 +1,182 @@
+//! The producer's side of a transport, over the real ledger: what is asked before a byte goes out.
+
+use baton_connector::ledger::{HeartbeatReply, Settled};
+use baton_connector::transport::Verdict;
+use baton_connector::{BlockId, Epoch, Handle, Reader};
+use baton_engine::engine_core::Surroundings;
+
+use crate::net::{ConnId, Side};
+use crate::setup::Mutation;
+use crate::sim::{Event, Sim};
+use crate::words::{Msg, Node};
+
+/// One read that is being served: it is bound to its connection until the reader says that it is done.
+pub struct Serving {
+    handle: Handle,
+    reader: Reader,
+    blocks: Vec<BlockId>,
+    sent: usize,
+    /// It breaks off after so many blocks.
+    breaks_after: Option<usize>,
+}
+
+impl Sim {
+    /// A consumer asks this producer something.
+    pub fn producer_asked(&mut self, engine: usize, conn: ConnId, msg: Msg) {
+        let world = self.engine(engine).world();
+        let (now, ours) = (world.time(), world.epoch());
+        let reply = match msg {
+            Msg::Read { epoch, handle, reader, first, count } => {
+                return self.begin_read(engine, conn, epoch, (handle, reader), (first, count));
+            }
+            Msg::ReadDone { epoch, handle, reader } if epoch == ours => {
+                let naive = self.mutated(Mutation::ReleaseDoesNotDrain);
+                let verdict = self.engine(engine).world().ledger.read_done(handle, reader, now);
+                self.engines[engine].serving.retain(|_, s| (s.handle, s.reader) != (handle, reader));
+                Msg::Verdict(verdict == Verdict::Valid || naive)
+            }
+            Msg::ReadGivenUp { epoch, handle, reader } if epoch == ours => {
+                world.ledger.read_failed(handle, reader, now);
+                self.engines[engine].serving.retain(|_, s| (s.handle, s.reader) != (handle, reader));
+                Msg::Done
+            }
+            Msg::Release { epoch, handle, reason } if epoch == ours => {
+                self.release(engine, handle, reason);
+                Msg::Done
+            }
+            Msg::Heartbeat { epoch, handle } if epoch == ours => match world.ledger.heartbeat(handle, now) {
+                HeartbeatReply::Renewed => Msg::Renewed,
+                HeartbeatReply::Gone => Msg::Gone,
+            },
+            // Of an earlier life of this engine.
+            _ => Msg::Gone,
+        };
+        self.after_ledger(engine);
+        self.send(conn, Side::Callee, reply);
+    }
+
+    /// The release verb, by whichever way it comes.
+    pub fn release(&mut self, engine: usize, handle: Handle, reason: &'static str) {
+        if self.mutated(Mutation::ReleaseDoesNotDrain) {
+            let readers: Vec<Reader> = {
+                let serving = self.engines[engine].serving.values();
+                serving.filter(|s| s.handle == handle).map(|s| s.reader).collect()
+            };
+            let world = self.engine(engine).world();
+            let now = world.time();
+            readers.into_iter().for_each(|reader| world.ledger.read_failed(handle, reader, now));
+        }
+        self.engine(engine).world().release(handle, reason);
+        self.after_ledger(engine);
+    }
+
+    fn begin_read(
+        &mut self,
+        engine: usize,
+        conn: ConnId,
+        epoch: Epoch,
+        (handle, reader): (Handle, Reader),
+        (first, count): (usize, usize),
+    ) {
+        let world = self.engine(engine).world();
+        let (now, ours) = (world.time(), world.epoch());
+        if epoch != ours {
+            return self.send(conn, Side::Callee, Msg::Gone);
+        }
+        let granted = world.ledger.read_begun(handle, reader, first, count, now);
+        self.after_ledger(engine);
+        use baton_connector::ledger::ReadRefusal;
+        let blocks = match granted {
+            Ok(blocks) => blocks,
+            Err(ReadRefusal::Gone) => return self.send(conn, Side::Callee, Msg::Gone),
+            Err(ReadRefusal::Range { .. } | ReadRefusal::Busy) => {
+                return self.send(conn, Side::Callee, Msg::NotServed);
+            }
+        };
+        let truncate = self.setup.truncate_one_in;
+        let breaks_after = (truncate > 0 && !self.calm_now() && self.dice.one_in(truncate))
+            .then(|| self.dice.below(blocks.len() as u64) as usize);
+        let serving = Serving { handle, reader, blocks: blocks.clone(), sent: 0, breaks_after };
+        self.engines[engine].serving.insert(conn, serving);
+        self.send(conn, Side::Callee, Msg::Granted(blocks));
+        let consumer = self.net.conns[conn.0].end(Side::Caller).0;
+        if !self.same_host(Node::Engine(engine), consumer) {
+            self.batch_later(engine, conn);
+        }
+    }
+
+    fn batch_later(&mut self, engine: usize, conn: ConnId) {
+        let (low, high) = self.engines[engine].setup.block_copy;
+        let takes = self.engines[engine].dice.between(low, high);
+        if takes > 100_000 {
+            self.counts.slow_reads += 1;
+        }
+        self.later(Node::Engine(engine), takes, Event::Batch(engine, conn));
+    }
+
+    /// The next block goes out, if the lease is still live.
+    pub fn send_batch(&mut self, engine: usize, conn: ConnId) {
+        self.engine(engine);
+        if !self.net.conns[conn.0].is_open(Side::Callee) {
+            return;
+        }
+        let Some(serving) = self.engines[engine].serving.get_mut(&conn) else { return };
+        let (handle, reader, at) = (serving.handle, serving.reader, serving.sent);
+        if serving.breaks_after == Some(at) {
+            // Cut off, or damaged and noticed: the consumer hears the end of the connection in the middle.
+            let damaged = self.dice.percent(50);
+            if damaged {
+                self.counts.corrupted += 1
+            } else {
+                self.counts.truncated += 1
+            }
+            self.close(conn, Side::Callee);
+            return self.reader_hung_up(engine, conn);
+        }
+        let block = serving.blocks[at];
+        serving.sent += 1;
+        let all = serving.sent == serving.blocks.len();
+        if !self.engine(engine).world().ledger.read_live(handle, reader) {
+            self.engines[engine].serving.remove(&conn);
+            return self.send(conn, Side::Callee, Msg::Gone);
+        }
+        let contents = {
+            let memory = &self.engines[engine].memory;
+            memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner).block(block).to_vec()
+        };
+        self.send(conn, Side::Callee, Msg::Block(at, contents));
+        if all {
+            self.send(conn, Side::Callee, Msg::AllSent);
+        } else {
+            self.batch_later(engine, conn);
+        }
+    }
+
+    /// A reader's connection has ended before it said that it is done.
+    pub fn reader_hung_up(&mut self, engine: usize, conn: ConnId) {
+        if let Some(serving) = self.engines[engine].serving.remove(&conn) {
+            let world = self.engine(engine).world();
+            let now = world.time();
+            world.ledger.read_failed(serving.handle, serving.reader, now);
+            self.after_ledger(engine);
+        }
+    }
+
+    /// Leases that have ended: their blocks go to the core, which frees them.
+    pub fn settled(&mut self, engine: usize, settled: Vec<Settled>) {
+        if self.mutated(Mutation::GivenBackTwice) {
+            let again = settled.iter().map(|lease| Settled {
+                handle: lease.handle,
+                request: lease.request.clone(),
+                blocks: lease.blocks.clone(),
+                cause: lease.cause,
+                reason: lease.reason.clone(),
+                held: lease.held,
+                readers: lease.readers,
+            });
+            let again: Vec<_> = again.collect();
+            self.engines[engine].mail.settled.extend(again);
+        }
+        self.engines[engine].mail.settled.extend(settled);
+    }
+}

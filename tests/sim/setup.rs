@@ -1,0 +1,235 @@
+//! What a seed says: how many of whom, how large, how slow, and what goes wrong when.
+
+use crate::dice::Dice;
+use crate::faults::{self, Fault};
+use crate::net::Weather;
+use crate::sim::Micros;
+use crate::words::Node;
+
+pub const SECOND: Micros = 1_000_000;
+
+#[derive(Clone, Debug)]
+pub struct EngineSetup {
+    pub prefills: bool,
+    pub decodes: bool,
+    pub host: usize,
+    pub blocks: usize,
+    /// Local microseconds per 1,000 of the world's.
+    pub clock_rate: u64,
+    pub max_num_seqs: usize,
+    pub max_batched: usize,
+    pub max_waiting: usize,
+    pub fetch_workers: usize,
+    pub recompute: bool,
+    pub step: (Micros, Micros),
+    pub block_copy: (Micros, Micros),
+    /// It refuses one request in so many, before it looks at it; 0 is never.
+    pub refuses_one_in: u64,
+}
+
+#[derive(Clone, Debug)]
+pub struct ClientSetup {
+    pub arrives: Micros,
+    pub leaves: Option<Micros>,
+    /// It leaves without a word.
+    pub silently: bool,
+    pub prompt: Vec<u32>,
+    pub max_new: usize,
+    pub choices: u32,
+    /// The decode engine computes everything.
+    pub aggregate: bool,
+    pub router: usize,
+}
+
+#[derive(Clone, Debug)]
+pub struct Setup {
+    pub seed: u64,
+    /// Nothing goes wrong but clients that leave and engines that refuse: then nothing may be left to expiry.
+    pub calm: bool,
+    pub calm_from: Micros,
+    pub routers: usize,
+    pub engines: Vec<EngineSetup>,
+    pub block_tokens: usize,
+    pub lease: Micros,
+    pub clients: Vec<ClientSetup>,
+    pub weather: Weather,
+    pub faults: Vec<(Micros, Fault)>,
+    pub prefill_attempts: usize,
+    pub decode_attempts: usize,
+    pub fall_back: bool,
+    pub prefill_silence: Micros,
+    pub decode_silence: Micros,
+    /// One transfer in so many breaks in the middle; 0 is never.
+    pub truncate_one_in: u64,
+    /// What is broken on purpose, to see that it is found.
+    pub mutation: Mutation,
+}
+
+/// A naive behaviour, planted to see that the invariants notice it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mutation {
+    None,
+    /// A reader does not ask whether the lease was live for the whole read (the stale read).
+    VerdictNotAsked,
+    /// Nobody tells the producer that a request was refused or aborted (vLLM #41269).
+    ReleasesNotSent,
+    /// A lease that is over gives its blocks back twice (vLLM #25067).
+    GivenBackTwice,
+    /// A release frees while somebody reads (vLLM #35506 done naively).
+    ReleaseDoesNotDrain,
+    /// Leases do not expire (vLLM #20139).
+    NoExpiry,
+}
+
+impl Mutation {
+    pub const ALL: [Self; 5] = [
+        Self::VerdictNotAsked,
+        Self::ReleasesNotSent,
+        Self::GivenBackTwice,
+        Self::ReleaseDoesNotDrain,
+        Self::NoExpiry,
+    ];
+
+    /// What must have been noticed: not any violation will do.
+    pub fn shows_as(self) -> &'static [&'static str] {
+        match self {
+            Self::None => &[],
+            Self::VerdictNotAsked | Self::ReleaseDoesNotDrain => &["stale KV", "wrong text"],
+            Self::ReleasesNotSent => &["expired"],
+            Self::GivenBackTwice => &["given back once per lease"],
+            Self::NoExpiry => &["I5"],
+        }
+    }
+}
+
+impl Setup {
+    pub fn of(seed: u64, mutation: Mutation) -> Self {
+        let dice = &mut Dice::new(seed, 1);
+        let calm = dice.percent(12);
+        let block_tokens = *dice.pick(&[2, 4, 8]);
+        let routers = if dice.percent(80) { 1 } else { 2 };
+        let engines = engines(dice, calm, block_tokens);
+        let weather = weather(dice, calm);
+        let span = if dice.percent(60) { dice.stretch(20_000, SECOND) } else { dice.between(1, 12) * SECOND };
+        let clients = clients(dice, routers, span, block_tokens);
+        let calm_from = span + dice.between(5, 60) * SECOND;
+        let mut faults =
+            if calm { Vec::new() } else { faults::plan(dice, routers, &engines, span, calm_from) };
+        let mut engines = engines;
+        // Some runs are made for the stale read: one host, slow copies, readers that are stopped for longer than the
+        // lease lives, and enough to do meanwhile that freed blocks are reused.
+        let stale = !calm && dice.percent(8);
+        if stale {
+            for engine in &mut engines {
+                engine.host = 0;
+                engine.block_copy = (50_000, 500_000);
+            }
+            let reader = engines.iter().rposition(|engine| engine.decodes).unwrap_or(0);
+            let time = dice.between(12, 40) * SECOND;
+            faults.push((dice.below(span), Fault::Pause(Node::Engine(reader), time)));
+        }
+        Self {
+            seed,
+            calm,
+            calm_from,
+            routers,
+            engines,
+            block_tokens,
+            lease: if stale { 2 } else { dice.between(2, 30) } * SECOND,
+            clients,
+            weather,
+            faults,
+            prefill_attempts: dice.between(1, 3) as usize,
+            decode_attempts: dice.between(1, 3) as usize,
+            fall_back: dice.percent(50),
+            prefill_silence: dice.between(2, 60) * SECOND,
+            decode_silence: dice.between(2, 60) * SECOND,
+            truncate_one_in: if calm || dice.percent(60) { 0 } else { dice.between(5, 200) },
+            mutation,
+        }
+    }
+
+    pub fn prefills(&self) -> Vec<usize> {
+        (0..self.engines.len()).filter(|&e| self.engines[e].prefills).collect()
+    }
+
+    pub fn decodes(&self) -> Vec<usize> {
+        (0..self.engines.len()).filter(|&e| self.engines[e].decodes).collect()
+    }
+}
+
+fn engines(dice: &mut Dice, calm: bool, block_tokens: usize) -> Vec<EngineSetup> {
+    let prefills = *dice.pick(&[1, 1, 2, 2, 3, 4]);
+    let decodes = *dice.pick(&[1, 1, 2, 2, 3, 4]);
+    let hosts = dice.between(1, 4);
+    let mut engines = Vec::new();
+    for e in 0..prefills + decodes {
+        let both = dice.percent(10);
+        let small = dice.percent(70);
+        // The longest sequence is 56 tokens: it fits the smallest pool, and little else does.
+        let least = (56_u64.div_ceil(block_tokens as u64) + 1).max(8);
+        engines.push(EngineSetup {
+            prefills: both || e < prefills,
+            decodes: both || e >= prefills,
+            host: dice.below(hosts) as usize,
+            // Mostly so small that running out is the normal case.
+            blocks: dice.between(least, if small { least + 6 } else { 64.max(least) }) as usize,
+            clock_rate: if calm || dice.percent(60) { 1_000 } else { dice.between(950, 1_050) },
+            max_num_seqs: dice.between(1, 8) as usize,
+            max_batched: dice.between(8, 64) as usize,
+            max_waiting: if dice.percent(70) { 64 } else { dice.between(1, 3) as usize },
+            fetch_workers: dice.between(1, 4) as usize,
+            recompute: dice.percent(60),
+            step: (dice.between(500, 5_000), dice.between(5_000, 60_000)),
+            block_copy: if dice.percent(70) { (5, 200) } else { (5_000, 2_000_000) },
+            refuses_one_in: if dice.percent(60) { 0 } else { dice.between(3, 20) },
+        });
+    }
+    engines
+}
+
+fn weather(dice: &mut Dice, calm: bool) -> Weather {
+    let latency = (dice.between(20, 200), dice.between(200, 2_000));
+    if calm || dice.percent(25) {
+        return Weather { latency, ..Weather::default() };
+    }
+    let mut sometimes = |low, high| if dice.percent(50) { 0 } else { dice.between(low, high) };
+    Weather {
+        latency,
+        loss_one_in: sometimes(30, 800),
+        duplicate_one_in: sometimes(3, 40),
+        delay_one_in: sometimes(5, 200),
+        delay_max: 120 * SECOND,
+    }
+}
+
+fn clients(dice: &mut Dice, routers: usize, span: Micros, block_tokens: usize) -> Vec<ClientSetup> {
+    let prefix: Vec<u32> = (0..24).map(|_| dice.below(crate::device::VOCAB) as u32).collect();
+    let mut family: Vec<Vec<u32>> = Vec::new();
+    for _ in 0..dice.between(1, 4) {
+        let shared = dice.between(0, 24) as usize;
+        let own = dice.between(1, 16);
+        let mut prompt = prefix[..shared].to_vec();
+        prompt.extend((0..own).map(|_| dice.below(crate::device::VOCAB) as u32));
+        family.push(prompt);
+    }
+    let leave_percent = *dice.pick(&[0, 20, 50, 90]);
+    (0..dice.between(2, 20))
+        .map(|_| {
+            let mut prompt = dice.pick(&family).clone();
+            if dice.one_in(4) {
+                prompt.truncate((prompt.len() / block_tokens * block_tokens).max(1));
+            }
+            ClientSetup {
+                arrives: dice.below(span),
+                leaves: dice.percent(leave_percent).then(|| dice.stretch(50, 4 * SECOND)),
+                silently: dice.percent(10),
+                prompt,
+                max_new: dice.between(1, 14) as usize,
+                choices: if dice.percent(85) { 1 } else { dice.between(2, 3) as u32 },
+                aggregate: dice.percent(15),
+                router: dice.below(routers as u64) as usize,
+            }
+        })
+        .collect()
+}
