@@ -4,7 +4,7 @@
 //! - **fetched**: open, a read begun, a read done;
 //! - **released**: open, release;
 //! - **expired**: open, and the time comes that ends it; as many others live, at every age, and one of them, at the
-//!   head, is renewed all the while;
+//!   head, is renewed twice for each, so that it never ends;
 //! - **renewed**: one heartbeat of any live lease;
 //! - **map**: a `HashMap` of handles with values of an entry's size, one insertion and one removal: the least that any
 //!   table of leases costs at that size, and what the machine's cache does to it.
@@ -177,7 +177,7 @@ impl Books {
         took
     }
 
-    /// One is opened every `duration / live`, so that `live` of them are alive.
+    /// One is opened every `duration / live`, so that `live` of them are alive. Halfway and then, the head is renewed.
     fn expired(&mut self, rounds: usize, dice: &mut Dice) -> Duration {
         let step = LeaseTerms::default().duration / self.live as u32;
         // Until the first of them end.
@@ -194,8 +194,10 @@ impl Books {
     fn flow(&mut self, grants: Vec<Grant>, step: Duration) -> usize {
         let mut ended = Vec::with_capacity(grants.len() + 2);
         for grant in grants {
-            self.now = self.now.after(step);
-            assert_eq!(self.flowing.heartbeat(self.head, self.now), HeartbeatReply::Renewed);
+            for _ in 0..2 {
+                self.now = self.now.after(step / 2);
+                assert_eq!(self.flowing.heartbeat(self.head, self.now), HeartbeatReply::Renewed);
+            }
             self.flowing.open(grant, self.now).expect("room");
             ended.append(&mut self.flowing.take_settled());
         }
