@@ -1,19 +1,19 @@
 //! The ledger: all leases of one producer.
 //!
-//! It opens, finds and ends leases, keeps their expiry in a heap (never a scan), and remembers ended leases and
+//! It opens, finds and ends leases, keeps their expiry in order (never a scan), and remembers ended leases and
 //! early releases for a bounded time, so that a late message gets an exact answer. Opening, a message about a
-//! lease and its early end are O(1) on the average, expiry is O(log n); `baton bench lease` measures them.
+//! lease and its end are O(1) on the average; the expiry of one that was renewed is O(log n). `baton bench lease`
+//! measures them.
 //!
 //! Invariants:
 //! - Blocks that went in with [`Ledger::open`] come out of [`Ledger::take_settled`] exactly once.
 //! - A release that arrives before its request is known wins when the request arrives.
 //! - Every table is bounded; a full ledger refuses to open, it never forgets a live lease.
-//! - What ended leases leave in the heap is bounded by the live ones, not by the rate at which leases end.
-
-mod portrait;
+//! - What ended leases leave behind is bounded by the live ones, not by the rate at which leases end.
 
 mod deadlines;
 mod live;
+mod portrait;
 mod tombstones;
 
 use std::time::Duration;
@@ -389,8 +389,7 @@ impl Ledger {
     fn look_at(&mut self, slot: Slot, due: Time) {
         self.deadlines.push(due, slot);
         if self.deadlines.is_overgrown(self.live.len()) {
-            let each = self.live.iter();
-            self.deadlines.renew(each.filter_map(|(slot, entry)| Some((entry.lease.deadline()?, slot))));
+            self.deadlines.retain(|slot| self.live.get(slot).is_some());
         }
     }
 
