@@ -33,6 +33,8 @@ pub trait Wire: Send + Sync {
     fn peer(&self) -> Peer;
     /// Ends the producer's side in whatever it is doing.
     fn kill(&mut self);
+    /// Idle connections that the consumer keeps.
+    fn kept(&self) -> usize;
     /// The longest silence that the transport was told to bear.
     fn silence(&self) -> std::time::Duration;
 }
@@ -65,6 +67,7 @@ macro_rules! transport_conformance {
             whole_blocks_only_means_no_slices
             a_consumer_of_two_links_has_everything_after_both
             one_of_several_consumers_leaves_and_the_others_read_on
+            nothing_is_kept_of_a_dead_producer
         );
     };
     (@each $start:path, $($name:ident)*) => {

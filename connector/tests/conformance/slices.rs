@@ -169,7 +169,7 @@ pub fn a_slice_outside_the_lease_or_the_rank_is_refused_and_the_next_read_works(
         // More tokens than the lease has, none, or turned around.
         with(Cut { tokens: 0..2 * 256 + 1, heads: 0..2 }, 0),
         with(Cut { tokens: 5..5, heads: 0..2 }, 0),
-        with(Cut { tokens: 9..5, heads: 0..2 }, 0),
+        with(Cut { tokens: Range { start: 9, end: 5 }, heads: 0..2 }, 0),
         with(Cut { tokens: 0..usize::MAX, heads: 0..2 }, 0),
         // Heads that one of the ends does not have.
         with(Cut { tokens: 0..256, heads: 3..5 }, 0),

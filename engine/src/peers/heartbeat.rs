@@ -20,6 +20,9 @@ use crate::sequence::SeqId;
 /// The shortest interval between two beats of one lease, however short the lease.
 const INTERVAL_MIN: Duration = Duration::from_millis(20);
 
+/// What is kept of producers is looked through this often. It is done here because these threads wake anyway.
+const SWEEP: Duration = Duration::from_secs(1);
+
 /// Threads that beat.
 pub(super) const THREADS: usize = 4;
 
@@ -40,6 +43,7 @@ struct Entries {
     /// Which of a producer's ranks is asked, where it is not the first: any of them knows every lease, and one that
     /// does not answer is followed by the next. At most [`RANKS_KEPT_MAX`]; beyond it all start from the first again.
     ranks: HashMap<Producer, Rank>,
+    swept: Instant,
 }
 
 pub(super) struct Heartbeat {
@@ -56,8 +60,12 @@ struct Beat {
 
 impl Default for Heartbeat {
     fn default() -> Self {
-        let entries =
-            Entries { by_sequence: HashMap::new(), turns: Turns::new(THREADS, 1), ranks: HashMap::new() };
+        let entries = Entries {
+            by_sequence: HashMap::new(),
+            turns: Turns::new(THREADS, 1),
+            ranks: HashMap::new(),
+            swept: Instant::now(),
+        };
         Self { entries: Mutex::new(entries), changed: Condvar::new() }
     }
 }
@@ -83,6 +91,9 @@ impl Heartbeat {
     /// Beats until `stop`; on [`THREADS`] threads at once, one for each producer at most.
     pub(super) fn run(&self, transport: &dyn Transport, mailbox: &Mailbox, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
+            if self.sweep_is_due() {
+                transport.sweep();
+            }
             for id in self.given_up() {
                 tracing::warn!(seq = id.0, "no room for this handoff for too long; it is given up");
                 mailbox.fetch(id, Event::LeaseGone);
@@ -102,6 +113,16 @@ impl Heartbeat {
         }
     }
 
+    /// True for one of the threads, every [`SWEEP`].
+    fn sweep_is_due(&self) -> bool {
+        let mut entries = self.lock();
+        let due = entries.swept.elapsed() >= SWEEP;
+        if due {
+            entries.swept = Instant::now();
+        }
+        due
+    }
+
     /// Takes out what has been renewed for long enough.
     fn given_up(&self) -> Vec<SeqId> {
         let (now, mut entries) = (Instant::now(), self.lock());
@@ -116,7 +137,7 @@ impl Heartbeat {
     fn next(&self) -> Option<Beat> {
         let mut entries = self.lock();
         let now = Instant::now();
-        let Entries { by_sequence, turns, ranks } = &mut *entries;
+        let Entries { by_sequence, turns, ranks, .. } = &mut *entries;
         let ripe = by_sequence.values().filter(|entry| entry.due <= now);
         let longest_due =
             ripe.filter(|entry| turns.may_start(&entry.target.producer())).min_by_key(|e| e.due);

@@ -19,10 +19,15 @@ trait Reads: Send + Sync + 'static {
     }
 }
 
+/// What the step loop has heard.
+type Reports = Vec<(SeqId, Event)>;
+/// What a transport was asked for beside reads.
+type Asked = Vec<(&'static str, Reader)>;
+
 /// Writes down what else is asked of it.
 struct Scripted<R> {
     reads: R,
-    asked: Mutex<Vec<(&'static str, Reader)>>,
+    asked: Mutex<Asked>,
 }
 
 impl<R: Reads> Transport for Scripted<R> {
@@ -113,7 +118,7 @@ impl<R: Reads> Bench<R> {
     }
 
     /// Waits for the first report, ends the workers, and returns all reports and what was asked.
-    fn end(self) -> (Vec<(SeqId, Event)>, Vec<(&'static str, Reader)>) {
+    fn end(self) -> (Reports, Asked) {
         let mut events = self.mailbox.wait(None).fetches;
         while !lock(&self.workers.0.runs).is_empty() {
             std::thread::yield_now();
