@@ -19,6 +19,9 @@ use crate::sequence::SeqId;
 /// The shortest interval between two beats of one lease, however short the lease.
 const INTERVAL_MIN: Duration = Duration::from_millis(20);
 
+/// What is kept of producers is looked through this often. It is done here because these threads wake anyway.
+const SWEEP: Duration = Duration::from_secs(1);
+
 /// Threads that beat.
 pub(super) const THREADS: usize = 4;
 
@@ -33,6 +36,7 @@ struct Entry {
 struct Entries {
     by_sequence: HashMap<SeqId, Entry>,
     turns: Turns<Producer>,
+    swept: Instant,
 }
 
 pub(super) struct Heartbeat {
@@ -48,7 +52,8 @@ struct Beat {
 
 impl Default for Heartbeat {
     fn default() -> Self {
-        let entries = Entries { by_sequence: HashMap::new(), turns: Turns::new(THREADS, 1) };
+        let entries =
+            Entries { by_sequence: HashMap::new(), turns: Turns::new(THREADS, 1), swept: Instant::now() };
         Self { entries: Mutex::new(entries), changed: Condvar::new() }
     }
 }
@@ -74,6 +79,9 @@ impl Heartbeat {
     /// Beats until `stop`; on [`THREADS`] threads at once, one for each producer at most.
     pub(super) fn run(&self, transport: &dyn Transport, mailbox: &Mailbox, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
+            if self.sweep_is_due() {
+                transport.sweep();
+            }
             for id in self.given_up() {
                 tracing::warn!(seq = id.0, "no room for this handoff for too long; it is given up");
                 mailbox.fetch(id, Event::LeaseGone);
@@ -86,6 +94,16 @@ impl Heartbeat {
             self.lock().turns.ended(&producer, beaten.is_ok());
             self.changed.notify_all();
         }
+    }
+
+    /// True for one of the threads, every [`SWEEP`].
+    fn sweep_is_due(&self) -> bool {
+        let mut entries = self.lock();
+        let due = entries.swept.elapsed() >= SWEEP;
+        if due {
+            entries.swept = Instant::now();
+        }
+        due
     }
 
     /// Takes out what has been renewed for long enough.
@@ -102,7 +120,7 @@ impl Heartbeat {
     fn next(&self) -> Option<Beat> {
         let mut entries = self.lock();
         let now = Instant::now();
-        let Entries { by_sequence, turns } = &mut *entries;
+        let Entries { by_sequence, turns, .. } = &mut *entries;
         let ripe = by_sequence.values().filter(|entry| entry.due <= now);
         let longest_due =
             ripe.filter(|entry| turns.may_start(&entry.target.producer())).min_by_key(|e| e.due);
