@@ -7,7 +7,9 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use baton_connector::lease::{Cause, LeaseTerms};
-use baton_connector::ledger::{Grant, HeartbeatReply, Ledger, LedgerPortrait, ReadRefusal, ReleaseReply};
+use baton_connector::ledger::{
+    Grant, HeartbeatReply, Ledger, LedgerPortrait, LivePortrait, ReadRefusal, ReleaseReply,
+};
 use baton_connector::limits::TOMBSTONE_KEPT;
 use baton_connector::transport::Verdict;
 use baton_connector::{BlockId, Handle, Rank, Reader, RequestId, Time};
@@ -46,8 +48,8 @@ pub(crate) enum Input {
     ReadDone(Local, ReaderName),
     ReadFailed(Local, ReaderName),
     Heartbeat(Local),
-    /// Until the next deadline.
-    TimePasses,
+    /// Until the next deadline. The lease of one request can be renewed just before, so that another's runs out first.
+    TimePasses(Option<Req>),
     /// So long that every tombstone is forgotten.
     AgesPass,
     Crash,
@@ -166,7 +168,8 @@ impl Producer {
             handle: self.handle(lease),
             request: name(req),
             blocks: vec![block],
-            expected: usize::from(self.bounds.ranks),
+            // One consumer, with a link for each of its ranks.
+            expected: 1,
         };
         match self.ledger.open(grant, self.now) {
             Ok(_) if self.view.given_up[usize::from(req)] => {
@@ -223,12 +226,19 @@ impl Producer {
         Ok(())
     }
 
+    fn reader(&self, reader: ReaderName) -> Reader {
+        let ReaderName { d, life, req, rank } = reader;
+        let consumer = u64::from(u32::from_be_bytes([0, d, life, req]));
+        Reader { consumer, of: self.bounds.ranks.into(), rank: Rank(rank.into()) }
+    }
+
     fn read_done(&mut self, lease: Local, reader: ReaderName, says: &mut Vec<Output>) {
         let handle = self.handle(lease);
-        let verdict = self.ledger.read_done(handle, reader_of(reader), self.now);
+        let verdict = self.ledger.read_done(handle, self.reader(reader), self.now);
         if self.bounds.has(Mutation::ReadersAreCounted) && self.view.valid.contains(&reader) {
-            // A repetition is taken for one more reader.
-            let another = Reader { consumer: u64::MAX, ..reader_of(reader) };
+            // A repetition is taken for the consumer's next link.
+            let rank = Rank(u16::from((reader.rank + 1) % self.bounds.ranks));
+            let another = Reader { rank, ..self.reader(reader) };
             if self.ledger.read_begun(handle, another, 0, 1, self.now).is_ok() {
                 self.ledger.read_done(handle, another, self.now);
             }
@@ -319,7 +329,7 @@ impl Producer {
                 says.push(Output::Gone);
             }
             Input::ReadBegun(lease, reader) => {
-                let read = self.ledger.read_begun(self.handle(lease), reader_of(reader), 0, 1, self.now);
+                let read = self.ledger.read_begun(self.handle(lease), self.reader(reader), 0, 1, self.now);
                 says.push(match read {
                     Ok(blocks) => Output::Granted(blocks[0]),
                     Err(ReadRefusal::Gone) => Output::Gone,
@@ -329,17 +339,13 @@ impl Producer {
             }
             Input::ReadDone(lease, reader) => self.read_done(lease, reader, says),
             Input::ReadFailed(lease, reader) => {
-                self.ledger.read_failed(self.handle(lease), reader_of(reader), self.now);
+                self.ledger.read_failed(self.handle(lease), self.reader(reader), self.now);
             }
             Input::Heartbeat(lease) => {
                 let reply = self.ledger.heartbeat(self.handle(lease), self.now);
                 says.push(if reply == HeartbeatReply::Renewed { Output::Renewed } else { Output::Gone });
             }
-            Input::TimePasses => {
-                let next = self.ledger.portrait(self.now).live.iter().map(|live| live.lease.left).min();
-                self.now = self.now.after(next.expect("a lease is live"));
-                self.ledger.tick(self.now);
-            }
+            Input::TimePasses(renewed) => self.time_passes(renewed),
             Input::AgesPass => {
                 for _ in 0..2 {
                     self.now = self.now.after(TOMBSTONE_KEPT);
@@ -353,6 +359,21 @@ impl Producer {
             Input::Restart => self.view.alive = true,
         }
         Ok(())
+    }
+
+    fn time_passes(&mut self, renewed: Option<Req>) {
+        let live = self.ledger.portrait(self.now).live;
+        let next =
+            |live: &[LivePortrait]| live.iter().map(|live| live.lease.left).min().expect("a lease is live");
+        if let Some(req) = renewed {
+            self.now = self.now.after(next(&live).saturating_sub(Duration::from_micros(1)));
+            for live in live.iter().filter(|live| live.request == name(req)) {
+                self.ledger.heartbeat(live.handle, self.now);
+            }
+        }
+        let live = self.ledger.portrait(self.now).live;
+        self.now = self.now.after(next(&live));
+        self.ledger.tick(self.now);
     }
 
     /// The handshake of a transport: whether a handoff is of this life.
@@ -405,16 +426,12 @@ impl Party for Producer {
             Input::ReadDone(lease, reader) => Input::ReadDone(lease.renamed(by), reader.renamed(by)),
             Input::ReadFailed(lease, reader) => Input::ReadFailed(lease.renamed(by), reader.renamed(by)),
             Input::Heartbeat(lease) => Input::Heartbeat(lease.renamed(by)),
-            Input::TimePasses | Input::AgesPass | Input::Crash | Input::Restart => input,
+            Input::TimePasses(renewed) => Input::TimePasses(renewed.map(|req| by.req(req))),
+            Input::AgesPass | Input::Crash | Input::Restart => input,
         }
     }
 }
 
 fn name(req: Req) -> RequestId {
     RequestId::new(["r1", "r2"][usize::from(req)]).expect("an id")
-}
-
-fn reader_of(reader: ReaderName) -> Reader {
-    let ReaderName { d, life, req, rank } = reader;
-    Reader { consumer: u64::from(u32::from_be_bytes([0, d, life, req])), rank: Rank(rank.into()) }
 }

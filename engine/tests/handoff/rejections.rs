@@ -166,9 +166,9 @@ fn refused(case: &str, p: &Member<'_>, d: &Member<'_>, request: &Request, cause:
 fn every_refusing_path_gives_the_lease_back_at_once() {
     let p = producer(None);
     let d = Node::start(options(LLAMA, Role::Decode));
-    let larger_blocks = {
+    let other_blocks = {
         let mut options = options(LLAMA, Role::Decode);
-        options.block_tokens = 16;
+        options.block_tokens = 12;
         Node::start(options)
     };
     let both = Node::start(options(LLAMA, Role::Prefill));
@@ -263,7 +263,7 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
             "prompt",
             Some((400, Some("kv_prompt_mismatch"))),
         ),
-        ("layout", &larger_blocks, Box::new(&good), "layout", Some((400, Some("kv_layout_mismatch")))),
+        ("layout", &other_blocks, Box::new(&good), "layout", Some((400, Some("kv_layout_mismatch")))),
         ("role", &both, Box::new(&good), "wrong_role", Some((400, Some("kv_wrong_role")))),
         (
             "rank",
@@ -423,7 +423,7 @@ fn a_stranger_is_refused_and_a_handoff_that_a_producer_of_the_cluster_wrote_is_g
     let (p, d) = (Member(&p, Some(SECRET)), Member(&d, Some(SECRET)));
     let body = greedy(&prompt(1, 40), 8);
     let stranger = |lent: &Value| Request::of(&with(&body, "kv_transfer_params", lent.clone()));
-    let told = Some((401, Some("invalid_api_key")));
+    let told = Some((401, Some("invalid_cluster_secret")));
     refused("no secret", &p, &d, &stranger(&p.lend(&body)), "unauthorized", told);
     let guessed = stranger(&p.lend(&body)).header("x-baton-cluster-secret", "another secret of nobody");
     refused("another secret", &p, &d, &guessed, "unauthorized", told);
