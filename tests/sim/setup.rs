@@ -94,7 +94,8 @@ impl Mutation {
     pub fn shows_as(self) -> &'static [&'static str] {
         match self {
             Self::None => &[],
-            Self::VerdictNotAsked | Self::ReleaseDoesNotDrain => &["stale KV", "wrong text"],
+            Self::VerdictNotAsked => &["stale KV", "wrong text"],
+            Self::ReleaseDoesNotDrain => &["stale KV", "wrong text", "I3: freed"],
             Self::ReleasesNotSent => &["expired"],
             Self::GivenBackTwice => &["given back once per lease"],
             Self::NoExpiry => &["I5"],
