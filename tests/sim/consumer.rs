@@ -113,12 +113,17 @@ impl Sim {
         }
         let Some(job) = peers.jobs.get_mut(&id) else { return };
         job.stop = true;
-        let conn = job.conn;
-        // The worker looks at the flag between two system calls.
-        if conn.is_some_and(|conn| matches!(self.net.conns[conn.0].purpose, Purpose::Read(_))) {
-            if let Some(conn) = conn {
-                self.close(conn, Side::Caller);
-            }
+        // The worker looks at the flag between two system calls: until then it goes on writing.
+        let until_seen = self.dice.between(1, 30_000);
+        self.later(Node::Engine(engine), until_seen, Event::StopSeen(engine, id.0));
+    }
+
+    /// A fetch worker sees the stop flag of its read.
+    pub fn stop_seen(&mut self, engine: usize, seq: u64) {
+        let id = SeqId(seq);
+        let Some(conn) = self.engines[engine].peers.jobs.get(&id).and_then(|job| job.conn) else { return };
+        if matches!(self.net.conns[conn.0].purpose, Purpose::Read(_)) {
+            self.close(conn, Side::Caller);
             self.job_over(engine, id, Report::TransferFailed(FailureKind::Transfer));
         }
     }

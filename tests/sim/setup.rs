@@ -46,6 +46,9 @@ pub struct Setup {
     pub seed: u64,
     /// Nothing goes wrong but clients that leave and engines that refuse: then nothing may be left to expiry.
     pub calm: bool,
+    /// Its routers neither abort nor release, as a router does that knows nothing of leases: then decode engines alone
+    /// must give back what they refuse. Clients stay, in such a run.
+    pub naive_router: bool,
     pub calm_from: Micros,
     pub routers: usize,
     pub engines: Vec<EngineSetup>,
@@ -106,13 +109,17 @@ impl Mutation {
 impl Setup {
     pub fn of(seed: u64, mutation: Mutation) -> Self {
         let dice = &mut Dice::new(seed, 1);
-        let calm = dice.percent(12);
+        let calm = dice.percent(15);
+        let naive_router = calm && dice.percent(40);
         let block_tokens = *dice.pick(&[2, 4, 8]);
         let routers = if dice.percent(80) { 1 } else { 2 };
         let engines = engines(dice, calm, block_tokens);
         let weather = weather(dice, calm);
         let span = if dice.percent(60) { dice.stretch(20_000, SECOND) } else { dice.between(1, 12) * SECOND };
-        let clients = clients(dice, routers, span, block_tokens);
+        let mut clients = clients(dice, routers, span, block_tokens);
+        if naive_router {
+            clients.iter_mut().for_each(|client| client.leaves = None);
+        }
         let calm_from = span + dice.between(5, 60) * SECOND;
         let mut faults =
             if calm { Vec::new() } else { faults::plan(dice, routers, &engines, span, calm_from) };
@@ -132,6 +139,7 @@ impl Setup {
         Self {
             seed,
             calm,
+            naive_router,
             calm_from,
             routers,
             engines,
@@ -141,10 +149,10 @@ impl Setup {
             weather,
             faults,
             prefill_attempts: dice.between(1, 3) as usize,
-            decode_attempts: dice.between(1, 3) as usize,
+            decode_attempts: if naive_router { 1 } else { dice.between(1, 3) as usize },
             fall_back: dice.percent(50),
-            prefill_silence: dice.between(2, 60) * SECOND,
-            decode_silence: dice.between(2, 60) * SECOND,
+            prefill_silence: if naive_router { 600 } else { dice.between(2, 60) } * SECOND,
+            decode_silence: if naive_router { 600 } else { dice.between(2, 60) } * SECOND,
             truncate_one_in: if calm || dice.percent(60) { 0 } else { dice.between(5, 200) },
             mutation,
         }

@@ -37,6 +37,8 @@ pub enum Event {
     /// The next batch of a read goes out, or the next block is copied.
     Batch(usize, ConnId),
     CopyBlock(usize, u64),
+    /// A fetch worker sees that its read is no longer wanted.
+    StopSeen(usize, u64),
     /// The caller has waited long enough on this connection.
     Silence(ConnId, Micros),
     /// A router tries a settlement again.
@@ -192,6 +194,7 @@ impl Sim {
             Event::PeersTimer(engine) => self.peers_timer(engine),
             Event::Batch(engine, conn) => self.send_batch(engine, conn),
             Event::CopyBlock(engine, seq) => self.copy_block(engine, seq),
+            Event::StopSeen(engine, seq) => self.stop_seen(engine, seq),
             Event::Silence(conn, bound) => self.silent(conn, bound),
             Event::SettleAgain(router, debt) => self.settle(router, debt),
             Event::StopListening(conn) => self.close(conn, Side::Caller),
@@ -325,6 +328,7 @@ impl Sim {
             Event::ClientLeaves(client) => 12 | (*client as u64) << 8,
             Event::Fault(_) => 13,
             Event::Calm => 14,
+            Event::StopSeen(_, seq) => 15 | seq << 8,
         };
         self.mark(self.now ^ kind << 40 ^ kind);
         self.narrate(|| format!("{event:?}"));
