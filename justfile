@@ -15,6 +15,10 @@ ci:
 test:
     cargo test --workspace
 
+# every state of a small system of the machines; minutes, some gigabytes
+model:
+    cargo test --release --test model -- --nocapture
+
 lint:
     cargo clippy --workspace --all-targets -- -D warnings
 

@@ -186,6 +186,15 @@ pub(crate) struct EngineArgs {
     /// What becomes of a request whose blocks cannot be fetched
     #[arg(long, value_enum, default_value = "recompute")]
     pub(crate) kv_load_failure_policy: LoadFailureArg,
+    /// Host memory that KV blocks are offloaded to, in MiB; 0 is none
+    #[arg(long, default_value_t = 0, value_name = "MIB")]
+    pub(crate) kv_offload_host_mib: usize,
+    /// Directory that KV blocks are offloaded to; they survive a restart. One engine per directory
+    #[arg(long, value_name = "DIR", requires = "kv_offload_disk_mib")]
+    pub(crate) kv_offload_disk: Option<PathBuf>,
+    /// Size of that directory's files, in MiB
+    #[arg(long, value_name = "MIB", requires = "kv_offload_disk")]
+    pub(crate) kv_offload_disk_mib: Option<u64>,
     /// Reads from prefill engines at once
     #[arg(long, default_value_t = 4)]
     pub(crate) fetch_workers: usize,

@@ -7,6 +7,7 @@ use std::time::Duration;
 use baton_engine::engine::{Engine, EngineOptions};
 use baton_engine::executor::cpu::LoadProgress;
 use baton_engine::model::ModelFiles;
+use baton_engine::offload::open::DiskOptions;
 
 use crate::cli::EngineArgs;
 use crate::{Failure, builtin, shutdown};
@@ -78,6 +79,12 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.max_waiting = args.max_waiting;
     options.kv_lease_duration = seconds(args.kv_lease_duration, "--kv-lease-duration")?;
     options.kv_load_failure_policy = args.kv_load_failure_policy.into();
+    options.offload.host_bytes =
+        args.kv_offload_host_mib.checked_mul(1 << 20).ok_or("--kv-offload-host-mib is too large")?;
+    if let (Some(dir), Some(mib)) = (args.kv_offload_disk, args.kv_offload_disk_mib) {
+        let bytes = mib.checked_mul(1 << 20).ok_or("--kv-offload-disk-mib is too large")?;
+        options.offload.disk = Some(DiskOptions { dir, bytes });
+    }
     options.fetch_workers = args.fetch_workers;
     options.threads = args.threads;
     options.pace = args.pace_ms.map(Duration::from_millis);

@@ -260,6 +260,12 @@ impl Fetch {
         Self { policy, state: State::Queued, ignored: 0 }
     }
 
+    /// What becomes of the request if it fails.
+    #[must_use]
+    pub fn policy(&self) -> LoadFailurePolicy {
+        self.policy
+    }
+
     /// Where it stands.
     #[must_use]
     pub fn state(&self) -> State {

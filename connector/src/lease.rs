@@ -18,11 +18,15 @@
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/lease.txt`.
 
+mod portrait;
+
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::limits::{DRAIN_DEADLINE, HEARTBEAT_EXTENSION, KV_LEASE_DURATION, READERS_MAX};
 use crate::{Reader, Time};
+
+pub use portrait::LeasePortrait;
 
 /// How long a lease lives and drains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +52,7 @@ impl LeaseTerms {
 }
 
 /// Why a lease ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Cause {
     /// Every expected reader has everything.
     Fetched,
@@ -71,7 +75,7 @@ impl Cause {
 }
 
 /// Where a lease stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum State {
     /// Nobody reads.
     Offered,

@@ -8,6 +8,8 @@
 //! - A release that arrives before its request is known wins when the request arrives.
 //! - Every table is bounded; a full ledger refuses to open, it never forgets a live lease.
 
+mod portrait;
+
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::time::Duration;
@@ -16,6 +18,8 @@ use crate::lease::{Cause, Event, Lease, LeaseTerms, Reply, State};
 use crate::limits::{BLOCKS_PER_HANDOFF_MAX, LEASES_MAX, TOMBSTONE_KEPT, TOMBSTONES_MAX};
 use crate::transport::Verdict;
 use crate::{BlockId, Handle, Reader, RequestId, Time};
+
+pub use portrait::{LedgerPortrait, LivePortrait};
 
 /// What [`Ledger::open`] lends.
 #[derive(Debug)]

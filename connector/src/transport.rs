@@ -118,6 +118,10 @@ pub trait Transport: Send + Sync {
     /// # Errors
     /// When the producer could not be reached.
     fn heartbeat(&self, peer: &Peer, handles: &[Handle]) -> Result<Vec<HeartbeatReply>, TransportError>;
+
+    /// Lets go of what is kept of peers that have not been asked for anything in a while, or that are no more:
+    /// connections, and with them a dead producer's memory. Its owner calls it every second or so.
+    fn sweep(&self) {}
 }
 
 /// What a transport's serving side asks of the engine it serves. Called from the transport's own threads;

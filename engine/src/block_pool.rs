@@ -8,13 +8,14 @@
 //!    │        │ give_back           │ give_back    │
 //!    └────────┴─────────────────────┴──────────────┘
 //!   Cached: free, but still found by its hash; the free list is the cache, oldest first.
+//!   Storing: nobody's but a worker's that copies it to a lower tier; begins while it is Active, and may outlast that.
 //! ```
 //!
 //! Invariants (numbers as in ARCHITECTURE.md):
 //! - 1: every block is in exactly one state and the states add up to the pool. A block that is shared is
-//!   counted in the strongest of its states: landing, then active, then leased.
+//!   counted in the strongest of its states: landing, then active, then leased, then storing.
 //! - 2: a block is given back at most once per grant; one time more is a bug of ours and panics.
-//! - 3: a landing block is in no prefix cache and is never shared.
+//! - 3: a landing block is in no prefix cache and is never shared; a block that is being stored is not reused.
 
 use std::collections::HashMap;
 
@@ -37,6 +38,8 @@ pub struct BlockUsage {
     pub leased: usize,
     /// Being written by a transfer.
     pub landing: usize,
+    /// Being copied to a lower tier and held by nobody else.
+    pub storing: usize,
 }
 
 /// There are fewer reusable blocks than wanted.
@@ -58,6 +61,8 @@ pub enum Hold {
     Leased,
     /// A transfer into it.
     Landing,
+    /// A copy of it to a lower tier.
+    Storing,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -65,6 +70,7 @@ struct Block {
     active: u32,
     leased: u32,
     landing: bool,
+    storing: bool,
     hash: Option<BlockHash>,
     /// Neighbours in the free list, meaningful only while nobody holds the block.
     previous: Option<u32>,
@@ -73,7 +79,7 @@ struct Block {
 
 impl Block {
     fn idle(&self) -> bool {
-        self.active == 0 && self.leased == 0 && !self.landing
+        self.active == 0 && self.leased == 0 && !self.landing && !self.storing
     }
 }
 
@@ -206,7 +212,26 @@ impl BlockPool {
         }
     }
 
-    /// The transfer into these blocks is over and verified: they are their request's now.
+    /// A worker is going to copy this block to a lower tier: until that is given back nobody reuses it. False, and
+    /// nothing is held, when one does so already.
+    pub fn store(&mut self, id: BlockId) -> bool {
+        let block = &self.blocks[id.index()];
+        assert!(block.hash.is_some() && !block.landing, "only a block that can be found is stored");
+        if block.storing {
+            return false;
+        }
+        self.hold(id, Hold::Storing);
+        true
+    }
+
+    /// The block that is found by this hash.
+    #[must_use]
+    pub fn find(&self, hash: BlockHash) -> Option<BlockId> {
+        self.by_hash.get(&hash).copied()
+    }
+
+    /// Nothing writes into these blocks any more: they are their request's now, which knows whether what is in them
+    /// may be used.
     pub fn landed(&mut self, blocks: &[BlockId]) {
         for &id in blocks {
             self.recount(id, |block| {
@@ -231,6 +256,10 @@ impl BlockPool {
                     assert!(block.landing, "given back once per landing");
                     block.landing = false;
                 }
+                Hold::Storing => {
+                    assert!(block.storing, "given back once per store");
+                    block.storing = false;
+                }
             });
             let block = &self.blocks[id.index()];
             if block.idle() {
@@ -248,6 +277,7 @@ impl BlockPool {
             Hold::Active => block.active += 1,
             Hold::Leased => block.leased += 1,
             Hold::Landing => block.landing = true,
+            Hold::Storing => block.storing = true,
         });
     }
 
@@ -304,6 +334,8 @@ impl BlockUsage {
             &mut self.active
         } else if block.leased > 0 {
             &mut self.leased
+        } else if block.storing {
+            &mut self.storing
         } else if block.hash.is_some() {
             &mut self.cached
         } else {
@@ -314,13 +346,13 @@ impl BlockUsage {
     /// Whether the states add up to the pool (invariant 1).
     #[must_use]
     pub fn adds_up(&self) -> bool {
-        self.free + self.cached + self.active + self.leased + self.landing == self.total
+        self.free + self.cached + self.active + self.leased + self.landing + self.storing == self.total
     }
 
     /// Blocks that somebody holds, as a share of the pool from 0 to 1.
     #[must_use]
     pub fn held_share(&self) -> f64 {
-        (self.active + self.leased + self.landing) as f64 / self.total.max(1) as f64
+        (self.active + self.leased + self.landing + self.storing) as f64 / self.total.max(1) as f64
     }
 }
 
@@ -386,6 +418,23 @@ mod tests {
     }
 
     #[test]
+    fn a_block_that_is_being_stored_is_not_reused_before_the_copy_is_done() {
+        let mut pool = BlockPool::new(1);
+        let held = pool.allocate(1, Hold::Active).expect("room");
+        pool.register(held[0], hash(1));
+        assert!(pool.store(held[0]) && !pool.store(held[0]), "one copy at a time");
+        pool.lend(&held);
+        pool.give_back(&held, Hold::Leased);
+        assert_eq!((pool.usage().storing, pool.available()), (1, 0));
+        pool.share(&held);
+        assert_eq!((pool.usage().storing, pool.usage().active), (0, 1), "it is found meanwhile");
+        pool.give_back(&held, Hold::Active);
+        assert!(pool.allocate(1, Hold::Active).is_err());
+        pool.give_back(&held, Hold::Storing);
+        assert_eq!(pool.usage().cached, 1);
+    }
+
+    #[test]
     #[should_panic(expected = "given back once per lease")]
     fn a_lease_that_gives_back_twice_is_caught() {
         let mut pool = BlockPool::new(1);
@@ -399,7 +448,7 @@ mod tests {
         /// Random grants, shares, loans, landings and returns: the states always add up, and in the end
         /// everything is home.
         #[test]
-        fn states_always_add_up(steps in prop::collection::vec((0_u8..6, 0_usize..64, 1_usize..4), 1..200)) {
+        fn states_always_add_up(steps in prop::collection::vec((0_u8..7, 0_usize..64, 1_usize..4), 1..200)) {
             let mut pool = BlockPool::new(12);
             let mut grants: Vec<(Vec<BlockId>, Hold)> = Vec::new();
             let mut stamp = 0_u8;
@@ -424,6 +473,9 @@ mod tests {
                         pool.share(&found);
                         if !found.is_empty() { grants.push((found, Hold::Active)) }
                     }
+                    5 => if let Some(block) = pool.find(hash(pick as u8)) && pool.store(block) {
+                        grants.push((vec![block], Hold::Storing));
+                    },
                     _ => if !grants.is_empty() {
                         let (blocks, hold) = grants.swap_remove(at);
                         pool.give_back(&blocks, hold);

@@ -28,6 +28,8 @@ use crate::executor::paced::Paced;
 use crate::lease_desk::LeaseDesk;
 use crate::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
+use crate::offload::open::Tiers;
+use crate::offload::workers::Workers;
 use crate::peers::Peers;
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::status::StatusBoard;
@@ -91,6 +93,8 @@ pub(crate) struct Common<'a> {
     /// One for all: a message that arrives at the side channel of another rank passes its handshake.
     pub epoch: Epoch,
     pub fingerprint: u64,
+    /// The identity of the weights.
+    pub model: &'a str,
     pub max_model_len: usize,
     /// Cancelled when a step loop has panicked.
     pub broken: CancellationToken,
@@ -103,6 +107,7 @@ pub(crate) struct RunningRank {
     /// Tokens of one sequence.
     pub capacity: usize,
     server: SideChannel,
+    offload: Option<Arc<Workers>>,
     step_loop: JoinHandle<()>,
     lease_timer: JoinHandle<()>,
     timer_stop: Arc<AtomicBool>,
@@ -164,6 +169,20 @@ impl RunningRank {
             },
             region.blocks(),
         );
+        let tiers = Tiers::open(
+            &options.offload,
+            (rank, options.data_parallel_size),
+            vec![region],
+            common.fingerprint,
+            common.model,
+        );
+        let mut tiers = tiers.map_err(StartError::Options)?;
+        let scheduler = match &mut tiers {
+            Some(tiers) => scheduler.with_tiers(tiers.config, std::mem::take(&mut tiers.found)),
+            None => scheduler,
+        };
+        let offload = tiers.map(|tiers| tiers.start(Arc::clone(&mailbox))).transpose();
+        let offload = offload.map_err(system("start threads"))?.map(Arc::new);
         let capacity = scheduler.capacity();
         let several = options.data_parallel_size > 1;
         let suffix = if several { format!("-dp{rank}") } else { String::new() };
@@ -193,8 +212,17 @@ impl RunningRank {
         if let Some(good_steps) = options.device_fails_after {
             executor = Box::new(Failing::new(executor, good_steps));
         }
-        let step_loop =
-            StepLoop::new(Parts { executor, scheduler, mailbox, desk, peers, metrics, status, address });
+        let step_loop = StepLoop::new(Parts {
+            executor,
+            scheduler,
+            mailbox,
+            desk,
+            peers,
+            metrics,
+            status,
+            address,
+            offload: offload.clone(),
+        });
         let step_loop = {
             let (broken, core) = (common.broken.clone(), Arc::clone(&core));
             spawn(&format!("step-loop{suffix}"), move || {
@@ -207,7 +235,7 @@ impl RunningRank {
                 }
             })?
         };
-        Ok(Self { core, side_channel, capacity, server, step_loop, lease_timer, timer_stop })
+        Ok(Self { core, side_channel, capacity, server, offload, step_loop, lease_timer, timer_stop })
     }
 
     /// Waits until the step loop has ended (its mailbox is closed), and with it the lease timer.
@@ -216,7 +244,7 @@ impl RunningRank {
         drop(self.step_loop.join());
         self.timer_stop.store(true, Ordering::Release);
         drop(self.lease_timer.join());
-        WoundDown { peers: Arc::clone(&self.core.peers), server: self.server }
+        WoundDown { peers: Arc::clone(&self.core.peers), server: self.server, offload: self.offload }
     }
 }
 
@@ -224,6 +252,7 @@ impl RunningRank {
 pub(crate) struct WoundDown {
     peers: Arc<Peers>,
     server: SideChannel,
+    offload: Option<Arc<Workers>>,
 }
 
 impl WoundDown {
@@ -231,6 +260,9 @@ impl WoundDown {
     pub(crate) fn close(self, deadline: Instant) {
         self.server.shutdown();
         self.peers.shutdown(deadline);
+        if let Some(workers) = self.offload {
+            workers.shutdown(deadline);
+        }
     }
 }
 

@@ -25,6 +25,7 @@ use crate::model::config::ModelConfig;
 use crate::model::identity::identity;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelError, ModelFiles};
+use crate::offload::open::OffloadOptions;
 use crate::server::{Frontend, Role, is_loopback, serve};
 use crate::transport::{KvTransport, shared_pool};
 
@@ -70,6 +71,8 @@ pub struct EngineOptions {
     pub kv_lease_duration: Duration,
     /// What becomes of a request whose blocks cannot be fetched.
     pub kv_load_failure_policy: LoadFailurePolicy,
+    /// Tiers below the KV pool.
+    pub offload: OffloadOptions,
     /// Reads in flight at once.
     pub fetch_workers: usize,
     /// Threads that compute, shared out to the ranks; all cores by default.
@@ -108,6 +111,7 @@ impl EngineOptions {
             max_waiting: 1024,
             kv_lease_duration: LeaseTerms::default().duration,
             kv_load_failure_policy: LoadFailurePolicy::Recompute,
+            offload: OffloadOptions::default(),
             fetch_workers: 4,
             threads: None,
             pace: None,
@@ -175,13 +179,15 @@ impl Engine {
         let model = options.served_model_name.clone().unwrap_or_else(|| options.model.default_name());
         let executor = load(&options, &config, progress)?;
 
-        let fingerprint = executor.layout().fingerprint(&identity(&options.model)?);
+        let weights = identity(&options.model)?;
+        let fingerprint = executor.layout().fingerprint(&weights);
         let broken = CancellationToken::new();
         let common = Common {
             options: &options,
             secret: secret.clone(),
             epoch: Epoch(random()?),
             fingerprint,
+            model: &weights,
             max_model_len: options.max_model_len.unwrap_or(config.max_positions),
             broken: broken.clone(),
         };

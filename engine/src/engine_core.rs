@@ -31,6 +31,7 @@ use crate::block_pool::BlockUsage;
 use crate::digests::{DigestAsk, DigestPage, page_blocks};
 use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use crate::mailbox::{Legs, Mail};
+use crate::offload::{Fault, Report};
 use crate::peers::FetchTarget;
 use crate::sampling::{Place, SamplingParams, Scratch, TokenCounts, sample};
 use crate::scheduler::{Effect, Finished, Load, Planned, Refusal, Scheduler};
@@ -225,11 +226,17 @@ impl<S: Surroundings> EngineCore<S> {
         for (id, event) in mail.fetches {
             self.scheduler.fetch_event(id, event);
         }
+        for report in mail.offloads {
+            self.scheduler.offload_event(report);
+        }
         for ask in mail.digests {
             self.answer_digests(ask);
         }
         if mail.reset_cache {
             self.scheduler.reset_prefix_cache();
+        }
+        if mail.reset_tiers {
+            self.scheduler.reset_tiers();
         }
         self.carry_out_effects();
         if self.closing.is_some_and(|deadline| self.surroundings.now() >= deadline) {
@@ -370,6 +377,16 @@ impl<S: Surroundings> EngineCore<S> {
                 self.surroundings.note(Fact::LoadFailed("recompute"));
                 tracing::info!(seq = id.0, "handoff could not be used; computing the prompt here");
             }
+            Effect::Offload(order) => {
+                let id = order.id();
+                if !self.surroundings.offload(order) {
+                    self.scheduler.offload_event(Report::Ended(id, Err(Fault::Refused)));
+                }
+            }
+            Effect::Revoke(id) => {
+                let revoked = self.surroundings.revoke(id);
+                self.scheduler.offload_revoked(id, revoked);
+            }
         }
     }
 
@@ -459,8 +476,10 @@ impl<S: Surroundings> EngineCore<S> {
     #[must_use]
     pub fn over(&self) -> bool {
         let Some(deadline) = self.closing else { return false };
+        let load = self.scheduler.load();
         let settled = self.live.is_empty()
-            && self.scheduler.load().stopping == 0
+            && load.stopping == 0
+            && load.offloading == 0
             && self.surroundings.live_leases() == 0;
         settled || self.surroundings.now() >= deadline + QUIET_GRACE
     }

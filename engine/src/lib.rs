@@ -18,6 +18,7 @@ pub mod lease_desk;
 pub mod mailbox;
 pub mod metrics;
 pub mod model;
+pub mod offload;
 pub mod parity;
 pub mod peers;
 pub mod sampling;

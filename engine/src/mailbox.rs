@@ -5,6 +5,7 @@
 //! - submissions by [`Mailbox::new`]'s bound, over which a request is refused;
 //! - endings by the live sequences (each is ended by its one guard), or by [`ABORTS_MAX`] when they come by name;
 //! - fetch reports by the live fetches (at most three each);
+//! - reports of offload workers by the orders in flight;
 //! - settled leases by the blocks they hold;
 //! - asks for digests by [`DIGEST_ASKS_MAX`].
 
@@ -18,6 +19,7 @@ use baton_connector::ledger::Settled;
 
 use crate::digests::{DIGEST_ASKS_MAX, DigestAsk};
 use crate::engine_core::Submission;
+use crate::offload::Report;
 use crate::sequence::{FinishReason, SeqId};
 
 /// Aborts by request id that wait for the step loop. More are refused with 503.
@@ -49,8 +51,12 @@ pub struct Mail {
     pub settled: Vec<Settled>,
     /// Pages of digests that are wanted.
     pub digests: Vec<DigestAsk>,
+    /// Reports of offload workers.
+    pub offloads: Vec<Report>,
     /// Forget the prefix cache.
     pub reset_cache: bool,
+    /// Forget what the offload tiers hold.
+    pub reset_tiers: bool,
     /// No new work; end when the books are empty or at this moment.
     pub closing: Option<Instant>,
     /// `closing` was set after the last look.
@@ -65,7 +71,9 @@ impl Mail {
             && self.fetches.is_empty()
             && self.settled.is_empty()
             && self.digests.is_empty()
+            && self.offloads.is_empty()
             && !self.reset_cache
+            && !self.reset_tiers
             && !self.closing_is_news
     }
 }
@@ -158,6 +166,16 @@ impl Mailbox {
         drop(mail);
         self.arrived.notify_one();
         Ok(())
+    }
+
+    /// An offload worker's report.
+    pub fn offload(&self, report: Report) {
+        self.put(|mail| mail.offloads.push(report));
+    }
+
+    /// Forget what the offload tiers hold.
+    pub fn reset_tiers(&self) {
+        self.put(|mail| mail.reset_tiers = true);
     }
 
     /// Forget the prefix cache.

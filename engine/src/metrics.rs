@@ -34,6 +34,9 @@ const E2E_SECONDS: [f64; 20] = [
 /// Buckets of transfers and of times to release.
 const SHORT_SECONDS: [f64; 12] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0];
 
+mod tiers;
+pub use self::tiers::TierMetrics;
+
 const META: Metadata<'static> = Metadata::new(module_path!(), Level::INFO, Some(module_path!()));
 
 /// See the module's documentation.
@@ -46,7 +49,8 @@ pub struct EngineMetrics {
     running: Gauge,
     fetching: Gauge,
     usage: Gauge,
-    blocks: [Gauge; 5],
+    loading: Gauge,
+    blocks: [Gauge; 6],
     leases: Gauge,
     preemptions: Counter,
     ignored: Counter,
@@ -93,11 +97,13 @@ impl EngineMetrics {
         let handle = recorder.handle();
         let labels = vec![Label::new("model_name", model.to_owned()), Label::new("engine", rank.to_string())];
         let make = Registrar { recorder: &recorder, labels: &labels };
-        let states = ["free", "cached", "active", "leased", "landing"];
+        let states = ["free", "cached", "active", "leased", "landing", "storing"];
         Self {
             waiting: make.gauge("vllm:num_requests_waiting", "Requests in the queue."),
             running: make.gauge("vllm:num_requests_running", "Requests in the batch."),
             fetching: make.gauge("baton_requests_fetching", "Requests that wait for a transfer."),
+            loading: make
+                .gauge("baton_requests_loading", "Requests that wait for blocks from an offload tier."),
             usage: make.gauge("vllm:kv_cache_usage_perc", "Held blocks, as a share from 0 to 1."),
             blocks: states
                 .map(|state| make.gauge_with("baton_kv_blocks", "KV blocks by state.", "state", state)),
@@ -143,8 +149,9 @@ impl EngineMetrics {
         self.waiting.set(load.waiting as f64);
         self.running.set(load.running as f64);
         self.fetching.set((load.fetching + load.stopping) as f64);
+        self.loading.set(load.loading as f64);
         self.usage.set(usage.held_share());
-        let states = [usage.free, usage.cached, usage.active, usage.leased, usage.landing];
+        let states = [usage.free, usage.cached, usage.active, usage.leased, usage.landing, usage.storing];
         for (gauge, blocks) in self.blocks.iter().zip(states) {
             gauge.set(blocks as f64);
         }
@@ -250,6 +257,12 @@ impl EngineMetrics {
         self.make()
             .gauge_labelled("vllm:cache_config_info", "Blocks and their size, as labels.", &labels)
             .set(1.0);
+    }
+
+    /// Metrics of the tiers below the device, whose blocks have so many bytes.
+    #[must_use]
+    pub fn tiers(&self, block_bytes: usize) -> TierMetrics {
+        TierMetrics::new(&self.make(), block_bytes)
     }
 
     fn make(&self) -> Registrar<'_> {

@@ -4,12 +4,17 @@
 //! | thread | does | bound |
 //! |---|---|---|
 //! | `fetch-0..n` | one read at a time, then asks for the verdict | jobs: one per fetching sequence |
-//! | `heartbeat` | renews the leases of queued and fetching sequences, grouped by producer | one entry per sequence |
-//! | `notices` | delivers releases at least once, until answered or past expiry | [`NOTICES_MAX`] |
+//! | `heartbeat-0..3` | renew the leases of queued and fetching sequences, one producer at a time each | one entry per sequence |
+//! | `notices-0..3` | deliver releases at least once, until answered or past expiry, one at a time to each producer | [`NOTICES_MAX`] |
+//!
+//! A producer that says nothing costs its own requests time, and nobody else's: `turns.rs` says who may be dealt with.
 
 mod fetch_workers;
 mod heartbeat;
 mod notices;
+#[cfg(test)]
+mod tests;
+mod turns;
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,6 +33,9 @@ use crate::metrics::EngineMetrics;
 use crate::sequence::SeqId;
 
 pub use notices::NOTICES_MAX;
+
+/// A producer, as handoffs name it: host and port of its side channel.
+type Producer = (Box<str>, u16);
 
 /// Where one handoff's blocks lie, and for how long.
 #[derive(Clone, Debug)]
@@ -118,8 +126,9 @@ impl FetchTarget {
         self.survives_failure
     }
 
-    fn same_producer(&self, other: &Self) -> bool {
-        (&self.host, self.port) == (&other.host, other.port)
+    /// Whose turn it is to be dealt with; see `turns.rs`.
+    fn producer(&self) -> Producer {
+        (self.host.clone(), self.port)
     }
 
     /// Looks the producer's address up; a name is resolved anew each time, because engines move.
@@ -167,19 +176,18 @@ impl Peers {
             workers,
         )?;
         threads.extend(handles);
-        threads.push({
-            let (heartbeat, transport, stop) =
-                (Arc::clone(&heartbeat), Arc::clone(&transport), Arc::clone(&stop));
-            std::thread::Builder::new()
-                .name("heartbeat".into())
-                .spawn(move || heartbeat.run(&*transport, &mailbox, &stop))?
-        });
-        threads.push({
-            let (notices, stop) = (Arc::clone(&notices), Arc::clone(&stop));
-            std::thread::Builder::new()
-                .name("notices".into())
-                .spawn(move || notices.run(&*transport, &metrics, &stop))?
-        });
+        for n in 0..heartbeat::THREADS {
+            let (heartbeat, transport, stop, mailbox) =
+                (Arc::clone(&heartbeat), Arc::clone(&transport), Arc::clone(&stop), Arc::clone(&mailbox));
+            let beating = std::thread::Builder::new().name(format!("heartbeat-{n}"));
+            threads.push(beating.spawn(move || heartbeat.run(&*transport, &mailbox, &stop))?);
+        }
+        for n in 0..notices::THREADS {
+            let (notices, transport, stop, metrics) =
+                (Arc::clone(&notices), Arc::clone(&transport), Arc::clone(&stop), Arc::clone(&metrics));
+            let delivering = std::thread::Builder::new().name(format!("notices-{n}"));
+            threads.push(delivering.spawn(move || notices.run(&*transport, &metrics, &stop))?);
+        }
         Ok(Self { fetch_workers, heartbeat, notices, stop, threads: Mutex::new(threads) })
     }
 

@@ -5,8 +5,9 @@
 //!  submit ─▶ Waiting ── admitted ──────────────▶ Running ── finish ─▶ off the books
 //!               │  ▲                               ▲  │
 //!               │  └──── preempted (recompute) ────┼──┘
-//!               └─ admitted with a handoff ─▶ Fetching ─ landed
-//!                                                 └ failed: Waiting again, or finish(Error)
+//!               ├─ admitted with a handoff ─▶ Fetching ─ landed
+//!               │                                 └ failed: Waiting again, or finish(Error)
+//!               └─ admitted, a tier has its next blocks ─▶ Loading ─ loaded, in whole or in part: Running
 //! ```
 //!
 //! Continuous batching with chunked prefill: each step serves running sequences first (one token each, or the
@@ -21,14 +22,20 @@
 //!   form does not fit the pool.
 
 mod fetching;
+mod offloading;
 
 use std::collections::{HashMap, VecDeque};
 
 use baton_connector::BlockId;
-use baton_connector::fetch::{FailureKind, Reason};
+use baton_connector::fetch::{FailureKind, LoadFailurePolicy, Reason};
+use baton_connector::multi::{self, Children, Multi};
+use baton_connector::offload::TransferId;
 
+pub(crate) use self::offloading::connectors_of;
+use self::offloading::{HANDOFF, OFFLOAD, Offload};
 use crate::block_hash::BlockHash;
 use crate::block_pool::{BlockPool, BlockUsage, Hold};
+use crate::offload::{OffloadCounts, Order};
 use crate::sequence::{FinishReason, NewSequence, Phase, Purpose, SeqId, Sequence};
 
 /// The scheduler's bounds.
@@ -82,6 +89,10 @@ pub enum Effect {
     FetchFailed(SeqId, FailureKind),
     /// The fetch failed and the prompt is computed here instead.
     Recomputing(SeqId),
+    /// Hand this to the offload workers. One that they refuse has ended with [`crate::offload::Fault::Refused`].
+    Offload(Order),
+    /// Ask the offload workers to forget an order; [`Scheduler::offload_revoked`] takes their answer.
+    Revoke(TransferId),
 }
 
 /// What becomes of a finished sequence's blocks. The one answer of `request_finished`.
@@ -119,6 +130,8 @@ pub struct Load {
     pub waiting: usize,
     /// Waiting for a transfer.
     pub fetching: usize,
+    /// Waiting for blocks from a tier.
+    pub loading: usize,
     /// Taking part in steps.
     pub running: usize,
     /// Given up, waiting for a transfer to be quiet.
@@ -127,6 +140,12 @@ pub struct Load {
     pub preemptions: u64,
     /// Late or repeated events since the start.
     pub ignored: u64,
+    /// Orders to the offload workers that are not over.
+    pub offloading: usize,
+    /// Requests that are over and of whose blocks a connector still holds some.
+    pub held: usize,
+    /// What the tiers hold and did, if there are any.
+    pub tiers: Option<OffloadCounts>,
 }
 
 /// See the module's documentation.
@@ -138,8 +157,15 @@ pub struct Scheduler {
     waiting: VecDeque<SeqId>,
     running: Vec<SeqId>,
     fetching: usize,
+    loading: usize,
     /// Finished while a transfer was still writing into their landing blocks.
     stopping: HashMap<SeqId, Sequence>,
+    /// Finished while a connector held blocks of theirs: the lease, a fetch that stops, or a store.
+    departing: HashMap<SeqId, Multi>,
+    /// Whose lease a lent prompt is, by its last block: that one is never shared when it is lent, because at least one
+    /// token of every prompt is computed for itself.
+    lent_by: HashMap<BlockId, SeqId>,
+    offload: Option<Offload>,
     effects: Vec<Effect>,
     preemptions: u64,
     ignored: u64,
@@ -163,7 +189,11 @@ impl Scheduler {
             waiting: VecDeque::new(),
             running: Vec::new(),
             fetching: 0,
+            loading: 0,
             stopping: HashMap::new(),
+            departing: HashMap::new(),
+            lent_by: HashMap::new(),
+            offload: None,
             effects: Vec::new(),
             preemptions: 0,
             ignored: 0,
@@ -200,9 +230,10 @@ impl Scheduler {
     pub fn schedule(&mut self) -> Vec<Planned> {
         let mut planned = Vec::with_capacity(self.running.len() + 1);
         let mut budget = self.config.max_num_batched_tokens;
-        let preempted = self.schedule_running(&mut planned, &mut budget);
-        if !preempted {
-            self.admit_waiting(&mut planned, &mut budget);
+        let short =
+            self.schedule_running(&mut planned, &mut budget) || self.admit_waiting(&mut planned, &mut budget);
+        if !short {
+            self.resume_stores();
         }
         planned
     }
@@ -210,13 +241,13 @@ impl Scheduler {
     /// Books the results of one planned part: `sampled` where the plan said so. Says whether the sequence is at
     /// its end; the caller then calls [`Self::finish`].
     pub fn commit(&mut self, part: &Planned, sampled: Option<u32>) -> Option<FinishReason> {
-        let block_tokens = self.config.block_tokens;
         let Some(sequence) = self.sequences.get_mut(&part.id) else {
             self.ignored += 1;
             return None;
         };
         sequence.computed = part.start + part.count;
-        sequence.register(&mut self.pool, block_tokens);
+        self.register(part.id);
+        let sequence = self.sequences.get_mut(&part.id).expect("it was there just now");
         sequence.tokens.push(sampled?);
         sequence.finish_reason()
     }
@@ -233,10 +264,37 @@ impl Scheduler {
             Phase::Waiting => self.waiting.retain(|&other| other != id),
             Phase::Running => self.running.retain(|&other| other != id),
             Phase::Fetching => {}
+            Phase::Loading => self.loading -= 1,
         }
+        let none = Multi::new(Children::NONE, LoadFailurePolicy::Recompute);
+        let mut connectors = std::mem::replace(&mut sequence.connectors, none);
+        let mut finished = Finished::FreeNow;
+        self.touch_tiers(&sequence.hashes[..sequence.registered]);
+        let mut leaving = Some(sequence);
+        for asked in connectors.apply(multi::Event::Finish) {
+            let multi::Action::Ask(child) = asked else { continue };
+            let answer = match child {
+                HANDOFF => {
+                    finished = self.handoff_finished(leaving.take().expect("asked once"), reason);
+                    let holds = finished != Finished::FreeNow || self.stopping.contains_key(&id);
+                    if holds { multi::Answer::Holds } else { multi::Answer::Nothing }
+                }
+                OFFLOAD => self.offload_finished(id, reason),
+                _ => multi::Answer::Nothing,
+            };
+            connectors.apply(multi::Event::Answered(child, answer));
+        }
+        if !connectors.is_free() {
+            self.departing.insert(id, connectors);
+        }
+        Some(finished)
+    }
+
+    /// The P/D connector's `request_finished`.
+    fn handoff_finished(&mut self, mut sequence: Sequence, reason: FinishReason) -> Finished {
         if let Purpose::Consume(_) = sequence.purpose {
             self.abandon_fetch(sequence);
-            return Some(Finished::FreeNow);
+            return Finished::FreeNow;
         }
         let complete = matches!(reason, FinishReason::Stop | FinishReason::Length);
         if complete
@@ -247,15 +305,21 @@ impl Scheduler {
             let rest = sequence.blocks.split_off(lent_count);
             self.pool.give_back(&rest, Hold::Active);
             self.pool.lend(&sequence.blocks);
-            return Some(Finished::Lent(sequence.blocks));
+            self.lent_by.insert(*sequence.blocks.last().expect("a prompt has blocks"), sequence.id);
+            return Finished::Lent(sequence.blocks);
         }
+        // What a load still writes into comes back with the end of that load.
+        sequence.blocks.retain(|&block| !self.pool.is_landing(block));
         self.pool.give_back(&sequence.blocks, Hold::Active);
-        Some(Finished::FreeNow)
+        Finished::FreeNow
     }
 
     /// A lease has ended: its blocks come back.
     pub fn lease_ended(&mut self, blocks: &[BlockId]) {
         self.pool.give_back(blocks, Hold::Leased);
+        if let Some(id) = blocks.last().and_then(|block| self.lent_by.remove(block)) {
+            self.let_go(id, HANDOFF);
+        }
     }
 
     /// What the shell must do beside the step; in order, each once.
@@ -293,14 +357,18 @@ impl Scheduler {
         Load {
             waiting: self.waiting.len(),
             fetching: self.fetching,
+            loading: self.loading,
             running: self.running.len(),
             stopping: self.stopping.len(),
             preemptions: self.preemptions,
-            ignored: self.ignored,
+            ignored: self.ignored + self.offload.as_ref().map_or(0, Offload::ignored),
+            offloading: self.offload.as_ref().map_or(0, Offload::in_flight),
+            held: self.departing.len(),
+            tiers: self.offload.as_ref().map(Offload::counts),
         }
     }
 
-    /// Forgets the prefix cache; held blocks stay held.
+    /// Forgets the prefix cache; held blocks stay held, and so does what is in the tiers ([`Self::reset_tiers`]).
     pub fn reset_prefix_cache(&mut self) {
         self.pool.reset_cache();
     }
@@ -311,7 +379,7 @@ impl Scheduler {
         self.pool.findable(after, limit)
     }
 
-    /// Plans running sequences; says whether any had to be preempted.
+    /// Plans running sequences; says whether there were too few blocks.
     fn schedule_running(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) -> bool {
         let mut preempted = false;
         let mut at = 0;
@@ -321,6 +389,10 @@ impl Scheduler {
             let count = (sequence.tokens.len() - sequence.computed).min(*budget);
             let end = sequence.computed + count;
             while !self.grow(id, end) {
+                if self.yield_stores() {
+                    // Blocks come back in a moment; nobody is computed again for that.
+                    return true;
+                }
                 preempted = true;
                 let victim = *self.running.last().expect("this sequence runs");
                 self.preempt(victim);
@@ -335,11 +407,12 @@ impl Scheduler {
         preempted
     }
 
-    fn admit_waiting(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) {
+    /// Admits from the queue; says whether there were too few blocks.
+    fn admit_waiting(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) -> bool {
         let mut at = 0;
         while at < self.waiting.len()
             && *budget > 0
-            && self.running.len() + self.fetching < self.config.max_num_seqs
+            && self.running.len() + self.fetching + self.loading < self.config.max_num_seqs
         {
             let id = self.waiting[at];
             match self.admit(id, *budget) {
@@ -351,9 +424,13 @@ impl Scheduler {
                 }
                 Admission::Fetch => drop(self.waiting.remove(at)),
                 Admission::Gated => at += 1,
-                Admission::NoRoom => break,
+                Admission::NoRoom => {
+                    self.yield_stores();
+                    return true;
+                }
             }
         }
+        false
     }
 
     /// Finds blocks for a waiting sequence's tokens: all of them, so that no prompt is stuck half-way.
@@ -367,7 +444,9 @@ impl Scheduler {
         sequence.extend_hashes(block_tokens);
         // At least one token is computed, so that there are logits to sample from.
         let matchable = (sequence.tokens.len() - 1) / block_tokens;
-        let prefix = self.pool.match_prefix(&sequence.hashes[..matchable.min(sequence.hashes.len())]);
+        let chain = &sequence.hashes[..matchable.min(sequence.hashes.len())];
+        let prefix = self.pool.match_prefix(chain);
+        let in_tiers = self.offload.as_ref().map_or(0, |offload| offload.run(&chain[prefix.len()..]));
         let fresh = sequence.tokens.len().div_ceil(block_tokens) - prefix.len();
         if fresh + self.pool.idle_among(&prefix) > self.pool.available() {
             return Admission::NoRoom;
@@ -380,9 +459,12 @@ impl Scheduler {
         if sequence.preemptions == 0 {
             sequence.cached = cached.min(sequence.prompt_len);
         }
-        if let Purpose::Consume(_) = sequence.purpose {
-            return self.begin_fetch(id, fresh);
+        match self.choose_connector(id, in_tiers) {
+            Some(HANDOFF) => return self.begin_fetch(id, fresh),
+            Some(OFFLOAD) => return self.begin_load(id, in_tiers, fresh),
+            Some(_) | None => {}
         }
+        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is on the books");
         let taken = self.pool.allocate(fresh, Hold::Active).expect("room was checked");
         sequence.blocks.extend(taken);
         sequence.computed = cached;
@@ -417,6 +499,7 @@ impl Scheduler {
         sequence.blocks.clear();
         sequence.computed = 0;
         sequence.preemptions += 1;
+        sequence.connectors.apply(multi::Event::Preempted);
         sequence.phase = Phase::Waiting;
         self.waiting.push_front(id);
         self.preemptions += 1;
@@ -437,5 +520,7 @@ impl Sequence {
     }
 }
 
+#[cfg(test)]
+mod offload_tests;
 #[cfg(test)]
 mod tests;

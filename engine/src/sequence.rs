@@ -1,9 +1,11 @@
 //! One sequence: the tokens of one choice of a request, its blocks, and how far it has been computed.
 
 use baton_connector::fetch::Fetch;
+use baton_connector::multi::Multi;
 use baton_connector::{BlockId, RequestId};
 
 use crate::block_hash::{self, BlockHash};
+use crate::scheduler::connectors_of;
 
 /// A sequence's name inside one engine; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -68,6 +70,8 @@ pub enum Phase {
     Waiting,
     /// Its blocks are being written by a transfer; holds all its prompt's blocks.
     Fetching,
+    /// Some of its blocks are being loaded from a tier; holds all its blocks.
+    Loading,
     /// Takes part in steps.
     Running,
 }
@@ -98,6 +102,17 @@ impl FinishReason {
     }
 }
 
+/// How far a sequence's load from the tiers is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LoadProgress {
+    /// Of its blocks, the first that is loaded.
+    pub(crate) first: usize,
+    /// Blocks whose load is not over.
+    pub(crate) left: usize,
+    /// The first block that could not be loaded, or the one after the last.
+    pub(crate) whole_until: usize,
+}
+
 /// A sequence on an engine's books.
 #[derive(Debug)]
 pub struct Sequence {
@@ -107,7 +122,7 @@ pub struct Sequence {
     pub(crate) prompt_len: usize,
     /// Tokens whose KV is in `blocks`.
     pub(crate) computed: usize,
-    /// Prompt tokens that came from the prefix cache, at the first admission.
+    /// Prompt tokens that came from the prefix cache or from a tier, at the first admission.
     pub(crate) cached: usize,
     /// Prompt tokens that came from a prefill engine.
     pub(crate) fetched: usize,
@@ -117,6 +132,9 @@ pub struct Sequence {
     pub(crate) hashes: Vec<BlockHash>,
     pub(crate) registered: usize,
     pub(crate) phase: Phase,
+    pub(crate) load: Option<LoadProgress>,
+    /// P/D and offload, as one.
+    pub(crate) connectors: Multi,
     pub(crate) purpose: Purpose,
     pub(crate) stop: StopRule,
     pub(crate) follows: Option<SeqId>,
@@ -139,6 +157,8 @@ impl Sequence {
             hashes: Vec::new(),
             registered: 0,
             phase: Phase::Waiting,
+            load: None,
+            connectors: connectors_of(&new.purpose),
             purpose: new.purpose,
             stop: new.stop,
             follows: new.follows,

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_connector::ledger::{Grant, OpenRefused};
+use baton_connector::offload::TransferId;
 use baton_connector::transport::Producer;
 use baton_connector::{BlockId, Epoch, Handle, RequestId};
 
@@ -14,7 +15,9 @@ use crate::engine_core::{EngineCore, Fact, ProducerAddress, Surroundings};
 use crate::executor::Executor;
 use crate::lease_desk::LeaseDesk;
 use crate::mailbox::Mailbox;
-use crate::metrics::EngineMetrics;
+use crate::metrics::{EngineMetrics, TierMetrics};
+use crate::offload::Order;
+use crate::offload::workers::Workers;
 use crate::peers::{FetchTarget, Peers};
 use crate::scheduler::Scheduler;
 use crate::sequence::SeqId;
@@ -38,6 +41,8 @@ pub struct Parts {
     pub status: Arc<StatusBoard>,
     /// How peers reach the leases.
     pub address: ProducerAddress,
+    /// What moves blocks between the tiers, if there are any.
+    pub offload: Option<Arc<Workers>>,
 }
 
 /// See the module's documentation.
@@ -45,6 +50,7 @@ pub struct StepLoop {
     core: EngineCore<World>,
     mailbox: Arc<Mailbox>,
     metrics: Arc<EngineMetrics>,
+    tier_metrics: Option<TierMetrics>,
     status: Arc<StatusBoard>,
 }
 
@@ -52,10 +58,17 @@ impl StepLoop {
     /// A loop that has not started.
     #[must_use]
     pub fn new(parts: Parts) -> Self {
-        let Parts { executor, scheduler, mailbox, desk, peers, metrics, status, address } = parts;
-        let world =
-            World { desk, peers, metrics: Arc::clone(&metrics), status: Arc::clone(&status), address };
-        Self { core: EngineCore::new(executor, scheduler, world), mailbox, metrics, status }
+        let Parts { executor, scheduler, mailbox, desk, peers, metrics, status, address, offload } = parts;
+        let tier_metrics = offload.is_some().then(|| metrics.tiers(executor.region().block_bytes()));
+        let world = World {
+            desk,
+            peers,
+            metrics: Arc::clone(&metrics),
+            status: Arc::clone(&status),
+            address,
+            offload,
+        };
+        Self { core: EngineCore::new(executor, scheduler, world), mailbox, metrics, tier_metrics, status }
     }
 
     /// Runs until the mailbox is closed and the books are empty, or the drain deadline has passed.
@@ -86,6 +99,9 @@ impl StepLoop {
         let (usage, load) = self.core.books();
         self.metrics.publish(usage, load, self.core.surroundings().live_leases());
         self.status.publish(usage, load);
+        if let (Some(metrics), Some(counts)) = (&self.tier_metrics, &load.tiers) {
+            metrics.publish(counts);
+        }
     }
 }
 
@@ -96,6 +112,7 @@ struct World {
     metrics: Arc<EngineMetrics>,
     status: Arc<StatusBoard>,
     address: ProducerAddress,
+    offload: Option<Arc<Workers>>,
 }
 
 impl Surroundings for World {
@@ -159,6 +176,14 @@ impl Surroundings for World {
 
     fn release_at_producer(&mut self, target: &FetchTarget, reason: &'static str) {
         self.peers.release(target, reason);
+    }
+
+    fn offload(&mut self, order: Order) -> bool {
+        self.offload.as_ref().is_some_and(|workers| workers.order(order))
+    }
+
+    fn revoke(&mut self, id: TransferId) -> bool {
+        self.offload.as_ref().is_some_and(|workers| workers.revoke(id))
     }
 
     fn note(&self, fact: Fact<'_>) {

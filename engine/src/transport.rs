@@ -245,6 +245,11 @@ impl Transport for Nearest {
     fn heartbeat(&self, peer: &Peer, handles: &[Handle]) -> Result<Vec<HeartbeatReply>, TransportError> {
         self.call(peer, &NEVER, |transport| transport.heartbeat(peer, handles))
     }
+
+    fn sweep(&self) {
+        self.shm.sweep();
+        self.tcp.sweep();
+    }
 }
 
 #[cfg(test)]

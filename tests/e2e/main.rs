@@ -7,6 +7,8 @@
 //! | `disconnects` | a client leaves, at every point of a request's life: the blocks come back |
 //! | `recall` | the text shows that the blocks arrived |
 //! | `refusals` | an engine refuses, is down or dies: one clear error, nothing held |
+//! | `reports` | the five reports from which this project learned |
+//! | `stale` | blocks that were reused before or during a read: never a wrong text |
 //! | `storm` | many clients at once, every third of which leaves |
 //! | `endings` | the router is killed, or told to stop; so is an engine |
 //! | `bad_input` | what no engine should hear of, and what clients may not choose |
@@ -21,5 +23,7 @@ mod endings;
 mod harness;
 mod recall;
 mod refusals;
+mod reports;
+mod stale;
 mod storm;
 mod up;

@@ -18,15 +18,18 @@ pub(crate) enum Lane {
     Links,
     /// One prefill engine and two decode engines without proxies: a dead process refuses connections as it does in life.
     Crashes,
+    /// As [`Self::Crashes`], with blocks that go by shared memory.
+    Shared,
 }
 
 impl Lane {
-    pub(crate) const ALL: [Self; 2] = [Self::Links, Self::Crashes];
+    pub(crate) const ALL: [Self; 3] = [Self::Links, Self::Crashes, Self::Shared];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Links => "links",
             Self::Crashes => "crashes",
+            Self::Shared => "shared memory",
         }
     }
 }
@@ -150,12 +153,12 @@ pub(crate) struct Round {
 impl Round {
     pub(crate) fn new(seed: u64, number: u64, questions: usize) -> Self {
         let mut dice = Dice::new(seed, number);
-        // Two thirds of the rounds harm a link, one third a process.
-        let lane = if dice.one_in(3) { Lane::Crashes } else { Lane::Links };
+        let lane =
+            dice.one_of(&[Lane::Links, Lane::Links, Lane::Links, Lane::Crashes, Lane::Shared, Lane::Shared]);
         let phase = dice.one_of(&Phase::ALL);
         let (target, harm) = match lane {
-            Lane::Crashes => {
-                let harm = if dice.one_in(4) { Harm::Pause } else { Harm::Kill };
+            Lane::Crashes | Lane::Shared => {
+                let harm = if dice.one_in(3) { Harm::Pause } else { Harm::Kill };
                 (dice.one_of(&Target::PROCESSES), harm)
             }
             Lane::Links if dice.one_in(6) => (dice.one_of(&Target::PROCESSES), Harm::Pause),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::harness::{Call, Fault, MODEL, PATIENCE, Proxy, eventually};
+use crate::harness::{Call, Fault, MODEL, PATIENCE, Proxy, digests, eventually};
 use crate::plan::{Client, Harm, LEASE, Lane, Phase, Round, Target};
 use crate::question::{Fared, Question};
 use crate::server::{Server, State, Vitals};
@@ -66,14 +66,17 @@ impl Site {
     pub(crate) fn start(lane: Lane) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let proxied = lane == Lane::Links;
-        let decode = if proxied { 1 } else { 2 };
-        let mut prefill = engine("P", "prefill", &prefill_options(proxied), &folder);
-        comes_back(&mut prefill, "prefill", &prefill_options(proxied));
-        let decode: Vec<Server> = (0..decode)
+        let start = |name: &str, role: &str, options: &str| {
+            let mut server = engine(name, role, options, &folder);
+            comes_back(&mut server, role, options);
+            server
+        };
+        let transport = if lane == Lane::Shared { "shm" } else { "tcp" };
+        let host = if proxied { "--side-channel-host 127.0.0.2" } else { "" };
+        let prefill = start("P", "prefill", &format!("{PREFILL_OPTIONS} --kv-transport {transport} {host}"));
+        let decode: Vec<Server> = (0..if proxied { 1 } else { 2 })
             .map(|at| {
-                let mut server = engine(&format!("D{at}"), "decode", DECODE_OPTIONS, &folder);
-                comes_back(&mut server, "decode", DECODE_OPTIONS);
-                server
+                start(&format!("D{at}"), "decode", &format!("{DECODE_OPTIONS} --kv-transport {transport}"))
             })
             .collect();
         let local = |target: &str| {
@@ -367,12 +370,8 @@ impl Site {
     }
 }
 
+const PREFILL_OPTIONS: &str = "--kv-blocks 96 --max-num-batched-tokens 64 --max-num-seqs 2 --pace-ms 6";
 const DECODE_OPTIONS: &str = "--kv-blocks 80 --max-num-seqs 8 --pace-ms 6";
-
-fn prefill_options(proxied: bool) -> String {
-    let host = if proxied { " --side-channel-host 127.0.0.2" } else { "" };
-    format!("--kv-blocks 96 --max-num-batched-tokens 64 --max-num-seqs 2 --pace-ms 6{host}")
-}
 
 fn words(options: &str) -> Vec<String> {
     options.split_ascii_whitespace().map(str::to_owned).collect()
@@ -394,21 +393,6 @@ fn engine(name: &str, role: &str, options: &str, folder: &TempDir) -> Server {
 fn comes_back(server: &mut Server, role: &str, options: &str) {
     let args = engine_args(role, options, &server.address, &server.second);
     server.restarts_with(args);
-}
-
-/// Hash and digest of every cached block of an engine.
-fn digests(address: &str) -> Vec<(String, String)> {
-    let (mut all, mut after) = (Vec::new(), String::new());
-    loop {
-        let page = Call::new(address, "GET", &format!("/debug/kv/digests{after}"), b"").reply().json();
-        let text = |value: &Value| value.as_str().expect("a hash").to_owned();
-        let blocks = page["blocks"].as_array().expect("a list");
-        all.extend(blocks.iter().map(|block| (text(&block["hash"]), text(&block["sha256"]))));
-        match page["next"].as_str() {
-            Some(next) => after = format!("?after={next}"),
-            None => return all,
-        }
-    }
 }
 
 #[allow(clippy::disallowed_methods)] // the time of a round's events is what its seed chose

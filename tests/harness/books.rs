@@ -2,6 +2,8 @@
 
 use serde_json::Value;
 
+use super::Call;
+
 /// One look at an engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Books {
@@ -48,6 +50,21 @@ impl Books {
         let held = self.active + self.leased + self.landing;
         let requests = self.waiting + self.running + self.fetching + self.stopping;
         held == 0 && requests == 0 && self.leases == 0 && self.free + self.cached == self.total
+    }
+}
+
+/// Hash and digest of every block in the prefix cache of the engine at this address.
+pub(crate) fn digests(address: &str) -> Vec<(String, String)> {
+    let (mut all, mut after) = (Vec::new(), String::new());
+    loop {
+        let page = Call::new(address, "GET", &format!("/debug/kv/digests{after}"), b"").reply().json();
+        let text = |value: &Value| value.as_str().expect("a hash").to_owned();
+        let blocks = page["blocks"].as_array().expect("a list");
+        all.extend(blocks.iter().map(|block| (text(&block["hash"]), text(&block["sha256"]))));
+        match page["next"].as_str() {
+            Some(next) => after = format!("?after={next}"),
+            None => return all,
+        }
     }
 }
 

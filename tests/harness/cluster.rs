@@ -1,5 +1,6 @@
 //! A router with its engines, each a process of its own.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -7,7 +8,7 @@ use tempfile::TempDir;
 
 use super::ask::MODEL;
 use super::books::metric;
-use super::{Ask, Books, Call, PATIENCE, Process, Reply, Signal, eventually};
+use super::{Ask, Books, Call, PATIENCE, Process, Proxy, Reply, Signal, eventually};
 
 /// What a cluster is to be made of.
 pub(crate) struct Plan {
@@ -15,6 +16,7 @@ pub(crate) struct Plan {
     decode: Vec<Vec<String>>,
     router: Value,
     fallback: &'static str,
+    links: bool,
 }
 
 /// A running cluster.
@@ -25,6 +27,10 @@ pub(crate) struct Cluster {
     admin: String,
     router: Process,
     router_alive: bool,
+    /// With [`Plan::links`]: from the router to the first decode engine, and from decode engines to the side channel
+    /// of the first prefill engine.
+    pub(crate) router_decode: Option<Proxy>,
+    pub(crate) side_channel: Option<Proxy>,
     _folder: TempDir,
 }
 
@@ -40,7 +46,13 @@ impl Cluster {
     /// One prefill engine and one decode engine, unless the plan says otherwise.
     #[allow(clippy::new_ret_no_self)] // reads as a sentence: Cluster::new().decode(..).start()
     pub(crate) fn new() -> Plan {
-        Plan { prefill: Vec::new(), decode: Vec::new(), router: json!({}), fallback: "aggregate" }
+        Plan {
+            prefill: Vec::new(),
+            decode: Vec::new(),
+            router: json!({}),
+            fallback: "aggregate",
+            links: false,
+        }
     }
 
     /// Sends a request to the router.
@@ -135,6 +147,13 @@ impl Plan {
         self
     }
 
+    /// A fault proxy between the router and the first decode engine, and one in front of the first prefill engine's
+    /// side channel, which is TCP then.
+    pub(crate) fn links(mut self) -> Self {
+        self.links = true;
+        self
+    }
+
     /// A part of the router's configuration.
     pub(crate) fn router(mut self, key: &str, value: Value) -> Self {
         self.router[key] = value;
@@ -149,6 +168,13 @@ impl Plan {
                 options.push(Vec::new());
             }
         }
+        if self.links {
+            // Everything of 127/8 is this machine: the same port, another address.
+            self.prefill[0].extend(words("--side-channel-host 127.0.0.2"));
+            for options in self.prefill.iter_mut().chain(&mut self.decode) {
+                options.extend(words("--kv-transport tcp"));
+            }
+        }
         let start = |role: &str, options: &[Vec<String>]| -> Vec<Engine> {
             let name = |at| format!("{role}-{at}");
             let engines = options.iter().enumerate();
@@ -156,15 +182,28 @@ impl Plan {
         };
         let (mut prefill, mut decode) = (start("prefill", &self.prefill), start("decode", &self.decode));
         prefill.iter_mut().chain(&mut decode).for_each(Engine::wait_ready);
-        let urls = |engines: &[Engine]| -> Value {
-            let urls = engines.iter().map(|engine| json!({"url": format!("http://{}", engine.address)}));
-            json!({"engines": urls.collect::<Vec<_>>()})
+        let proxy = |host: [u8; 4], port: u16, target: SocketAddr| {
+            Proxy::start(SocketAddr::from((host, port)), target).expect("a free port")
+        };
+        let parsed = |address: &str| -> SocketAddr { address.parse().expect("an address") };
+        let router_decode = self.links.then(|| proxy([127, 0, 0, 1], 0, parsed(&decode[0].address)));
+        let side_channel = self.links.then(|| {
+            let target = parsed(&prefill[0].process.fact("side_channel"));
+            proxy([127, 0, 0, 2], target.port(), target)
+        });
+        let urls = |engines: &[Engine], first: Option<&Proxy>| -> Value {
+            let mut urls: Vec<String> = engines.iter().map(|engine| engine.address.clone()).collect();
+            if let Some(proxy) = first {
+                urls[0] = proxy.address.to_string();
+            }
+            json!({"engines": urls.iter().map(|url| json!({"url": format!("http://{url}")})).collect::<Vec<_>>()})
         };
         let mut config = self.router;
         config["listen"] = json!("127.0.0.1:0");
         config["admin"] = json!({"listen": "127.0.0.1:0"});
         config["models"] = json!([{
-            "name": MODEL, "prefill": urls(&prefill), "decode": urls(&decode), "fallback": self.fallback,
+            "name": MODEL, "prefill": urls(&prefill, None), "decode": urls(&decode, router_decode.as_ref()),
+            "fallback": self.fallback,
         }]);
         let file = folder.path().join("router.yaml");
         std::fs::write(&file, config.to_string()).expect("the test's folder can be written");
@@ -172,7 +211,17 @@ impl Plan {
         let mut router = Process::start("router", &args, folder.path());
         router.wait_ready();
         let (url, admin) = (router.fact("http"), router.fact("admin"));
-        Cluster { prefill, decode, url, admin, router, router_alive: true, _folder: folder }
+        Cluster {
+            prefill,
+            decode,
+            url,
+            admin,
+            router,
+            router_alive: true,
+            router_decode,
+            side_channel,
+            _folder: folder,
+        }
     }
 }
 
@@ -193,6 +242,58 @@ impl Engine {
     /// Sends a request to this engine itself, past the router.
     pub(crate) fn send(&self, method: &str, path: &str, body: &Value) -> Call {
         Call::new(&self.address, method, path, body.to_string().as_bytes())
+    }
+
+    /// As [`Self::send`], a request to generate, under a name of the caller's choice.
+    pub(crate) fn send_as(&self, request: &str, ask: &Ask) -> Call {
+        let headers = format!("x-request-id: {request}\r\n");
+        let call = Call::try_with(&self.address, "POST", ask.path, &headers, ask.body.to_string().as_bytes());
+        call.expect("it listens")
+    }
+
+    /// Has it prefill this and lend the blocks; its handoff.
+    pub(crate) fn lends(&self, ask: &Ask) -> Value {
+        let ask = ask
+            .clone()
+            .with("kv_transfer_params", json!({"do_remote_decode": true, "do_remote_prefill": false}));
+        let ask = ask.with("max_tokens", json!(1));
+        let mut reply = self.send("POST", ask.path, &ask.body).reply().json();
+        let handoff = reply["kv_transfer_params"].take();
+        assert!(handoff["remote_block_ids"].is_array(), "{}: no handoff: {reply}", self.name);
+        handoff
+    }
+
+    /// Gives up a handoff of it, in the router's words.
+    pub(crate) fn release(&self, handoff: &Value) -> Value {
+        let body = json!({"handle": handoff["remote_handle"], "reason": "router_release"});
+        self.send("POST", "/kv/release", &body).reply().json()["result"].take()
+    }
+
+    /// How its leases are held: "offered", "reading", "draining".
+    pub(crate) fn lease_states(&self) -> Vec<String> {
+        let shown = self.send("GET", "/debug/kv", &json!({})).reply().json();
+        let leases = shown["oldest_leases"].as_array().expect("a list").iter();
+        leases.map(|lease| lease["state"].as_str().expect("a state").to_owned()).collect()
+    }
+
+    /// Producers' pools that it has mapped.
+    pub(crate) fn mapped_pools(&self) -> usize {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.process.pid())).unwrap_or_default();
+        // Its own is mapped for writing.
+        maps.lines().filter(|line| line.contains("baton-kv-pool") && line.contains(" r--s ")).count()
+    }
+
+    /// The request whose lease is its only one.
+    pub(crate) fn lease_of_one(&self) -> String {
+        let shown = self.send("GET", "/debug/kv", &json!({})).reply().json();
+        let leases = shown["oldest_leases"].as_array().expect("a list");
+        assert_eq!(leases.len(), 1, "{}: {shown}", self.name);
+        leases[0]["request_id"].as_str().expect("a name").to_owned()
+    }
+
+    /// What it has logged.
+    pub(crate) fn log(&self) -> String {
+        self.process.log()
     }
 
     pub(crate) fn books(&self) -> Books {

@@ -77,8 +77,19 @@ impl Call {
 
     /// As [`Self::new`], to a server that may not be there.
     pub(crate) fn try_new(address: &str, method: &str, path: &str, body: &[u8]) -> std::io::Result<Self> {
+        Self::try_with(address, method, path, "", body)
+    }
+
+    /// As [`Self::try_new`], with more headers: whole lines, each with its end.
+    pub(crate) fn try_with(
+        address: &str,
+        method: &str,
+        path: &str,
+        headers: &str,
+        body: &[u8],
+    ) -> std::io::Result<Self> {
         let head = format!(
-            "{method} {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+            "{method} {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n{headers}content-length: {}\r\n\r\n",
             body.len()
         );
         Self::try_raw(address, &[head.as_bytes(), body].concat())

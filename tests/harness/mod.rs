@@ -12,7 +12,7 @@ mod process;
 mod proxy;
 
 pub(crate) use ask::{Ask, MODEL};
-pub(crate) use books::{Books, metric};
+pub(crate) use books::{Books, digests, metric};
 pub(crate) use cluster::{Cluster, Engine};
 pub(crate) use http::{Answer, Call, HangUp, Reply, Stream};
 pub(crate) use process::{Process, Signal, ends, signal};

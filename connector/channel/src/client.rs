@@ -114,12 +114,6 @@ impl<R: Reach> Client<R> {
         Self { reach: R::new(&options), options, pool }
     }
 
-    /// Closes connections that have been idle for too long. Each call that keeps a connection does so too; an
-    /// owner whose calls have ceased may call this now and then.
-    pub fn sweep(&self) {
-        self.pool.sweep();
-    }
-
     /// Connections that are kept and idle.
     #[must_use]
     pub fn idle_connections(&self) -> usize {
@@ -176,6 +170,10 @@ impl<R: Reach> Client<R> {
 impl<R: Reach> Transport for Client<R> {
     fn carrier(&self, _peer: &Peer) -> &'static str {
         R::NAME
+    }
+
+    fn sweep(&self) {
+        self.pool.sweep();
     }
 
     fn read(

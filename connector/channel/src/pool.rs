@@ -58,9 +58,15 @@ impl<K> Pool<K> {
         });
     }
 
-    /// Closes what has been idle for too long.
+    /// Closes what has been idle for too long, and what its peer has closed: beside a connection a transport may
+    /// keep the producer's memory, which outlives a dead producer for as long.
     pub(crate) fn sweep(&self) {
-        self.with(|kept| evict(kept, self.idle));
+        self.with(|kept| {
+            for links in kept.values_mut() {
+                links.retain(|kept| kept.connection.link.is_idle());
+            }
+            evict(kept, self.idle);
+        });
     }
 
     /// Whether a connection to this peer is kept that its peer has not closed.

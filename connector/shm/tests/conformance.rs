@@ -66,6 +66,10 @@ impl Wire for OneHost {
         self.servers.clear();
     }
 
+    fn kept(&self) -> usize {
+        self.transport.idle_connections()
+    }
+
     fn silence(&self) -> Duration {
         SILENCE
     }

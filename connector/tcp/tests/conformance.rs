@@ -52,6 +52,10 @@ impl Wire for Loopback {
         drop(self.server.take());
     }
 
+    fn kept(&self) -> usize {
+        self.transport.idle_connections()
+    }
+
     fn silence(&self) -> Duration {
         SILENCE
     }

@@ -239,6 +239,43 @@ fn a_producer_that_never_answers_is_an_error_within_the_bound() {
     assert!(begun.elapsed() >= SILENCE && begun.elapsed() < SILENCE + SLACK, "{:?}", begun.elapsed());
 }
 
+/// Carries the first bytes of a producer's answers at once, and the rest one by one.
+fn drip(producer: std::net::SocketAddr, at_once: usize) -> std::net::SocketAddr {
+    let door = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = door.local_addr().expect("bound");
+    thread::spawn(move || {
+        let (consumer, _) = door.accept().expect("a consumer");
+        let producer = TcpStream::connect(producer).expect("the producer listens");
+        let (mut asked, mut asking) =
+            (consumer.try_clone().expect("a socket"), producer.try_clone().expect("a socket"));
+        thread::spawn(move || std::io::copy(&mut asked, &mut asking));
+        let (mut from, mut to, mut carried) = (producer, consumer, 0);
+        let mut byte = [0];
+        while from.read_exact(&mut byte).is_ok() && to.write_all(&byte).is_ok() {
+            carried += 1;
+            if carried > at_once {
+                #[allow(clippy::disallowed_methods)] // slowness is what it is for
+                thread::sleep(Duration::from_millis(20));
+            }
+        }
+    });
+    address
+}
+
+#[test]
+fn a_producer_that_drips_its_bytes_is_an_error_within_the_bound() {
+    let (lender, server) = serve(None, 8);
+    let address = drip(server.local_addr(), 1_000);
+    let peer = Peer { address, ..peer(&lender, &server) };
+    let region = Region::allocate(4, 4096);
+    let handle = lender.lend(&[3, 9], 1);
+    let order = ReadOrder { handle, reader: READER, first: 0, into: vec![BlockId(1), BlockId(0)] };
+    let begun = Instant::now();
+    let error = client(None).read(&peer, &order, &region, &GO).expect_err("it would take minutes");
+    assert!(matches!(error, TransportError::Transfer(_)), "{error}");
+    assert!(begun.elapsed() >= SILENCE && begun.elapsed() < 6 * SILENCE + SLACK, "{:?}", begun.elapsed());
+}
+
 #[test]
 fn a_consumer_that_does_not_read_ends_alone_and_its_read_has_failed() {
     let lender = Lender::new(64, 1 << 20, LeaseTerms::default());

@@ -368,3 +368,18 @@ pub fn a_read_that_breaks_off_is_known_to_the_producer(start: Start<'_>) {
         "nobody has to be waited for"
     );
 }
+
+/// A connection that is kept may keep more than itself: the producer's memory, where that is shared.
+pub fn nothing_is_kept_of_a_dead_producer(start: Start<'_>) {
+    let (_, mut wire) = wired(start, LeaseTerms::default());
+    let (transport, peer) = (wire.transport(), wire.peer());
+    transport.heartbeat(&peer, &[Handle(1)]).expect("an answer");
+    transport.sweep();
+    assert_eq!(wire.kept(), 1, "a living producer's connection is used again");
+    wire.kill();
+    let begun = std::time::Instant::now();
+    while wire.kept() > 0 {
+        assert!(begun.elapsed() < std::time::Duration::from_secs(20), "its connection is kept");
+        transport.sweep();
+    }
+}

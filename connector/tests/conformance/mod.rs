@@ -31,6 +31,8 @@ pub trait Wire: Send + Sync {
     fn peer(&self) -> Peer;
     /// Ends the producer's side in whatever it is doing.
     fn kill(&mut self);
+    /// Idle connections that the consumer keeps.
+    fn kept(&self) -> usize;
     /// The longest silence that the transport was told to bear.
     fn silence(&self) -> std::time::Duration;
 }
@@ -57,6 +59,7 @@ macro_rules! transport_conformance {
             heartbeats_and_releases_do_not_wait_behind_a_read
             a_reader_that_gives_up_does_not_hold_a_release
             a_read_that_breaks_off_is_known_to_the_producer
+            nothing_is_kept_of_a_dead_producer
         );
     };
     (@each $start:path, $($name:ident)*) => {

@@ -4,9 +4,11 @@
 use std::time::{Duration, Instant};
 
 use baton_connector::ledger::{Grant, OpenRefused};
+use baton_connector::offload::TransferId;
 use baton_connector::{BlockId, Epoch, Handle, RequestId};
 
 use super::ProducerAddress;
+use crate::offload::Order;
 use crate::peers::FetchTarget;
 use crate::sequence::{FinishReason, SeqId};
 
@@ -59,6 +61,20 @@ pub trait Surroundings {
 
     /// Releases a lease at its producer: at least once, repeated until answered or past expiry.
     fn release_at_producer(&mut self, target: &FetchTarget, reason: &'static str);
+
+    /// Hands an order to the offload workers, whose report comes as mail. False: they refuse it, as every engine
+    /// without tiers does, and nothing will come of it.
+    fn offload(&mut self, order: Order) -> bool {
+        drop(order);
+        false
+    }
+
+    /// Takes a store or a load back from the offload workers. True: no worker had begun, none will, and no report
+    /// comes.
+    fn revoke(&mut self, id: TransferId) -> bool {
+        let _ = id;
+        false
+    }
 
     /// Something to be counted.
     fn note(&self, fact: Fact<'_>);

@@ -1,4 +1,5 @@
-//! Threads that read blocks. A read blocks its thread, so there are as many reads in flight as workers.
+//! Threads that read blocks. A read blocks its thread, so there are as many reads in flight as workers; one producer
+//! has all of them but one at most ([`Turns`]).
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +12,8 @@ use baton_connector::fetch::{Answer, Event, FailureKind};
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, ReadOrder, Transport, TransportError, Verdict};
 
-use super::FetchTarget;
+use super::turns::Turns;
+use super::{FetchTarget, Producer};
 use crate::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
 use crate::sequence::SeqId;
@@ -26,14 +28,13 @@ struct Job {
 
 /// Jobs that wait, and the stop flags of those that run. At most one job per fetching sequence, which the
 /// scheduler bounds; one that is given up leaves at once.
-#[derive(Default)]
 struct Queue {
     waiting: VecDeque<Job>,
+    turns: Turns<Producer>,
     running: HashMap<SeqId, Arc<AtomicBool>>,
     closed: bool,
 }
 
-#[derive(Default)]
 struct Jobs {
     queue: Mutex<Queue>,
     arrived: Condvar,
@@ -60,7 +61,13 @@ impl FetchWorkers {
         metrics: Arc<EngineMetrics>,
         workers: usize,
     ) -> std::io::Result<(Self, Vec<JoinHandle<()>>)> {
-        let jobs = Arc::new(Jobs::default());
+        let queue = Queue {
+            waiting: VecDeque::new(),
+            turns: Turns::new(workers, workers.saturating_sub(1)),
+            running: HashMap::new(),
+            closed: false,
+        };
+        let jobs = Arc::new(Jobs { queue: Mutex::new(queue), arrived: Condvar::new() });
         let mut threads = Vec::with_capacity(workers);
         for n in 0..workers {
             let worker = Worker {
@@ -119,11 +126,14 @@ impl Worker {
     fn run(&self) {
         while let Some(job) = self.jobs.next() {
             let report = Report { worker: self, id: job.id, owed: Some(Event::Quiet) };
-            self.read(&job, report);
+            let answered = self.read(&job, report);
+            lock(&self.jobs.queue).turns.ended(&job.target.producer(), answered);
+            self.jobs.arrived.notify_all();
         }
     }
 
-    fn read(&self, job: &Job, mut report: Report<'_>) {
+    /// Says whether the producer answered, whatever it answered.
+    fn read(&self, job: &Job, mut report: Report<'_>) -> bool {
         let started = Instant::now();
         let order = ReadOrder {
             handle: job.target.handle,
@@ -142,6 +152,7 @@ impl Worker {
                 // Given up while the last bytes came in: nobody will ask for the verdict.
                 report.quiet(Event::TransferFailed(FailureKind::Transfer));
                 self.give_up(&peer, job);
+                true
             }
             Ok(peer) => {
                 report.quiet(Event::TransferDone);
@@ -157,6 +168,7 @@ impl Worker {
                 if unknown {
                     self.give_up(&peer, job);
                 }
+                !unknown
             }
             Err(error) => {
                 if error != TransportError::Stopped {
@@ -164,17 +176,21 @@ impl Worker {
                     self.metrics.transfer(started.elapsed(), 0, false);
                 }
                 report.quiet(Event::TransferFailed(FailureKind::from(&error)));
+                matches!(error, TransportError::Gone | TransportError::Refused(_))
             }
         }
     }
 }
 
 impl Jobs {
-    /// The next job, which counts as running from now on; `None` at the end.
+    /// The next job whose producer may be dealt with, which counts as running from now on; `None` at the end.
     fn next(&self) -> Option<Job> {
         let mut queue = lock(&self.queue);
         loop {
-            if let Some(job) = queue.waiting.pop_front() {
+            let Queue { waiting, turns, .. } = &mut *queue;
+            let next = waiting.iter().position(|job| turns.may_start(&job.target.producer()));
+            if let Some(job) = next.and_then(|at| waiting.remove(at)) {
+                turns.started(&job.target.producer());
                 queue.running.insert(job.id, Arc::clone(&job.stop));
                 return Some(job);
             }

@@ -1,5 +1,5 @@
-//! Renews the leases of sequences that wait for their blocks, on a thread of its own: a decode engine in a long
-//! forward pass keeps what it has been promised.
+//! Renews the leases of sequences that wait for their blocks, on threads of its own: a decode engine in a long
+//! forward pass keeps what it has been promised, and so does one that waits for a producer that says nothing.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,14 +9,21 @@ use std::time::{Duration, Instant};
 use baton_connector::fetch::Event;
 use baton_connector::ledger::HeartbeatReply;
 use baton_connector::limits::{HEARTBEAT_HANDLES_MAX, HEARTBEATS_PER_LEASE, RENEWED_FOR_MAX};
-use baton_connector::transport::{Peer, Transport};
+use baton_connector::transport::{Transport, TransportError};
 
-use super::FetchTarget;
+use super::turns::Turns;
+use super::{FetchTarget, Producer};
 use crate::mailbox::Mailbox;
 use crate::sequence::SeqId;
 
 /// The shortest interval between two beats of one lease, however short the lease.
 const INTERVAL_MIN: Duration = Duration::from_millis(20);
+
+/// What is kept of producers is looked through this often. It is done here because these threads wake anyway.
+const SWEEP: Duration = Duration::from_secs(1);
+
+/// Threads that beat.
+pub(super) const THREADS: usize = 4;
 
 struct Entry {
     target: FetchTarget,
@@ -26,10 +33,29 @@ struct Entry {
     until: Instant,
 }
 
-#[derive(Default)]
+struct Entries {
+    by_sequence: HashMap<SeqId, Entry>,
+    turns: Turns<Producer>,
+    swept: Instant,
+}
+
 pub(super) struct Heartbeat {
-    entries: Mutex<HashMap<SeqId, Entry>>,
+    entries: Mutex<Entries>,
     changed: Condvar,
+}
+
+/// The members of one producer whose beats are due.
+struct Beat {
+    producer: Producer,
+    members: Vec<(SeqId, FetchTarget)>,
+}
+
+impl Default for Heartbeat {
+    fn default() -> Self {
+        let entries =
+            Entries { by_sequence: HashMap::new(), turns: Turns::new(THREADS, 1), swept: Instant::now() };
+        Self { entries: Mutex::new(entries), changed: Condvar::new() }
+    }
 }
 
 impl Heartbeat {
@@ -38,77 +64,108 @@ impl Heartbeat {
         // The first beat at once: the request may have been on its way for most of the lease.
         let now = Instant::now();
         let entry = Entry { interval, due: now, until: now + target.lease * RENEWED_FOR_MAX, target };
-        self.lock().insert(id, entry);
-        self.changed.notify_one();
+        self.lock().by_sequence.insert(id, entry);
+        self.changed.notify_all();
     }
 
     pub(super) fn remove(&self, id: SeqId) {
-        self.lock().remove(&id);
+        self.lock().by_sequence.remove(&id);
     }
 
     pub(super) fn wake(&self) {
         self.changed.notify_all();
     }
 
+    /// Beats until `stop`; on [`THREADS`] threads at once, one for each producer at most.
     pub(super) fn run(&self, transport: &dyn Transport, mailbox: &Mailbox, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
+            if self.sweep_is_due() {
+                transport.sweep();
+            }
             for id in self.given_up() {
                 tracing::warn!(seq = id.0, "no room for this handoff for too long; it is given up");
                 mailbox.fetch(id, Event::LeaseGone);
             }
-            for (peer, members) in self.due() {
-                for batch in members.chunks(HEARTBEAT_HANDLES_MAX) {
-                    let handles: Vec<_> = batch.iter().map(|(_, target)| target.handle).collect();
-                    match transport.heartbeat(&peer, &handles) {
-                        Ok(replies) => {
-                            let gone = replies.iter().zip(batch).filter(|(r, _)| **r == HeartbeatReply::Gone);
-                            gone.for_each(|(_, (id, _))| mailbox.fetch(*id, Event::LeaseGone));
-                        }
-                        Err(error) => {
-                            tracing::debug!(peer = %peer.address, %error, "heartbeat not delivered")
-                        }
-                    }
-                }
+            let Some(Beat { producer, members }) = self.next() else { continue };
+            let beaten = beat(transport, mailbox, &members);
+            if let Err(error) = &beaten {
+                tracing::debug!(host = %members[0].1.host, %error, "heartbeat not delivered");
             }
-            self.sleep();
+            self.lock().turns.ended(&producer, beaten.is_ok());
+            self.changed.notify_all();
         }
+    }
+
+    /// True for one of the threads, every [`SWEEP`].
+    fn sweep_is_due(&self) -> bool {
+        let mut entries = self.lock();
+        let due = entries.swept.elapsed() >= SWEEP;
+        if due {
+            entries.swept = Instant::now();
+        }
+        due
     }
 
     /// Takes out what has been renewed for long enough.
     fn given_up(&self) -> Vec<SeqId> {
         let (now, mut entries) = (Instant::now(), self.lock());
-        let over: Vec<SeqId> =
-            entries.iter().filter(|(_, entry)| entry.until <= now).map(|(&id, _)| id).collect();
-        over.iter().for_each(|id| drop(entries.remove(id)));
+        let over = entries.by_sequence.iter().filter(|(_, entry)| entry.until <= now);
+        let over: Vec<SeqId> = over.map(|(&id, _)| id).collect();
+        over.iter().for_each(|id| drop(entries.by_sequence.remove(id)));
         over
     }
 
-    /// Takes what is due, grouped by producer, and sets the next time.
-    fn due(&self) -> HashMap<Peer, Vec<(SeqId, FetchTarget)>> {
+    /// Takes what is due of one producer, the longest due first, and sets the next time; waits a little when nothing
+    /// is.
+    fn next(&self) -> Option<Beat> {
+        let mut entries = self.lock();
         let now = Instant::now();
-        let mut ripe = Vec::new();
-        for (&id, entry) in self.lock().iter_mut().filter(|(_, entry)| entry.due <= now) {
-            entry.due = now + entry.interval;
-            ripe.push((id, entry.target.clone()));
-        }
-        let mut groups: HashMap<Peer, Vec<_>> = HashMap::new();
-        for (id, target) in ripe {
-            // A name that does not resolve now is tried again at the next beat.
-            if let Ok(peer) = target.peer() {
-                groups.entry(peer).or_default().push((id, target));
+        let Entries { by_sequence, turns, .. } = &mut *entries;
+        let ripe = by_sequence.values().filter(|entry| entry.due <= now);
+        let longest_due =
+            ripe.filter(|entry| turns.may_start(&entry.target.producer())).min_by_key(|e| e.due);
+        if let Some(producer) = longest_due.map(|entry| entry.target.producer()) {
+            turns.started(&producer);
+            let mut members = Vec::new();
+            for (&id, entry) in by_sequence.iter_mut() {
+                if entry.due <= now && entry.target.producer() == producer {
+                    entry.due = now + entry.interval;
+                    members.push((id, entry.target.clone()));
+                }
             }
+            return Some(Beat { producer, members });
         }
-        groups
-    }
-
-    fn sleep(&self) {
-        let entries = self.lock();
-        let next = entries.values().map(|entry| entry.due).min();
-        let nap = next.map_or(Duration::from_secs(1), |due| due.saturating_duration_since(Instant::now()));
+        // Those that are due wait for a turn, whose end wakes.
+        let next = by_sequence.values().map(|entry| entry.due).filter(|due| *due > now).min();
+        let nap = next.map_or(Duration::from_secs(1), |due| due.saturating_duration_since(now));
         drop(self.changed.wait_timeout(entries, nap.min(Duration::from_secs(1))));
+        None
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<SeqId, Entry>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Entries> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Renews leases of one producer. Those of an earlier epoch are gone.
+fn beat(
+    transport: &dyn Transport,
+    mailbox: &Mailbox,
+    members: &[(SeqId, FetchTarget)],
+) -> Result<(), TransportError> {
+    // One address may have had several epochs: each is a peer of its own.
+    let mut peers: HashMap<_, Vec<&(SeqId, FetchTarget)>> = HashMap::new();
+    for member in members {
+        // A name that does not resolve now is tried again at the next beat.
+        peers.entry(member.1.peer()?).or_default().push(member);
+    }
+    for (peer, members) in peers {
+        for batch in members.chunks(HEARTBEAT_HANDLES_MAX) {
+            let handles: Vec<_> = batch.iter().map(|(_, target)| target.handle).collect();
+            let replies = transport.heartbeat(&peer, &handles)?;
+            let gone = replies.iter().zip(batch).filter(|(reply, _)| **reply == HeartbeatReply::Gone);
+            gone.for_each(|(_, (id, _))| mailbox.fetch(*id, Event::LeaseGone));
+        }
+    }
+    Ok(())
 }

@@ -1,18 +1,25 @@
 //! Release notices to producers: delivered at least once, repeated until answered or past the lease's expiry
 //! (after which the producer has its blocks back anyway).
+//!
+//! Each producer has a lane of its own: one notice of it is in flight at a time, and the pauses after failures are the
+//! lane's, so that a producer that says nothing keeps neither a thread per notice nor the notices of others.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use baton_connector::transport::{Transport, TransportError};
 
-use super::FetchTarget;
+use super::turns::Turns;
+use super::{FetchTarget, Producer};
 use crate::metrics::EngineMetrics;
 
 /// Notices that wait for an answer. One more is dropped with a log line; its lease then ends by expiry.
 pub const NOTICES_MAX: usize = 16_384;
+
+/// Threads that deliver notices.
+pub(super) const THREADS: usize = 4;
 
 /// Pause after the first failure; doubled each time up to [`PAUSE_MAX`].
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
@@ -21,34 +28,49 @@ const PAUSE_MAX: Duration = Duration::from_secs(2);
 struct Notice {
     target: FetchTarget,
     reason: &'static str,
-    due: Instant,
-    pause: Duration,
     give_up: Instant,
 }
 
-#[derive(Default)]
-struct Queue {
+/// The notices to one producer, oldest first. Lives as long as there are any, or one is in flight.
+struct Lane {
     waiting: VecDeque<Notice>,
-    in_flight: usize,
+    due: Instant,
+    pause: Duration,
 }
 
-#[derive(Default)]
+struct Queue {
+    lanes: HashMap<Producer, Lane>,
+    turns: Turns<Producer>,
+    /// In all lanes, those in flight included.
+    count: usize,
+}
+
 pub(super) struct Notices {
     queue: Mutex<Queue>,
     changed: Condvar,
 }
 
+impl Default for Notices {
+    fn default() -> Self {
+        let queue = Queue { lanes: HashMap::new(), turns: Turns::new(THREADS, 1), count: 0 };
+        Self { queue: Mutex::new(queue), changed: Condvar::new() }
+    }
+}
+
 impl Notices {
     pub(super) fn add(&self, target: FetchTarget, reason: &'static str) {
         let mut queue = self.lock();
-        if queue.waiting.len() >= NOTICES_MAX {
+        if queue.count >= NOTICES_MAX {
             tracing::warn!(reason, "too many release notices wait; this lease ends by expiry");
             return;
         }
         let now = Instant::now();
         // Heartbeats have renewed the lease since the handoff arrived; it lives at most this long from now.
         let give_up = now + target.lease;
-        queue.waiting.push_back(Notice { target, reason, due: now, pause: PAUSE_FIRST, give_up });
+        queue.count += 1;
+        let fresh = || Lane { waiting: VecDeque::new(), due: now, pause: PAUSE_FIRST };
+        let lane = queue.lanes.entry(target.producer()).or_insert_with(fresh);
+        lane.waiting.push_back(Notice { target, reason, give_up });
         drop(queue);
         self.changed.notify_all();
     }
@@ -60,54 +82,89 @@ impl Notices {
     /// Waits until every notice is answered or given up, at most until `deadline`.
     pub(super) fn drain(&self, deadline: Instant) {
         let mut queue = self.lock();
-        while !queue.waiting.is_empty() || queue.in_flight > 0 {
+        while queue.count > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
+                tracing::warn!(
+                    notices = queue.count,
+                    "release notices were not delivered before the shutdown"
+                );
                 return;
             }
             queue = self.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
+    /// Delivers until `stop`; on [`THREADS`] threads at once.
     pub(super) fn run(&self, transport: &dyn Transport, metrics: &EngineMetrics, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
-            let Some(mut notice) = self.next() else { continue };
-            let answered = deliver(transport, &notice);
-            let mut queue = self.lock();
-            queue.in_flight -= 1;
-            match answered {
-                Ok(label) => metrics.notice(notice.reason, label),
-                Err(error) if Instant::now() >= notice.give_up => {
-                    tracing::warn!(%error, reason = notice.reason, "release not delivered before the lease's expiry");
-                    metrics.notice(notice.reason, "undelivered");
-                }
-                Err(_) => {
-                    notice.due = Instant::now() + notice.pause;
-                    // The same producer is not tried for each of its other notices: one that is silent must not keep
-                    // the releases of others.
-                    for other in
-                        queue.waiting.iter_mut().filter(|other| other.target.same_producer(&notice.target))
-                    {
-                        other.due = other.due.max(notice.due);
-                    }
-                    notice.pause = (notice.pause * 2).min(PAUSE_MAX);
-                    queue.waiting.push_back(notice);
-                }
+            if let Some((producer, notice)) = self.next() {
+                let answered = deliver(transport, &notice);
+                self.settle(&producer, notice, answered, metrics);
             }
-            drop(queue);
-            self.changed.notify_all();
         }
     }
 
+    fn settle(
+        &self,
+        producer: &Producer,
+        notice: Notice,
+        answered: Result<&'static str, TransportError>,
+        metrics: &EngineMetrics,
+    ) {
+        let mut queue = self.lock();
+        let Queue { lanes, turns, count } = &mut *queue;
+        turns.ended(producer, answered.is_ok());
+        let lane = lanes.get_mut(producer).expect("a lane lives while one of its notices is in flight");
+        match answered {
+            Ok(label) => {
+                metrics.notice(notice.reason, label);
+                *count -= 1;
+                (lane.due, lane.pause) = (Instant::now(), PAUSE_FIRST);
+            }
+            Err(error) => {
+                let now = Instant::now();
+                lane.due = now + lane.pause;
+                lane.pause = (lane.pause * 2).min(PAUSE_MAX);
+                lane.waiting.push_front(notice);
+                let before = lane.waiting.len();
+                lane.waiting.retain(|notice| {
+                    let alive = now < notice.give_up;
+                    if !alive {
+                        metrics.notice(notice.reason, "undelivered");
+                    }
+                    alive
+                });
+                let given_up = before - lane.waiting.len();
+                *count -= given_up;
+                if given_up > 0 {
+                    tracing::warn!(%error, given_up, "releases were not delivered before the leases' expiry");
+                }
+            }
+        }
+        if lane.waiting.is_empty() {
+            lanes.remove(producer);
+        }
+        drop(queue);
+        self.changed.notify_all();
+    }
+
     /// The next notice that is due; waits a little when none is.
-    fn next(&self) -> Option<Notice> {
+    fn next(&self) -> Option<(Producer, Notice)> {
         let mut queue = self.lock();
         let now = Instant::now();
-        if let Some(at) = queue.waiting.iter().position(|notice| notice.due <= now) {
-            queue.in_flight += 1;
-            return queue.waiting.remove(at);
+        let Queue { lanes, turns, .. } = &mut *queue;
+        let startable =
+            |producer: &Producer, lane: &Lane| !lane.waiting.is_empty() && turns.may_start(producer);
+        let ripe = lanes.iter().filter(|(producer, lane)| lane.due <= now && startable(producer, lane));
+        let longest_due = ripe.min_by_key(|(_, lane)| lane.due).map(|(producer, _)| producer.clone());
+        if let Some(producer) = longest_due {
+            turns.started(&producer);
+            let notice = lanes.get_mut(&producer).and_then(|lane| lane.waiting.pop_front());
+            return Some((producer, notice.expect("a startable lane has a notice")));
         }
-        let next = queue.waiting.iter().map(|notice| notice.due).min();
+        // Those that are due wait for a turn, whose end wakes.
+        let next = lanes.values().map(|lane| lane.due).filter(|due| *due > now).min();
         let nap = next.map_or(Duration::from_secs(1), |due| due.saturating_duration_since(now));
         drop(self.changed.wait_timeout(queue, nap.min(Duration::from_secs(1))));
         None

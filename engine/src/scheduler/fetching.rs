@@ -1,7 +1,9 @@
 //! How a sequence with a handoff gets its blocks: the scheduler's part of a [`Fetch`].
 
 use baton_connector::fetch::{Action, Actions, Event, Fetch};
+use baton_connector::multi;
 
+use super::offloading::HANDOFF;
 use super::{Admission, Effect, Scheduler};
 use crate::block_pool::Hold;
 use crate::sequence::{Phase, Purpose, SeqId, Sequence};
@@ -14,7 +16,9 @@ impl Scheduler {
         if let Some(mut sequence) = self.stopping.remove(&id) {
             let actions = fetch_of(&mut sequence).apply(event);
             self.carry_out_stopping(id, &mut sequence, actions);
-            if !fetch_of(&mut sequence).is_over() {
+            if fetch_of(&mut sequence).is_over() {
+                self.let_go(id, HANDOFF);
+            } else {
                 self.stopping.insert(id, sequence);
             }
             return;
@@ -110,22 +114,24 @@ impl Scheduler {
     }
 
     fn land(&mut self, id: SeqId) {
-        let block_tokens = self.config.block_tokens;
         let sequence = self.sequences.get_mut(&id).expect("its fetch is on the books");
         self.pool.landed(&sequence.blocks[sequence.shared..]);
         // The last token is computed here: its logits are what decoding starts from.
         sequence.computed = sequence.prompt_len - 1;
-        sequence.register(&mut self.pool, block_tokens);
+        sequence.connectors.apply(multi::Event::Loaded(HANDOFF));
         sequence.phase = Phase::Running;
         sequence.purpose = Purpose::Plain;
         self.fetching -= 1;
         self.running.push(id);
+        self.register(id);
     }
 
     /// Queued again at the head, without a handoff; its blocks went back with [`Action::FreeLanding`].
     fn recompute(&mut self, id: SeqId) {
         let sequence = self.sequences.get_mut(&id).expect("its fetch is on the books");
         sequence.purpose = Purpose::Plain;
+        // The tiers are asked next, when it is its turn again.
+        sequence.connectors.apply(multi::Event::LoadFailed(HANDOFF));
         sequence.fetched = 0;
         if sequence.phase == Phase::Fetching {
             sequence.phase = Phase::Waiting;

@@ -119,13 +119,24 @@ pub(super) fn bare_id(id: &str) -> &str {
     id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")).unwrap_or(id)
 }
 
-/// `POST /reset_prefix_cache`.
+/// `POST /reset_prefix_cache`; with `?reset_external=true` the offload tiers forget too (vLLM's name).
 pub(super) fn reset_prefix_cache(
     frontend: &Frontend,
     request: &Request<Incoming>,
 ) -> Result<Reply, ApiError> {
     authorize(frontend, request.headers())?;
-    frontend.cores.iter().for_each(|core| core.mailbox.reset_cache());
+    let query = request.uri().query().unwrap_or_default();
+    let tiers_too = match query.split('&').find_map(|pair| pair.strip_prefix("reset_external=")) {
+        None | Some("false") => false,
+        Some("true") => true,
+        Some(_) => return Err(ApiError::invalid("reset_external", "`reset_external` must be true or false")),
+    };
+    for core in &frontend.cores {
+        core.mailbox.reset_cache();
+        if tiers_too {
+            core.mailbox.reset_tiers();
+        }
+    }
     Ok(http::json(StatusCode::OK, "{}"))
 }
 

@@ -13,6 +13,7 @@ use super::Frontend;
 use super::control::authorize;
 use super::http::{self, Reply};
 use crate::dp_rank::DpRank;
+use crate::offload::{Fault, OffloadCounts, TierCounts};
 
 /// Leases shown of each core; the oldest first.
 const LEASES_SHOWN: usize = 1_000;
@@ -58,15 +59,34 @@ fn books(core: &DpRank) -> Value {
         "rank": core.rank,
         "blocks": {
             "total": usage.total, "free": usage.free, "cached": usage.cached, "active": usage.active,
-            "leased": usage.leased, "landing": usage.landing,
+            "leased": usage.leased, "landing": usage.landing, "storing": usage.storing,
         },
         "requests": {
-            "waiting": load.waiting, "running": load.running, "fetching": load.fetching, "stopping": load.stopping,
+            "waiting": load.waiting, "running": load.running, "fetching": load.fetching, "loading": load.loading,
+            "stopping": load.stopping,
         },
         "leases": {"live": leases.len(), "opened": counts.opened, "late": counts.late, "unknown": counts.unknown},
         "oldest_leases": leases.iter().take(LEASES_SHOWN).map(shown).collect::<Vec<_>>(),
+        "offload": load.tiers.map(|tiers| offload(load.offloading, &tiers)),
         "steps": status.steps,
         "failed": status.failed,
+    })
+}
+
+/// What the tiers hold and did.
+fn offload(in_flight: usize, counts: &OffloadCounts) -> Value {
+    let tier = |tier: TierCounts| {
+        json!({
+            "blocks": tier.blocks, "capacity": tier.capacity, "stored": tier.stored, "loaded": tier.loaded,
+            "evicted": tier.evicted,
+        })
+    };
+    let faults =
+        Fault::ALL.iter().zip(counts.faults).map(|(fault, count)| (fault.label().to_owned(), count.into()));
+    json!({
+        "in_flight": in_flight, "host": tier(counts.host), "disk": tier(counts.disk),
+        "hit_tokens": counts.hit_tokens, "not_stored": counts.not_stored, "not_written": counts.not_written,
+        "disk_rests": counts.disk_rests, "failures": Value::Object(faults.collect()),
     })
 }
 

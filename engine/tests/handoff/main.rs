@@ -18,4 +18,5 @@ mod refusals;
 mod rejections;
 mod stale;
 mod stopping;
+mod tiers;
 mod transports;

@@ -1,0 +1,125 @@
+//! Whose turn it is: a policy that lets a few threads deal with many producers, of which some say nothing.
+//!
+//! A thread that waits for a silent producer is lost for as long as the wait is bounded to. So:
+//! - a producer has at most so many threads at once ([`Turns::new`]'s `each`);
+//! - one that has not answered yet has one;
+//! - those that did not answer when they were last asked have one each, and together leave one to the others.
+//!
+//! Pure: whoever owns the threads asks before it starts something and tells how it ended.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+
+/// Producers of which it is remembered whether they answered. Beyond it all are forgotten.
+const REMEMBERED_MAX: usize = 1_024;
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Turns<P> {
+    threads: usize,
+    each: usize,
+    running: HashMap<P, usize>,
+    /// Whether they answered when they were last asked.
+    answered: HashMap<P, bool>,
+}
+
+impl<P: Eq + Hash + Clone> Turns<P> {
+    /// For so many threads, of which one producer may have `each`.
+    pub(super) fn new(threads: usize, each: usize) -> Self {
+        Self { threads, each: each.max(1), running: HashMap::new(), answered: HashMap::new() }
+    }
+
+    /// Whether something may be started that has to do with this producer.
+    pub(super) fn may_start(&self, producer: &P) -> bool {
+        let running = self.running.get(producer).copied().unwrap_or_default();
+        match self.answered.get(producer) {
+            Some(true) => running < self.each,
+            None => running == 0,
+            Some(false) => {
+                let silent = |other: &P| self.answered.get(other) == Some(&false);
+                let waited_for = self.running.keys().filter(|other| silent(other)).count();
+                running == 0 && waited_for < self.threads.saturating_sub(1).max(1)
+            }
+        }
+    }
+
+    pub(super) fn started(&mut self, producer: &P) {
+        *self.running.entry(producer.clone()).or_default() += 1;
+    }
+
+    /// It ended; `answered` whatever the answer was, as long as there was one.
+    pub(super) fn ended(&mut self, producer: &P, answered: bool) {
+        if let Some(running) = self.running.get_mut(producer) {
+            *running -= 1;
+            if *running == 0 {
+                self.running.remove(producer);
+            }
+        }
+        if self.answered.len() == REMEMBERED_MAX && !self.answered.contains_key(producer) {
+            self.answered.clear();
+        }
+        self.answered.insert(producer.clone(), answered);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn silent_producers_leave_a_thread_to_those_who_answer() {
+        let mut turns = Turns::new(4, 3);
+        for unknown in ["a", "b", "c", "d"] {
+            assert!(turns.may_start(&unknown));
+            turns.started(&unknown);
+            assert!(!turns.may_start(&unknown), "one each as long as nothing is known");
+        }
+        for silent in ["a", "b", "c", "d"] {
+            turns.ended(&silent, false);
+        }
+        for silent in ["a", "b", "c"] {
+            assert!(turns.may_start(&silent), "it may try again");
+            turns.started(&silent);
+        }
+        assert!(!turns.may_start(&"d"), "three are waited for already");
+        assert!(turns.may_start(&"e"), "the last thread is for others");
+        turns.ended(&"a", true);
+        turns.started(&"a");
+        assert!(turns.may_start(&"a"), "it answers: it may have more than one");
+        turns.ended(&"a", false);
+        turns.started(&"d");
+        assert!(!turns.may_start(&"a"), "it has fallen silent, and three others have too");
+    }
+
+    #[test]
+    fn one_producer_does_not_have_all_threads_however_well_it_answers() {
+        let mut turns = Turns::new(4, 3);
+        turns.started(&"a");
+        turns.ended(&"a", true);
+        for _ in 0..3 {
+            assert!(turns.may_start(&"a"));
+            turns.started(&"a");
+        }
+        assert!(!turns.may_start(&"a") && turns.may_start(&"b"));
+    }
+
+    #[test]
+    fn a_single_thread_serves_one_after_the_other() {
+        let mut turns = Turns::new(1, 0);
+        assert!(turns.may_start(&"a"));
+        turns.started(&"a");
+        assert!(!turns.may_start(&"a"));
+        turns.ended(&"a", false);
+        assert!(turns.may_start(&"b"));
+    }
+
+    #[test]
+    fn what_is_remembered_is_bounded() {
+        let mut turns = Turns::new(2, 1);
+        for producer in 0..10 * REMEMBERED_MAX {
+            turns.started(&producer);
+            turns.ended(&producer, true);
+            assert!(turns.answered.len() <= REMEMBERED_MAX && turns.running.is_empty());
+        }
+    }
+}

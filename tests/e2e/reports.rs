@@ -1,0 +1,268 @@
+//! The five reports from which this project learned, each as a test that fails on what was reported. The page that maps
+//! them to code and to the other tests is `docs/source-reports.md`.
+//!
+//! Leases are long here wherever it must not be time that frees: [`FOREVER`].
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::harness::{AT_ONCE, Ask, Call, Cluster, Engine, Fault, PATIENCE, eventually};
+
+/// A lease that no test lives to see the end of.
+const FOREVER: &str = "--kv-lease-duration 600";
+
+fn abort(engine: &Engine, requests: &[String], leg: &str) -> Value {
+    let body = json!({"request_ids": requests, "leg": leg});
+    let reply = engine.send("POST", "/abort_requests", &body).reply();
+    assert_eq!(reply.status, 200, "{}", reply.json());
+    reply.json()["results"].take()
+}
+
+fn lending(ask: Ask) -> Ask {
+    let params = json!({"do_remote_decode": true, "do_remote_prefill": false});
+    ask.with("max_tokens", json!(1)).with("kv_transfer_params", params)
+}
+
+/// vLLM #25067: an abort that arrives after the request has finished went through `request_finished` a second time; the
+/// worker raised a KeyError for a request it no longer knew, and with it the engine died.
+///
+/// Catches: an engine that dies or answers an error to such an abort, that frees a lease's blocks twice, or that keeps
+/// the lease. The model's mutation of the kind is in `tests/model`.
+#[test]
+fn vllm_25067_an_abort_that_arrives_after_the_finish_is_an_event_to_the_lease() {
+    let cluster = Cluster::new().prefill(FOREVER).start();
+    let p = &cluster.prefill[0];
+    let reply = p.send_as("finished", &lending(Ask::fresh(100))).reply();
+    assert_eq!(reply.status, 200, "{}", reply.json());
+    p.shows("its blocks are lent", |books| (books.leases, books.leased) == (1, 7));
+    let name = ["finished".to_owned()];
+    assert_eq!(abort(p, &name, "prefill")["finished"], "released");
+    for _ in 0..3 {
+        // Late is an answer, not an error.
+        let said = abort(p, &name, "prefill")["finished"].take();
+        assert!(said == "already" || said == "unknown", "{said}");
+    }
+    p.settled(AT_ONCE);
+    // The other leg: a decode engine that has said its last word.
+    let d = &cluster.decode[0];
+    assert_eq!(d.send_as("said", &Ask::fresh(40)).reply().status, 200);
+    for leg in ["decode", "prefill"] {
+        abort(d, &["said".to_owned(), "never".to_owned()], leg);
+    }
+    cluster.still_serves();
+}
+
+/// vLLM #25067 again, all at once: requests finish in one step while each of them is aborted, twice, from several sides.
+///
+/// Catches: what only shows when the abort meets the finish in the same step. That both orders happened is checked:
+/// some requests had finished (they have a handoff), some had not.
+#[test]
+fn vllm_25067_a_storm_of_aborts_in_the_step_in_which_their_requests_finish() {
+    const REQUESTS: usize = 24;
+    const ROUNDS: u32 = 16;
+    let options = format!("{FOREVER} --max-num-seqs {REQUESTS} --max-num-batched-tokens 1024 --pace-ms 40");
+    let cluster = Cluster::new().prefill(&options).start();
+    let p = &cluster.prefill[0];
+    let named =
+        |round: u32| -> Vec<String> { (0..REQUESTS).map(|at| format!("storm-{round}-{at}")).collect() };
+    // One step takes 1,024 tokens: all of them are computed in it.
+    let begin = |names: &[String]| -> Vec<Call> {
+        let calls = names.iter().map(|name| p.send_as(name, &lending(Ask::fresh(40)))).collect();
+        p.shows("they run", |books| books.running + books.leases >= 1);
+        calls
+    };
+    // Undisturbed, to know when they finish.
+    let names = named(ROUNDS);
+    let calls = begin(&names);
+    let since = Instant::now();
+    p.shows("all are lent", |books| books.leases == REQUESTS as u64);
+    let finish = since.elapsed();
+    assert!(calls.into_iter().all(|call| call.reply().status == 200));
+    abort(p, &names, "prefill");
+    let (mut finished, mut aborted) = (0, 0);
+    for round in 0..ROUNDS {
+        let names = named(round);
+        let calls = begin(&names);
+        // From before the end of the step to after it, a little later each round.
+        let moment = Instant::now() + finish * (ROUNDS / 2 + round) / ROUNDS;
+        let comes = || if Instant::now() >= moment { Ok(()) } else { Err("it comes".to_owned()) };
+        eventually(PATIENCE, "the moment", comes);
+        std::thread::scope(|scope| {
+            for part in names.chunks(REQUESTS / 4).chain(names.chunks(REQUESTS / 3)) {
+                scope.spawn(|| abort(p, part, "prefill"));
+            }
+        });
+        for call in calls {
+            let reply = call.reply();
+            let lent = reply.status == 200 && reply.json()["kv_transfer_params"]["remote_handle"].is_string();
+            if lent { finished += 1 } else { aborted += 1 }
+        }
+        p.settled(AT_ONCE);
+    }
+    println!("{finished} had finished, {aborted} had not");
+    assert!(finished > 0 && aborted > 0, "both orders were to happen: {finished}, {aborted}");
+    p.expired_nothing();
+    cluster.still_serves();
+}
+
+/// vLLM #35506: a request is aborted after it has finished; its blocks stay pinned until the timeout, although nobody
+/// will ever come for them.
+///
+/// Catches: a release that waits for time. The lease is ten minutes long, the blocks are back within a second.
+#[test]
+fn vllm_35506_the_blocks_of_an_aborted_finished_request_come_back_at_once() {
+    let cluster = Cluster::new().prefill(FOREVER).start();
+    let p = &cluster.prefill[0];
+    for at in 0..10 {
+        let name = format!("left-{at}");
+        assert_eq!(p.send_as(&name, &lending(Ask::fresh(200))).reply().status, 200);
+        p.shows("its blocks are lent", |books| (books.leases, books.leased) == (1, 13));
+        let since = Instant::now();
+        assert_eq!(abort(p, std::slice::from_ref(&name), "prefill")[&name], "released");
+        p.settled(AT_ONCE);
+        println!("back after {:.1} ms", since.elapsed().as_secs_f64() * 1000.0);
+    }
+    p.expired_nothing();
+    cluster.still_serves();
+}
+
+/// vLLM #35506, the other half: at once, and yet not under the hands of a reader. During a read the lease drains first.
+///
+/// Catches: blocks that are free, and given to another prompt, while a decode engine still reads them: then the text is
+/// wrong, or the lease was not checked.
+#[test]
+fn vllm_35506_an_abort_during_a_read_drains_it_first_and_the_reader_uses_nothing_of_it() {
+    let cluster = Cluster::new().links().prefill(&format!("{FOREVER} --kv-blocks 40")).start();
+    let (p, d) = (&cluster.prefill[0], &cluster.decode[0]);
+    let ask = Ask::fresh(500).tokens(12).with("logprobs", json!(1));
+    let truth = d.send("POST", ask.path, &ask.body).reply().json()["choices"].take();
+    let _ = d.send("POST", "/reset_prefix_cache", &json!({})).reply();
+    let reply = p.send_as("read", &lending(ask.clone())).reply().json();
+    let link = cluster.side_channel.as_ref().expect("a cluster with links");
+    link.set(Fault::Slow { bytes: 2048, pause: Duration::from_millis(10) });
+    let with = ask.clone().with("kv_transfer_params", reply["kv_transfer_params"].clone());
+    let call = d.send("POST", with.path, &with.body);
+    d.shows("it reads", |books| books.fetching == 1);
+    eventually(PATIENCE, "some bytes have come", || match link.passed() {
+        some if some > 8192 => Ok(()),
+        few => Err(format!("{few} bytes")),
+    });
+    assert_eq!(abort(p, &["read".to_owned()], "prefill")["read"], "draining");
+    assert_eq!(p.lease_states(), ["draining"]);
+    // Long before its expiry the blocks are back, and others have them.
+    p.settled(PATIENCE);
+    for _ in 0..3 {
+        p.release(&p.lends(&Ask::fresh(500)));
+    }
+    assert_eq!(d.books().fetching, 1, "the reader was to be reading still");
+    link.set(Fault::None);
+    assert_eq!(call.reply().json()["choices"], truth, "a wrong text");
+    cluster.settled(PATIENCE);
+}
+
+/// vLLM #41269: the decode engine refuses a request before it is admitted, and the prefill engine never learns of it:
+/// its blocks stay pinned for the whole lease.
+///
+/// Catches: any of these refusals that leaves the lease to time, or that waits for the decode engine to do some other
+/// work first. It is idle throughout: not one step.
+#[test]
+fn vllm_41269_a_refusal_before_admission_gives_the_blocks_back_from_an_idle_decode_engine() {
+    let cluster = Cluster::new().prefill(FOREVER).decode("--max-model-len 128").start();
+    let (p, d) = (&cluster.prefill[0], &cluster.decode[0]);
+    let refusals: &[(&str, u16, Value)] = &[
+        ("unknown model", 404, json!({"model": "another"})),
+        ("temperature out of range", 400, json!({"temperature": -1})),
+        ("temperature of another type", 400, json!({"temperature": "abc"})),
+        ("max_tokens out of range", 400, json!({"max_tokens": -1})),
+        ("max_tokens beyond the context", 400, json!({"max_tokens": 4000})),
+        ("top_p out of range", 400, json!({"top_p": 3})),
+        ("no prompt", 400, json!({"prompt": null})),
+        ("a prompt of another kind", 400, json!({"prompt": {"a": 1}})),
+        ("too many stop strings", 400, json!({"stop": vec!["x"; 100_000]})),
+        ("another prompt than the one that was prefilled", 400, json!({"prompt": [7, 8, 9]})),
+    ];
+    for (what, status, change) in refusals {
+        let ask = Ask::fresh(100);
+        let handoff = p.lends(&ask);
+        assert_eq!(p.books().leases, 1, "{what}");
+        let mut body = ask.with("kv_transfer_params", handoff).body;
+        for (field, value) in change.as_object().expect("an object") {
+            body[field] = value.clone();
+        }
+        let since = Instant::now();
+        let reply = d.send("POST", "/v1/completions", &body).reply();
+        assert_eq!(reply.status, *status, "{what}: {}", reply.json());
+        p.shows_within(AT_ONCE, &format!("after a refusal ({what}) the blocks are back"), |books| {
+            books.leases == 0 && books.leased == 0
+        });
+        println!("{what}: back after {:.1} ms", since.elapsed().as_secs_f64() * 1000.0);
+    }
+    // A prompt that is too long for this engine only, through the router.
+    let reply = cluster.ask(&Ask::fresh(300));
+    assert_eq!(reply.status, 400, "{}", reply.json());
+    cluster.settled(AT_ONCE);
+    assert_eq!(d.books().steps, 0, "it was to be idle");
+    cluster.still_serves();
+}
+
+/// The lease is over by its expiry, and one log line and one count say so.
+fn expires_once(p: &Engine, request: &str) {
+    p.settled(PATIENCE);
+    let expired = || match p.metric("vllm:nixl_num_kv_expired_reqs", "") {
+        1.0 => Ok(()),
+        other => Err(format!("{other} leases have expired")),
+    };
+    eventually(PATIENCE, "one expiry is counted", expired);
+    let log = p.log();
+    let lines: Vec<&str> = log.lines().filter(|line| line.contains("lease expired")).collect();
+    let [line] = lines[..] else { panic!("one line was to say it: {lines:?}") };
+    assert!(line.contains(request), "it was to name the request {request}: {line}");
+    for word in ["done", "expected", "held"] {
+        assert!(line.contains(word), "it was to say {word}: {line}");
+    }
+}
+
+/// vLLM #20139: the router dies between the two engines. Nobody knows of the blocks any more, and only time can free
+/// them; in the report nothing did.
+///
+/// Catches: a lease without an end, an end without a log line or without a count, and one that is counted twice.
+#[test]
+fn vllm_20139_when_the_router_dies_between_the_engines_time_frees_the_blocks() {
+    let mut cluster = Cluster::new().links().prefill("--kv-lease-duration 1").start();
+    // What the router sends to the decode engine does not arrive.
+    let lost = Fault::HalfOpen { up: true, down: true };
+    cluster.router_decode.as_ref().expect("a cluster with links").set(lost);
+    let _waiting = cluster.send(&Ask::fresh(100));
+    let p = &cluster.prefill[0];
+    p.shows("the blocks are lent", |books| books.leases == 1);
+    let request = p.lease_of_one();
+    cluster.kill_router();
+    expires_once(&cluster.prefill[0], &request);
+    assert_eq!(
+        cluster.decode[0].books().leases_opened + cluster.decode[0].books().steps,
+        0,
+        "it heard nothing"
+    );
+}
+
+/// vLLM #20139, the other death: the decode engine dies in the middle of its read, and there is no router that could
+/// tell.
+///
+/// Catches: a reader that is lost and yet holds the lease for ever.
+#[test]
+fn vllm_20139_when_the_decode_engine_dies_in_its_read_time_frees_the_blocks() {
+    let mut cluster = Cluster::new().links().prefill("--kv-lease-duration 1").start();
+    let ask = Ask::fresh(500);
+    let p = &cluster.prefill[0];
+    let handoff = p.lends(&ask);
+    let request = p.lease_of_one();
+    let link = cluster.side_channel.as_ref().expect("a cluster with links");
+    link.set(Fault::Slow { bytes: 2048, pause: Duration::from_millis(10) });
+    let with = ask.with("kv_transfer_params", handoff);
+    let _waiting = cluster.decode[0].send("POST", with.path, &with.body);
+    cluster.decode[0].shows("it reads", |books| books.fetching == 1);
+    cluster.decode[0].kill();
+    expires_once(&cluster.prefill[0], &request);
+    cluster.prefill[0].settled(AT_ONCE);
+}

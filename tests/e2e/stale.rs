@@ -1,0 +1,280 @@
+//! The stale read. A lease has run out or was given up, the prefill engine's blocks are somebody else's, and a decode
+//! engine comes for them, or is in the middle of reading them. On vLLM 0.32 this ends in a 200 with a wrong text, and
+//! the decode engine's prefix cache then serves wrong text to plain requests (measured 2026-11-20). Here it ends in the
+//! right text, computed again, or in a typed error; and nothing unverified is in any prefix cache.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::harness::{AT_ONCE, Ask, Cluster, Engine, Fault, PATIENCE, Proxy, Reply, digests, eventually};
+
+/// Prompt tokens: 31 full blocks and a begun one.
+const TOKENS: usize = 500;
+
+/// Little more than one prompt, so that the next prompts get its blocks.
+const POOL: &str = "--kv-blocks 40";
+
+/// As many as the model can have, so that copying them takes a while; and a pool of little more.
+const TOKENS_OF_LONG: usize = 1900;
+const POOL_OF_LONG: &str = "--kv-blocks 130";
+
+/// A lease that runs out at once where nobody renews it.
+const SHORT: &str = "--kv-lease-duration 0.3";
+
+const FAIL: &str = "--kv-load-failure-policy fail";
+
+/// What a slow side channel passes while it is slow: a few blocks of the prompt, and not all of them.
+const SLOW: Fault = Fault::Slow { bytes: 2048, pause: Duration::from_millis(10) };
+
+/// A prefill engine, a decode engine, another that knows the truth, and a prompt.
+struct Stage {
+    cluster: Cluster,
+    tokens: usize,
+    ask: Ask,
+    truth: Value,
+    /// Whether the decode engine's policy is to fail rather than to compute.
+    fails: bool,
+}
+
+impl Stage {
+    /// By TCP, over a link that can be slow.
+    fn tcp(prefill: &str, decode: &str) -> Self {
+        let plan = Cluster::new().links().prefill(&format!("{POOL} {prefill}"));
+        Self::new(plan.decode(decode).decode("").start(), TOKENS, decode)
+    }
+
+    /// By shared memory.
+    fn shm(prefill: &str, decode: &str) -> Self {
+        let shm = "--kv-transport shm";
+        let plan = Cluster::new().prefill(&format!("{shm} {POOL_OF_LONG} {prefill}"));
+        Self::new(plan.decode(&format!("{shm} {decode}")).decode("").start(), TOKENS_OF_LONG, decode)
+    }
+
+    fn new(cluster: Cluster, tokens: usize, decode: &str) -> Self {
+        let ask = Ask::fresh(tokens).tokens(16).with("logprobs", json!(1));
+        let truth = cluster.decode[1].send("POST", ask.path, &ask.body).reply();
+        assert_eq!(truth.status, 200);
+        Self { cluster, tokens, ask, truth: truth.json()["choices"].take(), fails: decode.contains("fail") }
+    }
+
+    fn p(&self) -> &Engine {
+        &self.cluster.prefill[0]
+    }
+
+    fn d(&self) -> &Engine {
+        &self.cluster.decode[0]
+    }
+
+    fn link(&self) -> &Proxy {
+        self.cluster.side_channel.as_ref().expect("a cluster with links")
+    }
+
+    fn with(&self, handoff: &Value) -> Value {
+        self.ask.clone().with("kv_transfer_params", handoff.clone()).body
+    }
+
+    /// Other prompts get every block of this handoff.
+    fn reuse(&self, handoff: &Value) {
+        let blocks = |handoff: &Value| -> BTreeSet<u64> {
+            let ids = handoff["remote_block_ids"].as_array().expect("a table").iter();
+            ids.flat_map(|id| id.as_array().cloned().unwrap_or_else(|| vec![id.clone()]))
+                .map(|id| id.as_u64().expect("a block id"))
+                .collect()
+        };
+        let mut left = blocks(handoff);
+        assert!(left.len() >= self.tokens / 16, "{handoff}");
+        for _ in 0..8 {
+            let other = self.p().lends(&Ask::fresh(self.tokens));
+            left = left.difference(&blocks(&other)).copied().collect();
+            assert_eq!(self.p().release(&other), "released");
+            if left.is_empty() {
+                return;
+            }
+        }
+        panic!("these blocks were given to nobody: {left:?}");
+    }
+
+    /// The answer to a stale handoff, and everything after it.
+    fn ends_well(&self, reply: &Reply) {
+        let body = reply.json();
+        if self.fails {
+            assert_eq!((reply.status, &body["error"]["code"]), (503, &json!("kv_load_failed")), "{body}");
+        } else {
+            assert_eq!(reply.status, 200, "{body}");
+            assert_eq!(body["choices"], self.truth, "a wrong text");
+        }
+        let policy = if self.fails { "policy=\"fail\"" } else { "policy=\"recompute\"" };
+        assert_eq!(self.d().metric("baton_kv_load_failures_total", policy), 1.0, "it was not refused");
+        // A plain request, that finds what is in the prefix cache.
+        let plain = self.d().send("POST", self.ask.path, &self.ask.body).reply();
+        assert_eq!(plain.json()["choices"], self.truth, "a wrong text to a plain request afterwards");
+        for engine in [self.p(), self.d()] {
+            engine.settled(PATIENCE);
+        }
+        self.caches_agree();
+    }
+
+    /// Every block that two engines have cached has the same bytes on both.
+    fn caches_agree(&self) {
+        // The prefill engine computes it once more: now all of them know its blocks.
+        self.p().release(&self.p().lends(&self.ask));
+        let mut known = BTreeMap::new();
+        let mut shared = 0;
+        for engine in [&self.cluster.decode[1], self.p(), self.d()] {
+            for (hash, digest) in digests(&engine.address) {
+                if let Some(first) = known.insert(hash.clone(), digest.clone()) {
+                    assert_eq!(first, digest, "block {hash} has other bytes on another engine");
+                    shared += 1;
+                }
+            }
+        }
+        assert!(shared >= 2 * (self.tokens / 16), "only {shared} blocks could be compared");
+    }
+}
+
+#[test]
+fn the_same_handoff_in_time_is_fetched() {
+    for stage in [Stage::tcp("", ""), Stage::shm("", "")] {
+        let handoff = stage.p().lends(&stage.ask);
+        let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
+        assert_eq!(reply.json()["choices"], stage.truth);
+        let fetched = stage.d().metric("vllm:external_prefix_cache_hits_total", "");
+        assert!(fetched >= (stage.tokens / 16 * 16) as f64, "only {fetched} tokens were fetched");
+        // By the transport that is meant.
+        let shm = stage.cluster.side_channel.is_none();
+        assert_eq!(stage.d().mapped_pools(), usize::from(shm));
+        stage.caches_agree();
+    }
+}
+
+fn expired_and_reused_before_the_read(stage: &Stage) {
+    let handoff = stage.p().lends(&stage.ask);
+    stage.p().settled(PATIENCE);
+    let expired = || match stage.p().metric("vllm:nixl_num_kv_expired_reqs", "") {
+        1.0 => Ok(()),
+        other => Err(format!("{other} expired")),
+    };
+    eventually(PATIENCE, "the lease has expired", expired);
+    stage.reuse(&handoff);
+    let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
+    stage.ends_well(&reply);
+}
+
+#[test]
+fn blocks_that_were_reused_after_the_lease_ran_out_are_computed_again() {
+    expired_and_reused_before_the_read(&Stage::tcp(SHORT, ""));
+    expired_and_reused_before_the_read(&Stage::shm(SHORT, ""));
+}
+
+#[test]
+fn blocks_that_were_reused_after_the_lease_ran_out_are_a_typed_error_where_the_policy_says_so() {
+    expired_and_reused_before_the_read(&Stage::tcp(SHORT, FAIL));
+    expired_and_reused_before_the_read(&Stage::shm(SHORT, FAIL));
+}
+
+/// The decode engine has read some of the blocks, and there is more to come.
+fn in_the_middle_of_a_read(stage: &Stage, handoff: &Value) -> crate::harness::Call {
+    stage.link().set(SLOW);
+    let before = stage.link().passed();
+    let call = stage.d().send("POST", stage.ask.path, &stage.with(handoff));
+    eventually(PATIENCE, "some of the blocks have come", || match stage.link().passed() - before {
+        some if some > 8 * 1024 => Ok(()),
+        few => Err(format!("{few} bytes")),
+    });
+    assert_eq!(stage.d().books().fetching, 1, "the read is over already");
+    call
+}
+
+fn given_up_and_reused_during_the_read(decode: &str) {
+    let stage = Stage::tcp("--kv-lease-duration 600", decode);
+    let handoff = stage.p().lends(&stage.ask);
+    let call = in_the_middle_of_a_read(&stage, &handoff);
+    assert_eq!(stage.p().release(&handoff), "draining");
+    assert_eq!(stage.p().lease_states(), ["draining"], "its reader is waited for");
+    // Until the drain deadline: then the blocks are taken back, and the reader is refused its verdict.
+    stage.p().settled(PATIENCE);
+    stage.reuse(&handoff);
+    assert_eq!(stage.d().books().fetching, 1, "the blocks were to be reused during the read");
+    stage.link().set(Fault::None);
+    stage.ends_well(&call.reply());
+}
+
+#[test]
+fn blocks_that_are_given_up_and_reused_during_the_read_are_computed_again() {
+    given_up_and_reused_during_the_read("");
+}
+
+#[test]
+fn blocks_that_are_given_up_and_reused_during_the_read_are_a_typed_error_where_the_policy_says_so() {
+    given_up_and_reused_during_the_read(FAIL);
+}
+
+#[test]
+fn blocks_that_are_reused_while_their_reader_stands_still_are_computed_again() {
+    let mut stage = Stage::tcp("--kv-lease-duration 0.5", "");
+    let handoff = stage.p().lends(&stage.ask);
+    let call = in_the_middle_of_a_read(&stage, &handoff);
+    // No heartbeats and no reading: time alone ends the lease.
+    stage.cluster.decode[0].pause();
+    stage.p().settled(PATIENCE);
+    assert_eq!(stage.p().metric("vllm:nixl_num_kv_expired_reqs", ""), 1.0);
+    stage.reuse(&handoff);
+    stage.link().set(Fault::None);
+    stage.cluster.decode[0].go_on();
+    stage.ends_well(&call.reply());
+    stage.cluster.decode[0].settled(AT_ONCE);
+}
+
+/// On shared memory nobody can slow the copying, so its reader is stopped at some moment, again and again, until that
+/// moment is in the middle of a read. The lease then runs out, is drained for its time, and the blocks are given to
+/// others, under the eyes of a reader that copies on when it is continued.
+#[test]
+fn blocks_that_are_reused_in_the_middle_of_a_copy_are_computed_again() {
+    const SHOTS: u32 = 300;
+    let mut stage = Stage::shm("--kv-lease-duration 0.5", "");
+    for shot in 0..SHOTS {
+        let _ = stage.d().send("POST", "/reset_prefix_cache", &json!({})).reply();
+        let handoff = stage.p().lends(&stage.ask);
+        let call = stage.d().send("POST", stage.ask.path, &stage.with(&handoff));
+        // A little later each time: from before the read to after it.
+        wait(Duration::from_micros(u64::from(shot % 30) * 150));
+        stage.cluster.decode[0].pause();
+        if stage.p().lease_states() == ["reading"] {
+            println!("hit in the middle of a copy by shot {shot}");
+            stage.p().settled(PATIENCE);
+            assert_eq!(stage.p().metric("vllm:nixl_num_kv_expired_reqs", ""), 1.0);
+            stage.reuse(&handoff);
+            stage.cluster.decode[0].go_on();
+            stage.ends_well(&call.reply());
+            return;
+        }
+        stage.cluster.decode[0].go_on();
+        let reply = call.reply();
+        assert_eq!(reply.json()["choices"], stage.truth);
+        stage.d().settled(PATIENCE);
+        stage.p().settled(PATIENCE);
+    }
+    panic!("{SHOTS} shots, and none was in the middle of a copy");
+}
+
+/// What a decode engine has mapped of a prefill engine that died: the memory of a dead process, as large as its pool.
+#[test]
+fn a_dead_prefill_engines_pool_is_let_go_of() {
+    let mut stage = Stage::shm("", "");
+    let handoff = stage.p().lends(&stage.ask);
+    let reply = stage.d().send("POST", stage.ask.path, &stage.with(&handoff)).reply();
+    assert_eq!(reply.status, 200);
+    assert_eq!(stage.d().mapped_pools(), 1);
+    stage.cluster.prefill[0].kill();
+    eventually(PATIENCE, "its pool is unmapped", || match stage.d().mapped_pools() {
+        0 => Ok(()),
+        other => Err(format!("{other} pools are mapped")),
+    });
+}
+
+#[allow(clippy::disallowed_methods)] // a shot's moment; what it hit is looked at
+fn wait(time: Duration) {
+    std::thread::sleep(time);
+}

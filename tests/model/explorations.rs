@@ -1,0 +1,109 @@
+//! What is explored: each exploration is complete within its bounds.
+//!
+//! All of "two of everything, any two faults" is beyond a machine of this size; so the bounds are cut along different
+//! lines, and every pair of them is there: all parties with few faults, few parties with many.
+
+use baton_connector::fetch::LoadFailurePolicy;
+
+use crate::bounds::Bounds;
+
+/// Everything that clients and engines may do without a fault.
+const LIVELY: Bounds = Bounds { clients_leave: true, refusals: true, cached: true, ..Bounds::PLAIN };
+/// Two of everything.
+const TWO: Bounds = Bounds { requests: 2, prefill: 2, decode: 2, ..Bounds::PLAIN };
+
+/// In seconds, for every day: `cargo test --workspace`.
+pub(crate) const SMALL: &[(&str, Bounds)] = &[
+    (
+        "two of everything, no fault, clients leave and engines refuse",
+        Bounds { clients_leave: true, refusals: true, ..TWO },
+    ),
+    ("two of everything, one fault", Bounds { faults: 1, ..TWO }),
+    ("one request, two of each engine, one fault", Bounds { requests: 1, faults: 1, ..merge(TWO, LIVELY) }),
+    ("one request, one of each engine, three faults", Bounds { faults: 3, ..LIVELY }),
+    (
+        "two requests for one block of one P and one D, one fault",
+        Bounds { requests: 2, faults: 1, clients_leave: true, ..Bounds::PLAIN },
+    ),
+    ("a D of two ranks, one fault", Bounds { ranks: 2, faults: 1, ..LIVELY }),
+    (
+        "policy fail and fallback, one fault",
+        Bounds {
+            requests: 1,
+            faults: 1,
+            fallback: true,
+            policy: LoadFailurePolicy::Fail,
+            ..merge(TWO, LIVELY)
+        },
+    ),
+    (
+        "a router that settles nothing",
+        Bounds {
+            requests: 2,
+            decode: 2,
+            refusals: true,
+            cached: true,
+            foreign_router: true,
+            ..Bounds::PLAIN
+        },
+    ),
+];
+
+/// In minutes, in release: `cargo test --release --test model`.
+pub(crate) const FULL: &[(&str, Bounds)] = &[
+    ("two of everything, one fault, clients leave", Bounds { faults: 1, clients_leave: true, ..TWO }),
+    (
+        "two requests for one block of one P and one D, two faults, clients leave",
+        Bounds { requests: 2, faults: 2, clients_leave: true, ..Bounds::PLAIN },
+    ),
+    (
+        "two of everything, no fault, clients leave, engines refuse, prompts are cached",
+        Bounds { requests: 2, ..merge(TWO, LIVELY) },
+    ),
+    ("one request, two of each engine, two faults", Bounds { requests: 1, faults: 2, ..merge(TWO, LIVELY) }),
+    (
+        "one request, two of each engine, two faults, policy fail and fallback",
+        Bounds {
+            requests: 1,
+            faults: 2,
+            fallback: true,
+            policy: LoadFailurePolicy::Fail,
+            ..merge(TWO, LIVELY)
+        },
+    ),
+    (
+        "two requests, two blocks of one P and one D, one fault",
+        Bounds {
+            requests: 2,
+            prefill_blocks: 2,
+            decode_blocks: 2,
+            faults: 1,
+            clients_leave: true,
+            ..Bounds::PLAIN
+        },
+    ),
+    (
+        "two requests, one P and one D, one fault, and everything else",
+        Bounds { requests: 2, faults: 1, ..LIVELY },
+    ),
+    ("one request, one of each engine, five faults", Bounds { faults: 5, ..LIVELY }),
+    ("a D of two ranks, three faults", Bounds { ranks: 2, faults: 3, ..LIVELY }),
+    ("two Ds of two ranks, one fault", Bounds { ranks: 2, decode: 2, faults: 1, ..LIVELY }),
+    (
+        "a router that settles nothing, one fault",
+        Bounds {
+            requests: 2,
+            decode: 2,
+            refusals: true,
+            cached: true,
+            faults: 1,
+            foreign_router: true,
+            ..Bounds::PLAIN
+        },
+    ),
+];
+
+/// The parties of one, the behaviour of the other.
+const fn merge(parties: Bounds, behaviour: Bounds) -> Bounds {
+    Bounds { requests: parties.requests, prefill: parties.prefill, decode: parties.decode, ..behaviour }
+}

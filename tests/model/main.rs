@@ -1,0 +1,170 @@
+//! Model checking: the machines of the product, in every state that a small system of them can be in.
+//!
+//! One router, up to two prefill engines, two decode engines and two requests, a network that loses, repeats and
+//! reorders, and parties that crash and restart. The machines are those of `baton-connector` ([`Lease`] inside
+//! [`Ledger`], [`Fetch`], [`Exchange`], [`Slots`]); what the shells of router and engines do with them is told in a few
+//! lines each.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `explore.rs` | every reachable state once, nearest first; no cycles; the shortest trace of a violation |
+//! | `cast.rs` | states of one party, reached by the real machine and never copied |
+//! | `router.rs`, `producer.rs`, `consumer.rs` | the parties, and the invariants that one party can check |
+//! | `messages.rs`, `world.rs`, `steps.rs`, `acting.rs` | the system: what can happen, what it does, how it must end |
+//! | `offload.rs` | the offload slot, its workers and the end of its request |
+//! | `bounds.rs`, `explorations.rs` | what is covered |
+//! | `mutations.rs` | planted bugs, each of which must be found |
+//!
+//! What holds in every state: no block is freed twice or while somebody holds it (invariants 1, 2, 7), nothing writes
+//! into a landing block that was given back and no stale byte reaches a forward pass (3), one outcome per request and
+//! each debt settled once (6), a lease closes for a reason that there was. At the end of every run everything is home
+//! (5), and if nothing went wrong, it is home without waiting for the clock. No run goes in circles, so every run ends.
+//!
+//! What is abstracted away: bytes (a block carries whose content is in it), tokens and forward passes (a step), how long
+//! things take (a lease can run out at any moment, as one fault; without one, time passes only when nothing else can
+//! happen), the pool's order and prefix cache, and what TCP rules out: that the network repeats a call.
+//!
+//! [`Lease`]: baton_connector::lease::Lease
+//! [`Ledger`]: baton_connector::ledger::Ledger
+//! [`Fetch`]: baton_connector::fetch::Fetch
+//! [`Exchange`]: baton_connector::exchange::Exchange
+//! [`Slots`]: baton_connector::offload::Slots
+
+#![allow(clippy::print_stdout)] // what was explored is shown with --nocapture
+
+mod acting;
+mod bounds;
+mod cast;
+mod consumer;
+mod explorations;
+mod explore;
+mod messages;
+mod mutations;
+mod names;
+mod offload;
+mod producer;
+mod router;
+mod steps;
+mod world;
+
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bounds::Bounds;
+use explorations::{FULL, SMALL};
+use explore::{Found, Report, explore};
+use mutations::{Mutation, PLANTED};
+use offload::Offload;
+use world::World;
+
+/// Explorations at once: each is a thread and up to a few gigabytes.
+const AT_ONCE: usize = 2;
+
+fn told(found: &Found) -> String {
+    let mut text = format!("{}\n", found.what);
+    for (at, step) in found.trace.iter().enumerate() {
+        writeln!(text, "    {:2}. {step}", at + 1).expect("a string takes everything");
+    }
+    text
+}
+
+/// One line, and a trace if there is one.
+fn line(name: &str, bounds: &Bounds, report: &Report, world: Option<&World>) -> String {
+    let Report { states, steps, depth, ends, took, found } = report;
+    let seconds = took.as_secs_f64();
+    let mut text = format!(
+        "{name}\n    bounds: {bounds}\n    {states} states, {steps} steps, depth {depth}, {ends} ends"
+    );
+    if let Some(world) = world {
+        let (routers, producers, consumers) = world.parties();
+        write!(text, "; states of a router {routers}, of a P {producers}, of a D {consumers}").expect("text");
+        let faults: Vec<_> = world.faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
+        if !faults.is_empty() {
+            write!(text, "; faults: {}", faults.join(", ")).expect("text");
+        }
+    }
+    write!(text, "; {seconds:.1} s").expect("text");
+    if let Some(found) = found {
+        write!(text, "\n  VIOLATED: {}", told(found)).expect("text");
+    }
+    text
+}
+
+/// Explores all, some at a time, and prints what came of it. Says which failed.
+fn explore_all(explorations: &[(&str, Bounds)]) -> Vec<String> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut done = Vec::new();
+        while let Some((name, bounds)) = explorations.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let mut world = World::new(*bounds);
+            let report = explore(&mut world);
+            let text = line(name, bounds, &report, Some(&world));
+            println!("{text}");
+            done.push((report, text));
+        }
+        done
+    };
+    let done: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..AT_ONCE).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().flat_map(|thread| thread.join().expect("an exploration ends")).collect()
+    });
+    let states: usize = done.iter().map(|(report, _)| report.states).sum();
+    let steps: u64 = done.iter().map(|(report, _)| report.steps).sum();
+    println!(
+        "in all: {states} states, {steps} steps, {} explorations, each complete within its bounds",
+        done.len()
+    );
+    done.into_iter().filter(|(report, _)| report.found.is_some()).map(|(_, text)| text).collect()
+}
+
+#[test]
+fn in_every_state_the_invariants_hold_and_every_run_ends_with_everything_at_home() {
+    let (size, explorations) = if cfg!(debug_assertions) { ("small", SMALL) } else { ("full", FULL) };
+    println!("{size} bounds (small in the dev profile, full in release)");
+    let failed = explore_all(explorations);
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
+}
+
+#[test]
+fn an_offload_slot_settles_once_however_its_request_ends() {
+    let bounds = Bounds { faults: if cfg!(debug_assertions) { 0 } else { 1 }, ..Bounds::PLAIN };
+    let mut offload = Offload::new(bounds);
+    let report = explore(&mut offload);
+    let Report { states, steps, depth, ends, took, .. } = &report;
+    println!(
+        "offload: two stores, a load, a yield, three ends of the request, {} repeated reports\n    {states} states, \
+         {steps} steps, depth {depth}, {ends} ends; {:.1} s",
+        bounds.faults,
+        took.as_secs_f64()
+    );
+    assert!(report.found.is_none(), "{}", told(&report.found.expect("just seen")));
+}
+
+#[test]
+fn every_planted_bug_is_found() {
+    for planted in PLANTED {
+        let clean = planted.bounds;
+        let bounds = Bounds { mutation: Some(planted.mutation), ..clean };
+        let (sound, sick) = match planted.mutation {
+            Mutation::EndForgetsTheSlot | Mutation::EndFreesInFlight => {
+                (explore(&mut Offload::new(clean)), explore(&mut Offload::new(bounds)))
+            }
+            _ => (explore(&mut World::new(clean)), explore(&mut World::new(bounds))),
+        };
+        assert!(
+            sound.found.is_none(),
+            "{} without it: {}",
+            planted.name,
+            told(&sound.found.expect("just seen"))
+        );
+        let found = sick.found.unwrap_or_else(|| panic!("not found: {}", planted.name));
+        println!("found after {} states: {}\n  {}", sick.states, planted.name, told(&found));
+        assert!(
+            found.what.contains(planted.broken),
+            "{}: {} instead of {}",
+            planted.name,
+            found.what,
+            planted.broken
+        );
+    }
+}

@@ -1,0 +1,100 @@
+//! Names of the parties' things, and the renamings under which two states are the same.
+//!
+//! Both prefill engines are alike, both decode engines are alike, and so are both requests. A state and the one in
+//! which two of them have changed places lead to the same futures with places changed; one of the (up to eight) is
+//! explored for all.
+
+use baton_connector::Handle;
+
+/// A request, by its place: 0 or 1.
+pub(crate) type Req = u8;
+
+/// One of the eight renamings: a bit each for "requests change places", prefill engines, decode engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Renaming(pub u8);
+
+impl Renaming {
+    pub(crate) fn req(self, r: Req) -> Req {
+        r ^ (self.0 & 1)
+    }
+
+    pub(crate) fn prefill(self, p: u8) -> u8 {
+        p ^ (self.0 >> 1 & 1)
+    }
+
+    pub(crate) fn decode(self, d: u8) -> u8 {
+        d ^ (self.0 >> 2 & 1)
+    }
+}
+
+/// A lease as its producer knows it: in which of the producer's lives, for which request, and which one of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Local {
+    /// How often the producer had been started before.
+    pub life: u8,
+    pub req: Req,
+    /// How many leases this life had opened before, where handles are counted; else 0: a life opens at most one lease
+    /// for a request.
+    pub nth: u8,
+}
+
+impl Local {
+    /// As it is written on a block's content.
+    pub(crate) fn tag(self) -> Self {
+        Self { nth: 0, ..self }
+    }
+
+    pub(crate) fn renamed(self, by: Renaming) -> Self {
+        Self { req: by.req(self.req), ..self }
+    }
+}
+
+/// A lease as everybody knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct LeaseName {
+    pub p: u8,
+    pub local: Local,
+}
+
+impl LeaseName {
+    pub(crate) fn renamed(self, by: Renaming) -> Self {
+        Self { p: by.prefill(self.p), local: self.local.renamed(by) }
+    }
+
+    /// As the router's machine carries it.
+    pub(crate) fn handle(self) -> Handle {
+        let Local { life, req, nth } = self.local;
+        Handle(u128::from(u32::from_be_bytes([self.p, life, req, nth])) + 1)
+    }
+
+    pub(crate) fn of(handle: Handle) -> Self {
+        let [p, life, req, nth] = u32::try_from(handle.0 - 1).expect("ours").to_be_bytes();
+        Self { p, local: Local { life, req, nth } }
+    }
+}
+
+impl std::fmt::Display for LeaseName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "P{}'s lease for r{}", self.p + 1, self.local.req + 1)?;
+        if self.local.life > 0 { write!(f, " (life {})", self.local.life + 1) } else { Ok(()) }
+    }
+}
+
+/// One rank of one fetch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct ReaderName {
+    pub d: u8,
+    /// How often the decode engine had been started before.
+    pub life: u8,
+    pub req: Req,
+    pub rank: u8,
+}
+
+impl ReaderName {
+    pub(crate) fn renamed(self, by: Renaming) -> Self {
+        Self { d: by.decode(self.d), req: by.req(self.req), ..self }
+    }
+}
+
+/// Places of both requests or both engines.
+pub(crate) const BOTH: [u8; 2] = [0, 1];

@@ -1,0 +1,420 @@
+//! A prefill engine: the product's [`Ledger`], and around it what step loop and server do with it: jobs, blocks, and
+//! aborts that wait in the mailbox until the step in flight is over.
+//!
+//! Its blocks carry whose content is in them; that is how a stale read is told from a good one.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use baton_connector::lease::{Cause, LeaseTerms};
+use baton_connector::ledger::{Grant, HeartbeatReply, Ledger, LedgerPortrait, ReadRefusal, ReleaseReply};
+use baton_connector::limits::TOMBSTONE_KEPT;
+use baton_connector::transport::Verdict;
+use baton_connector::{BlockId, Handle, Rank, Reader, RequestId, Time};
+
+use crate::bounds::Bounds;
+use crate::cast::Party;
+use crate::mutations::Mutation;
+use crate::names::{BOTH, Local, ReaderName, Renaming, Req};
+
+/// Lease terms in microseconds. Only their order matters: a lease can run out at any moment (see `world.rs`).
+const TERMS: LeaseTerms =
+    LeaseTerms { duration: Duration::from_micros(1_000), drain: Duration::from_micros(100) };
+
+/// What a prefill engine says to a new request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Admission {
+    Take,
+    TooFull,
+    Refuse,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Input {
+    Prefill(Req, Admission),
+    /// A block is free for a job that waits.
+    Start(Req),
+    /// The forward pass is over.
+    Finish(Req),
+    /// Abort by name: the lease desk at once, the step loop by mail.
+    Abort(Req),
+    TakeMail(Req),
+    /// The caller's connection has ended before the answer.
+    HangUp(Req),
+    Release(Local),
+    ReadBegun(Local, ReaderName),
+    ReadDone(Local, ReaderName),
+    ReadFailed(Local, ReaderName),
+    Heartbeat(Local),
+    /// Until the next deadline.
+    TimePasses,
+    /// So long that every tombstone is forgotten.
+    AgesPass,
+    Crash,
+    Restart,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Output {
+    Lent(Req, Local),
+    Empty(Req),
+    TooFull(Req),
+    Refused(Req),
+    Granted(BlockId),
+    /// The lease is over, or never was here.
+    Gone,
+    Busy,
+    Valid,
+    Renewed,
+    /// A call that was open will never be answered.
+    Broken(Req),
+}
+
+/// Where the prefill of one request stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Job {
+    None,
+    Waiting,
+    Running(BlockId),
+}
+
+/// What is in a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Content {
+    /// Nobody's: may be written at any time.
+    Free,
+    Of(Local),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct View {
+    pub alive: bool,
+    pub life: u8,
+    pub jobs: [Job; 2],
+    pub mail: [bool; 2],
+    pub blocks: Vec<Content>,
+    pub ledger: LedgerPortrait,
+    opened: u8,
+    given_up: [bool; 2],
+    valid: BTreeSet<ReaderName>,
+    blocks_of: [Option<BlockId>; 2],
+}
+
+/// See the module's documentation.
+pub(crate) struct Producer {
+    bounds: Bounds,
+    now: Time,
+    ledger: Ledger,
+    view: View,
+}
+
+impl Producer {
+    fn handle(&self, lease: Local) -> Handle {
+        let Local { life, req, nth } = lease;
+        if self.bounds.has(Mutation::EarlierEpochAccepted) {
+            return Handle(u128::from(nth) + 1);
+        }
+        Handle(u128::from(u32::from_be_bytes([0, life, req, nth])) + 1)
+    }
+
+    /// The one lease that this life opens for a request.
+    fn own(&self, req: Req) -> Local {
+        Local { life: self.view.life, req, nth: 0 }
+    }
+
+    fn free_block(&self) -> Option<BlockId> {
+        let at = self.view.blocks.iter().position(|&content| content == Content::Free)?;
+        Some(BlockId(at as u32))
+    }
+
+    fn start(&mut self, req: Req) -> Job {
+        match self.free_block() {
+            Some(block) => {
+                self.view.blocks[block.index()] = Content::Of(self.own(req));
+                Job::Running(block)
+            }
+            None => Job::Waiting,
+        }
+    }
+
+    fn free(&mut self, block: BlockId, owner: Local) -> Result<(), String> {
+        let owner = owner.tag();
+        let content = &mut self.view.blocks[block.index()];
+        if *content != Content::Of(owner) {
+            return Err(format!("block {} is freed twice (invariant 2)", block.0));
+        }
+        *content = Content::Free;
+        Ok(())
+    }
+
+    /// Ends a job that has not finished; says whether there was one.
+    fn drop_job(&mut self, req: Req) -> Result<bool, String> {
+        let job = std::mem::replace(&mut self.view.jobs[usize::from(req)], Job::None);
+        if let Job::Running(block) = job {
+            self.free(block, self.own(req))?;
+        }
+        Ok(job != Job::None)
+    }
+
+    fn finish(&mut self, req: Req, says: &mut Vec<Output>) -> Result<(), String> {
+        let job = std::mem::replace(&mut self.view.jobs[usize::from(req)], Job::None);
+        let Job::Running(block) = job else { unreachable!("only what runs finishes") };
+        let lease = Local { nth: self.view.opened, ..self.own(req) };
+        // Leases opened one after the other are due one after the other.
+        self.now = self.now.after(Duration::from_micros(1));
+        let grant = Grant {
+            handle: self.handle(lease),
+            request: name(req),
+            blocks: vec![block],
+            expected: usize::from(self.bounds.ranks),
+        };
+        match self.ledger.open(grant, self.now) {
+            Ok(_) if self.view.given_up[usize::from(req)] => {
+                return Err("a lease is opened for a request that was given up before it finished".into());
+            }
+            Ok(_) => {
+                // Handles are random; only where that is what is broken they are counted.
+                self.view.opened += u8::from(self.bounds.has(Mutation::EarlierEpochAccepted));
+                self.view.blocks_of[usize::from(req)] =
+                    self.bounds.has(Mutation::AbortIsASecondFinish).then_some(block);
+                says.push(Output::Lent(req, lease));
+            }
+            Err(refused) => {
+                self.free(refused.grant.blocks[0], lease)?;
+                says.push(Output::Empty(req));
+            }
+        }
+        Ok(())
+    }
+
+    fn abort(&mut self, req: Req) {
+        self.view.mail[usize::from(req)] = true;
+        self.view.given_up[usize::from(req)] = true;
+        let known = self.ledger.view(self.now).iter().any(|lease| lease.request == name(req));
+        let forgets = self.bounds.has(Mutation::NoTombstone) && !known;
+        let deaf = self.bounds.has(Mutation::AbortIsDeafAfterFinish) && known;
+        if !forgets && !deaf {
+            self.ledger.release_request(&name(req), "aborted", self.now);
+        }
+    }
+
+    fn release(&mut self, lease: Local) -> Result<(), String> {
+        if lease.life == self.view.life {
+            self.view.given_up[usize::from(lease.req)] = true;
+        }
+        let elsewhere = self.bounds.has(Mutation::EarlierEpochAccepted) && lease.life != self.view.life;
+        if elsewhere || self.bounds.has(Mutation::AbortIsDeafAfterFinish) {
+            return Ok(());
+        }
+        if self.bounds.has(Mutation::ReleaseByRequestId) {
+            // Both requests have been given one name by their client.
+            for req in BOTH {
+                self.ledger.release_request(&name(req), "released", self.now);
+            }
+            return Ok(());
+        }
+        let reply = self.ledger.release(self.handle(lease), "released", self.now);
+        if self.bounds.has(Mutation::AbortFreesUnderAReader) && reply == ReleaseReply::Draining {
+            let live = self.ledger.portrait(self.now).live;
+            let handle = self.handle(lease);
+            let blocks = live.into_iter().find(|live| live.handle == handle).expect("it drains").blocks;
+            self.free(blocks[0], lease)?;
+        }
+        Ok(())
+    }
+
+    fn read_done(&mut self, lease: Local, reader: ReaderName, says: &mut Vec<Output>) {
+        let handle = self.handle(lease);
+        let verdict = self.ledger.read_done(handle, reader_of(reader), self.now);
+        if self.bounds.has(Mutation::ReadersAreCounted) && self.view.valid.contains(&reader) {
+            // A repetition is taken for one more reader.
+            let another = Reader { consumer: u64::MAX, ..reader_of(reader) };
+            if self.ledger.read_begun(handle, another, 0, 1, self.now).is_ok() {
+                self.ledger.read_done(handle, another, self.now);
+            }
+        }
+        if verdict == Verdict::Valid {
+            self.view.valid.insert(reader);
+        }
+        says.push(if verdict == Verdict::Valid { Output::Valid } else { Output::Gone });
+    }
+
+    /// Blocks of ended leases go back, for a reason that there was.
+    fn settle(&mut self) -> Result<(), String> {
+        for settled in self.ledger.take_settled() {
+            let req = u8::from(settled.request == name(1));
+            self.free(settled.blocks[0], self.own(req))?;
+            let readers = self.view.valid.iter().filter(|reader| reader.req == req).count();
+            match settled.cause {
+                // A stale read is worth more as a trace than the acknowledgement that comes just before it.
+                Cause::Fetched if self.bounds.has(Mutation::EarlierEpochAccepted) => {}
+                Cause::Fetched if readers < usize::from(self.bounds.ranks) => {
+                    return Err(format!(
+                        "a lease closes as fetched after {readers} of {} readers (invariant 7)",
+                        self.bounds.ranks
+                    ));
+                }
+                Cause::Released if !self.view.given_up[usize::from(req)] => {
+                    return Err("a lease is released that nobody gave up".into());
+                }
+                Cause::Fetched | Cause::Released | Cause::Expired => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Invariant 1: every block is free, or held by exactly one job or lease.
+    fn check(&self) -> Result<(), String> {
+        let portrait = self.ledger.portrait(self.now);
+        let running = self.view.jobs.iter().filter_map(|job| match job {
+            Job::Running(block) => Some(*block),
+            Job::None | Job::Waiting => None,
+        });
+        let mut held: Vec<_> =
+            portrait.live.iter().flat_map(|live| live.blocks.iter().copied()).chain(running).collect();
+        held.sort();
+        let taken = (0..self.view.blocks.len()).filter(|&at| self.view.blocks[at] != Content::Free);
+        let taken: Vec<_> = taken.map(|at| BlockId(at as u32)).collect();
+        if held != taken {
+            return Err(format!("blocks {held:?} are held, but {taken:?} are not free (invariant 1)"));
+        }
+        Ok(())
+    }
+
+    fn crash(&mut self, says: &mut Vec<Output>) {
+        for req in BOTH.into_iter().filter(|&req| self.view.jobs[usize::from(req)] != Job::None) {
+            says.push(Output::Broken(req));
+        }
+        let life = self.view.life + 1;
+        *self = Self::born(&self.bounds);
+        self.view.alive = false;
+        self.view.life = life;
+    }
+
+    fn hear(&mut self, input: Input, says: &mut Vec<Output>) -> Result<(), String> {
+        match input {
+            Input::Prefill(req, Admission::Take) => {
+                if self.ledger.was_released_early(&name(req)) {
+                    says.push(Output::Empty(req));
+                } else {
+                    self.view.jobs[usize::from(req)] = self.start(req);
+                }
+            }
+            Input::Prefill(req, Admission::TooFull) => says.push(Output::TooFull(req)),
+            Input::Prefill(req, Admission::Refuse) => says.push(Output::Refused(req)),
+            Input::Start(req) => self.view.jobs[usize::from(req)] = self.start(req),
+            Input::Finish(req) => self.finish(req, says)?,
+            Input::Abort(req) => self.abort(req),
+            Input::TakeMail(req) => {
+                self.view.mail[usize::from(req)] = false;
+                if self.drop_job(req)? {
+                    says.push(Output::Empty(req));
+                } else if let Some(block) = self.view.blocks_of[usize::from(req)].take() {
+                    self.free(block, self.own(req))?;
+                }
+            }
+            Input::HangUp(req) => drop(self.drop_job(req)?),
+            Input::Release(lease) => self.release(lease)?,
+            Input::ReadBegun(lease, _) | Input::ReadDone(lease, _) if !self.knows_epoch(lease) => {
+                says.push(Output::Gone);
+            }
+            Input::ReadBegun(lease, reader) => {
+                let read = self.ledger.read_begun(self.handle(lease), reader_of(reader), 0, 1, self.now);
+                says.push(match read {
+                    Ok(blocks) => Output::Granted(blocks[0]),
+                    Err(ReadRefusal::Gone) => Output::Gone,
+                    Err(ReadRefusal::Busy) => Output::Busy,
+                    Err(ReadRefusal::Range { .. }) => return Err("a block table lost a block".into()),
+                });
+            }
+            Input::ReadDone(lease, reader) => self.read_done(lease, reader, says),
+            Input::ReadFailed(lease, reader) => {
+                self.ledger.read_failed(self.handle(lease), reader_of(reader), self.now);
+            }
+            Input::Heartbeat(lease) => {
+                let reply = self.ledger.heartbeat(self.handle(lease), self.now);
+                says.push(if reply == HeartbeatReply::Renewed { Output::Renewed } else { Output::Gone });
+            }
+            Input::TimePasses => {
+                let next = self.ledger.portrait(self.now).live.iter().map(|live| live.lease.left).min();
+                self.now = self.now.after(next.expect("a lease is live"));
+                self.ledger.tick(self.now);
+            }
+            Input::AgesPass => {
+                for _ in 0..2 {
+                    self.now = self.now.after(TOMBSTONE_KEPT);
+                    self.ledger.tick(self.now);
+                    self.settle()?;
+                }
+                self.view.given_up = [false; 2];
+                self.view.valid.clear();
+            }
+            Input::Crash => self.crash(says),
+            Input::Restart => self.view.alive = true,
+        }
+        Ok(())
+    }
+
+    /// The handshake of a transport: whether a handoff is of this life.
+    fn knows_epoch(&self, lease: Local) -> bool {
+        lease.life == self.view.life || self.bounds.has(Mutation::EarlierEpochAccepted)
+    }
+}
+
+impl Party for Producer {
+    type Input = Input;
+    type Output = Output;
+    type View = View;
+
+    fn born(bounds: &Bounds) -> Self {
+        let view = View {
+            alive: true,
+            life: 0,
+            jobs: [Job::None; 2],
+            mail: [false; 2],
+            blocks: vec![Content::Free; usize::from(bounds.prefill_blocks)],
+            ledger: LedgerPortrait::default(),
+            opened: 0,
+            given_up: [false; 2],
+            valid: BTreeSet::new(),
+            blocks_of: [None; 2],
+        };
+        Self { bounds: *bounds, now: Time::ZERO, ledger: Ledger::new(TERMS), view }
+    }
+
+    fn live(&mut self, input: Input, says: &mut Vec<Output>) -> Result<(), String> {
+        self.hear(input, says)?;
+        self.settle()?;
+        self.check()
+    }
+
+    fn view(&self) -> View {
+        View { ledger: self.ledger.portrait(self.now), ..self.view.clone() }
+    }
+
+    fn renamed(input: Input, by: Renaming) -> Input {
+        match input {
+            Input::Prefill(req, admission) => Input::Prefill(by.req(req), admission),
+            Input::Start(req) => Input::Start(by.req(req)),
+            Input::Finish(req) => Input::Finish(by.req(req)),
+            Input::Abort(req) => Input::Abort(by.req(req)),
+            Input::TakeMail(req) => Input::TakeMail(by.req(req)),
+            Input::HangUp(req) => Input::HangUp(by.req(req)),
+            Input::Release(lease) => Input::Release(lease.renamed(by)),
+            Input::ReadBegun(lease, reader) => Input::ReadBegun(lease.renamed(by), reader.renamed(by)),
+            Input::ReadDone(lease, reader) => Input::ReadDone(lease.renamed(by), reader.renamed(by)),
+            Input::ReadFailed(lease, reader) => Input::ReadFailed(lease.renamed(by), reader.renamed(by)),
+            Input::Heartbeat(lease) => Input::Heartbeat(lease.renamed(by)),
+            Input::TimePasses | Input::AgesPass | Input::Crash | Input::Restart => input,
+        }
+    }
+}
+
+fn name(req: Req) -> RequestId {
+    RequestId::new(["r1", "r2"][usize::from(req)]).expect("an id")
+}
+
+fn reader_of(reader: ReaderName) -> Reader {
+    let ReaderName { d, life, req, rank } = reader;
+    Reader { consumer: u64::from(u32::from_be_bytes([0, d, life, req])), rank: Rank(rank.into()) }
+}

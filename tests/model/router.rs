@@ -1,0 +1,272 @@
+//! The router's side of one request: the product's [`Exchange`], and around it what its shell knows: whom it has asked,
+//! and which calls are still open.
+
+use baton_connector::Time;
+use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Settlement, State};
+
+use crate::bounds::Bounds;
+use crate::cast::Party;
+use crate::names::{BOTH, LeaseName, Renaming};
+
+/// What a prefill engine's answer says, or that there is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Prefilled {
+    Lent(LeaseName),
+    Empty,
+    Refused,
+    TooFull,
+    NotReached,
+    Broken,
+}
+
+/// What a decode engine's answer says, or that there is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Decoded {
+    Accepted,
+    Refused,
+    TooFull,
+    LoadFailed,
+    NotReached,
+    Broken,
+}
+
+/// How an accepted answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Streamed {
+    Complete,
+    Broken,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Input {
+    AskPrefill(u8),
+    SkipPrefill,
+    GiveUp,
+    Prefilled(u8, Prefilled),
+    AskDecode(u8),
+    Decoded(u8, Decoded),
+    Streamed(u8, Streamed),
+    ClientLeaves,
+    /// An engine has been silent for too long.
+    Silence,
+    /// The router dies, and its connections with it.
+    Crash,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Output {
+    Prefill(u8),
+    Decode(u8, Option<LeaseName>),
+    AbortPrefill(u8),
+    Release(LeaseName),
+    AbortDecode(u8),
+    /// A connection that was open is closed.
+    HangUpPrefill(u8),
+    HangUpDecode(u8),
+}
+
+/// One request at the router.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Router {
+    pub exchange: Exchange,
+    pub crashed: bool,
+    pub asked_prefill: [bool; 2],
+    pub asked_decode: [bool; 2],
+    /// Calls that have not been answered; those to prefill engines are read on after the request has ended.
+    pub open_prefill: [bool; 2],
+    pub open_decode: [bool; 2],
+    /// Debts that were paid: aborts of prefill, releases, aborts of decode, by engine.
+    paid: [[bool; 2]; 3],
+    ends: u8,
+}
+
+fn prefill(p: u8) -> Attempt {
+    Attempt(u16::from(p))
+}
+
+fn decode(d: u8) -> Attempt {
+    Attempt(2 + u16::from(d))
+}
+
+impl Router {
+    /// Whether anybody has asked it for anything yet.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.asked_prefill.iter().chain(&self.asked_decode).any(|&asked| asked)
+            || self.exchange.state() != State::Choosing
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.crashed || self.exchange.outcome().is_some()
+    }
+
+    /// The lease whose handoff it passes on.
+    fn handoff(&self) -> Option<LeaseName> {
+        match self.exchange.state() {
+            State::Held(lent) | State::Decoding(_, lent) => {
+                lent.and_then(|lent| lent.handle).map(LeaseName::of)
+            }
+            _ => None,
+        }
+    }
+
+    fn tell(&mut self, event: Event, says: &mut Vec<Output>) -> Result<(), String> {
+        let step = self.exchange.apply(event, Time::ZERO);
+        for debt in step.settle {
+            self.pay(debt, says)?;
+        }
+        self.ends += u8::from(step.ended.is_some());
+        if self.ends > 1 {
+            return Err("a request has two outcomes (invariant 6)".into());
+        }
+        if self.exchange.outcome().is_some() && self.ends == 0 {
+            return Err("a request is over without an outcome (invariant 6)".into());
+        }
+        Ok(())
+    }
+
+    fn pay(&mut self, debt: Settlement, says: &mut Vec<Output>) -> Result<(), String> {
+        let (kind, engine, output) = match debt {
+            Settlement::AbortPrefill(Attempt(p)) => (0, p as u8, Output::AbortPrefill(p as u8)),
+            Settlement::ReleasePrefill(lent, _) => {
+                let lease = LeaseName::of(lent.handle.expect("our engines give handles"));
+                (1, lease.p, Output::Release(lease))
+            }
+            Settlement::AbortDecode(Attempt(d)) => {
+                // The call is dropped, which cuts its connection; the abort by name is what must arrive.
+                self.open_decode[usize::from(d - 2)] = false;
+                (2, d as u8 - 2, Output::AbortDecode(d as u8 - 2))
+            }
+        };
+        if std::mem::replace(&mut self.paid[kind][usize::from(engine)], true) {
+            return Err(format!("a debt is settled twice: {debt:?}"));
+        }
+        says.push(output);
+        Ok(())
+    }
+
+    fn prefilled(&mut self, p: u8, what: Prefilled) -> Event {
+        self.open_prefill[usize::from(p)] = false;
+        let by = prefill(p);
+        match what {
+            Prefilled::Lent(lease) => Event::PrefillLent(by, Some(lease.handle())),
+            Prefilled::Empty => Event::PrefillEmpty(by),
+            Prefilled::Refused => Event::PrefillRefused(by),
+            Prefilled::TooFull => Event::PrefillFailed(by, Failure::Answered),
+            Prefilled::NotReached => Event::PrefillFailed(by, Failure::NotReached),
+            Prefilled::Broken => Event::PrefillFailed(by, Failure::Unknown),
+        }
+    }
+
+    fn decoded(&mut self, d: u8, what: Decoded) -> Event {
+        self.open_decode[usize::from(d)] &= what == Decoded::Accepted;
+        let by = decode(d);
+        match what {
+            Decoded::Accepted => Event::DecodeAccepted(by),
+            Decoded::Refused => Event::DecodeRefused(by),
+            Decoded::TooFull | Decoded::LoadFailed => Event::DecodeFailed(by, Failure::Answered),
+            Decoded::NotReached => Event::DecodeFailed(by, Failure::NotReached),
+            Decoded::Broken => Event::DecodeFailed(by, Failure::Unknown),
+        }
+    }
+
+    /// What it does when its engine says nothing for too long.
+    fn silence(&self) -> Option<Event> {
+        match self.exchange.state() {
+            State::Prefilling(on) => Some(Event::PrefillFailed(on, Failure::Unknown)),
+            State::Decoding(on, _) => Some(Event::DecodeFailed(on, Failure::Unknown)),
+            State::Accepted(on, _) | State::Streaming(on, _) => Some(Event::StreamBroken(on)),
+            State::Choosing | State::Held(_) | State::Done(_) => None,
+        }
+    }
+
+    fn crash(&mut self, says: &mut Vec<Output>) {
+        for p in BOTH.into_iter().filter(|&p| self.open_prefill[usize::from(p)]) {
+            says.push(Output::HangUpPrefill(p));
+        }
+        for d in BOTH.into_iter().filter(|&d| self.open_decode[usize::from(d)]) {
+            says.push(Output::HangUpDecode(d));
+        }
+        // Nothing is remembered and nothing is settled any more.
+        let asked = (self.asked_prefill, self.asked_decode);
+        *self = Self { crashed: true, asked_prefill: asked.0, asked_decode: asked.1, ..Self::born_empty() };
+    }
+
+    fn born_empty() -> Self {
+        Self {
+            exchange: Exchange::new(),
+            crashed: false,
+            asked_prefill: [false; 2],
+            asked_decode: [false; 2],
+            open_prefill: [false; 2],
+            open_decode: [false; 2],
+            paid: [[false; 2]; 3],
+            ends: 0,
+        }
+    }
+}
+
+impl Party for Router {
+    type Input = Input;
+    type Output = Output;
+    type View = Self;
+
+    fn born(_: &Bounds) -> Self {
+        Self::born_empty()
+    }
+
+    fn live(&mut self, input: Input, says: &mut Vec<Output>) -> Result<(), String> {
+        let event = match input {
+            Input::AskPrefill(p) => {
+                self.asked_prefill[usize::from(p)] = true;
+                self.open_prefill[usize::from(p)] = true;
+                says.push(Output::Prefill(p));
+                Event::PrefillSent(prefill(p))
+            }
+            Input::SkipPrefill => Event::PrefillSkipped,
+            Input::GiveUp => Event::GaveUp,
+            Input::Prefilled(p, what) => self.prefilled(p, what),
+            Input::AskDecode(d) => {
+                self.asked_decode[usize::from(d)] = true;
+                self.open_decode[usize::from(d)] = true;
+                says.push(Output::Decode(d, self.handoff()));
+                Event::DecodeSent(decode(d))
+            }
+            Input::Decoded(d, what) => self.decoded(d, what),
+            Input::Streamed(d, how) => {
+                self.open_decode[usize::from(d)] = false;
+                match how {
+                    Streamed::Complete => {
+                        self.tell(Event::FirstChunk(decode(d)), says)?;
+                        Event::StreamEnded(decode(d))
+                    }
+                    Streamed::Broken => Event::StreamBroken(decode(d)),
+                }
+            }
+            Input::ClientLeaves => Event::ClientGone,
+            Input::Silence => self.silence().expect("it waits for an engine"),
+            Input::Crash => {
+                self.crash(says);
+                return Ok(());
+            }
+        };
+        self.tell(event, says)
+    }
+
+    fn view(&self) -> Self {
+        self.clone()
+    }
+
+    fn renamed(input: Input, by: Renaming) -> Input {
+        match input {
+            Input::AskPrefill(p) => Input::AskPrefill(by.prefill(p)),
+            Input::Prefilled(p, Prefilled::Lent(lease)) => {
+                Input::Prefilled(by.prefill(p), Prefilled::Lent(lease.renamed(by)))
+            }
+            Input::Prefilled(p, what) => Input::Prefilled(by.prefill(p), what),
+            Input::AskDecode(d) => Input::AskDecode(by.decode(d)),
+            Input::Decoded(d, what) => Input::Decoded(by.decode(d), what),
+            Input::Streamed(d, how) => Input::Streamed(by.decode(d), how),
+            Input::SkipPrefill | Input::GiveUp | Input::ClientLeaves | Input::Silence | Input::Crash => input,
+        }
+    }
+}

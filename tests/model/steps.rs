@@ -1,0 +1,410 @@
+//! What can happen in a state, and what must hold in it.
+
+use std::fmt;
+
+use baton_connector::exchange::State as Exchanging;
+use baton_connector::fetch::State as Fetching;
+
+use crate::consumer::{self, Block, Phase, Worker};
+use crate::messages::{Loss, Message};
+use crate::mutations::Mutation;
+use crate::names::{LeaseName, ReaderName, Req};
+use crate::producer::{Content, Job};
+use crate::world::{Scene, World};
+
+/// One thing that happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// A message arrives, and whoever gets it answers as this says.
+    Arrive(Message, Mood),
+    // Faults.
+    ArriveTwice(Message),
+    Lose(Message),
+    Silence(Req),
+    /// A transfer breaks off.
+    ReadBreaks(u8, Req, u8),
+    /// P has granted or judged, and its answer is lost.
+    AnswerLost(u8, Req, u8),
+    AskTwice(u8, Req, u8),
+    RunsOutEarly(u8),
+    AgesPass(u8),
+    CrashPrefill(u8),
+    CrashDecode(u8, Memory),
+    CrashRouter(Memory),
+    // Back again.
+    RestartPrefill(u8),
+    RestartDecode(u8),
+    RestartRouter,
+    // The router and its clients.
+    AskPrefill(Req, u8),
+    AskDecode(Req, u8),
+    SkipPrefill(Req),
+    GiveUp(Req),
+    ClientLeaves(Req),
+    // P.
+    Start(u8, Req),
+    Finish(u8, Req),
+    TakeMail(u8, Req),
+    TimePasses(u8),
+    // D.
+    Schedule(u8, Req),
+    FindCached(u8, Req),
+    AskToRead(u8, Req, u8),
+    Copy(u8, Req, u8),
+    StopRead(u8, Req, u8),
+    AskVerdict(u8, Req, u8),
+    Heartbeat(u8, Req),
+    Speak(u8, Req),
+    Complete(u8, Req),
+}
+
+/// What a party that dies had in its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Memory {
+    /// It was on its way already and still arrives.
+    Arrives,
+    Lost,
+}
+
+/// How an engine takes a new request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mood {
+    Takes,
+    TooFull,
+    Refuses,
+}
+
+impl World {
+    /// Everything that can happen in a state; an error if the state is not allowed, or a run may not end in it.
+    pub(crate) fn list(&mut self, scene: &Scene, into: &mut Vec<Step>) -> Result<(), String> {
+        self.arrivals(scene, into);
+        if !scene.router_up {
+            into.push(Step::RestartRouter);
+        }
+        for req in 0..self.bounds.requests {
+            self.at_router(scene, req, into);
+        }
+        for p in 0..self.bounds.prefill {
+            self.at_producer(scene, p, into);
+        }
+        for d in 0..self.bounds.decode {
+            self.at_consumer(scene, d, into);
+        }
+        if into.is_empty() {
+            // Whatever could be done without waiting is done.
+            self.may_be_left(scene)?;
+            for p in 0..self.bounds.prefill {
+                let lends = !self.producers.view(scene.prefill[usize::from(p)]).ledger.live.is_empty();
+                if lends && !self.bounds.has(Mutation::NoExpiry) {
+                    into.push(Step::TimePasses(p));
+                }
+            }
+            if into.is_empty() {
+                return self.everything_is_home(scene);
+            }
+        }
+        // What need not happen: no run is saved by it.
+        for req in (0..self.bounds.requests).filter(|_| self.bounds.clients_leave && scene.router_up) {
+            let view = self.routers.view(scene.router[usize::from(req)]);
+            into.extend((view.has_begun() && !view.is_over()).then_some(Step::ClientLeaves(req)));
+        }
+        if scene.faults_left > 0 {
+            self.faults(scene, into);
+        }
+        Ok(())
+    }
+
+    /// Without a fault nobody may need the clock to get blocks back.
+    fn may_be_left(&self, scene: &Scene) -> Result<(), String> {
+        let lent = scene.prefill.iter().any(|&p| !self.producers.view(p).ledger.live.is_empty());
+        if lent && scene.faults_left == self.bounds.faults {
+            return Err("nothing went wrong, everybody is alive and done, and blocks are still lent".into());
+        }
+        Ok(())
+    }
+
+    /// Invariant 5.
+    fn everything_is_home(&self, scene: &Scene) -> Result<(), String> {
+        let home = |what: bool, why: &str| {
+            if what { Ok(()) } else { Err(format!("at the end {why} (invariant 5)")) }
+        };
+        for role in scene.prefill {
+            let view = self.producers.view(role);
+            home(view.ledger.live.is_empty(), "a lease is left that nobody will ever end")?;
+            home(view.jobs == [Job::None; 2], "a prefill engine still tracks a request")?;
+            home(
+                view.blocks.iter().all(|&content| content == Content::Free),
+                "a prefill engine lacks a block",
+            )?;
+        }
+        for role in scene.decode {
+            let view = self.consumers.view(role);
+            home(
+                view.free(&self.bounds) == usize::from(self.bounds.decode_blocks),
+                "a decode engine lacks a block",
+            )?;
+            home(view.jobs == [None; 2], "a decode engine still tracks a request")?;
+        }
+        for req in 0..self.bounds.requests {
+            home(self.routers.view(scene.router[usize::from(req)]).is_over(), "a request has no outcome")?;
+        }
+        home(scene.net.is_empty(), "a message is undelivered")
+    }
+
+    fn arrivals(&mut self, scene: &Scene, into: &mut Vec<Step>) {
+        for (at, &number) in scene.net.iter().enumerate() {
+            // Two of the same kind arrive one like the other.
+            if scene.net[..at].contains(&number) || self.waits(scene, number) {
+                continue;
+            }
+            let message = self.messages.get(number);
+            into.push(Step::Arrive(message, Mood::Takes));
+            if self.bounds.refusals && matches!(message, Message::Prefill(..) | Message::Decode(..)) {
+                into.extend([Mood::TooFull, Mood::Refuses].map(|mood| Step::Arrive(message, mood)));
+            }
+        }
+    }
+
+    fn waits(&self, scene: &Scene, number: u16) -> bool {
+        let message = self.messages.get(number);
+        scene.net.iter().any(|&other| message.waits_for(self.messages.get(other)))
+    }
+
+    fn at_router(&self, scene: &Scene, req: Req, into: &mut Vec<Step>) {
+        let view = self.routers.view(scene.router[usize::from(req)]);
+        if !scene.router_up || view.is_over() {
+            return;
+        }
+        let (prefill, decode) = (0..self.bounds.prefill, 0..self.bounds.decode);
+        match view.exchange.state() {
+            Exchanging::Choosing => {
+                let untried: Vec<_> = prefill.filter(|&p| !view.asked_prefill[usize::from(p)]).collect();
+                if untried.is_empty() {
+                    into.push(if self.bounds.fallback { Step::SkipPrefill(req) } else { Step::GiveUp(req) });
+                }
+                into.extend(untried.into_iter().map(|p| Step::AskPrefill(req, p)));
+            }
+            Exchanging::Held(_) => {
+                let untried: Vec<_> = decode.filter(|&d| !view.asked_decode[usize::from(d)]).collect();
+                if untried.is_empty() {
+                    into.push(Step::GiveUp(req));
+                }
+                into.extend(untried.into_iter().map(|d| Step::AskDecode(req, d)));
+            }
+            _ => {}
+        }
+    }
+
+    fn at_producer(&self, scene: &Scene, p: u8, into: &mut Vec<Step>) {
+        let view = self.producers.view(scene.prefill[usize::from(p)]);
+        if !view.alive {
+            return into.push(Step::RestartPrefill(p));
+        }
+        for req in 0..self.bounds.requests {
+            match view.jobs[usize::from(req)] {
+                Job::None => {}
+                Job::Waiting => {
+                    into.extend(view.blocks.contains(&Content::Free).then_some(Step::Start(p, req)))
+                }
+                Job::Running(_) => into.push(Step::Finish(p, req)),
+            }
+            into.extend(view.mail[usize::from(req)].then_some(Step::TakeMail(p, req)));
+        }
+    }
+
+    fn at_consumer(&self, scene: &Scene, d: u8, into: &mut Vec<Step>) {
+        let view = self.consumers.view(scene.decode[usize::from(d)]);
+        if !view.alive {
+            return into.push(Step::RestartDecode(d));
+        }
+        for req in 0..self.bounds.requests {
+            let Some(job) = &view.jobs[usize::from(req)] else { continue };
+            match job.phase {
+                Phase::Fetching | Phase::Waiting
+                    if job.block == Block::None && view.free(&self.bounds) > 0 =>
+                {
+                    into.push(Step::Schedule(d, req));
+                    if self.bounds.cached && job.fetch == Some(Fetching::Queued) {
+                        into.push(Step::FindCached(d, req));
+                    }
+                }
+                Phase::Running => into.push(Step::Speak(d, req)),
+                Phase::Speaking => into.push(Step::Complete(d, req)),
+                Phase::Fetching | Phase::Waiting | Phase::Struck => {}
+            }
+            // Before that a heartbeat changes nothing; see `RunsOutEarly` for those that are lost.
+            if job.fetch == Some(Fetching::Queued) && self.lease_is_over(scene, job.lease) {
+                into.push(Step::Heartbeat(d, req));
+            }
+            self.at_workers(d, req, job, into);
+        }
+    }
+
+    /// Whether a heartbeat would be answered "gone", and has not been yet.
+    fn lease_is_over(&self, scene: &Scene, lease: Option<LeaseName>) -> bool {
+        lease.is_some_and(|lease| {
+            let view = self.producers.view(scene.prefill[usize::from(lease.p)]);
+            let said = |number: &u16| matches!(self.messages.get(*number), Message::LeaseGone(reader) if reader.req == lease.local.req);
+            let over = view.ledger.live.iter().all(|live| live.blocks.iter().all(|block| {
+                view.blocks[block.index()] != Content::Of(lease.local.tag())
+            }));
+            view.alive && view.life == lease.local.life && over && !scene.net.iter().any(said)
+        })
+    }
+
+    fn at_workers(&self, d: u8, req: Req, job: &consumer::Job, into: &mut Vec<Step>) {
+        for rank in 0..self.bounds.ranks {
+            match job.workers[usize::from(rank)] {
+                Worker::Ready if job.stop => into.push(Step::StopRead(d, req, rank)),
+                Worker::Ready => into.push(Step::AskToRead(d, req, rank)),
+                Worker::Granted(_) => {
+                    into.push(Step::Copy(d, req, rank));
+                    into.extend(job.stop.then_some(Step::StopRead(d, req, rank)));
+                }
+                Worker::Copied(_) => into.push(Step::AskVerdict(d, req, rank)),
+                Worker::Idle | Worker::Asking(_) | Worker::Answered(..) | Worker::Over => {}
+            }
+        }
+    }
+
+    fn faults(&mut self, scene: &Scene, into: &mut Vec<Step>) {
+        for (at, &number) in scene.net.iter().enumerate() {
+            let message = self.messages.get(number);
+            if scene.net[..at].contains(&number) {
+                continue;
+            }
+            if message.loss() != Loss::Impossible {
+                into.push(Step::Lose(message));
+            }
+            if message.is_repeated() && !self.waits(scene, number) {
+                into.push(Step::ArriveTwice(message));
+            }
+        }
+        for req in 0..self.bounds.requests {
+            let view = self.routers.view(scene.router[usize::from(req)]);
+            let waits = !matches!(
+                view.exchange.state(),
+                Exchanging::Choosing | Exchanging::Held(_) | Exchanging::Done(_)
+            );
+            into.extend((scene.router_up && !view.is_over() && waits).then_some(Step::Silence(req)));
+        }
+        for p in 0..self.bounds.prefill {
+            let view = self.producers.view(scene.prefill[usize::from(p)]);
+            if view.alive {
+                into.push(Step::CrashPrefill(p));
+                let ledger = &view.ledger;
+                into.extend((!ledger.live.is_empty()).then_some(Step::RunsOutEarly(p)));
+                let remembers = !ledger.ended.is_empty() || !ledger.released_early.is_empty();
+                into.extend(remembers.then_some(Step::AgesPass(p)));
+            }
+        }
+        for d in 0..self.bounds.decode {
+            self.faults_of_consumer(scene, d, into);
+        }
+        if scene.router_up {
+            into.extend([Memory::Arrives, Memory::Lost].map(Step::CrashRouter));
+        }
+    }
+
+    fn faults_of_consumer(&self, scene: &Scene, d: u8, into: &mut Vec<Step>) {
+        let view = self.consumers.view(scene.decode[usize::from(d)]);
+        if !view.alive {
+            return;
+        }
+        into.push(Step::CrashDecode(d, Memory::Lost));
+        // Without a notice in flight there is nothing to tell apart.
+        if scene.net.iter().any(|&number| self.messages.get(number).is_of_decode(d)) {
+            into.push(Step::CrashDecode(d, Memory::Arrives));
+        }
+        for req in 0..self.bounds.requests {
+            let Some(job) = &view.jobs[usize::from(req)] else { continue };
+            for rank in 0..self.bounds.ranks {
+                match job.workers[usize::from(rank)] {
+                    Worker::Ready => into.push(Step::AnswerLost(d, req, rank)),
+                    Worker::Granted(_) => into.push(Step::ReadBreaks(d, req, rank)),
+                    Worker::Copied(_) => into.push(Step::AskTwice(d, req, rank)),
+                    Worker::Idle | Worker::Asking(_) | Worker::Answered(..) | Worker::Over => {}
+                }
+            }
+        }
+    }
+
+    /// Who reads, as P knows it.
+    pub(crate) fn reader(&self, scene: &Scene, d: u8, req: Req, rank: u8) -> ReaderName {
+        ReaderName { d, life: self.consumers.view(scene.decode[usize::from(d)]).life, req, rank }
+    }
+}
+
+impl Step {
+    /// What kind of fault it is.
+    pub(crate) fn kind(self) -> &'static str {
+        match self {
+            Self::ArriveTwice(_) | Self::AskTwice(..) => "repeated",
+            Self::Lose(_) => "lost",
+            Self::Silence(_) => "silence",
+            Self::ReadBreaks(..) | Self::AnswerLost(..) => "broken read",
+            Self::RunsOutEarly(_) => "early",
+            Self::AgesPass(_) => "ages",
+            Self::CrashPrefill(_) => "crash of P",
+            Self::CrashDecode(..) => "crash of D",
+            Self::CrashRouter(_) => "crash of the router",
+            _ => "none",
+        }
+    }
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let p = |p: u8| format!("P{}", p + 1);
+        let d = |d: u8| format!("D{}", d + 1);
+        let r = |req: Req| format!("r{}", req + 1);
+        match *self {
+            Self::Arrive(message, Mood::Takes) => write!(f, "{message}"),
+            Self::Arrive(message, mood) => write!(f, "{message}, which answers: {mood:?}"),
+            Self::ArriveTwice(message) => write!(f, "FAULT repeated: {message}"),
+            Self::Lose(message) => write!(f, "FAULT lost: {message}"),
+            Self::Silence(req) => write!(f, "FAULT the router waits no longer for {}", r(req)),
+            Self::ReadBreaks(at, req, rank) => {
+                write!(f, "FAULT {}'s read for {} breaks off (rank {rank})", d(at), r(req))
+            }
+            Self::AnswerLost(at, req, rank) => {
+                write!(f, "FAULT {} may read for {}, but does not hear it (rank {rank})", d(at), r(req))
+            }
+            Self::AskTwice(at, req, rank) => {
+                write!(f, "FAULT repeated: {} says \"done\" for {} (rank {rank})", d(at), r(req))
+            }
+            Self::RunsOutEarly(at) => write!(f, "FAULT at {} a lease or a drain runs out", p(at)),
+            Self::AgesPass(at) => write!(f, "FAULT {} forgets what has ended", p(at)),
+            Self::CrashPrefill(at) => write!(f, "FAULT {} dies", p(at)),
+            Self::CrashDecode(at, memory) => write!(f, "FAULT {} dies; its notices: {memory:?}", d(at)),
+            Self::CrashRouter(memory) => write!(f, "FAULT the router dies; its messages: {memory:?}"),
+            Self::RestartPrefill(at) => write!(f, "{} starts again", p(at)),
+            Self::RestartDecode(at) => write!(f, "{} starts again", d(at)),
+            Self::RestartRouter => write!(f, "the router starts again"),
+            Self::AskPrefill(req, at) => write!(f, "the router chooses {} for {}", p(at), r(req)),
+            Self::AskDecode(req, at) => write!(f, "the router chooses {} for {}", d(at), r(req)),
+            Self::SkipPrefill(req) => write!(f, "the router does without a prefill engine for {}", r(req)),
+            Self::GiveUp(req) => write!(f, "the router gives {} up", r(req)),
+            Self::ClientLeaves(req) => write!(f, "the client of {} leaves", r(req)),
+            Self::Start(at, req) => write!(f, "{} starts {}", p(at), r(req)),
+            Self::Finish(at, req) => write!(f, "{} finishes {}", p(at), r(req)),
+            Self::TakeMail(at, req) => write!(f, "{}'s step loop hears of the abort of {}", p(at), r(req)),
+            Self::TimePasses(at) => write!(f, "time passes at {}", p(at)),
+            Self::Schedule(at, req) => write!(f, "{} has a block for {}", d(at), r(req)),
+            Self::FindCached(at, req) => write!(f, "{} has the prompt of {} cached", d(at), r(req)),
+            Self::AskToRead(at, req, rank) => {
+                write!(f, "{} asks to read for {} (rank {rank})", d(at), r(req))
+            }
+            Self::Copy(at, req, rank) => write!(f, "{} copies for {} (rank {rank})", d(at), r(req)),
+            Self::StopRead(at, req, rank) => {
+                write!(f, "{} stops its read for {} (rank {rank})", d(at), r(req))
+            }
+            Self::AskVerdict(at, req, rank) => {
+                write!(f, "{} says \"done\" for {} (rank {rank})", d(at), r(req))
+            }
+            Self::Heartbeat(at, req) => write!(f, "{} beats for {}", d(at), r(req)),
+            Self::Speak(at, req) => write!(f, "{} has the first token of {}", d(at), r(req)),
+            Self::Complete(at, req) => write!(f, "{} finishes {}", d(at), r(req)),
+        }
+    }
+}
