@@ -351,6 +351,20 @@ impl Scheduler {
         self.pool.usage()
     }
 
+    /// Whether sequences wait and none takes part in anything: there is no room, and only a lease that ends can make
+    /// some.
+    #[must_use]
+    pub fn waits_for_leases(&self) -> bool {
+        !self.waiting.is_empty() && self.running.is_empty() && self.fetching == 0 && self.stopping.is_empty()
+    }
+
+    /// The first of the queue that has a handoff.
+    #[must_use]
+    pub fn first_waiting_consumer(&self) -> Option<SeqId> {
+        let consumes = |id: &&SeqId| matches!(self.sequences[*id].purpose, Purpose::Consume(_));
+        self.waiting.iter().find(consumes).copied()
+    }
+
     /// Requests by phase.
     #[must_use]
     pub fn load(&self) -> Load {

@@ -47,7 +47,7 @@ struct Beat {
     target: FetchTarget,
     interval: Micros,
     due: Micros,
-    /// From then on it is not renewed any more.
+    /// From then on it is given up if its read has not begun.
     until: Micros,
 }
 
@@ -379,11 +379,18 @@ impl Sim {
     pub fn peers_timer(&mut self, engine: usize) {
         let now = self.now;
         let peers = &mut self.engines[engine].peers;
+        // An earlier one was set since.
+        if peers.timer.is_none_or(|set| set > now) {
+            return;
+        }
         peers.timer = None;
         let over: Vec<SeqId> =
             peers.beats.iter().filter(|(_, b)| b.until <= now).map(|(id, _)| *id).collect();
         let mut beats = Vec::new();
-        over.iter().for_each(|id| drop(peers.beats.remove(id)));
+        for beat in peers.beats.values_mut().filter(|beat| beat.until <= now) {
+            // It means nothing to a read that has begun.
+            beat.until = Micros::MAX;
+        }
         for (id, beat) in &mut peers.beats {
             if beat.due <= now {
                 beat.due = now + beat.interval;

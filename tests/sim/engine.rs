@@ -432,7 +432,12 @@ impl Sim {
     }
 
     pub fn lease_timer(&mut self, index: usize) {
+        let now = self.now;
         let engine = self.engine(index);
+        // An earlier one was set since.
+        if engine.lease_timer.is_none_or(|set| set > now) {
+            return;
+        }
         engine.lease_timer = None;
         let world = engine.world();
         let now = world.time();
