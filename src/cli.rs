@@ -33,7 +33,7 @@ pub(crate) enum Command {
     Check(CheckArgs),
     /// Compare the engine with golden outputs made by make_tiny.py
     Parity(ParityArgs),
-    /// Measure the engine, the transfer or the router against baselines from the same run
+    /// Measure the engine, the transfer, the ledger or the router against baselines from the same run
     Bench(BenchArgs),
 }
 

@@ -1,6 +1,7 @@
 //! Measures running systems and their parts, against baselines from the same run.
 
 pub mod engine;
+pub mod lease;
 pub mod router;
 pub mod sim_engine;
 pub mod transfer;
@@ -16,6 +17,8 @@ pub enum Benchmark {
     Engine(engine::EngineBench),
     /// KV blocks over the transport, against a bare writev/readv loop and memcpy
     Transfer(transfer::TransferOptions),
+    /// One lease from open to close, with up to 100,000 others alive
+    Lease(lease::LeaseOptions),
     /// What the router adds to a request, against a client that makes both hops itself
     Router(router::RouterArgs),
 }
@@ -31,6 +34,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
     match benchmark {
         Benchmark::Engine(options) => Ok(engine::run(&options, out)?),
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
+        Benchmark::Lease(options) => Ok(lease::run(&options, out)?),
         Benchmark::Router(options) => Ok(router::run(&options, out)?),
     }
 }

@@ -4,7 +4,8 @@
 //! Choosing ─ prefill sent ─▶ Prefilling(P) ─ replied ─▶ Held(lent) ─ decode sent ─▶ Decoding(D)
 //!    │ ▲                        │ refused ─▶ Done        ▲ │                           │ │ │
 //!    │ └── failed ──────────────┘                        │ └─ gave up ─▶ Done          │ │ └ refused ─▶ Done
-//!    └─ prefill skipped ─▶ Held(nothing)                 └── failed: same handoff ─────┘ │
+//!    ├─ prefill skipped ─▶ Held(nothing)                 └── failed: same handoff ─────┘ │
+//!    └◀─ handoff spent: released, computed anew ── Held(lent)                            │
 //!                                   Done ◀─ ended, broken ─ Streaming ◀─ first chunk ─ Accepted(D)
 //! any state but Done ─ client gone, dropped ─▶ Done
 //! ```
@@ -141,6 +142,8 @@ pub enum Event {
     StreamEnded(Attempt),
     /// The decode engine died, or fell silent, in the middle of the answer.
     StreamBroken(Attempt),
+    /// No decode engine can use the handoff: it goes back, and the prompt is computed anew.
+    HandoffSpent,
     /// No engine is left to try, or the budget is spent.
     GaveUp,
     /// The client closed its connection.
@@ -306,6 +309,10 @@ impl Exchange {
             }
 
             (S::Held(lent), E::DecodeSent(to)) => self.go(S::Decoding(to, lent)),
+            (S::Held(Some(lent)), E::HandoffSpent) => {
+                self.state = S::Choosing;
+                applied(vec![Settlement::ReleasePrefill(lent, Cause::Unusable)])
+            }
             (S::Held(_) | S::Decoding(..), E::GaveUp) => {
                 self.end(Outcome::DecodeExhausted, Cause::DecodeUnreachable)
             }
@@ -364,6 +371,7 @@ impl Exchange {
                 | E::FirstChunk(_)
                 | E::StreamEnded(_)
                 | E::StreamBroken(_)
+                | E::HandoffSpent
                 | E::GaveUp,
             ) => ignored(),
         }
@@ -446,6 +454,7 @@ impl Exchange {
             | Event::DecodeFailed(..)
             | Event::StreamEnded(_)
             | Event::StreamBroken(_)
+            | Event::HandoffSpent
             | Event::GaveUp
             | Event::ClientGone
             | Event::Dropped => {}

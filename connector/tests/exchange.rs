@@ -18,7 +18,8 @@ fn handle(of: Attempt) -> Handle {
 
 fn alphabet() -> Vec<Event> {
     let failures = [Failure::NotReached, Failure::Answered, Failure::Unknown];
-    let mut events = vec![Event::PrefillSkipped, Event::GaveUp, Event::ClientGone, Event::Dropped];
+    let mut events =
+        vec![Event::PrefillSkipped, Event::HandoffSpent, Event::GaveUp, Event::ClientGone, Event::Dropped];
     for p in P {
         events.extend([Event::PrefillSent(p), Event::PrefillLent(p, Some(handle(p)))]);
         events.extend([Event::PrefillEmpty(p), Event::PrefillRefused(p)]);
@@ -62,7 +63,11 @@ impl World {
             | Event::FirstChunk(a)
             | Event::StreamEnded(a)
             | Event::StreamBroken(a) => self.working.contains(&a),
-            Event::PrefillSkipped | Event::GaveUp | Event::ClientGone | Event::Dropped => true,
+            Event::PrefillSkipped
+            | Event::HandoffSpent
+            | Event::GaveUp
+            | Event::ClientGone
+            | Event::Dropped => true,
         }
     }
 
@@ -92,7 +97,11 @@ impl World {
                     self.lent.remove(&lent.by);
                 }
             }
-            Event::PrefillSkipped | Event::GaveUp | Event::ClientGone | Event::Dropped => {}
+            Event::PrefillSkipped
+            | Event::HandoffSpent
+            | Event::GaveUp
+            | Event::ClientGone
+            | Event::Dropped => {}
         }
     }
 

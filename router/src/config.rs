@@ -176,6 +176,10 @@ pub struct TimeoutsConfig {
     /// whole generation. 1 to 3,600,000; default 600,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub decode_first_byte_ms: u64,
+    /// An engine that has been asked and says nothing is asked for its health this often; one that does not answer
+    /// twice in a row, within 2 s each, has failed. Shorter than a lease. 1 to 3,600,000; default 5,000.
+    #[garde(range(min = 1, max = 3_600_000))]
+    pub alive_ms: u64,
     /// A decode engine between two pieces of its answer. 1 to 3,600,000; default 60,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub stream_silence_ms: u64,
@@ -249,6 +253,7 @@ impl Default for TimeoutsConfig {
             connect_ms: 2_000,
             prefill_silence_ms: 120_000,
             decode_first_byte_ms: 600_000,
+            alive_ms: 5_000,
             stream_silence_ms: 60_000,
             settle_ms: 5_000,
             engine_idle_ms: 4_000,

@@ -15,12 +15,13 @@ use hyper::header::HeaderValue;
 use pingora::proxy::Session;
 use serde_json::Value;
 
+use crate::alive::{Deaf, while_alive};
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
 use crate::intake::Ask;
-use crate::legs::Refusal;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
+use crate::legs::{Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::rewrite;
 use crate::service::Shared;
@@ -59,6 +60,8 @@ pub(crate) struct ExchangeDriver {
     attempts: Vec<Arc<Engine>>,
     /// The prefill in flight.
     prefill: Option<PrefillCall>,
+    /// Whether the prompt may be computed anew: once.
+    may_recompute: bool,
     /// Who was asked last, for the access log.
     pub prefill_engine: Option<Arc<Engine>>,
     pub decode_engine: Option<Arc<Engine>>,
@@ -73,6 +76,7 @@ impl ExchangeDriver {
             debtor: Debtor { request, exchange },
             attempts: Vec::new(),
             prefill: None,
+            may_recompute: true,
             prefill_engine: None,
             decode_engine: None,
         }
@@ -106,11 +110,15 @@ impl ExchangeDriver {
             return Ok(None);
         }
         let silence = Duration::from_millis(self.shared.timeouts.prefill_silence_ms);
+        let pause = Duration::from_millis(self.shared.timeouts.alive_ms);
         let outgoing = self.outgoing(ask, rewrite::prefill_body(&ask.body, &ask.model.name));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.shared.attempts.prefill) {
-            let Some(engine) = ask.model.prefill.choose(&tried) else { break };
+            // A second handoff comes from another engine than the first, if there is another.
+            let others = tried.iter().chain(&self.prefill_engine).cloned().collect::<Vec<_>>();
+            let prefill = &ask.model.prefill;
+            let Some(engine) = prefill.choose(&others).or_else(|| prefill.choose(&tried)) else { break };
             if !tried.is_empty() {
                 self.shared.metrics.retry(Leg::Prefill);
             }
@@ -119,14 +127,15 @@ impl ExchangeDriver {
             tried.push(Arc::clone(&engine));
             self.apply(Event::PrefillSent(attempt));
             let call = self.prefill.insert(PrefillCall::start(attempt, &engine, outgoing.clone()));
-            let prefilled = match race(session, tokio::time::timeout(silence, call.prefilled())).await {
+            let prefilled = tokio::time::timeout(silence, call.prefilled());
+            let prefilled = match race(session, while_alive(&engine, pause, prefilled)).await {
                 Err(ClientGone) => return Err(self.client_gone()),
-                Ok(Err(_elapsed)) => {
+                Ok(Err(Deaf) | Ok(Err(_))) => {
                     self.apply(Event::PrefillFailed(attempt, Failure::Unknown));
                     last = Refusal::silent();
                     continue;
                 }
-                Ok(Ok(prefilled)) => prefilled,
+                Ok(Ok(Ok(prefilled))) => prefilled,
             };
             // It has answered: there is nothing to read on.
             self.prefill = None;
@@ -135,9 +144,17 @@ impl ExchangeDriver {
                 Prefilled::Lent(params, _) => return Ok(Some(params)),
                 Prefilled::Empty => return Ok(None),
                 Prefilled::Refused(refusal) => return Err(Ended::Refused(refusal)),
-                Prefilled::Failed(_, refusal) => last = refusal,
+                Prefilled::Failed(_, refusal) => {
+                    self.note_misconfigured(&engine, Leg::Prefill, &refusal);
+                    last = refusal;
+                }
             }
         }
+        self.fall_back(ask, last)
+    }
+
+    /// Without a prefill engine the decode engine computes everything, where that is configured.
+    fn fall_back(&mut self, ask: &Ask, last: Refusal) -> Result<Option<Value>, Ended> {
         match ask.model.fallback {
             Fallback::Aggregate => {
                 self.apply(Event::PrefillSkipped);
@@ -150,20 +167,46 @@ impl ExchangeDriver {
         }
     }
 
-    /// Second leg: the head of a decode engine's good answer. Every engine that is asked gets the same
-    /// handoff; there is no second prefill.
+    /// Second leg: the head of a decode engine's good answer. Every engine that is asked gets the same handoff. If none
+    /// of them can use it, it goes back and the prompt is computed anew, once: by a decode engine, or, where that is
+    /// not configured, by a second prefill.
     pub(crate) async fn decode(
         &mut self,
         session: &mut Session,
         ask: &Ask,
         handoff: Option<Value>,
     ) -> Result<Answer, Ended> {
+        match self.decode_with(session, ask, handoff).await? {
+            Some(answer) => Ok(answer),
+            None => {
+                self.may_recompute = false;
+                self.shared.metrics.recomputes.increment(1);
+                let handoff = match ask.model.fallback {
+                    Fallback::Aggregate => self.fall_back(ask, Refusal::none_left())?,
+                    Fallback::None => self.prefill(session, ask).await?,
+                };
+                let answer = self.decode_with(session, ask, handoff).await?;
+                Ok(answer.expect("the prompt is computed anew once"))
+            }
+        }
+    }
+
+    /// `None` when the handoff is spent; the exchange then stands where it began.
+    async fn decode_with(
+        &mut self,
+        session: &mut Session,
+        ask: &Ask,
+        handoff: Option<Value>,
+    ) -> Result<Option<Answer>, Ended> {
+        let recompute = handoff.is_some() && self.may_recompute;
+        let pause = Duration::from_millis(self.shared.timeouts.alive_ms);
         let first_byte = Duration::from_millis(self.shared.timeouts.decode_first_byte_ms);
         let mut outgoing = self.outgoing(ask, rewrite::decode_body(&ask.body, &ask.model.name, handoff));
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
+        let mut spent = false;
         while tried.len() < usize::from(self.shared.attempts.decode) {
             let Some(engine) = ask.model.decode.choose(&tried) else { break };
             if !tried.is_empty() {
@@ -174,26 +217,46 @@ impl ExchangeDriver {
             tried.push(Arc::clone(&engine));
             self.apply(Event::DecodeSent(attempt));
             let load = engine.begin();
-            let Ok(decoding) = race(session, decode::ask(&engine, &outgoing, first_byte)).await else {
+            let Ok(decoding) = race(session, decode::ask(&engine, &outgoing, first_byte, pause)).await else {
                 return Err(self.client_gone());
             };
             match decoding {
                 Decoding::Accepted(reply) => {
                     self.apply(Event::DecodeAccepted(attempt));
-                    return Ok(Answer { attempt, reply, load });
+                    return Ok(Some(Answer { attempt, reply, load }));
                 }
                 Decoding::Refused(refusal) => {
                     self.apply(Event::DecodeRefused(attempt));
                     return Err(Ended::Refused(refusal));
                 }
-                Decoding::Failed(failure, refusal) => {
+                Decoding::Failed(failure, refusal, meaning) => {
                     self.apply(Event::DecodeFailed(attempt, failure));
+                    self.note_misconfigured(&engine, Leg::Decode, &refusal);
                     last = refusal;
+                    spent |= matches!(meaning, Meaning::CannotUseHandoff | Meaning::HandoffSpent);
+                    if meaning == Meaning::HandoffSpent && recompute {
+                        break;
+                    }
                 }
             }
         }
+        if spent && recompute {
+            self.apply(Event::HandoffSpent);
+            return Ok(None);
+        }
         self.apply(Event::GaveUp);
         Err(Ended::Refused(last))
+    }
+
+    fn note_misconfigured(&self, engine: &Engine, leg: Leg, refusal: &Refusal) {
+        if *refusal == Refusal::misconfigured() {
+            tracing::error!(
+                engine = engine.authority(),
+                leg = leg.label(),
+                "an engine refuses this router's cluster secret"
+            );
+            self.shared.metrics.misconfigured(leg);
+        }
     }
 
     /// The client left: everything that is owed is on its way when this returns.

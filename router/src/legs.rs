@@ -5,4 +5,4 @@ pub(crate) mod prefill;
 
 mod refusal;
 
-pub(crate) use refusal::{Refusal, failure_of};
+pub(crate) use refusal::{Meaning, Refusal};

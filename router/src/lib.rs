@@ -22,6 +22,7 @@
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
 
 mod admin;
+mod alive;
 mod answer;
 mod client_watch;
 pub mod config;

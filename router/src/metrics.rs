@@ -11,6 +11,8 @@
 //! | `baton_router_settlements_total` | `result` | settlements |
 //! | `baton_router_settlements_in_flight` | | settlements |
 //! | `baton_router_retries_total` | `leg` | attempts after the first |
+//! | `baton_router_recomputes_total` | | handoffs that no decode engine could use; computed anew |
+//! | `baton_router_misconfigured_total` | `leg` | engines that refused this router's cluster secret |
 //! | `baton_router_prefill_seconds` | | from the first prefill attempt to the handoff |
 //! | `baton_router_time_to_first_byte_seconds` | | from the request's head to the first byte of its answer |
 
@@ -74,6 +76,8 @@ pub(crate) struct Metrics {
     aborts: [Counter; 2],
     propagation: [Histogram; 2],
     retries: [Counter; 2],
+    misconfigured: [Counter; 2],
+    pub recomputes: Counter,
     pub in_flight: Gauge,
     pub settling: Gauge,
     pub prefill_seconds: Histogram,
@@ -127,6 +131,8 @@ impl Metrics {
             aborts: legs.map(|l| counter!("baton_router_aborts_total", with("leg", l))),
             propagation: legs.map(|l| histogram!("baton_router_abort_propagation_seconds", with("leg", l))),
             retries: legs.map(|l| counter!("baton_router_retries_total", with("leg", l))),
+            misconfigured: legs.map(|l| counter!("baton_router_misconfigured_total", with("leg", l))),
+            recomputes: counter!("baton_router_recomputes_total"),
             in_flight: gauge!("baton_router_requests_in_flight"),
             settling: gauge!("baton_router_settlements_in_flight"),
             prefill_seconds: histogram!("baton_router_prefill_seconds"),
@@ -170,6 +176,11 @@ impl Metrics {
 
     pub(crate) fn retry(&self, leg: Leg) {
         self.retries[leg as usize].increment(1);
+    }
+
+    /// Counts an engine that refused this router's cluster secret: nobody's fault but the operator's.
+    pub(crate) fn misconfigured(&self, leg: Leg) {
+        self.misconfigured[leg as usize].increment(1);
     }
 
     /// Prometheus text.

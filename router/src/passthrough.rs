@@ -11,7 +11,7 @@ use pingora::proxy::Session;
 
 use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::Ended;
-use crate::legs::{Refusal, failure_of};
+use crate::legs::{Meaning, Refusal};
 use crate::service::Shared;
 use crate::upstream::{CallError, Engine, Outgoing};
 use crate::{answer, intake, rewrite};
@@ -56,7 +56,7 @@ pub(crate) async fn pass(
             }
             Ok(Ok(whole)) => {
                 last = Refusal::of(&whole);
-                if failure_of(whole.status).is_none() {
+                if Meaning::of(&whole).failure().is_none() {
                     return Err(Ended::Refused(last));
                 }
             }

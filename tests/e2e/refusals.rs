@@ -289,17 +289,89 @@ fn a_prefill_engine_that_dies_before_its_blocks_are_fetched_does_not_change_the_
     cluster.settled(AT_ONCE);
 }
 
-#[test]
-fn blocks_that_cannot_be_fetched_are_one_503_where_the_policy_is_to_fail() {
-    let mut cluster = Cluster::new().decode("--kv-load-failure-policy fail").start();
+/// The prefill engine dies while it lends to a decode engine whose policy is to fail.
+fn lender_dies(mut cluster: Cluster, ask: &Ask) -> (Cluster, Reply) {
     cluster.decode[0].pause();
-    let call = cluster.send(&Ask::fresh(100));
+    let call = cluster.send(ask);
     cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
     cluster.decode[0].is_sent_something();
     cluster.prefill[0].kill();
     cluster.decode[0].go_on();
-    refusal(&cluster, &call.reply(), 503, "service_unavailable_error");
+    let reply = call.reply();
+    (cluster, reply)
+}
+
+#[test]
+fn blocks_that_cannot_be_fetched_are_computed_anew_at_the_routers_word_where_the_policy_is_to_fail() {
+    let ask = Ask::recall(20);
+    let cluster = Cluster::new().decode("--kv-load-failure-policy fail").start();
+    let (cluster, reply) = lender_dies(cluster, &ask);
+    let answer = reply.text();
+    assert_eq!(cluster.router_metric("baton_router_recomputes_total", ""), 1.0);
+    let _ = cluster.decode[0].send("POST", "/reset_prefix_cache", &json!({})).reply();
+    assert_eq!(cluster.ask(&ask).text(), answer, "computed afresh it is another");
     cluster.settled(PATIENCE);
+}
+
+#[test]
+fn blocks_that_cannot_be_fetched_are_one_503_where_nobody_may_compute_them() {
+    let cluster = Cluster::new().decode("--kv-load-failure-policy fail").no_fallback().start();
+    let (cluster, reply) = lender_dies(cluster, &Ask::fresh(100));
+    refusal(&cluster, &reply, 503, "service_unavailable_error");
+    cluster.settled(PATIENCE);
+}
+
+#[test]
+fn a_decode_engine_that_cannot_use_the_handoff_costs_neither_a_second_prefill_nor_an_error() {
+    let cluster = Cluster::new().decode("--kv-cache-dtype f16").decode("").start();
+    for number in 1..=4 {
+        assert_eq!(cluster.ask(&Ask::fresh(100)).status, 200);
+        assert_eq!(cluster.prefill[0].books().leases_opened, number, "one prefill");
+        cluster.settled(AT_ONCE);
+    }
+    assert!(fetched(&cluster.decode[1]) >= 4.0 * 96.0, "the handoff was not used");
+    let left = cluster.decode[0].metric("baton_early_rejections_total", "reason=\"left_to_router\"");
+    assert!(left >= 1.0, "the other one was never asked");
+}
+
+#[test]
+fn a_handoff_that_no_decode_engine_can_use_goes_back_and_the_answer_comes_all_the_same() {
+    let cluster = Cluster::new().decode("--kv-cache-dtype f16").start();
+    for ask in [Ask::fresh(100), Ask::fresh(100).streamed()] {
+        assert_eq!(cluster.ask(&ask).status, 200);
+        cluster.settled(AT_ONCE);
+    }
+    assert_eq!(cluster.router_metric("baton_router_recomputes_total", ""), 2.0);
+    assert_eq!(cluster.router_metric("baton_router_releases_total", "cause=\"unusable_handoff\""), 2.0);
+}
+
+#[test]
+fn a_decode_engine_that_stands_still_hands_its_request_to_another_while_the_lease_lives() {
+    let mut cluster =
+        Cluster::new().decode("").decode("").router("timeouts", json!({"alive_ms": 300})).start();
+    cluster.decode[0].pause();
+    // Two, because equals take turns: one of them goes to the one that stands still.
+    let calls = [0, 1].map(|_| cluster.send(&Ask::fresh(100)));
+    for call in calls {
+        assert_eq!(call.reply().status, 200);
+    }
+    assert_eq!(cluster.prefill[0].books().leases_opened, 2, "no second prefill");
+    assert!(fetched(&cluster.decode[1]) >= 2.0 * 96.0, "the handoff was not used");
+    cluster.decode[0].go_on();
+    cluster.settled(PATIENCE);
+}
+
+#[test]
+fn a_wrong_cluster_secret_is_never_the_clients_fault() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("secret");
+    std::fs::write(&file, "a secret that the router does not know").expect("it can be written");
+    let guarded = format!("--cluster-secret-file {}", file.display());
+    let cluster = Cluster::new().decode(&guarded).start();
+    let error = refusal(&cluster, &cluster.ask(&Ask::fresh(100)), 502, "server_error");
+    assert_eq!(error["code"], "misconfigured");
+    assert_eq!(cluster.router_metric("baton_router_misconfigured_total", "leg=\"decode\""), 1.0);
+    cluster.prefill[0].settled(AT_ONCE);
 }
 
 #[test]

@@ -30,7 +30,7 @@ impl World {
             Step::Start(p, req) => self.tell_producer(scene, p, producer::Input::Start(req)),
             Step::Finish(p, req) => self.tell_producer(scene, p, producer::Input::Finish(req)),
             Step::TakeMail(p, req) => self.tell_producer(scene, p, producer::Input::TakeMail(req)),
-            Step::TimePasses(p) => self.tell_producer(scene, p, producer::Input::TimePasses),
+            Step::TimePasses(p) => self.tell_producer(scene, p, producer::Input::TimePasses(None)),
             Step::RestartPrefill(p) => self.tell_producer(scene, p, producer::Input::Restart),
             Step::Schedule(d, req) => self.tell_consumer(scene, d, consumer::Input::Schedule(req)),
             Step::FindCached(d, req) => self.tell_consumer(scene, d, consumer::Input::FindCached(req)),
@@ -54,7 +54,7 @@ impl World {
             | Step::ReadBreaks(..)
             | Step::AnswerLost(..)
             | Step::AskTwice(..)
-            | Step::RunsOutEarly(_)
+            | Step::RunsOutEarly(..)
             | Step::AgesPass(_)
             | Step::CrashPrefill(_)
             | Step::CrashDecode(..)
@@ -98,7 +98,9 @@ impl World {
                 self.read_done(scene, reader, lease)?;
                 self.ask_verdict(scene, (d, req, rank))
             }
-            Step::RunsOutEarly(p) => self.tell_producer(scene, p, producer::Input::TimePasses),
+            Step::RunsOutEarly(p, renewed) => {
+                self.tell_producer(scene, p, producer::Input::TimePasses(renewed))
+            }
             Step::AgesPass(p) => self.tell_producer(scene, p, producer::Input::AgesPass),
             Step::CrashPrefill(p) => self.tell_producer(scene, p, producer::Input::Crash),
             Step::CrashDecode(d, memory) => {

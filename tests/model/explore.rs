@@ -63,6 +63,11 @@ pub(crate) struct Found {
 
 /// Explores a model to its end, or to the first violation.
 pub(crate) fn explore<M: Model>(model: &mut M) -> Report {
+    explore_and(model, |_, _| {})
+}
+
+/// The same, and shows each state once.
+pub(crate) fn explore_and<M: Model>(model: &mut M, mut each: impl FnMut(&mut M, M::State)) -> Report {
     let begun = Instant::now();
     let mut seen = Seen::new();
     let start = model.start();
@@ -77,6 +82,7 @@ pub(crate) fn explore<M: Model>(model: &mut M) -> Report {
             level_end = seen.states.len();
         }
         let state = seen.states[at];
+        each(model, state);
         steps.clear();
         if let Err(what) = model.steps(state, &mut steps) {
             report.found = Some(Found { what, trace: trace(model, &seen, at, None) });

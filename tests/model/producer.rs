@@ -7,7 +7,9 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use baton_connector::lease::{Cause, LeaseTerms};
-use baton_connector::ledger::{Grant, HeartbeatReply, Ledger, LedgerPortrait, ReadRefusal, ReleaseReply};
+use baton_connector::ledger::{
+    Grant, HeartbeatReply, Ledger, LedgerPortrait, LivePortrait, ReadRefusal, ReleaseReply,
+};
 use baton_connector::limits::TOMBSTONE_KEPT;
 use baton_connector::transport::Verdict;
 use baton_connector::{BlockId, Handle, Rank, Reader, RequestId, Time};
@@ -46,8 +48,8 @@ pub(crate) enum Input {
     ReadDone(Local, ReaderName),
     ReadFailed(Local, ReaderName),
     Heartbeat(Local),
-    /// Until the next deadline.
-    TimePasses,
+    /// Until the next deadline. The lease of one request can be renewed just before, so that another's runs out first.
+    TimePasses(Option<Req>),
     /// So long that every tombstone is forgotten.
     AgesPass,
     Crash,
@@ -335,11 +337,7 @@ impl Producer {
                 let reply = self.ledger.heartbeat(self.handle(lease), self.now);
                 says.push(if reply == HeartbeatReply::Renewed { Output::Renewed } else { Output::Gone });
             }
-            Input::TimePasses => {
-                let next = self.ledger.portrait(self.now).live.iter().map(|live| live.lease.left).min();
-                self.now = self.now.after(next.expect("a lease is live"));
-                self.ledger.tick(self.now);
-            }
+            Input::TimePasses(renewed) => self.time_passes(renewed),
             Input::AgesPass => {
                 for _ in 0..2 {
                     self.now = self.now.after(TOMBSTONE_KEPT);
@@ -353,6 +351,21 @@ impl Producer {
             Input::Restart => self.view.alive = true,
         }
         Ok(())
+    }
+
+    fn time_passes(&mut self, renewed: Option<Req>) {
+        let live = self.ledger.portrait(self.now).live;
+        let next =
+            |live: &[LivePortrait]| live.iter().map(|live| live.lease.left).min().expect("a lease is live");
+        if let Some(req) = renewed {
+            self.now = self.now.after(next(&live).saturating_sub(Duration::from_micros(1)));
+            for live in live.iter().filter(|live| live.request == name(req)) {
+                self.ledger.heartbeat(live.handle, self.now);
+            }
+        }
+        let live = self.ledger.portrait(self.now).live;
+        self.now = self.now.after(next(&live));
+        self.ledger.tick(self.now);
     }
 
     /// The handshake of a transport: whether a handoff is of this life.
@@ -405,7 +418,8 @@ impl Party for Producer {
             Input::ReadDone(lease, reader) => Input::ReadDone(lease.renamed(by), reader.renamed(by)),
             Input::ReadFailed(lease, reader) => Input::ReadFailed(lease.renamed(by), reader.renamed(by)),
             Input::Heartbeat(lease) => Input::Heartbeat(lease.renamed(by)),
-            Input::TimePasses | Input::AgesPass | Input::Crash | Input::Restart => input,
+            Input::TimePasses(renewed) => Input::TimePasses(renewed.map(|req| by.req(req))),
+            Input::AgesPass | Input::Crash | Input::Restart => input,
         }
     }
 }

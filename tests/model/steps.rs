@@ -26,7 +26,8 @@ pub(crate) enum Step {
     /// P has granted or judged, and its answer is lost.
     AnswerLost(u8, Req, u8),
     AskTwice(u8, Req, u8),
-    RunsOutEarly(u8),
+    /// A lease runs out while it is wanted; that of the other request can be renewed just before.
+    RunsOutEarly(u8, Option<Req>),
     AgesPass(u8),
     CrashPrefill(u8),
     CrashDecode(u8, Memory),
@@ -293,7 +294,10 @@ impl World {
             if view.alive {
                 into.push(Step::CrashPrefill(p));
                 let ledger = &view.ledger;
-                into.extend((!ledger.live.is_empty()).then_some(Step::RunsOutEarly(p)));
+                into.extend((!ledger.live.is_empty()).then_some(Step::RunsOutEarly(p, None)));
+                if ledger.live.len() > 1 {
+                    into.extend([0, 1].map(|req| Step::RunsOutEarly(p, Some(req))));
+                }
                 let remembers = !ledger.ended.is_empty() || !ledger.released_early.is_empty();
                 into.extend(remembers.then_some(Step::AgesPass(p)));
             }
@@ -343,7 +347,7 @@ impl Step {
             Self::Lose(_) => "lost",
             Self::Silence(_) => "silence",
             Self::ReadBreaks(..) | Self::AnswerLost(..) => "broken read",
-            Self::RunsOutEarly(_) => "early",
+            Self::RunsOutEarly(..) => "early",
             Self::AgesPass(_) => "ages",
             Self::CrashPrefill(_) => "crash of P",
             Self::CrashDecode(..) => "crash of D",
@@ -373,7 +377,10 @@ impl fmt::Display for Step {
             Self::AskTwice(at, req, rank) => {
                 write!(f, "FAULT repeated: {} says \"done\" for {} (rank {rank})", d(at), r(req))
             }
-            Self::RunsOutEarly(at) => write!(f, "FAULT at {} a lease or a drain runs out", p(at)),
+            Self::RunsOutEarly(at, None) => write!(f, "FAULT at {} a lease or a drain runs out", p(at)),
+            Self::RunsOutEarly(at, Some(req)) => {
+                write!(f, "FAULT at {} a lease or a drain runs out, but that of {} is renewed", p(at), r(req))
+            }
             Self::AgesPass(at) => write!(f, "FAULT {} forgets what has ended", p(at)),
             Self::CrashPrefill(at) => write!(f, "FAULT {} dies", p(at)),
             Self::CrashDecode(at, memory) => write!(f, "FAULT {} dies; its notices: {memory:?}", d(at)),

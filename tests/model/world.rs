@@ -144,6 +144,21 @@ impl World {
         }
     }
 
+    /// The same system, in which a state is explored for itself only.
+    pub(crate) fn without_renaming(bounds: Bounds) -> Self {
+        Self { renamings: Vec::new(), ..Self::new(bounds) }
+    }
+
+    /// How many states one state is explored for.
+    pub(crate) fn places(&mut self, state: Packed) -> usize {
+        let mut all: Vec<_> = std::iter::once(state)
+            .chain(self.renamings.clone().into_iter().map(|by| self.renamed(&state, by)))
+            .collect();
+        all.sort_unstable();
+        all.dedup();
+        all.len()
+    }
+
     /// States of each kind of party that came up: how much of the machines was covered.
     pub(crate) fn parties(&self) -> (usize, usize, usize) {
         (self.routers.len(), self.producers.len(), self.consumers.len())

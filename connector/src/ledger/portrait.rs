@@ -39,35 +39,23 @@ impl Ledger {
     #[must_use]
     pub fn portrait(&self, now: Time) -> LedgerPortrait {
         // Every field by name: one that is added must be decided about here.
-        let Self {
-            terms: _,
-            live,
-            by_request: _,
-            deadlines,
-            ended,
-            released_early,
-            tombstones: _,
-            settled,
-            counts: _,
-        } = self;
+        let Self { terms: _, live, deadlines, tombstones, settled, counts: _ } = self;
         assert!(settled.is_empty(), "settled blocks belong to the caller");
         let mut portrait = LedgerPortrait::default();
-        for (&handle, entry) in live {
+        for (slot, entry) in live.iter() {
             let due = entry.lease.deadline().expect("a live lease has a deadline");
-            let wakes = deadlines.iter().any(|entry| entry.0.1 == handle && entry.0.0 <= due);
-            assert!(wakes, "nothing would wake the ledger for a live lease");
+            assert!(deadlines.wake(slot, due), "nothing would wake the ledger for a live lease");
             portrait.live.push(LivePortrait {
-                handle,
+                handle: entry.handle,
                 request: entry.request.clone(),
                 blocks: entry.blocks.clone(),
                 lease: entry.lease.portrait(now),
             });
         }
         portrait.live.sort();
-        portrait.ended =
-            ended.iter().map(|(&handle, (cause, readers))| (handle, *cause, readers.clone())).collect();
+        portrait.ended = tombstones.ended().collect();
         portrait.ended.sort();
-        portrait.released_early = released_early.keys().cloned().collect();
+        portrait.released_early = tombstones.released().cloned().collect();
         portrait.released_early.sort();
         portrait
     }

@@ -41,7 +41,14 @@ const REASON_BYTES_MAX: usize = 64;
 pub(super) fn authorize(frontend: &Frontend, headers: &HeaderMap) -> Result<(), ApiError> {
     let Some(secret) = &frontend.cluster_secret else { return Ok(()) };
     let shown = headers.get(CLUSTER_SECRET_HEADER).map(HeaderValue::as_bytes).unwrap_or_default();
-    if equal_in_constant_time(shown, secret.as_bytes()) { Ok(()) } else { Err(ApiError::unauthorized()) }
+    if equal_in_constant_time(shown, secret.as_bytes()) { Ok(()) } else { Err(wrong_secret()) }
+}
+
+/// 401 with a code of its own: a router must not take it for its client's API key.
+fn wrong_secret() -> ApiError {
+    let mut error = ApiError::unauthorized().with_code("invalid_cluster_secret");
+    error.message = format!("missing or wrong cluster secret in the header {CLUSTER_SECRET_HEADER}");
+    error
 }
 
 fn equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {

@@ -8,6 +8,7 @@ mod stream;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use baton_connector::fetch::FailureKind;
 use baton_connector::{Handoff, RequestId};
 use baton_openai::{
     ApiError, Endpoint, FinishedChoice, GenerateRequest, ReplyHead, TokenLogprob, parse_object,
@@ -232,7 +233,7 @@ impl Exchange {
             SeqEvent::Refused(refusal) => return Err(refused(refusal)),
             SeqEvent::LoadFailed(kind) => {
                 let message = format!("the prompt's KV blocks could not be fetched: {}", kind.label());
-                return Err(ApiError::unavailable(message, QUEUE_RETRY).with_code("kv_load_failed"));
+                return Err(ApiError::unavailable(message, QUEUE_RETRY).with_code(load_failure(kind)));
             }
             SeqEvent::Unavailable(why) => return Err(ApiError::unavailable(why, QUEUE_RETRY)),
         };
@@ -322,6 +323,17 @@ fn refused(refusal: Refusal) -> ApiError {
             ApiError::overloaded(format!("{waiting} requests are waiting already"), QUEUE_RETRY)
         }
         Refusal::TooLong { tokens, capacity } => ApiError::context_length(tokens, 0, capacity),
+    }
+}
+
+/// The code by which a router acts on a failed fetch: the same handoff elsewhere, or the prompt anew.
+fn load_failure(kind: FailureKind) -> &'static str {
+    match kind {
+        FailureKind::Gone => "kv_gone",
+        FailureKind::Refused => "kv_refused",
+        FailureKind::Unreachable => "kv_handshake_failed",
+        FailureKind::Transfer => "kv_transfer_failed",
+        FailureKind::Unverified => "kv_unverified",
     }
 }
 

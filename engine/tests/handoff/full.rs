@@ -99,7 +99,7 @@ fn a_failed_fetch_leaves_the_lease_to_a_router_that_settles_and_another_engine_u
     let vacant =
         std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("a port").port();
     let reply = decode(&strict, &body, &with(&lent, "remote_port", json!(vacant)), &[SETTLES]);
-    assert_eq!((reply.status, reply.code().as_deref()), (503, Some("kv_load_failed")), "{}", reply.text);
+    assert_eq!((reply.status, reply.code().as_deref()), (503, Some("kv_handshake_failed")), "{}", reply.text);
     strict.is_clean();
     taken_by_another(&cluster, &body, &lent);
     cluster.is_clean();

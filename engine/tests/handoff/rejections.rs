@@ -423,7 +423,7 @@ fn a_stranger_is_refused_and_a_handoff_that_a_producer_of_the_cluster_wrote_is_g
     let (p, d) = (Member(&p, Some(SECRET)), Member(&d, Some(SECRET)));
     let body = greedy(&prompt(1, 40), 8);
     let stranger = |lent: &Value| Request::of(&with(&body, "kv_transfer_params", lent.clone()));
-    let told = Some((401, Some("invalid_api_key")));
+    let told = Some((401, Some("invalid_cluster_secret")));
     refused("no secret", &p, &d, &stranger(&p.lend(&body)), "unauthorized", told);
     let guessed = stranger(&p.lend(&body)).header("x-baton-cluster-secret", "another secret of nobody");
     refused("another secret", &p, &d, &guessed, "unauthorized", told);

@@ -33,7 +33,7 @@ fn recomputed(cluster: &Cluster, body: &Value, reply: &Reply) {
 
 #[track_caller]
 fn failed(cluster: &Cluster, reply: &Reply) {
-    assert_eq!((reply.status, reply.code().as_deref()), (503, Some("kv_load_failed")), "{}", reply.text);
+    assert_eq!((reply.status, reply.code().as_deref()), (503, Some("kv_gone")), "{}", reply.text);
     cluster.d.is_clean();
 }
 

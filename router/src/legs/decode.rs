@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use baton_connector::exchange::Failure;
 
-use super::{Refusal, failure_of};
+use super::{Meaning, Refusal};
+use crate::alive::{Deaf, while_alive};
 use crate::upstream::{CallError, Engine, Outgoing, Reply};
 
 /// A refusal is not read beyond this.
@@ -19,14 +20,20 @@ pub(crate) enum Decoding {
     /// The engine refused the request itself.
     Refused(Refusal),
     /// The engine failed before it took the request.
-    Failed(Failure, Refusal),
+    Failed(Failure, Refusal, Meaning),
 }
 
-/// Asks an engine and waits, at most `first_byte` long, for it to take the request.
+/// Asks an engine and waits, at most `first_byte` long and only while it shows signs of life, for it to take the
+/// request. It is asked for one after each `pause`.
 ///
 /// # Cancel safety
 /// Dropping the future cuts the connection, which aborts the request.
-pub(crate) async fn ask(engine: &Arc<Engine>, outgoing: &Outgoing, first_byte: Duration) -> Decoding {
+pub(crate) async fn ask(
+    engine: &Arc<Engine>,
+    outgoing: &Outgoing,
+    first_byte: Duration,
+    pause: Duration,
+) -> Decoding {
     let call = async {
         let reply = engine.call(outgoing, |_| {}).await?;
         if reply.status().is_success() {
@@ -34,20 +41,27 @@ pub(crate) async fn ask(engine: &Arc<Engine>, outgoing: &Outgoing, first_byte: D
         }
         reply.whole(REFUSAL_BYTES_MAX).await.map(Err)
     };
-    match tokio::time::timeout(first_byte, call).await {
+    let answered = while_alive(engine, pause, tokio::time::timeout(first_byte, call)).await;
+    let Ok(answered) = answered.map_err(|Deaf| ()) else {
+        return Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble);
+    };
+    match answered {
         Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),
         Ok(Ok(Err(whole))) => {
             let refusal = Refusal::of(&whole);
-            match failure_of(whole.status) {
-                Some(failure) => Decoding::Failed(failure, refusal),
+            let meaning = Meaning::of(&whole);
+            match meaning.failure() {
+                Some(failure) => Decoding::Failed(failure, refusal, meaning),
                 None => Decoding::Refused(refusal),
             }
         }
-        Ok(Err(CallError::NotReached)) => Decoding::Failed(Failure::NotReached, Refusal::unreachable()),
+        Ok(Err(CallError::NotReached)) => {
+            Decoding::Failed(Failure::NotReached, Refusal::unreachable(), Meaning::Trouble)
+        }
         Ok(Err(error)) => {
             tracing::warn!(engine = engine.authority(), %error, "decode failed");
-            Decoding::Failed(Failure::Unknown, Refusal::broken())
+            Decoding::Failed(Failure::Unknown, Refusal::broken(), Meaning::Trouble)
         }
-        Err(_elapsed) => Decoding::Failed(Failure::Unknown, Refusal::silent()),
+        Err(_elapsed) => Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble),
     }
 }

@@ -9,7 +9,7 @@ use baton_connector::handoff::ReplyFacts;
 use baton_connector::{Handle, HandoffError};
 use serde_json::{Map, Value};
 
-use super::{Refusal, failure_of};
+use super::{Meaning, Refusal};
 use crate::upstream::{CallError, Engine, InFlight, Outgoing, Socket, Whole};
 
 /// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
@@ -109,9 +109,10 @@ impl Prefilled {
 fn understand(whole: &Whole) -> Prefilled {
     if !whole.status.is_success() {
         let refusal = Refusal::of(whole);
-        return match failure_of(whole.status) {
-            Some(failure) => Prefilled::Failed(failure, refusal),
-            None => Prefilled::Refused(refusal),
+        return match Meaning::of(whole) {
+            Meaning::Misconfigured => Prefilled::Failed(Failure::Answered, Refusal::misconfigured()),
+            meaning if meaning.failure().is_some() => Prefilled::Failed(Failure::Answered, refusal),
+            _ => Prefilled::Refused(refusal),
         };
     }
     // Only the handoff is kept: the reply's one token is computed again, by the engine that goes on from it.

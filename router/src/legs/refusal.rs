@@ -18,12 +18,43 @@ const COME_BACK: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Refusal(pub ApiError);
 
-/// Whether a status says that another engine might do better; `None`: another would refuse it too.
-pub(crate) fn failure_of(status: StatusCode) -> Option<Failure> {
-    let elsewhere = status.is_server_error()
-        || matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT)
-        || !status.is_client_error();
-    elsewhere.then_some(Failure::Answered)
+/// What an engine's answer other than 2xx means for the request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Meaning {
+    /// The request itself is refused; another engine would refuse it too.
+    Refused,
+    /// The engine is in trouble: full, draining, failed. Another may do better, with the same handoff.
+    Trouble,
+    /// The engine cannot use the handoff. Another may; if none can, the prompt is computed anew.
+    CannotUseHandoff,
+    /// Nobody can use the handoff any more: the prompt is computed anew.
+    HandoffSpent,
+    /// The engine does not accept this router's cluster secret. That is for the operator, not for the client.
+    Misconfigured,
+}
+
+impl Meaning {
+    pub(crate) fn of(answer: &Whole) -> Self {
+        let body: Value = serde_json::from_slice(&answer.body).unwrap_or(Value::Null);
+        match (answer.status.as_u16(), body["error"]["code"].as_str().unwrap_or_default()) {
+            (401 | 403, "invalid_cluster_secret") => Self::Misconfigured,
+            // What a decode engine says of a handoff is never about the client's own words: it sent none.
+            (_, "kv_gone" | "kv_unsupported") => Self::HandoffSpent,
+            (_, "kv_handshake_failed" | "kv_transfer_failed" | "kv_unverified" | "kv_refused") => {
+                Self::CannotUseHandoff
+            }
+            (_, "kv_layout_mismatch" | "kv_prompt_mismatch" | "kv_wrong_role") => Self::CannotUseHandoff,
+            (_, "invalid_kv_transfer_params") => Self::CannotUseHandoff,
+            (408 | 429, _) => Self::Trouble,
+            (400..=499, _) => Self::Refused,
+            _ => Self::Trouble,
+        }
+    }
+
+    /// What it is to the exchange; `None` for a refusal.
+    pub(crate) fn failure(self) -> Option<Failure> {
+        (self != Self::Refused).then_some(Failure::Answered)
+    }
 }
 
 impl Refusal {
@@ -39,6 +70,14 @@ impl Refusal {
         Self(ApiError::bad_gateway("an engine failed while it worked on the request"))
     }
 
+    /// An engine does not accept this router's secret: the operator's to mend, so the client reads no more than 502.
+    pub(crate) fn misconfigured() -> Self {
+        Self(
+            ApiError::bad_gateway("the router and an engine are not configured alike")
+                .with_code("misconfigured"),
+        )
+    }
+
     pub(crate) fn silent() -> Self {
         Self(ApiError::gateway_timeout("an engine did not answer in time"))
     }
@@ -46,6 +85,15 @@ impl Refusal {
     /// What an engine's answer other than 2xx means to the client.
     pub(crate) fn of(answer: &Whole) -> Self {
         let after = retry_after(answer).unwrap_or(COME_BACK);
+        if Meaning::of(answer).failure().is_some() && answer.status.is_client_error() {
+            // Not the client's doing, whatever the status says to a router.
+            if Meaning::of(answer) == Meaning::Misconfigured {
+                return Self::misconfigured();
+            }
+            if !matches!(answer.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT) {
+                return Self::broken();
+            }
+        }
         Self(match answer.status {
             StatusCode::TOO_MANY_REQUESTS => ApiError::overloaded("every engine asked is full", after),
             StatusCode::SERVICE_UNAVAILABLE => {
@@ -141,11 +189,34 @@ mod tests {
 
     #[test]
     fn only_an_engines_own_trouble_is_tried_elsewhere() {
-        for (status, elsewhere) in
-            [(400, false), (404, false), (422, false), (429, true), (500, true), (503, true)]
-        {
-            let status = StatusCode::from_u16(status).expect("a status");
-            assert_eq!(failure_of(status).is_some(), elsewhere, "{status}");
+        for (status, code, meaning) in [
+            (400, "x", Meaning::Refused),
+            (404, "model_not_found", Meaning::Refused),
+            (422, "", Meaning::Refused),
+            (401, "invalid_api_key", Meaning::Refused),
+            (401, "invalid_cluster_secret", Meaning::Misconfigured),
+            (429, "overloaded", Meaning::Trouble),
+            (408, "", Meaning::Trouble),
+            (500, "", Meaning::Trouble),
+            (503, "draining", Meaning::Trouble),
+            (503, "engine_failed", Meaning::Trouble),
+            (503, "kv_handshake_failed", Meaning::CannotUseHandoff),
+            (503, "kv_transfer_failed", Meaning::CannotUseHandoff),
+            (503, "kv_unverified", Meaning::CannotUseHandoff),
+            (503, "kv_refused", Meaning::CannotUseHandoff),
+            (503, "kv_gone", Meaning::HandoffSpent),
+            (400, "kv_layout_mismatch", Meaning::CannotUseHandoff),
+            (400, "kv_prompt_mismatch", Meaning::CannotUseHandoff),
+            (400, "kv_wrong_role", Meaning::CannotUseHandoff),
+            (400, "invalid_kv_transfer_params", Meaning::CannotUseHandoff),
+            (400, "kv_unsupported", Meaning::HandoffSpent),
+        ] {
+            let said =
+                answer(status, &serde_json::json!({"error": {"code": code, "message": "x"}}).to_string());
+            assert_eq!(Meaning::of(&said), meaning, "{status} {code}");
+            let Refusal(told) = Refusal::of(&said);
+            let ours = meaning != Meaning::Refused && !matches!(status, 408 | 429);
+            assert_eq!(told.status >= 500, ours, "{status} {code}: the client is told {told}");
         }
     }
 }

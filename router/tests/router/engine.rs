@@ -71,6 +71,7 @@ struct Inner {
     cut: AtomicUsize,
     connections: AtomicUsize,
     verbs_missing: std::sync::atomic::AtomicBool,
+    deaf: std::sync::atomic::AtomicBool,
 }
 
 struct Gate(Semaphore);
@@ -160,6 +161,17 @@ impl FakeEngine {
         self
     }
 
+    /// From now on it does not say whether it lives, as a process that stands still.
+    pub(crate) fn deaf(self) -> Self {
+        self.inner.deaf.store(true, Ordering::SeqCst);
+        self
+    }
+
+    /// Questions whether it lives.
+    pub(crate) fn health_asked(&self) -> usize {
+        self.all().iter().filter(|seen| seen.path == "/health").count()
+    }
+
     /// Lets one gated step happen.
     pub(crate) fn go_on(&self) {
         self.inner.gate.0.add_permits(1);
@@ -238,6 +250,9 @@ async fn answer(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Respons
         body: serde_json::from_slice(&body).unwrap_or(Value::Null),
     });
     if !path.starts_with("/v1/") {
+        if path == "/health" && inner.deaf.load(Ordering::SeqCst) {
+            std::future::pending::<()>().await;
+        }
         work.done();
         let verb = path == "/kv/release" || path == "/abort_requests";
         let missing = verb && inner.verbs_missing.load(Ordering::SeqCst);

@@ -275,3 +275,157 @@ async fn a_kept_connection_that_the_engine_closed_is_replaced_without_an_error()
     assert_eq!(answer.status, 200);
     assert_eq!(p.asked().len(), 1, "the restarted engine was asked on a new connection");
 }
+
+/// What a decode engine says when it cannot use a handoff that another might.
+const CANNOT_USE: [(u16, &str); 8] = [
+    (503, "kv_handshake_failed"),
+    (503, "kv_transfer_failed"),
+    (503, "kv_unverified"),
+    (503, "kv_refused"),
+    (400, "kv_layout_mismatch"),
+    (400, "kv_prompt_mismatch"),
+    (400, "kv_wrong_role"),
+    (400, "invalid_kv_transfer_params"),
+];
+
+#[tokio::test]
+async fn a_handoff_that_one_decode_engine_cannot_use_goes_to_another_as_it_is() {
+    for (status, code) in CANNOT_USE {
+        let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+        let first = FakeEngine::always(Act::Refuse(status, error(code))).await;
+        let second = FakeEngine::always(Act::Whole(5)).await;
+        let system = System::start(&[&p], &[&first, &second]).await;
+        let answer = post(system.address, "/v1/completions", &completion(false)).await;
+        assert_eq!(answer.status, 200, "{code}: {}", answer.text());
+        assert_eq!(first.asked()[0].body, second.asked()[0].body, "{code}: the same handoff");
+        system.settled().await;
+        assert!(p.releases().is_empty() && p.asked().len() == 1, "{code}");
+    }
+}
+
+#[tokio::test]
+async fn a_handoff_that_no_decode_engine_can_use_goes_back_and_the_prompt_is_computed_anew() {
+    for (status, code) in CANNOT_USE.into_iter().chain([(503, "kv_gone"), (400, "kv_unsupported")]) {
+        let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+        let d = FakeEngine::scripted(vec![Act::Refuse(status, error(code)), Act::Whole(5)]).await;
+        let system = System::start(&[&p], &[&d]).await;
+        let answer = post(system.address, "/v1/completions", &completion(true)).await;
+        assert_eq!(answer.status, 200, "{code}: {}", answer.text());
+        let asked = d.asked();
+        assert!(asked[0].body["kv_transfer_params"].is_object(), "{code}");
+        assert!(asked[1].body.get("kv_transfer_params").is_none(), "{code}: computed by D alone");
+        p.wait("the release", |p| p.releases() == released("unusable_handoff")).await;
+        system.settled().await;
+        assert_eq!(p.asked().len(), 1, "{code}");
+    }
+}
+
+#[tokio::test]
+async fn a_handoff_that_is_gone_is_tried_nowhere_else() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let gone = || FakeEngine::scripted(vec![Act::Refuse(503, error("kv_gone")), Act::Whole(5)]);
+    let (a, b) = (gone().await, gone().await);
+    let system = System::start(&[&p], &[&a, &b]).await;
+    // Whichever is asked anew may say so once more, of a handoff that it did not get: then the other one is asked.
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    let with_handoff =
+        |d: &FakeEngine| d.asked().iter().filter(|s| s.body["kv_transfer_params"].is_object()).count();
+    assert_eq!(with_handoff(&a) + with_handoff(&b), 1);
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn where_decode_engines_may_not_prefill_a_spent_handoff_is_replaced_by_a_second_one() {
+    let p = FakeEngine::scripted(vec![Act::Lend(Some(HANDLE)), Act::Lend(Some(7))]).await;
+    let d = FakeEngine::scripted(vec![Act::Refuse(503, error("kv_gone")), Act::Whole(5)]).await;
+    let system = System::with(&[&p], &[&d], "    fallback: none", "").await;
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    let handle = &d.asked()[1].body["kv_transfer_params"]["remote_handle"];
+    assert_eq!(handle, &json!(format!("{:032x}", 7)));
+    p.wait("the release", |p| p.releases() == released("unusable_handoff")).await;
+    system.settled().await;
+    assert_eq!(p.asked().len(), 2);
+}
+
+#[tokio::test]
+async fn the_prompt_is_computed_anew_once_and_then_the_client_gets_one_error() {
+    let p = FakeEngine::scripted(vec![Act::Lend(Some(HANDLE)), Act::Lend(Some(7))]).await;
+    let d = FakeEngine::always(Act::Refuse(503, error("kv_transfer_failed"))).await;
+    let system = System::with(&[&p], &[&d], "    fallback: none", "").await;
+    let answer = post(system.address, "/v1/completions", &completion(true)).await;
+    assert_eq!((answer.status, answer.code().as_str()), (503, "unavailable"));
+    assert!(
+        !answer.text().contains("said so"),
+        "an engine's words about a handoff are not the client's business"
+    );
+    let reasons = |p: &FakeEngine| p.releases().into_iter().map(|(_, reason)| reason).collect::<Vec<_>>();
+    p.wait("both releases", |p| reasons(p) == ["unusable_handoff", "decode_unreachable"]).await;
+    system.settled().await;
+    assert_eq!((p.asked().len(), d.asked().len()), (2, 2));
+}
+
+#[tokio::test]
+async fn an_engine_that_refuses_the_routers_secret_is_passed_over_and_never_the_clients_fault() {
+    let wrong = || FakeEngine::always(Act::Refuse(401, error("invalid_cluster_secret")));
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let (strict, good) = (wrong().await, FakeEngine::always(Act::Whole(5)).await);
+    let system = System::start(&[&p], &[&strict, &good]).await;
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    system.settled().await;
+    assert!(p.releases().is_empty(), "the other one has the handoff");
+
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let system = System::start(&[&p], &[&strict]).await;
+    let answer = post(system.address, "/v1/completions", &completion(false)).await;
+    assert_eq!((answer.status, answer.code().as_str()), (502, "misconfigured"));
+    assert!(!answer.text().contains("said so"));
+    p.wait("the release", |p| p.releases() == released("decode_unreachable")).await;
+    let metrics = get(system.admin, "/metrics").await.text();
+    assert!(metrics.contains("baton_router_misconfigured_total{leg=\"decode\"} 1"), "{metrics}");
+
+    let (p, d) = (wrong().await, FakeEngine::always(Act::Whole(5)).await);
+    let system = System::start(&[&p], &[&d]).await;
+    assert_eq!(
+        post(system.address, "/v1/completions", &completion(false)).await.status,
+        200,
+        "D computes all"
+    );
+    assert!(d.asked()[0].body.get("kv_transfer_params").is_none());
+}
+
+#[tokio::test]
+async fn an_engine_that_took_a_request_and_answers_nothing_at_all_is_given_up_long_before_its_bound() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let dead = FakeEngine::always(Act::Hang).await.deaf();
+    let live = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::with(&[&p], &[&dead, &live], "", "timeouts: {alive_ms: 50}").await;
+    for _ in 0..2 {
+        // One of the two goes to the dead one first.
+        assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    }
+    dead.wait("the cut and the abort", |d| d.cut() >= 1 && !d.aborts().is_empty()).await;
+    assert_eq!(dead.asked()[0].body["kv_transfer_params"], live.asked()[0].body["kv_transfer_params"]);
+    system.settled().await;
+    assert!(p.releases().is_empty());
+
+    let dead = FakeEngine::always(Act::Hang).await.deaf();
+    let system = System::with(&[&dead, &p], &[&live], "", "timeouts: {alive_ms: 50}").await;
+    for _ in 0..2 {
+        assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    }
+    dead.wait("the abort", |p| !p.aborts().is_empty()).await;
+}
+
+#[tokio::test]
+async fn an_engine_that_is_slow_and_says_that_it_lives_is_waited_for() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let slow = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let system = System::with(&[&p], &[&slow], "", "timeouts: {alive_ms: 20}").await;
+    let address = system.address;
+    let asking = tokio::spawn(async move { post(address, "/v1/completions", &completion(false)).await });
+    slow.wait("it has been asked many times", |d| d.health_asked() >= 10).await;
+    slow.go_on();
+    assert_eq!(asking.await.unwrap().status, 200);
+    system.settled().await;
+    assert_eq!((slow.asked().len(), slow.aborts().len()), (1, 0));
+}

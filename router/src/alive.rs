@@ -1,0 +1,67 @@
+//! Whether an engine that says nothing is alive.
+//!
+//! A decode engine sends the head of its answer with its first event, which may be minutes away: it queues, it fetches,
+//! or it computes an answer that is not streamed. A lease lives for seconds. So silence on the request's own connection
+//! says nothing about the engine, and the bound on it cannot be short. An engine that lives answers `GET /health`
+//! meanwhile, off its step loop, whatever the answer is. One that does not, twice in a row, has stopped, hangs or is cut
+//! off: it is given up while its request's lease still lives, and another engine gets the handoff.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use hyper::Method;
+use hyper::header::HeaderMap;
+
+use crate::upstream::{Engine, Outgoing};
+
+/// The longest wait for an answer to one question.
+const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+
+/// Questions without an answer that make an engine dead.
+const UNANSWERED_MAX: u32 = 2;
+
+/// An answer to a question is not read beyond this.
+const ANSWER_BYTES_MAX: usize = 64 * 1024;
+
+/// The engine does not answer anything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Deaf;
+
+/// Waits for `answer` as long as the engine is alive, which it is asked after each `pause` without one.
+///
+/// # Cancel safety
+/// That of `answer`.
+pub(crate) async fn while_alive<T>(
+    engine: &Arc<Engine>,
+    pause: Duration,
+    answer: impl Future<Output = T>,
+) -> Result<T, Deaf> {
+    let mut answer = std::pin::pin!(answer);
+    let mut unanswered = 0;
+    loop {
+        // After one question without an answer the next follows at once.
+        let pause = if unanswered == 0 { pause } else { Duration::ZERO };
+        let asked = async {
+            tokio::time::sleep(pause).await;
+            is_alive(engine, ANSWER_WITHIN).await
+        };
+        tokio::select! {
+            biased;
+            answer = &mut answer => return Ok(answer),
+            alive = asked => unanswered = if alive { 0 } else { unanswered + 1 },
+        }
+        if unanswered == UNANSWERED_MAX {
+            tracing::warn!(engine = engine.authority(), "an engine answers nothing and is given up");
+            return Err(Deaf);
+        }
+    }
+}
+
+/// Whether it answers within this time; what it answers is of no interest.
+async fn is_alive(engine: &Arc<Engine>, within: Duration) -> bool {
+    let question =
+        Outgoing { method: Method::GET, path: "/health", headers: HeaderMap::new(), body: Bytes::new() };
+    let asked = async { engine.call(&question, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
+    matches!(tokio::time::timeout(within, asked).await, Ok(Ok(_)))
+}
