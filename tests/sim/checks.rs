@@ -41,7 +41,7 @@ impl Sim {
             if usage.free + usage.cached != usage.total {
                 found.push(format!("I5: engine {index} holds blocks: {usage:?}"));
             }
-            if (load.waiting, load.fetching, load.running, load.stopping) != (0, 0, 0, 0) || core.live() > 0 {
+            if (load.waiting, load.fetching, load.running, load.stopping + load.offloading) != (0, 0, 0, 0) || core.live() > 0 {
                 found.push(format!("I5: engine {index} has requests: {load:?}"));
             }
             let leases = core.surroundings().ledger.len();

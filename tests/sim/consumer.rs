@@ -248,7 +248,7 @@ impl Sim {
     }
 
     /// Bytes arrive in a landing block. They may only ever arrive in one (invariant 3).
-    fn land(&mut self, engine: usize, block: BlockId, contents: &[device::Slot]) {
+    pub fn land(&mut self, engine: usize, block: BlockId, contents: &[device::Slot]) {
         let core = self.engines[engine].core.as_ref().expect("it reads");
         if !core.is_landing(block) {
             return self.wrong(format!("I3: a transfer writes into block {}, which is not landing", block.0));

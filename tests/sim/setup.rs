@@ -21,6 +21,9 @@ pub struct EngineSetup {
     pub max_waiting: usize,
     pub fetch_workers: usize,
     pub recompute: bool,
+    /// Slots of its host tier and files of its disk tier; 0 is none.
+    pub host_blocks: usize,
+    pub disk_blocks: usize,
     pub step: (Micros, Micros),
     pub block_copy: (Micros, Micros),
     /// It refuses one request in so many, before it looks at it; 0 is never.
@@ -64,6 +67,8 @@ pub struct Setup {
     pub decode_silence: Micros,
     /// One transfer in so many breaks in the middle; 0 is never.
     pub truncate_one_in: u64,
+    /// Disk tiers fail, fill up and damage what they hold.
+    pub bad_disks: bool,
     /// What is broken on purpose, to see that it is found.
     pub mutation: Mutation,
 }
@@ -154,6 +159,7 @@ impl Setup {
             prefill_silence: if naive_router { 600 } else { dice.between(2, 60) } * SECOND,
             decode_silence: if naive_router { 600 } else { dice.between(2, 60) } * SECOND,
             truncate_one_in: if calm || dice.percent(60) { 0 } else { dice.between(5, 200) },
+            bad_disks: !calm && dice.percent(50),
             mutation,
         }
     }
@@ -189,6 +195,8 @@ fn engines(dice: &mut Dice, calm: bool, block_tokens: usize) -> Vec<EngineSetup>
             max_waiting: if dice.percent(70) { 64 } else { dice.between(1, 3) as usize },
             fetch_workers: dice.between(1, 4) as usize,
             recompute: dice.percent(60),
+            host_blocks: if dice.percent(60) { 0 } else { dice.between(1, 24) as usize },
+            disk_blocks: if dice.percent(70) { 0 } else { dice.between(1, 48) as usize },
             step: (dice.between(500, 5_000), dice.between(5_000, 60_000)),
             block_copy: if dice.percent(70) { (5, 200) } else { (5_000, 2_000_000) },
             refuses_one_in: if dice.percent(60) { 0 } else { dice.between(3, 20) },
