@@ -355,7 +355,10 @@ impl Scheduler {
     /// some.
     #[must_use]
     pub fn waits_for_leases(&self) -> bool {
-        !self.waiting.is_empty() && self.running.is_empty() && self.fetching == 0 && self.stopping.is_empty()
+        let idle = self.running.is_empty() && self.fetching + self.loading == 0 && self.stopping.is_empty();
+        !self.waiting.is_empty()
+            && idle
+            && self.offload.as_ref().is_none_or(|offload| offload.in_flight() == 0)
     }
 
     /// The first of the queue that has a handoff.

@@ -259,8 +259,7 @@ impl Engine {
             finished: RefCell::default(),
             news: RefCell::default(),
         };
-        let tiers =
-            TierConfig { host_blocks: self.setup.host_blocks, disk_blocks: self.setup.disk_blocks };
+        let tiers = TierConfig { host_blocks: self.setup.host_blocks, disk_blocks: self.setup.disk_blocks };
         let scheduler = Scheduler::new(config, blocks).with_tiers(tiers, tiers::found(&self.disk));
         self.core = Some(EngineCore::new(Box::new(device), scheduler, world));
         self.mail = Mail::default();

@@ -70,7 +70,8 @@ impl Sim {
     pub fn schedule_orders(&mut self, engine: usize) {
         let fresh = std::mem::take(&mut self.engine(engine).world().workers.fresh);
         for id in fresh {
-            let wait = self.dice.stretch(10, if self.dice_slow() { 3 * SECOND } else { 20_000 });
+            let longest = if self.dice_slow() { 3 * SECOND } else { 20_000 };
+            let wait = self.dice.stretch(10, longest);
             self.later(Node::Engine(engine), wait, Event::OrderBegins(engine, id));
         }
     }
@@ -210,4 +211,3 @@ impl Sim {
 pub fn found(disk: &Disk) -> Vec<BlockHash> {
     disk.lock().unwrap_or_else(PoisonError::into_inner).keys().copied().collect()
 }
-
