@@ -27,8 +27,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
-use baton_connector::{BlockId, Handle, Rank, Reader};
+use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
+use baton_connector::{BlockId, Handle, Reader};
 use baton_connector_shm::{ShmServer, ShmTransport, shared_pool};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
 use serde_json::{Value, json};
@@ -36,7 +36,7 @@ use serde_json::{Value, json};
 use bare::Sender;
 use lender::Lender;
 
-const READER: Reader = Reader { consumer: 1, rank: Rank(0) };
+const READER: Reader = Reader::sole(1);
 
 /// Block size whose latency is measured, in bytes.
 const LATENCY_BLOCK_BYTES: usize = 64 << 10;
@@ -121,7 +121,8 @@ impl Wire {
         into: &[BlockId],
         region: &Region,
     ) -> Result<(), TransferError> {
-        let order = ReadOrder { handle, reader: READER, first: 0, into: into.to_vec() };
+        let order =
+            ReadOrder { handle, reader: READER, part: Part::Blocks { first: 0 }, into: into.to_vec() };
         Ok(self.transports[transport].read(&self.peer, &order, region, &AtomicBool::new(false))?)
     }
 

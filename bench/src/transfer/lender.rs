@@ -99,6 +99,11 @@ impl Producer for Lender {
         ledger.release(handle, reason, now)
     }
 
+    fn leave(&self, handle: Handle, consumer: u64, reason: &str) -> ReleaseReply {
+        let (mut ledger, now) = self.ledger();
+        ledger.leave(handle, consumer, reason, now)
+    }
+
     fn heartbeat(&self, handle: Handle) -> HeartbeatReply {
         let (mut ledger, now) = self.ledger();
         ledger.heartbeat(handle, now)
