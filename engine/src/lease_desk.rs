@@ -268,3 +268,6 @@ impl Producer for LeaseDesk {
         &self.region
     }
 }
+
+#[cfg(test)]
+mod tests;
