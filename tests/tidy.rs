@@ -18,7 +18,14 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("baton-router", &["baton-connector", "baton-openai"]),
     (
         "baton-bench",
-        &["baton-connector", "baton-connector-tcp", "baton-engine", "baton-openai", "baton-router"],
+        &[
+            "baton-connector",
+            "baton-connector-shm",
+            "baton-connector-tcp",
+            "baton-engine",
+            "baton-openai",
+            "baton-router",
+        ],
     ),
     (
         "baton",

@@ -24,7 +24,6 @@ use baton_connector::{BlockId, RequestId};
 use tokio::sync::mpsc::Sender;
 
 use self::aborted_early::AbortedEarly;
-use self::lending::Prompt;
 pub use self::messages::{ProducerAddress, SeqEnd, SeqEvent, Submission};
 pub use self::surroundings::{Fact, Surroundings};
 use crate::block_pool::BlockUsage;
@@ -246,12 +245,12 @@ impl<S: Surroundings> EngineCore<S> {
     }
 
     fn answer_digests(&self, ask: DigestAsk) {
-        let region = self.executor.region();
+        let geometry = self.executor.geometry();
         // One more than a page shows tells whether there is another.
-        let limit = page_blocks(region.block_bytes()) + 1;
+        let limit = page_blocks(geometry.whole().block_bytes()) + 1;
         let cached = self.scheduler.cached_blocks(ask.after, limit);
         // An asker that has left needs no answer.
-        let _ = ask.reply.send(DigestPage::of(&cached, region));
+        let _ = ask.reply.send(DigestPage::of(&cached, &geometry, self.executor.regions()));
     }
 
     /// Ends a request by name. One that decodes here and has not arrived yet is remembered (one that lends is
@@ -282,7 +281,7 @@ impl<S: Surroundings> EngineCore<S> {
     fn accept(&mut self, submission: Submission) {
         let Submission { sequence, sampling, index, outbox, target, arrived } = submission;
         let (id, request) = (sequence.id, sequence.request.clone());
-        if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce)) {
+        if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce { .. })) {
             tracing::debug!(%request, "given up before it arrived");
             let end = SeqEnd { reason: FinishReason::Abort, handoff: None };
             self.turn_away(
@@ -396,13 +395,11 @@ impl<S: Surroundings> EngineCore<S> {
 
     /// Ends a sequence in the ordinary way. A second call for the same sequence changes nothing.
     fn end(&mut self, id: SeqId, reason: FinishReason) {
-        let cached = self.scheduler.sequence(id).map_or(0, |sequence| sequence.reused().0);
-        let fingerprint = self.prompt_of(id);
+        let prompt = self.prompt_of(id);
         let Some((finished, live)) = self.strike(id, reason) else { return };
         let handoff = match finished {
             Finished::Lent(blocks) => {
-                let (tokens, prompt) = fingerprint.expect("it was on the books");
-                self.lend(&live, blocks, Prompt { tokens, fingerprint: prompt, cached })
+                self.lend(&live, blocks, prompt.expect("it was on the books as a producer"))
             }
             Finished::FreeNow => None,
         };

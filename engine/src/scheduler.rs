@@ -298,7 +298,7 @@ impl Scheduler {
         }
         let complete = matches!(reason, FinishReason::Stop | FinishReason::Length);
         if complete
-            && matches!(sequence.purpose, Purpose::Produce)
+            && matches!(sequence.purpose, Purpose::Produce { .. })
             && sequence.computed >= sequence.prompt_len
         {
             let lent_count = sequence.prompt_len.div_ceil(self.config.block_tokens);

@@ -168,7 +168,8 @@ impl Producer {
             handle: self.handle(lease),
             request: name(req),
             blocks: vec![block],
-            expected: usize::from(self.bounds.ranks),
+            // One consumer, with a link for each of its ranks.
+            expected: 1,
         };
         match self.ledger.open(grant, self.now) {
             Ok(_) if self.view.given_up[usize::from(req)] => {
@@ -225,12 +226,19 @@ impl Producer {
         Ok(())
     }
 
+    fn reader(&self, reader: ReaderName) -> Reader {
+        let ReaderName { d, life, req, rank } = reader;
+        let consumer = u64::from(u32::from_be_bytes([0, d, life, req]));
+        Reader { consumer, of: self.bounds.ranks.into(), rank: Rank(rank.into()) }
+    }
+
     fn read_done(&mut self, lease: Local, reader: ReaderName, says: &mut Vec<Output>) {
         let handle = self.handle(lease);
-        let verdict = self.ledger.read_done(handle, reader_of(reader), self.now);
+        let verdict = self.ledger.read_done(handle, self.reader(reader), self.now);
         if self.bounds.has(Mutation::ReadersAreCounted) && self.view.valid.contains(&reader) {
-            // A repetition is taken for one more reader.
-            let another = Reader { consumer: u64::MAX, ..reader_of(reader) };
+            // A repetition is taken for the consumer's next link.
+            let rank = Rank(u16::from((reader.rank + 1) % self.bounds.ranks));
+            let another = Reader { rank, ..self.reader(reader) };
             if self.ledger.read_begun(handle, another, 0, 1, self.now).is_ok() {
                 self.ledger.read_done(handle, another, self.now);
             }
@@ -321,7 +329,7 @@ impl Producer {
                 says.push(Output::Gone);
             }
             Input::ReadBegun(lease, reader) => {
-                let read = self.ledger.read_begun(self.handle(lease), reader_of(reader), 0, 1, self.now);
+                let read = self.ledger.read_begun(self.handle(lease), self.reader(reader), 0, 1, self.now);
                 says.push(match read {
                     Ok(blocks) => Output::Granted(blocks[0]),
                     Err(ReadRefusal::Gone) => Output::Gone,
@@ -331,7 +339,7 @@ impl Producer {
             }
             Input::ReadDone(lease, reader) => self.read_done(lease, reader, says),
             Input::ReadFailed(lease, reader) => {
-                self.ledger.read_failed(self.handle(lease), reader_of(reader), self.now);
+                self.ledger.read_failed(self.handle(lease), self.reader(reader), self.now);
             }
             Input::Heartbeat(lease) => {
                 let reply = self.ledger.heartbeat(self.handle(lease), self.now);
@@ -426,9 +434,4 @@ impl Party for Producer {
 
 fn name(req: Req) -> RequestId {
     RequestId::new(["r1", "r2"][usize::from(req)]).expect("an id")
-}
-
-fn reader_of(reader: ReaderName) -> Reader {
-    let ReaderName { d, life, req, rank } = reader;
-    Reader { consumer: u64::from(u32::from_be_bytes([0, d, life, req])), rank: Rank(rank.into()) }
 }

@@ -235,7 +235,8 @@ impl Engine {
             address: ProducerAddress {
                 engine_id: EngineId(format!("e{}", self.index).into()),
                 host: format!("10.0.0.{}", self.index),
-                port: 5600 + self.index as u16,
+                ports: vec![5600 + self.index as u16],
+                block_tokens,
             },
             epoch,
             dice: Dice::new(self.dice.roll(), 7),

@@ -85,7 +85,7 @@ impl Sim {
             return self.send(conn, Side::Callee, Msg::Prefilled(Err(503)));
         }
         let (outbox, events) = tokio::sync::mpsc::channel(3);
-        let mut sequence = self.sequence(engine, ask, Purpose::Produce);
+        let mut sequence = self.sequence(engine, ask, Purpose::Produce { consumers: 1 });
         sequence.stop.max_new = 1;
         let front = Front { produces: true, events, open: vec![(0, sequence.id)], accepted: false };
         let arrived = self.engine(engine).world().now();

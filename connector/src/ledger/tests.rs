@@ -1,10 +1,9 @@
 //! The ledger: each promise by itself, and events by dice beside a list that is scanned.
 
 use super::*;
-use crate::Rank;
 use crate::limits::{TOMBSTONE_KEPT, TOMBSTONES_MAX};
 
-const READER: Reader = Reader { consumer: 9, rank: Rank(0) };
+const READER: Reader = Reader::sole(9);
 
 fn id(text: &str) -> RequestId {
     RequestId::new(text).expect("a test id")
@@ -85,6 +84,19 @@ fn a_repeated_done_after_the_end_is_still_valid_and_a_strangers_is_not() {
     assert_eq!(ledger.read_done(Handle(1), READER, Time(3)), Verdict::Valid);
     let stranger = Reader { consumer: 10, ..READER };
     assert_eq!(ledger.read_done(Handle(1), stranger, Time(3)), Verdict::Gone);
+}
+
+#[test]
+fn the_last_consumer_that_leaves_ends_the_lease_with_its_reason() {
+    let mut ledger = Ledger::new(LeaseTerms::default());
+    ledger.open(Grant { expected: 2, ..grant(1) }, Time(0)).expect("open");
+    assert_eq!(ledger.leave(Handle(1), 4, "consumer_rejected", Time(1)), ReleaseReply::Draining);
+    assert_eq!(ledger.leave(Handle(1), 4, "consumer_rejected", Time(1)), ReleaseReply::Already);
+    assert_eq!(ledger.leave(Handle(1), 5, "consumer_aborted", Time(2)), ReleaseReply::Released);
+    assert_eq!(ledger.leave(Handle(1), 5, "consumer_aborted", Time(3)), ReleaseReply::Already);
+    assert_eq!(ledger.leave(Handle(2), 5, "consumer_aborted", Time(3)), ReleaseReply::Unknown);
+    let settled = ledger.take_settled();
+    assert_eq!((settled.len(), &*settled[0].reason), (1, "consumer_aborted"));
 }
 
 #[test]

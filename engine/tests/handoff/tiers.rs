@@ -153,14 +153,12 @@ fn a_damaged_file_is_computed_again_and_never_believed() {
         // All of them: whichever block comes first, nothing after it may be used.
         files(dir.path()).iter().for_each(|file| damage(file));
         engine.forget();
-        wash(&engine);
         let again = answer(&engine, &body);
         same_choices(&again, &one);
         assert_eq!((cached_tokens(&again), hits(&engine)), (0, 0.0));
         assert!(engine.metric("baton_kv_offload_failures_total") >= 12.0);
         // It was stored anew, and is whole now.
         engine.forget();
-        wash(&engine);
         same_choices(&answer(&engine, &body), &one);
         assert_eq!(hits(&engine), (12 * BLOCK) as f64);
         engine.is_clean();
@@ -184,7 +182,6 @@ fn one_damaged_file_truncates_the_prefix_and_what_is_before_it_is_used() {
     *bytes.last_mut().expect("not empty") ^= 1;
     fs::write(&file, bytes).expect("writable");
     engine.forget();
-    wash(&engine);
     let again = answer(&engine, &body);
     same_choices(&again, &one);
     assert_eq!(cached_tokens(&again), (5 * BLOCK) as u64);
@@ -312,6 +309,32 @@ fn several_choices_and_a_reset_of_everything_work_with_tiers() {
     engine.wait_until("the tiers are kept", |kv| kv["offload"]["host"]["blocks"] == 0);
     same_choices(&answer(&engine, &body), &one);
     assert_eq!(hits(&engine), (4 * BLOCK) as f64, "nothing was left to load");
+    engine.is_clean();
+}
+
+#[test]
+fn each_data_parallel_rank_has_tiers_of_its_own() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let engine = node(LLAMA, |options| {
+        disk(options, dir.path());
+        options.data_parallel_size = 2;
+    });
+    let body = greedy(&prompt(8, PROMPT_TOKENS), 4).to_string();
+    for rank in ["0", "1"] {
+        for cached in [0, (12 * BLOCK) as u64] {
+            let headers = [("x-data-parallel-rank", rank)];
+            let answer = http::call(engine.http, "POST", "/v1/completions", &headers, &body).ok();
+            assert_eq!(cached_tokens(&answer), cached, "rank {rank}");
+            engine.wait_until("copies are in flight", |kv| {
+                // A rank that has not been asked anything yet shows nothing.
+                let rested = |core: &Value| core["offload"].is_null() || core["offload"]["in_flight"] == 0;
+                kv["cores"].as_array().expect("two").iter().all(rested)
+            });
+            engine.forget();
+        }
+        assert!(files(&dir.path().join(format!("dp{rank}"))).len() >= 12);
+    }
+    assert_eq!(hits(&engine), (2 * 12 * BLOCK) as f64);
     engine.is_clean();
 }
 
