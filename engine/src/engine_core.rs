@@ -19,7 +19,8 @@ mod surroundings;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use baton_connector::fetch::Reason;
+use baton_connector::fetch::{Event, Reason};
+use baton_connector::limits::DRAIN_DEADLINE;
 use baton_connector::{BlockId, RequestId};
 use tokio::sync::mpsc::Sender;
 
@@ -65,6 +66,8 @@ pub struct EngineCore<S> {
     logits: Logits,
     scratch: Scratch,
     closing: Option<Instant>,
+    /// Since when nothing but leases holds blocks, and nobody can go on.
+    waits_since: Option<Instant>,
     aborted_early: AbortedEarly,
     /// Sequences are being ended with an answer that a router takes elsewhere.
     refusing: bool,
@@ -84,6 +87,7 @@ impl<S: Surroundings> EngineCore<S> {
             logits: Logits::default(),
             scratch: Scratch::default(),
             closing: None,
+            waits_since: None,
             aborted_early: AbortedEarly::default(),
             refusing: false,
         }
@@ -117,7 +121,32 @@ impl<S: Surroundings> EngineCore<S> {
     pub fn schedule(&mut self) -> (Vec<Planned>, bool) {
         let plan = self.scheduler.schedule();
         let acted = self.carry_out_effects();
-        (plan, acted)
+        let broke_up = self.break_deadlock(plan.is_empty() && !acted);
+        (plan, acted || broke_up)
+    }
+
+    /// An engine that serves both legs can wait for blocks that only leases hold, while the consumers of those leases
+    /// wait for blocks here, or on an engine that waits for this one. Whoever has waited like that for a while gives
+    /// up its first handoff; its producer has the blocks back, and somebody can go on.
+    fn break_deadlock(&mut self, idle: bool) -> bool {
+        if !(idle && self.scheduler.waits_for_leases()) {
+            self.waits_since = None;
+            return false;
+        }
+        let now = self.surroundings.now();
+        let since = *self.waits_since.get_or_insert(now);
+        if now.saturating_duration_since(since) < DRAIN_DEADLINE {
+            return false;
+        }
+        self.waits_since = None;
+        let Some(id) = self.scheduler.first_waiting_consumer() else { return false };
+        tracing::warn!(
+            seq = id.0,
+            "nothing but leases holds blocks, and nobody can go on: a handoff is given up"
+        );
+        self.scheduler.fetch_event(id, Event::LeaseGone);
+        self.carry_out_effects();
+        true
     }
 
     /// Runs the forward pass of a plan. False when the device has failed; every request has then been ended.
@@ -465,8 +494,11 @@ impl<S: Surroundings> EngineCore<S> {
     /// Until when the loop may sleep without mail.
     #[must_use]
     pub fn wake_at(&self) -> Option<Instant> {
-        let deadline = self.closing?;
-        Some(if self.surroundings.now() < deadline { deadline } else { deadline + QUIET_GRACE })
+        let stuck = self.waits_since.map(|since| since + DRAIN_DEADLINE);
+        let closing = self.closing.map(|deadline| {
+            if self.surroundings.now() < deadline { deadline } else { deadline + QUIET_GRACE }
+        });
+        stuck.into_iter().chain(closing).min()
     }
 
     /// Whether the engine was told to close and has nothing left, or no time left.

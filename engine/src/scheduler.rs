@@ -351,6 +351,23 @@ impl Scheduler {
         self.pool.usage()
     }
 
+    /// Whether sequences wait and none takes part in anything: there is no room, and only a lease that ends can make
+    /// some.
+    #[must_use]
+    pub fn waits_for_leases(&self) -> bool {
+        let idle = self.running.is_empty() && self.fetching + self.loading == 0 && self.stopping.is_empty();
+        !self.waiting.is_empty()
+            && idle
+            && self.offload.as_ref().is_none_or(|offload| offload.in_flight() == 0)
+    }
+
+    /// The first of the queue that has a handoff.
+    #[must_use]
+    pub fn first_waiting_consumer(&self) -> Option<SeqId> {
+        let consumes = |id: &&SeqId| matches!(self.sequences[*id].purpose, Purpose::Consume(_));
+        self.waiting.iter().find(consumes).copied()
+    }
+
     /// Requests by phase.
     #[must_use]
     pub fn load(&self) -> Load {

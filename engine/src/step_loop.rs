@@ -73,6 +73,8 @@ impl StepLoop {
     /// Runs until the mailbox is closed and the books are empty, or the drain deadline has passed.
     pub fn run(mut self) {
         let mut blocked = true;
+        // An engine that nobody has asked yet has blocks too.
+        self.publish();
         loop {
             let mail = if blocked { self.mailbox.wait(self.core.wake_at()) } else { self.mailbox.collect() };
             self.core.take_in(mail);

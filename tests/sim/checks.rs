@@ -19,7 +19,7 @@ impl Sim {
             if !usage.adds_up() {
                 found.get_or_insert(format!("I1: engine {}: {usage:?}", engine.index));
             }
-            if load.waiting + load.fetching + load.running > core.live() {
+            if load.waiting + load.fetching + load.loading + load.running > core.live() {
                 found.get_or_insert(format!("I5: engine {}: {load:?}, {} live", engine.index, core.live()));
             }
         }
@@ -41,7 +41,14 @@ impl Sim {
             if usage.free + usage.cached != usage.total {
                 found.push(format!("I5: engine {index} holds blocks: {usage:?}"));
             }
-            if (load.waiting, load.fetching, load.running, load.stopping) != (0, 0, 0, 0) || core.live() > 0 {
+            if (
+                load.waiting,
+                load.fetching,
+                load.running,
+                load.stopping + load.offloading + load.loading + load.held,
+            ) != (0, 0, 0, 0)
+                || core.live() > 0
+            {
                 found.push(format!("I5: engine {index} has requests: {load:?}"));
             }
             let leases = core.surroundings().ledger.len();

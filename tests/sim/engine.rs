@@ -10,9 +10,12 @@ use std::time::{Duration, Instant};
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::lease::LeaseTerms;
 use baton_connector::ledger::{Grant, Ledger, OpenRefused};
+use baton_connector::offload::TransferId;
 use baton_connector::{BlockId, EngineId, Epoch, Handle, RequestId, Time};
 use baton_engine::engine_core::{EngineCore, Fact, ProducerAddress, Surroundings};
 use baton_engine::mailbox::Mail;
+use baton_engine::offload::Order;
+use baton_engine::offload::books::TierConfig;
 use baton_engine::peers::FetchTarget;
 use baton_engine::scheduler::{Planned, Scheduler, SchedulerConfig};
 use baton_engine::sequence::{FinishReason, SeqId};
@@ -24,6 +27,7 @@ use crate::front::Front;
 use crate::net::ConnId;
 use crate::setup::{EngineSetup, SECOND, Setup};
 use crate::sim::{Event, Micros, Sim};
+use crate::tiers::{self, Disk, Workers};
 use crate::words::Node;
 
 /// The longest sequence of any client.
@@ -51,6 +55,7 @@ pub struct World {
     local: Micros,
     pub ledger: Ledger,
     pub todo: Vec<Todo>,
+    pub workers: Workers,
     address: ProducerAddress,
     epoch: Epoch,
     dice: Dice,
@@ -143,6 +148,14 @@ impl Surroundings for World {
         self.todo.push(Todo::Release(target.clone(), reason));
     }
 
+    fn offload(&mut self, order: Order) -> bool {
+        self.workers.take(order)
+    }
+
+    fn revoke(&mut self, id: TransferId) -> bool {
+        self.workers.revoke(id)
+    }
+
     fn note(&self, fact: Fact<'_>) {
         let news = match fact {
             Fact::Finished { id, reason, .. } => match self.finished.borrow_mut().insert(id, reason) {
@@ -166,6 +179,8 @@ pub struct Engine {
     /// `None` while the process is down.
     pub core: Option<EngineCore<World>>,
     pub memory: device::Shared,
+    /// What it finds when it starts.
+    disk: Disk,
     pub mail: Mail,
     awake: bool,
     step: Option<Vec<Planned>>,
@@ -190,6 +205,7 @@ impl Engine {
             paused_until: 0,
             core: None,
             memory: device::memory(1, 1, 0),
+            disk: Disk::default(),
             mail: Mail::default(),
             awake: false,
             step: None,
@@ -232,6 +248,7 @@ impl Engine {
             local: 0,
             ledger: Ledger::new(terms),
             todo: Vec::new(),
+            workers: Workers::new(Arc::clone(&self.disk)),
             address: ProducerAddress {
                 engine_id: EngineId(format!("e{}", self.index).into()),
                 host: format!("10.0.0.{}", self.index),
@@ -243,7 +260,9 @@ impl Engine {
             finished: RefCell::default(),
             news: RefCell::default(),
         };
-        self.core = Some(EngineCore::new(Box::new(device), Scheduler::new(config, blocks), world));
+        let tiers = TierConfig { host_blocks: self.setup.host_blocks, disk_blocks: self.setup.disk_blocks };
+        let scheduler = Scheduler::new(config, blocks).with_tiers(tiers, tiers::found(&self.disk));
+        self.core = Some(EngineCore::new(Box::new(device), scheduler, world));
         self.mail = Mail::default();
         self.step = None;
         self.awake = false;
@@ -374,6 +393,7 @@ impl Sim {
     /// What the core has left to be done: to peers, to front ends, to the ledger's timer.
     pub fn after_core(&mut self, index: usize) {
         self.after_ledger(index);
+        self.schedule_orders(index);
         let todo = std::mem::take(&mut self.engine(index).world().todo);
         for task in todo {
             self.narrate(|| format!("  engine {index}: {task:?}"));
@@ -433,7 +453,12 @@ impl Sim {
     }
 
     pub fn lease_timer(&mut self, index: usize) {
+        let now = self.now;
         let engine = self.engine(index);
+        // An earlier one was set since.
+        if engine.lease_timer.is_none_or(|set| set > now) {
+            return;
+        }
         engine.lease_timer = None;
         let world = engine.world();
         let now = world.time();

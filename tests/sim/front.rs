@@ -101,7 +101,7 @@ impl Sim {
             let consumer = self.engines[engine].dice.roll();
             FetchTarget::new(handoff, consumer)
         });
-        if let Some(target) = &mut target {
+        if let Some(target) = target.as_mut().filter(|_| !self.setup.naive_router) {
             target.leave_to_router(self.engines[engine].policy());
         }
         let full = self.engines[engine].mail.submissions.len() + ask.choices as usize

@@ -3,6 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use baton_connector::offload::TransferId;
+
 use crate::clients::Clients;
 use crate::counts::Counts;
 use crate::dice::{Dice, mix};
@@ -37,6 +39,12 @@ pub enum Event {
     /// The next batch of a read goes out, or the next block is copied.
     Batch(usize, ConnId),
     CopyBlock(usize, u64),
+    /// A fetch worker sees that its read is no longer wanted.
+    StopSeen(usize, u64),
+    /// An offload worker takes an order up, and is done with it.
+    OrderBegins(usize, TransferId),
+    OrderEnds(usize, TransferId),
+    DiskIsBack(usize),
     /// The caller has waited long enough on this connection.
     Silence(ConnId, Micros),
     /// A router tries a settlement again.
@@ -192,6 +200,10 @@ impl Sim {
             Event::PeersTimer(engine) => self.peers_timer(engine),
             Event::Batch(engine, conn) => self.send_batch(engine, conn),
             Event::CopyBlock(engine, seq) => self.copy_block(engine, seq),
+            Event::StopSeen(engine, seq) => self.stop_seen(engine, seq),
+            Event::OrderBegins(engine, id) => self.order_begins(engine, id),
+            Event::OrderEnds(engine, id) => self.order_ends(engine, id),
+            Event::DiskIsBack(engine) => self.disk_is_back(engine),
             Event::Silence(conn, bound) => self.silent(conn, bound),
             Event::SettleAgain(router, debt) => self.settle(router, debt),
             Event::StopListening(conn) => self.close(conn, Side::Caller),
@@ -325,6 +337,10 @@ impl Sim {
             Event::ClientLeaves(client) => 12 | (*client as u64) << 8,
             Event::Fault(_) => 13,
             Event::Calm => 14,
+            Event::StopSeen(_, seq) => 15 | seq << 8,
+            Event::OrderBegins(_, id) => 16 | id.0 << 8,
+            Event::OrderEnds(_, id) => 17 | id.0 << 8,
+            Event::DiskIsBack(engine) => 18 | (*engine as u64) << 8,
         };
         self.mark(self.now ^ kind << 40 ^ kind);
         self.narrate(|| format!("{event:?}"));

@@ -177,3 +177,34 @@ fn any_order_of_events_ends_each_lease_at_its_own_time() {
     }
     assert_eq!(ended + ledger.len(), ledger.counts().opened as usize);
 }
+
+/// Leases of one request end together, in whatever order some of them have ended before.
+#[test]
+fn a_request_of_several_leases_is_released_whole() {
+    for gone in 0..32_u32 {
+        let mut ledger = Ledger::new(LeaseTerms::default());
+        let of_request =
+            |n: u128| Grant { request: id(if n < 5 { "several" } else { "another" }), ..grant(n) };
+        for n in 0..6 {
+            ledger.open(of_request(n), Time(0)).expect("open");
+        }
+        let ended: Vec<u128> = (0..5).filter(|n| gone >> n & 1 == 1).collect();
+        let mut order = ended.clone();
+        order.rotate_left(ended.len() / 2);
+        for n in order {
+            assert_eq!(ledger.release(Handle(n), "x", Time(1)), ReleaseReply::Released);
+        }
+        // The places of the ended are used again, by somebody else.
+        for n in &ended {
+            ledger.open(of_request(100 + n), Time(2)).expect("open");
+        }
+        let left = 5 - ended.len();
+        let reply = ledger.release_request(&id("several"), "y", Time(3));
+        assert_eq!(reply, if left > 0 { ReleaseReply::Released } else { ReleaseReply::Unknown });
+        let released = ledger.take_settled();
+        assert_eq!(released.iter().filter(|settled| &*settled.reason == "y").count(), left, "{ended:?}");
+        assert_eq!(ledger.len(), 1 + ended.len(), "the other request's");
+        assert_eq!(ledger.release_request(&id("another"), "z", Time(4)), ReleaseReply::Released);
+        assert!(ledger.is_empty());
+    }
+}

@@ -33,8 +33,8 @@ struct Entry {
     target: FetchTarget,
     interval: Duration,
     due: Instant,
-    /// From then on it is not renewed any more: see [`RENEWED_FOR_MAX`].
-    until: Instant,
+    /// Then it is given up if its read has not begun: see [`RENEWED_FOR_MAX`].
+    until: Option<Instant>,
 }
 
 struct Entries {
@@ -75,7 +75,8 @@ impl Heartbeat {
         let interval = (target.lease / HEARTBEATS_PER_LEASE).max(INTERVAL_MIN);
         // The first beat at once: the request may have been on its way for most of the lease.
         let now = Instant::now();
-        let entry = Entry { interval, due: now, until: now + target.lease * RENEWED_FOR_MAX, target };
+        let entry =
+            Entry { interval, due: now, until: now.checked_add(target.lease * RENEWED_FOR_MAX), target };
         self.lock().by_sequence.insert(id, entry);
         self.changed.notify_all();
     }
@@ -123,13 +124,12 @@ impl Heartbeat {
         due
     }
 
-    /// Takes out what has been renewed for long enough.
+    /// What has been renewed for long enough, each once. A read that has begun does not heed it, and goes on being
+    /// renewed.
     fn given_up(&self) -> Vec<SeqId> {
         let (now, mut entries) = (Instant::now(), self.lock());
-        let over = entries.by_sequence.iter().filter(|(_, entry)| entry.until <= now);
-        let over: Vec<SeqId> = over.map(|(&id, _)| id).collect();
-        over.iter().for_each(|id| drop(entries.by_sequence.remove(id)));
-        over
+        let over = entries.by_sequence.iter_mut().filter(|(_, entry)| entry.until.is_some_and(|u| u <= now));
+        over.map(|(&id, entry)| (id, entry.until.take()).0).collect()
     }
 
     /// Takes what is due of one producer, the longest due first, and sets the next time; waits a little when nothing
