@@ -19,7 +19,7 @@ impl Sim {
             if !usage.adds_up() {
                 found.get_or_insert(format!("I1: engine {}: {usage:?}", engine.index));
             }
-            if load.waiting + load.fetching + load.running > core.live() {
+            if load.waiting + load.fetching + load.loading + load.running > core.live() {
                 found.get_or_insert(format!("I5: engine {}: {load:?}, {} live", engine.index, core.live()));
             }
         }
@@ -43,6 +43,12 @@ impl Sim {
             }
             if (load.waiting, load.fetching, load.running, load.stopping) != (0, 0, 0, 0) || core.live() > 0 {
                 found.push(format!("I5: engine {index} has requests: {load:?}"));
+            }
+            if (load.loading, load.offloading, load.held) != (0, 0, 0) {
+                found.push(format!(
+                    "I5: engine {index}: {} orders to tiers, {} requests held",
+                    load.offloading, load.held
+                ));
             }
             let leases = core.surroundings().ledger.len();
             if leases > 0 {

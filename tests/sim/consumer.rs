@@ -101,6 +101,7 @@ impl Sim {
             }
             Todo::StopRead(id) => self.stop_read(engine, id),
             Todo::Release(target, reason) => self.notify(engine, target, reason),
+            Todo::Offload(id) => self.tier_order(engine, id),
         }
     }
 

@@ -10,9 +10,11 @@ use std::time::{Duration, Instant};
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::lease::LeaseTerms;
 use baton_connector::ledger::{Grant, Ledger, OpenRefused};
+use baton_connector::offload::TransferId;
 use baton_connector::{BlockId, EngineId, Epoch, Handle, RequestId, Time};
 use baton_engine::engine_core::{EngineCore, Fact, ProducerAddress, Surroundings};
 use baton_engine::mailbox::Mail;
+use baton_engine::offload::Order;
 use baton_engine::peers::FetchTarget;
 use baton_engine::scheduler::{Planned, Scheduler, SchedulerConfig};
 use baton_engine::sequence::{FinishReason, SeqId};
@@ -24,6 +26,7 @@ use crate::front::Front;
 use crate::net::ConnId;
 use crate::setup::{EngineSetup, SECOND, Setup};
 use crate::sim::{Event, Micros, Sim};
+use crate::tiers::{Disk, Workers};
 use crate::words::Node;
 
 /// The longest sequence of any client.
@@ -43,6 +46,7 @@ pub enum Todo {
     Read(SeqId, FetchTarget, usize, Vec<BlockId>),
     StopRead(SeqId),
     Release(FetchTarget, &'static str),
+    Offload(TransferId),
 }
 
 /// The world around one engine core.
@@ -51,6 +55,7 @@ pub struct World {
     local: Micros,
     pub ledger: Ledger,
     pub todo: Vec<Todo>,
+    pub workers: Workers,
     address: ProducerAddress,
     epoch: Epoch,
     dice: Dice,
@@ -143,6 +148,19 @@ impl Surroundings for World {
         self.todo.push(Todo::Release(target.clone(), reason));
     }
 
+    fn offload(&mut self, order: Order) -> bool {
+        let id = order.id();
+        let taken = self.workers.order(order);
+        if taken {
+            self.todo.push(Todo::Offload(id));
+        }
+        taken
+    }
+
+    fn revoke(&mut self, id: TransferId) -> bool {
+        self.workers.revoke(id)
+    }
+
     fn note(&self, fact: Fact<'_>) {
         let news = match fact {
             Fact::Finished { id, reason, .. } => match self.finished.borrow_mut().insert(id, reason) {
@@ -166,6 +184,8 @@ pub struct Engine {
     /// `None` while the process is down.
     pub core: Option<EngineCore<World>>,
     pub memory: device::Shared,
+    /// The files of its disk tier.
+    pub disk: Disk,
     pub mail: Mail,
     awake: bool,
     step: Option<Vec<Planned>>,
@@ -190,6 +210,7 @@ impl Engine {
             paused_until: 0,
             core: None,
             memory: device::memory(1, 1, 0),
+            disk: Disk::new(),
             mail: Mail::default(),
             awake: false,
             step: None,
@@ -232,6 +253,7 @@ impl Engine {
             local: 0,
             ledger: Ledger::new(terms),
             todo: Vec::new(),
+            workers: Workers::default(),
             address: ProducerAddress {
                 engine_id: EngineId(format!("e{}", self.index).into()),
                 host: format!("10.0.0.{}", self.index),
@@ -242,7 +264,11 @@ impl Engine {
             finished: RefCell::default(),
             news: RefCell::default(),
         };
-        self.core = Some(EngineCore::new(Box::new(device), Scheduler::new(config, blocks), world));
+        let mut scheduler = Scheduler::new(config, blocks);
+        if let Some(tiers) = &self.setup.tiers {
+            scheduler = scheduler.with_tiers(tiers.sizes, self.disk.keys().copied());
+        }
+        self.core = Some(EngineCore::new(Box::new(device), scheduler, world));
         self.mail = Mail::default();
         self.step = None;
         self.awake = false;

@@ -17,6 +17,7 @@
 //! | `net.rs`, `words.rs` | connections, and what travels on them |
 //! | `engine.rs`, `front.rs`, `producer.rs`, `consumer.rs` | an engine process around the real core and ledger |
 //! | `router.rs`, `clients.rs` | a router process around the real exchange; clients that check every word |
+//! | `tiers.rs` | workers below the pool that are slow, fail, and damage files |
 //! | `device.rs` | a KV cache that can be checked |
 //! | `checks.rs` | the invariants |
 // A program of tests: nothing here is public, and a panic is a finding.
@@ -36,6 +37,7 @@ mod producer;
 mod router;
 mod setup;
 mod sim;
+mod tiers;
 mod words;
 
 use std::io::Write;

@@ -4,6 +4,7 @@ use crate::dice::Dice;
 use crate::faults::{self, Fault};
 use crate::net::Weather;
 use crate::sim::Micros;
+use crate::tiers::{self, TierSetup};
 use crate::words::Node;
 
 pub const SECOND: Micros = 1_000_000;
@@ -25,6 +26,7 @@ pub struct EngineSetup {
     pub block_copy: (Micros, Micros),
     /// It refuses one request in so many, before it looks at it; 0 is never.
     pub refuses_one_in: u64,
+    pub tiers: Option<TierSetup>,
 }
 
 #[derive(Clone, Debug)]
@@ -79,22 +81,31 @@ pub enum Mutation {
     ReleaseDoesNotDrain,
     /// Leases do not expire (vLLM #20139).
     NoExpiry,
+    /// A tier's file is believed without a look at its checksum.
+    DamageBelieved,
+    /// A tier's worker goes on with a load that was revoked: the commitment point is not kept.
+    RevokedLoadWrites,
 }
 
 impl Mutation {
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 7] = [
         Self::VerdictNotAsked,
         Self::ReleasesNotSent,
         Self::GivenBackTwice,
         Self::ReleaseDoesNotDrain,
         Self::NoExpiry,
+        Self::DamageBelieved,
+        Self::RevokedLoadWrites,
     ];
 
     /// What must have been noticed: not any violation will do.
     pub fn shows_as(self) -> &'static [&'static str] {
         match self {
             Self::None => &[],
-            Self::VerdictNotAsked | Self::ReleaseDoesNotDrain => &["stale KV", "wrong text"],
+            Self::VerdictNotAsked
+            | Self::ReleaseDoesNotDrain
+            | Self::DamageBelieved
+            | Self::RevokedLoadWrites => &["stale KV", "wrong text"],
             Self::ReleasesNotSent => &["expired"],
             Self::GivenBackTwice => &["given back once per lease"],
             Self::NoExpiry => &["I5"],
@@ -116,6 +127,7 @@ impl Setup {
         let mut faults =
             if calm { Vec::new() } else { faults::plan(dice, routers, &engines, span, calm_from) };
         let mut engines = engines;
+        tiers::draw(seed, calm, span, &mut engines, &mut faults);
         // Some runs are made for the stale read: one host, slow copies, readers that are stopped for longer than the
         // lease lives, and enough to do meanwhile that freed blocks are reused.
         let stale = !calm && dice.percent(8);
@@ -183,6 +195,7 @@ fn engines(dice: &mut Dice, calm: bool, block_tokens: usize) -> Vec<EngineSetup>
             step: (dice.between(500, 5_000), dice.between(5_000, 60_000)),
             block_copy: if dice.percent(70) { (5, 200) } else { (5_000, 2_000_000) },
             refuses_one_in: if dice.percent(60) { 0 } else { dice.between(3, 20) },
+            tiers: None,
         });
     }
     engines

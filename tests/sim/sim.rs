@@ -3,6 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use baton_connector::offload::TransferId;
+
 use crate::clients::Clients;
 use crate::counts::Counts;
 use crate::dice::{Dice, mix};
@@ -43,6 +45,10 @@ pub enum Event {
     SettleAgain(usize, usize),
     /// An abandoned prefill is no longer listened to.
     StopListening(ConnId),
+    /// A worker of an engine's tiers looks at an order, is through with it, and finds the disk working again.
+    TierBegins(usize, TransferId),
+    TierEnds(usize, TransferId),
+    TierBack(usize),
     ClientAsks(usize),
     ClientLeaves(usize),
     Fault(Fault),
@@ -195,6 +201,9 @@ impl Sim {
             Event::Silence(conn, bound) => self.silent(conn, bound),
             Event::SettleAgain(router, debt) => self.settle(router, debt),
             Event::StopListening(conn) => self.close(conn, Side::Caller),
+            Event::TierBegins(engine, id) => self.tier_begins(engine, id),
+            Event::TierEnds(engine, id) => self.tier_ends(engine, id),
+            Event::TierBack(engine) => self.tier_back(engine),
             Event::ClientAsks(client) => self.client_asks(client),
             Event::ClientLeaves(client) => self.client_leaves(client),
             Event::Fault(fault) => self.fault(fault),
@@ -325,6 +334,9 @@ impl Sim {
             Event::ClientLeaves(client) => 12 | (*client as u64) << 8,
             Event::Fault(_) => 13,
             Event::Calm => 14,
+            Event::TierBegins(_, id) => 15 | id.0 << 8,
+            Event::TierEnds(_, id) => 16 | id.0 << 8,
+            Event::TierBack(engine) => 17 | (*engine as u64) << 8,
         };
         self.mark(self.now ^ kind << 40 ^ kind);
         self.narrate(|| format!("{event:?}"));
