@@ -19,6 +19,10 @@ test:
 model:
     cargo test --release --test model -- --nocapture
 
+# a thousand rounds of faults against real processes; a quarter of an hour
+faults:
+    cargo test --test faults -- --rounds 1000
+
 lint:
     cargo clippy --workspace --all-targets -- -D warnings
 

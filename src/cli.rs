@@ -153,6 +153,9 @@ pub(crate) struct EngineArgs {
     /// Host that other engines are told to reach the side channel at
     #[arg(long)]
     pub(crate) side_channel_host: Option<String>,
+    /// Shards of the KV cache, by heads: each has its own memory, side channel and fetch workers
+    #[arg(long, default_value_t = 1)]
+    pub(crate) kv_ranks: usize,
     /// Tokens of one KV block
     #[arg(long, default_value_t = 16)]
     pub(crate) block_size: usize,

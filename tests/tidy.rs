@@ -18,7 +18,14 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("baton-router", &["baton-connector", "baton-openai"]),
     (
         "baton-bench",
-        &["baton-connector", "baton-connector-tcp", "baton-engine", "baton-openai", "baton-router"],
+        &[
+            "baton-connector",
+            "baton-connector-shm",
+            "baton-connector-tcp",
+            "baton-engine",
+            "baton-openai",
+            "baton-router",
+        ],
     ),
     (
         "baton",
@@ -215,9 +222,16 @@ fn no_file_names_a_path_of_one_machine() {
     assert_none(&broken, "paths of one machine");
 }
 
+/// Every piece of code on a page: each second piece between backticks.
+fn code(page: &str) -> impl Iterator<Item = &str> {
+    page.split('`').skip(1).step_by(2)
+}
+
+/// The pages that are a map of the sources.
+const MAPS: &[&str] = &["ARCHITECTURE.md", "docs/source-reports.md"];
+
 #[test]
-fn the_architecture_page_names_only_files_that_exist() {
-    let page = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("ARCHITECTURE.md is there");
+fn the_maps_name_only_files_that_exist() {
     let files = files();
     let exists = |word: &str| {
         let word = word.trim_end_matches('/');
@@ -228,10 +242,29 @@ fn the_architecture_page_names_only_files_that_exist() {
         let plain = !word.contains([' ', '*', '{', '<', '$', ':']) && !word.starts_with('/');
         plain && kinds.iter().any(|kind| word.ends_with(kind))
     };
-    // Every second piece between backticks is code.
-    let words = page.split('`').skip(1).step_by(2).filter(is_path);
-    let missing: Vec<_> = words.filter(|word| !exists(word)).map(str::to_owned).collect();
-    assert_none(&missing, "ARCHITECTURE.md names files that do not exist");
+    let mut missing = Vec::new();
+    for map in MAPS {
+        let page = fs::read_to_string(root().join(map)).expect("a map is there");
+        let words = code(&page).filter(is_path).filter(|word| !exists(word));
+        missing.extend(words.map(|word| format!("{map}: {word}")));
+    }
+    assert_none(&missing, "files that do not exist are on a map");
+}
+
+#[test]
+fn the_page_of_the_reports_names_only_tests_and_mutations_that_exist() {
+    let page = fs::read_to_string(root().join("docs/source-reports.md")).expect("the page is there");
+    let all: String = sources().map(|(_, text)| text).collect();
+    let mutations = fs::read_to_string(root().join("tests/model/mutations.rs")).expect("they are there");
+    let plain = |word: &&str| word.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    let missing = code(&page).filter(plain).filter(|word| {
+        let test = word.matches('_').count() >= 3;
+        // The names of states are one word; those of mutations are more.
+        let mutation = word.chars().filter(|letter| letter.is_ascii_uppercase()).count() >= 2;
+        (test && !all.contains(&format!("fn {word}(")))
+            || (mutation && *word != "FreeNow" && !mutations.contains(&format!(" {word},")))
+    });
+    assert_none(&missing.map(str::to_owned).collect::<Vec<_>>(), "names that are not there");
 }
 
 #[test]

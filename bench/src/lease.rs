@@ -31,10 +31,10 @@ use baton_connector::lease::{Lease, LeaseTerms};
 use baton_connector::ledger::{Grant, HeartbeatReply, Ledger, ReleaseReply};
 use baton_connector::limits::{LEASES_MAX, TOMBSTONES_MAX};
 use baton_connector::transport::Verdict;
-use baton_connector::{BlockId, Handle, Rank, Reader, RequestId, Time};
+use baton_connector::{BlockId, Handle, Reader, RequestId, Time};
 use serde_json::{Map, Value, json};
 
-const READER: Reader = Reader { consumer: 1, rank: Rank(0) };
+const READER: Reader = Reader::sole(1);
 
 /// Blocks of one lease.
 const BLOCKS: usize = 16;

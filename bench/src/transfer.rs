@@ -1,18 +1,21 @@
-//! `baton bench transfer`: how fast blocks move over the TCP transport, against what the machine can do.
+//! `baton bench transfer`: how fast blocks move over the transports, against what the machine can do.
 //!
-//! In one run, alternating, over the same memory and the same scattered block tables:
-//! - **baton**: a real server and a real client on loopback; read and verdict are timed together, as a fetch
-//!   needs both;
+//! In one run, alternating, over the same memory (pools as an engine has them) and the same scattered block tables:
+//! - **shm**: shared memory, a real server and a real client; the client copies from the producer's pool;
+//! - **tcp**: TCP on loopback, likewise;
 //! - **bare**: a loop of `writev` and `readv` over one loopback connection, a megabyte per call, with the
 //!   transport's socket options, which knows nothing of leases;
 //! - **polling**: the same loop, whose writer waits for room in `poll` as the transport's does, and not inside
-//!   `writev`; this is the most that the transport can reach;
+//!   `writev`; this is the most that TCP can reach;
 //! - **memcpy**: one thread that copies the blocks within this process.
 //!
-//! `--json` prints one object: `blocks[]` with `block_bytes`, `blocks`, and for `baton`, `bare`, `polling` and
-//! `memcpy` each `median_gb_per_s`, `min_gb_per_s`, `max_gb_per_s` (10⁹ bytes), `ratio_to_bare`, `ratio_to_polling` and
-//! `ratio_to_memcpy` (medians of the ratios within each repetition); `read_one_block_us`, `finish_us` and `release_us` with
-//! `p50`, `p99` and `rounds`; `block_bytes_of_latency`; `repetitions`; `bytes_per_repetition`.
+//! Of a transport, read and verdict are timed together, as a fetch needs both.
+//!
+//! `--json` prints one object: `blocks[]` with `block_bytes`, `blocks`, and for `shm`, `tcp`, `bare`, `polling` and
+//! `memcpy` each `median_gb_per_s`, `min_gb_per_s`, `max_gb_per_s` (10⁹ bytes), and the ratios `shm_to_memcpy`,
+//! `tcp_to_bare`, `tcp_to_polling` and `tcp_to_memcpy` (medians of the ratios within each repetition);
+//! `latency` with `shm` and `tcp`, each with `read_one_block_us`, `finish_us` and `release_us` with `p50`, `p99` and
+//! `rounds`; `block_bytes_of_latency`; `repetitions`; `bytes_per_repetition`.
 
 mod bare;
 mod lender;
@@ -24,15 +27,16 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
-use baton_connector::{BlockId, Handle, Rank, Reader};
+use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
+use baton_connector::{BlockId, Handle, Reader};
+use baton_connector_shm::{ShmServer, ShmTransport, shared_pool};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
 use serde_json::{Value, json};
 
 use bare::Sender;
 use lender::Lender;
 
-const READER: Reader = Reader { consumer: 1, rank: Rank(0) };
+const READER: Reader = Reader::sole(1);
 
 /// Block size whose latency is measured, in bytes.
 const LATENCY_BLOCK_BYTES: usize = 64 << 10;
@@ -74,34 +78,56 @@ pub enum TransferError {
     Options,
 }
 
-/// A server and a client on loopback.
+/// The transports, in the order of the report.
+const TRANSPORTS: [&str; 2] = ["shm", "tcp"];
+
+/// Everything that moves the same blocks, likewise.
+const WAYS: [&str; 5] = ["shm", "tcp", "bare", "polling", "memcpy"];
+
+/// Which way is compared with which, and the key of the ratio.
+const RATIOS: [(usize, usize, &str); 4] =
+    [(0, 4, "shm_to_memcpy"), (1, 2, "tcp_to_bare"), (1, 3, "tcp_to_polling"), (1, 4, "tcp_to_memcpy")];
+
+/// One producer, and a consumer for each transport, on this machine.
 struct Wire {
     lender: Arc<Lender>,
-    transport: TcpTransport,
+    /// As [`TRANSPORTS`].
+    transports: [Box<dyn Transport>; 2],
     peer: Peer,
-    _server: TcpServer,
+    _servers: (TcpServer, ShmServer),
 }
 
 impl Wire {
     fn start(blocks: usize, block_bytes: usize) -> Result<Self, TransferError> {
         let secret = Secret::new(b"a secret for one benchmark").expect("longer than 16 bytes");
-        let lender = Arc::new(Lender::new(blocks, block_bytes));
-        let options = ServerOptions { secret: Some(secret.clone()), ..ServerOptions::default() };
-        let producer = Arc::clone(&lender);
-        let server = TcpServer::start(TcpListener::bind("127.0.0.1:0")?, producer, options)?;
-        let transport = TcpTransport::new(ClientOptions { secret: Some(secret), ..ClientOptions::default() });
-        let peer =
-            Peer { address: server.local_addr(), epoch: lender.epoch(), fingerprint: lender.fingerprint() };
-        Ok(Self { lender, transport, peer, _server: server })
+        let lender = Arc::new(Lender::new(blocks, block_bytes)?);
+        let limits = ServerOptions { secret: Some(secret.clone()), ..ServerOptions::default() };
+        let producer: Arc<dyn Producer> = Arc::clone(&lender) as _;
+        let tcp = TcpServer::start(TcpListener::bind("127.0.0.1:0")?, Arc::clone(&producer), limits.clone())?;
+        let address = tcp.local_addr();
+        let listener = baton_connector_shm::listen(lender.epoch(), address.port())?;
+        let shm = ShmServer::start(listener, producer, limits)?;
+        let options = ClientOptions { secret: Some(secret), ..ClientOptions::default() };
+        let transports: [Box<dyn Transport>; 2] =
+            [Box::new(ShmTransport::new(options.clone())), Box::new(TcpTransport::new(options))];
+        let peer = Peer { address, epoch: lender.epoch(), fingerprint: lender.fingerprint() };
+        Ok(Self { lender, transports, peer, _servers: (tcp, shm) })
     }
 
-    fn read(&self, handle: Handle, into: &[BlockId], region: &Region) -> Result<(), TransferError> {
-        let order = ReadOrder { handle, reader: READER, first: 0, into: into.to_vec() };
-        Ok(self.transport.read(&self.peer, &order, region, &AtomicBool::new(false))?)
+    fn read(
+        &self,
+        transport: usize,
+        handle: Handle,
+        into: &[BlockId],
+        region: &Region,
+    ) -> Result<(), TransferError> {
+        let order =
+            ReadOrder { handle, reader: READER, part: Part::Blocks { first: 0 }, into: into.to_vec() };
+        Ok(self.transports[transport].read(&self.peer, &order, region, &AtomicBool::new(false))?)
     }
 
-    fn finish(&self, handle: Handle) -> Result<(), TransferError> {
-        match self.transport.finish(&self.peer, handle, READER)? {
+    fn finish(&self, transport: usize, handle: Handle) -> Result<(), TransferError> {
+        match self.transports[transport].finish(&self.peer, handle, READER)? {
             Verdict::Valid => Ok(()),
             Verdict::Gone => Err(TransferError::Lease),
         }
@@ -121,15 +147,18 @@ pub fn run(options: &TransferOptions, out: &mut dyn Write) -> Result<(), Transfe
     for &kib in &options.block_kib {
         sizes.push(throughput(kib << 10, options)?);
     }
-    let latency = latency(options.rounds)?;
+    let mut latencies = serde_json::Map::new();
+    for (at, transport) in TRANSPORTS.into_iter().enumerate() {
+        let [read, finish, release] = latency(at, options.rounds)?;
+        let entry = json!({ "read_one_block_us": read, "finish_us": finish, "release_us": release });
+        latencies.insert(transport.to_owned(), entry);
+    }
     let report = json!({
         "bytes_per_repetition": options.mib << 20,
         "repetitions": options.repetitions,
         "blocks": sizes,
         "block_bytes_of_latency": LATENCY_BLOCK_BYTES,
-        "read_one_block_us": latency[0],
-        "finish_us": latency[1],
-        "release_us": latency[2],
+        "latency": latencies,
     });
     if options.json {
         writeln!(out, "{report:#}")?
@@ -156,20 +185,31 @@ fn throughput(block_bytes: usize, options: &TransferOptions) -> Result<Value, Tr
     let blocks = ((options.mib << 20) / block_bytes).max(1);
     let bytes = blocks * block_bytes;
     let wire = Wire::start(blocks, block_bytes)?;
-    let region = Region::allocate(blocks, block_bytes);
+    let region = shared_pool(blocks, block_bytes)?;
     let (from, into) = (scattered(blocks, 1), scattered(blocks, 7));
     let (there, here) = ((wire.lender.region(), &from[..]), (&region, &into[..]));
     let mut bare = bare::Loop::start(Sender::Blocking, there, here)?;
     let mut polling = bare::Loop::start(Sender::Polling, there, here)?;
-    let mut times: [Vec<Duration>; 4] = Default::default();
+    let mut times: [Vec<Duration>; WAYS.len()] = Default::default();
     // The first round touches every page and opens the connections; it does not count.
     for round in 0..=options.repetitions {
-        let handle = wire.lender.lend(&from);
-        let baton = timed(|| wire.read(handle, &into, &region).and_then(|()| wire.finish(handle)))?;
-        if round == 0 {
-            compare(wire.lender.region(), &from, &region, &into)?;
-        }
-        let rivals = [
+        let fetch = |transport| {
+            let handle = wire.lender.lend(&from);
+            if round == 0 {
+                region.write_block(into[0], &vec![0xff; block_bytes]);
+            }
+            let begun = Instant::now();
+            wire.read(transport, handle, &into, &region)?;
+            wire.finish(transport, handle)?;
+            let took = begun.elapsed();
+            if round == 0 {
+                compare(wire.lender.region(), &from, &region, &into)?;
+            }
+            Ok::<_, TransferError>(took)
+        };
+        let took = [
+            fetch(0)?,
+            fetch(1)?,
             timed(|| Ok(bare.run()?))?,
             timed(|| Ok(polling.run()?))?,
             timed(|| {
@@ -178,23 +218,21 @@ fn throughput(block_bytes: usize, options: &TransferOptions) -> Result<Value, Tr
             })?,
         ];
         if round > 0 {
-            for (list, time) in times.iter_mut().zip([baton].into_iter().chain(rivals)) {
+            for (list, time) in times.iter_mut().zip(took) {
                 list.push(time);
             }
         }
     }
-    let [baton, bare, polling, memcpy] = times;
-    Ok(json!({
-        "block_bytes": block_bytes,
-        "blocks": blocks,
-        "baton": speeds(bytes, &baton),
-        "bare": speeds(bytes, &bare),
-        "polling": speeds(bytes, &polling),
-        "memcpy": speeds(bytes, &memcpy),
-        "ratio_to_bare": ratio(&bare, &baton),
-        "ratio_to_polling": ratio(&polling, &baton),
-        "ratio_to_memcpy": ratio(&memcpy, &baton),
-    }))
+    let mut report = serde_json::Map::new();
+    report.insert("block_bytes".into(), json!(block_bytes));
+    report.insert("blocks".into(), json!(blocks));
+    for (way, times) in WAYS.into_iter().zip(&times) {
+        report.insert(way.into(), speeds(bytes, times));
+    }
+    for (ours, theirs, key) in RATIOS {
+        report.insert(key.into(), json!(ratio(&times[theirs], &times[ours])));
+    }
+    Ok(Value::Object(report))
 }
 
 fn timed(run: impl FnOnce() -> Result<(), TransferError>) -> Result<Duration, TransferError> {
@@ -215,21 +253,21 @@ fn compare(
     if same { Ok(()) } else { Err(TransferError::Lease) }
 }
 
-fn latency(rounds: usize) -> Result<[Value; 3], TransferError> {
+fn latency(transport: usize, rounds: usize) -> Result<[Value; 3], TransferError> {
     let wire = Wire::start(64, LATENCY_BLOCK_BYTES)?;
-    let region = Region::allocate(64, LATENCY_BLOCK_BYTES);
+    let region = shared_pool(64, LATENCY_BLOCK_BYTES)?;
     let (mut reads, mut finishes, mut releases) = (Vec::new(), Vec::new(), Vec::new());
     let warm_up = 50;
     for round in 0..warm_up + rounds {
         let block = BlockId((round * 37 % 64) as u32);
         let (handle, other) = (wire.lender.lend(&[block]), wire.lender.lend(&[block]));
         let begun = Instant::now();
-        wire.read(handle, &[block], &region)?;
+        wire.read(transport, handle, &[block], &region)?;
         let read = begun.elapsed();
-        wire.finish(handle)?;
+        wire.finish(transport, handle)?;
         let finished = begun.elapsed() - read;
         let begun = Instant::now();
-        wire.transport.release(&wire.peer, other, "measured")?;
+        wire.transports[transport].release(&wire.peer, other, "measured")?;
         let release = begun.elapsed();
         if round >= warm_up {
             reads.push(read);
@@ -277,27 +315,31 @@ fn ratio(theirs: &[Duration], ours: &[Duration]) -> f64 {
 
 fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "GB/s, median (min–max) of {} repetitions", report["repetitions"])?;
-    writeln!(out, "{:>9}  {:<21}{:<21}{:<21}{:<21}baton is", "block", "baton", "bare", "polling", "memcpy")?;
+    write!(out, "{:>9}  ", "block")?;
+    WAYS.iter().try_for_each(|way| write!(out, "{way:<21}"))?;
+    writeln!(out, "% of")?;
     for size in report["blocks"].as_array().into_iter().flatten() {
         write!(out, "{:>5} KiB  ", size["block_bytes"].as_u64().unwrap_or(0) >> 10)?;
-        for way in ["baton", "bare", "polling", "memcpy"] {
+        for way in WAYS {
             let number = |key: &str| size[way][key].as_f64().unwrap_or(f64::NAN);
             let (median, min, max) =
                 (number("median_gb_per_s"), number("min_gb_per_s"), number("max_gb_per_s"));
             write!(out, "{:<21}", format!("{median:.2} ({min:.2}–{max:.2})"))?;
         }
-        let percent = |key: &str| 100.0 * size[key].as_f64().unwrap_or(f64::NAN);
-        let (bare, polling) = (percent("ratio_to_bare"), percent("ratio_to_polling"));
-        let memcpy = percent("ratio_to_memcpy");
-        writeln!(out, "{bare:.0} % of bare, {polling:.0} % of polling, {memcpy:.0} % of memcpy")?;
+        let percent = |(_, _, key): &(usize, usize, &str)| {
+            format!("{} {:.0}", key.replace("_to_", "/"), 100.0 * size[*key].as_f64().unwrap_or(f64::NAN))
+        };
+        writeln!(out, "{}", RATIOS.iter().map(percent).collect::<Vec<_>>().join(", "))?;
     }
-    for (what, key) in [
-        ("read of one 64 KiB block", "read_one_block_us"),
-        ("its verdict", "finish_us"),
-        ("release", "release_us"),
-    ] {
-        let (p50, p99) = (&report[key]["p50"], &report[key]["p99"]);
-        writeln!(out, "{what}: p50 {p50} µs, p99 {p99} µs")?;
+    for transport in TRANSPORTS {
+        for (what, key) in [
+            ("read of one 64 KiB block", "read_one_block_us"),
+            ("its verdict", "finish_us"),
+            ("release", "release_us"),
+        ] {
+            let times = &report["latency"][transport][key];
+            writeln!(out, "{transport}: {what}: p50 {} µs, p99 {} µs", times["p50"], times["p99"])?;
+        }
     }
     Ok(())
 }
@@ -314,15 +356,18 @@ mod tests {
         run(&options, &mut out).expect("loopback works");
         let report: Value = serde_json::from_slice(&out).expect("one JSON object");
         for size in report["blocks"].as_array().expect("a list") {
-            for way in ["baton", "bare", "polling", "memcpy"] {
+            for way in WAYS {
                 assert!(size[way]["median_gb_per_s"].as_f64().expect("a number") > 0.0);
             }
-            for ratio in ["ratio_to_bare", "ratio_to_polling", "ratio_to_memcpy"] {
+            for (_, _, ratio) in RATIOS {
                 assert!(size[ratio].as_f64().expect("a number") > 0.0);
             }
         }
-        assert!(report["release_us"]["p99"].as_f64() >= report["release_us"]["p50"].as_f64());
-        assert_eq!(report["read_one_block_us"]["rounds"], 20);
+        for transport in TRANSPORTS {
+            let latency = &report["latency"][transport];
+            assert!(latency["release_us"]["p99"].as_f64() >= latency["release_us"]["p50"].as_f64());
+            assert_eq!(latency["read_one_block_us"]["rounds"], 20);
+        }
     }
 
     #[test]

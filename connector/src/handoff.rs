@@ -1,8 +1,10 @@
 //! `kv_transfer_params`: what router, producer and consumer tell each other about one handoff.
 //!
 //! The fields are vLLM's NixlConnector's (read from vLLM 0.33), so that the router fronts vLLM engines and
-//! baton engines alike. Ours adds five: `remote_handle`, `remote_epoch`, `remote_lease_left_ms`,
-//! `remote_layout` and `remote_prompt`. A consumer of ours needs them; stock engines ignore them.
+//! baton engines alike. Ours adds `remote_handle`, `remote_epoch`, `remote_lease_left_ms`,
+//! `remote_layout`, `remote_prompt`, `remote_block_size`, `remote_rank_ports` and `remote_consumers`. A consumer
+//! of ours needs them (but for the last two, where one rank lends to one consumer); stock engines ignore them.
+//! `tp_size` is vLLM's name for the number of ranks that the KV heads are sharded over.
 //!
 //! Everything here is hostile until checked: a missing or malformed field is an error that names it, nothing
 //! is guessed, and nothing in the value is changed.
@@ -11,14 +13,17 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use crate::limits::BLOCKS_PER_HANDOFF_MAX;
+use crate::limits::{BLOCK_TOKENS_MAX, BLOCKS_PER_HANDOFF_MAX, CONSUMERS_MAX, RANKS_MAX};
 use crate::{BlockId, Epoch, Handle, RequestId};
 
 /// What a request's `kv_transfer_params` asks of an engine.
 #[derive(Clone, Debug, PartialEq)]
 pub enum KvIntent {
     /// Prefill and lend: `do_remote_decode`.
-    Produce,
+    Produce {
+        /// Consumers that the handoff is meant for (`remote_consumers`): 1 to [`CONSUMERS_MAX`].
+        consumers: u16,
+    },
     /// Fetch, then decode: `do_remote_prefill`.
     Consume(Box<Handoff>),
 }
@@ -36,10 +41,12 @@ pub struct Handoff {
     pub request: RequestId,
     /// Host of the producer's side channel: an IP address or a name.
     pub host: String,
-    /// Port of the producer's side channel.
-    pub port: u16,
+    /// Port of the side channel of each of the producer's ranks; at least one.
+    pub ports: Vec<u16>,
     /// The producer's block table, in order. Read by index, so the ids are for people and for vLLM's shape.
     pub blocks: Vec<BlockId>,
+    /// Tokens of one of the producer's blocks.
+    pub block_tokens: usize,
     /// Tokens whose KV the blocks hold.
     pub tokens: usize,
     /// Life left when the producer answered; `None` from an engine that does not say.
@@ -52,6 +59,8 @@ pub struct Handoff {
     /// Of those tokens, how many the producer found in its own prefix cache (vLLM's name for it is
     /// `remote_prefill_cached_tokens`): what the consumer reports as cached, since fetching is not caching.
     pub cached: usize,
+    /// Consumers that the lease waits for. One that does not want it leaves, where there are others.
+    pub consumers: u16,
 }
 
 /// Which field of a handoff is missing or malformed.
@@ -98,8 +107,11 @@ impl Handoff {
             "remote_engine_id": self.engine_id,
             "remote_request_id": self.request.as_str(),
             "remote_host": self.host,
-            "remote_port": self.port,
-            "tp_size": 1,
+            "remote_port": self.ports.first(),
+            "remote_rank_ports": (self.ports.len() > 1).then_some(&self.ports),
+            "remote_block_size": self.block_tokens,
+            "remote_consumers": self.consumers,
+            "tp_size": self.ports.len(),
             "dcp_size": 1,
             "pp_size": 1,
             "remote_num_tokens": self.tokens,
@@ -129,7 +141,7 @@ impl KvIntent {
         let consume = flag(fields, "do_remote_prefill")?;
         match (produce, consume) {
             (true, true) => Err(HandoffError::BothDirections),
-            (true, false) => Ok(Some(Self::Produce)),
+            (true, false) => Ok(Some(Self::Produce { consumers: consumers(fields)? })),
             (false, true) => Ok(Some(Self::Consume(Box::new(handoff(fields)?)))),
             (false, false) => Ok(None),
         }
@@ -181,19 +193,28 @@ fn handoff(fields: &Map<String, Value>) -> Result<Handoff, HandoffError> {
     let tokens = fields.get("remote_num_tokens").ok_or(HandoffError::Missing("remote_num_tokens"))?;
     let blocks = block_table(fields)?;
     let tokens = tokens.as_u64().and_then(|t| usize::try_from(t).ok()).filter(|&t| t > 0);
+    let tokens = tokens.ok_or(malformed("remote_num_tokens", "a positive integer"))?;
+    let block_tokens =
+        number(fields, "remote_block_size", 1..=BLOCK_TOKENS_MAX, "a number of tokens from 1 to 1024")?
+            .ok_or(HandoffError::Missing("remote_block_size"))?;
+    if tokens.div_ceil(block_tokens) > blocks.len() {
+        return Err(malformed("remote_block_ids", "as many blocks as remote_num_tokens need"));
+    }
     Ok(Handoff {
         handle: handle(fields)?,
         epoch: epoch.map_err(|_| malformed("remote_epoch", "16 hexadecimal digits"))?,
         engine_id: text(fields, "remote_engine_id")?.to_owned(),
         request,
         host: text(fields, "remote_host")?.to_owned(),
-        port: port(fields)?,
+        ports: ports(fields)?,
         blocks,
-        tokens: tokens.ok_or(malformed("remote_num_tokens", "a positive integer"))?,
+        block_tokens,
+        tokens,
         lease_left: left(fields)?,
         layout: fingerprint(fields, "remote_layout")?,
         prompt: fingerprint(fields, "remote_prompt")?,
         cached: cached(fields)?,
+        consumers: consumers(fields)?,
     })
 }
 
@@ -243,6 +264,47 @@ fn port(fields: &Map<String, Value>) -> Result<u16, HandoffError> {
     port.ok_or(HandoffError::Malformed { field: "remote_port", expected: "an integer from 1 to 65535" })
 }
 
+/// A number in a range; `None` when the field is absent.
+fn number(
+    fields: &Map<String, Value>,
+    field: &'static str,
+    range: std::ops::RangeInclusive<usize>,
+    expected: &'static str,
+) -> Result<Option<usize>, HandoffError> {
+    match fields.get(field) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => {
+            let number = value.as_u64().and_then(|number| usize::try_from(number).ok());
+            let number = number.filter(|number| range.contains(number));
+            number.map(Some).ok_or(HandoffError::Malformed { field, expected })
+        }
+    }
+}
+
+fn consumers(fields: &Map<String, Value>) -> Result<u16, HandoffError> {
+    let expected = "a number of consumers from 1 to 16";
+    let consumers = number(fields, "remote_consumers", 1..=CONSUMERS_MAX, expected)?;
+    Ok(consumers.map_or(1, |consumers| u16::try_from(consumers).expect("CONSUMERS_MAX fits into 16 bits")))
+}
+
+/// The port of each rank. One rank has one port: nothing more is said of it.
+fn ports(fields: &Map<String, Value>) -> Result<Vec<u16>, HandoffError> {
+    const FIELD: &str = "remote_rank_ports";
+    let first = port(fields)?;
+    let ranks = number(fields, "tp_size", 1..=RANKS_MAX, "a number of ranks from 1 to 64")?.unwrap_or(1);
+    let malformed =
+        HandoffError::Malformed { field: FIELD, expected: "the ports of tp_size ranks, remote_port first" };
+    let ports = match fields.get(FIELD) {
+        None | Some(Value::Null) if ranks == 1 => return Ok(vec![first]),
+        None | Some(Value::Null) => return Err(HandoffError::Missing(FIELD)),
+        Some(Value::Array(ports)) if ports.len() == ranks => ports,
+        Some(_) => return Err(malformed),
+    };
+    let port = |value: &Value| value.as_u64().and_then(|p| u16::try_from(p).ok()).filter(|&p| p > 0);
+    let ports = ports.iter().map(port).collect::<Option<Vec<_>>>();
+    ports.filter(|ports| ports[0] == first).ok_or(malformed)
+}
+
 fn left(fields: &Map<String, Value>) -> Result<Option<Duration>, HandoffError> {
     match fields.get("remote_lease_left_ms") {
         None | Some(Value::Null) => Ok(None),
@@ -281,13 +343,15 @@ mod tests {
             engine_id: "p-1".into(),
             request: RequestId::new("cmpl-1").expect("an id"),
             host: "127.0.0.1".into(),
-            port: 5600,
+            ports: vec![5600, 5601],
             blocks: vec![BlockId(4), BlockId(2)],
+            block_tokens: 16,
             tokens: 20,
             lease_left: Some(Duration::from_secs(30)),
             layout: 0xfeed,
             prompt: 0xbeef,
             cached: 16,
+            consumers: 3,
         }
     }
 
@@ -308,6 +372,8 @@ mod tests {
             "remote_host",
             "remote_port",
             "remote_num_tokens",
+            "remote_block_size",
+            "remote_rank_ports",
             "remote_handle",
             "remote_epoch",
             "remote_layout",
@@ -328,6 +394,51 @@ mod tests {
     }
 
     #[test]
+    fn a_geometry_that_cannot_be_is_a_named_field() {
+        let many: Vec<u16> = (1..=65).collect();
+        let wrong = [
+            ("remote_block_size", json!(0)),
+            ("remote_block_size", json!(1025)),
+            ("remote_block_size", json!(16.5)),
+            ("remote_rank_ports", json!([5600])),
+            ("remote_rank_ports", json!([5600, 5601, 5602])),
+            ("remote_rank_ports", json!([5601, 5600])),
+            ("remote_rank_ports", json!([5600, 0])),
+            ("remote_rank_ports", json!([5600, 70_000])),
+            ("remote_rank_ports", json!([5600, "5601"])),
+            ("remote_rank_ports", json!(many)),
+            ("remote_consumers", json!(0)),
+            ("remote_consumers", json!(17)),
+            ("remote_consumers", json!(-1)),
+            ("tp_size", json!(0)),
+            ("tp_size", json!(65)),
+            ("tp_size", json!("2")),
+        ];
+        for (field, value) in wrong {
+            let mut reply = sample().to_reply();
+            reply[field] = value.clone();
+            let error = KvIntent::parse(&reply).expect_err("a broken handoff");
+            assert!(error.to_string().contains(field), "{field} {value}: {error}");
+        }
+        let mut short = sample().to_reply();
+        short["remote_num_tokens"] = json!(33);
+        let error = KvIntent::parse(&short).expect_err("two blocks of 16 do not hold 33 tokens");
+        assert!(error.to_string().contains("remote_block_ids"), "{error}");
+    }
+
+    #[test]
+    fn a_handoff_that_says_nothing_of_ranks_and_consumers_has_one_of_each() {
+        let mut reply = sample().to_reply();
+        for field in ["tp_size", "remote_rank_ports", "remote_consumers"] {
+            reply.as_object_mut().expect("an object").remove(field);
+        }
+        let Ok(Some(KvIntent::Consume(handoff))) = KvIntent::parse(&reply) else { panic!("a handoff") };
+        assert_eq!((&handoff.ports[..], handoff.consumers), (&[5600][..], 1));
+        let several = json!({"do_remote_decode": true, "remote_consumers": 4});
+        assert_eq!(KvIntent::parse(&several), Ok(Some(KvIntent::Produce { consumers: 4 })));
+    }
+
+    #[test]
     fn the_reply_of_a_stock_engine_passes_the_routers_check() {
         let reply = json!({"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1,2,3]],
             "remote_engine_id":"541e8c15","remote_request_id":"cmpl-t1-0-933cb11d","remote_host":"127.0.0.1",
@@ -342,7 +453,10 @@ mod tests {
     fn a_request_that_asks_for_nothing_is_no_handoff() {
         assert_eq!(KvIntent::parse(&Value::Null), Ok(None));
         assert_eq!(KvIntent::parse(&json!({})), Ok(None));
-        assert_eq!(KvIntent::parse(&KvIntent::produce_request()), Ok(Some(KvIntent::Produce)));
+        assert_eq!(
+            KvIntent::parse(&KvIntent::produce_request()),
+            Ok(Some(KvIntent::Produce { consumers: 1 }))
+        );
         assert_eq!(KvIntent::parse(&json!("x")), Err(HandoffError::NotAnObject));
         let both = json!({"do_remote_decode": true, "do_remote_prefill": true});
         assert_eq!(KvIntent::parse(&both), Err(HandoffError::BothDirections));

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::limits::REQUEST_ID_MAX_BYTES;
+use crate::limits::{LINKS_MAX, REQUEST_ID_MAX_BYTES};
 
 /// A block's index in its engine's paged pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -25,15 +25,35 @@ impl BlockId {
 #[serde(transparent)]
 pub struct Rank(pub u16);
 
-/// One consumer of a lease: which decode request reads, and with which of its ranks.
+/// One reader of a lease: which decode request reads, and over which of its links.
 ///
-/// Leases keep *sets* of readers, never counts, so that a repeated acknowledgement is one reader.
+/// A consumer has as many links to a producer as there are pairs of ranks that share heads
+/// ([`crate::slice::links`]). Leases keep *sets* of readers, never counts, so that a repeated acknowledgement
+/// is one reader; and a consumer has everything when all its links have. `(consumer, of)` together name the
+/// consumer, so no two readers of one consumer can disagree about the number of its links.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Reader {
     /// Random 64-bit name that a decode engine draws for one fetch.
     pub consumer: u64,
-    /// The consumer's rank that reads.
+    /// Links that this consumer has on this lease, 1 to [`LINKS_MAX`].
+    pub of: u16,
+    /// The link that reads, counted from 0.
     pub rank: Rank,
+}
+
+impl Reader {
+    /// The reader of a consumer that has one link.
+    #[must_use]
+    pub const fn sole(consumer: u64) -> Self {
+        Self { consumer, of: 1, rank: Rank(0) }
+    }
+
+    /// Link `rank` of `of`; `None` when there is no such link.
+    #[must_use]
+    pub fn link(consumer: u64, rank: Rank, of: u16) -> Option<Self> {
+        let one_of_them = rank.0 < of && usize::from(of) <= LINKS_MAX;
+        one_of_them.then_some(Self { consumer, of, rank })
+    }
 }
 
 /// Random per engine start; a handoff from an earlier epoch is always gone.

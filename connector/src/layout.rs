@@ -34,7 +34,7 @@ impl KvDtype {
 pub struct KvLayout {
     /// Transformer layers.
     pub layers: usize,
-    /// KV heads held by one rank.
+    /// KV heads: of the whole model, or, in the layout of a shard, those of one rank.
     pub kv_heads: usize,
     /// Elements of one head.
     pub head_dim: usize,
@@ -57,15 +57,17 @@ impl KvLayout {
         tokens.div_ceil(self.block_tokens)
     }
 
-    /// 64 bits that are equal on two engines only if blocks of one can be used by the other.
+    /// 64 bits that are equal on two engines only if KV of one can be used by the other, whatever their block
+    /// sizes: those travel in the handoff. Taken of the layout over all heads, so that it does not depend on
+    /// how they are sharded either.
     ///
     /// `model` is the identity of the weights (two models can share every number of the shape and must still
     /// never share blocks).
     #[must_use]
     pub fn fingerprint(&self, model: &str) -> u64 {
         let mut hash = Sha256::new();
-        hash.update(b"baton-kv-layout-1");
-        for part in [self.layers, self.kv_heads, self.head_dim, self.block_tokens, self.dtype as usize] {
+        hash.update(b"baton-kv-layout-2");
+        for part in [self.layers, self.kv_heads, self.head_dim, self.dtype as usize] {
             hash.update((part as u64).to_le_bytes());
         }
         hash.update(model.as_bytes());
@@ -92,6 +94,7 @@ mod tests {
         let here = LAYOUT.fingerprint("model-a");
         assert_eq!(here, LAYOUT.fingerprint("model-a"));
         assert_ne!(here, LAYOUT.fingerprint("model-b"));
-        assert_ne!(here, KvLayout { block_tokens: 32, ..LAYOUT }.fingerprint("model-a"));
+        assert_ne!(here, KvLayout { kv_heads: 4, ..LAYOUT }.fingerprint("model-a"));
+        assert_eq!(here, KvLayout { block_tokens: 32, ..LAYOUT }.fingerprint("model-a"), "blocks can be cut");
     }
 }

@@ -4,12 +4,17 @@
 //! Offered ─ read begun(reader) ───▶ Reading{readers}
 //! Offered ─ release ──────────────▶ Closed(Released)
 //! Offered ─ expired ──────────────▶ Closed(Expired)
-//! Reading ─ read done by every expected reader ─▶ Closed(Fetched)
+//! Reading ─ every expected consumer has everything ─▶ Closed(Fetched)
 //! Reading ─ last reader in flight done or failed, others still expected ─▶ Offered
+//! Offered, Reading ─ one of several consumers leaves ─▶ the same; Closed(Released) if it was the last
 //! Reading ─ release / expired ────▶ Draining     no new reader; wait for those in flight
 //! Draining ─ last reader done or failed, or the drain deadline ─▶ Closed(Fetched|Released|Expired)
 //! Closed  ─ anything ─────────────▶ ignored; a new read is answered Gone
 //! ```
+//!
+//! A reader is one link of one consumer ([`Reader`]); a consumer has everything when all its links are done, and
+//! the lease ends by itself when as many consumers as were expected have everything or have left. A consumer that
+//! fails half-way stands in nobody's way: another one takes its place, until time is up.
 //!
 //! Invariants:
 //! - [`Step::closed`] is `Some` exactly once in the life of a lease: then, and only then, the blocks go back.
@@ -20,11 +25,11 @@
 
 mod portrait;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::limits::{DRAIN_DEADLINE, HEARTBEAT_EXTENSION, KV_LEASE_DURATION, READERS_MAX};
-use crate::{Reader, Time};
+use crate::limits::{CONSUMERS_MAX, DRAIN_DEADLINE, HEARTBEAT_EXTENSION, KV_LEASE_DURATION, READERS_MAX};
+use crate::{Rank, Reader, Time};
 
 pub use portrait::LeasePortrait;
 
@@ -54,7 +59,7 @@ impl LeaseTerms {
 /// Why a lease ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Cause {
-    /// Every expected reader has everything.
+    /// Every expected consumer has everything.
     Fetched,
     /// Somebody gave it up.
     Released,
@@ -98,8 +103,10 @@ pub enum Event {
     ReadFailed(Reader),
     /// A sign of life of a consumer.
     Heartbeat,
-    /// Somebody gives the lease up.
+    /// Somebody gives the lease up, for all its consumers.
     Release,
+    /// A consumer will not read (any more); others may.
+    Leave(u64),
     /// Time has passed; see [`Lease::deadline`].
     Tick,
 }
@@ -141,13 +148,18 @@ pub struct Lease {
     terms: LeaseTerms,
     expiry: Time,
     drain_deadline: Time,
+    /// Consumers.
     expected: usize,
     reading: BTreeSet<Reader>,
     done: BTreeSet<Reader>,
+    /// Consumers whose links are all done.
+    complete: BTreeSet<u64>,
+    /// Consumers that have left, and are not complete.
+    left: BTreeSet<u64>,
 }
 
 impl Lease {
-    /// Opens a lease for `expected` readers (at least one).
+    /// Opens a lease for `expected` consumers (at least one, at most [`CONSUMERS_MAX`]).
     #[must_use]
     pub fn open(terms: LeaseTerms, expected: usize, now: Time) -> Self {
         Self {
@@ -155,9 +167,11 @@ impl Lease {
             terms,
             expiry: now.after(terms.duration),
             drain_deadline: Time::ZERO,
-            expected: expected.max(1),
+            expected: expected.clamp(1, CONSUMERS_MAX),
             reading: BTreeSet::new(),
             done: BTreeSet::new(),
+            complete: BTreeSet::new(),
+            left: BTreeSet::new(),
         }
     }
 
@@ -177,10 +191,29 @@ impl Lease {
         }
     }
 
-    /// Readers that have everything, of those expected.
+    /// Readers that have everything, of those expected. A consumer that has not shown up yet counts as one
+    /// reader: how many links it has is not known.
     #[must_use]
     pub fn progress(&self) -> (usize, usize) {
-        (self.done.len(), self.expected)
+        let mut consumers: BTreeMap<(u64, u16), usize> = BTreeMap::new();
+        for reader in self.done.union(&self.reading) {
+            *consumers.entry((reader.consumer, reader.of)).or_default() +=
+                usize::from(self.done.contains(reader));
+        }
+        // Consumers that failed half-way may be among more than were expected.
+        let mut shown: Vec<_> =
+            consumers.into_iter().map(|((_, of), done)| (done, usize::from(of))).collect();
+        shown.sort_unstable_by(|a, b| b.cmp(a));
+        shown.truncate(self.expected);
+        let unseen = self.expected - shown.len();
+        let (done, of) = shown.into_iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+        (done, of + unseen)
+    }
+
+    /// Consumers that this lease was opened for.
+    #[must_use]
+    pub fn expected(&self) -> usize {
+        self.expected
     }
 
     /// Readers whose "done" was answered "valid".
@@ -210,7 +243,11 @@ impl Lease {
         let reply = |reply| Step { reply, closed: None };
         match (self.state, event) {
             (State::Offered | State::Reading, Event::ReadBegun(reader)) => {
-                if self.reading.len() >= READERS_MAX && !self.reading.contains(&reader) {
+                if self.left.contains(&reader.consumer) {
+                    return reply(Reply::Gone);
+                }
+                let known = self.reading.contains(&reader) || self.done.contains(&reader);
+                if self.reading.len() + self.done.len() >= READERS_MAX && !known {
                     return reply(Reply::Busy);
                 }
                 self.reading.insert(reader);
@@ -223,18 +260,14 @@ impl Lease {
                 if !self.reading.remove(&reader) {
                     return reply(self.verdict_of_absent(reader));
                 }
-                self.done.insert(reader);
-                if self.done.len() >= self.expected && self.reading.is_empty() {
-                    return self.close(Cause::Fetched, Reply::Valid);
-                }
-                self.rest();
-                reply(Reply::Valid)
+                self.book(reader);
+                self.rest(Reply::Valid)
             }
             (State::Draining(cause), Event::ReadDone(reader)) => {
                 if !self.reading.remove(&reader) {
                     return reply(self.verdict_of_absent(reader));
                 }
-                self.done.insert(reader);
+                self.book(reader);
                 self.drained(cause, Reply::Valid)
             }
             (State::Offered | State::Closed(_), Event::ReadDone(reader)) => {
@@ -243,11 +276,7 @@ impl Lease {
 
             (State::Reading, Event::ReadFailed(reader)) => {
                 self.reading.remove(&reader);
-                if self.done.len() >= self.expected && self.reading.is_empty() {
-                    return self.close(Cause::Fetched, Reply::None);
-                }
-                self.rest();
-                reply(Reply::None)
+                self.rest(Reply::None)
             }
             (State::Draining(cause), Event::ReadFailed(reader)) => {
                 self.reading.remove(&reader);
@@ -266,7 +295,18 @@ impl Lease {
                 self.drain(Cause::Released, now);
                 reply(Reply::Draining)
             }
-            (State::Draining(_) | State::Closed(_), Event::Release) => reply(Reply::Already),
+            (State::Draining(_) | State::Closed(_), Event::Release | Event::Leave(_)) => {
+                reply(Reply::Already)
+            }
+
+            (State::Offered | State::Reading, Event::Leave(consumer)) => {
+                let full = self.left.len() >= CONSUMERS_MAX;
+                if full || self.complete.contains(&consumer) || !self.left.insert(consumer) {
+                    return reply(Reply::Already);
+                }
+                let step = self.rest(Reply::Draining);
+                if step.closed.is_some() { Step { reply: Reply::Released, ..step } } else { step }
+            }
 
             (State::Offered | State::Reading | State::Draining(_) | State::Closed(_), Event::Tick) => {
                 reply(Reply::None)
@@ -295,10 +335,28 @@ impl Lease {
         if self.done.contains(&reader) { Reply::Valid } else { Reply::Gone }
     }
 
-    fn rest(&mut self) {
-        if self.reading.is_empty() {
-            self.state = State::Offered;
+    /// A reader is done, and with it perhaps its consumer.
+    fn book(&mut self, reader: Reader) {
+        self.done.insert(reader);
+        let Reader { consumer, of, rank: _ } = reader;
+        let links = Reader { consumer, of, rank: Rank(0) }..=Reader { consumer, of, rank: Rank(u16::MAX) };
+        if self.done.range(links).count() >= usize::from(of) {
+            self.complete.insert(consumer);
+            self.left.remove(&consumer);
         }
+    }
+
+    /// After a reader or a consumer has gone: the lease is over when nobody else is expected.
+    fn rest(&mut self, reply: Reply) -> Step {
+        if !self.reading.is_empty() {
+            return Step { reply, closed: None };
+        }
+        if self.complete.len() + self.left.len() < self.expected {
+            self.state = State::Offered;
+            return Step { reply, closed: None };
+        }
+        let fetched = self.complete.len() >= self.expected;
+        self.close(if fetched { Cause::Fetched } else { Cause::Released }, reply)
     }
 
     fn drain(&mut self, cause: Cause, now: Time) {
@@ -310,7 +368,7 @@ impl Lease {
         if !self.reading.is_empty() {
             return Step { reply, closed: None };
         }
-        let fetched = self.done.len() >= self.expected;
+        let fetched = self.complete.len() >= self.expected;
         self.close(if fetched { Cause::Fetched } else { cause }, reply)
     }
 
@@ -321,145 +379,4 @@ impl Lease {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::Rank;
-
-    const A: Reader = Reader { consumer: 1, rank: Rank(0) };
-    const B: Reader = Reader { consumer: 2, rank: Rank(0) };
-
-    fn lease(expected: usize) -> Lease {
-        Lease::open(LeaseTerms::default(), expected, Time::ZERO)
-    }
-
-    #[test]
-    fn an_offered_lease_that_is_released_gives_its_blocks_back_in_the_same_step() {
-        let step = lease(1).apply(Event::Release, Time(1));
-        assert_eq!(step, Step { reply: Reply::Released, closed: Some(Cause::Released) });
-    }
-
-    #[test]
-    fn a_release_during_a_read_waits_for_the_reader() {
-        let mut lease = lease(1);
-        lease.apply(Event::ReadBegun(A), Time(1));
-        assert_eq!(lease.apply(Event::Release, Time(2)).closed, None);
-        assert_eq!(lease.apply(Event::ReadBegun(B), Time(3)).reply, Reply::Gone);
-        let last = lease.apply(Event::ReadDone(A), Time(4));
-        assert_eq!(last, Step { reply: Reply::Valid, closed: Some(Cause::Fetched) });
-    }
-
-    #[test]
-    fn a_repeated_acknowledgement_is_one_reader() {
-        let mut lease = lease(2);
-        for _ in 0..3 {
-            lease.apply(Event::ReadBegun(A), Time(1));
-            assert_eq!(lease.apply(Event::ReadDone(A), Time(1)), Step { reply: Reply::Valid, closed: None });
-        }
-        lease.apply(Event::ReadBegun(B), Time(2));
-        assert_eq!(lease.apply(Event::ReadDone(B), Time(2)).closed, Some(Cause::Fetched));
-        assert_eq!(
-            lease.apply(Event::ReadDone(A), Time(3)).reply,
-            Reply::Valid,
-            "it was checked when it was live"
-        );
-    }
-
-    #[test]
-    fn a_failed_read_leaves_the_lease_for_another_engine() {
-        let mut lease = lease(1);
-        lease.apply(Event::ReadBegun(A), Time(1));
-        lease.apply(Event::ReadFailed(A), Time(2));
-        assert_eq!(lease.state(), State::Offered);
-        assert_eq!(lease.apply(Event::ReadDone(A), Time(3)).reply, Reply::Gone);
-        lease.apply(Event::ReadBegun(B), Time(4));
-        assert_eq!(lease.apply(Event::ReadDone(B), Time(5)).closed, Some(Cause::Fetched));
-    }
-
-    #[test]
-    fn a_heartbeat_moves_the_expiry_forward_only_and_never_wakes_the_dead() {
-        let mut lease = lease(1);
-        lease.apply(Event::Heartbeat, Time(1));
-        assert_eq!(
-            lease.deadline(),
-            Some(Time::ZERO.after(KV_LEASE_DURATION)),
-            "20 s from now is earlier than 30 s"
-        );
-        let late = Time::ZERO.after(Duration::from_secs(29));
-        lease.apply(Event::Heartbeat, late);
-        assert_eq!(lease.deadline(), Some(late.after(Duration::from_secs(20))));
-        let after = Time::ZERO.after(Duration::from_secs(49));
-        let step = lease.apply(Event::Heartbeat, after);
-        assert_eq!(step, Step { reply: Reply::Gone, closed: Some(Cause::Expired) });
-    }
-
-    #[test]
-    fn a_stuck_reader_cannot_hold_blocks_past_the_drain_deadline() {
-        let mut lease = lease(1);
-        lease.apply(Event::ReadBegun(A), Time(1));
-        let expired = Time::ZERO.after(KV_LEASE_DURATION);
-        assert_eq!(lease.apply(Event::Tick, expired).closed, None);
-        assert_eq!(lease.state(), State::Draining(Cause::Expired));
-        let deadline = expired.after(DRAIN_DEADLINE);
-        assert_eq!(lease.apply(Event::Tick, deadline).closed, Some(Cause::Expired));
-        assert!(!lease.serves(A));
-        assert_eq!(lease.apply(Event::ReadDone(A), deadline).reply, Reply::Gone, "its bytes may be stale");
-    }
-
-    /// Every order of six events out of ten kinds (two readers, two clock jumps): a million runs.
-    #[test]
-    fn blocks_are_released_exactly_once_whatever_the_network_does() {
-        let readers = [A, B];
-        let mut events =
-            vec![(Event::Heartbeat, 1), (Event::Release, 1), (Event::Tick, 6), (Event::Tick, 31)];
-        for reader in readers {
-            events.push((Event::ReadBegun(reader), 1));
-            events.push((Event::ReadDone(reader), 1));
-            events.push((Event::ReadFailed(reader), 1));
-        }
-        let mut runs = 0_u64;
-        let mut order = [0_usize; 6];
-        loop {
-            run(&events, &order);
-            runs += 1;
-            let Some(digit) = order.iter().position(|&d| d + 1 < events.len()) else {
-                break;
-            };
-            order[digit] += 1;
-            order[..digit].fill(0);
-        }
-        assert_eq!(runs, 1_000_000);
-    }
-
-    fn run(events: &[(Event, u64)], order: &[usize]) {
-        let mut lease = lease(2);
-        let (mut now, mut closings) = (Time::ZERO, 0);
-        let mut valid_before_close = BTreeSet::new();
-        for &i in order {
-            let (event, seconds) = events[i];
-            now = now.after(Duration::from_secs(seconds));
-            let step = lease.apply(event, now);
-            closings += usize::from(step.closed.is_some());
-            let over = matches!(lease.state(), State::Closed(_));
-            assert_eq!(closings == 1, over, "blocks go back when, and only when, the lease closes");
-            if let Event::ReadDone(reader) = event {
-                if step.reply == Reply::Valid && (!over || step.closed.is_some()) {
-                    valid_before_close.insert(reader);
-                }
-                let known = valid_before_close.contains(&reader);
-                assert_eq!(
-                    step.reply == Reply::Valid,
-                    known,
-                    "valid only for a reader that was checked while live"
-                );
-            }
-            if let (Event::ReadBegun(reader), Reply::Granted) = (event, step.reply) {
-                assert!(lease.serves(reader));
-            }
-        }
-        for wait in [31, 6] {
-            now = now.after(Duration::from_secs(wait));
-            closings += usize::from(lease.apply(Event::Tick, now).closed.is_some());
-        }
-        assert_eq!(closings, 1, "no lease outlives its expiry and its drain");
-    }
-}
+mod tests;

@@ -37,7 +37,7 @@ pub struct Grant {
     pub request: RequestId,
     /// Its block table, in order.
     pub blocks: Vec<BlockId>,
-    /// Readers (consumer × rank) that must fetch before the lease ends by itself.
+    /// Consumers that must fetch, or leave, before the lease ends by itself.
     pub expected: usize,
 }
 
@@ -295,6 +295,23 @@ impl Ledger {
             entry.reason.get_or_insert_with(|| reason.into());
         }
         match self.apply(slot, Event::Release, now) {
+            Reply::Released => ReleaseReply::Released,
+            Reply::Draining => ReleaseReply::Draining,
+            _ => ReleaseReply::Already,
+        }
+    }
+
+    /// One of the lease's consumers will not read (any more). The last one ends it.
+    pub fn leave(&mut self, handle: Handle, consumer: u64, reason: &str, now: Time) -> ReleaseReply {
+        self.tick(now);
+        let Some(slot) = self.live.find(handle) else {
+            return self.release(handle, reason, now);
+        };
+        let reply = self.apply(slot, Event::Leave(consumer), now);
+        if let (Reply::Released, Some(last)) = (reply, self.settled.last_mut()) {
+            last.reason = reason.into();
+        }
+        match reply {
             Reply::Released => ReleaseReply::Released,
             Reply::Draining => ReleaseReply::Draining,
             _ => ReleaseReply::Already,

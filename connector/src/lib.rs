@@ -9,6 +9,8 @@
 //! | [`lease`] | a producer's promise to keep the blocks of one request |
 //! | [`ledger`] | all leases of one producer, their expiry, and the bounded memory of ended ones |
 //! | [`fetch`] | a consumer's side of one handoff, from queued to landed |
+//! | [`gather`] | the reports of a fetch that reads over several links, made one |
+//! | [`slice`] | which bytes of which block go where when ranks or block sizes differ |
 //! | [`exchange`] | a router's side of one request: what each engine is still owed |
 //! | [`offload`] | one request's blocks on their way down to slower tiers and up again |
 //! | [`multi`] | one request and several connectors: who loads, who is asked, who lets go last |
@@ -19,6 +21,7 @@
 
 pub mod exchange;
 pub mod fetch;
+pub mod gather;
 pub mod handoff;
 pub mod id;
 pub mod layout;
@@ -28,6 +31,7 @@ pub mod limits;
 pub mod multi;
 pub mod offload;
 pub mod region;
+pub mod slice;
 pub mod time;
 pub mod transport;
 

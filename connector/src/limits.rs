@@ -24,8 +24,21 @@ pub const RENEWED_FOR_MAX: u32 = 16;
 /// back anyway; such a reader is then answered "gone" and never uses what it read.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
 
-/// Readers (consumer, rank) that may hold one lease at once: `n` up to 16 consumers of 8 ranks.
-pub const READERS_MAX: usize = 128;
+/// Shards of one engine's KV cache. Models of 2026 have at most 64 KV heads, and a shard has at least one.
+pub const RANKS_MAX: usize = 64;
+
+/// Tokens of one block.
+pub const BLOCK_TOKENS_MAX: usize = 1_024;
+
+/// Links of one consumer to one producer: cutting the heads at the borders of 64 ranks and of 64 other ranks
+/// leaves at most 127 pieces.
+pub const LINKS_MAX: usize = 2 * RANKS_MAX - 1;
+
+/// Consumers that one handoff may be meant for: `n` up to 16 spread over as many decode engines.
+pub const CONSUMERS_MAX: usize = 16;
+
+/// Readers (consumer, link) that one lease keeps in mind, in flight and done.
+pub const READERS_MAX: usize = 2_048;
 
 /// Live leases of one producer. Their books are then about 64 MiB at the most, and consumers that renew them all
 /// [`HEARTBEATS_PER_LEASE`] times per lease duration take about a hundredth of a core (26,000 renewals a second at
@@ -53,3 +66,7 @@ const _: () = assert!(HEARTBEAT_EXTENSION.0 * HEARTBEATS_PER_LEASE >= 4 * HEARTB
 const _: () = assert!(TOMBSTONE_KEPT.as_secs() > KV_LEASE_DURATION.as_secs() + DRAIN_DEADLINE.as_secs());
 const _: () = assert!(HEARTBEAT_HANDLES_MAX * 16 + 64 <= CONTROL_MESSAGE_MAX_BYTES);
 const _: () = assert!(TOMBSTONES_MAX <= LEASES_MAX);
+// Positions of a handoff's tokens travel as 32 bits.
+const _: () = assert!(BLOCKS_PER_HANDOFF_MAX * BLOCK_TOKENS_MAX <= u32::MAX as usize);
+// Every expected consumer must find room for all its links.
+const _: () = assert!(CONSUMERS_MAX * LINKS_MAX <= READERS_MAX);

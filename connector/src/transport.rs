@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use crate::ledger::{HeartbeatReply, ReleaseReply};
 use crate::region::Region;
-use crate::{BlockId, Epoch, Handle, Reader};
+use crate::slice::Slice;
+use crate::{BlockId, Epoch, Handle, KvLayout, Reader};
 
 /// A producer's side channel.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -20,7 +21,8 @@ pub struct Peer {
     pub address: SocketAddr,
     /// The epoch it had when it made the handoff.
     pub epoch: Epoch,
-    /// [`crate::KvLayout::fingerprint`] of both ends.
+    /// What both ends must agree about before a byte is read: model, shape, and which rank of which cut this is
+    /// ([`crate::slice::Geometry::rank_fingerprint`]).
     pub fingerprint: u64,
 }
 
@@ -31,10 +33,34 @@ pub struct ReadOrder {
     pub handle: Handle,
     /// Who reads.
     pub reader: Reader,
-    /// First entry of the lease's block table to read (blocks before it are already here).
-    pub first: usize,
-    /// Where the blocks go, in the order of the lease's block table.
+    /// What it reads.
+    pub part: Part,
+    /// Where it goes: for [`Part::Blocks`] in the order of the lease's block table, for [`Part::Slice`] in the
+    /// order of the tokens.
     pub into: Vec<BlockId>,
+}
+
+/// Which part of a lease's blocks a read is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// As many whole blocks as there are landing blocks: a block there is, byte for byte, a block here.
+    Blocks {
+        /// First entry of the lease's block table to read (blocks before it are already here).
+        first: usize,
+    },
+    /// Some heads of some tokens: ranks or block sizes differ.
+    Slice(Box<Slice>),
+}
+
+impl ReadOrder {
+    /// Bytes that move: `block_bytes` is the size of the consumer's own blocks.
+    #[must_use]
+    pub fn bytes(&self, block_bytes: usize) -> usize {
+        match &self.part {
+            Part::Blocks { .. } => self.into.len() * block_bytes,
+            Part::Slice(slice) => slice.cut.bytes(&slice.producer),
+        }
+    }
 }
 
 /// Whether bytes that were read may be used.
@@ -113,6 +139,19 @@ pub trait Transport: Send + Sync {
     /// When the producer could not be reached. An answer of any kind is a success.
     fn release(&self, peer: &Peer, handle: Handle, reason: &str) -> Result<ReleaseReply, TransportError>;
 
+    /// Says that one of a lease's several consumers will not read (any more); the last one ends the lease.
+    /// Idempotent, and repeated like [`Self::release`].
+    ///
+    /// # Errors
+    /// When the producer could not be reached. An answer of any kind is a success.
+    fn leave(
+        &self,
+        peer: &Peer,
+        handle: Handle,
+        consumer: u64,
+        reason: &str,
+    ) -> Result<ReleaseReply, TransportError>;
+
     /// Renews leases; one reply per handle, in order.
     ///
     /// # Errors
@@ -124,14 +163,19 @@ pub trait Transport: Send + Sync {
     fn sweep(&self) {}
 }
 
-/// What a transport's serving side asks of the engine it serves. Called from the transport's own threads;
+/// What a transport's serving side asks of the engine rank it serves. Called from the transport's own threads;
 /// answers come from the lease ledger and never wait for the step loop.
 pub trait Producer: Send + Sync {
     /// The engine's epoch.
     fn epoch(&self) -> Epoch;
 
-    /// The layout fingerprint that a consumer must share.
+    /// What a consumer must agree with: [`Peer::fingerprint`].
     fn fingerprint(&self) -> u64;
+
+    /// The layout of this rank's blocks; `None` where only whole blocks are served.
+    fn layout(&self) -> Option<KvLayout> {
+        None
+    }
 
     /// Opens a read of `count` blocks from entry `first` of the lease's table and returns their ids.
     ///
@@ -157,10 +201,13 @@ pub trait Producer: Send + Sync {
     /// Ends the lease early.
     fn release(&self, handle: Handle, reason: &str) -> ReleaseReply;
 
+    /// One of the lease's consumers will not read (any more).
+    fn leave(&self, handle: Handle, consumer: u64, reason: &str) -> ReleaseReply;
+
     /// Renews the lease.
     fn heartbeat(&self, handle: Handle) -> HeartbeatReply;
 
-    /// The pool's memory.
+    /// The rank's memory.
     fn region(&self) -> &Region;
 }
 

@@ -1,4 +1,4 @@
-//! The transition tables of the lease, the fetch, the offload slot and the multi-connector, as files that a person can read and a review can see
+//! The transition tables of lease, fetch, gatherer, offload slot and multi-connector, as files that a person can read and a review can see
 //! change. `BATON_BLESS=1 cargo test -p baton-connector --test golden` writes them anew.
 
 use std::fmt::Write;
@@ -6,13 +6,17 @@ use std::path::Path;
 use std::time::Duration;
 
 use baton_connector::fetch::{self, Answer, FailureKind, Fetch, LoadFailurePolicy};
+use baton_connector::gather::{self, Gather};
 use baton_connector::lease::{self, Lease, LeaseTerms};
 use baton_connector::multi::{self, Child, Children, Multi};
 use baton_connector::offload::{self, Block, BlockEvent, BlockState, Course, Slot, TransferId};
 use baton_connector::{Rank, Reader, Time};
 
-const A: Reader = Reader { consumer: 1, rank: Rank(0) };
-const B: Reader = Reader { consumer: 2, rank: Rank(0) };
+const A: Reader = Reader::sole(1);
+const B: Reader = Reader::sole(2);
+/// The two links of a consumer.
+const C0: Reader = Reader { consumer: 3, of: 2, rank: Rank(0) };
+const C1: Reader = Reader { consumer: 3, of: 2, rank: Rank(1) };
 
 /// Compares with `golden/<name>`, or writes it.
 fn check(name: &str, table: &str) {
@@ -29,7 +33,7 @@ fn check(name: &str, table: &str) {
     assert_eq!(table.lines().count(), golden.lines().count(), "{name} has more or fewer rows");
 }
 
-/// How a lease gets into a situation: readers expected, then events and the seconds at which they happen.
+/// How a lease gets into a situation: consumers expected, then events and the seconds at which they happen.
 type Story = (&'static str, usize, &'static [(lease::Event, u64)]);
 
 /// 40 s is past the expiry, 44 s is within the drain that follows, 60 s is past both.
@@ -38,6 +42,9 @@ const LEASES: &[Story] = &[
     ("Offered, A done, one more expected", 2, DONE_A),
     ("Reading {A}", 1, &[(lease::Event::ReadBegun(A), 1)]),
     ("Reading {A, B}", 2, &[(lease::Event::ReadBegun(A), 1), (lease::Event::ReadBegun(B), 1)]),
+    ("Offered, link 0 of C done", 1, DONE_C0),
+    ("Reading {link 1 of C}, link 0 done", 1, READING_C1),
+    ("Offered, A left, one more expected", 2, &[(lease::Event::Leave(1), 1)]),
     ("Draining(Released) {A}", 1, &[(lease::Event::ReadBegun(A), 1), (lease::Event::Release, 2)]),
     ("Draining(Expired) {A}", 1, &[(lease::Event::ReadBegun(A), 1), (lease::Event::Tick, 40)]),
     ("Closed(Fetched) {A done}", 1, DONE_A),
@@ -45,6 +52,9 @@ const LEASES: &[Story] = &[
     ("Closed(Expired)", 1, &[(lease::Event::Tick, 40)]),
 ];
 
+const DONE_C0: &[(lease::Event, u64)] = &[(lease::Event::ReadBegun(C0), 1), (lease::Event::ReadDone(C0), 2)];
+const READING_C1: &[(lease::Event, u64)] =
+    &[(lease::Event::ReadBegun(C0), 1), (lease::Event::ReadDone(C0), 2), (lease::Event::ReadBegun(C1), 2)];
 const DONE_A: &[(lease::Event, u64)] = &[(lease::Event::ReadBegun(A), 1), (lease::Event::ReadDone(A), 2)];
 
 fn at(seconds: u64) -> Time {
@@ -61,7 +71,7 @@ fn lease_in(story: &Story) -> (Lease, u64) {
 
 #[test]
 fn the_lease_moves_as_its_golden_table_says() {
-    use lease::Event::{Heartbeat, ReadBegun, ReadDone, ReadFailed, Release, Tick};
+    use lease::Event::{Heartbeat, Leave, ReadBegun, ReadDone, ReadFailed, Release, Tick};
     let events = [
         ("read begun(A)", ReadBegun(A), 1),
         ("read begun(B)", ReadBegun(B), 1),
@@ -69,6 +79,10 @@ fn the_lease_moves_as_its_golden_table_says() {
         ("read done(B)", ReadDone(B), 1),
         ("read failed(A)", ReadFailed(A), 1),
         ("read failed(B)", ReadFailed(B), 1),
+        ("read begun(C1)", ReadBegun(C1), 1),
+        ("read done(C1)", ReadDone(C1), 1),
+        ("leave(A)", Leave(1), 1),
+        ("leave(B)", Leave(2), 1),
         ("heartbeat", Heartbeat, 1),
         ("late heartbeat", Heartbeat, 15),
         ("release", Release, 1),
@@ -167,6 +181,53 @@ fn the_fetch_moves_as_its_golden_table_says() {
         }
     }
     check("fetch.txt", &table);
+}
+
+#[test]
+fn the_gatherer_moves_as_its_golden_table_says() {
+    use gather::Event::{Done, Failed, Lost, Verdict};
+    let failed = Failed(FailureKind::Transfer);
+    let stories: &[(&str, &[(usize, gather::Event)])] = &[
+        ("Reading, both write", &[]),
+        ("Reading, 0 has its bytes", &[(0, Done)]),
+        ("Reading, 0 is valid", &[(0, Done), (0, Verdict(Answer::Valid))]),
+        ("Stopping, 0 failed", &[(0, failed)]),
+        ("Stopping, 0 is gone", &[(0, Done), (0, Verdict(Answer::Gone))]),
+        ("Verifying, no verdict", &[(0, Done), (1, Done)]),
+        ("Verifying, 0 is valid", &[(0, Done), (1, Done), (0, Verdict(Answer::Valid))]),
+        ("Over, 1 still to answer", &[(0, Done), (1, Done), (0, Verdict(Answer::Gone))]),
+        ("Over", &[(0, failed), (1, failed)]),
+    ];
+    let mut table = String::from("Two links; state and actions of the whole.\n\n");
+    writeln!(table, "{:<26}{:<4}{:<20}{:<20}actions", "gatherer", "of", "report", "becomes")
+        .expect("a string");
+    for (name, story) in stories {
+        table.push('\n');
+        for link in [0, 1] {
+            let verdicts = [Answer::Valid, Answer::Gone, Answer::Unknown].map(Verdict);
+            for event in [Done, failed, Lost].into_iter().chain(verdicts) {
+                let mut gather = Gather::new(2);
+                for &(link, event) in *story {
+                    let _ = gather.apply(link, event);
+                }
+                assert!(
+                    name.starts_with(&format!("{:?}", gather.state())[..4]),
+                    "{name}: {:?}",
+                    gather.state()
+                );
+                let ignored = gather.ignored();
+                let actions: Vec<_> = gather.apply(link, event).iter().map(|a| format!("{a:?}")).collect();
+                let actions = match (gather.ignored() > ignored, actions.is_empty()) {
+                    (true, _) => "ignored, counted".to_owned(),
+                    (false, true) => "-".to_owned(),
+                    (false, false) => actions.join(", "),
+                };
+                let (event, state) = (format!("{event:?}"), format!("{:?}", gather.state()));
+                writeln!(table, "{name:<26}{link:<4}{event:<20}{state:<20} {actions}").expect("a string");
+            }
+        }
+    }
+    check("gather.txt", &table);
 }
 
 #[test]

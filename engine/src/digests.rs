@@ -7,6 +7,7 @@
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
+use baton_connector::slice::Geometry;
 use sha2::{Digest, Sha256};
 use tokio::sync::oneshot;
 
@@ -59,21 +60,61 @@ pub fn page_blocks(block_bytes: usize) -> usize {
 impl DigestPage {
     /// Hashes the first [`page_blocks`] of `cached`, which is sorted by hash; what is beyond them is another page.
     #[must_use]
-    pub fn of(cached: &[(BlockHash, BlockId)], region: &Region) -> Self {
-        let shown = &cached[..cached.len().min(page_blocks(region.block_bytes()))];
+    pub fn of(cached: &[(BlockHash, BlockId)], geometry: &Geometry, regions: &[Region]) -> Self {
+        let shown = &cached[..cached.len().min(page_blocks(geometry.whole().block_bytes()))];
         let digest = |&(hash, block): &(BlockHash, BlockId)| BlockDigest {
             hash,
             block,
-            sha256: Sha256::digest(region.read_block(block)).into(),
+            sha256: digest_of(block, geometry, regions),
         };
         let next = shown.last().filter(|_| shown.len() < cached.len()).map(|&(hash, _)| hash);
         Self { blocks: shown.iter().map(digest).collect(), next }
     }
 }
 
+/// SHA-256 of a block's bytes in the order of the whole layout, so that engines which shard their heads differently
+/// agree.
+fn digest_of(block: BlockId, geometry: &Geometry, regions: &[Region]) -> [u8; 32] {
+    let (whole, shard) = (geometry.whole(), geometry.shard());
+    let shards: Vec<_> = regions.iter().map(|region| region.read_block(block)).collect();
+    // All heads of one rank in one half of one layer lie together.
+    let run = shard.block_bytes() / (2 * whole.layers);
+    let mut hash = Sha256::new();
+    for half in 0..2 * whole.layers {
+        shards.iter().for_each(|bytes| hash.update(&bytes[half * run..(half + 1) * run]));
+    }
+    hash.finalize().into()
+}
+
 #[cfg(test)]
 mod tests {
+    use baton_connector::KvLayout;
+    use baton_connector::layout::KvDtype;
+
     use super::*;
+
+    fn geometry(ranks: usize) -> Geometry {
+        let whole = KvLayout { layers: 1, kv_heads: 4, head_dim: 2, block_tokens: 2, dtype: KvDtype::F16 };
+        Geometry::new(whole, ranks).expect("ranks that divide the heads")
+    }
+
+    #[test]
+    fn a_digest_does_not_depend_on_how_the_heads_are_sharded() {
+        let bytes: Vec<u8> = (0..64).collect();
+        let one = Region::allocate(1, 64);
+        one.write_block(BlockId(0), &bytes);
+        let whole = digest_of(BlockId(0), &geometry(1), &[one]);
+        assert_eq!(whole, <[u8; 32]>::from(Sha256::digest(&bytes)));
+        // Rank r of two has heads 2r and 2r + 1 of the keys, and then of the values.
+        let two: Vec<Region> = [0, 16]
+            .map(|at| {
+                let region = Region::allocate(1, 32);
+                region.write_block(BlockId(0), &[&bytes[at..at + 16], &bytes[32 + at..48 + at]].concat());
+                region
+            })
+            .into();
+        assert_eq!(digest_of(BlockId(0), &geometry(2), &two), whole);
+    }
 
     #[test]
     fn a_page_is_bounded_by_blocks_and_by_bytes_and_says_where_the_next_starts() {
@@ -89,13 +130,14 @@ mod tests {
                 (BlockHash(hash), BlockId(n as u32 % 2))
             })
             .collect();
-        let page = DigestPage::of(&cached, &region);
+        let (geometry, regions) = (geometry(1), [region]);
+        let page = DigestPage::of(&cached, &geometry, &regions);
         assert_eq!(
             (page.blocks.len(), page.next),
             (DIGEST_BLOCKS_MAX, Some(cached[DIGEST_BLOCKS_MAX - 1].0))
         );
         assert_ne!(page.blocks[0].sha256, page.blocks[1].sha256);
         assert_eq!(page.blocks[0].sha256, page.blocks[2].sha256);
-        assert_eq!(DigestPage::of(&cached[DIGEST_BLOCKS_MAX..], &region).next, None);
+        assert_eq!(DigestPage::of(&cached[DIGEST_BLOCKS_MAX..], &geometry, &regions).next, None);
     }
 }

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use baton_connector::lease::LeaseTerms;
 use baton_connector::transport::Producer;
-use baton_connector::{EngineId, Epoch};
+use baton_connector::{EngineId, Epoch, Rank};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions};
 use tokio_util::sync::CancellationToken;
 
@@ -25,12 +25,13 @@ use crate::executor::Executor;
 use crate::executor::cpu::CpuExecutor;
 use crate::executor::failing::Failing;
 use crate::executor::paced::Paced;
+use crate::kv_rank::KvRank;
 use crate::lease_desk::LeaseDesk;
 use crate::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
 use crate::offload::open::Tiers;
 use crate::offload::workers::Workers;
-use crate::peers::Peers;
+use crate::peers::{OwnCache, Peers};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::status::StatusBoard;
 use crate::step_loop::{Parts, StepLoop};
@@ -103,10 +104,13 @@ pub(crate) struct Common<'a> {
 /// A core with its threads.
 pub(crate) struct RunningRank {
     pub core: Arc<DpRank>,
-    pub side_channel: SocketAddr,
+    /// By KV rank.
+    pub side_channels: Vec<SocketAddr>,
+    /// Where its blocks lie.
+    pub cache: OwnCache,
     /// Tokens of one sequence.
     pub capacity: usize,
-    server: SideChannel,
+    servers: Vec<SideChannel>,
     offload: Option<Arc<Workers>>,
     step_loop: JoinHandle<()>,
     lease_timer: JoinHandle<()>,
@@ -114,35 +118,37 @@ pub(crate) struct RunningRank {
 }
 
 impl RunningRank {
-    /// Starts everything of one rank. `side` is where other engines will read its blocks.
+    /// Starts everything of one rank. `sides` are where other engines will read its blocks, by KV rank.
     pub(crate) fn start(
         common: &Common<'_>,
         rank: usize,
         executor: CpuExecutor,
-        side: TcpListener,
+        sides: Vec<TcpListener>,
         metrics: Arc<EngineMetrics>,
     ) -> Result<Self, StartError> {
         let options = common.options;
-        let side_channel = side.local_addr().map_err(system("listen"))?;
+        let side_channels: Vec<_> =
+            sides.iter().map(TcpListener::local_addr).collect::<Result<_, _>>().map_err(system("listen"))?;
         let mailbox = Arc::new(Mailbox::new(options.max_waiting.max(1)));
         let status = Arc::new(StatusBoard::default());
-        let region = executor.region().clone();
-        metrics.cache_config(options.block_tokens, region.blocks());
+        let cache = OwnCache { geometry: executor.geometry(), regions: executor.regions().to_vec() };
+        metrics.cache_config(options.block_tokens, executor.blocks());
         let terms = LeaseTerms { duration: options.kv_lease_duration, ..LeaseTerms::default() };
         let desk = Arc::new(LeaseDesk::new(
             terms,
             common.epoch,
             common.fingerprint,
-            region.clone(),
             Arc::clone(&mailbox),
             Arc::clone(&metrics),
         ));
-        let server = {
-            let producer: Arc<dyn Producer> = Arc::clone(&desk) as _;
+        let mut servers = Vec::with_capacity(sides.len());
+        for ((side, rank), region) in sides.into_iter().zip(cache.geometry.each_rank()).zip(&cache.regions) {
+            let producer = KvRank::new(Arc::clone(&desk), cache.geometry, rank, region.clone());
+            let producer: Arc<dyn Producer> = Arc::new(producer);
             let limits = ServerOptions { secret: common.secret.clone(), ..ServerOptions::default() };
-            SideChannel::start(options.kv_transport, side, &producer, &limits)
-                .map_err(system("side channel"))?
-        };
+            let server = SideChannel::start(options.kv_transport, side, &producer, &limits);
+            servers.push(server.map_err(system("side channel"))?);
+        }
         // A connection per read, and some for heartbeats and releases beside them.
         let connections_per_peer_max = 2 * options.fetch_workers.max(4);
         let client = ClientOptions {
@@ -153,7 +159,7 @@ impl RunningRank {
         let transport = transport::consumer(options.kv_transport, &client);
         let peers = Peers::start(
             transport,
-            region.clone(),
+            cache.clone(),
             Arc::clone(&mailbox),
             Arc::clone(&metrics),
             options.fetch_workers.max(1),
@@ -167,13 +173,13 @@ impl RunningRank {
                 max_waiting: options.max_waiting,
                 max_model_len: common.max_model_len,
             },
-            region.blocks(),
+            executor.blocks(),
         );
         let tiers = Tiers::open(
             &options.offload,
             (rank, options.data_parallel_size),
-            vec![region],
-            common.fingerprint,
+            cache.regions.clone(),
+            cache.geometry.rank_fingerprint(common.fingerprint, Rank(0)),
             common.model,
         );
         let mut tiers = tiers.map_err(StartError::Options)?;
@@ -188,8 +194,9 @@ impl RunningRank {
         let suffix = if several { format!("-dp{rank}") } else { String::new() };
         let address = ProducerAddress {
             engine_id: EngineId(format!("{}-{}{suffix}", options.role.label(), common.epoch).into()),
-            host: options.side_channel_host.clone().unwrap_or_else(|| side_channel.ip().to_string()),
-            port: side_channel.port(),
+            host: options.side_channel_host.clone().unwrap_or_else(|| side_channels[0].ip().to_string()),
+            ports: side_channels.iter().map(SocketAddr::port).collect(),
+            block_tokens: options.block_tokens,
         };
         let timer_stop = Arc::new(AtomicBool::new(false));
         let lease_timer = {
@@ -235,7 +242,17 @@ impl RunningRank {
                 }
             })?
         };
-        Ok(Self { core, side_channel, capacity, server, offload, step_loop, lease_timer, timer_stop })
+        Ok(Self {
+            core,
+            side_channels,
+            cache,
+            capacity,
+            servers,
+            offload,
+            step_loop,
+            lease_timer,
+            timer_stop,
+        })
     }
 
     /// Waits until the step loop has ended (its mailbox is closed), and with it the lease timer.
@@ -244,21 +261,21 @@ impl RunningRank {
         drop(self.step_loop.join());
         self.timer_stop.store(true, Ordering::Release);
         drop(self.lease_timer.join());
-        WoundDown { peers: Arc::clone(&self.core.peers), server: self.server, offload: self.offload }
+        WoundDown { peers: Arc::clone(&self.core.peers), servers: self.servers, offload: self.offload }
     }
 }
 
 /// A core that computes nothing any more and still answers its peers.
 pub(crate) struct WoundDown {
     peers: Arc<Peers>,
-    server: SideChannel,
+    servers: Vec<SideChannel>,
     offload: Option<Arc<Workers>>,
 }
 
 impl WoundDown {
     /// Delivers what peers are still owed, until `deadline`, and closes the side channel.
     pub(crate) fn close(self, deadline: Instant) {
-        self.server.shutdown();
+        self.servers.into_iter().for_each(SideChannel::shutdown);
         self.peers.shutdown(deadline);
         if let Some(workers) = self.offload {
             workers.shutdown(deadline);

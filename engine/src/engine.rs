@@ -8,8 +8,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
 use baton_connector::lease::LeaseTerms;
+use baton_connector::limits::RANKS_MAX;
 use baton_connector::region::Region;
-use baton_connector::transport::Producer;
+use baton_connector::slice::Geometry;
 use baton_connector::{Epoch, KvLayout};
 use baton_connector_tcp::Secret;
 use baton_openai::ParseLimits;
@@ -45,12 +46,15 @@ pub struct EngineOptions {
     pub listen: SocketAddr,
     /// Engine cores (vLLM's `--data-parallel-size`), each with its own KV pool, scheduler, leases and side channel.
     pub data_parallel_size: usize,
-    /// Where other engines read blocks; port 0 takes a free one. Each further rank takes the next port.
+    /// Where other engines read blocks; port 0 takes a free one. Each further rank takes the next port: all KV ranks of
+    /// the first data-parallel rank, then those of the second.
     pub side_channel: SocketAddr,
     /// How blocks travel between engines.
     pub kv_transport: KvTransport,
     /// The host that other engines are told to reach the side channel at; its own address by default.
     pub side_channel_host: Option<String>,
+    /// Shards of each KV pool, by heads: each has its own memory, side channel and fetch workers.
+    pub kv_ranks: usize,
     /// Tokens of one KV block.
     pub block_tokens: usize,
     /// Bytes of the KV pool of each rank.
@@ -101,6 +105,7 @@ impl EngineOptions {
             side_channel: loopback,
             kv_transport: KvTransport::Auto,
             side_channel_host: None,
+            kv_ranks: 1,
             block_tokens: 16,
             kv_cache_bytes: 512 << 20,
             kv_blocks: None,
@@ -195,7 +200,9 @@ impl Engine {
         let metrics = Arc::new(EngineMetrics::new(&model));
         let executors = siblings(&options, executor)?;
         let mut running = Vec::with_capacity(options.data_parallel_size);
-        for (rank, (executor, side)) in executors.into_iter().zip(sides).enumerate() {
+        let mut sides = sides.into_iter();
+        for (rank, executor) in executors.into_iter().enumerate() {
+            let side = sides.by_ref().take(options.kv_ranks).collect();
             let metrics = match rank {
                 0 => Arc::clone(&metrics),
                 _ => Arc::new(metrics.sibling(&model, rank)),
@@ -216,6 +223,7 @@ impl Engine {
             capacity: running[0].capacity,
             load_failure: options.kv_load_failure_policy,
             fingerprint,
+            geometry: running[0].cache.geometry,
             limits: ParseLimits { vocab: u32::try_from(vocab).ok(), ..ParseLimits::default() },
             cluster_secret: options.cluster_secret.as_deref().map(Into::into),
             secret: secret.clone(),
@@ -239,22 +247,22 @@ impl Engine {
         self.http
     }
 
-    /// Where other engines read the blocks of the first rank.
+    /// Where other engines read the blocks of the first data-parallel rank, or of its first KV rank.
     #[must_use]
     pub fn side_channel(&self) -> SocketAddr {
-        self.running[0].side_channel
+        self.running[0].side_channels[0]
     }
 
-    /// Where other engines read blocks, by rank.
+    /// Where other engines read blocks: the KV ranks of one data-parallel rank after the other.
     #[must_use]
     pub fn side_channels(&self) -> Vec<SocketAddr> {
-        self.running.iter().map(|running| running.side_channel).collect()
+        self.running.iter().flat_map(|running| running.side_channels.clone()).collect()
     }
 
-    /// The memory of the first rank's KV pool, for checks.
+    /// The memory of the first data-parallel rank's KV pool, by KV rank, for checks.
     #[must_use]
-    pub fn kv_region(&self) -> &Region {
-        self.frontend.cores[0].desk.region()
+    pub fn kv_regions(&self) -> &[Region] {
+        &self.running[0].cache.regions
     }
 
     /// The served model's name.
@@ -303,7 +311,7 @@ impl Engine {
     }
 }
 
-/// A listener per rank: consecutive ports, or free ones.
+/// A listener per data-parallel rank and KV rank: consecutive ports, or free ones.
 fn side_channels(options: &EngineOptions) -> Result<Vec<TcpListener>, StartError> {
     let base = options.side_channel;
     let listen = |rank: usize| {
@@ -316,7 +324,7 @@ fn side_channels(options: &EngineOptions) -> Result<Vec<TcpListener>, StartError
         let at = SocketAddr::new(base.ip(), port);
         TcpListener::bind(at).map_err(system(format!("listen on {at}")))
     };
-    (0..options.data_parallel_size).map(listen).collect()
+    (0..options.data_parallel_size * options.kv_ranks).map(listen).collect()
 }
 
 /// One executor per rank, over the same weights.
@@ -334,6 +342,9 @@ fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
     let wrong = |what: &str| Err(StartError::Options(what.to_owned()));
     if options.data_parallel_size == 0 || options.data_parallel_size > DATA_PARALLEL_MAX {
         return wrong("an engine has 1 to 64 data-parallel ranks");
+    }
+    if options.kv_ranks == 0 || options.kv_ranks > RANKS_MAX {
+        return wrong("a KV cache has 1 to 64 ranks");
     }
     if options.block_tokens == 0 || options.block_tokens > 256 {
         return wrong("a KV block has 1 to 256 tokens");
@@ -372,6 +383,8 @@ fn load(
         block_tokens: options.block_tokens,
         dtype: options.kv_dtype,
     };
+    Geometry::new(layout, options.kv_ranks)
+        .map_err(|error| StartError::Options(format!("--kv-ranks {}: {error}", options.kv_ranks)))?;
     let cpu = cpu_options(options, layout.block_bytes())?;
     Ok(CpuExecutor::load(&options.model, config, &cpu, progress)?)
 }
@@ -386,6 +399,7 @@ fn cpu_options(options: &EngineOptions, block_bytes: usize) -> Result<CpuOptions
     let mut cpu = CpuOptions {
         blocks,
         block_tokens: options.block_tokens,
+        kv_ranks: options.kv_ranks,
         kv_dtype: options.kv_dtype,
         pool: match options.kv_transport {
             KvTransport::Tcp => Region::allocate,

@@ -19,12 +19,12 @@ mod surroundings;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use baton_connector::fetch::Reason;
+use baton_connector::fetch::{Event, Reason};
+use baton_connector::limits::DRAIN_DEADLINE;
 use baton_connector::{BlockId, RequestId};
 use tokio::sync::mpsc::Sender;
 
 use self::aborted_early::AbortedEarly;
-use self::lending::Prompt;
 pub use self::messages::{ProducerAddress, SeqEnd, SeqEvent, Submission};
 pub use self::surroundings::{Fact, Surroundings};
 use crate::block_pool::BlockUsage;
@@ -66,6 +66,8 @@ pub struct EngineCore<S> {
     logits: Logits,
     scratch: Scratch,
     closing: Option<Instant>,
+    /// Since when nothing but leases holds blocks, and nobody can go on.
+    waits_since: Option<Instant>,
     aborted_early: AbortedEarly,
     /// Sequences are being ended with an answer that a router takes elsewhere.
     refusing: bool,
@@ -85,6 +87,7 @@ impl<S: Surroundings> EngineCore<S> {
             logits: Logits::default(),
             scratch: Scratch::default(),
             closing: None,
+            waits_since: None,
             aborted_early: AbortedEarly::default(),
             refusing: false,
         }
@@ -118,7 +121,32 @@ impl<S: Surroundings> EngineCore<S> {
     pub fn schedule(&mut self) -> (Vec<Planned>, bool) {
         let plan = self.scheduler.schedule();
         let acted = self.carry_out_effects();
-        (plan, acted)
+        let broke_up = self.break_deadlock(plan.is_empty() && !acted);
+        (plan, acted || broke_up)
+    }
+
+    /// An engine that serves both legs can wait for blocks that only leases hold, while the consumers of those leases
+    /// wait for blocks here, or on an engine that waits for this one. Whoever has waited like that for a while gives
+    /// up its first handoff; its producer has the blocks back, and somebody can go on.
+    fn break_deadlock(&mut self, idle: bool) -> bool {
+        if !(idle && self.scheduler.waits_for_leases()) {
+            self.waits_since = None;
+            return false;
+        }
+        let now = self.surroundings.now();
+        let since = *self.waits_since.get_or_insert(now);
+        if now.saturating_duration_since(since) < DRAIN_DEADLINE {
+            return false;
+        }
+        self.waits_since = None;
+        let Some(id) = self.scheduler.first_waiting_consumer() else { return false };
+        tracing::warn!(
+            seq = id.0,
+            "nothing but leases holds blocks, and nobody can go on: a handoff is given up"
+        );
+        self.scheduler.fetch_event(id, Event::LeaseGone);
+        self.carry_out_effects();
+        true
     }
 
     /// Runs the forward pass of a plan. False when the device has failed; every request has then been ended.
@@ -246,12 +274,12 @@ impl<S: Surroundings> EngineCore<S> {
     }
 
     fn answer_digests(&self, ask: DigestAsk) {
-        let region = self.executor.region();
+        let geometry = self.executor.geometry();
         // One more than a page shows tells whether there is another.
-        let limit = page_blocks(region.block_bytes()) + 1;
+        let limit = page_blocks(geometry.whole().block_bytes()) + 1;
         let cached = self.scheduler.cached_blocks(ask.after, limit);
         // An asker that has left needs no answer.
-        let _ = ask.reply.send(DigestPage::of(&cached, region));
+        let _ = ask.reply.send(DigestPage::of(&cached, &geometry, self.executor.regions()));
     }
 
     /// Ends a request by name. One that decodes here and has not arrived yet is remembered (one that lends is
@@ -282,7 +310,7 @@ impl<S: Surroundings> EngineCore<S> {
     fn accept(&mut self, submission: Submission) {
         let Submission { sequence, sampling, index, outbox, target, arrived } = submission;
         let (id, request) = (sequence.id, sequence.request.clone());
-        if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce)) {
+        if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce { .. })) {
             tracing::debug!(%request, "given up before it arrived");
             let end = SeqEnd { reason: FinishReason::Abort, handoff: None };
             self.turn_away(
@@ -396,13 +424,11 @@ impl<S: Surroundings> EngineCore<S> {
 
     /// Ends a sequence in the ordinary way. A second call for the same sequence changes nothing.
     fn end(&mut self, id: SeqId, reason: FinishReason) {
-        let cached = self.scheduler.sequence(id).map_or(0, |sequence| sequence.reused().0);
-        let fingerprint = self.prompt_of(id);
+        let prompt = self.prompt_of(id);
         let Some((finished, live)) = self.strike(id, reason) else { return };
         let handoff = match finished {
             Finished::Lent(blocks) => {
-                let (tokens, prompt) = fingerprint.expect("it was on the books");
-                self.lend(&live, blocks, Prompt { tokens, fingerprint: prompt, cached })
+                self.lend(&live, blocks, prompt.expect("it was on the books as a producer"))
             }
             Finished::FreeNow => None,
         };
@@ -468,8 +494,11 @@ impl<S: Surroundings> EngineCore<S> {
     /// Until when the loop may sleep without mail.
     #[must_use]
     pub fn wake_at(&self) -> Option<Instant> {
-        let deadline = self.closing?;
-        Some(if self.surroundings.now() < deadline { deadline } else { deadline + QUIET_GRACE })
+        let stuck = self.waits_since.map(|since| since + DRAIN_DEADLINE);
+        let closing = self.closing.map(|deadline| {
+            if self.surroundings.now() < deadline { deadline } else { deadline + QUIET_GRACE }
+        });
+        stuck.into_iter().chain(closing).min()
     }
 
     /// Whether the engine was told to close and has nothing left, or no time left.

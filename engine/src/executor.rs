@@ -8,6 +8,7 @@ pub mod failing;
 pub mod paced;
 
 use baton_connector::region::Region;
+use baton_connector::slice::Geometry;
 use baton_connector::{BlockId, KvLayout};
 
 /// One sequence's part of a step.
@@ -67,11 +68,25 @@ pub enum ExecutorError {
 
 /// A device with a model and a paged KV pool.
 pub trait Executor: Send {
-    /// Shape of one KV block.
+    /// Shape of one KV block, over all heads.
     fn layout(&self) -> KvLayout;
 
-    /// The pool's memory.
-    fn region(&self) -> &Region;
+    /// The pool's memory: one region for each rank that the KV heads are sharded over, at least one. A block is its
+    /// shards under one id in every region.
+    fn regions(&self) -> &[Region];
+
+    /// How the pool is cut: [`Self::layout`] over [`Self::regions`].
+    ///
+    /// # Panics
+    /// When there are not as many regions as the heads can be sharded over: the executor's mistake.
+    fn geometry(&self) -> Geometry {
+        Geometry::new(self.layout(), self.regions().len()).expect("an executor shards whole heads")
+    }
+
+    /// Blocks of the pool.
+    fn blocks(&self) -> usize {
+        self.regions()[0].blocks()
+    }
 
     /// Entries of one row of logits.
     fn vocab(&self) -> usize;

@@ -17,8 +17,7 @@ use baton_connector::lease::{Cause, LeaseTerms};
 use baton_connector::ledger::{
     Grant, HeartbeatReply, LeaseView, Ledger, LedgerCounts, OpenRefused, ReadRefusal, ReleaseReply,
 };
-use baton_connector::region::Region;
-use baton_connector::transport::{Producer, TransportError, Verdict};
+use baton_connector::transport::{TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
 
 use crate::mailbox::Mailbox;
@@ -32,7 +31,6 @@ pub struct LeaseDesk {
     start: Instant,
     epoch: Epoch,
     fingerprint: u64,
-    region: Region,
     mailbox: Arc<Mailbox>,
     metrics: Arc<EngineMetrics>,
     /// The desks of the other ranks of this process.
@@ -46,7 +44,6 @@ impl LeaseDesk {
         terms: LeaseTerms,
         epoch: Epoch,
         fingerprint: u64,
-        region: Region,
         mailbox: Arc<Mailbox>,
         metrics: Arc<EngineMetrics>,
     ) -> Self {
@@ -56,7 +53,6 @@ impl LeaseDesk {
             start: Instant::now(),
             epoch,
             fingerprint,
-            region,
             mailbox,
             metrics,
             siblings: OnceLock::new(),
@@ -200,16 +196,25 @@ impl LeaseDesk {
     }
 }
 
-impl Producer for LeaseDesk {
-    fn epoch(&self) -> Epoch {
+/// What the transports of all KV ranks ask: a lease covers a block in every rank, so they share the desk.
+impl LeaseDesk {
+    /// The engine's epoch.
+    #[must_use]
+    pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 
-    fn fingerprint(&self) -> u64 {
+    /// Of model and shape: [`baton_connector::KvLayout::fingerprint`].
+    #[must_use]
+    pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
 
-    fn read_begun(
+    /// As [`baton_connector::transport::Producer`] says, for every rank alike.
+    ///
+    /// # Errors
+    /// [`TransportError::Gone`] or [`TransportError::Refused`].
+    pub fn read_begun(
         &self,
         handle: Handle,
         reader: Reader,
@@ -227,19 +232,24 @@ impl Producer for LeaseDesk {
         })
     }
 
-    fn read_live(&self, handle: Handle, reader: Reader) -> bool {
+    /// Whether the lease still lets this reader read.
+    #[must_use]
+    pub fn read_live(&self, handle: Handle, reader: Reader) -> bool {
         self.lock().read_live(handle, reader)
     }
 
-    fn read_done(&self, handle: Handle, reader: Reader) -> Verdict {
+    /// The reader says that it has everything.
+    pub fn read_done(&self, handle: Handle, reader: Reader) -> Verdict {
         self.with(|ledger, now| ledger.read_done(handle, reader, now))
     }
 
-    fn read_failed(&self, handle: Handle, reader: Reader) {
+    /// The reader's connection broke, or it gave up.
+    pub fn read_failed(&self, handle: Handle, reader: Reader) {
         self.with(|ledger, now| ledger.read_failed(handle, reader, now));
     }
 
-    fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
+    /// Ends a lease of this engine early.
+    pub fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
         match self.release_here(handle, reason) {
             ReleaseReply::Unknown => {
                 let known = |desk: Arc<Self>| match desk.release_here(handle, reason) {
@@ -252,7 +262,19 @@ impl Producer for LeaseDesk {
         }
     }
 
-    fn heartbeat(&self, handle: Handle) -> HeartbeatReply {
+    /// One of a lease's consumers will not read (any more).
+    pub fn leave(&self, handle: Handle, consumer: u64, reason: &str) -> ReleaseReply {
+        let leave = |desk: &Self| {
+            let reply = desk.with(|ledger, now| ledger.leave(handle, consumer, reason, now));
+            desk.deadline_moved.notify_one();
+            (reply != ReleaseReply::Unknown).then_some(reply)
+        };
+        let known = leave(self).or_else(|| self.siblings().find_map(|desk| leave(&desk)));
+        known.unwrap_or(ReleaseReply::Unknown)
+    }
+
+    /// Renews a lease of this engine.
+    pub fn heartbeat(&self, handle: Handle) -> HeartbeatReply {
         let beat = |desk: &Self| desk.with(|ledger, now| ledger.heartbeat(handle, now));
         match beat(self) {
             HeartbeatReply::Gone => {
@@ -262,9 +284,5 @@ impl Producer for LeaseDesk {
             }
             renewed => renewed,
         }
-    }
-
-    fn region(&self) -> &Region {
-        &self.region
     }
 }

@@ -14,6 +14,7 @@ pub mod dp_rank;
 pub mod engine;
 pub mod engine_core;
 pub mod executor;
+pub mod kv_rank;
 pub mod lease_desk;
 pub mod mailbox;
 pub mod metrics;

@@ -3,7 +3,7 @@
 //!
 //! | thread | does | bound |
 //! |---|---|---|
-//! | `fetch-0..n` | one read at a time, then asks for the verdict | jobs: one per fetching sequence |
+//! | `fetch-r-0..n` | one link of a fetch at a time, for rank r of the KV cache, then asks for the verdict | jobs: one per link of a fetching sequence |
 //! | `heartbeat-0..3` | renew the leases of queued and fetching sequences, one producer at a time each | one entry per sequence |
 //! | `notices-0..3` | deliver releases at least once, until answered or past expiry, one at a time to each producer | [`NOTICES_MAX`] |
 //!
@@ -24,14 +24,15 @@ use std::time::{Duration, Instant};
 
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::limits::KV_LEASE_DURATION;
-use baton_connector::region::Region;
+use baton_connector::slice::{Geometry, SliceError, rank_fingerprint};
 use baton_connector::transport::{Peer, Transport, TransportError};
-use baton_connector::{BlockId, Epoch, Handle, Handoff, Rank, Reader};
+use baton_connector::{BlockId, Epoch, Handle, Handoff, KvLayout, Rank, Reader};
 
 use crate::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
 use crate::sequence::SeqId;
 
+pub use fetch_workers::OwnCache;
 pub use notices::NOTICES_MAX;
 
 /// A producer, as handoffs name it: host and port of its side channel.
@@ -41,11 +42,18 @@ type Producer = (Box<str>, u16);
 #[derive(Clone, Debug)]
 pub struct FetchTarget {
     host: Box<str>,
-    port: u16,
+    /// The port of each rank.
+    ports: Arc<[u16]>,
     epoch: Epoch,
+    /// Of model and shape, whatever the cut.
     fingerprint: u64,
+    block_tokens: usize,
+    tokens: usize,
     handle: Handle,
-    reader: Reader,
+    /// This fetch's name at the producer.
+    consumer: u64,
+    /// Consumers that the lease waits for.
+    consumers: u16,
     lease: Duration,
     survives_refusal: bool,
     survives_failure: bool,
@@ -59,11 +67,14 @@ impl FetchTarget {
         let lease = handoff.lease_left.unwrap_or(KV_LEASE_DURATION);
         Self {
             host: handoff.host.as_str().into(),
-            port: handoff.port,
+            ports: handoff.ports.as_slice().into(),
             epoch: handoff.epoch,
             fingerprint: handoff.layout,
+            block_tokens: handoff.block_tokens,
+            tokens: handoff.tokens,
             handle: handoff.handle,
-            reader: Reader { consumer, rank: Rank(0) },
+            consumer,
+            consumers: handoff.consumers,
             lease,
             survives_refusal: false,
             survives_failure: false,
@@ -77,10 +88,10 @@ impl FetchTarget {
         self.handle
     }
 
-    /// Who reads it.
+    /// Who reads it, where it is read over one link.
     #[must_use]
     pub fn reader(&self) -> Reader {
-        self.reader
+        Reader::sole(self.consumer)
     }
 
     /// The producer's epoch when it made the handoff.
@@ -89,10 +100,10 @@ impl FetchTarget {
         self.epoch
     }
 
-    /// The port of the producer's side channel.
+    /// The port of the side channel of the producer's first rank.
     #[must_use]
     pub fn port(&self) -> u16 {
-        self.port
+        self.ports[0]
     }
 
     /// How long the lease lives without a heartbeat.
@@ -128,18 +139,38 @@ impl FetchTarget {
 
     /// Whose turn it is to be dealt with; see `turns.rs`.
     fn producer(&self) -> Producer {
-        (self.host.clone(), self.port)
+        self.endpoint(Rank(0))
     }
 
-    /// Looks the producer's address up; a name is resolved anew each time, because engines move.
-    fn peer(&self) -> Result<Peer, TransportError> {
-        let failed = |why: String| {
-            TransportError::Handshake(SocketAddr::from(([0, 0, 0, 0], self.port)), why.into_boxed_str())
+    /// The same for one of the producer's ranks.
+    fn endpoint(&self, rank: Rank) -> Producer {
+        (self.host.clone(), self.ports.get(usize::from(rank.0)).copied().unwrap_or_default())
+    }
+
+    /// Looks the address of one of the producer's ranks up; a name is resolved anew each time, because engines move.
+    fn peer(&self, rank: Rank) -> Result<Peer, TransportError> {
+        let failed = |port: u16, why: String| {
+            TransportError::Handshake(SocketAddr::from(([0, 0, 0, 0], port)), why.into_boxed_str())
         };
+        let port = self.ports.get(usize::from(rank.0)).copied();
+        let port = port.ok_or_else(|| failed(0, format!("the producer has no rank {}", rank.0)))?;
         let mut found =
-            (&*self.host, self.port).to_socket_addrs().map_err(|error| failed(error.to_string()))?;
-        let address = found.next().ok_or_else(|| failed(format!("{} has no address", self.host)))?;
-        Ok(Peer { address, epoch: self.epoch, fingerprint: self.fingerprint })
+            (&*self.host, port).to_socket_addrs().map_err(|error| failed(port, error.to_string()))?;
+        let address = found.next().ok_or_else(|| failed(port, format!("{} has no address", self.host)))?;
+        let fingerprint = rank_fingerprint(self.fingerprint, self.ports.len(), self.block_tokens, rank);
+        Ok(Peer { address, epoch: self.epoch, fingerprint })
+    }
+
+    /// The producer's rank to ask after `rank`: each knows every lease.
+    fn rank_after(&self, rank: Rank) -> Rank {
+        let next = usize::from(rank.0) + 1;
+        if next < self.ports.len() { Rank(rank.0 + 1) } else { Rank(0) }
+    }
+
+    /// How the producer's cache is cut, if it is of the same model as `ours`.
+    fn geometry(&self, ours: &Geometry) -> Result<Geometry, SliceError> {
+        let whole = KvLayout { block_tokens: self.block_tokens, ..ours.whole() };
+        Geometry::new(whole, self.ports.len())
     }
 }
 
@@ -153,13 +184,13 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// Starts the threads; `workers` reads run at once.
+    /// Starts the threads; `workers` reads run at once in each rank.
     ///
     /// # Errors
     /// When a thread cannot be started.
     pub fn start(
         transport: Arc<dyn Transport>,
-        region: Region,
+        cache: OwnCache,
         mailbox: Arc<Mailbox>,
         metrics: Arc<EngineMetrics>,
         workers: usize,
@@ -170,7 +201,7 @@ impl Peers {
         let mut threads = Vec::new();
         let (fetch_workers, handles) = fetch_workers::FetchWorkers::start(
             Arc::clone(&transport),
-            region,
+            cache,
             Arc::clone(&mailbox),
             Arc::clone(&metrics),
             workers,
@@ -203,7 +234,7 @@ impl Peers {
 
     /// Starts a read on a worker; its reports go to the mailbox.
     pub fn read(&self, id: SeqId, target: &FetchTarget, first: usize, into: Vec<BlockId>) {
-        self.fetch_workers.read(id, target.clone(), first, into);
+        self.fetch_workers.read(id, target.clone(), first, &into);
     }
 
     /// Raises the stop flag of a read.

@@ -298,7 +298,7 @@ impl Scheduler {
         }
         let complete = matches!(reason, FinishReason::Stop | FinishReason::Length);
         if complete
-            && matches!(sequence.purpose, Purpose::Produce)
+            && matches!(sequence.purpose, Purpose::Produce { .. })
             && sequence.computed >= sequence.prompt_len
         {
             let lent_count = sequence.prompt_len.div_ceil(self.config.block_tokens);
@@ -349,6 +349,23 @@ impl Scheduler {
     #[must_use]
     pub fn usage(&self) -> BlockUsage {
         self.pool.usage()
+    }
+
+    /// Whether sequences wait and none takes part in anything: there is no room, and only a lease that ends can make
+    /// some.
+    #[must_use]
+    pub fn waits_for_leases(&self) -> bool {
+        let idle = self.running.is_empty() && self.fetching + self.loading == 0 && self.stopping.is_empty();
+        !self.waiting.is_empty()
+            && idle
+            && self.offload.as_ref().is_none_or(|offload| offload.in_flight() == 0)
+    }
+
+    /// The first of the queue that has a handoff.
+    #[must_use]
+    pub fn first_waiting_consumer(&self) -> Option<SeqId> {
+        let consumes = |id: &&SeqId| matches!(self.sequences[*id].purpose, Purpose::Consume(_));
+        self.waiting.iter().find(consumes).copied()
     }
 
     /// Requests by phase.

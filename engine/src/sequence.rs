@@ -17,7 +17,10 @@ pub enum Purpose {
     /// Prefill and decode here.
     Plain,
     /// Prefill here, then lend the blocks to a decode engine.
-    Produce,
+    Produce {
+        /// To so many consumers.
+        consumers: u16,
+    },
     /// Fetch the prompt's blocks from a prefill engine, then decode here.
     Consume(Fetch),
 }
@@ -191,10 +194,19 @@ impl Sequence {
         (self.cached, self.fetched)
     }
 
+    /// How many consumers its blocks are for.
+    #[must_use]
+    pub fn consumers(&self) -> u16 {
+        match self.purpose {
+            Purpose::Produce { consumers } => consumers,
+            Purpose::Plain | Purpose::Consume(_) => 0,
+        }
+    }
+
     /// Whether its blocks are for a decode engine.
     #[must_use]
     pub fn is_producer(&self) -> bool {
-        matches!(self.purpose, Purpose::Produce)
+        matches!(self.purpose, Purpose::Produce { .. })
     }
 
     /// The blocks that hold its KV, in order.

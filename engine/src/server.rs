@@ -28,6 +28,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use baton_connector::fetch::LoadFailurePolicy;
+use baton_connector::slice::Geometry;
 use baton_connector_tcp::Secret;
 use baton_openai::ParseLimits;
 use hyper::service::service_fn;
@@ -97,6 +98,8 @@ pub struct Frontend {
     pub load_failure: LoadFailurePolicy,
     /// Layout and model of this engine's blocks.
     pub fingerprint: u64,
+    /// How this engine's KV caches are cut.
+    pub geometry: Geometry,
     /// Bounds of a body.
     pub limits: ParseLimits,
     /// What the cluster's own callers must show; see `control.rs`.

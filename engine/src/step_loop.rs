@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use baton_connector::ledger::{Grant, OpenRefused};
 use baton_connector::offload::TransferId;
-use baton_connector::transport::Producer;
 use baton_connector::{BlockId, Epoch, Handle, RequestId};
 
 use crate::engine_core::{EngineCore, Fact, ProducerAddress, Surroundings};
@@ -59,7 +58,7 @@ impl StepLoop {
     #[must_use]
     pub fn new(parts: Parts) -> Self {
         let Parts { executor, scheduler, mailbox, desk, peers, metrics, status, address, offload } = parts;
-        let tier_metrics = offload.is_some().then(|| metrics.tiers(executor.region().block_bytes()));
+        let tier_metrics = offload.is_some().then(|| metrics.tiers(executor.layout().block_bytes()));
         let world = World {
             desk,
             peers,
@@ -74,6 +73,8 @@ impl StepLoop {
     /// Runs until the mailbox is closed and the books are empty, or the drain deadline has passed.
     pub fn run(mut self) {
         let mut blocked = true;
+        // An engine that nobody has asked yet has blocks too.
+        self.publish();
         loop {
             let mail = if blocked { self.mailbox.wait(self.core.wake_at()) } else { self.mailbox.collect() };
             self.core.take_in(mail);

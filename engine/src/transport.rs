@@ -242,6 +242,16 @@ impl Transport for Nearest {
         self.call(peer, &NEVER, |transport| transport.release(peer, handle, reason))
     }
 
+    fn leave(
+        &self,
+        peer: &Peer,
+        handle: Handle,
+        consumer: u64,
+        reason: &str,
+    ) -> Result<ReleaseReply, TransportError> {
+        self.call(peer, &NEVER, |transport| transport.leave(peer, handle, consumer, reason))
+    }
+
     fn heartbeat(&self, peer: &Peer, handles: &[Handle]) -> Result<Vec<HeartbeatReply>, TransportError> {
         self.call(peer, &NEVER, |transport| transport.heartbeat(peer, handles))
     }

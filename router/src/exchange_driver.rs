@@ -23,6 +23,7 @@ use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
 use crate::legs::{Meaning, Refusal};
 use crate::metrics::Leg;
+use crate::request_id;
 use crate::rewrite;
 use crate::service::Shared;
 use crate::settle::Debtor;
@@ -180,6 +181,8 @@ impl ExchangeDriver {
             Some(answer) => Ok(answer),
             None => {
                 self.may_recompute = false;
+                // Whatever the first round owed is on its way under the first name.
+                self.debtor.request = request_id::anew(&self.debtor.request);
                 self.shared.metrics.recomputes.increment(1);
                 let handoff = match ask.model.fallback {
                     Fallback::Aggregate => self.fall_back(ask, Refusal::none_left())?,

@@ -21,6 +21,12 @@ pub(crate) fn mint() -> RequestId {
     RequestId::new(&text).expect("36 bytes of printable ASCII")
 }
 
+/// The name under which a request is computed anew. Engines remember for a while what was aborted by name, and aborts
+/// of the first round are repeated until they are answered: under the old name they would end the second round too.
+pub(crate) fn anew(id: &RequestId) -> RequestId {
+    RequestId::new(&format!("{id}-2")).expect("what is minted here is far shorter than a request id may be")
+}
+
 /// The client's id, where it is one.
 pub(crate) fn decent(headers: &HeaderMap) -> Option<HeaderValue> {
     let value = headers.get("x-request-id")?;

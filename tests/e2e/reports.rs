@@ -266,3 +266,86 @@ fn vllm_20139_when_the_decode_engine_dies_in_its_read_time_frees_the_blocks() {
     expires_once(&cluster.prefill[0], &request);
     cluster.prefill[0].settled(AT_ONCE);
 }
+
+/// What an engine has in flight between its tiers.
+fn in_flight(engine: &Engine) -> Result<(), String> {
+    let shown = engine.send("GET", "/debug/kv", &json!({})).reply().json();
+    if shown["offload"]["in_flight"] == 0 { Ok(()) } else { Err(shown["offload"].to_string()) }
+}
+
+/// Dynamo #6681: a write to an offload tier finished in the step in which its request stopped and was aborted. An
+/// assertion failed, a slot that was gone was unwrapped, or blocks leaked, by the order of the three.
+///
+/// Requests fill their last block with their last token, so that its store is due in the step in which they stop; and
+/// in that step they are aborted, twice, from several sides.
+///
+/// Catches: an engine that dies of it, blocks that stay with a store or a lease, and a tier that gives back other bytes
+/// than it was given. That both orders happened, and that blocks were stored and loaded, is checked.
+#[test]
+fn dynamo_6681_a_store_that_ends_with_its_stopped_and_aborted_request_loses_and_breaks_nothing() {
+    const REQUESTS: usize = 16;
+    const ROUNDS: u32 = 16;
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let options = |name: &str| {
+        let disk = folder.path().join(name);
+        std::fs::create_dir(&disk).expect("the test's folder can be written");
+        format!(
+            "{FOREVER} --max-num-seqs {REQUESTS} --max-num-batched-tokens 1024 --kv-blocks 120 --pace-ms 5 \
+             --kv-offload-host-mib 4 --kv-offload-disk {} --kv-offload-disk-mib 16",
+            disk.display()
+        )
+    };
+    let cluster = Cluster::new().prefill(&options("p")).decode(&options("d")).start();
+    let known = Ask::fresh(200).tokens(8).with("logprobs", json!(1));
+    let d = &cluster.decode[0];
+    let truth = d.send("POST", known.path, &known.body).reply().json()["choices"].take();
+    let (mut finished, mut aborted) = (0, 0);
+    for (engine, leg) in [(&cluster.prefill[0], "prefill"), (d, "decode")] {
+        // 64 tokens are four blocks. The last token that is sampled is in no block.
+        let ask = || if leg == "prefill" { lending(Ask::fresh(64)) } else { Ask::fresh(48).tokens(17) };
+        let begin = |round: u32| -> (Vec<String>, Vec<Call>) {
+            let names = (0..REQUESTS).map(|at| format!("{leg}-{round}-{at}"));
+            let calls = names.map(|name| (engine.send_as(&name, &ask()), name));
+            let (calls, names) = calls.unzip();
+            (names, calls)
+        };
+        let since = Instant::now();
+        let (names, calls) = begin(ROUNDS);
+        assert!(calls.into_iter().all(|call| call.reply().status == 200));
+        let all = since.elapsed();
+        abort(engine, &names, leg);
+        for round in 0..ROUNDS {
+            let begun = Instant::now();
+            let (names, calls) = begin(round);
+            // From their beginning to after their end, a little later each round.
+            let moment = begun + all * (round + 1) / ROUNDS;
+            let comes = || if Instant::now() >= moment { Ok(()) } else { Err("it comes".to_owned()) };
+            eventually(PATIENCE, "the moment", comes);
+            std::thread::scope(|scope| {
+                for part in names.chunks(REQUESTS / 4).chain(names.chunks(REQUESTS / 2)) {
+                    scope.spawn(|| abort(engine, part, leg));
+                }
+            });
+            for call in calls {
+                let reply = call.reply();
+                let end = reply.json()["choices"][0]["finish_reason"].take();
+                if end == "length" { finished += 1 } else { aborted += 1 }
+            }
+            engine.settled(PATIENCE);
+            eventually(PATIENCE, "nothing is in flight between the tiers", || in_flight(engine));
+        }
+        assert!(engine.metric("baton_kv_offload_stored_blocks_total", "") > 0.0, "nothing was stored");
+        engine.expired_nothing();
+    }
+    println!("{finished} had finished, {aborted} had not");
+    assert!(finished > 0 && aborted > 0, "both orders were to happen: {finished}, {aborted}");
+    // What the tiers give back is what they were given: computed again and stored, forgotten above them, and loaded.
+    for _ in 0..2 {
+        let again = d.send("POST", known.path, &known.body).reply();
+        assert_eq!(again.json()["choices"], truth, "a wrong text");
+        eventually(PATIENCE, "nothing is in flight between the tiers", || in_flight(d));
+        let _ = d.send("POST", "/reset_prefix_cache", &json!({})).reply();
+    }
+    assert!(d.metric("baton_kv_offload_hit_tokens_total", "") > 0.0, "nothing was loaded");
+    cluster.still_serves();
+}

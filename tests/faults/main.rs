@@ -19,7 +19,8 @@
 //! while the harm ends. Then must hold:
 //!
 //! 1. every client was answered rightly (text, tokens, log probabilities to the last digit, usage), or was told an error
-//!    that cannot be taken for an answer, in a bounded time;
+//!    that cannot be taken for an answer, in a bounded time; its connection breaks only if the router or that very
+//!    connection was harmed;
 //! 2. every engine's books are at their baseline: no leases, no requests, every block there (invariant 5);
 //! 3. the same block has the same bytes in every prefix cache, and plain requests that use them are answered rightly;
 //! 4. every process lives (unless it was killed here), no thread of it panicked, its descriptors and its resident memory

@@ -20,16 +20,22 @@ pub(crate) enum Lane {
     Crashes,
     /// As [`Self::Crashes`], with blocks that go by shared memory.
     Shared,
+    /// As [`Self::Crashes`], with KV sharded over two ranks on P and on one of the decode engines.
+    Ranks,
+    /// As [`Self::Crashes`], with offload tiers in host memory and on disk, which survive.
+    Tiers,
 }
 
 impl Lane {
-    pub(crate) const ALL: [Self; 3] = [Self::Links, Self::Crashes, Self::Shared];
+    pub(crate) const ALL: [Self; 5] = [Self::Links, Self::Crashes, Self::Shared, Self::Ranks, Self::Tiers];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Links => "links",
             Self::Crashes => "crashes",
             Self::Shared => "shared memory",
+            Self::Ranks => "ranks",
+            Self::Tiers => "tiers",
         }
     }
 }
@@ -153,11 +159,18 @@ pub(crate) struct Round {
 impl Round {
     pub(crate) fn new(seed: u64, number: u64, questions: usize) -> Self {
         let mut dice = Dice::new(seed, number);
-        let lane =
-            dice.one_of(&[Lane::Links, Lane::Links, Lane::Links, Lane::Crashes, Lane::Shared, Lane::Shared]);
+        // Half of the rounds have proxies, a quarter shared memory.
+        const LANES: [Lane; 16] = {
+            use Lane::{Crashes, Links, Shared, Tiers};
+            [
+                Links, Links, Links, Links, Links, Links, Links, Links, Shared, Shared, Shared, Crashes,
+                Crashes, Crashes, Tiers, Tiers,
+            ]
+        };
+        let lane = dice.one_of(&LANES);
         let phase = dice.one_of(&Phase::ALL);
         let (target, harm) = match lane {
-            Lane::Crashes | Lane::Shared => {
+            Lane::Crashes | Lane::Shared | Lane::Ranks | Lane::Tiers => {
                 let harm = if dice.one_in(3) { Harm::Pause } else { Harm::Kill };
                 (dice.one_of(&Target::PROCESSES), harm)
             }

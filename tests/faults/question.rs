@@ -42,9 +42,11 @@ pub(crate) enum Fared {
     Right,
     /// An error in its envelope, with this status.
     Refused(u16),
-    /// The answer broke off, and says so.
+    /// The stream ended with an error event.
     BrokenOff,
-    /// No connection, or not a byte of an answer.
+    /// The connection ended in the middle of the answer.
+    Cut,
+    /// No connection, or not a whole head of an answer.
     Unanswered,
     /// The client left by itself.
     Left,
@@ -130,7 +132,11 @@ impl Question {
         let body: Value =
             serde_json::from_slice(&reply.body).map_err(|error| format!("not JSON: {error}: {shown}"))?;
         if reply.status != 200 {
-            return envelope(&body).map(|()| Fared::Refused(reply.status));
+            // The request is a good one, whatever fails behind the router.
+            return match reply.status {
+                429 | 502 | 503 | 504 => envelope(&body).map(|()| Fared::Refused(reply.status)),
+                other => Err(format!("a good request was answered {other}: {body}")),
+            };
         }
         if reply.header("content-length").is_none() && reply.header("transfer-encoding").is_none() {
             return Err(format!("an answer whose end cannot be told from a break: {}", reply.head));
@@ -147,7 +153,7 @@ impl Question {
                 Ok(None) if done => break,
                 Ok(None) => return Err(self.wrong(&told, "a stream that ends without [DONE]")),
                 Err(_) if done => break,
-                Err(_) => return self.part(&told).map(|()| Fared::BrokenOff),
+                Err(_) => return self.part(&told).map(|()| Fared::Cut),
             };
             if done {
                 return Err(format!("an event after [DONE]: {event}"));
@@ -200,6 +206,16 @@ impl Question {
 
     fn wrong(&self, told: &Told, what: &str) -> String {
         format!("wrong: {what}\n  told:  {told:?}\n  truth: {:?}\n  asked: {}", self.truth, self.ask.body)
+    }
+}
+
+impl Fared {
+    /// Whether a client may fare so where neither its connection nor the router was harmed.
+    pub(crate) fn is_told(self) -> bool {
+        match self {
+            Self::Right | Self::Refused(_) | Self::BrokenOff | Self::Left => true,
+            Self::Cut | Self::Unanswered => false,
+        }
     }
 }
 

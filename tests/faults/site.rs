@@ -71,12 +71,24 @@ impl Site {
             comes_back(&mut server, role, options);
             server
         };
-        let transport = if lane == Lane::Shared { "shm" } else { "tcp" };
-        let host = if proxied { "--side-channel-host 127.0.0.2" } else { "" };
-        let prefill = start("P", "prefill", &format!("{PREFILL_OPTIONS} --kv-transport {transport} {host}"));
+        let (of_all, of_p, of_one) = match lane {
+            Lane::Links => ("--kv-transport tcp", "--side-channel-host 127.0.0.2", ""),
+            Lane::Crashes => ("--kv-transport tcp", "", ""),
+            Lane::Shared => ("--kv-transport shm", "", ""),
+            Lane::Ranks => ("", "--kv-ranks 2", "--kv-ranks 2"),
+            Lane::Tiers => ("--kv-offload-host-mib 2 --kv-offload-disk-mib 8", "", ""),
+        };
+        let tier = |name: &str| {
+            let disk = folder.path().join(format!("tier-{name}"));
+            std::fs::create_dir(&disk).expect("the test's folder can be written");
+            if lane == Lane::Tiers { format!("--kv-offload-disk {}", disk.display()) } else { String::new() }
+        };
+        let prefill = start("P", "prefill", &format!("{PREFILL_OPTIONS} {of_all} {of_p} {}", tier("P")));
         let decode: Vec<Server> = (0..if proxied { 1 } else { 2 })
             .map(|at| {
-                start(&format!("D{at}"), "decode", &format!("{DECODE_OPTIONS} --kv-transport {transport}"))
+                let own = if at == 0 { of_one } else { "" };
+                let name = format!("D{at}");
+                start(&name, "decode", &format!("{DECODE_OPTIONS} {of_all} {own} {}", tier(&name)))
             })
             .collect();
         let local = |target: &str| {
@@ -185,7 +197,13 @@ impl Site {
             let mut wrong = Vec::new();
             for client in clients {
                 match client.join() {
-                    Ok(Ok(fared)) => tally.fared(fared),
+                    Ok(Ok(fared)) => {
+                        tally.fared(fared);
+                        let excused = matches!(round.target, Target::Router | Target::ClientRouter);
+                        if !(excused || fared.is_told()) {
+                            wrong.push(format!("a client was not told how its request ended: {fared:?}"));
+                        }
+                    }
                     Ok(Err(violation)) => wrong.push(violation),
                     Err(_) => wrong.push("a client could not make sense of its answer".to_owned()),
                 }
@@ -299,9 +317,7 @@ impl Site {
         for (server, blocks) in engines.chain(self.decode.iter().map(|server| (server, DECODE_BLOCKS))) {
             let back = || {
                 let books = server.books().ok_or("it does not answer")?;
-                // An engine that was started just now has not counted its pool yet.
-                let counted = books.total == blocks || books.total == 0 && books.steps == 0;
-                if books.is_baseline() && counted { Ok(()) } else { Err(format!("{books:?}")) }
+                if books.is_baseline() && books.total == blocks { Ok(()) } else { Err(format!("{books:?}")) }
             };
             let left = SETTLED_WITHIN.saturating_sub(begun.elapsed());
             eventually(left, &format!("every block of {} is back", server.name), back);

@@ -36,7 +36,8 @@ impl Tally {
         let name = match fared {
             Fared::Right => "right".to_owned(),
             Fared::Refused(status) => format!("error {status}"),
-            Fared::BrokenOff => "broken off, and said so".to_owned(),
+            Fared::BrokenOff => "broken off by an error event".to_owned(),
+            Fared::Cut => "cut in its answer".to_owned(),
             Fared::Unanswered => "no answer".to_owned(),
             Fared::Left => "left by itself".to_owned(),
         };

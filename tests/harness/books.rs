@@ -49,7 +49,8 @@ impl Books {
     pub(crate) fn is_baseline(&self) -> bool {
         let held = self.active + self.leased + self.landing;
         let requests = self.waiting + self.running + self.fetching + self.stopping;
-        held == 0 && requests == 0 && self.leases == 0 && self.free + self.cached == self.total
+        let back = self.total > 0 && self.free + self.cached == self.total;
+        held == 0 && requests == 0 && self.leases == 0 && back
     }
 }
 

@@ -5,7 +5,7 @@ use baton_connector::fetch::Answer;
 use crate::consumer::{self, Asked, Bytes, Worker};
 use crate::messages::{Loss, Message};
 use crate::mutations::Mutation;
-use crate::names::{LeaseName, ReaderName, Req};
+use crate::names::{LeaseName, ReaderName, Req, place};
 use crate::producer::{self, Content};
 use crate::router::{self, Decoded, Prefilled, Streamed};
 use crate::steps::{Memory, Mood, Step};
@@ -25,6 +25,7 @@ impl World {
             Step::AskPrefill(req, p) => self.tell_router(scene, req, router::Input::AskPrefill(p)),
             Step::AskDecode(req, d) => self.tell_router(scene, req, router::Input::AskDecode(d)),
             Step::SkipPrefill(req) => self.tell_router(scene, req, router::Input::SkipPrefill),
+            Step::HandoffSpent(req) => self.tell_router(scene, req, router::Input::HandoffSpent),
             Step::GiveUp(req) => self.tell_router(scene, req, router::Input::GiveUp),
             Step::ClientLeaves(req) => self.tell_router(scene, req, router::Input::ClientLeaves),
             Step::Start(p, req) => self.tell_producer(scene, p, producer::Input::Start(req)),
@@ -115,7 +116,7 @@ impl World {
                     self.forget(scene, Message::is_of_router);
                 }
                 for req in 0..self.bounds.requests {
-                    if self.routers.view(scene.router[usize::from(req)]).has_begun() {
+                    if self.routers.view(scene.router[place(req)]).has_begun() {
                         self.tell_router(scene, req, router::Input::Crash)?;
                     }
                 }
@@ -176,22 +177,22 @@ impl World {
             }
             Message::Prefilled(req, p, what) => self.prefilled(scene, req, p, what),
             Message::Decoded(req, d, what) => {
-                self.tell_router_if_it_lives(scene, req, router::Input::Decoded(d, what))
+                self.tell_router_if_it_lives(scene, req, router::Input::Decoded(asked(req, d), what))
             }
             Message::Streamed(req, d, how) => {
-                self.tell_router_if_it_lives(scene, req, router::Input::Streamed(d, how))
+                self.tell_router_if_it_lives(scene, req, router::Input::Streamed(asked(req, d), how))
             }
         }
     }
 
     /// The answer of a prefill. If its connection is gone it cannot be written, and P takes its lease back.
     fn prefilled(&mut self, scene: &mut Scene, req: Req, p: u8, what: Prefilled) -> Held {
-        let over = self.routers.view(scene.router[usize::from(req)]).is_over();
+        let over = self.routers.view(scene.router[place(req)]).is_over();
         if over && self.bounds.has(Mutation::HangUpInsteadOfAbort) {
             return Ok(());
         }
-        if self.routers.view(scene.router[usize::from(req)]).open_prefill[usize::from(p)] {
-            return self.tell_router(scene, req, router::Input::Prefilled(p, what));
+        if self.routers.view(scene.router[place(req)]).open_prefill[usize::from(asked(req, p))] {
+            return self.tell_router(scene, req, router::Input::Prefilled(asked(req, p), what));
         }
         match what {
             Prefilled::Lent(lease) => self.release(scene, lease),
@@ -284,26 +285,27 @@ impl World {
     }
 
     fn tell_router_if_it_lives(&mut self, scene: &mut Scene, req: Req, input: router::Input) -> Held {
-        if self.routers.view(scene.router[usize::from(req)]).crashed {
+        if self.routers.view(scene.router[place(req)]).crashed {
             return Ok(());
         }
         self.tell_router(scene, req, input)
     }
 
     fn tell_router(&mut self, scene: &mut Scene, req: Req, input: router::Input) -> Held {
-        let role = &mut scene.router[usize::from(req)];
+        let role = &mut scene.router[place(req)];
         let (next, said) = self.routers.tell(*role, input)?;
         *role = next;
         for &output in said.iter() {
+            let of = |at: u8| (req & 1 | at & 2, at & 1);
             let message = match output {
-                router::Output::Prefill(p) => Message::Prefill(req, p),
-                router::Output::Decode(d, lease) => Message::Decode(req, d, lease),
-                router::Output::AbortPrefill(p) => Message::AbortPrefill(req, p),
+                router::Output::Prefill(at) => Message::Prefill(of(at).0, of(at).1),
+                router::Output::Decode(at, lease) => Message::Decode(of(at).0, of(at).1, lease),
+                router::Output::AbortPrefill(at) => Message::AbortPrefill(of(at).0, of(at).1),
                 router::Output::Release(_) if self.bounds.foreign_router => continue,
                 router::Output::Release(lease) => Message::Release(lease),
-                router::Output::AbortDecode(d) => Message::AbortDecode(req, d),
-                router::Output::HangUpPrefill(p) => Message::HangUpPrefill(req, p),
-                router::Output::HangUpDecode(d) => Message::HangUpDecode(req, d),
+                router::Output::AbortDecode(at) => Message::AbortDecode(of(at).0, of(at).1),
+                router::Output::HangUpPrefill(at) => Message::HangUpPrefill(of(at).0, of(at).1),
+                router::Output::HangUpDecode(at) => Message::HangUpDecode(of(at).0, of(at).1),
             };
             self.send(scene, message);
         }
@@ -399,4 +401,9 @@ impl World {
     fn forget(&self, scene: &mut Scene, which: impl Fn(Message) -> bool) {
         scene.net.retain(|&number| !which(self.messages.get(number)));
     }
+}
+
+/// An engine as a request's router numbers it: by round.
+fn asked(req: Req, engine: u8) -> u8 {
+    req & 2 | engine
 }

@@ -31,6 +31,8 @@ pub(crate) struct Bounds {
     pub fallback: bool,
     /// What a decode engine does when a fetch fails.
     pub policy: LoadFailurePolicy,
+    /// When no decode engine can use a handoff the router has the prompt computed anew, once.
+    pub anew: bool,
     /// The router releases nothing by itself and does not say that it would (any other router).
     pub foreign_router: bool,
     /// What is planted.
@@ -52,6 +54,7 @@ impl Bounds {
         cached: false,
         fallback: false,
         policy: LoadFailurePolicy::Recompute,
+        anew: false,
         foreign_router: false,
         mutation: None,
     };
@@ -81,6 +84,7 @@ impl std::fmt::Display for Bounds {
             (self.refusals, "engines refuse"),
             (self.cached, "D may have the prompt cached"),
             (self.fallback, "fallback: D computes all"),
+            (self.anew, "spent handoffs are computed anew"),
             (self.foreign_router, "a router that settles nothing"),
         ];
         flags.iter().filter(|(on, _)| *on).try_for_each(|(_, name)| write!(f, ", {name}"))

@@ -1,4 +1,5 @@
-//! A decode engine: the product's [`Fetch`], and around it what step loop, fetch workers and server do with it.
+//! A decode engine: the product's [`Fetch`] and [`Gather`], and around them what step loop, fetch workers and server do
+//! with them.
 //!
 //! A read is one-sided, as over shared memory: once it was granted the worker copies whatever is in P's block, whenever
 //! it gets to it, and nobody asks whether the lease is still live. A transport that asks before every batch does less.
@@ -7,11 +8,12 @@ use baton_connector::BlockId;
 use baton_connector::fetch::{
     Action, Actions, Answer, Event, FailureKind, Fetch, LoadFailurePolicy, Reason, State,
 };
+use baton_connector::gather::{self, Gather};
 
 use crate::bounds::Bounds;
 use crate::cast::Party;
 use crate::mutations::Mutation;
-use crate::names::{BOTH, LeaseName, Renaming, Req};
+use crate::names::{BOTH, LeaseName, ROUNDS, Renaming, Req};
 
 /// What a decode engine says to a new request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -122,6 +124,7 @@ pub(crate) struct Job {
     pub fetch: Option<State>,
     pub block: Block,
     pub stop: bool,
+    pub gather: Option<gather::State>,
     pub workers: [Worker; 2],
 }
 
@@ -129,14 +132,15 @@ pub(crate) struct Job {
 pub(crate) struct View {
     pub alive: bool,
     pub life: u8,
-    pub jobs: [Option<Job>; 2],
-    pub aborted_early: [bool; 2],
+    pub jobs: [Option<Job>; 4],
+    pub aborted_early: [bool; 4],
 }
 
 /// See the module's documentation.
 pub(crate) struct Consumer {
     bounds: Bounds,
-    fetches: [Option<Fetch>; 2],
+    fetches: [Option<Fetch>; 4],
+    gathers: [Option<Gather>; 4],
     view: View,
 }
 
@@ -177,7 +181,10 @@ impl Consumer {
         for action in actions {
             let struck = self.job(req).phase == Phase::Struck;
             match action {
-                Action::StartRead => self.job(req).workers[..ranks].fill(Worker::Ready),
+                Action::StartRead => {
+                    self.job(req).workers[..ranks].fill(Worker::Ready);
+                    self.gathers[usize::from(req)] = Some(Gather::new(ranks));
+                }
                 Action::StopRead => self.job(req).stop = true,
                 // Workers ask by themselves; heartbeats follow the fetch's state.
                 Action::AskVerdict | Action::StopHeartbeat => {}
@@ -235,13 +242,30 @@ impl Consumer {
         Ok(())
     }
 
-    fn decode(&mut self, req: Req, lease: Option<LeaseName>, how: Admission, says: &mut Vec<Output>) {
+    /// All that an abort of this request's name is about.
+    fn same_name(&self, req: Req) -> impl Iterator<Item = Req> + use<> {
+        let one_name = self.bounds.has(Mutation::OneNameForBothRounds);
+        ROUNDS.into_iter().filter(move |&other| other == req || one_name && other == req ^ 2)
+    }
+
+    fn decode(
+        &mut self,
+        req: Req,
+        lease: Option<LeaseName>,
+        how: Admission,
+        says: &mut Vec<Output>,
+    ) -> Result<(), String> {
         let silent = self.bounds.has(Mutation::SilentRefusal);
         let notice = |says: &mut Vec<Output>| {
             says.extend(lease.filter(|_| !silent).map(Output::Notice));
         };
         match how {
-            Admission::Take if self.view.aborted_early[usize::from(req)] => {
+            Admission::Take
+                if self.same_name(req).any(|other| self.view.aborted_early[usize::from(other)]) =>
+            {
+                if !self.view.aborted_early[usize::from(req)] {
+                    return Err("a request is aborted that nobody gave up".into());
+                }
                 // Given up before it arrived. The caller has hung up: nobody reads the answer.
                 notice(says);
                 says.push(Output::Refused(req));
@@ -255,6 +279,7 @@ impl Consumer {
                     fetch: None,
                     block: Block::None,
                     stop: false,
+                    gather: None,
                     workers: [Worker::Idle; 2],
                 });
             }
@@ -270,6 +295,7 @@ impl Consumer {
                 says.push(Output::Refused(req));
             }
         }
+        Ok(())
     }
 
     fn schedule(&mut self, req: Req, says: &mut Vec<Output>) -> Result<(), String> {
@@ -284,32 +310,46 @@ impl Consumer {
         self.tell(req, Event::BlocksReserved, says)
     }
 
-    /// A worker is done with the landing block, one way or the other; the last one's report is the fetch's.
-    fn rank_is_quiet(&mut self, req: Req, says: &mut Vec<Output>) -> Result<(), String> {
-        let ranks = usize::from(self.bounds.ranks);
-        let job = self.job(req);
-        if job.is_written() {
-            return Ok(());
+    /// A rank's worker reports; what that means for the fetch is the gatherer's to say.
+    fn report(
+        &mut self,
+        req: Req,
+        rank: u8,
+        event: gather::Event,
+        says: &mut Vec<Output>,
+    ) -> Result<(), String> {
+        let Some(gather) = &mut self.gathers[usize::from(req)] else { return Ok(()) };
+        for action in gather.apply(rank.into(), event).iter() {
+            match action {
+                gather::Action::StopOthers => self.job(req).stop = true,
+                gather::Action::Transfer(Ok(())) => self.tell(req, Event::TransferDone, says)?,
+                gather::Action::Transfer(Err(kind)) => self.tell(req, Event::TransferFailed(kind), says)?,
+                gather::Action::Verdict(answer) => {
+                    let unchecked = self.bounds.has(Mutation::VerdictNotChecked) && answer == Answer::Gone;
+                    self.tell(req, Event::Verdict(if unchecked { Answer::Valid } else { answer }), says)?;
+                }
+            }
         }
-        let failed = job.workers[..ranks].contains(&Worker::Over);
-        let report = if failed { Event::TransferFailed(FailureKind::Transfer) } else { Event::TransferDone };
-        self.tell(req, report, says)
+        Ok(())
     }
 
-    fn worker_fails(&mut self, req: Req, rank: u8, says: &mut Vec<Output>) -> Result<(), String> {
+    fn worker_fails(
+        &mut self,
+        req: Req,
+        rank: u8,
+        kind: FailureKind,
+        says: &mut Vec<Output>,
+    ) -> Result<(), String> {
         let job = self.job(req);
         let was = std::mem::replace(&mut job.workers[usize::from(rank)], Worker::Over);
-        // The other ranks' reads are of no use any more.
-        job.stop = true;
         if matches!(was, Worker::Granted(_)) {
             let lease = job.lease.expect("it reads");
             says.push(Output::ReaderLeaves(req, rank, lease));
         }
-        self.rank_is_quiet(req, says)
+        self.report(req, rank, gather::Event::Failed(kind), says)
     }
 
     fn verdict(&mut self, req: Req, rank: u8, answer: Answer, says: &mut Vec<Output>) -> Result<(), String> {
-        let ranks = usize::from(self.bounds.ranks);
         let job = self.job(req);
         let Worker::Asking(bytes) = job.workers[usize::from(rank)] else { return Ok(()) };
         job.workers[usize::from(rank)] = Worker::Answered(bytes, answer);
@@ -317,16 +357,7 @@ impl Consumer {
             let lease = job.lease.expect("it reads");
             says.push(Output::ReaderLeaves(req, rank, lease));
         }
-        let answers: Vec<_> = job.workers[..ranks]
-            .iter()
-            .filter_map(|worker| if let Worker::Answered(_, answer) = worker { Some(*answer) } else { None })
-            .collect();
-        if answers.len() < ranks {
-            return Ok(());
-        }
-        let all = answers.into_iter().find(|&answer| answer != Answer::Valid).unwrap_or(Answer::Valid);
-        let unchecked = self.bounds.has(Mutation::VerdictNotChecked) && all == Answer::Gone;
-        self.tell(req, Event::Verdict(if unchecked { Answer::Valid } else { all }), says)
+        self.report(req, rank, gather::Event::Verdict(answer), says)
     }
 
     /// Takes a decode off the books, if it is on them.
@@ -349,7 +380,7 @@ impl Consumer {
     }
 
     fn crash(&mut self, says: &mut Vec<Output>) {
-        for req in BOTH {
+        for req in ROUNDS {
             let Some(job) = self.view.jobs[usize::from(req)] else { continue };
             match job.phase {
                 Phase::Fetching | Phase::Waiting | Phase::Running => says.push(Output::Broken(req)),
@@ -374,36 +405,27 @@ impl Consumer {
 
     fn hear(&mut self, input: Input, says: &mut Vec<Output>) -> Result<(), String> {
         match input {
-            Input::Decode(req, lease, how) => self.decode(req, lease, how, says),
+            Input::Decode(req, lease, how) => self.decode(req, lease, how, says)?,
             Input::Schedule(req) => self.schedule(req, says)?,
             Input::FindCached(req) => {
                 self.job(req).block = Block::Landing;
                 self.tell(req, Event::AlreadyHere, says)?;
             }
-            Input::ReadAsked(req, rank, asked) => {
-                let stop = self.job(req).stop;
-                match asked {
-                    Asked::Granted(block) => {
-                        self.job(req).workers[usize::from(rank)] = Worker::Granted(block)
-                    }
-                    Asked::Gone if !stop && self.bounds.ranks == 1 => {
-                        self.job(req).workers[usize::from(rank)] = Worker::Over;
-                        self.tell(req, Event::TransferFailed(FailureKind::Gone), says)?;
-                    }
-                    Asked::Gone | Asked::Refused | Asked::Unreachable => {
-                        self.worker_fails(req, rank, says)?
-                    }
-                }
-            }
+            Input::ReadAsked(req, rank, asked) => match asked {
+                Asked::Granted(block) => self.job(req).workers[usize::from(rank)] = Worker::Granted(block),
+                Asked::Gone => self.worker_fails(req, rank, FailureKind::Gone, says)?,
+                Asked::Refused => self.worker_fails(req, rank, FailureKind::Refused, says)?,
+                Asked::Unreachable => self.worker_fails(req, rank, FailureKind::Unreachable, says)?,
+            },
             Input::Copied(req, rank, bytes) => {
                 let job = self.job(req);
                 if job.block != Block::Landing {
                     return Err("a transfer writes into a block that was given back (invariant 3)".into());
                 }
                 job.workers[usize::from(rank)] = Worker::Copied(bytes);
-                self.rank_is_quiet(req, says)?;
+                self.report(req, rank, gather::Event::Done, says)?;
             }
-            Input::ReadEnds(req, rank) => self.worker_fails(req, rank, says)?,
+            Input::ReadEnds(req, rank) => self.worker_fails(req, rank, FailureKind::Transfer, says)?,
             Input::AskVerdict(req, rank) => {
                 let worker = &mut self.job(req).workers[usize::from(rank)];
                 let Worker::Copied(bytes) = *worker else { unreachable!("it has copied") };
@@ -420,6 +442,12 @@ impl Consumer {
                 }
             }
             Input::Abort(req) => {
+                let lives = |other: Req| {
+                    self.view.jobs[usize::from(other)].is_some_and(|job| job.phase != Phase::Struck)
+                };
+                if self.same_name(req).any(|other| other != req && lives(other)) {
+                    return Err("a request is aborted that nobody gave up".into());
+                }
                 if !self.strike(req, says)? {
                     self.view.aborted_early[usize::from(req)] = true;
                 }
@@ -448,22 +476,24 @@ impl Party for Consumer {
     type View = View;
 
     fn born(bounds: &Bounds) -> Self {
-        let view = View { alive: true, life: 0, jobs: [None; 2], aborted_early: [false; 2] };
-        Self { bounds: *bounds, fetches: [None, None], view }
+        let view = View { alive: true, life: 0, jobs: [None; 4], aborted_early: [false; 4] };
+        Self { bounds: *bounds, fetches: [const { None }; 4], gathers: [const { None }; 4], view }
     }
 
     fn live(&mut self, input: Input, says: &mut Vec<Output>) -> Result<(), String> {
         self.hear(input, says)?;
-        for req in BOTH.map(usize::from) {
+        for req in ROUNDS.map(usize::from) {
             let Some(job) = &mut self.view.jobs[req] else { continue };
             if matches!(job.phase, Phase::Waiting | Phase::Running | Phase::Speaking) {
                 // The handoff is of no interest any more, but a worker may be.
                 self.fetches[req] = None;
             }
             job.fetch = self.fetches[req].as_ref().map(Fetch::state);
+            job.gather = self.gathers[req].as_ref().map(Gather::state);
             if job.is_over() {
                 self.view.jobs[req] = None;
                 self.fetches[req] = None;
+                self.gathers[req] = None;
             }
         }
         Ok(())

@@ -1,7 +1,8 @@
 //! What is explored: each exploration is complete within its bounds.
 //!
-//! All of "two of everything, any two faults" is beyond a machine of this size; so the bounds are cut along different
-//! lines, and every pair of them is there: all parties with few faults, few parties with many.
+//! Everything at once (two of each, clients that leave, engines that refuse, any number of faults) is beyond any machine.
+//! So the bounds are cut along different lines: all parties with few faults, few parties with many, and each behaviour
+//! with each fault.
 
 use baton_connector::fetch::LoadFailurePolicy;
 
@@ -37,6 +38,17 @@ pub(crate) const SMALL: &[(&str, Bounds)] = &[
         },
     ),
     (
+        "policy fail, spent handoffs are computed anew by a second prefill, one fault",
+        Bounds {
+            requests: 1,
+            faults: 1,
+            anew: true,
+            policy: LoadFailurePolicy::Fail,
+            clients_leave: true,
+            ..TWO
+        },
+    ),
+    (
         "a router that settles nothing",
         Bounds {
             requests: 2,
@@ -51,6 +63,7 @@ pub(crate) const SMALL: &[(&str, Bounds)] = &[
 
 /// In minutes, in release: `cargo test --release --test model`.
 pub(crate) const FULL: &[(&str, Bounds)] = &[
+    ("two of everything, two faults", Bounds { faults: 2, ..TWO }),
     ("two of everything, one fault, clients leave", Bounds { faults: 1, clients_leave: true, ..TWO }),
     (
         "two requests for one block of one P and one D, two faults, clients leave",
@@ -69,6 +82,22 @@ pub(crate) const FULL: &[(&str, Bounds)] = &[
             fallback: true,
             policy: LoadFailurePolicy::Fail,
             ..merge(TWO, LIVELY)
+        },
+    ),
+    (
+        "one P, two Ds, two faults, policy fail, spent handoffs are computed anew by a second prefill",
+        Bounds { decode: 2, faults: 2, anew: true, policy: LoadFailurePolicy::Fail, ..LIVELY },
+    ),
+    (
+        "one request, two of each engine, two faults, policy fail, spent handoffs are computed anew by D",
+        Bounds {
+            requests: 1,
+            faults: 2,
+            anew: true,
+            fallback: true,
+            policy: LoadFailurePolicy::Fail,
+            clients_leave: true,
+            ..TWO
         },
     ),
     (

@@ -2,7 +2,7 @@
 //!
 //! One router, up to two prefill engines, two decode engines and two requests, a network that loses, repeats and
 //! reorders, and parties that crash and restart. The machines are those of `baton-connector` ([`Lease`] inside
-//! [`Ledger`], [`Fetch`], [`Exchange`], [`Slots`]); what the shells of router and engines do with them is told in a few
+//! [`Ledger`], [`Fetch`], [`Gather`], [`Exchange`], [`Slots`]); what the shells of router and engines do with them is told in a few
 //! lines each.
 //!
 //! | file | what it is |
@@ -27,6 +27,7 @@
 //! [`Lease`]: baton_connector::lease::Lease
 //! [`Ledger`]: baton_connector::ledger::Ledger
 //! [`Fetch`]: baton_connector::fetch::Fetch
+//! [`Gather`]: baton_connector::gather::Gather
 //! [`Exchange`]: baton_connector::exchange::Exchange
 //! [`Slots`]: baton_connector::offload::Slots
 

@@ -8,7 +8,7 @@ use std::fmt;
 
 use baton_connector::fetch::Answer;
 
-use crate::names::{LeaseName, ReaderName, Renaming, Req};
+use crate::names::{LeaseName, ReaderName, Renaming, Req, shown};
 use crate::router::{Decoded, Prefilled, Streamed};
 
 /// One message on its way.
@@ -148,7 +148,7 @@ impl Message {
 
 impl fmt::Display for Message {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let req = |r: Req| format!("r{}", r + 1);
+        let req = shown;
         let (p_, d_) = (|p: u8| format!("P{}", p + 1), |d: u8| format!("D{}", d + 1));
         match *self {
             Self::Prefill(r, p) => write!(f, "router → {}: prefill {}", p_(p), req(r)),

@@ -1,6 +1,8 @@
 //! What is planted to see that it is found: each the kind of bug that a report of the field was about, in the model's
 //! shells around the machines, never in the machines.
 
+use baton_connector::fetch::LoadFailurePolicy;
+
 use crate::bounds::Bounds;
 
 /// A planted bug.
@@ -30,6 +32,8 @@ pub(crate) enum Mutation {
     ReleaseByRequestId,
     /// A release that comes before its request is known is forgotten.
     NoTombstone,
+    /// What D computes anew has the name of the first round, of which an abort is still on its way, or remembered.
+    OneNameForBothRounds,
     /// The landing block of an aborted fetch goes back while its transfer runs.
     LandingFreedAtOnce,
     /// The router hangs up when its client has left, and with the connection goes the only copy of the handle.
@@ -119,13 +123,19 @@ pub(crate) const PLANTED: &[Planted] = &[
         "a repeated release ends the lease of another request of that name",
         Mutation::ReleaseByRequestId,
         Bounds { requests: 2, prefill_blocks: 2, refusals: true, ..Bounds::PLAIN },
-        "released that nobody gave up",
+        "that nobody gave up",
     ),
     planted(
         "a release that comes before its request is forgotten",
         Mutation::NoTombstone,
         LIVELY,
         "given up before it finished",
+    ),
+    planted(
+        "what is computed anew has the first round's name, and a late abort ends it",
+        Mutation::OneNameForBothRounds,
+        Bounds { decode: 2, faults: 2, anew: true, policy: LoadFailurePolicy::Fail, ..Bounds::PLAIN },
+        "that nobody gave up",
     ),
     planted(
         "landing blocks are freed while their transfer writes",

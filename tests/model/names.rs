@@ -6,8 +6,22 @@
 
 use baton_connector::Handle;
 
-/// A request, by its place: 0 or 1.
+/// One round of a request: its place (0 or 1) in the lowest bit, and above it whether it is computed anew (1). At the
+/// engines each round is a request of its own, with its own name.
 pub(crate) type Req = u8;
+
+/// Both rounds of both requests.
+pub(crate) const ROUNDS: [Req; 4] = [0, 1, 2, 3];
+
+/// A request's place at the router.
+pub(crate) fn place(req: Req) -> usize {
+    usize::from(req & 1)
+}
+
+/// As people read it.
+pub(crate) fn shown(req: Req) -> String {
+    format!("r{}{}", place(req) + 1, if req > 1 { " anew" } else { "" })
+}
 
 /// One of the eight renamings: a bit each for "requests change places", prefill engines, decode engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +89,7 @@ impl LeaseName {
 
 impl std::fmt::Display for LeaseName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "P{}'s lease for r{}", self.p + 1, self.local.req + 1)?;
+        write!(f, "P{}'s lease for {}", self.p + 1, shown(self.local.req))?;
         if self.local.life > 0 { write!(f, " (life {})", self.local.life + 1) } else { Ok(()) }
     }
 }

@@ -17,7 +17,7 @@ use baton_connector::{BlockId, Handle, Rank, Reader, RequestId, Time};
 use crate::bounds::Bounds;
 use crate::cast::Party;
 use crate::mutations::Mutation;
-use crate::names::{BOTH, Local, ReaderName, Renaming, Req};
+use crate::names::{LeaseName, Local, ROUNDS, ReaderName, Renaming, Req};
 
 /// Lease terms in microseconds. Only their order matters: a lease can run out at any moment (see `world.rs`).
 const TERMS: LeaseTerms =
@@ -92,14 +92,14 @@ pub(crate) enum Content {
 pub(crate) struct View {
     pub alive: bool,
     pub life: u8,
-    pub jobs: [Job; 2],
-    pub mail: [bool; 2],
+    pub jobs: [Job; 4],
+    pub mail: [bool; 4],
     pub blocks: Vec<Content>,
     pub ledger: LedgerPortrait,
     opened: u8,
-    given_up: [bool; 2],
+    given_up: [bool; 4],
     valid: BTreeSet<ReaderName>,
-    blocks_of: [Option<BlockId>; 2],
+    blocks_of: [Option<BlockId>; 4],
 }
 
 /// See the module's documentation.
@@ -168,7 +168,8 @@ impl Producer {
             handle: self.handle(lease),
             request: name(req),
             blocks: vec![block],
-            expected: usize::from(self.bounds.ranks),
+            // One consumer, with a link for each of its ranks.
+            expected: 1,
         };
         match self.ledger.open(grant, self.now) {
             Ok(_) if self.view.given_up[usize::from(req)] => {
@@ -210,7 +211,7 @@ impl Producer {
         }
         if self.bounds.has(Mutation::ReleaseByRequestId) {
             // Both requests have been given one name by their client.
-            for req in BOTH {
+            for req in ROUNDS {
                 self.ledger.release_request(&name(req), "released", self.now);
             }
             return Ok(());
@@ -225,12 +226,19 @@ impl Producer {
         Ok(())
     }
 
+    fn reader(&self, reader: ReaderName) -> Reader {
+        let ReaderName { d, life, req, rank } = reader;
+        let consumer = u64::from(u32::from_be_bytes([0, d, life, req]));
+        Reader { consumer, of: self.bounds.ranks.into(), rank: Rank(rank.into()) }
+    }
+
     fn read_done(&mut self, lease: Local, reader: ReaderName, says: &mut Vec<Output>) {
         let handle = self.handle(lease);
-        let verdict = self.ledger.read_done(handle, reader_of(reader), self.now);
+        let verdict = self.ledger.read_done(handle, self.reader(reader), self.now);
         if self.bounds.has(Mutation::ReadersAreCounted) && self.view.valid.contains(&reader) {
-            // A repetition is taken for one more reader.
-            let another = Reader { consumer: u64::MAX, ..reader_of(reader) };
+            // A repetition is taken for the consumer's next link.
+            let rank = Rank(u16::from((reader.rank + 1) % self.bounds.ranks));
+            let another = Reader { rank, ..self.reader(reader) };
             if self.ledger.read_begun(handle, another, 0, 1, self.now).is_ok() {
                 self.ledger.read_done(handle, another, self.now);
             }
@@ -244,7 +252,12 @@ impl Producer {
     /// Blocks of ended leases go back, for a reason that there was.
     fn settle(&mut self) -> Result<(), String> {
         for settled in self.ledger.take_settled() {
-            let req = u8::from(settled.request == name(1));
+            let counted = self.bounds.has(Mutation::EarlierEpochAccepted);
+            let req = if counted {
+                u8::from(settled.request == name(1))
+            } else {
+                LeaseName::of(settled.handle).local.req
+            };
             self.free(settled.blocks[0], self.own(req))?;
             let readers = self.view.valid.iter().filter(|reader| reader.req == req).count();
             match settled.cause {
@@ -284,7 +297,7 @@ impl Producer {
     }
 
     fn crash(&mut self, says: &mut Vec<Output>) {
-        for req in BOTH.into_iter().filter(|&req| self.view.jobs[usize::from(req)] != Job::None) {
+        for req in ROUNDS.into_iter().filter(|&req| self.view.jobs[usize::from(req)] != Job::None) {
             says.push(Output::Broken(req));
         }
         let life = self.view.life + 1;
@@ -321,7 +334,7 @@ impl Producer {
                 says.push(Output::Gone);
             }
             Input::ReadBegun(lease, reader) => {
-                let read = self.ledger.read_begun(self.handle(lease), reader_of(reader), 0, 1, self.now);
+                let read = self.ledger.read_begun(self.handle(lease), self.reader(reader), 0, 1, self.now);
                 says.push(match read {
                     Ok(blocks) => Output::Granted(blocks[0]),
                     Err(ReadRefusal::Gone) => Output::Gone,
@@ -331,7 +344,7 @@ impl Producer {
             }
             Input::ReadDone(lease, reader) => self.read_done(lease, reader, says),
             Input::ReadFailed(lease, reader) => {
-                self.ledger.read_failed(self.handle(lease), reader_of(reader), self.now);
+                self.ledger.read_failed(self.handle(lease), self.reader(reader), self.now);
             }
             Input::Heartbeat(lease) => {
                 let reply = self.ledger.heartbeat(self.handle(lease), self.now);
@@ -344,7 +357,7 @@ impl Producer {
                     self.ledger.tick(self.now);
                     self.settle()?;
                 }
-                self.view.given_up = [false; 2];
+                self.view.given_up = [false; 4];
                 self.view.valid.clear();
             }
             Input::Crash => self.crash(says),
@@ -383,14 +396,14 @@ impl Party for Producer {
         let view = View {
             alive: true,
             life: 0,
-            jobs: [Job::None; 2],
-            mail: [false; 2],
+            jobs: [Job::None; 4],
+            mail: [false; 4],
             blocks: vec![Content::Free; usize::from(bounds.prefill_blocks)],
             ledger: LedgerPortrait::default(),
             opened: 0,
-            given_up: [false; 2],
+            given_up: [false; 4],
             valid: BTreeSet::new(),
-            blocks_of: [None; 2],
+            blocks_of: [None; 4],
         };
         Self { bounds: *bounds, now: Time::ZERO, ledger: Ledger::new(TERMS), view }
     }
@@ -425,10 +438,5 @@ impl Party for Producer {
 }
 
 fn name(req: Req) -> RequestId {
-    RequestId::new(["r1", "r2"][usize::from(req)]).expect("an id")
-}
-
-fn reader_of(reader: ReaderName) -> Reader {
-    let ReaderName { d, life, req, rank } = reader;
-    Reader { consumer: u64::from(u32::from_be_bytes([0, d, life, req])), rank: Rank(rank.into()) }
+    RequestId::new(["r1", "r2", "r1-2", "r2-2"][usize::from(req)]).expect("an id")
 }

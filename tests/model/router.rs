@@ -6,7 +6,7 @@ use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Settlement, S
 
 use crate::bounds::Bounds;
 use crate::cast::Party;
-use crate::names::{BOTH, LeaseName, Renaming};
+use crate::names::{LeaseName, Renaming};
 
 /// What a prefill engine's answer says, or that there is none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -46,6 +46,8 @@ pub(crate) enum Input {
     AskDecode(u8),
     Decoded(u8, Decoded),
     Streamed(u8, Streamed),
+    /// No decode engine can use the handoff: it goes back, and the prompt is computed anew.
+    HandoffSpent,
     ClientLeaves,
     /// An engine has been silent for too long.
     Silence,
@@ -70,23 +72,31 @@ pub(crate) enum Output {
 pub(crate) struct Router {
     pub exchange: Exchange,
     pub crashed: bool,
-    pub asked_prefill: [bool; 2],
-    pub asked_decode: [bool; 2],
+    /// 1 when the prompt is computed anew.
+    pub round: u8,
+    /// A decode engine could not use the handoff.
+    pub spent: bool,
+    pub asked_prefill: [bool; 4],
+    pub asked_decode: [bool; 4],
     /// Calls that have not been answered; those to prefill engines are read on after the request has ended.
-    pub open_prefill: [bool; 2],
-    pub open_decode: [bool; 2],
+    pub open_prefill: [bool; 4],
+    pub open_decode: [bool; 4],
     /// Debts that were paid: aborts of prefill, releases, aborts of decode, by engine.
-    paid: [[bool; 2]; 3],
+    paid: [[bool; 4]; 3],
     ends: u8,
 }
 
+/// Engines are numbered as asked by this request: the engine in the lowest bit, and above it the round.
 fn prefill(p: u8) -> Attempt {
     Attempt(u16::from(p))
 }
 
 fn decode(d: u8) -> Attempt {
-    Attempt(2 + u16::from(d))
+    Attempt(DECODES + u16::from(d))
 }
+
+/// The first attempt of a decode.
+const DECODES: u16 = 4;
 
 impl Router {
     /// Whether anybody has asked it for anything yet.
@@ -129,12 +139,12 @@ impl Router {
             Settlement::AbortPrefill(Attempt(p)) => (0, p as u8, Output::AbortPrefill(p as u8)),
             Settlement::ReleasePrefill(lent, _) => {
                 let lease = LeaseName::of(lent.handle.expect("our engines give handles"));
-                (1, lease.p, Output::Release(lease))
+                (1, lent.by.0 as u8, Output::Release(lease))
             }
             Settlement::AbortDecode(Attempt(d)) => {
                 // The call is dropped, which cuts its connection; the abort by name is what must arrive.
-                self.open_decode[usize::from(d - 2)] = false;
-                (2, d as u8 - 2, Output::AbortDecode(d as u8 - 2))
+                self.open_decode[usize::from(d - DECODES)] = false;
+                (2, (d - DECODES) as u8, Output::AbortDecode((d - DECODES) as u8))
             }
         };
         if std::mem::replace(&mut self.paid[kind][usize::from(engine)], true) {
@@ -159,6 +169,7 @@ impl Router {
 
     fn decoded(&mut self, d: u8, what: Decoded) -> Event {
         self.open_decode[usize::from(d)] &= what == Decoded::Accepted;
+        self.spent |= what == Decoded::LoadFailed;
         let by = decode(d);
         match what {
             Decoded::Accepted => Event::DecodeAccepted(by),
@@ -180,10 +191,10 @@ impl Router {
     }
 
     fn crash(&mut self, says: &mut Vec<Output>) {
-        for p in BOTH.into_iter().filter(|&p| self.open_prefill[usize::from(p)]) {
+        for p in (0..4).filter(|&p| self.open_prefill[usize::from(p)]) {
             says.push(Output::HangUpPrefill(p));
         }
-        for d in BOTH.into_iter().filter(|&d| self.open_decode[usize::from(d)]) {
+        for d in (0..4).filter(|&d| self.open_decode[usize::from(d)]) {
             says.push(Output::HangUpDecode(d));
         }
         // Nothing is remembered and nothing is settled any more.
@@ -195,11 +206,13 @@ impl Router {
         Self {
             exchange: Exchange::new(),
             crashed: false,
-            asked_prefill: [false; 2],
-            asked_decode: [false; 2],
-            open_prefill: [false; 2],
-            open_decode: [false; 2],
-            paid: [[false; 2]; 3],
+            round: 0,
+            spent: false,
+            asked_prefill: [false; 4],
+            asked_decode: [false; 4],
+            open_prefill: [false; 4],
+            open_decode: [false; 4],
+            paid: [[false; 4]; 3],
             ends: 0,
         }
     }
@@ -231,6 +244,10 @@ impl Party for Router {
                 says.push(Output::Decode(d, self.handoff()));
                 Event::DecodeSent(decode(d))
             }
+            // The call was dropped: nobody reads what comes.
+            Input::Decoded(d, _) | Input::Streamed(d, _) if !self.open_decode[usize::from(d)] => {
+                return Ok(());
+            }
             Input::Decoded(d, what) => self.decoded(d, what),
             Input::Streamed(d, how) => {
                 self.open_decode[usize::from(d)] = false;
@@ -241,6 +258,10 @@ impl Party for Router {
                     }
                     Streamed::Broken => Event::StreamBroken(decode(d)),
                 }
+            }
+            Input::HandoffSpent => {
+                self.round = 1;
+                Event::HandoffSpent
             }
             Input::ClientLeaves => Event::ClientGone,
             Input::Silence => self.silence().expect("it waits for an engine"),
@@ -266,7 +287,12 @@ impl Party for Router {
             Input::AskDecode(d) => Input::AskDecode(by.decode(d)),
             Input::Decoded(d, what) => Input::Decoded(by.decode(d), what),
             Input::Streamed(d, how) => Input::Streamed(by.decode(d), how),
-            Input::SkipPrefill | Input::GiveUp | Input::ClientLeaves | Input::Silence | Input::Crash => input,
+            Input::SkipPrefill
+            | Input::GiveUp
+            | Input::HandoffSpent
+            | Input::ClientLeaves
+            | Input::Silence
+            | Input::Crash => input,
         }
     }
 }

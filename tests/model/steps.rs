@@ -5,10 +5,11 @@ use std::fmt;
 use baton_connector::exchange::State as Exchanging;
 use baton_connector::fetch::State as Fetching;
 
+use crate::bounds::Bounds;
 use crate::consumer::{self, Block, Phase, Worker};
 use crate::messages::{Loss, Message};
 use crate::mutations::Mutation;
-use crate::names::{LeaseName, ReaderName, Req};
+use crate::names::{LeaseName, ROUNDS, ReaderName, Req, shown};
 use crate::producer::{Content, Job};
 use crate::world::{Scene, World};
 
@@ -41,6 +42,7 @@ pub(crate) enum Step {
     AskDecode(Req, u8),
     SkipPrefill(Req),
     GiveUp(Req),
+    HandoffSpent(Req),
     ClientLeaves(Req),
     // P.
     Start(u8, Req),
@@ -132,7 +134,7 @@ impl World {
         for role in scene.prefill {
             let view = self.producers.view(role);
             home(view.ledger.live.is_empty(), "a lease is left that nobody will ever end")?;
-            home(view.jobs == [Job::None; 2], "a prefill engine still tracks a request")?;
+            home(view.jobs == [Job::None; 4], "a prefill engine still tracks a request")?;
             home(
                 view.blocks.iter().all(|&content| content == Content::Free),
                 "a prefill engine lacks a block",
@@ -144,7 +146,7 @@ impl World {
                 view.free(&self.bounds) == usize::from(self.bounds.decode_blocks),
                 "a decode engine lacks a block",
             )?;
-            home(view.jobs == [None; 2], "a decode engine still tracks a request")?;
+            home(view.jobs == [None; 4], "a decode engine still tracks a request")?;
         }
         for req in 0..self.bounds.requests {
             home(self.routers.view(scene.router[usize::from(req)]).is_over(), "a request has no outcome")?;
@@ -166,6 +168,12 @@ impl World {
         }
     }
 
+    /// What engines may be asked to do.
+    fn rounds(&self) -> impl Iterator<Item = Req> + use<> {
+        let Bounds { requests, anew, .. } = self.bounds;
+        ROUNDS.into_iter().filter(move |&req| req & 1 < requests && (req < 2 || anew))
+    }
+
     fn waits(&self, scene: &Scene, number: u16) -> bool {
         let message = self.messages.get(number);
         scene.net.iter().any(|&other| message.waits_for(self.messages.get(other)))
@@ -179,15 +187,28 @@ impl World {
         let (prefill, decode) = (0..self.bounds.prefill, 0..self.bounds.decode);
         match view.exchange.state() {
             Exchanging::Choosing => {
-                let untried: Vec<_> = prefill.filter(|&p| !view.asked_prefill[usize::from(p)]).collect();
+                let mut untried: Vec<_> = prefill
+                    .map(|p| view.round << 1 | p)
+                    .filter(|&p| !view.asked_prefill[usize::from(p)])
+                    .collect();
+                if view.round == 1 && self.bounds.fallback {
+                    untried.clear();
+                }
                 if untried.is_empty() {
                     into.push(if self.bounds.fallback { Step::SkipPrefill(req) } else { Step::GiveUp(req) });
                 }
                 into.extend(untried.into_iter().map(|p| Step::AskPrefill(req, p)));
             }
-            Exchanging::Held(_) => {
-                let untried: Vec<_> = decode.filter(|&d| !view.asked_decode[usize::from(d)]).collect();
-                if untried.is_empty() {
+            Exchanging::Held(lent) => {
+                let untried: Vec<_> = decode
+                    .map(|d| view.round << 1 | d)
+                    .filter(|&d| !view.asked_decode[usize::from(d)])
+                    .collect();
+                // Some failures say that no other engine need be asked.
+                let spent = view.spent && view.round == 0 && lent.is_some() && self.bounds.anew;
+                if spent {
+                    into.push(Step::HandoffSpent(req));
+                } else if untried.is_empty() {
                     into.push(Step::GiveUp(req));
                 }
                 into.extend(untried.into_iter().map(|d| Step::AskDecode(req, d)));
@@ -201,7 +222,7 @@ impl World {
         if !view.alive {
             return into.push(Step::RestartPrefill(p));
         }
-        for req in 0..self.bounds.requests {
+        for req in self.rounds() {
             match view.jobs[usize::from(req)] {
                 Job::None => {}
                 Job::Waiting => {
@@ -218,7 +239,7 @@ impl World {
         if !view.alive {
             return into.push(Step::RestartDecode(d));
         }
-        for req in 0..self.bounds.requests {
+        for req in self.rounds() {
             let Some(job) = &view.jobs[usize::from(req)] else { continue };
             match job.phase {
                 Phase::Fetching | Phase::Waiting
@@ -296,7 +317,7 @@ impl World {
                 let ledger = &view.ledger;
                 into.extend((!ledger.live.is_empty()).then_some(Step::RunsOutEarly(p, None)));
                 if ledger.live.len() > 1 {
-                    into.extend([0, 1].map(|req| Step::RunsOutEarly(p, Some(req))));
+                    into.extend(self.rounds().map(|req| Step::RunsOutEarly(p, Some(req))));
                 }
                 let remembers = !ledger.ended.is_empty() || !ledger.released_early.is_empty();
                 into.extend(remembers.then_some(Step::AgesPass(p)));
@@ -320,7 +341,7 @@ impl World {
         if scene.net.iter().any(|&number| self.messages.get(number).is_of_decode(d)) {
             into.push(Step::CrashDecode(d, Memory::Arrives));
         }
-        for req in 0..self.bounds.requests {
+        for req in self.rounds() {
             let Some(job) = &view.jobs[usize::from(req)] else { continue };
             for rank in 0..self.bounds.ranks {
                 match job.workers[usize::from(rank)] {
@@ -361,7 +382,7 @@ impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let p = |p: u8| format!("P{}", p + 1);
         let d = |d: u8| format!("D{}", d + 1);
-        let r = |req: Req| format!("r{}", req + 1);
+        let r = shown;
         match *self {
             Self::Arrive(message, Mood::Takes) => write!(f, "{message}"),
             Self::Arrive(message, mood) => write!(f, "{message}, which answers: {mood:?}"),
@@ -388,9 +409,10 @@ impl fmt::Display for Step {
             Self::RestartPrefill(at) => write!(f, "{} starts again", p(at)),
             Self::RestartDecode(at) => write!(f, "{} starts again", d(at)),
             Self::RestartRouter => write!(f, "the router starts again"),
-            Self::AskPrefill(req, at) => write!(f, "the router chooses {} for {}", p(at), r(req)),
-            Self::AskDecode(req, at) => write!(f, "the router chooses {} for {}", d(at), r(req)),
+            Self::AskPrefill(req, at) => write!(f, "the router chooses {} for {}", p(at & 1), r(req)),
+            Self::AskDecode(req, at) => write!(f, "the router chooses {} for {}", d(at & 1), r(req)),
             Self::SkipPrefill(req) => write!(f, "the router does without a prefill engine for {}", r(req)),
+            Self::HandoffSpent(req) => write!(f, "the router has {} computed anew", r(req)),
             Self::GiveUp(req) => write!(f, "the router gives {} up", r(req)),
             Self::ClientLeaves(req) => write!(f, "the client of {} leaves", r(req)),
             Self::Start(at, req) => write!(f, "{} starts {}", p(at), r(req)),

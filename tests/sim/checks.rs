@@ -41,14 +41,15 @@ impl Sim {
             if usage.free + usage.cached != usage.total {
                 found.push(format!("I5: engine {index} holds blocks: {usage:?}"));
             }
-            if (load.waiting, load.fetching, load.running, load.stopping) != (0, 0, 0, 0) || core.live() > 0 {
+            if (
+                load.waiting,
+                load.fetching,
+                load.running,
+                load.stopping + load.offloading + load.loading + load.held,
+            ) != (0, 0, 0, 0)
+                || core.live() > 0
+            {
                 found.push(format!("I5: engine {index} has requests: {load:?}"));
-            }
-            if (load.loading, load.offloading, load.held) != (0, 0, 0) {
-                found.push(format!(
-                    "I5: engine {index}: {} orders to tiers, {} requests held",
-                    load.offloading, load.held
-                ));
             }
             let leases = core.surroundings().ledger.len();
             if leases > 0 {

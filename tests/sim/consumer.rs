@@ -47,7 +47,7 @@ struct Beat {
     target: FetchTarget,
     interval: Micros,
     due: Micros,
-    /// From then on it is not renewed any more.
+    /// From then on it is given up if its read has not begun.
     until: Micros,
 }
 
@@ -101,7 +101,6 @@ impl Sim {
             }
             Todo::StopRead(id) => self.stop_read(engine, id),
             Todo::Release(target, reason) => self.notify(engine, target, reason),
-            Todo::Offload(id) => self.tier_order(engine, id),
         }
     }
 
@@ -114,12 +113,17 @@ impl Sim {
         }
         let Some(job) = peers.jobs.get_mut(&id) else { return };
         job.stop = true;
-        let conn = job.conn;
-        // The worker looks at the flag between two system calls.
-        if conn.is_some_and(|conn| matches!(self.net.conns[conn.0].purpose, Purpose::Read(_))) {
-            if let Some(conn) = conn {
-                self.close(conn, Side::Caller);
-            }
+        // The worker looks at the flag between two system calls: until then it goes on writing.
+        let until_seen = self.dice.between(1, 30_000);
+        self.later(Node::Engine(engine), until_seen, Event::StopSeen(engine, id.0));
+    }
+
+    /// A fetch worker sees the stop flag of its read.
+    pub fn stop_seen(&mut self, engine: usize, seq: u64) {
+        let id = SeqId(seq);
+        let Some(conn) = self.engines[engine].peers.jobs.get(&id).and_then(|job| job.conn) else { return };
+        if matches!(self.net.conns[conn.0].purpose, Purpose::Read(_)) {
+            self.close(conn, Side::Caller);
             self.job_over(engine, id, Report::TransferFailed(FailureKind::Transfer));
         }
     }
@@ -244,7 +248,7 @@ impl Sim {
     }
 
     /// Bytes arrive in a landing block. They may only ever arrive in one (invariant 3).
-    fn land(&mut self, engine: usize, block: BlockId, contents: &[device::Slot]) {
+    pub fn land(&mut self, engine: usize, block: BlockId, contents: &[device::Slot]) {
         let core = self.engines[engine].core.as_ref().expect("it reads");
         if !core.is_landing(block) {
             return self.wrong(format!("I3: a transfer writes into block {}, which is not landing", block.0));
@@ -375,11 +379,18 @@ impl Sim {
     pub fn peers_timer(&mut self, engine: usize) {
         let now = self.now;
         let peers = &mut self.engines[engine].peers;
+        // An earlier one was set since.
+        if peers.timer.is_none_or(|set| set > now) {
+            return;
+        }
         peers.timer = None;
         let over: Vec<SeqId> =
             peers.beats.iter().filter(|(_, b)| b.until <= now).map(|(id, _)| *id).collect();
         let mut beats = Vec::new();
-        over.iter().for_each(|id| drop(peers.beats.remove(id)));
+        for beat in peers.beats.values_mut().filter(|beat| beat.until <= now) {
+            // It means nothing to a read that has begun.
+            beat.until = Micros::MAX;
+        }
         for (id, beat) in &mut peers.beats {
             if beat.due <= now {
                 beat.due = now + beat.interval;

@@ -95,8 +95,8 @@ impl Executor for Device {
         self.layout
     }
 
-    fn region(&self) -> &Region {
-        &self.region
+    fn regions(&self) -> &[Region] {
+        std::slice::from_ref(&self.region)
     }
 
     fn vocab(&self) -> usize {

@@ -15,6 +15,7 @@ use baton_connector::{BlockId, EngineId, Epoch, Handle, RequestId, Time};
 use baton_engine::engine_core::{EngineCore, Fact, ProducerAddress, Surroundings};
 use baton_engine::mailbox::Mail;
 use baton_engine::offload::Order;
+use baton_engine::offload::books::TierConfig;
 use baton_engine::peers::FetchTarget;
 use baton_engine::scheduler::{Planned, Scheduler, SchedulerConfig};
 use baton_engine::sequence::{FinishReason, SeqId};
@@ -26,7 +27,7 @@ use crate::front::Front;
 use crate::net::ConnId;
 use crate::setup::{EngineSetup, SECOND, Setup};
 use crate::sim::{Event, Micros, Sim};
-use crate::tiers::{Disk, Workers};
+use crate::tiers::{self, Disk, Workers};
 use crate::words::Node;
 
 /// The longest sequence of any client.
@@ -46,7 +47,6 @@ pub enum Todo {
     Read(SeqId, FetchTarget, usize, Vec<BlockId>),
     StopRead(SeqId),
     Release(FetchTarget, &'static str),
-    Offload(TransferId),
 }
 
 /// The world around one engine core.
@@ -149,12 +149,7 @@ impl Surroundings for World {
     }
 
     fn offload(&mut self, order: Order) -> bool {
-        let id = order.id();
-        let taken = self.workers.order(order);
-        if taken {
-            self.todo.push(Todo::Offload(id));
-        }
-        taken
+        self.workers.take(order)
     }
 
     fn revoke(&mut self, id: TransferId) -> bool {
@@ -184,8 +179,8 @@ pub struct Engine {
     /// `None` while the process is down.
     pub core: Option<EngineCore<World>>,
     pub memory: device::Shared,
-    /// The files of its disk tier.
-    pub disk: Disk,
+    /// What it finds when it starts.
+    disk: Disk,
     pub mail: Mail,
     awake: bool,
     step: Option<Vec<Planned>>,
@@ -210,7 +205,7 @@ impl Engine {
             paused_until: 0,
             core: None,
             memory: device::memory(1, 1, 0),
-            disk: Disk::new(),
+            disk: Disk::default(),
             mail: Mail::default(),
             awake: false,
             step: None,
@@ -253,21 +248,20 @@ impl Engine {
             local: 0,
             ledger: Ledger::new(terms),
             todo: Vec::new(),
-            workers: Workers::default(),
+            workers: Workers::new(Arc::clone(&self.disk)),
             address: ProducerAddress {
                 engine_id: EngineId(format!("e{}", self.index).into()),
                 host: format!("10.0.0.{}", self.index),
-                port: 5600 + self.index as u16,
+                ports: vec![5600 + self.index as u16],
+                block_tokens,
             },
             epoch,
             dice: Dice::new(self.dice.roll(), 7),
             finished: RefCell::default(),
             news: RefCell::default(),
         };
-        let mut scheduler = Scheduler::new(config, blocks);
-        if let Some(tiers) = &self.setup.tiers {
-            scheduler = scheduler.with_tiers(tiers.sizes, self.disk.keys().copied());
-        }
+        let tiers = TierConfig { host_blocks: self.setup.host_blocks, disk_blocks: self.setup.disk_blocks };
+        let scheduler = Scheduler::new(config, blocks).with_tiers(tiers, tiers::found(&self.disk));
         self.core = Some(EngineCore::new(Box::new(device), scheduler, world));
         self.mail = Mail::default();
         self.step = None;
@@ -399,6 +393,7 @@ impl Sim {
     /// What the core has left to be done: to peers, to front ends, to the ledger's timer.
     pub fn after_core(&mut self, index: usize) {
         self.after_ledger(index);
+        self.schedule_orders(index);
         let todo = std::mem::take(&mut self.engine(index).world().todo);
         for task in todo {
             self.narrate(|| format!("  engine {index}: {task:?}"));
@@ -458,7 +453,12 @@ impl Sim {
     }
 
     pub fn lease_timer(&mut self, index: usize) {
+        let now = self.now;
         let engine = self.engine(index);
+        // An earlier one was set since.
+        if engine.lease_timer.is_none_or(|set| set > now) {
+            return;
+        }
         engine.lease_timer = None;
         let world = engine.world();
         let now = world.time();

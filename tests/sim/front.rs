@@ -85,7 +85,7 @@ impl Sim {
             return self.send(conn, Side::Callee, Msg::Prefilled(Err(503)));
         }
         let (outbox, events) = tokio::sync::mpsc::channel(3);
-        let mut sequence = self.sequence(engine, ask, Purpose::Produce);
+        let mut sequence = self.sequence(engine, ask, Purpose::Produce { consumers: 1 });
         sequence.stop.max_new = 1;
         let front = Front { produces: true, events, open: vec![(0, sequence.id)], accepted: false };
         let arrived = self.engine(engine).world().now();
@@ -101,7 +101,7 @@ impl Sim {
             let consumer = self.engines[engine].dice.roll();
             FetchTarget::new(handoff, consumer)
         });
-        if let Some(target) = &mut target {
+        if let Some(target) = target.as_mut().filter(|_| !self.setup.naive_router) {
             target.leave_to_router(self.engines[engine].policy());
         }
         let full = self.engines[engine].mail.submissions.len() + ask.choices as usize

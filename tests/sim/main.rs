@@ -16,8 +16,8 @@
 //! | `setup.rs`, `faults.rs` | what a seed says, and what goes wrong when |
 //! | `net.rs`, `words.rs` | connections, and what travels on them |
 //! | `engine.rs`, `front.rs`, `producer.rs`, `consumer.rs` | an engine process around the real core and ledger |
+//! | `tiers.rs` | its offload workers: host slots, files, and a disk that fails |
 //! | `router.rs`, `clients.rs` | a router process around the real exchange; clients that check every word |
-//! | `tiers.rs` | workers below the pool that are slow, fail, and damage files |
 //! | `device.rs` | a KV cache that can be checked |
 //! | `checks.rs` | the invariants |
 // A program of tests: nothing here is public, and a panic is a finding.

@@ -1,6 +1,10 @@
 //! The producer's side of a transport, over the real ledger: what is asked before a byte goes out.
 
+use std::time::Duration;
+
+use baton_connector::lease::Cause;
 use baton_connector::ledger::{HeartbeatReply, Settled};
+use baton_connector::limits::DRAIN_DEADLINE;
 use baton_connector::transport::Verdict;
 use baton_connector::{BlockId, Epoch, Handle, Reader};
 use baton_engine::engine_core::Surroundings;
@@ -164,6 +168,21 @@ impl Sim {
 
     /// Leases that have ended: their blocks go to the core, which frees them.
     pub fn settled(&mut self, engine: usize, settled: Vec<Settled>) {
+        for lease in &settled {
+            let reading = self.engines[engine].serving.iter().any(|(conn, serving)| {
+                serving.handle == lease.handle && self.net.conns[conn.0].is_open(Side::Callee)
+            });
+            // Only the drain deadline may take blocks from under a reader.
+            let least = match lease.cause {
+                Cause::Fetched => Duration::MAX,
+                Cause::Released => DRAIN_DEADLINE,
+                Cause::Expired => DRAIN_DEADLINE + Duration::from_micros(self.setup.lease),
+            };
+            if reading && lease.held < least {
+                let (cause, held) = (lease.cause, lease.held);
+                self.wrong(format!("I3: freed after {held:?} ({cause:?}) while a reader reads"));
+            }
+        }
         if self.mutated(Mutation::GivenBackTwice) {
             let again = settled.iter().map(|lease| Settled {
                 handle: lease.handle,

@@ -389,7 +389,7 @@ impl Sim {
                 (engine, Msg::AbortVerb(id, Legs::Decode))
             }
         };
-        if self.mutated(crate::setup::Mutation::ReleasesNotSent) {
+        if self.setup.naive_router || self.mutated(crate::setup::Mutation::ReleasesNotSent) {
             return;
         }
         let debt = Debt { engine, verb, tries: SETTLE_TRIES, pause: SETTLE_PAUSE, paid: false };

@@ -4,7 +4,6 @@ use crate::dice::Dice;
 use crate::faults::{self, Fault};
 use crate::net::Weather;
 use crate::sim::Micros;
-use crate::tiers::{self, TierSetup};
 use crate::words::Node;
 
 pub const SECOND: Micros = 1_000_000;
@@ -22,11 +21,13 @@ pub struct EngineSetup {
     pub max_waiting: usize,
     pub fetch_workers: usize,
     pub recompute: bool,
+    /// Slots of its host tier and files of its disk tier; 0 is none.
+    pub host_blocks: usize,
+    pub disk_blocks: usize,
     pub step: (Micros, Micros),
     pub block_copy: (Micros, Micros),
     /// It refuses one request in so many, before it looks at it; 0 is never.
     pub refuses_one_in: u64,
-    pub tiers: Option<TierSetup>,
 }
 
 #[derive(Clone, Debug)]
@@ -48,6 +49,9 @@ pub struct Setup {
     pub seed: u64,
     /// Nothing goes wrong but clients that leave and engines that refuse: then nothing may be left to expiry.
     pub calm: bool,
+    /// Its routers neither abort nor release, as a router does that knows nothing of leases: then decode engines alone
+    /// must give back what they refuse. Clients stay, in such a run.
+    pub naive_router: bool,
     pub calm_from: Micros,
     pub routers: usize,
     pub engines: Vec<EngineSetup>,
@@ -63,6 +67,8 @@ pub struct Setup {
     pub decode_silence: Micros,
     /// One transfer in so many breaks in the middle; 0 is never.
     pub truncate_one_in: u64,
+    /// Disk tiers fail, fill up and damage what they hold.
+    pub bad_disks: bool,
     /// What is broken on purpose, to see that it is found.
     pub mutation: Mutation,
 }
@@ -81,31 +87,23 @@ pub enum Mutation {
     ReleaseDoesNotDrain,
     /// Leases do not expire (vLLM #20139).
     NoExpiry,
-    /// A tier's file is believed without a look at its checksum.
-    DamageBelieved,
-    /// A tier's worker goes on with a load that was revoked: the commitment point is not kept.
-    RevokedLoadWrites,
 }
 
 impl Mutation {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 5] = [
         Self::VerdictNotAsked,
         Self::ReleasesNotSent,
         Self::GivenBackTwice,
         Self::ReleaseDoesNotDrain,
         Self::NoExpiry,
-        Self::DamageBelieved,
-        Self::RevokedLoadWrites,
     ];
 
     /// What must have been noticed: not any violation will do.
     pub fn shows_as(self) -> &'static [&'static str] {
         match self {
             Self::None => &[],
-            Self::VerdictNotAsked
-            | Self::ReleaseDoesNotDrain
-            | Self::DamageBelieved
-            | Self::RevokedLoadWrites => &["stale KV", "wrong text"],
+            Self::VerdictNotAsked => &["stale KV", "wrong text"],
+            Self::ReleaseDoesNotDrain => &["stale KV", "wrong text", "I3: freed"],
             Self::ReleasesNotSent => &["expired"],
             Self::GivenBackTwice => &["given back once per lease"],
             Self::NoExpiry => &["I5"],
@@ -116,18 +114,21 @@ impl Mutation {
 impl Setup {
     pub fn of(seed: u64, mutation: Mutation) -> Self {
         let dice = &mut Dice::new(seed, 1);
-        let calm = dice.percent(12);
+        let calm = dice.percent(15);
+        let naive_router = calm && dice.percent(40);
         let block_tokens = *dice.pick(&[2, 4, 8]);
         let routers = if dice.percent(80) { 1 } else { 2 };
         let engines = engines(dice, calm, block_tokens);
         let weather = weather(dice, calm);
         let span = if dice.percent(60) { dice.stretch(20_000, SECOND) } else { dice.between(1, 12) * SECOND };
-        let clients = clients(dice, routers, span, block_tokens);
+        let mut clients = clients(dice, routers, span, block_tokens);
+        if naive_router {
+            clients.iter_mut().for_each(|client| client.leaves = None);
+        }
         let calm_from = span + dice.between(5, 60) * SECOND;
         let mut faults =
             if calm { Vec::new() } else { faults::plan(dice, routers, &engines, span, calm_from) };
         let mut engines = engines;
-        tiers::draw(seed, calm, span, &mut engines, &mut faults);
         // Some runs are made for the stale read: one host, slow copies, readers that are stopped for longer than the
         // lease lives, and enough to do meanwhile that freed blocks are reused.
         let stale = !calm && dice.percent(8);
@@ -143,6 +144,7 @@ impl Setup {
         Self {
             seed,
             calm,
+            naive_router,
             calm_from,
             routers,
             engines,
@@ -152,11 +154,12 @@ impl Setup {
             weather,
             faults,
             prefill_attempts: dice.between(1, 3) as usize,
-            decode_attempts: dice.between(1, 3) as usize,
+            decode_attempts: if naive_router { 1 } else { dice.between(1, 3) as usize },
             fall_back: dice.percent(50),
-            prefill_silence: dice.between(2, 60) * SECOND,
-            decode_silence: dice.between(2, 60) * SECOND,
+            prefill_silence: if naive_router { 600 } else { dice.between(2, 60) } * SECOND,
+            decode_silence: if naive_router { 600 } else { dice.between(2, 60) } * SECOND,
             truncate_one_in: if calm || dice.percent(60) { 0 } else { dice.between(5, 200) },
+            bad_disks: !calm && dice.percent(50),
             mutation,
         }
     }
@@ -192,10 +195,11 @@ fn engines(dice: &mut Dice, calm: bool, block_tokens: usize) -> Vec<EngineSetup>
             max_waiting: if dice.percent(70) { 64 } else { dice.between(1, 3) as usize },
             fetch_workers: dice.between(1, 4) as usize,
             recompute: dice.percent(60),
+            host_blocks: if dice.percent(60) { 0 } else { dice.between(1, 24) as usize },
+            disk_blocks: if dice.percent(70) { 0 } else { dice.between(1, 48) as usize },
             step: (dice.between(500, 5_000), dice.between(5_000, 60_000)),
             block_copy: if dice.percent(70) { (5, 200) } else { (5_000, 2_000_000) },
             refuses_one_in: if dice.percent(60) { 0 } else { dice.between(3, 20) },
-            tiers: None,
         });
     }
     engines

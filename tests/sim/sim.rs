@@ -39,16 +39,18 @@ pub enum Event {
     /// The next batch of a read goes out, or the next block is copied.
     Batch(usize, ConnId),
     CopyBlock(usize, u64),
+    /// A fetch worker sees that its read is no longer wanted.
+    StopSeen(usize, u64),
+    /// An offload worker takes an order up, and is done with it.
+    OrderBegins(usize, TransferId),
+    OrderEnds(usize, TransferId),
+    DiskIsBack(usize),
     /// The caller has waited long enough on this connection.
     Silence(ConnId, Micros),
     /// A router tries a settlement again.
     SettleAgain(usize, usize),
     /// An abandoned prefill is no longer listened to.
     StopListening(ConnId),
-    /// A worker of an engine's tiers looks at an order, is through with it, and finds the disk working again.
-    TierBegins(usize, TransferId),
-    TierEnds(usize, TransferId),
-    TierBack(usize),
     ClientAsks(usize),
     ClientLeaves(usize),
     Fault(Fault),
@@ -198,12 +200,13 @@ impl Sim {
             Event::PeersTimer(engine) => self.peers_timer(engine),
             Event::Batch(engine, conn) => self.send_batch(engine, conn),
             Event::CopyBlock(engine, seq) => self.copy_block(engine, seq),
+            Event::StopSeen(engine, seq) => self.stop_seen(engine, seq),
+            Event::OrderBegins(engine, id) => self.order_begins(engine, id),
+            Event::OrderEnds(engine, id) => self.order_ends(engine, id),
+            Event::DiskIsBack(engine) => self.disk_is_back(engine),
             Event::Silence(conn, bound) => self.silent(conn, bound),
             Event::SettleAgain(router, debt) => self.settle(router, debt),
             Event::StopListening(conn) => self.close(conn, Side::Caller),
-            Event::TierBegins(engine, id) => self.tier_begins(engine, id),
-            Event::TierEnds(engine, id) => self.tier_ends(engine, id),
-            Event::TierBack(engine) => self.tier_back(engine),
             Event::ClientAsks(client) => self.client_asks(client),
             Event::ClientLeaves(client) => self.client_leaves(client),
             Event::Fault(fault) => self.fault(fault),
@@ -334,9 +337,10 @@ impl Sim {
             Event::ClientLeaves(client) => 12 | (*client as u64) << 8,
             Event::Fault(_) => 13,
             Event::Calm => 14,
-            Event::TierBegins(_, id) => 15 | id.0 << 8,
-            Event::TierEnds(_, id) => 16 | id.0 << 8,
-            Event::TierBack(engine) => 17 | (*engine as u64) << 8,
+            Event::StopSeen(_, seq) => 15 | seq << 8,
+            Event::OrderBegins(_, id) => 16 | id.0 << 8,
+            Event::OrderEnds(_, id) => 17 | id.0 << 8,
+            Event::DiskIsBack(engine) => 18 | (*engine as u64) << 8,
         };
         self.mark(self.now ^ kind << 40 ^ kind);
         self.narrate(|| format!("{event:?}"));

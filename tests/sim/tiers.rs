@@ -1,237 +1,213 @@
-//! The tiers below one engine's pool: the real books and slots, with workers that are slow, refuse, fail, tell twice,
-//! damage files and notice it. A store reads its block when it ends, a load writes half of its block when it begins:
-//! whoever reuses a block in between is found out by the device.
+//! The offload workers of one engine, under virtual time: slots that die with the process, files that do not, and
+//! what can go wrong with either. What is stored while a request runs is checked when the copy is done: a block that
+//! is being stored may not change.
 
 use std::collections::BTreeMap;
-use std::sync::PoisonError;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use baton_connector::offload::TransferId;
 use baton_engine::block_hash::BlockHash;
-use baton_engine::offload::books::TierConfig;
 use baton_engine::offload::{Fault, HostSlot, Order, Report, Source};
 
 use crate::device::Slot;
-use crate::dice::Dice;
-use crate::engine::Engine;
-use crate::faults;
-use crate::setup::{EngineSetup, Mutation, SECOND};
-use crate::sim::{Event, Micros, Sim};
+use crate::setup::SECOND;
+use crate::sim::{Event, Sim};
 use crate::words::Node;
 
-/// Orders that wait at the workers; more are refused.
+/// Orders that wait; one more is refused.
 const QUEUE_MAX: usize = 24;
 
-/// What a seed says of an engine's tiers.
-#[derive(Clone, Copy, Debug)]
-pub struct TierSetup {
-    pub sizes: TierConfig,
-    /// From order to beginning, and from there to the end.
-    pub takes: (Micros, Micros),
-    /// One order in so many fails; 0 is never.
-    pub fails_one_in: u64,
-    /// One report in so many comes twice; 0 is never.
-    pub repeats_one_in: u64,
-}
+/// What lies on an engine's disk, from one life to the next.
+pub type Disk = Arc<Mutex<BTreeMap<BlockHash, Vec<Slot>>>>;
 
-/// Every second engine has tiers; drawn apart, so that nothing else of a seed depends on it. Some runs are made for
-/// them: caches are reset again and again, so that what is asked again comes from the tiers, which take their time.
-pub fn draw(
-    seed: u64,
-    calm: bool,
-    span: Micros,
-    engines: &mut [EngineSetup],
-    faults: &mut Vec<(Micros, faults::Fault)>,
-) {
-    let dice = &mut Dice::new(seed, 9);
-    let busy = dice.percent(20);
-    for _ in 0..if busy { dice.between(10, 40) } else { 0 } {
-        let engine = dice.below(engines.len() as u64) as usize;
-        faults.push((dice.below(span), faults::Fault::ResetCache(engine)));
-    }
-    for engine in engines {
-        let host_blocks = if dice.percent(60) { dice.between(1, 24) } else { 0 } as usize;
-        let disk_blocks = if dice.percent(60) { dice.between(1, 48) } else { 0 } as usize;
-        let slow = !calm && dice.percent(20);
-        let setup = TierSetup {
-            sizes: TierConfig { host_blocks, disk_blocks },
-            takes: match (busy, slow) {
-                (true, _) => (1_000, SECOND / 4),
-                (false, true) => (1_000, 3 * SECOND),
-                (false, false) => (10, 20_000),
-            },
-            fails_one_in: if calm || dice.percent(50) { 0 } else { dice.between(2, 30) },
-            repeats_one_in: if calm || dice.percent(50) { 0 } else { dice.between(3, 30) },
-        };
-        engine.tiers = ((busy || dice.percent(50)) && setup.sizes.any()).then_some(setup);
-    }
-}
-
+/// One order.
 #[derive(Debug)]
-struct Flight {
+struct Job {
     order: Order,
-    /// Past its commitment point.
-    begun: bool,
+    /// Past the commitment point; what a store found in its block then.
+    begun: Option<Vec<Slot>>,
 }
 
-/// A file: what is in it, and whether that is not what was written.
-#[derive(Clone, Debug)]
-pub struct File {
-    contents: Vec<Slot>,
-    damaged: bool,
-}
-
-/// Files outlive the process.
-pub type Disk = BTreeMap<BlockHash, File>;
-
-/// The workers of one process.
+/// What the workers of one life hold.
 #[derive(Debug, Default)]
 pub struct Workers {
+    jobs: BTreeMap<TransferId, Job>,
     slots: BTreeMap<HostSlot, Vec<Slot>>,
-    flights: BTreeMap<TransferId, Flight>,
-    /// Orders that were revoked, for the planted fault that carries them out all the same.
-    revoked: BTreeMap<TransferId, Order>,
-    /// Told to leave the disk alone, and not told otherwise.
+    pub disk: Disk,
+    /// Nothing is done on disk until then.
     rests: bool,
+    /// Orders that were taken and have no event yet.
+    pub fresh: Vec<TransferId>,
 }
 
 impl Workers {
-    pub fn order(&mut self, order: Order) -> bool {
-        let room = self.flights.len() < QUEUE_MAX;
-        if room {
-            self.flights.insert(order.id(), Flight { order, begun: false });
-        }
-        room
+    pub fn new(disk: Disk) -> Self {
+        Self { disk, ..Self::default() }
     }
 
-    pub fn revoke(&mut self, id: TransferId) -> bool {
-        let waiting = self.flights.get(&id).is_some_and(|flight| !flight.begun);
-        let flight = if waiting { self.flights.remove(&id) } else { None };
-        if let Some(flight) = flight {
-            self.revoked.insert(id, flight.order);
+    /// As the real queue: full is refused.
+    pub fn take(&mut self, order: Order) -> bool {
+        if self.jobs.len() >= QUEUE_MAX {
+            return false;
         }
-        waiting
+        self.fresh.push(order.id());
+        self.jobs.insert(order.id(), Job { order, begun: None });
+        true
+    }
+
+    /// True: nobody had begun, and nobody will.
+    pub fn revoke(&mut self, id: TransferId) -> bool {
+        let waits = self.jobs.get(&id).is_some_and(|job| job.begun.is_none());
+        if waits {
+            self.jobs.remove(&id);
+        }
+        waits
     }
 }
 
 impl Sim {
-    /// A worker will look at this order.
-    pub fn tier_order(&mut self, index: usize, id: TransferId) {
-        let after = self.tier_takes(index);
-        self.later(Node::Engine(index), after, Event::TierBegins(index, id));
+    /// Orders that the core has just given are begun after a while.
+    pub fn schedule_orders(&mut self, engine: usize) {
+        let fresh = std::mem::take(&mut self.engine(engine).world().workers.fresh);
+        for id in fresh {
+            let longest = if self.dice_slow() { 3 * SECOND } else { 20_000 };
+            let wait = self.dice.stretch(10, longest);
+            self.later(Node::Engine(engine), wait, Event::OrderBegins(engine, id));
+        }
     }
 
-    pub fn tier_begins(&mut self, index: usize, id: TransferId) {
-        let after = self.tier_takes(index);
-        let writes_revoked = self.setup.mutation == Mutation::RevokedLoadWrites;
-        let engine = self.engine(index);
-        let workers = &mut engine.world().workers;
-        let Some(flight) = workers.flights.get_mut(&id) else {
-            if let Some(order) = workers.revoked.remove(&id)
-                && writes_revoked
-            {
-                // All of it: whose the block is by now is not asked.
-                let _ = carry_out(engine, &order, false, true);
+    fn dice_slow(&mut self) -> bool {
+        !self.setup.calm && self.setup.bad_disks && self.dice.percent(20)
+    }
+
+    pub fn order_begins(&mut self, engine: usize, id: TransferId) {
+        let memory = Arc::clone(&self.engines[engine].memory);
+        let workers = &mut self.engine(engine).world().workers;
+        let Some(job) = workers.jobs.get_mut(&id) else { return };
+        job.begun = Some(match &job.order {
+            Order::Store { block, .. } => {
+                memory.lock().unwrap_or_else(PoisonError::into_inner).block(*block).to_vec()
             }
-            return;
-        };
-        // A file is read and verified apart before anybody commits to its block.
-        flight.begun = !matches!(flight.order, Order::Load { from: Source::Disk { .. }, .. });
-        let order = flight.order.clone();
-        if matches!(order, Order::Load { from: Source::Host(_), .. }) {
-            begin_load(engine, &order);
-        }
-        self.later(Node::Engine(index), after, Event::TierEnds(index, id));
+            _ => Vec::new(),
+        });
+        let takes = self.dice.stretch(10, 50_000);
+        self.later(Node::Engine(engine), takes, Event::OrderEnds(engine, id));
     }
 
-    pub fn tier_ends(&mut self, index: usize, id: TransferId) {
-        let (calm, believed) = (self.calm_now(), self.setup.mutation == Mutation::DamageBelieved);
-        let engine = self.engine(index);
-        let Some(setup) = engine.setup.tiers else { return };
-        // It may have been revoked meanwhile.
-        let Some(Flight { order, .. }) = engine.world().workers.flights.remove(&id) else { return };
-        let fails = !calm && setup.fails_one_in > 0 && engine.dice.one_in(setup.fails_one_in);
-        let fault = *engine.dice.pick(&[Fault::Io, Fault::Full, Fault::Slow, Fault::Broken]);
-        let damages = !calm && setup.fails_one_in > 0 && engine.dice.one_in(setup.fails_one_in);
-        let outcome = if fails { Err(fault) } else { carry_out(engine, &order, damages, believed) };
-        let again = !calm && setup.repeats_one_in > 0 && engine.dice.one_in(setup.repeats_one_in);
-        let rests = fails && fault != Fault::Broken && engine.dice.one_in(3) && !engine.world().workers.rests;
-        engine.mail.offloads.push(Report::Ended(id, outcome));
-        if again {
-            engine.mail.offloads.push(Report::Ended(id, Err(Fault::Io)));
+    pub fn order_ends(&mut self, engine: usize, id: TransferId) {
+        let Some(job) = self.engine(engine).world().workers.jobs.remove(&id) else { return };
+        let outcome = self.do_order(engine, &job);
+        let wide_awake = self.calm_now() || !self.setup.bad_disks;
+        let disk_failed = matches!(outcome, Err(Fault::Full | Fault::Io));
+        let mail = &mut self.engines[engine].mail.offloads;
+        mail.push(Report::Ended(id, outcome));
+        if !wide_awake && self.dice.percent(3) {
+            // Told twice: counted and ignored.
+            self.engines[engine].mail.offloads.push(Report::Ended(id, outcome));
         }
-        if rests {
-            engine.world().workers.rests = true;
-            engine.mail.offloads.push(Report::DiskRests);
-            self.later(Node::Engine(index), 5 * SECOND, Event::TierBack(index));
+        let workers = &mut self.engine(engine).world().workers;
+        if disk_failed && !workers.rests {
+            workers.rests = true;
+            self.engines[engine].mail.offloads.push(Report::DiskRests);
+            let rest = self.dice.between(SECOND / 10, 5 * SECOND);
+            self.later(Node::Engine(engine), rest, Event::DiskIsBack(engine));
         }
-        self.counts.tier_failed += u64::from(fails);
-        self.counts.tier_damaged += u64::from(outcome == Err(Fault::Corrupt));
-        self.counts.tier_rested += u64::from(rests);
-        if outcome.is_ok() {
-            match order {
-                Order::Store { .. } => self.counts.tier_stored += 1,
-                Order::Load { .. } => self.counts.tier_loaded += 1,
-                Order::Write { .. } | Order::Delete { .. } => {}
+        self.poke(engine);
+    }
+
+    pub fn disk_is_back(&mut self, engine: usize) {
+        self.engine(engine).world().workers.rests = false;
+        self.engines[engine].mail.offloads.push(Report::DiskIsBack);
+        self.poke(engine);
+    }
+
+    fn do_order(&mut self, engine: usize, job: &Job) -> Result<(), Fault> {
+        let memory = Arc::clone(&self.engines[engine].memory);
+        let memory = || memory.lock().unwrap_or_else(PoisonError::into_inner);
+        match &job.order {
+            Order::Store { block, slot, .. } => {
+                let contents = memory().block(*block).to_vec();
+                if job.begun.as_ref() != Some(&contents) {
+                    self.wrong(format!("I3: block {} changed while it was being stored", block.0));
+                }
+                self.counts.stored += 1;
+                self.engine(engine).world().workers.slots.insert(*slot, contents);
+                Ok(())
+            }
+            Order::Load { hash, from, block, .. } => {
+                let contents = match from {
+                    Source::Host(slot) => self.engine(engine).world().workers.slots.get(slot).cloned(),
+                    Source::Disk { .. } => {
+                        self.disk_trouble(engine)?;
+                        if self.setup.bad_disks && !self.calm_now() && self.dice.percent(6) {
+                            // The checksum tells.
+                            self.counts.disk_corrupt += 1;
+                            self.disk(engine, |disk| disk.remove(hash));
+                            return Err(Fault::Corrupt);
+                        }
+                        self.disk(engine, |disk| disk.get(hash).cloned())
+                    }
+                };
+                let contents = contents.ok_or(Fault::Missing)?;
+                if let Source::Disk { keep: Some(slot) } = from {
+                    self.engine(engine).world().workers.slots.insert(*slot, contents.clone());
+                }
+                self.counts.loaded += 1;
+                self.land(engine, *block, &contents);
+                Ok(())
+            }
+            Order::Write { hash, slot, evict, .. } => {
+                self.disk_trouble(engine)?;
+                let contents = self.engine(engine).world().workers.slots.get(slot).cloned();
+                let contents = contents.ok_or(Fault::Broken)?;
+                let bound = self.engines[engine].setup.disk_blocks;
+                let files = self.disk(engine, |disk| {
+                    evict.iter().for_each(|hash| drop(disk.remove(hash)));
+                    disk.insert(*hash, contents);
+                    disk.len()
+                });
+                if files > bound {
+                    self.wrong(format!("I10: {files} files where {bound} are allowed"));
+                }
+                Ok(())
+            }
+            Order::Delete { hashes, .. } => {
+                self.disk_trouble(engine)?;
+                self.disk(engine, |disk| hashes.iter().for_each(|hash| drop(disk.remove(hash))));
+                Ok(())
             }
         }
-        self.poke(index);
     }
 
-    pub fn tier_back(&mut self, index: usize) {
-        let engine = self.engine(index);
-        engine.world().workers.rests = false;
-        engine.mail.offloads.push(Report::DiskIsBack);
-        self.poke(index);
+    fn disk_trouble(&mut self, engine: usize) -> Result<(), Fault> {
+        if self.engine(engine).world().workers.rests {
+            return Err(Fault::Resting);
+        }
+        if !self.setup.bad_disks || self.calm_now() {
+            return Ok(());
+        }
+        match self.dice.below(40) {
+            0 => {
+                self.counts.disk_full += 1;
+                Err(Fault::Full)
+            }
+            1 => {
+                self.counts.disk_error += 1;
+                Err(Fault::Io)
+            }
+            2 => Err(Fault::Slow),
+            _ => Ok(()),
+        }
     }
 
-    fn tier_takes(&mut self, index: usize) -> Micros {
-        let engine = &mut self.engines[index];
-        let (low, high) = engine.setup.tiers.map_or((1, 1), |setup| setup.takes);
-        engine.dice.stretch(low, high)
+    fn disk<T>(&mut self, engine: usize, with: impl FnOnce(&mut BTreeMap<BlockHash, Vec<Slot>>) -> T) -> T {
+        let disk = Arc::clone(&self.engine(engine).world().workers.disk);
+        let mut disk = disk.lock().unwrap_or_else(PoisonError::into_inner);
+        with(&mut disk)
     }
 }
 
-/// The first half of a slot's contents is in the block as soon as a worker has begun.
-fn begin_load(engine: &mut Engine, order: &Order) {
-    let Order::Load { from: Source::Host(slot), block, .. } = order else { return };
-    let contents = engine.world().workers.slots[slot].clone();
-    let mut memory = engine.memory.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut mixed = memory.block(*block).to_vec();
-    mixed[..contents.len() / 2].copy_from_slice(&contents[..contents.len() / 2]);
-    memory.write(*block, &mixed);
-}
-
-fn carry_out(engine: &mut Engine, order: &Order, damages: bool, believed: bool) -> Result<(), Fault> {
-    match order {
-        Order::Store { block, slot, .. } => {
-            let contents =
-                engine.memory.lock().unwrap_or_else(PoisonError::into_inner).block(*block).to_vec();
-            engine.world().workers.slots.insert(*slot, contents);
-        }
-        Order::Load { from: Source::Host(slot), block, .. } => {
-            let contents = engine.world().workers.slots[slot].clone();
-            engine.memory.lock().unwrap_or_else(PoisonError::into_inner).write(*block, &contents);
-        }
-        Order::Load { hash, from: Source::Disk { keep }, block, .. } => {
-            let File { contents, damaged } = engine.disk.get(hash).cloned().ok_or(Fault::Missing)?;
-            if damaged && !believed {
-                engine.disk.remove(hash);
-                return Err(Fault::Corrupt);
-            }
-            engine.memory.lock().unwrap_or_else(PoisonError::into_inner).write(*block, &contents);
-            if let Some(slot) = keep {
-                engine.world().workers.slots.insert(*slot, contents);
-            }
-        }
-        Order::Write { hash, slot, evict, .. } => {
-            evict.iter().for_each(|gone| drop(engine.disk.remove(gone)));
-            let mut contents = engine.world().workers.slots[slot].clone();
-            if damages {
-                contents[0] ^= 1 << 20;
-            }
-            engine.disk.insert(*hash, File { contents, damaged: damages });
-        }
-        Order::Delete { hashes, .. } => hashes.iter().for_each(|gone| drop(engine.disk.remove(gone))),
-    }
-    Ok(())
+/// What a new life finds in its directory, the oldest first.
+pub fn found(disk: &Disk) -> Vec<BlockHash> {
+    disk.lock().unwrap_or_else(PoisonError::into_inner).keys().copied().collect()
 }

@@ -1,5 +1,6 @@
 //! A producer that does nothing but lend: the real ledger behind a lock, and a pool full of bytes.
 
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -9,6 +10,7 @@ use baton_connector::ledger::{Grant, HeartbeatReply, Ledger, ReadRefusal, Releas
 use baton_connector::region::Region;
 use baton_connector::transport::{Producer, TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
+use baton_connector_shm::shared_pool;
 
 pub(super) struct Lender {
     ledger: Mutex<Ledger>,
@@ -19,15 +21,15 @@ pub(super) struct Lender {
 
 impl Lender {
     /// A pool in which neighbouring blocks differ.
-    pub(super) fn new(blocks: usize, block_bytes: usize) -> Self {
-        let region = Region::allocate(blocks, block_bytes);
+    pub(super) fn new(blocks: usize, block_bytes: usize) -> io::Result<Self> {
+        let region = shared_pool(blocks, block_bytes)?;
         let mut bytes: Vec<u8> = (0..block_bytes).map(|i| (i ^ (i >> 8)) as u8).collect();
         for block in 0..blocks {
             bytes[..8].copy_from_slice(&(block as u64).to_le_bytes());
             region.write_block(BlockId(block as u32), &bytes);
         }
         let ledger = Mutex::new(Ledger::new(LeaseTerms::default()));
-        Self { ledger, region, start: Instant::now(), next: AtomicU64::new(1) }
+        Ok(Self { ledger, region, start: Instant::now(), next: AtomicU64::new(1) })
     }
 
     fn ledger(&self) -> (MutexGuard<'_, Ledger>, Time) {
@@ -54,7 +56,8 @@ impl Lender {
 
 impl Producer for Lender {
     fn epoch(&self) -> Epoch {
-        Epoch(1)
+        // The name that shared memory is found under: no other process has it.
+        Epoch(std::process::id().into())
     }
 
     fn fingerprint(&self) -> u64 {
@@ -94,6 +97,11 @@ impl Producer for Lender {
     fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
         let (mut ledger, now) = self.ledger();
         ledger.release(handle, reason, now)
+    }
+
+    fn leave(&self, handle: Handle, consumer: u64, reason: &str) -> ReleaseReply {
+        let (mut ledger, now) = self.ledger();
+        ledger.leave(handle, consumer, reason, now)
     }
 
     fn heartbeat(&self, handle: Handle) -> HeartbeatReply {

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::limits::HEARTBEAT_HANDLES_MAX;
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, ReadOrder, SILENCE, StopFlag, Transport, TransportError, Verdict};
+use baton_connector::transport::{
+    Part, Peer, ReadOrder, SILENCE, StopFlag, Transport, TransportError, Verdict,
+};
 use baton_connector::{Handle, Reader};
 
 use crate::Secret;
@@ -184,19 +186,20 @@ impl<R: Reach> Transport for Client<R> {
         stop: &StopFlag,
     ) -> Result<(), TransportError> {
         let refused = |why: &str| TransportError::Refused(why.into());
-        let request = Request::Read {
-            handle: order.handle,
-            reader: order.reader,
-            first: u32::try_from(order.first).map_err(|_| refused("no table has so many entries"))?,
-            count: u32::try_from(order.into.len()).map_err(|_| refused("no table has so many entries"))?,
+        let request = request(order).map_err(|why| refused(&why))?;
+        let (parts, part_bytes) = match &order.part {
+            Part::Blocks { .. } => (order.into.len(), region.block_bytes()),
+            Part::Slice(slice) => {
+                (slice.cut.entries(&slice.producer).len(), slice.cut.bytes(&slice.producer))
+            }
         };
         let frame = request.encode();
         if stop.load(Ordering::Acquire) {
             return Err(TransportError::Stopped);
         }
         self.exchange(peer, stop, |connection| match ask(&mut connection.link, &frame, stop)? {
-            Reply::Granted { blocks, block_bytes } => {
-                let fits = blocks as usize == order.into.len() && block_bytes == region.block_bytes() as u64;
+            Reply::Granted { count, bytes } => {
+                let fits = (count as usize, bytes) == (parts, part_bytes as u64);
                 let landed = if fits {
                     self.reach.receive(connection, order, region, stop)
                 } else {
@@ -231,6 +234,20 @@ impl<R: Reach> Transport for Client<R> {
         match self.ask(peer, &Request::Release { handle, reason: reason.into() }) {
             Ok(Reply::Released(reply)) => Ok(reply),
             // The engine that made the lease has ended, and its blocks with it.
+            Err(TransportError::Gone) => Ok(ReleaseReply::Already),
+            other => Err(unfit(other)),
+        }
+    }
+
+    fn leave(
+        &self,
+        peer: &Peer,
+        handle: Handle,
+        consumer: u64,
+        reason: &str,
+    ) -> Result<ReleaseReply, TransportError> {
+        match self.ask(peer, &Request::Leave { handle, consumer, reason: reason.into() }) {
+            Ok(Reply::Released(reply)) => Ok(reply),
             Err(TransportError::Gone) => Ok(ReleaseReply::Already),
             other => Err(unfit(other)),
         }
@@ -273,4 +290,33 @@ fn ask(link: &mut Link, frame: &[u8], stop: &AtomicBool) -> Result<Reply, Broken
     let mut payload = vec![0; header.control_len().map_err(|error| broken(error.into()))?];
     link.receive(&mut payload, until).map_err(broken)?;
     Reply::decode(header.kind, &payload).map_err(|error| broken(error.into()))
+}
+
+/// The question for what an order wants.
+fn request(order: &ReadOrder) -> Result<Request, String> {
+    const MANY: &str = "no table has so many entries";
+    let (handle, reader) = (order.handle, order.reader);
+    match &order.part {
+        Part::Blocks { first } => {
+            let first = u32::try_from(*first).map_err(|_| MANY)?;
+            Ok(Request::Read {
+                handle,
+                reader,
+                first,
+                count: u32::try_from(order.into.len()).map_err(|_| MANY)?,
+            })
+        }
+        Part::Slice(slice) => {
+            slice.check(order.into.len()).map_err(|error| error.to_string())?;
+            let token = |at: usize| u32::try_from(at).map_err(|_| MANY);
+            let head = |at: usize| u16::try_from(at).map_err(|_| "no model has so many heads");
+            let (tokens, heads) = (&slice.cut.tokens, &slice.cut.heads);
+            Ok(Request::Slice {
+                handle,
+                reader,
+                tokens: (token(tokens.start)?, token(tokens.end)?),
+                heads: (head(heads.start)?, head(heads.end)?),
+            })
+        }
+    }
 }

@@ -24,7 +24,7 @@ use crate::Secret;
 use crate::link::{Link, LinkError, Until};
 
 const MAGIC: [u8; 8] = *b"BATON-KV";
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 const NONCE_BYTES: usize = 32;
 const PROOF_BYTES: usize = 32;
 const HELLO_BYTES: usize = 8 + 2 + 1 + 1 + NONCE_BYTES + 8 + 8;

@@ -12,6 +12,7 @@
 //!   Proof of the secret ─────────────────▶      then the epoch (Gone), then the layout (Refused)
 //!   ◀── admitted
 //!   Read{handle, reader, range} ─────────▶      the ledger grants, or says gone or refused
+//!   or Slice{handle, reader, tokens, heads}
 //!   ◀── Granted, and what the transport sends   before every batch: is the lease still live? else Gone
 //!   Done{handle, reader} ────────────────▶      the ledger's verdict
 //! ```

@@ -39,7 +39,17 @@ impl<'a> Spans<'a> {
     /// # Panics
     /// When the block is outside the pool.
     pub fn push_block(&mut self, region: &'a Region, block: BlockId) {
-        let (start, len) = (region.block_ptr(block), region.block_bytes());
+        self.push_part(region, block, 0, region.block_bytes());
+    }
+
+    /// Appends `len` bytes of a block from `offset` on. Neighbours in memory become one span.
+    ///
+    /// # Panics
+    /// When the block is outside the pool, or the bytes are outside the block.
+    pub fn push_part(&mut self, region: &'a Region, block: BlockId, offset: usize, len: usize) {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= region.block_bytes());
+        assert!(inside, "{len} bytes from {offset} on of a block of {}", region.block_bytes());
+        let start = region.block_ptr(block).wrapping_add(offset);
         match self.list.last_mut() {
             Some(last) if last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == start => {
                 last.iov_len += len;

@@ -10,8 +10,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
+use baton_connector::slice::Cut;
 use baton_connector::transport::{Producer, TransportError, Verdict};
-use baton_connector::{BlockId, Handle, Reader};
+use baton_connector::{BlockId, Handle, KvLayout, Reader};
 
 use socket2::Socket;
 
@@ -70,6 +71,7 @@ pub struct Granted<'a> {
     handle: Handle,
     reader: Reader,
     blocks: Vec<BlockId>,
+    slice: Option<(Cut, KvLayout)>,
 }
 
 impl Granted<'_> {
@@ -77,6 +79,12 @@ impl Granted<'_> {
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
+    }
+
+    /// What of them was asked for, and the layout of a block; `None` when it was whole blocks.
+    #[must_use]
+    pub fn slice(&self) -> Option<(&Cut, &KvLayout)> {
+        self.slice.as_ref().map(|(cut, layout)| (cut, layout))
     }
 
     /// The pool they lie in.
@@ -103,8 +111,9 @@ impl Granted<'_> {
     /// Never: a handoff has fewer blocks than 2³².
     #[must_use]
     pub fn announcement(&self) -> Vec<u8> {
-        let blocks = u32::try_from(self.blocks.len()).expect("BLOCKS_PER_HANDOFF_MAX fits into 32 bits");
-        Reply::Granted { blocks, block_bytes: self.region().block_bytes() as u64 }.encode()
+        let count = u32::try_from(self.blocks.len()).expect("BLOCKS_PER_HANDOFF_MAX fits into 32 bits");
+        let bytes = self.slice().map_or(self.region().block_bytes(), |(cut, layout)| cut.bytes(layout));
+        Reply::Granted { count, bytes: bytes as u64 }.encode()
     }
 
     /// Counts bytes of blocks that have left, or may be taken.
@@ -194,7 +203,15 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
         let reply = match request {
             Request::Read { handle, reader, first, count } => {
                 let range = (first as usize, count as usize);
-                answer_read(link, connection, shared, (handle, reader), range)?;
+                answer_read(link, connection, shared, (handle, reader), Wanted::Blocks(range))?;
+                continue;
+            }
+            Request::Slice { handle, reader, tokens, heads } => {
+                let cut = Cut {
+                    tokens: tokens.0 as usize..tokens.1 as usize,
+                    heads: usize::from(heads.0)..usize::from(heads.1),
+                };
+                answer_read(link, connection, shared, (handle, reader), Wanted::Slice(cut))?;
                 continue;
             }
             Request::Done { handle, reader } => {
@@ -205,6 +222,9 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
                 Reply::Noted
             }
             Request::Release { handle, reason } => Reply::Released(producer.release(handle, &reason)),
+            Request::Leave { handle, consumer, reason } => {
+                Reply::Released(producer.leave(handle, consumer, &reason))
+            }
             Request::Heartbeat { handles } => {
                 Reply::Renewed(handles.into_iter().map(|handle| producer.heartbeat(handle)).collect())
             }
@@ -239,27 +259,56 @@ fn receive(link: &mut Link, shared: &Shared) -> Result<Request, LinkError> {
     Ok(Request::decode(header.kind, &payload)?)
 }
 
+/// What a read asks for.
+enum Wanted {
+    /// First entry of the table, and number of entries.
+    Blocks((usize, usize)),
+    Slice(Cut),
+}
+
+/// The entries of the block table, and what of them if not all.
+type Checked = ((usize, usize), Option<(Cut, KvLayout)>);
+
+impl Wanted {
+    fn checked(self, producer: &dyn Producer) -> Result<Checked, String> {
+        match self {
+            Self::Blocks(range) => Ok((range, None)),
+            Self::Slice(cut) => {
+                let layout = producer.layout().ok_or("only whole blocks are served here")?;
+                cut.check(&layout).map_err(|error| error.to_string())?;
+                let entries = cut.entries(&layout);
+                Ok(((entries.start, entries.len()), Some((cut, layout))))
+            }
+        }
+    }
+}
+
 /// Answers a read: granted, and then it is the transport's; or gone, or refused.
 fn answer_read(
     link: &mut Link,
     connection: u64,
     shared: &Shared,
     (handle, reader): (Handle, Reader),
-    range: (usize, usize),
+    wanted: Wanted,
 ) -> Result<(), LinkError> {
     let producer = &*shared.producer;
     let until = Until::stopped(&shared.stop);
+    let refuse = |link: &mut Link, why: &str| link.send(&Reply::Refused(why.into()).encode(), until);
+    let (range, slice) = match wanted.checked(producer) {
+        Ok(checked) => checked,
+        Err(why) => return refuse(link, &why),
+    };
     let blocks = match shared.open_reads.begin(producer, connection, (handle, reader), range) {
         Ok(blocks) => blocks,
         Err(TransportError::Gone) => {
             shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
             return link.send(&Reply::Gone.encode(), until);
         }
-        Err(TransportError::Refused(why)) => return link.send(&Reply::Refused(why).encode(), until),
-        Err(other) => return link.send(&Reply::Refused(other.to_string().into()).encode(), until),
+        Err(TransportError::Refused(why)) => return refuse(link, &why),
+        Err(other) => return refuse(link, &other.to_string()),
     };
     shared.stats.reads.fetch_add(1, Ordering::Relaxed);
-    let granted = Granted { shared, handle, reader, blocks };
+    let granted = Granted { shared, handle, reader, blocks, slice };
     if shared.serve.deliver(link, &granted)? == Delivered::LeaseEnded {
         shared.open_reads.forget(handle, reader);
         shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);

@@ -15,8 +15,9 @@ pub const HEADER_BYTES: usize = 5;
 /// Longest text (a release's reason, a refusal), in bytes; longer ones are cut.
 pub(crate) const TEXT_MAX_BYTES: usize = 256;
 
-const READ_BYTES: usize = 16 + 10 + 4 + 4;
-const READER_BYTES: usize = 16 + 10;
+const READ_BYTES: usize = 16 + 12 + 4 + 4;
+const SLICE_BYTES: usize = 16 + 12 + 4 + 4 + 2 + 2;
+const READER_BYTES: usize = 16 + 12;
 const GRANTED_BYTES: usize = 4 + 8;
 
 const _: () = assert!(HEARTBEAT_HANDLES_MAX * 16 <= CONTROL_MESSAGE_MAX_BYTES);
@@ -28,12 +29,16 @@ const _: () = assert!(BLOCKS_PER_HANDOFF_MAX <= u32::MAX as usize);
 pub(crate) enum Request {
     /// Send `count` blocks from entry `first` of the lease's table.
     Read { handle: Handle, reader: Reader, first: u32, count: u32 },
+    /// Send tokens `tokens.0..tokens.1` of heads `heads.0..heads.1`, in the order of [`baton_connector::slice`].
+    Slice { handle: Handle, reader: Reader, tokens: (u32, u32), heads: (u16, u16) },
     /// Everything is here.
     Done { handle: Handle, reader: Reader },
     /// This reader gives up.
     Failed { handle: Handle, reader: Reader },
     /// End the lease.
     Release { handle: Handle, reason: Box<str> },
+    /// This consumer of the lease will not read (any more).
+    Leave { handle: Handle, consumer: u64, reason: Box<str> },
     /// Renew these leases.
     Heartbeat { handles: Vec<Handle> },
 }
@@ -43,10 +48,10 @@ pub(crate) enum Request {
 pub enum Reply {
     /// What the transport sends follows.
     Granted {
-        /// Blocks that were asked for.
-        blocks: u32,
-        /// Bytes of each.
-        block_bytes: u64,
+        /// Blocks that were asked for, or that a slice touches.
+        count: u32,
+        /// Bytes of each, or of the whole slice.
+        bytes: u64,
     },
     /// The lease is over. Also instead of a batch, or of `Complete`: then the batches before hold nothing.
     Gone,
@@ -58,7 +63,7 @@ pub enum Reply {
     Verdict(Verdict),
     /// The answer to `Failed`.
     Noted,
-    /// The answer to `Release`.
+    /// The answer to `Release` and `Leave`.
     Released(ReleaseReply),
     /// The answers to `Heartbeat`, in order.
     Renewed(Vec<HeartbeatReply>),
@@ -101,6 +106,8 @@ const KIND_DONE: u8 = 0x02;
 const KIND_FAILED: u8 = 0x03;
 const KIND_RELEASE: u8 = 0x04;
 const KIND_HEARTBEAT: u8 = 0x05;
+const KIND_SLICE: u8 = 0x06;
+const KIND_LEAVE: u8 = 0x07;
 const KIND_GRANTED: u8 = 0x81;
 const KIND_GONE: u8 = 0x82;
 const KIND_REFUSED: u8 = 0x83;
@@ -150,9 +157,19 @@ impl Request {
                 .reader(*reader)
                 .bytes(&first.to_le_bytes())
                 .bytes(&count.to_le_bytes()),
+            Self::Slice { handle, reader, tokens, heads } => Frame::new(KIND_SLICE)
+                .handle(*handle)
+                .reader(*reader)
+                .bytes(&tokens.0.to_le_bytes())
+                .bytes(&tokens.1.to_le_bytes())
+                .bytes(&heads.0.to_le_bytes())
+                .bytes(&heads.1.to_le_bytes()),
             Self::Done { handle, reader } => Frame::new(KIND_DONE).handle(*handle).reader(*reader),
             Self::Failed { handle, reader } => Frame::new(KIND_FAILED).handle(*handle).reader(*reader),
             Self::Release { handle, reason } => Frame::new(KIND_RELEASE).handle(*handle).text(reason),
+            Self::Leave { handle, consumer, reason } => {
+                Frame::new(KIND_LEAVE).handle(*handle).bytes(&consumer.to_le_bytes()).text(reason)
+            }
             Self::Heartbeat { handles } => {
                 handles.iter().fold(Frame::new(KIND_HEARTBEAT), |frame, handle| frame.handle(*handle))
             }
@@ -172,6 +189,15 @@ impl Request {
                 let (handle, reader) = (fields.handle()?, fields.reader()?);
                 Self::Read { handle, reader, first: fields.u32()?, count: fields.u32()? }
             }
+            KIND_SLICE => {
+                fields.exactly(SLICE_BYTES)?;
+                Self::Slice {
+                    handle: fields.handle()?,
+                    reader: fields.reader()?,
+                    tokens: (fields.u32()?, fields.u32()?),
+                    heads: (fields.u16()?, fields.u16()?),
+                }
+            }
             KIND_DONE | KIND_FAILED => {
                 fields.exactly(READER_BYTES)?;
                 let (handle, reader) = (fields.handle()?, fields.reader()?);
@@ -182,6 +208,9 @@ impl Request {
                 }
             }
             KIND_RELEASE => Self::Release { handle: fields.handle()?, reason: fields.text()? },
+            KIND_LEAVE => {
+                Self::Leave { handle: fields.handle()?, consumer: fields.u64()?, reason: fields.text()? }
+            }
             KIND_HEARTBEAT => {
                 let count = payload.len() / 16;
                 if !payload.len().is_multiple_of(16) || count > HEARTBEAT_HANDLES_MAX {
@@ -200,8 +229,8 @@ impl Reply {
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            Self::Granted { blocks, block_bytes } => {
-                Frame::new(KIND_GRANTED).bytes(&blocks.to_le_bytes()).bytes(&block_bytes.to_le_bytes())
+            Self::Granted { count, bytes } => {
+                Frame::new(KIND_GRANTED).bytes(&count.to_le_bytes()).bytes(&bytes.to_le_bytes())
             }
             Self::Gone => Frame::new(KIND_GONE),
             Self::Complete => Frame::new(KIND_COMPLETE),
@@ -225,7 +254,7 @@ impl Reply {
         match kind {
             KIND_GRANTED => {
                 fields.exactly(GRANTED_BYTES)?;
-                Ok(Self::Granted { blocks: fields.u32()?, block_bytes: fields.u64()? })
+                Ok(Self::Granted { count: fields.u32()?, bytes: fields.u64()? })
             }
             KIND_GONE => fields.exactly(0).map(|()| Self::Gone),
             KIND_COMPLETE => fields.exactly(0).map(|()| Self::Complete),
@@ -310,7 +339,9 @@ impl Frame {
     }
 
     fn reader(self, reader: Reader) -> Self {
-        self.bytes(&reader.consumer.to_le_bytes()).bytes(&reader.rank.0.to_le_bytes())
+        self.bytes(&reader.consumer.to_le_bytes())
+            .bytes(&reader.of.to_le_bytes())
+            .bytes(&reader.rank.0.to_le_bytes())
     }
 
     fn text(self, text: &str) -> Self {
@@ -345,6 +376,10 @@ impl Fields<'_> {
         Ok(*head)
     }
 
+    fn u16(&mut self) -> Result<u16, WireError> {
+        self.array().map(u16::from_le_bytes)
+    }
+
     fn u32(&mut self) -> Result<u32, WireError> {
         self.array().map(u32::from_le_bytes)
     }
@@ -358,8 +393,8 @@ impl Fields<'_> {
     }
 
     fn reader(&mut self) -> Result<Reader, WireError> {
-        let consumer = self.u64()?;
-        Ok(Reader { consumer, rank: Rank(u16::from_le_bytes(self.array()?)) })
+        let (consumer, of, rank) = (self.u64()?, self.u16()?, Rank(self.u16()?));
+        Reader::link(consumer, rank, of).ok_or(WireError::Field(self.kind))
     }
 
     fn text(&mut self) -> Result<Box<str>, WireError> {

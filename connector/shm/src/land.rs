@@ -10,7 +10,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, ReadOrder, StopFlag, TransportError};
+use baton_connector::slice::Slice;
+use baton_connector::transport::{Part, Peer, ReadOrder, StopFlag, TransportError};
 use baton_connector::{BlockId, Epoch};
 use baton_connector_channel::handshake::{self, Credentials};
 use baton_connector_channel::link::{self, Link, LinkError, Until};
@@ -78,21 +79,27 @@ impl Reach for Shm {
         stop: &StopFlag,
     ) -> Result<Result<(), TransportError>, LinkError> {
         let (link, mapping) = (&mut connection.link, &*connection.kept.0);
-        if mapping.pool().block_bytes != region.block_bytes() as u64 {
+        // Blocks of the producer that are read, and the size they must have.
+        let (count, block_bytes) = match &order.part {
+            Part::Blocks { .. } => (order.into.len(), region.block_bytes()),
+            Part::Slice(slice) => (slice.cut.entries(&slice.producer).len(), slice.producer.block_bytes()),
+        };
+        if mapping.pool().block_bytes != block_bytes as u64 {
             return Err(LinkError::Unexpected);
         }
         let until = Until::stopped(stop);
-        let per_batch = batch_blocks(region.block_bytes());
-        let batches = order.into.len().div_ceil(per_batch);
+        let per_batch = batch_blocks(block_bytes);
+        let batches = count.div_ceil(per_batch);
         let mut payload = Vec::new();
-        for (at, into) in order.into.chunks(per_batch).enumerate() {
+        for (at, first) in (0..count).step_by(per_batch).enumerate() {
+            let blocks = first..count.min(first + per_batch);
             let mut header = [0; HEADER_BYTES];
             link.receive(&mut header, until)?;
             let Header { kind, len } = Header::decode(header);
             if kind != KIND_BATCH {
                 return gone(kind, len);
             }
-            if len != 4 * into.len() {
+            if len != 4 * blocks.len() {
                 return Err(LinkError::Unexpected);
             }
             payload.resize(len, 0);
@@ -100,7 +107,16 @@ impl Reach for Shm {
             if stop.load(Ordering::Acquire) {
                 return Err(LinkError::Stopped);
             }
-            copy_blocks(mapping, block_ids(&payload), region, into)?;
+            match &order.part {
+                Part::Blocks { .. } => {
+                    copy_blocks(mapping, block_ids(&payload), region, &order.into[blocks])?;
+                }
+                Part::Slice(slice) => {
+                    for (index, from) in blocks.zip(block_ids(&payload)) {
+                        copy_piece(mapping, from, slice, index, region, &order.into)?;
+                    }
+                }
+            }
             if is_told(at, batches) {
                 link.send(&copied(), until)?;
             }
@@ -145,9 +161,26 @@ fn copy_blocks(
     Ok(())
 }
 
+/// Copies what a slice takes of one of the producer's blocks: its piece `index`, which lies in block `from`.
+fn copy_piece(
+    mapping: &Mapping,
+    from: u32,
+    slice: &Slice,
+    index: usize,
+    region: &Region,
+    into: &[BlockId],
+) -> Result<(), LinkError> {
+    let block = mapping.block(from).ok_or(LinkError::Unexpected)?;
+    for (source, target) in slice.copies(&slice.cut.piece(&slice.producer, index)) {
+        let landing = region.block_ptr(into[target.entry]);
+        copy(Some((block.wrapping_add(source.offset), landing.wrapping_add(target.offset), source.len)));
+    }
+    Ok(())
+}
+
 fn copy(run: Option<(*const u8, *mut u8, usize)>) {
     if let Some((from, into, bytes)) = run {
-        // SAFETY: whole blocks of the mapping and of the region, both checked and both alive; they are different
+        // SAFETY: blocks, or runs inside a block, of the mapping and of the region, both checked and both alive; they are different
         // mappings, so they do not overlap in addresses (a consumer of its own blocks lands elsewhere in its
         // pool). The landing blocks are nobody else's until the read is over (invariant 3). The source is leased:
         // if it is written all the same, because the lease has ended, the bytes are torn, and the verdict keeps

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use baton_connector::lease::LeaseTerms;
 use baton_connector::ledger::ReleaseReply;
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
-use baton_connector::{BlockId, Epoch, Handle, Rank, Reader};
+use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
+use baton_connector::{BlockId, Epoch, Handle, Reader};
 use baton_connector_shm::{
     ClientOptions, Secret, ServerOptions, ShmServer, ShmTransport, listen, shared_pool,
 };
@@ -28,7 +28,7 @@ use conformance::Lender;
 const SILENCE: Duration = Duration::from_millis(300);
 /// What a loaded machine may add to a bound.
 const SLACK: Duration = Duration::from_secs(3);
-const READER: Reader = Reader { consumer: 1, rank: Rank(0) };
+const READER: Reader = Reader::sole(1);
 static GO: AtomicBool = AtomicBool::new(false);
 
 fn pool(blocks: usize, block_bytes: usize) -> Region {
@@ -69,7 +69,12 @@ fn client(secret: Option<Secret>) -> ShmTransport {
 }
 
 fn order(handle: Handle, reader: Reader, into: &[u32]) -> ReadOrder {
-    ReadOrder { handle, reader, first: 0, into: into.iter().map(|&block| BlockId(block)).collect() }
+    ReadOrder {
+        handle,
+        reader,
+        part: Part::Blocks { first: 0 },
+        into: into.iter().map(|&block| BlockId(block)).collect(),
+    }
 }
 
 /// A whole fetch of two blocks works.
@@ -94,7 +99,7 @@ fn plain_socket(peer: &Peer) -> UnixStream {
 /// The bytes of a consumer without a secret, up to its admission.
 fn introduction(peer: &Peer) -> Vec<u8> {
     let mut bytes = b"BATON-KV".to_vec();
-    bytes.extend([1, 0, 0, 0]);
+    bytes.extend([2, 0, 0, 0]);
     bytes.extend([7; 32]);
     bytes.extend(peer.epoch.0.to_le_bytes());
     bytes.extend(peer.fingerprint.to_le_bytes());
@@ -117,6 +122,7 @@ fn admitted(peer: &Peer) -> UnixStream {
 fn message(kind: u8, handle: Handle, more: &[u8]) -> Vec<u8> {
     let mut payload = handle.0.to_le_bytes().to_vec();
     payload.extend(READER.consumer.to_le_bytes());
+    payload.extend(READER.of.to_le_bytes());
     payload.extend(READER.rank.0.to_le_bytes());
     payload.extend(more);
     let mut frame = vec![kind];
@@ -281,6 +287,10 @@ fn memory_of_one_process_is_not_served() {
         fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
             self.0.release(handle, reason)
         }
+        fn leave(&self, handle: Handle, consumer: u64, reason: &str) -> ReleaseReply {
+            self.0.leave(handle, consumer, reason)
+        }
+
         fn heartbeat(&self, handle: Handle) -> baton_connector::ledger::HeartbeatReply {
             self.0.heartbeat(handle)
         }

@@ -19,8 +19,10 @@ pub struct LeasePortrait {
     pub expected: usize,
     /// In flight.
     pub reading: Vec<Reader>,
-    /// Answered "valid".
+    /// Answered "valid". Who is complete follows from it.
     pub done: Vec<Reader>,
+    /// Consumers that have left.
+    pub left_by: Vec<u64>,
 }
 
 impl Lease {
@@ -28,13 +30,24 @@ impl Lease {
     #[must_use]
     pub fn portrait(&self, now: Time) -> LeasePortrait {
         // Every field by name: one that is added must be decided about here.
-        let Self { state, terms: _, expiry: _, drain_deadline: _, expected, reading, done } = self;
+        let Self {
+            state,
+            terms: _,
+            expiry: _,
+            drain_deadline: _,
+            expected,
+            reading,
+            done,
+            complete: _,
+            left,
+        } = self;
         LeasePortrait {
             state: *state,
             left: self.deadline().map_or(Duration::ZERO, |deadline| deadline.since(now)),
             expected: *expected,
             reading: reading.iter().copied().collect(),
             done: done.iter().copied().collect(),
+            left_by: left.iter().copied().collect(),
         }
     }
 }

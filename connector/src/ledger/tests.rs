@@ -1,10 +1,9 @@
 //! The ledger: each promise by itself, and events by dice beside a list that is scanned.
 
 use super::*;
-use crate::Rank;
 use crate::limits::{TOMBSTONE_KEPT, TOMBSTONES_MAX};
 
-const READER: Reader = Reader { consumer: 9, rank: Rank(0) };
+const READER: Reader = Reader::sole(9);
 
 fn id(text: &str) -> RequestId {
     RequestId::new(text).expect("a test id")
@@ -88,6 +87,19 @@ fn a_repeated_done_after_the_end_is_still_valid_and_a_strangers_is_not() {
 }
 
 #[test]
+fn the_last_consumer_that_leaves_ends_the_lease_with_its_reason() {
+    let mut ledger = Ledger::new(LeaseTerms::default());
+    ledger.open(Grant { expected: 2, ..grant(1) }, Time(0)).expect("open");
+    assert_eq!(ledger.leave(Handle(1), 4, "consumer_rejected", Time(1)), ReleaseReply::Draining);
+    assert_eq!(ledger.leave(Handle(1), 4, "consumer_rejected", Time(1)), ReleaseReply::Already);
+    assert_eq!(ledger.leave(Handle(1), 5, "consumer_aborted", Time(2)), ReleaseReply::Released);
+    assert_eq!(ledger.leave(Handle(1), 5, "consumer_aborted", Time(3)), ReleaseReply::Already);
+    assert_eq!(ledger.leave(Handle(2), 5, "consumer_aborted", Time(3)), ReleaseReply::Unknown);
+    let settled = ledger.take_settled();
+    assert_eq!((settled.len(), &*settled[0].reason), (1, "consumer_aborted"));
+}
+
+#[test]
 fn tombstones_are_bounded_in_number_and_time() {
     let mut ledger = Ledger::new(LeaseTerms::default());
     for n in 0..TOMBSTONES_MAX + 10 {
@@ -164,4 +176,35 @@ fn any_order_of_events_ends_each_lease_at_its_own_time() {
         }
     }
     assert_eq!(ended + ledger.len(), ledger.counts().opened as usize);
+}
+
+/// Leases of one request end together, in whatever order some of them have ended before.
+#[test]
+fn a_request_of_several_leases_is_released_whole() {
+    for gone in 0..32_u32 {
+        let mut ledger = Ledger::new(LeaseTerms::default());
+        let of_request =
+            |n: u128| Grant { request: id(if n < 5 { "several" } else { "another" }), ..grant(n) };
+        for n in 0..6 {
+            ledger.open(of_request(n), Time(0)).expect("open");
+        }
+        let ended: Vec<u128> = (0..5).filter(|n| gone >> n & 1 == 1).collect();
+        let mut order = ended.clone();
+        order.rotate_left(ended.len() / 2);
+        for n in order {
+            assert_eq!(ledger.release(Handle(n), "x", Time(1)), ReleaseReply::Released);
+        }
+        // The places of the ended are used again, by somebody else.
+        for n in &ended {
+            ledger.open(of_request(100 + n), Time(2)).expect("open");
+        }
+        let left = 5 - ended.len();
+        let reply = ledger.release_request(&id("several"), "y", Time(3));
+        assert_eq!(reply, if left > 0 { ReleaseReply::Released } else { ReleaseReply::Unknown });
+        let released = ledger.take_settled();
+        assert_eq!(released.iter().filter(|settled| &*settled.reason == "y").count(), left, "{ended:?}");
+        assert_eq!(ledger.len(), 1 + ended.len(), "the other request's");
+        assert_eq!(ledger.release_request(&id("another"), "z", Time(4)), ReleaseReply::Released);
+        assert!(ledger.is_empty());
+    }
 }

@@ -11,7 +11,8 @@ use baton_connector_channel::wire::{Header, KIND_BATCH, Reply};
 use baton_connector_channel::{Delivered, Granted, Serve, Server, ServerOptions, ServerStats};
 use socket2::Socket;
 
-use crate::{batch_blocks, tune};
+use crate::source::{Batch, batches, gather, parts};
+use crate::tune;
 
 /// Serves the blocks of one producer until it is shut down or dropped.
 pub struct TcpServer {
@@ -70,26 +71,22 @@ impl Serve for Batches {
     }
 
     fn deliver(&self, link: &mut Link, granted: &Granted<'_>) -> Result<Delivered, LinkError> {
-        let region = granted.region();
         let until = granted.until();
         let live = || granted.live();
         let complete = Reply::Complete.encode();
-        let mut batches = granted.blocks().chunks(batch_blocks(region.block_bytes())).peekable();
+        let mut batches = batches(parts(granted)).peekable();
         // Frames that go out with the next batch, in front of it.
         let mut front = granted.announcement();
-        while let Some(batch) = batches.next() {
+        while let Some(Batch { parts, bytes }) = batches.next() {
             if !live() {
                 link.send(&front, until)?;
                 return break_off(link, granted, 0);
             }
-            let bytes = batch.len() * region.block_bytes();
             front.extend(Header { kind: KIND_BATCH, len: bytes }.encode());
             let end: &[u8] = if batches.peek().is_some() { &[] } else { &complete };
-            let mut spans = Spans::with_capacity(batch.len() + 2);
+            let mut spans = Spans::with_capacity(parts.len() + 2);
             spans.push_bytes(&front);
-            for &block in batch {
-                spans.push_block(region, block);
-            }
+            gather(granted, parts, &mut spans);
             spans.push_bytes(end);
             match link.send_spans(&mut spans, until, live) {
                 Ok(()) => {}

@@ -14,7 +14,8 @@ use baton_connector_channel::wire::{HEADER_BYTES, Header, KIND_BATCH, Reply};
 use baton_connector_channel::{Client, ClientOptions, Connection, NotAdmitted, Reach};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use crate::{batch_blocks, tune};
+use crate::source::{Batch, Target, batches};
+use crate::tune;
 
 /// Blocks over TCP. Used from any number of threads at once; each call has its own connection.
 pub type TcpTransport = Client<Tcp>;
@@ -76,19 +77,18 @@ impl Reach for Tcp {
         let until = Until::deadline(stop, Instant::now() + allowed);
         let mut header = [0; HEADER_BYTES];
         link.receive(&mut header, until)?;
-        for batch in order.into.chunks(batch_blocks(region.block_bytes())) {
+        let target = Target { region, order };
+        for Batch { parts, bytes } in batches(target.parts()) {
             let Header { kind, len } = Header::decode(header);
             if kind != KIND_BATCH {
                 // "Complete" before the last batch is not an answer.
                 return last_word(header)?.map_or_else(|gone| Ok(Err(gone)), |()| Err(LinkError::Unexpected));
             }
-            if len != batch.len() * region.block_bytes() {
+            if len != bytes {
                 return Err(LinkError::Unexpected);
             }
-            let mut spans = Spans::with_capacity(batch.len() + 1);
-            for &block in batch {
-                spans.push_block(region, block);
-            }
+            let mut spans = Spans::with_capacity(parts.len() + 1);
+            target.scatter(parts, &mut spans);
             // The next header comes with this batch: one system call less.
             spans.push_buffer(&mut header);
             link.receive_spans(&mut spans, until)?;

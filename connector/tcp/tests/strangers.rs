@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 use baton_connector::lease::LeaseTerms;
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
-use baton_connector::{BlockId, Handle, Rank, Reader};
+use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
+use baton_connector::{BlockId, Handle, Reader};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
 use conformance::Lender;
 
@@ -26,7 +26,7 @@ fn pool(blocks: usize, block_bytes: usize) -> Region {
 const SILENCE: Duration = Duration::from_millis(500);
 /// What a loaded machine may add to a bound.
 const SLACK: Duration = Duration::from_secs(3);
-const READER: Reader = Reader { consumer: 1, rank: Rank(0) };
+const READER: Reader = Reader::sole(1);
 static GO: AtomicBool = AtomicBool::new(false);
 
 fn secret(text: &str) -> Option<Secret> {
@@ -53,7 +53,12 @@ fn client(secret: Option<Secret>) -> TcpTransport {
 fn fetch_works(lender: &Lender, transport: &TcpTransport, peer: &Peer) {
     let region = Region::allocate(4, 4096);
     let handle = lender.lend(&[3, 9], 1);
-    let order = ReadOrder { handle, reader: READER, first: 0, into: vec![BlockId(1), BlockId(0)] };
+    let order = ReadOrder {
+        handle,
+        reader: READER,
+        part: Part::Blocks { first: 0 },
+        into: vec![BlockId(1), BlockId(0)],
+    };
     transport.read(peer, &order, &region, &GO).expect("a live lease");
     assert_eq!(transport.finish(peer, handle, READER), Ok(Verdict::Valid));
     assert_eq!(region.read_block(BlockId(1)), lender.region().read_block(BlockId(3)));
@@ -102,7 +107,8 @@ fn both_ends_must_know_the_same_secret() {
             continue;
         }
         let handle = lender.lend(&[0], 1);
-        let order = ReadOrder { handle, reader: READER, first: 0, into: vec![BlockId(0)] };
+        let order =
+            ReadOrder { handle, reader: READER, part: Part::Blocks { first: 0 }, into: vec![BlockId(0)] };
         let read = transport.read(&peer, &order, &Region::allocate(1, 4096), &GO);
         assert!(matches!(read, Err(TransportError::Handshake(..))), "{read:?}");
         assert!(transport.finish(&peer, handle, READER).is_err(), "no verdict from whom one cannot trust");
@@ -134,9 +140,9 @@ fn garbage_ends_its_own_connection_and_disturbs_nobody() {
         vec![0; 4096],
         vec![0xff; 100_000],
         b"BATON-KV".to_vec(),
+        hello(3, 1),
+        hello(2, 0),
         hello(2, 1),
-        hello(1, 0),
-        hello(1, 1),
         unproved,
         reads_without_proof,
         vec![],
@@ -154,7 +160,7 @@ fn garbage_after_the_handshake_ends_its_own_connection_and_disturbs_nobody() {
     let (lender, server) = serve(None, 8);
     let (transport, peer) = (client(None), peer(&lender, &server));
     let mut admitted = b"BATON-KV".to_vec();
-    admitted.extend([1, 0, 0, 0]);
+    admitted.extend([2, 0, 0, 0]);
     admitted.extend([7; 32]);
     admitted.extend(lender.epoch().0.to_le_bytes());
     admitted.extend(lender.fingerprint().to_le_bytes());
@@ -269,7 +275,12 @@ fn a_producer_that_drips_its_bytes_is_an_error_within_the_bound() {
     let peer = Peer { address, ..peer(&lender, &server) };
     let region = Region::allocate(4, 4096);
     let handle = lender.lend(&[3, 9], 1);
-    let order = ReadOrder { handle, reader: READER, first: 0, into: vec![BlockId(1), BlockId(0)] };
+    let order = ReadOrder {
+        handle,
+        reader: READER,
+        part: Part::Blocks { first: 0 },
+        into: vec![BlockId(1), BlockId(0)],
+    };
     let begun = Instant::now();
     let error = client(None).read(&peer, &order, &region, &GO).expect_err("it would take minutes");
     assert!(matches!(error, TransportError::Transfer(_)), "{error}");
@@ -285,22 +296,24 @@ fn a_consumer_that_does_not_read_ends_alone_and_its_read_has_failed() {
     let handle = lender.lend(&(0..64).collect::<Vec<_>>(), 1);
     let mut socket = TcpStream::connect(server.local_addr()).expect("a listener");
     let mut bytes = b"BATON-KV".to_vec();
-    bytes.extend([1, 0, 0, 0]);
+    bytes.extend([2, 0, 0, 0]);
     bytes.extend([7; 32]);
     bytes.extend(lender.epoch().0.to_le_bytes());
     bytes.extend(lender.fingerprint().to_le_bytes());
     bytes.extend([0; 32]);
-    bytes.extend([1, 34, 0, 0, 0]);
+    bytes.extend([1, 36, 0, 0, 0]);
     bytes.extend(handle.0.to_le_bytes());
     bytes.extend(READER.consumer.to_le_bytes());
+    bytes.extend(READER.of.to_le_bytes());
     bytes.extend(READER.rank.0.to_le_bytes());
     bytes.extend(0_u32.to_le_bytes());
     bytes.extend(64_u32.to_le_bytes());
     socket.write_all(&bytes).expect("a listener");
     lender.await_failed(READER);
     let region = Region::allocate(1, 1 << 20);
-    let order = ReadOrder { handle, reader: READER, first: 63, into: vec![BlockId(0)] };
-    let reader = Reader { consumer: 2, ..READER };
+    let order =
+        ReadOrder { handle, reader: READER, part: Part::Blocks { first: 63 }, into: vec![BlockId(0)] };
+    let reader = Reader::sole(2);
     let order = ReadOrder { reader, ..order };
     let transport = client(None);
     transport.read(&peer(&lender, &server), &order, &region, &GO).expect("the lease is still there");

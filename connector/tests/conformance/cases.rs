@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use baton_connector::lease::{Cause, LeaseTerms};
 use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, ReadOrder, TransportError, Verdict};
-use baton_connector::{BlockId, Epoch, Handle, Rank, Reader};
+use baton_connector::transport::{Part, Peer, ReadOrder, TransportError, Verdict};
+use baton_connector::{BlockId, Epoch, Handle, Reader};
 
 use super::lender::contents;
 use super::{At, Lender, Wire};
@@ -24,11 +24,12 @@ const SLACK: Duration = Duration::from_secs(3);
 static GO: AtomicBool = AtomicBool::new(false);
 
 const fn reader(consumer: u64) -> Reader {
-    Reader { consumer, rank: Rank(0) }
+    Reader::sole(consumer)
 }
 
 fn order(handle: Handle, reader: Reader, first: usize, into: &[u32]) -> ReadOrder {
-    ReadOrder { handle, reader, first, into: into.iter().map(|&b| BlockId(b)).collect() }
+    let into = into.iter().map(|&b| BlockId(b)).collect();
+    ReadOrder { handle, reader, part: Part::Blocks { first }, into }
 }
 
 /// A lender of 64 blocks of 4 KiB on a wire.

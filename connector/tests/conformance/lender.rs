@@ -9,7 +9,7 @@ use baton_connector::lease::LeaseTerms;
 use baton_connector::ledger::{Grant, HeartbeatReply, Ledger, ReadRefusal, ReleaseReply, Settled};
 use baton_connector::region::Region;
 use baton_connector::transport::{Producer, TransportError, Verdict};
-use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
+use baton_connector::{BlockId, Epoch, Handle, KvLayout, Reader, RequestId, Time};
 
 /// Longest that a test waits for a state.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -27,6 +27,7 @@ pub enum At {
 pub struct Lender {
     ledger: Mutex<Ledger>,
     region: Region,
+    layout: Option<KvLayout>,
     start: Instant,
     epoch: Epoch,
     next: AtomicU64,
@@ -44,6 +45,20 @@ struct Gate {
 impl Lender {
     /// A pool in which no two blocks, and no two words of a block, are equal.
     pub fn new(blocks: usize, block_bytes: usize, terms: LeaseTerms) -> Arc<Self> {
+        Self::with_layout(blocks, block_bytes, None, terms)
+    }
+
+    /// The same with blocks of a shape, so that slices of them can be read.
+    pub fn shaped(blocks: usize, layout: KvLayout, terms: LeaseTerms) -> Arc<Self> {
+        Self::with_layout(blocks, layout.block_bytes(), Some(layout), terms)
+    }
+
+    fn with_layout(
+        blocks: usize,
+        block_bytes: usize,
+        layout: Option<KvLayout>,
+        terms: LeaseTerms,
+    ) -> Arc<Self> {
         let region = crate::pool(blocks, block_bytes);
         for block in 0..blocks as u32 {
             region.write_block(BlockId(block), &contents(block, block_bytes));
@@ -52,6 +67,7 @@ impl Lender {
         Arc::new(Self {
             ledger: Mutex::new(Ledger::new(terms)),
             region,
+            layout,
             start: Instant::now(),
             epoch: Epoch(0xba70),
             next: AtomicU64::new(1),
@@ -64,13 +80,13 @@ impl Lender {
         Time::ZERO.after(self.start.elapsed())
     }
 
-    /// Lends blocks to `readers` readers.
-    pub fn lend(&self, blocks: &[u32], readers: usize) -> Handle {
+    /// Lends blocks to `consumers` consumers.
+    pub fn lend(&self, blocks: &[u32], consumers: usize) -> Handle {
         let n = self.next.fetch_add(1, Ordering::Relaxed);
         let handle = Handle(u128::from(n) << 64 | 0xdead_beef);
         let request = RequestId::new(&format!("r{n}")).expect("a test id");
         let blocks = blocks.iter().map(|&b| BlockId(b)).collect();
-        let grant = Grant { handle, request, blocks, expected: readers };
+        let grant = Grant { handle, request, blocks, expected: consumers };
         self.ledger.lock().unwrap().open(grant, self.now()).expect("a free ledger");
         handle
     }
@@ -129,6 +145,10 @@ impl Producer for Lender {
         0x1a70
     }
 
+    fn layout(&self) -> Option<KvLayout> {
+        self.layout
+    }
+
     fn read_begun(
         &self,
         handle: Handle,
@@ -174,6 +194,10 @@ impl Producer for Lender {
 
     fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
         self.ledger.lock().unwrap().release(handle, reason, self.now())
+    }
+
+    fn leave(&self, handle: Handle, consumer: u64, reason: &str) -> ReleaseReply {
+        self.ledger.lock().unwrap().leave(handle, consumer, reason, self.now())
     }
 
     fn heartbeat(&self, handle: Handle) -> HeartbeatReply {

@@ -15,9 +15,11 @@
 
 mod cases;
 mod lender;
+mod slices;
 
 pub use cases::*;
 pub use lender::{At, Lender};
+pub use slices::*;
 
 use std::sync::Arc;
 
@@ -59,6 +61,12 @@ macro_rules! transport_conformance {
             heartbeats_and_releases_do_not_wait_behind_a_read
             a_reader_that_gives_up_does_not_hold_a_release
             a_read_that_breaks_off_is_known_to_the_producer
+            slices_arrive_byte_by_byte_for_all_ranks_and_block_sizes
+            a_slice_whose_lease_ends_in_mid_read_is_gone_and_the_connection_stays_in_step
+            a_slice_outside_the_lease_or_the_rank_is_refused_and_the_next_read_works
+            whole_blocks_only_means_no_slices
+            a_consumer_of_two_links_has_everything_after_both
+            one_of_several_consumers_leaves_and_the_others_read_on
             nothing_is_kept_of_a_dead_producer
         );
     };

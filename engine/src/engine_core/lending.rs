@@ -12,13 +12,19 @@ pub(super) struct Prompt {
     pub(super) tokens: usize,
     pub(super) fingerprint: u64,
     pub(super) cached: usize,
+    pub(super) consumers: u16,
 }
 
 impl<S: Surroundings> EngineCore<S> {
-    pub(super) fn prompt_of(&self, id: SeqId) -> Option<(usize, u64)> {
+    pub(super) fn prompt_of(&self, id: SeqId) -> Option<Prompt> {
         let sequence = self.scheduler.sequence(id)?;
         let prompt = &sequence.tokens()[..sequence.prompt_len()];
-        sequence.is_producer().then(|| (prompt.len(), prompt_fingerprint(prompt)))
+        sequence.is_producer().then(|| Prompt {
+            tokens: prompt.len(),
+            fingerprint: prompt_fingerprint(prompt),
+            cached: sequence.reused().0,
+            consumers: sequence.consumers(),
+        })
     }
 
     /// Opens the lease of a finished producer's sequence.
@@ -28,7 +34,12 @@ impl<S: Surroundings> EngineCore<S> {
             self.scheduler.lease_ended(&blocks);
             return None;
         };
-        let grant = Grant { handle, request: live.request.clone(), blocks: blocks.clone(), expected: 1 };
+        let grant = Grant {
+            handle,
+            request: live.request.clone(),
+            blocks: blocks.clone(),
+            expected: usize::from(prompt.consumers),
+        };
         match self.surroundings.lend(grant) {
             Ok(left) => {
                 let address = self.surroundings.address();
@@ -38,13 +49,15 @@ impl<S: Surroundings> EngineCore<S> {
                     engine_id: address.engine_id.to_string(),
                     request: live.request.clone(),
                     host: address.host.clone(),
-                    port: address.port,
+                    ports: address.ports.clone(),
                     blocks,
+                    block_tokens: address.block_tokens,
                     tokens: prompt.tokens,
                     lease_left: Some(left),
                     layout: self.surroundings.fingerprint(),
                     prompt: prompt.fingerprint,
                     cached: prompt.cached,
+                    consumers: prompt.consumers,
                 }))
             }
             Err(refused) => {

@@ -66,6 +66,8 @@ pub struct ProducerAddress {
     pub engine_id: EngineId,
     /// Host of the side channel, as peers reach it.
     pub host: String,
-    /// Its port.
-    pub port: u16,
+    /// The port of each rank of the KV cache.
+    pub ports: Vec<u16>,
+    /// Tokens of a block.
+    pub block_tokens: usize,
 }

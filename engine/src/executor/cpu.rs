@@ -27,6 +27,7 @@ use std::sync::{Arc, Mutex};
 use baton_connector::BlockId;
 use baton_connector::layout::{KvDtype, KvLayout};
 use baton_connector::region::Region;
+use baton_connector::slice::Geometry;
 
 pub use self::isa::Isa;
 pub use self::matrix::WeightMode;
@@ -46,6 +47,8 @@ pub struct CpuOptions {
     pub blocks: usize,
     /// Tokens of one block; at least one.
     pub block_tokens: usize,
+    /// Shards of the pool, by KV heads, which they must divide; at least one. What is computed does not depend on it.
+    pub kv_ranks: usize,
     /// Threads that compute, the caller of `execute` included; at least one.
     pub threads: usize,
     /// Element type of the KV cache. F32 is exact; F16 and Bf16 halve its memory (and move logits by up to
@@ -64,6 +67,7 @@ impl Default for CpuOptions {
         Self {
             blocks: 256,
             block_tokens: 16,
+            kv_ranks: 1,
             threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             kv_dtype: KvDtype::F32,
             weights: WeightMode::Stored,
@@ -87,8 +91,8 @@ pub struct LoadProgress {
 pub struct CpuExecutor {
     /// Shared by the executors of one process.
     network: Arc<Network>,
-    layout: KvLayout,
-    region: Region,
+    geometry: Geometry,
+    regions: Vec<Region>,
     isa: Isa,
     team: Team,
     activations: Activations,
@@ -115,7 +119,7 @@ impl CpuExecutor {
     /// As [`Self::load`].
     ///
     /// # Panics
-    /// When an option is zero where it may not be, or the pool does not fit into memory.
+    /// When an option is zero where it may not be, the ranks do not divide the KV heads, or the pool does not fit into memory.
     pub fn with_weights(
         weights: &Weights,
         config: &ModelConfig,
@@ -148,12 +152,12 @@ impl CpuExecutor {
             block_tokens: options.block_tokens,
             dtype: options.kv_dtype,
         };
-        let region = (options.pool)(options.blocks, layout.block_bytes());
-        arena::collapse_into_huge_pages(region.block_ptr(BlockId(0)), options.blocks * layout.block_bytes());
+        let geometry = Geometry::new(layout, options.kv_ranks).expect("ranks that divide the heads");
+        let regions = geometry.each_rank().map(|_| allocate(options, geometry.shard().block_bytes()));
         Self {
             network,
-            region,
-            layout,
+            regions: regions.collect(),
+            geometry,
             isa: options.isa,
             scratch: (0..team.size()).map(|_| Mutex::new(MemberScratch::new())).collect(),
             team,
@@ -174,6 +178,13 @@ impl CpuExecutor {
     }
 }
 
+/// The memory of one rank.
+fn allocate(options: &CpuOptions, block_bytes: usize) -> Region {
+    let region = (options.pool)(options.blocks, block_bytes);
+    arena::collapse_into_huge_pages(region.block_ptr(BlockId(0)), options.blocks * block_bytes);
+    region
+}
+
 fn start_team(options: &CpuOptions) -> Result<Team, ModelError> {
     Team::new(options.threads)
         .map_err(|source| ModelError::File { path: "the executor's threads".into(), source })
@@ -181,11 +192,11 @@ fn start_team(options: &CpuOptions) -> Result<Team, ModelError> {
 
 impl Executor for CpuExecutor {
     fn layout(&self) -> KvLayout {
-        self.layout
+        self.geometry.whole()
     }
 
-    fn region(&self) -> &Region {
-        &self.region
+    fn regions(&self) -> &[Region] {
+        &self.regions
     }
 
     fn vocab(&self) -> usize {
@@ -196,7 +207,8 @@ impl Executor for CpuExecutor {
     /// When a step has no tokens, a token outside the vocabulary, or too short a block table: the scheduler's
     /// mistakes, found before anything is computed.
     fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
-        let plan = Plan::new(batch, &self.layout, &self.region, &self.network.config, self.team.size());
+        let plan =
+            Plan::new(batch, &self.geometry.shard(), &self.regions, &self.network.config, self.team.size());
         logits.vocab = self.network.config.vocab;
         logits.values.clear();
         if plan.is_empty() {
@@ -206,7 +218,7 @@ impl Executor for CpuExecutor {
         self.activations.fit(&self.network.config, plan.rows());
         forward::run(
             &self.network,
-            &self.layout,
+            &self.geometry.shard(),
             self.isa,
             &plan,
             &mut self.activations,

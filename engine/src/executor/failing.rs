@@ -24,8 +24,8 @@ impl Executor for Failing {
         self.inner.layout()
     }
 
-    fn region(&self) -> &Region {
-        self.inner.region()
+    fn regions(&self) -> &[Region] {
+        self.inner.regions()
     }
 
     fn vocab(&self) -> usize {

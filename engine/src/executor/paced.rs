@@ -26,8 +26,8 @@ impl Executor for Paced {
         self.inner.layout()
     }
 
-    fn region(&self) -> &Region {
-        self.inner.region()
+    fn regions(&self) -> &[Region] {
+        self.inner.regions()
     }
 
     fn vocab(&self) -> usize {

@@ -136,7 +136,7 @@ fn continuation(
     prompt: &[u32],
     count: usize,
 ) -> Result<Continuation, ParityError> {
-    let table = table(0, executor.region().blocks());
+    let table = table(0, executor.blocks());
     let (mut ids, mut steps) = (Vec::new(), Logits { vocab: executor.vocab(), values: Vec::new() });
     let mut logits = Logits::default();
     let (mut tokens, mut start) = (prompt.to_vec(), 0);
@@ -153,7 +153,7 @@ fn continuation(
 
 /// Logits of every position.
 fn forced(executor: &mut CpuExecutor, tokens: &[u32]) -> Result<Logits, ParityError> {
-    let table = table(0, executor.region().blocks());
+    let table = table(0, executor.blocks());
     let mut logits = Logits::default();
     let step = SeqStep { tokens, start: 0, block_table: &table, logits: LogitsWanted::All };
     executor.execute(&[step], &mut logits)?;
@@ -166,7 +166,7 @@ fn different_rows(
     prompts: &[Prompt],
     alone: &[Logits],
 ) -> Result<usize, ParityError> {
-    let blocks = executor.region().blocks() / prompts.len();
+    let blocks = executor.blocks() / prompts.len();
     let texts: Vec<Vec<u32>> =
         prompts.iter().map(|prompt| [prompt.ids.as_slice(), &prompt.f32.greedy_ids].concat()).collect();
     let tables: Vec<_> = (0..prompts.len()).map(|sequence| table(sequence, blocks)).collect();

@@ -1,16 +1,22 @@
-//! Threads that read blocks. A read blocks its thread, so there are as many reads in flight as workers; one producer
-//! has all of them but one at most ([`Turns`]).
+//! Threads that read blocks: a set for each rank of this engine's KV cache. A read blocks its thread, so a rank has
+//! as many reads in flight as it has workers; one rank of one producer has all of them but one at most ([`Turns`]).
+//!
+//! A fetch is one job per link: per pair of ranks, there and here, that share heads ([`Geometry::links`]). The
+//! [`Gather`] of the fetch makes one report of theirs for the step loop.
 
 use std::collections::{HashMap, VecDeque};
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use baton_connector::BlockId;
 use baton_connector::fetch::{Answer, Event, FailureKind};
+use baton_connector::gather::{self, Gather};
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, ReadOrder, Transport, TransportError, Verdict};
+use baton_connector::slice::{Geometry, Slice, SliceError};
+use baton_connector::transport::{Part, Peer, ReadOrder, Transport, TransportError, Verdict};
+use baton_connector::{BlockId, Rank, Reader};
 
 use super::turns::Turns;
 use super::{FetchTarget, Producer};
@@ -18,20 +24,42 @@ use crate::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
 use crate::sequence::SeqId;
 
-struct Job {
-    id: SeqId,
-    target: FetchTarget,
-    first: usize,
-    into: Vec<BlockId>,
-    stop: Arc<AtomicBool>,
+/// This engine's own KV cache: where fetched blocks land.
+#[derive(Clone, Debug)]
+pub struct OwnCache {
+    /// How it is cut.
+    pub geometry: Geometry,
+    /// The memory of each rank.
+    pub regions: Vec<Region>,
 }
 
-/// Jobs that wait, and the stop flags of those that run. At most one job per fetching sequence, which the
-/// scheduler bounds; one that is given up leaves at once.
+/// One fetch, shared by the jobs of its links.
+struct Run {
+    id: SeqId,
+    target: FetchTarget,
+    gather: Mutex<Gather>,
+    /// Raised to end its reads: given up by the step loop, or one link has failed.
+    stop: AtomicBool,
+    /// Given up by the step loop: not worth a count of failure.
+    given_up: AtomicBool,
+    started: Instant,
+    bytes: usize,
+}
+
+/// One link of a fetch.
+struct Job {
+    run: Arc<Run>,
+    link: usize,
+    /// The producer's rank.
+    from: Rank,
+    order: ReadOrder,
+}
+
+/// Jobs of one rank that wait for a worker. At most one per link of a fetching sequence, which the scheduler bounds;
+/// those of a fetch that is given up leave at once.
 struct Queue {
     waiting: VecDeque<Job>,
     turns: Turns<Producer>,
-    running: HashMap<SeqId, Arc<AtomicBool>>,
     closed: bool,
 }
 
@@ -40,131 +68,182 @@ struct Jobs {
     arrived: Condvar,
 }
 
-pub(super) struct FetchWorkers {
-    jobs: Arc<Jobs>,
-    mailbox: Arc<Mailbox>,
-}
-
-struct Worker {
+/// What front and workers share.
+struct Shared {
     transport: Arc<dyn Transport>,
-    region: Region,
+    cache: OwnCache,
     mailbox: Arc<Mailbox>,
     metrics: Arc<EngineMetrics>,
-    jobs: Arc<Jobs>,
+    /// By rank.
+    jobs: Vec<Jobs>,
+    /// Fetches that have not reported their end.
+    runs: Mutex<HashMap<SeqId, Arc<Run>>>,
 }
+
+pub(super) struct FetchWorkers(Arc<Shared>);
 
 impl FetchWorkers {
     pub(super) fn start(
         transport: Arc<dyn Transport>,
-        region: Region,
+        cache: OwnCache,
         mailbox: Arc<Mailbox>,
         metrics: Arc<EngineMetrics>,
         workers: usize,
     ) -> std::io::Result<(Self, Vec<JoinHandle<()>>)> {
-        let queue = Queue {
-            waiting: VecDeque::new(),
-            turns: Turns::new(workers, workers.saturating_sub(1)),
-            running: HashMap::new(),
-            closed: false,
+        let jobs = cache.regions.iter().map(|_| Jobs::new(workers)).collect();
+        let shared = Arc::new(Shared { transport, cache, mailbox, metrics, jobs, runs: Mutex::default() });
+        let mut threads = Vec::with_capacity(workers * shared.jobs.len());
+        for rank in 0..shared.jobs.len() {
+            for n in 0..workers {
+                let shared = Arc::clone(&shared);
+                let name = format!("fetch-{rank}-{n}");
+                threads.push(std::thread::Builder::new().name(name).spawn(move || shared.work(rank))?);
+            }
+        }
+        Ok((Self(shared), threads))
+    }
+
+    /// Starts a fetch of what lies from this engine's block `first` on.
+    pub(super) fn read(&self, id: SeqId, target: FetchTarget, first: usize, into: &[BlockId]) {
+        let shared = &self.0;
+        let orders = match orders(&target, &shared.cache.geometry, first, into) {
+            Ok(orders) => orders,
+            Err(error) => {
+                tracing::warn!(seq = id.0, %error, "a handoff that cannot land here");
+                return shared.mailbox.fetch(id, Event::TransferFailed(FailureKind::Refused));
+            }
         };
-        let jobs = Arc::new(Jobs { queue: Mutex::new(queue), arrived: Condvar::new() });
-        let mut threads = Vec::with_capacity(workers);
-        for n in 0..workers {
-            let worker = Worker {
-                transport: Arc::clone(&transport),
-                region: region.clone(),
-                mailbox: Arc::clone(&mailbox),
-                metrics: Arc::clone(&metrics),
-                jobs: Arc::clone(&jobs),
-            };
-            threads.push(std::thread::Builder::new().name(format!("fetch-{n}")).spawn(move || worker.run())?);
-        }
-        Ok((Self { jobs, mailbox }, threads))
-    }
-
-    pub(super) fn read(&self, id: SeqId, target: FetchTarget, first: usize, into: Vec<BlockId>) {
-        let job = Job { id, target, first, into, stop: Arc::default() };
-        let mut queue = lock(&self.jobs.queue);
-        if queue.closed {
+        let block_bytes = shared.cache.geometry.shard().block_bytes();
+        let run = Arc::new(Run {
+            id,
+            target,
+            gather: Mutex::new(Gather::new(orders.len())),
+            stop: AtomicBool::new(false),
+            given_up: AtomicBool::new(false),
+            started: Instant::now(),
+            bytes: orders.iter().map(|link| link.order.bytes(block_bytes)).sum(),
+        });
+        lock(&shared.runs).insert(id, Arc::clone(&run));
+        for (number, Link { from, into, order }) in orders.into_iter().enumerate() {
+            let jobs = &shared.jobs[usize::from(into.0)];
+            let mut queue = lock(&jobs.queue);
+            if queue.closed {
+                drop(queue);
+                shared.report(&run, number, gather::Event::Failed(FailureKind::Transfer));
+                continue;
+            }
+            queue.waiting.push_back(Job { run: Arc::clone(&run), link: number, from, order });
             drop(queue);
-            return self.mailbox.fetch(id, Event::TransferFailed(FailureKind::Transfer));
+            jobs.arrived.notify_one();
         }
-        queue.waiting.push_back(job);
-        drop(queue);
-        self.jobs.arrived.notify_one();
+        if run.stop.load(Ordering::Acquire) {
+            // A link has failed before its last sibling was queued.
+            shared.stop(&run);
+        }
     }
 
-    /// Raises the stop flag of a read that runs; one that still waits is over at once, so that its blocks do not
-    /// wait behind a producer that says nothing.
+    /// Raises the stop flag of a fetch; links that still wait are over at once, so that its blocks do not wait behind
+    /// a producer that says nothing.
     pub(super) fn stop(&self, id: SeqId) {
-        let mut queue = lock(&self.jobs.queue);
-        if let Some(at) = queue.waiting.iter().position(|job| job.id == id) {
-            drop(queue.waiting.remove(at));
-            drop(queue);
-            self.mailbox.fetch(id, Event::TransferFailed(FailureKind::Transfer));
-        } else if let Some(stop) = queue.running.get(&id) {
-            stop.store(true, Ordering::Release);
+        let run = lock(&self.0.runs).get(&id).cloned();
+        if let Some(run) = run {
+            run.given_up.store(true, Ordering::Release);
+            self.0.stop(&run);
         }
     }
 
     /// Raises every stop flag and takes no more jobs; the threads end when they have reported.
     pub(super) fn close(&self) {
-        let mut queue = lock(&self.jobs.queue);
-        queue.closed = true;
-        for job in queue.waiting.drain(..) {
-            self.mailbox.fetch(job.id, Event::TransferFailed(FailureKind::Transfer));
+        for jobs in &self.0.jobs {
+            lock(&jobs.queue).closed = true;
         }
-        for stop in queue.running.values() {
-            stop.store(true, Ordering::Release);
+        let runs: Vec<_> = lock(&self.0.runs).values().cloned().collect();
+        for run in runs {
+            run.given_up.store(true, Ordering::Release);
+            self.0.stop(&run);
         }
-        drop(queue);
-        self.jobs.arrived.notify_all();
+        self.0.jobs.iter().for_each(|jobs| jobs.arrived.notify_all());
     }
 }
 
-impl Worker {
-    fn run(&self) {
-        while let Some(job) = self.jobs.next() {
-            let report = Report { worker: self, id: job.id, owed: Some(Event::Quiet) };
-            let answered = self.read(&job, report);
-            lock(&self.jobs.queue).turns.ended(&job.target.producer(), answered);
-            self.jobs.arrived.notify_all();
+/// One link's read: from which rank there into which rank here.
+struct Link {
+    from: Rank,
+    into: Rank,
+    order: ReadOrder,
+}
+
+/// What each link of a fetch reads: whole blocks where both engines cut their caches alike, slices otherwise.
+fn orders(
+    target: &FetchTarget,
+    ours: &Geometry,
+    first: usize,
+    into: &[BlockId],
+) -> Result<Vec<Link>, SliceError> {
+    let theirs = target.geometry(ours)?;
+    let links = theirs.links(ours)?;
+    let of = u16::try_from(links.len()).expect("there are at most LINKS_MAX links");
+    let origin = first * ours.whole().block_tokens;
+    let order = |(number, link): (usize, &baton_connector::slice::Link)| {
+        let part = if theirs.same_blocks(ours) {
+            Part::Blocks { first }
+        } else {
+            let slice = Slice::of(link, &theirs, ours, origin..target.tokens, origin);
+            slice.check(into.len())?;
+            Part::Slice(Box::new(slice))
+        };
+        let rank = Rank(u16::try_from(number).expect("there are at most LINKS_MAX links"));
+        let reader = Reader { consumer: target.consumer, of, rank };
+        let order = ReadOrder { handle: target.handle, reader, part, into: into.to_vec() };
+        Ok(Link { from: link.producer, into: link.consumer, order })
+    };
+    links.iter().enumerate().map(order).collect()
+}
+
+impl Shared {
+    fn work(&self, rank: usize) {
+        while let Some(job) = self.jobs[rank].next() {
+            // A panic costs one fetch, not the worker: its rank must not be without. `Report` says that it is lost.
+            let read = AssertUnwindSafe(|| self.read(rank, &job));
+            let answered = std::panic::catch_unwind(read).unwrap_or_else(|_| {
+                tracing::error!(seq = job.run.id.0, rank, "a read panicked");
+                false
+            });
+            let jobs = &self.jobs[rank];
+            lock(&jobs.queue).turns.ended(&job.endpoint(), answered);
+            jobs.arrived.notify_all();
         }
     }
 
     /// Says whether the producer answered, whatever it answered.
-    fn read(&self, job: &Job, mut report: Report<'_>) -> bool {
-        let started = Instant::now();
-        let order = ReadOrder {
-            handle: job.target.handle,
-            reader: job.target.reader,
-            first: job.first,
-            into: job.into.clone(),
+    fn read(&self, rank: usize, job: &Job) -> bool {
+        let Job { run, order, .. } = job;
+        let mut report = Report { shared: self, run, link: job.link, owed: true };
+        let peer = if run.stop.load(Ordering::Acquire) {
+            Err(TransportError::Stopped)
+        } else {
+            run.target.peer(job.from)
         };
-        let peer =
-            if job.stop.load(Ordering::Acquire) { Err(TransportError::Stopped) } else { job.target.peer() };
         let read = peer.and_then(|peer| {
-            self.transport.read(&peer, &order, &self.region, &job.stop)?;
+            self.transport.read(&peer, order, &self.cache.regions[rank], &run.stop)?;
             Ok(peer)
         });
         match read {
-            Ok(peer) if job.stop.load(Ordering::Acquire) => {
+            Ok(peer) if run.stop.load(Ordering::Acquire) => {
                 // Given up while the last bytes came in: nobody will ask for the verdict.
-                report.quiet(Event::TransferFailed(FailureKind::Transfer));
+                report.last(gather::Event::Failed(FailureKind::Transfer));
                 self.give_up(&peer, job);
                 true
             }
             Ok(peer) => {
-                report.quiet(Event::TransferDone);
-                let verdict = self.transport.finish(&peer, job.target.handle, job.target.reader);
-                let bytes = order.into.len() * self.region.block_bytes();
-                let valid = verdict == Ok(Verdict::Valid);
-                self.metrics.transfer(started.elapsed(), bytes as u64, valid);
-                if valid {
+                report.say(gather::Event::Done);
+                let verdict = self.transport.finish(&peer, order.handle, order.reader);
+                if verdict == Ok(Verdict::Valid) {
+                    let bytes = order.bytes(self.cache.geometry.shard().block_bytes());
                     self.metrics.carried(self.transport.carrier(&peer), bytes as u64);
                 }
                 let unknown = verdict.is_err();
-                report.verdict(Answer::from(verdict));
+                report.last(gather::Event::Verdict(Answer::from(verdict)));
                 if unknown {
                     self.give_up(&peer, job);
                 }
@@ -172,26 +251,94 @@ impl Worker {
             }
             Err(error) => {
                 if error != TransportError::Stopped {
-                    tracing::warn!(seq = job.id.0, %error, "fetch failed");
-                    self.metrics.transfer(started.elapsed(), 0, false);
+                    tracing::warn!(seq = run.id.0, from = job.from.0, rank, %error, "fetch failed");
                 }
-                report.quiet(Event::TransferFailed(FailureKind::from(&error)));
+                report.last(gather::Event::Failed(FailureKind::from(&error)));
                 matches!(error, TransportError::Gone | TransportError::Refused(_))
             }
         }
     }
+
+    /// Takes a link's report to the fetch's gatherer, and what follows to the step loop.
+    fn report(&self, run: &Arc<Run>, link: usize, event: gather::Event) {
+        let mut gather = lock(&run.gather);
+        let mut stop_others = false;
+        // Under the lock: the step loop must hear of the transfer before it hears of the verdict.
+        for action in gather.apply(link, event).iter() {
+            match action {
+                gather::Action::StopOthers => stop_others = true,
+                gather::Action::Transfer(Ok(())) => self.mailbox.fetch(run.id, Event::TransferDone),
+                gather::Action::Transfer(Err(kind)) => {
+                    if !run.given_up.load(Ordering::Acquire) {
+                        self.metrics.transfer(run.started.elapsed(), 0, false);
+                    }
+                    self.mailbox.fetch(run.id, Event::TransferFailed(kind));
+                }
+                gather::Action::Verdict(answer) => {
+                    let valid = answer == Answer::Valid;
+                    self.metrics.transfer(run.started.elapsed(), run.bytes as u64, valid);
+                    self.mailbox.fetch(run.id, Event::Verdict(answer));
+                }
+            }
+        }
+        let over = gather.is_over();
+        drop(gather);
+        if over {
+            lock(&self.runs).remove(&run.id);
+        }
+        if stop_others {
+            self.stop(run);
+        }
+    }
+
+    /// Raises the stop flag, and ends the links that have not begun.
+    fn stop(&self, run: &Arc<Run>) {
+        run.stop.store(true, Ordering::Release);
+        let mut unbegun = Vec::new();
+        for jobs in &self.jobs {
+            let mut queue = lock(&jobs.queue);
+            let (theirs, others) =
+                queue.waiting.drain(..).partition::<VecDeque<_>, _>(|job| Arc::ptr_eq(&job.run, run));
+            queue.waiting = others;
+            unbegun.extend(theirs);
+        }
+        for job in unbegun {
+            self.report(run, job.link, gather::Event::Failed(FailureKind::Transfer));
+        }
+    }
+
+    /// Without this the release that follows a read which succeeded would wait for its reader until the drain
+    /// deadline. The order of the two does not matter.
+    fn give_up(&self, peer: &Peer, job: &Job) {
+        let seq = job.run.id.0;
+        if let Err(error) = self.transport.give_up(peer, job.order.handle, job.order.reader) {
+            tracing::debug!(seq, %error, "the producer waits for this reader until its drain deadline");
+        }
+    }
+}
+
+impl Job {
+    /// Whose turn it is.
+    fn endpoint(&self) -> Producer {
+        self.run.target.endpoint(self.from)
+    }
 }
 
 impl Jobs {
-    /// The next job whose producer may be dealt with, which counts as running from now on; `None` at the end.
+    fn new(workers: usize) -> Self {
+        let turns = Turns::new(workers, workers.saturating_sub(1));
+        let queue = Queue { waiting: VecDeque::new(), turns, closed: false };
+        Self { queue: Mutex::new(queue), arrived: Condvar::new() }
+    }
+
+    /// The next job whose producer may be dealt with; `None` at the end.
     fn next(&self) -> Option<Job> {
         let mut queue = lock(&self.queue);
         loop {
             let Queue { waiting, turns, .. } = &mut *queue;
-            let next = waiting.iter().position(|job| turns.may_start(&job.target.producer()));
+            let next = waiting.iter().position(|job| turns.may_start(&job.endpoint()));
             if let Some(job) = next.and_then(|at| waiting.remove(at)) {
-                turns.started(&job.target.producer());
-                queue.running.insert(job.id, Arc::clone(&job.stop));
+                turns.started(&job.endpoint());
                 return Some(job);
             }
             if queue.closed {
@@ -202,42 +349,30 @@ impl Jobs {
     }
 }
 
-impl Worker {
-    /// Without this the release that follows a read which succeeded would wait for its reader until the drain
-    /// deadline. The order of the two does not matter.
-    fn give_up(&self, peer: &Peer, job: &Job) {
-        if let Err(error) = self.transport.give_up(peer, job.target.handle, job.target.reader) {
-            tracing::debug!(seq = job.id.0, %error, "the producer waits for this reader until its drain deadline");
-        }
-    }
-}
-
-/// Sees to it that every job is reported to its end, also when its thread unwinds.
+/// Sees to it that every link is reported to its end, also when its read unwinds.
 struct Report<'a> {
-    worker: &'a Worker,
-    id: SeqId,
-    /// What is reported if nothing better is.
-    owed: Option<Event>,
+    shared: &'a Shared,
+    run: &'a Arc<Run>,
+    link: usize,
+    /// Whether more is to be said.
+    owed: bool,
 }
 
 impl Report<'_> {
-    /// Nothing writes into the landing blocks any more.
-    fn quiet(&mut self, event: Event) {
-        self.owed = (event == Event::TransferDone).then_some(Event::Verdict(Answer::Unknown));
-        lock(&self.worker.jobs.queue).running.remove(&self.id);
-        self.worker.mailbox.fetch(self.id, event);
+    fn say(&self, event: gather::Event) {
+        self.shared.report(self.run, self.link, event);
     }
 
-    fn verdict(&mut self, answer: Answer) {
-        self.owed = None;
-        self.worker.mailbox.fetch(self.id, Event::Verdict(answer));
+    fn last(&mut self, event: gather::Event) {
+        self.owed = false;
+        self.say(event);
     }
 }
 
 impl Drop for Report<'_> {
     fn drop(&mut self) {
-        if let Some(event) = self.owed {
-            self.quiet(event);
+        if self.owed {
+            self.say(gather::Event::Lost);
         }
     }
 }
@@ -247,149 +382,4 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
-    use baton_connector::transport::{StopFlag, Verdict};
-    use baton_connector::{Epoch, Handle, Handoff, Reader, RequestId};
-
-    use super::*;
-
-    /// Reads at once, and writes down what else is asked of it.
-    struct Scripted {
-        /// Raises the stop flag as if the request had been given up while the last bytes came in.
-        given_up: bool,
-        verdict: Result<Verdict, TransportError>,
-        asked: Mutex<Vec<&'static str>>,
-    }
-
-    impl Transport for Scripted {
-        fn read(&self, _: &Peer, _: &ReadOrder, _: &Region, stop: &StopFlag) -> Result<(), TransportError> {
-            stop.store(self.given_up, Ordering::Release);
-            Ok(())
-        }
-
-        fn finish(&self, _: &Peer, _: Handle, _: Reader) -> Result<Verdict, TransportError> {
-            lock(&self.asked).push("finish");
-            self.verdict.clone()
-        }
-
-        fn give_up(&self, _: &Peer, _: Handle, _: Reader) -> Result<(), TransportError> {
-            lock(&self.asked).push("give up");
-            Ok(())
-        }
-
-        fn release(&self, _: &Peer, _: Handle, _: &str) -> Result<ReleaseReply, TransportError> {
-            Ok(ReleaseReply::Released)
-        }
-
-        fn heartbeat(&self, _: &Peer, handles: &[Handle]) -> Result<Vec<HeartbeatReply>, TransportError> {
-            Ok(vec![HeartbeatReply::Gone; handles.len()])
-        }
-    }
-
-    fn target() -> FetchTarget {
-        let handoff = Handoff {
-            handle: Handle(1),
-            epoch: Epoch(2),
-            engine_id: "p".into(),
-            request: RequestId::new("r").expect("an id"),
-            host: "127.0.0.1".into(),
-            port: 9,
-            blocks: vec![BlockId(0)],
-            tokens: 2,
-            lease_left: Some(Duration::from_secs(1)),
-            layout: 3,
-            prompt: 4,
-            cached: 0,
-        };
-        FetchTarget::new(&handoff, 5)
-    }
-
-    /// What a read reports to the step loop, and what the transport was asked for.
-    fn read(given_up: bool, verdict: Result<Verdict, TransportError>) -> (Vec<Event>, Vec<&'static str>) {
-        let transport = Arc::new(Scripted { given_up, verdict, asked: Mutex::default() });
-        let mailbox = Arc::new(Mailbox::new(1));
-        let (workers, threads) = FetchWorkers::start(
-            Arc::clone(&transport) as _,
-            Region::allocate(1, 64),
-            Arc::clone(&mailbox),
-            Arc::new(EngineMetrics::new("m")),
-            1,
-        )
-        .expect("a thread");
-        workers.read(SeqId(1), target(), 0, vec![BlockId(0)]);
-        let mut events: Vec<Event> = mailbox.wait(None).fetches.into_iter().map(|(_, event)| event).collect();
-        workers.close();
-        threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
-        events.extend(mailbox.collect().fetches.into_iter().map(|(_, event)| event));
-        let asked = lock(&transport.asked).clone();
-        (events, asked)
-    }
-
-    #[test]
-    fn a_read_that_succeeds_is_verified() {
-        let (events, asked) = read(false, Ok(Verdict::Valid));
-        assert_eq!(events, [Event::TransferDone, Event::Verdict(Answer::Valid)]);
-        assert_eq!(asked, ["finish"]);
-    }
-
-    #[test]
-    fn a_read_that_was_given_up_while_its_last_bytes_came_in_says_so_to_the_producer() {
-        let (events, asked) = read(true, Ok(Verdict::Valid));
-        assert_eq!(events, [Event::TransferFailed(FailureKind::Transfer)]);
-        assert_eq!(asked, ["give up"]);
-    }
-
-    #[test]
-    fn a_read_whose_verdict_never_comes_is_given_up_at_the_producer() {
-        let (events, asked) = read(false, Err(TransportError::Transfer("silence".into())));
-        assert_eq!(events, [Event::TransferDone, Event::Verdict(Answer::Unknown)]);
-        assert_eq!(asked, ["finish", "give up"]);
-    }
-
-    /// Says nothing until it is stopped.
-    struct Silent;
-
-    impl Transport for Silent {
-        #[allow(clippy::disallowed_methods)] // a producer that says nothing
-        fn read(&self, _: &Peer, _: &ReadOrder, _: &Region, stop: &StopFlag) -> Result<(), TransportError> {
-            while !stop.load(Ordering::Acquire) {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            Err(TransportError::Stopped)
-        }
-
-        fn finish(&self, _: &Peer, _: Handle, _: Reader) -> Result<Verdict, TransportError> {
-            Ok(Verdict::Gone)
-        }
-
-        fn release(&self, _: &Peer, _: Handle, _: &str) -> Result<ReleaseReply, TransportError> {
-            Ok(ReleaseReply::Released)
-        }
-
-        fn heartbeat(&self, _: &Peer, _: &[Handle]) -> Result<Vec<HeartbeatReply>, TransportError> {
-            Ok(Vec::new())
-        }
-    }
-
-    #[test]
-    fn a_read_given_up_behind_a_silent_producer_is_over_at_once() {
-        let mailbox = Arc::new(Mailbox::new(1));
-        let metrics = Arc::new(EngineMetrics::new("m"));
-        let (workers, threads) =
-            FetchWorkers::start(Arc::new(Silent), Region::allocate(1, 64), Arc::clone(&mailbox), metrics, 1)
-                .expect("a thread");
-        workers.read(SeqId(1), target(), 0, vec![BlockId(0)]);
-        while lock(&workers.jobs.queue).running.is_empty() {
-            std::thread::yield_now();
-        }
-        workers.read(SeqId(2), target(), 0, vec![BlockId(0)]);
-        workers.stop(SeqId(2));
-        let over = (SeqId(2), Event::TransferFailed(FailureKind::Transfer));
-        assert_eq!(mailbox.wait(None).fetches, [over]);
-        workers.close();
-        threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
-    }
-}
+mod tests;

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use baton_connector::Rank;
 use baton_connector::fetch::Event;
 use baton_connector::ledger::HeartbeatReply;
 use baton_connector::limits::{HEARTBEAT_HANDLES_MAX, HEARTBEATS_PER_LEASE, RENEWED_FOR_MAX};
@@ -25,17 +26,23 @@ const SWEEP: Duration = Duration::from_secs(1);
 /// Threads that beat.
 pub(super) const THREADS: usize = 4;
 
+/// Producers of which another rank than the first is asked.
+const RANKS_KEPT_MAX: usize = 1_024;
+
 struct Entry {
     target: FetchTarget,
     interval: Duration,
     due: Instant,
-    /// From then on it is not renewed any more: see [`RENEWED_FOR_MAX`].
-    until: Instant,
+    /// Then it is given up if its read has not begun: see [`RENEWED_FOR_MAX`].
+    until: Option<Instant>,
 }
 
 struct Entries {
     by_sequence: HashMap<SeqId, Entry>,
     turns: Turns<Producer>,
+    /// Which of a producer's ranks is asked, where it is not the first: any of them knows every lease, and one that
+    /// does not answer is followed by the next. At most [`RANKS_KEPT_MAX`]; beyond it all start from the first again.
+    ranks: HashMap<Producer, Rank>,
     swept: Instant,
 }
 
@@ -47,13 +54,18 @@ pub(super) struct Heartbeat {
 /// The members of one producer whose beats are due.
 struct Beat {
     producer: Producer,
+    rank: Rank,
     members: Vec<(SeqId, FetchTarget)>,
 }
 
 impl Default for Heartbeat {
     fn default() -> Self {
-        let entries =
-            Entries { by_sequence: HashMap::new(), turns: Turns::new(THREADS, 1), swept: Instant::now() };
+        let entries = Entries {
+            by_sequence: HashMap::new(),
+            turns: Turns::new(THREADS, 1),
+            ranks: HashMap::new(),
+            swept: Instant::now(),
+        };
         Self { entries: Mutex::new(entries), changed: Condvar::new() }
     }
 }
@@ -63,7 +75,8 @@ impl Heartbeat {
         let interval = (target.lease / HEARTBEATS_PER_LEASE).max(INTERVAL_MIN);
         // The first beat at once: the request may have been on its way for most of the lease.
         let now = Instant::now();
-        let entry = Entry { interval, due: now, until: now + target.lease * RENEWED_FOR_MAX, target };
+        let entry =
+            Entry { interval, due: now, until: now.checked_add(target.lease * RENEWED_FOR_MAX), target };
         self.lock().by_sequence.insert(id, entry);
         self.changed.notify_all();
     }
@@ -86,12 +99,17 @@ impl Heartbeat {
                 tracing::warn!(seq = id.0, "no room for this handoff for too long; it is given up");
                 mailbox.fetch(id, Event::LeaseGone);
             }
-            let Some(Beat { producer, members }) = self.next() else { continue };
-            let beaten = beat(transport, mailbox, &members);
+            let Some(Beat { producer, rank, members }) = self.next() else { continue };
+            let beaten = beat(transport, mailbox, rank, &members);
             if let Err(error) = &beaten {
                 tracing::debug!(host = %members[0].1.host, %error, "heartbeat not delivered");
             }
-            self.lock().turns.ended(&producer, beaten.is_ok());
+            let mut entries = self.lock();
+            entries.turns.ended(&producer, beaten.is_ok());
+            if beaten.is_err() {
+                entries.ask_next_rank(producer, rank, &members);
+            }
+            drop(entries);
             self.changed.notify_all();
         }
     }
@@ -106,13 +124,12 @@ impl Heartbeat {
         due
     }
 
-    /// Takes out what has been renewed for long enough.
+    /// What has been renewed for long enough, each once. A read that has begun does not heed it, and goes on being
+    /// renewed.
     fn given_up(&self) -> Vec<SeqId> {
         let (now, mut entries) = (Instant::now(), self.lock());
-        let over = entries.by_sequence.iter().filter(|(_, entry)| entry.until <= now);
-        let over: Vec<SeqId> = over.map(|(&id, _)| id).collect();
-        over.iter().for_each(|id| drop(entries.by_sequence.remove(id)));
-        over
+        let over = entries.by_sequence.iter_mut().filter(|(_, entry)| entry.until.is_some_and(|u| u <= now));
+        over.map(|(&id, entry)| (id, entry.until.take()).0).collect()
     }
 
     /// Takes what is due of one producer, the longest due first, and sets the next time; waits a little when nothing
@@ -120,7 +137,7 @@ impl Heartbeat {
     fn next(&self) -> Option<Beat> {
         let mut entries = self.lock();
         let now = Instant::now();
-        let Entries { by_sequence, turns, .. } = &mut *entries;
+        let Entries { by_sequence, turns, ranks, .. } = &mut *entries;
         let ripe = by_sequence.values().filter(|entry| entry.due <= now);
         let longest_due =
             ripe.filter(|entry| turns.may_start(&entry.target.producer())).min_by_key(|e| e.due);
@@ -133,7 +150,8 @@ impl Heartbeat {
                     members.push((id, entry.target.clone()));
                 }
             }
-            return Some(Beat { producer, members });
+            let rank = ranks.get(&producer).copied().unwrap_or_default();
+            return Some(Beat { producer, rank, members });
         }
         // Those that are due wait for a turn, whose end wakes.
         let next = by_sequence.values().map(|entry| entry.due).filter(|due| *due > now).min();
@@ -147,17 +165,38 @@ impl Heartbeat {
     }
 }
 
-/// Renews leases of one producer. Those of an earlier epoch are gone.
+impl Entries {
+    /// The producer's next rank gets the beats that were not delivered: at once, unless all have been tried.
+    fn ask_next_rank(&mut self, producer: Producer, rank: Rank, members: &[(SeqId, FetchTarget)]) {
+        let next = members.first().map_or(Rank(0), |(_, target)| target.rank_after(rank));
+        if next == Rank(0) {
+            self.ranks.remove(&producer);
+            return;
+        }
+        if self.ranks.len() >= RANKS_KEPT_MAX {
+            self.ranks.clear();
+        }
+        self.ranks.insert(producer, next);
+        for (id, _) in members {
+            if let Some(entry) = self.by_sequence.get_mut(id) {
+                entry.due = Instant::now();
+            }
+        }
+    }
+}
+
+/// Renews leases of one producer, at one of its ranks. Those of an earlier epoch are gone.
 fn beat(
     transport: &dyn Transport,
     mailbox: &Mailbox,
+    rank: Rank,
     members: &[(SeqId, FetchTarget)],
 ) -> Result<(), TransportError> {
     // One address may have had several epochs: each is a peer of its own.
     let mut peers: HashMap<_, Vec<&(SeqId, FetchTarget)>> = HashMap::new();
     for member in members {
         // A name that does not resolve now is tried again at the next beat.
-        peers.entry(member.1.peer()?).or_default().push(member);
+        peers.entry(member.1.peer(rank)?).or_default().push(member);
     }
     for (peer, members) in peers {
         for batch in members.chunks(HEARTBEAT_HANDLES_MAX) {

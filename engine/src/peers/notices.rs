@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use baton_connector::Rank;
 use baton_connector::transport::{Transport, TransportError};
 
 use super::turns::Turns;
@@ -34,6 +35,9 @@ struct Notice {
 /// The notices to one producer, oldest first. Lives as long as there are any, or one is in flight.
 struct Lane {
     waiting: VecDeque<Notice>,
+    /// Which of the producer's ranks is told: any of them will do, and one that does not answer is followed by the
+    /// next.
+    rank: Rank,
     due: Instant,
     pause: Duration,
 }
@@ -68,7 +72,7 @@ impl Notices {
         // Heartbeats have renewed the lease since the handoff arrived; it lives at most this long from now.
         let give_up = now + target.lease;
         queue.count += 1;
-        let fresh = || Lane { waiting: VecDeque::new(), due: now, pause: PAUSE_FIRST };
+        let fresh = || Lane { waiting: VecDeque::new(), rank: Rank(0), due: now, pause: PAUSE_FIRST };
         let lane = queue.lanes.entry(target.producer()).or_insert_with(fresh);
         lane.waiting.push_back(Notice { target, reason, give_up });
         drop(queue);
@@ -98,8 +102,8 @@ impl Notices {
     /// Delivers until `stop`; on [`THREADS`] threads at once.
     pub(super) fn run(&self, transport: &dyn Transport, metrics: &EngineMetrics, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
-            if let Some((producer, notice)) = self.next() {
-                let answered = deliver(transport, &notice);
+            if let Some((producer, rank, notice)) = self.next() {
+                let answered = deliver(transport, &notice, rank);
                 self.settle(&producer, notice, answered, metrics);
             }
         }
@@ -124,8 +128,11 @@ impl Notices {
             }
             Err(error) => {
                 let now = Instant::now();
-                lane.due = now + lane.pause;
-                lane.pause = (lane.pause * 2).min(PAUSE_MAX);
+                lane.rank = notice.target.rank_after(lane.rank);
+                if lane.rank == Rank(0) {
+                    lane.due = now + lane.pause;
+                    lane.pause = (lane.pause * 2).min(PAUSE_MAX);
+                }
                 lane.waiting.push_front(notice);
                 let before = lane.waiting.len();
                 lane.waiting.retain(|notice| {
@@ -150,7 +157,7 @@ impl Notices {
     }
 
     /// The next notice that is due; waits a little when none is.
-    fn next(&self) -> Option<(Producer, Notice)> {
+    fn next(&self) -> Option<(Producer, Rank, Notice)> {
         let mut queue = self.lock();
         let now = Instant::now();
         let Queue { lanes, turns, .. } = &mut *queue;
@@ -160,8 +167,9 @@ impl Notices {
         let longest_due = ripe.min_by_key(|(_, lane)| lane.due).map(|(producer, _)| producer.clone());
         if let Some(producer) = longest_due {
             turns.started(&producer);
-            let notice = lanes.get_mut(&producer).and_then(|lane| lane.waiting.pop_front());
-            return Some((producer, notice.expect("a startable lane has a notice")));
+            let lane = lanes.get_mut(&producer).expect("it was found just now");
+            let notice = lane.waiting.pop_front().expect("a startable lane has a notice");
+            return Some((producer, lane.rank, notice));
         }
         // Those that are due wait for a turn, whose end wakes.
         let next = lanes.values().map(|lane| lane.due).filter(|due| *due > now).min();
@@ -176,9 +184,16 @@ impl Notices {
 }
 
 /// An answer of any kind ends a notice, and so does an earlier epoch: that engine has forgotten the lease.
-fn deliver(transport: &dyn Transport, notice: &Notice) -> Result<&'static str, TransportError> {
-    let peer = notice.target.peer()?;
-    match transport.release(&peer, notice.target.handle, notice.reason) {
+fn deliver(transport: &dyn Transport, notice: &Notice, rank: Rank) -> Result<&'static str, TransportError> {
+    let target = &notice.target;
+    let peer = target.peer(rank)?;
+    let told = if target.consumers > 1 {
+        // Others may still want it.
+        transport.leave(&peer, target.handle, target.consumer, notice.reason)
+    } else {
+        transport.release(&peer, target.handle, notice.reason)
+    };
+    match told {
         Ok(reply) => Ok(reply.label()),
         Err(TransportError::Gone) => Ok("gone"),
         Err(error @ (TransportError::Refused(_) | TransportError::Handshake(..)))

@@ -2,10 +2,12 @@
 
 use std::sync::mpsc;
 
+use baton_connector::RequestId;
 use baton_connector::fetch::Event;
+use baton_connector::layout::KvDtype;
 use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
+use baton_connector::region::Region;
 use baton_connector::transport::{ReadOrder, StopFlag, Verdict};
-use baton_connector::{Reader, RequestId};
 
 use super::*;
 
@@ -49,6 +51,10 @@ impl Transport for Half {
         self.call(peer, "release").map(|()| ReleaseReply::Released)
     }
 
+    fn leave(&self, peer: &Peer, _: Handle, _: u64, _: &str) -> Result<ReleaseReply, TransportError> {
+        self.call(peer, "leave").map(|()| ReleaseReply::Released)
+    }
+
     fn heartbeat(&self, peer: &Peer, handles: &[Handle]) -> Result<Vec<HeartbeatReply>, TransportError> {
         self.call(peer, "heartbeat").map(|()| vec![HeartbeatReply::Renewed; handles.len()])
     }
@@ -61,13 +67,15 @@ fn target(port: u16, handle: u128) -> FetchTarget {
         engine_id: "p".into(),
         request: RequestId::new("r").expect("an id"),
         host: "127.0.0.1".into(),
-        port,
+        ports: vec![port],
         blocks: vec![BlockId(0)],
+        block_tokens: 16,
         tokens: 2,
         lease_left: Some(Duration::from_secs(30)),
         layout: 3,
         prompt: 4,
         cached: 0,
+        consumers: 1,
     };
     FetchTarget::new(&handoff, 5)
 }
@@ -77,9 +85,12 @@ fn producers_that_say_nothing_delay_no_read_no_heartbeat_and_no_notice_of_anothe
     let (heard, hearing) = mpsc::sync_channel(1_000);
     let transport = Arc::new(Half { heard, over: Default::default() });
     let mailbox = Arc::new(Mailbox::new(1));
+    let whole = KvLayout { layers: 1, kv_heads: 1, head_dim: 2, block_tokens: 16, dtype: KvDtype::F32 };
+    let geometry = Geometry::new(whole, 1).expect("one rank");
+    let cache = OwnCache { geometry, regions: vec![Region::allocate(1, whole.block_bytes())] };
     let peers = Peers::start(
         Arc::clone(&transport) as _,
-        Region::allocate(1, 64),
+        cache,
         Arc::clone(&mailbox),
         Arc::new(EngineMetrics::new("m")),
         4,

@@ -165,6 +165,6 @@ impl Scheduler {
 fn fetch_of(sequence: &mut Sequence) -> &mut Fetch {
     match &mut sequence.purpose {
         Purpose::Consume(fetch) => fetch,
-        Purpose::Plain | Purpose::Produce => unreachable!("only consumers fetch"),
+        Purpose::Plain | Purpose::Produce { .. } => unreachable!("only consumers fetch"),
     }
 }

@@ -309,7 +309,10 @@ fn an_abort_during_a_load_frees_what_no_worker_writes_and_the_rest_when_it_is_qu
 fn a_block_both_lent_and_being_stored_comes_back_when_the_last_of_them_lets_go() {
     for lease_first in [false, true] {
         let mut world = World::new(8, ROOMY);
-        world.scheduler.submit(new(1, &prompt(10, 5), 1, Purpose::Produce)).expect("accepted");
+        world
+            .scheduler
+            .submit(new(1, &prompt(10, 5), 1, Purpose::Produce { consumers: 1 }))
+            .expect("accepted");
         world.step();
         let lent = world.leases.pop().expect("lent");
         assert_eq!((world.scheduler.usage().leased, world.scheduler.load().held), (2, 1));
@@ -477,7 +480,7 @@ proptest! {
                     next += 1;
                     let purpose = match kind {
                         0 | 4 => Purpose::Plain,
-                        1 => Purpose::Produce,
+                        1 => Purpose::Produce { consumers: 1 },
                         2 => Purpose::Consume(Fetch::new(LoadFailurePolicy::Recompute)),
                         _ => Purpose::Consume(Fetch::new(LoadFailurePolicy::Fail)),
                     };

@@ -469,7 +469,7 @@ impl Scheduler {
 pub(crate) fn connectors_of(purpose: &Purpose) -> Multi {
     let policy = match purpose {
         Purpose::Consume(fetch) => fetch.policy(),
-        Purpose::Plain | Purpose::Produce => LoadFailurePolicy::Recompute,
+        Purpose::Plain | Purpose::Produce { .. } => LoadFailurePolicy::Recompute,
     };
     Multi::new(Children::first(2), policy)
 }

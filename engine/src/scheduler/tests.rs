@@ -82,7 +82,7 @@ fn a_repeated_prompt_computes_only_its_tail() {
 #[test]
 fn a_producers_prompt_is_lent_and_only_the_lease_gives_it_back() {
     let mut scheduler = Scheduler::new(CONFIG, 8);
-    scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce)).expect("accepted");
+    scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce { consumers: 1 })).expect("accepted");
     let lent = run(&mut scheduler);
     assert_eq!((lent.len(), lent[0].len()), (1, 3));
     assert_eq!(scheduler.usage().leased, 3);
@@ -94,7 +94,7 @@ fn a_producers_prompt_is_lent_and_only_the_lease_gives_it_back() {
 #[test]
 fn an_abort_in_the_step_in_which_a_producer_finishes_wins() {
     let mut scheduler = Scheduler::new(CONFIG, 8);
-    scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce)).expect("accepted");
+    scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce { consumers: 1 })).expect("accepted");
     let plan = scheduler.schedule();
     assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), Some(Finished::FreeNow));
     assert_eq!(scheduler.commit(&plan[0], Some(9)), None, "a result that is late is a no-op");
@@ -236,7 +236,7 @@ proptest! {
                     next += 1;
                     let purpose = match kind {
                         0 => Purpose::Plain,
-                        1 => Purpose::Produce,
+                        1 => Purpose::Produce { consumers: 1 },
                         2 => consume(LoadFailurePolicy::Recompute),
                         _ => consume(LoadFailurePolicy::Fail),
                     };

@@ -3,8 +3,9 @@
 use std::sync::atomic::Ordering;
 use std::time::{Instant, SystemTime};
 
-use baton_connector::RequestId;
 use baton_connector::fetch::Fetch;
+use baton_connector::slice::Geometry;
+use baton_connector::{KvLayout, RequestId};
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
 use baton_openai::{ApiError, Endpoint, GenerateRequest, Input, Prompt};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
@@ -90,7 +91,7 @@ pub(super) fn admit(
     let seed = random_u64()?;
     let mut purpose = Some(match intent {
         Intent::Plain => Purpose::Plain,
-        Intent::Produce => Purpose::Produce,
+        Intent::Produce { consumers } => Purpose::Produce { consumers: *consumers },
         Intent::Consume(_) => Purpose::Consume(Fetch::new(frontend.load_failure)),
     });
     let mut submissions = Vec::with_capacity(sequences);
@@ -133,21 +134,27 @@ fn check_intent(
     };
     match intent {
         Intent::Plain => Ok(()),
-        Intent::Produce if frontend.role == Role::Decode => wrong_role("do_remote_decode"),
+        Intent::Produce { .. } if frontend.role == Role::Decode => wrong_role("do_remote_decode"),
         Intent::Consume(_) if frontend.role == Role::Prefill => wrong_role("do_remote_prefill"),
-        Intent::Produce | Intent::Consume(_) if prompts.len() != 1 => refuse(
+        Intent::Produce { .. } | Intent::Consume(_) if prompts.len() != 1 => refuse(
             "kv_unsupported",
             format!("a handoff is of one prompt, this request has {}", prompts.len()),
         ),
-        Intent::Produce if request.n != 1 => {
+        Intent::Produce { .. } if request.n != 1 => {
             refuse("kv_unsupported", format!("a handoff is of one sequence, `n` is {}", request.n))
         }
-        Intent::Produce => Ok(()),
+        Intent::Produce { .. } => Ok(()),
         Intent::Consume(handoff) => {
             let prompt = &prompts[0];
             if handoff.layout != frontend.fingerprint {
                 let message = "the producer's blocks have another layout or another model";
                 return refuse("kv_layout_mismatch", message.into());
+            }
+            let theirs = KvLayout { block_tokens: handoff.block_tokens, ..frontend.geometry.whole() };
+            let theirs = Geometry::new(theirs, handoff.ports.len());
+            if let Err(error) = theirs.and_then(|theirs| theirs.links(&frontend.geometry)) {
+                let message = format!("the producer's blocks cannot be used here: {error}");
+                return refuse("kv_layout_mismatch", message);
             }
             if handoff.tokens != prompt.len() || handoff.prompt != prompt_fingerprint(prompt) {
                 let (theirs, ours) = (handoff.tokens, prompt.len());

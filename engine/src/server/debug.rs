@@ -3,7 +3,6 @@
 
 use baton_connector::lease::State;
 use baton_connector::ledger::LeaseView;
-use baton_connector::transport::Producer;
 use baton_openai::ApiError;
 use hyper::body::Incoming;
 use hyper::{Request, StatusCode};

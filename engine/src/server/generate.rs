@@ -156,7 +156,7 @@ impl Exchange {
     ) -> Result<Self, ApiError> {
         let Admitted { mut submissions, events, prompts, handoff, seat } = admitted;
         let mut request = request;
-        if matches!(submissions[0].sequence.purpose, Purpose::Produce) {
+        if matches!(submissions[0].sequence.purpose, Purpose::Produce { .. }) {
             // Its text is of no interest, and its end must be waited for: that is where the handle comes from.
             request.stop.clear();
         }

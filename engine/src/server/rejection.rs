@@ -117,7 +117,7 @@ impl Cause {
 /// What `kv_transfer_params` asked for.
 pub(super) enum Intent {
     Plain,
-    Produce,
+    Produce { consumers: u16 },
     Consume(Box<Handoff>),
 }
 
@@ -153,8 +153,8 @@ impl Offer {
         };
         let handoff = match intent {
             None => return Self { intent: authorized.map(|()| Intent::Plain), guard: None },
-            Some(KvIntent::Produce) => {
-                return Self { intent: authorized.map(|()| Intent::Produce), guard: None };
+            Some(KvIntent::Produce { consumers }) => {
+                return Self { intent: authorized.map(|()| Intent::Produce { consumers }), guard: None };
             }
             Some(KvIntent::Consume(handoff)) => handoff,
         };

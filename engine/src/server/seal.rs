@@ -13,7 +13,7 @@ use serde_json::Value;
 const FIELD: &str = "remote_seal";
 
 /// Keeps these codes apart from the handshake's.
-const PURPOSE: &[u8] = b"baton handoff v1";
+const PURPOSE: &[u8] = b"baton handoff v2";
 
 /// A producer's reply: the handoff, sealed where there is a secret.
 pub(super) fn reply(secret: Option<&Secret>, handoff: &Handoff) -> Value {
@@ -32,11 +32,13 @@ pub(super) fn is_genuine(secret: &Secret, handoff: &Handoff, params: &Value) -> 
     seal.is_some_and(|seal| with_words(handoff, |words| secret.is_authentic(words, &seal)))
 }
 
-/// What a notice uses of a handoff. Only the last part has a length of its own.
+/// What a notice uses of a handoff. The number of ports comes before them, and only the last part has a length of its own.
 fn with_words<T>(handoff: &Handoff, act: impl FnOnce(&[&[u8]]) -> T) -> T {
     let (handle, epoch) = (handoff.handle.0.to_le_bytes(), handoff.epoch.0.to_le_bytes());
-    let port = handoff.port.to_le_bytes();
-    act(&[PURPOSE, &handle, &epoch, &port, handoff.host.as_bytes()])
+    let counts = [handoff.ports.len() as u64, handoff.block_tokens as u64, u64::from(handoff.consumers)];
+    let counts = counts.map(u64::to_le_bytes).concat();
+    let ports: Vec<u8> = handoff.ports.iter().flat_map(|port| port.to_le_bytes()).collect();
+    act(&[PURPOSE, &handle, &epoch, &counts, &ports, handoff.host.as_bytes()])
 }
 
 fn bytes(hex: &str) -> Option<[u8; 32]> {
@@ -68,13 +70,15 @@ mod tests {
             engine_id: "p".into(),
             request: RequestId::new("r").expect("an id"),
             host: "10.0.0.1".into(),
-            port: 5600,
+            ports: vec![5600, 5601],
             blocks: vec![BlockId(0)],
+            block_tokens: 16,
             tokens: 2,
             lease_left: Some(Duration::from_secs(1)),
             layout: 3,
             prompt: 4,
             cached: 0,
+            consumers: 2,
         };
         let sealed = reply(Some(&ours), &handoff);
         let Ok(Some(KvIntent::Consume(read))) = KvIntent::parse(&sealed) else { panic!("{sealed}") };
@@ -83,7 +87,9 @@ mod tests {
         assert!(!is_genuine(&ours, &read, &reply(None, &handoff)), "no seal");
         let elsewhere = [
             Handoff { host: "10.0.0.2".into(), ..handoff.clone() },
-            Handoff { port: 5601, ..handoff.clone() },
+            Handoff { ports: vec![5600, 5602], ..handoff.clone() },
+            Handoff { ports: vec![5600], ..handoff.clone() },
+            Handoff { consumers: 1, ..handoff.clone() },
             Handoff { handle: Handle(9), ..handoff.clone() },
             Handoff { epoch: Epoch(9), ..handoff.clone() },
         ];

@@ -31,6 +31,7 @@ const HOME_WITHIN: Duration = Duration::from_secs(20);
 pub(crate) struct Node {
     pub(crate) http: SocketAddr,
     pub(crate) side_channel: SocketAddr,
+    /// Memory of its first KV rank.
     pub(crate) region: Region,
     stop: CancellationToken,
     thread: Option<JoinHandle<()>>,
@@ -60,7 +61,7 @@ impl Node {
             let runtime = builder.worker_threads(1).enable_all().build().expect("a runtime");
             runtime.block_on(async move {
                 let engine = Engine::start(options, &mut |_| {}).expect("the engine starts");
-                let facts = (engine.http(), engine.side_channel(), engine.kv_region().clone());
+                let facts = (engine.http(), engine.side_channel(), engine.kv_regions()[0].clone());
                 started.send(facts).expect("the test waits");
                 engine.run(stopped).await.expect("the engine serves");
             });

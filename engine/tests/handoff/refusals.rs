@@ -49,9 +49,9 @@ fn a_handoff_of_another_model_is_refused_and_released() {
 }
 
 #[test]
-fn a_handoff_with_another_block_size_is_refused_and_released() {
+fn a_handoff_whose_blocks_cannot_be_cut_into_ours_is_refused_and_released() {
     let mut larger = options(LLAMA, Role::Decode);
-    larger.block_tokens = 16;
+    larger.block_tokens = 12;
     let (p, d) = (Node::start(options(LLAMA, Role::Prefill)), Node::start(larger));
     refused(&p, &d, &greedy(&prompt(1, 40), 8), Value::clone, 400);
 }
@@ -78,6 +78,7 @@ fn a_malformed_handoff_is_named_and_touches_nothing() {
         "remote_host",
         "remote_port",
         "remote_num_tokens",
+        "remote_block_size",
         "remote_handle",
         "remote_epoch",
         "remote_layout",
@@ -92,6 +93,12 @@ fn a_malformed_handoff_is_named_and_touches_nothing() {
         (with(&lent, "remote_block_ids", json!([[1, -2]])), "remote_block_ids"),
         (with(&lent, "remote_num_tokens", json!(0)), "remote_num_tokens"),
         (with(&lent, "remote_handle", json!("0x12")), "remote_handle"),
+        (with(&lent, "tp_size", json!(2)), "remote_rank_ports"),
+        (with(&lent, "tp_size", json!(65)), "tp_size"),
+        (with(&lent, "remote_rank_ports", json!([1, 2])), "remote_rank_ports"),
+        (with(&lent, "remote_rank_ports", json!([1])), "remote_rank_ports"),
+        (with(&lent, "remote_block_size", json!(4)), "remote_block_ids"),
+        (with(&lent, "remote_consumers", json!(17)), "remote_consumers"),
         (with(&lent, "remote_lease_left_ms", json!(-1)), "remote_lease_left_ms"),
     ];
     for field in needed {

@@ -166,9 +166,9 @@ fn refused(case: &str, p: &Member<'_>, d: &Member<'_>, request: &Request, cause:
 fn every_refusing_path_gives_the_lease_back_at_once() {
     let p = producer(None);
     let d = Node::start(options(LLAMA, Role::Decode));
-    let larger_blocks = {
+    let other_blocks = {
         let mut options = options(LLAMA, Role::Decode);
-        options.block_tokens = 16;
+        options.block_tokens = 12;
         Node::start(options)
     };
     let both = Node::start(options(LLAMA, Role::Prefill));
@@ -263,7 +263,7 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
             "prompt",
             Some((400, Some("kv_prompt_mismatch"))),
         ),
-        ("layout", &larger_blocks, Box::new(&good), "layout", Some((400, Some("kv_layout_mismatch")))),
+        ("layout", &other_blocks, Box::new(&good), "layout", Some((400, Some("kv_layout_mismatch")))),
         ("role", &both, Box::new(&good), "wrong_role", Some((400, Some("kv_wrong_role")))),
         (
             "rank",

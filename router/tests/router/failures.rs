@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use crate::client::{Client, completion, get, post};
-use crate::engine::{Act, FakeEngine, event};
+use crate::engine::{Act, FakeEngine, Seen, event};
 use crate::system::System;
 
 const HANDLE: u128 = 0xabc;
@@ -345,6 +345,25 @@ async fn where_decode_engines_may_not_prefill_a_spent_handoff_is_replaced_by_a_s
     p.wait("the release", |p| p.releases() == released("unusable_handoff")).await;
     system.settled().await;
     assert_eq!(p.asked().len(), 2);
+}
+
+#[tokio::test]
+async fn what_is_computed_anew_has_a_name_of_its_own_so_that_a_late_abort_cannot_end_it() {
+    let p = FakeEngine::scripted(vec![Act::Lend(Some(HANDLE)), Act::Lend(Some(7))]).await;
+    let broken = FakeEngine::scripted(vec![Act::Close, Act::Whole(5)]).await;
+    let gone = FakeEngine::scripted(vec![Act::Refuse(503, error("kv_gone")), Act::Whole(5)]).await;
+    let system = System::with(&[&p], &[&broken, &gone], "    fallback: none", "").await;
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    broken.wait("the abort of its first attempt", |d| d.aborts().len() == 1).await;
+    system.settled().await;
+    let named = |seen: &Seen| seen.headers["x-request-id"].to_str().expect("an id").to_owned();
+    let names: Vec<_> = p.asked().iter().map(named).collect();
+    assert_eq!(names.len(), 2);
+    assert_ne!(names[0], names[1]);
+    assert_eq!(broken.aborts(), [names[0].clone()]);
+    let of = |d: &FakeEngine, name: &String| d.asked().iter().filter(|seen| named(seen) == *name).count();
+    assert_eq!((of(&broken, &names[0]), of(&gone, &names[0])), (1, 1));
+    assert_eq!(of(&broken, &names[1]) + of(&gone, &names[1]), 1, "the second round has the second name");
 }
 
 #[tokio::test]

@@ -3,6 +3,8 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 
+use baton_connector::limits::LINKS_MAX;
+
 use super::*;
 
 fn handle() -> impl Strategy<Value = Handle> {
@@ -10,7 +12,9 @@ fn handle() -> impl Strategy<Value = Handle> {
 }
 
 fn reader() -> impl Strategy<Value = Reader> {
-    (any::<u64>(), any::<u16>()).prop_map(|(consumer, rank)| Reader { consumer, rank: Rank(rank) })
+    (any::<u64>(), 1..=LINKS_MAX as u16).prop_flat_map(|(consumer, of)| {
+        (0..of).prop_map(move |rank| Reader { consumer, of, rank: Rank(rank) })
+    })
 }
 
 fn text() -> impl Strategy<Value = Box<str>> {
@@ -21,6 +25,13 @@ fn request() -> impl Strategy<Value = Request> {
     prop_oneof![
         (handle(), reader(), any::<u32>(), any::<u32>())
             .prop_map(|(handle, reader, first, count)| Request::Read { handle, reader, first, count }),
+        (handle(), reader(), any::<(u32, u32)>(), any::<(u16, u16)>())
+            .prop_map(|(handle, reader, tokens, heads)| Request::Slice { handle, reader, tokens, heads }),
+        (handle(), any::<u64>(), text()).prop_map(|(handle, consumer, reason)| Request::Leave {
+            handle,
+            consumer,
+            reason
+        }),
         (handle(), reader()).prop_map(|(handle, reader)| Request::Done { handle, reader }),
         (handle(), reader()).prop_map(|(handle, reader)| Request::Failed { handle, reader }),
         (handle(), text()).prop_map(|(handle, reason)| Request::Release { handle, reason }),
@@ -31,7 +42,7 @@ fn request() -> impl Strategy<Value = Request> {
 fn reply() -> impl Strategy<Value = Reply> {
     let renewed = prop_oneof![Just(HeartbeatReply::Renewed), Just(HeartbeatReply::Gone)];
     prop_oneof![
-        (any::<u32>(), any::<u64>()).prop_map(|(blocks, block_bytes)| Reply::Granted { blocks, block_bytes }),
+        (any::<u32>(), any::<u64>()).prop_map(|(count, bytes)| Reply::Granted { count, bytes }),
         Just(Reply::Gone),
         Just(Reply::Complete),
         Just(Reply::Noted),
@@ -84,11 +95,25 @@ proptest! {
     ) {
         let frame = request.encode();
         let (header, payload) = split(&frame);
-        let fixed = matches!(request, Request::Read { .. } | Request::Done { .. } | Request::Failed { .. });
+        let fixed = !matches!(
+            request,
+            Request::Release { .. } | Request::Leave { .. } | Request::Heartbeat { .. }
+        );
         prop_assume!(fixed);
         let shorter = &payload[..payload.len().saturating_sub(cut)];
         prop_assert!(Request::decode(header.kind, shorter).is_err());
         prop_assert!(Request::decode(header.kind, &[payload, &more].concat()).is_err());
+    }
+}
+
+#[test]
+fn a_reader_that_is_not_one_of_its_own_number_is_an_error() {
+    let reader =
+        |rank, of| Request::Done { handle: Handle(1), reader: Reader { consumer: 2, of, rank: Rank(rank) } };
+    for (rank, of) in [(0, 0), (1, 1), (0, LINKS_MAX as u16 + 1), (u16::MAX, u16::MAX)] {
+        let frame = reader(rank, of).encode();
+        let (header, payload) = split(&frame);
+        assert_eq!(Request::decode(header.kind, payload), Err(WireError::Field(KIND_DONE)));
     }
 }
 

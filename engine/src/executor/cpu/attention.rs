@@ -54,12 +54,15 @@ pub(super) fn positions_per_unit(group: usize, context: usize) -> usize {
     (rows / group).max(1)
 }
 
-/// What a unit reads besides its queries.
+/// What a unit reads besides its queries: keys and values of one head of one sequence in one layer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cache<'a> {
+    /// Layout of a block in the rank that holds the head.
     pub(super) layout: &'a KvLayout,
     pub(super) layer: usize,
-    /// Start of each block of the sequence.
+    /// The head, as its rank counts its own.
+    pub(super) head: usize,
+    /// Start of each block of the sequence in that rank.
     pub(super) blocks: &'a [*mut u8],
 }
 
@@ -71,11 +74,11 @@ pub(super) enum Half {
 }
 
 impl Cache<'_> {
-    /// Address of one token's vector of one head.
-    fn vector(&self, half: Half, kv_head: usize, position: usize) -> *mut u8 {
+    /// Address of one token's vector.
+    fn vector(&self, half: Half, position: usize) -> *mut u8 {
         let layout = self.layout;
         let (block, slot) = (position / layout.block_tokens, position % layout.block_tokens);
-        let run = (self.layer * 2 + half as usize) * layout.kv_heads + kv_head;
+        let run = (self.layer * 2 + half as usize) * layout.kv_heads + self.head;
         let element = (run * layout.block_tokens + slot) * layout.head_dim;
         // SAFETY: layer, head and slot are inside the layout, so the offset is inside the block.
         unsafe { self.blocks[block].add(element * layout.dtype.bytes()) }
@@ -83,7 +86,7 @@ impl Cache<'_> {
 
     /// Requests the vectors of up to [`PANEL`] positions from `from`. Runs of one head are a block apart, which
     /// no hardware prefetcher follows; without this a decode step waits for memory at every block.
-    fn request(&self, half: Half, kv_head: usize, from: usize, context: usize) {
+    fn request(&self, half: Half, from: usize, context: usize) {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
@@ -92,7 +95,7 @@ impl Cache<'_> {
             while position < end {
                 let run =
                     (self.layout.block_tokens - position % self.layout.block_tokens).min(end - position);
-                let start = self.vector(half, kv_head, position).cast_const().cast::<i8>();
+                let start = self.vector(half, position).cast_const().cast::<i8>();
                 let bytes = run * self.layout.head_dim * self.layout.dtype.bytes();
                 for offset in (0..bytes).step_by(64) {
                     // SAFETY: a prefetch may point anywhere.
@@ -102,15 +105,15 @@ impl Cache<'_> {
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
-        let _ = (half, kv_head, from, context);
+        let _ = (half, from, context);
     }
 
-    /// Writes one token's vector of one head.
+    /// Writes one token's vector.
     ///
     /// # Safety
     /// Nobody else reads or writes this token's slot meanwhile.
-    pub(super) unsafe fn store(&self, half: Half, kv_head: usize, position: usize, vector: &[f32]) {
-        let to = self.vector(half, kv_head, position);
+    pub(super) unsafe fn store(&self, half: Half, position: usize, vector: &[f32]) {
+        let to = self.vector(half, position);
         // SAFETY: the slot has `head_dim` elements of the layout's type. Elements are written one by one as
         // blocks need not be aligned to more than the element.
         unsafe {
@@ -135,8 +138,8 @@ impl Cache<'_> {
     /// # Safety
     /// Nobody writes this token's slot meanwhile.
     #[inline(always)]
-    unsafe fn load(&self, half: Half, kv_head: usize, position: usize, mut each: impl FnMut(usize, f32)) {
-        let from = self.vector(half, kv_head, position).cast_const();
+    unsafe fn load(&self, half: Half, position: usize, mut each: impl FnMut(usize, f32)) {
+        let from = self.vector(half, position).cast_const();
         // SAFETY: the slot has `head_dim` elements of the layout's type.
         unsafe {
             match self.layout.dtype {
@@ -177,13 +180,12 @@ impl Shape {
     /// where its result goes. Both have `head_dim` values.
     ///
     /// # Safety
-    /// Keys and values of `kv_head` up to position `start + count - 1` are written, and nobody writes them
+    /// Keys and values of the head up to position `start + count - 1` are written, and nobody writes them
     /// meanwhile. `query` and `output` point to `head_dim` values, and the outputs belong to this unit alone.
     #[allow(clippy::too_many_arguments)] // the coordinates of one unit
     pub(super) unsafe fn attend(
         &self,
         cache: &Cache<'_>,
-        kv_head: usize,
         start: usize,
         count: usize,
         scratch: &mut Scratch,
@@ -209,7 +211,7 @@ impl Shape {
         }
         // SAFETY: the caller vouches for the keys and values; the buffers have just been sized.
         unsafe {
-            self.scores(cache, kv_head, context, rows, score_stride, scratch, visible);
+            self.scores(cache, context, rows, score_stride, scratch, visible);
             for row in 0..rows {
                 let scores = &mut scratch.scores[row * score_stride..][..context];
                 let (seen, later) = scores.split_at_mut(visible(row));
@@ -217,7 +219,7 @@ impl Shape {
                 // Later rows of the same tile multiply these keys; for this row they weigh nothing.
                 later.fill(0.0);
             }
-            self.values(cache, kv_head, context, rows, score_stride, scratch, visible);
+            self.values(cache, context, rows, score_stride, scratch, visible);
         }
         for row in 0..rows {
             // SAFETY: the output has `dim` values and belongs to this unit.
@@ -232,7 +234,6 @@ impl Shape {
     unsafe fn scores(
         &self,
         cache: &Cache<'_>,
-        kv_head: usize,
         context: usize,
         rows: usize,
         score_stride: usize,
@@ -240,16 +241,16 @@ impl Shape {
         visible: impl Fn(usize) -> usize,
     ) {
         let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
-        cache.request(Half::Keys, kv_head, 0, context);
+        cache.request(Half::Keys, 0, context);
         for from in (0..context).step_by(PANEL) {
             let keys = PANEL.min(context - from);
             if from + PANEL < context {
-                cache.request(Half::Keys, kv_head, from + PANEL, context);
+                cache.request(Half::Keys, from + PANEL, context);
             } else {
-                cache.request(Half::Values, kv_head, 0, context);
+                cache.request(Half::Values, 0, context);
             }
             // SAFETY: the caller vouches for positions below `context`.
-            unsafe { transpose_keys(self.isa, cache, kv_head, from, keys, &mut scratch.keys) };
+            unsafe { transpose_keys(self.isa, cache, from, keys, &mut scratch.keys) };
             for row in (0..rows).step_by(step) {
                 let now = step.min(rows - row);
                 if visible(row + now - 1) <= from {
@@ -277,7 +278,6 @@ impl Shape {
     unsafe fn values(
         &self,
         cache: &Cache<'_>,
-        kv_head: usize,
         context: usize,
         rows: usize,
         score_stride: usize,
@@ -293,20 +293,15 @@ impl Shape {
         for from in (0..context).step_by(block_tokens) {
             let tokens = block_tokens.min(context - from);
             if from + PANEL < context {
-                cache.request(
-                    Half::Values,
-                    kv_head,
-                    from + PANEL,
-                    (from + PANEL + block_tokens).min(context),
-                );
+                cache.request(Half::Values, from + PANEL, (from + PANEL + block_tokens).min(context));
             }
             let values: *const f32 = if in_place {
-                cache.vector(Half::Values, kv_head, from).cast_const().cast()
+                cache.vector(Half::Values, from).cast_const().cast()
             } else {
                 for token in 0..tokens {
                     let row = &mut scratch.values[token * padded_dim..][..padded_dim];
                     // SAFETY: the caller vouches for positions below `context`.
-                    unsafe { cache.load(Half::Values, kv_head, from + token, |i, value| row[i] = value) };
+                    unsafe { cache.load(Half::Values, from + token, |i, value| row[i] = value) };
                 }
                 scratch.values.as_ptr()
             };
@@ -341,20 +336,12 @@ impl Shape {
 ///
 /// # Safety
 /// The positions are written, and nobody writes them meanwhile.
-unsafe fn transpose_keys(
-    isa: Isa,
-    cache: &Cache<'_>,
-    kv_head: usize,
-    from: usize,
-    count: usize,
-    keys: &mut [f32],
-) {
+unsafe fn transpose_keys(isa: Isa, cache: &Cache<'_>, from: usize, count: usize, keys: &mut [f32]) {
     let mut first = 0;
     #[cfg(target_arch = "x86_64")]
     if isa == Isa::Avx512 && cache.layout.dtype == KvDtype::F32 && cache.layout.head_dim.is_multiple_of(16) {
         while first + 16 <= count {
-            let row =
-                |key: usize| cache.vector(Half::Keys, kv_head, from + first + key).cast_const().cast::<f32>();
+            let row = |key: usize| cache.vector(Half::Keys, from + first + key).cast_const().cast::<f32>();
             let rows: [*const f32; 16] = std::array::from_fn(row);
             for element in (0..cache.layout.head_dim).step_by(16) {
                 // SAFETY: each key has `head_dim` elements, and `keys` has a row of PANEL for each of them.
@@ -367,7 +354,7 @@ unsafe fn transpose_keys(
     let _ = isa;
     for key in first..count {
         // SAFETY: the caller's contract.
-        unsafe { cache.load(Half::Keys, kv_head, from + key, |i, value| keys[i * PANEL + key] = value) };
+        unsafe { cache.load(Half::Keys, from + key, |i, value| keys[i * PANEL + key] = value) };
     }
     if count < PANEL {
         for column in keys.chunks_exact_mut(PANEL).take(cache.layout.head_dim) {

@@ -45,10 +45,13 @@ struct Row {
 struct Seq {
     first_row: usize,
     start: usize,
+    /// Blocks of its table.
+    table: usize,
+    /// Start of each, rank by rank.
     blocks: Vec<*mut u8>,
 }
 
-// SAFETY: the pointers are into the region, which outlives the plan; rows and units that the members claim
+// SAFETY: the pointers are into the regions, which outlive the plan; rows and units that the members claim
 // say which of their slots they touch.
 unsafe impl Sync for Plan {}
 
@@ -56,7 +59,7 @@ impl Plan {
     pub(super) fn new(
         batch: &[SeqStep<'_>],
         layout: &KvLayout,
-        region: &Region,
+        regions: &[Region],
         config: &ModelConfig,
         members: usize,
     ) -> Self {
@@ -85,8 +88,11 @@ impl Plan {
                 LogitsWanted::Last => plan.wanted.push(first_row + count - 1),
                 LogitsWanted::All => plan.wanted.extend(first_row..first_row + count),
             }
-            let blocks = step.block_table.iter().map(|block| region.block_ptr(*block)).collect();
-            plan.seqs.push(Seq { first_row, start: step.start, blocks });
+            let in_rank = |region: &Region| {
+                step.block_table.iter().map(|block| region.block_ptr(*block)).collect::<Vec<_>>()
+            };
+            let blocks = regions.iter().flat_map(in_rank).collect();
+            plan.seqs.push(Seq { first_row, start: step.start, table: step.block_table.len(), blocks });
             // A long prompt is cut finely enough that every member gets several units.
             let fair = (count * config.kv_heads).div_ceil(4 * members).max(1);
             let run = positions_per_unit(group, end).min(fair.next_multiple_of(4));
@@ -200,7 +206,8 @@ impl MemberScratch {
 /// Everything the phases share.
 struct Step<'a> {
     network: &'a Network,
-    layout: &'a KvLayout,
+    /// Layout of a block in one rank.
+    shard: &'a KvLayout,
     isa: Isa,
     plan: &'a Plan,
     members: usize,
@@ -219,7 +226,7 @@ struct Step<'a> {
 #[allow(clippy::too_many_arguments)] // the parts of one executor, borrowed apart
 pub(super) fn run(
     network: &Network,
-    layout: &KvLayout,
+    shard: &KvLayout,
     isa: Isa,
     plan: &Plan,
     activations: &mut Activations,
@@ -229,7 +236,7 @@ pub(super) fn run(
 ) -> Result<(), JobPanicked> {
     let step = Step {
         network,
-        layout,
+        shard,
         isa,
         plan,
         members: team.size(),
@@ -351,12 +358,12 @@ impl Step<'_> {
                     vector::rotate(self.isa, head, cos, sin);
                 }
             }
-            let cache = self.cache(row.seq, layer_index);
             for head in 0..config.kv_heads {
+                let cache = self.cache(row.seq, layer_index, head);
                 // SAFETY: a row's position has its own slot, in blocks that this step may write.
                 unsafe {
-                    cache.store(Half::Keys, head, row.position, &keys[head * dim..][..dim]);
-                    cache.store(Half::Values, head, row.position, &values[head * dim..][..dim]);
+                    cache.store(Half::Keys, row.position, &keys[head * dim..][..dim]);
+                    cache.store(Half::Values, row.position, &values[head * dim..][..dim]);
                 }
             }
         });
@@ -380,8 +387,7 @@ impl Step<'_> {
             // the phase before; rows and heads of a unit are its own.
             unsafe {
                 shape.attend(
-                    &self.cache(unit.seq, layer),
-                    unit.kv_head,
+                    &self.cache(unit.seq, layer, unit.kv_head),
                     seq.start + unit.first,
                     unit.count,
                     &mut scratch.attention,
@@ -469,7 +475,10 @@ impl Step<'_> {
         member.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
     }
 
-    fn cache(&self, seq: usize, layer: usize) -> Cache<'_> {
-        Cache { layout: self.layout, layer, blocks: &self.plan.seqs[seq].blocks }
+    /// Keys and values of one of the model's KV heads.
+    fn cache(&self, seq: usize, layer: usize, kv_head: usize) -> Cache<'_> {
+        let (seq, heads) = (&self.plan.seqs[seq], self.shard.kv_heads);
+        let blocks = &seq.blocks[kv_head / heads * seq.table..][..seq.table];
+        Cache { layout: self.shard, layer, head: kv_head % heads, blocks }
     }
 }

@@ -69,6 +69,13 @@ fn chunks_threads_blocks_and_instruction_sets_change_no_bit() {
                 in_chunks(&mut executor(&config, |options| options.block_tokens = block_tokens), &prompt, 20);
             assert!(other == whole, "{family} in blocks of {block_tokens}");
         }
+        for (kv_ranks, block_tokens) in [(1, 32), (2, 8), (2, 16)] {
+            let change = |options: &mut CpuOptions| {
+                (options.kv_ranks, options.block_tokens) = (kv_ranks, block_tokens);
+            };
+            let other = in_chunks(&mut executor(&config, change), &prompt, 20);
+            assert!(other == whole, "{family} in {kv_ranks} ranks and blocks of {block_tokens}");
+        }
         for isa in Isa::available() {
             let other = in_chunks(&mut executor(&config, |options| options.isa = isa), &prompt, 20);
             assert!(other == whole, "{family} on {isa:?}");

@@ -1,0 +1,236 @@
+//! What a lease promises, one by one and under every order of events.
+
+use super::*;
+
+const A: Reader = Reader::sole(1);
+const B: Reader = Reader::sole(2);
+
+/// Link `rank` of a consumer that has two.
+const fn link(consumer: u64, rank: u16) -> Reader {
+    Reader { consumer, of: 2, rank: Rank(rank) }
+}
+
+fn lease(expected: usize) -> Lease {
+    Lease::open(LeaseTerms::default(), expected, Time::ZERO)
+}
+
+#[test]
+fn an_offered_lease_that_is_released_gives_its_blocks_back_in_the_same_step() {
+    let step = lease(1).apply(Event::Release, Time(1));
+    assert_eq!(step, Step { reply: Reply::Released, closed: Some(Cause::Released) });
+}
+
+#[test]
+fn a_release_during_a_read_waits_for_the_reader() {
+    let mut lease = lease(1);
+    lease.apply(Event::ReadBegun(A), Time(1));
+    assert_eq!(lease.apply(Event::Release, Time(2)).closed, None);
+    assert_eq!(lease.apply(Event::ReadBegun(B), Time(3)).reply, Reply::Gone);
+    let last = lease.apply(Event::ReadDone(A), Time(4));
+    assert_eq!(last, Step { reply: Reply::Valid, closed: Some(Cause::Fetched) });
+}
+
+#[test]
+fn a_repeated_acknowledgement_is_one_reader() {
+    let mut lease = lease(2);
+    for _ in 0..3 {
+        lease.apply(Event::ReadBegun(A), Time(1));
+        assert_eq!(lease.apply(Event::ReadDone(A), Time(1)), Step { reply: Reply::Valid, closed: None });
+    }
+    lease.apply(Event::ReadBegun(B), Time(2));
+    assert_eq!(lease.apply(Event::ReadDone(B), Time(2)).closed, Some(Cause::Fetched));
+    assert_eq!(
+        lease.apply(Event::ReadDone(A), Time(3)).reply,
+        Reply::Valid,
+        "it was checked when it was live"
+    );
+}
+
+#[test]
+fn a_failed_read_leaves_the_lease_for_another_engine() {
+    let mut lease = lease(1);
+    lease.apply(Event::ReadBegun(A), Time(1));
+    lease.apply(Event::ReadFailed(A), Time(2));
+    assert_eq!(lease.state(), State::Offered);
+    assert_eq!(lease.apply(Event::ReadDone(A), Time(3)).reply, Reply::Gone);
+    lease.apply(Event::ReadBegun(B), Time(4));
+    assert_eq!(lease.apply(Event::ReadDone(B), Time(5)).closed, Some(Cause::Fetched));
+}
+
+#[test]
+fn a_heartbeat_moves_the_expiry_forward_only_and_never_wakes_the_dead() {
+    let mut lease = lease(1);
+    lease.apply(Event::Heartbeat, Time(1));
+    assert_eq!(
+        lease.deadline(),
+        Some(Time::ZERO.after(KV_LEASE_DURATION)),
+        "20 s from now is earlier than 30 s"
+    );
+    let late = Time::ZERO.after(Duration::from_secs(29));
+    lease.apply(Event::Heartbeat, late);
+    assert_eq!(lease.deadline(), Some(late.after(Duration::from_secs(20))));
+    let after = Time::ZERO.after(Duration::from_secs(49));
+    let step = lease.apply(Event::Heartbeat, after);
+    assert_eq!(step, Step { reply: Reply::Gone, closed: Some(Cause::Expired) });
+}
+
+#[test]
+fn a_stuck_reader_cannot_hold_blocks_past_the_drain_deadline() {
+    let mut lease = lease(1);
+    lease.apply(Event::ReadBegun(A), Time(1));
+    let expired = Time::ZERO.after(KV_LEASE_DURATION);
+    assert_eq!(lease.apply(Event::Tick, expired).closed, None);
+    assert_eq!(lease.state(), State::Draining(Cause::Expired));
+    let deadline = expired.after(DRAIN_DEADLINE);
+    assert_eq!(lease.apply(Event::Tick, deadline).closed, Some(Cause::Expired));
+    assert!(!lease.serves(A));
+    assert_eq!(lease.apply(Event::ReadDone(A), deadline).reply, Reply::Gone, "its bytes may be stale");
+}
+
+#[test]
+fn a_consumer_of_two_links_has_everything_when_both_are_done_however_often_one_of_them_says_so() {
+    let mut lease = lease(1);
+    for _ in 0..3 {
+        lease.apply(Event::ReadBegun(link(1, 0)), Time(1));
+        let done = lease.apply(Event::ReadDone(link(1, 0)), Time(2));
+        assert_eq!(done, Step { reply: Reply::Valid, closed: None });
+    }
+    assert_eq!((lease.progress(), lease.state()), ((1, 2), State::Offered));
+    lease.apply(Event::ReadBegun(link(1, 1)), Time(3));
+    assert_eq!(lease.apply(Event::ReadDone(link(1, 1)), Time(4)).closed, Some(Cause::Fetched));
+    assert_eq!(lease.progress(), (2, 2));
+}
+
+#[test]
+fn links_of_two_consumers_do_not_make_one() {
+    let mut lease = lease(1);
+    for reader in [link(1, 0), link(2, 1)] {
+        lease.apply(Event::ReadBegun(reader), Time(1));
+        assert_eq!(lease.apply(Event::ReadDone(reader), Time(1)).closed, None);
+    }
+    // The first has failed with its other link. The second makes up for it.
+    lease.apply(Event::ReadBegun(link(1, 1)), Time(2));
+    assert_eq!(lease.apply(Event::ReadFailed(link(1, 1)), Time(2)).closed, None);
+    lease.apply(Event::ReadBegun(link(2, 0)), Time(3));
+    assert_eq!(lease.apply(Event::ReadDone(link(2, 0)), Time(3)).closed, Some(Cause::Fetched));
+    assert_eq!(lease.progress(), (2, 2));
+}
+
+#[test]
+fn one_consumer_that_leaves_takes_nothing_from_the_others() {
+    let mut lease = lease(3);
+    assert_eq!(lease.progress(), (0, 3));
+    assert_eq!(lease.apply(Event::Leave(1), Time(1)).reply, Reply::Draining);
+    assert_eq!(lease.apply(Event::Leave(1), Time(1)).reply, Reply::Already);
+    assert_eq!(lease.apply(Event::ReadBegun(A), Time(1)).reply, Reply::Gone, "it has left");
+    for reader in [link(2, 0), link(2, 1), link(3, 0)] {
+        lease.apply(Event::ReadBegun(reader), Time(2));
+        assert_eq!(lease.apply(Event::ReadDone(reader), Time(2)).reply, Reply::Valid);
+    }
+    assert_eq!(lease.apply(Event::Leave(2), Time(2)).reply, Reply::Already, "it has everything");
+    let last = lease.apply(Event::Leave(3), Time(3));
+    assert_eq!(last, Step { reply: Reply::Released, closed: Some(Cause::Released) });
+    assert_eq!(lease.progress(), (3, 5));
+}
+
+#[test]
+fn a_consumer_that_leaves_in_mid_read_is_waited_for() {
+    let mut lease = lease(2);
+    lease.apply(Event::ReadBegun(A), Time(1));
+    assert_eq!(lease.apply(Event::Leave(1), Time(1)).closed, None);
+    assert_eq!(lease.apply(Event::Leave(2), Time(1)).closed, None, "bytes of the first may be on their way");
+    assert_eq!(lease.apply(Event::ReadFailed(A), Time(2)).closed, Some(Cause::Released));
+}
+
+#[test]
+fn a_lease_keeps_a_bounded_number_of_readers_in_mind() {
+    let mut lease = lease(1);
+    for consumer in 0..READERS_MAX as u64 {
+        lease.apply(Event::ReadBegun(link(consumer, 0)), Time(1));
+        lease.apply(Event::ReadDone(link(consumer, 0)), Time(1));
+    }
+    assert_eq!(lease.apply(Event::ReadBegun(link(u64::MAX, 0)), Time(1)).reply, Reply::Busy);
+    assert_eq!(lease.apply(Event::ReadBegun(link(5, 0)), Time(1)).reply, Reply::Granted, "it is known");
+    for consumer in 0..100 {
+        lease.apply(Event::Leave(consumer), Time(1));
+    }
+    assert!(lease.left.len() <= CONSUMERS_MAX);
+}
+
+/// Every order of six events out of ten kinds (two readers, two clock jumps): a million runs.
+#[test]
+fn blocks_are_released_exactly_once_whatever_the_network_does() {
+    let runs = every_order(&[A, B], &[], 6);
+    assert_eq!(runs, 1_000_000);
+}
+
+/// Every order of five events out of eighteen kinds (two consumers with two links each, which may also leave):
+/// 1.9 million runs.
+#[test]
+fn blocks_are_released_exactly_once_whatever_two_consumers_of_two_links_do() {
+    let runs = every_order(&[link(1, 0), link(1, 1), link(2, 0), link(2, 1)], &[1, 2], 5);
+    assert_eq!(runs, 1_889_568);
+}
+
+fn every_order(readers: &[Reader], leavers: &[u64], length: usize) -> u64 {
+    let mut events = vec![(Event::Heartbeat, 1), (Event::Release, 1), (Event::Tick, 6), (Event::Tick, 31)];
+    for &reader in readers {
+        events.push((Event::ReadBegun(reader), 1));
+        events.push((Event::ReadDone(reader), 1));
+        events.push((Event::ReadFailed(reader), 1));
+    }
+    events.extend(leavers.iter().map(|&consumer| (Event::Leave(consumer), 1)));
+    let mut runs = 0_u64;
+    let mut order = vec![0_usize; length];
+    loop {
+        run(&events, &order);
+        runs += 1;
+        let Some(digit) = order.iter().position(|&d| d + 1 < events.len()) else {
+            return runs;
+        };
+        order[digit] += 1;
+        order[..digit].fill(0);
+    }
+}
+
+fn run(events: &[(Event, u64)], order: &[usize]) {
+    let mut lease = lease(2);
+    let (mut now, mut closings) = (Time::ZERO, 0);
+    let mut valid_before_close = BTreeSet::new();
+    for &i in order {
+        let (event, seconds) = events[i];
+        now = now.after(Duration::from_secs(seconds));
+        let step = lease.apply(event, now);
+        closings += usize::from(step.closed.is_some());
+        let over = matches!(lease.state(), State::Closed(_));
+        assert_eq!(closings == 1, over, "blocks go back when, and only when, the lease closes");
+        if let Event::ReadDone(reader) = event {
+            if step.reply == Reply::Valid && (!over || step.closed.is_some()) {
+                valid_before_close.insert(reader);
+            }
+            let known = valid_before_close.contains(&reader);
+            assert_eq!(
+                step.reply == Reply::Valid,
+                known,
+                "valid only for a reader that was checked while live"
+            );
+        }
+        if let (Event::ReadBegun(reader), Reply::Granted) = (event, step.reply) {
+            assert!(lease.serves(reader));
+        }
+        if step.closed == Some(Cause::Fetched) {
+            let complete = |consumer| {
+                let mut of_it = valid_before_close.iter().filter(|reader| reader.consumer == consumer);
+                of_it.next().is_some_and(|first| 1 + of_it.count() == usize::from(first.of))
+            };
+            assert!(complete(1) && complete(2), "fetched by every link of every consumer");
+        }
+        let (done, of) = lease.progress();
+        assert!(done <= of && of >= 2);
+    }
+    for wait in [31, 6] {
+        now = now.after(Duration::from_secs(wait));
+        closings += usize::from(lease.apply(Event::Tick, now).closed.is_some());
+    }
+    assert_eq!(closings, 1, "no lease outlives its expiry and its drain");
+}
