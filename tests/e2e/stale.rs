@@ -100,7 +100,7 @@ impl Stage {
     fn ends_well(&self, reply: &Reply) {
         let body = reply.json();
         if self.fails {
-            assert_eq!((reply.status, &body["error"]["code"]), (503, &json!("kv_load_failed")), "{body}");
+            assert_eq!((reply.status, &body["error"]["code"]), (503, &json!("kv_gone")), "{body}");
         } else {
             assert_eq!(reply.status, 200, "{body}");
             assert_eq!(body["choices"], self.truth, "a wrong text");
