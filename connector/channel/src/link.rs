@@ -14,6 +14,15 @@ use crate::scatter::Spans;
 /// Longest single wait: a raised stop flag is seen at the latest after this.
 pub const SLICE: Duration = Duration::from_millis(40);
 
+/// How long a read may take, however steadily its bytes trickle in: six silences (with the defaults a lease's
+/// length), and the time of the slowest network worth waiting for.
+#[must_use]
+pub fn longest_read(silence: Duration, bytes: usize) -> Duration {
+    /// Bytes per second.
+    const SLOWEST: u64 = 1 << 20;
+    silence * 6 + Duration::from_secs(bytes as u64 / SLOWEST)
+}
+
 /// Why nothing more can be moved over a link.
 #[derive(Debug, thiserror::Error)]
 pub enum LinkError {

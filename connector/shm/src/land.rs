@@ -79,16 +79,20 @@ impl Reach for Shm {
         stop: &StopFlag,
     ) -> Result<Result<(), TransportError>, LinkError> {
         let (link, mapping) = (&mut connection.link, &*connection.kept.0);
-        // Blocks of the producer that are read, and the size they must have.
-        let (count, block_bytes) = match &order.part {
-            Part::Blocks { .. } => (order.into.len(), region.block_bytes()),
-            Part::Slice(slice) => (slice.cut.entries(&slice.producer).len(), slice.producer.block_bytes()),
+        // Blocks of the producer that are read, and the sizes that both sides' blocks must have.
+        let (count, theirs, ours) = match &order.part {
+            Part::Blocks { .. } => (order.into.len(), region.block_bytes(), region.block_bytes()),
+            Part::Slice(slice) => {
+                let count = slice.cut.entries(&slice.producer).len();
+                (count, slice.producer.block_bytes(), slice.consumer.block_bytes())
+            }
         };
-        if mapping.pool().block_bytes != block_bytes as u64 {
+        if mapping.pool().block_bytes != theirs as u64 || region.block_bytes() != ours {
             return Err(LinkError::Unexpected);
         }
-        let until = Until::stopped(stop);
-        let per_batch = batch_blocks(block_bytes);
+        let allowed = link::longest_read(link.silence(), order.bytes(region.block_bytes()));
+        let until = Until::deadline(stop, Instant::now() + allowed);
+        let per_batch = batch_blocks(theirs);
         let batches = count.div_ceil(per_batch);
         let mut payload = Vec::new();
         for (at, first) in (0..count).step_by(per_batch).enumerate() {
@@ -180,9 +184,10 @@ fn copy_piece(
 
 fn copy(run: Option<(*const u8, *mut u8, usize)>) {
     if let Some((from, into, bytes)) = run {
-        // SAFETY: blocks, or runs inside a block, of the mapping and of the region, both checked and both alive; they are different
-        // mappings, so they do not overlap in addresses (a consumer of its own blocks lands elsewhere in its
-        // pool). The landing blocks are nobody else's until the read is over (invariant 3). The source is leased:
+        // SAFETY: blocks, or runs inside a block, of the mapping and of the region, both alive: the numbers of the
+        // blocks and their sizes were checked, and the runs of a slice that was checked stay inside blocks of its
+        // layouts. They are different mappings, so they do not overlap in addresses (a consumer of its own blocks
+        // lands elsewhere in its pool). The landing blocks are nobody else's until the read is over (invariant 3). The source is leased:
         // if it is written all the same, because the lease has ended, the bytes are torn, and the verdict keeps
         // them from being used; they are plain bytes, so no value of them is invalid.
         unsafe { std::ptr::copy_nonoverlapping(from, into, bytes) };

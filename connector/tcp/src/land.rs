@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, ReadOrder, StopFlag, TransportError};
@@ -73,7 +73,7 @@ impl Reach for Tcp {
         stop: &StopFlag,
     ) -> Result<Result<(), TransportError>, LinkError> {
         let link = &mut connection.link;
-        let allowed = longest_read(link.silence(), order.into.len() * region.block_bytes());
+        let allowed = link::longest_read(link.silence(), order.bytes(region.block_bytes()));
         let until = Until::deadline(stop, Instant::now() + allowed);
         let mut header = [0; HEADER_BYTES];
         link.receive(&mut header, until)?;
@@ -95,14 +95,6 @@ impl Reach for Tcp {
         }
         last_word(header)
     }
-}
-
-/// How long a read may take, however steadily its bytes trickle in: six silences (with the defaults a lease's length), and
-/// the time of the slowest network worth waiting for.
-fn longest_read(silence: Duration, bytes: usize) -> Duration {
-    /// Bytes per second.
-    const SLOWEST: u64 = 1 << 20;
-    silence * 6 + Duration::from_secs(bytes as u64 / SLOWEST)
 }
 
 /// What a producer says instead of a batch, or after the last one.

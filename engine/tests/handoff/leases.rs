@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use baton_engine::server::Role;
 use serde_json::json;
 
-use super::cluster::{LLAMA, Node, fresh_id, greedy, options, prompt, same_choices};
+use super::cluster::{BLOCK, LLAMA, Node, fresh_id, greedy, options, prompt, same_choices};
 
 const LEASE: Duration = Duration::from_millis(500);
 
@@ -38,6 +38,55 @@ fn a_busy_decode_engine_keeps_a_short_lease_alive_while_the_request_waits() {
     for node in [&p, &d, &one] {
         node.is_clean();
     }
+}
+
+#[test]
+fn a_handoff_that_has_waited_for_sixteen_leases_is_given_up_and_computed_again() {
+    let mut short = options(LLAMA, Role::Prefill);
+    short.kv_lease_duration = Duration::from_millis(100);
+    let mut slow = options(LLAMA, Role::Decode);
+    (slow.max_num_seqs, slow.pace) = (1, Some(Duration::from_millis(60)));
+    let (p, d, one) = (Node::start(short), Node::start(slow), Node::start(options(LLAMA, Role::Both)));
+    let body = greedy(&prompt(1, 45), 4);
+    thread::scope(|scope| {
+        let busy = scope.spawn(|| d.generate(&fresh_id(), &greedy(&prompt(2, 10), 90)).ok());
+        d.wait_until("the engine is not busy", |kv| kv["requests"]["running"] == 1);
+        let lent = p.lend(&body);
+        let (d, body) = (&d, &body);
+        let waits = scope.spawn(move || d.decode(body, &lent).ok());
+        // Long before the engine has room.
+        p.is_home();
+        assert_eq!(d.kv()["requests"]["running"], 1, "it had room before");
+        same_choices(&waits.join().expect("an answer"), &one.generate(&fresh_id(), body).ok());
+        busy.join().expect("an answer");
+    });
+    assert_eq!(d.metric("baton_kv_load_failures_total"), 1.0);
+    assert_eq!(p.metric("vllm:nixl_num_kv_expired_reqs"), 0.0, "it was released, not left to time");
+}
+
+/// All blocks are lent to requests that wait for blocks. Found by the simulator.
+#[test]
+fn an_engine_that_waits_for_its_own_leases_gives_one_up() {
+    let mut tight = options(LLAMA, Role::Both);
+    tight.kv_blocks = Some(6);
+    let (tight, one) = (Node::start(tight), Node::start(options(LLAMA, Role::Both)));
+    let bodies = [1, 2].map(|seed| greedy(&prompt(seed, 3 * BLOCK - 3), 4));
+    let lent = bodies.each_ref().map(|body| tight.lend(body));
+    assert_eq!(tight.kv()["blocks"]["leased"], 6, "no block is left");
+    thread::scope(|scope| {
+        let calls: Vec<_> = (0..2)
+            .map(|n| {
+                let (tight, body, lent) = (&tight, &bodies[n], &lent[n]);
+                scope.spawn(move || tight.decode(body, lent).ok())
+            })
+            .collect();
+        for (call, body) in calls.into_iter().zip(&bodies) {
+            let reply = call.join().expect("an answer");
+            same_choices(&reply, &one.generate(&fresh_id(), body).ok());
+        }
+    });
+    assert!(tight.metric("baton_kv_load_failures_total") > 0.0, "nothing was given up");
+    tight.is_home();
 }
 
 #[test]
