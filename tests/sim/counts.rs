@@ -26,6 +26,7 @@ counts! {
     partitioned_one_way: "fault: partition, one way",
     lost: "fault: message lost",
     delayed: "fault: message delayed",
+    reordered: "fault: message overtaken on another connection",
     duplicated: "fault: message duplicated",
     drifting: "fault: clock drift",
     slow_reads: "fault: slow reader",

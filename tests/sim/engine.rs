@@ -248,7 +248,7 @@ impl Engine {
             local: 0,
             ledger: Ledger::new(terms),
             todo: Vec::new(),
-            workers: Workers::new(Arc::clone(&self.disk)),
+            workers: Workers::new(Arc::clone(&self.disk), setup.mutation),
             address: ProducerAddress {
                 engine_id: EngineId(format!("e{}", self.index).into()),
                 host: format!("10.0.0.{}", self.index),

@@ -56,7 +56,7 @@ const SEEDS: u64 = 10_000;
 /// Violations after which a run stops.
 const VIOLATIONS_MAX: usize = 20;
 /// Within so many seeds each planted fault must have been found.
-const MUTATION_SEEDS: u64 = 20_000;
+const MUTATION_SEEDS: u64 = 50_000;
 
 pub fn say(line: &str) {
     // Whoever reads this may have left.

@@ -5,7 +5,7 @@
 //! repetition is harmless by contract may be delivered twice, the second time over a connection whose answers nobody
 //! hears. Processes on one host (shared memory) have no network between them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::dice::Dice;
 use crate::sim::{Event, Micros, Sim};
@@ -91,11 +91,20 @@ pub struct Net {
     /// From here nothing reaches there.
     cut: BTreeSet<(Node, Node)>,
     held: Vec<(ConnId, Side, Parcel)>,
+    /// When the latest parcel between two processes arrives.
+    latest: BTreeMap<(Node, Node), Micros>,
 }
 
 impl Net {
     pub fn new(seed: u64, weather: Weather) -> Self {
-        Self { conns: Vec::new(), weather, dice: Dice::new(seed, 3), cut: BTreeSet::new(), held: Vec::new() }
+        Self {
+            conns: Vec::new(),
+            weather,
+            dice: Dice::new(seed, 3),
+            cut: BTreeSet::new(),
+            held: Vec::new(),
+            latest: BTreeMap::new(),
+        }
     }
 }
 
@@ -174,6 +183,9 @@ impl Sim {
         let end = &mut self.net.conns[conn.0].ends[to as usize];
         let at = (self.now + delay).max(end.latest + 1);
         end.latest = at;
+        let latest = self.net.latest.entry((from_node, to_node)).or_default();
+        self.counts.reordered += u64::from(at < *latest);
+        *latest = at.max(*latest);
         self.at(at, Event::Arrives(conn, to, parcel));
     }
 

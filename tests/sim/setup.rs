@@ -87,10 +87,16 @@ pub enum Mutation {
     ReleaseDoesNotDrain,
     /// Leases do not expire (vLLM #20139).
     NoExpiry,
+    /// A tier's file is believed without a look at its checksum.
+    DamageBelieved,
+    /// A tier's worker goes on with a load that was revoked: the commitment point is not kept (Dynamo #6681).
+    RevokedLoadWrites,
 }
 
 impl Mutation {
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 7] = [
+        Self::DamageBelieved,
+        Self::RevokedLoadWrites,
         Self::VerdictNotAsked,
         Self::ReleasesNotSent,
         Self::GivenBackTwice,
@@ -102,7 +108,8 @@ impl Mutation {
     pub fn shows_as(self) -> &'static [&'static str] {
         match self {
             Self::None => &[],
-            Self::VerdictNotAsked => &["stale KV", "wrong text"],
+            Self::VerdictNotAsked | Self::DamageBelieved => &["stale KV", "wrong text"],
+            Self::RevokedLoadWrites => &["I3", "wrong text"],
             Self::ReleaseDoesNotDrain => &["stale KV", "wrong text", "I3: freed"],
             Self::ReleasesNotSent => &["expired"],
             Self::GivenBackTwice => &["given back once per lease"],
@@ -129,6 +136,17 @@ impl Setup {
         let mut faults =
             if calm { Vec::new() } else { faults::plan(dice, routers, &engines, span, calm_from) };
         let mut engines = engines;
+        // Some runs are made for the tiers: small pools that forget, and prompts that come again.
+        if !calm && dice.percent(25) {
+            for engine in &mut engines {
+                engine.host_blocks = dice.between(2, 24) as usize;
+                engine.disk_blocks = if dice.percent(60) { dice.between(2, 48) as usize } else { 0 };
+            }
+            for _ in 0..dice.between(2, 12) {
+                let engine = dice.below(engines.len() as u64) as usize;
+                faults.push((dice.below(span), Fault::ResetCache(engine)));
+            }
+        }
         // Some runs are made for the stale read: one host, slow copies, readers that are stopped for longer than the
         // lease lives, and enough to do meanwhile that freed blocks are reused.
         let stale = !calm && dice.percent(8);
@@ -137,10 +155,14 @@ impl Setup {
                 engine.host = 0;
                 engine.block_copy = (50_000, 500_000);
             }
-            let reader = engines.iter().rposition(|engine| engine.decodes).unwrap_or(0);
-            let time = dice.between(12, 40) * SECOND;
-            faults.push((dice.below(span), Fault::Pause(Node::Engine(reader), time)));
+            let readers: Vec<usize> = (0..engines.len()).filter(|&e| engines[e].decodes).collect();
+            for _ in 0..2 {
+                let reader = Node::Engine(*dice.pick(&readers));
+                faults.push((dice.below(5 * SECOND), Fault::Pause(reader, dice.between(10, 30) * SECOND)));
+            }
+            clients.iter_mut().for_each(|client| client.arrives = dice.below(25 * SECOND));
         }
+        let calm_from = if stale { calm_from.max(45 * SECOND) } else { calm_from };
         Self {
             seed,
             calm,

@@ -10,7 +10,7 @@ use baton_engine::block_hash::BlockHash;
 use baton_engine::offload::{Fault, HostSlot, Order, Report, Source};
 
 use crate::device::Slot;
-use crate::setup::SECOND;
+use crate::setup::{Mutation, SECOND};
 use crate::sim::{Event, Sim};
 use crate::words::Node;
 
@@ -36,13 +36,15 @@ pub struct Workers {
     pub disk: Disk,
     /// Nothing is done on disk until then.
     rests: bool,
+    /// Planted: what was revoked is done all the same.
+    goes_on: bool,
     /// Orders that were taken and have no event yet.
     pub fresh: Vec<TransferId>,
 }
 
 impl Workers {
-    pub fn new(disk: Disk) -> Self {
-        Self { disk, ..Self::default() }
+    pub fn new(disk: Disk, mutation: Mutation) -> Self {
+        Self { disk, goes_on: mutation == Mutation::RevokedLoadWrites, ..Self::default() }
     }
 
     /// As the real queue: full is refused.
@@ -58,7 +60,7 @@ impl Workers {
     /// True: nobody had begun, and nobody will.
     pub fn revoke(&mut self, id: TransferId) -> bool {
         let waits = self.jobs.get(&id).is_some_and(|job| job.begun.is_none());
-        if waits {
+        if waits && !self.goes_on {
             self.jobs.remove(&id);
         }
         waits
@@ -142,7 +144,14 @@ impl Sim {
                         if self.setup.bad_disks && !self.calm_now() && self.dice.percent(6) {
                             // The checksum tells.
                             self.counts.disk_corrupt += 1;
-                            self.disk(engine, |disk| disk.remove(hash));
+                            let damaged = self.disk(engine, |disk| disk.remove(hash));
+                            if self.mutated(Mutation::DamageBelieved)
+                                && let Some(mut contents) = damaged
+                            {
+                                contents[0] ^= 1 << 40;
+                                self.land(engine, *block, &contents);
+                                return Ok(());
+                            }
                             return Err(Fault::Corrupt);
                         }
                         self.disk(engine, |disk| disk.get(hash).cloned())
