@@ -286,3 +286,6 @@ impl LeaseDesk {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

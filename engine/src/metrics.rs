@@ -228,7 +228,10 @@ impl EngineMetrics {
         let help = "Leases by how they ended.";
         self.make().counter_with("baton_kv_release_total", help, "cause", reason).increment(1);
         let held = lease.held.as_secs_f64();
-        self.make().histogram("baton_lease_held_seconds", "From open to close.").record(held);
+        let cause = [Label::new("cause", lease.cause.label())];
+        self.make()
+            .histogram_labelled("baton_lease_held_seconds", "From open to close.", &cause)
+            .record(held);
         if lease.cause == Cause::Expired {
             self.make().counter("vllm:nixl_num_kv_expired_reqs", "Leases that ended by expiry.").increment(1);
             self.stranded.increment(held * lease.blocks.len() as f64);
@@ -320,8 +323,12 @@ impl Registrar<'_> {
     }
 
     fn histogram(&self, name: &'static str, help: &'static str) -> Histogram {
+        self.histogram_labelled(name, help, &[])
+    }
+
+    fn histogram_labelled(&self, name: &'static str, help: &'static str, labels: &[Label]) -> Histogram {
         self.recorder.describe_histogram(KeyName::from(name), None, help.into());
-        self.recorder.register_histogram(&self.key(name, &[]), &META)
+        self.recorder.register_histogram(&self.key(name, labels), &META)
     }
 }
 

@@ -90,3 +90,73 @@ fn a_prefill_engine_that_is_told_to_stop_keeps_what_it_has_lent_until_it_is_fetc
     cluster.prefill[0].ends_well();
     cluster.settled(PATIENCE);
 }
+
+/// A drain that may take half a second.
+const SHORT_DRAIN: &str = "--shutdown-timeout 0.5";
+
+#[test]
+fn a_decode_engine_that_is_terminated_gives_back_what_it_cannot_finish() {
+    let slow = format!("--max-num-seqs 1 --pace-ms 100 {SHORT_DRAIN}");
+    let mut cluster = Cluster::new().prefill("--kv-lease-duration 600").decode(&slow).start();
+    let running = cluster.send(&Ask::fresh(100).tokens(400));
+    cluster.decode[0].shows("one decodes", |books| books.running == 1);
+    let waiting = cluster.send(&Ask::fresh(100).tokens(400));
+    cluster.decode[0].shows("one waits, with its handoff", |books| books.waiting == 1);
+    cluster.prefill[0].shows("its blocks are lent", |books| books.leases == 1);
+    cluster.decode[0].terminate();
+    for call in [running, waiting] {
+        let reply = call.reply();
+        assert_eq!(reply.status, 503, "{}", reply.json());
+        assert_eq!(reply.json()["error"]["type"], "service_unavailable_error");
+    }
+    cluster.decode[0].ends_well();
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn a_decode_engine_that_is_terminated_in_mid_stream_ends_the_stream_with_one_typed_error() {
+    let slow = format!("--pace-ms 50 {SHORT_DRAIN}");
+    let mut cluster = Cluster::new().prefill("--kv-lease-duration 600").decode(&slow).start();
+    let mut stream = cluster.send(&Ask::fresh(100).tokens(400).streamed()).stream();
+    stream.event().expect("an event");
+    cluster.decode[0].terminate();
+    let events: Vec<String> = std::iter::from_fn(|| stream.event()).collect();
+    let [.., error, done] = &events[..] else { panic!("{events:?}") };
+    assert_eq!(done, "[DONE]");
+    let error: Value = serde_json::from_str(error).expect("JSON");
+    assert_eq!(error["error"]["type"], "service_unavailable_error", "{error}");
+    cluster.decode[0].ends_well();
+    cluster.settled(AT_ONCE);
+}
+
+#[test]
+fn a_prefill_engine_that_is_terminated_while_it_computes_finishes_and_lends() {
+    let slow = "--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60";
+    let mut cluster = Cluster::new().prefill(slow).start();
+    let call = cluster.send(&Ask::fresh(600));
+    cluster.prefill[0].shows("two chunks are computed", |books| books.running == 1 && books.steps >= 2);
+    cluster.prefill[0].terminate();
+    assert_eq!(call.reply().status, 200);
+    let fetched = cluster.decode[0].metric("vllm:external_prefix_cache_hits_total", "");
+    assert!(fetched >= 560.0, "only {fetched} tokens were fetched");
+    cluster.prefill[0].ends_well();
+    cluster.settled(PATIENCE);
+}
+
+#[test]
+fn a_prefill_engine_that_is_terminated_ends_in_time_although_nobody_fetches_what_it_has_lent() {
+    let patient = format!("--kv-lease-duration 600 {SHORT_DRAIN}");
+    let mut cluster = Cluster::new().prefill(&patient).start();
+    let mut ask = Ask::fresh(100);
+    ask.body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
+    let lent = cluster.prefill[0].send("POST", ask.path, &ask.body).reply().json();
+    assert!(lent["kv_transfer_params"]["remote_handle"].is_string(), "{lent}");
+    cluster.prefill[0].terminate();
+    cluster.prefill[0].ends_well();
+    // Whoever comes for the blocks now is not kept waiting: the prompt is computed.
+    ask.body["kv_transfer_params"] = lent["kv_transfer_params"].clone();
+    let reply = cluster.decode[0].send("POST", ask.path, &ask.body).reply();
+    assert_eq!(reply.status, 200, "{}", reply.json());
+    assert_eq!(cluster.decode[0].metric("baton_kv_load_failures_total", "policy=\"recompute\""), 1.0);
+    cluster.settled(PATIENCE);
+}

@@ -161,10 +161,10 @@ impl Round {
         let mut dice = Dice::new(seed, number);
         // Half of the rounds have proxies, a quarter shared memory.
         const LANES: [Lane; 16] = {
-            use Lane::{Crashes, Links, Shared, Tiers};
+            use Lane::{Crashes, Links, Ranks, Shared, Tiers};
             [
                 Links, Links, Links, Links, Links, Links, Links, Links, Shared, Shared, Shared, Crashes,
-                Crashes, Crashes, Tiers, Tiers,
+                Ranks, Ranks, Tiers, Tiers,
             ]
         };
         let lane = dice.one_of(&LANES);

@@ -356,7 +356,13 @@ impl Engine {
         self.alive = false;
     }
 
-    /// After [`Self::interrupt`].
+    /// SIGTERM.
+    pub(crate) fn terminate(&mut self) {
+        self.process.signal(Signal::Terminate);
+        self.alive = false;
+    }
+
+    /// After [`Self::interrupt`] or [`Self::terminate`].
     pub(crate) fn ends_well(&mut self) {
         self.process.ends_well(PATIENCE);
     }

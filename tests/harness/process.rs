@@ -24,6 +24,8 @@ pub(crate) enum Signal {
     Continue,
     /// Asks it to end: Ctrl-C.
     Interrupt,
+    /// Asks it to end, as a supervisor does: SIGTERM.
+    Terminate,
 }
 
 /// A running process; it is ended when this is dropped.
@@ -148,6 +150,7 @@ pub(crate) fn signal(pid: u32, what: Signal) {
         Signal::Pause => "-STOP",
         Signal::Continue => "-CONT",
         Signal::Interrupt => "-INT",
+        Signal::Terminate => "-TERM",
     };
     let status = Command::new("kill").args([flag, &pid.to_string()]).status();
     assert!(status.expect("kill is part of every system").success(), "{flag} {pid}");

@@ -63,7 +63,6 @@ pub(crate) const SMALL: &[(&str, Bounds)] = &[
 
 /// In minutes, in release: `cargo test --release --test model`.
 pub(crate) const FULL: &[(&str, Bounds)] = &[
-    ("two of everything, two faults", Bounds { faults: 2, ..TWO }),
     ("two of everything, one fault, clients leave", Bounds { faults: 1, clients_leave: true, ..TWO }),
     (
         "two requests for one block of one P and one D, two faults, clients leave",

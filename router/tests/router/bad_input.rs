@@ -139,6 +139,23 @@ async fn nothing_that_a_client_puts_into_internal_fields_reaches_an_engine() {
 }
 
 #[tokio::test]
+async fn no_internal_header_of_a_client_reaches_an_engine() {
+    let p = FakeEngine::always(Act::Lend(Some(1))).await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[&p], &[&d]).await;
+    let headers =
+        "x-data-parallel-rank: 7\r\nx-baton-cluster-secret: guess\r\nx-prefiller-host-port: 10.0.0.1:1\r\n";
+    let mut client = Client::connect(system.address).await;
+    client.post_bytes(COMPLETIONS, headers, completion(false).to_string().as_bytes()).await;
+    assert_eq!(client.answer().await.status, 200);
+    for sent in [p.asked(), d.asked()].concat() {
+        for name in ["x-data-parallel-rank", "x-baton-cluster-secret", "x-prefiller-host-port"] {
+            assert!(!sent.headers.contains_key(name), "{name} at {}", sent.path);
+        }
+    }
+}
+
+#[tokio::test]
 async fn more_requests_than_the_router_holds_are_429() {
     let d = FakeEngine::always(Act::Hang).await;
     let system = System::with(&[], &[&d], "", "limits: {in_flight: 1}").await;

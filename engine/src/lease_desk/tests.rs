@@ -1,0 +1,103 @@
+//! What is told of a lease's end: one log line and one count for each that ends by expiry, and no line for others.
+
+use std::fmt::Write as _;
+
+use baton_connector::Rank;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::subscriber::Interest;
+use tracing::{Event, Level, Metadata, Subscriber};
+
+use super::*;
+
+/// Keeps every warning and error, with its fields.
+#[derive(Clone, Default)]
+struct Heard(Arc<Mutex<Vec<String>>>);
+
+struct Line(String);
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        write!(self.0, "{}={value:?} ", field.name()).expect("a string takes everything");
+    }
+}
+
+impl Subscriber for Heard {
+    fn register_callsite(&self, _: &'static Metadata<'static>) -> Interest {
+        Interest::sometimes()
+    }
+
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::WARN
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line(String::new());
+        event.record(&mut line);
+        self.0.lock().expect("no panic").push(line.0);
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+fn grant(handle: u128, expected: usize) -> Grant {
+    Grant {
+        handle: Handle(handle),
+        request: RequestId::new(&format!("request-{handle}")).expect("an id"),
+        blocks: vec![BlockId(0), BlockId(1), BlockId(2)],
+        expected,
+    }
+}
+
+#[test]
+fn a_lease_that_ends_by_expiry_leaves_one_line_and_one_count_and_no_other_does() {
+    let terms = LeaseTerms { duration: Duration::from_millis(500), ..LeaseTerms::default() };
+    let metrics = Arc::new(EngineMetrics::new("m"));
+    let mailbox = Arc::new(Mailbox::new(1));
+    let desk = LeaseDesk::new(terms, Epoch(1), 2, Arc::clone(&mailbox), Arc::clone(&metrics));
+    let heard = Heard::default();
+    tracing::subscriber::with_default(heard.clone(), || {
+        for (handle, expected) in [(1, 2), (2, 1), (3, 1)] {
+            desk.open(grant(handle, expected)).expect("room for three");
+        }
+        // One of the first's two readers finishes; the second is released, the third is fetched.
+        for (handle, consumer) in [(1, 7), (3, 8)] {
+            let reader = Reader { consumer, rank: Rank(0), of: 1 };
+            desk.read_begun(Handle(handle), reader, 0, 3).expect("it is live");
+            assert_eq!(desk.read_done(Handle(handle), reader), Verdict::Valid);
+        }
+        assert_eq!(desk.release(Handle(2), "router_release"), ReleaseReply::Released);
+        // The timer holds the ledger while it asks whether to stop: what it has told is looked at from outside.
+        desk.run_timer(|| metrics.render().contains("nixl_num_kv_expired_reqs{"));
+        // Late messages about it change nothing and say nothing more.
+        assert_eq!(desk.release(Handle(1), "late"), ReleaseReply::Already);
+        assert_eq!(desk.heartbeat(Handle(1)), HeartbeatReply::Gone);
+    });
+    let lines = heard.0.lock().expect("no panic").clone();
+    let [line] = &lines[..] else { panic!("{lines:#?}") };
+    for part in ["lease expired", "request=request-1 ", "done=1 ", "expected=2 ", "blocks=3 ", "held=0."] {
+        assert!(line.contains(part), "{part:?} is not in {line}");
+    }
+    let text = metrics.render();
+    for series in [
+        "vllm:nixl_num_kv_expired_reqs{model_name=\"m\",engine=\"0\"} 1",
+        "baton_kv_release_total{model_name=\"m\",engine=\"0\",cause=\"lease_expired\"} 1",
+        "baton_lease_held_seconds_count{model_name=\"m\",engine=\"0\",cause=\"lease_expired\"} 1",
+        "baton_lease_held_seconds_count{model_name=\"m\",engine=\"0\",cause=\"released\"} 1",
+        "baton_lease_held_seconds_count{model_name=\"m\",engine=\"0\",cause=\"transfer_done\"} 1",
+    ] {
+        assert!(text.contains(series), "{series} is not in\n{text}");
+    }
+    let settled: usize = mailbox.collect().settled.iter().map(|lease| lease.blocks.len()).sum();
+    assert_eq!(settled, 9, "every block of the three came back once");
+}
