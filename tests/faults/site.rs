@@ -1,7 +1,8 @@
 //! The cluster of one lane, and a round on it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -110,7 +111,7 @@ impl Site {
         let decode_urls: Vec<Value> =
             decode.iter().map(|server| url(&server.address, links.as_ref().map(|links| &links.1))).collect();
         let mut config = json!({
-            "listen": "127.0.0.1:0", "admin": {"listen": "127.0.0.1:0"},
+            "listen": free_address(), "admin": {"listen": free_address()},
             "models": [{"name": MODEL, "prefill": {"engines": [prefill_url]}, "decode": {"engines": decode_urls}}],
             // Shorter than a user would have them, so that a round does not take minutes.
             "timeouts": {
@@ -400,8 +401,26 @@ fn engine_args(role: &str, options: &str, listen: &str, side: &str) -> Vec<Strin
     ))
 }
 
+/// An address to come back at: below the ports that the system gives to outgoing connections, so that none of those takes
+/// it while its process is dead.
+fn free_address() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    const FIRST: u32 = 10_000;
+    const PORTS: u32 = 22_000;
+    // Runs at the same time begin apart.
+    let start = std::process::id() % PORTS;
+    for _ in 0..PORTS {
+        let port = FIRST + (start + NEXT.fetch_add(1, Ordering::Relaxed) % PORTS) % PORTS;
+        let address = format!("127.0.0.1:{port}");
+        if TcpListener::bind(&address).is_ok() {
+            return address;
+        }
+    }
+    panic!("no port below 32,000 is free");
+}
+
 fn engine(name: &str, role: &str, options: &str, folder: &TempDir) -> Server {
-    let args = engine_args(role, options, "127.0.0.1:0", "127.0.0.1:0");
+    let args = engine_args(role, options, &free_address(), &free_address());
     Server::start(name, args, "side_channel", folder.path())
 }
 
