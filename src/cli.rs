@@ -195,7 +195,7 @@ pub(crate) struct EngineArgs {
     /// Directory that KV blocks are offloaded to; they survive a restart. One engine per directory
     #[arg(long, value_name = "DIR", requires = "kv_offload_disk_mib")]
     pub(crate) kv_offload_disk: Option<PathBuf>,
-    /// Size of that directory's files, in MiB
+    /// Size of the files there, in MiB. Those of another model, layout or rank are neither counted nor deleted
     #[arg(long, value_name = "MIB", requires = "kv_offload_disk")]
     pub(crate) kv_offload_disk_mib: Option<u64>,
     /// Reads from prefill engines at once

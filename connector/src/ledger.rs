@@ -89,7 +89,7 @@ pub enum ReleaseReply {
     Draining,
     /// It had ended before.
     Already,
-    /// Never heard of it (or too long ago). Kept in mind in case it arrives late.
+    /// Never heard of it (or too long ago). By request id it is kept in mind in case the request arrives late.
     Unknown,
 }
 

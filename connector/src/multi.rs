@@ -264,10 +264,16 @@ impl Multi {
     }
 }
 
-/// Who takes a notice about a handoff: the first of `count` children that knows it; `None` when nobody does, which the
-/// caller counts.
-pub fn first_that_knows(count: usize, mut knows: impl FnMut(Child) -> bool) -> Option<Child> {
-    Children::first(count).iter().find(|&child| knows(child))
+/// Offers a notice about a handoff to the children in order; the first that knows it answers, and nobody after it is
+/// asked. `None` when nobody does.
+///
+/// Of P/D and offload only P/D has handoffs; where several of them are in one process (data-parallel ranks) each is a
+/// child.
+pub fn first_that_knows<C, R>(
+    children: impl IntoIterator<Item = C>,
+    ask: impl FnMut(C) -> Option<R>,
+) -> Option<R> {
+    children.into_iter().find_map(ask)
 }
 
 #[cfg(test)]

@@ -176,6 +176,14 @@ impl BlockPool {
         blocks.iter().filter(|id| self.blocks[id.index()].idle()).count()
     }
 
+    /// Of the blocks of a match, how many only a store holds.
+    #[must_use]
+    pub fn stored_only_among(&self, blocks: &[BlockId]) -> usize {
+        let stored_only =
+            |block: &Block| block.storing && block.active == 0 && block.leased == 0 && !block.landing;
+        blocks.iter().filter(|id| stored_only(&self.blocks[id.index()])).count()
+    }
+
     /// Adds a holder to blocks found by [`Self::match_prefix`].
     pub fn share(&mut self, blocks: &[BlockId]) {
         for &id in blocks {

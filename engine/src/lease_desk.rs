@@ -17,6 +17,7 @@ use baton_connector::lease::{Cause, LeaseTerms};
 use baton_connector::ledger::{
     Grant, HeartbeatReply, LeaseView, Ledger, LedgerCounts, OpenRefused, ReadRefusal, ReleaseReply,
 };
+use baton_connector::multi::first_that_knows;
 use baton_connector::transport::{TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
 
@@ -248,18 +249,19 @@ impl LeaseDesk {
         self.with(|ledger, now| ledger.read_failed(handle, reader, now));
     }
 
+    /// The answer of this desk, or of the first of its siblings that has one.
+    fn first_that_knows<R>(&self, ask: impl Fn(&Self) -> Option<R>) -> Option<R> {
+        let siblings: Vec<Arc<Self>> = self.siblings().collect();
+        first_that_knows(std::iter::once(self).chain(siblings.iter().map(|desk| &**desk)), ask)
+    }
+
     /// Ends a lease of this engine early.
     pub fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
-        match self.release_here(handle, reason) {
-            ReleaseReply::Unknown => {
-                let known = |desk: Arc<Self>| match desk.release_here(handle, reason) {
-                    ReleaseReply::Unknown => None,
-                    known => Some(known),
-                };
-                self.siblings().find_map(known).unwrap_or(ReleaseReply::Unknown)
-            }
-            known => known,
-        }
+        let release = |desk: &Self| {
+            let reply = desk.release_here(handle, reason);
+            (reply != ReleaseReply::Unknown).then_some(reply)
+        };
+        self.first_that_knows(release).unwrap_or(ReleaseReply::Unknown)
     }
 
     /// One of a lease's consumers will not read (any more).
@@ -269,21 +271,16 @@ impl LeaseDesk {
             desk.deadline_moved.notify_one();
             (reply != ReleaseReply::Unknown).then_some(reply)
         };
-        let known = leave(self).or_else(|| self.siblings().find_map(|desk| leave(&desk)));
-        known.unwrap_or(ReleaseReply::Unknown)
+        self.first_that_knows(leave).unwrap_or(ReleaseReply::Unknown)
     }
 
     /// Renews a lease of this engine.
     pub fn heartbeat(&self, handle: Handle) -> HeartbeatReply {
-        let beat = |desk: &Self| desk.with(|ledger, now| ledger.heartbeat(handle, now));
-        match beat(self) {
-            HeartbeatReply::Gone => {
-                let renewed =
-                    self.siblings().map(|desk| beat(&desk)).find(|reply| *reply != HeartbeatReply::Gone);
-                renewed.unwrap_or(HeartbeatReply::Gone)
-            }
-            renewed => renewed,
-        }
+        let beat = |desk: &Self| {
+            let reply = desk.with(|ledger, now| ledger.heartbeat(handle, now));
+            (reply != HeartbeatReply::Gone).then_some(reply)
+        };
+        self.first_that_knows(beat).unwrap_or(HeartbeatReply::Gone)
     }
 }
 

@@ -38,6 +38,9 @@ pub use notices::NOTICES_MAX;
 /// A producer, as handoffs name it: host and port of its side channel.
 type Producer = (Box<str>, u16);
 
+/// The longest that a lease is believed to live without a sign of life.
+const LEASE_LEFT_MAX: Duration = Duration::from_secs(3600);
+
 /// Where one handoff's blocks lie, and for how long.
 #[derive(Clone, Debug)]
 pub struct FetchTarget {
@@ -64,7 +67,8 @@ impl FetchTarget {
     /// The target of a handoff that has just arrived; `consumer` is a fresh random name for this fetch.
     #[must_use]
     pub fn new(handoff: &Handoff, consumer: u64) -> Self {
-        let lease = handoff.lease_left.unwrap_or(KV_LEASE_DURATION);
+        // Hostile until checked: what is waited for is bounded by it.
+        let lease = handoff.lease_left.unwrap_or(KV_LEASE_DURATION).min(LEASE_LEFT_MAX);
         Self {
             host: handoff.host.as_str().into(),
             ports: handoff.ports.as_slice().into(),

@@ -175,7 +175,10 @@ enum Admission {
     Run(usize),
     Fetch,
     Gated,
-    NoRoom,
+    NoRoom {
+        /// There would be room if no block were held for a store.
+        but_for_stores: bool,
+    },
 }
 
 impl Scheduler {
@@ -424,7 +427,7 @@ impl Scheduler {
         preempted
     }
 
-    /// Admits from the queue; says whether there were too few blocks.
+    /// Admits from the queue; says whether stores were given up for its head.
     fn admit_waiting(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) -> bool {
         let mut at = 0;
         while at < self.waiting.len()
@@ -441,10 +444,8 @@ impl Scheduler {
                 }
                 Admission::Fetch => drop(self.waiting.remove(at)),
                 Admission::Gated => at += 1,
-                Admission::NoRoom => {
-                    self.yield_stores();
-                    return true;
-                }
+                // Stores are given up only for somebody whom that would let in.
+                Admission::NoRoom { but_for_stores } => return but_for_stores && self.yield_stores(),
             }
         }
         false
@@ -459,14 +460,20 @@ impl Scheduler {
         }
         let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is on the books");
         sequence.extend_hashes(block_tokens);
-        // At least one token is computed, so that there are logits to sample from.
-        let matchable = (sequence.tokens.len() - 1) / block_tokens;
+        // At least one token is computed, so that there are logits to sample from. Of a prompt that is lent it is one of
+        // the prompt's: the last block of a lease is nobody else's.
+        let computed_here = if sequence.is_producer() { sequence.prompt_len } else { sequence.tokens.len() };
+        let matchable = (computed_here - 1) / block_tokens;
         let chain = &sequence.hashes[..matchable.min(sequence.hashes.len())];
         let prefix = self.pool.match_prefix(chain);
         let in_tiers = self.offload.as_ref().map_or(0, |offload| offload.run(&chain[prefix.len()..]));
         let fresh = sequence.tokens.len().div_ceil(block_tokens) - prefix.len();
-        if fresh + self.pool.idle_among(&prefix) > self.pool.available() {
-            return Admission::NoRoom;
+        let wanted = fresh + self.pool.idle_among(&prefix);
+        if wanted > self.pool.available() {
+            // What is stored of its own prefix would be idle then, and taken.
+            let wanted = wanted + self.pool.stored_only_among(&prefix);
+            let but_for_stores = wanted <= self.pool.available() + self.pool.usage().storing;
+            return Admission::NoRoom { but_for_stores };
         }
         let cached = prefix.len() * block_tokens;
         self.pool.share(&prefix);

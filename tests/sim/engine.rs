@@ -53,9 +53,13 @@ pub enum Todo {
 pub struct World {
     /// Microseconds on this engine's clock.
     local: Micros,
+    /// How long a lease should live.
+    lease: Micros,
     pub ledger: Ledger,
     pub todo: Vec<Todo>,
     pub workers: Workers,
+    /// When each live lease runs out, by this engine's clock.
+    pub expiries: BTreeMap<Handle, Micros>,
     address: ProducerAddress,
     epoch: Epoch,
     dice: Dice,
@@ -77,6 +81,12 @@ impl World {
         Time(self.local)
     }
 
+    /// A heartbeat counted.
+    pub fn renewed(&mut self, handle: Handle) {
+        let expiry = self.local + self.lease * 2 / 3;
+        self.expiries.entry(handle).and_modify(|old| *old = expiry.max(*old));
+    }
+
     /// How the books say that a sequence ended.
     pub fn ended(&self, id: SeqId) -> Option<FinishReason> {
         self.finished.borrow().get(&id).copied()
@@ -93,7 +103,12 @@ impl Surroundings for World {
     }
 
     fn lend(&mut self, grant: Grant) -> Result<Duration, OpenRefused> {
-        self.ledger.open(grant, Time(self.local))
+        let handle = grant.handle;
+        let opened = self.ledger.open(grant, Time(self.local));
+        if opened.is_ok() {
+            self.expiries.insert(handle, self.local + self.lease);
+        }
+        opened
     }
 
     fn release(&mut self, handle: Handle, reason: &'static str) {
@@ -176,6 +191,8 @@ pub struct Engine {
     pub life: u32,
     pub setup: EngineSetup,
     pub paused_until: Micros,
+    /// In this life.
+    pub was_paused: bool,
     /// `None` while the process is down.
     pub core: Option<EngineCore<World>>,
     pub memory: device::Shared,
@@ -203,6 +220,7 @@ impl Engine {
             life: 0,
             setup: setup.engines[index].clone(),
             paused_until: 0,
+            was_paused: false,
             core: None,
             memory: device::memory(1, 1, 0),
             disk: Disk::default(),
@@ -238,6 +256,7 @@ impl Engine {
         };
         let duration = match setup.mutation {
             crate::setup::Mutation::NoExpiry => Duration::from_secs(1 << 40),
+            crate::setup::Mutation::LateExpiry => Duration::from_micros(setup.lease + 60 * SECOND),
             _ => Duration::from_micros(setup.lease),
         };
         let terms = LeaseTerms { duration, ..LeaseTerms::default() };
@@ -246,8 +265,10 @@ impl Engine {
             Device::new(Arc::clone(&self.memory), blocks, Arc::clone(&self.stale), Arc::clone(&self.breaks));
         let world = World {
             local: 0,
+            lease: setup.lease,
             ledger: Ledger::new(terms),
             todo: Vec::new(),
+            expiries: BTreeMap::new(),
             workers: Workers::new(Arc::clone(&self.disk), setup.mutation),
             address: ProducerAddress {
                 engine_id: EngineId(format!("e{}", self.index).into()),
@@ -268,6 +289,7 @@ impl Engine {
         self.awake = false;
         self.lease_timer = None;
         self.closing = false;
+        self.was_paused = false;
         self.paused_until = 0;
         self.set_clock(now);
     }

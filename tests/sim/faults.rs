@@ -93,7 +93,10 @@ impl Sim {
             Fault::Pause(node, time) => {
                 self.counts.paused += 1;
                 let until = match node {
-                    Node::Engine(engine) => &mut self.engines[engine].paused_until,
+                    Node::Engine(engine) => {
+                        self.engines[engine].was_paused = true;
+                        &mut self.engines[engine].paused_until
+                    }
                     Node::Router(router) => &mut self.routers[router].paused_until,
                     Node::Clients => return,
                 };

@@ -14,6 +14,9 @@ use crate::setup::Mutation;
 use crate::sim::{Event, Sim};
 use crate::words::{Msg, Node};
 
+/// How late a timer may be.
+const TICK: u64 = 1_000;
+
 /// One read that is being served: it is bound to its connection until the reader says that it is done.
 pub struct Serving {
     handle: Handle,
@@ -49,7 +52,10 @@ impl Sim {
                 Msg::Done
             }
             Msg::Heartbeat { epoch, handle } if epoch == ours => match world.ledger.heartbeat(handle, now) {
-                HeartbeatReply::Renewed => Msg::Renewed,
+                HeartbeatReply::Renewed => {
+                    world.renewed(handle);
+                    Msg::Renewed
+                }
                 HeartbeatReply::Gone => Msg::Gone,
             },
             // Of an earlier life of this engine.
@@ -168,7 +174,19 @@ impl Sim {
 
     /// Leases that have ended: their blocks go to the core, which frees them.
     pub fn settled(&mut self, engine: usize, settled: Vec<Settled>) {
+        let stopped = self.engines[engine].was_paused;
         for lease in &settled {
+            let world = self.engine(engine).world();
+            let (now, expiry) = (world.time().0, world.expiries.remove(&lease.handle));
+            // A process that was stopped could not look at its clock.
+            let latest = expiry.unwrap_or_default() + DRAIN_DEADLINE.as_micros() as u64 + TICK;
+            if now > latest && !stopped {
+                let late = Duration::from_micros(now - latest);
+                self.wrong(format!(
+                    "I4: the lease of {} ended {late:?} after its last moment",
+                    lease.request
+                ));
+            }
             let reading = self.engines[engine].serving.iter().any(|(conn, serving)| {
                 serving.handle == lease.handle && self.net.conns[conn.0].is_open(Side::Callee)
             });

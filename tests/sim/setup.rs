@@ -87,6 +87,8 @@ pub enum Mutation {
     ReleaseDoesNotDrain,
     /// Leases do not expire (vLLM #20139).
     NoExpiry,
+    /// Leases live a minute longer than they should.
+    LateExpiry,
     /// A tier's file is believed without a look at its checksum.
     DamageBelieved,
     /// A tier's worker goes on with a load that was revoked: the commitment point is not kept (Dynamo #6681).
@@ -94,7 +96,8 @@ pub enum Mutation {
 }
 
 impl Mutation {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
+        Self::LateExpiry,
         Self::DamageBelieved,
         Self::RevokedLoadWrites,
         Self::VerdictNotAsked,
@@ -114,6 +117,7 @@ impl Mutation {
             Self::ReleasesNotSent => &["expired"],
             Self::GivenBackTwice => &["given back once per lease"],
             Self::NoExpiry => &["I5"],
+            Self::LateExpiry => &["I4"],
         }
     }
 }

@@ -8,9 +8,14 @@ use sha2::{Digest, Sha256};
 
 use super::{ModelError, ModelFiles};
 
-/// Bytes of each weight file that are read, at its start (the header with names, types and shapes lies there), in
-/// its middle and at its end.
-const SAMPLE_BYTES: usize = 64 * 1024;
+/// Bytes of each weight file that are read at its start, where the header with names, types and shapes lies.
+const HEAD_BYTES: usize = 64 * 1024;
+
+/// Samples of each weight file, evenly spaced to its end: whoever changes a model changes whole tensors.
+const SAMPLES: usize = 512;
+
+/// Bytes of one sample.
+const SAMPLE_BYTES: usize = 4 * 1024;
 
 /// Hexadecimal digest over `config.json` and samples of every weight file.
 ///
@@ -25,7 +30,10 @@ pub fn identity(files: &ModelFiles) -> Result<String, ModelError> {
     for name in weight_files(files)? {
         let bytes = files.open(&name)?.ok_or_else(|| ModelError::Missing(name.clone()))?;
         hash.update((bytes.len() as u64).to_le_bytes());
-        for start in [0, bytes.len() / 2, bytes.len().saturating_sub(SAMPLE_BYTES)] {
+        hash.update(&bytes[..bytes.len().min(HEAD_BYTES)]);
+        let last = bytes.len().saturating_sub(SAMPLE_BYTES);
+        for sample in 1..=SAMPLES {
+            let start = (last as u128 * sample as u128 / SAMPLES as u128) as usize;
             hash.update(&bytes[start..bytes.len().min(start + SAMPLE_BYTES)]);
         }
     }
@@ -61,5 +69,11 @@ mod tests {
         let (_c, other) = files(&[2; 1000]);
         assert_eq!(identity(&here).expect("read"), identity(&same).expect("read"));
         assert_ne!(identity(&here).expect("read"), identity(&other).expect("read"));
+        let mut tuned = vec![1; 40 << 20];
+        let (_d, base) = files(&tuned);
+        // One tensor of 128 KiB somewhere in 40 MiB.
+        tuned[9_000_000..9_131_072].fill(2);
+        let (_e, tuned) = files(&tuned);
+        assert_ne!(identity(&base).expect("read"), identity(&tuned).expect("read"));
     }
 }

@@ -207,7 +207,7 @@ impl Shared {
             let read = AssertUnwindSafe(|| self.read(rank, &job));
             let answered = std::panic::catch_unwind(read).unwrap_or_else(|_| {
                 tracing::error!(seq = job.run.id.0, rank, "a read panicked");
-                false
+                None
             });
             let jobs = &self.jobs[rank];
             lock(&jobs.queue).turns.ended(&job.endpoint(), answered);
@@ -215,8 +215,8 @@ impl Shared {
         }
     }
 
-    /// Says whether the producer answered, whatever it answered.
-    fn read(&self, rank: usize, job: &Job) -> bool {
+    /// Says whether the producer answered, whatever it answered; `None` when it was not waited for.
+    fn read(&self, rank: usize, job: &Job) -> Option<bool> {
         let Job { run, order, .. } = job;
         let mut report = Report { shared: self, run, link: job.link, owed: true };
         let peer = if run.stop.load(Ordering::Acquire) {
@@ -233,7 +233,7 @@ impl Shared {
                 // Given up while the last bytes came in: nobody will ask for the verdict.
                 report.last(gather::Event::Failed(FailureKind::Transfer));
                 self.give_up(&peer, job);
-                true
+                Some(true)
             }
             Ok(peer) => {
                 report.say(gather::Event::Done);
@@ -247,14 +247,15 @@ impl Shared {
                 if unknown {
                     self.give_up(&peer, job);
                 }
-                !unknown
+                Some(!unknown)
             }
             Err(error) => {
                 if error != TransportError::Stopped {
                     tracing::warn!(seq = run.id.0, from = job.from.0, rank, %error, "fetch failed");
                 }
                 report.last(gather::Event::Failed(FailureKind::from(&error)));
-                matches!(error, TransportError::Gone | TransportError::Refused(_))
+                let answered = matches!(error, TransportError::Gone | TransportError::Refused(_));
+                (error != TransportError::Stopped).then_some(answered)
             }
         }
     }

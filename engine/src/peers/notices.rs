@@ -10,6 +10,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use baton_connector::Rank;
+use baton_connector::limits::KV_LEASE_DURATION;
 use baton_connector::transport::{Transport, TransportError};
 
 use super::turns::Turns;
@@ -18,6 +19,9 @@ use crate::metrics::EngineMetrics;
 
 /// Notices that wait for an answer. One more is dropped with a log line; its lease then ends by expiry.
 pub const NOTICES_MAX: usize = 16_384;
+
+/// Of those, how many may wait for one producer: one that is dead must leave room to the others.
+const NOTICES_OF_ONE_MAX: usize = NOTICES_MAX / 4;
 
 /// Threads that deliver notices.
 pub(super) const THREADS: usize = 4;
@@ -64,13 +68,14 @@ impl Default for Notices {
 impl Notices {
     pub(super) fn add(&self, target: FetchTarget, reason: &'static str) {
         let mut queue = self.lock();
-        if queue.count >= NOTICES_MAX {
+        let of_one = queue.lanes.get(&target.producer()).map_or(0, |lane| lane.waiting.len());
+        if queue.count >= NOTICES_MAX || of_one >= NOTICES_OF_ONE_MAX {
             tracing::warn!(reason, "too many release notices wait; this lease ends by expiry");
             return;
         }
         let now = Instant::now();
-        // Heartbeats have renewed the lease since the handoff arrived; it lives at most this long from now.
-        let give_up = now + target.lease;
+        // Heartbeats may have renewed the lease since the handoff arrived.
+        let give_up = now + target.lease.max(KV_LEASE_DURATION);
         queue.count += 1;
         let fresh = || Lane { waiting: VecDeque::new(), rank: Rank(0), due: now, pause: PAUSE_FIRST };
         let lane = queue.lanes.entry(target.producer()).or_insert_with(fresh);

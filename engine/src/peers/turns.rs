@@ -47,14 +47,16 @@ impl<P: Eq + Hash + Clone> Turns<P> {
         *self.running.entry(producer.clone()).or_default() += 1;
     }
 
-    /// It ended; `answered` whatever the answer was, as long as there was one.
-    pub(super) fn ended(&mut self, producer: &P, answered: bool) {
+    /// It ended; `answered` whatever the answer was, as long as there was one. `None`: it was stopped from here, and
+    /// nobody knows.
+    pub(super) fn ended(&mut self, producer: &P, answered: impl Into<Option<bool>>) {
         if let Some(running) = self.running.get_mut(producer) {
             *running -= 1;
             if *running == 0 {
                 self.running.remove(producer);
             }
         }
+        let Some(answered) = answered.into() else { return };
         if self.answered.len() == REMEMBERED_MAX && !self.answered.contains_key(producer) {
             self.answered.clear();
         }

@@ -80,6 +80,15 @@ impl Offload {
         TransferId(self.next)
     }
 
+    /// A block whose turn to be stored comes later. Of too many the oldest goes: it is the likeliest to be reused first.
+    fn put_off(&mut self, id: SeqId, hash: BlockHash) {
+        if self.backlog.len() >= BACKLOG_MAX {
+            self.backlog.pop_front();
+            self.counts.not_stored += 1;
+        }
+        self.backlog.push_back((id, hash));
+    }
+
     /// A flight that is over, unless it was before.
     fn land(&mut self, id: TransferId) -> Option<Flight> {
         let flight = self.flights.remove(&id);
@@ -172,6 +181,11 @@ impl Scheduler {
         let (owner, block, hold) = match flight {
             Flight::Store { owner, block, hash } => {
                 offload.books.end_store(hash, false);
+                match owner {
+                    // Its turn comes again, if the block is still there then.
+                    Owner::Request(id) => offload.put_off(id, hash),
+                    Owner::Engine => offload.counts.not_stored += 1,
+                }
                 (owner, block, Hold::Storing)
             }
             Flight::Load { id, block, hash, from, .. } => {
@@ -204,11 +218,7 @@ impl Scheduler {
             if offload.books.knows(hash) {
                 continue;
             }
-            if offload.backlog.len() < BACKLOG_MAX {
-                offload.backlog.push_back((id, hash));
-            } else {
-                offload.counts.not_stored += 1;
-            }
+            offload.put_off(id, hash);
         }
         self.issue_stores();
     }

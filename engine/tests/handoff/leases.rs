@@ -72,7 +72,7 @@ fn an_engine_that_waits_for_its_own_leases_gives_one_up() {
     let (tight, one) = (Node::start(tight), Node::start(options(LLAMA, Role::Both)));
     let bodies = [1, 2].map(|seed| greedy(&prompt(seed, 3 * BLOCK - 3), 4));
     let lent = bodies.each_ref().map(|body| tight.lend(body));
-    assert_eq!(tight.kv()["blocks"]["leased"], 6, "no block is left");
+    tight.wait_until("blocks are left", |kv| kv["blocks"]["leased"] == 6);
     thread::scope(|scope| {
         let calls: Vec<_> = (0..2)
             .map(|n| {
