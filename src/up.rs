@@ -41,7 +41,7 @@ struct EngineSpec {
     role: &'static str,
     options: Vec<String>,
     /// Its ports, once known.
-    place: Option<(String, String)>,
+    place: Option<String>,
 }
 
 struct Stack {
@@ -90,7 +90,7 @@ impl Stack {
         prefill.ready(ENGINE_START).await?;
         decode.ready(ENGINE_START).await?;
         for (spec, child) in specs.iter_mut().zip([&prefill, &decode]) {
-            spec.place = Some((child.field("http")?.to_owned(), child.field("side_channel")?.to_owned()));
+            spec.place = Some(child.field("http")?.to_owned());
         }
         let config = folder.join("router.yaml");
         std::fs::write(&config, router_config(args.listen, &prefill, &decode)?)?;
@@ -146,11 +146,9 @@ impl Stack {
 
 impl EngineSpec {
     fn spawn(&self) -> Result<Child, Failure> {
-        let (http, side_channel) = match &self.place {
-            Some((http, side_channel)) => (http.as_str(), side_channel.as_str()),
-            None => ("127.0.0.1:0", "127.0.0.1:0"),
-        };
-        let mut args = vec!["engine", "--role", self.role, "--listen", http, "--side-channel", side_channel];
+        let http = self.place.as_deref().unwrap_or("127.0.0.1:0");
+        // Its side channels (one per rank) may be anywhere: each handoff says where.
+        let mut args = vec!["engine", "--role", self.role, "--listen", http, "--side-channel", "127.0.0.1:0"];
         args.extend(self.options.iter().map(String::as_str));
         Child::spawn(self.role, &args)
     }

@@ -25,8 +25,14 @@ struct Curl {
 
 impl Up {
     fn start() -> Self {
+        Self::with(&[])
+    }
+
+    /// With more options for both engines.
+    fn with(options: &[&str]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_baton"))
             .args(["up", "--listen", "127.0.0.1:0", "--", "--kv-cache-mib", "32", "--threads", "1"])
+            .args(options)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
@@ -119,7 +125,16 @@ fn the_printed_curl_line_works_and_ctrl_c_leaves_nothing_behind() {
 
 #[test]
 fn an_engine_that_dies_is_started_again_where_it_was() {
-    let up = Up::start();
+    dies_and_is_started_again(&[]);
+}
+
+#[test]
+fn an_engine_of_several_ranks_that_dies_is_started_again_where_it_was() {
+    dies_and_is_started_again(&["--kv-ranks", "2", "--data-parallel-size", "2"]);
+}
+
+fn dies_and_is_started_again(options: &[&str]) {
+    let up = Up::with(options);
     let curl = up.curl();
     let answer = curl.run().expect("an answer").text();
     for role in ["decode", "prefill"] {

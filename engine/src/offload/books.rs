@@ -125,6 +125,8 @@ pub struct TierBooks {
     writes: usize,
     /// A deletion is in flight.
     deleting: bool,
+    /// Everything was to be forgotten: what is owed does not wait for a write to go along with.
+    purging: bool,
     clock: u64,
     disk_rests: bool,
     host: TierCounts,
@@ -146,6 +148,7 @@ impl TierBooks {
             on_disk: 0,
             writes: 0,
             deleting: false,
+            purging: false,
             clock: 0,
             disk_rests: false,
             host: TierCounts { capacity: config.slots(), ..TierCounts::default() },
@@ -280,7 +283,12 @@ impl TierBooks {
 
     /// Files to delete by themselves: when more is owed than goes along with writes.
     pub fn begin_delete(&mut self) -> Option<Vec<BlockHash>> {
-        if self.owed.len() <= EVICTIONS_PER_ORDER_MAX || self.deleting || self.disk_rests {
+        if self.purging && self.owed.is_empty() {
+            // What was in use is owed when it is not.
+            self.purging = self.entries.values().any(|entry| entry.doomed);
+        }
+        let waits = self.owed.len() <= EVICTIONS_PER_ORDER_MAX && !self.purging;
+        if self.owed.is_empty() || waits || self.deleting || self.disk_rests {
             return None;
         }
         self.deleting = true;
@@ -377,6 +385,7 @@ impl TierBooks {
     pub fn clear(&mut self) {
         let mut all: Vec<BlockHash> = self.entries.keys().copied().collect();
         all.sort_unstable();
+        self.purging = true;
         for hash in all {
             self.entry(hash).doomed = true;
             self.settle(hash);

@@ -138,6 +138,17 @@ fn more_than_goes_along_with_a_write_is_deleted_first() {
 }
 
 #[test]
+fn what_is_forgotten_is_deleted_also_when_it_is_little() {
+    let mut books = books(2, 8);
+    books.adopt((0..3).map(hash));
+    assert_eq!(books.begin_delete(), None);
+    books.clear();
+    let owed = books.begin_delete().expect("nothing is kept that was to be forgotten");
+    books.end_delete(&owed, true);
+    assert_eq!((owed.len(), books.begin_delete()), (3, None));
+}
+
+#[test]
 fn what_is_in_use_when_everything_is_forgotten_goes_when_it_is_not() {
     let mut books = books(2, 2);
     store(&mut books, 1);
