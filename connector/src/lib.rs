@@ -10,7 +10,7 @@
 //! | [`ledger`] | all leases of one producer, their expiry, and the bounded memory of ended ones |
 //! | [`fetch`] | a consumer's side of one handoff, from queued to landed |
 //! | [`gather`] | the reports of a fetch that reads over several links, made one |
-//! | [`slice`] | which bytes of which block go where when ranks or block sizes differ |
+//! | [`mod@slice`] | which bytes of which block go where when ranks or block sizes differ |
 //! | [`exchange`] | a router's side of one request: what each engine is still owed |
 //! | [`offload`] | one request's blocks on their way down to slower tiers and up again |
 //! | [`multi`] | one request and several connectors: who loads, who is asked, who lets go last |
