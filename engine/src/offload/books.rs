@@ -300,6 +300,9 @@ impl TierBooks {
         self.deleting = false;
         if whole {
             self.deleted(hashes);
+        } else {
+            // Not again at once: what is owed goes along with later writes.
+            self.purging = false;
         }
     }
 
