@@ -170,6 +170,9 @@ pub enum Reason {
 }
 
 impl Reason {
+    /// Every reason.
+    pub const ALL: [Self; 4] = [Self::Aborted, Self::Rejected, Self::LoadFailed, Self::NotNeeded];
+
     /// The word on the wire and in metrics.
     #[must_use]
     pub fn label(self) -> &'static str {

@@ -68,6 +68,9 @@ pub enum Cause {
 }
 
 impl Cause {
+    /// Every cause.
+    pub const ALL: [Self; 3] = [Self::Fetched, Self::Released, Self::Expired];
+
     /// The metric label.
     #[must_use]
     pub fn label(self) -> &'static str {

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use baton_connector::lease::Cause;
 use baton_connector::ledger::Settled;
+use baton_connector::{exchange, fetch};
 use metrics::{
     Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder, SharedString, Unit,
 };
@@ -37,29 +38,19 @@ const SHORT_SECONDS: [f64; 12] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05,
 mod tiers;
 pub use self::tiers::TierMetrics;
 
-/// Why leases end, as far as it is counted by name: what this project's engines and routers say.
-const KNOWN_REASONS: [&str; 18] = [
-    "transfer_done",
-    "released",
-    "lease_expired",
-    "consumer_aborted",
-    "consumer_rejected",
-    "load_failed",
-    "not_needed",
-    "client_gone",
-    "aborted",
-    "shutdown",
-    "router_release",
-    "decode_refused",
-    "decode_unreachable",
-    "decode_broken",
-    "unusable_handoff",
-    "late_reply",
-    "router_shutdown",
-    "spent",
-];
+/// Why leases end, where the engine itself says so.
+const OWN_REASONS: [&str; 4] = ["client_gone", "aborted", "shutdown", "router_release"];
 
 const META: Metadata<'static> = Metadata::new(module_path!(), Level::INFO, Some(module_path!()));
+
+/// The label of a reason: a peer may say anything, and what it says is in the log.
+fn known_reason(reason: &str) -> &'static str {
+    let of_leases = Cause::ALL.map(Cause::label);
+    let of_consumers = fetch::Reason::ALL.map(fetch::Reason::label);
+    let of_routers = exchange::Cause::ALL.map(exchange::Cause::label);
+    let known = OWN_REASONS.into_iter().chain(of_leases).chain(of_consumers).chain(of_routers);
+    known.into_iter().find(|known| *known == reason).unwrap_or("other")
+}
 
 /// See the module's documentation.
 pub struct EngineMetrics {
@@ -246,8 +237,7 @@ impl EngineMetrics {
 
     /// A lease has ended.
     pub fn lease_settled(&self, lease: &Settled) {
-        // A peer may say anything; the log has its words.
-        let reason = KNOWN_REASONS.into_iter().find(|known| **known == *lease.reason).unwrap_or("other");
+        let reason = known_reason(&lease.reason);
         let help = "Leases by how they ended.";
         self.make().counter_with("baton_kv_release_total", help, "cause", reason).increment(1);
         let held = lease.held.as_secs_f64();
@@ -358,6 +348,14 @@ impl Registrar<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_only_a_stranger_says_is_one_label() {
+        for known in ["aborted", "lease_expired", "consumer_rejected", "decode_unreachable"] {
+            assert_eq!(known_reason(known), known);
+        }
+        assert_eq!(known_reason("r-1f3a"), "other");
+    }
 
     #[test]
     fn dashboards_find_the_names_they_know() {

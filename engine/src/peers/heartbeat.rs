@@ -94,10 +94,10 @@ impl Heartbeat {
         while !stop.load(Ordering::Acquire) {
             if self.sweep_is_due() {
                 transport.sweep();
-            }
-            for id in self.given_up() {
-                tracing::warn!(seq = id.0, "no room for this handoff for too long; it is given up");
-                mailbox.fetch(id, Event::LeaseGone);
+                for id in self.given_up() {
+                    tracing::warn!(seq = id.0, "no room for this handoff for too long; it is given up");
+                    mailbox.fetch(id, Event::LeaseGone);
+                }
             }
             let Some(Beat { producer, rank, members }) = self.next() else { continue };
             let beaten = beat(transport, mailbox, rank, &members);
