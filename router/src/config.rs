@@ -3,6 +3,7 @@
 //! Read from YAML; a key that is not known is an error with file, line and column, as is a value out of its
 //! bounds. `deploy/config/router.yaml` is a commented example; the JSON schema is [`RouterConfig::schema`].
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -113,6 +114,14 @@ pub struct EngineConfig {
     /// `http://HOST:PORT`.
     #[garde(skip)]
     pub url: EngineUrl,
+    /// Its share of the work against the others' of its pool. 1 to 1,000; default 1.
+    #[serde(default = "default_weight")]
+    #[garde(range(min = 1, max = 1000))]
+    pub weight: u32,
+    /// What it is, for policies and people: `zone: a`. At most 32. Default: none.
+    #[serde(default)]
+    #[garde(length(max = 32))]
+    pub labels: BTreeMap<String, String>,
 }
 
 /// How an engine of a pool is chosen.
@@ -325,6 +334,10 @@ impl RouterConfig {
 
 fn default_listen() -> SocketAddr {
     SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8080)
+}
+
+fn default_weight() -> u32 {
+    1
 }
 
 fn default_drain_timeout_ms() -> u64 {

@@ -18,15 +18,17 @@ use serde_json::Value;
 use crate::alive::{Deaf, while_alive};
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
+use crate::generation::Generation;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
 use crate::legs::{Meaning, Refusal};
 use crate::metrics::Leg;
+use crate::models::Reserved;
 use crate::request_id;
 use crate::rewrite;
-use crate::service::Shared;
 use crate::settle::Debtor;
+use crate::shared::Shared;
 use crate::upstream::{Engine, InFlight, Outgoing, Reply};
 
 /// Why a request has no answer from an engine.
@@ -55,6 +57,9 @@ pub(crate) struct Answer {
 /// One request's exchange in operation.
 pub(crate) struct ExchangeDriver {
     shared: Arc<Shared>,
+    generation: Arc<Generation>,
+    /// The decode engine that is set aside for the request before any prefill is spent on it.
+    reserved: Option<Reserved>,
     debtor: Debtor,
     begun: Time,
     /// The engine of each attempt, by the attempt's number.
@@ -69,11 +74,13 @@ pub(crate) struct ExchangeDriver {
 }
 
 impl ExchangeDriver {
-    pub(crate) fn new(shared: Arc<Shared>, request: RequestId) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, generation: Arc<Generation>, request: RequestId) -> Self {
         let exchange = Arc::new(Mutex::new(Exchange::new()));
         Self {
             begun: shared.now(),
             shared,
+            generation,
+            reserved: None,
             debtor: Debtor { request, exchange },
             attempts: Vec::new(),
             prefill: None,
@@ -104,22 +111,37 @@ impl ExchangeDriver {
         self.exchange(|exchange| *exchange.timeline())
     }
 
+    /// Sets a decode engine aside, before prefill is asked for anything.
+    ///
+    /// # Errors
+    /// No decode engine can be had.
+    pub(crate) fn reserve(&mut self, ask: &Ask) -> Result<(), Ended> {
+        self.reserved = ask.model.decode.reserve(&ask.wanted(), &[]);
+        if self.reserved.is_none() {
+            self.apply(Event::GaveUp);
+            return Err(Ended::Refused(Refusal::none_left()));
+        }
+        Ok(())
+    }
+
     /// First leg: the handoff, or `None` when the decode engine is to compute everything.
     pub(crate) async fn prefill(&mut self, session: &mut Session, ask: &Ask) -> Result<Option<Value>, Ended> {
         if ask.aggregate || ask.model.prefill.is_empty() {
             self.apply(Event::PrefillSkipped);
             return Ok(None);
         }
-        let silence = Duration::from_millis(self.shared.timeouts.prefill_silence_ms);
-        let pause = Duration::from_millis(self.shared.timeouts.alive_ms);
+        let silence = Duration::from_millis(self.generation.config.timeouts.prefill_silence_ms);
+        let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let outgoing = self.outgoing(ask, rewrite::prefill_body(&ask.body, &ask.model.name));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
-        while tried.len() < usize::from(self.shared.attempts.prefill) {
+        while tried.len() < usize::from(self.generation.config.attempts.prefill) {
             // A second handoff comes from another engine than the first, if there is another.
             let others = tried.iter().chain(&self.prefill_engine).cloned().collect::<Vec<_>>();
-            let prefill = &ask.model.prefill;
-            let Some(engine) = prefill.choose(&others).or_else(|| prefill.choose(&tried)) else { break };
+            let (prefill, wanted) = (&ask.model.prefill, ask.wanted());
+            let reserved = prefill.reserve(&wanted, &others).or_else(|| prefill.reserve(&wanted, &tried));
+            let Some(Reserved { member, load }) = reserved else { break };
+            let engine = Arc::clone(&member.engine);
             if !tried.is_empty() {
                 self.shared.metrics.retry(Leg::Prefill);
             }
@@ -127,7 +149,7 @@ impl ExchangeDriver {
             self.prefill_engine = Some(Arc::clone(&engine));
             tried.push(Arc::clone(&engine));
             self.apply(Event::PrefillSent(attempt));
-            let call = self.prefill.insert(PrefillCall::start(attempt, &engine, outgoing.clone()));
+            let call = self.prefill.insert(PrefillCall::start(attempt, load, outgoing.clone()));
             let prefilled = tokio::time::timeout(silence, call.prefilled());
             let prefilled = match race(session, while_alive(&engine, pause, prefilled)).await {
                 Err(ClientGone) => return Err(self.client_gone()),
@@ -202,16 +224,18 @@ impl ExchangeDriver {
         handoff: Option<Value>,
     ) -> Result<Option<Answer>, Ended> {
         let recompute = handoff.is_some() && self.may_recompute;
-        let pause = Duration::from_millis(self.shared.timeouts.alive_ms);
-        let first_byte = Duration::from_millis(self.shared.timeouts.decode_first_byte_ms);
+        let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
+        let first_byte = Duration::from_millis(self.generation.config.timeouts.decode_first_byte_ms);
         let mut outgoing = self.outgoing(ask, rewrite::decode_body(&ask.body, &ask.model.name, handoff));
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         let mut spent = false;
-        while tried.len() < usize::from(self.shared.attempts.decode) {
-            let Some(engine) = ask.model.decode.choose(&tried) else { break };
+        while tried.len() < usize::from(self.generation.config.attempts.decode) {
+            let reserved = self.reserved.take().or_else(|| ask.model.decode.reserve(&ask.wanted(), &tried));
+            let Some(Reserved { member, load }) = reserved else { break };
+            let engine = Arc::clone(&member.engine);
             if !tried.is_empty() {
                 self.shared.metrics.retry(Leg::Decode);
             }
@@ -219,7 +243,6 @@ impl ExchangeDriver {
             self.decode_engine = Some(Arc::clone(&engine));
             tried.push(Arc::clone(&engine));
             self.apply(Event::DecodeSent(attempt));
-            let load = engine.begin();
             let Ok(decoding) = race(session, decode::ask(&engine, &outgoing, first_byte, pause)).await else {
                 return Err(self.client_gone());
             };

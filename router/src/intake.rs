@@ -7,15 +7,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, Endpoint, GenerateRequest, ParseLimits, parse_object};
+use baton_openai::{ApiError, Endpoint, GenerateRequest, parse_object};
 use bytes::{Bytes, BytesMut};
 use hyper::header::{AUTHORIZATION, CONTENT_LENGTH, EXPECT, HeaderMap, HeaderName, HeaderValue};
 use pingora::proxy::Session;
 use serde_json::{Map, Value};
 
 use crate::exchange_driver::Ended;
+use crate::generation::Generation;
 use crate::legs::Refusal;
-use crate::models::{Model, Models};
+use crate::models::Model;
+use crate::policy::Wanted;
 use crate::rewrite;
 
 /// The only headers of a client that an engine gets: its credentials and its trace.
@@ -49,15 +51,20 @@ impl Ask {
         endpoint: Endpoint,
         body: &[u8],
         headers: &HeaderMap,
-        models: &Models,
-        limits: &ParseLimits,
+        generation: &Generation,
     ) -> Result<Self, ApiError> {
+        let limits = &generation.parse_limits;
         let mut body = parse_object(body, limits)?;
         rewrite::strip(&mut body);
         let request = GenerateRequest::from_map(endpoint, &body, limits)?;
-        let model = Arc::clone(models.named(request.model.as_deref())?);
+        let model = Arc::clone(generation.models.named(request.model.as_deref())?);
         let aggregate = request.input.prompts() > 1;
         Ok(Self { endpoint, model, body, aggregate, headers: passed(headers) })
+    }
+
+    /// What a policy may know of it.
+    pub(crate) fn wanted(&self) -> Wanted<'_> {
+        Wanted::default()
     }
 
     /// The headers of both legs.

@@ -13,7 +13,9 @@
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
 //! | `service`, `route`, `intake`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
-//! | `exchange_driver`, `legs`, `models`, `policy` | which engines, in which order, what their answers mean |
+//! | `models`, `policy` | which engine is chosen |
+//! | `exchange_driver`, `legs` | in which order engines are asked, and what their answers mean |
+//! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
@@ -27,6 +29,8 @@ mod answer;
 mod client_watch;
 pub mod config;
 mod exchange_driver;
+mod fleet;
+mod generation;
 mod intake;
 mod legs;
 mod metrics;
@@ -39,8 +43,10 @@ mod route;
 mod server;
 mod service;
 mod settle;
+mod shared;
 mod sse;
 mod upstream;
 
 pub use config::{ConfigError, RouterConfig};
-pub use server::{BindError, Router};
+pub use generation::GenerationError;
+pub use server::{BindError, Reload, Router};

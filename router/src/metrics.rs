@@ -13,6 +13,7 @@
 //! | `baton_router_retries_total` | `leg` | attempts after the first |
 //! | `baton_router_recomputes_total` | | handoffs that no decode engine could use; computed anew |
 //! | `baton_router_misconfigured_total` | `leg` | engines that refused this router's cluster secret |
+//! | `baton_router_config_generation` | | number of the configuration in effect, from 1 |
 //! | `baton_router_prefill_seconds` | | from the first prefill attempt to the handoff |
 //! | `baton_router_time_to_first_byte_seconds` | | from the request's head to the first byte of its answer |
 
@@ -79,6 +80,7 @@ pub(crate) struct Metrics {
     misconfigured: [Counter; 2],
     pub recomputes: Counter,
     pub in_flight: Gauge,
+    pub generation: Gauge,
     pub settling: Gauge,
     pub prefill_seconds: Histogram,
     pub first_byte_seconds: Histogram,
@@ -134,6 +136,7 @@ impl Metrics {
             misconfigured: legs.map(|l| counter!("baton_router_misconfigured_total", with("leg", l))),
             recomputes: counter!("baton_router_recomputes_total"),
             in_flight: gauge!("baton_router_requests_in_flight"),
+            generation: gauge!("baton_router_config_generation"),
             settling: gauge!("baton_router_settlements_in_flight"),
             prefill_seconds: histogram!("baton_router_prefill_seconds"),
             first_byte_seconds: histogram!("baton_router_time_to_first_byte_seconds"),

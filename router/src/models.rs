@@ -1,13 +1,14 @@
-//! Which engines serve which model.
+//! Which engines serve which model, and the one place where one of them is chosen.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use baton_openai::ApiError;
 
-use crate::config::{EngineUrl, Fallback, PoolConfig, RouterConfig};
-use crate::policy::{self, Candidate, Policy};
-use crate::upstream::{Engine, Terms};
+use crate::config::{Fallback, PoolConfig, RouterConfig};
+use crate::fleet::Fleet;
+use crate::policy::{self, Candidate, Policy, Wanted};
+use crate::upstream::{Engine, InFlight, Terms};
 
 /// One model.
 pub(crate) struct Model {
@@ -20,28 +21,40 @@ pub(crate) struct Model {
 
 /// Engines that can stand in for each other.
 pub(crate) struct Pool {
-    engines: Vec<Arc<Engine>>,
+    members: Vec<Arc<Member>>,
     policy: Box<dyn Policy>,
+}
+
+/// An engine's place in a pool.
+pub(crate) struct Member {
+    pub engine: Arc<Engine>,
+    /// Its share of the work against the others'.
+    pub weight: u32,
+    #[expect(dead_code, reason = "labels are for policies")]
+    pub labels: BTreeMap<String, String>,
+}
+
+/// An engine that was chosen; the request counts as in flight there until this is dropped.
+pub(crate) struct Reserved {
+    pub member: Arc<Member>,
+    pub load: InFlight,
 }
 
 /// Every model, by every name.
 pub(crate) struct Models {
     list: Vec<Arc<Model>>,
     by_name: HashMap<String, Arc<Model>>,
-    engines: Vec<Arc<Engine>>,
 }
 
 impl Models {
-    /// An engine that is listed twice is one engine: its load and its connections are counted together.
-    pub(crate) fn new(config: &RouterConfig, terms: &Terms) -> Self {
-        let mut engines: HashMap<EngineUrl, Arc<Engine>> = HashMap::new();
-        let mut pool = |config: &PoolConfig| Pool {
-            engines: config
+    pub(crate) fn new(config: &RouterConfig, terms: &Terms, fleet: &Fleet) -> Self {
+        let pool = |config: &PoolConfig| Pool {
+            members: config
                 .engines
                 .iter()
                 .map(|e| {
-                    let new = || Arc::new(Engine::new(e.url.clone(), terms));
-                    Arc::clone(engines.entry(e.url.clone()).or_insert_with(new))
+                    let engine = fleet.engine(&e.url, terms);
+                    Arc::new(Member { engine, weight: e.weight, labels: e.labels.clone() })
                 })
                 .collect(),
             policy: policy::of_kind(config.policy),
@@ -59,7 +72,7 @@ impl Models {
             }
             list.push(served);
         }
-        Self { list, by_name, engines: engines.into_values().collect() }
+        Self { list, by_name }
     }
 
     /// The model of that name; without a name the only one there is.
@@ -77,30 +90,39 @@ impl Models {
     pub(crate) fn list(&self) -> &[Arc<Model>] {
         &self.list
     }
-
-    /// Every engine once.
-    pub(crate) fn engines(&self) -> &[Arc<Engine>] {
-        &self.engines
-    }
 }
 
 impl Pool {
     pub(crate) fn is_empty(&self) -> bool {
-        self.engines.is_empty()
+        self.members.is_empty()
     }
 
-    /// An engine that is not among those `tried`.
-    pub(crate) fn choose(&self, tried: &[Arc<Engine>]) -> Option<Arc<Engine>> {
-        let untried = |engine: &Arc<Engine>| !tried.iter().any(|t| Arc::ptr_eq(t, engine));
-        let candidates_that = |fit: &dyn Fn(&Arc<Engine>) -> bool| -> Vec<_> {
+    /// Chooses an engine that is not among those `tried`, and counts the request in flight there.
+    pub(crate) fn reserve(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Option<Reserved> {
+        let untried = |member: &Member| !tried.iter().any(|t| Arc::ptr_eq(t, &member.engine));
+        let candidates_that = |fit: &dyn Fn(&Member) -> bool| -> Vec<_> {
             let fitting =
-                self.engines.iter().enumerate().filter(|(_, engine)| untried(engine) && fit(engine));
-            fitting.map(|(index, engine)| Candidate { index, in_flight: engine.load() }).collect()
+                self.members.iter().enumerate().filter(|(_, member)| untried(member) && fit(member));
+            fitting
+                .map(|(index, member)| Candidate {
+                    index,
+                    in_flight: member.engine.load(),
+                    weight: member.weight,
+                })
+                .collect()
         };
-        let mut candidates = candidates_that(&|engine| !engine.is_resting());
+        let mut candidates = candidates_that(&|member| !member.engine.is_resting());
         if candidates.is_empty() {
             candidates = candidates_that(&|_| true);
         }
-        self.policy.choose(&candidates).map(|index| Arc::clone(&self.engines[index]))
+        let member = Arc::clone(&self.members[self.policy.choose(wanted, &candidates)?]);
+        let load = member.engine.begin();
+        Some(Reserved { member, load })
+    }
+}
+
+impl Reserved {
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.member.engine
     }
 }

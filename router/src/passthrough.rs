@@ -11,8 +11,9 @@ use pingora::proxy::Session;
 
 use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::Ended;
+use crate::generation::Generation;
 use crate::legs::{Meaning, Refusal};
-use crate::service::Shared;
+use crate::policy::Wanted;
 use crate::upstream::{CallError, Engine, Outgoing};
 use crate::{answer, intake, rewrite};
 
@@ -22,31 +23,31 @@ const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Passes one request and its answer; gives the answer's status.
 pub(crate) async fn pass(
     session: &mut Session,
-    shared: &Arc<Shared>,
+    generation: &Generation,
     path: &'static str,
     body: &[u8],
     id: &RequestId,
     echoed: &HeaderValue,
 ) -> Result<u16, Ended> {
-    let mut body = parse_object(body, &shared.parse_limits)?;
+    let mut body = parse_object(body, &generation.parse_limits)?;
     rewrite::strip(&mut body);
     let name = match path {
-        "/tokenize" => TokenizeRequest::from_map(&body, &shared.parse_limits)?.model,
-        _ => DetokenizeRequest::from_map(&body, &shared.parse_limits)?.model,
+        "/tokenize" => TokenizeRequest::from_map(&body, &generation.parse_limits)?.model,
+        _ => DetokenizeRequest::from_map(&body, &generation.parse_limits)?.model,
     };
-    let model = Arc::clone(shared.models.named(name.as_deref())?);
+    let model = Arc::clone(generation.models.named(name.as_deref())?);
     let headers = intake::named(intake::passed(&session.req_header().headers), id);
     let body = rewrite::decode_body(&body, &model.name, None);
     let outgoing = Outgoing { method: Method::POST, path, headers, body };
     let mut tried: Vec<Arc<Engine>> = Vec::new();
     let mut last = Refusal::none_left();
-    let silence = Duration::from_millis(shared.timeouts.stream_silence_ms);
-    while tried.len() < usize::from(shared.attempts.decode) {
-        let Some(engine) = model.decode.choose(&tried) else { break };
-        let _load = engine.begin();
+    let silence = Duration::from_millis(generation.config.timeouts.stream_silence_ms);
+    while tried.len() < usize::from(generation.config.attempts.decode) {
+        let Some(reserved) = model.decode.reserve(&Wanted::default(), &tried) else { break };
+        let engine = reserved.engine();
         let call = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
         let called = race(session, tokio::time::timeout(silence, call)).await;
-        tried.push(Arc::clone(&engine));
+        tried.push(Arc::clone(engine));
         match called.map_err(|ClientGone| Ended::ClientGone)? {
             Ok(Ok(whole)) if whole.status.is_success() => {
                 let headers = [("content-type", "application/json".to_owned())];

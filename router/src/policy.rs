@@ -15,12 +15,26 @@ pub(crate) struct Candidate {
     pub index: usize,
     /// Requests of this router that it is working on.
     pub in_flight: usize,
+    /// Its share of the work against the others'.
+    pub weight: u32,
+}
+
+/// What a policy may know of a request.
+#[derive(Clone, Copy, Debug, Default)]
+#[expect(dead_code, reason = "the policies that look at a request come next")]
+pub(crate) struct Wanted<'a> {
+    /// Requests with the same key belong to the same engine, if it can be had.
+    pub affinity: Option<u64>,
+    /// The prompt's beginning, chunk by chunk: each hash is of everything up to the chunk's end.
+    pub prefix: &'a [u64],
+    /// The prompt as JSON, in bytes.
+    pub prompt_bytes: usize,
 }
 
 /// Chooses among the engines that can serve a request.
 pub(crate) trait Policy: Send + Sync {
     /// The chosen candidate's `index`; `None` only when there is no candidate.
-    fn choose(&self, candidates: &[Candidate]) -> Option<usize>;
+    fn choose(&self, wanted: &Wanted<'_>, candidates: &[Candidate]) -> Option<usize>;
 }
 
 /// The policy that a configuration names.

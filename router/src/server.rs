@@ -7,10 +7,8 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 
-use baton_openai::ParseLimits;
-use hyper::header::HeaderValue;
 use pingora::apps::{HttpServerApp, ServerApp};
 use pingora::protocols::l4::stream::Stream;
 use pingora::proxy::{HttpProxy, http_proxy};
@@ -21,12 +19,10 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::admin::{self, Admin};
-use crate::config::{ConfigError, RouterConfig};
-use crate::metrics::Metrics;
-use crate::models::Models;
-use crate::service::{FrontDoor, Shared};
-use crate::settle::{SettleTerms, Settler};
-use crate::upstream::Terms;
+use crate::config::RouterConfig;
+use crate::generation::GenerationError;
+use crate::service::FrontDoor;
+use crate::shared::Shared;
 
 /// How often idle connections are closed and histograms folded.
 const UPKEEP: Duration = Duration::from_secs(1);
@@ -44,12 +40,26 @@ pub enum BindError {
         /// Why.
         source: std::io::Error,
     },
-    /// The cluster secret cannot be read.
+    /// The configuration cannot be put into effect.
     #[error(transparent)]
-    Secret(#[from] ConfigError),
-    /// The cluster secret cannot be a header.
-    #[error("the cluster secret must be printable ASCII")]
-    SecretText,
+    Config(#[from] GenerationError),
+}
+
+/// A hand on a router that runs: replaces its configuration.
+#[derive(Clone)]
+pub struct Reload(Arc<Shared>);
+
+impl Reload {
+    /// Puts a configuration into effect for every request that begins from now on, whole or not at all.
+    /// Requests in flight finish on the one they began with. Gives the new generation's number.
+    ///
+    /// The listeners stay as they are: `listen` and `admin.listen` take effect at a restart.
+    ///
+    /// # Errors
+    /// [`GenerationError`] says what is wrong; the configuration in effect stays.
+    pub fn install(&self, config: RouterConfig) -> Result<u64, GenerationError> {
+        self.0.install(config)
+    }
 }
 
 /// A router that listens.
@@ -58,7 +68,6 @@ pub struct Router {
     admin: TcpListener,
     shared: Arc<Shared>,
     connections_max: usize,
-    drain_timeout: Duration,
 }
 
 impl Router {
@@ -69,36 +78,8 @@ impl Router {
     pub async fn bind(config: RouterConfig) -> Result<Self, BindError> {
         let clients = listen(config.listen).await?;
         let admin = listen(config.admin.listen).await?;
-        let secret = config.secret()?.map(|text| HeaderValue::from_str(&text));
-        let mut secret = secret.transpose().map_err(|_| BindError::SecretText)?;
-        if let Some(secret) = &mut secret {
-            secret.set_sensitive(true);
-        }
-        let terms = Terms {
-            connect_timeout: Duration::from_millis(config.timeouts.connect_ms),
-            idle_timeout: Duration::from_millis(config.timeouts.engine_idle_ms),
-            secret,
-        };
-        let settle = SettleTerms {
-            at_once: config.limits.settlements,
-            tries: config.attempts.settle,
-            try_timeout: Duration::from_millis(config.timeouts.settle_ms),
-        };
-        let (metrics, started) = (Arc::new(Metrics::new()), Instant::now());
-        let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let shared = Arc::new(Shared {
-            models: Models::new(&config, &terms),
-            parse_limits: ParseLimits { body_bytes: config.limits.body_bytes, ..ParseLimits::default() },
-            room: Arc::new(Semaphore::new(config.limits.in_flight)),
-            settler: Settler::new(settle, Arc::clone(&metrics), started),
-            metrics,
-            started,
-            created: since_epoch.as_secs(),
-            timeouts: config.timeouts.clone(),
-            attempts: config.attempts.clone(),
-        });
-        let drain_timeout = config.drain_timeout();
-        Ok(Self { clients, admin, shared, connections_max: config.limits.connections, drain_timeout })
+        let connections_max = config.limits.connections;
+        Ok(Self { clients, admin, shared: Shared::new(config)?, connections_max })
     }
 
     /// Where clients connect.
@@ -113,13 +94,19 @@ impl Router {
         self.admin.local_addr().expect("a bound listener has an address")
     }
 
+    /// A hand for replacing the configuration while [`Self::run`] runs.
+    #[must_use]
+    pub fn reload(&self) -> Reload {
+        Reload(Arc::clone(&self.shared))
+    }
+
     /// Serves until `shutdown`, then drains: no new connection, requests in flight go on for at most
     /// `drain_timeout_ms`, the rest is cut, and what is owed to engines is paid before this returns.
     ///
     /// # Cancel safety
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
-        let Self { clients, admin, shared, connections_max, drain_timeout } = self;
+        let Self { clients, admin, shared, connections_max } = self;
         let ready = Arc::new(Admin { metrics: Arc::clone(&shared.metrics), ready: AtomicBool::new(true) });
         let mut background = JoinSet::new();
         background.spawn(admin::serve(admin, Arc::clone(&ready)));
@@ -135,6 +122,7 @@ impl Router {
         // Fails only when no connection is left to hear it.
         let _ = drain.send(true);
         proxy.http_cleanup().await;
+        let drain_timeout = shared.generation().config.drain_timeout();
         let in_flight = async { while connections.join_next().await.is_some() {} };
         if tokio::time::timeout(drain_timeout, in_flight).await.is_err() {
             tracing::warn!(
@@ -197,6 +185,7 @@ async fn upkeep(shared: Arc<Shared>) {
     loop {
         tick.tick().await;
         shared.metrics.upkeep();
-        shared.models.engines().iter().for_each(|engine| engine.sweep());
+        shared.fleet.prune();
+        shared.fleet.engines().iter().for_each(|engine| engine.sweep());
     }
 }

@@ -8,43 +8,20 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use baton_connector::{RequestId, Time};
-use baton_openai::{ApiError, ParseLimits};
+use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::header::HeaderValue;
 use pingora::prelude::{Error, ErrorType, HttpPeer};
 use pingora::proxy::{ProxyHttp, Session};
 use serde_json::json;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::config::{AttemptsConfig, TimeoutsConfig};
 use crate::exchange_driver::{Ended, ExchangeDriver};
+use crate::generation::Generation;
 use crate::intake::{self, Ask};
-use crate::metrics::{Metrics, PASSED, REJECTED};
-use crate::models::Models;
+use crate::metrics::{PASSED, REJECTED};
 use crate::route::Route;
-use crate::settle::Settler;
+use crate::shared::{Room, Shared};
 use crate::{answer, passthrough, request_id};
-
-/// What every request needs.
-pub(crate) struct Shared {
-    pub models: Models,
-    pub timeouts: TimeoutsConfig,
-    pub attempts: AttemptsConfig,
-    pub parse_limits: ParseLimits,
-    pub room: Arc<Semaphore>,
-    pub metrics: Arc<Metrics>,
-    pub settler: Arc<Settler>,
-    pub started: Instant,
-    /// Seconds since the epoch at which the router started: the models' `created`.
-    pub created: u64,
-}
-
-impl Shared {
-    /// Now, on the clock of the exchanges.
-    pub(crate) fn now(&self) -> Time {
-        Time(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX))
-    }
-}
 
 /// The service that pingora drives.
 pub(crate) struct FrontDoor(pub Arc<Shared>);
@@ -52,6 +29,8 @@ pub(crate) struct FrontDoor(pub Arc<Shared>);
 /// One request's context. Dropping it settles what the request still owes.
 pub(crate) struct RequestContext {
     begun: Instant,
+    /// The configuration that was in effect when the request began.
+    generation: Arc<Generation>,
     id: RequestId,
     /// What the client is told the id is: its own, where it sent a decent one.
     echoed: HeaderValue,
@@ -61,18 +40,6 @@ pub(crate) struct RequestContext {
     room: Option<Room>,
 }
 
-/// One place among the requests in flight.
-struct Room {
-    _permit: OwnedSemaphorePermit,
-    metrics: Arc<Metrics>,
-}
-
-impl Drop for Room {
-    fn drop(&mut self) {
-        self.metrics.in_flight.decrement(1.0);
-    }
-}
-
 #[async_trait]
 impl ProxyHttp for FrontDoor {
     type CTX = RequestContext;
@@ -80,7 +47,17 @@ impl ProxyHttp for FrontDoor {
     fn new_ctx(&self) -> RequestContext {
         let id = request_id::mint();
         let echoed = HeaderValue::from_str(id.as_str()).expect("a request id is printable ASCII");
-        RequestContext { begun: Instant::now(), id, echoed, driver: None, model: None, status: 0, room: None }
+        let generation = self.0.generation();
+        RequestContext {
+            begun: Instant::now(),
+            generation,
+            id,
+            echoed,
+            driver: None,
+            model: None,
+            status: 0,
+            room: None,
+        }
     }
 
     async fn upstream_peer(&self, _: &mut Session, _: &mut RequestContext) -> pingora::Result<Box<HttpPeer>> {
@@ -92,7 +69,7 @@ impl ProxyHttp for FrontDoor {
         session: &mut Session,
         context: &mut RequestContext,
     ) -> pingora::Result<bool> {
-        let stall = Duration::from_millis(self.0.timeouts.client_stall_ms);
+        let stall = Duration::from_millis(context.generation.config.timeouts.client_stall_ms);
         session.as_downstream_mut().set_write_timeout(Some(stall));
         if let Some(echoed) = request_id::decent(&session.req_header().headers) {
             context.echoed = echoed;
@@ -132,24 +109,32 @@ impl FrontDoor {
                 self.tell(session, context, json!({"version": env!("CARGO_PKG_VERSION")})).await
             }
             Route::Models => {
-                let models: Vec<_> = self.0.models.list().iter().map(|m| self.card(&m.name)).collect();
+                let models: Vec<_> =
+                    context.generation.models.list().iter().map(|m| self.card(&m.name)).collect();
                 self.tell(session, context, json!({"object": "list", "data": models})).await
             }
             Route::Model(name) => {
-                let name = self.0.models.named(Some(name))?.name.clone();
+                let name = context.generation.models.named(Some(name))?.name.clone();
                 self.tell(session, context, self.card(&name)).await
             }
             Route::Pass(path) => {
                 let body = self.body(session, context).await?;
-                context.status =
-                    passthrough::pass(session, &self.0, path, &body, &context.id, &context.echoed).await?;
+                context.status = passthrough::pass(
+                    session,
+                    &context.generation,
+                    path,
+                    &body,
+                    &context.id,
+                    &context.echoed,
+                )
+                .await?;
                 self.0.metrics.request(PASSED);
                 Ok(())
             }
             Route::Generate(endpoint) => {
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
-                let ask = Ask::read(endpoint, &body, headers, &self.0.models, &self.0.parse_limits)?;
+                let ask = Ask::read(endpoint, &body, headers, &context.generation)?;
                 drop(body);
                 self.generate(session, context, ask).await
             }
@@ -163,24 +148,29 @@ impl FrontDoor {
         ask: Ask,
     ) -> Result<(), Ended> {
         context.model = Some(ask.model.name.clone());
-        let driver = context.driver.insert(ExchangeDriver::new(Arc::clone(&self.0), context.id.clone()));
+        let driver = context.driver.insert(ExchangeDriver::new(
+            Arc::clone(&self.0),
+            Arc::clone(&context.generation),
+            context.id.clone(),
+        ));
+        driver.reserve(&ask)?;
         let handoff = driver.prefill(session, &ask).await?;
         let answer = driver.decode(session, &ask, handoff).await?;
         drop(ask);
-        let silence = Duration::from_millis(self.0.timeouts.stream_silence_ms);
+        let silence = Duration::from_millis(context.generation.config.timeouts.stream_silence_ms);
         context.status = answer::pass(session, driver, answer, &context.echoed, silence).await?;
         Ok(())
     }
 
     /// A place among the requests in flight, and the body.
     async fn body(&self, session: &mut Session, context: &mut RequestContext) -> Result<Bytes, Ended> {
-        let Ok(permit) = Arc::clone(&self.0.room).try_acquire_owned() else {
+        let config = &context.generation.config;
+        let Some(room) = self.0.room(config.limits.in_flight) else {
             return Err(ApiError::overloaded("the router is full", Duration::from_secs(1)).into());
         };
-        self.0.metrics.in_flight.increment(1.0);
-        context.room = Some(Room { _permit: permit, metrics: Arc::clone(&self.0.metrics) });
-        let within = Duration::from_millis(self.0.timeouts.body_ms);
-        intake::body(session, self.0.parse_limits.body_bytes, within).await
+        context.room = Some(room);
+        let within = Duration::from_millis(config.timeouts.body_ms);
+        intake::body(session, config.limits.body_bytes, within).await
     }
 
     async fn tell(

@@ -11,16 +11,17 @@
 //! not asked again. The number of settlements at once is bounded; one beyond it is counted and left to the
 //! lease's expiry.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use arc_swap::ArcSwap;
 use baton_connector::exchange::{Cause, Exchange, Lent, Settlement};
 use baton_connector::{Handle, RequestId, Time};
 use bytes::Bytes;
 use hyper::header::{HeaderMap, HeaderValue};
 use hyper::{Method, StatusCode};
 use serde_json::json;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::task::TaskTracker;
 
 use crate::legs::prefill::PrefillCall;
@@ -42,8 +43,8 @@ pub(crate) struct SettleTerms {
 
 /// Pays debts in the background.
 pub(crate) struct Settler {
-    terms: SettleTerms,
-    room: Arc<Semaphore>,
+    terms: ArcSwap<SettleTerms>,
+    at_once: AtomicUsize,
     tasks: TaskTracker,
     runtime: tokio::runtime::Handle,
     metrics: Arc<Metrics>,
@@ -57,17 +58,32 @@ pub(crate) struct Debtor {
     pub exchange: Arc<Mutex<Exchange>>,
 }
 
+/// One settlement among those in flight.
+struct Counted(Arc<Settler>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.at_once.fetch_sub(1, Ordering::Relaxed);
+        self.0.metrics.settling.decrement(1.0);
+    }
+}
+
 impl Settler {
     /// Must be called on the runtime that will run the settlements.
     pub(crate) fn new(terms: SettleTerms, metrics: Arc<Metrics>, started: Instant) -> Arc<Self> {
         Arc::new(Self {
-            room: Arc::new(Semaphore::new(terms.at_once)),
-            terms,
+            terms: ArcSwap::from_pointee(terms),
+            at_once: AtomicUsize::new(0),
             tasks: TaskTracker::new(),
             runtime: tokio::runtime::Handle::current(),
             metrics,
             started,
         })
+    }
+
+    /// Replaces the bounds of the settlements that begin from now on.
+    pub(crate) fn set_terms(&self, terms: SettleTerms) {
+        self.terms.store(Arc::new(terms));
     }
 
     /// Aborts a prefill by request id and reads its connection on, so that a handle that still arrives is
@@ -104,22 +120,22 @@ impl Settler {
 
     /// The longest that one settlement can take.
     pub(crate) fn longest(&self) -> Duration {
-        let pauses = PAUSE * (1 << self.terms.tries.min(16));
-        self.terms.try_timeout * u32::from(self.terms.tries + 1) * 2 + pauses
+        let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
+        try_timeout * u32::from(tries + 1) * 2 + PAUSE * (1 << tries.min(16))
     }
 
-    fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
-        let Ok(permit) = Arc::clone(&self.room).try_acquire_owned() else {
+    fn spawn(self: &Arc<Self>, work: impl Future<Output = ()> + Send + 'static) {
+        if self.at_once.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
+            self.at_once.fetch_sub(1, Ordering::Relaxed);
             self.metrics.settled(Settled::Refused);
             tracing::warn!("too many settlements at once; a lease is left to its expiry");
             return;
-        };
-        let metrics = Arc::clone(&self.metrics);
-        metrics.settling.increment(1.0);
+        }
+        self.metrics.settling.increment(1.0);
+        let counted = Counted(Arc::clone(self));
         let counted = async move {
-            let _permit: OwnedSemaphorePermit = permit;
+            let _counted = counted;
             work.await;
-            metrics.settling.decrement(1.0);
         };
         self.tasks.spawn_on(counted, &self.runtime);
     }
@@ -133,7 +149,7 @@ impl Settler {
         tokio::pin!(abort);
         // The reply may come first: then the abort is still finished, because it may be all that P hears.
         let (mut result, mut reply) = (None, None);
-        let deadline = tokio::time::sleep(self.terms.try_timeout);
+        let deadline = tokio::time::sleep(self.terms.load().try_timeout);
         tokio::pin!(deadline);
         while reply.is_none() {
             tokio::select! {
@@ -194,9 +210,10 @@ impl Settler {
 
     async fn asked(&self, engine: &Arc<Engine>, outgoing: &Outgoing) -> Settled {
         let mut pause = PAUSE;
-        for left in (0..self.terms.tries).rev() {
+        let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
+        for left in (0..tries).rev() {
             let ask = async { engine.call(outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
-            match tokio::time::timeout(self.terms.try_timeout, ask).await {
+            match tokio::time::timeout(try_timeout, ask).await {
                 Ok(Ok(answer)) if answer.status.is_success() => return Settled::Confirmed,
                 Ok(Ok(answer)) if is_missing(answer.status) => return Settled::Unsupported,
                 Ok(Ok(answer)) => {

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
+use arc_swap::ArcSwap;
 use bytes::{Bytes, BytesMut};
 use http_body_util::Full;
 use hyper::body::{Body, Incoming};
@@ -38,9 +39,7 @@ pub(crate) struct Engine {
     url: EngineUrl,
     authority: String,
     host: HeaderValue,
-    secret: Option<HeaderValue>,
-    connect_timeout: Duration,
-    idle_timeout: Duration,
+    terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
     in_flight: AtomicUsize,
     /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
@@ -98,20 +97,23 @@ pub(crate) struct Whole {
 pub(crate) struct InFlight(Arc<Engine>);
 
 impl Engine {
-    pub(crate) fn new(url: EngineUrl, terms: &Terms) -> Self {
+    pub(crate) fn new(url: EngineUrl, terms: Terms) -> Self {
         let authority = url.authority();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
             url,
             authority,
             host,
-            secret: terms.secret.clone(),
-            connect_timeout: terms.connect_timeout,
-            idle_timeout: terms.idle_timeout,
+            terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
             rests_until_ms: AtomicU64::new(0),
         }
+    }
+
+    /// Replaces the terms on which connections are made from now on.
+    pub(crate) fn set_terms(&self, terms: Terms) {
+        self.terms.store(Arc::new(terms));
     }
 
     /// It could not be reached: for [`REST`] it is chosen only if there is no other. An engine that is down has
@@ -164,8 +166,10 @@ impl Engine {
                 Err(stale) => lost = Some(stale),
             }
         }
-        let dialled =
-            tokio::time::timeout(self.connect_timeout, Connection::dial(self.url.host(), self.url.port()));
+        let dialled = tokio::time::timeout(
+            self.terms.load().connect_timeout,
+            Connection::dial(self.url.host(), self.url.port()),
+        );
         let Ok(Ok(mut fresh)) = dialled.await else {
             self.rest();
             // What went out over the kept connection may have been seen.
@@ -180,9 +184,10 @@ impl Engine {
 
     /// An idle connection that still seems to be open.
     fn kept(&self) -> Option<Connection> {
+        let idle_timeout = self.terms.load().idle_timeout;
         loop {
             let mut kept = self.pool().pop()?;
-            if kept.idle_for() < self.idle_timeout && kept.is_ready() {
+            if kept.idle_for() < idle_timeout && kept.is_ready() {
                 return Some(kept);
             }
         }
@@ -202,7 +207,8 @@ impl Engine {
 
     /// Closes connections that nobody has used for too long.
     pub(crate) fn sweep(&self) {
-        self.pool().retain(|kept| kept.idle_for() < self.idle_timeout);
+        let idle_timeout = self.terms.load().idle_timeout;
+        self.pool().retain(|kept| kept.idle_for() < idle_timeout);
     }
 
     fn pool(&self) -> std::sync::MutexGuard<'_, Vec<Connection>> {
@@ -217,7 +223,7 @@ impl Engine {
         *headers = outgoing.headers.clone();
         headers.insert(HOST, self.host.clone());
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        if let Some(secret) = &self.secret {
+        if let Some(secret) = &self.terms.load().secret {
             headers.insert("x-baton-cluster-secret", secret.clone());
         }
         request

@@ -41,14 +41,14 @@ pub(crate) enum Prefilled {
 }
 
 impl PrefillCall {
-    pub(crate) fn start(attempt: Attempt, engine: &Arc<Engine>, outgoing: Outgoing) -> Self {
+    pub(crate) fn start(attempt: Attempt, load: InFlight, outgoing: Outgoing) -> Self {
         let socket = Arc::<Mutex<Option<Arc<Socket>>>>::default();
-        let (on, at) = (Arc::clone(&socket), Arc::clone(engine));
+        let (on, at) = (Arc::clone(&socket), Arc::clone(load.engine()));
         let answer = async move {
             let sent = |socket| *on.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
             at.call(&outgoing, sent).await?.whole(REPLY_BYTES_MAX).await
         };
-        Self { attempt, load: engine.begin(), socket, answer: Mutex::new(Box::pin(answer)) }
+        Self { attempt, load, socket, answer: Mutex::new(Box::pin(answer)) }
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {

@@ -1,0 +1,43 @@
+//! Every engine the router knows, by its address. What an engine has become in use (connections, load, health)
+//! outlives the configuration that names it, for as long as some generation or request still holds it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::config::EngineUrl;
+use crate::upstream::{Engine, Terms};
+
+/// The engines.
+#[derive(Default)]
+pub(crate) struct Fleet {
+    engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
+}
+
+impl Fleet {
+    /// The engine at an address. One that is asked for twice is one engine: its load and its connections are
+    /// counted together. The terms are those of the last who asked.
+    pub(crate) fn engine(&self, url: &EngineUrl, terms: &Terms) -> Arc<Engine> {
+        let mut engines = self.lock();
+        if let Some(engine) = engines.get(url) {
+            engine.set_terms(terms.clone());
+            return Arc::clone(engine);
+        }
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone()));
+        engines.insert(url.clone(), Arc::clone(&engine));
+        engine
+    }
+
+    /// Every engine once.
+    pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
+        self.lock().values().cloned().collect()
+    }
+
+    /// Forgets engines that no generation and no request holds.
+    pub(crate) fn prune(&self) {
+        self.lock().retain(|_, engine| Arc::strong_count(engine) > 1);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<EngineUrl, Arc<Engine>>> {
+        self.engines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

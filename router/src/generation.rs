@@ -1,0 +1,67 @@
+//! One version of everything that comes from the configuration. It never changes; a reload builds the next
+//! one beside it and swaps them. Requests finish on the version on which they began.
+//!
+//! What an engine has become in use (connections, load, health) is not part of it: engines live in the
+//! [`Fleet`], and a generation says who is a member of which pool, and on what terms.
+
+use std::time::Duration;
+
+use baton_openai::ParseLimits;
+use hyper::header::HeaderValue;
+
+use crate::config::{ConfigError, RouterConfig};
+use crate::fleet::Fleet;
+use crate::models::Models;
+use crate::settle::SettleTerms;
+use crate::upstream::Terms;
+
+/// Why a sound configuration cannot be put into effect.
+#[derive(Debug, thiserror::Error)]
+pub enum GenerationError {
+    /// A file that it names cannot be read.
+    #[error(transparent)]
+    File(#[from] ConfigError),
+    /// The cluster secret cannot be a header.
+    #[error("the cluster secret must be printable ASCII")]
+    SecretText,
+}
+
+/// One version of the configuration, ready for use.
+pub(crate) struct Generation {
+    /// From 1, one more with each version that takes effect.
+    pub number: u64,
+    pub config: RouterConfig,
+    pub models: Models,
+    pub parse_limits: ParseLimits,
+}
+
+impl Generation {
+    /// # Errors
+    /// [`GenerationError`] says what is in the way.
+    pub(crate) fn build(number: u64, config: RouterConfig, fleet: &Fleet) -> Result<Self, GenerationError> {
+        let secret = config.secret()?.map(|text| HeaderValue::from_str(&text));
+        let mut secret = secret.transpose().map_err(|_| GenerationError::SecretText)?;
+        if let Some(secret) = &mut secret {
+            secret.set_sensitive(true);
+        }
+        let terms = Terms {
+            connect_timeout: Duration::from_millis(config.timeouts.connect_ms),
+            idle_timeout: Duration::from_millis(config.timeouts.engine_idle_ms),
+            secret,
+        };
+        Ok(Self {
+            number,
+            models: Models::new(&config, &terms, fleet),
+            parse_limits: ParseLimits { body_bytes: config.limits.body_bytes, ..ParseLimits::default() },
+            config,
+        })
+    }
+
+    pub(crate) fn settle_terms(&self) -> SettleTerms {
+        SettleTerms {
+            at_once: self.config.limits.settlements,
+            tries: self.config.attempts.settle,
+            try_timeout: Duration::from_millis(self.config.timeouts.settle_ms),
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! What every request needs, and what outlives a configuration.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Instant, SystemTime};
+
+use arc_swap::ArcSwap;
+use baton_connector::Time;
+
+use crate::config::RouterConfig;
+use crate::fleet::Fleet;
+use crate::generation::{Generation, GenerationError};
+use crate::metrics::Metrics;
+use crate::settle::Settler;
+
+/// The router's own state. The configuration is a part that is replaced whole; see [`Shared::install`].
+pub(crate) struct Shared {
+    current: ArcSwap<Generation>,
+    pub fleet: Fleet,
+    pub metrics: Arc<Metrics>,
+    pub settler: Arc<Settler>,
+    in_flight: AtomicUsize,
+    started: Instant,
+    /// Seconds since the epoch at which the router started: the models' `created`.
+    pub created: u64,
+}
+
+/// One place among the requests in flight.
+pub(crate) struct Room(Arc<Shared>);
+
+impl Shared {
+    /// Must be called on the runtime that will serve.
+    ///
+    /// # Errors
+    /// [`GenerationError`] when the configuration cannot be put into effect.
+    pub(crate) fn new(config: RouterConfig) -> Result<Arc<Self>, GenerationError> {
+        let (metrics, started) = (Arc::new(Metrics::new()), Instant::now());
+        let fleet = Fleet::default();
+        let first = Generation::build(1, config, &fleet)?;
+        metrics.generation.set(1.0);
+        let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
+        let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Ok(Arc::new(Self {
+            current: ArcSwap::from_pointee(first),
+            fleet,
+            metrics,
+            settler,
+            in_flight: AtomicUsize::new(0),
+            started,
+            created: since_epoch.as_secs(),
+        }))
+    }
+
+    /// The configuration in effect. A request takes it once and keeps it to its end.
+    pub(crate) fn generation(&self) -> Arc<Generation> {
+        self.current.load_full()
+    }
+
+    /// Puts a configuration into effect for every request that begins from now on: whole, or not at all.
+    /// Gives the number of the new generation. One caller at a time.
+    ///
+    /// # Errors
+    /// [`GenerationError`] says what is wrong; the configuration in effect stays.
+    pub(crate) fn install(&self, config: RouterConfig) -> Result<u64, GenerationError> {
+        let number = self.current.load().number + 1;
+        let next = Generation::build(number, config, &self.fleet)?;
+        self.settler.set_terms(next.settle_terms());
+        self.metrics.generation.set(number as f64);
+        self.current.store(Arc::new(next));
+        Ok(number)
+    }
+
+    /// A place among the requests in flight; `None` when all are taken.
+    pub(crate) fn room(self: &Arc<Self>, at_once: usize) -> Option<Room> {
+        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= at_once {
+            self.in_flight.fetch_sub(1, Ordering::Relaxed);
+            return None;
+        }
+        self.metrics.in_flight.increment(1.0);
+        Some(Room(Arc::clone(self)))
+    }
+
+    /// Now, on the clock of the exchanges.
+    pub(crate) fn now(&self) -> Time {
+        Time(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.0.metrics.in_flight.decrement(1.0);
+    }
+}
