@@ -5,15 +5,25 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::config::EngineUrl;
+use crate::metrics::Metrics;
 use crate::upstream::{Engine, Terms};
 
 /// The engines.
-#[derive(Default)]
 pub(crate) struct Fleet {
+    metrics: Arc<Metrics>,
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
 }
 
 impl Fleet {
+    pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
+        Self { metrics, engines: Mutex::default() }
+    }
+
+    /// What counts the engines.
+    pub(crate) fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
     /// The engine at an address. One that is asked for twice is one engine: its load and its connections are
     /// counted together. The terms are those of the last who asked.
     pub(crate) fn engine(&self, url: &EngineUrl, terms: &Terms) -> Arc<Engine> {
@@ -22,7 +32,7 @@ impl Fleet {
             engine.set_terms(terms.clone());
             return Arc::clone(engine);
         }
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone()));
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), self.metrics.engine(&url.authority())));
         engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }

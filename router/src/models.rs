@@ -7,6 +7,7 @@ use baton_openai::ApiError;
 
 use crate::config::{Fallback, PoolConfig, RouterConfig};
 use crate::fleet::Fleet;
+use crate::metrics::ModelMetrics;
 use crate::policy::{self, Candidate, Policy, Wanted};
 use crate::upstream::{Engine, InFlight, Terms};
 
@@ -17,6 +18,7 @@ pub(crate) struct Model {
     pub prefill: Pool,
     pub decode: Pool,
     pub fallback: Fallback,
+    pub metrics: ModelMetrics,
 }
 
 /// Engines that can stand in for each other.
@@ -66,6 +68,7 @@ impl Models {
                 prefill: pool(&model.prefill),
                 decode: pool(&model.decode),
                 fallback: model.fallback,
+                metrics: fleet.metrics().model(&model.name),
             });
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
@@ -93,6 +96,11 @@ impl Models {
 }
 
 impl Pool {
+    /// Its engines.
+    pub(crate) fn members(&self) -> &[Arc<Member>] {
+        &self.members
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.members.is_empty()
     }

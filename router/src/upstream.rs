@@ -19,6 +19,7 @@ use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 
 use crate::config::EngineUrl;
+use crate::metrics::EngineMetrics;
 use connection::Connection;
 pub(crate) use connection::Socket;
 
@@ -44,6 +45,7 @@ pub(crate) struct Engine {
     in_flight: AtomicUsize,
     /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
     rests_until_ms: AtomicU64,
+    pub metrics: EngineMetrics,
 }
 
 /// Terms on which connections to engines are made and kept.
@@ -97,7 +99,7 @@ pub(crate) struct Whole {
 pub(crate) struct InFlight(Arc<Engine>);
 
 impl Engine {
-    pub(crate) fn new(url: EngineUrl, terms: Terms) -> Self {
+    pub(crate) fn new(url: EngineUrl, terms: Terms, metrics: EngineMetrics) -> Self {
         let authority = url.authority();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
@@ -108,6 +110,7 @@ impl Engine {
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
             rests_until_ms: AtomicU64::new(0),
+            metrics,
         }
     }
 
@@ -166,6 +169,7 @@ impl Engine {
                 Err(stale) => lost = Some(stale),
             }
         }
+        let begun = Instant::now();
         let dialled = tokio::time::timeout(
             self.terms.load().connect_timeout,
             Connection::dial(self.url.host(), self.url.port()),
@@ -175,6 +179,7 @@ impl Engine {
             // What went out over the kept connection may have been seen.
             return Err(lost.map_or(CallError::NotReached, CallError::Broken));
         };
+        self.metrics.connect.record(begun.elapsed());
         sent(fresh.socket());
         match fresh.send(self.request(outgoing)).await {
             Ok(answer) => Ok(self.reply(answer, fresh)),
