@@ -220,6 +220,7 @@ impl RequestContext {
             decode = engine(|d| d.decode_engine.as_deref().map(|e| e.authority())),
             status = self.status,
             outcome,
+            finish = self.driver.as_ref().and_then(|d| d.watched.seen.finish).map(|f| f.label()),
             prefill_us = between(timeline.prefill_sent, timeline.held),
             gap_us = between(timeline.held, timeline.decode_sent),
             accept_us = between(timeline.decode_sent, timeline.accepted),

@@ -219,5 +219,7 @@ fn what_counting_costs() {
     timed("gauge", &|_| metrics.requests.in_flight.increment(1.0));
     timed("histogram", &|n| model.inter_token.record(f64::from(n % 1000) / 1000.0));
     timed("request by outcome", &|_| model.ended(End::Exchange(Outcome::Completed), 200));
-    timed("reading the clock", &|_| drop(std::hint::black_box(Instant::now())));
+    timed("reading the clock", &|_| {
+        std::hint::black_box(Instant::now());
+    });
 }
