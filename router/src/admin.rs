@@ -114,9 +114,12 @@ impl Admin {
             ["ready"] if get => self.readiness(),
             ["metrics"] if get => self.metrics(&asked.accept),
             ["config"] if get => pages::config(&self.shared),
+            ["requests"] if get => pages::requests(&self.shared, &asked.query),
             ["engines"] if get => pages::engines(&self.shared),
             [""] if get => Answer::text(PATHS),
-            ["health" | "ready" | "metrics" | "config" | "engines" | ""] => Answer::not_allowed("GET"),
+            ["health" | "ready" | "metrics" | "config" | "engines" | "requests" | ""] => {
+                Answer::not_allowed("GET")
+            }
             _ => Answer::error(StatusCode::NOT_FOUND, "not found; `/` lists what there is"),
         }
     }
@@ -142,5 +145,6 @@ GET  /ready       503 once it drains
 GET  /metrics     Prometheus text, or OpenMetrics for those who accept it
 GET  /config      the configuration in effect and its number
 GET  /engines     every engine and what is known of it
+GET  /requests    the requests in flight, the oldest first; ?limit=N
 JSON is for machines; ?pretty is for people.
 ";

@@ -11,21 +11,25 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use access_log::AccessLogConfig;
 pub use admin::AdminConfig;
 pub use attempts::AttemptsConfig;
 pub use error::ConfigError;
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
 pub use pool::{EngineConfig, PolicyKind, PoolConfig};
+pub use telemetry::{OtlpConfig, TelemetryConfig};
 pub use timeouts::TimeoutsConfig;
 pub use url::EngineUrl;
 
+mod access_log;
 mod admin;
 mod attempts;
 mod error;
 mod limits;
 mod models;
 mod pool;
+mod telemetry;
 mod timeouts;
 mod url;
 
@@ -56,6 +60,14 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub attempts: AttemptsConfig,
+    /// One line of JSON per request that is over.
+    #[serde(default)]
+    #[garde(dive)]
+    pub access_log: AccessLogConfig,
+    /// OpenTelemetry traces.
+    #[serde(default)]
+    #[garde(dive)]
+    pub telemetry: TelemetryConfig,
     /// Shared with the engines and sent to them as `x-baton-cluster-secret`. Baton engines beyond loopback
     /// take the release verbs only with it. Prefer `cluster_secret_file`. Default: none.
     #[serde(default, skip_serializing)]

@@ -8,6 +8,7 @@
 
 mod engines;
 mod legs;
+mod observers;
 mod page;
 mod process;
 mod registry;
@@ -30,8 +31,15 @@ pub(crate) use requests::{End, ModelMetrics};
 
 /// Every family, of every part.
 fn families() -> impl Iterator<Item = &'static Family> {
-    let parts: &[&[&'static Family]] =
-        &[requests::FAMILIES, legs::FAMILIES, engines::FAMILIES, server::FAMILIES, process::FAMILIES];
+    let parts: &[&[&'static Family]] = &[
+        requests::FAMILIES,
+        legs::FAMILIES,
+        engines::FAMILIES,
+        server::FAMILIES,
+        process::FAMILIES,
+        observers::FAMILIES,
+        crate::inflight::FAMILIES,
+    ];
     parts.concat().into_iter()
 }
 
@@ -41,6 +49,7 @@ pub(crate) struct Metrics {
     pub requests: requests::RequestMetrics,
     pub legs: legs::LegMetrics,
     pub server: server::ServerMetrics,
+    pub observers: observers::ObserverMetrics,
 }
 
 impl Metrics {
@@ -50,6 +59,7 @@ impl Metrics {
             requests: requests::RequestMetrics::new(&registry),
             legs: legs::LegMetrics::new(&registry),
             server: server::ServerMetrics::new(&registry),
+            observers: observers::ObserverMetrics::new(&registry),
             registry,
         }
     }

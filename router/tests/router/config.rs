@@ -53,7 +53,9 @@ fn the_commented_example_loads_and_names_every_default() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/config/router.yaml");
     let example = RouterConfig::load(std::path::Path::new(path)).unwrap();
     let bare = RouterConfig::from_yaml(GOOD, "good.yaml").unwrap();
-    let parts = |c: &RouterConfig| format!("{:?} {:?} {:?}", c.limits, c.timeouts, c.attempts);
+    let parts = |c: &RouterConfig| {
+        format!("{:?} {:?} {:?} {:?} {:?}", c.limits, c.timeouts, c.attempts, c.access_log, c.telemetry)
+    };
     assert_eq!(parts(&example), parts(&bare), "the example shows the defaults");
 }
 
