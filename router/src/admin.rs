@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::Incoming;
+use hyper::body::{Body as _, Incoming};
 use hyper::header::ACCEPT;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
@@ -86,6 +86,11 @@ impl Admin {
             |name| head.headers.get(name).and_then(|v| v.to_str().ok()).unwrap_or_default().to_owned();
         let query = head.uri.query().unwrap_or_default().to_owned();
         let pretty = query.split('&').any(|part| matches!(part, "pretty" | "pretty=1" | "pretty=true"));
+        let too_large =
+            || Answer::error(StatusCode::PAYLOAD_TOO_LARGE, "the body is too large, or broke off");
+        if body.size_hint().lower() > BODY_BYTES_MAX as u64 {
+            return too_large().into_response(pretty, &head.method);
+        }
         let read = tokio::time::timeout(BODY_WITHIN, Limited::new(body, BODY_BYTES_MAX).collect());
         let answer = match read.await {
             Ok(Ok(body)) => {
@@ -98,7 +103,7 @@ impl Admin {
                 };
                 self.route(&asked).await
             }
-            Ok(Err(_)) => Answer::error(StatusCode::PAYLOAD_TOO_LARGE, "the body is too large, or broke off"),
+            Ok(Err(_)) => too_large(),
             Err(_elapsed) => Answer::error(StatusCode::REQUEST_TIMEOUT, "the body took too long"),
         };
         answer.into_response(pretty, &head.method)

@@ -108,7 +108,10 @@ async fn a_line_says_what_became_of_a_request_and_nothing_secret() {
     client.chunk().await.unwrap();
     client.hang_up(HangUp::Rst);
     let gone = has(&log.path(), 2).await.remove(1);
-    assert_eq!((&gone["outcome"], &gone["disconnect_phase"]), (&json!("client_gone"), &json!("decode_stream")));
+    assert_eq!(
+        (&gone["outcome"], &gone["disconnect_phase"]),
+        (&json!("client_gone"), &json!("decode_stream"))
+    );
     assert_eq!((&gone["streamed"], gone["status"].as_u64()), (&json!(true), Some(499)));
 
     let mut known: BTreeSet<String> = BTreeSet::from(["tenant".to_owned()]);
@@ -124,7 +127,10 @@ async fn requests_that_go_wrong_are_logged_whatever_the_sample_is() {
     for _ in 0..2 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
-    assert_eq!(post(system.address, "/v1/completions", &json!({"model": "none", "prompt": "x"})).await.status, 404);
+    assert_eq!(
+        post(system.address, "/v1/completions", &json!({"model": "none", "prompt": "x"})).await.status,
+        404
+    );
     assert_eq!(get(system.address, &format!("/{}", "x".repeat(3000))).await.status, 404);
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(false)).await;

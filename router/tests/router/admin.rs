@@ -64,10 +64,15 @@ async fn the_page_of_metrics_comes_in_the_format_that_is_asked_for() {
     assert!(system.metric("baton_router_inter_token_latency_seconds_count").await >= 2.0);
     assert!(system.metric("baton_router_response_body_bytes_total").await > 60.0);
     assert!(system.metric("process_resident_memory_bytes").await > 1e6);
-    assert!(system.metric("process_open_fds").await > 3.0 && system.metric("process_start_time_seconds").await > 1e9);
+    assert!(
+        system.metric("process_open_fds").await > 3.0
+            && system.metric("process_start_time_seconds").await > 1e9
+    );
     let plain = get(system.admin, "/metrics").await;
     assert!(plain.header("content-type").unwrap().starts_with("text/plain; version=0.0.4"));
-    let open = sent(&system, "GET /metrics HTTP/1.1\r\nhost: x\r\naccept: application/openmetrics-text\r\n\r\n").await;
+    let open =
+        sent(&system, "GET /metrics HTTP/1.1\r\nhost: x\r\naccept: application/openmetrics-text\r\n\r\n")
+            .await;
     assert!(open.header("content-type").unwrap().starts_with("application/openmetrics-text"));
     assert!(open.text().ends_with("# EOF\n") && open.text().contains("# TYPE baton_router_requests counter"));
 }
@@ -137,7 +142,8 @@ async fn every_answer_has_a_request_id_and_a_hostile_one_is_replaced() {
             if hostile == "\u{1}" && answer.status == 400 && answer.header("x-request-id").is_none() {
                 continue;
             }
-            let id = answer.header("x-request-id").unwrap_or_else(|| panic!("{path} {body}: {}", answer.head));
+            let id =
+                answer.header("x-request-id").unwrap_or_else(|| panic!("{path} {body}: {}", answer.head));
             assert_eq!(id.len(), 36, "{path}: {id}");
         }
         let mut client = Client::connect(system.address).await;

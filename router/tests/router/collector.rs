@@ -96,7 +96,9 @@ impl Drop for Collector {
 
 fn read(span: &Value) -> Span {
     let text = |name: &str| span[name].as_str().unwrap_or_default().to_owned();
-    let nanos = |name: &str| span[name].as_str().and_then(|text| text.parse().ok()).unwrap_or_else(|| panic!("{span}"));
+    let nanos = |name: &str| {
+        span[name].as_str().and_then(|text| text.parse().ok()).unwrap_or_else(|| panic!("{span}"))
+    };
     let attribute = |pair: &Value| {
         let value = pair["value"].as_object().and_then(|v| v.values().next().cloned()).unwrap_or(Value::Null);
         (pair["key"].as_str().unwrap_or_default().to_owned(), value)

@@ -73,3 +73,21 @@ fn the_schema_describes_every_field() {
         assert!(schema.contains(field), "{field}");
     }
 }
+
+#[test]
+fn what_cannot_observe_is_refused() {
+    for (bad, word) in [
+        ("access_log: {sample: 1.5}", "1"),
+        ("access_log: {queue: 0}", "1"),
+        ("telemetry: {otlp: {endpoint: 'https://127.0.0.1:4318'}}", "http://HOST:PORT"),
+        ("telemetry: {otlp: {endpoint: '/v1/traces'}}", "http://HOST:PORT"),
+        ("telemetry: {otlp: {endpoint: 'http://h:1', sample_ratio: -0.1}}", "0"),
+        ("telemetry: {otlp: {endpoint: 'http://h:1', service_name: ''}}", "1"),
+        ("telemetry: {otlp: {endpoint: 'http://h:1', timeout_ms: 0}}", "1"),
+        ("telemetry: {otlp: {endpoint: 'http://h:1', queue: 0}}", "1"),
+        ("telemetry: {otlp: {endpoint: 'http://h:1', headers: {}}}", "headers"),
+    ] {
+        let said = problem(&GOOD.replace("listen: 127.0.0.1:0", bad));
+        assert!(said.starts_with("router.yaml:1:") && said.contains(word), "{bad}: {said}");
+    }
+}

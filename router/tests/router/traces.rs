@@ -45,7 +45,8 @@ async fn a_request_is_one_trace_and_both_legs_continue_it() {
         secrets.display()
     );
     let system = System::with(&[&p], &[&d], "", &collector.yaml(&more)).await;
-    let headers = format!("traceparent: 00-{TRACE}-{PARENT}-01\r\ntracestate: vendor=1\r\nuser-agent: test/1\r\n");
+    let headers =
+        format!("traceparent: 00-{TRACE}-{PARENT}-01\r\ntracestate: vendor=1\r\nuser-agent: test/1\r\n");
     assert_eq!(ask(&system, &headers, &completion(false)).await.status, 200);
     collector.has(NAME, 1).await;
     let spans = collector.spans();
@@ -69,7 +70,10 @@ async fn a_request_is_one_trace_and_both_legs_continue_it() {
     assert_eq!(context(&d, "tracestate").unwrap(), "vendor=1");
     // Each phase ends where the next begins.
     assert_eq!((server.start_ns, queue.end_ns), (queue.start_ns, prefill.start_ns));
-    assert_eq!((prefill.end_ns, gap.end_ns, decode.start_ns), (gap.start_ns, decode.start_ns, fetch.start_ns));
+    assert_eq!(
+        (prefill.end_ns, gap.end_ns, decode.start_ns),
+        (gap.start_ns, decode.start_ns, fetch.start_ns)
+    );
     assert!(decode.end_ns <= server.end_ns && fetch.end_ns <= decode.end_ns);
     let took = |span: &Span| span.end_ns - span.start_ns;
     let sum = [queue, prefill, gap, decode].map(took).iter().sum::<u128>();
@@ -89,7 +93,10 @@ async fn a_request_is_one_trace_and_both_legs_continue_it() {
     assert_eq!(server.attributes["gen_ai.response.finish_reasons"]["values"][0]["stringValue"], "length");
     assert_eq!(prefill.attributes["server.address"], json!(p.address.to_string()));
     let (sent, body) = &collector.seen()[0];
-    assert_eq!((&sent["authorization"], &sent["x-scope"]), (&"Bearer collector-key".parse().unwrap(), &"a b".parse().unwrap()));
+    assert_eq!(
+        (&sent["authorization"], &sent["x-scope"]),
+        (&"Bearer collector-key".parse().unwrap(), &"a b".parse().unwrap())
+    );
     let resource = body["resourceSpans"][0]["resource"].to_string();
     assert!(resource.contains("\"door\"") && resource.contains("deployment.environment.name"), "{resource}");
     assert!(!body.to_string().contains("hello"), "no prompt");
