@@ -12,8 +12,18 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use capacity::CapacityConfig;
+pub use disaggregate::DisaggregateConfig;
+pub use features::FeaturesConfig;
+pub use policy::{
+    AffinityKey, ConsistentHashConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig, PrefixAwareConfig,
+};
 pub use url::EngineUrl;
 
+mod capacity;
+mod disaggregate;
+mod features;
+mod policy;
 mod url;
 
 /// The whole file.
@@ -91,16 +101,41 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(skip)]
     pub fallback: Fallback,
+    /// Which requests are prefilled on another engine than the one that decodes them. Default: all.
+    #[serde(default)]
+    #[garde(dive)]
+    pub disaggregate: DisaggregateConfig,
+    /// Names of labels. A prefill engine that has the decode engine's values of them is preferred to one that
+    /// has not. At most 8; default: none.
+    #[serde(default)]
+    #[garde(length(max = 8), inner(length(bytes, min = 1, max = 256)))]
+    pub pair_by: Vec<String>,
+    /// What the router looks at in a request to choose engines.
+    #[serde(default)]
+    #[garde(dive)]
+    pub features: FeaturesConfig,
 }
 
 /// Engines that can stand in for each other, and how one is chosen.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct PoolConfig {
-    /// Default `least_load`.
+    /// How one of them is chosen: a name, or `{name: {parameters}}`. Default `least_load`.
     #[serde(default)]
-    #[garde(skip)]
-    pub policy: PolicyKind,
+    #[garde(dive)]
+    pub policy: PolicyConfig,
+    /// Only engines with all of these labels are members. Default: every engine.
+    #[serde(default)]
+    #[garde(length(max = 32))]
+    pub select: BTreeMap<String, String>,
+    /// Engines with all of these labels are chosen while one of them has room. Default: none.
+    #[serde(default)]
+    #[garde(length(max = 32))]
+    pub prefer: BTreeMap<String, String>,
+    /// When an engine has no room for another request.
+    #[serde(default)]
+    #[garde(dive)]
+    pub capacity: CapacityConfig,
     /// The engines.
     #[serde(default)]
     #[garde(length(max = 4096), dive)]
@@ -122,17 +157,11 @@ pub struct EngineConfig {
     #[serde(default)]
     #[garde(length(max = 32))]
     pub labels: BTreeMap<String, String>,
-}
-
-/// How an engine of a pool is chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum PolicyKind {
-    /// One after the other.
-    RoundRobin,
-    /// The one with the fewest requests of this router in flight.
-    #[default]
-    LeastLoad,
+    /// Requests of this router in flight at once; an engine that has as many gets no more. 1 to 1,000,000.
+    /// Default: the pool's `capacity.max_in_flight`.
+    #[serde(default)]
+    #[garde(inner(range(min = 1, max = 1_000_000)))]
+    pub max_in_flight: Option<u32>,
 }
 
 /// What happens when no prefill engine can be had.
