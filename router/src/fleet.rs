@@ -4,13 +4,23 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::config::EngineUrl;
+use crate::config::{EngineUrl, PrefixIndexConfig};
+use crate::memory::Memory;
 use crate::upstream::{Engine, Terms};
 
 /// The engines.
-#[derive(Default)]
 pub(crate) struct Fleet {
+    /// What their caches hold, as far as is known.
+    pub memory: Arc<Memory>,
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
+}
+
+impl Default for Fleet {
+    fn default() -> Self {
+        let bounds = PrefixIndexConfig::default();
+        let memory = Arc::new(Memory::new(bounds.chunks_per_engine, bounds.chunks_total));
+        Self { memory, engines: Mutex::default() }
+    }
 }
 
 impl Fleet {
@@ -34,7 +44,14 @@ impl Fleet {
 
     /// Forgets engines that no generation and no request holds.
     pub(crate) fn prune(&self) {
-        self.lock().retain(|_, engine| Arc::strong_count(engine) > 1);
+        let memory = &self.memory;
+        self.lock().retain(|_, engine| {
+            let kept = Arc::strong_count(engine) > 1;
+            if !kept {
+                memory.forget(engine.id());
+            }
+            kept
+        });
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<EngineUrl, Arc<Engine>>> {

@@ -3,6 +3,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::policy::Wanted;
 use crate::prefix_index::{Match, PrefixIndex};
 
 /// Two indexes: by chunks of prompts as the router sent them, and by KV blocks as engines told.
@@ -19,6 +20,14 @@ pub(crate) struct Holding {
     pub chunks: usize,
     /// Blocks, of [`crate::policy::Wanted::blocks`].
     pub blocks: usize,
+}
+
+impl Holding {
+    /// The share of the prompt that it is, as far as is known: 0 to 1.
+    pub(crate) fn share(self, wanted: &Wanted<'_>) -> f64 {
+        let of = |held: usize, all: usize| if all == 0 { 0.0 } else { held as f64 / all as f64 };
+        of(self.chunks, wanted.prefix.len()).max(of(self.blocks, wanted.blocks.len()))
+    }
 }
 
 impl Memory {
@@ -42,6 +51,7 @@ impl Memory {
     }
 
     /// What engines tell of themselves.
+    #[allow(dead_code, reason = "explanations and events come next")]
     pub(crate) fn told(&self) -> MutexGuard<'_, PrefixIndex> {
         lock(&self.told)
     }
@@ -70,7 +80,14 @@ impl Memory {
         if blocks.is_empty() { None } else { lock(&self.told).longest(blocks, load) }
     }
 
+    /// Chunks that an engine was sent and is still taken to hold.
+    #[cfg(test)]
+    pub(crate) fn chunks_of(&self, engine: u32) -> usize {
+        lock(&self.sent).len_of(engine)
+    }
+
     /// Hashes in both indexes.
+    #[allow(dead_code, reason = "explanations and events come next")]
     pub(crate) fn len(&self) -> (usize, usize) {
         (lock(&self.sent).len(), lock(&self.told).len())
     }

@@ -14,9 +14,11 @@
 //! | `baton_router_recomputes_total` | | handoffs that no decode engine could use; computed anew |
 //! | `baton_router_misconfigured_total` | `leg` | engines that refused this router's cluster secret |
 //! | `baton_router_config_generation` | | number of the configuration in effect, from 1 |
+//! | `baton_router_disagg_decisions_total` | `decision`, `reason` | requests whose prefill was, or was not, sent to another engine |
 //! | `baton_router_prefill_seconds` | | from the first prefill attempt to the handoff |
 //! | `baton_router_time_to_first_byte_seconds` | | from the request's head to the first byte of its answer |
 
+use crate::disaggregation::{Disaggregation, Why};
 use baton_connector::exchange::{Cause, Outcome, Phase};
 use metrics::{Counter, Gauge, Histogram, Label, counter, gauge, histogram};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
@@ -78,6 +80,7 @@ pub(crate) struct Metrics {
     propagation: [Histogram; 2],
     retries: [Counter; 2],
     misconfigured: [Counter; 2],
+    disaggregations: Vec<(Disaggregation, Counter)>,
     pub recomputes: Counter,
     pub in_flight: Gauge,
     pub generation: Gauge,
@@ -134,6 +137,7 @@ impl Metrics {
             propagation: legs.map(|l| histogram!("baton_router_abort_propagation_seconds", with("leg", l))),
             retries: legs.map(|l| counter!("baton_router_retries_total", with("leg", l))),
             misconfigured: legs.map(|l| counter!("baton_router_misconfigured_total", with("leg", l))),
+            disaggregations: disaggregations(),
             recomputes: counter!("baton_router_recomputes_total"),
             in_flight: gauge!("baton_router_requests_in_flight"),
             generation: gauge!("baton_router_config_generation"),
@@ -186,6 +190,11 @@ impl Metrics {
         self.misconfigured[leg as usize].increment(1);
     }
 
+    /// Counts whether a request's prefill was sent to another engine.
+    pub(crate) fn disaggregation(&self, decided: Disaggregation) {
+        count(&self.disaggregations, decided);
+    }
+
     /// Prometheus text.
     pub(crate) fn render(&self) -> String {
         self.handle.render()
@@ -195,6 +204,19 @@ impl Metrics {
     pub(crate) fn upkeep(&self) {
         self.handle.run_upkeep();
     }
+}
+
+fn disaggregations() -> Vec<(Disaggregation, Counter)> {
+    let all = Why::ALL.into_iter().map(|why| match why {
+        Why::Always | Why::WorthIt => Disaggregation::Remote(why),
+        _ => Disaggregation::Local(why),
+    });
+    all.map(|decided| {
+        let labels =
+            vec![Label::new("decision", decided.label()), Label::new("reason", decided.why().label())];
+        (decided, counter!("baton_router_disagg_decisions_total", labels))
+    })
+    .collect()
 }
 
 fn count<L: PartialEq>(counters: &[(L, Counter)], label: L) {

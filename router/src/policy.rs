@@ -97,7 +97,8 @@ pub(crate) enum Reason {
 }
 
 impl Reason {
-    /// As explanations and metrics have it.
+    /// As explanations have it.
+    #[allow(dead_code, reason = "explanations and events come next")]
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Turn => "turn",
@@ -120,6 +121,7 @@ pub(crate) trait Policy: Send + Sync {
     /// `None` only when there is no candidate.
     fn choose(&self, wanted: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice>;
 
+    #[allow(dead_code, reason = "explanations and events come next")]
     /// What the policy compares of a candidate, for explanations; more is better.
     fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64;
 }

@@ -54,8 +54,15 @@ impl PrefixIndex {
     }
 
     /// Hashes of all engines.
+    #[allow(dead_code, reason = "explanations and events come next")]
     pub(crate) fn len(&self) -> usize {
         self.held
+    }
+
+    /// Hashes of one engine.
+    #[cfg(test)]
+    pub(crate) fn len_of(&self, engine: u32) -> usize {
+        self.engines.get(&engine).map_or(0, Held::len)
     }
 
     /// The engine holds this prompt now, and has just used it.
@@ -86,6 +93,7 @@ impl PrefixIndex {
     }
 
     /// The engine does not hold this hash any more.
+    #[allow(dead_code, reason = "explanations and events come next")]
     pub(crate) fn remove(&mut self, engine: u32, hash: u64) {
         if self.engines.get_mut(&engine).is_some_and(|held| held.remove(hash)) {
             self.held -= 1;
@@ -158,7 +166,8 @@ impl Hasher for MixedHasher {
     }
 
     fn write_u64(&mut self, word: u64) {
-        let wide = u128::from(self.0 ^ word) * u128::from(0x9e37_79b9_7f4a_7c15_u64 ^ self.0.rotate_left(17) | 1);
+        let wide =
+            u128::from(self.0 ^ word) * u128::from(0x9e37_79b9_7f4a_7c15_u64 ^ self.0.rotate_left(17) | 1);
         self.0 = (wide as u64) ^ ((wide >> 64) as u64);
     }
 }

@@ -11,7 +11,7 @@ pub struct CapacityConfig {
     /// Requests of this router in flight at one engine. 1 to 1,000,000; an engine's own `max_in_flight` wins.
     /// Default: no bound.
     #[garde(inner(range(min = 1, max = 1_000_000)))]
-    pub max_in_flight: Option<u32>,
+    pub max_in_flight: Option<usize>,
     /// Requests that wait in the engine, as its metrics say; needs metrics that are polled. 0 to 1,000,000.
     /// Default: no bound.
     #[garde(inner(range(max = 1_000_000)))]

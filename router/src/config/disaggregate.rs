@@ -39,3 +39,10 @@ impl Default for DisaggregateConfig {
         }
     }
 }
+
+impl DisaggregateConfig {
+    /// Whether it matters what the decode engine holds of a prompt.
+    pub(crate) fn asks_what_is_cached(&self) -> bool {
+        !self.always && (self.min_uncached_tokens > 0 || self.min_uncached_share > 0.0)
+    }
+}

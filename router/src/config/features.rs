@@ -26,7 +26,12 @@ pub struct FeaturesConfig {
 
 impl Default for FeaturesConfig {
     fn default() -> Self {
-        Self { session_header: "x-session-id".to_owned(), chunk_bytes: 512, chunks_max: 512, bytes_per_token: 4.0 }
+        Self {
+            session_header: "x-session-id".to_owned(),
+            chunk_bytes: 512,
+            chunks_max: 512,
+            bytes_per_token: 4.0,
+        }
     }
 }
 

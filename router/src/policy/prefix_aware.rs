@@ -74,9 +74,7 @@ impl Policy for PrefixAware {
     /// The share of the prompt that it holds, less its load in thousandths.
     fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64 {
         let holding = self.memory.holding(candidate.engine, wanted.prefix, wanted.blocks);
-        let share = |held: usize, of: usize| if of == 0 { 0.0 } else { held as f64 / of as f64 };
-        let held = share(holding.chunks, wanted.prefix.len()).max(share(holding.blocks, wanted.blocks.len()));
-        held - candidate.load(LoadUnit::Requests) as f64 / 65_536.0 / 1_000.0
+        holding.share(wanted) - candidate.load(LoadUnit::Requests) as f64 / 65_536.0 / 1_000.0
     }
 }
 
