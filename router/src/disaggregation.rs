@@ -81,11 +81,6 @@ impl Disaggregation {
             Self::Local(_) => "decode_only",
         }
     }
-
-    pub(crate) fn why(self) -> Why {
-        let (Self::Remote(why) | Self::Local(why)) = self;
-        why
-    }
 }
 
 /// Decides.

@@ -200,6 +200,13 @@ mod tests {
     }
 
     #[test]
+    fn only_so_many_chunks_of_a_prompt_are_looked_at() {
+        let config = FeaturesConfig { chunk_bytes: 64, chunks_max: 3, ..FeaturesConfig::default() };
+        assert_eq!(chunks(0, &[b'x'; 1_000], &config).len(), 3);
+        assert_eq!(chunks(0, &[b'x'; 190], &config).len(), 2, "whole ones");
+    }
+
+    #[test]
     fn sessions_and_users_are_told_apart_and_empty_ones_are_none() {
         let read = |session: &'static str, user: &str| {
             let mut headers = HeaderMap::new();

@@ -6,24 +6,29 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::config::{EngineUrl, PrefixIndexConfig};
 use crate::memory::Memory;
+use crate::metrics::Metrics;
 use crate::upstream::{Engine, Terms};
 
 /// The engines.
 pub(crate) struct Fleet {
     /// What their caches hold, as far as is known.
     pub memory: Arc<Memory>,
+    metrics: Arc<Metrics>,
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
 }
 
-impl Default for Fleet {
-    fn default() -> Self {
+impl Fleet {
+    pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         let bounds = PrefixIndexConfig::default();
         let memory = Arc::new(Memory::new(bounds.chunks_per_engine, bounds.chunks_total));
-        Self { memory, engines: Mutex::default() }
+        Self { memory, metrics, engines: Mutex::default() }
     }
-}
 
-impl Fleet {
+    /// What counts the engines.
+    pub(crate) fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
     /// The engine at an address. One that is asked for twice is one engine: its load and its connections are
     /// counted together. The terms are those of the last who asked.
     pub(crate) fn engine(&self, url: &EngineUrl, terms: &Terms) -> Arc<Engine> {
@@ -32,7 +37,7 @@ impl Fleet {
             engine.set_terms(terms.clone());
             return Arc::clone(engine);
         }
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone()));
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), self.metrics.engine(&url.authority())));
         engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }
@@ -44,11 +49,10 @@ impl Fleet {
 
     /// Forgets engines that no generation and no request holds.
     pub(crate) fn prune(&self) {
-        let memory = &self.memory;
         self.lock().retain(|_, engine| {
             let kept = Arc::strong_count(engine) > 1;
             if !kept {
-                memory.forget(engine.id());
+                self.memory.forget(engine.id());
             }
             kept
         });

@@ -10,6 +10,7 @@ use crate::config::{
 };
 use crate::features::Needs;
 use crate::fleet::Fleet;
+use crate::metrics::ModelMetrics;
 use crate::pool::{Member, Pool, has};
 use crate::upstream::Terms;
 
@@ -24,6 +25,7 @@ pub(crate) struct Model {
     pub features: FeaturesConfig,
     /// What has to be looked at in its requests.
     pub needs: Needs,
+    pub metrics: ModelMetrics,
 }
 
 /// Every model, by every name.
@@ -34,12 +36,11 @@ pub(crate) struct Models {
 
 impl Model {
     fn new(config: &ModelConfig, terms: &Terms, fleet: &Fleet) -> Self {
-        let needs = Needs::of(config);
         let pool = |pool: &PoolConfig, learns| {
             let engines = pool.engines.iter().filter(|engine| has(&engine.labels, &pool.select));
             let member = |engine: &EngineConfig| {
-                let engine_of_fleet = fleet.engine(&engine.url, terms);
-                Arc::new(Member::new(engine, engine_of_fleet, pool, &config.pair_by))
+                let known = fleet.engine(&engine.url, terms);
+                Arc::new(Member::new(engine, known, pool, &config.pair_by))
             };
             Pool::new(engines.map(member).collect(), &pool.policy, &fleet.memory, learns)
         };
@@ -51,7 +52,8 @@ impl Model {
             fallback: config.fallback,
             disaggregate: config.disaggregate.clone(),
             features: config.features.clone(),
-            needs,
+            needs: Needs::of(config),
+            metrics: fleet.metrics().model(&config.name),
         }
     }
 }

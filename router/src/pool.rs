@@ -162,7 +162,6 @@ impl Pool {
     }
 
     /// Its engines.
-    #[allow(dead_code, reason = "explanations and events come next")]
     pub(crate) fn members(&self) -> &[Arc<Member>] {
         &self.members
     }

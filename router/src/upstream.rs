@@ -19,6 +19,7 @@ use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 
 use crate::config::EngineUrl;
+use crate::metrics::EngineMetrics;
 use connection::Connection;
 pub(crate) use connection::Socket;
 
@@ -48,6 +49,7 @@ pub(crate) struct Engine {
     tokens: AtomicU64,
     /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
     rests_until_ms: AtomicU64,
+    pub metrics: EngineMetrics,
 }
 
 /// Terms on which connections to engines are made and kept.
@@ -104,7 +106,7 @@ pub(crate) struct InFlight {
 }
 
 impl Engine {
-    pub(crate) fn new(url: EngineUrl, terms: Terms) -> Self {
+    pub(crate) fn new(url: EngineUrl, terms: Terms, metrics: EngineMetrics) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let authority = url.authority();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
@@ -118,6 +120,7 @@ impl Engine {
             in_flight: AtomicUsize::new(0),
             tokens: AtomicU64::new(0),
             rests_until_ms: AtomicU64::new(0),
+            metrics,
         }
     }
 
@@ -193,6 +196,7 @@ impl Engine {
                 Err(stale) => lost = Some(stale),
             }
         }
+        let begun = Instant::now();
         let dialled = tokio::time::timeout(
             self.terms.load().connect_timeout,
             Connection::dial(self.url.host(), self.url.port()),
@@ -202,6 +206,7 @@ impl Engine {
             // What went out over the kept connection may have been seen.
             return Err(lost.map_or(CallError::NotReached, CallError::Broken));
         };
+        self.metrics.connect.record(begun.elapsed());
         sent(fresh.socket());
         match fresh.send(self.request(outgoing)).await {
             Ok(answer) => Ok(self.reply(answer, fresh)),
