@@ -13,6 +13,7 @@ mod page;
 mod process;
 mod registry;
 mod requests;
+mod routing;
 mod server;
 #[cfg(test)]
 mod tests;
@@ -36,6 +37,7 @@ fn families() -> impl Iterator<Item = &'static Family> {
         legs::FAMILIES,
         engines::FAMILIES,
         server::FAMILIES,
+        routing::FAMILIES,
         process::FAMILIES,
         observers::FAMILIES,
         crate::inflight::FAMILIES,
@@ -50,6 +52,7 @@ pub(crate) struct Metrics {
     pub legs: legs::LegMetrics,
     pub server: server::ServerMetrics,
     pub observers: observers::ObserverMetrics,
+    pub routing: routing::RoutingMetrics,
 }
 
 impl Metrics {
@@ -60,6 +63,7 @@ impl Metrics {
             legs: legs::LegMetrics::new(&registry),
             server: server::ServerMetrics::new(&registry),
             observers: observers::ObserverMetrics::new(&registry),
+            routing: routing::RoutingMetrics::new(&registry),
             registry,
         }
     }

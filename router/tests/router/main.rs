@@ -15,5 +15,6 @@ mod engine;
 mod failures;
 mod load;
 mod main_path;
+mod policies;
 mod system;
 mod traces;
