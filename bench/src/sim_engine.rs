@@ -70,6 +70,9 @@ pub enum Sign {
     Verb,
 }
 
+/// Who is told of every [`Sign`], with its time.
+pub type Watcher = mpsc::Sender<(Instant, Sign)>;
+
 /// A running engine. Stops when dropped.
 pub struct SimEngine {
     address: SocketAddr,
@@ -87,7 +90,7 @@ pub(crate) struct Shared {
     role: SimRole,
     behaviour: AtomicU8,
     held: AtomicUsize,
-    signs: std::sync::Mutex<Option<mpsc::Sender<(Instant, Sign)>>>,
+    signs: std::sync::Mutex<Option<Watcher>>,
     answers: Answers,
 }
 
@@ -207,13 +210,13 @@ impl SimEngine {
     }
 
     /// Sends every sign from now on to this watcher.
-    pub fn watch(&self, watcher: Option<mpsc::Sender<(Instant, Sign)>>) {
+    pub fn watch(&self, watcher: Option<Watcher>) {
         *self.shared.signs() = watcher;
     }
 
     /// A watcher and its hand, for [`Self::watch`].
     #[must_use]
-    pub fn watcher() -> (mpsc::Sender<(Instant, Sign)>, mpsc::Receiver<(Instant, Sign)>) {
+    pub fn watcher() -> (Watcher, mpsc::Receiver<(Instant, Sign)>) {
         mpsc::channel(SIGNS_MAX)
     }
 }
@@ -229,7 +232,7 @@ impl Drop for SimEngine {
 }
 
 impl Shared {
-    fn signs(&self) -> std::sync::MutexGuard<'_, Option<mpsc::Sender<(Instant, Sign)>>> {
+    fn signs(&self) -> std::sync::MutexGuard<'_, Option<Watcher>> {
         self.signs.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
@@ -337,7 +340,7 @@ mod tests {
             let mut wire = Wire::connect(decode.address()).await.expect("it listens");
             for (stream, tokens) in [(false, 0), (true, 3), (true, 3)] {
                 let answer = wire.ask(stream).await.expect("an answer");
-                let text = String::from_utf8_lossy(&answer.bytes).into_owned();
+                let text = String::from_utf8_lossy(answer.bytes).into_owned();
                 assert_eq!(text.matches("finish_reason\":null").count(), tokens, "{text}");
             }
         });

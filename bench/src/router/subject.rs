@@ -133,6 +133,7 @@ impl Subject {
                     if begun.elapsed() > Duration::from_secs(3) {
                         let _ = child.kill();
                     }
+                    #[allow(clippy::disallowed_methods)] // between two looks at whether a process has ended
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 for file in files {
