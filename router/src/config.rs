@@ -21,23 +21,35 @@ use serde::{Deserialize, Serialize};
 
 pub use admin::AdminConfig;
 pub use attempts::AttemptsConfig;
+pub use capacity::CapacityConfig;
+pub use disaggregate::DisaggregateConfig;
 pub use error::{ConfigError, Place, Problem};
+pub use features::FeaturesConfig;
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
-pub use pool::{EngineConfig, PolicyKind, PoolConfig};
+pub use policy::{
+    AffinityKey, ConsistentHashConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig, PrefixAwareConfig,
+};
+pub use pool::{EngineConfig, PoolConfig};
+pub use prefix_index::PrefixIndexConfig;
 pub use secret::{MASK, Secret};
 pub use timeouts::TimeoutsConfig;
 pub use url::EngineUrl;
 
 mod admin;
 mod attempts;
+mod capacity;
 mod changes;
 mod contradictions;
+mod disaggregate;
 mod document;
 mod error;
+mod features;
 mod limits;
 mod models;
+mod policy;
 mod pool;
+mod prefix_index;
 mod secret;
 mod shape;
 mod timeouts;
@@ -70,6 +82,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub attempts: AttemptsConfig,
+    /// Bounds on what the router remembers of the engines' caches.
+    #[serde(default)]
+    #[garde(dive)]
+    pub prefix_index: PrefixIndexConfig,
     /// Shared with the engines and sent to them as `x-baton-cluster-secret`. Baton engines beyond loopback
     /// take the release verbs only with it. Prefer `cluster_secret_file`. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]

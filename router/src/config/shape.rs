@@ -82,6 +82,10 @@ impl<'a> Found<'a> {
                 self.check(property, value, &below, &[]);
             } else if schema["additionalProperties"].is_object() {
                 self.check(&schema["additionalProperties"], value, &below, &[]);
+            } else if also.contains(&key.name.as_str()) {
+                let what =
+                    format!("`{}` is a second choice; only one of {} can be made", key.name, also.join(", "));
+                self.tell(key.place, what);
             } else if schema["additionalProperties"] == Value::Bool(false) {
                 let known = properties.as_object().into_iter().flatten().map(|(name, _)| name.as_str());
                 let hint = self.hint(&key.name, known.chain(also.iter().copied()), value);

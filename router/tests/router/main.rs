@@ -12,4 +12,5 @@ mod engine;
 mod failures;
 mod load;
 mod main_path;
+mod policies;
 mod system;
