@@ -63,7 +63,7 @@ impl Trace {
         let (id, first) = bytes.split_at(16);
         if trace.id == 0 {
             trace.id = u128::from_be_bytes(id.try_into().expect("16 bytes")).max(1);
-            trace.flags = RANDOM | u8::from(is_sampled(trace.id, ratio)) * SAMPLED;
+            trace.flags = RANDOM | (u8::from(is_sampled(trace.id, ratio)) * SAMPLED);
         }
         trace.first = u64::from_be_bytes(first.try_into().expect("8 bytes"));
         trace

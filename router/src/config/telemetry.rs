@@ -71,7 +71,7 @@ fn queue() -> usize {
     2_048
 }
 
-fn is_http(endpoint: &String, _: &()) -> garde::Result {
+fn is_http(endpoint: &str, _: &()) -> garde::Result {
     let uri = endpoint.parse::<hyper::Uri>().ok();
     let fits = uri.is_some_and(|uri| {
         uri.scheme_str() == Some("http") && uri.host().is_some_and(|host| !host.is_empty())
