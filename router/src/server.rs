@@ -23,6 +23,7 @@ use crate::admin::{self, Admin};
 use crate::config::RouterConfig;
 use crate::generation::GenerationError;
 use crate::metrics::Metrics;
+use crate::seldom::Seldom;
 use crate::service::FrontDoor;
 use crate::shared::Shared;
 
@@ -153,6 +154,7 @@ async fn accept(
     connections: &mut JoinSet<()>,
     metrics: &Arc<Metrics>,
 ) {
+    static TROUBLE: Seldom = Seldom::new();
     let room = Arc::new(Semaphore::new(connections_max));
     loop {
         let permit = Arc::clone(&room).acquire_owned().await.expect("the semaphore is never closed");
@@ -160,7 +162,9 @@ async fn accept(
             Ok((stream, _)) => stream,
             Err(error) => {
                 // Out of file descriptors, mostly: wait for some to be closed instead of spinning.
-                tracing::warn!(%error, "cannot accept");
+                if let Some(held_back) = TROUBLE.due() {
+                    tracing::warn!(%error, held_back, "cannot accept");
+                }
                 tokio::time::sleep(Duration::from_millis(10)).await;
                 continue;
             }

@@ -14,6 +14,7 @@ mod disconnect;
 mod engine;
 mod failures;
 mod load;
+mod log;
 mod main_path;
 mod policies;
 mod system;
