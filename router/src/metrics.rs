@@ -8,10 +8,12 @@
 
 mod engines;
 mod legs;
+mod observers;
 mod page;
 mod process;
 mod registry;
 mod requests;
+mod routing;
 mod server;
 #[cfg(test)]
 mod tests;
@@ -30,8 +32,16 @@ pub(crate) use requests::{End, ModelMetrics};
 
 /// Every family, of every part.
 fn families() -> impl Iterator<Item = &'static Family> {
-    let parts: &[&[&'static Family]] =
-        &[requests::FAMILIES, legs::FAMILIES, engines::FAMILIES, server::FAMILIES, process::FAMILIES];
+    let parts: &[&[&'static Family]] = &[
+        requests::FAMILIES,
+        legs::FAMILIES,
+        engines::FAMILIES,
+        server::FAMILIES,
+        routing::FAMILIES,
+        process::FAMILIES,
+        observers::FAMILIES,
+        crate::inflight::FAMILIES,
+    ];
     parts.concat().into_iter()
 }
 
@@ -41,6 +51,8 @@ pub(crate) struct Metrics {
     pub requests: requests::RequestMetrics,
     pub legs: legs::LegMetrics,
     pub server: server::ServerMetrics,
+    pub observers: observers::ObserverMetrics,
+    pub routing: routing::RoutingMetrics,
 }
 
 impl Metrics {
@@ -50,6 +62,8 @@ impl Metrics {
             requests: requests::RequestMetrics::new(&registry),
             legs: legs::LegMetrics::new(&registry),
             server: server::ServerMetrics::new(&registry),
+            observers: observers::ObserverMetrics::new(&registry),
+            routing: routing::RoutingMetrics::new(&registry),
             registry,
         }
     }

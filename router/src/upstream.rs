@@ -7,7 +7,7 @@ mod connection;
 
 use std::future::poll_fn;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
@@ -38,11 +38,15 @@ fn clock_ms() -> u64 {
 /// One engine.
 pub(crate) struct Engine {
     url: EngineUrl,
+    /// Which engine it is, in this process; see [`Engine::id`].
+    id: u32,
     authority: String,
     host: HeaderValue,
     terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
     in_flight: AtomicUsize,
+    /// Prompt tokens of the requests in flight, estimated.
+    tokens: AtomicU64,
     /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
     rests_until_ms: AtomicU64,
     pub metrics: EngineMetrics,
@@ -96,19 +100,25 @@ pub(crate) struct Whole {
 }
 
 /// Counts one request of this router at an engine for as long as it lives.
-pub(crate) struct InFlight(Arc<Engine>);
+pub(crate) struct InFlight {
+    engine: Arc<Engine>,
+    tokens: u64,
+}
 
 impl Engine {
     pub(crate) fn new(url: EngineUrl, terms: Terms, metrics: EngineMetrics) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
         let authority = url.authority();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
             url,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
             authority,
             host,
             terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
+            tokens: AtomicU64::new(0),
             rests_until_ms: AtomicU64::new(0),
             metrics,
         }
@@ -128,7 +138,9 @@ impl Engine {
 
     /// Whether it could not be reached a moment ago.
     pub(crate) fn is_resting(&self) -> bool {
-        clock_ms() < self.rests_until_ms.load(Ordering::Relaxed)
+        let until = self.rests_until_ms.load(Ordering::Relaxed);
+        // The clock is not asked of the many engines that never rested.
+        until != 0 && clock_ms() < until
     }
 
     /// `HOST:PORT`; for logs, never for clients.
@@ -141,10 +153,25 @@ impl Engine {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Counts one request until the guard is dropped.
-    pub(crate) fn begin(self: &Arc<Self>) -> InFlight {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
-        InFlight(Arc::clone(self))
+    /// Which engine it is, in this process. Engines that are forgotten and come back have another.
+    pub(crate) fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Prompt tokens of the requests in flight, estimated.
+    pub(crate) fn tokens(&self) -> u64 {
+        self.tokens.load(Ordering::Relaxed)
+    }
+
+    /// Counts one request, of a prompt of so many tokens, until the guard is dropped; `None` when there are
+    /// `most` already.
+    pub(crate) fn begin(self: &Arc<Self>, tokens: u64, most: usize) -> Option<InFlight> {
+        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= most {
+            self.in_flight.fetch_sub(1, Ordering::Relaxed);
+            return None;
+        }
+        self.tokens.fetch_add(tokens, Ordering::Relaxed);
+        Some(InFlight { engine: Arc::clone(self), tokens })
     }
 
     /// Sends a request and waits for the head of the answer.
@@ -313,12 +340,13 @@ impl Reply {
 
 impl InFlight {
     pub(crate) fn engine(&self) -> &Arc<Engine> {
-        &self.0
+        &self.engine
     }
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.engine.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.engine.tokens.fetch_sub(self.tokens, Ordering::Relaxed);
     }
 }
