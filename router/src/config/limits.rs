@@ -1,0 +1,30 @@
+//! The `limits` part: bounds on what clients may send and hold.
+
+use garde::Validate;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Bounds on what clients may send and hold.
+#[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct LimitsConfig {
+    /// Largest request body, in bytes; a larger one is answered 413. 1,024 to 1 GiB; default 32 MiB.
+    #[garde(range(min = 1024, max = 1 << 30))]
+    pub body_bytes: usize,
+    /// Client connections at once; more wait in the kernel's queue. 1 to 1,000,000; default 16,384.
+    #[garde(range(min = 1, max = 1_000_000))]
+    pub connections: usize,
+    /// Requests at once; more are answered 429 with `Retry-After`. 1 to 1,000,000; default 8,192.
+    #[garde(range(min = 1, max = 1_000_000))]
+    pub in_flight: usize,
+    /// Settlements (aborts and releases) at once. A settlement beyond it is counted and left to the lease's
+    /// expiry. 1 to 1,000,000; default 4,096.
+    #[garde(range(min = 1, max = 1_000_000))]
+    pub settlements: usize,
+}
+
+impl Default for LimitsConfig {
+    fn default() -> Self {
+        Self { body_bytes: 32 << 20, connections: 16_384, in_flight: 8_192, settlements: 4_096 }
+    }
+}

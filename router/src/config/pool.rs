@@ -1,0 +1,55 @@
+//! A pool: engines that can stand in for each other, and how one of them is chosen.
+
+use std::collections::BTreeMap;
+
+use garde::Validate;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::url::EngineUrl;
+
+/// Engines that can stand in for each other, and how one is chosen.
+#[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields)]
+pub struct PoolConfig {
+    /// Default `least_load`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub policy: PolicyKind,
+    /// The engines.
+    #[serde(default)]
+    #[garde(length(max = 4096), dive)]
+    pub engines: Vec<EngineConfig>,
+}
+
+/// One engine.
+#[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields)]
+pub struct EngineConfig {
+    /// `http://HOST:PORT`.
+    #[garde(skip)]
+    pub url: EngineUrl,
+    /// Its share of the work against the others' of its pool. 1 to 1,000; default 1.
+    #[serde(default = "default_weight")]
+    #[garde(range(min = 1, max = 1000))]
+    pub weight: u32,
+    /// What it is, for policies and people: `zone: a`. At most 32. Default: none.
+    #[serde(default)]
+    #[garde(length(max = 32))]
+    pub labels: BTreeMap<String, String>,
+}
+
+/// How an engine of a pool is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PolicyKind {
+    /// One after the other.
+    RoundRobin,
+    /// The one with the fewest requests of this router in flight.
+    #[default]
+    LeastLoad,
+}
+
+fn default_weight() -> u32 {
+    1
+}

@@ -1,0 +1,58 @@
+//! The `timeouts` part: how long each part of a request may take or be silent.
+
+use garde::Validate;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// How long each part of a request may take or be silent, in milliseconds.
+#[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct TimeoutsConfig {
+    /// The whole body of a client's request. 1 to 3,600,000; default 30,000.
+    #[garde(range(min = 1, max = 3_600_000))]
+    pub body_ms: u64,
+    /// A client that takes no bytes of its answer. 1 to 3,600,000; default 60,000.
+    #[garde(range(min = 1, max = 3_600_000))]
+    pub client_stall_ms: u64,
+    /// A connection to an engine. 1 to 60,000; default 2,000.
+    #[garde(range(min = 1, max = 60_000))]
+    pub connect_ms: u64,
+    /// A prefill engine that says nothing. 1 to 3,600,000; default 120,000.
+    #[garde(range(min = 1, max = 3_600_000))]
+    pub prefill_silence_ms: u64,
+    /// A decode engine before the first byte of its answer. For an answer that is not streamed this is the
+    /// whole generation. 1 to 3,600,000; default 600,000.
+    #[garde(range(min = 1, max = 3_600_000))]
+    pub decode_first_byte_ms: u64,
+    /// An engine that has been asked and says nothing is asked for its health this often; one that does not answer
+    /// twice in a row, within 2 s each, has failed. Shorter than a lease. 1 to 3,600,000; default 5,000.
+    #[garde(range(min = 1, max = 3_600_000))]
+    pub alive_ms: u64,
+    /// A decode engine between two pieces of its answer. 1 to 3,600,000; default 60,000.
+    #[garde(range(min = 1, max = 3_600_000))]
+    pub stream_silence_ms: u64,
+    /// One try of a settlement; also how long an abandoned prefill's reply is waited for.
+    /// 1 to 60,000; default 5,000.
+    #[garde(range(min = 1, max = 60_000))]
+    pub settle_ms: u64,
+    /// An idle connection to an engine is not used again after this. Engines must keep idle connections for
+    /// longer (vLLM: 5 s). 0 to 3,600,000; default 4,000.
+    #[garde(range(max = 3_600_000))]
+    pub engine_idle_ms: u64,
+}
+
+impl Default for TimeoutsConfig {
+    fn default() -> Self {
+        Self {
+            body_ms: 30_000,
+            client_stall_ms: 60_000,
+            connect_ms: 2_000,
+            prefill_silence_ms: 120_000,
+            decode_first_byte_ms: 600_000,
+            alive_ms: 5_000,
+            stream_silence_ms: 60_000,
+            settle_ms: 5_000,
+            engine_idle_ms: 4_000,
+        }
+    }
+}
