@@ -12,6 +12,7 @@
 //! | module | what it does |
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
+//! | `hygiene` | a client's bytes, read strictly before anything else sees them |
 //! | `service`, `route`, `intake`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
 //! | `models`, `policy` | which engine is chosen |
 //! | `exchange_driver`, `legs` | in which order engines are asked, and what their answers mean |
@@ -31,6 +32,7 @@ pub mod config;
 mod exchange_driver;
 mod fleet;
 mod generation;
+mod hygiene;
 mod intake;
 mod legs;
 mod metrics;

@@ -119,23 +119,16 @@ impl FrontDoor {
             }
             Route::Pass(path) => {
                 let body = self.body(session, context).await?;
-                context.status = passthrough::pass(
-                    session,
-                    &context.generation,
-                    path,
-                    &body,
-                    &context.id,
-                    &context.echoed,
-                )
-                .await?;
+                context.status =
+                    passthrough::pass(session, &context.generation, path, body, &context.id, &context.echoed)
+                        .await?;
                 self.0.metrics.request(PASSED);
                 Ok(())
             }
             Route::Generate(endpoint) => {
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
-                let ask = Ask::read(endpoint, &body, headers, &context.generation)?;
-                drop(body);
+                let ask = Ask::read(endpoint, body, headers, &context.generation)?;
                 self.generate(session, context, ask).await
             }
         }

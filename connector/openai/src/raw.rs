@@ -113,9 +113,7 @@ impl RawBody {
         let fields = text.and_then(|text| fields(text, &mut shapes, internal));
         match fields {
             Some(fields) if fields.len() <= FIELDS_MAX => Ok((Self { bytes, fields }, shapes)),
-            Some(_) => {
-                Err(ApiError::malformed(format!("the body has more than {FIELDS_MAX} fields")))
-            }
+            Some(_) => Err(ApiError::malformed(format!("the body has more than {FIELDS_MAX} fields"))),
             // It says in words what is wrong.
             None => match parse_object(&bytes, limits) {
                 Err(error) => Err(error),
@@ -257,11 +255,7 @@ fn in_doubt(
 
 /// The fields that stay; `None` where the text is not one JSON object with each name once. Ends early beyond
 /// [`FIELDS_MAX`].
-fn fields<'a>(
-    text: &'a str,
-    shapes: &mut Shapes<'_>,
-    internal: &'a dyn Internal,
-) -> Option<Vec<Field>> {
+fn fields<'a>(text: &'a str, shapes: &mut Shapes<'_>, internal: &'a dyn Internal) -> Option<Vec<Field>> {
     let mut scanner = Scanner::new(text, internal);
     let mut fields: Vec<Field> = Vec::with_capacity(16);
     let mut names: Vec<Cow<'_, str>> = Vec::with_capacity(16);

@@ -11,8 +11,8 @@ mod refused;
 mod sampling;
 mod tokens;
 
-pub(crate) use chat::{ROLES, TOOL_CALLS_MAX};
 pub use chat::{ChatInput, ToolChoice};
+pub(crate) use chat::{ROLES, TOOL_CALLS_MAX};
 pub use completion::Prompt;
 pub use sampling::SamplingOptions;
 pub use tokens::{DetokenizeRequest, TokenizeRequest};

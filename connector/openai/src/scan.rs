@@ -154,10 +154,7 @@ impl<'a> Scanner<'a> {
     }
 
     /// An object; `field` walks each value and is told its name.
-    pub(crate) fn object(
-        &mut self,
-        mut field: impl FnMut(&mut Self, Text) -> Option<()>,
-    ) -> Option<()> {
+    pub(crate) fn object(&mut self, mut field: impl FnMut(&mut Self, Text) -> Option<()>) -> Option<()> {
         self.open(b'{')?;
         let first = self.names.len();
         self.space();
@@ -343,19 +340,85 @@ mod tests {
     fn it_accepts_exactly_what_serde_json_reads() {
         let deep = |levels: usize| format!("{}{}", "[".repeat(levels), "]".repeat(levels));
         let texts = [
-            "", " ", "nul", "null", "true ", "falsey", "0", "-0", "-", "01", "1.", ".5", "+1", "1.5e", "1e5", "1E+5",
-            "1e-5", "1e400", "-1e400", "1e308", "1.8e308", "1e-400", "NaN", "Infinity", "-Infinity", "0x10", "1_0",
-            r#""""#, r#""a"#, r#""\x""#, r#""\u00e9""#, r#""\u00g9""#, r#""\ud800""#, r#""\udc00""#,
-            r#""\ud83d\ude00""#, r#""\ud83d\ud83d""#, r#""\ud83dx""#, "\"a\nb\"", "\"\u{7f}\"", r#""\"#, r#""\u12""#,
-            "{}", "[]", "[1,]", "[,1]", "{,}", r#"{"a":1,}"#, r#"{"a"}"#, r#"{"a":}"#, r#"{a:1}"#, "{'a':1}", "[1 2]",
-            r#"{"a":1 "b":2}"#, "[1]]", "[[1]", "[1}", "1 2", "\u{feff}1", "\u{a0}1", "\u{b}1", r#"{"a":{"a":{}}}"#,
-            "// c\n1", "\"\0\"", "[1,\u{2028}2]",
+            "",
+            " ",
+            "nul",
+            "null",
+            "true ",
+            "falsey",
+            "0",
+            "-0",
+            "-",
+            "01",
+            "1.",
+            ".5",
+            "+1",
+            "1.5e",
+            "1e5",
+            "1E+5",
+            "1e-5",
+            "1e400",
+            "-1e400",
+            "1e308",
+            "1.8e308",
+            "1e-400",
+            "NaN",
+            "Infinity",
+            "-Infinity",
+            "0x10",
+            "1_0",
+            r#""""#,
+            r#""a"#,
+            r#""\x""#,
+            r#""\u00e9""#,
+            r#""\u00g9""#,
+            r#""\ud800""#,
+            r#""\udc00""#,
+            r#""\ud83d\ude00""#,
+            r#""\ud83d\ud83d""#,
+            r#""\ud83dx""#,
+            "\"a\nb\"",
+            "\"\u{7f}\"",
+            r#""\"#,
+            r#""\u12""#,
+            "{}",
+            "[]",
+            "[1,]",
+            "[,1]",
+            "{,}",
+            r#"{"a":1,}"#,
+            r#"{"a"}"#,
+            r#"{"a":}"#,
+            r#"{a:1}"#,
+            "{'a':1}",
+            "[1 2]",
+            r#"{"a":1 "b":2}"#,
+            "[1]]",
+            "[[1]",
+            "[1}",
+            "1 2",
+            "\u{feff}1",
+            "\u{a0}1",
+            "\u{b}1",
+            r#"{"a":{"a":{}}}"#,
+            "// c\n1",
+            "\"\0\"",
+            "[1,\u{2028}2]",
         ];
         let long = [
-            deep(126), deep(127), deep(128), deep(10_000), "9".repeat(308), "9".repeat(309), "9".repeat(400),
-            format!("\"{}\"", "é".repeat(100)), format!("\"{}\u{1}\"", "a".repeat(100)),
-            format!("\"{}", "a".repeat(100)), format!("\"{}\\n\"", "a".repeat(100)),
-            format!("0.{}", "1".repeat(400)), format!("{}e-300", "1".repeat(500)),
+            deep(126),
+            deep(127),
+            deep(128),
+            deep(10_000),
+            "9".repeat(308),
+            "9".repeat(309),
+            "9".repeat(400),
+            format!("\"{}\"", "é".repeat(100)),
+            format!("\"{}\u{1}\"", "a".repeat(100)),
+            format!("\"{}", "a".repeat(100)),
+            format!("\"{}\\n\"", "a".repeat(100)),
+            format!("0.{}", "1".repeat(400)),
+            format!("{}e-300", "1".repeat(500)),
         ];
         for text in texts.iter().map(|text| (*text).to_owned()).chain(long) {
             let oracle = serde_json::from_str::<Value>(&text).is_ok();
@@ -389,7 +452,9 @@ mod tests {
     fn an_attempt_that_fails_leaves_no_trace() {
         let mut scanner = Scanner::new(r#"{"a":{"b":[1,{"c":2}]}}"#, &());
         let odd = |scanner: &mut Scanner<'_>| {
-            scanner.object(|scanner, _| scanner.object(|scanner, _| scanner.array(|scanner, _| scanner.word("x"))))
+            scanner.object(|scanner, _| {
+                scanner.object(|scanner, _| scanner.array(|scanner, _| scanner.word("x")))
+            })
         };
         assert_eq!(scanner.attempt(odd), Some(false));
         assert_eq!((scanner.peek(), scanner.depth, scanner.names.len()), (None, 0, 0));

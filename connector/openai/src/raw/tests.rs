@@ -62,7 +62,10 @@ fn what_is_sent_on_is_a_slice_of_what_came() {
     let text = format!(r#"{{"model":"m","temperature" : 0.10 ,"prompt":"{prompt}","x":[1.50]}}"#);
     let (body, _) = read(COMPLETIONS, &text).unwrap();
     let pieces = body.write(&[("model", b"\"n\"")], &[]);
-    assert_eq!(joined(&pieces), format!(r#"{{"model":"n","temperature" : 0.10 ,"prompt":"{prompt}","x":[1.50]}}"#));
+    assert_eq!(
+        joined(&pieces),
+        format!(r#"{{"model":"n","temperature" : 0.10 ,"prompt":"{prompt}","x":[1.50]}}"#)
+    );
     let inside = |piece: &Bytes| body.bytes.as_ptr_range().contains(&piece.as_ptr());
     let (shared, copied): (Vec<&Bytes>, Vec<&Bytes>) = pieces.iter().partition(|piece| inside(piece));
     assert_eq!(shared.len(), 1);
@@ -112,13 +115,32 @@ fn the_usual_is_never_in_doubt() {
 #[test]
 fn bodies_on_the_edge_are_judged_as_the_parser_judges_them() {
     for text in [
-        "", "{}", "[]", "null", "{\"prompt\":\"x\"", "{\"prompt\":\"x\"}}", "{\"prompt\":\"x\",\"prompt\":\"y\"}",
-        "{\"prompt\":\"x\",\"pr\\u006fmpt\":\"y\"}", "{\"pr\\u006fmpt\":\"y\"}", "\u{feff}{\"prompt\":\"x\"}",
-        "{\"prompt\":\"x\",\"kv_transfer_params\":{},\"kv_transfer_params\":{}}", "{\"prompt\":null}",
-        "{\"prompt\":[1,\"a\"]}", "{\"prompt\":[\"a\",1]}", "{\"prompt\":[16.0]}", "{\"prompt\":[-1]}",
-        "{\"prompt\":[4294967296]}", "{\"prompt\":[2147483648]}", "{\"prompt\":[[]]}", "{\"prompt\":[]}",
-        "{\"prompt\":\"\"}", "{\"prompt\":\"x\",\"n\":17}", "{\"prompt\":[\"a\",\"b\"],\"n\":16}",
-        "{\"messages\":[]}", "{\"messages\":[{\"role\":\"user\"}]}", "{\"messages\":[{\"role\":\"assistant\"}]}",
+        "",
+        "{}",
+        "[]",
+        "null",
+        "{\"prompt\":\"x\"",
+        "{\"prompt\":\"x\"}}",
+        "{\"prompt\":\"x\",\"prompt\":\"y\"}",
+        "{\"prompt\":\"x\",\"pr\\u006fmpt\":\"y\"}",
+        "{\"pr\\u006fmpt\":\"y\"}",
+        "\u{feff}{\"prompt\":\"x\"}",
+        "{\"prompt\":\"x\",\"kv_transfer_params\":{},\"kv_transfer_params\":{}}",
+        "{\"prompt\":null}",
+        "{\"prompt\":[1,\"a\"]}",
+        "{\"prompt\":[\"a\",1]}",
+        "{\"prompt\":[16.0]}",
+        "{\"prompt\":[-1]}",
+        "{\"prompt\":[4294967296]}",
+        "{\"prompt\":[2147483648]}",
+        "{\"prompt\":[[]]}",
+        "{\"prompt\":[]}",
+        "{\"prompt\":\"\"}",
+        "{\"prompt\":\"x\",\"n\":17}",
+        "{\"prompt\":[\"a\",\"b\"],\"n\":16}",
+        "{\"messages\":[]}",
+        "{\"messages\":[{\"role\":\"user\"}]}",
+        "{\"messages\":[{\"role\":\"assistant\"}]}",
         "{\"messages\":[{\"role\":\"us\\u0065r\",\"content\":\"x\"}]}",
         "{\"messages\":[{\"role\":\"nobody\",\"role\":\"user\",\"content\":\"x\"}]}",
         "{\"messages\":[{\"role\":\"user\",\"role\":\"nobody\",\"content\":\"x\"}]}",
@@ -126,8 +148,10 @@ fn bodies_on_the_edge_are_judged_as_the_parser_judges_them() {
         "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":null}]}]}",
         "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"tools\":null}",
         "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"tools\":[1]}",
-        "{\"prompt\":\"x\",\"extra\":1e400}", "{\"prompt\":\"x\",\"extra\":\"\\ud800\"}",
-        "{\"prompt\":\"x\",\"temperature\":NaN}", "{\"prompt\":\"x\",\"kv_transfer_params\":[NaN]}",
+        "{\"prompt\":\"x\",\"extra\":1e400}",
+        "{\"prompt\":\"x\",\"extra\":\"\\ud800\"}",
+        "{\"prompt\":\"x\",\"temperature\":NaN}",
+        "{\"prompt\":\"x\",\"kv_transfer_params\":[NaN]}",
     ] {
         assert_alike(COMPLETIONS, text);
         assert_alike(CHAT, text);
@@ -143,12 +167,39 @@ fn bodies_on_the_edge_are_judged_as_the_parser_judges_them() {
 /// JSON text with the freedom that JSON has: spaces, escapes, names twice.
 fn any_text() -> impl Strategy<Value = String> {
     let name = prop::sample::select(vec![
-        "role", "content", "type", "text", "tool_calls", "function", "name", "arguments", "a", "kv_transfer_params",
-        "remote_x", "kv\\u005ftransfer_params", "\\u0061", "é",
+        "role",
+        "content",
+        "type",
+        "text",
+        "tool_calls",
+        "function",
+        "name",
+        "arguments",
+        "a",
+        "kv_transfer_params",
+        "remote_x",
+        "kv\\u005ftransfer_params",
+        "\\u0061",
+        "é",
     ]);
     let leaf = prop::sample::select(vec![
-        "null", "true", "0", "-0", "1.50", "1e2", "2147483647", "12345678901234567890123", "\"\"", "\"user\"",
-        "\"assistant\"", "\"text\"", "\"x\\n\"", "\"\\u00e9\"", "\"{}\"", "\"{\\\"a\\\":1}\"", "\"auto\"",
+        "null",
+        "true",
+        "0",
+        "-0",
+        "1.50",
+        "1e2",
+        "2147483647",
+        "12345678901234567890123",
+        "\"\"",
+        "\"user\"",
+        "\"assistant\"",
+        "\"text\"",
+        "\"x\\n\"",
+        "\"\\u00e9\"",
+        "\"{}\"",
+        "\"{\\\"a\\\":1}\"",
+        "\"auto\"",
     ])
     .prop_map(str::to_owned);
     let space = prop::sample::select(vec!["", " ", "\n\t "]);
@@ -167,7 +218,8 @@ fn any_text() -> impl Strategy<Value = String> {
 
 fn any_message() -> impl Strategy<Value = String> {
     let role = prop::sample::select(vec!["user", "assistant", "tool", "nobody"]);
-    let call = any_text().prop_map(|arguments| format!(r#"{{"function":{{"name":"f","arguments":{arguments}}}}}"#));
+    let call =
+        any_text().prop_map(|arguments| format!(r#"{{"function":{{"name":"f","arguments":{arguments}}}}}"#));
     let part = prop_oneof![
         3 => any_text(),
         1 => any_text().prop_map(|text| format!(r#"{{"type":"text","text":{text}}}"#)),
@@ -180,9 +232,29 @@ fn any_message() -> impl Strategy<Value = String> {
 
 fn any_body() -> impl Strategy<Value = String> {
     const NAMES: [&str; 24] = [
-        "model", "prompt", "messages", "max_tokens", "n", "stream", "stream_options", "stop", "temperature",
-        "logit_bias", "tools", "tool_choice", "documents", "chat_template_kwargs", "response_format", "user", "x",
-        "kv_transfer_params", "remote_host", "kv\\u005ftransfer_params", "extra_body", "mod\\u0065l", "suffix",
+        "model",
+        "prompt",
+        "messages",
+        "max_tokens",
+        "n",
+        "stream",
+        "stream_options",
+        "stop",
+        "temperature",
+        "logit_bias",
+        "tools",
+        "tool_choice",
+        "documents",
+        "chat_template_kwargs",
+        "response_format",
+        "user",
+        "x",
+        "kv_transfer_params",
+        "remote_host",
+        "kv\\u005ftransfer_params",
+        "extra_body",
+        "mod\\u0065l",
+        "suffix",
         "continue_final_message",
     ];
     let prompt = prop_oneof![
