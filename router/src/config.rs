@@ -13,19 +13,31 @@ use serde::{Deserialize, Serialize};
 
 pub use admin::AdminConfig;
 pub use attempts::AttemptsConfig;
+pub use capacity::CapacityConfig;
+pub use disaggregate::DisaggregateConfig;
 pub use error::ConfigError;
+pub use features::FeaturesConfig;
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
-pub use pool::{EngineConfig, PolicyKind, PoolConfig};
+pub use policy::{
+    AffinityKey, ConsistentHashConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig, PrefixAwareConfig,
+};
+pub use pool::{EngineConfig, PoolConfig};
+pub use prefix_index::PrefixIndexConfig;
 pub use timeouts::TimeoutsConfig;
 pub use url::EngineUrl;
 
 mod admin;
 mod attempts;
+mod capacity;
+mod disaggregate;
 mod error;
+mod features;
 mod limits;
 mod models;
+mod policy;
 mod pool;
+mod prefix_index;
 mod timeouts;
 mod url;
 
@@ -56,6 +68,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub attempts: AttemptsConfig,
+    /// Bounds on what the router remembers of the engines' caches.
+    #[serde(default)]
+    #[garde(dive)]
+    pub prefix_index: PrefixIndexConfig,
     /// Shared with the engines and sent to them as `x-baton-cluster-secret`. Baton engines beyond loopback
     /// take the release verbs only with it. Prefer `cluster_secret_file`. Default: none.
     #[serde(default, skip_serializing)]

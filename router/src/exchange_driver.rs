@@ -7,8 +7,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Outcome, Settlement, Timeline};
-use baton_connector::{RequestId, Time};
+use baton_connector::RequestId;
+use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Fit, Outcome, Settlement, Timeline};
 use hyper::Method;
 use hyper::header::HeaderValue;
 use pingora::proxy::Session;
@@ -17,13 +17,16 @@ use serde_json::Value;
 use crate::alive::{Deaf, while_alive};
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
+use crate::disaggregation::{self, Disaggregation, Facts, Why};
 use crate::generation::Generation;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
 use crate::legs::{Meaning, Refusal};
 use crate::metrics::Leg;
-use crate::models::Reserved;
+use crate::models::Model;
+use crate::observe::Watched;
+use crate::pool::{Reserved, Scarce};
 use crate::request_id;
 use crate::rewrite;
 use crate::settle::Debtor;
@@ -60,7 +63,9 @@ pub(crate) struct ExchangeDriver {
     /// The decode engine that is set aside for the request before any prefill is spent on it.
     reserved: Option<Reserved>,
     debtor: Debtor,
-    begun: Time,
+    pub model: Arc<Model>,
+    /// What is noted of the engines' doings.
+    pub watched: Watched,
     /// The engine of each attempt, by the attempt's number.
     attempts: Vec<Arc<Engine>>,
     /// The prefill in flight.
@@ -73,11 +78,17 @@ pub(crate) struct ExchangeDriver {
 }
 
 impl ExchangeDriver {
-    pub(crate) fn new(shared: Arc<Shared>, generation: Arc<Generation>, request: RequestId) -> Self {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        generation: Arc<Generation>,
+        request: RequestId,
+        model: Arc<Model>,
+    ) -> Self {
         let exchange = Arc::new(Mutex::new(Exchange::new()));
         Self {
-            begun: shared.now(),
             shared,
+            model,
+            watched: Watched::default(),
             generation,
             reserved: None,
             debtor: Debtor { request, exchange },
@@ -96,9 +107,20 @@ impl ExchangeDriver {
         for debt in step.settle {
             self.pay(debt);
         }
-        if let Some(outcome) = step.ended {
-            self.shared.metrics.outcome(outcome);
-            self.record();
+        if step.fit == Fit::Applied {
+            self.watched.event(event, now, &self.attempts);
+        }
+        if let Some(Outcome::ClientGone(phase)) = step.ended {
+            self.shared.metrics.disconnect(phase);
+        }
+    }
+
+    /// A piece of the answer is being passed on.
+    pub(crate) fn piece(&mut self, piece: &[u8]) {
+        self.watched.seen.look(piece);
+        if self.watched.streamed {
+            let now = self.shared.now();
+            self.watched.piece(now, &self.model.metrics);
         }
     }
 
@@ -115,17 +137,51 @@ impl ExchangeDriver {
     /// # Errors
     /// No decode engine can be had.
     pub(crate) fn reserve(&mut self, ask: &Ask) -> Result<(), Ended> {
-        self.reserved = ask.model.decode.reserve(&ask.wanted(), &[]);
-        if self.reserved.is_none() {
-            self.apply(Event::GaveUp);
-            return Err(Ended::Refused(Refusal::none_left()));
+        match ask.model.decode.reserve(&ask.wanted(), &[]) {
+            Ok(reserved) => {
+                self.reserved = Some(reserved);
+                Ok(())
+            }
+            Err(scarce) => {
+                self.apply(Event::GaveUp);
+                Err(Ended::Refused(Refusal::scarce(scarce)))
+            }
         }
-        Ok(())
+    }
+
+    /// Whether another engine prefills, now that it is known which one decodes.
+    fn disaggregation(&self, ask: &Ask) -> Disaggregation {
+        let wanted = ask.wanted();
+        let holding = self.reserved.as_ref().map(|reserved| reserved.holding).unwrap_or_default();
+        let facts = Facts {
+            has_prefill: !ask.model.prefill.is_empty(),
+            several_prompts: ask.aggregate,
+            prompt_tokens: wanted.tokens,
+            cached_share: holding.share(&wanted),
+            prefill_in_flight: ask.model.prefill.least_in_flight(),
+        };
+        disaggregation::decide(&ask.model.disaggregate, &facts)
+    }
+
+    /// A prefill engine: another than the decode engine and than those that were asked before, if there is another.
+    fn reserve_prefill(&self, ask: &Ask, tried: &[Arc<Engine>]) -> Result<Reserved, Scarce> {
+        let mut wanted = ask.wanted();
+        wanted.pair = self.reserved.as_ref().and_then(Reserved::pair);
+        let decode = self.reserved.as_ref().map(Reserved::engine);
+        let before: Vec<_> = tried.iter().chain(&self.prefill_engine).cloned().collect();
+        let others: Vec<_> = before.iter().chain(decode).cloned().collect();
+        let prefill = &ask.model.prefill;
+        prefill
+            .reserve(&wanted, &others)
+            .or_else(|_| prefill.reserve(&wanted, &before))
+            .or_else(|_| prefill.reserve(&wanted, tried))
     }
 
     /// First leg: the handoff, or `None` when the decode engine is to compute everything.
     pub(crate) async fn prefill(&mut self, session: &mut Session, ask: &Ask) -> Result<Option<Value>, Ended> {
-        if ask.aggregate || ask.model.prefill.is_empty() {
+        let decided = self.disaggregation(ask);
+        self.shared.metrics.routing.disaggregation(decided);
+        if let Disaggregation::Local(_) = decided {
             self.apply(Event::PrefillSkipped);
             return Ok(None);
         }
@@ -135,11 +191,7 @@ impl ExchangeDriver {
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
-            // A second handoff comes from another engine than the first, if there is another.
-            let others = tried.iter().chain(&self.prefill_engine).cloned().collect::<Vec<_>>();
-            let (prefill, wanted) = (&ask.model.prefill, ask.wanted());
-            let reserved = prefill.reserve(&wanted, &others).or_else(|| prefill.reserve(&wanted, &tried));
-            let Some(Reserved { member, load }) = reserved else { break };
+            let Ok(Reserved { member, load, .. }) = self.reserve_prefill(ask, &tried) else { break };
             let engine = Arc::clone(&member.engine);
             if !tried.is_empty() {
                 self.shared.metrics.retry(Leg::Prefill);
@@ -179,6 +231,7 @@ impl ExchangeDriver {
     fn fall_back(&mut self, ask: &Ask, last: Refusal) -> Result<Option<Value>, Ended> {
         match ask.model.fallback {
             Fallback::Aggregate => {
+                self.shared.metrics.routing.disaggregation(Disaggregation::Local(Why::FellBack));
                 self.apply(Event::PrefillSkipped);
                 Ok(None)
             }
@@ -204,7 +257,7 @@ impl ExchangeDriver {
                 self.may_recompute = false;
                 // Whatever the first round owed is on its way under the first name.
                 self.debtor.request = request_id::anew(&self.debtor.request);
-                self.shared.metrics.recomputes.increment(1);
+                self.shared.metrics.legs.recomputes.increment(1);
                 let handoff = match ask.model.fallback {
                     Fallback::Aggregate => self.fall_back(ask, Refusal::none_left())?,
                     Fallback::None => self.prefill(session, ask).await?,
@@ -233,8 +286,9 @@ impl ExchangeDriver {
         let mut last = Refusal::none_left();
         let mut spent = false;
         while tried.len() < usize::from(self.generation.config.attempts.decode) {
-            let reserved = self.reserved.take().or_else(|| ask.model.decode.reserve(&ask.wanted(), &tried));
-            let Some(Reserved { member, load }) = reserved else { break };
+            let reserved = self.reserved.take().map(Ok);
+            let reserved = reserved.unwrap_or_else(|| ask.model.decode.reserve(&ask.wanted(), &tried));
+            let Ok(Reserved { member, load, .. }) = reserved else { break };
             let engine = Arc::clone(&member.engine);
             if !tried.is_empty() {
                 self.shared.metrics.retry(Leg::Decode);
@@ -289,16 +343,6 @@ impl ExchangeDriver {
     pub(crate) fn client_gone(&mut self) -> Ended {
         self.apply(Event::ClientGone);
         Ended::ClientGone
-    }
-
-    fn record(&self) {
-        let line = self.timeline();
-        if let (Some(sent), Some(held)) = (line.prefill_sent, line.held) {
-            self.shared.metrics.prefill_seconds.record(held.since(sent));
-        }
-        if let Some(first) = line.first_chunk {
-            self.shared.metrics.first_byte_seconds.record(first.since(self.begun));
-        }
     }
 
     fn pay(&mut self, debt: Settlement) {

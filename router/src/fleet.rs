@@ -4,16 +4,31 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::config::EngineUrl;
+use crate::config::{EngineUrl, PrefixIndexConfig};
+use crate::memory::Memory;
+use crate::metrics::Metrics;
 use crate::upstream::{Engine, Terms};
 
 /// The engines.
-#[derive(Default)]
 pub(crate) struct Fleet {
+    /// What their caches hold, as far as is known.
+    pub memory: Arc<Memory>,
+    metrics: Arc<Metrics>,
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
 }
 
 impl Fleet {
+    pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
+        let bounds = PrefixIndexConfig::default();
+        let memory = Arc::new(Memory::new(bounds.chunks_per_engine, bounds.chunks_total));
+        Self { memory, metrics, engines: Mutex::default() }
+    }
+
+    /// What counts the engines.
+    pub(crate) fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
     /// The engine at an address. One that is asked for twice is one engine: its load and its connections are
     /// counted together. The terms are those of the last who asked.
     pub(crate) fn engine(&self, url: &EngineUrl, terms: &Terms) -> Arc<Engine> {
@@ -22,7 +37,7 @@ impl Fleet {
             engine.set_terms(terms.clone());
             return Arc::clone(engine);
         }
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone()));
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), self.metrics.engine(&url.authority())));
         engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }
@@ -34,7 +49,13 @@ impl Fleet {
 
     /// Forgets engines that no generation and no request holds.
     pub(crate) fn prune(&self) {
-        self.lock().retain(|_, engine| Arc::strong_count(engine) > 1);
+        self.lock().retain(|_, engine| {
+            let kept = Arc::strong_count(engine) > 1;
+            if !kept {
+                self.memory.forget(engine.id());
+            }
+            kept
+        });
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<EngineUrl, Arc<Engine>>> {

@@ -49,6 +49,7 @@ impl Generation {
             idle_timeout: Duration::from_millis(config.timeouts.engine_idle_ms),
             secret,
         };
+        fleet.memory.set_bounds(config.prefix_index.chunks_per_engine, config.prefix_index.chunks_total);
         Ok(Self {
             number,
             models: Models::new(&config, &terms, fleet),

@@ -13,6 +13,7 @@ use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, He
 use pingora::proxy::Session;
 
 use crate::exchange_driver::Ended;
+use crate::features::{Features, Source};
 use crate::generation::Generation;
 use crate::hygiene::{BodyError, Wire};
 use crate::legs::Refusal;
@@ -36,6 +37,8 @@ pub(crate) struct Ask {
     /// A decode engine computes everything: one handoff is one sequence of blocks, and this request has
     /// several prompts.
     pub aggregate: bool,
+    /// What says where it belongs.
+    pub features: Features,
     headers: HeaderMap,
 }
 
@@ -60,22 +63,21 @@ impl Ask {
         let (body, outline) = RawBody::generate(body, endpoint, limits, &ClientRules)?;
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
         let aggregate = outline.prompts > 1;
-        Ok(Self { endpoint, model, body, outline, aggregate, headers: passed(headers) })
-    }
-
-    /// The prompt as JSON text: `messages`, or `prompt`.
-    #[expect(dead_code, reason = "policies hash it")]
-    pub(crate) fn prompt_raw(&self) -> &[u8] {
-        let name = match self.endpoint {
-            Endpoint::Chat => "messages",
-            Endpoint::Completions => "prompt",
+        let salt = outline.request.cache_salt.as_deref();
+        let source = Source {
+            model: &model.name,
+            headers,
+            body: &body,
+            user: outline.request.user.as_deref(),
+            salts: salt.as_slice(),
         };
-        self.body.field(name).unwrap_or_default()
+        let features = Features::read(&source, model.needs, &model.features);
+        Ok(Self { endpoint, model, body, outline, aggregate, features, headers: passed(headers) })
     }
 
     /// What a policy may know of it.
     pub(crate) fn wanted(&self) -> Wanted<'_> {
-        Wanted::default()
+        self.features.wanted()
     }
 
     /// The headers of both legs.

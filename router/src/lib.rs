@@ -13,14 +13,15 @@
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
 //! | `hygiene` | a client's bytes, read strictly before anything else sees them |
-//! | `service`, `route`, `intake`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
-//! | `models`, `policy` | which engine is chosen |
-//! | `exchange_driver`, `legs` | in which order engines are asked, and what their answers mean |
+//! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
+//! | `models`, `pool`, `policy` | which engine is chosen |
+//! | `memory`, `prefix_index` | what the engines' caches hold, as far as is known |
+//! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
-//! | `metrics`, `admin` | what people and monitors see |
+//! | `metrics`, `observe`, `admin` | what people and monitors see |
 //!
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
 
@@ -29,16 +30,22 @@ mod alive;
 mod answer;
 mod client_watch;
 pub mod config;
+mod disaggregation;
 mod exchange_driver;
+mod features;
 mod fleet;
 mod generation;
 mod hygiene;
 mod intake;
 mod legs;
+mod memory;
 mod metrics;
 mod models;
+mod observe;
 mod passthrough;
 mod policy;
+mod pool;
+mod prefix_index;
 mod request_id;
 mod rewrite;
 mod route;
@@ -48,6 +55,7 @@ mod settle;
 mod shared;
 mod sse;
 mod upstream;
+mod usage;
 
 pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;

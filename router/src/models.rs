@@ -1,14 +1,18 @@
-//! Which engines serve which model, and the one place where one of them is chosen.
+//! Which engines serve which model.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use baton_openai::ApiError;
 
-use crate::config::{Fallback, PoolConfig, RouterConfig};
+use crate::config::{
+    DisaggregateConfig, EngineConfig, Fallback, FeaturesConfig, ModelConfig, PoolConfig, RouterConfig,
+};
+use crate::features::Needs;
 use crate::fleet::Fleet;
-use crate::policy::{self, Candidate, Policy, Wanted};
-use crate::upstream::{Engine, InFlight, Terms};
+use crate::metrics::ModelMetrics;
+use crate::pool::{Member, Pool, has};
+use crate::upstream::Terms;
 
 /// One model.
 pub(crate) struct Model {
@@ -17,27 +21,11 @@ pub(crate) struct Model {
     pub prefill: Pool,
     pub decode: Pool,
     pub fallback: Fallback,
-}
-
-/// Engines that can stand in for each other.
-pub(crate) struct Pool {
-    members: Vec<Arc<Member>>,
-    policy: Box<dyn Policy>,
-}
-
-/// An engine's place in a pool.
-pub(crate) struct Member {
-    pub engine: Arc<Engine>,
-    /// Its share of the work against the others'.
-    pub weight: u32,
-    #[expect(dead_code, reason = "labels are for policies")]
-    pub labels: BTreeMap<String, String>,
-}
-
-/// An engine that was chosen; the request counts as in flight there until this is dropped.
-pub(crate) struct Reserved {
-    pub member: Arc<Member>,
-    pub load: InFlight,
+    pub disaggregate: DisaggregateConfig,
+    pub features: FeaturesConfig,
+    /// What has to be looked at in its requests.
+    pub needs: Needs,
+    pub metrics: ModelMetrics,
 }
 
 /// Every model, by every name.
@@ -46,27 +34,35 @@ pub(crate) struct Models {
     by_name: HashMap<String, Arc<Model>>,
 }
 
+impl Model {
+    fn new(config: &ModelConfig, terms: &Terms, fleet: &Fleet) -> Self {
+        let pool = |pool: &PoolConfig, learns| {
+            let engines = pool.engines.iter().filter(|engine| has(&engine.labels, &pool.select));
+            let member = |engine: &EngineConfig| {
+                let known = fleet.engine(&engine.url, terms);
+                Arc::new(Member::new(engine, known, pool, &config.pair_by))
+            };
+            Pool::new(engines.map(member).collect(), &pool.policy, &fleet.memory, learns)
+        };
+        Self {
+            name: config.name.clone(),
+            prefill: pool(&config.prefill, false),
+            // What a decode engine holds already need not be prefilled elsewhere.
+            decode: pool(&config.decode, config.disaggregate.asks_what_is_cached()),
+            fallback: config.fallback,
+            disaggregate: config.disaggregate.clone(),
+            features: config.features.clone(),
+            needs: Needs::of(config),
+            metrics: fleet.metrics().model(&config.name),
+        }
+    }
+}
+
 impl Models {
     pub(crate) fn new(config: &RouterConfig, terms: &Terms, fleet: &Fleet) -> Self {
-        let pool = |config: &PoolConfig| Pool {
-            members: config
-                .engines
-                .iter()
-                .map(|e| {
-                    let engine = fleet.engine(&e.url, terms);
-                    Arc::new(Member { engine, weight: e.weight, labels: e.labels.clone() })
-                })
-                .collect(),
-            policy: policy::of_kind(config.policy),
-        };
         let (mut list, mut by_name) = (Vec::new(), HashMap::new());
         for model in &config.models {
-            let served = Arc::new(Model {
-                name: model.name.clone(),
-                prefill: pool(&model.prefill),
-                decode: pool(&model.decode),
-                fallback: model.fallback,
-            });
+            let served = Arc::new(Model::new(model, terms, fleet));
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
             }
@@ -89,40 +85,5 @@ impl Models {
 
     pub(crate) fn list(&self) -> &[Arc<Model>] {
         &self.list
-    }
-}
-
-impl Pool {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.members.is_empty()
-    }
-
-    /// Chooses an engine that is not among those `tried`, and counts the request in flight there.
-    pub(crate) fn reserve(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Option<Reserved> {
-        let untried = |member: &Member| !tried.iter().any(|t| Arc::ptr_eq(t, &member.engine));
-        let candidates_that = |fit: &dyn Fn(&Member) -> bool| -> Vec<_> {
-            let fitting =
-                self.members.iter().enumerate().filter(|(_, member)| untried(member) && fit(member));
-            fitting
-                .map(|(index, member)| Candidate {
-                    index,
-                    in_flight: member.engine.load(),
-                    weight: member.weight,
-                })
-                .collect()
-        };
-        let mut candidates = candidates_that(&|member| !member.engine.is_resting());
-        if candidates.is_empty() {
-            candidates = candidates_that(&|_| true);
-        }
-        let member = Arc::clone(&self.members[self.policy.choose(wanted, &candidates)?]);
-        let load = member.engine.begin();
-        Some(Reserved { member, load })
-    }
-}
-
-impl Reserved {
-    pub(crate) fn engine(&self) -> &Arc<Engine> {
-        &self.member.engine
     }
 }

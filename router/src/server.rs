@@ -23,11 +23,11 @@ use crate::admin::{self, Admin};
 use crate::config::RouterConfig;
 use crate::generation::GenerationError;
 use crate::hygiene::{HeadBounds, Wire};
-use crate::metrics::REJECTED;
+use crate::metrics::Metrics;
 use crate::service::FrontDoor;
 use crate::shared::Shared;
 
-/// How often idle connections are closed and histograms folded.
+/// How often idle connections are closed.
 const UPKEEP: Duration = Duration::from_secs(1);
 /// After a drain, debts are waited for this long at most; a lease outlives it and ends by itself.
 const PAY_WITHIN_MAX: Duration = Duration::from_secs(30);
@@ -110,7 +110,7 @@ impl Router {
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
         let Self { clients, admin, shared, connections_max } = self;
-        let ready = Arc::new(Admin { metrics: Arc::clone(&shared.metrics), ready: AtomicBool::new(true) });
+        let ready = Arc::new(Admin { shared: Arc::clone(&shared), ready: AtomicBool::new(true) });
         let mut background = JoinSet::new();
         background.spawn(admin::serve(admin, Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
@@ -164,12 +164,30 @@ async fn accept(
                 continue;
             }
         };
+        let open = Open::new(&shared.metrics);
         let (shared, proxy, draining) = (Arc::clone(shared), Arc::clone(proxy), draining.clone());
         connections.spawn(async move {
-            let _permit = permit;
+            let (_permit, _open) = (permit, open);
             serve(stream, &shared, &proxy, draining).await;
         });
         while connections.try_join_next().is_some() {}
+    }
+}
+
+/// One connection of a client, as long as it is open.
+struct Open(Arc<Metrics>);
+
+impl Open {
+    fn new(metrics: &Arc<Metrics>) -> Self {
+        metrics.server.connected.increment(1);
+        metrics.server.connections.increment(1.0);
+        Self(Arc::clone(metrics))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.server.connections.decrement(1.0);
     }
 }
 
@@ -208,7 +226,7 @@ async fn serve(
             }
             Ok(None) => return,
             Err(unclean) => {
-                shared.metrics.request(REJECTED);
+                shared.metrics.server.refused.increment(1);
                 return wire.refuse(unclean).await;
             }
         }
@@ -219,7 +237,6 @@ async fn upkeep(shared: Arc<Shared>) {
     let mut tick = tokio::time::interval(UPKEEP);
     loop {
         tick.tick().await;
-        shared.metrics.upkeep();
         shared.fleet.prune();
         shared.fleet.engines().iter().for_each(|engine| engine.sweep());
     }

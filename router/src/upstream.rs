@@ -8,7 +8,7 @@ mod payload;
 
 use std::future::poll_fn;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 
 use crate::config::EngineUrl;
+use crate::metrics::EngineMetrics;
 use connection::Connection;
 pub(crate) use connection::Socket;
 pub(crate) use payload::Payload;
@@ -39,13 +40,18 @@ fn clock_ms() -> u64 {
 /// One engine.
 pub(crate) struct Engine {
     url: EngineUrl,
+    /// Which engine it is, in this process; see [`Engine::id`].
+    id: u32,
     authority: String,
     host: HeaderValue,
     terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
     in_flight: AtomicUsize,
+    /// Prompt tokens of the requests in flight, estimated.
+    tokens: AtomicU64,
     /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
     rests_until_ms: AtomicU64,
+    pub metrics: EngineMetrics,
 }
 
 /// Terms on which connections to engines are made and kept.
@@ -96,20 +102,27 @@ pub(crate) struct Whole {
 }
 
 /// Counts one request of this router at an engine for as long as it lives.
-pub(crate) struct InFlight(Arc<Engine>);
+pub(crate) struct InFlight {
+    engine: Arc<Engine>,
+    tokens: u64,
+}
 
 impl Engine {
-    pub(crate) fn new(url: EngineUrl, terms: Terms) -> Self {
+    pub(crate) fn new(url: EngineUrl, terms: Terms, metrics: EngineMetrics) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
         let authority = url.authority();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
             url,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
             authority,
             host,
             terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
+            tokens: AtomicU64::new(0),
             rests_until_ms: AtomicU64::new(0),
+            metrics,
         }
     }
 
@@ -127,7 +140,9 @@ impl Engine {
 
     /// Whether it could not be reached a moment ago.
     pub(crate) fn is_resting(&self) -> bool {
-        clock_ms() < self.rests_until_ms.load(Ordering::Relaxed)
+        let until = self.rests_until_ms.load(Ordering::Relaxed);
+        // The clock is not asked of the many engines that never rested.
+        until != 0 && clock_ms() < until
     }
 
     /// `HOST:PORT`; for logs, never for clients.
@@ -140,10 +155,25 @@ impl Engine {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Counts one request until the guard is dropped.
-    pub(crate) fn begin(self: &Arc<Self>) -> InFlight {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
-        InFlight(Arc::clone(self))
+    /// Which engine it is, in this process. Engines that are forgotten and come back have another.
+    pub(crate) fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Prompt tokens of the requests in flight, estimated.
+    pub(crate) fn tokens(&self) -> u64 {
+        self.tokens.load(Ordering::Relaxed)
+    }
+
+    /// Counts one request, of a prompt of so many tokens, until the guard is dropped; `None` when there are
+    /// `most` already.
+    pub(crate) fn begin(self: &Arc<Self>, tokens: u64, most: usize) -> Option<InFlight> {
+        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= most {
+            self.in_flight.fetch_sub(1, Ordering::Relaxed);
+            return None;
+        }
+        self.tokens.fetch_add(tokens, Ordering::Relaxed);
+        Some(InFlight { engine: Arc::clone(self), tokens })
     }
 
     /// Sends a request and waits for the head of the answer.
@@ -168,6 +198,7 @@ impl Engine {
                 Err(stale) => lost = Some(stale),
             }
         }
+        let begun = Instant::now();
         let dialled = tokio::time::timeout(
             self.terms.load().connect_timeout,
             Connection::dial(self.url.host(), self.url.port()),
@@ -177,6 +208,7 @@ impl Engine {
             // What went out over the kept connection may have been seen.
             return Err(lost.map_or(CallError::NotReached, CallError::Broken));
         };
+        self.metrics.connect.record(begun.elapsed());
         sent(fresh.socket());
         match fresh.send(self.request(outgoing)).await {
             Ok(answer) => Ok(self.reply(answer, fresh)),
@@ -310,12 +342,13 @@ impl Reply {
 
 impl InFlight {
     pub(crate) fn engine(&self) -> &Arc<Engine> {
-        &self.0
+        &self.engine
     }
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.engine.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.engine.tokens.fetch_sub(self.tokens, Ordering::Relaxed);
     }
 }

@@ -122,6 +122,18 @@ impl RawBody {
         }
     }
 
+    /// Bytes of the body as it came.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// Whether it has no field, but for those that were taken out.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.fields.is_empty()
+    }
+
     /// Names in the order in which they came.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.fields.iter().map(|field| self.name(field))

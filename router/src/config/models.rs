@@ -4,6 +4,8 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::disaggregate::DisaggregateConfig;
+use super::features::FeaturesConfig;
 use super::pool::PoolConfig;
 
 /// One model and the engines that serve it.
@@ -28,6 +30,19 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(skip)]
     pub fallback: Fallback,
+    /// Which requests are prefilled on another engine than the one that decodes them. Default: all.
+    #[serde(default)]
+    #[garde(dive)]
+    pub disaggregate: DisaggregateConfig,
+    /// Names of labels. A prefill engine that has the decode engine's values of them is preferred to one that
+    /// has not. At most 8; default: none.
+    #[serde(default)]
+    #[garde(length(max = 8), inner(length(bytes, min = 1, max = 256)))]
+    pub pair_by: Vec<String>,
+    /// What the router looks at in a request to choose engines.
+    #[serde(default)]
+    #[garde(dive)]
+    pub features: FeaturesConfig,
 }
 
 /// What happens when no prefill engine can be had.

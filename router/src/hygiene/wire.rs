@@ -49,6 +49,8 @@ struct Inner {
     /// What is still to be read of the request's body.
     body: Body,
     expects_continue: bool,
+    /// Of the request's body, that were read.
+    body_bytes: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +78,7 @@ impl Wire {
             ahead: BytesMut::new(),
             body: Body::Read,
             expects_continue: false,
+            body_bytes: 0,
         })))
     }
 
@@ -125,6 +128,7 @@ impl Wire {
         head.mask(&mut bytes);
         let mut inner = self.lock();
         inner.ahead = ahead;
+        inner.body_bytes = 0;
         inner.expects_continue = head.expects_continue;
         inner.body = match head.framing {
             Framing::None => Body::Read,
@@ -141,6 +145,11 @@ impl Wire {
             Body::Chunked(_) => None,
             Body::Read => Some(0),
         }
+    }
+
+    /// Bytes of the request's body, once it was read.
+    pub(crate) fn body_bytes(&self) -> u64 {
+        self.lock().body_bytes
     }
 
     /// Whether the client waits to be told to send the body.
@@ -194,7 +203,7 @@ impl Wire {
             self.read_into(&mut body, left).await?;
         }
         let behind = body.split_off(length);
-        self.ended(behind);
+        self.ended(behind, body.len());
         Ok(body.freeze())
     }
 
@@ -211,7 +220,7 @@ impl Wire {
                 ChunkError::TooLarge => BodyError::TooLarge,
             })?;
             if done {
-                self.ended(input);
+                self.ended(input, body.len());
                 return Ok(body.freeze());
             }
             if matches!(self.read(&mut input).await, Ok(0) | Err(_)) {
@@ -220,8 +229,9 @@ impl Wire {
         }
     }
 
-    fn ended(&self, behind: BytesMut) {
+    fn ended(&self, behind: BytesMut, body_bytes: usize) {
         let mut inner = self.lock();
+        inner.body_bytes = body_bytes as u64;
         inner.body = Body::Read;
         inner.ahead = behind;
     }

@@ -71,3 +71,38 @@ fn the_schema_describes_every_field() {
         assert!(schema.contains(field), "{field}");
     }
 }
+
+#[test]
+fn a_policy_is_a_name_or_a_map_of_one_name_to_its_parameters() {
+    let with = |policy: &str| {
+        RouterConfig::from_yaml(
+            &GOOD.replace("policy: round_robin", &format!("policy: {policy}")),
+            "router.yaml",
+        )
+    };
+    for name in ["round_robin", "random", "power_of_two", "least_load", "consistent_hash", "prefix_aware"] {
+        let bare = with(name).unwrap().models.remove(0).decode.policy;
+        assert_eq!(bare.name(), name);
+        let mapped = with(&format!("{{{name}: {{}}}}")).unwrap().models.remove(0).decode.policy;
+        assert_eq!(mapped, bare, "no parameters are the defaults");
+        // What is in effect is printed in a form that can be read again.
+        let printed = serde_json::to_string(&bare).unwrap();
+        assert_eq!(with(&printed).unwrap().models.remove(0).decode.policy, bare, "{printed}");
+    }
+    let set = with("{prefix_aware: {balance_abs: 64, balance_rel: 1.25}}").unwrap();
+    assert!(format!("{:?}", set.models[0].decode.policy).contains("balance_abs: 64"));
+    for (bad, word) in [
+        ("best", "best"),
+        ("{best: {}}", "best"),
+        ("{prefix_aware: {balanz_abs: 1}}", "balanz_abs"),
+        ("{prefix_aware: {balance_rel: 0.5}}", "1"),
+        ("{consistent_hash: {keys: []}}", "keys"),
+        ("{consistent_hash: {load_factor: 0.9}}", "1"),
+        ("{random: {}, least_load: {}}", "second"),
+        ("{}", "policy"),
+        ("[random]", "policy"),
+    ] {
+        let said = with(bad).expect_err(bad).to_string();
+        assert!(said.starts_with("router.yaml:") && said.contains(word), "{bad}: {said}");
+    }
+}

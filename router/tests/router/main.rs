@@ -3,11 +3,15 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod bad_input;
+mod bounds;
 mod client;
 mod config;
+mod configuration_page;
 mod disconnect;
 mod engine;
 mod failures;
+mod http_raw;
 mod load;
 mod main_path;
+mod policies;
 mod system;
