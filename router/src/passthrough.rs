@@ -14,8 +14,10 @@ use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::Ended;
 use crate::generation::Generation;
 use crate::legs::{Meaning, Refusal};
+use crate::metrics::Leg;
 use crate::policy::Wanted;
 use crate::rewrite::ClientRules;
+use crate::trace_context::Trace;
 use crate::upstream::{CallError, Engine, Outgoing};
 use crate::{answer, intake, rewrite};
 
@@ -30,6 +32,7 @@ pub(crate) async fn pass(
     body: Bytes,
     id: &RequestId,
     echoed: &HeaderValue,
+    trace: &Trace,
 ) -> Result<u16, Ended> {
     let limits = &generation.parse_limits;
     let mut map = parse_object(&body, limits)?;
@@ -41,7 +44,8 @@ pub(crate) async fn pass(
     drop(map);
     let body = RawBody::any(body, limits, &ClientRules)?;
     let model = Arc::clone(generation.models.named(name.as_deref())?);
-    let headers = intake::named(intake::passed(&session.req_header().headers), id);
+    let mut headers = intake::named(intake::passed(&session.req_header().headers), id);
+    trace.inject(&mut headers, Leg::Decode);
     let body = rewrite::decode_body(&body, &model.name, None);
     let outgoing = Outgoing { method: Method::POST, path, headers, body };
     let mut tried: Vec<Arc<Engine>> = Vec::new();

@@ -15,6 +15,7 @@ use pingora::protocols::l4::stream::Stream;
 use pingora::proxy::{HttpProxy, http_proxy};
 use pingora::server::configuration::ServerConf;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -114,6 +115,7 @@ impl Router {
         let mut background = JoinSet::new();
         background.spawn(admin::serve(admin, Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
+        background.spawn(reopen_logs(Arc::clone(&shared)));
         let proxy = Arc::new(http_proxy(&Arc::new(ServerConf::default()), FrontDoor(Arc::clone(&shared))));
         let (drain, draining) = watch::channel(false);
         let mut connections = JoinSet::new();
@@ -134,6 +136,7 @@ impl Router {
             );
             connections.shutdown().await;
         }
+        shared.generation().observers.flush().await;
         if !shared.settler.paid(shared.settler.longest().min(PAY_WITHIN_MAX)).await {
             tracing::warn!("some engines did not confirm an abort or a release; their leases will lapse");
         }
@@ -229,6 +232,16 @@ async fn serve(
                 shared.metrics.server.refused.increment(1);
                 return wire.refuse(unclean).await;
             }
+        }
+    }
+}
+
+/// SIGUSR1 opens the access log's file anew. Without this the signal would end the process.
+async fn reopen_logs(shared: Arc<Shared>) {
+    let Ok(mut signals) = signal(SignalKind::user_defined1()) else { return };
+    while signals.recv().await.is_some() {
+        if let Some(log) = &shared.generation().observers.access_log {
+            log.reopen();
         }
     }
 }
