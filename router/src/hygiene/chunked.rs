@@ -113,7 +113,10 @@ fn size(input: &[u8]) -> Result<Option<(usize, usize)>, NotChunks> {
 mod tests {
     use super::*;
 
-    fn all(text: &[u8], limit: usize) -> Result<Option<(Vec<u8>, Vec<u8>)>, ChunkError> {
+    /// The data, and what is behind it.
+    type Whole = (Vec<u8>, Vec<u8>);
+
+    fn all(text: &[u8], limit: usize) -> Result<Option<Whole>, ChunkError> {
         let (mut input, mut out) = (BytesMut::from(text), BytesMut::new());
         let done = Chunked::default().decode(&mut input, &mut out, limit)?;
         Ok(done.then(|| (out.to_vec(), input.to_vec())))
