@@ -227,7 +227,7 @@ fn bodies() -> Vec<Case> {
         case("JSON that is cut off", json(b"{\"model\":\"m\",\"prompt\":\"x\""), 400),
         case("two values", json(br#"{"model":"m","prompt":"x"}{}"#), 400),
         case("a byte order mark", json(b"\xef\xbb\xbf{\"model\":\"m\",\"prompt\":\"x\"}"), 400),
-        case("UTF-16", json(b"{\0\"\0a\0\"\0:\01\0}\0"), 400),
+        case("UTF-16", json(b"{\0\"\0a\0\"\0:\x001\0}\0"), 400),
         case("invalid UTF-8", json(b"{\"model\":\"m\",\"prompt\":\"\xff\xfe\"}"), 400),
         case("an overlong slash", json(b"{\"model\":\"m\",\"prompt\":\"\xc0\xaf\"}"), 400),
         case("a surrogate in UTF-8", json(b"{\"model\":\"m\",\"prompt\":\"\xed\xa0\x80\"}"), 400),
