@@ -12,6 +12,7 @@
 //! | module | what it does |
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
+//! | `hygiene` | a client's bytes, read strictly before anything else sees them |
 //! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
 //! | `models`, `pool`, `policy` | which engine is chosen |
 //! | `memory`, `prefix_index` | what the engines' caches hold, as far as is known |
@@ -37,6 +38,7 @@ mod features;
 mod finished;
 mod fleet;
 mod generation;
+mod hygiene;
 mod inflight;
 mod intake;
 mod legs;
