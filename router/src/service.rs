@@ -234,7 +234,8 @@ impl RequestContext {
         if std::mem::replace(&mut self.over, true) {
             return;
         }
-        let end = self.count();
+        // What the router answers itself, `/health` above all, is asked for all the time and of no interest.
+        let Some(end) = self.count() else { return };
         let Some(head) = self.head.take() else { return };
         let driver = self.driver.as_ref();
         let watched = driver.map(|driver| &driver.watched);
@@ -275,6 +276,7 @@ impl RequestContext {
             None => {
                 let end = match self.status {
                     _ if self.passed => End::Passed,
+                    0 => End::Exchange(Outcome::Dropped(Phase::Queue)),
                     499 => End::Exchange(Outcome::ClientGone(Phase::Queue)),
                     400.. => End::Rejected,
                     _ => return None,
