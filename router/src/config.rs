@@ -16,6 +16,7 @@ pub use attempts::AttemptsConfig;
 pub use capacity::CapacityConfig;
 pub use disaggregate::DisaggregateConfig;
 pub use error::ConfigError;
+pub use explain::ExplainConfig;
 pub use features::FeaturesConfig;
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
@@ -32,6 +33,7 @@ mod attempts;
 mod capacity;
 mod disaggregate;
 mod error;
+mod explain;
 mod features;
 mod limits;
 mod models;
@@ -68,6 +70,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub attempts: AttemptsConfig,
+    /// What is kept for those who ask why a request went where it went.
+    #[serde(default)]
+    #[garde(dive)]
+    pub explain: ExplainConfig,
     /// Bounds on what the router remembers of the engines' caches.
     #[serde(default)]
     #[garde(dive)]

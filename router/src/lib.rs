@@ -20,6 +20,7 @@
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
+//! | `explain` | why a request went where it went |
 //! | `metrics`, `observe`, `admin` | what people and monitors see |
 //!
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
@@ -31,6 +32,7 @@ mod client_watch;
 pub mod config;
 mod disaggregation;
 mod exchange_driver;
+mod explain;
 mod features;
 mod fleet;
 mod generation;

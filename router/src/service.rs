@@ -36,6 +36,8 @@ pub(crate) struct RequestContext {
     id: RequestId,
     /// What the client is told the id is: its own, where it sent a decent one.
     echoed: HeaderValue,
+    /// The client's own id, where it sent a decent one.
+    client_id: Option<HeaderValue>,
     driver: Option<ExchangeDriver>,
     model: Option<String>,
     status: u16,
@@ -60,6 +62,7 @@ impl ProxyHttp for FrontDoor {
             generation,
             id,
             echoed,
+            client_id: None,
             driver: None,
             model: None,
             status: 0,
@@ -81,6 +84,7 @@ impl ProxyHttp for FrontDoor {
         let stall = Duration::from_millis(context.generation.config.timeouts.client_stall_ms);
         session.as_downstream_mut().set_write_timeout(Some(stall));
         if let Some(echoed) = request_id::decent(&session.req_header().headers) {
+            context.client_id = Some(echoed.clone());
             context.echoed = echoed;
         }
         match self.serve(session, context).await {
@@ -105,6 +109,9 @@ impl ProxyHttp for FrontDoor {
         self.0.metrics.server.request_bytes.increment(client.body_bytes_read() as u64);
         self.0.metrics.server.response_bytes.increment(client.body_bytes_sent() as u64);
         context.log(session);
+        if let Some(driver) = &context.driver {
+            driver.end(context.status);
+        }
         context.end();
     }
 }
@@ -162,6 +169,7 @@ impl FrontDoor {
             Arc::clone(&self.0),
             Arc::clone(&context.generation),
             context.id.clone(),
+            context.client_id.as_ref(),
             Arc::clone(&ask.model),
         ));
         driver.reserve(&ask)?;

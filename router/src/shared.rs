@@ -8,6 +8,7 @@ use arc_swap::ArcSwap;
 use baton_connector::Time;
 
 use crate::config::RouterConfig;
+use crate::explain::Ring;
 use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError};
 use crate::metrics::Metrics;
@@ -18,6 +19,8 @@ pub(crate) struct Shared {
     current: ArcSwap<Generation>,
     pub fleet: Fleet,
     pub metrics: Arc<Metrics>,
+    /// Why the latest requests went where they went.
+    pub explain: Ring,
     pub settler: Arc<Settler>,
     in_flight: AtomicUsize,
     started: Instant,
@@ -38,12 +41,14 @@ impl Shared {
         let fleet = Fleet::new(Arc::clone(&metrics));
         let first = Generation::build(1, config, &fleet)?;
         metrics.server.generation.set(1.0);
+        let explain = Ring::new(first.config.explain.requests);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Ok(Arc::new(Self {
             current: ArcSwap::from_pointee(first),
             fleet,
             metrics,
+            explain,
             settler,
             in_flight: AtomicUsize::new(0),
             started,
@@ -65,6 +70,7 @@ impl Shared {
         let number = self.current.load().number + 1;
         let next = Generation::build(number, config, &self.fleet)?;
         self.settler.set_terms(next.settle_terms());
+        self.explain.set_most(next.config.explain.requests);
         self.metrics.server.generation.set(number as f64);
         self.current.store(Arc::new(next));
         Ok(number)

@@ -9,6 +9,7 @@ mod config;
 mod configuration_page;
 mod disconnect;
 mod engine;
+mod explain;
 mod failures;
 mod load;
 mod main_path;
