@@ -24,7 +24,7 @@ pub struct ModelConfig {
     #[garde(dive)]
     pub prefill: PoolConfig,
     /// The engines that decode. At least one.
-    #[garde(dive, custom(not_empty))]
+    #[garde(dive)]
     pub decode: PoolConfig,
     /// What happens when no prefill engine can be had. Default `aggregate`.
     #[serde(default)]
@@ -54,23 +54,4 @@ pub enum Fallback {
     Aggregate,
     /// The request is refused with 503.
     None,
-}
-
-/// No name and no alias is given twice: a request must mean one model.
-pub(super) fn distinct_names(models: &[ModelConfig], _: &()) -> garde::Result {
-    let mut seen = std::collections::BTreeSet::new();
-    let names = models.iter().flat_map(|m| std::iter::once(&m.name).chain(&m.aliases));
-    for name in names {
-        if !seen.insert(name) {
-            return Err(garde::Error::new(format!("the name `{name}` is given twice")));
-        }
-    }
-    Ok(())
-}
-
-fn not_empty(pool: &PoolConfig, _: &()) -> garde::Result {
-    if pool.engines.is_empty() {
-        return Err(garde::Error::new("needs at least one engine"));
-    }
-    Ok(())
 }
