@@ -5,10 +5,16 @@
 //! begins. Inside a JSON string the quotes of these names would be escaped, so a model's text cannot be taken for
 //! them. What is cut in two by a piece's end is missed: the numbers are for metrics and logs, never for decisions.
 
+use std::sync::LazyLock;
+
+use memchr::memmem::Finder;
 use serde::Deserialize;
 
 /// How much of a piece's end is looked at.
 const TAIL_BYTES: usize = 2048;
+
+static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"usage\""));
+static FINISH: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"finish_reason\""));
 
 /// What was seen so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -79,25 +85,15 @@ impl Seen {
     /// Looks at one piece; what is said later counts.
     pub(crate) fn look(&mut self, piece: &[u8]) {
         let tail = &piece[piece.len().saturating_sub(TAIL_BYTES)..];
-        let (mut usage, mut finish) = (None, None);
-        let mut end = tail.len();
-        while usage.is_none() || finish.is_none() {
-            let Some(at) = tail[..end].iter().rposition(|byte| *byte == b'"') else { break };
-            end = at;
-            if at > 0 && tail[at - 1] == b'\\' {
-                continue;
-            }
-            let name = &tail[at + 1..];
-            if usage.is_none() && name.starts_with(b"usage\"") {
-                usage = value(&name[6..]).filter(|value| value.starts_with(b"{")).and_then(read_usage);
-            } else if finish.is_none() && name.starts_with(b"finish_reason\"") {
-                finish = value(&name[14..])
-                    .and_then(|value| value.strip_prefix(b"\""))
-                    .map(|text| Finish::of(text.split(|byte| *byte == b'"').next().unwrap_or_default()));
-            }
+        for at in USAGE.find_iter(tail) {
+            let object = value(&tail[at + USAGE.needle().len()..]).filter(|value| value.starts_with(b"{"));
+            self.usage = object.and_then(read_usage).or(self.usage);
         }
-        self.usage = usage.or(self.usage);
-        self.finish = finish.or(self.finish);
+        for at in FINISH.find_iter(tail) {
+            let text = value(&tail[at + FINISH.needle().len()..]).and_then(|value| value.strip_prefix(b"\""));
+            let text = text.and_then(|text| text.split(|byte| *byte == b'"').next());
+            self.finish = text.map(Finish::of).or(self.finish);
+        }
     }
 }
 
