@@ -81,11 +81,11 @@ impl PrefillCall {
             Ok(whole) => understand(&whole),
             Err(CallError::NotReached) => Prefilled::Failed(Failure::NotReached, Refusal::unreachable()),
             Err(error @ CallError::Broken(_)) => {
-                tracing::warn!(engine = self.engine().authority(), %error, "prefill failed");
+                tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
                 Prefilled::Failed(Failure::Unknown, Refusal::broken())
             }
             Err(error @ CallError::TooLarge(_)) => {
-                tracing::warn!(engine = self.engine().authority(), %error, "prefill failed");
+                tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
                 Prefilled::Failed(Failure::Unusable(None), Refusal::broken())
             }
         }
@@ -131,7 +131,7 @@ fn understand(whole: &Whole) -> Prefilled {
         Ok(Some(params)) => match ReplyFacts::check(&params) {
             Ok(facts) => Prefilled::Lent(params, facts.handle),
             Err(error) => {
-                tracing::warn!(%error, "a prefill engine's reply cannot be handed on");
+                tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
                 Prefilled::Failed(Failure::Unusable(handle(&params)), Refusal::broken())
             }
         },

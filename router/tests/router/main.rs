@@ -16,6 +16,7 @@ mod failures;
 mod hostile;
 mod http_raw;
 mod load;
+mod log;
 mod main_path;
 mod markers;
 mod policies;
