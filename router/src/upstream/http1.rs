@@ -304,7 +304,8 @@ fn framing(status: StatusCode, headers: &HeaderMap, is_1_0: bool) -> Result<Fram
             false => Err(Lost::Malformed("a transfer coding other than chunked")),
         };
     }
-    let length = length.map(|text| length_of(text.as_bytes()).ok_or(Lost::Malformed("a length"))).transpose()?;
+    let length =
+        length.map(|text| length_of(text.as_bytes()).ok_or(Lost::Malformed("a length"))).transpose()?;
     Ok(match length {
         _ if matches!(status.as_u16(), 204 | 304) => Framing::Done,
         Some(0) => Framing::Done,
@@ -321,7 +322,10 @@ fn length_of(text: &[u8]) -> Option<u64> {
 
 fn says_close(headers: &HeaderMap) -> bool {
     headers.get_all("connection").iter().any(|value| {
-        value.as_bytes().split(|&byte| byte == b',').any(|word| word.trim_ascii().eq_ignore_ascii_case(b"close"))
+        value
+            .as_bytes()
+            .split(|&byte| byte == b',')
+            .any(|word| word.trim_ascii().eq_ignore_ascii_case(b"close"))
     })
 }
 

@@ -14,7 +14,8 @@ struct Engine {
 fn engine() -> Engine {
     let (near, far) = duplex(1 << 20);
     let mut connection = Http1::new(near);
-    connection.begin(b"POST / HTTP/1.1\r\n\r\n".to_vec(), &[Bytes::from_static(b"ab"), Bytes::from_static(b"c")]);
+    connection
+        .begin(b"POST / HTTP/1.1\r\n\r\n".to_vec(), &[Bytes::from_static(b"ab"), Bytes::from_static(b"c")]);
     Engine { connection, far }
 }
 
@@ -61,7 +62,12 @@ async fn an_answer_ends_where_its_framing_says() {
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nConnection: Close\r\n\r\nok", 200, b"ok", false),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nokHTTP/1.1 200", 200, b"ok", false),
         (b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok", 200, b"ok", false),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n", 200, b"ok", true),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n",
+            200,
+            b"ok",
+            true,
+        ),
         (b"HTTP/1.1 404 Not Found\r\ntransfer-encoding: Chunked\r\n\r\n0\r\n\r\nx", 404, b"", false),
     ] {
         let text = String::from_utf8_lossy(bytes);
