@@ -12,13 +12,14 @@
 //! | module | what it does |
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
+//! | `hygiene` | a client's bytes, read strictly before anything else sees them |
 //! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
 //! | `models`, `pool`, `policy` | which engine is chosen |
 //! | `memory`, `prefix_index` | what the engines' caches hold, as far as is known |
 //! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `upstream` | connections to engines |
-//! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
+//! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
 //! | `metrics`, `observe`, `inflight`, `admin` | what people and monitors see |
 //! | `finished`, `observers`, `access_log`, `telemetry`, `trace_context` | a request that is over: its line, its trace |
@@ -29,6 +30,7 @@ mod access_log;
 mod admin;
 mod alive;
 mod answer;
+mod client_stream;
 mod client_watch;
 pub mod config;
 mod disaggregation;
@@ -37,6 +39,7 @@ mod features;
 mod finished;
 mod fleet;
 mod generation;
+mod hygiene;
 mod inflight;
 mod intake;
 mod legs;

@@ -266,5 +266,5 @@ fn verb(path: &'static str, body: &serde_json::Value, request: &RequestId) -> Ou
     let mut headers = HeaderMap::new();
     let id = HeaderValue::from_str(request.as_str()).expect("a request id is printable ASCII");
     headers.insert("x-request-id", id);
-    Outgoing { method: Method::POST, path, headers, body: Bytes::from(body.to_string()) }
+    Outgoing { method: Method::POST, path, headers, body: Bytes::from(body.to_string()).into() }
 }

@@ -7,6 +7,7 @@ mod chunks;
 mod connection;
 mod head;
 mod http1;
+mod payload;
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -24,6 +25,7 @@ use crate::metrics::EngineMetrics;
 use connection::Connection;
 pub(crate) use connection::Socket;
 use http1::{Head, Lost};
+pub(crate) use payload::Payload;
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
 const IDLE_MAX: usize = 256;
@@ -68,7 +70,7 @@ pub(crate) struct Outgoing {
     pub method: Method,
     pub path: &'static str,
     pub headers: HeaderMap,
-    pub body: Bytes,
+    pub body: Payload,
 }
 
 /// Why an engine gave no answer.
@@ -260,7 +262,7 @@ impl Engine {
 
 impl Outgoing {
     fn pieces(&self) -> &[Bytes] {
-        std::slice::from_ref(&self.body)
+        self.body.pieces()
     }
 }
 
@@ -288,10 +290,19 @@ impl Reply {
 
     /// Whether the body's end is here already, without waiting for it.
     pub(crate) fn ends_now(&mut self) -> bool {
-        matches!(self.poll_chunk(&mut Context::from_waker(Waker::noop())), Poll::Ready(None))
+        matches!(self.here(), Some(None))
     }
 
-    fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, CallError>>> {
+    /// As [`Self::chunk`], of what is here already; `None` when one must wait.
+    pub(crate) fn here(&mut self) -> Option<Option<Result<Bytes, CallError>>> {
+        match self.poll_chunk(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(chunk) => Some(chunk),
+            Poll::Pending => None,
+        }
+    }
+
+    /// As [`Self::chunk`].
+    pub(crate) fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, CallError>>> {
         self.connection.poll_piece(context).map_err(CallError::Broken)
     }
 

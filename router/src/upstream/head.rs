@@ -81,7 +81,7 @@ mod tests {
             headers.append(HeaderName::from_static(name), HeaderValue::from_static(value));
         }
         let outgoing =
-            Outgoing { method: Method::POST, path: "/p", headers, body: Bytes::from(vec![0; 1203]) };
+            Outgoing { method: Method::POST, path: "/p", headers, body: Bytes::from(vec![0; 1203]).into() };
         let secret = HeaderValue::from_static("s");
         let head = request(&HeaderValue::from_static("h:1"), Some(&secret), &outgoing);
         let expected = "POST /p HTTP/1.1\r\nhost: h:1\r\ncontent-type: application/json\r\n\
@@ -91,8 +91,12 @@ mod tests {
 
     #[test]
     fn a_question_without_a_body_says_no_length() {
-        let outgoing =
-            Outgoing { method: Method::GET, path: "/health", headers: HeaderMap::new(), body: Bytes::new() };
+        let outgoing = Outgoing {
+            method: Method::GET,
+            path: "/health",
+            headers: HeaderMap::new(),
+            body: Bytes::new().into(),
+        };
         let head = request(&HeaderValue::from_static("h"), None, &outgoing);
         assert_eq!(head, b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n");
     }

@@ -13,6 +13,7 @@ mod configuration_page;
 mod disconnect;
 mod engine;
 mod failures;
+mod http_raw;
 mod load;
 mod main_path;
 mod policies;

@@ -1,0 +1,52 @@
+//! The body of a request to an engine: one piece, or several that are never copied together.
+//!
+//! What is ready of them goes out with one vectored write, and the head says their exact length.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+/// A body. Cheap to clone, so that another engine can be sent the same.
+#[derive(Clone, Debug)]
+pub(crate) enum Payload {
+    One(Bytes),
+    Many(Arc<[Bytes]>),
+}
+
+impl Payload {
+    pub(crate) fn pieces(&self) -> &[Bytes] {
+        match self {
+            Self::One(piece) => std::slice::from_ref(piece),
+            Self::Many(pieces) => pieces,
+        }
+    }
+}
+
+impl From<Bytes> for Payload {
+    fn from(piece: Bytes) -> Self {
+        Self::One(piece)
+    }
+}
+
+impl From<Vec<Bytes>> for Payload {
+    fn from(mut pieces: Vec<Bytes>) -> Self {
+        match pieces.len() {
+            0 => Self::One(Bytes::new()),
+            1 => Self::One(pieces.swap_remove(0)),
+            _ => Self::Many(pieces.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_keep_their_order() {
+        for (pieces, whole) in [(vec![], ""), (vec!["abc"], "abc"), (vec!["a", "", "bc", ""], "abc")] {
+            let payload = Payload::from(pieces.into_iter().map(Bytes::from).collect::<Vec<_>>());
+            assert_eq!(payload.pieces().concat(), whole.as_bytes());
+        }
+    }
+}
