@@ -52,7 +52,7 @@ pub(crate) async fn while_alive<T>(
             alive = asked => unanswered = if alive { 0 } else { unanswered + 1 },
         }
         if unanswered == UNANSWERED_MAX {
-            tracing::warn!(engine = engine.authority(), "an engine answers nothing and is given up");
+            tracing::debug!(engine = engine.authority(), "an engine answers nothing and is given up");
             return Err(Deaf);
         }
     }

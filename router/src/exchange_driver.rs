@@ -363,11 +363,15 @@ impl ExchangeDriver {
 
     fn note_misconfigured(&self, engine: &Engine, leg: Leg, refusal: &Refusal) {
         if *refusal == Refusal::misconfigured() {
-            tracing::error!(
-                engine = engine.authority(),
-                leg = leg.label(),
-                "an engine refuses this router's cluster secret"
-            );
+            if let Some(held_back) = self.shared.refused_secret.due() {
+                tracing::error!(
+                    request = %self.debtor.request,
+                    engine = engine.authority(),
+                    leg = leg.label(),
+                    held_back,
+                    "an engine refuses this router's cluster secret"
+                );
+            }
             self.shared.metrics.misconfigured(leg);
         }
     }

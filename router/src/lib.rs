@@ -21,7 +21,7 @@
 //! | `upstream` | connections to engines |
 //! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
-//! | `metrics`, `observe`, `inflight`, `admin` | what people and monitors see |
+//! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
 //! | `finished`, `observers`, `access_log`, `telemetry`, `trace_context` | a request that is over: its line, its trace |
 //!
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
@@ -55,6 +55,7 @@ mod prefix_index;
 mod request_id;
 mod rewrite;
 mod route;
+mod seldom;
 mod server;
 mod service;
 mod settle;

@@ -25,6 +25,7 @@ use crate::config::RouterConfig;
 use crate::generation::GenerationError;
 use crate::hygiene::{HeadBounds, Wire};
 use crate::metrics::Metrics;
+use crate::seldom::Seldom;
 use crate::service::FrontDoor;
 use crate::shared::Shared;
 
@@ -155,6 +156,7 @@ async fn accept(
     connections_max: usize,
     connections: &mut JoinSet<()>,
 ) {
+    static TROUBLE: Seldom = Seldom::new();
     let room = Arc::new(Semaphore::new(connections_max));
     loop {
         let permit = Arc::clone(&room).acquire_owned().await.expect("the semaphore is never closed");
@@ -162,7 +164,9 @@ async fn accept(
             Ok((stream, _)) => stream,
             Err(error) => {
                 // Out of file descriptors, mostly: wait for some to be closed instead of spinning.
-                tracing::warn!(%error, "cannot accept");
+                if let Some(held_back) = TROUBLE.due() {
+                    tracing::warn!(%error, held_back, "cannot accept");
+                }
                 tokio::time::sleep(Duration::from_millis(10)).await;
                 continue;
             }

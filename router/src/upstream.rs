@@ -22,6 +22,7 @@ use hyper::{Method, StatusCode};
 
 use crate::config::EngineUrl;
 use crate::metrics::EngineMetrics;
+use crate::seldom::Seldom;
 use connection::Connection;
 pub(crate) use connection::Socket;
 use http1::{Head, Lost};
@@ -54,6 +55,8 @@ pub(crate) struct Engine {
     /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
     rests_until_ms: AtomicU64,
     pub metrics: EngineMetrics,
+    /// Its trouble is told seldom.
+    pub trouble: Seldom,
 }
 
 /// Terms on which connections to engines are made and kept.
@@ -124,6 +127,7 @@ impl Engine {
             tokens: AtomicU64::new(0),
             rests_until_ms: AtomicU64::new(0),
             metrics,
+            trouble: Seldom::new(),
         }
     }
 

@@ -15,6 +15,7 @@ mod engine;
 mod failures;
 mod http_raw;
 mod load;
+mod log;
 mod main_path;
 mod policies;
 mod system;
