@@ -186,7 +186,8 @@ mod tests {
     async fn small_pieces_leave_together_and_nothing_is_kept() {
         let (mut near, mut far) = pair().await;
         near.write_all(b"head ").await.unwrap();
-        near.write_vectored(&[IoSlice::new(b"size "), IoSlice::new(b"data")]).await.unwrap();
+        let out = near.write_vectored(&[IoSlice::new(b"size "), IoSlice::new(b"data")]).await;
+        assert_eq!(out.unwrap(), 9);
         let mut seen = [0; 64];
         let read = far.read(&mut seen).await.unwrap();
         assert_eq!(&seen[..read], b"head size data");
@@ -199,7 +200,7 @@ mod tests {
         near.hold(true);
         near.write_all(b"head ").await.unwrap();
         near.flush().await.unwrap();
-        near.write_vectored(&[IoSlice::new(b"data ")]).await.unwrap();
+        assert_eq!(near.write_vectored(&[IoSlice::new(b"data ")]).await.unwrap(), 5);
         assert_eq!(far.try_read(&mut [0; 8]).map_err(|error| error.kind()), Err(io::ErrorKind::WouldBlock));
         near.hold(false);
         near.write_all(b"end").await.unwrap();

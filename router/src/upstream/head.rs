@@ -29,7 +29,8 @@ pub(super) fn request(host: &HeaderValue, secret: Option<&HeaderValue>, outgoing
         head.extend_from_slice(b"\r\n");
     }
     for (name, value) in &outgoing.headers {
-        if !OWN.contains(name) && !(secret.is_some() && name == SECRET) {
+        let said_here = OWN.contains(name) || (secret.is_some() && name == SECRET);
+        if !said_here {
             field(&mut head, name.as_str(), value);
         }
     }
