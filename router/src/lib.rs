@@ -19,7 +19,7 @@
 //! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `upstream` | connections to engines |
-//! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
+//! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
 //! | `explain` | why a request went where it went |
 //! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
@@ -31,6 +31,7 @@ mod access_log;
 mod admin;
 mod alive;
 mod answer;
+mod client_stream;
 mod client_watch;
 pub mod config;
 mod disaggregation;
