@@ -23,6 +23,9 @@ pub use admin::AdminConfig;
 pub use attempts::AttemptsConfig;
 pub use capacity::CapacityConfig;
 pub use disaggregate::DisaggregateConfig;
+pub use discover::{
+    DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineTemplate, KubernetesConfig, PortName,
+};
 pub use error::{ConfigError, Place, Problem};
 pub use features::FeaturesConfig;
 pub use limits::LimitsConfig;
@@ -32,6 +35,7 @@ pub use policy::{
 };
 pub use pool::{EngineConfig, PoolConfig};
 pub use prefix_index::PrefixIndexConfig;
+pub use reload::ReloadConfig;
 pub use secret::{MASK, Secret};
 pub use timeouts::TimeoutsConfig;
 pub use url::EngineUrl;
@@ -42,6 +46,7 @@ mod capacity;
 mod changes;
 mod contradictions;
 mod disaggregate;
+mod discover;
 mod document;
 mod error;
 mod features;
@@ -50,6 +55,7 @@ mod models;
 mod policy;
 mod pool;
 mod prefix_index;
+mod reload;
 mod secret;
 mod shape;
 mod timeouts;
@@ -86,6 +92,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub prefix_index: PrefixIndexConfig,
+    /// How a changed configuration is noticed.
+    #[serde(default)]
+    #[garde(dive)]
+    pub reload: ReloadConfig,
     /// Shared with the engines and sent to them as `x-baton-cluster-secret`. Baton engines beyond loopback
     /// take the release verbs only with it. Prefer `cluster_secret_file`. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]

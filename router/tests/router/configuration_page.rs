@@ -47,6 +47,9 @@ impl<'a> Keys<'a> {
 
     /// Adds the keys below a node.
     fn walk(&mut self, node: &'a Value, path: &str) {
+        if self.same_keys_as(node).is_some() {
+            return;
+        }
         if let Some((name, target)) = self.target(node) {
             if self.told.contains_key(name) {
                 return;
@@ -75,6 +78,11 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// A type whose keys are those of another one that was told before.
+    fn same_keys_as(&self, node: &Value) -> Option<&str> {
+        self.told.get(node["x-keys-of"].as_str()?).map(String::as_str)
+    }
+
     fn row(&self, path: &str, node: &'a Value) -> String {
         let bounds = self.bounds(node);
         let default = node.get("default").map_or_else(String::new, |d| match d {
@@ -98,6 +106,9 @@ impl<'a> Keys<'a> {
         }
         let variants: Vec<_> =
             ["oneOf", "anyOf"].iter().flat_map(|kind| node[*kind].as_array()).flatten().collect();
+        if let Some(path) = self.same_keys_as(node) {
+            return format!("as `{path}`");
+        }
         if !variants.is_empty() {
             let mut kinds: Vec<_> = variants.iter().map(|v| self.kind(v)).filter(|k| k != "null").collect();
             kinds.dedup();
