@@ -79,6 +79,9 @@ pub(crate) async fn pass(
     };
     insert(&mut head, CONTENT_TYPE, content_type.unwrap_or(HeaderValue::from_static("application/json")))?;
     insert(&mut head, hyper::header::HeaderName::from_static("x-request-id"), id.clone())?;
+    if let Some(timing) = passing.driver.server_timing() {
+        insert(&mut head, hyper::header::HeaderName::from_static("server-timing"), timing)?;
+    }
     if streamed {
         insert(&mut head, CACHE_CONTROL, HeaderValue::from_static("no-cache"))?;
         passing.streamed(head).await?;

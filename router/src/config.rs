@@ -19,6 +19,7 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use access_log::AccessLogConfig;
 pub use admin::AdminConfig;
 pub use attempts::AttemptsConfig;
 pub use capacity::CapacityConfig;
@@ -37,9 +38,11 @@ pub use pool::{EngineConfig, PoolConfig};
 pub use prefix_index::PrefixIndexConfig;
 pub use reload::ReloadConfig;
 pub use secret::{MASK, Secret};
+pub use telemetry::{OtlpConfig, TelemetryConfig};
 pub use timeouts::TimeoutsConfig;
 pub use url::EngineUrl;
 
+mod access_log;
 mod admin;
 mod attempts;
 mod capacity;
@@ -58,6 +61,7 @@ mod prefix_index;
 mod reload;
 mod secret;
 mod shape;
+mod telemetry;
 mod timeouts;
 mod url;
 
@@ -88,6 +92,14 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub attempts: AttemptsConfig,
+    /// One line of JSON per request that is over.
+    #[serde(default)]
+    #[garde(dive)]
+    pub access_log: AccessLogConfig,
+    /// OpenTelemetry traces.
+    #[serde(default)]
+    #[garde(dive)]
+    pub telemetry: TelemetryConfig,
     /// Bounds on what the router remembers of the engines' caches.
     #[serde(default)]
     #[garde(dive)]

@@ -21,9 +21,8 @@ use crate::models::Model;
 use crate::policy::Wanted;
 use crate::rewrite;
 
-/// The only headers of a client that an engine gets: its credentials and its trace.
-const PASSED_HEADERS: [HeaderName; 3] =
-    [AUTHORIZATION, HeaderName::from_static("traceparent"), HeaderName::from_static("tracestate")];
+/// The only headers of a client that an engine gets as they are: its credentials. Its trace is checked first.
+const PASSED_HEADERS: [HeaderName; 1] = [AUTHORIZATION];
 
 /// A request that engines may hear of.
 pub(crate) struct Ask {

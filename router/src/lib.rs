@@ -20,10 +20,12 @@
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
-//! | `metrics`, `observe`, `admin` | what people and monitors see |
+//! | `metrics`, `observe`, `inflight`, `admin` | what people and monitors see |
+//! | `finished`, `observers`, `access_log`, `telemetry`, `trace_context` | a request that is over: its line, its trace |
 //!
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
 
+mod access_log;
 mod admin;
 mod alive;
 mod answer;
@@ -32,14 +34,17 @@ pub mod config;
 mod disaggregation;
 mod exchange_driver;
 mod features;
+mod finished;
 mod fleet;
 mod generation;
+mod inflight;
 mod intake;
 mod legs;
 mod memory;
 mod metrics;
 mod models;
 mod observe;
+mod observers;
 mod passthrough;
 mod policy;
 mod pool;
@@ -52,9 +57,13 @@ mod service;
 mod settle;
 mod shared;
 mod sse;
+mod telemetry;
+mod trace_context;
 mod upstream;
 mod usage;
 
 pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;
+pub use observers::ObserverError;
 pub use server::{BindError, Reload, Router};
+pub use telemetry::TelemetryError;

@@ -8,6 +8,7 @@
 
 mod engines;
 mod legs;
+mod observers;
 mod page;
 mod process;
 mod registry;
@@ -38,6 +39,8 @@ fn families() -> impl Iterator<Item = &'static Family> {
         server::FAMILIES,
         routing::FAMILIES,
         process::FAMILIES,
+        observers::FAMILIES,
+        crate::inflight::FAMILIES,
     ];
     parts.concat().into_iter()
 }
@@ -48,6 +51,7 @@ pub(crate) struct Metrics {
     pub requests: requests::RequestMetrics,
     pub legs: legs::LegMetrics,
     pub server: server::ServerMetrics,
+    pub observers: observers::ObserverMetrics,
     pub routing: routing::RoutingMetrics,
 }
 
@@ -58,6 +62,7 @@ impl Metrics {
             requests: requests::RequestMetrics::new(&registry),
             legs: legs::LegMetrics::new(&registry),
             server: server::ServerMetrics::new(&registry),
+            observers: observers::ObserverMetrics::new(&registry),
             routing: routing::RoutingMetrics::new(&registry),
             registry,
         }

@@ -14,6 +14,7 @@ use pingora::protocols::l4::stream::Stream;
 use pingora::proxy::{HttpProxy, http_proxy};
 use pingora::server::configuration::ServerConf;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -112,6 +113,7 @@ impl Router {
         let mut background = JoinSet::new();
         background.spawn(admin::serve(admin, Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
+        background.spawn(reopen_logs(Arc::clone(&shared)));
         let proxy = Arc::new(http_proxy(&Arc::new(ServerConf::default()), FrontDoor(Arc::clone(&shared))));
         let (drain, draining) = watch::channel(false);
         let mut connections = JoinSet::new();
@@ -132,6 +134,7 @@ impl Router {
             );
             connections.shutdown().await;
         }
+        shared.generation().observers.flush().await;
         if !shared.settler.paid(shared.settler.longest().min(PAY_WITHIN_MAX)).await {
             tracing::warn!("some engines did not confirm an abort or a release; their leases will lapse");
         }
@@ -196,6 +199,16 @@ async fn serve(stream: TcpStream, proxy: &Arc<HttpProxy<FrontDoor>>, draining: &
     let mut next: Option<pingora::protocols::Stream> = Some(Box::new(Stream::from(stream)));
     while let Some(stream) = next {
         next = proxy.process_new(stream, draining).await;
+    }
+}
+
+/// SIGUSR1 opens the access log's file anew. Without this the signal would end the process.
+async fn reopen_logs(shared: Arc<Shared>) {
+    let Ok(mut signals) = signal(SignalKind::user_defined1()) else { return };
+    while signals.recv().await.is_some() {
+        if let Some(log) = &shared.generation().observers.access_log {
+            log.reopen();
+        }
     }
 }
 

@@ -2,9 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod access_log;
+mod admin;
 mod bad_input;
 mod bounds;
 mod client;
+mod collector;
 mod config;
 mod configuration_page;
 mod disconnect;
@@ -14,3 +17,4 @@ mod load;
 mod main_path;
 mod policies;
 mod system;
+mod traces;
