@@ -2,22 +2,41 @@
 
 use std::io::Write;
 
-use baton_router::{ConfigError, Router, RouterConfig};
+use baton_router::{ConfigError, ConfigFile, Reload, Router, RouterConfig};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::cli::{CheckArgs, RouterArgs};
 use crate::{Failure, shutdown};
 
 pub(crate) fn run(args: &RouterArgs) -> Result<(), Failure> {
-    let config = RouterConfig::load(&args.config)?;
+    let (file, config) = ConfigFile::load(&args.config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
         let stop = shutdown::on_signal(args.until_stdin_ends)?;
         let router = Router::bind(config).await?;
         say(&format!("ready http={} admin={}", router.local_addr(), router.admin_addr()));
+        let _following = follow(router.reload(), file)?;
         router.run(stop).await;
         say("stopped");
         Ok(())
     })
+}
+
+/// Keeps the router's configuration as its file says: when its content changes, and on SIGHUP.
+fn follow(reload: Reload, file: ConfigFile) -> Result<AbortOnDropHandle<()>, Failure> {
+    let mut hangups = signal(SignalKind::hangup())?;
+    // One that waits says as much as many.
+    let (tell, told) = mpsc::channel(1);
+    Ok(AbortOnDropHandle::new(tokio::spawn(async move {
+        let pass_on = async {
+            while hangups.recv().await.is_some() {
+                let _ = tell.try_send(());
+            }
+        };
+        tokio::join!(pass_on, reload.follow(file, told));
+    })))
 }
 
 /// One line on standard output for people and supervisors: `baton router: ready http=ADDR admin=ADDR`.

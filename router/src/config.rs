@@ -40,7 +40,7 @@ pub use reload::ReloadConfig;
 pub use secret::{MASK, Secret};
 pub use telemetry::{OtlpConfig, TelemetryConfig};
 pub use timeouts::TimeoutsConfig;
-pub use url::EngineUrl;
+pub use url::{EngineUrl, UrlError};
 
 mod access_log;
 mod admin;
@@ -130,6 +130,11 @@ impl RouterConfig {
     /// # Errors
     /// [`ConfigError`] with the place and what is wrong there.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        Self::from_yaml(&Self::read_text(path)?, &path.display().to_string())
+    }
+
+    /// The text of a file, or as much of it as shows that it is too large.
+    pub(crate) fn read_text(path: &Path) -> Result<String, ConfigError> {
         let name = path.display().to_string();
         let unreadable = |source| ConfigError::Unreadable { name: name.clone(), source };
         let mut text = String::new();
@@ -137,7 +142,7 @@ impl RouterConfig {
         let most = u64::try_from(document::BYTES_MAX).expect("a small number") + 1;
         let file = std::fs::File::open(path).map_err(unreadable)?;
         std::io::Read::read_to_string(&mut std::io::Read::take(file, most), &mut text).map_err(unreadable)?;
-        Self::from_yaml(&text, &name)
+        Ok(text)
     }
 
     /// Reads YAML text; `name` is what errors call it.

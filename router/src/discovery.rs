@@ -27,7 +27,9 @@ use serde_json::{Value, json};
 use tokio::sync::Notify;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::config::{DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineUrl, KubernetesConfig, RouterConfig};
+use crate::config::{
+    DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineUrl, KubernetesConfig, RouterConfig,
+};
 use crate::metrics::DiscoveryMetrics;
 use crate::shared::Shared;
 
@@ -168,7 +170,10 @@ impl Answers {
     /// For how long each source has failed; 0 while it works.
     pub(crate) fn each_stale(&self, mut each: impl FnMut(&str, Duration)) {
         for (source, answer) in self.lock().iter() {
-            each(&source.to_string(), answer.failing.as_ref().map_or(Duration::ZERO, |(since, _)| since.elapsed()));
+            each(
+                &source.to_string(),
+                answer.failing.as_ref().map_or(Duration::ZERO, |(since, _)| since.elapsed()),
+            );
         }
     }
 

@@ -50,7 +50,8 @@ async fn ask(config: &DnsConfig, resolver: &impl Resolver) -> Result<Vec<Endpoin
     if addresses.is_empty() {
         return Err("no address".into());
     }
-    let endpoint = |address| Endpoint { url: url(address, config.port), weight: None, labels: Default::default() };
+    let endpoint =
+        |address| Endpoint { url: url(address, config.port), weight: None, labels: Default::default() };
     Ok(addresses.into_iter().map(endpoint).collect())
 }
 
@@ -112,8 +113,13 @@ mod tests {
                 Err(error) => error.clone(),
             })
             .collect();
-        let wanted =
-            ["http://10.0.0.1:8000", "SERVFAIL", "no address", "http://10.0.0.1:8000 http://[fd00::1]:8000", "no answer"];
+        let wanted = [
+            "http://10.0.0.1:8000",
+            "SERVFAIL",
+            "no address",
+            "http://10.0.0.1:8000 http://[fd00::1]:8000",
+            "no answer",
+        ];
         assert_eq!(said[..5], wanted);
     }
 }

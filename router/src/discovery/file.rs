@@ -47,7 +47,8 @@ fn endpoints(text: &str) -> Result<Vec<Endpoint>, String> {
         budget: serde_saphyr::budget! { max_depth: 16, max_aliases: 0 },
         with_snippet: false,
     };
-    let value: Value = serde_saphyr::from_str_with_options(text, budget).map_err(|error| error.to_string())?;
+    let value: Value =
+        serde_saphyr::from_str_with_options(text, budget).map_err(|error| error.to_string())?;
     let list = match &value {
         Value::Array(list) => list,
         Value::Object(map) => {

@@ -48,7 +48,8 @@ pub(super) async fn follow(config: &KubernetesConfig, tell: impl Fn(Result<Vec<E
         Some(namespace) => Api::namespaced(client, namespace),
         None => Api::default_namespaced(client),
     };
-    let events = watcher::watcher(api, watcher::Config::default().labels(&selector(config))).default_backoff();
+    let events =
+        watcher::watcher(api, watcher::Config::default().labels(&selector(config))).default_backoff();
     futures::pin_mut!(events);
     let (mut slices, mut listed) = (Slices::new(), Slices::new());
     while let Some(event) = events.next().await {
@@ -138,14 +139,17 @@ fn endpoints<'a>(slices: impl Iterator<Item = &'a EndpointSlice>, port: &PortNam
                 Use::No => continue,
             };
             // The further addresses of an endpoint mean the same pod.
-            let Some(address) = endpoint.addresses.first().and_then(|a| a.parse::<IpAddr>().ok()) else { continue };
+            let Some(address) = endpoint.addresses.first().and_then(|a| a.parse::<IpAddr>().ok()) else {
+                continue;
+            };
             let pod = endpoint.target_ref.as_ref().and_then(|target| target.name.clone());
             let key = (pod.clone().unwrap_or_else(|| address.to_string()), port);
             let other = found.get(&key).is_some_and(|(known, _): &(IpAddr, Endpoint)| known.is_ipv4());
             if other || found.len() >= ENDPOINTS_MAX {
                 continue;
             }
-            let labels = [("pod", pod), ("zone", endpoint.zone.clone()), ("node", endpoint.node_name.clone())];
+            let labels =
+                [("pod", pod), ("zone", endpoint.zone.clone()), ("node", endpoint.node_name.clone())];
             let labels = labels.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
             let engine = Endpoint { url: url(address, port), weight: None, labels: labels.collect() };
             found.insert(key, (address, engine));
@@ -214,8 +218,10 @@ mod tests {
     #[test]
     fn a_pod_of_two_address_families_is_one_engine() {
         let target = json!({"kind": "Pod", "name": "p-0"});
-        let v6 = slice(json!([{"addresses": ["fd00::1"], "targetRef": target, "zone": "a", "nodeName": "n"}]));
-        let v4 = slice(json!([{"addresses": ["10.0.0.1"], "targetRef": target, "zone": "a", "nodeName": "n"}]));
+        let v6 =
+            slice(json!([{"addresses": ["fd00::1"], "targetRef": target, "zone": "a", "nodeName": "n"}]));
+        let v4 =
+            slice(json!([{"addresses": ["10.0.0.1"], "targetRef": target, "zone": "a", "nodeName": "n"}]));
         for slices in [[v4.clone(), v6.clone()], [v6, v4]] {
             let found = endpoints(slices.iter(), &http());
             assert_eq!(found.len(), 1);

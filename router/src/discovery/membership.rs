@@ -1,17 +1,41 @@
 //! Who is a member of a pool: those that the configuration lists, and those that its sources found. Pure.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::{Endpoint, Source};
-use crate::config::{EngineConfig, PoolConfig};
+use super::{Answers, Endpoint, Source};
+use crate::config::{EngineConfig, PoolConfig, RouterConfig};
+use crate::metrics::Leg;
 
 /// Members of one pool; as many as a configuration may list.
 const MEMBERS_MAX: usize = 4096;
 
+/// Who is in which pool.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Members(HashMap<(String, Leg), Vec<EngineConfig>>);
+
+impl Members {
+    /// Every pool of a configuration, with what its sources say now.
+    pub(crate) fn now(config: &RouterConfig, answers: &Answers, before: &Self) -> Self {
+        let mut all = HashMap::new();
+        for model in &config.models {
+            for (leg, pool) in [(Leg::Prefill, &model.prefill), (Leg::Decode, &model.decode)] {
+                let members = members(pool, |source| answers.of(source), before.of(&model.name, leg));
+                all.insert((model.name.clone(), leg), members);
+            }
+        }
+        Self(all)
+    }
+
+    /// The members of one pool.
+    pub(crate) fn of(&self, model: &str, leg: Leg) -> &[EngineConfig] {
+        self.0.get(&(model.to_owned(), leg)).map_or(&[], Vec::as_slice)
+    }
+}
+
 /// The members of a pool, each address once: those of the configuration first, in its order, then those that were
 /// found, ordered by URL. While a source has not answered for the first time, the members `before` stay as well.
-pub(crate) fn members(
+fn members(
     pool: &PoolConfig,
     answer: impl Fn(&Source) -> Option<Arc<[Endpoint]>>,
     before: &[EngineConfig],
@@ -69,7 +93,9 @@ mod tests {
     fn what_is_listed_comes_first_and_keeps_what_the_file_says_of_it() {
         let answer = |source: &Source| {
             Some(match source {
-                Source::Dns(_) => [endpoint("http://c:1", None, "q"), endpoint("http://b:1", Some(1), "q")].into(),
+                Source::Dns(_) => {
+                    [endpoint("http://c:1", None, "q"), endpoint("http://b:1", Some(1), "q")].into()
+                }
                 _ => [endpoint("http://a:1", Some(7), "r"), endpoint("http://c:1", None, "q")].into(),
             })
         };
@@ -77,7 +103,10 @@ mod tests {
         assert_eq!(urls(&members), ["http://b:1", "http://a:1", "http://c:1"]);
         assert_eq!(members.iter().map(|m| m.weight).collect::<Vec<_>>(), [9, 7, 3]);
         assert!(members[0].labels.is_empty(), "the file says nothing of labels");
-        assert_eq!(members[1].labels, BTreeMap::from([("a".into(), "b".into()), ("zone".into(), "r".into())]));
+        assert_eq!(
+            members[1].labels,
+            BTreeMap::from([("a".into(), "b".into()), ("zone".into(), "r".into())])
+        );
     }
 
     #[test]
@@ -86,7 +115,9 @@ mod tests {
         let nothing_yet = members(&pool(BOTH), |_| None, &before);
         assert_eq!(urls(&nothing_yet), ["http://b:1", "http://old:1"]);
         assert_eq!(nothing_yet[1].weight, 5);
-        let one = |source: &Source| matches!(source, Source::Dns(_)).then(|| [endpoint("http://c:1", None, "q")].into());
+        let one = |source: &Source| {
+            matches!(source, Source::Dns(_)).then(|| [endpoint("http://c:1", None, "q")].into())
+        };
         assert_eq!(urls(&members(&pool(BOTH), one, &before)), ["http://b:1", "http://c:1", "http://old:1"]);
         let empty = members(&pool(BOTH), |_| Some([].into()), &before);
         assert_eq!(urls(&empty), ["http://b:1"], "an empty answer is an answer");
@@ -100,7 +131,8 @@ mod tests {
 
     #[test]
     fn a_pool_has_a_bound() {
-        let many: Arc<[Endpoint]> = (0..5000).map(|n| endpoint(&format!("http://e{n}:1"), None, "q")).collect();
+        let many: Arc<[Endpoint]> =
+            (0..5000).map(|n| endpoint(&format!("http://e{n}:1"), None, "q")).collect();
         assert_eq!(members(&pool(BOTH), |_| Some(Arc::clone(&many)), &[]).len(), MEMBERS_MAX);
     }
 }
