@@ -16,6 +16,7 @@ use crate::inflight::{Entry, InFlightTable};
 use crate::metrics::Metrics;
 use crate::observers::Observers;
 use crate::reload::Reloads;
+use crate::seldom::Seldom;
 use crate::settle::Settler;
 
 /// The router's own state. The configuration is a part that is replaced whole; see [`Shared::install`].
@@ -31,6 +32,8 @@ pub(crate) struct Shared {
     pub metrics: Arc<Metrics>,
     pub settler: Arc<Settler>,
     pub in_flight_table: InFlightTable,
+    /// Engines that refuse the cluster secret.
+    pub refused_secret: Seldom,
     in_flight: AtomicUsize,
     runtime: tokio::runtime::Handle,
     started: Instant,
@@ -71,6 +74,7 @@ impl Shared {
             metrics,
             settler,
             in_flight_table: InFlightTable::default(),
+            refused_secret: Seldom::new(),
             in_flight: AtomicUsize::new(0),
             runtime,
             started,

@@ -24,7 +24,9 @@ use crate::system::System;
 const PATH: &str = "/v1/completions";
 
 fn yaml(decode: &str) -> String {
-    format!("listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels:\n  - name: m\n    decode: {decode}\n")
+    format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels:\n  - name: m\n    decode: {decode}\n"
+    )
 }
 
 async fn answers() -> FakeEngine {
@@ -44,7 +46,8 @@ async fn members(system: &System, count: usize) {
 async fn engines_are_found_by_name() {
     let engine = answers().await;
     let port = engine.address.port();
-    let system = System::of(&yaml(&format!("{{discover: {{dns: {{host: localhost, port: {port}}}}}}}"))).await;
+    let system =
+        System::of(&yaml(&format!("{{discover: {{dns: {{host: localhost, port: {port}}}}}}}"))).await;
     let begun = std::time::Instant::now();
     // Until the first answer the pool is empty; then it has every address of the name.
     while status(&system).await != 200 {
@@ -71,7 +74,8 @@ async fn a_file_of_engines_is_followed_through_a_switch_of_links_and_its_loss() 
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     std::fs::write(at("one"), format!("- {}\n- not an engine\n", a.url())).unwrap();
-    let two = json!({"endpoints": [{"name": "b", "address": "127.0.0.1", "port": b.address.port().to_string()}]});
+    let two =
+        json!({"endpoints": [{"name": "b", "address": "127.0.0.1", "port": b.address.port().to_string()}]});
     std::fs::write(at("two"), two.to_string()).unwrap();
     symlink("one", at("engines")).unwrap();
     let system = System::of(&yaml(&format!(
@@ -107,13 +111,18 @@ async fn a_file_of_engines_is_followed_through_a_switch_of_links_and_its_loss() 
     assert_eq!((b.asked().len(), listed.asked().len()), (2, 2));
     // A file that is gone or wrong says nothing: what it said last stays.
     std::fs::remove_file(at("engines")).unwrap();
-    let failures = format!("baton_router_discovery_failures_total{{source=\"file:{}\"}}", at("engines").display());
+    let failures =
+        format!("baton_router_discovery_failures_total{{source=\"file:{}\"}}", at("engines").display());
     system.counts(&failures, 1.0).await;
     std::fs::write(at("engines"), "[").unwrap();
     system.counts(&failures, 2.0).await;
     until(&b, &a).await;
     let told = get(system.admin, "/config").await.json();
-    assert_eq!((&told["generation"], &told["revision"]), (&json!(1), &json!(2)), "one configuration, revised");
+    assert_eq!(
+        (&told["generation"], &told["revision"]),
+        (&json!(1), &json!(2)),
+        "one configuration, revised"
+    );
 }
 
 #[tokio::test]
@@ -139,7 +148,8 @@ async fn what_is_found_has_the_templates_keys() {
     let engine = answers().await;
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("engines");
-    std::fs::write(&file, format!("[{}, {{url: 'http://127.0.0.1:1', labels: {{zone: b}}}}]", engine.url())).unwrap();
+    std::fs::write(&file, format!("[{}, {{url: 'http://127.0.0.1:1', labels: {{zone: b}}}}]", engine.url()))
+        .unwrap();
     let system = System::of(&yaml(&format!(
         "{{select: {{zone: a}}, discover: {{file: {{path: '{}'}}, template: {{labels: {{zone: a}}, weight: 7}}}}}}",
         file.display()
