@@ -168,13 +168,13 @@ struct Api(Arc<Mutex<ApiState>>);
 #[derive(Default)]
 struct ApiState {
     slices: Vec<Value>,
-    watches: Vec<mpsc::UnboundedSender<Option<Value>>>,
+    watches: Vec<mpsc::Sender<Option<Value>>>,
     asked: Vec<String>,
 }
 
 type Line = Result<Frame<Bytes>, std::io::Error>;
 
-struct Lines(mpsc::UnboundedReceiver<Option<Value>>);
+struct Lines(mpsc::Receiver<Option<Value>>);
 
 impl hyper::body::Body for Lines {
     type Data = Bytes;
@@ -229,7 +229,7 @@ impl Api {
         let watches = asked.contains("watch=true");
         state.asked.push(asked);
         let body = if watches {
-            let (sender, receiver) = mpsc::unbounded_channel();
+            let (sender, receiver) = mpsc::channel(16);
             state.watches.push(sender);
             Lines(receiver).boxed()
         } else {
@@ -250,7 +250,7 @@ impl Api {
 
     /// Sends an event to every watch; `None` breaks their connections.
     fn tell(&self, event: Option<&Value>) {
-        self.0.lock().unwrap().watches.retain(|watch| watch.send(event.cloned()).is_ok());
+        self.0.lock().unwrap().watches.retain(|watch| watch.try_send(event.cloned()).is_ok());
     }
 
     async fn watched(&self) {
