@@ -96,6 +96,7 @@ fn a_running_router_reads_its_file_again_on_sighup() {
         let begun = Instant::now();
         while !what(&in_effect(&admin)) {
             assert!(begun.elapsed() < Duration::from_secs(20), "{}", in_effect(&admin));
+            #[allow(clippy::disallowed_methods)] // a pause between two looks
             std::thread::sleep(Duration::from_millis(10));
         }
     };
