@@ -50,6 +50,18 @@ fn check_prints_every_problem_with_its_place_and_fails() {
 }
 
 #[test]
+fn check_tells_files_that_are_named_and_cannot_be_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("secret");
+    let text = format!("{GOOD}cluster_secret_file: '{}'\n", missing.display());
+    let config = file(folder.path(), "router.yaml", &text);
+    let (sound, _, said) = out(&baton(&["check", &config]));
+    assert!(!sound && said.contains(&missing.display().to_string()), "{said}");
+    std::fs::write(&missing, "0123456789abcdef").unwrap();
+    assert!(out(&baton(&["check", &config])).0);
+}
+
+#[test]
 fn check_prints_the_schema_and_what_changes() {
     let (sound, schema, _) = out(&baton(&["check", "--schema"]));
     let schema: serde_json::Value = serde_json::from_str(&schema).unwrap();
@@ -108,6 +120,10 @@ fn a_running_router_reads_its_file_again_on_sighup() {
     file(folder.path(), "router.yaml", &format!("{text}attempts: {{decode: 7}}\n"));
     hang_up();
     until(&|now| now["generation"] == 2 && now["config"]["attempts"]["decode"] == 7);
+    let next = file(folder.path(), "next.yaml", &format!("{text}attempts: {{decode: 6}}\n"));
+    let (sound, changes, said) = out(&baton(&["check", "--diff", &format!("http://{admin}"), &next]));
+    assert!(sound, "{said}");
+    assert_eq!(changes, "- attempts.decode: 7\n+ attempts.decode: 6\n");
     file(folder.path(), "router.yaml", "models: nothing");
     hang_up();
     until(&|now| now["reloads"]["last"]["result"] == "rejected" && now["generation"] == 2);
