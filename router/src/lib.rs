@@ -20,8 +20,9 @@
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `reload`, `discovery` | the next configuration; engines that it does not list |
 //! | `upstream` | connections to engines |
-//! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
+//! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
+//! | `explain` | why a request went where it went |
 //! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
 //! | `finished`, `observers`, `access_log`, `telemetry`, `trace_context` | a request that is over: its line, its trace |
 //!
@@ -31,11 +32,13 @@ mod access_log;
 mod admin;
 mod alive;
 mod answer;
+mod client_stream;
 mod client_watch;
 pub mod config;
 mod disaggregation;
 mod discovery;
 mod exchange_driver;
+mod explain;
 mod features;
 mod finished;
 mod fleet;

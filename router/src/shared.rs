@@ -10,6 +10,7 @@ use baton_connector::{RequestId, Time};
 use crate::config::RouterConfig;
 use crate::discovery::Answers;
 use crate::discovery::membership::Members;
+use crate::explain::Ring;
 use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError};
 use crate::inflight::{Entry, InFlightTable};
@@ -30,6 +31,8 @@ pub(crate) struct Shared {
     pub reloads: Reloads,
     pub fleet: Fleet,
     pub metrics: Arc<Metrics>,
+    /// Why the latest requests went where they went.
+    pub explain: Ring,
     pub settler: Arc<Settler>,
     pub in_flight_table: InFlightTable,
     /// Engines that refuse the cluster secret.
@@ -63,6 +66,7 @@ impl Shared {
         let members = Members::now(&config, &answers, &Members::default());
         let first = Generation::build((1, 0), config, members, None, &fleet, observers)?;
         metrics.server.generation.set(1.0);
+        let explain = Ring::new(first.config.explain.requests);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Ok(Arc::new(Self {
@@ -72,6 +76,7 @@ impl Shared {
             reloads,
             fleet,
             metrics,
+            explain,
             settler,
             in_flight_table: InFlightTable::default(),
             refused_secret: Seldom::new(),
@@ -126,6 +131,7 @@ impl Shared {
         let observers = Observers::build(&config, &current.observers, &self.metrics, &self.runtime)?;
         let next = Generation::build(version, config, members, Some(current), &self.fleet, observers)?;
         self.settler.set_terms(next.settle_terms());
+        self.explain.set_most(next.config.explain.requests);
         self.metrics.server.generation.set(version.0 as f64);
         self.metrics.config.revision.set(version.1 as f64);
         self.current.store(Arc::new(next));

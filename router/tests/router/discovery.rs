@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::os::unix::fs::symlink;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
@@ -17,7 +18,7 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::client::{completion, get, post};
+use crate::client::{Client, completion, get, post};
 use crate::engine::{Act, FakeEngine};
 use crate::system::System;
 
@@ -141,6 +142,53 @@ async fn a_pool_keeps_its_engines_until_a_new_source_has_answered() {
     system.counts("baton_router_config_revision", 1.0).await;
     assert_eq!(status(&system).await, 200);
     assert_eq!((old.asked().len(), new.asked().len()), (1, 1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_request_fails_while_engines_are_found_and_lost_under_load() {
+    const CHANGES: usize = 12;
+    let engines = [answers().await, answers().await, answers().await];
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("engines");
+    let write = |left_out: usize| {
+        let listed: Vec<_> =
+            engines.iter().enumerate().filter(|(at, _)| *at != left_out).map(|(_, e)| e.url()).collect();
+        let next = folder.path().join("next");
+        std::fs::write(&next, format!("[{}]", listed.join(", "))).unwrap();
+        std::fs::rename(&next, &file).unwrap();
+    };
+    write(0);
+    let discover = format!("{{discover: {{file: {{path: '{}', refresh_ms: 100}}}}}}", file.display());
+    let system = System::of(&yaml(&discover)).await;
+    members(&system, 2).await;
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut clients = tokio::task::JoinSet::new();
+    for _ in 0..3 {
+        let (address, stop) = (system.address, Arc::clone(&stop));
+        clients.spawn(async move {
+            let (mut client, mut answered) = (Client::connect(address).await, 0_usize);
+            while !stop.load(Ordering::Relaxed) {
+                client.post(PATH, &completion(false)).await;
+                let answer = client.answer().await;
+                assert_eq!(answer.status, 200, "{}", answer.text());
+                answered += 1;
+            }
+            answered
+        });
+    }
+    let first = get(system.admin, "/config").await.json()["revision"].as_u64().unwrap();
+    for change in 1..=CHANGES {
+        write(change % engines.len());
+        system.counts("baton_router_config_revision", (first + change as u64) as f64).await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    let mut answered = 0;
+    while let Some(client) = clients.join_next().await {
+        answered += client.unwrap();
+    }
+    assert!(answered >= 100, "{answered} answers are too few to say anything");
+    assert!(engines.iter().all(|engine| !engine.asked().is_empty()), "each had its time");
+    system.settled().await;
 }
 
 #[tokio::test]

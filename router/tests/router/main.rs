@@ -13,6 +13,7 @@ mod configuration_page;
 mod disconnect;
 mod discovery;
 mod engine;
+mod explain;
 mod failures;
 mod http_raw;
 mod load;
