@@ -17,6 +17,7 @@ pub use error::ConfigError;
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
 pub use pool::{EngineConfig, PolicyKind, PoolConfig};
+pub use queue::{Priority, PriorityWeights, QueueConfig};
 pub use timeouts::TimeoutsConfig;
 pub use url::EngineUrl;
 
@@ -26,6 +27,7 @@ mod error;
 mod limits;
 mod models;
 mod pool;
+mod queue;
 mod timeouts;
 mod url;
 
@@ -48,6 +50,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub limits: LimitsConfig,
+    /// Requests that wait when every decode engine of a model is full.
+    #[serde(default)]
+    #[garde(dive)]
+    pub queue: QueueConfig,
     /// How long each leg may take or be silent.
     #[serde(default)]
     #[garde(dive)]

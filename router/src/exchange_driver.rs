@@ -15,6 +15,7 @@ use hyper::header::HeaderValue;
 use pingora::proxy::Session;
 use serde_json::Value;
 
+use crate::admission::Ticket;
 use crate::alive::{Deaf, while_alive};
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
@@ -111,17 +112,31 @@ impl ExchangeDriver {
         self.exchange(|exchange| *exchange.timeline())
     }
 
-    /// Sets a decode engine aside, before prefill is asked for anything.
+    /// Sets a decode engine aside, before prefill is asked for anything; waits in the model's queue when all are
+    /// full.
     ///
     /// # Errors
     /// No decode engine can be had.
-    pub(crate) fn reserve(&mut self, ask: &Ask) -> Result<(), Ended> {
-        self.reserved = ask.model.decode.reserve(&ask.wanted(), &[]);
-        if self.reserved.is_none() {
-            self.apply(Event::GaveUp);
-            return Err(Ended::Refused(Refusal::none_left()));
+    pub(crate) async fn reserve(
+        &mut self,
+        session: &mut Session,
+        ask: &Ask,
+        ticket: Ticket,
+    ) -> Result<(), Ended> {
+        let decode = &ask.model.decode;
+        let generation = Arc::clone(&self.generation);
+        let room = || decode.reserve(&ask.wanted(), &[]).ok_or_else(|| decode.scarcity());
+        match race(session, ask.model.queue.enter(ticket, &generation.config.queue, room)).await {
+            Err(ClientGone) => Err(self.client_gone()),
+            Ok(Ok(reserved)) => {
+                self.reserved = Some(reserved);
+                Ok(())
+            }
+            Ok(Err(refusal)) => {
+                self.apply(Event::GaveUp);
+                Err(refusal.into())
+            }
         }
-        Ok(())
     }
 
     /// First leg: the handoff, or `None` when the decode engine is to compute everything.

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::admission::Freed;
 use crate::config::EngineUrl;
 use crate::upstream::{Engine, Terms};
 
@@ -11,6 +12,8 @@ use crate::upstream::{Engine, Terms};
 #[derive(Default)]
 pub(crate) struct Fleet {
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
+    /// Told whenever an engine may be able to take a request again.
+    pub freed: Arc<Freed>,
 }
 
 impl Fleet {
@@ -22,7 +25,7 @@ impl Fleet {
             engine.set_terms(terms.clone());
             return Arc::clone(engine);
         }
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone()));
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), Arc::clone(&self.freed)));
         engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use baton_openai::ParseLimits;
 use hyper::header::HeaderValue;
 
+use crate::admission::Admission;
 use crate::config::{ConfigError, RouterConfig};
 use crate::fleet::Fleet;
 use crate::models::Models;
@@ -38,7 +39,12 @@ pub(crate) struct Generation {
 impl Generation {
     /// # Errors
     /// [`GenerationError`] says what is in the way.
-    pub(crate) fn build(number: u64, config: RouterConfig, fleet: &Fleet) -> Result<Self, GenerationError> {
+    pub(crate) fn build(
+        number: u64,
+        config: RouterConfig,
+        fleet: &Fleet,
+        admission: &Admission,
+    ) -> Result<Self, GenerationError> {
         let secret = config.secret()?.map(|text| HeaderValue::from_str(&text));
         let mut secret = secret.transpose().map_err(|_| GenerationError::SecretText)?;
         if let Some(secret) = &mut secret {
@@ -51,7 +57,7 @@ impl Generation {
         };
         Ok(Self {
             number,
-            models: Models::new(&config, &terms, fleet),
+            models: Models::new(&config, &terms, fleet, admission),
             parse_limits: ParseLimits { body_bytes: config.limits.body_bytes, ..ParseLimits::default() },
             config,
         })

@@ -13,6 +13,7 @@ use hyper::header::{AUTHORIZATION, CONTENT_LENGTH, EXPECT, HeaderMap, HeaderName
 use pingora::proxy::Session;
 use serde_json::{Map, Value};
 
+use crate::admission::body_budget::{Held, Spent};
 use crate::exchange_driver::Ended;
 use crate::generation::Generation;
 use crate::legs::Refusal;
@@ -24,6 +25,9 @@ use crate::rewrite;
 const PASSED_HEADERS: [HeaderName; 3] =
     [AUTHORIZATION, HeaderName::from_static("traceparent"), HeaderName::from_static("tracestate")];
 
+/// When to come back while too many bodies are held.
+const COME_BACK: Duration = Duration::from_secs(1);
+
 /// A request that engines may hear of.
 pub(crate) struct Ask {
     pub endpoint: Endpoint,
@@ -33,6 +37,12 @@ pub(crate) struct Ask {
     /// A decode engine computes everything: one handoff is one sequence of blocks, and this request has
     /// several prompts.
     pub aggregate: bool,
+    /// Of the body, in bytes.
+    pub bytes: usize,
+    /// What it will cost, in tokens: the prompt's by its length, and what it may generate. Estimated.
+    pub tokens: u64,
+    /// vLLM's `priority`.
+    pub priority: Option<i64>,
     headers: HeaderMap,
 }
 
@@ -54,12 +64,15 @@ impl Ask {
         generation: &Generation,
     ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
+        let bytes = body.len();
         let mut body = parse_object(body, limits)?;
         rewrite::strip(&mut body);
         let request = GenerateRequest::from_map(endpoint, &body, limits)?;
         let model = Arc::clone(generation.models.named(request.model.as_deref())?);
         let aggregate = request.input.prompts() > 1;
-        Ok(Self { endpoint, model, body, aggregate, headers: passed(headers) })
+        let (tokens, priority) =
+            (estimated_tokens(bytes, &request), body.get("priority").and_then(Value::as_i64));
+        Ok(Self { endpoint, model, body, aggregate, bytes, tokens, priority, headers: passed(headers) })
     }
 
     /// What a policy may know of it.
@@ -71,6 +84,17 @@ impl Ask {
     pub(crate) fn engine_headers(&self, request: &RequestId) -> HeaderMap {
         named(self.headers.clone(), request)
     }
+}
+
+/// Four bytes of text are about one token of English; the JSON around it makes up for what is shorter.
+const BYTES_PER_TOKEN: usize = 4;
+/// Tokens that a request is taken to generate when it does not say how many it may.
+const ANSWER_TOKENS: u64 = 256;
+
+fn estimated_tokens(bytes: usize, request: &GenerateRequest) -> u64 {
+    let answer = request.max_tokens.map_or(ANSWER_TOKENS, u64::from);
+    let answers = request.input.prompts().max(1) as u64 * u64::from(request.n.max(1));
+    (bytes / BYTES_PER_TOKEN) as u64 + answer.saturating_mul(answers)
 }
 
 /// What an engine gets of a client's headers.
@@ -94,16 +118,23 @@ pub(crate) fn named(mut headers: HeaderMap, request: &RequestId) -> HeaderMap {
 /// Reads the whole body of a request.
 ///
 /// # Errors
-/// 413 over the limit (at once, where the client declares it), 408 when it takes too long.
+/// 413 over the limit (at once, where the client declares it), 408 when it takes too long, 429 when the router
+/// holds `total_bytes` of bodies already.
 pub(crate) async fn body(
     session: &mut Session,
     limit_bytes: usize,
+    (held, total_bytes): (&mut Held, usize),
     within: Duration,
 ) -> Result<Bytes, Ended> {
     let declared = session.req_header().headers.get(CONTENT_LENGTH).and_then(|v| v.to_str().ok());
     let declared = declared.and_then(|text| text.parse::<usize>().ok());
     if declared.is_some_and(|bytes| bytes > limit_bytes) {
         return Err(ApiError::payload_too_large(limit_bytes).into());
+    }
+    let spent = |Spent| ApiError::overloaded("the router is busy with other large requests", COME_BACK);
+    // A body that will not fit is not asked for.
+    if !held.fits(declared.unwrap_or(0), total_bytes) {
+        return Err(spent(Spent).into());
     }
     if session.req_header().headers.contains_key(EXPECT) {
         let said = session.as_downstream_mut().write_continue_response().await;
@@ -118,6 +149,7 @@ pub(crate) async fn body(
             if first.len() + rest.len() + chunk.len() > limit_bytes {
                 return Err(ApiError::payload_too_large(limit_bytes).into());
             }
+            held.take(chunk.len(), total_bytes).map_err(spent)?;
             if first.is_empty() && rest.is_empty() {
                 first = chunk;
             } else {

@@ -14,6 +14,7 @@
 //! | [`config`] | the YAML file, checked |
 //! | `service`, `route`, `intake`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
 //! | `models`, `policy` | which engine is chosen |
+//! | `admission` | who waits when every engine is full, and whose turn it is |
 //! | `exchange_driver`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `upstream` | connections to engines |
@@ -24,6 +25,7 @@
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
 
 mod admin;
+mod admission;
 mod alive;
 mod answer;
 mod client_watch;

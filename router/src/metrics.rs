@@ -16,6 +16,12 @@
 //! | `baton_router_config_generation` | | number of the configuration in effect, from 1 |
 //! | `baton_router_prefill_seconds` | | from the first prefill attempt to the handoff |
 //! | `baton_router_time_to_first_byte_seconds` | | from the request's head to the first byte of its answer |
+//!
+//! Those of queues and budgets are in [`admission`].
+
+pub(crate) mod admission;
+
+use std::sync::Arc;
 
 use baton_connector::exchange::{Cause, Outcome, Phase};
 use metrics::{Counter, Gauge, Histogram, Label, counter, gauge, histogram};
@@ -79,6 +85,7 @@ pub(crate) struct Metrics {
     retries: [Counter; 2],
     misconfigured: [Counter; 2],
     pub recomputes: Counter,
+    pub admission: Arc<admission::AdmissionMetrics>,
     pub in_flight: Gauge,
     pub generation: Gauge,
     pub settling: Gauge,
@@ -134,6 +141,7 @@ impl Metrics {
             propagation: legs.map(|l| histogram!("baton_router_abort_propagation_seconds", with("leg", l))),
             retries: legs.map(|l| counter!("baton_router_retries_total", with("leg", l))),
             misconfigured: legs.map(|l| counter!("baton_router_misconfigured_total", with("leg", l))),
+            admission: Arc::new(admission::AdmissionMetrics::register()),
             recomputes: counter!("baton_router_recomputes_total"),
             in_flight: gauge!("baton_router_requests_in_flight"),
             generation: gauge!("baton_router_config_generation"),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use baton_openai::ApiError;
 
+use crate::admission::{Admission, ModelQueue, Scarce};
 use crate::config::{Fallback, PoolConfig, RouterConfig};
 use crate::fleet::Fleet;
 use crate::policy::{self, Candidate, Policy, Wanted};
@@ -17,6 +18,8 @@ pub(crate) struct Model {
     pub prefill: Pool,
     pub decode: Pool,
     pub fallback: Fallback,
+    /// Where requests wait for a decode engine.
+    pub queue: Arc<ModelQueue>,
 }
 
 /// Engines that can stand in for each other.
@@ -30,6 +33,8 @@ pub(crate) struct Member {
     pub engine: Arc<Engine>,
     /// Its share of the work against the others'.
     pub weight: u32,
+    /// Requests of this router that it takes at once.
+    pub max_in_flight: usize,
     #[expect(dead_code, reason = "labels are for policies")]
     pub labels: BTreeMap<String, String>,
 }
@@ -47,14 +52,19 @@ pub(crate) struct Models {
 }
 
 impl Models {
-    pub(crate) fn new(config: &RouterConfig, terms: &Terms, fleet: &Fleet) -> Self {
+    pub(crate) fn new(config: &RouterConfig, terms: &Terms, fleet: &Fleet, admission: &Admission) -> Self {
         let pool = |config: &PoolConfig| Pool {
             members: config
                 .engines
                 .iter()
                 .map(|e| {
                     let engine = fleet.engine(&e.url, terms);
-                    Arc::new(Member { engine, weight: e.weight, labels: e.labels.clone() })
+                    Arc::new(Member {
+                        engine,
+                        weight: e.weight,
+                        max_in_flight: e.max_in_flight.unwrap_or(usize::MAX),
+                        labels: e.labels.clone(),
+                    })
                 })
                 .collect(),
             policy: policy::of_kind(config.policy),
@@ -66,6 +76,7 @@ impl Models {
                 prefill: pool(&model.prefill),
                 decode: pool(&model.decode),
                 fallback: model.fallback,
+                queue: admission.queue(&model.name),
             });
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
@@ -97,7 +108,7 @@ impl Pool {
         self.members.is_empty()
     }
 
-    /// Chooses an engine that is not among those `tried`, and counts the request in flight there.
+    /// Chooses an engine that has room and is not among those `tried`, and counts the request in flight there.
     pub(crate) fn reserve(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Option<Reserved> {
         let untried = |member: &Member| !tried.iter().any(|t| Arc::ptr_eq(t, &member.engine));
         let candidates_that = |fit: &dyn Fn(&Member) -> bool| -> Vec<_> {
@@ -111,13 +122,24 @@ impl Pool {
                 })
                 .collect()
         };
-        let mut candidates = candidates_that(&|member| !member.engine.is_resting());
-        if candidates.is_empty() {
-            candidates = candidates_that(&|_| true);
+        loop {
+            let has_room = |member: &Member| member.engine.load() < member.max_in_flight;
+            let mut candidates = candidates_that(&|member| has_room(member) && !member.engine.is_resting());
+            if candidates.is_empty() {
+                candidates = candidates_that(&has_room);
+            }
+            let member = Arc::clone(&self.members[self.policy.choose(wanted, &candidates)?]);
+            // Somebody else may have taken its last place since; then the choice is made again.
+            if let Some(load) = member.engine.begin(member.max_in_flight) {
+                return Some(Reserved { member, load });
+            }
         }
-        let member = Arc::clone(&self.members[self.policy.choose(wanted, &candidates)?]);
-        let load = member.engine.begin();
-        Some(Reserved { member, load })
+    }
+
+    /// Why [`Pool::reserve`] had nothing to give to a request that has tried none.
+    pub(crate) fn scarcity(&self) -> Scarce {
+        let full = |member: &Arc<Member>| member.engine.load() >= member.max_in_flight;
+        if self.members.iter().any(full) { Scarce::Full } else { Scarce::Nobody }
     }
 }
 

@@ -184,6 +184,7 @@ async fn upkeep(shared: Arc<Shared>) {
     let mut tick = tokio::time::interval(UPKEEP);
     loop {
         tick.tick().await;
+        shared.metrics.admission.body_bytes.set(shared.bodies.held() as f64);
         shared.metrics.upkeep();
         shared.fleet.prune();
         shared.fleet.engines().iter().for_each(|engine| engine.sweep());

@@ -10,11 +10,14 @@ use async_trait::async_trait;
 use baton_connector::{RequestId, Time};
 use baton_openai::ApiError;
 use bytes::Bytes;
-use hyper::header::HeaderValue;
+use hyper::header::{HeaderMap, HeaderValue};
 use pingora::prelude::{Error, ErrorType, HttpPeer};
 use pingora::proxy::{ProxyHttp, Session};
 use serde_json::json;
 
+use crate::admission::body_budget::Held;
+use crate::admission::{Claim, Ticket, deadline};
+use crate::config::Priority;
 use crate::exchange_driver::{Ended, ExchangeDriver};
 use crate::generation::Generation;
 use crate::intake::{self, Ask};
@@ -38,6 +41,8 @@ pub(crate) struct RequestContext {
     model: Option<String>,
     status: u16,
     room: Option<Room>,
+    /// What its body takes of the budget of all bodies.
+    body_bytes: Option<Held>,
 }
 
 #[async_trait]
@@ -57,6 +62,7 @@ impl ProxyHttp for FrontDoor {
             model: None,
             status: 0,
             room: None,
+            body_bytes: None,
         }
     }
 
@@ -153,10 +159,12 @@ impl FrontDoor {
             Arc::clone(&context.generation),
             context.id.clone(),
         ));
-        driver.reserve(&ask)?;
+        let ticket = ticket(&session.req_header().headers, &ask, &context.generation, context.begun);
+        driver.reserve(session, &ask, ticket).await?;
         let handoff = driver.prefill(session, &ask).await?;
         let answer = driver.decode(session, &ask, handoff).await?;
         drop(ask);
+        context.body_bytes = None;
         let silence = Duration::from_millis(context.generation.config.timeouts.stream_silence_ms);
         context.status = answer::pass(session, driver, answer, &context.echoed, silence).await?;
         Ok(())
@@ -170,7 +178,9 @@ impl FrontDoor {
         };
         context.room = Some(room);
         let within = Duration::from_millis(config.timeouts.body_ms);
-        intake::body(session, config.limits.body_bytes, within).await
+        let held = context.body_bytes.insert(self.0.bodies.begin());
+        let budget = (held, config.limits.body_bytes_total);
+        intake::body(session, config.limits.body_bytes, budget, within).await
     }
 
     async fn tell(
@@ -189,6 +199,14 @@ impl FrontDoor {
     fn card(&self, name: &str) -> serde_json::Value {
         json!({"id": name, "object": "model", "created": self.0.created, "owned_by": "baton"})
     }
+}
+
+/// What the request brings to the queue.
+fn ticket(headers: &HeaderMap, ask: &Ask, generation: &Generation, begun: Instant) -> Ticket {
+    let longest = Duration::from_millis(generation.config.queue.timeout_ms);
+    let priority = deadline::priority(headers, ask.priority, Priority::High);
+    let claim = Claim { tenant: None, weight: 1, priority, bytes: ask.bytes, cost: ask.tokens };
+    Ticket { claim, deadline: deadline::deadline(headers, begun, longest) }
 }
 
 impl RequestContext {

@@ -7,6 +7,8 @@ use std::time::{Instant, SystemTime};
 use arc_swap::ArcSwap;
 use baton_connector::Time;
 
+use crate::admission::Admission;
+use crate::admission::body_budget::BodyBudget;
 use crate::config::RouterConfig;
 use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError};
@@ -17,6 +19,9 @@ use crate::settle::Settler;
 pub(crate) struct Shared {
     current: ArcSwap<Generation>,
     pub fleet: Fleet,
+    admission: Admission,
+    /// What is held of clients' bodies.
+    pub bodies: Arc<BodyBudget>,
     pub metrics: Arc<Metrics>,
     pub settler: Arc<Settler>,
     in_flight: AtomicUsize,
@@ -36,13 +41,16 @@ impl Shared {
     pub(crate) fn new(config: RouterConfig) -> Result<Arc<Self>, GenerationError> {
         let (metrics, started) = (Arc::new(Metrics::new()), Instant::now());
         let fleet = Fleet::default();
-        let first = Generation::build(1, config, &fleet)?;
+        let admission = Admission::new(Arc::clone(&fleet.freed), Arc::clone(&metrics.admission));
+        let first = Generation::build(1, config, &fleet, &admission)?;
         metrics.generation.set(1.0);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Ok(Arc::new(Self {
             current: ArcSwap::from_pointee(first),
             fleet,
+            admission,
+            bodies: Arc::default(),
             metrics,
             settler,
             in_flight: AtomicUsize::new(0),
@@ -63,7 +71,7 @@ impl Shared {
     /// [`GenerationError`] says what is wrong; the configuration in effect stays.
     pub(crate) fn install(&self, config: RouterConfig) -> Result<u64, GenerationError> {
         let number = self.current.load().number + 1;
-        let next = Generation::build(number, config, &self.fleet)?;
+        let next = Generation::build(number, config, &self.fleet, &self.admission)?;
         self.settler.set_terms(next.settle_terms());
         self.metrics.generation.set(number as f64);
         self.current.store(Arc::new(next));

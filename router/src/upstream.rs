@@ -18,6 +18,7 @@ use hyper::body::{Body, Incoming};
 use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 
+use crate::admission::Freed;
 use crate::config::EngineUrl;
 use connection::Connection;
 pub(crate) use connection::Socket;
@@ -42,6 +43,8 @@ pub(crate) struct Engine {
     terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
     in_flight: AtomicUsize,
+    /// Told whenever a request ends here: somebody may wait for its place.
+    freed: Arc<Freed>,
     /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
     rests_until_ms: AtomicU64,
 }
@@ -97,7 +100,7 @@ pub(crate) struct Whole {
 pub(crate) struct InFlight(Arc<Engine>);
 
 impl Engine {
-    pub(crate) fn new(url: EngineUrl, terms: Terms) -> Self {
+    pub(crate) fn new(url: EngineUrl, terms: Terms, freed: Arc<Freed>) -> Self {
         let authority = url.authority();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
@@ -107,6 +110,7 @@ impl Engine {
             terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
+            freed,
             rests_until_ms: AtomicU64::new(0),
         }
     }
@@ -138,10 +142,11 @@ impl Engine {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Counts one request until the guard is dropped.
-    pub(crate) fn begin(self: &Arc<Self>) -> InFlight {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
-        InFlight(Arc::clone(self))
+    /// Counts one request until the guard is dropped; `None` when it has as many as it may.
+    pub(crate) fn begin(self: &Arc<Self>, most: usize) -> Option<InFlight> {
+        let one_more = |now: usize| (now < most).then_some(now + 1);
+        self.in_flight.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more).ok()?;
+        Some(InFlight(Arc::clone(self)))
     }
 
     /// Sends a request and waits for the head of the answer.
@@ -314,6 +319,8 @@ impl InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+        // In this order, and sequentially consistent: one who waits looks in the opposite order.
+        self.0.in_flight.fetch_sub(1, Ordering::SeqCst);
+        self.0.freed.ring();
     }
 }

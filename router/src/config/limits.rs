@@ -11,6 +11,10 @@ pub struct LimitsConfig {
     /// Largest request body, in bytes; a larger one is answered 413. 1,024 to 1 GiB; default 32 MiB.
     #[garde(range(min = 1024, max = 1 << 30))]
     pub body_bytes: usize,
+    /// The sum of all bodies that are held at once, in bytes: as they arrive, until a decode engine has accepted
+    /// their requests. What goes beyond it is answered 429. 1 MiB to 1 TiB; default 1 GiB.
+    #[garde(range(min = 1 << 20, max = 1 << 40))]
+    pub body_bytes_total: usize,
     /// Client connections at once; more wait in the kernel's queue. 1 to 1,000,000; default 16,384.
     #[garde(range(min = 1, max = 1_000_000))]
     pub connections: usize,
@@ -25,6 +29,12 @@ pub struct LimitsConfig {
 
 impl Default for LimitsConfig {
     fn default() -> Self {
-        Self { body_bytes: 32 << 20, connections: 16_384, in_flight: 8_192, settlements: 4_096 }
+        Self {
+            body_bytes: 32 << 20,
+            body_bytes_total: 1 << 30,
+            connections: 16_384,
+            in_flight: 8_192,
+            settlements: 4_096,
+        }
     }
 }

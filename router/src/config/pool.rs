@@ -33,6 +33,11 @@ pub struct EngineConfig {
     #[serde(default = "default_weight")]
     #[garde(range(min = 1, max = 1000))]
     pub weight: u32,
+    /// Requests of this router that it works on at once. When every engine of a pool is full, requests wait in
+    /// the queue. 1 to 1,000,000; default: no bound.
+    #[serde(default)]
+    #[garde(inner(range(min = 1, max = 1_000_000)))]
+    pub max_in_flight: Option<usize>,
     /// What it is, for policies and people: `zone: a`. At most 32. Default: none.
     #[serde(default)]
     #[garde(length(max = 32))]
