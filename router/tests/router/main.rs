@@ -4,8 +4,10 @@
 
 mod admission;
 mod bad_input;
+mod bounds;
 mod client;
 mod config;
+mod configuration_page;
 mod disconnect;
 mod engine;
 mod failures;

@@ -44,7 +44,7 @@ impl System {
         Self::of(&yaml).await
     }
 
-    /// The whole configuration is the test's.
+    /// A router with a whole file of its own.
     pub(crate) async fn of(yaml: &str) -> Self {
         let config = RouterConfig::from_yaml(yaml, "test.yaml").unwrap_or_else(|e| panic!("{e}\n{yaml}"));
         let router = Router::bind(config).await.unwrap();
