@@ -1,5 +1,11 @@
-//! The listener for people and monitors: `/metrics`, `/health`, `/ready`. Apart from the clients' one, and on
-//! loopback by default.
+//! The listener for people and monitors. Apart from the clients' one, and on loopback by default.
+//!
+//! Which path is what stands in [`Admin::route`], one line each; what it answers is a function in the file of whoever
+//! knows it. An answer is text or JSON ([`Answer`]); `?pretty` makes JSON readable. Bodies of requests are bounded.
+
+mod access;
+mod answer;
+mod pages;
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -7,31 +13,53 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http_body_util::Full;
-use hyper::header::{CONTENT_TYPE, HeaderValue};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use hyper::header::ACCEPT;
 use hyper::service::service_fn;
-use hyper::{Request, Response, StatusCode};
+use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-use crate::metrics::Metrics;
+use crate::metrics::Format;
+use crate::shared::Shared;
+use crate::tls::server::ServerTls;
+pub(crate) use access::Access;
+pub use access::AdminError;
+pub(crate) use answer::Answer;
 
 /// Monitors connected at once.
 const CONNECTIONS_MAX: usize = 64;
 /// A monitor that sends its request's head this slowly is cut.
 const HEAD_WITHIN: Duration = Duration::from_secs(10);
+/// A body that takes longer is not waited for.
+const BODY_WITHIN: Duration = Duration::from_secs(10);
+/// The largest body that is read; a dry run is a client's request.
+const BODY_BYTES_MAX: usize = 32 << 20;
 
 /// What the admin listener tells.
 pub(crate) struct Admin {
-    pub metrics: Arc<Metrics>,
+    pub shared: Arc<Shared>,
     /// Cleared when the router begins to drain.
     pub ready: AtomicBool,
+    pub access: Arc<Access>,
+}
+
+/// One request, its body read.
+#[allow(dead_code, reason = "for the verbs that others plug in")]
+pub(crate) struct Asked {
+    pub method: Method,
+    pub path: String,
+    pub query: String,
+    pub accept: String,
+    pub body: Bytes,
 }
 
 /// Serves until it is dropped.
-pub(crate) async fn serve(listener: TcpListener, admin: Arc<Admin>) {
+pub(crate) async fn serve(listener: TcpListener, tls: Option<Arc<ServerTls>>, admin: Arc<Admin>) {
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut connections = JoinSet::new();
     loop {
@@ -40,36 +68,101 @@ pub(crate) async fn serve(listener: TcpListener, admin: Arc<Admin>) {
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
         };
-        let admin = Arc::clone(&admin);
+        let (admin, tls) = (Arc::clone(&admin), tls.clone());
         connections.spawn(async move {
             let _permit = permit;
-            let answer = service_fn(move |request| {
-                let answer = admin.answer(&request);
-                async move { Ok::<_, Infallible>(answer) }
-            });
-            let _ = hyper::server::conn::http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEAD_WITHIN)
-                .serve_connection(TokioIo::new(stream), answer)
-                .await;
+            match tls {
+                None => serve_one(stream, admin).await,
+                Some(tls) => {
+                    if let Some(stream) = tls.accept(stream).await {
+                        serve_one(stream, admin).await;
+                    }
+                }
+            }
         });
         while connections.try_join_next().is_some() {}
     }
 }
 
+async fn serve_one(stream: impl AsyncRead + AsyncWrite + Unpin, admin: Arc<Admin>) {
+    let answer = service_fn(move |request| {
+        let admin = Arc::clone(&admin);
+        async move { Ok::<_, Infallible>(admin.answer(request).await) }
+    });
+    // A monitor that breaks off is not our concern.
+    let _ = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_WITHIN)
+        .serve_connection(TokioIo::new(stream), answer)
+        .await;
+}
+
 impl Admin {
-    fn answer<B>(&self, request: &Request<B>) -> Response<Full<Bytes>> {
-        let (status, text) = match request.uri().path() {
-            "/metrics" => (StatusCode::OK, self.metrics.render()),
-            "/health" => (StatusCode::OK, "ok\n".to_owned()),
-            "/ready" if self.ready.load(Ordering::Relaxed) => (StatusCode::OK, "ready\n".to_owned()),
-            "/ready" => (StatusCode::SERVICE_UNAVAILABLE, "draining\n".to_owned()),
-            _ => (StatusCode::NOT_FOUND, "not found\n".to_owned()),
+    async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+        let (head, body) = request.into_parts();
+        if !self.access.allows(head.uri.path(), &head.headers) {
+            let refused = Answer::error(StatusCode::UNAUTHORIZED, "needs `Authorization: Bearer` and the admin token");
+            return refused.into_response(false, &head.method);
+        }
+        let header =
+            |name| head.headers.get(name).and_then(|v| v.to_str().ok()).unwrap_or_default().to_owned();
+        let query = head.uri.query().unwrap_or_default().to_owned();
+        let pretty = query.split('&').any(|part| matches!(part, "pretty" | "pretty=1" | "pretty=true"));
+        let read = tokio::time::timeout(BODY_WITHIN, Limited::new(body, BODY_BYTES_MAX).collect());
+        let answer = match read.await {
+            Ok(Ok(body)) => {
+                let asked = Asked {
+                    method: head.method.clone(),
+                    path: head.uri.path().to_owned(),
+                    query,
+                    accept: header(ACCEPT),
+                    body: body.to_bytes(),
+                };
+                self.route(&asked).await
+            }
+            Ok(Err(_)) => Answer::error(StatusCode::PAYLOAD_TOO_LARGE, "the body is too large, or broke off"),
+            Err(_elapsed) => Answer::error(StatusCode::REQUEST_TIMEOUT, "the body took too long"),
         };
-        let mut response = Response::new(Full::new(Bytes::from(text)));
-        *response.status_mut() = status;
-        let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
-        response.headers_mut().insert(CONTENT_TYPE, kind);
-        response
+        answer.into_response(pretty, &head.method)
+    }
+
+    /// Which path is what. Verbs are `POST`, everything else is `GET`.
+    async fn route(&self, asked: &Asked) -> Answer {
+        let (get, _post) =
+            (asked.method == Method::GET || asked.method == Method::HEAD, asked.method == Method::POST);
+        let parts: Vec<&str> = asked.path.split('/').skip(1).collect();
+        match parts.as_slice() {
+            ["health"] if get => Answer::text("ok\n"),
+            ["ready"] if get => self.readiness(),
+            ["metrics"] if get => self.metrics(&asked.accept),
+            ["config"] if get => pages::config(&self.shared),
+            ["engines"] if get => pages::engines(&self.shared),
+            [""] if get => Answer::text(PATHS),
+            ["health" | "ready" | "metrics" | "config" | "engines" | ""] => Answer::not_allowed("GET"),
+            _ => Answer::error(StatusCode::NOT_FOUND, "not found; `/` lists what there is"),
+        }
+    }
+
+    fn readiness(&self) -> Answer {
+        if self.ready.load(Ordering::Relaxed) {
+            return Answer::text("ready\n");
+        }
+        Answer::text("draining\n").with_status(StatusCode::SERVICE_UNAVAILABLE)
+    }
+
+    fn metrics(&self, accept: &str) -> Answer {
+        let format = Format::accepted(accept);
+        let page = self.shared.metrics.page(format, |scrape| pages::look_up(&self.shared, scrape));
+        Answer::text(page).with_type(format.content_type())
     }
 }
+
+/// What `/` says.
+const PATHS: &str = "\
+GET  /health      whether the router lives
+GET  /ready       503 once it drains
+GET  /metrics     Prometheus text, or OpenMetrics for those who accept it
+GET  /config      the configuration in effect and its number
+GET  /engines     every engine and what is known of it
+JSON is for machines; ?pretty is for people.
+";

@@ -33,7 +33,7 @@ use tokio::sync::Notify;
 use crate::config::{Priority, QueueConfig};
 use crate::metrics::admission::{AdmissionMetrics, Outcome};
 use drain::Drain;
-pub(crate) use queue::Claim;
+pub(crate) use queue::{Claim, TenantId};
 use queue::{FairQueue, Full, Place};
 
 /// How often the next one tries without having been woken.

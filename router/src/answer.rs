@@ -10,7 +10,7 @@ use baton_connector::exchange::{Attempt, Event};
 use baton_openai::{ApiError, sse};
 use bytes::{Bytes, BytesMut};
 use hyper::Version;
-use hyper::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, TRANSFER_ENCODING};
+use hyper::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, TRANSFER_ENCODING};
 use pingora::http::ResponseHeader;
 use pingora::proxy::Session;
 
@@ -31,19 +31,37 @@ enum Broken {
     Silent,
 }
 
+/// What every answer to a request carries.
+pub(crate) struct Stamp {
+    /// As `x-request-id`.
+    pub id: HeaderValue,
+    /// `x-ratelimit-*`, where the client has limits.
+    pub limits: Vec<(HeaderName, HeaderValue)>,
+}
+
+impl Stamp {
+    fn put(&self, head: &mut ResponseHeader) -> pingora::Result<()> {
+        head.insert_header("x-request-id", &self.id)?;
+        for (name, value) in &self.limits {
+            head.insert_header(name, value)?;
+        }
+        Ok(())
+    }
+}
+
 /// Sends a whole answer.
 pub(crate) async fn whole(
     session: &mut Session,
     status: u16,
     headers: &[(&'static str, String)],
-    id: &HeaderValue,
+    stamp: &Stamp,
     body: Bytes,
 ) -> pingora::Result<()> {
     let mut head = ResponseHeader::build(status, Some(headers.len() + 2))?;
     for (name, value) in headers {
         head.insert_header(*name, value.as_str())?;
     }
-    head.insert_header("x-request-id", id)?;
+    stamp.put(&mut head)?;
     head.insert_header(CONTENT_LENGTH, body.len())?;
     let client = session.as_downstream_mut();
     if !client.is_body_done() {
@@ -55,8 +73,8 @@ pub(crate) async fn whole(
 }
 
 /// Sends an error.
-pub(crate) async fn error(session: &mut Session, error: &ApiError, id: &HeaderValue) -> pingora::Result<()> {
-    whole(session, error.status, &error.headers(), id, error.to_bytes()).await
+pub(crate) async fn error(session: &mut Session, error: &ApiError, stamp: &Stamp) -> pingora::Result<()> {
+    whole(session, error.status, &error.headers(), stamp, error.to_bytes()).await
 }
 
 /// Passes a decode engine's answer on until its end.
@@ -64,20 +82,21 @@ pub(crate) async fn pass(
     session: &mut Session,
     driver: &mut ExchangeDriver,
     answer: Answer,
-    id: &HeaderValue,
+    stamp: &Stamp,
     silence: Duration,
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
     let passing = Passing { session, driver, attempt, reply: *reply, silence, spoke: false };
     let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
     let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
+    passing.driver.watched.streamed = streamed;
     let status = passing.reply.status().as_u16();
     let mut head = ResponseHeader::build(status, Some(4)).map_err(|_| Refusal::broken())?;
     let insert = |head: &mut ResponseHeader, name, value: HeaderValue| {
         head.insert_header(name, value).map_err(|_| Refusal::broken())
     };
     insert(&mut head, CONTENT_TYPE, content_type.unwrap_or(HeaderValue::from_static("application/json")))?;
-    insert(&mut head, hyper::header::HeaderName::from_static("x-request-id"), id.clone())?;
+    stamp.put(&mut head).map_err(|_| Refusal::broken())?;
     if streamed {
         insert(&mut head, CACHE_CONTROL, HeaderValue::from_static("no-cache"))?;
         passing.streamed(head).await?;
@@ -213,6 +232,9 @@ impl Passing<'_> {
         };
         if chunk.is_some() && !std::mem::replace(&mut self.spoke, true) {
             self.driver.apply(Event::FirstChunk(self.attempt));
+        }
+        if let Some(piece) = &chunk {
+            self.driver.piece(piece);
         }
         Ok(Ok(chunk))
     }

@@ -18,8 +18,12 @@ pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
 pub use pool::{EngineConfig, PolicyKind, PoolConfig};
 pub use queue::{Priority, PriorityWeights, QueueConfig};
+pub use tenants::{AuthConfig, CertificateConfig, KeyConfig, KeysFile, RateLimitsConfig, TenantConfig};
 pub use timeouts::TimeoutsConfig;
+pub use tls::{ClientAuth, EngineTlsConfig, ListenTlsConfig};
 pub use url::EngineUrl;
+
+pub(crate) use tenants::moment;
 
 mod admin;
 mod attempts;
@@ -28,7 +32,9 @@ mod limits;
 mod models;
 mod pool;
 mod queue;
+mod tenants;
 mod timeouts;
+mod tls;
 mod url;
 
 /// The whole file.
@@ -39,6 +45,14 @@ pub struct RouterConfig {
     #[serde(default = "default_listen")]
     #[garde(skip)]
     pub listen: SocketAddr,
+    /// TLS for clients. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub listen_tls: Option<ListenTlsConfig>,
+    /// TLS towards engines whose address is `https://`. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub engine_tls: Option<EngineTlsConfig>,
     /// The listener for people and monitors: `/metrics`, `/health`, `/ready`.
     #[serde(default)]
     #[garde(dive)]
@@ -50,6 +64,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub limits: LimitsConfig,
+    /// Who may use the router. Default: everybody; `Authorization` is then passed on to engines.
+    #[serde(default)]
+    #[garde(dive)]
+    pub auth: Option<AuthConfig>,
     /// Requests that wait when every decode engine of a model is full.
     #[serde(default)]
     #[garde(dive)]
@@ -84,11 +102,7 @@ impl RouterConfig {
     /// # Errors
     /// [`ConfigError`] with the place and what is wrong there.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        let name = path.display().to_string();
-        match std::fs::read_to_string(path) {
-            Ok(text) => Self::from_yaml(&text, &name),
-            Err(source) => Err(ConfigError::Unreadable { name, source }),
-        }
+        load_checked(path)
     }
 
     /// Reads YAML text; `name` is what errors call it.
@@ -96,15 +110,7 @@ impl RouterConfig {
     /// # Errors
     /// [`ConfigError::Invalid`] with the place and what is wrong there.
     pub fn from_yaml(text: &str, name: &str) -> Result<Self, ConfigError> {
-        serde_saphyr::from_str_valid(text).map_err(|error| {
-            let place = error.location();
-            ConfigError::Invalid {
-                name: name.to_owned(),
-                line: place.map_or(1, |p| p.line()),
-                column: place.map_or(1, |p| p.column()),
-                what: first_line(&error.without_snippet().to_string()),
-            }
-        })
+        checked(text, name)
     }
 
     /// The JSON schema of the file.
@@ -118,13 +124,10 @@ impl RouterConfig {
     /// # Errors
     /// [`ConfigError::Unreadable`] when its file cannot be read.
     pub fn secret(&self) -> Result<Option<String>, ConfigError> {
-        let Some(path) = &self.cluster_secret_file else {
-            return Ok(self.cluster_secret.clone());
-        };
-        let name = path.display().to_string();
-        let text =
-            std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { name, source })?;
-        Ok(text.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()))
+        match &self.cluster_secret_file {
+            Some(path) => first_line_of(path),
+            None => Ok(self.cluster_secret.clone()),
+        }
     }
 
     /// How long requests in flight may go on at shutdown.
@@ -132,6 +135,46 @@ impl RouterConfig {
     pub fn drain_timeout(&self) -> Duration {
         Duration::from_millis(self.drain_timeout_ms)
     }
+}
+
+/// The first line of a file that holds a secret; `None` when it is empty.
+///
+/// # Errors
+/// [`ConfigError::Unreadable`].
+pub(crate) fn first_line_of(path: &Path) -> Result<Option<String>, ConfigError> {
+    let name = path.display().to_string();
+    let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { name, source })?;
+    Ok(text.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()))
+}
+
+/// Reads a YAML file that belongs to the configuration, and checks it.
+///
+/// # Errors
+/// [`ConfigError`] with the place and what is wrong there.
+pub(crate) fn load_checked<T>(path: &Path) -> Result<T, ConfigError>
+where
+    T: serde::de::DeserializeOwned + Validate<Context = ()>,
+{
+    let name = path.display().to_string();
+    match std::fs::read_to_string(path) {
+        Ok(text) => checked(&text, &name),
+        Err(source) => Err(ConfigError::Unreadable { name, source }),
+    }
+}
+
+fn checked<T>(text: &str, name: &str) -> Result<T, ConfigError>
+where
+    T: serde::de::DeserializeOwned + Validate<Context = ()>,
+{
+    serde_saphyr::from_str_valid(text).map_err(|error| {
+        let place = error.location();
+        ConfigError::Invalid {
+            name: name.to_owned(),
+            line: place.map_or(1, |p| p.line()),
+            column: place.map_or(1, |p| p.column()),
+            what: first_line(&error.without_snippet().to_string()),
+        }
+    })
 }
 
 fn default_listen() -> SocketAddr {

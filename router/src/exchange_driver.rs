@@ -7,8 +7,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Outcome, Settlement, Timeline};
-use baton_connector::{RequestId, Time};
+use baton_connector::RequestId;
+use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Fit, Outcome, Settlement, Timeline};
 use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderValue;
@@ -25,7 +25,8 @@ use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
 use crate::legs::{Meaning, Refusal};
 use crate::metrics::Leg;
-use crate::models::Reserved;
+use crate::models::{Model, Reserved};
+use crate::observe::Watched;
 use crate::request_id;
 use crate::rewrite;
 use crate::settle::Debtor;
@@ -62,7 +63,9 @@ pub(crate) struct ExchangeDriver {
     /// The decode engine that is set aside for the request before any prefill is spent on it.
     reserved: Option<Reserved>,
     debtor: Debtor,
-    begun: Time,
+    pub model: Arc<Model>,
+    /// What is noted of the engines' doings.
+    pub watched: Watched,
     /// The engine of each attempt, by the attempt's number.
     attempts: Vec<Arc<Engine>>,
     /// The prefill in flight.
@@ -75,11 +78,17 @@ pub(crate) struct ExchangeDriver {
 }
 
 impl ExchangeDriver {
-    pub(crate) fn new(shared: Arc<Shared>, generation: Arc<Generation>, request: RequestId) -> Self {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        generation: Arc<Generation>,
+        request: RequestId,
+        model: Arc<Model>,
+    ) -> Self {
         let exchange = Arc::new(Mutex::new(Exchange::new()));
         Self {
-            begun: shared.now(),
             shared,
+            model,
+            watched: Watched::default(),
             generation,
             reserved: None,
             debtor: Debtor { request, exchange },
@@ -98,9 +107,20 @@ impl ExchangeDriver {
         for debt in step.settle {
             self.pay(debt);
         }
-        if let Some(outcome) = step.ended {
-            self.shared.metrics.outcome(outcome);
-            self.record();
+        if step.fit == Fit::Applied {
+            self.watched.event(event, now, &self.attempts);
+        }
+        if let Some(Outcome::ClientGone(phase)) = step.ended {
+            self.shared.metrics.disconnect(phase);
+        }
+    }
+
+    /// A piece of the answer is being passed on.
+    pub(crate) fn piece(&mut self, piece: &[u8]) {
+        self.watched.seen.look(piece);
+        if self.watched.streamed {
+            let now = self.shared.now();
+            self.watched.piece(now, &self.model.metrics);
         }
     }
 
@@ -220,7 +240,7 @@ impl ExchangeDriver {
                 self.may_recompute = false;
                 // Whatever the first round owed is on its way under the first name.
                 self.debtor.request = request_id::anew(&self.debtor.request);
-                self.shared.metrics.recomputes.increment(1);
+                self.shared.metrics.legs.recomputes.increment(1);
                 let handoff = match ask.model.fallback {
                     Fallback::Aggregate => self.fall_back(ask, Refusal::none_left())?,
                     Fallback::None => self.prefill(session, ask).await?,
@@ -304,16 +324,6 @@ impl ExchangeDriver {
     pub(crate) fn client_gone(&mut self) -> Ended {
         self.apply(Event::ClientGone);
         Ended::ClientGone
-    }
-
-    fn record(&self) {
-        let line = self.timeline();
-        if let (Some(sent), Some(held)) = (line.prefill_sent, line.held) {
-            self.shared.metrics.prefill_seconds.record(held.since(sent));
-        }
-        if let Some(first) = line.first_chunk {
-            self.shared.metrics.first_byte_seconds.record(first.since(self.begun));
-        }
     }
 
     fn pay(&mut self, debt: Settlement) {

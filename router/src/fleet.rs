@@ -6,17 +6,27 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::admission::Freed;
 use crate::config::EngineUrl;
+use crate::metrics::Metrics;
 use crate::upstream::{Engine, Terms};
 
 /// The engines.
-#[derive(Default)]
 pub(crate) struct Fleet {
+    metrics: Arc<Metrics>,
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
     /// Told whenever an engine may be able to take a request again.
     pub freed: Arc<Freed>,
 }
 
 impl Fleet {
+    pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
+        Self { metrics, engines: Mutex::default(), freed: Arc::default() }
+    }
+
+    /// What counts the engines.
+    pub(crate) fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
     /// The engine at an address. One that is asked for twice is one engine: its load and its connections are
     /// counted together. The terms are those of the last who asked.
     pub(crate) fn engine(&self, url: &EngineUrl, terms: &Terms) -> Arc<Engine> {
@@ -25,7 +35,9 @@ impl Fleet {
             engine.set_terms(terms.clone());
             return Arc::clone(engine);
         }
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), Arc::clone(&self.freed)));
+        let metrics = self.metrics.engine(&url.authority());
+        let engine = Engine::new(url.clone(), terms.clone(), Arc::clone(&self.freed), metrics);
+        let engine = Arc::new(engine);
         engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }

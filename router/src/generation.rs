@@ -4,6 +4,7 @@
 //! What an engine has become in use (connections, load, health) is not part of it: engines live in the
 //! [`Fleet`], and a generation says who is a member of which pool, and on what terms.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use baton_openai::ParseLimits;
@@ -14,7 +15,10 @@ use crate::config::{ConfigError, RouterConfig};
 use crate::fleet::Fleet;
 use crate::models::Models;
 use crate::settle::SettleTerms;
-use crate::upstream::Terms;
+use crate::tenants::{Auth, AuthError, Tenants};
+use crate::tls::TlsError;
+use crate::tls::client::EngineTls;
+use crate::upstream::{EngineTerms, Terms, TermsError};
 
 /// Why a sound configuration cannot be put into effect.
 #[derive(Debug, thiserror::Error)]
@@ -22,6 +26,15 @@ pub enum GenerationError {
     /// A file that it names cannot be read.
     #[error(transparent)]
     File(#[from] ConfigError),
+    /// The keys cannot be used.
+    #[error(transparent)]
+    Auth(#[from] AuthError),
+    /// Engines cannot be talked to like that.
+    #[error(transparent)]
+    Terms(#[from] TermsError),
+    /// A certificate cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The cluster secret cannot be a header.
     #[error("the cluster secret must be printable ASCII")]
     SecretText,
@@ -34,6 +47,9 @@ pub(crate) struct Generation {
     pub config: RouterConfig,
     pub models: Models,
     pub parse_limits: ParseLimits,
+    /// Who may ask. `None`: everybody.
+    pub auth: Option<Auth>,
+    engine_tls: Option<Arc<EngineTls>>,
 }
 
 impl Generation {
@@ -44,8 +60,11 @@ impl Generation {
         config: RouterConfig,
         fleet: &Fleet,
         admission: &Admission,
+        tenants: &Tenants,
     ) -> Result<Self, GenerationError> {
-        let secret = config.secret()?.map(|text| HeaderValue::from_str(&text));
+        let text = config.secret()?;
+        let auth = config.auth.as_ref().map(|auth| Auth::build(auth, text.as_deref(), tenants)).transpose()?;
+        let secret = text.map(|text| HeaderValue::from_str(&text));
         let mut secret = secret.transpose().map_err(|_| GenerationError::SecretText)?;
         if let Some(secret) = &mut secret {
             secret.set_sensitive(true);
@@ -54,13 +73,26 @@ impl Generation {
             connect_timeout: Duration::from_millis(config.timeouts.connect_ms),
             idle_timeout: Duration::from_millis(config.timeouts.engine_idle_ms),
             secret,
+            api_key: None,
+            tls: None,
         };
+        let tls = config.engine_tls.as_ref().map(|tls| EngineTls::new(tls, fleet.metrics().engine_tls()));
+        let engine_tls = tls.transpose()?;
+        let terms = EngineTerms::new(&config, terms, engine_tls.as_ref())?;
         Ok(Self {
             number,
             models: Models::new(&config, &terms, fleet, admission),
             parse_limits: ParseLimits { body_bytes: config.limits.body_bytes, ..ParseLimits::default() },
+            auth,
+            engine_tls,
             config,
         })
+    }
+
+    /// Looks whether files that this version names have changed.
+    pub(crate) fn reread(&self, tenants: &Tenants) {
+        self.auth.iter().for_each(|auth| auth.refresh(tenants));
+        self.engine_tls.iter().for_each(|tls| tls.refresh());
     }
 
     pub(crate) fn settle_terms(&self) -> SettleTerms {

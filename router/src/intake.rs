@@ -14,6 +14,7 @@ use pingora::proxy::Session;
 use serde_json::{Map, Value};
 
 use crate::admission::body_budget::{Held, Spent};
+use crate::config::Priority;
 use crate::exchange_driver::Ended;
 use crate::generation::Generation;
 use crate::legs::Refusal;
@@ -73,6 +74,16 @@ impl Ask {
         let (tokens, priority) =
             (estimated_tokens(bytes, &request), body.get("priority").and_then(Value::as_i64));
         Ok(Self { endpoint, model, body, aggregate, bytes, tokens, priority, headers: passed(headers) })
+    }
+
+    /// Makes it a tenant's: with the tenant's salt, which `salt` makes of the client's own, and without a priority
+    /// that its key may not have. Engines with priority scheduling read the same field.
+    pub(crate) fn belong(&mut self, most: Priority, salt: impl FnOnce(Option<&str>) -> String) {
+        let salt = salt(self.body.get("cache_salt").and_then(Value::as_str));
+        self.body.insert("cache_salt".to_owned(), Value::String(salt));
+        if self.priority.is_some_and(|number| Priority::of_number(number) < most) {
+            self.body.remove("priority");
+        }
     }
 
     /// What a policy may know of it.

@@ -17,10 +17,11 @@
 //! | `admission` | who waits when every engine is full, and whose turn it is |
 //! | `exchange_driver`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
+//! | `tenants`, `tls` | who asks, and what they may; encrypted connections |
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
-//! | `metrics`, `admin` | what people and monitors see |
+//! | `metrics`, `observe`, `admin` | what people and monitors see |
 //!
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
 
@@ -31,12 +32,14 @@ mod answer;
 mod client_watch;
 pub mod config;
 mod exchange_driver;
+mod file_watch;
 mod fleet;
 mod generation;
 mod intake;
 mod legs;
 mod metrics;
 mod models;
+mod observe;
 mod passthrough;
 mod policy;
 mod request_id;
@@ -47,8 +50,15 @@ mod service;
 mod settle;
 mod shared;
 mod sse;
+mod tenants;
+mod tls;
 mod upstream;
+mod usage;
 
 pub use config::{ConfigError, RouterConfig};
+pub use admin::AdminError;
 pub use generation::GenerationError;
+pub use tenants::{AuthError, NewKey};
+pub use tls::TlsError;
+pub use upstream::TermsError;
 pub use server::{BindError, Reload, Router};

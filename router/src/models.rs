@@ -8,8 +8,9 @@ use baton_openai::ApiError;
 use crate::admission::{Admission, ModelQueue, Scarce};
 use crate::config::{Fallback, PoolConfig, RouterConfig};
 use crate::fleet::Fleet;
+use crate::metrics::ModelMetrics;
 use crate::policy::{self, Candidate, Policy, Wanted};
-use crate::upstream::{Engine, InFlight, Terms};
+use crate::upstream::{Engine, EngineTerms, InFlight};
 
 /// One model.
 pub(crate) struct Model {
@@ -20,6 +21,7 @@ pub(crate) struct Model {
     pub fallback: Fallback,
     /// Where requests wait for a decode engine.
     pub queue: Arc<ModelQueue>,
+    pub metrics: ModelMetrics,
 }
 
 /// Engines that can stand in for each other.
@@ -52,13 +54,13 @@ pub(crate) struct Models {
 }
 
 impl Models {
-    pub(crate) fn new(config: &RouterConfig, terms: &Terms, fleet: &Fleet, admission: &Admission) -> Self {
+    pub(crate) fn new(config: &RouterConfig, terms: &EngineTerms, fleet: &Fleet, admission: &Admission) -> Self {
         let pool = |config: &PoolConfig| Pool {
             members: config
                 .engines
                 .iter()
                 .map(|e| {
-                    let engine = fleet.engine(&e.url, terms);
+                    let engine = fleet.engine(&e.url, terms.of(&e.url));
                     Arc::new(Member {
                         engine,
                         weight: e.weight,
@@ -77,6 +79,7 @@ impl Models {
                 decode: pool(&model.decode),
                 fallback: model.fallback,
                 queue: admission.queue(&model.name),
+                metrics: fleet.metrics().model(&model.name),
             });
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
@@ -104,6 +107,11 @@ impl Models {
 }
 
 impl Pool {
+    /// Its engines.
+    pub(crate) fn members(&self) -> &[Arc<Member>] {
+        &self.members
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.members.is_empty()
     }

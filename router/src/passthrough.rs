@@ -6,14 +6,15 @@ use std::time::Duration;
 use baton_connector::RequestId;
 use baton_openai::{ApiError, DetokenizeRequest, TokenizeRequest, parse_object};
 use hyper::Method;
-use hyper::header::HeaderValue;
 use pingora::proxy::Session;
 
+use crate::answer::Stamp;
 use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::Ended;
 use crate::generation::Generation;
 use crate::legs::{Meaning, Refusal};
 use crate::policy::Wanted;
+use crate::tenants::{self, Identity};
 use crate::upstream::{CallError, Engine, Outgoing};
 use crate::{answer, intake, rewrite};
 
@@ -27,7 +28,8 @@ pub(crate) async fn pass(
     path: &'static str,
     body: &[u8],
     id: &RequestId,
-    echoed: &HeaderValue,
+    identity: Option<&Identity>,
+    stamp: &Stamp,
 ) -> Result<u16, Ended> {
     let mut body = parse_object(body, &generation.parse_limits)?;
     rewrite::strip(&mut body);
@@ -36,6 +38,10 @@ pub(crate) async fn pass(
         _ => DetokenizeRequest::from_map(&body, &generation.parse_limits)?.model,
     };
     let model = Arc::clone(generation.models.named(name.as_deref())?);
+    let means = |name: &str| generation.models.named(Some(name)).is_ok_and(|found| Arc::ptr_eq(found, &model));
+    if identity.is_some_and(|identity| !identity.may_use(means)) {
+        return Err(tenants::forbidden(&model.name).into());
+    }
     let headers = intake::named(intake::passed(&session.req_header().headers), id);
     let body = rewrite::decode_body(&body, &model.name, None);
     let outgoing = Outgoing { method: Method::POST, path, headers, body };
@@ -52,7 +58,7 @@ pub(crate) async fn pass(
             Ok(Ok(whole)) if whole.status.is_success() => {
                 let headers = [("content-type", "application/json".to_owned())];
                 let status = whole.status.as_u16();
-                let told = answer::whole(session, status, &headers, echoed, whole.body).await;
+                let told = answer::whole(session, status, &headers, stamp, whole.body).await;
                 return told.map(|()| status).map_err(|_| Ended::ClientGone);
             }
             Ok(Ok(whole)) => {

@@ -18,13 +18,16 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::admin::{self, Admin};
+use crate::admin::{self, Access, Admin, AdminError};
 use crate::config::RouterConfig;
 use crate::generation::GenerationError;
+use crate::metrics::Metrics;
 use crate::service::FrontDoor;
 use crate::shared::Shared;
+use crate::tls::TlsError;
+use crate::tls::server::ServerTls;
 
-/// How often idle connections are closed and histograms folded.
+/// How often idle connections are closed.
 const UPKEEP: Duration = Duration::from_secs(1);
 /// After a drain, debts are waited for this long at most; a lease outlives it and ends by itself.
 const PAY_WITHIN_MAX: Duration = Duration::from_secs(30);
@@ -40,6 +43,12 @@ pub enum BindError {
         /// Why.
         source: std::io::Error,
     },
+    /// The admin listener would be open to everybody.
+    #[error(transparent)]
+    Admin(#[from] AdminError),
+    /// A certificate cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The configuration cannot be put into effect.
     #[error(transparent)]
     Config(#[from] GenerationError),
@@ -68,6 +77,15 @@ pub struct Router {
     admin: TcpListener,
     shared: Arc<Shared>,
     connections_max: usize,
+    guards: Guards,
+}
+
+/// What stands before the listeners.
+#[derive(Clone)]
+struct Guards {
+    clients: Option<Arc<ServerTls>>,
+    admin: Option<Arc<ServerTls>>,
+    access: Arc<Access>,
 }
 
 impl Router {
@@ -76,10 +94,19 @@ impl Router {
     /// # Errors
     /// [`BindError`] names what is in the way.
     pub async fn bind(config: RouterConfig) -> Result<Self, BindError> {
+        let access = Arc::new(Access::new(&config.admin)?);
+        let (listen_tls, admin_tls) = (config.listen_tls.clone(), config.admin.tls.clone());
         let clients = listen(config.listen).await?;
         let admin = listen(config.admin.listen).await?;
         let connections_max = config.limits.connections;
-        Ok(Self { clients, admin, shared: Shared::new(config)?, connections_max })
+        let shared = Shared::new(config)?;
+        let tls = |config: Option<_>, purpose| {
+            let new = |config| ServerTls::new(&config, shared.metrics.listener_tls(purpose)).map(Arc::new);
+            config.map(new).transpose()
+        };
+        let guards =
+            Guards { clients: tls(listen_tls, "clients")?, admin: tls(admin_tls, "admin")?, access };
+        Ok(Self { clients, admin, shared, connections_max, guards })
     }
 
     /// Where clients connect.
@@ -106,17 +133,18 @@ impl Router {
     /// # Cancel safety
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
-        let Self { clients, admin, shared, connections_max } = self;
-        let ready = Arc::new(Admin { metrics: Arc::clone(&shared.metrics), ready: AtomicBool::new(true) });
+        let Self { clients, admin, shared, connections_max, guards } = self;
+        let ready = Arc::new(Admin { shared: Arc::clone(&shared), ready: AtomicBool::new(true), access: Arc::clone(&guards.access) });
         let mut background = JoinSet::new();
-        background.spawn(admin::serve(admin, Arc::clone(&ready)));
+        background.spawn(admin::serve(admin, guards.admin.clone(), Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
+        background.spawn(reread(Arc::clone(&shared), guards.clone()));
         let proxy = Arc::new(http_proxy(&Arc::new(ServerConf::default()), FrontDoor(Arc::clone(&shared))));
         let (drain, draining) = watch::channel(false);
         let mut connections = JoinSet::new();
         tokio::select! {
             () = shutdown.cancelled() => {}
-            () = accept(clients, &proxy, draining, connections_max, &mut connections) => {}
+            () = accept(clients, guards.clients, &proxy, draining, connections_max, &mut connections, &shared.metrics) => {}
         }
         ready.ready.store(false, Ordering::Relaxed);
         // Fails only when no connection is left to hear it.
@@ -143,10 +171,12 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, BindError> {
 
 async fn accept(
     listener: TcpListener,
+    tls: Option<Arc<ServerTls>>,
     proxy: &Arc<HttpProxy<FrontDoor>>,
     draining: watch::Receiver<bool>,
     connections_max: usize,
     connections: &mut JoinSet<()>,
+    metrics: &Arc<Metrics>,
 ) {
     let room = Arc::new(Semaphore::new(connections_max));
     loop {
@@ -160,23 +190,70 @@ async fn accept(
                 continue;
             }
         };
-        let (proxy, draining) = (Arc::clone(proxy), draining.clone());
+        let (proxy, draining, open) = (Arc::clone(proxy), draining.clone(), Open::new(metrics));
+        let tls = tls.clone();
         connections.spawn(async move {
-            let _permit = permit;
-            serve(stream, &proxy, &draining).await;
+            let (_permit, _open) = (permit, open);
+            serve(stream, tls, &proxy, &draining).await;
         });
         while connections.try_join_next().is_some() {}
     }
 }
 
-async fn serve(stream: TcpStream, proxy: &Arc<HttpProxy<FrontDoor>>, draining: &watch::Receiver<bool>) {
+/// One connection of a client, as long as it is open.
+struct Open(Arc<Metrics>);
+
+impl Open {
+    fn new(metrics: &Arc<Metrics>) -> Self {
+        metrics.server.connected.increment(1);
+        metrics.server.connections.increment(1.0);
+        Self(Arc::clone(metrics))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.server.connections.decrement(1.0);
+    }
+}
+
+async fn serve(
+    stream: TcpStream,
+    tls: Option<Arc<ServerTls>>,
+    proxy: &Arc<HttpProxy<FrontDoor>>,
+    draining: &watch::Receiver<bool>,
+) {
     // Without it a last small write waits for the peer's delayed acknowledgement: 40 ms.
     if stream.set_nodelay(true).is_err() {
         return;
     }
-    let mut next: Option<pingora::protocols::Stream> = Some(Box::new(Stream::from(stream)));
+    let mut next: Option<pingora::protocols::Stream> = match tls {
+        None => Some(Box::new(Stream::from(stream))),
+        Some(tls) => match tls.accept(stream).await {
+            Some(stream) => Some(Box::new(stream)),
+            None => return,
+        },
+    };
     while let Some(stream) = next {
         next = proxy.process_new(stream, draining).await;
+    }
+}
+
+/// Looks once a second whether keys, tokens or certificates have changed on disk. Apart from the workers that serve:
+/// a file system may hang.
+async fn reread(shared: Arc<Shared>, guards: Guards) {
+    let mut tick = tokio::time::interval(UPKEEP);
+    loop {
+        tick.tick().await;
+        let (shared, guards) = (Arc::clone(&shared), guards.clone());
+        let look = move || {
+            guards.clients.iter().chain(&guards.admin).for_each(|tls| tls.refresh());
+            guards.access.refresh();
+            shared.generation().reread(&shared.tenants);
+        };
+        if tokio::task::spawn_blocking(look).await.is_err() {
+            tracing::error!("reading files again failed; it is tried again");
+        }
     }
 }
 
@@ -185,7 +262,6 @@ async fn upkeep(shared: Arc<Shared>) {
     loop {
         tick.tick().await;
         shared.metrics.admission.body_bytes.set(shared.bodies.held() as f64);
-        shared.metrics.upkeep();
         shared.fleet.prune();
         shared.fleet.engines().iter().for_each(|engine| engine.sweep());
     }

@@ -4,42 +4,52 @@
 //! reached: it re-sends at most 64 KiB of a body that a filter has read, which is 16,000 tokens.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use async_trait::async_trait;
+use baton_connector::exchange::{Event, Outcome, Phase};
 use baton_connector::{RequestId, Time};
 use baton_openai::ApiError;
 use bytes::Bytes;
-use hyper::header::{HeaderMap, HeaderValue};
+use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use pingora::prelude::{Error, ErrorType, HttpPeer};
 use pingora::proxy::{ProxyHttp, Session};
 use serde_json::json;
 
 use crate::admission::body_budget::Held;
 use crate::admission::{Claim, Ticket, deadline};
+use crate::answer::Stamp;
 use crate::config::Priority;
 use crate::exchange_driver::{Ended, ExchangeDriver};
 use crate::generation::Generation;
 use crate::intake::{self, Ask};
-use crate::metrics::{PASSED, REJECTED};
+use crate::metrics::End;
 use crate::route::Route;
 use crate::shared::{Room, Shared};
-use crate::{answer, passthrough, request_id};
+use crate::tenants::{Identity, Permit};
+use crate::{answer, passthrough, request_id, tenants, tls};
 
 /// The service that pingora drives.
 pub(crate) struct FrontDoor(pub Arc<Shared>);
 
 /// One request's context. Dropping it settles what the request still owes.
 pub(crate) struct RequestContext {
-    begun: Instant,
+    shared: Arc<Shared>,
+    begun: Time,
     /// The configuration that was in effect when the request began.
     generation: Arc<Generation>,
     id: RequestId,
-    /// What the client is told the id is: its own, where it sent a decent one.
-    echoed: HeaderValue,
+    /// What every answer carries: the id (the client's own, where it sent a decent one), and its limits.
+    stamp: Stamp,
+    /// With `auth`: whose request it is, and its place within their limits.
+    permit: Option<Permit>,
     driver: Option<ExchangeDriver>,
     model: Option<String>,
     status: u16,
+    /// It was passed to one engine as it came.
+    passed: bool,
+    /// It has been counted.
+    over: bool,
     room: Option<Room>,
     /// What its body takes of the budget of all bodies.
     body_bytes: Option<Held>,
@@ -54,13 +64,17 @@ impl ProxyHttp for FrontDoor {
         let echoed = HeaderValue::from_str(id.as_str()).expect("a request id is printable ASCII");
         let generation = self.0.generation();
         RequestContext {
-            begun: Instant::now(),
+            begun: self.0.now(),
+            shared: Arc::clone(&self.0),
             generation,
             id,
-            echoed,
+            stamp: Stamp { id: echoed, limits: Vec::new() },
+            permit: None,
             driver: None,
             model: None,
             status: 0,
+            passed: false,
+            over: false,
             room: None,
             body_bytes: None,
         }
@@ -78,7 +92,7 @@ impl ProxyHttp for FrontDoor {
         let stall = Duration::from_millis(context.generation.config.timeouts.client_stall_ms);
         session.as_downstream_mut().set_write_timeout(Some(stall));
         if let Some(echoed) = request_id::decent(&session.req_header().headers) {
-            context.echoed = echoed;
+            context.stamp.id = echoed;
         }
         match self.serve(session, context).await {
             Ok(()) => Ok(true),
@@ -88,10 +102,7 @@ impl ProxyHttp for FrontDoor {
             }
             Err(Ended::Refused(refusal)) => {
                 context.status = refusal.0.status;
-                if context.driver.is_none() {
-                    self.0.metrics.request(REJECTED);
-                }
-                answer::error(session, &refusal.0, &context.echoed).await.map(|()| true)
+                answer::error(session, &refusal.0, &context.stamp).await.map(|()| true)
             }
         }
     }
@@ -101,7 +112,11 @@ impl ProxyHttp for FrontDoor {
     }
 
     async fn logging(&self, session: &mut Session, _: Option<&Error>, context: &mut RequestContext) {
+        let client = session.as_downstream();
+        self.0.metrics.server.request_bytes.increment(client.body_bytes_read() as u64);
+        self.0.metrics.server.response_bytes.increment(client.body_bytes_sent() as u64);
         context.log(session);
+        context.end();
     }
 }
 
@@ -115,15 +130,22 @@ impl FrontDoor {
                 self.tell(session, context, json!({"version": env!("CARGO_PKG_VERSION")})).await
             }
             Route::Models => {
-                let models: Vec<_> =
-                    context.generation.models.list().iter().map(|m| self.card(&m.name)).collect();
+                let identity = self.identify(session, context)?;
+                let models = context.generation.models.list().iter();
+                let models = models.filter(|m| may_use(identity.as_deref(), &context.generation, &m.name));
+                let models: Vec<_> = models.map(|m| self.card(&m.name)).collect();
                 self.tell(session, context, json!({"object": "list", "data": models})).await
             }
             Route::Model(name) => {
+                let identity = self.identify(session, context)?;
                 let name = context.generation.models.named(Some(name))?.name.clone();
+                if !may_use(identity.as_deref(), &context.generation, &name) {
+                    return Err(tenants::forbidden(&name).into());
+                }
                 self.tell(session, context, self.card(&name)).await
             }
             Route::Pass(path) => {
+                self.permit(session, context)?;
                 let body = self.body(session, context).await?;
                 context.status = passthrough::pass(
                     session,
@@ -131,17 +153,20 @@ impl FrontDoor {
                     path,
                     &body,
                     &context.id,
-                    &context.echoed,
+                    context.permit.as_ref().map(|permit| &*permit.identity),
+                    &context.stamp,
                 )
                 .await?;
-                self.0.metrics.request(PASSED);
+                context.passed = true;
                 Ok(())
             }
             Route::Generate(endpoint) => {
+                self.permit(session, context)?;
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
-                let ask = Ask::read(endpoint, &body, headers, &context.generation)?;
+                let mut ask = Ask::read(endpoint, &body, headers, &context.generation)?;
                 drop(body);
+                context.limit(&mut ask)?;
                 self.generate(session, context, ask).await
             }
         }
@@ -158,15 +183,46 @@ impl FrontDoor {
             Arc::clone(&self.0),
             Arc::clone(&context.generation),
             context.id.clone(),
+            Arc::clone(&ask.model),
         ));
-        let ticket = ticket(&session.req_header().headers, &ask, &context.generation, context.begun);
-        driver.reserve(session, &ask, ticket).await?;
+        let identity = context.permit.as_ref().map(|permit| &*permit.identity);
+        let ticket = ticket(&session.req_header().headers, &ask, &context.generation, identity);
+        if let Err(refused) = driver.reserve(session, &ask, ticket).await {
+            // No engine was asked.
+            context.permit.iter_mut().for_each(Permit::give_tokens_back);
+            return Err(refused);
+        }
         let handoff = driver.prefill(session, &ask).await?;
         let answer = driver.decode(session, &ask, handoff).await?;
         drop(ask);
         context.body_bytes = None;
         let silence = Duration::from_millis(context.generation.config.timeouts.stream_silence_ms);
-        context.status = answer::pass(session, driver, answer, &context.echoed, silence).await?;
+        context.status = answer::pass(session, driver, answer, &context.stamp, silence).await?;
+        Ok(())
+    }
+
+    /// Who asks; `None` without `auth`. The client's credentials end here: no engine and no log gets them.
+    fn identify(
+        &self,
+        session: &mut Session,
+        context: &RequestContext,
+    ) -> Result<Option<Arc<Identity>>, ApiError> {
+        let Some(auth) = &context.generation.auth else { return Ok(None) };
+        let identity = {
+            let certificate = tls::client_names(session);
+            let headers = &session.req_header().headers;
+            auth.identify(headers, certificate, &self.0.tenants)?
+        };
+        session.req_header_mut().remove_header(&AUTHORIZATION);
+        Ok(Some(identity))
+    }
+
+    /// Who asks, and a place within their limits.
+    fn permit(&self, session: &mut Session, context: &mut RequestContext) -> Result<(), ApiError> {
+        if let Some(identity) = self.identify(session, context)? {
+            let permit = context.permit.insert(Permit::begin(identity, &self.0.tenants)?);
+            context.stamp.limits = permit.headers();
+        }
         Ok(())
     }
 
@@ -192,7 +248,7 @@ impl FrontDoor {
         context.status = 200;
         let headers = [("content-type", "application/json".to_owned())];
         let body = Bytes::from(what.to_string());
-        let told = answer::whole(session, 200, &headers, &context.echoed, body).await;
+        let told = answer::whole(session, 200, &headers, &context.stamp, body).await;
         told.map_err(|_| Ended::ClientGone)
     }
 
@@ -202,11 +258,23 @@ impl FrontDoor {
 }
 
 /// What the request brings to the queue.
-fn ticket(headers: &HeaderMap, ask: &Ask, generation: &Generation, begun: Instant) -> Ticket {
+fn ticket(headers: &HeaderMap, ask: &Ask, generation: &Generation, identity: Option<&Identity>) -> Ticket {
     let longest = Duration::from_millis(generation.config.queue.timeout_ms);
-    let priority = deadline::priority(headers, ask.priority, Priority::High);
-    let claim = Claim { tenant: None, weight: 1, priority, bytes: ask.bytes, cost: ask.tokens };
-    Ticket { claim, deadline: deadline::deadline(headers, begun, longest) }
+    let most = identity.map_or(Priority::High, |identity| identity.priority_max);
+    let claim = Claim {
+        tenant: identity.map(|identity| identity.tenant.id),
+        weight: identity.map_or(1, |identity| identity.tenant.weight),
+        priority: deadline::priority(headers, ask.priority, most),
+        bytes: ask.bytes,
+        cost: ask.tokens,
+    };
+    Ticket { claim, deadline: deadline::deadline(headers, Instant::now(), longest) }
+}
+
+/// Whether somebody may use the model of this name; without `auth` everybody may.
+fn may_use(identity: Option<&Identity>, generation: &Generation, model: &str) -> bool {
+    let means = |name: &str| generation.models.named(Some(name)).is_ok_and(|found| found.name == model);
+    identity.is_none_or(|identity| identity.may_use(means))
 }
 
 impl RequestContext {
@@ -227,14 +295,61 @@ impl RequestContext {
             decode = engine(|d| d.decode_engine.as_deref().map(|e| e.authority())),
             status = self.status,
             outcome,
+            finish = self.driver.as_ref().and_then(|d| d.watched.seen.finish).map(|f| f.label()),
             prefill_us = between(timeline.prefill_sent, timeline.held),
             gap_us = between(timeline.held, timeline.decode_sent),
             accept_us = between(timeline.decode_sent, timeline.accepted),
             first_byte_us = between(timeline.accepted, timeline.first_chunk),
             stream_us = between(timeline.first_chunk, timeline.ended),
-            total_us = u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX),
+            total_us = u64::try_from(self.shared.now().since(self.begun).as_micros()).unwrap_or(u64::MAX),
             "request"
         );
+    }
+}
+
+impl RequestContext {
+    /// What a known client may do with this request, and what it costs; with `auth` only.
+    fn limit(&mut self, ask: &mut Ask) -> Result<(), ApiError> {
+        let (Some(auth), Some(permit)) = (&self.generation.auth, &mut self.permit) else { return Ok(()) };
+        if !may_use(Some(&permit.identity), &self.generation, &ask.model.name) {
+            return Err(tenants::forbidden(&ask.model.name));
+        }
+        let taken = permit.take_tokens(ask.tokens);
+        self.stamp.limits = permit.headers();
+        taken?;
+        ask.belong(permit.identity.priority_max, |own| auth.cache_salt(&permit.identity, own));
+        Ok(())
+    }
+
+    /// Counts the request, once, whatever ended it.
+    fn end(&mut self) {
+        if std::mem::replace(&mut self.over, true) {
+            return;
+        }
+        let unknown = &self.shared.metrics.requests.unknown;
+        match &mut self.driver {
+            Some(driver) => {
+                // Nothing, where it is over already.
+                driver.apply(Event::Dropped);
+                let outcome = driver.outcome().unwrap_or(Outcome::Dropped(Phase::Queue));
+                let (end, line) = (End::Exchange(outcome), driver.timeline());
+                driver.watched.ended(&driver.model.metrics, end, self.status, &line, self.begun);
+            }
+            None if self.passed => unknown.ended(End::Passed, self.status),
+            None if self.status == 499 => {
+                self.shared.metrics.disconnect(Phase::Queue);
+                unknown.ended(End::Exchange(Outcome::ClientGone(Phase::Queue)), self.status);
+            }
+            None if self.status >= 400 => unknown.ended(End::Rejected, self.status),
+            // The router's own answers: `/health` and the like.
+            None => {}
+        }
+    }
+}
+
+impl Drop for RequestContext {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 

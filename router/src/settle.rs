@@ -25,7 +25,7 @@ use serde_json::json;
 use tokio_util::task::TaskTracker;
 
 use crate::legs::prefill::PrefillCall;
-use crate::metrics::{Leg, Metrics, Settled};
+use crate::metrics::{Leg, Metrics, Settled, Via};
 use crate::upstream::{Engine, Outgoing};
 
 /// First pause between two tries; doubled each time.
@@ -64,7 +64,7 @@ struct Counted(Arc<Settler>);
 impl Drop for Counted {
     fn drop(&mut self) {
         self.0.at_once.fetch_sub(1, Ordering::Relaxed);
-        self.0.metrics.settling.decrement(1.0);
+        self.0.metrics.legs.settling.decrement(1.0);
     }
 }
 
@@ -131,7 +131,7 @@ impl Settler {
             tracing::warn!("too many settlements at once; a lease is left to its expiry");
             return;
         }
-        self.metrics.settling.increment(1.0);
+        self.metrics.legs.settling.increment(1.0);
         let counted = Counted(Arc::clone(self));
         let counted = async move {
             let _counted = counted;
@@ -188,7 +188,8 @@ impl Settler {
     }
 
     async fn released(&self, engine: &Arc<Engine>, lent: Lent, cause: Cause, debtor: &Debtor) {
-        self.metrics.release(cause);
+        let via = if lent.handle.is_some() { Via::Release } else { Via::Abort };
+        self.metrics.release(cause, via);
         let result = match lent.handle {
             Some(handle) => self.asked(engine, &release(handle, cause, &debtor.request)).await,
             // An engine maps the id of a request to the lease that it opened for it.

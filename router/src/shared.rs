@@ -14,12 +14,15 @@ use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError};
 use crate::metrics::Metrics;
 use crate::settle::Settler;
+use crate::tenants::Tenants;
 
 /// The router's own state. The configuration is a part that is replaced whole; see [`Shared::install`].
 pub(crate) struct Shared {
     current: ArcSwap<Generation>,
     pub fleet: Fleet,
     admission: Admission,
+    /// What keys and tenants have used of their limits.
+    pub tenants: Arc<Tenants>,
     /// What is held of clients' bodies.
     pub bodies: Arc<BodyBudget>,
     pub metrics: Arc<Metrics>,
@@ -40,16 +43,18 @@ impl Shared {
     /// [`GenerationError`] when the configuration cannot be put into effect.
     pub(crate) fn new(config: RouterConfig) -> Result<Arc<Self>, GenerationError> {
         let (metrics, started) = (Arc::new(Metrics::new()), Instant::now());
-        let fleet = Fleet::default();
+        let fleet = Fleet::new(Arc::clone(&metrics));
         let admission = Admission::new(Arc::clone(&fleet.freed), Arc::clone(&metrics.admission));
-        let first = Generation::build(1, config, &fleet, &admission)?;
-        metrics.generation.set(1.0);
+        let tenants = Arc::new(Tenants::new(Arc::clone(&metrics.tenants)));
+        let first = Generation::build(1, config, &fleet, &admission, &tenants)?;
+        metrics.server.generation.set(1.0);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Ok(Arc::new(Self {
             current: ArcSwap::from_pointee(first),
             fleet,
             admission,
+            tenants,
             bodies: Arc::default(),
             metrics,
             settler,
@@ -71,9 +76,9 @@ impl Shared {
     /// [`GenerationError`] says what is wrong; the configuration in effect stays.
     pub(crate) fn install(&self, config: RouterConfig) -> Result<u64, GenerationError> {
         let number = self.current.load().number + 1;
-        let next = Generation::build(number, config, &self.fleet, &self.admission)?;
+        let next = Generation::build(number, config, &self.fleet, &self.admission, &self.tenants)?;
         self.settler.set_terms(next.settle_terms());
-        self.metrics.generation.set(number as f64);
+        self.metrics.server.generation.set(number as f64);
         self.current.store(Arc::new(next));
         Ok(number)
     }
@@ -84,7 +89,7 @@ impl Shared {
             self.in_flight.fetch_sub(1, Ordering::Relaxed);
             return None;
         }
-        self.metrics.in_flight.increment(1.0);
+        self.metrics.requests.in_flight.increment(1.0);
         Some(Room(Arc::clone(self)))
     }
 
@@ -97,6 +102,6 @@ impl Shared {
 impl Drop for Room {
     fn drop(&mut self) {
         self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
-        self.0.metrics.in_flight.decrement(1.0);
+        self.0.metrics.requests.in_flight.decrement(1.0);
     }
 }

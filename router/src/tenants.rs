@@ -36,7 +36,7 @@ use crate::file_watch::FileWatch;
 use crate::metrics::tenants::Unknown;
 
 pub use keys::NewKey;
-pub(crate) use keys::same;
+pub(crate) use keys::{bearer, same};
 pub(crate) use limits::Permit;
 use limits::Meter;
 use salt::SaltKey;
@@ -91,7 +91,7 @@ pub(crate) struct Tenant {
     pub id: TenantId,
     pub weight: u32,
     meter: Arc<Meter>,
-    requests: metrics::Counter,
+    requests: crate::metrics::Counter,
 }
 
 impl Auth {

@@ -4,6 +4,8 @@
 //! `Drop` cuts the socket, and that is how an engine learns at once that nobody wants the answer.
 
 mod connection;
+mod terms;
+mod transport;
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -15,13 +17,16 @@ use arc_swap::ArcSwap;
 use bytes::{Bytes, BytesMut};
 use http_body_util::Full;
 use hyper::body::{Body, Incoming};
-use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 
 use crate::admission::Freed;
 use crate::config::EngineUrl;
+use crate::metrics::EngineMetrics;
 use connection::Connection;
 pub(crate) use connection::Socket;
+pub(crate) use terms::{EngineTerms, Terms};
+pub use terms::TermsError;
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
 const IDLE_MAX: usize = 256;
@@ -47,14 +52,7 @@ pub(crate) struct Engine {
     freed: Arc<Freed>,
     /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
     rests_until_ms: AtomicU64,
-}
-
-/// Terms on which connections to engines are made and kept.
-#[derive(Clone, Debug)]
-pub(crate) struct Terms {
-    pub connect_timeout: Duration,
-    pub idle_timeout: Duration,
-    pub secret: Option<HeaderValue>,
+    pub metrics: EngineMetrics,
 }
 
 /// A request to an engine. Cheap to clone, so that another engine can be sent the same.
@@ -100,7 +98,7 @@ pub(crate) struct Whole {
 pub(crate) struct InFlight(Arc<Engine>);
 
 impl Engine {
-    pub(crate) fn new(url: EngineUrl, terms: Terms, freed: Arc<Freed>) -> Self {
+    pub(crate) fn new(url: EngineUrl, terms: Terms, freed: Arc<Freed>, metrics: EngineMetrics) -> Self {
         let authority = url.authority();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
@@ -112,6 +110,7 @@ impl Engine {
             in_flight: AtomicUsize::new(0),
             freed,
             rests_until_ms: AtomicU64::new(0),
+            metrics,
         }
     }
 
@@ -171,15 +170,18 @@ impl Engine {
                 Err(stale) => lost = Some(stale),
             }
         }
+        let begun = Instant::now();
+        let terms = self.terms.load_full();
         let dialled = tokio::time::timeout(
-            self.terms.load().connect_timeout,
-            Connection::dial(self.url.host(), self.url.port()),
+            terms.connect_timeout,
+            Connection::dial(self.url.host(), self.url.port(), terms.tls.as_ref()),
         );
         let Ok(Ok(mut fresh)) = dialled.await else {
             self.rest();
             // What went out over the kept connection may have been seen.
             return Err(lost.map_or(CallError::NotReached, CallError::Broken));
         };
+        self.metrics.connect.record(begun.elapsed());
         sent(fresh.socket());
         match fresh.send(self.request(outgoing)).await {
             Ok(answer) => Ok(self.reply(answer, fresh)),
@@ -228,7 +230,11 @@ impl Engine {
         *headers = outgoing.headers.clone();
         headers.insert(HOST, self.host.clone());
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        if let Some(secret) = &self.terms.load().secret {
+        let terms = self.terms.load();
+        if let Some(key) = &terms.api_key {
+            headers.insert(AUTHORIZATION, key.clone());
+        }
+        if let Some(secret) = &terms.secret {
             headers.insert("x-baton-cluster-secret", secret.clone());
         }
         request

@@ -2,7 +2,6 @@
 
 use std::sync::atomic::AtomicBool;
 
-use super::queue::TenantId;
 use super::*;
 
 struct Engines {
@@ -24,7 +23,7 @@ impl Drop for Seat {
 impl Engines {
     fn new(room: usize) -> Self {
         let freed = Arc::<Freed>::default();
-        let admission = Admission::new(Arc::clone(&freed), Arc::new(AdmissionMetrics::register()));
+        let admission = Admission::new(Arc::clone(&freed), Arc::new(AdmissionMetrics::new(&crate::metrics::Registry::default())));
         Self { room: Arc::new(AtomicUsize::new(room)), freed, queue: admission.queue("m") }
     }
 

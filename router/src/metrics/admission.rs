@@ -1,17 +1,35 @@
-//! What is counted of those who wait.
-//!
-//! | metric | labels | unit |
-//! |---|---|---|
-//! | `baton_router_queue_requests` | `priority` | requests that wait for a decode engine |
-//! | `baton_router_queue_outcomes_total` | `outcome` | requests that waited or were refused; one that found room at once is not among them |
-//! | `baton_router_queue_seconds` | | how long those waited who waited |
-//! | `baton_router_body_bytes` | | bytes of clients' bodies that are held |
+//! Those who wait for a decode engine, and what is held of clients' bodies.
 
 use std::time::Duration;
 
-use metrics::{Counter, Gauge, Histogram, Label, counter, gauge, histogram};
-
+use super::registry::{Counter, Family, Gauge, Histogram, Registry};
 use crate::config::Priority;
+
+/// Seconds; a place is free again after a token at the earliest and a long generation at the latest.
+const SECONDS: &[f64] =
+    &[0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0];
+
+static WAITING: Family =
+    Family::gauge("baton_router_queue_requests", &["priority"], "Requests that wait for a decode engine.");
+static OUTCOMES: Family = Family::counter(
+    "baton_router_queue_outcomes_total",
+    &["outcome"],
+    "Requests that waited for a decode engine or were not let into the queue. One that found room at once is not \
+     among them.",
+);
+static WAITED: Family = Family::histogram(
+    "baton_router_queue_seconds",
+    &[],
+    SECONDS,
+    "How long those waited who waited, whatever came of it.",
+);
+static BODY_BYTES: Family = Family::gauge(
+    "baton_router_body_bytes",
+    &[],
+    "Bytes of clients' bodies that are held now, out of `limits.body_bytes_total`.",
+);
+
+pub(super) static FAMILIES: &[&Family] = &[&WAITING, &OUTCOMES, &WAITED, &BODY_BYTES];
 
 /// How a wait ended, or why it did not begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,16 +79,12 @@ pub(crate) struct AdmissionMetrics {
 }
 
 impl AdmissionMetrics {
-    /// Within the recorder of the router.
-    pub(crate) fn register() -> Self {
-        let with = |name: &'static str, value: &'static str| vec![Label::new(name, value)];
+    pub(crate) fn new(registry: &Registry) -> Self {
         Self {
-            waiting: Priority::ALL
-                .map(|p| gauge!("baton_router_queue_requests", with("priority", p.label()))),
-            outcomes: Outcome::ALL
-                .map(|o| counter!("baton_router_queue_outcomes_total", with("outcome", o.label()))),
-            seconds: histogram!("baton_router_queue_seconds"),
-            body_bytes: gauge!("baton_router_body_bytes"),
+            waiting: Priority::ALL.map(|priority| registry.gauge(&WAITING, &[priority.label()])),
+            outcomes: Outcome::ALL.map(|outcome| registry.counter(&OUTCOMES, &[outcome.label()])),
+            seconds: registry.histogram(&WAITED, &[]),
+            body_bytes: registry.gauge(&BODY_BYTES, &[]),
         }
     }
 

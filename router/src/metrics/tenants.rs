@@ -1,20 +1,32 @@
-//! What is counted of keys and tenants.
-//!
-//! | metric | labels | unit |
-//! |---|---|---|
-//! | `baton_router_tenant_requests_total` | `tenant` | requests that a tenant's limits let in; after 100 tenants the others are `other` |
-//! | `baton_router_rate_limited_total` | `limit` | requests refused by a limit: `requests`, `tokens`, `concurrent` |
-//! | `baton_router_unauthorized_total` | `reason` | requests answered 401: `missing`, `unknown`, `expired` |
-//! | `baton_router_keys_reloads_total` | `result` | times the keys file was read again: `ok`, `failed` |
+//! Keys and tenants: who was let in, who was not, and why.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use metrics::{Counter, Label, counter};
-use metrics_exporter_prometheus::PrometheusRecorder;
+use super::registry::{Counter, Family, Registry};
 
 /// Tenants with a label of their own. A label is a time series, and a monitor pays for each.
 const TENANTS_MAX: usize = 100;
+
+static REQUESTS: Family = Family::counter(
+    "baton_router_tenant_requests_total",
+    &["tenant"],
+    "Requests that a tenant's limits let in. The first 100 tenants have a label of their own, the rest are `other`.",
+);
+static LIMITED: Family = Family::counter(
+    "baton_router_rate_limited_total",
+    &["limit"],
+    "Requests that a key's or tenant's limit refused.",
+);
+static UNKNOWN: Family = Family::counter(
+    "baton_router_unauthorized_total",
+    &["reason"],
+    "Requests that were answered 401.",
+);
+static RELOADS: Family =
+    Family::counter("baton_router_keys_reloads_total", &["result"], "Times that the keys file was read again.");
+
+pub(super) static FAMILIES: &[&Family] = &[&REQUESTS, &LIMITED, &UNKNOWN, &RELOADS];
 
 /// Which limit refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +49,7 @@ pub(crate) enum Unknown {
 
 /// Handles, made once; those of tenants when their tenant is first heard of.
 pub(crate) struct TenantMetrics {
-    recorder: Arc<PrometheusRecorder>,
+    registry: Arc<Registry>,
     tenants: Mutex<HashMap<String, Counter>>,
     limited: [Counter; 3],
     unknown: [Counter; 3],
@@ -45,19 +57,14 @@ pub(crate) struct TenantMetrics {
 }
 
 impl TenantMetrics {
-    /// Within the recorder of the router.
-    pub(crate) fn register(recorder: Arc<PrometheusRecorder>) -> Self {
-        let with = |name: &'static str, value: &'static str| vec![Label::new(name, value)];
-        let of = |limit| counter!("baton_router_rate_limited_total", with("limit", limit));
-        let unknown = |reason| counter!("baton_router_unauthorized_total", with("reason", reason));
-        let reloads = |result| counter!("baton_router_keys_reloads_total", with("result", result));
-        metrics::with_local_recorder(&*recorder, || Self {
-            recorder: Arc::clone(&recorder),
+    pub(crate) fn new(registry: &Arc<Registry>) -> Self {
+        Self {
+            registry: Arc::clone(registry),
             tenants: Mutex::default(),
-            limited: ["requests", "tokens", "concurrent"].map(of),
-            unknown: ["missing", "unknown", "expired"].map(unknown),
-            reloads: ["ok", "failed"].map(reloads),
-        })
+            limited: ["requests", "tokens", "concurrent"].map(|limit| registry.counter(&LIMITED, &[limit])),
+            unknown: ["missing", "unknown", "expired"].map(|reason| registry.counter(&UNKNOWN, &[reason])),
+            reloads: ["ok", "failed"].map(|result| registry.counter(&RELOADS, &[result])),
+        }
     }
 
     /// The counter of a tenant's requests.
@@ -66,11 +73,9 @@ impl TenantMetrics {
         if let Some(counter) = tenants.get(name) {
             return counter.clone();
         }
-        let label = if tenants.len() < TENANTS_MAX { name } else { "other" };
-        let labels = vec![Label::new("tenant", label.to_owned())];
-        let make = || counter!("baton_router_tenant_requests_total", labels);
-        let counter = metrics::with_local_recorder(&*self.recorder, make);
-        if tenants.len() < TENANTS_MAX {
+        let own = tenants.len() < TENANTS_MAX;
+        let counter = self.registry.counter(&REQUESTS, &[if own { name } else { "other" }]);
+        if own {
             tenants.insert(name.to_owned(), counter.clone());
         }
         counter
@@ -91,19 +96,17 @@ impl TenantMetrics {
 
 #[cfg(test)]
 mod tests {
-    use metrics_exporter_prometheus::PrometheusBuilder;
-
     use super::*;
 
     #[test]
     fn ten_thousand_tenants_are_a_hundred_labels_and_one() {
-        let recorder = Arc::new(PrometheusBuilder::new().build_recorder());
-        let handle = recorder.handle();
-        let metrics = TenantMetrics::register(recorder);
-        (0..10_000).for_each(|n| metrics.tenant(&format!("t{n}")).increment(1));
-        let text = handle.render();
-        let series = text.lines().filter(|l| l.starts_with("baton_router_tenant_requests_total{"));
-        assert_eq!(series.count(), TENANTS_MAX + 1);
-        assert!(text.contains("tenant=\"other\"} 9900"));
+        let registry = Arc::new(Registry::default());
+        let metrics = TenantMetrics::new(&registry);
+        let kept: Vec<_> = (0..10_000).map(|n| metrics.tenant(&format!("t{n}"))).collect();
+        kept.iter().for_each(|counter| counter.increment(1));
+        let mut series = Vec::new();
+        registry.each(&REQUESTS, |labels, _| series.push(labels.to_owned()));
+        assert_eq!(series.len(), TENANTS_MAX + 1);
+        assert!(series.contains(&"tenant=\"other\"".to_owned()));
     }
 }

@@ -27,11 +27,11 @@ pub(crate) struct Tenants {
     started: Instant,
     /// Where no secret is configured.
     salts: SaltKey,
-    metrics: TenantMetrics,
+    metrics: Arc<TenantMetrics>,
 }
 
 impl Tenants {
-    pub(crate) fn new(metrics: TenantMetrics) -> Self {
+    pub(crate) fn new(metrics: Arc<TenantMetrics>) -> Self {
         let mut secret = [0_u8; 32];
         getrandom::fill(&mut secret).expect("the kernel's random numbers are there from boot on");
         Self {

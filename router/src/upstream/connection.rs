@@ -21,6 +21,12 @@ use hyper_util::rt::TokioIo;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
+use super::transport::Transport;
+use crate::tls::client::EngineName;
+
+/// hyper's half of a connection.
+type Driver = http1::Connection<TokioIo<Transport>, Full<Bytes>>;
+
 /// A second hand on a connection's socket, for closing it while hyper holds the first.
 #[derive(Debug)]
 pub(crate) struct Socket(OwnedFd);
@@ -30,7 +36,7 @@ pub(crate) struct Socket(OwnedFd);
 pub(crate) struct Connection {
     sender: SendRequest<Full<Bytes>>,
     /// `None` once the connection has ended.
-    driver: Option<http1::Connection<TokioIo<TcpStream>, Full<Bytes>>>,
+    driver: Option<Driver>,
     socket: Arc<Socket>,
     idle_since: Instant,
 }
@@ -49,10 +55,15 @@ impl Socket {
 }
 
 impl Connection {
-    pub(crate) async fn dial(host: &str, port: u16) -> std::io::Result<Self> {
+    /// Connects, with TLS where the engine has a name for it.
+    pub(crate) async fn dial(host: &str, port: u16, tls: Option<&EngineName>) -> std::io::Result<Self> {
         let stream = TcpStream::connect((host, port)).await?;
         stream.set_nodelay(true)?;
         let socket = Arc::new(Socket(stream.as_fd().try_clone_to_owned()?));
+        let stream = match tls {
+            None => Transport::Plain(stream),
+            Some(name) => Transport::Tls(Box::new(name.connect(stream).await?)),
+        };
         let (sender, driver) = http1::handshake(TokioIo::new(stream)).await.map_err(std::io::Error::other)?;
         Ok(Self { sender, driver: Some(driver), socket, idle_since: Instant::now() })
     }
@@ -106,7 +117,7 @@ impl Connection {
 }
 
 /// Does what can be done without waiting. An error of the connection is also the error of its request.
-fn drive(driver: &mut Option<http1::Connection<TokioIo<TcpStream>, Full<Bytes>>>, context: &mut Context<'_>) {
+fn drive(driver: &mut Option<Driver>, context: &mut Context<'_>) {
     if driver.as_mut().is_some_and(|driver| Pin::new(driver).poll(context).is_ready()) {
         *driver = None;
     }

@@ -30,7 +30,7 @@ fn what_is_wrong_is_told_by_line_and_column() {
     for (from, to, place, word) in [
         ("policy: round_robin", "polizy: round_robin", "router.yaml:6:", "polizy"),
         ("policy: round_robin", "policy: best", "router.yaml:6:", "best"),
-        ("http://127.0.0.1:2", "https://127.0.0.1:2", "router.yaml:8:", "http://"),
+        ("http://127.0.0.1:2", "ftp://127.0.0.1:2", "router.yaml:8:", "http://"),
         ("listen: 127.0.0.1:0", "listen: nowhere", "router.yaml:1:", "socket address"),
         ("name: m", "name: ''", "router.yaml:3:", "name"),
         ("listen: 127.0.0.1:0", "limits: {body_bytes: 3}", "router.yaml:1:", "1024"),

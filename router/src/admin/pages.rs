@@ -1,0 +1,60 @@
+//! What is looked up when somebody asks: the configuration in effect, the engines, and the samples of `/metrics` that
+//! are not counted as they happen.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+use super::Answer;
+use crate::metrics::{IN_FLIGHT, Leg, POOL, READY, Scrape};
+use crate::shared::Shared;
+
+/// The configuration in effect. Secrets are not written into it.
+pub(super) fn config(shared: &Shared) -> Answer {
+    let generation = shared.generation();
+    let config = serde_json::to_value(&generation.config).unwrap_or(Value::Null);
+    Answer::json(json!({"generation": generation.number, "config": config}))
+}
+
+/// Every engine, and which pools it is in.
+pub(super) fn engines(shared: &Shared) -> Answer {
+    let generation = shared.generation();
+    let mut pools: BTreeMap<String, Vec<Value>> = BTreeMap::new();
+    for model in generation.models.list() {
+        for (leg, pool) in [(Leg::Prefill, &model.prefill), (Leg::Decode, &model.decode)] {
+            for member in pool.members() {
+                let place = json!({"model": model.name, "leg": leg.label(), "weight": member.weight});
+                pools.entry(member.engine.authority().to_owned()).or_default().push(place);
+            }
+        }
+    }
+    let mut engines = shared.fleet.engines();
+    engines.sort_by(|a, b| a.authority().cmp(b.authority()));
+    let engines: Vec<_> = engines
+        .iter()
+        .map(|engine| {
+            json!({
+                "engine": engine.authority(),
+                "in_flight": engine.load(),
+                "resting": engine.is_resting(),
+                "pools": pools.remove(engine.authority()).unwrap_or_default(),
+            })
+        })
+        .collect();
+    Answer::json(json!({"generation": generation.number, "engines": engines}))
+}
+
+/// Samples that are looked up.
+pub(super) fn look_up(shared: &Shared, scrape: &mut Scrape) {
+    for engine in shared.fleet.engines() {
+        scrape.put(&IN_FLIGHT, &[engine.authority()], engine.load() as f64);
+    }
+    for model in shared.generation().models.list() {
+        for (leg, pool) in [(Leg::Prefill, &model.prefill), (Leg::Decode, &model.decode)] {
+            let labels = [model.name.as_str(), leg.label()];
+            let ready = pool.members().iter().filter(|member| !member.engine.is_resting()).count();
+            scrape.put(&POOL, &labels, pool.members().len() as f64);
+            scrape.put(&READY, &labels, ready as f64);
+        }
+    }
+}
