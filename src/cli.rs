@@ -31,6 +31,8 @@ pub(crate) enum Command {
     Router(RouterArgs),
     /// Check a router configuration and print what is in effect
     Check(CheckArgs),
+    /// API keys of the router's clients
+    Key(KeyArgs),
     /// Compare the engine with golden outputs made by make_tiny.py
     Parity(ParityArgs),
     /// Measure the engine, the transfer, the ledger or the router against baselines from the same run
@@ -236,6 +238,25 @@ pub(crate) struct CheckArgs {
     /// Configuration file
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct KeyArgs {
+    #[command(subcommand)]
+    pub(crate) verb: KeyVerb,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum KeyVerb {
+    /// Make a key: prints it, once, and its entry for `auth.keys`
+    New {
+        /// Its name in logs and limits
+        #[arg(long)]
+        id: String,
+        /// Whose key it is
+        #[arg(long)]
+        tenant: String,
+    },
 }
 
 #[derive(Debug, Args)]

@@ -1,10 +1,10 @@
-//! `baton router` and `baton check`.
+//! `baton router`, `baton check` and `baton key`.
 
 use std::io::Write;
 
-use baton_router::{Router, RouterConfig};
+use baton_router::{NewKey, Router, RouterConfig};
 
-use crate::cli::{CheckArgs, RouterArgs};
+use crate::cli::{CheckArgs, KeyVerb, RouterArgs};
 use crate::{Failure, shutdown};
 
 pub(crate) fn run(args: &RouterArgs) -> Result<(), Failure> {
@@ -35,4 +35,15 @@ pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
         serde_json::to_string_pretty(&config)?
     );
     Ok(())
+}
+
+pub(crate) fn key(verb: &KeyVerb) {
+    let KeyVerb::New { id, tenant } = verb;
+    let new = NewKey::make();
+    println!(
+        "# The key, for the client. It is shown only now:\n#   {}\n# Its entry for `auth.keys`, or `keys` of the keys \
+         file:\n{}",
+        new.key,
+        new.entry(id, tenant).trim_end()
+    );
 }

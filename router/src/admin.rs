@@ -101,7 +101,8 @@ impl Admin {
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         let (head, body) = request.into_parts();
         if !self.access.allows(head.uri.path(), &head.headers) {
-            let refused = Answer::error(StatusCode::UNAUTHORIZED, "needs `Authorization: Bearer` and the admin token");
+            let refused =
+                Answer::error(StatusCode::UNAUTHORIZED, "needs `Authorization: Bearer` and the admin token");
             return refused.into_response(false, &head.method);
         }
         let header =

@@ -10,7 +10,9 @@ use baton_connector::exchange::{Attempt, Event};
 use baton_openai::{ApiError, sse};
 use bytes::{Bytes, BytesMut};
 use hyper::Version;
-use hyper::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, TRANSFER_ENCODING};
+use hyper::header::{
+    CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, TRANSFER_ENCODING,
+};
 use pingora::http::ResponseHeader;
 use pingora::proxy::Session;
 

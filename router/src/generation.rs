@@ -63,7 +63,8 @@ impl Generation {
         tenants: &Tenants,
     ) -> Result<Self, GenerationError> {
         let text = config.secret()?;
-        let auth = config.auth.as_ref().map(|auth| Auth::build(auth, text.as_deref(), tenants)).transpose()?;
+        let auth =
+            config.auth.as_ref().map(|auth| Auth::build(auth, text.as_deref(), tenants)).transpose()?;
         let secret = text.map(|text| HeaderValue::from_str(&text));
         let mut secret = secret.transpose().map_err(|_| GenerationError::SecretText)?;
         if let Some(secret) = &mut secret {

@@ -55,10 +55,10 @@ mod tls;
 mod upstream;
 mod usage;
 
-pub use config::{ConfigError, RouterConfig};
 pub use admin::AdminError;
+pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;
+pub use server::{BindError, Reload, Router};
 pub use tenants::{AuthError, NewKey};
 pub use tls::TlsError;
 pub use upstream::TermsError;
-pub use server::{BindError, Reload, Router};

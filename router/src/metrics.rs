@@ -15,9 +15,9 @@ mod registry;
 mod requests;
 mod server;
 pub(crate) mod tenants;
-pub(crate) mod tls;
 #[cfg(test)]
 mod tests;
+pub(crate) mod tls;
 
 use std::sync::Arc;
 use std::time::Duration;

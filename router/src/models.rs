@@ -54,7 +54,12 @@ pub(crate) struct Models {
 }
 
 impl Models {
-    pub(crate) fn new(config: &RouterConfig, terms: &EngineTerms, fleet: &Fleet, admission: &Admission) -> Self {
+    pub(crate) fn new(
+        config: &RouterConfig,
+        terms: &EngineTerms,
+        fleet: &Fleet,
+        admission: &Admission,
+    ) -> Self {
         let pool = |config: &PoolConfig| Pool {
             members: config
                 .engines

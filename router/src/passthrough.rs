@@ -38,7 +38,8 @@ pub(crate) async fn pass(
         _ => DetokenizeRequest::from_map(&body, &generation.parse_limits)?.model,
     };
     let model = Arc::clone(generation.models.named(name.as_deref())?);
-    let means = |name: &str| generation.models.named(Some(name)).is_ok_and(|found| Arc::ptr_eq(found, &model));
+    let means =
+        |name: &str| generation.models.named(Some(name)).is_ok_and(|found| Arc::ptr_eq(found, &model));
     if identity.is_some_and(|identity| !identity.may_use(means)) {
         return Err(tenants::forbidden(&model.name).into());
     }

@@ -104,8 +104,7 @@ impl Router {
             let new = |config| ServerTls::new(&config, shared.metrics.listener_tls(purpose)).map(Arc::new);
             config.map(new).transpose()
         };
-        let guards =
-            Guards { clients: tls(listen_tls, "clients")?, admin: tls(admin_tls, "admin")?, access };
+        let guards = Guards { clients: tls(listen_tls, "clients")?, admin: tls(admin_tls, "admin")?, access };
         Ok(Self { clients, admin, shared, connections_max, guards })
     }
 
@@ -134,7 +133,11 @@ impl Router {
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
         let Self { clients, admin, shared, connections_max, guards } = self;
-        let ready = Arc::new(Admin { shared: Arc::clone(&shared), ready: AtomicBool::new(true), access: Arc::clone(&guards.access) });
+        let ready = Arc::new(Admin {
+            shared: Arc::clone(&shared),
+            ready: AtomicBool::new(true),
+            access: Arc::clone(&guards.access),
+        });
         let mut background = JoinSet::new();
         background.spawn(admin::serve(admin, guards.admin.clone(), Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));

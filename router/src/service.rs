@@ -4,7 +4,7 @@
 //! reached: it re-sends at most 64 KiB of a body that a filter has read, which is 16,000 tokens.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use baton_connector::exchange::{Event, Outcome, Phase};
@@ -290,6 +290,8 @@ impl RequestContext {
             request = %self.id,
             method = %session.req_header().method,
             path = session.req_header().uri.path(),
+            tenant = self.permit.as_ref().map(|permit| permit.identity.tenant.name.as_str()),
+            key = self.permit.as_ref().map(|permit| permit.identity.name.as_str()),
             model = self.model.as_deref(),
             prefill = engine(|d| d.prefill_engine.as_deref().map(|e| e.authority())),
             decode = engine(|d| d.decode_engine.as_deref().map(|e| e.authority())),

@@ -37,11 +37,11 @@ use crate::metrics::tenants::Unknown;
 
 pub use keys::NewKey;
 pub(crate) use keys::{bearer, same};
-pub(crate) use limits::Permit;
 use limits::Meter;
+pub(crate) use limits::Permit;
 use salt::SaltKey;
-pub(crate) use table::Tenants;
 use table::KeyTable;
+pub(crate) use table::Tenants;
 
 /// Why keys cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -164,7 +164,9 @@ impl Auth {
                 tracing::info!(keys = table.len(), "the keys file was read again");
                 self.table.store(Arc::new(table));
             }
-            Err(error) => tracing::error!(%error, "the keys file cannot be used; the old keys stay in effect"),
+            Err(error) => {
+                tracing::error!(%error, "the keys file cannot be used; the old keys stay in effect")
+            }
         }
     }
 }

@@ -25,8 +25,8 @@ use crate::config::EngineUrl;
 use crate::metrics::EngineMetrics;
 use connection::Connection;
 pub(crate) use connection::Socket;
-pub(crate) use terms::{EngineTerms, Terms};
 pub use terms::TermsError;
+pub(crate) use terms::{EngineTerms, Terms};
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
 const IDLE_MAX: usize = 256;

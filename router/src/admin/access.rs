@@ -2,7 +2,7 @@
 //! only who shows a certificate or the token.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use arc_swap::ArcSwap;
 use hyper::header::HeaderMap;
@@ -56,7 +56,8 @@ impl Access {
     /// Whether the request may be answered. Whether the router lives is told to everybody: probes bring no token.
     pub(crate) fn allows(&self, path: &str, headers: &HeaderMap) -> bool {
         let Some(token) = &self.0 else { return true };
-        let shown = || bearer(headers).is_some_and(|shown| same(shown.as_bytes(), token.current.load().as_bytes()));
+        let shown =
+            || bearer(headers).is_some_and(|shown| same(shown.as_bytes(), token.current.load().as_bytes()));
         matches!(path, "/health" | "/ready") || shown()
     }
 
@@ -65,12 +66,14 @@ impl Access {
         let Some(token) = self.0.as_ref().filter(|token| token.watch.has_changed()) else { return };
         match read(&token.file) {
             Ok(new) => token.current.store(new.into()),
-            Err(error) => tracing::error!(%error, "the admin token cannot be read again; the old one stays in effect"),
+            Err(error) => {
+                tracing::error!(%error, "the admin token cannot be read again; the old one stays in effect")
+            }
         }
     }
 }
 
-fn read(file: &PathBuf) -> Result<String, AdminError> {
+fn read(file: &Path) -> Result<String, AdminError> {
     let token = first_line_of(file)?.filter(|token| token.len() >= TOKEN_BYTES_MIN);
-    token.ok_or_else(|| AdminError::Short(file.clone()))
+    token.ok_or_else(|| AdminError::Short(file.to_owned()))
 }

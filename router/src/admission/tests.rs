@@ -23,7 +23,10 @@ impl Drop for Seat {
 impl Engines {
     fn new(room: usize) -> Self {
         let freed = Arc::<Freed>::default();
-        let admission = Admission::new(Arc::clone(&freed), Arc::new(AdmissionMetrics::new(&crate::metrics::Registry::default())));
+        let admission = Admission::new(
+            Arc::clone(&freed),
+            Arc::new(AdmissionMetrics::new(&crate::metrics::Registry::default())),
+        );
         Self { room: Arc::new(AtomicUsize::new(room)), freed, queue: admission.queue("m") }
     }
 

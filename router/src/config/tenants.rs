@@ -126,11 +126,11 @@ pub struct TenantConfig {
 #[serde(deny_unknown_fields, default)]
 pub struct RateLimitsConfig {
     /// Requests per minute, as a bucket that holds one minute's worth. 1 to 1,000,000,000; default: no bound.
-    #[garde(inner(range(min = 1, max = 1_000_000_000)))]
+    #[garde(inner(range(min = 1_u64, max = 1_000_000_000_u64)))]
     pub requests_per_minute: Option<u64>,
     /// Tokens per minute, as a bucket: a prompt's (four bytes of the body each) and as many as the request may
     /// generate. 1 to 1,000,000,000,000; default: no bound.
-    #[garde(inner(range(min = 1, max = 1_000_000_000_000)))]
+    #[garde(inner(range(min = 1_u64, max = 1_000_000_000_000_u64)))]
     pub tokens_per_minute: Option<u64>,
     /// Requests at once. 1 to 1,000,000; default: no bound.
     #[garde(inner(range(min = 1, max = 1_000_000)))]
@@ -222,9 +222,19 @@ mod tests {
         ] {
             assert_eq!(moment(text), Some(seconds), "{text}");
         }
-        for wrong in ["2023-02-29", "2026-13-01", "2026-00-10", "26-01-01", "2026-1-1", "2026-01-01T25:00:00Z",
-            "2026-01-01T00:00:00", "1969-12-31", "", "2026-01-01-01", "é026-01-01"]
-        {
+        for wrong in [
+            "2023-02-29",
+            "2026-13-01",
+            "2026-00-10",
+            "26-01-01",
+            "2026-1-1",
+            "2026-01-01T25:00:00Z",
+            "2026-01-01T00:00:00",
+            "1969-12-31",
+            "",
+            "2026-01-01-01",
+            "é026-01-01",
+        ] {
             assert_eq!(moment(wrong), None, "{wrong}");
         }
     }

@@ -18,13 +18,13 @@ static LIMITED: Family = Family::counter(
     &["limit"],
     "Requests that a key's or tenant's limit refused.",
 );
-static UNKNOWN: Family = Family::counter(
-    "baton_router_unauthorized_total",
-    &["reason"],
-    "Requests that were answered 401.",
+static UNKNOWN: Family =
+    Family::counter("baton_router_unauthorized_total", &["reason"], "Requests that were answered 401.");
+static RELOADS: Family = Family::counter(
+    "baton_router_keys_reloads_total",
+    &["result"],
+    "Times that the keys file was read again.",
 );
-static RELOADS: Family =
-    Family::counter("baton_router_keys_reloads_total", &["result"], "Times that the keys file was read again.");
 
 pub(super) static FAMILIES: &[&Family] = &[&REQUESTS, &LIMITED, &UNKNOWN, &RELOADS];
 

@@ -80,14 +80,15 @@ impl Bucket {
     pub(crate) fn give_back(&self, amount: u64) {
         let price = self.price(amount);
         // The closure always gives a value.
-        let _ = self
-            .full_at
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |full_at| Some(full_at.saturating_sub(price)));
+        let _ = self.full_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |full_at| {
+            Some(full_at.saturating_sub(price))
+        });
     }
 
     pub(crate) fn level(&self, now: u64) -> Level {
         let taken = self.full_at.load(Ordering::Relaxed).saturating_sub(now).min(Self::WINDOW_NS);
-        let left = u128::from(Self::WINDOW_NS - taken) * u128::from(self.per_minute) / u128::from(Self::WINDOW_NS);
+        let left =
+            u128::from(Self::WINDOW_NS - taken) * u128::from(self.per_minute) / u128::from(Self::WINDOW_NS);
         Level {
             limit: self.per_minute,
             remaining: u64::try_from(left).unwrap_or(self.per_minute),

@@ -48,7 +48,10 @@ impl NewKey {
 }
 
 /// Something that is found by the hash of a secret.
-pub(crate) struct ByHash<T>(HashMap<u64, Vec<([u8; 32], Arc<T>)>>);
+pub(crate) struct ByHash<T>(HashMap<u64, Entries<T>>);
+
+/// Those whose hashes begin alike: hardly ever more than one.
+type Entries<T> = Vec<([u8; 32], Arc<T>)>;
 
 impl<T> Default for ByHash<T> {
     fn default() -> Self {

@@ -126,7 +126,9 @@ impl Permit {
         let levels = [tightest(|meter| &meter.requests), tightest(|meter| &meter.tokens)];
         for (names, level) in names.into_iter().zip(levels) {
             let Some(Level { limit, remaining, reset }) = level else { continue };
-            for (name, text) in names.into_iter().zip([limit.to_string(), remaining.to_string(), spoken(reset)]) {
+            for (name, text) in
+                names.into_iter().zip([limit.to_string(), remaining.to_string(), spoken(reset)])
+            {
                 let value = HeaderValue::try_from(text).expect("digits and letters");
                 headers.push((HeaderName::from_static(name), value));
             }
@@ -160,7 +162,8 @@ fn told(whose: &str, what: &str, limit: u64, wanted: u64, denied: Denied) -> Api
             ApiError::rate_limited(message, wait)
         }
         Denied::TooMuch => {
-            let message = format!("the request needs {wanted} {what}, and {whose} may use {limit} per minute");
+            let message =
+                format!("the request needs {wanted} {what}, and {whose} may use {limit} per minute");
             let mut error = ApiError::rate_limited(message, COME_BACK).do_not_retry();
             error.retry_after = None;
             error
@@ -173,7 +176,7 @@ fn spoken(duration: Duration) -> String {
     let millis = duration.as_nanos().div_ceil(1_000_000);
     match millis {
         0..1000 => format!("{millis}ms"),
-        1000..60_000 if millis % 1000 == 0 => format!("{}s", millis / 1000),
+        1000..60_000 if millis.is_multiple_of(1000) => format!("{}s", millis / 1000),
         1000..60_000 => format!("{}.{:03}s", millis / 1000, millis % 1000),
         _ => format!("{}m{}s", millis / 60_000, millis % 60_000 / 1000),
     }

@@ -95,10 +95,10 @@ impl KeyTable {
             return Err(AuthError::Twice { what: "tenant", name: twice.name.clone() });
         }
         let by_name: HashMap<&str, _> = listed.iter().map(|tenant| (tenant.name.as_str(), *tenant)).collect();
-        let mut tenant = |name: &'_ str| -> Arc<Tenant> {
-            let (weight, limits) = by_name.get(name).map_or((1, RateLimitsConfig::default()), |tenant| {
-                (tenant.weight, tenant.limits.clone())
-            });
+        let tenant = |name: &str| -> Arc<Tenant> {
+            let (weight, limits) = by_name
+                .get(name)
+                .map_or((1, RateLimitsConfig::default()), |tenant| (tenant.weight, tenant.limits.clone()));
             Arc::new(Tenant {
                 name: name.to_owned(),
                 id: tenants.id(name),

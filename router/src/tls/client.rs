@@ -66,7 +66,9 @@ impl EngineTls {
                     self.current.store(config);
                     self.not_after_s.store(not_after_s, Ordering::Relaxed);
                 }
-                Err(error) => tracing::error!(%error, "engine_tls cannot be read again; the old files stay in effect"),
+                Err(error) => {
+                    tracing::error!(%error, "engine_tls cannot be read again; the old files stay in effect")
+                }
             }
         }
         self.metrics.expires(Some(self.not_after_s.load(Ordering::Relaxed)).filter(|at| *at > 0));
@@ -99,7 +101,9 @@ fn load(config: &EngineTlsConfig) -> Result<(Arc<ClientConfig>, u64), TlsError> 
             (builder.with_client_auth_cert(chain, key(key_file)?).map_err(pair)?, not_after_s)
         }
         (None, None) => (builder.with_no_client_auth(), 0),
-        (Some(file), None) | (None, Some(file)) => return Err(content(file, "certificate and key need each other")),
+        (Some(file), None) | (None, Some(file)) => {
+            return Err(content(file, "certificate and key need each other"));
+        }
     };
     client.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok((Arc::new(client), not_after_s))

@@ -121,7 +121,8 @@ impl<'a> Reader<'a> {
             (usize::from(first), rest)
         } else {
             // At most four bytes of length: nothing here is longer.
-            let (digits, rest) = rest.split_at_checked(usize::from(first & 0x7f)).filter(|(d, _)| d.len() <= 4)?;
+            let (digits, rest) =
+                rest.split_at_checked(usize::from(first & 0x7f)).filter(|(d, _)| d.len() <= 4)?;
             (digits.iter().fold(0, |length, digit| length << 8 | usize::from(*digit)), rest)
         };
         let (value, rest) = rest.split_at_checked(length)?;

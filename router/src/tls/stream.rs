@@ -10,7 +10,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use pingora::protocols::raw_connect::ProxyDigest;
 use pingora::protocols::{
-    GetProxyDigest, GetSocketDigest, GetTimingDigest, Peek, Shutdown, SocketDigest, Ssl, TimingDigest, UniqueID,
+    GetProxyDigest, GetSocketDigest, GetTimingDigest, Peek, Shutdown, SocketDigest, Ssl, TimingDigest,
+    UniqueID,
 };
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::TcpStream;
@@ -33,7 +34,8 @@ impl TlsConnection {
     pub(super) fn new(stream: TlsStream<TcpStream>) -> Self {
         let (tcp, session) = stream.get_ref();
         let leaf = session.peer_certificates().and_then(|chain| chain.first());
-        let client_names = leaf.and_then(|leaf| der::facts(leaf)).map(|facts| facts.names).unwrap_or_default();
+        let client_names =
+            leaf.and_then(|leaf| der::facts(leaf)).map(|facts| facts.names).unwrap_or_default();
         let socket = Arc::new(SocketDigest::from_raw_fd(tcp.as_raw_fd()));
         Self { stream, client_names, socket }
     }
@@ -55,7 +57,11 @@ impl AsyncRead for TlsConnection {
 }
 
 impl AsyncWrite for TlsConnection {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(context, bytes)
     }
 

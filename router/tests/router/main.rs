@@ -11,6 +11,8 @@ mod configuration_page;
 mod disconnect;
 mod engine;
 mod failures;
+mod keys;
 mod load;
 mod main_path;
 mod system;
+mod tls;
