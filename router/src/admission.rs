@@ -32,6 +32,7 @@ use tokio::sync::Notify;
 
 use crate::config::{Priority, QueueConfig};
 use crate::metrics::admission::{AdmissionMetrics, Outcome};
+use crate::pool::Scarce;
 use drain::Drain;
 pub(crate) use queue::{Claim, TenantId};
 use queue::{FairQueue, Full, Place};
@@ -47,15 +48,6 @@ pub(crate) struct Ticket {
     pub claim: Claim,
     /// Until when it may wait.
     pub deadline: Instant,
-}
-
-/// Why no engine could be reserved.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Scarce {
-    /// Some could serve the request but are full: waiting helps.
-    Full,
-    /// None can serve it: waiting may not help.
-    Nobody,
 }
 
 /// Says that an engine may have room again.

@@ -19,14 +19,16 @@ use crate::admission::Ticket;
 use crate::alive::{Deaf, while_alive};
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
+use crate::disaggregation::{self, Disaggregation, Facts, Why};
 use crate::generation::Generation;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
 use crate::legs::{Meaning, Refusal};
 use crate::metrics::Leg;
-use crate::models::{Model, Reserved};
+use crate::models::Model;
 use crate::observe::Watched;
+use crate::pool::{Reserved, Scarce};
 use crate::request_id;
 use crate::rewrite;
 use crate::settle::Debtor;
@@ -143,9 +145,8 @@ impl ExchangeDriver {
         ask: &Ask,
         ticket: Ticket,
     ) -> Result<(), Ended> {
-        let decode = &ask.model.decode;
         let generation = Arc::clone(&self.generation);
-        let room = || decode.reserve(&ask.wanted(), &[]).ok_or_else(|| decode.scarcity());
+        let room = || ask.model.decode.reserve(&ask.wanted(), &[]);
         match race(session, ask.model.queue.enter(ticket, &generation.config.queue, room)).await {
             Err(ClientGone) => Err(self.client_gone()),
             Ok(Ok(reserved)) => {
@@ -159,9 +160,39 @@ impl ExchangeDriver {
         }
     }
 
+    /// Whether another engine prefills, now that it is known which one decodes.
+    fn disaggregation(&self, ask: &Ask) -> Disaggregation {
+        let wanted = ask.wanted();
+        let holding = self.reserved.as_ref().map(|reserved| reserved.holding).unwrap_or_default();
+        let facts = Facts {
+            has_prefill: !ask.model.prefill.is_empty(),
+            several_prompts: ask.aggregate,
+            prompt_tokens: wanted.tokens,
+            cached_share: holding.share(&wanted),
+            prefill_in_flight: ask.model.prefill.least_in_flight(),
+        };
+        disaggregation::decide(&ask.model.disaggregate, &facts)
+    }
+
+    /// A prefill engine: another than the decode engine and than those that were asked before, if there is another.
+    fn reserve_prefill(&self, ask: &Ask, tried: &[Arc<Engine>]) -> Result<Reserved, Scarce> {
+        let mut wanted = ask.wanted();
+        wanted.pair = self.reserved.as_ref().and_then(Reserved::pair);
+        let decode = self.reserved.as_ref().map(Reserved::engine);
+        let before: Vec<_> = tried.iter().chain(&self.prefill_engine).cloned().collect();
+        let others: Vec<_> = before.iter().chain(decode).cloned().collect();
+        let prefill = &ask.model.prefill;
+        prefill
+            .reserve(&wanted, &others)
+            .or_else(|_| prefill.reserve(&wanted, &before))
+            .or_else(|_| prefill.reserve(&wanted, tried))
+    }
+
     /// First leg: the handoff, or `None` when the decode engine is to compute everything.
     pub(crate) async fn prefill(&mut self, session: &mut Session, ask: &Ask) -> Result<Option<Value>, Ended> {
-        if ask.aggregate || ask.model.prefill.is_empty() {
+        let decided = self.disaggregation(ask);
+        self.shared.metrics.routing.disaggregation(decided);
+        if let Disaggregation::Local(_) = decided {
             self.apply(Event::PrefillSkipped);
             return Ok(None);
         }
@@ -171,11 +202,7 @@ impl ExchangeDriver {
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
-            // A second handoff comes from another engine than the first, if there is another.
-            let others = tried.iter().chain(&self.prefill_engine).cloned().collect::<Vec<_>>();
-            let (prefill, wanted) = (&ask.model.prefill, ask.wanted());
-            let reserved = prefill.reserve(&wanted, &others).or_else(|| prefill.reserve(&wanted, &tried));
-            let Some(Reserved { member, load }) = reserved else { break };
+            let Ok(Reserved { member, load, .. }) = self.reserve_prefill(ask, &tried) else { break };
             let engine = Arc::clone(&member.engine);
             if !tried.is_empty() {
                 self.shared.metrics.retry(Leg::Prefill);
@@ -215,6 +242,7 @@ impl ExchangeDriver {
     fn fall_back(&mut self, ask: &Ask, last: Refusal) -> Result<Option<Value>, Ended> {
         match ask.model.fallback {
             Fallback::Aggregate => {
+                self.shared.metrics.routing.disaggregation(Disaggregation::Local(Why::FellBack));
                 self.apply(Event::PrefillSkipped);
                 Ok(None)
             }
@@ -268,8 +296,9 @@ impl ExchangeDriver {
         let mut last = Refusal::none_left();
         let mut spent = false;
         while tried.len() < usize::from(self.generation.config.attempts.decode) {
-            let reserved = self.reserved.take().or_else(|| ask.model.decode.reserve(&ask.wanted(), &tried));
-            let Some(Reserved { member, load }) = reserved else { break };
+            let reserved = self.reserved.take().map(Ok);
+            let reserved = reserved.unwrap_or_else(|| ask.model.decode.reserve(&ask.wanted(), &tried));
+            let Ok(Reserved { member, load, .. }) = reserved else { break };
             let engine = Arc::clone(&member.engine);
             if !tried.is_empty() {
                 self.shared.metrics.retry(Leg::Decode);

@@ -80,6 +80,7 @@ impl Generation {
         let tls = config.engine_tls.as_ref().map(|tls| EngineTls::new(tls, fleet.metrics().engine_tls()));
         let engine_tls = tls.transpose()?;
         let terms = EngineTerms::new(&config, terms, engine_tls.as_ref())?;
+        fleet.memory.set_bounds(config.prefix_index.chunks_per_engine, config.prefix_index.chunks_total);
         Ok(Self {
             number,
             models: Models::new(&config, &terms, fleet, admission),

@@ -16,11 +16,13 @@ use serde_json::{Map, Value};
 use crate::admission::body_budget::{Held, Spent};
 use crate::config::Priority;
 use crate::exchange_driver::Ended;
+use crate::features::{Features, Source};
 use crate::generation::Generation;
 use crate::legs::Refusal;
 use crate::models::Model;
 use crate::policy::Wanted;
 use crate::rewrite;
+use crate::tenants::{Auth, Identity};
 
 /// The only headers of a client that an engine gets: its credentials and its trace.
 const PASSED_HEADERS: [HeaderName; 3] =
@@ -44,12 +46,33 @@ pub(crate) struct Ask {
     pub tokens: u64,
     /// vLLM's `priority`.
     pub priority: Option<i64>,
+    /// What says where it belongs.
+    pub features: Features,
     headers: HeaderMap,
 }
 
 impl From<ApiError> for Ended {
     fn from(error: ApiError) -> Self {
         Self::Refused(Refusal(error))
+    }
+}
+
+/// Whose request it is, where the router knows.
+pub(crate) struct Owner<'a> {
+    pub identity: &'a Identity,
+    pub auth: &'a Auth,
+}
+
+impl Owner<'_> {
+    /// Makes a body this tenant's, and gives its salt: made of the client's own, which can only divide the tenant's
+    /// cache further. A priority that the key may not have is taken out: engines with priority scheduling read it.
+    fn take(&self, body: &mut Map<String, Value>, priority: Option<i64>, own: Option<&str>) -> String {
+        let salt = self.auth.cache_salt(self.identity, own);
+        body.insert("cache_salt".to_owned(), Value::String(salt.clone()));
+        if priority.is_some_and(|number| Priority::of_number(number) < self.identity.priority_max) {
+            body.remove("priority");
+        }
+        salt
     }
 }
 
@@ -63,32 +86,37 @@ impl Ask {
         body: &[u8],
         headers: &HeaderMap,
         generation: &Generation,
+        owner: Option<&Owner<'_>>,
     ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
-        let bytes = body.len();
-        let mut body = parse_object(body, limits)?;
+        let raw = body;
+        let mut body = parse_object(raw, limits)?;
         rewrite::strip(&mut body);
         let request = GenerateRequest::from_map(endpoint, &body, limits)?;
         let model = Arc::clone(generation.models.named(request.model.as_deref())?);
         let aggregate = request.input.prompts() > 1;
-        let (tokens, priority) =
-            (estimated_tokens(bytes, &request), body.get("priority").and_then(Value::as_i64));
-        Ok(Self { endpoint, model, body, aggregate, bytes, tokens, priority, headers: passed(headers) })
-    }
-
-    /// Makes it a tenant's: with the tenant's salt, which `salt` makes of the client's own, and without a priority
-    /// that its key may not have. Engines with priority scheduling read the same field.
-    pub(crate) fn belong(&mut self, most: Priority, salt: impl FnOnce(Option<&str>) -> String) {
-        let salt = salt(self.body.get("cache_salt").and_then(Value::as_str));
-        self.body.insert("cache_salt".to_owned(), Value::String(salt));
-        if self.priority.is_some_and(|number| Priority::of_number(number) < most) {
-            self.body.remove("priority");
-        }
+        let priority = body.get("priority").and_then(Value::as_i64);
+        let tokens = estimated_tokens(raw.len(), &request);
+        let salt = match owner {
+            Some(owner) => Some(owner.take(&mut body, priority, request.cache_salt.as_deref())),
+            None => request.cache_salt,
+        };
+        let salt = salt.as_deref();
+        let source = Source {
+            model: &model.name,
+            headers,
+            body: raw,
+            user: request.user.as_deref(),
+            salts: salt.as_slice(),
+        };
+        let features = Features::read(&source, model.needs, &model.features);
+        let (bytes, headers) = (raw.len(), passed(headers));
+        Ok(Self { endpoint, model, body, aggregate, bytes, tokens, priority, features, headers })
     }
 
     /// What a policy may know of it.
     pub(crate) fn wanted(&self) -> Wanted<'_> {
-        Wanted::default()
+        self.features.wanted()
     }
 
     /// The headers of both legs.

@@ -12,10 +12,11 @@
 //! | module | what it does |
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
-//! | `service`, `route`, `intake`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
-//! | `models`, `policy` | which engine is chosen |
+//! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
+//! | `models`, `pool`, `policy` | which engine is chosen |
 //! | `admission` | who waits when every engine is full, and whose turn it is |
-//! | `exchange_driver`, `legs` | in which order engines are asked, and what their answers mean |
+//! | `memory`, `prefix_index` | what the engines' caches hold, as far as is known |
+//! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `tenants`, `tls` | who asks, and what they may; encrypted connections |
 //! | `upstream` | connections to engines |
@@ -31,17 +32,22 @@ mod alive;
 mod answer;
 mod client_watch;
 pub mod config;
+mod disaggregation;
 mod exchange_driver;
+mod features;
 mod file_watch;
 mod fleet;
 mod generation;
 mod intake;
 mod legs;
+mod memory;
 mod metrics;
 mod models;
 mod observe;
 mod passthrough;
 mod policy;
+mod pool;
+mod prefix_index;
 mod request_id;
 mod rewrite;
 mod route;

@@ -13,6 +13,7 @@ mod page;
 mod process;
 mod registry;
 mod requests;
+mod routing;
 mod server;
 pub(crate) mod tenants;
 #[cfg(test)]
@@ -41,6 +42,7 @@ fn families() -> impl Iterator<Item = &'static Family> {
         tenants::FAMILIES,
         tls::FAMILIES,
         server::FAMILIES,
+        routing::FAMILIES,
         process::FAMILIES,
     ];
     parts.concat().into_iter()
@@ -54,6 +56,7 @@ pub(crate) struct Metrics {
     pub server: server::ServerMetrics,
     pub admission: Arc<admission::AdmissionMetrics>,
     pub tenants: Arc<tenants::TenantMetrics>,
+    pub routing: routing::RoutingMetrics,
 }
 
 impl Metrics {
@@ -65,6 +68,7 @@ impl Metrics {
             server: server::ServerMetrics::new(&registry),
             admission: Arc::new(admission::AdmissionMetrics::new(&registry)),
             tenants: Arc::new(tenants::TenantMetrics::new(&registry)),
+            routing: routing::RoutingMetrics::new(&registry),
             registry,
         }
     }

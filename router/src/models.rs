@@ -1,16 +1,19 @@
-//! Which engines serve which model, and the one place where one of them is chosen.
+//! Which engines serve which model.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use baton_openai::ApiError;
 
-use crate::admission::{Admission, ModelQueue, Scarce};
-use crate::config::{Fallback, PoolConfig, RouterConfig};
+use crate::admission::{Admission, ModelQueue};
+use crate::config::{
+    DisaggregateConfig, EngineConfig, Fallback, FeaturesConfig, ModelConfig, PoolConfig, RouterConfig,
+};
+use crate::features::Needs;
 use crate::fleet::Fleet;
 use crate::metrics::ModelMetrics;
-use crate::policy::{self, Candidate, Policy, Wanted};
-use crate::upstream::{Engine, EngineTerms, InFlight};
+use crate::pool::{Member, Pool, has};
+use crate::upstream::EngineTerms;
 
 /// One model.
 pub(crate) struct Model {
@@ -19,38 +22,44 @@ pub(crate) struct Model {
     pub prefill: Pool,
     pub decode: Pool,
     pub fallback: Fallback,
+    pub disaggregate: DisaggregateConfig,
+    pub features: FeaturesConfig,
+    /// What has to be looked at in its requests.
+    pub needs: Needs,
     /// Where requests wait for a decode engine.
     pub queue: Arc<ModelQueue>,
     pub metrics: ModelMetrics,
-}
-
-/// Engines that can stand in for each other.
-pub(crate) struct Pool {
-    members: Vec<Arc<Member>>,
-    policy: Box<dyn Policy>,
-}
-
-/// An engine's place in a pool.
-pub(crate) struct Member {
-    pub engine: Arc<Engine>,
-    /// Its share of the work against the others'.
-    pub weight: u32,
-    /// Requests of this router that it takes at once.
-    pub max_in_flight: usize,
-    #[expect(dead_code, reason = "labels are for policies")]
-    pub labels: BTreeMap<String, String>,
-}
-
-/// An engine that was chosen; the request counts as in flight there until this is dropped.
-pub(crate) struct Reserved {
-    pub member: Arc<Member>,
-    pub load: InFlight,
 }
 
 /// Every model, by every name.
 pub(crate) struct Models {
     list: Vec<Arc<Model>>,
     by_name: HashMap<String, Arc<Model>>,
+}
+
+impl Model {
+    fn new(config: &ModelConfig, terms: &EngineTerms, fleet: &Fleet, queue: Arc<ModelQueue>) -> Self {
+        let pool = |pool: &PoolConfig, learns| {
+            let engines = pool.engines.iter().filter(|engine| has(&engine.labels, &pool.select));
+            let member = |engine: &EngineConfig| {
+                let known = fleet.engine(&engine.url, terms.of(&engine.url));
+                Arc::new(Member::new(engine, known, pool, &config.pair_by))
+            };
+            Pool::new(engines.map(member).collect(), &pool.policy, &fleet.memory, learns)
+        };
+        Self {
+            name: config.name.clone(),
+            prefill: pool(&config.prefill, false),
+            // What a decode engine holds already need not be prefilled elsewhere.
+            decode: pool(&config.decode, config.disaggregate.asks_what_is_cached()),
+            fallback: config.fallback,
+            disaggregate: config.disaggregate.clone(),
+            features: config.features.clone(),
+            needs: Needs::of(config),
+            queue,
+            metrics: fleet.metrics().model(&config.name),
+        }
+    }
 }
 
 impl Models {
@@ -60,32 +69,9 @@ impl Models {
         fleet: &Fleet,
         admission: &Admission,
     ) -> Self {
-        let pool = |config: &PoolConfig| Pool {
-            members: config
-                .engines
-                .iter()
-                .map(|e| {
-                    let engine = fleet.engine(&e.url, terms.of(&e.url));
-                    Arc::new(Member {
-                        engine,
-                        weight: e.weight,
-                        max_in_flight: e.max_in_flight.unwrap_or(usize::MAX),
-                        labels: e.labels.clone(),
-                    })
-                })
-                .collect(),
-            policy: policy::of_kind(config.policy),
-        };
         let (mut list, mut by_name) = (Vec::new(), HashMap::new());
         for model in &config.models {
-            let served = Arc::new(Model {
-                name: model.name.clone(),
-                prefill: pool(&model.prefill),
-                decode: pool(&model.decode),
-                fallback: model.fallback,
-                queue: admission.queue(&model.name),
-                metrics: fleet.metrics().model(&model.name),
-            });
+            let served = Arc::new(Model::new(model, terms, fleet, admission.queue(&model.name)));
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
             }
@@ -108,56 +94,5 @@ impl Models {
 
     pub(crate) fn list(&self) -> &[Arc<Model>] {
         &self.list
-    }
-}
-
-impl Pool {
-    /// Its engines.
-    pub(crate) fn members(&self) -> &[Arc<Member>] {
-        &self.members
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.members.is_empty()
-    }
-
-    /// Chooses an engine that has room and is not among those `tried`, and counts the request in flight there.
-    pub(crate) fn reserve(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Option<Reserved> {
-        let untried = |member: &Member| !tried.iter().any(|t| Arc::ptr_eq(t, &member.engine));
-        let candidates_that = |fit: &dyn Fn(&Member) -> bool| -> Vec<_> {
-            let fitting =
-                self.members.iter().enumerate().filter(|(_, member)| untried(member) && fit(member));
-            fitting
-                .map(|(index, member)| Candidate {
-                    index,
-                    in_flight: member.engine.load(),
-                    weight: member.weight,
-                })
-                .collect()
-        };
-        loop {
-            let has_room = |member: &Member| member.engine.load() < member.max_in_flight;
-            let mut candidates = candidates_that(&|member| has_room(member) && !member.engine.is_resting());
-            if candidates.is_empty() {
-                candidates = candidates_that(&has_room);
-            }
-            let member = Arc::clone(&self.members[self.policy.choose(wanted, &candidates)?]);
-            // Somebody else may have taken its last place since; then the choice is made again.
-            if let Some(load) = member.engine.begin(member.max_in_flight) {
-                return Some(Reserved { member, load });
-            }
-        }
-    }
-
-    /// Why [`Pool::reserve`] had nothing to give to a request that has tried none.
-    pub(crate) fn scarcity(&self) -> Scarce {
-        let full = |member: &Arc<Member>| member.engine.load() >= member.max_in_flight;
-        if self.members.iter().any(full) { Scarce::Full } else { Scarce::Nobody }
-    }
-}
-
-impl Reserved {
-    pub(crate) fn engine(&self) -> &Arc<Engine> {
-        &self.member.engine
     }
 }

@@ -50,7 +50,7 @@ pub(crate) async fn pass(
     let mut last = Refusal::none_left();
     let silence = Duration::from_millis(generation.config.timeouts.stream_silence_ms);
     while tried.len() < usize::from(generation.config.attempts.decode) {
-        let Some(reserved) = model.decode.reserve(&Wanted::default(), &tried) else { break };
+        let Ok(reserved) = model.decode.reserve(&Wanted::default(), &tried) else { break };
         let engine = reserved.engine();
         let call = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
         let called = race(session, tokio::time::timeout(silence, call)).await;

@@ -22,7 +22,7 @@ use crate::answer::Stamp;
 use crate::config::Priority;
 use crate::exchange_driver::{Ended, ExchangeDriver};
 use crate::generation::Generation;
-use crate::intake::{self, Ask};
+use crate::intake::{self, Ask, Owner};
 use crate::metrics::End;
 use crate::route::Route;
 use crate::shared::{Room, Shared};
@@ -164,9 +164,9 @@ impl FrontDoor {
                 self.permit(session, context)?;
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
-                let mut ask = Ask::read(endpoint, &body, headers, &context.generation)?;
+                let ask = Ask::read(endpoint, &body, headers, &context.generation, context.owner().as_ref())?;
                 drop(body);
-                context.limit(&mut ask)?;
+                context.limit(&ask)?;
                 self.generate(session, context, ask).await
             }
         }
@@ -311,16 +311,20 @@ impl RequestContext {
 
 impl RequestContext {
     /// What a known client may do with this request, and what it costs; with `auth` only.
-    fn limit(&mut self, ask: &mut Ask) -> Result<(), ApiError> {
-        let (Some(auth), Some(permit)) = (&self.generation.auth, &mut self.permit) else { return Ok(()) };
+    fn limit(&mut self, ask: &Ask) -> Result<(), ApiError> {
+        let Some(permit) = &mut self.permit else { return Ok(()) };
         if !may_use(Some(&permit.identity), &self.generation, &ask.model.name) {
             return Err(tenants::forbidden(&ask.model.name));
         }
         let taken = permit.take_tokens(ask.tokens);
         self.stamp.limits = permit.headers();
-        taken?;
-        ask.belong(permit.identity.priority_max, |own| auth.cache_salt(&permit.identity, own));
-        Ok(())
+        taken
+    }
+
+    /// Whose request it is; with `auth` only.
+    fn owner(&self) -> Option<Owner<'_>> {
+        let (auth, permit) = (self.generation.auth.as_ref()?, self.permit.as_ref()?);
+        Some(Owner { identity: &permit.identity, auth })
     }
 
     /// Counts the request, once, whatever ended it.

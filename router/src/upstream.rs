@@ -9,7 +9,7 @@ mod transport;
 
 use std::future::poll_fn;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
@@ -43,6 +43,8 @@ fn clock_ms() -> u64 {
 /// One engine.
 pub(crate) struct Engine {
     url: EngineUrl,
+    /// Which engine it is, in this process; see [`Engine::id`].
+    id: u32,
     authority: String,
     host: HeaderValue,
     terms: ArcSwap<Terms>,
@@ -50,6 +52,8 @@ pub(crate) struct Engine {
     in_flight: AtomicUsize,
     /// Told whenever a request ends here: somebody may wait for its place.
     freed: Arc<Freed>,
+    /// Prompt tokens of the requests in flight, estimated.
+    tokens: AtomicU64,
     /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
     rests_until_ms: AtomicU64,
     pub metrics: EngineMetrics,
@@ -95,20 +99,26 @@ pub(crate) struct Whole {
 }
 
 /// Counts one request of this router at an engine for as long as it lives.
-pub(crate) struct InFlight(Arc<Engine>);
+pub(crate) struct InFlight {
+    engine: Arc<Engine>,
+    tokens: u64,
+}
 
 impl Engine {
     pub(crate) fn new(url: EngineUrl, terms: Terms, freed: Arc<Freed>, metrics: EngineMetrics) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
         let authority = url.authority();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
             url,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
             authority,
             host,
             terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
             freed,
+            tokens: AtomicU64::new(0),
             rests_until_ms: AtomicU64::new(0),
             metrics,
         }
@@ -128,7 +138,9 @@ impl Engine {
 
     /// Whether it could not be reached a moment ago.
     pub(crate) fn is_resting(&self) -> bool {
-        clock_ms() < self.rests_until_ms.load(Ordering::Relaxed)
+        let until = self.rests_until_ms.load(Ordering::Relaxed);
+        // The clock is not asked of the many engines that never rested.
+        until != 0 && clock_ms() < until
     }
 
     /// `HOST:PORT`; for logs, never for clients.
@@ -141,11 +153,24 @@ impl Engine {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Counts one request until the guard is dropped; `None` when it has as many as it may.
-    pub(crate) fn begin(self: &Arc<Self>, most: usize) -> Option<InFlight> {
+    /// Which engine it is, in this process. Engines that are forgotten and come back have another.
+    pub(crate) fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Prompt tokens of the requests in flight, estimated.
+    pub(crate) fn tokens(&self) -> u64 {
+        self.tokens.load(Ordering::Relaxed)
+    }
+
+    /// Counts one request, of a prompt of so many tokens, until the guard is dropped; `None` when there are
+    /// `most` already.
+    pub(crate) fn begin(self: &Arc<Self>, tokens: u64, most: usize) -> Option<InFlight> {
+        // Never one too many, not even for a moment: somebody else would be turned away and told of no room later.
         let one_more = |now: usize| (now < most).then_some(now + 1);
         self.in_flight.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more).ok()?;
-        Some(InFlight(Arc::clone(self)))
+        self.tokens.fetch_add(tokens, Ordering::Relaxed);
+        Some(InFlight { engine: Arc::clone(self), tokens })
     }
 
     /// Sends a request and waits for the head of the answer.
@@ -319,14 +344,15 @@ impl Reply {
 
 impl InFlight {
     pub(crate) fn engine(&self) -> &Arc<Engine> {
-        &self.0
+        &self.engine
     }
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
+        self.engine.tokens.fetch_sub(self.tokens, Ordering::Relaxed);
         // In this order, and sequentially consistent: one who waits looks in the opposite order.
-        self.0.in_flight.fetch_sub(1, Ordering::SeqCst);
-        self.0.freed.ring();
+        self.engine.in_flight.fetch_sub(1, Ordering::SeqCst);
+        self.engine.freed.ring();
     }
 }

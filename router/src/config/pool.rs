@@ -7,16 +7,30 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::capacity::CapacityConfig;
+use super::policy::PolicyConfig;
 use super::url::EngineUrl;
 
 /// Engines that can stand in for each other, and how one is chosen.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct PoolConfig {
-    /// Default `least_load`.
+    /// How one of them is chosen: a name, or `{name: {parameters}}`. Default `least_load`.
     #[serde(default)]
-    #[garde(skip)]
-    pub policy: PolicyKind,
+    #[garde(dive)]
+    pub policy: PolicyConfig,
+    /// Only engines with all of these labels are members. At most 32. Default: every engine.
+    #[serde(default)]
+    #[garde(length(max = 32))]
+    pub select: BTreeMap<String, String>,
+    /// Engines with all of these labels are chosen while one of them has room. At most 32. Default: none.
+    #[serde(default)]
+    #[garde(length(max = 32))]
+    pub prefer: BTreeMap<String, String>,
+    /// When an engine has no room for another request.
+    #[serde(default)]
+    #[garde(dive)]
+    pub capacity: CapacityConfig,
     /// The engines.
     #[serde(default)]
     #[garde(length(max = 4096), dive)]
@@ -34,11 +48,6 @@ pub struct EngineConfig {
     #[serde(default = "default_weight")]
     #[garde(range(min = 1, max = 1000))]
     pub weight: u32,
-    /// Requests of this router that it works on at once. When every engine of a pool is full, requests wait in
-    /// the queue. 1 to 1,000,000; default: no bound.
-    #[serde(default)]
-    #[garde(inner(range(min = 1, max = 1_000_000)))]
-    pub max_in_flight: Option<usize>,
     /// A file whose first line is sent to it as `Authorization: Bearer`, whatever the client sent: for a stock
     /// engine's own `--api-key`. Default: none.
     #[serde(default)]
@@ -48,17 +57,11 @@ pub struct EngineConfig {
     #[serde(default)]
     #[garde(length(max = 32))]
     pub labels: BTreeMap<String, String>,
-}
-
-/// How an engine of a pool is chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum PolicyKind {
-    /// One after the other.
-    RoundRobin,
-    /// The one with the fewest requests of this router in flight.
-    #[default]
-    LeastLoad,
+    /// Requests of this router in flight at once; an engine that has as many gets no more. 1 to 1,000,000.
+    /// Default: the pool's `capacity.max_in_flight`.
+    #[serde(default)]
+    #[garde(inner(range(min = 1, max = 1_000_000)))]
+    pub max_in_flight: Option<usize>,
 }
 
 fn default_weight() -> u32 {

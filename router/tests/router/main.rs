@@ -14,5 +14,6 @@ mod failures;
 mod keys;
 mod load;
 mod main_path;
+mod policies;
 mod system;
 mod tls;
