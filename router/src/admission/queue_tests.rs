@@ -25,6 +25,12 @@ fn serve(queue: &mut FairQueue, times: usize, terms: &QueueConfig) -> Vec<u32> {
     served
 }
 
+fn fill(queue: &mut FairQueue, times: usize, claim: Claim, terms: &QueueConfig) {
+    for _ in 0..times {
+        queue.join(claim, terms).unwrap();
+    }
+}
+
 #[test]
 fn a_thousand_requests_of_one_tenant_delay_anothers_first_by_one_turn_at_most() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
@@ -81,9 +87,9 @@ fn priorities_share_by_weight_and_none_starves() {
 #[test]
 fn a_tenant_that_was_idle_has_saved_nothing_up() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
-    (0..500).for_each(|_| drop(queue.join(claim(1), &terms).unwrap()));
+    fill(&mut queue, 500, claim(1), &terms);
     serve(&mut queue, 400, &terms);
-    (0..100).for_each(|_| drop(queue.join(claim(2), &terms).unwrap()));
+    fill(&mut queue, 100, claim(2), &terms);
     let served = serve(&mut queue, 20, &terms);
     assert!(served.iter().filter(|t| **t == 2).count() <= 11, "{served:?}");
 }
@@ -91,7 +97,7 @@ fn a_tenant_that_was_idle_has_saved_nothing_up() {
 #[test]
 fn a_tenant_that_leaves_and_comes_back_is_not_ahead_of_its_share() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
-    (0..500).for_each(|_| drop(queue.join(claim(1), &terms).unwrap()));
+    fill(&mut queue, 500, claim(1), &terms);
     let mut of_two = 0;
     // One request at a time: its queue is empty after each, and its tag must be remembered.
     for _ in 0..100 {
@@ -106,7 +112,7 @@ fn a_tenant_that_leaves_and_comes_back_is_not_ahead_of_its_share() {
 #[test]
 fn what_left_unserved_has_cost_nothing() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
-    (0..10).for_each(|_| drop(queue.join(claim(1), &terms).unwrap()));
+    fill(&mut queue, 10, claim(1), &terms);
     let gone: Vec<_> = (0..100).map(|_| queue.join(claim(2), &terms).unwrap()).collect();
     gone.into_iter().for_each(|place| queue.leave(place));
     queue.join(claim(2), &terms).unwrap();
@@ -138,7 +144,7 @@ fn every_bound_holds_and_says_which_it_was() {
 #[test]
 fn who_is_ahead_is_estimated_by_turns_and_not_by_length() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
-    (0..1000).for_each(|_| drop(queue.join(claim(1), &terms).unwrap()));
+    fill(&mut queue, 1000, claim(1), &terms);
     assert_eq!(queue.ahead_of(&claim(1), &terms), 1000);
     assert_eq!(queue.ahead_of(&claim(2), &terms), 1);
     let urgent = Claim { priority: Priority::High, ..claim(3) };

@@ -13,7 +13,7 @@ pub struct LimitsConfig {
     pub body_bytes: usize,
     /// The sum of all bodies that are held at once, in bytes: as they arrive, until a decode engine has accepted
     /// their requests. What goes beyond it is answered 429. 1 MiB to 1 TiB; default 1 GiB.
-    #[garde(range(min = 1 << 20, max = 1 << 40))]
+    #[garde(range(min = 1_usize << 20, max = 1_usize << 40))]
     pub body_bytes_total: usize,
     /// Client connections at once; more wait in the kernel's queue. 1 to 1,000,000; default 16,384.
     #[garde(range(min = 1, max = 1_000_000))]

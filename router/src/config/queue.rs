@@ -13,14 +13,14 @@ pub struct QueueConfig {
     #[garde(range(max = 1_000_000))]
     pub requests: usize,
     /// The sum of their bodies, in bytes. 0 to 1 TiB; default 256 MiB.
-    #[garde(range(max = 1 << 40))]
+    #[garde(range(max = 1_usize << 40))]
     pub bytes: usize,
     /// Requests of one tenant that wait at once; without `auth` there are no tenants. 1 to 1,000,000;
     /// default 256.
     #[garde(range(min = 1, max = 1_000_000))]
     pub tenant_requests: usize,
     /// The sum of the bodies of one tenant's waiting requests, in bytes. 1 to 1 TiB; default 64 MiB.
-    #[garde(range(min = 1, max = 1 << 40))]
+    #[garde(range(min = 1_usize, max = 1_usize << 40))]
     pub tenant_bytes: usize,
     /// The longest wait, in milliseconds; a client's own deadline can only be shorter. 1 to 3,600,000;
     /// default 30,000.

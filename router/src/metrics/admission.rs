@@ -18,7 +18,7 @@ static OUTCOMES: Family = Family::counter(
      among them.",
 );
 static WAITED: Family = Family::histogram(
-    "baton_router_queue_seconds",
+    "baton_router_queue_wait_seconds",
     &[],
     SECONDS,
     "How long those waited who waited, whatever came of it.",
