@@ -99,6 +99,9 @@ pub(crate) async fn pass(
     };
     insert(&mut head, CONTENT_TYPE, content_type.unwrap_or(HeaderValue::from_static("application/json")))?;
     stamp.put(&mut head).map_err(|_| Refusal::broken())?;
+    if let Some(timing) = passing.driver.server_timing() {
+        insert(&mut head, hyper::header::HeaderName::from_static("server-timing"), timing)?;
+    }
     if streamed {
         insert(&mut head, CACHE_CONTROL, HeaderValue::from_static("no-cache"))?;
         passing.streamed(head).await?;

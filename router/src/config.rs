@@ -19,6 +19,7 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use access_log::AccessLogConfig;
 pub use admin::AdminConfig;
 pub use attempts::AttemptsConfig;
 pub use capacity::CapacityConfig;
@@ -34,6 +35,7 @@ pub use pool::{EngineConfig, PoolConfig};
 pub use prefix_index::PrefixIndexConfig;
 pub use queue::{Priority, PriorityWeights, QueueConfig};
 pub use secret::{MASK, Secret};
+pub use telemetry::{OtlpConfig, TelemetryConfig};
 pub use tenants::{AuthConfig, CertificateConfig, KeyConfig, KeysFile, RateLimitsConfig, TenantConfig};
 pub use timeouts::TimeoutsConfig;
 pub use tls::{ClientAuth, EngineTlsConfig, ListenTlsConfig};
@@ -41,6 +43,7 @@ pub use url::EngineUrl;
 
 pub(crate) use tenants::moment;
 
+mod access_log;
 mod admin;
 mod attempts;
 mod capacity;
@@ -58,6 +61,7 @@ mod prefix_index;
 mod queue;
 mod secret;
 mod shape;
+mod telemetry;
 mod tenants;
 mod timeouts;
 mod tls;
@@ -106,6 +110,14 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub attempts: AttemptsConfig,
+    /// One line of JSON per request that is over.
+    #[serde(default)]
+    #[garde(dive)]
+    pub access_log: AccessLogConfig,
+    /// OpenTelemetry traces.
+    #[serde(default)]
+    #[garde(dive)]
+    pub telemetry: TelemetryConfig,
     /// Bounds on what the router remembers of the engines' caches.
     #[serde(default)]
     #[garde(dive)]

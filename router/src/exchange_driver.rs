@@ -21,6 +21,7 @@ use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
 use crate::disaggregation::{self, Disaggregation, Facts, Why};
 use crate::generation::Generation;
+use crate::inflight::Entry;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
@@ -33,6 +34,7 @@ use crate::request_id;
 use crate::rewrite;
 use crate::settle::Debtor;
 use crate::shared::Shared;
+use crate::trace_context::Trace;
 use crate::upstream::{Engine, InFlight, Outgoing, Reply};
 
 /// Why a request has no answer from an engine.
@@ -100,6 +102,34 @@ impl ExchangeDriver {
             prefill_engine: None,
             decode_engine: None,
         }
+    }
+
+    /// Whose trace it is, and where it is told of while it is in flight.
+    pub(crate) fn watch(&mut self, trace: &Trace, entry: Option<&Arc<Entry>>) {
+        self.watched.trace = trace.clone();
+        self.watched.entry = entry.cloned();
+        if let Some(entry) = entry {
+            // Set once: an entry is of one request, which has one driver.
+            let _ = entry.exchange.set(Arc::clone(&self.debtor.exchange));
+            let _ = entry.model.set(Arc::clone(&self.model));
+        }
+    }
+
+    /// The time of each phase so far, as `Server-Timing` has it; `None` where it is not configured.
+    pub(crate) fn server_timing(&self) -> Option<HeaderValue> {
+        if !self.generation.config.telemetry.server_timing {
+            return None;
+        }
+        let line = self.timeline();
+        let spans = [
+            ("prefill", line.prefill_sent, line.held),
+            ("gap", line.prefill_sent.and(line.held), line.decode_sent),
+            ("accept", line.decode_sent, line.accepted),
+        ];
+        let parts = spans.into_iter().filter_map(|(name, from, to)| {
+            Some(format!("{name};dur={:.3}", to?.since(from?).as_secs_f64() * 1000.0))
+        });
+        HeaderValue::from_str(&parts.collect::<Vec<_>>().join(", ")).ok()
     }
 
     /// Tells the machine, and pays what it says.
@@ -198,7 +228,7 @@ impl ExchangeDriver {
         }
         let silence = Duration::from_millis(self.generation.config.timeouts.prefill_silence_ms);
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let outgoing = self.outgoing(ask, rewrite::prefill_body(&ask.body, &ask.model.name));
+        let outgoing = self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.model.name));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
@@ -289,7 +319,8 @@ impl ExchangeDriver {
         let recompute = handoff.is_some() && self.may_recompute;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let first_byte = Duration::from_millis(self.generation.config.timeouts.decode_first_byte_ms);
-        let mut outgoing = self.outgoing(ask, rewrite::decode_body(&ask.body, &ask.model.name, handoff));
+        let mut outgoing =
+            self.outgoing(ask, Leg::Decode, rewrite::decode_body(&ask.body, &ask.model.name, handoff));
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
@@ -383,8 +414,9 @@ impl ExchangeDriver {
         Arc::clone(&self.attempts[usize::from(attempt.0)])
     }
 
-    fn outgoing(&self, ask: &Ask, body: Bytes) -> Outgoing {
-        let headers = ask.engine_headers(&self.debtor.request);
+    fn outgoing(&self, ask: &Ask, leg: Leg, body: Bytes) -> Outgoing {
+        let mut headers = ask.engine_headers(&self.debtor.request);
+        self.watched.trace.inject(&mut headers, leg);
         Outgoing { method: Method::POST, path: ask.endpoint.path(), headers, body }
     }
 

@@ -14,6 +14,7 @@ use crate::admission::Admission;
 use crate::config::{ConfigError, RouterConfig};
 use crate::fleet::Fleet;
 use crate::models::Models;
+use crate::observers::{ObserverError, Observers};
 use crate::settle::SettleTerms;
 use crate::tenants::{Auth, AuthError, Tenants};
 use crate::tls::TlsError;
@@ -35,6 +36,9 @@ pub enum GenerationError {
     /// A certificate cannot be used.
     #[error(transparent)]
     Tls(#[from] TlsError),
+    /// The access log or the traces cannot be had.
+    #[error(transparent)]
+    Observer(#[from] ObserverError),
     /// The cluster secret cannot be a header.
     #[error("the cluster secret must be printable ASCII")]
     SecretText,
@@ -50,6 +54,7 @@ pub(crate) struct Generation {
     /// Who may ask. `None`: everybody.
     pub auth: Option<Auth>,
     engine_tls: Option<Arc<EngineTls>>,
+    pub observers: Observers,
 }
 
 impl Generation {
@@ -61,6 +66,7 @@ impl Generation {
         fleet: &Fleet,
         admission: &Admission,
         tenants: &Tenants,
+        observers: Observers,
     ) -> Result<Self, GenerationError> {
         let text = config.secret()?;
         let auth =
@@ -87,6 +93,7 @@ impl Generation {
             parse_limits: ParseLimits { body_bytes: config.limits.body_bytes, ..ParseLimits::default() },
             auth,
             engine_tls,
+            observers,
             config,
         })
     }

@@ -22,10 +22,12 @@
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
-//! | `metrics`, `observe`, `admin` | what people and monitors see |
+//! | `metrics`, `observe`, `inflight`, `admin` | what people and monitors see |
+//! | `finished`, `observers`, `access_log`, `telemetry`, `trace_context` | a request that is over: its line, its trace |
 //!
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
 
+mod access_log;
 mod admin;
 mod admission;
 mod alive;
@@ -36,14 +38,17 @@ mod disaggregation;
 mod exchange_driver;
 mod features;
 mod file_watch;
+mod finished;
 mod fleet;
 mod generation;
+mod inflight;
 mod intake;
 mod legs;
 mod memory;
 mod metrics;
 mod models;
 mod observe;
+mod observers;
 mod passthrough;
 mod policy;
 mod pool;
@@ -56,15 +61,19 @@ mod service;
 mod settle;
 mod shared;
 mod sse;
+mod telemetry;
 mod tenants;
 mod tls;
+mod trace_context;
 mod upstream;
 mod usage;
 
 pub use admin::AdminError;
 pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;
+pub use observers::ObserverError;
 pub use server::{BindError, Reload, Router};
+pub use telemetry::TelemetryError;
 pub use tenants::{AuthError, NewKey};
 pub use tls::TlsError;
 pub use upstream::TermsError;

@@ -9,6 +9,7 @@
 pub(crate) mod admission;
 mod engines;
 mod legs;
+mod observers;
 mod page;
 mod process;
 mod registry;
@@ -44,6 +45,8 @@ fn families() -> impl Iterator<Item = &'static Family> {
         server::FAMILIES,
         routing::FAMILIES,
         process::FAMILIES,
+        observers::FAMILIES,
+        crate::inflight::FAMILIES,
     ];
     parts.concat().into_iter()
 }
@@ -56,6 +59,7 @@ pub(crate) struct Metrics {
     pub server: server::ServerMetrics,
     pub admission: Arc<admission::AdmissionMetrics>,
     pub tenants: Arc<tenants::TenantMetrics>,
+    pub observers: observers::ObserverMetrics,
     pub routing: routing::RoutingMetrics,
 }
 
@@ -68,6 +72,7 @@ impl Metrics {
             server: server::ServerMetrics::new(&registry),
             admission: Arc::new(admission::AdmissionMetrics::new(&registry)),
             tenants: Arc::new(tenants::TenantMetrics::new(&registry)),
+            observers: observers::ObserverMetrics::new(&registry),
             routing: routing::RoutingMetrics::new(&registry),
             registry,
         }

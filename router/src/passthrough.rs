@@ -13,8 +13,10 @@ use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::Ended;
 use crate::generation::Generation;
 use crate::legs::{Meaning, Refusal};
+use crate::metrics::Leg;
 use crate::policy::Wanted;
 use crate::tenants::{self, Identity};
+use crate::trace_context::Trace;
 use crate::upstream::{CallError, Engine, Outgoing};
 use crate::{answer, intake, rewrite};
 
@@ -27,7 +29,7 @@ pub(crate) async fn pass(
     generation: &Generation,
     path: &'static str,
     body: &[u8],
-    id: &RequestId,
+    (id, trace): (&RequestId, &Trace),
     identity: Option<&Identity>,
     stamp: &Stamp,
 ) -> Result<u16, Ended> {
@@ -43,7 +45,8 @@ pub(crate) async fn pass(
     if identity.is_some_and(|identity| !identity.may_use(means)) {
         return Err(tenants::forbidden(&model.name).into());
     }
-    let headers = intake::named(intake::passed(&session.req_header().headers), id);
+    let mut headers = intake::named(intake::passed(&session.req_header().headers), id);
+    trace.inject(&mut headers, Leg::Decode);
     let body = rewrite::decode_body(&body, &model.name, None);
     let outgoing = Outgoing { method: Method::POST, path, headers, body };
     let mut tried: Vec<Arc<Engine>> = Vec::new();

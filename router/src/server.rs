@@ -14,6 +14,7 @@ use pingora::protocols::l4::stream::Stream;
 use pingora::proxy::{HttpProxy, http_proxy};
 use pingora::server::configuration::ServerConf;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -142,6 +143,7 @@ impl Router {
         background.spawn(admin::serve(admin, guards.admin.clone(), Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
         background.spawn(reread(Arc::clone(&shared), guards.clone()));
+        background.spawn(reopen_logs(Arc::clone(&shared)));
         let proxy = Arc::new(http_proxy(&Arc::new(ServerConf::default()), FrontDoor(Arc::clone(&shared))));
         let (drain, draining) = watch::channel(false);
         let mut connections = JoinSet::new();
@@ -162,6 +164,7 @@ impl Router {
             );
             connections.shutdown().await;
         }
+        shared.generation().observers.flush().await;
         if !shared.settler.paid(shared.settler.longest().min(PAY_WITHIN_MAX)).await {
             tracing::warn!("some engines did not confirm an abort or a release; their leases will lapse");
         }
@@ -256,6 +259,16 @@ async fn reread(shared: Arc<Shared>, guards: Guards) {
         };
         if tokio::task::spawn_blocking(look).await.is_err() {
             tracing::error!("reading files again failed; it is tried again");
+        }
+    }
+}
+
+/// SIGUSR1 opens the access log's file anew. Without this the signal would end the process.
+async fn reopen_logs(shared: Arc<Shared>) {
+    let Ok(mut signals) = signal(SignalKind::user_defined1()) else { return };
+    while signals.recv().await.is_some() {
+        if let Some(log) = &shared.generation().observers.access_log {
+            log.reopen();
         }
     }
 }

@@ -5,14 +5,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Instant, SystemTime};
 
 use arc_swap::ArcSwap;
-use baton_connector::Time;
+use baton_connector::{RequestId, Time};
 
 use crate::admission::Admission;
 use crate::admission::body_budget::BodyBudget;
 use crate::config::RouterConfig;
 use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError};
+use crate::inflight::{Entry, InFlightTable};
 use crate::metrics::Metrics;
+use crate::observers::Observers;
 use crate::settle::Settler;
 use crate::tenants::Tenants;
 
@@ -27,14 +29,21 @@ pub(crate) struct Shared {
     pub bodies: Arc<BodyBudget>,
     pub metrics: Arc<Metrics>,
     pub settler: Arc<Settler>,
+    pub in_flight_table: InFlightTable,
     in_flight: AtomicUsize,
+    runtime: tokio::runtime::Handle,
     started: Instant,
     /// Seconds since the epoch at which the router started: the models' `created`.
     pub created: u64,
 }
 
 /// One place among the requests in flight.
-pub(crate) struct Room(Arc<Shared>);
+pub(crate) struct Room {
+    shared: Arc<Shared>,
+    number: u64,
+    /// What is told of the request while it is in flight.
+    pub entry: Arc<Entry>,
+}
 
 impl Shared {
     /// Must be called on the runtime that will serve.
@@ -46,7 +55,9 @@ impl Shared {
         let fleet = Fleet::new(Arc::clone(&metrics));
         let admission = Admission::new(Arc::clone(&fleet.freed), Arc::clone(&metrics.admission));
         let tenants = Arc::new(Tenants::new(Arc::clone(&metrics.tenants)));
-        let first = Generation::build(1, config, &fleet, &admission, &tenants)?;
+        let runtime = tokio::runtime::Handle::current();
+        let observers = Observers::build(&config, &Observers::default(), &metrics, &runtime)?;
+        let first = Generation::build(1, config, &fleet, &admission, &tenants, observers)?;
         metrics.server.generation.set(1.0);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -58,7 +69,9 @@ impl Shared {
             bodies: Arc::default(),
             metrics,
             settler,
+            in_flight_table: InFlightTable::default(),
             in_flight: AtomicUsize::new(0),
+            runtime,
             started,
             created: since_epoch.as_secs(),
         }))
@@ -75,8 +88,11 @@ impl Shared {
     /// # Errors
     /// [`GenerationError`] says what is wrong; the configuration in effect stays.
     pub(crate) fn install(&self, config: RouterConfig) -> Result<u64, GenerationError> {
-        let number = self.current.load().number + 1;
-        let next = Generation::build(number, config, &self.fleet, &self.admission, &self.tenants)?;
+        let current = self.generation();
+        let number = current.number + 1;
+        let observers = Observers::build(&config, &current.observers, &self.metrics, &self.runtime)?;
+        let (fleet, admission) = (&self.fleet, &self.admission);
+        let next = Generation::build(number, config, fleet, admission, &self.tenants, observers)?;
         self.settler.set_terms(next.settle_terms());
         self.metrics.server.generation.set(number as f64);
         self.current.store(Arc::new(next));
@@ -84,13 +100,14 @@ impl Shared {
     }
 
     /// A place among the requests in flight; `None` when all are taken.
-    pub(crate) fn room(self: &Arc<Self>, at_once: usize) -> Option<Room> {
+    pub(crate) fn room(self: &Arc<Self>, at_once: usize, id: &RequestId, begun: Time) -> Option<Room> {
         if self.in_flight.fetch_add(1, Ordering::Relaxed) >= at_once {
             self.in_flight.fetch_sub(1, Ordering::Relaxed);
             return None;
         }
         self.metrics.requests.in_flight.increment(1.0);
-        Some(Room(Arc::clone(self)))
+        let (number, entry) = self.in_flight_table.enter(id.clone(), begun);
+        Some(Room { shared: Arc::clone(self), number, entry })
     }
 
     /// Now, on the clock of the exchanges.
@@ -101,7 +118,8 @@ impl Shared {
 
 impl Drop for Room {
     fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
-        self.0.metrics.requests.in_flight.decrement(1.0);
+        self.shared.in_flight_table.leave(self.number);
+        self.shared.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.shared.metrics.requests.in_flight.decrement(1.0);
     }
 }

@@ -87,7 +87,7 @@ pub(crate) struct Identity {
 
 /// Whose requests share a queue, limits and a prefix cache.
 pub(crate) struct Tenant {
-    pub name: String,
+    pub name: Arc<str>,
     pub id: TenantId,
     pub weight: u32,
     meter: Arc<Meter>,

@@ -81,6 +81,7 @@ impl Permit {
             return refused(Limit::Requests, told(whose[at], "requests", limit, 1, denied));
         }
         identity.tenant.requests.increment(1);
+        tracing::debug!(key = identity.name, tenant = %identity.tenant.name, "a request is let in");
         Ok(permit)
     }
 

@@ -100,7 +100,7 @@ impl KeyTable {
                 .get(name)
                 .map_or((1, RateLimitsConfig::default()), |tenant| (tenant.weight, tenant.limits.clone()));
             Arc::new(Tenant {
-                name: name.to_owned(),
+                name: name.into(),
                 id: tenants.id(name),
                 weight,
                 meter: tenants.meter(format!("tenant {name}"), &limits),

@@ -165,7 +165,9 @@ fn the_commented_example_loads_and_names_every_default() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/config/router.yaml");
     let example = RouterConfig::load(std::path::Path::new(path)).unwrap();
     let bare = RouterConfig::from_yaml(GOOD, "good.yaml").unwrap();
-    let parts = |c: &RouterConfig| format!("{:?} {:?} {:?}", c.limits, c.timeouts, c.attempts);
+    let parts = |c: &RouterConfig| {
+        format!("{:?} {:?} {:?} {:?} {:?}", c.limits, c.timeouts, c.attempts, c.access_log, c.telemetry)
+    };
     assert_eq!(parts(&example), parts(&bare), "the example shows the defaults");
 }
 
@@ -181,6 +183,24 @@ fn the_schema_describes_every_field() {
     for field in ["cluster_secret_file", "prefill_silence_ms", "round_robin", "aggregate", "drain_timeout_ms"]
     {
         assert!(schema.contains(field), "{field}");
+    }
+}
+
+#[test]
+fn what_cannot_observe_is_refused() {
+    for (bad, word) in [
+        ("access_log: {sample: 1.5}", "1"),
+        ("access_log: {queue: 0}", "1"),
+        ("telemetry: {otlp: {endpoint: 'https://127.0.0.1:4318'}}", "http://HOST:PORT"),
+        ("telemetry: {otlp: {endpoint: '/v1/traces'}}", "http://HOST:PORT"),
+        ("telemetry: {otlp: {endpoint: 'http://h:1', sample_ratio: -0.1}}", "0"),
+        ("telemetry: {otlp: {endpoint: 'http://h:1', service_name: ''}}", "1"),
+        ("telemetry: {otlp: {endpoint: 'http://h:1', timeout_ms: 0}}", "1"),
+        ("telemetry: {otlp: {endpoint: 'http://h:1', queue: 0}}", "1"),
+        ("telemetry: {otlp: {endpoint: 'http://h:1', headers: {}}}", "headers"),
+    ] {
+        let said = problem(&GOOD.replace("listen: 127.0.0.1:0", bad));
+        assert!(said.starts_with("router.yaml:1:") && said.contains(word), "{bad}: {said}");
     }
 }
 

@@ -2,10 +2,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod access_log;
+mod admin;
 mod admission;
 mod bad_input;
 mod bounds;
 mod client;
+mod collector;
 mod config;
 mod configuration_page;
 mod disconnect;
@@ -17,3 +20,4 @@ mod main_path;
 mod policies;
 mod system;
 mod tls;
+mod traces;
