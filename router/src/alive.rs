@@ -52,7 +52,7 @@ pub(crate) async fn while_alive<T>(
             alive = asked => unanswered = if alive { 0 } else { unanswered + 1 },
         }
         if unanswered == UNANSWERED_MAX {
-            tracing::warn!(engine = engine.authority(), "an engine answers nothing and is given up");
+            tracing::debug!(engine = engine.authority(), "an engine answers nothing and is given up");
             return Err(Deaf);
         }
     }
@@ -60,8 +60,12 @@ pub(crate) async fn while_alive<T>(
 
 /// Whether it answers within this time; what it answers is of no interest.
 async fn is_alive(engine: &Arc<Engine>, within: Duration) -> bool {
-    let question =
-        Outgoing { method: Method::GET, path: "/health", headers: HeaderMap::new(), body: Bytes::new() };
+    let question = Outgoing {
+        method: Method::GET,
+        path: "/health",
+        headers: HeaderMap::new(),
+        body: Bytes::new().into(),
+    };
     let asked = async { engine.call(&question, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
     matches!(tokio::time::timeout(within, asked).await, Ok(Ok(_)))
 }

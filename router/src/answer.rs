@@ -18,6 +18,7 @@ use pingora::proxy::Session;
 
 use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::{Answer, Ended, ExchangeDriver};
+use crate::hygiene::Wire;
 use crate::legs::Refusal;
 use crate::sse::Frames;
 use crate::upstream::Reply;
@@ -65,9 +66,10 @@ pub(crate) async fn whole(
     }
     stamp.put(&mut head)?;
     head.insert_header(CONTENT_LENGTH, body.len())?;
+    // What is left of a body that nobody wants, or came behind it, would be taken for the next request.
+    let unread = Wire::of(session).is_some_and(|wire| wire.is_unread());
     let client = session.as_downstream_mut();
-    if !client.is_body_done() {
-        // The rest of a body that nobody wants would be taken for the next request.
+    if unread {
         client.set_keepalive(None);
     }
     client.write_response_header(Box::new(head)).await?;

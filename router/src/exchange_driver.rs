@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use baton_connector::RequestId;
 use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Fit, Outcome, Settlement, Timeline};
-use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderValue;
 use pingora::proxy::Session;
@@ -35,7 +34,7 @@ use crate::rewrite;
 use crate::settle::Debtor;
 use crate::shared::Shared;
 use crate::trace_context::Trace;
-use crate::upstream::{Engine, InFlight, Outgoing, Reply};
+use crate::upstream::{Engine, InFlight, Outgoing, Payload, Reply};
 
 /// Why a request has no answer from an engine.
 #[derive(Debug)]
@@ -228,7 +227,8 @@ impl ExchangeDriver {
         }
         let silence = Duration::from_millis(self.generation.config.timeouts.prefill_silence_ms);
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let outgoing = self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.model.name));
+        let outgoing =
+            self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.owned, &ask.model.name));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
@@ -319,8 +319,11 @@ impl ExchangeDriver {
         let recompute = handoff.is_some() && self.may_recompute;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let first_byte = Duration::from_millis(self.generation.config.timeouts.decode_first_byte_ms);
-        let mut outgoing =
-            self.outgoing(ask, Leg::Decode, rewrite::decode_body(&ask.body, &ask.model.name, handoff));
+        let mut outgoing = self.outgoing(
+            ask,
+            Leg::Decode,
+            rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name, handoff.as_ref()),
+        );
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
@@ -371,11 +374,15 @@ impl ExchangeDriver {
 
     fn note_misconfigured(&self, engine: &Engine, leg: Leg, refusal: &Refusal) {
         if *refusal == Refusal::misconfigured() {
-            tracing::error!(
-                engine = engine.authority(),
-                leg = leg.label(),
-                "an engine refuses this router's cluster secret"
-            );
+            if let Some(held_back) = self.shared.refused_secret.due() {
+                tracing::error!(
+                    request = %self.debtor.request,
+                    engine = engine.authority(),
+                    leg = leg.label(),
+                    held_back,
+                    "an engine refuses this router's cluster secret"
+                );
+            }
             self.shared.metrics.misconfigured(leg);
         }
     }
@@ -414,7 +421,7 @@ impl ExchangeDriver {
         Arc::clone(&self.attempts[usize::from(attempt.0)])
     }
 
-    fn outgoing(&self, ask: &Ask, leg: Leg, body: Bytes) -> Outgoing {
+    fn outgoing(&self, ask: &Ask, leg: Leg, body: Payload) -> Outgoing {
         let mut headers = ask.engine_headers(&self.debtor.request);
         self.watched.trace.inject(&mut headers, leg);
         Outgoing { method: Method::POST, path: ask.endpoint.path(), headers, body }

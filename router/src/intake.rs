@@ -7,21 +7,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, Endpoint, GenerateRequest, parse_object};
-use bytes::{Bytes, BytesMut};
-use hyper::header::{AUTHORIZATION, CONTENT_LENGTH, EXPECT, HeaderMap, HeaderName, HeaderValue};
+use baton_openai::{ApiError, Endpoint, Outline, RawBody};
+use bytes::Bytes;
+use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use pingora::proxy::Session;
-use serde_json::{Map, Value};
 
-use crate::admission::body_budget::{Held, Spent};
+use crate::admission::body_budget::Share;
 use crate::config::Priority;
 use crate::exchange_driver::Ended;
 use crate::features::{Features, Source};
 use crate::generation::Generation;
+use crate::hygiene::{BodyError, Wire};
 use crate::legs::Refusal;
 use crate::models::Model;
 use crate::policy::Wanted;
-use crate::rewrite;
+use crate::rewrite::{ClientRules, Owned};
 use crate::tenants::{Auth, Identity};
 
 /// The only headers of a client that an engine gets as they are: its credentials. Its trace is checked first.
@@ -35,12 +35,15 @@ pub(crate) struct Ask {
     pub endpoint: Endpoint,
     pub model: Arc<Model>,
     /// As the client sent it, without anything internal.
-    pub body: Map<String, Value>,
+    pub body: RawBody,
+    /// What it says besides the prompt.
+    #[expect(dead_code, reason = "policies and admission look at it")]
+    pub outline: Outline,
     /// A decode engine computes everything: one handoff is one sequence of blocks, and this request has
     /// several prompts.
     pub aggregate: bool,
-    /// Of the body, in bytes.
-    pub bytes: usize,
+    /// What the router writes into it because it knows whose it is.
+    pub owned: Owned,
     /// What it will cost, in tokens: the prompt's by its length, and what it may generate. Estimated.
     pub tokens: u64,
     /// vLLM's `priority`.
@@ -63,15 +66,9 @@ pub(crate) struct Owner<'a> {
 }
 
 impl Owner<'_> {
-    /// Makes a body this tenant's, and gives its salt: made of the client's own, which can only divide the tenant's
-    /// cache further. A priority that the key may not have is taken out: engines with priority scheduling read it.
-    fn take(&self, body: &mut Map<String, Value>, priority: Option<i64>, own: Option<&str>) -> String {
-        let salt = self.auth.cache_salt(self.identity, own);
-        body.insert("cache_salt".to_owned(), Value::String(salt.clone()));
-        if priority.is_some_and(|number| Priority::of_number(number) < self.identity.priority_max) {
-            body.remove("priority");
-        }
-        salt
+    /// Whether the key may not have this priority (vLLM's number). Engines with priority scheduling read it.
+    fn forbids(&self, number: i64) -> bool {
+        Priority::of_number(number) < self.identity.priority_max
     }
 }
 
@@ -82,35 +79,34 @@ impl Ask {
     /// What the client is to be told; nothing of the request has left the router.
     pub(crate) fn read(
         endpoint: Endpoint,
-        body: &[u8],
+        body: Bytes,
         headers: &HeaderMap,
         generation: &Generation,
         owner: Option<&Owner<'_>>,
     ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
-        let raw = body;
-        let mut body = parse_object(raw, limits)?;
-        rewrite::strip(&mut body);
-        let request = GenerateRequest::from_map(endpoint, &body, limits)?;
-        let model = Arc::clone(generation.models.named(request.model.as_deref())?);
-        let aggregate = request.input.prompts() > 1;
-        let priority = body.get("priority").and_then(Value::as_i64);
-        let tokens = estimated_tokens(raw.len(), &request);
-        let salt = match owner {
-            Some(owner) => Some(owner.take(&mut body, priority, request.cache_salt.as_deref())),
-            None => request.cache_salt,
-        };
-        let salt = salt.as_deref();
+        let (body, mut outline) = RawBody::generate(body, endpoint, limits, &ClientRules)?;
+        let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
+        let aggregate = outline.prompts > 1;
+        let priority = body.field("priority").and_then(|value| serde_json::from_slice(value).ok());
+        let tokens = estimated_tokens(body.len(), &outline);
+        let mut owned = Owned::default();
+        if let Some(owner) = owner {
+            let salt = owner.auth.cache_salt(owner.identity, outline.request.cache_salt.as_deref());
+            owned = Owned::new(&salt, priority.is_some_and(|number| owner.forbids(number)));
+            outline.request.cache_salt = Some(salt);
+        }
+        let salt = outline.request.cache_salt.as_deref();
         let source = Source {
             model: &model.name,
             headers,
-            body: raw,
-            user: request.user.as_deref(),
+            body: &body,
+            user: outline.request.user.as_deref(),
             salts: salt.as_slice(),
         };
         let features = Features::read(&source, model.needs, &model.features);
-        let (bytes, headers) = (raw.len(), passed(headers));
-        Ok(Self { endpoint, model, body, aggregate, bytes, tokens, priority, features, headers })
+        let headers = passed(headers);
+        Ok(Self { endpoint, model, body, owned, outline, aggregate, tokens, priority, features, headers })
     }
 
     /// What a policy may know of it.
@@ -129,9 +125,9 @@ const BYTES_PER_TOKEN: usize = 4;
 /// Tokens that a request is taken to generate when it does not say how many it may.
 const ANSWER_TOKENS: u64 = 256;
 
-fn estimated_tokens(bytes: usize, request: &GenerateRequest) -> u64 {
-    let answer = request.max_tokens.map_or(ANSWER_TOKENS, u64::from);
-    let answers = request.input.prompts().max(1) as u64 * u64::from(request.n.max(1));
+fn estimated_tokens(bytes: usize, outline: &Outline) -> u64 {
+    let answer = outline.request.max_tokens.map_or(ANSWER_TOKENS, u64::from);
+    let answers = outline.prompts.max(1) as u64 * u64::from(outline.request.n.max(1));
     (bytes / BYTES_PER_TOKEN) as u64 + answer.saturating_mul(answers)
 }
 
@@ -156,52 +152,66 @@ pub(crate) fn named(mut headers: HeaderMap, request: &RequestId) -> HeaderMap {
 /// Reads the whole body of a request.
 ///
 /// # Errors
-/// 413 over the limit (at once, where the client declares it), 408 when it takes too long, 429 when the router
-/// holds `total_bytes` of bodies already.
+/// 415 where it says that it is something else than JSON, 413 over the limit (at once, where the client declares it),
+/// 408 when it takes too long, 400 when its framing is broken, 429 when the router holds too much of others' bodies.
 pub(crate) async fn body(
     session: &mut Session,
     limit_bytes: usize,
-    (held, total_bytes): (&mut Held, usize),
+    mut share: Share<'_>,
     within: Duration,
 ) -> Result<Bytes, Ended> {
-    let declared = session.req_header().headers.get(CONTENT_LENGTH).and_then(|v| v.to_str().ok());
-    let declared = declared.and_then(|text| text.parse::<usize>().ok());
-    if declared.is_some_and(|bytes| bytes > limit_bytes) {
+    let wire = Wire::of(session).ok_or(Ended::ClientGone)?;
+    is_json(&session.req_header().headers)?;
+    if wire.declared().is_some_and(|bytes| bytes > limit_bytes as u64) {
         return Err(ApiError::payload_too_large(limit_bytes).into());
     }
-    let spent = |Spent| ApiError::overloaded("the router is busy with other large requests", COME_BACK);
+    let spent = || ApiError::overloaded("the router is busy with other large requests", COME_BACK);
     // A body that will not fit is not asked for.
-    if !held.fits(declared.unwrap_or(0), total_bytes) {
-        return Err(spent(Spent).into());
+    if !share.fits(wire.declared().unwrap_or(0)) {
+        return Err(spent().into());
     }
-    if session.req_header().headers.contains_key(EXPECT) {
+    if wire.expects_continue() {
         let said = session.as_downstream_mut().write_continue_response().await;
         said.map_err(|_| Ended::ClientGone)?;
     }
-    let read = async {
-        let mut first = Bytes::new();
-        let mut rest = BytesMut::new();
-        while let Some(chunk) =
-            session.as_downstream_mut().read_request_body().await.map_err(|_| Ended::ClientGone)?
-        {
-            if first.len() + rest.len() + chunk.len() > limit_bytes {
-                return Err(ApiError::payload_too_large(limit_bytes).into());
-            }
-            held.take(chunk.len(), total_bytes).map_err(spent)?;
-            if first.is_empty() && rest.is_empty() {
-                first = chunk;
-            } else {
-                if rest.is_empty() {
-                    rest.reserve(declared.unwrap_or(first.len() + chunk.len()));
-                    rest.extend_from_slice(&std::mem::take(&mut first));
-                }
-                rest.extend_from_slice(&chunk);
-            }
+    match tokio::time::timeout(within, wire.body(limit_bytes, &mut share)).await {
+        Ok(Ok(body)) => Ok(body),
+        Ok(Err(BodyError::TooLarge)) => Err(ApiError::payload_too_large(limit_bytes).into()),
+        Ok(Err(BodyError::Spent)) => Err(spent().into()),
+        Ok(Err(BodyError::Malformed)) => {
+            Err(ApiError::malformed("the body's chunks are malformed").with_code("malformed_request").into())
         }
-        Ok(if rest.is_empty() { first } else { rest.freeze() })
-    };
-    match tokio::time::timeout(within, read).await {
-        Ok(body) => body,
+        Ok(Err(BodyError::Ended)) => {
+            Err(ApiError::malformed("the body ended early").with_code("malformed_request").into())
+        }
         Err(_elapsed) => Err(ApiError::request_timeout(within).into()),
     }
+}
+
+/// Whether a request says that its body is JSON as it is. One that does not say is believed.
+fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
+    let mut kinds = headers.get_all(CONTENT_TYPE).iter();
+    let kind = |value: &HeaderValue| {
+        let value = value.as_bytes();
+        let end = value.iter().position(|byte| *byte == b';').unwrap_or(value.len());
+        let kind = value[..end].trim_ascii();
+        kind.eq_ignore_ascii_case(b"application/json")
+            || kind.len() > 17
+                && kind[..12].eq_ignore_ascii_case(b"application/")
+                && kind[kind.len() - 5..].eq_ignore_ascii_case(b"+json")
+    };
+    if !kinds.all(kind) {
+        return Err(unsupported("the body must be sent as application/json"));
+    }
+    let mut codings = headers.get_all(CONTENT_ENCODING).iter();
+    if !codings.all(|value| value.as_bytes().eq_ignore_ascii_case(b"identity")) {
+        return Err(unsupported("the body must be sent without a content coding"));
+    }
+    Ok(())
+}
+
+fn unsupported(message: &str) -> ApiError {
+    let mut error = ApiError::malformed(message).with_code("unsupported_media_type");
+    error.status = 415;
+    error
 }

@@ -12,6 +12,7 @@
 //! | module | what it does |
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
+//! | `hygiene` | a client's bytes, read strictly before anything else sees them |
 //! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
 //! | `models`, `pool`, `policy` | which engine is chosen |
 //! | `admission` | who waits when every engine is full, and whose turn it is |
@@ -22,7 +23,7 @@
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
-//! | `metrics`, `observe`, `inflight`, `admin` | what people and monitors see |
+//! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
 //! | `finished`, `observers`, `access_log`, `telemetry`, `trace_context` | a request that is over: its line, its trace |
 //!
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
@@ -41,6 +42,7 @@ mod file_watch;
 mod finished;
 mod fleet;
 mod generation;
+mod hygiene;
 mod inflight;
 mod intake;
 mod legs;
@@ -56,6 +58,7 @@ mod prefix_index;
 mod request_id;
 mod rewrite;
 mod route;
+mod seldom;
 mod server;
 mod service;
 mod settle;

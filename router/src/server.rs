@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use pingora::apps::{HttpServerApp, ServerApp};
+use pingora::apps::HttpServerApp;
+use pingora::protocols::http::ServerSession;
 use pingora::protocols::l4::stream::Stream;
 use pingora::proxy::{HttpProxy, http_proxy};
 use pingora::server::configuration::ServerConf;
@@ -22,7 +23,9 @@ use tokio_util::sync::CancellationToken;
 use crate::admin::{self, Access, Admin, AdminError};
 use crate::config::RouterConfig;
 use crate::generation::GenerationError;
+use crate::hygiene::{HeadBounds, Wire};
 use crate::metrics::Metrics;
+use crate::seldom::Seldom;
 use crate::service::FrontDoor;
 use crate::shared::Shared;
 use crate::tls::TlsError;
@@ -149,7 +152,7 @@ impl Router {
         let mut connections = JoinSet::new();
         tokio::select! {
             () = shutdown.cancelled() => {}
-            () = accept(clients, guards.clients, &proxy, draining, connections_max, &mut connections, &shared.metrics) => {}
+            () = accept(clients, guards.clients, &shared, &proxy, draining, connections_max, &mut connections) => {}
         }
         ready.ready.store(false, Ordering::Relaxed);
         // Fails only when no connection is left to hear it.
@@ -178,12 +181,13 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, BindError> {
 async fn accept(
     listener: TcpListener,
     tls: Option<Arc<ServerTls>>,
+    shared: &Arc<Shared>,
     proxy: &Arc<HttpProxy<FrontDoor>>,
     draining: watch::Receiver<bool>,
     connections_max: usize,
     connections: &mut JoinSet<()>,
-    metrics: &Arc<Metrics>,
 ) {
+    static TROUBLE: Seldom = Seldom::new();
     let room = Arc::new(Semaphore::new(connections_max));
     loop {
         let permit = Arc::clone(&room).acquire_owned().await.expect("the semaphore is never closed");
@@ -191,16 +195,19 @@ async fn accept(
             Ok((stream, _)) => stream,
             Err(error) => {
                 // Out of file descriptors, mostly: wait for some to be closed instead of spinning.
-                tracing::warn!(%error, "cannot accept");
+                if let Some(held_back) = TROUBLE.due() {
+                    tracing::warn!(%error, held_back, "cannot accept");
+                }
                 tokio::time::sleep(Duration::from_millis(10)).await;
                 continue;
             }
         };
-        let (proxy, draining, open) = (Arc::clone(proxy), draining.clone(), Open::new(metrics));
+        let open = Open::new(&shared.metrics);
+        let (shared, proxy, draining) = (Arc::clone(shared), Arc::clone(proxy), draining.clone());
         let tls = tls.clone();
         connections.spawn(async move {
             let (_permit, _open) = (permit, open);
-            serve(stream, tls, &proxy, &draining).await;
+            serve(stream, tls, &shared, &proxy, draining).await;
         });
         while connections.try_join_next().is_some() {}
     }
@@ -223,25 +230,53 @@ impl Drop for Open {
     }
 }
 
+/// One client's connection, request by request.
 async fn serve(
     stream: TcpStream,
     tls: Option<Arc<ServerTls>>,
+    shared: &Shared,
     proxy: &Arc<HttpProxy<FrontDoor>>,
-    draining: &watch::Receiver<bool>,
+    mut draining: watch::Receiver<bool>,
 ) {
     // Without it a last small write waits for the peer's delayed acknowledgement: 40 ms.
     if stream.set_nodelay(true).is_err() {
         return;
     }
-    let mut next: Option<pingora::protocols::Stream> = match tls {
-        None => Some(Box::new(Stream::from(stream))),
+    let stream: pingora::protocols::Stream = match tls {
+        None => Box::new(Stream::from(stream)),
         Some(tls) => match tls.accept(stream).await {
-            Some(stream) => Some(Box::new(stream)),
+            Some(stream) => Box::new(stream),
             None => return,
         },
     };
-    while let Some(stream) = next {
-        next = proxy.process_new(stream, draining).await;
+    let wire = Wire::new(stream);
+    loop {
+        let bounds = HeadBounds::of(&shared.generation().config);
+        let head = tokio::select! {
+            biased;
+            head = wire.head(&bounds) => head,
+            // Nobody has asked for anything: nothing is lost.
+            () = async { drop(draining.wait_for(|draining| *draining).await) } => return,
+        };
+        match head {
+            Ok(Some(head)) => {
+                let mut session = ServerSession::new_http1(Box::new(wire.clone()));
+                session.set_keepalive((!*draining.borrow()).then_some(bounds.idle.as_secs().max(1)));
+                session.set_pipelined_prefix(head);
+                let again = proxy.process_new_http(session, &draining).await.is_some();
+                if wire.is_unread() {
+                    return wire.linger().await;
+                }
+                if !again {
+                    return;
+                }
+            }
+            Ok(None) => return,
+            Err(unclean) => {
+                shared.metrics.server.refused.increment(1);
+                return wire.refuse(unclean).await;
+            }
+        }
     }
 }
 

@@ -17,20 +17,21 @@ use pingora::prelude::{Error, ErrorType, HttpPeer};
 use pingora::proxy::{ProxyHttp, Session};
 use serde_json::json;
 
-use crate::admission::body_budget::Held;
+use crate::admission::body_budget::{Held, Share};
 use crate::admission::{Claim, Ticket, deadline};
 use crate::answer::Stamp;
 use crate::config::Priority;
 use crate::exchange_driver::{Ended, ExchangeDriver};
 use crate::finished::{Finished, Head};
 use crate::generation::Generation;
+use crate::hygiene::Wire;
 use crate::intake::{self, Ask, Owner};
 use crate::metrics::End;
 use crate::route::Route;
 use crate::shared::{Room, Shared};
 use crate::tenants::{Identity, Permit};
 use crate::trace_context::Trace;
-use crate::{answer, passthrough, request_id, tenants, tls};
+use crate::{answer, passthrough, request_id, tenants};
 
 /// The service that pingora drives.
 pub(crate) struct FrontDoor(pub Arc<Shared>);
@@ -124,7 +125,8 @@ impl ProxyHttp for FrontDoor {
 
     async fn logging(&self, session: &mut Session, _: Option<&Error>, context: &mut RequestContext) {
         let client = session.as_downstream();
-        context.request_bytes = client.body_bytes_read() as u64;
+        let received = Wire::of(session).map_or(0, |wire| wire.body_bytes());
+        context.request_bytes = received;
         context.response_bytes = client.body_bytes_sent() as u64;
         self.0.metrics.server.request_bytes.increment(context.request_bytes);
         self.0.metrics.server.response_bytes.increment(context.response_bytes);
@@ -163,7 +165,7 @@ impl FrontDoor {
                     session,
                     &context.generation,
                     path,
-                    &body,
+                    body,
                     (&context.id, &context.trace),
                     context.permit.as_ref().map(|permit| &*permit.identity),
                     &context.stamp,
@@ -176,8 +178,7 @@ impl FrontDoor {
                 self.permit(session, context)?;
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
-                let ask = Ask::read(endpoint, &body, headers, &context.generation, context.owner().as_ref())?;
-                drop(body);
+                let ask = Ask::read(endpoint, body, headers, &context.generation, context.owner().as_ref())?;
                 context.limit(&ask)?;
                 self.generate(session, context, ask).await
             }
@@ -221,9 +222,8 @@ impl FrontDoor {
     ) -> Result<Option<Arc<Identity>>, ApiError> {
         let Some(auth) = &context.generation.auth else { return Ok(None) };
         let identity = {
-            let certificate = tls::client_names(session);
-            let headers = &session.req_header().headers;
-            auth.identify(headers, certificate, &self.0.tenants)?
+            let names = Wire::of(session).and_then(|wire| wire.certificate_names()).unwrap_or_default();
+            auth.identify(&session.req_header().headers, &names, &self.0.tenants)?
         };
         session.req_header_mut().remove_header(&AUTHORIZATION);
         Ok(Some(identity))
@@ -247,8 +247,8 @@ impl FrontDoor {
         context.room = Some(room);
         let within = Duration::from_millis(config.timeouts.body_ms);
         let held = context.body_bytes.insert(self.0.bodies.begin());
-        let budget = (held, config.limits.body_bytes_total);
-        intake::body(session, config.limits.body_bytes, budget, within).await
+        let share = Share { held, total_bytes: config.limits.body_bytes_total };
+        intake::body(session, config.limits.body_bytes, share, within).await
     }
 
     async fn tell(
@@ -277,7 +277,7 @@ fn ticket(headers: &HeaderMap, ask: &Ask, generation: &Generation, identity: Opt
         tenant: identity.map(|identity| identity.tenant.id),
         weight: identity.map_or(1, |identity| identity.tenant.weight),
         priority: deadline::priority(headers, ask.priority, most),
-        bytes: ask.bytes,
+        bytes: ask.body.len(),
         cost: ask.tokens,
     };
     Ticket { claim, deadline: deadline::deadline(headers, Instant::now(), longest) }

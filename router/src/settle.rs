@@ -26,6 +26,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::legs::prefill::PrefillCall;
 use crate::metrics::{Leg, Metrics, Settled, Via};
+use crate::seldom::Seldom;
 use crate::upstream::{Engine, Outgoing};
 
 /// First pause between two tries; doubled each time.
@@ -49,6 +50,8 @@ pub(crate) struct Settler {
     runtime: tokio::runtime::Handle,
     metrics: Arc<Metrics>,
     started: Instant,
+    /// Settlements beyond the bound.
+    refused: Seldom,
 }
 
 /// Whose debts: what every settlement of one request needs.
@@ -78,6 +81,7 @@ impl Settler {
             runtime: tokio::runtime::Handle::current(),
             metrics,
             started,
+            refused: Seldom::new(),
         })
     }
 
@@ -128,7 +132,9 @@ impl Settler {
         if self.at_once.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
             self.at_once.fetch_sub(1, Ordering::Relaxed);
             self.metrics.settled(Settled::Refused);
-            tracing::warn!("too many settlements at once; a lease is left to its expiry");
+            if let Some(held_back) = self.refused.due() {
+                tracing::warn!(held_back, "too many settlements at once; a lease is left to its expiry");
+            }
             return;
         }
         self.metrics.legs.settling.increment(1.0);
@@ -195,7 +201,7 @@ impl Settler {
             // An engine maps the id of a request to the lease that it opened for it.
             None => self.asked(engine, &abort(&debtor.request, Leg::Prefill)).await,
         };
-        tracing::info!(request = %debtor.request, engine = engine.authority(), cause = cause.label(), ?result,
+        tracing::debug!(request = %debtor.request, engine = engine.authority(), cause = cause.label(), ?result,
             "released");
         self.metrics.settled(result);
     }
@@ -217,27 +223,9 @@ impl Settler {
             match tokio::time::timeout(try_timeout, ask).await {
                 Ok(Ok(answer)) if answer.status.is_success() => return Settled::Confirmed,
                 Ok(Ok(answer)) if is_missing(answer.status) => return Settled::Unsupported,
-                Ok(Ok(answer)) => {
-                    tracing::warn!(
-                        engine = engine.authority(),
-                        path = outgoing.path,
-                        status = answer.status.as_u16(),
-                        left,
-                        "a settlement was refused"
-                    );
-                }
-                Ok(Err(error)) => {
-                    tracing::warn!(engine = engine.authority(), path = outgoing.path, %error, left,
-                        "a settlement failed");
-                }
-                Err(_elapsed) => {
-                    tracing::warn!(
-                        engine = engine.authority(),
-                        path = outgoing.path,
-                        left,
-                        "a settlement was not answered"
-                    );
-                }
+                Ok(Ok(answer)) => self.complain(engine, outgoing, left, &format!("status {}", answer.status)),
+                Ok(Err(error)) => self.complain(engine, outgoing, left, &error.to_string()),
+                Err(_elapsed) => self.complain(engine, outgoing, left, "no answer in time"),
             }
             if left > 0 {
                 tokio::time::sleep(pause).await;
@@ -245,6 +233,15 @@ impl Settler {
             }
         }
         Settled::Failed
+    }
+
+    /// Says, not too often, that a try did not come to anything.
+    fn complain(&self, engine: &Engine, outgoing: &Outgoing, left: u16, what: &str) {
+        if let Some(held_back) = engine.trouble.due() {
+            let request = outgoing.headers.get("x-request-id").and_then(|id| id.to_str().ok());
+            let (engine, path) = (engine.authority(), outgoing.path);
+            tracing::warn!(request, engine, path, what, left, held_back, "an abort or a release failed");
+        }
     }
 }
 
@@ -266,5 +263,5 @@ fn verb(path: &'static str, body: &serde_json::Value, request: &RequestId) -> Ou
     let mut headers = HeaderMap::new();
     let id = HeaderValue::from_str(request.as_str()).expect("a request id is printable ASCII");
     headers.insert("x-request-id", id);
-    Outgoing { method: Method::POST, path, headers, body: Bytes::from(body.to_string()) }
+    Outgoing { method: Method::POST, path, headers, body: Bytes::from(body.to_string()).into() }
 }

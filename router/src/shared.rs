@@ -15,6 +15,7 @@ use crate::generation::{Generation, GenerationError};
 use crate::inflight::{Entry, InFlightTable};
 use crate::metrics::Metrics;
 use crate::observers::Observers;
+use crate::seldom::Seldom;
 use crate::settle::Settler;
 use crate::tenants::Tenants;
 
@@ -30,6 +31,8 @@ pub(crate) struct Shared {
     pub metrics: Arc<Metrics>,
     pub settler: Arc<Settler>,
     pub in_flight_table: InFlightTable,
+    /// Engines that refuse the cluster secret.
+    pub refused_secret: Seldom,
     in_flight: AtomicUsize,
     runtime: tokio::runtime::Handle,
     started: Instant,
@@ -70,6 +73,7 @@ impl Shared {
             metrics,
             settler,
             in_flight_table: InFlightTable::default(),
+            refused_secret: Seldom::new(),
             in_flight: AtomicUsize::new(0),
             runtime,
             started,

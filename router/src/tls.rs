@@ -19,8 +19,6 @@ mod stream;
 
 use std::path::{Path, PathBuf};
 
-use pingora::proxy::Session;
-
 pub(crate) use stream::TlsConnection;
 
 /// Why TLS cannot be had.
@@ -60,11 +58,4 @@ pub enum TlsError {
 
 fn content(file: &Path, what: impl Into<String>) -> TlsError {
     TlsError::Content { file: file.to_owned(), what: what.into() }
-}
-
-/// The names in the certificate that the client showed; none without TLS or without a certificate.
-pub(crate) fn client_names(session: &Session) -> &[String] {
-    let stream = session.as_downstream().stream();
-    let connection = stream.and_then(|stream| (**stream).as_any().downcast_ref::<TlsConnection>());
-    connection.map(TlsConnection::client_names).unwrap_or_default()
 }

@@ -4,6 +4,7 @@
 //! `Drop` cuts the socket, and that is how an engine learns at once that nobody wants the answer.
 
 mod connection;
+mod payload;
 mod terms;
 mod transport;
 
@@ -15,7 +16,6 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use bytes::{Bytes, BytesMut};
-use http_body_util::Full;
 use hyper::body::{Body, Incoming};
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
@@ -23,8 +23,11 @@ use hyper::{Method, Request, Response, StatusCode};
 use crate::admission::Freed;
 use crate::config::EngineUrl;
 use crate::metrics::EngineMetrics;
+use crate::seldom::Seldom;
 use connection::Connection;
 pub(crate) use connection::Socket;
+pub(crate) use payload::Payload;
+use payload::Sending;
 pub use terms::TermsError;
 pub(crate) use terms::{EngineTerms, Terms};
 
@@ -57,6 +60,8 @@ pub(crate) struct Engine {
     /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
     rests_until_ms: AtomicU64,
     pub metrics: EngineMetrics,
+    /// Its trouble is told seldom.
+    pub trouble: Seldom,
 }
 
 /// A request to an engine. Cheap to clone, so that another engine can be sent the same.
@@ -65,7 +70,7 @@ pub(crate) struct Outgoing {
     pub method: Method,
     pub path: &'static str,
     pub headers: HeaderMap,
-    pub body: Bytes,
+    pub body: Payload,
 }
 
 /// Why an engine gave no answer.
@@ -121,6 +126,7 @@ impl Engine {
             tokens: AtomicU64::new(0),
             rests_until_ms: AtomicU64::new(0),
             metrics,
+            trouble: Seldom::new(),
         }
     }
 
@@ -247,8 +253,8 @@ impl Engine {
         self.idle.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    fn request(&self, outgoing: &Outgoing) -> Request<Full<Bytes>> {
-        let mut request = Request::new(Full::new(outgoing.body.clone()));
+    fn request(&self, outgoing: &Outgoing) -> Request<Sending> {
+        let mut request = Request::new(outgoing.body.sending());
         *request.method_mut() = outgoing.method.clone();
         *request.uri_mut() = hyper::Uri::from_static(outgoing.path);
         let headers = request.headers_mut();

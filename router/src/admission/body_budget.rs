@@ -18,6 +18,13 @@ pub(crate) struct Held {
     bytes: usize,
 }
 
+/// What a request holds, and what all of them together may.
+#[derive(Debug)]
+pub(crate) struct Share<'a> {
+    pub held: &'a mut Held,
+    pub total_bytes: usize,
+}
+
 /// The budget is spent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Spent;
@@ -35,16 +42,7 @@ impl BodyBudget {
 }
 
 impl Held {
-    /// Whether so many more would fit within `limit` now.
-    pub(crate) fn fits(&self, bytes: usize, limit: usize) -> bool {
-        self.budget.held().saturating_add(bytes) <= limit
-    }
-
-    /// Takes so many more.
-    ///
-    /// # Errors
-    /// [`Spent`] if the sum would exceed `limit`; then nothing was taken.
-    pub(crate) fn take(&mut self, bytes: usize, limit: usize) -> Result<(), Spent> {
+    fn take(&mut self, bytes: usize, limit: usize) -> Result<(), Spent> {
         let before = self.budget.0.fetch_add(bytes, Ordering::Relaxed);
         self.bytes += bytes;
         if before.saturating_add(bytes) > limit {
@@ -53,6 +51,21 @@ impl Held {
             return Err(Spent);
         }
         Ok(())
+    }
+}
+
+impl Share<'_> {
+    /// Whether so many bytes would fit now.
+    pub(crate) fn fits(&self, bytes: u64) -> bool {
+        (self.held.budget.held() as u64).saturating_add(bytes) <= self.total_bytes as u64
+    }
+
+    /// Takes so many more.
+    ///
+    /// # Errors
+    /// [`Spent`] if the sum would exceed the limit; then nothing was taken.
+    pub(crate) fn take(&mut self, bytes: usize) -> Result<(), Spent> {
+        self.held.take(bytes, self.total_bytes)
     }
 }
 
@@ -72,7 +85,8 @@ mod tests {
         let (mut a, mut b) = (budget.begin(), budget.begin());
         assert_eq!(a.take(60, 100), Ok(()));
         assert_eq!(b.take(41, 100), Err(Spent));
-        assert!(b.fits(40, 100) && !b.fits(41, 100));
+        let share = Share { held: &mut b, total_bytes: 100 };
+        assert!(share.fits(40) && !share.fits(41) && !share.fits(u64::MAX));
         assert_eq!(b.take(40, 100), Ok(()));
         assert_eq!(budget.held(), 100);
         drop(a);

@@ -15,6 +15,10 @@ pub struct LimitsConfig {
     /// their requests. What goes beyond it is answered 429. 1 MiB to 1 TiB; default 1 GiB.
     #[garde(range(min = 1_usize << 20, max = 1_usize << 40))]
     pub body_bytes_total: usize,
+    /// Largest head of a request (its line and headers), in bytes; a larger one is answered 431. 1,024 to 1 MiB;
+    /// default 32 KiB.
+    #[garde(range(min = 1024, max = 1 << 20))]
+    pub head_bytes: usize,
     /// Client connections at once; more wait in the kernel's queue. 1 to 1,000,000; default 16,384.
     #[garde(range(min = 1, max = 1_000_000))]
     pub connections: usize,
@@ -32,6 +36,7 @@ impl Default for LimitsConfig {
         Self {
             body_bytes: 32 << 20,
             body_bytes_total: 1 << 30,
+            head_bytes: 32 << 10,
             connections: 16_384,
             in_flight: 8_192,
             settlements: 4_096,

@@ -77,11 +77,11 @@ impl PrefillCall {
             Ok(whole) => understand(&whole),
             Err(CallError::NotReached) => Prefilled::Failed(Failure::NotReached, Refusal::unreachable()),
             Err(error @ CallError::Broken(_)) => {
-                tracing::warn!(engine = self.engine().authority(), %error, "prefill failed");
+                tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
                 Prefilled::Failed(Failure::Unknown, Refusal::broken())
             }
             Err(error @ CallError::TooLarge(_)) => {
-                tracing::warn!(engine = self.engine().authority(), %error, "prefill failed");
+                tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
                 Prefilled::Failed(Failure::Unusable(None), Refusal::broken())
             }
         }
@@ -129,7 +129,7 @@ fn understand(whole: &Whole) -> Prefilled {
 }
 
 fn unusable(params: &Value, error: &HandoffError) -> Prefilled {
-    tracing::warn!(%error, "a prefill engine's reply cannot be handed on");
+    tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
     let handle = params.get("remote_handle").and_then(Value::as_str).and_then(|text| text.parse().ok());
     Prefilled::Failed(Failure::Unusable(handle), Refusal::broken())
 }

@@ -26,7 +26,7 @@ const CLOSE_WITHIN: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct TlsConnection {
     stream: TlsStream<TcpStream>,
-    client_names: Vec<String>,
+    client_names: Arc<[String]>,
     socket: Arc<SocketDigest>,
 }
 
@@ -35,14 +35,14 @@ impl TlsConnection {
         let (tcp, session) = stream.get_ref();
         let leaf = session.peer_certificates().and_then(|chain| chain.first());
         let client_names =
-            leaf.and_then(|leaf| der::facts(leaf)).map(|facts| facts.names).unwrap_or_default();
+            leaf.and_then(|leaf| der::facts(leaf)).map(|facts| facts.names.into()).unwrap_or_default();
         let socket = Arc::new(SocketDigest::from_raw_fd(tcp.as_raw_fd()));
         Self { stream, client_names, socket }
     }
 
     /// The names in the certificate that the client showed.
-    pub(crate) fn client_names(&self) -> &[String] {
-        &self.client_names
+    pub(crate) fn client_names(&self) -> Arc<[String]> {
+        Arc::clone(&self.client_names)
     }
 }
 

@@ -13,7 +13,6 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming};
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper::{Request, Response};
@@ -21,11 +20,12 @@ use hyper_util::rt::TokioIo;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
+use super::payload::Sending;
 use super::transport::Transport;
 use crate::tls::client::EngineName;
 
 /// hyper's half of a connection.
-type Driver = http1::Connection<TokioIo<Transport>, Full<Bytes>>;
+type Driver = http1::Connection<TokioIo<Transport>, Sending>;
 
 /// A second hand on a connection's socket, for closing it while hyper holds the first.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ pub(crate) struct Socket(OwnedFd);
 /// A connection. Cut when dropped.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    sender: SendRequest<Full<Bytes>>,
+    sender: SendRequest<Sending>,
     /// `None` once the connection has ended.
     driver: Option<Driver>,
     socket: Arc<Socket>,
@@ -76,7 +76,7 @@ impl Connection {
     ///
     /// # Cancel safety
     /// The connection is of no use after a cancelled call.
-    pub(crate) async fn send(&mut self, request: Request<Full<Bytes>>) -> hyper::Result<Response<Incoming>> {
+    pub(crate) async fn send(&mut self, request: Request<Sending>) -> hyper::Result<Response<Incoming>> {
         let answer = self.sender.send_request(request);
         let mut answer = std::pin::pin!(answer);
         let driver = &mut self.driver;
