@@ -15,7 +15,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Body as _, Incoming};
-use hyper::header::ACCEPT;
+use hyper::header::{ACCEPT, HeaderMap};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -24,6 +24,7 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
+use crate::explain;
 use crate::metrics::Format;
 use crate::shared::Shared;
 use crate::tls::server::ServerTls;
@@ -49,12 +50,12 @@ pub(crate) struct Admin {
 }
 
 /// One request, its body read.
-#[allow(dead_code, reason = "for the verbs that others plug in")]
 pub(crate) struct Asked {
     pub method: Method,
     pub path: String,
     pub query: String,
     pub accept: String,
+    pub headers: HeaderMap,
     pub body: Bytes,
 }
 
@@ -122,6 +123,7 @@ impl Admin {
                     path: head.uri.path().to_owned(),
                     query,
                     accept: header(ACCEPT),
+                    headers: head.headers.clone(),
                     body: body.to_bytes(),
                 };
                 self.route(&asked).await
@@ -134,7 +136,7 @@ impl Admin {
 
     /// Which path is what. Verbs are `POST`, everything else is `GET`.
     async fn route(&self, asked: &Asked) -> Answer {
-        let (get, _post) =
+        let (get, post) =
             (asked.method == Method::GET || asked.method == Method::HEAD, asked.method == Method::POST);
         let parts: Vec<&str> = asked.path.split('/').skip(1).collect();
         match parts.as_slice() {
@@ -144,10 +146,13 @@ impl Admin {
             ["config"] if get => pages::config(&self.shared),
             ["requests"] if get => pages::requests(&self.shared, &asked.query),
             ["engines"] if get => pages::engines(&self.shared),
+            ["explain"] if get => Answer::json(explain::recent(&self.shared.explain)),
+            ["explain", id] if get => pages::explain(&self.shared, id),
+            ["dry-run"] if post => pages::dry_run(&self.shared, asked),
+            ["dry-run"] => Answer::not_allowed("POST"),
             [""] if get => Answer::text(PATHS),
-            ["health" | "ready" | "metrics" | "config" | "engines" | "requests" | ""] => {
-                Answer::not_allowed("GET")
-            }
+            ["health" | "ready" | "metrics" | "config" | "engines" | "explain" | "requests" | ""]
+            | ["explain", _] => Answer::not_allowed("GET"),
             _ => Answer::error(StatusCode::NOT_FOUND, "not found; `/` lists what there is"),
         }
     }
@@ -173,6 +178,9 @@ GET  /ready       503 once it drains
 GET  /metrics     Prometheus text, or OpenMetrics for those who accept it
 GET  /config      the configuration in effect and its number
 GET  /engines     every engine and what is known of it
+GET  /explain     the latest requests
+GET  /explain/ID  why a request went where it went; ID is the router's or the client's x-request-id
+POST /dry-run     where a client's body would go (?path=/v1/chat/completions); nothing is sent
 GET  /requests    the requests in flight, the oldest first; ?limit=N
 JSON is for machines; ?pretty is for people.
 ";

@@ -45,6 +45,8 @@ pub(crate) struct RequestContext {
     id: RequestId,
     /// What every answer carries: the id (the client's own, where it sent a decent one), and its limits.
     stamp: Stamp,
+    /// The client's own id, where it sent a decent one.
+    client_id: Option<HeaderValue>,
     /// With `auth`: whose request it is, and its place within their limits.
     permit: Option<Permit>,
     driver: Option<ExchangeDriver>,
@@ -77,6 +79,7 @@ impl ProxyHttp for FrontDoor {
             generation,
             id,
             stamp: Stamp { id: echoed, limits: Vec::new() },
+            client_id: None,
             permit: None,
             driver: None,
             status: 0,
@@ -103,6 +106,7 @@ impl ProxyHttp for FrontDoor {
         let stall = Duration::from_millis(context.generation.config.timeouts.client_stall_ms);
         session.as_downstream_mut().set_write_timeout(Some(stall));
         if let Some(echoed) = request_id::decent(&session.req_header().headers) {
+            context.client_id = Some(echoed.clone());
             context.stamp.id = echoed;
         }
         context.notice(session.req_header());
@@ -130,6 +134,9 @@ impl ProxyHttp for FrontDoor {
         context.response_bytes = client.body_bytes_sent() as u64;
         self.0.metrics.server.request_bytes.increment(context.request_bytes);
         self.0.metrics.server.response_bytes.increment(context.response_bytes);
+        if let Some(driver) = &context.driver {
+            driver.end(context.status);
+        }
         context.end();
     }
 }
@@ -195,6 +202,7 @@ impl FrontDoor {
             Arc::clone(&self.0),
             Arc::clone(&context.generation),
             context.id.clone(),
+            context.client_id.as_ref(),
             Arc::clone(&ask.model),
         ));
         driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));
@@ -324,7 +332,8 @@ impl RequestContext {
         if std::mem::replace(&mut self.over, true) {
             return;
         }
-        let end = self.count();
+        // What the router answers itself, `/health` above all, is asked for all the time and of no interest.
+        let Some(end) = self.count() else { return };
         let Some(head) = self.head.take() else { return };
         let driver = self.driver.as_ref();
         let watched = driver.map(|driver| &driver.watched);
@@ -365,6 +374,7 @@ impl RequestContext {
             None => {
                 let end = match self.status {
                     _ if self.passed => End::Passed,
+                    0 => End::Exchange(Outcome::Dropped(Phase::Queue)),
                     499 => End::Exchange(Outcome::ClientGone(Phase::Queue)),
                     400.. => End::Rejected,
                     _ => return None,

@@ -10,6 +10,7 @@ use baton_connector::{RequestId, Time};
 use crate::admission::Admission;
 use crate::admission::body_budget::BodyBudget;
 use crate::config::RouterConfig;
+use crate::explain::Ring;
 use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError};
 use crate::inflight::{Entry, InFlightTable};
@@ -29,6 +30,8 @@ pub(crate) struct Shared {
     /// What is held of clients' bodies.
     pub bodies: Arc<BodyBudget>,
     pub metrics: Arc<Metrics>,
+    /// Why the latest requests went where they went.
+    pub explain: Ring,
     pub settler: Arc<Settler>,
     pub in_flight_table: InFlightTable,
     /// Engines that refuse the cluster secret.
@@ -62,6 +65,7 @@ impl Shared {
         let observers = Observers::build(&config, &Observers::default(), &metrics, &runtime)?;
         let first = Generation::build(1, config, &fleet, &admission, &tenants, observers)?;
         metrics.server.generation.set(1.0);
+        let explain = Ring::new(first.config.explain.requests);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Ok(Arc::new(Self {
@@ -71,6 +75,7 @@ impl Shared {
             tenants,
             bodies: Arc::default(),
             metrics,
+            explain,
             settler,
             in_flight_table: InFlightTable::default(),
             refused_secret: Seldom::new(),
@@ -98,6 +103,7 @@ impl Shared {
         let (fleet, admission) = (&self.fleet, &self.admission);
         let next = Generation::build(number, config, fleet, admission, &self.tenants, observers)?;
         self.settler.set_terms(next.settle_terms());
+        self.explain.set_most(next.config.explain.requests);
         self.metrics.server.generation.set(number as f64);
         self.current.store(Arc::new(next));
         Ok(number)

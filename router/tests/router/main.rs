@@ -13,6 +13,7 @@ mod config;
 mod configuration_page;
 mod disconnect;
 mod engine;
+mod explain;
 mod failures;
 mod http_raw;
 mod keys;
