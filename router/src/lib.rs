@@ -21,7 +21,7 @@
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `tenants`, `tls` | who asks, and what they may; encrypted connections |
 //! | `upstream` | connections to engines |
-//! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
+//! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
 //! | `explain` | why a request went where it went |
 //! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
@@ -34,6 +34,7 @@ mod admin;
 mod admission;
 mod alive;
 mod answer;
+mod client_stream;
 mod client_watch;
 pub mod config;
 mod disaggregation;

@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use pingora::apps::HttpServerApp;
 use pingora::protocols::http::ServerSession;
-use pingora::protocols::l4::stream::Stream;
 use pingora::proxy::{HttpProxy, http_proxy};
 use pingora::server::configuration::ServerConf;
 use tokio::net::{TcpListener, TcpStream};
@@ -21,6 +20,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::admin::{self, Access, Admin, AdminError};
+use crate::client_stream::ClientStream;
 use crate::config::RouterConfig;
 use crate::generation::GenerationError;
 use crate::hygiene::{HeadBounds, Wire};
@@ -243,7 +243,7 @@ async fn serve(
         return;
     }
     let stream: pingora::protocols::Stream = match tls {
-        None => Box::new(Stream::from(stream)),
+        None => Box::new(ClientStream::new(stream)),
         Some(tls) => match tls.accept(stream).await {
             Some(stream) => Box::new(stream),
             None => return,

@@ -27,6 +27,7 @@ use super::chunked::{ChunkError, Chunked};
 use super::head::{self, Framing};
 use super::{HeadBounds, Unclean};
 use crate::admission::body_budget::{Share, Spent};
+use crate::client_stream::ClientStream;
 use crate::tls::TlsConnection;
 
 /// One read of the socket: as much as a connection's buffer in the kernel usually holds, and enough to pass buffers
@@ -95,6 +96,13 @@ impl Wire {
     /// The connection of a session, where it is one of ours.
     pub(crate) fn of(session: &Session) -> Option<Self> {
         session.as_downstream().stream()?.as_any().downcast_ref::<Self>().cloned()
+    }
+
+    /// Whether what is written from now on is held until more follows; see [`ClientStream::hold`].
+    pub(crate) fn hold(&self, hold: bool) {
+        if let Some(stream) = self.lock().stream.as_any().downcast_ref::<ClientStream>() {
+            stream.hold(hold);
+        }
     }
 
     /// Reads the head of the next request, as pingora is to see it. `None` where the client has none.
