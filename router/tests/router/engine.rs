@@ -60,6 +60,8 @@ pub(crate) struct Seen {
     pub path: String,
     pub headers: HeaderMap,
     pub body: Value,
+    /// The body as it came.
+    pub raw: Bytes,
 }
 
 #[derive(Default)]
@@ -254,6 +256,7 @@ async fn answer(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Respons
         path: path.clone(),
         headers: head.headers,
         body: serde_json::from_slice(&body).unwrap_or(Value::Null),
+        raw: body,
     });
     if !path.starts_with("/v1/") {
         if path == "/health" && inner.deaf.load(Ordering::SeqCst) {
