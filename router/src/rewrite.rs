@@ -189,10 +189,10 @@ mod tests {
             let any =
                 RawBody::any(Bytes::from(body.clone()), &limits, &ClientRules).expect("it was read before");
             for sent in [
-                prefill_body(&raw, "m"),
-                decode_body(&raw, "m", Some(&handoff)),
-                decode_body(&raw, "m", None),
-                decode_body(&any, "m", None),
+                prefill_body(&raw, &Owned::default(), "m"),
+                decode_body(&raw, &Owned::default(), "m", Some(&handoff)),
+                decode_body(&raw, &Owned::default(), "m", None),
+                decode_body(&any, &Owned::default(), "m", None),
             ] {
                 let sent = sent.pieces().concat();
                 assert!(!is_marked(&sent), "{number}: {body}\n{}", String::from_utf8_lossy(&sent));
