@@ -209,7 +209,22 @@ impl ExchangeDriver {
         ticket: Ticket,
     ) -> Result<(), Ended> {
         let generation = Arc::clone(&self.generation);
-        let room = || self.choose(Leg::Decode, &ask.model.decode, &ask.wanted(), &[]);
+        let mut waits = false;
+        let room = || {
+            let wanted = ask.wanted();
+            if !std::mem::replace(&mut waits, true) {
+                return self.choose(Leg::Decode, &ask.model.decode, &wanted, &[]);
+            }
+            // Engines that came since are good for those who wait already.
+            let now = self.shared.generation();
+            let model = now.models.named(Some(&ask.model.name)).unwrap_or(&ask.model);
+            let mut sight = None;
+            let reserved = model.decode.reserve_telling(&wanted, &[], Some(&mut sight))?;
+            if let (Some(account), Some(sight)) = (&self.account, sight) {
+                account.chose(Leg::Decode, sight);
+            }
+            Ok(reserved)
+        };
         match race(session, ask.model.queue.enter(ticket, &generation.config.queue, room)).await {
             Err(ClientGone) => Err(self.client_gone()),
             Ok(Ok(reserved)) => {

@@ -12,6 +12,7 @@ use hyper::header::HeaderValue;
 
 use crate::admission::Admission;
 use crate::config::{ConfigError, RouterConfig};
+use crate::discovery::membership::Members;
 use crate::fleet::Fleet;
 use crate::models::Models;
 use crate::observers::{ObserverError, Observers};
@@ -48,29 +49,47 @@ pub enum GenerationError {
 pub(crate) struct Generation {
     /// From 1, one more with each version that takes effect.
     pub number: u64,
+    /// From 0, one more with each change of pools by discovery.
+    pub revision: u64,
     pub config: RouterConfig,
+    /// Who is in which pool: listed, or discovered.
+    pub members: Members,
     pub models: Models,
     pub parse_limits: ParseLimits,
     /// Who may ask. `None`: everybody.
-    pub auth: Option<Auth>,
+    pub auth: Option<Arc<Auth>>,
     engine_tls: Option<Arc<EngineTls>>,
     pub observers: Observers,
 }
 
+/// What outlives every version and is built upon.
+pub(crate) struct Ground<'a> {
+    pub fleet: &'a Fleet,
+    pub admission: &'a Admission,
+    pub tenants: &'a Tenants,
+}
+
 impl Generation {
+    /// What policies remember of a pool is taken over from the `previous` version.
+    ///
     /// # Errors
     /// [`GenerationError`] says what is in the way.
     pub(crate) fn build(
-        number: u64,
+        (number, revision): (u64, u64),
         config: RouterConfig,
-        fleet: &Fleet,
-        admission: &Admission,
-        tenants: &Tenants,
+        members: Members,
+        previous: Option<&Self>,
+        ground: &Ground<'_>,
         observers: Observers,
     ) -> Result<Self, GenerationError> {
         let text = config.secret()?;
-        let auth =
-            config.auth.as_ref().map(|auth| Auth::build(auth, text.as_deref(), tenants)).transpose()?;
+        // Where only pools change, files are not read again: a bad one must not hold engines up.
+        let same = previous.filter(|previous| previous.number == number);
+        let auth = match (same, &config.auth) {
+            (Some(same), _) => same.auth.clone(),
+            (None, Some(auth)) => Some(Arc::new(Auth::build(auth, text.as_deref(), ground.tenants)?)),
+            (None, None) => None,
+        };
         let secret = text.map(|text| HeaderValue::from_str(&text));
         let mut secret = secret.transpose().map_err(|_| GenerationError::SecretText)?;
         if let Some(secret) = &mut secret {
@@ -83,13 +102,21 @@ impl Generation {
             api_key: None,
             tls: None,
         };
-        let tls = config.engine_tls.as_ref().map(|tls| EngineTls::new(tls, fleet.metrics().engine_tls()));
-        let engine_tls = tls.transpose()?;
-        let terms = EngineTerms::new(&config, terms, engine_tls.as_ref())?;
-        fleet.memory.set_bounds(config.prefix_index.chunks_per_engine, config.prefix_index.chunks_total);
+        let engine_tls = match (same, &config.engine_tls) {
+            (Some(same), _) => same.engine_tls.clone(),
+            (None, Some(tls)) => Some(EngineTls::new(tls, ground.fleet.metrics().engine_tls())?),
+            (None, None) => None,
+        };
+        let terms = EngineTerms::new(members.engines(), terms, engine_tls.as_ref())?;
+        ground
+            .fleet
+            .memory
+            .set_bounds(config.prefix_index.chunks_per_engine, config.prefix_index.chunks_total);
         Ok(Self {
             number,
-            models: Models::new(&config, &terms, fleet, admission),
+            revision,
+            models: Models::new(&config, &members, &terms, ground, previous.map(|previous| &previous.models)),
+            members,
             parse_limits: ParseLimits { body_bytes: config.limits.body_bytes, ..ParseLimits::default() },
             auth,
             engine_tls,

@@ -20,6 +20,7 @@
 //! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `tenants`, `tls` | who asks, and what they may; encrypted connections |
+//! | `reload`, `discovery` | the next configuration; engines that it does not list |
 //! | `upstream` | connections to engines |
 //! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
@@ -38,6 +39,7 @@ mod client_stream;
 mod client_watch;
 pub mod config;
 mod disaggregation;
+mod discovery;
 mod exchange_driver;
 mod explain;
 mod features;
@@ -58,6 +60,7 @@ mod passthrough;
 mod policy;
 mod pool;
 mod prefix_index;
+mod reload;
 mod request_id;
 mod rewrite;
 mod route;
@@ -78,7 +81,8 @@ pub use admin::AdminError;
 pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;
 pub use observers::ObserverError;
-pub use server::{BindError, Reload, Router};
+pub use reload::{ConfigFile, Reload};
+pub use server::{BindError, Router};
 pub use telemetry::TelemetryError;
 pub use tenants::{AuthError, NewKey};
 pub use tls::TlsError;

@@ -7,6 +7,7 @@
 //! a client.
 
 pub(crate) mod admission;
+mod config;
 mod engines;
 mod legs;
 mod observers;
@@ -26,6 +27,7 @@ use std::time::Duration;
 
 use baton_connector::exchange::{Cause, Phase};
 
+pub(crate) use config::{DiscoveryMetrics, STALE};
 pub(crate) use engines::{EngineMetrics, IN_FLIGHT, POOL, READY, Reason};
 pub(crate) use legs::{Leg, Settled, Via};
 pub(crate) use page::{Format, Scrape};
@@ -43,6 +45,7 @@ fn families() -> impl Iterator<Item = &'static Family> {
         tenants::FAMILIES,
         tls::FAMILIES,
         server::FAMILIES,
+        config::FAMILIES,
         routing::FAMILIES,
         process::FAMILIES,
         observers::FAMILIES,
@@ -59,6 +62,7 @@ pub(crate) struct Metrics {
     pub server: server::ServerMetrics,
     pub admission: Arc<admission::AdmissionMetrics>,
     pub tenants: Arc<tenants::TenantMetrics>,
+    pub config: config::ConfigMetrics,
     pub observers: observers::ObserverMetrics,
     pub routing: routing::RoutingMetrics,
 }
@@ -72,6 +76,7 @@ impl Metrics {
             server: server::ServerMetrics::new(&registry),
             admission: Arc::new(admission::AdmissionMetrics::new(&registry)),
             tenants: Arc::new(tenants::TenantMetrics::new(&registry)),
+            config: config::ConfigMetrics::new(&registry),
             observers: observers::ObserverMetrics::new(&registry),
             routing: routing::RoutingMetrics::new(&registry),
             registry,
@@ -81,6 +86,11 @@ impl Metrics {
     /// Handles for one model.
     pub(crate) fn model(&self, name: &str) -> ModelMetrics {
         ModelMetrics::new(&self.registry, name)
+    }
+
+    /// Handles for one source of discovery.
+    pub(crate) fn discovery(&self, source: &str) -> DiscoveryMetrics {
+        DiscoveryMetrics::new(&self.registry, source)
     }
 
     /// Handles for one engine.

@@ -323,7 +323,7 @@ impl RequestContext {
 
     /// Whose request it is; with `auth` only.
     fn owner(&self) -> Option<Owner<'_>> {
-        let (auth, permit) = (self.generation.auth.as_ref()?, self.permit.as_ref()?);
+        let (auth, permit) = (self.generation.auth.as_deref()?, self.permit.as_ref()?);
         Some(Owner { identity: &permit.identity, auth })
     }
 

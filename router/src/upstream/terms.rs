@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use hyper::header::HeaderValue;
 
-use crate::config::{ConfigError, EngineUrl, RouterConfig, first_line_of};
+use crate::config::{ConfigError, EngineConfig, EngineUrl, first_line_of};
 use crate::tls::TlsError;
 use crate::tls::client::{EngineName, EngineTls};
 
@@ -45,14 +45,13 @@ pub(crate) struct EngineTerms {
 impl EngineTerms {
     /// # Errors
     /// [`TermsError`] names the file or address at fault.
-    pub(crate) fn new(
-        config: &RouterConfig,
+    pub(crate) fn new<'a>(
+        engines: impl Iterator<Item = &'a EngineConfig>,
         common: Terms,
         tls: Option<&Arc<EngineTls>>,
     ) -> Result<Self, TermsError> {
         let mut own = HashMap::new();
-        let pools = config.models.iter().flat_map(|model| [&model.prefill, &model.decode]);
-        for engine in pools.flat_map(|pool| &pool.engines) {
+        for engine in engines {
             if engine.api_key_file.is_none() && !engine.url.is_tls() {
                 continue;
             }
