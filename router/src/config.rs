@@ -37,11 +37,16 @@ pub use policy::{
 };
 pub use pool::{EngineConfig, PoolConfig};
 pub use prefix_index::PrefixIndexConfig;
+pub use queue::{Priority, PriorityWeights, QueueConfig};
 pub use reload::ReloadConfig;
 pub use secret::{MASK, Secret};
 pub use telemetry::{OtlpConfig, TelemetryConfig};
+pub use tenants::{AuthConfig, CertificateConfig, KeyConfig, KeysFile, RateLimitsConfig, TenantConfig};
 pub use timeouts::TimeoutsConfig;
+pub use tls::{ClientAuth, EngineTlsConfig, ListenTlsConfig};
 pub use url::{EngineUrl, UrlError};
+
+pub(crate) use tenants::moment;
 
 mod access_log;
 mod admin;
@@ -60,11 +65,14 @@ mod models;
 mod policy;
 mod pool;
 mod prefix_index;
+mod queue;
 mod reload;
 mod secret;
 mod shape;
 mod telemetry;
+mod tenants;
 mod timeouts;
+mod tls;
 mod url;
 
 /// The whole file.
@@ -75,6 +83,14 @@ pub struct RouterConfig {
     #[serde(default = "default_listen")]
     #[garde(skip)]
     pub listen: SocketAddr,
+    /// TLS for clients. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub listen_tls: Option<ListenTlsConfig>,
+    /// TLS towards engines whose address is `https://`. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub engine_tls: Option<EngineTlsConfig>,
     /// The listener for people and monitors: `/metrics`, `/health`, `/ready`.
     #[serde(default)]
     #[garde(dive)]
@@ -86,6 +102,14 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub limits: LimitsConfig,
+    /// Who may use the router. Default: everybody; `Authorization` is then passed on to engines.
+    #[serde(default)]
+    #[garde(dive)]
+    pub auth: Option<AuthConfig>,
+    /// Requests that wait when every decode engine of a model is full.
+    #[serde(default)]
+    #[garde(dive)]
+    pub queue: QueueConfig,
     /// How long each leg may take or be silent.
     #[serde(default)]
     #[garde(dive)]
@@ -174,13 +198,10 @@ impl RouterConfig {
     /// # Errors
     /// [`ConfigError::Unreadable`] when its file cannot be read.
     pub fn secret(&self) -> Result<Option<String>, ConfigError> {
-        let Some(path) = &self.cluster_secret_file else {
-            return Ok(self.cluster_secret.as_ref().map(|secret| secret.reveal().to_owned()));
-        };
-        let name = path.display().to_string();
-        let text =
-            std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { name, source })?;
-        Ok(text.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()))
+        match &self.cluster_secret_file {
+            Some(path) => first_line_of(path),
+            None => Ok(self.cluster_secret.as_ref().map(|secret| secret.reveal().to_owned())),
+        }
     }
 
     /// The whole configuration with every default, as YAML; secrets are masked.
@@ -196,15 +217,17 @@ impl RouterConfig {
         changes::between(&self.value(), &next.value())
     }
 
-    fn value(&self) -> serde_json::Value {
+    /// As JSON, with secrets masked.
+    pub(crate) fn value(&self) -> serde_json::Value {
         serde_json::to_value(self).expect("a configuration is made of maps, lists and scalars")
     }
 
-    /// Every file that the configuration names: those under keys that end in `_file`.
+    /// Every file that the configuration names: those under keys that end in `_file`, and the keys and certificates
+    /// of the parts that end in `tls`. Lists of engines are not among them; their sources follow them.
     #[must_use]
     pub fn files(&self) -> BTreeSet<PathBuf> {
         let mut files = BTreeSet::new();
-        files_in(&self.value(), &mut files);
+        files_in(&self.value(), false, &mut files);
         files
     }
 
@@ -213,6 +236,35 @@ impl RouterConfig {
     pub fn drain_timeout(&self) -> Duration {
         Duration::from_millis(self.drain_timeout_ms)
     }
+}
+
+/// The first line of a file that holds a secret; `None` when it is empty.
+///
+/// # Errors
+/// [`ConfigError::Unreadable`].
+pub(crate) fn first_line_of(path: &Path) -> Result<Option<String>, ConfigError> {
+    let name = path.display().to_string();
+    let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { name, source })?;
+    Ok(text.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()))
+}
+
+/// Reads a YAML file that belongs to the configuration, and checks it.
+///
+/// # Errors
+/// [`ConfigError`] with the place and what is wrong there.
+pub(crate) fn load_checked<T>(path: &Path) -> Result<T, ConfigError>
+where
+    T: serde::de::DeserializeOwned + Validate<Context = ()>,
+{
+    let name = path.display().to_string();
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| ConfigError::Unreadable { name: name.clone(), source })?;
+    let wrong = |what| Problem { place: Place { line: 1, column: 1 }, what };
+    let checked = typed::<T>(&text).and_then(|value| match value.validate() {
+        Ok(()) => Ok(value),
+        Err(report) => Err(wrong(report.to_string().trim().replace('\n', "; "))),
+    });
+    checked.map_err(|problem| ConfigError::Invalid { name, problems: vec![problem] })
 }
 
 fn default_listen() -> SocketAddr {
@@ -251,17 +303,21 @@ fn read(text: &str) -> Result<RouterConfig, Vec<Problem>> {
     if problems.is_empty() { Ok(config) } else { Err(problems) }
 }
 
-fn files_in(value: &serde_json::Value, files: &mut BTreeSet<PathBuf>) {
+fn files_in(value: &serde_json::Value, in_tls: bool, files: &mut BTreeSet<PathBuf>) {
+    // The names in these maps are the operator's own.
+    const FREE: [&str; 5] = ["labels", "select", "prefer", "selector", "resource"];
+    const TLS: [&str; 4] = ["certificate", "key", "ca", "client_ca"];
     match value {
         serde_json::Value::Object(entries) => {
-            for (key, value) in entries {
-                match value.as_str().filter(|_| key.ends_with("_file")) {
+            for (key, value) in entries.iter().filter(|(key, _)| !FREE.contains(&key.as_str())) {
+                let names_a_file = key.ends_with("_file") || (in_tls && TLS.contains(&key.as_str()));
+                match value.as_str().filter(|_| names_a_file) {
                     Some(path) => drop(files.insert(PathBuf::from(path))),
-                    None => files_in(value, files),
+                    None => files_in(value, key.ends_with("tls"), files),
                 }
             }
         }
-        serde_json::Value::Array(items) => items.iter().for_each(|item| files_in(item, files)),
+        serde_json::Value::Array(items) => items.iter().for_each(|item| files_in(item, false, files)),
         _ => {}
     }
 }

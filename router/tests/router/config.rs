@@ -30,7 +30,7 @@ fn a_good_file_loads_with_its_defaults() {
 fn what_is_wrong_is_told_by_line_and_column() {
     for (from, to, told) in [
         ("policy: round_robin", "polizy: round_robin", "6:7: unknown key `polizy`, did you mean `policy`?"),
-        ("http://127.0.0.1:2", "https://127.0.0.1:2", "8:16: `https://127.0.0.1:2` must start with http://"),
+        ("http://127.0.0.1:2", "ftp://127.0.0.1:2", "8:16: `ftp://127.0.0.1:2` must start with http://"),
         ("listen: 127.0.0.1:0", "listen: nowhere", "1:9: invalid socket address"),
         ("listen: 127.0.0.1:0", "listen: [a]", "1:9: `listen`: needs a text, not a list"),
         ("name: m", "name: ''", "3:11: `models[0].name`: shorter than 1 bytes"),
@@ -151,6 +151,18 @@ fn anchors_and_merges_say_things_once() {
     assert_eq!(config.models[0].decode.engines.len(), 200);
     let last = &config.models[0].decode.engines[199];
     assert_eq!((last.weight, last.labels["zone"].as_str(), last.url.host()), (7, "a", "e200"));
+}
+
+#[test]
+fn every_file_that_a_configuration_names_is_known() {
+    let yaml = GOOD
+        .replace("- url: http://127.0.0.1:2", "- {url: 'http://127.0.0.1:2', labels: {a_file: no}}")
+        + "cluster_secret_file: /s\nlisten_tls: {certificate: /c, key: /k, client_ca: /a, client_auth: require}\n\
+           auth: {keys_file: /y, keys: []}\n";
+    let config =
+        RouterConfig::from_yaml(&yaml, "router.yaml").unwrap_or_else(|problems| panic!("{problems}"));
+    let files: Vec<_> = config.files().into_iter().map(|file| file.display().to_string()).collect();
+    assert_eq!(files, ["/a", "/c", "/k", "/s", "/y"]);
 }
 
 #[test]

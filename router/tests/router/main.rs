@@ -4,6 +4,7 @@
 
 mod access_log;
 mod admin;
+mod admission;
 mod bad_input;
 mod bounds;
 mod client;
@@ -17,6 +18,7 @@ mod explain;
 mod failures;
 mod hostile;
 mod http_raw;
+mod keys;
 mod load;
 mod log;
 mod main_path;
@@ -24,4 +26,5 @@ mod markers;
 mod policies;
 mod reload;
 mod system;
+mod tls;
 mod traces;
