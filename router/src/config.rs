@@ -14,18 +14,23 @@ use serde::{Deserialize, Serialize};
 pub use admin::AdminConfig;
 pub use attempts::AttemptsConfig;
 pub use error::ConfigError;
+pub use health::{ActiveConfig, AllOut, BreakerConfig, HealthConfig, LoadConfig, OutlierConfig, Ready};
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
-pub use pool::{EngineConfig, PolicyKind, PoolConfig};
-pub use timeouts::TimeoutsConfig;
+pub use pool::{EngineConfig, PolicyKind, PoolConfig, ReleaseMode};
+pub use retries::RetriesConfig;
+pub(crate) use timeouts::Bounds;
+pub use timeouts::{ModelTimeouts, TimeoutsConfig};
 pub use url::EngineUrl;
 
 mod admin;
 mod attempts;
 mod error;
+mod health;
 mod limits;
 mod models;
 mod pool;
+mod retries;
 mod timeouts;
 mod url;
 
@@ -56,6 +61,14 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub attempts: AttemptsConfig,
+    /// How much of the router's work may be second attempts.
+    #[serde(default)]
+    #[garde(dive)]
+    pub retries: RetriesConfig,
+    /// How the router finds out which engines work.
+    #[serde(default)]
+    #[garde(dive)]
+    pub health: HealthConfig,
     /// Shared with the engines and sent to them as `x-baton-cluster-secret`. Baton engines beyond loopback
     /// take the release verbs only with it. Prefer `cluster_secret_file`. Default: none.
     #[serde(default, skip_serializing)]
@@ -70,6 +83,12 @@ pub struct RouterConfig {
     #[serde(default = "default_drain_timeout_ms")]
     #[garde(range(max = 3_600_000))]
     pub drain_timeout_ms: u64,
+    /// On shutdown, how long the router goes on taking connections while `/ready` already says no and answers close
+    /// their connections, so that load balancers have time to see it; in milliseconds. A second signal ends the
+    /// wait. 0 to 600,000; default 0.
+    #[serde(default)]
+    #[garde(range(max = 600_000))]
+    pub drain_delay_ms: u64,
 }
 
 impl RouterConfig {

@@ -5,7 +5,7 @@
 //! what is owed is paid.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Outcome, Settlement, Timeline};
 use baton_connector::{RequestId, Time};
@@ -22,12 +22,14 @@ use crate::generation::Generation;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
-use crate::legs::{Meaning, Refusal};
+use crate::health::Sign;
+use crate::legs::{Blame, Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::models::Reserved;
 use crate::request_id;
+use crate::retries::{self, Retry};
 use crate::rewrite;
-use crate::settle::Debtor;
+use crate::settle::{Debtor, Returned};
 use crate::shared::Shared;
 use crate::upstream::{Engine, InFlight, Outgoing, Reply};
 
@@ -68,6 +70,16 @@ pub(crate) struct ExchangeDriver {
     prefill: Option<PrefillCall>,
     /// Whether the prompt may be computed anew: once.
     may_recompute: bool,
+    /// What the last prefill engine that lent said of it, for the release.
+    lent: Option<(Attempt, Arc<Value>)>,
+    /// Engines that failed it, of which it is not yet known whether that was its own fault.
+    suspects: Vec<(Arc<Engine>, Leg)>,
+    /// Who sent it, as a hash; one source's failures alone take no engine out.
+    source: u64,
+    /// Its share of the budget of second attempts.
+    retry: Option<Retry>,
+    /// A prefill engine has answered it.
+    prefilled: bool,
     /// Who was asked last, for the access log.
     pub prefill_engine: Option<Arc<Engine>>,
     pub decode_engine: Option<Arc<Engine>>,
@@ -81,10 +93,15 @@ impl ExchangeDriver {
             shared,
             generation,
             reserved: None,
-            debtor: Debtor { request, exchange },
+            debtor: Debtor { request, exchange, model: None, authorization: None },
+            lent: None,
             attempts: Vec::new(),
             prefill: None,
             may_recompute: true,
+            suspects: Vec::new(),
+            source: 0,
+            retry: None,
+            prefilled: false,
             prefill_engine: None,
             decode_engine: None,
         }
@@ -93,11 +110,16 @@ impl ExchangeDriver {
     /// Tells the machine, and pays what it says.
     pub(crate) fn apply(&mut self, event: Event) {
         let now = self.shared.now();
+        if let Event::StreamBroken(attempt) = event {
+            let engine = self.engine(attempt);
+            self.suspects.push((engine, Leg::Decode));
+        }
         let step = self.exchange(|exchange| exchange.apply(event, now));
         for debt in step.settle {
             self.pay(debt);
         }
         if let Some(outcome) = step.ended {
+            self.accuse();
             self.shared.metrics.outcome(outcome);
             self.record();
         }
@@ -115,7 +137,10 @@ impl ExchangeDriver {
     ///
     /// # Errors
     /// No decode engine can be had.
-    pub(crate) fn reserve(&mut self, ask: &Ask) -> Result<(), Ended> {
+    pub(crate) fn reserve(&mut self, session: &Session, ask: &Ask) -> Result<(), Ended> {
+        self.source = ask.source(session.client_addr());
+        self.debtor.model = Some(Arc::clone(&ask.model));
+        self.debtor.authorization = ask.authorization();
         self.reserved = ask.model.decode.reserve(&ask.wanted(), &[]);
         if self.reserved.is_none() {
             self.apply(Event::GaveUp);
@@ -125,14 +150,14 @@ impl ExchangeDriver {
     }
 
     /// First leg: the handoff, or `None` when the decode engine is to compute everything.
-    pub(crate) async fn prefill(&mut self, session: &mut Session, ask: &Ask) -> Result<Option<Value>, Ended> {
+    pub(crate) async fn prefill(&mut self, session: &mut Session, ask: &Ask) -> Result<Option<Arc<Value>>, Ended> {
         if ask.aggregate || ask.model.prefill.is_empty() {
             self.apply(Event::PrefillSkipped);
             return Ok(None);
         }
-        let silence = Duration::from_millis(self.generation.config.timeouts.prefill_silence_ms);
+        let silence = ask.model.bounds.prefill_silence;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let outgoing = self.outgoing(ask, rewrite::prefill_body(&ask.body, &ask.model.name));
+        let mut outgoing = self.outgoing(ask, rewrite::prefill_body(&ask.body, &ask.model.name));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
@@ -141,10 +166,12 @@ impl ExchangeDriver {
             let (prefill, wanted) = (&ask.model.prefill, ask.wanted());
             let reserved = prefill.reserve(&wanted, &others).or_else(|| prefill.reserve(&wanted, &tried));
             let Some(Reserved { member, load }) = reserved else { break };
-            let engine = Arc::clone(&member.engine);
-            if !tried.is_empty() {
-                self.shared.metrics.retry(Leg::Prefill);
+            if !self.may_try_again(session, Leg::Prefill, tried.len()).await? {
+                break;
             }
+            let engine = Arc::clone(&member.engine);
+            outgoing.to_rank(member.rank);
+            let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.prefill_engine = Some(Arc::clone(&engine));
             tried.push(Arc::clone(&engine));
@@ -153,7 +180,10 @@ impl ExchangeDriver {
             let prefilled = tokio::time::timeout(silence, call.prefilled());
             let prefilled = match race(session, while_alive(&engine, pause, prefilled)).await {
                 Err(ClientGone) => return Err(self.client_gone()),
-                Ok(Err(Deaf) | Ok(Err(_))) => {
+                Ok(silent @ (Err(Deaf) | Ok(Err(_)))) => {
+                    if silent.is_ok() {
+                        self.blame(&engine, Leg::Prefill, Blame::Engine);
+                    }
                     self.apply(Event::PrefillFailed(attempt, Failure::Unknown));
                     last = Refusal::silent();
                     continue;
@@ -162,13 +192,21 @@ impl ExchangeDriver {
             };
             // It has answered: there is nothing to read on.
             self.prefill = None;
+            if !matches!(prefilled, Prefilled::Failed(..)) {
+                self.vindicate(&engine, Leg::Prefill, asked.elapsed());
+            }
+            self.prefilled |= matches!(prefilled, Prefilled::Lent(..) | Prefilled::Empty);
             self.apply(prefilled.event(attempt));
             match prefilled {
-                Prefilled::Lent(params, _) => return Ok(Some(params)),
+                Prefilled::Lent(params, _) => {
+                    self.lent = Some((attempt, Arc::clone(&params)));
+                    return Ok(Some(params));
+                }
                 Prefilled::Empty => return Ok(None),
                 Prefilled::Refused(refusal) => return Err(Ended::Refused(refusal)),
-                Prefilled::Failed(_, refusal) => {
+                Prefilled::Failed(_, refusal, blame) => {
                     self.note_misconfigured(&engine, Leg::Prefill, &refusal);
+                    self.blame(&engine, Leg::Prefill, blame);
                     last = refusal;
                 }
             }
@@ -177,7 +215,7 @@ impl ExchangeDriver {
     }
 
     /// Without a prefill engine the decode engine computes everything, where that is configured.
-    fn fall_back(&mut self, ask: &Ask, last: Refusal) -> Result<Option<Value>, Ended> {
+    fn fall_back(&mut self, ask: &Ask, last: Refusal) -> Result<Option<Arc<Value>>, Ended> {
         match ask.model.fallback {
             Fallback::Aggregate => {
                 self.apply(Event::PrefillSkipped);
@@ -197,7 +235,7 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         ask: &Ask,
-        handoff: Option<Value>,
+        handoff: Option<Arc<Value>>,
     ) -> Result<Answer, Ended> {
         match self.decode_with(session, ask, handoff).await? {
             Some(answer) => Ok(answer),
@@ -221,12 +259,12 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         ask: &Ask,
-        handoff: Option<Value>,
+        handoff: Option<Arc<Value>>,
     ) -> Result<Option<Answer>, Ended> {
         let recompute = handoff.is_some() && self.may_recompute;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let first_byte = Duration::from_millis(self.generation.config.timeouts.decode_first_byte_ms);
-        let mut outgoing = self.outgoing(ask, rewrite::decode_body(&ask.body, &ask.model.name, handoff));
+        let first_byte = ask.model.bounds.decode_first_byte;
+        let mut outgoing = self.outgoing(ask, rewrite::decode_body(&ask.body, &ask.model.name, handoff.as_deref()));
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
@@ -235,10 +273,12 @@ impl ExchangeDriver {
         while tried.len() < usize::from(self.generation.config.attempts.decode) {
             let reserved = self.reserved.take().or_else(|| ask.model.decode.reserve(&ask.wanted(), &tried));
             let Some(Reserved { member, load }) = reserved else { break };
-            let engine = Arc::clone(&member.engine);
-            if !tried.is_empty() {
-                self.shared.metrics.retry(Leg::Decode);
+            if !self.may_try_again(session, Leg::Decode, tried.len()).await? {
+                break;
             }
+            let engine = Arc::clone(&member.engine);
+            outgoing.to_rank(member.rank);
+            let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.decode_engine = Some(Arc::clone(&engine));
             tried.push(Arc::clone(&engine));
@@ -248,15 +288,18 @@ impl ExchangeDriver {
             };
             match decoding {
                 Decoding::Accepted(reply) => {
+                    self.vindicate(&engine, Leg::Decode, asked.elapsed());
                     self.apply(Event::DecodeAccepted(attempt));
                     return Ok(Some(Answer { attempt, reply, load }));
                 }
                 Decoding::Refused(refusal) => {
+                    self.vindicate(&engine, Leg::Decode, asked.elapsed());
                     self.apply(Event::DecodeRefused(attempt));
                     return Err(Ended::Refused(refusal));
                 }
-                Decoding::Failed(failure, refusal, meaning) => {
+                Decoding::Failed(failure, refusal, meaning, blame) => {
                     self.apply(Event::DecodeFailed(attempt, failure));
+                    self.blame(&engine, Leg::Decode, blame);
                     self.note_misconfigured(&engine, Leg::Decode, &refusal);
                     last = refusal;
                     spent |= matches!(meaning, Meaning::CannotUseHandoff | Meaning::HandoffSpent);
@@ -274,6 +317,72 @@ impl ExchangeDriver {
         Err(Ended::Refused(last))
     }
 
+    /// Whether another attempt may be made: at once if it is the first or the second one, after a pause if it is
+    /// a later one, and not at all when the budget is spent.
+    async fn may_try_again(&mut self, session: &mut Session, leg: Leg, tried: usize) -> Result<bool, Ended> {
+        if tried == 0 {
+            return Ok(true);
+        }
+        let terms = &self.generation.config.retries;
+        let budget = &self.shared.retries;
+        let Some(retry) = budget.take(self.shared.in_flight(), self.shared.now(), terms) else {
+            self.shared.metrics.resilience.retry_refused(leg);
+            return Ok(false);
+        };
+        let pause = retries::pause(tried, dice(), terms);
+        self.retry = Some(retry);
+        self.shared.metrics.retry(leg);
+        if !pause.is_zero() && race(session, tokio::time::sleep(pause)).await.is_err() {
+            return Err(self.client_gone());
+        }
+        Ok(true)
+    }
+
+    /// An engine failed the request; whose fault that was is seen later.
+    fn blame(&mut self, engine: &Arc<Engine>, leg: Leg, blame: Blame) {
+        match blame {
+            Blame::Nobody => {}
+            Blame::Engine => self.suspects.push((Arc::clone(engine), leg)),
+            Blame::Draining => engine.judge(|health, now, _| health.said_draining(now)),
+            Blame::Layout => {
+                let Some(producer) = &self.prefill_engine else { return };
+                if self.shared.mismatch(producer.url(), engine.url()) {
+                    tracing::warn!(
+                        prefill = producer.authority(),
+                        decode = engine.authority(),
+                        "an engine cannot read the blocks of another: their models, versions or caches differ"
+                    );
+                }
+            }
+        }
+    }
+
+    /// An engine answered the request: others that failed it were at fault themselves.
+    fn vindicate(&mut self, engine: &Arc<Engine>, leg: Leg, after: Duration) {
+        engine.answered(leg, after);
+        for (suspect, of) in std::mem::take(&mut self.suspects) {
+            match (of == leg, Arc::ptr_eq(&suspect, engine)) {
+                (true, false) => suspect.failed(leg, Sign::Trouble),
+                (true, true) => {}
+                (false, _) => self.suspects.push((suspect, of)),
+            }
+        }
+    }
+
+    /// The request is over. What one engine alone failed counts against it, if other sources say the same; what two
+    /// engines failed alike is the request's own fault.
+    fn accuse(&mut self) {
+        let suspects = std::mem::take(&mut self.suspects);
+        for leg in [Leg::Prefill, Leg::Decode] {
+            let mut engines: Vec<_> = suspects.iter().filter(|(_, of)| *of == leg).map(|(e, _)| e).collect();
+            engines.dedup_by(|a, b| Arc::ptr_eq(a, b));
+            if let [engine] = engines[..] {
+                engine.failed(leg, Sign::Suspect(self.source));
+            }
+        }
+    }
+
+    /// The configuration is wrong: the operator's fault, and never the client's.
     fn note_misconfigured(&self, engine: &Engine, leg: Leg, refusal: &Refusal) {
         if *refusal == Refusal::misconfigured() {
             tracing::error!(
@@ -282,6 +391,11 @@ impl ExchangeDriver {
                 "an engine refuses this router's cluster secret"
             );
             self.shared.metrics.misconfigured(leg);
+        }
+        if *refusal == Refusal::wrong_model() {
+            let what = "an engine does not serve the model that it is configured for";
+            tracing::error!(engine = engine.authority(), leg = leg.label(), "{what}");
+            self.shared.metrics.resilience.wrong_model(leg);
         }
     }
 
@@ -293,7 +407,8 @@ impl ExchangeDriver {
 
     fn record(&self) {
         let line = self.timeline();
-        if let (Some(sent), Some(held)) = (line.prefill_sent, line.held) {
+        // A prompt that a decode engine computed, because no prefill engine did, took no prefill.
+        if let (Some(sent), Some(held), true) = (line.prefill_sent, line.held, self.prefilled) {
             self.shared.metrics.prefill_seconds.record(held.since(sent));
         }
         if let Some(first) = line.first_chunk {
@@ -310,7 +425,10 @@ impl ExchangeDriver {
                 None => self.shared.settler.abort(self.engine(attempt), Leg::Prefill, debtor),
             },
             Settlement::ReleasePrefill(lent, cause) => {
-                self.shared.settler.release(self.engine(lent.by), lent, cause, debtor);
+                let params = self.lent.as_ref().filter(|(by, _)| *by == lent.by);
+                let params = params.map(|(_, params)| Arc::clone(params));
+                let returned = Returned { lent, params, cause };
+                self.shared.settler.release(self.engine(lent.by), returned, debtor);
             }
             Settlement::AbortDecode(attempt) => {
                 self.shared.settler.abort(self.engine(attempt), Leg::Decode, debtor);
@@ -337,6 +455,13 @@ impl ExchangeDriver {
     fn exchange<T>(&self, with: impl FnOnce(&mut Exchange) -> T) -> T {
         with(&mut self.debtor.exchange.lock().unwrap_or_else(PoisonError::into_inner))
     }
+}
+
+/// 0 to 1.
+fn dice() -> f64 {
+    let mut byte = [0_u8];
+    getrandom::fill(&mut byte).expect("the kernel's random numbers are there from boot on");
+    f64::from(byte[0]) / 255.0
 }
 
 impl Drop for ExchangeDriver {

@@ -4,6 +4,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use tokio::sync::Notify;
+
 use crate::config::EngineUrl;
 use crate::upstream::{Engine, Terms};
 
@@ -11,6 +13,8 @@ use crate::upstream::{Engine, Terms};
 #[derive(Default)]
 pub(crate) struct Fleet {
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
+    /// Rung when an engine's health wants looking after; see `health/active.rs`.
+    pub wake: Arc<Notify>,
 }
 
 impl Fleet {
@@ -22,7 +26,7 @@ impl Fleet {
             engine.set_terms(terms.clone());
             return Arc::clone(engine);
         }
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone()));
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), Arc::clone(&self.wake)));
         engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }
@@ -30,6 +34,11 @@ impl Fleet {
     /// Every engine once.
     pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
         self.lock().values().cloned().collect()
+    }
+
+    /// The engine at an address, if it is known.
+    pub(crate) fn at(&self, url: &EngineUrl) -> Option<Arc<Engine>> {
+        self.lock().get(url).cloned()
     }
 
     /// Forgets engines that no generation and no request holds.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use baton_openai::ParseLimits;
 use hyper::header::HeaderValue;
 
-use crate::config::{ConfigError, RouterConfig};
+use crate::config::{ConfigError, ReleaseMode, RouterConfig};
 use crate::fleet::Fleet;
 use crate::models::Models;
 use crate::settle::SettleTerms;
@@ -48,6 +48,8 @@ impl Generation {
             connect_timeout: Duration::from_millis(config.timeouts.connect_ms),
             idle_timeout: Duration::from_millis(config.timeouts.engine_idle_ms),
             secret,
+            health: config.health.terms(false),
+            release: ReleaseMode::default(),
         };
         Ok(Self {
             number,

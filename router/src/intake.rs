@@ -3,6 +3,7 @@
 //! A body that a decode engine's parser refuses strands the prefill engine's blocks for a whole lease on
 //! stock vLLM (30.03 s measured), so nothing that the router can know to be wrong is sent on.
 
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use baton_connector::RequestId;
 use baton_openai::{ApiError, Endpoint, GenerateRequest, parse_object};
 use bytes::{Bytes, BytesMut};
 use hyper::header::{AUTHORIZATION, CONTENT_LENGTH, EXPECT, HeaderMap, HeaderName, HeaderValue};
+use pingora::protocols::l4::socket::SocketAddr;
 use pingora::proxy::Session;
 use serde_json::{Map, Value};
 
@@ -65,6 +67,21 @@ impl Ask {
     /// What a policy may know of it.
     pub(crate) fn wanted(&self) -> Wanted<'_> {
         Wanted::default()
+    }
+
+    /// Who sent it, as a hash: its credentials, or its address where it has none.
+    pub(crate) fn source(&self, peer: Option<&SocketAddr>) -> u64 {
+        let mut hasher = std::hash::DefaultHasher::new();
+        match self.headers.get(AUTHORIZATION) {
+            Some(credentials) => credentials.hash(&mut hasher),
+            None => peer.and_then(|peer| peer.as_inet()).map(|peer| peer.ip()).hash(&mut hasher),
+        }
+        hasher.finish()
+    }
+
+    /// Its credentials.
+    pub(crate) fn authorization(&self) -> Option<HeaderValue> {
+        self.headers.get(AUTHORIZATION).cloned()
     }
 
     /// The headers of both legs.

@@ -16,6 +16,7 @@
 //! | `models`, `policy` | which engine is chosen |
 //! | `exchange_driver`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
+//! | `health`, `alive`, `retries` | which engines are given requests, and how often they are tried again |
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
@@ -31,6 +32,7 @@ pub mod config;
 mod exchange_driver;
 mod fleet;
 mod generation;
+mod health;
 mod intake;
 mod legs;
 mod metrics;
@@ -38,6 +40,7 @@ mod models;
 mod passthrough;
 mod policy;
 mod request_id;
+mod retries;
 mod rewrite;
 mod route;
 mod server;

@@ -1,4 +1,5 @@
-//! What the router counts. One registry per router, so that several in one process do not mix.
+//! What the router counts. One registry per router, so that several in one process do not mix. What concerns
+//! engines that fail is in `metrics/resilience.rs`.
 //!
 //! | metric | labels | unit |
 //! |---|---|---|
@@ -17,6 +18,10 @@
 //! | `baton_router_prefill_seconds` | | from the first prefill attempt to the handoff |
 //! | `baton_router_time_to_first_byte_seconds` | | from the request's head to the first byte of its answer |
 
+mod resilience;
+
+pub(crate) use resilience::{Resilience, Resume, Via};
+
 use baton_connector::exchange::{Cause, Outcome, Phase};
 use metrics::{Counter, Gauge, Histogram, Label, counter, gauge, histogram};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
@@ -26,7 +31,7 @@ const SECONDS: [f64; 15] =
     [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 600.0];
 
 /// Half of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Leg {
     Prefill,
     Decode,
@@ -79,6 +84,7 @@ pub(crate) struct Metrics {
     retries: [Counter; 2],
     misconfigured: [Counter; 2],
     pub recomputes: Counter,
+    pub resilience: Resilience,
     pub in_flight: Gauge,
     pub generation: Gauge,
     pub settling: Gauge,
@@ -135,6 +141,7 @@ impl Metrics {
             retries: legs.map(|l| counter!("baton_router_retries_total", with("leg", l))),
             misconfigured: legs.map(|l| counter!("baton_router_misconfigured_total", with("leg", l))),
             recomputes: counter!("baton_router_recomputes_total"),
+            resilience: Resilience::register(),
             in_flight: gauge!("baton_router_requests_in_flight"),
             generation: gauge!("baton_router_config_generation"),
             settling: gauge!("baton_router_settlements_in_flight"),

@@ -1,12 +1,14 @@
 //! Which engines serve which model, and the one place where one of them is chosen.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use baton_openai::ApiError;
 
-use crate::config::{Fallback, PoolConfig, RouterConfig};
+use crate::config::{AllOut, Bounds, EngineConfig, Fallback, PoolConfig, RouterConfig};
 use crate::fleet::Fleet;
+use crate::health::Standing;
+use crate::metrics::Leg;
 use crate::policy::{self, Candidate, Policy, Wanted};
 use crate::upstream::{Engine, InFlight, Terms};
 
@@ -17,17 +19,26 @@ pub(crate) struct Model {
     pub prefill: Pool,
     pub decode: Pool,
     pub fallback: Fallback,
+    /// A stream whose decode engine dies is continued by another.
+    pub resume: bool,
+    /// What its requests may take.
+    pub bounds: Bounds,
 }
 
 /// Engines that can stand in for each other.
 pub(crate) struct Pool {
+    leg: Leg,
     members: Vec<Arc<Member>>,
     policy: Box<dyn Policy>,
+    all_out: AllOut,
+    panic_percent: usize,
 }
 
 /// An engine's place in a pool.
 pub(crate) struct Member {
     pub engine: Arc<Engine>,
+    /// Its data-parallel rank, where the engine has several.
+    pub rank: Option<u16>,
     /// Its share of the work against the others'.
     pub weight: u32,
     #[expect(dead_code, reason = "labels are for policies")]
@@ -48,24 +59,37 @@ pub(crate) struct Models {
 
 impl Models {
     pub(crate) fn new(config: &RouterConfig, terms: &Terms, fleet: &Fleet) -> Self {
-        let pool = |config: &PoolConfig| Pool {
-            members: config
-                .engines
-                .iter()
-                .map(|e| {
-                    let engine = fleet.engine(&e.url, terms);
-                    Arc::new(Member { engine, weight: e.weight, labels: e.labels.clone() })
-                })
-                .collect(),
-            policy: policy::of_kind(config.policy),
+        let pools = config.models.iter().flat_map(|model| [&model.prefill, &model.decode]);
+        // An engine has one state, in however many pools it is.
+        let drained: HashSet<_> =
+            pools.flat_map(|pool| &pool.engines).filter(|e| e.drain).map(|e| &e.url).collect();
+        let members = |of: &EngineConfig| -> Vec<Arc<Member>> {
+            let health = config.health.terms(drained.contains(&of.url));
+            let engine = fleet.engine(&of.url, &Terms { health, release: of.release, ..terms.clone() });
+            let ranks = match of.data_parallel_size {
+                0 | 1 => vec![None],
+                size => (0..size).map(Some).collect(),
+            };
+            let (weight, labels) = (of.weight, &of.labels);
+            let member = |rank| Member { engine: Arc::clone(&engine), rank, weight, labels: labels.clone() };
+            ranks.into_iter().map(|rank| Arc::new(member(rank))).collect()
+        };
+        let pool = |leg: Leg, of: &PoolConfig| Pool {
+            leg,
+            members: of.engines.iter().flat_map(members).collect(),
+            policy: policy::of_kind(of.policy),
+            all_out: config.health.all_out,
+            panic_percent: usize::from(config.health.panic_percent),
         };
         let (mut list, mut by_name) = (Vec::new(), HashMap::new());
         for model in &config.models {
             let served = Arc::new(Model {
                 name: model.name.clone(),
-                prefill: pool(&model.prefill),
-                decode: pool(&model.decode),
+                prefill: pool(Leg::Prefill, &model.prefill),
+                decode: pool(Leg::Decode, &model.decode),
                 fallback: model.fallback,
+                resume: model.resume && model.fallback == Fallback::Aggregate,
+                bounds: config.timeouts.of(&model.timeouts),
             });
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
@@ -92,6 +116,16 @@ impl Models {
     }
 }
 
+impl Model {
+    /// The engines of one leg.
+    pub(crate) fn pool(&self, leg: Leg) -> &Pool {
+        match leg {
+            Leg::Prefill => &self.prefill,
+            Leg::Decode => &self.decode,
+        }
+    }
+}
+
 impl Pool {
     pub(crate) fn is_empty(&self) -> bool {
         self.members.is_empty()
@@ -106,18 +140,46 @@ impl Pool {
             fitting
                 .map(|(index, member)| Candidate {
                     index,
-                    in_flight: member.engine.load(),
+                    in_flight: member.load(),
                     weight: member.weight,
                 })
                 .collect()
         };
-        let mut candidates = candidates_that(&|member| !member.engine.is_resting());
-        if candidates.is_empty() {
-            candidates = candidates_that(&|_| true);
+        let mut candidates = candidates_that(&|member| member.engine.health().takes(self.leg));
+        if (candidates.is_empty() || self.panics()) && self.all_out == AllOut::FailOpen {
+            candidates = candidates_that(&|member| member.engine.health().standing(self.leg) <= Standing::Out);
         }
         let member = Arc::clone(&self.members[self.policy.choose(wanted, &candidates)?]);
-        let load = member.engine.begin();
+        let load = member.engine.begin(self.leg, member.rank);
         Some(Reserved { member, load })
+    }
+
+    /// Whether so few engines are left that health is looked at no more.
+    fn panics(&self) -> bool {
+        self.panic_percent > 0 && self.in_use() * 100 < self.members.len() * self.panic_percent
+    }
+
+    /// Members that may be given requests.
+    pub(crate) fn in_use(&self) -> usize {
+        self.members.iter().filter(|m| m.engine.health().standing(self.leg) <= Standing::Trial).count()
+    }
+
+    /// Each engine once.
+    pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
+        let mut engines: Vec<Arc<Engine>> = Vec::with_capacity(self.members.len());
+        for member in &self.members {
+            // The ranks of one engine stand side by side.
+            if !engines.last().is_some_and(|last| Arc::ptr_eq(last, &member.engine)) {
+                engines.push(Arc::clone(&member.engine));
+            }
+        }
+        engines
+    }
+}
+
+impl Member {
+    fn load(&self) -> usize {
+        self.rank.map_or_else(|| self.engine.load(), |rank| self.engine.rank_load(rank))
     }
 }
 

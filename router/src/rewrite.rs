@@ -73,9 +73,9 @@ pub(crate) fn prefill_body(body: &Map<String, Value>, model: &str) -> Bytes {
 }
 
 /// The decode leg: the client's request, with the producer's handoff unopened, or with none.
-pub(crate) fn decode_body(body: &Map<String, Value>, model: &str, handoff: Option<Value>) -> Bytes {
+pub(crate) fn decode_body(body: &Map<String, Value>, model: &str, handoff: Option<&Value>) -> Bytes {
     let mut set = vec![("model", json!(model))];
-    set.extend(handoff.map(|handoff| ("kv_transfer_params", handoff)));
+    set.extend(handoff.map(|handoff| ("kv_transfer_params", handoff.clone())));
     write(&Rewritten { body, set: &set, unset: &[] })
 }
 
@@ -157,11 +157,11 @@ mod tests {
     fn the_decode_leg_is_the_clients_request_and_the_handoff_verbatim() {
         let body = object(json!({"model": "m", "prompt": "x", "max_tokens": 64, "stream": true}));
         let handoff = json!({"remote_handle": "00", "future_field": {"kept": [1, 2]}});
-        let sent = read(&decode_body(&body, "m", Some(handoff.clone())));
+        let sent = read(&decode_body(&body, "m", Some(&handoff)));
         assert_eq!(sent["kv_transfer_params"], handoff);
         assert_eq!((&sent["max_tokens"], &sent["stream"]), (&json!(64), &json!(true)));
         assert!(read(&decode_body(&body, "m", None)).get("kv_transfer_params").is_none());
-        let written = decode_body(&body, "m", Some(handoff));
+        let written = decode_body(&body, "m", Some(&handoff));
         let text = std::str::from_utf8(&written).expect("JSON is text");
         assert!(text.find("kv_transfer_params") < text.find("prompt"), "in front: {text}");
     }

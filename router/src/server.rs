@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 use crate::admin::{self, Admin};
 use crate::config::RouterConfig;
 use crate::generation::GenerationError;
+use crate::health;
 use crate::service::FrontDoor;
 use crate::shared::Shared;
 
@@ -111,6 +112,7 @@ impl Router {
         let mut background = JoinSet::new();
         background.spawn(admin::serve(admin, Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
+        background.spawn(health::active::run(Arc::clone(&shared)));
         let proxy = Arc::new(http_proxy(&Arc::new(ServerConf::default()), FrontDoor(Arc::clone(&shared))));
         let (drain, draining) = watch::channel(false);
         let mut connections = JoinSet::new();

@@ -153,11 +153,11 @@ impl FrontDoor {
             Arc::clone(&context.generation),
             context.id.clone(),
         ));
-        driver.reserve(&ask)?;
+        driver.reserve(session, &ask)?;
         let handoff = driver.prefill(session, &ask).await?;
         let answer = driver.decode(session, &ask, handoff).await?;
+        let silence = ask.model.bounds.stream_silence;
         drop(ask);
-        let silence = Duration::from_millis(context.generation.config.timeouts.stream_silence_ms);
         context.status = answer::pass(session, driver, answer, &context.echoed, silence).await?;
         Ok(())
     }

@@ -1,17 +1,22 @@
 //! What every request needs, and what outlives a configuration.
 
-use std::sync::Arc;
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use arc_swap::ArcSwap;
 use baton_connector::Time;
 
-use crate::config::RouterConfig;
+use crate::config::{EngineUrl, RouterConfig};
 use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError};
 use crate::metrics::Metrics;
+use crate::retries::RetryBudget;
 use crate::settle::Settler;
+
+/// Pairs of engines that are remembered as incompatible.
+const MISMATCHED_MAX: usize = 4096;
 
 /// The router's own state. The configuration is a part that is replaced whole; see [`Shared::install`].
 pub(crate) struct Shared {
@@ -19,6 +24,9 @@ pub(crate) struct Shared {
     pub fleet: Fleet,
     pub metrics: Arc<Metrics>,
     pub settler: Arc<Settler>,
+    pub retries: Arc<RetryBudget>,
+    /// Producer and consumer of handoffs that cannot be read: told once.
+    mismatched: Mutex<HashSet<(EngineUrl, EngineUrl)>>,
     in_flight: AtomicUsize,
     started: Instant,
     /// Seconds since the epoch at which the router started: the models' `created`.
@@ -45,6 +53,8 @@ impl Shared {
             fleet,
             metrics,
             settler,
+            retries: Arc::default(),
+            mismatched: Mutex::default(),
             in_flight: AtomicUsize::new(0),
             started,
             created: since_epoch.as_secs(),
@@ -78,6 +88,17 @@ impl Shared {
         }
         self.metrics.in_flight.increment(1.0);
         Some(Room(Arc::clone(self)))
+    }
+
+    /// Requests in flight.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Notes that what one engine lends another cannot read; true for the first time.
+    pub(crate) fn mismatch(&self, producer: &EngineUrl, consumer: &EngineUrl) -> bool {
+        let mut pairs = self.mismatched.lock().unwrap_or_else(PoisonError::into_inner);
+        pairs.len() < MISMATCHED_MAX && pairs.insert((producer.clone(), consumer.clone()))
     }
 
     /// Now, on the clock of the exchanges.

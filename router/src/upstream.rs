@@ -4,35 +4,32 @@
 //! `Drop` cuts the socket, and that is how an engine learns at once that nobody wants the answer.
 
 mod connection;
+mod verbs;
 
 use std::future::poll_fn;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
+use baton_connector::Time;
 use bytes::{Bytes, BytesMut};
 use http_body_util::Full;
 use hyper::body::{Body, Incoming};
 use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
+use tokio::sync::Notify;
 
-use crate::config::EngineUrl;
+use crate::config::{EngineUrl, ReleaseMode};
+use crate::health::{self, EngineHealth, Health, Sign};
+use crate::metrics::Leg;
+pub(crate) use verbs::{Verb, Verbs};
 use connection::Connection;
 pub(crate) use connection::Socket;
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
 const IDLE_MAX: usize = 256;
-
-/// How long an engine that could not be reached is passed over.
-const REST: Duration = Duration::from_secs(1);
-
-/// Milliseconds since the first call.
-fn clock_ms() -> u64 {
-    static START: std::sync::LazyLock<Instant> = std::sync::LazyLock::new(Instant::now);
-    u64::try_from(START.elapsed().as_millis()).unwrap_or(u64::MAX)
-}
 
 /// One engine.
 pub(crate) struct Engine {
@@ -42,8 +39,10 @@ pub(crate) struct Engine {
     terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
     in_flight: AtomicUsize,
-    /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
-    rests_until_ms: AtomicU64,
+    /// In flight per data-parallel rank; made when the first rank is chosen.
+    ranks: OnceLock<Box<[AtomicUsize]>>,
+    health: Health,
+    verbs: Verbs,
 }
 
 /// Terms on which connections to engines are made and kept.
@@ -52,6 +51,9 @@ pub(crate) struct Terms {
     pub connect_timeout: Duration,
     pub idle_timeout: Duration,
     pub secret: Option<HeaderValue>,
+    pub health: health::Terms,
+    /// How a lease that nobody will read is ended there.
+    pub release: ReleaseMode,
 }
 
 /// A request to an engine. Cheap to clone, so that another engine can be sent the same.
@@ -61,6 +63,16 @@ pub(crate) struct Outgoing {
     pub path: &'static str,
     pub headers: HeaderMap,
     pub body: Bytes,
+}
+
+impl Outgoing {
+    /// Pins it to a data-parallel rank, or to none.
+    pub(crate) fn to_rank(&mut self, rank: Option<u16>) {
+        match rank {
+            Some(rank) => drop(self.headers.insert("x-data-parallel-rank", HeaderValue::from(rank))),
+            None => drop(self.headers.remove("x-data-parallel-rank")),
+        }
+    }
 }
 
 /// Why an engine gave no answer.
@@ -94,10 +106,20 @@ pub(crate) struct Whole {
 }
 
 /// Counts one request of this router at an engine for as long as it lives.
-pub(crate) struct InFlight(Arc<Engine>);
+pub(crate) struct InFlight {
+    engine: Arc<Engine>,
+    rank: Option<u16>,
+    /// The leg whose trial this request is.
+    trial: Option<Leg>,
+}
+
+/// Data-parallel ranks whose load is counted apart.
+const RANKS_MAX: usize = 256;
 
 impl Engine {
-    pub(crate) fn new(url: EngineUrl, terms: Terms) -> Self {
+    /// `wake` wakes whoever asks engines how they are.
+    pub(crate) fn new(url: EngineUrl, terms: Terms, wake: Arc<Notify>) -> Self {
+        let health = Health::new(&terms.health, wake);
         let authority = url.authority();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
@@ -107,25 +129,59 @@ impl Engine {
             terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
-            rests_until_ms: AtomicU64::new(0),
+            ranks: OnceLock::new(),
+            health,
+            verbs: Verbs::default(),
         }
     }
 
     /// Replaces the terms on which connections are made from now on.
     pub(crate) fn set_terms(&self, terms: Terms) {
+        let health = terms.health;
         self.terms.store(Arc::new(terms));
+        // What is drained may have changed.
+        self.health.change(&self.authority, &health, |_, _| ());
     }
 
-    /// It could not be reached: for [`REST`] it is chosen only if there is no other. An engine that is down has
-    /// no requests in flight, and would otherwise be every request's first choice.
-    fn rest(&self) {
-        let until = clock_ms() + u64::try_from(REST.as_millis()).expect("a second");
-        self.rests_until_ms.store(until, Ordering::Relaxed);
+    pub(crate) fn health(&self) -> &Health {
+        &self.health
     }
 
-    /// Whether it could not be reached a moment ago.
-    pub(crate) fn is_resting(&self) -> bool {
-        clock_ms() < self.rests_until_ms.load(Ordering::Relaxed)
+    /// The verbs that it is known to have.
+    pub(crate) fn verbs(&self) -> &Verbs {
+        &self.verbs
+    }
+
+    pub(crate) fn release_mode(&self) -> ReleaseMode {
+        self.terms.load().release
+    }
+
+    /// It answered a request of a leg, so long after it was sent.
+    pub(crate) fn answered(&self, leg: Leg, after: Duration) {
+        self.health.answered(leg, after, &self.authority, &self.terms.load().health);
+    }
+
+    /// It failed a request of a leg.
+    pub(crate) fn failed(&self, leg: Leg, sign: Sign) {
+        if sign == Sign::Unreachable {
+            // Whoever comes up at its address may be another program.
+            self.verbs.forget();
+        }
+        self.health.failed(leg, sign, &self.authority, &self.terms.load().health);
+    }
+
+    /// Changes what is known of its health.
+    pub(crate) fn judge<T>(&self, with: impl FnOnce(&mut EngineHealth, Time, &health::Terms) -> T) -> T {
+        let terms = self.terms.load().health;
+        self.health.change(&self.authority, &terms, |machine, now| with(machine, now, &terms))
+    }
+
+    pub(crate) fn health_terms(&self) -> health::Terms {
+        self.terms.load().health
+    }
+
+    pub(crate) fn url(&self) -> &EngineUrl {
+        &self.url
     }
 
     /// `HOST:PORT`; for logs, never for clients.
@@ -138,10 +194,24 @@ impl Engine {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Counts one request until the guard is dropped.
-    pub(crate) fn begin(self: &Arc<Self>) -> InFlight {
+    /// Requests of this router that one of its data-parallel ranks is working on.
+    pub(crate) fn rank_load(&self, rank: u16) -> usize {
+        self.rank(rank).load(Ordering::Relaxed)
+    }
+
+    fn rank(&self, rank: u16) -> &AtomicUsize {
+        let ranks = self.ranks.get_or_init(|| (0..RANKS_MAX).map(|_| AtomicUsize::new(0)).collect());
+        &ranks[usize::from(rank) % RANKS_MAX]
+    }
+
+    /// Counts one request of a leg, at one rank where it has several, until the guard is dropped.
+    pub(crate) fn begin(self: &Arc<Self>, leg: Leg, rank: Option<u16>) -> InFlight {
         self.in_flight.fetch_add(1, Ordering::Relaxed);
-        InFlight(Arc::clone(self))
+        if let Some(rank) = rank {
+            self.rank(rank).fetch_add(1, Ordering::Relaxed);
+        }
+        let trial = self.health.try_out(leg).then_some(leg);
+        InFlight { engine: Arc::clone(self), rank, trial }
     }
 
     /// Sends a request and waits for the head of the answer.
@@ -171,7 +241,7 @@ impl Engine {
             Connection::dial(self.url.host(), self.url.port()),
         );
         let Ok(Ok(mut fresh)) = dialled.await else {
-            self.rest();
+            self.failed(Leg::Decode, Sign::Unreachable);
             // What went out over the kept connection may have been seen.
             return Err(lost.map_or(CallError::NotReached, CallError::Broken));
         };
@@ -308,12 +378,18 @@ impl Reply {
 
 impl InFlight {
     pub(crate) fn engine(&self) -> &Arc<Engine> {
-        &self.0
+        &self.engine
     }
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.engine.in_flight.fetch_sub(1, Ordering::Relaxed);
+        if let Some(rank) = self.rank {
+            self.engine.rank(rank).fetch_sub(1, Ordering::Relaxed);
+        }
+        if let Some(leg) = self.trial {
+            self.engine.health.tried(leg);
+        }
     }
 }

@@ -5,6 +5,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::pool::PoolConfig;
+use super::timeouts::ModelTimeouts;
 
 /// One model and the engines that serve it.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
@@ -28,6 +29,16 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(skip)]
     pub fallback: Fallback,
+    /// A streamed answer whose decode engine dies in the middle is continued by another, from the tokens that were
+    /// sent, where the request allows it: see docs/resilience.md. Costs a look into every event of such a stream.
+    /// Needs `fallback: aggregate`. Default false.
+    #[serde(default)]
+    #[garde(skip)]
+    pub resume: bool,
+    /// Bounds of this model's requests that differ from the router's. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub timeouts: ModelTimeouts,
 }
 
 /// What happens when no prefill engine can be had.

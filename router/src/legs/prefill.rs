@@ -9,7 +9,7 @@ use baton_connector::handoff::ReplyFacts;
 use baton_connector::{Handle, HandoffError};
 use serde_json::{Map, Value};
 
-use super::{Meaning, Refusal};
+use super::{Blame, Meaning, Refusal};
 use crate::upstream::{CallError, Engine, InFlight, Outgoing, Socket, Whole};
 
 /// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
@@ -31,13 +31,13 @@ pub(crate) struct PrefillCall {
 #[derive(Debug)]
 pub(crate) enum Prefilled {
     /// The engine lends: its `kv_transfer_params`, checked and otherwise unopened.
-    Lent(Value, Option<Handle>),
+    Lent(Arc<Value>, Option<Handle>),
     /// The engine answered and lends nothing.
     Empty,
     /// The engine refused the request itself.
     Refused(Refusal),
     /// The engine failed.
-    Failed(Failure, Refusal),
+    Failed(Failure, Refusal, Blame),
 }
 
 impl PrefillCall {
@@ -75,22 +75,21 @@ impl PrefillCall {
         let answer = self.answer.get_mut().unwrap_or_else(PoisonError::into_inner);
         match answer.as_mut().await {
             Ok(whole) => understand(&whole),
-            Err(CallError::NotReached) => Prefilled::Failed(Failure::NotReached, Refusal::unreachable()),
+            Err(CallError::NotReached) => Prefilled::Failed(Failure::NotReached, Refusal::unreachable(), Blame::Nobody),
             Err(error @ CallError::Broken(_)) => {
                 tracing::warn!(engine = self.engine().authority(), %error, "prefill failed");
-                Prefilled::Failed(Failure::Unknown, Refusal::broken())
+                Prefilled::Failed(Failure::Unknown, Refusal::broken(), Blame::Engine)
             }
             Err(error @ CallError::TooLarge(_)) => {
                 tracing::warn!(engine = self.engine().authority(), %error, "prefill failed");
-                Prefilled::Failed(Failure::Unusable(None), Refusal::broken())
+                Prefilled::Failed(Failure::Unusable(None), Refusal::broken(), Blame::Engine)
             }
         }
     }
 
-    /// As [`Self::prefilled`], as the exchange's event.
-    pub(crate) async fn outcome(&mut self) -> Event {
-        let attempt = self.attempt;
-        self.prefilled().await.event(attempt)
+    /// Which of the exchange's attempts it is.
+    pub(crate) fn attempt(&self) -> Attempt {
+        self.attempt
     }
 }
 
@@ -101,7 +100,7 @@ impl Prefilled {
             Self::Lent(_, handle) => Event::PrefillLent(attempt, *handle),
             Self::Empty => Event::PrefillEmpty(attempt),
             Self::Refused(_) => Event::PrefillRefused(attempt),
-            Self::Failed(failure, _) => Event::PrefillFailed(attempt, *failure),
+            Self::Failed(failure, ..) => Event::PrefillFailed(attempt, *failure),
         }
     }
 }
@@ -110,19 +109,23 @@ fn understand(whole: &Whole) -> Prefilled {
     if !whole.status.is_success() {
         let refusal = Refusal::of(whole);
         return match Meaning::of(whole) {
-            Meaning::Misconfigured => Prefilled::Failed(Failure::Answered, Refusal::misconfigured()),
-            meaning if meaning.failure().is_some() => Prefilled::Failed(Failure::Answered, refusal),
+            Meaning::Misconfigured => {
+                Prefilled::Failed(Failure::Answered, Refusal::misconfigured(), Blame::Nobody)
+            }
+            meaning if meaning.failure().is_some() => {
+                Prefilled::Failed(Failure::Answered, refusal, Blame::of(whole))
+            }
             _ => Prefilled::Refused(refusal),
         };
     }
     // Only the handoff is kept: the reply's one token is computed again, by the engine that goes on from it.
     let Ok(mut reply) = serde_json::from_slice::<Map<String, Value>>(&whole.body) else {
-        return Prefilled::Failed(Failure::Unusable(None), Refusal::broken());
+        return Prefilled::Failed(Failure::Unusable(None), Refusal::broken(), Blame::Engine);
     };
     match reply.remove("kv_transfer_params") {
         None | Some(Value::Null) => Prefilled::Empty,
         Some(params) => match ReplyFacts::check(&params) {
-            Ok(facts) => Prefilled::Lent(params, facts.handle),
+            Ok(facts) => Prefilled::Lent(Arc::new(params), facts.handle),
             Err(error) => unusable(&params, &error),
         },
     }
@@ -131,5 +134,5 @@ fn understand(whole: &Whole) -> Prefilled {
 fn unusable(params: &Value, error: &HandoffError) -> Prefilled {
     tracing::warn!(%error, "a prefill engine's reply cannot be handed on");
     let handle = params.get("remote_handle").and_then(Value::as_str).and_then(|text| text.parse().ok());
-    Prefilled::Failed(Failure::Unusable(handle), Refusal::broken())
+    Prefilled::Failed(Failure::Unusable(handle), Refusal::broken(), Blame::Engine)
 }
