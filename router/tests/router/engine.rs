@@ -70,7 +70,8 @@ struct Inner {
     gate: Gate,
     cut: AtomicUsize,
     connections: AtomicUsize,
-    verbs_missing: std::sync::atomic::AtomicBool,
+    /// What its verbs answer: 0 for 200.
+    verbs: std::sync::atomic::AtomicU16,
     deaf: std::sync::atomic::AtomicBool,
 }
 
@@ -157,8 +158,13 @@ impl FakeEngine {
 
     /// From now on it knows neither release nor abort, as a stock engine.
     pub(crate) fn without_verbs(self) -> Self {
-        self.inner.verbs_missing.store(true, Ordering::SeqCst);
+        self.verbs_answer(404);
         self
+    }
+
+    /// From now on release and abort are answered with this status; with 1 they are never answered.
+    pub(crate) fn verbs_answer(&self, status: u16) {
+        self.inner.verbs.store(status, Ordering::SeqCst);
     }
 
     /// From now on it does not say whether it lives, as a process that stands still.
@@ -253,10 +259,13 @@ async fn answer(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Respons
         if path == "/health" && inner.deaf.load(Ordering::SeqCst) {
             std::future::pending::<()>().await;
         }
-        work.done();
         let verb = path == "/kv/release" || path == "/abort_requests";
-        let missing = verb && inner.verbs_missing.load(Ordering::SeqCst);
-        return Ok(whole(if missing { 404 } else { 200 }, &json!({"path": path, "count": 3})));
+        let status = if verb { inner.verbs.load(Ordering::SeqCst) } else { 200 };
+        if status == 1 {
+            std::future::pending::<()>().await;
+        }
+        work.done();
+        return Ok(whole(if status == 0 { 200 } else { status }, &json!({"path": path, "count": 3})));
     }
     let act = inner.script.lock().unwrap().pop_front();
     let act = act.or_else(|| inner.last.lock().unwrap().clone()).unwrap();

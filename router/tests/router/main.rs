@@ -3,8 +3,10 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod bad_input;
+mod bounds;
 mod client;
 mod config;
+mod configuration_page;
 mod disconnect;
 mod engine;
 mod failures;

@@ -41,7 +41,12 @@ impl System {
             pool(prefill),
             pool(decode)
         );
-        let config = RouterConfig::from_yaml(&yaml, "test.yaml").unwrap_or_else(|e| panic!("{e}\n{yaml}"));
+        Self::of(&yaml).await
+    }
+
+    /// A router with a whole file of its own.
+    pub(crate) async fn of(yaml: &str) -> Self {
+        let config = RouterConfig::from_yaml(yaml, "test.yaml").unwrap_or_else(|e| panic!("{e}\n{yaml}"));
         let router = Router::bind(config).await.unwrap();
         let (address, admin) = (router.local_addr(), router.admin_addr());
         let shutdown = CancellationToken::new();

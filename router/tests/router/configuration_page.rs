@@ -1,0 +1,227 @@
+//! `docs/configuration.md` has a row for every configuration key, and each row names a test that exists.
+//!
+//! What a row says of its key (type, default, bounds, words) comes from the JSON schema; only its last cell,
+//! the test, is written by hand. To bring the page up to date after a key was added or changed:
+//!
+//! ```text
+//! BATON_WRITE_DOCS=1 cargo test -p baton-router --test router the_page_has_a_row_for_every_key
+//! ```
+//!
+//! and then name the test of each new row, which is marked `?`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use baton_router::RouterConfig;
+use serde_json::Value;
+
+/// The table stands between these lines.
+const BEGIN: &str = "<!-- keys: begin -->";
+const END: &str = "<!-- keys: end -->";
+/// Where a row names no test yet.
+const UNNAMED: &str = "?";
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Every key of the schema once, in the schema's order; a type that is used twice is told where it comes first.
+struct Keys<'a> {
+    schema: &'a Value,
+    told: BTreeMap<String, String>,
+    rows: Vec<(String, String)>,
+}
+
+impl<'a> Keys<'a> {
+    fn of(schema: &'a Value) -> Vec<(String, String)> {
+        let mut keys = Self { schema, told: BTreeMap::new(), rows: Vec::new() };
+        keys.walk(schema, "");
+        keys.rows
+    }
+
+    fn target(&self, node: &'a Value) -> Option<(&'a str, &'a Value)> {
+        let name = node["$ref"].as_str()?.strip_prefix("#/$defs/")?;
+        Some((name, &self.schema["$defs"][name]))
+    }
+
+    /// Adds the keys below a node.
+    fn walk(&mut self, node: &'a Value, path: &str) {
+        if let Some((name, target)) = self.target(node) {
+            if self.told.contains_key(name) {
+                return;
+            }
+            if has_keys(self.schema, target, 0) {
+                self.told.insert(name.to_owned(), path.to_owned());
+            }
+            self.walk(target, path);
+        }
+        for (key, below) in node["properties"].as_object().into_iter().flatten() {
+            let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+            if !self.rows.iter().any(|(known, _)| *known == path) {
+                let row = self.row(&path, below);
+                self.rows.push((path.clone(), row));
+            }
+            self.walk(below, &path);
+        }
+        if node["items"].is_object() {
+            self.walk(&node["items"], &format!("{path}[]"));
+        }
+        if node["additionalProperties"].is_object() {
+            self.walk(&node["additionalProperties"], &format!("{path}.*"));
+        }
+        for variant in ["oneOf", "anyOf", "allOf"].iter().flat_map(|kind| node[*kind].as_array()).flatten() {
+            self.walk(variant, path);
+        }
+    }
+
+    fn row(&self, path: &str, node: &'a Value) -> String {
+        let bounds = self.bounds(node);
+        let default = node.get("default").map_or_else(String::new, |d| match d {
+            // What is in them is told by their own rows.
+            Value::Object(_) => String::new(),
+            Value::Array(list) if list.is_empty() => "none".into(),
+            Value::Null => "none".into(),
+            Value::String(text) => format!("`{text}`"),
+            other => format!("`{other}`"),
+        });
+        let words = node["description"].as_str().unwrap_or_default().replace('\n', " ").replace('|', "\\|");
+        format!("| `{path}` | {} | {default} | {bounds} | {words} |", self.kind(node))
+    }
+
+    fn kind(&self, node: &'a Value) -> String {
+        if let Some((name, target)) = self.target(node) {
+            return match self.told.get(name) {
+                Some(first) => format!("as `{first}`"),
+                None => self.kind(target),
+            };
+        }
+        let variants: Vec<_> =
+            ["oneOf", "anyOf"].iter().flat_map(|kind| node[*kind].as_array()).flatten().collect();
+        if !variants.is_empty() {
+            let mut kinds: Vec<_> = variants.iter().map(|v| self.kind(v)).filter(|k| k != "null").collect();
+            kinds.dedup();
+            return kinds.join(", ");
+        }
+        if let Some(word) = node["const"].as_str() {
+            return format!("`{word}`");
+        }
+        if let Some(words) = node["enum"].as_array() {
+            let words: Vec<_> = words.iter().filter_map(Value::as_str).map(|w| format!("`{w}`")).collect();
+            return words.join(", ");
+        }
+        let kinds: Vec<_> = match &node["type"] {
+            Value::Array(kinds) => kinds.iter().filter_map(Value::as_str).filter(|k| *k != "null").collect(),
+            kind => kind.as_str().into_iter().collect(),
+        };
+        match kinds.as_slice() {
+            ["array"] => format!("list of {}", self.kind(&node["items"])),
+            ["object"] => "map".to_owned(),
+            kinds => kinds.join(" or "),
+        }
+    }
+
+    fn bounds(&self, node: &'a Value) -> String {
+        let node = self.target(node).map_or(node, |(_, target)| target);
+        let mut said = Vec::new();
+        for (low, high, of) in [
+            ("minimum", "maximum", ""),
+            ("minLength", "maxLength", " bytes"),
+            ("minItems", "maxItems", " entries"),
+            ("minProperties", "maxProperties", " entries"),
+        ] {
+            match (&node[low], &node[high]) {
+                (Value::Null, Value::Null) => {}
+                (low, Value::Null) => said.push(format!("at least {low}{of}")),
+                (Value::Null, high) => said.push(format!("at most {high}{of}")),
+                (low, high) => said.push(format!("{low} to {high}{of}")),
+            }
+        }
+        said.join("; ")
+    }
+}
+
+fn has_keys(schema: &Value, node: &Value, depth: usize) -> bool {
+    if node["properties"].is_object() {
+        return true;
+    }
+    let variants = ["oneOf", "anyOf", "allOf"].iter().flat_map(|kind| node[*kind].as_array()).flatten();
+    let target =
+        |v: &Value| v["$ref"].as_str().map(|r| schema["$defs"][r.trim_start_matches("#/$defs/")].clone());
+    depth < 8
+        && variants.clone().any(|v| has_keys(schema, &target(v).unwrap_or_else(|| v.clone()), depth + 1))
+}
+
+/// Every function of every source, so that a name in the table can be looked up.
+fn functions() -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    let mut folders = vec![root()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).expect("a folder of ours can be read") {
+            let path = entry.expect("an entry can be read").path();
+            let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+            if path.is_dir() && !matches!(name.as_str(), "target" | ".git") {
+                folders.push(path);
+            } else if name.ends_with(".rs") {
+                let text = std::fs::read_to_string(&path).expect("a source is text");
+                let names = text.split("fn ").skip(1).filter_map(|rest| rest.split(['(', '<']).next());
+                found.extend(names.map(str::to_owned));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn the_page_has_a_row_for_every_key() {
+    let file = root().join("docs/configuration.md");
+    let page = std::fs::read_to_string(&file).expect("the page is there");
+    let (before, rest) = page.split_once(BEGIN).expect("the table has a beginning");
+    let (table, after) = rest.split_once(END).expect("the table has an end");
+    // The last cell of a row is the reader's; keys are told by the first.
+    let named: BTreeMap<&str, &str> = table
+        .lines()
+        .filter(|line| line.starts_with("| `"))
+        .filter_map(|line| {
+            let key = line.split('`').nth(1)?;
+            let tests = line.trim_end().strip_suffix('|')?.rsplit_once('|')?.1.trim();
+            Some((key, tests))
+        })
+        .collect();
+    let schema = RouterConfig::schema();
+    let mut wanted =
+        String::from("\n| key | type | default | bounds | what | covered by |\n|---|---|---|---|---|---|\n");
+    for (path, row) in Keys::of(&schema) {
+        let tests = named.get(path.as_str()).copied().unwrap_or(UNNAMED);
+        let _ = writeln!(wanted, "{row} {tests} |");
+    }
+    if std::env::var_os("BATON_WRITE_DOCS").is_some() {
+        std::fs::write(&file, format!("{before}{BEGIN}{wanted}{END}{after}"))
+            .expect("the page can be written");
+    } else {
+        let (there, here): (BTreeSet<_>, BTreeSet<_>) = (table.lines().collect(), wanted.lines().collect());
+        let missing: Vec<_> = here.difference(&there).copied().collect();
+        let stale: Vec<_> = there.difference(&here).copied().collect();
+        assert!(
+            table == wanted,
+            "docs/configuration.md is not up to date; bring it up to date with\n  BATON_WRITE_DOCS=1 cargo test -p \
+             baton-router --test router the_page_has_a_row_for_every_key\nmissing:\n{}\nto be removed:\n{}",
+            missing.join("\n"),
+            stale.join("\n")
+        );
+    }
+    let functions = functions();
+    let mut wrong = Vec::new();
+    for line in wanted.lines().skip(3) {
+        let tests = line.trim_end_matches('|').rsplit_once('|').expect("a row has cells").1.trim();
+        let names: Vec<_> = tests.split('`').skip(1).step_by(2).collect();
+        let key = line.split('`').nth(1).unwrap_or_default();
+        if names.is_empty() {
+            wrong.push(format!("{key}: no test is named"));
+        }
+        wrong.extend(
+            names.iter().filter(|n| !functions.contains(**n)).map(|n| format!("{key}: there is no test {n}")),
+        );
+    }
+    assert!(wrong.is_empty(), "rows of docs/configuration.md:\n  {}", wrong.join("\n  "));
+}
