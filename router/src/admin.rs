@@ -1,5 +1,7 @@
-//! The listener for people and monitors: `/metrics`, `/health`, `/ready`. Apart from the clients' one, and on
+//! The listener for people and monitors: `/metrics`, `/health`, `/ready`, `/engines`. Apart from the clients' one, and on
 //! loopback by default.
+
+mod engines;
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -10,22 +12,25 @@ use bytes::Bytes;
 use http_body_util::Full;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
-use hyper::{Request, Response, StatusCode};
+use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-use crate::metrics::Metrics;
+use crate::shared::Shared;
 
 /// Monitors connected at once.
 const CONNECTIONS_MAX: usize = 64;
 /// A monitor that sends its request's head this slowly is cut.
 const HEAD_WITHIN: Duration = Duration::from_secs(10);
 
+/// The type of what is not JSON; Prometheus reads its version from it.
+const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
+
 /// What the admin listener tells.
 pub(crate) struct Admin {
-    pub metrics: Arc<Metrics>,
+    pub shared: Arc<Shared>,
     /// Cleared when the router begins to drain.
     pub ready: AtomicBool,
 }
@@ -59,17 +64,28 @@ pub(crate) async fn serve(listener: TcpListener, admin: Arc<Admin>) {
 
 impl Admin {
     fn answer<B>(&self, request: &Request<B>) -> Response<Full<Bytes>> {
-        let (status, text) = match request.uri().path() {
-            "/metrics" => (StatusCode::OK, self.metrics.render()),
-            "/health" => (StatusCode::OK, "ok\n".to_owned()),
-            "/ready" if self.ready.load(Ordering::Relaxed) => (StatusCode::OK, "ready\n".to_owned()),
-            "/ready" => (StatusCode::SERVICE_UNAVAILABLE, "draining\n".to_owned()),
-            _ => (StatusCode::NOT_FOUND, "not found\n".to_owned()),
+        let json = |value: Option<serde_json::Value>| match value {
+            Some(value) => (StatusCode::OK, "application/json", value.to_string()),
+            None => (StatusCode::NOT_FOUND, TEXT, "not found\n".to_owned()),
+        };
+        let text = |status, text: &str| (status, TEXT, text.to_owned());
+        let (status, kind, text) = match (request.method(), request.uri().path()) {
+            (&Method::POST, path) => json(engines::order(&self.shared, path)),
+            (_, "/metrics") => (StatusCode::OK, TEXT, self.shared.metrics.render()),
+            (_, "/engines") => json(Some(engines::list(&self.shared))),
+            (_, "/health") => text(StatusCode::OK, "ok\n"),
+            (_, "/ready") if !self.ready.load(Ordering::Relaxed) => {
+                text(StatusCode::SERVICE_UNAVAILABLE, "draining\n")
+            }
+            (_, "/ready") if !engines::is_ready(&self.shared.generation()) => {
+                text(StatusCode::SERVICE_UNAVAILABLE, "no engine\n")
+            }
+            (_, "/ready") => text(StatusCode::OK, "ready\n"),
+            _ => text(StatusCode::NOT_FOUND, "not found\n"),
         };
         let mut response = Response::new(Full::new(Bytes::from(text)));
         *response.status_mut() = status;
-        let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
-        response.headers_mut().insert(CONTENT_TYPE, kind);
+        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
         response
     }
 }

@@ -101,14 +101,15 @@ impl Router {
         Reload(Arc::clone(&self.shared))
     }
 
-    /// Serves until `shutdown`, then drains: no new connection, requests in flight go on for at most
+    /// Serves until `shutdown`, then drains: `/ready` says no at once, connections are taken for `drain_delay_ms`
+    /// more and closed with their answers; then there is no new connection, requests in flight go on for at most
     /// `drain_timeout_ms`, the rest is cut, and what is owed to engines is paid before this returns.
     ///
     /// # Cancel safety
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
         let Self { clients, admin, shared, connections_max } = self;
-        let ready = Arc::new(Admin { metrics: Arc::clone(&shared.metrics), ready: AtomicBool::new(true) });
+        let ready = Arc::new(Admin { shared: Arc::clone(&shared), ready: AtomicBool::new(true) });
         let mut background = JoinSet::new();
         background.spawn(admin::serve(admin, Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
@@ -118,11 +119,18 @@ impl Router {
         let mut connections = JoinSet::new();
         tokio::select! {
             () = shutdown.cancelled() => {}
-            () = accept(clients, &proxy, draining, connections_max, &mut connections) => {}
+            () = accept(&clients, &proxy, draining.clone(), connections_max, &mut connections) => {}
         }
         ready.ready.store(false, Ordering::Relaxed);
-        // Fails only when no connection is left to hear it.
+        // From here on every answer closes its connection. Fails only when no connection is left to hear it.
         let _ = drain.send(true);
+        let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
+        if !delay.is_zero() {
+            let accepting = accept(&clients, &proxy, draining, connections_max, &mut connections);
+            // It never ends by itself.
+            let _ = tokio::time::timeout(delay, accepting).await;
+        }
+        drop(clients);
         proxy.http_cleanup().await;
         let drain_timeout = shared.generation().config.drain_timeout();
         let in_flight = async { while connections.join_next().await.is_some() {} };
@@ -144,7 +152,7 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, BindError> {
 }
 
 async fn accept(
-    listener: TcpListener,
+    listener: &TcpListener,
     proxy: &Arc<HttpProxy<FrontDoor>>,
     draining: watch::Receiver<bool>,
     connections_max: usize,
