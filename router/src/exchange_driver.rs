@@ -19,10 +19,10 @@ use crate::alive::{Deaf, while_alive};
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
 use crate::generation::Generation;
+use crate::health::Sign;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
-use crate::health::Sign;
 use crate::legs::{Blame, Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::models::Reserved;
@@ -150,7 +150,11 @@ impl ExchangeDriver {
     }
 
     /// First leg: the handoff, or `None` when the decode engine is to compute everything.
-    pub(crate) async fn prefill(&mut self, session: &mut Session, ask: &Ask) -> Result<Option<Arc<Value>>, Ended> {
+    pub(crate) async fn prefill(
+        &mut self,
+        session: &mut Session,
+        ask: &Ask,
+    ) -> Result<Option<Arc<Value>>, Ended> {
         if ask.aggregate || ask.model.prefill.is_empty() {
             self.apply(Event::PrefillSkipped);
             return Ok(None);
@@ -264,7 +268,8 @@ impl ExchangeDriver {
         let recompute = handoff.is_some() && self.may_recompute;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let first_byte = ask.model.bounds.decode_first_byte;
-        let mut outgoing = self.outgoing(ask, rewrite::decode_body(&ask.body, &ask.model.name, handoff.as_deref()));
+        let mut outgoing =
+            self.outgoing(ask, rewrite::decode_body(&ask.body, &ask.model.name, handoff.as_deref()));
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
         let mut tried: Vec<Arc<Engine>> = Vec::new();

@@ -136,9 +136,21 @@ impl Health {
             if was != is {
                 let (why, leg) = (machine.reasons(terms), leg.label());
                 if is > Standing::Trial {
-                    tracing::warn!(engine = authority, leg, standing = is.label(), ?why, "an engine is not used");
+                    tracing::warn!(
+                        engine = authority,
+                        leg,
+                        standing = is.label(),
+                        ?why,
+                        "an engine is not used"
+                    );
                 } else {
-                    tracing::info!(engine = authority, leg, standing = is.label(), ?why, "an engine is used again");
+                    tracing::info!(
+                        engine = authority,
+                        leg,
+                        standing = is.label(),
+                        ?why,
+                        "an engine is used again"
+                    );
                 }
             }
         }

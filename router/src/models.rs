@@ -138,16 +138,13 @@ impl Pool {
             let fitting =
                 self.members.iter().enumerate().filter(|(_, member)| untried(member) && fit(member));
             fitting
-                .map(|(index, member)| Candidate {
-                    index,
-                    in_flight: member.load(),
-                    weight: member.weight,
-                })
+                .map(|(index, member)| Candidate { index, in_flight: member.load(), weight: member.weight })
                 .collect()
         };
         let mut candidates = candidates_that(&|member| member.engine.health().takes(self.leg));
         if (candidates.is_empty() || self.panics()) && self.all_out == AllOut::FailOpen {
-            candidates = candidates_that(&|member| member.engine.health().standing(self.leg) <= Standing::Out);
+            candidates =
+                candidates_that(&|member| member.engine.health().standing(self.leg) <= Standing::Out);
         }
         let member = Arc::clone(&self.members[self.policy.choose(wanted, &candidates)?]);
         let load = member.engine.begin(self.leg, member.rank);

@@ -26,7 +26,12 @@ pub(crate) struct Retry(Arc<RetryBudget>);
 
 impl RetryBudget {
     /// Leave for one more attempt; `None` when the budget is spent.
-    pub(crate) fn take(self: &Arc<Self>, in_flight: usize, now: Time, terms: &RetriesConfig) -> Option<Retry> {
+    pub(crate) fn take(
+        self: &Arc<Self>,
+        in_flight: usize,
+        now: Time,
+        terms: &RetriesConfig,
+    ) -> Option<Retry> {
         let at_once = self.at_once.fetch_add(1, Ordering::Relaxed);
         let retry = Retry(Arc::clone(self));
         let share = in_flight.saturating_mul(terms.budget_percent as usize) / 100;

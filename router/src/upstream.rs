@@ -24,9 +24,9 @@ use tokio::sync::Notify;
 use crate::config::{EngineUrl, ReleaseMode};
 use crate::health::{self, EngineHealth, Health, Sign};
 use crate::metrics::Leg;
-pub(crate) use verbs::{Verb, Verbs};
 use connection::Connection;
 pub(crate) use connection::Socket;
+pub(crate) use verbs::{Verb, Verbs};
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
 const IDLE_MAX: usize = 256;

@@ -31,7 +31,8 @@ fn one(engine: &Arc<Engine>, generation: &Generation) -> Value {
         json!({"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage, "age_ms": age_ms})
     });
     let legs = [Leg::Prefill, Leg::Decode].into_iter().filter_map(|leg| {
-        let serves = |m: &&Arc<crate::models::Model>| m.pool(leg).engines().iter().any(|e| Arc::ptr_eq(e, engine));
+        let serves =
+            |m: &&Arc<crate::models::Model>| m.pool(leg).engines().iter().any(|e| Arc::ptr_eq(e, engine));
         let models: Vec<_> =
             generation.models.list().iter().filter(serves).map(|m| m.name.as_str()).collect();
         let standing = health.standing(leg, &terms).label();

@@ -125,8 +125,13 @@ fn eject_outliers(generation: &Generation) {
             for (at, engine) in engines.iter().enumerate() {
                 if worst.contains(&at) {
                     let Sample { answers, failures, .. } = pool[at];
-                    tracing::warn!(engine = engine.authority(), leg = leg.label(), answers, failures,
-                        "an engine is far worse than its pool's others and is left out for a while");
+                    tracing::warn!(
+                        engine = engine.authority(),
+                        leg = leg.label(),
+                        answers,
+                        failures,
+                        "an engine is far worse than its pool's others and is left out for a while"
+                    );
                     engine.judge(|health, now, terms| health.eject(leg, now, terms));
                 } else {
                     engine.judge(|health, _, _| health.behaved(leg));

@@ -130,10 +130,14 @@ impl Breaker {
             (S::Open { why, .. } | S::Asking { why, .. }, E::Answered) if why != Why::Failing => CLOSED,
             (state @ (S::Open { .. } | S::Asking { .. }), E::Answered) => state,
 
-            (S::Closed { failures, source }, E::Failed(sign)) => closed_failed(failures, source, sign, now, terms),
+            (S::Closed { failures, source }, E::Failed(sign)) => {
+                closed_failed(failures, source, sign, now, terms)
+            }
             (S::Trial { round, .. }, E::Failed(sign)) => open(round + 1, why(sign), now, terms),
             // What is worse than was known: silence is not tried out, as everything else is when nobody is left.
-            (S::Open { until, round, .. }, E::Failed(Sign::Silent)) => S::Open { until, round, why: Why::Silent },
+            (S::Open { until, round, .. }, E::Failed(Sign::Silent)) => {
+                S::Open { until, round, why: Why::Silent }
+            }
             (S::Asking { round, .. }, E::Failed(Sign::Silent)) => S::Asking { round, why: Why::Silent },
             (state @ (S::Open { .. } | S::Asking { .. }), E::Failed(_)) => state,
 

@@ -27,7 +27,8 @@ impl EngineLoad {
             let Some(rest) = line.strip_prefix("vllm:") else { continue };
             let name = rest.split(['{', ' ']).next().unwrap_or_default();
             // The label values of these three hold no space; what follows the last one is the value.
-            let value = || line.rsplit(' ').next().and_then(|text| text.parse::<f32>().ok()).filter(|v| *v >= 0.0);
+            let value =
+                || line.rsplit(' ').next().and_then(|text| text.parse::<f32>().ok()).filter(|v| *v >= 0.0);
             match name {
                 "num_requests_running" => {
                     found = true;
@@ -37,7 +38,9 @@ impl EngineLoad {
                     found = true;
                     load.waiting = load.waiting.saturating_add(value()? as u32);
                 }
-                "kv_cache_usage_perc" | "gpu_cache_usage_perc" => load.kv_usage = load.kv_usage.max(value()?.min(1.0)),
+                "kv_cache_usage_perc" | "gpu_cache_usage_perc" => {
+                    load.kv_usage = load.kv_usage.max(value()?.min(1.0))
+                }
                 _ => {}
             }
         }

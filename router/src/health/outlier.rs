@@ -43,7 +43,8 @@ impl Sample {
 pub(crate) fn outliers(pool: &[Sample], terms: &Terms) -> Vec<usize> {
     let out = pool.iter().filter(|sample| sample.out).count();
     let allowed = (pool.len() * terms.max_ejected_percent / 100).max(1).min(pool.len().saturating_sub(1));
-    let mut found: Vec<(u64, usize)> = (0..pool.len()).filter_map(|at| Some((score(pool, at, terms)?, at))).collect();
+    let mut found: Vec<(u64, usize)> =
+        (0..pool.len()).filter_map(|at| Some((score(pool, at, terms)?, at))).collect();
     found.sort_unstable_by(|a, b| b.cmp(a));
     found.truncate(allowed.saturating_sub(out));
     found.into_iter().map(|(_, at)| at).collect()
@@ -55,7 +56,8 @@ fn score(pool: &[Sample], at: usize, terms: &Terms) -> Option<u64> {
     if one.out || one.answers < terms.requests_min.max(1) {
         return None;
     }
-    let others = || pool.iter().enumerate().filter(|(other, sample)| *other != at && !sample.out).map(|(_, s)| s);
+    let others =
+        || pool.iter().enumerate().filter(|(other, sample)| *other != at && !sample.out).map(|(_, s)| s);
     let (answers, failures) = others().fold((0, 0), |sum, s| (sum.0 + s.answers, sum.1 + s.failures));
     if answers < terms.requests_min.max(1) {
         return None;

@@ -120,10 +120,14 @@ impl EngineHealth {
             Order::None if self.drains_until.is_some() => reasons.push("says that it drains"),
             Order::None => {}
         }
-        for (leg, LegHealth { breaker, ejected_until, .. }) in [Leg::Prefill, Leg::Decode].iter().zip(&self.legs) {
+        for (leg, LegHealth { breaker, ejected_until, .. }) in
+            [Leg::Prefill, Leg::Decode].iter().zip(&self.legs)
+        {
             let why = match breaker.state() {
                 State::Closed { .. } => None,
-                State::Open { why, .. } | State::Asking { why, .. } | State::Trial { why, .. } => Some(why.label()),
+                State::Open { why, .. } | State::Asking { why, .. } | State::Trial { why, .. } => {
+                    Some(why.label())
+                }
             };
             reasons.extend(why);
             reasons.extend(ejected_until.map(|_| match leg {

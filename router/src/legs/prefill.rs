@@ -75,7 +75,9 @@ impl PrefillCall {
         let answer = self.answer.get_mut().unwrap_or_else(PoisonError::into_inner);
         match answer.as_mut().await {
             Ok(whole) => understand(&whole),
-            Err(CallError::NotReached) => Prefilled::Failed(Failure::NotReached, Refusal::unreachable(), Blame::Nobody),
+            Err(CallError::NotReached) => {
+                Prefilled::Failed(Failure::NotReached, Refusal::unreachable(), Blame::Nobody)
+            }
             Err(error @ CallError::Broken(_)) => {
                 tracing::warn!(engine = self.engine().authority(), %error, "prefill failed");
                 Prefilled::Failed(Failure::Unknown, Refusal::broken(), Blame::Engine)

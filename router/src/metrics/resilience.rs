@@ -53,7 +53,8 @@ impl Resilience {
         let labels = |leg: Leg, standing: Standing| {
             vec![Label::new("leg", leg.label()), Label::new("standing", standing.label())]
         };
-        let standing = |leg| Standing::ALL.map(|standing| gauge!("baton_router_engines", labels(leg, standing)));
+        let standing =
+            |leg| Standing::ALL.map(|standing| gauge!("baton_router_engines", labels(leg, standing)));
         let one = |name: &'static str, value: &'static str| vec![Label::new(name, value)];
         Self {
             standings: legs.iter().flat_map(|leg| standing(*leg)).collect(),

@@ -34,6 +34,12 @@ pub(crate) enum Act {
     LendWhenTold(Option<u128>),
     /// A 2xx with this `kv_transfer_params`.
     Reply(Value),
+    /// As [`Act::Reply`], once the test opens the gate.
+    ReplyWhenTold(Value),
+    /// A 200 with this text.
+    Text(&'static str),
+    /// A stream of these frames, then the connection is closed (`false`) or the answer ends (`true`).
+    Frames(Vec<String>, bool),
     /// Streams so many events at once, then `[DONE]`.
     Stream(usize),
     /// Streams events, each when the test opens the gate; ends after the last.
@@ -73,7 +79,13 @@ struct Inner {
     /// What its verbs answer: 0 for 200.
     verbs: std::sync::atomic::AtomicU16,
     deaf: std::sync::atomic::AtomicBool,
+    unwell: std::sync::atomic::AtomicBool,
+    /// Asked before the script.
+    rule: Mutex<Option<Rule>>,
 }
+
+/// What an engine does with a request that it has just seen; `None` leaves it to the script.
+pub(crate) type Rule = Box<dyn Fn(&Seen) -> Option<Act> + Send>;
 
 struct Gate(Semaphore);
 
@@ -173,6 +185,22 @@ impl FakeEngine {
         self
     }
 
+    /// It speaks again.
+    pub(crate) fn speak(&self) {
+        self.inner.deaf.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether it says that it is well when it is asked.
+    pub(crate) fn feel(&self, well: bool) {
+        self.inner.unwell.store(!well, Ordering::SeqCst);
+    }
+
+    /// From now on this is asked before the script.
+    pub(crate) fn ruled(self, rule: impl Fn(&Seen) -> Option<Act> + Send + 'static) -> Self {
+        *self.inner.rule.lock().unwrap() = Some(Box::new(rule));
+        self
+    }
+
     /// Questions whether it lives.
     pub(crate) fn health_asked(&self) -> usize {
         self.all().iter().filter(|seen| seen.path == "/health").count()
@@ -250,11 +278,16 @@ async fn answer(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Respons
     let work = Work(Arc::clone(&inner), false);
     let body = body.collect().await.map_err(std::io::Error::other)?.to_bytes();
     let path = head.uri.path().to_owned();
-    inner.seen.lock().unwrap().push(Seen {
+    let seen = Seen {
         path: path.clone(),
         headers: head.headers,
         body: serde_json::from_slice(&body).unwrap_or(Value::Null),
-    });
+    };
+    inner.seen.lock().unwrap().push(seen.clone());
+    let ruled = inner.rule.lock().unwrap().as_ref().and_then(|rule| rule(&seen));
+    if let Some(act) = ruled {
+        return act_out(act, inner, work).await;
+    }
     if !path.starts_with("/v1/") {
         if path == "/health" && inner.deaf.load(Ordering::SeqCst) {
             std::future::pending::<()>().await;
@@ -280,6 +313,15 @@ async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Bod
             whole(200, &lent(handle))
         }
         Act::Reply(params) => whole(200, &json!({"id": "p", "kv_transfer_params": params})),
+        Act::ReplyWhenTold(params) => {
+            inner.gate.0.acquire().await.unwrap().forget();
+            whole(200, &json!({"id": "p", "kv_transfer_params": params}))
+        }
+        Act::Text(text) => {
+            let body = Full::new(Bytes::from_static(text.as_bytes()));
+            Response::new(body.map_err(|never: Infallible| match never {}).boxed())
+        }
+        Act::Frames(frames, ends) => return Ok(framed(work, frames, ends)),
         Act::Whole(bytes) => whole(200, &text(bytes)),
         Act::WholeWhenTold(bytes) => {
             inner.gate.0.acquire().await.unwrap().forget();
@@ -348,6 +390,24 @@ fn stream(work: Work, events: usize, end: End, gate: Option<Arc<Inner>>) -> Resp
         if last.is_ok() {
             work.done();
         }
+    });
+    let mut response = Response::new(channel(receiver));
+    response.headers_mut().insert("content-type", "text/event-stream; charset=utf-8".parse().unwrap());
+    response
+}
+
+fn framed(work: Work, frames: Vec<String>, ends: bool) -> Response<Body> {
+    let (sender, receiver) = mpsc::channel(1);
+    tokio::spawn(async move {
+        for frame in frames {
+            if sender.send(Ok(Frame::data(frame.into()))).await.is_err() {
+                return;
+            }
+        }
+        if !ends {
+            let _ = sender.send(Err(std::io::Error::other("died"))).await;
+        }
+        work.done();
     });
     let mut response = Response::new(channel(receiver));
     response.headers_mut().insert("content-type", "text/event-stream; charset=utf-8".parse().unwrap());

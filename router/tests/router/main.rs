@@ -10,6 +10,7 @@ mod configuration_page;
 mod disconnect;
 mod engine;
 mod failures;
+mod health;
 mod load;
 mod main_path;
 mod system;
