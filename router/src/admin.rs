@@ -1,7 +1,11 @@
-//! The listener for people and monitors: `/metrics`, `/health`, `/ready`, `/engines`. Apart from the clients' one, and on
-//! loopback by default.
+//! The listener for people and monitors. Apart from the clients' one, and on loopback by default.
+//!
+//! Which path is what stands in [`Admin::route`], one line each; what it answers is a function in the file of whoever
+//! knows it. An answer is text or JSON ([`Answer`]); `?pretty` makes JSON readable. Bodies of requests are bounded.
 
+mod answer;
 mod engines;
+mod pages;
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -9,8 +13,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http_body_util::Full;
-use hyper::header::{CONTENT_TYPE, HeaderValue};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use hyper::header::ACCEPT;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -18,21 +23,34 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
+use crate::metrics::Format;
 use crate::shared::Shared;
+pub(crate) use answer::Answer;
 
 /// Monitors connected at once.
 const CONNECTIONS_MAX: usize = 64;
 /// A monitor that sends its request's head this slowly is cut.
 const HEAD_WITHIN: Duration = Duration::from_secs(10);
-
-/// The type of what is not JSON; Prometheus reads its version from it.
-const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
+/// A body that takes longer is not waited for.
+const BODY_WITHIN: Duration = Duration::from_secs(10);
+/// The largest body that is read; a dry run is a client's request.
+const BODY_BYTES_MAX: usize = 32 << 20;
 
 /// What the admin listener tells.
 pub(crate) struct Admin {
     pub shared: Arc<Shared>,
     /// Cleared when the router begins to drain.
     pub ready: AtomicBool,
+}
+
+/// One request, its body read.
+#[allow(dead_code, reason = "for the verbs that others plug in")]
+pub(crate) struct Asked {
+    pub method: Method,
+    pub path: String,
+    pub query: String,
+    pub accept: String,
+    pub body: Bytes,
 }
 
 /// Serves until it is dropped.
@@ -49,8 +67,8 @@ pub(crate) async fn serve(listener: TcpListener, admin: Arc<Admin>) {
         connections.spawn(async move {
             let _permit = permit;
             let answer = service_fn(move |request| {
-                let answer = admin.answer(&request);
-                async move { Ok::<_, Infallible>(answer) }
+                let admin = Arc::clone(&admin);
+                async move { Ok::<_, Infallible>(admin.answer(request).await) }
             });
             let _ = hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())
@@ -63,29 +81,74 @@ pub(crate) async fn serve(listener: TcpListener, admin: Arc<Admin>) {
 }
 
 impl Admin {
-    fn answer<B>(&self, request: &Request<B>) -> Response<Full<Bytes>> {
-        let json = |value: Option<serde_json::Value>| match value {
-            Some(value) => (StatusCode::OK, "application/json", value.to_string()),
-            None => (StatusCode::NOT_FOUND, TEXT, "not found\n".to_owned()),
-        };
-        let text = |status, text: &str| (status, TEXT, text.to_owned());
-        let (status, kind, text) = match (request.method(), request.uri().path()) {
-            (&Method::POST, path) => json(engines::order(&self.shared, path)),
-            (_, "/metrics") => (StatusCode::OK, TEXT, self.shared.metrics.render()),
-            (_, "/engines") => json(Some(engines::list(&self.shared))),
-            (_, "/health") => text(StatusCode::OK, "ok\n"),
-            (_, "/ready") if !self.ready.load(Ordering::Relaxed) => {
-                text(StatusCode::SERVICE_UNAVAILABLE, "draining\n")
+    async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+        let (head, body) = request.into_parts();
+        let header =
+            |name| head.headers.get(name).and_then(|v| v.to_str().ok()).unwrap_or_default().to_owned();
+        let query = head.uri.query().unwrap_or_default().to_owned();
+        let pretty = query.split('&').any(|part| matches!(part, "pretty" | "pretty=1" | "pretty=true"));
+        let read = tokio::time::timeout(BODY_WITHIN, Limited::new(body, BODY_BYTES_MAX).collect());
+        let answer = match read.await {
+            Ok(Ok(body)) => {
+                let asked = Asked {
+                    method: head.method.clone(),
+                    path: head.uri.path().to_owned(),
+                    query,
+                    accept: header(ACCEPT),
+                    body: body.to_bytes(),
+                };
+                self.route(&asked).await
             }
-            (_, "/ready") if !engines::is_ready(&self.shared.generation()) => {
-                text(StatusCode::SERVICE_UNAVAILABLE, "no engine\n")
-            }
-            (_, "/ready") => text(StatusCode::OK, "ready\n"),
-            _ => text(StatusCode::NOT_FOUND, "not found\n"),
+            Ok(Err(_)) => Answer::error(StatusCode::PAYLOAD_TOO_LARGE, "the body is too large, or broke off"),
+            Err(_elapsed) => Answer::error(StatusCode::REQUEST_TIMEOUT, "the body took too long"),
         };
-        let mut response = Response::new(Full::new(Bytes::from(text)));
-        *response.status_mut() = status;
-        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-        response
+        answer.into_response(pretty, &head.method)
+    }
+
+    /// Which path is what. Verbs are `POST`, everything else is `GET`.
+    async fn route(&self, asked: &Asked) -> Answer {
+        let (get, post) =
+            (asked.method == Method::GET || asked.method == Method::HEAD, asked.method == Method::POST);
+        let parts: Vec<&str> = asked.path.split('/').skip(1).collect();
+        match parts.as_slice() {
+            ["health"] if get => Answer::text("ok\n"),
+            ["ready"] if get => self.readiness(),
+            ["metrics"] if get => self.metrics(&asked.accept),
+            ["config"] if get => pages::config(&self.shared),
+            ["engines"] if get => Answer::json(engines::list(&self.shared)),
+            ["engines", engine @ .., verb] if post => engines::order(&self.shared, &engine.join("/"), verb),
+            [""] if get => Answer::text(PATHS),
+            ["health" | "ready" | "metrics" | "config" | "engines" | ""] => Answer::not_allowed("GET"),
+            _ => Answer::error(StatusCode::NOT_FOUND, "not found; `/` lists what there is"),
+        }
+    }
+
+    fn readiness(&self) -> Answer {
+        let not_ready = |why: &str| Answer::text(why).with_status(StatusCode::SERVICE_UNAVAILABLE);
+        if !self.ready.load(Ordering::Relaxed) {
+            return not_ready("draining\n");
+        }
+        if !engines::is_ready(&self.shared.generation()) {
+            return not_ready("no engine\n");
+        }
+        Answer::text("ready\n")
+    }
+
+    fn metrics(&self, accept: &str) -> Answer {
+        let format = Format::accepted(accept);
+        let page = self.shared.metrics.page(format, |scrape| pages::look_up(&self.shared, scrape));
+        Answer::text(page).with_type(format.content_type())
     }
 }
+
+/// What `/` says.
+const PATHS: &str = "\
+GET  /health      whether the router lives
+GET  /ready       503 once it drains, and while no decode engine can be used
+GET  /metrics     Prometheus text, or OpenMetrics for those who accept it
+GET  /config      the configuration in effect and its number
+GET  /engines     every engine and what is known of it
+POST /engines/HOST:PORT/drain     it gets nothing new, and finishes what it has
+POST /engines/HOST:PORT/undrain   it gets requests again, whatever the configuration says
+JSON is for machines; ?pretty is for people.
+";

@@ -71,6 +71,7 @@ pub(crate) async fn pass(
     let passing = Passing { session, driver, attempt, reply: *reply, silence, spoke: false };
     let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
     let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
+    passing.driver.watched.streamed = streamed;
     let status = passing.reply.status().as_u16();
     let mut head = ResponseHeader::build(status, Some(4)).map_err(|_| Refusal::broken())?;
     let insert = |head: &mut ResponseHeader, name, value: HeaderValue| {
@@ -213,6 +214,9 @@ impl Passing<'_> {
         };
         if chunk.is_some() && !std::mem::replace(&mut self.spoke, true) {
             self.driver.apply(Event::FirstChunk(self.attempt));
+        }
+        if let Some(piece) = &chunk {
+            self.driver.piece(piece);
         }
         Ok(Ok(chunk))
     }

@@ -7,8 +7,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Outcome, Settlement, Timeline};
-use baton_connector::{RequestId, Time};
+use baton_connector::RequestId;
+use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Fit, Outcome, Settlement, Timeline};
 use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderValue;
@@ -25,7 +25,8 @@ use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
 use crate::legs::{Blame, Meaning, Refusal};
 use crate::metrics::Leg;
-use crate::models::Reserved;
+use crate::models::{Model, Reserved};
+use crate::observe::Watched;
 use crate::request_id;
 use crate::retries::{self, Retry};
 use crate::rewrite;
@@ -63,7 +64,9 @@ pub(crate) struct ExchangeDriver {
     /// The decode engine that is set aside for the request before any prefill is spent on it.
     reserved: Option<Reserved>,
     debtor: Debtor,
-    begun: Time,
+    pub model: Arc<Model>,
+    /// What is noted of the engines' doings.
+    pub watched: Watched,
     /// The engine of each attempt, by the attempt's number.
     attempts: Vec<Arc<Engine>>,
     /// The prefill in flight.
@@ -78,19 +81,23 @@ pub(crate) struct ExchangeDriver {
     source: u64,
     /// Its share of the budget of second attempts.
     retry: Option<Retry>,
-    /// A prefill engine has answered it.
-    prefilled: bool,
     /// Who was asked last, for the access log.
     pub prefill_engine: Option<Arc<Engine>>,
     pub decode_engine: Option<Arc<Engine>>,
 }
 
 impl ExchangeDriver {
-    pub(crate) fn new(shared: Arc<Shared>, generation: Arc<Generation>, request: RequestId) -> Self {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        generation: Arc<Generation>,
+        request: RequestId,
+        model: Arc<Model>,
+    ) -> Self {
         let exchange = Arc::new(Mutex::new(Exchange::new()));
         Self {
-            begun: shared.now(),
             shared,
+            model,
+            watched: Watched::default(),
             generation,
             reserved: None,
             debtor: Debtor { request, exchange, model: None, authorization: None },
@@ -101,7 +108,6 @@ impl ExchangeDriver {
             suspects: Vec::new(),
             source: 0,
             retry: None,
-            prefilled: false,
             prefill_engine: None,
             decode_engine: None,
         }
@@ -118,10 +124,23 @@ impl ExchangeDriver {
         for debt in step.settle {
             self.pay(debt);
         }
-        if let Some(outcome) = step.ended {
+        if step.ended.is_some() {
             self.accuse();
-            self.shared.metrics.outcome(outcome);
-            self.record();
+        }
+        if step.fit == Fit::Applied {
+            self.watched.event(event, now, &self.attempts);
+        }
+        if let Some(Outcome::ClientGone(phase)) = step.ended {
+            self.shared.metrics.disconnect(phase);
+        }
+    }
+
+    /// A piece of the answer is being passed on.
+    pub(crate) fn piece(&mut self, piece: &[u8]) {
+        self.watched.seen.look(piece);
+        if self.watched.streamed {
+            let now = self.shared.now();
+            self.watched.piece(now, &self.model.metrics);
         }
     }
 
@@ -199,7 +218,6 @@ impl ExchangeDriver {
             if !matches!(prefilled, Prefilled::Failed(..)) {
                 self.vindicate(&engine, Leg::Prefill, asked.elapsed());
             }
-            self.prefilled |= matches!(prefilled, Prefilled::Lent(..) | Prefilled::Empty);
             self.apply(prefilled.event(attempt));
             match prefilled {
                 Prefilled::Lent(params, _) => {
@@ -247,7 +265,7 @@ impl ExchangeDriver {
                 self.may_recompute = false;
                 // Whatever the first round owed is on its way under the first name.
                 self.debtor.request = request_id::anew(&self.debtor.request);
-                self.shared.metrics.recomputes.increment(1);
+                self.shared.metrics.legs.recomputes.increment(1);
                 let handoff = match ask.model.fallback {
                     Fallback::Aggregate => self.fall_back(ask, Refusal::none_left())?,
                     Fallback::None => self.prefill(session, ask).await?,
@@ -408,17 +426,6 @@ impl ExchangeDriver {
     pub(crate) fn client_gone(&mut self) -> Ended {
         self.apply(Event::ClientGone);
         Ended::ClientGone
-    }
-
-    fn record(&self) {
-        let line = self.timeline();
-        // A prompt that a decode engine computed, because no prefill engine did, took no prefill.
-        if let (Some(sent), Some(held), true) = (line.prefill_sent, line.held, self.prefilled) {
-            self.shared.metrics.prefill_seconds.record(held.since(sent));
-        }
-        if let Some(first) = line.first_chunk {
-            self.shared.metrics.first_byte_seconds.record(first.since(self.begun));
-        }
     }
 
     fn pay(&mut self, debt: Settlement) {

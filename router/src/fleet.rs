@@ -7,17 +7,27 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 
 use crate::config::EngineUrl;
+use crate::metrics::Metrics;
 use crate::upstream::{Engine, Terms};
 
 /// The engines.
-#[derive(Default)]
 pub(crate) struct Fleet {
+    metrics: Arc<Metrics>,
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
     /// Rung when an engine's health wants looking after; see `health/active.rs`.
     pub wake: Arc<Notify>,
 }
 
 impl Fleet {
+    pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
+        Self { metrics, engines: Mutex::default(), wake: Arc::default() }
+    }
+
+    /// What counts the engines.
+    pub(crate) fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
     /// The engine at an address. One that is asked for twice is one engine: its load and its connections are
     /// counted together. The terms are those of the last who asked.
     pub(crate) fn engine(&self, url: &EngineUrl, terms: &Terms) -> Arc<Engine> {
@@ -26,7 +36,8 @@ impl Fleet {
             engine.set_terms(terms.clone());
             return Arc::clone(engine);
         }
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), Arc::clone(&self.wake)));
+        let metrics = self.metrics.engine(&url.authority());
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), metrics, Arc::clone(&self.wake)));
         engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }
@@ -34,11 +45,6 @@ impl Fleet {
     /// Every engine once.
     pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
         self.lock().values().cloned().collect()
-    }
-
-    /// The engine at an address, if it is known.
-    pub(crate) fn at(&self, url: &EngineUrl) -> Option<Arc<Engine>> {
-        self.lock().get(url).cloned()
     }
 
     /// Forgets engines that no generation and no request holds.

@@ -20,7 +20,7 @@
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
-//! | `metrics`, `admin` | what people and monitors see |
+//! | `metrics`, `observe`, `admin` | what people and monitors see |
 //!
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
 
@@ -37,6 +37,7 @@ mod intake;
 mod legs;
 mod metrics;
 mod models;
+mod observe;
 mod passthrough;
 mod policy;
 mod request_id;
@@ -49,6 +50,7 @@ mod settle;
 mod shared;
 mod sse;
 mod upstream;
+mod usage;
 
 pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;

@@ -8,7 +8,7 @@ use baton_openai::ApiError;
 use crate::config::{AllOut, Bounds, EngineConfig, Fallback, PoolConfig, RouterConfig};
 use crate::fleet::Fleet;
 use crate::health::Standing;
-use crate::metrics::Leg;
+use crate::metrics::{Leg, ModelMetrics};
 use crate::policy::{self, Candidate, Policy, Wanted};
 use crate::upstream::{Engine, InFlight, Terms};
 
@@ -20,9 +20,11 @@ pub(crate) struct Model {
     pub decode: Pool,
     pub fallback: Fallback,
     /// A stream whose decode engine dies is continued by another.
+    #[allow(dead_code, reason = "streams are resumed in the next step")]
     pub resume: bool,
     /// What its requests may take.
     pub bounds: Bounds,
+    pub metrics: ModelMetrics,
 }
 
 /// Engines that can stand in for each other.
@@ -90,6 +92,7 @@ impl Models {
                 fallback: model.fallback,
                 resume: model.resume && model.fallback == Fallback::Aggregate,
                 bounds: config.timeouts.of(&model.timeouts),
+                metrics: fleet.metrics().model(&model.name),
             });
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
@@ -127,6 +130,11 @@ impl Model {
 }
 
 impl Pool {
+    /// Its engines.
+    pub(crate) fn members(&self) -> &[Arc<Member>] {
+        &self.members
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.members.is_empty()
     }

@@ -54,6 +54,11 @@ fn strip_nested(value: &mut Value) {
     }
 }
 
+/// Not for the prefill leg. `stream_options` is refused without `stream`, and `min_tokens` above `max_tokens`; what
+/// ends an answer has no bearing on its prompt, and a stop that ends the one token keeps older vLLM from lending.
+const UNSET_FOR_PREFILL: [&str; 6] =
+    ["stream_options", "min_tokens", "min_completion_tokens", "stop", "stop_token_ids", "ignore_eos"];
+
 /// The prefill leg: one token, not streamed, lent to whoever comes with the handle.
 pub(crate) fn prefill_body(body: &Map<String, Value>, model: &str) -> Bytes {
     let mut set = vec![
@@ -63,13 +68,12 @@ pub(crate) fn prefill_body(body: &Map<String, Value>, model: &str) -> Bytes {
         ("kv_transfer_params", KvIntent::produce_request()),
     ];
     // Only where the client had them: older engines refuse fields that they do not know.
-    for name in ["max_completion_tokens", "n", "best_of"] {
+    for name in ["max_completion_tokens", "max_output_tokens", "n", "best_of"] {
         if body.contains_key(name) {
             set.push((name, json!(1)));
         }
     }
-    // stream_options is refused without stream; min_tokens above max_tokens is refused.
-    write(&Rewritten { body, set: &set, unset: &["stream_options", "min_tokens", "min_completion_tokens"] })
+    write(&Rewritten { body, set: &set, unset: &UNSET_FOR_PREFILL })
 }
 
 /// The decode leg: the client's request, with the producer's handoff unopened, or with none.

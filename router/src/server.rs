@@ -22,10 +22,11 @@ use crate::admin::{self, Admin};
 use crate::config::RouterConfig;
 use crate::generation::GenerationError;
 use crate::health;
+use crate::metrics::Metrics;
 use crate::service::FrontDoor;
 use crate::shared::Shared;
 
-/// How often idle connections are closed and histograms folded.
+/// How often idle connections are closed.
 const UPKEEP: Duration = Duration::from_secs(1);
 /// After a drain, debts are waited for this long at most; a lease outlives it and ends by itself.
 const PAY_WITHIN_MAX: Duration = Duration::from_secs(30);
@@ -119,14 +120,15 @@ impl Router {
         let mut connections = JoinSet::new();
         tokio::select! {
             () = shutdown.cancelled() => {}
-            () = accept(&clients, &proxy, draining.clone(), connections_max, &mut connections) => {}
+            () = accept(&clients, &proxy, draining.clone(), connections_max, &mut connections, &shared.metrics) => {}
         }
         ready.ready.store(false, Ordering::Relaxed);
         // From here on every answer closes its connection. Fails only when no connection is left to hear it.
         let _ = drain.send(true);
         let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
         if !delay.is_zero() {
-            let accepting = accept(&clients, &proxy, draining, connections_max, &mut connections);
+            let accepting =
+                accept(&clients, &proxy, draining, connections_max, &mut connections, &shared.metrics);
             // It never ends by itself.
             let _ = tokio::time::timeout(delay, accepting).await;
         }
@@ -157,6 +159,7 @@ async fn accept(
     draining: watch::Receiver<bool>,
     connections_max: usize,
     connections: &mut JoinSet<()>,
+    metrics: &Arc<Metrics>,
 ) {
     let room = Arc::new(Semaphore::new(connections_max));
     loop {
@@ -170,12 +173,29 @@ async fn accept(
                 continue;
             }
         };
-        let (proxy, draining) = (Arc::clone(proxy), draining.clone());
+        let (proxy, draining, open) = (Arc::clone(proxy), draining.clone(), Open::new(metrics));
         connections.spawn(async move {
-            let _permit = permit;
+            let (_permit, _open) = (permit, open);
             serve(stream, &proxy, &draining).await;
         });
         while connections.try_join_next().is_some() {}
+    }
+}
+
+/// One connection of a client, as long as it is open.
+struct Open(Arc<Metrics>);
+
+impl Open {
+    fn new(metrics: &Arc<Metrics>) -> Self {
+        metrics.server.connected.increment(1);
+        metrics.server.connections.increment(1.0);
+        Self(Arc::clone(metrics))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.server.connections.decrement(1.0);
     }
 }
 
@@ -194,7 +214,6 @@ async fn upkeep(shared: Arc<Shared>) {
     let mut tick = tokio::time::interval(UPKEEP);
     loop {
         tick.tick().await;
-        shared.metrics.upkeep();
         shared.fleet.prune();
         shared.fleet.engines().iter().for_each(|engine| engine.sweep());
     }

@@ -4,9 +4,10 @@
 //! reached: it re-sends at most 64 KiB of a body that a filter has read, which is 16,000 tokens.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use async_trait::async_trait;
+use baton_connector::exchange::{Event, Outcome, Phase};
 use baton_connector::{RequestId, Time};
 use baton_openai::ApiError;
 use bytes::Bytes;
@@ -18,7 +19,7 @@ use serde_json::json;
 use crate::exchange_driver::{Ended, ExchangeDriver};
 use crate::generation::Generation;
 use crate::intake::{self, Ask};
-use crate::metrics::{PASSED, REJECTED};
+use crate::metrics::End;
 use crate::route::Route;
 use crate::shared::{Room, Shared};
 use crate::{answer, passthrough, request_id};
@@ -28,7 +29,8 @@ pub(crate) struct FrontDoor(pub Arc<Shared>);
 
 /// One request's context. Dropping it settles what the request still owes.
 pub(crate) struct RequestContext {
-    begun: Instant,
+    shared: Arc<Shared>,
+    begun: Time,
     /// The configuration that was in effect when the request began.
     generation: Arc<Generation>,
     id: RequestId,
@@ -37,6 +39,10 @@ pub(crate) struct RequestContext {
     driver: Option<ExchangeDriver>,
     model: Option<String>,
     status: u16,
+    /// It was passed to one engine as it came.
+    passed: bool,
+    /// It has been counted.
+    over: bool,
     room: Option<Room>,
 }
 
@@ -49,13 +55,16 @@ impl ProxyHttp for FrontDoor {
         let echoed = HeaderValue::from_str(id.as_str()).expect("a request id is printable ASCII");
         let generation = self.0.generation();
         RequestContext {
-            begun: Instant::now(),
+            begun: self.0.now(),
+            shared: Arc::clone(&self.0),
             generation,
             id,
             echoed,
             driver: None,
             model: None,
             status: 0,
+            passed: false,
+            over: false,
             room: None,
         }
     }
@@ -82,9 +91,6 @@ impl ProxyHttp for FrontDoor {
             }
             Err(Ended::Refused(refusal)) => {
                 context.status = refusal.0.status;
-                if context.driver.is_none() {
-                    self.0.metrics.request(REJECTED);
-                }
                 answer::error(session, &refusal.0, &context.echoed).await.map(|()| true)
             }
         }
@@ -95,7 +101,11 @@ impl ProxyHttp for FrontDoor {
     }
 
     async fn logging(&self, session: &mut Session, _: Option<&Error>, context: &mut RequestContext) {
+        let client = session.as_downstream();
+        self.0.metrics.server.request_bytes.increment(client.body_bytes_read() as u64);
+        self.0.metrics.server.response_bytes.increment(client.body_bytes_sent() as u64);
         context.log(session);
+        context.end();
     }
 }
 
@@ -128,7 +138,7 @@ impl FrontDoor {
                     &context.echoed,
                 )
                 .await?;
-                self.0.metrics.request(PASSED);
+                context.passed = true;
                 Ok(())
             }
             Route::Generate(endpoint) => {
@@ -152,6 +162,7 @@ impl FrontDoor {
             Arc::clone(&self.0),
             Arc::clone(&context.generation),
             context.id.clone(),
+            Arc::clone(&ask.model),
         ));
         driver.reserve(session, &ask)?;
         let handoff = driver.prefill(session, &ask).await?;
@@ -209,14 +220,48 @@ impl RequestContext {
             decode = engine(|d| d.decode_engine.as_deref().map(|e| e.authority())),
             status = self.status,
             outcome,
+            finish = self.driver.as_ref().and_then(|d| d.watched.seen.finish).map(|f| f.label()),
             prefill_us = between(timeline.prefill_sent, timeline.held),
             gap_us = between(timeline.held, timeline.decode_sent),
             accept_us = between(timeline.decode_sent, timeline.accepted),
             first_byte_us = between(timeline.accepted, timeline.first_chunk),
             stream_us = between(timeline.first_chunk, timeline.ended),
-            total_us = u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX),
+            total_us = u64::try_from(self.shared.now().since(self.begun).as_micros()).unwrap_or(u64::MAX),
             "request"
         );
+    }
+}
+
+impl RequestContext {
+    /// Counts the request, once, whatever ended it.
+    fn end(&mut self) {
+        if std::mem::replace(&mut self.over, true) {
+            return;
+        }
+        let unknown = &self.shared.metrics.requests.unknown;
+        match &mut self.driver {
+            Some(driver) => {
+                // Nothing, where it is over already.
+                driver.apply(Event::Dropped);
+                let outcome = driver.outcome().unwrap_or(Outcome::Dropped(Phase::Queue));
+                let (end, line) = (End::Exchange(outcome), driver.timeline());
+                driver.watched.ended(&driver.model.metrics, end, self.status, &line, self.begun);
+            }
+            None if self.passed => unknown.ended(End::Passed, self.status),
+            None if self.status == 499 => {
+                self.shared.metrics.disconnect(Phase::Queue);
+                unknown.ended(End::Exchange(Outcome::ClientGone(Phase::Queue)), self.status);
+            }
+            None if self.status >= 400 => unknown.ended(End::Rejected, self.status),
+            // The router's own answers: `/health` and the like.
+            None => {}
+        }
+    }
+}
+
+impl Drop for RequestContext {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 

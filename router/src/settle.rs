@@ -83,7 +83,7 @@ struct Counted(Arc<Settler>);
 impl Drop for Counted {
     fn drop(&mut self) {
         self.0.at_once.fetch_sub(1, Ordering::Relaxed);
-        self.0.metrics.settling.decrement(1.0);
+        self.0.metrics.legs.settling.decrement(1.0);
     }
 }
 
@@ -150,7 +150,7 @@ impl Settler {
             tracing::warn!("too many settlements at once; a lease is left to its expiry");
             return;
         }
-        self.metrics.settling.increment(1.0);
+        self.metrics.legs.settling.increment(1.0);
         let counted = Counted(Arc::clone(self));
         let counted = async move {
             let _counted = counted;
@@ -219,9 +219,8 @@ impl Settler {
 
     async fn released(&self, engine: &Arc<Engine>, returned: Returned, debtor: &Debtor) {
         let Returned { lent, params, cause } = returned;
-        self.metrics.release(cause);
         let (via, result) = self.released_via(engine, lent, cause, params.as_deref(), debtor).await;
-        self.metrics.resilience.released(via);
+        self.metrics.release(cause, via);
         tracing::info!(request = %debtor.request, engine = engine.authority(), cause = cause.label(), ?via, ?result,
             "released");
         self.metrics.settled(result);

@@ -43,9 +43,9 @@ impl Shared {
     /// [`GenerationError`] when the configuration cannot be put into effect.
     pub(crate) fn new(config: RouterConfig) -> Result<Arc<Self>, GenerationError> {
         let (metrics, started) = (Arc::new(Metrics::new()), Instant::now());
-        let fleet = Fleet::default();
+        let fleet = Fleet::new(Arc::clone(&metrics));
         let first = Generation::build(1, config, &fleet)?;
-        metrics.generation.set(1.0);
+        metrics.server.generation.set(1.0);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Ok(Arc::new(Self {
@@ -75,7 +75,7 @@ impl Shared {
         let number = self.current.load().number + 1;
         let next = Generation::build(number, config, &self.fleet)?;
         self.settler.set_terms(next.settle_terms());
-        self.metrics.generation.set(number as f64);
+        self.metrics.server.generation.set(number as f64);
         self.current.store(Arc::new(next));
         Ok(number)
     }
@@ -86,7 +86,7 @@ impl Shared {
             self.in_flight.fetch_sub(1, Ordering::Relaxed);
             return None;
         }
-        self.metrics.in_flight.increment(1.0);
+        self.metrics.requests.in_flight.increment(1.0);
         Some(Room(Arc::clone(self)))
     }
 
@@ -110,6 +110,6 @@ impl Shared {
 impl Drop for Room {
     fn drop(&mut self) {
         self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
-        self.0.metrics.in_flight.decrement(1.0);
+        self.0.metrics.requests.in_flight.decrement(1.0);
     }
 }

@@ -23,7 +23,7 @@ use tokio::sync::Notify;
 
 use crate::config::{EngineUrl, ReleaseMode};
 use crate::health::{self, EngineHealth, Health, Sign};
-use crate::metrics::Leg;
+use crate::metrics::{EngineMetrics, Leg};
 use connection::Connection;
 pub(crate) use connection::Socket;
 pub(crate) use verbs::{Verb, Verbs};
@@ -43,6 +43,7 @@ pub(crate) struct Engine {
     ranks: OnceLock<Box<[AtomicUsize]>>,
     health: Health,
     verbs: Verbs,
+    pub metrics: EngineMetrics,
 }
 
 /// Terms on which connections to engines are made and kept.
@@ -118,7 +119,7 @@ const RANKS_MAX: usize = 256;
 
 impl Engine {
     /// `wake` wakes whoever asks engines how they are.
-    pub(crate) fn new(url: EngineUrl, terms: Terms, wake: Arc<Notify>) -> Self {
+    pub(crate) fn new(url: EngineUrl, terms: Terms, metrics: EngineMetrics, wake: Arc<Notify>) -> Self {
         let health = Health::new(&terms.health, wake);
         let authority = url.authority();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
@@ -132,6 +133,7 @@ impl Engine {
             ranks: OnceLock::new(),
             health,
             verbs: Verbs::default(),
+            metrics,
         }
     }
 
@@ -236,6 +238,7 @@ impl Engine {
                 Err(stale) => lost = Some(stale),
             }
         }
+        let begun = Instant::now();
         let dialled = tokio::time::timeout(
             self.terms.load().connect_timeout,
             Connection::dial(self.url.host(), self.url.port()),
@@ -245,6 +248,7 @@ impl Engine {
             // What went out over the kept connection may have been seen.
             return Err(lost.map_or(CallError::NotReached, CallError::Broken));
         };
+        self.metrics.connect.record(begun.elapsed());
         sent(fresh.socket());
         match fresh.send(self.request(outgoing)).await {
             Ok(answer) => Ok(self.reply(answer, fresh)),

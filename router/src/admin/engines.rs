@@ -5,8 +5,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use hyper::StatusCode;
 use serde_json::{Value, json};
 
+use super::Answer;
 use crate::generation::Generation;
 use crate::health::Order;
 use crate::metrics::Leg;
@@ -49,20 +51,21 @@ fn one(engine: &Arc<Engine>, generation: &Generation) -> Value {
     })
 }
 
-/// Carries out `/engines/NAME/VERB`; `None` when there is no such engine or verb.
-pub(super) fn order(shared: &Shared, path: &str) -> Option<Value> {
-    let (name, verb) = path.strip_prefix("/engines/")?.rsplit_once('/')?;
+/// Carries out a verb at the engine of that name: `HOST:PORT`, or its whole URL.
+pub(super) fn order(shared: &Shared, name: &str, verb: &str) -> Answer {
     let order = match verb {
         "drain" => Order::Drain,
         "undrain" => Order::Undrain,
-        _ => return None,
+        _ => return Answer::error(StatusCode::NOT_FOUND, "an engine can be drained and undrained"),
     };
     let name = name.replace("%3A", ":").replace("%3a", ":").replace("%2F", "/").replace("%2f", "/");
     let name = name.strip_prefix("http://").unwrap_or(&name);
-    let engine = shared.fleet.engines().into_iter().find(|engine| engine.authority() == name)?;
+    let Some(engine) = shared.fleet.engines().into_iter().find(|engine| engine.authority() == name) else {
+        return Answer::error(StatusCode::NOT_FOUND, "there is no such engine; /engines lists them");
+    };
     engine.judge(|health, _, _| health.order(order));
     tracing::info!(engine = engine.authority(), ?order, "an operator's order");
-    Some(one(&engine, &shared.generation()))
+    Answer::json(one(&engine, &shared.generation()))
 }
 
 /// Whether the models that `/ready` waits for have a decode engine in use.

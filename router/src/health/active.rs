@@ -13,8 +13,8 @@ use hyper::Method;
 use hyper::header::HeaderMap;
 use tokio::task::JoinSet;
 
+use super::EngineLoad;
 use super::outlier::{Sample, outliers};
-use super::{EngineLoad, Standing};
 use crate::alive;
 use crate::generation::Generation;
 use crate::metrics::Leg;
@@ -76,7 +76,6 @@ pub(crate) async fn run(shared: Arc<Shared>) {
         if compare {
             eject_outliers(&generation);
         }
-        count(&shared, &generation);
         drop(generation);
         while asking.try_join_next().is_some() {}
         tokio::select! {
@@ -137,20 +136,6 @@ fn eject_outliers(generation: &Generation) {
                     engine.judge(|health, _, _| health.behaved(leg));
                 }
             }
-        }
-    }
-}
-
-fn count(shared: &Shared, generation: &Generation) {
-    for leg in [Leg::Prefill, Leg::Decode] {
-        let mut standings = [0_u32; 5];
-        for model in generation.models.list() {
-            for engine in model.pool(leg).engines() {
-                standings[engine.health().standing(leg) as usize] += 1;
-            }
-        }
-        for standing in Standing::ALL {
-            shared.metrics.resilience.standing(leg, standing, standings[standing as usize]);
         }
     }
 }

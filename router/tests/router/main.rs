@@ -13,4 +13,5 @@ mod failures;
 mod health;
 mod load;
 mod main_path;
+mod stock;
 mod system;

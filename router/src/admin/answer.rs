@@ -1,0 +1,73 @@
+//! What the admin listener says: text, JSON, or an error as JSON.
+
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
+use hyper::{Method, Response, StatusCode};
+use serde_json::{Value, json};
+
+/// An answer.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    status: StatusCode,
+    kind: &'static str,
+    allow: Option<&'static str>,
+    body: Body,
+}
+
+#[derive(Debug)]
+enum Body {
+    Text(String),
+    Json(Value),
+}
+
+impl Answer {
+    /// Plain text.
+    pub(crate) fn text(text: impl Into<String>) -> Self {
+        let body = Body::Text(text.into());
+        Self { status: StatusCode::OK, kind: "text/plain; charset=utf-8", allow: None, body }
+    }
+
+    /// JSON, in one line unless `?pretty` is asked for.
+    pub(crate) fn json(value: Value) -> Self {
+        let body = Body::Json(value);
+        Self { status: StatusCode::OK, kind: "application/json", allow: None, body }
+    }
+
+    /// An error, as `{"error": {"code": 404, "message": "…"}}`.
+    pub(crate) fn error(status: StatusCode, message: &str) -> Self {
+        Self::json(json!({"error": {"code": status.as_u16(), "message": message}})).with_status(status)
+    }
+
+    /// The path is right and the method is not.
+    pub(crate) fn not_allowed(allow: &'static str) -> Self {
+        let answer = Self::error(StatusCode::METHOD_NOT_ALLOWED, &format!("only {allow} is allowed here"));
+        Self { allow: Some(allow), ..answer }
+    }
+
+    pub(crate) fn with_status(self, status: StatusCode) -> Self {
+        Self { status, ..self }
+    }
+
+    pub(crate) fn with_type(self, kind: &'static str) -> Self {
+        Self { kind, ..self }
+    }
+
+    pub(super) fn into_response(self, pretty: bool, method: &Method) -> Response<Full<Bytes>> {
+        let text = match self.body {
+            Body::Text(text) => text,
+            Body::Json(value) if pretty => format!("{value:#}\n"),
+            Body::Json(value) => format!("{value}\n"),
+        };
+        let body = if *method == Method::HEAD { Bytes::new() } else { Bytes::from(text) };
+        let mut response = Response::new(Full::new(body));
+        *response.status_mut() = self.status;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static(self.kind));
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        if let Some(allow) = self.allow {
+            headers.insert(ALLOW, HeaderValue::from_static(allow));
+        }
+        response
+    }
+}

@@ -1,0 +1,136 @@
+//! Engines, by their address: what they were asked, how they failed, how long they took. Series of an engine that
+//! nobody knows any more are gone.
+
+use baton_connector::exchange::Failure;
+
+use super::legs::Leg;
+use super::registry::{Counter, Family, Histogram, Registry};
+use super::requests::FIRST_TOKEN;
+
+/// Seconds; from loopback to the longest connect timeout.
+const CONNECT: &[f64] =
+    &[0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 60.0];
+
+static REQUESTS: Family = Family::counter(
+    "baton_router_engine_requests_total",
+    &["engine", "leg"],
+    "Attempts that were made at an engine.",
+);
+static ERRORS: Family = Family::counter(
+    "baton_router_engine_errors_total",
+    &["engine", "leg", "reason"],
+    "Attempts that failed: `unreachable`, `answered` (it said that it cannot), `broken` (silence or a broken \
+     connection), `unusable` (a handoff that cannot be handed on), `refused` (the request itself), `died` (in the \
+     middle of its answer).",
+);
+static RESPONSE_SECONDS: Family = Family::histogram(
+    "baton_router_engine_response_seconds",
+    &["engine", "leg"],
+    FIRST_TOKEN,
+    "From an attempt to a prefill engine's reply, or to the head of a decode engine's good answer.",
+);
+static CONNECT_SECONDS: Family = Family::histogram(
+    "baton_router_engine_connect_seconds",
+    &["engine"],
+    CONNECT,
+    "Time until a new connection to an engine was there.",
+);
+/// Looked up when somebody asks.
+pub(crate) static IN_FLIGHT: Family = Family::gauge(
+    "baton_router_engine_requests_in_flight",
+    &["engine"],
+    "Requests of this router that an engine works on.",
+);
+/// Looked up when somebody asks.
+pub(crate) static POOL: Family =
+    Family::gauge("baton_router_pool_engines", &["model", "leg"], "Engines of a pool.");
+/// Looked up when somebody asks.
+pub(crate) static READY: Family = Family::gauge(
+    "baton_router_pool_ready_engines",
+    &["model", "leg"],
+    "Engines of a pool that would be chosen.",
+);
+
+pub(super) static FAMILIES: &[&Family] =
+    &[&REQUESTS, &ERRORS, &RESPONSE_SECONDS, &CONNECT_SECONDS, &IN_FLIGHT, &POOL, &READY];
+
+/// How an attempt failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reason {
+    /// It never saw the request.
+    Unreachable,
+    /// It said that it cannot.
+    Answered,
+    /// Silence, or a broken connection.
+    Broken,
+    /// Its handoff cannot be handed on.
+    Unusable,
+    /// It refused the request itself.
+    Refused,
+    /// It ended in the middle of its answer.
+    Died,
+}
+
+impl Reason {
+    const ALL: [Self; 6] =
+        [Self::Unreachable, Self::Answered, Self::Broken, Self::Unusable, Self::Refused, Self::Died];
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::Unreachable => "unreachable",
+            Self::Answered => "answered",
+            Self::Broken => "broken",
+            Self::Unusable => "unusable",
+            Self::Refused => "refused",
+            Self::Died => "died",
+        }
+    }
+}
+
+impl From<Failure> for Reason {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::NotReached => Self::Unreachable,
+            Failure::Answered => Self::Answered,
+            Failure::Unknown => Self::Broken,
+            Failure::Unusable(_) => Self::Unusable,
+        }
+    }
+}
+
+/// One engine.
+#[derive(Debug)]
+pub(crate) struct EngineMetrics {
+    legs: [LegOfEngine; 2],
+    pub connect: Histogram,
+}
+
+/// One engine in one leg.
+#[derive(Debug)]
+pub(crate) struct LegOfEngine {
+    pub requests: Counter,
+    pub response: Histogram,
+    errors: [Counter; Reason::ALL.len()],
+}
+
+impl EngineMetrics {
+    pub(crate) fn new(registry: &Registry, engine: &str) -> Self {
+        Self {
+            legs: Leg::BOTH.map(|leg| LegOfEngine {
+                requests: registry.counter(&REQUESTS, &[engine, leg.label()]),
+                response: registry.histogram(&RESPONSE_SECONDS, &[engine, leg.label()]),
+                errors: Reason::ALL
+                    .map(|reason| registry.counter(&ERRORS, &[engine, leg.label(), reason.label()])),
+            }),
+            connect: registry.histogram(&CONNECT_SECONDS, &[engine]),
+        }
+    }
+
+    pub(crate) fn leg(&self, leg: Leg) -> &LegOfEngine {
+        &self.legs[leg as usize]
+    }
+
+    pub(crate) fn failed(&self, leg: Leg, reason: impl Into<Reason>) {
+        self.legs[leg as usize].errors[reason.into() as usize].increment(1);
+    }
+}

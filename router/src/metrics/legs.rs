@@ -1,0 +1,162 @@
+//! The two legs of requests, and the debts that they leave: retries, aborts, releases, settlements.
+
+use baton_connector::exchange::Cause;
+
+use super::registry::{Counter, Family, Gauge, Histogram, Registry};
+
+/// Half of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Leg {
+    Prefill,
+    Decode,
+}
+
+impl Leg {
+    pub(crate) const BOTH: [Self; 2] = [Self::Prefill, Self::Decode];
+
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// How a settlement went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Settled {
+    /// The engine confirmed it.
+    Confirmed,
+    /// The engine does not have the verb; its lease will lapse.
+    Unsupported,
+    /// Every try failed; the lease will lapse.
+    Failed,
+    /// Too many settlements at once; the lease will lapse.
+    Refused,
+}
+
+impl Settled {
+    const ALL: [Self; 4] = [Self::Confirmed, Self::Unsupported, Self::Failed, Self::Refused];
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::Confirmed => "confirmed",
+            Self::Unsupported => "unsupported",
+            Self::Failed => "failed",
+            Self::Refused => "refused",
+        }
+    }
+}
+
+/// How a lease is given back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Via {
+    /// `POST /kv/release` with the lease's handle.
+    Release,
+    /// `POST /abort_requests` with the request's id, where the engine gave no handle.
+    Abort,
+    /// A decode request that had to be refused, which makes stock vLLM tell its producer.
+    RefusedDecode,
+    /// Not at all: the lease runs out.
+    Lease,
+}
+
+impl Via {
+    const ALL: [Self; 4] = [Self::Release, Self::Abort, Self::RefusedDecode, Self::Lease];
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::Release => "release",
+            Self::Abort => "abort",
+            Self::RefusedDecode => "refused_decode",
+            Self::Lease => "lease",
+        }
+    }
+}
+
+/// Seconds; from a loopback abort (0.1 ms) to one that every try of was needed for.
+const PROPAGATION: &[f64] =
+    &[0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
+
+static RETRIES: Family = Family::counter(
+    "baton_router_retries_total",
+    &["leg"],
+    "Attempts at an engine after the first one of a leg.",
+);
+static RECOMPUTES: Family = Family::counter(
+    "baton_router_recomputes_total",
+    &[],
+    "Handoffs that no decode engine could use; the prompt was computed anew.",
+);
+static MISCONFIGURED: Family = Family::counter(
+    "baton_router_misconfigured_total",
+    &["leg"],
+    "Answers of engines that refuse this router's cluster secret.",
+);
+static ABORTS: Family = Family::counter("baton_router_aborts_total", &["leg"], "Legs that were aborted.");
+static PROPAGATION_SECONDS: Family = Family::histogram(
+    "baton_router_abort_propagation_seconds",
+    &["leg"],
+    PROPAGATION,
+    "From the decision to abort a leg to the engine's confirmation.",
+);
+static RELEASES: Family = Family::counter(
+    "baton_router_releases_total",
+    &["cause", "via"],
+    "Leases that the router gave back, by why and in which way.",
+);
+static SETTLEMENTS: Family = Family::counter(
+    "baton_router_settlements_total",
+    &["result"],
+    "Aborts and releases that are over; all but `confirmed` leave a lease to its expiry.",
+);
+static SETTLING: Family =
+    Family::gauge("baton_router_settlements_in_flight", &[], "Aborts and releases that are on their way.");
+
+pub(super) static FAMILIES: &[&Family] = &[
+    &RETRIES,
+    &RECOMPUTES,
+    &MISCONFIGURED,
+    &ABORTS,
+    &PROPAGATION_SECONDS,
+    &RELEASES,
+    &SETTLEMENTS,
+    &SETTLING,
+];
+
+/// Legs and debts.
+pub(crate) struct LegMetrics {
+    pub retries: [Counter; 2],
+    pub recomputes: Counter,
+    pub misconfigured: [Counter; 2],
+    pub aborts: [Counter; 2],
+    pub propagation: [Histogram; 2],
+    pub settling: Gauge,
+    releases: [[Counter; Via::ALL.len()]; Cause::ALL.len()],
+    settlements: [Counter; Settled::ALL.len()],
+}
+
+impl LegMetrics {
+    pub(super) fn new(registry: &Registry) -> Self {
+        let both = |family: &'static Family| Leg::BOTH.map(|leg| registry.counter(family, &[leg.label()]));
+        Self {
+            retries: both(&RETRIES),
+            recomputes: registry.counter(&RECOMPUTES, &[]),
+            misconfigured: both(&MISCONFIGURED),
+            aborts: both(&ABORTS),
+            propagation: Leg::BOTH.map(|leg| registry.histogram(&PROPAGATION_SECONDS, &[leg.label()])),
+            settling: registry.gauge(&SETTLING, &[]),
+            releases: Cause::ALL
+                .map(|cause| Via::ALL.map(|via| registry.counter(&RELEASES, &[cause.label(), via.label()]))),
+            settlements: Settled::ALL.map(|result| registry.counter(&SETTLEMENTS, &[result.label()])),
+        }
+    }
+
+    pub(crate) fn release(&self, cause: Cause, via: Via) {
+        self.releases[cause as usize][via as usize].increment(1);
+    }
+
+    pub(crate) fn settled(&self, result: Settled) {
+        self.settlements[result as usize].increment(1);
+    }
+}

@@ -1,0 +1,71 @@
+//! The process, as Prometheus' client libraries name it: read from `/proc` when somebody asks.
+
+use std::fs;
+
+use super::page::Scrape;
+use super::registry::Family;
+
+/// Ticks per second in `/proc/self/stat`: `USER_HZ`, which is 100 on every architecture that Linux has today.
+const TICKS: f64 = 100.0;
+/// Bytes per page of resident memory in `/proc/self/statm`, where the kernel does not say it otherwise.
+const KIB: f64 = 1024.0;
+
+static CPU: Family =
+    Family::counter("process_cpu_seconds_total", &[], "User and system time of the process.");
+static RESIDENT: Family =
+    Family::gauge("process_resident_memory_bytes", &[], "Memory in use that is not swapped out.");
+static VIRTUAL: Family = Family::gauge("process_virtual_memory_bytes", &[], "Address space.");
+static THREADS: Family = Family::gauge("process_threads", &[], "Threads.");
+static OPEN_FDS: Family = Family::gauge("process_open_fds", &[], "File descriptors in use.");
+static MAX_FDS: Family = Family::gauge("process_max_fds", &[], "File descriptors that the process may use.");
+static START: Family =
+    Family::gauge("process_start_time_seconds", &[], "When the process began, in seconds since the epoch.");
+
+pub(super) static FAMILIES: &[&Family] = &[&CPU, &RESIDENT, &VIRTUAL, &THREADS, &OPEN_FDS, &MAX_FDS, &START];
+
+/// Reads what there is; on a system without `/proc` that is nothing.
+pub(super) fn read(scrape: &mut Scrape) {
+    if let Ok(stat) = fs::read_to_string("/proc/self/stat") {
+        // The name, which may hold anything, ends with the last parenthesis; the third field follows.
+        let fields: Vec<&str> =
+            stat.rsplit_once(')').map(|(_, rest)| rest.split_whitespace().collect()).unwrap_or_default();
+        let field = |number: usize| fields.get(number - 3).and_then(|text| text.parse::<f64>().ok());
+        if let (Some(user), Some(system)) = (field(14), field(15)) {
+            scrape.put(&CPU, &[], (user + system) / TICKS);
+        }
+        if let (Some(began), Some(boot)) = (field(22), boot_time()) {
+            scrape.put(&START, &[], boot + began / TICKS);
+        }
+    }
+    if let Ok(status) = fs::read_to_string("/proc/self/status") {
+        let value = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+            line.split_whitespace().next()?.parse::<f64>().ok()
+        };
+        for (family, name, scale) in
+            [(&RESIDENT, "VmRSS:", KIB), (&VIRTUAL, "VmSize:", KIB), (&THREADS, "Threads:", 1.0)]
+        {
+            if let Some(value) = value(name) {
+                scrape.put(family, &[], value * scale);
+            }
+        }
+    }
+    if let Ok(open) = fs::read_dir("/proc/self/fd") {
+        // One of them is the directory itself.
+        scrape.put(&OPEN_FDS, &[], open.count().saturating_sub(1) as f64);
+    }
+    if let Some(limit) = fs::read_to_string("/proc/self/limits").ok().as_deref().and_then(fd_limit) {
+        scrape.put(&MAX_FDS, &[], limit);
+    }
+}
+
+/// Seconds since the epoch at which the machine came up.
+fn boot_time() -> Option<f64> {
+    let stat = fs::read_to_string("/proc/stat").ok()?;
+    stat.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()
+}
+
+fn fd_limit(limits: &str) -> Option<f64> {
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
+    line.split_whitespace().next()?.parse().ok()
+}

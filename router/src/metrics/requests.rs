@@ -1,0 +1,269 @@
+//! Requests, by model: how they end, how long their parts take, and what they cost in tokens.
+
+use std::sync::{Arc, OnceLock};
+
+use baton_connector::exchange::{Outcome, Phase};
+
+use super::registry::{Counter, Family, Gauge, Histogram, Registry};
+
+/// Seconds, as vLLM's time to first token: dashboards can lay one over the other.
+pub(super) const FIRST_TOKEN: &[f64] = &[
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+];
+/// Seconds, as vLLM's end-to-end latency, with a beginning for requests that are refused at once.
+const DURATION: &[f64] = &[
+    0.001, 0.01, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+];
+/// Seconds, as vLLM's inter-token latency, with a beginning for small models.
+const PER_TOKEN: &[f64] = &[
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 80.0,
+];
+/// Seconds: from what the router itself takes to what an engine's queue does.
+const WAIT: &[f64] = &[
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+    30.0, 60.0, 120.0, 600.0,
+];
+
+static REQUESTS: Family = Family::counter(
+    "baton_router_requests_total",
+    &["model", "outcome", "code"],
+    "Requests that are over, by how they ended and the class of their status (`none`: the client got none).",
+);
+static IN_FLIGHT: Family = Family::gauge(
+    "baton_router_requests_in_flight",
+    &[],
+    "Requests that hold a place of `limits.in_flight`.",
+);
+static DISCONNECTS: Family = Family::counter(
+    "baton_router_disconnects_total",
+    &["phase"],
+    "Requests whose client left before the answer was complete, by the phase in which it left.",
+);
+static DURATION_SECONDS: Family = Family::histogram(
+    "baton_router_request_duration_seconds",
+    &["model"],
+    DURATION,
+    "From a request's head to its end, however it ended.",
+);
+static FIRST_TOKEN_SECONDS: Family = Family::histogram(
+    "baton_router_time_to_first_token_seconds",
+    &["model", "streaming"],
+    FIRST_TOKEN,
+    "From a request's head to the first byte of its answer's body; without streaming that is the whole answer.",
+);
+static INTER_TOKEN_SECONDS: Family = Family::histogram(
+    "baton_router_inter_token_latency_seconds",
+    &["model"],
+    PER_TOKEN,
+    "Between two pieces of a streamed answer; engines send one per token or step.",
+);
+static PER_TOKEN_SECONDS: Family = Family::histogram(
+    "baton_router_time_per_output_token_seconds",
+    &["model"],
+    PER_TOKEN,
+    "Of a completed streamed answer with `usage`: from its first to its last piece, by its tokens after the first.",
+);
+static TOKENS: Family = Family::counter(
+    "baton_router_tokens_total",
+    &["model", "kind"],
+    "Tokens, as engines' `usage` tells them: `prompt`, those of them that were `cached`, `completion`.",
+);
+static QUEUE_SECONDS: Family = Family::histogram(
+    "baton_router_queue_seconds",
+    &["model"],
+    WAIT,
+    "From a request's head until the first engine is asked: body, checks, admission, choice.",
+);
+static PREFILL_SECONDS: Family = Family::histogram(
+    "baton_router_prefill_seconds",
+    &["model"],
+    FIRST_TOKEN,
+    "From the first prefill attempt to the handoff, retries included.",
+);
+static GAP_SECONDS: Family = Family::histogram(
+    "baton_router_gap_seconds",
+    &["model"],
+    WAIT,
+    "From the handoff until a decode engine is asked: the router's own part.",
+);
+static ACCEPT_SECONDS: Family = Family::histogram(
+    "baton_router_accept_seconds",
+    &["model"],
+    FIRST_TOKEN,
+    "From the first decode attempt until a decode engine took the request: its queue, the fetch, its first event.",
+);
+static DECODE_SECONDS: Family = Family::histogram(
+    "baton_router_decode_seconds",
+    &["model"],
+    DURATION,
+    "From when a decode engine took the request to the end of its answer.",
+);
+
+pub(super) static FAMILIES: &[&Family] = &[
+    &REQUESTS,
+    &IN_FLIGHT,
+    &DISCONNECTS,
+    &DURATION_SECONDS,
+    &FIRST_TOKEN_SECONDS,
+    &INTER_TOKEN_SECONDS,
+    &PER_TOKEN_SECONDS,
+    &TOKENS,
+    &QUEUE_SECONDS,
+    &PREFILL_SECONDS,
+    &GAP_SECONDS,
+    &ACCEPT_SECONDS,
+    &DECODE_SECONDS,
+];
+
+/// The label of requests whose model is not known: refused before, or for it.
+const UNKNOWN: &str = "unknown";
+
+/// How a request ended, for the label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    /// It was an exchange.
+    Exchange(Outcome),
+    /// It never became one.
+    Rejected,
+    /// It was passed to one engine as it came.
+    Passed,
+}
+
+impl End {
+    const LABELS: [&str; 10] = [
+        "completed",
+        "prefill_refused",
+        "prefill_exhausted",
+        "decode_refused",
+        "decode_exhausted",
+        "stream_broken",
+        "client_gone",
+        "dropped",
+        "rejected",
+        "passed",
+    ];
+
+    fn index(self) -> usize {
+        match self {
+            Self::Exchange(Outcome::Completed) => 0,
+            Self::Exchange(Outcome::PrefillRefused) => 1,
+            Self::Exchange(Outcome::PrefillExhausted) => 2,
+            Self::Exchange(Outcome::DecodeRefused) => 3,
+            Self::Exchange(Outcome::DecodeExhausted) => 4,
+            Self::Exchange(Outcome::StreamBroken) => 5,
+            Self::Exchange(Outcome::ClientGone(_)) => 6,
+            Self::Exchange(Outcome::Dropped(_)) => 7,
+            Self::Rejected => 8,
+            Self::Passed => 9,
+        }
+    }
+
+    pub(crate) fn label(self) -> &'static str {
+        Self::LABELS[self.index()]
+    }
+}
+
+/// Classes of a status: 2xx to 5xx, and none at all.
+const CODES: [&str; 5] = ["none", "2xx", "3xx", "4xx", "5xx"];
+
+/// The class of a status that a client was sent; 499 and 0 are not sent.
+fn code(status: u16) -> usize {
+    match status {
+        200..300 => 1,
+        300..400 => 2,
+        499 => 0,
+        400..500 => 3,
+        500..600 => 4,
+        _ => 0,
+    }
+}
+
+/// The requests of all models.
+pub(crate) struct RequestMetrics {
+    pub in_flight: Gauge,
+    /// Of requests without a model.
+    pub unknown: Arc<ModelMetrics>,
+    disconnects: [Counter; Phase::ALL.len()],
+}
+
+impl RequestMetrics {
+    pub(super) fn new(registry: &Arc<Registry>) -> Self {
+        Self {
+            in_flight: registry.gauge(&IN_FLIGHT, &[]),
+            unknown: Arc::new(ModelMetrics::new(registry, UNKNOWN)),
+            disconnects: Phase::ALL.map(|phase| registry.counter(&DISCONNECTS, &[phase.label()])),
+        }
+    }
+
+    /// Counts a client that left.
+    pub(crate) fn disconnect(&self, phase: Phase) {
+        self.disconnects[phase as usize].increment(1);
+    }
+}
+
+/// The requests of one model.
+pub(crate) struct ModelMetrics {
+    registry: Arc<Registry>,
+    model: String,
+    /// By outcome and class of status; made when first counted.
+    requests: [[OnceLock<Counter>; CODES.len()]; End::LABELS.len()],
+    tokens: OnceLock<[Counter; 3]>,
+    pub duration: Histogram,
+    first_token: [OnceLock<Histogram>; 2],
+    pub inter_token: Histogram,
+    pub per_token: Histogram,
+    pub queue: Histogram,
+    pub prefill: Histogram,
+    pub gap: Histogram,
+    pub accept: Histogram,
+    pub decode: Histogram,
+}
+
+impl ModelMetrics {
+    pub(crate) fn new(registry: &Arc<Registry>, model: &str) -> Self {
+        let histogram = |family| registry.histogram(family, &[model]);
+        Self {
+            registry: Arc::clone(registry),
+            model: model.to_owned(),
+            requests: Default::default(),
+            tokens: OnceLock::new(),
+            duration: histogram(&DURATION_SECONDS),
+            first_token: Default::default(),
+            inter_token: histogram(&INTER_TOKEN_SECONDS),
+            per_token: histogram(&PER_TOKEN_SECONDS),
+            queue: histogram(&QUEUE_SECONDS),
+            prefill: histogram(&PREFILL_SECONDS),
+            gap: histogram(&GAP_SECONDS),
+            accept: histogram(&ACCEPT_SECONDS),
+            decode: histogram(&DECODE_SECONDS),
+        }
+    }
+
+    /// Counts a request that is over.
+    pub(crate) fn ended(&self, end: End, status: u16) {
+        let class = code(status);
+        let labels = [self.model.as_str(), end.label(), CODES[class]];
+        let counter = &self.requests[end.index()][class];
+        counter.get_or_init(|| self.registry.counter(&REQUESTS, &labels)).increment(1);
+    }
+
+    /// The time to the first token, apart by whether the answer is streamed.
+    pub(crate) fn first_token(&self, streamed: bool) -> &Histogram {
+        let label = if streamed { "true" } else { "false" };
+        self.first_token[usize::from(streamed)]
+            .get_or_init(|| self.registry.histogram(&FIRST_TOKEN_SECONDS, &[&self.model, label]))
+    }
+
+    /// Counts what an answer's `usage` says.
+    pub(crate) fn tokens(&self, prompt: u64, cached: u64, completion: u64) {
+        let counters = self.tokens.get_or_init(|| {
+            ["prompt", "cached", "completion"]
+                .map(|kind| self.registry.counter(&TOKENS, &[&self.model, kind]))
+        });
+        for (counter, tokens) in counters.iter().zip([prompt, cached, completion]) {
+            counter.increment(tokens);
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! The router itself: its version, its configuration, its connections, and the bytes that pass through it.
+
+use super::registry::{Counter, Family, Gauge, Registry};
+
+static BUILD: Family =
+    Family::gauge("baton_router_build_info", &["version"], "Always 1; the label is what is running.");
+static GENERATION: Family = Family::gauge(
+    "baton_router_config_generation",
+    &[],
+    "Number of the configuration in effect, from 1, one more with each reload.",
+);
+static CONNECTIONS: Family = Family::gauge("baton_router_connections_open", &[], "Connections of clients.");
+static CONNECTED: Family =
+    Family::counter("baton_router_connections_total", &[], "Connections of clients that were accepted.");
+static REQUEST_BYTES: Family =
+    Family::counter("baton_router_request_body_bytes_total", &[], "Bytes of clients' bodies that were read.");
+static RESPONSE_BYTES: Family = Family::counter(
+    "baton_router_response_body_bytes_total",
+    &[],
+    "Bytes of bodies that were written to clients.",
+);
+
+pub(super) static FAMILIES: &[&Family] =
+    &[&BUILD, &GENERATION, &CONNECTIONS, &CONNECTED, &REQUEST_BYTES, &RESPONSE_BYTES];
+
+/// The router itself.
+pub(crate) struct ServerMetrics {
+    _build: Gauge,
+    pub generation: Gauge,
+    pub connections: Gauge,
+    pub connected: Counter,
+    pub request_bytes: Counter,
+    pub response_bytes: Counter,
+}
+
+impl ServerMetrics {
+    pub(super) fn new(registry: &Registry) -> Self {
+        let build = registry.gauge(&BUILD, &[env!("CARGO_PKG_VERSION")]);
+        build.set(1.0);
+        Self {
+            _build: build,
+            generation: registry.gauge(&GENERATION, &[]),
+            connections: registry.gauge(&CONNECTIONS, &[]),
+            connected: registry.counter(&CONNECTED, &[]),
+            request_bytes: registry.counter(&REQUEST_BYTES, &[]),
+            response_bytes: registry.counter(&RESPONSE_BYTES, &[]),
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! What is noted of one request while it runs, and counted when it is over.
+//!
+//! The exchange's own timeline says when each phase began; beside it stand only a few numbers that it does not know.
+//! Nothing here takes a lock or allocates.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_connector::Time;
+use baton_connector::exchange::{Event, Timeline};
+
+use crate::metrics::{End, Leg, ModelMetrics, Reason};
+use crate::upstream::Engine;
+use crate::usage::Seen;
+
+/// What the engines of one request did.
+#[derive(Debug, Default)]
+pub(crate) struct Watched {
+    /// When the last attempt began.
+    asked: Time,
+    /// When the last piece of a streamed answer came.
+    last_piece: Option<Time>,
+    /// A prefill engine has answered it; one that a decode engine computed alone took no prefill.
+    prefilled: bool,
+    /// The answer is a stream of events.
+    pub streamed: bool,
+    /// What the answer said of itself.
+    pub seen: Seen,
+}
+
+impl Watched {
+    /// Counts an event at its engine; `engines` are those of the attempts, by number.
+    pub(crate) fn event(&mut self, event: Event, now: Time, engines: &[Arc<Engine>]) {
+        let at = |attempt: baton_connector::exchange::Attempt| engines.get(usize::from(attempt.0));
+        let (attempt, leg, reason) = match event {
+            Event::PrefillSent(to) => return self.sent(now, at(to), Leg::Prefill),
+            Event::DecodeSent(to) => return self.sent(now, at(to), Leg::Decode),
+            Event::PrefillLent(by, _) | Event::PrefillEmpty(by) => {
+                self.prefilled = true;
+                return self.answered(now, at(by), Leg::Prefill);
+            }
+            Event::DecodeAccepted(by) => return self.answered(now, at(by), Leg::Decode),
+            Event::PrefillRefused(by) => (by, Leg::Prefill, Reason::Refused),
+            Event::PrefillFailed(by, failure) => (by, Leg::Prefill, failure.into()),
+            Event::DecodeRefused(by) => (by, Leg::Decode, Reason::Refused),
+            Event::DecodeFailed(by, failure) => (by, Leg::Decode, failure.into()),
+            Event::StreamBroken(by) => (by, Leg::Decode, Reason::Died),
+            Event::PrefillSkipped
+            | Event::FirstChunk(_)
+            | Event::StreamEnded(_)
+            | Event::HandoffSpent
+            | Event::GaveUp
+            | Event::ClientGone
+            | Event::Dropped => return,
+        };
+        if let Some(engine) = at(attempt) {
+            engine.metrics.failed(leg, reason);
+        }
+    }
+
+    fn sent(&mut self, now: Time, to: Option<&Arc<Engine>>, leg: Leg) {
+        self.asked = now;
+        if let Some(engine) = to {
+            engine.metrics.leg(leg).requests.increment(1);
+        }
+    }
+
+    fn answered(&self, now: Time, by: Option<&Arc<Engine>>, leg: Leg) {
+        if let Some(engine) = by {
+            engine.metrics.leg(leg).response.record(now.since(self.asked));
+        }
+    }
+
+    /// A piece of a streamed answer came.
+    pub(crate) fn piece(&mut self, now: Time, model: &ModelMetrics) {
+        if let Some(last) = self.last_piece.replace(now) {
+            model.inter_token.record(now.since(last));
+        }
+    }
+
+    /// Counts a request that is over.
+    pub(crate) fn ended(&self, model: &ModelMetrics, end: End, status: u16, line: &Timeline, begun: Time) {
+        model.ended(end, status);
+        let asked = line.prefill_sent.or(line.decode_sent);
+        if let Some(asked) = asked {
+            model.queue.record(asked.since(begun));
+        }
+        let span = |from: Option<Time>, to: Option<Time>| -> Option<Duration> { Some(to?.since(from?)) };
+        if let Some(took) = span(line.prefill_sent, line.held).filter(|_| self.prefilled) {
+            model.prefill.record(took);
+        }
+        if let Some(took) = span(line.prefill_sent.and(line.held), line.decode_sent) {
+            model.gap.record(took);
+        }
+        if let Some(took) = span(line.decode_sent, line.accepted) {
+            model.accept.record(took);
+        }
+        if let Some(took) = span(line.accepted, line.ended) {
+            model.decode.record(took);
+        }
+        if let Some(first) = line.first_chunk {
+            model.first_token(self.streamed).record(first.since(begun));
+        }
+        if let Some(usage) = self.seen.usage {
+            model.tokens(usage.prompt, usage.cached, usage.completion);
+            let took = span(line.first_chunk, self.last_piece);
+            if let (true, Some(took), Ok(others @ 1..)) =
+                (self.streamed, took, u32::try_from(usage.completion.saturating_sub(1)))
+            {
+                model.per_token.record(took / others);
+            }
+        }
+        if let Some(ended) = line.ended {
+            model.duration.record(ended.since(begun));
+        }
+    }
+}
