@@ -234,8 +234,14 @@ pub(crate) struct RouterArgs {
 #[derive(Debug, Args)]
 pub(crate) struct CheckArgs {
     /// Configuration file
-    #[arg(value_name = "FILE")]
-    pub(crate) file: PathBuf,
+    #[arg(value_name = "FILE", required_unless_present = "schema")]
+    pub(crate) file: Option<PathBuf>,
+    /// Print the JSON schema of configuration files
+    #[arg(long, conflicts_with = "file")]
+    pub(crate) schema: bool,
+    /// Print instead what changes from this file to FILE: `- key: old` and `+ key: new`
+    #[arg(long, value_name = "OLD")]
+    pub(crate) diff: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use baton_router::{Router, RouterConfig};
+use baton_router::{ConfigError, Router, RouterConfig};
 
 use crate::cli::{CheckArgs, RouterArgs};
 use crate::{Failure, shutdown};
@@ -27,12 +27,28 @@ fn say(line: &str) {
     let _ = writeln!(out, "baton router: {line}").and_then(|()| out.flush());
 }
 
+/// Problems go to standard error, one line each: `FILE:LINE:COLUMN: what`. What is in effect goes to standard
+/// output and is a configuration again, with every default written out and secrets masked.
 pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
-    let config = RouterConfig::load(&args.file)?;
-    println!(
-        "{}: sound. In effect (JSON is YAML):\n{}",
-        args.file.display(),
-        serde_json::to_string_pretty(&config)?
-    );
+    let Some(file) = &args.file else {
+        println!("{}", serde_json::to_string_pretty(&RouterConfig::schema())?);
+        return Ok(());
+    };
+    let config = match RouterConfig::load(file) {
+        Err(problems @ ConfigError::Invalid { .. }) => {
+            eprintln!("{problems}");
+            return Err(match problems.to_string().lines().count() {
+                1 => "1 problem".into(),
+                count => format!("{count} problems").into(),
+            });
+        }
+        other => other?,
+    };
+    // A file that it names and that cannot be used is found at the start as well; here it is found before.
+    config.secret()?;
+    match &args.diff {
+        None => print!("# {}: sound. In effect:\n{}", file.display(), config.effective()),
+        Some(old) => RouterConfig::load(old)?.changes(&config).iter().for_each(|line| println!("{line}")),
+    }
     Ok(())
 }

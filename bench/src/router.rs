@@ -1,58 +1,83 @@
-//! `baton bench router`: what the front door costs.
+//! `baton bench router`: what the front door costs, side by side with what one could put there instead.
 //!
-//! One simulated prefill engine, one simulated decode engine ([`crate::sim_engine`]) and the router, on
-//! loopback. Two things are measured:
+//! One simulated prefill engine, one simulated decode engine ([`crate::sim_engine`]), and before them, on
+//! loopback: nginx as a plain reverse proxy (one hop, to the decode engine), this router, and with `--peers` the
+//! routers that `bench/peers.sh` installs. What is not there is skipped with a line on standard error. Rounds
+//! alternate between the subjects, so that whatever else the machine does falls on all of them; each number is
+//! the median over the repetitions, with the least and the greatest, and each ratio is one of the same
+//! repetition.
 //!
-//! - **Added time to first token**, with one request at a time: the time until the first streamed byte
-//!   through the router, against a client that makes both hops itself. The two alternate in one run, so that
-//!   whatever else the machine does falls on both.
-//! - **CPU per request** of the router's threads, and requests per second, with eight requests at a time, for
-//!   answers in one piece and for streams of 64 tokens (user and system time, from `/proc/PID/task/*/schedstat`).
-//!
-//! With `--json` one object:
-//!
-//! | key | unit |
+//! | measured | how |
 //! |---|---|
-//! | `requests` | pairs of requests behind the times |
-//! | `first_token_direct_us`, `first_token_router_us` | `{p50, p99}`, microseconds |
-//! | `added_us` | `{p50, p99}`: router minus direct, quantile by quantile, microseconds |
-//! | `unary`, `streamed` | `{requests, concurrency, requests_per_second, cpu_us_per_request}` |
-//! | `tokens` | tokens per answer |
-//! | `router` | `process`, or `threads` when it ran inside this process |
+//! | CPU per request | user and system time of all threads of all processes of the subject (`schedstat`), per request; answers in one piece, streams of `--tokens` tokens as fast as the engine writes them, and streams with `--pause-ms` between two tokens, so that each is a read and a write of its own; with 1 and with `--concurrency` requests at a time |
+//! | added time to first token | first streamed byte through the subject, minus the same by a client that makes both hops itself, one request at a time, the two alternating request by request |
+//! | memory | resident (`smaps_rollup`), idle after a short warm-up, and per stream with `--streams` of them open and silent |
+//! | close | from a client's close until the engine that has its request sees it (end of the connection, or the abort or release verb, whichever comes first), on one clock, by the phase in which the client leaves |
+//!
+//! `--soak N` measures only one thing: the router's memory over N requests of which every tenth is cancelled.
+//!
+//! `--json` prints the object that is documented at [`RouterReport`] or [`SoakReport`].
+//!
+//! On a machine that has other work, run it under a negative `nice`: the subjects inherit it.
 
-mod client;
+mod first_token;
+mod hangup;
+mod load;
+mod memory;
+mod peers;
+mod report;
+mod soak;
 mod subject;
+pub(crate) mod wire;
 
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use hdrhistogram::Histogram;
-use serde::Serialize;
-
-use crate::sim_engine::{self, SimRole};
-use client::{Caller, Direct, Through};
-use subject::Subject;
+use crate::sim_engine::{SimEngine, SimRole};
+pub use report::{FirstToken, Hangup, Load, Memory, RouterReport, Spread, SubjectReport};
+pub use soak::SoakReport;
 
 /// What to measure.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RouterArgs {
-    /// Pairs of requests for the time to first token.
-    #[arg(long, default_value_t = 2_000)]
+    /// Times that everything is measured; medians and spread are over them.
+    #[arg(long, default_value_t = 5)]
+    pub repetitions: usize,
+    /// Requests of each subject and repetition for the time to first token.
+    #[arg(long, default_value_t = 1_000)]
     pub requests: usize,
-    /// Requests of each kind for CPU per request.
-    #[arg(long, default_value_t = 4_000)]
+    /// Requests of each kind, subject and repetition for CPU per request.
+    #[arg(long, default_value_t = 2_000)]
     pub load_requests: usize,
-    /// Requests at a time for CPU per request.
-    #[arg(long, default_value_t = 8)]
+    /// Requests at a time for CPU per request under load.
+    #[arg(long, default_value_t = 64)]
     pub concurrency: usize,
     /// Tokens per answer.
     #[arg(long, default_value_t = 64)]
     pub tokens: usize,
+    /// Between two tokens of a paced stream, in milliseconds.
+    #[arg(long, default_value_t = 10)]
+    pub pause_ms: u64,
+    /// Open streams for the memory of one; 0 to leave it out.
+    #[arg(long, default_value_t = 2_000)]
+    pub streams: usize,
+    /// Clients that leave in each phase, for each subject; 0 to leave it out.
+    #[arg(long, default_value_t = 300)]
+    pub hangups: usize,
     /// The `baton` binary whose `router` is measured as a process of its own [default: this one; where this
     /// is another program, the router runs on threads of it]
     #[arg(long)]
     pub binary: Option<PathBuf>,
+    /// The nginx binary [default: the one in PATH].
+    #[arg(long, env = "BATON_BENCH_NGINX")]
+    pub nginx: Option<PathBuf>,
+    /// The folder with the programs of other routers, as `bench/peers.sh` leaves it.
+    #[arg(long, env = "BATON_BENCH_PEERS")]
+    pub peers: Option<PathBuf>,
+    /// Measure only the router's memory, over so many requests with 10 % cancels.
+    #[arg(long)]
+    pub soak: Option<usize>,
     /// Print one JSON object instead of a table.
     #[arg(long)]
     pub json: bool,
@@ -64,55 +89,33 @@ pub enum RouterBenchError {
     /// The system around the router.
     #[error("{0}: {1}")]
     System(&'static str, std::io::Error),
-    /// A request through the router or past it.
+    /// A request through a subject or past it.
     #[error("a request failed: {0}")]
     Request(String),
-    /// The router did not start.
-    #[error("the router did not start: {0}")]
+    /// A subject did not start.
+    #[error("not started: {0}")]
     Router(String),
 }
 
-/// Two quantiles in microseconds.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct Quantiles {
-    /// Median.
-    pub p50: f64,
-    /// 99th percentile.
-    pub p99: f64,
+/// The engines of a run. The paced one differs from the other decode engine in its pauses alone.
+struct Engines {
+    prefill: SimEngine,
+    decode: SimEngine,
 }
 
-/// One kind of request under load.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct Load {
-    /// Requests done.
-    pub requests: usize,
-    /// Requests at a time.
-    pub concurrency: usize,
-    /// Whole requests per second, client and engines included in the machine's work.
-    pub requests_per_second: f64,
-    /// User and system time of the router per request, in microseconds.
-    pub cpu_us_per_request: f64,
-}
+impl Engines {
+    fn start(args: &RouterArgs, pause: Duration) -> Result<Self, RouterBenchError> {
+        let start =
+            |role| SimEngine::start(role).map_err(|error| RouterBenchError::System("no engine", error));
+        Ok(Self {
+            prefill: start(SimRole::Prefill)?,
+            decode: start(SimRole::Decode { tokens: args.tokens, pause })?,
+        })
+    }
 
-/// What was measured; the keys of `--json`.
-#[derive(Clone, Debug, Serialize)]
-pub struct RouterReport {
-    /// Pairs of requests behind the times.
-    pub requests: usize,
-    /// Past the router.
-    pub first_token_direct_us: Quantiles,
-    /// Through the router.
-    pub first_token_router_us: Quantiles,
-    /// Router minus direct.
-    pub added_us: Quantiles,
-    /// Answers in one piece.
-    pub unary: Load,
-    /// Streams.
-    pub streamed: Load,
-    /// Tokens per answer.
-    pub tokens: usize,
-    /// `process` or `threads`.
-    pub router: &'static str,
+    fn addresses(&self) -> peers::Engines {
+        peers::Engines { prefill: self.prefill.address(), decode: self.decode.address() }
+    }
 }
 
 /// Measures, and writes the table or the JSON object to `out`.
@@ -120,13 +123,27 @@ pub struct RouterReport {
 /// # Errors
 /// [`RouterBenchError`] when a part does not start or a request fails.
 pub fn run(args: &RouterArgs, out: &mut dyn Write) -> Result<(), RouterBenchError> {
-    let report = measure(args)?;
-    let text = if args.json {
-        serde_json::to_string(&report).expect("numbers and names are JSON")
-    } else {
-        report.table()
+    let text = match args.soak {
+        Some(requests) => {
+            let report = runtime()?.block_on(soak::measure(args, requests))?;
+            if args.json { json(&report) } else { report.table() }
+        }
+        None => {
+            let report = measure(args)?;
+            if args.json { json(&report) } else { report.table() }
+        }
     };
     writeln!(out, "{text}").map_err(|error| RouterBenchError::System("cannot write the report", error))
+}
+
+fn json(report: &impl serde::Serialize) -> String {
+    serde_json::to_string_pretty(report).expect("numbers and names are JSON")
+}
+
+/// The client has a thread of its own, as each engine has.
+fn runtime() -> Result<tokio::runtime::Runtime, RouterBenchError> {
+    let built = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    built.map_err(|error| RouterBenchError::System("no runtime", error))
 }
 
 /// Measures.
@@ -134,151 +151,86 @@ pub fn run(args: &RouterArgs, out: &mut dyn Write) -> Result<(), RouterBenchErro
 /// # Errors
 /// As [`run`].
 pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .thread_name("bench-sim")
-        .enable_all()
-        .build()
-        .map_err(|error| RouterBenchError::System("no runtime", error))?;
-    runtime.block_on(async {
-        let start = |role| async move {
-            sim_engine::start(role).await.map_err(|error| RouterBenchError::System("no engine", error))
-        };
-        let prefill = start(SimRole::Prefill).await?;
-        let decode = start(SimRole::Decode { tokens: args.tokens }).await?;
-        let binary = args.binary.clone().or_else(this_binary);
-        let subject = Subject::start(binary.as_deref(), prefill, decode).await?;
-        let mut direct = Direct::connect(prefill, decode).await?;
-        let mut through = Through::connect(subject.address).await?;
-        let (direct_us, router_us) = first_tokens(&mut direct, &mut through, args.requests).await?;
-        let unary = load(&subject, args, false).await?;
-        let streamed = load(&subject, args, true).await?;
-        let report = RouterReport {
-            requests: args.requests,
-            first_token_direct_us: direct_us,
-            first_token_router_us: router_us,
-            added_us: Quantiles { p50: router_us.p50 - direct_us.p50, p99: router_us.p99 - direct_us.p99 },
-            unary,
-            streamed,
-            tokens: args.tokens,
-            router: subject.kind(),
-        };
-        subject.stop().await;
+    runtime()?.block_on(async {
+        let engines = Engines::start(args, Duration::ZERO)?;
+        let subjects = peers::start_all(args, engines.addresses()).await?;
+        let mut report = RouterReport::new(args, &subjects);
+        for subject in &subjects {
+            memory::idle(subject, report.of(subject.name)).await?;
+        }
+        for repetition in 0..args.repetitions {
+            first_token::measure(args, &engines, &subjects, repetition, &mut report).await?;
+            for kind in load::Kind::ALL {
+                if !kind.is_paced() {
+                    load::measure(kind, args, &subjects, repetition, &mut report).await?;
+                }
+            }
+        }
+        for subject in &subjects {
+            if args.hangups > 0 {
+                hangup::measure(args, &engines, subject, report.of(subject.name)).await?;
+            }
+            if args.streams > 0 {
+                memory::per_stream(args, &engines, subject, report.of(subject.name)).await?;
+            }
+        }
+        subjects.into_iter().for_each(subject::Subject::stop);
+        let paced = Engines::start(args, Duration::from_millis(args.pause_ms))?;
+        let subjects = peers::start_all(args, paced.addresses()).await?;
+        for repetition in 0..args.repetitions {
+            load::measure(load::Kind::Paced, args, &subjects, repetition, &mut report).await?;
+        }
+        subjects.into_iter().for_each(subject::Subject::stop);
+        report.compare();
         Ok(report)
     })
-}
-
-/// The running program, if it has a `router` command.
-fn this_binary() -> Option<PathBuf> {
-    std::env::current_exe().ok().filter(|path| path.file_stem().is_some_and(|stem| stem == "baton"))
-}
-
-/// Alternates, and leaves out the first tenth: connections, caches and branch predictors are cold.
-async fn first_tokens(
-    direct: &mut Direct,
-    through: &mut Through,
-    pairs: usize,
-) -> Result<(Quantiles, Quantiles), RouterBenchError> {
-    let (mut past, mut by) = (histogram(), histogram());
-    let warm = pairs / 10;
-    for pair in 0..warm + pairs {
-        let took = [direct.first_token().await?, through.first_token().await?];
-        if pair >= warm {
-            past.saturating_record(nanoseconds(took[0]));
-            by.saturating_record(nanoseconds(took[1]));
-        }
-    }
-    Ok((quantiles(&past), quantiles(&by)))
-}
-
-async fn load(subject: &Subject, args: &RouterArgs, stream: bool) -> Result<Load, RouterBenchError> {
-    let each = args.load_requests.div_ceil(args.concurrency);
-    let mut callers = Vec::new();
-    for _ in 0..args.concurrency {
-        let mut caller = Through::connect(subject.address).await?;
-        // The connections to the engines are made now, not while the CPU is counted.
-        caller.whole(stream).await?;
-        callers.push(caller);
-    }
-    let (cpu, begun) = (subject.cpu()?, Instant::now());
-    let mut tasks = tokio::task::JoinSet::new();
-    for mut caller in callers {
-        tasks.spawn(async move {
-            for _ in 0..each {
-                caller.whole(stream).await?;
-            }
-            Ok::<_, RouterBenchError>(())
-        });
-    }
-    while let Some(done) = tasks.join_next().await {
-        done.map_err(|error| RouterBenchError::Request(error.to_string()))??;
-    }
-    let (took, used) = (begun.elapsed(), subject.cpu()?.saturating_sub(cpu));
-    let requests = each * args.concurrency;
-    Ok(Load {
-        requests,
-        concurrency: args.concurrency,
-        requests_per_second: requests as f64 / took.as_secs_f64(),
-        cpu_us_per_request: used.as_secs_f64() * 1e6 / requests as f64,
-    })
-}
-
-/// From 1 µs to a minute, in nanoseconds, to three digits.
-fn histogram() -> Histogram<u64> {
-    Histogram::new_with_bounds(1_000, 60_000_000_000, 3).expect("the bounds are in order")
-}
-
-fn nanoseconds(took: Duration) -> u64 {
-    u64::try_from(took.as_nanos()).unwrap_or(u64::MAX)
-}
-
-fn quantiles(of: &Histogram<u64>) -> Quantiles {
-    let at = |quantile| of.value_at_quantile(quantile) as f64 / 1e3;
-    Quantiles { p50: at(0.5), p99: at(0.99) }
-}
-
-impl RouterReport {
-    /// The report for people.
-    #[must_use]
-    pub fn table(&self) -> String {
-        let times = |name: &str, q: Quantiles| format!("{name:<34}{:>10.0}{:>10.0}", q.p50, q.p99);
-        let load = |name: &str, l: Load| {
-            format!("{name:<34}{:>10.1}{:>10.0}", l.cpu_us_per_request, l.requests_per_second)
-        };
-        let kind = self.router;
-        [
-            format!("time to first token, µs ({} pairs)        p50       p99", self.requests),
-            times("  both hops by the client", self.first_token_direct_us),
-            times("  through the router", self.first_token_router_us),
-            times("  added by the router", self.added_us),
-            format!("router ({kind}), {} at a time       CPU µs/req     req/s", self.unary.concurrency),
-            load("  answers in one piece", self.unary),
-            load(&format!("  streams of {} tokens", self.tokens), self.streamed),
-        ]
-        .join("\n")
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_short_run_measures_every_number() {
-        let args = RouterArgs {
+    fn short() -> RouterArgs {
+        RouterArgs {
+            repetitions: 1,
             requests: 20,
             load_requests: 40,
             concurrency: 4,
             tokens: 8,
+            pause_ms: 1,
+            streams: 0,
+            hangups: 3,
             binary: None,
+            nginx: None,
+            peers: None,
+            soak: None,
             json: false,
-        };
-        let report = measure(&args).expect("everything starts on loopback");
-        assert!(report.first_token_router_us.p50 > report.first_token_direct_us.p50, "{}", report.table());
-        for load in [report.unary, report.streamed] {
-            assert_eq!(load.requests, 40);
-            assert!(load.cpu_us_per_request > 1.0 && load.requests_per_second > 1.0, "{}", report.table());
         }
-        assert!(report.table().contains("added by the router"));
+    }
+
+    #[test]
+    fn a_short_run_measures_every_number() {
+        let mut report = measure(&short()).expect("everything starts on loopback");
+        let table = report.table();
+        let baton = report.of("baton");
+        let first = baton.first_token.as_ref().expect("it is measured");
+        assert!(first.added_p50_us.median > 0.0, "{table}");
+        assert_eq!(baton.loads.len(), load::Kind::ALL.len(), "{table}");
+        for load in &baton.loads {
+            assert!(load.cpu_us.median > 1.0 && load.requests_per_second.median > 1.0, "{table}");
+        }
+        assert_eq!(baton.hangups.len(), hangup::Phase::ALL.len(), "{table}");
+        for hangup in &baton.hangups {
+            assert_eq!((hangup.seen, hangup.missed), (3, 0), "{}: {table}", hangup.phase);
+        }
+        assert!(table.contains("baton"));
+    }
+
+    #[test]
+    fn a_short_soak_counts_requests_and_cancels() {
+        let report = runtime().expect("a runtime").block_on(soak::measure(&short(), 400));
+        let report = report.expect("everything starts on loopback");
+        assert_eq!((report.requests, report.cancelled), (400, 40));
+        assert!(report.first_quarter_kib > 0, "{}", report.table());
     }
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::Incoming;
+use hyper::body::{Body as _, Incoming};
 use hyper::header::ACCEPT;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
@@ -87,6 +87,11 @@ impl Admin {
             |name| head.headers.get(name).and_then(|v| v.to_str().ok()).unwrap_or_default().to_owned();
         let query = head.uri.query().unwrap_or_default().to_owned();
         let pretty = query.split('&').any(|part| matches!(part, "pretty" | "pretty=1" | "pretty=true"));
+        let too_large =
+            || Answer::error(StatusCode::PAYLOAD_TOO_LARGE, "the body is too large, or broke off");
+        if body.size_hint().lower() > BODY_BYTES_MAX as u64 {
+            return too_large().into_response(pretty, &head.method);
+        }
         let read = tokio::time::timeout(BODY_WITHIN, Limited::new(body, BODY_BYTES_MAX).collect());
         let answer = match read.await {
             Ok(Ok(body)) => {
@@ -99,7 +104,7 @@ impl Admin {
                 };
                 self.route(&asked).await
             }
-            Ok(Err(_)) => Answer::error(StatusCode::PAYLOAD_TOO_LARGE, "the body is too large, or broke off"),
+            Ok(Err(_)) => too_large(),
             Err(_elapsed) => Answer::error(StatusCode::REQUEST_TIMEOUT, "the body took too long"),
         };
         answer.into_response(pretty, &head.method)
@@ -115,10 +120,13 @@ impl Admin {
             ["ready"] if get => self.readiness(),
             ["metrics"] if get => self.metrics(&asked.accept),
             ["config"] if get => pages::config(&self.shared),
+            ["requests"] if get => pages::requests(&self.shared, &asked.query),
             ["engines"] if get => Answer::json(engines::list(&self.shared)),
             ["engines", engine @ .., verb] if post => engines::order(&self.shared, &engine.join("/"), verb),
             [""] if get => Answer::text(PATHS),
-            ["health" | "ready" | "metrics" | "config" | "engines" | ""] => Answer::not_allowed("GET"),
+            ["health" | "ready" | "metrics" | "config" | "engines" | "requests" | ""] => {
+                Answer::not_allowed("GET")
+            }
             _ => Answer::error(StatusCode::NOT_FOUND, "not found; `/` lists what there is"),
         }
     }
@@ -150,5 +158,6 @@ GET  /config      the configuration in effect and its number
 GET  /engines     every engine and what is known of it
 POST /engines/HOST:PORT/drain     it gets nothing new, and finishes what it has
 POST /engines/HOST:PORT/undrain   it gets requests again, whatever the configuration says
+GET  /requests    the requests in flight, the oldest first; ?limit=N
 JSON is for machines; ?pretty is for people.
 ";

@@ -4,7 +4,7 @@
 //! is then passed on frame by frame, unbuffered. One that is not streamed is held until it is complete, up to
 //! a bound, so that an engine's death in the middle of it is still a clear 502.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_connector::exchange::{Attempt, Event};
 use baton_openai::{ApiError, sse};
@@ -29,6 +29,28 @@ const END_AFTER_DONE: Duration = Duration::from_secs(1);
 enum Broken {
     Died,
     Silent,
+    /// The request has taken longer than it may.
+    OutOfTime,
+}
+
+/// How long an answer is waited for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// For the next piece.
+    pub silence: Duration,
+    /// For the whole answer; `None`: no bound.
+    pub until: Option<Instant>,
+}
+
+impl Patience {
+    fn now(&self) -> Duration {
+        let left = self.until.map(|until| until.saturating_duration_since(Instant::now()));
+        left.map_or(self.silence, |left| left.min(self.silence))
+    }
+
+    fn is_over(&self) -> bool {
+        self.until.is_some_and(|until| until <= Instant::now())
+    }
 }
 
 /// Sends a whole answer.
@@ -65,10 +87,10 @@ pub(crate) async fn pass(
     driver: &mut ExchangeDriver,
     answer: Answer,
     id: &HeaderValue,
-    silence: Duration,
+    patience: Patience,
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
-    let passing = Passing { session, driver, attempt, reply: *reply, silence, spoke: false };
+    let passing = Passing { session, driver, attempt, reply: *reply, patience, spoke: false };
     let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
     let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
     passing.driver.watched.streamed = streamed;
@@ -79,6 +101,9 @@ pub(crate) async fn pass(
     };
     insert(&mut head, CONTENT_TYPE, content_type.unwrap_or(HeaderValue::from_static("application/json")))?;
     insert(&mut head, hyper::header::HeaderName::from_static("x-request-id"), id.clone())?;
+    if let Some(timing) = passing.driver.server_timing() {
+        insert(&mut head, hyper::header::HeaderName::from_static("server-timing"), timing)?;
+    }
     if streamed {
         insert(&mut head, CACHE_CONTROL, HeaderValue::from_static("no-cache"))?;
         passing.streamed(head).await?;
@@ -94,7 +119,7 @@ struct Passing<'a> {
     driver: &'a mut ExchangeDriver,
     attempt: Attempt,
     reply: Reply,
-    silence: Duration,
+    patience: Patience,
     spoke: bool,
 }
 
@@ -204,9 +229,10 @@ impl Passing<'_> {
         if self.reply.is_ended() {
             return Ok(Ok(None));
         }
-        let next = tokio::time::timeout(self.silence, self.reply.chunk());
+        let next = tokio::time::timeout(self.patience.now(), self.reply.chunk());
         let chunk = match race(self.session, next).await {
             Err(ClientGone) => return Err(self.driver.client_gone()),
+            Ok(Err(_elapsed)) if self.patience.is_over() => return Ok(Err(Broken::OutOfTime)),
             Ok(Err(_elapsed)) => return Ok(Err(Broken::Silent)),
             Ok(Ok(Some(Err(_error)))) => return Ok(Err(Broken::Died)),
             Ok(Ok(Some(Ok(chunk)))) => Some(chunk),
@@ -247,6 +273,7 @@ impl Broken {
         match self {
             Self::Died => Refusal::broken(),
             Self::Silent => Refusal::silent(),
+            Self::OutOfTime => Refusal::out_of_time(),
         }
     }
 }

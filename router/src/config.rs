@@ -1,36 +1,68 @@
 //! The router's configuration: one struct per part, every field with its unit, default and bounds.
 //!
-//! Read from YAML; a key that is not known is an error with file, line and column, as is a value out of its
-//! bounds. `deploy/config/router.yaml` is a commented example; the JSON schema is [`RouterConfig::schema`].
+//! ```text
+//! text ─▶ document ─▶ shape ─▶ values ─▶ bounds ─▶ contradictions ─▶ RouterConfig
+//!         (bounded    (keys and (serde)  (garde)   (keys that do
+//!          tree)       types)                       not agree)
+//! ```
+//!
+//! Each step tells all that it finds, by file, line and column, and ends the reading when it found something.
+//! Keys of files that the configuration names end in `_file`; see [`RouterConfig::files`]. `deploy/config/router.yaml` is a commented example; the JSON schema is [`RouterConfig::schema`].
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use document::{Document, Unreadable};
 use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use access_log::AccessLogConfig;
 pub use admin::AdminConfig;
 pub use attempts::AttemptsConfig;
-pub use error::ConfigError;
-pub use health::{ActiveConfig, AllOut, BreakerConfig, HealthConfig, LoadConfig, OutlierConfig, Ready};
+pub use capacity::CapacityConfig;
+pub use disaggregate::DisaggregateConfig;
+pub use error::{ConfigError, Place, Problem};
+pub use features::FeaturesConfig;
+pub use health::{
+    ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
+};
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
-pub use pool::{EngineConfig, PolicyKind, PoolConfig, ReleaseMode};
+pub use policy::{
+    AffinityKey, ConsistentHashConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig, PrefixAwareConfig,
+};
+pub use pool::{EngineConfig, PoolConfig, ReleaseMode};
+pub use prefix_index::PrefixIndexConfig;
 pub use retries::RetriesConfig;
+pub use secret::{MASK, Secret};
+pub use telemetry::{OtlpConfig, TelemetryConfig};
 pub(crate) use timeouts::Bounds;
 pub use timeouts::{ModelTimeouts, TimeoutsConfig};
 pub use url::EngineUrl;
 
+mod access_log;
 mod admin;
 mod attempts;
+mod capacity;
+mod changes;
+mod contradictions;
+mod disaggregate;
+mod document;
 mod error;
+mod features;
 mod health;
 mod limits;
 mod models;
+mod policy;
 mod pool;
+mod prefix_index;
 mod retries;
+mod secret;
+mod shape;
+mod telemetry;
 mod timeouts;
 mod url;
 
@@ -47,7 +79,7 @@ pub struct RouterConfig {
     #[garde(dive)]
     pub admin: AdminConfig,
     /// The models and who serves them. At least one.
-    #[garde(length(min = 1, max = 1024), dive, custom(models::distinct_names))]
+    #[garde(length(min = 1, max = 1024), dive)]
     pub models: Vec<ModelConfig>,
     /// Bounds on what clients may send and hold.
     #[serde(default)]
@@ -69,11 +101,23 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub health: HealthConfig,
+    /// One line of JSON per request that is over.
+    #[serde(default)]
+    #[garde(dive)]
+    pub access_log: AccessLogConfig,
+    /// OpenTelemetry traces.
+    #[serde(default)]
+    #[garde(dive)]
+    pub telemetry: TelemetryConfig,
+    /// Bounds on what the router remembers of the engines' caches.
+    #[serde(default)]
+    #[garde(dive)]
+    pub prefix_index: PrefixIndexConfig,
     /// Shared with the engines and sent to them as `x-baton-cluster-secret`. Baton engines beyond loopback
     /// take the release verbs only with it. Prefer `cluster_secret_file`. Default: none.
-    #[serde(default, skip_serializing)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[garde(inner(length(bytes, min = 16, max = 512)))]
-    pub cluster_secret: Option<String>,
+    pub cluster_secret: Option<Secret>,
     /// A file whose first line is the cluster secret. Default: none.
     #[serde(default)]
     #[garde(skip)]
@@ -98,25 +142,24 @@ impl RouterConfig {
     /// [`ConfigError`] with the place and what is wrong there.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let name = path.display().to_string();
-        match std::fs::read_to_string(path) {
-            Ok(text) => Self::from_yaml(&text, &name),
-            Err(source) => Err(ConfigError::Unreadable { name, source }),
-        }
+        let unreadable = |source| ConfigError::Unreadable { name: name.clone(), source };
+        let mut text = String::new();
+        // One byte more than is read shows that there is more.
+        let most = u64::try_from(document::BYTES_MAX).expect("a small number") + 1;
+        let file = std::fs::File::open(path).map_err(unreadable)?;
+        std::io::Read::read_to_string(&mut std::io::Read::take(file, most), &mut text).map_err(unreadable)?;
+        Self::from_yaml(&text, &name)
     }
 
     /// Reads YAML text; `name` is what errors call it.
     ///
     /// # Errors
-    /// [`ConfigError::Invalid`] with the place and what is wrong there.
+    /// [`ConfigError::Invalid`] with every problem that can be told, each with its place.
     pub fn from_yaml(text: &str, name: &str) -> Result<Self, ConfigError> {
-        serde_saphyr::from_str_valid(text).map_err(|error| {
-            let place = error.location();
-            ConfigError::Invalid {
-                name: name.to_owned(),
-                line: place.map_or(1, |p| p.line()),
-                column: place.map_or(1, |p| p.column()),
-                what: first_line(&error.without_snippet().to_string()),
-            }
+        read(text).map_err(|mut problems| {
+            problems.sort();
+            problems.dedup();
+            ConfigError::Invalid { name: name.to_owned(), problems }
         })
     }
 
@@ -132,12 +175,37 @@ impl RouterConfig {
     /// [`ConfigError::Unreadable`] when its file cannot be read.
     pub fn secret(&self) -> Result<Option<String>, ConfigError> {
         let Some(path) = &self.cluster_secret_file else {
-            return Ok(self.cluster_secret.clone());
+            return Ok(self.cluster_secret.as_ref().map(|secret| secret.reveal().to_owned()));
         };
         let name = path.display().to_string();
         let text =
             std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { name, source })?;
         Ok(text.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()))
+    }
+
+    /// The whole configuration with every default, as YAML; secrets are masked.
+    #[must_use]
+    pub fn effective(&self) -> String {
+        serde_saphyr::to_string(self).expect("a configuration is made of maps, lists and scalars")
+    }
+
+    /// What changes from this configuration to another, one line each: `- path: old` and `+ path: new`. Secrets
+    /// are masked, so that a change of a secret alone is not shown.
+    #[must_use]
+    pub fn changes(&self, next: &Self) -> Vec<String> {
+        changes::between(&self.value(), &next.value())
+    }
+
+    fn value(&self) -> serde_json::Value {
+        serde_json::to_value(self).expect("a configuration is made of maps, lists and scalars")
+    }
+
+    /// Every file that the configuration names: those under keys that end in `_file`.
+    #[must_use]
+    pub fn files(&self) -> BTreeSet<PathBuf> {
+        let mut files = BTreeSet::new();
+        files_in(&self.value(), &mut files);
+        files
     }
 
     /// How long requests in flight may go on at shutdown.
@@ -155,6 +223,71 @@ fn default_drain_timeout_ms() -> u64 {
     30_000
 }
 
-fn first_line(text: &str) -> String {
-    text.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
+/// Each step assumes that the one before found nothing: a text, a tree of known keys, values, and values that
+/// agree with each other.
+fn read(text: &str) -> Result<RouterConfig, Vec<Problem>> {
+    let document =
+        Document::read(text).map_err(|Unreadable { place, what }| vec![Problem { place, what }])?;
+    let mut problems = shape::misfits(&RouterConfig::schema(), &document.root);
+    problems.extend(document.repeated.iter().map(|(place, name, first)| Problem {
+        place: *place,
+        what: format!("the key `{name}` is given twice, first in line {}", first.line),
+    }));
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    let config: RouterConfig = typed(text).map_err(|problem| vec![problem])?;
+    let said = config.validate().err().map(garde::Report::into_inner).unwrap_or_default();
+    let said = said.into_iter().map(|(path, error)| (path.to_string(), error.to_string()));
+    let told = |(path, what): (String, String)| Problem {
+        place: document.root.place_of(&path),
+        what: if path.is_empty() { what } else { format!("`{path}`: {what}") },
+    };
+    let mut problems: Vec<_> = said.map(told).collect();
+    // Contradictions between values that are wrong by themselves say nothing new.
+    if problems.is_empty() {
+        problems.extend(contradictions::find(&config).into_iter().map(told));
+    }
+    if problems.is_empty() { Ok(config) } else { Err(problems) }
+}
+
+fn files_in(value: &serde_json::Value, files: &mut BTreeSet<PathBuf>) {
+    match value {
+        serde_json::Value::Object(entries) => {
+            for (key, value) in entries {
+                match value.as_str().filter(|_| key.ends_with("_file")) {
+                    Some(path) => drop(files.insert(PathBuf::from(path))),
+                    None => files_in(value, files),
+                }
+            }
+        }
+        serde_json::Value::Array(items) => items.iter().for_each(|item| files_in(item, files)),
+        _ => {}
+    }
+}
+
+fn typed<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, Problem> {
+    let options = serde_saphyr::options! {
+        // The document is within its own bounds; many engines may share one anchor.
+        budget: serde_saphyr::budget! { enforce_alias_anchor_ratio: false },
+        with_snippet: false,
+    };
+    serde_saphyr::from_str_with_options(text, options).map_err(|error| {
+        let place = error.location();
+        let at = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
+        Problem {
+            place: Place {
+                line: place.map_or(1, |p| at(p.line())),
+                column: place.map_or(1, |p| at(p.column())),
+            },
+            what: without_place(&error.to_string()),
+        }
+    })
+}
+
+/// The first line of what the reader of values says, without the place that it puts behind or before it.
+fn without_place(said: &str) -> String {
+    let line = said.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default();
+    let line = line.rsplit_once(" at line ").map_or(line, |(what, _)| what);
+    line.strip_prefix("error: ").unwrap_or(line).to_owned()
 }

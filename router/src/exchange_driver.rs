@@ -18,20 +18,24 @@ use serde_json::Value;
 use crate::alive::{Deaf, while_alive};
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
+use crate::disaggregation::{self, Disaggregation, Facts, Why};
 use crate::generation::Generation;
 use crate::health::Sign;
+use crate::inflight::Entry;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
 use crate::legs::{Blame, Meaning, Refusal};
 use crate::metrics::Leg;
-use crate::models::{Model, Reserved};
+use crate::models::Model;
 use crate::observe::Watched;
+use crate::pool::{Reserved, Scarce};
 use crate::request_id;
 use crate::retries::{self, Retry};
 use crate::rewrite;
 use crate::settle::{Debtor, Returned};
 use crate::shared::Shared;
+use crate::trace_context::Trace;
 use crate::upstream::{Engine, InFlight, Outgoing, Reply};
 
 /// Why a request has no answer from an engine.
@@ -113,6 +117,34 @@ impl ExchangeDriver {
         }
     }
 
+    /// Whose trace it is, and where it is told of while it is in flight.
+    pub(crate) fn watch(&mut self, trace: &Trace, entry: Option<&Arc<Entry>>) {
+        self.watched.trace = trace.clone();
+        self.watched.entry = entry.cloned();
+        if let Some(entry) = entry {
+            // Set once: an entry is of one request, which has one driver.
+            let _ = entry.exchange.set(Arc::clone(&self.debtor.exchange));
+            let _ = entry.model.set(Arc::clone(&self.model));
+        }
+    }
+
+    /// The time of each phase so far, as `Server-Timing` has it; `None` where it is not configured.
+    pub(crate) fn server_timing(&self) -> Option<HeaderValue> {
+        if !self.generation.config.telemetry.server_timing {
+            return None;
+        }
+        let line = self.timeline();
+        let spans = [
+            ("prefill", line.prefill_sent, line.held),
+            ("gap", line.prefill_sent.and(line.held), line.decode_sent),
+            ("accept", line.decode_sent, line.accepted),
+        ];
+        let parts = spans.into_iter().filter_map(|(name, from, to)| {
+            Some(format!("{name};dur={:.3}", to?.since(from?).as_secs_f64() * 1000.0))
+        });
+        HeaderValue::from_str(&parts.collect::<Vec<_>>().join(", ")).ok()
+    }
+
     /// Tells the machine, and pays what it says.
     pub(crate) fn apply(&mut self, event: Event) {
         let now = self.shared.now();
@@ -160,12 +192,44 @@ impl ExchangeDriver {
         self.source = ask.source(session.client_addr());
         self.debtor.model = Some(Arc::clone(&ask.model));
         self.debtor.authorization = ask.authorization();
-        self.reserved = ask.model.decode.reserve(&ask.wanted(), &[]);
-        if self.reserved.is_none() {
-            self.apply(Event::GaveUp);
-            return Err(Ended::Refused(Refusal::none_left()));
+        match ask.model.decode.reserve(&ask.wanted(), &[]) {
+            Ok(reserved) => {
+                self.reserved = Some(reserved);
+                Ok(())
+            }
+            Err(scarce) => {
+                self.apply(Event::GaveUp);
+                Err(Ended::Refused(Refusal::scarce(scarce)))
+            }
         }
-        Ok(())
+    }
+
+    /// Whether another engine prefills, now that it is known which one decodes.
+    fn disaggregation(&self, ask: &Ask) -> Disaggregation {
+        let wanted = ask.wanted();
+        let holding = self.reserved.as_ref().map(|reserved| reserved.holding).unwrap_or_default();
+        let facts = Facts {
+            has_prefill: !ask.model.prefill.is_empty(),
+            several_prompts: ask.aggregate,
+            prompt_tokens: wanted.tokens,
+            cached_share: holding.share(&wanted),
+            prefill_in_flight: ask.model.prefill.least_in_flight(),
+        };
+        disaggregation::decide(&ask.model.disaggregate, &facts)
+    }
+
+    /// A prefill engine: another than the decode engine and than those that were asked before, if there is another.
+    fn reserve_prefill(&self, ask: &Ask, tried: &[Arc<Engine>]) -> Result<Reserved, Scarce> {
+        let mut wanted = ask.wanted();
+        wanted.pair = self.reserved.as_ref().and_then(Reserved::pair);
+        let decode = self.reserved.as_ref().map(Reserved::engine);
+        let before: Vec<_> = tried.iter().chain(&self.prefill_engine).cloned().collect();
+        let others: Vec<_> = before.iter().chain(decode).cloned().collect();
+        let prefill = &ask.model.prefill;
+        prefill
+            .reserve(&wanted, &others)
+            .or_else(|_| prefill.reserve(&wanted, &before))
+            .or_else(|_| prefill.reserve(&wanted, tried))
     }
 
     /// First leg: the handoff, or `None` when the decode engine is to compute everything.
@@ -174,21 +238,20 @@ impl ExchangeDriver {
         session: &mut Session,
         ask: &Ask,
     ) -> Result<Option<Arc<Value>>, Ended> {
-        if ask.aggregate || ask.model.prefill.is_empty() {
+        let decided = self.disaggregation(ask);
+        self.shared.metrics.routing.disaggregation(decided);
+        if let Disaggregation::Local(_) = decided {
             self.apply(Event::PrefillSkipped);
             return Ok(None);
         }
         let silence = ask.model.bounds.prefill_silence;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let mut outgoing = self.outgoing(ask, rewrite::prefill_body(&ask.body, &ask.model.name));
+        let mut outgoing =
+            self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.model.name));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
-            // A second handoff comes from another engine than the first, if there is another.
-            let others = tried.iter().chain(&self.prefill_engine).cloned().collect::<Vec<_>>();
-            let (prefill, wanted) = (&ask.model.prefill, ask.wanted());
-            let reserved = prefill.reserve(&wanted, &others).or_else(|| prefill.reserve(&wanted, &tried));
-            let Some(Reserved { member, load }) = reserved else { break };
+            let Ok(Reserved { member, load, .. }) = self.reserve_prefill(ask, &tried) else { break };
             if !self.may_try_again(session, Leg::Prefill, tried.len()).await? {
                 break;
             }
@@ -240,6 +303,7 @@ impl ExchangeDriver {
     fn fall_back(&mut self, ask: &Ask, last: Refusal) -> Result<Option<Arc<Value>>, Ended> {
         match ask.model.fallback {
             Fallback::Aggregate => {
+                self.shared.metrics.routing.disaggregation(Disaggregation::Local(Why::FellBack));
                 self.apply(Event::PrefillSkipped);
                 Ok(None)
             }
@@ -286,16 +350,17 @@ impl ExchangeDriver {
         let recompute = handoff.is_some() && self.may_recompute;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let first_byte = ask.model.bounds.decode_first_byte;
-        let mut outgoing =
-            self.outgoing(ask, rewrite::decode_body(&ask.body, &ask.model.name, handoff.as_deref()));
+        let body = rewrite::decode_body(&ask.body, &ask.model.name, handoff.as_deref());
+        let mut outgoing = self.outgoing(ask, Leg::Decode, body);
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         let mut spent = false;
         while tried.len() < usize::from(self.generation.config.attempts.decode) {
-            let reserved = self.reserved.take().or_else(|| ask.model.decode.reserve(&ask.wanted(), &tried));
-            let Some(Reserved { member, load }) = reserved else { break };
+            let reserved = self.reserved.take().map(Ok);
+            let reserved = reserved.unwrap_or_else(|| ask.model.decode.reserve(&ask.wanted(), &tried));
+            let Ok(Reserved { member, load, .. }) = reserved else { break };
             if !self.may_try_again(session, Leg::Decode, tried.len()).await? {
                 break;
             }
@@ -422,6 +487,12 @@ impl ExchangeDriver {
         }
     }
 
+    /// The request has taken longer than it may: everything that is owed is on its way when this returns.
+    pub(crate) fn out_of_time(&mut self) -> Ended {
+        self.apply(Event::GaveUp);
+        Ended::Refused(Refusal::out_of_time())
+    }
+
     /// The client left: everything that is owed is on its way when this returns.
     pub(crate) fn client_gone(&mut self) -> Ended {
         self.apply(Event::ClientGone);
@@ -459,8 +530,9 @@ impl ExchangeDriver {
         Arc::clone(&self.attempts[usize::from(attempt.0)])
     }
 
-    fn outgoing(&self, ask: &Ask, body: Bytes) -> Outgoing {
-        let headers = ask.engine_headers(&self.debtor.request);
+    fn outgoing(&self, ask: &Ask, leg: Leg, body: Bytes) -> Outgoing {
+        let mut headers = ask.engine_headers(&self.debtor.request);
+        self.watched.trace.inject(&mut headers, leg);
         Outgoing { method: Method::POST, path: ask.endpoint.path(), headers, body }
     }
 

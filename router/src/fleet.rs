@@ -6,12 +6,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
-use crate::config::EngineUrl;
+use crate::config::{EngineUrl, PrefixIndexConfig};
+use crate::memory::Memory;
 use crate::metrics::Metrics;
 use crate::upstream::{Engine, Terms};
 
 /// The engines.
 pub(crate) struct Fleet {
+    /// What their caches hold, as far as is known.
+    pub memory: Arc<Memory>,
     metrics: Arc<Metrics>,
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
     /// Rung when an engine's health wants looking after; see `health/active.rs`.
@@ -20,7 +23,9 @@ pub(crate) struct Fleet {
 
 impl Fleet {
     pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
-        Self { metrics, engines: Mutex::default(), wake: Arc::default() }
+        let bounds = PrefixIndexConfig::default();
+        let memory = Arc::new(Memory::new(bounds.chunks_per_engine, bounds.chunks_total));
+        Self { memory, metrics, engines: Mutex::default(), wake: Arc::default() }
     }
 
     /// What counts the engines.
@@ -49,7 +54,13 @@ impl Fleet {
 
     /// Forgets engines that no generation and no request holds.
     pub(crate) fn prune(&self) {
-        self.lock().retain(|_, engine| Arc::strong_count(engine) > 1);
+        self.lock().retain(|_, engine| {
+            let kept = Arc::strong_count(engine) > 1;
+            if !kept {
+                self.memory.forget(engine.id());
+            }
+            kept
+        });
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<EngineUrl, Arc<Engine>>> {

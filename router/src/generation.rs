@@ -12,6 +12,7 @@ use hyper::header::HeaderValue;
 use crate::config::{ConfigError, ReleaseMode, RouterConfig};
 use crate::fleet::Fleet;
 use crate::models::Models;
+use crate::observers::{ObserverError, Observers};
 use crate::settle::SettleTerms;
 use crate::upstream::Terms;
 
@@ -21,6 +22,9 @@ pub enum GenerationError {
     /// A file that it names cannot be read.
     #[error(transparent)]
     File(#[from] ConfigError),
+    /// The access log or the traces cannot be had.
+    #[error(transparent)]
+    Observer(#[from] ObserverError),
     /// The cluster secret cannot be a header.
     #[error("the cluster secret must be printable ASCII")]
     SecretText,
@@ -33,12 +37,18 @@ pub(crate) struct Generation {
     pub config: RouterConfig,
     pub models: Models,
     pub parse_limits: ParseLimits,
+    pub observers: Observers,
 }
 
 impl Generation {
     /// # Errors
     /// [`GenerationError`] says what is in the way.
-    pub(crate) fn build(number: u64, config: RouterConfig, fleet: &Fleet) -> Result<Self, GenerationError> {
+    pub(crate) fn build(
+        number: u64,
+        config: RouterConfig,
+        fleet: &Fleet,
+        observers: Observers,
+    ) -> Result<Self, GenerationError> {
         let secret = config.secret()?.map(|text| HeaderValue::from_str(&text));
         let mut secret = secret.transpose().map_err(|_| GenerationError::SecretText)?;
         if let Some(secret) = &mut secret {
@@ -51,10 +61,12 @@ impl Generation {
             health: config.health.terms(false),
             release: ReleaseMode::default(),
         };
+        fleet.memory.set_bounds(config.prefix_index.chunks_per_engine, config.prefix_index.chunks_total);
         Ok(Self {
             number,
             models: Models::new(&config, &terms, fleet),
             parse_limits: ParseLimits { body_bytes: config.limits.body_bytes, ..ParseLimits::default() },
+            observers,
             config,
         })
     }

@@ -175,9 +175,8 @@ impl Health {
     }
 
     /// What the engine last said of its load, unless that is too long ago.
-    #[allow(dead_code, reason = "for policies")]
-    pub(crate) fn load(&self, stale: Duration) -> Option<EngineLoad> {
-        self.load.load().as_deref().and_then(|load| load.fresh(Instant::now(), stale))
+    pub(crate) fn load(&self, stale: impl FnOnce() -> Duration) -> Option<EngineLoad> {
+        self.load.load().as_deref().and_then(|load| load.fresh(Instant::now(), stale()))
     }
 
     pub(crate) fn set_load(&self, load: EngineLoad) {

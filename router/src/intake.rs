@@ -16,15 +16,15 @@ use pingora::proxy::Session;
 use serde_json::{Map, Value};
 
 use crate::exchange_driver::Ended;
+use crate::features::{Features, Source};
 use crate::generation::Generation;
 use crate::legs::Refusal;
 use crate::models::Model;
 use crate::policy::Wanted;
 use crate::rewrite;
 
-/// The only headers of a client that an engine gets: its credentials and its trace.
-const PASSED_HEADERS: [HeaderName; 3] =
-    [AUTHORIZATION, HeaderName::from_static("traceparent"), HeaderName::from_static("tracestate")];
+/// The only headers of a client that an engine gets as they are: its credentials. Its trace is checked first.
+const PASSED_HEADERS: [HeaderName; 1] = [AUTHORIZATION];
 
 /// A request that engines may hear of.
 pub(crate) struct Ask {
@@ -35,6 +35,8 @@ pub(crate) struct Ask {
     /// A decode engine computes everything: one handoff is one sequence of blocks, and this request has
     /// several prompts.
     pub aggregate: bool,
+    /// What says where it belongs.
+    pub features: Features,
     headers: HeaderMap,
 }
 
@@ -56,17 +58,27 @@ impl Ask {
         generation: &Generation,
     ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
-        let mut body = parse_object(body, limits)?;
+        let raw = body;
+        let mut body = parse_object(raw, limits)?;
         rewrite::strip(&mut body);
         let request = GenerateRequest::from_map(endpoint, &body, limits)?;
         let model = Arc::clone(generation.models.named(request.model.as_deref())?);
         let aggregate = request.input.prompts() > 1;
-        Ok(Self { endpoint, model, body, aggregate, headers: passed(headers) })
+        let salt = request.cache_salt.as_deref();
+        let source = Source {
+            model: &model.name,
+            headers,
+            body: raw,
+            user: request.user.as_deref(),
+            salts: salt.as_slice(),
+        };
+        let features = Features::read(&source, model.needs, &model.features);
+        Ok(Self { endpoint, model, body, aggregate, features, headers: passed(headers) })
     }
 
     /// What a policy may know of it.
     pub(crate) fn wanted(&self) -> Wanted<'_> {
-        Wanted::default()
+        self.features.wanted()
     }
 
     /// Who sent it, as a hash: its credentials, or its address where it has none.

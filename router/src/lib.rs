@@ -12,34 +12,45 @@
 //! | module | what it does |
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
-//! | `service`, `route`, `intake`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
-//! | `models`, `policy` | which engine is chosen |
-//! | `exchange_driver`, `legs` | in which order engines are asked, and what their answers mean |
+//! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
+//! | `models`, `pool`, `policy` | which engine is chosen |
+//! | `memory`, `prefix_index` | what the engines' caches hold, as far as is known |
+//! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `health`, `alive`, `retries` | which engines are given requests, and how often they are tried again |
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
-//! | `metrics`, `observe`, `admin` | what people and monitors see |
+//! | `metrics`, `observe`, `inflight`, `admin` | what people and monitors see |
+//! | `finished`, `observers`, `access_log`, `telemetry`, `trace_context` | a request that is over: its line, its trace |
 //!
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
 
+mod access_log;
 mod admin;
 mod alive;
 mod answer;
 mod client_watch;
 pub mod config;
+mod disaggregation;
 mod exchange_driver;
+mod features;
+mod finished;
 mod fleet;
 mod generation;
 mod health;
+mod inflight;
 mod intake;
 mod legs;
+mod memory;
 mod metrics;
 mod models;
 mod observe;
+mod observers;
 mod passthrough;
 mod policy;
+mod pool;
+mod prefix_index;
 mod request_id;
 mod retries;
 mod rewrite;
@@ -49,9 +60,13 @@ mod service;
 mod settle;
 mod shared;
 mod sse;
+mod telemetry;
+mod trace_context;
 mod upstream;
 mod usage;
 
 pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;
+pub use observers::ObserverError;
 pub use server::{BindError, Reload, Router};
+pub use telemetry::TelemetryError;

@@ -9,11 +9,13 @@
 
 mod engines;
 mod legs;
+mod observers;
 mod page;
 mod process;
 mod registry;
 mod requests;
 mod resilience;
+mod routing;
 mod server;
 #[cfg(test)]
 mod tests;
@@ -39,7 +41,10 @@ fn families() -> impl Iterator<Item = &'static Family> {
         engines::FAMILIES,
         resilience::FAMILIES,
         server::FAMILIES,
+        routing::FAMILIES,
         process::FAMILIES,
+        observers::FAMILIES,
+        crate::inflight::FAMILIES,
     ];
     parts.concat().into_iter()
 }
@@ -51,6 +56,8 @@ pub(crate) struct Metrics {
     pub legs: legs::LegMetrics,
     pub resilience: resilience::ResilienceMetrics,
     pub server: server::ServerMetrics,
+    pub observers: observers::ObserverMetrics,
+    pub routing: routing::RoutingMetrics,
 }
 
 impl Metrics {
@@ -61,6 +68,8 @@ impl Metrics {
             legs: legs::LegMetrics::new(&registry),
             resilience: resilience::ResilienceMetrics::new(&registry),
             server: server::ServerMetrics::new(&registry),
+            observers: observers::ObserverMetrics::new(&registry),
+            routing: routing::RoutingMetrics::new(&registry),
             registry,
         }
     }

@@ -1,16 +1,19 @@
-//! Which engines serve which model, and the one place where one of them is chosen.
+//! Which engines serve which model.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use baton_openai::ApiError;
 
-use crate::config::{AllOut, Bounds, EngineConfig, Fallback, PoolConfig, RouterConfig};
+use crate::config::{
+    Bounds, DisaggregateConfig, EngineConfig, EngineUrl, Fallback, FeaturesConfig, ModelConfig, PoolConfig,
+    RouterConfig,
+};
+use crate::features::Needs;
 use crate::fleet::Fleet;
-use crate::health::Standing;
 use crate::metrics::{Leg, ModelMetrics};
-use crate::policy::{self, Candidate, Policy, Wanted};
-use crate::upstream::{Engine, InFlight, Terms};
+use crate::pool::{Member, Pool, has};
+use crate::upstream::Terms;
 
 /// One model.
 pub(crate) struct Model {
@@ -24,33 +27,11 @@ pub(crate) struct Model {
     pub resume: bool,
     /// What its requests may take.
     pub bounds: Bounds,
+    pub disaggregate: DisaggregateConfig,
+    pub features: FeaturesConfig,
+    /// What has to be looked at in its requests.
+    pub needs: Needs,
     pub metrics: ModelMetrics,
-}
-
-/// Engines that can stand in for each other.
-pub(crate) struct Pool {
-    leg: Leg,
-    members: Vec<Arc<Member>>,
-    policy: Box<dyn Policy>,
-    all_out: AllOut,
-    panic_percent: usize,
-}
-
-/// An engine's place in a pool.
-pub(crate) struct Member {
-    pub engine: Arc<Engine>,
-    /// Its data-parallel rank, where the engine has several.
-    pub rank: Option<u16>,
-    /// Its share of the work against the others'.
-    pub weight: u32,
-    #[expect(dead_code, reason = "labels are for policies")]
-    pub labels: BTreeMap<String, String>,
-}
-
-/// An engine that was chosen; the request counts as in flight there until this is dropped.
-pub(crate) struct Reserved {
-    pub member: Arc<Member>,
-    pub load: InFlight,
 }
 
 /// Every model, by every name.
@@ -59,41 +40,63 @@ pub(crate) struct Models {
     by_name: HashMap<String, Arc<Model>>,
 }
 
+impl Model {
+    fn new(
+        config: &ModelConfig,
+        all: &RouterConfig,
+        drained: &HashSet<&EngineUrl>,
+        terms: &Terms,
+        fleet: &Fleet,
+    ) -> Self {
+        let pool = |leg: Leg, pool: &PoolConfig, learns| {
+            let engines = pool.engines.iter().filter(|engine| has(&engine.labels, &pool.select));
+            let members = |engine: &EngineConfig| -> Vec<Arc<Member>> {
+                let health = all.health.terms(drained.contains(&engine.url));
+                let terms = Terms { health, release: engine.release, ..terms.clone() };
+                let known = fleet.engine(&engine.url, &terms);
+                let member = || Member::new(engine, Arc::clone(&known), pool, &config.pair_by);
+                match engine.data_parallel_size {
+                    0 | 1 => vec![Arc::new(member())],
+                    size => (0..size).map(|rank| Arc::new(member().at_rank(rank))).collect(),
+                }
+            };
+            let members = engines.flat_map(members).collect();
+            Pool::new(members, &pool.policy, &fleet.memory, learns).guarded(leg, &all.health)
+        };
+        Self {
+            name: config.name.clone(),
+            prefill: pool(Leg::Prefill, &config.prefill, false),
+            // What a decode engine holds already need not be prefilled elsewhere.
+            decode: pool(Leg::Decode, &config.decode, config.disaggregate.asks_what_is_cached()),
+            fallback: config.fallback,
+            resume: config.resume && config.fallback == Fallback::Aggregate,
+            bounds: all.timeouts.of(&config.timeouts),
+            disaggregate: config.disaggregate.clone(),
+            features: config.features.clone(),
+            needs: Needs::of(config),
+            metrics: fleet.metrics().model(&config.name),
+        }
+    }
+}
+
+impl Model {
+    /// The engines of one leg.
+    pub(crate) fn pool(&self, leg: Leg) -> &Pool {
+        match leg {
+            Leg::Prefill => &self.prefill,
+            Leg::Decode => &self.decode,
+        }
+    }
+}
+
 impl Models {
     pub(crate) fn new(config: &RouterConfig, terms: &Terms, fleet: &Fleet) -> Self {
         let pools = config.models.iter().flat_map(|model| [&model.prefill, &model.decode]);
         // An engine has one state, in however many pools it is.
-        let drained: HashSet<_> =
-            pools.flat_map(|pool| &pool.engines).filter(|e| e.drain).map(|e| &e.url).collect();
-        let members = |of: &EngineConfig| -> Vec<Arc<Member>> {
-            let health = config.health.terms(drained.contains(&of.url));
-            let engine = fleet.engine(&of.url, &Terms { health, release: of.release, ..terms.clone() });
-            let ranks = match of.data_parallel_size {
-                0 | 1 => vec![None],
-                size => (0..size).map(Some).collect(),
-            };
-            let (weight, labels) = (of.weight, &of.labels);
-            let member = |rank| Member { engine: Arc::clone(&engine), rank, weight, labels: labels.clone() };
-            ranks.into_iter().map(|rank| Arc::new(member(rank))).collect()
-        };
-        let pool = |leg: Leg, of: &PoolConfig| Pool {
-            leg,
-            members: of.engines.iter().flat_map(members).collect(),
-            policy: policy::of_kind(of.policy),
-            all_out: config.health.all_out,
-            panic_percent: usize::from(config.health.panic_percent),
-        };
+        let drained = pools.flat_map(|pool| &pool.engines).filter(|e| e.drain).map(|e| &e.url).collect();
         let (mut list, mut by_name) = (Vec::new(), HashMap::new());
         for model in &config.models {
-            let served = Arc::new(Model {
-                name: model.name.clone(),
-                prefill: pool(Leg::Prefill, &model.prefill),
-                decode: pool(Leg::Decode, &model.decode),
-                fallback: model.fallback,
-                resume: model.resume && model.fallback == Fallback::Aggregate,
-                bounds: config.timeouts.of(&model.timeouts),
-                metrics: fleet.metrics().model(&model.name),
-            });
+            let served = Arc::new(Model::new(model, config, &drained, terms, fleet));
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
             }
@@ -116,80 +119,5 @@ impl Models {
 
     pub(crate) fn list(&self) -> &[Arc<Model>] {
         &self.list
-    }
-}
-
-impl Model {
-    /// The engines of one leg.
-    pub(crate) fn pool(&self, leg: Leg) -> &Pool {
-        match leg {
-            Leg::Prefill => &self.prefill,
-            Leg::Decode => &self.decode,
-        }
-    }
-}
-
-impl Pool {
-    /// Its engines.
-    pub(crate) fn members(&self) -> &[Arc<Member>] {
-        &self.members
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.members.is_empty()
-    }
-
-    /// Chooses an engine that is not among those `tried`, and counts the request in flight there.
-    pub(crate) fn reserve(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Option<Reserved> {
-        let untried = |member: &Member| !tried.iter().any(|t| Arc::ptr_eq(t, &member.engine));
-        let candidates_that = |fit: &dyn Fn(&Member) -> bool| -> Vec<_> {
-            let fitting =
-                self.members.iter().enumerate().filter(|(_, member)| untried(member) && fit(member));
-            fitting
-                .map(|(index, member)| Candidate { index, in_flight: member.load(), weight: member.weight })
-                .collect()
-        };
-        let mut candidates = candidates_that(&|member| member.engine.health().takes(self.leg));
-        if (candidates.is_empty() || self.panics()) && self.all_out == AllOut::FailOpen {
-            candidates =
-                candidates_that(&|member| member.engine.health().standing(self.leg) <= Standing::Out);
-        }
-        let member = Arc::clone(&self.members[self.policy.choose(wanted, &candidates)?]);
-        let load = member.engine.begin(self.leg, member.rank);
-        Some(Reserved { member, load })
-    }
-
-    /// Whether so few engines are left that health is looked at no more.
-    fn panics(&self) -> bool {
-        self.panic_percent > 0 && self.in_use() * 100 < self.members.len() * self.panic_percent
-    }
-
-    /// Members that may be given requests.
-    pub(crate) fn in_use(&self) -> usize {
-        self.members.iter().filter(|m| m.engine.health().standing(self.leg) <= Standing::Trial).count()
-    }
-
-    /// Each engine once.
-    pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
-        let mut engines: Vec<Arc<Engine>> = Vec::with_capacity(self.members.len());
-        for member in &self.members {
-            // The ranks of one engine stand side by side.
-            if !engines.last().is_some_and(|last| Arc::ptr_eq(last, &member.engine)) {
-                engines.push(Arc::clone(&member.engine));
-            }
-        }
-        engines
-    }
-}
-
-impl Member {
-    fn load(&self) -> usize {
-        self.rank.map_or_else(|| self.engine.load(), |rank| self.engine.rank_load(rank))
-    }
-}
-
-impl Reserved {
-    pub(crate) fn engine(&self) -> &Arc<Engine> {
-        &self.member.engine
     }
 }

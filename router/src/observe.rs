@@ -9,12 +9,14 @@ use std::time::Duration;
 use baton_connector::Time;
 use baton_connector::exchange::{Event, Timeline};
 
+use crate::inflight::Entry;
 use crate::metrics::{End, Leg, ModelMetrics, Reason};
+use crate::trace_context::Trace;
 use crate::upstream::Engine;
 use crate::usage::Seen;
 
 /// What the engines of one request did.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Watched {
     /// When the last attempt began.
     asked: Time,
@@ -26,6 +28,12 @@ pub(crate) struct Watched {
     pub streamed: bool,
     /// What the answer said of itself.
     pub seen: Seen,
+    /// Attempts of each leg.
+    pub attempts: [u16; 2],
+    /// Whose trace it is.
+    pub trace: Trace,
+    /// What is told of the request while it is in flight.
+    pub entry: Option<Arc<Entry>>,
 }
 
 impl Watched {
@@ -60,8 +68,12 @@ impl Watched {
 
     fn sent(&mut self, now: Time, to: Option<&Arc<Engine>>, leg: Leg) {
         self.asked = now;
+        self.attempts[leg as usize] += 1;
         if let Some(engine) = to {
             engine.metrics.leg(leg).requests.increment(1);
+            if let Some(entry) = &self.entry {
+                entry.asks(leg, engine);
+            }
         }
     }
 

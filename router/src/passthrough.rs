@@ -13,7 +13,9 @@ use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::Ended;
 use crate::generation::Generation;
 use crate::legs::{Meaning, Refusal};
+use crate::metrics::Leg;
 use crate::policy::Wanted;
+use crate::trace_context::Trace;
 use crate::upstream::{CallError, Engine, Outgoing};
 use crate::{answer, intake, rewrite};
 
@@ -28,6 +30,7 @@ pub(crate) async fn pass(
     body: &[u8],
     id: &RequestId,
     echoed: &HeaderValue,
+    trace: &Trace,
 ) -> Result<u16, Ended> {
     let mut body = parse_object(body, &generation.parse_limits)?;
     rewrite::strip(&mut body);
@@ -36,14 +39,15 @@ pub(crate) async fn pass(
         _ => DetokenizeRequest::from_map(&body, &generation.parse_limits)?.model,
     };
     let model = Arc::clone(generation.models.named(name.as_deref())?);
-    let headers = intake::named(intake::passed(&session.req_header().headers), id);
+    let mut headers = intake::named(intake::passed(&session.req_header().headers), id);
+    trace.inject(&mut headers, Leg::Decode);
     let body = rewrite::decode_body(&body, &model.name, None);
     let mut outgoing = Outgoing { method: Method::POST, path, headers, body };
     let mut tried: Vec<Arc<Engine>> = Vec::new();
     let mut last = Refusal::none_left();
     let silence = Duration::from_millis(generation.config.timeouts.stream_silence_ms);
     while tried.len() < usize::from(generation.config.attempts.decode) {
-        let Some(reserved) = model.decode.reserve(&Wanted::default(), &tried) else { break };
+        let Ok(reserved) = model.decode.reserve(&Wanted::default(), &tried) else { break };
         let engine = reserved.engine();
         outgoing.to_rank(reserved.member.rank);
         let call = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };

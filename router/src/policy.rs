@@ -1,46 +1,217 @@
 //! How one engine of a pool is chosen. A plug: the trait is here, one file per policy is below.
+//!
+//! A policy is a pure function of the request, the engines that have room, and what is drawn for the decision
+//! (a turn and a random number come as arguments), so that a decision can be repeated without consequences: a
+//! dry run is the same call. Only [`PrefixAware`] looks at something else, the index of who holds what.
 
+mod consistent_hash;
+mod draw;
 mod least_load;
+mod power_of_two;
+mod prefix_aware;
+mod random;
 mod round_robin;
+#[cfg(test)]
+mod simulation;
 
+pub(crate) use consistent_hash::ConsistentHash;
+pub(crate) use draw::Draw;
 pub(crate) use least_load::LeastLoad;
+pub(crate) use power_of_two::PowerOfTwo;
+pub(crate) use prefix_aware::PrefixAware;
+pub(crate) use random::Random;
 pub(crate) use round_robin::RoundRobin;
 
-use crate::config::PolicyKind;
+use std::sync::Arc;
+
+use crate::config::{LoadUnit, PolicyConfig};
+use crate::memory::Memory;
 
 /// What a policy may know of an engine that can be chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Candidate {
     /// Its index in its pool.
     pub index: usize,
-    /// Requests of this router that it is working on.
-    pub in_flight: usize,
-    /// Its share of the work against the others'.
+    /// Which engine it is, in this process. Candidates come in its order.
+    pub engine: u32,
+    /// A hash of its address: the same in every router.
+    pub key: u64,
+    /// Requests that it is working on: this router's, or, where its own metrics say more, theirs.
+    pub requests: u32,
+    /// Prompt tokens of this router's requests that it is working on, estimated.
+    pub tokens: u64,
+    /// Its share of the work against the others'. At least 1.
     pub weight: u32,
 }
 
 /// What a policy may know of a request.
 #[derive(Clone, Copy, Debug, Default)]
-#[expect(dead_code, reason = "the policies that look at a request come next")]
 pub(crate) struct Wanted<'a> {
-    /// Requests with the same key belong to the same engine, if it can be had.
-    pub affinity: Option<u64>,
+    /// A hash of the session that it names.
+    pub session: Option<u64>,
+    /// A hash of the user that it names.
+    pub user: Option<u64>,
     /// The prompt's beginning, chunk by chunk: each hash is of everything up to the chunk's end.
     pub prefix: &'a [u64],
-    /// The prompt as JSON, in bytes.
-    pub prompt_bytes: usize,
+    /// The same by the engines' KV blocks, where the prompt's tokens are known.
+    pub blocks: &'a [u64],
+    /// Tokens of the prompt, estimated.
+    pub tokens: u64,
+    /// The partner's values of the labels that pairs should share.
+    pub pair: Option<u64>,
+}
+
+/// What a policy decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Choice {
+    /// The candidate's `index`.
+    pub index: usize,
+    pub reason: Reason,
+}
+
+/// Why an engine was chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reason {
+    /// It was its turn.
+    Turn,
+    /// It was drawn.
+    Drawn,
+    /// It was the less loaded of two that were drawn.
+    LessLoadedOfTwo,
+    /// It had the least load.
+    LeastLoaded,
+    /// The request's key belongs to it.
+    KeysEngine,
+    /// The engine of the request's key had its share; this is the key's next.
+    KeysNext,
+    /// The request has no key; this engine had the least load.
+    NoKey,
+    /// It holds this many chunks of the prompt, as the router's own decisions say.
+    HoldsChunks(u32),
+    /// It holds this many KV blocks of the prompt, as its events say.
+    HoldsBlocks(u32),
+    /// Nobody holds enough of the prompt; this engine had the least load.
+    NobodyHolds,
+    /// Those that hold the prompt are too busy; this engine had the least load.
+    HoldersBusy,
+}
+
+impl Reason {
+    /// As explanations have it.
+    #[allow(dead_code, reason = "explanations and events come next")]
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Turn => "turn",
+            Self::Drawn => "drawn",
+            Self::LessLoadedOfTwo => "less_loaded_of_two",
+            Self::LeastLoaded => "least_loaded",
+            Self::KeysEngine => "keys_engine",
+            Self::KeysNext => "keys_next",
+            Self::NoKey => "no_key",
+            Self::HoldsChunks(_) => "holds_chunks",
+            Self::HoldsBlocks(_) => "holds_blocks",
+            Self::NobodyHolds => "nobody_holds",
+            Self::HoldersBusy => "holders_busy",
+        }
+    }
 }
 
 /// Chooses among the engines that can serve a request.
 pub(crate) trait Policy: Send + Sync {
-    /// The chosen candidate's `index`; `None` only when there is no candidate.
-    fn choose(&self, wanted: &Wanted<'_>, candidates: &[Candidate]) -> Option<usize>;
+    /// `None` only when there is no candidate.
+    fn choose(&self, wanted: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice>;
+
+    #[allow(dead_code, reason = "explanations and events come next")]
+    /// What the policy compares of a candidate, for explanations; more is better.
+    fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64;
 }
 
 /// The policy that a configuration names.
-pub(crate) fn of_kind(kind: PolicyKind) -> Box<dyn Policy> {
-    match kind {
-        PolicyKind::RoundRobin => Box::<RoundRobin>::default(),
-        PolicyKind::LeastLoad => Box::<LeastLoad>::default(),
+pub(crate) fn of_config(config: &PolicyConfig, memory: &Arc<Memory>) -> Box<dyn Policy> {
+    match config {
+        PolicyConfig::RoundRobin(_) => Box::new(RoundRobin),
+        PolicyConfig::Random(_) => Box::new(Random),
+        PolicyConfig::PowerOfTwo(config) => Box::new(PowerOfTwo(config.by)),
+        PolicyConfig::LeastLoad(config) => Box::new(LeastLoad(config.by)),
+        PolicyConfig::ConsistentHash(config) => Box::new(ConsistentHash(config.clone())),
+        PolicyConfig::PrefixAware(config) => Box::new(PrefixAware::new(config.clone(), Arc::clone(memory))),
+    }
+}
+
+impl Candidate {
+    /// Its load for its weight, in 2^-16 of the unit; comparable between candidates.
+    fn load(&self, by: LoadUnit) -> u64 {
+        let load = match by {
+            LoadUnit::Requests => u64::from(self.requests),
+            // A prompt of no tokens is work too.
+            LoadUnit::Tokens => self.tokens.saturating_add(u64::from(self.requests)),
+        };
+        load.saturating_mul(1 << 16) / u64::from(self.weight.max(1))
+    }
+}
+
+/// All weights together; 0 only without candidates.
+fn weights(candidates: &[Candidate]) -> u64 {
+    candidates.iter().map(|c| u64::from(c.weight)).sum()
+}
+
+/// The candidate at a position below the sum of the weights, each taking as many positions as it weighs.
+fn at(candidates: &[Candidate], position: u64) -> Option<&Candidate> {
+    let mut left = position;
+    candidates.iter().find(|candidate| {
+        let here = left < u64::from(candidate.weight);
+        left = left.saturating_sub(u64::from(candidate.weight));
+        here
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Candidates with these loads and equal weights.
+    pub(crate) fn with_loads(loads: &[u32]) -> Vec<Candidate> {
+        let one = |(index, &requests): (usize, &u32)| Candidate {
+            index,
+            engine: u32::try_from(index).expect("few"),
+            key: index as u64 ^ 0x5bd1_e995,
+            requests,
+            tokens: u64::from(requests) * 100,
+            weight: 1,
+        };
+        loads.iter().enumerate().map(one).collect()
+    }
+
+    #[test]
+    fn every_policy_chooses_a_candidate_if_there_is_one_and_nothing_otherwise() {
+        let memory = Arc::new(Memory::new(1 << 10, 1 << 10));
+        for yaml in [
+            "round_robin",
+            "random",
+            "power_of_two",
+            "least_load",
+            "consistent_hash",
+            "prefix_aware",
+            "{least_load: {by: tokens}}",
+        ] {
+            let config: PolicyConfig = serde_saphyr::from_str(yaml).expect(yaml);
+            let policy = of_config(&config, &memory);
+            assert_eq!(policy.choose(&Wanted::default(), &[], Draw::default()), None, "{yaml}");
+            let mut draw = Draw::seeded(7);
+            for size in 1..20_u32 {
+                let candidates = with_loads(&(0..size).map(|n| n * 7 % 5).collect::<Vec<_>>());
+                let choice = policy.choose(&Wanted::default(), &candidates, draw.next());
+                assert!(choice.is_some_and(|c| c.index < candidates.len()), "{yaml}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_position_belongs_to_a_candidate_as_often_as_it_weighs() {
+        let mut candidates = with_loads(&[0, 0, 0]);
+        (candidates[0].weight, candidates[2].weight) = (2, 3);
+        let found: Vec<_> = (0..weights(&candidates)).filter_map(|p| at(&candidates, p)).collect();
+        assert_eq!(found.iter().map(|c| c.index).collect::<Vec<_>>(), [0, 0, 1, 2, 2, 2]);
+        assert_eq!(at(&candidates, 6), None);
     }
 }

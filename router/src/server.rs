@@ -14,6 +14,7 @@ use pingora::protocols::l4::stream::Stream;
 use pingora::proxy::{HttpProxy, http_proxy};
 use pingora::server::configuration::ServerConf;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -115,6 +116,7 @@ impl Router {
         background.spawn(admin::serve(admin, Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
         background.spawn(health::active::run(Arc::clone(&shared)));
+        background.spawn(reopen_logs(Arc::clone(&shared)));
         let proxy = Arc::new(http_proxy(&Arc::new(ServerConf::default()), FrontDoor(Arc::clone(&shared))));
         let (drain, draining) = watch::channel(false);
         let mut connections = JoinSet::new();
@@ -123,6 +125,7 @@ impl Router {
             () = accept(&clients, &proxy, draining.clone(), connections_max, &mut connections, &shared.metrics) => {}
         }
         ready.ready.store(false, Ordering::Relaxed);
+        shared.draining.store(true, Ordering::Relaxed);
         // From here on every answer closes its connection. Fails only when no connection is left to hear it.
         let _ = drain.send(true);
         let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
@@ -143,6 +146,7 @@ impl Router {
             );
             connections.shutdown().await;
         }
+        shared.generation().observers.flush().await;
         if !shared.settler.paid(shared.settler.longest().min(PAY_WITHIN_MAX)).await {
             tracing::warn!("some engines did not confirm an abort or a release; their leases will lapse");
         }
@@ -207,6 +211,16 @@ async fn serve(stream: TcpStream, proxy: &Arc<HttpProxy<FrontDoor>>, draining: &
     let mut next: Option<pingora::protocols::Stream> = Some(Box::new(Stream::from(stream)));
     while let Some(stream) = next {
         next = proxy.process_new(stream, draining).await;
+    }
+}
+
+/// SIGUSR1 opens the access log's file anew. Without this the signal would end the process.
+async fn reopen_logs(shared: Arc<Shared>) {
+    let Ok(mut signals) = signal(SignalKind::user_defined1()) else { return };
+    while signals.recv().await.is_some() {
+        if let Some(log) = &shared.generation().observers.access_log {
+            log.reopen();
+        }
     }
 }
 

@@ -4,7 +4,8 @@
 //! reached: it re-sends at most 64 KiB of a body that a filter has read, which is 16,000 tokens.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
 use baton_connector::exchange::{Event, Outcome, Phase};
@@ -12,16 +13,20 @@ use baton_connector::{RequestId, Time};
 use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::header::HeaderValue;
+use pingora::http::RequestHeader;
 use pingora::prelude::{Error, ErrorType, HttpPeer};
 use pingora::proxy::{ProxyHttp, Session};
 use serde_json::json;
 
+use crate::answer::Patience;
 use crate::exchange_driver::{Ended, ExchangeDriver};
+use crate::finished::{Finished, Head};
 use crate::generation::Generation;
 use crate::intake::{self, Ask};
 use crate::metrics::End;
 use crate::route::Route;
 use crate::shared::{Room, Shared};
+use crate::trace_context::Trace;
 use crate::{answer, passthrough, request_id};
 
 /// The service that pingora drives.
@@ -37,8 +42,12 @@ pub(crate) struct RequestContext {
     /// What the client is told the id is: its own, where it sent a decent one.
     echoed: HeaderValue,
     driver: Option<ExchangeDriver>,
-    model: Option<String>,
     status: u16,
+    trace: Trace,
+    /// What of the head is wanted at the end; `None` where nobody wants it.
+    head: Option<Head>,
+    request_bytes: u64,
+    response_bytes: u64,
     /// It was passed to one engine as it came.
     passed: bool,
     /// It has been counted.
@@ -61,8 +70,11 @@ impl ProxyHttp for FrontDoor {
             id,
             echoed,
             driver: None,
-            model: None,
             status: 0,
+            trace: Trace::default(),
+            head: None,
+            request_bytes: 0,
+            response_bytes: 0,
             passed: false,
             over: false,
             room: None,
@@ -80,9 +92,13 @@ impl ProxyHttp for FrontDoor {
     ) -> pingora::Result<bool> {
         let stall = Duration::from_millis(context.generation.config.timeouts.client_stall_ms);
         session.as_downstream_mut().set_write_timeout(Some(stall));
+        if self.0.draining.load(Ordering::Relaxed) {
+            session.as_downstream_mut().set_keepalive(None);
+        }
         if let Some(echoed) = request_id::decent(&session.req_header().headers) {
             context.echoed = echoed;
         }
+        context.notice(session.req_header());
         match self.serve(session, context).await {
             Ok(()) => Ok(true),
             Err(Ended::ClientGone) => {
@@ -102,9 +118,10 @@ impl ProxyHttp for FrontDoor {
 
     async fn logging(&self, session: &mut Session, _: Option<&Error>, context: &mut RequestContext) {
         let client = session.as_downstream();
-        self.0.metrics.server.request_bytes.increment(client.body_bytes_read() as u64);
-        self.0.metrics.server.response_bytes.increment(client.body_bytes_sent() as u64);
-        context.log(session);
+        context.request_bytes = client.body_bytes_read() as u64;
+        context.response_bytes = client.body_bytes_sent() as u64;
+        self.0.metrics.server.request_bytes.increment(context.request_bytes);
+        self.0.metrics.server.response_bytes.increment(context.response_bytes);
         context.end();
     }
 }
@@ -136,6 +153,7 @@ impl FrontDoor {
                     &body,
                     &context.id,
                     &context.echoed,
+                    &context.trace,
                 )
                 .await?;
                 context.passed = true;
@@ -157,26 +175,38 @@ impl FrontDoor {
         context: &mut RequestContext,
         ask: Ask,
     ) -> Result<(), Ended> {
-        context.model = Some(ask.model.name.clone());
         let driver = context.driver.insert(ExchangeDriver::new(
             Arc::clone(&self.0),
             Arc::clone(&context.generation),
             context.id.clone(),
             Arc::clone(&ask.model),
         ));
+        driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));
         driver.reserve(session, &ask)?;
-        let handoff = driver.prefill(session, &ask).await?;
-        let answer = driver.decode(session, &ask, handoff).await?;
-        let silence = ask.model.bounds.stream_silence;
+        let bounds = ask.model.bounds;
+        let spent = self.0.now().since(context.begun);
+        let until = bounds.request.map(|most| Instant::now() + most.saturating_sub(spent));
+        let legs = async {
+            let handoff = driver.prefill(session, &ask).await?;
+            driver.decode(session, &ask, handoff).await
+        };
+        let answer = match until {
+            None => legs.await,
+            Some(until) => match tokio::time::timeout_at(until.into(), legs).await {
+                Ok(answer) => answer,
+                Err(_elapsed) => Err(driver.out_of_time()),
+            },
+        }?;
         drop(ask);
-        context.status = answer::pass(session, driver, answer, &context.echoed, silence).await?;
+        let patience = Patience { silence: bounds.stream_silence, until };
+        context.status = answer::pass(session, driver, answer, &context.echoed, patience).await?;
         Ok(())
     }
 
     /// A place among the requests in flight, and the body.
     async fn body(&self, session: &mut Session, context: &mut RequestContext) -> Result<Bytes, Ended> {
         let config = &context.generation.config;
-        let Some(room) = self.0.room(config.limits.in_flight) else {
+        let Some(room) = self.0.room(config.limits.in_flight, &context.id, context.begun) else {
             return Err(ApiError::overloaded("the router is full", Duration::from_secs(1)).into());
         };
         context.room = Some(room);
@@ -203,41 +233,51 @@ impl FrontDoor {
 }
 
 impl RequestContext {
-    fn log(&self, session: &Session) {
-        let engine = |of: fn(&ExchangeDriver) -> Option<&str>| self.driver.as_ref().and_then(of);
-        let timeline = self.driver.as_ref().map(ExchangeDriver::timeline).unwrap_or_default();
-        let between = |from: Option<Time>, to: Option<Time>| {
-            Some(u64::try_from(to?.since(from?).as_micros()).unwrap_or(u64::MAX))
+    /// Takes from the head what is wanted later.
+    fn notice(&mut self, head: &RequestHeader) {
+        let observers = &self.generation.observers;
+        let random = |bytes: &mut [u8; 24]| {
+            getrandom::fill(bytes).expect("the kernel's random numbers are there from boot on");
         };
-        let outcome = self.driver.as_ref().and_then(ExchangeDriver::outcome).map(|o| o.label());
-        tracing::info!(
-            target: "baton_router::access",
-            request = %self.id,
-            method = %session.req_header().method,
-            path = session.req_header().uri.path(),
-            model = self.model.as_deref(),
-            prefill = engine(|d| d.prefill_engine.as_deref().map(|e| e.authority())),
-            decode = engine(|d| d.decode_engine.as_deref().map(|e| e.authority())),
-            status = self.status,
-            outcome,
-            finish = self.driver.as_ref().and_then(|d| d.watched.seen.finish).map(|f| f.label()),
-            prefill_us = between(timeline.prefill_sent, timeline.held),
-            gap_us = between(timeline.held, timeline.decode_sent),
-            accept_us = between(timeline.decode_sent, timeline.accepted),
-            first_byte_us = between(timeline.accepted, timeline.first_chunk),
-            stream_us = between(timeline.first_chunk, timeline.ended),
-            total_us = u64::try_from(self.shared.now().since(self.begun).as_micros()).unwrap_or(u64::MAX),
-            "request"
-        );
+        self.trace = Trace::begin(&head.headers, observers.sample_ratio(), random);
+        if observers.is_any() {
+            self.head = Some(Head::of(&head.method, head.uri.path(), &head.headers));
+        }
     }
-}
 
-impl RequestContext {
-    /// Counts the request, once, whatever ended it.
+    /// Counts the request, once, whatever ended it, and tells those who want to know.
     fn end(&mut self) {
         if std::mem::replace(&mut self.over, true) {
             return;
         }
+        let end = self.count();
+        let Some(head) = self.head.take() else { return };
+        let driver = self.driver.as_ref();
+        let watched = driver.map(|driver| &driver.watched);
+        self.generation.observers.tell(Finished {
+            head,
+            id: self.id.clone(),
+            echoed: self.echoed.clone(),
+            trace: self.trace.clone(),
+            model: driver.map(|driver| Arc::clone(&driver.model)),
+            tenant: None,
+            end,
+            status: self.status,
+            begun: self.begun,
+            over: self.shared.now(),
+            at: SystemTime::now(),
+            line: driver.map(ExchangeDriver::timeline).unwrap_or_default(),
+            engines: driver.map_or([None, None], |d| [d.prefill_engine.clone(), d.decode_engine.clone()]),
+            attempts: watched.map_or([0, 0], |watched| watched.attempts),
+            request_bytes: self.request_bytes,
+            response_bytes: self.response_bytes,
+            streamed: watched.is_some_and(|watched| watched.streamed),
+            seen: watched.map(|watched| watched.seen).unwrap_or_default(),
+        });
+    }
+
+    /// How it ended; `None` for the router's own answers, `/health` and the like.
+    fn count(&mut self) -> Option<End> {
         let unknown = &self.shared.metrics.requests.unknown;
         match &mut self.driver {
             Some(driver) => {
@@ -246,15 +286,21 @@ impl RequestContext {
                 let outcome = driver.outcome().unwrap_or(Outcome::Dropped(Phase::Queue));
                 let (end, line) = (End::Exchange(outcome), driver.timeline());
                 driver.watched.ended(&driver.model.metrics, end, self.status, &line, self.begun);
+                Some(end)
             }
-            None if self.passed => unknown.ended(End::Passed, self.status),
-            None if self.status == 499 => {
-                self.shared.metrics.disconnect(Phase::Queue);
-                unknown.ended(End::Exchange(Outcome::ClientGone(Phase::Queue)), self.status);
+            None => {
+                let end = match self.status {
+                    _ if self.passed => End::Passed,
+                    499 => End::Exchange(Outcome::ClientGone(Phase::Queue)),
+                    400.. => End::Rejected,
+                    _ => return None,
+                };
+                if self.status == 499 {
+                    self.shared.metrics.disconnect(Phase::Queue);
+                }
+                unknown.ended(end, self.status);
+                Some(end)
             }
-            None if self.status >= 400 => unknown.ended(End::Rejected, self.status),
-            // The router's own answers: `/health` and the like.
-            None => {}
         }
     }
 }

@@ -1,17 +1,19 @@
 //! What every request needs, and what outlives a configuration.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use arc_swap::ArcSwap;
-use baton_connector::Time;
+use baton_connector::{RequestId, Time};
 
 use crate::config::{EngineUrl, RouterConfig};
 use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError};
+use crate::inflight::{Entry, InFlightTable};
 use crate::metrics::Metrics;
+use crate::observers::Observers;
 use crate::retries::RetryBudget;
 use crate::settle::Settler;
 
@@ -25,16 +27,25 @@ pub(crate) struct Shared {
     pub metrics: Arc<Metrics>,
     pub settler: Arc<Settler>,
     pub retries: Arc<RetryBudget>,
+    /// Set when the router begins to drain: answers close their connections.
+    pub draining: AtomicBool,
     /// Producer and consumer of handoffs that cannot be read: told once.
     mismatched: Mutex<HashSet<(EngineUrl, EngineUrl)>>,
+    pub in_flight_table: InFlightTable,
     in_flight: AtomicUsize,
+    runtime: tokio::runtime::Handle,
     started: Instant,
     /// Seconds since the epoch at which the router started: the models' `created`.
     pub created: u64,
 }
 
 /// One place among the requests in flight.
-pub(crate) struct Room(Arc<Shared>);
+pub(crate) struct Room {
+    shared: Arc<Shared>,
+    number: u64,
+    /// What is told of the request while it is in flight.
+    pub entry: Arc<Entry>,
+}
 
 impl Shared {
     /// Must be called on the runtime that will serve.
@@ -44,7 +55,9 @@ impl Shared {
     pub(crate) fn new(config: RouterConfig) -> Result<Arc<Self>, GenerationError> {
         let (metrics, started) = (Arc::new(Metrics::new()), Instant::now());
         let fleet = Fleet::new(Arc::clone(&metrics));
-        let first = Generation::build(1, config, &fleet)?;
+        let runtime = tokio::runtime::Handle::current();
+        let observers = Observers::build(&config, &Observers::default(), &metrics, &runtime)?;
+        let first = Generation::build(1, config, &fleet, observers)?;
         metrics.server.generation.set(1.0);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -54,8 +67,11 @@ impl Shared {
             metrics,
             settler,
             retries: Arc::default(),
+            draining: AtomicBool::new(false),
             mismatched: Mutex::default(),
+            in_flight_table: InFlightTable::default(),
             in_flight: AtomicUsize::new(0),
+            runtime,
             started,
             created: since_epoch.as_secs(),
         }))
@@ -72,8 +88,10 @@ impl Shared {
     /// # Errors
     /// [`GenerationError`] says what is wrong; the configuration in effect stays.
     pub(crate) fn install(&self, config: RouterConfig) -> Result<u64, GenerationError> {
-        let number = self.current.load().number + 1;
-        let next = Generation::build(number, config, &self.fleet)?;
+        let current = self.generation();
+        let number = current.number + 1;
+        let observers = Observers::build(&config, &current.observers, &self.metrics, &self.runtime)?;
+        let next = Generation::build(number, config, &self.fleet, observers)?;
         self.settler.set_terms(next.settle_terms());
         self.metrics.server.generation.set(number as f64);
         self.current.store(Arc::new(next));
@@ -81,13 +99,14 @@ impl Shared {
     }
 
     /// A place among the requests in flight; `None` when all are taken.
-    pub(crate) fn room(self: &Arc<Self>, at_once: usize) -> Option<Room> {
+    pub(crate) fn room(self: &Arc<Self>, at_once: usize, id: &RequestId, begun: Time) -> Option<Room> {
         if self.in_flight.fetch_add(1, Ordering::Relaxed) >= at_once {
             self.in_flight.fetch_sub(1, Ordering::Relaxed);
             return None;
         }
         self.metrics.requests.in_flight.increment(1.0);
-        Some(Room(Arc::clone(self)))
+        let (number, entry) = self.in_flight_table.enter(id.clone(), begun);
+        Some(Room { shared: Arc::clone(self), number, entry })
     }
 
     /// Requests in flight.
@@ -109,7 +128,8 @@ impl Shared {
 
 impl Drop for Room {
     fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
-        self.0.metrics.requests.in_flight.decrement(1.0);
+        self.shared.in_flight_table.leave(self.number);
+        self.shared.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.shared.metrics.requests.in_flight.decrement(1.0);
     }
 }

@@ -7,7 +7,7 @@ mod connection;
 mod verbs;
 
 use std::future::poll_fn;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ use hyper::{Method, Request, Response, StatusCode};
 use tokio::sync::Notify;
 
 use crate::config::{EngineUrl, ReleaseMode};
-use crate::health::{self, EngineHealth, Health, Sign};
+use crate::health::{self, EngineHealth, EngineLoad, Health, Sign};
 use crate::metrics::{EngineMetrics, Leg};
 use connection::Connection;
 pub(crate) use connection::Socket;
@@ -34,11 +34,15 @@ const IDLE_MAX: usize = 256;
 /// One engine.
 pub(crate) struct Engine {
     url: EngineUrl,
+    /// Which engine it is, in this process; see [`Engine::id`].
+    id: u32,
     authority: String,
     host: HeaderValue,
     terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
     in_flight: AtomicUsize,
+    /// Prompt tokens of the requests in flight, estimated.
+    tokens: AtomicU64,
     /// In flight per data-parallel rank; made when the first rank is chosen.
     ranks: OnceLock<Box<[AtomicUsize]>>,
     health: Health,
@@ -109,6 +113,7 @@ pub(crate) struct Whole {
 /// Counts one request of this router at an engine for as long as it lives.
 pub(crate) struct InFlight {
     engine: Arc<Engine>,
+    tokens: u64,
     rank: Option<u16>,
     /// The leg whose trial this request is.
     trial: Option<Leg>,
@@ -120,16 +125,19 @@ const RANKS_MAX: usize = 256;
 impl Engine {
     /// `wake` wakes whoever asks engines how they are.
     pub(crate) fn new(url: EngineUrl, terms: Terms, metrics: EngineMetrics, wake: Arc<Notify>) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
         let health = Health::new(&terms.health, wake);
         let authority = url.authority();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
             url,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
             authority,
             host,
             terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
+            tokens: AtomicU64::new(0),
             ranks: OnceLock::new(),
             health,
             verbs: Verbs::default(),
@@ -196,6 +204,21 @@ impl Engine {
         self.in_flight.load(Ordering::Relaxed)
     }
 
+    /// Which engine it is, in this process. Engines that are forgotten and come back have another.
+    pub(crate) fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Prompt tokens of the requests in flight, estimated.
+    pub(crate) fn tokens(&self) -> u64 {
+        self.tokens.load(Ordering::Relaxed)
+    }
+
+    /// What it said of its own load, where it is asked and that is not too long ago.
+    pub(crate) fn reported_load(&self) -> Option<EngineLoad> {
+        self.health.load(|| self.terms.load().health.load_stale)
+    }
+
     /// Requests of this router that one of its data-parallel ranks is working on.
     pub(crate) fn rank_load(&self, rank: u16) -> usize {
         self.rank(rank).load(Ordering::Relaxed)
@@ -206,14 +229,26 @@ impl Engine {
         &ranks[usize::from(rank) % RANKS_MAX]
     }
 
-    /// Counts one request of a leg, at one rank where it has several, until the guard is dropped.
-    pub(crate) fn begin(self: &Arc<Self>, leg: Leg, rank: Option<u16>) -> InFlight {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
-        if let Some(rank) = rank {
-            self.rank(rank).fetch_add(1, Ordering::Relaxed);
+    /// Counts one request of a leg, of a prompt of so many tokens, at one rank where it has several, until the guard
+    /// is dropped; `None` when there are `most` already.
+    pub(crate) fn begin(
+        self: &Arc<Self>,
+        leg: Leg,
+        rank: Option<u16>,
+        tokens: u64,
+        most: usize,
+    ) -> Option<InFlight> {
+        let counted = rank.map_or(&self.in_flight, |rank| self.rank(rank));
+        if counted.fetch_add(1, Ordering::Relaxed) >= most {
+            counted.fetch_sub(1, Ordering::Relaxed);
+            return None;
         }
+        if rank.is_some() {
+            self.in_flight.fetch_add(1, Ordering::Relaxed);
+        }
+        self.tokens.fetch_add(tokens, Ordering::Relaxed);
         let trial = self.health.try_out(leg).then_some(leg);
-        InFlight { engine: Arc::clone(self), rank, trial }
+        Some(InFlight { engine: Arc::clone(self), tokens, rank, trial })
     }
 
     /// Sends a request and waits for the head of the answer.
@@ -389,6 +424,7 @@ impl InFlight {
 impl Drop for InFlight {
     fn drop(&mut self) {
         self.engine.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.engine.tokens.fetch_sub(self.tokens, Ordering::Relaxed);
         if let Some(rank) = self.rank {
             self.engine.rank(rank).fetch_sub(1, Ordering::Relaxed);
         }

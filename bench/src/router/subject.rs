@@ -1,147 +1,156 @@
-//! The router that is measured: a process of its own, or threads of this one.
+//! What is measured: a proxy that runs as processes of its own, or the router on threads of this one.
 
 use std::net::{SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use baton_router::{Router, RouterConfig};
-use tokio::net::TcpStream;
-use tokio::sync::oneshot;
-
 use super::RouterBenchError;
+use super::wire::{self, Wire};
 
-/// The name of the router's threads when it runs in this process (the kernel keeps 15 bytes).
-const THREADS: &str = "bench-router";
-/// A router process has this long to listen.
-const START_WITHIN: Duration = Duration::from_secs(10);
+/// A proxy has this long until it passes a request on: some look at their engines' health first.
+const START_WITHIN: Duration = Duration::from_secs(60);
+/// The kernel's name for the threads of a router in this process (it keeps 15 bytes).
+pub(super) const THREADS: &str = "bench-router";
 
-/// A running router.
+/// A running proxy.
 pub(super) struct Subject {
-    pub(super) address: SocketAddr,
+    pub name: &'static str,
+    pub version: String,
+    pub address: SocketAddr,
+    /// Whether it asks a prefill engine first; a plain reverse proxy does not.
+    pub disaggregates: bool,
     runs: Runs,
 }
 
 enum Runs {
-    Process { child: Child, file: PathBuf },
-    Threads { stop: oneshot::Sender<()>, ended: std::thread::JoinHandle<()> },
+    Process { child: Child, files: Vec<PathBuf> },
+    Threads(Box<dyn FnOnce() + Send>),
 }
 
 impl Subject {
-    pub(super) async fn start(
-        binary: Option<&Path>,
-        prefill: SocketAddr,
-        decode: SocketAddr,
+    /// Starts a program and waits until a request through it is answered.
+    ///
+    /// # Errors
+    /// When it cannot be started or does not answer within a minute; what it said last is in the error.
+    pub(super) async fn process(
+        name: &'static str,
+        version: String,
+        address: SocketAddr,
+        mut command: Command,
+        files: Vec<PathBuf>,
     ) -> Result<Self, RouterBenchError> {
-        let yaml = |listen: SocketAddr, admin: SocketAddr| {
-            format!(
-                "listen: {listen}\nadmin: {{listen: '{admin}'}}\nmodels:\n  - name: sim\n    \
-                 prefill: {{engines: [{{url: 'http://{prefill}'}}]}}\n    \
-                 decode: {{engines: [{{url: 'http://{decode}'}}]}}\n"
-            )
-        };
-        match binary {
-            Some(binary) => Self::process(binary, yaml).await,
-            None => Self::threads(&yaml(any(), any())).await,
-        }
-    }
-
-    pub(super) fn kind(&self) -> &'static str {
-        match self.runs {
-            Runs::Process { .. } => "process",
-            Runs::Threads { .. } => "threads",
-        }
-    }
-
-    /// CPU time that the router has used so far.
-    pub(super) fn cpu(&self) -> Result<Duration, RouterBenchError> {
-        let (process, only) = match &self.runs {
-            Runs::Process { child, .. } => (child.id(), None),
-            Runs::Threads { .. } => (std::process::id(), Some(THREADS)),
-        };
-        thread_time(process, only).map_err(|error| RouterBenchError::System("no CPU time", error))
-    }
-
-    pub(super) async fn stop(self) {
-        match self.runs {
-            Runs::Process { mut child, file } => {
-                // Nothing is in flight: there is nothing that a gentler end would save.
-                let _ = child.kill();
-                let _ = child.wait();
-                let _ = std::fs::remove_file(file);
-            }
-            Runs::Threads { stop, ended } => {
-                let _ = stop.send(());
-                let _ = tokio::task::spawn_blocking(move || ended.join()).await;
-            }
-        }
-    }
-
-    async fn process(
-        binary: &Path,
-        yaml: impl Fn(SocketAddr, SocketAddr) -> String,
-    ) -> Result<Self, RouterBenchError> {
-        let system = |what| move |error| RouterBenchError::System(what, error);
-        let (address, admin) = (free()?, free()?);
-        let file = std::env::temp_dir().join(format!("baton-bench-router-{}.yaml", std::process::id()));
-        std::fs::write(&file, yaml(address, admin)).map_err(system("no configuration"))?;
-        let child = Command::new(binary)
-            .args(["router", "-c"])
-            .arg(&file)
+        let log = std::env::temp_dir().join(format!("baton-bench-{}-{name}.log", std::process::id()));
+        let said = std::fs::File::create(&log).map_err(|error| RouterBenchError::System("no log", error))?;
+        let child = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
+            .stderr(said)
             .spawn()
-            .map_err(system("the binary"))?;
+            .map_err(|error| RouterBenchError::System("a program does not start", error))?;
+        let files = files.into_iter().chain([log.clone()]).collect();
+        let runs = Runs::Process { child, files };
+        let subject = Self { name, version, address, disaggregates: true, runs };
         let begun = Instant::now();
-        let subject = Self { address, runs: Runs::Process { child, file } };
-        while TcpStream::connect(address).await.is_err() {
+        loop {
+            let refusal = match subject.answers().await {
+                Ok(()) => return Ok(subject),
+                Err(refusal) => refusal,
+            };
             if begun.elapsed() > START_WITHIN {
-                subject.stop().await;
-                return Err(RouterBenchError::Router(format!("nothing listens on {address}")));
+                let said = std::fs::read_to_string(&log).unwrap_or_default();
+                let last = said.lines().rev().take(5).collect::<Vec<_>>().join(" / ");
+                subject.stop();
+                return Err(RouterBenchError::Router(format!("{name}: {refusal}; it said: {last}")));
             }
-            tokio::time::sleep(Duration::from_millis(10)).await;
+            tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        Ok(subject)
     }
 
-    async fn threads(yaml: &str) -> Result<Self, RouterBenchError> {
-        let told = |error: &dyn std::fmt::Display| RouterBenchError::Router(error.to_string());
-        let config = RouterConfig::from_yaml(yaml, "bench").map_err(|error| told(&error))?;
-        let (stop, stopped) = oneshot::channel();
-        let (listens, address) = oneshot::channel();
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .thread_name(THREADS)
-            .enable_all()
-            .build()
-            .map_err(|error| RouterBenchError::System("no runtime", error))?;
-        let ended = std::thread::spawn(move || {
-            // The router's work is done on the runtime's threads, whose time is counted; this one waits.
-            runtime.block_on(async move {
-                match Router::bind(config).await {
-                    Ok(router) => {
-                        let _ = listens.send(Ok(router.local_addr()));
-                        let running = tokio::spawn(router.run(Default::default()));
-                        let _ = stopped.await;
-                        running.abort();
+    /// The router on threads with the name [`THREADS`], and how to stop it.
+    pub(super) fn threads(address: SocketAddr, stop: impl FnOnce() + Send + 'static) -> Self {
+        let runs = Runs::Threads(Box::new(stop));
+        Self { name: "baton", version: String::from("threads"), address, disaggregates: true, runs }
+    }
+
+    async fn answers(&self) -> Result<(), RouterBenchError> {
+        let mut wire = Wire::connect(self.address).await?;
+        let request = wire::request(&wire::body(false));
+        let answered = tokio::time::timeout(Duration::from_secs(5), wire.post(&request)).await;
+        answered.map_err(wire::failed)?.map(drop)
+    }
+
+    /// CPU time that it has used so far: user and system, of all its processes and threads.
+    pub(super) fn cpu(&self) -> Result<Duration, RouterBenchError> {
+        let only = matches!(self.runs, Runs::Threads(_)).then_some(THREADS);
+        let mut used = Duration::ZERO;
+        for process in self.processes() {
+            used +=
+                thread_time(process, only).map_err(|error| RouterBenchError::System("no CPU time", error))?;
+        }
+        Ok(used)
+    }
+
+    /// Resident memory of all its processes, in KiB.
+    pub(super) fn resident_kib(&self) -> Result<u64, RouterBenchError> {
+        let mut kib = 0;
+        for process in self.processes() {
+            let rollup = std::fs::read_to_string(format!("/proc/{process}/smaps_rollup"));
+            let rollup = rollup.map_err(|error| RouterBenchError::System("no smaps_rollup", error))?;
+            let resident = rollup.lines().find_map(|line| line.strip_prefix("Rss:"));
+            let number = resident.and_then(|rest| rest.trim().split(' ').next()?.parse::<u64>().ok());
+            kib += number.unwrap_or(0);
+        }
+        Ok(kib)
+    }
+
+    /// Its processes: the one that was started and what that has started.
+    fn processes(&self) -> Vec<u32> {
+        let Runs::Process { child, .. } = &self.runs else { return vec![std::process::id()] };
+        let mut found = vec![child.id()];
+        let mut looked = 0;
+        while looked < found.len() {
+            let process = found[looked];
+            let children = std::fs::read_to_string(format!("/proc/{process}/task/{process}/children"));
+            found.extend(children.unwrap_or_default().split(' ').filter_map(|id| id.parse::<u32>().ok()));
+            looked += 1;
+        }
+        found
+    }
+
+    /// Whether its memory can be told from the benchmark's own.
+    pub(super) fn is_process(&self) -> bool {
+        matches!(self.runs, Runs::Process { .. })
+    }
+
+    pub(super) fn stop(self) {
+        match self.runs {
+            Runs::Process { mut child, files } => {
+                // nginx's workers and Python's threads end with an orderly stop, and only with that.
+                let _ = Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
+                let begun = Instant::now();
+                while matches!(child.try_wait(), Ok(None)) {
+                    if begun.elapsed() > Duration::from_secs(3) {
+                        let _ = child.kill();
                     }
-                    Err(error) => drop(listens.send(Err(error.to_string()))),
+                    #[allow(clippy::disallowed_methods)] // between two looks at whether a process has ended
+                    std::thread::sleep(Duration::from_millis(10));
                 }
-            });
-            runtime.shutdown_background();
-        });
-        let address = address.await.map_err(|error| told(&error))?.map_err(RouterBenchError::Router)?;
-        Ok(Self { address, runs: Runs::Threads { stop, ended } })
+                for file in files {
+                    let _ = std::fs::remove_file(file);
+                }
+            }
+            Runs::Threads(stop) => stop(),
+        }
     }
 }
 
-fn any() -> SocketAddr {
+pub(super) fn any() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], 0))
 }
 
 /// A port that was free a moment ago.
-fn free() -> Result<SocketAddr, RouterBenchError> {
+pub(super) fn free() -> Result<SocketAddr, RouterBenchError> {
     let address = TcpListener::bind(any()).and_then(|listener| listener.local_addr());
     address.map_err(|error| RouterBenchError::System("no free port", error))
 }

@@ -3,7 +3,6 @@
 //! An operator's word goes before the configuration's, survives reloads, and ends with the process.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use hyper::StatusCode;
 use serde_json::{Value, json};
@@ -27,8 +26,7 @@ pub(super) fn list(shared: &Shared) -> Value {
 fn one(engine: &Arc<Engine>, generation: &Generation) -> Value {
     let health = engine.health().snapshot();
     let terms = engine.health_terms();
-    let stale = Duration::from_millis(generation.config.health.load.stale_ms);
-    let load = engine.health().load(stale).map(|load| {
+    let load = engine.reported_load().map(|load| {
         let age_ms = u64::try_from(load.at.elapsed().as_millis()).unwrap_or(u64::MAX);
         json!({"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage, "age_ms": age_ms})
     });

@@ -14,8 +14,34 @@ pub(super) fn config(shared: &Shared) -> Answer {
     Answer::json(json!({"generation": generation.number, "config": config}))
 }
 
+/// Requests that are listed when nothing else is asked for.
+const LISTED: usize = 1000;
+
+/// The requests in flight, the oldest first.
+pub(super) fn requests(shared: &Shared, query: &str) -> Answer {
+    let limit = query.split('&').find_map(|part| part.strip_prefix("limit=")?.parse().ok()).unwrap_or(LISTED);
+    let (now, list) = (shared.now(), shared.in_flight_table.list());
+    let told: Vec<_> = list
+        .iter()
+        .take(limit)
+        .map(|entry| {
+            let [prefill, decode] = entry.engines();
+            json!({
+                "request_id": entry.id.as_str(),
+                "model": entry.model.get().map(|model| &model.name),
+                "phase": entry.phase(),
+                "age_seconds": now.since(entry.begun).as_secs_f64(),
+                "prefill_engine": prefill.as_deref().map(|engine| engine.authority()),
+                "decode_engine": decode.as_deref().map(|engine| engine.authority()),
+            })
+        })
+        .collect();
+    Answer::json(json!({"in_flight": list.len(), "requests": told}))
+}
+
 /// Samples that are looked up.
 pub(super) fn look_up(shared: &Shared, scrape: &mut Scrape) {
+    shared.in_flight_table.look_up(shared.now(), scrape);
     for engine in shared.fleet.engines() {
         scrape.put(&IN_FLIGHT, &[engine.authority()], engine.load() as f64);
         for leg in Leg::BOTH {

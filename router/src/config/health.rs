@@ -23,7 +23,7 @@ pub struct HealthConfig {
     pub outlier: OutlierConfig,
     /// Asking engines for their load.
     #[garde(dive)]
-    pub load: LoadConfig,
+    pub load: ReportedLoadConfig,
     /// What happens when every engine of a pool is left out. Engines that answer nothing at all, and engines that
     /// are drained, are not tried in either case. Default `fail_open`.
     #[garde(skip)]
@@ -105,7 +105,7 @@ pub struct OutlierConfig {
 /// `GET /metrics` to every engine, for policies that look at an engine's own queue.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
-pub struct LoadConfig {
+pub struct ReportedLoadConfig {
     /// How often an engine is asked, in milliseconds. 0 (never) to 3,600,000; default 0.
     #[garde(range(max = 3_600_000))]
     pub interval_ms: u64,
@@ -163,7 +163,7 @@ impl Default for OutlierConfig {
     }
 }
 
-impl Default for LoadConfig {
+impl Default for ReportedLoadConfig {
     fn default() -> Self {
         Self { interval_ms: 0, stale_ms: 5_000 }
     }
@@ -183,6 +183,7 @@ impl HealthConfig {
             check_every: ms(self.active.interval_ms),
             ejection: ms(self.outlier.ejection_ms),
             drain,
+            load_stale: ms(self.load.stale_ms),
         }
     }
 

@@ -4,6 +4,8 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::disaggregate::DisaggregateConfig;
+use super::features::FeaturesConfig;
 use super::pool::PoolConfig;
 use super::timeouts::ModelTimeouts;
 
@@ -23,7 +25,7 @@ pub struct ModelConfig {
     #[garde(dive)]
     pub prefill: PoolConfig,
     /// The engines that decode. At least one.
-    #[garde(dive, custom(not_empty))]
+    #[garde(dive)]
     pub decode: PoolConfig,
     /// What happens when no prefill engine can be had. Default `aggregate`.
     #[serde(default)]
@@ -39,6 +41,19 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(dive)]
     pub timeouts: ModelTimeouts,
+    /// Which requests are prefilled on another engine than the one that decodes them. Default: all.
+    #[serde(default)]
+    #[garde(dive)]
+    pub disaggregate: DisaggregateConfig,
+    /// Names of labels. A prefill engine that has the decode engine's values of them is preferred to one that
+    /// has not. At most 8; default: none.
+    #[serde(default)]
+    #[garde(length(max = 8), inner(length(bytes, min = 1, max = 256)))]
+    pub pair_by: Vec<String>,
+    /// What the router looks at in a request to choose engines.
+    #[serde(default)]
+    #[garde(dive)]
+    pub features: FeaturesConfig,
 }
 
 /// What happens when no prefill engine can be had.
@@ -50,23 +65,4 @@ pub enum Fallback {
     Aggregate,
     /// The request is refused with 503.
     None,
-}
-
-/// No name and no alias is given twice: a request must mean one model.
-pub(super) fn distinct_names(models: &[ModelConfig], _: &()) -> garde::Result {
-    let mut seen = std::collections::BTreeSet::new();
-    let names = models.iter().flat_map(|m| std::iter::once(&m.name).chain(&m.aliases));
-    for name in names {
-        if !seen.insert(name) {
-            return Err(garde::Error::new(format!("the name `{name}` is given twice")));
-        }
-    }
-    Ok(())
-}
-
-fn not_empty(pool: &PoolConfig, _: &()) -> garde::Result {
-    if pool.engines.is_empty() {
-        return Err(garde::Error::new("needs at least one engine"));
-    }
-    Ok(())
 }

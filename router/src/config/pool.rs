@@ -6,16 +6,30 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::capacity::CapacityConfig;
+use super::policy::PolicyConfig;
 use super::url::EngineUrl;
 
 /// Engines that can stand in for each other, and how one is chosen.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct PoolConfig {
-    /// Default `least_load`.
+    /// How one of them is chosen: a name, or `{name: {parameters}}`. Default `least_load`.
     #[serde(default)]
-    #[garde(skip)]
-    pub policy: PolicyKind,
+    #[garde(dive)]
+    pub policy: PolicyConfig,
+    /// Only engines with all of these labels are members. At most 32. Default: every engine.
+    #[serde(default)]
+    #[garde(length(max = 32))]
+    pub select: BTreeMap<String, String>,
+    /// Engines with all of these labels are chosen while one of them has room. At most 32. Default: none.
+    #[serde(default)]
+    #[garde(length(max = 32))]
+    pub prefer: BTreeMap<String, String>,
+    /// When an engine has no room for another request.
+    #[serde(default)]
+    #[garde(dive)]
+    pub capacity: CapacityConfig,
     /// The engines.
     #[serde(default)]
     #[garde(length(max = 4096), dive)]
@@ -37,6 +51,11 @@ pub struct EngineConfig {
     #[serde(default)]
     #[garde(length(max = 32))]
     pub labels: BTreeMap<String, String>,
+    /// Requests of this router in flight at once; an engine that has as many gets no more. 1 to 1,000,000.
+    /// Default: the pool's `capacity.max_in_flight`.
+    #[serde(default)]
+    #[garde(inner(range(min = 1, max = 1_000_000)))]
+    pub max_in_flight: Option<usize>,
     /// It finishes what it has and is given nothing new; `POST /engines/…/undrain` on the admin listener goes
     /// before this. Default false.
     #[serde(default)]
@@ -67,17 +86,6 @@ pub enum ReleaseMode {
     RefusedDecode,
     /// Not at all: the lease runs out (30 s on stock vLLM).
     Lease,
-}
-
-/// How an engine of a pool is chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum PolicyKind {
-    /// One after the other.
-    RoundRobin,
-    /// The one with the fewest requests of this router in flight.
-    #[default]
-    LeastLoad,
 }
 
 fn default_ranks() -> u16 {

@@ -38,6 +38,8 @@ pub(crate) struct Terms {
     pub ejection: Duration,
     /// The configuration drains it.
     pub drain: bool,
+    /// What it said of its load is believed for this long.
+    pub load_stale: Duration,
 }
 
 /// Whether an engine may be given a request, from best to worst.
@@ -261,6 +263,7 @@ pub(crate) mod tests {
         check_every: Duration::from_secs(5),
         ejection: Duration::from_secs(30),
         drain: false,
+        load_stale: Duration::from_secs(5),
     };
 
     #[derive(Clone, Copy, Debug)]

@@ -9,6 +9,7 @@ use baton_openai::{ApiError, ErrorKind};
 use hyper::StatusCode;
 use serde_json::Value;
 
+use crate::pool::Scarce;
 use crate::upstream::Whole;
 
 /// When to come back, where the engine does not say.
@@ -100,6 +101,14 @@ impl Refusal {
         Self(ApiError::unavailable("no engine of this model is available", COME_BACK))
     }
 
+    /// No engine could be had: 429 where waiting helps, 503 otherwise.
+    pub(crate) fn scarce(scarce: Scarce) -> Self {
+        match scarce {
+            Scarce::Full => Self(ApiError::overloaded("every engine of this model is full", COME_BACK)),
+            Scarce::Nobody => Self::none_left(),
+        }
+    }
+
     pub(crate) fn broken() -> Self {
         Self(ApiError::bad_gateway("an engine failed while it worked on the request"))
     }
@@ -118,6 +127,11 @@ impl Refusal {
             ApiError::bad_gateway("the router and an engine are not configured alike")
                 .with_code("misconfigured_model"),
         )
+    }
+
+    /// The request itself has taken longer than it may.
+    pub(crate) fn out_of_time() -> Self {
+        Self(ApiError::gateway_timeout("the request took longer than it may").with_code("request_timeout"))
     }
 
     pub(crate) fn silent() -> Self {

@@ -1,32 +1,66 @@
-//! One engine after the other, whatever they are doing.
+//! One engine after the other, whatever they are doing; an engine of twice the weight twice as often.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-use super::{Candidate, Policy, Wanted};
+use super::{Candidate, Choice, Draw, Policy, Reason, Wanted, at, weights};
 
 /// Takes turns.
-#[derive(Debug, Default)]
-pub(crate) struct RoundRobin {
-    turn: AtomicUsize,
-}
+#[derive(Debug)]
+pub(crate) struct RoundRobin;
 
 impl Policy for RoundRobin {
-    fn choose(&self, _: &Wanted<'_>, candidates: &[Candidate]) -> Option<usize> {
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        candidates.get(turn.checked_rem(candidates.len())?).map(|c| c.index)
+    fn choose(&self, _: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice> {
+        let first = candidates.first()?;
+        let chosen = if candidates.iter().all(|c| c.weight == first.weight) {
+            let turn = usize::try_from(draw.turn % candidates.len() as u64).expect("below a length");
+            candidates.get(turn)
+        } else {
+            let total = weights(candidates);
+            at(candidates, (draw.turn % total).wrapping_mul(stride(total)) % total)
+        };
+        chosen.map(|c| Choice { index: c.index, reason: Reason::Turn })
     }
+
+    fn score(&self, _: &Wanted<'_>, _: &Candidate) -> f64 {
+        0.0
+    }
+}
+
+/// Steps of this many positions visit each of `total` once before they repeat, and never linger at one engine:
+/// the golden section of `total`, moved until it has no divisor in common with it.
+fn stride(total: u64) -> u64 {
+    let golden = (total * 618 / 1000).max(1);
+    (golden..golden + total).find(|&step| coprime(step, total)).unwrap_or(1)
+}
+
+fn coprime(mut a: u64, mut b: u64) -> bool {
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a == 1
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::with_loads;
     use super::*;
+
+    fn turns(candidates: &[Candidate], count: u64) -> Vec<usize> {
+        let choose = |turn| RoundRobin.choose(&Wanted::default(), candidates, Draw { turn, random: 0 });
+        (0..count).filter_map(choose).map(|c| c.index).collect()
+    }
 
     #[test]
     fn every_engine_gets_its_turn() {
-        let policy = RoundRobin::default();
-        let candidates = [3, 7, 9].map(|index| Candidate { index, in_flight: 100 - index, weight: 1 });
-        let chosen: Vec<_> = (0..6).map(|_| policy.choose(&Wanted::default(), &candidates)).collect();
-        assert_eq!(chosen, [3, 7, 9, 3, 7, 9].map(Some));
-        assert_eq!(policy.choose(&Wanted::default(), &[]), None);
+        assert_eq!(turns(&with_loads(&[97, 93, 91]), 6), [0, 1, 2, 0, 1, 2]);
+    }
+
+    #[test]
+    fn weights_are_turns_and_the_heavy_ones_are_not_all_at_once() {
+        let mut candidates = with_loads(&[0, 0, 0]);
+        (candidates[0].weight, candidates[1].weight) = (6, 3);
+        let taken = turns(&candidates, 1000);
+        let of = |index| taken.iter().filter(|&&i| i == index).count();
+        assert_eq!((of(0), of(1), of(2)), (600, 300, 100));
+        let in_a_row = taken.windows(5).filter(|five| five.iter().all(|&i| i == 0)).count();
+        assert_eq!(in_a_row, 0, "six turns of ten, but never five in a row");
     }
 }

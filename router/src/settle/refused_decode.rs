@@ -36,7 +36,7 @@ impl Refusable<'_> {
         let mut tried = Vec::new();
         let mut outgoing = self.outgoing();
         for _ in 0..tries {
-            let Some(reserved) = self.model.decode.reserve(&Wanted::default(), &tried) else { return false };
+            let Ok(reserved) = self.model.decode.reserve(&Wanted::default(), &tried) else { return false };
             let engine = Arc::clone(reserved.engine());
             outgoing.to_rank(reserved.member.rank);
             let ask = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };

@@ -304,7 +304,13 @@ async fn answer(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Respons
         }
         let verb = path == "/kv/release" || path == "/abort_requests";
         let unwell = path == "/health" && inner.unwell.load(Ordering::SeqCst);
-        let status = if unwell { 503 } else if verb { inner.verbs.load(Ordering::SeqCst) } else { 200 };
+        let status = if unwell {
+            503
+        } else if verb {
+            inner.verbs.load(Ordering::SeqCst)
+        } else {
+            200
+        };
         if status == 1 {
             std::future::pending::<()>().await;
         }

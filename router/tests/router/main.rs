@@ -2,9 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod access_log;
+mod admin;
 mod bad_input;
 mod bounds;
 mod client;
+mod collector;
 mod config;
 mod configuration_page;
 mod disconnect;
@@ -13,5 +16,8 @@ mod failures;
 mod health;
 mod load;
 mod main_path;
+mod policies;
 mod stock;
 mod system;
+mod time;
+mod traces;

@@ -1,0 +1,189 @@
+//! How each proxy is started, with what its own documentation recommends for a production host.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use baton_router::{Router, RouterConfig};
+use tokio::sync::oneshot;
+
+use super::subject::{self, Subject, THREADS};
+use super::{RouterArgs, RouterBenchError};
+
+/// The addresses of the two simulated engines.
+#[derive(Clone, Copy)]
+pub(super) struct Engines {
+    pub prefill: SocketAddr,
+    pub decode: SocketAddr,
+}
+
+/// Starts everything that can be had. What cannot is told on standard error and left out.
+pub(super) async fn start_all(args: &RouterArgs, engines: Engines) -> Result<Vec<Subject>, RouterBenchError> {
+    let mut subjects = Vec::new();
+    let nginx = args.nginx.clone().or_else(|| in_path("nginx"));
+    match nginx {
+        Some(binary) => subjects.push(nginx_proxy(&binary, engines).await?),
+        None => skipped("nginx", "not found; install it or name it with --nginx. There will be no ratios"),
+    }
+    subjects.push(baton(args, engines).await?);
+    match &args.peers {
+        Some(folder) => {
+            for (name, start) in [("vllm-router", vllm_router as Start), ("smg", smg as Start)] {
+                let binary = folder.join(name);
+                if !binary.exists() {
+                    skipped(name, "not in the folder of --peers");
+                    continue;
+                }
+                let (address, command) = start(&binary, engines)?;
+                let version = package_version(folder, name);
+                match Subject::process(name, version, address, command, Vec::new()).await {
+                    Ok(subject) => subjects.push(subject),
+                    Err(error) => skipped(name, &error.to_string()),
+                }
+            }
+        }
+        None => skipped("vllm-router and smg", "--peers names the folder where bench/peers.sh put them"),
+    }
+    Ok(subjects)
+}
+
+type Start = fn(&Path, Engines) -> Result<(SocketAddr, Command), RouterBenchError>;
+
+fn skipped(who: &str, why: &str) {
+    eprintln!("baton bench router: SKIPPED {who}: {why}");
+}
+
+fn in_path(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(name)).find(|file| file.is_file())
+}
+
+/// The first line in which a program tells its version.
+fn version(binary: &Path, option: &str) -> String {
+    let told = Command::new(binary).arg(option).output().ok();
+    let text = told.map(|out| [out.stdout, out.stderr].concat()).unwrap_or_default();
+    String::from_utf8_lossy(&text).lines().next().unwrap_or("unknown").trim().to_owned()
+}
+
+fn package_version(folder: &Path, name: &str) -> String {
+    let asked = Command::new(folder.join("python"))
+        .args(["-c", "import sys, importlib.metadata as m; print(m.version(sys.argv[1]))", name])
+        .output();
+    asked.map(|out| String::from_utf8_lossy(&out.stdout).trim().to_owned()).unwrap_or_default()
+}
+
+/// Plain reverse proxy, one hop, to the decode engine: kept connections, events passed on as they come.
+async fn nginx_proxy(binary: &Path, engines: Engines) -> Result<Subject, RouterBenchError> {
+    let address = subject::free()?;
+    let decode = engines.decode;
+    let folder = std::env::temp_dir().join(format!("baton-bench-nginx-{}", std::process::id()));
+    let system = |error| RouterBenchError::System("no configuration for nginx", error);
+    std::fs::create_dir_all(&folder).map_err(system)?;
+    let (folder_text, file) = (folder.display(), folder.join("nginx.conf"));
+    let config = format!(
+        "daemon off;\nuser root;\nworker_processes auto;\npid {folder_text}/pid;\n\
+         error_log stderr error;\nworker_rlimit_nofile 20000;\nevents {{ worker_connections 16384; }}\n\
+         http {{\n  access_log off;\n  client_body_temp_path {folder_text}/body;\n  \
+         proxy_temp_path {folder_text}/proxy;\n  fastcgi_temp_path {folder_text}/f;\n  \
+         uwsgi_temp_path {folder_text}/u;\n  scgi_temp_path {folder_text}/s;\n  \
+         keepalive_requests 100000000;\n  upstream decode {{ server {decode}; keepalive 256; \
+         keepalive_requests 100000000; }}\n  server {{\n    listen {address} backlog=4096;\n    location / {{\n      \
+         proxy_pass http://decode;\n      proxy_http_version 1.1;\n      proxy_set_header Connection \"\";\n      \
+         proxy_buffering off;\n      proxy_read_timeout 600s;\n    }}\n  }}\n}}\n"
+    );
+    std::fs::write(&file, config).map_err(system)?;
+    let mut command = Command::new(binary);
+    command.arg("-p").arg(&folder).arg("-c").arg(&file);
+    let told = version(binary, "-v");
+    let mut nginx = Subject::process("nginx", told, address, command, vec![file]).await?;
+    nginx.disaggregates = false;
+    Ok(nginx)
+}
+
+fn vllm_router(binary: &Path, engines: Engines) -> Result<(SocketAddr, Command), RouterBenchError> {
+    let (address, metrics) = (subject::free()?, subject::free()?);
+    let mut command = Command::new(binary);
+    command
+        .args(["--vllm-pd-disaggregation", "--policy", "round_robin", "--log-level", "error"])
+        .args(["--host", "127.0.0.1", "--port", &address.port().to_string()])
+        .args(["--prometheus-host", "127.0.0.1", "--prometheus-port", &metrics.port().to_string()])
+        .args(["--kv-connector", "nixl", "--max-concurrent-requests", "16384"])
+        .args(["--prefill", &format!("http://{}", engines.prefill)])
+        .args(["--decode", &format!("http://{}", engines.decode)]);
+    Ok((address, command))
+}
+
+fn smg(binary: &Path, engines: Engines) -> Result<(SocketAddr, Command), RouterBenchError> {
+    let (address, metrics) = (subject::free()?, subject::free()?);
+    let mut command = Command::new(binary);
+    command
+        .args(["launch", "--pd-disaggregation", "--policy", "round_robin", "--log-level", "error"])
+        .args(["--host", "127.0.0.1", "--port", &address.port().to_string()])
+        .args(["--prometheus-host", "127.0.0.1", "--prometheus-port", &metrics.port().to_string()])
+        .args(["--disable-tokenizer-autoload", "--backend", "vllm", "--max-concurrent-requests", "16384"])
+        .args(["--prefill", &format!("http://{}", engines.prefill)])
+        .args(["--decode", &format!("http://{}", engines.decode)]);
+    Ok((address, command))
+}
+
+fn yaml(listen: SocketAddr, admin: SocketAddr, engines: Engines) -> String {
+    let Engines { prefill, decode } = engines;
+    format!(
+        "listen: {listen}\nadmin: {{listen: '{admin}'}}\nmodels:\n  - name: sim\n    \
+         prefill: {{engines: [{{url: 'http://{prefill}'}}]}}\n    \
+         decode: {{engines: [{{url: 'http://{decode}'}}]}}\n"
+    )
+}
+
+/// The router with nothing configured but its engines.
+pub(super) async fn baton(args: &RouterArgs, engines: Engines) -> Result<Subject, RouterBenchError> {
+    let Some(binary) = args.binary.clone().or_else(this_binary) else { return threads(engines).await };
+    let (address, admin) = (subject::free()?, subject::free()?);
+    let file = std::env::temp_dir().join(format!("baton-bench-router-{}.yaml", std::process::id()));
+    std::fs::write(&file, yaml(address, admin, engines))
+        .map_err(|error| RouterBenchError::System("no configuration", error))?;
+    let mut command = Command::new(&binary);
+    command.args(["router", "-c"]).arg(&file);
+    let told = version(&binary, "--version");
+    Subject::process("baton", told, address, command, vec![file]).await
+}
+
+/// The running program, if it has a `router` command.
+fn this_binary() -> Option<PathBuf> {
+    std::env::current_exe().ok().filter(|path| path.file_stem().is_some_and(|stem| stem == "baton"))
+}
+
+async fn threads(engines: Engines) -> Result<Subject, RouterBenchError> {
+    let told = |error: &dyn std::fmt::Display| RouterBenchError::Router(error.to_string());
+    let config = RouterConfig::from_yaml(&yaml(subject::any(), subject::any(), engines), "bench")
+        .map_err(|error| told(&error))?;
+    let (stop, stopped) = oneshot::channel::<()>();
+    let (listens, address) = oneshot::channel();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .thread_name(THREADS)
+        .enable_all()
+        .build()
+        .map_err(|error| RouterBenchError::System("no runtime", error))?;
+    let ended = std::thread::spawn(move || {
+        // The router's work is done on the runtime's threads, whose time is counted; this one waits.
+        runtime.block_on(async move {
+            match Router::bind(config).await {
+                Ok(router) => {
+                    let _ = listens.send(Ok(router.local_addr()));
+                    let running = tokio::spawn(router.run(Default::default()));
+                    let _ = stopped.await;
+                    running.abort();
+                }
+                Err(error) => drop(listens.send(Err(error.to_string()))),
+            }
+        });
+        runtime.shutdown_background();
+    });
+    let address = address.await.map_err(|error| told(&error))?.map_err(RouterBenchError::Router)?;
+    Ok(Subject::threads(address, move || {
+        let _ = stop.send(());
+        // A panic of it has been told on standard error.
+        let _ = ended.join();
+    }))
+}

@@ -1,0 +1,32 @@
+//! The `access_log` part: one line of JSON per request that is over.
+
+use std::path::PathBuf;
+
+use garde::Validate;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// One line of JSON per request that is over. Prompts, answers, keys and `Authorization` are never in it.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct AccessLogConfig {
+    /// Whether lines are written. Default: false, which costs nothing.
+    #[garde(skip)]
+    pub enabled: bool,
+    /// The file that lines are appended to. It is opened anew on SIGUSR1, and within a second after it was renamed or
+    /// removed. Default: none, which is standard output.
+    #[garde(skip)]
+    pub path: Option<PathBuf>,
+    /// The share of requests answered well that are logged; every other request always is. 0 to 1; default 1.
+    #[garde(range(min = 0.0, max = 1.0))]
+    pub sample: f64,
+    /// Lines that may wait for a slow disk; more are dropped and counted. 1 to 1,000,000; default 8,192.
+    #[garde(range(min = 1, max = 1_000_000))]
+    pub queue: usize,
+}
+
+impl Default for AccessLogConfig {
+    fn default() -> Self {
+        Self { enabled: false, path: None, sample: 1.0, queue: 8_192 }
+    }
+}

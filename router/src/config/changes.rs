@@ -1,0 +1,59 @@
+//! What changes from one configuration to another, leaf by leaf.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+/// `- path: old` and `+ path: new` for every leaf that differs, ordered by path.
+pub(super) fn between(old: &Value, new: &Value) -> Vec<String> {
+    let (mut before, mut after) = (BTreeMap::new(), BTreeMap::new());
+    leaves(old, String::new(), &mut before);
+    leaves(new, String::new(), &mut after);
+    let mut lines = Vec::new();
+    let paths: std::collections::BTreeSet<_> = before.keys().chain(after.keys()).collect();
+    for path in paths {
+        let (was, is) = (before.get(path), after.get(path));
+        if was != is {
+            lines.extend(was.map(|value| format!("- {path}: {value}")));
+            lines.extend(is.map(|value| format!("+ {path}: {value}")));
+        }
+    }
+    lines
+}
+
+/// Entries of a list are told by their own name or URL where they have one, so that an entry that moves has not
+/// changed.
+fn leaves(value: &Value, path: String, found: &mut BTreeMap<String, Value>) {
+    match value {
+        Value::Object(entries) if !entries.is_empty() => {
+            for (key, below) in entries {
+                let gap = if path.is_empty() { "" } else { "." };
+                leaves(below, format!("{path}{gap}{key}"), found);
+            }
+        }
+        Value::Array(items) if !items.is_empty() => {
+            for (at, item) in items.iter().enumerate() {
+                let own = item["name"].as_str().or_else(|| item["url"].as_str()).map(str::to_owned);
+                leaves(item, format!("{path}[{}]", own.unwrap_or_else(|| at.to_string())), found);
+            }
+        }
+        leaf => drop(found.insert(path, leaf.clone())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn leaves_that_differ_are_told_by_their_path() {
+        let old = json!({"a": 1, "b": {"c": [1, 2]}, "e": [{"url": "x", "w": 1}, {"url": "y", "w": 1}]});
+        let new =
+            json!({"a": 1, "b": {"c": [1, 3]}, "e": [{"url": "y", "w": 2}, {"url": "x", "w": 1}], "f": null});
+        let wanted = ["- b.c[1]: 2", "+ b.c[1]: 3", "- e[y].w: 1", "+ e[y].w: 2", "+ f: null"];
+        assert_eq!(between(&old, &new), wanted);
+        assert!(between(&old, &old).is_empty());
+    }
+}

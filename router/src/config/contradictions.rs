@@ -1,0 +1,62 @@
+//! What no single value shows: keys that contradict each other.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{ModelConfig, PoolConfig, RouterConfig};
+
+/// Every contradiction: the path of the key that it is told at, and what it is.
+pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    listeners(config, &mut found);
+    secrets(config, &mut found);
+    names(&config.models, &mut found);
+    for (at, model) in config.models.iter().enumerate() {
+        if model.decode.engines.is_empty() {
+            found.push((format!("models[{at}].decode"), "needs at least one engine".into()));
+        }
+        for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
+            engines(pool, &format!("models[{at}].{side}"), &mut found);
+        }
+    }
+    found
+}
+
+fn listeners(config: &RouterConfig, found: &mut Vec<(String, String)>) {
+    if config.listen.port() != 0 && config.listen == config.admin.listen {
+        found.push(("admin.listen".into(), "is the clients' address `listen` as well".into()));
+    }
+}
+
+fn secrets(config: &RouterConfig, found: &mut Vec<(String, String)>) {
+    if config.cluster_secret.is_some() && config.cluster_secret_file.is_some() {
+        let what = "is given beside `cluster_secret`; one of them says the secret";
+        found.push(("cluster_secret_file".into(), what.into()));
+    }
+}
+
+/// No name and no alias is given twice: a request must mean one model.
+fn names(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
+    let mut seen = BTreeMap::new();
+    for (at, model) in models.iter().enumerate() {
+        let aliases = model.aliases.iter().enumerate();
+        let aliases = aliases.map(|(n, alias)| (format!("models[{at}].aliases[{n}]"), alias));
+        for (path, name) in std::iter::once((format!("models[{at}].name"), &model.name)).chain(aliases) {
+            match seen.get(name) {
+                Some(first) => {
+                    found.push((path, format!("the name `{name}` is given twice, first as {first}")))
+                }
+                None => drop(seen.insert(name, path)),
+            }
+        }
+    }
+}
+
+/// An engine that stands in a pool twice would be asked again after it failed.
+fn engines(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
+    let mut seen = BTreeSet::new();
+    for (at, engine) in pool.engines.iter().enumerate() {
+        if !seen.insert(engine.url.authority()) {
+            found.push((format!("{path}.engines[{at}].url"), "the engine stands in this pool twice".into()));
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! Bounds on what the router remembers of the engines' caches.
+
+use garde::Validate;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Bounds on what the router remembers of the engines' caches: once for its own decisions, once for what engines
+/// tell of themselves. A chunk, or a KV block, takes about 110 bytes; nothing is taken before it is needed.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct PrefixIndexConfig {
+    /// Chunks of one engine; the least recently used go first. About what its cache holds: with chunks of 512
+    /// bytes the default is two million tokens. 16 to 16,777,216; default 16,384.
+    #[garde(range(min = 16, max = 1 << 24))]
+    pub chunks_per_engine: usize,
+    /// Chunks of all engines. 16 to 268,435,456; default 2,097,152.
+    #[garde(range(min = 16, max = 1 << 28))]
+    pub chunks_total: usize,
+}
+
+impl Default for PrefixIndexConfig {
+    fn default() -> Self {
+        Self { chunks_per_engine: 16_384, chunks_total: 2_097_152 }
+    }
+}

@@ -1,0 +1,153 @@
+//! Whether a request is prefilled on another engine than the one that decodes it.
+//!
+//! A remote prefill costs a hop, a transfer and a lease; a short prompt, or one that the decode engine holds most
+//! of, is computed there sooner. The decision is made once a decode engine is reserved, because what is cached is
+//! cached somewhere.
+
+use crate::config::DisaggregateConfig;
+
+/// What is known when the decision is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Facts {
+    /// The model has prefill engines.
+    pub has_prefill: bool,
+    /// The request has several prompts: one handoff is one sequence of blocks.
+    pub several_prompts: bool,
+    /// Tokens of the prompt, estimated.
+    pub prompt_tokens: u64,
+    /// The share of it that the decode engine holds, as far as is known: 0 to 1.
+    pub cached_share: f64,
+    /// Requests in flight at the least loaded prefill engine.
+    pub prefill_in_flight: usize,
+}
+
+/// What was decided, and why.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Disaggregation {
+    /// Another engine prefills.
+    Remote(Why),
+    /// The decode engine computes everything.
+    Local(Why),
+}
+
+/// Why.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
+    /// Every request of this model is.
+    Always,
+    /// Every condition holds.
+    WorthIt,
+    NoPrefillEngines,
+    SeveralPrompts,
+    ShortPrompt,
+    /// The decode engine holds too much of it.
+    Cached,
+    PrefillBusy,
+    /// No prefill engine could be had, and the model falls back.
+    FellBack,
+}
+
+impl Why {
+    pub(crate) const ALL: [Self; 8] = [
+        Self::Always,
+        Self::WorthIt,
+        Self::NoPrefillEngines,
+        Self::SeveralPrompts,
+        Self::ShortPrompt,
+        Self::Cached,
+        Self::PrefillBusy,
+        Self::FellBack,
+    ];
+
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Always => "always",
+            Self::WorthIt => "worth_it",
+            Self::NoPrefillEngines => "no_prefill_engines",
+            Self::SeveralPrompts => "several_prompts",
+            Self::ShortPrompt => "short_prompt",
+            Self::Cached => "cached",
+            Self::PrefillBusy => "prefill_busy",
+            Self::FellBack => "fell_back",
+        }
+    }
+}
+
+impl Disaggregation {
+    /// `prefill_decode` or `decode_only`.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Remote(_) => "prefill_decode",
+            Self::Local(_) => "decode_only",
+        }
+    }
+}
+
+/// Decides.
+pub(crate) fn decide(config: &DisaggregateConfig, facts: &Facts) -> Disaggregation {
+    if !facts.has_prefill {
+        return Disaggregation::Local(Why::NoPrefillEngines);
+    }
+    if facts.several_prompts {
+        return Disaggregation::Local(Why::SeveralPrompts);
+    }
+    if config.always || *config == DisaggregateConfig::default() {
+        return Disaggregation::Remote(Why::Always);
+    }
+    let uncached_share = (1.0 - facts.cached_share).clamp(0.0, 1.0);
+    // Estimates of prompts are far below 2^53.
+    let uncached = (facts.prompt_tokens as f64 * uncached_share) as u64;
+    let busy = |most: u32| facts.prefill_in_flight >= usize::try_from(most).unwrap_or(usize::MAX);
+    let against = if facts.prompt_tokens < config.min_prompt_tokens {
+        Some(Why::ShortPrompt)
+    } else if uncached < config.min_uncached_tokens || uncached_share < config.min_uncached_share {
+        let short = facts.prompt_tokens < config.min_uncached_tokens;
+        Some(if short { Why::ShortPrompt } else { Why::Cached })
+    } else if config.max_prefill_in_flight.is_some_and(busy) {
+        Some(Why::PrefillBusy)
+    } else {
+        None
+    };
+    against.map_or(Disaggregation::Remote(Why::WorthIt), Disaggregation::Local)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(prompt_tokens: u64, cached_share: f64) -> Facts {
+        Facts { has_prefill: true, prompt_tokens, cached_share, ..Facts::default() }
+    }
+
+    #[test]
+    fn with_the_defaults_every_request_of_one_prompt_is_prefilled_elsewhere() {
+        let config = DisaggregateConfig::default();
+        assert_eq!(decide(&config, &facts(0, 1.0)), Disaggregation::Remote(Why::Always));
+        let several = Facts { several_prompts: true, ..facts(9_000, 0.0) };
+        assert_eq!(decide(&config, &several), Disaggregation::Local(Why::SeveralPrompts));
+        let none = Facts { has_prefill: false, ..facts(9_000, 0.0) };
+        assert_eq!(decide(&config, &none), Disaggregation::Local(Why::NoPrefillEngines));
+    }
+
+    #[test]
+    fn each_condition_that_does_not_hold_keeps_the_prompt_where_it_is_decoded() {
+        let config = DisaggregateConfig {
+            min_prompt_tokens: 100,
+            min_uncached_tokens: 512,
+            min_uncached_share: 0.3,
+            max_prefill_in_flight: Some(4),
+            ..DisaggregateConfig::default()
+        };
+        let of = |facts: Facts| decide(&config, &facts);
+        assert_eq!(of(facts(99, 0.0)), Disaggregation::Local(Why::ShortPrompt));
+        assert_eq!(of(facts(511, 0.0)), Disaggregation::Local(Why::ShortPrompt));
+        assert_eq!(of(facts(512, 0.0)), Disaggregation::Remote(Why::WorthIt));
+        assert_eq!(of(facts(2048, 0.75)), Disaggregation::Local(Why::Cached), "by share");
+        assert_eq!(of(facts(1000, 0.5)), Disaggregation::Local(Why::Cached), "by tokens");
+        assert_eq!(of(facts(2048, 0.5)), Disaggregation::Remote(Why::WorthIt));
+        let busy = Facts { prefill_in_flight: 4, ..facts(2048, 0.0) };
+        assert_eq!(of(busy), Disaggregation::Local(Why::PrefillBusy));
+        let always = DisaggregateConfig { always: true, ..config.clone() };
+        assert_eq!(decide(&always, &busy), Disaggregation::Remote(Why::Always));
+    }
+}

@@ -1,0 +1,98 @@
+//! What the router knows of the engines' caches: from its own decisions, and from what engines tell of
+//! themselves. It outlives reloads, because the caches do.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::policy::Wanted;
+use crate::prefix_index::{Match, PrefixIndex};
+
+/// Two indexes: by chunks of prompts as the router sent them, and by KV blocks as engines told.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    sent: Mutex<PrefixIndex>,
+    told: Mutex<PrefixIndex>,
+}
+
+/// What of a prompt an engine holds, as far as is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Holding {
+    /// Chunks, of [`crate::policy::Wanted::prefix`].
+    pub chunks: usize,
+    /// Blocks, of [`crate::policy::Wanted::blocks`].
+    pub blocks: usize,
+}
+
+impl Holding {
+    /// The share of the prompt that it is, as far as is known: 0 to 1.
+    pub(crate) fn share(self, wanted: &Wanted<'_>) -> f64 {
+        let of = |held: usize, all: usize| if all == 0 { 0.0 } else { held as f64 / all as f64 };
+        of(self.chunks, wanted.prefix.len()).max(of(self.blocks, wanted.blocks.len()))
+    }
+}
+
+impl Memory {
+    /// At most so many hashes of each engine and of all, in each index.
+    pub(crate) fn new(per_engine: usize, total: usize) -> Self {
+        let index = || Mutex::new(PrefixIndex::new(per_engine, total));
+        Self { sent: index(), told: index() }
+    }
+
+    /// Changes the bounds.
+    pub(crate) fn set_bounds(&self, per_engine: usize, total: usize) {
+        lock(&self.sent).set_bounds(per_engine, total);
+        lock(&self.told).set_bounds(per_engine, total);
+    }
+
+    /// A prompt was sent to an engine.
+    pub(crate) fn sent(&self, engine: u32, prefix: &[u64]) {
+        if !prefix.is_empty() {
+            lock(&self.sent).add(engine, prefix);
+        }
+    }
+
+    /// What engines tell of themselves.
+    #[allow(dead_code, reason = "explanations and events come next")]
+    pub(crate) fn told(&self) -> MutexGuard<'_, PrefixIndex> {
+        lock(&self.told)
+    }
+
+    /// An engine that could not be reached may come back with an empty cache; one that is gone has none.
+    pub(crate) fn forget(&self, engine: u32) {
+        lock(&self.sent).forget(engine);
+        lock(&self.told).forget(engine);
+    }
+
+    /// What an engine holds of a prompt.
+    pub(crate) fn holding(&self, engine: u32, prefix: &[u64], blocks: &[u64]) -> Holding {
+        let length = |index: &Mutex<PrefixIndex>, list: &[u64]| {
+            if list.is_empty() { 0 } else { lock(index).length(engine, list) }
+        };
+        Holding { chunks: length(&self.sent, prefix), blocks: length(&self.told, blocks) }
+    }
+
+    /// Who holds most of a prompt's chunks, of the engines that have a load.
+    pub(crate) fn longest_sent(&self, prefix: &[u64], load: impl Fn(u32) -> Option<u64>) -> Option<Match> {
+        if prefix.is_empty() { None } else { lock(&self.sent).longest(prefix, load) }
+    }
+
+    /// Who holds most of a prompt's blocks, of the engines that have a load.
+    pub(crate) fn longest_told(&self, blocks: &[u64], load: impl Fn(u32) -> Option<u64>) -> Option<Match> {
+        if blocks.is_empty() { None } else { lock(&self.told).longest(blocks, load) }
+    }
+
+    /// Chunks that an engine was sent and is still taken to hold.
+    #[cfg(test)]
+    pub(crate) fn chunks_of(&self, engine: u32) -> usize {
+        lock(&self.sent).len_of(engine)
+    }
+
+    /// Hashes in both indexes.
+    #[allow(dead_code, reason = "explanations and events come next")]
+    pub(crate) fn len(&self) -> (usize, usize) {
+        (lock(&self.sent).len(), lock(&self.told).len())
+    }
+}
+
+fn lock(index: &Mutex<PrefixIndex>) -> MutexGuard<'_, PrefixIndex> {
+    index.lock().unwrap_or_else(PoisonError::into_inner)
+}

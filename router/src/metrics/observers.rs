@@ -1,0 +1,40 @@
+//! The access log and the traces: what was written, and what was dropped so that requests need not wait.
+
+use super::registry::{Counter, Family, Registry};
+
+static LINES: Family =
+    Family::counter("baton_router_access_log_lines_total", &[], "Lines of the access log that were written.");
+static LINES_DROPPED: Family = Family::counter(
+    "baton_router_access_log_dropped_total",
+    &[],
+    "Lines of the access log that were dropped: the queue was full, or the file could not be written.",
+);
+static SPANS: Family = Family::counter("baton_router_spans_total", &[], "Spans that the collector took.");
+static SPANS_DROPPED: Family = Family::counter(
+    "baton_router_spans_dropped_total",
+    &["reason"],
+    "Spans that were dropped: `queue_full`, or `export_failed` twice.",
+);
+
+pub(super) static FAMILIES: &[&Family] = &[&LINES, &LINES_DROPPED, &SPANS, &SPANS_DROPPED];
+
+/// The access log and the traces.
+pub(crate) struct ObserverMetrics {
+    pub lines: Counter,
+    pub lines_dropped: Counter,
+    pub spans: Counter,
+    pub spans_dropped_full: Counter,
+    pub spans_dropped_failed: Counter,
+}
+
+impl ObserverMetrics {
+    pub(super) fn new(registry: &Registry) -> Self {
+        Self {
+            lines: registry.counter(&LINES, &[]),
+            lines_dropped: registry.counter(&LINES_DROPPED, &[]),
+            spans: registry.counter(&SPANS, &[]),
+            spans_dropped_full: registry.counter(&SPANS_DROPPED, &["queue_full"]),
+            spans_dropped_failed: registry.counter(&SPANS_DROPPED, &["export_failed"]),
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! The engine that a request's key belongs to, unless it has more than its share: then the key's next engine.
+//!
+//! Each engine has a number for each key (highest random weight; Thaler and Ravishankar, 1998), made of the key
+//! and the engine's address alone, so every router sends a key to the same engine. The highest wins. An engine
+//! that is added takes its share of the keys and moves no other key; one that leaves gives its keys to all the
+//! others. Loads are bounded as in Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads,
+//! 2018: nobody gets more than `load_factor` times its fair share.
+
+use super::least_load::least;
+use super::{Candidate, Choice, Draw, Policy, Reason, Wanted, weights};
+use crate::config::{AffinityKey, ConsistentHashConfig, LoadUnit};
+
+/// Sends equal keys to equal engines.
+#[derive(Debug)]
+pub(crate) struct ConsistentHash(pub ConsistentHashConfig);
+
+impl ConsistentHash {
+    fn key(&self, wanted: &Wanted<'_>) -> Option<u64> {
+        let of = |key: &AffinityKey| match key {
+            AffinityKey::Session => wanted.session,
+            AffinityKey::User => wanted.user,
+            AffinityKey::Prefix => {
+                wanted.prefix.get(..self.0.prefix_chunks).unwrap_or(wanted.prefix).last().copied()
+            }
+        };
+        self.0.keys.iter().find_map(of)
+    }
+}
+
+impl Policy for ConsistentHash {
+    fn choose(&self, wanted: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice> {
+        let Some(key) = self.key(wanted) else {
+            let index = least(candidates, LoadUnit::Requests, draw)?.index;
+            return Some(Choice { index, reason: Reason::NoKey });
+        };
+        let in_flight: u64 = candidates.iter().map(|c| u64::from(c.requests)).sum();
+        // Of all requests with this one, `load_factor` times its share, and at least one.
+        let per_weight = self.0.load_factor * (in_flight + 1) as f64 / weights(candidates) as f64;
+        let has_room = |c: &Candidate| f64::from(c.requests) < (per_weight * f64::from(c.weight)).ceil();
+        let best = |fit: &dyn Fn(&Candidate) -> bool| {
+            let fitting = candidates.iter().filter(|c| fit(c)).map(|c| (rank(key, c), c));
+            fitting.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, c)| c.index)
+        };
+        let first = best(&|_| true)?;
+        // The factor is at least 1, so somebody has room; the key's own engine is the answer to rounding.
+        let index = best(&has_room).unwrap_or(first);
+        let reason = if index == first { Reason::KeysEngine } else { Reason::KeysNext };
+        Some(Choice { index, reason })
+    }
+
+    fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64 {
+        self.key(wanted).map_or(0.0, |key| rank(key, candidate))
+    }
+}
+
+/// The candidate's number for a key; the highest of all is as often a candidate's as it weighs. In (0, 1).
+fn rank(key: u64, candidate: &Candidate) -> f64 {
+    let mut mixed = key ^ candidate.key.rotate_left(32);
+    mixed = (mixed ^ (mixed >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    mixed = (mixed ^ (mixed >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    mixed ^= mixed >> 33;
+    let unit = ((mixed >> 11) as f64 + 0.5) / (1_u64 << 53) as f64;
+    if candidate.weight == 1 { unit } else { unit.powf(1.0 / f64::from(candidate.weight)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::tests::with_loads;
+    use super::*;
+
+    fn policy(load_factor: f64) -> ConsistentHash {
+        ConsistentHash(ConsistentHashConfig { load_factor, ..ConsistentHashConfig::default() })
+    }
+
+    fn owner(candidates: &[Candidate], session: u64) -> usize {
+        let wanted = Wanted { session: Some(session), ..Wanted::default() };
+        policy(100.0).choose(&wanted, candidates, Draw::default()).expect("a candidate").index
+    }
+
+    /// Keys as hashes are: all bits differ.
+    fn keys(count: u64) -> impl Iterator<Item = u64> {
+        (0..count).map(|n| xxhash_rust::xxh3::xxh3_64(&n.to_le_bytes()))
+    }
+
+    #[test]
+    fn an_engine_that_is_added_takes_its_share_of_the_keys_and_moves_no_other() {
+        let (before, after) = (with_loads(&[0; 10]), with_loads(&[0; 11]));
+        let moved: Vec<_> = keys(20_000).filter(|&k| owner(&before, k) != owner(&after, k)).collect();
+        assert!(moved.iter().all(|&k| owner(&after, k) == 10), "only the new engine takes keys");
+        // 20,000 / 11 = 1,818; six standard deviations are 244.
+        assert!(moved.len().abs_diff(1_818) < 244, "{}", moved.len());
+    }
+
+    #[test]
+    fn keys_are_spread_as_the_weights_say() {
+        let mut candidates = with_loads(&[0; 4]);
+        candidates[0].weight = 3;
+        let mut taken = [0_u32; 4];
+        keys(30_000).for_each(|key| taken[owner(&candidates, key)] += 1);
+        assert!(taken[0].abs_diff(15_000) < 520, "{taken:?}");
+        assert!(taken[1..].iter().all(|t| t.abs_diff(5_000) < 400), "{taken:?}");
+    }
+
+    #[test]
+    fn the_first_key_that_a_request_has_is_used_and_without_any_load_decides() {
+        let candidates = with_loads(&[3; 50]);
+        let choose = |wanted: Wanted<'_>| {
+            policy(100.0).choose(&wanted, &candidates, Draw::default()).expect("a candidate")
+        };
+        let (session, user, prefix) = (Some(11), Some(12), [1, 2, 3, 4, 5, 6]);
+        let all = choose(Wanted { session, user, prefix: &prefix, ..Wanted::default() });
+        assert_eq!(all, choose(Wanted { session, ..Wanted::default() }));
+        assert_ne!(all, choose(Wanted { user, ..Wanted::default() }));
+        let by_prefix = choose(Wanted { prefix: &prefix, ..Wanted::default() });
+        assert_eq!(by_prefix, choose(Wanted { prefix: &[1, 2, 3, 4, 9], ..Wanted::default() }));
+        assert_ne!(by_prefix, choose(Wanted { prefix: &[1, 2, 3, 5], ..Wanted::default() }));
+        assert_eq!(choose(Wanted::default()).reason, Reason::NoKey);
+    }
+
+    proptest! {
+        #[test]
+        fn nobody_gets_more_than_the_factor_times_its_share_even_of_one_key(
+            engines in 1_usize..24, factor in 1.0_f64..3.0, hot in 0_u64..1000, requests in 1_u32..400,
+        ) {
+            let mut candidates = with_loads(&vec![0; engines]);
+            let policy = policy(factor);
+            for n in 0..requests {
+                let wanted = Wanted { session: Some(hot), ..Wanted::default() };
+                let index = policy.choose(&wanted, &candidates, Draw::default()).expect("one").index;
+                candidates[index].requests += 1;
+                let share = f64::from(n + 1) / engines as f64;
+                prop_assert!(f64::from(candidates[index].requests) <= (factor * share).ceil());
+            }
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! The less loaded of two engines that are drawn. Routers that do not know of each other's requests spread
+//! theirs with it, where the least load that each of them sees is the same engine for all.
+//! (Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001.)
+
+use super::{Candidate, Choice, Draw, Policy, Reason, Wanted, at, weights};
+use crate::config::LoadUnit;
+
+/// Draws two.
+#[derive(Debug)]
+pub(crate) struct PowerOfTwo(pub LoadUnit);
+
+impl Policy for PowerOfTwo {
+    fn choose(&self, _: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice> {
+        let total = weights(candidates);
+        let first = at(candidates, draw.number(total, 0))?;
+        // The second is drawn from the others, so that two engines are always compared.
+        let rest = total - u64::from(first.weight);
+        let second = draw.number(rest, 32);
+        let mut left = second;
+        let second = candidates.iter().filter(|c| c.index != first.index).find(|candidate| {
+            let here = left < u64::from(candidate.weight);
+            left = left.saturating_sub(u64::from(candidate.weight));
+            here
+        });
+        let chosen = second.filter(|second| second.load(self.0) < first.load(self.0)).unwrap_or(first);
+        Some(Choice { index: chosen.index, reason: Reason::LessLoadedOfTwo })
+    }
+
+    fn score(&self, _: &Wanted<'_>, candidate: &Candidate) -> f64 {
+        -(candidate.load(self.0) as f64 / 65_536.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::with_loads;
+    use super::*;
+
+    #[test]
+    fn the_busier_of_two_engines_is_never_chosen_and_the_busiest_of_many_neither() {
+        let mut draw = Draw::seeded(3);
+        let policy = PowerOfTwo(LoadUnit::Requests);
+        for _ in 0..1_000 {
+            let choice = policy.choose(&Wanted::default(), &with_loads(&[5, 4]), draw.next());
+            assert_eq!(choice.map(|c| c.index), Some(1));
+            let choice = policy.choose(&Wanted::default(), &with_loads(&[1, 2, 9, 3]), draw.next());
+            assert_ne!(choice.map(|c| c.index), Some(2));
+        }
+    }
+
+    #[test]
+    fn every_engine_but_the_busiest_gets_requests() {
+        let mut draw = Draw::seeded(4);
+        let policy = PowerOfTwo(LoadUnit::Requests);
+        let mut taken = [0; 4];
+        for _ in 0..1_000 {
+            let choice = policy.choose(&Wanted::default(), &with_loads(&[1, 2, 3, 4]), draw.next());
+            taken[choice.expect("a candidate").index] += 1;
+        }
+        assert!(taken[0] > taken[1] && taken[1] > taken[2] && taken[2] > 50, "{taken:?}");
+        assert_eq!(taken[3], 0);
+    }
+}

@@ -1,0 +1,38 @@
+//! Any engine, as likely as its weight says.
+
+use super::{Candidate, Choice, Draw, Policy, Reason, Wanted, at, weights};
+
+/// Draws.
+#[derive(Debug)]
+pub(crate) struct Random;
+
+impl Policy for Random {
+    fn choose(&self, _: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice> {
+        let drawn = at(candidates, draw.number(weights(candidates), 0))?;
+        Some(Choice { index: drawn.index, reason: Reason::Drawn })
+    }
+
+    fn score(&self, _: &Wanted<'_>, candidate: &Candidate) -> f64 {
+        f64::from(candidate.weight)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::with_loads;
+    use super::*;
+
+    #[test]
+    fn engines_are_drawn_as_often_as_their_weights_say() {
+        let mut candidates = with_loads(&[9, 0, 4]);
+        candidates[2].weight = 2;
+        let mut draw = Draw::seeded(1);
+        let mut taken = [0_u32; 3];
+        for _ in 0..40_000 {
+            let choice = Random.choose(&Wanted::default(), &candidates, draw.next()).expect("a candidate");
+            taken[choice.index] += 1;
+        }
+        // Six standard deviations of a draw are 520 and 600.
+        assert!(taken[0].abs_diff(10_000) < 520 && taken[2].abs_diff(20_000) < 600, "{taken:?}");
+    }
+}

@@ -1,0 +1,302 @@
+//! Engines that can stand in for each other, and the one place where one of them is chosen.
+//!
+//! ```text
+//! members ─▶ not tried yet ─▶ has room ─▶ in use ─▶ best labels ─▶ policy ─▶ one place is taken
+//! ```
+//!
+//! Which engines are in use is what `health` says. One that is left out is chosen only if no other is left and the
+//! configuration would rather try; one that is drained, or answers nothing at all, is not chosen. Requests wait
+//! rather for a healthy engine that is full than be sent to one that is not.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+use crate::config::{AllOut, EngineConfig, HealthConfig, PolicyConfig, PoolConfig};
+use crate::health::Standing;
+use crate::memory::{Holding, Memory};
+use crate::metrics::Leg;
+use crate::policy::{self, Candidate, Draw, Policy, Wanted};
+use crate::upstream::{Engine, InFlight};
+
+/// Engines that can stand in for each other.
+pub(crate) struct Pool {
+    /// In the order of their engines' ids.
+    members: Vec<Arc<Member>>,
+    policy: Box<dyn Policy>,
+    turn: AtomicU64,
+    /// Where prompts that are sent are noted; none if nobody asks.
+    memory: Option<Arc<Memory>>,
+    leg: Leg,
+    all_out: AllOut,
+    panic_percent: usize,
+}
+
+/// An engine's place in a pool.
+pub(crate) struct Member {
+    pub engine: Arc<Engine>,
+    /// Its data-parallel rank, where the engine has several.
+    pub rank: Option<u16>,
+    /// Its share of the work against the others'.
+    pub weight: u32,
+    /// Requests of this router that it takes at once.
+    pub max_in_flight: usize,
+    /// What it is.
+    #[allow(dead_code, reason = "explanations and events come next")]
+    pub labels: BTreeMap<String, String>,
+    /// A hash of its address, the same in every router.
+    key: u64,
+    /// A hash of its values of the labels that pairs should share; none if it lacks one.
+    pair: Option<u64>,
+    /// It has the labels that the pool prefers.
+    preferred: bool,
+}
+
+/// An engine that was chosen; the request counts as in flight there until this is dropped.
+pub(crate) struct Reserved {
+    pub member: Arc<Member>,
+    pub load: InFlight,
+    /// What it held of the prompt already, as far as is known.
+    pub holding: Holding,
+}
+
+/// Why no engine can be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scarce {
+    /// Those that could be asked have as much as they take. It will pass.
+    Full,
+    /// There is none that could be asked.
+    Nobody,
+}
+
+/// Whether an engine can be chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fit {
+    Ready,
+    /// Only if no other is left.
+    Resting,
+    Full,
+    Tried,
+    /// Not at all.
+    Out,
+}
+
+impl Member {
+    /// `pair_by` are the names of the labels that pairs should share.
+    pub(crate) fn new(
+        config: &EngineConfig,
+        engine: Arc<Engine>,
+        pool: &PoolConfig,
+        pair_by: &[String],
+    ) -> Self {
+        let key = xxh3_64(config.url.authority().as_bytes());
+        let most = config.max_in_flight.or(pool.capacity.max_in_flight);
+        Self {
+            weight: config.weight,
+            max_in_flight: most.unwrap_or(usize::MAX),
+            key,
+            pair: pair_of(&config.labels, pair_by),
+            preferred: !pool.prefer.is_empty() && has(&config.labels, &pool.prefer),
+            labels: config.labels.clone(),
+            rank: None,
+            engine,
+        }
+    }
+
+    /// One rank of its engine.
+    pub(crate) fn at_rank(self, rank: u16) -> Self {
+        let key = xxh3_64(format!("{}#{rank}", self.engine.authority()).as_bytes());
+        Self { rank: Some(rank), key, ..self }
+    }
+
+    /// Requests of this router there.
+    fn load(&self) -> usize {
+        self.rank.map_or_else(|| self.engine.load(), |rank| self.engine.rank_load(rank))
+    }
+
+    /// Requests there: this router's, or, where the engine itself says more, all of them.
+    fn requests(&self) -> u32 {
+        let ours = u32::try_from(self.load()).unwrap_or(u32::MAX);
+        let reported = self.engine.reported_load().filter(|_| self.rank.is_none());
+        reported.map_or(ours, |load| ours.max(load.running.saturating_add(load.waiting)))
+    }
+
+    fn fit(&self, tried: &[Arc<Engine>], leg: Leg, panic: bool) -> Fit {
+        let health = self.engine.health();
+        if tried.iter().any(|t| Arc::ptr_eq(t, &self.engine)) {
+            Fit::Tried
+        } else if health.standing(leg) > Standing::Out {
+            Fit::Out
+        } else if self.load() >= self.max_in_flight {
+            Fit::Full
+        } else if health.takes(leg) || panic {
+            Fit::Ready
+        } else {
+            Fit::Resting
+        }
+    }
+
+    fn begin(&self, leg: Leg, tokens: u64) -> Option<InFlight> {
+        self.engine.begin(leg, self.rank, tokens, self.max_in_flight)
+    }
+
+    fn candidate(&self, index: usize) -> Candidate {
+        Candidate {
+            index,
+            engine: self.engine.id(),
+            key: self.key,
+            requests: self.requests(),
+            tokens: self.engine.tokens(),
+            weight: self.weight,
+        }
+    }
+
+    /// How well its labels suit: the partner's labels first, then those that the pool prefers.
+    fn suits(&self, wanted: &Wanted<'_>) -> u8 {
+        let paired = wanted.pair.is_some() && wanted.pair == self.pair;
+        u8::from(paired) << 1 | u8::from(self.preferred)
+    }
+}
+
+/// Whether all of `wanted` are among an engine's labels.
+pub(crate) fn has(labels: &BTreeMap<String, String>, wanted: &BTreeMap<String, String>) -> bool {
+    wanted.iter().all(|(name, value)| labels.get(name) == Some(value))
+}
+
+fn pair_of(labels: &BTreeMap<String, String>, names: &[String]) -> Option<u64> {
+    let mut hash = Xxh3::new();
+    for name in names {
+        let value = labels.get(name)?;
+        hash.update(&(value.len() as u64).to_le_bytes());
+        hash.update(value.as_bytes());
+    }
+    (!names.is_empty()).then(|| hash.digest())
+}
+
+impl Pool {
+    /// `learns`: somebody will ask what the engines hold of a prompt.
+    pub(crate) fn new(
+        mut members: Vec<Arc<Member>>,
+        policy: &PolicyConfig,
+        memory: &Arc<Memory>,
+        learns: bool,
+    ) -> Self {
+        members.sort_by_key(|member| member.engine.id());
+        let learns = learns || matches!(policy, PolicyConfig::PrefixAware(_));
+        Self {
+            members,
+            policy: policy::of_config(policy, memory),
+            turn: AtomicU64::new(0),
+            memory: learns.then(|| Arc::clone(memory)),
+            leg: Leg::Decode,
+            all_out: AllOut::FailOpen,
+            panic_percent: 0,
+        }
+    }
+
+    /// Says which leg it serves, and what happens when its engines are not well.
+    pub(crate) fn guarded(self, leg: Leg, health: &HealthConfig) -> Self {
+        let panic_percent = usize::from(health.panic_percent);
+        Self { leg, all_out: health.all_out, panic_percent, ..self }
+    }
+
+    /// Members that may be given requests.
+    pub(crate) fn in_use(&self) -> usize {
+        self.members.iter().filter(|m| m.engine.health().standing(self.leg) <= Standing::Trial).count()
+    }
+
+    /// Whether so few engines are left that health is looked at no more.
+    fn panics(&self) -> bool {
+        let fewest = self.members.len() * self.panic_percent;
+        fewest > 0 && self.all_out == AllOut::FailOpen && self.in_use() * 100 < fewest
+    }
+
+    /// Each engine once.
+    pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
+        let mut engines: Vec<Arc<Engine>> = Vec::with_capacity(self.members.len());
+        for member in &self.members {
+            // The ranks of one engine stand side by side.
+            if !engines.last().is_some_and(|last| Arc::ptr_eq(last, &member.engine)) {
+                engines.push(Arc::clone(&member.engine));
+            }
+        }
+        engines
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.members.is_empty()
+    }
+
+    /// Its engines.
+    pub(crate) fn members(&self) -> &[Arc<Member>] {
+        &self.members
+    }
+
+    /// Requests of this router at the least loaded engine; 0 without any.
+    pub(crate) fn least_in_flight(&self) -> usize {
+        self.members.iter().map(|member| member.load()).min().unwrap_or(0)
+    }
+
+    /// Chooses an engine that has room and is not among those `tried`, and counts the request in flight there.
+    ///
+    /// # Errors
+    /// [`Scarce`] says whether waiting helps.
+    pub(crate) fn reserve(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Result<Reserved, Scarce> {
+        loop {
+            let candidates = self.candidates(wanted, tried)?;
+            let draw = Draw::at(self.turn.fetch_add(1, Ordering::Relaxed));
+            let choice = self.policy.choose(wanted, &candidates, draw).ok_or(Scarce::Nobody)?;
+            let member = &self.members[choice.index];
+            // Somebody else may have taken its last place since; then the choice is made again.
+            if let Some(load) = member.begin(self.leg, wanted.tokens) {
+                return Ok(self.reserved(member, load, wanted));
+            }
+        }
+    }
+
+    fn reserved(&self, member: &Arc<Member>, load: InFlight, wanted: &Wanted<'_>) -> Reserved {
+        let mut holding = Holding::default();
+        if let Some(memory) = &self.memory {
+            holding = memory.holding(member.engine.id(), wanted.prefix, wanted.blocks);
+            memory.sent(member.engine.id(), wanted.prefix);
+        }
+        Reserved { member: Arc::clone(member), load, holding }
+    }
+
+    /// The engines that the policy may choose from.
+    fn candidates(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Result<Vec<Candidate>, Scarce> {
+        let (mut ready, mut resting, mut full) = (Vec::with_capacity(self.members.len()), Vec::new(), false);
+        let panic = self.panics();
+        for (index, member) in self.members.iter().enumerate() {
+            match member.fit(tried, self.leg, panic) {
+                Fit::Ready => ready.push(index),
+                Fit::Resting if self.all_out == AllOut::FailOpen => resting.push(index),
+                Fit::Full => full = true,
+                Fit::Resting | Fit::Tried | Fit::Out => {}
+            }
+        }
+        if ready.is_empty() {
+            if full {
+                return Err(Scarce::Full);
+            }
+            ready = resting;
+        }
+        let suits = |index: &usize| self.members[*index].suits(wanted);
+        let best = ready.iter().map(suits).max().ok_or(Scarce::Nobody)?;
+        let fitting = ready.into_iter().filter(|index| suits(index) == best);
+        Ok(fitting.map(|index| self.members[index].candidate(index)).collect())
+    }
+}
+
+impl Reserved {
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.member.engine
+    }
+
+    /// Its values of the labels that its partner should share.
+    pub(crate) fn pair(&self) -> Option<u64> {
+        self.member.pair
+    }
+}
