@@ -15,10 +15,13 @@ use pingora::http::ResponseHeader;
 use pingora::proxy::Session;
 
 use crate::client_watch::{ClientGone, race};
-use crate::exchange_driver::{Answer, Ended, ExchangeDriver};
+use crate::exchange_driver::{Answer, Ended, ExchangeDriver, Rest};
+use crate::intake::Ask;
 use crate::legs::Refusal;
+use crate::metrics::Resume;
+use crate::resume::{Plan, Transcript};
 use crate::sse::Frames;
-use crate::upstream::Reply;
+use crate::upstream::{InFlight, Reply};
 
 /// An answer that is not streamed is held up to this size; past it, it is passed on as it comes.
 const HELD_BYTES_MAX: usize = 1 << 20;
@@ -26,11 +29,39 @@ const HELD_BYTES_MAX: usize = 1 << 20;
 const END_AFTER_DONE: Duration = Duration::from_secs(1);
 
 /// How an engine's answer ended in the middle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Broken {
     Died,
     Silent,
     /// The request has taken longer than it may.
     OutOfTime,
+}
+
+/// Whether a stream whose engine died goes on.
+enum Resumed {
+    GoesOn,
+    Over,
+}
+
+/// What another engine would need to go on with a stream.
+pub(crate) struct Resuming {
+    pub transcript: Transcript,
+    /// Its body is dropped once the answer has begun.
+    pub ask: Ask,
+}
+
+impl Resuming {
+    fn pass(&mut self, frames: &Bytes) -> Bytes {
+        let passed = self.transcript.pass(frames);
+        if !self.transcript.needs_request() && !self.ask.body.is_empty() {
+            self.ask.body = serde_json::Map::new();
+        }
+        passed
+    }
+
+    fn broke(&mut self) -> Plan {
+        self.transcript.broke()
+    }
 }
 
 /// How long an answer is waited for.
@@ -88,9 +119,11 @@ pub(crate) async fn pass(
     answer: Answer,
     id: &HeaderValue,
     patience: Patience,
+    resuming: Option<Resuming>,
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
-    let passing = Passing { session, driver, attempt, reply: *reply, patience, spoke: false };
+    let reply = *reply;
+    let passing = Passing { session, driver, attempt, reply, load, patience, resuming, spoke: false };
     let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
     let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
     passing.driver.watched.streamed = streamed;
@@ -110,7 +143,6 @@ pub(crate) async fn pass(
     } else {
         passing.held(head).await?;
     }
-    drop(load);
     Ok(status)
 }
 
@@ -119,7 +151,10 @@ struct Passing<'a> {
     driver: &'a mut ExchangeDriver,
     attempt: Attempt,
     reply: Reply,
+    /// Counts the request at its engine.
+    load: InFlight,
     patience: Patience,
+    resuming: Option<Resuming>,
     spoke: bool,
 }
 
@@ -132,16 +167,74 @@ impl Passing<'_> {
                 Ok(Some(chunk)) => {
                     let whole = frames.pass(chunk);
                     if !whole.is_empty() {
+                        let whole = match &mut self.resuming {
+                            Some(resuming) => resuming.pass(&whole),
+                            None => whole,
+                        };
                         self.write(whole, false).await?;
                     }
                     if frames.is_done() {
                         return self.done().await;
                     }
                 }
-                Ok(None) => return self.broken_stream(Broken::Died, &frames).await,
-                Err(broken) => return self.broken_stream(broken, &frames).await,
+                Ok(None) => match self.resume(Broken::Died, &frames).await? {
+                    Resumed::GoesOn => frames = Frames::default(),
+                    Resumed::Over => return Ok(()),
+                },
+                Err(broken) => match self.resume(broken, &frames).await? {
+                    Resumed::GoesOn => frames = Frames::default(),
+                    Resumed::Over => return Ok(()),
+                },
             }
         }
+    }
+
+    /// The engine ended in the middle: another one goes on, where that is possible.
+    async fn resume(&mut self, broken: Broken, frames: &Frames) -> Result<Resumed, Ended> {
+        let plan = match &mut self.resuming {
+            Some(resuming) if broken != Broken::OutOfTime && !frames.is_inside() => resuming.broke(),
+            _ => Plan::Impossible,
+        };
+        let (resuming, rest) = match (plan, &mut self.resuming) {
+            (Plan::Again, Some(resuming)) => (resuming, Rest::Everything),
+            (Plan::Continue(body), Some(resuming)) => {
+                let tokens = resuming.transcript.length();
+                (resuming, Rest::After { body, tokens })
+            }
+            (Plan::Finish(last), _) => {
+                self.driver.resumed(Resume::Resumed);
+                self.driver.apply(Event::StreamEnded(self.attempt));
+                self.write(last, false).await?;
+                self.write(Bytes::new(), true).await?;
+                return Ok(Resumed::Over);
+            }
+            (Plan::Impossible | Plan::Again | Plan::Continue(_), _) => {
+                self.driver.resumed(Resume::NotAllowed);
+                self.broken_stream(broken, frames).await?;
+                return Ok(Resumed::Over);
+            }
+        };
+        let going_on = self.driver.go_on(self.session, self.attempt, &resuming.ask, rest);
+        let answer = match self.patience.until {
+            None => going_on.await?,
+            // What it had begun is settled by what follows.
+            Some(until) => tokio::time::timeout_at(until.into(), going_on).await.unwrap_or(Ok(None))?,
+        };
+        let streams = |reply: &Reply| {
+            let kind = reply.headers().get(CONTENT_TYPE);
+            kind.is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"))
+        };
+        let Some(answer) = answer.filter(|answer| streams(&answer.reply)) else {
+            self.driver.resumed(Resume::Failed);
+            self.driver.apply(Event::GaveUp);
+            self.broken_stream(broken, frames).await?;
+            return Ok(Resumed::Over);
+        };
+        self.driver.resumed(Resume::Resumed);
+        resuming.transcript.goes_on();
+        (self.attempt, self.reply, self.load) = (answer.attempt, *answer.reply, answer.load);
+        self.spoke = false;
+        Ok(Resumed::GoesOn)
     }
 
     /// The stream has said `[DONE]`. From here on the client may hang up or ask the next thing.
@@ -167,7 +260,7 @@ impl Passing<'_> {
     }
 
     /// The engine ended in the middle: one typed error at the boundary of a frame, then `[DONE]`.
-    async fn broken_stream(mut self, broken: Broken, frames: &Frames) -> Result<(), Ended> {
+    async fn broken_stream(&mut self, broken: Broken, frames: &Frames) -> Result<(), Ended> {
         self.driver.apply(Event::StreamBroken(self.attempt));
         let mut last = BytesMut::new();
         if frames.is_inside() {

@@ -4,6 +4,10 @@
 //! answer, a refusal, a panic, a connection task that is aborted at shutdown), the machine hears of it and
 //! what is owed is paid.
 
+mod going_on;
+
+pub(crate) use going_on::Rest;
+
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -148,7 +152,7 @@ impl ExchangeDriver {
     /// Tells the machine, and pays what it says.
     pub(crate) fn apply(&mut self, event: Event) {
         let now = self.shared.now();
-        if let Event::StreamBroken(attempt) = event {
+        if let Event::StreamBroken(attempt) | Event::StreamCut(attempt) = event {
             let engine = self.engine(attempt);
             self.suspects.push((engine, Leg::Decode));
         }

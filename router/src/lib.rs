@@ -18,6 +18,7 @@
 //! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `health`, `alive`, `retries` | which engines are given requests, and how often they are tried again |
+//! | `resume` | what is kept of a stream so that another engine can go on with it |
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
@@ -52,6 +53,7 @@ mod policy;
 mod pool;
 mod prefix_index;
 mod request_id;
+mod resume;
 mod retries;
 mod rewrite;
 mod route;

@@ -31,7 +31,7 @@ pub(crate) use page::{Format, Scrape};
 #[expect(unused_imports, reason = "for the parts that count more")]
 pub(crate) use registry::{Counter, Family, Gauge, Histogram, Registry};
 pub(crate) use requests::{End, ModelMetrics};
-pub(crate) use resilience::STANDINGS;
+pub(crate) use resilience::{Resume, STANDINGS};
 
 /// Every family, of every part.
 fn families() -> impl Iterator<Item = &'static Family> {

@@ -23,7 +23,6 @@ pub(crate) struct Model {
     pub decode: Pool,
     pub fallback: Fallback,
     /// A stream whose decode engine dies is continued by another.
-    #[allow(dead_code, reason = "streams are resumed in the next step")]
     pub resume: bool,
     /// What its requests may take.
     pub bounds: Bounds,

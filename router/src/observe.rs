@@ -52,7 +52,7 @@ impl Watched {
             Event::PrefillFailed(by, failure) => (by, Leg::Prefill, failure.into()),
             Event::DecodeRefused(by) => (by, Leg::Decode, Reason::Refused),
             Event::DecodeFailed(by, failure) => (by, Leg::Decode, failure.into()),
-            Event::StreamBroken(by) => (by, Leg::Decode, Reason::Died),
+            Event::StreamBroken(by) | Event::StreamCut(by) => (by, Leg::Decode, Reason::Died),
             Event::PrefillSkipped
             | Event::FirstChunk(_)
             | Event::StreamEnded(_)

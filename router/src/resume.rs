@@ -25,7 +25,8 @@ use baton_openai::Endpoint;
 use bytes::{Bytes, BytesMut};
 use serde_json::{Map, Value, json};
 
-pub(crate) use allowed::is_allowed;
+use crate::intake::Ask;
+use allowed::is_allowed;
 
 /// Tokens of a prompt and an answer that are kept of one stream.
 const TOKENS_MAX: usize = 1 << 20;
@@ -51,6 +52,8 @@ pub(crate) struct Transcript {
     held_back: Vec<u32>,
     /// Tokens of the answer that earlier engines computed.
     before: usize,
+    /// Another engine has gone on after something was sent.
+    continued: bool,
     finish: bool,
     usage_sent: bool,
     /// Something was sent that cannot be continued.
@@ -79,8 +82,19 @@ pub(crate) enum Plan {
 }
 
 impl Transcript {
+    /// What is kept of a request's stream, where its model's streams may be resumed and it allows that: its engine is
+    /// then asked for token ids.
+    pub(crate) fn of(ask: &mut Ask) -> Option<Self> {
+        if !ask.model.resume || ask.aggregate || !is_allowed(&ask.body) {
+            return None;
+        }
+        let transcript = Self::new(ask.endpoint, &ask.model.name, &ask.body);
+        ask.body.insert("return_token_ids".to_owned(), json!(true));
+        Some(transcript)
+    }
+
     /// Begins with the client's body, which [`is_allowed`] has let through.
-    pub(crate) fn new(endpoint: Endpoint, model: &str, body: &Map<String, Value>) -> Self {
+    fn new(endpoint: Endpoint, model: &str, body: &Map<String, Value>) -> Self {
         let number = |name: &str| body.get(name).and_then(Value::as_u64);
         let default = if endpoint == Endpoint::Completions { Some(COMPLETION_TOKENS) } else { None };
         Self {
@@ -95,6 +109,7 @@ impl Transcript {
             sent: Vec::new(),
             held_back: Vec::new(),
             before: 0,
+            continued: false,
             finish: false,
             usage_sent: false,
             spoilt: false,
@@ -105,7 +120,8 @@ impl Transcript {
     pub(crate) fn pass(&mut self, chunk: &Bytes) -> Bytes {
         let mut out = BytesMut::with_capacity(chunk.len());
         for frame in frames::split(chunk) {
-            match frames::json(frame).and_then(|data| serde_json::from_slice::<Map<String, Value>>(data).ok()) {
+            match frames::json(frame).and_then(|data| serde_json::from_slice::<Map<String, Value>>(data).ok())
+            {
                 Some(mut data) => {
                     self.read(&mut data);
                     out.extend_from_slice(b"data: ");
@@ -139,7 +155,7 @@ impl Transcript {
                 let field = |name: &str| frame.get(name).cloned().unwrap_or(Value::Null);
                 self.head = Some(Head { id: field("id"), created: field("created"), model: field("model") });
             }
-            Some(head) if self.before > 0 || self.is_continued() => {
+            Some(head) if self.continued => {
                 frame.insert("id".to_owned(), head.id.clone());
                 frame.insert("created".to_owned(), head.created.clone());
                 frame.insert("model".to_owned(), head.model.clone());
@@ -157,7 +173,7 @@ impl Transcript {
 
     fn note_prompt(&mut self, ids: Option<Value>) {
         // That of a continuation contains tokens of the answer.
-        if self.prompt.is_none() && !self.is_continued() {
+        if self.prompt.is_none() && !self.continued {
             self.prompt = ids.as_ref().and_then(tokens);
         }
     }
@@ -194,10 +210,6 @@ impl Transcript {
         self.spoilt |= self.sent.len() + self.held_back.len() > TOKENS_MAX;
     }
 
-    fn is_continued(&self) -> bool {
-        self.before > 0
-    }
-
     /// What the client is told of a whole answer.
     fn whole_usage(&self, usage: &mut Value) {
         let (Some(prompt), 1..) = (&self.prompt, self.before) else { return };
@@ -222,10 +234,6 @@ impl Transcript {
             // The one frame that said so is missing.
             return Plan::Impossible;
         }
-        if sent == 0 && self.endpoint == Endpoint::Completions && self.before == 0 {
-            // No text was sent: the first frame can come again without anybody noticing, apart from its head.
-            self.before = 0;
-        }
         let mut body = self.sampling.clone();
         body.insert("model".to_owned(), json!(self.model));
         body.insert("prompt".to_owned(), json!(prompt.iter().chain(&self.sent).collect::<Vec<_>>()));
@@ -247,9 +255,15 @@ impl Transcript {
     /// Another engine goes on.
     pub(crate) fn goes_on(&mut self) {
         self.before = self.sent.len();
+        self.continued = self.head.is_some();
     }
 
-    /// Tokens of prompt and answer that a continuation begins with.
+    /// Whether the request itself is still needed for a continuation.
+    pub(crate) fn needs_request(&self) -> bool {
+        self.head.is_none()
+    }
+
+    /// Tokens of prompt and answer that a continuation begins with. Never more than a context holds.
     pub(crate) fn length(&self) -> usize {
         self.prompt.as_ref().map_or(0, Vec::len) + self.sent.len()
     }

@@ -56,8 +56,15 @@ fn strip_nested(value: &mut Value) {
 
 /// Not for the prefill leg. `stream_options` is refused without `stream`, and `min_tokens` above `max_tokens`; what
 /// ends an answer has no bearing on its prompt, and a stop that ends the one token keeps older vLLM from lending.
-const UNSET_FOR_PREFILL: [&str; 6] =
-    ["stream_options", "min_tokens", "min_completion_tokens", "stop", "stop_token_ids", "ignore_eos"];
+const UNSET_FOR_PREFILL: [&str; 7] = [
+    "stream_options",
+    "min_tokens",
+    "min_completion_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "return_token_ids",
+];
 
 /// The prefill leg: one token, not streamed, lent to whoever comes with the handle.
 pub(crate) fn prefill_body(body: &Map<String, Value>, model: &str) -> Bytes {

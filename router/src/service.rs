@@ -27,7 +27,7 @@ use crate::metrics::End;
 use crate::route::Route;
 use crate::shared::{Room, Shared};
 use crate::trace_context::Trace;
-use crate::{answer, passthrough, request_id};
+use crate::{answer, passthrough, request_id, resume};
 
 /// The service that pingora drives.
 pub(crate) struct FrontDoor(pub Arc<Shared>);
@@ -173,7 +173,7 @@ impl FrontDoor {
         &self,
         session: &mut Session,
         context: &mut RequestContext,
-        ask: Ask,
+        mut ask: Ask,
     ) -> Result<(), Ended> {
         let driver = context.driver.insert(ExchangeDriver::new(
             Arc::clone(&self.0),
@@ -183,6 +183,7 @@ impl FrontDoor {
         ));
         driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));
         driver.reserve(session, &ask)?;
+        let transcript = resume::Transcript::of(&mut ask);
         let bounds = ask.model.bounds;
         let spent = self.0.now().since(context.begun);
         let until = bounds.request.map(|most| Instant::now() + most.saturating_sub(spent));
@@ -197,9 +198,9 @@ impl FrontDoor {
                 Err(_elapsed) => Err(driver.out_of_time()),
             },
         }?;
-        drop(ask);
+        let resuming = transcript.map(|transcript| answer::Resuming { transcript, ask });
         let patience = Patience { silence: bounds.stream_silence, until };
-        context.status = answer::pass(session, driver, answer, &context.echoed, patience).await?;
+        context.status = answer::pass(session, driver, answer, &context.echoed, patience, resuming).await?;
         Ok(())
     }
 

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use hyper::StatusCode;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::Answer;
 use crate::generation::Generation;
@@ -30,18 +30,24 @@ fn one(engine: &Arc<Engine>, generation: &Generation) -> Value {
         let age_ms = u64::try_from(load.at.elapsed().as_millis()).unwrap_or(u64::MAX);
         json!({"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage, "age_ms": age_ms})
     });
-    let legs = [Leg::Prefill, Leg::Decode].into_iter().filter_map(|leg| {
-        let serves =
-            |m: &&Arc<crate::models::Model>| m.pool(leg).engines().iter().any(|e| Arc::ptr_eq(e, engine));
-        let models: Vec<_> =
-            generation.models.list().iter().filter(serves).map(|m| m.name.as_str()).collect();
-        let standing = health.standing(leg, &terms).label();
-        let state = json!({"standing": standing, "breaker": health.breaker(leg).label(), "models": models});
-        (!models.is_empty()).then(|| (leg.label().to_owned(), state))
-    });
+    let (mut pools, mut legs) = (Vec::new(), Map::new());
+    for model in generation.models.list() {
+        for leg in Leg::BOTH {
+            let mut places = model.pool(leg).members().iter().filter(|m| Arc::ptr_eq(&m.engine, engine));
+            let Some(place) = places.next() else { continue };
+            let ranks = 1 + places.count();
+            pools.push(
+                json!({"model": model.name, "leg": leg.label(), "weight": place.weight, "ranks": ranks}),
+            );
+            let (standing, breaker) = (health.standing(leg, &terms).label(), health.breaker(leg).label());
+            legs.insert(leg.label().to_owned(), json!({"standing": standing, "breaker": breaker}));
+        }
+    }
     json!({
+        "engine": engine.authority(),
         "url": engine.url(),
-        "legs": legs.collect::<serde_json::Map<_, _>>(),
+        "pools": pools,
+        "legs": legs,
         "reasons": health.reasons(&terms),
         "in_flight": engine.load(),
         "load": load,

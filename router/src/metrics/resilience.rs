@@ -28,7 +28,6 @@ static WRONG_MODEL: Family = Family::counter(
 
 pub(super) static FAMILIES: &[&Family] = &[&STANDINGS, &RETRIES_REFUSED, &RESUMES, &WRONG_MODEL];
 
-#[allow(dead_code, reason = "streams are resumed in the next step")]
 /// What became of a stream whose decode engine died.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Resume {
@@ -61,7 +60,6 @@ impl ResilienceMetrics {
         self.refused[leg as usize].increment(1);
     }
 
-    #[allow(dead_code, reason = "streams are resumed in the next step")]
     pub(crate) fn resume(&self, result: Resume) {
         self.resumes[result as usize].increment(1);
     }

@@ -1,7 +1,6 @@
 //! Which requests can be continued by another engine: those of which everything that shapes their answer is known
 //! here, and of which the rest of the answer depends on nothing but the tokens so far.
 
-use baton_openai::Endpoint;
 use serde_json::{Map, Value};
 
 /// How tokens are chosen; sent with the continuation as it is. Frequency and presence penalties are missing: they
@@ -43,7 +42,7 @@ const KNOWN: [&str; 13] = [
 /// Not: answers that are not streamed; several choices; log-probabilities and `echo`, whose frames hold more than
 /// text; stop strings, of which a part may be held back; a seed together with a temperature, because the draws begin
 /// anew; tools, structured output, and any field that is not known here.
-pub(crate) fn is_allowed(_endpoint: Endpoint, body: &Map<String, Value>) -> bool {
+pub(super) fn is_allowed(body: &Map<String, Value>) -> bool {
     let neutral = |name: &str, value: &Value| match name {
         "n" | "best_of" => *value == 1,
         "logprobs" | "echo" | "return_token_ids" | "include_stop_str_in_output" | "use_beam_search" => {

@@ -38,6 +38,8 @@ pub(crate) enum Act {
     ReplyWhenTold(Value),
     /// A 200 with this text.
     Text(&'static str),
+    /// A 200 with this JSON.
+    Json(Value),
     /// A stream of these frames, then the connection is closed (`false`) or the answer ends (`true`).
     Frames(Vec<String>, bool),
     /// Streams so many events at once, then `[DONE]`.
@@ -120,6 +122,20 @@ impl FakeEngine {
     /// An engine that comes up where another went down.
     pub(crate) async fn at(address: SocketAddr, act: Act) -> Self {
         Self::listening(TcpListener::bind(address).await.unwrap(), vec![act])
+    }
+
+    /// As [`Self::at`], where the port may be somebody's outgoing connection for a moment.
+    pub(crate) async fn back_at(address: SocketAddr, act: Act) -> Self {
+        let bound = async {
+            loop {
+                if let Ok(listener) = TcpListener::bind(address).await {
+                    return listener;
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let listener = tokio::time::timeout(PATIENCE, bound).await.expect("the port is free again");
+        Self::listening(listener, vec![act])
     }
 
     fn listening(listener: TcpListener, acts: Vec<Act>) -> Self {
@@ -338,6 +354,7 @@ async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Bod
             let body = Full::new(Bytes::from_static(text.as_bytes()));
             Response::new(body.map_err(|never: Infallible| match never {}).boxed())
         }
+        Act::Json(value) => whole(200, &value),
         Act::Frames(frames, ends) => return Ok(framed(work, frames, ends)),
         Act::Whole(bytes) => whole(200, &text(bytes)),
         Act::WholeWhenTold(bytes) => {
