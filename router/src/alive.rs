@@ -68,8 +68,12 @@ async fn is_alive(engine: &Arc<Engine>, within: Duration) -> bool {
 
 /// Asks an engine for its health: `None` when it answers nothing in time, or whether it says that it is well.
 pub(crate) async fn asked(engine: &Arc<Engine>, within: Duration) -> Option<bool> {
-    let question =
-        Outgoing { method: Method::GET, path: "/health", headers: HeaderMap::new(), body: Bytes::new() };
+    let question = Outgoing {
+        method: Method::GET,
+        path: "/health",
+        headers: HeaderMap::new(),
+        body: Bytes::new().into(),
+    };
     let asked = async { engine.call(&question, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
     Some(tokio::time::timeout(within, asked).await.ok()?.ok()?.status.is_success())
 }

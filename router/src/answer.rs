@@ -16,6 +16,7 @@ use pingora::proxy::Session;
 
 use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::{Answer, Ended, ExchangeDriver, Rest};
+use crate::hygiene::Wire;
 use crate::intake::Ask;
 use crate::legs::Refusal;
 use crate::metrics::Resume;
@@ -46,15 +47,14 @@ enum Resumed {
 /// What another engine would need to go on with a stream.
 pub(crate) struct Resuming {
     pub transcript: Transcript,
-    /// Its body is dropped once the answer has begun.
     pub ask: Ask,
 }
 
 impl Resuming {
     fn pass(&mut self, frames: &Bytes) -> Bytes {
         let passed = self.transcript.pass(frames);
-        if !self.transcript.needs_request() && !self.ask.body.is_empty() {
-            self.ask.body = serde_json::Map::new();
+        if !self.transcript.needs_request() {
+            self.ask.forget_body();
         }
         passed
     }
@@ -98,9 +98,10 @@ pub(crate) async fn whole(
     }
     head.insert_header("x-request-id", id)?;
     head.insert_header(CONTENT_LENGTH, body.len())?;
+    // What is left of a body that nobody wants, or came behind it, would be taken for the next request.
+    let unread = Wire::of(session).is_some_and(|wire| wire.is_unread());
     let client = session.as_downstream_mut();
-    if !client.is_body_done() {
-        // The rest of a body that nobody wants would be taken for the next request.
+    if unread {
         client.set_keepalive(None);
     }
     client.write_response_header(Box::new(head)).await?;

@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 
 use baton_connector::RequestId;
 use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Fit, Outcome, Settlement, Timeline};
-use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderValue;
 use pingora::proxy::Session;
@@ -40,7 +39,7 @@ use crate::rewrite;
 use crate::settle::{Debtor, Returned};
 use crate::shared::Shared;
 use crate::trace_context::Trace;
-use crate::upstream::{Engine, InFlight, Outgoing, Reply};
+use crate::upstream::{Engine, InFlight, Outgoing, Payload, Reply};
 
 /// Why a request has no answer from an engine.
 #[derive(Debug)]
@@ -354,7 +353,7 @@ impl ExchangeDriver {
         let recompute = handoff.is_some() && self.may_recompute;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let first_byte = ask.model.bounds.decode_first_byte;
-        let body = rewrite::decode_body(&ask.body, &ask.model.name, handoff.as_deref());
+        let body = rewrite::decode_body(&ask.body, &ask.model.name, handoff.as_deref(), ask.token_ids);
         let mut outgoing = self.outgoing(ask, Leg::Decode, body);
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
@@ -477,11 +476,15 @@ impl ExchangeDriver {
     /// The configuration is wrong: the operator's fault, and never the client's.
     fn note_misconfigured(&self, engine: &Engine, leg: Leg, refusal: &Refusal) {
         if *refusal == Refusal::misconfigured() {
-            tracing::error!(
-                engine = engine.authority(),
-                leg = leg.label(),
-                "an engine refuses this router's cluster secret"
-            );
+            if let Some(held_back) = self.shared.refused_secret.due() {
+                tracing::error!(
+                    request = %self.debtor.request,
+                    engine = engine.authority(),
+                    leg = leg.label(),
+                    held_back,
+                    "an engine refuses this router's cluster secret"
+                );
+            }
             self.shared.metrics.misconfigured(leg);
         }
         if *refusal == Refusal::wrong_model() {
@@ -534,7 +537,7 @@ impl ExchangeDriver {
         Arc::clone(&self.attempts[usize::from(attempt.0)])
     }
 
-    fn outgoing(&self, ask: &Ask, leg: Leg, body: Bytes) -> Outgoing {
+    fn outgoing(&self, ask: &Ask, leg: Leg, body: Payload) -> Outgoing {
         let mut headers = ask.engine_headers(&self.debtor.request);
         self.watched.trace.inject(&mut headers, leg);
         Outgoing { method: Method::POST, path: ask.endpoint.path(), headers, body }

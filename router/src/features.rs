@@ -6,9 +6,8 @@
 //!
 //! Only what a policy of the model asks for is looked at; see [`Needs`].
 
+use baton_openai::RawBody;
 use hyper::header::HeaderMap;
-use serde::Deserialize;
-use serde_json::value::RawValue;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
 
 use crate::config::{AffinityKey, FeaturesConfig, LoadUnit, ModelConfig, PolicyConfig};
@@ -39,23 +38,10 @@ pub(crate) struct Features {
 pub(crate) struct Source<'a> {
     pub model: &'a str,
     pub headers: &'a HeaderMap,
-    pub body: &'a [u8],
+    pub body: &'a RawBody,
     pub user: Option<&'a str>,
     /// What keeps this request's cache apart from others': `cache_salt`, tenant.
     pub salts: &'a [&'a str],
-}
-
-/// The fields of a body that become the prompt, as they are written there.
-#[derive(Debug, Default, Deserialize)]
-struct PromptFields<'a> {
-    #[serde(borrow)]
-    messages: Option<&'a RawValue>,
-    #[serde(borrow)]
-    prompt: Option<&'a RawValue>,
-    #[serde(borrow)]
-    input: Option<&'a RawValue>,
-    #[serde(borrow)]
-    tools: Option<&'a RawValue>,
 }
 
 impl Needs {
@@ -93,13 +79,12 @@ impl Features {
             features.user = source.user.filter(|user| !user.is_empty()).map(|user| xxh3_64(user.as_bytes()));
         }
         if needs.prefix || needs.tokens {
-            // A body with such a field twice has no prompt that could be pointed at.
-            let fields: PromptFields<'_> = serde_json::from_slice(source.body).unwrap_or_default();
-            let prompt = fields.messages.or(fields.prompt).or(fields.input).map_or("", RawValue::get);
-            let tools = fields.tools.map_or("", RawValue::get);
+            let body = source.body;
+            let prompt = ["messages", "prompt", "input"].iter().find_map(|name| body.field(name));
+            let (prompt, tools) = (prompt.unwrap_or_default(), body.field("tools").unwrap_or_default());
             features.tokens = estimate(prompt.len() + tools.len(), config);
             if needs.prefix {
-                features.prefix = chunks(first_link(source, tools), prompt.as_bytes(), config);
+                features.prefix = chunks(first_link(source, tools), prompt, config);
             }
         }
         features
@@ -124,11 +109,12 @@ fn estimate(bytes: usize, config: &FeaturesConfig) -> u64 {
 }
 
 /// What keeps chains apart before a byte of the prompt is looked at.
-fn first_link(source: &Source<'_>, tools: &str) -> u64 {
+fn first_link(source: &Source<'_>, tools: &[u8]) -> u64 {
     let mut hash = Xxh3::new();
-    for part in [source.model, tools].iter().chain(source.salts) {
+    let salts = source.salts.iter().map(|salt| salt.as_bytes());
+    for part in [source.model.as_bytes(), tools].into_iter().chain(salts) {
         hash.update(&(part.len() as u64).to_le_bytes());
-        hash.update(part.as_bytes());
+        hash.update(part);
     }
     hash.digest()
 }
@@ -154,12 +140,16 @@ mod tests {
 
     use super::*;
 
+    fn raw(body: &str) -> RawBody {
+        RawBody::any(body.to_owned().into(), &Default::default(), &()).expect("an object")
+    }
+
     const ALL: Needs = Needs { session: true, user: true, prefix: true, tokens: true };
 
     fn features(body: &Value, salts: &[&str]) -> Features {
         let headers = HeaderMap::new();
-        let body = body.to_string();
-        let source = Source { model: "m", headers: &headers, body: body.as_bytes(), user: None, salts };
+        let body = raw(&body.to_string());
+        let source = Source { model: "m", headers: &headers, body: &body, user: None, salts };
         Features::read(&source, ALL, &FeaturesConfig { chunk_bytes: 64, ..FeaturesConfig::default() })
     }
 
@@ -211,7 +201,8 @@ mod tests {
         let read = |session: &'static str, user: &str| {
             let mut headers = HeaderMap::new();
             headers.insert("x-session-id", HeaderValue::from_static(session));
-            let source = Source { model: "m", headers: &headers, body: b"{}", user: Some(user), salts: &[] };
+            let source =
+                Source { model: "m", headers: &headers, body: &raw("{}"), user: Some(user), salts: &[] };
             let features = Features::read(&source, ALL, &FeaturesConfig::default());
             (features.session, features.user)
         };

@@ -8,20 +8,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, Endpoint, GenerateRequest, parse_object};
-use bytes::{Bytes, BytesMut};
-use hyper::header::{AUTHORIZATION, CONTENT_LENGTH, EXPECT, HeaderMap, HeaderName, HeaderValue};
+use baton_openai::{ApiError, Endpoint, Outline, ParseLimits, RawBody};
+use bytes::Bytes;
+use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use pingora::protocols::l4::socket::SocketAddr;
 use pingora::proxy::Session;
-use serde_json::{Map, Value};
 
 use crate::exchange_driver::Ended;
 use crate::features::{Features, Source};
 use crate::generation::Generation;
+use crate::hygiene::{BodyError, Wire};
 use crate::legs::Refusal;
 use crate::models::Model;
 use crate::policy::Wanted;
-use crate::rewrite;
+use crate::rewrite::ClientRules;
 
 /// The only headers of a client that an engine gets as they are: its credentials. Its trace is checked first.
 const PASSED_HEADERS: [HeaderName; 1] = [AUTHORIZATION];
@@ -31,10 +31,15 @@ pub(crate) struct Ask {
     pub endpoint: Endpoint,
     pub model: Arc<Model>,
     /// As the client sent it, without anything internal.
-    pub body: Map<String, Value>,
+    pub body: RawBody,
+    /// What it says besides the prompt.
+    #[expect(dead_code, reason = "policies and admission look at it")]
+    pub outline: Outline,
     /// A decode engine computes everything: one handoff is one sequence of blocks, and this request has
     /// several prompts.
     pub aggregate: bool,
+    /// Engines are asked for the answer's token ids, so that another one can go on with it.
+    pub token_ids: bool,
     /// What says where it belongs.
     pub features: Features,
     headers: HeaderMap,
@@ -53,27 +58,33 @@ impl Ask {
     /// What the client is to be told; nothing of the request has left the router.
     pub(crate) fn read(
         endpoint: Endpoint,
-        body: &[u8],
+        body: Bytes,
         headers: &HeaderMap,
         generation: &Generation,
     ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
-        let raw = body;
-        let mut body = parse_object(raw, limits)?;
-        rewrite::strip(&mut body);
-        let request = GenerateRequest::from_map(endpoint, &body, limits)?;
-        let model = Arc::clone(generation.models.named(request.model.as_deref())?);
-        let aggregate = request.input.prompts() > 1;
-        let salt = request.cache_salt.as_deref();
+        let (body, outline) = RawBody::generate(body, endpoint, limits, &ClientRules)?;
+        let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
+        let aggregate = outline.prompts > 1;
+        let salt = outline.request.cache_salt.as_deref();
         let source = Source {
             model: &model.name,
             headers,
-            body: raw,
-            user: request.user.as_deref(),
+            body: &body,
+            user: outline.request.user.as_deref(),
             salts: salt.as_slice(),
         };
         let features = Features::read(&source, model.needs, &model.features);
-        Ok(Self { endpoint, model, body, aggregate, features, headers: passed(headers) })
+        Ok(Self {
+            endpoint,
+            model,
+            body,
+            outline,
+            aggregate,
+            token_ids: false,
+            features,
+            headers: passed(headers),
+        })
     }
 
     /// What a policy may know of it.
@@ -89,6 +100,15 @@ impl Ask {
             None => peer.and_then(|peer| peer.as_inet()).map(|peer| peer.ip()).hash(&mut hasher),
         }
         hasher.finish()
+    }
+
+    /// Gives the body's memory back. For answers that have begun: what is needed of it is kept elsewhere.
+    pub(crate) fn forget_body(&mut self) {
+        let is_there = !self.body.is_empty();
+        let empty = || RawBody::any(Bytes::from_static(b"{}"), &ParseLimits::default(), &ClientRules);
+        if let Some(Ok(empty)) = is_there.then(empty) {
+            self.body = empty;
+        }
     }
 
     /// Its credentials.
@@ -123,44 +143,59 @@ pub(crate) fn named(mut headers: HeaderMap, request: &RequestId) -> HeaderMap {
 /// Reads the whole body of a request.
 ///
 /// # Errors
-/// 413 over the limit (at once, where the client declares it), 408 when it takes too long.
+/// 415 where it says that it is something else than JSON, 413 over the limit (at once, where the client declares it),
+/// 408 when it takes too long, 400 when its framing is broken.
 pub(crate) async fn body(
     session: &mut Session,
     limit_bytes: usize,
     within: Duration,
 ) -> Result<Bytes, Ended> {
-    let declared = session.req_header().headers.get(CONTENT_LENGTH).and_then(|v| v.to_str().ok());
-    let declared = declared.and_then(|text| text.parse::<usize>().ok());
-    if declared.is_some_and(|bytes| bytes > limit_bytes) {
+    let wire = Wire::of(session).ok_or(Ended::ClientGone)?;
+    is_json(&session.req_header().headers)?;
+    if wire.declared().is_some_and(|bytes| bytes > limit_bytes as u64) {
         return Err(ApiError::payload_too_large(limit_bytes).into());
     }
-    if session.req_header().headers.contains_key(EXPECT) {
+    if wire.expects_continue() {
         let said = session.as_downstream_mut().write_continue_response().await;
         said.map_err(|_| Ended::ClientGone)?;
     }
-    let read = async {
-        let mut first = Bytes::new();
-        let mut rest = BytesMut::new();
-        while let Some(chunk) =
-            session.as_downstream_mut().read_request_body().await.map_err(|_| Ended::ClientGone)?
-        {
-            if first.len() + rest.len() + chunk.len() > limit_bytes {
-                return Err(ApiError::payload_too_large(limit_bytes).into());
-            }
-            if first.is_empty() && rest.is_empty() {
-                first = chunk;
-            } else {
-                if rest.is_empty() {
-                    rest.reserve(declared.unwrap_or(first.len() + chunk.len()));
-                    rest.extend_from_slice(&std::mem::take(&mut first));
-                }
-                rest.extend_from_slice(&chunk);
-            }
+    match tokio::time::timeout(within, wire.body(limit_bytes)).await {
+        Ok(Ok(body)) => Ok(body),
+        Ok(Err(BodyError::TooLarge)) => Err(ApiError::payload_too_large(limit_bytes).into()),
+        Ok(Err(BodyError::Malformed)) => {
+            Err(ApiError::malformed("the body's chunks are malformed").with_code("malformed_request").into())
         }
-        Ok(if rest.is_empty() { first } else { rest.freeze() })
-    };
-    match tokio::time::timeout(within, read).await {
-        Ok(body) => body,
+        Ok(Err(BodyError::Ended)) => {
+            Err(ApiError::malformed("the body ended early").with_code("malformed_request").into())
+        }
         Err(_elapsed) => Err(ApiError::request_timeout(within).into()),
     }
+}
+
+/// Whether a request says that its body is JSON as it is. One that does not say is believed.
+fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
+    let mut kinds = headers.get_all(CONTENT_TYPE).iter();
+    let kind = |value: &HeaderValue| {
+        let value = value.as_bytes();
+        let end = value.iter().position(|byte| *byte == b';').unwrap_or(value.len());
+        let kind = value[..end].trim_ascii();
+        kind.eq_ignore_ascii_case(b"application/json")
+            || kind.len() > 17
+                && kind[..12].eq_ignore_ascii_case(b"application/")
+                && kind[kind.len() - 5..].eq_ignore_ascii_case(b"+json")
+    };
+    if !kinds.all(kind) {
+        return Err(unsupported("the body must be sent as application/json"));
+    }
+    let mut codings = headers.get_all(CONTENT_ENCODING).iter();
+    if !codings.all(|value| value.as_bytes().eq_ignore_ascii_case(b"identity")) {
+        return Err(unsupported("the body must be sent without a content coding"));
+    }
+    Ok(())
+}
+
+fn unsupported(message: &str) -> ApiError {
+    let mut error = ApiError::malformed(message).with_code("unsupported_media_type");
+    error.status = 415;
+    error
 }

@@ -12,6 +12,7 @@
 //! | module | what it does |
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
+//! | `hygiene` | a client's bytes, read strictly before anything else sees them |
 //! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
 //! | `models`, `pool`, `policy` | which engine is chosen |
 //! | `memory`, `prefix_index` | what the engines' caches hold, as far as is known |
@@ -22,7 +23,7 @@
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
-//! | `metrics`, `observe`, `inflight`, `admin` | what people and monitors see |
+//! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
 //! | `finished`, `observers`, `access_log`, `telemetry`, `trace_context` | a request that is over: its line, its trace |
 //!
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
@@ -40,6 +41,7 @@ mod finished;
 mod fleet;
 mod generation;
 mod health;
+mod hygiene;
 mod inflight;
 mod intake;
 mod legs;
@@ -57,6 +59,7 @@ mod resume;
 mod retries;
 mod rewrite;
 mod route;
+mod seldom;
 mod server;
 mod service;
 mod settle;

@@ -61,8 +61,20 @@ impl Watched {
             | Event::ClientGone
             | Event::Dropped => return,
         };
-        if let Some(engine) = at(attempt) {
-            engine.metrics.failed(leg, reason);
+        let Some(engine) = at(attempt) else { return };
+        engine.metrics.failed(leg, reason);
+        // A request that is itself wrong is nobody's trouble.
+        if reason != Reason::Refused
+            && let Some(held_back) = engine.trouble.due()
+        {
+            tracing::warn!(
+                request = self.entry.as_ref().map(|entry| entry.id.as_str()),
+                engine = engine.authority(),
+                leg = leg.label(),
+                reason = reason.label(),
+                held_back,
+                "an engine failed a request"
+            );
         }
     }
 

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, DetokenizeRequest, TokenizeRequest, parse_object};
+use baton_openai::{ApiError, DetokenizeRequest, RawBody, TokenizeRequest, parse_object, strip};
+use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderValue;
 use pingora::proxy::Session;
@@ -15,6 +16,7 @@ use crate::generation::Generation;
 use crate::legs::{Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::policy::Wanted;
+use crate::rewrite::ClientRules;
 use crate::trace_context::Trace;
 use crate::upstream::{CallError, Engine, Outgoing};
 use crate::{answer, intake, rewrite};
@@ -27,21 +29,24 @@ pub(crate) async fn pass(
     session: &mut Session,
     generation: &Generation,
     path: &'static str,
-    body: &[u8],
+    body: Bytes,
     id: &RequestId,
     echoed: &HeaderValue,
     trace: &Trace,
 ) -> Result<u16, Ended> {
-    let mut body = parse_object(body, &generation.parse_limits)?;
-    rewrite::strip(&mut body);
+    let limits = &generation.parse_limits;
+    let mut map = parse_object(&body, limits)?;
+    strip(&mut map, &ClientRules);
     let name = match path {
-        "/tokenize" => TokenizeRequest::from_map(&body, &generation.parse_limits)?.model,
-        _ => DetokenizeRequest::from_map(&body, &generation.parse_limits)?.model,
+        "/tokenize" => TokenizeRequest::from_map(&map, limits)?.model,
+        _ => DetokenizeRequest::from_map(&map, limits)?.model,
     };
+    drop(map);
+    let body = RawBody::any(body, limits, &ClientRules)?;
     let model = Arc::clone(generation.models.named(name.as_deref())?);
     let mut headers = intake::named(intake::passed(&session.req_header().headers), id);
     trace.inject(&mut headers, Leg::Decode);
-    let body = rewrite::decode_body(&body, &model.name, None);
+    let body = rewrite::decode_body(&body, &model.name, None, false);
     let mut outgoing = Outgoing { method: Method::POST, path, headers, body };
     let mut tried: Vec<Arc<Engine>> = Vec::new();
     let mut last = Refusal::none_left();

@@ -29,7 +29,8 @@ pub(crate) fn anew(id: &RequestId) -> RequestId {
 
 /// The client's id, where it is one.
 pub(crate) fn decent(headers: &HeaderMap) -> Option<HeaderValue> {
-    let value = headers.get("x-request-id")?;
+    let mut values = headers.get_all("x-request-id").iter();
+    let (Some(value), None) = (values.next(), values.next()) else { return None };
     RequestId::new(value.to_str().ok()?).ok()?;
     Some(value.clone())
 }

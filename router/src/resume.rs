@@ -85,12 +85,17 @@ impl Transcript {
     /// What is kept of a request's stream, where its model's streams may be resumed and it allows that: its engine is
     /// then asked for token ids.
     pub(crate) fn of(ask: &mut Ask) -> Option<Self> {
-        if !ask.model.resume || ask.aggregate || !is_allowed(&ask.body) {
+        if !ask.model.resume || ask.aggregate {
             return None;
         }
-        let transcript = Self::new(ask.endpoint, &ask.model.name, &ask.body);
-        ask.body.insert("return_token_ids".to_owned(), json!(true));
-        Some(transcript)
+        let small = ask.body.names().filter(|name| !matches!(*name, "prompt" | "messages"));
+        let field = |name: &str| Some((name.to_owned(), serde_json::from_slice(ask.body.field(name)?).ok()?));
+        let body: Map<String, Value> = small.map(field).collect::<Option<_>>()?;
+        if !is_allowed(&body) {
+            return None;
+        }
+        ask.token_ids = true;
+        Some(Self::new(ask.endpoint, &ask.model.name, &body))
     }
 
     /// Begins with the client's body, which [`is_allowed`] has let through.

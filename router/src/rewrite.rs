@@ -1,56 +1,59 @@
 //! What is taken out of a client's body, and what each leg is sent instead.
 //!
 //! No byte of a client may choose an engine, a handle or a rank: one malformed `kv_transfer_params` ends a
-//! stock vLLM 0.32 decode engine, and a well-formed one reads another client's blocks. Bodies are never
-//! patched as text: what an engine gets is written anew from what was parsed, so there is nothing that two
-//! parsers could read differently.
+//! stock vLLM 0.32 decode engine, and a well-formed one reads another client's blocks. What is safe to pass as it came
+//! and what is written anew is [`RawBody`]'s to say; which names are internal is said here.
 
 use baton_connector::handoff::KvIntent;
-use bytes::Bytes;
-use serde::ser::{Serialize, SerializeMap, Serializer};
-use serde_json::{Map, Value, json};
+use baton_openai::{Internal, Place, RawBody};
+use serde_json::Value;
+
+use crate::upstream::Payload;
 
 /// Taken out wherever it is in the body. Stock vLLM also reads it from inside `vllm_xargs`.
-const STRIPPED_EVERYWHERE: [&str; 2] = ["kv_transfer_params", "ec_transfer_params"];
+const EVERYWHERE: [&str; 3] = ["kv_transfer_params", "ec_transfer_params", "disaggregated_params"];
 
-/// Taken out at the top and inside [`EXTENSION_OBJECTS`]. `request_id` and `rid` name a request inside an
-/// engine, and only the router does that.
-const STRIPPED: [&str; 6] =
-    ["request_id", "rid", "data_parallel_rank", "do_remote_decode", "do_remote_prefill", "abort_immediately"];
+/// Taken out at the top and inside [`EXTENSIONS`]. The first three name a request inside an engine, and only the
+/// router does that; the others choose engines, ranks and handles (vLLM, SGLang, TensorRT-LLM, Dynamo).
+const TOP: [&str; 17] = [
+    "request_id",
+    "rid",
+    "abort_immediately",
+    "do_remote_decode",
+    "do_remote_prefill",
+    "data_parallel_rank",
+    "dp_rank",
+    "routed_dp_rank",
+    "prefill_dp_rank",
+    "decode_dp_rank",
+    "decode_tp_size",
+    "disagg_prefill_dp_rank",
+    "backend_instance_id",
+    "prefill_worker_id",
+    "decode_worker_id",
+    "worker_id",
+    "prefill_result",
+];
 
-/// As [`STRIPPED`], for whole families (SGLang's `bootstrap_*`, NixlConnector's `remote_*`).
-const STRIPPED_PREFIXES: [&str; 2] = ["bootstrap_", "remote_"];
+/// As [`TOP`], for whole families (SGLang's `bootstrap_*`, NixlConnector's `remote_*`).
+const TOP_PREFIXES: [&str; 3] = ["bootstrap_", "remote_", "disagg_"];
 
 /// Objects whose fields engines read as if they stood at the top.
-const EXTENSION_OBJECTS: [&str; 6] =
+const EXTENSIONS: [&str; 6] =
     ["vllm_xargs", "extra_body", "extra_args", "sampling_params", "custom_params", "nvext"];
 
-/// Takes everything internal out of a client's body.
-pub(crate) fn strip(body: &mut Map<String, Value>) {
-    body.retain(|name, _| !is_internal(name));
-    for name in EXTENSION_OBJECTS {
-        if let Some(Value::Object(fields)) = body.get_mut(name) {
-            fields.retain(|name, _| !is_internal(name));
-        }
+/// What is not a client's to say.
+pub(crate) struct ClientRules;
+
+impl Internal for ClientRules {
+    fn is_extension(&self, field: &str) -> bool {
+        EXTENSIONS.contains(&field)
     }
-    body.values_mut().for_each(strip_nested);
-}
 
-fn is_internal(name: &str) -> bool {
-    STRIPPED.contains(&name)
-        || STRIPPED_EVERYWHERE.contains(&name)
-        || STRIPPED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
-}
-
-/// As deep as the parser goes, which is bounded.
-fn strip_nested(value: &mut Value) {
-    match value {
-        Value::Object(fields) => {
-            fields.retain(|name, _| !STRIPPED_EVERYWHERE.contains(&name.as_str()));
-            fields.values_mut().for_each(strip_nested);
-        }
-        Value::Array(items) => items.iter_mut().for_each(strip_nested),
-        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    fn is_internal(&self, place: Place, name: &str) -> bool {
+        EVERYWHERE.contains(&name)
+            || place != Place::Inside
+                && (TOP.contains(&name) || TOP_PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
     }
 }
 
@@ -67,90 +70,72 @@ const UNSET_FOR_PREFILL: [&str; 7] = [
 ];
 
 /// The prefill leg: one token, not streamed, lent to whoever comes with the handle.
-pub(crate) fn prefill_body(body: &Map<String, Value>, model: &str) -> Bytes {
-    let mut set = vec![
-        ("model", json!(model)),
-        ("stream", json!(false)),
-        ("max_tokens", json!(1)),
-        ("kv_transfer_params", KvIntent::produce_request()),
-    ];
+pub(crate) fn prefill_body(body: &RawBody, model: &str) -> Payload {
+    let (model, intent) = (json(&model), json(&KvIntent::produce_request()));
+    let mut ours: Vec<(&str, &[u8])> =
+        vec![("model", &model), ("stream", b"false"), ("max_tokens", b"1"), ("kv_transfer_params", &intent)];
     // Only where the client had them: older engines refuse fields that they do not know.
     for name in ["max_completion_tokens", "max_output_tokens", "n", "best_of"] {
-        if body.contains_key(name) {
-            set.push((name, json!(1)));
+        if body.has(name) {
+            ours.push((name, b"1"));
         }
     }
-    write(&Rewritten { body, set: &set, unset: &UNSET_FOR_PREFILL })
+    body.write(&ours, &UNSET_FOR_PREFILL).into()
 }
 
-/// The decode leg: the client's request, with the producer's handoff unopened, or with none.
-pub(crate) fn decode_body(body: &Map<String, Value>, model: &str, handoff: Option<&Value>) -> Bytes {
-    let mut set = vec![("model", json!(model))];
-    set.extend(handoff.map(|handoff| ("kv_transfer_params", handoff.clone())));
-    write(&Rewritten { body, set: &set, unset: &[] })
-}
-
-/// A body with some fields set and some taken out, written without copying the rest.
-struct Rewritten<'a> {
-    body: &'a Map<String, Value>,
-    set: &'a [(&'static str, Value)],
-    unset: &'a [&'static str],
-}
-
-impl Serialize for Rewritten<'_> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut out = serializer.serialize_map(None)?;
-        // First what is ours: of a body that is cut off on its way, or too large for an engine, the handoff has arrived.
-        for (name, value) in self.set {
-            out.serialize_entry(name, value)?;
-        }
-        for (name, value) in self.body {
-            let replaced = self.set.iter().any(|(set, _)| set == name);
-            if !replaced && !self.unset.contains(&name.as_str()) {
-                out.serialize_entry(name, value)?;
-            }
-        }
-        out.end()
+/// The decode leg: the client's request, with the producer's handoff unopened, or with none; with `token_ids` the
+/// engine is asked for the answer's tokens, too.
+pub(crate) fn decode_body(body: &RawBody, model: &str, handoff: Option<&Value>, token_ids: bool) -> Payload {
+    let (model, handoff) = (json(&model), handoff.map(|handoff| json(&handoff)));
+    let mut ours: Vec<(&str, &[u8])> = vec![("model", &model)];
+    ours.extend(handoff.as_deref().map(|handoff| ("kv_transfer_params", handoff)));
+    if token_ids {
+        ours.push(("return_token_ids", b"true"));
     }
+    body.write(&ours, &[]).into()
 }
 
-fn write(body: &Rewritten<'_>) -> Bytes {
-    serde_json::to_vec(body).expect("what was parsed from JSON can be written as JSON").into()
+fn json(value: &impl serde::Serialize) -> Vec<u8> {
+    serde_json::to_vec(value).expect("strings and JSON values can be written as JSON")
 }
 
 #[cfg(test)]
 mod tests {
+    use baton_openai::ParseLimits;
+    use bytes::Bytes;
+    use serde_json::json;
+
     use super::*;
 
-    fn object(value: Value) -> Map<String, Value> {
-        match value {
-            Value::Object(map) => map,
-            _ => unreachable!("tests pass objects"),
-        }
+    fn body(value: &Value) -> RawBody {
+        let bytes = Bytes::from(value.to_string());
+        RawBody::any(bytes, &ParseLimits::default(), &ClientRules).expect("tests pass objects")
     }
 
-    fn read(body: &Bytes) -> Value {
-        serde_json::from_slice(body).expect("JSON")
+    fn read(payload: &Payload) -> Value {
+        serde_json::from_slice(&payload.pieces().concat()).expect("JSON")
     }
 
     #[test]
     fn nothing_internal_survives_wherever_it_hides() {
-        let mut body = object(json!({
+        let body = body(&json!({
             "model": "m", "prompt": "x", "kv_transfer_params": {"remote_host": "MARK"},
             "request_id": "MARK", "rid": "MARK", "bootstrap_room": "MARK", "remote_host": "MARK",
             "data_parallel_rank": "MARK", "do_remote_prefill": "MARK",
             "vllm_xargs": {"kv_transfer_params": "MARK", "remote_port": "MARK", "mine": 1},
+            "extra_body": {"nvext": {"backend_instance_id": "MARK", "kept": 2}},
             "metadata": {"deep": [{"kv_transfer_params": "MARK", "remote_control": "kept"}]},
         }));
-        strip(&mut body);
-        let text = Value::Object(body).to_string();
+        let text = read(&decode_body(&body, "m", None, false)).to_string();
         assert!(!text.contains("MARK"), "{text}");
-        assert!(text.contains("\"mine\":1") && text.contains("kept"), "{text}");
+        for kept in ["\"mine\":1", "\"kept\":2", "\"remote_control\":\"kept\""] {
+            assert!(text.contains(kept), "{text}");
+        }
     }
 
     #[test]
     fn the_prefill_leg_asks_for_one_token_and_keeps_what_it_does_not_know() {
-        let body = object(json!({
+        let body = body(&json!({
             "model": "alias", "prompt": "x", "stream": true, "stream_options": {"include_usage": true},
             "max_tokens": 64, "min_tokens": 5, "n": 3, "temperature": 0.5, "mystery": [1],
         }));
@@ -166,14 +151,15 @@ mod tests {
 
     #[test]
     fn the_decode_leg_is_the_clients_request_and_the_handoff_verbatim() {
-        let body = object(json!({"model": "m", "prompt": "x", "max_tokens": 64, "stream": true}));
+        let body = body(&json!({"model": "m", "prompt": "x", "max_tokens": 64, "stream": true}));
         let handoff = json!({"remote_handle": "00", "future_field": {"kept": [1, 2]}});
-        let sent = read(&decode_body(&body, "m", Some(&handoff)));
+        let written = decode_body(&body, "m", Some(&handoff), false);
+        let sent = read(&written);
         assert_eq!(sent["kv_transfer_params"], handoff);
         assert_eq!((&sent["max_tokens"], &sent["stream"]), (&json!(64), &json!(true)));
-        assert!(read(&decode_body(&body, "m", None)).get("kv_transfer_params").is_none());
-        let written = decode_body(&body, "m", Some(&handoff));
-        let text = std::str::from_utf8(&written).expect("JSON is text");
+        assert!(read(&decode_body(&body, "m", None, false)).get("kv_transfer_params").is_none());
+        let bytes = written.pieces().concat();
+        let text = std::str::from_utf8(&bytes).expect("JSON is text");
         assert!(text.find("kv_transfer_params") < text.find("prompt"), "in front: {text}");
     }
 }

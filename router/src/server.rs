@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use pingora::apps::{HttpServerApp, ServerApp};
+use pingora::apps::HttpServerApp;
+use pingora::protocols::http::ServerSession;
 use pingora::protocols::l4::stream::Stream;
 use pingora::proxy::{HttpProxy, http_proxy};
 use pingora::server::configuration::ServerConf;
@@ -23,7 +24,9 @@ use crate::admin::{self, Admin};
 use crate::config::RouterConfig;
 use crate::generation::GenerationError;
 use crate::health;
+use crate::hygiene::{HeadBounds, Wire};
 use crate::metrics::Metrics;
+use crate::seldom::Seldom;
 use crate::service::FrontDoor;
 use crate::shared::Shared;
 
@@ -122,7 +125,7 @@ impl Router {
         let mut connections = JoinSet::new();
         tokio::select! {
             () = shutdown.cancelled() => {}
-            () = accept(&clients, &proxy, draining.clone(), connections_max, &mut connections, &shared.metrics) => {}
+            () = accept(&clients, &shared, &proxy, draining.clone(), connections_max, &mut connections) => {}
         }
         ready.ready.store(false, Ordering::Relaxed);
         shared.draining.store(true, Ordering::Relaxed);
@@ -130,8 +133,7 @@ impl Router {
         let _ = drain.send(true);
         let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
         if !delay.is_zero() {
-            let accepting =
-                accept(&clients, &proxy, draining, connections_max, &mut connections, &shared.metrics);
+            let accepting = accept(&clients, &shared, &proxy, draining, connections_max, &mut connections);
             // It never ends by itself.
             let _ = tokio::time::timeout(delay, accepting).await;
         }
@@ -159,12 +161,13 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, BindError> {
 
 async fn accept(
     listener: &TcpListener,
+    shared: &Arc<Shared>,
     proxy: &Arc<HttpProxy<FrontDoor>>,
     draining: watch::Receiver<bool>,
     connections_max: usize,
     connections: &mut JoinSet<()>,
-    metrics: &Arc<Metrics>,
 ) {
+    static TROUBLE: Seldom = Seldom::new();
     let room = Arc::new(Semaphore::new(connections_max));
     loop {
         let permit = Arc::clone(&room).acquire_owned().await.expect("the semaphore is never closed");
@@ -172,15 +175,18 @@ async fn accept(
             Ok((stream, _)) => stream,
             Err(error) => {
                 // Out of file descriptors, mostly: wait for some to be closed instead of spinning.
-                tracing::warn!(%error, "cannot accept");
+                if let Some(held_back) = TROUBLE.due() {
+                    tracing::warn!(%error, held_back, "cannot accept");
+                }
                 tokio::time::sleep(Duration::from_millis(10)).await;
                 continue;
             }
         };
-        let (proxy, draining, open) = (Arc::clone(proxy), draining.clone(), Open::new(metrics));
+        let open = Open::new(&shared.metrics);
+        let (shared, proxy, draining) = (Arc::clone(shared), Arc::clone(proxy), draining.clone());
         connections.spawn(async move {
             let (_permit, _open) = (permit, open);
-            serve(stream, &proxy, &draining).await;
+            serve(stream, &shared, &proxy, draining).await;
         });
         while connections.try_join_next().is_some() {}
     }
@@ -203,14 +209,45 @@ impl Drop for Open {
     }
 }
 
-async fn serve(stream: TcpStream, proxy: &Arc<HttpProxy<FrontDoor>>, draining: &watch::Receiver<bool>) {
+/// One client's connection, request by request.
+async fn serve(
+    stream: TcpStream,
+    shared: &Shared,
+    proxy: &Arc<HttpProxy<FrontDoor>>,
+    mut draining: watch::Receiver<bool>,
+) {
     // Without it a last small write waits for the peer's delayed acknowledgement: 40 ms.
     if stream.set_nodelay(true).is_err() {
         return;
     }
-    let mut next: Option<pingora::protocols::Stream> = Some(Box::new(Stream::from(stream)));
-    while let Some(stream) = next {
-        next = proxy.process_new(stream, draining).await;
+    let wire = Wire::new(Box::new(Stream::from(stream)));
+    loop {
+        let bounds = HeadBounds::of(&shared.generation().config);
+        let head = tokio::select! {
+            biased;
+            head = wire.head(&bounds) => head,
+            // Nobody has asked for anything: nothing is lost.
+            () = async { drop(draining.wait_for(|draining| *draining).await) } => return,
+        };
+        match head {
+            Ok(Some(head)) => {
+                let mut session = ServerSession::new_http1(Box::new(wire.clone()));
+                session.set_keepalive((!*draining.borrow()).then_some(bounds.idle.as_secs().max(1)));
+                session.set_pipelined_prefix(head);
+                let again = proxy.process_new_http(session, &draining).await.is_some();
+                if wire.is_unread() {
+                    return wire.linger().await;
+                }
+                if !again {
+                    return;
+                }
+            }
+            Ok(None) => return,
+            Err(unclean) => {
+                shared.metrics.server.refused.increment(1);
+                return wire.refuse(unclean).await;
+            }
+        }
     }
 }
 

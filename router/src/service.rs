@@ -22,6 +22,7 @@ use crate::answer::Patience;
 use crate::exchange_driver::{Ended, ExchangeDriver};
 use crate::finished::{Finished, Head};
 use crate::generation::Generation;
+use crate::hygiene::Wire;
 use crate::intake::{self, Ask};
 use crate::metrics::End;
 use crate::route::Route;
@@ -118,7 +119,8 @@ impl ProxyHttp for FrontDoor {
 
     async fn logging(&self, session: &mut Session, _: Option<&Error>, context: &mut RequestContext) {
         let client = session.as_downstream();
-        context.request_bytes = client.body_bytes_read() as u64;
+        let received = Wire::of(session).map_or(0, |wire| wire.body_bytes());
+        context.request_bytes = received;
         context.response_bytes = client.body_bytes_sent() as u64;
         self.0.metrics.server.request_bytes.increment(context.request_bytes);
         self.0.metrics.server.response_bytes.increment(context.response_bytes);
@@ -150,7 +152,7 @@ impl FrontDoor {
                     session,
                     &context.generation,
                     path,
-                    &body,
+                    body,
                     &context.id,
                     &context.echoed,
                     &context.trace,
@@ -162,8 +164,7 @@ impl FrontDoor {
             Route::Generate(endpoint) => {
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
-                let ask = Ask::read(endpoint, &body, headers, &context.generation)?;
-                drop(body);
+                let ask = Ask::read(endpoint, body, headers, &context.generation)?;
                 self.generate(session, context, ask).await
             }
         }

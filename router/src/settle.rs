@@ -33,6 +33,7 @@ use crate::config::ReleaseMode;
 use crate::legs::prefill::{PrefillCall, Prefilled};
 use crate::metrics::{Leg, Metrics, Settled, Via};
 use crate::models::Model;
+use crate::seldom::Seldom;
 use crate::upstream::{Engine, Outgoing, Verb};
 use refused_decode::Refusable;
 
@@ -57,6 +58,8 @@ pub(crate) struct Settler {
     runtime: tokio::runtime::Handle,
     metrics: Arc<Metrics>,
     started: Instant,
+    /// Settlements beyond the bound.
+    refused: Seldom,
 }
 
 /// Whose debts: what every settlement of one request needs.
@@ -97,6 +100,7 @@ impl Settler {
             runtime: tokio::runtime::Handle::current(),
             metrics,
             started,
+            refused: Seldom::new(),
         })
     }
 
@@ -147,7 +151,9 @@ impl Settler {
         if self.at_once.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
             self.at_once.fetch_sub(1, Ordering::Relaxed);
             self.metrics.settled(Settled::Refused);
-            tracing::warn!("too many settlements at once; a lease is left to its expiry");
+            if let Some(held_back) = self.refused.due() {
+                tracing::warn!(held_back, "too many settlements at once; a lease is left to its expiry");
+            }
             return;
         }
         self.metrics.legs.settling.increment(1.0);
@@ -221,7 +227,7 @@ impl Settler {
         let Returned { lent, params, cause } = returned;
         let (via, result) = self.released_via(engine, lent, cause, params.as_deref(), debtor).await;
         self.metrics.release(cause, via);
-        tracing::info!(request = %debtor.request, engine = engine.authority(), cause = cause.label(), ?via, ?result,
+        tracing::debug!(request = %debtor.request, engine = engine.authority(), cause = cause.label(), ?via, ?result,
             "released");
         self.metrics.settled(result);
     }
@@ -285,27 +291,9 @@ impl Settler {
                     engine.verbs().learn(verb, false);
                     return Settled::Unsupported;
                 }
-                Ok(Ok(answer)) => {
-                    tracing::warn!(
-                        engine = engine.authority(),
-                        path = outgoing.path,
-                        status = answer.status.as_u16(),
-                        left,
-                        "a settlement was refused"
-                    );
-                }
-                Ok(Err(error)) => {
-                    tracing::warn!(engine = engine.authority(), path = outgoing.path, %error, left,
-                        "a settlement failed");
-                }
-                Err(_elapsed) => {
-                    tracing::warn!(
-                        engine = engine.authority(),
-                        path = outgoing.path,
-                        left,
-                        "a settlement was not answered"
-                    );
-                }
+                Ok(Ok(answer)) => self.complain(engine, outgoing, left, &format!("status {}", answer.status)),
+                Ok(Err(error)) => self.complain(engine, outgoing, left, &error.to_string()),
+                Err(_elapsed) => self.complain(engine, outgoing, left, "no answer in time"),
             }
             if left > 0 {
                 tokio::time::sleep(pause).await;
@@ -313,6 +301,15 @@ impl Settler {
             }
         }
         Settled::Failed
+    }
+
+    /// Says, not too often, that a try did not come to anything.
+    fn complain(&self, engine: &Engine, outgoing: &Outgoing, left: u16, what: &str) {
+        if let Some(held_back) = engine.trouble.due() {
+            let request = outgoing.headers.get("x-request-id").and_then(|id| id.to_str().ok());
+            let (engine, path) = (engine.authority(), outgoing.path);
+            tracing::warn!(request, engine, path, what, left, held_back, "an abort or a release failed");
+        }
     }
 }
 
@@ -340,5 +337,5 @@ fn verb(path: &'static str, body: &serde_json::Value, request: &RequestId) -> Ou
     let mut headers = HeaderMap::new();
     let id = HeaderValue::from_str(request.as_str()).expect("a request id is printable ASCII");
     headers.insert("x-request-id", id);
-    Outgoing { method: Method::POST, path, headers, body: Bytes::from(body.to_string()) }
+    Outgoing { method: Method::POST, path, headers, body: Bytes::from(body.to_string()).into() }
 }

@@ -15,6 +15,7 @@ use crate::inflight::{Entry, InFlightTable};
 use crate::metrics::Metrics;
 use crate::observers::Observers;
 use crate::retries::RetryBudget;
+use crate::seldom::Seldom;
 use crate::settle::Settler;
 
 /// Pairs of engines that are remembered as incompatible.
@@ -32,6 +33,8 @@ pub(crate) struct Shared {
     /// Producer and consumer of handoffs that cannot be read: told once.
     mismatched: Mutex<HashSet<(EngineUrl, EngineUrl)>>,
     pub in_flight_table: InFlightTable,
+    /// Engines that refuse the cluster secret.
+    pub refused_secret: Seldom,
     in_flight: AtomicUsize,
     runtime: tokio::runtime::Handle,
     started: Instant,
@@ -70,6 +73,7 @@ impl Shared {
             draining: AtomicBool::new(false),
             mismatched: Mutex::default(),
             in_flight_table: InFlightTable::default(),
+            refused_secret: Seldom::new(),
             in_flight: AtomicUsize::new(0),
             runtime,
             started,

@@ -4,6 +4,7 @@
 //! `Drop` cuts the socket, and that is how an engine learns at once that nobody wants the answer.
 
 mod connection;
+mod payload;
 mod verbs;
 
 use std::future::poll_fn;
@@ -15,7 +16,6 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 use baton_connector::Time;
 use bytes::{Bytes, BytesMut};
-use http_body_util::Full;
 use hyper::body::{Body, Incoming};
 use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
@@ -24,8 +24,11 @@ use tokio::sync::Notify;
 use crate::config::{EngineUrl, ReleaseMode};
 use crate::health::{self, EngineHealth, EngineLoad, Health, Sign};
 use crate::metrics::{EngineMetrics, Leg};
+use crate::seldom::Seldom;
 use connection::Connection;
 pub(crate) use connection::Socket;
+pub(crate) use payload::Payload;
+use payload::Sending;
 pub(crate) use verbs::{Verb, Verbs};
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
@@ -48,6 +51,8 @@ pub(crate) struct Engine {
     health: Health,
     verbs: Verbs,
     pub metrics: EngineMetrics,
+    /// Its trouble is told seldom.
+    pub trouble: Seldom,
 }
 
 /// Terms on which connections to engines are made and kept.
@@ -67,7 +72,7 @@ pub(crate) struct Outgoing {
     pub method: Method,
     pub path: &'static str,
     pub headers: HeaderMap,
-    pub body: Bytes,
+    pub body: Payload,
 }
 
 impl Outgoing {
@@ -142,6 +147,7 @@ impl Engine {
             health,
             verbs: Verbs::default(),
             metrics,
+            trouble: Seldom::new(),
         }
     }
 
@@ -324,8 +330,8 @@ impl Engine {
         self.idle.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    fn request(&self, outgoing: &Outgoing) -> Request<Full<Bytes>> {
-        let mut request = Request::new(Full::new(outgoing.body.clone()));
+    fn request(&self, outgoing: &Outgoing) -> Request<Sending> {
+        let mut request = Request::new(outgoing.body.sending());
         *request.method_mut() = outgoing.method.clone();
         *request.uri_mut() = hyper::Uri::from_static(outgoing.path);
         let headers = request.headers_mut();

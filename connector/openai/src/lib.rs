@@ -21,10 +21,14 @@ pub mod body;
 pub mod error;
 mod field;
 pub mod limits;
+pub mod raw;
 pub mod request;
 pub mod response;
 pub mod salvage;
+pub mod scan;
+mod shape;
 pub mod sse;
+mod untangle;
 
 pub use body::parse_object;
 pub use error::{ApiError, ErrorKind};
@@ -38,7 +42,9 @@ pub use response::{
     TokenLogprob, TopLogprob, Usage,
 };
 
+pub use raw::{Outline, RawBody, strip};
 pub use salvage::salvage_member;
+pub use scan::{Internal, Place};
 
 use serde_json::{Map, Value};
 

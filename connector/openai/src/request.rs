@@ -12,6 +12,7 @@ mod sampling;
 mod tokens;
 
 pub use chat::{ChatInput, ToolChoice};
+pub(crate) use chat::{ROLES, TOOL_CALLS_MAX};
 pub use completion::Prompt;
 pub use sampling::SamplingOptions;
 pub use tokens::{DetokenizeRequest, TokenizeRequest};
@@ -112,6 +113,41 @@ pub struct GenerateRequest {
     pub kv_transfer_params: Option<Value>,
 }
 
+/// What is read of a request besides what it continues and what goes with that.
+const SMALL_FIELDS: [&str; 31] = [
+    "model",
+    "n",
+    "echo",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "add_special_tokens",
+    "logprobs",
+    "top_logprobs",
+    "stream_options",
+    "return_token_ids",
+    "cache_salt",
+    "user",
+    "tool_choice",
+    "add_generation_prompt",
+    "continue_final_message",
+];
+
 /// What to continue.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Input {
@@ -157,8 +193,40 @@ impl GenerateRequest {
             Endpoint::Completions => Input::Prompts(completion::prompts(fields, limits)?),
             Endpoint::Chat => Input::Chat(Box::new(chat::read(fields, limits)?)),
         };
+        let prompts = input.prompts();
+        Self::around(endpoint, fields, input, prompts, limits)
+    }
+
+    /// As [`Self::from_map`] without the large fields, whose shapes are right and which hold so many prompts. What goes
+    /// wrong here goes wrong there too, though perhaps in other words.
+    pub(crate) fn outline(
+        endpoint: Endpoint,
+        map: &Map<String, Value>,
+        prompts: usize,
+        limits: &ParseLimits,
+    ) -> Result<Self, ApiError> {
+        let fields = Fields::new(map);
+        refused::check(fields, endpoint)?;
+        if endpoint == Endpoint::Chat {
+            chat::manner(fields)?;
+        }
+        Self::around(endpoint, fields, Input::Prompts(Vec::new()), prompts, limits)
+    }
+
+    /// Whether [`Self::outline`] reads a field of that name.
+    pub(crate) fn reads(name: &str) -> bool {
+        SMALL_FIELDS.contains(&name) || refused::knows(name)
+    }
+
+    fn around(
+        endpoint: Endpoint,
+        fields: Fields<'_>,
+        input: Input,
+        prompts: usize,
+        limits: &ParseLimits,
+    ) -> Result<Self, ApiError> {
         let n = fields.count("n", 1..=N_MAX)?.unwrap_or(1);
-        within_sequences(&input, n, limits)?;
+        within_sequences(prompts, n, limits)?;
         let echo = endpoint == Endpoint::Completions && fields.boolean("echo")?.unwrap_or(false);
         let max_tokens = max_tokens(fields, echo)?;
         let stream = fields.boolean("stream")?.unwrap_or(false);
@@ -205,8 +273,8 @@ fn non_empty_string(fields: Fields<'_>, name: &str) -> Result<Option<String>, Ap
     }
 }
 
-fn within_sequences(input: &Input, n: u32, limits: &ParseLimits) -> Result<(), ApiError> {
-    let (prompts, most) = (input.prompts(), limits.sequences);
+fn within_sequences(prompts: usize, n: u32, limits: &ParseLimits) -> Result<(), ApiError> {
+    let most = limits.sequences;
     if prompts * n as usize > most {
         let message =
             format!("{prompts} prompts times `n` {n} is over the limit of {most} sequences per request");

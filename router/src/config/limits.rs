@@ -11,6 +11,10 @@ pub struct LimitsConfig {
     /// Largest request body, in bytes; a larger one is answered 413. 1,024 to 1 GiB; default 32 MiB.
     #[garde(range(min = 1024, max = 1 << 30))]
     pub body_bytes: usize,
+    /// Largest head of a request (its line and headers), in bytes; a larger one is answered 431. 1,024 to 1 MiB;
+    /// default 32 KiB.
+    #[garde(range(min = 1024, max = 1 << 20))]
+    pub head_bytes: usize,
     /// Client connections at once; more wait in the kernel's queue. 1 to 1,000,000; default 16,384.
     #[garde(range(min = 1, max = 1_000_000))]
     pub connections: usize,
@@ -25,6 +29,12 @@ pub struct LimitsConfig {
 
 impl Default for LimitsConfig {
     fn default() -> Self {
-        Self { body_bytes: 32 << 20, connections: 16_384, in_flight: 8_192, settlements: 4_096 }
+        Self {
+            body_bytes: 32 << 20,
+            head_bytes: 32 << 10,
+            connections: 16_384,
+            in_flight: 8_192,
+            settlements: 4_096,
+        }
     }
 }

@@ -10,6 +10,13 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct TimeoutsConfig {
+    /// The head of a client's request, from its first byte to its last; a slower one is answered 408. 1 to 3,600,000;
+    /// default 10,000.
+    #[garde(range(min = 1, max = 3_600_000))]
+    pub head_ms: u64,
+    /// A client's connection without a request, before the first one and between two. 1 to 3,600,000; default 75,000.
+    #[garde(range(min = 1, max = 3_600_000))]
+    pub client_idle_ms: u64,
     /// The whole body of a client's request. 1 to 3,600,000; default 30,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub body_ms: u64,
@@ -92,6 +99,8 @@ pub(crate) struct Bounds {
 impl Default for TimeoutsConfig {
     fn default() -> Self {
         Self {
+            head_ms: 10_000,
+            client_idle_ms: 75_000,
             body_ms: 30_000,
             client_stall_ms: 60_000,
             connect_ms: 2_000,

@@ -103,7 +103,7 @@ impl ExchangeDriver {
     async fn rest(&self, engine: &Arc<Engine>, ask: &Ask, rest: &Rest) -> Option<Outgoing> {
         match rest {
             Rest::Everything => {
-                let body = rewrite::decode_body(&ask.body, &ask.model.name, None);
+                let body = rewrite::decode_body(&ask.body, &ask.model.name, None, ask.token_ids);
                 Some(self.outgoing(ask, Leg::Decode, body))
             }
             Rest::After { body, tokens } => {
@@ -114,7 +114,7 @@ impl ExchangeDriver {
                     body.insert("max_tokens".to_owned(), Value::from(left));
                 }
                 let body = Bytes::from(Value::Object(body).to_string());
-                let outgoing = self.outgoing(ask, Leg::Decode, body);
+                let outgoing = self.outgoing(ask, Leg::Decode, body.into());
                 Some(Outgoing { path: Endpoint::Completions.path(), ..outgoing })
             }
         }
@@ -123,8 +123,12 @@ impl ExchangeDriver {
 
 /// `max_model_len` of a model at an engine: for chat, the rest of it is what an answer without a bound may fill.
 async fn context_of(engine: &Arc<Engine>, model: &str) -> Option<u64> {
-    let question =
-        Outgoing { method: Method::GET, path: "/v1/models", headers: HeaderMap::new(), body: Bytes::new() };
+    let question = Outgoing {
+        method: Method::GET,
+        path: "/v1/models",
+        headers: HeaderMap::new(),
+        body: Bytes::new().into(),
+    };
     let asked = async { engine.call(&question, |_| {}).await?.whole(MODELS_BYTES_MAX).await };
     let answer = tokio::time::timeout(MODELS_WITHIN, asked).await.ok()?.ok()?;
     let models: Value = serde_json::from_slice(&answer.body).ok()?;

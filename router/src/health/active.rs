@@ -99,8 +99,12 @@ fn jitter() -> f64 {
 }
 
 async fn read_load_of(engine: Arc<Engine>, within: Duration) {
-    let question =
-        Outgoing { method: Method::GET, path: "/metrics", headers: HeaderMap::new(), body: Bytes::new() };
+    let question = Outgoing {
+        method: Method::GET,
+        path: "/metrics",
+        headers: HeaderMap::new(),
+        body: Bytes::new().into(),
+    };
     let asked = async { engine.call(&question, |_| {}).await?.whole(METRICS_BYTES_MAX).await };
     let Ok(Ok(answer)) = tokio::time::timeout(within, asked).await else { return };
     let text = String::from_utf8_lossy(&answer.body);

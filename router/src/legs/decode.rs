@@ -59,7 +59,7 @@ pub(crate) async fn ask(
             Decoding::Failed(Failure::NotReached, Refusal::unreachable(), Meaning::Trouble, Blame::Nobody)
         }
         Ok(Err(error)) => {
-            tracing::warn!(engine = engine.authority(), %error, "decode failed");
+            tracing::debug!(engine = engine.authority(), %error, "decode failed");
             Decoding::Failed(Failure::Unknown, Refusal::broken(), Meaning::Trouble, Blame::Engine)
         }
         Err(_elapsed) => {

@@ -79,11 +79,11 @@ impl PrefillCall {
                 Prefilled::Failed(Failure::NotReached, Refusal::unreachable(), Blame::Nobody)
             }
             Err(error @ CallError::Broken(_)) => {
-                tracing::warn!(engine = self.engine().authority(), %error, "prefill failed");
+                tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
                 Prefilled::Failed(Failure::Unknown, Refusal::broken(), Blame::Engine)
             }
             Err(error @ CallError::TooLarge(_)) => {
-                tracing::warn!(engine = self.engine().authority(), %error, "prefill failed");
+                tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
                 Prefilled::Failed(Failure::Unusable(None), Refusal::broken(), Blame::Engine)
             }
         }
@@ -134,7 +134,7 @@ fn understand(whole: &Whole) -> Prefilled {
 }
 
 fn unusable(params: &Value, error: &HandoffError) -> Prefilled {
-    tracing::warn!(%error, "a prefill engine's reply cannot be handed on");
+    tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
     let handle = params.get("remote_handle").and_then(Value::as_str).and_then(|text| text.parse().ok());
     Prefilled::Failed(Failure::Unusable(handle), Refusal::broken(), Blame::Engine)
 }

@@ -75,7 +75,7 @@ impl Reason {
     const ALL: [Self; 6] =
         [Self::Unreachable, Self::Answered, Self::Broken, Self::Unusable, Self::Refused, Self::Died];
 
-    fn label(self) -> &'static str {
+    pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Unreachable => "unreachable",
             Self::Answered => "answered",

@@ -12,6 +12,11 @@ static GENERATION: Family = Family::gauge(
 static CONNECTIONS: Family = Family::gauge("baton_router_connections_open", &[], "Connections of clients.");
 static CONNECTED: Family =
     Family::counter("baton_router_connections_total", &[], "Connections of clients that were accepted.");
+static REFUSED: Family = Family::counter(
+    "baton_router_malformed_heads_total",
+    &[],
+    "Requests that were refused for their head: malformed, too large, too slow.",
+);
 static REQUEST_BYTES: Family =
     Family::counter("baton_router_request_body_bytes_total", &[], "Bytes of clients' bodies that were read.");
 static RESPONSE_BYTES: Family = Family::counter(
@@ -21,7 +26,7 @@ static RESPONSE_BYTES: Family = Family::counter(
 );
 
 pub(super) static FAMILIES: &[&Family] =
-    &[&BUILD, &GENERATION, &CONNECTIONS, &CONNECTED, &REQUEST_BYTES, &RESPONSE_BYTES];
+    &[&BUILD, &GENERATION, &CONNECTIONS, &CONNECTED, &REFUSED, &REQUEST_BYTES, &RESPONSE_BYTES];
 
 /// The router itself.
 pub(crate) struct ServerMetrics {
@@ -29,6 +34,7 @@ pub(crate) struct ServerMetrics {
     pub generation: Gauge,
     pub connections: Gauge,
     pub connected: Counter,
+    pub refused: Counter,
     pub request_bytes: Counter,
     pub response_bytes: Counter,
 }
@@ -42,6 +48,7 @@ impl ServerMetrics {
             generation: registry.gauge(&GENERATION, &[]),
             connections: registry.gauge(&CONNECTIONS, &[]),
             connected: registry.counter(&CONNECTED, &[]),
+            refused: registry.counter(&REFUSED, &[]),
             request_bytes: registry.counter(&REQUEST_BYTES, &[]),
             response_bytes: registry.counter(&RESPONSE_BYTES, &[]),
         }

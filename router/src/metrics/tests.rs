@@ -208,7 +208,7 @@ fn the_table_of_the_documentation_is_what_the_router_tells() {
 #[test]
 #[ignore = "a measurement"]
 fn what_counting_costs() {
-    const TIMES: u32 = 10_000_000;
+    const TIMES: u32 = 2_000_000;
     let (metrics, model, engine) = full();
     let timed = |what: &str, work: &dyn Fn(u32)| {
         let begun = Instant::now();
@@ -219,6 +219,13 @@ fn what_counting_costs() {
     timed("gauge", &|_| metrics.requests.in_flight.increment(1.0));
     timed("histogram", &|n| model.inter_token.record(f64::from(n % 1000) / 1000.0));
     timed("request by outcome", &|_| model.ended(End::Exchange(Outcome::Completed), 200));
+    let piece = format!(
+        "data: {{\"choices\":[{{\"text\":\"{}\",\"finish_reason\":null}}],\"usage\":null}}\n\n",
+        "t".repeat(140)
+    );
+    timed("looking at a piece of 200 bytes", &|_| {
+        std::hint::black_box(crate::usage::Seen::default()).look(std::hint::black_box(piece.as_bytes()));
+    });
     timed("reading the clock", &|_| {
         std::hint::black_box(Instant::now());
     });

@@ -69,7 +69,7 @@ impl Refusable<'_> {
         headers.insert("x-request-id", id);
         headers.extend(self.authorization.map(|value| (AUTHORIZATION, value.clone())));
         let path = Endpoint::Completions.path();
-        Outgoing { method: Method::POST, path, headers, body: Bytes::from(body.to_string()) }
+        Outgoing { method: Method::POST, path, headers, body: Bytes::from(body.to_string()).into() }
     }
 }
 

@@ -13,13 +13,14 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming};
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use socket2::SockRef;
 use tokio::net::TcpStream;
+
+use super::payload::Sending;
 
 /// A second hand on a connection's socket, for closing it while hyper holds the first.
 #[derive(Debug)]
@@ -28,9 +29,9 @@ pub(crate) struct Socket(OwnedFd);
 /// A connection. Cut when dropped.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    sender: SendRequest<Full<Bytes>>,
+    sender: SendRequest<Sending>,
     /// `None` once the connection has ended.
-    driver: Option<http1::Connection<TokioIo<TcpStream>, Full<Bytes>>>,
+    driver: Option<http1::Connection<TokioIo<TcpStream>, Sending>>,
     socket: Arc<Socket>,
     idle_since: Instant,
 }
@@ -65,7 +66,7 @@ impl Connection {
     ///
     /// # Cancel safety
     /// The connection is of no use after a cancelled call.
-    pub(crate) async fn send(&mut self, request: Request<Full<Bytes>>) -> hyper::Result<Response<Incoming>> {
+    pub(crate) async fn send(&mut self, request: Request<Sending>) -> hyper::Result<Response<Incoming>> {
         let answer = self.sender.send_request(request);
         let mut answer = std::pin::pin!(answer);
         let driver = &mut self.driver;
@@ -106,7 +107,7 @@ impl Connection {
 }
 
 /// Does what can be done without waiting. An error of the connection is also the error of its request.
-fn drive(driver: &mut Option<http1::Connection<TokioIo<TcpStream>, Full<Bytes>>>, context: &mut Context<'_>) {
+fn drive(driver: &mut Option<http1::Connection<TokioIo<TcpStream>, Sending>>, context: &mut Context<'_>) {
     if driver.as_mut().is_some_and(|driver| Pin::new(driver).poll(context).is_ready()) {
         *driver = None;
     }

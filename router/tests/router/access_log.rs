@@ -207,3 +207,42 @@ async fn a_log_that_cannot_be_opened_is_refused_at_the_start() {
     let said = Router::bind(config).await.err().unwrap().to_string();
     assert!(said.contains("/no/such/folder/access.log"), "{said}");
 }
+
+#[tokio::test]
+async fn a_reload_turns_the_log_on_and_off_and_a_signal_does_not_end_the_router() {
+    let (log, other) = (Log::new(), Log::new());
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let config = |more: &str| {
+        let yaml = format!(
+            "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\n\
+             models: [{{name: m, decode: {{engines: [{{url: '{}'}}]}}}}]\n{more}\n",
+            d.url()
+        );
+        RouterConfig::from_yaml(&yaml, "test.yaml").unwrap_or_else(|e| panic!("{e}\n{yaml}"))
+    };
+    let router = Router::bind(config("")).await.unwrap();
+    let (address, reload) = (router.local_addr(), router.reload());
+    let running = tokio::spawn(router.run(tokio_util::sync::CancellationToken::new()));
+    let ask = || async { assert_eq!(post(address, "/v1/completions", &completion(false)).await.status, 200) };
+    ask().await;
+    reload.install(config(&log.yaml(""))).unwrap();
+    ask().await;
+    has(&log.path(), 1).await;
+    // The same again: the same file goes on.
+    reload.install(config(&log.yaml(""))).unwrap();
+    let signal = format!("kill -USR1 {}", std::process::id());
+    assert!(std::process::Command::new("sh").args(["-c", &signal]).status().unwrap().success());
+    ask().await;
+    has(&log.path(), 2).await;
+    let unusable = config("access_log: {enabled: true, path: /no/such/folder/access.log}");
+    assert!(reload.install(unusable).is_err());
+    ask().await;
+    has(&log.path(), 3).await;
+    reload.install(config(&other.yaml(""))).unwrap();
+    ask().await;
+    has(&other.path(), 1).await;
+    reload.install(config("")).unwrap();
+    ask().await;
+    assert_eq!((lines(&log.path()).len(), lines(&other.path()).len()), (3, 1));
+    running.abort();
+}

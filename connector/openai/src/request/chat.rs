@@ -10,7 +10,10 @@ use crate::error::{ApiError, shortened};
 use crate::field::{Fields, must_be};
 use crate::limits::ParseLimits;
 
-const ROLES: [&str; 5] = ["developer", "system", "user", "assistant", "tool"];
+pub(crate) const ROLES: [&str; 5] = ["developer", "system", "user", "assistant", "tool"];
+
+/// Tool calls of one message.
+pub(crate) const TOOL_CALLS_MAX: usize = 128;
 
 /// A conversation and what its template is given.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,13 +50,7 @@ pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "`messages` is empty"));
     }
-    let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);
-    let add_generation_prompt = fields.boolean("add_generation_prompt")?;
-    if continue_final_message && add_generation_prompt == Some(true) {
-        let message = "`continue_final_message` and `add_generation_prompt` cannot both be true";
-        return Err(ApiError::invalid("continue_final_message", message));
-    }
-    let tool_choice = tool_choice(fields)?;
+    let Manner { continue_final_message, add_generation_prompt, tool_choice } = manner(fields)?;
     let tools = objects(fields, "tools", limits)?;
     Ok(ChatInput {
         messages: messages.iter().enumerate().map(|(i, m)| message(i, m)).collect::<Result<_, _>>()?,
@@ -64,6 +61,23 @@ pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput
         add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
         continue_final_message,
     })
+}
+
+/// How a conversation is to be continued.
+pub(super) struct Manner {
+    continue_final_message: bool,
+    add_generation_prompt: Option<bool>,
+    tool_choice: ToolChoice,
+}
+
+pub(super) fn manner(fields: Fields<'_>) -> Result<Manner, ApiError> {
+    let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);
+    let add_generation_prompt = fields.boolean("add_generation_prompt")?;
+    if continue_final_message && add_generation_prompt == Some(true) {
+        let message = "`continue_final_message` and `add_generation_prompt` cannot both be true";
+        return Err(ApiError::invalid("continue_final_message", message));
+    }
+    Ok(Manner { continue_final_message, add_generation_prompt, tool_choice: tool_choice(fields)? })
 }
 
 fn objects(fields: Fields<'_>, name: &str, limits: &ParseLimits) -> Result<Vec<Value>, ApiError> {
@@ -100,7 +114,7 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
     let mut out = map.clone();
     let text = content(fields, role)?;
     out.insert("content".to_owned(), Value::String(text));
-    if let Some(calls) = fields.array("tool_calls", 128)? {
+    if let Some(calls) = fields.array("tool_calls", TOOL_CALLS_MAX)? {
         out.insert("tool_calls".to_owned(), Value::Array(tool_calls(calls, &path)?));
     } else {
         out.remove("tool_calls");

@@ -47,6 +47,11 @@ const CHAT: &[(&str, Harmless)] = &[
     ("chat_template", NEVER),
 ];
 
+/// Whether it is one of these.
+pub(super) fn knows(name: &str) -> bool {
+    [BOTH, COMPLETIONS, CHAT].into_iter().flatten().any(|(known, _)| *known == name)
+}
+
 pub(super) fn check(fields: Fields<'_>, endpoint: Endpoint) -> Result<(), ApiError> {
     let own = match endpoint {
         Endpoint::Completions => COMPLETIONS,

@@ -1,0 +1,300 @@
+//! A body that is not taken apart against the one that is: same verdict, same words, same meaning.
+
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::*;
+
+/// A small cousin of the router's rules.
+struct Rules;
+
+impl Internal for Rules {
+    fn is_extension(&self, field: &str) -> bool {
+        field == "extra_body"
+    }
+
+    fn is_internal(&self, place: Place, name: &str) -> bool {
+        name == "kv_transfer_params" || (place != Place::Inside && name.starts_with("remote_"))
+    }
+}
+
+const CHAT: Endpoint = Endpoint::Chat;
+const COMPLETIONS: Endpoint = Endpoint::Completions;
+
+fn read(endpoint: Endpoint, text: &str) -> Result<(RawBody, Outline), ApiError> {
+    RawBody::generate(Bytes::from(text.to_owned()), endpoint, &ParseLimits::default(), &Rules)
+}
+
+fn joined(pieces: &[Bytes]) -> String {
+    String::from_utf8(pieces.concat()).unwrap()
+}
+
+/// What the parser would do: the oracle.
+fn parsed(endpoint: Endpoint, text: &str) -> Result<(Map<String, Value>, GenerateRequest), ApiError> {
+    let limits = ParseLimits::default();
+    let mut map = parse_object(text.as_bytes(), &limits)?;
+    strip(&mut map, &Rules);
+    let request = GenerateRequest::from_map(endpoint, &map, &limits)?;
+    Ok((map, request))
+}
+
+fn assert_alike(endpoint: Endpoint, text: &str) {
+    match (read(endpoint, text), parsed(endpoint, text)) {
+        (Err(raw), Err(tree)) => assert_eq!(raw, tree, "{text}"),
+        (Ok((raw, outline)), Ok((mut map, mut request))) => {
+            assert_eq!(outline.prompts, request.input.prompts(), "{text}");
+            request.input = Input::Prompts(Vec::new());
+            assert_eq!(outline.request, request, "{text}");
+            let written = joined(&raw.write(&[("model", b"\"ours\"")], &["stream"]));
+            let limits = ParseLimits::default();
+            let written = parse_object(written.as_bytes(), &limits).expect("one object, each name once");
+            map.shift_remove("stream");
+            map.insert("model".to_owned(), json!("ours"));
+            assert_eq!(Value::Object(written), Value::Object(map), "{text}");
+        }
+        (raw, tree) => panic!("{text}: {:?} against {:?}", raw.map(drop), tree.map(drop)),
+    }
+}
+
+#[test]
+fn what_is_sent_on_is_a_slice_of_what_came() {
+    let prompt = "p".repeat(1 << 20);
+    let text = format!(r#"{{"model":"m","temperature" : 0.10 ,"prompt":"{prompt}","x":[1.50]}}"#);
+    let (body, _) = read(COMPLETIONS, &text).unwrap();
+    let pieces = body.write(&[("model", b"\"n\"")], &[]);
+    assert_eq!(
+        joined(&pieces),
+        format!(r#"{{"model":"n","temperature" : 0.10 ,"prompt":"{prompt}","x":[1.50]}}"#)
+    );
+    let inside = |piece: &Bytes| body.bytes.as_ptr_range().contains(&piece.as_ptr());
+    let (shared, copied): (Vec<&Bytes>, Vec<&Bytes>) = pieces.iter().partition(|piece| inside(piece));
+    assert_eq!(shared.len(), 1);
+    assert!(copied.iter().map(|piece| piece.len()).sum::<usize>() < 100);
+}
+
+#[test]
+fn only_a_tangled_part_is_written_anew() {
+    let text = r#"{"model":"m","prompt":"x","a":{"b":1.10,"b":2.20},"c" : 3.30,"\u0064":4.40,
+        "remote_host":"x","extra_body":{"remote_port":1,"y":{"remote_x":0}},"e":{"remote_kept":[5.50]}}"#;
+    let (body, _) = read(COMPLETIONS, text).unwrap();
+    let written = joined(&body.write(&[("model", b"\"n\"")], &[]));
+    assert_eq!(
+        written,
+        r#"{"model":"n","prompt":"x","a":{"b":2.20},"c" : 3.30,"d":4.40,"extra_body":{"y":{}},"e":{"remote_kept":[5.50]}}"#
+    );
+    assert_eq!(body.field("a"), Some(b"{\"b\":2.20}".as_slice()));
+    assert_eq!((body.string("d"), body.string("prompt")), (None, Some(Cow::Borrowed("x"))));
+    assert!(!body.has("remote_host") && body.has("c"));
+}
+
+#[test]
+fn the_usual_is_never_in_doubt() {
+    for (endpoint, text) in [
+        (COMPLETIONS, r#"{"model":"m","prompt":"hello","max_tokens":5,"stream":true}"#),
+        (COMPLETIONS, r#"{"model":"m","prompt":["a","b"]}"#),
+        (COMPLETIONS, r#"{"model":"m","prompt":[1,2,3]}"#),
+        (COMPLETIONS, r#"{"model":"m","prompt":[[1],[2,3]]}"#),
+        (CHAT, r#"{"model":"m","messages":[{"role":"user","content":"hi \"you\""}],"x_unknown":{"a":1}}"#),
+        (
+            CHAT,
+            r#"{"messages":[{"role":"system","content":[{"type":"text","text":"a"}]},
+            {"role":"assistant","content":null,"tool_calls":[{"id":"1","type":"function",
+            "function":{"name":"f","arguments":"{\"a\":1}"}}]},{"role":"tool","tool_call_id":"1","content":"r"}],
+            "tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object"}}}],
+            "chat_template_kwargs":{"enable_thinking":false},"tool_choice":"auto"}"#,
+        ),
+    ] {
+        let limits = ParseLimits::default();
+        let (_, shapes) =
+            RawBody::walk(Bytes::from(text.to_owned()), Some(endpoint), &limits, &Rules).unwrap();
+        assert!(shapes.prompts().is_some(), "{text}");
+        assert_alike(endpoint, text);
+    }
+}
+
+#[test]
+fn bodies_on_the_edge_are_judged_as_the_parser_judges_them() {
+    for text in [
+        "",
+        "{}",
+        "[]",
+        "null",
+        "{\"prompt\":\"x\"",
+        "{\"prompt\":\"x\"}}",
+        "{\"prompt\":\"x\",\"prompt\":\"y\"}",
+        "{\"prompt\":\"x\",\"pr\\u006fmpt\":\"y\"}",
+        "{\"pr\\u006fmpt\":\"y\"}",
+        "\u{feff}{\"prompt\":\"x\"}",
+        "{\"prompt\":\"x\",\"kv_transfer_params\":{},\"kv_transfer_params\":{}}",
+        "{\"prompt\":null}",
+        "{\"prompt\":[1,\"a\"]}",
+        "{\"prompt\":[\"a\",1]}",
+        "{\"prompt\":[16.0]}",
+        "{\"prompt\":[-1]}",
+        "{\"prompt\":[4294967296]}",
+        "{\"prompt\":[2147483648]}",
+        "{\"prompt\":[[]]}",
+        "{\"prompt\":[]}",
+        "{\"prompt\":\"\"}",
+        "{\"prompt\":\"x\",\"n\":17}",
+        "{\"prompt\":[\"a\",\"b\"],\"n\":16}",
+        "{\"messages\":[]}",
+        "{\"messages\":[{\"role\":\"user\"}]}",
+        "{\"messages\":[{\"role\":\"assistant\"}]}",
+        "{\"messages\":[{\"role\":\"us\\u0065r\",\"content\":\"x\"}]}",
+        "{\"messages\":[{\"role\":\"nobody\",\"role\":\"user\",\"content\":\"x\"}]}",
+        "{\"messages\":[{\"role\":\"user\",\"role\":\"nobody\",\"content\":\"x\"}]}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":null}]}]}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"tools\":null}",
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"tools\":[1]}",
+        "{\"prompt\":\"x\",\"extra\":1e400}",
+        "{\"prompt\":\"x\",\"extra\":\"\\ud800\"}",
+        "{\"prompt\":\"x\",\"temperature\":NaN}",
+        "{\"prompt\":\"x\",\"kv_transfer_params\":[NaN]}",
+    ] {
+        assert_alike(COMPLETIONS, text);
+        assert_alike(CHAT, text);
+    }
+    let fields = |count: usize| {
+        let fields: Vec<String> = (0..count).map(|n| format!("\"f{n}\":0")).collect();
+        format!("{{\"prompt\":\"x\",{}}}", fields.join(","))
+    };
+    assert_alike(COMPLETIONS, &fields(FIELDS_MAX - 1));
+    assert_eq!(read(COMPLETIONS, &fields(FIELDS_MAX)).unwrap_err().status, 400);
+}
+
+/// JSON text with the freedom that JSON has: spaces, escapes, names twice.
+fn any_text() -> impl Strategy<Value = String> {
+    let name = prop::sample::select(vec![
+        "role",
+        "content",
+        "type",
+        "text",
+        "tool_calls",
+        "function",
+        "name",
+        "arguments",
+        "a",
+        "kv_transfer_params",
+        "remote_x",
+        "kv\\u005ftransfer_params",
+        "\\u0061",
+        "é",
+    ]);
+    let leaf = prop::sample::select(vec![
+        "null",
+        "true",
+        "0",
+        "-0",
+        "1.50",
+        "1e2",
+        "2147483647",
+        "12345678901234567890123",
+        "\"\"",
+        "\"user\"",
+        "\"assistant\"",
+        "\"text\"",
+        "\"x\\n\"",
+        "\"\\u00e9\"",
+        "\"{}\"",
+        "\"{\\\"a\\\":1}\"",
+        "\"auto\"",
+    ])
+    .prop_map(str::to_owned);
+    let space = prop::sample::select(vec!["", " ", "\n\t "]);
+    leaf.prop_recursive(5, 32, 5, move |inner| {
+        let fields = prop::collection::vec((name.clone(), inner.clone()), 0..5);
+        prop_oneof![
+            (prop::collection::vec(inner, 0..5), space.clone())
+                .prop_map(|(items, space)| format!("[{space}{}{space}]", items.join(","))),
+            (fields, space.clone()).prop_map(|(fields, space)| {
+                let fields: Vec<_> = fields.iter().map(|(n, v)| format!("\"{n}\"{space}:{v}")).collect();
+                format!("{{{space}{}}}", fields.join(","))
+            }),
+        ]
+    })
+}
+
+fn any_message() -> impl Strategy<Value = String> {
+    let role = prop::sample::select(vec!["user", "assistant", "tool", "nobody"]);
+    let call =
+        any_text().prop_map(|arguments| format!(r#"{{"function":{{"name":"f","arguments":{arguments}}}}}"#));
+    let part = prop_oneof![
+        3 => any_text(),
+        1 => any_text().prop_map(|text| format!(r#"{{"type":"text","text":{text}}}"#)),
+    ];
+    (role, prop::collection::vec(part, 0..3), prop::option::of(call)).prop_map(|(role, parts, call)| {
+        let calls = call.map(|call| format!(r#","tool_calls":[{call}]"#)).unwrap_or_default();
+        format!(r#"{{"role":"{role}","content":[{}]{calls}}}"#, parts.join(","))
+    })
+}
+
+fn any_body() -> impl Strategy<Value = String> {
+    const NAMES: [&str; 24] = [
+        "model",
+        "prompt",
+        "messages",
+        "max_tokens",
+        "n",
+        "stream",
+        "stream_options",
+        "stop",
+        "temperature",
+        "logit_bias",
+        "tools",
+        "tool_choice",
+        "documents",
+        "chat_template_kwargs",
+        "response_format",
+        "user",
+        "x",
+        "kv_transfer_params",
+        "remote_host",
+        "kv\\u005ftransfer_params",
+        "extra_body",
+        "mod\\u0065l",
+        "suffix",
+        "continue_final_message",
+    ];
+    let prompt = prop_oneof![
+        any_text(),
+        prop::sample::select(vec!["\"x\"", "[\"a\",\"b\"]", "[1,2]", "[[1],[2]]"]).prop_map(str::to_owned)
+    ];
+    let messages = prop::collection::vec(any_message(), 0..3).prop_map(|all| format!("[{}]", all.join(",")));
+    let rest = prop::collection::vec((prop::sample::select(NAMES.to_vec()), any_text()), 0..4);
+    (prompt, messages, rest, any::<bool>()).prop_map(|(prompt, messages, rest, space)| {
+        let mut fields: Vec<String> =
+            vec![format!("\"prompt\":{prompt}"), format!("\"messages\" : {messages}")];
+        fields.extend(rest.iter().map(|(name, value)| format!("\"{name}\":{value}")));
+        let length = fields.len();
+        fields.rotate_left(rest.len() % length);
+        let comma = if space { "\n , " } else { "," };
+        format!("{{{}}}", fields.join(comma))
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn generated_bodies_are_judged_and_written_as_the_parser_would(text in any_body()) {
+        assert_alike(COMPLETIONS, &text);
+        assert_alike(CHAT, &text);
+    }
+
+    #[test]
+    fn bytes_that_were_changed_at_random_are_judged_as_the_parser_judges_them(
+        text in any_body(),
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+    ) {
+        let mut bytes = text.into_bytes();
+        for (place, byte) in changes {
+            let place = place.index(bytes.len());
+            bytes[place] = byte;
+        }
+        let limits = ParseLimits::default();
+        let raw = RawBody::any(Bytes::from(bytes.clone()), &limits, &Rules).map(drop);
+        prop_assert_eq!(raw, parse_object(&bytes, &limits).map(drop));
+    }
+}

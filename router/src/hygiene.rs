@@ -1,0 +1,124 @@
+//! What a client's bytes must look like before any other part of the router sees them.
+//!
+//! Requests are smuggled through what two parsers read differently. So the head and the framing of a body are read here,
+//! by one strict reader, and pingora is given a head that no parser can read in two ways:
+//!
+//! ```text
+//! socket ─▶ wire ─▶ head (strict, bounded, timed) ─▶ pingora: a head without framing or upgrade
+//!             │                                        │ request_filter
+//!             └──────── body (length or chunks, strict) ◀ intake: when the request is wanted
+//! ```
+//!
+//! Invariants:
+//! - What is refused here is answered once, with the OpenAI envelope, and the connection is closed: nothing that follows
+//!   it is taken for a request.
+//! - One request is read at a time. Bytes behind a request (pipelining) are not served: the connection is closed after
+//!   the answer.
+//! - A head is bounded in bytes, in fields and in time; a connection without a request in time.
+//! - A body is read straight into the buffer that is sent on; pingora never holds it.
+
+pub(crate) mod chunked;
+pub(crate) mod head;
+mod wire;
+
+pub(crate) use wire::{BodyError, Wire};
+
+use std::time::Duration;
+
+use baton_openai::{ApiError, ErrorKind};
+
+use crate::config::RouterConfig;
+use crate::request_id;
+
+/// Bounds on heads.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeadBounds {
+    pub bytes: usize,
+    /// From its first byte to its last.
+    pub within: Duration,
+    /// From the connection's begin, or the end of the last answer, to the first byte.
+    pub idle: Duration,
+}
+
+impl HeadBounds {
+    pub(crate) fn of(config: &RouterConfig) -> Self {
+        Self {
+            bytes: config.limits.head_bytes,
+            within: Duration::from_millis(config.timeouts.head_ms),
+            idle: Duration::from_millis(config.timeouts.client_idle_ms),
+        }
+    }
+}
+
+/// Why a head is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Unclean {
+    #[error("{0}")]
+    Malformed(&'static str),
+    #[error("the path is too long")]
+    PathTooLong,
+    #[error("the head of the request is too large")]
+    TooLarge,
+    #[error("the head of the request did not arrive in time")]
+    Late,
+    #[error("only HTTP/1.1 and HTTP/1.0 are spoken here")]
+    Version,
+    #[error("this method is not allowed here")]
+    Method,
+    #[error("only 100-continue can be expected")]
+    Expectation,
+}
+
+impl Unclean {
+    fn error(self) -> ApiError {
+        let (status, code) = match self {
+            Self::Malformed(_) => (400, "malformed_request"),
+            Self::PathTooLong => (414, "path_too_long"),
+            Self::TooLarge => (431, "head_too_large"),
+            Self::Late => (408, "request_timeout"),
+            Self::Version => (505, "http_version_not_supported"),
+            Self::Method => (405, "method_not_allowed"),
+            Self::Expectation => (417, "expectation_failed"),
+        };
+        let mut error = ApiError::malformed(self.to_string()).with_code(code);
+        error.status = status;
+        if self == Self::Late {
+            error.kind = ErrorKind::Timeout;
+        }
+        error
+    }
+
+    /// The whole answer.
+    pub(crate) fn answer(self) -> Vec<u8> {
+        let error = self.error();
+        let (body, id) = (error.to_bytes(), request_id::mint());
+        let reason = hyper::StatusCode::from_u16(error.status).ok().and_then(|s| s.canonical_reason());
+        let mut answer = format!(
+            "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nx-request-id: {id}\r\n\
+             connection: close\r\n\r\n",
+            error.status,
+            reason.unwrap_or_default(),
+            body.len()
+        )
+        .into_bytes();
+        answer.extend_from_slice(&body);
+        answer
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_one_whole_answer_in_the_envelope() {
+        for unclean in [Unclean::Malformed("x"), Unclean::TooLarge, Unclean::Late, Unclean::Version] {
+            let answer = String::from_utf8(unclean.answer()).unwrap();
+            let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+            assert!(head.contains(&format!("content-length: {}\r\n", body.len())), "{head}");
+            assert!(head.contains("connection: close"), "{head}");
+            let body: serde_json::Value = serde_json::from_str(body).unwrap();
+            assert_eq!(body["error"]["message"], unclean.to_string());
+        }
+    }
+}
