@@ -129,14 +129,16 @@ impl Router {
         }
         ready.ready.store(false, Ordering::Relaxed);
         shared.draining.store(true, Ordering::Relaxed);
-        // From here on every answer closes its connection. Fails only when no connection is left to hear it.
-        let _ = drain.send(true);
         let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
         if !delay.is_zero() {
-            let accepting = accept(&clients, &shared, &proxy, draining, connections_max, &mut connections);
+            // Answers close their connections by now; idle ones may still bring a request.
+            let connections = &mut connections;
+            let accepting = accept(&clients, &shared, &proxy, draining, connections_max, connections);
             // It never ends by itself.
             let _ = tokio::time::timeout(delay, accepting).await;
         }
+        // Fails only when no connection is left to hear it.
+        let _ = drain.send(true);
         drop(clients);
         proxy.http_cleanup().await;
         let drain_timeout = shared.generation().config.drain_timeout();
