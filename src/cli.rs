@@ -31,6 +31,8 @@ pub(crate) enum Command {
     Router(RouterArgs),
     /// Check a router configuration and print what is in effect
     Check(CheckArgs),
+    /// Say why a request went where it went, or where one would go
+    Explain(ExplainArgs),
     /// Compare the engine with golden outputs made by make_tiny.py
     Parity(ParityArgs),
     /// Measure the engine, the transfer, the ledger or the router against baselines from the same run
@@ -242,6 +244,31 @@ pub(crate) struct CheckArgs {
     /// Print instead what changes from this file to FILE: `- key: old` and `+ key: new`
     #[arg(long, value_name = "OLD")]
     pub(crate) diff: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ExplainArgs {
+    /// The request's id: the router's, or the client's `x-request-id`. Without it, the latest requests
+    #[arg(value_name = "ID", conflicts_with = "dry_run")]
+    pub(crate) id: Option<String>,
+    /// Say instead where a request with this body would go; no engine hears of it
+    #[arg(long, value_name = "FILE")]
+    pub(crate) dry_run: Option<PathBuf>,
+    /// The endpoint of the dry run; by default what the body is for
+    #[arg(long, requires = "dry_run")]
+    pub(crate) path: Option<String>,
+    /// A header of the dry run's request, `NAME: VALUE`
+    #[arg(long = "header", value_name = "HEADER", requires = "dry_run")]
+    pub(crate) headers: Vec<String>,
+    /// The router's admin listener
+    #[arg(long, default_value = "http://127.0.0.1:8081", value_name = "URL", env = "BATON_ADMIN")]
+    pub(crate) admin: String,
+    /// File with the admin listener's token
+    #[arg(long, value_name = "FILE", env = "BATON_ADMIN_TOKEN_FILE")]
+    pub(crate) admin_token_file: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]

@@ -4,6 +4,7 @@
 mod builtin;
 mod cli;
 mod engine;
+mod explain;
 mod parity;
 mod router;
 mod shutdown;
@@ -22,6 +23,7 @@ fn main() -> ExitCode {
         cli::Command::Engine(args) => engine::run(*args),
         cli::Command::Router(args) => router::run(&args),
         cli::Command::Check(args) => router::check(&args),
+        cli::Command::Explain(args) => explain::run(&args),
         cli::Command::Parity(args) => parity::run(&args),
         cli::Command::Bench(args) => baton_bench::run(args.benchmark, &mut std::io::stdout()),
     };

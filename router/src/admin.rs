@@ -15,7 +15,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Body as _, Incoming};
-use hyper::header::ACCEPT;
+use hyper::header::{ACCEPT, HeaderMap};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -23,6 +23,7 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
+use crate::explain;
 use crate::metrics::Format;
 use crate::shared::Shared;
 pub(crate) use answer::Answer;
@@ -44,12 +45,12 @@ pub(crate) struct Admin {
 }
 
 /// One request, its body read.
-#[allow(dead_code, reason = "for the verbs that others plug in")]
 pub(crate) struct Asked {
     pub method: Method,
     pub path: String,
     pub query: String,
     pub accept: String,
+    pub headers: HeaderMap,
     pub body: Bytes,
 }
 
@@ -100,6 +101,7 @@ impl Admin {
                     path: head.uri.path().to_owned(),
                     query,
                     accept: header(ACCEPT),
+                    headers: head.headers.clone(),
                     body: body.to_bytes(),
                 };
                 self.route(&asked).await
@@ -123,10 +125,13 @@ impl Admin {
             ["requests"] if get => pages::requests(&self.shared, &asked.query),
             ["engines"] if get => Answer::json(engines::list(&self.shared)),
             ["engines", engine @ .., verb] if post => engines::order(&self.shared, &engine.join("/"), verb),
+            ["explain"] if get => Answer::json(explain::recent(&self.shared.explain)),
+            ["explain", id] if get => pages::explain(&self.shared, id),
+            ["dry-run"] if post => pages::dry_run(&self.shared, asked),
+            ["dry-run"] => Answer::not_allowed("POST"),
             [""] if get => Answer::text(PATHS),
-            ["health" | "ready" | "metrics" | "config" | "engines" | "requests" | ""] => {
-                Answer::not_allowed("GET")
-            }
+            ["health" | "ready" | "metrics" | "config" | "engines" | "explain" | "requests" | ""]
+            | ["explain", _] => Answer::not_allowed("GET"),
             _ => Answer::error(StatusCode::NOT_FOUND, "not found; `/` lists what there is"),
         }
     }
@@ -158,6 +163,9 @@ GET  /config      the configuration in effect and its number
 GET  /engines     every engine and what is known of it
 POST /engines/HOST:PORT/drain     it gets nothing new, and finishes what it has
 POST /engines/HOST:PORT/undrain   it gets requests again, whatever the configuration says
+GET  /explain     the latest requests
+GET  /explain/ID  why a request went where it went; ID is the router's or the client's x-request-id
+POST /dry-run     where a client's body would go (?path=/v1/chat/completions); nothing is sent
 GET  /requests    the requests in flight, the oldest first; ?limit=N
 JSON is for machines; ?pretty is for people.
 ";

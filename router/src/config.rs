@@ -25,6 +25,7 @@ pub use attempts::AttemptsConfig;
 pub use capacity::CapacityConfig;
 pub use disaggregate::DisaggregateConfig;
 pub use error::{ConfigError, Place, Problem};
+pub use explain::ExplainConfig;
 pub use features::FeaturesConfig;
 pub use health::{
     ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
@@ -52,6 +53,7 @@ mod contradictions;
 mod disaggregate;
 mod document;
 mod error;
+mod explain;
 mod features;
 mod health;
 mod limits;
@@ -101,6 +103,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub health: HealthConfig,
+    /// What is kept for those who ask why a request went where it went.
+    #[serde(default)]
+    #[garde(dive)]
+    pub explain: ExplainConfig,
     /// One line of JSON per request that is over.
     #[serde(default)]
     #[garde(dive)]

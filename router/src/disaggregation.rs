@@ -81,6 +81,11 @@ impl Disaggregation {
             Self::Local(_) => "decode_only",
         }
     }
+
+    pub(crate) fn why(self) -> Why {
+        let (Self::Remote(why) | Self::Local(why)) = self;
+        why
+    }
 }
 
 /// Decides.

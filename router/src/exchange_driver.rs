@@ -22,6 +22,7 @@ use crate::alive::{Deaf, while_alive};
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
 use crate::disaggregation::{self, Disaggregation, Facts, Why};
+use crate::explain::Account;
 use crate::generation::Generation;
 use crate::health::Sign;
 use crate::inflight::Entry;
@@ -32,7 +33,8 @@ use crate::legs::{Blame, Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::models::Model;
 use crate::observe::Watched;
-use crate::pool::{Reserved, Scarce};
+use crate::policy::Wanted;
+use crate::pool::{Pool, Reserved, Scarce};
 use crate::request_id;
 use crate::retries::{self, Retry};
 use crate::rewrite;
@@ -74,6 +76,8 @@ pub(crate) struct ExchangeDriver {
     pub model: Arc<Model>,
     /// What is noted of the engines' doings.
     pub watched: Watched,
+    /// What is told to those who ask why; none if nobody may.
+    account: Option<Arc<Account>>,
     /// The engine of each attempt, by the attempt's number.
     attempts: Vec<Arc<Engine>>,
     /// The prefill in flight.
@@ -98,13 +102,16 @@ impl ExchangeDriver {
         shared: Arc<Shared>,
         generation: Arc<Generation>,
         request: RequestId,
+        client_id: Option<&HeaderValue>,
         model: Arc<Model>,
     ) -> Self {
         let exchange = Arc::new(Mutex::new(Exchange::new()));
+        let account = shared.explain.begin(&request, client_id, &model.name);
         Self {
             shared,
             model,
             watched: Watched::default(),
+            account,
             generation,
             reserved: None,
             debtor: Debtor { request, exchange, model: None, authorization: None },
@@ -164,10 +171,37 @@ impl ExchangeDriver {
         }
         if step.fit == Fit::Applied {
             self.watched.event(event, now, &self.attempts);
+            if let Some(account) = &self.account {
+                account.event(&event, &self.attempts);
+            }
         }
         if let Some(Outcome::ClientGone(phase)) = step.ended {
             self.shared.metrics.disconnect(phase);
         }
+    }
+
+    /// The request is over, and this is what its client was told.
+    pub(crate) fn end(&self, status: u16) {
+        if let Some(account) = &self.account {
+            account.end(status, self.outcome());
+        }
+    }
+
+    /// An engine for a leg; what it was chosen from is noted for those who ask.
+    fn choose(
+        &self,
+        leg: Leg,
+        pool: &Pool,
+        wanted: &Wanted<'_>,
+        tried: &[Arc<Engine>],
+    ) -> Result<Reserved, Scarce> {
+        let Some(account) = &self.account else { return pool.reserve(wanted, tried) };
+        let mut sight = None;
+        let reserved = pool.reserve_telling(wanted, tried, Some(&mut sight));
+        if let Some(sight) = sight {
+            account.chose(leg, sight);
+        }
+        reserved
     }
 
     /// A piece of the answer is being passed on.
@@ -195,7 +229,7 @@ impl ExchangeDriver {
         self.source = ask.source(session.client_addr());
         self.debtor.model = Some(Arc::clone(&ask.model));
         self.debtor.authorization = ask.authorization();
-        match ask.model.decode.reserve(&ask.wanted(), &[]) {
+        match self.choose(Leg::Decode, &ask.model.decode, &ask.wanted(), &[]) {
             Ok(reserved) => {
                 self.reserved = Some(reserved);
                 Ok(())
@@ -218,7 +252,11 @@ impl ExchangeDriver {
             cached_share: holding.share(&wanted),
             prefill_in_flight: ask.model.prefill.least_in_flight(),
         };
-        disaggregation::decide(&ask.model.disaggregate, &facts)
+        let decided = disaggregation::decide(&ask.model.disaggregate, &facts);
+        if let Some(account) = &self.account {
+            account.disaggregated(decided, facts);
+        }
+        decided
     }
 
     /// A prefill engine: another than the decode engine and than those that were asked before, if there is another.
@@ -228,11 +266,8 @@ impl ExchangeDriver {
         let decode = self.reserved.as_ref().map(Reserved::engine);
         let before: Vec<_> = tried.iter().chain(&self.prefill_engine).cloned().collect();
         let others: Vec<_> = before.iter().chain(decode).cloned().collect();
-        let prefill = &ask.model.prefill;
-        prefill
-            .reserve(&wanted, &others)
-            .or_else(|_| prefill.reserve(&wanted, &before))
-            .or_else(|_| prefill.reserve(&wanted, tried))
+        let choose = |tried: &[Arc<Engine>]| self.choose(Leg::Prefill, &ask.model.prefill, &wanted, tried);
+        choose(&others).or_else(|_| choose(&before)).or_else(|_| choose(tried))
     }
 
     /// First leg: the handoff, or `None` when the decode engine is to compute everything.
@@ -362,7 +397,8 @@ impl ExchangeDriver {
         let mut spent = false;
         while tried.len() < usize::from(self.generation.config.attempts.decode) {
             let reserved = self.reserved.take().map(Ok);
-            let reserved = reserved.unwrap_or_else(|| ask.model.decode.reserve(&ask.wanted(), &tried));
+            let reserved = reserved
+                .unwrap_or_else(|| self.choose(Leg::Decode, &ask.model.decode, &ask.wanted(), &tried));
             let Ok(Reserved { member, load, .. }) = reserved else { break };
             if !self.may_try_again(session, Leg::Decode, tried.len()).await? {
                 break;

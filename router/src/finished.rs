@@ -50,8 +50,7 @@ pub(crate) struct Finished {
     pub model: Option<Arc<Model>>,
     /// Who asked, as admission names them.
     pub tenant: Option<Arc<str>>,
-    /// `None`: the router itself answered.
-    pub end: Option<End>,
+    pub end: End,
     pub status: u16,
     pub begun: Time,
     pub over: Time,
@@ -88,14 +87,14 @@ impl Finished {
     /// The phase in which the client left.
     pub(crate) fn left_in(&self) -> Option<Phase> {
         match self.end {
-            Some(End::Exchange(Outcome::ClientGone(phase))) => Some(phase),
+            End::Exchange(Outcome::ClientGone(phase)) => Some(phase),
             _ => None,
         }
     }
 
     /// Whether the client got what it asked for.
     pub(crate) fn went_well(&self) -> bool {
-        let ended_well = matches!(self.end, None | Some(End::Passed | End::Exchange(Outcome::Completed)));
+        let ended_well = matches!(self.end, End::Passed | End::Exchange(Outcome::Completed));
         ended_well && (200..400).contains(&self.status)
     }
 }

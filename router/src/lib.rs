@@ -23,6 +23,7 @@
 //! | `upstream` | connections to engines |
 //! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
+//! | `explain` | why a request went where it went |
 //! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
 //! | `finished`, `observers`, `access_log`, `telemetry`, `trace_context` | a request that is over: its line, its trace |
 //!
@@ -36,6 +37,7 @@ mod client_watch;
 pub mod config;
 mod disaggregation;
 mod exchange_driver;
+mod explain;
 mod features;
 mod finished;
 mod fleet;

@@ -98,7 +98,6 @@ pub(crate) enum Reason {
 
 impl Reason {
     /// As explanations have it.
-    #[allow(dead_code, reason = "explanations and events come next")]
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Turn => "turn",
@@ -121,7 +120,6 @@ pub(crate) trait Policy: Send + Sync {
     /// `None` only when there is no candidate.
     fn choose(&self, wanted: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice>;
 
-    #[allow(dead_code, reason = "explanations and events come next")]
     /// What the policy compares of a candidate, for explanations; more is better.
     fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64;
 }

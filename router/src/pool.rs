@@ -15,17 +15,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use crate::config::{AllOut, EngineConfig, HealthConfig, PolicyConfig, PoolConfig};
+use crate::explain::{Considered, Removed, Sight};
 use crate::health::Standing;
 use crate::memory::{Holding, Memory};
 use crate::metrics::Leg;
-use crate::policy::{self, Candidate, Draw, Policy, Wanted};
+use crate::policy::{self, Candidate, Choice, Draw, Policy, Wanted};
 use crate::upstream::{Engine, InFlight};
+
+/// Engines of each kind that one explanation names.
+const NAMED: usize = 8;
 
 /// Engines that can stand in for each other.
 pub(crate) struct Pool {
     /// In the order of their engines' ids.
     members: Vec<Arc<Member>>,
     policy: Box<dyn Policy>,
+    policy_name: &'static str,
     turn: AtomicU64,
     /// Where prompts that are sent are noted; none if nobody asks.
     memory: Option<Arc<Memory>>,
@@ -43,9 +48,6 @@ pub(crate) struct Member {
     pub weight: u32,
     /// Requests of this router that it takes at once.
     pub max_in_flight: usize,
-    /// What it is.
-    #[allow(dead_code, reason = "explanations and events come next")]
-    pub labels: BTreeMap<String, String>,
     /// A hash of its address, the same in every router.
     key: u64,
     /// A hash of its values of the labels that pairs should share; none if it lacks one.
@@ -60,6 +62,12 @@ pub(crate) struct Reserved {
     pub load: InFlight,
     /// What it held of the prompt already, as far as is known.
     pub holding: Holding,
+}
+
+/// What would be chosen.
+pub(crate) struct Trial {
+    pub chosen: Option<Arc<Member>>,
+    pub sight: Sight,
 }
 
 /// Why no engine can be had.
@@ -99,10 +107,14 @@ impl Member {
             key,
             pair: pair_of(&config.labels, pair_by),
             preferred: !pool.prefer.is_empty() && has(&config.labels, &pool.prefer),
-            labels: config.labels.clone(),
             rank: None,
             engine,
         }
+    }
+
+    /// Its values of the labels that its partner should share.
+    pub(crate) fn pair(&self) -> Option<u64> {
+        self.pair
     }
 
     /// One rank of its engine.
@@ -188,6 +200,7 @@ impl Pool {
         Self {
             members,
             policy: policy::of_config(policy, memory),
+            policy_name: policy.name(),
             turn: AtomicU64::new(0),
             memory: learns.then(|| Arc::clone(memory)),
             leg: Leg::Decode,
@@ -244,15 +257,101 @@ impl Pool {
     /// # Errors
     /// [`Scarce`] says whether waiting helps.
     pub(crate) fn reserve(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Result<Reserved, Scarce> {
-        loop {
-            let candidates = self.candidates(wanted, tried)?;
+        self.reserve_telling(wanted, tried, None)
+    }
+
+    /// As [`Self::reserve`]; tells what the choice was made from to whoever wants to know.
+    ///
+    /// # Errors
+    /// [`Scarce`] says whether waiting helps.
+    pub(crate) fn reserve_telling(
+        &self,
+        wanted: &Wanted<'_>,
+        tried: &[Arc<Engine>],
+        tell: Option<&mut Option<Sight>>,
+    ) -> Result<Reserved, Scarce> {
+        let (candidates, taken) = loop {
+            let candidates = self.candidates(wanted, tried);
             let draw = Draw::at(self.turn.fetch_add(1, Ordering::Relaxed));
-            let choice = self.policy.choose(wanted, &candidates, draw).ok_or(Scarce::Nobody)?;
-            let member = &self.members[choice.index];
-            // Somebody else may have taken its last place since; then the choice is made again.
-            if let Some(load) = member.begin(self.leg, wanted.tokens) {
-                return Ok(self.reserved(member, load, wanted));
+            match self.decide(wanted, &candidates, draw) {
+                Err(scarce) => break (candidates, Err(scarce)),
+                Ok(choice) => {
+                    let member = &self.members[choice.index];
+                    // If somebody else has taken its last place since, the choice is made again.
+                    if let Some(load) = member.begin(self.leg, wanted.tokens) {
+                        break (candidates, Ok((choice, load)));
+                    }
+                }
             }
+        };
+        if let Some(told) = tell {
+            let choice = taken.as_ref().map(|(choice, _)| *choice).map_err(|&scarce| scarce);
+            *told = Some(self.sight(wanted, tried, candidates.as_deref().unwrap_or_default(), choice));
+        }
+        taken.map(|(choice, load)| self.reserved(&self.members[choice.index], load, wanted))
+    }
+
+    /// What [`Self::reserve`] would choose. Nothing is counted and nothing is noted.
+    pub(crate) fn try_out(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Trial {
+        let candidates = self.candidates(wanted, tried);
+        let choice = self.decide(wanted, &candidates, Draw::at(self.turn.load(Ordering::Relaxed)));
+        let sight = self.sight(wanted, tried, candidates.as_deref().unwrap_or_default(), choice);
+        Trial { chosen: choice.ok().map(|choice| Arc::clone(&self.members[choice.index])), sight }
+    }
+
+    fn decide(
+        &self,
+        wanted: &Wanted<'_>,
+        candidates: &Result<Vec<Candidate>, Scarce>,
+        draw: Draw,
+    ) -> Result<Choice, Scarce> {
+        let candidates = candidates.as_ref().map_err(|&scarce| scarce)?;
+        self.policy.choose(wanted, candidates, draw).ok_or(Scarce::Nobody)
+    }
+
+    /// What a choice was made from, for people.
+    fn sight(
+        &self,
+        wanted: &Wanted<'_>,
+        tried: &[Arc<Engine>],
+        candidates: &[Candidate],
+        choice: Result<Choice, Scarce>,
+    ) -> Sight {
+        let chosen = choice.ok().map(|choice| choice.index);
+        let mut named: Vec<&Candidate> = candidates.iter().collect();
+        let order = |c: &&Candidate| (Some(c.index) != chosen, c.requests, c.index);
+        if named.len() > NAMED {
+            named.select_nth_unstable_by_key(NAMED, order);
+            named.truncate(NAMED);
+        }
+        named.sort_unstable_by_key(order);
+        let considered = named.into_iter().map(|c| Considered {
+            engine: self.members[c.index].engine.name(),
+            requests: c.requests,
+            tokens: c.tokens,
+            weight: c.weight,
+            score: self.policy.score(wanted, c),
+        });
+        let is_candidate = |index: usize| candidates.binary_search_by_key(&index, |c| c.index).is_ok();
+        let others = self.members.iter().enumerate().filter(|(index, _)| !is_candidate(*index));
+        let removed = others.take(NAMED).map(|(_, member)| Removed {
+            engine: member.engine.name(),
+            why: member.fit(tried, self.leg, false),
+        });
+        let holding = chosen.zip(self.memory.as_ref()).map(|(index, memory)| {
+            memory.holding(self.members[index].engine.id(), wanted.prefix, wanted.blocks)
+        });
+        Sight {
+            policy: self.policy_name,
+            members: self.members.len(),
+            considered: considered.collect(),
+            more: candidates.len().saturating_sub(NAMED),
+            removed: removed.collect(),
+            more_removed: (self.members.len() - candidates.len()).saturating_sub(NAMED),
+            result: choice.map(|choice| (self.members[choice.index].engine.name(), choice.reason)),
+            holding: holding.unwrap_or_default(),
+            chunks: wanted.prefix.len(),
+            blocks: wanted.blocks.len(),
         }
     }
 

@@ -42,6 +42,8 @@ pub(crate) struct RequestContext {
     id: RequestId,
     /// What the client is told the id is: its own, where it sent a decent one.
     echoed: HeaderValue,
+    /// The client's own id, where it sent a decent one.
+    client_id: Option<HeaderValue>,
     driver: Option<ExchangeDriver>,
     status: u16,
     trace: Trace,
@@ -70,6 +72,7 @@ impl ProxyHttp for FrontDoor {
             generation,
             id,
             echoed,
+            client_id: None,
             driver: None,
             status: 0,
             trace: Trace::default(),
@@ -97,6 +100,7 @@ impl ProxyHttp for FrontDoor {
             session.as_downstream_mut().set_keepalive(None);
         }
         if let Some(echoed) = request_id::decent(&session.req_header().headers) {
+            context.client_id = Some(echoed.clone());
             context.echoed = echoed;
         }
         context.notice(session.req_header());
@@ -124,6 +128,9 @@ impl ProxyHttp for FrontDoor {
         context.response_bytes = client.body_bytes_sent() as u64;
         self.0.metrics.server.request_bytes.increment(context.request_bytes);
         self.0.metrics.server.response_bytes.increment(context.response_bytes);
+        if let Some(driver) = &context.driver {
+            driver.end(context.status);
+        }
         context.end();
     }
 }
@@ -180,6 +187,7 @@ impl FrontDoor {
             Arc::clone(&self.0),
             Arc::clone(&context.generation),
             context.id.clone(),
+            context.client_id.as_ref(),
             Arc::clone(&ask.model),
         ));
         driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));
@@ -252,7 +260,8 @@ impl RequestContext {
         if std::mem::replace(&mut self.over, true) {
             return;
         }
-        let end = self.count();
+        // What the router answers itself, `/health` above all, is asked for all the time and of no interest.
+        let Some(end) = self.count() else { return };
         let Some(head) = self.head.take() else { return };
         let driver = self.driver.as_ref();
         let watched = driver.map(|driver| &driver.watched);
@@ -293,6 +302,7 @@ impl RequestContext {
             None => {
                 let end = match self.status {
                     _ if self.passed => End::Passed,
+                    0 => End::Exchange(Outcome::Dropped(Phase::Queue)),
                     499 => End::Exchange(Outcome::ClientGone(Phase::Queue)),
                     400.. => End::Rejected,
                     _ => return None,

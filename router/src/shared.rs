@@ -9,6 +9,7 @@ use arc_swap::ArcSwap;
 use baton_connector::{RequestId, Time};
 
 use crate::config::{EngineUrl, RouterConfig};
+use crate::explain::Ring;
 use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError};
 use crate::inflight::{Entry, InFlightTable};
@@ -26,6 +27,8 @@ pub(crate) struct Shared {
     current: ArcSwap<Generation>,
     pub fleet: Fleet,
     pub metrics: Arc<Metrics>,
+    /// Why the latest requests went where they went.
+    pub explain: Ring,
     pub settler: Arc<Settler>,
     pub retries: Arc<RetryBudget>,
     /// Set when the router begins to drain: answers close their connections.
@@ -62,12 +65,14 @@ impl Shared {
         let observers = Observers::build(&config, &Observers::default(), &metrics, &runtime)?;
         let first = Generation::build(1, config, &fleet, observers)?;
         metrics.server.generation.set(1.0);
+        let explain = Ring::new(first.config.explain.requests);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Ok(Arc::new(Self {
             current: ArcSwap::from_pointee(first),
             fleet,
             metrics,
+            explain,
             settler,
             retries: Arc::default(),
             draining: AtomicBool::new(false),
@@ -97,6 +102,7 @@ impl Shared {
         let observers = Observers::build(&config, &current.observers, &self.metrics, &self.runtime)?;
         let next = Generation::build(number, config, &self.fleet, observers)?;
         self.settler.set_terms(next.settle_terms());
+        self.explain.set_most(next.config.explain.requests);
         self.metrics.server.generation.set(number as f64);
         self.current.store(Arc::new(next));
         Ok(number)

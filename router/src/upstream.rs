@@ -39,7 +39,7 @@ pub(crate) struct Engine {
     url: EngineUrl,
     /// Which engine it is, in this process; see [`Engine::id`].
     id: u32,
-    authority: String,
+    authority: Arc<str>,
     host: HeaderValue,
     terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
@@ -132,7 +132,7 @@ impl Engine {
     pub(crate) fn new(url: EngineUrl, terms: Terms, metrics: EngineMetrics, wake: Arc<Notify>) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let health = Health::new(&terms.health, wake);
-        let authority = url.authority();
+        let authority: Arc<str> = url.authority().into();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
             url,
@@ -208,6 +208,11 @@ impl Engine {
     /// Requests of this router that it is working on.
     pub(crate) fn load(&self) -> usize {
         self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// [`Self::authority`] for those who outlive the engine.
+    pub(crate) fn name(&self) -> Arc<str> {
+        Arc::clone(&self.authority)
     }
 
     /// Which engine it is, in this process. Engines that are forgotten and come back have another.

@@ -25,8 +25,7 @@ struct Line<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     model: Option<&'a str>,
     status: u16,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    outcome: Option<&'static str>,
+    outcome: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     disconnect_phase: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -82,7 +81,7 @@ pub(super) fn write(finished: &Finished, to: &mut dyn Write) -> std::io::Result<
         tenant: finished.tenant.as_deref(),
         model: finished.model.as_ref().map(|model| model.name.as_str()),
         status: finished.status,
-        outcome: finished.end.map(|end| end.label()),
+        outcome: finished.end.label(),
         disconnect_phase: finished.left_in().map(|phase| phase.label()),
         prefill_engine: engine(0),
         decode_engine: engine(1),

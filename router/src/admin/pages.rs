@@ -1,9 +1,11 @@
 //! What is looked up when somebody asks: the configuration in effect, the engines, and the samples of `/metrics` that
 //! are not counted as they happen.
 
+use hyper::StatusCode;
 use serde_json::{Value, json};
 
-use super::Answer;
+use super::{Answer, Asked};
+use crate::explain;
 use crate::metrics::{IN_FLIGHT, Leg, POOL, READY, STANDINGS, Scrape};
 use crate::shared::Shared;
 
@@ -55,6 +57,27 @@ pub(super) fn look_up(shared: &Shared, scrape: &mut Scrape) {
             let ready = pool.in_use();
             scrape.put(&POOL, &labels, pool.members().len() as f64);
             scrape.put(&READY, &labels, ready as f64);
+        }
+    }
+}
+
+/// Why a request went where it went.
+pub(super) fn explain(shared: &Shared, id: &str) -> Answer {
+    match explain::page(&shared.explain, id) {
+        Some(page) => Answer::json(page),
+        None => Answer::error(StatusCode::NOT_FOUND, "no request of that id is remembered"),
+    }
+}
+
+/// Where a client's request would go. Its path is in the query; its headers are those of the question.
+pub(super) fn dry_run(shared: &Shared, asked: &Asked) -> Answer {
+    let path = asked.query.split('&').find_map(|part| part.strip_prefix("path="));
+    let path = path.unwrap_or("/v1/chat/completions").replace("%2F", "/").replace("%2f", "/");
+    match explain::dry_run(&path, &asked.body, &asked.headers, &shared.generation()) {
+        Ok(page) => Answer::json(page),
+        Err(refused) => {
+            let status = StatusCode::from_u16(refused.status).unwrap_or(StatusCode::BAD_REQUEST);
+            Answer::error(status, &refused.message)
         }
     }
 }

@@ -1,6 +1,8 @@
 //! Engines, by their address: what they were asked, how they failed, how long they took. Series of an engine that
 //! nobody knows any more are gone.
 
+use std::sync::{Arc, OnceLock};
+
 use baton_connector::exchange::Failure;
 
 use super::legs::Leg;
@@ -98,10 +100,12 @@ impl From<Failure> for Reason {
     }
 }
 
-/// One engine.
+/// One engine. The series of a leg begin with its first attempt: most engines serve one.
 #[derive(Debug)]
 pub(crate) struct EngineMetrics {
-    legs: [LegOfEngine; 2],
+    registry: Arc<Registry>,
+    engine: String,
+    legs: [OnceLock<LegOfEngine>; 2],
     pub connect: Histogram,
 }
 
@@ -114,23 +118,28 @@ pub(crate) struct LegOfEngine {
 }
 
 impl EngineMetrics {
-    pub(crate) fn new(registry: &Registry, engine: &str) -> Self {
+    pub(crate) fn new(registry: &Arc<Registry>, engine: &str) -> Self {
         Self {
-            legs: Leg::BOTH.map(|leg| LegOfEngine {
-                requests: registry.counter(&REQUESTS, &[engine, leg.label()]),
-                response: registry.histogram(&RESPONSE_SECONDS, &[engine, leg.label()]),
-                errors: Reason::ALL
-                    .map(|reason| registry.counter(&ERRORS, &[engine, leg.label(), reason.label()])),
-            }),
+            registry: Arc::clone(registry),
+            engine: engine.to_owned(),
+            legs: Default::default(),
             connect: registry.histogram(&CONNECT_SECONDS, &[engine]),
         }
     }
 
     pub(crate) fn leg(&self, leg: Leg) -> &LegOfEngine {
-        &self.legs[leg as usize]
+        self.legs[leg as usize].get_or_init(|| {
+            let labels = [self.engine.as_str(), leg.label()];
+            LegOfEngine {
+                requests: self.registry.counter(&REQUESTS, &labels),
+                response: self.registry.histogram(&RESPONSE_SECONDS, &labels),
+                errors: Reason::ALL
+                    .map(|reason| self.registry.counter(&ERRORS, &[labels[0], labels[1], reason.label()])),
+            }
+        })
     }
 
     pub(crate) fn failed(&self, leg: Leg, reason: impl Into<Reason>) {
-        self.legs[leg as usize].errors[reason.into() as usize].increment(1);
+        self.leg(leg).errors[reason.into() as usize].increment(1);
     }
 }

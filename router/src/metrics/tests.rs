@@ -230,3 +230,18 @@ fn what_counting_costs() {
         std::hint::black_box(Instant::now());
     });
 }
+
+#[test]
+fn every_metric_that_an_alert_names_exists() {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/prometheus/alerts.yaml");
+    let text = std::fs::read_to_string(path).expect("the alerts are there");
+    let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+    let named: BTreeSet<_> =
+        words.filter(|word| word.starts_with("baton_router_") || word.starts_with("process_")).collect();
+    assert!(named.len() >= 10, "{named:?}");
+    let known: BTreeSet<_> = families().map(|family| family.name).collect();
+    for name in named {
+        let name = name.strip_suffix("_bucket").unwrap_or(name);
+        assert!(known.contains(name), "{name} is in an alert and not on the page");
+    }
+}

@@ -114,9 +114,7 @@ fn of_request(finished: &Finished) -> Vec<KeyValue> {
     if let Some(agent) = &head.user_agent {
         attributes.push(KeyValue::new("user_agent.original", agent.to_string()));
     }
-    if let Some(end) = finished.end {
-        attributes.push(KeyValue::new("baton.outcome", end.label()));
-    }
+    attributes.push(KeyValue::new("baton.outcome", finished.end.label()));
     if let Some(wrong) = wrong(finished) {
         attributes.push(KeyValue::new("error.type", wrong));
     }
@@ -159,18 +157,16 @@ fn of_part(finished: &Finished, of: SpanOf) -> Vec<KeyValue> {
 fn wrong(finished: &Finished) -> Option<String> {
     match finished.end {
         _ if finished.went_well() => None,
-        Some(End::Exchange(Outcome::Completed) | End::Passed | End::Rejected) | None => {
-            Some(finished.status.to_string())
-        }
-        Some(end) => Some(end.label().to_owned()),
+        End::Exchange(Outcome::Completed) | End::Passed | End::Rejected => Some(finished.status.to_string()),
+        end => Some(end.label().to_owned()),
     }
 }
 
 /// An error, unless the request itself was wrong: that is its sender's.
 fn status(finished: &Finished) -> Status {
     match finished.end {
-        Some(End::Exchange(Outcome::ClientGone(phase) | Outcome::Dropped(phase))) => {
-            Status::error(format!("{} in {}", finished.end.map_or("", End::label), phase.label()))
+        End::Exchange(Outcome::ClientGone(phase) | Outcome::Dropped(phase)) => {
+            Status::error(format!("{} in {}", finished.end.label(), phase.label()))
         }
         _ if finished.went_well() || (400..500).contains(&finished.status) => Status::Unset,
         _ => Status::error(wrong(finished).unwrap_or_default()),
@@ -179,7 +175,7 @@ fn status(finished: &Finished) -> Status {
 
 /// A leg that the request ended in, other than well, is where it went wrong.
 fn status_of_part(finished: &Finished, of: SpanOf) -> Status {
-    let Some(End::Exchange(outcome)) = finished.end else { return Status::Unset };
+    let End::Exchange(outcome) = finished.end else { return Status::Unset };
     let at = match outcome {
         Outcome::Completed => return Status::Unset,
         Outcome::PrefillRefused | Outcome::PrefillExhausted => SpanOf::Prefill,

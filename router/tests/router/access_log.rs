@@ -127,6 +127,9 @@ async fn requests_that_go_wrong_are_logged_whatever_the_sample_is() {
     for _ in 0..2 {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
+    for own in ["/health", "/version", "/v1/models"] {
+        assert_eq!(get(system.address, own).await.status, 200);
+    }
     assert_eq!(
         post(system.address, "/v1/completions", &json!({"model": "none", "prompt": "x"})).await.status,
         404

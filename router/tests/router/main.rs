@@ -12,6 +12,7 @@ mod config;
 mod configuration_page;
 mod disconnect;
 mod engine;
+mod explain;
 mod failures;
 mod health;
 mod http_raw;

@@ -1,0 +1,247 @@
+//! Why a request went where it went: what was decided, from what, and what came of it. Kept for the latest
+//! requests, for people who ask (`GET /explain/{id}`, `baton explain`).
+//!
+//! A request's [`Account`] is in the ring from its first decision on, so that one that hangs can be asked about. It
+//! holds names of engines, never the engines, and nothing of the prompt. Everything in it is bounded.
+
+mod dry_run;
+mod page;
+mod sight;
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use baton_connector::RequestId;
+use baton_connector::exchange::{Event, Failure, Outcome};
+use hyper::header::HeaderValue;
+
+use crate::disaggregation::{Disaggregation, Facts};
+use crate::metrics::Leg;
+use crate::upstream::Engine;
+pub(crate) use dry_run::dry_run;
+pub(crate) use page::{page, recent};
+pub(crate) use sight::{Considered, Removed, Sight};
+
+/// Steps of one request: more than two rounds of the most attempts that a configuration allows, decisions included.
+const STEPS_MAX: usize = 160;
+
+/// The latest accounts.
+pub(crate) struct Ring {
+    accounts: Mutex<VecDeque<Arc<Account>>>,
+    most: AtomicUsize,
+}
+
+/// What was decided about one request.
+pub(crate) struct Account {
+    /// The router's name for it.
+    id: RequestId,
+    /// The client's own name for it.
+    client_id: Option<HeaderValue>,
+    model: String,
+    began: SystemTime,
+    begun: Instant,
+    told: Mutex<Told>,
+}
+
+#[derive(Default)]
+struct Told {
+    steps: Vec<(Duration, Step)>,
+    left_out: usize,
+    over: Option<Over>,
+}
+
+/// How it ended.
+struct Over {
+    after: Duration,
+    status: u16,
+    outcome: Option<Outcome>,
+}
+
+/// One thing that was decided, or that happened.
+enum Step {
+    Chose(Leg, Box<Sight>),
+    Disaggregated(Disaggregation, Facts),
+    /// An attempt at an engine.
+    Asked(Leg, Arc<str>),
+    /// What came of an attempt.
+    Came(Leg, Arc<str>, &'static str),
+    /// The exchange went on without an engine.
+    Went(&'static str),
+}
+
+impl Ring {
+    /// The latest `most` requests; 0: none.
+    pub(crate) fn new(most: usize) -> Self {
+        Self { accounts: Mutex::default(), most: AtomicUsize::new(most) }
+    }
+
+    /// Keeps more or fewer from now on.
+    pub(crate) fn set_most(&self, most: usize) {
+        self.most.store(most, Ordering::Relaxed);
+        let mut accounts = self.lock();
+        while accounts.len() > most {
+            accounts.pop_front();
+        }
+        accounts.shrink_to(most);
+    }
+
+    /// An account for a request; `None` when none are kept.
+    pub(crate) fn begin(
+        &self,
+        id: &RequestId,
+        client_id: Option<&HeaderValue>,
+        model: &str,
+    ) -> Option<Arc<Account>> {
+        let most = self.most.load(Ordering::Relaxed);
+        if most == 0 {
+            return None;
+        }
+        let account = Arc::new(Account {
+            id: id.clone(),
+            client_id: client_id.cloned(),
+            model: model.to_owned(),
+            began: SystemTime::now(),
+            begun: Instant::now(),
+            told: Mutex::default(),
+        });
+        let mut accounts = self.lock();
+        while accounts.len() >= most {
+            accounts.pop_front();
+        }
+        accounts.push_back(Arc::clone(&account));
+        Some(account)
+    }
+
+    /// The accounts of that name, the router's or the client's, the latest first.
+    fn named(&self, id: &str) -> Vec<Arc<Account>> {
+        // The name under which a prompt is computed anew belongs to the same request.
+        let minted = id.strip_suffix("-2").unwrap_or(id);
+        let is = |account: &&Arc<Account>| {
+            let clients = account.client_id.as_ref().is_some_and(|value| value.as_bytes() == id.as_bytes());
+            clients || account.id.as_str() == id || account.id.as_str() == minted
+        };
+        self.lock().iter().rev().filter(is).cloned().collect()
+    }
+
+    fn latest(&self, count: usize) -> Vec<Arc<Account>> {
+        self.lock().iter().rev().take(count).cloned().collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Arc<Account>>> {
+        self.accounts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Account {
+    /// An engine was chosen for a leg, or none could be.
+    pub(crate) fn chose(&self, leg: Leg, sight: Sight) {
+        self.tell(Step::Chose(leg, Box::new(sight)));
+    }
+
+    pub(crate) fn disaggregated(&self, decided: Disaggregation, facts: Facts) {
+        self.tell(Step::Disaggregated(decided, facts));
+    }
+
+    /// The exchange took an event; `engines` are those of its attempts.
+    pub(crate) fn event(&self, event: &Event, engines: &[Arc<Engine>]) {
+        use Leg::{Decode, Prefill};
+        let step = |by: baton_connector::exchange::Attempt, leg, came: Option<&'static str>| {
+            let engine = engines.get(usize::from(by.0)).map_or_else(|| Arc::from("?"), |e| e.name());
+            match came {
+                None => Step::Asked(leg, engine),
+                Some(what) => Step::Came(leg, engine, what),
+            }
+        };
+        self.tell(match *event {
+            Event::PrefillSent(to) => step(to, Prefill, None),
+            Event::DecodeSent(to) => step(to, Decode, None),
+            Event::PrefillLent(by, _) => step(by, Prefill, Some("lent")),
+            Event::PrefillEmpty(by) => step(by, Prefill, Some("lent nothing")),
+            Event::PrefillRefused(by) => step(by, Prefill, Some("refused the request")),
+            Event::PrefillFailed(by, failure) => step(by, Prefill, Some(failed(failure))),
+            Event::DecodeAccepted(by) => step(by, Decode, Some("accepted")),
+            Event::DecodeRefused(by) => step(by, Decode, Some("refused the request")),
+            Event::DecodeFailed(by, failure) => step(by, Decode, Some(failed(failure))),
+            Event::FirstChunk(by) => step(by, Decode, Some("first bytes")),
+            Event::StreamEnded(by) => step(by, Decode, Some("complete")),
+            Event::StreamBroken(by) => step(by, Decode, Some("broke off")),
+            Event::StreamCut(by) => step(by, Decode, Some("broke off; another goes on")),
+            Event::PrefillSkipped => Step::Went("no remote prefill"),
+            Event::HandoffSpent => Step::Went("the handoff is spent; the prompt is computed anew"),
+            Event::GaveUp => Step::Went("gave up"),
+            Event::ClientGone => Step::Went("the client left"),
+            Event::Dropped => return,
+        });
+    }
+
+    /// The request is over. Only the first call counts.
+    pub(crate) fn end(&self, status: u16, outcome: Option<Outcome>) {
+        let mut told = self.told();
+        if told.over.is_none() {
+            told.over = Some(Over { after: self.begun.elapsed(), status, outcome });
+        }
+    }
+
+    fn tell(&self, step: Step) {
+        let mut told = self.told();
+        if told.steps.len() == STEPS_MAX {
+            told.left_out += 1;
+        } else {
+            told.steps.push((self.begun.elapsed(), step));
+        }
+    }
+
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn failed(failure: Failure) -> &'static str {
+    match failure {
+        Failure::NotReached => "could not be reached",
+        Failure::Answered => "said that it cannot",
+        Failure::Unknown => "broke off or fell silent",
+        Failure::Unusable(_) => "answered with what cannot be used",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn begin(ring: &Ring, id: &str, client: Option<&'static str>) -> Option<Arc<Account>> {
+        let client = client.map(HeaderValue::from_static);
+        ring.begin(&RequestId::new(id).expect("an id"), client.as_ref(), "m")
+    }
+
+    #[test]
+    fn the_latest_are_kept_and_found_by_either_name() {
+        let ring = Ring::new(2);
+        for (id, client) in [("a", None), ("b", Some("mine")), ("c", Some("mine"))] {
+            assert!(begin(&ring, id, client).is_some());
+        }
+        let names = |id: &str| ring.named(id).iter().map(|a| a.id.to_string()).collect::<Vec<_>>();
+        assert!(names("a").is_empty(), "the oldest went");
+        assert_eq!(names("b"), ["b"]);
+        assert_eq!(names("c-2"), ["c"], "computed anew, the same request");
+        assert_eq!(names("mine"), ["c", "b"], "clients may repeat themselves");
+        ring.set_most(1);
+        assert!(names("b").is_empty());
+        ring.set_most(0);
+        assert!(begin(&ring, "d", None).is_none() && ring.latest(9).is_empty());
+    }
+
+    #[test]
+    fn an_account_is_bounded_and_says_what_it_left_out() {
+        let ring = Ring::new(1);
+        let account = begin(&ring, "a", None).expect("it is kept");
+        for _ in 0..STEPS_MAX + 3 {
+            account.event(&Event::GaveUp, &[]);
+        }
+        account.event(&Event::Dropped, &[]);
+        let told = account.told();
+        assert_eq!((told.steps.len(), told.left_out), (STEPS_MAX, 3));
+    }
+}

@@ -1,0 +1,90 @@
+//! Accounts as JSON.
+
+use std::time::{Duration, SystemTime};
+
+use serde_json::{Map, Value, json};
+
+use super::{Account, Ring, Step};
+use crate::disaggregation::{Disaggregation, Facts};
+
+/// Requests that one list tells.
+const LISTED: usize = 100;
+
+/// What is known of the requests of that name, the latest first; `None` when nothing is.
+pub(crate) fn page(ring: &Ring, id: &str) -> Option<Value> {
+    let found = ring.named(id);
+    if found.is_empty() {
+        return None;
+    }
+    Some(json!({"requests": found.iter().map(|account| account.json()).collect::<Vec<_>>()}))
+}
+
+/// The latest requests in a line each.
+pub(crate) fn recent(ring: &Ring) -> Value {
+    let line = |account: &Account| {
+        let mut head = account.head();
+        head.insert("steps".into(), json!(account.told().steps.len()));
+        Value::Object(head)
+    };
+    json!({"requests": ring.latest(LISTED).iter().map(|account| line(account)).collect::<Vec<_>>()})
+}
+
+impl Account {
+    fn head(&self) -> Map<String, Value> {
+        let told = self.told();
+        let since_epoch = self.began.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let client_id = self.client_id.as_ref().and_then(|value| value.to_str().ok());
+        let over = told.over.as_ref();
+        let mut head = Map::new();
+        head.insert("id".into(), json!(self.id.as_str()));
+        head.insert("client_id".into(), json!(client_id));
+        head.insert("model".into(), json!(self.model));
+        head.insert("began_ms".into(), json!(u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX)));
+        head.insert("took_us".into(), json!(over.map(|over| micros(over.after))));
+        head.insert("status".into(), json!(over.map(|over| over.status)));
+        head.insert("outcome".into(), json!(over.and_then(|over| over.outcome).map(|o| o.label())));
+        head
+    }
+
+    fn json(&self) -> Value {
+        let mut account = self.head();
+        let told = self.told();
+        let steps = told.steps.iter().map(|(at, step)| step.json(*at)).collect::<Vec<_>>();
+        account.insert("steps".into(), Value::Array(steps));
+        account.insert("steps_left_out".into(), json!(told.left_out));
+        Value::Object(account)
+    }
+}
+
+impl Step {
+    fn json(&self, at: Duration) -> Value {
+        let mut step = match self {
+            Self::Chose(leg, sight) => {
+                let mut step = sight.json();
+                step["what"] = json!("choose");
+                step["leg"] = json!(leg.label());
+                step
+            }
+            Self::Disaggregated(decided, facts) => disaggregated(*decided, facts),
+            Self::Asked(leg, engine) => json!({"what": "ask", "leg": leg.label(), "engine": &**engine}),
+            Self::Came(leg, engine, came) => {
+                json!({"what": "answer", "leg": leg.label(), "engine": &**engine, "came": came})
+            }
+            Self::Went(how) => json!({"what": "go_on", "how": how}),
+        };
+        step["at_us"] = json!(micros(at));
+        step
+    }
+}
+
+pub(super) fn disaggregated(decided: Disaggregation, facts: &Facts) -> Value {
+    json!({
+        "what": "disaggregate", "decision": decided.label(), "reason": decided.why().label(),
+        "prompt_tokens": facts.prompt_tokens, "cached_share": facts.cached_share,
+        "prefill_in_flight": facts.prefill_in_flight,
+    })
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}

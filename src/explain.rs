@@ -1,0 +1,255 @@
+//! `baton explain`: asks a router's admin listener why a request went where it went, or where one would go, and
+//! prints it for people.
+
+use std::fmt::Write as _;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::Failure;
+use crate::cli::ExplainArgs;
+
+/// The router is on this machine or near it.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// An answer larger than this is not an explanation.
+const ANSWER_BYTES_MAX: u64 = 64 << 20;
+
+pub(crate) fn run(args: &ExplainArgs) -> Result<(), Failure> {
+    let answer = match (&args.dry_run, &args.id) {
+        (Some(file), _) => {
+            let body = std::fs::read(file).map_err(|error| format!("{}: {error}", file.display()))?;
+            let path = args.path.clone().unwrap_or_else(|| path_of(&body).to_owned());
+            ask(args, "POST", &format!("/dry-run?path={path}"), &body)?
+        }
+        (None, Some(id)) => ask(args, "GET", &format!("/explain/{id}"), b"")?,
+        (None, None) => ask(args, "GET", "/explain", b"")?,
+    };
+    if args.json {
+        println!("{answer:#}");
+    } else {
+        print!("{}", told(&answer));
+    }
+    Ok(())
+}
+
+/// The endpoint that a body is for.
+fn path_of(body: &[u8]) -> &'static str {
+    let body: Value = serde_json::from_slice(body).unwrap_or(Value::Null);
+    if body.get("messages").is_some() { "/v1/chat/completions" } else { "/v1/completions" }
+}
+
+/// One request to the admin listener.
+fn ask(args: &ExplainArgs, method: &str, path: &str, body: &[u8]) -> Result<Value, Failure> {
+    let authority = args.admin.strip_prefix("http://").unwrap_or(&args.admin).trim_end_matches('/');
+    if path.bytes().any(|byte| !byte.is_ascii_graphic()) {
+        return Err("a request id is printable and has no spaces".into());
+    }
+    let mut lines = String::new();
+    if let Some(file) = &args.admin_token_file {
+        let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
+        let token = text.lines().next().unwrap_or_default().trim();
+        let _ = write!(lines, "authorization: Bearer {token}\r\n");
+    }
+    for header in &args.headers {
+        if !header.contains(':') || header.contains(['\r', '\n']) {
+            return Err(format!("`{header}` is not `NAME: VALUE`").into());
+        }
+        let _ = write!(lines, "{header}\r\n");
+    }
+    let unreachable = |error| format!("no router answers at {authority}: {error}");
+    let mut stream = TcpStream::connect(authority).map_err(unreachable)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    write!(
+        stream,
+        "{method} {path} HTTP/1.1\r\nhost: {authority}\r\nconnection: close\r\ncontent-type: application/json\r\n\
+         {lines}content-length: {}\r\n\r\n",
+        body.len()
+    )?;
+    stream.write_all(body)?;
+    let mut answer = Vec::new();
+    stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer)?;
+    let text = String::from_utf8_lossy(&answer);
+    let (head, body) = text.split_once("\r\n\r\n").ok_or("what answers there is not a router")?;
+    let status = head.split(' ').nth(1).unwrap_or_default();
+    let value: Value = serde_json::from_str(body).unwrap_or(Value::Null);
+    match (status, &value["error"]["message"]) {
+        ("200", _) if !value.is_null() => Ok(value),
+        (_, Value::String(message)) => Err(format!("{status}: {message}").into()),
+        _ => Err(format!("the router answers {status}").into()),
+    }
+}
+
+/// For people.
+fn told(answer: &Value) -> String {
+    let mut out = String::new();
+    if let Some(requests) = answer["requests"].as_array() {
+        for request in requests {
+            request_of(&mut out, request);
+        }
+        if requests.is_empty() {
+            out.push_str("no request is remembered\n");
+        }
+        return out;
+    }
+    let _ = writeln!(out, "model {}, configuration {}", text(&answer["model"]), answer["generation"]);
+    choice(&mut out, "decode ", &answer["decode"]);
+    disaggregation(&mut out, &answer["disaggregation"]);
+    if !answer["prefill"].is_null() {
+        choice(&mut out, "prefill", &answer["prefill"]);
+    }
+    out
+}
+
+fn request_of(out: &mut String, request: &Value) {
+    let _ = write!(out, "request {}", text(&request["id"]));
+    if let Some(client) = request["client_id"].as_str() {
+        let _ = write!(out, " (client's {client})");
+    }
+    let _ = write!(out, ", model {}", text(&request["model"]));
+    let _ = match request["status"].as_u64() {
+        None => writeln!(out, ": still in flight"),
+        Some(status) => writeln!(
+            out,
+            ": {status} {} after {}",
+            text(&request["outcome"]),
+            time(request["took_us"].as_u64().unwrap_or(0))
+        ),
+    };
+    for step in request["steps"].as_array().into_iter().flatten() {
+        let _ = write!(out, "{:>10}  ", time(step["at_us"].as_u64().unwrap_or(0)));
+        let (leg, engine) = (text(&step["leg"]), text(&step["engine"]));
+        let _ = match step["what"].as_str().unwrap_or_default() {
+            "choose" => {
+                choice(out, leg, step);
+                Ok(())
+            }
+            "disaggregate" => {
+                disaggregation(out, step);
+                Ok(())
+            }
+            "ask" => writeln!(out, "{leg}: {engine} is asked"),
+            "answer" => writeln!(out, "{leg}: {engine} {}", text(&step["came"])),
+            _ => writeln!(out, "{}", text(&step["how"])),
+        };
+    }
+    if let Some(left_out @ 1..) = request["steps_left_out"].as_u64() {
+        let _ = writeln!(out, "            and {left_out} more steps");
+    }
+}
+
+fn choice(out: &mut String, leg: &str, choice: &Value) {
+    let reason = text(&choice["reason"]).replace('_', " ");
+    let _ = match choice["chosen"].as_str() {
+        Some(engine) => write!(out, "{leg}: {engine} ({}: {reason}", text(&choice["policy"])),
+        None => write!(out, "{leg}: no engine ({}: {reason}", text(&choice["policy"])),
+    };
+    for (held, of, what) in [("chunks", "of_chunks", "chunks"), ("blocks", "of_blocks", "KV blocks")] {
+        if let Some(all @ 1..) = choice["held"][of].as_u64() {
+            let _ = write!(out, "; holds {} of {all} {what}", choice["held"][held]);
+        }
+    }
+    out.push_str(")\n");
+    for candidate in choice["candidates"].as_array().into_iter().flatten() {
+        let _ = writeln!(
+            out,
+            "              {} {}  in flight {}, tokens {}, weight {}, score {:.4}",
+            if candidate["engine"] == choice["chosen"] { "*" } else { " " },
+            text(&candidate["engine"]),
+            candidate["requests"],
+            candidate["tokens"],
+            candidate["weight"],
+            candidate["score"].as_f64().unwrap_or(0.0),
+        );
+    }
+    more(out, &choice["more_candidates"], "could have been chosen");
+    for removed in choice["removed"].as_array().into_iter().flatten() {
+        let _ = writeln!(out, "              - {}  {}", text(&removed["engine"]), text(&removed["why"]));
+    }
+    more(out, &choice["more_removed"], "could not");
+}
+
+fn more(out: &mut String, count: &Value, what: &str) {
+    if let Some(count @ 1..) = count.as_u64() {
+        let _ = writeln!(out, "                and {count} more that {what}");
+    }
+}
+
+fn disaggregation(out: &mut String, decided: &Value) {
+    let how = match decided["decision"].as_str() {
+        Some("prefill_decode") => "another engine prefills",
+        _ => "the decode engine computes everything",
+    };
+    let _ = writeln!(
+        out,
+        "{how}: {} (about {} prompt tokens, {:.0} % of them cached at the decode engine)",
+        text(&decided["reason"]).replace('_', " "),
+        decided["prompt_tokens"],
+        decided["cached_share"].as_f64().unwrap_or(0.0) * 100.0,
+    );
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or("-")
+}
+
+fn time(micros: u64) -> String {
+    if micros < 1_000_000 {
+        format!("{}.{:03} ms", micros / 1_000, micros % 1_000)
+    } else {
+        format!("{}.{:02} s", micros / 1_000_000, micros % 1_000_000 / 10_000)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn an_account_is_told_step_by_step() {
+        let choose = json!({
+            "what": "choose", "at_us": 210, "leg": "decode", "policy": "least_load", "chosen": "d:1",
+            "reason": "least_loaded", "pool": 3, "more_candidates": 0, "more_removed": 2,
+            "candidates": [{"engine": "d:1", "requests": 0, "tokens": 0, "weight": 1, "score": 0.0}],
+            "removed": [{"engine": "d:2", "why": "full"}],
+            "held": {"chunks": 3, "of_chunks": 8, "blocks": 0, "of_blocks": 0},
+        });
+        let answer = json!({"requests": [{
+            "id": "abc", "client_id": "mine", "model": "m", "status": 200, "outcome": "completed",
+            "took_us": 1_250_000, "steps_left_out": 0,
+            "steps": [choose, {"what": "answer", "at_us": 900, "leg": "decode", "engine": "d:1", "came": "accepted"}],
+        }]});
+        let told = told(&answer);
+        for part in [
+            "request abc (client's mine), model m: 200 completed after 1.25 s",
+            "0.210 ms  decode: d:1 (least_load: least loaded; holds 3 of 8 chunks)",
+            "* d:1  in flight 0",
+            "- d:2  full",
+            "and 2 more that could not",
+            "0.900 ms  decode: d:1 accepted",
+        ] {
+            assert!(told.contains(part), "{part}\n{told}");
+        }
+    }
+
+    #[test]
+    fn a_dry_run_is_told_in_the_order_of_the_decisions() {
+        let choice = json!({"policy": "random", "chosen": "p:1", "reason": "drawn"});
+        let answer = json!({"model": "m", "generation": 3, "decode": choice, "prefill": null,
+            "disaggregation": {"decision": "decode_only", "reason": "short_prompt", "prompt_tokens": 9,
+                "cached_share": 0.25}});
+        let told = told(&answer);
+        assert!(told.contains("the decode engine computes everything: short prompt (about 9"), "{told}");
+        assert!(!told.contains("prefill:"), "{told}");
+    }
+
+    #[test]
+    fn a_body_says_which_endpoint_it_is_for() {
+        assert_eq!(path_of(br#"{"messages": []}"#), "/v1/chat/completions");
+        assert_eq!(path_of(br#"{"prompt": "x"}"#), "/v1/completions");
+    }
+}
