@@ -4,7 +4,10 @@
 //! is then passed on frame by frame, unbuffered. One that is not streamed is held until it is complete, up to
 //! a bound, so that an engine's death in the middle of it is still a clear 502.
 
-use std::time::{Duration, Instant};
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use baton_connector::exchange::{Attempt, Event};
 use baton_openai::{ApiError, sse};
@@ -13,6 +16,7 @@ use hyper::Version;
 use hyper::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, TRANSFER_ENCODING};
 use pingora::http::ResponseHeader;
 use pingora::proxy::Session;
+use tokio::time::{Instant, Sleep};
 
 use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::{Answer, Ended, ExchangeDriver, Rest};
@@ -22,12 +26,54 @@ use crate::legs::Refusal;
 use crate::metrics::Resume;
 use crate::resume::{Plan, Transcript};
 use crate::sse::Frames;
-use crate::upstream::{InFlight, Reply};
+use crate::upstream::{CallError, InFlight, Reply};
 
 /// An answer that is not streamed is held up to this size; past it, it is passed on as it comes.
 const HELD_BYTES_MAX: usize = 1 << 20;
 /// After `[DONE]` an engine has this long to end its answer, so that its connection can be used again.
 const END_AFTER_DONE: Duration = Duration::from_secs(1);
+
+/// How long an engine has said nothing. One timer for the whole answer: it is looked at when it fires, not set anew with
+/// each event.
+struct Silence {
+    bound: Duration,
+    since: Instant,
+    /// When the whole request has taken as long as it may.
+    until: Option<Instant>,
+    fires: Pin<Box<Sleep>>,
+}
+
+impl Silence {
+    fn new(patience: Patience) -> Self {
+        let (bound, since) = (patience.silence, Instant::now());
+        let until = patience.until.map(Instant::from_std);
+        let fires = Box::pin(tokio::time::sleep_until(due(since + bound, until)));
+        Self { bound, since, until, fires }
+    }
+
+    fn heard(&mut self) {
+        self.since = Instant::now();
+    }
+
+    fn is_over(&self) -> bool {
+        self.until.is_some_and(|until| until <= Instant::now())
+    }
+
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        loop {
+            ready!(self.fires.as_mut().poll(context));
+            let due = due(self.since + self.bound, self.until);
+            if due <= Instant::now() {
+                return Poll::Ready(());
+            }
+            self.fires.as_mut().reset(due);
+        }
+    }
+}
+
+fn due(silent: Instant, until: Option<Instant>) -> Instant {
+    until.map_or(silent, |until| until.min(silent))
+}
 
 /// How an engine's answer ended in the middle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,18 +116,7 @@ pub(crate) struct Patience {
     /// For the next piece.
     pub silence: Duration,
     /// For the whole answer; `None`: no bound.
-    pub until: Option<Instant>,
-}
-
-impl Patience {
-    fn now(&self) -> Duration {
-        let left = self.until.map(|until| until.saturating_duration_since(Instant::now()));
-        left.map_or(self.silence, |left| left.min(self.silence))
-    }
-
-    fn is_over(&self) -> bool {
-        self.until.is_some_and(|until| until <= Instant::now())
-    }
+    pub until: Option<std::time::Instant>,
 }
 
 /// Sends a whole answer.
@@ -124,7 +159,8 @@ pub(crate) async fn pass(
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
     let reply = *reply;
-    let passing = Passing { session, driver, attempt, reply, load, patience, resuming, spoke: false };
+    let silence = Silence::new(patience);
+    let passing = Passing { session, driver, attempt, reply, load, silence, resuming, spoke: false };
     let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
     let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
     passing.driver.watched.streamed = streamed;
@@ -154,19 +190,29 @@ struct Passing<'a> {
     reply: Reply,
     /// Counts the request at its engine.
     load: InFlight,
-    patience: Patience,
+    silence: Silence,
     resuming: Option<Resuming>,
     spoke: bool,
 }
 
 impl Passing<'_> {
     async fn streamed(mut self, head: ResponseHeader) -> Result<(), Ended> {
+        // The first event mostly comes with the head: then both leave in one write.
+        let mut here = self.reply.here();
+        self.hold(here.is_some());
         self.commit(head).await?;
+        self.hold(false);
         let mut frames = Frames::default();
         loop {
-            match self.chunk().await? {
+            let chunk = match here.take() {
+                Some(here) => self.heard(here),
+                None => self.chunk().await?,
+            };
+            match chunk {
                 Ok(Some(chunk)) => {
                     let whole = frames.pass(chunk);
+                    // So does the end with `[DONE]`.
+                    self.hold(frames.is_done());
                     if !whole.is_empty() {
                         let whole = match &mut self.resuming {
                             Some(resuming) => resuming.pass(&whole),
@@ -216,10 +262,10 @@ impl Passing<'_> {
             }
         };
         let going_on = self.driver.go_on(self.session, self.attempt, &resuming.ask, rest);
-        let answer = match self.patience.until {
+        let answer = match self.silence.until {
             None => going_on.await?,
             // What it had begun is settled by what follows.
-            Some(until) => tokio::time::timeout_at(until.into(), going_on).await.unwrap_or(Ok(None))?,
+            Some(until) => tokio::time::timeout_at(until, going_on).await.unwrap_or(Ok(None))?,
         };
         let streams = |reply: &Reply| {
             let kind = reply.headers().get(CONTENT_TYPE);
@@ -235,12 +281,14 @@ impl Passing<'_> {
         resuming.transcript.goes_on();
         (self.attempt, self.reply, self.load) = (answer.attempt, *answer.reply, answer.load);
         self.spoke = false;
+        self.silence.heard();
         Ok(Resumed::GoesOn)
     }
 
     /// The stream has said `[DONE]`. From here on the client may hang up or ask the next thing.
     async fn done(mut self) -> Result<(), Ended> {
         self.driver.apply(Event::StreamEnded(self.attempt));
+        self.hold(false);
         self.write(Bytes::new(), true).await?;
         let mut reply = self.reply;
         if reply.ends_now() {
@@ -277,6 +325,11 @@ impl Passing<'_> {
         let mut held = BytesMut::new();
         loop {
             match self.chunk().await? {
+                // In one piece, as it mostly is, it is not copied.
+                Ok(Some(chunk)) if held.is_empty() && self.reply.is_ended() => {
+                    held = chunk.into();
+                    break;
+                }
                 Ok(Some(chunk)) => held.extend_from_slice(&chunk),
                 Ok(None) => break,
                 Err(broken) => {
@@ -323,22 +376,36 @@ impl Passing<'_> {
         if self.reply.is_ended() {
             return Ok(Ok(None));
         }
-        let next = tokio::time::timeout(self.patience.now(), self.reply.chunk());
-        let chunk = match race(self.session, next).await {
-            Err(ClientGone) => return Err(self.driver.client_gone()),
-            Ok(Err(_elapsed)) if self.patience.is_over() => return Ok(Err(Broken::OutOfTime)),
-            Ok(Err(_elapsed)) => return Ok(Err(Broken::Silent)),
-            Ok(Ok(Some(Err(_error)))) => return Ok(Err(Broken::Died)),
-            Ok(Ok(Some(Ok(chunk)))) => Some(chunk),
-            Ok(Ok(None)) => None,
-        };
+        let (reply, silence) = (&mut self.reply, &mut self.silence);
+        let next = poll_fn(|context| match reply.poll_chunk(context) {
+            Poll::Ready(chunk) => Poll::Ready(Some(chunk)),
+            Poll::Pending => silence.poll(context).map(|()| None),
+        });
+        match race(self.session, next).await {
+            Err(ClientGone) => Err(self.driver.client_gone()),
+            Ok(None) if self.silence.is_over() => Ok(Err(Broken::OutOfTime)),
+            Ok(None) => Ok(Err(Broken::Silent)),
+            Ok(Some(chunk)) => Ok(self.heard(chunk)),
+        }
+    }
+
+    fn heard(&mut self, chunk: Option<Result<Bytes, CallError>>) -> Result<Option<Bytes>, Broken> {
+        self.silence.heard();
+        let chunk = chunk.transpose().map_err(|_error| Broken::Died)?;
         if chunk.is_some() && !std::mem::replace(&mut self.spoke, true) {
             self.driver.apply(Event::FirstChunk(self.attempt));
         }
         if let Some(piece) = &chunk {
             self.driver.piece(piece);
         }
-        Ok(Ok(chunk))
+        Ok(chunk)
+    }
+
+    /// Whether what is written is held back until more follows.
+    fn hold(&self, hold: bool) {
+        if let Some(wire) = Wire::of(self.session) {
+            wire.hold(hold);
+        }
     }
 
     async fn commit(&mut self, mut head: ResponseHeader) -> Result<(), Ended> {

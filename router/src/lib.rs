@@ -21,7 +21,7 @@
 //! | `health`, `alive`, `retries` | which engines are given requests, and how often they are tried again |
 //! | `resume` | what is kept of a stream so that another engine can go on with it |
 //! | `upstream` | connections to engines |
-//! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
+//! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
 //! | `explain` | why a request went where it went |
 //! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
@@ -33,6 +33,7 @@ mod access_log;
 mod admin;
 mod alive;
 mod answer;
+mod client_stream;
 mod client_watch;
 pub mod config;
 mod disaggregation;

@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use pingora::apps::HttpServerApp;
 use pingora::protocols::http::ServerSession;
-use pingora::protocols::l4::stream::Stream;
 use pingora::proxy::{HttpProxy, http_proxy};
 use pingora::server::configuration::ServerConf;
 use tokio::net::{TcpListener, TcpStream};
@@ -21,6 +20,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::admin::{self, Admin};
+use crate::client_stream::ClientStream;
 use crate::config::RouterConfig;
 use crate::generation::GenerationError;
 use crate::health;
@@ -222,7 +222,7 @@ async fn serve(
     if stream.set_nodelay(true).is_err() {
         return;
     }
-    let wire = Wire::new(Box::new(Stream::from(stream)));
+    let wire = Wire::new(Box::new(ClientStream::new(stream)));
     loop {
         let bounds = HeadBounds::of(&shared.generation().config);
         let head = tokio::select! {
