@@ -20,6 +20,7 @@
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `health`, `alive`, `retries` | which engines are given requests, and how often they are tried again |
 //! | `resume` | what is kept of a stream so that another engine can go on with it |
+//! | `reload`, `discovery` | the next configuration; engines that it does not list |
 //! | `upstream` | connections to engines |
 //! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
@@ -37,6 +38,7 @@ mod client_stream;
 mod client_watch;
 pub mod config;
 mod disaggregation;
+mod discovery;
 mod exchange_driver;
 mod explain;
 mod features;
@@ -57,6 +59,7 @@ mod passthrough;
 mod policy;
 mod pool;
 mod prefix_index;
+mod reload;
 mod request_id;
 mod resume;
 mod retries;
@@ -76,5 +79,6 @@ mod usage;
 pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;
 pub use observers::ObserverError;
-pub use server::{BindError, Reload, Router};
+pub use reload::{ConfigFile, Reload};
+pub use server::{BindError, Router};
 pub use telemetry::TelemetryError;

@@ -7,6 +7,7 @@
 //! operations without a lock or an allocation: see [`registry`]. Values of labels come from configuration, never from
 //! a client.
 
+mod config;
 mod engines;
 mod legs;
 mod observers;
@@ -25,6 +26,7 @@ use std::time::Duration;
 
 use baton_connector::exchange::{Cause, Phase};
 
+pub(crate) use config::{DiscoveryMetrics, STALE};
 pub(crate) use engines::{EngineMetrics, IN_FLIGHT, POOL, READY, Reason};
 pub(crate) use legs::{Leg, Settled, Via};
 pub(crate) use page::{Format, Scrape};
@@ -41,6 +43,7 @@ fn families() -> impl Iterator<Item = &'static Family> {
         engines::FAMILIES,
         resilience::FAMILIES,
         server::FAMILIES,
+        config::FAMILIES,
         routing::FAMILIES,
         process::FAMILIES,
         observers::FAMILIES,
@@ -56,6 +59,7 @@ pub(crate) struct Metrics {
     pub legs: legs::LegMetrics,
     pub resilience: resilience::ResilienceMetrics,
     pub server: server::ServerMetrics,
+    pub config: config::ConfigMetrics,
     pub observers: observers::ObserverMetrics,
     pub routing: routing::RoutingMetrics,
 }
@@ -68,6 +72,7 @@ impl Metrics {
             legs: legs::LegMetrics::new(&registry),
             resilience: resilience::ResilienceMetrics::new(&registry),
             server: server::ServerMetrics::new(&registry),
+            config: config::ConfigMetrics::new(&registry),
             observers: observers::ObserverMetrics::new(&registry),
             routing: routing::RoutingMetrics::new(&registry),
             registry,
@@ -77,6 +82,11 @@ impl Metrics {
     /// Handles for one model.
     pub(crate) fn model(&self, name: &str) -> ModelMetrics {
         ModelMetrics::new(&self.registry, name)
+    }
+
+    /// Handles for one source of discovery.
+    pub(crate) fn discovery(&self, source: &str) -> DiscoveryMetrics {
+        DiscoveryMetrics::new(&self.registry, source)
     }
 
     /// Handles for one engine.

@@ -1,14 +1,14 @@
 //! Which engines serve which model.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use baton_openai::ApiError;
 
 use crate::config::{
-    Bounds, DisaggregateConfig, EngineConfig, EngineUrl, Fallback, FeaturesConfig, ModelConfig, PoolConfig,
-    RouterConfig,
+    Bounds, DisaggregateConfig, EngineConfig, Fallback, FeaturesConfig, ModelConfig, PoolConfig, RouterConfig,
 };
+use crate::discovery::membership::Members;
 use crate::features::Needs;
 use crate::fleet::Fleet;
 use crate::metrics::{Leg, ModelMetrics};
@@ -43,14 +43,17 @@ impl Model {
     fn new(
         config: &ModelConfig,
         all: &RouterConfig,
-        drained: &HashSet<&EngineUrl>,
+        members: &Members,
         terms: &Terms,
         fleet: &Fleet,
+        previous: Option<&Arc<Self>>,
     ) -> Self {
-        let pool = |leg: Leg, pool: &PoolConfig, learns| {
-            let engines = pool.engines.iter().filter(|engine| has(&engine.labels, &pool.select));
-            let members = |engine: &EngineConfig| -> Vec<Arc<Member>> {
-                let health = all.health.terms(drained.contains(&engine.url));
+        let pool = |leg, pool: &PoolConfig, learns| {
+            let engines = members.of(&config.name, leg);
+            let engines = engines.iter().filter(|engine| has(&engine.labels, &pool.select));
+            let ranks = |engine: &EngineConfig| -> Vec<Arc<Member>> {
+                // An engine has one state, in however many pools it is.
+                let health = all.health.terms(members.drains(&engine.url));
                 let terms = Terms { health, release: engine.release, ..terms.clone() };
                 let known = fleet.engine(&engine.url, &terms);
                 let member = || Member::new(engine, Arc::clone(&known), pool, &config.pair_by);
@@ -59,8 +62,12 @@ impl Model {
                     size => (0..size).map(|rank| Arc::new(member().at_rank(rank))).collect(),
                 }
             };
-            let members = engines.flat_map(members).collect();
-            Pool::new(members, &pool.policy, &fleet.memory, learns).guarded(leg, &all.health)
+            let ranks = engines.flat_map(ranks).collect();
+            let new = Pool::new(ranks, &pool.policy, &fleet.memory, learns).guarded(leg, &all.health);
+            if let Some(previous) = previous {
+                new.go_on_from(previous.pool(leg));
+            }
+            new
         };
         Self {
             name: config.name.clone(),
@@ -89,13 +96,24 @@ impl Model {
 }
 
 impl Models {
-    pub(crate) fn new(config: &RouterConfig, terms: &Terms, fleet: &Fleet) -> Self {
-        let pools = config.models.iter().flat_map(|model| [&model.prefill, &model.decode]);
-        // An engine has one state, in however many pools it is.
-        let drained = pools.flat_map(|pool| &pool.engines).filter(|e| e.drain).map(|e| &e.url).collect();
+    /// What policies remember of a pool is taken over from the `previous` version.
+    pub(crate) fn new(
+        config: &RouterConfig,
+        members: &Members,
+        terms: &Terms,
+        fleet: &Fleet,
+        previous: Option<&Self>,
+    ) -> Self {
         let (mut list, mut by_name) = (Vec::new(), HashMap::new());
         for model in &config.models {
-            let served = Arc::new(Model::new(model, config, &drained, terms, fleet));
+            let served = Arc::new(Model::new(
+                model,
+                config,
+                members,
+                terms,
+                fleet,
+                previous.and_then(|p| p.by_name.get(&model.name)),
+            ));
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
             }
