@@ -388,7 +388,7 @@ impl ExchangeDriver {
         let recompute = handoff.is_some() && self.may_recompute;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let first_byte = ask.model.bounds.decode_first_byte;
-        let body = rewrite::decode_body(&ask.body, &ask.model.name, handoff.as_deref(), ask.token_ids);
+        let body = rewrite::decode_body_asking(&ask.body, &ask.model.name, handoff.as_deref(), ask.token_ids);
         let mut outgoing = self.outgoing(ask, Leg::Decode, body);
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));

@@ -46,7 +46,7 @@ pub(crate) async fn pass(
     let model = Arc::clone(generation.models.named(name.as_deref())?);
     let mut headers = intake::named(intake::passed(&session.req_header().headers), id);
     trace.inject(&mut headers, Leg::Decode);
-    let body = rewrite::decode_body(&body, &model.name, None, false);
+    let body = rewrite::decode_body(&body, &model.name, None);
     let mut outgoing = Outgoing { method: Method::POST, path, headers, body };
     let mut tried: Vec<Arc<Engine>> = Vec::new();
     let mut last = Refusal::none_left();

@@ -83,9 +83,18 @@ pub(crate) fn prefill_body(body: &RawBody, model: &str) -> Payload {
     body.write(&ours, &UNSET_FOR_PREFILL).into()
 }
 
-/// The decode leg: the client's request, with the producer's handoff unopened, or with none; with `token_ids` the
-/// engine is asked for the answer's tokens, too.
-pub(crate) fn decode_body(body: &RawBody, model: &str, handoff: Option<&Value>, token_ids: bool) -> Payload {
+/// The decode leg: the client's request, with the producer's handoff unopened, or with none.
+pub(crate) fn decode_body(body: &RawBody, model: &str, handoff: Option<&Value>) -> Payload {
+    decode_body_asking(body, model, handoff, false)
+}
+
+/// As [`decode_body`]; with `token_ids` the engine is asked for the answer's tokens, too.
+pub(crate) fn decode_body_asking(
+    body: &RawBody,
+    model: &str,
+    handoff: Option<&Value>,
+    token_ids: bool,
+) -> Payload {
     let (model, handoff) = (json(&model), handoff.map(|handoff| json(&handoff)));
     let mut ours: Vec<(&str, &[u8])> = vec![("model", &model)];
     ours.extend(handoff.as_deref().map(|handoff| ("kv_transfer_params", handoff)));
@@ -131,7 +140,7 @@ mod tests {
             "extra_body": {"nvext": {"backend_instance_id": "MARK", "kept": 2}},
             "metadata": {"deep": [{"kv_transfer_params": "MARK", "remote_control": "kept"}]},
         }));
-        let text = read(&decode_body(&body, "m", None, false)).to_string();
+        let text = read(&decode_body(&body, "m", None)).to_string();
         assert!(!text.contains("MARK"), "{text}");
         for kept in ["\"mine\":1", "\"kept\":2", "\"remote_control\":\"kept\""] {
             assert!(text.contains(kept), "{text}");
@@ -158,11 +167,11 @@ mod tests {
     fn the_decode_leg_is_the_clients_request_and_the_handoff_verbatim() {
         let body = body(&json!({"model": "m", "prompt": "x", "max_tokens": 64, "stream": true}));
         let handoff = json!({"remote_handle": "00", "future_field": {"kept": [1, 2]}});
-        let written = decode_body(&body, "m", Some(&handoff), false);
+        let written = decode_body(&body, "m", Some(&handoff));
         let sent = read(&written);
         assert_eq!(sent["kv_transfer_params"], handoff);
         assert_eq!((&sent["max_tokens"], &sent["stream"]), (&json!(64), &json!(true)));
-        assert!(read(&decode_body(&body, "m", None, false)).get("kv_transfer_params").is_none());
+        assert!(read(&decode_body(&body, "m", None)).get("kv_transfer_params").is_none());
         let bytes = written.pieces().concat();
         let text = std::str::from_utf8(&bytes).expect("JSON is text");
         assert!(text.find("kv_transfer_params") < text.find("prompt"), "in front: {text}");
