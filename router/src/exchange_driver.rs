@@ -5,6 +5,7 @@
 //! what is owed is paid.
 
 mod going_on;
+mod verdicts;
 
 pub(crate) use going_on::Rest;
 
@@ -18,13 +19,13 @@ use hyper::header::HeaderValue;
 use pingora::proxy::Session;
 use serde_json::Value;
 
+use crate::admission::Ticket;
 use crate::alive::{Deaf, while_alive};
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
 use crate::disaggregation::{self, Disaggregation, Facts, Why};
 use crate::explain::Account;
 use crate::generation::Generation;
-use crate::health::Sign;
 use crate::inflight::Entry;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
@@ -36,7 +37,7 @@ use crate::observe::Watched;
 use crate::policy::Wanted;
 use crate::pool::{Pool, Reserved, Scarce};
 use crate::request_id;
-use crate::retries::{self, Retry};
+use crate::retries::Retry;
 use crate::rewrite;
 use crate::settle::{Debtor, Returned};
 use crate::shared::Shared;
@@ -221,22 +222,46 @@ impl ExchangeDriver {
         self.exchange(|exchange| *exchange.timeline())
     }
 
-    /// Sets a decode engine aside, before prefill is asked for anything.
+    /// Sets a decode engine aside, before prefill is asked for anything; waits in the model's queue when all are
+    /// full.
     ///
     /// # Errors
     /// No decode engine can be had.
-    pub(crate) fn reserve(&mut self, session: &Session, ask: &Ask) -> Result<(), Ended> {
+    pub(crate) async fn reserve(
+        &mut self,
+        session: &mut Session,
+        ask: &Ask,
+        ticket: Ticket,
+    ) -> Result<(), Ended> {
         self.source = ask.source(session.client_addr());
         self.debtor.model = Some(Arc::clone(&ask.model));
         self.debtor.authorization = ask.authorization();
-        match self.choose(Leg::Decode, &ask.model.decode, &ask.wanted(), &[]) {
-            Ok(reserved) => {
+        let generation = Arc::clone(&self.generation);
+        let mut waits = false;
+        let room = || {
+            let wanted = ask.wanted();
+            if !std::mem::replace(&mut waits, true) {
+                return self.choose(Leg::Decode, &ask.model.decode, &wanted, &[]);
+            }
+            // Engines that came since are good for those who wait already.
+            let now = self.shared.generation();
+            let model = now.models.named(Some(&ask.model.name)).unwrap_or(&ask.model);
+            let mut sight = None;
+            let reserved = model.decode.reserve_telling(&wanted, &[], Some(&mut sight))?;
+            if let (Some(account), Some(sight)) = (&self.account, sight) {
+                account.chose(Leg::Decode, sight);
+            }
+            Ok(reserved)
+        };
+        match race(session, ask.model.queue.enter(ticket, &generation.config.queue, room)).await {
+            Err(ClientGone) => Err(self.client_gone()),
+            Ok(Ok(reserved)) => {
                 self.reserved = Some(reserved);
                 Ok(())
             }
-            Err(scarce) => {
+            Ok(Err(refusal)) => {
                 self.apply(Event::GaveUp);
-                Err(Ended::Refused(Refusal::scarce(scarce)))
+                Err(refusal.into())
             }
         }
     }
@@ -285,7 +310,7 @@ impl ExchangeDriver {
         let silence = ask.model.bounds.prefill_silence;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let mut outgoing =
-            self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.model.name));
+            self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.owned, &ask.model.name));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
@@ -388,7 +413,7 @@ impl ExchangeDriver {
         let recompute = handoff.is_some() && self.may_recompute;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let first_byte = ask.model.bounds.decode_first_byte;
-        let body = rewrite::decode_body_asking(&ask.body, &ask.model.name, handoff.as_deref(), ask.token_ids);
+        let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name, handoff.as_deref());
         let mut outgoing = self.outgoing(ask, Leg::Decode, body);
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
@@ -444,92 +469,6 @@ impl ExchangeDriver {
         Err(Ended::Refused(last))
     }
 
-    /// Whether another attempt may be made: at once if it is the first or the second one, after a pause if it is
-    /// a later one, and not at all when the budget is spent.
-    async fn may_try_again(&mut self, session: &mut Session, leg: Leg, tried: usize) -> Result<bool, Ended> {
-        if tried == 0 {
-            return Ok(true);
-        }
-        let terms = &self.generation.config.retries;
-        let budget = &self.shared.retries;
-        let Some(retry) = budget.take(self.shared.in_flight(), self.shared.now(), terms) else {
-            self.shared.metrics.resilience.retry_refused(leg);
-            return Ok(false);
-        };
-        let pause = retries::pause(tried, dice(), terms);
-        self.retry = Some(retry);
-        self.shared.metrics.retry(leg);
-        if !pause.is_zero() && race(session, tokio::time::sleep(pause)).await.is_err() {
-            return Err(self.client_gone());
-        }
-        Ok(true)
-    }
-
-    /// An engine failed the request; whose fault that was is seen later.
-    fn blame(&mut self, engine: &Arc<Engine>, leg: Leg, blame: Blame) {
-        match blame {
-            Blame::Nobody => {}
-            Blame::Engine => self.suspects.push((Arc::clone(engine), leg)),
-            Blame::Draining => engine.judge(|health, now, _| health.said_draining(now)),
-            Blame::Layout => {
-                let Some(producer) = &self.prefill_engine else { return };
-                if self.shared.mismatch(producer.url(), engine.url()) {
-                    tracing::warn!(
-                        prefill = producer.authority(),
-                        decode = engine.authority(),
-                        "an engine cannot read the blocks of another: their models, versions or caches differ"
-                    );
-                }
-            }
-        }
-    }
-
-    /// An engine answered the request: others that failed it were at fault themselves.
-    fn vindicate(&mut self, engine: &Arc<Engine>, leg: Leg, after: Duration) {
-        engine.answered(leg, after);
-        for (suspect, of) in std::mem::take(&mut self.suspects) {
-            match (of == leg, Arc::ptr_eq(&suspect, engine)) {
-                (true, false) => suspect.failed(leg, Sign::Trouble),
-                (true, true) => {}
-                (false, _) => self.suspects.push((suspect, of)),
-            }
-        }
-    }
-
-    /// The request is over. What one engine alone failed counts against it, if other sources say the same; what two
-    /// engines failed alike is the request's own fault.
-    fn accuse(&mut self) {
-        let suspects = std::mem::take(&mut self.suspects);
-        for leg in [Leg::Prefill, Leg::Decode] {
-            let mut engines: Vec<_> = suspects.iter().filter(|(_, of)| *of == leg).map(|(e, _)| e).collect();
-            engines.dedup_by(|a, b| Arc::ptr_eq(a, b));
-            if let [engine] = engines[..] {
-                engine.failed(leg, Sign::Suspect(self.source));
-            }
-        }
-    }
-
-    /// The configuration is wrong: the operator's fault, and never the client's.
-    fn note_misconfigured(&self, engine: &Engine, leg: Leg, refusal: &Refusal) {
-        if *refusal == Refusal::misconfigured() {
-            if let Some(held_back) = self.shared.refused_secret.due() {
-                tracing::error!(
-                    request = %self.debtor.request,
-                    engine = engine.authority(),
-                    leg = leg.label(),
-                    held_back,
-                    "an engine refuses this router's cluster secret"
-                );
-            }
-            self.shared.metrics.misconfigured(leg);
-        }
-        if *refusal == Refusal::wrong_model() {
-            let what = "an engine does not serve the model that it is configured for";
-            tracing::error!(engine = engine.authority(), leg = leg.label(), "{what}");
-            self.shared.metrics.resilience.wrong_model(leg);
-        }
-    }
-
     /// The request has taken longer than it may: everything that is owed is on its way when this returns.
     pub(crate) fn out_of_time(&mut self) -> Ended {
         self.apply(Event::GaveUp);
@@ -582,13 +521,6 @@ impl ExchangeDriver {
     fn exchange<T>(&self, with: impl FnOnce(&mut Exchange) -> T) -> T {
         with(&mut self.debtor.exchange.lock().unwrap_or_else(PoisonError::into_inner))
     }
-}
-
-/// 0 to 1.
-fn dice() -> f64 {
-    let mut byte = [0_u8];
-    getrandom::fill(&mut byte).expect("the kernel's random numbers are there from boot on");
-    f64::from(byte[0]) / 255.0
 }
 
 impl Drop for ExchangeDriver {

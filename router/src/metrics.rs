@@ -7,6 +7,7 @@
 //! operations without a lock or an allocation: see [`registry`]. Values of labels come from configuration, never from
 //! a client.
 
+pub(crate) mod admission;
 mod config;
 mod engines;
 mod legs;
@@ -18,8 +19,10 @@ mod requests;
 mod resilience;
 mod routing;
 mod server;
+pub(crate) mod tenants;
 #[cfg(test)]
 mod tests;
+pub(crate) mod tls;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,6 +45,9 @@ fn families() -> impl Iterator<Item = &'static Family> {
         legs::FAMILIES,
         engines::FAMILIES,
         resilience::FAMILIES,
+        admission::FAMILIES,
+        tenants::FAMILIES,
+        tls::FAMILIES,
         server::FAMILIES,
         config::FAMILIES,
         routing::FAMILIES,
@@ -59,6 +65,8 @@ pub(crate) struct Metrics {
     pub legs: legs::LegMetrics,
     pub resilience: resilience::ResilienceMetrics,
     pub server: server::ServerMetrics,
+    pub admission: Arc<admission::AdmissionMetrics>,
+    pub tenants: Arc<tenants::TenantMetrics>,
     pub config: config::ConfigMetrics,
     pub observers: observers::ObserverMetrics,
     pub routing: routing::RoutingMetrics,
@@ -72,6 +80,8 @@ impl Metrics {
             legs: legs::LegMetrics::new(&registry),
             resilience: resilience::ResilienceMetrics::new(&registry),
             server: server::ServerMetrics::new(&registry),
+            admission: Arc::new(admission::AdmissionMetrics::new(&registry)),
+            tenants: Arc::new(tenants::TenantMetrics::new(&registry)),
             config: config::ConfigMetrics::new(&registry),
             observers: observers::ObserverMetrics::new(&registry),
             routing: routing::RoutingMetrics::new(&registry),
@@ -92,6 +102,16 @@ impl Metrics {
     /// Handles for one engine.
     pub(crate) fn engine(&self, authority: &str) -> EngineMetrics {
         EngineMetrics::new(&self.registry, authority)
+    }
+
+    /// Handles for the certificates of a listener: `clients` or `admin`.
+    pub(crate) fn listener_tls(&self, purpose: &'static str) -> tls::ListenerTls {
+        tls::ListenerTls::new(&self.registry, purpose)
+    }
+
+    /// Handles for the files of `engine_tls`.
+    pub(crate) fn engine_tls(&self) -> tls::EngineTlsMetrics {
+        tls::EngineTlsMetrics::new(&self.registry, "engines")
     }
 
     /// Counts a client that left.

@@ -5,15 +5,16 @@ use std::sync::Arc;
 
 use baton_openai::ApiError;
 
+use crate::admission::ModelQueue;
 use crate::config::{
     Bounds, DisaggregateConfig, EngineConfig, Fallback, FeaturesConfig, ModelConfig, PoolConfig, RouterConfig,
 };
 use crate::discovery::membership::Members;
 use crate::features::Needs;
-use crate::fleet::Fleet;
+use crate::generation::Ground;
 use crate::metrics::{Leg, ModelMetrics};
 use crate::pool::{Member, Pool, has};
-use crate::upstream::Terms;
+use crate::upstream::{EngineTerms, Terms};
 
 /// One model.
 pub(crate) struct Model {
@@ -30,6 +31,8 @@ pub(crate) struct Model {
     pub features: FeaturesConfig,
     /// What has to be looked at in its requests.
     pub needs: Needs,
+    /// Where requests wait for a decode engine.
+    pub queue: Arc<ModelQueue>,
     pub metrics: ModelMetrics,
 }
 
@@ -44,17 +47,18 @@ impl Model {
         config: &ModelConfig,
         all: &RouterConfig,
         members: &Members,
-        terms: &Terms,
-        fleet: &Fleet,
+        terms: &EngineTerms,
+        ground: &Ground<'_>,
         previous: Option<&Arc<Self>>,
     ) -> Self {
+        let fleet = ground.fleet;
         let pool = |leg, pool: &PoolConfig, learns| {
             let engines = members.of(&config.name, leg);
             let engines = engines.iter().filter(|engine| has(&engine.labels, &pool.select));
             let ranks = |engine: &EngineConfig| -> Vec<Arc<Member>> {
                 // An engine has one state, in however many pools it is.
                 let health = all.health.terms(members.drains(&engine.url));
-                let terms = Terms { health, release: engine.release, ..terms.clone() };
+                let terms = Terms { health, release: engine.release, ..terms.of(&engine.url).clone() };
                 let known = fleet.engine(&engine.url, &terms);
                 let member = || Member::new(engine, Arc::clone(&known), pool, &config.pair_by);
                 match engine.data_parallel_size {
@@ -80,6 +84,7 @@ impl Model {
             disaggregate: config.disaggregate.clone(),
             features: config.features.clone(),
             needs: Needs::of(config),
+            queue: ground.admission.queue(&config.name),
             metrics: fleet.metrics().model(&config.name),
         }
     }
@@ -100,8 +105,8 @@ impl Models {
     pub(crate) fn new(
         config: &RouterConfig,
         members: &Members,
-        terms: &Terms,
-        fleet: &Fleet,
+        terms: &EngineTerms,
+        ground: &Ground<'_>,
         previous: Option<&Self>,
     ) -> Self {
         let (mut list, mut by_name) = (Vec::new(), HashMap::new());
@@ -111,7 +116,7 @@ impl Models {
                 config,
                 members,
                 terms,
-                fleet,
+                ground,
                 previous.and_then(|p| p.by_name.get(&model.name)),
             ));
             for name in std::iter::once(&model.name).chain(&model.aliases) {

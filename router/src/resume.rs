@@ -94,7 +94,7 @@ impl Transcript {
         if !is_allowed(&body) {
             return None;
         }
-        ask.token_ids = true;
+        ask.owned.token_ids = true;
         Some(Self::new(ask.endpoint, &ask.model.name, &body))
     }
 

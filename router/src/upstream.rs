@@ -8,6 +8,8 @@ mod connection;
 mod head;
 mod http1;
 mod payload;
+mod terms;
+mod transport;
 mod verbs;
 
 use std::future::poll_fn;
@@ -23,6 +25,7 @@ use hyper::header::{HeaderMap, HeaderValue};
 use hyper::{Method, StatusCode};
 use tokio::sync::Notify;
 
+use crate::admission::Freed;
 use crate::config::{EngineUrl, ReleaseMode};
 use crate::health::{self, EngineHealth, EngineLoad, Health, Sign};
 use crate::metrics::{EngineMetrics, Leg};
@@ -31,6 +34,8 @@ use connection::Connection;
 pub(crate) use connection::Socket;
 use http1::{Head, Lost};
 pub(crate) use payload::Payload;
+pub use terms::TermsError;
+pub(crate) use terms::{EngineTerms, Terms};
 pub(crate) use verbs::{Verb, Verbs};
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
@@ -46,6 +51,8 @@ pub(crate) struct Engine {
     terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
     in_flight: AtomicUsize,
+    /// Told whenever a request ends here: somebody may wait for its place.
+    freed: Arc<Freed>,
     /// Prompt tokens of the requests in flight, estimated.
     tokens: AtomicU64,
     /// In flight per data-parallel rank; made when the first rank is chosen.
@@ -57,15 +64,12 @@ pub(crate) struct Engine {
     pub trouble: Seldom,
 }
 
-/// Terms on which connections to engines are made and kept.
-#[derive(Clone, Debug)]
-pub(crate) struct Terms {
-    pub connect_timeout: Duration,
-    pub idle_timeout: Duration,
-    pub secret: Option<HeaderValue>,
-    pub health: health::Terms,
-    /// How a lease that nobody will read is ended there.
-    pub release: ReleaseMode,
+/// Who is told when an engine changes.
+pub(crate) struct Bells {
+    /// Whoever asks engines how they are.
+    pub wake: Arc<Notify>,
+    /// Those who wait for an engine that can take a request.
+    pub freed: Arc<Freed>,
 }
 
 /// A request to an engine. Cheap to clone, so that another engine can be sent the same.
@@ -129,8 +133,8 @@ pub(crate) struct InFlight {
 const RANKS_MAX: usize = 256;
 
 impl Engine {
-    /// `wake` wakes whoever asks engines how they are.
-    pub(crate) fn new(url: EngineUrl, terms: Terms, metrics: EngineMetrics, wake: Arc<Notify>) -> Self {
+    pub(crate) fn new(url: EngineUrl, terms: Terms, bells: Bells, metrics: EngineMetrics) -> Self {
+        let Bells { wake, freed } = bells;
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let health = Health::new(&terms.health, wake);
         let authority: Arc<str> = url.authority().into();
@@ -143,6 +147,7 @@ impl Engine {
             terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
+            freed,
             tokens: AtomicU64::new(0),
             ranks: OnceLock::new(),
             health,
@@ -190,7 +195,10 @@ impl Engine {
     /// Changes what is known of its health.
     pub(crate) fn judge<T>(&self, with: impl FnOnce(&mut EngineHealth, Time, &health::Terms) -> T) -> T {
         let terms = self.terms.load().health;
-        self.health.change(&self.authority, &terms, |machine, now| with(machine, now, &terms))
+        let told = self.health.change(&self.authority, &terms, |machine, now| with(machine, now, &terms));
+        // It may be able to take a request again.
+        self.freed.ring();
+        told
     }
 
     pub(crate) fn health_terms(&self) -> health::Terms {
@@ -250,13 +258,12 @@ impl Engine {
         tokens: u64,
         most: usize,
     ) -> Option<InFlight> {
+        // Never one too many, not even for a moment: somebody else would be turned away and told of no room later.
+        let one_more = |now: usize| (now < most).then_some(now + 1);
         let counted = rank.map_or(&self.in_flight, |rank| self.rank(rank));
-        if counted.fetch_add(1, Ordering::Relaxed) >= most {
-            counted.fetch_sub(1, Ordering::Relaxed);
-            return None;
-        }
+        counted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more).ok()?;
         if rank.is_some() {
-            self.in_flight.fetch_add(1, Ordering::Relaxed);
+            self.in_flight.fetch_add(1, Ordering::SeqCst);
         }
         self.tokens.fetch_add(tokens, Ordering::Relaxed);
         let trial = self.health.try_out(leg).then_some(leg);
@@ -286,9 +293,10 @@ impl Engine {
             }
         }
         let begun = Instant::now();
+        let terms = self.terms.load_full();
         let dialled = tokio::time::timeout(
-            self.terms.load().connect_timeout,
-            Connection::dial(self.url.host(), self.url.port()),
+            terms.connect_timeout,
+            Connection::dial(self.url.host(), self.url.port(), terms.tls.as_ref()),
         );
         let Ok(Ok(mut fresh)) = dialled.await else {
             self.failed(Leg::Decode, Sign::Unreachable);
@@ -338,7 +346,7 @@ impl Engine {
 
     fn head(&self, outgoing: &Outgoing) -> Vec<u8> {
         let terms = self.terms.load();
-        head::request(&self.host, terms.secret.as_ref(), outgoing)
+        head::request(&self.host, terms.secret.as_ref(), terms.api_key.as_ref(), outgoing)
     }
 
     fn reply(self: &Arc<Self>, head: Head, connection: Connection) -> Reply {
@@ -430,13 +438,15 @@ impl InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.engine.in_flight.fetch_sub(1, Ordering::Relaxed);
         self.engine.tokens.fetch_sub(self.tokens, Ordering::Relaxed);
-        if let Some(rank) = self.rank {
-            self.engine.rank(rank).fetch_sub(1, Ordering::Relaxed);
-        }
         if let Some(leg) = self.trial {
             self.engine.health.tried(leg);
         }
+        // In this order, and sequentially consistent: one who waits looks in the opposite order.
+        if let Some(rank) = self.rank {
+            self.engine.rank(rank).fetch_sub(1, Ordering::SeqCst);
+        }
+        self.engine.in_flight.fetch_sub(1, Ordering::SeqCst);
+        self.engine.freed.ring();
     }
 }

@@ -29,7 +29,12 @@ impl Members {
 
     /// Whether some pool has an engine drained.
     pub(crate) fn drains(&self, url: &EngineUrl) -> bool {
-        self.0.values().flatten().any(|engine| engine.drain && engine.url == *url)
+        self.engines().any(|engine| engine.drain && engine.url == *url)
+    }
+
+    /// The members of every pool; one that is in several comes several times.
+    pub(crate) fn engines(&self) -> impl Iterator<Item = &EngineConfig> {
+        self.0.values().flatten()
     }
 
     /// The members of one pool.

@@ -103,7 +103,7 @@ impl ExchangeDriver {
     async fn rest(&self, engine: &Arc<Engine>, ask: &Ask, rest: &Rest) -> Option<Outgoing> {
         match rest {
             Rest::Everything => {
-                let body = rewrite::decode_body_asking(&ask.body, &ask.model.name, None, ask.token_ids);
+                let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name, None);
                 Some(self.outgoing(ask, Leg::Decode, body))
             }
             Rest::After { body, tokens } => {

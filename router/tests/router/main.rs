@@ -4,6 +4,7 @@
 
 mod access_log;
 mod admin;
+mod admission;
 mod bad_input;
 mod bounds;
 mod client;
@@ -18,6 +19,7 @@ mod failures;
 mod health;
 mod hostile;
 mod http_raw;
+mod keys;
 mod load;
 mod log;
 mod main_path;
@@ -29,5 +31,6 @@ mod resume;
 mod stock;
 mod system;
 mod time;
+mod tls;
 mod tokens;
 mod traces;
