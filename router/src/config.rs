@@ -27,6 +27,7 @@ pub use disaggregate::DisaggregateConfig;
 pub use error::{ConfigError, Place, Problem};
 pub use explain::ExplainConfig;
 pub use features::FeaturesConfig;
+pub use kv_events::KvEventsConfig;
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
 pub use policy::{
@@ -50,6 +51,7 @@ mod document;
 mod error;
 mod explain;
 mod features;
+mod kv_events;
 mod limits;
 mod models;
 mod policy;

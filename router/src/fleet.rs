@@ -5,12 +5,15 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::config::{EngineUrl, PrefixIndexConfig};
+use crate::kv_events::Subscriptions;
 use crate::memory::Memory;
 use crate::metrics::Metrics;
 use crate::upstream::{Engine, Terms};
 
 /// The engines.
 pub(crate) struct Fleet {
+    /// Those that tell of their caches.
+    pub subscriptions: Subscriptions,
     /// What their caches hold, as far as is known.
     pub memory: Arc<Memory>,
     metrics: Arc<Metrics>,
@@ -21,7 +24,7 @@ impl Fleet {
     pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         let bounds = PrefixIndexConfig::default();
         let memory = Arc::new(Memory::new(bounds.chunks_per_engine, bounds.chunks_total));
-        Self { memory, metrics, engines: Mutex::default() }
+        Self { subscriptions: Subscriptions::default(), memory, metrics, engines: Mutex::default() }
     }
 
     /// What counts the engines.

@@ -15,7 +15,7 @@
 //! | `hygiene` | a client's bytes, read strictly before anything else sees them |
 //! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
 //! | `models`, `pool`, `policy` | which engine is chosen |
-//! | `memory`, `prefix_index` | what the engines' caches hold, as far as is known |
+//! | `memory`, `prefix_index`, `kv_events` | what the engines' caches hold, as far as is known |
 //! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `upstream` | connections to engines |
@@ -43,6 +43,7 @@ mod generation;
 mod hygiene;
 mod inflight;
 mod intake;
+pub mod kv_events;
 mod legs;
 mod memory;
 mod metrics;

@@ -10,6 +10,7 @@ use crate::config::{
 };
 use crate::features::Needs;
 use crate::fleet::Fleet;
+use crate::kv_events::Source;
 use crate::metrics::ModelMetrics;
 use crate::pool::{Member, Pool, has};
 use crate::upstream::Terms;
@@ -81,6 +82,12 @@ impl Models {
             (None, [only]) => Ok(only),
             (None, _) => Err(ApiError::invalid("model", "`model` is missing, and several models are served")),
         }
+    }
+
+    /// Every engine that tells of its cache, and where.
+    pub(crate) fn event_sources(&self) -> Vec<Source> {
+        let pools = self.list.iter().flat_map(|model| [&model.prefill, &model.decode]);
+        pools.flat_map(Pool::members).filter_map(|member| member.events.clone()).collect()
     }
 
     pub(crate) fn list(&self) -> &[Arc<Model>] {

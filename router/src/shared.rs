@@ -55,6 +55,7 @@ impl Shared {
         let observers = Observers::build(&config, &Observers::default(), &metrics, &runtime)?;
         let first = Generation::build(1, config, &fleet, observers)?;
         metrics.server.generation.set(1.0);
+        fleet.subscriptions.set(first.models.event_sources(), &fleet.memory, &runtime);
         let explain = Ring::new(first.config.explain.requests);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -90,6 +91,7 @@ impl Shared {
         let next = Generation::build(number, config, &self.fleet, observers)?;
         self.settler.set_terms(next.settle_terms());
         self.explain.set_most(next.config.explain.requests);
+        self.fleet.subscriptions.set(next.models.event_sources(), &self.fleet.memory, &self.runtime);
         self.metrics.server.generation.set(number as f64);
         self.current.store(Arc::new(next));
         Ok(number)

@@ -15,6 +15,7 @@ mod engine;
 mod explain;
 mod failures;
 mod http_raw;
+mod kv_events;
 mod load;
 mod log;
 mod main_path;
