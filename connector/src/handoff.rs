@@ -9,6 +9,10 @@
 //! Everything here is hostile until checked: a missing or malformed field is an error that names it, nothing
 //! is guessed, and nothing in the value is changed.
 
+mod reply;
+
+pub use reply::ReplyFacts;
+
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
@@ -85,17 +89,6 @@ pub enum HandoffError {
     },
 }
 
-/// What a router must know of a producer's reply; the reply itself travels on unopened.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReplyFacts {
-    /// The lease's handle; absent from engines that are not ours.
-    pub handle: Option<Handle>,
-    /// Tokens that were prefilled.
-    pub tokens: Option<u64>,
-    /// How long the producer promised to wait.
-    pub lease_left: Option<Duration>,
-}
-
 impl Handoff {
     /// The reply's `kv_transfer_params` as the producer writes it.
     #[must_use]
@@ -153,34 +146,6 @@ impl KvIntent {
         json!({
             "do_remote_decode": true, "do_remote_prefill": false,
             "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null,
-        })
-    }
-}
-
-impl ReplyFacts {
-    /// Checks a producer's reply completely before a consumer is called: one malformed
-    /// `kv_transfer_params` ends a stock vLLM 0.32 decode engine.
-    ///
-    /// # Errors
-    /// [`HandoffError`] names the first field that is missing or malformed.
-    pub fn check(value: &Value) -> Result<Self, HandoffError> {
-        let fields = value.as_object().ok_or(HandoffError::NotAnObject)?;
-        if !flag(fields, "do_remote_prefill")? {
-            return Err(HandoffError::Missing("do_remote_prefill"));
-        }
-        for field in ["remote_engine_id", "remote_request_id", "remote_host"] {
-            text(fields, field)?;
-        }
-        port(fields)?;
-        block_table(fields)?;
-        let handle = match fields.get("remote_handle") {
-            None | Some(Value::Null) => None,
-            Some(_) => Some(handle(fields)?),
-        };
-        Ok(Self {
-            handle,
-            tokens: fields.get("remote_num_tokens").and_then(Value::as_u64),
-            lease_left: left(fields)?,
         })
     }
 }

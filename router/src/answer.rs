@@ -4,6 +4,9 @@
 //! is then passed on frame by frame, unbuffered. One that is not streamed is held until it is complete, up to
 //! a bound, so that an engine's death in the middle of it is still a clear 502.
 
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use baton_connector::exchange::{Attempt, Event};
@@ -13,18 +16,48 @@ use hyper::Version;
 use hyper::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, TRANSFER_ENCODING};
 use pingora::http::ResponseHeader;
 use pingora::proxy::Session;
+use tokio::time::{Instant, Sleep};
 
 use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::{Answer, Ended, ExchangeDriver};
 use crate::hygiene::Wire;
 use crate::legs::Refusal;
 use crate::sse::Frames;
-use crate::upstream::Reply;
+use crate::upstream::{CallError, Reply};
 
 /// An answer that is not streamed is held up to this size; past it, it is passed on as it comes.
 const HELD_BYTES_MAX: usize = 1 << 20;
 /// After `[DONE]` an engine has this long to end its answer, so that its connection can be used again.
 const END_AFTER_DONE: Duration = Duration::from_secs(1);
+
+/// How long an engine has said nothing. One timer for the whole answer: it is looked at when it fires, not set anew with
+/// each event.
+struct Silence {
+    bound: Duration,
+    since: Instant,
+    fires: Pin<Box<Sleep>>,
+}
+
+impl Silence {
+    fn new(bound: Duration) -> Self {
+        Self { bound, since: Instant::now(), fires: Box::pin(tokio::time::sleep(bound)) }
+    }
+
+    fn heard(&mut self) {
+        self.since = Instant::now();
+    }
+
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        loop {
+            ready!(self.fires.as_mut().poll(context));
+            let due = self.since + self.bound;
+            if due <= Instant::now() {
+                return Poll::Ready(());
+            }
+            self.fires.as_mut().reset(due);
+        }
+    }
+}
 
 /// How an engine's answer ended in the middle.
 enum Broken {
@@ -70,6 +103,7 @@ pub(crate) async fn pass(
     silence: Duration,
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
+    let silence = Silence::new(silence);
     let passing = Passing { session, driver, attempt, reply: *reply, silence, spoke: false };
     let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
     let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
@@ -99,18 +133,28 @@ struct Passing<'a> {
     driver: &'a mut ExchangeDriver,
     attempt: Attempt,
     reply: Reply,
-    silence: Duration,
+    silence: Silence,
     spoke: bool,
 }
 
 impl Passing<'_> {
     async fn streamed(mut self, head: ResponseHeader) -> Result<(), Ended> {
+        // The first event mostly comes with the head: then both leave in one write.
+        let mut here = self.reply.here();
+        self.hold(here.is_some());
         self.commit(head).await?;
+        self.hold(false);
         let mut frames = Frames::default();
         loop {
-            match self.chunk().await? {
+            let chunk = match here.take() {
+                Some(here) => self.heard(here),
+                None => self.chunk().await?,
+            };
+            match chunk {
                 Ok(Some(chunk)) => {
                     let whole = frames.pass(chunk);
+                    // So does the end with `[DONE]`.
+                    self.hold(frames.is_done());
                     if !whole.is_empty() {
                         self.write(whole, false).await?;
                     }
@@ -127,6 +171,7 @@ impl Passing<'_> {
     /// The stream has said `[DONE]`. From here on the client may hang up or ask the next thing.
     async fn done(mut self) -> Result<(), Ended> {
         self.driver.apply(Event::StreamEnded(self.attempt));
+        self.hold(false);
         self.write(Bytes::new(), true).await?;
         let mut reply = self.reply;
         if reply.ends_now() {
@@ -163,6 +208,11 @@ impl Passing<'_> {
         let mut held = BytesMut::new();
         loop {
             match self.chunk().await? {
+                // In one piece, as it mostly is, it is not copied.
+                Ok(Some(chunk)) if held.is_empty() && self.reply.is_ended() => {
+                    held = chunk.into();
+                    break;
+                }
                 Ok(Some(chunk)) => held.extend_from_slice(&chunk),
                 Ok(None) => break,
                 Err(broken) => {
@@ -209,21 +259,35 @@ impl Passing<'_> {
         if self.reply.is_ended() {
             return Ok(Ok(None));
         }
-        let next = tokio::time::timeout(self.silence, self.reply.chunk());
-        let chunk = match race(self.session, next).await {
-            Err(ClientGone) => return Err(self.driver.client_gone()),
-            Ok(Err(_elapsed)) => return Ok(Err(Broken::Silent)),
-            Ok(Ok(Some(Err(_error)))) => return Ok(Err(Broken::Died)),
-            Ok(Ok(Some(Ok(chunk)))) => Some(chunk),
-            Ok(Ok(None)) => None,
-        };
+        let (reply, silence) = (&mut self.reply, &mut self.silence);
+        let next = poll_fn(|context| match reply.poll_chunk(context) {
+            Poll::Ready(chunk) => Poll::Ready(Some(chunk)),
+            Poll::Pending => silence.poll(context).map(|()| None),
+        });
+        match race(self.session, next).await {
+            Err(ClientGone) => Err(self.driver.client_gone()),
+            Ok(None) => Ok(Err(Broken::Silent)),
+            Ok(Some(chunk)) => Ok(self.heard(chunk)),
+        }
+    }
+
+    fn heard(&mut self, chunk: Option<Result<Bytes, CallError>>) -> Result<Option<Bytes>, Broken> {
+        self.silence.heard();
+        let chunk = chunk.transpose().map_err(|_error| Broken::Died)?;
         if chunk.is_some() && !std::mem::replace(&mut self.spoke, true) {
             self.driver.apply(Event::FirstChunk(self.attempt));
         }
         if let Some(piece) = &chunk {
             self.driver.piece(piece);
         }
-        Ok(Ok(chunk))
+        Ok(chunk)
+    }
+
+    /// Whether what is written is held back until more follows.
+    fn hold(&self, hold: bool) {
+        if let Some(wire) = Wire::of(self.session) {
+            wire.hold(hold);
+        }
     }
 
     async fn commit(&mut self, mut head: ResponseHeader) -> Result<(), Ended> {

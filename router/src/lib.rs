@@ -18,8 +18,9 @@
 //! | `memory`, `prefix_index`, `kv_events` | what the engines' caches hold, as far as is known |
 //! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
+//! | `reload`, `discovery` | the next configuration; engines that it does not list |
 //! | `upstream` | connections to engines |
-//! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
+//! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
 //! | `explain` | why a request went where it went |
 //! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
@@ -31,9 +32,11 @@ mod access_log;
 mod admin;
 mod alive;
 mod answer;
+mod client_stream;
 mod client_watch;
 pub mod config;
 mod disaggregation;
+mod discovery;
 mod exchange_driver;
 mod explain;
 mod features;
@@ -54,6 +57,7 @@ mod passthrough;
 mod policy;
 mod pool;
 mod prefix_index;
+mod reload;
 mod request_id;
 mod rewrite;
 mod route;
@@ -71,5 +75,6 @@ mod usage;
 pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;
 pub use observers::ObserverError;
-pub use server::{BindError, Reload, Router};
+pub use reload::{ConfigFile, Reload};
+pub use server::{BindError, Router};
 pub use telemetry::TelemetryError;

@@ -85,11 +85,16 @@ fn json(value: &impl serde::Serialize) -> Vec<u8> {
 }
 
 #[cfg(test)]
+#[path = "../tests/router/hostile.rs"]
+mod hostile;
+
+#[cfg(test)]
 mod tests {
-    use baton_openai::ParseLimits;
+    use baton_openai::{Endpoint, ParseLimits};
     use bytes::Bytes;
     use serde_json::json;
 
+    use super::hostile::{Dice, Hostile, hostile, is_marked};
     use super::*;
 
     fn body(value: &Value) -> RawBody {
@@ -146,5 +151,34 @@ mod tests {
         let bytes = written.pieces().concat();
         let text = std::str::from_utf8(&bytes).expect("JSON is text");
         assert!(text.find("kv_transfer_params") < text.find("prompt"), "in front: {text}");
+    }
+
+    #[test]
+    fn a_hundred_thousand_hostile_bodies_leave_no_trace_in_what_either_leg_is_sent() {
+        let (limits, mut dice) = (ParseLimits::default(), Dice(4));
+        let (handoff, mut served) = (json!({"remote_handle": "00"}), 0);
+        for number in 0..100_000 {
+            let Hostile { path, body, kept, refused } = hostile(&mut dice);
+            let endpoint = Endpoint::at(path).expect("it generates");
+            let read = RawBody::generate(Bytes::from(body.clone()), endpoint, &limits, &ClientRules);
+            assert_eq!(read.is_err(), refused, "{number}: {body}: {:?}", read.map(drop));
+            let Ok((raw, _)) = read else { continue };
+            served += 1;
+            let any =
+                RawBody::any(Bytes::from(body.clone()), &limits, &ClientRules).expect("it was read before");
+            for sent in [
+                prefill_body(&raw, "m"),
+                decode_body(&raw, "m", Some(&handoff)),
+                decode_body(&raw, "m", None),
+                decode_body(&any, "m", None),
+            ] {
+                let sent = sent.pieces().concat();
+                assert!(!is_marked(&sent), "{number}: {body}\n{}", String::from_utf8_lossy(&sent));
+                let text = String::from_utf8(sent).expect("JSON is text");
+                let lost = kept.iter().find(|kept| !text.contains(*kept));
+                assert_eq!(lost, None, "{number}: {body}\n{text}");
+            }
+        }
+        assert!(served > 90_000, "{served}");
     }
 }

@@ -3,28 +3,30 @@
 //! A connection goes back to the pool only when a whole answer was read from it. In every other case its
 //! `Drop` cuts the socket, and that is how an engine learns at once that nobody wants the answer.
 
+mod chunks;
 mod connection;
+mod head;
+mod http1;
 mod payload;
 
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use bytes::{Bytes, BytesMut};
-use hyper::body::{Body, Incoming};
-use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::header::{HeaderMap, HeaderValue};
+use hyper::{Method, StatusCode};
 
 use crate::config::EngineUrl;
 use crate::metrics::EngineMetrics;
 use crate::seldom::Seldom;
 use connection::Connection;
 pub(crate) use connection::Socket;
+use http1::{Head, Lost};
 pub(crate) use payload::Payload;
-use payload::Sending;
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
 const IDLE_MAX: usize = 256;
@@ -82,7 +84,7 @@ pub(crate) enum CallError {
     NotReached,
     /// The connection broke; the engine may have seen the request.
     #[error("the connection broke: {0}")]
-    Broken(hyper::Error),
+    Broken(Lost),
     /// The answer is larger than anything the router can use.
     #[error("the answer is larger than {0} bytes")]
     TooLarge(usize),
@@ -90,8 +92,7 @@ pub(crate) enum CallError {
 
 /// An answer whose head has arrived. Dropping it before its end cuts the connection.
 pub(crate) struct Reply {
-    head: hyper::http::response::Parts,
-    body: Incoming,
+    head: Head,
     connection: Connection,
     engine: Arc<Engine>,
 }
@@ -201,10 +202,10 @@ impl Engine {
         let mut lost = None;
         if let Some(mut kept) = self.kept() {
             sent(kept.socket());
-            match kept.send(self.request(outgoing)).await {
-                Ok(answer) => return Ok(self.reply(answer, kept)),
-                Err(error) if error.is_user() || error.is_parse() => return Err(CallError::Broken(error)),
-                Err(stale) => lost = Some(stale),
+            match kept.send(self.head(outgoing), outgoing.pieces()).await {
+                Ok(head) => return Ok(self.reply(head, kept)),
+                Err(stale @ Lost::Unanswered) => lost = Some(stale),
+                Err(error) => return Err(CallError::Broken(error)),
             }
         }
         let begun = Instant::now();
@@ -219,8 +220,8 @@ impl Engine {
         };
         self.metrics.connect.record(begun.elapsed());
         sent(fresh.socket());
-        match fresh.send(self.request(outgoing)).await {
-            Ok(answer) => Ok(self.reply(answer, fresh)),
+        match fresh.send(self.head(outgoing), outgoing.pieces()).await {
+            Ok(head) => Ok(self.reply(head, fresh)),
             Err(error) => Err(CallError::Broken(error)),
         }
     }
@@ -258,23 +259,19 @@ impl Engine {
         self.idle.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    fn request(&self, outgoing: &Outgoing) -> Request<Sending> {
-        let mut request = Request::new(outgoing.body.sending());
-        *request.method_mut() = outgoing.method.clone();
-        *request.uri_mut() = hyper::Uri::from_static(outgoing.path);
-        let headers = request.headers_mut();
-        *headers = outgoing.headers.clone();
-        headers.insert(HOST, self.host.clone());
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        if let Some(secret) = &self.terms.load().secret {
-            headers.insert("x-baton-cluster-secret", secret.clone());
-        }
-        request
+    fn head(&self, outgoing: &Outgoing) -> Vec<u8> {
+        let terms = self.terms.load();
+        head::request(&self.host, terms.secret.as_ref(), outgoing)
     }
 
-    fn reply(self: &Arc<Self>, answer: Response<Incoming>, connection: Connection) -> Reply {
-        let (head, body) = answer.into_parts();
-        Reply { head, body, connection, engine: Arc::clone(self) }
+    fn reply(self: &Arc<Self>, head: Head, connection: Connection) -> Reply {
+        Reply { head, connection, engine: Arc::clone(self) }
+    }
+}
+
+impl Outgoing {
+    fn pieces(&self) -> &[Bytes] {
+        self.body.pieces()
     }
 }
 
@@ -289,7 +286,7 @@ impl Reply {
 
     /// Whether every byte of the body has been read.
     pub(crate) fn is_ended(&self) -> bool {
-        self.body.is_end_stream()
+        self.connection.is_ended()
     }
 
     /// The next piece of the body, as it came; `None` at its end.
@@ -302,21 +299,20 @@ impl Reply {
 
     /// Whether the body's end is here already, without waiting for it.
     pub(crate) fn ends_now(&mut self) -> bool {
-        matches!(self.poll_chunk(&mut Context::from_waker(Waker::noop())), Poll::Ready(None))
+        matches!(self.here(), Some(None))
     }
 
-    fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, CallError>>> {
-        loop {
-            match ready!(self.connection.poll_frame(&mut self.body, context)) {
-                None => return Poll::Ready(None),
-                Some(Err(error)) => return Poll::Ready(Some(Err(CallError::Broken(error)))),
-                Some(Ok(frame)) => match frame.into_data() {
-                    Ok(data) if !data.is_empty() => return Poll::Ready(Some(Ok(data))),
-                    // An empty piece, or trailers: nothing to pass on.
-                    _ => {}
-                },
-            }
+    /// As [`Self::chunk`], of what is here already; `None` when one must wait.
+    pub(crate) fn here(&mut self) -> Option<Option<Result<Bytes, CallError>>> {
+        match self.poll_chunk(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(chunk) => Some(chunk),
+            Poll::Pending => None,
         }
+    }
+
+    /// As [`Self::chunk`].
+    pub(crate) fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, CallError>>> {
+        self.connection.poll_piece(context).map_err(CallError::Broken)
     }
 
     /// Gives the connection back after the end of the body.

@@ -5,6 +5,9 @@
 //! begins. Inside a JSON string the quotes of these names would be escaped, so a model's text cannot be taken for
 //! them. What is cut in two by a piece's end is missed: the numbers are for metrics and logs, never for decisions.
 
+use std::sync::LazyLock;
+
+use memchr::memmem::FinderRev;
 use serde::Deserialize;
 
 /// How much of a piece's end is looked at.
@@ -79,26 +82,25 @@ impl Seen {
     /// Looks at one piece; what is said later counts.
     pub(crate) fn look(&mut self, piece: &[u8]) {
         let tail = &piece[piece.len().saturating_sub(TAIL_BYTES)..];
-        let (mut usage, mut finish) = (None, None);
-        let mut end = tail.len();
-        while usage.is_none() || finish.is_none() {
-            let Some(at) = tail[..end].iter().rposition(|byte| *byte == b'"') else { break };
-            end = at;
-            if at > 0 && tail[at - 1] == b'\\' {
-                continue;
-            }
-            let name = &tail[at + 1..];
-            if usage.is_none() && name.starts_with(b"usage\"") {
-                usage = value(&name[6..]).filter(|value| value.starts_with(b"{")).and_then(read_usage);
-            } else if finish.is_none() && name.starts_with(b"finish_reason\"") {
-                finish = value(&name[14..])
-                    .and_then(|value| value.strip_prefix(b"\""))
-                    .map(|text| Finish::of(text.split(|byte| *byte == b'"').next().unwrap_or_default()));
-            }
-        }
+        let usage = last(tail, &USAGE, |value| value.starts_with(b"{").then(|| read_usage(value))?);
+        let finish = last(tail, &FINISH, |value| {
+            let text = value.strip_prefix(b"\"")?;
+            Some(Finish::of(text.split(|byte| *byte == b'"').next().unwrap_or_default()))
+        });
         self.usage = usage.or(self.usage);
         self.finish = finish.or(self.finish);
     }
+}
+
+/// Searched for in every piece of every answer: built once.
+static USAGE: LazyLock<FinderRev<'static>> = LazyLock::new(|| FinderRev::new(b"\"usage\""));
+static FINISH: LazyLock<FinderRev<'static>> = LazyLock::new(|| FinderRev::new(b"\"finish_reason\""));
+
+/// The last value of a name that can be read. Inside a JSON string the name's quotes would be escaped.
+fn last<T>(tail: &[u8], name: &FinderRev<'_>, read: impl Fn(&[u8]) -> Option<T>) -> Option<T> {
+    let unescaped = |at: &usize| *at == 0 || tail[at - 1] != b'\\';
+    let mut found = name.rfind_iter(tail).filter(unescaped);
+    found.find_map(|at| value(&tail[at + name.needle().len()..]).and_then(&read))
 }
 
 /// What follows a name's colon.

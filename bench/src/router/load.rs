@@ -86,13 +86,17 @@ async fn round(
 ) -> Result<(f64, f64, usize), RouterBenchError> {
     let stream = kind.is_streamed();
     let request: std::sync::Arc<[u8]> = wire::request(&wire::body(stream)).into();
-    let mut wires = Vec::new();
+    // Connections to the engines are made now, not while the CPU is counted.
+    let mut warming = tokio::task::JoinSet::new();
     for _ in 0..kind.at_once(args) {
-        let mut wire = Wire::connect(subject.address).await?;
-        // Connections to the engines are made now, not while the CPU is counted.
-        wire.post(&request).await?;
-        wires.push(wire);
+        let (address, request) = (subject.address, std::sync::Arc::clone(&request));
+        warming.spawn(async move {
+            let mut wire = Wire::connect(address).await?;
+            wire.post(&request).await?;
+            Ok(wire)
+        });
     }
+    let wires = all(warming).await?;
     let (cpu, begun) = (subject.cpu()?, Instant::now());
     let requests = each * wires.len();
     let mut tasks = tokio::task::JoinSet::new();
@@ -108,12 +112,19 @@ async fn round(
             Ok(wire)
         });
     }
-    let mut wires = Vec::new();
-    while let Some(done) = tasks.join_next().await {
-        wires.push(done.map_err(wire::failed)??);
-    }
+    let wires = all(tasks).await?;
     let (took, used) = (begun.elapsed(), subject.cpu()?.saturating_sub(cpu));
     // Closing is not part of what was counted.
     drop(wires);
     Ok((used.as_secs_f64(), took.as_secs_f64(), requests))
+}
+
+async fn all(
+    mut tasks: tokio::task::JoinSet<Result<Wire, RouterBenchError>>,
+) -> Result<Vec<Wire>, RouterBenchError> {
+    let mut wires = Vec::new();
+    while let Some(done) = tasks.join_next().await {
+        wires.push(done.map_err(wire::failed)??);
+    }
+    Ok(wires)
 }

@@ -26,6 +26,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use super::chunked::{ChunkError, Chunked};
 use super::head::{self, Framing};
 use super::{HeadBounds, Unclean};
+use crate::client_stream::ClientStream;
 
 /// One read of the socket: as much as a connection's buffer in the kernel usually holds, and enough to pass buffers
 /// below by.
@@ -85,6 +86,13 @@ impl Wire {
     /// The connection of a session, where it is one of ours.
     pub(crate) fn of(session: &Session) -> Option<Self> {
         session.as_downstream().stream()?.as_any().downcast_ref::<Self>().cloned()
+    }
+
+    /// Whether what is written from now on is held until more follows; see [`ClientStream::hold`].
+    pub(crate) fn hold(&self, hold: bool) {
+        if let Some(stream) = self.lock().stream.as_any().downcast_ref::<ClientStream>() {
+            stream.hold(hold);
+        }
     }
 
     /// Reads the head of the next request, as pingora is to see it. `None` where the client has none.

@@ -4,16 +4,20 @@
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use baton_connector::Handle;
 use baton_connector::exchange::{Attempt, Event, Failure};
 use baton_connector::handoff::ReplyFacts;
-use baton_connector::{Handle, HandoffError};
-use serde_json::{Map, Value};
+use baton_openai::{ParseLimits, RawBody, salvage_member};
+use serde_json::Value;
 
 use super::{Meaning, Refusal};
 use crate::upstream::{CallError, Engine, InFlight, Outgoing, Socket, Whole};
 
 /// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
 const REPLY_BYTES_MAX: usize = 8 << 20;
+
+/// Where a reply has the handoff.
+const HANDOFF: &str = "kv_transfer_params";
 
 type Answering = dyn Future<Output = Result<Whole, CallError>> + Send;
 
@@ -108,7 +112,7 @@ impl Prefilled {
 
 fn understand(whole: &Whole) -> Prefilled {
     if !whole.status.is_success() {
-        let refusal = Refusal::of(whole);
+        let refusal = Refusal::of(whole).of_prefill();
         return match Meaning::of(whole) {
             Meaning::Misconfigured => Prefilled::Failed(Failure::Answered, Refusal::misconfigured()),
             meaning if meaning.failure().is_some() => Prefilled::Failed(Failure::Answered, refusal),
@@ -116,20 +120,29 @@ fn understand(whole: &Whole) -> Prefilled {
         };
     }
     // Only the handoff is kept: the reply's one token is computed again, by the engine that goes on from it.
-    let Ok(mut reply) = serde_json::from_slice::<Map<String, Value>>(&whole.body) else {
-        return Prefilled::Failed(Failure::Unusable(None), Refusal::broken());
+    let limits = ParseLimits { body_bytes: REPLY_BYTES_MAX, ..ParseLimits::default() };
+    let Ok(reply) = RawBody::any(whole.body.clone(), &limits, &()) else {
+        let handle = salvage_member(&whole.body, HANDOFF).as_ref().and_then(handle);
+        return Prefilled::Failed(Failure::Unusable(handle), Refusal::broken());
     };
-    match reply.remove("kv_transfer_params") {
-        None | Some(Value::Null) => Prefilled::Empty,
-        Some(params) => match ReplyFacts::check(&params) {
+    let params = reply.field(HANDOFF).map(serde_json::from_slice::<Value>);
+    match params.transpose() {
+        Ok(None | Some(Value::Null)) => Prefilled::Empty,
+        Ok(Some(params)) => match ReplyFacts::check(&params) {
             Ok(facts) => Prefilled::Lent(params, facts.handle),
-            Err(error) => unusable(&params, &error),
+            Err(error) => {
+                tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
+                Prefilled::Failed(Failure::Unusable(handle(&params)), Refusal::broken())
+            }
         },
+        Err(_) => Prefilled::Failed(Failure::Unusable(None), Refusal::broken()),
     }
 }
 
-fn unusable(params: &Value, error: &HandoffError) -> Prefilled {
-    tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
-    let handle = params.get("remote_handle").and_then(Value::as_str).and_then(|text| text.parse().ok());
-    Prefilled::Failed(Failure::Unusable(handle), Refusal::broken())
+/// What to release of a reply that cannot be handed on.
+fn handle(params: &Value) -> Option<Handle> {
+    params.get("remote_handle").and_then(Value::as_str).and_then(|text| text.parse().ok())
 }
+
+#[cfg(test)]
+mod tests;

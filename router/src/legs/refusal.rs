@@ -91,6 +91,26 @@ impl Refusal {
         Self(ApiError::gateway_timeout("an engine did not answer in time"))
     }
 
+    /// A prefill engine's refusal as the client's: what the engine says of the one token that the router asked it for is
+    /// not about anything that the client has asked.
+    pub(crate) fn of_prefill(mut self) -> Self {
+        let message = &self.0.message;
+        let too_long = self.0.code.as_deref() == Some("context_length_exceeded")
+            || message.contains("maximum context length")
+            || message.contains("max_tokens");
+        if too_long && self.0.status == 400 {
+            // Ours: "the model's context is 8 tokens, but the prompt has 9 and max_tokens asks for 1"; vLLM's first
+            // sentence: "This model's maximum context length is 8 tokens."
+            let said = message.split_once(" and max_tokens asks").map(|(said, _)| said.to_owned());
+            let said = said.or_else(|| {
+                let (said, _) = message.split_once(". ")?;
+                said.contains("context length").then(|| format!("{said}; the prompt is longer"))
+            });
+            self.0.message = said.unwrap_or_else(|| "the prompt does not fit the model's context".to_owned());
+        }
+        self
+    }
+
     /// What an engine's answer other than 2xx means to the client.
     pub(crate) fn of(answer: &Whole) -> Self {
         let after = retry_after(answer).unwrap_or(COME_BACK);
@@ -174,6 +194,26 @@ mod tests {
         let Refusal(error) = Refusal::of(&answer(404, older));
         assert_eq!((error.message.as_str(), error.code.as_deref()), ("no such model", Some("404")));
         assert_eq!(Refusal::of(&answer(422, "<html>")).0.status, 422);
+    }
+
+    #[test]
+    fn the_one_token_of_the_prefill_leg_is_not_told_to_the_client() {
+        for (said, told) in [
+            (
+                "the model's context is 8 tokens, but the prompt has 9 and max_tokens asks for 1",
+                "the model's context is 8 tokens, but the prompt has 9",
+            ),
+            (
+                "This model's maximum context length is 8 tokens. However, you requested 10 tokens (9 in the \
+                 messages, 1 in the completion).",
+                "This model's maximum context length is 8 tokens; the prompt is longer",
+            ),
+            ("max_tokens=1 is too much", "the prompt does not fit the model's context"),
+            ("`stop` is wrong", "`stop` is wrong"),
+        ] {
+            let body = serde_json::json!({"error": {"message": said}}).to_string();
+            assert_eq!(Refusal::of(&answer(400, &body)).of_prefill().0.message, told);
+        }
     }
 
     #[test]

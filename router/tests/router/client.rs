@@ -25,6 +25,8 @@ pub(crate) const BOTH_HANG_UPS: [HangUp; 2] = [HangUp::Fin, HangUp::Rst];
 pub(crate) struct Client {
     stream: TcpStream,
     buffer: Vec<u8>,
+    /// What has come of events and was not yet looked at.
+    events: Vec<u8>,
 }
 
 /// One answer, read to its end.
@@ -81,7 +83,7 @@ impl Client {
     pub(crate) async fn connect(address: SocketAddr) -> Self {
         let stream = TcpStream::connect(address).await.unwrap();
         stream.set_nodelay(true).unwrap();
-        Self { stream, buffer: Vec::new() }
+        Self { stream, buffer: Vec::new(), events: Vec::new() }
     }
 
     pub(crate) async fn post(&mut self, path: &str, body: &Value) {
@@ -159,6 +161,20 @@ impl Client {
             (size > 0).then_some(chunk)
         };
         tokio::time::timeout(PATIENCE, read).await.expect("a chunk in time")
+    }
+
+    /// One event of a stream, however many come in one chunk; `None` at the end.
+    pub(crate) async fn event(&mut self) -> Option<String> {
+        loop {
+            if let Some(at) = self.events.windows(2).position(|window| window == b"\n\n") {
+                return Some(String::from_utf8(self.events.drain(..at + 2).collect()).unwrap());
+            }
+            let Some(chunk) = self.chunk().await else {
+                assert!(self.events.is_empty(), "the stream ended inside an event");
+                return None;
+            };
+            self.events.extend_from_slice(&chunk);
+        }
     }
 
     /// Whether the router closed the connection without another byte.

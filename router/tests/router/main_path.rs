@@ -45,11 +45,10 @@ async fn a_stream_is_passed_on_event_by_event() {
     assert!(head.to_ascii_lowercase().contains("text/event-stream"), "{head}");
     for n in 0..5 {
         d.go_on();
-        let chunk = client.chunk().await.expect("an event before the next one is made");
-        assert_eq!(String::from_utf8(chunk).unwrap(), event(n));
+        assert_eq!(client.event().await, Some(event(n)), "before the next one is made");
     }
-    assert_eq!(client.chunk().await.as_deref(), Some(b"data: [DONE]\n\n".as_slice()));
-    assert_eq!(client.chunk().await, None);
+    assert_eq!(client.event().await.as_deref(), Some("data: [DONE]\n\n"));
+    assert_eq!(client.event().await, None);
     client.post("/v1/completions", &completion(true)).await;
     assert_eq!(client.head().await.0, 200, "the connection is used again");
 }
