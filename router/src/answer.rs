@@ -13,7 +13,9 @@ use baton_connector::exchange::{Attempt, Event};
 use baton_openai::{ApiError, sse};
 use bytes::{Bytes, BytesMut};
 use hyper::Version;
-use hyper::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, TRANSFER_ENCODING};
+use hyper::header::{
+    CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, TRANSFER_ENCODING,
+};
 use pingora::http::ResponseHeader;
 use pingora::proxy::Session;
 use tokio::time::{Instant, Sleep};
@@ -65,19 +67,37 @@ enum Broken {
     Silent,
 }
 
+/// What every answer to a request carries.
+pub(crate) struct Stamp {
+    /// As `x-request-id`.
+    pub id: HeaderValue,
+    /// `x-ratelimit-*`, where the client has limits.
+    pub limits: Vec<(HeaderName, HeaderValue)>,
+}
+
+impl Stamp {
+    fn put(&self, head: &mut ResponseHeader) -> pingora::Result<()> {
+        head.insert_header("x-request-id", &self.id)?;
+        for (name, value) in &self.limits {
+            head.insert_header(name, value)?;
+        }
+        Ok(())
+    }
+}
+
 /// Sends a whole answer.
 pub(crate) async fn whole(
     session: &mut Session,
     status: u16,
     headers: &[(&'static str, String)],
-    id: &HeaderValue,
+    stamp: &Stamp,
     body: Bytes,
 ) -> pingora::Result<()> {
     let mut head = ResponseHeader::build(status, Some(headers.len() + 2))?;
     for (name, value) in headers {
         head.insert_header(*name, value.as_str())?;
     }
-    head.insert_header("x-request-id", id)?;
+    stamp.put(&mut head)?;
     head.insert_header(CONTENT_LENGTH, body.len())?;
     // What is left of a body that nobody wants, or came behind it, would be taken for the next request.
     let unread = Wire::of(session).is_some_and(|wire| wire.is_unread());
@@ -90,8 +110,8 @@ pub(crate) async fn whole(
 }
 
 /// Sends an error.
-pub(crate) async fn error(session: &mut Session, error: &ApiError, id: &HeaderValue) -> pingora::Result<()> {
-    whole(session, error.status, &error.headers(), id, error.to_bytes()).await
+pub(crate) async fn error(session: &mut Session, error: &ApiError, stamp: &Stamp) -> pingora::Result<()> {
+    whole(session, error.status, &error.headers(), stamp, error.to_bytes()).await
 }
 
 /// Passes a decode engine's answer on until its end.
@@ -99,7 +119,7 @@ pub(crate) async fn pass(
     session: &mut Session,
     driver: &mut ExchangeDriver,
     answer: Answer,
-    id: &HeaderValue,
+    stamp: &Stamp,
     silence: Duration,
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
@@ -114,7 +134,7 @@ pub(crate) async fn pass(
         head.insert_header(name, value).map_err(|_| Refusal::broken())
     };
     insert(&mut head, CONTENT_TYPE, content_type.unwrap_or(HeaderValue::from_static("application/json")))?;
-    insert(&mut head, hyper::header::HeaderName::from_static("x-request-id"), id.clone())?;
+    stamp.put(&mut head).map_err(|_| Refusal::broken())?;
     if let Some(timing) = passing.driver.server_timing() {
         insert(&mut head, hyper::header::HeaderName::from_static("server-timing"), timing)?;
     }

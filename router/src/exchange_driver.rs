@@ -14,6 +14,7 @@ use hyper::header::HeaderValue;
 use pingora::proxy::Session;
 use serde_json::Value;
 
+use crate::admission::Ticket;
 use crate::alive::{Deaf, while_alive};
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
@@ -202,19 +203,43 @@ impl ExchangeDriver {
         self.exchange(|exchange| *exchange.timeline())
     }
 
-    /// Sets a decode engine aside, before prefill is asked for anything.
+    /// Sets a decode engine aside, before prefill is asked for anything; waits in the model's queue when all are
+    /// full.
     ///
     /// # Errors
     /// No decode engine can be had.
-    pub(crate) fn reserve(&mut self, ask: &Ask) -> Result<(), Ended> {
-        match self.choose(Leg::Decode, &ask.model.decode, &ask.wanted(), &[]) {
-            Ok(reserved) => {
+    pub(crate) async fn reserve(
+        &mut self,
+        session: &mut Session,
+        ask: &Ask,
+        ticket: Ticket,
+    ) -> Result<(), Ended> {
+        let generation = Arc::clone(&self.generation);
+        let mut waits = false;
+        let room = || {
+            let wanted = ask.wanted();
+            if !std::mem::replace(&mut waits, true) {
+                return self.choose(Leg::Decode, &ask.model.decode, &wanted, &[]);
+            }
+            // Engines that came since are good for those who wait already.
+            let now = self.shared.generation();
+            let model = now.models.named(Some(&ask.model.name)).unwrap_or(&ask.model);
+            let mut sight = None;
+            let reserved = model.decode.reserve_telling(&wanted, &[], Some(&mut sight))?;
+            if let (Some(account), Some(sight)) = (&self.account, sight) {
+                account.chose(Leg::Decode, sight);
+            }
+            Ok(reserved)
+        };
+        match race(session, ask.model.queue.enter(ticket, &generation.config.queue, room)).await {
+            Err(ClientGone) => Err(self.client_gone()),
+            Ok(Ok(reserved)) => {
                 self.reserved = Some(reserved);
                 Ok(())
             }
-            Err(scarce) => {
+            Ok(Err(refusal)) => {
                 self.apply(Event::GaveUp);
-                Err(Ended::Refused(Refusal::scarce(scarce)))
+                Err(refusal.into())
             }
         }
     }
@@ -258,7 +283,8 @@ impl ExchangeDriver {
         }
         let silence = Duration::from_millis(self.generation.config.timeouts.prefill_silence_ms);
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let outgoing = self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.model.name));
+        let outgoing =
+            self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.owned, &ask.model.name));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
@@ -352,7 +378,7 @@ impl ExchangeDriver {
         let mut outgoing = self.outgoing(
             ask,
             Leg::Decode,
-            rewrite::decode_body(&ask.body, &ask.model.name, handoff.as_ref()),
+            rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name, handoff.as_ref()),
         );
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::admission::Freed;
 use crate::config::{EngineUrl, PrefixIndexConfig};
 use crate::kv_events::Subscriptions;
 use crate::memory::Memory;
@@ -18,13 +19,21 @@ pub(crate) struct Fleet {
     pub memory: Arc<Memory>,
     metrics: Arc<Metrics>,
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
+    /// Told whenever an engine may be able to take a request again.
+    pub freed: Arc<Freed>,
 }
 
 impl Fleet {
     pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         let bounds = PrefixIndexConfig::default();
         let memory = Arc::new(Memory::new(bounds.chunks_per_engine, bounds.chunks_total));
-        Self { subscriptions: Subscriptions::default(), memory, metrics, engines: Mutex::default() }
+        Self {
+            subscriptions: Subscriptions::default(),
+            memory,
+            metrics,
+            engines: Mutex::default(),
+            freed: Arc::default(),
+        }
     }
 
     /// What counts the engines.
@@ -40,7 +49,9 @@ impl Fleet {
             engine.set_terms(terms.clone());
             return Arc::clone(engine);
         }
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), self.metrics.engine(&url.authority())));
+        let metrics = self.metrics.engine(&url.authority());
+        let engine = Engine::new(url.clone(), terms.clone(), Arc::clone(&self.freed), metrics);
+        let engine = Arc::new(engine);
         engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }

@@ -16,8 +16,10 @@
 //! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
 //! | `models`, `pool`, `policy` | which engine is chosen |
 //! | `memory`, `prefix_index`, `kv_events` | what the engines' caches hold, as far as is known |
+//! | `admission` | who waits when every engine is full, and whose turn it is |
 //! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
+//! | `tenants`, `tls` | who asks, and what they may; encrypted connections |
 //! | `reload`, `discovery` | the next configuration; engines that it does not list |
 //! | `upstream` | connections to engines |
 //! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
@@ -30,6 +32,7 @@
 
 mod access_log;
 mod admin;
+mod admission;
 mod alive;
 mod answer;
 mod client_stream;
@@ -40,6 +43,7 @@ mod discovery;
 mod exchange_driver;
 mod explain;
 mod features;
+mod file_watch;
 mod finished;
 mod fleet;
 mod generation;
@@ -68,13 +72,19 @@ mod settle;
 mod shared;
 mod sse;
 mod telemetry;
+mod tenants;
+mod tls;
 mod trace_context;
 mod upstream;
 mod usage;
 
+pub use admin::AdminError;
 pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;
 pub use observers::ObserverError;
 pub use reload::{ConfigFile, Reload};
 pub use server::{BindError, Router};
 pub use telemetry::TelemetryError;
+pub use tenants::{AuthError, NewKey};
+pub use tls::TlsError;
+pub use upstream::TermsError;

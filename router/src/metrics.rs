@@ -6,6 +6,7 @@
 //! operations without a lock or an allocation: see [`registry`]. Values of labels come from configuration, never from
 //! a client.
 
+pub(crate) mod admission;
 mod config;
 mod engines;
 mod legs;
@@ -16,8 +17,10 @@ mod registry;
 mod requests;
 mod routing;
 mod server;
+pub(crate) mod tenants;
 #[cfg(test)]
 mod tests;
+pub(crate) mod tls;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,6 +41,9 @@ fn families() -> impl Iterator<Item = &'static Family> {
         requests::FAMILIES,
         legs::FAMILIES,
         engines::FAMILIES,
+        admission::FAMILIES,
+        tenants::FAMILIES,
+        tls::FAMILIES,
         server::FAMILIES,
         config::FAMILIES,
         routing::FAMILIES,
@@ -54,6 +60,8 @@ pub(crate) struct Metrics {
     pub requests: requests::RequestMetrics,
     pub legs: legs::LegMetrics,
     pub server: server::ServerMetrics,
+    pub admission: Arc<admission::AdmissionMetrics>,
+    pub tenants: Arc<tenants::TenantMetrics>,
     pub config: config::ConfigMetrics,
     pub observers: observers::ObserverMetrics,
     pub routing: routing::RoutingMetrics,
@@ -66,6 +74,8 @@ impl Metrics {
             requests: requests::RequestMetrics::new(&registry),
             legs: legs::LegMetrics::new(&registry),
             server: server::ServerMetrics::new(&registry),
+            admission: Arc::new(admission::AdmissionMetrics::new(&registry)),
+            tenants: Arc::new(tenants::TenantMetrics::new(&registry)),
             config: config::ConfigMetrics::new(&registry),
             observers: observers::ObserverMetrics::new(&registry),
             routing: routing::RoutingMetrics::new(&registry),
@@ -86,6 +96,16 @@ impl Metrics {
     /// Handles for one engine.
     pub(crate) fn engine(&self, authority: &str) -> EngineMetrics {
         EngineMetrics::new(&self.registry, authority)
+    }
+
+    /// Handles for the certificates of a listener: `clients` or `admin`.
+    pub(crate) fn listener_tls(&self, purpose: &'static str) -> tls::ListenerTls {
+        tls::ListenerTls::new(&self.registry, purpose)
+    }
+
+    /// Handles for the files of `engine_tls`.
+    pub(crate) fn engine_tls(&self) -> tls::EngineTlsMetrics {
+        tls::EngineTlsMetrics::new(&self.registry, "engines")
     }
 
     /// Counts a client that left.

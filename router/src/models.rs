@@ -5,16 +5,17 @@ use std::sync::Arc;
 
 use baton_openai::ApiError;
 
+use crate::admission::ModelQueue;
 use crate::config::{
     DisaggregateConfig, EngineConfig, Fallback, FeaturesConfig, ModelConfig, PoolConfig, RouterConfig,
 };
 use crate::discovery::membership::Members;
 use crate::features::Needs;
-use crate::fleet::Fleet;
+use crate::generation::Ground;
 use crate::kv_events::Source;
 use crate::metrics::{Leg, ModelMetrics};
 use crate::pool::{Member, Pool, has};
-use crate::upstream::Terms;
+use crate::upstream::EngineTerms;
 
 /// One model.
 pub(crate) struct Model {
@@ -27,6 +28,8 @@ pub(crate) struct Model {
     pub features: FeaturesConfig,
     /// What has to be looked at in its requests.
     pub needs: Needs,
+    /// Where requests wait for a decode engine.
+    pub queue: Arc<ModelQueue>,
     pub metrics: ModelMetrics,
 }
 
@@ -40,15 +43,16 @@ impl Model {
     fn new(
         config: &ModelConfig,
         members: &Members,
-        terms: &Terms,
-        fleet: &Fleet,
+        terms: &EngineTerms,
+        ground: &Ground<'_>,
         previous: Option<&Arc<Self>>,
     ) -> Self {
+        let fleet = ground.fleet;
         let pool = |leg, pool: &PoolConfig, learns| {
             let engines = members.of(&config.name, leg);
             let engines = engines.iter().filter(|engine| has(&engine.labels, &pool.select));
             let member = |engine: &EngineConfig| {
-                let known = fleet.engine(&engine.url, terms);
+                let known = fleet.engine(&engine.url, terms.of(&engine.url));
                 Arc::new(Member::new(engine, known, pool, &config.pair_by))
             };
             let new = Pool::new(engines.map(member).collect(), &pool.policy, &fleet.memory, learns);
@@ -66,6 +70,7 @@ impl Model {
             disaggregate: config.disaggregate.clone(),
             features: config.features.clone(),
             needs: Needs::of(config),
+            queue: ground.admission.queue(&config.name),
             metrics: fleet.metrics().model(&config.name),
         }
     }
@@ -86,8 +91,8 @@ impl Models {
     pub(crate) fn new(
         config: &RouterConfig,
         members: &Members,
-        terms: &Terms,
-        fleet: &Fleet,
+        terms: &EngineTerms,
+        ground: &Ground<'_>,
         previous: Option<&Self>,
     ) -> Self {
         let (mut list, mut by_name) = (Vec::new(), HashMap::new());
@@ -96,7 +101,7 @@ impl Models {
                 model,
                 members,
                 terms,
-                fleet,
+                ground,
                 previous.and_then(|p| p.by_name.get(&model.name)),
             ));
             for name in std::iter::once(&model.name).chain(&model.aliases) {

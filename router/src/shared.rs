@@ -7,18 +7,21 @@ use std::time::{Instant, SystemTime};
 use arc_swap::ArcSwap;
 use baton_connector::{RequestId, Time};
 
+use crate::admission::Admission;
+use crate::admission::body_budget::BodyBudget;
 use crate::config::RouterConfig;
 use crate::discovery::Answers;
 use crate::discovery::membership::Members;
 use crate::explain::Ring;
 use crate::fleet::Fleet;
-use crate::generation::{Generation, GenerationError};
+use crate::generation::{Generation, GenerationError, Ground};
 use crate::inflight::{Entry, InFlightTable};
 use crate::metrics::Metrics;
 use crate::observers::Observers;
 use crate::reload::Reloads;
 use crate::seldom::Seldom;
 use crate::settle::Settler;
+use crate::tenants::Tenants;
 
 /// The router's own state. The configuration is a part that is replaced whole; see [`Shared::install`].
 pub(crate) struct Shared {
@@ -30,6 +33,11 @@ pub(crate) struct Shared {
     /// What became of configurations that were read again.
     pub reloads: Reloads,
     pub fleet: Fleet,
+    admission: Admission,
+    /// What keys and tenants have used of their limits.
+    pub tenants: Arc<Tenants>,
+    /// What is held of clients' bodies.
+    pub bodies: Arc<BodyBudget>,
     pub metrics: Arc<Metrics>,
     /// Why the latest requests went where they went.
     pub explain: Ring,
@@ -60,11 +68,14 @@ impl Shared {
     pub(crate) fn new(config: RouterConfig) -> Result<Arc<Self>, GenerationError> {
         let (metrics, started) = (Arc::new(Metrics::new()), Instant::now());
         let fleet = Fleet::new(Arc::clone(&metrics));
+        let admission = Admission::new(Arc::clone(&fleet.freed), Arc::clone(&metrics.admission));
+        let tenants = Arc::new(Tenants::new(Arc::clone(&metrics.tenants)));
         let runtime = tokio::runtime::Handle::current();
         let observers = Observers::build(&config, &Observers::default(), &metrics, &runtime)?;
         let (answers, reloads) = (Answers::default(), Reloads::new(&config));
         let members = Members::now(&config, &answers, &Members::default());
-        let first = Generation::build((1, 0), config, members, None, &fleet, observers)?;
+        let ground = Ground { fleet: &fleet, admission: &admission, tenants: &tenants };
+        let first = Generation::build((1, 0), config, members, None, &ground, observers)?;
         metrics.server.generation.set(1.0);
         fleet.subscriptions.set(first.models.event_sources(), &fleet.memory, &runtime);
         let explain = Ring::new(first.config.explain.requests);
@@ -76,6 +87,9 @@ impl Shared {
             answers,
             reloads,
             fleet,
+            admission,
+            tenants,
+            bodies: Arc::default(),
             metrics,
             explain,
             settler,
@@ -130,13 +144,16 @@ impl Shared {
         members: Members,
     ) -> Result<(), GenerationError> {
         let observers = Observers::build(&config, &current.observers, &self.metrics, &self.runtime)?;
-        let next = Generation::build(version, config, members, Some(current), &self.fleet, observers)?;
+        let ground = Ground { fleet: &self.fleet, admission: &self.admission, tenants: &self.tenants };
+        let next = Generation::build(version, config, members, Some(current), &ground, observers)?;
         self.settler.set_terms(next.settle_terms());
         self.explain.set_most(next.config.explain.requests);
         self.fleet.subscriptions.set(next.models.event_sources(), &self.fleet.memory, &self.runtime);
         self.metrics.server.generation.set(version.0 as f64);
         self.metrics.config.revision.set(version.1 as f64);
         self.current.store(Arc::new(next));
+        // There may be an engine now for those who wait.
+        self.fleet.freed.ring();
         Ok(())
     }
 

@@ -8,6 +8,8 @@ mod connection;
 mod head;
 mod http1;
 mod payload;
+mod terms;
+mod transport;
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -20,6 +22,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::header::{HeaderMap, HeaderValue};
 use hyper::{Method, StatusCode};
 
+use crate::admission::Freed;
 use crate::config::EngineUrl;
 use crate::metrics::EngineMetrics;
 use crate::seldom::Seldom;
@@ -27,6 +30,8 @@ use connection::Connection;
 pub(crate) use connection::Socket;
 use http1::{Head, Lost};
 pub(crate) use payload::Payload;
+pub use terms::TermsError;
+pub(crate) use terms::{EngineTerms, Terms};
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
 const IDLE_MAX: usize = 256;
@@ -50,6 +55,8 @@ pub(crate) struct Engine {
     terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
     in_flight: AtomicUsize,
+    /// Told whenever a request ends here: somebody may wait for its place.
+    freed: Arc<Freed>,
     /// Prompt tokens of the requests in flight, estimated.
     tokens: AtomicU64,
     /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
@@ -57,14 +64,6 @@ pub(crate) struct Engine {
     pub metrics: EngineMetrics,
     /// Its trouble is told seldom.
     pub trouble: Seldom,
-}
-
-/// Terms on which connections to engines are made and kept.
-#[derive(Clone, Debug)]
-pub(crate) struct Terms {
-    pub connect_timeout: Duration,
-    pub idle_timeout: Duration,
-    pub secret: Option<HeaderValue>,
 }
 
 /// A request to an engine. Cheap to clone, so that another engine can be sent the same.
@@ -112,7 +111,7 @@ pub(crate) struct InFlight {
 }
 
 impl Engine {
-    pub(crate) fn new(url: EngineUrl, terms: Terms, metrics: EngineMetrics) -> Self {
+    pub(crate) fn new(url: EngineUrl, terms: Terms, freed: Arc<Freed>, metrics: EngineMetrics) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let authority: Arc<str> = url.authority().into();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
@@ -124,6 +123,7 @@ impl Engine {
             terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
+            freed,
             tokens: AtomicU64::new(0),
             rests_until_ms: AtomicU64::new(0),
             metrics,
@@ -178,10 +178,9 @@ impl Engine {
     /// Counts one request, of a prompt of so many tokens, until the guard is dropped; `None` when there are
     /// `most` already.
     pub(crate) fn begin(self: &Arc<Self>, tokens: u64, most: usize) -> Option<InFlight> {
-        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= most {
-            self.in_flight.fetch_sub(1, Ordering::Relaxed);
-            return None;
-        }
+        // Never one too many, not even for a moment: somebody else would be turned away and told of no room later.
+        let one_more = |now: usize| (now < most).then_some(now + 1);
+        self.in_flight.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more).ok()?;
         self.tokens.fetch_add(tokens, Ordering::Relaxed);
         Some(InFlight { engine: Arc::clone(self), tokens })
     }
@@ -209,9 +208,10 @@ impl Engine {
             }
         }
         let begun = Instant::now();
+        let terms = self.terms.load_full();
         let dialled = tokio::time::timeout(
-            self.terms.load().connect_timeout,
-            Connection::dial(self.url.host(), self.url.port()),
+            terms.connect_timeout,
+            Connection::dial(self.url.host(), self.url.port(), terms.tls.as_ref()),
         );
         let Ok(Ok(mut fresh)) = dialled.await else {
             self.rest();
@@ -261,7 +261,7 @@ impl Engine {
 
     fn head(&self, outgoing: &Outgoing) -> Vec<u8> {
         let terms = self.terms.load();
-        head::request(&self.host, terms.secret.as_ref(), outgoing)
+        head::request(&self.host, terms.secret.as_ref(), terms.api_key.as_ref(), outgoing)
     }
 
     fn reply(self: &Arc<Self>, head: Head, connection: Connection) -> Reply {
@@ -353,7 +353,9 @@ impl InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.engine.in_flight.fetch_sub(1, Ordering::Relaxed);
         self.engine.tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+        // In this order, and sequentially consistent: one who waits looks in the opposite order.
+        self.engine.in_flight.fetch_sub(1, Ordering::SeqCst);
+        self.engine.freed.ring();
     }
 }

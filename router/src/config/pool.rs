@@ -1,6 +1,7 @@
 //! A pool: engines that can stand in for each other, and how one of them is chosen.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use garde::Validate;
 use schemars::JsonSchema;
@@ -50,13 +51,18 @@ pub struct PoolConfig {
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct EngineConfig {
-    /// `http://HOST:PORT`.
+    /// `http://HOST:PORT`, or `https://HOST:PORT` with `engine_tls`.
     #[garde(skip)]
     pub url: EngineUrl,
     /// Its share of the work against the others' of its pool. 1 to 1,000; default 1.
     #[serde(default = "default_weight")]
     #[garde(range(min = 1, max = 1000))]
     pub weight: u32,
+    /// A file whose first line is sent to it as `Authorization: Bearer`, whatever the client sent: for a stock
+    /// engine's own `--api-key`. Default: none.
+    #[serde(default)]
+    #[garde(skip)]
+    pub api_key_file: Option<PathBuf>,
     /// What it is, for policies and people: `zone: a`. At most 32. Default: none.
     #[serde(default)]
     #[garde(length(max = 32))]

@@ -27,6 +27,11 @@ impl Members {
         Self(all)
     }
 
+    /// The members of every pool; one that is in several comes several times.
+    pub(crate) fn engines(&self) -> impl Iterator<Item = &EngineConfig> {
+        self.0.values().flatten()
+    }
+
     /// The members of one pool.
     pub(crate) fn of(&self, model: &str, leg: Leg) -> &[EngineConfig] {
         self.0.get(&(model.to_owned(), leg)).map_or(&[], Vec::as_slice)

@@ -9,7 +9,6 @@ use baton_openai::{ApiError, ErrorKind};
 use hyper::StatusCode;
 use serde_json::Value;
 
-use crate::pool::Scarce;
 use crate::upstream::Whole;
 
 /// When to come back, where the engine does not say.
@@ -65,14 +64,6 @@ impl Refusal {
 
     pub(crate) fn none_left() -> Self {
         Self(ApiError::unavailable("no engine of this model is available", COME_BACK))
-    }
-
-    /// No engine could be had: 429 where waiting helps, 503 otherwise.
-    pub(crate) fn scarce(scarce: Scarce) -> Self {
-        match scarce {
-            Scarce::Full => Self(ApiError::overloaded("every engine of this model is full", COME_BACK)),
-            Scarce::Nobody => Self::none_left(),
-        }
     }
 
     pub(crate) fn broken() -> Self {

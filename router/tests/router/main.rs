@@ -4,6 +4,7 @@
 
 mod access_log;
 mod admin;
+mod admission;
 mod bad_input;
 mod bounds;
 mod client;
@@ -17,6 +18,7 @@ mod explain;
 mod failures;
 mod hostile;
 mod http_raw;
+mod keys;
 mod kv_events;
 mod load;
 mod log;
@@ -25,4 +27,5 @@ mod markers;
 mod policies;
 mod reload;
 mod system;
+mod tls;
 mod traces;
