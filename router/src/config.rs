@@ -30,20 +30,25 @@ pub use discover::{
 pub use error::{ConfigError, Place, Problem};
 pub use explain::ExplainConfig;
 pub use features::FeaturesConfig;
+pub use health::{
+    ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
+};
 pub use kv_events::KvEventsConfig;
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
 pub use policy::{
     AffinityKey, ConsistentHashConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig, PrefixAwareConfig,
 };
-pub use pool::{EngineConfig, PoolConfig};
+pub use pool::{EngineConfig, PoolConfig, ReleaseMode};
 pub use prefix_index::PrefixIndexConfig;
 pub use queue::{Priority, PriorityWeights, QueueConfig};
 pub use reload::ReloadConfig;
+pub use retries::RetriesConfig;
 pub use secret::{MASK, Secret};
 pub use telemetry::{OtlpConfig, TelemetryConfig};
 pub use tenants::{AuthConfig, CertificateConfig, KeyConfig, KeysFile, RateLimitsConfig, TenantConfig};
-pub use timeouts::TimeoutsConfig;
+pub(crate) use timeouts::Bounds;
+pub use timeouts::{ModelTimeouts, TimeoutsConfig};
 pub use tls::{ClientAuth, EngineTlsConfig, ListenTlsConfig};
 pub use url::{EngineUrl, UrlError};
 
@@ -61,6 +66,7 @@ mod document;
 mod error;
 mod explain;
 mod features;
+mod health;
 mod kv_events;
 mod limits;
 mod models;
@@ -69,6 +75,7 @@ mod pool;
 mod prefix_index;
 mod queue;
 mod reload;
+mod retries;
 mod secret;
 mod shape;
 mod telemetry;
@@ -120,6 +127,14 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub attempts: AttemptsConfig,
+    /// How much of the router's work may be second attempts.
+    #[serde(default)]
+    #[garde(dive)]
+    pub retries: RetriesConfig,
+    /// How the router finds out which engines work.
+    #[serde(default)]
+    #[garde(dive)]
+    pub health: HealthConfig,
     /// What is kept for those who ask why a request went where it went.
     #[serde(default)]
     #[garde(dive)]
@@ -154,6 +169,12 @@ pub struct RouterConfig {
     #[serde(default = "default_drain_timeout_ms")]
     #[garde(range(max = 3_600_000))]
     pub drain_timeout_ms: u64,
+    /// On shutdown, how long the router goes on taking connections while `/ready` already says no and answers close
+    /// their connections, so that load balancers have time to see it; in milliseconds. A second signal ends the
+    /// wait. 0 to 600,000; default 0.
+    #[serde(default)]
+    #[garde(range(max = 600_000))]
+    pub drain_delay_ms: u64,
 }
 
 impl RouterConfig {

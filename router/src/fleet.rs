@@ -4,12 +4,14 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use tokio::sync::Notify;
+
 use crate::admission::Freed;
 use crate::config::{EngineUrl, PrefixIndexConfig};
 use crate::kv_events::Subscriptions;
 use crate::memory::Memory;
 use crate::metrics::Metrics;
-use crate::upstream::{Engine, Terms};
+use crate::upstream::{Bells, Engine, Terms};
 
 /// The engines.
 pub(crate) struct Fleet {
@@ -19,6 +21,8 @@ pub(crate) struct Fleet {
     pub memory: Arc<Memory>,
     metrics: Arc<Metrics>,
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
+    /// Rung when an engine's health wants looking after; see `health/active.rs`.
+    pub wake: Arc<Notify>,
     /// Told whenever an engine may be able to take a request again.
     pub freed: Arc<Freed>,
 }
@@ -32,6 +36,7 @@ impl Fleet {
             memory,
             metrics,
             engines: Mutex::default(),
+            wake: Arc::default(),
             freed: Arc::default(),
         }
     }
@@ -50,8 +55,8 @@ impl Fleet {
             return Arc::clone(engine);
         }
         let metrics = self.metrics.engine(&url.authority());
-        let engine = Engine::new(url.clone(), terms.clone(), Arc::clone(&self.freed), metrics);
-        let engine = Arc::new(engine);
+        let bells = Bells { wake: Arc::clone(&self.wake), freed: Arc::clone(&self.freed) };
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, metrics));
         engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }

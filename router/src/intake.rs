@@ -3,13 +3,15 @@
 //! A body that a decode engine's parser refuses strands the prefill engine's blocks for a whole lease on
 //! stock vLLM (30.03 s measured), so nothing that the router can know to be wrong is sent on.
 
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, Endpoint, Outline, RawBody};
+use baton_openai::{ApiError, Endpoint, Outline, ParseLimits, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use pingora::protocols::l4::socket::SocketAddr;
 use pingora::proxy::Session;
 
 use crate::admission::body_budget::Share;
@@ -113,6 +115,30 @@ impl Ask {
     /// What a policy may know of it.
     pub(crate) fn wanted(&self) -> Wanted<'_> {
         self.features.wanted()
+    }
+
+    /// Who sent it, as a hash: its credentials, or its address where it has none.
+    pub(crate) fn source(&self, peer: Option<&SocketAddr>) -> u64 {
+        let mut hasher = std::hash::DefaultHasher::new();
+        match self.headers.get(AUTHORIZATION) {
+            Some(credentials) => credentials.hash(&mut hasher),
+            None => peer.and_then(|peer| peer.as_inet()).map(|peer| peer.ip()).hash(&mut hasher),
+        }
+        hasher.finish()
+    }
+
+    /// Gives the body's memory back. For answers that have begun: what is needed of it is kept elsewhere.
+    pub(crate) fn forget_body(&mut self) {
+        let is_there = !self.body.is_empty();
+        let empty = || RawBody::any(Bytes::from_static(b"{}"), &ParseLimits::default(), &ClientRules);
+        if let Some(Ok(empty)) = is_there.then(empty) {
+            self.body = empty;
+        }
+    }
+
+    /// Its credentials.
+    pub(crate) fn authorization(&self) -> Option<HeaderValue> {
+        self.headers.get(AUTHORIZATION).cloned()
     }
 
     /// The headers of both legs.

@@ -19,6 +19,8 @@
 //! | `admission` | who waits when every engine is full, and whose turn it is |
 //! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
+//! | `health`, `alive`, `retries` | which engines are given requests, and how often they are tried again |
+//! | `resume` | what is kept of a stream so that another engine can go on with it |
 //! | `tenants`, `tls` | who asks, and what they may; encrypted connections |
 //! | `reload`, `discovery` | the next configuration; engines that it does not list |
 //! | `upstream` | connections to engines |
@@ -47,6 +49,7 @@ mod file_watch;
 mod finished;
 mod fleet;
 mod generation;
+mod health;
 mod hygiene;
 mod inflight;
 mod intake;
@@ -63,6 +66,8 @@ mod pool;
 mod prefix_index;
 mod reload;
 mod request_id;
+mod resume;
+mod retries;
 mod rewrite;
 mod route;
 mod seldom;

@@ -53,13 +53,14 @@ pub(crate) async fn pass(
     let mut headers = intake::named(intake::passed(&session.req_header().headers), id);
     trace.inject(&mut headers, Leg::Decode);
     let body = rewrite::decode_body(&body, &Owned::default(), &model.name, None);
-    let outgoing = Outgoing { method: Method::POST, path, headers, body };
+    let mut outgoing = Outgoing { method: Method::POST, path, headers, body };
     let mut tried: Vec<Arc<Engine>> = Vec::new();
     let mut last = Refusal::none_left();
     let silence = Duration::from_millis(generation.config.timeouts.stream_silence_ms);
     while tried.len() < usize::from(generation.config.attempts.decode) {
         let Ok(reserved) = model.decode.reserve(&Wanted::default(), &tried) else { break };
         let engine = reserved.engine();
+        outgoing.to_rank(reserved.member.rank);
         let call = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
         let called = race(session, tokio::time::timeout(silence, call)).await;
         tried.push(Arc::clone(engine));

@@ -57,18 +57,33 @@ impl Internal for ClientRules {
     }
 }
 
+/// Not for the prefill leg. `stream_options` is refused without `stream`, and `min_tokens` above `max_tokens`; what
+/// ends an answer has no bearing on its prompt, and a stop that ends the one token keeps older vLLM from lending.
+const UNSET_FOR_PREFILL: [&str; 8] = [
+    // Only where the client may not say it.
+    "priority",
+    "stream_options",
+    "min_tokens",
+    "min_completion_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "return_token_ids",
+];
 /// What the router writes into a body because it knows whose it is. Nothing by default.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Owned {
     /// `cache_salt`, as JSON.
     cache_salt: Option<Vec<u8>>,
     without_priority: bool,
+    /// The engine is asked for the answer's tokens.
+    pub token_ids: bool,
 }
 
 impl Owned {
     /// With this `cache_salt`; and without the client's `priority`, where its key may not have it.
     pub(crate) fn new(cache_salt: &str, without_priority: bool) -> Self {
-        Self { cache_salt: Some(json(&cache_salt)), without_priority }
+        Self { cache_salt: Some(json(&cache_salt)), without_priority, token_ids: false }
     }
 
     fn fields(&self) -> impl Iterator<Item = (&str, &[u8])> {
@@ -82,15 +97,14 @@ pub(crate) fn prefill_body(body: &RawBody, owned: &Owned, model: &str) -> Payloa
     let mut ours: Vec<(&str, &[u8])> =
         vec![("model", &model), ("stream", b"false"), ("max_tokens", b"1"), ("kv_transfer_params", &intent)];
     // Only where the client had them: older engines refuse fields that they do not know.
-    for name in ["max_completion_tokens", "n", "best_of"] {
+    for name in ["max_completion_tokens", "max_output_tokens", "n", "best_of"] {
         if body.has(name) {
             ours.push((name, b"1"));
         }
     }
     ours.extend(owned.fields());
-    // stream_options is refused without stream; min_tokens above max_tokens is refused.
-    let unset = ["stream_options", "min_tokens", "min_completion_tokens", "priority"];
-    body.write(&ours, if owned.without_priority { &unset } else { &unset[..3] }).into()
+    let unset = if owned.without_priority { &UNSET_FOR_PREFILL[..] } else { &UNSET_FOR_PREFILL[1..] };
+    body.write(&ours, unset).into()
 }
 
 /// The decode leg: the client's request, with the producer's handoff unopened, or with none.
@@ -99,6 +113,9 @@ pub(crate) fn decode_body(body: &RawBody, owned: &Owned, model: &str, handoff: O
     let mut ours: Vec<(&str, &[u8])> = vec![("model", &model)];
     ours.extend(handoff.as_deref().map(|handoff| ("kv_transfer_params", handoff)));
     ours.extend(owned.fields());
+    if owned.token_ids {
+        ours.push(("return_token_ids", b"true"));
+    }
     body.write(&ours, if owned.without_priority { &["priority"] } else { &[] }).into()
 }
 
