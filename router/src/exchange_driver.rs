@@ -325,7 +325,7 @@ impl ExchangeDriver {
                 break;
             }
             let engine = Arc::clone(&member.engine);
-            outgoing.to_rank(member.rank);
+            outgoing.aim_at_rank(member.rank);
             let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.prefill_engine = Some(Arc::clone(&engine));
@@ -435,7 +435,7 @@ impl ExchangeDriver {
                 break;
             }
             let engine = Arc::clone(&member.engine);
-            outgoing.to_rank(member.rank);
+            outgoing.aim_at_rank(member.rank);
             let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.decode_engine = Some(Arc::clone(&engine));
