@@ -33,6 +33,7 @@ pub use features::FeaturesConfig;
 pub use health::{
     ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
 };
+pub use kv_events::KvEventsConfig;
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
 pub use policy::{
@@ -66,6 +67,7 @@ mod error;
 mod explain;
 mod features;
 mod health;
+mod kv_events;
 mod limits;
 mod models;
 mod policy;
