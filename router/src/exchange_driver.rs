@@ -172,6 +172,12 @@ impl ExchangeDriver {
         }
         if step.fit == Fit::Applied {
             self.watched.event(event, now, &self.attempts);
+            if let Event::PrefillFailed(by, Failure::NotReached)
+            | Event::DecodeFailed(by, Failure::NotReached) = event
+            {
+                // It may come back with an empty cache.
+                self.shared.fleet.memory.forget_sent(self.engine(by).id());
+            }
             if let Some(account) = &self.account {
                 account.event(&event, &self.attempts);
             }
