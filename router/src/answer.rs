@@ -12,8 +12,8 @@ use std::time::Duration;
 use baton_connector::exchange::{Attempt, Event};
 use baton_openai::{ApiError, sse};
 use bytes::{Bytes, BytesMut};
-use hyper::Version;
 use hyper::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, TRANSFER_ENCODING};
+use hyper::{Method, Version};
 use pingora::http::ResponseHeader;
 use pingora::proxy::Session;
 use tokio::time::{Instant, Sleep};
@@ -22,6 +22,7 @@ use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::{Answer, Ended, ExchangeDriver};
 use crate::hygiene::Wire;
 use crate::legs::Refusal;
+use crate::route::Dialect;
 use crate::sse::Frames;
 use crate::upstream::{CallError, Reply};
 
@@ -85,6 +86,8 @@ pub(crate) async fn whole(
     if unread {
         client.set_keepalive(None);
     }
+    // Whoever asked for the head alone gets no more, and its length all the same.
+    let body = if client.req_header().method == Method::HEAD { Bytes::new() } else { body };
     client.write_response_header(Box::new(head)).await?;
     client.write_response_body(body, true).await
 }
@@ -101,10 +104,11 @@ pub(crate) async fn pass(
     answer: Answer,
     id: &HeaderValue,
     silence: Duration,
+    dialect: Dialect,
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
     let silence = Silence::new(silence);
-    let passing = Passing { session, driver, attempt, reply: *reply, silence, spoke: false };
+    let passing = Passing { session, driver, attempt, reply: *reply, silence, spoke: false, dialect };
     let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
     let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
     passing.driver.watched.streamed = streamed;
@@ -135,6 +139,7 @@ struct Passing<'a> {
     reply: Reply,
     silence: Silence,
     spoke: bool,
+    dialect: Dialect,
 }
 
 impl Passing<'_> {
@@ -162,6 +167,7 @@ impl Passing<'_> {
                         return self.done().await;
                     }
                 }
+                Ok(None) if !self.dialect.says_done() && frames.is_whole() => return self.done().await,
                 Ok(None) => return self.broken_stream(Broken::Died, &frames).await,
                 Err(broken) => return self.broken_stream(broken, &frames).await,
             }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, Endpoint, Outline, RawBody};
+use baton_openai::{ApiError, Outline, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use pingora::proxy::Session;
@@ -20,13 +20,14 @@ use crate::legs::Refusal;
 use crate::models::Model;
 use crate::policy::Wanted;
 use crate::rewrite::ClientRules;
+use crate::route::Dialect;
 
 /// The only headers of a client that an engine gets as they are: its credentials. Its trace is checked first.
 const PASSED_HEADERS: [HeaderName; 1] = [AUTHORIZATION];
 
 /// A request that engines may hear of.
 pub(crate) struct Ask {
-    pub endpoint: Endpoint,
+    pub dialect: Dialect,
     pub model: Arc<Model>,
     /// As the client sent it, without anything internal.
     pub body: RawBody,
@@ -53,13 +54,16 @@ impl Ask {
     /// # Errors
     /// What the client is to be told; nothing of the request has left the router.
     pub(crate) fn read(
-        endpoint: Endpoint,
+        dialect: Dialect,
         body: Bytes,
         headers: &HeaderMap,
         generation: &Generation,
     ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
-        let (body, outline) = RawBody::generate(body, endpoint, limits, &ClientRules)?;
+        let (body, outline) = match dialect {
+            Dialect::OpenAi(endpoint) => RawBody::generate(body, endpoint, limits, &ClientRules)?,
+            Dialect::Responses => RawBody::responses(body, limits, &ClientRules)?,
+        };
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
         let aggregate = outline.prompts > 1;
         let salt = outline.request.cache_salt.as_deref();
@@ -71,7 +75,7 @@ impl Ask {
             salts: salt.as_slice(),
         };
         let features = Features::read(&source, model.needs, &model.features);
-        Ok(Self { endpoint, model, body, outline, aggregate, features, headers: passed(headers) })
+        Ok(Self { dialect, model, body, outline, aggregate, features, headers: passed(headers) })
     }
 
     /// What a policy may know of it.

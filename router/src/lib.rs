@@ -40,6 +40,8 @@ mod explain;
 mod features;
 mod finished;
 mod fleet;
+#[doc(hidden)]
+pub mod fuzzing;
 mod generation;
 mod hygiene;
 mod inflight;

@@ -163,10 +163,16 @@ impl FrontDoor {
                 context.passed = true;
                 Ok(())
             }
-            Route::Generate(endpoint) => {
+            Route::Options(allowed) => {
+                context.status = 200;
+                let headers = [("allow", allowed.to_owned())];
+                let told = answer::whole(session, 200, &headers, &context.echoed, Bytes::new()).await;
+                told.map_err(|_| Ended::ClientGone)
+            }
+            Route::Generate(dialect) => {
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
-                let ask = Ask::read(endpoint, body, headers, &context.generation)?;
+                let ask = Ask::read(dialect, body, headers, &context.generation)?;
                 self.generate(session, context, ask).await
             }
         }
@@ -189,9 +195,10 @@ impl FrontDoor {
         driver.reserve(&ask)?;
         let handoff = driver.prefill(session, &ask).await?;
         let answer = driver.decode(session, &ask, handoff).await?;
+        let dialect = ask.dialect;
         drop(ask);
         let silence = Duration::from_millis(context.generation.config.timeouts.stream_silence_ms);
-        context.status = answer::pass(session, driver, answer, &context.echoed, silence).await?;
+        context.status = answer::pass(session, driver, answer, &context.echoed, silence, dialect).await?;
         Ok(())
     }
 

@@ -45,6 +45,11 @@ impl Frames {
         self.inside
     }
 
+    /// Whether everything that came was passed on, in whole frames.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.tail.is_empty() && !self.inside
+    }
+
     fn joined(&mut self, chunk: &[u8]) -> Bytes {
         self.tail.extend_from_slice(chunk);
         std::mem::take(&mut self.tail).freeze()

@@ -11,6 +11,7 @@ mod collector;
 mod config;
 mod configuration_page;
 mod disconnect;
+mod endpoints;
 mod engine;
 mod explain;
 mod failures;
