@@ -241,9 +241,10 @@ pub(crate) struct CheckArgs {
     /// Print the JSON schema of configuration files
     #[arg(long, conflicts_with = "file")]
     pub(crate) schema: bool,
-    /// Print instead what changes from this file to FILE: `- key: old` and `+ key: new`
-    #[arg(long, value_name = "OLD")]
-    pub(crate) diff: Option<PathBuf>,
+    /// Print instead what changes from this file, or from what a router has in effect (its admin address), to FILE:
+    /// `- key: old` and `+ key: new`
+    #[arg(long, value_name = "OLD|http://HOST:PORT")]
+    pub(crate) diff: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -1,23 +1,51 @@
 //! `baton router` and `baton check`.
 
-use std::io::Write;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use baton_router::{ConfigError, Router, RouterConfig};
+use baton_router::{ConfigError, ConfigFile, Reload, Router, RouterConfig};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::cli::{CheckArgs, RouterArgs};
 use crate::{Failure, shutdown};
 
+/// A router that runs has this long to say what is in effect.
+const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+/// Its answer is not read beyond this.
+const ANSWER_BYTES_MAX: u64 = 64 << 20;
+
 pub(crate) fn run(args: &RouterArgs) -> Result<(), Failure> {
-    let config = RouterConfig::load(&args.config)?;
+    let (file, config) = ConfigFile::load(&args.config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
         let stop = shutdown::on_signal(args.until_stdin_ends)?;
         let router = Router::bind(config).await?;
         say(&format!("ready http={} admin={}", router.local_addr(), router.admin_addr()));
+        let _following = follow(router.reload(), file)?;
         router.run(stop).await;
         say("stopped");
         Ok(())
     })
+}
+
+/// Keeps the router's configuration as its file says: when its content changes, and on SIGHUP.
+fn follow(reload: Reload, file: ConfigFile) -> Result<AbortOnDropHandle<()>, Failure> {
+    let mut hangups = signal(SignalKind::hangup())?;
+    // One that waits says as much as many.
+    let (tell, told) = mpsc::channel(1);
+    Ok(AbortOnDropHandle::new(tokio::spawn(async move {
+        let pass_on = async {
+            while hangups.recv().await.is_some() {
+                let _ = tell.try_send(());
+            }
+        };
+        tokio::join!(pass_on, reload.follow(file, told));
+    })))
 }
 
 /// One line on standard output for people and supervisors: `baton router: ready http=ADDR admin=ADDR`.
@@ -44,11 +72,40 @@ pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
         }
         other => other?,
     };
-    // A file that it names and that cannot be used is found at the start as well; here it is found before.
+    // A file that it names and that cannot be read is found at the start as well; here it is found before.
+    let unreadable = |path: &PathBuf| Some(format!("{}: {}", path.display(), File::open(path).err()?));
+    let problems: Vec<_> = config.files().iter().filter_map(unreadable).collect();
+    if !problems.is_empty() {
+        return Err(problems.join("\n").into());
+    }
     config.secret()?;
     match &args.diff {
         None => print!("# {}: sound. In effect:\n{}", file.display(), config.effective()),
-        Some(old) => RouterConfig::load(old)?.changes(&config).iter().for_each(|line| println!("{line}")),
+        Some(old) => match old.strip_prefix("http://") {
+            Some(address) => running(address)?,
+            None => RouterConfig::load(Path::new(old))?,
+        }
+        .changes(&config)
+        .iter()
+        .for_each(|line| println!("{line}")),
     }
     Ok(())
+}
+
+/// What is in effect in a router that runs, from its admin listener.
+fn running(address: &str) -> Result<RouterConfig, Failure> {
+    let address = address.trim_end_matches('/');
+    let mut stream = TcpStream::connect(address).map_err(|error| format!("{address}: {error}"))?;
+    stream.set_read_timeout(Some(ANSWER_WITHIN))?;
+    write!(stream, "GET /config HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n")?;
+    let mut answer = String::new();
+    stream.take(ANSWER_BYTES_MAX).read_to_string(&mut answer)?;
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_default();
+    if !head.starts_with("HTTP/1.1 200 ") || head.to_ascii_lowercase().contains("chunked") {
+        return Err(
+            format!("{address}: no configuration: {}", head.lines().next().unwrap_or_default()).into()
+        );
+    }
+    let mut told: serde_json::Value = serde_json::from_str(body)?;
+    Ok(serde_json::from_value(told["config"].take())?)
 }

@@ -50,6 +50,18 @@ fn check_prints_every_problem_with_its_place_and_fails() {
 }
 
 #[test]
+fn check_tells_files_that_are_named_and_cannot_be_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("secret");
+    let text = format!("{GOOD}cluster_secret_file: '{}'\n", missing.display());
+    let config = file(folder.path(), "router.yaml", &text);
+    let (sound, _, said) = out(&baton(&["check", &config]));
+    assert!(!sound && said.contains(&missing.display().to_string()), "{said}");
+    std::fs::write(&missing, "0123456789abcdef").unwrap();
+    assert!(out(&baton(&["check", &config])).0);
+}
+
+#[test]
 fn check_prints_the_schema_and_what_changes() {
     let (sound, schema, _) = out(&baton(&["check", "--schema"]));
     let schema: serde_json::Value = serde_json::from_str(&schema).unwrap();
@@ -60,4 +72,61 @@ fn check_prints_the_schema_and_what_changes() {
     let (sound, changes, _) = out(&baton(&["check", "--diff", &old, &new]));
     assert!(sound);
     assert_eq!(changes, "- attempts.decode: 3\n+ attempts.decode: 5\n");
+}
+
+/// `/config` of a router's admin listener.
+fn in_effect(admin: &str) -> serde_json::Value {
+    use std::io::{Read, Write};
+    let mut stream = std::net::TcpStream::connect(admin).unwrap();
+    stream.write_all(b"GET /config HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap()
+}
+
+#[test]
+fn a_running_router_reads_its_file_again_on_sighup() {
+    use std::io::{BufRead, BufReader};
+    use std::process::Stdio;
+    use std::time::{Duration, Instant};
+
+    let folder = tempfile::tempdir().unwrap();
+    let text =
+        format!("listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nreload: {{poll_ms: 0}}\n{GOOD}");
+    let config = file(folder.path(), "router.yaml", &text);
+    let mut router = Command::new(env!("CARGO_BIN_EXE_baton"))
+        .args(["router", "--config", &config, "--until-stdin-ends"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(router.stdout.take().unwrap()).lines();
+    let ready = lines.next().unwrap().unwrap();
+    let admin = ready.split("admin=").nth(1).unwrap().to_owned();
+    let until = |what: &dyn Fn(&serde_json::Value) -> bool| {
+        let begun = Instant::now();
+        while !what(&in_effect(&admin)) {
+            assert!(begun.elapsed() < Duration::from_secs(20), "{}", in_effect(&admin));
+            #[allow(clippy::disallowed_methods)] // a pause between two looks
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    let hang_up = || {
+        let sent = Command::new("kill").args(["-HUP", &router.id().to_string()]).status().unwrap();
+        assert!(sent.success());
+    };
+    assert_eq!(in_effect(&admin)["generation"], 1);
+    file(folder.path(), "router.yaml", &format!("{text}attempts: {{decode: 7}}\n"));
+    hang_up();
+    until(&|now| now["generation"] == 2 && now["config"]["attempts"]["decode"] == 7);
+    let next = file(folder.path(), "next.yaml", &format!("{text}attempts: {{decode: 6}}\n"));
+    let (sound, changes, said) = out(&baton(&["check", "--diff", &format!("http://{admin}"), &next]));
+    assert!(sound, "{said}");
+    assert_eq!(changes, "- attempts.decode: 7\n+ attempts.decode: 6\n");
+    file(folder.path(), "router.yaml", "models: nothing");
+    hang_up();
+    until(&|now| now["reloads"]["last"]["result"] == "rejected" && now["generation"] == 2);
+    drop(router.stdin.take());
+    assert!(router.wait().unwrap().success(), "it stops when its supervisor leaves");
 }

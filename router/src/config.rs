@@ -24,6 +24,9 @@ pub use admin::AdminConfig;
 pub use attempts::AttemptsConfig;
 pub use capacity::CapacityConfig;
 pub use disaggregate::DisaggregateConfig;
+pub use discover::{
+    DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineTemplate, KubernetesConfig, PortName,
+};
 pub use error::{ConfigError, Place, Problem};
 pub use explain::ExplainConfig;
 pub use features::FeaturesConfig;
@@ -34,10 +37,11 @@ pub use policy::{
 };
 pub use pool::{EngineConfig, PoolConfig};
 pub use prefix_index::PrefixIndexConfig;
+pub use reload::ReloadConfig;
 pub use secret::{MASK, Secret};
 pub use telemetry::{OtlpConfig, TelemetryConfig};
 pub use timeouts::TimeoutsConfig;
-pub use url::EngineUrl;
+pub use url::{EngineUrl, UrlError};
 
 mod access_log;
 mod admin;
@@ -46,6 +50,7 @@ mod capacity;
 mod changes;
 mod contradictions;
 mod disaggregate;
+mod discover;
 mod document;
 mod error;
 mod explain;
@@ -55,6 +60,7 @@ mod models;
 mod policy;
 mod pool;
 mod prefix_index;
+mod reload;
 mod secret;
 mod shape;
 mod telemetry;
@@ -104,6 +110,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub prefix_index: PrefixIndexConfig,
+    /// How a changed configuration is noticed.
+    #[serde(default)]
+    #[garde(dive)]
+    pub reload: ReloadConfig,
     /// Shared with the engines and sent to them as `x-baton-cluster-secret`. Baton engines beyond loopback
     /// take the release verbs only with it. Prefer `cluster_secret_file`. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -126,6 +136,11 @@ impl RouterConfig {
     /// # Errors
     /// [`ConfigError`] with the place and what is wrong there.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        Self::from_yaml(&Self::read_text(path)?, &path.display().to_string())
+    }
+
+    /// The text of a file, or as much of it as shows that it is too large.
+    pub(crate) fn read_text(path: &Path) -> Result<String, ConfigError> {
         let name = path.display().to_string();
         let unreadable = |source| ConfigError::Unreadable { name: name.clone(), source };
         let mut text = String::new();
@@ -133,7 +148,7 @@ impl RouterConfig {
         let most = u64::try_from(document::BYTES_MAX).expect("a small number") + 1;
         let file = std::fs::File::open(path).map_err(unreadable)?;
         std::io::Read::read_to_string(&mut std::io::Read::take(file, most), &mut text).map_err(unreadable)?;
-        Self::from_yaml(&text, &name)
+        Ok(text)
     }
 
     /// Reads YAML text; `name` is what errors call it.

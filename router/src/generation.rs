@@ -10,6 +10,7 @@ use baton_openai::ParseLimits;
 use hyper::header::HeaderValue;
 
 use crate::config::{ConfigError, RouterConfig};
+use crate::discovery::membership::Members;
 use crate::fleet::Fleet;
 use crate::models::Models;
 use crate::observers::{ObserverError, Observers};
@@ -34,18 +35,26 @@ pub enum GenerationError {
 pub(crate) struct Generation {
     /// From 1, one more with each version that takes effect.
     pub number: u64,
+    /// From 0, one more with each change of pools by discovery.
+    pub revision: u64,
     pub config: RouterConfig,
+    /// Who is in which pool: listed, or discovered.
+    pub members: Members,
     pub models: Models,
     pub parse_limits: ParseLimits,
     pub observers: Observers,
 }
 
 impl Generation {
+    /// What policies remember of a pool is taken over from the `previous` version.
+    ///
     /// # Errors
     /// [`GenerationError`] says what is in the way.
     pub(crate) fn build(
-        number: u64,
+        (number, revision): (u64, u64),
         config: RouterConfig,
+        members: Members,
+        previous: Option<&Self>,
         fleet: &Fleet,
         observers: Observers,
     ) -> Result<Self, GenerationError> {
@@ -62,7 +71,9 @@ impl Generation {
         fleet.memory.set_bounds(config.prefix_index.chunks_per_engine, config.prefix_index.chunks_total);
         Ok(Self {
             number,
-            models: Models::new(&config, &terms, fleet),
+            revision,
+            models: Models::new(&config, &members, &terms, fleet, previous.map(|previous| &previous.models)),
+            members,
             parse_limits: ParseLimits { body_bytes: config.limits.body_bytes, ..ParseLimits::default() },
             observers,
             config,

@@ -18,6 +18,7 @@
 //! | `memory`, `prefix_index` | what the engines' caches hold, as far as is known |
 //! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
+//! | `reload`, `discovery` | the next configuration; engines that it does not list |
 //! | `upstream` | connections to engines |
 //! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
@@ -35,6 +36,7 @@ mod client_stream;
 mod client_watch;
 pub mod config;
 mod disaggregation;
+mod discovery;
 mod exchange_driver;
 mod explain;
 mod features;
@@ -56,6 +58,7 @@ mod passthrough;
 mod policy;
 mod pool;
 mod prefix_index;
+mod reload;
 mod request_id;
 mod rewrite;
 mod route;
@@ -73,5 +76,6 @@ mod usage;
 pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;
 pub use observers::ObserverError;
-pub use server::{BindError, Reload, Router};
+pub use reload::{ConfigFile, Reload};
+pub use server::{BindError, Router};
 pub use telemetry::TelemetryError;

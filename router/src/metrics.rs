@@ -6,6 +6,7 @@
 //! operations without a lock or an allocation: see [`registry`]. Values of labels come from configuration, never from
 //! a client.
 
+mod config;
 mod engines;
 mod legs;
 mod observers;
@@ -23,6 +24,7 @@ use std::time::Duration;
 
 use baton_connector::exchange::{Cause, Phase};
 
+pub(crate) use config::{DiscoveryMetrics, STALE};
 pub(crate) use engines::{EngineMetrics, IN_FLIGHT, POOL, READY, Reason};
 pub(crate) use legs::{Leg, Settled, Via};
 pub(crate) use page::{Format, Scrape};
@@ -37,6 +39,7 @@ fn families() -> impl Iterator<Item = &'static Family> {
         legs::FAMILIES,
         engines::FAMILIES,
         server::FAMILIES,
+        config::FAMILIES,
         routing::FAMILIES,
         process::FAMILIES,
         observers::FAMILIES,
@@ -51,6 +54,7 @@ pub(crate) struct Metrics {
     pub requests: requests::RequestMetrics,
     pub legs: legs::LegMetrics,
     pub server: server::ServerMetrics,
+    pub config: config::ConfigMetrics,
     pub observers: observers::ObserverMetrics,
     pub routing: routing::RoutingMetrics,
 }
@@ -62,6 +66,7 @@ impl Metrics {
             requests: requests::RequestMetrics::new(&registry),
             legs: legs::LegMetrics::new(&registry),
             server: server::ServerMetrics::new(&registry),
+            config: config::ConfigMetrics::new(&registry),
             observers: observers::ObserverMetrics::new(&registry),
             routing: routing::RoutingMetrics::new(&registry),
             registry,
@@ -71,6 +76,11 @@ impl Metrics {
     /// Handles for one model.
     pub(crate) fn model(&self, name: &str) -> ModelMetrics {
         ModelMetrics::new(&self.registry, name)
+    }
+
+    /// Handles for one source of discovery.
+    pub(crate) fn discovery(&self, source: &str) -> DiscoveryMetrics {
+        DiscoveryMetrics::new(&self.registry, source)
     }
 
     /// Handles for one engine.

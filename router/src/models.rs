@@ -8,9 +8,10 @@ use baton_openai::ApiError;
 use crate::config::{
     DisaggregateConfig, EngineConfig, Fallback, FeaturesConfig, ModelConfig, PoolConfig, RouterConfig,
 };
+use crate::discovery::membership::Members;
 use crate::features::Needs;
 use crate::fleet::Fleet;
-use crate::metrics::ModelMetrics;
+use crate::metrics::{Leg, ModelMetrics};
 use crate::pool::{Member, Pool, has};
 use crate::upstream::Terms;
 
@@ -35,20 +36,31 @@ pub(crate) struct Models {
 }
 
 impl Model {
-    fn new(config: &ModelConfig, terms: &Terms, fleet: &Fleet) -> Self {
-        let pool = |pool: &PoolConfig, learns| {
-            let engines = pool.engines.iter().filter(|engine| has(&engine.labels, &pool.select));
+    fn new(
+        config: &ModelConfig,
+        members: &Members,
+        terms: &Terms,
+        fleet: &Fleet,
+        previous: Option<&Arc<Self>>,
+    ) -> Self {
+        let pool = |leg, pool: &PoolConfig, learns| {
+            let engines = members.of(&config.name, leg);
+            let engines = engines.iter().filter(|engine| has(&engine.labels, &pool.select));
             let member = |engine: &EngineConfig| {
                 let known = fleet.engine(&engine.url, terms);
                 Arc::new(Member::new(engine, known, pool, &config.pair_by))
             };
-            Pool::new(engines.map(member).collect(), &pool.policy, &fleet.memory, learns)
+            let new = Pool::new(engines.map(member).collect(), &pool.policy, &fleet.memory, learns);
+            if let Some(previous) = previous {
+                new.go_on_from(previous.pool(leg));
+            }
+            new
         };
         Self {
             name: config.name.clone(),
-            prefill: pool(&config.prefill, false),
+            prefill: pool(Leg::Prefill, &config.prefill, false),
             // What a decode engine holds already need not be prefilled elsewhere.
-            decode: pool(&config.decode, config.disaggregate.asks_what_is_cached()),
+            decode: pool(Leg::Decode, &config.decode, config.disaggregate.asks_what_is_cached()),
             fallback: config.fallback,
             disaggregate: config.disaggregate.clone(),
             features: config.features.clone(),
@@ -58,11 +70,34 @@ impl Model {
     }
 }
 
+impl Model {
+    /// The engines of one leg.
+    pub(crate) fn pool(&self, leg: Leg) -> &Pool {
+        match leg {
+            Leg::Prefill => &self.prefill,
+            Leg::Decode => &self.decode,
+        }
+    }
+}
+
 impl Models {
-    pub(crate) fn new(config: &RouterConfig, terms: &Terms, fleet: &Fleet) -> Self {
+    /// What policies remember of a pool is taken over from the `previous` version.
+    pub(crate) fn new(
+        config: &RouterConfig,
+        members: &Members,
+        terms: &Terms,
+        fleet: &Fleet,
+        previous: Option<&Self>,
+    ) -> Self {
         let (mut list, mut by_name) = (Vec::new(), HashMap::new());
         for model in &config.models {
-            let served = Arc::new(Model::new(model, terms, fleet));
+            let served = Arc::new(Model::new(
+                model,
+                members,
+                terms,
+                fleet,
+                previous.and_then(|p| p.by_name.get(&model.name)),
+            ));
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
             }

@@ -22,9 +22,11 @@ use tokio_util::sync::CancellationToken;
 use crate::admin::{self, Admin};
 use crate::client_stream::ClientStream;
 use crate::config::RouterConfig;
+use crate::discovery;
 use crate::generation::GenerationError;
 use crate::hygiene::{HeadBounds, Wire};
 use crate::metrics::Metrics;
+use crate::reload::Reload;
 use crate::seldom::Seldom;
 use crate::service::FrontDoor;
 use crate::shared::Shared;
@@ -48,23 +50,6 @@ pub enum BindError {
     /// The configuration cannot be put into effect.
     #[error(transparent)]
     Config(#[from] GenerationError),
-}
-
-/// A hand on a router that runs: replaces its configuration.
-#[derive(Clone)]
-pub struct Reload(Arc<Shared>);
-
-impl Reload {
-    /// Puts a configuration into effect for every request that begins from now on, whole or not at all.
-    /// Requests in flight finish on the one they began with. Gives the new generation's number.
-    ///
-    /// The listeners stay as they are: `listen` and `admin.listen` take effect at a restart.
-    ///
-    /// # Errors
-    /// [`GenerationError`] says what is wrong; the configuration in effect stays.
-    pub fn install(&self, config: RouterConfig) -> Result<u64, GenerationError> {
-        self.0.install(config)
-    }
 }
 
 /// A router that listens.
@@ -116,6 +101,7 @@ impl Router {
         let mut background = JoinSet::new();
         background.spawn(admin::serve(admin, Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
+        background.spawn(discovery::run(Arc::clone(&shared)));
         background.spawn(reopen_logs(Arc::clone(&shared)));
         let proxy = Arc::new(http_proxy(&Arc::new(ServerConf::default()), FrontDoor(Arc::clone(&shared))));
         let (drain, draining) = watch::channel(false);

@@ -1,25 +1,34 @@
 //! What every request needs, and what outlives a configuration.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use arc_swap::ArcSwap;
 use baton_connector::{RequestId, Time};
 
 use crate::config::RouterConfig;
+use crate::discovery::Answers;
+use crate::discovery::membership::Members;
 use crate::explain::Ring;
 use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError};
 use crate::inflight::{Entry, InFlightTable};
 use crate::metrics::Metrics;
 use crate::observers::Observers;
+use crate::reload::Reloads;
 use crate::seldom::Seldom;
 use crate::settle::Settler;
 
 /// The router's own state. The configuration is a part that is replaced whole; see [`Shared::install`].
 pub(crate) struct Shared {
     current: ArcSwap<Generation>,
+    /// Held while the next version is built, so that none is lost.
+    installing: Mutex<()>,
+    /// Engines that were looked up.
+    pub answers: Answers,
+    /// What became of configurations that were read again.
+    pub reloads: Reloads,
     pub fleet: Fleet,
     pub metrics: Arc<Metrics>,
     /// Why the latest requests went where they went.
@@ -53,13 +62,18 @@ impl Shared {
         let fleet = Fleet::new(Arc::clone(&metrics));
         let runtime = tokio::runtime::Handle::current();
         let observers = Observers::build(&config, &Observers::default(), &metrics, &runtime)?;
-        let first = Generation::build(1, config, &fleet, observers)?;
+        let (answers, reloads) = (Answers::default(), Reloads::new(&config));
+        let members = Members::now(&config, &answers, &Members::default());
+        let first = Generation::build((1, 0), config, members, None, &fleet, observers)?;
         metrics.server.generation.set(1.0);
         let explain = Ring::new(first.config.explain.requests);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Ok(Arc::new(Self {
             current: ArcSwap::from_pointee(first),
+            installing: Mutex::default(),
+            answers,
+            reloads,
             fleet,
             metrics,
             explain,
@@ -79,20 +93,49 @@ impl Shared {
     }
 
     /// Puts a configuration into effect for every request that begins from now on: whole, or not at all.
-    /// Gives the number of the new generation. One caller at a time.
+    /// Gives the number of the new generation.
     ///
     /// # Errors
     /// [`GenerationError`] says what is wrong; the configuration in effect stays.
     pub(crate) fn install(&self, config: RouterConfig) -> Result<u64, GenerationError> {
+        let _one_at_a_time = self.installing.lock().unwrap_or_else(PoisonError::into_inner);
         let current = self.generation();
+        let members = Members::now(&config, &self.answers, &current.members);
         let number = current.number + 1;
+        self.replace(&current, (number, 0), config, members)?;
+        self.answers.renamed();
+        Ok(number)
+    }
+
+    /// Puts what discovery knows now into effect, if it is something else.
+    pub(crate) fn refresh(&self) {
+        let _one_at_a_time = self.installing.lock().unwrap_or_else(PoisonError::into_inner);
+        let current = self.generation();
+        let members = Members::now(&current.config, &self.answers, &current.members);
+        if members == current.members {
+            return;
+        }
+        let version = (current.number, current.revision + 1);
+        if let Err(error) = self.replace(&current, version, current.config.clone(), members) {
+            tracing::warn!(%error, "what discovery found cannot be put into effect");
+        }
+    }
+
+    fn replace(
+        &self,
+        current: &Generation,
+        version: (u64, u64),
+        config: RouterConfig,
+        members: Members,
+    ) -> Result<(), GenerationError> {
         let observers = Observers::build(&config, &current.observers, &self.metrics, &self.runtime)?;
-        let next = Generation::build(number, config, &self.fleet, observers)?;
+        let next = Generation::build(version, config, members, Some(current), &self.fleet, observers)?;
         self.settler.set_terms(next.settle_terms());
         self.explain.set_most(next.config.explain.requests);
-        self.metrics.server.generation.set(number as f64);
+        self.metrics.server.generation.set(version.0 as f64);
+        self.metrics.config.revision.set(version.1 as f64);
         self.current.store(Arc::new(next));
-        Ok(number)
+        Ok(())
     }
 
     /// A place among the requests in flight; `None` when all are taken.

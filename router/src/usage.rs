@@ -7,11 +7,14 @@
 
 use std::sync::LazyLock;
 
-use memchr::memmem::FinderRev;
+use memchr::memmem::Finder;
 use serde::Deserialize;
 
 /// How much of a piece's end is looked at.
 const TAIL_BYTES: usize = 2048;
+
+static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"usage\""));
+static FINISH: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"finish_reason\""));
 
 /// What was seen so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -82,25 +85,16 @@ impl Seen {
     /// Looks at one piece; what is said later counts.
     pub(crate) fn look(&mut self, piece: &[u8]) {
         let tail = &piece[piece.len().saturating_sub(TAIL_BYTES)..];
-        let usage = last(tail, &USAGE, |value| value.starts_with(b"{").then(|| read_usage(value))?);
-        let finish = last(tail, &FINISH, |value| {
-            let text = value.strip_prefix(b"\"")?;
-            Some(Finish::of(text.split(|byte| *byte == b'"').next().unwrap_or_default()))
-        });
-        self.usage = usage.or(self.usage);
-        self.finish = finish.or(self.finish);
+        for at in USAGE.find_iter(tail) {
+            let object = value(&tail[at + USAGE.needle().len()..]).filter(|value| value.starts_with(b"{"));
+            self.usage = object.and_then(read_usage).or(self.usage);
+        }
+        for at in FINISH.find_iter(tail) {
+            let text = value(&tail[at + FINISH.needle().len()..]).and_then(|value| value.strip_prefix(b"\""));
+            let text = text.and_then(|text| text.split(|byte| *byte == b'"').next());
+            self.finish = text.map(Finish::of).or(self.finish);
+        }
     }
-}
-
-/// Searched for in every piece of every answer: built once.
-static USAGE: LazyLock<FinderRev<'static>> = LazyLock::new(|| FinderRev::new(b"\"usage\""));
-static FINISH: LazyLock<FinderRev<'static>> = LazyLock::new(|| FinderRev::new(b"\"finish_reason\""));
-
-/// The last value of a name that can be read. Inside a JSON string the name's quotes would be escaped.
-fn last<T>(tail: &[u8], name: &FinderRev<'_>, read: impl Fn(&[u8]) -> Option<T>) -> Option<T> {
-    let unescaped = |at: &usize| *at == 0 || tail[at - 1] != b'\\';
-    let mut found = name.rfind_iter(tail).filter(unescaped);
-    found.find_map(|at| value(&tail[at + name.needle().len()..]).and_then(&read))
 }
 
 /// What follows a name's colon.

@@ -29,7 +29,7 @@ fn replay(target: &str, run: fn(&[u8])) {
             match below(5) {
                 0 if !bytes.is_empty() => bytes[at] = u8::try_from(below(256)).unwrap(),
                 1 if !bytes.is_empty() => drop(bytes.remove(at)),
-                2 => bytes.insert(at, b"\"{}[]:,\\\r\n0-e \0\xff"[below(17)]),
+                2 => bytes.insert(at, b"\"{}[]:,\\\r\n0-e \0\xff"[below(16)]),
                 3 => bytes.truncate(at),
                 // The end of another one behind the beginning of this one.
                 _ => {

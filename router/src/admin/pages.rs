@@ -8,14 +8,20 @@ use serde_json::{Value, json};
 
 use super::{Answer, Asked};
 use crate::explain;
-use crate::metrics::{IN_FLIGHT, Leg, POOL, READY, Scrape};
+use crate::metrics::{IN_FLIGHT, Leg, POOL, READY, STALE, Scrape};
 use crate::shared::Shared;
 
 /// The configuration in effect. Secrets are not written into it.
 pub(super) fn config(shared: &Shared) -> Answer {
     let generation = shared.generation();
     let config = serde_json::to_value(&generation.config).unwrap_or(Value::Null);
-    Answer::json(json!({"generation": generation.number, "config": config}))
+    Answer::json(json!({
+        "generation": generation.number,
+        "revision": generation.revision,
+        "reloads": shared.reloads.report(),
+        "discovery": shared.answers.report(),
+        "config": config,
+    }))
 }
 
 /// Every engine, and which pools it is in.
@@ -73,6 +79,7 @@ pub(super) fn requests(shared: &Shared, query: &str) -> Answer {
 
 /// Samples that are looked up.
 pub(super) fn look_up(shared: &Shared, scrape: &mut Scrape) {
+    shared.answers.each_stale(|source, stale| scrape.put(&STALE, &[source], stale.as_secs_f64()));
     shared.in_flight_table.look_up(shared.now(), scrape);
     for engine in shared.fleet.engines() {
         scrape.put(&IN_FLIGHT, &[engine.authority()], engine.load() as f64);

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{ModelConfig, PoolConfig, RouterConfig};
+use super::{ModelConfig, PoolConfig, PortName, RouterConfig};
 
 /// Every contradiction: the path of the key that it is told at, and what it is.
 pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
@@ -11,8 +11,8 @@ pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
     secrets(config, &mut found);
     names(&config.models, &mut found);
     for (at, model) in config.models.iter().enumerate() {
-        if model.decode.engines.is_empty() {
-            found.push((format!("models[{at}].decode"), "needs at least one engine".into()));
+        if model.decode.engines.is_empty() && model.decode.discover.is_none() {
+            found.push((format!("models[{at}].decode"), "needs at least one engine, or `discover`".into()));
         }
         for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
             engines(pool, &format!("models[{at}].{side}"), &mut found);
@@ -53,6 +53,18 @@ fn names(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
 
 /// An engine that stands in a pool twice would be asked again after it failed.
 fn engines(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
+    if let Some(discover) = &pool.discover {
+        if !discover.has_sources() {
+            found.push((format!("{path}.discover"), "names no source: `dns`, `file` or `kubernetes`".into()));
+        }
+        if discover.kubernetes.as_ref().is_some_and(|k| k.service.is_none() && k.selector.is_empty()) {
+            let what = "needs a `service` or a `selector`; else every slice of the namespace is taken";
+            found.push((format!("{path}.discover.kubernetes"), what.into()));
+        }
+        if discover.kubernetes.as_ref().is_some_and(|k| k.port == PortName::Number(0)) {
+            found.push((format!("{path}.discover.kubernetes.port"), "0 is no port".into()));
+        }
+    }
     let mut seen = BTreeSet::new();
     for (at, engine) in pool.engines.iter().enumerate() {
         if !seen.insert(engine.url.authority()) {

@@ -7,6 +7,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::capacity::CapacityConfig;
+use super::discover::DiscoverConfig;
 use super::policy::PolicyConfig;
 use super::url::EngineUrl;
 
@@ -34,10 +35,14 @@ pub struct PoolConfig {
     #[serde(default)]
     #[garde(length(max = 4096), dive)]
     pub engines: Vec<EngineConfig>,
+    /// Where further engines are looked up. Default: nowhere.
+    #[serde(default)]
+    #[garde(dive)]
+    pub discover: Option<DiscoverConfig>,
 }
 
 /// One engine.
-#[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct EngineConfig {
     /// `http://HOST:PORT`.

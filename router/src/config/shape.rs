@@ -13,6 +13,8 @@ use super::error::{Place, Problem};
 
 /// The keywords under which a schema lists alternatives.
 const ALTERNATIVES: [&str; 2] = ["oneOf", "anyOf"];
+/// Letters of a key or a value that a message shows.
+const SHOWN_MAX: usize = 64;
 
 /// Everything in a tree that does not fit a schema, in the order of the tree. At most [`PROBLEMS_MAX`].
 pub(super) fn misfits(schema: &Value, root: &Rc<Node>) -> Vec<Problem> {
@@ -75,8 +77,14 @@ impl<'a> Found<'a> {
 
     fn check_map(&mut self, schema: &'a Value, node: &Rc<Node>, path: &str, also: &[&'a str]) {
         let Content::Map(entries) = &node.content else { return };
+        if self.problems.len() >= PROBLEMS_MAX {
+            return;
+        }
         let properties = &schema["properties"];
         for (key, value) in entries {
+            if self.problems.len() >= PROBLEMS_MAX {
+                break;
+            }
             let below = join(path, &key.name);
             if let Some(property) = properties.get(&key.name) {
                 self.check(property, value, &below, &[]);
@@ -89,7 +97,7 @@ impl<'a> Found<'a> {
             } else if schema["additionalProperties"] == Value::Bool(false) {
                 let known = properties.as_object().into_iter().flatten().map(|(name, _)| name.as_str());
                 let hint = self.hint(&key.name, known.chain(also.iter().copied()), value);
-                self.tell(key.place, format!("unknown key `{}`{hint}", key.name));
+                self.tell(key.place, format!("unknown key `{}`{hint}", short(&key.name)));
             }
         }
         for name in schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str) {
@@ -152,7 +160,7 @@ impl<'a> Found<'a> {
             Content::Scalar { text, .. } => {
                 let hint = nearest(text, words.iter().copied());
                 let hint = hint.map_or_else(String::new, |word| format!(", did you mean `{word}`?"));
-                self.tell(node.place, format!("{}`{text}` is none of {choice}{hint}", named(path)));
+                self.tell(node.place, format!("{}`{}` is none of {choice}{hint}", named(path), short(text)));
             }
             _ => self
                 .tell(node.place, format!("{}needs one of {choice}, not {}", named(path), described(node))),
@@ -271,10 +279,17 @@ fn expected(types: &[&str]) -> String {
 fn described(node: &Node) -> String {
     match &node.content {
         _ if node.is_null() => "nothing".into(),
-        Content::Scalar { text, .. } if text.len() <= 64 => format!("`{text}`"),
-        Content::Scalar { .. } => "a long text".into(),
+        Content::Scalar { text, .. } => format!("`{}`", short(text)),
         Content::List(_) => "a list".into(),
         Content::Map(_) => "a map".into(),
+    }
+}
+
+/// As much of a text as a message shows.
+fn short(text: &str) -> String {
+    match text.char_indices().nth(SHOWN_MAX) {
+        None => text.escape_debug().to_string(),
+        Some((end, _)) => format!("{}...", text[..end].escape_debug()),
     }
 }
 
@@ -288,6 +303,10 @@ fn join(path: &str, name: &str) -> String {
 
 /// The one of some words that was probably meant.
 pub(super) fn nearest<'w>(word: &str, known: impl Iterator<Item = &'w str>) -> Option<&'w str> {
+    // Nobody means a key by so many letters, and comparing them would take long.
+    if word.len() > SHOWN_MAX {
+        return None;
+    }
     let near = known.map(|candidate| (strsim::damerau_levenshtein(word, candidate), candidate));
     let (distance, candidate) = near.min()?;
     // A third of the letters may be wrong, as compilers allow it.

@@ -5,7 +5,7 @@ use baton_connector::exchange::Cause;
 use super::registry::{Counter, Family, Gauge, Histogram, Registry};
 
 /// Half of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Leg {
     Prefill,
     Decode,

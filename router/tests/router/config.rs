@@ -122,12 +122,21 @@ fn a_hostile_file_is_refused_early() {
     }
     let deep = format!("models: {}{}", "[".repeat(100_000), "]".repeat(100_000));
     let huge = format!("{GOOD}#{}\n", "x".repeat(2 << 20));
-    for (yaml, word) in [(bomb, "aliases"), (deep, "limit"), (huge, "bytes")] {
+    let long = format!("{}: 1\n", "k".repeat(1000));
+    for (yaml, word) in [(bomb, "aliases"), (deep, "limit"), (huge, "bytes"), (long.clone() + GOOD, "kkk...")]
+    {
         let begun = std::time::Instant::now();
         let said = problem(&yaml);
         assert!(said.contains(word) && said.lines().count() == 1, "{said}");
         assert!(begun.elapsed().as_secs() < 5);
     }
+    // Whatever is wrong a hundred thousand times is told a hundred times.
+    let unknown: String = (0..40_000).map(|n| format!("timeoutz_{n}: 1\n")).collect();
+    let begun = std::time::Instant::now();
+    let said = problem(&unknown);
+    assert_eq!(said.lines().count(), 100);
+    assert!(begun.elapsed().as_secs() < 5);
+    assert!(!problem("\"\\e[31m\": 1\n").contains('\u{1b}'), "a terminal is not written to by a file");
 }
 
 #[test]

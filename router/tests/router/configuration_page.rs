@@ -47,6 +47,9 @@ impl<'a> Keys<'a> {
 
     /// Adds the keys below a node.
     fn walk(&mut self, node: &'a Value, path: &str) {
+        if self.same_keys_as(node).is_some() {
+            return;
+        }
         if let Some((name, target)) = self.target(node) {
             if self.told.contains_key(name) {
                 return;
@@ -75,6 +78,11 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// A type whose keys are those of another one that was told before.
+    fn same_keys_as(&self, node: &Value) -> Option<&str> {
+        self.told.get(node["x-keys-of"].as_str()?).map(String::as_str)
+    }
+
     fn row(&self, path: &str, node: &'a Value) -> String {
         let bounds = self.bounds(node);
         let default = node.get("default").map_or_else(String::new, |d| match d {
@@ -98,6 +106,9 @@ impl<'a> Keys<'a> {
         }
         let variants: Vec<_> =
             ["oneOf", "anyOf"].iter().flat_map(|kind| node[*kind].as_array()).flatten().collect();
+        if let Some(path) = self.same_keys_as(node) {
+            return format!("as `{path}`");
+        }
         if !variants.is_empty() {
             let mut kinds: Vec<_> = variants.iter().map(|v| self.kind(v)).filter(|k| k != "null").collect();
             kinds.dedup();
@@ -224,4 +235,55 @@ fn the_page_has_a_row_for_every_key() {
         );
     }
     assert!(wrong.is_empty(), "rows of docs/configuration.md:\n  {}", wrong.join("\n  "));
+}
+
+/// The examples, by their names.
+fn examples() -> BTreeMap<String, String> {
+    let folder = root().join("deploy/config");
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir(folder).expect("there are examples") {
+        let path = entry.expect("an entry can be read").path();
+        if path.extension().is_some_and(|extension| extension == "yaml") {
+            let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+            found.insert(name, std::fs::read_to_string(&path).expect("an example is text"));
+        }
+    }
+    found
+}
+
+#[test]
+fn every_example_is_a_configuration_and_fits_the_schema() {
+    let examples = examples();
+    for name in ["router.yaml", "single.yaml", "vllm-pd.yaml", "kubernetes.yaml"] {
+        assert!(examples.contains_key(name), "{name} is there");
+    }
+    let schema = RouterConfig::schema();
+    let validator = jsonschema::validator_for(&schema).expect("the schema is one");
+    for (name, text) in examples {
+        let config = RouterConfig::from_yaml(&text, &name).unwrap_or_else(|problems| panic!("{problems}"));
+        for text in [text, config.effective()] {
+            let value: Value = serde_saphyr::from_str(&text).expect("it is YAML");
+            let wrong: Vec<_> =
+                validator.iter_errors(&value).map(|e| format!("{}: {e}", e.instance_path())).collect();
+            assert!(wrong.is_empty(), "{name}:\n{}\n{text}", wrong.join("\n"));
+        }
+    }
+    assert!(!validator.is_valid(&serde_json::json!({"models": [], "listen": 1})), "it refuses something");
+}
+
+#[test]
+fn the_reference_names_every_key() {
+    let reference = examples().remove("router.yaml").expect("the reference is there");
+    let schema = RouterConfig::schema();
+    let named = |path: &str| {
+        let key = path.rsplit('.').next().unwrap_or(path).trim_end_matches("[]").trim_end_matches(".*");
+        reference.split(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != ':').any(|word| {
+            word.strip_suffix(':').is_some_and(|word| word == key)
+                // A policy without parameters is its name.
+                || (word == key && path.contains(".policy."))
+        })
+    };
+    let missing: Vec<_> =
+        Keys::of(&schema).into_iter().map(|(path, _)| path).filter(|path| !named(path)).collect();
+    assert!(missing.is_empty(), "deploy/config/router.yaml does not name\n  {}", missing.join("\n  "));
 }

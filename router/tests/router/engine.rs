@@ -72,6 +72,7 @@ struct Inner {
     gate: Gate,
     cut: AtomicUsize,
     connections: AtomicUsize,
+    open: AtomicUsize,
     /// What its verbs answer: 0 for 200.
     verbs: std::sync::atomic::AtomicU16,
     deaf: std::sync::atomic::AtomicBool,
@@ -158,6 +159,11 @@ impl FakeEngine {
         self.inner.connections.load(Ordering::SeqCst)
     }
 
+    /// Connections to it that are open.
+    pub(crate) fn open(&self) -> usize {
+        self.inner.open.load(Ordering::SeqCst)
+    }
+
     /// From now on it knows neither release nor abort, as a stock engine.
     pub(crate) fn without_verbs(self) -> Self {
         self.verbs_answer(404);
@@ -219,12 +225,14 @@ async fn serve(listener: TcpListener, inner: Arc<Inner>) {
         let (stream, _) = listener.accept().await.unwrap();
         stream.set_nodelay(true).unwrap();
         inner.connections.fetch_add(1, Ordering::SeqCst);
-        let inner = Arc::clone(&inner);
+        inner.open.fetch_add(1, Ordering::SeqCst);
+        let (inner, open) = (Arc::clone(&inner), Arc::clone(&inner));
         connections.spawn(async move {
             let service = service_fn(move |request| answer(Arc::clone(&inner), request));
             let _ = hyper::server::conn::http1::Builder::new()
                 .serve_connection(TokioIo::new(stream), service)
                 .await;
+            open.open.fetch_sub(1, Ordering::SeqCst);
         });
     }
 }

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use baton_router::{Router, RouterConfig};
+use baton_router::{Reload, Router, RouterConfig};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -13,6 +13,7 @@ use crate::engine::{FakeEngine, eventually};
 pub(crate) struct System {
     pub address: SocketAddr,
     pub admin: SocketAddr,
+    pub reload: Reload,
     shutdown: CancellationToken,
     running: Option<JoinHandle<()>>,
 }
@@ -47,11 +48,16 @@ impl System {
     /// A router with a whole file of its own.
     pub(crate) async fn of(yaml: &str) -> Self {
         let config = RouterConfig::from_yaml(yaml, "test.yaml").unwrap_or_else(|e| panic!("{e}\n{yaml}"));
+        Self::running(config).await
+    }
+
+    pub(crate) async fn running(config: RouterConfig) -> Self {
         let router = Router::bind(config).await.unwrap();
         let (address, admin) = (router.local_addr(), router.admin_addr());
+        let reload = router.reload();
         let shutdown = CancellationToken::new();
         let running = tokio::spawn(router.run(shutdown.clone()));
-        Self { address, admin, shutdown, running: Some(running) }
+        Self { address, admin, reload, shutdown, running: Some(running) }
     }
 
     /// Begins the drain.

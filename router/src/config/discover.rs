@@ -1,0 +1,190 @@
+//! The `discover` part of a pool: where its engines are looked up, beside those that the file lists.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use garde::Validate;
+use schemars::{JsonSchema, Schema, SchemaGenerator};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
+
+use super::pool::EngineConfig;
+
+/// Where a pool's engines are looked up. Several sources are taken together; an engine that the file lists keeps
+/// what the file says of it.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct DiscoverConfig {
+    /// Every address of a host name. Default: none.
+    #[garde(dive)]
+    pub dns: Option<DnsConfig>,
+    /// A list of engines that something else writes. Default: none.
+    #[garde(dive)]
+    pub file: Option<EndpointsFileConfig>,
+    /// The EndpointSlices of a Kubernetes service. Default: none.
+    #[garde(dive)]
+    pub kubernetes: Option<KubernetesConfig>,
+    /// What is said of every engine that is found, as if the file listed it: the keys of an engine but `url`.
+    /// Labels and weights that a source gives come on top.
+    #[garde(dive)]
+    pub template: EngineTemplate,
+}
+
+/// Every address (A and AAAA) of a host name, for example of a headless service.
+#[derive(
+    Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Deserialize, Serialize, JsonSchema, Validate,
+)]
+#[serde(deny_unknown_fields)]
+pub struct DnsConfig {
+    /// The name, as the system's resolver takes it.
+    #[garde(length(bytes, min = 1, max = 253))]
+    pub host: String,
+    /// The port of every engine. 1 to 65,535.
+    #[garde(range(min = 1))]
+    pub port: u16,
+    /// How often it is asked, in milliseconds. 100 to 3,600,000; default 5,000.
+    #[serde(default = "default_dns_refresh_ms")]
+    #[garde(range(min = 100, max = 3_600_000))]
+    pub refresh_ms: u64,
+}
+
+/// A YAML or JSON file: a list of URLs or of `{url, weight, labels}`, or a map with one under `engines`, or with
+/// llm-d's `{name, address, port, labels}` under `endpoints`.
+#[derive(
+    Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Deserialize, Serialize, JsonSchema, Validate,
+)]
+#[serde(deny_unknown_fields)]
+pub struct EndpointsFileConfig {
+    /// The file.
+    #[garde(skip)]
+    pub path: PathBuf,
+    /// How often it is read, in milliseconds. 100 to 3,600,000; default 1,000.
+    #[serde(default = "default_file_refresh_ms")]
+    #[garde(range(min = 100, max = 3_600_000))]
+    pub refresh_ms: u64,
+}
+
+/// The EndpointSlices of a service, watched. Engines that are ready are members; those that are terminating are
+/// not. Pods need the verbs `list` and `watch` on `endpointslices` (`discovery.k8s.io`).
+#[derive(
+    Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Deserialize, Serialize, JsonSchema, Validate,
+)]
+#[serde(deny_unknown_fields)]
+pub struct KubernetesConfig {
+    /// Default: the namespace that the router itself runs in, or the kubeconfig's.
+    #[serde(default)]
+    #[garde(inner(length(bytes, min = 1, max = 253)))]
+    pub namespace: Option<String>,
+    /// The service's name. Default: none; then `selector` says which slices.
+    #[serde(default)]
+    #[garde(inner(length(bytes, min = 1, max = 253)))]
+    pub service: Option<String>,
+    /// Labels that the slices must have; slices have those of their service. At most 32. Default: none.
+    #[serde(default)]
+    #[garde(length(max = 32))]
+    pub selector: BTreeMap<String, String>,
+    /// The port's name in the service, or its number.
+    #[garde(skip)]
+    pub port: PortName,
+    /// How the API is reached from outside of the cluster. Default: as a pod does.
+    #[serde(default)]
+    #[garde(skip)]
+    pub kubeconfig_file: Option<PathBuf>,
+}
+
+/// A port by its name or by its number.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Deserialize, Serialize, JsonSchema)]
+#[serde(untagged)]
+pub enum PortName {
+    /// Its number.
+    Number(u16),
+    /// Its name.
+    Name(String),
+}
+
+/// The keys of an engine but its URL.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineTemplate(EngineConfig);
+
+/// Stands where a template has no URL.
+const NOWHERE: &str = "http://0.0.0.0:1";
+
+impl EngineTemplate {
+    /// An engine as the template has it.
+    #[must_use]
+    pub fn engine(&self, url: super::EngineUrl) -> EngineConfig {
+        EngineConfig { url, ..self.0.clone() }
+    }
+}
+
+impl Default for EngineTemplate {
+    fn default() -> Self {
+        let keys = serde_json::json!({"url": NOWHERE});
+        Self(serde_json::from_value(keys).expect("an engine needs no key but its URL"))
+    }
+}
+
+impl<'de> Deserialize<'de> for EngineTemplate {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut keys = serde_json::Map::deserialize(deserializer)?;
+        if keys.insert("url".into(), NOWHERE.into()).is_some() {
+            return Err(de::Error::custom("a template has no `url`: engines are found"));
+        }
+        serde_json::from_value(keys.into()).map(Self).map_err(de::Error::custom)
+    }
+}
+
+impl Serialize for EngineTemplate {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut keys = serde_json::to_value(&self.0).map_err(ser::Error::custom)?;
+        keys.as_object_mut().map(|keys| keys.remove("url"));
+        keys.serialize(serializer)
+    }
+}
+
+impl JsonSchema for EngineTemplate {
+    fn schema_name() -> Cow<'static, str> {
+        "EngineTemplate".into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let mut schema = EngineConfig::json_schema(generator);
+        let keys = schema.ensure_object();
+        keys.remove("required");
+        if let Some(properties) = keys.get_mut("properties").and_then(|p| p.as_object_mut()) {
+            properties.remove("url");
+        }
+        // Read by the page of the documentation: these keys are told where engines are.
+        keys.insert("x-keys-of".into(), "EngineConfig".into());
+        schema
+    }
+}
+
+impl Validate for EngineTemplate {
+    type Context = ();
+
+    fn validate_into(
+        &self,
+        context: &(),
+        parent: &mut dyn FnMut() -> garde::Path,
+        report: &mut garde::Report,
+    ) {
+        self.0.validate_into(context, parent, report);
+    }
+}
+
+impl DiscoverConfig {
+    /// Whether any source is named.
+    #[must_use]
+    pub fn has_sources(&self) -> bool {
+        self.dns.is_some() || self.file.is_some() || self.kubernetes.is_some()
+    }
+}
+
+fn default_dns_refresh_ms() -> u64 {
+    5_000
+}
+
+fn default_file_refresh_ms() -> u64 {
+    1_000
+}

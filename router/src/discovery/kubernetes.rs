@@ -1,0 +1,241 @@
+//! The EndpointSlices of a service, watched.
+//!
+//! ```text
+//! list ─▶ watch ─▶ event ─▶ slices (by name) ─▶ endpoints (pure)
+//!   ▲        │ 410 Gone, a broken connection, a time limit
+//!   └────────┘ with a growing pause; the last endpoints stay meanwhile
+//! ```
+//!
+//! `kube`'s watcher does the listing, the resuming and the pauses; a listing becomes visible when it is complete, so
+//! that a restart of the watch never shows half of the slices.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use futures::StreamExt;
+use k8s_openapi::api::discovery::v1::{Endpoint as Ready, EndpointSlice};
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{self, Event};
+use kube::{Api, Client, Config};
+
+use super::dns::url;
+use super::{ENDPOINTS_MAX, Endpoint};
+use crate::config::{KubernetesConfig, PortName};
+
+/// The label by which Kubernetes says whose slice it is.
+const SERVICE: &str = "kubernetes.io/service-name";
+/// Slices of one service; each has at most 1,000 endpoints, and usually 100.
+const SLICES_MAX: usize = 1024;
+/// Between two tries to reach the API at all.
+const PAUSES: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(30)];
+
+/// The slices that are known, by name.
+type Slices = BTreeMap<String, EndpointSlice>;
+
+/// Watches until it is dropped.
+pub(super) async fn follow(config: &KubernetesConfig, tell: impl Fn(Result<Vec<Endpoint>, String>)) {
+    let mut pause = PAUSES[0];
+    let client = loop {
+        match client(config).await {
+            Ok(client) => break client,
+            Err(error) => tell(Err(error)),
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(PAUSES[1]);
+    };
+    let api: Api<EndpointSlice> = match &config.namespace {
+        Some(namespace) => Api::namespaced(client, namespace),
+        None => Api::default_namespaced(client),
+    };
+    let events =
+        watcher::watcher(api, watcher::Config::default().labels(&selector(config))).default_backoff();
+    futures::pin_mut!(events);
+    let (mut slices, mut listed) = (Slices::new(), Slices::new());
+    while let Some(event) = events.next().await {
+        match event {
+            Ok(Event::Init) => listed.clear(),
+            Ok(Event::InitApply(slice)) => put(&mut listed, slice),
+            Ok(Event::InitDone) => {
+                slices = std::mem::take(&mut listed);
+                tell(Ok(endpoints(slices.values(), &config.port)));
+            }
+            Ok(Event::Apply(slice)) => {
+                put(&mut slices, slice);
+                tell(Ok(endpoints(slices.values(), &config.port)));
+            }
+            Ok(Event::Delete(slice)) => {
+                slices.remove(&name(&slice));
+                tell(Ok(endpoints(slices.values(), &config.port)));
+            }
+            Err(error) => tell(Err(error.to_string())),
+        }
+    }
+}
+
+async fn client(config: &KubernetesConfig) -> Result<Client, String> {
+    let reached = match &config.kubeconfig_file {
+        Some(path) => {
+            let read = kube::config::Kubeconfig::read_from(path).map_err(|error| error.to_string())?;
+            let made = Config::from_custom_kubeconfig(read, &Default::default()).await;
+            made.map_err(|error| error.to_string())?
+        }
+        None => Config::incluster().map_err(|error| error.to_string())?,
+    };
+    Client::try_from(reached).map_err(|error| error.to_string())
+}
+
+fn selector(config: &KubernetesConfig) -> String {
+    let service = config.service.iter().map(|service| format!("{SERVICE}={service}"));
+    let labels = config.selector.iter().map(|(name, value)| format!("{name}={value}"));
+    service.chain(labels).collect::<Vec<_>>().join(",")
+}
+
+fn name(slice: &EndpointSlice) -> String {
+    slice.metadata.name.clone().unwrap_or_default()
+}
+
+fn put(slices: &mut Slices, slice: EndpointSlice) {
+    let name = name(&slice);
+    if slices.len() < SLICES_MAX || slices.contains_key(&name) {
+        slices.insert(name, slice);
+    } else {
+        tracing::warn!(slice = name, "more than {SLICES_MAX} slices; this one is left out");
+    }
+}
+
+/// How an endpoint can be used.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Use {
+    Ready,
+    /// It terminates and still answers: only if nobody is ready, as kube-proxy does it.
+    LastResort,
+    No,
+}
+
+fn usable(endpoint: &Ready) -> Use {
+    let said = endpoint.conditions.as_ref();
+    // What is not said is as the API defines it.
+    let ready = said.and_then(|c| c.ready).unwrap_or(true);
+    let terminating = said.and_then(|c| c.terminating).unwrap_or(false);
+    let serving = said.and_then(|c| c.serving).unwrap_or(ready);
+    match (ready, terminating, serving) {
+        (true, false, _) => Use::Ready,
+        (_, true, true) => Use::LastResort,
+        _ => Use::No,
+    }
+}
+
+/// The engines of some slices: those that are ready, or, if there is none, those that end and still answer. A pod that
+/// has an IPv4 and an IPv6 address is one engine, by its IPv4 address.
+fn endpoints<'a>(slices: impl Iterator<Item = &'a EndpointSlice>, port: &PortName) -> Vec<Endpoint> {
+    let (mut ready, mut last_resort) = (BTreeMap::new(), BTreeMap::new());
+    for slice in slices {
+        let Some(port) = port_of(slice, port) else { continue };
+        for endpoint in &slice.endpoints {
+            let found = match usable(endpoint) {
+                Use::Ready => &mut ready,
+                Use::LastResort => &mut last_resort,
+                Use::No => continue,
+            };
+            // The further addresses of an endpoint mean the same pod.
+            let Some(address) = endpoint.addresses.first().and_then(|a| a.parse::<IpAddr>().ok()) else {
+                continue;
+            };
+            let pod = endpoint.target_ref.as_ref().and_then(|target| target.name.clone());
+            let key = (pod.clone().unwrap_or_else(|| address.to_string()), port);
+            let other = found.get(&key).is_some_and(|(known, _): &(IpAddr, Endpoint)| known.is_ipv4());
+            if other || found.len() >= ENDPOINTS_MAX {
+                continue;
+            }
+            let labels =
+                [("pod", pod), ("zone", endpoint.zone.clone()), ("node", endpoint.node_name.clone())];
+            let labels = labels.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
+            let engine = Endpoint { url: url(address, port), weight: None, labels: labels.collect() };
+            found.insert(key, (address, engine));
+        }
+    }
+    let found = if ready.is_empty() { last_resort } else { ready };
+    found.into_values().map(|(_, endpoint)| endpoint).collect()
+}
+
+fn port_of(slice: &EndpointSlice, wanted: &PortName) -> Option<u16> {
+    let ports = slice.ports.iter().flatten();
+    let number = |port: Option<i32>| port.and_then(|p| u16::try_from(p).ok()).filter(|p| *p > 0);
+    match wanted {
+        // A number is what the engines listen on, also when the service does not list it.
+        PortName::Number(wanted) => Some(*wanted),
+        PortName::Name(wanted) => {
+            let named = ports.into_iter().find(|port| port.name.as_deref().unwrap_or_default() == wanted)?;
+            number(named.port)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn slice(endpoints: Value) -> EndpointSlice {
+        serde_json::from_value(json!({
+            "metadata": {"name": "s"}, "addressType": "IPv4", "endpoints": endpoints,
+            "ports": [{"name": "metrics", "port": 9}, {"name": "http", "port": 8000}],
+        }))
+        .expect("a slice")
+    }
+
+    fn found(slices: &[EndpointSlice], port: PortName) -> Vec<String> {
+        endpoints(slices.iter(), &port).iter().map(|endpoint| endpoint.url.to_string()).collect()
+    }
+
+    fn http() -> PortName {
+        PortName::Name("http".into())
+    }
+
+    #[test]
+    fn engines_that_are_ready_and_do_not_end_are_members() {
+        let all = slice(json!([
+            {"addresses": ["10.0.0.1"], "conditions": {"ready": true, "serving": true, "terminating": false}},
+            {"addresses": ["10.0.0.2"], "conditions": {"ready": false, "serving": true, "terminating": true}},
+            {"addresses": ["10.0.0.3"], "conditions": {"ready": false, "serving": false}},
+            {"addresses": ["10.0.0.4", "10.0.0.44"]},
+            {"addresses": ["not an address"]},
+        ]));
+        assert_eq!(found(&[all], http()), ["http://10.0.0.1:8000", "http://10.0.0.4:8000"]);
+    }
+
+    #[test]
+    fn when_all_end_those_that_still_answer_are_members() {
+        let ending = slice(json!([
+            {"addresses": ["10.0.0.2"], "conditions": {"ready": false, "serving": true, "terminating": true}},
+            {"addresses": ["10.0.0.3"], "conditions": {"ready": false, "serving": false, "terminating": true}},
+        ]));
+        assert_eq!(found(&[ending], http()), ["http://10.0.0.2:8000"]);
+    }
+
+    #[test]
+    fn a_pod_of_two_address_families_is_one_engine() {
+        let target = json!({"kind": "Pod", "name": "p-0"});
+        let v6 =
+            slice(json!([{"addresses": ["fd00::1"], "targetRef": target, "zone": "a", "nodeName": "n"}]));
+        let v4 =
+            slice(json!([{"addresses": ["10.0.0.1"], "targetRef": target, "zone": "a", "nodeName": "n"}]));
+        for slices in [[v4.clone(), v6.clone()], [v6, v4]] {
+            let found = endpoints(slices.iter(), &http());
+            assert_eq!(found.len(), 1);
+            assert_eq!(found[0].url.to_string(), "http://10.0.0.1:8000");
+            assert_eq!(found[0].labels["pod"], "p-0");
+            assert_eq!((&*found[0].labels["zone"], &*found[0].labels["node"]), ("a", "n"));
+        }
+    }
+
+    #[test]
+    fn a_port_is_found_by_its_name_or_given_by_its_number() {
+        let one = [slice(json!([{"addresses": ["10.0.0.1"]}]))];
+        assert_eq!(found(&one, PortName::Name("metrics".into())), ["http://10.0.0.1:9"]);
+        assert_eq!(found(&one, PortName::Number(8100)), ["http://10.0.0.1:8100"]);
+        assert!(found(&one, PortName::Name("other".into())).is_empty());
+    }
+}

@@ -1,0 +1,100 @@
+//! The configuration: reloads, and the sources that discover engines.
+
+use std::time::SystemTime;
+
+use super::registry::{Counter, Family, Gauge, Registry};
+
+static RELOADS: Family = Family::counter(
+    "baton_router_config_reloads_total",
+    &["result"],
+    "Configurations that were read again: `accepted`, or `rejected` and not put into effect.",
+);
+static SUCCESSFUL: Family = Family::gauge(
+    "baton_router_config_last_reload_successful",
+    &[],
+    "Whether the configuration that was read last is in effect: 1, else 0.",
+);
+static SUCCEEDED_AT: Family = Family::gauge(
+    "baton_router_config_last_reload_success_timestamp_seconds",
+    &[],
+    "When a configuration was last put into effect, in seconds since 1970.",
+);
+static REVISION: Family = Family::gauge(
+    "baton_router_config_revision",
+    &[],
+    "Changes of pools by discovery since the configuration took effect.",
+);
+static ENDPOINTS: Family = Family::gauge(
+    "baton_router_discovery_endpoints",
+    &["source"],
+    "Engines in the last good answer of a source of discovery.",
+);
+static FAILURES: Family = Family::counter(
+    "baton_router_discovery_failures_total",
+    &["source"],
+    "Answers of a source of discovery that could not be used; the last good one stays.",
+);
+/// Looked up when somebody asks.
+pub(crate) static STALE: Family = Family::gauge(
+    "baton_router_discovery_stale_seconds",
+    &["source"],
+    "For how long a source of discovery has failed; 0 while it works.",
+);
+
+pub(super) static FAMILIES: &[&Family] =
+    &[&RELOADS, &SUCCESSFUL, &SUCCEEDED_AT, &REVISION, &ENDPOINTS, &FAILURES, &STALE];
+
+/// The configuration.
+pub(crate) struct ConfigMetrics {
+    accepted: Counter,
+    rejected: Counter,
+    successful: Gauge,
+    succeeded_at: Gauge,
+    pub revision: Gauge,
+}
+
+/// One source of discovery.
+pub(crate) struct DiscoveryMetrics {
+    pub endpoints: Gauge,
+    pub failures: Counter,
+}
+
+impl ConfigMetrics {
+    pub(super) fn new(registry: &Registry) -> Self {
+        let result = |result| registry.counter(&RELOADS, &[result]);
+        let metrics = Self {
+            accepted: result("accepted"),
+            rejected: result("rejected"),
+            successful: registry.gauge(&SUCCESSFUL, &[]),
+            succeeded_at: registry.gauge(&SUCCEEDED_AT, &[]),
+            revision: registry.gauge(&REVISION, &[]),
+        };
+        metrics.in_effect();
+        metrics
+    }
+
+    fn in_effect(&self) {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        self.successful.set(1.0);
+        self.succeeded_at.set(now.as_secs_f64().floor());
+    }
+
+    pub(crate) fn accepted(&self) {
+        self.accepted.increment(1);
+        self.in_effect();
+    }
+
+    pub(crate) fn rejected(&self) {
+        self.rejected.increment(1);
+        self.successful.set(0.0);
+    }
+}
+
+impl DiscoveryMetrics {
+    pub(super) fn new(registry: &Registry, source: &str) -> Self {
+        Self {
+            endpoints: registry.gauge(&ENDPOINTS, &[source]),
+            failures: registry.counter(&FAILURES, &[source]),
+        }
+    }
+}
