@@ -28,7 +28,7 @@ impl Frames {
         };
         self.tail.extend_from_slice(&whole[end..]);
         if end > 0 {
-            self.inside = !(whole[..end].ends_with(b"\n\n") || whole[..end].ends_with(b"\r\n\r\n"));
+            self.inside = !(whole[..end].ends_with(b"\n\n") || whole[..end].ends_with(b"\n\r\n"));
         }
         let frames = whole.slice(..end);
         self.done |= ends_with_done(&frames);
