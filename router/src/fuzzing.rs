@@ -12,7 +12,7 @@ use crate::RouterConfig;
 use crate::hygiene::chunked::{ChunkError, Chunked};
 use crate::hygiene::head;
 use crate::legs::prefill;
-use crate::rewrite::{ClientRules, decode_body, prefill_body};
+use crate::rewrite::{ClientRules, Owned, decode_body, prefill_body};
 use crate::route::Dialect;
 use crate::sse::Frames;
 
@@ -34,7 +34,8 @@ pub fn request_json(bytes: &[u8]) {
             (Ok(_), Err(tree)) => panic!("accepted, and refused by the parser: {tree}"),
         }
         if let Ok((body, _)) = read {
-            let sent = prefill_body(Dialect::OpenAi(endpoint), &body, "m").pieces().concat();
+            let sent =
+                prefill_body(Dialect::OpenAi(endpoint), &body, &Owned::default(), "m").pieces().concat();
             assert_eq!(parse_object(&sent, &limits).expect("one object")["stream"], false);
         }
     }
@@ -43,7 +44,7 @@ pub fn request_json(bytes: &[u8]) {
         let mut expected = parse_object(bytes, &limits).expect("it was read before");
         strip(&mut expected, &ClientRules);
         expected.insert("model".to_owned(), json!("m"));
-        let sent = decode_body(&body, "m", None).pieces().concat();
+        let sent = decode_body(&body, &Owned::default(), "m", None).pieces().concat();
         let sent = parse_object(&sent, &limits).expect("each name once");
         assert_eq!(Value::Object(sent), Value::Object(expected));
     }
