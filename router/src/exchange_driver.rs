@@ -172,6 +172,12 @@ impl ExchangeDriver {
         }
         if step.fit == Fit::Applied {
             self.watched.event(event, now, &self.attempts);
+            if let Event::PrefillFailed(by, Failure::NotReached)
+            | Event::DecodeFailed(by, Failure::NotReached) = event
+            {
+                // It may come back with an empty cache.
+                self.shared.fleet.memory.forget_sent(self.engine(by).id());
+            }
             if let Some(account) = &self.account {
                 account.event(&event, &self.attempts);
             }
@@ -319,7 +325,7 @@ impl ExchangeDriver {
                 break;
             }
             let engine = Arc::clone(&member.engine);
-            outgoing.to_rank(member.rank);
+            outgoing.aim_at_rank(member.rank);
             let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.prefill_engine = Some(Arc::clone(&engine));
@@ -429,7 +435,7 @@ impl ExchangeDriver {
                 break;
             }
             let engine = Arc::clone(&member.engine);
-            outgoing.to_rank(member.rank);
+            outgoing.aim_at_rank(member.rank);
             let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.decode_engine = Some(Arc::clone(&engine));

@@ -105,6 +105,7 @@ impl Ask {
             body: &body,
             user: outline.request.user.as_deref(),
             salts: salt.as_slice(),
+            block_size: model.decode.block_size().or_else(|| model.prefill.block_size()),
         };
         let features = Features::read(&source, model.needs, &model.features);
         let headers = passed(headers);

@@ -60,7 +60,7 @@ pub(crate) async fn pass(
     while tried.len() < usize::from(generation.config.attempts.decode) {
         let Ok(reserved) = model.decode.reserve(&Wanted::default(), &tried) else { break };
         let engine = reserved.engine();
-        outgoing.to_rank(reserved.member.rank);
+        outgoing.aim_at_rank(reserved.member.rank);
         let call = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
         let called = race(session, tokio::time::timeout(silence, call)).await;
         tried.push(Arc::clone(engine));

@@ -17,6 +17,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use crate::config::{AllOut, EngineConfig, HealthConfig, PolicyConfig, PoolConfig};
 use crate::explain::{Considered, Removed, Sight};
 use crate::health::Standing;
+use crate::kv_events::Source;
 use crate::memory::{Holding, Memory};
 use crate::metrics::Leg;
 use crate::policy::{self, Candidate, Choice, Draw, Policy, Wanted};
@@ -54,6 +55,8 @@ pub(crate) struct Member {
     pair: Option<u64>,
     /// It has the labels that the pool prefers.
     preferred: bool,
+    /// Where it tells of its cache.
+    pub events: Option<Source>,
 }
 
 /// An engine that was chosen; the request counts as in flight there until this is dropped.
@@ -106,6 +109,11 @@ impl Member {
             max_in_flight: most.unwrap_or(usize::MAX),
             key,
             pair: pair_of(&config.labels, pair_by),
+            events: config
+                .kv_events
+                .as_ref()
+                .or(pool.kv_events.as_ref())
+                .map(|events| Source::new(&config.url, engine.id(), events)),
             preferred: !pool.prefer.is_empty() && has(&config.labels, &pool.prefer),
             rank: None,
             engine,
@@ -250,6 +258,13 @@ impl Pool {
     /// Its engines.
     pub(crate) fn members(&self) -> &[Arc<Member>] {
         &self.members
+    }
+
+    /// Tokens of one KV block, as the engines told; none if nobody asks or none told.
+    pub(crate) fn block_size(&self) -> Option<usize> {
+        let memory = self.memory.as_ref()?;
+        let telling = self.members.iter().filter(|member| member.events.is_some());
+        telling.into_iter().find_map(|member| memory.block_size(member.engine.id()))
     }
 
     /// Requests of this router at the least loaded engine; 0 without any.

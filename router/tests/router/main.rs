@@ -20,6 +20,7 @@ mod health;
 mod hostile;
 mod http_raw;
 mod keys;
+mod kv_events;
 mod load;
 mod log;
 mod main_path;
