@@ -315,8 +315,11 @@ impl ExchangeDriver {
         }
         let silence = ask.model.bounds.prefill_silence;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let mut outgoing =
-            self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.owned, &ask.model.name));
+        let mut outgoing = self.outgoing(
+            ask,
+            Leg::Prefill,
+            rewrite::prefill_body(ask.dialect, &ask.body, &ask.owned, &ask.model.name),
+        );
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
@@ -521,7 +524,7 @@ impl ExchangeDriver {
     fn outgoing(&self, ask: &Ask, leg: Leg, body: Payload) -> Outgoing {
         let mut headers = ask.engine_headers(&self.debtor.request);
         self.watched.trace.inject(&mut headers, leg);
-        Outgoing { method: Method::POST, path: ask.endpoint.path(), headers, body }
+        Outgoing { method: Method::POST, path: ask.dialect.path(), headers, body }
     }
 
     fn exchange<T>(&self, with: impl FnOnce(&mut Exchange) -> T) -> T {

@@ -48,6 +48,8 @@ mod features;
 mod file_watch;
 mod finished;
 mod fleet;
+#[doc(hidden)]
+pub mod fuzzing;
 mod generation;
 mod health;
 mod hygiene;
