@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_openai::ParseLimits;
+use baton_openai::{ParseLimits, Scope};
 use hyper::header::HeaderValue;
 
 use crate::admission::Admission;
@@ -119,7 +119,12 @@ impl Generation {
             revision,
             models: Models::new(&config, &members, &terms, ground, previous.map(|previous| &previous.models)),
             members,
-            parse_limits: ParseLimits { body_bytes: config.limits.body_bytes, ..ParseLimits::default() },
+            parse_limits: ParseLimits {
+                body_bytes: config.limits.body_bytes,
+                // What an engine behind this router can do is for it to say; its refusal is told to the client.
+                scope: Scope::AnyEngine,
+                ..ParseLimits::default()
+            },
             auth,
             engine_tls,
             observers,

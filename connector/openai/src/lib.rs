@@ -32,7 +32,7 @@ mod untangle;
 
 pub use body::parse_object;
 pub use error::{ApiError, ErrorKind};
-pub use limits::ParseLimits;
+pub use limits::{ParseLimits, Scope};
 pub use request::{
     ChatInput, Endpoint, GenerateRequest, Input, Prompt, SamplingOptions, StreamOptions, ToolChoice,
 };

@@ -39,6 +39,20 @@ pub struct ParseLimits {
     pub messages: usize,
     /// Tools, and documents, of one chat request.
     pub tools: usize,
+    /// Whose requests these are.
+    pub scope: Scope,
+}
+
+/// For whom a request is read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scope {
+    /// For an engine that implements what this crate describes. What it would have to ignore is refused by name:
+    /// structured output, forced tool calls, images.
+    #[default]
+    ThisEngine,
+    /// For engines that may do more than this crate describes. What is known must be well formed; what is not is
+    /// theirs to judge.
+    AnyEngine,
 }
 
 impl Default for ParseLimits {
@@ -51,6 +65,7 @@ impl Default for ParseLimits {
             vocab: None,
             messages: 4096,
             tools: 512,
+            scope: Scope::ThisEngine,
         }
     }
 }

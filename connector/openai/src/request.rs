@@ -188,7 +188,7 @@ impl GenerateRequest {
         limits: &ParseLimits,
     ) -> Result<Self, ApiError> {
         let fields = Fields::new(map);
-        refused::check(fields, endpoint)?;
+        refused::check(fields, endpoint, limits.scope)?;
         let input = match endpoint {
             Endpoint::Completions => Input::Prompts(completion::prompts(fields, limits)?),
             Endpoint::Chat => Input::Chat(Box::new(chat::read(fields, limits)?)),
@@ -206,9 +206,9 @@ impl GenerateRequest {
         limits: &ParseLimits,
     ) -> Result<Self, ApiError> {
         let fields = Fields::new(map);
-        refused::check(fields, endpoint)?;
+        refused::check(fields, endpoint, limits.scope)?;
         if endpoint == Endpoint::Chat {
-            chat::manner(fields)?;
+            chat::manner(fields, limits.scope)?;
         }
         Self::around(endpoint, fields, Input::Prompts(Vec::new()), prompts, limits)
     }

@@ -4,7 +4,7 @@
 //! does not accept is not wrong: it is in doubt, and the counterpart decides. So the two cannot disagree on a body as
 //! long as this side is the narrower one, which a test with generated bodies watches.
 
-use crate::limits::ParseLimits;
+use crate::limits::{ParseLimits, Scope};
 use crate::request::{Endpoint, ROLES, TOOL_CALLS_MAX};
 use crate::scan::Scanner;
 use crate::untangle::decoded;
@@ -69,12 +69,12 @@ fn messages(scanner: &mut Scanner<'_>, limits: &ParseLimits) -> Option<()> {
     scanner.array(|scanner, index| {
         count = index + 1;
         (count <= limits.messages).then_some(())?;
-        message(scanner)
+        message(scanner, limits)
     })?;
     (count > 0).then_some(())
 }
 
-fn message(scanner: &mut Scanner<'_>) -> Option<()> {
+fn message(scanner: &mut Scanner<'_>, limits: &ParseLimits) -> Option<()> {
     let (mut role, mut has_content) = (None, false);
     scanner.object(|scanner, name| {
         match scanner.slice(name) {
@@ -85,7 +85,7 @@ fn message(scanner: &mut Scanner<'_>) -> Option<()> {
             "content" => match scanner.peek()? {
                 b'n' => scanner.word("null")?,
                 b'[' => {
-                    scanner.array(|scanner, _| part(scanner))?;
+                    scanner.array(|scanner, _| part(scanner, limits))?;
                     has_content = true;
                 }
                 _ => {
@@ -102,12 +102,13 @@ fn message(scanner: &mut Scanner<'_>) -> Option<()> {
         }
         Some(())
     })?;
-    let role = role.filter(|role| ROLES.contains(role))?;
+    let any = limits.scope == Scope::AnyEngine;
+    let role = role.filter(|role| any || ROLES.contains(role))?;
     (has_content || role == "assistant").then_some(())
 }
 
 /// A part of a message's content: a text, or an object with one.
-fn part(scanner: &mut Scanner<'_>) -> Option<()> {
+fn part(scanner: &mut Scanner<'_>, limits: &ParseLimits) -> Option<()> {
     if scanner.peek()? == b'"' {
         return scanner.string().map(drop);
     }
@@ -126,7 +127,11 @@ fn part(scanner: &mut Scanner<'_>) -> Option<()> {
         }
         scanner.value()
     })?;
-    matches!((kind?, text, refusal), ("text", true, _) | ("refusal", _, true)).then_some(())
+    match (kind?, text, refusal) {
+        ("text", true, _) | ("refusal", _, true) => Some(()),
+        ("text" | "refusal", ..) => None,
+        _ => (limits.scope == Scope::AnyEngine).then_some(()),
+    }
 }
 
 fn tool_call(scanner: &mut Scanner<'_>) -> Option<()> {

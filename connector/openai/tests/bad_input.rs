@@ -1,8 +1,8 @@
 //! What a stranger may send. Every case is an answer that names what is wrong, never a panic.
 
 use baton_openai::{
-    ApiError, DetokenizeRequest, Endpoint, GenerateRequest, Input, ParseLimits, Prompt, TokenizeRequest,
-    parse, parse_object,
+    ApiError, DetokenizeRequest, Endpoint, GenerateRequest, Input, ParseLimits, Prompt, Scope,
+    TokenizeRequest, parse, parse_object,
 };
 use serde_json::{Value, json};
 
@@ -232,6 +232,34 @@ fn what_no_engine_here_does_is_refused_by_name() {
         Some("messages[0].content[0].type"),
         "`image_url`; this model reads text",
     );
+}
+
+#[test]
+fn what_engines_of_another_kind_may_do_is_theirs_to_judge() {
+    let limits = ParseLimits { scope: Scope::AnyEngine, ..ParseLimits::default() };
+    let image = json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}});
+    let body = json!({
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]},
+            {"role": "function", "name": "f", "content": "7"},
+        ],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "required",
+        "chat_template": "x",
+        "guided_regex": "a+",
+        "prompt_logprobs": 1,
+    });
+    let read = |body: &Value| parse(Endpoint::Chat, body.to_string().as_bytes(), &limits);
+    assert!(read(&body).is_ok());
+    // What is known must still be well formed: an engine's parser would refuse it when prefill is spent.
+    for (field, wrong) in [("tool_choice", json!(7)), ("temperature", json!("hot")), ("messages", json!([7]))]
+    {
+        let mut body = body.clone();
+        body[field] = wrong;
+        let error = read(&body).expect_err(field);
+        assert!(error.status == 400 && error.param.is_some_and(|param| param.starts_with(field)));
+    }
 }
 
 #[test]

@@ -39,6 +39,28 @@ async fn a_response_is_prefilled_and_decoded_streamed_or_not() {
 }
 
 #[tokio::test]
+async fn what_only_some_engines_can_do_reaches_both_legs_as_it_is() {
+    let p = FakeEngine::always(Act::Lend(Some(7))).await;
+    let d = FakeEngine::always(Act::Whole(2)).await;
+    let system = System::start(&[&p], &[&d]).await;
+    let image = json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}});
+    let body = json!({
+        "model": "m",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "structured_outputs": {"regex": "a+"},
+    });
+    assert_eq!(post(system.address, "/v1/chat/completions", &body).await.status, 200);
+    for sent in p.asked().into_iter().chain(d.asked()) {
+        for (name, value) in body.as_object().unwrap() {
+            assert_eq!(&sent.body[name.as_str()], value, "{name}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn embeddings_and_scores_go_to_one_engine_with_every_field() {
     let d = FakeEngine::always(Act::Whole(1)).await;
     let system = System::start(&[], &[&d]).await;

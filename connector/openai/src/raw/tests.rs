@@ -4,6 +4,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
+use crate::limits::Scope;
 
 /// A small cousin of the router's rules.
 struct Rules;
@@ -22,7 +23,11 @@ const CHAT: Endpoint = Endpoint::Chat;
 const COMPLETIONS: Endpoint = Endpoint::Completions;
 
 fn read(endpoint: Endpoint, text: &str) -> Result<(RawBody, Outline), ApiError> {
-    RawBody::generate(Bytes::from(text.to_owned()), endpoint, &ParseLimits::default(), &Rules)
+    read_for(&ParseLimits::default(), endpoint, text)
+}
+
+fn read_for(limits: &ParseLimits, endpoint: Endpoint, text: &str) -> Result<(RawBody, Outline), ApiError> {
+    RawBody::generate(Bytes::from(text.to_owned()), endpoint, limits, &Rules)
 }
 
 fn joined(pieces: &[Bytes]) -> String {
@@ -30,24 +35,32 @@ fn joined(pieces: &[Bytes]) -> String {
 }
 
 /// What the parser would do: the oracle.
-fn parsed(endpoint: Endpoint, text: &str) -> Result<(Map<String, Value>, GenerateRequest), ApiError> {
-    let limits = ParseLimits::default();
-    let mut map = parse_object(text.as_bytes(), &limits)?;
+fn parsed(
+    limits: &ParseLimits,
+    endpoint: Endpoint,
+    text: &str,
+) -> Result<(Map<String, Value>, GenerateRequest), ApiError> {
+    let mut map = parse_object(text.as_bytes(), limits)?;
     strip(&mut map, &Rules);
-    let request = GenerateRequest::from_map(endpoint, &map, &limits)?;
+    let request = GenerateRequest::from_map(endpoint, &map, limits)?;
     Ok((map, request))
 }
 
 fn assert_alike(endpoint: Endpoint, text: &str) {
-    match (read(endpoint, text), parsed(endpoint, text)) {
+    for scope in [Scope::ThisEngine, Scope::AnyEngine] {
+        assert_alike_for(&ParseLimits { scope, ..ParseLimits::default() }, endpoint, text);
+    }
+}
+
+fn assert_alike_for(limits: &ParseLimits, endpoint: Endpoint, text: &str) {
+    match (read_for(limits, endpoint, text), parsed(limits, endpoint, text)) {
         (Err(raw), Err(tree)) => assert_eq!(raw, tree, "{text}"),
         (Ok((raw, outline)), Ok((mut map, mut request))) => {
             assert_eq!(outline.prompts, request.input.prompts(), "{text}");
             request.input = Input::Prompts(Vec::new());
             assert_eq!(outline.request, request, "{text}");
             let written = joined(&raw.write(&[("model", b"\"ours\"")], &["stream"]));
-            let limits = ParseLimits::default();
-            let written = parse_object(written.as_bytes(), &limits).expect("one object, each name once");
+            let written = parse_object(written.as_bytes(), limits).expect("one object, each name once");
             map.shift_remove("stream");
             map.insert("model".to_owned(), json!("ours"));
             assert_eq!(Value::Object(written), Value::Object(map), "{text}");

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{ApiError, shortened};
 use crate::field::{Fields, must_be};
-use crate::limits::ParseLimits;
+use crate::limits::{ParseLimits, Scope};
 
 pub(crate) const ROLES: [&str; 5] = ["developer", "system", "user", "assistant", "tool"];
 
@@ -50,10 +50,14 @@ pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "`messages` is empty"));
     }
-    let Manner { continue_final_message, add_generation_prompt, tool_choice } = manner(fields)?;
+    let Manner { continue_final_message, add_generation_prompt, tool_choice } = manner(fields, limits.scope)?;
     let tools = objects(fields, "tools", limits)?;
     Ok(ChatInput {
-        messages: messages.iter().enumerate().map(|(i, m)| message(i, m)).collect::<Result<_, _>>()?,
+        messages: messages
+            .iter()
+            .enumerate()
+            .map(|(i, m)| message(i, m, limits.scope))
+            .collect::<Result<_, _>>()?,
         tools: if tool_choice == ToolChoice::None { Vec::new() } else { tools },
         tool_choice,
         documents: objects(fields, "documents", limits)?,
@@ -70,14 +74,14 @@ pub(super) struct Manner {
     tool_choice: ToolChoice,
 }
 
-pub(super) fn manner(fields: Fields<'_>) -> Result<Manner, ApiError> {
+pub(super) fn manner(fields: Fields<'_>, scope: Scope) -> Result<Manner, ApiError> {
     let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);
     let add_generation_prompt = fields.boolean("add_generation_prompt")?;
     if continue_final_message && add_generation_prompt == Some(true) {
         let message = "`continue_final_message` and `add_generation_prompt` cannot both be true";
         return Err(ApiError::invalid("continue_final_message", message));
     }
-    Ok(Manner { continue_final_message, add_generation_prompt, tool_choice: tool_choice(fields)? })
+    Ok(Manner { continue_final_message, add_generation_prompt, tool_choice: tool_choice(fields, scope)? })
 }
 
 fn objects(fields: Fields<'_>, name: &str, limits: &ParseLimits) -> Result<Vec<Value>, ApiError> {
@@ -88,11 +92,12 @@ fn objects(fields: Fields<'_>, name: &str, limits: &ParseLimits) -> Result<Vec<V
     Ok(values.to_vec())
 }
 
-fn tool_choice(fields: Fields<'_>) -> Result<ToolChoice, ApiError> {
+fn tool_choice(fields: Fields<'_>, scope: Scope) -> Result<ToolChoice, ApiError> {
     match fields.get("tool_choice") {
         None => Ok(ToolChoice::Auto),
         Some(Value::String(choice)) if choice == "auto" => Ok(ToolChoice::Auto),
         Some(Value::String(choice)) if choice == "none" => Ok(ToolChoice::None),
+        Some(Value::String(_) | Value::Object(_)) if scope == Scope::AnyEngine => Ok(ToolChoice::Auto),
         Some(other) => {
             let expected = "\"auto\" or \"none\" (forcing a call is not supported)";
             Err(must_be("tool_choice", expected, other).with_code("unsupported_parameter"))
@@ -100,19 +105,19 @@ fn tool_choice(fields: Fields<'_>) -> Result<ToolChoice, ApiError> {
     }
 }
 
-fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
+fn message(index: usize, value: &Value, scope: Scope) -> Result<Value, ApiError> {
     let path = format!("messages[{index}]");
     let Some(map) = value.as_object() else { return Err(must_be(&path, "an object", value)) };
     let fields = Fields::under(map, &path);
     let role = fields.string("role")?;
     let role =
         role.ok_or_else(|| ApiError::invalid(fields.name("role"), format!("`{path}.role` is missing")))?;
-    if !ROLES.contains(&role) {
+    if scope == Scope::ThisEngine && !ROLES.contains(&role) {
         let expected = "developer, system, user, assistant or tool";
         return Err(must_be(&fields.name("role"), expected, &map["role"]));
     }
     let mut out = map.clone();
-    let text = content(fields, role)?;
+    let text = content(fields, role, scope)?;
     out.insert("content".to_owned(), Value::String(text));
     if let Some(calls) = fields.array("tool_calls", TOOL_CALLS_MAX)? {
         out.insert("tool_calls".to_owned(), Value::Array(tool_calls(calls, &path)?));
@@ -123,12 +128,12 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
 }
 
 /// The message's text. Only an assistant's may be absent (it called tools instead).
-fn content(fields: Fields<'_>, role: &str) -> Result<String, ApiError> {
+fn content(fields: Fields<'_>, role: &str, scope: Scope) -> Result<String, ApiError> {
     let name = fields.name("content");
     match fields.get("content") {
         Some(Value::String(text)) => Ok(text.clone()),
         Some(Value::Array(parts)) => {
-            let part = |(index, value)| part(&format!("{name}[{index}]"), value);
+            let part = |(index, value)| part(&format!("{name}[{index}]"), value, scope);
             let texts = parts.iter().enumerate().map(part).collect::<Result<Vec<_>, _>>()?;
             Ok(texts.join("\n"))
         }
@@ -138,7 +143,7 @@ fn content(fields: Fields<'_>, role: &str) -> Result<String, ApiError> {
     }
 }
 
-fn part(name: &str, value: &Value) -> Result<String, ApiError> {
+fn part(name: &str, value: &Value, scope: Scope) -> Result<String, ApiError> {
     if let Value::String(text) = value {
         return Ok(text.clone());
     }
@@ -147,6 +152,7 @@ fn part(name: &str, value: &Value) -> Result<String, ApiError> {
     let absent = |field: &str| ApiError::invalid(fields.name(field), format!("`{name}.{field}` is missing"));
     match fields.string("type")?.ok_or_else(|| absent("type"))? {
         kind @ ("text" | "refusal") => Ok(fields.string(kind)?.ok_or_else(|| absent(kind))?.to_owned()),
+        _ if scope == Scope::AnyEngine => Ok(String::new()),
         other => {
             let message = format!("`{name}` is of type `{}`; this model reads text only", shortened(other));
             Err(ApiError::invalid(fields.name("type"), message).with_code("unsupported_content"))

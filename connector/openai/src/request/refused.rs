@@ -6,6 +6,7 @@ use serde_json::Value;
 use super::Endpoint;
 use crate::error::ApiError;
 use crate::field::Fields;
+use crate::limits::Scope;
 
 type Harmless = fn(&Value) -> bool;
 
@@ -52,7 +53,10 @@ pub(super) fn knows(name: &str) -> bool {
     [BOTH, COMPLETIONS, CHAT].into_iter().flatten().any(|(known, _)| *known == name)
 }
 
-pub(super) fn check(fields: Fields<'_>, endpoint: Endpoint) -> Result<(), ApiError> {
+pub(super) fn check(fields: Fields<'_>, endpoint: Endpoint, scope: Scope) -> Result<(), ApiError> {
+    if scope == Scope::AnyEngine {
+        return Ok(());
+    }
     let own = match endpoint {
         Endpoint::Completions => COMPLETIONS,
         Endpoint::Chat => CHAT,
