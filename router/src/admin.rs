@@ -5,6 +5,7 @@
 
 mod access;
 mod answer;
+mod engines;
 mod pages;
 
 use std::convert::Infallible;
@@ -145,7 +146,8 @@ impl Admin {
             ["metrics"] if get => self.metrics(&asked.accept),
             ["config"] if get => pages::config(&self.shared),
             ["requests"] if get => pages::requests(&self.shared, &asked.query),
-            ["engines"] if get => pages::engines(&self.shared),
+            ["engines"] if get => Answer::json(engines::list(&self.shared)),
+            ["engines", engine @ .., verb] if post => engines::order(&self.shared, &engine.join("/"), verb),
             ["explain"] if get => Answer::json(explain::recent(&self.shared.explain)),
             ["explain", id] if get => pages::explain(&self.shared, id),
             ["dry-run"] if post => pages::dry_run(&self.shared, asked),
@@ -158,10 +160,14 @@ impl Admin {
     }
 
     fn readiness(&self) -> Answer {
-        if self.ready.load(Ordering::Relaxed) {
-            return Answer::text("ready\n");
+        let not_ready = |why: &str| Answer::text(why).with_status(StatusCode::SERVICE_UNAVAILABLE);
+        if !self.ready.load(Ordering::Relaxed) {
+            return not_ready("draining\n");
         }
-        Answer::text("draining\n").with_status(StatusCode::SERVICE_UNAVAILABLE)
+        if !engines::is_ready(&self.shared.generation()) {
+            return not_ready("no engine\n");
+        }
+        Answer::text("ready\n")
     }
 
     fn metrics(&self, accept: &str) -> Answer {
@@ -174,10 +180,12 @@ impl Admin {
 /// What `/` says.
 const PATHS: &str = "\
 GET  /health      whether the router lives
-GET  /ready       503 once it drains
+GET  /ready       503 once it drains, and while no decode engine can be used
 GET  /metrics     Prometheus text, or OpenMetrics for those who accept it
 GET  /config      the configuration in effect and its number
 GET  /engines     every engine and what is known of it
+POST /engines/HOST:PORT/drain     it gets nothing new, and finishes what it has
+POST /engines/HOST:PORT/undrain   it gets requests again, whatever the configuration says
 GET  /explain     the latest requests
 GET  /explain/ID  why a request went where it went; ID is the router's or the client's x-request-id
 POST /dry-run     where a client's body would go (?path=/v1/chat/completions); nothing is sent

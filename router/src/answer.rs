@@ -12,20 +12,24 @@ use std::time::Duration;
 use baton_connector::exchange::{Attempt, Event};
 use baton_openai::{ApiError, sse};
 use bytes::{Bytes, BytesMut};
-use hyper::Version;
 use hyper::header::{
     CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, TRANSFER_ENCODING,
 };
+use hyper::{Method, Version};
 use pingora::http::ResponseHeader;
 use pingora::proxy::Session;
 use tokio::time::{Instant, Sleep};
 
 use crate::client_watch::{ClientGone, race};
-use crate::exchange_driver::{Answer, Ended, ExchangeDriver};
+use crate::exchange_driver::{Answer, Ended, ExchangeDriver, Rest};
 use crate::hygiene::Wire;
+use crate::intake::Ask;
 use crate::legs::Refusal;
+use crate::metrics::Resume;
+use crate::resume::{Plan, Transcript};
+use crate::route::Dialect;
 use crate::sse::Frames;
-use crate::upstream::{CallError, Reply};
+use crate::upstream::{CallError, InFlight, Reply};
 
 /// An answer that is not streamed is held up to this size; past it, it is passed on as it comes.
 const HELD_BYTES_MAX: usize = 1 << 20;
@@ -37,22 +41,31 @@ const END_AFTER_DONE: Duration = Duration::from_secs(1);
 struct Silence {
     bound: Duration,
     since: Instant,
+    /// When the whole request has taken as long as it may.
+    until: Option<Instant>,
     fires: Pin<Box<Sleep>>,
 }
 
 impl Silence {
-    fn new(bound: Duration) -> Self {
-        Self { bound, since: Instant::now(), fires: Box::pin(tokio::time::sleep(bound)) }
+    fn new(patience: Patience) -> Self {
+        let (bound, since) = (patience.silence, Instant::now());
+        let until = patience.until.map(Instant::from_std);
+        let fires = Box::pin(tokio::time::sleep_until(due(since + bound, until)));
+        Self { bound, since, until, fires }
     }
 
     fn heard(&mut self) {
         self.since = Instant::now();
     }
 
+    fn is_over(&self) -> bool {
+        self.until.is_some_and(|until| until <= Instant::now())
+    }
+
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<()> {
         loop {
             ready!(self.fires.as_mut().poll(context));
-            let due = self.since + self.bound;
+            let due = due(self.since + self.bound, self.until);
             if due <= Instant::now() {
                 return Poll::Ready(());
             }
@@ -61,10 +74,52 @@ impl Silence {
     }
 }
 
+fn due(silent: Instant, until: Option<Instant>) -> Instant {
+    until.map_or(silent, |until| until.min(silent))
+}
+
 /// How an engine's answer ended in the middle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Broken {
     Died,
     Silent,
+    /// The request has taken longer than it may.
+    OutOfTime,
+}
+
+/// Whether a stream whose engine died goes on.
+enum Resumed {
+    GoesOn,
+    Over,
+}
+
+/// What another engine would need to go on with a stream.
+pub(crate) struct Resuming {
+    pub transcript: Transcript,
+    pub ask: Ask,
+}
+
+impl Resuming {
+    fn pass(&mut self, frames: &Bytes) -> Bytes {
+        let passed = self.transcript.pass(frames);
+        if !self.transcript.needs_request() {
+            self.ask.forget_body();
+        }
+        passed
+    }
+
+    fn broke(&mut self) -> Plan {
+        self.transcript.broke()
+    }
+}
+
+/// How long an answer is waited for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// For the next piece.
+    pub silence: Duration,
+    /// For the whole answer; `None`: no bound.
+    pub until: Option<std::time::Instant>,
 }
 
 /// What every answer to a request carries.
@@ -105,6 +160,8 @@ pub(crate) async fn whole(
     if unread {
         client.set_keepalive(None);
     }
+    // Whoever asked for the head alone gets no more, and its length all the same.
+    let body = if client.req_header().method == Method::HEAD { Bytes::new() } else { body };
     client.write_response_header(Box::new(head)).await?;
     client.write_response_body(body, true).await
 }
@@ -120,11 +177,14 @@ pub(crate) async fn pass(
     driver: &mut ExchangeDriver,
     answer: Answer,
     stamp: &Stamp,
-    silence: Duration,
+    patience: Patience,
+    resuming: Option<Resuming>,
+    dialect: Dialect,
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
-    let silence = Silence::new(silence);
-    let passing = Passing { session, driver, attempt, reply: *reply, silence, spoke: false };
+    let reply = *reply;
+    let silence = Silence::new(patience);
+    let passing = Passing { session, driver, attempt, reply, load, silence, resuming, spoke: false, dialect };
     let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
     let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
     passing.driver.watched.streamed = streamed;
@@ -144,7 +204,6 @@ pub(crate) async fn pass(
     } else {
         passing.held(head).await?;
     }
-    drop(load);
     Ok(status)
 }
 
@@ -153,8 +212,12 @@ struct Passing<'a> {
     driver: &'a mut ExchangeDriver,
     attempt: Attempt,
     reply: Reply,
+    /// Counts the request at its engine.
+    load: InFlight,
     silence: Silence,
+    resuming: Option<Resuming>,
     spoke: bool,
+    dialect: Dialect,
 }
 
 impl Passing<'_> {
@@ -176,16 +239,76 @@ impl Passing<'_> {
                     // So does the end with `[DONE]`.
                     self.hold(frames.is_done());
                     if !whole.is_empty() {
+                        let whole = match &mut self.resuming {
+                            Some(resuming) => resuming.pass(&whole),
+                            None => whole,
+                        };
                         self.write(whole, false).await?;
                     }
                     if frames.is_done() {
                         return self.done().await;
                     }
                 }
-                Ok(None) => return self.broken_stream(Broken::Died, &frames).await,
-                Err(broken) => return self.broken_stream(broken, &frames).await,
+                Ok(None) if !self.dialect.says_done() && frames.is_whole() => return self.done().await,
+                Ok(None) => match self.resume(Broken::Died, &frames).await? {
+                    Resumed::GoesOn => frames = Frames::default(),
+                    Resumed::Over => return Ok(()),
+                },
+                Err(broken) => match self.resume(broken, &frames).await? {
+                    Resumed::GoesOn => frames = Frames::default(),
+                    Resumed::Over => return Ok(()),
+                },
             }
         }
+    }
+
+    /// The engine ended in the middle: another one goes on, where that is possible.
+    async fn resume(&mut self, broken: Broken, frames: &Frames) -> Result<Resumed, Ended> {
+        let plan = match &mut self.resuming {
+            Some(resuming) if broken != Broken::OutOfTime && !frames.is_inside() => resuming.broke(),
+            _ => Plan::Impossible,
+        };
+        let (resuming, rest) = match (plan, &mut self.resuming) {
+            (Plan::Again, Some(resuming)) => (resuming, Rest::Everything),
+            (Plan::Continue(body), Some(resuming)) => {
+                let tokens = resuming.transcript.length();
+                (resuming, Rest::After { body, tokens })
+            }
+            (Plan::Finish(last), _) => {
+                self.driver.resumed(Resume::Resumed);
+                self.driver.apply(Event::StreamEnded(self.attempt));
+                self.write(last, false).await?;
+                self.write(Bytes::new(), true).await?;
+                return Ok(Resumed::Over);
+            }
+            (Plan::Impossible | Plan::Again | Plan::Continue(_), _) => {
+                self.driver.resumed(Resume::NotAllowed);
+                self.broken_stream(broken, frames).await?;
+                return Ok(Resumed::Over);
+            }
+        };
+        let going_on = self.driver.go_on(self.session, self.attempt, &resuming.ask, rest);
+        let answer = match self.silence.until {
+            None => going_on.await?,
+            // What it had begun is settled by what follows.
+            Some(until) => tokio::time::timeout_at(until, going_on).await.unwrap_or(Ok(None))?,
+        };
+        let streams = |reply: &Reply| {
+            let kind = reply.headers().get(CONTENT_TYPE);
+            kind.is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"))
+        };
+        let Some(answer) = answer.filter(|answer| streams(&answer.reply)) else {
+            self.driver.resumed(Resume::Failed);
+            self.driver.apply(Event::GaveUp);
+            self.broken_stream(broken, frames).await?;
+            return Ok(Resumed::Over);
+        };
+        self.driver.resumed(Resume::Resumed);
+        resuming.transcript.goes_on();
+        (self.attempt, self.reply, self.load) = (answer.attempt, *answer.reply, answer.load);
+        self.spoke = false;
+        self.silence.heard();
+        Ok(Resumed::GoesOn)
     }
 
     /// The stream has said `[DONE]`. From here on the client may hang up or ask the next thing.
@@ -212,7 +335,7 @@ impl Passing<'_> {
     }
 
     /// The engine ended in the middle: one typed error at the boundary of a frame, then `[DONE]`.
-    async fn broken_stream(mut self, broken: Broken, frames: &Frames) -> Result<(), Ended> {
+    async fn broken_stream(&mut self, broken: Broken, frames: &Frames) -> Result<(), Ended> {
         self.driver.apply(Event::StreamBroken(self.attempt));
         let mut last = BytesMut::new();
         if frames.is_inside() {
@@ -286,6 +409,7 @@ impl Passing<'_> {
         });
         match race(self.session, next).await {
             Err(ClientGone) => Err(self.driver.client_gone()),
+            Ok(None) if self.silence.is_over() => Ok(Err(Broken::OutOfTime)),
             Ok(None) => Ok(Err(Broken::Silent)),
             Ok(Some(chunk)) => Ok(self.heard(chunk)),
         }
@@ -336,6 +460,7 @@ impl Broken {
         match self {
             Self::Died => Refusal::broken(),
             Self::Silent => Refusal::silent(),
+            Self::OutOfTime => Refusal::out_of_time(),
         }
     }
 }

@@ -30,19 +30,25 @@ pub use discover::{
 pub use error::{ConfigError, Place, Problem};
 pub use explain::ExplainConfig;
 pub use features::FeaturesConfig;
+pub use health::{
+    ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
+};
+pub use kv_events::KvEventsConfig;
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
 pub use policy::{
     AffinityKey, ConsistentHashConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig, PrefixAwareConfig,
 };
-pub use pool::{EngineConfig, PoolConfig};
+pub use pool::{EngineConfig, PoolConfig, ReleaseMode};
 pub use prefix_index::PrefixIndexConfig;
 pub use queue::{Priority, PriorityWeights, QueueConfig};
 pub use reload::ReloadConfig;
+pub use retries::RetriesConfig;
 pub use secret::{MASK, Secret};
 pub use telemetry::{OtlpConfig, TelemetryConfig};
 pub use tenants::{AuthConfig, CertificateConfig, KeyConfig, KeysFile, RateLimitsConfig, TenantConfig};
-pub use timeouts::TimeoutsConfig;
+pub(crate) use timeouts::Bounds;
+pub use timeouts::{ModelTimeouts, TimeoutsConfig};
 pub use tls::{ClientAuth, EngineTlsConfig, ListenTlsConfig};
 pub use url::{EngineUrl, UrlError};
 
@@ -60,6 +66,8 @@ mod document;
 mod error;
 mod explain;
 mod features;
+mod health;
+mod kv_events;
 mod limits;
 mod models;
 mod policy;
@@ -67,6 +75,7 @@ mod pool;
 mod prefix_index;
 mod queue;
 mod reload;
+mod retries;
 mod secret;
 mod shape;
 mod telemetry;
@@ -118,6 +127,14 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub attempts: AttemptsConfig,
+    /// How much of the router's work may be second attempts.
+    #[serde(default)]
+    #[garde(dive)]
+    pub retries: RetriesConfig,
+    /// How the router finds out which engines work.
+    #[serde(default)]
+    #[garde(dive)]
+    pub health: HealthConfig,
     /// What is kept for those who ask why a request went where it went.
     #[serde(default)]
     #[garde(dive)]
@@ -152,6 +169,12 @@ pub struct RouterConfig {
     #[serde(default = "default_drain_timeout_ms")]
     #[garde(range(max = 3_600_000))]
     pub drain_timeout_ms: u64,
+    /// On shutdown, how long the router goes on taking connections while `/ready` already says no and answers close
+    /// their connections, so that load balancers have time to see it; in milliseconds. A second signal ends the
+    /// wait. 0 to 600,000; default 0.
+    #[serde(default)]
+    #[garde(range(max = 600_000))]
+    pub drain_delay_ms: u64,
 }
 
 impl RouterConfig {
@@ -217,15 +240,17 @@ impl RouterConfig {
         changes::between(&self.value(), &next.value())
     }
 
-    fn value(&self) -> serde_json::Value {
+    /// As JSON, with secrets masked.
+    pub(crate) fn value(&self) -> serde_json::Value {
         serde_json::to_value(self).expect("a configuration is made of maps, lists and scalars")
     }
 
-    /// Every file that the configuration names: those under keys that end in `_file`.
+    /// Every file that the configuration names: those under keys that end in `_file`, and the keys and certificates
+    /// of the parts that end in `tls`. Lists of engines are not among them; their sources follow them.
     #[must_use]
     pub fn files(&self) -> BTreeSet<PathBuf> {
         let mut files = BTreeSet::new();
-        files_in(&self.value(), &mut files);
+        files_in(&self.value(), false, &mut files);
         files
     }
 
@@ -301,17 +326,21 @@ fn read(text: &str) -> Result<RouterConfig, Vec<Problem>> {
     if problems.is_empty() { Ok(config) } else { Err(problems) }
 }
 
-fn files_in(value: &serde_json::Value, files: &mut BTreeSet<PathBuf>) {
+fn files_in(value: &serde_json::Value, in_tls: bool, files: &mut BTreeSet<PathBuf>) {
+    // The names in these maps are the operator's own.
+    const FREE: [&str; 5] = ["labels", "select", "prefer", "selector", "resource"];
+    const TLS: [&str; 4] = ["certificate", "key", "ca", "client_ca"];
     match value {
         serde_json::Value::Object(entries) => {
-            for (key, value) in entries {
-                match value.as_str().filter(|_| key.ends_with("_file")) {
+            for (key, value) in entries.iter().filter(|(key, _)| !FREE.contains(&key.as_str())) {
+                let names_a_file = key.ends_with("_file") || (in_tls && TLS.contains(&key.as_str()));
+                match value.as_str().filter(|_| names_a_file) {
                     Some(path) => drop(files.insert(PathBuf::from(path))),
-                    None => files_in(value, files),
+                    None => files_in(value, key.ends_with("tls"), files),
                 }
             }
         }
-        serde_json::Value::Array(items) => items.iter().for_each(|item| files_in(item, files)),
+        serde_json::Value::Array(items) => items.iter().for_each(|item| files_in(item, false, files)),
         _ => {}
     }
 }

@@ -4,18 +4,25 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use tokio::sync::Notify;
+
 use crate::admission::Freed;
 use crate::config::{EngineUrl, PrefixIndexConfig};
+use crate::kv_events::Subscriptions;
 use crate::memory::Memory;
 use crate::metrics::Metrics;
-use crate::upstream::{Engine, Terms};
+use crate::upstream::{Bells, Engine, Terms};
 
 /// The engines.
 pub(crate) struct Fleet {
+    /// Those that tell of their caches.
+    pub subscriptions: Subscriptions,
     /// What their caches hold, as far as is known.
     pub memory: Arc<Memory>,
     metrics: Arc<Metrics>,
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
+    /// Rung when an engine's health wants looking after; see `health/active.rs`.
+    pub wake: Arc<Notify>,
     /// Told whenever an engine may be able to take a request again.
     pub freed: Arc<Freed>,
 }
@@ -24,7 +31,14 @@ impl Fleet {
     pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         let bounds = PrefixIndexConfig::default();
         let memory = Arc::new(Memory::new(bounds.chunks_per_engine, bounds.chunks_total));
-        Self { memory, metrics, engines: Mutex::default(), freed: Arc::default() }
+        Self {
+            subscriptions: Subscriptions::default(),
+            memory,
+            metrics,
+            engines: Mutex::default(),
+            wake: Arc::default(),
+            freed: Arc::default(),
+        }
     }
 
     /// What counts the engines.
@@ -41,8 +55,8 @@ impl Fleet {
             return Arc::clone(engine);
         }
         let metrics = self.metrics.engine(&url.authority());
-        let engine = Engine::new(url.clone(), terms.clone(), Arc::clone(&self.freed), metrics);
-        let engine = Arc::new(engine);
+        let bells = Bells { wake: Arc::clone(&self.wake), freed: Arc::clone(&self.freed) };
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, metrics));
         engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }

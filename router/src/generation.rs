@@ -11,7 +11,7 @@ use baton_openai::ParseLimits;
 use hyper::header::HeaderValue;
 
 use crate::admission::Admission;
-use crate::config::{ConfigError, RouterConfig};
+use crate::config::{ConfigError, ReleaseMode, RouterConfig};
 use crate::discovery::membership::Members;
 use crate::fleet::Fleet;
 use crate::models::Models;
@@ -101,6 +101,8 @@ impl Generation {
             secret,
             api_key: None,
             tls: None,
+            health: config.health.terms(false),
+            release: ReleaseMode::default(),
         };
         let engine_tls = match (same, &config.engine_tls) {
             (Some(same), _) => same.engine_tls.clone(),

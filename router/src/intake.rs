@@ -3,13 +3,15 @@
 //! A body that a decode engine's parser refuses strands the prefill engine's blocks for a whole lease on
 //! stock vLLM (30.03 s measured), so nothing that the router can know to be wrong is sent on.
 
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, Endpoint, Outline, RawBody};
+use baton_openai::{ApiError, Outline, ParseLimits, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use pingora::protocols::l4::socket::SocketAddr;
 use pingora::proxy::Session;
 
 use crate::admission::body_budget::Share;
@@ -22,6 +24,7 @@ use crate::legs::Refusal;
 use crate::models::Model;
 use crate::policy::Wanted;
 use crate::rewrite::{ClientRules, Owned};
+use crate::route::Dialect;
 use crate::tenants::{Auth, Identity};
 
 /// The only headers of a client that an engine gets as they are: its credentials. Its trace is checked first.
@@ -32,7 +35,7 @@ const COME_BACK: Duration = Duration::from_secs(1);
 
 /// A request that engines may hear of.
 pub(crate) struct Ask {
-    pub endpoint: Endpoint,
+    pub dialect: Dialect,
     pub model: Arc<Model>,
     /// As the client sent it, without anything internal.
     pub body: RawBody,
@@ -78,14 +81,17 @@ impl Ask {
     /// # Errors
     /// What the client is to be told; nothing of the request has left the router.
     pub(crate) fn read(
-        endpoint: Endpoint,
+        dialect: Dialect,
         body: Bytes,
         headers: &HeaderMap,
         generation: &Generation,
         owner: Option<&Owner<'_>>,
     ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
-        let (body, mut outline) = RawBody::generate(body, endpoint, limits, &ClientRules)?;
+        let (body, mut outline) = match dialect {
+            Dialect::OpenAi(endpoint) => RawBody::generate(body, endpoint, limits, &ClientRules)?,
+            Dialect::Responses => RawBody::responses(body, limits, &ClientRules)?,
+        };
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
         let aggregate = outline.prompts > 1;
         let priority = body.field("priority").and_then(|value| serde_json::from_slice(value).ok());
@@ -103,15 +109,40 @@ impl Ask {
             body: &body,
             user: outline.request.user.as_deref(),
             salts: salt.as_slice(),
+            block_size: model.decode.block_size().or_else(|| model.prefill.block_size()),
         };
         let features = Features::read(&source, model.needs, &model.features);
         let headers = passed(headers);
-        Ok(Self { endpoint, model, body, owned, outline, aggregate, tokens, priority, features, headers })
+        Ok(Self { dialect, model, body, owned, outline, aggregate, tokens, priority, features, headers })
     }
 
     /// What a policy may know of it.
     pub(crate) fn wanted(&self) -> Wanted<'_> {
         self.features.wanted()
+    }
+
+    /// Who sent it, as a hash: its credentials, or its address where it has none.
+    pub(crate) fn source(&self, peer: Option<&SocketAddr>) -> u64 {
+        let mut hasher = std::hash::DefaultHasher::new();
+        match self.headers.get(AUTHORIZATION) {
+            Some(credentials) => credentials.hash(&mut hasher),
+            None => peer.and_then(|peer| peer.as_inet()).map(|peer| peer.ip()).hash(&mut hasher),
+        }
+        hasher.finish()
+    }
+
+    /// Gives the body's memory back. For answers that have begun: what is needed of it is kept elsewhere.
+    pub(crate) fn forget_body(&mut self) {
+        let is_there = !self.body.is_empty();
+        let empty = || RawBody::any(Bytes::from_static(b"{}"), &ParseLimits::default(), &ClientRules);
+        if let Some(Ok(empty)) = is_there.then(empty) {
+            self.body = empty;
+        }
+    }
+
+    /// Its credentials.
+    pub(crate) fn authorization(&self) -> Option<HeaderValue> {
+        self.headers.get(AUTHORIZATION).cloned()
     }
 
     /// The headers of both legs.

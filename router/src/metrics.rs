@@ -1,4 +1,5 @@
-//! What the router counts. One registry per router, so that several in one process do not mix.
+//! What the router counts. One registry per router, so that several in one process do not mix. What concerns
+//! engines that fail is in `metrics/resilience.rs`.
 //!
 //! Each part has a file below with its families as constants; [`families`] lists them all, and `docs/metrics.md` is
 //! checked against it. A part that counts something adds a file, its `FAMILIES` to that list, and a field to
@@ -15,6 +16,7 @@ mod page;
 mod process;
 mod registry;
 mod requests;
+mod resilience;
 mod routing;
 mod server;
 pub(crate) mod tenants;
@@ -34,6 +36,7 @@ pub(crate) use page::{Format, Scrape};
 #[expect(unused_imports, reason = "for the parts that count more")]
 pub(crate) use registry::{Counter, Family, Gauge, Histogram, Registry};
 pub(crate) use requests::{End, ModelMetrics};
+pub(crate) use resilience::{Resume, STANDINGS};
 
 /// Every family, of every part.
 fn families() -> impl Iterator<Item = &'static Family> {
@@ -41,6 +44,7 @@ fn families() -> impl Iterator<Item = &'static Family> {
         requests::FAMILIES,
         legs::FAMILIES,
         engines::FAMILIES,
+        resilience::FAMILIES,
         admission::FAMILIES,
         tenants::FAMILIES,
         tls::FAMILIES,
@@ -59,6 +63,7 @@ pub(crate) struct Metrics {
     registry: Arc<Registry>,
     pub requests: requests::RequestMetrics,
     pub legs: legs::LegMetrics,
+    pub resilience: resilience::ResilienceMetrics,
     pub server: server::ServerMetrics,
     pub admission: Arc<admission::AdmissionMetrics>,
     pub tenants: Arc<tenants::TenantMetrics>,
@@ -73,6 +78,7 @@ impl Metrics {
         Self {
             requests: requests::RequestMetrics::new(&registry),
             legs: legs::LegMetrics::new(&registry),
+            resilience: resilience::ResilienceMetrics::new(&registry),
             server: server::ServerMetrics::new(&registry),
             admission: Arc::new(admission::AdmissionMetrics::new(&registry)),
             tenants: Arc::new(tenants::TenantMetrics::new(&registry)),

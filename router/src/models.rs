@@ -7,14 +7,15 @@ use baton_openai::ApiError;
 
 use crate::admission::ModelQueue;
 use crate::config::{
-    DisaggregateConfig, EngineConfig, Fallback, FeaturesConfig, ModelConfig, PoolConfig, RouterConfig,
+    Bounds, DisaggregateConfig, EngineConfig, Fallback, FeaturesConfig, ModelConfig, PoolConfig, RouterConfig,
 };
 use crate::discovery::membership::Members;
 use crate::features::Needs;
 use crate::generation::Ground;
+use crate::kv_events::Source;
 use crate::metrics::{Leg, ModelMetrics};
 use crate::pool::{Member, Pool, has};
-use crate::upstream::EngineTerms;
+use crate::upstream::{EngineTerms, Terms};
 
 /// One model.
 pub(crate) struct Model {
@@ -23,6 +24,10 @@ pub(crate) struct Model {
     pub prefill: Pool,
     pub decode: Pool,
     pub fallback: Fallback,
+    /// A stream whose decode engine dies is continued by another.
+    pub resume: bool,
+    /// What its requests may take.
+    pub bounds: Bounds,
     pub disaggregate: DisaggregateConfig,
     pub features: FeaturesConfig,
     /// What has to be looked at in its requests.
@@ -41,6 +46,7 @@ pub(crate) struct Models {
 impl Model {
     fn new(
         config: &ModelConfig,
+        all: &RouterConfig,
         members: &Members,
         terms: &EngineTerms,
         ground: &Ground<'_>,
@@ -50,11 +56,19 @@ impl Model {
         let pool = |leg, pool: &PoolConfig, learns| {
             let engines = members.of(&config.name, leg);
             let engines = engines.iter().filter(|engine| has(&engine.labels, &pool.select));
-            let member = |engine: &EngineConfig| {
-                let known = fleet.engine(&engine.url, terms.of(&engine.url));
-                Arc::new(Member::new(engine, known, pool, &config.pair_by))
+            let ranks = |engine: &EngineConfig| -> Vec<Arc<Member>> {
+                // An engine has one state, in however many pools it is.
+                let health = all.health.terms(members.drains(&engine.url));
+                let terms = Terms { health, release: engine.release, ..terms.of(&engine.url).clone() };
+                let known = fleet.engine(&engine.url, &terms);
+                let member = || Member::new(engine, Arc::clone(&known), pool, &config.pair_by);
+                match engine.data_parallel_size {
+                    0 | 1 => vec![Arc::new(member())],
+                    size => (0..size).map(|rank| Arc::new(member().at_rank(rank))).collect(),
+                }
             };
-            let new = Pool::new(engines.map(member).collect(), &pool.policy, &fleet.memory, learns);
+            let ranks = engines.flat_map(ranks).collect();
+            let new = Pool::new(ranks, &pool.policy, &fleet.memory, learns).guarded(leg, &all.health);
             if let Some(previous) = previous {
                 new.go_on_from(previous.pool(leg));
             }
@@ -66,6 +80,8 @@ impl Model {
             // What a decode engine holds already need not be prefilled elsewhere.
             decode: pool(Leg::Decode, &config.decode, config.disaggregate.asks_what_is_cached()),
             fallback: config.fallback,
+            resume: config.resume && config.fallback == Fallback::Aggregate,
+            bounds: all.timeouts.of(&config.timeouts),
             disaggregate: config.disaggregate.clone(),
             features: config.features.clone(),
             needs: Needs::of(config),
@@ -98,6 +114,7 @@ impl Models {
         for model in &config.models {
             let served = Arc::new(Model::new(
                 model,
+                config,
                 members,
                 terms,
                 ground,
@@ -121,6 +138,12 @@ impl Models {
             (None, [only]) => Ok(only),
             (None, _) => Err(ApiError::invalid("model", "`model` is missing, and several models are served")),
         }
+    }
+
+    /// Every engine that tells of its cache, and where.
+    pub(crate) fn event_sources(&self) -> Vec<Source> {
+        let pools = self.list.iter().flat_map(|model| [&model.prefill, &model.decode]);
+        pools.flat_map(Pool::members).filter_map(|member| member.events.clone()).collect()
     }
 
     pub(crate) fn list(&self) -> &[Arc<Model>] {

@@ -24,6 +24,7 @@ use crate::client_stream::ClientStream;
 use crate::config::RouterConfig;
 use crate::discovery;
 use crate::generation::GenerationError;
+use crate::health;
 use crate::hygiene::{HeadBounds, Wire};
 use crate::metrics::Metrics;
 use crate::reload::Reload;
@@ -115,7 +116,8 @@ impl Router {
         Reload(Arc::clone(&self.shared))
     }
 
-    /// Serves until `shutdown`, then drains: no new connection, requests in flight go on for at most
+    /// Serves until `shutdown`, then drains: `/ready` says no at once, connections are taken for `drain_delay_ms`
+    /// more and closed with their answers; then there is no new connection, requests in flight go on for at most
     /// `drain_timeout_ms`, the rest is cut, and what is owed to engines is paid before this returns.
     ///
     /// # Cancel safety
@@ -130,6 +132,7 @@ impl Router {
         let mut background = JoinSet::new();
         background.spawn(admin::serve(admin, guards.admin.clone(), Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
+        background.spawn(health::active::run(Arc::clone(&shared)));
         background.spawn(reread(Arc::clone(&shared), guards.clone()));
         background.spawn(discovery::run(Arc::clone(&shared)));
         background.spawn(reopen_logs(Arc::clone(&shared)));
@@ -138,11 +141,29 @@ impl Router {
         let mut connections = JoinSet::new();
         tokio::select! {
             () = shutdown.cancelled() => {}
-            () = accept(clients, guards.clients, &shared, &proxy, draining, connections_max, &mut connections) => {}
+            () = accept(&clients, guards.clients.clone(), &shared, &proxy, draining.clone(), connections_max, &mut connections) => {}
         }
         ready.ready.store(false, Ordering::Relaxed);
+        shared.draining.store(true, Ordering::Relaxed);
+        let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
+        if !delay.is_zero() {
+            // Answers close their connections by now; idle ones may still bring a request.
+            let connections = &mut connections;
+            let accepting = accept(
+                &clients,
+                guards.clients.clone(),
+                &shared,
+                &proxy,
+                draining,
+                connections_max,
+                connections,
+            );
+            // It never ends by itself.
+            let _ = tokio::time::timeout(delay, accepting).await;
+        }
         // Fails only when no connection is left to hear it.
         let _ = drain.send(true);
+        drop(clients);
         proxy.http_cleanup().await;
         let drain_timeout = shared.generation().config.drain_timeout();
         let in_flight = async { while connections.join_next().await.is_some() {} };
@@ -165,7 +186,7 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, BindError> {
 }
 
 async fn accept(
-    listener: TcpListener,
+    listener: &TcpListener,
     tls: Option<Arc<ServerTls>>,
     shared: &Arc<Shared>,
     proxy: &Arc<HttpProxy<FrontDoor>>,

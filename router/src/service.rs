@@ -4,6 +4,7 @@
 //! reached: it re-sends at most 64 KiB of a body that a filter has read, which is 16,000 tokens.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
@@ -19,7 +20,7 @@ use serde_json::json;
 
 use crate::admission::body_budget::{Held, Share};
 use crate::admission::{Claim, Ticket, deadline};
-use crate::answer::Stamp;
+use crate::answer::{Patience, Stamp};
 use crate::config::Priority;
 use crate::exchange_driver::{Ended, ExchangeDriver};
 use crate::finished::{Finished, Head};
@@ -31,7 +32,7 @@ use crate::route::Route;
 use crate::shared::{Room, Shared};
 use crate::tenants::{Identity, Permit};
 use crate::trace_context::Trace;
-use crate::{answer, passthrough, request_id, tenants};
+use crate::{answer, passthrough, request_id, resume, tenants};
 
 /// The service that pingora drives.
 pub(crate) struct FrontDoor(pub Arc<Shared>);
@@ -105,6 +106,9 @@ impl ProxyHttp for FrontDoor {
     ) -> pingora::Result<bool> {
         let stall = Duration::from_millis(context.generation.config.timeouts.client_stall_ms);
         session.as_downstream_mut().set_write_timeout(Some(stall));
+        if self.0.draining.load(Ordering::Relaxed) {
+            session.as_downstream_mut().set_keepalive(None);
+        }
         if let Some(echoed) = request_id::decent(&session.req_header().headers) {
             context.client_id = Some(echoed.clone());
             context.stamp.id = echoed;
@@ -181,11 +185,17 @@ impl FrontDoor {
                 context.passed = true;
                 Ok(())
             }
-            Route::Generate(endpoint) => {
+            Route::Options(allowed) => {
+                context.status = 200;
+                let headers = [("allow", allowed.to_owned())];
+                let told = answer::whole(session, 200, &headers, &context.stamp, Bytes::new()).await;
+                told.map_err(|_| Ended::ClientGone)
+            }
+            Route::Generate(dialect) => {
                 self.permit(session, context)?;
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
-                let ask = Ask::read(endpoint, body, headers, &context.generation, context.owner().as_ref())?;
+                let ask = Ask::read(dialect, body, headers, &context.generation, context.owner().as_ref())?;
                 context.limit(&ask)?;
                 self.generate(session, context, ask).await
             }
@@ -196,7 +206,7 @@ impl FrontDoor {
         &self,
         session: &mut Session,
         context: &mut RequestContext,
-        ask: Ask,
+        mut ask: Ask,
     ) -> Result<(), Ended> {
         let driver = context.driver.insert(ExchangeDriver::new(
             Arc::clone(&self.0),
@@ -213,12 +223,27 @@ impl FrontDoor {
             context.permit.iter_mut().for_each(Permit::give_tokens_back);
             return Err(refused);
         }
-        let handoff = driver.prefill(session, &ask).await?;
-        let answer = driver.decode(session, &ask, handoff).await?;
-        drop(ask);
+        let dialect = ask.dialect;
+        let transcript = resume::Transcript::of(&mut ask);
+        let bounds = ask.model.bounds;
+        let spent = self.0.now().since(context.begun);
+        let until = bounds.request.map(|most| Instant::now() + most.saturating_sub(spent));
+        let legs = async {
+            let handoff = driver.prefill(session, &ask).await?;
+            driver.decode(session, &ask, handoff).await
+        };
+        let answer = match until {
+            None => legs.await,
+            Some(until) => match tokio::time::timeout_at(until.into(), legs).await {
+                Ok(answer) => answer,
+                Err(_elapsed) => Err(driver.out_of_time()),
+            },
+        }?;
+        let resuming = transcript.map(|transcript| answer::Resuming { transcript, ask });
         context.body_bytes = None;
-        let silence = Duration::from_millis(context.generation.config.timeouts.stream_silence_ms);
-        context.status = answer::pass(session, driver, answer, &context.stamp, silence).await?;
+        let patience = Patience { silence: bounds.stream_silence, until };
+        context.status =
+            answer::pass(session, driver, answer, &context.stamp, patience, resuming, dialect).await?;
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! What every request needs, and what outlives a configuration.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime};
 
@@ -9,7 +10,7 @@ use baton_connector::{RequestId, Time};
 
 use crate::admission::Admission;
 use crate::admission::body_budget::BodyBudget;
-use crate::config::RouterConfig;
+use crate::config::{EngineUrl, RouterConfig};
 use crate::discovery::Answers;
 use crate::discovery::membership::Members;
 use crate::explain::Ring;
@@ -19,9 +20,13 @@ use crate::inflight::{Entry, InFlightTable};
 use crate::metrics::Metrics;
 use crate::observers::Observers;
 use crate::reload::Reloads;
+use crate::retries::RetryBudget;
 use crate::seldom::Seldom;
 use crate::settle::Settler;
 use crate::tenants::Tenants;
+
+/// Pairs of engines that are remembered as incompatible.
+const MISMATCHED_MAX: usize = 4096;
 
 /// The router's own state. The configuration is a part that is replaced whole; see [`Shared::install`].
 pub(crate) struct Shared {
@@ -42,6 +47,11 @@ pub(crate) struct Shared {
     /// Why the latest requests went where they went.
     pub explain: Ring,
     pub settler: Arc<Settler>,
+    pub retries: Arc<RetryBudget>,
+    /// Set when the router begins to drain: answers close their connections.
+    pub draining: AtomicBool,
+    /// Producer and consumer of handoffs that cannot be read: told once.
+    mismatched: Mutex<HashSet<(EngineUrl, EngineUrl)>>,
     pub in_flight_table: InFlightTable,
     /// Engines that refuse the cluster secret.
     pub refused_secret: Seldom,
@@ -77,6 +87,7 @@ impl Shared {
         let ground = Ground { fleet: &fleet, admission: &admission, tenants: &tenants };
         let first = Generation::build((1, 0), config, members, None, &ground, observers)?;
         metrics.server.generation.set(1.0);
+        fleet.subscriptions.set(first.models.event_sources(), &fleet.memory, &runtime);
         let explain = Ring::new(first.config.explain.requests);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -92,6 +103,9 @@ impl Shared {
             metrics,
             explain,
             settler,
+            retries: Arc::default(),
+            draining: AtomicBool::new(false),
+            mismatched: Mutex::default(),
             in_flight_table: InFlightTable::default(),
             refused_secret: Seldom::new(),
             in_flight: AtomicUsize::new(0),
@@ -147,6 +161,7 @@ impl Shared {
         let next = Generation::build(version, config, members, Some(current), &ground, observers)?;
         self.settler.set_terms(next.settle_terms());
         self.explain.set_most(next.config.explain.requests);
+        self.fleet.subscriptions.set(next.models.event_sources(), &self.fleet.memory, &self.runtime);
         self.metrics.server.generation.set(version.0 as f64);
         self.metrics.config.revision.set(version.1 as f64);
         self.current.store(Arc::new(next));
@@ -164,6 +179,17 @@ impl Shared {
         self.metrics.requests.in_flight.increment(1.0);
         let (number, entry) = self.in_flight_table.enter(id.clone(), begun);
         Some(Room { shared: Arc::clone(self), number, entry })
+    }
+
+    /// Requests in flight.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Notes that what one engine lends another cannot read; true for the first time.
+    pub(crate) fn mismatch(&self, producer: &EngineUrl, consumer: &EngineUrl) -> bool {
+        let mut pairs = self.mismatched.lock().unwrap_or_else(PoisonError::into_inner);
+        pairs.len() < MISMATCHED_MAX && pairs.insert((producer.clone(), consumer.clone()))
     }
 
     /// Now, on the clock of the exchanges.

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use hyper::header::HeaderValue;
 
-use crate::config::{ConfigError, EngineConfig, EngineUrl, first_line_of};
+use crate::config::{ConfigError, EngineConfig, EngineUrl, ReleaseMode, first_line_of};
+use crate::health;
 use crate::tls::TlsError;
 use crate::tls::client::{EngineName, EngineTls};
 
@@ -20,6 +21,9 @@ pub(crate) struct Terms {
     pub api_key: Option<HeaderValue>,
     /// For an `https://` address.
     pub tls: Option<EngineName>,
+    pub health: health::Terms,
+    /// How a lease that nobody will read is ended there.
+    pub release: ReleaseMode,
 }
 
 /// Why an engine cannot be talked to.
