@@ -187,8 +187,9 @@ impl FrontDoor {
         ));
         driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));
         driver.reserve(&ask)?;
-        let handoff = driver.prefill(session, &ask).await?;
-        let answer = driver.decode(session, &ask, handoff).await?;
+        // Boxed: an answer may be passed on for minutes, and would hold the room of what came before it.
+        let handoff = Box::pin(driver.prefill(session, &ask)).await?;
+        let answer = Box::pin(driver.decode(session, &ask, handoff)).await?;
         drop(ask);
         let silence = Duration::from_millis(context.generation.config.timeouts.stream_silence_ms);
         context.status = answer::pass(session, driver, answer, &context.echoed, silence).await?;
