@@ -33,6 +33,8 @@ pub(crate) enum Command {
     Check(CheckArgs),
     /// Say why a request went where it went, or where one would go
     Explain(ExplainArgs),
+    /// API keys of the router's clients
+    Key(KeyArgs),
     /// Compare the engine with golden outputs made by make_tiny.py
     Parity(ParityArgs),
     /// Measure the engine, the transfer, the ledger or the router against baselines from the same run
@@ -245,6 +247,25 @@ pub(crate) struct CheckArgs {
     /// `- key: old` and `+ key: new`
     #[arg(long, value_name = "OLD|http://HOST:PORT")]
     pub(crate) diff: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct KeyArgs {
+    #[command(subcommand)]
+    pub(crate) verb: KeyVerb,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum KeyVerb {
+    /// Make a key: prints it, once, and its entry for `auth.keys`
+    New {
+        /// Its name in logs and limits
+        #[arg(long)]
+        id: String,
+        /// Whose key it is
+        #[arg(long)]
+        tenant: String,
+    },
 }
 
 #[derive(Debug, Args)]

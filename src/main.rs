@@ -24,6 +24,10 @@ fn main() -> ExitCode {
         cli::Command::Router(args) => router::run(&args),
         cli::Command::Check(args) => router::check(&args),
         cli::Command::Explain(args) => explain::run(&args),
+        cli::Command::Key(args) => {
+            router::key(&args.verb);
+            Ok(())
+        }
         cli::Command::Parity(args) => parity::run(&args),
         cli::Command::Bench(args) => baton_bench::run(args.benchmark, &mut std::io::stdout()),
     };

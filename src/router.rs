@@ -1,4 +1,4 @@
-//! `baton router` and `baton check`.
+//! `baton router`, `baton check` and `baton key`.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -6,12 +6,12 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use baton_router::{ConfigError, ConfigFile, Reload, Router, RouterConfig};
+use baton_router::{ConfigError, ConfigFile, NewKey, Reload, Router, RouterConfig};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::cli::{CheckArgs, RouterArgs};
+use crate::cli::{CheckArgs, KeyVerb, RouterArgs};
 use crate::{Failure, shutdown};
 
 /// A router that runs has this long to say what is in effect.
@@ -90,6 +90,17 @@ pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
         .for_each(|line| println!("{line}")),
     }
     Ok(())
+}
+
+pub(crate) fn key(verb: &KeyVerb) {
+    let KeyVerb::New { id, tenant } = verb;
+    let new = NewKey::make();
+    println!(
+        "# The key, for the client. It is shown only now:\n#   {}\n# Its entry for `auth.keys`, or `keys` of the keys \
+         file:\n{}",
+        new.key,
+        new.entry(id, tenant).trim_end()
+    );
 }
 
 /// What is in effect in a router that runs, from its admin listener.

@@ -7,6 +7,7 @@
 //!    ├─ prefill skipped ─▶ Held(nothing)                 └── failed: same handoff ─────┘ │
 //!    └◀─ handoff spent: released, computed anew ── Held(lent)                            │
 //!                                   Done ◀─ ended, broken ─ Streaming ◀─ first chunk ─ Accepted(D)
+//!                           Held(nothing) ◀─ cut: another decode engine goes on ──┴──────────┘
 //! any state but Done ─ client gone, dropped ─▶ Done
 //! ```
 //!
@@ -142,6 +143,8 @@ pub enum Event {
     StreamEnded(Attempt),
     /// The decode engine died, or fell silent, in the middle of the answer.
     StreamBroken(Attempt),
+    /// The same, and another decode engine is to compute the rest, and what it needs for that, alone.
+    StreamCut(Attempt),
     /// No decode engine can use the handoff: it goes back, and the prompt is computed anew.
     HandoffSpent,
     /// No engine is left to try, or the budget is spent.
@@ -340,6 +343,13 @@ impl Exchange {
                 self.state = S::Decoding(on, lent);
                 self.end(Outcome::StreamBroken, Cause::DecodeBroken)
             }
+            (S::Accepted(on, lent) | S::Streaming(on, lent), E::StreamCut(by)) if on == by => {
+                // As if the request ended for this engine; the rest needs nothing of the first prefill.
+                self.state = S::Decoding(on, lent);
+                let settle = self.owed(Cause::DecodeBroken);
+                self.state = S::Held(None);
+                applied(settle)
+            }
             (S::Accepted(on, lent) | S::Streaming(on, lent), E::GaveUp) => {
                 self.state = S::Decoding(on, lent);
                 self.end(Outcome::StreamBroken, Cause::DecodeBroken)
@@ -371,6 +381,7 @@ impl Exchange {
                 | E::FirstChunk(_)
                 | E::StreamEnded(_)
                 | E::StreamBroken(_)
+                | E::StreamCut(_)
                 | E::HandoffSpent
                 | E::GaveUp,
             ) => ignored(),
@@ -454,6 +465,7 @@ impl Exchange {
             | Event::DecodeFailed(..)
             | Event::StreamEnded(_)
             | Event::StreamBroken(_)
+            | Event::StreamCut(_)
             | Event::HandoffSpent
             | Event::GaveUp
             | Event::ClientGone

@@ -29,7 +29,8 @@ fn alphabet() -> Vec<Event> {
     for d in D {
         events.extend([Event::DecodeSent(d), Event::DecodeAccepted(d), Event::DecodeRefused(d)]);
         events.extend(failures.map(|f| Event::DecodeFailed(d, f)));
-        events.extend([Event::FirstChunk(d), Event::StreamEnded(d), Event::StreamBroken(d)]);
+        events.extend([Event::FirstChunk(d), Event::StreamEnded(d)]);
+        events.extend([Event::StreamBroken(d), Event::StreamCut(d)]);
     }
     events
 }
@@ -62,7 +63,8 @@ impl World {
             | Event::DecodeFailed(a, _)
             | Event::FirstChunk(a)
             | Event::StreamEnded(a)
-            | Event::StreamBroken(a) => self.working.contains(&a),
+            | Event::StreamBroken(a)
+            | Event::StreamCut(a) => self.working.contains(&a),
             Event::PrefillSkipped
             | Event::HandoffSpent
             | Event::GaveUp
@@ -84,6 +86,7 @@ impl World {
             Event::PrefillFailed(_, Failure::Unknown)
             | Event::DecodeFailed(_, Failure::Unknown)
             | Event::StreamBroken(_)
+            | Event::StreamCut(_)
             | Event::FirstChunk(_) => {}
             Event::PrefillEmpty(a)
             | Event::PrefillRefused(a)
@@ -186,6 +189,32 @@ fn a_handle_that_arrives_after_the_client_left_is_released_once() {
     let settle = exchange.apply(late, Time::ZERO).settle;
     assert!(matches!(settle[..], [Settlement::ReleasePrefill(lent, Cause::Late)] if lent.by == P[0]));
     assert_eq!(exchange.apply(late, Time::ZERO).fit, Fit::Ignored);
+}
+
+#[test]
+fn an_answer_whose_engine_died_goes_on_at_another_one_which_owes_nothing_for_the_first() {
+    let mut exchange = Exchange::new();
+    let lent = Event::PrefillLent(P[0], Some(handle(P[0])));
+    for event in [Event::PrefillSent(P[0]), lent, Event::DecodeSent(D[0]), Event::DecodeAccepted(D[0])] {
+        exchange.apply(event, Time::ZERO);
+    }
+    exchange.apply(Event::FirstChunk(D[0]), Time::ZERO);
+    let cut = exchange.apply(Event::StreamCut(D[0]), Time::ZERO).settle;
+    let [Settlement::AbortDecode(first), Settlement::ReleasePrefill(released, Cause::DecodeBroken)] = cut[..]
+    else {
+        panic!("{cut:?}")
+    };
+    assert_eq!((first, released.by), (D[0], P[0]));
+    for event in [Event::DecodeSent(D[1]), Event::DecodeAccepted(D[1]), Event::FirstChunk(D[1])] {
+        assert_eq!(exchange.apply(event, Time::ZERO).fit, Fit::Applied);
+    }
+    assert_eq!(
+        exchange.apply(Event::StreamEnded(D[0]), Time::ZERO).fit,
+        Fit::Ignored,
+        "the first one's late end"
+    );
+    let gone = exchange.apply(Event::ClientGone, Time::ZERO);
+    assert_eq!(gone.settle, [Settlement::AbortDecode(D[1])]);
 }
 
 #[test]

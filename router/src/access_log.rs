@@ -17,7 +17,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
@@ -30,6 +30,8 @@ use crate::metrics::Metrics;
 const LOOK: Duration = Duration::from_secs(1);
 /// How often trouble with the file is told.
 const COMPLAIN: Duration = Duration::from_secs(60);
+/// Before a full queue is tried again, at the end.
+const FULL_PAUSE: Duration = Duration::from_millis(5);
 /// Bytes that are gathered before they are written.
 const BUFFER_BYTES: usize = 64 * 1024;
 
@@ -87,9 +89,15 @@ impl AccessLog {
     /// Waits until what was logged so far is written, but not for long.
     pub(crate) async fn flush(&self, within: Duration) {
         let (done, written) = oneshot::channel();
-        if self.messages.try_send(Message::Flush(done)).is_ok() {
-            let _ = tokio::time::timeout(within, written).await;
-        }
+        let flushed = async {
+            let mut message = Message::Flush(done);
+            while let Err(TrySendError::Full(back)) = self.messages.try_send(message) {
+                message = back;
+                tokio::time::sleep(FULL_PAUSE).await;
+            }
+            let _ = written.await;
+        };
+        let _ = tokio::time::timeout(within, flushed).await;
     }
 }
 

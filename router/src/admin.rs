@@ -3,7 +3,9 @@
 //! Which path is what stands in [`Admin::route`], one line each; what it answers is a function in the file of whoever
 //! knows it. An answer is text or JSON ([`Answer`]); `?pretty` makes JSON readable. Bodies of requests are bounded.
 
+mod access;
 mod answer;
+mod engines;
 mod pages;
 
 use std::convert::Infallible;
@@ -18,6 +20,7 @@ use hyper::header::{ACCEPT, HeaderMap};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
@@ -25,6 +28,9 @@ use tokio::task::JoinSet;
 use crate::explain;
 use crate::metrics::Format;
 use crate::shared::Shared;
+use crate::tls::server::ServerTls;
+pub(crate) use access::Access;
+pub use access::AdminError;
 pub(crate) use answer::Answer;
 
 /// Monitors connected at once.
@@ -41,6 +47,7 @@ pub(crate) struct Admin {
     pub shared: Arc<Shared>,
     /// Cleared when the router begins to drain.
     pub ready: AtomicBool,
+    pub access: Arc<Access>,
 }
 
 /// One request, its body read.
@@ -54,7 +61,7 @@ pub(crate) struct Asked {
 }
 
 /// Serves until it is dropped.
-pub(crate) async fn serve(listener: TcpListener, admin: Arc<Admin>) {
+pub(crate) async fn serve(listener: TcpListener, tls: Option<Arc<ServerTls>>, admin: Arc<Admin>) {
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut connections = JoinSet::new();
     loop {
@@ -63,26 +70,43 @@ pub(crate) async fn serve(listener: TcpListener, admin: Arc<Admin>) {
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
         };
-        let admin = Arc::clone(&admin);
+        let (admin, tls) = (Arc::clone(&admin), tls.clone());
         connections.spawn(async move {
             let _permit = permit;
-            let answer = service_fn(move |request| {
-                let admin = Arc::clone(&admin);
-                async move { Ok::<_, Infallible>(admin.answer(request).await) }
-            });
-            let _ = hyper::server::conn::http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEAD_WITHIN)
-                .serve_connection(TokioIo::new(stream), answer)
-                .await;
+            match tls {
+                None => serve_one(stream, admin).await,
+                Some(tls) => {
+                    if let Some(stream) = tls.accept(stream).await {
+                        serve_one(stream, admin).await;
+                    }
+                }
+            }
         });
         while connections.try_join_next().is_some() {}
     }
 }
 
+async fn serve_one(stream: impl AsyncRead + AsyncWrite + Unpin, admin: Arc<Admin>) {
+    let answer = service_fn(move |request| {
+        let admin = Arc::clone(&admin);
+        async move { Ok::<_, Infallible>(admin.answer(request).await) }
+    });
+    // A monitor that breaks off is not our concern.
+    let _ = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_WITHIN)
+        .serve_connection(TokioIo::new(stream), answer)
+        .await;
+}
+
 impl Admin {
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         let (head, body) = request.into_parts();
+        if !self.access.allows(head.uri.path(), &head.headers) {
+            let refused =
+                Answer::error(StatusCode::UNAUTHORIZED, "needs `Authorization: Bearer` and the admin token");
+            return refused.into_response(false, &head.method);
+        }
         let header =
             |name| head.headers.get(name).and_then(|v| v.to_str().ok()).unwrap_or_default().to_owned();
         let query = head.uri.query().unwrap_or_default().to_owned();
@@ -122,7 +146,8 @@ impl Admin {
             ["metrics"] if get => self.metrics(&asked.accept),
             ["config"] if get => pages::config(&self.shared),
             ["requests"] if get => pages::requests(&self.shared, &asked.query),
-            ["engines"] if get => pages::engines(&self.shared),
+            ["engines"] if get => Answer::json(engines::list(&self.shared)),
+            ["engines", engine @ .., verb] if post => engines::order(&self.shared, &engine.join("/"), verb),
             ["explain"] if get => Answer::json(explain::recent(&self.shared.explain)),
             ["explain", id] if get => pages::explain(&self.shared, id),
             ["dry-run"] if post => pages::dry_run(&self.shared, asked),
@@ -135,10 +160,14 @@ impl Admin {
     }
 
     fn readiness(&self) -> Answer {
-        if self.ready.load(Ordering::Relaxed) {
-            return Answer::text("ready\n");
+        let not_ready = |why: &str| Answer::text(why).with_status(StatusCode::SERVICE_UNAVAILABLE);
+        if !self.ready.load(Ordering::Relaxed) {
+            return not_ready("draining\n");
         }
-        Answer::text("draining\n").with_status(StatusCode::SERVICE_UNAVAILABLE)
+        if !engines::is_ready(&self.shared.generation()) {
+            return not_ready("no engine\n");
+        }
+        Answer::text("ready\n")
     }
 
     fn metrics(&self, accept: &str) -> Answer {
@@ -151,10 +180,12 @@ impl Admin {
 /// What `/` says.
 const PATHS: &str = "\
 GET  /health      whether the router lives
-GET  /ready       503 once it drains
+GET  /ready       503 once it drains, and while no decode engine can be used
 GET  /metrics     Prometheus text, or OpenMetrics for those who accept it
 GET  /config      the configuration in effect and its number
 GET  /engines     every engine and what is known of it
+POST /engines/HOST:PORT/drain     it gets nothing new, and finishes what it has
+POST /engines/HOST:PORT/undrain   it gets requests again, whatever the configuration says
 GET  /explain     the latest requests
 GET  /explain/ID  why a request went where it went; ID is the router's or the client's x-request-id
 POST /dry-run     where a client's body would go (?path=/v1/chat/completions); nothing is sent

@@ -13,6 +13,8 @@ use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderMap;
 
+use crate::health::Sign;
+use crate::metrics::Leg;
 use crate::upstream::{Engine, Outgoing};
 
 /// The longest wait for an answer to one question.
@@ -52,7 +54,8 @@ pub(crate) async fn while_alive<T>(
             alive = asked => unanswered = if alive { 0 } else { unanswered + 1 },
         }
         if unanswered == UNANSWERED_MAX {
-            tracing::debug!(engine = engine.authority(), "an engine answers nothing and is given up");
+            // The next requests need not find it out again.
+            engine.failed(Leg::Decode, Sign::Silent);
             return Err(Deaf);
         }
     }
@@ -60,6 +63,11 @@ pub(crate) async fn while_alive<T>(
 
 /// Whether it answers within this time; what it answers is of no interest.
 async fn is_alive(engine: &Arc<Engine>, within: Duration) -> bool {
+    asked(engine, within).await.is_some()
+}
+
+/// Asks an engine for its health: `None` when it answers nothing in time, or whether it says that it is well.
+pub(crate) async fn asked(engine: &Arc<Engine>, within: Duration) -> Option<bool> {
     let question = Outgoing {
         method: Method::GET,
         path: "/health",
@@ -67,5 +75,5 @@ async fn is_alive(engine: &Arc<Engine>, within: Duration) -> bool {
         body: Bytes::new().into(),
     };
     let asked = async { engine.call(&question, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
-    matches!(tokio::time::timeout(within, asked).await, Ok(Ok(_)))
+    Some(tokio::time::timeout(within, asked).await.ok()?.ok()?.status.is_success())
 }

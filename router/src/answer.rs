@@ -13,17 +13,22 @@ use baton_connector::exchange::{Attempt, Event};
 use baton_openai::{ApiError, sse};
 use bytes::{Bytes, BytesMut};
 use hyper::Version;
-use hyper::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, TRANSFER_ENCODING};
+use hyper::header::{
+    CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, TRANSFER_ENCODING,
+};
 use pingora::http::ResponseHeader;
 use pingora::proxy::Session;
 use tokio::time::{Instant, Sleep};
 
 use crate::client_watch::{ClientGone, race};
-use crate::exchange_driver::{Answer, Ended, ExchangeDriver};
+use crate::exchange_driver::{Answer, Ended, ExchangeDriver, Rest};
 use crate::hygiene::Wire;
+use crate::intake::Ask;
 use crate::legs::Refusal;
+use crate::metrics::Resume;
+use crate::resume::{Plan, Transcript};
 use crate::sse::Frames;
-use crate::upstream::{CallError, Reply};
+use crate::upstream::{CallError, InFlight, Reply};
 
 /// An answer that is not streamed is held up to this size; past it, it is passed on as it comes.
 const HELD_BYTES_MAX: usize = 1 << 20;
@@ -35,22 +40,31 @@ const END_AFTER_DONE: Duration = Duration::from_secs(1);
 struct Silence {
     bound: Duration,
     since: Instant,
+    /// When the whole request has taken as long as it may.
+    until: Option<Instant>,
     fires: Pin<Box<Sleep>>,
 }
 
 impl Silence {
-    fn new(bound: Duration) -> Self {
-        Self { bound, since: Instant::now(), fires: Box::pin(tokio::time::sleep(bound)) }
+    fn new(patience: Patience) -> Self {
+        let (bound, since) = (patience.silence, Instant::now());
+        let until = patience.until.map(Instant::from_std);
+        let fires = Box::pin(tokio::time::sleep_until(due(since + bound, until)));
+        Self { bound, since, until, fires }
     }
 
     fn heard(&mut self) {
         self.since = Instant::now();
     }
 
+    fn is_over(&self) -> bool {
+        self.until.is_some_and(|until| until <= Instant::now())
+    }
+
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<()> {
         loop {
             ready!(self.fires.as_mut().poll(context));
-            let due = self.since + self.bound;
+            let due = due(self.since + self.bound, self.until);
             if due <= Instant::now() {
                 return Poll::Ready(());
             }
@@ -59,10 +73,70 @@ impl Silence {
     }
 }
 
+fn due(silent: Instant, until: Option<Instant>) -> Instant {
+    until.map_or(silent, |until| until.min(silent))
+}
+
 /// How an engine's answer ended in the middle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Broken {
     Died,
     Silent,
+    /// The request has taken longer than it may.
+    OutOfTime,
+}
+
+/// Whether a stream whose engine died goes on.
+enum Resumed {
+    GoesOn,
+    Over,
+}
+
+/// What another engine would need to go on with a stream.
+pub(crate) struct Resuming {
+    pub transcript: Transcript,
+    pub ask: Ask,
+}
+
+impl Resuming {
+    fn pass(&mut self, frames: &Bytes) -> Bytes {
+        let passed = self.transcript.pass(frames);
+        if !self.transcript.needs_request() {
+            self.ask.forget_body();
+        }
+        passed
+    }
+
+    fn broke(&mut self) -> Plan {
+        self.transcript.broke()
+    }
+}
+
+/// How long an answer is waited for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// For the next piece.
+    pub silence: Duration,
+    /// For the whole answer; `None`: no bound.
+    pub until: Option<std::time::Instant>,
+}
+
+/// What every answer to a request carries.
+pub(crate) struct Stamp {
+    /// As `x-request-id`.
+    pub id: HeaderValue,
+    /// `x-ratelimit-*`, where the client has limits.
+    pub limits: Vec<(HeaderName, HeaderValue)>,
+}
+
+impl Stamp {
+    fn put(&self, head: &mut ResponseHeader) -> pingora::Result<()> {
+        head.insert_header("x-request-id", &self.id)?;
+        for (name, value) in &self.limits {
+            head.insert_header(name, value)?;
+        }
+        Ok(())
+    }
 }
 
 /// Sends a whole answer.
@@ -70,14 +144,14 @@ pub(crate) async fn whole(
     session: &mut Session,
     status: u16,
     headers: &[(&'static str, String)],
-    id: &HeaderValue,
+    stamp: &Stamp,
     body: Bytes,
 ) -> pingora::Result<()> {
     let mut head = ResponseHeader::build(status, Some(headers.len() + 2))?;
     for (name, value) in headers {
         head.insert_header(*name, value.as_str())?;
     }
-    head.insert_header("x-request-id", id)?;
+    stamp.put(&mut head)?;
     head.insert_header(CONTENT_LENGTH, body.len())?;
     // What is left of a body that nobody wants, or came behind it, would be taken for the next request.
     let unread = Wire::of(session).is_some_and(|wire| wire.is_unread());
@@ -90,8 +164,8 @@ pub(crate) async fn whole(
 }
 
 /// Sends an error.
-pub(crate) async fn error(session: &mut Session, error: &ApiError, id: &HeaderValue) -> pingora::Result<()> {
-    whole(session, error.status, &error.headers(), id, error.to_bytes()).await
+pub(crate) async fn error(session: &mut Session, error: &ApiError, stamp: &Stamp) -> pingora::Result<()> {
+    whole(session, error.status, &error.headers(), stamp, error.to_bytes()).await
 }
 
 /// Passes a decode engine's answer on until its end.
@@ -99,12 +173,14 @@ pub(crate) async fn pass(
     session: &mut Session,
     driver: &mut ExchangeDriver,
     answer: Answer,
-    id: &HeaderValue,
-    silence: Duration,
+    stamp: &Stamp,
+    patience: Patience,
+    resuming: Option<Resuming>,
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
-    let silence = Silence::new(silence);
-    let passing = Passing { session, driver, attempt, reply: *reply, silence, spoke: false };
+    let reply = *reply;
+    let silence = Silence::new(patience);
+    let passing = Passing { session, driver, attempt, reply, load, silence, resuming, spoke: false };
     let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
     let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
     passing.driver.watched.streamed = streamed;
@@ -114,7 +190,7 @@ pub(crate) async fn pass(
         head.insert_header(name, value).map_err(|_| Refusal::broken())
     };
     insert(&mut head, CONTENT_TYPE, content_type.unwrap_or(HeaderValue::from_static("application/json")))?;
-    insert(&mut head, hyper::header::HeaderName::from_static("x-request-id"), id.clone())?;
+    stamp.put(&mut head).map_err(|_| Refusal::broken())?;
     if let Some(timing) = passing.driver.server_timing() {
         insert(&mut head, hyper::header::HeaderName::from_static("server-timing"), timing)?;
     }
@@ -124,7 +200,6 @@ pub(crate) async fn pass(
     } else {
         passing.held(head).await?;
     }
-    drop(load);
     Ok(status)
 }
 
@@ -133,7 +208,10 @@ struct Passing<'a> {
     driver: &'a mut ExchangeDriver,
     attempt: Attempt,
     reply: Reply,
+    /// Counts the request at its engine.
+    load: InFlight,
     silence: Silence,
+    resuming: Option<Resuming>,
     spoke: bool,
 }
 
@@ -156,16 +234,75 @@ impl Passing<'_> {
                     // So does the end with `[DONE]`.
                     self.hold(frames.is_done());
                     if !whole.is_empty() {
+                        let whole = match &mut self.resuming {
+                            Some(resuming) => resuming.pass(&whole),
+                            None => whole,
+                        };
                         self.write(whole, false).await?;
                     }
                     if frames.is_done() {
                         return self.done().await;
                     }
                 }
-                Ok(None) => return self.broken_stream(Broken::Died, &frames).await,
-                Err(broken) => return self.broken_stream(broken, &frames).await,
+                Ok(None) => match self.resume(Broken::Died, &frames).await? {
+                    Resumed::GoesOn => frames = Frames::default(),
+                    Resumed::Over => return Ok(()),
+                },
+                Err(broken) => match self.resume(broken, &frames).await? {
+                    Resumed::GoesOn => frames = Frames::default(),
+                    Resumed::Over => return Ok(()),
+                },
             }
         }
+    }
+
+    /// The engine ended in the middle: another one goes on, where that is possible.
+    async fn resume(&mut self, broken: Broken, frames: &Frames) -> Result<Resumed, Ended> {
+        let plan = match &mut self.resuming {
+            Some(resuming) if broken != Broken::OutOfTime && !frames.is_inside() => resuming.broke(),
+            _ => Plan::Impossible,
+        };
+        let (resuming, rest) = match (plan, &mut self.resuming) {
+            (Plan::Again, Some(resuming)) => (resuming, Rest::Everything),
+            (Plan::Continue(body), Some(resuming)) => {
+                let tokens = resuming.transcript.length();
+                (resuming, Rest::After { body, tokens })
+            }
+            (Plan::Finish(last), _) => {
+                self.driver.resumed(Resume::Resumed);
+                self.driver.apply(Event::StreamEnded(self.attempt));
+                self.write(last, false).await?;
+                self.write(Bytes::new(), true).await?;
+                return Ok(Resumed::Over);
+            }
+            (Plan::Impossible | Plan::Again | Plan::Continue(_), _) => {
+                self.driver.resumed(Resume::NotAllowed);
+                self.broken_stream(broken, frames).await?;
+                return Ok(Resumed::Over);
+            }
+        };
+        let going_on = self.driver.go_on(self.session, self.attempt, &resuming.ask, rest);
+        let answer = match self.silence.until {
+            None => going_on.await?,
+            // What it had begun is settled by what follows.
+            Some(until) => tokio::time::timeout_at(until, going_on).await.unwrap_or(Ok(None))?,
+        };
+        let streams = |reply: &Reply| {
+            let kind = reply.headers().get(CONTENT_TYPE);
+            kind.is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"))
+        };
+        let Some(answer) = answer.filter(|answer| streams(&answer.reply)) else {
+            self.driver.resumed(Resume::Failed);
+            self.driver.apply(Event::GaveUp);
+            self.broken_stream(broken, frames).await?;
+            return Ok(Resumed::Over);
+        };
+        self.driver.resumed(Resume::Resumed);
+        resuming.transcript.goes_on();
+        (self.attempt, self.reply, self.load) = (answer.attempt, *answer.reply, answer.load);
+        self.spoke = false;
+        self.silence.heard();
+        Ok(Resumed::GoesOn)
     }
 
     /// The stream has said `[DONE]`. From here on the client may hang up or ask the next thing.
@@ -192,7 +329,7 @@ impl Passing<'_> {
     }
 
     /// The engine ended in the middle: one typed error at the boundary of a frame, then `[DONE]`.
-    async fn broken_stream(mut self, broken: Broken, frames: &Frames) -> Result<(), Ended> {
+    async fn broken_stream(&mut self, broken: Broken, frames: &Frames) -> Result<(), Ended> {
         self.driver.apply(Event::StreamBroken(self.attempt));
         let mut last = BytesMut::new();
         if frames.is_inside() {
@@ -266,6 +403,7 @@ impl Passing<'_> {
         });
         match race(self.session, next).await {
             Err(ClientGone) => Err(self.driver.client_gone()),
+            Ok(None) if self.silence.is_over() => Ok(Err(Broken::OutOfTime)),
             Ok(None) => Ok(Err(Broken::Silent)),
             Ok(Some(chunk)) => Ok(self.heard(chunk)),
         }
@@ -316,6 +454,7 @@ impl Broken {
         match self {
             Self::Died => Refusal::broken(),
             Self::Silent => Refusal::silent(),
+            Self::OutOfTime => Refusal::out_of_time(),
         }
     }
 }

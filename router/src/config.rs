@@ -30,18 +30,28 @@ pub use discover::{
 pub use error::{ConfigError, Place, Problem};
 pub use explain::ExplainConfig;
 pub use features::FeaturesConfig;
+pub use health::{
+    ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
+};
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
 pub use policy::{
     AffinityKey, ConsistentHashConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig, PrefixAwareConfig,
 };
-pub use pool::{EngineConfig, PoolConfig};
+pub use pool::{EngineConfig, PoolConfig, ReleaseMode};
 pub use prefix_index::PrefixIndexConfig;
+pub use queue::{Priority, PriorityWeights, QueueConfig};
 pub use reload::ReloadConfig;
+pub use retries::RetriesConfig;
 pub use secret::{MASK, Secret};
 pub use telemetry::{OtlpConfig, TelemetryConfig};
-pub use timeouts::TimeoutsConfig;
+pub use tenants::{AuthConfig, CertificateConfig, KeyConfig, KeysFile, RateLimitsConfig, TenantConfig};
+pub(crate) use timeouts::Bounds;
+pub use timeouts::{ModelTimeouts, TimeoutsConfig};
+pub use tls::{ClientAuth, EngineTlsConfig, ListenTlsConfig};
 pub use url::{EngineUrl, UrlError};
+
+pub(crate) use tenants::moment;
 
 mod access_log;
 mod admin;
@@ -55,16 +65,21 @@ mod document;
 mod error;
 mod explain;
 mod features;
+mod health;
 mod limits;
 mod models;
 mod policy;
 mod pool;
 mod prefix_index;
+mod queue;
 mod reload;
+mod retries;
 mod secret;
 mod shape;
 mod telemetry;
+mod tenants;
 mod timeouts;
+mod tls;
 mod url;
 
 /// The whole file.
@@ -75,6 +90,14 @@ pub struct RouterConfig {
     #[serde(default = "default_listen")]
     #[garde(skip)]
     pub listen: SocketAddr,
+    /// TLS for clients. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub listen_tls: Option<ListenTlsConfig>,
+    /// TLS towards engines whose address is `https://`. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub engine_tls: Option<EngineTlsConfig>,
     /// The listener for people and monitors: `/metrics`, `/health`, `/ready`.
     #[serde(default)]
     #[garde(dive)]
@@ -86,6 +109,14 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub limits: LimitsConfig,
+    /// Who may use the router. Default: everybody; `Authorization` is then passed on to engines.
+    #[serde(default)]
+    #[garde(dive)]
+    pub auth: Option<AuthConfig>,
+    /// Requests that wait when every decode engine of a model is full.
+    #[serde(default)]
+    #[garde(dive)]
+    pub queue: QueueConfig,
     /// How long each leg may take or be silent.
     #[serde(default)]
     #[garde(dive)]
@@ -94,6 +125,14 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub attempts: AttemptsConfig,
+    /// How much of the router's work may be second attempts.
+    #[serde(default)]
+    #[garde(dive)]
+    pub retries: RetriesConfig,
+    /// How the router finds out which engines work.
+    #[serde(default)]
+    #[garde(dive)]
+    pub health: HealthConfig,
     /// What is kept for those who ask why a request went where it went.
     #[serde(default)]
     #[garde(dive)]
@@ -128,6 +167,12 @@ pub struct RouterConfig {
     #[serde(default = "default_drain_timeout_ms")]
     #[garde(range(max = 3_600_000))]
     pub drain_timeout_ms: u64,
+    /// On shutdown, how long the router goes on taking connections while `/ready` already says no and answers close
+    /// their connections, so that load balancers have time to see it; in milliseconds. A second signal ends the
+    /// wait. 0 to 600,000; default 0.
+    #[serde(default)]
+    #[garde(range(max = 600_000))]
+    pub drain_delay_ms: u64,
 }
 
 impl RouterConfig {
@@ -174,13 +219,10 @@ impl RouterConfig {
     /// # Errors
     /// [`ConfigError::Unreadable`] when its file cannot be read.
     pub fn secret(&self) -> Result<Option<String>, ConfigError> {
-        let Some(path) = &self.cluster_secret_file else {
-            return Ok(self.cluster_secret.as_ref().map(|secret| secret.reveal().to_owned()));
-        };
-        let name = path.display().to_string();
-        let text =
-            std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { name, source })?;
-        Ok(text.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()))
+        match &self.cluster_secret_file {
+            Some(path) => first_line_of(path),
+            None => Ok(self.cluster_secret.as_ref().map(|secret| secret.reveal().to_owned())),
+        }
     }
 
     /// The whole configuration with every default, as YAML; secrets are masked.
@@ -213,6 +255,35 @@ impl RouterConfig {
     pub fn drain_timeout(&self) -> Duration {
         Duration::from_millis(self.drain_timeout_ms)
     }
+}
+
+/// The first line of a file that holds a secret; `None` when it is empty.
+///
+/// # Errors
+/// [`ConfigError::Unreadable`].
+pub(crate) fn first_line_of(path: &Path) -> Result<Option<String>, ConfigError> {
+    let name = path.display().to_string();
+    let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { name, source })?;
+    Ok(text.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()))
+}
+
+/// Reads a YAML file that belongs to the configuration, and checks it.
+///
+/// # Errors
+/// [`ConfigError`] with the place and what is wrong there.
+pub(crate) fn load_checked<T>(path: &Path) -> Result<T, ConfigError>
+where
+    T: serde::de::DeserializeOwned + Validate<Context = ()>,
+{
+    let name = path.display().to_string();
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| ConfigError::Unreadable { name: name.clone(), source })?;
+    let wrong = |what| Problem { place: Place { line: 1, column: 1 }, what };
+    let checked = typed::<T>(&text).and_then(|value| match value.validate() {
+        Ok(()) => Ok(value),
+        Err(report) => Err(wrong(report.to_string().trim().replace('\n', "; "))),
+    });
+    checked.map_err(|problem| ConfigError::Invalid { name, problems: vec![problem] })
 }
 
 fn default_listen() -> SocketAddr {

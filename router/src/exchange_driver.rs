@@ -4,8 +4,13 @@
 //! answer, a refusal, a panic, a connection task that is aborted at shutdown), the machine hears of it and
 //! what is owed is paid.
 
+mod going_on;
+mod verdicts;
+
+pub(crate) use going_on::Rest;
+
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_connector::RequestId;
 use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Fit, Outcome, Settlement, Timeline};
@@ -14,6 +19,7 @@ use hyper::header::HeaderValue;
 use pingora::proxy::Session;
 use serde_json::Value;
 
+use crate::admission::Ticket;
 use crate::alive::{Deaf, while_alive};
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
@@ -24,15 +30,16 @@ use crate::inflight::Entry;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
-use crate::legs::{Meaning, Refusal};
+use crate::legs::{Blame, Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::models::Model;
 use crate::observe::Watched;
 use crate::policy::Wanted;
 use crate::pool::{Pool, Reserved, Scarce};
 use crate::request_id;
+use crate::retries::Retry;
 use crate::rewrite;
-use crate::settle::Debtor;
+use crate::settle::{Debtor, Returned};
 use crate::shared::Shared;
 use crate::trace_context::Trace;
 use crate::upstream::{Engine, InFlight, Outgoing, Payload, Reply};
@@ -78,6 +85,14 @@ pub(crate) struct ExchangeDriver {
     prefill: Option<PrefillCall>,
     /// Whether the prompt may be computed anew: once.
     may_recompute: bool,
+    /// What the last prefill engine that lent said of it, for the release.
+    lent: Option<(Attempt, Arc<Value>)>,
+    /// Engines that failed it, of which it is not yet known whether that was its own fault.
+    suspects: Vec<(Arc<Engine>, Leg)>,
+    /// Who sent it, as a hash; one source's failures alone take no engine out.
+    source: u64,
+    /// Its share of the budget of second attempts.
+    retry: Option<Retry>,
     /// Who was asked last, for the access log.
     pub prefill_engine: Option<Arc<Engine>>,
     pub decode_engine: Option<Arc<Engine>>,
@@ -100,10 +115,14 @@ impl ExchangeDriver {
             account,
             generation,
             reserved: None,
-            debtor: Debtor { request, exchange },
+            debtor: Debtor { request, exchange, model: None, authorization: None },
+            lent: None,
             attempts: Vec::new(),
             prefill: None,
             may_recompute: true,
+            suspects: Vec::new(),
+            source: 0,
+            retry: None,
             prefill_engine: None,
             decode_engine: None,
         }
@@ -140,9 +159,16 @@ impl ExchangeDriver {
     /// Tells the machine, and pays what it says.
     pub(crate) fn apply(&mut self, event: Event) {
         let now = self.shared.now();
+        if let Event::StreamBroken(attempt) | Event::StreamCut(attempt) = event {
+            let engine = self.engine(attempt);
+            self.suspects.push((engine, Leg::Decode));
+        }
         let step = self.exchange(|exchange| exchange.apply(event, now));
         for debt in step.settle {
             self.pay(debt);
+        }
+        if step.ended.is_some() {
+            self.accuse();
         }
         if step.fit == Fit::Applied {
             self.watched.event(event, now, &self.attempts);
@@ -196,19 +222,46 @@ impl ExchangeDriver {
         self.exchange(|exchange| *exchange.timeline())
     }
 
-    /// Sets a decode engine aside, before prefill is asked for anything.
+    /// Sets a decode engine aside, before prefill is asked for anything; waits in the model's queue when all are
+    /// full.
     ///
     /// # Errors
     /// No decode engine can be had.
-    pub(crate) fn reserve(&mut self, ask: &Ask) -> Result<(), Ended> {
-        match self.choose(Leg::Decode, &ask.model.decode, &ask.wanted(), &[]) {
-            Ok(reserved) => {
+    pub(crate) async fn reserve(
+        &mut self,
+        session: &mut Session,
+        ask: &Ask,
+        ticket: Ticket,
+    ) -> Result<(), Ended> {
+        self.source = ask.source(session.client_addr());
+        self.debtor.model = Some(Arc::clone(&ask.model));
+        self.debtor.authorization = ask.authorization();
+        let generation = Arc::clone(&self.generation);
+        let mut waits = false;
+        let room = || {
+            let wanted = ask.wanted();
+            if !std::mem::replace(&mut waits, true) {
+                return self.choose(Leg::Decode, &ask.model.decode, &wanted, &[]);
+            }
+            // Engines that came since are good for those who wait already.
+            let now = self.shared.generation();
+            let model = now.models.named(Some(&ask.model.name)).unwrap_or(&ask.model);
+            let mut sight = None;
+            let reserved = model.decode.reserve_telling(&wanted, &[], Some(&mut sight))?;
+            if let (Some(account), Some(sight)) = (&self.account, sight) {
+                account.chose(Leg::Decode, sight);
+            }
+            Ok(reserved)
+        };
+        match race(session, ask.model.queue.enter(ticket, &generation.config.queue, room)).await {
+            Err(ClientGone) => Err(self.client_gone()),
+            Ok(Ok(reserved)) => {
                 self.reserved = Some(reserved);
                 Ok(())
             }
-            Err(scarce) => {
+            Ok(Err(refusal)) => {
                 self.apply(Event::GaveUp);
-                Err(Ended::Refused(Refusal::scarce(scarce)))
+                Err(refusal.into())
             }
         }
     }
@@ -243,24 +296,31 @@ impl ExchangeDriver {
     }
 
     /// First leg: the handoff, or `None` when the decode engine is to compute everything.
-    pub(crate) async fn prefill(&mut self, session: &mut Session, ask: &Ask) -> Result<Option<Value>, Ended> {
+    pub(crate) async fn prefill(
+        &mut self,
+        session: &mut Session,
+        ask: &Ask,
+    ) -> Result<Option<Arc<Value>>, Ended> {
         let decided = self.disaggregation(ask);
         self.shared.metrics.routing.disaggregation(decided);
         if let Disaggregation::Local(_) = decided {
             self.apply(Event::PrefillSkipped);
             return Ok(None);
         }
-        let silence = Duration::from_millis(self.generation.config.timeouts.prefill_silence_ms);
+        let silence = ask.model.bounds.prefill_silence;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let outgoing = self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.model.name));
+        let mut outgoing =
+            self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.owned, &ask.model.name));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
             let Ok(Reserved { member, load, .. }) = self.reserve_prefill(ask, &tried) else { break };
-            let engine = Arc::clone(&member.engine);
-            if !tried.is_empty() {
-                self.shared.metrics.retry(Leg::Prefill);
+            if !self.may_try_again(session, Leg::Prefill, tried.len()).await? {
+                break;
             }
+            let engine = Arc::clone(&member.engine);
+            outgoing.to_rank(member.rank);
+            let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.prefill_engine = Some(Arc::clone(&engine));
             tried.push(Arc::clone(&engine));
@@ -269,7 +329,10 @@ impl ExchangeDriver {
             let prefilled = tokio::time::timeout(silence, call.prefilled());
             let prefilled = match race(session, while_alive(&engine, pause, prefilled)).await {
                 Err(ClientGone) => return Err(self.client_gone()),
-                Ok(Err(Deaf) | Ok(Err(_))) => {
+                Ok(silent @ (Err(Deaf) | Ok(Err(_)))) => {
+                    if silent.is_ok() {
+                        self.blame(&engine, Leg::Prefill, Blame::Engine);
+                    }
                     self.apply(Event::PrefillFailed(attempt, Failure::Unknown));
                     last = Refusal::silent();
                     continue;
@@ -278,13 +341,20 @@ impl ExchangeDriver {
             };
             // It has answered: there is nothing to read on.
             self.prefill = None;
+            if !matches!(prefilled, Prefilled::Failed(..)) {
+                self.vindicate(&engine, Leg::Prefill, asked.elapsed());
+            }
             self.apply(prefilled.event(attempt));
             match prefilled {
-                Prefilled::Lent(params, _) => return Ok(Some(params)),
+                Prefilled::Lent(params, _) => {
+                    self.lent = Some((attempt, Arc::clone(&params)));
+                    return Ok(Some(params));
+                }
                 Prefilled::Empty => return Ok(None),
                 Prefilled::Refused(refusal) => return Err(Ended::Refused(refusal)),
-                Prefilled::Failed(_, refusal) => {
+                Prefilled::Failed(_, refusal, blame) => {
                     self.note_misconfigured(&engine, Leg::Prefill, &refusal);
+                    self.blame(&engine, Leg::Prefill, blame);
                     last = refusal;
                 }
             }
@@ -293,7 +363,7 @@ impl ExchangeDriver {
     }
 
     /// Without a prefill engine the decode engine computes everything, where that is configured.
-    fn fall_back(&mut self, ask: &Ask, last: Refusal) -> Result<Option<Value>, Ended> {
+    fn fall_back(&mut self, ask: &Ask, last: Refusal) -> Result<Option<Arc<Value>>, Ended> {
         match ask.model.fallback {
             Fallback::Aggregate => {
                 self.shared.metrics.routing.disaggregation(Disaggregation::Local(Why::FellBack));
@@ -314,7 +384,7 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         ask: &Ask,
-        handoff: Option<Value>,
+        handoff: Option<Arc<Value>>,
     ) -> Result<Answer, Ended> {
         match self.decode_with(session, ask, handoff).await? {
             Some(answer) => Ok(answer),
@@ -338,16 +408,13 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         ask: &Ask,
-        handoff: Option<Value>,
+        handoff: Option<Arc<Value>>,
     ) -> Result<Option<Answer>, Ended> {
         let recompute = handoff.is_some() && self.may_recompute;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let first_byte = Duration::from_millis(self.generation.config.timeouts.decode_first_byte_ms);
-        let mut outgoing = self.outgoing(
-            ask,
-            Leg::Decode,
-            rewrite::decode_body(&ask.body, &ask.model.name, handoff.as_ref()),
-        );
+        let first_byte = ask.model.bounds.decode_first_byte;
+        let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name, handoff.as_deref());
+        let mut outgoing = self.outgoing(ask, Leg::Decode, body);
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
@@ -358,10 +425,12 @@ impl ExchangeDriver {
             let reserved = reserved
                 .unwrap_or_else(|| self.choose(Leg::Decode, &ask.model.decode, &ask.wanted(), &tried));
             let Ok(Reserved { member, load, .. }) = reserved else { break };
-            let engine = Arc::clone(&member.engine);
-            if !tried.is_empty() {
-                self.shared.metrics.retry(Leg::Decode);
+            if !self.may_try_again(session, Leg::Decode, tried.len()).await? {
+                break;
             }
+            let engine = Arc::clone(&member.engine);
+            outgoing.to_rank(member.rank);
+            let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.decode_engine = Some(Arc::clone(&engine));
             tried.push(Arc::clone(&engine));
@@ -371,15 +440,18 @@ impl ExchangeDriver {
             };
             match decoding {
                 Decoding::Accepted(reply) => {
+                    self.vindicate(&engine, Leg::Decode, asked.elapsed());
                     self.apply(Event::DecodeAccepted(attempt));
                     return Ok(Some(Answer { attempt, reply, load }));
                 }
                 Decoding::Refused(refusal) => {
+                    self.vindicate(&engine, Leg::Decode, asked.elapsed());
                     self.apply(Event::DecodeRefused(attempt));
                     return Err(Ended::Refused(refusal));
                 }
-                Decoding::Failed(failure, refusal, meaning) => {
+                Decoding::Failed(failure, refusal, meaning, blame) => {
                     self.apply(Event::DecodeFailed(attempt, failure));
+                    self.blame(&engine, Leg::Decode, blame);
                     self.note_misconfigured(&engine, Leg::Decode, &refusal);
                     last = refusal;
                     spent |= matches!(meaning, Meaning::CannotUseHandoff | Meaning::HandoffSpent);
@@ -397,19 +469,10 @@ impl ExchangeDriver {
         Err(Ended::Refused(last))
     }
 
-    fn note_misconfigured(&self, engine: &Engine, leg: Leg, refusal: &Refusal) {
-        if *refusal == Refusal::misconfigured() {
-            if let Some(held_back) = self.shared.refused_secret.due() {
-                tracing::error!(
-                    request = %self.debtor.request,
-                    engine = engine.authority(),
-                    leg = leg.label(),
-                    held_back,
-                    "an engine refuses this router's cluster secret"
-                );
-            }
-            self.shared.metrics.misconfigured(leg);
-        }
+    /// The request has taken longer than it may: everything that is owed is on its way when this returns.
+    pub(crate) fn out_of_time(&mut self) -> Ended {
+        self.apply(Event::GaveUp);
+        Ended::Refused(Refusal::out_of_time())
     }
 
     /// The client left: everything that is owed is on its way when this returns.
@@ -427,7 +490,10 @@ impl ExchangeDriver {
                 None => self.shared.settler.abort(self.engine(attempt), Leg::Prefill, debtor),
             },
             Settlement::ReleasePrefill(lent, cause) => {
-                self.shared.settler.release(self.engine(lent.by), lent, cause, debtor);
+                let params = self.lent.as_ref().filter(|(by, _)| *by == lent.by);
+                let params = params.map(|(_, params)| Arc::clone(params));
+                let returned = Returned { lent, params, cause };
+                self.shared.settler.release(self.engine(lent.by), returned, debtor);
             }
             Settlement::AbortDecode(attempt) => {
                 self.shared.settler.abort(self.engine(attempt), Leg::Decode, debtor);

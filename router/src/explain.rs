@@ -167,6 +167,7 @@ impl Account {
             Event::FirstChunk(by) => step(by, Decode, Some("first bytes")),
             Event::StreamEnded(by) => step(by, Decode, Some("complete")),
             Event::StreamBroken(by) => step(by, Decode, Some("broke off")),
+            Event::StreamCut(by) => step(by, Decode, Some("broke off; another goes on")),
             Event::PrefillSkipped => Step::Went("no remote prefill"),
             Event::HandoffSpent => Step::Went("the handoff is spent; the prompt is computed anew"),
             Event::GaveUp => Step::Went("gave up"),

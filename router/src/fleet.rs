@@ -4,10 +4,13 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use tokio::sync::Notify;
+
+use crate::admission::Freed;
 use crate::config::{EngineUrl, PrefixIndexConfig};
 use crate::memory::Memory;
 use crate::metrics::Metrics;
-use crate::upstream::{Engine, Terms};
+use crate::upstream::{Bells, Engine, Terms};
 
 /// The engines.
 pub(crate) struct Fleet {
@@ -15,13 +18,17 @@ pub(crate) struct Fleet {
     pub memory: Arc<Memory>,
     metrics: Arc<Metrics>,
     engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
+    /// Rung when an engine's health wants looking after; see `health/active.rs`.
+    pub wake: Arc<Notify>,
+    /// Told whenever an engine may be able to take a request again.
+    pub freed: Arc<Freed>,
 }
 
 impl Fleet {
     pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         let bounds = PrefixIndexConfig::default();
         let memory = Arc::new(Memory::new(bounds.chunks_per_engine, bounds.chunks_total));
-        Self { memory, metrics, engines: Mutex::default() }
+        Self { memory, metrics, engines: Mutex::default(), wake: Arc::default(), freed: Arc::default() }
     }
 
     /// What counts the engines.
@@ -37,7 +44,9 @@ impl Fleet {
             engine.set_terms(terms.clone());
             return Arc::clone(engine);
         }
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), self.metrics.engine(&url.authority())));
+        let metrics = self.metrics.engine(&url.authority());
+        let bells = Bells { wake: Arc::clone(&self.wake), freed: Arc::clone(&self.freed) };
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, metrics));
         engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }

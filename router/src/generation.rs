@@ -4,18 +4,23 @@
 //! What an engine has become in use (connections, load, health) is not part of it: engines live in the
 //! [`Fleet`], and a generation says who is a member of which pool, and on what terms.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use baton_openai::ParseLimits;
 use hyper::header::HeaderValue;
 
-use crate::config::{ConfigError, RouterConfig};
+use crate::admission::Admission;
+use crate::config::{ConfigError, ReleaseMode, RouterConfig};
 use crate::discovery::membership::Members;
 use crate::fleet::Fleet;
 use crate::models::Models;
 use crate::observers::{ObserverError, Observers};
 use crate::settle::SettleTerms;
-use crate::upstream::Terms;
+use crate::tenants::{Auth, AuthError, Tenants};
+use crate::tls::TlsError;
+use crate::tls::client::EngineTls;
+use crate::upstream::{EngineTerms, Terms, TermsError};
 
 /// Why a sound configuration cannot be put into effect.
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +28,15 @@ pub enum GenerationError {
     /// A file that it names cannot be read.
     #[error(transparent)]
     File(#[from] ConfigError),
+    /// The keys cannot be used.
+    #[error(transparent)]
+    Auth(#[from] AuthError),
+    /// Engines cannot be talked to like that.
+    #[error(transparent)]
+    Terms(#[from] TermsError),
+    /// A certificate cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The access log or the traces cannot be had.
     #[error(transparent)]
     Observer(#[from] ObserverError),
@@ -42,7 +56,17 @@ pub(crate) struct Generation {
     pub members: Members,
     pub models: Models,
     pub parse_limits: ParseLimits,
+    /// Who may ask. `None`: everybody.
+    pub auth: Option<Arc<Auth>>,
+    engine_tls: Option<Arc<EngineTls>>,
     pub observers: Observers,
+}
+
+/// What outlives every version and is built upon.
+pub(crate) struct Ground<'a> {
+    pub fleet: &'a Fleet,
+    pub admission: &'a Admission,
+    pub tenants: &'a Tenants,
 }
 
 impl Generation {
@@ -55,10 +79,18 @@ impl Generation {
         config: RouterConfig,
         members: Members,
         previous: Option<&Self>,
-        fleet: &Fleet,
+        ground: &Ground<'_>,
         observers: Observers,
     ) -> Result<Self, GenerationError> {
-        let secret = config.secret()?.map(|text| HeaderValue::from_str(&text));
+        let text = config.secret()?;
+        // Where only pools change, files are not read again: a bad one must not hold engines up.
+        let same = previous.filter(|previous| previous.number == number);
+        let auth = match (same, &config.auth) {
+            (Some(same), _) => same.auth.clone(),
+            (None, Some(auth)) => Some(Arc::new(Auth::build(auth, text.as_deref(), ground.tenants)?)),
+            (None, None) => None,
+        };
+        let secret = text.map(|text| HeaderValue::from_str(&text));
         let mut secret = secret.transpose().map_err(|_| GenerationError::SecretText)?;
         if let Some(secret) = &mut secret {
             secret.set_sensitive(true);
@@ -67,17 +99,38 @@ impl Generation {
             connect_timeout: Duration::from_millis(config.timeouts.connect_ms),
             idle_timeout: Duration::from_millis(config.timeouts.engine_idle_ms),
             secret,
+            api_key: None,
+            tls: None,
+            health: config.health.terms(false),
+            release: ReleaseMode::default(),
         };
-        fleet.memory.set_bounds(config.prefix_index.chunks_per_engine, config.prefix_index.chunks_total);
+        let engine_tls = match (same, &config.engine_tls) {
+            (Some(same), _) => same.engine_tls.clone(),
+            (None, Some(tls)) => Some(EngineTls::new(tls, ground.fleet.metrics().engine_tls())?),
+            (None, None) => None,
+        };
+        let terms = EngineTerms::new(members.engines(), terms, engine_tls.as_ref())?;
+        ground
+            .fleet
+            .memory
+            .set_bounds(config.prefix_index.chunks_per_engine, config.prefix_index.chunks_total);
         Ok(Self {
             number,
             revision,
-            models: Models::new(&config, &members, &terms, fleet, previous.map(|previous| &previous.models)),
+            models: Models::new(&config, &members, &terms, ground, previous.map(|previous| &previous.models)),
             members,
             parse_limits: ParseLimits { body_bytes: config.limits.body_bytes, ..ParseLimits::default() },
+            auth,
+            engine_tls,
             observers,
             config,
         })
+    }
+
+    /// Looks whether files that this version names have changed.
+    pub(crate) fn reread(&self, tenants: &Tenants) {
+        self.auth.iter().for_each(|auth| auth.refresh(tenants));
+        self.engine_tls.iter().for_each(|tls| tls.refresh());
     }
 
     pub(crate) fn settle_terms(&self) -> SettleTerms {

@@ -3,15 +3,19 @@
 //! A body that a decode engine's parser refuses strands the prefill engine's blocks for a whole lease on
 //! stock vLLM (30.03 s measured), so nothing that the router can know to be wrong is sent on.
 
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, Endpoint, Outline, RawBody};
+use baton_openai::{ApiError, Endpoint, Outline, ParseLimits, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use pingora::protocols::l4::socket::SocketAddr;
 use pingora::proxy::Session;
 
+use crate::admission::body_budget::Share;
+use crate::config::Priority;
 use crate::exchange_driver::Ended;
 use crate::features::{Features, Source};
 use crate::generation::Generation;
@@ -19,10 +23,14 @@ use crate::hygiene::{BodyError, Wire};
 use crate::legs::Refusal;
 use crate::models::Model;
 use crate::policy::Wanted;
-use crate::rewrite::ClientRules;
+use crate::rewrite::{ClientRules, Owned};
+use crate::tenants::{Auth, Identity};
 
 /// The only headers of a client that an engine gets as they are: its credentials. Its trace is checked first.
 const PASSED_HEADERS: [HeaderName; 1] = [AUTHORIZATION];
+
+/// When to come back while too many bodies are held.
+const COME_BACK: Duration = Duration::from_secs(1);
 
 /// A request that engines may hear of.
 pub(crate) struct Ask {
@@ -36,6 +44,12 @@ pub(crate) struct Ask {
     /// A decode engine computes everything: one handoff is one sequence of blocks, and this request has
     /// several prompts.
     pub aggregate: bool,
+    /// What the router writes into it because it knows whose it is.
+    pub owned: Owned,
+    /// What it will cost, in tokens: the prompt's by its length, and what it may generate. Estimated.
+    pub tokens: u64,
+    /// vLLM's `priority`.
+    pub priority: Option<i64>,
     /// What says where it belongs.
     pub features: Features,
     headers: HeaderMap,
@@ -44,6 +58,19 @@ pub(crate) struct Ask {
 impl From<ApiError> for Ended {
     fn from(error: ApiError) -> Self {
         Self::Refused(Refusal(error))
+    }
+}
+
+/// Whose request it is, where the router knows.
+pub(crate) struct Owner<'a> {
+    pub identity: &'a Identity,
+    pub auth: &'a Auth,
+}
+
+impl Owner<'_> {
+    /// Whether the key may not have this priority (vLLM's number). Engines with priority scheduling read it.
+    fn forbids(&self, number: i64) -> bool {
+        Priority::of_number(number) < self.identity.priority_max
     }
 }
 
@@ -57,11 +84,20 @@ impl Ask {
         body: Bytes,
         headers: &HeaderMap,
         generation: &Generation,
+        owner: Option<&Owner<'_>>,
     ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
-        let (body, outline) = RawBody::generate(body, endpoint, limits, &ClientRules)?;
+        let (body, mut outline) = RawBody::generate(body, endpoint, limits, &ClientRules)?;
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
         let aggregate = outline.prompts > 1;
+        let priority = body.field("priority").and_then(|value| serde_json::from_slice(value).ok());
+        let tokens = estimated_tokens(body.len(), &outline);
+        let mut owned = Owned::default();
+        if let Some(owner) = owner {
+            let salt = owner.auth.cache_salt(owner.identity, outline.request.cache_salt.as_deref());
+            owned = Owned::new(&salt, priority.is_some_and(|number| owner.forbids(number)));
+            outline.request.cache_salt = Some(salt);
+        }
         let salt = outline.request.cache_salt.as_deref();
         let source = Source {
             model: &model.name,
@@ -71,7 +107,8 @@ impl Ask {
             salts: salt.as_slice(),
         };
         let features = Features::read(&source, model.needs, &model.features);
-        Ok(Self { endpoint, model, body, outline, aggregate, features, headers: passed(headers) })
+        let headers = passed(headers);
+        Ok(Self { endpoint, model, body, owned, outline, aggregate, tokens, priority, features, headers })
     }
 
     /// What a policy may know of it.
@@ -79,10 +116,45 @@ impl Ask {
         self.features.wanted()
     }
 
+    /// Who sent it, as a hash: its credentials, or its address where it has none.
+    pub(crate) fn source(&self, peer: Option<&SocketAddr>) -> u64 {
+        let mut hasher = std::hash::DefaultHasher::new();
+        match self.headers.get(AUTHORIZATION) {
+            Some(credentials) => credentials.hash(&mut hasher),
+            None => peer.and_then(|peer| peer.as_inet()).map(|peer| peer.ip()).hash(&mut hasher),
+        }
+        hasher.finish()
+    }
+
+    /// Gives the body's memory back. For answers that have begun: what is needed of it is kept elsewhere.
+    pub(crate) fn forget_body(&mut self) {
+        let is_there = !self.body.is_empty();
+        let empty = || RawBody::any(Bytes::from_static(b"{}"), &ParseLimits::default(), &ClientRules);
+        if let Some(Ok(empty)) = is_there.then(empty) {
+            self.body = empty;
+        }
+    }
+
+    /// Its credentials.
+    pub(crate) fn authorization(&self) -> Option<HeaderValue> {
+        self.headers.get(AUTHORIZATION).cloned()
+    }
+
     /// The headers of both legs.
     pub(crate) fn engine_headers(&self, request: &RequestId) -> HeaderMap {
         named(self.headers.clone(), request)
     }
+}
+
+/// Four bytes of text are about one token of English; the JSON around it makes up for what is shorter.
+const BYTES_PER_TOKEN: usize = 4;
+/// Tokens that a request is taken to generate when it does not say how many it may.
+const ANSWER_TOKENS: u64 = 256;
+
+fn estimated_tokens(bytes: usize, outline: &Outline) -> u64 {
+    let answer = outline.request.max_tokens.map_or(ANSWER_TOKENS, u64::from);
+    let answers = outline.prompts.max(1) as u64 * u64::from(outline.request.n.max(1));
+    (bytes / BYTES_PER_TOKEN) as u64 + answer.saturating_mul(answers)
 }
 
 /// What an engine gets of a client's headers.
@@ -107,10 +179,11 @@ pub(crate) fn named(mut headers: HeaderMap, request: &RequestId) -> HeaderMap {
 ///
 /// # Errors
 /// 415 where it says that it is something else than JSON, 413 over the limit (at once, where the client declares it),
-/// 408 when it takes too long, 400 when its framing is broken.
+/// 408 when it takes too long, 400 when its framing is broken, 429 when the router holds too much of others' bodies.
 pub(crate) async fn body(
     session: &mut Session,
     limit_bytes: usize,
+    mut share: Share<'_>,
     within: Duration,
 ) -> Result<Bytes, Ended> {
     let wire = Wire::of(session).ok_or(Ended::ClientGone)?;
@@ -118,13 +191,19 @@ pub(crate) async fn body(
     if wire.declared().is_some_and(|bytes| bytes > limit_bytes as u64) {
         return Err(ApiError::payload_too_large(limit_bytes).into());
     }
+    let spent = || ApiError::overloaded("the router is busy with other large requests", COME_BACK);
+    // A body that will not fit is not asked for.
+    if !share.fits(wire.declared().unwrap_or(0)) {
+        return Err(spent().into());
+    }
     if wire.expects_continue() {
         let said = session.as_downstream_mut().write_continue_response().await;
         said.map_err(|_| Ended::ClientGone)?;
     }
-    match tokio::time::timeout(within, wire.body(limit_bytes)).await {
+    match tokio::time::timeout(within, wire.body(limit_bytes, &mut share)).await {
         Ok(Ok(body)) => Ok(body),
         Ok(Err(BodyError::TooLarge)) => Err(ApiError::payload_too_large(limit_bytes).into()),
+        Ok(Err(BodyError::Spent)) => Err(spent().into()),
         Ok(Err(BodyError::Malformed)) => {
             Err(ApiError::malformed("the body's chunks are malformed").with_code("malformed_request").into())
         }

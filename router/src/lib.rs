@@ -15,9 +15,13 @@
 //! | `hygiene` | a client's bytes, read strictly before anything else sees them |
 //! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
 //! | `models`, `pool`, `policy` | which engine is chosen |
+//! | `admission` | who waits when every engine is full, and whose turn it is |
 //! | `memory`, `prefix_index` | what the engines' caches hold, as far as is known |
 //! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
+//! | `health`, `alive`, `retries` | which engines are given requests, and how often they are tried again |
+//! | `resume` | what is kept of a stream so that another engine can go on with it |
+//! | `tenants`, `tls` | who asks, and what they may; encrypted connections |
 //! | `reload`, `discovery` | the next configuration; engines that it does not list |
 //! | `upstream` | connections to engines |
 //! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
@@ -30,6 +34,7 @@
 
 mod access_log;
 mod admin;
+mod admission;
 mod alive;
 mod answer;
 mod client_stream;
@@ -40,9 +45,11 @@ mod discovery;
 mod exchange_driver;
 mod explain;
 mod features;
+mod file_watch;
 mod finished;
 mod fleet;
 mod generation;
+mod health;
 mod hygiene;
 mod inflight;
 mod intake;
@@ -58,6 +65,8 @@ mod pool;
 mod prefix_index;
 mod reload;
 mod request_id;
+mod resume;
+mod retries;
 mod rewrite;
 mod route;
 mod seldom;
@@ -67,13 +76,19 @@ mod settle;
 mod shared;
 mod sse;
 mod telemetry;
+mod tenants;
+mod tls;
 mod trace_context;
 mod upstream;
 mod usage;
 
+pub use admin::AdminError;
 pub use config::{ConfigError, RouterConfig};
 pub use generation::GenerationError;
 pub use observers::ObserverError;
 pub use reload::{ConfigFile, Reload};
 pub use server::{BindError, Router};
 pub use telemetry::TelemetryError;
+pub use tenants::{AuthError, NewKey};
+pub use tls::TlsError;
+pub use upstream::TermsError;

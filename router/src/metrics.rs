@@ -1,4 +1,5 @@
-//! What the router counts. One registry per router, so that several in one process do not mix.
+//! What the router counts. One registry per router, so that several in one process do not mix. What concerns
+//! engines that fail is in `metrics/resilience.rs`.
 //!
 //! Each part has a file below with its families as constants; [`families`] lists them all, and `docs/metrics.md` is
 //! checked against it. A part that counts something adds a file, its `FAMILIES` to that list, and a field to
@@ -6,6 +7,7 @@
 //! operations without a lock or an allocation: see [`registry`]. Values of labels come from configuration, never from
 //! a client.
 
+pub(crate) mod admission;
 mod config;
 mod engines;
 mod legs;
@@ -14,10 +16,13 @@ mod page;
 mod process;
 mod registry;
 mod requests;
+mod resilience;
 mod routing;
 mod server;
+pub(crate) mod tenants;
 #[cfg(test)]
 mod tests;
+pub(crate) mod tls;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,6 +36,7 @@ pub(crate) use page::{Format, Scrape};
 #[expect(unused_imports, reason = "for the parts that count more")]
 pub(crate) use registry::{Counter, Family, Gauge, Histogram, Registry};
 pub(crate) use requests::{End, ModelMetrics};
+pub(crate) use resilience::{Resume, STANDINGS};
 
 /// Every family, of every part.
 fn families() -> impl Iterator<Item = &'static Family> {
@@ -38,6 +44,10 @@ fn families() -> impl Iterator<Item = &'static Family> {
         requests::FAMILIES,
         legs::FAMILIES,
         engines::FAMILIES,
+        resilience::FAMILIES,
+        admission::FAMILIES,
+        tenants::FAMILIES,
+        tls::FAMILIES,
         server::FAMILIES,
         config::FAMILIES,
         routing::FAMILIES,
@@ -53,7 +63,10 @@ pub(crate) struct Metrics {
     registry: Arc<Registry>,
     pub requests: requests::RequestMetrics,
     pub legs: legs::LegMetrics,
+    pub resilience: resilience::ResilienceMetrics,
     pub server: server::ServerMetrics,
+    pub admission: Arc<admission::AdmissionMetrics>,
+    pub tenants: Arc<tenants::TenantMetrics>,
     pub config: config::ConfigMetrics,
     pub observers: observers::ObserverMetrics,
     pub routing: routing::RoutingMetrics,
@@ -65,7 +78,10 @@ impl Metrics {
         Self {
             requests: requests::RequestMetrics::new(&registry),
             legs: legs::LegMetrics::new(&registry),
+            resilience: resilience::ResilienceMetrics::new(&registry),
             server: server::ServerMetrics::new(&registry),
+            admission: Arc::new(admission::AdmissionMetrics::new(&registry)),
+            tenants: Arc::new(tenants::TenantMetrics::new(&registry)),
             config: config::ConfigMetrics::new(&registry),
             observers: observers::ObserverMetrics::new(&registry),
             routing: routing::RoutingMetrics::new(&registry),
@@ -86,6 +102,16 @@ impl Metrics {
     /// Handles for one engine.
     pub(crate) fn engine(&self, authority: &str) -> EngineMetrics {
         EngineMetrics::new(&self.registry, authority)
+    }
+
+    /// Handles for the certificates of a listener: `clients` or `admin`.
+    pub(crate) fn listener_tls(&self, purpose: &'static str) -> tls::ListenerTls {
+        tls::ListenerTls::new(&self.registry, purpose)
+    }
+
+    /// Handles for the files of `engine_tls`.
+    pub(crate) fn engine_tls(&self) -> tls::EngineTlsMetrics {
+        tls::EngineTlsMetrics::new(&self.registry, "engines")
     }
 
     /// Counts a client that left.

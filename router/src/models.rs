@@ -5,15 +5,16 @@ use std::sync::Arc;
 
 use baton_openai::ApiError;
 
+use crate::admission::ModelQueue;
 use crate::config::{
-    DisaggregateConfig, EngineConfig, Fallback, FeaturesConfig, ModelConfig, PoolConfig, RouterConfig,
+    Bounds, DisaggregateConfig, EngineConfig, Fallback, FeaturesConfig, ModelConfig, PoolConfig, RouterConfig,
 };
 use crate::discovery::membership::Members;
 use crate::features::Needs;
-use crate::fleet::Fleet;
+use crate::generation::Ground;
 use crate::metrics::{Leg, ModelMetrics};
 use crate::pool::{Member, Pool, has};
-use crate::upstream::Terms;
+use crate::upstream::{EngineTerms, Terms};
 
 /// One model.
 pub(crate) struct Model {
@@ -22,10 +23,16 @@ pub(crate) struct Model {
     pub prefill: Pool,
     pub decode: Pool,
     pub fallback: Fallback,
+    /// A stream whose decode engine dies is continued by another.
+    pub resume: bool,
+    /// What its requests may take.
+    pub bounds: Bounds,
     pub disaggregate: DisaggregateConfig,
     pub features: FeaturesConfig,
     /// What has to be looked at in its requests.
     pub needs: Needs,
+    /// Where requests wait for a decode engine.
+    pub queue: Arc<ModelQueue>,
     pub metrics: ModelMetrics,
 }
 
@@ -38,19 +45,29 @@ pub(crate) struct Models {
 impl Model {
     fn new(
         config: &ModelConfig,
+        all: &RouterConfig,
         members: &Members,
-        terms: &Terms,
-        fleet: &Fleet,
+        terms: &EngineTerms,
+        ground: &Ground<'_>,
         previous: Option<&Arc<Self>>,
     ) -> Self {
+        let fleet = ground.fleet;
         let pool = |leg, pool: &PoolConfig, learns| {
             let engines = members.of(&config.name, leg);
             let engines = engines.iter().filter(|engine| has(&engine.labels, &pool.select));
-            let member = |engine: &EngineConfig| {
-                let known = fleet.engine(&engine.url, terms);
-                Arc::new(Member::new(engine, known, pool, &config.pair_by))
+            let ranks = |engine: &EngineConfig| -> Vec<Arc<Member>> {
+                // An engine has one state, in however many pools it is.
+                let health = all.health.terms(members.drains(&engine.url));
+                let terms = Terms { health, release: engine.release, ..terms.of(&engine.url).clone() };
+                let known = fleet.engine(&engine.url, &terms);
+                let member = || Member::new(engine, Arc::clone(&known), pool, &config.pair_by);
+                match engine.data_parallel_size {
+                    0 | 1 => vec![Arc::new(member())],
+                    size => (0..size).map(|rank| Arc::new(member().at_rank(rank))).collect(),
+                }
             };
-            let new = Pool::new(engines.map(member).collect(), &pool.policy, &fleet.memory, learns);
+            let ranks = engines.flat_map(ranks).collect();
+            let new = Pool::new(ranks, &pool.policy, &fleet.memory, learns).guarded(leg, &all.health);
             if let Some(previous) = previous {
                 new.go_on_from(previous.pool(leg));
             }
@@ -62,9 +79,12 @@ impl Model {
             // What a decode engine holds already need not be prefilled elsewhere.
             decode: pool(Leg::Decode, &config.decode, config.disaggregate.asks_what_is_cached()),
             fallback: config.fallback,
+            resume: config.resume && config.fallback == Fallback::Aggregate,
+            bounds: all.timeouts.of(&config.timeouts),
             disaggregate: config.disaggregate.clone(),
             features: config.features.clone(),
             needs: Needs::of(config),
+            queue: ground.admission.queue(&config.name),
             metrics: fleet.metrics().model(&config.name),
         }
     }
@@ -85,17 +105,18 @@ impl Models {
     pub(crate) fn new(
         config: &RouterConfig,
         members: &Members,
-        terms: &Terms,
-        fleet: &Fleet,
+        terms: &EngineTerms,
+        ground: &Ground<'_>,
         previous: Option<&Self>,
     ) -> Self {
         let (mut list, mut by_name) = (Vec::new(), HashMap::new());
         for model in &config.models {
             let served = Arc::new(Model::new(
                 model,
+                config,
                 members,
                 terms,
-                fleet,
+                ground,
                 previous.and_then(|p| p.by_name.get(&model.name)),
             ));
             for name in std::iter::once(&model.name).chain(&model.aliases) {

@@ -22,6 +22,8 @@ pub(crate) struct Watched {
     asked: Time,
     /// When the last piece of a streamed answer came.
     last_piece: Option<Time>,
+    /// A prefill engine has answered it; one that a decode engine computed alone took no prefill.
+    prefilled: bool,
     /// The answer is a stream of events.
     pub streamed: bool,
     /// What the answer said of itself.
@@ -42,6 +44,7 @@ impl Watched {
             Event::PrefillSent(to) => return self.sent(now, at(to), Leg::Prefill),
             Event::DecodeSent(to) => return self.sent(now, at(to), Leg::Decode),
             Event::PrefillLent(by, _) | Event::PrefillEmpty(by) => {
+                self.prefilled = true;
                 return self.answered(now, at(by), Leg::Prefill);
             }
             Event::DecodeAccepted(by) => return self.answered(now, at(by), Leg::Decode),
@@ -49,7 +52,7 @@ impl Watched {
             Event::PrefillFailed(by, failure) => (by, Leg::Prefill, failure.into()),
             Event::DecodeRefused(by) => (by, Leg::Decode, Reason::Refused),
             Event::DecodeFailed(by, failure) => (by, Leg::Decode, failure.into()),
-            Event::StreamBroken(by) => (by, Leg::Decode, Reason::Died),
+            Event::StreamBroken(by) | Event::StreamCut(by) => (by, Leg::Decode, Reason::Died),
             Event::PrefillSkipped
             | Event::FirstChunk(_)
             | Event::StreamEnded(_)
@@ -107,7 +110,7 @@ impl Watched {
             model.queue.record(asked.since(begun));
         }
         let span = |from: Option<Time>, to: Option<Time>| -> Option<Duration> { Some(to?.since(from?)) };
-        if let Some(took) = span(line.prefill_sent, line.held) {
+        if let Some(took) = span(line.prefill_sent, line.held).filter(|_| self.prefilled) {
             model.prefill.record(took);
         }
         if let Some(took) = span(line.prefill_sent.and(line.held), line.decode_sent) {

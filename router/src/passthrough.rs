@@ -7,16 +7,17 @@ use baton_connector::RequestId;
 use baton_openai::{ApiError, DetokenizeRequest, RawBody, TokenizeRequest, parse_object, strip};
 use bytes::Bytes;
 use hyper::Method;
-use hyper::header::HeaderValue;
 use pingora::proxy::Session;
 
+use crate::answer::Stamp;
 use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::Ended;
 use crate::generation::Generation;
 use crate::legs::{Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::policy::Wanted;
-use crate::rewrite::ClientRules;
+use crate::rewrite::{ClientRules, Owned};
+use crate::tenants::{self, Identity};
 use crate::trace_context::Trace;
 use crate::upstream::{CallError, Engine, Outgoing};
 use crate::{answer, intake, rewrite};
@@ -30,9 +31,9 @@ pub(crate) async fn pass(
     generation: &Generation,
     path: &'static str,
     body: Bytes,
-    id: &RequestId,
-    echoed: &HeaderValue,
-    trace: &Trace,
+    (id, trace): (&RequestId, &Trace),
+    identity: Option<&Identity>,
+    stamp: &Stamp,
 ) -> Result<u16, Ended> {
     let limits = &generation.parse_limits;
     let mut map = parse_object(&body, limits)?;
@@ -44,16 +45,22 @@ pub(crate) async fn pass(
     drop(map);
     let body = RawBody::any(body, limits, &ClientRules)?;
     let model = Arc::clone(generation.models.named(name.as_deref())?);
+    let means =
+        |name: &str| generation.models.named(Some(name)).is_ok_and(|found| Arc::ptr_eq(found, &model));
+    if identity.is_some_and(|identity| !identity.may_use(means)) {
+        return Err(tenants::forbidden(&model.name).into());
+    }
     let mut headers = intake::named(intake::passed(&session.req_header().headers), id);
     trace.inject(&mut headers, Leg::Decode);
-    let body = rewrite::decode_body(&body, &model.name, None);
-    let outgoing = Outgoing { method: Method::POST, path, headers, body };
+    let body = rewrite::decode_body(&body, &Owned::default(), &model.name, None);
+    let mut outgoing = Outgoing { method: Method::POST, path, headers, body };
     let mut tried: Vec<Arc<Engine>> = Vec::new();
     let mut last = Refusal::none_left();
     let silence = Duration::from_millis(generation.config.timeouts.stream_silence_ms);
     while tried.len() < usize::from(generation.config.attempts.decode) {
         let Ok(reserved) = model.decode.reserve(&Wanted::default(), &tried) else { break };
         let engine = reserved.engine();
+        outgoing.to_rank(reserved.member.rank);
         let call = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
         let called = race(session, tokio::time::timeout(silence, call)).await;
         tried.push(Arc::clone(engine));
@@ -61,7 +68,7 @@ pub(crate) async fn pass(
             Ok(Ok(whole)) if whole.status.is_success() => {
                 let headers = [("content-type", "application/json".to_owned())];
                 let status = whole.status.as_u16();
-                let told = answer::whole(session, status, &headers, echoed, whole.body).await;
+                let told = answer::whole(session, status, &headers, stamp, whole.body).await;
                 return told.map(|()| status).map_err(|_| Ended::ClientGone);
             }
             Ok(Ok(whole)) => {

@@ -1,11 +1,12 @@
 //! Engines that can stand in for each other, and the one place where one of them is chosen.
 //!
 //! ```text
-//! members ─▶ not tried yet ─▶ has room ─▶ not resting ─▶ best labels ─▶ policy ─▶ one place is taken
+//! members ─▶ not tried yet ─▶ has room ─▶ in use ─▶ best labels ─▶ policy ─▶ one place is taken
 //! ```
 //!
-//! An engine that could not be reached a moment ago is chosen only if no other is left. Requests wait rather for
-//! a healthy engine that is full than be sent to one that is not.
+//! Which engines are in use is what `health` says. One that is left out is chosen only if no other is left and the
+//! configuration would rather try; one that is drained, or answers nothing at all, is not chosen. Requests wait
+//! rather for a healthy engine that is full than be sent to one that is not.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,9 +14,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use crate::config::{EngineConfig, PolicyConfig, PoolConfig};
+use crate::config::{AllOut, EngineConfig, HealthConfig, PolicyConfig, PoolConfig};
 use crate::explain::{Considered, Removed, Sight};
+use crate::health::Standing;
 use crate::memory::{Holding, Memory};
+use crate::metrics::Leg;
 use crate::policy::{self, Candidate, Choice, Draw, Policy, Wanted};
 use crate::upstream::{Engine, InFlight};
 
@@ -31,11 +34,16 @@ pub(crate) struct Pool {
     turn: AtomicU64,
     /// Where prompts that are sent are noted; none if nobody asks.
     memory: Option<Arc<Memory>>,
+    leg: Leg,
+    all_out: AllOut,
+    panic_percent: usize,
 }
 
 /// An engine's place in a pool.
 pub(crate) struct Member {
     pub engine: Arc<Engine>,
+    /// Its data-parallel rank, where the engine has several.
+    pub rank: Option<u16>,
     /// Its share of the work against the others'.
     pub weight: u32,
     /// Requests of this router that it takes at once.
@@ -79,6 +87,8 @@ pub(crate) enum Fit {
     Resting,
     Full,
     Tried,
+    /// Not at all.
+    Out,
 }
 
 impl Member {
@@ -97,6 +107,7 @@ impl Member {
             key,
             pair: pair_of(&config.labels, pair_by),
             preferred: !pool.prefer.is_empty() && has(&config.labels, &pool.prefer),
+            rank: None,
             engine,
         }
     }
@@ -106,16 +117,41 @@ impl Member {
         self.pair
     }
 
-    fn fit(&self, tried: &[Arc<Engine>]) -> Fit {
+    /// One rank of its engine.
+    pub(crate) fn at_rank(self, rank: u16) -> Self {
+        let key = xxh3_64(format!("{}#{rank}", self.engine.authority()).as_bytes());
+        Self { rank: Some(rank), key, ..self }
+    }
+
+    /// Requests of this router there.
+    fn load(&self) -> usize {
+        self.rank.map_or_else(|| self.engine.load(), |rank| self.engine.rank_load(rank))
+    }
+
+    /// Requests there: this router's, or, where the engine itself says more, all of them.
+    fn requests(&self) -> u32 {
+        let ours = u32::try_from(self.load()).unwrap_or(u32::MAX);
+        let reported = self.engine.reported_load().filter(|_| self.rank.is_none());
+        reported.map_or(ours, |load| ours.max(load.running.saturating_add(load.waiting)))
+    }
+
+    fn fit(&self, tried: &[Arc<Engine>], leg: Leg, panic: bool) -> Fit {
+        let health = self.engine.health();
         if tried.iter().any(|t| Arc::ptr_eq(t, &self.engine)) {
             Fit::Tried
-        } else if self.engine.load() >= self.max_in_flight {
+        } else if health.standing(leg) > Standing::Out {
+            Fit::Out
+        } else if self.load() >= self.max_in_flight {
             Fit::Full
-        } else if self.engine.is_resting() {
-            Fit::Resting
-        } else {
+        } else if health.takes(leg) || panic {
             Fit::Ready
+        } else {
+            Fit::Resting
         }
+    }
+
+    fn begin(&self, leg: Leg, tokens: u64) -> Option<InFlight> {
+        self.engine.begin(leg, self.rank, tokens, self.max_in_flight)
     }
 
     fn candidate(&self, index: usize) -> Candidate {
@@ -123,7 +159,7 @@ impl Member {
             index,
             engine: self.engine.id(),
             key: self.key,
-            requests: u32::try_from(self.engine.load()).unwrap_or(u32::MAX),
+            requests: self.requests(),
             tokens: self.engine.tokens(),
             weight: self.weight,
         }
@@ -167,7 +203,39 @@ impl Pool {
             policy_name: policy.name(),
             turn: AtomicU64::new(0),
             memory: learns.then(|| Arc::clone(memory)),
+            leg: Leg::Decode,
+            all_out: AllOut::FailOpen,
+            panic_percent: 0,
         }
+    }
+
+    /// Says which leg it serves, and what happens when its engines are not well.
+    pub(crate) fn guarded(self, leg: Leg, health: &HealthConfig) -> Self {
+        let panic_percent = usize::from(health.panic_percent);
+        Self { leg, all_out: health.all_out, panic_percent, ..self }
+    }
+
+    /// Members that may be given requests.
+    pub(crate) fn in_use(&self) -> usize {
+        self.members.iter().filter(|m| m.engine.health().standing(self.leg) <= Standing::Trial).count()
+    }
+
+    /// Whether so few engines are left that health is looked at no more.
+    fn panics(&self) -> bool {
+        let fewest = self.members.len() * self.panic_percent;
+        fewest > 0 && self.all_out == AllOut::FailOpen && self.in_use() * 100 < fewest
+    }
+
+    /// Each engine once.
+    pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
+        let mut engines: Vec<Arc<Engine>> = Vec::with_capacity(self.members.len());
+        for member in &self.members {
+            // The ranks of one engine stand side by side.
+            if !engines.last().is_some_and(|last| Arc::ptr_eq(last, &member.engine)) {
+                engines.push(Arc::clone(&member.engine));
+            }
+        }
+        engines
     }
 
     /// Takes its turns where another version of the same pool is now, so that reloads favour nobody.
@@ -186,7 +254,7 @@ impl Pool {
 
     /// Requests of this router at the least loaded engine; 0 without any.
     pub(crate) fn least_in_flight(&self) -> usize {
-        self.members.iter().map(|member| member.engine.load()).min().unwrap_or(0)
+        self.members.iter().map(|member| member.load()).min().unwrap_or(0)
     }
 
     /// Chooses an engine that has room and is not among those `tried`, and counts the request in flight there.
@@ -215,7 +283,7 @@ impl Pool {
                 Ok(choice) => {
                     let member = &self.members[choice.index];
                     // If somebody else has taken its last place since, the choice is made again.
-                    if let Some(load) = member.engine.begin(wanted.tokens, member.max_in_flight) {
+                    if let Some(load) = member.begin(self.leg, wanted.tokens) {
                         break (candidates, Ok((choice, load)));
                     }
                 }
@@ -271,9 +339,10 @@ impl Pool {
         });
         let is_candidate = |index: usize| candidates.binary_search_by_key(&index, |c| c.index).is_ok();
         let others = self.members.iter().enumerate().filter(|(index, _)| !is_candidate(*index));
-        let removed = others
-            .take(NAMED)
-            .map(|(_, member)| Removed { engine: member.engine.name(), why: member.fit(tried) });
+        let removed = others.take(NAMED).map(|(_, member)| Removed {
+            engine: member.engine.name(),
+            why: member.fit(tried, self.leg, false),
+        });
         let holding = chosen.zip(self.memory.as_ref()).map(|(index, memory)| {
             memory.holding(self.members[index].engine.id(), wanted.prefix, wanted.blocks)
         });
@@ -303,12 +372,13 @@ impl Pool {
     /// The engines that the policy may choose from.
     fn candidates(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Result<Vec<Candidate>, Scarce> {
         let (mut ready, mut resting, mut full) = (Vec::with_capacity(self.members.len()), Vec::new(), false);
+        let panic = self.panics();
         for (index, member) in self.members.iter().enumerate() {
-            match member.fit(tried) {
+            match member.fit(tried, self.leg, panic) {
                 Fit::Ready => ready.push(index),
-                Fit::Resting => resting.push(index),
+                Fit::Resting if self.all_out == AllOut::FailOpen => resting.push(index),
                 Fit::Full => full = true,
-                Fit::Tried => {}
+                Fit::Resting | Fit::Tried | Fit::Out => {}
             }
         }
         if ready.is_empty() {

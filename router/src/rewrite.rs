@@ -57,27 +57,66 @@ impl Internal for ClientRules {
     }
 }
 
+/// Not for the prefill leg. `stream_options` is refused without `stream`, and `min_tokens` above `max_tokens`; what
+/// ends an answer has no bearing on its prompt, and a stop that ends the one token keeps older vLLM from lending.
+const UNSET_FOR_PREFILL: [&str; 8] = [
+    // Only where the client may not say it.
+    "priority",
+    "stream_options",
+    "min_tokens",
+    "min_completion_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "return_token_ids",
+];
+/// What the router writes into a body because it knows whose it is. Nothing by default.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Owned {
+    /// `cache_salt`, as JSON.
+    cache_salt: Option<Vec<u8>>,
+    without_priority: bool,
+    /// The engine is asked for the answer's tokens.
+    pub token_ids: bool,
+}
+
+impl Owned {
+    /// With this `cache_salt`; and without the client's `priority`, where its key may not have it.
+    pub(crate) fn new(cache_salt: &str, without_priority: bool) -> Self {
+        Self { cache_salt: Some(json(&cache_salt)), without_priority, token_ids: false }
+    }
+
+    fn fields(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.cache_salt.iter().map(|salt| ("cache_salt", salt.as_slice()))
+    }
+}
+
 /// The prefill leg: one token, not streamed, lent to whoever comes with the handle.
-pub(crate) fn prefill_body(body: &RawBody, model: &str) -> Payload {
+pub(crate) fn prefill_body(body: &RawBody, owned: &Owned, model: &str) -> Payload {
     let (model, intent) = (json(&model), json(&KvIntent::produce_request()));
     let mut ours: Vec<(&str, &[u8])> =
         vec![("model", &model), ("stream", b"false"), ("max_tokens", b"1"), ("kv_transfer_params", &intent)];
     // Only where the client had them: older engines refuse fields that they do not know.
-    for name in ["max_completion_tokens", "n", "best_of"] {
+    for name in ["max_completion_tokens", "max_output_tokens", "n", "best_of"] {
         if body.has(name) {
             ours.push((name, b"1"));
         }
     }
-    // stream_options is refused without stream; min_tokens above max_tokens is refused.
-    body.write(&ours, &["stream_options", "min_tokens", "min_completion_tokens"]).into()
+    ours.extend(owned.fields());
+    let unset = if owned.without_priority { &UNSET_FOR_PREFILL[..] } else { &UNSET_FOR_PREFILL[1..] };
+    body.write(&ours, unset).into()
 }
 
 /// The decode leg: the client's request, with the producer's handoff unopened, or with none.
-pub(crate) fn decode_body(body: &RawBody, model: &str, handoff: Option<&Value>) -> Payload {
+pub(crate) fn decode_body(body: &RawBody, owned: &Owned, model: &str, handoff: Option<&Value>) -> Payload {
     let (model, handoff) = (json(&model), handoff.map(|handoff| json(&handoff)));
     let mut ours: Vec<(&str, &[u8])> = vec![("model", &model)];
     ours.extend(handoff.as_deref().map(|handoff| ("kv_transfer_params", handoff)));
-    body.write(&ours, &[]).into()
+    ours.extend(owned.fields());
+    if owned.token_ids {
+        ours.push(("return_token_ids", b"true"));
+    }
+    body.write(&ours, if owned.without_priority { &["priority"] } else { &[] }).into()
 }
 
 fn json(value: &impl serde::Serialize) -> Vec<u8> {
@@ -116,7 +155,7 @@ mod tests {
             "extra_body": {"nvext": {"backend_instance_id": "MARK", "kept": 2}},
             "metadata": {"deep": [{"kv_transfer_params": "MARK", "remote_control": "kept"}]},
         }));
-        let text = read(&decode_body(&body, "m", None)).to_string();
+        let text = read(&decode_body(&body, &Owned::default(), "m", None)).to_string();
         assert!(!text.contains("MARK"), "{text}");
         for kept in ["\"mine\":1", "\"kept\":2", "\"remote_control\":\"kept\""] {
             assert!(text.contains(kept), "{text}");
@@ -129,7 +168,7 @@ mod tests {
             "model": "alias", "prompt": "x", "stream": true, "stream_options": {"include_usage": true},
             "max_tokens": 64, "min_tokens": 5, "n": 3, "temperature": 0.5, "mystery": [1],
         }));
-        let sent = read(&prefill_body(&body, "m"));
+        let sent = read(&prefill_body(&body, &Owned::default(), "m"));
         assert_eq!(sent["model"], "m");
         assert_eq!((&sent["stream"], &sent["max_tokens"], &sent["n"]), (&json!(false), &json!(1), &json!(1)));
         for gone in ["stream_options", "min_tokens", "max_completion_tokens"] {
@@ -143,11 +182,11 @@ mod tests {
     fn the_decode_leg_is_the_clients_request_and_the_handoff_verbatim() {
         let body = body(&json!({"model": "m", "prompt": "x", "max_tokens": 64, "stream": true}));
         let handoff = json!({"remote_handle": "00", "future_field": {"kept": [1, 2]}});
-        let written = decode_body(&body, "m", Some(&handoff));
+        let written = decode_body(&body, &Owned::default(), "m", Some(&handoff));
         let sent = read(&written);
         assert_eq!(sent["kv_transfer_params"], handoff);
         assert_eq!((&sent["max_tokens"], &sent["stream"]), (&json!(64), &json!(true)));
-        assert!(read(&decode_body(&body, "m", None)).get("kv_transfer_params").is_none());
+        assert!(read(&decode_body(&body, &Owned::default(), "m", None)).get("kv_transfer_params").is_none());
         let bytes = written.pieces().concat();
         let text = std::str::from_utf8(&bytes).expect("JSON is text");
         assert!(text.find("kv_transfer_params") < text.find("prompt"), "in front: {text}");
@@ -167,10 +206,10 @@ mod tests {
             let any =
                 RawBody::any(Bytes::from(body.clone()), &limits, &ClientRules).expect("it was read before");
             for sent in [
-                prefill_body(&raw, "m"),
-                decode_body(&raw, "m", Some(&handoff)),
-                decode_body(&raw, "m", None),
-                decode_body(&any, "m", None),
+                prefill_body(&raw, &Owned::default(), "m"),
+                decode_body(&raw, &Owned::default(), "m", Some(&handoff)),
+                decode_body(&raw, &Owned::default(), "m", None),
+                decode_body(&any, &Owned::default(), "m", None),
             ] {
                 let sent = sent.pieces().concat();
                 assert!(!is_marked(&sent), "{number}: {body}\n{}", String::from_utf8_lossy(&sent));

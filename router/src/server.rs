@@ -19,17 +19,20 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::admin::{self, Admin};
+use crate::admin::{self, Access, Admin, AdminError};
 use crate::client_stream::ClientStream;
 use crate::config::RouterConfig;
 use crate::discovery;
 use crate::generation::GenerationError;
+use crate::health;
 use crate::hygiene::{HeadBounds, Wire};
 use crate::metrics::Metrics;
 use crate::reload::Reload;
 use crate::seldom::Seldom;
 use crate::service::FrontDoor;
 use crate::shared::Shared;
+use crate::tls::TlsError;
+use crate::tls::server::ServerTls;
 
 /// How often idle connections are closed.
 const UPKEEP: Duration = Duration::from_secs(1);
@@ -47,6 +50,12 @@ pub enum BindError {
         /// Why.
         source: std::io::Error,
     },
+    /// The admin listener would be open to everybody.
+    #[error(transparent)]
+    Admin(#[from] AdminError),
+    /// A certificate cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The configuration cannot be put into effect.
     #[error(transparent)]
     Config(#[from] GenerationError),
@@ -58,6 +67,15 @@ pub struct Router {
     admin: TcpListener,
     shared: Arc<Shared>,
     connections_max: usize,
+    guards: Guards,
+}
+
+/// What stands before the listeners.
+#[derive(Clone)]
+struct Guards {
+    clients: Option<Arc<ServerTls>>,
+    admin: Option<Arc<ServerTls>>,
+    access: Arc<Access>,
 }
 
 impl Router {
@@ -66,10 +84,18 @@ impl Router {
     /// # Errors
     /// [`BindError`] names what is in the way.
     pub async fn bind(config: RouterConfig) -> Result<Self, BindError> {
+        let access = Arc::new(Access::new(&config.admin)?);
+        let (listen_tls, admin_tls) = (config.listen_tls.clone(), config.admin.tls.clone());
         let clients = listen(config.listen).await?;
         let admin = listen(config.admin.listen).await?;
         let connections_max = config.limits.connections;
-        Ok(Self { clients, admin, shared: Shared::new(config)?, connections_max })
+        let shared = Shared::new(config)?;
+        let tls = |config: Option<_>, purpose| {
+            let new = |config| ServerTls::new(&config, shared.metrics.listener_tls(purpose)).map(Arc::new);
+            config.map(new).transpose()
+        };
+        let guards = Guards { clients: tls(listen_tls, "clients")?, admin: tls(admin_tls, "admin")?, access };
+        Ok(Self { clients, admin, shared, connections_max, guards })
     }
 
     /// Where clients connect.
@@ -90,17 +116,24 @@ impl Router {
         Reload(Arc::clone(&self.shared))
     }
 
-    /// Serves until `shutdown`, then drains: no new connection, requests in flight go on for at most
+    /// Serves until `shutdown`, then drains: `/ready` says no at once, connections are taken for `drain_delay_ms`
+    /// more and closed with their answers; then there is no new connection, requests in flight go on for at most
     /// `drain_timeout_ms`, the rest is cut, and what is owed to engines is paid before this returns.
     ///
     /// # Cancel safety
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
-        let Self { clients, admin, shared, connections_max } = self;
-        let ready = Arc::new(Admin { shared: Arc::clone(&shared), ready: AtomicBool::new(true) });
+        let Self { clients, admin, shared, connections_max, guards } = self;
+        let ready = Arc::new(Admin {
+            shared: Arc::clone(&shared),
+            ready: AtomicBool::new(true),
+            access: Arc::clone(&guards.access),
+        });
         let mut background = JoinSet::new();
-        background.spawn(admin::serve(admin, Arc::clone(&ready)));
+        background.spawn(admin::serve(admin, guards.admin.clone(), Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
+        background.spawn(health::active::run(Arc::clone(&shared)));
+        background.spawn(reread(Arc::clone(&shared), guards.clone()));
         background.spawn(discovery::run(Arc::clone(&shared)));
         background.spawn(reopen_logs(Arc::clone(&shared)));
         let proxy = Arc::new(http_proxy(&Arc::new(ServerConf::default()), FrontDoor(Arc::clone(&shared))));
@@ -108,11 +141,29 @@ impl Router {
         let mut connections = JoinSet::new();
         tokio::select! {
             () = shutdown.cancelled() => {}
-            () = accept(clients, &shared, &proxy, draining, connections_max, &mut connections) => {}
+            () = accept(&clients, guards.clients.clone(), &shared, &proxy, draining.clone(), connections_max, &mut connections) => {}
         }
         ready.ready.store(false, Ordering::Relaxed);
+        shared.draining.store(true, Ordering::Relaxed);
+        let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
+        if !delay.is_zero() {
+            // Answers close their connections by now; idle ones may still bring a request.
+            let connections = &mut connections;
+            let accepting = accept(
+                &clients,
+                guards.clients.clone(),
+                &shared,
+                &proxy,
+                draining,
+                connections_max,
+                connections,
+            );
+            // It never ends by itself.
+            let _ = tokio::time::timeout(delay, accepting).await;
+        }
         // Fails only when no connection is left to hear it.
         let _ = drain.send(true);
+        drop(clients);
         proxy.http_cleanup().await;
         let drain_timeout = shared.generation().config.drain_timeout();
         let in_flight = async { while connections.join_next().await.is_some() {} };
@@ -135,7 +186,8 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, BindError> {
 }
 
 async fn accept(
-    listener: TcpListener,
+    listener: &TcpListener,
+    tls: Option<Arc<ServerTls>>,
     shared: &Arc<Shared>,
     proxy: &Arc<HttpProxy<FrontDoor>>,
     draining: watch::Receiver<bool>,
@@ -159,9 +211,10 @@ async fn accept(
         };
         let open = Open::new(&shared.metrics);
         let (shared, proxy, draining) = (Arc::clone(shared), Arc::clone(proxy), draining.clone());
+        let tls = tls.clone();
         connections.spawn(async move {
             let (_permit, _open) = (permit, open);
-            serve(stream, &shared, &proxy, draining).await;
+            serve(stream, tls, &shared, &proxy, draining).await;
         });
         while connections.try_join_next().is_some() {}
     }
@@ -187,6 +240,7 @@ impl Drop for Open {
 /// One client's connection, request by request.
 async fn serve(
     stream: TcpStream,
+    tls: Option<Arc<ServerTls>>,
     shared: &Shared,
     proxy: &Arc<HttpProxy<FrontDoor>>,
     mut draining: watch::Receiver<bool>,
@@ -195,7 +249,14 @@ async fn serve(
     if stream.set_nodelay(true).is_err() {
         return;
     }
-    let wire = Wire::new(Box::new(ClientStream::new(stream)));
+    let stream: pingora::protocols::Stream = match tls {
+        None => Box::new(ClientStream::new(stream)),
+        Some(tls) => match tls.accept(stream).await {
+            Some(stream) => Box::new(stream),
+            None => return,
+        },
+    };
+    let wire = Wire::new(stream);
     loop {
         let bounds = HeadBounds::of(&shared.generation().config);
         let head = tokio::select! {
@@ -226,6 +287,24 @@ async fn serve(
     }
 }
 
+/// Looks once a second whether keys, tokens or certificates have changed on disk. Apart from the workers that serve:
+/// a file system may hang.
+async fn reread(shared: Arc<Shared>, guards: Guards) {
+    let mut tick = tokio::time::interval(UPKEEP);
+    loop {
+        tick.tick().await;
+        let (shared, guards) = (Arc::clone(&shared), guards.clone());
+        let look = move || {
+            guards.clients.iter().chain(&guards.admin).for_each(|tls| tls.refresh());
+            guards.access.refresh();
+            shared.generation().reread(&shared.tenants);
+        };
+        if tokio::task::spawn_blocking(look).await.is_err() {
+            tracing::error!("reading files again failed; it is tried again");
+        }
+    }
+}
+
 /// SIGUSR1 opens the access log's file anew. Without this the signal would end the process.
 async fn reopen_logs(shared: Arc<Shared>) {
     let Ok(mut signals) = signal(SignalKind::user_defined1()) else { return };
@@ -240,6 +319,7 @@ async fn upkeep(shared: Arc<Shared>) {
     let mut tick = tokio::time::interval(UPKEEP);
     loop {
         tick.tick().await;
+        shared.metrics.admission.body_bytes.set(shared.bodies.held() as f64);
         shared.fleet.prune();
         shared.fleet.engines().iter().for_each(|engine| engine.sweep());
     }

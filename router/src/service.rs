@@ -4,29 +4,35 @@
 //! reached: it re-sends at most 64 KiB of a body that a filter has read, which is 16,000 tokens.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
 use baton_connector::exchange::{Event, Outcome, Phase};
 use baton_connector::{RequestId, Time};
 use baton_openai::ApiError;
 use bytes::Bytes;
-use hyper::header::HeaderValue;
+use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use pingora::http::RequestHeader;
 use pingora::prelude::{Error, ErrorType, HttpPeer};
 use pingora::proxy::{ProxyHttp, Session};
 use serde_json::json;
 
+use crate::admission::body_budget::{Held, Share};
+use crate::admission::{Claim, Ticket, deadline};
+use crate::answer::{Patience, Stamp};
+use crate::config::Priority;
 use crate::exchange_driver::{Ended, ExchangeDriver};
 use crate::finished::{Finished, Head};
 use crate::generation::Generation;
 use crate::hygiene::Wire;
-use crate::intake::{self, Ask};
+use crate::intake::{self, Ask, Owner};
 use crate::metrics::End;
 use crate::route::Route;
 use crate::shared::{Room, Shared};
+use crate::tenants::{Identity, Permit};
 use crate::trace_context::Trace;
-use crate::{answer, passthrough, request_id};
+use crate::{answer, passthrough, request_id, resume, tenants};
 
 /// The service that pingora drives.
 pub(crate) struct FrontDoor(pub Arc<Shared>);
@@ -38,10 +44,12 @@ pub(crate) struct RequestContext {
     /// The configuration that was in effect when the request began.
     generation: Arc<Generation>,
     id: RequestId,
-    /// What the client is told the id is: its own, where it sent a decent one.
-    echoed: HeaderValue,
+    /// What every answer carries: the id (the client's own, where it sent a decent one), and its limits.
+    stamp: Stamp,
     /// The client's own id, where it sent a decent one.
     client_id: Option<HeaderValue>,
+    /// With `auth`: whose request it is, and its place within their limits.
+    permit: Option<Permit>,
     driver: Option<ExchangeDriver>,
     status: u16,
     trace: Trace,
@@ -54,6 +62,8 @@ pub(crate) struct RequestContext {
     /// It has been counted.
     over: bool,
     room: Option<Room>,
+    /// What its body takes of the budget of all bodies.
+    body_bytes: Option<Held>,
 }
 
 #[async_trait]
@@ -69,8 +79,9 @@ impl ProxyHttp for FrontDoor {
             shared: Arc::clone(&self.0),
             generation,
             id,
-            echoed,
+            stamp: Stamp { id: echoed, limits: Vec::new() },
             client_id: None,
+            permit: None,
             driver: None,
             status: 0,
             trace: Trace::default(),
@@ -80,6 +91,7 @@ impl ProxyHttp for FrontDoor {
             passed: false,
             over: false,
             room: None,
+            body_bytes: None,
         }
     }
 
@@ -94,9 +106,12 @@ impl ProxyHttp for FrontDoor {
     ) -> pingora::Result<bool> {
         let stall = Duration::from_millis(context.generation.config.timeouts.client_stall_ms);
         session.as_downstream_mut().set_write_timeout(Some(stall));
+        if self.0.draining.load(Ordering::Relaxed) {
+            session.as_downstream_mut().set_keepalive(None);
+        }
         if let Some(echoed) = request_id::decent(&session.req_header().headers) {
             context.client_id = Some(echoed.clone());
-            context.echoed = echoed;
+            context.stamp.id = echoed;
         }
         context.notice(session.req_header());
         match self.serve(session, context).await {
@@ -107,7 +122,7 @@ impl ProxyHttp for FrontDoor {
             }
             Err(Ended::Refused(refusal)) => {
                 context.status = refusal.0.status;
-                answer::error(session, &refusal.0, &context.echoed).await.map(|()| true)
+                answer::error(session, &refusal.0, &context.stamp).await.map(|()| true)
             }
         }
     }
@@ -140,33 +155,42 @@ impl FrontDoor {
                 self.tell(session, context, json!({"version": env!("CARGO_PKG_VERSION")})).await
             }
             Route::Models => {
-                let models: Vec<_> =
-                    context.generation.models.list().iter().map(|m| self.card(&m.name)).collect();
+                let identity = self.identify(session, context)?;
+                let models = context.generation.models.list().iter();
+                let models = models.filter(|m| may_use(identity.as_deref(), &context.generation, &m.name));
+                let models: Vec<_> = models.map(|m| self.card(&m.name)).collect();
                 self.tell(session, context, json!({"object": "list", "data": models})).await
             }
             Route::Model(name) => {
+                let identity = self.identify(session, context)?;
                 let name = context.generation.models.named(Some(name))?.name.clone();
+                if !may_use(identity.as_deref(), &context.generation, &name) {
+                    return Err(tenants::forbidden(&name).into());
+                }
                 self.tell(session, context, self.card(&name)).await
             }
             Route::Pass(path) => {
+                self.permit(session, context)?;
                 let body = self.body(session, context).await?;
                 context.status = passthrough::pass(
                     session,
                     &context.generation,
                     path,
                     body,
-                    &context.id,
-                    &context.echoed,
-                    &context.trace,
+                    (&context.id, &context.trace),
+                    context.permit.as_ref().map(|permit| &*permit.identity),
+                    &context.stamp,
                 )
                 .await?;
                 context.passed = true;
                 Ok(())
             }
             Route::Generate(endpoint) => {
+                self.permit(session, context)?;
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
-                let ask = Ask::read(endpoint, body, headers, &context.generation)?;
+                let ask = Ask::read(endpoint, body, headers, &context.generation, context.owner().as_ref())?;
+                context.limit(&ask)?;
                 self.generate(session, context, ask).await
             }
         }
@@ -176,7 +200,7 @@ impl FrontDoor {
         &self,
         session: &mut Session,
         context: &mut RequestContext,
-        ask: Ask,
+        mut ask: Ask,
     ) -> Result<(), Ended> {
         let driver = context.driver.insert(ExchangeDriver::new(
             Arc::clone(&self.0),
@@ -186,13 +210,57 @@ impl FrontDoor {
             Arc::clone(&ask.model),
         ));
         driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));
-        driver.reserve(&ask)?;
+        let identity = context.permit.as_ref().map(|permit| &*permit.identity);
+        let ticket = ticket(&session.req_header().headers, &ask, &context.generation, identity);
+        if let Err(refused) = driver.reserve(session, &ask, ticket).await {
+            // No engine was asked.
+            context.permit.iter_mut().for_each(Permit::give_tokens_back);
+            return Err(refused);
+        }
+        let transcript = resume::Transcript::of(&mut ask);
+        let bounds = ask.model.bounds;
+        let spent = self.0.now().since(context.begun);
+        let until = bounds.request.map(|most| Instant::now() + most.saturating_sub(spent));
         // Boxed: an answer may be passed on for minutes, and would hold the room of what came before it.
-        let handoff = Box::pin(driver.prefill(session, &ask)).await?;
-        let answer = Box::pin(driver.decode(session, &ask, handoff)).await?;
-        drop(ask);
-        let silence = Duration::from_millis(context.generation.config.timeouts.stream_silence_ms);
-        context.status = answer::pass(session, driver, answer, &context.echoed, silence).await?;
+        let legs = Box::pin(async {
+            let handoff = driver.prefill(session, &ask).await?;
+            driver.decode(session, &ask, handoff).await
+        });
+        let answer = match until {
+            None => legs.await,
+            Some(until) => match tokio::time::timeout_at(until.into(), legs).await {
+                Ok(answer) => answer,
+                Err(_elapsed) => Err(driver.out_of_time()),
+            },
+        }?;
+        let resuming = transcript.map(|transcript| answer::Resuming { transcript, ask });
+        context.body_bytes = None;
+        let patience = Patience { silence: bounds.stream_silence, until };
+        context.status = answer::pass(session, driver, answer, &context.stamp, patience, resuming).await?;
+        Ok(())
+    }
+
+    /// Who asks; `None` without `auth`. The client's credentials end here: no engine and no log gets them.
+    fn identify(
+        &self,
+        session: &mut Session,
+        context: &RequestContext,
+    ) -> Result<Option<Arc<Identity>>, ApiError> {
+        let Some(auth) = &context.generation.auth else { return Ok(None) };
+        let identity = {
+            let names = Wire::of(session).and_then(|wire| wire.certificate_names()).unwrap_or_default();
+            auth.identify(&session.req_header().headers, &names, &self.0.tenants)?
+        };
+        session.req_header_mut().remove_header(&AUTHORIZATION);
+        Ok(Some(identity))
+    }
+
+    /// Who asks, and a place within their limits.
+    fn permit(&self, session: &mut Session, context: &mut RequestContext) -> Result<(), ApiError> {
+        if let Some(identity) = self.identify(session, context)? {
+            let permit = context.permit.insert(Permit::begin(identity, &self.0.tenants)?);
+            context.stamp.limits = permit.headers();
+        }
         Ok(())
     }
 
@@ -204,7 +272,9 @@ impl FrontDoor {
         };
         context.room = Some(room);
         let within = Duration::from_millis(config.timeouts.body_ms);
-        intake::body(session, config.limits.body_bytes, within).await
+        let held = context.body_bytes.insert(self.0.bodies.begin());
+        let share = Share { held, total_bytes: config.limits.body_bytes_total };
+        intake::body(session, config.limits.body_bytes, share, within).await
     }
 
     async fn tell(
@@ -216,13 +286,33 @@ impl FrontDoor {
         context.status = 200;
         let headers = [("content-type", "application/json".to_owned())];
         let body = Bytes::from(what.to_string());
-        let told = answer::whole(session, 200, &headers, &context.echoed, body).await;
+        let told = answer::whole(session, 200, &headers, &context.stamp, body).await;
         told.map_err(|_| Ended::ClientGone)
     }
 
     fn card(&self, name: &str) -> serde_json::Value {
         json!({"id": name, "object": "model", "created": self.0.created, "owned_by": "baton"})
     }
+}
+
+/// What the request brings to the queue.
+fn ticket(headers: &HeaderMap, ask: &Ask, generation: &Generation, identity: Option<&Identity>) -> Ticket {
+    let longest = Duration::from_millis(generation.config.queue.timeout_ms);
+    let most = identity.map_or(Priority::High, |identity| identity.priority_max);
+    let claim = Claim {
+        tenant: identity.map(|identity| identity.tenant.id),
+        weight: identity.map_or(1, |identity| identity.tenant.weight),
+        priority: deadline::priority(headers, ask.priority, most),
+        bytes: ask.body.len(),
+        cost: ask.tokens,
+    };
+    Ticket { claim, deadline: deadline::deadline(headers, Instant::now(), longest) }
+}
+
+/// Whether somebody may use the model of this name; without `auth` everybody may.
+fn may_use(identity: Option<&Identity>, generation: &Generation, model: &str) -> bool {
+    let means = |name: &str| generation.models.named(Some(name)).is_ok_and(|found| found.name == model);
+    identity.is_none_or(|identity| identity.may_use(means))
 }
 
 impl RequestContext {
@@ -238,6 +328,23 @@ impl RequestContext {
         }
     }
 
+    /// What a known client may do with this request, and what it costs; with `auth` only.
+    fn limit(&mut self, ask: &Ask) -> Result<(), ApiError> {
+        let Some(permit) = &mut self.permit else { return Ok(()) };
+        if !may_use(Some(&permit.identity), &self.generation, &ask.model.name) {
+            return Err(tenants::forbidden(&ask.model.name));
+        }
+        let taken = permit.take_tokens(ask.tokens);
+        self.stamp.limits = permit.headers();
+        taken
+    }
+
+    /// Whose request it is; with `auth` only.
+    fn owner(&self) -> Option<Owner<'_>> {
+        let (auth, permit) = (self.generation.auth.as_deref()?, self.permit.as_ref()?);
+        Some(Owner { identity: &permit.identity, auth })
+    }
+
     /// Counts the request, once, whatever ended it, and tells those who want to know.
     fn end(&mut self) {
         if std::mem::replace(&mut self.over, true) {
@@ -251,10 +358,10 @@ impl RequestContext {
         self.generation.observers.tell(Finished {
             head,
             id: self.id.clone(),
-            echoed: self.echoed.clone(),
+            echoed: self.stamp.id.clone(),
             trace: self.trace.clone(),
             model: driver.map(|driver| Arc::clone(&driver.model)),
-            tenant: None,
+            tenant: self.permit.as_ref().map(|permit| Arc::clone(&permit.identity.tenant.name)),
             end,
             status: self.status,
             begun: self.begun,

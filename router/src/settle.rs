@@ -2,14 +2,19 @@
 //!
 //! ```text
 //! abort to P ──▶ POST /abort_requests ─ confirmed ──▶ read P's connection on for a bounded time ─▶ release
-//!                                     └ unsupported, failed ─▶ half-close it first            late handles
+//!    │                                └ unsupported, failed ─▶ half-close it first            late handles
+//!    └ P is known not to have the verb ──▶ half-close it at once: that aborts, and a reply that crosses it arrives
 //! release to P ─▶ POST /kv/release, or the abort by request id where P gave no handle
+//!    └ P does not have the verb ──▶ a decode request that must be refused (`refused_decode.rs`), or the lease's end
 //! abort to D ───▶ POST /abort_requests; its connection is cut already
 //! ```
 //!
-//! Both verbs are idempotent, so every failed try is repeated. An engine without a verb (404, 405, 501) is
-//! not asked again. The number of settlements at once is bounded; one beyond it is counted and left to the
+//! Which of the ways of a release is taken is `release` in an engine's configuration. Both verbs are idempotent,
+//! so every failed try is repeated. An engine without a verb (404, 405, 501) is remembered and not asked again,
+//! until its address could not be reached once. The number of settlements at once is bounded; one beyond it is counted and left to the
 //! lease's expiry.
+
+mod refused_decode;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -21,13 +26,16 @@ use baton_connector::{Handle, RequestId, Time};
 use bytes::Bytes;
 use hyper::header::{HeaderMap, HeaderValue};
 use hyper::{Method, StatusCode};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio_util::task::TaskTracker;
 
-use crate::legs::prefill::PrefillCall;
+use crate::config::ReleaseMode;
+use crate::legs::prefill::{PrefillCall, Prefilled};
 use crate::metrics::{Leg, Metrics, Settled, Via};
+use crate::models::Model;
 use crate::seldom::Seldom;
-use crate::upstream::{Engine, Outgoing};
+use crate::upstream::{Engine, Outgoing, Verb};
+use refused_decode::Refusable;
 
 /// First pause between two tries; doubled each time.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -59,6 +67,17 @@ pub(crate) struct Settler {
 pub(crate) struct Debtor {
     pub request: RequestId,
     pub exchange: Arc<Mutex<Exchange>>,
+    /// Whose decode engines may be asked to refuse; set once the model is known.
+    pub model: Option<Arc<Model>>,
+    /// The client's credentials, which engines may ask for.
+    pub authorization: Option<HeaderValue>,
+}
+
+/// A lease that goes back: its name, and what its engine said of it, where that could be read.
+pub(crate) struct Returned {
+    pub lent: Lent,
+    pub params: Option<Arc<Value>>,
+    pub cause: Cause,
 }
 
 /// One settlement among those in flight.
@@ -99,9 +118,9 @@ impl Settler {
     }
 
     /// Gives a lease back.
-    pub(crate) fn release(self: &Arc<Self>, engine: Arc<Engine>, lent: Lent, cause: Cause, debtor: Debtor) {
+    pub(crate) fn release(self: &Arc<Self>, engine: Arc<Engine>, returned: Returned, debtor: Debtor) {
         let settler = Arc::clone(self);
-        self.spawn(async move { settler.released(&engine, lent, cause, &debtor).await });
+        self.spawn(async move { settler.released(&engine, returned, &debtor).await });
     }
 
     /// Aborts one leg by request id.
@@ -125,7 +144,7 @@ impl Settler {
     /// The longest that one settlement can take.
     pub(crate) fn longest(&self) -> Duration {
         let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
-        try_timeout * u32::from(tries + 1) * 2 + PAUSE * (1 << tries.min(16))
+        try_timeout * u32::from(tries + 1) * 3 + PAUSE * (1 << tries.min(16))
     }
 
     fn spawn(self: &Arc<Self>, work: impl Future<Output = ()> + Send + 'static) {
@@ -151,6 +170,10 @@ impl Settler {
         if !call.was_sent() {
             return;
         }
+        if !may_have(&engine, Verb::Abort) {
+            // The only way in which it can hear of it, so the sooner the better.
+            call.half_close();
+        }
         let abort = self.aborted(&engine, &debtor.request, Leg::Prefill);
         tokio::pin!(abort);
         // The reply may come first: then the abort is still finished, because it may be all that P hears.
@@ -160,7 +183,7 @@ impl Settler {
         while reply.is_none() {
             tokio::select! {
                 biased;
-                event = call.outcome() => reply = Some(event),
+                prefilled = call.prefilled() => reply = Some(prefilled),
                 done = &mut abort, if result.is_none() => {
                     if done != Settled::Confirmed {
                         call.half_close();
@@ -170,15 +193,22 @@ impl Settler {
                 () = &mut deadline => break,
             }
         }
+        let attempt = call.attempt();
         drop(call);
-        if let Some(event) = reply {
+        if let Some(prefilled) = reply {
+            let event = prefilled.event(attempt);
+            let params = match prefilled {
+                Prefilled::Lent(params, _) => Some(params),
+                Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
+            };
             let now = Time(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX));
             let step =
                 debtor.exchange.lock().unwrap_or_else(std::sync::PoisonError::into_inner).apply(event, now);
             for debt in step.settle {
                 match debt {
                     Settlement::ReleasePrefill(lent, cause) => {
-                        self.released(&engine, lent, cause, &debtor).await;
+                        let params = params.clone();
+                        self.released(&engine, Returned { lent, params, cause }, &debtor).await;
                     }
                     Settlement::AbortPrefill(_) | Settlement::AbortDecode(_) => {
                         unreachable!("a late reply brings nothing but a handle")
@@ -193,36 +223,74 @@ impl Settler {
         self.metrics.settled(result);
     }
 
-    async fn released(&self, engine: &Arc<Engine>, lent: Lent, cause: Cause, debtor: &Debtor) {
-        let via = if lent.handle.is_some() { Via::Release } else { Via::Abort };
+    async fn released(&self, engine: &Arc<Engine>, returned: Returned, debtor: &Debtor) {
+        let Returned { lent, params, cause } = returned;
+        let (via, result) = self.released_via(engine, lent, cause, params.as_deref(), debtor).await;
         self.metrics.release(cause, via);
-        let result = match lent.handle {
-            Some(handle) => self.asked(engine, &release(handle, cause, &debtor.request)).await,
-            // An engine maps the id of a request to the lease that it opened for it.
-            None => self.asked(engine, &abort(&debtor.request, Leg::Prefill)).await,
-        };
-        tracing::debug!(request = %debtor.request, engine = engine.authority(), cause = cause.label(), ?result,
+        tracing::debug!(request = %debtor.request, engine = engine.authority(), cause = cause.label(), ?via, ?result,
             "released");
         self.metrics.settled(result);
     }
 
+    /// Takes the first way that the engine has and its configuration allows.
+    async fn released_via(
+        &self,
+        engine: &Arc<Engine>,
+        lent: Lent,
+        cause: Cause,
+        params: Option<&Value>,
+        debtor: &Debtor,
+    ) -> (Via, Settled) {
+        let mode = engine.release_mode();
+        if matches!(mode, ReleaseMode::Auto | ReleaseMode::Verb) {
+            let (via, verb, outgoing) = match lent.handle {
+                Some(handle) => (Via::Release, Verb::Release, release(handle, cause, &debtor.request)),
+                // An engine maps the id of a request to the lease that it opened for it.
+                None => (Via::Abort, Verb::Abort, abort(&debtor.request, Leg::Prefill)),
+            };
+            let result = self.asked(engine, verb, &outgoing).await;
+            if result != Settled::Unsupported {
+                return (via, result);
+            }
+        }
+        if matches!(mode, ReleaseMode::Auto | ReleaseMode::RefusedDecode)
+            && let (Some(model), Some(params)) = (debtor.model.as_deref(), params)
+        {
+            let authorization = debtor.authorization.as_ref();
+            let refusable = Refusable { model, params, authorization, request: &debtor.request };
+            let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
+            let refused = refusable.refused(tries, try_timeout).await;
+            return (Via::RefusedDecode, if refused { Settled::Confirmed } else { Settled::Failed });
+        }
+        (Via::Lease, Settled::Unsupported)
+    }
+
     async fn aborted(&self, engine: &Arc<Engine>, request: &RequestId, leg: Leg) -> Settled {
         let begun = Instant::now();
-        let result = self.asked(engine, &abort(request, leg)).await;
+        let result = self.asked(engine, Verb::Abort, &abort(request, leg)).await;
         if result == Settled::Confirmed {
             self.metrics.propagated(leg, begun.elapsed());
         }
         result
     }
 
-    async fn asked(&self, engine: &Arc<Engine>, outgoing: &Outgoing) -> Settled {
+    async fn asked(&self, engine: &Arc<Engine>, verb: Verb, outgoing: &Outgoing) -> Settled {
+        if !may_have(engine, verb) {
+            return Settled::Unsupported;
+        }
         let mut pause = PAUSE;
         let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
         for left in (0..tries).rev() {
             let ask = async { engine.call(outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
             match tokio::time::timeout(try_timeout, ask).await {
-                Ok(Ok(answer)) if answer.status.is_success() => return Settled::Confirmed,
-                Ok(Ok(answer)) if is_missing(answer.status) => return Settled::Unsupported,
+                Ok(Ok(answer)) if answer.status.is_success() => {
+                    engine.verbs().learn(verb, true);
+                    return Settled::Confirmed;
+                }
+                Ok(Ok(answer)) if is_missing(answer.status) => {
+                    engine.verbs().learn(verb, false);
+                    return Settled::Unsupported;
+                }
                 Ok(Ok(answer)) => self.complain(engine, outgoing, left, &format!("status {}", answer.status)),
                 Ok(Err(error)) => self.complain(engine, outgoing, left, &error.to_string()),
                 Err(_elapsed) => self.complain(engine, outgoing, left, "no answer in time"),
@@ -243,6 +311,12 @@ impl Settler {
             tracing::warn!(request, engine, path, what, left, held_back, "an abort or a release failed");
         }
     }
+}
+
+/// Whether an engine may have a verb: its configuration does not say that it has none, and neither has it.
+fn may_have(engine: &Engine, verb: Verb) -> bool {
+    let stock = matches!(engine.release_mode(), ReleaseMode::RefusedDecode | ReleaseMode::Lease);
+    !stock && engine.verbs().has(verb) != Some(false)
 }
 
 fn is_missing(status: StatusCode) -> bool {

@@ -1,24 +1,32 @@
 //! What every request needs, and what outlives a configuration.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use arc_swap::ArcSwap;
 use baton_connector::{RequestId, Time};
 
-use crate::config::RouterConfig;
+use crate::admission::Admission;
+use crate::admission::body_budget::BodyBudget;
+use crate::config::{EngineUrl, RouterConfig};
 use crate::discovery::Answers;
 use crate::discovery::membership::Members;
 use crate::explain::Ring;
 use crate::fleet::Fleet;
-use crate::generation::{Generation, GenerationError};
+use crate::generation::{Generation, GenerationError, Ground};
 use crate::inflight::{Entry, InFlightTable};
 use crate::metrics::Metrics;
 use crate::observers::Observers;
 use crate::reload::Reloads;
+use crate::retries::RetryBudget;
 use crate::seldom::Seldom;
 use crate::settle::Settler;
+use crate::tenants::Tenants;
+
+/// Pairs of engines that are remembered as incompatible.
+const MISMATCHED_MAX: usize = 4096;
 
 /// The router's own state. The configuration is a part that is replaced whole; see [`Shared::install`].
 pub(crate) struct Shared {
@@ -30,10 +38,20 @@ pub(crate) struct Shared {
     /// What became of configurations that were read again.
     pub reloads: Reloads,
     pub fleet: Fleet,
+    admission: Admission,
+    /// What keys and tenants have used of their limits.
+    pub tenants: Arc<Tenants>,
+    /// What is held of clients' bodies.
+    pub bodies: Arc<BodyBudget>,
     pub metrics: Arc<Metrics>,
     /// Why the latest requests went where they went.
     pub explain: Ring,
     pub settler: Arc<Settler>,
+    pub retries: Arc<RetryBudget>,
+    /// Set when the router begins to drain: answers close their connections.
+    pub draining: AtomicBool,
+    /// Producer and consumer of handoffs that cannot be read: told once.
+    mismatched: Mutex<HashSet<(EngineUrl, EngineUrl)>>,
     pub in_flight_table: InFlightTable,
     /// Engines that refuse the cluster secret.
     pub refused_secret: Seldom,
@@ -60,11 +78,14 @@ impl Shared {
     pub(crate) fn new(config: RouterConfig) -> Result<Arc<Self>, GenerationError> {
         let (metrics, started) = (Arc::new(Metrics::new()), Instant::now());
         let fleet = Fleet::new(Arc::clone(&metrics));
+        let admission = Admission::new(Arc::clone(&fleet.freed), Arc::clone(&metrics.admission));
+        let tenants = Arc::new(Tenants::new(Arc::clone(&metrics.tenants)));
         let runtime = tokio::runtime::Handle::current();
         let observers = Observers::build(&config, &Observers::default(), &metrics, &runtime)?;
         let (answers, reloads) = (Answers::default(), Reloads::new(&config));
         let members = Members::now(&config, &answers, &Members::default());
-        let first = Generation::build((1, 0), config, members, None, &fleet, observers)?;
+        let ground = Ground { fleet: &fleet, admission: &admission, tenants: &tenants };
+        let first = Generation::build((1, 0), config, members, None, &ground, observers)?;
         metrics.server.generation.set(1.0);
         let explain = Ring::new(first.config.explain.requests);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
@@ -75,9 +96,15 @@ impl Shared {
             answers,
             reloads,
             fleet,
+            admission,
+            tenants,
+            bodies: Arc::default(),
             metrics,
             explain,
             settler,
+            retries: Arc::default(),
+            draining: AtomicBool::new(false),
+            mismatched: Mutex::default(),
             in_flight_table: InFlightTable::default(),
             refused_secret: Seldom::new(),
             in_flight: AtomicUsize::new(0),
@@ -129,12 +156,15 @@ impl Shared {
         members: Members,
     ) -> Result<(), GenerationError> {
         let observers = Observers::build(&config, &current.observers, &self.metrics, &self.runtime)?;
-        let next = Generation::build(version, config, members, Some(current), &self.fleet, observers)?;
+        let ground = Ground { fleet: &self.fleet, admission: &self.admission, tenants: &self.tenants };
+        let next = Generation::build(version, config, members, Some(current), &ground, observers)?;
         self.settler.set_terms(next.settle_terms());
         self.explain.set_most(next.config.explain.requests);
         self.metrics.server.generation.set(version.0 as f64);
         self.metrics.config.revision.set(version.1 as f64);
         self.current.store(Arc::new(next));
+        // There may be an engine now for those who wait.
+        self.fleet.freed.ring();
         Ok(())
     }
 
@@ -147,6 +177,17 @@ impl Shared {
         self.metrics.requests.in_flight.increment(1.0);
         let (number, entry) = self.in_flight_table.enter(id.clone(), begun);
         Some(Room { shared: Arc::clone(self), number, entry })
+    }
+
+    /// Requests in flight.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Notes that what one engine lends another cannot read; true for the first time.
+    pub(crate) fn mismatch(&self, producer: &EngineUrl, consumer: &EngineUrl) -> bool {
+        let mut pairs = self.mismatched.lock().unwrap_or_else(PoisonError::into_inner);
+        pairs.len() < MISMATCHED_MAX && pairs.insert((producer.clone(), consumer.clone()))
     }
 
     /// Now, on the clock of the exchanges.

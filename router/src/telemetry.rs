@@ -105,9 +105,13 @@ impl Telemetry {
     /// Waits until what was recorded so far is sent, but not for long.
     pub(crate) async fn flush(&self, within: Duration) {
         let (done, sent) = oneshot::channel();
-        if self.messages.try_send(Message::Flush(done)).is_ok() {
-            let _ = tokio::time::timeout(within, sent).await;
-        }
+        let flushed = async {
+            // An error means that the task is gone, and with it whatever could be waited for.
+            if self.messages.send(Message::Flush(done)).await.is_ok() {
+                let _ = sent.await;
+            }
+        };
+        let _ = tokio::time::timeout(within, flushed).await;
     }
 }
 

@@ -8,37 +8,38 @@ mod connection;
 mod head;
 mod http1;
 mod payload;
+mod terms;
+mod transport;
+mod verbs;
 
 use std::future::poll_fn;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
+use baton_connector::Time;
 use bytes::{Bytes, BytesMut};
 use hyper::header::{HeaderMap, HeaderValue};
 use hyper::{Method, StatusCode};
+use tokio::sync::Notify;
 
-use crate::config::EngineUrl;
-use crate::metrics::EngineMetrics;
+use crate::admission::Freed;
+use crate::config::{EngineUrl, ReleaseMode};
+use crate::health::{self, EngineHealth, EngineLoad, Health, Sign};
+use crate::metrics::{EngineMetrics, Leg};
 use crate::seldom::Seldom;
 use connection::Connection;
 pub(crate) use connection::Socket;
 use http1::{Head, Lost};
 pub(crate) use payload::Payload;
+pub use terms::TermsError;
+pub(crate) use terms::{EngineTerms, Terms};
+pub(crate) use verbs::{Verb, Verbs};
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
 const IDLE_MAX: usize = 256;
-
-/// How long an engine that could not be reached is passed over.
-const REST: Duration = Duration::from_secs(1);
-
-/// Milliseconds since the first call.
-fn clock_ms() -> u64 {
-    static START: std::sync::LazyLock<Instant> = std::sync::LazyLock::new(Instant::now);
-    u64::try_from(START.elapsed().as_millis()).unwrap_or(u64::MAX)
-}
 
 /// One engine.
 pub(crate) struct Engine {
@@ -50,21 +51,25 @@ pub(crate) struct Engine {
     terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
     in_flight: AtomicUsize,
+    /// Told whenever a request ends here: somebody may wait for its place.
+    freed: Arc<Freed>,
     /// Prompt tokens of the requests in flight, estimated.
     tokens: AtomicU64,
-    /// Milliseconds of the process's clock until which it is passed over; see [`Engine::rest`].
-    rests_until_ms: AtomicU64,
+    /// In flight per data-parallel rank; made when the first rank is chosen.
+    ranks: OnceLock<Box<[AtomicUsize]>>,
+    health: Health,
+    verbs: Verbs,
     pub metrics: EngineMetrics,
     /// Its trouble is told seldom.
     pub trouble: Seldom,
 }
 
-/// Terms on which connections to engines are made and kept.
-#[derive(Clone, Debug)]
-pub(crate) struct Terms {
-    pub connect_timeout: Duration,
-    pub idle_timeout: Duration,
-    pub secret: Option<HeaderValue>,
+/// Who is told when an engine changes.
+pub(crate) struct Bells {
+    /// Whoever asks engines how they are.
+    pub wake: Arc<Notify>,
+    /// Those who wait for an engine that can take a request.
+    pub freed: Arc<Freed>,
 }
 
 /// A request to an engine. Cheap to clone, so that another engine can be sent the same.
@@ -74,6 +79,16 @@ pub(crate) struct Outgoing {
     pub path: &'static str,
     pub headers: HeaderMap,
     pub body: Payload,
+}
+
+impl Outgoing {
+    /// Pins it to a data-parallel rank, or to none.
+    pub(crate) fn to_rank(&mut self, rank: Option<u16>) {
+        match rank {
+            Some(rank) => drop(self.headers.insert("x-data-parallel-rank", HeaderValue::from(rank))),
+            None => drop(self.headers.remove("x-data-parallel-rank")),
+        }
+    }
 }
 
 /// Why an engine gave no answer.
@@ -109,11 +124,19 @@ pub(crate) struct Whole {
 pub(crate) struct InFlight {
     engine: Arc<Engine>,
     tokens: u64,
+    rank: Option<u16>,
+    /// The leg whose trial this request is.
+    trial: Option<Leg>,
 }
 
+/// Data-parallel ranks whose load is counted apart.
+const RANKS_MAX: usize = 256;
+
 impl Engine {
-    pub(crate) fn new(url: EngineUrl, terms: Terms, metrics: EngineMetrics) -> Self {
+    pub(crate) fn new(url: EngineUrl, terms: Terms, bells: Bells, metrics: EngineMetrics) -> Self {
+        let Bells { wake, freed } = bells;
         static NEXT: AtomicU32 = AtomicU32::new(0);
+        let health = Health::new(&terms.health, wake);
         let authority: Arc<str> = url.authority().into();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
@@ -124,8 +147,11 @@ impl Engine {
             terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
+            freed,
             tokens: AtomicU64::new(0),
-            rests_until_ms: AtomicU64::new(0),
+            ranks: OnceLock::new(),
+            health,
+            verbs: Verbs::default(),
             metrics,
             trouble: Seldom::new(),
         }
@@ -133,21 +159,54 @@ impl Engine {
 
     /// Replaces the terms on which connections are made from now on.
     pub(crate) fn set_terms(&self, terms: Terms) {
+        let health = terms.health;
         self.terms.store(Arc::new(terms));
+        // What is drained may have changed.
+        self.health.change(&self.authority, &health, |_, _| ());
     }
 
-    /// It could not be reached: for [`REST`] it is chosen only if there is no other. An engine that is down has
-    /// no requests in flight, and would otherwise be every request's first choice.
-    fn rest(&self) {
-        let until = clock_ms() + u64::try_from(REST.as_millis()).expect("a second");
-        self.rests_until_ms.store(until, Ordering::Relaxed);
+    pub(crate) fn health(&self) -> &Health {
+        &self.health
     }
 
-    /// Whether it could not be reached a moment ago.
-    pub(crate) fn is_resting(&self) -> bool {
-        let until = self.rests_until_ms.load(Ordering::Relaxed);
-        // The clock is not asked of the many engines that never rested.
-        until != 0 && clock_ms() < until
+    /// The verbs that it is known to have.
+    pub(crate) fn verbs(&self) -> &Verbs {
+        &self.verbs
+    }
+
+    pub(crate) fn release_mode(&self) -> ReleaseMode {
+        self.terms.load().release
+    }
+
+    /// It answered a request of a leg, so long after it was sent.
+    pub(crate) fn answered(&self, leg: Leg, after: Duration) {
+        self.health.answered(leg, after, &self.authority, &self.terms.load().health);
+    }
+
+    /// It failed a request of a leg.
+    pub(crate) fn failed(&self, leg: Leg, sign: Sign) {
+        if sign == Sign::Unreachable {
+            // Whoever comes up at its address may be another program.
+            self.verbs.forget();
+        }
+        self.health.failed(leg, sign, &self.authority, &self.terms.load().health);
+    }
+
+    /// Changes what is known of its health.
+    pub(crate) fn judge<T>(&self, with: impl FnOnce(&mut EngineHealth, Time, &health::Terms) -> T) -> T {
+        let terms = self.terms.load().health;
+        let told = self.health.change(&self.authority, &terms, |machine, now| with(machine, now, &terms));
+        // It may be able to take a request again.
+        self.freed.ring();
+        told
+    }
+
+    pub(crate) fn health_terms(&self) -> health::Terms {
+        self.terms.load().health
+    }
+
+    pub(crate) fn url(&self) -> &EngineUrl {
+        &self.url
     }
 
     /// `HOST:PORT`; for logs, never for clients.
@@ -175,15 +234,40 @@ impl Engine {
         self.tokens.load(Ordering::Relaxed)
     }
 
-    /// Counts one request, of a prompt of so many tokens, until the guard is dropped; `None` when there are
-    /// `most` already.
-    pub(crate) fn begin(self: &Arc<Self>, tokens: u64, most: usize) -> Option<InFlight> {
-        if self.in_flight.fetch_add(1, Ordering::Relaxed) >= most {
-            self.in_flight.fetch_sub(1, Ordering::Relaxed);
-            return None;
+    /// What it said of its own load, where it is asked and that is not too long ago.
+    pub(crate) fn reported_load(&self) -> Option<EngineLoad> {
+        self.health.load(|| self.terms.load().health.load_stale)
+    }
+
+    /// Requests of this router that one of its data-parallel ranks is working on.
+    pub(crate) fn rank_load(&self, rank: u16) -> usize {
+        self.rank(rank).load(Ordering::Relaxed)
+    }
+
+    fn rank(&self, rank: u16) -> &AtomicUsize {
+        let ranks = self.ranks.get_or_init(|| (0..RANKS_MAX).map(|_| AtomicUsize::new(0)).collect());
+        &ranks[usize::from(rank) % RANKS_MAX]
+    }
+
+    /// Counts one request of a leg, of a prompt of so many tokens, at one rank where it has several, until the guard
+    /// is dropped; `None` when there are `most` already.
+    pub(crate) fn begin(
+        self: &Arc<Self>,
+        leg: Leg,
+        rank: Option<u16>,
+        tokens: u64,
+        most: usize,
+    ) -> Option<InFlight> {
+        // Never one too many, not even for a moment: somebody else would be turned away and told of no room later.
+        let one_more = |now: usize| (now < most).then_some(now + 1);
+        let counted = rank.map_or(&self.in_flight, |rank| self.rank(rank));
+        counted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more).ok()?;
+        if rank.is_some() {
+            self.in_flight.fetch_add(1, Ordering::SeqCst);
         }
         self.tokens.fetch_add(tokens, Ordering::Relaxed);
-        Some(InFlight { engine: Arc::clone(self), tokens })
+        let trial = self.health.try_out(leg).then_some(leg);
+        Some(InFlight { engine: Arc::clone(self), tokens, rank, trial })
     }
 
     /// Sends a request and waits for the head of the answer.
@@ -209,12 +293,13 @@ impl Engine {
             }
         }
         let begun = Instant::now();
+        let terms = self.terms.load_full();
         let dialled = tokio::time::timeout(
-            self.terms.load().connect_timeout,
-            Connection::dial(self.url.host(), self.url.port()),
+            terms.connect_timeout,
+            Connection::dial(self.url.host(), self.url.port(), terms.tls.as_ref()),
         );
         let Ok(Ok(mut fresh)) = dialled.await else {
-            self.rest();
+            self.failed(Leg::Decode, Sign::Unreachable);
             // What went out over the kept connection may have been seen.
             return Err(lost.map_or(CallError::NotReached, CallError::Broken));
         };
@@ -261,7 +346,7 @@ impl Engine {
 
     fn head(&self, outgoing: &Outgoing) -> Vec<u8> {
         let terms = self.terms.load();
-        head::request(&self.host, terms.secret.as_ref(), outgoing)
+        head::request(&self.host, terms.secret.as_ref(), terms.api_key.as_ref(), outgoing)
     }
 
     fn reply(self: &Arc<Self>, head: Head, connection: Connection) -> Reply {
@@ -353,7 +438,15 @@ impl InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.engine.in_flight.fetch_sub(1, Ordering::Relaxed);
         self.engine.tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+        if let Some(leg) = self.trial {
+            self.engine.health.tried(leg);
+        }
+        // In this order, and sequentially consistent: one who waits looks in the opposite order.
+        if let Some(rank) = self.rank {
+            self.engine.rank(rank).fetch_sub(1, Ordering::SeqCst);
+        }
+        self.engine.in_flight.fetch_sub(1, Ordering::SeqCst);
+        self.engine.freed.ring();
     }
 }

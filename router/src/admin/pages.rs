@@ -1,14 +1,12 @@
 //! What is looked up when somebody asks: the configuration in effect, the engines, and the samples of `/metrics` that
 //! are not counted as they happen.
 
-use std::collections::BTreeMap;
-
 use hyper::StatusCode;
 use serde_json::{Value, json};
 
 use super::{Answer, Asked};
 use crate::explain;
-use crate::metrics::{IN_FLIGHT, Leg, POOL, READY, STALE, Scrape};
+use crate::metrics::{IN_FLIGHT, Leg, POOL, READY, STALE, STANDINGS, Scrape};
 use crate::shared::Shared;
 
 /// The configuration in effect. Secrets are not written into it.
@@ -22,34 +20,6 @@ pub(super) fn config(shared: &Shared) -> Answer {
         "discovery": shared.answers.report(),
         "config": config,
     }))
-}
-
-/// Every engine, and which pools it is in.
-pub(super) fn engines(shared: &Shared) -> Answer {
-    let generation = shared.generation();
-    let mut pools: BTreeMap<String, Vec<Value>> = BTreeMap::new();
-    for model in generation.models.list() {
-        for (leg, pool) in [(Leg::Prefill, &model.prefill), (Leg::Decode, &model.decode)] {
-            for member in pool.members() {
-                let place = json!({"model": model.name, "leg": leg.label(), "weight": member.weight});
-                pools.entry(member.engine.authority().to_owned()).or_default().push(place);
-            }
-        }
-    }
-    let mut engines = shared.fleet.engines();
-    engines.sort_by(|a, b| a.authority().cmp(b.authority()));
-    let engines: Vec<_> = engines
-        .iter()
-        .map(|engine| {
-            json!({
-                "engine": engine.authority(),
-                "in_flight": engine.load(),
-                "resting": engine.is_resting(),
-                "pools": pools.remove(engine.authority()).unwrap_or_default(),
-            })
-        })
-        .collect();
-    Answer::json(json!({"generation": generation.number, "engines": engines}))
 }
 
 /// Requests that are listed when nothing else is asked for.
@@ -83,11 +53,15 @@ pub(super) fn look_up(shared: &Shared, scrape: &mut Scrape) {
     shared.in_flight_table.look_up(shared.now(), scrape);
     for engine in shared.fleet.engines() {
         scrape.put(&IN_FLIGHT, &[engine.authority()], engine.load() as f64);
+        for leg in Leg::BOTH {
+            let standing = engine.health().standing(leg).label();
+            scrape.put(&STANDINGS, &[engine.authority(), leg.label(), standing], 1.0);
+        }
     }
     for model in shared.generation().models.list() {
         for (leg, pool) in [(Leg::Prefill, &model.prefill), (Leg::Decode, &model.decode)] {
             let labels = [model.name.as_str(), leg.label()];
-            let ready = pool.members().iter().filter(|member| !member.engine.is_resting()).count();
+            let ready = pool.in_use();
             scrape.put(&POOL, &labels, pool.members().len() as f64);
             scrape.put(&READY, &labels, ready as f64);
         }

@@ -1,23 +1,33 @@
 //! The `admin` part: the listener for people and monitors.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 
 use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::tls::ListenTlsConfig;
+
 /// The listener for people and monitors.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdminConfig {
-    /// `IP:PORT`; port 0 picks a free one. It has no authentication, so keep it on loopback or behind a
-    /// firewall. Default `127.0.0.1:8081`.
+    /// `IP:PORT`; port 0 picks a free one. Beyond loopback it needs `token_file`, or `tls` with
+    /// `client_auth: require`. Default `127.0.0.1:8081`.
     #[garde(skip)]
     pub listen: SocketAddr,
+    /// A file whose first line, 16 bytes at least, is asked of everybody as `Authorization: Bearer`, except for
+    /// `/health` and `/ready`. Read again when it changes. Default: none.
+    #[garde(skip)]
+    pub token_file: Option<PathBuf>,
+    /// TLS for people and monitors. Default: none.
+    #[garde(dive)]
+    pub tls: Option<ListenTlsConfig>,
 }
 
 impl Default for AdminConfig {
     fn default() -> Self {
-        Self { listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8081) }
+        Self { listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8081), token_file: None, tls: None }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{ModelConfig, PoolConfig, PortName, RouterConfig};
+use super::{ClientAuth, ModelConfig, PoolConfig, PortName, RouterConfig};
 
 /// Every contradiction: the path of the key that it is told at, and what it is.
 pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
@@ -16,6 +16,9 @@ pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
         }
         for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
             engines(pool, &format!("models[{at}].{side}"), &mut found);
+            if config.engine_tls.is_none() {
+                plain(pool, &format!("models[{at}].{side}"), &mut found);
+            }
         }
     }
     found
@@ -24,6 +27,13 @@ pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
 fn listeners(config: &RouterConfig, found: &mut Vec<(String, String)>) {
     if config.listen.port() != 0 && config.listen == config.admin.listen {
         found.push(("admin.listen".into(), "is the clients' address `listen` as well".into()));
+    }
+    let admin = &config.admin;
+    let certificates = admin.tls.as_ref().is_some_and(|tls| tls.client_auth == ClientAuth::Require);
+    if !admin.listen.ip().is_loopback() && admin.token_file.is_none() && !certificates {
+        let what =
+            "is beyond loopback: it needs `admin.token_file`, or `admin.tls` with `client_auth: require`";
+        found.push(("admin.listen".into(), what.into()));
     }
 }
 
@@ -48,6 +58,14 @@ fn names(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
                 None => drop(seen.insert(name, path)),
             }
         }
+    }
+}
+
+/// Without roots no engine's certificate can be checked.
+fn plain(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
+    for (at, engine) in pool.engines.iter().enumerate().filter(|(_, engine)| engine.url.is_tls()) {
+        let what = format!("`{}` needs `engine_tls.ca`: the roots of the engines' certificates", engine.url);
+        found.push((format!("{path}.engines[{at}].url"), what));
     }
 }
 

@@ -11,6 +11,10 @@ pub struct LimitsConfig {
     /// Largest request body, in bytes; a larger one is answered 413. 1,024 to 1 GiB; default 32 MiB.
     #[garde(range(min = 1024, max = 1 << 30))]
     pub body_bytes: usize,
+    /// The sum of all bodies that are held at once, in bytes: as they arrive, until a decode engine has accepted
+    /// their requests. What goes beyond it is answered 429. 1 MiB to 1 TiB; default 1 GiB.
+    #[garde(range(min = 1_usize << 20, max = 1_usize << 40))]
+    pub body_bytes_total: usize,
     /// Largest head of a request (its line and headers), in bytes; a larger one is answered 431. 1,024 to 1 MiB;
     /// default 32 KiB.
     #[garde(range(min = 1024, max = 1 << 20))]
@@ -31,6 +35,7 @@ impl Default for LimitsConfig {
     fn default() -> Self {
         Self {
             body_bytes: 32 << 20,
+            body_bytes_total: 1 << 30,
             head_bytes: 32 << 10,
             connections: 16_384,
             in_flight: 8_192,

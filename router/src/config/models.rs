@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::disaggregate::DisaggregateConfig;
 use super::features::FeaturesConfig;
 use super::pool::PoolConfig;
+use super::timeouts::ModelTimeouts;
 
 /// One model and the engines that serve it.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
@@ -30,6 +31,16 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(skip)]
     pub fallback: Fallback,
+    /// A streamed answer whose decode engine dies in the middle is continued by another, from the tokens that were
+    /// sent, where the request allows it: see docs/resilience.md. Costs a look into every event of such a stream.
+    /// Needs `fallback: aggregate`. Default false.
+    #[serde(default)]
+    #[garde(skip)]
+    pub resume: bool,
+    /// Bounds of this model's requests that differ from the router's. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub timeouts: ModelTimeouts,
     /// Which requests are prefilled on another engine than the one that decodes them. Default: all.
     #[serde(default)]
     #[garde(dive)]

@@ -1,6 +1,7 @@
 //! A pool: engines that can stand in for each other, and how one of them is chosen.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use garde::Validate;
 use schemars::JsonSchema;
@@ -45,13 +46,18 @@ pub struct PoolConfig {
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct EngineConfig {
-    /// `http://HOST:PORT`.
+    /// `http://HOST:PORT`, or `https://HOST:PORT` with `engine_tls`.
     #[garde(skip)]
     pub url: EngineUrl,
     /// Its share of the work against the others' of its pool. 1 to 1,000; default 1.
     #[serde(default = "default_weight")]
     #[garde(range(min = 1, max = 1000))]
     pub weight: u32,
+    /// A file whose first line is sent to it as `Authorization: Bearer`, whatever the client sent: for a stock
+    /// engine's own `--api-key`. Default: none.
+    #[serde(default)]
+    #[garde(skip)]
+    pub api_key_file: Option<PathBuf>,
     /// What it is, for policies and people: `zone: a`. At most 32. Default: none.
     #[serde(default)]
     #[garde(length(max = 32))]
@@ -61,6 +67,40 @@ pub struct EngineConfig {
     #[serde(default)]
     #[garde(inner(range(min = 1, max = 1_000_000)))]
     pub max_in_flight: Option<usize>,
+    /// It finishes what it has and is given nothing new; `POST /engines/…/undrain` on the admin listener goes
+    /// before this. Default false.
+    #[serde(default)]
+    #[garde(skip)]
+    pub drain: bool,
+    /// How a lease that nobody will read is ended at this engine, when it prefills. Default `auto`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub release: ReleaseMode,
+    /// Data-parallel ranks behind the address. With more than one, each is a candidate with a load of its own, and
+    /// the router chooses it (`X-data-parallel-rank`); with one, the header is not sent. 1 to 256; default 1.
+    #[serde(default = "default_ranks")]
+    #[garde(range(min = 1, max = 256))]
+    pub data_parallel_size: u16,
+}
+
+/// How a lease that nobody will read is ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ReleaseMode {
+    /// By the release verb, where the engine has it (which is learnt once); otherwise as `refused_decode`.
+    #[default]
+    Auto,
+    /// By the release verb (`POST /kv/release`, `POST /abort_requests`) or not at all.
+    Verb,
+    /// For stock vLLM: a decode engine is sent a request that its handler must refuse, with the handoff. Its refusal
+    /// tells the prefill engine, within 10 to 30 ms (measured 2026-11-20 on vLLM 0.32).
+    RefusedDecode,
+    /// Not at all: the lease runs out (30 s on stock vLLM).
+    Lease,
+}
+
+fn default_ranks() -> u16 {
+    1
 }
 
 fn default_weight() -> u32 {

@@ -1,5 +1,7 @@
 //! The `timeouts` part: how long each part of a request may take or be silent.
 
+use std::time::Duration;
+
 use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -46,6 +48,52 @@ pub struct TimeoutsConfig {
     /// longer (vLLM: 5 s). 0 to 3,600,000; default 4,000.
     #[garde(range(max = 3_600_000))]
     pub engine_idle_ms: u64,
+    /// A whole request, from its head to the last byte of its answer; then its engines are told to stop. Before the
+    /// answer's head the client reads 504, in a stream a typed error. 0 (no bound) to 86,400,000; default 0.
+    #[garde(range(max = 86_400_000))]
+    pub request_ms: u64,
+}
+
+/// The bounds that a model may have of its own, in milliseconds; each as in `timeouts`. Default: none.
+#[derive(Clone, Debug, Default, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct ModelTimeouts {
+    /// A prefill engine that says nothing. 1 to 3,600,000.
+    #[garde(inner(range(min = 1, max = 3_600_000)))]
+    pub prefill_silence_ms: Option<u64>,
+    /// A decode engine before the first byte of its answer. 1 to 3,600,000.
+    #[garde(inner(range(min = 1, max = 3_600_000)))]
+    pub decode_first_byte_ms: Option<u64>,
+    /// A decode engine between two pieces of its answer. 1 to 3,600,000.
+    #[garde(inner(range(min = 1, max = 3_600_000)))]
+    pub stream_silence_ms: Option<u64>,
+    /// A whole request. 0 (no bound) to 86,400,000.
+    #[garde(inner(range(max = 86_400_000)))]
+    pub request_ms: Option<u64>,
+}
+
+impl TimeoutsConfig {
+    /// The bounds of a model's requests.
+    pub(crate) fn of(&self, model: &ModelTimeouts) -> Bounds {
+        let ms = |of_model: Option<u64>, general: u64| Duration::from_millis(of_model.unwrap_or(general));
+        let request = ms(model.request_ms, self.request_ms);
+        Bounds {
+            prefill_silence: ms(model.prefill_silence_ms, self.prefill_silence_ms),
+            decode_first_byte: ms(model.decode_first_byte_ms, self.decode_first_byte_ms),
+            stream_silence: ms(model.stream_silence_ms, self.stream_silence_ms),
+            request: (!request.is_zero()).then_some(request),
+        }
+    }
+}
+
+/// What one request may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Bounds {
+    pub prefill_silence: Duration,
+    pub decode_first_byte: Duration,
+    pub stream_silence: Duration,
+    /// From its head to its answer's end; `None`: no bound.
+    pub request: Option<Duration>,
 }
 
 impl Default for TimeoutsConfig {
@@ -62,6 +110,7 @@ impl Default for TimeoutsConfig {
             stream_silence_ms: 60_000,
             settle_ms: 5_000,
             engine_idle_ms: 4_000,
+            request_ms: 0,
         }
     }
 }

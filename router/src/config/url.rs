@@ -1,4 +1,4 @@
-//! The address of an engine: `http://HOST:PORT`, nothing else.
+//! The address of an engine: `http://HOST:PORT` or `https://HOST:PORT`, nothing else.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,10 +7,11 @@ use std::str::FromStr;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-/// `http://HOST:PORT`; HOST is a name, an IPv4 address, or an IPv6 address in brackets.
+/// `http://HOST:PORT` or `https://HOST:PORT`; HOST is a name, an IPv4 address, or an IPv6 address in brackets.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct EngineUrl {
+    is_tls: bool,
     host: String,
     port: u16,
 }
@@ -19,10 +20,10 @@ pub struct EngineUrl {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
     /// Another scheme, or none.
-    #[error("`{0}` must start with http://")]
+    #[error("`{0}` must start with http:// or https://")]
     Scheme(String),
     /// A path, a query, or a user.
-    #[error("`{0}` must be http://HOST:PORT, without a path, query or user")]
+    #[error("`{0}` must be http://HOST:PORT or https://HOST:PORT, without a path, query or user")]
     NotBare(String),
     /// No host.
     #[error("`{0}` names no host")]
@@ -33,6 +34,12 @@ pub enum UrlError {
 }
 
 impl EngineUrl {
+    /// Whether it is `https://`.
+    #[must_use]
+    pub fn is_tls(&self) -> bool {
+        self.is_tls
+    }
+
     /// Host as a resolver takes it: without brackets.
     #[must_use]
     pub fn host(&self) -> &str {
@@ -56,7 +63,11 @@ impl FromStr for EngineUrl {
     type Err = UrlError;
 
     fn from_str(text: &str) -> Result<Self, UrlError> {
-        let rest = text.strip_prefix("http://").ok_or_else(|| UrlError::Scheme(text.to_owned()))?;
+        let (is_tls, rest) = match (text.strip_prefix("http://"), text.strip_prefix("https://")) {
+            (Some(rest), _) => (false, rest),
+            (None, Some(rest)) => (true, rest),
+            (None, None) => return Err(UrlError::Scheme(text.to_owned())),
+        };
         let rest = rest.strip_suffix('/').unwrap_or(rest);
         if rest.contains(['/', '?', '#', '@']) || !rest.bytes().all(|b| b.is_ascii_graphic()) {
             return Err(UrlError::NotBare(text.to_owned()));
@@ -68,7 +79,7 @@ impl FromStr for EngineUrl {
         }
         let digits = !port.is_empty() && port.bytes().all(|b| b.is_ascii_digit());
         let port = port.parse::<u16>().ok().filter(|&p| digits && p > 0);
-        Ok(Self { host: host.to_owned(), port: port.ok_or_else(|| UrlError::Port(text.to_owned()))? })
+        Ok(Self { is_tls, host: host.to_owned(), port: port.ok_or_else(|| UrlError::Port(text.to_owned()))? })
     }
 }
 
@@ -87,7 +98,7 @@ impl From<EngineUrl> for String {
 
 impl fmt::Display for EngineUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "http://{}:{}", self.host, self.port)
+        write!(f, "http{}://{}:{}", if self.is_tls { "s" } else { "" }, self.host, self.port)
     }
 }
 
@@ -97,7 +108,7 @@ impl JsonSchema for EngineUrl {
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({"type": "string", "pattern": "^http://[^/?#@\\s]+:[0-9]+/?$"})
+        json_schema!({"type": "string", "pattern": "^https?://[^/?#@\\s]+:[0-9]+/?$"})
     }
 }
 
@@ -118,10 +129,18 @@ mod tests {
     }
 
     #[test]
+    fn https_is_told_apart_and_written_as_it_was_read() {
+        for text in ["http://a:1", "https://a:1", "https://[::1]:443"] {
+            let url: EngineUrl = text.parse().expect(text);
+            assert_eq!((url.is_tls(), url.to_string().as_str()), (text.starts_with("https"), text));
+        }
+    }
+
+    #[test]
     fn anything_else_is_refused_by_what_is_wrong() {
         for bad in [
             "127.0.0.1:8000",
-            "https://a:1",
+            "ftp://a:1",
             "http://a",
             "http://a:0",
             "http://a:65536",

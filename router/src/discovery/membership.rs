@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use super::{Answers, Endpoint, Source};
-use crate::config::{EngineConfig, PoolConfig, RouterConfig};
+use crate::config::{EngineConfig, EngineUrl, PoolConfig, RouterConfig};
 use crate::metrics::Leg;
 
 /// Members of one pool; as many as a configuration may list.
@@ -25,6 +25,16 @@ impl Members {
             }
         }
         Self(all)
+    }
+
+    /// Whether some pool has an engine drained.
+    pub(crate) fn drains(&self, url: &EngineUrl) -> bool {
+        self.engines().any(|engine| engine.drain && engine.url == *url)
+    }
+
+    /// The members of every pool; one that is in several comes several times.
+    pub(crate) fn engines(&self) -> impl Iterator<Item = &EngineConfig> {
+        self.0.values().flatten()
     }
 
     /// The members of one pool.

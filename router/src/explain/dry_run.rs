@@ -22,7 +22,7 @@ pub(crate) fn dry_run(
     generation: &Generation,
 ) -> Result<Value, ApiError> {
     let endpoint = Endpoint::at(path).ok_or_else(|| ApiError::not_found(path))?;
-    let ask = Ask::read(endpoint, body.clone(), headers, generation)?;
+    let ask = Ask::read(endpoint, body.clone(), headers, generation, None)?;
     let mut wanted = ask.wanted();
     let decode: Trial = ask.model.decode.try_out(&wanted, &[]);
     let facts = Facts {

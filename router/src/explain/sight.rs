@@ -51,6 +51,7 @@ impl Fit {
             Self::Resting => "resting",
             Self::Full => "full",
             Self::Tried => "tried",
+            Self::Out => "out",
         }
     }
 }

@@ -26,7 +26,9 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use super::chunked::{ChunkError, Chunked};
 use super::head::{self, Framing};
 use super::{HeadBounds, Unclean};
+use crate::admission::body_budget::{Share, Spent};
 use crate::client_stream::ClientStream;
+use crate::tls::TlsConnection;
 
 /// One read of the socket: as much as a connection's buffer in the kernel usually holds, and enough to pass buffers
 /// below by.
@@ -66,10 +68,18 @@ enum Body {
 pub(crate) enum BodyError {
     /// Over the limit.
     TooLarge,
+    /// Too much of others' bodies is held already.
+    Spent,
     /// Its framing is broken.
     Malformed,
     /// The connection ended in the middle of it.
     Ended,
+}
+
+impl From<Spent> for BodyError {
+    fn from(Spent: Spent) -> Self {
+        Self::Spent
+    }
 }
 
 impl Wire {
@@ -146,6 +156,12 @@ impl Wire {
         bytes
     }
 
+    /// The names in the certificate that the client showed; `None` without TLS.
+    pub(crate) fn certificate_names(&self) -> Option<Arc<[String]>> {
+        let inner = self.lock();
+        (*inner.stream).as_any().downcast_ref::<TlsConnection>().map(TlsConnection::client_names)
+    }
+
     /// How long the body is, where the client has said so.
     pub(crate) fn declared(&self) -> Option<u64> {
         match self.lock().body {
@@ -179,7 +195,7 @@ impl Wire {
     ///
     /// # Cancel safety
     /// The connection is of no further use after a cancelled call, and [`Self::is_unread`] says so.
-    pub(crate) async fn body(&self, limit_bytes: usize) -> Result<Bytes, BodyError> {
+    pub(crate) async fn body(&self, limit_bytes: usize, share: &mut Share<'_>) -> Result<Bytes, BodyError> {
         let (framing, ahead) = {
             let mut inner = self.lock();
             (inner.body, std::mem::take(&mut inner.ahead))
@@ -189,14 +205,21 @@ impl Wire {
                 self.lock().ahead = ahead;
                 Ok(Bytes::new())
             }
-            Body::Length(length) => self.sized(length, ahead, limit_bytes).await,
-            Body::Chunked(chunks) => self.chunks(chunks, ahead, limit_bytes).await,
+            Body::Length(length) => self.sized(length, ahead, limit_bytes, share).await,
+            Body::Chunked(chunks) => self.chunks(chunks, ahead, limit_bytes, share).await,
         }
     }
 
-    async fn sized(&self, length: u64, mut body: BytesMut, limit_bytes: usize) -> Result<Bytes, BodyError> {
+    async fn sized(
+        &self,
+        length: u64,
+        mut body: BytesMut,
+        limit_bytes: usize,
+        share: &mut Share<'_>,
+    ) -> Result<Bytes, BodyError> {
         let length = usize::try_from(length).ok().filter(|length| *length <= limit_bytes);
         let length = length.ok_or(BodyError::TooLarge)?;
+        share.take(body.len().min(length))?;
         if body.len() < length {
             // The buffer that came with the head is the head's: the body gets one of its own.
             let mut own = BytesMut::with_capacity(length.min(BODY_ROOM_BYTES.max(body.len())));
@@ -208,7 +231,9 @@ impl Wire {
             if body.capacity() == body.len() {
                 body.reserve(left.min(body.len().max(READ_BYTES)));
             }
+            let before = body.len();
             self.read_into(&mut body, left).await?;
+            share.take(body.len() - before)?;
         }
         let behind = body.split_off(length);
         self.ended(behind, body.len());
@@ -220,13 +245,16 @@ impl Wire {
         mut chunks: Chunked,
         mut input: BytesMut,
         limit_bytes: usize,
+        share: &mut Share<'_>,
     ) -> Result<Bytes, BodyError> {
         let mut body = BytesMut::new();
         loop {
+            let before = body.len();
             let done = chunks.decode(&mut input, &mut body, limit_bytes).map_err(|error| match error {
                 ChunkError::NotChunks => BodyError::Malformed,
                 ChunkError::TooLarge => BodyError::TooLarge,
             })?;
+            share.take(body.len() - before)?;
             if done {
                 self.ended(input, body.len());
                 return Ok(body.freeze());

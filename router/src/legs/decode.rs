@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use baton_connector::exchange::Failure;
 
-use super::{Meaning, Refusal};
+use super::{Blame, Meaning, Refusal};
 use crate::alive::{Deaf, while_alive};
 use crate::upstream::{CallError, Engine, Outgoing, Reply};
 
@@ -20,7 +20,7 @@ pub(crate) enum Decoding {
     /// The engine refused the request itself.
     Refused(Refusal),
     /// The engine failed before it took the request.
-    Failed(Failure, Refusal, Meaning),
+    Failed(Failure, Refusal, Meaning, Blame),
 }
 
 /// Asks an engine and waits, at most `first_byte` long and only while it shows signs of life, for it to take the
@@ -43,7 +43,7 @@ pub(crate) async fn ask(
     };
     let answered = while_alive(engine, pause, tokio::time::timeout(first_byte, call)).await;
     let Ok(answered) = answered.map_err(|Deaf| ()) else {
-        return Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble);
+        return Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, Blame::Nobody);
     };
     match answered {
         Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),
@@ -51,17 +51,19 @@ pub(crate) async fn ask(
             let refusal = Refusal::of(&whole);
             let meaning = Meaning::of(&whole);
             match meaning.failure() {
-                Some(failure) => Decoding::Failed(failure, refusal, meaning),
+                Some(failure) => Decoding::Failed(failure, refusal, meaning, Blame::of(&whole)),
                 None => Decoding::Refused(refusal),
             }
         }
         Ok(Err(CallError::NotReached)) => {
-            Decoding::Failed(Failure::NotReached, Refusal::unreachable(), Meaning::Trouble)
+            Decoding::Failed(Failure::NotReached, Refusal::unreachable(), Meaning::Trouble, Blame::Nobody)
         }
         Ok(Err(error)) => {
             tracing::debug!(engine = engine.authority(), %error, "decode failed");
-            Decoding::Failed(Failure::Unknown, Refusal::broken(), Meaning::Trouble)
+            Decoding::Failed(Failure::Unknown, Refusal::broken(), Meaning::Trouble, Blame::Engine)
         }
-        Err(_elapsed) => Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble),
+        Err(_elapsed) => {
+            Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, Blame::Engine)
+        }
     }
 }

@@ -10,7 +10,7 @@ use baton_connector::handoff::ReplyFacts;
 use baton_openai::{ParseLimits, RawBody, salvage_member};
 use serde_json::Value;
 
-use super::{Meaning, Refusal};
+use super::{Blame, Meaning, Refusal};
 use crate::upstream::{CallError, Engine, InFlight, Outgoing, Socket, Whole};
 
 /// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
@@ -35,13 +35,13 @@ pub(crate) struct PrefillCall {
 #[derive(Debug)]
 pub(crate) enum Prefilled {
     /// The engine lends: its `kv_transfer_params`, checked and otherwise unopened.
-    Lent(Value, Option<Handle>),
+    Lent(Arc<Value>, Option<Handle>),
     /// The engine answered and lends nothing.
     Empty,
     /// The engine refused the request itself.
     Refused(Refusal),
     /// The engine failed.
-    Failed(Failure, Refusal),
+    Failed(Failure, Refusal, Blame),
 }
 
 impl PrefillCall {
@@ -79,22 +79,23 @@ impl PrefillCall {
         let answer = self.answer.get_mut().unwrap_or_else(PoisonError::into_inner);
         match answer.as_mut().await {
             Ok(whole) => understand(&whole),
-            Err(CallError::NotReached) => Prefilled::Failed(Failure::NotReached, Refusal::unreachable()),
+            Err(CallError::NotReached) => {
+                Prefilled::Failed(Failure::NotReached, Refusal::unreachable(), Blame::Nobody)
+            }
             Err(error @ CallError::Broken(_)) => {
                 tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
-                Prefilled::Failed(Failure::Unknown, Refusal::broken())
+                Prefilled::Failed(Failure::Unknown, Refusal::broken(), Blame::Engine)
             }
             Err(error @ CallError::TooLarge(_)) => {
                 tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
-                Prefilled::Failed(Failure::Unusable(None), Refusal::broken())
+                Prefilled::Failed(Failure::Unusable(None), Refusal::broken(), Blame::Engine)
             }
         }
     }
 
-    /// As [`Self::prefilled`], as the exchange's event.
-    pub(crate) async fn outcome(&mut self) -> Event {
-        let attempt = self.attempt;
-        self.prefilled().await.event(attempt)
+    /// Which of the exchange's attempts it is.
+    pub(crate) fn attempt(&self) -> Attempt {
+        self.attempt
     }
 }
 
@@ -105,7 +106,7 @@ impl Prefilled {
             Self::Lent(_, handle) => Event::PrefillLent(attempt, *handle),
             Self::Empty => Event::PrefillEmpty(attempt),
             Self::Refused(_) => Event::PrefillRefused(attempt),
-            Self::Failed(failure, _) => Event::PrefillFailed(attempt, *failure),
+            Self::Failed(failure, ..) => Event::PrefillFailed(attempt, *failure),
         }
     }
 }
@@ -114,8 +115,12 @@ fn understand(whole: &Whole) -> Prefilled {
     if !whole.status.is_success() {
         let refusal = Refusal::of(whole).of_prefill();
         return match Meaning::of(whole) {
-            Meaning::Misconfigured => Prefilled::Failed(Failure::Answered, Refusal::misconfigured()),
-            meaning if meaning.failure().is_some() => Prefilled::Failed(Failure::Answered, refusal),
+            Meaning::Misconfigured => {
+                Prefilled::Failed(Failure::Answered, Refusal::misconfigured(), Blame::Nobody)
+            }
+            meaning if meaning.failure().is_some() => {
+                Prefilled::Failed(Failure::Answered, refusal, Blame::of(whole))
+            }
             _ => Prefilled::Refused(refusal),
         };
     }
@@ -123,19 +128,19 @@ fn understand(whole: &Whole) -> Prefilled {
     let limits = ParseLimits { body_bytes: REPLY_BYTES_MAX, ..ParseLimits::default() };
     let Ok(reply) = RawBody::any(whole.body.clone(), &limits, &()) else {
         let handle = salvage_member(&whole.body, HANDOFF).as_ref().and_then(handle);
-        return Prefilled::Failed(Failure::Unusable(handle), Refusal::broken());
+        return Prefilled::Failed(Failure::Unusable(handle), Refusal::broken(), Blame::Engine);
     };
     let params = reply.field(HANDOFF).map(serde_json::from_slice::<Value>);
     match params.transpose() {
         Ok(None | Some(Value::Null)) => Prefilled::Empty,
         Ok(Some(params)) => match ReplyFacts::check(&params) {
-            Ok(facts) => Prefilled::Lent(params, facts.handle),
+            Ok(facts) => Prefilled::Lent(Arc::new(params), facts.handle),
             Err(error) => {
                 tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
-                Prefilled::Failed(Failure::Unusable(handle(&params)), Refusal::broken())
+                Prefilled::Failed(Failure::Unusable(handle(&params)), Refusal::broken(), Blame::Engine)
             }
         },
-        Err(_) => Prefilled::Failed(Failure::Unusable(None), Refusal::broken()),
+        Err(_) => Prefilled::Failed(Failure::Unusable(None), Refusal::broken(), Blame::Engine),
     }
 }
 

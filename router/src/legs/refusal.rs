@@ -9,7 +9,6 @@ use baton_openai::{ApiError, ErrorKind};
 use hyper::StatusCode;
 use serde_json::Value;
 
-use crate::pool::Scarce;
 use crate::upstream::Whole;
 
 /// When to come back, where the engine does not say.
@@ -32,6 +31,37 @@ pub(crate) enum Meaning {
     HandoffSpent,
     /// The engine does not accept this router's cluster secret. That is for the operator, not for the client.
     Misconfigured,
+    /// The engine does not serve the model that the router's configuration says it serves. For the operator, too.
+    WrongModel,
+}
+
+/// What an attempt that failed says of the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Blame {
+    /// Nothing: it is full, or cannot use what another engine lends, or its health knows already.
+    Nobody,
+    /// It may be broken, or the request may be one that breaks engines.
+    Engine,
+    /// It is being emptied.
+    Draining,
+    /// It cannot read the blocks of the engine that lends.
+    Layout,
+}
+
+impl Blame {
+    pub(crate) fn of(answer: &Whole) -> Self {
+        let body: Value = serde_json::from_slice(&answer.body).unwrap_or(Value::Null);
+        match (answer.status.as_u16(), body["error"]["code"].as_str().unwrap_or_default()) {
+            (_, "draining") => Self::Draining,
+            (_, "kv_layout_mismatch") => Self::Layout,
+            (_, "overloaded") => Self::Nobody,
+            (404, "model_not_found") => Self::Engine,
+            (404, _) if body["error"]["type"] == "NotFoundError" => Self::Engine,
+            (_, code) if code.starts_with("kv_") => Self::Nobody,
+            (500.., _) => Self::Engine,
+            _ => Self::Nobody,
+        }
+    }
 }
 
 impl Meaning {
@@ -47,6 +77,9 @@ impl Meaning {
             (_, "kv_layout_mismatch" | "kv_prompt_mismatch" | "kv_wrong_role") => Self::CannotUseHandoff,
             (_, "invalid_kv_transfer_params") => Self::CannotUseHandoff,
             (408 | 429, _) => Self::Trouble,
+            // The router has found the model in its own configuration before it asked.
+            (404, "model_not_found") => Self::WrongModel,
+            (404, _) if body["error"]["type"] == "NotFoundError" => Self::WrongModel,
             (400..=499, _) => Self::Refused,
             _ => Self::Trouble,
         }
@@ -67,14 +100,6 @@ impl Refusal {
         Self(ApiError::unavailable("no engine of this model is available", COME_BACK))
     }
 
-    /// No engine could be had: 429 where waiting helps, 503 otherwise.
-    pub(crate) fn scarce(scarce: Scarce) -> Self {
-        match scarce {
-            Scarce::Full => Self(ApiError::overloaded("every engine of this model is full", COME_BACK)),
-            Scarce::Nobody => Self::none_left(),
-        }
-    }
-
     pub(crate) fn broken() -> Self {
         Self(ApiError::bad_gateway("an engine failed while it worked on the request"))
     }
@@ -85,6 +110,19 @@ impl Refusal {
             ApiError::bad_gateway("the router and an engine are not configured alike")
                 .with_code("misconfigured"),
         )
+    }
+
+    /// An engine does not serve the model that it is configured for: the operator's to mend.
+    pub(crate) fn wrong_model() -> Self {
+        Self(
+            ApiError::bad_gateway("the router and an engine are not configured alike")
+                .with_code("misconfigured_model"),
+        )
+    }
+
+    /// The request itself has taken longer than it may.
+    pub(crate) fn out_of_time() -> Self {
+        Self(ApiError::gateway_timeout("the request took longer than it may").with_code("request_timeout"))
     }
 
     pub(crate) fn silent() -> Self {
@@ -116,8 +154,10 @@ impl Refusal {
         let after = retry_after(answer).unwrap_or(COME_BACK);
         if Meaning::of(answer).failure().is_some() && answer.status.is_client_error() {
             // Not the client's doing, whatever the status says to a router.
-            if Meaning::of(answer) == Meaning::Misconfigured {
-                return Self::misconfigured();
+            match Meaning::of(answer) {
+                Meaning::Misconfigured => return Self::misconfigured(),
+                Meaning::WrongModel => return Self::wrong_model(),
+                _ => {}
             }
             if !matches!(answer.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT) {
                 return Self::broken();
@@ -240,7 +280,6 @@ mod tests {
     fn only_an_engines_own_trouble_is_tried_elsewhere() {
         for (status, code, meaning) in [
             (400, "x", Meaning::Refused),
-            (404, "model_not_found", Meaning::Refused),
             (422, "", Meaning::Refused),
             (401, "invalid_api_key", Meaning::Refused),
             (401, "invalid_cluster_secret", Meaning::Misconfigured),
@@ -259,6 +298,7 @@ mod tests {
             (400, "kv_wrong_role", Meaning::CannotUseHandoff),
             (400, "invalid_kv_transfer_params", Meaning::CannotUseHandoff),
             (400, "kv_unsupported", Meaning::HandoffSpent),
+            (404, "model_not_found", Meaning::WrongModel),
         ] {
             let said =
                 answer(status, &serde_json::json!({"error": {"code": code, "message": "x"}}).to_string());

@@ -55,15 +55,21 @@ pub(crate) enum Via {
     Release,
     /// `POST /abort_requests` with the request's id, where the engine gave no handle.
     Abort,
+    /// A decode request that had to be refused, which makes stock vLLM tell its producer.
+    RefusedDecode,
+    /// Not at all: the lease runs out.
+    Lease,
 }
 
 impl Via {
-    const ALL: [Self; 2] = [Self::Release, Self::Abort];
+    const ALL: [Self; 4] = [Self::Release, Self::Abort, Self::RefusedDecode, Self::Lease];
 
     fn label(self) -> &'static str {
         match self {
             Self::Release => "release",
             Self::Abort => "abort",
+            Self::RefusedDecode => "refused_decode",
+            Self::Lease => "lease",
         }
     }
 }
@@ -97,7 +103,7 @@ static PROPAGATION_SECONDS: Family = Family::histogram(
 static RELEASES: Family = Family::counter(
     "baton_router_releases_total",
     &["cause", "via"],
-    "Leases that the router gave back, by why and by which verb.",
+    "Leases that the router gave back, by why and in which way.",
 );
 static SETTLEMENTS: Family = Family::counter(
     "baton_router_settlements_total",

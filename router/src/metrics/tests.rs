@@ -19,6 +19,7 @@ fn full() -> (Metrics, ModelMetrics, EngineMetrics) {
     metrics.disconnect(Phase::Gap);
     metrics.release(Cause::Late, Via::Abort);
     engine.failed(Leg::Decode, Reason::Died);
+    metrics.tenants.tenant("t").increment(1);
     (metrics, model, engine)
 }
 
@@ -141,6 +142,8 @@ fn lint(page: &str, format: Format) {
 #[test]
 fn the_page_is_valid_in_both_formats_and_has_every_family() {
     let (metrics, _model, _engine) = full();
+    let tls = metrics.listener_tls("clients");
+    tls.expires(0);
     for format in [Format::Prometheus, Format::OpenMetrics] {
         let page = page(&metrics, format);
         lint(&page, format);

@@ -12,6 +12,8 @@ use socket2::SockRef;
 use tokio::net::TcpStream;
 
 use super::http1::{Head, Http1, Lost};
+use super::transport::Transport;
+use crate::tls::client::EngineName;
 
 /// A second hand on a connection's socket, for closing it while somebody else reads.
 #[derive(Debug)]
@@ -20,7 +22,7 @@ pub(crate) struct Socket(OwnedFd);
 /// A connection. Cut when dropped.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    http: Http1<TcpStream>,
+    http: Http1<Transport>,
     socket: Arc<Socket>,
     idle_since: Instant,
 }
@@ -39,10 +41,15 @@ impl Socket {
 }
 
 impl Connection {
-    pub(crate) async fn dial(host: &str, port: u16) -> std::io::Result<Self> {
+    /// Connects, with TLS where the engine has a name for it.
+    pub(crate) async fn dial(host: &str, port: u16, tls: Option<&EngineName>) -> std::io::Result<Self> {
         let stream = TcpStream::connect((host, port)).await?;
         stream.set_nodelay(true)?;
         let socket = Arc::new(Socket(stream.as_fd().try_clone_to_owned()?));
+        let stream = match tls {
+            None => Transport::Plain(stream),
+            Some(name) => Transport::Tls(Box::new(name.connect(stream).await?)),
+        };
         Ok(Self { http: Http1::new(stream), socket, idle_since: Instant::now() })
     }
 

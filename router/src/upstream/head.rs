@@ -3,7 +3,7 @@
 
 use hyper::Method;
 use hyper::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING,
+    AUTHORIZATION, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING,
 };
 
 use super::Outgoing;
@@ -15,7 +15,12 @@ const SECRET: &str = "x-baton-cluster-secret";
 const USUAL_BYTES: usize = 512;
 
 /// Writes the head.
-pub(super) fn request(host: &HeaderValue, secret: Option<&HeaderValue>, outgoing: &Outgoing) -> Vec<u8> {
+pub(super) fn request(
+    host: &HeaderValue,
+    secret: Option<&HeaderValue>,
+    api_key: Option<&HeaderValue>,
+    outgoing: &Outgoing,
+) -> Vec<u8> {
     let mut head = Vec::with_capacity(USUAL_BYTES);
     for part in [outgoing.method.as_str(), " ", outgoing.path, " HTTP/1.1\r\nhost: "] {
         head.extend_from_slice(part.as_bytes());
@@ -29,13 +34,18 @@ pub(super) fn request(host: &HeaderValue, secret: Option<&HeaderValue>, outgoing
         head.extend_from_slice(b"\r\n");
     }
     for (name, value) in &outgoing.headers {
-        let said_here = OWN.contains(name) || (secret.is_some() && name == SECRET);
+        let said_here = OWN.contains(name)
+            || (secret.is_some() && name == SECRET)
+            || (api_key.is_some() && name == AUTHORIZATION);
         if !said_here {
             field(&mut head, name.as_str(), value);
         }
     }
     if let Some(secret) = secret {
         field(&mut head, SECRET, secret);
+    }
+    if let Some(key) = api_key {
+        field(&mut head, AUTHORIZATION.as_str(), key);
     }
     head.extend_from_slice(b"\r\n");
     head
@@ -84,7 +94,7 @@ mod tests {
         let outgoing =
             Outgoing { method: Method::POST, path: "/p", headers, body: Bytes::from(vec![0; 1203]).into() };
         let secret = HeaderValue::from_static("s");
-        let head = request(&HeaderValue::from_static("h:1"), Some(&secret), &outgoing);
+        let head = request(&HeaderValue::from_static("h:1"), Some(&secret), None, &outgoing);
         let expected = "POST /p HTTP/1.1\r\nhost: h:1\r\ncontent-type: application/json\r\n\
                         content-length: 1203\r\nx-a: 1\r\nx-baton-cluster-secret: s\r\n\r\n";
         assert_eq!(String::from_utf8_lossy(&head), expected);
@@ -98,7 +108,7 @@ mod tests {
             headers: HeaderMap::new(),
             body: Bytes::new().into(),
         };
-        let head = request(&HeaderValue::from_static("h"), None, &outgoing);
+        let head = request(&HeaderValue::from_static("h"), None, None, &outgoing);
         assert_eq!(head, b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n");
     }
 }

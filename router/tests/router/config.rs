@@ -30,7 +30,7 @@ fn a_good_file_loads_with_its_defaults() {
 fn what_is_wrong_is_told_by_line_and_column() {
     for (from, to, told) in [
         ("policy: round_robin", "polizy: round_robin", "6:7: unknown key `polizy`, did you mean `policy`?"),
-        ("http://127.0.0.1:2", "https://127.0.0.1:2", "8:16: `https://127.0.0.1:2` must start with http://"),
+        ("http://127.0.0.1:2", "ftp://127.0.0.1:2", "8:16: `ftp://127.0.0.1:2` must start with http://"),
         ("listen: 127.0.0.1:0", "listen: nowhere", "1:9: invalid socket address"),
         ("listen: 127.0.0.1:0", "listen: [a]", "1:9: `listen`: needs a text, not a list"),
         ("name: m", "name: ''", "3:11: `models[0].name`: shorter than 1 bytes"),

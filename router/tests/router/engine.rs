@@ -34,6 +34,14 @@ pub(crate) enum Act {
     LendWhenTold(Option<u128>),
     /// A 2xx with this `kv_transfer_params`.
     Reply(Value),
+    /// As [`Act::Reply`], once the test opens the gate.
+    ReplyWhenTold(Value),
+    /// A 200 with this text.
+    Text(&'static str),
+    /// A 200 with this JSON.
+    Json(Value),
+    /// A stream of these frames, then the connection is closed (`false`) or the answer ends (`true`).
+    Frames(Vec<String>, bool),
     /// Streams so many events at once, then `[DONE]`.
     Stream(usize),
     /// Streams events, each when the test opens the gate; ends after the last.
@@ -76,7 +84,15 @@ struct Inner {
     /// What its verbs answer: 0 for 200.
     verbs: std::sync::atomic::AtomicU16,
     deaf: std::sync::atomic::AtomicBool,
+    unwell: std::sync::atomic::AtomicBool,
+    /// It answers whoever has half-closed, too.
+    crossing: std::sync::atomic::AtomicBool,
+    /// Asked before the script.
+    rule: Mutex<Option<Rule>>,
 }
+
+/// What an engine does with a request that it has just seen; `None` leaves it to the script.
+pub(crate) type Rule = Box<dyn Fn(&Seen) -> Option<Act> + Send>;
 
 struct Gate(Semaphore);
 
@@ -109,6 +125,20 @@ impl FakeEngine {
     /// An engine that comes up where another went down.
     pub(crate) async fn at(address: SocketAddr, act: Act) -> Self {
         Self::listening(TcpListener::bind(address).await.unwrap(), vec![act])
+    }
+
+    /// As [`Self::at`], where the port may be somebody's outgoing connection for a moment.
+    pub(crate) async fn back_at(address: SocketAddr, act: Act) -> Self {
+        let bound = async {
+            loop {
+                if let Ok(listener) = TcpListener::bind(address).await {
+                    return listener;
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let listener = tokio::time::timeout(PATIENCE, bound).await.expect("the port is free again");
+        Self::listening(listener, vec![act])
     }
 
     fn listening(listener: TcpListener, acts: Vec<Act>) -> Self {
@@ -181,6 +211,28 @@ impl FakeEngine {
         self
     }
 
+    /// From now on its replies cross the half-closes of those who wait for them.
+    pub(crate) fn crossing(self) -> Self {
+        self.inner.crossing.store(true, Ordering::SeqCst);
+        self
+    }
+
+    /// It speaks again.
+    pub(crate) fn speak(&self) {
+        self.inner.deaf.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether it says that it is well when it is asked.
+    pub(crate) fn feel(&self, well: bool) {
+        self.inner.unwell.store(!well, Ordering::SeqCst);
+    }
+
+    /// From now on this is asked before the script.
+    pub(crate) fn ruled(self, rule: impl Fn(&Seen) -> Option<Act> + Send + 'static) -> Self {
+        *self.inner.rule.lock().unwrap() = Some(Box::new(rule));
+        self
+    }
+
     /// Questions whether it lives.
     pub(crate) fn health_asked(&self) -> usize {
         self.all().iter().filter(|seen| seen.path == "/health").count()
@@ -228,8 +280,10 @@ async fn serve(listener: TcpListener, inner: Arc<Inner>) {
         inner.open.fetch_add(1, Ordering::SeqCst);
         let (inner, open) = (Arc::clone(&inner), Arc::clone(&inner));
         connections.spawn(async move {
+            let crossing = inner.crossing.load(Ordering::SeqCst);
             let service = service_fn(move |request| answer(Arc::clone(&inner), request));
             let _ = hyper::server::conn::http1::Builder::new()
+                .half_close(crossing)
                 .serve_connection(TokioIo::new(stream), service)
                 .await;
             open.open.fetch_sub(1, Ordering::SeqCst);
@@ -260,18 +314,30 @@ async fn answer(inner: Arc<Inner>, request: Request<Incoming>) -> Result<Respons
     let work = Work(Arc::clone(&inner), false);
     let body = body.collect().await.map_err(std::io::Error::other)?.to_bytes();
     let path = head.uri.path().to_owned();
-    inner.seen.lock().unwrap().push(Seen {
+    let seen = Seen {
         path: path.clone(),
         headers: head.headers,
         body: serde_json::from_slice(&body).unwrap_or(Value::Null),
         raw: body,
-    });
+    };
+    inner.seen.lock().unwrap().push(seen.clone());
+    let ruled = inner.rule.lock().unwrap().as_ref().and_then(|rule| rule(&seen));
+    if let Some(act) = ruled {
+        return act_out(act, inner, work).await;
+    }
     if !path.starts_with("/v1/") {
         if path == "/health" && inner.deaf.load(Ordering::SeqCst) {
             std::future::pending::<()>().await;
         }
         let verb = path == "/kv/release" || path == "/abort_requests";
-        let status = if verb { inner.verbs.load(Ordering::SeqCst) } else { 200 };
+        let unwell = path == "/health" && inner.unwell.load(Ordering::SeqCst);
+        let status = if unwell {
+            503
+        } else if verb {
+            inner.verbs.load(Ordering::SeqCst)
+        } else {
+            200
+        };
         if status == 1 {
             std::future::pending::<()>().await;
         }
@@ -291,6 +357,16 @@ async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Bod
             whole(200, &lent(handle))
         }
         Act::Reply(params) => whole(200, &json!({"id": "p", "kv_transfer_params": params})),
+        Act::ReplyWhenTold(params) => {
+            inner.gate.0.acquire().await.unwrap().forget();
+            whole(200, &json!({"id": "p", "kv_transfer_params": params}))
+        }
+        Act::Text(text) => {
+            let body = Full::new(Bytes::from_static(text.as_bytes()));
+            Response::new(body.map_err(|never: Infallible| match never {}).boxed())
+        }
+        Act::Json(value) => whole(200, &value),
+        Act::Frames(frames, ends) => return Ok(framed(work, frames, ends)),
         Act::Whole(bytes) => whole(200, &text(bytes)),
         Act::WholeWhenTold(bytes) => {
             inner.gate.0.acquire().await.unwrap().forget();
@@ -359,6 +435,24 @@ fn stream(work: Work, events: usize, end: End, gate: Option<Arc<Inner>>) -> Resp
         if last.is_ok() {
             work.done();
         }
+    });
+    let mut response = Response::new(channel(receiver));
+    response.headers_mut().insert("content-type", "text/event-stream; charset=utf-8".parse().unwrap());
+    response
+}
+
+fn framed(work: Work, frames: Vec<String>, ends: bool) -> Response<Body> {
+    let (sender, receiver) = mpsc::channel(1);
+    tokio::spawn(async move {
+        for frame in frames {
+            if sender.send(Ok(Frame::data(frame.into()))).await.is_err() {
+                return;
+            }
+        }
+        if !ends {
+            let _ = sender.send(Err(std::io::Error::other("died"))).await;
+        }
+        work.done();
     });
     let mut response = Response::new(channel(receiver));
     response.headers_mut().insert("content-type", "text/event-stream; charset=utf-8".parse().unwrap());

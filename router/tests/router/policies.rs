@@ -208,7 +208,8 @@ async fn a_full_decode_engine_costs_no_prefill() {
     let p = FakeEngine::always(Act::Lend(Some(7))).await;
     let d = FakeEngine::always(Act::WholeWhenTold(1)).await;
     let decode = pool(&[&d], &[], "capacity: {max_in_flight: 1}");
-    let system = System::of(&model(&pool(&[&p], &[], ""), &decode, "")).await;
+    let nobody_waits = format!("{}\nqueue: {{requests: 0}}\n", model(&pool(&[&p], &[], ""), &decode, ""));
+    let system = System::of(&nobody_waits).await;
     let mut first = Client::connect(system.address).await;
     first.post("/v1/completions", &completion(false)).await;
     asked(&d, 1).await;

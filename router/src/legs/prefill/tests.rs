@@ -69,9 +69,9 @@ proptest! {
         match answered(json!({"id": "p", "kv_transfer_params": params}).to_string()) {
             Prefilled::Lent(handed, _) => {
                 prop_assert!(is_complete(&handed), "{handed}");
-                prop_assert_eq!(handed, params);
+                prop_assert_eq!(&*handed, &params);
             }
-            Prefilled::Failed(Failure::Unusable(_), _) => {}
+            Prefilled::Failed(Failure::Unusable(_), ..) => {}
             other => prop_assert!(false, "{other:?}"),
         }
     }
@@ -91,7 +91,7 @@ proptest! {
         if let Prefilled::Lent(handed, _) = answered(bytes.clone()) {
             let parsed: Value = serde_json::from_slice(&bytes).expect("only JSON is handed on");
             prop_assert!(is_complete(&handed));
-            prop_assert_eq!(&handed, &parsed["kv_transfer_params"]);
+            prop_assert_eq!(&*handed, &parsed["kv_transfer_params"]);
         }
     }
 }
@@ -103,7 +103,7 @@ fn a_handle_is_found_in_a_reply_that_cannot_be_read_so_that_its_lease_is_given_b
     let odd = reply.replacen("\"p\"", "NaN", 1);
     for text in [twice, odd] {
         let handle = match answered(text.clone()) {
-            Prefilled::Failed(Failure::Unusable(handle), _) => handle,
+            Prefilled::Failed(Failure::Unusable(handle), ..) => handle,
             other => panic!("{text}: {other:?}"),
         };
         assert_eq!(handle, Some(Handle(7)), "{text}");

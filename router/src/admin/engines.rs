@@ -1,0 +1,84 @@
+//! `GET /engines`: what every engine is given and why; `POST /engines/HOST:PORT/drain` and `/undrain`.
+//!
+//! An operator's word goes before the configuration's, survives reloads, and ends with the process.
+
+use std::sync::Arc;
+
+use hyper::StatusCode;
+use serde_json::{Map, Value, json};
+
+use super::Answer;
+use crate::generation::Generation;
+use crate::health::Order;
+use crate::metrics::Leg;
+use crate::shared::Shared;
+use crate::upstream::{Engine, Verb};
+
+/// Every engine that some pool names, as JSON.
+pub(super) fn list(shared: &Shared) -> Value {
+    let generation = shared.generation();
+    let mut engines: Vec<_> = shared.fleet.engines();
+    engines.sort_unstable_by(|a, b| a.authority().cmp(b.authority()));
+    let engines: Vec<Value> = engines.iter().map(|engine| one(engine, &generation)).collect();
+    json!({"generation": generation.number, "engines": engines})
+}
+
+fn one(engine: &Arc<Engine>, generation: &Generation) -> Value {
+    let health = engine.health().snapshot();
+    let terms = engine.health_terms();
+    let load = engine.reported_load().map(|load| {
+        let age_ms = u64::try_from(load.at.elapsed().as_millis()).unwrap_or(u64::MAX);
+        json!({"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage, "age_ms": age_ms})
+    });
+    let (mut pools, mut legs) = (Vec::new(), Map::new());
+    for model in generation.models.list() {
+        for leg in Leg::BOTH {
+            let mut places = model.pool(leg).members().iter().filter(|m| Arc::ptr_eq(&m.engine, engine));
+            let Some(place) = places.next() else { continue };
+            let ranks = 1 + places.count();
+            pools.push(
+                json!({"model": model.name, "leg": leg.label(), "weight": place.weight, "ranks": ranks}),
+            );
+            let (standing, breaker) = (health.standing(leg, &terms).label(), health.breaker(leg).label());
+            legs.insert(leg.label().to_owned(), json!({"standing": standing, "breaker": breaker}));
+        }
+    }
+    json!({
+        "engine": engine.authority(),
+        "url": engine.url(),
+        "pools": pools,
+        "legs": legs,
+        "reasons": health.reasons(&terms),
+        "in_flight": engine.load(),
+        "load": load,
+        "verbs": {"abort": engine.verbs().has(Verb::Abort), "release": engine.verbs().has(Verb::Release)},
+    })
+}
+
+/// Carries out a verb at the engine of that name: `HOST:PORT`, or its whole URL.
+pub(super) fn order(shared: &Shared, name: &str, verb: &str) -> Answer {
+    let order = match verb {
+        "drain" => Order::Drain,
+        "undrain" => Order::Undrain,
+        _ => return Answer::error(StatusCode::NOT_FOUND, "an engine can be drained and undrained"),
+    };
+    let name = name.replace("%3A", ":").replace("%3a", ":").replace("%2F", "/").replace("%2f", "/");
+    let name = name.strip_prefix("http://").unwrap_or(&name);
+    let Some(engine) = shared.fleet.engines().into_iter().find(|engine| engine.authority() == name) else {
+        return Answer::error(StatusCode::NOT_FOUND, "there is no such engine; /engines lists them");
+    };
+    engine.judge(|health, _, _| health.order(order));
+    tracing::info!(engine = engine.authority(), ?order, "an operator's order");
+    Answer::json(one(&engine, &shared.generation()))
+}
+
+/// Whether the models that `/ready` waits for have a decode engine in use.
+pub(super) fn is_ready(generation: &Generation) -> bool {
+    use crate::config::Ready;
+    let mut usable = generation.models.list().iter().map(|model| model.decode.in_use() > 0);
+    match generation.config.health.ready {
+        Ready::Always => true,
+        Ready::AnyModel => usable.any(|usable| usable),
+        Ready::EveryModel => usable.all(|usable| usable),
+    }
+}

@@ -1,0 +1,285 @@
+//! Where requests wait for a decode engine when all of a model's are full.
+//!
+//! ```text
+//!  enter ──▶ nobody waits and there is room ──▶ dispatched            (no lock, no queue)
+//!    │
+//!    ├─▶ no engine can serve the model ─▶ 503
+//!    ├─▶ queue full, share used, deadline out of reach ─▶ 429
+//!    └─▶ waits ── its turn and there is room ──▶ dispatched
+//!            ├──── deadline ──▶ 429
+//!            └──── dropped (client gone, shutdown) ──▶ out of the queue
+//! ```
+//!
+//! Who is next is decided in [`queue`], which is pure. Only the next one tries to reserve an engine; it is woken
+//! when one has room again ([`Freed`]), and whoever leaves the queue in whatever way wakes the next.
+//!
+//! No wake-up is lost: a waiter counts itself among the waiting before it tries, and an engine takes a request
+//! off its load before it looks whether anybody waits. Health that changes with time alone wakes nobody, so the
+//! next one also tries again every [`TRY_AGAIN`].
+
+pub(crate) mod body_budget;
+pub(crate) mod deadline;
+mod drain;
+mod queue;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use baton_openai::ApiError;
+use tokio::sync::Notify;
+
+use crate::config::{Priority, QueueConfig};
+use crate::metrics::admission::{AdmissionMetrics, Outcome};
+use crate::pool::Scarce;
+use drain::Drain;
+pub(crate) use queue::{Claim, TenantId};
+use queue::{FairQueue, Full, Place};
+
+/// How often the next one tries without having been woken.
+const TRY_AGAIN: Duration = Duration::from_millis(50);
+/// When to come back while no engine can serve the model: about as long as one rests or restarts.
+const NO_CAPACITY: Duration = Duration::from_secs(2);
+
+/// What a request brings to the queue.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ticket {
+    pub claim: Claim,
+    /// Until when it may wait.
+    pub deadline: Instant,
+}
+
+/// Says that an engine may have room again.
+#[derive(Default)]
+pub(crate) struct Freed {
+    waiting: AtomicUsize,
+    queues: Mutex<Vec<Weak<ModelQueue>>>,
+}
+
+/// The queues of all models. They outlive configurations.
+pub(crate) struct Admission {
+    queues: Mutex<HashMap<String, Arc<ModelQueue>>>,
+    freed: Arc<Freed>,
+    metrics: Arc<AdmissionMetrics>,
+}
+
+/// The queue of one model.
+pub(crate) struct ModelQueue {
+    waiting: AtomicUsize,
+    inner: Mutex<Inner>,
+    freed: Arc<Freed>,
+    metrics: Arc<AdmissionMetrics>,
+}
+
+#[derive(Default)]
+struct Inner {
+    queue: FairQueue,
+    drain: Drain,
+    bells: HashMap<Place, Arc<Notify>>,
+}
+
+/// A request in the queue. Dropping it takes it out.
+struct Waiting<'a> {
+    queue: &'a ModelQueue,
+    terms: &'a QueueConfig,
+    place: Place,
+    priority: Priority,
+    since: Instant,
+    bell: Arc<Notify>,
+    outcome: Outcome,
+}
+
+impl Freed {
+    /// To be called whenever an engine may have become able to take a request. Costs one load of a word that
+    /// hardly ever changes as long as nobody waits.
+    pub(crate) fn ring(&self) {
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            self.wake();
+        }
+    }
+
+    #[cold]
+    fn wake(&self) {
+        let queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
+        for queue in queues.iter().filter_map(Weak::upgrade) {
+            if queue.waiting.load(Ordering::Relaxed) > 0 {
+                queue.lock().wake_next();
+            }
+        }
+    }
+}
+
+impl Admission {
+    pub(crate) fn new(freed: Arc<Freed>, metrics: Arc<AdmissionMetrics>) -> Self {
+        Self { queues: Mutex::default(), freed, metrics }
+    }
+
+    /// The queue of a model, which is the same one in every generation that serves it.
+    pub(crate) fn queue(&self, model: &str) -> Arc<ModelQueue> {
+        let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
+        // Nobody but this table holds the queue of a model that is gone.
+        queues.retain(|name, queue| name == model || Arc::strong_count(queue) > 1);
+        if let Some(queue) = queues.get(model) {
+            return Arc::clone(queue);
+        }
+        let queue = Arc::new(ModelQueue::new(Arc::clone(&self.freed), Arc::clone(&self.metrics)));
+        let mut listening = self.freed.queues.lock().unwrap_or_else(PoisonError::into_inner);
+        listening.retain(|queue| queue.strong_count() > 0);
+        listening.push(Arc::downgrade(&queue));
+        queues.insert(model.to_owned(), Arc::clone(&queue));
+        queue
+    }
+}
+
+impl ModelQueue {
+    fn new(freed: Arc<Freed>, metrics: Arc<AdmissionMetrics>) -> Self {
+        Self { waiting: AtomicUsize::new(0), inner: Mutex::default(), freed, metrics }
+    }
+
+    /// Waits until `reserve` gives something, in turn with the others who wait for this model. `reserve` is
+    /// called only when it is this request's turn, never while anything is locked.
+    ///
+    /// # Errors
+    /// 429 while engines are full: no place in the queue, or none before the deadline. 503 when no engine can
+    /// serve the model. Both say when to come back.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves the queue; nothing is reserved.
+    pub(crate) async fn enter<T>(
+        &self,
+        ticket: Ticket,
+        terms: &QueueConfig,
+        mut reserve: impl FnMut() -> Result<T, Scarce>,
+    ) -> Result<T, ApiError> {
+        if self.waiting.load(Ordering::Relaxed) == 0 {
+            match reserve() {
+                Ok(reserved) => return Ok(reserved),
+                Err(Scarce::Nobody) => return Err(self.nobody()),
+                Err(Scarce::Full) => {}
+            }
+        }
+        let mut waiting = self.join(ticket, terms)?;
+        let deadline = tokio::time::Instant::from_std(ticket.deadline);
+        let mut last = Scarce::Full;
+        loop {
+            let bell = waiting.bell.notified();
+            let woken = if waiting.is_next() {
+                match reserve() {
+                    Ok(reserved) => {
+                        waiting.outcome = Outcome::Dispatched;
+                        return Ok(reserved);
+                    }
+                    Err(scarce) => last = scarce,
+                }
+                let again = deadline.min(tokio::time::Instant::now() + TRY_AGAIN);
+                tokio::time::timeout_at(again, bell).await.is_ok()
+            } else {
+                tokio::time::timeout_at(deadline, bell).await.is_ok()
+            };
+            if !woken && tokio::time::Instant::now() >= deadline {
+                waiting.outcome = Outcome::Expired;
+                return Err(match last {
+                    Scarce::Full => self.expired(waiting.since.elapsed()),
+                    Scarce::Nobody => self.nobody(),
+                });
+            }
+        }
+    }
+
+    fn join<'a>(&'a self, ticket: Ticket, terms: &'a QueueConfig) -> Result<Waiting<'a>, ApiError> {
+        let Ticket { claim, deadline } = ticket;
+        let now = Instant::now();
+        let mut inner = self.lock();
+        let ahead = inner.queue.ahead_of(&claim, terms);
+        let in_time = inner.drain.wait(ahead).is_none_or(|wait| now + wait < deadline);
+        // Whoever would be next may always try: what is known of the pace may be out of date.
+        if deadline <= now || (ahead > 0 && !in_time) {
+            let back = inner.drain.come_back(ahead);
+            drop(inner);
+            self.metrics.outcome(Outcome::RejectedLate);
+            let message = "all engines are busy and the request's deadline would pass before its turn";
+            return Err(ApiError::overloaded(message, back));
+        }
+        let place = match inner.queue.join(claim, terms) {
+            Ok(place) => place,
+            Err(full) => {
+                let back = inner.drain.come_back(ahead);
+                drop(inner);
+                self.metrics.outcome(Outcome::RejectedFull);
+                return Err(ApiError::overloaded(
+                    match full {
+                        Full::Total => "all engines are busy and too many requests wait already",
+                        Full::Tenant => "all engines are busy and too many of your requests wait already",
+                    },
+                    back,
+                ));
+            }
+        };
+        let bell = Arc::<Notify>::default();
+        inner.bells.insert(place, Arc::clone(&bell));
+        // Before the first try; see the promise about wake-ups above.
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        self.freed.waiting.fetch_add(1, Ordering::SeqCst);
+        drop(inner);
+        self.metrics.waiting(claim.priority).increment(1.0);
+        let (priority, since, outcome) = (claim.priority, now, Outcome::ClientGone);
+        Ok(Waiting { queue: self, terms, place, priority, since, bell, outcome })
+    }
+
+    fn nobody(&self) -> ApiError {
+        self.metrics.outcome(Outcome::NoCapacity);
+        ApiError::unavailable("no engine can serve this model at the moment", NO_CAPACITY)
+    }
+
+    fn expired(&self, waited: Duration) -> ApiError {
+        let mut inner = self.lock();
+        let ahead = inner.queue.len();
+        let back = inner.drain.come_back(ahead);
+        let message =
+            format!("all engines were busy for the {} ms that the request could wait", waited.as_millis());
+        ApiError::overloaded(message, back).with_code("queue_timeout")
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn wake_next(&self) {
+        if let Some(bell) = self.queue.next().and_then(|place| self.bells.get(&place)) {
+            bell.notify_one();
+        }
+    }
+}
+
+impl Waiting<'_> {
+    fn is_next(&self) -> bool {
+        self.queue.lock().queue.next() == Some(self.place)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        let mut inner = self.queue.lock();
+        if self.outcome == Outcome::Dispatched {
+            inner.queue.dispatched(self.place, self.terms);
+            let others_wait = inner.queue.len() > 0;
+            inner.drain.served(Instant::now(), others_wait);
+        } else {
+            inner.queue.leave(self.place);
+        }
+        inner.bells.remove(&self.place);
+        self.queue.waiting.fetch_sub(1, Ordering::SeqCst);
+        self.queue.freed.waiting.fetch_sub(1, Ordering::SeqCst);
+        // There may be room for more than one, or this one was woken and leaves without having tried.
+        inner.wake_next();
+        drop(inner);
+        self.queue.metrics.waiting(self.priority).decrement(1.0);
+        self.queue.metrics.left(self.outcome, self.since.elapsed());
+    }
+}
+
+#[cfg(test)]
+mod tests;

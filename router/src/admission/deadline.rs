@@ -1,0 +1,76 @@
+//! Until when a request may wait, and how urgent it is: what its headers and body say, bounded by what it may.
+
+use std::time::{Duration, Instant};
+
+use hyper::header::HeaderMap;
+
+use crate::config::Priority;
+
+/// How long OpenAI's SDKs wait for an answer before they give up, in seconds.
+const READ_TIMEOUT: &str = "x-stainless-read-timeout";
+/// The same, in milliseconds, from anybody.
+const REQUEST_TIMEOUT: &str = "x-request-timeout-ms";
+/// `high`, `normal`, `low`, or vLLM's numbers: the lower, the earlier.
+const PRIORITY: &str = "x-priority";
+
+/// When a request that began then must have left the queue: after `longest`, or when its client gives up.
+/// A header that is not a number is no deadline.
+pub(crate) fn deadline(headers: &HeaderMap, begun: Instant, longest: Duration) -> Instant {
+    let number = |name: &str| headers.get(name)?.to_str().ok()?.trim().parse::<f64>().ok();
+    let seconds = number(READ_TIMEOUT);
+    let millis = number(REQUEST_TIMEOUT).map(|ms| ms / 1000.0);
+    let asked = [seconds, millis].into_iter().flatten().filter(|s| s.is_finite() && *s >= 0.0);
+    let shortest = asked.fold(longest.as_secs_f64(), f64::min);
+    // The shortest is at most `longest`.
+    begun + Duration::try_from_secs_f64(shortest).unwrap_or(longest)
+}
+
+/// How urgent a request is: what it asks for, but not more than it may. Without a word it is normal.
+pub(crate) fn priority(headers: &HeaderMap, body: Option<i64>, most: Priority) -> Priority {
+    let header = headers.get(PRIORITY).and_then(|value| value.to_str().ok()).map(str::trim);
+    let header =
+        header.and_then(|text| Priority::named(text).or_else(|| text.parse().ok().map(Priority::of_number)));
+    let asked = header.or_else(|| body.map(Priority::of_number)).unwrap_or_default();
+    // The more urgent is the smaller one.
+    asked.max(most)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+        pairs
+            .iter()
+            .map(|(name, value)| (name.parse().expect("a name"), value.parse().expect("a value")))
+            .collect()
+    }
+
+    #[test]
+    fn the_shortest_deadline_counts_and_nonsense_is_none() {
+        let begun = Instant::now();
+        let within = |pairs: &[(&'static str, &str)]| {
+            (deadline(&headers(pairs), begun, Duration::from_secs(30)) - begun).as_millis()
+        };
+        assert_eq!(within(&[]), 30_000);
+        assert_eq!(within(&[(READ_TIMEOUT, "600")]), 30_000);
+        assert_eq!(within(&[(READ_TIMEOUT, "2.5")]), 2500);
+        assert_eq!(within(&[(READ_TIMEOUT, "2.5"), (REQUEST_TIMEOUT, "40")]), 40);
+        assert_eq!(within(&[(REQUEST_TIMEOUT, "0")]), 0);
+        for nonsense in ["", "-1", "NaN", "inf", "1e999", "soon"] {
+            assert_eq!(within(&[(READ_TIMEOUT, nonsense)]), 30_000, "{nonsense}");
+        }
+    }
+
+    #[test]
+    fn a_priority_is_what_is_asked_for_and_never_more_than_allowed() {
+        let asks = |value: &str, body, most| priority(&headers(&[(PRIORITY, value)]), body, most);
+        assert_eq!(priority(&HeaderMap::new(), None, Priority::High), Priority::Normal);
+        assert_eq!(asks("high", None, Priority::High), Priority::High);
+        assert_eq!(asks("high", None, Priority::Normal), Priority::Normal);
+        assert_eq!(asks("-5", None, Priority::Low), Priority::Low);
+        assert_eq!(asks("Low", Some(-1), Priority::High), Priority::Low);
+        assert_eq!(asks("urgent!", Some(-1), Priority::High), Priority::High);
+        assert_eq!(priority(&HeaderMap::new(), Some(3), Priority::High), Priority::Low);
+    }
+}

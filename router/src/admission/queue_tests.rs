@@ -1,0 +1,238 @@
+//! The fair queue against its promises.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn bounds() -> QueueConfig {
+    QueueConfig { requests: 10_000, tenant_requests: 10_000, ..QueueConfig::default() }
+}
+
+fn claim(tenant: u32) -> Claim {
+    Claim { tenant: Some(TenantId(tenant)), weight: 1, priority: Priority::Normal, bytes: 1, cost: 1 }
+}
+
+/// Serves so many and gives their tenants, in order.
+fn serve(queue: &mut FairQueue, times: usize, terms: &QueueConfig) -> Vec<u32> {
+    let mut served = Vec::new();
+    for _ in 0..times {
+        let Some(place) = queue.next() else { break };
+        served.push(queue.claims[&place].tenant.expect("tests name tenants").0);
+        queue.dispatched(place, terms);
+    }
+    served
+}
+
+fn fill(queue: &mut FairQueue, times: usize, claim: Claim, terms: &QueueConfig) {
+    for _ in 0..times {
+        queue.join(claim, terms).unwrap();
+    }
+}
+
+#[test]
+fn a_thousand_requests_of_one_tenant_delay_anothers_first_by_one_turn_at_most() {
+    let (mut queue, terms) = (FairQueue::default(), bounds());
+    for _ in 0..1000 {
+        queue.join(claim(1), &terms).unwrap();
+    }
+    serve(&mut queue, 10, &terms);
+    queue.join(claim(2), &terms).unwrap();
+    assert!(serve(&mut queue, 2, &terms).contains(&2));
+    assert_eq!(queue.len(), 1000 - 10 - 1);
+}
+
+#[test]
+fn one_tenant_alone_is_first_come_first_served() {
+    let (mut queue, terms) = (FairQueue::default(), bounds());
+    let places: Vec<_> = (0..50).map(|_| queue.join(claim(1), &terms).unwrap()).collect();
+    for place in places {
+        assert_eq!(queue.next(), Some(place));
+        queue.dispatched(place, &terms);
+    }
+    assert_eq!(queue.next(), None);
+}
+
+#[test]
+fn tenants_share_by_weight_and_by_cost() {
+    let (mut queue, terms) = (FairQueue::default(), bounds());
+    for _ in 0..900 {
+        queue.join(Claim { weight: 3, ..claim(1) }, &terms).unwrap();
+        queue.join(claim(2), &terms).unwrap();
+        queue.join(Claim { cost: 2, ..claim(3) }, &terms).unwrap();
+    }
+    let served = serve(&mut queue, 900, &terms);
+    let of = |tenant| served.iter().filter(|t| **t == tenant).count();
+    // In units of cost: 3 : 1 : 1, so in requests 3 : 1 : 1/2.
+    for (tenant, share) in [(1, 600), (2, 200), (3, 100)] {
+        assert!(of(tenant).abs_diff(share) <= 2, "{tenant}: {}", of(tenant));
+    }
+}
+
+#[test]
+fn priorities_share_by_weight_and_none_starves() {
+    let (mut queue, terms) = (FairQueue::default(), bounds());
+    for _ in 0..2100 {
+        for (tenant, priority) in [(1, Priority::High), (2, Priority::Normal), (3, Priority::Low)] {
+            queue.join(Claim { priority, ..claim(tenant) }, &terms).unwrap();
+        }
+    }
+    let served = serve(&mut queue, 2100, &terms);
+    let of = |tenant| served.iter().filter(|t| **t == tenant).count();
+    assert!(of(1).abs_diff(1600) <= 2 && of(2).abs_diff(400) <= 2 && of(3).abs_diff(100) <= 2);
+    assert_eq!(served[0], 1, "of equals the more urgent one is first");
+}
+
+#[test]
+fn a_tenant_that_was_idle_has_saved_nothing_up() {
+    let (mut queue, terms) = (FairQueue::default(), bounds());
+    fill(&mut queue, 500, claim(1), &terms);
+    serve(&mut queue, 400, &terms);
+    fill(&mut queue, 100, claim(2), &terms);
+    let served = serve(&mut queue, 20, &terms);
+    assert!(served.iter().filter(|t| **t == 2).count() <= 11, "{served:?}");
+}
+
+#[test]
+fn a_tenant_that_leaves_and_comes_back_is_not_ahead_of_its_share() {
+    let (mut queue, terms) = (FairQueue::default(), bounds());
+    fill(&mut queue, 500, claim(1), &terms);
+    let mut of_two = 0;
+    // One request at a time: its queue is empty after each, and its tag must be remembered.
+    for _ in 0..100 {
+        queue.join(Claim { cost: 5, ..claim(2) }, &terms).unwrap();
+        of_two += serve(&mut queue, 2, &terms).iter().filter(|t| **t == 2).count();
+        let left: Vec<_> = queue.claims.iter().filter(|(_, c)| c.cost == 5).map(|(p, _)| *p).collect();
+        left.into_iter().for_each(|place| queue.leave(place));
+    }
+    assert!(of_two <= 40, "a fifth of the cost each, but {of_two} of 100 rounds");
+}
+
+#[test]
+fn what_left_unserved_has_cost_nothing() {
+    let (mut queue, terms) = (FairQueue::default(), bounds());
+    fill(&mut queue, 10, claim(1), &terms);
+    let gone: Vec<_> = (0..100).map(|_| queue.join(claim(2), &terms).unwrap()).collect();
+    gone.into_iter().for_each(|place| queue.leave(place));
+    queue.join(claim(2), &terms).unwrap();
+    assert!(serve(&mut queue, 2, &terms).contains(&2));
+}
+
+#[test]
+fn every_bound_holds_and_says_which_it_was() {
+    let terms = QueueConfig {
+        requests: 3,
+        bytes: 100,
+        tenant_requests: 2,
+        tenant_bytes: 60,
+        ..QueueConfig::default()
+    };
+    let mut queue = FairQueue::default();
+    assert_eq!(queue.join(Claim { bytes: 61, ..claim(1) }, &terms), Err(Full::Tenant));
+    queue.join(Claim { bytes: 60, ..claim(1) }, &terms).unwrap();
+    assert_eq!(queue.join(claim(1), &terms), Err(Full::Tenant));
+    assert_eq!(queue.join(Claim { bytes: 41, ..claim(2) }, &terms), Err(Full::Total));
+    queue.join(claim(2), &terms).unwrap();
+    queue.join(claim(2), &terms).unwrap();
+    assert_eq!(queue.join(claim(3), &terms), Err(Full::Total));
+    serve(&mut queue, 3, &terms);
+    queue.join(Claim { tenant: None, bytes: 100, ..claim(0) }, &terms).unwrap();
+    assert_eq!(queue.len(), 1, "who is not known has no bound but the total");
+}
+
+#[test]
+fn who_is_ahead_is_estimated_by_turns_and_not_by_length() {
+    let (mut queue, terms) = (FairQueue::default(), bounds());
+    fill(&mut queue, 1000, claim(1), &terms);
+    assert_eq!(queue.ahead_of(&claim(1), &terms), 1000);
+    assert_eq!(queue.ahead_of(&claim(2), &terms), 1);
+    let urgent = Claim { priority: Priority::High, ..claim(3) };
+    assert_eq!(queue.ahead_of(&urgent, &terms), 1);
+    let batch = Claim { priority: Priority::Low, ..claim(3) };
+    assert_eq!(queue.ahead_of(&batch, &terms), 4);
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Join(u32, usize, u64),
+    Serve,
+    Leave(usize),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        4 => (0..5_u32, 0..3_usize, 1..50_u64).prop_map(|(t, p, c)| Step::Join(t, p, c)),
+        3 => Just(Step::Serve),
+        1 => (0..100_usize).prop_map(Step::Leave),
+    ];
+    proptest::collection::vec(step, 1..400)
+}
+
+proptest! {
+    /// Whatever happens: counts are right, everyone who waits is served in the end, and nothing is kept.
+    #[test]
+    fn the_books_are_right_and_end_empty(steps in steps()) {
+        let terms = QueueConfig { requests: 40, tenant_requests: 15, bytes: 1 << 20, ..QueueConfig::default() };
+        let mut queue = FairQueue::default();
+        let mut waiting: BTreeMap<Place, Claim> = BTreeMap::new();
+        for step in steps {
+            match step {
+                Step::Join(tenant, priority, cost) => {
+                    let claim = Claim { priority: Priority::ALL[priority], cost, bytes: 7, ..claim(tenant) };
+                    let of_tenant = waiting.values().filter(|c| c.tenant == claim.tenant).count();
+                    match queue.join(claim, &terms) {
+                        Ok(place) => { waiting.insert(place, claim); }
+                        Err(Full::Total) => prop_assert_eq!(waiting.len(), 40),
+                        Err(Full::Tenant) => prop_assert_eq!(of_tenant, 15),
+                    }
+                }
+                Step::Serve => match queue.next() {
+                    Some(place) => {
+                        prop_assert!(waiting.remove(&place).is_some());
+                        queue.dispatched(place, &terms);
+                        queue.dispatched(place, &terms);
+                    }
+                    None => prop_assert!(waiting.is_empty()),
+                },
+                Step::Leave(n) => {
+                    if let Some(&place) = waiting.keys().nth(n) {
+                        waiting.remove(&place);
+                        queue.leave(place);
+                        queue.leave(place);
+                    }
+                }
+            }
+            prop_assert_eq!(queue.len(), waiting.len());
+            for priority in Priority::ALL {
+                let of = waiting.values().filter(|c| c.priority == priority).count();
+                prop_assert_eq!(queue.waiting(priority), of);
+            }
+        }
+        while let Some(place) = queue.next() {
+            queue.dispatched(place, &terms);
+            prop_assert!(waiting.remove(&place).is_some());
+        }
+        prop_assert!(waiting.is_empty() && queue.held.is_empty() && queue.claims.is_empty());
+        prop_assert!(queue.classes.iter().all(|c| c.flows.is_empty() && c.ahead.is_empty() && c.ready.is_empty()));
+    }
+
+    /// Tenants that wait all the time never differ by more than one of their largest requests each.
+    #[test]
+    fn service_never_lags_behind_the_share(costs in proptest::collection::vec(1..100_u64, 3), turns in 10..300_usize) {
+        let (mut queue, terms) = (FairQueue::default(), bounds());
+        let join = |queue: &mut FairQueue, tenant: usize| {
+            queue.join(Claim { cost: costs[tenant], ..claim(tenant as u32) }, &terms).unwrap()
+        };
+        for tenant in 0..3 { join(&mut queue, tenant); join(&mut queue, tenant); }
+        let mut got = [0_u64; 3];
+        for _ in 0..turns {
+            let tenant = serve(&mut queue, 1, &terms)[0] as usize;
+            got[tenant] += costs[tenant];
+            join(&mut queue, tenant);
+            for (a, b) in [(0, 1), (0, 2), (1, 2)] {
+                prop_assert!(got[a].abs_diff(got[b]) <= costs[a] + costs[b], "{:?} {:?}", got, costs);
+            }
+        }
+    }
+}

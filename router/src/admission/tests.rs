@@ -1,0 +1,183 @@
+//! The queue's shell: nobody who waits is forgotten, and nobody who left is in the way.
+
+use std::sync::atomic::AtomicBool;
+
+use super::*;
+
+struct Engines {
+    room: Arc<AtomicUsize>,
+    freed: Arc<Freed>,
+    queue: Arc<ModelQueue>,
+}
+
+/// A place at an engine; dropping it makes room.
+struct Seat(Arc<AtomicUsize>, Arc<Freed>);
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        self.1.ring();
+    }
+}
+
+impl Engines {
+    fn new(room: usize) -> Self {
+        let freed = Arc::<Freed>::default();
+        let admission = Admission::new(
+            Arc::clone(&freed),
+            Arc::new(AdmissionMetrics::new(&crate::metrics::Registry::default())),
+        );
+        Self { room: Arc::new(AtomicUsize::new(room)), freed, queue: admission.queue("m") }
+    }
+
+    fn reserve(&self) -> impl FnMut() -> Result<Seat, Scarce> + Send + 'static {
+        let (room, freed) = (Arc::clone(&self.room), Arc::clone(&self.freed));
+        move || {
+            let taken = room.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |free| free.checked_sub(1));
+            taken.map(|_| Seat(Arc::clone(&room), Arc::clone(&freed))).map_err(|_| Scarce::Full)
+        }
+    }
+
+    async fn enter(&self, ticket: Ticket) -> Result<Seat, ApiError> {
+        self.queue.enter(ticket, &terms(), self.reserve()).await
+    }
+}
+
+fn terms() -> QueueConfig {
+    QueueConfig { requests: 2000, tenant_requests: 1000, ..QueueConfig::default() }
+}
+
+fn ticket(tenant: u32) -> Ticket {
+    let claim =
+        Claim { tenant: Some(TenantId(tenant)), weight: 1, priority: Priority::Normal, bytes: 1, cost: 1 };
+    Ticket { claim, deadline: Instant::now() + Duration::from_secs(60) }
+}
+
+#[tokio::test]
+async fn with_room_nobody_queues() {
+    let engines = Engines::new(2);
+    let seats = (engines.enter(ticket(1)).await.unwrap(), engines.enter(ticket(1)).await.unwrap());
+    assert_eq!(engines.queue.waiting.load(Ordering::SeqCst), 0);
+    drop(seats);
+}
+
+#[tokio::test]
+async fn whoever_waits_gets_the_room_that_another_leaves() {
+    let engines = Engines::new(1);
+    let seat = engines.enter(ticket(1)).await.unwrap();
+    let mut second = Box::pin(engines.enter(ticket(1)));
+    assert!(futures_poll(&mut second).await.is_none());
+    drop(seat);
+    assert!(second.await.is_ok());
+}
+
+/// Polls once.
+async fn futures_poll<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
+    std::future::poll_fn(|context| {
+        std::task::Poll::Ready(match std::pin::Pin::new(&mut *future).poll(context) {
+            std::task::Poll::Ready(done) => Some(done),
+            std::task::Poll::Pending => None,
+        })
+    })
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn nobody_is_forgotten_when_hundreds_come_wait_cancel_and_go() {
+    let engines = Arc::new(Engines::new(3));
+    let (busy, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+    let mut tasks = tokio::task::JoinSet::new();
+    for n in 0..600_u32 {
+        let (engines, busy, over) = (Arc::clone(&engines), Arc::clone(&busy), Arc::clone(&over));
+        tasks.spawn(async move {
+            let entered = engines.enter(ticket(n % 7));
+            if n % 5 == 0 {
+                // Cancelled after a few polls, wherever that is.
+                let mut entered = Box::pin(entered);
+                for _ in 0..n % 4 {
+                    if futures_poll(&mut entered).await.is_some() {
+                        break;
+                    }
+                    tokio::task::yield_now().await;
+                }
+                return;
+            }
+            let seat = entered.await.unwrap();
+            if busy.fetch_add(1, Ordering::SeqCst) >= 3 {
+                over.store(true, Ordering::SeqCst);
+            }
+            tokio::task::yield_now().await;
+            busy.fetch_sub(1, Ordering::SeqCst);
+            drop(seat);
+        });
+    }
+    let all = async { while tasks.join_next().await.is_some_and(|task| task.is_ok()) {} };
+    tokio::time::timeout(Duration::from_secs(60), all).await.expect("everybody is served");
+    assert!(tasks.is_empty() && !over.load(Ordering::SeqCst));
+    assert_eq!(engines.room.load(Ordering::SeqCst), 3);
+    assert_eq!(engines.queue.waiting.load(Ordering::SeqCst), 0);
+    assert!(engines.queue.lock().bells.is_empty() && engines.queue.lock().queue.len() == 0);
+    assert_eq!(engines.freed.waiting.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn one_who_was_woken_and_leaves_wakes_the_next() {
+    let engines = Engines::new(1);
+    let seat = engines.enter(ticket(1)).await.unwrap();
+    let mut first = Box::pin(engines.enter(ticket(1)));
+    let mut second = Box::pin(engines.enter(ticket(1)));
+    assert!(futures_poll(&mut first).await.is_none() && futures_poll(&mut second).await.is_none());
+    drop(seat);
+    // The first has been woken and is never polled again.
+    drop(first);
+    let waited = tokio::time::timeout(Duration::from_secs(30), second).await;
+    assert!(waited.expect("it is woken").is_ok());
+}
+
+#[tokio::test]
+async fn a_deadline_ends_the_wait_with_429_and_a_time_to_come_back() {
+    let engines = Engines::new(0);
+    let soon = Ticket { deadline: Instant::now() + Duration::from_millis(30), ..ticket(1) };
+    let refused = engines.enter(soon).await.err().expect("expired");
+    assert_eq!((refused.status, refused.code.as_deref()), (429, Some("queue_timeout")));
+    assert!(refused.retry_after.is_some());
+    let past = Ticket { deadline: Instant::now(), ..ticket(1) };
+    assert_eq!(engines.enter(past).await.err().map(|e| e.status), Some(429));
+    assert_eq!(engines.queue.waiting.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn a_deadline_that_cannot_be_met_is_refused_at_once() {
+    let engines = Engines::new(0);
+    let begun = Instant::now();
+    (0..20).for_each(|n| engines.queue.lock().drain.served(begun + Duration::from_secs(n), true));
+    let mut first = Box::pin(engines.enter(ticket(1)));
+    assert!(futures_poll(&mut first).await.is_none());
+    let hurried = Ticket { deadline: Instant::now() + Duration::from_millis(1500), ..ticket(1) };
+    let refused = engines.enter(hurried).await.err().expect("one ahead takes a second, and then it");
+    assert_eq!(refused.code.as_deref(), Some("overloaded"));
+    let mut patient = Box::pin(engines.enter(ticket(1)));
+    assert!(futures_poll(&mut patient).await.is_none(), "it waits");
+}
+
+#[tokio::test]
+async fn without_any_engine_it_is_503_at_once() {
+    let engines = Engines::new(0);
+    let refused = engines.queue.enter(ticket(1), &terms(), || Err::<(), _>(Scarce::Nobody)).await;
+    assert_eq!(refused.err().map(|e| e.status), Some(503));
+}
+
+#[tokio::test]
+async fn a_full_queue_refuses_by_tenant_and_in_total() {
+    let engines = Engines::new(0);
+    let terms = QueueConfig { requests: 3, tenant_requests: 2, ..terms() };
+    let enter = |tenant| Box::pin(engines.queue.enter(ticket(tenant), &terms, engines.reserve()));
+    let mut waiting = [enter(1), enter(1), enter(2)];
+    for wait in &mut waiting[..2] {
+        assert!(futures_poll(wait).await.is_none());
+    }
+    let message = |refused: Result<Seat, ApiError>| refused.err().expect("refused").message;
+    assert!(message(enter(1).await).contains("your requests"));
+    assert!(futures_poll(&mut waiting[2]).await.is_none());
+    assert!(message(enter(3).await).contains("too many requests"));
+}

@@ -1,0 +1,241 @@
+//! The `auth` part: API keys, the tenants they belong to, and what each may do.
+
+use std::path::PathBuf;
+
+use garde::Validate;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::queue::Priority;
+
+/// Who may use the router. With this part every request needs a key, or a client certificate that is named here.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct AuthConfig {
+    /// A file with the same `keys`, `certificates` and `tenants`, in addition to those here. It is read again when
+    /// it changes; one that cannot be used leaves the old entries in effect. Default: none.
+    #[garde(skip)]
+    pub keys_file: Option<PathBuf>,
+    /// API keys, by their hashes. `baton key new` makes one. At most 100,000. Default: none.
+    #[garde(length(max = 100_000), dive)]
+    pub keys: Vec<KeyConfig>,
+    /// Clients that are known by their certificate (`listen_tls.client_auth`). At most 10,000. Default: none.
+    #[garde(length(max = 10_000), dive)]
+    pub certificates: Vec<CertificateConfig>,
+    /// Tenants that have limits of their own or another share than 1. A tenant that only keys name needs no entry.
+    /// At most 10,000. Default: none.
+    #[garde(length(max = 10_000), dive)]
+    pub tenants: Vec<TenantConfig>,
+    /// A file whose first line is the secret from which each tenant's `cache_salt` is made; the same for all
+    /// routers in front of the same engines. Default: made from the cluster secret, and without that a new one at
+    /// every start, so that prefix caches start anew too.
+    #[garde(skip)]
+    pub cache_salt_file: Option<PathBuf>,
+}
+
+/// What a keys file holds.
+#[derive(Clone, Debug, Default, Deserialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct KeysFile {
+    /// As `auth.keys`.
+    #[garde(length(max = 100_000), dive)]
+    pub keys: Vec<KeyConfig>,
+    /// As `auth.certificates`.
+    #[garde(length(max = 10_000), dive)]
+    pub certificates: Vec<CertificateConfig>,
+    /// As `auth.tenants`.
+    #[garde(length(max = 10_000), dive)]
+    pub tenants: Vec<TenantConfig>,
+}
+
+/// An API key.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields)]
+pub struct KeyConfig {
+    /// Its name in logs and limits; not secret. Each only once.
+    #[garde(length(bytes, min = 1, max = 128))]
+    pub id: String,
+    /// `sha256:` and the SHA-256 of the key in 64 hexadecimal digits.
+    #[garde(custom(is_hash))]
+    pub hash: String,
+    /// Whose key it is.
+    #[garde(length(bytes, min = 1, max = 128))]
+    pub tenant: String,
+    /// The most urgent priority its requests may have. Default `normal`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub priority_max: Priority,
+    /// The models it may use, by name or alias. Default: all.
+    #[serde(default)]
+    #[garde(inner(length(max = 1024), inner(length(bytes, min = 1, max = 256))))]
+    pub models: Option<Vec<String>>,
+    /// Its limits, beside its tenant's. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub limits: RateLimitsConfig,
+    /// From when on it is refused: `2027-01-31` or `2027-01-31T12:00:00Z`. Default: never.
+    #[serde(default)]
+    #[garde(inner(custom(is_moment)))]
+    pub expires: Option<String>,
+}
+
+/// A client that is known by its certificate.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields)]
+pub struct CertificateConfig {
+    /// A name in the certificate: a DNS name or URI (SPIFFE) of its subject alternative names, or, where it has
+    /// none of either, its subject's common name. Compared exactly. Each only once.
+    #[garde(length(bytes, min = 1, max = 512))]
+    pub name: String,
+    /// Whose certificate it is.
+    #[garde(length(bytes, min = 1, max = 128))]
+    pub tenant: String,
+    /// As of a key. Default `normal`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub priority_max: Priority,
+    /// As of a key. Default: all.
+    #[serde(default)]
+    #[garde(inner(length(max = 1024), inner(length(bytes, min = 1, max = 256))))]
+    pub models: Option<Vec<String>>,
+    /// As of a key. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub limits: RateLimitsConfig,
+}
+
+/// A tenant: whose requests share a queue, limits and a prefix cache.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields)]
+pub struct TenantConfig {
+    /// As keys name it. Each only once.
+    #[garde(length(bytes, min = 1, max = 128))]
+    pub name: String,
+    /// Its share of the queue against the other tenants' of the same priority. 1 to 1,000; default 1.
+    #[serde(default = "one")]
+    #[garde(range(min = 1, max = 1000))]
+    pub weight: u32,
+    /// Its limits, for all its keys together. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub limits: RateLimitsConfig,
+}
+
+/// Bounds on how much and how fast. Each is without a bound by default.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct RateLimitsConfig {
+    /// Requests per minute, as a bucket that holds one minute's worth. 1 to 1,000,000,000; default: no bound.
+    #[garde(inner(range(min = 1_u64, max = 1_000_000_000_u64)))]
+    pub requests_per_minute: Option<u64>,
+    /// Tokens per minute, as a bucket: a prompt's (four bytes of the body each) and as many as the request may
+    /// generate. 1 to 1,000,000,000,000; default: no bound.
+    #[garde(inner(range(min = 1_u64, max = 1_000_000_000_000_u64)))]
+    pub tokens_per_minute: Option<u64>,
+    /// Requests at once. 1 to 1,000,000; default: no bound.
+    #[garde(inner(range(min = 1, max = 1_000_000)))]
+    pub concurrent_requests: Option<u32>,
+}
+
+impl KeyConfig {
+    /// The 32 bytes of [`Self::hash`]; `None` only if that is not one, which a checked configuration excludes.
+    #[must_use]
+    pub fn digest(&self) -> Option<[u8; 32]> {
+        let hex = self.hash.strip_prefix("sha256:")?;
+        let mut digest = [0_u8; 32];
+        if hex.len() != 64 || !hex.is_ascii() {
+            return None;
+        }
+        for (byte, pair) in digest.iter_mut().zip(hex.as_bytes().chunks(2)) {
+            let digit = |c: u8| char::from(c).to_digit(16);
+            *byte = u8::try_from(digit(pair[0])? << 4 | digit(pair[1])?).ok()?;
+        }
+        Some(digest)
+    }
+
+    /// When it expires, in seconds since 1970.
+    #[must_use]
+    pub fn expires_s(&self) -> Option<u64> {
+        self.expires.as_deref().and_then(moment)
+    }
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn is_hash(hash: &str, _: &()) -> garde::Result {
+    let hex = hash.strip_prefix("sha256:").unwrap_or_default();
+    if hex.len() == 64 && hex.bytes().all(|b| b.is_ascii_hexdigit()) {
+        return Ok(());
+    }
+    Err(garde::Error::new("must be `sha256:` and 64 hexadecimal digits, as `baton key new` prints them"))
+}
+
+fn is_moment(text: &str, _: &()) -> garde::Result {
+    let wrong = || garde::Error::new("must be a date (2027-01-31) or a time in UTC (2027-01-31T12:00:00Z)");
+    moment(text).map(drop).ok_or_else(wrong)
+}
+
+/// Seconds since 1970 of `YYYY-MM-DD` or `YYYY-MM-DDTHH:MM:SSZ`, from 1970 to 9999.
+pub(crate) fn moment(text: &str) -> Option<u64> {
+    let (date, time) = match text.split_once('T') {
+        Some((date, time)) => (date, time.strip_suffix('Z')?),
+        None => (text, "00:00:00"),
+    };
+    let numbers = |text: &str, separator: char, widths: [usize; 3]| -> Option<[u64; 3]> {
+        let mut numbers = [0; 3];
+        let mut parts = text.split(separator);
+        for (number, width) in numbers.iter_mut().zip(widths) {
+            let part = parts.next().filter(|p| p.len() == width && p.bytes().all(|b| b.is_ascii_digit()))?;
+            *number = part.parse().ok()?;
+        }
+        parts.next().is_none().then_some(numbers)
+    };
+    let [year, month, day] = numbers(date, '-', [4, 2, 2])?;
+    let [hour, minute, second] = numbers(time, ':', [2, 2, 2])?;
+    let leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let days = [31, if leap { 29 } else { 28 }, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let in_month = *days.get(usize::try_from(month.checked_sub(1)?).ok()?)?;
+    if year < 1970 || day < 1 || day > in_month || hour > 23 || minute > 59 || second > 60 {
+        return None;
+    }
+    let before = year - 1;
+    let leaps = |year: u64| year / 4 - year / 100 + year / 400;
+    let years = (year - 1970) * 365 + leaps(before) - leaps(1969);
+    let months: u64 = days.iter().take(usize::try_from(month).ok()? - 1).sum();
+    Some((years + months + day - 1) * 86_400 + hour * 3600 + minute * 60 + second)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn moments_are_counted_as_the_calendar_counts_them() {
+        for (text, seconds) in [
+            ("1970-01-01", 0),
+            ("1970-01-02T00:00:01Z", 86_401),
+            ("2000-03-01", 951_868_800),
+            ("2024-02-29T23:59:59Z", 1_709_251_199),
+            ("2026-11-20T16:34:52Z", 1_795_192_492),
+        ] {
+            assert_eq!(moment(text), Some(seconds), "{text}");
+        }
+        for wrong in [
+            "2023-02-29",
+            "2026-13-01",
+            "2026-00-10",
+            "26-01-01",
+            "2026-1-1",
+            "2026-01-01T25:00:00Z",
+            "2026-01-01T00:00:00",
+            "1969-12-31",
+            "",
+            "2026-01-01-01",
+            "é026-01-01",
+        ] {
+            assert_eq!(moment(wrong), None, "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Whether an engine is given requests: the shell around the pure [`EngineHealth`].
+//!
+//! ```text
+//! what became of requests (exchange_driver, upstream) ─▶ ┌──────────────┐
+//! answers to GET /health (active.rs) ──────────────────▶ │ EngineHealth │ ─▶ Standing per leg, one atomic byte
+//! comparison with the pool (outlier.rs, by active.rs) ─▶ │ (state.rs)   │       read by Pool::reserve
+//! operator, configuration ─────────────────────────────▶ └──────────────┘
+//! ```
+//!
+//! A request that goes well costs three relaxed atomic operations; the lock is taken only when something
+//! changed. A change of standing is logged once, by whoever caused it.
+
+pub(crate) mod active;
+pub(crate) mod breaker;
+pub(crate) mod checks;
+pub(crate) mod load;
+pub(crate) mod outlier;
+pub(crate) mod state;
+
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use arc_swap::ArcSwapOption;
+use baton_connector::Time;
+use tokio::sync::Notify;
+
+pub(crate) use breaker::Sign;
+pub(crate) use load::EngineLoad;
+pub(crate) use state::{EngineHealth, Order, Standing, Terms};
+
+use crate::metrics::Leg;
+
+/// One engine's health.
+pub(crate) struct Health {
+    machine: Mutex<EngineHealth>,
+    /// [`Standing`] per leg, for those who only want to know whether.
+    standing: [AtomicU8; 2],
+    /// Set while a leg's breaker has nothing to forget, so that a good answer needs no lock.
+    clean: [AtomicBool; 2],
+    /// Taken while a leg in [`Standing::Trial`] has its one request.
+    trial: [AtomicBool; 2],
+    tallies: [Tally; 2],
+    load: ArcSwapOption<EngineLoad>,
+    /// Wakes the one who asks engines; see [`active`].
+    wake: Arc<Notify>,
+}
+
+/// What became of one leg's requests since it was last taken.
+#[derive(Default)]
+struct Tally {
+    answers: AtomicU64,
+    failures: AtomicU64,
+    latency_us: AtomicU64,
+}
+
+/// Microseconds of the process's clock.
+pub(crate) fn now() -> Time {
+    static START: std::sync::LazyLock<Instant> = std::sync::LazyLock::new(Instant::now);
+    Time(u64::try_from(START.elapsed().as_micros()).unwrap_or(u64::MAX))
+}
+
+impl Health {
+    pub(crate) fn new(terms: &Terms, wake: Arc<Notify>) -> Self {
+        let standing = EngineHealth::default().standing(Leg::Decode, terms);
+        Self {
+            machine: Mutex::default(),
+            standing: std::array::from_fn(|_| AtomicU8::new(standing as u8)),
+            clean: std::array::from_fn(|_| AtomicBool::new(true)),
+            trial: Default::default(),
+            tallies: Default::default(),
+            load: ArcSwapOption::empty(),
+            wake,
+        }
+    }
+
+    pub(crate) fn standing(&self, leg: Leg) -> Standing {
+        Standing::of(self.standing[leg as usize].load(Ordering::Relaxed))
+    }
+
+    /// Whether a request may be sent to it now.
+    pub(crate) fn takes(&self, leg: Leg) -> bool {
+        match self.standing(leg) {
+            Standing::Usable => true,
+            Standing::Trial => !self.trial[leg as usize].load(Ordering::Relaxed),
+            Standing::Out | Standing::Silent | Standing::Draining => false,
+        }
+    }
+
+    /// Marks the one request of a trial; true where it is one. Whoever got true calls [`Self::tried`].
+    pub(crate) fn try_out(&self, leg: Leg) -> bool {
+        self.standing(leg) == Standing::Trial && !self.trial[leg as usize].swap(true, Ordering::Relaxed)
+    }
+
+    /// The one request of a trial is over, however it ended.
+    pub(crate) fn tried(&self, leg: Leg) {
+        self.trial[leg as usize].store(false, Ordering::Relaxed);
+    }
+
+    /// It answered a request, with anything but a failure, so long after it was sent.
+    pub(crate) fn answered(&self, leg: Leg, after: Duration, authority: &str, terms: &Terms) {
+        let tally = &self.tallies[leg as usize];
+        tally.answers.fetch_add(1, Ordering::Relaxed);
+        let after_us = u64::try_from(after.as_micros()).unwrap_or(u64::MAX);
+        tally.latency_us.fetch_add(after_us, Ordering::Relaxed);
+        if !self.clean[leg as usize].load(Ordering::Relaxed) {
+            self.change(authority, terms, |machine, now| machine.answered(leg, now, terms));
+        }
+    }
+
+    /// It failed a request.
+    pub(crate) fn failed(&self, leg: Leg, sign: Sign, authority: &str, terms: &Terms) {
+        if matches!(sign, Sign::Trouble | Sign::Suspect(_)) {
+            let tally = &self.tallies[leg as usize];
+            tally.answers.fetch_add(1, Ordering::Relaxed);
+            tally.failures.fetch_add(1, Ordering::Relaxed);
+        }
+        self.change(authority, terms, |machine, now| machine.failed(leg, sign, now, terms));
+    }
+
+    /// Changes the machine and makes the change known.
+    pub(crate) fn change<T>(
+        &self,
+        authority: &str,
+        terms: &Terms,
+        with: impl FnOnce(&mut EngineHealth, Time) -> T,
+    ) -> T {
+        let mut machine = self.machine.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = *machine;
+        let result = with(&mut machine, now());
+        for leg in [Leg::Prefill, Leg::Decode] {
+            let (was, is) = (self.standing(leg), machine.standing(leg, terms));
+            self.standing[leg as usize].store(is as u8, Ordering::Relaxed);
+            let clean = machine.breaker(leg) == EngineHealth::default().breaker(leg);
+            self.clean[leg as usize].store(clean, Ordering::Relaxed);
+            if was != is {
+                let (why, leg) = (machine.reasons(terms), leg.label());
+                if is > Standing::Trial {
+                    tracing::warn!(
+                        engine = authority,
+                        leg,
+                        standing = is.label(),
+                        ?why,
+                        "an engine is not used"
+                    );
+                } else {
+                    tracing::info!(
+                        engine = authority,
+                        leg,
+                        standing = is.label(),
+                        ?why,
+                        "an engine is used again"
+                    );
+                }
+            }
+        }
+        if machine.due() != before.due() {
+            self.wake.notify_one();
+        }
+        result
+    }
+
+    /// A copy, for people.
+    pub(crate) fn snapshot(&self) -> EngineHealth {
+        *self.machine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What became of a leg's requests since the last call.
+    pub(crate) fn sample(&self, leg: Leg) -> outlier::Sample {
+        let tally = &self.tallies[leg as usize];
+        let failures = tally.failures.swap(0, Ordering::Relaxed);
+        let answers = tally.answers.swap(0, Ordering::Relaxed).max(failures);
+        let latency_us = tally.latency_us.swap(0, Ordering::Relaxed);
+        outlier::Sample { answers, failures, latency_us, out: self.standing(leg) > Standing::Trial }
+    }
+
+    /// What the engine last said of its load, unless that is too long ago.
+    pub(crate) fn load(&self, stale: impl FnOnce() -> Duration) -> Option<EngineLoad> {
+        self.load.load().as_deref().and_then(|load| load.fresh(Instant::now(), stale()))
+    }
+
+    pub(crate) fn set_load(&self, load: EngineLoad) {
+        self.load.store(Some(Arc::new(load)));
+    }
+}

@@ -1,0 +1,84 @@
+//! What an engine says of its own load, read from its `/metrics`. Pure.
+//!
+//! vLLM's names, which Baton's engines use too. Samples of several ranks or models are added up; the cache's
+//! usage is that of the fullest.
+
+use std::time::{Duration, Instant};
+
+/// One reading.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct EngineLoad {
+    /// `vllm:num_requests_running`.
+    pub running: u32,
+    /// `vllm:num_requests_waiting`.
+    pub waiting: u32,
+    /// `vllm:kv_cache_usage_perc`: 0 to 1, although its name says percent.
+    pub kv_usage: f32,
+    /// When it was read.
+    pub at: Instant,
+}
+
+impl EngineLoad {
+    /// Reads Prometheus text; `None` where neither count is in it.
+    pub(crate) fn read(text: &str, at: Instant) -> Option<Self> {
+        let mut load = Self { running: 0, waiting: 0, kv_usage: 0.0, at };
+        let mut found = false;
+        for line in text.lines() {
+            let Some(rest) = line.strip_prefix("vllm:") else { continue };
+            let name = rest.split(['{', ' ']).next().unwrap_or_default();
+            // The label values of these three hold no space; what follows the last one is the value.
+            let value =
+                || line.rsplit(' ').next().and_then(|text| text.parse::<f32>().ok()).filter(|v| *v >= 0.0);
+            match name {
+                "num_requests_running" => {
+                    found = true;
+                    load.running = load.running.saturating_add(value()? as u32);
+                }
+                "num_requests_waiting" => {
+                    found = true;
+                    load.waiting = load.waiting.saturating_add(value()? as u32);
+                }
+                "kv_cache_usage_perc" | "gpu_cache_usage_perc" => {
+                    load.kv_usage = load.kv_usage.max(value()?.min(1.0))
+                }
+                _ => {}
+            }
+        }
+        found.then_some(load)
+    }
+
+    /// The reading, unless it is too old to say anything.
+    pub(crate) fn fresh(self, now: Instant, stale: Duration) -> Option<Self> {
+        (now.saturating_duration_since(self.at) <= stale).then_some(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "# HELP vllm:num_requests_running x\n# TYPE vllm:num_requests_running gauge\n\
+        vllm:num_requests_running{engine=\"0\",model_name=\"m\"} 3.0\n\
+        vllm:num_requests_running{engine=\"1\",model_name=\"m\"} 4.0\n\
+        vllm:num_requests_waiting{engine=\"0\",model_name=\"m\"} 2\n\
+        vllm:num_requests_waiting_by_reason{engine=\"0\"} 9\n\
+        vllm:kv_cache_usage_perc{engine=\"0\",model_name=\"m\"} 0.25\n\
+        vllm:kv_cache_usage_perc{engine=\"1\",model_name=\"m\"} 0.5\n";
+
+    #[test]
+    fn vllms_own_names_are_read_and_ranks_are_added_up() {
+        let now = Instant::now();
+        let load = EngineLoad::read(TEXT, now).expect("a reading");
+        assert_eq!((load.running, load.waiting, load.kv_usage), (7, 2, 0.5));
+        assert_eq!(EngineLoad::read("up 1\n", now), None);
+        assert_eq!(EngineLoad::read("vllm:num_requests_running NaN\n", now), None, "nonsense is no reading");
+    }
+
+    #[test]
+    fn an_old_reading_says_nothing() {
+        let at = Instant::now();
+        let load = EngineLoad::read(TEXT, at).expect("a reading");
+        assert!(load.fresh(at + Duration::from_secs(3), Duration::from_secs(3)).is_some());
+        assert!(load.fresh(at + Duration::from_secs(4), Duration::from_secs(3)).is_none());
+    }
+}

@@ -1,0 +1,393 @@
+//! Everything that decides whether an engine is given requests. Pure: time comes in as an argument.
+//!
+//! ```text
+//!                 ┌ drained: by the configuration, by an operator, or because it says so itself
+//!  for each leg: ─┼ its breaker (`breaker.rs`), from what became of requests
+//!                 ├ an ejection (`outlier.rs`), from a comparison with the pool's others
+//!                 └ its checks (`checks.rs`), from `GET /health`
+//! ```
+//!
+//! The first row that objects decides; see [`Standing`].
+//!
+//! Invariants:
+//! - Nothing here looks at or changes how many requests an engine has: load is counted elsewhere.
+//! - What was believed ends by itself (ejections, drains that the engine announced) or by an answer of the
+//!   engine (breaker, checks); only an operator's word stays until it is taken back.
+
+use std::time::Duration;
+
+use baton_connector::Time;
+
+use super::breaker::{self, Breaker, Event, Sign, State, Why};
+use super::checks::{self, Checks};
+use crate::metrics::Leg;
+
+/// An engine that says that it drains is believed for this long.
+const DRAINS_FOR: Duration = Duration::from_secs(10);
+/// An ejection grows with each one in a row, up to so many times the first.
+const EJECTIONS_MAX: u32 = 10;
+
+/// Terms of one engine; from the configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Terms {
+    pub breaker: breaker::Terms,
+    pub checks: checks::Terms,
+    /// How often a healthy engine is asked; zero: never.
+    pub check_every: Duration,
+    /// The first ejection.
+    pub ejection: Duration,
+    /// The configuration drains it.
+    pub drain: bool,
+    /// What it said of its load is believed for this long.
+    pub load_stale: Duration,
+}
+
+/// Whether an engine may be given a request, from best to worst.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub(crate) enum Standing {
+    /// Yes.
+    Usable = 0,
+    /// One at a time.
+    Trial = 1,
+    /// Only when there is no other, and the configuration would rather try.
+    Out = 2,
+    /// No: it answers nothing, so each try would cost a whole timeout.
+    Silent = 3,
+    /// No: it is being emptied.
+    Draining = 4,
+}
+
+/// What an operator wants of an engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) enum Order {
+    /// What the configuration says.
+    #[default]
+    None,
+    Drain,
+    Undrain,
+}
+
+/// One leg's part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+struct LegHealth {
+    breaker: Breaker,
+    ejected_until: Option<Time>,
+    /// Ejections in a row.
+    ejections: u32,
+}
+
+/// One engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct EngineHealth {
+    legs: [LegHealth; 2],
+    checks: Checks,
+    /// The next `GET /health` of a healthy engine.
+    next_check: Option<Time>,
+    drains_until: Option<Time>,
+    order: Order,
+}
+
+impl EngineHealth {
+    /// Whether a leg may be given to it.
+    pub(crate) fn standing(&self, leg: Leg, terms: &Terms) -> Standing {
+        let LegHealth { breaker, ejected_until, .. } = &self.legs[leg as usize];
+        if self.drains(terms) {
+            return Standing::Draining;
+        }
+        match breaker.state() {
+            State::Open { why: Why::Silent, .. } | State::Asking { why: Why::Silent, .. } => Standing::Silent,
+            State::Open { .. } | State::Asking { .. } => Standing::Out,
+            _ if self.checks.is_down() || ejected_until.is_some() => Standing::Out,
+            State::Trial { .. } => Standing::Trial,
+            State::Closed { .. } => Standing::Usable,
+        }
+    }
+
+    fn drains(&self, terms: &Terms) -> bool {
+        match self.order {
+            Order::Drain => true,
+            Order::Undrain => false,
+            Order::None => terms.drain || self.drains_until.is_some(),
+        }
+    }
+
+    /// For people: every reason why it is not simply usable.
+    pub(crate) fn reasons(&self, terms: &Terms) -> Vec<&'static str> {
+        let mut reasons = Vec::new();
+        match self.order {
+            Order::Drain => reasons.push("drained by an operator"),
+            Order::Undrain => {}
+            Order::None if terms.drain => reasons.push("drained by the configuration"),
+            Order::None if self.drains_until.is_some() => reasons.push("says that it drains"),
+            Order::None => {}
+        }
+        for (leg, LegHealth { breaker, ejected_until, .. }) in
+            [Leg::Prefill, Leg::Decode].iter().zip(&self.legs)
+        {
+            let why = match breaker.state() {
+                State::Closed { .. } => None,
+                State::Open { why, .. } | State::Asking { why, .. } | State::Trial { why, .. } => {
+                    Some(why.label())
+                }
+            };
+            reasons.extend(why);
+            reasons.extend(ejected_until.map(|_| match leg {
+                Leg::Prefill => "ejected from prefill",
+                Leg::Decode => "ejected from decode",
+            }));
+        }
+        if self.checks.is_down() {
+            reasons.push("fails its health checks");
+        }
+        reasons.dedup();
+        reasons
+    }
+
+    pub(crate) fn breaker(&self, leg: Leg) -> State {
+        self.legs[leg as usize].breaker.state()
+    }
+
+    /// It answered a request of this leg.
+    pub(crate) fn answered(&mut self, leg: Leg, now: Time, terms: &Terms) {
+        self.legs[leg as usize].breaker.apply(Event::Answered, now, &terms.breaker);
+    }
+
+    /// It failed one. What shows that nobody is there holds for both legs.
+    pub(crate) fn failed(&mut self, leg: Leg, sign: Sign, now: Time, terms: &Terms) {
+        let both = matches!(sign, Sign::Unreachable | Sign::Silent);
+        for (at, one) in self.legs.iter_mut().enumerate() {
+            if both || at == leg as usize {
+                one.breaker.apply(Event::Failed(sign), now, &terms.breaker);
+            }
+        }
+    }
+
+    /// It said that it drains.
+    pub(crate) fn said_draining(&mut self, now: Time) {
+        self.drains_until = Some(now.after(DRAINS_FOR));
+    }
+
+    /// An operator's word.
+    pub(crate) fn order(&mut self, order: Order) {
+        self.order = order;
+    }
+
+    /// It is far worse than its pool's others.
+    pub(crate) fn eject(&mut self, leg: Leg, now: Time, terms: &Terms) {
+        let one = &mut self.legs[leg as usize];
+        one.ejections = (one.ejections + 1).min(EJECTIONS_MAX);
+        one.ejected_until = Some(now.after(terms.ejection.saturating_mul(one.ejections)));
+    }
+
+    /// It was no outlier for a whole interval.
+    pub(crate) fn behaved(&mut self, leg: Leg) {
+        let one = &mut self.legs[leg as usize];
+        if one.ejected_until.is_none() {
+            one.ejections = one.ejections.saturating_sub(1);
+        }
+    }
+
+    /// Moves what time moves. True: the engine is to be asked whether it lives, once, and [`Self::told`] to be
+    /// called with what came of it.
+    pub(crate) fn tick(&mut self, now: Time, jitter: f64, terms: &Terms) -> bool {
+        let mut ask = false;
+        for one in &mut self.legs {
+            let was_open = matches!(one.breaker.state(), State::Open { .. });
+            one.breaker.apply(Event::Tick, now, &terms.breaker);
+            ask |= was_open && matches!(one.breaker.state(), State::Asking { .. });
+            one.ejected_until = one.ejected_until.filter(|until| now < *until);
+        }
+        self.drains_until = self.drains_until.filter(|until| now < *until);
+        if terms.check_every.is_zero() {
+            self.next_check = None;
+            self.checks.forget();
+            return ask;
+        }
+        let next = *self.next_check.get_or_insert_with(|| now.after(terms.check_every.mul_f64(jitter)));
+        if next <= now || ask {
+            self.next_check = Some(now.after(terms.check_every.mul_f64(jitter)));
+            ask = true;
+        }
+        ask
+    }
+
+    /// The next moment at which [`Self::tick`] does anything.
+    pub(crate) fn due(&self) -> Option<Time> {
+        let legs = self.legs.iter().flat_map(|one| [one.breaker.due(), one.ejected_until]);
+        legs.chain([self.drains_until, self.next_check]).flatten().min()
+    }
+
+    /// What came of asking it: `None` when it answered nothing, or whether the answer was good.
+    pub(crate) fn told(&mut self, answer: Option<bool>, now: Time, terms: &Terms) {
+        let event = if answer.is_some() { Event::Lives } else { Event::Mute };
+        for one in &mut self.legs {
+            one.breaker.apply(event, now, &terms.breaker);
+        }
+        if !terms.check_every.is_zero() {
+            self.checks.answered(answer == Some(true), &terms.checks);
+        }
+    }
+}
+
+impl Standing {
+    pub(crate) const ALL: [Self; 5] = [Self::Usable, Self::Trial, Self::Out, Self::Silent, Self::Draining];
+
+    pub(crate) fn of(byte: u8) -> Self {
+        Self::ALL[usize::from(byte).min(4)]
+    }
+
+    /// For people, and a metric's label.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Usable => "usable",
+            Self::Trial => "trial",
+            Self::Out => "out",
+            Self::Silent => "silent",
+            Self::Draining => "draining",
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) const TERMS: Terms = Terms {
+        breaker: breaker::Terms {
+            failures: 2,
+            cool_down: Duration::from_secs(1),
+            cool_down_max: Duration::from_secs(8),
+        },
+        checks: checks::Terms { healthy: 1, unhealthy: 2 },
+        check_every: Duration::from_secs(5),
+        ejection: Duration::from_secs(30),
+        drain: false,
+        load_stale: Duration::from_secs(5),
+    };
+
+    #[derive(Clone, Copy, Debug)]
+    enum Step {
+        Answered(Leg),
+        Failed(Leg, Sign),
+        SaidDraining,
+        Order(Order),
+        Eject(Leg),
+        Tick,
+        Told(Option<bool>),
+    }
+
+    const STEPS: [Step; 14] = [
+        Step::Answered(Leg::Prefill),
+        Step::Answered(Leg::Decode),
+        Step::Failed(Leg::Prefill, Sign::Trouble),
+        Step::Failed(Leg::Decode, Sign::Trouble),
+        Step::Failed(Leg::Decode, Sign::Unreachable),
+        Step::Failed(Leg::Prefill, Sign::Silent),
+        Step::SaidDraining,
+        Step::Order(Order::Drain),
+        Step::Order(Order::None),
+        Step::Eject(Leg::Decode),
+        Step::Tick,
+        Step::Told(None),
+        Step::Told(Some(true)),
+        Step::Told(Some(false)),
+    ];
+
+    fn take(health: &mut EngineHealth, step: Step, now: Time) {
+        match step {
+            Step::Answered(leg) => health.answered(leg, now, &TERMS),
+            Step::Failed(leg, sign) => health.failed(leg, sign, now, &TERMS),
+            Step::SaidDraining => health.said_draining(now),
+            Step::Order(order) => health.order(order),
+            Step::Eject(leg) => health.eject(leg, now, &TERMS),
+            Step::Tick => drop(health.tick(now, 1.0, &TERMS)),
+            Step::Told(answer) => health.told(answer, now, &TERMS),
+        }
+    }
+
+    /// Faults have ended: it is asked, says that it lives, and answers.
+    fn recovers(mut health: EngineHealth, mut now: Time) -> EngineHealth {
+        for _ in 0..100 {
+            now = now.after(Duration::from_secs(10));
+            if health.tick(now, 1.0, &TERMS) {
+                health.told(Some(true), now, &TERMS);
+            }
+            for leg in [Leg::Prefill, Leg::Decode] {
+                if health.standing(leg, &TERMS) <= Standing::Trial {
+                    health.answered(leg, now, &TERMS);
+                }
+            }
+        }
+        health
+    }
+
+    #[test]
+    fn after_every_order_of_five_events_an_engine_that_works_again_is_used_again() {
+        let mut seen = std::collections::HashSet::from([EngineHealth::default()]);
+        for second in 0..5 {
+            let now = Time::ZERO.after(Duration::from_secs(second));
+            let mut next = std::collections::HashSet::new();
+            for before in &seen {
+                for step in STEPS {
+                    let mut health = *before;
+                    take(&mut health, step, now);
+                    next.insert(health);
+                }
+            }
+            seen = next;
+        }
+        assert!(seen.len() > 1000, "{}", seen.len());
+        for health in seen {
+            let back = recovers(health, Time::ZERO.after(Duration::from_secs(5)));
+            let expected = if health.order == Order::Drain { Standing::Draining } else { Standing::Usable };
+            for leg in [Leg::Prefill, Leg::Decode] {
+                assert_eq!(back.standing(leg, &TERMS), expected, "{health:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn trouble_of_one_leg_leaves_the_other_alone_and_an_engine_that_is_gone_is_gone_for_both() {
+        let mut health = EngineHealth::default();
+        for _ in 0..2 {
+            health.failed(Leg::Prefill, Sign::Trouble, Time::ZERO, &TERMS);
+        }
+        assert_eq!(health.standing(Leg::Prefill, &TERMS), Standing::Out);
+        assert_eq!(health.standing(Leg::Decode, &TERMS), Standing::Usable);
+        health.failed(Leg::Prefill, Sign::Silent, Time::ZERO, &TERMS);
+        assert_eq!(health.standing(Leg::Decode, &TERMS), Standing::Silent);
+    }
+
+    #[test]
+    fn an_operators_word_goes_before_the_configurations() {
+        let drained = Terms { drain: true, ..TERMS };
+        let mut health = EngineHealth::default();
+        assert_eq!(health.standing(Leg::Decode, &drained), Standing::Draining);
+        health.order(Order::Undrain);
+        assert_eq!(health.standing(Leg::Decode, &drained), Standing::Usable);
+        health.order(Order::Drain);
+        assert_eq!(health.standing(Leg::Decode, &TERMS), Standing::Draining);
+        assert_eq!(health.reasons(&TERMS), ["drained by an operator"]);
+    }
+
+    #[test]
+    fn each_ejection_in_a_row_is_longer_and_a_quiet_interval_makes_the_next_one_shorter() {
+        let mut health = EngineHealth::default();
+        let mut lasted = Vec::new();
+        let mut now = Time::ZERO;
+        for _ in 0..3 {
+            health.eject(Leg::Decode, now, &TERMS);
+            let until = health.legs[Leg::Decode as usize].ejected_until.expect("it is ejected");
+            lasted.push(until.since(now).as_secs());
+            now = until;
+            health.tick(now, 1.0, &TERMS);
+            assert_eq!(health.standing(Leg::Decode, &TERMS), Standing::Usable);
+        }
+        assert_eq!(lasted, [30, 60, 90]);
+        (0..3).for_each(|_| health.behaved(Leg::Decode));
+        health.eject(Leg::Decode, now, &TERMS);
+        let until = health.legs[Leg::Decode as usize].ejected_until;
+        assert_eq!(until, Some(now.after(Duration::from_secs(30))));
+    }
+}

@@ -1,0 +1,104 @@
+//! Those who wait for a decode engine, and what is held of clients' bodies.
+
+use std::time::Duration;
+
+use super::registry::{Counter, Family, Gauge, Histogram, Registry};
+use crate::config::Priority;
+
+/// Seconds; a place is free again after a token at the earliest and a long generation at the latest.
+const SECONDS: &[f64] =
+    &[0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0];
+
+static WAITING: Family =
+    Family::gauge("baton_router_queue_requests", &["priority"], "Requests that wait for a decode engine.");
+static OUTCOMES: Family = Family::counter(
+    "baton_router_queue_outcomes_total",
+    &["outcome"],
+    "Requests that waited for a decode engine or were not let into the queue. One that found room at once is not \
+     among them.",
+);
+static WAITED: Family = Family::histogram(
+    "baton_router_queue_wait_seconds",
+    &[],
+    SECONDS,
+    "How long those waited who waited, whatever came of it.",
+);
+static BODY_BYTES: Family = Family::gauge(
+    "baton_router_body_bytes",
+    &[],
+    "Bytes of clients' bodies that are held now, out of `limits.body_bytes_total`.",
+);
+
+pub(super) static FAMILIES: &[&Family] = &[&WAITING, &OUTCOMES, &WAITED, &BODY_BYTES];
+
+/// How a wait ended, or why it did not begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// An engine had room.
+    Dispatched,
+    /// No place in the queue.
+    RejectedFull,
+    /// Its deadline would have passed.
+    RejectedLate,
+    /// Its deadline passed.
+    Expired,
+    /// The client left, or the router stopped.
+    ClientGone,
+    /// No engine could serve it.
+    NoCapacity,
+}
+
+impl Outcome {
+    const ALL: [Self; 6] = [
+        Self::Dispatched,
+        Self::RejectedFull,
+        Self::RejectedLate,
+        Self::Expired,
+        Self::ClientGone,
+        Self::NoCapacity,
+    ];
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::Dispatched => "dispatched",
+            Self::RejectedFull => "rejected_full",
+            Self::RejectedLate => "rejected_late",
+            Self::Expired => "expired",
+            Self::ClientGone => "client_gone",
+            Self::NoCapacity => "no_capacity",
+        }
+    }
+}
+
+/// Handles, made once.
+pub(crate) struct AdmissionMetrics {
+    waiting: [Gauge; 3],
+    outcomes: [Counter; 6],
+    seconds: Histogram,
+    pub body_bytes: Gauge,
+}
+
+impl AdmissionMetrics {
+    pub(crate) fn new(registry: &Registry) -> Self {
+        Self {
+            waiting: Priority::ALL.map(|priority| registry.gauge(&WAITING, &[priority.label()])),
+            outcomes: Outcome::ALL.map(|outcome| registry.counter(&OUTCOMES, &[outcome.label()])),
+            seconds: registry.histogram(&WAITED, &[]),
+            body_bytes: registry.gauge(&BODY_BYTES, &[]),
+        }
+    }
+
+    pub(crate) fn waiting(&self, priority: Priority) -> &Gauge {
+        &self.waiting[priority as usize]
+    }
+
+    pub(crate) fn outcome(&self, outcome: Outcome) {
+        self.outcomes[outcome as usize].increment(1);
+    }
+
+    /// A request left the queue after this long.
+    pub(crate) fn left(&self, outcome: Outcome, after: Duration) {
+        self.outcome(outcome);
+        self.seconds.record(after);
+    }
+}

@@ -1,0 +1,112 @@
+//! Keys and tenants: who was let in, who was not, and why.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::registry::{Counter, Family, Registry};
+
+/// Tenants with a label of their own. A label is a time series, and a monitor pays for each.
+const TENANTS_MAX: usize = 100;
+
+static REQUESTS: Family = Family::counter(
+    "baton_router_tenant_requests_total",
+    &["tenant"],
+    "Requests that a tenant's limits let in. The first 100 tenants have a label of their own, the rest are `other`.",
+);
+static LIMITED: Family = Family::counter(
+    "baton_router_rate_limited_total",
+    &["limit"],
+    "Requests that a key's or tenant's limit refused.",
+);
+static UNKNOWN: Family =
+    Family::counter("baton_router_unauthorized_total", &["reason"], "Requests that were answered 401.");
+static RELOADS: Family = Family::counter(
+    "baton_router_keys_reloads_total",
+    &["result"],
+    "Times that the keys file was read again.",
+);
+
+pub(super) static FAMILIES: &[&Family] = &[&REQUESTS, &LIMITED, &UNKNOWN, &RELOADS];
+
+/// Which limit refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Limit {
+    Requests,
+    Tokens,
+    Concurrent,
+}
+
+/// Why nobody knows a client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unknown {
+    /// Neither a key nor a certificate that is named.
+    Missing,
+    /// A key that is not known.
+    Key,
+    /// A key whose time is over.
+    Expired,
+}
+
+/// Handles, made once; those of tenants when their tenant is first heard of.
+pub(crate) struct TenantMetrics {
+    registry: Arc<Registry>,
+    tenants: Mutex<HashMap<String, Counter>>,
+    limited: [Counter; 3],
+    unknown: [Counter; 3],
+    reloads: [Counter; 2],
+}
+
+impl TenantMetrics {
+    pub(crate) fn new(registry: &Arc<Registry>) -> Self {
+        Self {
+            registry: Arc::clone(registry),
+            tenants: Mutex::default(),
+            limited: ["requests", "tokens", "concurrent"].map(|limit| registry.counter(&LIMITED, &[limit])),
+            unknown: ["missing", "unknown", "expired"].map(|reason| registry.counter(&UNKNOWN, &[reason])),
+            reloads: ["ok", "failed"].map(|result| registry.counter(&RELOADS, &[result])),
+        }
+    }
+
+    /// The counter of a tenant's requests.
+    pub(crate) fn tenant(&self, name: &str) -> Counter {
+        let mut tenants = self.tenants.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(counter) = tenants.get(name) {
+            return counter.clone();
+        }
+        let own = tenants.len() < TENANTS_MAX;
+        let counter = self.registry.counter(&REQUESTS, &[if own { name } else { "other" }]);
+        if own {
+            tenants.insert(name.to_owned(), counter.clone());
+        }
+        counter
+    }
+
+    pub(crate) fn limited(&self, limit: Limit) {
+        self.limited[limit as usize].increment(1);
+    }
+
+    pub(crate) fn unknown(&self, why: Unknown) {
+        self.unknown[why as usize].increment(1);
+    }
+
+    pub(crate) fn reloaded(&self, fine: bool) {
+        self.reloads[usize::from(!fine)].increment(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ten_thousand_tenants_are_a_hundred_labels_and_one() {
+        let registry = Arc::new(Registry::default());
+        let metrics = TenantMetrics::new(&registry);
+        let kept: Vec<_> = (0..10_000).map(|n| metrics.tenant(&format!("t{n}"))).collect();
+        kept.iter().for_each(|counter| counter.increment(1));
+        let mut series = Vec::new();
+        registry.each(&REQUESTS, |labels, _| series.push(labels.to_owned()));
+        assert_eq!(series.len(), TENANTS_MAX + 1);
+        assert!(series.contains(&"tenant=\"other\"".to_owned()));
+    }
+}

@@ -1,0 +1,98 @@
+//! Certificates and handshakes.
+
+use std::sync::Arc;
+use std::sync::{Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::registry::{Counter, Family, Gauge, Registry};
+
+static EXPIRY: Family = Family::gauge(
+    "baton_router_certificate_expiry_seconds",
+    &["use"],
+    "Seconds until a certificate of the router ends: the one that `clients`, `admin` or `engines` are shown. Below \
+     zero it has ended.",
+);
+static RELOADS: Family = Family::counter(
+    "baton_router_certificate_reloads_total",
+    &["use", "result"],
+    "Times that certificate files had changed and were read again. After `failed` the old ones are in effect.",
+);
+static HANDSHAKES: Family = Family::counter(
+    "baton_router_tls_handshakes_total",
+    &["use", "result"],
+    "Handshakes with clients and monitors.",
+);
+
+pub(super) static FAMILIES: &[&Family] = &[&EXPIRY, &RELOADS, &HANDSHAKES];
+
+/// How a handshake ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Handshake {
+    Done,
+    Failed,
+    TimedOut,
+}
+
+/// Handles of one listener.
+pub(crate) struct ListenerTls {
+    files: EngineTlsMetrics,
+    handshakes: [Counter; 3],
+}
+
+/// Handles of a set of files.
+pub(crate) struct EngineTlsMetrics {
+    registry: Arc<Registry>,
+    purpose: &'static str,
+    /// Made when there is a certificate whose end is known.
+    expiry: Mutex<Option<Gauge>>,
+    reloads: [Counter; 2],
+}
+
+impl ListenerTls {
+    pub(super) fn new(registry: &Arc<Registry>, purpose: &'static str) -> Self {
+        let results = ["ok", "failed", "timeout"];
+        Self {
+            files: EngineTlsMetrics::new(registry, purpose),
+            handshakes: results.map(|result| registry.counter(&HANDSHAKES, &[purpose, result])),
+        }
+    }
+
+    pub(crate) fn handshake(&self, result: Handshake) {
+        self.handshakes[result as usize].increment(1);
+    }
+
+    pub(crate) fn reloaded(&self, fine: bool) {
+        self.files.reloaded(fine);
+    }
+
+    /// The certificate ends then, in seconds since 1970.
+    pub(crate) fn expires(&self, at_s: u64) {
+        self.files.expires(Some(at_s));
+    }
+}
+
+impl EngineTlsMetrics {
+    pub(super) fn new(registry: &Arc<Registry>, purpose: &'static str) -> Self {
+        Self {
+            registry: Arc::clone(registry),
+            purpose,
+            expiry: Mutex::default(),
+            reloads: ["ok", "failed"].map(|result| registry.counter(&RELOADS, &[purpose, result])),
+        }
+    }
+
+    pub(crate) fn reloaded(&self, fine: bool) {
+        self.reloads[usize::from(!fine)].increment(1);
+    }
+
+    /// The certificate ends then, in seconds since 1970; `None`: there is none.
+    pub(crate) fn expires(&self, at_s: Option<u64>) {
+        let mut expiry = self.expiry.lock().unwrap_or_else(PoisonError::into_inner);
+        *expiry = at_s.map(|at_s| {
+            let gauge = expiry.take().unwrap_or_else(|| self.registry.gauge(&EXPIRY, &[self.purpose]));
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+            gauge.set(at_s as f64 - now);
+            gauge
+        });
+    }
+}

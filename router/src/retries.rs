@@ -1,0 +1,97 @@
+//! The budget of second attempts, over the whole router.
+//!
+//! A second attempt is allowed while second attempts at once are less than a share of the requests in flight, and
+//! beyond that so many times per second. One request's attempts are bounded by `attempts`; without a bound on
+//! all of them together, engines that fail for want of capacity would get more work the more they fail.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use baton_connector::Time;
+
+use crate::config::RetriesConfig;
+
+/// What is spent.
+#[derive(Debug, Default)]
+pub(crate) struct RetryBudget {
+    at_once: AtomicUsize,
+    /// The second, shifted by 32, and what was spent of its allowance.
+    second: AtomicU64,
+}
+
+/// One second attempt, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Retry(Arc<RetryBudget>);
+
+impl RetryBudget {
+    /// Leave for one more attempt; `None` when the budget is spent.
+    pub(crate) fn take(
+        self: &Arc<Self>,
+        in_flight: usize,
+        now: Time,
+        terms: &RetriesConfig,
+    ) -> Option<Retry> {
+        let at_once = self.at_once.fetch_add(1, Ordering::Relaxed);
+        let retry = Retry(Arc::clone(self));
+        let share = in_flight.saturating_mul(terms.budget_percent as usize) / 100;
+        (at_once < share || self.spend(now, terms.min_per_second)).then_some(retry)
+    }
+
+    /// Takes one of this second's allowance.
+    fn spend(&self, now: Time, per_second: u32) -> bool {
+        let second = now.0 / 1_000_000;
+        let spent = self.second.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |word| {
+            let spent = if word >> 32 == second { word & u64::from(u32::MAX) } else { 0 };
+            (spent < u64::from(per_second)).then_some(second << 32 | (spent + 1))
+        });
+        spent.is_ok()
+    }
+}
+
+impl Drop for Retry {
+    fn drop(&mut self) {
+        self.0.at_once.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The pause before the attempt after so many, drawn by `dice` (0 to 1).
+pub(crate) fn pause(attempts: usize, dice: f64, terms: &RetriesConfig) -> Duration {
+    let Some(doublings) = attempts.checked_sub(2) else { return Duration::ZERO };
+    let whole = Duration::from_millis(terms.pause_ms).saturating_mul(1 << doublings.min(16));
+    whole.min(Duration::from_millis(terms.pause_max_ms)).mul_f64(0.5 + dice.clamp(0.0, 1.0) / 2.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TERMS: RetriesConfig =
+        RetriesConfig { budget_percent: 20, min_per_second: 2, pause_ms: 25, pause_max_ms: 60 };
+
+    #[test]
+    fn second_attempts_are_a_share_of_the_work_and_a_few_per_second() {
+        let budget = Arc::new(RetryBudget::default());
+        let now = Time::ZERO.after(Duration::from_secs(5));
+        let taken: Vec<Retry> = (0..100).map_while(|_| budget.take(50, now, &TERMS)).collect();
+        assert_eq!(taken.len(), 12, "a fifth of 50, and 2 in this second");
+        assert!(budget.take(50, now, &TERMS).is_none());
+        assert!(budget.take(50, now.after(Duration::from_secs(1)), &TERMS).is_some(), "the next second");
+        drop(taken);
+        assert!(budget.take(50, now, &TERMS).is_some(), "those that are over are given back");
+        assert_eq!(budget.at_once.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn nothing_at_all_is_allowed_where_the_configuration_says_so() {
+        let none = RetriesConfig { budget_percent: 0, min_per_second: 0, ..TERMS };
+        assert!(Arc::new(RetryBudget::default()).take(1000, Time::ZERO, &none).is_none());
+    }
+
+    #[test]
+    fn the_second_attempt_follows_at_once_and_later_ones_wait_longer_up_to_a_bound() {
+        let ms = |attempts, dice| pause(attempts, dice, &TERMS).as_millis();
+        assert_eq!([ms(0, 1.0), ms(1, 1.0), ms(2, 1.0), ms(3, 1.0), ms(4, 1.0)], [0, 0, 25, 50, 60]);
+        assert_eq!((ms(3, 0.0), ms(60, 1.0)), (25, 60));
+    }
+}

@@ -1,0 +1,179 @@
+//! A token bucket that is one number: the moment at which it will be full again (GCRA, as ATM networks meter
+//! cells). Pure: the time is an argument, and every step is one compare-and-swap of that number.
+//!
+//! ```text
+//!      now                          full again
+//!  ─────┼──────────────────────────────┼───────▶ time
+//!       └── what is taken, as time ────┘ at most [`Bucket::WINDOW`]
+//! ```
+//!
+//! Invariants:
+//! - In any span of time t, at most `per_minute × (1 + t / minute)` are given out.
+//! - What is given back is as if it had never been taken, except that an idle bucket does not overflow.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// One limit per minute. Holds one minute's worth at most.
+#[derive(Debug)]
+pub(crate) struct Bucket {
+    per_minute: u64,
+    /// Nanoseconds of the caller's clock.
+    full_at: AtomicU64,
+}
+
+/// How a bucket stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Level {
+    pub limit: u64,
+    pub remaining: u64,
+    /// Until it is full again.
+    pub reset: Duration,
+}
+
+/// Why nothing was given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Denied {
+    /// It will have that much after this long.
+    Wait(Duration),
+    /// It never has that much.
+    TooMuch,
+}
+
+impl Bucket {
+    /// What it holds, as time.
+    const WINDOW: Duration = Duration::from_secs(60);
+    const WINDOW_NS: u64 = 60_000_000_000;
+
+    pub(crate) fn new(per_minute: u64) -> Self {
+        Self { per_minute: per_minute.max(1), full_at: AtomicU64::new(0) }
+    }
+
+    pub(crate) fn limit(&self) -> u64 {
+        self.per_minute
+    }
+
+    /// Takes so many at `now`, in nanoseconds of a clock that does not go back.
+    ///
+    /// # Errors
+    /// [`Denied`]; then nothing was taken.
+    pub(crate) fn take(&self, amount: u64, now: u64) -> Result<(), Denied> {
+        if amount > self.per_minute {
+            return Err(Denied::TooMuch);
+        }
+        let price = self.price(amount);
+        let mut full_at = self.full_at.load(Ordering::Relaxed);
+        loop {
+            let next = full_at.max(now).saturating_add(price);
+            let over = next.saturating_sub(now).saturating_sub(Self::WINDOW_NS);
+            if over > 0 {
+                return Err(Denied::Wait(Duration::from_nanos(over)));
+            }
+            match self.full_at.compare_exchange_weak(full_at, next, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return Ok(()),
+                Err(found) => full_at = found,
+            }
+        }
+    }
+
+    /// Gives back what was taken and not used.
+    pub(crate) fn give_back(&self, amount: u64) {
+        let price = self.price(amount);
+        // The closure always gives a value.
+        let _ = self.full_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |full_at| {
+            Some(full_at.saturating_sub(price))
+        });
+    }
+
+    pub(crate) fn level(&self, now: u64) -> Level {
+        let taken = self.full_at.load(Ordering::Relaxed).saturating_sub(now).min(Self::WINDOW_NS);
+        let left =
+            u128::from(Self::WINDOW_NS - taken) * u128::from(self.per_minute) / u128::from(Self::WINDOW_NS);
+        Level {
+            limit: self.per_minute,
+            remaining: u64::try_from(left).unwrap_or(self.per_minute),
+            reset: Duration::from_nanos(taken).min(Self::WINDOW),
+        }
+    }
+
+    /// The time in which so many flow in, rounded up: rounding never gives more than the limit.
+    fn price(&self, amount: u64) -> u64 {
+        let price = (u128::from(amount) * u128::from(Self::WINDOW_NS)).div_ceil(u128::from(self.per_minute));
+        u64::try_from(price).unwrap_or(u64::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    #[test]
+    fn a_minutes_worth_is_there_at_once_and_flows_back_evenly() {
+        let bucket = Bucket::new(60);
+        (0..60).for_each(|_| bucket.take(1, SECOND).unwrap());
+        assert_eq!(bucket.take(1, SECOND), Err(Denied::Wait(Duration::from_secs(1))));
+        assert_eq!(bucket.level(SECOND), Level { limit: 60, remaining: 0, reset: Duration::from_secs(60) });
+        assert_eq!(bucket.take(1, 2 * SECOND), Ok(()));
+        assert_eq!(bucket.take(1, 2 * SECOND), Err(Denied::Wait(Duration::from_secs(1))));
+        assert_eq!(bucket.level(92 * SECOND).remaining, 60);
+    }
+
+    #[test]
+    fn more_than_it_can_ever_hold_is_said_so() {
+        assert_eq!(Bucket::new(10).take(11, 0), Err(Denied::TooMuch));
+        assert_eq!(Bucket::new(10).take(10, 0), Ok(()));
+    }
+
+    #[test]
+    fn what_is_given_back_can_be_taken_again() {
+        let bucket = Bucket::new(10);
+        bucket.take(10, 5).unwrap();
+        bucket.give_back(4);
+        assert_eq!(bucket.level(5).remaining, 4);
+        assert_eq!((bucket.take(4, 5), bucket.take(1, 5).is_err()), (Ok(()), true));
+    }
+
+    proptest! {
+        /// Whatever is asked for and when: never more than the burst and what flowed in since any earlier moment.
+        #[test]
+        fn no_span_of_time_gets_more_than_its_share(
+            per_minute in 1..5000_u64,
+            asks in proptest::collection::vec((1..100_u64, 0..5 * SECOND), 1..200),
+        ) {
+            let bucket = Bucket::new(per_minute);
+            let (mut now, mut given) = (SECOND, Vec::new());
+            for (amount, pause) in asks {
+                now += pause;
+                if bucket.take(amount, now).is_ok() {
+                    given.push((now, amount));
+                }
+                prop_assert!(bucket.level(now).remaining <= per_minute);
+            }
+            for (n, &(from, _)) in given.iter().enumerate() {
+                let mut sum = 0_u128;
+                for &(at, amount) in &given[n..] {
+                    sum += u128::from(amount);
+                    let span = u128::from(at - from);
+                    let most = u128::from(per_minute) * (60 * u128::from(SECOND) + span) / (60 * u128::from(SECOND));
+                    prop_assert!(sum <= most, "{sum} > {most}");
+                }
+            }
+        }
+
+        /// A wait that is told is enough, and not more than a nanosecond too much.
+        #[test]
+        fn who_waits_as_told_is_served(per_minute in 1..100_000_u64, amount in 1..100_u64) {
+            let amount = amount.min(per_minute);
+            let bucket = Bucket::new(per_minute);
+            while bucket.take(amount, SECOND).is_ok() {}
+            let Err(Denied::Wait(wait)) = bucket.take(amount, SECOND) else { panic!("it is empty") };
+            let wait = u64::try_from(wait.as_nanos()).unwrap();
+            prop_assert!(bucket.take(amount, SECOND + wait - 1).is_err());
+            prop_assert!(bucket.take(amount, SECOND + wait).is_ok());
+        }
+    }
+}

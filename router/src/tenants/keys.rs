@@ -1,0 +1,158 @@
+//! API keys: how they are made, kept and compared.
+//!
+//! Only SHA-256 hashes are kept. That is enough, and nothing slower is needed: a key is 256 random bits, so there is
+//! no dictionary to try, and whoever reads the file learns nothing that opens the door. Passwords would need a slow
+//! hash; keys that people make up themselves are passwords, so let `baton key new` make them.
+//!
+//! Finding the entry by the hash's first bytes tells a stranger's stopwatch at most something about hashes of what
+//! the stranger sent; the rest is compared in constant time all the same.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use hyper::header::{AUTHORIZATION, HeaderMap};
+use sha2::{Digest, Sha256};
+
+/// What every key begins with, so that scanners for leaked secrets find them.
+const PREFIX: &str = "sk-baton-";
+/// The longest key that is hashed at all.
+const KEY_BYTES_MAX: usize = 512;
+
+/// A key that was just made. It cannot be had again.
+#[derive(Clone, Debug)]
+pub struct NewKey {
+    /// For the client: `Authorization: Bearer KEY`.
+    pub key: String,
+    /// For the configuration: `sha256:…`.
+    pub hash: String,
+}
+
+impl NewKey {
+    /// 256 bits of the kernel's random numbers.
+    #[must_use]
+    pub fn make() -> Self {
+        let mut bytes = [0_u8; 32];
+        getrandom::fill(&mut bytes).expect("the kernel's random numbers are there from boot on");
+        let key = format!("{PREFIX}{}", hex(&bytes));
+        let hash = format!("sha256:{}", hex(&Sha256::digest(key.as_bytes())));
+        Self { key, hash }
+    }
+
+    /// The entry of `auth.keys`, as YAML.
+    #[must_use]
+    pub fn entry(&self, id: &str, tenant: &str) -> String {
+        // JSON strings are YAML strings, whatever is in them.
+        let quoted = |text: &str| serde_json::Value::from(text).to_string();
+        format!("- id: {}\n  hash: {}\n  tenant: {}\n", quoted(id), self.hash, quoted(tenant))
+    }
+}
+
+/// Something that is found by the hash of a secret.
+pub(crate) struct ByHash<T>(HashMap<u64, Entries<T>>);
+
+/// Those whose hashes begin alike: hardly ever more than one.
+type Entries<T> = Vec<([u8; 32], Arc<T>)>;
+
+impl<T> Default for ByHash<T> {
+    fn default() -> Self {
+        Self(HashMap::new())
+    }
+}
+
+impl<T> ByHash<T> {
+    /// `false` when the hash is taken.
+    pub(crate) fn insert(&mut self, digest: [u8; 32], entry: Arc<T>) -> bool {
+        if self.at(&digest).is_some() {
+            return false;
+        }
+        self.0.entry(first(&digest)).or_default().push((digest, entry));
+        true
+    }
+
+    /// The entry of the secret.
+    pub(crate) fn of(&self, secret: &str) -> Option<&Arc<T>> {
+        if secret.len() > KEY_BYTES_MAX {
+            return None;
+        }
+        self.at(&Sha256::digest(secret.as_bytes()).into())
+    }
+
+    fn at(&self, digest: &[u8; 32]) -> Option<&Arc<T>> {
+        let entries = self.0.get(&first(digest))?;
+        entries.iter().find(|(known, _)| same(known, digest)).map(|(_, entry)| entry)
+    }
+}
+
+/// The bearer token of a request, where it has exactly one.
+pub(crate) fn bearer(headers: &HeaderMap) -> Option<&str> {
+    let mut values = headers.get_all(AUTHORIZATION).iter();
+    let value = values.next()?.to_str().ok()?;
+    if values.next().is_some() {
+        return None;
+    }
+    let (scheme, token) = value.split_once(' ')?;
+    let token = token.trim();
+    (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty()).then_some(token)
+}
+
+/// Whether both are equal, in a time that depends on their length alone.
+pub(crate) fn same(a: &[u8], b: &[u8]) -> bool {
+    let differing = a.iter().zip(b).fold(0, |differing, (a, b)| differing | (a ^ b));
+    a.len() == b.len() && std::hint::black_box(differing) == 0
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
+        write!(text, "{byte:02x}").expect("a string takes everything");
+        text
+    })
+}
+
+fn first(digest: &[u8; 32]) -> u64 {
+    u64::from_be_bytes(digest[..8].try_into().expect("eight bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_key_is_found_by_its_hash_and_no_other_is() {
+        let (new, other) = (NewKey::make(), NewKey::make());
+        let config = format!("hash: {}\nid: a\ntenant: t\n", new.hash);
+        let config: crate::config::KeyConfig = serde_saphyr::from_str(&config).expect("an entry");
+        let mut keys = ByHash::default();
+        assert!(keys.insert(config.digest().expect("a hash"), Arc::new(7)));
+        assert!(!keys.insert(config.digest().expect("a hash"), Arc::new(8)), "taken");
+        assert_eq!(keys.of(&new.key).map(|n| **n), Some(7));
+        let cut = &new.key[..new.key.len() - 1];
+        for wrong in [other.key.as_str(), cut, "", new.hash.as_str(), &"x".repeat(100_000)] {
+            assert!(keys.of(wrong).is_none());
+        }
+        assert_eq!(new.key.len(), PREFIX.len() + 64);
+    }
+
+    #[test]
+    fn an_entry_is_yaml_whatever_the_names_are() {
+        let entry = NewKey::make().entry("a: #b\"", "t\n- x");
+        let read: Vec<crate::config::KeyConfig> = serde_saphyr::from_str(&entry).expect("YAML");
+        assert_eq!((read[0].id.as_str(), read[0].tenant.as_str()), ("a: #b\"", "t\n- x"));
+    }
+
+    #[test]
+    fn a_token_is_read_only_where_there_is_exactly_one() {
+        let with = |values: &[&str]| {
+            let mut headers = HeaderMap::new();
+            for value in values {
+                headers.append(AUTHORIZATION, value.parse().expect("a value"));
+            }
+            bearer(&headers).map(str::to_owned)
+        };
+        assert_eq!(with(&["Bearer k"]).as_deref(), Some("k"));
+        assert_eq!(with(&["bearer  k "]).as_deref(), Some("k"));
+        for none in [&["k"][..], &["Basic k"], &["Bearer "], &["Bearer"], &["Bearer a", "Bearer b"], &[]] {
+            assert_eq!(with(none), None, "{none:?}");
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! The table of keys and certificates, made from the configuration and the keys file; and what outlives it.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use super::keys::ByHash;
+use super::limits::Meter;
+use super::salt::SaltKey;
+use super::{AuthError, Identity, Tenant};
+use crate::admission::TenantId;
+use crate::config::{AuthConfig, KeysFile, RateLimitsConfig};
+use crate::metrics::tenants::TenantMetrics;
+
+/// Everybody who is known.
+#[derive(Default)]
+pub(super) struct KeyTable {
+    pub by_hash: ByHash<Identity>,
+    pub by_certificate: HashMap<String, Arc<Identity>>,
+    keys: usize,
+}
+
+/// What is known of keys and tenants beyond one version of the configuration: how much they have used.
+pub(crate) struct Tenants {
+    meters: Mutex<HashMap<String, (RateLimitsConfig, Arc<Meter>)>>,
+    ids: Mutex<HashMap<String, TenantId>>,
+    started: Instant,
+    /// Where no secret is configured.
+    salts: SaltKey,
+    metrics: Arc<TenantMetrics>,
+}
+
+impl Tenants {
+    pub(crate) fn new(metrics: Arc<TenantMetrics>) -> Self {
+        let mut secret = [0_u8; 32];
+        getrandom::fill(&mut secret).expect("the kernel's random numbers are there from boot on");
+        Self {
+            meters: Mutex::default(),
+            ids: Mutex::default(),
+            started: Instant::now(),
+            salts: SaltKey::derived("cache salt", &secret),
+            metrics,
+        }
+    }
+
+    /// Nanoseconds since the process began to count.
+    pub(super) fn now_ns(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    pub(crate) fn metrics(&self) -> &TenantMetrics {
+        &self.metrics
+    }
+
+    pub(super) fn salts(&self) -> SaltKey {
+        self.salts.clone()
+    }
+
+    /// The same meter as before, unless the limits were changed.
+    fn meter(&self, name: String, limits: &RateLimitsConfig) -> Arc<Meter> {
+        let mut meters = lock(&self.meters);
+        if let Some((known, meter)) = meters.get(&name).filter(|(known, _)| known == limits) {
+            debug_assert_eq!(known, limits);
+            return Arc::clone(meter);
+        }
+        let meter = Arc::new(Meter::new(limits));
+        meters.insert(name, (limits.clone(), Arc::clone(&meter)));
+        meter
+    }
+
+    fn id(&self, tenant: &str) -> TenantId {
+        let mut ids = lock(&self.ids);
+        let next = TenantId(u32::try_from(ids.len()).unwrap_or(u32::MAX));
+        *ids.entry(tenant.to_owned()).or_insert(next)
+    }
+
+    /// Forgets the meters of keys that no table knows any more.
+    fn prune(&self) {
+        lock(&self.meters).retain(|_, (_, meter)| Arc::strong_count(meter) > 1);
+    }
+}
+
+impl KeyTable {
+    /// # Errors
+    /// [`AuthError`] names what is wrong; nothing else happens.
+    pub(super) fn build(config: &AuthConfig, tenants: &Tenants) -> Result<Self, AuthError> {
+        let file = match &config.keys_file {
+            Some(path) => crate::config::load_checked::<KeysFile>(path)?,
+            None => KeysFile::default(),
+        };
+        let mut known: HashMap<&str, Arc<Tenant>> = HashMap::new();
+        let listed: Vec<_> = config.tenants.iter().chain(&file.tenants).collect();
+        let mut seen = HashSet::new();
+        if let Some(twice) = listed.iter().find(|tenant| !seen.insert(tenant.name.as_str())) {
+            return Err(AuthError::Twice { what: "tenant", name: twice.name.clone() });
+        }
+        let by_name: HashMap<&str, _> = listed.iter().map(|tenant| (tenant.name.as_str(), *tenant)).collect();
+        let tenant = |name: &str| -> Arc<Tenant> {
+            let (weight, limits) = by_name
+                .get(name)
+                .map_or((1, RateLimitsConfig::default()), |tenant| (tenant.weight, tenant.limits.clone()));
+            Arc::new(Tenant {
+                name: name.into(),
+                id: tenants.id(name),
+                weight,
+                meter: tenants.meter(format!("tenant {name}"), &limits),
+                requests: tenants.metrics.tenant(name),
+            })
+        };
+        let mut table = Self::default();
+        let mut names = HashSet::new();
+        for key in config.keys.iter().chain(&file.keys) {
+            if !names.insert(key.id.as_str()) {
+                return Err(AuthError::Twice { what: "key", name: key.id.clone() });
+            }
+            let identity = Identity {
+                name: key.id.clone(),
+                tenant: Arc::clone(known.entry(&key.tenant).or_insert_with(|| tenant(&key.tenant))),
+                priority_max: key.priority_max,
+                models: key.models.clone(),
+                expires_s: key.expires_s(),
+                meter: tenants.meter(format!("key {}", key.id), &key.limits),
+            };
+            let digest = key.digest().ok_or_else(|| AuthError::SameKey(key.id.clone()))?;
+            if !table.by_hash.insert(digest, Arc::new(identity)) {
+                return Err(AuthError::SameKey(key.id.clone()));
+            }
+            table.keys += 1;
+        }
+        for certificate in config.certificates.iter().chain(&file.certificates) {
+            let tenant = known.entry(&certificate.tenant).or_insert_with(|| tenant(&certificate.tenant));
+            let identity = Identity {
+                name: certificate.name.clone(),
+                tenant: Arc::clone(tenant),
+                priority_max: certificate.priority_max,
+                models: certificate.models.clone(),
+                expires_s: None,
+                meter: tenants.meter(format!("certificate {}", certificate.name), &certificate.limits),
+            };
+            if table.by_certificate.insert(certificate.name.clone(), Arc::new(identity)).is_some() {
+                return Err(AuthError::Twice { what: "certificate", name: certificate.name.clone() });
+            }
+        }
+        tenants.prune();
+        Ok(table)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.keys + self.by_certificate.len()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,120 @@
+//! TLS on a listener: the certificate in effect, and handshakes that are bounded in time and number.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use rustls::ServerConfig;
+use rustls::server::WebPkiClientVerifier;
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+use tokio_rustls::TlsAcceptor;
+
+use super::certificate::{chain, key, provider, roots};
+use super::{TlsConnection, TlsError, content};
+use crate::config::{ClientAuth, ListenTlsConfig};
+use crate::file_watch::FileWatch;
+use crate::metrics::tls::{Handshake, ListenerTls};
+
+/// The certificates of a listener. Connections are accepted with those that are in effect when they begin.
+pub(crate) struct ServerTls {
+    config: ListenTlsConfig,
+    current: ArcSwap<ServerConfig>,
+    not_after_s: AtomicU64,
+    watch: FileWatch,
+    handshakes: Semaphore,
+    metrics: ListenerTls,
+}
+
+impl ServerTls {
+    /// # Errors
+    /// [`TlsError`] names the file at fault.
+    pub(crate) fn new(config: &ListenTlsConfig, metrics: ListenerTls) -> Result<Self, TlsError> {
+        let files: Vec<PathBuf> =
+            [&config.certificate, &config.key].into_iter().chain(&config.client_ca).cloned().collect();
+        let watch = FileWatch::new(files);
+        let (current, not_after_s) = load(config)?;
+        let tls = Self {
+            config: config.clone(),
+            current: ArcSwap::new(current),
+            not_after_s: AtomicU64::new(not_after_s),
+            watch,
+            handshakes: Semaphore::new(config.handshakes),
+            metrics,
+        };
+        tls.metrics.expires(not_after_s);
+        Ok(tls)
+    }
+
+    /// The connection, encrypted; `None` when there was no handshake in time. The client is then cut.
+    pub(crate) async fn accept(&self, stream: TcpStream) -> Option<TlsConnection> {
+        let handshake = async {
+            let _one = self.handshakes.acquire().await.expect("the semaphore is never closed");
+            TlsAcceptor::from(self.current.load_full()).accept(stream).await
+        };
+        let within = Duration::from_millis(self.config.handshake_ms);
+        match tokio::time::timeout(within, handshake).await {
+            Ok(Ok(stream)) => {
+                self.metrics.handshake(Handshake::Done);
+                Some(TlsConnection::new(stream))
+            }
+            Ok(Err(error)) => {
+                self.metrics.handshake(Handshake::Failed);
+                tracing::debug!(%error, "a handshake failed");
+                None
+            }
+            Err(_elapsed) => {
+                self.metrics.handshake(Handshake::TimedOut);
+                None
+            }
+        }
+    }
+
+    /// Reads the files again if they have changed, and tells how long the certificate is still good.
+    pub(crate) fn refresh(&self) {
+        if self.watch.has_changed() {
+            let read = load(&self.config);
+            self.metrics.reloaded(read.is_ok());
+            match read {
+                Ok((config, not_after_s)) => {
+                    self.current.store(config);
+                    self.not_after_s.store(not_after_s, Ordering::Relaxed);
+                    tracing::info!(certificate = %self.config.certificate.display(), "a new certificate is in effect");
+                }
+                Err(error) => {
+                    tracing::error!(%error, "a new certificate cannot be used; the old one stays in effect");
+                }
+            }
+        }
+        self.metrics.expires(self.not_after_s.load(Ordering::Relaxed));
+    }
+}
+
+fn load(config: &ListenTlsConfig) -> Result<(Arc<ServerConfig>, u64), TlsError> {
+    let (chain, not_after_s) = chain(&config.certificate)?;
+    let key = key(&config.key)?;
+    let builder = ServerConfig::builder_with_provider(provider())
+        .with_protocol_versions(rustls::DEFAULT_VERSIONS)
+        .expect("ring has suites for TLS 1.2 and 1.3");
+    let builder = match (config.client_auth, &config.client_ca) {
+        (ClientAuth::None, _) | (_, None) => builder.with_no_client_auth(),
+        (asked, Some(file)) => {
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots(file)?), provider());
+            let verifier = match asked {
+                ClientAuth::Optional => verifier.allow_unauthenticated(),
+                ClientAuth::None | ClientAuth::Require => verifier,
+            };
+            builder.with_client_cert_verifier(verifier.build().map_err(|e| content(file, e.to_string()))?)
+        }
+    };
+    let pair = |source| TlsError::Pair { certificate: config.certificate.clone(), source };
+    let mut server = builder.with_single_cert(chain, key).map_err(pair)?;
+    server.alpn_protocols = vec![b"http/1.1".to_vec()];
+    // Tickets belong to this configuration: a client whose root was taken out cannot resume its way in.
+    if let Ok(ticketer) = rustls::crypto::ring::Ticketer::new() {
+        server.ticketer = ticketer;
+    }
+    Ok((Arc::new(server), not_after_s))
+}

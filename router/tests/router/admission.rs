@@ -1,0 +1,182 @@
+//! When every decode engine is full: who waits, whose turn it is, and what those are told who may not wait.
+
+use serde_json::json;
+
+use crate::client::{BOTH_HANG_UPS, Client, completion, post};
+use crate::engine::{Act, FakeEngine};
+use crate::system::{System, asked};
+
+/// A decode engine that takes one request at a time, and further lines of YAML.
+async fn one_at_a_time(prefill: &[&FakeEngine], d: &FakeEngine, top: &str) -> System {
+    let p: Vec<_> = prefill.iter().map(|p| format!("{{url: '{}'}}", p.url())).collect();
+    System::of(&format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels:\n  - name: m\n    \
+         prefill: {{engines: [{}]}}\n    decode: {{engines: [{{url: '{}', max_in_flight: 1}}]}}\n{top}\n",
+        p.join(", "),
+        d.url()
+    ))
+    .await
+}
+
+/// A client that has posted a completion.
+async fn posted(system: &System, headers: &str) -> Client {
+    let mut client = Client::connect(system.address).await;
+    client.post_bytes("/v1/completions", headers, completion(false).to_string().as_bytes()).await;
+    client
+}
+
+async fn waiting(system: &System, priority: &str, requests: f64) {
+    system.counts(&format!("baton_router_queue_requests{{priority=\"{priority}\"}}"), requests).await;
+}
+
+fn outcome(label: &str) -> String {
+    format!("baton_router_queue_outcomes_total{{outcome=\"{label}\"}}")
+}
+
+#[tokio::test]
+async fn a_request_waits_for_a_decode_engine_and_no_prefill_is_spent_on_it_meanwhile() {
+    let p = FakeEngine::always(Act::Lend(Some(7))).await;
+    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let system = one_at_a_time(&[&p], &d, "").await;
+    let mut first = posted(&system, "").await;
+    asked(&d, 1).await;
+    let mut second = posted(&system, "").await;
+    waiting(&system, "normal", 1.0).await;
+    assert_eq!((p.asked().len(), d.asked().len()), (1, 1));
+    d.go_on();
+    assert_eq!(first.answer().await.status, 200);
+    asked(&d, 2).await;
+    d.go_on();
+    assert_eq!(second.answer().await.status, 200);
+    assert_eq!(p.asked().len(), 2);
+    waiting(&system, "normal", 0.0).await;
+    system.counts(&outcome("dispatched"), 1.0).await;
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_while_it_waits_costs_no_engine_anything() {
+    for how in BOTH_HANG_UPS {
+        let p = FakeEngine::always(Act::Lend(Some(7))).await;
+        let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+        let system = one_at_a_time(&[&p], &d, "").await;
+        let mut first = posted(&system, "").await;
+        asked(&d, 1).await;
+        let second = posted(&system, "").await;
+        waiting(&system, "normal", 1.0).await;
+        let mut third = posted(&system, "").await;
+        waiting(&system, "normal", 2.0).await;
+        second.hang_up(how);
+        waiting(&system, "normal", 1.0).await;
+        system.counts(&outcome("client_gone"), 1.0).await;
+        d.go_on();
+        d.go_on();
+        assert_eq!(first.answer().await.status, 200);
+        assert_eq!(third.answer().await.status, 200, "the next one is not held up");
+        assert_eq!((p.asked().len(), d.asked().len()), (2, 2));
+        system.counts("baton_router_disconnects_total{phase=\"queue\"}", 1.0).await;
+        system.settled().await;
+        assert!(p.releases().is_empty() && p.aborts().is_empty() && d.aborts().is_empty());
+    }
+}
+
+#[tokio::test]
+async fn a_full_queue_is_429_with_a_time_to_come_back() {
+    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let system = one_at_a_time(&[], &d, "queue: {requests: 1}").await;
+    let mut first = posted(&system, "").await;
+    asked(&d, 1).await;
+    let mut second = posted(&system, "").await;
+    waiting(&system, "normal", 1.0).await;
+    let refused = post(system.address, "/v1/completions", &completion(false)).await;
+    assert_eq!((refused.status, refused.code()), (429, "overloaded".to_owned()));
+    let after: u64 = refused.header("retry-after-ms").unwrap().parse().unwrap();
+    assert!((1..=60_000).contains(&after) && refused.header("retry-after").is_some());
+    assert_eq!(refused.json()["error"]["type"], "overloaded_error");
+    system.counts(&outcome("rejected_full"), 1.0).await;
+    d.go_on();
+    d.go_on();
+    assert_eq!((first.answer().await.status, second.answer().await.status), (200, 200));
+}
+
+#[tokio::test]
+async fn deadlines_come_from_the_configuration_and_from_the_clients_headers() {
+    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    for (top, headers) in [
+        ("queue: {timeout_ms: 50}", ""),
+        ("", "x-stainless-read-timeout: 0.05\r\n"),
+        ("", "x-request-timeout-ms: 50\r\n"),
+    ] {
+        let system = one_at_a_time(&[], &d, top).await;
+        let before = d.asked().len();
+        let mut first = posted(&system, "").await;
+        asked(&d, before + 1).await;
+        let refused = posted(&system, headers).await.answer().await;
+        assert_eq!((refused.status, refused.code()), (429, "queue_timeout".to_owned()), "{top} {headers}");
+        assert!(refused.header("retry-after-ms").is_some());
+        system.counts(&outcome("expired"), 1.0).await;
+        d.go_on();
+        assert_eq!(first.answer().await.status, 200);
+    }
+    let system = one_at_a_time(&[], &d, "").await;
+    let mut first = posted(&system, "").await;
+    asked(&d, 4).await;
+    let refused = posted(&system, "x-request-timeout-ms: 0\r\n").await.answer().await;
+    assert_eq!((refused.status, refused.code()), (429, "overloaded".to_owned()), "at once");
+    d.go_on();
+    assert_eq!(first.answer().await.status, 200);
+}
+
+#[tokio::test]
+async fn an_urgent_request_overtakes_and_a_body_can_say_so_too() {
+    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let system = one_at_a_time(&[], &d, "").await;
+    let mut first = posted(&system, "").await;
+    asked(&d, 1).await;
+    let mut batch = posted(&system, "x-priority: low\r\n").await;
+    waiting(&system, "low", 1.0).await;
+    let mut urgent = Client::connect(system.address).await;
+    let body = json!({"model": "m", "prompt": "urgent", "max_tokens": 8, "priority": -1});
+    urgent.post("/v1/completions", &body).await;
+    waiting(&system, "high", 1.0).await;
+    d.go_on();
+    asked(&d, 2).await;
+    assert_eq!(d.asked()[1].body["prompt"], "urgent");
+    d.go_on();
+    d.go_on();
+    for client in [&mut first, &mut batch, &mut urgent] {
+        assert_eq!(client.answer().await.status, 200);
+    }
+}
+
+#[tokio::test]
+async fn bodies_are_bounded_in_sum_and_what_is_only_announced_takes_nothing() {
+    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let system = one_at_a_time(&[], &d, "limits: {body_bytes_total: 1048576}").await;
+    let body = |bytes: usize| json!({"model": "m", "prompt": "x".repeat(bytes), "max_tokens": 1}).to_string();
+    // Announced, hardly begun: holds next to nothing.
+    let mut slow = Client::connect(system.address).await;
+    let large = body(700 << 10);
+    let head = format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", large.len());
+    slow.send(head.as_bytes()).await;
+    slow.send(&large.as_bytes()[..1000]).await;
+    let mut first = Client::connect(system.address).await;
+    first.post_bytes("/v1/completions", "", large.as_bytes()).await;
+    asked(&d, 1).await;
+    // The first one's body is held until its engine answers: another one does not fit.
+    let refused = {
+        let mut third = Client::connect(system.address).await;
+        let head =
+            format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", large.len());
+        third.send(head.as_bytes()).await;
+        third.answer().await
+    };
+    assert_eq!((refused.status, refused.code()), (429, "overloaded".to_owned()), "before its body is read");
+    assert!(refused.header("retry-after").is_some());
+    d.go_on();
+    assert_eq!(first.answer().await.status, 200);
+    slow.send(&large.as_bytes()[1000..]).await;
+    d.go_on();
+    assert_eq!(slow.answer().await.status, 200);
+    system.counts("baton_router_body_bytes", 0.0).await;
+}

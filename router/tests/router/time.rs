@@ -1,0 +1,61 @@
+//! Bounds on how long a request may take.
+
+use serde_json::Value;
+
+use crate::client::{completion, post};
+use crate::engine::{Act, FakeEngine, event};
+use crate::system::System;
+
+const HANDLE: u128 = 0xabc;
+
+#[tokio::test]
+async fn a_request_that_takes_too_long_ends_in_504_or_in_a_typed_error() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let d = FakeEngine::always(Act::Hang).await;
+    let system = System::with(&[&p], &[&d], "", "timeouts: {request_ms: 200}").await;
+    let answer = post(system.address, "/v1/completions", &completion(true)).await;
+    assert_eq!((answer.status, answer.code().as_str()), (504, "request_timeout"));
+    p.wait("the release", |p| p.releases().len() == 1).await;
+    d.wait("the abort", |d| d.aborts().len() == 1 && d.cut() == 1).await;
+
+    let hangs = FakeEngine::always(Act::Hang).await;
+    let system = System::with(&[&hangs], &[&d], "", "timeouts: {request_ms: 200}").await;
+    assert_eq!(post(system.address, "/v1/completions", &completion(true)).await.status, 504);
+    hangs.wait("the abort", |p| p.aborts().len() == 1).await;
+
+    let d = FakeEngine::always(Act::StreamWhenTold(9)).await;
+    let system = System::with(&[&p], &[&d], "", "timeouts: {request_ms: 1500}").await;
+    d.go_on();
+    let text = post(system.address, "/v1/completions", &completion(true)).await.text();
+    assert!(text.starts_with(&event(0)) && text.ends_with("data: [DONE]\n\n"), "{text}");
+    let error = text.lines().find(|line| line.contains("\"error\"")).expect("a typed error");
+    let error: Value = serde_json::from_str(error.strip_prefix("data: ").unwrap()).unwrap();
+    assert_eq!(error["error"]["code"], "request_timeout");
+    d.wait("the abort", |d| d.aborts().len() == 1 && d.cut() == 1).await;
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn a_models_own_bounds_go_before_the_routers() {
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let top = "timeouts: {prefill_silence_ms: 60000, decode_first_byte_ms: 60000, stream_silence_ms: 60000}";
+    let d = FakeEngine::always(Act::Hang).await;
+    let first_byte = System::with(&[&p], &[&d], "    timeouts: {decode_first_byte_ms: 100}", top).await;
+    let answer = post(first_byte.address, "/v1/completions", &completion(true)).await;
+    assert_eq!((answer.status, answer.json()["error"]["type"].as_str()), (504, Some("timeout_error")));
+    let request = System::with(&[&p], &[&d], "    timeouts: {request_ms: 100}", top).await;
+    assert_eq!(post(request.address, "/v1/completions", &completion(true)).await.code(), "request_timeout");
+    let stream = FakeEngine::always(Act::StreamWhenTold(2)).await;
+    let silence = System::with(&[&p], &[&stream], "    timeouts: {stream_silence_ms: 100}", top).await;
+    stream.go_on();
+    let text = post(silence.address, "/v1/completions", &completion(true)).await.text();
+    assert!(text.contains("\"timeout_error\""), "{text}");
+    let hangs = FakeEngine::always(Act::Hang).await;
+    let live = FakeEngine::always(Act::Whole(1)).await;
+    let prefill = System::with(&[&hangs], &[&live], "    timeouts: {prefill_silence_ms: 100}", top).await;
+    assert_eq!(
+        post(prefill.address, "/v1/completions", &completion(false)).await.status,
+        200,
+        "D computes all"
+    );
+}
