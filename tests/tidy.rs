@@ -15,6 +15,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("baton-connector-shm", &["baton-connector", "baton-connector-channel"]),
     ("baton-connector-tcp", &["baton-connector", "baton-connector-channel"]),
     ("baton-engine", &["baton-connector", "baton-connector-shm", "baton-connector-tcp", "baton-openai"]),
+    ("baton-fuzz", &["baton-connector-channel", "baton-router"]),
     ("baton-router", &["baton-connector", "baton-openai"]),
     (
         "baton-bench",

@@ -12,10 +12,10 @@ use std::time::Duration;
 use baton_connector::exchange::{Attempt, Event};
 use baton_openai::{ApiError, sse};
 use bytes::{Bytes, BytesMut};
-use hyper::Version;
 use hyper::header::{
     CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, TRANSFER_ENCODING,
 };
+use hyper::{Method, Version};
 use pingora::http::ResponseHeader;
 use pingora::proxy::Session;
 use tokio::time::{Instant, Sleep};
@@ -27,6 +27,7 @@ use crate::intake::Ask;
 use crate::legs::Refusal;
 use crate::metrics::Resume;
 use crate::resume::{Plan, Transcript};
+use crate::route::Dialect;
 use crate::sse::Frames;
 use crate::upstream::{CallError, InFlight, Reply};
 
@@ -159,6 +160,8 @@ pub(crate) async fn whole(
     if unread {
         client.set_keepalive(None);
     }
+    // Whoever asked for the head alone gets no more, and its length all the same.
+    let body = if client.req_header().method == Method::HEAD { Bytes::new() } else { body };
     client.write_response_header(Box::new(head)).await?;
     client.write_response_body(body, true).await
 }
@@ -176,11 +179,12 @@ pub(crate) async fn pass(
     stamp: &Stamp,
     patience: Patience,
     resuming: Option<Resuming>,
+    dialect: Dialect,
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
     let reply = *reply;
     let silence = Silence::new(patience);
-    let passing = Passing { session, driver, attempt, reply, load, silence, resuming, spoke: false };
+    let passing = Passing { session, driver, attempt, reply, load, silence, resuming, spoke: false, dialect };
     let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
     let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
     passing.driver.watched.streamed = streamed;
@@ -213,6 +217,7 @@ struct Passing<'a> {
     silence: Silence,
     resuming: Option<Resuming>,
     spoke: bool,
+    dialect: Dialect,
 }
 
 impl Passing<'_> {
@@ -244,6 +249,7 @@ impl Passing<'_> {
                         return self.done().await;
                     }
                 }
+                Ok(None) if !self.dialect.says_done() && frames.is_whole() => return self.done().await,
                 Ok(None) => match self.resume(Broken::Died, &frames).await? {
                     Resumed::GoesOn => frames = Frames::default(),
                     Resumed::Over => return Ok(()),

@@ -33,6 +33,7 @@ pub use features::FeaturesConfig;
 pub use health::{
     ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
 };
+pub use kv_events::KvEventsConfig;
 pub use limits::LimitsConfig;
 pub use models::{Fallback, ModelConfig};
 pub use policy::{
@@ -66,6 +67,7 @@ mod error;
 mod explain;
 mod features;
 mod health;
+mod kv_events;
 mod limits;
 mod models;
 mod policy;
@@ -238,15 +240,17 @@ impl RouterConfig {
         changes::between(&self.value(), &next.value())
     }
 
-    fn value(&self) -> serde_json::Value {
+    /// As JSON, with secrets masked.
+    pub(crate) fn value(&self) -> serde_json::Value {
         serde_json::to_value(self).expect("a configuration is made of maps, lists and scalars")
     }
 
-    /// Every file that the configuration names: those under keys that end in `_file`.
+    /// Every file that the configuration names: those under keys that end in `_file`, and the keys and certificates
+    /// of the parts that end in `tls`. Lists of engines are not among them; their sources follow them.
     #[must_use]
     pub fn files(&self) -> BTreeSet<PathBuf> {
         let mut files = BTreeSet::new();
-        files_in(&self.value(), &mut files);
+        files_in(&self.value(), false, &mut files);
         files
     }
 
@@ -322,17 +326,21 @@ fn read(text: &str) -> Result<RouterConfig, Vec<Problem>> {
     if problems.is_empty() { Ok(config) } else { Err(problems) }
 }
 
-fn files_in(value: &serde_json::Value, files: &mut BTreeSet<PathBuf>) {
+fn files_in(value: &serde_json::Value, in_tls: bool, files: &mut BTreeSet<PathBuf>) {
+    // The names in these maps are the operator's own.
+    const FREE: [&str; 5] = ["labels", "select", "prefer", "selector", "resource"];
+    const TLS: [&str; 4] = ["certificate", "key", "ca", "client_ca"];
     match value {
         serde_json::Value::Object(entries) => {
-            for (key, value) in entries {
-                match value.as_str().filter(|_| key.ends_with("_file")) {
+            for (key, value) in entries.iter().filter(|(key, _)| !FREE.contains(&key.as_str())) {
+                let names_a_file = key.ends_with("_file") || (in_tls && TLS.contains(&key.as_str()));
+                match value.as_str().filter(|_| names_a_file) {
                     Some(path) => drop(files.insert(PathBuf::from(path))),
-                    None => files_in(value, files),
+                    None => files_in(value, key.ends_with("tls"), files),
                 }
             }
         }
-        serde_json::Value::Array(items) => items.iter().for_each(|item| files_in(item, files)),
+        serde_json::Value::Array(items) => items.iter().for_each(|item| files_in(item, false, files)),
         _ => {}
     }
 }

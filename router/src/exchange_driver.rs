@@ -172,6 +172,12 @@ impl ExchangeDriver {
         }
         if step.fit == Fit::Applied {
             self.watched.event(event, now, &self.attempts);
+            if let Event::PrefillFailed(by, Failure::NotReached)
+            | Event::DecodeFailed(by, Failure::NotReached) = event
+            {
+                // It may come back with an empty cache.
+                self.shared.fleet.memory.forget_sent(self.engine(by).id());
+            }
             if let Some(account) = &self.account {
                 account.event(&event, &self.attempts);
             }
@@ -309,8 +315,11 @@ impl ExchangeDriver {
         }
         let silence = ask.model.bounds.prefill_silence;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let mut outgoing =
-            self.outgoing(ask, Leg::Prefill, rewrite::prefill_body(&ask.body, &ask.owned, &ask.model.name));
+        let mut outgoing = self.outgoing(
+            ask,
+            Leg::Prefill,
+            rewrite::prefill_body(ask.dialect, &ask.body, &ask.owned, &ask.model.name),
+        );
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
@@ -319,7 +328,7 @@ impl ExchangeDriver {
                 break;
             }
             let engine = Arc::clone(&member.engine);
-            outgoing.to_rank(member.rank);
+            outgoing.aim_at_rank(member.rank);
             let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.prefill_engine = Some(Arc::clone(&engine));
@@ -429,7 +438,7 @@ impl ExchangeDriver {
                 break;
             }
             let engine = Arc::clone(&member.engine);
-            outgoing.to_rank(member.rank);
+            outgoing.aim_at_rank(member.rank);
             let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.decode_engine = Some(Arc::clone(&engine));
@@ -515,7 +524,7 @@ impl ExchangeDriver {
     fn outgoing(&self, ask: &Ask, leg: Leg, body: Payload) -> Outgoing {
         let mut headers = ask.engine_headers(&self.debtor.request);
         self.watched.trace.inject(&mut headers, leg);
-        Outgoing { method: Method::POST, path: ask.endpoint.path(), headers, body }
+        Outgoing { method: Method::POST, path: ask.dialect.path(), headers, body }
     }
 
     fn exchange<T>(&self, with: impl FnOnce(&mut Exchange) -> T) -> T {

@@ -11,6 +11,7 @@ use hyper::header::HeaderMap;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
 
 use crate::config::{AffinityKey, FeaturesConfig, LoadUnit, ModelConfig, PolicyConfig};
+use crate::kv_events::links;
 use crate::policy::Wanted;
 
 /// What has to be looked at in a model's requests.
@@ -42,6 +43,8 @@ pub(crate) struct Source<'a> {
     pub user: Option<&'a str>,
     /// What keeps this request's cache apart from others': `cache_salt`, tenant.
     pub salts: &'a [&'a str],
+    /// Tokens of one KV block of the engines that tell of theirs.
+    pub block_size: Option<usize>,
 }
 
 impl Needs {
@@ -83,6 +86,13 @@ impl Features {
             let prompt = ["messages", "prompt", "input"].iter().find_map(|name| body.field(name));
             let (prompt, tools) = (prompt.unwrap_or_default(), body.field("tools").unwrap_or_default());
             features.tokens = estimate(prompt.len() + tools.len(), config);
+            // What a salt keeps apart engines tell in words that are theirs alone.
+            if let Some(size) = source.block_size.filter(|_| source.salts.is_empty())
+                && let Some(tokens) = token_ids(prompt)
+            {
+                features.tokens = tokens.len() as u64;
+                features.blocks = links(&tokens, size, config.chunks_max);
+            }
             if needs.prefix {
                 features.prefix = chunks(first_link(source, tools), prompt, config);
             }
@@ -101,6 +111,12 @@ impl Features {
             pair: None,
         }
     }
+}
+
+/// A prompt that is given as token ids.
+fn token_ids(prompt: &[u8]) -> Option<Vec<u32>> {
+    let first = prompt.get(1..)?.iter().find(|byte| !byte.is_ascii_whitespace())?;
+    (prompt[0] == b'[' && first.is_ascii_digit()).then(|| serde_json::from_slice(prompt).ok()).flatten()
 }
 
 fn estimate(bytes: usize, config: &FeaturesConfig) -> u64 {
@@ -149,7 +165,8 @@ mod tests {
     fn features(body: &Value, salts: &[&str]) -> Features {
         let headers = HeaderMap::new();
         let body = raw(&body.to_string());
-        let source = Source { model: "m", headers: &headers, body: &body, user: None, salts };
+        let source =
+            Source { model: "m", headers: &headers, body: &body, user: None, salts, block_size: None };
         Features::read(&source, ALL, &FeaturesConfig { chunk_bytes: 64, ..FeaturesConfig::default() })
     }
 
@@ -201,8 +218,14 @@ mod tests {
         let read = |session: &'static str, user: &str| {
             let mut headers = HeaderMap::new();
             headers.insert("x-session-id", HeaderValue::from_static(session));
-            let source =
-                Source { model: "m", headers: &headers, body: &raw("{}"), user: Some(user), salts: &[] };
+            let source = Source {
+                model: "m",
+                headers: &headers,
+                body: &raw("{}"),
+                user: Some(user),
+                salts: &[],
+                block_size: None,
+            };
             let features = Features::read(&source, ALL, &FeaturesConfig::default());
             (features.session, features.user)
         };

@@ -8,12 +8,15 @@ use tokio::sync::Notify;
 
 use crate::admission::Freed;
 use crate::config::{EngineUrl, PrefixIndexConfig};
+use crate::kv_events::Subscriptions;
 use crate::memory::Memory;
 use crate::metrics::Metrics;
 use crate::upstream::{Bells, Engine, Terms};
 
 /// The engines.
 pub(crate) struct Fleet {
+    /// Those that tell of their caches.
+    pub subscriptions: Subscriptions,
     /// What their caches hold, as far as is known.
     pub memory: Arc<Memory>,
     metrics: Arc<Metrics>,
@@ -28,7 +31,14 @@ impl Fleet {
     pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         let bounds = PrefixIndexConfig::default();
         let memory = Arc::new(Memory::new(bounds.chunks_per_engine, bounds.chunks_total));
-        Self { memory, metrics, engines: Mutex::default(), wake: Arc::default(), freed: Arc::default() }
+        Self {
+            subscriptions: Subscriptions::default(),
+            memory,
+            metrics,
+            engines: Mutex::default(),
+            wake: Arc::default(),
+            freed: Arc::default(),
+        }
     }
 
     /// What counts the engines.

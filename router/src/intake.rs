@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, Endpoint, Outline, ParseLimits, RawBody};
+use baton_openai::{ApiError, Outline, ParseLimits, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use pingora::protocols::l4::socket::SocketAddr;
@@ -24,6 +24,7 @@ use crate::legs::Refusal;
 use crate::models::Model;
 use crate::policy::Wanted;
 use crate::rewrite::{ClientRules, Owned};
+use crate::route::Dialect;
 use crate::tenants::{Auth, Identity};
 
 /// The only headers of a client that an engine gets as they are: its credentials. Its trace is checked first.
@@ -34,7 +35,7 @@ const COME_BACK: Duration = Duration::from_secs(1);
 
 /// A request that engines may hear of.
 pub(crate) struct Ask {
-    pub endpoint: Endpoint,
+    pub dialect: Dialect,
     pub model: Arc<Model>,
     /// As the client sent it, without anything internal.
     pub body: RawBody,
@@ -80,14 +81,17 @@ impl Ask {
     /// # Errors
     /// What the client is to be told; nothing of the request has left the router.
     pub(crate) fn read(
-        endpoint: Endpoint,
+        dialect: Dialect,
         body: Bytes,
         headers: &HeaderMap,
         generation: &Generation,
         owner: Option<&Owner<'_>>,
     ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
-        let (body, mut outline) = RawBody::generate(body, endpoint, limits, &ClientRules)?;
+        let (body, mut outline) = match dialect {
+            Dialect::OpenAi(endpoint) => RawBody::generate(body, endpoint, limits, &ClientRules)?,
+            Dialect::Responses => RawBody::responses(body, limits, &ClientRules)?,
+        };
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
         let aggregate = outline.prompts > 1;
         let priority = body.field("priority").and_then(|value| serde_json::from_slice(value).ok());
@@ -105,10 +109,11 @@ impl Ask {
             body: &body,
             user: outline.request.user.as_deref(),
             salts: salt.as_slice(),
+            block_size: model.decode.block_size().or_else(|| model.prefill.block_size()),
         };
         let features = Features::read(&source, model.needs, &model.features);
         let headers = passed(headers);
-        Ok(Self { endpoint, model, body, owned, outline, aggregate, tokens, priority, features, headers })
+        Ok(Self { dialect, model, body, owned, outline, aggregate, tokens, priority, features, headers })
     }
 
     /// What a policy may know of it.

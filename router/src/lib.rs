@@ -15,8 +15,8 @@
 //! | `hygiene` | a client's bytes, read strictly before anything else sees them |
 //! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
 //! | `models`, `pool`, `policy` | which engine is chosen |
+//! | `memory`, `prefix_index`, `kv_events` | what the engines' caches hold, as far as is known |
 //! | `admission` | who waits when every engine is full, and whose turn it is |
-//! | `memory`, `prefix_index` | what the engines' caches hold, as far as is known |
 //! | `exchange_driver`, `disaggregation`, `legs` | in which order engines are asked, and what their answers mean |
 //! | `shared`, `generation`, `fleet` | what outlives a configuration, one version of it, the engines |
 //! | `health`, `alive`, `retries` | which engines are given requests, and how often they are tried again |
@@ -48,11 +48,14 @@ mod features;
 mod file_watch;
 mod finished;
 mod fleet;
+#[doc(hidden)]
+pub mod fuzzing;
 mod generation;
 mod health;
 mod hygiene;
 mod inflight;
 mod intake;
+pub mod kv_events;
 mod legs;
 mod memory;
 mod metrics;

@@ -1,7 +1,8 @@
 //! What the router knows of the engines' caches: from its own decisions, and from what engines tell of
 //! themselves. It outlives reloads, because the caches do.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::policy::Wanted;
 use crate::prefix_index::{Match, PrefixIndex};
@@ -11,6 +12,8 @@ use crate::prefix_index::{Match, PrefixIndex};
 pub(crate) struct Memory {
     sent: Mutex<PrefixIndex>,
     told: Mutex<PrefixIndex>,
+    /// Tokens of one KV block, of engines that told.
+    sizes: RwLock<HashMap<u32, usize>>,
 }
 
 /// What of a prompt an engine holds, as far as is known.
@@ -34,7 +37,7 @@ impl Memory {
     /// At most so many hashes of each engine and of all, in each index.
     pub(crate) fn new(per_engine: usize, total: usize) -> Self {
         let index = || Mutex::new(PrefixIndex::new(per_engine, total));
-        Self { sent: index(), told: index() }
+        Self { sent: index(), told: index(), sizes: RwLock::default() }
     }
 
     /// Changes the bounds.
@@ -51,15 +54,36 @@ impl Memory {
     }
 
     /// What engines tell of themselves.
-    #[allow(dead_code, reason = "explanations and events come next")]
     pub(crate) fn told(&self) -> MutexGuard<'_, PrefixIndex> {
         lock(&self.told)
     }
 
-    /// An engine that could not be reached may come back with an empty cache; one that is gone has none.
+    /// An engine is gone.
     pub(crate) fn forget(&self, engine: u32) {
         lock(&self.sent).forget(engine);
+        self.forget_told(engine);
+    }
+
+    /// An engine that could not be reached may come back with an empty cache.
+    pub(crate) fn forget_sent(&self, engine: u32) {
+        lock(&self.sent).forget(engine);
+    }
+
+    /// An engine tells nothing any more.
+    pub(crate) fn forget_told(&self, engine: u32) {
         lock(&self.told).forget(engine);
+        self.sizes.write().unwrap_or_else(PoisonError::into_inner).remove(&engine);
+    }
+
+    /// Tokens of one KV block of an engine, as it told.
+    pub(crate) fn block_size(&self, engine: u32) -> Option<usize> {
+        self.sizes.read().unwrap_or_else(PoisonError::into_inner).get(&engine).copied()
+    }
+
+    pub(crate) fn set_block_size(&self, engine: u32, tokens: usize) {
+        if self.block_size(engine) != Some(tokens) {
+            self.sizes.write().unwrap_or_else(PoisonError::into_inner).insert(engine, tokens);
+        }
     }
 
     /// What an engine holds of a prompt.
@@ -84,12 +108,6 @@ impl Memory {
     #[cfg(test)]
     pub(crate) fn chunks_of(&self, engine: u32) -> usize {
         lock(&self.sent).len_of(engine)
-    }
-
-    /// Hashes in both indexes.
-    #[allow(dead_code, reason = "explanations and events come next")]
-    pub(crate) fn len(&self) -> (usize, usize) {
-        (lock(&self.sent).len(), lock(&self.told).len())
     }
 }
 

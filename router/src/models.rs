@@ -12,6 +12,7 @@ use crate::config::{
 use crate::discovery::membership::Members;
 use crate::features::Needs;
 use crate::generation::Ground;
+use crate::kv_events::Source;
 use crate::metrics::{Leg, ModelMetrics};
 use crate::pool::{Member, Pool, has};
 use crate::upstream::{EngineTerms, Terms};
@@ -137,6 +138,12 @@ impl Models {
             (None, [only]) => Ok(only),
             (None, _) => Err(ApiError::invalid("model", "`model` is missing, and several models are served")),
         }
+    }
+
+    /// Every engine that tells of its cache, and where.
+    pub(crate) fn event_sources(&self) -> Vec<Source> {
+        let pools = self.list.iter().flat_map(|model| [&model.prefill, &model.decode]);
+        pools.flat_map(Pool::members).filter_map(|member| member.events.clone()).collect()
     }
 
     pub(crate) fn list(&self) -> &[Arc<Model>] {

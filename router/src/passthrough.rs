@@ -1,10 +1,13 @@
-//! `/tokenize` and `/detokenize`: checked, cleaned, and answered by one decode engine of the model.
+//! What one engine of the decode pool answers by itself: tokens, embeddings, scores. Cleaned, and passed with all fields
+//! that nobody here knows; what `/tokenize` and `/detokenize` mean is checked too.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, DetokenizeRequest, RawBody, TokenizeRequest, parse_object, strip};
+use baton_openai::{
+    ApiError, DetokenizeRequest, Object, ParseLimits, RawBody, TokenizeRequest, parse_object, strip,
+};
 use bytes::Bytes;
 use hyper::Method;
 use pingora::proxy::Session;
@@ -25,6 +28,9 @@ use crate::{answer, intake, rewrite};
 /// Tokens of the longest context, with their texts.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 
+/// Whether a body means something.
+type Reader = fn(&Object, &ParseLimits) -> Result<(), ApiError>;
+
 /// Passes one request and its answer; gives the answer's status.
 pub(crate) async fn pass(
     session: &mut Session,
@@ -36,14 +42,21 @@ pub(crate) async fn pass(
     stamp: &Stamp,
 ) -> Result<u16, Ended> {
     let limits = &generation.parse_limits;
-    let mut map = parse_object(&body, limits)?;
-    strip(&mut map, &ClientRules);
-    let name = match path {
-        "/tokenize" => TokenizeRequest::from_map(&map, limits)?.model,
-        _ => DetokenizeRequest::from_map(&map, limits)?.model,
+    let checked = |read: Reader| {
+        let mut map = parse_object(&body, limits)?;
+        strip(&mut map, &ClientRules);
+        read(&map, limits)
     };
-    drop(map);
+    match path {
+        "/tokenize" => checked(|map, limits| TokenizeRequest::from_map(map, limits).map(drop))?,
+        "/detokenize" => checked(|map, limits| DetokenizeRequest::from_map(map, limits).map(drop))?,
+        _ => {}
+    }
     let body = RawBody::any(body, limits, &ClientRules)?;
+    let name = body.string("model");
+    if name.is_none() && body.field("model").is_some_and(|model| model != b"null") {
+        return Err(ApiError::invalid("model", "`model` must be a string").into());
+    }
     let model = Arc::clone(generation.models.named(name.as_deref())?);
     let means =
         |name: &str| generation.models.named(Some(name)).is_ok_and(|found| Arc::ptr_eq(found, &model));
@@ -60,7 +73,7 @@ pub(crate) async fn pass(
     while tried.len() < usize::from(generation.config.attempts.decode) {
         let Ok(reserved) = model.decode.reserve(&Wanted::default(), &tried) else { break };
         let engine = reserved.engine();
-        outgoing.to_rank(reserved.member.rank);
+        outgoing.aim_at_rank(reserved.member.rank);
         let call = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
         let called = race(session, tokio::time::timeout(silence, call)).await;
         tried.push(Arc::clone(engine));

@@ -5,6 +5,8 @@
 //! dry run is the same call. Only [`PrefixAware`] looks at something else, the index of who holds what.
 
 mod consistent_hash;
+#[cfg(test)]
+mod cost;
 mod draw;
 mod least_load;
 mod power_of_two;

@@ -17,6 +17,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use crate::config::{AllOut, EngineConfig, HealthConfig, PolicyConfig, PoolConfig};
 use crate::explain::{Considered, Removed, Sight};
 use crate::health::Standing;
+use crate::kv_events::Source;
 use crate::memory::{Holding, Memory};
 use crate::metrics::Leg;
 use crate::policy::{self, Candidate, Choice, Draw, Policy, Wanted};
@@ -48,12 +49,17 @@ pub(crate) struct Member {
     pub weight: u32,
     /// Requests of this router that it takes at once.
     pub max_in_flight: usize,
+    /// Requests waiting in it, and share of its KV cache in use, from which on it is full, as it says itself.
+    max_waiting: Option<u32>,
+    max_kv_usage: Option<f32>,
     /// A hash of its address, the same in every router.
     key: u64,
     /// A hash of its values of the labels that pairs should share; none if it lacks one.
     pair: Option<u64>,
     /// It has the labels that the pool prefers.
     preferred: bool,
+    /// Where it tells of its cache.
+    pub events: Option<Source>,
 }
 
 /// An engine that was chosen; the request counts as in flight there until this is dropped.
@@ -105,7 +111,14 @@ impl Member {
             weight: config.weight,
             max_in_flight: most.unwrap_or(usize::MAX),
             key,
+            max_waiting: pool.capacity.max_waiting,
+            max_kv_usage: pool.capacity.max_kv_usage,
             pair: pair_of(&config.labels, pair_by),
+            events: config
+                .kv_events
+                .as_ref()
+                .or(pool.kv_events.as_ref())
+                .map(|events| Source::new(&config.url, engine.id(), events)),
             preferred: !pool.prefer.is_empty() && has(&config.labels, &pool.prefer),
             rank: None,
             engine,
@@ -141,13 +154,25 @@ impl Member {
             Fit::Tried
         } else if health.standing(leg) > Standing::Out {
             Fit::Out
-        } else if self.load() >= self.max_in_flight {
+        } else if self.load() >= self.max_in_flight || self.says_it_is_full() {
             Fit::Full
         } else if health.takes(leg) || panic {
             Fit::Ready
         } else {
             Fit::Resting
         }
+    }
+
+    /// Whether its own metrics say so, where somebody asks what they say.
+    fn says_it_is_full(&self) -> bool {
+        // While it has a request of ours, its end is what those who wait are told of.
+        if self.load() == 0 || (self.max_waiting.is_none() && self.max_kv_usage.is_none()) {
+            return false;
+        }
+        self.engine.reported_load().is_some_and(|load| {
+            self.max_waiting.is_some_and(|most| load.waiting >= most)
+                || self.max_kv_usage.is_some_and(|most| load.kv_usage >= most)
+        })
     }
 
     fn begin(&self, leg: Leg, tokens: u64) -> Option<InFlight> {
@@ -250,6 +275,13 @@ impl Pool {
     /// Its engines.
     pub(crate) fn members(&self) -> &[Arc<Member>] {
         &self.members
+    }
+
+    /// Tokens of one KV block, as the engines told; none if nobody asks or none told.
+    pub(crate) fn block_size(&self) -> Option<usize> {
+        let memory = self.memory.as_ref()?;
+        let telling = self.members.iter().filter(|member| member.events.is_some());
+        telling.into_iter().find_map(|member| memory.block_size(member.engine.id()))
     }
 
     /// Requests of this router at the least loaded engine; 0 without any.

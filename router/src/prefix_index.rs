@@ -53,8 +53,13 @@ impl PrefixIndex {
         (self.per_engine, self.total) = (per_engine, total);
     }
 
+    /// Hashes of one engine at most.
+    pub(crate) fn per_engine(&self) -> usize {
+        self.per_engine
+    }
+
     /// Hashes of all engines.
-    #[allow(dead_code, reason = "explanations and events come next")]
+    #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.held
     }
@@ -93,7 +98,6 @@ impl PrefixIndex {
     }
 
     /// The engine does not hold this hash any more.
-    #[allow(dead_code, reason = "explanations and events come next")]
     pub(crate) fn remove(&mut self, engine: u32, hash: u64) {
         if self.engines.get_mut(&engine).is_some_and(|held| held.remove(hash)) {
             self.held -= 1;

@@ -38,6 +38,15 @@ const NAMED_BYTES_MAX: u64 = 4 << 20;
 /// Without polling, how long until it is looked whether it was turned on.
 const IDLE: Duration = Duration::from_secs(3600);
 
+/// Keys that take effect at a restart only, and where they stand.
+const AT_A_RESTART: [(&str, &str); 5] = [
+    ("listen", "/listen"),
+    ("listen_tls", "/listen_tls"),
+    ("admin.listen", "/admin/listen"),
+    ("admin.tls", "/admin/tls"),
+    ("limits.connections", "/limits/connections"),
+];
+
 /// A hand on a router that runs: replaces its configuration.
 #[derive(Clone)]
 pub struct Reload(pub(crate) Arc<Shared>);
@@ -45,7 +54,7 @@ pub struct Reload(pub(crate) Arc<Shared>);
 /// What became of configurations that were read again.
 pub(crate) struct Reloads {
     /// What the router started with.
-    booted: RouterConfig,
+    booted: Value,
     last: Mutex<Option<Last>>,
 }
 
@@ -198,18 +207,17 @@ fn hash(files: &BTreeSet<PathBuf>) -> u128 {
 
 impl Reloads {
     pub(crate) fn new(booted: &RouterConfig) -> Self {
-        Self { booted: booted.clone(), last: Mutex::default() }
+        Self { booted: booted.value(), last: Mutex::default() }
     }
 
     /// Keys that differ from what the router started with and that it cannot change while it runs.
     fn restart(&self, next: &RouterConfig) -> Vec<&'static str> {
-        let booted = &self.booted;
-        let differs = [
-            ("listen", booted.listen != next.listen),
-            ("admin.listen", booted.admin.listen != next.admin.listen),
-            ("limits.connections", booted.limits.connections != next.limits.connections),
-        ];
-        differs.into_iter().filter(|(_, differs)| *differs).map(|(key, _)| key).collect()
+        let next = next.value();
+        AT_A_RESTART
+            .iter()
+            .filter(|(_, path)| self.booted.pointer(path) != next.pointer(path))
+            .map(|(key, _)| *key)
+            .collect()
     }
 
     fn note(&self, error: Option<String>, restart: Vec<&'static str>) {

@@ -26,6 +26,7 @@ use bytes::{Bytes, BytesMut};
 use serde_json::{Map, Value, json};
 
 use crate::intake::Ask;
+use crate::route::Dialect;
 use allowed::is_allowed;
 
 /// Tokens of a prompt and an answer that are kept of one stream.
@@ -85,6 +86,7 @@ impl Transcript {
     /// What is kept of a request's stream, where its model's streams may be resumed and it allows that: its engine is
     /// then asked for token ids.
     pub(crate) fn of(ask: &mut Ask) -> Option<Self> {
+        let Dialect::OpenAi(endpoint) = ask.dialect else { return None };
         if !ask.model.resume || ask.aggregate {
             return None;
         }
@@ -95,7 +97,7 @@ impl Transcript {
             return None;
         }
         ask.owned.token_ids = true;
-        Some(Self::new(ask.endpoint, &ask.model.name, &body))
+        Some(Self::new(endpoint, &ask.model.name, &body))
     }
 
     /// Begins with the client's body, which [`is_allowed`] has let through.

@@ -8,6 +8,7 @@ use baton_connector::handoff::KvIntent;
 use baton_openai::{Internal, Place, RawBody};
 use serde_json::Value;
 
+use crate::route::Dialect;
 use crate::upstream::Payload;
 
 /// Taken out wherever it is in the body. Stock vLLM also reads it from inside `vllm_xargs`.
@@ -92,15 +93,24 @@ impl Owned {
 }
 
 /// The prefill leg: one token, not streamed, lent to whoever comes with the handle.
-pub(crate) fn prefill_body(body: &RawBody, owned: &Owned, model: &str) -> Payload {
+pub(crate) fn prefill_body(dialect: Dialect, body: &RawBody, owned: &Owned, model: &str) -> Payload {
     let (model, intent) = (json(&model), json(&KvIntent::produce_request()));
-    let mut ours: Vec<(&str, &[u8])> =
-        vec![("model", &model), ("stream", b"false"), ("max_tokens", b"1"), ("kv_transfer_params", &intent)];
+    let mut ours: Vec<(&str, &[u8])> = vec![
+        ("model", &model),
+        ("stream", b"false"),
+        (dialect.length_field(), b"1"),
+        ("kv_transfer_params", &intent),
+    ];
     // Only where the client had them: older engines refuse fields that they do not know.
     for name in ["max_completion_tokens", "max_output_tokens", "n", "best_of"] {
         if body.has(name) {
             ours.push((name, b"1"));
         }
+    }
+    // Nobody will ask for what the prefill engine would store, or run in the background.
+    if dialect == Dialect::Responses {
+        let had = ["store", "background"].into_iter().filter(|name| body.has(name));
+        ours.extend(had.map(|name| (name, b"false".as_slice())));
     }
     ours.extend(owned.fields());
     let unset = if owned.without_priority { &UNSET_FOR_PREFILL[..] } else { &UNSET_FOR_PREFILL[1..] };
@@ -136,6 +146,8 @@ mod tests {
     use super::hostile::{Dice, Hostile, hostile, is_marked};
     use super::*;
 
+    const COMPLETIONS: Dialect = Dialect::OpenAi(Endpoint::Completions);
+
     fn body(value: &Value) -> RawBody {
         let bytes = Bytes::from(value.to_string());
         RawBody::any(bytes, &ParseLimits::default(), &ClientRules).expect("tests pass objects")
@@ -168,7 +180,7 @@ mod tests {
             "model": "alias", "prompt": "x", "stream": true, "stream_options": {"include_usage": true},
             "max_tokens": 64, "min_tokens": 5, "n": 3, "temperature": 0.5, "mystery": [1],
         }));
-        let sent = read(&prefill_body(&body, &Owned::default(), "m"));
+        let sent = read(&prefill_body(COMPLETIONS, &body, &Owned::default(), "m"));
         assert_eq!(sent["model"], "m");
         assert_eq!((&sent["stream"], &sent["max_tokens"], &sent["n"]), (&json!(false), &json!(1), &json!(1)));
         for gone in ["stream_options", "min_tokens", "max_completion_tokens"] {
@@ -176,6 +188,14 @@ mod tests {
         }
         assert_eq!(sent["mystery"], json!([1]));
         assert_eq!(sent["kv_transfer_params"]["do_remote_decode"], true);
+    }
+
+    #[test]
+    fn the_prefill_leg_of_a_response_is_short_and_leaves_nothing_behind() {
+        let body = body(&json!({"input": "x", "store": true, "max_output_tokens": 9, "stream": true}));
+        let sent = read(&prefill_body(Dialect::Responses, &body, &Owned::default(), "m"));
+        assert_eq!((&sent["max_output_tokens"], &sent["store"]), (&json!(1), &json!(false)));
+        assert_eq!((sent.get("background"), sent.get("max_tokens")), (None, None));
     }
 
     #[test]
@@ -206,7 +226,7 @@ mod tests {
             let any =
                 RawBody::any(Bytes::from(body.clone()), &limits, &ClientRules).expect("it was read before");
             for sent in [
-                prefill_body(&raw, &Owned::default(), "m"),
+                prefill_body(Dialect::OpenAi(endpoint), &raw, &Owned::default(), "m"),
                 decode_body(&raw, &Owned::default(), "m", Some(&handoff)),
                 decode_body(&raw, &Owned::default(), "m", None),
                 decode_body(&any, &Owned::default(), "m", None),

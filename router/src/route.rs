@@ -3,11 +3,63 @@
 use baton_openai::{ApiError, Endpoint};
 use hyper::Method;
 
+/// Paths that generate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Dialect {
+    /// Completions and chats.
+    OpenAi(Endpoint),
+    /// OpenAI's newer `/v1/responses`.
+    Responses,
+}
+
+impl Dialect {
+    pub(crate) fn at(path: &str) -> Option<Self> {
+        if path == RESPONSES { Some(Self::Responses) } else { Endpoint::at(path).map(Self::OpenAi) }
+    }
+
+    pub(crate) fn path(self) -> &'static str {
+        match self {
+            Self::OpenAi(endpoint) => endpoint.path(),
+            Self::Responses => RESPONSES,
+        }
+    }
+
+    /// The field that bounds what is generated.
+    pub(crate) fn length_field(self) -> &'static str {
+        match self {
+            Self::OpenAi(_) => "max_tokens",
+            Self::Responses => "max_output_tokens",
+        }
+    }
+
+    /// Whether a stream says `[DONE]` at its end. Otherwise it ends with its body.
+    pub(crate) fn says_done(self) -> bool {
+        self != Self::Responses
+    }
+}
+
+const RESPONSES: &str = "/v1/responses";
+
+/// What one engine of the decode pool answers by itself.
+const PASSED: [&str; 11] = [
+    "/tokenize",
+    "/detokenize",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
+    "/v1/classify",
+    "/classify",
+    "/pooling",
+];
+
 /// What a client asks of the router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Route<'a> {
     /// To generate.
-    Generate(Endpoint),
+    Generate(Dialect),
     /// To be told the models.
     Models,
     /// To be told one model.
@@ -18,6 +70,8 @@ pub(crate) enum Route<'a> {
     Version,
     /// Something that one decode engine answers, at this path.
     Pass(&'static str),
+    /// Which methods a path has.
+    Options(&'static str),
 }
 
 impl<'a> Route<'a> {
@@ -28,16 +82,26 @@ impl<'a> Route<'a> {
             "/v1/models" => (Self::Models, Method::GET),
             "/health" => (Self::Health, Method::GET),
             "/version" => (Self::Version, Method::GET),
-            "/tokenize" => (Self::Pass("/tokenize"), Method::POST),
-            "/detokenize" => (Self::Pass("/detokenize"), Method::POST),
-            _ => match (Endpoint::at(path), path.strip_prefix("/v1/models/")) {
-                (Some(endpoint), _) => (Self::Generate(endpoint), Method::POST),
-                (None, Some(name)) if !name.is_empty() => (Self::Model(name), Method::GET),
-                (None, _) => return Err(ApiError::not_found(path)),
-            },
+            _ => {
+                let passed = PASSED.iter().find(|passed| **passed == path);
+                match (Dialect::at(path), passed, path.strip_prefix("/v1/models/")) {
+                    (Some(dialect), _, _) => (Self::Generate(dialect), Method::POST),
+                    (None, Some(passed), _) => (Self::Pass(passed), Method::POST),
+                    (None, None, Some(name)) if !name.is_empty() => (Self::Model(name), Method::GET),
+                    (None, None, _) => return Err(ApiError::not_found(path)),
+                }
+            }
         };
-        if *method == allowed {
+        // Whoever may read may also ask for the head alone.
+        if *method == allowed || (*method == Method::HEAD && allowed == Method::GET) {
             return Ok(route);
+        }
+        if *method == Method::OPTIONS {
+            return Ok(Self::Options(if allowed == Method::GET {
+                "GET, HEAD, OPTIONS"
+            } else {
+                "POST, OPTIONS"
+            }));
         }
         Err(ApiError::method_not_allowed(method.as_str(), allowed.as_str()))
     }
@@ -50,8 +114,17 @@ mod tests {
     #[test]
     fn a_path_is_known_exactly_and_by_its_method() {
         let route = |method, path| Route::of(&method, path).map_err(|e| e.status);
-        assert_eq!(route(Method::POST, "/v1/completions"), Ok(Route::Generate(Endpoint::Completions)));
+        assert_eq!(
+            route(Method::POST, "/v1/completions"),
+            Ok(Route::Generate(Dialect::OpenAi(Endpoint::Completions)))
+        );
         assert_eq!(route(Method::GET, "/v1/models/a/b"), Ok(Route::Model("a/b")));
+        assert_eq!(route(Method::POST, "/v1/responses"), Ok(Route::Generate(Dialect::Responses)));
+        assert_eq!(route(Method::POST, "/v1/embeddings"), Ok(Route::Pass("/v1/embeddings")));
+        assert_eq!(route(Method::HEAD, "/health"), Ok(Route::Health));
+        assert_eq!(route(Method::OPTIONS, "/v1/completions"), Ok(Route::Options("POST, OPTIONS")));
+        assert_eq!(route(Method::HEAD, "/v1/completions"), Err(405));
+        assert_eq!(route(Method::OPTIONS, "/nowhere"), Err(404));
         assert_eq!(route(Method::GET, "/v1/completions"), Err(405));
         for unknown in ["/", "/v1/completions/", "/kv/release", "/abort_requests", "/v1/models/", "/metrics"]
         {

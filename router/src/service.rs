@@ -185,11 +185,17 @@ impl FrontDoor {
                 context.passed = true;
                 Ok(())
             }
-            Route::Generate(endpoint) => {
+            Route::Options(allowed) => {
+                context.status = 200;
+                let headers = [("allow", allowed.to_owned())];
+                let told = answer::whole(session, 200, &headers, &context.stamp, Bytes::new()).await;
+                told.map_err(|_| Ended::ClientGone)
+            }
+            Route::Generate(dialect) => {
                 self.permit(session, context)?;
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
-                let ask = Ask::read(endpoint, body, headers, &context.generation, context.owner().as_ref())?;
+                let ask = Ask::read(dialect, body, headers, &context.generation, context.owner().as_ref())?;
                 context.limit(&ask)?;
                 self.generate(session, context, ask).await
             }
@@ -217,6 +223,7 @@ impl FrontDoor {
             context.permit.iter_mut().for_each(Permit::give_tokens_back);
             return Err(refused);
         }
+        let dialect = ask.dialect;
         let transcript = resume::Transcript::of(&mut ask);
         let bounds = ask.model.bounds;
         let spent = self.0.now().since(context.begun);
@@ -236,7 +243,8 @@ impl FrontDoor {
         let resuming = transcript.map(|transcript| answer::Resuming { transcript, ask });
         context.body_bytes = None;
         let patience = Patience { silence: bounds.stream_silence, until };
-        context.status = answer::pass(session, driver, answer, &context.stamp, patience, resuming).await?;
+        context.status =
+            answer::pass(session, driver, answer, &context.stamp, patience, resuming, dialect).await?;
         Ok(())
     }
 

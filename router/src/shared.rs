@@ -87,6 +87,7 @@ impl Shared {
         let ground = Ground { fleet: &fleet, admission: &admission, tenants: &tenants };
         let first = Generation::build((1, 0), config, members, None, &ground, observers)?;
         metrics.server.generation.set(1.0);
+        fleet.subscriptions.set(first.models.event_sources(), &fleet.memory, &runtime);
         let explain = Ring::new(first.config.explain.requests);
         let settler = Settler::new(first.settle_terms(), Arc::clone(&metrics), started);
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -160,6 +161,7 @@ impl Shared {
         let next = Generation::build(version, config, members, Some(current), &ground, observers)?;
         self.settler.set_terms(next.settle_terms());
         self.explain.set_most(next.config.explain.requests);
+        self.fleet.subscriptions.set(next.models.event_sources(), &self.fleet.memory, &self.runtime);
         self.metrics.server.generation.set(version.0 as f64);
         self.metrics.config.revision.set(version.1 as f64);
         self.current.store(Arc::new(next));

@@ -28,7 +28,7 @@ impl Frames {
         };
         self.tail.extend_from_slice(&whole[end..]);
         if end > 0 {
-            self.inside = !(whole[..end].ends_with(b"\n\n") || whole[..end].ends_with(b"\r\n\r\n"));
+            self.inside = !(whole[..end].ends_with(b"\n\n") || whole[..end].ends_with(b"\n\r\n"));
         }
         let frames = whole.slice(..end);
         self.done |= ends_with_done(&frames);
@@ -43,6 +43,11 @@ impl Frames {
     /// Whether a piece of an unfinished frame was passed on, so that a blank line must end it.
     pub(crate) fn is_inside(&self) -> bool {
         self.inside
+    }
+
+    /// Whether everything that came was passed on, in whole frames.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.tail.is_empty() && !self.inside
     }
 
     fn joined(&mut self, chunk: &[u8]) -> Bytes {

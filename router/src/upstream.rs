@@ -83,7 +83,7 @@ pub(crate) struct Outgoing {
 
 impl Outgoing {
     /// Pins it to a data-parallel rank, or to none.
-    pub(crate) fn to_rank(&mut self, rank: Option<u16>) {
+    pub(crate) fn aim_at_rank(&mut self, rank: Option<u16>) {
         match rank {
             Some(rank) => drop(self.headers.insert("x-data-parallel-rank", HeaderValue::from(rank))),
             None => drop(self.headers.remove("x-data-parallel-rank")),

@@ -40,6 +40,8 @@
 //! | [`scatter`] | the two system calls that move bytes |
 
 mod client;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod handshake;
 pub mod link;
 mod pool;

@@ -41,6 +41,17 @@ pub const FIELDS_MAX: usize = 4096;
 /// Slices up to this size are copied into one piece: cheaper than a piece of their own.
 const COPIED_BYTES_MAX: usize = 16 << 10;
 
+/// Fields of `/v1/responses` and what they are called in a chat.
+const SHARED_WITH_CHAT: [(&str, &str); 7] = [
+    ("model", "model"),
+    ("stream", "stream"),
+    ("user", "user"),
+    ("temperature", "temperature"),
+    ("top_p", "top_p"),
+    ("cache_salt", "cache_salt"),
+    ("max_output_tokens", "max_tokens"),
+];
+
 /// A body, checked and cleaned.
 #[derive(Clone, Debug)]
 pub struct RawBody {
@@ -92,6 +103,37 @@ impl RawBody {
             None => in_doubt(&body.bytes, endpoint, limits, internal)?,
         };
         Ok((body, outline))
+    }
+
+    /// Reads a body of `/v1/responses`, of which only what it shares with a chat is checked: its model, its user, whether
+    /// it is streamed, how it samples, how long it may be. The items of `input` are for the engine to read.
+    ///
+    /// # Errors
+    /// Those of [`parse_object`] and of those fields.
+    pub fn responses(
+        bytes: Bytes,
+        limits: &ParseLimits,
+        internal: &dyn Internal,
+    ) -> Result<(Self, Outline), ApiError> {
+        let body = Self::any(bytes, limits, internal)?;
+        let mut shared = Map::new();
+        for (name, as_chat) in SHARED_WITH_CHAT {
+            if let Some(value) = body.field(name) {
+                let value = serde_json::from_slice(value).expect("the walk read JSON");
+                shared.insert(as_chat.to_owned(), value);
+            }
+        }
+        if !body.has("input") {
+            return Err(ApiError::invalid("input", "`input` is missing"));
+        }
+        let request = GenerateRequest::outline(Endpoint::Chat, &shared, 1, limits).map_err(|mut error| {
+            if error.param.as_deref() == Some("max_tokens") {
+                error.param = Some("max_output_tokens".to_owned());
+                error.message = error.message.replace("max_tokens", "max_output_tokens");
+            }
+            error
+        })?;
+        Ok((body, Outline { request, prompts: 1 }))
     }
 
     /// Reads a body of which nothing is checked but that it is a JSON object.

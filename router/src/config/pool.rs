@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::capacity::CapacityConfig;
 use super::discover::DiscoverConfig;
+use super::kv_events::KvEventsConfig;
 use super::policy::PolicyConfig;
 use super::url::EngineUrl;
 
@@ -28,6 +29,10 @@ pub struct PoolConfig {
     #[serde(default)]
     #[garde(length(max = 32))]
     pub prefer: BTreeMap<String, String>,
+    /// Where its engines tell of their caches; an engine's own `kv_events` wins. Default: nowhere.
+    #[serde(default)]
+    #[garde(dive)]
+    pub kv_events: Option<KvEventsConfig>,
     /// When an engine has no room for another request.
     #[serde(default)]
     #[garde(dive)]
@@ -67,6 +72,10 @@ pub struct EngineConfig {
     #[serde(default)]
     #[garde(inner(range(min = 1, max = 1_000_000)))]
     pub max_in_flight: Option<usize>,
+    /// Where it tells of its cache. Default: the pool's `kv_events`.
+    #[serde(default)]
+    #[garde(dive)]
+    pub kv_events: Option<KvEventsConfig>,
     /// It finishes what it has and is given nothing new; `POST /engines/…/undrain` on the admin listener goes
     /// before this. Default false.
     #[serde(default)]

@@ -67,7 +67,7 @@ impl ExchangeDriver {
             let engine = Arc::clone(&member.engine);
             tried.push(Arc::clone(&engine));
             let Some(mut outgoing) = self.rest(&engine, ask, &rest).await else { continue };
-            outgoing.to_rank(member.rank);
+            outgoing.aim_at_rank(member.rank);
             let attempt = self.attempt(&engine);
             self.decode_engine = Some(Arc::clone(&engine));
             self.apply(Event::DecodeSent(attempt));

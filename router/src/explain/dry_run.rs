@@ -1,6 +1,6 @@
 //! What would be decided about a request, without asking any engine and without leaving a trace.
 
-use baton_openai::{ApiError, Endpoint};
+use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::header::HeaderMap;
 use serde_json::{Value, json};
@@ -10,6 +10,7 @@ use crate::disaggregation::{self, Disaggregation, Facts};
 use crate::generation::Generation;
 use crate::intake::Ask;
 use crate::pool::Trial;
+use crate::route::Dialect;
 
 /// Decides as for a client's request with this path, body and headers.
 ///
@@ -21,8 +22,8 @@ pub(crate) fn dry_run(
     headers: &HeaderMap,
     generation: &Generation,
 ) -> Result<Value, ApiError> {
-    let endpoint = Endpoint::at(path).ok_or_else(|| ApiError::not_found(path))?;
-    let ask = Ask::read(endpoint, body.clone(), headers, generation, None)?;
+    let dialect = Dialect::at(path).ok_or_else(|| ApiError::not_found(path))?;
+    let ask = Ask::read(dialect, body.clone(), headers, generation, None)?;
     let mut wanted = ask.wanted();
     let decode: Trial = ask.model.decode.try_out(&wanted, &[]);
     let facts = Facts {

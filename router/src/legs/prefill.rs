@@ -8,6 +8,9 @@ use baton_connector::Handle;
 use baton_connector::exchange::{Attempt, Event, Failure};
 use baton_connector::handoff::ReplyFacts;
 use baton_openai::{ParseLimits, RawBody, salvage_member};
+use bytes::Bytes;
+use hyper::StatusCode;
+use hyper::header::HeaderMap;
 use serde_json::Value;
 
 use super::{Blame, Meaning, Refusal};
@@ -141,6 +144,14 @@ fn understand(whole: &Whole) -> Prefilled {
             }
         },
         Err(_) => Prefilled::Failed(Failure::Unusable(None), Refusal::broken(), Blame::Engine),
+    }
+}
+
+/// The handoff of a reply, where it has a complete one.
+pub(crate) fn lent(status: StatusCode, body: Bytes) -> Option<Value> {
+    match understand(&Whole { status, headers: HeaderMap::new(), body }) {
+        Prefilled::Lent(params, _) => Some(Arc::unwrap_or_clone(params)),
+        Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
     }
 }
 

@@ -28,6 +28,7 @@ fn page(metrics: &Metrics, format: Format) -> String {
         scrape.put(&IN_FLIGHT, &["10.0.0.1:8000"], 3.0);
         scrape.put(&POOL, &["m", "decode"], 1.0);
         scrape.put(&READY, &["m", "decode"], 1.0);
+        scrape.put(&STALE, &["dns:engines:8000"], 0.0);
     })
 }
 
@@ -142,6 +143,7 @@ fn lint(page: &str, format: Format) {
 #[test]
 fn the_page_is_valid_in_both_formats_and_has_every_family() {
     let (metrics, _model, _engine) = full();
+    let _source = metrics.discovery("dns:engines:8000");
     let tls = metrics.listener_tls("clients");
     tls.expires(0);
     for format in [Format::Prometheus, Format::OpenMetrics] {

@@ -48,8 +48,10 @@ impl Policy for PrefixAware {
         let least = least(candidates, LoadUnit::Requests, draw)?;
         let busy_over = self.busy_over(least.load(LoadUnit::Requests));
         let of = |engine: u32| {
-            let found = candidates.binary_search_by_key(&engine, |c| c.engine).ok()?;
-            Some(&candidates[found])
+            // Ranks of one engine stand side by side.
+            let first = candidates.partition_point(|c| c.engine < engine);
+            let its = candidates[first..].iter().take_while(|c| c.engine == engine);
+            its.min_by_key(|c| c.load(LoadUnit::Requests))
         };
         let load = |engine| Some(of(engine)?.load(LoadUnit::Requests));
         let calm = |engine| load(engine).filter(|&load| load <= busy_over);

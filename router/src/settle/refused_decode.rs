@@ -38,7 +38,7 @@ impl Refusable<'_> {
         for _ in 0..tries {
             let Ok(reserved) = self.model.decode.reserve(&Wanted::default(), &tried) else { return false };
             let engine = Arc::clone(reserved.engine());
-            outgoing.to_rank(reserved.member.rank);
+            outgoing.aim_at_rank(reserved.member.rank);
             let ask = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
             match tokio::time::timeout(within, ask).await {
                 Ok(Ok(answer)) if is_handlers(answer.status) => return true,

@@ -154,6 +154,18 @@ fn anchors_and_merges_say_things_once() {
 }
 
 #[test]
+fn every_file_that_a_configuration_names_is_known() {
+    let yaml = GOOD
+        .replace("- url: http://127.0.0.1:2", "- {url: 'http://127.0.0.1:2', labels: {a_file: no}}")
+        + "cluster_secret_file: /s\nlisten_tls: {certificate: /c, key: /k, client_ca: /a, client_auth: require}\n\
+           auth: {keys_file: /y, keys: []}\n";
+    let config =
+        RouterConfig::from_yaml(&yaml, "router.yaml").unwrap_or_else(|problems| panic!("{problems}"));
+    let files: Vec<_> = config.files().into_iter().map(|file| file.display().to_string()).collect();
+    assert_eq!(files, ["/a", "/c", "/k", "/s", "/y"]);
+}
+
+#[test]
 fn secrets_are_never_shown() {
     let yaml = format!("{GOOD}cluster_secret: 0123456789abcdef\n");
     let config = RouterConfig::from_yaml(&yaml, "router.yaml").unwrap();

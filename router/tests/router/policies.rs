@@ -223,6 +223,31 @@ async fn a_full_decode_engine_costs_no_prefill() {
     assert_eq!(first.answer().await.status, 200);
 }
 
+#[tokio::test]
+async fn engines_whose_own_metrics_say_that_they_are_full_are_passed_over() {
+    for capacity in ["max_waiting: 9", "max_kv_usage: 0.9"] {
+        let says = |seen: &crate::engine::Seen| {
+            let text = "vllm:num_requests_running 3.0\nvllm:num_requests_waiting 9.0\nvllm:kv_cache_usage_perc 0.93\n";
+            (seen.path == "/metrics").then_some(Act::Text(text))
+        };
+        let full = FakeEngine::always(Act::WholeWhenTold(1)).await.ruled(says);
+        let free = FakeEngine::always(Act::Whole(1)).await;
+        let more = format!("prefer: {{zone: a}}, capacity: {{{capacity}}}");
+        let decode = pool(&[&full, &free], &["labels: {zone: a}", "labels: {zone: b}"], &more);
+        let health = "health: {active: {interval_ms: 0}, load: {interval_ms: 10, stale_ms: 600000}}";
+        let system = System::of(&model("{}", &decode, health)).await;
+        full.wait("it is asked", |e| e.all().iter().filter(|s| s.path == "/metrics").count() > 1).await;
+        // With nothing of ours it gets one, whatever it says: nobody would be told when it is free again.
+        let mut first = Client::connect(system.address).await;
+        first.post("/v1/completions", &completion(false)).await;
+        asked(&full, 1).await;
+        assert_eq!(ask(&system, &completion(false)).await, 200);
+        assert_eq!((full.asked().len(), free.asked().len()), (1, 1), "{capacity}");
+        full.go_on();
+        assert_eq!(first.answer().await.status, 200);
+    }
+}
+
 const DISAGG: &str = "baton_router_disagg_decisions_total";
 
 #[tokio::test]

@@ -1,0 +1,35 @@
+//! The fuzzer's corpus, replayed: every file as it is, and changed in some thousand ways that are the same every time.
+
+use std::fs;
+use std::path::Path;
+
+use baton_connector_channel::fuzzing;
+
+#[test]
+fn channel_frame_keeps_its_promises() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fuzz/corpus/channel_frame");
+    let entries = fs::read_dir(&folder).expect("the corpus is there");
+    let mut files: Vec<_> = entries.map(|entry| entry.expect("an entry").path()).collect();
+    files.sort();
+    assert!(files.len() >= 3);
+    let corpus: Vec<Vec<u8>> = files.iter().map(|file| fs::read(file).expect("a file")).collect();
+    corpus.iter().for_each(|bytes| fuzzing::frame(bytes));
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut below = |end: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % end.max(1)
+    };
+    for number in 0..50_000 {
+        let mut bytes = corpus[number % corpus.len()].clone();
+        for _ in 0..1 + below(4) {
+            let at = below(bytes.len());
+            match below(4) {
+                0 if !bytes.is_empty() => bytes[at] = below(256) as u8,
+                1 if !bytes.is_empty() => drop(bytes.remove(at)),
+                2 => bytes.insert(at, below(256) as u8),
+                _ => bytes.truncate(at),
+            }
+        }
+        fuzzing::frame(&bytes);
+    }
+}

@@ -1,0 +1,32 @@
+//! What engines tell of their caches: vLLM's KV events, over ZeroMQ.
+//!
+//! ```text
+//! engine's PUB socket ──▶ zmtp (frames) ──▶ msgpack ──▶ batch (events) ──▶ blocks (places) ──▶ memory
+//!                            ▲                                │ a gap in the sequence
+//!                subscriber: connects, again and again        └▶ everything of that engine is forgotten
+//! ```
+//!
+//! An event names blocks by hashes of the engine's own making, and says which tokens are in them. The router hashes
+//! the tokens itself, chained from the root, so that a prompt of known tokens can be compared with what any engine
+//! holds, whatever it calls its blocks. Blocks with extra keys (salts, adapters, images) are apart by more than
+//! their tokens and are left out, and so is what follows them.
+//!
+//! Every byte is checked and every size is bounded: an engine that talks nonsense is not listened to, and costs the
+//! others nothing.
+
+mod batch;
+mod blocks;
+mod msgpack;
+mod subscriber;
+mod zmtp;
+
+pub(crate) use blocks::links;
+pub(crate) use subscriber::{Source, Subscriptions};
+
+use batch::Batch;
+
+/// Reads one message's payload; for fuzzing. Whether it is a batch of events.
+#[must_use]
+pub fn is_batch(payload: &[u8]) -> bool {
+    Batch::read(payload).is_ok()
+}

@@ -1,0 +1,167 @@
+//! The subscriber's half of ZMTP 3.0 (rfc.zeromq.org/spec/23), as far as a SUB socket needs it, over any stream.
+//!
+//! ```text
+//! greeting ⇄ greeting    READY ⇄ READY    ─▶ subscription    ◀─ message ◀─ message …
+//! ```
+//!
+//! Written here because a peer's word on how long a frame is must be checked before memory is taken for it.
+
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+/// One frame. A message of vLLM with 512 blocks of 128 tokens is below 1 MiB.
+const FRAME_BYTES_MAX: u64 = 16 << 20;
+/// Frames of one message; events have three.
+const FRAMES_MAX: usize = 8;
+
+const MORE: u8 = 1;
+const LONG: u8 = 2;
+const COMMAND: u8 = 4;
+
+/// Why a publisher is not listened to any longer.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ZmtpError {
+    /// The connection broke.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+    /// It does not speak ZMTP 3.
+    #[error("it does not speak ZMTP 3 without security")]
+    Greeting,
+    /// It is no publisher.
+    #[error("it is not a PUB socket")]
+    NotAPublisher,
+    /// It sends more than any event is.
+    #[error("a frame of {0} bytes, or too many of them")]
+    TooLarge(u64),
+}
+
+/// A publisher that is subscribed to.
+pub(super) struct Publisher<S> {
+    stream: S,
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Publisher<S> {
+    /// Shakes hands and subscribes to everything that begins with `topic`.
+    pub(super) async fn subscribe(mut stream: S, topic: &[u8]) -> Result<Self, ZmtpError> {
+        let mut ours = [0_u8; 64];
+        (ours[0], ours[9], ours[10]) = (0xff, 0x7f, 3);
+        ours[12..16].copy_from_slice(b"NULL");
+        stream.write_all(&ours).await?;
+        let mut theirs = [0_u8; 64];
+        stream.read_exact(&mut theirs).await?;
+        let null = theirs[12..32].starts_with(b"NULL\0");
+        if theirs[0] != 0xff || theirs[9] & 1 == 0 || theirs[10] < 3 || !null {
+            return Err(ZmtpError::Greeting);
+        }
+        stream.write_all(b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB").await?;
+        let mut publisher = Self { stream };
+        let (flags, ready) = publisher.frame().await?;
+        let says = |word: &[u8]| ready.windows(word.len()).any(|window| window == word);
+        if flags & COMMAND == 0 || !ready.starts_with(b"\x05READY") || !says(b"PUB") {
+            return Err(ZmtpError::NotAPublisher);
+        }
+        let length = u8::try_from(topic.len() + 1).map_err(|_| ZmtpError::TooLarge(topic.len() as u64))?;
+        let mut subscription = vec![0, length, 1];
+        subscription.extend_from_slice(topic);
+        publisher.stream.write_all(&subscription).await?;
+        Ok(publisher)
+    }
+
+    /// The next message's frames.
+    ///
+    /// # Cancel safety
+    /// None: give the publisher up.
+    pub(super) async fn message(&mut self) -> Result<Vec<Vec<u8>>, ZmtpError> {
+        let mut frames = Vec::new();
+        let mut bytes = 0;
+        loop {
+            let (flags, frame) = self.frame().await?;
+            if flags & COMMAND != 0 {
+                self.answer(&frame).await?;
+                continue;
+            }
+            bytes += frame.len() as u64;
+            if bytes > FRAME_BYTES_MAX || frames.len() == FRAMES_MAX {
+                return Err(ZmtpError::TooLarge(bytes));
+            }
+            frames.push(frame);
+            if flags & MORE == 0 {
+                return Ok(frames);
+            }
+        }
+    }
+
+    /// A PING is answered with its context; other commands mean nothing to a subscriber.
+    async fn answer(&mut self, command: &[u8]) -> Result<(), ZmtpError> {
+        let Some(context) = command.strip_prefix(b"\x04PING").and_then(|rest| rest.get(2..)) else {
+            return Ok(());
+        };
+        // A context has 16 bytes at most.
+        let context = &context[..context.len().min(16)];
+        let mut pong = vec![COMMAND, 5 + u8::try_from(context.len()).expect("at most 16")];
+        pong.extend_from_slice(b"\x04PONG");
+        pong.extend_from_slice(context);
+        Ok(self.stream.write_all(&pong).await?)
+    }
+
+    async fn frame(&mut self) -> Result<(u8, Vec<u8>), ZmtpError> {
+        let flags = self.stream.read_u8().await?;
+        let long = flags & LONG != 0;
+        let length =
+            if long { self.stream.read_u64().await? } else { u64::from(self.stream.read_u8().await?) };
+        if length > FRAME_BYTES_MAX {
+            return Err(ZmtpError::TooLarge(length));
+        }
+        // Memory is taken as bytes come, not as they are announced.
+        let mut frame = Vec::new();
+        let read = (&mut self.stream).take(length).read_to_end(&mut frame).await?;
+        if read as u64 != length {
+            return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into());
+        }
+        Ok((flags, frame))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn greeting(mechanism: &[u8]) -> Vec<u8> {
+        let mut bytes = vec![0; 64];
+        (bytes[0], bytes[9], bytes[10], bytes[11]) = (0xff, 0x7f, 3, 1);
+        bytes[12..12 + mechanism.len()].copy_from_slice(mechanism);
+        bytes
+    }
+
+    const READY: &[u8] = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB";
+
+    /// What a publisher that says this is taken for, and the first message.
+    async fn heard(said: &[&[u8]]) -> Result<Vec<Vec<u8>>, ZmtpError> {
+        let (ours, mut theirs) = tokio::io::duplex(1 << 16);
+        theirs.write_all(&said.concat()).await.expect("there is room");
+        theirs.shutdown().await.expect("it can be closed");
+        Publisher::subscribe(ours, b"kv").await?.message().await
+    }
+
+    #[tokio::test]
+    async fn messages_are_read_in_frames_of_either_length() {
+        let long = [&[2, 0, 0, 0, 0, 0, 0, 1, 0][..], &[7; 256]].concat();
+        let said = [&greeting(b"NULL")[..], READY, b"\x04\x06\x05HELLO", b"\x01\x02kv", &long];
+        let frames = heard(&said).await.expect("a message");
+        assert_eq!(frames, [b"kv".to_vec(), vec![7; 256]]);
+    }
+
+    #[tokio::test]
+    async fn whoever_is_no_publisher_or_claims_too_much_is_given_up() {
+        let good = greeting(b"NULL");
+        let many = [b"\x01\x00".as_slice(); 20].concat();
+        let huge = b"\x02\x7f\xff\xff\xff\xff\xff\xff\xff";
+        let pull = b"\x04\x1a\x05READY\x0bSocket-Type\0\0\0\x04PULL";
+        assert!(matches!(heard(&[b"HTTP/1.1 400 Bad Request", &[0; 64]]).await, Err(ZmtpError::Greeting)));
+        assert!(matches!(heard(&[&greeting(b"CURVE")]).await, Err(ZmtpError::Greeting)));
+        assert!(matches!(heard(&[&good, pull]).await, Err(ZmtpError::NotAPublisher)));
+        assert!(matches!(heard(&[&good, READY, huge]).await, Err(ZmtpError::TooLarge(_))));
+        assert!(matches!(heard(&[&good, READY, &many]).await, Err(ZmtpError::TooLarge(_))));
+        assert!(matches!(heard(&[&good, READY, b"\x00\x09cut"]).await, Err(ZmtpError::Io(_))));
+        assert!(matches!(heard(&[&good[..20]]).await, Err(ZmtpError::Io(_))));
+    }
+}

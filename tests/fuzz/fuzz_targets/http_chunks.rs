@@ -1,0 +1,5 @@
+//! A body in chunks, in pieces.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| baton_router::fuzzing::http_chunks(bytes));
