@@ -1,12 +1,13 @@
 //! Ids of requests: minted here, random, the same on both legs. A client's own is only echoed to it.
 
+use std::cell::RefCell;
+
 use baton_connector::RequestId;
 use hyper::header::{HeaderMap, HeaderValue};
 
 /// A random id in the shape of a version 4 UUID.
 pub(crate) fn mint() -> RequestId {
-    let mut bytes = [0_u8; 16];
-    getrandom::fill(&mut bytes).expect("the kernel's random numbers are there from boot on");
+    let mut bytes = random();
     bytes[6] = bytes[6] & 0x0f | 0x40;
     bytes[8] = bytes[8] & 0x3f | 0x80;
     let n = u128::from_be_bytes(bytes);
@@ -19,6 +20,24 @@ pub(crate) fn mint() -> RequestId {
         n & 0xffff_ffff_ffff
     );
     RequestId::new(&text).expect("36 bytes of printable ASCII")
+}
+
+/// Random numbers that are asked of the kernel at a time: a call for each request would cost as much as a read.
+const AHEAD: usize = 32;
+
+/// 16 random bytes, which nobody else gets.
+fn random() -> [u8; 16] {
+    thread_local! {
+        static STOCK: RefCell<Vec<[u8; 16]>> = const { RefCell::new(Vec::new()) };
+    }
+    STOCK.with_borrow_mut(|stock| {
+        if stock.is_empty() {
+            stock.resize(AHEAD, [0; 16]);
+            getrandom::fill(stock.as_flattened_mut())
+                .expect("the kernel's random numbers are there from boot on");
+        }
+        stock.pop().expect("it was just filled")
+    })
 }
 
 /// The name under which a request is computed anew. Engines remember for a while what was aborted by name, and aborts
@@ -41,8 +60,9 @@ mod tests {
 
     #[test]
     fn ids_look_like_uuids_and_differ() {
-        let (a, b) = (mint(), mint());
-        assert_ne!(a, b);
+        let ids: std::collections::HashSet<_> = (0..10 * AHEAD).map(|_| mint().as_str().to_owned()).collect();
+        assert_eq!(ids.len(), 10 * AHEAD);
+        let a = mint();
         assert_eq!(a.as_str().len(), 36);
         assert_eq!(&a.as_str()[14..15], "4");
     }

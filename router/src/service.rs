@@ -228,10 +228,11 @@ impl FrontDoor {
         let bounds = ask.model.bounds;
         let spent = self.0.now().since(context.begun);
         let until = bounds.request.map(|most| Instant::now() + most.saturating_sub(spent));
-        let legs = async {
+        // Boxed: an answer may be passed on for minutes, and would hold the room of what came before it.
+        let legs = Box::pin(async {
             let handoff = driver.prefill(session, &ask).await?;
             driver.decode(session, &ask, handoff).await
-        };
+        });
         let answer = match until {
             None => legs.await,
             Some(until) => match tokio::time::timeout_at(until.into(), legs).await {

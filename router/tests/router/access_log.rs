@@ -249,3 +249,21 @@ async fn a_reload_turns_the_log_on_and_off_and_a_signal_does_not_end_the_router(
     assert_eq!((lines(&log.path()).len(), lines(&other.path()).len()), (3, 1));
     running.abort();
 }
+
+#[tokio::test]
+async fn a_line_names_the_tenant_and_never_the_key() {
+    let log = Log::new();
+    let key = baton_router::NewKey::make();
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let top = format!("auth: {{keys: [{{id: a, hash: '{}', tenant: acme}}]}}\n{}", key.hash, log.yaml(""));
+    let system = System::with(&[], &[&d], "", &top).await;
+    let mut client = Client::connect(system.address).await;
+    let headers = format!("authorization: Bearer {}\r\n", key.key);
+    client.post_bytes("/v1/completions", &headers, completion(false).to_string().as_bytes()).await;
+    assert_eq!(client.answer().await.status, 200);
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 401);
+    let lines = has(&log.path(), 2).await;
+    assert_eq!((&lines[0]["tenant"], lines[1].get("tenant")), (&json!("acme"), None));
+    let text = std::fs::read_to_string(log.path()).unwrap();
+    assert!(!text.contains(&key.key) && !text.contains(&key.hash), "{text}");
+}
