@@ -1,3 +1,5 @@
+//! Streams that are cut at every place and gone on with.
+
 use super::*;
 
 fn object(value: Value) -> Map<String, Value> {

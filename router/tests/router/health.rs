@@ -189,7 +189,9 @@ async fn an_engine_far_worse_than_its_pools_others_is_left_out() {
         (nth % 2 == 1).then_some(Act::Refuse(500, said("x")))
     });
     let (b, c) = (FakeEngine::always(Act::Whole(1)).await, FakeEngine::always(Act::Whole(1)).await);
-    let top = "health: {active: {interval_ms: 0}, \
+    // Nobody's second attempt is refused: here it is the engine that is judged.
+    let top = "retries: {min_per_second: 1000000}\n\
+               health: {active: {interval_ms: 0}, \
                outlier: {interval_ms: 50, requests_min: 3, failure_percent: 20, ejection_ms: 60000}}";
     let system = System::with(&[&p], &[&flaky, &b, &c], "", top).await;
     let begun = std::time::Instant::now();
