@@ -6,7 +6,8 @@ use serde::de::{DeserializeSeed, Deserializer, MapAccess, Visitor};
 use serde_json::{Map, Value};
 
 use crate::error::{ApiError, shortened};
-use crate::limits::{NESTING_MAX, ParseLimits};
+use crate::limits::{NESTING_MAX, ParseLimits, TREE_BYTES_MAX, UNWEIGHED_BYTES_MAX};
+use crate::scan::tree_bytes;
 
 /// Reads a body as one JSON object, keeping its fields and their order.
 ///
@@ -15,7 +16,7 @@ use crate::limits::{NESTING_MAX, ParseLimits};
 /// rewrite a body send what was parsed, so there is nothing to disagree on.)
 ///
 /// # Errors
-/// 413 over [`ParseLimits::body_bytes`]; else 400.
+/// 413 over [`ParseLimits::body_bytes`]; else 400, also where so many values would take too much memory.
 pub fn parse_object(body: &[u8], limits: &ParseLimits) -> Result<Map<String, Value>, ApiError> {
     if body.len() > limits.body_bytes {
         return Err(ApiError::payload_too_large(limits.body_bytes));
@@ -31,6 +32,9 @@ pub fn parse_object(body: &[u8], limits: &ParseLimits) -> Result<Map<String, Val
     })?;
     if text.trim_ascii().is_empty() {
         return Err(ApiError::malformed("the body is empty; send a JSON object"));
+    }
+    if text.len() > UNWEIGHED_BYTES_MAX && tree_bytes(text) > TREE_BYTES_MAX {
+        return Err(ApiError::malformed("the body has too many values").with_code("too_many_values"));
     }
     let mut duplicate = None;
     let mut json = serde_json::Deserializer::from_str(text);

@@ -21,11 +21,25 @@ pub const COMPLETIONS_MAX_TOKENS_DEFAULT: u32 = 16;
 /// Largest count of tokens that a field may name; the model's context decides below it.
 pub const TOKENS_MAX: u32 = i32::MAX as u32;
 
+/// Bytes of a field that is read besides the prompt, as JSON text.
+pub const SMALL_FIELD_BYTES_MAX: usize = 64 << 10;
+/// Bytes of `logit_bias`: as [`SMALL_FIELD_BYTES_MAX`], with room for biases that are written at length.
+pub const LOGIT_BIAS_BYTES_MAX: usize = 1 << 20;
+/// Bytes that all the fields besides the prompt may take once they are read, estimated as [`TREE_BYTES_MAX`] is. What
+/// is well formed takes less than 2 MiB: 1,024 biases at 410 bytes, 128 stop tokens, 16 stop strings of 1 KiB.
+pub(crate) const SMALL_TREE_BYTES_MAX: usize = 32 << 20;
+
+/// Bytes that a body may take as a tree. `[[],[],…` of 32 MiB would be 11 million arrays of 448 bytes: 5 GB. A prompt of
+/// [`ParseLimits::prompt_tokens`] ids is a tree of 151 MB, and the rest of such a request is small.
+pub(crate) const TREE_BYTES_MAX: usize = 192 << 20;
+/// A shorter text cannot become a larger tree: what weighs most is `{}`, 656 bytes for two.
+pub(crate) const UNWEIGHED_BYTES_MAX: usize = 512 << 10;
+
 /// The bounds that a process can set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParseLimits {
-    /// Bytes of a body. Parsed JSON takes up to about 30 times as much memory (`[[],[],…`), for as long as the
-    /// request is being read.
+    /// Bytes of a body. Where one has to be parsed whole, its tree takes at most 192 MiB (estimated), for as
+    /// long as the request is being read.
     pub body_bytes: usize,
     /// Prompts of one `/v1/completions` request.
     pub prompts: usize,

@@ -15,7 +15,9 @@
 //!
 //! Invariants:
 //! - A body is accepted exactly when [`parse_object`] and [`GenerateRequest::from_map`] accept what [`strip`] leaves of
-//!   it, and refused with their words (but for [`FIELDS_MAX`]). Doubt is settled by asking them.
+//!   it, and refused with their words. Doubt is settled by asking them. Three bounds are of this side alone: [`FIELDS_MAX`],
+//!   the length of a small field, which is checked before it is parsed, and what the small ones may take together; and
+//!   one is of theirs alone: how large a tree a body may become, because this side makes none of the prompt.
 //! - What is written, read as JSON, is what they would have written. Nothing passes as it is that two parsers could
 //!   read differently: each top-level name is written once, a part with a name twice or an escaped name is written
 //!   anew, and the walk lets no invalid UTF-8, lone surrogate, `NaN` or number beyond an f64 through at all.
@@ -29,9 +31,11 @@ use serde_json::{Map, Value};
 
 use crate::body::parse_object;
 use crate::error::ApiError;
-use crate::limits::ParseLimits;
+use crate::limits::{
+    LOGIT_BIAS_BYTES_MAX, ParseLimits, SMALL_FIELD_BYTES_MAX, SMALL_TREE_BYTES_MAX, Scope, TREE_BYTES_MAX,
+};
 use crate::request::{Endpoint, GenerateRequest, Input};
-use crate::scan::{Internal, Place, Scanner, has_twins};
+use crate::scan::{Internal, Place, Scanner, has_twins, tree_bytes};
 use crate::shape::Shapes;
 use crate::untangle::{decoded, quoted, untangle};
 
@@ -86,7 +90,8 @@ impl RawBody {
     /// Reads a body of an endpoint that generates.
     ///
     /// # Errors
-    /// Those of [`parse_object`] and [`GenerateRequest::from_map`], and 400 over [`FIELDS_MAX`].
+    /// Those of [`parse_object`] and [`GenerateRequest::from_map`], and 400 over [`FIELDS_MAX`] and for a field besides
+    /// the prompt that is longer than [`SMALL_FIELD_BYTES_MAX`].
     pub fn generate(
         bytes: Bytes,
         endpoint: Endpoint,
@@ -94,8 +99,10 @@ impl RawBody {
         internal: &dyn Internal,
     ) -> Result<(Self, Outline), ApiError> {
         let (body, shapes) = Self::walk(bytes, Some(endpoint), limits, internal)?;
+        body.small_enough(limits.scope)?;
         let sure = shapes.prompts().and_then(|prompts| {
-            let request = GenerateRequest::outline(endpoint, &body.small_fields(), prompts, limits).ok()?;
+            let small = body.small_fields(limits.scope);
+            let request = GenerateRequest::outline(endpoint, &small, prompts, limits).ok()?;
             Some(Outline { request, prompts })
         });
         let outline = match sure {
@@ -119,6 +126,7 @@ impl RawBody {
         let mut shared = Map::new();
         for (name, as_chat) in SHARED_WITH_CHAT {
             if let Some(value) = body.field(name) {
+                is_small(name, value)?;
                 let value = serde_json::from_slice(value).expect("the walk read JSON");
                 shared.insert(as_chat.to_owned(), value);
             }
@@ -252,18 +260,45 @@ impl RawBody {
         field.anew.as_deref().unwrap_or(&self.bytes[field.value.clone()])
     }
 
+    /// Whether what [`Self::small_fields`] will parse is small, each and together.
+    fn small_enough(&self, scope: Scope) -> Result<(), ApiError> {
+        let mut together = 0;
+        for field in &self.fields {
+            let (name, value) = (self.name(field), self.value(field));
+            if GenerateRequest::reads(name, scope) {
+                is_small(name, value)?;
+                together += std::str::from_utf8(value).map_or(0, tree_bytes);
+                if together > SMALL_TREE_BYTES_MAX {
+                    return Err(ApiError::invalid(name, format!("`{name}` has too many values"))
+                        .with_code("too_many_values"));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// What [`GenerateRequest`] reads besides the prompt and what goes with it.
-    fn small_fields(&self) -> Map<String, Value> {
+    fn small_fields(&self, scope: Scope) -> Map<String, Value> {
         let mut map = Map::new();
         for field in &self.fields {
             let name = self.name(field);
-            if GenerateRequest::reads(name) {
+            if GenerateRequest::reads(name, scope) {
                 let value = serde_json::from_slice(self.value(field)).expect("the walk read JSON");
                 map.insert(name.to_owned(), value);
             }
         }
         map
     }
+}
+
+/// Whether a field besides the prompt is no longer than any that means something.
+fn is_small(name: &str, value: &[u8]) -> Result<(), ApiError> {
+    let most = if name == "logit_bias" { LOGIT_BIAS_BYTES_MAX } else { SMALL_FIELD_BYTES_MAX };
+    if value.len() > most {
+        let message = format!("`{name}` is {} bytes of JSON; at most {most} are read", value.len());
+        return Err(ApiError::invalid(name, message).with_code("field_too_long"));
+    }
+    Ok(())
 }
 
 impl Field {
@@ -331,10 +366,12 @@ fn fields<'a>(text: &'a str, shapes: &mut Shapes<'_>, internal: &'a dyn Internal
                 follows = false;
             } else {
                 scanner.place = Place::within(&name, internal);
-                scanner.tangled = false;
+                (scanner.tangled, scanner.tree_bytes) = (false, 0);
                 shapes.walk(&mut scanner, &name)?;
                 let value = start..scanner.offset();
                 let anew = if scanner.tangled {
+                    // `parse_object`, which is asked then, says the same in words.
+                    (scanner.tree_bytes <= TREE_BYTES_MAX).then_some(())?;
                     Some(Bytes::from(untangle(&text[value.clone()], scanner.place, internal)?))
                 } else {
                     None

@@ -22,7 +22,8 @@ use serde_json::{Map, Value};
 use crate::error::ApiError;
 use crate::field::{Fields, must_be, token};
 use crate::limits::{
-    LOGPROBS_MAX, N_MAX, ParseLimits, STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, STOP_TOKENS_MAX, TOKENS_MAX,
+    LOGPROBS_MAX, N_MAX, ParseLimits, STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, STOP_TOKENS_MAX, Scope,
+    TOKENS_MAX,
 };
 
 /// Which dialect of request and reply.
@@ -214,8 +215,8 @@ impl GenerateRequest {
     }
 
     /// Whether [`Self::outline`] reads a field of that name.
-    pub(crate) fn reads(name: &str) -> bool {
-        SMALL_FIELDS.contains(&name) || refused::knows(name)
+    pub(crate) fn reads(name: &str, scope: Scope) -> bool {
+        SMALL_FIELDS.contains(&name) || (scope == Scope::ThisEngine && refused::knows(name))
     }
 
     fn around(

@@ -17,6 +17,18 @@ const NAMES_MAX: usize = 4096;
 /// Strings up to this length are not worth a vectored search.
 const SHORT_BYTES: usize = 24;
 
+/// What a value takes in a tree of `serde_json::Value`s, in bytes. A value has 72, and the vector that it stands in may
+/// have doubled just now.
+const LEAF_BYTES: usize = 2 * 72;
+/// A text of its own: the allocator's smallest piece and its header. Longer ones take what they are long.
+const STRING_BYTES: usize = LEAF_BYTES + 32;
+/// The first item makes room for four.
+const ARRAY_BYTES: usize = LEAF_BYTES + 4 * 72 + 16;
+/// The first field makes room for four of 104 bytes, and for a table of hashes.
+const OBJECT_BYTES: usize = LEAF_BYTES + 4 * 104 + 96;
+/// A field's name, its hash, its place in the table, all of which may have doubled; its value is counted apart.
+const NAME_BYTES: usize = 88;
+
 /// Where a field is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
@@ -76,11 +88,31 @@ pub(crate) struct Scanner<'a> {
     pub place: Place,
     /// What was walked since this was last cleared must not pass as it is.
     pub tangled: bool,
+    /// What was walked would take this many bytes as a tree, estimated from above.
+    pub tree_bytes: usize,
+}
+
+/// Bytes that a text takes as a tree of values, as far as it is JSON.
+pub(crate) fn tree_bytes(text: &str) -> usize {
+    let mut scanner = Scanner::new(text, &());
+    scanner.space();
+    // As far as the walk came, and no parser comes further.
+    let _ = scanner.value();
+    scanner.tree_bytes
 }
 
 impl<'a> Scanner<'a> {
     pub(crate) fn new(text: &'a str, internal: &'a dyn Internal) -> Self {
-        Self { text, at: 0, depth: 0, names: Vec::new(), internal, place: Place::Inside, tangled: false }
+        Self {
+            text,
+            at: 0,
+            depth: 0,
+            names: Vec::new(),
+            internal,
+            place: Place::Inside,
+            tangled: false,
+            tree_bytes: 0,
+        }
     }
 
     /// What is written in a string.
@@ -120,6 +152,7 @@ impl<'a> Scanner<'a> {
     pub(crate) fn open(&mut self, bracket: u8) -> Option<()> {
         self.eat(bracket)?;
         self.depth += 1;
+        self.tree_bytes += if bracket == b'{' { OBJECT_BYTES } else { ARRAY_BYTES };
         // serde_json refuses the level at which its count of 128 is used up.
         (self.depth < NESTING_MAX).then_some(())
     }
@@ -131,11 +164,11 @@ impl<'a> Scanner<'a> {
     /// Walks what begins here as `shape` says, or, where it is something else, as any value.
     /// Whether `shape` held; `None` where it is no value at all.
     pub(crate) fn attempt(&mut self, shape: impl FnOnce(&mut Self) -> Option<()>) -> Option<bool> {
-        let (at, depth, names) = (self.at, self.depth, self.names.len());
+        let (at, depth, names, tree_bytes) = (self.at, self.depth, self.names.len(), self.tree_bytes);
         if shape(self).is_some() {
             return Some(true);
         }
-        (self.at, self.depth) = (at, depth);
+        (self.at, self.depth, self.tree_bytes) = (at, depth, tree_bytes);
         self.names.truncate(names);
         self.value().map(|()| false)
     }
@@ -203,6 +236,7 @@ impl<'a> Scanner<'a> {
 
     fn note(&mut self, name: Text, first: usize) {
         let written = self.slice(name);
+        self.tree_bytes += NAME_BYTES;
         self.tangled |= !name.plain || self.internal.is_internal(self.place, written);
         if self.names.len() - first < NAMES_MAX {
             self.names.push(written);
@@ -212,11 +246,13 @@ impl<'a> Scanner<'a> {
     }
 
     pub(crate) fn word(&mut self, word: &str) -> Option<()> {
+        self.tree_bytes += LEAF_BYTES;
         self.text.as_bytes()[self.at..].starts_with(word.as_bytes()).then(|| self.at += word.len())
     }
 
     pub(crate) fn string(&mut self) -> Option<Text> {
         self.eat(b'"')?;
+        self.tree_bytes += STRING_BYTES;
         let (start, mut plain) = (self.at, true);
         loop {
             self.at += plain_bytes(&self.text.as_bytes()[self.at..])?;
@@ -253,6 +289,7 @@ impl<'a> Scanner<'a> {
 
     /// A number, and whether it is written as a plain count: digits only.
     pub(crate) fn number(&mut self) -> Option<bool> {
+        self.tree_bytes += LEAF_BYTES;
         let start = self.at;
         let negative = self.eat(b'-').is_some();
         if self.eat(b'0').is_none() {
@@ -446,6 +483,24 @@ mod tests {
         ] {
             assert_eq!(walk(&text), Some(tangled), "{}", &text[..text.len().min(60)]);
         }
+    }
+
+    #[test]
+    fn what_a_text_takes_as_a_tree_is_estimated_from_above() {
+        // The estimate is made of this.
+        assert!(size_of::<Value>() <= 72 && size_of::<(u64, String, Value)>() <= 104);
+        for (text, bytes) in [
+            ("", 0),
+            ("1", LEAF_BYTES),
+            ("[null,\"a\"]", ARRAY_BYTES + LEAF_BYTES + STRING_BYTES),
+            (r#"{"a":{}}"#, 2 * OBJECT_BYTES + STRING_BYTES + NAME_BYTES),
+            // As far as it is JSON.
+            ("[[],[],", 3 * ARRAY_BYTES),
+        ] {
+            assert_eq!(tree_bytes(text), bytes, "{text}");
+        }
+        let heaviest = OBJECT_BYTES.max(ARRAY_BYTES) / 2;
+        assert!(heaviest * crate::limits::UNWEIGHED_BYTES_MAX <= crate::limits::TREE_BYTES_MAX);
     }
 
     #[test]

@@ -311,3 +311,54 @@ proptest! {
         prop_assert_eq!(raw, parse_object(&bytes, &limits).map(drop));
     }
 }
+
+#[test]
+fn a_small_field_of_megabytes_is_named_and_not_parsed() {
+    let arrays = |bytes: usize| format!("[{}[]]", "[],".repeat(bytes / 3));
+    for (name, bytes) in
+        [("stop", 32 << 20), ("stop", 66_000), ("temperature", 1 << 20), ("logit_bias", 2 << 20)]
+    {
+        let text = format!(r#"{{"prompt":"x","{name}":{}}}"#, arrays(bytes - 100));
+        let error = read(COMPLETIONS, &text).unwrap_err();
+        assert_eq!((error.status, error.code.as_deref()), (400, Some("field_too_long")), "{name}");
+        assert_eq!(error.param.as_deref(), Some(name));
+    }
+    let text = format!(r#"{{"input":"x","user":{}}}"#, arrays(1 << 20));
+    let error = RawBody::responses(text.into(), &ParseLimits::default(), &Rules).unwrap_err();
+    assert_eq!(error.param.as_deref(), Some("user"));
+    let text = format!(r#"{{"prompt":"x","logit_bias":{}}}"#, arrays(1 << 19));
+    assert_eq!(read(COMPLETIONS, &text).unwrap_err().code.as_deref(), Some("too_many_values"));
+    let many = ["stop", "n", "seed", "user"].map(|name| format!(r#""{name}":{}"#, arrays(65_000)));
+    let text = format!(r#"{{"prompt":"x",{}}}"#, many.join(","));
+    assert_eq!(read(COMPLETIONS, &text).unwrap_err().code.as_deref(), Some("too_many_values"), "together");
+}
+
+#[test]
+fn what_another_engine_judges_may_be_long() {
+    let limits = ParseLimits { scope: Scope::AnyEngine, ..ParseLimits::default() };
+    let text = format!(r#"{{"prompt":"x","guided_grammar":"{}"}}"#, "g".repeat(1 << 20));
+    assert!(read_for(&limits, COMPLETIONS, &text).is_ok());
+}
+
+#[test]
+fn a_body_in_doubt_or_tangled_or_broken_is_not_parsed_where_its_tree_would_be_huge() {
+    let arrays = format!("{}[]", "[],".repeat(2 << 20));
+    for text in [
+        format!(r#"{{"prompt":[{arrays}]}}"#),
+        format!(r#"{{"prompt":"x","x":[{arrays}],"stream":0}}"#),
+        format!(r#"{{"prompt":"x","x":[{{"a":1,"a":2}},{arrays}]}}"#),
+        format!(r#"{{"prompt":"x","x":[{arrays}"#),
+        format!(r#"{{"x":[{arrays}],"x":1}}"#),
+    ] {
+        let error = read(COMPLETIONS, &text).unwrap_err();
+        assert_eq!((error.status, error.code.as_deref()), (400, Some("too_many_values")), "{}", &text[..20]);
+    }
+    let sure = format!(r#"{{"prompt":"x","x":[{arrays}]}}"#);
+    assert!(read(COMPLETIONS, &sure).is_ok(), "no tree is made of it");
+    let arguments = format!(r#"{{\"a\":[{arrays}]}}"#);
+    let chat = format!(
+        r#"{{"messages":[{{"role":"assistant","content":null,"tool_calls":[
+        {{"function":{{"name":"f","arguments":"{arguments}"}}}}]}}],"stream":0}}"#
+    );
+    assert_eq!(read(CHAT, &chat).unwrap_err().code.as_deref(), Some("too_many_values"));
+}

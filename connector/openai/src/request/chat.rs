@@ -8,7 +8,8 @@ use serde_json::{Map, Value};
 
 use crate::error::{ApiError, shortened};
 use crate::field::{Fields, must_be};
-use crate::limits::{ParseLimits, Scope};
+use crate::limits::{ParseLimits, Scope, TREE_BYTES_MAX};
+use crate::scan::tree_bytes;
 
 pub(crate) const ROLES: [&str; 5] = ["developer", "system", "user", "assistant", "tool"];
 
@@ -50,6 +51,11 @@ pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "`messages` is empty"));
     }
+    // They are strings in the body, whose own tree is bounded, and become trees here.
+    if arguments(messages).map(tree_bytes).fold(0, usize::saturating_add) > TREE_BYTES_MAX {
+        let message = "the arguments of the tool calls in `messages` have too many values";
+        return Err(ApiError::invalid("messages", message).with_code("too_many_values"));
+    }
     let Manner { continue_final_message, add_generation_prompt, tool_choice } = manner(fields, limits.scope)?;
     let tools = objects(fields, "tools", limits)?;
     Ok(ChatInput {
@@ -65,6 +71,12 @@ pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput
         add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
         continue_final_message,
     })
+}
+
+/// Arguments of tool calls that are written as JSON in strings.
+fn arguments(messages: &[Value]) -> impl Iterator<Item = &str> {
+    let calls = messages.iter().filter_map(|message| message.get("tool_calls")?.as_array()).flatten();
+    calls.filter_map(|call| call.get("function")?.get("arguments")?.as_str())
 }
 
 /// How a conversation is to be continued.
