@@ -13,6 +13,8 @@ pub(crate) struct Facts {
     pub has_prefill: bool,
     /// The request has several prompts: one handoff is one sequence of blocks.
     pub several_prompts: bool,
+    /// The answer tells of the prompt's tokens: an engine that is handed the prompt has not computed them.
+    pub prompt_logprobs: bool,
     /// Tokens of the prompt, estimated.
     pub prompt_tokens: u64,
     /// The share of it that the decode engine holds, as far as is known: 0 to 1.
@@ -39,6 +41,7 @@ pub(crate) enum Why {
     WorthIt,
     NoPrefillEngines,
     SeveralPrompts,
+    PromptLogprobs,
     ShortPrompt,
     /// The decode engine holds too much of it.
     Cached,
@@ -48,11 +51,12 @@ pub(crate) enum Why {
 }
 
 impl Why {
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::Always,
         Self::WorthIt,
         Self::NoPrefillEngines,
         Self::SeveralPrompts,
+        Self::PromptLogprobs,
         Self::ShortPrompt,
         Self::Cached,
         Self::PrefillBusy,
@@ -65,6 +69,7 @@ impl Why {
             Self::WorthIt => "worth_it",
             Self::NoPrefillEngines => "no_prefill_engines",
             Self::SeveralPrompts => "several_prompts",
+            Self::PromptLogprobs => "prompt_logprobs",
             Self::ShortPrompt => "short_prompt",
             Self::Cached => "cached",
             Self::PrefillBusy => "prefill_busy",
@@ -95,6 +100,9 @@ pub(crate) fn decide(config: &DisaggregateConfig, facts: &Facts) -> Disaggregati
     }
     if facts.several_prompts {
         return Disaggregation::Local(Why::SeveralPrompts);
+    }
+    if facts.prompt_logprobs {
+        return Disaggregation::Local(Why::PromptLogprobs);
     }
     if config.always || *config == DisaggregateConfig::default() {
         return Disaggregation::Remote(Why::Always);
@@ -130,6 +138,8 @@ mod tests {
         assert_eq!(decide(&config, &facts(0, 1.0)), Disaggregation::Remote(Why::Always));
         let several = Facts { several_prompts: true, ..facts(9_000, 0.0) };
         assert_eq!(decide(&config, &several), Disaggregation::Local(Why::SeveralPrompts));
+        let logprobs = Facts { prompt_logprobs: true, ..facts(9_000, 0.0) };
+        assert_eq!(decide(&config, &logprobs), Disaggregation::Local(Why::PromptLogprobs));
         let none = Facts { has_prefill: false, ..facts(9_000, 0.0) };
         assert_eq!(decide(&config, &none), Disaggregation::Local(Why::NoPrefillEngines));
     }

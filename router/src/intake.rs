@@ -45,6 +45,9 @@ pub(crate) struct Ask {
     /// A decode engine computes everything: one handoff is one sequence of blocks, and this request has
     /// several prompts.
     pub aggregate: bool,
+    /// A decode engine computes everything: the answer tells of the prompt's tokens. A stock decode engine computes
+    /// the whole prompt for that, handed over or not, and a prefill engine's reply would hold all of them.
+    pub prompt_logprobs: bool,
     /// What the router writes into it because it knows whose it is.
     pub owned: Owned,
     /// What it will cost, in tokens: the prompt's by its length, and what it may generate. Estimated.
@@ -71,9 +74,13 @@ pub(crate) struct Owner<'a> {
 }
 
 impl Owner<'_> {
-    /// Whether the key may not have this priority (vLLM's number). Engines with priority scheduling read it.
-    fn forbids(&self, number: i64) -> bool {
-        Priority::of_number(number) < self.identity.priority_max
+    /// Whether the key may not have the body's priority (vLLM's number). Engines with priority scheduling read it.
+    pub(crate) fn forbids(&self, body: &RawBody) -> bool {
+        // What no number here can be read from is not an engine's to interpret either.
+        let own = body.field("priority").filter(|value| *value != b"null");
+        own.is_some_and(|_| {
+            priority(body).is_none_or(|number| Priority::of_number(number) < self.identity.priority_max)
+        })
     }
 
     /// The tenant, by whichever of its keys and from wherever: tenants are kept from each other's harm.
@@ -103,12 +110,13 @@ impl Ask {
         };
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
         let aggregate = outline.prompts > 1;
-        let priority = body.field("priority").and_then(|value| serde_json::from_slice(value).ok());
+        let prompt_logprobs = tells_of_the_prompt(&body, outline.request.stream)?;
+        let priority = priority(&body);
         let tokens = estimated_tokens(body.len(), &outline);
         let mut owned = Owned::default();
         if let Some(owner) = owner {
             let salt = owner.auth.cache_salt(owner.identity, outline.request.cache_salt.as_deref());
-            owned = Owned::new(&salt, priority.is_some_and(|number| owner.forbids(number)));
+            owned = Owned::new(Some(&salt), owner.forbids(&body));
             outline.request.cache_salt = Some(salt);
         }
         let salt = outline.request.cache_salt.as_deref();
@@ -130,6 +138,7 @@ impl Ask {
             owned,
             outline,
             aggregate,
+            prompt_logprobs,
             tokens,
             priority,
             features,
@@ -177,15 +186,42 @@ impl Ask {
     }
 }
 
+/// Whether the answer holds log-probabilities of the prompt's tokens: `prompt_logprobs`, or `echo` with `logprobs`.
+///
+/// # Errors
+/// 400 where they are asked of a stream, as at engines; no prefill is spent on it.
+fn tells_of_the_prompt(body: &RawBody, stream: bool) -> Result<bool, ApiError> {
+    let set = |name| body.field(name).filter(|value| *value != b"null" && *value != b"false");
+    if let Some(number) = set("prompt_logprobs") {
+        if stream && number != b"0" {
+            let message = "`prompt_logprobs` cannot be streamed; leave `stream` out";
+            return Err(ApiError::invalid("prompt_logprobs", message));
+        }
+        return Ok(true);
+    }
+    Ok(set("echo").is_some() && (set("logprobs").is_some() || set("top_logprobs").is_some()))
+}
+
+/// vLLM's `priority`.
+pub(crate) fn priority(body: &RawBody) -> Option<i64> {
+    body.field("priority").and_then(|value| serde_json::from_slice(value).ok())
+}
+
 /// Four bytes of text are about one token of English; the JSON around it makes up for what is shorter.
 const BYTES_PER_TOKEN: usize = 4;
-/// Tokens that a request is taken to generate when it does not say how many it may.
+/// Tokens that a request is taken to generate when it does not say how many it may. What it generates beyond them is
+/// charged when it is over; see [`crate::tenants::Permit::has_cost`].
 const ANSWER_TOKENS: u64 = 256;
 
 fn estimated_tokens(bytes: usize, outline: &Outline) -> u64 {
     let answer = outline.request.max_tokens.map_or(ANSWER_TOKENS, u64::from);
     let answers = outline.prompts.max(1) as u64 * u64::from(outline.request.n.max(1));
-    (bytes / BYTES_PER_TOKEN) as u64 + answer.saturating_mul(answers)
+    prompt_tokens(bytes) + answer.saturating_mul(answers)
+}
+
+/// Tokens of the prompt of a body of so many bytes, estimated.
+pub(crate) fn prompt_tokens(bytes: usize) -> u64 {
+    (bytes / BYTES_PER_TOKEN) as u64
 }
 
 /// What an engine gets of a client's headers.

@@ -26,6 +26,8 @@ pub(crate) struct Watched {
     prefilled: bool,
     /// The answer is a stream of events.
     pub streamed: bool,
+    /// Pieces of a streamed answer: it has about so many tokens, or more.
+    pub pieces: u64,
     /// What the answer said of itself.
     pub seen: Seen,
     /// Attempts of each leg.
@@ -97,6 +99,7 @@ impl Watched {
 
     /// A piece of a streamed answer came.
     pub(crate) fn piece(&mut self, now: Time, model: &ModelMetrics) {
+        self.pieces += 1;
         if let Some(last) = self.last_piece.replace(now) {
             model.inter_token.record(now.since(last));
         }

@@ -82,6 +82,9 @@ pub(crate) enum Plan {
     Impossible,
 }
 
+/// Fields besides the prompt of a request that may be resumed: they are parsed, which takes up to 200 times as much.
+const FIELDS_BYTES_MAX: usize = 256 << 10;
+
 impl Transcript {
     /// What is kept of a request's stream, where its model's streams may be resumed and it allows that: its engine is
     /// then asked for token ids.
@@ -90,9 +93,13 @@ impl Transcript {
         if !ask.model.resume || ask.aggregate {
             return None;
         }
-        let small = ask.body.names().filter(|name| !matches!(*name, "prompt" | "messages"));
+        let small = || ask.body.names().filter(|name| !matches!(*name, "prompt" | "messages"));
+        let bytes = |name: &str| ask.body.field(name).map_or(0, <[u8]>::len);
+        if small().map(bytes).sum::<usize>() > FIELDS_BYTES_MAX {
+            return None;
+        }
         let field = |name: &str| Some((name.to_owned(), serde_json::from_slice(ask.body.field(name)?).ok()?));
-        let body: Map<String, Value> = small.map(field).collect::<Option<_>>()?;
+        let body: Map<String, Value> = small().map(field).collect::<Option<_>>()?;
         if !is_allowed(&body) {
             return None;
         }

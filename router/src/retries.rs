@@ -62,6 +62,13 @@ pub(crate) fn pause(attempts: usize, dice: f64, terms: &RetriesConfig) -> Durati
     whole.min(Duration::from_millis(terms.pause_max_ms)).mul_f64(0.5 + dice.clamp(0.0, 1.0) / 2.0)
 }
 
+/// A draw from 0 to 1.
+pub(crate) fn dice() -> f64 {
+    let mut byte = [0_u8];
+    getrandom::fill(&mut byte).expect("the kernel's random numbers are there from boot on");
+    f64::from(byte[0]) / 255.0
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -82,9 +82,10 @@ pub(crate) struct Owned {
 }
 
 impl Owned {
-    /// With this `cache_salt`; and without the client's `priority`, where its key may not have it.
-    pub(crate) fn new(cache_salt: &str, without_priority: bool) -> Self {
-        Self { cache_salt: Some(json(&cache_salt)), without_priority, token_ids: false }
+    /// With this `cache_salt`, where the endpoint knows it; and without the client's `priority`, where its key may not
+    /// have it.
+    pub(crate) fn new(cache_salt: Option<&str>, without_priority: bool) -> Self {
+        Self { cache_salt: cache_salt.map(|salt| json(&salt)), without_priority, token_ids: false }
     }
 
     fn fields(&self) -> impl Iterator<Item = (&str, &[u8])> {

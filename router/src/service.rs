@@ -28,11 +28,12 @@ use crate::generation::Generation;
 use crate::hygiene::Wire;
 use crate::intake::{self, Ask, Owner};
 use crate::metrics::End;
+use crate::passthrough::Passing;
 use crate::route::Route;
 use crate::shared::{Room, Shared};
 use crate::tenants::{Identity, Permit};
 use crate::trace_context::Trace;
-use crate::{answer, passthrough, request_id, resume, tenants};
+use crate::{answer, request_id, resume, tenants};
 
 /// The service that pingora drives.
 pub(crate) struct FrontDoor(pub Arc<Shared>);
@@ -50,6 +51,8 @@ pub(crate) struct RequestContext {
     client_id: Option<HeaderValue>,
     /// With `auth`: whose request it is, and its place within their limits.
     permit: Option<Permit>,
+    /// Tokens of its prompt, estimated.
+    prompt_tokens: u64,
     driver: Option<ExchangeDriver>,
     status: u16,
     trace: Trace,
@@ -82,6 +85,7 @@ impl ProxyHttp for FrontDoor {
             stamp: Stamp { id: echoed, limits: Vec::new() },
             client_id: None,
             permit: None,
+            prompt_tokens: 0,
             driver: None,
             status: 0,
             trace: Trace::default(),
@@ -172,16 +176,16 @@ impl FrontDoor {
             Route::Pass(path) => {
                 self.permit(session, context)?;
                 let body = self.body(session, context).await?;
-                context.status = passthrough::pass(
-                    session,
-                    &context.generation,
+                let passing = Passing {
+                    shared: &self.0,
+                    generation: &context.generation,
                     path,
-                    body,
-                    (&context.id, &context.trace),
-                    context.permit.as_ref().map(|permit| &*permit.identity),
-                    &context.stamp,
-                )
-                .await?;
+                    id: &context.id,
+                    trace: &context.trace,
+                    permit: context.permit.as_mut(),
+                    stamp: &mut context.stamp,
+                };
+                context.status = passing.pass(session, body).await?;
                 context.passed = true;
                 Ok(())
             }
@@ -217,7 +221,8 @@ impl FrontDoor {
         ));
         driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));
         let identity = context.permit.as_ref().map(|permit| &*permit.identity);
-        let ticket = ticket(&session.req_header().headers, &ask, &context.generation, identity);
+        let asked = (ask.priority, ask.body.len(), ask.tokens);
+        let ticket = ticket(&session.req_header().headers, asked, &context.generation, identity);
         if let Err(refused) = driver.reserve(session, &ask, ticket).await {
             // No engine was asked.
             context.permit.iter_mut().for_each(Permit::give_tokens_back);
@@ -303,16 +308,21 @@ impl FrontDoor {
     }
 }
 
-/// What the request brings to the queue.
-fn ticket(headers: &HeaderMap, ask: &Ask, generation: &Generation, identity: Option<&Identity>) -> Ticket {
+/// What the request brings to the queue: what its head says, and its priority, bytes and cost in tokens.
+pub(crate) fn ticket(
+    headers: &HeaderMap,
+    (priority, bytes, cost): (Option<i64>, usize, u64),
+    generation: &Generation,
+    identity: Option<&Identity>,
+) -> Ticket {
     let longest = Duration::from_millis(generation.config.queue.timeout_ms);
     let most = identity.map_or(Priority::High, |identity| identity.priority_max);
     let claim = Claim {
         tenant: identity.map(|identity| identity.tenant.id),
         weight: identity.map_or(1, |identity| identity.tenant.weight),
-        priority: deadline::priority(headers, ask.priority, most),
-        bytes: ask.body.len(),
-        cost: ask.tokens,
+        priority: deadline::priority(headers, priority, most),
+        bytes,
+        cost,
     };
     Ticket { claim, deadline: deadline::deadline(headers, Instant::now(), longest) }
 }
@@ -342,6 +352,7 @@ impl RequestContext {
         if !may_use(Some(&permit.identity), &self.generation, &ask.model.name) {
             return Err(tenants::forbidden(&ask.model.name));
         }
+        self.prompt_tokens = intake::prompt_tokens(ask.body.len());
         let taken = permit.take_tokens(ask.tokens);
         self.stamp.limits = permit.headers();
         taken
@@ -360,6 +371,7 @@ impl RequestContext {
         }
         // What the router answers itself, `/health` above all, is asked for all the time and of no interest.
         let Some(end) = self.count() else { return };
+        self.charge();
         let Some(head) = self.head.take() else { return };
         let driver = self.driver.as_ref();
         let watched = driver.map(|driver| &driver.watched);
@@ -383,6 +395,18 @@ impl RequestContext {
             streamed: watched.is_some_and(|watched| watched.streamed),
             seen: watched.map(|watched| watched.seen).unwrap_or_default(),
         });
+    }
+
+    /// Charges what the answer turned out to cost beyond what was taken for it.
+    fn charge(&mut self) {
+        let (Some(permit), Some(driver)) = (&mut self.permit, &self.driver) else { return };
+        let watched = &driver.watched;
+        let cost = match watched.seen.usage {
+            Some(usage) => usage.prompt.saturating_add(usage.completion),
+            None if watched.pieces > 0 => self.prompt_tokens.saturating_add(watched.pieces),
+            None => return,
+        };
+        permit.has_cost(cost);
     }
 
     /// How it ended; `None` for the router's own answers, `/health` and the like.

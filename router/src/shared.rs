@@ -86,6 +86,7 @@ impl Shared {
         let members = Members::now(&config, &answers, &Members::default());
         let ground = Ground { fleet: &fleet, admission: &admission, tenants: &tenants };
         let first = Generation::build((1, 0), config, members, None, &ground, observers)?;
+        first.auth.iter().for_each(|auth| auth.installed(&tenants));
         metrics.server.generation.set(1.0);
         fleet.subscriptions.set(first.models.event_sources(), &fleet.memory, &runtime);
         let explain = Ring::new(first.config.explain.requests);
@@ -164,6 +165,7 @@ impl Shared {
         self.fleet.subscriptions.set(next.models.event_sources(), &self.fleet.memory, &self.runtime);
         self.metrics.server.generation.set(version.0 as f64);
         self.metrics.config.revision.set(version.1 as f64);
+        next.auth.iter().for_each(|auth| auth.installed(&self.tenants));
         self.current.store(Arc::new(next));
         // There may be an engine now for those who wait.
         self.fleet.freed.ring();

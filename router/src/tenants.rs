@@ -147,6 +147,11 @@ impl Auth {
         Ok(Arc::clone(identity))
     }
 
+    /// It is in effect from now on.
+    pub(crate) fn installed(&self, tenants: &Tenants) {
+        tenants.keep(&self.table.load());
+    }
+
     /// The salt that keeps a tenant's cached blocks to itself.
     pub(crate) fn cache_salt(&self, identity: &Identity, own: Option<&str>) -> String {
         self.salts.salt(&identity.tenant.name, own)
@@ -162,6 +167,7 @@ impl Auth {
         match read {
             Ok(table) => {
                 tracing::info!(keys = table.len(), "the keys file was read again");
+                tenants.keep(&table);
                 self.table.store(Arc::new(table));
             }
             Err(error) => {

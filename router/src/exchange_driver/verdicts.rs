@@ -35,7 +35,7 @@ impl ExchangeDriver {
             self.shared.metrics.resilience.retry_refused(leg);
             return Ok(false);
         };
-        let pause = retries::pause(tried, dice(), terms);
+        let pause = retries::pause(tried, retries::dice(), terms);
         self.retry = Some(retry);
         self.shared.metrics.retry(leg);
         if !pause.is_zero() && race(session, tokio::time::sleep(pause)).await.is_err() {
@@ -108,11 +108,4 @@ impl ExchangeDriver {
             self.shared.metrics.resilience.wrong_model(leg);
         }
     }
-}
-
-/// 0 to 1.
-fn dice() -> f64 {
-    let mut byte = [0_u8];
-    getrandom::fill(&mut byte).expect("the kernel's random numbers are there from boot on");
-    f64::from(byte[0]) / 255.0
 }

@@ -29,6 +29,7 @@ pub(crate) fn dry_run(
     let facts = Facts {
         has_prefill: !ask.model.prefill.is_empty(),
         several_prompts: ask.aggregate,
+        prompt_logprobs: ask.prompt_logprobs,
         prompt_tokens: wanted.tokens,
         cached_share: decode.sight.holding.share(&wanted),
         prefill_in_flight: ask.model.prefill.least_in_flight(),

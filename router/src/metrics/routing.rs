@@ -7,7 +7,7 @@ static DISAGGREGATION: Family = Family::counter(
     "baton_router_disagg_decisions_total",
     &["decision", "reason"],
     "Requests whose prefill was sent to another engine (`prefill_decode`) or left to the decode engine \
-     (`decode_only`), and why.",
+     (`decode_only`), and why: `prompt_logprobs` is for answers that tell of the prompt's tokens, too.",
 );
 
 pub(super) static FAMILIES: &[&Family] = &[&DISAGGREGATION];

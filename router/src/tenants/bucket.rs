@@ -4,12 +4,13 @@
 //! ```text
 //!      now                          full again
 //!  ─────┼──────────────────────────────┼───────▶ time
-//!       └── what is taken, as time ────┘ at most [`Bucket::WINDOW`]
+//!       └── what is taken, as time ────┘ at most a minute
 //! ```
 //!
 //! Invariants:
 //! - In any span of time t, at most `per_minute × (1 + t / minute)` are given out.
-//! - What is given back is as if it had never been taken, except that an idle bucket does not overflow.
+//! - What is given back is at most what time has not yet brought back by itself.
+//! - What was used beyond what was taken is owed: at most another window's worth, which has to flow in first.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -42,7 +43,6 @@ pub(crate) enum Denied {
 
 impl Bucket {
     /// What it holds, as time.
-    const WINDOW: Duration = Duration::from_secs(60);
     const WINDOW_NS: u64 = 60_000_000_000;
 
     pub(crate) fn new(per_minute: u64) -> Self {
@@ -76,23 +76,35 @@ impl Bucket {
         }
     }
 
-    /// Gives back what was taken and not used.
-    pub(crate) fn give_back(&self, amount: u64) {
-        let price = self.price(amount);
+    /// Gives back at `now` what was taken at `taken` and not used, but for what flowed in meanwhile: that came whether
+    /// it was taken or not.
+    pub(crate) fn give_back(&self, amount: u64, taken: u64, now: u64) {
+        let price = self.price(amount).saturating_sub(now.saturating_sub(taken));
         // The closure always gives a value.
         let _ = self.full_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |full_at| {
             Some(full_at.saturating_sub(price))
         });
     }
 
+    /// Takes what was used already, whether it is there or not.
+    pub(crate) fn debit(&self, amount: u64, now: u64) {
+        let price = self.price(amount);
+        let most = now.saturating_add(2 * Self::WINDOW_NS);
+        // The closure always gives a value.
+        let _ = self.full_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |full_at| {
+            Some(full_at.max(now).saturating_add(price).min(most).max(full_at))
+        });
+    }
+
     pub(crate) fn level(&self, now: u64) -> Level {
-        let taken = self.full_at.load(Ordering::Relaxed).saturating_sub(now).min(Self::WINDOW_NS);
+        let until_full = self.full_at.load(Ordering::Relaxed).saturating_sub(now);
+        let taken = until_full.min(Self::WINDOW_NS);
         let left =
             u128::from(Self::WINDOW_NS - taken) * u128::from(self.per_minute) / u128::from(Self::WINDOW_NS);
         Level {
             limit: self.per_minute,
             remaining: u64::try_from(left).unwrap_or(self.per_minute),
-            reset: Duration::from_nanos(taken).min(Self::WINDOW),
+            reset: Duration::from_nanos(until_full),
         }
     }
 
@@ -132,9 +144,35 @@ mod tests {
     fn what_is_given_back_can_be_taken_again() {
         let bucket = Bucket::new(10);
         bucket.take(10, 5).unwrap();
-        bucket.give_back(4);
+        bucket.give_back(4, 5, 5);
         assert_eq!(bucket.level(5).remaining, 4);
         assert_eq!((bucket.take(4, 5), bucket.take(1, 5).is_err()), (Ok(()), true));
+    }
+
+    #[test]
+    fn what_flowed_in_since_it_was_taken_is_not_given_back_again() {
+        let bucket = Bucket::new(60);
+        (0..60).for_each(|_| bucket.take(1, SECOND).unwrap());
+        // Thirty of them have flowed in and are taken by others.
+        (0..30).for_each(|_| bucket.take(1, 31 * SECOND).unwrap());
+        bucket.give_back(60, SECOND, 31 * SECOND);
+        assert_eq!(bucket.level(31 * SECOND).remaining, 30);
+        bucket.give_back(30, SECOND, 31 * SECOND);
+        assert_eq!(bucket.level(31 * SECOND).remaining, 30, "all of it has flowed in");
+    }
+
+    #[test]
+    fn what_was_used_beyond_it_is_owed_up_to_one_more_window() {
+        let bucket = Bucket::new(60);
+        bucket.debit(90, SECOND);
+        let level = Level { limit: 60, remaining: 0, reset: Duration::from_secs(90) };
+        assert_eq!(bucket.level(SECOND), level);
+        assert_eq!(bucket.take(1, SECOND), Err(Denied::Wait(Duration::from_secs(31))));
+        bucket.debit(u64::MAX, SECOND);
+        assert_eq!(bucket.take(1, SECOND), Err(Denied::Wait(Duration::from_secs(61))));
+        assert_eq!(bucket.take(1, 62 * SECOND), Ok(()));
+        bucket.debit(0, 0);
+        assert_eq!(bucket.level(62 * SECOND).reset, Duration::from_secs(60), "a debit gives nothing");
     }
 
     proptest! {

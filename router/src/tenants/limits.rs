@@ -29,6 +29,8 @@ pub(crate) struct Permit {
     pub identity: Arc<Identity>,
     tenants: Arc<Tenants>,
     tokens: u64,
+    /// When they were taken.
+    taken_ns: u64,
 }
 
 impl Meter {
@@ -74,7 +76,8 @@ impl Permit {
             return refused(Limit::Concurrent, ApiError::rate_limited(message, COME_BACK));
         }
         // From here on its drop lets others in.
-        let permit = Self { identity: Arc::clone(&identity), tenants: Arc::clone(tenants), tokens: 0 };
+        let permit =
+            Self { identity: Arc::clone(&identity), tenants: Arc::clone(tenants), tokens: 0, taken_ns: 0 };
         let buckets = meters.map(|meter| meter.requests.as_ref());
         if let Err((at, denied)) = take_both(buckets, 1, tenants.now_ns()) {
             let limit = buckets[at].map_or(0, Bucket::limit);
@@ -92,12 +95,13 @@ impl Permit {
     pub(crate) fn take_tokens(&mut self, tokens: u64) -> Result<(), ApiError> {
         let whose = ["this API key", "this tenant"];
         let buckets = [&self.identity.meter, &self.identity.tenant.meter].map(|meter| meter.tokens.as_ref());
-        if let Err((at, denied)) = take_both(buckets, tokens, self.tenants.now_ns()) {
+        let now = self.tenants.now_ns();
+        if let Err((at, denied)) = take_both(buckets, tokens, now) {
             let limit = buckets[at].map_or(0, Bucket::limit);
             self.tenants.metrics().limited(Limit::Tokens);
             return Err(told(whose[at], "tokens", limit, tokens, denied));
         }
-        self.tokens = tokens;
+        (self.tokens, self.taken_ns) = (tokens, now);
         Ok(())
     }
 
@@ -105,8 +109,21 @@ impl Permit {
     pub(crate) fn give_tokens_back(&mut self) {
         let tokens = std::mem::take(&mut self.tokens);
         if tokens > 0 {
+            let now = self.tenants.now_ns();
             for meter in [&self.identity.meter, &self.identity.tenant.meter] {
-                meter.tokens.iter().for_each(|bucket| bucket.give_back(tokens));
+                meter.tokens.iter().for_each(|bucket| bucket.give_back(tokens, self.taken_ns, now));
+            }
+        }
+    }
+
+    /// The request has cost so many tokens: what was not taken before is taken now, or owed.
+    pub(crate) fn has_cost(&mut self, tokens: u64) {
+        let more = tokens.saturating_sub(self.tokens);
+        if more > 0 {
+            self.tokens = tokens;
+            let now = self.tenants.now_ns();
+            for meter in [&self.identity.meter, &self.identity.tenant.meter] {
+                meter.tokens.iter().for_each(|bucket| bucket.debit(more, now));
             }
         }
     }
@@ -149,7 +166,7 @@ impl Drop for Permit {
 fn take_both(buckets: [Option<&Bucket>; 2], amount: u64, now: u64) -> Result<(), (usize, Denied)> {
     for (at, bucket) in buckets.iter().enumerate() {
         if let Some(Err(denied)) = bucket.map(|bucket| bucket.take(amount, now)) {
-            buckets[..at].iter().flatten().for_each(|taken| taken.give_back(amount));
+            buckets[..at].iter().flatten().for_each(|taken| taken.give_back(amount, now, now));
             return Err((at, denied));
         }
     }

@@ -18,6 +18,8 @@ pub(super) struct KeyTable {
     pub by_hash: ByHash<Identity>,
     pub by_certificate: HashMap<String, Arc<Identity>>,
     keys: usize,
+    /// The meters of everybody in it, for [`Tenants::keep`].
+    meters: Vec<(String, RateLimitsConfig, Arc<Meter>)>,
 }
 
 /// What is known of keys and tenants beyond one version of the configuration: how much they have used.
@@ -56,27 +58,28 @@ impl Tenants {
         self.salts.clone()
     }
 
-    /// The same meter as before, unless the limits were changed.
-    fn meter(&self, name: String, limits: &RateLimitsConfig) -> Arc<Meter> {
+    /// The same meter as before, unless the limits were changed. A new one is nobody's until [`Self::keep`]: the
+    /// configuration that it is made for may still turn out to be wrong.
+    fn meter(&self, name: &str, limits: &RateLimitsConfig) -> Arc<Meter> {
+        let meters = lock(&self.meters);
+        let known = meters.get(name).filter(|(known, _)| known == limits);
+        known.map_or_else(|| Arc::new(Meter::new(limits)), |(_, meter)| Arc::clone(meter))
+    }
+
+    /// This table is in effect: what its keys use is remembered from now on, and that of keys that no table knows
+    /// any more is forgotten.
+    pub(super) fn keep(&self, table: &KeyTable) {
         let mut meters = lock(&self.meters);
-        if let Some((known, meter)) = meters.get(&name).filter(|(known, _)| known == limits) {
-            debug_assert_eq!(known, limits);
-            return Arc::clone(meter);
+        for (name, limits, meter) in &table.meters {
+            meters.insert(name.clone(), (limits.clone(), Arc::clone(meter)));
         }
-        let meter = Arc::new(Meter::new(limits));
-        meters.insert(name, (limits.clone(), Arc::clone(&meter)));
-        meter
+        meters.retain(|_, (_, meter)| Arc::strong_count(meter) > 1);
     }
 
     fn id(&self, tenant: &str) -> TenantId {
         let mut ids = lock(&self.ids);
         let next = TenantId(u32::try_from(ids.len()).unwrap_or(u32::MAX));
         *ids.entry(tenant.to_owned()).or_insert(next)
-    }
-
-    /// Forgets the meters of keys that no table knows any more.
-    fn prune(&self) {
-        lock(&self.meters).retain(|_, (_, meter)| Arc::strong_count(meter) > 1);
     }
 }
 
@@ -95,18 +98,25 @@ impl KeyTable {
             return Err(AuthError::Twice { what: "tenant", name: twice.name.clone() });
         }
         let by_name: HashMap<&str, _> = listed.iter().map(|tenant| (tenant.name.as_str(), *tenant)).collect();
-        let tenant = |name: &str| -> Arc<Tenant> {
-            let (weight, limits) = by_name
-                .get(name)
-                .map_or((1, RateLimitsConfig::default()), |tenant| (tenant.weight, tenant.limits.clone()));
-            Arc::new(Tenant {
-                name: name.into(),
-                id: tenants.id(name),
-                weight,
-                meter: tenants.meter(format!("tenant {name}"), &limits),
-                requests: tenants.metrics.tenant(name),
-            })
+        let mut fresh = Vec::new();
+        let mut meter = |name: String, limits: &RateLimitsConfig| {
+            let meter = tenants.meter(&name, limits);
+            fresh.push((name, limits.clone(), Arc::clone(&meter)));
+            meter
         };
+        let tenant =
+            |name: &str, meter: &mut dyn FnMut(String, &RateLimitsConfig) -> Arc<Meter>| -> Arc<Tenant> {
+                let (weight, limits) = by_name.get(name).map_or((1, RateLimitsConfig::default()), |tenant| {
+                    (tenant.weight, tenant.limits.clone())
+                });
+                Arc::new(Tenant {
+                    name: name.into(),
+                    id: tenants.id(name),
+                    weight,
+                    meter: meter(format!("tenant {name}"), &limits),
+                    requests: tenants.metrics.tenant(name),
+                })
+            };
         let mut table = Self::default();
         let mut names = HashSet::new();
         for key in config.keys.iter().chain(&file.keys) {
@@ -115,11 +125,13 @@ impl KeyTable {
             }
             let identity = Identity {
                 name: key.id.clone(),
-                tenant: Arc::clone(known.entry(&key.tenant).or_insert_with(|| tenant(&key.tenant))),
+                tenant: Arc::clone(
+                    known.entry(&key.tenant).or_insert_with(|| tenant(&key.tenant, &mut meter)),
+                ),
                 priority_max: key.priority_max,
                 models: key.models.clone(),
                 expires_s: key.expires_s(),
-                meter: tenants.meter(format!("key {}", key.id), &key.limits),
+                meter: meter(format!("key {}", key.id), &key.limits),
             };
             let digest = key.digest().ok_or_else(|| AuthError::SameKey(key.id.clone()))?;
             if !table.by_hash.insert(digest, Arc::new(identity)) {
@@ -128,20 +140,21 @@ impl KeyTable {
             table.keys += 1;
         }
         for certificate in config.certificates.iter().chain(&file.certificates) {
-            let tenant = known.entry(&certificate.tenant).or_insert_with(|| tenant(&certificate.tenant));
+            let tenant =
+                known.entry(&certificate.tenant).or_insert_with(|| tenant(&certificate.tenant, &mut meter));
             let identity = Identity {
                 name: certificate.name.clone(),
                 tenant: Arc::clone(tenant),
                 priority_max: certificate.priority_max,
                 models: certificate.models.clone(),
                 expires_s: None,
-                meter: tenants.meter(format!("certificate {}", certificate.name), &certificate.limits),
+                meter: meter(format!("certificate {}", certificate.name), &certificate.limits),
             };
             if table.by_certificate.insert(certificate.name.clone(), Arc::new(identity)).is_some() {
                 return Err(AuthError::Twice { what: "certificate", name: certificate.name.clone() });
             }
         }
-        tenants.prune();
+        table.meters = fresh;
         Ok(table)
     }
 
@@ -152,4 +165,39 @@ impl KeyTable {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::Metrics;
+
+    #[test]
+    fn a_table_that_never_takes_effect_leaves_what_was_used_as_it_was() {
+        let tenants = Tenants::new(Arc::clone(&Metrics::new().tenants));
+        let table = |tokens: u64| {
+            let hash = format!("sha256:{}", "0".repeat(64));
+            let text = format!(
+                "{{keys: [{{id: a, hash: '{hash}', tenant: t, limits: {{tokens_per_minute: {tokens}}}}}]}}"
+            );
+            let config: AuthConfig = serde_saphyr::from_str(&text).unwrap();
+            KeyTable::build(&config, &tenants).unwrap()
+        };
+        let limits = |tokens| RateLimitsConfig { tokens_per_minute: Some(tokens), ..Default::default() };
+        let first = table(10);
+        tenants.keep(&first);
+        let meter = tenants.meter("key a", &limits(10));
+        drop(table(20));
+        assert!(
+            Arc::ptr_eq(&meter, &tenants.meter("key a", &limits(10))),
+            "the configuration was wrong elsewhere"
+        );
+        tenants.keep(&table(10));
+        assert!(Arc::ptr_eq(&meter, &tenants.meter("key a", &limits(10))));
+        tenants.keep(&table(20));
+        assert!(!Arc::ptr_eq(&meter, &tenants.meter("key a", &limits(10))), "other limits begin anew");
+        drop((first, meter));
+        tenants.keep(&KeyTable::default());
+        assert_eq!(lock(&tenants.meters).len(), 0, "nobody knows the key any more");
+    }
 }

@@ -376,3 +376,55 @@ async fn what_is_wrong_with_keys_is_told() {
         assert!(said.contains(word), "{said}");
     }
 }
+
+#[tokio::test]
+async fn what_is_passed_on_is_charged_and_says_no_more_than_its_key_may() {
+    let limits = ", limits: {tokens_per_minute: 100}, priority_max: normal";
+    let k = keyed(Act::Whole(1), limits, ", priority_max: high", "", "").await;
+    let ask = async |key: &str, path: &str, input: usize| {
+        let mut client = Client::connect(k.system.address).await;
+        let headers = format!("Authorization: Bearer {key}\r\n");
+        let body = json!({"model": "m", "input": "x".repeat(input), "prompt": "x", "priority": -9});
+        client.post_bytes(path, &headers, body.to_string().as_bytes()).await;
+        client.answer().await
+    };
+    let first = ask(&k.a, "/v1/embeddings", 200).await;
+    let left: u64 = first.header("x-ratelimit-remaining-tokens").unwrap().parse().unwrap();
+    assert!(first.status == 200 && (20..=50).contains(&left), "{left}");
+    let refused = ask(&k.a, "/pooling", 200).await;
+    assert_eq!((refused.status, refused.code()), (429, "rate_limit_exceeded".to_owned()));
+    assert_eq!(ask(&k.a, "/tokenize", 0).await.status, 200);
+    assert_eq!(ask(&k.b, "/v1/embeddings", 200).await.status, 200);
+    let seen = k.d.all().into_iter().map(|seen| seen.body).collect::<Vec<_>>();
+    assert_eq!(seen.len(), 3, "nothing of what was refused");
+    let priorities = seen.iter().map(|body| body.get("priority").cloned()).collect::<Vec<_>>();
+    assert_eq!(priorities, [None, None, Some(json!(-9))]);
+    assert!(seen[0]["cache_salt"].is_string() && seen[0]["cache_salt"] != seen[2]["cache_salt"]);
+    assert!(seen[1].get("cache_salt").is_none(), "no tokenizer has a cache");
+}
+
+#[tokio::test]
+async fn what_an_answer_cost_beyond_the_estimate_is_charged_when_it_ends() {
+    let usage = json!({"prompt_tokens": 5, "completion_tokens": 1500, "total_tokens": 1505});
+    let k = keyed(
+        Act::Json(json!({"choices": [], "usage": usage})),
+        ", limits: {tokens_per_minute: 1000}",
+        "",
+        "",
+        "",
+    )
+    .await;
+    let mut client = Client::connect(k.system.address).await;
+    let headers = format!("Authorization: Bearer {}\r\n", k.a);
+    let chat = json!({"model": "m", "messages": [{"role": "user", "content": "x"}]}).to_string();
+    client.post_bytes("/v1/chat/completions", &headers, chat.as_bytes()).await;
+    let first = client.answer().await;
+    let left: u64 = first.header("x-ratelimit-remaining-tokens").unwrap().parse().unwrap();
+    assert!(first.status == 200 && (700..744).contains(&left), "{left}: 256 and the prompt");
+    // The same connection: the first one is over.
+    client.post_bytes("/v1/chat/completions", &headers, chat.as_bytes()).await;
+    let refused = client.answer().await;
+    assert_eq!((refused.status, refused.code()), (429, "rate_limit_exceeded".to_owned()));
+    let after: u64 = refused.header("retry-after-ms").unwrap().parse().unwrap();
+    assert!((30_000..=60_000).contains(&after), "{after}: half a minute's worth is owed");
+}

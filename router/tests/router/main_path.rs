@@ -96,6 +96,39 @@ async fn several_prompts_at_once_are_computed_by_a_decode_engine_alone() {
 }
 
 #[tokio::test]
+async fn answers_that_tell_of_the_prompts_tokens_are_computed_by_a_decode_engine_alone() {
+    let p = FakeEngine::always(Act::Lend(Some(7))).await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[&p], &[&d]).await;
+    let message = json!([{"role": "user", "content": "x"}]);
+    for (path, body) in [
+        ("/v1/completions", json!({"prompt": "a", "prompt_logprobs": 0})),
+        ("/v1/completions", json!({"prompt": "a", "echo": true, "logprobs": 0, "stream": true})),
+        ("/v1/chat/completions", json!({"messages": message, "prompt_logprobs": 3})),
+        (
+            "/v1/chat/completions",
+            json!({"messages": message, "echo": true, "logprobs": true, "top_logprobs": 2}),
+        ),
+    ] {
+        assert_eq!(post(system.address, path, &body).await.status, 200, "{body}");
+    }
+    assert!(p.asked().is_empty());
+    assert!(d.asked().iter().all(|seen| seen.body.get("kv_transfer_params").is_none()));
+    let series = "baton_router_disagg_decisions_total{decision=\"decode_only\",reason=\"prompt_logprobs\"}";
+    system.counts(series, 4.0).await;
+    let streamed = json!({"prompt": "a", "prompt_logprobs": 1, "stream": true});
+    let refused = post(system.address, "/v1/completions", &streamed).await;
+    assert_eq!((refused.status, &refused.json()["error"]["param"]), (400, &json!("prompt_logprobs")));
+    for body in [
+        json!({"prompt": "a", "prompt_logprobs": null, "stream": true}),
+        json!({"prompt": "a", "logprobs": 1, "echo": false}),
+    ] {
+        assert_eq!(post(system.address, "/v1/completions", &body).await.status, 200, "{body}");
+    }
+    assert_eq!((p.asked().len(), d.asked().len()), (2, 6));
+}
+
+#[tokio::test]
 async fn models_health_version_and_tokenize_are_answered() {
     let d = FakeEngine::always(Act::Whole(1)).await;
     let system = System::start(&[], &[&d]).await;
