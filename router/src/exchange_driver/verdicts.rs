@@ -97,7 +97,7 @@ impl ExchangeDriver {
                     engine = engine.authority(),
                     leg = leg.label(),
                     held_back,
-                    "an engine refuses this router's cluster secret"
+                    "an engine refuses this router's cluster secret or the key it is configured with"
                 );
             }
             self.shared.metrics.misconfigured(leg);
