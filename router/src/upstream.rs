@@ -178,9 +178,14 @@ impl Engine {
         self.terms.load().release
     }
 
-    /// It answered a request of a leg, so long after it was sent.
-    pub(crate) fn answered(&self, leg: Leg, after: Duration) {
-        self.health.answered(leg, after, &self.authority, &self.terms.load().health);
+    /// It sent the head of an answer, or refused a request of a leg, so long after that was sent.
+    pub(crate) fn spoke(&self, leg: Leg, after: Duration) {
+        self.health.spoke(leg, after, &self.authority, &self.terms.load().health);
+    }
+
+    /// It answered a request of a leg, well and to the end.
+    pub(crate) fn served(&self, leg: Leg) {
+        self.health.served(leg, &self.authority, &self.terms.load().health);
     }
 
     /// It failed a request of a leg.
