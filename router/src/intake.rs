@@ -53,6 +53,8 @@ pub(crate) struct Ask {
     pub priority: Option<i64>,
     /// What says where it belongs.
     pub features: Features,
+    /// Whose it is, as a hash, where the router knows.
+    owner: Option<u64>,
     headers: HeaderMap,
 }
 
@@ -72,6 +74,13 @@ impl Owner<'_> {
     /// Whether the key may not have this priority (vLLM's number). Engines with priority scheduling read it.
     fn forbids(&self, number: i64) -> bool {
         Priority::of_number(number) < self.identity.priority_max
+    }
+
+    /// The tenant, by whichever of its keys and from wherever: tenants are kept from each other's harm.
+    fn hash(&self) -> u64 {
+        let mut hasher = std::hash::DefaultHasher::new();
+        self.identity.tenant.name.hash(&mut hasher);
+        hasher.finish()
     }
 }
 
@@ -113,7 +122,20 @@ impl Ask {
         };
         let features = Features::read(&source, model.needs, &model.features);
         let headers = passed(headers);
-        Ok(Self { dialect, model, body, owned, outline, aggregate, tokens, priority, features, headers })
+        let owner = owner.map(Owner::hash);
+        Ok(Self {
+            dialect,
+            model,
+            body,
+            owned,
+            outline,
+            aggregate,
+            tokens,
+            priority,
+            features,
+            owner,
+            headers,
+        })
     }
 
     /// What a policy may know of it.
@@ -121,8 +143,12 @@ impl Ask {
         self.features.wanted()
     }
 
-    /// Who sent it, as a hash: its credentials, or its address where it has none.
+    /// Who sent it, as a hash: the tenant, where the router knows it, or else the credentials that it passes on,
+    /// or else the address.
     pub(crate) fn source(&self, peer: Option<&SocketAddr>) -> u64 {
+        if let Some(owner) = self.owner {
+            return owner;
+        }
         let mut hasher = std::hash::DefaultHasher::new();
         match self.headers.get(AUTHORIZATION) {
             Some(credentials) => credentials.hash(&mut hasher),

@@ -8,6 +8,7 @@
 //! | `recall` | the text shows that the blocks arrived |
 //! | `refusals` | an engine refuses, is down or dies: one clear error, nothing held |
 //! | `reports` | the five reports from which this project learned |
+//! | `resume` | a decode engine dies in the middle of a stream: the client sees one answer |
 //! | `stale` | blocks that were reused before or during a read: never a wrong text |
 //! | `storm` | many clients at once, every third of which leaves |
 //! | `endings` | the router is killed, or told to stop; so is an engine |
@@ -24,6 +25,7 @@ mod harness;
 mod recall;
 mod refusals;
 mod reports;
+mod resume;
 mod stale;
 mod storm;
 mod up;

@@ -16,6 +16,7 @@ pub(crate) struct Plan {
     decode: Vec<Vec<String>>,
     router: Value,
     fallback: &'static str,
+    resume: bool,
     links: bool,
 }
 
@@ -51,6 +52,7 @@ impl Cluster {
             decode: Vec::new(),
             router: json!({}),
             fallback: "aggregate",
+            resume: false,
             links: false,
         }
     }
@@ -147,6 +149,12 @@ impl Plan {
         self
     }
 
+    /// A stream whose decode engine dies is continued by another.
+    pub(crate) fn resume(mut self) -> Self {
+        self.resume = true;
+        self
+    }
+
     /// A fault proxy between the router and the first decode engine, and one in front of the first prefill engine's
     /// side channel, which is TCP then.
     pub(crate) fn links(mut self) -> Self {
@@ -203,7 +211,7 @@ impl Plan {
         config["admin"] = json!({"listen": "127.0.0.1:0"});
         config["models"] = json!([{
             "name": MODEL, "prefill": urls(&prefill, None), "decode": urls(&decode, router_decode.as_ref()),
-            "fallback": self.fallback,
+            "fallback": self.fallback, "resume": self.resume,
         }]);
         let file = folder.path().join("router.yaml");
         std::fs::write(&file, config.to_string()).expect("the test's folder can be written");

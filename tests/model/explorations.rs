@@ -49,6 +49,10 @@ pub(crate) const SMALL: &[(&str, Bounds)] = &[
         },
     ),
     (
+        "one P, two Ds, streams that break are resumed, two faults",
+        Bounds { decode: 2, faults: 2, resume: true, refusals: true, ..Bounds::PLAIN },
+    ),
+    (
         "a router that settles nothing",
         Bounds {
             requests: 2,
@@ -117,6 +121,10 @@ pub(crate) const FULL: &[(&str, Bounds)] = &[
     ("one request, one of each engine, five faults", Bounds { faults: 5, ..LIVELY }),
     ("a D of two ranks, three faults", Bounds { ranks: 2, faults: 3, ..LIVELY }),
     ("two Ds of two ranks, one fault", Bounds { ranks: 2, decode: 2, faults: 1, ..LIVELY }),
+    (
+        "one P, two Ds, streams that break are resumed, three faults, and everything else",
+        Bounds { decode: 2, faults: 3, resume: true, ..LIVELY },
+    ),
     (
         "a router that settles nothing, one fault",
         Bounds {

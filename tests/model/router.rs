@@ -72,7 +72,9 @@ pub(crate) enum Output {
 pub(crate) struct Router {
     pub exchange: Exchange,
     pub crashed: bool,
-    /// 1 when the prompt is computed anew.
+    /// A stream that breaks is resumed.
+    resume: bool,
+    /// 1 when the prompt is computed anew, also for the rest of a stream.
     pub round: u8,
     /// A decode engine could not use the handoff.
     pub spent: bool,
@@ -181,13 +183,22 @@ impl Router {
     }
 
     /// What it does when its engine says nothing for too long.
-    fn silence(&self) -> Option<Event> {
+    fn silence(&mut self) -> Option<Event> {
         match self.exchange.state() {
             State::Prefilling(on) => Some(Event::PrefillFailed(on, Failure::Unknown)),
             State::Decoding(on, _) => Some(Event::DecodeFailed(on, Failure::Unknown)),
-            State::Accepted(on, _) | State::Streaming(on, _) => Some(Event::StreamBroken(on)),
+            State::Accepted(on, _) | State::Streaming(on, _) => Some(self.broken(on)),
             State::Choosing | State::Held(_) | State::Done(_) => None,
         }
+    }
+
+    /// An answer broke off: the rest is asked of another engine, once and under a new name, or the request is over.
+    fn broken(&mut self, by: Attempt) -> Event {
+        if !self.resume || self.round > 0 {
+            return Event::StreamBroken(by);
+        }
+        self.round = 1;
+        Event::StreamCut(by)
     }
 
     fn crash(&mut self, says: &mut Vec<Output>) {
@@ -206,6 +217,7 @@ impl Router {
         Self {
             exchange: Exchange::new(),
             crashed: false,
+            resume: false,
             round: 0,
             spent: false,
             asked_prefill: [false; 4],
@@ -223,8 +235,8 @@ impl Party for Router {
     type Output = Output;
     type View = Self;
 
-    fn born(_: &Bounds) -> Self {
-        Self::born_empty()
+    fn born(bounds: &Bounds) -> Self {
+        Self { resume: bounds.resume, ..Self::born_empty() }
     }
 
     fn live(&mut self, input: Input, says: &mut Vec<Output>) -> Result<(), String> {
@@ -256,7 +268,7 @@ impl Party for Router {
                         self.tell(Event::FirstChunk(decode(d)), says)?;
                         Event::StreamEnded(decode(d))
                     }
-                    Streamed::Broken => Event::StreamBroken(decode(d)),
+                    Streamed::Broken => self.broken(decode(d)),
                 }
             }
             Input::HandoffSpent => {

@@ -170,8 +170,8 @@ impl World {
 
     /// What engines may be asked to do.
     fn rounds(&self) -> impl Iterator<Item = Req> + use<> {
-        let Bounds { requests, anew, .. } = self.bounds;
-        ROUNDS.into_iter().filter(move |&req| req & 1 < requests && (req < 2 || anew))
+        let Bounds { requests, anew, resume, .. } = self.bounds;
+        ROUNDS.into_iter().filter(move |&req| req & 1 < requests && (req < 2 || anew || resume))
     }
 
     fn waits(&self, scene: &Scene, number: u16) -> bool {

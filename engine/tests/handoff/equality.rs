@@ -168,7 +168,7 @@ fn a_streamed_answer_is_the_whole_answer_in_pieces() {
     let lent = cluster.p.lend(&streamed);
     let reply = cluster.d.decode(&streamed, &lent);
     assert_eq!(reply.status, 200, "{}", reply.text);
-    let (mut text, mut ids) = (String::new(), Vec::new());
+    let (mut text, mut ids, mut prompts) = (String::new(), Vec::new(), Vec::new());
     let frames: Vec<&str> = reply.text.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
     assert_eq!(frames.last(), Some(&"[DONE]"));
     for frame in &frames[..frames.len() - 1] {
@@ -176,7 +176,9 @@ fn a_streamed_answer_is_the_whole_answer_in_pieces() {
         let choice = &chunk["choices"][0];
         text += choice["text"].as_str().unwrap_or_default();
         ids.extend(choice["token_ids"].as_array().cloned().unwrap_or_default());
+        prompts.extend(choice.get("prompt_token_ids").cloned());
     }
+    assert_eq!(prompts, [body["prompt"].clone()], "once, in the first piece");
     assert_eq!(whole["choices"][0]["text"], text);
     assert_eq!(whole["choices"][0]["token_ids"], json!(ids));
     cluster.is_clean();

@@ -12,7 +12,7 @@ async fn lender() -> FakeEngine {
     FakeEngine::always(Act::Lend(Some(HANDLE))).await
 }
 
-fn said(code: &str) -> Value {
+pub(crate) fn said(code: &str) -> Value {
     json!({"error": {"message": "x", "type": "server_error", "param": null, "code": code}})
 }
 
@@ -23,11 +23,11 @@ async fn shown(system: &System, engine: &FakeEngine) -> Value {
     engines.into_iter().find(|one| one["url"] == engine.url()).expect("it is listed")
 }
 
-async fn standing(system: &System, engine: &FakeEngine, leg: &str) -> String {
+pub(crate) async fn standing(system: &System, engine: &FakeEngine, leg: &str) -> String {
     shown(system, engine).await["legs"][leg]["standing"].as_str().expect("a standing").to_owned()
 }
 
-async fn stands(system: &System, engine: &FakeEngine, leg: &str, expected: &str) {
+pub(crate) async fn stands(system: &System, engine: &FakeEngine, leg: &str, expected: &str) {
     let begun = std::time::Instant::now();
     while standing(system, engine, leg).await != expected {
         assert!(begun.elapsed().as_secs() < 20, "{}", shown(system, engine).await);
@@ -38,7 +38,9 @@ async fn stands(system: &System, engine: &FakeEngine, leg: &str, expected: &str)
 async fn order(system: &System, engine: &FakeEngine, verb: &str) -> u16 {
     let mut client = Client::connect(system.admin).await;
     let path = format!("/engines/{}/{verb}", engine.address);
-    client.send(format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n").as_bytes()).await;
+    client
+        .send(format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n").as_bytes())
+        .await;
     client.answer().await.status
 }
 

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use crate::client::{Answer, Client, completion, get};
 use crate::engine::{Act, FakeEngine, eventually};
+use crate::health::{said, standing, stands};
 use crate::system::{System, asked};
 
 /// One prefill engine, one decode engine, two keys of two tenants.
@@ -105,6 +106,20 @@ async fn an_engine_gets_its_own_key_instead_of_the_clients() {
     assert_eq!(client.answer().await.status, 200);
     assert_eq!(d.asked()[0].headers["authorization"], "Bearer engine-key");
     assert_eq!(d.asked()[0].headers.get_all("authorization").iter().count(), 1);
+}
+
+#[tokio::test]
+async fn one_tenant_alone_cannot_take_the_only_engine_from_the_others_and_two_can() {
+    let breaker = "{failures: 2, cool_down_ms: 600000, cool_down_max_ms: 600000}";
+    let top = format!("health: {{active: {{interval_ms: 0}}, breaker: {breaker}}}");
+    let k = keyed(Act::Refuse(500, said("x")), "", "", "", &top).await;
+    for _ in 0..5 {
+        assert_eq!(k.post(&k.a, &completion(false)).await.status, 502);
+    }
+    assert_eq!(standing(&k.system, &k.d, "decode").await, "usable");
+    // From the same address, and the router's engines get the credentials of neither.
+    assert_eq!(k.post(&k.b, &completion(false)).await.status, 502);
+    stands(&k.system, &k.d, "decode", "out").await;
 }
 
 #[tokio::test]

@@ -17,6 +17,8 @@ pub(super) struct StreamBody {
     exchange: Exchange,
     chunks: ChunkEncoder,
     frames: VecDeque<Bytes>,
+    /// Choices whose prompt's tokens have been named.
+    prompt_named: Vec<bool>,
     /// The last frame is in `frames` or gone.
     complete: bool,
 }
@@ -24,7 +26,8 @@ pub(super) struct StreamBody {
 impl StreamBody {
     pub(super) fn new(exchange: Exchange, first: Progress) -> Self {
         let chunks = exchange.head.chunks();
-        let mut body = Self { chunks, frames: VecDeque::new(), complete: false, exchange };
+        let prompt_named = vec![false; exchange.choices.len()];
+        let mut body = Self { chunks, frames: VecDeque::new(), prompt_named, complete: false, exchange };
         body.open();
         body.show(first);
         body
@@ -36,7 +39,9 @@ impl StreamBody {
         for index in 0..self.exchange.choices.len() {
             let prompt = &self.exchange.prompts[index / request.n as usize];
             let ids = request.return_token_ids.then_some(prompt.as_slice());
-            self.frames.extend(self.chunks.role(index as u32, ids));
+            let role = self.chunks.role(index as u32, ids);
+            self.prompt_named[index] = role.is_some();
+            self.frames.extend(role);
             if request.echo {
                 let text = echoed(&self.exchange.frontend, request, prompt);
                 let delta = ChoiceDelta { index: index as u32, text: &text, ..ChoiceDelta::default() };
@@ -64,6 +69,9 @@ impl StreamBody {
             return;
         }
         let usage = self.exchange.counted.usage();
+        // Completions have no frame of the role: theirs are in the first delta of a choice.
+        let unnamed = request.return_token_ids && !std::mem::replace(&mut self.prompt_named[index], true);
+        let prompt = &self.exchange.prompts[index / request.n as usize];
         let choice = &mut self.exchange.choices[index];
         let delta = ChoiceDelta {
             index: index as u32,
@@ -72,7 +80,7 @@ impl StreamBody {
             text_offset: choice.characters,
             finish: piece.finish.as_ref(),
             token_ids: ids.as_ref().map(std::slice::from_ref),
-            prompt_token_ids: None,
+            prompt_token_ids: unnamed.then_some(prompt.as_slice()),
         };
         let continuous = request.stream_options.continuous_usage_stats.then_some(&usage);
         let last = piece.finish.is_some() && self.exchange.open == 0;

@@ -1,0 +1,125 @@
+//! A decode engine dies, or falls silent, in the middle of a stream, and another goes on. The client sees one answer: the
+//! text is that of a run that nobody disturbed, under one name, with one end and the usage of the whole.
+
+use serde_json::{Value, json};
+
+use crate::harness::{Ask, Cluster, PATIENCE, Stream};
+
+/// A token takes its time, so that an engine can be caught in the middle of an answer.
+const SLOW: &str = "--pace-ms 25";
+
+/// What a client has seen of one stream.
+#[derive(Debug, Default)]
+struct Seen {
+    text: String,
+    names: Vec<String>,
+    objects: Vec<String>,
+    finishes: Vec<String>,
+    usages: Vec<Value>,
+    dones: usize,
+    events: usize,
+}
+
+impl Seen {
+    /// Reads so many more events, or all.
+    fn read(&mut self, stream: &mut Stream, most: usize) {
+        for event in std::iter::from_fn(|| stream.event()).take(most) {
+            assert_eq!(self.dones, 0, "nothing comes after the end");
+            self.events += 1;
+            if event == "[DONE]" {
+                self.dones += 1;
+                continue;
+            }
+            let frame: Value = serde_json::from_str(&event).expect("JSON");
+            assert!(frame["error"].is_null(), "{frame}");
+            assert!(!event.contains("token_ids"), "what the router asked for is not the client's: {event}");
+            for (list, field) in [(&mut self.names, "id"), (&mut self.objects, "object")] {
+                let value = frame[field].as_str().expect("a text").to_owned();
+                if list.last() != Some(&value) {
+                    list.push(value);
+                }
+            }
+            if !frame["usage"].is_null() {
+                self.usages.push(frame["usage"].clone());
+            }
+            let choice = &frame["choices"][0];
+            let text = choice["text"].as_str().or_else(|| choice["delta"]["content"].as_str());
+            self.text += text.unwrap_or_default();
+            self.finishes.extend(choice["finish_reason"].as_str().map(str::to_owned));
+        }
+    }
+
+    fn whole(cluster: &Cluster, ask: &Ask) -> Self {
+        let mut seen = Self::default();
+        seen.read(&mut cluster.send(ask).stream(), usize::MAX);
+        assert_eq!((seen.dones, seen.usages.len(), seen.finishes.len()), (1, 1, 1), "{seen:?}");
+        seen
+    }
+}
+
+/// What becomes of the engine that streams.
+#[derive(Clone, Copy, PartialEq)]
+enum Fate {
+    Dies,
+    FallsSilent,
+}
+
+/// Has a stream's engine meet its fate after so many events, and compares.
+fn goes_on(ask: &Ask, after: usize, fate: Fate) {
+    let usage = json!({"include_usage": true});
+    let ask = ask.clone().streamed().with("stream_options", usage);
+    let patience = json!({"stream_silence_ms": 2000, "settle_ms": 500});
+    let mut cluster = Cluster::new().decode(SLOW).decode(SLOW).resume().router("timeouts", patience).start();
+    let reference = Seen::whole(&cluster, &ask);
+    cluster.settled(PATIENCE);
+    for engine in cluster.prefill.iter().chain(&cluster.decode) {
+        assert_eq!(engine.send("POST", "/reset_prefix_cache", &json!({})).reply().status, 200);
+    }
+
+    let mut seen = Seen::default();
+    let mut stream = cluster.send(&ask).stream();
+    seen.read(&mut stream, after);
+    assert_eq!((seen.events, seen.finishes.len()), (after, 0), "it is in the middle: {seen:?}");
+    let at = cluster.decode.iter().position(|engine| engine.books().running == 1).expect("one streams");
+    match fate {
+        Fate::Dies => cluster.decode[at].kill(),
+        Fate::FallsSilent => cluster.decode[at].pause(),
+    }
+    seen.read(&mut stream, usize::MAX);
+
+    assert_eq!(seen.text, reference.text);
+    assert_eq!(seen.dones, 1);
+    assert_eq!(seen.finishes, reference.finishes);
+    assert_eq!(seen.objects, reference.objects);
+    assert_eq!(seen.names.len(), 1, "one answer has one name: {:?}", seen.names);
+    let counted = |usages: &[Value]| -> Vec<Value> {
+        let fields = ["prompt_tokens", "completion_tokens", "total_tokens"];
+        usages.iter().map(|usage| fields.iter().map(|field| usage[field].clone()).collect()).collect()
+    };
+    assert_eq!(counted(&seen.usages), counted(&reference.usages));
+    assert_eq!(cluster.router_metric("baton_router_resumes_total", "result=\"resumed\""), 1.0);
+    assert_eq!(cluster.router_metric("baton_router_resumes_total", ""), 1.0);
+    if fate == Fate::FallsSilent {
+        cluster.decode[at].go_on();
+    }
+    cluster.settled(PATIENCE);
+}
+
+#[test]
+fn a_completion_goes_on_at_another_engine_when_its_own_is_killed() {
+    for after in [2, 40] {
+        goes_on(&Ask::fresh(150).tokens(80), after, Fate::Dies);
+    }
+}
+
+#[test]
+fn a_chat_goes_on_at_another_engine_when_its_own_is_killed() {
+    for after in [1, 30] {
+        goes_on(&Ask::recall(12).tokens(80), after, Fate::Dies);
+    }
+}
+
+#[test]
+fn a_completion_goes_on_at_another_engine_when_its_own_stands_still() {
+    goes_on(&Ask::fresh(150).tokens(80), 10, Fate::FallsSilent);
+}
