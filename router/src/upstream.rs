@@ -35,7 +35,7 @@ pub(crate) use connection::Socket;
 use http1::{Head, Lost};
 pub(crate) use payload::Payload;
 pub use terms::TermsError;
-pub(crate) use terms::{EngineTerms, Terms};
+pub(crate) use terms::{ApiKeys, EngineTerms, Terms};
 pub(crate) use verbs::{Verb, Verbs};
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.

@@ -38,7 +38,9 @@ pub(crate) async fn stands(system: &System, engine: &FakeEngine, leg: &str, expe
 async fn order(system: &System, engine: &FakeEngine, verb: &str) -> u16 {
     let mut client = Client::connect(system.admin).await;
     let path = format!("/engines/{}/{verb}", engine.address);
-    client.send(format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n").as_bytes()).await;
+    client
+        .send(format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n").as_bytes())
+        .await;
     client.answer().await.status
 }
 
