@@ -340,7 +340,7 @@ impl Passing<'_> {
 
     /// The stream has said `[DONE]`. From here on the client may hang up or ask the next thing.
     async fn done(mut self) -> Result<(), Ended> {
-        self.driver.apply(Event::StreamEnded(self.attempt));
+        self.driver.served(self.attempt);
         self.hold(false);
         self.write(Bytes::new(), true).await?;
         let mut reply = self.reply;
@@ -403,7 +403,7 @@ impl Passing<'_> {
             }
         }
         // Computed and read: whether the client still takes it is no engine's concern.
-        self.driver.apply(Event::StreamEnded(self.attempt));
+        self.driver.served(self.attempt);
         head.insert_header(CONTENT_LENGTH, held.len()).map_err(|_| Refusal::broken())?;
         self.commit_sized(head).await?;
         self.write(held.freeze(), true).await?;
@@ -425,7 +425,7 @@ impl Passing<'_> {
                 }
             }
         }
-        self.driver.apply(Event::StreamEnded(self.attempt));
+        self.driver.served(self.attempt);
         self.write(Bytes::new(), true).await?;
         self.reply.finish();
         Ok(())

@@ -35,7 +35,7 @@ pub(crate) use connection::Socket;
 use http1::{Head, Lost};
 pub(crate) use payload::Payload;
 pub use terms::TermsError;
-pub(crate) use terms::{EngineTerms, Terms};
+pub(crate) use terms::{ApiKeys, EngineTerms, Terms};
 pub(crate) use verbs::{Verb, Verbs};
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
@@ -188,9 +188,14 @@ impl Engine {
         self.terms.load().release
     }
 
-    /// It answered a request of a leg, so long after it was sent.
-    pub(crate) fn answered(&self, leg: Leg, after: Duration) {
-        self.health.answered(leg, after, &self.authority, &self.terms.load().health);
+    /// It sent the head of an answer, or refused a request of a leg, so long after that was sent.
+    pub(crate) fn spoke(&self, leg: Leg, after: Duration) {
+        self.health.spoke(leg, after, &self.authority, &self.terms.load().health);
+    }
+
+    /// It answered a request of a leg, well and to the end.
+    pub(crate) fn served(&self, leg: Leg) {
+        self.health.served(leg, &self.authority, &self.terms.load().health);
     }
 
     /// It failed a request of a leg.

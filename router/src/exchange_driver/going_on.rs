@@ -84,7 +84,7 @@ impl ExchangeDriver {
             };
             match decoding {
                 Decoding::Accepted(reply) => {
-                    self.vindicate(&engine, Leg::Decode, began.elapsed());
+                    self.accepted(&engine, began.elapsed());
                     self.apply(Event::DecodeAccepted(attempt));
                     tracing::info!(request = %self.debtor.request, engine = engine.authority(), "goes on");
                     return Ok(Some(Answer { attempt, reply, load }));
@@ -97,6 +97,9 @@ impl ExchangeDriver {
                     self.apply(Event::DecodeFailed(attempt, failure));
                     self.note_misconfigured(&engine, Leg::Decode, &refusal);
                     self.blame(&engine, Leg::Decode, blame);
+                    if self.is_deafening() {
+                        break;
+                    }
                 }
             }
         }

@@ -43,7 +43,7 @@ pub(crate) async fn ask(
     };
     let answered = while_alive(engine, pause, tokio::time::timeout(first_byte, call)).await;
     let Ok(answered) = answered.map_err(|Deaf| ()) else {
-        return Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, Blame::Nobody);
+        return Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, Blame::Deaf);
     };
     match answered {
         Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),

@@ -44,6 +44,8 @@ pub(crate) enum Blame {
     Nobody,
     /// It may be broken, or the request may be one that breaks engines.
     Engine,
+    /// It answered nothing, not even whether it lives: to this request, or to anybody.
+    Deaf,
     /// It is being emptied.
     Draining,
     /// It cannot read the blocks of the engine that lends.
