@@ -47,7 +47,6 @@ pub(crate) struct Admin {
     pub shared: Arc<Shared>,
     /// Cleared when the router begins to drain.
     pub ready: AtomicBool,
-    pub access: Arc<Access>,
 }
 
 /// One request, its body read.
@@ -102,7 +101,7 @@ async fn serve_one(stream: impl AsyncRead + AsyncWrite + Unpin, admin: Arc<Admin
 impl Admin {
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         let (head, body) = request.into_parts();
-        if !self.access.allows(head.uri.path(), &head.headers) {
+        if !self.shared.generation().access.allows(head.uri.path(), &head.headers) {
             let refused =
                 Answer::error(StatusCode::UNAUTHORIZED, "needs `Authorization: Bearer` and the admin token");
             return refused.into_response(false, &head.method);

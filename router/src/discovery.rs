@@ -10,6 +10,7 @@
 //! Invariants:
 //! - A source that fails changes nothing: its last good answer stays for as long as the configuration names it.
 //! - Until a new source has answered for the first time, a pool keeps the members that it had.
+//! - An endpoint that cannot be talked to (`https://` without `engine_tls`) is left out; the others are members.
 //! - An answer has at most [`ENDPOINTS_MAX`] endpoints; what is not an endpoint is skipped and logged.
 //! - The tasks of sources that no pool names any more are stopped. Two pools that name the same source share it.
 
@@ -28,7 +29,7 @@ use tokio::sync::Notify;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::config::{
-    DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineUrl, KubernetesConfig, RouterConfig,
+    DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineUrl, KubernetesConfig, PortName, RouterConfig,
 };
 use crate::metrics::DiscoveryMetrics;
 use crate::shared::Shared;
@@ -37,6 +38,9 @@ use crate::shared::Shared;
 pub(crate) const ENDPOINTS_MAX: usize = 4096;
 /// Changes that come this close together become one revision.
 const DEBOUNCE: Duration = Duration::from_millis(50);
+/// Until a revision that could not be put into effect is tried again, doubled up to the longest.
+const RETRY: Duration = Duration::from_millis(200);
+const RETRY_MAX: Duration = Duration::from_secs(10);
 
 /// Where engines are looked up.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -101,7 +105,14 @@ impl fmt::Display for Source {
             Self::File(config) => write!(f, "file:{}", config.path.display()),
             Self::Kubernetes(config) => {
                 let namespace = config.namespace.as_deref().unwrap_or_default();
-                write!(f, "kubernetes:{namespace}/{}", config.service.as_deref().unwrap_or("*"))
+                write!(f, "kubernetes:{namespace}/{}", config.service.as_deref().unwrap_or("*"))?;
+                match &config.port {
+                    PortName::Number(port) => write!(f, ":{port}")?,
+                    PortName::Name(port) => write!(f, ":{port}")?,
+                }
+                let labels: Vec<_> =
+                    config.selector.iter().map(|(name, value)| format!("{name}={value}")).collect();
+                if labels.is_empty() { Ok(()) } else { write!(f, "?{}", labels.join(",")) }
             }
         }
     }
@@ -169,12 +180,14 @@ impl Answers {
 
     /// For how long each source has failed; 0 while it works.
     pub(crate) fn each_stale(&self, mut each: impl FnMut(&str, Duration)) {
+        // Sources that differ only in how often they are asked have one name: one series, the worst of them.
+        let mut stale = BTreeMap::<String, Duration>::new();
         for (source, answer) in self.lock().iter() {
-            each(
-                &source.to_string(),
-                answer.failing.as_ref().map_or(Duration::ZERO, |(since, _)| since.elapsed()),
-            );
+            let failing = answer.failing.as_ref().map_or(Duration::ZERO, |(since, _)| since.elapsed());
+            let worst = stale.entry(source.to_string()).or_default();
+            *worst = failing.max(*worst);
         }
+        stale.iter().for_each(|(source, failing)| each(source, *failing));
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Source, Answer>> {
@@ -201,6 +214,11 @@ pub(crate) async fn run(shared: Arc<Shared>) {
         }
         shared.answers.changed.notified().await;
         tokio::time::sleep(DEBOUNCE).await;
-        shared.refresh();
+        let mut pause = RETRY;
+        while !shared.refresh() {
+            // What is found meanwhile is in the next try.
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(RETRY_MAX);
+        }
     }
 }

@@ -10,6 +10,7 @@ use std::time::Duration;
 use baton_openai::{ParseLimits, Scope};
 use hyper::header::HeaderValue;
 
+use crate::admin::{Access, AdminError};
 use crate::admission::Admission;
 use crate::config::{ConfigError, ReleaseMode, RouterConfig};
 use crate::discovery::membership::Members;
@@ -20,7 +21,7 @@ use crate::settle::SettleTerms;
 use crate::tenants::{Auth, AuthError, Tenants};
 use crate::tls::TlsError;
 use crate::tls::client::EngineTls;
-use crate::upstream::{EngineTerms, Terms, TermsError};
+use crate::upstream::{ApiKeys, EngineTerms, Terms, TermsError};
 
 /// Why a sound configuration cannot be put into effect.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +32,9 @@ pub enum GenerationError {
     /// The keys cannot be used.
     #[error(transparent)]
     Auth(#[from] AuthError),
+    /// The admin listener would be open, or its token cannot be read.
+    #[error(transparent)]
+    Admin(#[from] AdminError),
     /// Engines cannot be talked to like that.
     #[error(transparent)]
     Terms(#[from] TermsError),
@@ -58,6 +62,9 @@ pub(crate) struct Generation {
     pub parse_limits: ParseLimits,
     /// Who may ask. `None`: everybody.
     pub auth: Option<Arc<Auth>>,
+    /// Who may use the admin listener.
+    pub access: Arc<Access>,
+    terms: EngineTerms,
     engine_tls: Option<Arc<EngineTls>>,
     pub observers: Observers,
 }
@@ -82,19 +89,23 @@ impl Generation {
         ground: &Ground<'_>,
         observers: Observers,
     ) -> Result<Self, GenerationError> {
-        let text = config.secret()?;
         // Where only pools change, files are not read again: a bad one must not hold engines up.
         let same = previous.filter(|previous| previous.number == number);
+        let text = if same.is_some() { None } else { config.secret()? };
         let auth = match (same, &config.auth) {
             (Some(same), _) => same.auth.clone(),
             (None, Some(auth)) => Some(Arc::new(Auth::build(auth, text.as_deref(), ground.tenants)?)),
             (None, None) => None,
         };
-        let secret = text.map(|text| HeaderValue::from_str(&text));
-        let mut secret = secret.transpose().map_err(|_| GenerationError::SecretText)?;
-        if let Some(secret) = &mut secret {
-            secret.set_sensitive(true);
-        }
+        let access = match (same, previous) {
+            (Some(same), _) => Arc::clone(&same.access),
+            (None, Some(previous)) => Arc::new(previous.access.next(&config.admin)?),
+            (None, None) => Arc::new(Access::new(&config.admin)?),
+        };
+        let (secret, keys) = match same {
+            Some(same) => (same.terms.secret(), same.terms.keys()),
+            None => (text.as_deref().map(secret_header).transpose()?, ApiKeys::read(&config)?),
+        };
         let terms = Terms {
             connect_timeout: Duration::from_millis(config.timeouts.connect_ms),
             idle_timeout: Duration::from_millis(config.timeouts.engine_idle_ms),
@@ -109,7 +120,8 @@ impl Generation {
             (None, Some(tls)) => Some(EngineTls::new(tls, ground.fleet.metrics().engine_tls())?),
             (None, None) => None,
         };
-        let terms = EngineTerms::new(members.engines(), terms, engine_tls.as_ref())?;
+        let before = previous.map(|previous| &previous.terms);
+        let terms = EngineTerms::new(&config, &members, terms, keys, engine_tls.as_ref(), before)?;
         ground
             .fleet
             .memory
@@ -126,6 +138,8 @@ impl Generation {
                 ..ParseLimits::default()
             },
             auth,
+            access,
+            terms,
             engine_tls,
             observers,
             config,
@@ -135,6 +149,7 @@ impl Generation {
     /// Looks whether files that this version names have changed.
     pub(crate) fn reread(&self, tenants: &Tenants) {
         self.auth.iter().for_each(|auth| auth.refresh(tenants));
+        self.access.refresh();
         self.engine_tls.iter().for_each(|tls| tls.refresh());
     }
 
@@ -145,4 +160,10 @@ impl Generation {
             try_timeout: Duration::from_millis(self.config.timeouts.settle_ms),
         }
     }
+}
+
+fn secret_header(text: &str) -> Result<HeaderValue, GenerationError> {
+    let mut secret = HeaderValue::from_str(text).map_err(|_| GenerationError::SecretText)?;
+    secret.set_sensitive(true);
+    Ok(secret)
 }

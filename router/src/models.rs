@@ -55,7 +55,9 @@ impl Model {
         let fleet = ground.fleet;
         let pool = |leg, pool: &PoolConfig, learns| {
             let engines = members.of(&config.name, leg);
-            let engines = engines.iter().filter(|engine| has(&engine.labels, &pool.select));
+            let usable =
+                |engine: &&EngineConfig| terms.takes(&engine.url) && has(&engine.labels, &pool.select);
+            let engines = engines.iter().filter(usable);
             let ranks = |engine: &EngineConfig| -> Vec<Arc<Member>> {
                 // An engine has one state, in however many pools it is.
                 let health = all.health.terms(members.drains(&engine.url));

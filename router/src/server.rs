@@ -19,7 +19,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::admin::{self, Access, Admin, AdminError};
+use crate::admin::{self, Admin, AdminError};
 use crate::client_stream::ClientStream;
 use crate::config::RouterConfig;
 use crate::discovery;
@@ -75,7 +75,6 @@ pub struct Router {
 struct Guards {
     clients: Option<Arc<ServerTls>>,
     admin: Option<Arc<ServerTls>>,
-    access: Arc<Access>,
 }
 
 impl Router {
@@ -84,17 +83,19 @@ impl Router {
     /// # Errors
     /// [`BindError`] names what is in the way.
     pub async fn bind(config: RouterConfig) -> Result<Self, BindError> {
-        let access = Arc::new(Access::new(&config.admin)?);
         let (listen_tls, admin_tls) = (config.listen_tls.clone(), config.admin.tls.clone());
         let clients = listen(config.listen).await?;
         let admin = listen(config.admin.listen).await?;
         let connections_max = config.limits.connections;
-        let shared = Shared::new(config)?;
+        let shared = Shared::new(config).map_err(|error| match error {
+            GenerationError::Admin(error) => BindError::Admin(error),
+            error => BindError::Config(error),
+        })?;
         let tls = |config: Option<_>, purpose| {
             let new = |config| ServerTls::new(&config, shared.metrics.listener_tls(purpose)).map(Arc::new);
             config.map(new).transpose()
         };
-        let guards = Guards { clients: tls(listen_tls, "clients")?, admin: tls(admin_tls, "admin")?, access };
+        let guards = Guards { clients: tls(listen_tls, "clients")?, admin: tls(admin_tls, "admin")? };
         Ok(Self { clients, admin, shared, connections_max, guards })
     }
 
@@ -124,11 +125,7 @@ impl Router {
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
         let Self { clients, admin, shared, connections_max, guards } = self;
-        let ready = Arc::new(Admin {
-            shared: Arc::clone(&shared),
-            ready: AtomicBool::new(true),
-            access: Arc::clone(&guards.access),
-        });
+        let ready = Arc::new(Admin { shared: Arc::clone(&shared), ready: AtomicBool::new(true) });
         let mut background = JoinSet::new();
         background.spawn(admin::serve(admin, guards.admin.clone(), Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
@@ -139,9 +136,11 @@ impl Router {
         let proxy = Arc::new(http_proxy(&Arc::new(ServerConf::default()), FrontDoor(Arc::clone(&shared))));
         let (drain, draining) = watch::channel(false);
         let mut connections = JoinSet::new();
+        // One bound for all, also while it drains.
+        let room = Arc::new(Semaphore::new(connections_max));
         tokio::select! {
             () = shutdown.cancelled() => {}
-            () = accept(&clients, guards.clients.clone(), &shared, &proxy, draining.clone(), connections_max, &mut connections) => {}
+            () = accept(&clients, guards.clients.clone(), &shared, &proxy, draining.clone(), &room, &mut connections) => {}
         }
         ready.ready.store(false, Ordering::Relaxed);
         shared.draining.store(true, Ordering::Relaxed);
@@ -149,15 +148,8 @@ impl Router {
         if !delay.is_zero() {
             // Answers close their connections by now; idle ones may still bring a request.
             let connections = &mut connections;
-            let accepting = accept(
-                &clients,
-                guards.clients.clone(),
-                &shared,
-                &proxy,
-                draining,
-                connections_max,
-                connections,
-            );
+            let accepting =
+                accept(&clients, guards.clients.clone(), &shared, &proxy, draining, &room, connections);
             // It never ends by itself.
             let _ = tokio::time::timeout(delay, accepting).await;
         }
@@ -191,13 +183,12 @@ async fn accept(
     shared: &Arc<Shared>,
     proxy: &Arc<HttpProxy<FrontDoor>>,
     draining: watch::Receiver<bool>,
-    connections_max: usize,
+    room: &Arc<Semaphore>,
     connections: &mut JoinSet<()>,
 ) {
     static TROUBLE: Seldom = Seldom::new();
-    let room = Arc::new(Semaphore::new(connections_max));
     loop {
-        let permit = Arc::clone(&room).acquire_owned().await.expect("the semaphore is never closed");
+        let permit = Arc::clone(room).acquire_owned().await.expect("the semaphore is never closed");
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
@@ -296,7 +287,6 @@ async fn reread(shared: Arc<Shared>, guards: Guards) {
         let (shared, guards) = (Arc::clone(&shared), guards.clone());
         let look = move || {
             guards.clients.iter().chain(&guards.admin).for_each(|tls| tls.refresh());
-            guards.access.refresh();
             shared.generation().reread(&shared.tenants);
         };
         if tokio::task::spawn_blocking(look).await.is_err() {

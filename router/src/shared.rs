@@ -136,18 +136,21 @@ impl Shared {
         Ok(number)
     }
 
-    /// Puts what discovery knows now into effect, if it is something else.
-    pub(crate) fn refresh(&self) {
+    /// Puts what discovery knows now into effect, if it is something else. `false` when that failed: it should be
+    /// tried again.
+    pub(crate) fn refresh(&self) -> bool {
         let _one_at_a_time = self.installing.lock().unwrap_or_else(PoisonError::into_inner);
         let current = self.generation();
         let members = Members::now(&current.config, &self.answers, &current.members);
         if members == current.members {
-            return;
+            return true;
         }
         let version = (current.number, current.revision + 1);
-        if let Err(error) = self.replace(&current, version, current.config.clone(), members) {
-            tracing::warn!(%error, "what discovery found cannot be put into effect");
+        let replaced = self.replace(&current, version, current.config.clone(), members);
+        if let Err(error) = &replaced {
+            tracing::warn!(%error, "what discovery found cannot be put into effect; it is tried again");
         }
+        replaced.is_ok()
     }
 
     fn replace(

@@ -134,7 +134,13 @@ impl Drop for Process {
         if std::thread::panicking() {
             let log = self.log();
             let tail: Vec<&str> = log.lines().rev().take(40).collect();
-            eprintln!("--- log of {}", self.name);
+            // Whether it had ended by itself, and how.
+            let ended = self.child.try_wait().ok().flatten();
+            eprintln!(
+                "--- log of {} ({})",
+                self.name,
+                ended.map_or("alive".to_owned(), |how| how.to_string())
+            );
             tail.iter().rev().for_each(|line| eprintln!("{line}"));
         }
         // It may be dead already, and a test that ends owes it no drain.

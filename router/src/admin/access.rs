@@ -31,7 +31,13 @@ pub enum AdminError {
 }
 
 /// What is asked of people and monitors.
-pub(crate) struct Access(Option<Token>);
+pub(crate) struct Access {
+    token: Option<Token>,
+    /// Where the listener is, whatever a later configuration says: it stays there until a restart.
+    listen: SocketAddr,
+    /// Everybody who is connected has shown a certificate.
+    certificates: bool,
+}
 
 struct Token {
     file: PathBuf,
@@ -44,18 +50,32 @@ impl Access {
     /// [`AdminError`]: the listener must not be opened like that.
     pub(crate) fn new(config: &AdminConfig) -> Result<Self, AdminError> {
         let certificates = config.tls.as_ref().is_some_and(|tls| tls.client_auth == ClientAuth::Require);
-        if !config.listen.ip().is_loopback() && config.token_file.is_none() && !certificates {
-            return Err(AdminError::Open(config.listen));
+        Self::at(config.listen, certificates, config)
+    }
+
+    /// What the next configuration asks of those who come to the listener as it is.
+    ///
+    /// # Errors
+    /// [`AdminError`]: the configuration must not take effect.
+    pub(crate) fn next(&self, config: &AdminConfig) -> Result<Self, AdminError> {
+        Self::at(self.listen, self.certificates, config)
+    }
+
+    fn at(listen: SocketAddr, certificates: bool, config: &AdminConfig) -> Result<Self, AdminError> {
+        if !listen.ip().is_loopback() && config.token_file.is_none() && !certificates {
+            return Err(AdminError::Open(listen));
         }
-        let Some(file) = config.token_file.clone() else { return Ok(Self(None)) };
-        let watch = FileWatch::new(vec![file.clone()]);
-        let current = ArcSwap::from_pointee(read(&file)?);
-        Ok(Self(Some(Token { file, current, watch })))
+        let token = config.token_file.clone().map(|file| {
+            let watch = FileWatch::new(vec![file.clone()]);
+            let current = ArcSwap::from_pointee(read(&file)?);
+            Ok::<_, AdminError>(Token { file, current, watch })
+        });
+        Ok(Self { token: token.transpose()?, listen, certificates })
     }
 
     /// Whether the request may be answered. Whether the router lives is told to everybody: probes bring no token.
     pub(crate) fn allows(&self, path: &str, headers: &HeaderMap) -> bool {
-        let Some(token) = &self.0 else { return true };
+        let Some(token) = &self.token else { return true };
         let shown =
             || bearer(headers).is_some_and(|shown| same(shown.as_bytes(), token.current.load().as_bytes()));
         matches!(path, "/health" | "/ready") || shown()
@@ -63,7 +83,7 @@ impl Access {
 
     /// Reads the token again if its file has changed; one that cannot be used leaves the old one in effect.
     pub(crate) fn refresh(&self) {
-        let Some(token) = self.0.as_ref().filter(|token| token.watch.has_changed()) else { return };
+        let Some(token) = self.token.as_ref().filter(|token| token.watch.has_changed()) else { return };
         match read(&token.file) {
             Ok(new) => token.current.store(new.into()),
             Err(error) => {

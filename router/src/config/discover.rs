@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use garde::Validate;
 use schemars::{JsonSchema, Schema, SchemaGenerator};
@@ -110,6 +110,11 @@ pub struct EngineTemplate(EngineConfig);
 const NOWHERE: &str = "http://0.0.0.0:1";
 
 impl EngineTemplate {
+    /// Where the key of every engine that is found stands.
+    pub(crate) fn api_key_file(&self) -> Option<&Path> {
+        self.0.api_key_file.as_deref()
+    }
+
     /// An engine as the template has it.
     #[must_use]
     pub fn engine(&self, url: super::EngineUrl) -> EngineConfig {

@@ -1,10 +1,13 @@
 //! The `auth` part: API keys, the tenants they belong to, and what each may do.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use super::queue::Priority;
 
@@ -55,7 +58,7 @@ pub struct KeyConfig {
     /// Its name in logs and limits; not secret. Each only once.
     #[garde(length(bytes, min = 1, max = 128))]
     pub id: String,
-    /// `sha256:` and the SHA-256 of the key in 64 hexadecimal digits.
+    /// `sha256:` and the SHA-256 of the key in 64 hexadecimal digits. Hashes of common words are refused.
     #[garde(custom(is_hash))]
     pub hash: String,
     /// Whose key it is.
@@ -141,16 +144,7 @@ impl KeyConfig {
     /// The 32 bytes of [`Self::hash`]; `None` only if that is not one, which a checked configuration excludes.
     #[must_use]
     pub fn digest(&self) -> Option<[u8; 32]> {
-        let hex = self.hash.strip_prefix("sha256:")?;
-        let mut digest = [0_u8; 32];
-        if hex.len() != 64 || !hex.is_ascii() {
-            return None;
-        }
-        for (byte, pair) in digest.iter_mut().zip(hex.as_bytes().chunks(2)) {
-            let digit = |c: u8| char::from(c).to_digit(16);
-            *byte = u8::try_from(digit(pair[0])? << 4 | digit(pair[1])?).ok()?;
-        }
-        Some(digest)
+        digest(&self.hash)
     }
 
     /// When it expires, in seconds since 1970.
@@ -164,12 +158,46 @@ fn one() -> u32 {
     1
 }
 
-fn is_hash(hash: &str, _: &()) -> garde::Result {
-    let hex = hash.strip_prefix("sha256:").unwrap_or_default();
-    if hex.len() == 64 && hex.bytes().all(|b| b.is_ascii_hexdigit()) {
-        return Ok(());
+/// What people put where a key belongs: in examples, in a hurry, or because a variable was empty. Digits are among
+/// them one by one.
+const GUESSABLE: &str = "0 1 2 3 4 5 6 7 8 9 a abc abc123 admin api-key api_key apikey baton bearer changeme demo \
+    dummy empty EMPTY example false foo hello hi key letmein master none None null password password123 placeholder \
+    qwerty root secret sk sk-1234 sk-baton sk-baton- sk-test sk-xxx test test-key token token-abc123 true undefined user \
+    vllm x xxx 0000 00000000 12 123 1234 12345 123456 1234567 12345678 123456789 1234567890 your-api-key YOUR_API_KEY";
+
+static GUESSED: LazyLock<HashSet<[u8; 32]>> = LazyLock::new(|| {
+    // `echo` ends what it writes, so its line is guessed as well.
+    let words =
+        GUESSABLE.split_whitespace().chain([""]).flat_map(|word| [word.to_owned(), format!("{word}\n")]);
+    let zeros = [[0_u8; 32].to_vec(), [b'0'; 32].to_vec(), [b'0'; 64].to_vec()];
+    let hashes = words.map(String::into_bytes).chain(zeros).map(|text| Sha256::digest(text).into());
+    // Nor is a hash of zeros or ones the hash of a key.
+    hashes.chain([[0; 32], [0xff; 32]]).collect()
+});
+
+fn digest(hash: &str) -> Option<[u8; 32]> {
+    let hex = hash.strip_prefix("sha256:")?;
+    let mut digest = [0_u8; 32];
+    if hex.len() != 64 || !hex.is_ascii() {
+        return None;
     }
-    Err(garde::Error::new("must be `sha256:` and 64 hexadecimal digits, as `baton key new` prints them"))
+    for (byte, pair) in digest.iter_mut().zip(hex.as_bytes().chunks(2)) {
+        let digit = |c: u8| char::from(c).to_digit(16);
+        *byte = u8::try_from(digit(pair[0])? << 4 | digit(pair[1])?).ok()?;
+    }
+    Some(digest)
+}
+
+fn is_hash(hash: &str, _: &()) -> garde::Result {
+    match digest(hash) {
+        None => Err(garde::Error::new(
+            "must be `sha256:` and 64 hexadecimal digits, as `baton key new` prints them",
+        )),
+        Some(digest) if GUESSED.contains(&digest) => {
+            Err(garde::Error::new("is the hash of a key that anybody can guess; `baton key new` makes one"))
+        }
+        Some(_) => Ok(()),
+    }
 }
 
 fn is_moment(text: &str, _: &()) -> garde::Result {
@@ -237,5 +265,31 @@ mod tests {
         ] {
             assert_eq!(moment(wrong), None, "{wrong}");
         }
+    }
+
+    #[test]
+    fn hashes_of_what_anybody_can_guess_are_refused() {
+        let hash = |text: &[u8]| format!("sha256:{:x}", Sha256::digest(text));
+        for word in ["", "0", "hi", "changeme", "test\n", "EMPTY"] {
+            assert!(is_hash(&hash(word.as_bytes()), &()).is_err(), "{word}");
+        }
+        assert!(is_hash(&hash(&[0; 32]), &()).is_err());
+        assert!(is_hash(&format!("sha256:{}", "0".repeat(64)), &()).is_err());
+        assert!(is_hash(&hash(b"sk-baton-5b1f0c9d"), &()).is_ok());
+    }
+
+    #[test]
+    fn keys_of_the_examples_open_nothing() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/config");
+        let mut keys = 0;
+        for file in std::fs::read_dir(folder).expect("the examples") {
+            let path = file.expect("an entry").path();
+            let config = crate::config::RouterConfig::load(&path).expect("an example is sound");
+            for key in config.auth.iter().flat_map(|auth| &auth.keys) {
+                assert!(!GUESSED.contains(&key.digest().expect("a hash")), "{}: {}", path.display(), key.id);
+                keys += 1;
+            }
+        }
+        assert!(keys >= 2);
     }
 }

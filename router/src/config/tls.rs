@@ -29,7 +29,8 @@ pub struct ListenTlsConfig {
     #[serde(default = "default_handshake_ms")]
     #[garde(range(min = 1, max = 60_000))]
     pub handshake_ms: u64,
-    /// Handshakes at once; more wait, within `handshake_ms`. 1 to 65,536; default 128.
+    /// Handshakes that are computed at once; more wait, within `handshake_ms`. Waiting for a client takes no place. 1 to
+    /// 65,536; default 128.
     #[serde(default = "default_handshakes")]
     #[garde(range(min = 1, max = 65_536))]
     pub handshakes: usize,

@@ -1,8 +1,18 @@
 //! TLS on a listener: the certificate in effect, and handshakes that are bounded in time and number.
+//!
+//! ```text
+//! connected ─ whole hello ─▶ waits for a place ─▶ key exchange, signature ─ place free again ─▶ finished
+//!     └────────────────────────── handshake_ms for all of it, else cut ──────────────────────────┘
+//! ```
+//!
+//! A place is held while the router computes, never while it waits for a client. Clients that wait are bounded by
+//! `limits.connections`.
 
+use std::future::{Future as _, poll_fn};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
@@ -10,7 +20,7 @@ use rustls::ServerConfig;
 use rustls::server::WebPkiClientVerifier;
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
-use tokio_rustls::TlsAcceptor;
+use tokio_rustls::LazyConfigAcceptor;
 
 use super::certificate::{chain, key, provider, roots};
 use super::{TlsConnection, TlsError, content};
@@ -51,8 +61,17 @@ impl ServerTls {
     /// The connection, encrypted; `None` when there was no handshake in time. The client is then cut.
     pub(crate) async fn accept(&self, stream: TcpStream) -> Option<TlsConnection> {
         let handshake = async {
-            let _one = self.handshakes.acquire().await.expect("the semaphore is never closed");
-            TlsAcceptor::from(self.current.load_full()).accept(stream).await
+            // Whoever says nothing, or half of its hello, takes no place of those who have said it.
+            let hello = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), stream).await?;
+            let one = self.handshakes.acquire().await.expect("the semaphore is never closed");
+            // The key exchange and the signature are made here; what follows waits for the client and costs little.
+            let mut rest = Box::pin(hello.into_stream(self.current.load_full()));
+            let first = poll_fn(|cx| Poll::Ready(rest.as_mut().poll(cx))).await;
+            drop(one);
+            match first {
+                Poll::Ready(done) => done,
+                Poll::Pending => rest.await,
+            }
         };
         let within = Duration::from_millis(self.config.handshake_ms);
         match tokio::time::timeout(within, handshake).await {

@@ -1,12 +1,17 @@
 //! On what terms engines are talked to: what all of them have in common, and what one has of its own.
+//!
+//! Invariant: an engine that was discovered never makes a configuration fail. One that cannot be talked to is left
+//! out and logged. What the configuration itself names, engines and files, must be in order.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use hyper::header::HeaderValue;
 
-use crate::config::{ConfigError, EngineConfig, EngineUrl, ReleaseMode, first_line_of};
+use crate::config::{ConfigError, EngineConfig, EngineUrl, ReleaseMode, RouterConfig, first_line_of};
+use crate::discovery::membership::Members;
 use crate::health;
 use crate::tls::TlsError;
 use crate::tls::client::{EngineName, EngineTls};
@@ -44,39 +49,118 @@ pub enum TermsError {
 pub(crate) struct EngineTerms {
     common: Terms,
     own: HashMap<EngineUrl, Terms>,
+    keys: ApiKeys,
+    /// Discovered, and nobody knows how to talk to them.
+    left_out: HashSet<EngineUrl>,
+}
+
+/// `Authorization` headers by the files from which they were read.
+#[derive(Clone, Default)]
+pub(crate) struct ApiKeys(HashMap<PathBuf, HeaderValue>);
+
+impl ApiKeys {
+    /// Every file that the configuration names, also in templates of engines that are not found yet.
+    ///
+    /// # Errors
+    /// [`TermsError`] names the file.
+    pub(crate) fn read(config: &RouterConfig) -> Result<Self, TermsError> {
+        let mut keys = HashMap::new();
+        for file in key_files(config) {
+            if !keys.contains_key(file) {
+                keys.insert(file.to_owned(), read_key(file)?);
+            }
+        }
+        Ok(Self(keys))
+    }
+
+    fn of(&self, file: &Path) -> Result<HeaderValue, TermsError> {
+        // An engine that stays while a new source is waited for may have a file of an earlier configuration.
+        self.0.get(file).cloned().map_or_else(|| read_key(file), Ok)
+    }
+}
+
+/// Every file of an API key that the configuration names.
+fn key_files(config: &RouterConfig) -> impl Iterator<Item = &Path> {
+    let pools = config.models.iter().flat_map(|model| [&model.prefill, &model.decode]);
+    pools.flat_map(|pool| {
+        let found = pool.discover.as_ref().and_then(|discover| discover.template.api_key_file());
+        pool.engines.iter().filter_map(|engine| engine.api_key_file.as_deref()).chain(found)
+    })
+}
+
+fn read_key(file: &Path) -> Result<HeaderValue, TermsError> {
+    let key_text = || TermsError::KeyText(file.display().to_string());
+    let key = first_line_of(file)?.ok_or_else(key_text)?;
+    let mut header = HeaderValue::from_str(&format!("Bearer {key}")).map_err(|_| key_text())?;
+    header.set_sensitive(true);
+    Ok(header)
 }
 
 impl EngineTerms {
     /// # Errors
-    /// [`TermsError`] names the file or address at fault.
-    pub(crate) fn new<'a>(
-        engines: impl Iterator<Item = &'a EngineConfig>,
+    /// [`TermsError`] names the file or address at fault, which the configuration names itself.
+    pub(crate) fn new(
+        config: &RouterConfig,
+        members: &Members,
         common: Terms,
+        keys: ApiKeys,
         tls: Option<&Arc<EngineTls>>,
+        previous: Option<&Self>,
     ) -> Result<Self, TermsError> {
-        let mut own = HashMap::new();
-        for engine in engines {
-            if engine.api_key_file.is_none() && !engine.url.is_tls() {
-                continue;
+        let pools = config.models.iter().flat_map(|model| [&model.prefill, &model.decode]);
+        let listed: HashSet<_> = pools.flat_map(|pool| &pool.engines).map(|engine| &engine.url).collect();
+        let mut terms = Self { common, own: HashMap::new(), keys, left_out: HashSet::new() };
+        for engine in members.engines() {
+            match terms.own_of(engine, tls) {
+                Ok(None) => {}
+                Ok(Some(own)) => drop(terms.own.insert(engine.url.clone(), own)),
+                Err(error) if listed.contains(&engine.url) => return Err(error),
+                Err(error) => {
+                    if previous.is_none_or(|previous| previous.takes(&engine.url)) {
+                        tracing::warn!(engine = %engine.url, %error, "a discovered engine is left out");
+                    }
+                    terms.left_out.insert(engine.url.clone());
+                }
             }
-            let mut terms = common.clone();
-            if let Some(file) = &engine.api_key_file {
-                let key_text = || TermsError::KeyText(file.display().to_string());
-                let key = first_line_of(file)?.ok_or_else(key_text)?;
-                let mut header = HeaderValue::from_str(&format!("Bearer {key}")).map_err(|_| key_text())?;
-                header.set_sensitive(true);
-                terms.api_key = Some(header);
-            }
-            if engine.url.is_tls() {
-                let tls = tls.ok_or_else(|| TlsError::NoRoots(engine.url.to_string()))?;
-                terms.tls = Some(tls.named(&engine.url)?);
-            }
-            own.insert(engine.url.clone(), terms);
         }
-        Ok(Self { common, own })
+        Ok(terms)
+    }
+
+    /// What an engine has of its own; `None` if nothing.
+    fn own_of(
+        &self,
+        engine: &EngineConfig,
+        tls: Option<&Arc<EngineTls>>,
+    ) -> Result<Option<Terms>, TermsError> {
+        if engine.api_key_file.is_none() && !engine.url.is_tls() {
+            return Ok(None);
+        }
+        let mut terms = self.common.clone();
+        if let Some(file) = &engine.api_key_file {
+            terms.api_key = Some(self.keys.of(file)?);
+        }
+        if engine.url.is_tls() {
+            let tls = tls.ok_or_else(|| TlsError::NoRoots(engine.url.to_string()))?;
+            terms.tls = Some(tls.named(&engine.url)?);
+        }
+        Ok(Some(terms))
+    }
+
+    /// Whether the engine can be talked to.
+    pub(crate) fn takes(&self, url: &EngineUrl) -> bool {
+        !self.left_out.contains(url)
     }
 
     pub(crate) fn of(&self, url: &EngineUrl) -> &Terms {
         self.own.get(url).unwrap_or(&self.common)
+    }
+
+    /// The cluster secret, as engines are shown it.
+    pub(crate) fn secret(&self) -> Option<HeaderValue> {
+        self.common.secret.clone()
+    }
+
+    pub(crate) fn keys(&self) -> ApiKeys {
+        self.keys.clone()
     }
 }

@@ -180,3 +180,26 @@ async fn bodies_are_bounded_in_sum_and_what_is_only_announced_takes_nothing() {
     assert_eq!(slow.answer().await.status, 200);
     system.counts("baton_router_body_bytes", 0.0).await;
 }
+
+#[tokio::test]
+async fn what_is_passed_on_waits_its_turn_as_well() {
+    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let system = one_at_a_time(&[], &d, "queue: {requests: 1}").await;
+    let passed = async || {
+        let mut client = Client::connect(system.address).await;
+        client.post("/v1/embeddings", &json!({"model": "m", "input": "x"})).await;
+        client
+    };
+    let mut first = posted(&system, "").await;
+    asked(&d, 1).await;
+    let mut second = passed().await;
+    waiting(&system, "normal", 1.0).await;
+    let third = passed().await.answer().await;
+    assert_eq!((third.status, third.header("retry-after").is_some()), (429, true));
+    d.go_on();
+    assert_eq!(first.answer().await.status, 200);
+    asked(&d, 2).await;
+    d.go_on();
+    assert_eq!(second.answer().await.status, 200);
+    system.settled().await;
+}

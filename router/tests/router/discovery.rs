@@ -370,3 +370,54 @@ async fn the_endpoint_slices_of_a_service_are_watched_through_410_and_broken_wat
     members(&system, 1).await;
     assert_eq!(status(&system).await, 200);
 }
+
+#[tokio::test]
+async fn an_endpoint_that_cannot_be_talked_to_is_left_out_and_holds_nothing_up() {
+    let (a, b) = (answers().await, answers().await);
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::write(at("key"), "an-engine-key\n").unwrap();
+    std::fs::write(at("secret"), "0123456789abcdef\n").unwrap();
+    std::fs::write(at("engines"), format!("['https://unknown:1', '{}']", a.url())).unwrap();
+    let text = yaml(&format!(
+        "{{policy: round_robin, discover: {{file: {{path: '{}', refresh_ms: 100}}, template: {{api_key_file: '{}'}}}}}}\n\
+         cluster_secret_file: '{}'",
+        at("engines").display(),
+        at("key").display(),
+        at("secret").display()
+    ));
+    let system = System::of(&text).await;
+    members(&system, 1).await;
+    assert_eq!(status(&system).await, 200);
+    let again = baton_router::RouterConfig::from_yaml(&text, "again.yaml").unwrap();
+    system.reload.install(again).expect("what was discovered does not make a configuration wrong");
+    assert_eq!(status(&system).await, 200);
+    // Files that were good at the start are not read for a change of members.
+    std::fs::remove_file(at("key")).unwrap();
+    std::fs::remove_file(at("secret")).unwrap();
+    std::fs::write(at("engines"), format!("['https://unknown:1', '{}', '{}']", a.url(), b.url())).unwrap();
+    members(&system, 2).await;
+    for _ in 0..4 {
+        assert_eq!(status(&system).await, 200);
+    }
+    assert_eq!(b.asked()[0].headers["authorization"], "Bearer an-engine-key");
+}
+
+#[tokio::test]
+async fn sources_of_one_service_with_other_ports_and_selectors_have_series_of_their_own() {
+    let source = |selector: &str, port: &str| {
+        format!(
+            "{{discover: {{kubernetes: {{namespace: s, service: e, selector: {{{selector}}}, port: {port}, \
+             kubeconfig_file: /no/such/file}}}}}}"
+        )
+    };
+    let text = format!("{}    prefill: {}\n", yaml(&source("role: d", "http")), source("role: p", "8000"));
+    let system = System::of(&text).await;
+    for name in ["kubernetes:s/e:http?role=d", "kubernetes:s/e:8000?role=p"] {
+        let failures = format!("baton_router_discovery_failures_total{{source=\"{name}\"}}");
+        let begun = std::time::Instant::now();
+        while system.metric(&failures).await < 1.0 {
+            assert!(begun.elapsed().as_secs() < 20, "{name}");
+        }
+    }
+}

@@ -504,3 +504,67 @@ async fn beyond_loopback_the_admin_listener_needs_a_token_or_certificates() {
         assert!(stranger.until("baton_router_build_info").await.is_none());
     }
 }
+
+/// What a client says first.
+fn hello(authority: &Authority) -> Vec<u8> {
+    let config = Arc::clone(authority.connector(None).config());
+    let name = ServerName::try_from("router.test").unwrap();
+    let mut bytes = Vec::new();
+    rustls::ClientConnection::new(config, name).unwrap().write_tls(&mut bytes).unwrap();
+    bytes
+}
+
+#[tokio::test]
+async fn silent_connections_keep_no_client_out() {
+    let authority = Authority::new();
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = system(&authority, &d, ", handshakes: 1, handshake_ms: 60000", "").await;
+    let hello = hello(&authority);
+    let mut silent = Vec::new();
+    for n in 0..300 {
+        let mut stream = TcpStream::connect(system.address).await.unwrap();
+        // Some say nothing, some half of it, some all and then nothing more.
+        stream.write_all(&hello[..[0, hello.len() / 2, hello.len()][n % 3]]).await.unwrap();
+        silent.push(stream);
+    }
+    // Far below the 60 seconds that each of the others may take.
+    let honest = tokio::time::timeout(PATIENCE, authority.connect(system.address, None)).await;
+    let mut client = honest.expect("it is let in at once").unwrap();
+    client.post(&completion(false)).await;
+    assert!(client.until("\"t\"}]}").await.is_some());
+    drop(silent);
+}
+
+#[tokio::test]
+async fn another_token_file_takes_effect_with_the_configuration_and_none_leaves_no_door_open() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    std::fs::write(at("one"), "the first of two tokens\n").unwrap();
+    std::fs::write(at("two"), "the second of two tokens\n").unwrap();
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let config = |admin: &str| {
+        let yaml = format!(
+            "listen: 127.0.0.1:0\nadmin: {admin}\nmodels: [{{name: m, decode: {{engines: [{{url: '{}'}}]}}}}]\n",
+            d.url()
+        );
+        RouterConfig::from_yaml(&yaml, "r.yaml").unwrap()
+    };
+    let with = |file: &str| config(&format!("{{listen: '0.0.0.0:0', token_file: '{}'}}", at(file)));
+    let system = System::running(with("one")).await;
+    let admin = SocketAddr::from(([127, 0, 0, 1], system.admin.port()));
+    let status = async |token: &str| {
+        let mut client = crate::client::Client::connect(admin).await;
+        let head = format!("GET /config HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n\r\n");
+        client.send(head.as_bytes()).await;
+        client.answer().await.status
+    };
+    assert_eq!(status("the first of two tokens").await, 200);
+    system.reload.install(with("two")).unwrap();
+    assert_eq!(status("the first of two tokens").await, 401);
+    assert_eq!(status("the second of two tokens").await, 200);
+    system.reload.install(with("none")).expect_err("its token cannot be read");
+    // The listener stays where it is, so a configuration that puts it on loopback still needs the token.
+    system.reload.install(config("{listen: '127.0.0.1:0'}")).expect_err("the door would be open");
+    assert_eq!(status("the second of two tokens").await, 200);
+    assert_eq!(status("").await, 401);
+}
