@@ -4,7 +4,8 @@
 //! or it computes an answer that is not streamed. A lease lives for seconds. So silence on the request's own connection
 //! says nothing about the engine, and the bound on it cannot be short. An engine that lives answers `GET /health`
 //! meanwhile, off its step loop, whatever the answer is. One that does not, twice in a row, has stopped, hangs or is cut
-//! off: it is given up while its request's lease still lives, and another engine gets the handoff.
+//! off: it is given up while its request's lease still lives, and another engine gets the handoff. Whether it is deaf to
+//! everybody, or only for as long as this request keeps it busy, is for its health to find out.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,14 +14,12 @@ use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderMap;
 
-use crate::health::Sign;
-use crate::metrics::Leg;
 use crate::upstream::{Engine, Outgoing};
 
 /// The longest wait for an answer to one question.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
-/// Questions without an answer that make an engine dead.
+/// Questions without an answer after which a request is given up.
 const UNANSWERED_MAX: u32 = 2;
 
 /// An answer to a question is not read beyond this.
@@ -54,8 +53,6 @@ pub(crate) async fn while_alive<T>(
             alive = asked => unanswered = if alive { 0 } else { unanswered + 1 },
         }
         if unanswered == UNANSWERED_MAX {
-            // The next requests need not find it out again.
-            engine.failed(Leg::Decode, Sign::Silent);
             return Err(Deaf);
         }
     }

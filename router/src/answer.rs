@@ -36,6 +36,11 @@ const HELD_BYTES_MAX: usize = 1 << 20;
 /// After `[DONE]` an engine has this long to end its answer, so that its connection can be used again.
 const END_AFTER_DONE: Duration = Duration::from_secs(1);
 
+/// So often another engine goes on with one stream.
+const RESUMES_MAX: u8 = 3;
+/// So often in a row it does without a token since the last time: its engine may have been stopped just then.
+const IDLE_RESUMES_MAX: u8 = 1;
+
 /// How long an engine has said nothing. One timer for the whole answer: it is looked at when it fires, not set anew with
 /// each event.
 struct Silence {
@@ -95,11 +100,21 @@ enum Resumed {
 
 /// What another engine would need to go on with a stream.
 pub(crate) struct Resuming {
-    pub transcript: Transcript,
-    pub ask: Ask,
+    transcript: Transcript,
+    ask: Ask,
+    /// How often another engine was asked to go on.
+    times: u8,
+    /// How often in a row without a token that was sent since the last time.
+    idle: u8,
+    /// Tokens that were sent when one was asked last.
+    sent: usize,
 }
 
 impl Resuming {
+    pub(crate) fn new(transcript: Transcript, ask: Ask) -> Self {
+        Self { transcript, ask, times: 0, idle: 0, sent: 0 }
+    }
+
     fn pass(&mut self, frames: &Bytes) -> Bytes {
         let passed = self.transcript.pass(frames);
         if !self.transcript.needs_request() {
@@ -108,8 +123,20 @@ impl Resuming {
         passed
     }
 
+    /// A stream goes from engine to engine a few times, and only while it gets somewhere: one that takes engines down
+    /// takes no more of them.
     fn broke(&mut self) -> Plan {
-        self.transcript.broke()
+        let plan = self.transcript.broke();
+        if !matches!(plan, Plan::Again | Plan::Continue(_)) {
+            return plan;
+        }
+        let sent = self.transcript.sent();
+        let idle = if self.times > 0 && sent == self.sent { self.idle + 1 } else { 0 };
+        if self.times == RESUMES_MAX || idle > IDLE_RESUMES_MAX {
+            return Plan::Impossible;
+        }
+        (self.times, self.idle, self.sent) = (self.times + 1, idle, sent);
+        plan
     }
 }
 
@@ -313,7 +340,7 @@ impl Passing<'_> {
 
     /// The stream has said `[DONE]`. From here on the client may hang up or ask the next thing.
     async fn done(mut self) -> Result<(), Ended> {
-        self.driver.apply(Event::StreamEnded(self.attempt));
+        self.driver.served(self.attempt);
         self.hold(false);
         self.write(Bytes::new(), true).await?;
         let mut reply = self.reply;
@@ -336,7 +363,7 @@ impl Passing<'_> {
 
     /// The engine ended in the middle: one typed error at the boundary of a frame, then `[DONE]`.
     async fn broken_stream(&mut self, broken: Broken, frames: &Frames) -> Result<(), Ended> {
-        self.driver.apply(Event::StreamBroken(self.attempt));
+        self.ended_early(broken);
         let mut last = BytesMut::new();
         if frames.is_inside() {
             last.extend_from_slice(b"\n\n");
@@ -345,6 +372,14 @@ impl Passing<'_> {
         last.extend_from_slice(&sse::DONE);
         self.write(last.freeze(), false).await?;
         self.write(Bytes::new(), true).await
+    }
+
+    /// Whoever is told of it: an engine is blamed for its own end, not for a request that took too long.
+    fn ended_early(&mut self, broken: Broken) {
+        self.driver.apply(match broken {
+            Broken::Died | Broken::Silent => Event::StreamBroken(self.attempt),
+            Broken::OutOfTime => Event::GaveUp,
+        });
     }
 
     async fn held(mut self, mut head: ResponseHeader) -> Result<(), Ended> {
@@ -359,7 +394,7 @@ impl Passing<'_> {
                 Ok(Some(chunk)) => held.extend_from_slice(&chunk),
                 Ok(None) => break,
                 Err(broken) => {
-                    self.driver.apply(Event::StreamBroken(self.attempt));
+                    self.ended_early(broken);
                     return Err(Ended::Refused(broken.refusal()));
                 }
             }
@@ -368,7 +403,7 @@ impl Passing<'_> {
             }
         }
         // Computed and read: whether the client still takes it is no engine's concern.
-        self.driver.apply(Event::StreamEnded(self.attempt));
+        self.driver.served(self.attempt);
         head.insert_header(CONTENT_LENGTH, held.len()).map_err(|_| Refusal::broken())?;
         self.commit_sized(head).await?;
         self.write(held.freeze(), true).await?;
@@ -384,13 +419,13 @@ impl Passing<'_> {
             match self.chunk().await? {
                 Ok(Some(chunk)) => self.write(chunk, false).await?,
                 Ok(None) => break,
-                Err(_broken) => {
-                    self.driver.apply(Event::StreamBroken(self.attempt));
+                Err(broken) => {
+                    self.ended_early(broken);
                     return Err(Ended::ClientGone);
                 }
             }
         }
-        self.driver.apply(Event::StreamEnded(self.attempt));
+        self.driver.served(self.attempt);
         self.write(Bytes::new(), true).await?;
         self.reply.finish();
         Ok(())

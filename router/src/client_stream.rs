@@ -162,8 +162,9 @@ impl GetProxyDigest for ClientStream {
 }
 
 impl GetSocketDigest for ClientStream {
+    /// Who the client is: the address is looked up when somebody asks.
     fn get_socket_digest(&self) -> Option<Arc<SocketDigest>> {
-        None
+        Some(Arc::new(SocketDigest::from_raw_fd(self.stream.as_raw_fd())))
     }
 }
 

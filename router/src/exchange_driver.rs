@@ -8,6 +8,7 @@ mod going_on;
 mod verdicts;
 
 pub(crate) use going_on::Rest;
+use verdicts::Suspect;
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -88,7 +89,9 @@ pub(crate) struct ExchangeDriver {
     /// What the last prefill engine that lent said of it, for the release.
     lent: Option<(Attempt, Arc<Value>)>,
     /// Engines that failed it, of which it is not yet known whether that was its own fault.
-    suspects: Vec<(Arc<Engine>, Leg)>,
+    suspects: Vec<Suspect>,
+    /// Engines that were deaf to it.
+    deaf: u32,
     /// Who sent it, as a hash; one source's failures alone take no engine out.
     source: u64,
     /// Its share of the budget of second attempts.
@@ -121,6 +124,7 @@ impl ExchangeDriver {
             prefill: None,
             may_recompute: true,
             suspects: Vec::new(),
+            deaf: 0,
             source: 0,
             retry: None,
             prefill_engine: None,
@@ -161,7 +165,7 @@ impl ExchangeDriver {
         let now = self.shared.now();
         if let Event::StreamBroken(attempt) | Event::StreamCut(attempt) = event {
             let engine = self.engine(attempt);
-            self.suspects.push((engine, Leg::Decode));
+            self.suspects.push(Suspect { engine, leg: Leg::Decode, midway: true });
         }
         let step = self.exchange(|exchange| exchange.apply(event, now));
         for debt in step.settle {
@@ -339,19 +343,24 @@ impl ExchangeDriver {
             let prefilled = match race(session, while_alive(&engine, pause, prefilled)).await {
                 Err(ClientGone) => return Err(self.client_gone()),
                 Ok(silent @ (Err(Deaf) | Ok(Err(_)))) => {
-                    if silent.is_ok() {
-                        self.blame(&engine, Leg::Prefill, Blame::Engine);
-                    }
+                    let blame = if silent.is_ok() { Blame::Engine } else { Blame::Deaf };
+                    self.blame(&engine, Leg::Prefill, blame);
                     self.apply(Event::PrefillFailed(attempt, Failure::Unknown));
                     last = Refusal::silent();
+                    if self.is_deafening() {
+                        self.apply(Event::GaveUp);
+                        return Err(Ended::Refused(last));
+                    }
                     continue;
                 }
                 Ok(Ok(Ok(prefilled))) => prefilled,
             };
             // It has answered: there is nothing to read on.
             self.prefill = None;
-            if !matches!(prefilled, Prefilled::Failed(..)) {
-                self.vindicate(&engine, Leg::Prefill, asked.elapsed());
+            match &prefilled {
+                Prefilled::Lent(..) | Prefilled::Empty => self.prefilled(&engine, asked.elapsed()),
+                Prefilled::Refused(_) => self.refused(&engine, Leg::Prefill, asked.elapsed()),
+                Prefilled::Failed(..) => {}
             }
             self.apply(prefilled.event(attempt));
             match prefilled {
@@ -449,12 +458,12 @@ impl ExchangeDriver {
             };
             match decoding {
                 Decoding::Accepted(reply) => {
-                    self.vindicate(&engine, Leg::Decode, asked.elapsed());
+                    self.accepted(&engine, asked.elapsed());
                     self.apply(Event::DecodeAccepted(attempt));
                     return Ok(Some(Answer { attempt, reply, load }));
                 }
                 Decoding::Refused(refusal) => {
-                    self.vindicate(&engine, Leg::Decode, asked.elapsed());
+                    self.refused(&engine, Leg::Decode, asked.elapsed());
                     self.apply(Event::DecodeRefused(attempt));
                     return Err(Ended::Refused(refusal));
                 }
@@ -464,13 +473,13 @@ impl ExchangeDriver {
                     self.note_misconfigured(&engine, Leg::Decode, &refusal);
                     last = refusal;
                     spent |= matches!(meaning, Meaning::CannotUseHandoff | Meaning::HandoffSpent);
-                    if meaning == Meaning::HandoffSpent && recompute {
+                    if meaning == Meaning::HandoffSpent && recompute || self.is_deafening() {
                         break;
                     }
                 }
             }
         }
-        if spent && recompute {
+        if spent && recompute && !self.is_deafening() {
             self.apply(Event::HandoffSpent);
             return Ok(None);
         }

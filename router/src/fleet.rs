@@ -1,17 +1,22 @@
 //! Every engine the router knows, by its address. What an engine has become in use (connections, load, health)
-//! outlives the configuration that names it, for as long as some generation or request still holds it.
+//! outlives the configuration that names it, for as long as some generation or request still holds it. An operator's
+//! order outlives that too: an engine that discovery loses and finds again is still drained.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
 use crate::admission::Freed;
 use crate::config::{EngineUrl, PrefixIndexConfig};
+use crate::health::Order;
 use crate::kv_events::Subscriptions;
 use crate::memory::Memory;
 use crate::metrics::Metrics;
 use crate::upstream::{Bells, Engine, Terms};
+
+/// Orders for engines that are gone; the oldest are forgotten.
+const ORDERS_MAX: usize = 4096;
 
 /// The engines.
 pub(crate) struct Fleet {
@@ -20,11 +25,18 @@ pub(crate) struct Fleet {
     /// What their caches hold, as far as is known.
     pub memory: Arc<Memory>,
     metrics: Arc<Metrics>,
-    engines: Mutex<HashMap<EngineUrl, Arc<Engine>>>,
+    known: Mutex<Known>,
     /// Rung when an engine's health wants looking after; see `health/active.rs`.
     pub wake: Arc<Notify>,
     /// Told whenever an engine may be able to take a request again.
     pub freed: Arc<Freed>,
+}
+
+#[derive(Default)]
+struct Known {
+    engines: HashMap<EngineUrl, Arc<Engine>>,
+    /// What operators ordered of engines that are gone, the oldest first.
+    orders: VecDeque<(EngineUrl, Order)>,
 }
 
 impl Fleet {
@@ -35,7 +47,7 @@ impl Fleet {
             subscriptions: Subscriptions::default(),
             memory,
             metrics,
-            engines: Mutex::default(),
+            known: Mutex::default(),
             wake: Arc::default(),
             freed: Arc::default(),
         }
@@ -49,35 +61,105 @@ impl Fleet {
     /// The engine at an address. One that is asked for twice is one engine: its load and its connections are
     /// counted together. The terms are those of the last who asked.
     pub(crate) fn engine(&self, url: &EngineUrl, terms: &Terms) -> Arc<Engine> {
-        let mut engines = self.lock();
-        if let Some(engine) = engines.get(url) {
+        let mut known = self.lock();
+        if let Some(engine) = known.engines.get(url) {
             engine.set_terms(terms.clone());
             return Arc::clone(engine);
         }
         let metrics = self.metrics.engine(&url.authority());
         let bells = Bells { wake: Arc::clone(&self.wake), freed: Arc::clone(&self.freed) };
         let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, metrics));
-        engines.insert(url.clone(), Arc::clone(&engine));
+        if let Some(at) = known.orders.iter().position(|(of, _)| of == url)
+            && let Some((_, order)) = known.orders.remove(at)
+        {
+            engine.health().change(engine.authority(), &terms.health, |health, _| health.order(order));
+        }
+        known.engines.insert(url.clone(), Arc::clone(&engine));
         engine
     }
 
     /// Every engine once.
     pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
-        self.lock().values().cloned().collect()
+        self.lock().engines.values().cloned().collect()
     }
 
     /// Forgets engines that no generation and no request holds.
     pub(crate) fn prune(&self) {
-        self.lock().retain(|_, engine| {
+        let Known { engines, orders } = &mut *self.lock();
+        engines.retain(|url, engine| {
             let kept = Arc::strong_count(engine) > 1;
             if !kept {
+                let order = engine.health().snapshot().ordered();
+                if order != Order::None {
+                    orders.push_back((url.clone(), order));
+                    orders.drain(..orders.len().saturating_sub(ORDERS_MAX));
+                }
                 self.memory.forget(engine.id());
             }
             kept
         });
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<EngineUrl, Arc<Engine>>> {
-        self.engines.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::config::ReleaseMode;
+    use crate::health::{Standing, state};
+    use crate::metrics::Leg;
+
+    fn terms() -> Terms {
+        Terms {
+            connect_timeout: Duration::from_secs(1),
+            idle_timeout: Duration::from_secs(1),
+            secret: None,
+            api_key: None,
+            tls: None,
+            health: state::tests::TERMS,
+            release: ReleaseMode::default(),
+        }
+    }
+
+    fn url(n: usize) -> EngineUrl {
+        format!("http://engine-{n}:8000").parse().expect("an address")
+    }
+
+    #[test]
+    fn an_engine_that_is_lost_and_found_again_is_still_drained_until_it_is_undrained() {
+        let fleet = Fleet::new(Arc::new(Metrics::new()));
+        let standing = |engine: &Engine| engine.health().standing(Leg::Decode);
+        let order = |engine: &Engine, order| engine.judge(|health, _, _| health.order(order));
+        let first = fleet.engine(&url(0), &terms());
+        order(&first, Order::Drain);
+        let id = first.id();
+        drop(first);
+        fleet.prune();
+        assert!(fleet.engines().is_empty());
+        let again = fleet.engine(&url(0), &terms());
+        assert_ne!(again.id(), id, "it is another in everything else");
+        assert_eq!(standing(&again), Standing::Draining);
+        order(&again, Order::None);
+        drop(again);
+        fleet.prune();
+        assert_eq!(standing(&fleet.engine(&url(0), &terms())), Standing::Usable);
+    }
+
+    #[test]
+    fn orders_for_engines_that_are_gone_are_bounded_and_the_oldest_go_first() {
+        let fleet = Fleet::new(Arc::new(Metrics::new()));
+        for n in 0..=ORDERS_MAX {
+            fleet.engine(&url(n), &terms()).judge(|health, _, _| health.order(Order::Drain));
+            fleet.prune();
+        }
+        assert_eq!(fleet.lock().orders.len(), ORDERS_MAX);
+        assert_eq!(fleet.engine(&url(0), &terms()).health().standing(Leg::Decode), Standing::Usable);
+        let last = fleet.engine(&url(ORDERS_MAX), &terms());
+        assert_eq!(last.health().standing(Leg::Decode), Standing::Draining);
     }
 }

@@ -97,12 +97,19 @@ impl Health {
         self.trial[leg as usize].store(false, Ordering::Relaxed);
     }
 
-    /// It answered a request, with anything but a failure, so long after it was sent.
-    pub(crate) fn answered(&self, leg: Leg, after: Duration, authority: &str, terms: &Terms) {
+    /// It sent the head of an answer, or refused a request, so long after that was sent.
+    pub(crate) fn spoke(&self, leg: Leg, after: Duration, authority: &str, terms: &Terms) {
         let tally = &self.tallies[leg as usize];
         tally.answers.fetch_add(1, Ordering::Relaxed);
         let after_us = u64::try_from(after.as_micros()).unwrap_or(u64::MAX);
         tally.latency_us.fetch_add(after_us, Ordering::Relaxed);
+        if !self.clean[leg as usize].load(Ordering::Relaxed) {
+            self.change(authority, terms, |machine, now| machine.spoke(leg, now, terms));
+        }
+    }
+
+    /// It answered a request, well and to the end; that it spoke is known already.
+    pub(crate) fn served(&self, leg: Leg, authority: &str, terms: &Terms) {
         if !self.clean[leg as usize].load(Ordering::Relaxed) {
             self.change(authority, terms, |machine, now| machine.answered(leg, now, terms));
         }
@@ -110,7 +117,8 @@ impl Health {
 
     /// It failed a request.
     pub(crate) fn failed(&self, leg: Leg, sign: Sign, authority: &str, terms: &Terms) {
-        if matches!(sign, Sign::Trouble | Sign::Suspect(_)) {
+        // What may be the fault of one source's requests is no comparison of engines.
+        if sign == Sign::Trouble {
             let tally = &self.tallies[leg as usize];
             tally.answers.fetch_add(1, Ordering::Relaxed);
             tally.failures.fetch_add(1, Ordering::Relaxed);
@@ -131,8 +139,7 @@ impl Health {
         for leg in [Leg::Prefill, Leg::Decode] {
             let (was, is) = (self.standing(leg), machine.standing(leg, terms));
             self.standing[leg as usize].store(is as u8, Ordering::Relaxed);
-            let clean = machine.breaker(leg) == EngineHealth::default().breaker(leg);
-            self.clean[leg as usize].store(clean, Ordering::Relaxed);
+            self.clean[leg as usize].store(machine.is_clean(leg), Ordering::Relaxed);
             if was != is {
                 let (why, leg) = (machine.reasons(terms), leg.label());
                 if is > Standing::Trial {
@@ -181,5 +188,25 @@ impl Health {
 
     pub(crate) fn set_load(&self, load: EngineLoad) {
         self.load.store(Some(Arc::new(load)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_be_its_requests_fault_is_not_compared_with_other_engines() {
+        let terms = state::tests::TERMS;
+        let health = Health::new(&terms, Arc::default());
+        for _ in 0..5 {
+            health.failed(Leg::Decode, Sign::Suspect(1), "x:1", &terms);
+        }
+        assert_eq!(health.sample(Leg::Decode), outlier::Sample::default());
+        health.spoke(Leg::Decode, Duration::from_micros(7), "x:1", &terms);
+        health.served(Leg::Decode, "x:1", &terms);
+        health.failed(Leg::Decode, Sign::Trouble, "x:1", &terms);
+        let sample = outlier::Sample { answers: 2, failures: 1, latency_us: 7, out: false };
+        assert_eq!(health.sample(Leg::Decode), sample);
     }
 }

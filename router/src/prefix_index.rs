@@ -4,6 +4,9 @@
 //! same list. Each engine's hashes are an LRU list; touching a prompt touches its end first, so that a beginning
 //! outlives what follows it and "does it hold the n-th" can be searched for by halves.
 //!
+//! When all of them together hold as much as they may, an engine that has less than an equal share takes from the one
+//! that has most, and one that has its share forgets what it used longest ago.
+//!
 //! Nothing here is a promise of an engine: an answer is a guess, and a wrong guess costs a prefix that is
 //! computed again.
 
@@ -48,9 +51,27 @@ impl PrefixIndex {
         Self { engines: HashMap::new(), holders, mixed, per_engine, total, held: 0 }
     }
 
-    /// Changes the bounds; what is over them goes as prompts are added.
+    /// Changes the bounds; what is over them goes, of the engines that hold most.
     pub(crate) fn set_bounds(&mut self, per_engine: usize, total: usize) {
         (self.per_engine, self.total) = (per_engine, total);
+        let sum = |most: usize| self.engines.values().map(|held| held.len().min(most)).sum::<usize>();
+        // The most that all may keep alike, and who may keep one more.
+        let (mut most, mut over) = (0, per_engine + 1);
+        while over - most > 1 {
+            let middle = most + (over - most) / 2;
+            if sum(middle) <= total { most = middle } else { over = middle }
+        }
+        let mut spare = if most == per_engine { 0 } else { total - sum(most) };
+        for (&engine, held) in &mut self.engines {
+            let one_more = spare > 0 && held.len() > most;
+            spare -= usize::from(one_more);
+            while held.len() > most + usize::from(one_more) {
+                let Some(oldest) = held.evict() else { break };
+                self.held -= 1;
+                release(&mut self.holders, engine, oldest);
+            }
+        }
+        self.engines.retain(|_, held| held.len() > 0);
     }
 
     /// Hashes of one engine at most.
@@ -85,15 +106,33 @@ impl PrefixIndex {
         if held.touch(hash) {
             return;
         }
-        while held.len() >= self.per_engine || (self.held >= self.total && held.len() > 0) {
-            let Some(oldest) = held.evict() else { break };
-            self.held -= 1;
-            release(&mut self.holders, engine, oldest);
+        let own = held.len();
+        if own >= self.per_engine {
+            self.evict(engine);
+        } else if self.held >= self.total {
+            let has_its_share = own >= (self.total / self.engines.len()).max(1);
+            let most = || self.engines.iter().max_by_key(|(_, held)| held.len()).map(|(&engine, _)| engine);
+            let from = if has_its_share { Some(engine) } else { most() };
+            from.into_iter().for_each(|from| self.evict(from));
         }
+        let held = self.engines.entry(engine).or_insert_with(|| Held::new(self.mixed));
         if self.held < self.total && held.len() < self.per_engine {
             held.insert(hash);
             self.held += 1;
             self.holders.entry(hash).or_default().push(engine);
+        }
+    }
+
+    /// Forgets what an engine used longest ago.
+    fn evict(&mut self, engine: u32) {
+        let Some(held) = self.engines.get_mut(&engine) else { return };
+        let oldest = held.evict();
+        if held.len() == 0 {
+            self.engines.remove(&engine);
+        }
+        if let Some(oldest) = oldest {
+            self.held -= 1;
+            release(&mut self.holders, engine, oldest);
         }
     }
 
@@ -242,6 +281,58 @@ mod tests {
         assert_eq!(index.holders.len(), index.len());
         (0..10).for_each(|engine| index.forget(engine));
         assert_eq!((index.len(), index.holders.len(), index.engines.len()), (0, 0, 0));
+    }
+
+    #[test]
+    fn an_engine_that_comes_when_the_index_is_full_gets_its_share_of_those_that_have_most() {
+        let mut index = PrefixIndex::new(100, 100);
+        let prompt = |engine: u32| (0..100).map(|n| u64::from(engine) * 1000 + n).collect::<Vec<_>>();
+        for engine in 0..4 {
+            index.add(engine, &prompt(engine));
+            assert_eq!(index.len(), 100);
+        }
+        for engine in 0..4 {
+            let length = index.length(engine, &prompt(engine));
+            assert_eq!(length, index.len_of(engine), "what is left is a beginning");
+            assert!(length >= 25, "engine {engine} has {length}");
+        }
+        // More engines than hashes: each newcomer has one, in the place of another's.
+        let mut index = PrefixIndex::new(100, 4);
+        for engine in 0..20 {
+            index.add(engine, &prompt(engine));
+            assert_eq!((index.len(), index.holders.len()), (4, 4));
+            assert!(index.len_of(engine) >= 1, "engine {engine} has nothing");
+            assert!(index.engines.len() <= 4);
+        }
+    }
+
+    #[test]
+    fn lower_bounds_take_from_the_engines_that_hold_most_and_at_once() {
+        let full = || {
+            let mut index = PrefixIndex::new(100, 1000);
+            for (engine, length) in [(1, 60), (2, 30), (3, 5)] {
+                let prompt: Vec<_> = (0..length).map(|n| u64::from(engine) * 1000 + n).collect();
+                index.add(engine, &prompt);
+            }
+            index
+        };
+        let lengths = |index: &PrefixIndex| [1, 2, 3].map(|engine| index.len_of(engine));
+        for (per_engine, total, expected) in
+            [(100, 95, [60, 30, 5]), (40, 1000, [40, 30, 5]), (100, 45, [20, 20, 5]), (10, 18, [7, 6, 5])]
+        {
+            let mut index = full();
+            index.set_bounds(per_engine, total);
+            let mut now = lengths(&index);
+            assert_eq!(now.iter().sum::<usize>(), index.len());
+            assert_eq!(index.holders.len(), index.len());
+            now.sort_unstable_by(|a, b| b.cmp(a));
+            assert_eq!(now, expected, "{per_engine} {total}");
+        }
+        let mut index = full();
+        index.set_bounds(100, 2);
+        assert_eq!((index.len(), index.holders.len(), index.engines.len()), (2, 2, 2));
+        index.add_one(9, 9);
+        assert_eq!((index.len(), index.len_of(9)), (2, 1));
     }
 
     #[derive(Clone, Debug)]

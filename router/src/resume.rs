@@ -228,10 +228,13 @@ impl Transcript {
 
     /// The engine is gone: what now?
     pub(crate) fn broke(&mut self) -> Plan {
+        if self.spoilt {
+            return Plan::Impossible;
+        }
         if self.head.is_none() {
             return Plan::Again;
         }
-        let Some(prompt) = self.prompt.as_ref().filter(|_| !self.spoilt) else { return Plan::Impossible };
+        let Some(prompt) = &self.prompt else { return Plan::Impossible };
         if self.finish {
             return Plan::Finish(self.last_frames());
         }
@@ -268,6 +271,11 @@ impl Transcript {
     /// Whether the request itself is still needed for a continuation.
     pub(crate) fn needs_request(&self) -> bool {
         self.head.is_none()
+    }
+
+    /// Tokens whose text was sent.
+    pub(crate) fn sent(&self) -> usize {
+        self.sent.len()
     }
 
     /// Tokens of prompt and answer that a continuation begins with. Never more than a context holds.

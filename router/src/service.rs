@@ -240,7 +240,7 @@ impl FrontDoor {
                 Err(_elapsed) => Err(driver.out_of_time()),
             },
         }?;
-        let resuming = transcript.map(|transcript| answer::Resuming { transcript, ask });
+        let resuming = transcript.map(|transcript| answer::Resuming::new(transcript, ask));
         context.body_bytes = None;
         let patience = Patience { silence: bounds.stream_silence, until };
         context.status =

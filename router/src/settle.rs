@@ -170,6 +170,7 @@ impl Settler {
         if !call.was_sent() {
             return;
         }
+        call.abandon();
         if !may_have(&engine, Verb::Abort) {
             // The only way in which it can hear of it, so the sooner the better.
             call.half_close();

@@ -40,6 +40,9 @@ pub(crate) use verbs::{Verb, Verbs};
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
 const IDLE_MAX: usize = 256;
+/// A kept connection that is lost so soon after a request was put on it had been closed meanwhile. One that is lost later
+/// took the request with it.
+const STALE_WITHIN: Duration = Duration::from_secs(1);
 
 /// One engine.
 pub(crate) struct Engine {
@@ -118,6 +121,8 @@ pub(crate) struct Whole {
     pub status: StatusCode,
     pub headers: HeaderMap,
     pub body: Bytes,
+    /// Its engine was shown a key of the router's own, not the client's.
+    pub own_key: bool,
 }
 
 /// Counts one request of this router at an engine for as long as it lives.
@@ -174,13 +179,23 @@ impl Engine {
         &self.verbs
     }
 
+    /// Whether it is shown a key of the router's own, not the client's.
+    fn has_own_key(&self) -> bool {
+        self.terms.load().api_key.is_some()
+    }
+
     pub(crate) fn release_mode(&self) -> ReleaseMode {
         self.terms.load().release
     }
 
-    /// It answered a request of a leg, so long after it was sent.
-    pub(crate) fn answered(&self, leg: Leg, after: Duration) {
-        self.health.answered(leg, after, &self.authority, &self.terms.load().health);
+    /// It sent the head of an answer, or refused a request of a leg, so long after that was sent.
+    pub(crate) fn spoke(&self, leg: Leg, after: Duration) {
+        self.health.spoke(leg, after, &self.authority, &self.terms.load().health);
+    }
+
+    /// It answered a request of a leg, well and to the end.
+    pub(crate) fn served(&self, leg: Leg) {
+        self.health.served(leg, &self.authority, &self.terms.load().health);
     }
 
     /// It failed a request of a leg.
@@ -272,9 +287,10 @@ impl Engine {
 
     /// Sends a request and waits for the head of the answer.
     ///
-    /// `sent` is told the socket each time the request is put on one. A kept connection that turns out to
+    /// `sent` is told the socket each time the request is put on one. A kept connection that turns out at once to
     /// have been closed by the engine before any byte of an answer is replaced by a new one, once: nothing
-    /// was committed to anybody, and an engine stops a request whose connection it closed.
+    /// was committed to anybody, and an engine stops a request whose connection it closed. Later, or once the request
+    /// is abandoned, the loss is an attempt that failed.
     ///
     /// # Cancel safety
     /// Dropping the future cuts the connection.
@@ -285,10 +301,13 @@ impl Engine {
     ) -> Result<Reply, CallError> {
         let mut lost = None;
         if let Some(mut kept) = self.kept() {
-            sent(kept.socket());
+            let (socket, begun) = (kept.socket(), Instant::now());
+            sent(Arc::clone(&socket));
             match kept.send(self.head(outgoing), outgoing.pieces()).await {
                 Ok(head) => return Ok(self.reply(head, kept)),
-                Err(stale @ Lost::Unanswered) => lost = Some(stale),
+                Err(Lost::Unanswered) if begun.elapsed() < STALE_WITHIN && !socket.is_abandoned() => {
+                    lost = Some(socket);
+                }
                 Err(error) => return Err(CallError::Broken(error)),
             }
         }
@@ -301,8 +320,11 @@ impl Engine {
         let Ok(Ok(mut fresh)) = dialled.await else {
             self.failed(Leg::Decode, Sign::Unreachable);
             // What went out over the kept connection may have been seen.
-            return Err(lost.map_or(CallError::NotReached, CallError::Broken));
+            return Err(lost.map_or(CallError::NotReached, |_| CallError::Broken(Lost::Unanswered)));
         };
+        if lost.is_some_and(|socket| socket.is_abandoned()) {
+            return Err(CallError::Broken(Lost::Unanswered));
+        }
         self.metrics.connect.record(begun.elapsed());
         sent(fresh.socket());
         match fresh.send(self.head(outgoing), outgoing.pieces()).await {
@@ -387,6 +409,16 @@ impl Reply {
         matches!(self.here(), Some(None))
     }
 
+    /// The answer without its body, when that is more than can be used.
+    fn bare(&self) -> Whole {
+        Whole {
+            status: self.head.status,
+            headers: self.head.headers.clone(),
+            body: Bytes::new(),
+            own_key: self.engine.has_own_key(),
+        }
+    }
+
     /// As [`Self::chunk`], of what is here already; `None` when one must wait.
     pub(crate) fn here(&mut self) -> Option<Option<Result<Bytes, CallError>>> {
         match self.poll_chunk(&mut Context::from_waker(Waker::noop())) {
@@ -403,6 +435,15 @@ impl Reply {
     /// Gives the connection back after the end of the body.
     pub(crate) fn finish(self) {
         self.engine.keep(self.connection);
+    }
+
+    /// As [`Self::whole`]; an answer that is larger is given without its body.
+    pub(crate) async fn whole_or_bare(self, limit_bytes: usize) -> Result<Whole, CallError> {
+        let bare = self.bare();
+        match self.whole(limit_bytes).await {
+            Err(CallError::TooLarge(_)) => Ok(bare),
+            whole => whole,
+        }
     }
 
     /// Reads the rest of the answer, up to a bound, and gives the connection back.
@@ -425,8 +466,9 @@ impl Reply {
         }
         let body = if rest.is_empty() { first } else { rest.freeze() };
         let (status, headers) = (self.head.status, std::mem::take(&mut self.head.headers));
+        let own_key = self.engine.has_own_key();
         self.finish();
-        Ok(Whole { status, headers, body })
+        Ok(Whole { status, headers, body, own_key })
     }
 }
 

@@ -1,6 +1,7 @@
 //! `GET /engines`: what every engine is given and why; `POST /engines/HOST:PORT/drain` and `/undrain`.
 //!
-//! An operator's word goes before the configuration's, survives reloads, and ends with the process.
+//! An operator's word goes before the configuration's, survives reloads and an engine's absence, and ends with the
+//! process.
 
 use std::sync::Arc;
 

@@ -16,7 +16,7 @@ use crate::client_watch::race;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::metrics::{Leg, Resume};
-use crate::pool::Reserved;
+use crate::pool::{Reserved, Scarce};
 use crate::upstream::{Engine, Outgoing};
 use crate::{request_id, rewrite};
 
@@ -41,8 +41,8 @@ impl ExchangeDriver {
     }
 
     /// Gives the engine of `cut` up and has another one go on; `None` when none can be had, and the exchange is over
-    /// then. The first engine that is asked is not charged to the budget of second attempts: it takes over work that
-    /// the dead one no longer does.
+    /// then. Every engine that is asked is charged to the budget of second attempts: what it takes over was paid for
+    /// once.
     pub(crate) async fn go_on(
         &mut self,
         session: &mut Session,
@@ -54,14 +54,19 @@ impl ExchangeDriver {
         self.apply(Event::StreamCut(cut));
         // The abort of the first round is on its way under the first name.
         self.debtor.request = request_id::anew(&self.debtor.request);
-        let mut tried = vec![dead];
+        let mut tried = vec![Arc::clone(&dead)];
         for asked in 0..usize::from(self.generation.config.attempts.decode) {
             let wanted = ask.wanted();
             let decode = &ask.model.decode;
-            // Where every other one has failed, one of them may be back by now, the first included.
-            let reserved = decode.reserve(&wanted, &tried).or_else(|_| decode.reserve(&wanted, &[]));
+            // Where every other one has failed, one of them may be back by now; the first only where there is no other.
+            let others = std::slice::from_ref(&dead);
+            let reserved = decode.reserve(&wanted, &tried).or_else(|_| decode.reserve(&wanted, others));
+            let reserved = match reserved {
+                Err(Scarce::Nobody) => decode.reserve(&wanted, &[]),
+                reserved => reserved,
+            };
             let Ok(Reserved { member, load, .. }) = reserved else { break };
-            if !self.may_try_again(session, Leg::Decode, asked).await? {
+            if !self.may_try_again(session, Leg::Decode, asked + 1).await? {
                 break;
             }
             let engine = Arc::clone(&member.engine);
@@ -79,7 +84,7 @@ impl ExchangeDriver {
             };
             match decoding {
                 Decoding::Accepted(reply) => {
-                    self.vindicate(&engine, Leg::Decode, began.elapsed());
+                    self.accepted(&engine, began.elapsed());
                     self.apply(Event::DecodeAccepted(attempt));
                     tracing::info!(request = %self.debtor.request, engine = engine.authority(), "goes on");
                     return Ok(Some(Answer { attempt, reply, load }));
@@ -92,6 +97,9 @@ impl ExchangeDriver {
                     self.apply(Event::DecodeFailed(attempt, failure));
                     self.note_misconfigured(&engine, Leg::Decode, &refusal);
                     self.blame(&engine, Leg::Decode, blame);
+                    if self.is_deafening() {
+                        break;
+                    }
                 }
             }
         }

@@ -1,12 +1,16 @@
 //! What a request's attempts say of its engines, and whether there may be another attempt.
 //!
 //! A failure is an engine's fault if another engine then served the same request. If two engines failed it alike, it
-//! is the request's. If nobody else was asked, it counts only beside the failures of other sources: one class of bad
-//! requests takes no engine from anybody.
+//! is the request's, and so it is if one failed it and another refused it. If nobody else was asked, it counts only
+//! beside the failures of other sources: one class of bad requests takes no engine from anybody.
+//!
+//! The head of an answer disproves who failed before the head of his; only an answer that ended well disproves who broke
+//! off in the middle.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_connector::exchange::{Attempt, Event};
 use pingora::proxy::Session;
 
 use super::{Ended, ExchangeDriver};
@@ -16,6 +20,17 @@ use crate::legs::{Blame, Refusal};
 use crate::metrics::Leg;
 use crate::retries;
 use crate::upstream::Engine;
+
+/// Engines after which a request that finds them deaf is not sent on: it may be what keeps them from answering.
+const DEAF_MAX: u32 = 2;
+
+/// An engine that failed the request.
+pub(super) struct Suspect {
+    pub engine: Arc<Engine>,
+    pub leg: Leg,
+    /// After the head of its answer.
+    pub midway: bool,
+}
 
 impl ExchangeDriver {
     /// Whether another attempt may be made: at once if it is the first or the second one, after a pause if it is
@@ -48,7 +63,13 @@ impl ExchangeDriver {
     pub(super) fn blame(&mut self, engine: &Arc<Engine>, leg: Leg, blame: Blame) {
         match blame {
             Blame::Nobody => {}
-            Blame::Engine => self.suspects.push((Arc::clone(engine), leg)),
+            Blame::Engine => self.suspect(engine, leg),
+            Blame::Deaf => {
+                self.deaf += 1;
+                self.suspect(engine, leg);
+                let source = self.source;
+                engine.judge(|health, now, terms| health.deaf(leg, source, now, terms));
+            }
             Blame::Draining => engine.judge(|health, now, _| health.said_draining(now)),
             Blame::Layout => {
                 let Some(producer) = &self.prefill_engine else { return };
@@ -63,16 +84,51 @@ impl ExchangeDriver {
         }
     }
 
-    /// An engine answered the request: others that failed it were at fault themselves.
-    pub(super) fn vindicate(&mut self, engine: &Arc<Engine>, leg: Leg, after: Duration) {
-        engine.answered(leg, after);
-        for (suspect, of) in std::mem::take(&mut self.suspects) {
-            match (of == leg, Arc::ptr_eq(&suspect, engine)) {
-                (true, false) => suspect.failed(leg, Sign::Trouble),
-                (true, true) => {}
-                (false, _) => self.suspects.push((suspect, of)),
+    fn suspect(&mut self, engine: &Arc<Engine>, leg: Leg) {
+        self.suspects.push(Suspect { engine: Arc::clone(engine), leg, midway: false });
+    }
+
+    /// Whether so many engines were deaf to it that no other is to be asked.
+    pub(super) fn is_deafening(&self) -> bool {
+        self.deaf >= DEAF_MAX
+    }
+
+    /// A prefill engine did its part: others that did not were at fault themselves.
+    pub(super) fn prefilled(&mut self, engine: &Arc<Engine>, after: Duration) {
+        engine.spoke(Leg::Prefill, after);
+        engine.served(Leg::Prefill);
+        self.disprove(engine, |suspect| suspect.leg == Leg::Prefill);
+    }
+
+    /// A decode engine sent the head of a good answer.
+    pub(super) fn accepted(&mut self, engine: &Arc<Engine>, after: Duration) {
+        engine.spoke(Leg::Decode, after);
+        self.disprove(engine, |suspect| suspect.leg == Leg::Decode && !suspect.midway);
+    }
+
+    /// A decode engine's answer has ended well.
+    pub(crate) fn served(&mut self, attempt: Attempt) {
+        let engine = self.engine(attempt);
+        engine.served(Leg::Decode);
+        self.disprove(&engine, |suspect| suspect.leg == Leg::Decode);
+        self.apply(Event::StreamEnded(attempt));
+    }
+
+    /// An engine refused the request: it speaks, and that others failed a request that is refused is its own fault.
+    pub(super) fn refused(&mut self, engine: &Arc<Engine>, leg: Leg, after: Duration) {
+        engine.spoke(leg, after);
+        self.suspects.retain(|suspect| suspect.leg != leg);
+    }
+
+    /// What `by` did shows that these failed by their own fault.
+    fn disprove(&mut self, by: &Arc<Engine>, these: impl Fn(&Suspect) -> bool) {
+        self.suspects.retain(|suspect| {
+            let disproved = these(suspect);
+            if disproved && !Arc::ptr_eq(&suspect.engine, by) {
+                suspect.engine.failed(suspect.leg, Sign::Trouble);
             }
-        }
+            !disproved
+        });
     }
 
     /// The request is over. What one engine alone failed counts against it, if other sources say the same; what two
@@ -80,7 +136,8 @@ impl ExchangeDriver {
     pub(super) fn accuse(&mut self) {
         let suspects = std::mem::take(&mut self.suspects);
         for leg in [Leg::Prefill, Leg::Decode] {
-            let mut engines: Vec<_> = suspects.iter().filter(|(_, of)| *of == leg).map(|(e, _)| e).collect();
+            let of_leg = suspects.iter().filter(|suspect| suspect.leg == leg);
+            let mut engines: Vec<_> = of_leg.map(|suspect| &suspect.engine).collect();
             engines.dedup_by(|a, b| Arc::ptr_eq(a, b));
             if let [engine] = engines[..] {
                 engine.failed(leg, Sign::Suspect(self.source));
@@ -97,7 +154,7 @@ impl ExchangeDriver {
                     engine = engine.authority(),
                     leg = leg.label(),
                     held_back,
-                    "an engine refuses this router's cluster secret"
+                    "an engine refuses this router's cluster secret or the key it is configured with"
                 );
             }
             self.shared.metrics.misconfigured(leg);

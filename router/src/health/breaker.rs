@@ -8,7 +8,7 @@
 //!   │                                     │  └──────── no answer ───────────┘ │ an answer to GET /health
 //!   └─ an answer ── Trial ── a failure ───┘                                   │
 //!                     ▲───────────────────────────────────────────────────────┘
-//! Open, Asking ─ an answer to a request, where it had been unreachable or silent ─▶ Closed
+//! Open, Asking, Trial ─ the head of an answer, where it had been unreachable or silent ─▶ Closed
 //! ```
 //!
 //! Each return to `Open` doubles the cool-down, up to a bound. In `Trial` one request at a time is let through.
@@ -16,7 +16,9 @@
 //! Invariants:
 //! - Only `Closed` and `Trial` let requests through.
 //! - A breaker that is not `Closed` leaves that state only by an answer of the engine itself.
-//! - Troubles that no other engine disproved trip it only when they come from more than one source in turn.
+//! - Troubles that no other engine disproved trip it only when they come from more than one source in turn; the same
+//!   holds of a trial.
+//! - The head of an answer forgets no failures: an engine that breaks every stream sends all of their heads.
 
 use std::time::Duration;
 
@@ -75,14 +77,21 @@ pub(crate) enum State {
     /// The engine is being asked whether it lives.
     Asking { round: u32, why: Why },
     /// It lives; one request at a time shows whether it works.
-    Trial { round: u32, why: Why },
+    Trial {
+        round: u32,
+        why: Why,
+        /// The source of the last failure that may have been its request's fault.
+        source: Option<u64>,
+    },
 }
 
 /// What can happen to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Event {
-    /// The engine answered a request.
+    /// The engine answered a request, well and to the end.
     Answered,
+    /// It sent the head of an answer, or refused a request: somebody is there.
+    Spoke,
     /// It did not.
     Failed(Sign),
     /// Time has passed.
@@ -127,11 +136,21 @@ impl Breaker {
         self.state = match (self.state, event) {
             (S::Closed { .. } | S::Trial { .. }, E::Answered) => CLOSED,
             // An engine that was not there, or said nothing, has disproved it.
-            (S::Open { why, .. } | S::Asking { why, .. }, E::Answered) if why != Why::Failing => CLOSED,
+            (S::Open { why, .. } | S::Asking { why, .. }, E::Answered | E::Spoke) if why != Why::Failing => {
+                CLOSED
+            }
+            (S::Trial { why, .. }, E::Spoke) if why != Why::Failing => CLOSED,
             (state @ (S::Open { .. } | S::Asking { .. }), E::Answered) => state,
+            (state, E::Spoke) => state,
 
             (S::Closed { failures, source }, E::Failed(sign)) => {
                 closed_failed(failures, source, sign, now, terms)
+            }
+            // Whoever sends what no engine can serve does not keep it out of the others' reach.
+            (S::Trial { round, why, source }, E::Failed(Sign::Suspect(from)))
+                if source.is_none_or(|source| source == from) =>
+            {
+                S::Trial { round, why, source: Some(from) }
             }
             (S::Trial { round, .. }, E::Failed(sign)) => open(round + 1, why(sign), now, terms),
             // What is worse than was known: silence is not tried out, as everything else is when nobody is left.
@@ -144,7 +163,7 @@ impl Breaker {
             (S::Open { until, round, why }, E::Tick) if until <= now => S::Asking { round, why },
             (state, E::Tick) => state,
 
-            (S::Asking { round, why }, E::Lives) => S::Trial { round, why },
+            (S::Asking { round, why }, E::Lives) => S::Trial { round, why, source: None },
             (S::Asking { round, why }, E::Mute) => open(round + 1, why, now, terms),
             (state @ (S::Closed { .. } | S::Open { .. } | S::Trial { .. }), E::Lives | E::Mute) => state,
         };
@@ -208,8 +227,9 @@ mod tests {
 
     const TERMS: Terms =
         Terms { failures: 3, cool_down: Duration::from_secs(1), cool_down_max: Duration::from_secs(4) };
-    const ALL: [Event; 9] = [
+    const ALL: [Event; 10] = [
         Event::Answered,
+        Event::Spoke,
         Event::Failed(Sign::Unreachable),
         Event::Failed(Sign::Silent),
         Event::Failed(Sign::Trouble),
@@ -242,7 +262,7 @@ mod tests {
                     let now = Time::ZERO.after(Duration::from_secs(*second));
                     let mut breaker = *before;
                     breaker.apply(event, now, &TERMS);
-                    let by_an_answer = matches!(event, Event::Answered | Event::Lives);
+                    let by_an_answer = matches!(event, Event::Answered | Event::Spoke | Event::Lives);
                     if !passes(before.state()) && passes(breaker.state()) {
                         assert!(by_an_answer, "{before:?} {event:?} {breaker:?}");
                     }
@@ -279,6 +299,36 @@ mod tests {
         let trouble = Event::Failed(Sign::Trouble);
         let breaker = after(&[trouble, trouble, Event::Answered, trouble, trouble]);
         assert_eq!(breaker.state(), State::Closed { failures: 2, source: None });
+    }
+
+    #[test]
+    fn the_head_of_an_answer_forgets_no_failures() {
+        let turns = [1, 2, 1].map(|source| [Event::Spoke, Event::Failed(Sign::Suspect(source))]);
+        assert!(matches!(after(&turns.concat()).state(), State::Open { why: Why::Failing, .. }));
+        let mut back = after(&[Event::Failed(Sign::Unreachable)]);
+        back.apply(Event::Spoke, Time::ZERO, &TERMS);
+        assert_eq!(back, Breaker::default(), "one that could not be reached is there");
+    }
+
+    #[test]
+    fn one_source_alone_fails_no_trial() {
+        let trouble = [Event::Failed(Sign::Trouble); 3];
+        let mut breaker = after(&trouble);
+        let now = breaker.due().expect("it is open");
+        breaker.apply(Event::Tick, now, &TERMS);
+        breaker.apply(Event::Lives, now, &TERMS);
+        for _ in 0..10 {
+            breaker.apply(Event::Failed(Sign::Suspect(7)), now, &TERMS);
+        }
+        let trial = State::Trial { round: 0, why: Why::Failing, source: Some(7) };
+        assert_eq!(breaker.state(), trial);
+        breaker.apply(Event::Spoke, now, &TERMS);
+        assert_eq!(breaker.state(), trial, "a head is not yet an answer");
+        let mut disproved = breaker;
+        disproved.apply(Event::Failed(Sign::Suspect(8)), now, &TERMS);
+        assert!(matches!(disproved.state(), State::Open { round: 1, .. }));
+        breaker.apply(Event::Answered, now, &TERMS);
+        assert_eq!(breaker, Breaker::default());
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! ```text
 //!                 ┌ drained: by the configuration, by an operator, or because it says so itself
 //!  for each leg: ─┼ its breaker (`breaker.rs`), from what became of requests
+//!                 ├ a doubt, while it is asked whether it is deaf to everybody or to one request only
 //!                 ├ an ejection (`outlier.rs`), from a comparison with the pool's others
 //!                 └ its checks (`checks.rs`), from `GET /health`
 //! ```
@@ -11,6 +12,8 @@
 //!
 //! Invariants:
 //! - Nothing here looks at or changes how many requests an engine has: load is counted elsewhere.
+//! - One request that an engine is deaf to does not make it silent: another source's or a question of the router's
+//!   own must agree. Until then it is the last to be chosen, for as long as one question takes.
 //! - What was believed ends by itself (ejections, drains that the engine announced) or by an answer of the
 //!   engine (breaker, checks); only an operator's word stays until it is taken back.
 
@@ -84,8 +87,18 @@ pub(crate) struct EngineHealth {
     checks: Checks,
     /// The next `GET /health` of a healthy engine.
     next_check: Option<Time>,
+    doubt: Option<Doubt>,
     drains_until: Option<Time>,
     order: Order,
+}
+
+/// A request found it deaf, and nobody else has yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Doubt {
+    /// Whose request.
+    source: u64,
+    /// The router's own question is on its way.
+    asked: bool,
 }
 
 impl EngineHealth {
@@ -98,6 +111,7 @@ impl EngineHealth {
         match breaker.state() {
             State::Open { why: Why::Silent, .. } | State::Asking { why: Why::Silent, .. } => Standing::Silent,
             State::Open { .. } | State::Asking { .. } => Standing::Out,
+            _ if self.doubt.is_some() => Standing::Out,
             _ if self.checks.is_down() || ejected_until.is_some() => Standing::Out,
             State::Trial { .. } => Standing::Trial,
             State::Closed { .. } => Standing::Usable,
@@ -137,6 +151,9 @@ impl EngineHealth {
                 Leg::Decode => "ejected from decode",
             }));
         }
+        if self.doubt.is_some() {
+            reasons.push("did not answer, and is asked again");
+        }
         if self.checks.is_down() {
             reasons.push("fails its health checks");
         }
@@ -148,9 +165,33 @@ impl EngineHealth {
         self.legs[leg as usize].breaker.state()
     }
 
-    /// It answered a request of this leg.
+    /// It answered a request of this leg, well and to the end.
     pub(crate) fn answered(&mut self, leg: Leg, now: Time, terms: &Terms) {
+        self.doubt = None;
         self.legs[leg as usize].breaker.apply(Event::Answered, now, &terms.breaker);
+    }
+
+    /// It sent the head of an answer, or refused a request of this leg.
+    pub(crate) fn spoke(&mut self, leg: Leg, now: Time, terms: &Terms) {
+        self.doubt = None;
+        self.legs[leg as usize].breaker.apply(Event::Spoke, now, &terms.breaker);
+    }
+
+    /// A request of this source got no answer from it, nor to the questions whether it lives.
+    pub(crate) fn deaf(&mut self, leg: Leg, source: u64, now: Time, terms: &Terms) {
+        match self.doubt {
+            Some(doubt) if doubt.source != source => {
+                self.doubt = None;
+                self.failed(leg, Sign::Silent, now, terms);
+            }
+            Some(_) => {}
+            None => self.doubt = Some(Doubt { source, asked: false }),
+        }
+    }
+
+    /// Whether nothing is held against it in a leg.
+    pub(crate) fn is_clean(&self, leg: Leg) -> bool {
+        self.doubt.is_none() && self.legs[leg as usize].breaker == Breaker::default()
     }
 
     /// It failed one. What shows that nobody is there holds for both legs.
@@ -171,6 +212,11 @@ impl EngineHealth {
     /// An operator's word.
     pub(crate) fn order(&mut self, order: Order) {
         self.order = order;
+    }
+
+    /// The operator's word that holds.
+    pub(crate) fn ordered(&self) -> Order {
+        self.order
     }
 
     /// It is far worse than its pool's others.
@@ -199,6 +245,9 @@ impl EngineHealth {
             one.ejected_until = one.ejected_until.filter(|until| now < *until);
         }
         self.drains_until = self.drains_until.filter(|until| now < *until);
+        if let Some(doubt) = &mut self.doubt {
+            ask |= !std::mem::replace(&mut doubt.asked, true);
+        }
         if terms.check_every.is_zero() {
             self.next_check = None;
             self.checks.forget();
@@ -215,7 +264,8 @@ impl EngineHealth {
     /// The next moment at which [`Self::tick`] does anything.
     pub(crate) fn due(&self) -> Option<Time> {
         let legs = self.legs.iter().flat_map(|one| [one.breaker.due(), one.ejected_until]);
-        legs.chain([self.drains_until, self.next_check]).flatten().min()
+        let doubt = self.doubt.filter(|doubt| !doubt.asked).map(|_| Time::ZERO);
+        legs.chain([self.drains_until, self.next_check, doubt]).flatten().min()
     }
 
     /// What came of asking it: `None` when it answered nothing, or whether the answer was good.
@@ -223,6 +273,10 @@ impl EngineHealth {
         let event = if answer.is_some() { Event::Lives } else { Event::Mute };
         for one in &mut self.legs {
             one.breaker.apply(event, now, &terms.breaker);
+        }
+        let doubted = self.doubt.take().is_some();
+        if doubted && answer.is_none() {
+            self.failed(Leg::Decode, Sign::Silent, now, terms);
         }
         if !terms.check_every.is_zero() {
             self.checks.answered(answer == Some(true), &terms.checks);
@@ -270,6 +324,8 @@ pub(crate) mod tests {
     enum Step {
         Answered(Leg),
         Failed(Leg, Sign),
+        Spoke(Leg),
+        Deaf(u64),
         SaidDraining,
         Order(Order),
         Eject(Leg),
@@ -277,13 +333,16 @@ pub(crate) mod tests {
         Told(Option<bool>),
     }
 
-    const STEPS: [Step; 14] = [
+    const STEPS: [Step; 17] = [
         Step::Answered(Leg::Prefill),
         Step::Answered(Leg::Decode),
         Step::Failed(Leg::Prefill, Sign::Trouble),
         Step::Failed(Leg::Decode, Sign::Trouble),
         Step::Failed(Leg::Decode, Sign::Unreachable),
         Step::Failed(Leg::Prefill, Sign::Silent),
+        Step::Spoke(Leg::Decode),
+        Step::Deaf(1),
+        Step::Deaf(2),
         Step::SaidDraining,
         Step::Order(Order::Drain),
         Step::Order(Order::None),
@@ -298,6 +357,8 @@ pub(crate) mod tests {
         match step {
             Step::Answered(leg) => health.answered(leg, now, &TERMS),
             Step::Failed(leg, sign) => health.failed(leg, sign, now, &TERMS),
+            Step::Spoke(leg) => health.spoke(leg, now, &TERMS),
+            Step::Deaf(source) => health.deaf(Leg::Decode, source, now, &TERMS),
             Step::SaidDraining => health.said_draining(now),
             Step::Order(order) => health.order(order),
             Step::Eject(leg) => health.eject(leg, now, &TERMS),
@@ -357,6 +418,31 @@ pub(crate) mod tests {
         assert_eq!(health.standing(Leg::Decode, &TERMS), Standing::Usable);
         health.failed(Leg::Prefill, Sign::Silent, Time::ZERO, &TERMS);
         assert_eq!(health.standing(Leg::Decode, &TERMS), Standing::Silent);
+    }
+
+    #[test]
+    fn an_engine_that_is_deaf_to_one_request_is_asked_before_it_is_taken_from_everybody() {
+        let both = |health: &EngineHealth| Leg::BOTH.map(|leg| health.standing(leg, &TERMS));
+        let mut health = EngineHealth::default();
+        health.tick(Time::ZERO, 1.0, &TERMS);
+        health.deaf(Leg::Decode, 1, Time::ZERO, &TERMS);
+        health.deaf(Leg::Prefill, 1, Time::ZERO, &TERMS);
+        assert_eq!(both(&health), [Standing::Out; 2], "the last to be chosen, until it has been asked");
+        assert_eq!(health.due(), Some(Time::ZERO), "which is at once");
+        assert!(health.tick(Time::ZERO, 1.0, &TERMS), "it is asked");
+        assert!(!health.tick(Time::ZERO, 1.0, &TERMS), "once");
+        let mut lives = health;
+        lives.told(Some(true), Time::ZERO, &TERMS);
+        assert_eq!(both(&lives), [Standing::Usable; 2], "it was deaf to that one request");
+        let mut spoke = health;
+        spoke.spoke(Leg::Decode, Time::ZERO, &TERMS);
+        spoke.told(None, Time::ZERO, &TERMS);
+        assert_eq!(both(&spoke), [Standing::Usable; 2], "another request heard of it meanwhile");
+        let mut mute = health;
+        mute.told(None, Time::ZERO, &TERMS);
+        assert_eq!(both(&mute), [Standing::Silent; 2], "the question had no answer either");
+        health.deaf(Leg::Decode, 2, Time::ZERO, &TERMS);
+        assert_eq!(both(&health), [Standing::Silent; 2], "another source found the same");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use super::{Blame, Meaning, Refusal};
 use crate::alive::{Deaf, while_alive};
 use crate::upstream::{CallError, Engine, Outgoing, Reply};
 
-/// A refusal is not read beyond this.
+/// A refusal is not read beyond this; a larger one is judged by its status.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;
 
 /// What an attempt came to.
@@ -39,11 +39,11 @@ pub(crate) async fn ask(
         if reply.status().is_success() {
             return Ok(Ok(reply));
         }
-        reply.whole(REFUSAL_BYTES_MAX).await.map(Err)
+        reply.whole_or_bare(REFUSAL_BYTES_MAX).await.map(Err)
     };
     let answered = while_alive(engine, pause, tokio::time::timeout(first_byte, call)).await;
     let Ok(answered) = answered.map_err(|Deaf| ()) else {
-        return Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, Blame::Nobody);
+        return Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, Blame::Deaf);
     };
     match answered {
         Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),

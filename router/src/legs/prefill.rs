@@ -67,6 +67,13 @@ impl PrefillCall {
         self.socket.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
+    /// From now on the request is not sent anew when its connection breaks.
+    pub(crate) fn abandon(&self) {
+        if let Some(socket) = self.socket.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+            socket.abandon();
+        }
+    }
+
     /// Tells the engine that nothing more comes from here, and goes on listening.
     pub(crate) fn half_close(&self) {
         if let Some(socket) = self.socket.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
@@ -149,7 +156,7 @@ fn understand(whole: &Whole) -> Prefilled {
 
 /// The handoff of a reply, where it has a complete one.
 pub(crate) fn lent(status: StatusCode, body: Bytes) -> Option<Value> {
-    match understand(&Whole { status, headers: HeaderMap::new(), body }) {
+    match understand(&Whole { status, headers: HeaderMap::new(), body, own_key: false }) {
         Prefilled::Lent(params, _) => Some(Arc::unwrap_or_clone(params)),
         Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
     }

@@ -13,6 +13,8 @@ use crate::upstream::Whole;
 
 /// When to come back, where the engine does not say.
 const COME_BACK: Duration = Duration::from_secs(1);
+/// An engine's words to a client are cut here.
+const SAID_BYTES_MAX: usize = 1024;
 
 /// An error on its way to the client.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,7 +31,7 @@ pub(crate) enum Meaning {
     CannotUseHandoff,
     /// Nobody can use the handoff any more: the prompt is computed anew.
     HandoffSpent,
-    /// The engine does not accept this router's cluster secret. That is for the operator, not for the client.
+    /// The engine does not accept this router's cluster secret, or its key for that engine. That is for the operator, not for the client.
     Misconfigured,
     /// The engine does not serve the model that the router's configuration says it serves. For the operator, too.
     WrongModel,
@@ -42,6 +44,8 @@ pub(crate) enum Blame {
     Nobody,
     /// It may be broken, or the request may be one that breaks engines.
     Engine,
+    /// It answered nothing, not even whether it lives: to this request, or to anybody.
+    Deaf,
     /// It is being emptied.
     Draining,
     /// It cannot read the blocks of the engine that lends.
@@ -69,6 +73,7 @@ impl Meaning {
         let body: Value = serde_json::from_slice(&answer.body).unwrap_or(Value::Null);
         match (answer.status.as_u16(), body["error"]["code"].as_str().unwrap_or_default()) {
             (401 | 403, "invalid_cluster_secret") => Self::Misconfigured,
+            (401 | 403, _) if answer.own_key => Self::Misconfigured,
             // What a decode engine says of a handoff is never about the client's own words: it sent none.
             (_, "kv_gone" | "kv_unsupported") => Self::HandoffSpent,
             (_, "kv_handshake_failed" | "kv_transfer_failed" | "kv_unverified" | "kv_refused") => {
@@ -104,7 +109,7 @@ impl Refusal {
         Self(ApiError::bad_gateway("an engine failed while it worked on the request"))
     }
 
-    /// An engine does not accept this router's secret: the operator's to mend, so the client reads no more than 502.
+    /// An engine does not accept this router's secret or key: the operator's to mend, so the client reads no more than 502.
     pub(crate) fn misconfigured() -> Self {
         Self(
             ApiError::bad_gateway("the router and an engine are not configured alike")
@@ -187,12 +192,17 @@ fn clients_fault(status: StatusCode, body: &[u8]) -> ApiError {
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ErrorKind::Authentication,
             _ => ErrorKind::InvalidRequest,
         },
-        message: said.unwrap_or("an engine refused the request").to_owned(),
-        param: text("param").map(str::to_owned),
-        code: code.map(|code| Cow::Owned(code.as_str().map_or_else(|| code.to_string(), str::to_owned))),
+        message: cut(said.unwrap_or("an engine refused the request")).to_owned(),
+        param: text("param").map(|param| cut(param).to_owned()),
+        code: code.map(|code| Cow::Owned(cut(code.as_str().unwrap_or(&code.to_string())).to_owned())),
         retry_after: None,
         should_retry: None,
     }
+}
+
+/// The beginning, in whole characters.
+fn cut(said: &str) -> &str {
+    &said[..said.floor_char_boundary(SAID_BYTES_MAX)]
 }
 
 /// An engine that repeats where it lives is not repeated.
@@ -221,7 +231,32 @@ mod tests {
 
     fn answer(status: u16, body: &str) -> Whole {
         let status = StatusCode::from_u16(status).expect("a status");
-        Whole { status, headers: Default::default(), body: body.to_owned().into() }
+        Whole { status, headers: Default::default(), body: body.to_owned().into(), own_key: false }
+    }
+
+    #[test]
+    fn an_engine_that_refuses_the_routers_own_key_is_misconfigured_and_the_clients_key_is_the_clients() {
+        for status in [401, 403] {
+            let body = r#"{"error":{"message":"Unauthorized","code":"invalid_api_key"}}"#;
+            let of_client = answer(status, body);
+            assert_eq!(Meaning::of(&of_client), Meaning::Refused);
+            assert_eq!(Refusal::of(&of_client).0.status, status);
+            let of_router = Whole { own_key: true, ..of_client };
+            assert_eq!(Meaning::of(&of_router), Meaning::Misconfigured);
+            assert_eq!(Refusal::of(&of_router), Refusal::misconfigured());
+        }
+    }
+
+    #[test]
+    fn an_engines_words_are_cut_in_whole_characters() {
+        let long = "ä".repeat(2000);
+        let body = serde_json::json!({"error": {"message": long, "param": long, "code": long}}).to_string();
+        let Refusal(error) = Refusal::of(&answer(400, &body));
+        assert_eq!(error.message, "ä".repeat(SAID_BYTES_MAX / 2));
+        assert_eq!(error.param.as_deref(), Some(error.message.as_str()));
+        assert_eq!(error.code.as_deref(), Some(error.message.as_str()));
+        let odd = serde_json::json!({"error": {"message": format!("x{long}")}}).to_string();
+        assert_eq!(Refusal::of(&answer(400, &odd)).0.message.len(), SAID_BYTES_MAX - 1);
     }
 
     #[test]

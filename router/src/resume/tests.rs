@@ -167,3 +167,17 @@ fn requests_whose_answer_depends_on_more_than_its_tokens_are_not_continued() {
         assert!(!is_allowed(&completion(not.clone())), "{not}");
     }
 }
+
+#[test]
+fn what_was_sent_before_any_frame_could_be_read_is_not_sent_twice() {
+    for unread in
+        ["data: {\"error\": {\"message\": \"x\"}}\n\n", "data: not JSON\n\n", "event: x\ndata: 1\n\n"]
+    {
+        let mut kept = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
+        assert!(!kept.pass(&Bytes::from_static(unread.as_bytes())).is_empty());
+        assert_eq!(kept.broke(), Plan::Impossible, "{unread}");
+    }
+    let mut kept = Transcript::new(Endpoint::Completions, "m", &completion(json!({})));
+    kept.pass(&Bytes::from_static(b": keep-alive\n\n"));
+    assert_eq!(kept.broke(), Plan::Again, "a comment is no part of the answer");
+}

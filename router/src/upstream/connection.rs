@@ -4,6 +4,7 @@ use std::future::poll_fn;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,11 @@ use crate::tls::client::EngineName;
 
 /// A second hand on a connection's socket, for closing it while somebody else reads.
 #[derive(Debug)]
-pub(crate) struct Socket(OwnedFd);
+pub(crate) struct Socket {
+    fd: OwnedFd,
+    /// Nobody wants the request's work any more.
+    abandoned: AtomicBool,
+}
 
 /// A connection. Cut when dropped.
 #[derive(Debug)]
@@ -31,12 +36,22 @@ impl Socket {
     /// Says that nothing more will be sent; the answer can still be read. Stock vLLM aborts a request at this
     /// just as at a close, and a reply that crosses it still arrives.
     pub(crate) fn half_close(&self) {
+        self.abandon();
         // An error means that the connection is closed already, which is what was wanted.
-        let _ = SockRef::from(&self.0).shutdown(Shutdown::Write);
+        let _ = SockRef::from(&self.fd).shutdown(Shutdown::Write);
+    }
+
+    /// The request on it is not to be sent again, however its connection ends. Nothing is told to the engine.
+    pub(crate) fn abandon(&self) {
+        self.abandoned.store(true, Ordering::SeqCst);
+    }
+
+    pub(crate) fn is_abandoned(&self) -> bool {
+        self.abandoned.load(Ordering::SeqCst)
     }
 
     fn cut(&self) {
-        let _ = SockRef::from(&self.0).shutdown(Shutdown::Both);
+        let _ = SockRef::from(&self.fd).shutdown(Shutdown::Both);
     }
 }
 
@@ -45,7 +60,8 @@ impl Connection {
     pub(crate) async fn dial(host: &str, port: u16, tls: Option<&EngineName>) -> std::io::Result<Self> {
         let stream = TcpStream::connect((host, port)).await?;
         stream.set_nodelay(true)?;
-        let socket = Arc::new(Socket(stream.as_fd().try_clone_to_owned()?));
+        let socket =
+            Arc::new(Socket { fd: stream.as_fd().try_clone_to_owned()?, abandoned: AtomicBool::new(false) });
         let stream = match tls {
             None => Transport::Plain(stream),
             Some(name) => Transport::Tls(Box::new(name.connect(stream).await?)),

@@ -43,6 +43,8 @@ pub(super) struct Http1<S> {
     waiting: BytesMut,
     /// What is not yet sent, last piece first.
     unsent: Vec<Bytes>,
+    /// What was written may still be held back, as TLS does.
+    flushing: bool,
     body: Framing,
     /// Whether another request may follow the answer.
     reusable: bool,
@@ -85,7 +87,14 @@ pub(crate) enum Lost {
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
     pub(super) fn new(stream: S) -> Self {
-        Self { stream, waiting: BytesMut::new(), unsent: Vec::new(), body: Framing::Done, reusable: true }
+        Self {
+            stream,
+            waiting: BytesMut::new(),
+            unsent: Vec::new(),
+            flushing: false,
+            body: Framing::Done,
+            reusable: true,
+        }
     }
 
     /// Takes a request: the bytes of its head and of its body. [`Self::poll_head`] sends it.
@@ -93,6 +102,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
         self.unsent.clear();
         self.unsent.extend(body.iter().rev().filter(|piece| !piece.is_empty()).cloned());
         self.unsent.push(head.into());
+        self.flushing = true;
         self.body = Framing::Head;
     }
 
@@ -111,6 +121,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
             {
                 if unsent.is_some() {
                     self.unsent.clear();
+                    self.flushing = false;
                     self.reusable = false;
                 }
                 return Poll::Ready(Ok(head));
@@ -174,7 +185,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
     }
 
     fn poll_send(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.unsent.is_empty() {
+        if !self.flushing {
             return Poll::Ready(Ok(()));
         }
         while !self.unsent.is_empty() {
@@ -199,7 +210,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
             }
         }
         // TLS holds bytes back until it is told.
-        Pin::new(&mut self.stream).poll_flush(context)
+        ready!(Pin::new(&mut self.stream).poll_flush(context))?;
+        self.flushing = false;
+        Poll::Ready(Ok(()))
     }
 
     /// Reads once, by way of the stack: while nothing comes, no buffer waits for it.

@@ -6,6 +6,33 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 
 use super::*;
 
+/// Takes everything and says that it is on its way only when it is asked a second time, as TLS can.
+#[derive(Default)]
+struct Slow {
+    flushes: usize,
+}
+
+impl AsyncRead for Slow {
+    fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, _: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Poll::Pending
+    }
+}
+
+impl AsyncWrite for Slow {
+    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Poll::Ready(Ok(bytes.len()))
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.flushes += 1;
+        if self.flushes == 1 { Poll::Pending } else { Poll::Ready(Ok(())) }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}
+
 struct Engine {
     connection: Http1<DuplexStream>,
     far: DuplexStream,
@@ -154,4 +181,18 @@ async fn an_engine_may_answer_before_it_has_read_everything() {
     let head = poll_fn(|context| connection.poll_head(context)).await.expect("a head");
     assert_eq!(head.status, 413);
     assert!(!connection.is_ready(), "the rest of the request would be taken for the next one");
+}
+
+#[test]
+fn a_request_is_flushed_until_it_is_on_its_way_and_no_longer() {
+    let mut connection = Http1::new(Slow::default());
+    connection.begin(b"POST / HTTP/1.1\r\n\r\n".to_vec(), &[Bytes::from_static(b"abc")]);
+    let mut context = Context::from_waker(Waker::noop());
+    for flushes in [1, 2, 2] {
+        assert!(connection.poll_head(&mut context).is_pending());
+        assert_eq!(connection.stream.flushes, flushes);
+    }
+    connection.begin(b"POST / HTTP/1.1\r\n\r\n".to_vec(), &[]);
+    assert!(connection.poll_head(&mut context).is_pending());
+    assert_eq!(connection.stream.flushes, 3, "the next request is flushed as well");
 }

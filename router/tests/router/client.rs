@@ -1,12 +1,12 @@
 //! A client that controls its socket: half a request, a hang-up by FIN or RST, one event at a time.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -81,7 +81,17 @@ pub(crate) async fn get(address: SocketAddr, path: &str) -> Answer {
 
 impl Client {
     pub(crate) async fn connect(address: SocketAddr) -> Self {
-        let stream = TcpStream::connect(address).await.unwrap();
+        Self::over(TcpStream::connect(address).await.unwrap())
+    }
+
+    /// From one of this machine's loopback addresses.
+    pub(crate) async fn connect_from(from: IpAddr, address: SocketAddr) -> Self {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(SocketAddr::new(from, 0)).unwrap();
+        Self::over(socket.connect(address).await.unwrap())
+    }
+
+    fn over(stream: TcpStream) -> Self {
         stream.set_nodelay(true).unwrap();
         Self { stream, buffer: Vec::new(), events: Vec::new() }
     }

@@ -184,3 +184,24 @@ async fn a_client_that_hangs_up_on_its_second_request_is_seen_as_well() {
     p.wait("the abort", |p| p.aborts().len() == 1).await;
     system.settled().await;
 }
+
+#[tokio::test]
+async fn a_prefill_that_was_given_up_on_a_kept_connection_is_not_sent_again() {
+    for verbs in [true, false] {
+        let p = FakeEngine::scripted(vec![Act::Lend(Some(HANDLE)), Act::Hang]).await;
+        let p = if verbs { p } else { p.without_verbs() };
+        let d = FakeEngine::always(Act::Whole(1)).await;
+        let system = System::with(&[&p], &[&d], "", "timeouts: {settle_ms: 300}").await;
+        let mut client = begin(&system, false).await;
+        assert_eq!(client.answer().await.status, 200);
+        assert_eq!(p.connections(), 1);
+        client.post("/v1/completions", &completion(true)).await;
+        asked(&p, 2).await;
+        assert_eq!(p.connections(), 1, "the second request came on the kept connection");
+        client.hang_up(HangUp::Fin);
+        // A half-close is the end to it: it closes the connection without an answer.
+        p.wait("the engine sees the end", |p| p.cut() == 1).await;
+        system.settled().await;
+        assert_eq!(p.asked().len(), 2, "with the verbs: {verbs}");
+    }
+}

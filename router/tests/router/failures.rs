@@ -448,3 +448,18 @@ async fn an_engine_that_is_slow_and_says_that_it_lives_is_waited_for() {
     system.settled().await;
     assert_eq!((slow.asked().len(), slow.aborts().len()), (1, 0));
 }
+
+#[tokio::test]
+async fn a_refusal_of_any_size_is_passed_on_once_and_cut() {
+    for bytes in [30_000, 200_000] {
+        let said = json!({"error": {"message": "x".repeat(bytes), "type": "invalid_request_error"}});
+        let first = FakeEngine::always(Act::Refuse(400, said)).await;
+        let second = FakeEngine::always(Act::Whole(1)).await;
+        let system = System::start(&[], &[&first, &second]).await;
+        let answer = post(system.address, "/v1/completions", &completion(false)).await;
+        assert_eq!(answer.status, 400, "{bytes}");
+        let told = answer.json()["error"]["message"].as_str().unwrap().len();
+        assert!((1..=1024).contains(&told), "{bytes}: {told}");
+        assert!(second.asked().is_empty(), "another engine would refuse it too");
+    }
+}

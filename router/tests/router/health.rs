@@ -56,7 +56,7 @@ async fn a_silent_engine_costs_the_first_request_its_patience_and_no_later_one()
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!(silent.asked().len(), 1, "one request found out");
-    assert_eq!(standing(&system, &silent, "decode").await, "silent");
+    stands(&system, &silent, "decode", "silent").await;
     assert_eq!(shown(&system, &silent).await["reasons"], json!(["silent"]));
     let questions = silent.health_asked();
     silent.wait("it is asked again and again", |d| d.health_asked() > questions + 3).await;
@@ -147,6 +147,100 @@ async fn one_client_alone_cannot_take_the_only_engine_from_the_others() {
         assert_eq!(post(system.address, "/v1/completions", &poison).await.status, 502);
     }
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+}
+
+#[tokio::test]
+async fn requests_that_one_engine_fails_and_another_refuses_take_no_engine_from_the_others() {
+    let poisoned = |status| async move {
+        FakeEngine::always(Act::Whole(1))
+            .await
+            .ruled(move |seen| (seen.body["prompt"] == "poison").then_some(Act::Refuse(status, said("x"))))
+    };
+    let top = "health: {active: {interval_ms: 0}, breaker: {failures: 2}}";
+    let poison = json!({"model": "m", "prompt": "poison", "max_tokens": 8});
+    for leg in ["decode", "prefill"] {
+        let (fails, refuses) = (poisoned(500).await, poisoned(400).await);
+        let (p, d) = (lender().await, FakeEngine::always(Act::Whole(1)).await);
+        let system = match leg {
+            "decode" => System::with(&[&p], &[&fails, &refuses], "", top).await,
+            _ => System::with(&[&fails, &refuses], &[&d], "", top).await,
+        };
+        for _ in 0..10 {
+            assert_eq!(post(system.address, "/v1/completions", &poison).await.status, 400);
+        }
+        assert!(fails.asked().len() >= 4, "{leg}: it was asked first as often as the other");
+        assert_eq!(standing(&system, &fails, leg).await, "usable", "{leg}");
+        assert_eq!(standing(&system, &refuses, leg).await, "usable", "{leg}");
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_takes_every_request_and_breaks_every_stream_is_left_out() {
+    let breaks = FakeEngine::always(Act::StreamAndDie(2)).await;
+    let good = FakeEngine::always(Act::Stream(2)).await;
+    let top = "health: {active: {interval_ms: 0}, \
+               breaker: {failures: 3, cool_down_ms: 60000, cool_down_max_ms: 60000}}";
+    let system = System::with(&[], &[&breaks, &good], "", top).await;
+    let ask = async |from: [u8; 4]| {
+        let mut client = Client::connect_from(from.into(), system.address).await;
+        client.post("/v1/completions", &completion(true)).await;
+        assert_eq!(client.answer().await.status, 200);
+    };
+    for _ in 0..12 {
+        ask([127, 0, 0, 1]).await;
+    }
+    assert_eq!(breaks.asked().len(), 6);
+    assert_eq!(standing(&system, &breaks, "decode").await, "usable", "one client may be at fault itself");
+    for client in 0..12 {
+        ask([127, 0, 0, 2 + client / 2 % 2]).await;
+    }
+    assert_eq!(breaks.asked().len(), 8, "two more, of two others");
+    assert_eq!(standing(&system, &breaks, "decode").await, "out");
+    assert_eq!(standing(&system, &good, "decode").await, "usable");
+}
+
+/// Takes requests and says nothing; says nothing either to so many questions whether it lives.
+async fn deaf(questions: usize) -> FakeEngine {
+    let asked = std::sync::atomic::AtomicUsize::new(0);
+    FakeEngine::always(Act::Hang).await.ruled(move |seen| {
+        let unanswered =
+            seen.path == "/health" && asked.fetch_add(1, std::sync::atomic::Ordering::SeqCst) < questions;
+        unanswered.then_some(Act::Close)
+    })
+}
+
+#[tokio::test]
+async fn an_engine_that_was_deaf_to_one_request_only_is_asked_and_stays() {
+    let p = lender().await;
+    // Two questions while the request waits, and the one that decides.
+    for (questions, expected) in [(2, "usable"), (1000, "silent")] {
+        let (busy, live) = (deaf(questions).await, FakeEngine::always(Act::Whole(1)).await);
+        let top = "timeouts: {alive_ms: 10}\nhealth: {active: {interval_ms: 0}, \
+                   breaker: {failures: 3, cool_down_ms: 60000, cool_down_max_ms: 60000}}";
+        let system = System::with(&[&p], &[&busy, &live], "", top).await;
+        assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+        assert_eq!(busy.asked().len(), 1);
+        busy.wait("it is asked once more", |d| d.health_asked() == 3).await;
+        stands(&system, &busy, "decode", expected).await;
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_two_engines_were_deaf_to_is_sent_to_no_other() {
+    let engines = [deaf(9).await, deaf(9).await, deaf(9).await];
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let [a, b, c] = &engines;
+    for (prefill, decode) in [(vec![], vec![a, b, c]), (vec![a, b, c], vec![&d])] {
+        let before = engines.iter().map(|engine| engine.asked().len()).sum::<usize>();
+        let top =
+            "timeouts: {alive_ms: 10}\nattempts: {prefill: 3, decode: 3}\nhealth: {active: {interval_ms: 0}}";
+        let system = System::with(&prefill, &decode, "", top).await;
+        assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 504);
+        let after = engines.iter().map(|engine| engine.asked().len()).sum::<usize>();
+        assert_eq!(after - before, 2);
+        system.settled().await;
+    }
+    assert!(d.asked().is_empty(), "nor to the other leg");
 }
 
 #[tokio::test]

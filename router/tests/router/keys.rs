@@ -3,7 +3,7 @@
 use baton_router::{NewKey, Router, RouterConfig};
 use serde_json::{Value, json};
 
-use crate::client::{Answer, Client, completion, get};
+use crate::client::{Answer, Client, completion, get, post};
 use crate::engine::{Act, FakeEngine, eventually};
 use crate::health::{said, standing, stands};
 use crate::system::{System, asked};
@@ -375,4 +375,30 @@ async fn what_is_wrong_with_keys_is_told() {
         let said = Router::bind(config).await.err().expect(&auth).to_string();
         assert!(said.contains(word), "{said}");
     }
+}
+
+#[tokio::test]
+async fn an_engine_that_refuses_the_routers_key_is_the_operators_trouble_and_another_is_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("key");
+    std::fs::write(&file, "engine-key\n").unwrap();
+    let refuses = FakeEngine::always(Act::Refuse(401, json!({"error": "Unauthorized"}))).await;
+    let serves = FakeEngine::always(Act::Whole(1)).await;
+    let first = format!("{{url: '{}', api_key_file: '{}'}}", refuses.url(), file.display());
+    let yaml = |others: &str| {
+        format!(
+            "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\nmodels:\n  - \
+             name: m\n    decode: {{policy: round_robin, engines: [{first}{others}]}}\n"
+        )
+    };
+    let alone = System::of(&yaml("")).await;
+    let answer = post(alone.address, "/v1/completions", &completion(false)).await;
+    assert_eq!((answer.status, answer.code().as_str()), (502, "misconfigured"));
+    alone.counts("baton_router_misconfigured_total{leg=\"decode\"}", 1.0).await;
+    let both = System::of(&yaml(&format!(", {{url: '{}'}}", serves.url()))).await;
+    for _ in 0..2 {
+        assert_eq!(post(both.address, "/v1/completions", &completion(false)).await.status, 200);
+    }
+    assert_eq!(serves.asked().len(), 2);
+    assert!(refuses.asked().len() > 1, "it was asked, and its refusal was not the answer");
 }

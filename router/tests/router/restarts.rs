@@ -68,7 +68,8 @@ async fn client(
                 assert_eq!((text.as_str(), finishes), (expected.as_str(), 1));
                 &tally.whole
             } else {
-                assert_eq!((errors, finishes), (1, 0));
+                // An engine may be stopped between the last piece of its answer and `[DONE]`.
+                assert!(errors == 1 && finishes <= 1, "{errors} errors, {finishes} ends");
                 assert!(expected.starts_with(&text), "{text} is no part of {expected}");
                 &tally.broken
             }

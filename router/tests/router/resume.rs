@@ -114,6 +114,44 @@ async fn several_engines_in_a_row_may_die() {
     system.counts("baton_router_resumes_total{result=\"resumed\"}", 2.0).await;
 }
 
+/// Dies after so many frames of every answer.
+async fn fatal(name: &'static str, after: usize) -> FakeEngine {
+    FakeEngine::always(Act::Hang).await.ruled(move |seen| {
+        let Act::Frames(mut frames, _) = tokens::answer(seen, name) else { return None };
+        frames.truncate(after);
+        Some(Act::Frames(frames, false))
+    })
+}
+
+#[tokio::test]
+async fn a_stream_that_takes_engines_down_goes_on_at_three_others_at_most() {
+    // With tokens on the way it goes on three times; without any, twice.
+    for (after, rounds) in [(3, 4), (0, 3)] {
+        let (a, b) = (fatal("first", after).await, fatal("second", after).await);
+        let top = "attempts: {decode: 16}\nretries: {min_per_second: 1000}";
+        let system = System::with(&[], &[&a, &b], "    resume: true", top).await;
+        let mut body = streamed(json!({}));
+        body["max_tokens"] = json!(100);
+        let answer = read(&post(system.address, "/v1/completions", &body).await.text());
+        assert_eq!((answer.errors, answer.dones, answer.finishes), (1, 1, 0), "{answer:?}");
+        assert_eq!(a.asked().len() + b.asked().len(), rounds);
+        assert!(a.asked().len().abs_diff(b.asked().len()) < 2, "the engine that died is not the next one");
+        system.counts("baton_router_resumes_total{result=\"resumed\"}", (rounds - 1) as f64).await;
+        system.settled().await;
+    }
+}
+
+#[tokio::test]
+async fn going_on_with_a_stream_is_charged_to_the_budget_of_second_attempts() {
+    let (dies, lives) = (engine("first", 3).await, engine("second", NEVER).await);
+    let top = "retries: {budget_percent: 0, min_per_second: 0}";
+    let system = System::with(&[], &[&dies, &lives], "    resume: true", top).await;
+    let answer = read(&post(system.address, "/v1/completions", &streamed(json!({}))).await.text());
+    assert_eq!((answer.errors, answer.dones, answer.finishes), (1, 1, 0), "{answer:?}");
+    assert!(lives.asked().is_empty());
+    system.counts("baton_router_resumes_total{result=\"failed\"}", 1.0).await;
+}
+
 #[tokio::test]
 async fn what_cannot_be_continued_ends_in_one_typed_error() {
     for (extra, resume) in [(json!({"stop": ["zzz"]}), true), (json!({"n": 1}), false)] {

@@ -2,8 +2,9 @@
 
 use serde_json::Value;
 
-use crate::client::{completion, post};
+use crate::client::{Client, completion, post};
 use crate::engine::{Act, FakeEngine, event};
+use crate::health::standing;
 use crate::system::System;
 
 const HANDLE: u128 = 0xabc;
@@ -33,6 +34,26 @@ async fn a_request_that_takes_too_long_ends_in_504_or_in_a_typed_error() {
     assert_eq!(error["error"]["code"], "request_timeout");
     d.wait("the abort", |d| d.aborts().len() == 1 && d.cut() == 1).await;
     system.settled().await;
+}
+
+#[tokio::test]
+async fn no_engine_is_blamed_for_a_request_that_takes_too_long() {
+    for (act, stream) in [(Act::StreamWhenTold(9), true), (Act::StreamWhenTold(9), false)] {
+        let d = FakeEngine::always(act).await;
+        let breaker = "{failures: 2, cool_down_ms: 600000, cool_down_max_ms: 600000}";
+        let health = format!("health: {{active: {{interval_ms: 0}}, breaker: {breaker}}}");
+        let top = format!("timeouts: {{request_ms: 200}}\n{health}");
+        let system = System::with(&[], &[&d], "", &top).await;
+        for source in ["a", "b", "c", "d"] {
+            let mut client = Client::connect(system.address).await;
+            let body = completion(stream).to_string();
+            let key = format!("Authorization: Bearer {source}\r\n");
+            client.post_bytes("/v1/completions", &key, body.as_bytes()).await;
+            assert!(client.answer().await.text().contains("request_timeout"));
+        }
+        system.settled().await;
+        assert_eq!(standing(&system, &d, "decode").await, "usable");
+    }
 }
 
 #[tokio::test]

@@ -15,7 +15,12 @@ fn complete() -> Value {
 }
 
 fn answered(body: impl Into<bytes::Bytes>) -> Prefilled {
-    understand(&Whole { status: StatusCode::OK, headers: Default::default(), body: body.into() })
+    understand(&Whole {
+        status: StatusCode::OK,
+        headers: Default::default(),
+        body: body.into(),
+        own_key: false,
+    })
 }
 
 /// What vLLM's decode engine asks of a handoff, written down again.
