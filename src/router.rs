@@ -79,6 +79,7 @@ pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
         return Err(problems.join("\n").into());
     }
     config.secret()?;
+    config.warnings().iter().for_each(|warning| eprintln!("{}: warning: {warning}", file.display()));
     match &args.diff {
         None => print!("# {}: sound. In effect:\n{}", file.display(), config.effective()),
         Some(old) => match old.strip_prefix("http://") {

@@ -50,6 +50,22 @@ fn check_prints_every_problem_with_its_place_and_fails() {
 }
 
 #[test]
+fn check_warns_of_what_has_no_effect_and_is_content() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = GOOD.replace("decode: {", "decode: {kv_events: {port: 5557}, ");
+    let told = |name: &str, text: &str| {
+        let (sound, _, said) = out(&baton(&["check", &file(folder.path(), name, text)]));
+        assert!(sound, "{said}");
+        said
+    };
+    assert_eq!(told("plain.yaml", &text), "");
+    let salted = told("auth.yaml", &format!("{text}auth: {{}}\n"));
+    assert!(salted.contains("warning: models[0].decode: `kv_events` has no effect with `auth`"), "{salted}");
+    let ranks = told("ranks.yaml", &text.replace(":2'", ":2', data_parallel_size: 4"));
+    assert!(ranks.contains("first rank of an engine"), "{ranks}");
+}
+
+#[test]
 fn check_tells_files_that_are_named_and_cannot_be_read() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("secret");
@@ -78,7 +94,7 @@ fn check_prints_the_schema_and_what_changes() {
 fn in_effect(admin: &str) -> serde_json::Value {
     use std::io::{Read, Write};
     let mut stream = std::net::TcpStream::connect(admin).unwrap();
-    stream.write_all(b"GET /config HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+    stream.write_all(b"GET /config HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap()

@@ -1,12 +1,16 @@
 //! The listener for people and monitors. Apart from the clients' one, and on loopback by default.
 //!
 //! Which path is what stands in [`Admin::route`], one line each; what it answers is a function in the file of whoever
-//! knows it. An answer is text or JSON ([`Answer`]); `?pretty` makes JSON readable. Bodies of requests are bounded.
+//! knows it. An answer is text or JSON ([`Answer`]); `?pretty` makes JSON readable. The
+//! one request whose body means something is `POST /dry-run`; no other body is read.
+//!
+//! Bounds: connections, a time for the head (and between two requests), for the body, and for the peer to read.
 
 mod access;
 mod answer;
 mod engines;
 mod pages;
+mod patience;
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -32,24 +36,28 @@ use crate::tls::server::ServerTls;
 pub(crate) use access::Access;
 pub use access::AdminError;
 pub(crate) use answer::Answer;
+use patience::Patience;
 
-/// Monitors connected at once.
-const CONNECTIONS_MAX: usize = 64;
+/// Monitors connected at once: many more than there are, so that some that say nothing keep no other out.
+const CONNECTIONS_MAX: usize = 256;
 /// A monitor that sends its request's head this slowly is cut.
 const HEAD_WITHIN: Duration = Duration::from_secs(10);
 /// A body that takes longer is not waited for.
 const BODY_WITHIN: Duration = Duration::from_secs(10);
-/// The largest body that is read; a dry run is a client's request.
-const BODY_BYTES_MAX: usize = 32 << 20;
+/// Whoever takes longer to read an answer is cut.
+const READ_WITHIN: Duration = Duration::from_secs(30);
+const TOO_LARGE: &str = "the body is too large, or broke off";
 
 /// What the admin listener tells.
 pub(crate) struct Admin {
     pub shared: Arc<Shared>,
     /// Cleared when the router begins to drain.
     pub ready: AtomicBool,
+    /// Bodies that are held at once: one.
+    bodies: Semaphore,
 }
 
-/// One request, its body read.
+/// One request; its body is read where it means something.
 pub(crate) struct Asked {
     pub method: Method,
     pub path: String,
@@ -94,44 +102,56 @@ async fn serve_one(stream: impl AsyncRead + AsyncWrite + Unpin, admin: Arc<Admin
     let _ = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_WITHIN)
-        .serve_connection(TokioIo::new(stream), answer)
+        .serve_connection(TokioIo::new(Patience::new(stream, READ_WITHIN)), answer)
         .await;
 }
 
 impl Admin {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, ready: AtomicBool::new(true), bodies: Semaphore::new(1) }
+    }
+
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         let (head, body) = request.into_parts();
-        if !self.shared.generation().access.allows(head.uri.path(), &head.headers) {
-            let refused =
-                Answer::error(StatusCode::UNAUTHORIZED, "needs `Authorization: Bearer` and the admin token");
-            return refused.into_response(false, &head.method);
+        let (path, generation) = (head.uri.path(), self.shared.generation());
+        let refuse =
+            |status, message: &str| Answer::error(status, message).into_response(false, &head.method);
+        if let Some(why) = generation.access.suspects(path, &head.headers) {
+            return refuse(StatusCode::FORBIDDEN, why);
         }
-        let header =
-            |name| head.headers.get(name).and_then(|v| v.to_str().ok()).unwrap_or_default().to_owned();
+        if !generation.access.allows(path, &head.headers) {
+            return refuse(StatusCode::UNAUTHORIZED, "needs `Authorization: Bearer` and the admin token");
+        }
+        let most = generation.config.limits.body_bytes;
+        if body.size_hint().lower() > most as u64 {
+            return refuse(StatusCode::PAYLOAD_TOO_LARGE, TOO_LARGE);
+        }
+        // Nothing else has a body that means anything: it is not read.
+        let is_read = head.method == Method::POST && path == "/dry-run";
+        let read = async {
+            if !is_read {
+                return Ok((None, Bytes::new()));
+            }
+            let one = self.bodies.acquire().await.expect("the semaphore is never closed");
+            Limited::new(body, most).collect().await.map(|body| (Some(one), body.to_bytes()))
+        };
+        let (_one, body) = match tokio::time::timeout(BODY_WITHIN, read).await {
+            Ok(Ok(read)) => read,
+            Ok(Err(_)) => return refuse(StatusCode::PAYLOAD_TOO_LARGE, TOO_LARGE),
+            Err(_elapsed) => return refuse(StatusCode::REQUEST_TIMEOUT, "the body took too long"),
+        };
         let query = head.uri.query().unwrap_or_default().to_owned();
         let pretty = query.split('&').any(|part| matches!(part, "pretty" | "pretty=1" | "pretty=true"));
-        let too_large =
-            || Answer::error(StatusCode::PAYLOAD_TOO_LARGE, "the body is too large, or broke off");
-        if body.size_hint().lower() > BODY_BYTES_MAX as u64 {
-            return too_large().into_response(pretty, &head.method);
-        }
-        let read = tokio::time::timeout(BODY_WITHIN, Limited::new(body, BODY_BYTES_MAX).collect());
-        let answer = match read.await {
-            Ok(Ok(body)) => {
-                let asked = Asked {
-                    method: head.method.clone(),
-                    path: head.uri.path().to_owned(),
-                    query,
-                    accept: header(ACCEPT),
-                    headers: head.headers.clone(),
-                    body: body.to_bytes(),
-                };
-                self.route(&asked).await
-            }
-            Ok(Err(_)) => too_large(),
-            Err(_elapsed) => Answer::error(StatusCode::REQUEST_TIMEOUT, "the body took too long"),
+        let accept = head.headers.get(ACCEPT).and_then(|accept| accept.to_str().ok());
+        let asked = Asked {
+            method: head.method.clone(),
+            path: path.to_owned(),
+            query,
+            accept: accept.unwrap_or_default().to_owned(),
+            headers: head.headers.clone(),
+            body,
         };
-        answer.into_response(pretty, &head.method)
+        self.route(&asked).await.into_response(pretty, &head.method)
     }
 
     /// Which path is what. Verbs are `POST`, everything else is `GET`.

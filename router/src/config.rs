@@ -254,6 +254,12 @@ impl RouterConfig {
         files
     }
 
+    /// What is allowed and yet is hardly what was meant, one line each.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        contradictions::doubts(self)
+    }
+
     /// How long requests in flight may go on at shutdown.
     #[must_use]
     pub fn drain_timeout(&self) -> Duration {

@@ -92,6 +92,9 @@ impl Generation {
         // Where only pools change, files are not read again: a bad one must not hold engines up.
         let same = previous.filter(|previous| previous.number == number);
         let text = if same.is_some() { None } else { config.secret()? };
+        if same.is_none() {
+            config.warnings().iter().for_each(|warning| tracing::warn!(warning, "configuration"));
+        }
         let auth = match (same, &config.auth) {
             (Some(same), _) => same.auth.clone(),
             (None, Some(auth)) => Some(Arc::new(Auth::build(auth, text.as_deref(), ground.tenants)?)),

@@ -6,7 +6,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use pingora::apps::HttpServerApp;
@@ -125,7 +125,7 @@ impl Router {
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
         let Self { clients, admin, shared, connections_max, guards } = self;
-        let ready = Arc::new(Admin { shared: Arc::clone(&shared), ready: AtomicBool::new(true) });
+        let ready = Arc::new(Admin::new(Arc::clone(&shared)));
         let mut background = JoinSet::new();
         background.spawn(admin::serve(admin, guards.admin.clone(), Arc::clone(&ready)));
         background.spawn(upkeep(Arc::clone(&shared)));

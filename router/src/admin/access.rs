@@ -1,11 +1,16 @@
 //! Who may use the admin listener: on loopback whoever is on this machine, unless a token is asked for; beyond it
 //! only who shows a certificate or the token.
+//!
+//! A browser on this machine lets pages of any site send requests to loopback. Without a token such requests are
+//! refused: those that name a page as their origin, and those whose `Host` is a name that a site could have pointed at
+//! loopback (DNS rebinding).
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use arc_swap::ArcSwap;
-use hyper::header::HeaderMap;
+use hyper::header::{HOST, HeaderMap, ORIGIN};
+use hyper::http::uri::Authority;
 
 use crate::config::{AdminConfig, ClientAuth, ConfigError, first_line_of};
 use crate::file_watch::FileWatch;
@@ -81,6 +86,22 @@ impl Access {
         matches!(path, "/health" | "/ready") || shown()
     }
 
+    /// Why a request looks as if a page in a browser had sent it; a token is something that no page has.
+    pub(crate) fn suspects(&self, path: &str, headers: &HeaderMap) -> Option<&'static str> {
+        if self.token.is_some() {
+            return None;
+        }
+        let site = headers.get("sec-fetch-site").map(|site| site.as_bytes());
+        if headers.contains_key(ORIGIN) || !matches!(site, None | Some(b"none" | b"same-origin")) {
+            return Some("no page may ask here without `admin.token_file`");
+        }
+        // Probes give whatever name they were told, and learn nothing else.
+        let probe = matches!(path, "/health" | "/ready");
+        let named = || headers.get_all(HOST).iter().any(|host| !is_local(host.as_bytes()));
+        (self.listen.ip().is_loopback() && !probe && named())
+            .then_some("`Host` must be localhost or an IP address where there is no `admin.token_file`")
+    }
+
     /// Reads the token again if its file has changed; one that cannot be used leaves the old one in effect.
     pub(crate) fn refresh(&self) {
         let Some(token) = self.token.as_ref().filter(|token| token.watch.has_changed()) else { return };
@@ -93,7 +114,58 @@ impl Access {
     }
 }
 
+/// Whether no name server was asked for this `Host`.
+fn is_local(host: &[u8]) -> bool {
+    let Ok(authority) = Authority::try_from(host) else { return false };
+    let name = authority.host().trim_start_matches('[').trim_end_matches(']').to_ascii_lowercase();
+    let name = name.strip_suffix('.').unwrap_or(&name);
+    name.parse::<IpAddr>().is_ok() || name == "localhost" || name.ends_with(".localhost")
+}
+
 fn read(file: &Path) -> Result<String, AdminError> {
     let token = first_line_of(file)?.filter(|token| token.len() >= TOKEN_BYTES_MIN);
     token.ok_or_else(|| AdminError::Short(file.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use hyper::header::{HeaderName, HeaderValue};
+
+    use super::*;
+
+    #[test]
+    fn what_a_page_in_a_browser_sends_is_suspected_where_there_is_no_token() {
+        let access = Access::new(&AdminConfig::default()).expect("on loopback");
+        let suspects = |access: &Access, path: &str, lines: &[(&'static str, &'static str)]| {
+            let lines = lines.iter().map(|(n, v)| (HeaderName::from_static(n), HeaderValue::from_static(v)));
+            access.suspects(path, &lines.collect()).is_some()
+        };
+        for host in [
+            "localhost",
+            "LOCALHOST:8081",
+            "localhost.:80",
+            "a.localhost",
+            "127.0.0.1:8081",
+            "[::1]:8081",
+            "10.0.0.1",
+        ] {
+            assert!(!suspects(&access, "/config", &[("host", host)]), "{host}");
+        }
+        for host in
+            ["evil.test", "evil.test:8081", "127.0.0.1.evil.test", "localhost.evil.test", "x", "", "a b"]
+        {
+            assert!(suspects(&access, "/config", &[("host", host)]), "{host}");
+            assert!(!suspects(&access, "/ready", &[("host", host)]), "{host}");
+        }
+        let page = [("host", "localhost"), ("origin", "https://evil.test")];
+        assert!(suspects(&access, "/engines/a:1/drain", &page) && suspects(&access, "/ready", &page));
+        for (site, page) in
+            [("cross-site", true), ("same-site", true), ("none", false), ("same-origin", false)]
+        {
+            assert_eq!(suspects(&access, "/", &[("host", "localhost"), ("sec-fetch-site", site)]), page);
+        }
+        let beyond = Access { token: None, listen: ([10, 0, 0, 1], 1).into(), certificates: true };
+        assert!(!suspects(&beyond, "/metrics", &[("host", "router.serving.svc")]));
+        assert!(suspects(&beyond, "/metrics", &page));
+    }
 }

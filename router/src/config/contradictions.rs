@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{ClientAuth, ModelConfig, PoolConfig, PortName, RouterConfig};
+use super::{ClientAuth, EngineConfig, ModelConfig, PoolConfig, PortName, RouterConfig};
 
 /// Every contradiction: the path of the key that it is told at, and what it is.
 pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
@@ -22,6 +22,31 @@ pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
         }
     }
     found
+}
+
+/// What is allowed and yet is hardly what was meant.
+pub(super) fn doubts(config: &RouterConfig) -> Vec<String> {
+    let mut doubts = Vec::new();
+    for (at, model) in config.models.iter().enumerate() {
+        for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
+            let template = pool.discover.as_ref().map(|discover| discover.template.keys());
+            let mut engines = pool.engines.iter().chain(template);
+            let tells = |engine: &EngineConfig| engine.kv_events.is_some() || pool.kv_events.is_some();
+            if config.auth.is_some() && (pool.kv_events.is_some() || engines.clone().any(tells)) {
+                doubts.push(format!(
+                    "models[{at}].{side}: `kv_events` has no effect with `auth`: every request is salted for its \
+                     tenant, and engines' names of salted blocks mean nothing to the router"
+                ));
+            }
+            if engines.any(|engine| engine.data_parallel_size > 1 && tells(engine)) {
+                doubts.push(format!(
+                    "models[{at}].{side}: `kv_events` hears the first rank of an engine with `data_parallel_size` \
+                     only; vLLM publishes rank N at the port + N"
+                ));
+            }
+        }
+    }
+    doubts
 }
 
 fn listeners(config: &RouterConfig, found: &mut Vec<(String, String)>) {

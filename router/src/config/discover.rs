@@ -115,6 +115,11 @@ impl EngineTemplate {
         self.0.api_key_file.as_deref()
     }
 
+    /// What is said of every engine that is found; its URL is none.
+    pub(crate) fn keys(&self) -> &EngineConfig {
+        &self.0
+    }
+
     /// An engine as the template has it.
     #[must_use]
     pub fn engine(&self, url: super::EngineUrl) -> EngineConfig {

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -17,6 +18,10 @@ use crate::memory::Memory;
 
 /// A connection, and the handshake after it.
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);
+/// A connection on which nothing came for so long is asked whether it lives, so often and so many times.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
+const KEEPALIVE_EVERY: Duration = Duration::from_secs(10);
+const KEEPALIVE_TRIES: u32 = 3;
 /// Between two tries, doubled up to the longest.
 const PAUSE: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
@@ -108,27 +113,58 @@ async fn connect(source: &Source, memory: &Memory, blocks: &mut Blocks) -> Resul
     let Ok(stream) = tokio::time::timeout(CONNECT_WITHIN, dial).await else {
         return Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
     };
-    session(stream?, source, memory, blocks).await
+    let mut publisher = shake_hands(stream?, source).await?;
+    follow(&mut publisher, source, memory, blocks).await
 }
 
-/// The first publisher that connects. vLLM connects to the router where its endpoint names a host.
+/// The publisher that shook hands last: an engine that began anew is heard although its old connection has not ended,
+/// and whoever else connects changes nothing. vLLM connects to the router where its endpoint names a host.
 async fn accept(source: &Source, memory: &Memory, blocks: &mut Blocks) -> Result<u64, ZmtpError> {
     let listener = TcpListener::bind(&source.address).await?;
-    let (stream, _) = listener.accept().await?;
-    session(stream, source, memory, blocks).await
+    let mut publisher = next_publisher(&listener, source).await;
+    loop {
+        publisher = tokio::select! {
+            newer = next_publisher(&listener, source) => newer,
+            ended = follow(&mut publisher, source, memory, blocks) => return ended,
+        };
+    }
 }
 
-async fn session(
-    stream: TcpStream,
+async fn next_publisher(listener: &TcpListener, source: &Source) -> Publisher<TcpStream> {
+    loop {
+        let shaken = match listener.accept().await {
+            Ok((stream, _)) => shake_hands(stream, source).await,
+            Err(error) => {
+                // Out of file descriptors, mostly.
+                tokio::time::sleep(PAUSE).await;
+                Err(error.into())
+            }
+        };
+        match shaken {
+            Ok(publisher) => return publisher,
+            Err(error) => tracing::debug!(publisher = source.address, %error, "not a publisher of KV events"),
+        }
+    }
+}
+
+async fn shake_hands(stream: TcpStream, source: &Source) -> Result<Publisher<TcpStream>, ZmtpError> {
+    // A publisher may be silent for hours, so silence alone says nothing; a host that is gone does not answer this.
+    let keepalive = TcpKeepalive::new().with_time(KEEPALIVE_IDLE).with_interval(KEEPALIVE_EVERY);
+    SockRef::from(&stream).set_tcp_keepalive(&keepalive.with_retries(KEEPALIVE_TRIES))?;
+    let hands = Publisher::subscribe(stream, source.config.topic.as_bytes());
+    match tokio::time::timeout(CONNECT_WITHIN, hands).await {
+        Ok(publisher) => publisher,
+        Err(_elapsed) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),
+    }
+}
+
+/// Listens to it to its end; how many messages it brought.
+async fn follow(
+    publisher: &mut Publisher<TcpStream>,
     source: &Source,
     memory: &Memory,
     blocks: &mut Blocks,
 ) -> Result<u64, ZmtpError> {
-    let hands = Publisher::subscribe(stream, source.config.topic.as_bytes());
-    let Ok(publisher) = tokio::time::timeout(CONNECT_WITHIN, hands).await else {
-        return Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
-    };
-    let mut publisher = publisher?;
     let mut messages = 0;
     loop {
         match publisher.message().await {

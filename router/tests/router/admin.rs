@@ -30,7 +30,7 @@ async fn every_path_has_its_methods_and_errors_are_json() {
     let engines = get(system.admin, "/engines").await.json();
     assert_eq!(engines["engines"][0]["engine"], d.address.to_string());
     assert_eq!(engines["engines"][0]["pools"][0]["leg"], "decode");
-    let large = "POST /config HTTP/1.1\r\nhost: x\r\ncontent-length: 40000000\r\n\r\n";
+    let large = "POST /config HTTP/1.1\r\nhost: localhost\r\ncontent-length: 40000000\r\n\r\n";
     assert_eq!(sent(&system, large).await.status, 413);
 }
 
@@ -70,9 +70,11 @@ async fn the_page_of_metrics_comes_in_the_format_that_is_asked_for() {
     );
     let plain = get(system.admin, "/metrics").await;
     assert!(plain.header("content-type").unwrap().starts_with("text/plain; version=0.0.4"));
-    let open =
-        sent(&system, "GET /metrics HTTP/1.1\r\nhost: x\r\naccept: application/openmetrics-text\r\n\r\n")
-            .await;
+    let open = sent(
+        &system,
+        "GET /metrics HTTP/1.1\r\nhost: localhost\r\naccept: application/openmetrics-text\r\n\r\n",
+    )
+    .await;
     assert!(open.header("content-type").unwrap().starts_with("application/openmetrics-text"));
     assert!(open.text().ends_with("# EOF\n") && open.text().contains("# TYPE baton_router_requests counter"));
 }
@@ -150,4 +152,36 @@ async fn every_answer_has_a_request_id_and_a_hostile_one_is_replaced() {
         client.post_bytes(path, "x-request-id: mine\r\n", body.as_bytes()).await;
         assert_eq!(client.answer().await.header("x-request-id"), Some("mine"), "{path}");
     }
+}
+
+#[tokio::test]
+async fn no_page_of_another_site_reaches_the_admin_listener() {
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[], &[&d]).await;
+    let verb = format!("POST /engines/{}/drain HTTP/1.1\r\ncontent-length: 0\r\n", d.address);
+    for lines in [
+        "host: localhost\r\norigin: https://evil.test",
+        "host: localhost\r\nsec-fetch-site: cross-site",
+        "host: evil.test",
+    ] {
+        let refused = sent(&system, &format!("{verb}{lines}\r\n\r\n")).await;
+        assert_eq!((refused.status, &refused.json()["error"]["code"]), (403, &Value::from(403)), "{lines}");
+    }
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200, "not drained");
+    assert_eq!(sent(&system, &format!("{verb}host: localhost:8081\r\n\r\n")).await.status, 200);
+}
+
+#[tokio::test]
+async fn only_the_body_of_a_dry_run_is_read() {
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::with(&[], &[&d], "", "limits: {body_bytes: 2048}").await;
+    // Answered although nothing of the body has come, and never will.
+    let head = "HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2000\r\n\r\n";
+    assert_eq!(sent(&system, &format!("GET /config {head}")).await.status, 200);
+    assert_eq!(sent(&system, &format!("POST /engines/{}/drain {head}", d.address)).await.status, 200);
+    assert_eq!(sent(&system, &format!("POST /engines/{}/undrain {head}", d.address)).await.status, 200);
+    let large = serde_json::json!({"model": "m", "prompt": "x".repeat(3000)});
+    assert_eq!(post(system.admin, "/dry-run?path=/v1/completions", &large).await.status, 413);
+    let small = serde_json::json!({"model": "m", "prompt": "x".repeat(1000)});
+    assert_eq!(post(system.admin, "/dry-run?path=/v1/completions", &small).await.status, 200);
 }

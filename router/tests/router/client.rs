@@ -75,7 +75,7 @@ pub(crate) async fn post(address: SocketAddr, path: &str, body: &Value) -> Answe
 
 pub(crate) async fn get(address: SocketAddr, path: &str) -> Answer {
     let mut client = Client::connect(address).await;
-    client.send(format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n").as_bytes()).await;
+    client.send(format!("GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n").as_bytes()).await;
     client.answer().await
 }
 
@@ -103,7 +103,7 @@ impl Client {
     /// `headers` are whole lines.
     pub(crate) async fn post_bytes(&mut self, path: &str, headers: &str, body: &[u8]) {
         let head = format!(
-            "POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}content-length: {}\r\n\r\n",
+            "POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{headers}content-length: {}\r\n\r\n",
             body.len()
         );
         self.send(head.as_bytes()).await;
