@@ -18,7 +18,8 @@ use crate::sse::Frames;
 
 /// A body from a client: what is sent on is what a parser reads of it, without what is internal.
 pub fn request_json(bytes: &[u8]) {
-    let limits = ParseLimits { body_bytes: 1 << 20, ..ParseLimits::default() };
+    // No field can be longer than a small one may be, and no tree too large: those bounds are of one side alone.
+    let limits = ParseLimits { body_bytes: 64 << 10, ..ParseLimits::default() };
     let came = Bytes::copy_from_slice(bytes);
     for endpoint in [Endpoint::Completions, Endpoint::Chat] {
         let read = RawBody::generate(came.clone(), endpoint, &limits, &ClientRules);
