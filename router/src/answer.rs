@@ -314,7 +314,8 @@ impl Passing<'_> {
                 return Ok(Resumed::Over);
             }
         };
-        let going_on = self.driver.go_on(self.session, self.attempt, &resuming.ask, rest);
+        // Boxed: what happens to few streams is not room in every one.
+        let going_on = Box::pin(self.driver.go_on(self.session, self.attempt, &resuming.ask, rest));
         let answer = match self.silence.until {
             None => going_on.await?,
             // What it had begun is settled by what follows.
