@@ -59,10 +59,10 @@ fn a_prompt_too_long_for_every_engine_is_one_400() {
 }
 
 #[test]
-fn a_decode_engine_that_does_not_know_the_model_is_one_404_and_the_prefill_engine_is_free() {
+fn a_decode_engine_that_does_not_know_the_model_is_the_operators_to_mend_and_the_prefill_engine_is_free() {
     let cluster = Cluster::new().decode("--served-model-name another").start();
-    let error = refusal(&cluster, &cluster.ask(&Ask::fresh(100)), 404, "invalid_request_error");
-    assert_eq!(error["code"], "model_not_found");
+    let error = refusal(&cluster, &cluster.ask(&Ask::fresh(100)), 502, "server_error");
+    assert_eq!(error["code"], "misconfigured_model");
     cluster.settled(AT_ONCE);
     assert_eq!(cluster.prefill[0].books().leases_opened, 1, "the prefill engine was to lend first");
 }

@@ -6,7 +6,7 @@
 //! hide a name: a name that appears twice in one object, and a name that is spelled with escapes. Those, and names that
 //! [`Internal`] knows, are noted as `tangled`; whoever passes bytes on writes such a part anew.
 //!
-//! Linear in the text's length, but for the names of an object with more than [`FEW_NAMES`], which are sorted.
+//! Linear in the text's length, but for the names of an object with more than `FEW_NAMES`, which are sorted.
 
 use crate::limits::NESTING_MAX;
 
