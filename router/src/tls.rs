@@ -14,6 +14,7 @@
 mod certificate;
 pub(crate) mod client;
 mod der;
+mod followed;
 pub(crate) mod server;
 mod stream;
 

@@ -91,7 +91,7 @@ static RECOMPUTES: Family = Family::counter(
 static MISCONFIGURED: Family = Family::counter(
     "baton_router_misconfigured_total",
     &["leg"],
-    "Answers of engines that refuse this router's cluster secret.",
+    "Answers of engines that refuse this router's cluster secret, or the API key that is configured for them.",
 );
 static ABORTS: Family = Family::counter("baton_router_aborts_total", &["leg"], "Legs that were aborted.");
 static PROPAGATION_SECONDS: Family = Family::histogram(

@@ -145,7 +145,7 @@ fn the_page_is_valid_in_both_formats_and_has_every_family() {
     let (metrics, _model, _engine) = full();
     let _source = metrics.discovery("dns:engines:8000");
     let tls = metrics.listener_tls("clients");
-    tls.expires(0);
+    tls.expires(Some(0));
     for format in [Format::Prometheus, Format::OpenMetrics] {
         let page = page(&metrics, format);
         lint(&page, format);

@@ -66,8 +66,8 @@ impl ListenerTls {
     }
 
     /// The certificate ends then, in seconds since 1970.
-    pub(crate) fn expires(&self, at_s: u64) {
-        self.files.expires(Some(at_s));
+    pub(crate) fn expires(&self, at_s: Option<u64>) {
+        self.files.expires(at_s);
     }
 }
 

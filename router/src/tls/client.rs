@@ -2,9 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use arc_swap::ArcSwap;
 use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
@@ -12,18 +10,15 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use super::certificate::{chain, key, provider, roots};
+use super::followed::Followed;
 use super::{TlsError, content};
 use crate::config::{EngineTlsConfig, EngineUrl};
-use crate::file_watch::FileWatch;
 use crate::metrics::tls::EngineTlsMetrics;
 
 /// How engines are talked to. Kept connections keep what they began with.
 pub(crate) struct EngineTls {
     config: EngineTlsConfig,
-    current: ArcSwap<ClientConfig>,
-    /// 0: the router has no certificate of its own.
-    not_after_s: AtomicU64,
-    watch: FileWatch,
+    files: Followed<ClientConfig>,
     metrics: EngineTlsMetrics,
 }
 
@@ -40,10 +35,8 @@ impl EngineTls {
     pub(crate) fn new(config: &EngineTlsConfig, metrics: EngineTlsMetrics) -> Result<Arc<Self>, TlsError> {
         let own = config.certificate.iter().chain(&config.key);
         let files: Vec<PathBuf> = std::iter::once(&config.ca).chain(own).cloned().collect();
-        let watch = FileWatch::new(files);
-        let (current, not_after_s) = load(config)?;
-        let (config, not_after_s) = (config.clone(), AtomicU64::new(not_after_s));
-        Ok(Arc::new(Self { config, current: ArcSwap::new(current), not_after_s, watch, metrics }))
+        let files = Followed::new(files, || load(config))?;
+        Ok(Arc::new(Self { config: config.clone(), files, metrics }))
     }
 
     /// For one engine, by the name in its certificate.
@@ -58,20 +51,13 @@ impl EngineTls {
 
     /// Reads the files again if they have changed, and tells how long the router's certificate is still good.
     pub(crate) fn refresh(&self) {
-        if self.watch.has_changed() {
-            let read = load(&self.config);
+        if let Some(read) = self.files.refresh(|| load(&self.config)) {
             self.metrics.reloaded(read.is_ok());
-            match read {
-                Ok((config, not_after_s)) => {
-                    self.current.store(config);
-                    self.not_after_s.store(not_after_s, Ordering::Relaxed);
-                }
-                Err(error) => {
-                    tracing::error!(%error, "engine_tls cannot be read again; the old files stay in effect")
-                }
+            if let Err(error) = read {
+                tracing::error!(%error, "engine_tls cannot be read again; the old files stay in effect");
             }
         }
-        self.metrics.expires(Some(self.not_after_s.load(Ordering::Relaxed)).filter(|at| *at > 0));
+        self.metrics.expires(self.files.not_after_s());
     }
 }
 
@@ -79,7 +65,7 @@ impl EngineName {
     /// # Errors
     /// The handshake failed: the engine is not who it should be, or does not know the router.
     pub(crate) async fn connect(&self, stream: TcpStream) -> std::io::Result<TlsStream<TcpStream>> {
-        TlsConnector::from(self.tls.current.load_full()).connect(self.name.clone(), stream).await
+        TlsConnector::from(self.tls.files.current()).connect(self.name.clone(), stream).await
     }
 }
 

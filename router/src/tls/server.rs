@@ -11,11 +11,9 @@
 use std::future::{Future as _, poll_fn};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
 use rustls::ServerConfig;
 use rustls::server::WebPkiClientVerifier;
 use tokio::net::TcpStream;
@@ -23,17 +21,15 @@ use tokio::sync::Semaphore;
 use tokio_rustls::LazyConfigAcceptor;
 
 use super::certificate::{chain, key, provider, roots};
+use super::followed::Followed;
 use super::{TlsConnection, TlsError, content};
 use crate::config::{ClientAuth, ListenTlsConfig};
-use crate::file_watch::FileWatch;
 use crate::metrics::tls::{Handshake, ListenerTls};
 
 /// The certificates of a listener. Connections are accepted with those that are in effect when they begin.
 pub(crate) struct ServerTls {
     config: ListenTlsConfig,
-    current: ArcSwap<ServerConfig>,
-    not_after_s: AtomicU64,
-    watch: FileWatch,
+    files: Followed<ServerConfig>,
     handshakes: Semaphore,
     metrics: ListenerTls,
 }
@@ -44,17 +40,13 @@ impl ServerTls {
     pub(crate) fn new(config: &ListenTlsConfig, metrics: ListenerTls) -> Result<Self, TlsError> {
         let files: Vec<PathBuf> =
             [&config.certificate, &config.key].into_iter().chain(&config.client_ca).cloned().collect();
-        let watch = FileWatch::new(files);
-        let (current, not_after_s) = load(config)?;
         let tls = Self {
             config: config.clone(),
-            current: ArcSwap::new(current),
-            not_after_s: AtomicU64::new(not_after_s),
-            watch,
+            files: Followed::new(files, || load(config))?,
             handshakes: Semaphore::new(config.handshakes),
             metrics,
         };
-        tls.metrics.expires(not_after_s);
+        tls.metrics.expires(tls.files.not_after_s());
         Ok(tls)
     }
 
@@ -65,7 +57,7 @@ impl ServerTls {
             let hello = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), stream).await?;
             let one = self.handshakes.acquire().await.expect("the semaphore is never closed");
             // The key exchange and the signature are made here; what follows waits for the client and costs little.
-            let mut rest = Box::pin(hello.into_stream(self.current.load_full()));
+            let mut rest = Box::pin(hello.into_stream(self.files.current()));
             let first = poll_fn(|cx| Poll::Ready(rest.as_mut().poll(cx))).await;
             drop(one);
             match first {
@@ -93,13 +85,10 @@ impl ServerTls {
 
     /// Reads the files again if they have changed, and tells how long the certificate is still good.
     pub(crate) fn refresh(&self) {
-        if self.watch.has_changed() {
-            let read = load(&self.config);
+        if let Some(read) = self.files.refresh(|| load(&self.config)) {
             self.metrics.reloaded(read.is_ok());
             match read {
-                Ok((config, not_after_s)) => {
-                    self.current.store(config);
-                    self.not_after_s.store(not_after_s, Ordering::Relaxed);
+                Ok(()) => {
                     tracing::info!(certificate = %self.config.certificate.display(), "a new certificate is in effect");
                 }
                 Err(error) => {
@@ -107,7 +96,7 @@ impl ServerTls {
                 }
             }
         }
-        self.metrics.expires(self.not_after_s.load(Ordering::Relaxed));
+        self.metrics.expires(self.files.not_after_s());
     }
 }
 
