@@ -17,7 +17,6 @@ use baton_connector::RequestId;
 use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Fit, Outcome, Settlement, Timeline};
 use hyper::Method;
 use hyper::header::HeaderValue;
-use pingora::proxy::Session;
 use serde_json::Value;
 
 use crate::admission::Ticket;
@@ -40,6 +39,7 @@ use crate::pool::{Pool, Reserved, Scarce};
 use crate::request_id;
 use crate::retries::Retry;
 use crate::rewrite;
+use crate::session::Session;
 use crate::settle::{Debtor, Returned};
 use crate::shared::Shared;
 use crate::trace_context::Trace;

@@ -11,7 +11,6 @@ use baton_openai::{
 };
 use bytes::Bytes;
 use hyper::Method;
-use pingora::proxy::Session;
 
 use crate::answer::Stamp;
 use crate::client_watch::{ClientGone, race};
@@ -26,6 +25,7 @@ use crate::pool::Reserved;
 use crate::retries::Retry;
 use crate::rewrite::{ClientRules, Owned};
 use crate::service::ticket;
+use crate::session::Session;
 use crate::shared::Shared;
 use crate::tenants::{self, Permit};
 use crate::trace_context::Trace;

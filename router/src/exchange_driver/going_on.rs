@@ -8,7 +8,6 @@ use baton_openai::Endpoint;
 use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderMap;
-use pingora::proxy::Session;
 use serde_json::{Map, Value};
 
 use super::{Answer, Ended, ExchangeDriver};
@@ -17,6 +16,7 @@ use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::metrics::{Leg, Resume};
 use crate::pool::{Reserved, Scarce};
+use crate::session::Session;
 use crate::upstream::{Engine, Outgoing};
 use crate::{request_id, rewrite};
 

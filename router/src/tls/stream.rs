@@ -1,43 +1,30 @@
-//! A client's encrypted connection, as pingora takes connections.
+//! A client's encrypted connection, and who its certificate says it is.
 
 use std::io;
-use std::os::fd::AsRawFd;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
-use async_trait::async_trait;
-use pingora::protocols::raw_connect::ProxyDigest;
-use pingora::protocols::{
-    GetProxyDigest, GetSocketDigest, GetTimingDigest, Peek, Shutdown, SocketDigest, Ssl, TimingDigest,
-    UniqueID,
-};
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::server::TlsStream;
 
 use super::der;
-
-/// A client that does not take the last record is not waited for.
-const CLOSE_WITHIN: Duration = Duration::from_secs(1);
 
 /// An encrypted connection.
 #[derive(Debug)]
 pub(crate) struct TlsConnection {
     stream: TlsStream<TcpStream>,
     client_names: Arc<[String]>,
-    socket: Arc<SocketDigest>,
 }
 
 impl TlsConnection {
     pub(super) fn new(stream: TlsStream<TcpStream>) -> Self {
-        let (tcp, session) = stream.get_ref();
+        let (_, session) = stream.get_ref();
         let leaf = session.peer_certificates().and_then(|chain| chain.first());
         let client_names =
             leaf.and_then(|leaf| der::facts(leaf)).map(|facts| facts.names.into()).unwrap_or_default();
-        let socket = Arc::new(SocketDigest::from_raw_fd(tcp.as_raw_fd()));
-        Self { stream, client_names, socket }
+        Self { stream, client_names }
     }
 
     /// The names in the certificate that the client showed.
@@ -83,41 +70,5 @@ impl AsyncWrite for TlsConnection {
 
     fn is_write_vectored(&self) -> bool {
         self.stream.is_write_vectored()
-    }
-}
-
-#[async_trait]
-impl Shutdown for TlsConnection {
-    async fn shutdown(&mut self) {
-        // A client that is gone already needs no goodbye.
-        let _ = tokio::time::timeout(CLOSE_WITHIN, self.stream.shutdown()).await;
-    }
-}
-
-impl UniqueID for TlsConnection {
-    fn id(&self) -> i32 {
-        self.stream.get_ref().0.as_raw_fd()
-    }
-}
-
-impl Ssl for TlsConnection {}
-
-impl Peek for TlsConnection {}
-
-impl GetTimingDigest for TlsConnection {
-    fn get_timing_digest(&self) -> Vec<Option<TimingDigest>> {
-        Vec::new()
-    }
-}
-
-impl GetProxyDigest for TlsConnection {
-    fn get_proxy_digest(&self) -> Option<Arc<ProxyDigest>> {
-        None
-    }
-}
-
-impl GetSocketDigest for TlsConnection {
-    fn get_socket_digest(&self) -> Option<Arc<SocketDigest>> {
-        Some(Arc::clone(&self.socket))
     }
 }
