@@ -18,7 +18,7 @@ use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::Ended;
 use crate::generation::Generation;
 use crate::intake::Owner;
-use crate::legs::{Meaning, Refusal};
+use crate::legs::{Refusal, Verdict};
 use crate::metrics::Leg;
 use crate::models::Model;
 use crate::policy::Wanted;
@@ -170,10 +170,11 @@ impl Passing<'_> {
                     return told.map(|()| status).map_err(|_| Ended::ClientGone);
                 }
                 Ok(Ok(whole)) => {
-                    last = Refusal::of(&whole);
-                    if Meaning::of(&whole).failure().is_none() {
-                        return Err(Ended::Refused(last));
+                    let verdict = Verdict::of(&whole, engine.hosts());
+                    if verdict.failure().is_none() {
+                        return Err(Ended::Refused(verdict.refusal));
                     }
+                    last = verdict.refusal;
                 }
                 Ok(Err(CallError::NotReached)) => last = Refusal::unreachable(),
                 Ok(Err(CallError::TooLarge(_))) => {

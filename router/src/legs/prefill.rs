@@ -13,7 +13,8 @@ use hyper::StatusCode;
 use hyper::header::HeaderMap;
 use serde_json::Value;
 
-use super::{Blame, Meaning, Refusal};
+use super::{Blame, Refusal, Verdict};
+use crate::hosts::Hosts;
 use crate::upstream::{CallError, Engine, InFlight, Outgoing, Socket, Whole};
 
 /// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
@@ -88,7 +89,7 @@ impl PrefillCall {
     pub(crate) async fn prefilled(&mut self) -> Prefilled {
         let answer = self.answer.get_mut().unwrap_or_else(PoisonError::into_inner);
         match answer.as_mut().await {
-            Ok(whole) => understand(&whole),
+            Ok(whole) => understand(&whole, self.engine().hosts()),
             Err(CallError::NotReached) => {
                 Prefilled::Failed(Failure::NotReached, Refusal::unreachable(), Blame::Nobody)
             }
@@ -121,17 +122,14 @@ impl Prefilled {
     }
 }
 
-fn understand(whole: &Whole) -> Prefilled {
+/// `hosts` are those of all engines.
+fn understand(whole: &Whole, hosts: &Hosts) -> Prefilled {
     if !whole.status.is_success() {
-        let refusal = Refusal::of(whole).of_prefill();
-        return match Meaning::of(whole) {
-            Meaning::Misconfigured => {
-                Prefilled::Failed(Failure::Answered, Refusal::misconfigured(), Blame::Nobody)
-            }
-            meaning if meaning.failure().is_some() => {
-                Prefilled::Failed(Failure::Answered, refusal, Blame::of(whole))
-            }
-            _ => Prefilled::Refused(refusal),
+        let verdict = Verdict::of(whole, hosts);
+        let (failure, refusal) = (verdict.failure(), verdict.refusal.of_prefill());
+        return match failure {
+            Some(failure) => Prefilled::Failed(failure, refusal, verdict.blame),
+            None => Prefilled::Refused(refusal),
         };
     }
     // Only the handoff is kept: the reply's one token is computed again, by the engine that goes on from it.
@@ -155,7 +153,8 @@ fn understand(whole: &Whole) -> Prefilled {
 
 /// The handoff of a reply, where it has a complete one.
 pub(crate) fn lent(status: StatusCode, body: Bytes) -> Option<Arc<str>> {
-    match understand(&Whole { status, headers: HeaderMap::new(), body, own_key: false }) {
+    let whole = Whole { status, headers: HeaderMap::new(), body, own_key: false };
+    match understand(&whole, &Hosts::default()) {
         Prefilled::Lent(params, _) => Some(params),
         Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
     }

@@ -15,12 +15,8 @@ fn complete() -> Value {
 }
 
 fn answered(body: impl Into<bytes::Bytes>) -> Prefilled {
-    understand(&Whole {
-        status: StatusCode::OK,
-        headers: Default::default(),
-        body: body.into(),
-        own_key: false,
-    })
+    let (status, headers) = (StatusCode::OK, Default::default());
+    understand(&Whole { status, headers, body: body.into(), own_key: false }, &Hosts::default())
 }
 
 /// What vLLM's decode engine asks of a handoff, written down again.
