@@ -136,7 +136,7 @@ impl Passing<'_> {
         let config = &self.generation.config;
         let mut headers = intake::named(intake::passed(&session.req_header().headers), self.id);
         self.trace.inject(&mut headers, Leg::Decode);
-        let body = rewrite::decode_body(body, owned, &model.name, None);
+        let body = rewrite::decode_body(body, owned, &model.name_in_bodies, None);
         let mut outgoing = Outgoing { method: Method::POST, path: self.path, headers, body };
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();

@@ -38,8 +38,8 @@ pub(crate) struct PrefillCall {
 /// What an attempt came to.
 #[derive(Debug)]
 pub(crate) enum Prefilled {
-    /// The engine lends: its `kv_transfer_params`, checked and otherwise unopened.
-    Lent(Arc<Value>, Option<Handle>),
+    /// The engine lends: its `kv_transfer_params`, as it wrote them, checked.
+    Lent(Arc<str>, Option<Handle>),
     /// The engine answered and lends nothing.
     Empty,
     /// The engine refused the request itself.
@@ -138,25 +138,24 @@ fn understand(whole: &Whole, hosts: &Hosts) -> Prefilled {
         let handle = salvage_member(&whole.body, HANDOFF).as_ref().and_then(handle);
         return Prefilled::Failed(Failure::Unusable(handle), Refusal::broken(), Blame::Engine);
     };
-    let params = reply.field(HANDOFF).map(serde_json::from_slice::<Value>);
-    match params.transpose() {
-        Ok(None | Some(Value::Null)) => Prefilled::Empty,
-        Ok(Some(params)) => match ReplyFacts::check(&params) {
-            Ok(facts) => Prefilled::Lent(Arc::new(params), facts.handle),
-            Err(error) => {
-                tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
-                Prefilled::Failed(Failure::Unusable(handle(&params)), Refusal::broken(), Blame::Engine)
-            }
-        },
-        Err(_) => Prefilled::Failed(Failure::Unusable(None), Refusal::broken(), Blame::Engine),
+    let params = reply.field(HANDOFF).map(|params| std::str::from_utf8(params).expect("JSON text is UTF-8"));
+    let Some(params) = params.filter(|params| *params != "null") else { return Prefilled::Empty };
+    match ReplyFacts::check(params) {
+        // A copy: a slice would keep the whole reply for as long as the answer lasts.
+        Ok(facts) => Prefilled::Lent(params.into(), facts.handle),
+        Err(error) => {
+            tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
+            let handle = serde_json::from_str(params).ok().as_ref().and_then(handle);
+            Prefilled::Failed(Failure::Unusable(handle), Refusal::broken(), Blame::Engine)
+        }
     }
 }
 
 /// The handoff of a reply, where it has a complete one.
-pub(crate) fn lent(status: StatusCode, body: Bytes) -> Option<Value> {
+pub(crate) fn lent(status: StatusCode, body: Bytes) -> Option<Arc<str>> {
     let whole = Whole { status, headers: HeaderMap::new(), body, own_key: false };
     match understand(&whole, &Hosts::default()) {
-        Prefilled::Lent(params, _) => Some(Arc::unwrap_or_clone(params)),
+        Prefilled::Lent(params, _) => Some(params),
         Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
     }
 }
