@@ -20,7 +20,7 @@ use tokio::time::{Instant, Sleep};
 use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::{Answer, Ended, ExchangeDriver, Rest};
 use crate::intake::Ask;
-use crate::legs::{Meaning, Refusal};
+use crate::legs::{Refusal, Verdict};
 use crate::metrics::Resume;
 use crate::resume::{Plan, Transcript};
 use crate::route::Dialect;
@@ -312,10 +312,10 @@ impl Passing<'_> {
     /// What the engine said in the middle of its stream.
     fn told(&self, told: Told) -> Broken {
         let Some(reply) = &self.reply else { return Broken::Died };
-        let told = reply.told(told.status, told.error);
-        match Meaning::of(&told).failure() {
+        let verdict = Verdict::of(&reply.told(told.status, told.error), reply.engine().hosts());
+        match verdict.failure() {
             Some(_) => Broken::Failed,
-            None => Broken::Refused(Refusal::of(&told)),
+            None => Broken::Refused(verdict.refusal),
         }
     }
 

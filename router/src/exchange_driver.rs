@@ -17,7 +17,6 @@ use baton_connector::RequestId;
 use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Fit, Outcome, Settlement, Timeline};
 use hyper::Method;
 use hyper::header::HeaderValue;
-use serde_json::Value;
 
 use crate::admission::Ticket;
 use crate::alive::{Deaf, while_alive};
@@ -87,7 +86,7 @@ pub(crate) struct ExchangeDriver {
     /// Whether the prompt may be computed anew: once.
     may_recompute: bool,
     /// What the last prefill engine that lent said of it, for the release.
-    lent: Option<(Attempt, Arc<Value>)>,
+    lent: Option<(Attempt, Arc<str>)>,
     /// Engines that failed it, of which it is not yet known whether that was its own fault.
     suspects: Vec<Suspect>,
     /// Engines that were deaf to it.
@@ -311,7 +310,7 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         ask: &Ask,
-    ) -> Result<Option<Arc<Value>>, Ended> {
+    ) -> Result<Option<Arc<str>>, Ended> {
         let decided = self.disaggregation(ask);
         self.shared.metrics.routing.disaggregation(decided);
         if let Disaggregation::Local(_) = decided {
@@ -323,7 +322,7 @@ impl ExchangeDriver {
         let mut outgoing = self.outgoing(
             ask,
             Leg::Prefill,
-            rewrite::prefill_body(ask.dialect, &ask.body, &ask.owned, &ask.model.name),
+            rewrite::prefill_body(ask.dialect, &ask.body, &ask.owned, &ask.model.name_in_bodies),
         );
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
@@ -382,7 +381,7 @@ impl ExchangeDriver {
     }
 
     /// Without a prefill engine the decode engine computes everything, where that is configured.
-    fn fall_back(&mut self, ask: &Ask, last: Refusal) -> Result<Option<Arc<Value>>, Ended> {
+    fn fall_back(&mut self, ask: &Ask, last: Refusal) -> Result<Option<Arc<str>>, Ended> {
         match ask.model.fallback {
             Fallback::Aggregate => {
                 self.shared.metrics.routing.disaggregation(Disaggregation::Local(Why::FellBack));
@@ -403,7 +402,7 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         ask: &Ask,
-        handoff: Option<Arc<Value>>,
+        handoff: Option<Arc<str>>,
     ) -> Result<Answer, Ended> {
         match self.decode_with(session, ask, handoff).await? {
             Some(answer) => Ok(answer),
@@ -427,12 +426,12 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         ask: &Ask,
-        handoff: Option<Arc<Value>>,
+        handoff: Option<Arc<str>>,
     ) -> Result<Option<Answer>, Ended> {
         let recompute = handoff.is_some() && self.may_recompute;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let first_byte = ask.model.bounds.decode_first_byte;
-        let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name, handoff.as_deref());
+        let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name_in_bodies, handoff.as_deref());
         let mut outgoing = self.outgoing(ask, Leg::Decode, body);
         // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
         outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));

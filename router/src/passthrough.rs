@@ -17,7 +17,7 @@ use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::Ended;
 use crate::generation::Generation;
 use crate::intake::Owner;
-use crate::legs::{Meaning, Refusal};
+use crate::legs::{Refusal, Verdict};
 use crate::metrics::Leg;
 use crate::models::Model;
 use crate::policy::Wanted;
@@ -136,7 +136,7 @@ impl Passing<'_> {
         let config = &self.generation.config;
         let mut headers = intake::named(intake::passed(&session.req_header().headers), self.id);
         self.trace.inject(&mut headers, Leg::Decode);
-        let body = rewrite::decode_body(body, owned, &model.name, None);
+        let body = rewrite::decode_body(body, owned, &model.name_in_bodies, None);
         let mut outgoing = Outgoing { method: Method::POST, path: self.path, headers, body };
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
@@ -170,10 +170,11 @@ impl Passing<'_> {
                     return told.map(|()| status).map_err(|_| Ended::ClientGone);
                 }
                 Ok(Ok(whole)) => {
-                    last = Refusal::of(&whole);
-                    if Meaning::of(&whole).failure().is_none() {
-                        return Err(Ended::Refused(last));
+                    let verdict = Verdict::of(&whole, engine.hosts());
+                    if verdict.failure().is_none() {
+                        return Err(Ended::Refused(verdict.refusal));
                     }
+                    last = verdict.refusal;
                 }
                 Ok(Err(CallError::NotReached)) => last = Refusal::unreachable(),
                 Ok(Err(CallError::TooLarge(_))) => {

@@ -6,7 +6,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
@@ -279,12 +279,24 @@ async fn serve(
     }
 }
 
-/// Looks once a second whether keys, tokens or certificates have changed on disk. Apart from the workers that serve:
-/// a file system may hang.
+/// Looks every `reload.poll_ms`, and when somebody asks for a reload, whether keys, tokens or certificates have changed on
+/// disk. Apart from the workers that serve: a file system may hang.
 async fn reread(shared: Arc<Shared>, guards: Guards) {
-    let mut tick = tokio::time::interval(UPKEEP);
+    let mut looked = Instant::now();
     loop {
-        tick.tick().await;
+        let poll = match shared.generation().config.reload.poll_ms {
+            0 => Duration::MAX,
+            ms => Duration::from_millis(ms),
+        };
+        let told = tokio::select! {
+            () = shared.reread.notified() => true,
+            () = tokio::time::sleep(poll.min(UPKEEP)) => false,
+        };
+        guards.clients.iter().chain(&guards.admin).for_each(|tls| tls.tell_expiry());
+        shared.generation().tell_expiry();
+        if !told && looked.elapsed() < poll {
+            continue;
+        }
         let (shared, guards) = (Arc::clone(&shared), guards.clone());
         let look = move || {
             guards.clients.iter().chain(&guards.admin).for_each(|tls| tls.refresh());
@@ -293,6 +305,7 @@ async fn reread(shared: Arc<Shared>, guards: Guards) {
         if tokio::task::spawn_blocking(look).await.is_err() {
             tracing::error!("reading files again failed; it is tried again");
         }
+        looked = Instant::now();
     }
 }
 

@@ -28,6 +28,7 @@ use tokio::sync::Notify;
 use crate::admission::Freed;
 use crate::config::{EngineUrl, ReleaseMode};
 use crate::health::{self, EngineHealth, EngineLoad, Health, Sign};
+use crate::hosts::Hosts;
 use crate::metrics::{EngineMetrics, Leg};
 use crate::seldom::Seldom;
 use connection::Connection;
@@ -62,6 +63,8 @@ pub(crate) struct Engine {
     /// In flight per data-parallel rank; made when the first rank is chosen.
     ranks: OnceLock<Box<[AtomicUsize]>>,
     health: Health,
+    /// Where all engines live.
+    hosts: Arc<Hosts>,
     verbs: Verbs,
     pub metrics: EngineMetrics,
     /// Its trouble is told seldom.
@@ -141,7 +144,14 @@ pub(crate) struct InFlight {
 const RANKS_MAX: usize = 256;
 
 impl Engine {
-    pub(crate) fn new(url: EngineUrl, terms: Terms, bells: Bells, metrics: EngineMetrics) -> Self {
+    /// `hosts` are those of all engines.
+    pub(crate) fn new(
+        url: EngineUrl,
+        terms: Terms,
+        bells: Bells,
+        hosts: Arc<Hosts>,
+        metrics: EngineMetrics,
+    ) -> Self {
         let Bells { wake, freed } = bells;
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let health = Health::new(&terms.health, wake);
@@ -159,6 +169,7 @@ impl Engine {
             tokens: AtomicU64::new(0),
             ranks: OnceLock::new(),
             health,
+            hosts,
             verbs: Verbs::default(),
             metrics,
             trouble: Seldom::new(),
@@ -175,6 +186,11 @@ impl Engine {
 
     pub(crate) fn health(&self) -> &Health {
         &self.health
+    }
+
+    /// Where all engines live: what this one says to a client must name none of them.
+    pub(crate) fn hosts(&self) -> &Hosts {
+        &self.hosts
     }
 
     /// The verbs that it is known to have.
@@ -403,6 +419,10 @@ impl Reply {
     pub(crate) fn is_stream(&self) -> bool {
         let kind = self.headers().get(CONTENT_TYPE);
         kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+    }
+
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.engine
     }
 
     /// Puts a piece back: it is the next one.

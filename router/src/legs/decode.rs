@@ -10,10 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::exchange::Failure;
-
 use bytes::{Bytes, BytesMut};
 
-use super::{Blame, Meaning, Refusal};
+use super::{Blame, Meaning, Refusal, Verdict};
 use crate::alive::{Deaf, while_alive};
 use crate::sse;
 use crate::upstream::{CallError, Engine, Lost, Outgoing, Reply};
@@ -63,11 +62,10 @@ pub(crate) async fn ask(
     match answered {
         Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),
         Ok(Ok(Err(whole))) => {
-            let refusal = Refusal::of(&whole);
-            let meaning = Meaning::of(&whole);
-            match meaning.failure() {
-                Some(failure) => Decoding::Failed(failure, refusal, meaning, Blame::of(&whole)),
-                None => Decoding::Refused(refusal),
+            let verdict = Verdict::of(&whole, engine.hosts());
+            match verdict.failure() {
+                Some(failure) => Decoding::Failed(failure, verdict.refusal, verdict.meaning, verdict.blame),
+                None => Decoding::Refused(verdict.refusal),
             }
         }
         Ok(Err(CallError::NotReached)) => {

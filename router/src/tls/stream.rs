@@ -72,3 +72,68 @@ impl AsyncWrite for TlsConnection {
         self.stream.is_write_vectored()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::time::Duration;
+
+    use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+    use rustls::{ClientConfig, RootCertStore, ServerConfig};
+    use tokio::net::TcpListener;
+    use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+    use super::*;
+    use std::io::IoSlice;
+    use std::net::SocketAddr;
+
+    use tokio_util::either::Either;
+
+    use crate::hygiene::Wire;
+
+    /// A client and the router's side of its connection.
+    async fn pair() -> (tokio_rustls::client::TlsStream<TcpStream>, TlsConnection) {
+        let provider = super::super::certificate::provider;
+        let key = rcgen::KeyPair::generate().unwrap();
+        let certificate = rcgen::CertificateParams::new(vec!["router.test".to_owned()]).unwrap();
+        let certificate: CertificateDer<'static> = certificate.self_signed(&key).unwrap().der().clone();
+        let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialize_der()));
+        let server = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(vec![certificate.clone()], key)
+            .unwrap();
+        let mut roots = RootCertStore::empty();
+        roots.add(certificate).unwrap();
+        let client = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let name = ServerName::try_from("router.test").unwrap();
+        let connector = TlsConnector::from(Arc::new(client));
+        let accepted = async {
+            let far = listener.accept().await.unwrap().0;
+            TlsAcceptor::from(Arc::new(server)).accept(far).await
+        };
+        let (client, server) = tokio::join!(connector.connect(name, near), accepted);
+        (client.unwrap(), TlsConnection::new(server.unwrap()))
+    }
+
+    #[tokio::test]
+    async fn a_client_that_stops_reading_does_not_keep_the_last_record_waiting() {
+        let (deaf, connection) = pair().await;
+        let peer = SocketAddr::from(([127, 0, 0, 1], 1));
+        let wire = Wire::new(Either::Right(Box::new(connection)), peer);
+        let piece = vec![b'x'; 1 << 20];
+        // Until neither the kernel nor the session takes more: the goodbye finds no room.
+        let more = |context: &mut Context<'_>| wire.poll_send(context, &[IoSlice::new(&piece)]).is_ready();
+        while poll_fn(|context| Poll::Ready(more(context))).await {}
+        let closed = tokio::time::timeout(Duration::from_secs(20), wire.close()).await;
+        assert!(closed.is_ok(), "it is given up");
+        drop(deaf);
+    }
+}
