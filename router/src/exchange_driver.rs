@@ -453,13 +453,14 @@ impl ExchangeDriver {
             self.decode_engine = Some(Arc::clone(&engine));
             tried.push(Arc::clone(&engine));
             self.apply(Event::DecodeSent(attempt));
-            let Ok(decoding) = race(session, decode::ask(&engine, &outgoing, first_byte, pause)).await else {
+            let admitted = || self.apply(Event::DecodeAccepted(attempt));
+            let answer = decode::ask(&engine, &outgoing, first_byte, pause, admitted);
+            let Ok(decoding) = race(session, answer).await else {
                 return Err(self.client_gone());
             };
             match decoding {
                 Decoding::Accepted(reply) => {
                     self.accepted(&engine, asked.elapsed());
-                    self.apply(Event::DecodeAccepted(attempt));
                     return Ok(Some(Answer { attempt, reply, load }));
                 }
                 Decoding::Refused(refusal) => {

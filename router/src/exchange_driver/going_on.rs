@@ -79,13 +79,14 @@ impl ExchangeDriver {
             let began = Instant::now();
             let first_byte = ask.model.bounds.decode_first_byte;
             let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-            let Ok(decoding) = race(session, decode::ask(&engine, &outgoing, first_byte, pause)).await else {
+            let admitted = || self.apply(Event::DecodeAccepted(attempt));
+            let answer = decode::ask(&engine, &outgoing, first_byte, pause, admitted);
+            let Ok(decoding) = race(session, answer).await else {
                 return Err(self.client_gone());
             };
             match decoding {
                 Decoding::Accepted(reply) => {
                     self.accepted(&engine, began.elapsed());
-                    self.apply(Event::DecodeAccepted(attempt));
                     tracing::info!(request = %self.debtor.request, engine = engine.authority(), "goes on");
                     return Ok(Some(Answer { attempt, reply, load }));
                 }

@@ -31,7 +31,8 @@ pub(crate) enum Decoding {
 }
 
 /// Asks an engine and waits, at most `first_byte` long and only while it shows signs of life, for it to take the
-/// request. It is asked for one after each `pause`.
+/// request. It is asked for one after each `pause`. `admitted` is called with the head of a good answer: from then on the
+/// engine settles with the one that lends, and may still fail.
 ///
 /// # Cancel safety
 /// Dropping the future cuts the connection, which aborts the request.
@@ -40,15 +41,17 @@ pub(crate) async fn ask(
     outgoing: &Outgoing,
     first_byte: Duration,
     pause: Duration,
+    admitted: impl FnOnce(),
 ) -> Decoding {
     let call = async {
         let mut reply = engine.call(outgoing, |_| {}).await?;
         if !reply.status().is_success() {
             return reply.whole_or_bare(REFUSAL_BYTES_MAX).await.map(Err);
         }
+        admitted();
         if reply.is_stream() {
             let first = first_frames(&mut reply).await?;
-            if let Some(told) = sse::error_in(&first) {
+            if let Some(told) = sse::error_in(&first).filter(|told| told.at == 0) {
                 return Ok(Err(reply.told(told.status, told.error)));
             }
             reply.put_back(first);
