@@ -33,6 +33,11 @@ use crate::upstream::{CallError, InFlight, Reply};
 
 /// An answer that is not streamed is held up to this size; past it, it is passed on as it comes.
 const HELD_BYTES_MAX: usize = 1 << 20;
+/// The same of what is not generated, which comes at once: its engine waits for no slow client. The tokens of the longest
+/// context, with their texts.
+const PASSED_BYTES_MAX: usize = 64 << 20;
+/// Says what vLLM's embeddings in bytes mean.
+const METADATA: HeaderName = HeaderName::from_static("metadata");
 /// After `[DONE]` an engine has this long to end its answer, so that its connection can be used again.
 const END_AFTER_DONE: Duration = Duration::from_secs(1);
 
@@ -211,16 +216,22 @@ pub(crate) async fn pass(
     let Answer { attempt, reply, load } = answer;
     let reply = *reply;
     let silence = Silence::new(patience);
+    let load = Some(load);
     let passing = Passing { session, driver, attempt, reply, load, silence, resuming, spoke: false, dialect };
     let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
-    let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
+    let streamed = dialect.generates()
+        && content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
     passing.driver.watched.streamed = streamed;
+    passing.driver.watched.passes = !dialect.generates();
     let status = passing.reply.status().as_u16();
     let mut head = ResponseHeader::build(status, Some(4)).map_err(|_| Refusal::broken())?;
     let insert = |head: &mut ResponseHeader, name, value: HeaderValue| {
         head.insert_header(name, value).map_err(|_| Refusal::broken())
     };
     insert(&mut head, CONTENT_TYPE, content_type.unwrap_or(HeaderValue::from_static("application/json")))?;
+    if let Some(metadata) = passing.reply.headers().get(METADATA).filter(|_| !dialect.generates()) {
+        insert(&mut head, METADATA, metadata.clone())?;
+    }
     stamp.put(&mut head).map_err(|_| Refusal::broken())?;
     if let Some(timing) = passing.driver.server_timing() {
         insert(&mut head, hyper::header::HeaderName::from_static("server-timing"), timing)?;
@@ -239,8 +250,8 @@ struct Passing<'a> {
     driver: &'a mut ExchangeDriver,
     attempt: Attempt,
     reply: Reply,
-    /// Counts the request at its engine.
-    load: InFlight,
+    /// Counts the request at its engine, until the engine has nothing more to do with it.
+    load: Option<InFlight>,
     silence: Silence,
     resuming: Option<Resuming>,
     spoke: bool,
@@ -333,7 +344,7 @@ impl Passing<'_> {
         };
         self.driver.resumed(Resume::Resumed);
         resuming.transcript.goes_on();
-        (self.attempt, self.reply, self.load) = (answer.attempt, *answer.reply, answer.load);
+        (self.attempt, self.reply, self.load) = (answer.attempt, *answer.reply, Some(answer.load));
         self.spoke = false;
         self.silence.heard();
         Ok(Resumed::GoesOn)
@@ -385,6 +396,7 @@ impl Passing<'_> {
 
     async fn held(mut self, mut head: ResponseHeader) -> Result<(), Ended> {
         let mut held = BytesMut::new();
+        let most = if self.dialect.generates() { HELD_BYTES_MAX } else { PASSED_BYTES_MAX };
         loop {
             match self.chunk().await? {
                 // In one piece, as it mostly is, it is not copied.
@@ -399,12 +411,13 @@ impl Passing<'_> {
                     return Err(Ended::Refused(broken.refusal()));
                 }
             }
-            if held.len() > HELD_BYTES_MAX {
+            if held.len() > most {
                 return self.passed(head, held.freeze()).await;
             }
         }
         // Computed and read: whether the client still takes it is no engine's concern.
         self.driver.served(self.attempt);
+        self.load = None;
         head.insert_header(CONTENT_LENGTH, held.len()).map_err(|_| Refusal::broken())?;
         self.commit_sized(head).await?;
         self.write(held.freeze(), true).await?;

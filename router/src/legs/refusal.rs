@@ -27,6 +27,9 @@ pub(crate) enum Meaning {
     Refused,
     /// The engine is in trouble: full, draining, failed. Another may do better, with the same handoff.
     Trouble,
+    /// The engine says that it failed inside (500). As [`Self::Trouble`], and a stock decode engine says no more than
+    /// this when the engine that lends is gone.
+    FailedInside,
     /// The engine cannot use the handoff. Another may; if none can, the prompt is computed anew.
     CannotUseHandoff,
     /// Nobody can use the handoff any more: the prompt is computed anew.
@@ -86,6 +89,7 @@ impl Meaning {
             (404, "model_not_found") => Self::WrongModel,
             (404, _) if body["error"]["type"] == "NotFoundError" => Self::WrongModel,
             (400..=499, _) => Self::Refused,
+            (500, _) => Self::FailedInside,
             _ => Self::Trouble,
         }
     }
@@ -103,6 +107,11 @@ impl Refusal {
 
     pub(crate) fn none_left() -> Self {
         Self(ApiError::unavailable("no engine of this model is available", COME_BACK))
+    }
+
+    /// Engines are there, and busy.
+    pub(crate) fn all_busy() -> Self {
+        Self(ApiError::overloaded("all engines are busy", COME_BACK))
     }
 
     pub(crate) fn broken() -> Self {
@@ -320,7 +329,8 @@ mod tests {
             (401, "invalid_cluster_secret", Meaning::Misconfigured),
             (429, "overloaded", Meaning::Trouble),
             (408, "", Meaning::Trouble),
-            (500, "", Meaning::Trouble),
+            (500, "", Meaning::FailedInside),
+            (502, "", Meaning::Trouble),
             (503, "draining", Meaning::Trouble),
             (503, "engine_failed", Meaning::Trouble),
             (503, "kv_handshake_failed", Meaning::CannotUseHandoff),
