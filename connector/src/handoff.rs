@@ -9,9 +9,12 @@
 //! Everything here is hostile until checked: a missing or malformed field is an error that names it, nothing
 //! is guessed, and nothing in the value is changed.
 
+mod block_list;
 mod reply;
+mod scalar;
 
 pub use reply::ReplyFacts;
+use scalar::Scalar;
 
 use std::time::Duration;
 
@@ -121,6 +124,10 @@ impl Handoff {
 }
 
 impl KvIntent {
+    /// What a router sends to a producer, as JSON.
+    pub const PRODUCE_REQUEST: &str = "{\"do_remote_decode\":true,\"do_remote_prefill\":false,\
+        \"remote_engine_id\":null,\"remote_block_ids\":null,\"remote_host\":null,\"remote_port\":null}";
+
     /// Reads the `kv_transfer_params` of a request to an engine. `Ok(None)` when it asks for nothing.
     ///
     /// # Errors
@@ -130,8 +137,8 @@ impl KvIntent {
             return Ok(None);
         }
         let fields = value.as_object().ok_or(HandoffError::NotAnObject)?;
-        let produce = flag(fields, "do_remote_decode")?;
-        let consume = flag(fields, "do_remote_prefill")?;
+        let flag = |field| Scalar::of(fields.get(field)).flag(field);
+        let (produce, consume) = (flag("do_remote_decode")?, flag("do_remote_prefill")?);
         match (produce, consume) {
             (true, true) => Err(HandoffError::BothDirections),
             (true, false) => Ok(Some(Self::Produce { consumers: consumers(fields)? })),
@@ -139,124 +146,66 @@ impl KvIntent {
             (false, false) => Ok(None),
         }
     }
-
-    /// What a router sends to a producer.
-    #[must_use]
-    pub fn produce_request() -> Value {
-        json!({
-            "do_remote_decode": true, "do_remote_prefill": false,
-            "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null,
-        })
-    }
 }
 
 fn handoff(fields: &Map<String, Value>) -> Result<Handoff, HandoffError> {
     let malformed = |field, expected| HandoffError::Malformed { field, expected };
-    let request = RequestId::new(text(fields, "remote_request_id")?)
+    let get = |field| Scalar::of(fields.get(field));
+    let text = |field| Ok(get(field).text(field)?.to_owned());
+    let number = |field, range, expected| get(field).number(field, range, expected);
+    let request = RequestId::new(&text("remote_request_id")?)
         .map_err(|_| malformed("remote_request_id", "a request id"))?;
-    let epoch = text(fields, "remote_epoch")?.parse();
-    let tokens = fields.get("remote_num_tokens").ok_or(HandoffError::Missing("remote_num_tokens"))?;
+    let epoch = text("remote_epoch")?.parse();
     let blocks = block_table(fields)?;
-    let tokens = tokens.as_u64().and_then(|t| usize::try_from(t).ok()).filter(|&t| t > 0);
-    let tokens = tokens.ok_or(malformed("remote_num_tokens", "a positive integer"))?;
+    let tokens = number("remote_num_tokens", 1..=usize::MAX, "a positive integer")?
+        .ok_or(HandoffError::Missing("remote_num_tokens"))?;
     let block_tokens =
-        number(fields, "remote_block_size", 1..=BLOCK_TOKENS_MAX, "a number of tokens from 1 to 1024")?
+        number("remote_block_size", 1..=BLOCK_TOKENS_MAX, "a number of tokens from 1 to 1024")?
             .ok_or(HandoffError::Missing("remote_block_size"))?;
     if tokens.div_ceil(block_tokens) > blocks.len() {
         return Err(malformed("remote_block_ids", "as many blocks as remote_num_tokens need"));
     }
+    let cached = number("remote_prefill_cached_tokens", 0..=usize::MAX, "a number of tokens")?;
     Ok(Handoff {
-        handle: handle(fields)?,
+        handle: get("remote_handle").handle("remote_handle")?,
         epoch: epoch.map_err(|_| malformed("remote_epoch", "16 hexadecimal digits"))?,
-        engine_id: text(fields, "remote_engine_id")?.to_owned(),
+        engine_id: text("remote_engine_id")?,
         request,
-        host: text(fields, "remote_host")?.to_owned(),
+        host: text("remote_host")?,
         ports: ports(fields)?,
         blocks,
         block_tokens,
         tokens,
-        lease_left: left(fields)?,
+        lease_left: get("remote_lease_left_ms").milliseconds("remote_lease_left_ms")?,
         layout: fingerprint(fields, "remote_layout")?,
         prompt: fingerprint(fields, "remote_prompt")?,
-        cached: cached(fields)?,
+        cached: cached.unwrap_or(0),
         consumers: consumers(fields)?,
     })
 }
 
-fn flag(fields: &Map<String, Value>, field: &'static str) -> Result<bool, HandoffError> {
-    match fields.get(field) {
-        None | Some(Value::Null) => Ok(false),
-        Some(Value::Bool(set)) => Ok(*set),
-        Some(_) => Err(HandoffError::Malformed { field, expected: "a boolean" }),
-    }
-}
-
-fn text<'a>(fields: &'a Map<String, Value>, field: &'static str) -> Result<&'a str, HandoffError> {
-    match fields.get(field) {
-        None | Some(Value::Null) => Err(HandoffError::Missing(field)),
-        Some(Value::String(text)) if !text.is_empty() && text.len() <= 512 => Ok(text),
-        Some(_) => Err(HandoffError::Malformed { field, expected: "a string of 1 to 512 bytes" }),
-    }
-}
-
-fn handle(fields: &Map<String, Value>) -> Result<Handle, HandoffError> {
-    let malformed = HandoffError::Malformed { field: "remote_handle", expected: "32 hexadecimal digits" };
-    text(fields, "remote_handle")?.parse().map_err(|_| malformed)
-}
-
 fn fingerprint(fields: &Map<String, Value>, field: &'static str) -> Result<u64, HandoffError> {
-    let text = text(fields, field)?;
+    let text = Scalar::of(fields.get(field));
+    let text = text.text(field)?;
     let digits = text.len() == 16 && text.bytes().all(|b| b.is_ascii_hexdigit());
     let value = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
     value.ok_or(HandoffError::Malformed { field, expected: "16 hexadecimal digits" })
 }
 
-fn cached(fields: &Map<String, Value>) -> Result<usize, HandoffError> {
-    const FIELD: &str = "remote_prefill_cached_tokens";
-    match fields.get(FIELD) {
-        None | Some(Value::Null) => Ok(0),
-        Some(value) => value
-            .as_u64()
-            .and_then(|tokens| usize::try_from(tokens).ok())
-            .ok_or(HandoffError::Malformed { field: FIELD, expected: "a number of tokens" }),
-    }
-}
-
-fn port(fields: &Map<String, Value>) -> Result<u16, HandoffError> {
-    let port =
-        fields.get("remote_port").filter(|v| !v.is_null()).ok_or(HandoffError::Missing("remote_port"))?;
-    let port = port.as_u64().and_then(|p| u16::try_from(p).ok()).filter(|&p| p > 0);
-    port.ok_or(HandoffError::Malformed { field: "remote_port", expected: "an integer from 1 to 65535" })
-}
-
-/// A number in a range; `None` when the field is absent.
-fn number(
-    fields: &Map<String, Value>,
-    field: &'static str,
-    range: std::ops::RangeInclusive<usize>,
-    expected: &'static str,
-) -> Result<Option<usize>, HandoffError> {
-    match fields.get(field) {
-        None | Some(Value::Null) => Ok(None),
-        Some(value) => {
-            let number = value.as_u64().and_then(|number| usize::try_from(number).ok());
-            let number = number.filter(|number| range.contains(number));
-            number.map(Some).ok_or(HandoffError::Malformed { field, expected })
-        }
-    }
-}
-
 fn consumers(fields: &Map<String, Value>) -> Result<u16, HandoffError> {
+    const FIELD: &str = "remote_consumers";
     let expected = "a number of consumers from 1 to 16";
-    let consumers = number(fields, "remote_consumers", 1..=CONSUMERS_MAX, expected)?;
+    let consumers = Scalar::of(fields.get(FIELD)).number(FIELD, 1..=CONSUMERS_MAX, expected)?;
     Ok(consumers.map_or(1, |consumers| u16::try_from(consumers).expect("CONSUMERS_MAX fits into 16 bits")))
 }
 
 /// The port of each rank. One rank has one port: nothing more is said of it.
 fn ports(fields: &Map<String, Value>) -> Result<Vec<u16>, HandoffError> {
     const FIELD: &str = "remote_rank_ports";
-    let first = port(fields)?;
-    let ranks = number(fields, "tp_size", 1..=RANKS_MAX, "a number of ranks from 1 to 64")?.unwrap_or(1);
+    let get = |field| Scalar::of(fields.get(field));
+    let first = get("remote_port").port("remote_port")?;
+    let ranks = get("tp_size").number("tp_size", 1..=RANKS_MAX, "a number of ranks from 1 to 64")?;
+    let ranks = ranks.unwrap_or(1);
     let malformed =
         HandoffError::Malformed { field: FIELD, expected: "the ports of tp_size ranks, remote_port first" };
     let ports = match fields.get(FIELD) {
@@ -268,16 +217,6 @@ fn ports(fields: &Map<String, Value>) -> Result<Vec<u16>, HandoffError> {
     let port = |value: &Value| value.as_u64().and_then(|p| u16::try_from(p).ok()).filter(|&p| p > 0);
     let ports = ports.iter().map(port).collect::<Option<Vec<_>>>();
     ports.filter(|ports| ports[0] == first).ok_or(malformed)
-}
-
-fn left(fields: &Map<String, Value>) -> Result<Option<Duration>, HandoffError> {
-    match fields.get("remote_lease_left_ms") {
-        None | Some(Value::Null) => Ok(None),
-        Some(value) => value.as_u64().map(Duration::from_millis).map(Some).ok_or(HandoffError::Malformed {
-            field: "remote_lease_left_ms",
-            expected: "a number of milliseconds",
-        }),
-    }
 }
 
 /// vLLM sends one list per KV cache group; engines of this protocol have one group. A flat list is accepted.
@@ -324,7 +263,7 @@ mod tests {
     fn a_reply_is_read_back_as_it_was_written() {
         let reply = sample().to_reply();
         assert_eq!(KvIntent::parse(&reply), Ok(Some(KvIntent::Consume(Box::new(sample())))));
-        let facts = ReplyFacts::check(&reply).expect("complete");
+        let facts = ReplyFacts::check(&reply.to_string()).expect("complete");
         assert_eq!((facts.handle, facts.tokens), (Some(sample().handle), Some(20)));
     }
 
@@ -408,10 +347,10 @@ mod tests {
         let reply = json!({"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1,2,3]],
             "remote_engine_id":"541e8c15","remote_request_id":"cmpl-t1-0-933cb11d","remote_host":"127.0.0.1",
             "remote_port":18911,"tp_size":1,"remote_num_tokens":81,"remote_blocks_expiry_time":null});
-        assert_eq!(ReplyFacts::check(&reply).map(|f| f.handle), Ok(None));
+        assert_eq!(ReplyFacts::check(&reply.to_string()).map(|f| f.handle), Ok(None));
         let mut broken = reply;
         broken.as_object_mut().expect("an object").remove("remote_request_id");
-        assert_eq!(ReplyFacts::check(&broken), Err(HandoffError::Missing("remote_request_id")));
+        assert_eq!(ReplyFacts::check(&broken.to_string()), Err(HandoffError::Missing("remote_request_id")));
     }
 
     #[test]
@@ -419,7 +358,7 @@ mod tests {
         assert_eq!(KvIntent::parse(&Value::Null), Ok(None));
         assert_eq!(KvIntent::parse(&json!({})), Ok(None));
         assert_eq!(
-            KvIntent::parse(&KvIntent::produce_request()),
+            KvIntent::parse(&serde_json::from_str(KvIntent::PRODUCE_REQUEST).expect("JSON")),
             Ok(Some(KvIntent::Produce { consumers: 1 }))
         );
         assert_eq!(KvIntent::parse(&json!("x")), Err(HandoffError::NotAnObject));

@@ -17,12 +17,11 @@ use std::time::{Duration, Instant};
 
 use baton_connector::RequestId;
 use baton_connector::exchange::{
-    Attempt, Event, Exchange, Failure, Fit, Outcome, Settlement, Span, Timeline,
+    Attempt, Event, Exchange, Failure, Fit, Lent, Outcome, Settlement, Span, State, Timeline,
 };
 use hyper::Method;
 use hyper::header::HeaderValue;
 use pingora::proxy::Session;
-use serde_json::Value;
 
 use crate::admission::Ticket;
 use crate::alive::{Deaf, while_alive};
@@ -74,7 +73,7 @@ pub(crate) struct Answer {
 /// What asking prefill engines came to.
 enum Elsewhere {
     /// One answered, with a handoff or with none.
-    Prefilled(Option<Arc<Value>>),
+    Prefilled(Option<Arc<str>>),
     /// None could be had, for want of any or of room.
     NotHad(Scarce, Refusal),
 }
@@ -108,7 +107,7 @@ pub(crate) struct ExchangeDriver {
     /// Whether the prompt may be computed anew: once.
     may_recompute: bool,
     /// What the last prefill engine that lent said of it, for the release.
-    lent: Option<(Attempt, Arc<Value>)>,
+    lent: Option<(Attempt, Arc<str>)>,
     /// Engines that failed it, of which it is not yet known whether that was its own fault.
     suspects: Vec<Suspect>,
     /// Engines that were deaf to it.
@@ -232,7 +231,7 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         ask: &Ask,
-    ) -> Result<Option<Arc<Value>>, Ended> {
+    ) -> Result<Option<Arc<str>>, Ended> {
         if !ask.dialect.generates() {
             self.apply(Event::PrefillSkipped);
             return Ok(None);
@@ -271,7 +270,7 @@ impl ExchangeDriver {
         let mut outgoing = self.outgoing(
             ask,
             Leg::Prefill,
-            rewrite::prefill_body(ask.dialect, &ask.body, &ask.owned, &ask.model.name),
+            rewrite::prefill_body(ask.dialect, &ask.body, &ask.owned, &ask.model.name_in_bodies),
         );
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
@@ -347,7 +346,7 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         ask: &Ask,
-        handoff: Option<Arc<Value>>,
+        handoff: Option<Arc<str>>,
     ) -> Result<Answer, Ended> {
         match self.decode_with(session, ask, handoff).await? {
             Some(answer) => Ok(answer),
@@ -374,16 +373,18 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         ask: &Ask,
-        handoff: Option<Arc<Value>>,
+        handoff: Option<Arc<str>>,
     ) -> Result<Option<Answer>, Ended> {
         let recompute = handoff.is_some() && self.may_recompute;
-        let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name, handoff.as_deref());
+        let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name_in_bodies, handoff.as_deref());
         let mut outgoing = self.outgoing(ask, Leg::Decode, body);
         if handoff.is_some() {
             // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
             outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
         }
-        let is_stock = handoff.as_deref().is_some_and(|handoff| !handoff["remote_handle"].is_string());
+        let state = self.exchange(|exchange| exchange.state());
+        // Baton's engines say what a handoff came to.
+        let may_be_spent = recompute && matches!(state, State::Held(Some(Lent { handle: None, .. })));
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         let mut spent = false;
@@ -404,7 +405,7 @@ impl ExchangeDriver {
                 break;
             }
             tried.push(Arc::clone(reserved.engine()));
-            match self.ask_decode(session, ask, reserved, &mut outgoing, is_stock && recompute).await? {
+            match self.ask_decode(session, ask, reserved, &mut outgoing, may_be_spent).await? {
                 Attempted::Accepted(answer) => return Ok(Some(answer)),
                 Attempted::Refused(refusal) => return Err(Ended::Refused(refusal)),
                 Attempted::Failed(refusal, meaning) => {

@@ -10,6 +10,7 @@ use tokio::sync::Notify;
 use crate::admission::Freed;
 use crate::config::{EngineUrl, PrefixIndexConfig};
 use crate::health::Order;
+use crate::hosts::Hosts;
 use crate::kv_events::Subscriptions;
 use crate::memory::Memory;
 use crate::metrics::Metrics;
@@ -26,6 +27,8 @@ pub(crate) struct Fleet {
     pub memory: Arc<Memory>,
     metrics: Arc<Metrics>,
     known: Mutex<Known>,
+    /// Where they live; never told to clients.
+    hosts: Arc<Hosts>,
     /// Rung when an engine's health wants looking after; see `health/active.rs`.
     pub wake: Arc<Notify>,
     /// Told whenever an engine may be able to take a request again.
@@ -48,6 +51,7 @@ impl Fleet {
             memory,
             metrics,
             known: Mutex::default(),
+            hosts: Arc::default(),
             wake: Arc::default(),
             freed: Arc::default(),
         }
@@ -69,7 +73,9 @@ impl Fleet {
         let metrics = self.metrics.engine(&url.authority());
         let (wake, freed) = (Arc::clone(&self.wake), Arc::clone(&self.freed));
         let bells = Bells { wake, freed, memory: Arc::clone(&self.memory) };
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, metrics));
+        let hosts = Arc::clone(&self.hosts);
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, hosts, metrics));
+        self.hosts.add(url.host());
         if let Some(at) = known.orders.iter().position(|(of, _)| of == url)
             && let Some((_, order)) = known.orders.remove(at)
         {
@@ -95,6 +101,7 @@ impl Fleet {
                     orders.push_back((url.clone(), order));
                     orders.drain(..orders.len().saturating_sub(ORDERS_MAX));
                 }
+                self.hosts.remove(url.host());
                 self.memory.forget(engine.holders());
             }
             kept

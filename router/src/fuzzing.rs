@@ -12,7 +12,7 @@ use crate::RouterConfig;
 use crate::hygiene::chunked::{ChunkError, Chunked};
 use crate::hygiene::head;
 use crate::legs::prefill;
-use crate::rewrite::{ClientRules, Owned, decode_body, prefill_body};
+use crate::rewrite::{ClientRules, ModelName, Owned, decode_body, prefill_body};
 use crate::route::Dialect;
 use crate::sse::Frames;
 
@@ -35,8 +35,8 @@ pub fn request_json(bytes: &[u8]) {
             (Ok(_), Err(tree)) => panic!("accepted, and refused by the parser: {tree}"),
         }
         if let Ok((body, _)) = read {
-            let sent =
-                prefill_body(Dialect::OpenAi(endpoint), &body, &Owned::default(), "m").pieces().concat();
+            let (dialect, model) = (Dialect::OpenAi(endpoint), ModelName::new("m"));
+            let sent = prefill_body(dialect, &body, &Owned::default(), &model).pieces().concat();
             assert_eq!(parse_object(&sent, &limits).expect("one object")["stream"], false);
         }
     }
@@ -45,7 +45,7 @@ pub fn request_json(bytes: &[u8]) {
         let mut expected = parse_object(bytes, &limits).expect("it was read before");
         strip(&mut expected, &ClientRules);
         expected.insert("model".to_owned(), json!("m"));
-        let sent = decode_body(&body, &Owned::default(), "m", None).pieces().concat();
+        let sent = decode_body(&body, &Owned::default(), &ModelName::new("m"), None).pieces().concat();
         let sent = parse_object(&sent, &limits).expect("each name once");
         assert_eq!(Value::Object(sent), Value::Object(expected));
     }
@@ -122,6 +122,7 @@ pub fn http_chunks(bytes: &[u8]) {
 pub fn prefill_reply(bytes: &[u8]) {
     if let Some(params) = prefill::lent(StatusCode::OK, Bytes::copy_from_slice(bytes)) {
         let parsed: Value = serde_json::from_slice(bytes).expect("only JSON is handed on");
+        let params: Value = serde_json::from_str(&params).expect("only JSON is handed on");
         assert_eq!(params, parsed["kv_transfer_params"]);
         for needed in ["remote_engine_id", "remote_request_id", "remote_host"] {
             assert!(params[needed].as_str().is_some_and(|text| !text.is_empty()), "{needed}");

@@ -5,4 +5,4 @@ pub(crate) mod prefill;
 
 mod refusal;
 
-pub(crate) use refusal::{Blame, Meaning, Refusal};
+pub(crate) use refusal::{Blame, Meaning, Refusal, Verdict};

@@ -17,12 +17,14 @@ use crate::generation::Ground;
 use crate::kv_events::Source;
 use crate::metrics::{Leg, ModelMetrics};
 use crate::pool::{Member, Pool, has};
+use crate::rewrite::ModelName;
 use crate::upstream::{EngineTerms, Terms};
 
 /// One model.
 pub(crate) struct Model {
     /// The name that engines know.
     pub name: String,
+    pub name_in_bodies: ModelName,
     pub prefill: Pool,
     pub decode: Pool,
     pub fallback: Fallback,
@@ -100,6 +102,7 @@ impl Model {
         };
         Self {
             name: config.name.clone(),
+            name_in_bodies: ModelName::new(&config.name),
             prefill: pool(Leg::Prefill, &config.prefill, false),
             // What a decode engine holds already need not be prefilled elsewhere.
             decode: pool(Leg::Decode, &config.decode, config.disaggregate.asks_what_is_cached()),

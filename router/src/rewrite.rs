@@ -6,7 +6,6 @@
 
 use baton_connector::handoff::KvIntent;
 use baton_openai::{Internal, Place, RawBody};
-use serde_json::Value;
 
 use crate::route::Dialect;
 use crate::upstream::Payload;
@@ -71,11 +70,28 @@ const UNSET_FOR_PREFILL: [&str; 8] = [
     "ignore_eos",
     "return_token_ids",
 ];
+
+/// A model's name as it stands in bodies.
+pub(crate) struct ModelName(Box<str>);
+
+impl ModelName {
+    pub(crate) fn new(name: &str) -> Self {
+        Self(json(name).into())
+    }
+
+    pub(crate) fn as_json(&self) -> &str {
+        &self.0
+    }
+}
+
+/// Fields of ours in one body, at most.
+const OURS_MAX: usize = 12;
+
 /// What the router writes into a body because it knows whose it is. Nothing by default.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Owned {
     /// `cache_salt`, as JSON.
-    cache_salt: Option<Vec<u8>>,
+    cache_salt: Option<String>,
     without_priority: bool,
     /// The engine is asked for the answer's tokens.
     pub token_ids: bool,
@@ -85,23 +101,23 @@ impl Owned {
     /// With this `cache_salt`, where the endpoint knows it; and without the client's `priority`, where its key may not
     /// have it.
     pub(crate) fn new(cache_salt: Option<&str>, without_priority: bool) -> Self {
-        Self { cache_salt: cache_salt.map(|salt| json(&salt)), without_priority, token_ids: false }
+        Self { cache_salt: cache_salt.map(json), without_priority, token_ids: false }
     }
 
     fn fields(&self) -> impl Iterator<Item = (&str, &[u8])> {
-        self.cache_salt.iter().map(|salt| ("cache_salt", salt.as_slice()))
+        self.cache_salt.iter().map(|salt| ("cache_salt", salt.as_bytes()))
     }
 }
 
 /// The prefill leg: one token, not streamed, lent to whoever comes with the handle.
-pub(crate) fn prefill_body(dialect: Dialect, body: &RawBody, owned: &Owned, model: &str) -> Payload {
-    let (model, intent) = (json(&model), json(&KvIntent::produce_request()));
-    let mut ours: Vec<(&str, &[u8])> = vec![
-        ("model", &model),
+pub(crate) fn prefill_body(dialect: Dialect, body: &RawBody, owned: &Owned, model: &ModelName) -> Payload {
+    let mut ours: Vec<(&str, &[u8])> = Vec::with_capacity(OURS_MAX);
+    ours.extend([
+        ("model", model.as_json().as_bytes()),
         ("stream", b"false"),
         (dialect.length_field(), b"1"),
-        ("kv_transfer_params", &intent),
-    ];
+        ("kv_transfer_params", KvIntent::PRODUCE_REQUEST.as_bytes()),
+    ]);
     // Only where the client had them: older engines refuse fields that they do not know.
     for name in ["max_completion_tokens", "max_output_tokens", "n", "best_of"] {
         if body.has(name) {
@@ -118,11 +134,16 @@ pub(crate) fn prefill_body(dialect: Dialect, body: &RawBody, owned: &Owned, mode
     body.write(&ours, unset).into()
 }
 
-/// The decode leg: the client's request, with the producer's handoff unopened, or with none.
-pub(crate) fn decode_body(body: &RawBody, owned: &Owned, model: &str, handoff: Option<&Value>) -> Payload {
-    let (model, handoff) = (json(&model), handoff.map(|handoff| json(&handoff)));
-    let mut ours: Vec<(&str, &[u8])> = vec![("model", &model)];
-    ours.extend(handoff.as_deref().map(|handoff| ("kv_transfer_params", handoff)));
+/// The decode leg: the client's request, with the producer's handoff as it came (JSON), or with none.
+pub(crate) fn decode_body(
+    body: &RawBody,
+    owned: &Owned,
+    model: &ModelName,
+    handoff: Option<&str>,
+) -> Payload {
+    let mut ours: Vec<(&str, &[u8])> = Vec::with_capacity(OURS_MAX);
+    ours.push(("model", model.as_json().as_bytes()));
+    ours.extend(handoff.map(|handoff| ("kv_transfer_params", handoff.as_bytes())));
     ours.extend(owned.fields());
     if owned.token_ids {
         ours.push(("return_token_ids", b"true"));
@@ -130,19 +151,19 @@ pub(crate) fn decode_body(body: &RawBody, owned: &Owned, model: &str, handoff: O
     body.write(&ours, if owned.without_priority { &["priority"] } else { &[] }).into()
 }
 
-fn json(value: &impl serde::Serialize) -> Vec<u8> {
-    serde_json::to_vec(value).expect("strings and JSON values can be written as JSON")
+fn json(text: &str) -> String {
+    serde_json::to_string(text).expect("a string can be written as JSON")
 }
 
 #[cfg(test)]
 #[path = "../tests/router/hostile.rs"]
-mod hostile;
+pub(crate) mod hostile;
 
 #[cfg(test)]
 mod tests {
     use baton_openai::{Endpoint, ParseLimits};
     use bytes::Bytes;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::hostile::{Dice, Hostile, hostile, is_marked};
     use super::*;
@@ -152,6 +173,10 @@ mod tests {
     fn body(value: &Value) -> RawBody {
         let bytes = Bytes::from(value.to_string());
         RawBody::any(bytes, &ParseLimits::default(), &ClientRules).expect("tests pass objects")
+    }
+
+    fn model() -> ModelName {
+        ModelName::new("m")
     }
 
     fn read(payload: &Payload) -> Value {
@@ -168,7 +193,7 @@ mod tests {
             "extra_body": {"nvext": {"backend_instance_id": "MARK", "kept": 2}},
             "metadata": {"deep": [{"kv_transfer_params": "MARK", "remote_control": "kept"}]},
         }));
-        let text = read(&decode_body(&body, &Owned::default(), "m", None)).to_string();
+        let text = read(&decode_body(&body, &Owned::default(), &model(), None)).to_string();
         assert!(!text.contains("MARK"), "{text}");
         for kept in ["\"mine\":1", "\"kept\":2", "\"remote_control\":\"kept\""] {
             assert!(text.contains(kept), "{text}");
@@ -181,7 +206,7 @@ mod tests {
             "model": "alias", "prompt": "x", "stream": true, "stream_options": {"include_usage": true},
             "max_tokens": 64, "min_tokens": 5, "n": 3, "temperature": 0.5, "mystery": [1],
         }));
-        let sent = read(&prefill_body(COMPLETIONS, &body, &Owned::default(), "m"));
+        let sent = read(&prefill_body(COMPLETIONS, &body, &Owned::default(), &model()));
         assert_eq!(sent["model"], "m");
         assert_eq!((&sent["stream"], &sent["max_tokens"], &sent["n"]), (&json!(false), &json!(1), &json!(1)));
         for gone in ["stream_options", "min_tokens", "max_completion_tokens"] {
@@ -194,7 +219,7 @@ mod tests {
     #[test]
     fn the_prefill_leg_of_a_response_is_short_and_leaves_nothing_behind() {
         let body = body(&json!({"input": "x", "store": true, "max_output_tokens": 9, "stream": true}));
-        let sent = read(&prefill_body(Dialect::Responses, &body, &Owned::default(), "m"));
+        let sent = read(&prefill_body(Dialect::Responses, &body, &Owned::default(), &model()));
         assert_eq!((&sent["max_output_tokens"], &sent["store"]), (&json!(1), &json!(false)));
         assert_eq!((sent.get("background"), sent.get("max_tokens")), (None, None));
     }
@@ -203,11 +228,13 @@ mod tests {
     fn the_decode_leg_is_the_clients_request_and_the_handoff_verbatim() {
         let body = body(&json!({"model": "m", "prompt": "x", "max_tokens": 64, "stream": true}));
         let handoff = json!({"remote_handle": "00", "future_field": {"kept": [1, 2]}});
-        let written = decode_body(&body, &Owned::default(), "m", Some(&handoff));
+        let written = decode_body(&body, &Owned::default(), &model(), Some(&handoff.to_string()));
         let sent = read(&written);
         assert_eq!(sent["kv_transfer_params"], handoff);
         assert_eq!((&sent["max_tokens"], &sent["stream"]), (&json!(64), &json!(true)));
-        assert!(read(&decode_body(&body, &Owned::default(), "m", None)).get("kv_transfer_params").is_none());
+        assert!(
+            read(&decode_body(&body, &Owned::default(), &model(), None)).get("kv_transfer_params").is_none()
+        );
         let bytes = written.pieces().concat();
         let text = std::str::from_utf8(&bytes).expect("JSON is text");
         assert!(text.find("kv_transfer_params") < text.find("prompt"), "in front: {text}");
@@ -215,23 +242,32 @@ mod tests {
 
     #[test]
     fn a_hundred_thousand_hostile_bodies_leave_no_trace_in_what_either_leg_is_sent() {
-        let (limits, mut dice) = (ParseLimits::default(), Dice(4));
-        let (handoff, mut served) = (json!({"remote_handle": "00"}), 0);
+        let (limits, mut dice, model) = (ParseLimits::default(), Dice(4), model());
+        let (handoff, mut served) = (r#"{"remote_handle":"00"}"#, 0);
         for number in 0..100_000 {
             let Hostile { path, body, kept, refused } = hostile(&mut dice);
-            let endpoint = Endpoint::at(path).expect("it generates");
-            let read = RawBody::generate(Bytes::from(body.clone()), endpoint, &limits, &ClientRules);
-            assert_eq!(read.is_err(), refused, "{number}: {body}: {:?}", read.map(drop));
-            let Ok((raw, _)) = read else { continue };
+            let bytes = || Bytes::from(body.clone());
+            let dialect = Dialect::at(path);
+            let read = match dialect {
+                Some(Dialect::OpenAi(endpoint)) => {
+                    RawBody::generate(bytes(), endpoint, &limits, &ClientRules).map(|(raw, _)| raw)
+                }
+                Some(Dialect::Responses) => {
+                    RawBody::responses(bytes(), &limits, &ClientRules).map(|(raw, _)| raw)
+                }
+                None => RawBody::any(bytes(), &limits, &ClientRules),
+            };
+            assert_eq!(read.is_err(), refused, "{number}: {path} {body}: {:?}", read.map(drop));
+            let Ok(raw) = read else { continue };
             served += 1;
-            let any =
-                RawBody::any(Bytes::from(body.clone()), &limits, &ClientRules).expect("it was read before");
-            for sent in [
-                prefill_body(Dialect::OpenAi(endpoint), &raw, &Owned::default(), "m"),
-                decode_body(&raw, &Owned::default(), "m", Some(&handoff)),
-                decode_body(&raw, &Owned::default(), "m", None),
-                decode_body(&any, &Owned::default(), "m", None),
-            ] {
+            let any = RawBody::any(bytes(), &limits, &ClientRules).expect("it was read before");
+            let mut sent = vec![
+                decode_body(&raw, &Owned::default(), &model, Some(handoff)),
+                decode_body(&raw, &Owned::default(), &model, None),
+                decode_body(&any, &Owned::default(), &model, None),
+            ];
+            sent.extend(dialect.map(|dialect| prefill_body(dialect, &raw, &Owned::default(), &model)));
+            for sent in sent {
                 let sent = sent.pieces().concat();
                 assert!(!is_marked(&sent), "{number}: {body}\n{}", String::from_utf8_lossy(&sent));
                 let text = String::from_utf8(sent).expect("JSON is text");

@@ -26,7 +26,7 @@ use baton_connector::{Handle, RequestId, Time};
 use bytes::Bytes;
 use hyper::header::{HeaderMap, HeaderValue};
 use hyper::{Method, StatusCode};
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio_util::task::TaskTracker;
 
 use crate::config::ReleaseMode;
@@ -78,7 +78,7 @@ pub(crate) struct Debtor {
 /// A lease that goes back: its name, and what its engine said of it, where that could be read.
 pub(crate) struct Returned {
     pub lent: Lent,
-    pub params: Option<Arc<Value>>,
+    pub params: Option<Arc<str>>,
     pub cause: Cause,
 }
 
@@ -241,7 +241,7 @@ impl Settler {
         engine: &Arc<Engine>,
         lent: Lent,
         cause: Cause,
-        params: Option<&Value>,
+        params: Option<&str>,
         debtor: &Debtor,
     ) -> (Via, Settled) {
         let mode = engine.release_mode();

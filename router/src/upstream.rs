@@ -28,6 +28,7 @@ use tokio::sync::Notify;
 use crate::admission::Freed;
 use crate::config::{EngineUrl, ReleaseMode};
 use crate::health::{self, EngineHealth, EngineLoad, Health, Sign, TryOut};
+use crate::hosts::Hosts;
 use crate::memory::{Holders, Memory};
 use crate::metrics::{EngineMetrics, Leg};
 use crate::seldom::Seldom;
@@ -62,6 +63,8 @@ pub(crate) struct Engine {
     /// The load of each data-parallel rank; made when the first rank is chosen.
     ranks: OnceLock<Box<[Load]>>,
     health: Health,
+    /// Where all engines live.
+    hosts: Arc<Hosts>,
     verbs: Verbs,
     pub metrics: EngineMetrics,
     /// Its trouble is told seldom.
@@ -175,7 +178,14 @@ pub(crate) enum Manner {
 }
 
 impl Engine {
-    pub(crate) fn new(url: EngineUrl, terms: Terms, bells: Bells, metrics: EngineMetrics) -> Self {
+    /// `hosts` are those of all engines.
+    pub(crate) fn new(
+        url: EngineUrl,
+        terms: Terms,
+        bells: Bells,
+        hosts: Arc<Hosts>,
+        metrics: EngineMetrics,
+    ) -> Self {
         let Bells { wake, freed, memory } = bells;
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let health = Health::new(&terms.health, wake);
@@ -194,6 +204,7 @@ impl Engine {
             memory,
             ranks: OnceLock::new(),
             health,
+            hosts,
             verbs: Verbs::default(),
             metrics,
             trouble: Seldom::new(),
@@ -210,6 +221,11 @@ impl Engine {
 
     pub(crate) fn health(&self) -> &Health {
         &self.health
+    }
+
+    /// Where all engines live: what this one says to a client must name none of them.
+    pub(crate) fn hosts(&self) -> &Hosts {
+        &self.hosts
     }
 
     /// The verbs that it is known to have.

@@ -27,7 +27,8 @@ impl Direct {
     async fn connect(engines: &Engines) -> Result<Self, RouterBenchError> {
         let mut first = ask(false);
         first.insert("max_tokens".into(), json!(1));
-        first.insert("kv_transfer_params".into(), KvIntent::produce_request());
+        let intent = serde_json::from_str(KvIntent::PRODUCE_REQUEST).map_err(failed)?;
+        first.insert("kv_transfer_params".into(), intent);
         let first = serde_json::to_string(&first).map_err(failed)?;
         Ok(Self {
             prefill: Wire::connect(engines.prefill.address()).await?,

@@ -22,6 +22,8 @@ use serde_json::{Value, json};
 
 /// Bytes of a client's own words that a message repeats.
 const ECHO_BYTES_MAX: usize = 128;
+/// Between the two halves of what is said of a context that is too short.
+const ASKS: &str = " and max_tokens asks for ";
 
 /// An error that a client is told.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -112,10 +114,17 @@ impl ApiError {
     #[must_use]
     pub fn context_length(prompt_tokens: usize, max_tokens: usize, context_tokens: usize) -> Self {
         let message = format!(
-            "the model's context is {context_tokens} tokens, but the prompt has {prompt_tokens} and max_tokens \
-             asks for {max_tokens}"
+            "the model's context is {context_tokens} tokens, but the prompt has {prompt_tokens}{ASKS}{max_tokens}"
         );
         Self::invalid("prompt", message).with_code("context_length_exceeded")
+    }
+
+    /// What [`Self::context_length`] says, without the `max_tokens`: for somebody who asked for another number. `None`
+    /// for what it did not write.
+    #[must_use]
+    pub fn without_max_tokens(message: &str) -> Option<&str> {
+        let (said, asked) = message.split_once(ASKS)?;
+        asked.parse::<usize>().is_ok().then_some(said)
     }
 
     /// 401: no key, or an unknown one.
@@ -290,6 +299,15 @@ mod tests {
         assert!(
             ApiError::overloaded("full", Duration::ZERO).headers().contains(&("retry-after", "1".into()))
         );
+    }
+
+    #[test]
+    fn the_max_tokens_of_a_context_that_is_too_short_can_be_left_out() {
+        let ApiError { message, .. } = ApiError::context_length(9, 1, 8);
+        assert!(message.ends_with("max_tokens asks for 1"), "{message}");
+        let said = ApiError::without_max_tokens(&message);
+        assert_eq!(said, Some("the model's context is 8 tokens, but the prompt has 9"));
+        assert_eq!(ApiError::without_max_tokens("anything else"), None);
     }
 
     #[test]

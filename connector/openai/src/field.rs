@@ -62,12 +62,12 @@ impl<'a> Fields<'a> {
     pub(crate) fn number(
         self,
         name: &str,
-        expected: &str,
+        expected: impl std::fmt::Display,
         accept: impl Fn(f64) -> bool,
     ) -> Result<Option<f32>, ApiError> {
         let read = |value: &Value| {
             let number = value.as_f64().filter(|number| number.is_finite() && accept(*number));
-            number.map(|number| number as f32).ok_or_else(|| self.must_be(name, expected, value))
+            number.map(|number| number as f32).ok_or_else(|| self.must_be(name, &expected.to_string(), value))
         };
         self.get(name).map(read).transpose()
     }

@@ -218,7 +218,8 @@ impl RawBody {
     #[must_use]
     pub fn write(&self, ours: &[(&str, &[u8])], unset: &[&str]) -> Vec<Bytes> {
         debug_assert!(!ours.is_empty(), "the first field has no comma before it");
-        let mut out = Pieces::new(&self.bytes);
+        let ours_bytes: usize = ours.iter().map(|(name, value)| name.len() + value.len() + 4).sum();
+        let mut out = Pieces::new(&self.bytes, ours_bytes + self.copied_bytes());
         // First what is ours: of a body that is cut off on its way, or too large for an engine, the handoff has arrived.
         for (index, (name, value)) in ours.iter().enumerate() {
             out.copy(if index == 0 { b"{" } else { b"," });
@@ -247,6 +248,17 @@ impl RawBody {
         out.end_run();
         out.copy(b"}");
         out.finish()
+    }
+
+    /// What is copied of a body when it is written, from above but for names that are written with escapes.
+    fn copied_bytes(&self) -> usize {
+        const BRACES: usize = 2;
+        if self.bytes.len() <= COPIED_BYTES_MAX && self.fields.iter().all(Field::is_as_it_came) {
+            return self.bytes.len() + BRACES;
+        }
+        let bytes = |field: &Field| self.name(field).len() + self.value(field).len() + 4;
+        let bytes = self.fields.iter().map(bytes).filter(|bytes| *bytes <= COPIED_BYTES_MAX);
+        bytes.sum::<usize>() + BRACES
     }
 
     fn name<'a>(&'a self, field: &'a Field) -> &'a str {
@@ -406,9 +418,9 @@ struct Pieces<'a> {
 }
 
 impl<'a> Pieces<'a> {
-    fn new(came: &'a Bytes) -> Self {
-        let copied = BytesMut::with_capacity(came.len().min(COPIED_BYTES_MAX) + 256);
-        Self { came, done: Vec::new(), copied, run: None }
+    /// With room for so many bytes that are copied.
+    fn new(came: &'a Bytes, bytes: usize) -> Self {
+        Self { came, done: Vec::new(), copied: BytesMut::with_capacity(bytes), run: None }
     }
 
     fn copy(&mut self, bytes: &[u8]) {

@@ -309,11 +309,11 @@ fn stop(fields: Fields<'_>) -> Result<Vec<String>, ApiError> {
         Some(Value::Array(_)) => fields.array("stop", STOP_STRINGS_MAX)?.unwrap_or_default(),
         Some(other) => return Err(must_be("stop", "a string or an array of strings", other)),
     };
-    let expected = format!("a string of 1 to {STOP_STRING_BYTES_MAX} bytes");
+    let expected = || format!("a string of 1 to {STOP_STRING_BYTES_MAX} bytes");
     let read = |(index, value): (usize, &Value)| {
         let fits = |text: &&str| (1..=STOP_STRING_BYTES_MAX).contains(&text.len());
         let text = value.as_str().filter(fits).map(str::to_owned);
-        text.ok_or_else(|| must_be(&format!("stop[{index}]"), &expected, value))
+        text.ok_or_else(|| must_be(&format!("stop[{index}]"), &expected(), value))
     };
     values.iter().enumerate().map(read).collect()
 }

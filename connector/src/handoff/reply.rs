@@ -7,14 +7,13 @@
 
 use std::time::Duration;
 
-use serde_json::{Map, Value};
+use serde::Deserialize;
 
-use super::{HandoffError, flag, handle, left, number, port, text};
+use super::HandoffError;
+use super::block_list::BlockList;
+use super::scalar::Scalar;
 use crate::Handle;
-use crate::limits::{BLOCKS_PER_HANDOFF_MAX, CONSUMERS_MAX, RANKS_MAX};
-
-/// Groups of KV caches of one model (vLLM's hybrid models have two to four).
-const GROUPS_MAX: usize = 64;
+use crate::limits::{CONSUMERS_MAX, RANKS_MAX};
 
 /// What a router must know of a producer's reply; the reply itself travels on unopened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,89 +26,121 @@ pub struct ReplyFacts {
     pub lease_left: Option<Duration>,
 }
 
+/// The fields that are looked at.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Fields<'a> {
+    #[serde(borrow)]
+    do_remote_prefill: Scalar<'a>,
+    #[serde(borrow)]
+    do_remote_decode: Scalar<'a>,
+    remote_block_ids: BlockList,
+    #[serde(borrow)]
+    remote_engine_id: Scalar<'a>,
+    #[serde(borrow)]
+    remote_request_id: Scalar<'a>,
+    #[serde(borrow)]
+    remote_host: Scalar<'a>,
+    #[serde(borrow)]
+    remote_port: Scalar<'a>,
+    #[serde(borrow)]
+    tp_size: Scalar<'a>,
+    #[serde(borrow)]
+    dcp_size: Scalar<'a>,
+    #[serde(borrow)]
+    pp_size: Scalar<'a>,
+    #[serde(borrow)]
+    remote_consumers: Scalar<'a>,
+    #[serde(borrow)]
+    remote_num_tokens: Scalar<'a>,
+    #[serde(borrow)]
+    remote_prefill_cached_tokens: Scalar<'a>,
+    #[serde(borrow)]
+    remote_registration_generation: Scalar<'a>,
+    #[serde(borrow)]
+    remote_blocks_expiry_time: Scalar<'a>,
+    #[serde(borrow)]
+    transfer_mode: Scalar<'a>,
+    #[serde(borrow)]
+    remote_handle: Scalar<'a>,
+    #[serde(borrow)]
+    remote_lease_left_ms: Scalar<'a>,
+}
+
 impl ReplyFacts {
     /// Checks a producer's reply completely before a consumer is called: one malformed
     /// `kv_transfer_params` ends a stock vLLM 0.32 decode engine.
     ///
+    /// `text` is JSON in which no name is there twice; nothing is kept of it and no tree is made.
+    ///
     /// # Errors
     /// [`HandoffError`] names the first field that is missing or malformed.
-    pub fn check(value: &Value) -> Result<Self, HandoffError> {
-        let fields = value.as_object().ok_or(HandoffError::NotAnObject)?;
-        if !flag(fields, "do_remote_prefill")? {
+    pub fn check(text: &str) -> Result<Self, HandoffError> {
+        // A list of as many values would be read as the fields in their order.
+        let text = Some(text).filter(|text| text.trim_ascii_start().starts_with('{'));
+        let fields =
+            text.and_then(|text| serde_json::from_str(text).ok()).ok_or(HandoffError::NotAnObject)?;
+        let Fields { do_remote_prefill, do_remote_decode, remote_block_ids, .. } = &fields;
+        if !do_remote_prefill.flag("do_remote_prefill")? {
             return Err(HandoffError::Missing("do_remote_prefill"));
         }
-        if flag(fields, "do_remote_decode")? {
+        if do_remote_decode.flag("do_remote_decode")? {
             return Err(HandoffError::BothDirections);
         }
-        for field in ["remote_engine_id", "remote_request_id", "remote_host"] {
-            text(fields, field)?;
+        fields.remote_engine_id.text("remote_engine_id")?;
+        fields.remote_request_id.text("remote_request_id")?;
+        fields.remote_host.text("remote_host")?;
+        fields.remote_port.port("remote_port")?;
+        let blocks = "remote_block_ids";
+        match remote_block_ids {
+            BlockList::Good => {}
+            BlockList::Absent => return Err(HandoffError::Missing(blocks)),
+            BlockList::Bad => {
+                let expected = "a non-empty list of block ids";
+                return Err(HandoffError::Malformed { field: blocks, expected });
+            }
         }
-        port(fields)?;
-        blocks(fields)?;
         let ranks = "a number of ranks from 1 to 64";
-        for field in ["tp_size", "dcp_size", "pp_size"] {
-            number(fields, field, 1..=RANKS_MAX, ranks)?;
+        fields.tp_size.number("tp_size", 1..=RANKS_MAX, ranks)?;
+        fields.dcp_size.number("dcp_size", 1..=RANKS_MAX, ranks)?;
+        fields.pp_size.number("pp_size", 1..=RANKS_MAX, ranks)?;
+        let consumers = "a number of consumers from 1 to 16";
+        fields.remote_consumers.number("remote_consumers", 1..=CONSUMERS_MAX, consumers)?;
+        let any = 0..=usize::MAX;
+        let tokens = fields.remote_num_tokens.number("remote_num_tokens", any.clone(), "a count")?;
+        let cached = &fields.remote_prefill_cached_tokens;
+        cached.number("remote_prefill_cached_tokens", any.clone(), "a count")?;
+        let registered = &fields.remote_registration_generation;
+        registered.number("remote_registration_generation", any, "a count")?;
+        if !matches!(fields.remote_blocks_expiry_time, Scalar::Absent | Scalar::Count(_) | Scalar::Number) {
+            let field = "remote_blocks_expiry_time";
+            return Err(HandoffError::Malformed { field, expected: "a number of seconds" });
         }
-        number(fields, "remote_consumers", 1..=CONSUMERS_MAX, "a number of consumers from 1 to 16")?;
-        for field in ["remote_num_tokens", "remote_prefill_cached_tokens", "remote_registration_generation"] {
-            number(fields, field, 0..=usize::MAX, "a count")?;
+        if !matches!(fields.transfer_mode, Scalar::Absent | Scalar::Text(_)) {
+            return Err(HandoffError::Malformed { field: "transfer_mode", expected: "a word" });
         }
-        optional(fields, "remote_blocks_expiry_time", "a number of seconds", Value::is_number)?;
-        optional(fields, "transfer_mode", "a word", Value::is_string)?;
-        let handle = match fields.get("remote_handle") {
-            None | Some(Value::Null) => None,
-            Some(_) => Some(handle(fields)?),
+        let handle = match &fields.remote_handle {
+            Scalar::Absent => None,
+            handle => Some(handle.handle("remote_handle")?),
         };
         Ok(Self {
             handle,
-            tokens: fields.get("remote_num_tokens").and_then(Value::as_u64),
-            lease_left: left(fields)?,
+            tokens: tokens.map(|tokens| tokens as u64),
+            lease_left: fields.remote_lease_left_ms.milliseconds("remote_lease_left_ms")?,
         })
-    }
-}
-
-/// One list of block ids per group of KV caches, or a flat one. Some group has blocks: a producer that lends nothing
-/// says nothing.
-fn blocks(fields: &Map<String, Value>) -> Result<(), HandoffError> {
-    const FIELD: &str = "remote_block_ids";
-    let malformed = HandoffError::Malformed { field: FIELD, expected: "a non-empty list of block ids" };
-    let value = fields.get(FIELD).filter(|v| !v.is_null()).ok_or(HandoffError::Missing(FIELD))?;
-    let list = value.as_array().ok_or_else(|| malformed.clone())?;
-    let is_id = |id: &Value| id.as_u64().is_some_and(|id| u32::try_from(id).is_ok());
-    let is_table = |ids: &[Value]| ids.len() <= BLOCKS_PER_HANDOFF_MAX && ids.iter().all(is_id);
-    let good = match list.first() {
-        Some(Value::Array(_)) => {
-            let groups: Option<Vec<&Vec<Value>>> = list.iter().map(Value::as_array).collect();
-            groups.is_some_and(|groups| {
-                groups.len() <= GROUPS_MAX
-                    && groups.iter().all(|ids| is_table(ids))
-                    && groups.iter().any(|ids| !ids.is_empty())
-            })
-        }
-        Some(_) => is_table(list),
-        None => false,
-    };
-    if good { Ok(()) } else { Err(malformed) }
-}
-
-fn optional(
-    fields: &Map<String, Value>,
-    field: &'static str,
-    expected: &'static str,
-    is: fn(&Value) -> bool,
-) -> Result<(), HandoffError> {
-    match fields.get(field) {
-        None | Some(Value::Null) => Ok(()),
-        Some(value) if is(value) => Ok(()),
-        Some(_) => Err(HandoffError::Malformed { field, expected }),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
+    use crate::limits::BLOCKS_PER_HANDOFF_MAX;
+
+    fn check(reply: &Value) -> Result<ReplyFacts, HandoffError> {
+        ReplyFacts::check(&reply.to_string())
+    }
 
     fn stock() -> Value {
         json!({
@@ -123,15 +154,15 @@ mod tests {
 
     #[test]
     fn a_stock_engines_reply_is_complete_with_several_groups_and_without_what_is_optional() {
-        assert_eq!(ReplyFacts::check(&stock()).map(|facts| facts.tokens), Ok(Some(20)));
+        assert_eq!(check(&stock()).map(|facts| facts.tokens), Ok(Some(20)));
         let mut flat = stock();
         flat["remote_block_ids"] = json!([1, 2]);
         flat["remote_blocks_expiry_time"] = json!(12.5);
-        assert!(ReplyFacts::check(&flat).is_ok());
+        assert!(check(&flat).is_ok());
         for optional in ["do_remote_decode", "tp_size", "remote_num_tokens", "transfer_mode"] {
             let mut reply = stock();
             reply.as_object_mut().unwrap().remove(optional);
-            assert!(ReplyFacts::check(&reply).is_ok(), "{optional}");
+            assert!(check(&reply).is_ok(), "{optional}");
         }
     }
 
@@ -159,7 +190,7 @@ mod tests {
                 };
                 let mut reply = stock();
                 reply[name] = wrong.clone();
-                assert_eq!(ReplyFacts::check(&reply).is_ok(), fits, "{name}: {wrong}");
+                assert_eq!(check(&reply).is_ok(), fits, "{name}: {wrong}");
             }
         }
         for needed in [
@@ -176,11 +207,46 @@ mod tests {
                     None => drop(reply.as_object_mut().unwrap().remove(needed)),
                     Some(value) => reply[needed] = value,
                 }
-                assert!(ReplyFacts::check(&reply).is_err(), "{needed}");
+                assert!(check(&reply).is_err(), "{needed}");
             }
         }
         let mut both = stock();
         both["do_remote_decode"] = json!(true);
-        assert_eq!(ReplyFacts::check(&both), Err(HandoffError::BothDirections));
+        assert_eq!(check(&both), Err(HandoffError::BothDirections));
+    }
+
+    #[test]
+    fn what_is_no_object_says_nothing_and_a_list_is_not_taken_for_one() {
+        let in_order: Vec<Value> = stock().as_object().unwrap().values().cloned().collect();
+        for text in ["", "null", "7", "\"x\"", "[]", &json!(in_order).to_string(), "{\"remote_host\":"] {
+            assert_eq!(ReplyFacts::check(text), Err(HandoffError::NotAnObject), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_list_of_blocks_is_flat_or_in_groups_and_bounded_both_ways() {
+        let with = |ids: Value| {
+            let mut reply = stock();
+            reply["remote_block_ids"] = ids;
+            check(&reply).is_ok()
+        };
+        assert!(with(json!([[1]])) && with(json!([[], [7]])) && with(json!([4_294_967_295_u32])));
+        assert!(with(json!(vec![0; BLOCKS_PER_HANDOFF_MAX])) && with(json!(vec![vec![0]; 64])));
+        for bad in [
+            json!([]),
+            json!([[], []]),
+            json!([1, [2]]),
+            json!([[[1]]]),
+            json!([[1, null]]),
+            json!([4_294_967_296_u64]),
+            json!(["1"]),
+            json!(vec![vec![0]; 65]),
+            json!(vec![0; BLOCKS_PER_HANDOFF_MAX + 1]),
+            json!([[1], vec![0; BLOCKS_PER_HANDOFF_MAX + 1]]),
+            json!({"0": 1}),
+        ] {
+            let said = bad.to_string();
+            assert!(!with(bad), "{}", &said[..said.len().min(60)]);
+        }
     }
 }

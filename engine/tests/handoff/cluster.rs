@@ -260,7 +260,8 @@ pub(crate) fn with(body: &Value, field: &str, value: Value) -> Value {
 
 /// What a router makes of a client's body for the prefill engine.
 pub(crate) fn prefill_leg(body: &Value) -> Value {
-    let mut leg = with(body, "kv_transfer_params", baton_connector::handoff::KvIntent::produce_request());
+    let intent = serde_json::from_str(baton_connector::handoff::KvIntent::PRODUCE_REQUEST).expect("JSON");
+    let mut leg = with(body, "kv_transfer_params", intent);
     leg["max_tokens"] = json!(1);
     leg["stream"] = json!(false);
     let fields = leg.as_object_mut().expect("an object");

@@ -83,7 +83,7 @@ impl ExchangeDriver {
     async fn rest(&self, engine: &Arc<Engine>, ask: &Ask, rest: &Rest) -> Option<Outgoing> {
         match rest {
             Rest::Everything => {
-                let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name, None);
+                let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name_in_bodies, None);
                 Some(self.outgoing(ask, Leg::Decode, body))
             }
             Rest::After { body, tokens } => {

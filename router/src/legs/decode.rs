@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use baton_connector::exchange::Failure;
 
-use super::{Blame, Meaning, Refusal};
+use super::{Blame, Meaning, Refusal, Verdict};
 use crate::alive::{Deaf, while_alive};
 use crate::upstream::{CallError, Engine, Outgoing, Reply};
 
@@ -48,11 +48,10 @@ pub(crate) async fn ask(
     match answered {
         Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),
         Ok(Ok(Err(whole))) => {
-            let refusal = Refusal::of(&whole);
-            let meaning = Meaning::of(&whole);
-            match meaning.failure() {
-                Some(failure) => Decoding::Failed(failure, refusal, meaning, Blame::of(&whole)),
-                None => Decoding::Refused(refusal),
+            let verdict = Verdict::of(&whole, engine.hosts());
+            match verdict.failure() {
+                Some(failure) => Decoding::Failed(failure, verdict.refusal, verdict.meaning, verdict.blame),
+                None => Decoding::Refused(verdict.refusal),
             }
         }
         Ok(Err(CallError::NotReached | CallError::NoSocket(_))) => {

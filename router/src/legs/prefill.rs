@@ -13,7 +13,8 @@ use hyper::StatusCode;
 use hyper::header::HeaderMap;
 use serde_json::Value;
 
-use super::{Blame, Meaning, Refusal};
+use super::{Blame, Refusal, Verdict};
+use crate::hosts::Hosts;
 use crate::upstream::{CallError, Engine, InFlight, Outgoing, Socket, Whole};
 
 /// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
@@ -37,8 +38,8 @@ pub(crate) struct PrefillCall {
 /// What an attempt came to.
 #[derive(Debug)]
 pub(crate) enum Prefilled {
-    /// The engine lends: its `kv_transfer_params`, checked and otherwise unopened.
-    Lent(Arc<Value>, Option<Handle>),
+    /// The engine lends: its `kv_transfer_params`, as it wrote them, checked.
+    Lent(Arc<str>, Option<Handle>),
     /// The engine answered and lends nothing.
     Empty,
     /// The engine refused the request itself.
@@ -88,7 +89,7 @@ impl PrefillCall {
     pub(crate) async fn prefilled(&mut self) -> Prefilled {
         let answer = self.answer.get_mut().unwrap_or_else(PoisonError::into_inner);
         match answer.as_mut().await {
-            Ok(whole) => understand(&whole),
+            Ok(whole) => understand(&whole, self.engine().hosts()),
             Err(CallError::NotReached | CallError::NoSocket(_)) => {
                 Prefilled::Failed(Failure::NotReached, Refusal::unreachable(), Blame::Nobody)
             }
@@ -121,17 +122,14 @@ impl Prefilled {
     }
 }
 
-fn understand(whole: &Whole) -> Prefilled {
+/// `hosts` are those of all engines.
+fn understand(whole: &Whole, hosts: &Hosts) -> Prefilled {
     if !whole.status.is_success() {
-        let refusal = Refusal::of(whole).of_prefill();
-        return match Meaning::of(whole) {
-            Meaning::Misconfigured => {
-                Prefilled::Failed(Failure::Answered, Refusal::misconfigured(), Blame::Nobody)
-            }
-            meaning if meaning.failure().is_some() => {
-                Prefilled::Failed(Failure::Answered, refusal, Blame::of(whole))
-            }
-            _ => Prefilled::Refused(refusal),
+        let verdict = Verdict::of(whole, hosts);
+        let (failure, refusal) = (verdict.failure(), verdict.refusal.of_prefill());
+        return match failure {
+            Some(failure) => Prefilled::Failed(failure, refusal, verdict.blame),
+            None => Prefilled::Refused(refusal),
         };
     }
     // Only the handoff is kept: the reply's one token is computed again, by the engine that goes on from it.
@@ -140,24 +138,24 @@ fn understand(whole: &Whole) -> Prefilled {
         let handle = salvage_member(&whole.body, HANDOFF).as_ref().and_then(handle);
         return Prefilled::Failed(Failure::Unusable(handle), Refusal::broken(), Blame::Engine);
     };
-    let params = reply.field(HANDOFF).map(serde_json::from_slice::<Value>);
-    match params.transpose() {
-        Ok(None | Some(Value::Null)) => Prefilled::Empty,
-        Ok(Some(params)) => match ReplyFacts::check(&params) {
-            Ok(facts) => Prefilled::Lent(Arc::new(params), facts.handle),
-            Err(error) => {
-                tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
-                Prefilled::Failed(Failure::Unusable(handle(&params)), Refusal::broken(), Blame::Engine)
-            }
-        },
-        Err(_) => Prefilled::Failed(Failure::Unusable(None), Refusal::broken(), Blame::Engine),
+    let params = reply.field(HANDOFF).map(|params| std::str::from_utf8(params).expect("JSON text is UTF-8"));
+    let Some(params) = params.filter(|params| *params != "null") else { return Prefilled::Empty };
+    match ReplyFacts::check(params) {
+        // A copy: a slice would keep the whole reply for as long as the answer lasts.
+        Ok(facts) => Prefilled::Lent(params.into(), facts.handle),
+        Err(error) => {
+            tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
+            let handle = serde_json::from_str(params).ok().as_ref().and_then(handle);
+            Prefilled::Failed(Failure::Unusable(handle), Refusal::broken(), Blame::Engine)
+        }
     }
 }
 
 /// The handoff of a reply, where it has a complete one.
-pub(crate) fn lent(status: StatusCode, body: Bytes) -> Option<Value> {
-    match understand(&Whole { status, headers: HeaderMap::new(), body, own_key: false }) {
-        Prefilled::Lent(params, _) => Some(Arc::unwrap_or_clone(params)),
+pub(crate) fn lent(status: StatusCode, body: Bytes) -> Option<Arc<str>> {
+    let whole = Whole { status, headers: HeaderMap::new(), body, own_key: false };
+    match understand(&whole, &Hosts::default()) {
+        Prefilled::Lent(params, _) => Some(params),
         Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
     }
 }

@@ -9,6 +9,7 @@ use baton_openai::{ApiError, ErrorKind};
 use hyper::StatusCode;
 use serde_json::Value;
 
+use crate::hosts::Hosts;
 use crate::upstream::Whole;
 
 /// When to come back, where the engine does not say.
@@ -19,6 +20,17 @@ const SAID_BYTES_MAX: usize = 1024;
 /// An error on its way to the client.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Refusal(pub ApiError);
+
+/// All that an answer other than 2xx comes to.
+#[derive(Debug)]
+pub(crate) struct Verdict {
+    /// For the request.
+    pub meaning: Meaning,
+    /// For the engine.
+    pub blame: Blame,
+    /// For the client.
+    pub refusal: Refusal,
+}
 
 /// What an engine's answer other than 2xx means for the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,48 +67,89 @@ pub(crate) enum Blame {
     Layout,
 }
 
-impl Blame {
-    pub(crate) fn of(answer: &Whole) -> Self {
-        let body: Value = serde_json::from_slice(&answer.body).unwrap_or(Value::Null);
-        match (answer.status.as_u16(), body["error"]["code"].as_str().unwrap_or_default()) {
-            (_, "draining") => Self::Draining,
-            (_, "kv_layout_mismatch") => Self::Layout,
-            (_, "overloaded") => Self::Nobody,
-            (404, "model_not_found") => Self::Engine,
-            (404, _) if body["error"]["type"] == "NotFoundError" => Self::Engine,
-            (_, code) if code.starts_with("kv_") => Self::Nobody,
-            (500.., _) => Self::Engine,
-            _ => Self::Nobody,
-        }
+impl Verdict {
+    /// Reads an answer other than 2xx, once. `hosts` are those that the client must not hear of.
+    pub(crate) fn of(answer: &Whole, hosts: &Hosts) -> Self {
+        let body = serde_json::from_slice(&answer.body).unwrap_or(Value::Null);
+        let said = Said::of(&body);
+        let (meaning, blame) = said.judged(answer);
+        Self { meaning, blame, refusal: Refusal::of(answer, meaning, &said, hosts) }
+    }
+
+    /// What it is to the exchange; `None` for a refusal of the request itself.
+    pub(crate) fn failure(&self) -> Option<Failure> {
+        (self.meaning != Meaning::Refused).then_some(Failure::Answered)
     }
 }
 
-impl Meaning {
-    pub(crate) fn of(answer: &Whole) -> Self {
-        let body: Value = serde_json::from_slice(&answer.body).unwrap_or(Value::Null);
-        match (answer.status.as_u16(), body["error"]["code"].as_str().unwrap_or_default()) {
-            (401 | 403, "invalid_cluster_secret") => Self::Misconfigured,
-            (401 | 403, _) if answer.own_key => Self::Misconfigured,
+/// An engine's own words: `{"error": {...}}`, or vLLM's older `{"object": "error", ...}`.
+struct Said<'a> {
+    message: Option<&'a str>,
+    param: Option<&'a str>,
+    code: Cow<'a, str>,
+    kind: &'a str,
+}
+
+impl<'a> Said<'a> {
+    fn of(body: &'a Value) -> Self {
+        let error = body.get("error").filter(|error| error.is_object()).unwrap_or(body);
+        let text = |name: &str| error.get(name).and_then(Value::as_str).filter(|text| !text.is_empty());
+        let code = match error.get("code") {
+            None | Some(Value::Null) => Cow::Borrowed(""),
+            Some(Value::String(code)) => Cow::Borrowed(code.as_str()),
+            Some(other) => Cow::Owned(other.to_string()),
+        };
+        Self { message: text("message"), param: text("param"), code, kind: text("type").unwrap_or_default() }
+    }
+
+    fn judged(&self, answer: &Whole) -> (Meaning, Blame) {
+        let by_status = match answer.status.as_u16() {
+            408 | 429 => (Meaning::Trouble, Blame::Nobody),
+            400..=499 => (Meaning::Refused, Blame::Nobody),
+            500 => (Meaning::FailedInside, Blame::Engine),
+            501.. => (Meaning::Trouble, Blame::Engine),
+            _ => (Meaning::Trouble, Blame::Nobody),
+        };
+        match (answer.status.as_u16(), &*self.code) {
+            (401 | 403, "invalid_cluster_secret") => (Meaning::Misconfigured, Blame::Nobody),
+            (401 | 403, _) if answer.own_key => (Meaning::Misconfigured, Blame::Nobody),
+            (_, "draining") => (by_status.0, Blame::Draining),
+            (_, "overloaded") => (by_status.0, Blame::Nobody),
             // What a decode engine says of a handoff is never about the client's own words: it sent none.
-            (_, "kv_gone" | "kv_unsupported") => Self::HandoffSpent,
+            (_, "kv_gone" | "kv_unsupported") => (Meaning::HandoffSpent, Blame::Nobody),
+            (_, "kv_layout_mismatch") => (Meaning::CannotUseHandoff, Blame::Layout),
             (_, "kv_handshake_failed" | "kv_transfer_failed" | "kv_unverified" | "kv_refused") => {
-                Self::CannotUseHandoff
+                (Meaning::CannotUseHandoff, Blame::Nobody)
             }
-            (_, "kv_layout_mismatch" | "kv_prompt_mismatch" | "kv_wrong_role") => Self::CannotUseHandoff,
-            (_, "invalid_kv_transfer_params") => Self::CannotUseHandoff,
-            (408 | 429, _) => Self::Trouble,
+            (_, "kv_prompt_mismatch" | "kv_wrong_role") => (Meaning::CannotUseHandoff, Blame::Nobody),
+            (_, "invalid_kv_transfer_params") => (Meaning::CannotUseHandoff, by_status.1),
+            (_, code) if code.starts_with("kv_") => (by_status.0, Blame::Nobody),
             // The router has found the model in its own configuration before it asked.
-            (404, "model_not_found") => Self::WrongModel,
-            (404, _) if body["error"]["type"] == "NotFoundError" => Self::WrongModel,
-            (400..=499, _) => Self::Refused,
-            (500, _) => Self::FailedInside,
-            _ => Self::Trouble,
+            (404, code) if code == "model_not_found" || self.kind == "NotFoundError" => {
+                (Meaning::WrongModel, Blame::Engine)
+            }
+            _ => by_status,
         }
     }
 
-    /// What it is to the exchange; `None` for a refusal.
-    pub(crate) fn failure(self) -> Option<Failure> {
-        (self != Self::Refused).then_some(Failure::Answered)
+    /// As the client is told it, where the fault is the client's: without what names an address, and cut.
+    fn told(&self, status: StatusCode, hosts: &Hosts) -> ApiError {
+        let told = |text: &str| (!text.is_empty() && !hosts.are_named_in(text)).then(|| cut(text).to_owned());
+        ApiError {
+            status: status.as_u16(),
+            kind: match status {
+                StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ErrorKind::Authentication,
+                _ => ErrorKind::InvalidRequest,
+            },
+            message: self
+                .message
+                .and_then(told)
+                .unwrap_or_else(|| "an engine refused the request".to_owned()),
+            param: self.param.and_then(told),
+            code: told(&self.code).map(Cow::Owned),
+            retry_after: None,
+            should_retry: None,
+        }
     }
 }
 
@@ -151,9 +204,8 @@ impl Refusal {
             || message.contains("maximum context length")
             || message.contains("max_tokens");
         if too_long && self.0.status == 400 {
-            // Ours: "the model's context is 8 tokens, but the prompt has 9 and max_tokens asks for 1"; vLLM's first
-            // sentence: "This model's maximum context length is 8 tokens."
-            let said = message.split_once(" and max_tokens asks").map(|(said, _)| said.to_owned());
+            let said = ApiError::without_max_tokens(message).map(str::to_owned);
+            // vLLM's first sentence: "This model's maximum context length is 8 tokens."
             let said = said.or_else(|| {
                 let (said, _) = message.split_once(". ")?;
                 said.contains("context length").then(|| format!("{said}; the prompt is longer"))
@@ -163,67 +215,32 @@ impl Refusal {
         self
     }
 
-    /// What an engine's answer other than 2xx means to the client.
-    pub(crate) fn of(answer: &Whole) -> Self {
-        let after = retry_after(answer).unwrap_or(COME_BACK);
-        if Meaning::of(answer).failure().is_some() && answer.status.is_client_error() {
-            // Not the client's doing, whatever the status says to a router.
-            match Meaning::of(answer) {
-                Meaning::Misconfigured => return Self::misconfigured(),
-                Meaning::WrongModel => return Self::wrong_model(),
-                _ => {}
+    fn of(answer: &Whole, meaning: Meaning, said: &Said<'_>, hosts: &Hosts) -> Self {
+        let after = || retry_after(answer).unwrap_or(COME_BACK);
+        Self(match (meaning, answer.status) {
+            (Meaning::Misconfigured, _) => return Self::misconfigured(),
+            (Meaning::WrongModel, _) => return Self::wrong_model(),
+            (_, StatusCode::TOO_MANY_REQUESTS) => ApiError::overloaded("every engine asked is full", after()),
+            (_, StatusCode::SERVICE_UNAVAILABLE) => {
+                ApiError::unavailable("no engine of this model is available", after())
             }
-            if !matches!(answer.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT) {
+            (Meaning::Refused, status) | (_, status @ StatusCode::REQUEST_TIMEOUT) => {
+                said.told(status, hosts)
+            }
+            // Not the client's doing, whatever the status says to a router.
+            (
+                Meaning::Trouble | Meaning::FailedInside | Meaning::CannotUseHandoff | Meaning::HandoffSpent,
+                _,
+            ) => {
                 return Self::broken();
             }
-        }
-        Self(match answer.status {
-            StatusCode::TOO_MANY_REQUESTS => ApiError::overloaded("every engine asked is full", after),
-            StatusCode::SERVICE_UNAVAILABLE => {
-                ApiError::unavailable("no engine of this model is available", after)
-            }
-            status if status.is_client_error() => clients_fault(status, &answer.body),
-            _ => return Self::broken(),
         })
-    }
-}
-
-/// The engine's own words: `{"error": {...}}`, or vLLM's older `{"object": "error", ...}`.
-fn clients_fault(status: StatusCode, body: &[u8]) -> ApiError {
-    let body: Value = serde_json::from_slice(body).unwrap_or(Value::Null);
-    let error = body.get("error").filter(|e| e.is_object()).unwrap_or(&body);
-    let text = |name: &str| error.get(name).and_then(Value::as_str).filter(|t| !t.is_empty());
-    let said = text("message").filter(|message| !names_an_address(message));
-    let code = error.get("code").filter(|code| !code.is_null());
-    ApiError {
-        status: status.as_u16(),
-        kind: match status {
-            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ErrorKind::Authentication,
-            _ => ErrorKind::InvalidRequest,
-        },
-        message: cut(said.unwrap_or("an engine refused the request")).to_owned(),
-        param: text("param").map(|param| cut(param).to_owned()),
-        code: code.map(|code| Cow::Owned(cut(code.as_str().unwrap_or(&code.to_string())).to_owned())),
-        retry_after: None,
-        should_retry: None,
     }
 }
 
 /// The beginning, in whole characters.
 fn cut(said: &str) -> &str {
     &said[..said.floor_char_boundary(SAID_BYTES_MAX)]
-}
-
-/// An engine that repeats where it lives is not repeated.
-fn names_an_address(message: &str) -> bool {
-    let address = |word: &str| {
-        let word = word.trim_matches(|c: char| !c.is_ascii_alphanumeric());
-        let (host, port) = word.rsplit_once(':').unwrap_or((word, ""));
-        let host = host.trim_matches(['[', ']']);
-        let named = port.parse::<u16>().is_ok() && host.contains(['.', '-']);
-        named || [word, host].iter().any(|text| text.parse::<std::net::IpAddr>().is_ok())
-    };
-    message.contains("://") || message.split_ascii_whitespace().any(address)
 }
 
 fn retry_after(answer: &Whole) -> Option<Duration> {
@@ -243,16 +260,26 @@ mod tests {
         Whole { status, headers: Default::default(), body: body.to_owned().into(), own_key: false }
     }
 
+    fn verdict(answer: &Whole) -> Verdict {
+        let hosts = Hosts::default();
+        hosts.add("p-17");
+        Verdict::of(answer, &hosts)
+    }
+
+    fn refusal(status: u16, body: &str) -> Refusal {
+        verdict(&answer(status, body)).refusal
+    }
+
     #[test]
     fn an_engine_that_refuses_the_routers_own_key_is_misconfigured_and_the_clients_key_is_the_clients() {
         for status in [401, 403] {
             let body = r#"{"error":{"message":"Unauthorized","code":"invalid_api_key"}}"#;
             let of_client = answer(status, body);
-            assert_eq!(Meaning::of(&of_client), Meaning::Refused);
-            assert_eq!(Refusal::of(&of_client).0.status, status);
+            assert_eq!(verdict(&of_client).meaning, Meaning::Refused);
+            assert_eq!(verdict(&of_client).refusal.0.status, status);
             let of_router = Whole { own_key: true, ..of_client };
-            assert_eq!(Meaning::of(&of_router), Meaning::Misconfigured);
-            assert_eq!(Refusal::of(&of_router), Refusal::misconfigured());
+            assert_eq!(verdict(&of_router).meaning, Meaning::Misconfigured);
+            assert_eq!(verdict(&of_router).refusal, Refusal::misconfigured());
         }
     }
 
@@ -260,31 +287,31 @@ mod tests {
     fn an_engines_words_are_cut_in_whole_characters() {
         let long = "ä".repeat(2000);
         let body = serde_json::json!({"error": {"message": long, "param": long, "code": long}}).to_string();
-        let Refusal(error) = Refusal::of(&answer(400, &body));
+        let Refusal(error) = refusal(400, &body);
         assert_eq!(error.message, "ä".repeat(SAID_BYTES_MAX / 2));
         assert_eq!(error.param.as_deref(), Some(error.message.as_str()));
         assert_eq!(error.code.as_deref(), Some(error.message.as_str()));
         let odd = serde_json::json!({"error": {"message": format!("x{long}")}}).to_string();
-        assert_eq!(Refusal::of(&answer(400, &odd)).0.message.len(), SAID_BYTES_MAX - 1);
+        assert_eq!(refusal(400, &odd).0.message.len(), SAID_BYTES_MAX - 1);
     }
 
     #[test]
     fn the_engines_own_words_reach_the_client_when_the_fault_is_the_clients() {
         let ours = r#"{"error":{"message":"too long","type":"x","param":"prompt","code":"context_length_exceeded"}}"#;
-        let Refusal(error) = Refusal::of(&answer(400, ours));
+        let Refusal(error) = refusal(400, ours);
         assert_eq!((error.status, error.message.as_str()), (400, "too long"));
         assert_eq!(error.code.as_deref(), Some("context_length_exceeded"));
         let older = r#"{"object":"error","message":"no such model","code":404}"#;
-        let Refusal(error) = Refusal::of(&answer(404, older));
+        let Refusal(error) = refusal(404, older);
         assert_eq!((error.message.as_str(), error.code.as_deref()), ("no such model", Some("404")));
-        assert_eq!(Refusal::of(&answer(422, "<html>")).0.status, 422);
+        assert_eq!(refusal(422, "<html>").0.status, 422);
     }
 
     #[test]
     fn the_one_token_of_the_prefill_leg_is_not_told_to_the_client() {
         for (said, told) in [
             (
-                "the model's context is 8 tokens, but the prompt has 9 and max_tokens asks for 1",
+                ApiError::context_length(9, 1, 8).message.as_str(),
                 "the model's context is 8 tokens, but the prompt has 9",
             ),
             (
@@ -296,28 +323,50 @@ mod tests {
             ("`stop` is wrong", "`stop` is wrong"),
         ] {
             let body = serde_json::json!({"error": {"message": said}}).to_string();
-            assert_eq!(Refusal::of(&answer(400, &body)).of_prefill().0.message, told);
+            assert_eq!(refusal(400, &body).of_prefill().0.message, told);
         }
     }
 
     #[test]
-    fn an_address_never_reaches_the_client() {
-        for said in [
-            "cannot reach http://10.0.0.7:8000/v1",
-            "peer 10.0.0.7:5600 is gone",
-            "from (10.0.0.7).",
-            "prefill-0.svc:5600 is gone",
-            "peer [fd00::7]:5600 is gone",
-            "from fd00::7",
-        ] {
-            let body = serde_json::json!({"error": {"message": said}}).to_string();
-            let Refusal(error) = Refusal::of(&answer(400, &body));
+    fn an_address_reaches_the_client_in_no_field() {
+        for said in ["cannot reach http://10.0.0.7:8000/v1", "host=10.0.0.7", "decode0:8000", "p-17 is gone"]
+        {
+            let body =
+                serde_json::json!({"error": {"message": said, "param": said, "code": said}}).to_string();
+            let Refusal(error) = refusal(400, &body);
             assert_eq!(error.message, "an engine refused the request", "{said}");
+            assert_eq!((error.param, error.code), (None, None), "{said}");
         }
         let plain = "`stop[0]` must be a string of 1 to 1024 bytes: got 7";
-        let body = serde_json::json!({"error": {"message": plain}}).to_string();
-        let Refusal(error) = Refusal::of(&answer(400, &body));
-        assert_eq!(error.message, plain);
+        let body =
+            serde_json::json!({"error": {"message": plain, "param": "stop.0", "code": 400}}).to_string();
+        let Refusal(error) = refusal(400, &body);
+        assert_eq!((error.message.as_str(), error.param.as_deref()), (plain, Some("stop.0")));
+        assert_eq!(error.code.as_deref(), Some("400"));
+    }
+
+    #[test]
+    fn an_engine_is_blamed_for_its_own_trouble_only() {
+        for (status, code, blame) in [
+            (500, "", Blame::Engine),
+            (503, "engine_failed", Blame::Engine),
+            (404, "model_not_found", Blame::Engine),
+            (503, "draining", Blame::Draining),
+            (503, "overloaded", Blame::Nobody),
+            (503, "kv_gone", Blame::Nobody),
+            (503, "kv_something_new", Blame::Nobody),
+            (400, "kv_layout_mismatch", Blame::Layout),
+            (401, "invalid_cluster_secret", Blame::Nobody),
+            (429, "", Blame::Nobody),
+            (302, "", Blame::Nobody),
+        ] {
+            let body = serde_json::json!({"error": {"code": code}}).to_string();
+            assert_eq!(verdict(&answer(status, &body)).blame, blame, "{status} {code}");
+        }
+        let vllm =
+            r#"{"error":{"type":"NotFoundError","code":404,"message":"The model `x` does not exist."}}"#;
+        let Verdict { meaning, blame, .. } = verdict(&answer(404, vllm));
+        assert_eq!((meaning, blame), (Meaning::WrongModel, Blame::Engine));
     }
 
     #[test]
@@ -347,8 +396,8 @@ mod tests {
         ] {
             let said =
                 answer(status, &serde_json::json!({"error": {"code": code, "message": "x"}}).to_string());
-            assert_eq!(Meaning::of(&said), meaning, "{status} {code}");
-            let Refusal(told) = Refusal::of(&said);
+            let Verdict { meaning: found, refusal: Refusal(told), .. } = verdict(&said);
+            assert_eq!(found, meaning, "{status} {code}");
             let ours = meaning != Meaning::Refused && !matches!(status, 408 | 429);
             assert_eq!(told.status >= 500, ours, "{status} {code}: the client is told {told}");
         }

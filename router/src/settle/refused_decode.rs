@@ -15,7 +15,6 @@ use baton_openai::Endpoint;
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use hyper::{Method, StatusCode};
-use serde_json::{Value, json};
 
 use super::ANSWER_BYTES_MAX;
 use crate::models::Model;
@@ -26,7 +25,8 @@ use crate::upstream::Outgoing;
 /// What is sent, apart from where.
 pub(super) struct Refusable<'a> {
     pub model: &'a Model,
-    pub params: &'a Value,
+    /// As the producer wrote them.
+    pub params: &'a str,
     pub authorization: Option<&'a HeaderValue>,
     pub request: &'a RequestId,
 }
@@ -63,17 +63,17 @@ impl Refusable<'_> {
     }
 
     fn outgoing(&self) -> Outgoing {
-        let body = json!({
-            "model": self.model.name, "prompt": "x", "max_tokens": 1, "stream": false, "temperature": -1,
-            "kv_transfer_params": self.params,
-        });
+        let (model, params) = (self.model.name_in_bodies.as_json(), self.params);
+        let body = format!(
+            r#"{{"model":{model},"prompt":"x","max_tokens":1,"stream":false,"temperature":-1,"kv_transfer_params":{params}}}"#
+        );
         let mut headers = HeaderMap::new();
         // A name of its own: under the request's own name it could be taken for the request.
         let id = HeaderValue::from_str(&format!("{}-r", self.request)).expect("an id is printable ASCII");
         headers.insert("x-request-id", id);
         headers.extend(self.authorization.map(|value| (AUTHORIZATION, value.clone())));
         let path = Endpoint::Completions.path();
-        Outgoing { method: Method::POST, path, headers, body: Bytes::from(body.to_string()).into() }
+        Outgoing { method: Method::POST, path, headers, body: Bytes::from(body).into() }
     }
 }
 

@@ -36,7 +36,7 @@ impl SamplingOptions {
         Ok(Self {
             temperature: fields.number(
                 "temperature",
-                &format!("a number from 0 to {TEMPERATURE_MAX}"),
+                format_args!("a number from 0 to {TEMPERATURE_MAX}"),
                 |x| (0.0..=TEMPERATURE_MAX).contains(&x),
             )?,
             top_p: fields.number("top_p", "a number over 0, up to 1", |x| x > 0.0 && x <= 1.0)?,

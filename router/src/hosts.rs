@@ -1,0 +1,198 @@
+//! Where engines live, and whether a text tells it: what an engine says to a client is not passed on if it does.
+//!
+//! An address is what reads as one to a human: a URL, an IP address, a name with a port, a name below a domain. A name
+//! without either is one only if an engine has it, or its domain.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{PoisonError, RwLock};
+
+/// Top-level domains of private networks: any name below them is an address.
+const PRIVATE: [&str; 12] = [
+    "local",
+    "internal",
+    "svc",
+    "cluster",
+    "pod",
+    "lan",
+    "localdomain",
+    "intranet",
+    "corp",
+    "home",
+    "arpa",
+    "private",
+];
+/// Public ones: a name of three labels below them is one. Those of two letters are, too.
+const PUBLIC: [&str; 10] = ["com", "net", "org", "dev", "cloud", "app", "info", "example", "test", "tech"];
+
+/// The hosts of the engines that the router knows. As many as engines, and no more.
+#[derive(Debug, Default)]
+pub(crate) struct Hosts(RwLock<HashMap<String, usize>>);
+
+impl Hosts {
+    /// One more engine lives there.
+    pub(crate) fn add(&self, host: &str) {
+        let mut hosts = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        *hosts.entry(host.to_ascii_lowercase()).or_default() += 1;
+    }
+
+    /// One engine fewer lives there.
+    pub(crate) fn remove(&self, host: &str) {
+        let host = host.to_ascii_lowercase();
+        let mut hosts = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(engines) = hosts.get_mut(&host) {
+            *engines -= 1;
+            if *engines == 0 {
+                hosts.remove(&host);
+            }
+        }
+    }
+
+    /// Whether a text tells where somebody lives. To be asked of everything that an engine says to a client beyond what
+    /// it generates.
+    pub(crate) fn are_named_in(&self, text: &str) -> bool {
+        let within = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':');
+        text.contains("://") || text.split(|c| !within(c)).any(|word| self.is_address(word))
+    }
+
+    fn is_address(&self, word: &str) -> bool {
+        if word.is_empty() {
+            return false;
+        }
+        // `key:address` and `address:` are words, too.
+        let bare = word.trim_matches(['.', '-', '_']).trim_end_matches(':');
+        let (host, port) = bare.rsplit_once(':').unwrap_or((bare, ""));
+        let has_port = port.parse::<u16>().is_ok();
+        let named = |host: &str| {
+            let looks = host.contains(|c: char| c.is_ascii_digit() || matches!(c, '.' | '-'))
+                && host.contains(|c: char| c.is_ascii_alphabetic());
+            looks || self.is_known(host, true)
+        };
+        [word, bare, host].iter().any(|text| text.parse::<IpAddr>().is_ok())
+            || bare
+                .split(':')
+                .any(|part| is_ip(part) || is_below_a_domain(part) || self.is_known(part, false))
+            || has_port && host.rsplit(':').next().is_some_and(named)
+    }
+
+    /// Whether an engine has this name. Without a port a name that is a plain word is no more than a word.
+    fn is_known(&self, name: &str, has_port: bool) -> bool {
+        let name = name.to_ascii_lowercase();
+        if name == "localhost" {
+            return true;
+        }
+        if !has_port && !name.contains(|c: char| c.is_ascii_digit() || matches!(c, '.' | '-')) {
+            return false;
+        }
+        let hosts = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        hosts.contains_key(&name)
+            || hosts.keys().any(|host| {
+                let (first, domain) = host.split_once('.').unwrap_or((host, ""));
+                let beside = domain.contains('.') && name.ends_with(domain);
+                host.parse::<IpAddr>().is_err() && (first == name || beside)
+            })
+    }
+}
+
+/// Also as cloud providers write it into names: `ip-10-0-0-7`.
+fn is_ip(part: &str) -> bool {
+    let dashed = |label: &str| {
+        let numbers: Vec<&str> = label.rsplit('-').take(4).collect();
+        numbers.len() == 4 && numbers.iter().all(|number| number.parse::<u8>().is_ok())
+    };
+    part.parse::<IpAddr>().is_ok() || part.split('.').any(dashed)
+}
+
+/// Whether it is a name below a domain, and not a path into a body, as `messages.0.content` is.
+fn is_below_a_domain(part: &str) -> bool {
+    let labels: Vec<&str> = part.trim_matches('.').split('.').collect();
+    let is_label = |label: &&str| {
+        !label.is_empty() && label.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
+    };
+    let numeric = |label: &&str| label.bytes().all(|byte| byte.is_ascii_digit());
+    let [.., last] = labels[..] else { return false };
+    if labels.len() < 2 || !labels.iter().all(is_label) {
+        return false;
+    }
+    let last = last.to_ascii_lowercase();
+    let country = last.len() == 2 && last.bytes().all(|byte| byte.is_ascii_alphabetic());
+    let public = country || PUBLIC.contains(&last.as_str());
+    PRIVATE.contains(&last.as_str()) || (labels.len() > 2 && public && !labels.iter().any(|l| numeric(&l)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hosts() -> Hosts {
+        let hosts = Hosts::default();
+        for host in ["decode", "p-17", "gpu7.rack.example", "10.0.0.7", "D2.Rack.Example"] {
+            hosts.add(host);
+        }
+        hosts
+    }
+
+    #[test]
+    fn an_address_is_found_wherever_it_stands() {
+        for said in [
+            "cannot reach http://x/v1",
+            "peer 10.0.0.7:5600 is gone",
+            "from (10.0.0.7).",
+            "host=10.0.0.7",
+            "host:10.0.0.7, port:1",
+            "{'remote_host': '10.0.0.7'}",
+            "tcp:10.0.0.7:5600",
+            "ip-10-0-0-7 is gone",
+            "prefill-0.svc:5600 is gone",
+            "decode0:8000",
+            "decode:8000",
+            "localhost:8000",
+            "at localhost.",
+            "peer [fd00::7]:5600 is gone",
+            "from fd00::7",
+            "from ::1",
+            "decode-0.decode.default.svc.cluster.local is gone",
+            "etcd.prod.company.com does not answer",
+            "node=kv.prod.company.io",
+            "P-17 does not answer",
+            "(gpu7)",
+            "other.rack.example",
+            "d2.rack.example/v1",
+        ] {
+            assert!(hosts().are_named_in(said), "{said}");
+        }
+    }
+
+    #[test]
+    fn what_engines_say_of_requests_names_no_address() {
+        for said in [
+            "",
+            "`stop[0]` must be a string of 1 to 1024 bytes: got 7",
+            "messages.0.content.text: Field required",
+            "body.messages.content is wrong",
+            "('body', 'messages', 0, 'content')",
+            "This model's maximum context length is 8 tokens. However, you requested 10 tokens (9 in the messages).",
+            "The model `Qwen/Qwen2.5-7B-Instruct` does not exist.",
+            "cannot decode the image, e.g. a PNG",
+            "temperature: 2.5 is over 2.0; max_tokens:4096",
+            "expected `:` at line 1 column 12",
+            "at 10:30 on 2026-11-20",
+            "response_format.json_schema.name",
+        ] {
+            assert!(!hosts().are_named_in(said), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_host_is_known_for_as_long_as_an_engine_lives_there() {
+        let hosts = Hosts::default();
+        hosts.add("p-17");
+        hosts.add("P-17");
+        hosts.remove("p-17");
+        assert!(hosts.are_named_in("p-17"));
+        hosts.remove("p-17");
+        hosts.remove("p-17");
+        assert!(!hosts.are_named_in("p-17"));
+        assert!(hosts.0.read().unwrap().is_empty());
+    }
+}
