@@ -30,6 +30,11 @@ use crate::upstream::{CallError, InFlight, Reply};
 
 /// An answer that is not streamed is held up to this size; past it, it is passed on as it comes.
 const HELD_BYTES_MAX: usize = 1 << 20;
+/// The same of what is not generated, which comes at once: its engine waits for no slow client. The tokens of the longest
+/// context, with their texts.
+const PASSED_BYTES_MAX: usize = 64 << 20;
+/// Says what vLLM's embeddings in bytes mean.
+const METADATA: HeaderName = HeaderName::from_static("metadata");
 /// After `[DONE]` an engine has this long to end its answer, so that its connection can be used again.
 const END_AFTER_DONE: Duration = Duration::from_secs(1);
 
@@ -216,11 +221,16 @@ pub(crate) async fn pass(
     let Answer { attempt, reply, load } = answer;
     let silence = Silence::new(patience);
     let content_type = reply.headers().get(CONTENT_TYPE).cloned();
-    let (status, streamed) = (reply.status().as_u16(), reply.is_stream());
+    let metadata = reply.headers().get(METADATA).filter(|_| !dialect.generates()).cloned();
+    let status = reply.status().as_u16();
+    let streamed = dialect.generates() && reply.is_stream();
     let head = || -> pingora::Result<ResponseHeader> {
         let mut head = ResponseHeader::build_no_case(status, Some(8))?;
         let json = HeaderValue::from_static("application/json");
         head.insert_header(CONTENT_TYPE, content_type.unwrap_or(json))?;
+        if let Some(metadata) = metadata {
+            head.insert_header(METADATA, metadata)?;
+        }
         stamp.put(&mut head)?;
         if let Some(timing) = driver.server_timing() {
             head.insert_header("server-timing", timing)?;
@@ -232,6 +242,7 @@ pub(crate) async fn pass(
     };
     let head = head().map_err(|_| Refusal::broken())?;
     driver.watched.streamed = streamed;
+    driver.watched.passes = !dialect.generates();
     let (reply, load) = (Some(reply), Some(load));
     let mut passing =
         Passing { session, driver, attempt, reply, load, silence, resuming, spoke: false, dialect };
@@ -386,6 +397,7 @@ impl Passing<'_> {
 
     async fn held(&mut self, head: ResponseHeader) -> Result<(), Ended> {
         let mut held = Bytes::new();
+        let most = if self.dialect.generates() { HELD_BYTES_MAX } else { PASSED_BYTES_MAX };
         loop {
             match self.chunk().await? {
                 // In one piece, as it mostly is, it is not copied.
@@ -401,7 +413,7 @@ impl Passing<'_> {
                     return Err(Ended::Refused(broken.refusal()));
                 }
             }
-            if held.len() > HELD_BYTES_MAX {
+            if held.len() > most {
                 return self.passed(head, held).await;
             }
         }

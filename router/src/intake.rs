@@ -3,6 +3,8 @@
 //! A body that a decode engine's parser refuses strands the prefill engine's blocks for a whole lease on
 //! stock vLLM (30.03 s measured), so nothing that the router can know to be wrong is sent on.
 
+mod passed;
+
 use std::hash::{Hash, Hasher};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -40,9 +42,6 @@ pub(crate) struct Ask {
     pub model: Arc<Model>,
     /// As the client sent it, without anything internal.
     pub body: RawBody,
-    /// What it says besides the prompt.
-    #[expect(dead_code, reason = "policies and admission look at it")]
-    pub outline: Outline,
     /// A decode engine computes everything: one handoff is one sequence of blocks, and this request has
     /// several prompts.
     pub aggregate: bool,
@@ -108,6 +107,7 @@ impl Ask {
         let (body, mut outline) = match dialect {
             Dialect::OpenAi(endpoint) => RawBody::generate(body, endpoint, limits, &ClientRules)?,
             Dialect::Responses => RawBody::responses(body, limits, &ClientRules)?,
+            Dialect::Passed(path) => return Self::read_passed(path, body, headers, generation, owner),
         };
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
         let aggregate = outline.prompts > 1;
@@ -137,7 +137,6 @@ impl Ask {
             model,
             body,
             owned,
-            outline,
             aggregate,
             prompt_logprobs,
             tokens,

@@ -24,7 +24,7 @@
 //! | `tenants`, `tls` | who asks, and what they may; encrypted connections |
 //! | `reload`, `discovery` | the next configuration; engines that it does not list |
 //! | `upstream` | connections to engines |
-//! | `answer`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
+//! | `answer`, `sse`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
 //! | `explain` | why a request went where it went |
 //! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
@@ -62,7 +62,6 @@ mod metrics;
 mod models;
 mod observe;
 mod observers;
-mod passthrough;
 mod policy;
 mod pool;
 mod prefix_index;

@@ -25,7 +25,6 @@ use crate::finished::{Finished, Head};
 use crate::generation::Generation;
 use crate::intake::{self, Ask, Owner};
 use crate::metrics::End;
-use crate::passthrough::Passing;
 use crate::route::Route;
 use crate::session::Session;
 use crate::shared::{Room, Shared};
@@ -58,7 +57,7 @@ pub(crate) struct RequestContext {
     head: Option<Head>,
     request_bytes: u64,
     response_bytes: u64,
-    /// It was passed to one engine as it came.
+    /// One engine answers it by itself.
     passed: bool,
     /// It has been counted.
     over: bool,
@@ -148,45 +147,38 @@ impl FrontDoor {
                 }
                 self.tell(session, context, self.card(&name)).await
             }
-            Route::Pass(path) => {
-                self.permit(session, context)?;
-                let body = self.body(session, context).await?;
-                let passing = Passing {
-                    shared: &self.0,
-                    generation: &context.generation,
-                    path,
-                    id: &context.id,
-                    trace: &context.trace,
-                    permit: context.permit.as_mut(),
-                    stamp: &mut context.stamp,
-                };
-                context.status = passing.pass(session, body).await?;
-                context.passed = true;
-                Ok(())
-            }
             Route::Options(allowed) => {
                 context.status = 200;
                 let headers = [("allow", allowed.to_owned())];
                 let told = answer::whole(session, 200, &headers, &context.stamp, Bytes::new()).await;
                 told.map_err(|_| Ended::ClientGone)
             }
-            Route::Generate(dialect) => {
+            Route::Ask(dialect) => {
                 self.permit(session, context)?;
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
                 let ask = Ask::read(dialect, body, headers, &context.generation, context.owner().as_ref())?;
                 context.limit(&ask)?;
-                self.generate(session, context, ask).await
+                context.passed = !dialect.generates();
+                self.ask(session, context, ask).await
             }
         }
     }
 
-    async fn generate(
+    async fn ask(
         &self,
         session: &mut Session,
         context: &mut RequestContext,
         mut ask: Ask,
     ) -> Result<(), Ended> {
+        let bounds = ask.model.bounds;
+        let until = bounds.request.and_then(|most| context.began().checked_add(most));
+        let identity = context.permit.as_ref().map(|permit| &*permit.identity);
+        let headers = &session.req_header().headers;
+        let ticket = Ticket {
+            claim: claim(headers, (ask.priority, ask.body.len(), ask.tokens), identity),
+            deadline: context.until(headers, bounds.request, context.generation.config.queue.timeout_ms),
+        };
         let driver = context.driver.insert(ExchangeDriver::new(
             Arc::clone(&self.0),
             Arc::clone(&context.generation),
@@ -195,9 +187,6 @@ impl FrontDoor {
             Arc::clone(&ask.model),
         ));
         driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));
-        let identity = context.permit.as_ref().map(|permit| &*permit.identity);
-        let asked = (ask.priority, ask.body.len(), ask.tokens);
-        let ticket = ticket(&session.req_header().headers, asked, &context.generation, identity);
         if let Err(refused) = driver.reserve(session, &ask, ticket).await {
             // No engine was asked.
             context.permit.iter_mut().for_each(Permit::give_tokens_back);
@@ -205,9 +194,6 @@ impl FrontDoor {
         }
         let dialect = ask.dialect;
         let transcript = resume::Transcript::of(&mut ask);
-        let bounds = ask.model.bounds;
-        let spent = self.0.now().since(context.begun);
-        let until = bounds.request.map(|most| Instant::now() + most.saturating_sub(spent));
         // Boxed: an answer may be passed on for minutes, and would hold the room of what came before it.
         let legs = Box::pin(async {
             let handoff = driver.prefill(session, &ask).await?;
@@ -259,7 +245,9 @@ impl FrontDoor {
             return Err(ApiError::overloaded("the router is full", Duration::from_secs(1)).into());
         };
         context.room = Some(room);
-        let within = Duration::from_millis(config.timeouts.body_ms);
+        let longest = context.generation.models.longest_request();
+        let until = context.until(&session.req_header().headers, longest, config.timeouts.body_ms);
+        let within = until.saturating_duration_since(Instant::now());
         let held = context.body_bytes.insert(self.0.bodies.begin());
         let share = Share { held, total_bytes: config.limits.body_bytes_total };
         intake::body(session, config.limits.body_bytes, share, within).await
@@ -283,23 +271,20 @@ impl FrontDoor {
     }
 }
 
-/// What the request brings to the queue: what its head says, and its priority, bytes and cost in tokens.
-pub(crate) fn ticket(
+/// What the request is to the queue: what its head says, and its priority, bytes and cost in tokens.
+fn claim(
     headers: &HeaderMap,
     (priority, bytes, cost): (Option<i64>, usize, u64),
-    generation: &Generation,
     identity: Option<&Identity>,
-) -> Ticket {
-    let longest = Duration::from_millis(generation.config.queue.timeout_ms);
+) -> Claim {
     let most = identity.map_or(Priority::High, |identity| identity.priority_max);
-    let claim = Claim {
+    Claim {
         tenant: identity.map(|identity| identity.tenant.id),
         weight: identity.map_or(1, |identity| identity.tenant.weight),
         priority: deadline::priority(headers, priority, most),
         bytes,
         cost,
-    };
-    Ticket { claim, deadline: deadline::deadline(headers, Instant::now(), longest) }
+    }
 }
 
 /// Whether somebody may use the model of this name; without `auth` everybody may.
@@ -309,6 +294,22 @@ fn may_use(identity: Option<&Identity>, generation: &Generation, model: &str) ->
 }
 
 impl RequestContext {
+    /// When it began, as deadlines have it.
+    fn began(&self) -> Instant {
+        let now = Instant::now();
+        now.checked_sub(self.shared.now().since(self.begun)).unwrap_or(now)
+    }
+
+    /// Until when one step of it may take: so long from now, and not beyond what the whole request may take or the time
+    /// at which its client gives up.
+    fn until(&self, headers: &HeaderMap, request: Option<Duration>, step_ms: u64) -> Instant {
+        let began = self.began();
+        let whole = request.and_then(|most| began.checked_add(most));
+        let ends = [whole, deadline::client_gives_up(headers, began)];
+        let step = Instant::now() + Duration::from_millis(step_ms);
+        ends.into_iter().flatten().fold(step, Instant::min)
+    }
+
     /// Takes from the head what is wanted later.
     fn notice(&mut self, head: &RequestHeader) {
         let observers = &self.generation.observers;
@@ -392,13 +393,16 @@ impl RequestContext {
                 // Nothing, where it is over already.
                 driver.apply(Event::Dropped);
                 let outcome = driver.outcome().unwrap_or(Outcome::Dropped(Phase::Queue));
-                let (end, line) = (End::Exchange(outcome), driver.timeline());
+                let end = match outcome {
+                    Outcome::Completed if self.passed => End::Passed,
+                    outcome => End::Exchange(outcome),
+                };
+                let line = driver.timeline();
                 driver.watched.ended(&driver.model.metrics, end, self.status, &line, self.begun);
                 Some(end)
             }
             None => {
                 let end = match self.status {
-                    _ if self.passed => End::Passed,
                     0 => End::Exchange(Outcome::Dropped(Phase::Queue)),
                     499 => End::Exchange(Outcome::ClientGone(Phase::Queue)),
                     400.. => End::Rejected,

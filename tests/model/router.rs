@@ -41,6 +41,8 @@ pub(crate) enum Streamed {
 pub(crate) enum Input {
     AskPrefill(u8),
     SkipPrefill,
+    /// There is no room for it, now or in time.
+    NotAdmitted,
     GiveUp,
     Prefilled(u8, Prefilled),
     AskDecode(u8),
@@ -251,6 +253,7 @@ impl Party for Router {
                 Event::PrefillSent(prefill(p))
             }
             Input::SkipPrefill => Event::PrefillSkipped,
+            Input::NotAdmitted => Event::NotAdmitted,
             Input::GiveUp => Event::GaveUp,
             Input::Prefilled(p, what) => self.prefilled(p, what),
             Input::AskDecode(d) => {
@@ -303,6 +306,7 @@ impl Party for Router {
             Input::Decoded(d, what) => Input::Decoded(by.decode(d), what),
             Input::Streamed(d, how) => Input::Streamed(by.decode(d), how),
             Input::SkipPrefill
+            | Input::NotAdmitted
             | Input::GiveUp
             | Input::HandoffSpent
             | Input::ClientLeaves

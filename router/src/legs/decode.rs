@@ -71,7 +71,7 @@ pub(crate) async fn ask(
                 None => Decoding::Refused(verdict.refusal),
             }
         }
-        Ok(Err(CallError::NotReached)) => {
+        Ok(Err(CallError::NotReached | CallError::NoSocket(_))) => {
             Decoding::Failed(Failure::NotReached, Refusal::unreachable(), Meaning::Trouble, Blame::Nobody)
         }
         Ok(Err(error)) => {

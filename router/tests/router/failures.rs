@@ -131,6 +131,13 @@ async fn without_any_prefill_engine_the_decode_engine_computes_everything() {
     p.die().await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     assert!(d.asked()[0].body.get("kv_transfer_params").is_none());
+    system.counts("baton_router_disagg_decisions_total{reason=\"fell_back\"}", 1.0).await;
+    assert_eq!(
+        system.metric("baton_router_disagg_decisions_total").await,
+        1.0,
+        "one decision for one request"
+    );
+    assert_eq!(system.metric("baton_router_prefill_seconds_count").await, 0.0, "nothing was prefilled");
 }
 
 #[tokio::test]
