@@ -123,8 +123,7 @@ fn of_request(finished: &Finished) -> Vec<KeyValue> {
         attributes.push(KeyValue::new("error.type", wrong));
     }
     if let Some(model) = &finished.model {
-        let operation = if head.path.contains("chat") { "chat" } else { "text_completion" };
-        attributes.push(KeyValue::new("gen_ai.operation.name", operation));
+        attributes.extend(operation(&head.path).map(|name| KeyValue::new("gen_ai.operation.name", name)));
         attributes.push(KeyValue::new("gen_ai.request.model", model.name.clone()));
     }
     if let Some(usage) = finished.seen.usage {
@@ -141,6 +140,16 @@ fn of_request(finished: &Finished) -> Vec<KeyValue> {
         attributes.push(KeyValue::new("gen_ai.response.time_to_first_chunk", seconds));
     }
     attributes
+}
+
+/// As the conventions name it; they have no name for tokens and scores.
+fn operation(path: &str) -> Option<&'static str> {
+    match path {
+        "/v1/chat/completions" => Some("chat"),
+        "/v1/completions" | "/v1/responses" => Some("text_completion"),
+        "/v1/embeddings" => Some("embeddings"),
+        _ => None,
+    }
 }
 
 /// An engine's address, and how often one was asked.
