@@ -314,11 +314,12 @@ impl Exchange {
             }
 
             (S::Decoding(on, lent), E::DecodeAccepted(by)) if on == by => self.go(S::Accepted(on, lent)),
-            (S::Decoding(on, lent), E::DecodeRefused(by)) if on == by => {
+            (S::Decoding(on, lent) | S::Accepted(on, lent), E::DecodeRefused(by)) if on == by => {
                 self.state = S::Held(lent);
                 self.end(Outcome::DecodeRefused, Cause::DecodeRefused)
             }
-            (S::Decoding(on, lent), E::DecodeFailed(by, failure)) if on == by => {
+            // Also one that took it and failed before it said anything: some tell of it only then.
+            (S::Decoding(on, lent) | S::Accepted(on, lent), E::DecodeFailed(by, failure)) if on == by => {
                 self.state = S::Held(lent);
                 applied(match failure {
                     Failure::Unknown => vec![Settlement::AbortDecode(by)],

@@ -21,7 +21,6 @@ use baton_connector::exchange::{
 };
 use hyper::Method;
 use hyper::header::HeaderValue;
-use pingora::proxy::Session;
 
 use crate::admission::Ticket;
 use crate::alive::{Deaf, while_alive};
@@ -42,6 +41,7 @@ use crate::pool::{Reserved, Scarce};
 use crate::request_id;
 use crate::retries::Retry;
 use crate::rewrite;
+use crate::session::Session;
 use crate::settle::{Debtor, Returned};
 use crate::shared::Shared;
 use crate::trace_context::Trace;
@@ -445,13 +445,14 @@ impl ExchangeDriver {
         self.apply(Event::DecodeSent(attempt));
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let first_byte = ask.model.bounds.decode_first_byte;
-        let Ok(decoding) = race(session, decode::ask(&engine, outgoing, first_byte, pause)).await else {
+        let admitted = || self.apply(Event::DecodeAccepted(attempt));
+        let answer = decode::ask(&engine, outgoing, first_byte, pause, admitted);
+        let Ok(decoding) = race(session, answer).await else {
             return Err(self.client_gone());
         };
         Ok(match decoding {
             Decoding::Accepted(reply) => {
                 self.accepted(&engine, asked.elapsed());
-                self.apply(Event::DecodeAccepted(attempt));
                 Attempted::Accepted(Answer { attempt, reply, load })
             }
             Decoding::Refused(refusal) => {

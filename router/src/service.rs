@@ -1,21 +1,19 @@
-//! The front door: pingora's phases, and what happens in them to one request.
+//! The front door: what happens to one request.
 //!
-//! Both legs run inside `request_filter`, with a pump of our own, and pingora's built-in proxying is never
-//! reached: it re-sends at most 64 KiB of a body that a filter has read, which is 16,000 tokens.
+//! pingora's session reads its head and writes the answer's; pingora's built-in proxying is not used. It asks one engine,
+//! re-sends at most 64 KiB of a body (16,000 tokens), and its future has room for HTTP/2, a cache and subrequests in
+//! every open stream.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime};
 
-use async_trait::async_trait;
 use baton_connector::exchange::{Event, Outcome, Phase};
 use baton_connector::{RequestId, Time};
 use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use pingora::http::RequestHeader;
-use pingora::prelude::{Error, ErrorType, HttpPeer};
-use pingora::proxy::{ProxyHttp, Session};
 use serde_json::json;
 
 use crate::admission::body_budget::{Held, Share};
@@ -25,16 +23,16 @@ use crate::config::Priority;
 use crate::exchange_driver::{Ended, ExchangeDriver};
 use crate::finished::{Finished, Head};
 use crate::generation::Generation;
-use crate::hygiene::Wire;
 use crate::intake::{self, Ask, Owner};
 use crate::metrics::End;
 use crate::route::Route;
+use crate::session::Session;
 use crate::shared::{Room, Shared};
 use crate::tenants::{Identity, Permit};
 use crate::trace_context::Trace;
 use crate::{answer, request_id, resume, tenants};
 
-/// The service that pingora drives.
+/// The service of one router.
 pub(crate) struct FrontDoor(pub Arc<Shared>);
 
 /// One request's context. Dropping it settles what the request still owes.
@@ -68,11 +66,39 @@ pub(crate) struct RequestContext {
     body_bytes: Option<Held>,
 }
 
-#[async_trait]
-impl ProxyHttp for FrontDoor {
-    type CTX = RequestContext;
+impl FrontDoor {
+    /// Serves one request.
+    pub(crate) async fn request(&self, session: &mut Session) {
+        let mut context = self.context();
+        if self.0.draining.load(Ordering::Relaxed) {
+            session.close_after();
+        }
+        if let Some(echoed) = request_id::decent(&session.req_header().headers) {
+            context.client_id = Some(echoed.clone());
+            context.stamp.id = echoed;
+        }
+        context.notice(session.req_header());
+        if let Err(ended) = self.serve(session, &mut context).await {
+            context.status = match ended {
+                Ended::ClientGone => 499,
+                Ended::Refused(refusal) => {
+                    // A client that does not take it is gone.
+                    let _ = answer::error(session, &refusal.0, &context.stamp).await;
+                    refusal.0.status
+                }
+            };
+        }
+        context.request_bytes = session.wire().body_bytes();
+        context.response_bytes = session.body_bytes();
+        self.0.metrics.server.request_bytes.increment(context.request_bytes);
+        self.0.metrics.server.response_bytes.increment(context.response_bytes);
+        if let Some(driver) = &context.driver {
+            driver.end(context.status);
+        }
+        context.end();
+    }
 
-    fn new_ctx(&self) -> RequestContext {
+    fn context(&self) -> RequestContext {
         let id = request_id::mint();
         let echoed = HeaderValue::from_str(id.as_str()).expect("a request id is printable ASCII");
         let generation = self.0.generation();
@@ -98,57 +124,6 @@ impl ProxyHttp for FrontDoor {
         }
     }
 
-    async fn upstream_peer(&self, _: &mut Session, _: &mut RequestContext) -> pingora::Result<Box<HttpPeer>> {
-        Err(Error::explain(ErrorType::InternalError, "request_filter answers every request"))
-    }
-
-    async fn request_filter(
-        &self,
-        session: &mut Session,
-        context: &mut RequestContext,
-    ) -> pingora::Result<bool> {
-        let stall = Duration::from_millis(context.generation.config.timeouts.client_stall_ms);
-        session.as_downstream_mut().set_write_timeout(Some(stall));
-        if self.0.draining.load(Ordering::Relaxed) {
-            session.as_downstream_mut().set_keepalive(None);
-        }
-        if let Some(echoed) = request_id::decent(&session.req_header().headers) {
-            context.client_id = Some(echoed.clone());
-            context.stamp.id = echoed;
-        }
-        context.notice(session.req_header());
-        match self.serve(session, context).await {
-            Ok(()) => Ok(true),
-            Err(Ended::ClientGone) => {
-                context.status = 499;
-                Err(gone())
-            }
-            Err(Ended::Refused(refusal)) => {
-                context.status = refusal.0.status;
-                answer::error(session, &refusal.0, &context.stamp).await.map(|()| true)
-            }
-        }
-    }
-
-    fn suppress_error_log(&self, _: &Session, _: &RequestContext, _: &Error) -> bool {
-        true
-    }
-
-    async fn logging(&self, session: &mut Session, _: Option<&Error>, context: &mut RequestContext) {
-        let client = session.as_downstream();
-        let received = Wire::of(session).map_or(0, |wire| wire.body_bytes());
-        context.request_bytes = received;
-        context.response_bytes = client.body_bytes_sent() as u64;
-        self.0.metrics.server.request_bytes.increment(context.request_bytes);
-        self.0.metrics.server.response_bytes.increment(context.response_bytes);
-        if let Some(driver) = &context.driver {
-            driver.end(context.status);
-        }
-        context.end();
-    }
-}
-
-impl FrontDoor {
     async fn serve(&self, session: &mut Session, context: &mut RequestContext) -> Result<(), Ended> {
         let head = session.req_header();
         let (method, uri) = (head.method.clone(), head.uri.clone());
@@ -235,7 +210,7 @@ impl FrontDoor {
             context.permit.iter_mut().for_each(Permit::give_tokens_back);
         }
         let answer = answer?;
-        let resuming = transcript.map(|transcript| answer::Resuming::new(transcript, ask));
+        let resuming = transcript.map(|transcript| Box::new(answer::Resuming::new(transcript, ask)));
         context.body_bytes = None;
         let patience = Patience { silence: bounds.stream_silence, until };
         context.status =
@@ -251,7 +226,7 @@ impl FrontDoor {
     ) -> Result<Option<Arc<Identity>>, ApiError> {
         let Some(auth) = &context.generation.auth else { return Ok(None) };
         let identity = {
-            let names = Wire::of(session).and_then(|wire| wire.certificate_names()).unwrap_or_default();
+            let names = session.wire().certificate_names().unwrap_or_default();
             auth.identify(&session.req_header().headers, &names, &self.0.tenants)?
         };
         session.req_header_mut().remove_header(&AUTHORIZATION);
@@ -451,9 +426,4 @@ impl Drop for RequestContext {
     fn drop(&mut self) {
         self.end();
     }
-}
-
-/// pingora's word for it: nothing is written, the connection is closed.
-fn gone() -> Box<Error> {
-    Error::explain(ErrorType::ConnectionClosed, "the client is gone").into_down()
 }

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 use baton_connector::Time;
 use bytes::{Bytes, BytesMut};
-use hyper::header::{HeaderMap, HeaderValue};
+use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Method, StatusCode};
 use tokio::sync::Notify;
 
@@ -34,7 +34,8 @@ use crate::metrics::{EngineMetrics, Leg};
 use crate::seldom::Seldom;
 use connection::Connection;
 pub(crate) use connection::Socket;
-use http1::{Head, Lost};
+use http1::Head;
+pub(crate) use http1::Lost;
 pub(crate) use payload::Payload;
 pub use terms::TermsError;
 pub(crate) use terms::{ApiKeys, EngineTerms, Terms};
@@ -142,6 +143,8 @@ pub(crate) enum CallError {
 /// An answer whose head has arrived. Dropping it before its end cuts the connection.
 pub(crate) struct Reply {
     head: Head,
+    /// Read and put back.
+    ahead: Option<Bytes>,
     connection: Connection,
     engine: Arc<Engine>,
 }
@@ -458,7 +461,7 @@ impl Engine {
     }
 
     fn reply(self: &Arc<Self>, head: Head, connection: Connection) -> Reply {
-        Reply { head, connection, engine: Arc::clone(self) }
+        Reply { head, ahead: None, connection, engine: Arc::clone(self) }
     }
 }
 
@@ -479,7 +482,27 @@ impl Reply {
 
     /// Whether every byte of the body has been read.
     pub(crate) fn is_ended(&self) -> bool {
-        self.connection.is_ended()
+        self.ahead.is_none() && self.connection.is_ended()
+    }
+
+    /// Whether it is a stream of server-sent events.
+    pub(crate) fn is_stream(&self) -> bool {
+        let kind = self.headers().get(CONTENT_TYPE);
+        kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+    }
+
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    /// Puts a piece back: it is the next one.
+    pub(crate) fn put_back(&mut self, piece: Bytes) {
+        self.ahead = Some(piece);
+    }
+
+    /// What an engine says in a stream, as if it had said it instead of the stream.
+    pub(crate) fn told(&self, status: StatusCode, body: Bytes) -> Whole {
+        Whole { status, body, ..self.bare() }
     }
 
     /// The next piece of the body, as it came; `None` at its end.
@@ -515,7 +538,10 @@ impl Reply {
 
     /// As [`Self::chunk`].
     pub(crate) fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, CallError>>> {
-        self.connection.poll_piece(context).map_err(CallError::Broken)
+        match self.ahead.take() {
+            Some(ahead) => Poll::Ready(Some(Ok(ahead))),
+            None => self.connection.poll_piece(context).map_err(CallError::Broken),
+        }
     }
 
     /// Gives the connection back after the end of the body.

@@ -188,8 +188,11 @@ impl Router {
     fn silence(&mut self) -> Option<Event> {
         match self.exchange.state() {
             State::Prefilling(on) => Some(Event::PrefillFailed(on, Failure::Unknown)),
-            State::Decoding(on, _) => Some(Event::DecodeFailed(on, Failure::Unknown)),
-            State::Accepted(on, _) | State::Streaming(on, _) => Some(self.broken(on)),
+            // It has said nothing of the answer: another engine gets the same handoff.
+            State::Decoding(on, _) | State::Accepted(on, _) => {
+                Some(Event::DecodeFailed(on, Failure::Unknown))
+            }
+            State::Streaming(on, _) => Some(self.broken(on)),
             State::Choosing | State::Held(_) | State::Done(_) => None,
         }
     }

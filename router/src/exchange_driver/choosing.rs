@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use baton_connector::exchange::Event;
 use baton_openai::ApiError;
-use pingora::proxy::Session;
 
 use super::{Ended, ExchangeDriver};
 use crate::admission::Ticket;
@@ -19,6 +18,7 @@ use crate::metrics::Leg;
 use crate::models::Model;
 use crate::policy::Wanted;
 use crate::pool::{Pool, Reserved, Room, Scarce, Tell, another_first};
+use crate::session::Session;
 use crate::upstream::Engine;
 
 /// What waiting for an engine came to.

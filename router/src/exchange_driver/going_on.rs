@@ -8,13 +8,13 @@ use baton_openai::Endpoint;
 use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderMap;
-use pingora::proxy::Session;
 use serde_json::{Map, Value};
 
 use super::{Answer, Attempted, Ended, ExchangeDriver};
 use crate::client_watch::{ClientGone, race};
 use crate::intake::Ask;
 use crate::metrics::{Leg, Resume};
+use crate::session::Session;
 use crate::upstream::{Engine, Outgoing};
 use crate::{request_id, rewrite};
 
