@@ -188,7 +188,6 @@ impl FrontDoor {
         ));
         driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));
         if let Err(refused) = driver.reserve(session, &ask, ticket).await {
-            // No engine was asked.
             context.permit.iter_mut().for_each(Permit::give_tokens_back);
             return Err(refused);
         }
@@ -205,7 +204,12 @@ impl FrontDoor {
                 Ok(answer) => answer,
                 Err(_elapsed) => Err(driver.out_of_time()),
             },
-        }?;
+        };
+        if answer.is_err() && driver.watched.attempts == [0, 0] {
+            // No engine was asked.
+            context.permit.iter_mut().for_each(Permit::give_tokens_back);
+        }
+        let answer = answer?;
         let resuming = transcript.map(|transcript| Box::new(answer::Resuming::new(transcript, ask)));
         context.body_bytes = None;
         let patience = Patience { silence: bounds.stream_silence, until };
