@@ -21,6 +21,7 @@ use pingora::proxy::Session;
 
 use crate::admission::Ticket;
 use crate::alive::{Deaf, while_alive};
+use crate::client_address;
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
 use crate::disaggregation::{self, Disaggregation, Facts, Why};
@@ -242,7 +243,7 @@ impl ExchangeDriver {
         ask: &Ask,
         ticket: Ticket,
     ) -> Result<(), Ended> {
-        self.source = ask.source(session.client_addr());
+        self.source = ask.source(client_address::of(session, &self.generation.config.trusted_proxies));
         self.debtor.model = Some(Arc::clone(&ask.model));
         self.debtor.authorization = ask.authorization();
         let generation = Arc::clone(&self.generation);

@@ -4,6 +4,7 @@
 //! stock vLLM (30.03 s measured), so nothing that the router can know to be wrong is sent on.
 
 use std::hash::{Hash, Hasher};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +12,6 @@ use baton_connector::RequestId;
 use baton_openai::{ApiError, Outline, ParseLimits, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
-use pingora::protocols::l4::socket::SocketAddr;
 use pingora::proxy::Session;
 
 use crate::admission::body_budget::Share;
@@ -154,14 +154,14 @@ impl Ask {
 
     /// Who sent it, as a hash: the tenant, where the router knows it, or else the credentials that it passes on,
     /// or else the address.
-    pub(crate) fn source(&self, peer: Option<&SocketAddr>) -> u64 {
+    pub(crate) fn source(&self, client: Option<IpAddr>) -> u64 {
         if let Some(owner) = self.owner {
             return owner;
         }
         let mut hasher = std::hash::DefaultHasher::new();
         match self.headers.get(AUTHORIZATION) {
             Some(credentials) => credentials.hash(&mut hasher),
-            None => peer.and_then(|peer| peer.as_inet()).map(|peer| peer.ip()).hash(&mut hasher),
+            None => client.hash(&mut hasher),
         }
         hasher.finish()
     }
