@@ -14,7 +14,7 @@ use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderMap;
 
-use crate::upstream::{Engine, Outgoing};
+use crate::upstream::{CallError, Engine, Outgoing};
 
 /// The longest wait for an answer to one question.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
@@ -45,12 +45,12 @@ pub(crate) async fn while_alive<T>(
         let pause = if unanswered == 0 { pause } else { Duration::ZERO };
         let asked = async {
             tokio::time::sleep(pause).await;
-            is_alive(engine, ANSWER_WITHIN).await
+            asked_for_health(engine, ANSWER_WITHIN).await
         };
         tokio::select! {
             biased;
             answer = &mut answer => return Ok(answer),
-            alive = asked => unanswered = if alive { 0 } else { unanswered + 1 },
+            health = asked => unanswered = if health == Ok(None) { unanswered + 1 } else { 0 },
         }
         if unanswered == UNANSWERED_MAX {
             return Err(Deaf);
@@ -58,13 +58,18 @@ pub(crate) async fn while_alive<T>(
     }
 }
 
-/// Whether it answers within this time; what it answers is of no interest.
-async fn is_alive(engine: &Arc<Engine>, within: Duration) -> bool {
-    asked(engine, within).await.is_some()
-}
+/// This machine could not ask.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NotAsked;
 
 /// Asks an engine for its health: `None` when it answers nothing in time, or whether it says that it is well.
-pub(crate) async fn asked(engine: &Arc<Engine>, within: Duration) -> Option<bool> {
+///
+/// # Errors
+/// [`NotAsked`] says nothing of the engine.
+pub(crate) async fn asked_for_health(
+    engine: &Arc<Engine>,
+    within: Duration,
+) -> Result<Option<bool>, NotAsked> {
     let question = Outgoing {
         method: Method::GET,
         path: "/health",
@@ -72,5 +77,9 @@ pub(crate) async fn asked(engine: &Arc<Engine>, within: Duration) -> Option<bool
         body: Bytes::new().into(),
     };
     let asked = async { engine.call(&question, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
-    Some(tokio::time::timeout(within, asked).await.ok()?.ok()?.status.is_success())
+    match tokio::time::timeout(within, asked).await {
+        Ok(Ok(answer)) => Ok(Some(answer.status.is_success())),
+        Ok(Err(CallError::NoSocket(_))) => Err(NotAsked),
+        Ok(Err(_)) | Err(_) => Ok(None),
+    }
 }

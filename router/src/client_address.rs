@@ -8,16 +8,15 @@
 use std::net::{IpAddr, SocketAddr};
 
 use hyper::header::HeaderMap;
-use pingora::proxy::Session;
 
 use crate::config::Cidr;
+use crate::session::Session;
 
 const FORWARDED_FOR: &str = "x-forwarded-for";
 
-/// The address of a session's client; `None` where nobody knows.
-pub(crate) fn of(session: &Session, trusted: &[Cidr]) -> Option<IpAddr> {
-    let peer = session.client_addr()?.as_inet()?.ip();
-    Some(behind(peer, &session.req_header().headers, trusted))
+/// The address of a session's client.
+pub(crate) fn of(session: &Session, trusted: &[Cidr]) -> IpAddr {
+    behind(session.client_addr().ip(), &session.req_header().headers, trusted)
 }
 
 fn behind(peer: IpAddr, headers: &HeaderMap, trusted: &[Cidr]) -> IpAddr {

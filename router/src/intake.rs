@@ -3,6 +3,8 @@
 //! A body that a decode engine's parser refuses strands the prefill engine's blocks for a whole lease on
 //! stock vLLM (30.03 s measured), so nothing that the router can know to be wrong is sent on.
 
+mod passed;
+
 use std::hash::{Hash, Hasher};
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -12,19 +14,20 @@ use baton_connector::RequestId;
 use baton_openai::{ApiError, Outline, ParseLimits, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
-use pingora::proxy::Session;
 
 use crate::admission::body_budget::Share;
+use crate::client_watch::ClientGone;
 use crate::config::Priority;
 use crate::exchange_driver::Ended;
 use crate::features::{Features, Source};
 use crate::generation::Generation;
-use crate::hygiene::{BodyError, Wire};
+use crate::hygiene::BodyError;
 use crate::legs::Refusal;
 use crate::models::Model;
 use crate::policy::Wanted;
 use crate::rewrite::{ClientRules, Owned};
 use crate::route::Dialect;
+use crate::session::Session;
 use crate::tenants::{Auth, Identity};
 
 /// The only headers of a client that an engine gets as they are: its credentials. Its trace is checked first.
@@ -39,9 +42,6 @@ pub(crate) struct Ask {
     pub model: Arc<Model>,
     /// As the client sent it, without anything internal.
     pub body: RawBody,
-    /// What it says besides the prompt.
-    #[expect(dead_code, reason = "policies and admission look at it")]
-    pub outline: Outline,
     /// A decode engine computes everything: one handoff is one sequence of blocks, and this request has
     /// several prompts.
     pub aggregate: bool,
@@ -107,6 +107,7 @@ impl Ask {
         let (body, mut outline) = match dialect {
             Dialect::OpenAi(endpoint) => RawBody::generate(body, endpoint, limits, &ClientRules)?,
             Dialect::Responses => RawBody::responses(body, limits, &ClientRules)?,
+            Dialect::Passed(path) => return Self::read_passed(path, body, headers, generation, owner),
         };
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
         let aggregate = outline.prompts > 1;
@@ -136,7 +137,6 @@ impl Ask {
             model,
             body,
             owned,
-            outline,
             aggregate,
             prompt_logprobs,
             tokens,
@@ -154,7 +154,7 @@ impl Ask {
 
     /// Who sent it, as a hash: the tenant, where the router knows it, or else the credentials that it passes on,
     /// or else the address.
-    pub(crate) fn source(&self, client: Option<IpAddr>) -> u64 {
+    pub(crate) fn source(&self, client: IpAddr) -> u64 {
         if let Some(owner) = self.owner {
             return owner;
         }
@@ -253,7 +253,7 @@ pub(crate) async fn body(
     mut share: Share<'_>,
     within: Duration,
 ) -> Result<Bytes, Ended> {
-    let wire = Wire::of(session).ok_or(Ended::ClientGone)?;
+    let wire = session.wire().clone();
     is_json(&session.req_header().headers)?;
     if wire.declared().is_some_and(|bytes| bytes > limit_bytes as u64) {
         return Err(ApiError::payload_too_large(limit_bytes).into());
@@ -264,8 +264,7 @@ pub(crate) async fn body(
         return Err(spent().into());
     }
     if wire.expects_continue() {
-        let said = session.as_downstream_mut().write_continue_response().await;
-        said.map_err(|_| Ended::ClientGone)?;
+        session.go_on().await.map_err(|ClientGone| Ended::ClientGone)?;
     }
     match tokio::time::timeout(within, wire.body(limit_bytes, &mut share)).await {
         Ok(Ok(body)) => Ok(body),

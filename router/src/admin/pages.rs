@@ -52,7 +52,7 @@ pub(super) fn look_up(shared: &Shared, scrape: &mut Scrape) {
     shared.answers.each_stale(|source, stale| scrape.put(&STALE, &[source], stale.as_secs_f64()));
     shared.in_flight_table.look_up(shared.now(), scrape);
     for engine in shared.fleet.engines() {
-        scrape.put(&IN_FLIGHT, &[engine.authority()], engine.load() as f64);
+        scrape.put(&IN_FLIGHT, &[engine.authority()], engine.load(None) as f64);
         if let Some((_, told)) = shared.fleet.subscriptions.of(engine.id()) {
             kv_events::look_up(scrape, engine.authority(), &told);
         }

@@ -14,6 +14,7 @@ pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
     secrets(config, &mut found);
     names(&config.models, &mut found);
     publishers(config, &mut found);
+    releases(&config.models, &mut found);
     for (at, model) in config.models.iter().enumerate() {
         if model.decode.engines.is_empty() && model.decode.discover.is_none() {
             found.push((format!("models[{at}].decode"), "needs at least one engine, or `discover`".into()));
@@ -125,6 +126,24 @@ fn publishers(config: &RouterConfig, found: &mut Vec<(String, String)>) {
                     }
                     None => taken.push((events, &engine.url, path)),
                 }
+            }
+        }
+    }
+}
+
+/// An engine has one way of ending a lease, in however many pools it lends. That of a pool in which it decodes counts
+/// only where it prefills in none.
+fn releases(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
+    let mut seen = BTreeMap::new();
+    for (at, model) in models.iter().enumerate() {
+        for (n, engine) in model.prefill.engines.iter().enumerate() {
+            let path = format!("models[{at}].prefill.engines[{n}].release");
+            match seen.get(&engine.url.authority()) {
+                Some((first, release)) if *release != engine.release => {
+                    found.push((path, format!("the same engine has another `release` at {first}")));
+                }
+                Some(_) => {}
+                None => drop(seen.insert(engine.url.authority(), (path, engine.release))),
             }
         }
     }

@@ -405,6 +405,29 @@ async fn what_is_passed_on_is_charged_and_says_no_more_than_its_key_may() {
 }
 
 #[tokio::test]
+async fn what_no_engine_was_asked_costs_no_tokens() {
+    let (key, both) = (NewKey::make(), FakeEngine::always(Act::Whole(1)).await);
+    // Full by what it is set aside for: it is refused when its prefill engine is to be chosen.
+    let engine = format!("{{engines: [{{url: '{}', max_in_flight: 1}}]}}", both.url());
+    let system = System::of(&format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\n\
+         auth: {{keys: [{{id: a, hash: '{}', tenant: t, limits: {{tokens_per_minute: 100}}}}]}}\n\
+         models: [{{name: m, fallback: none, prefill: {engine}, decode: {engine}}}]\n",
+        key.hash
+    ))
+    .await;
+    let headers = format!("Authorization: Bearer {}\r\n", key.key);
+    let body = json!({"model": "m", "prompt": "x".repeat(150), "max_tokens": 20}).to_string();
+    for _ in 0..6 {
+        let mut client = Client::connect(system.address).await;
+        client.post_bytes("/v1/completions", &headers, body.as_bytes()).await;
+        let refused = client.answer().await;
+        assert_eq!((refused.status, refused.code()), (429, "overloaded".to_owned()), "{}", refused.text());
+    }
+    assert!(both.all().is_empty());
+}
+
+#[tokio::test]
 async fn what_an_answer_cost_beyond_the_estimate_is_charged_when_it_ends() {
     let usage = json!({"prompt_tokens": 5, "completion_tokens": 1500, "total_tokens": 1505});
     let k = keyed(
