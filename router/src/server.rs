@@ -122,9 +122,9 @@ impl Router {
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
         let Self { clients, admin, shared, connections_max, guards } = self;
-        let ready = Arc::new(Admin::new(Arc::clone(&shared)));
+        let ready = Admin::new(Arc::clone(&shared));
         let mut background = JoinSet::new();
-        background.spawn(admin::serve(admin, guards.admin.clone(), Arc::clone(&ready)));
+        background.spawn(admin::serve(admin, guards.admin.clone(), Arc::new(ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
         background.spawn(health::active::run(Arc::clone(&shared)));
         background.spawn(reread(Arc::clone(&shared), guards.clone()));
@@ -139,7 +139,6 @@ impl Router {
             () = shutdown.cancelled() => {}
             () = accept(&clients, guards.clients.clone(), &door, draining.clone(), &room, &mut connections) => {}
         }
-        ready.ready.store(false, Ordering::Relaxed);
         shared.draining.store(true, Ordering::Relaxed);
         let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
         if !delay.is_zero() {
