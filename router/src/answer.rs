@@ -212,7 +212,7 @@ pub(crate) async fn pass(
     let reply = *reply;
     let silence = Silence::new(patience);
     let passing = Passing { session, driver, attempt, reply, load, silence, resuming, spoke: false, dialect };
-    let content_type = passing.reply.headers().get(CONTENT_TYPE).cloned();
+    let content_type = passing.reply.content_type().cloned();
     let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
     passing.driver.watched.streamed = streamed;
     let status = passing.reply.status().as_u16();
@@ -322,8 +322,7 @@ impl Passing<'_> {
             Some(until) => tokio::time::timeout_at(until, going_on).await.unwrap_or(Ok(None))?,
         };
         let streams = |reply: &Reply| {
-            let kind = reply.headers().get(CONTENT_TYPE);
-            kind.is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"))
+            reply.content_type().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"))
         };
         let Some(answer) = answer.filter(|answer| streams(&answer.reply)) else {
             self.driver.resumed(Resume::Failed);

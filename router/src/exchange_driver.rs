@@ -15,12 +15,11 @@ use std::time::{Duration, Instant};
 
 use baton_connector::RequestId;
 use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Fit, Outcome, Settlement, Timeline};
-use hyper::Method;
 use hyper::header::HeaderValue;
 use pingora::proxy::Session;
 
 use crate::admission::Ticket;
-use crate::alive::{Deaf, while_alive};
+use crate::alive::while_alive;
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
 use crate::disaggregation::{self, Disaggregation, Facts, Why};
@@ -30,7 +29,7 @@ use crate::inflight::Entry;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
-use crate::legs::{Blame, Meaning, Refusal};
+use crate::legs::{Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::models::Model;
 use crate::observe::Watched;
@@ -244,7 +243,7 @@ impl ExchangeDriver {
     ) -> Result<(), Ended> {
         self.source = ask.source(session.client_addr());
         self.debtor.model = Some(Arc::clone(&ask.model));
-        self.debtor.authorization = ask.authorization();
+        self.debtor.authorization = ask.authorization.clone();
         let generation = Arc::clone(&self.generation);
         let mut waits = false;
         let room = || {
@@ -295,14 +294,16 @@ impl ExchangeDriver {
     }
 
     /// A prefill engine: another than the decode engine and than those that were asked before, if there is another.
-    fn reserve_prefill(&self, ask: &Ask, tried: &[Arc<Engine>]) -> Result<Reserved, Scarce> {
+    /// Those from the attempt `first` on were asked in this round.
+    fn reserve_prefill(&self, ask: &Ask, first: usize) -> Result<Reserved, Scarce> {
         let mut wanted = ask.wanted();
         wanted.pair = self.reserved.as_ref().and_then(Reserved::pair);
         let decode = self.reserved.as_ref().map(Reserved::engine);
-        let before: Vec<_> = tried.iter().chain(&self.prefill_engine).cloned().collect();
-        let others: Vec<_> = before.iter().chain(decode).cloned().collect();
+        let tried = &self.attempts[first..];
+        let others: Vec<_> = tried.iter().chain(&self.prefill_engine).chain(decode).cloned().collect();
+        let before = &others[..others.len() - usize::from(decode.is_some())];
         let choose = |tried: &[Arc<Engine>]| self.choose(Leg::Prefill, &ask.model.prefill, &wanted, tried);
-        choose(&others).or_else(|_| choose(&before)).or_else(|_| choose(tried))
+        choose(&others).or_else(|_| choose(before)).or_else(|_| choose(tried))
     }
 
     /// First leg: the handoff, or `None` when the decode engine is to compute everything.
@@ -324,27 +325,25 @@ impl ExchangeDriver {
             Leg::Prefill,
             rewrite::prefill_body(ask.dialect, &ask.body, &ask.owned, &ask.model.name_in_bodies),
         );
-        let mut tried: Vec<Arc<Engine>> = Vec::new();
+        let first = self.attempts.len();
         let mut last = Refusal::none_left();
-        while tried.len() < usize::from(self.generation.config.attempts.prefill) {
-            let Ok(Reserved { member, load, .. }) = self.reserve_prefill(ask, &tried) else { break };
-            if !self.may_try_again(session, Leg::Prefill, tried.len()).await? {
+        for asked in 0..usize::from(self.generation.config.attempts.prefill) {
+            let Ok(Reserved { member, load, .. }) = self.reserve_prefill(ask, first) else { break };
+            if !self.may_try_again(session, Leg::Prefill, asked).await? {
                 break;
             }
             let engine = Arc::clone(&member.engine);
-            outgoing.aim_at_rank(member.rank);
-            let asked = Instant::now();
+            outgoing.rank = member.rank;
+            let begun = Instant::now();
             let attempt = self.attempt(&engine);
             self.prefill_engine = Some(Arc::clone(&engine));
-            tried.push(Arc::clone(&engine));
             self.apply(Event::PrefillSent(attempt));
             let call = self.prefill.insert(PrefillCall::start(attempt, load, outgoing.clone()));
-            let prefilled = tokio::time::timeout(silence, call.prefilled());
-            let prefilled = match race(session, while_alive(&engine, pause, prefilled)).await {
+            let prefilled = while_alive(&engine, pause, silence, call.prefilled());
+            let prefilled = match race(session, prefilled).await {
                 Err(ClientGone) => return Err(self.client_gone()),
-                Ok(silent @ (Err(Deaf) | Ok(Err(_)))) => {
-                    let blame = if silent.is_ok() { Blame::Engine } else { Blame::Deaf };
-                    self.blame(&engine, Leg::Prefill, blame);
+                Ok(Err(silent)) => {
+                    self.blame(&engine, Leg::Prefill, silent.blame());
                     self.apply(Event::PrefillFailed(attempt, Failure::Unknown));
                     last = Refusal::silent();
                     if self.is_deafening() {
@@ -353,13 +352,13 @@ impl ExchangeDriver {
                     }
                     continue;
                 }
-                Ok(Ok(Ok(prefilled))) => prefilled,
+                Ok(Ok(prefilled)) => prefilled,
             };
             // It has answered: there is nothing to read on.
             self.prefill = None;
             match &prefilled {
-                Prefilled::Lent(..) | Prefilled::Empty => self.prefilled(&engine, asked.elapsed()),
-                Prefilled::Refused(_) => self.refused(&engine, Leg::Prefill, asked.elapsed()),
+                Prefilled::Lent(..) | Prefilled::Empty => self.prefilled(&engine, begun.elapsed()),
+                Prefilled::Refused(_) => self.refused(&engine, Leg::Prefill, begun.elapsed()),
                 Prefilled::Failed(..) => {}
             }
             self.apply(prefilled.event(attempt));
@@ -433,37 +432,36 @@ impl ExchangeDriver {
         let first_byte = ask.model.bounds.decode_first_byte;
         let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name_in_bodies, handoff.as_deref());
         let mut outgoing = self.outgoing(ask, Leg::Decode, body);
-        // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
-        outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
-        let mut tried: Vec<Arc<Engine>> = Vec::new();
+        outgoing.router_settles = true;
+        let first = self.attempts.len();
         let mut last = Refusal::none_left();
         let mut spent = false;
-        while tried.len() < usize::from(self.generation.config.attempts.decode) {
+        for asked in 0..usize::from(self.generation.config.attempts.decode) {
             let reserved = self.reserved.take().map(Ok);
-            let reserved = reserved
-                .unwrap_or_else(|| self.choose(Leg::Decode, &ask.model.decode, &ask.wanted(), &tried));
+            let reserved = reserved.unwrap_or_else(|| {
+                self.choose(Leg::Decode, &ask.model.decode, &ask.wanted(), &self.attempts[first..])
+            });
             let Ok(Reserved { member, load, .. }) = reserved else { break };
-            if !self.may_try_again(session, Leg::Decode, tried.len()).await? {
+            if !self.may_try_again(session, Leg::Decode, asked).await? {
                 break;
             }
             let engine = Arc::clone(&member.engine);
-            outgoing.aim_at_rank(member.rank);
-            let asked = Instant::now();
+            outgoing.rank = member.rank;
+            let begun = Instant::now();
             let attempt = self.attempt(&engine);
             self.decode_engine = Some(Arc::clone(&engine));
-            tried.push(Arc::clone(&engine));
             self.apply(Event::DecodeSent(attempt));
             let Ok(decoding) = race(session, decode::ask(&engine, &outgoing, first_byte, pause)).await else {
                 return Err(self.client_gone());
             };
             match decoding {
                 Decoding::Accepted(reply) => {
-                    self.accepted(&engine, asked.elapsed());
+                    self.accepted(&engine, begun.elapsed());
                     self.apply(Event::DecodeAccepted(attempt));
                     return Ok(Some(Answer { attempt, reply, load }));
                 }
                 Decoding::Refused(refusal) => {
-                    self.refused(&engine, Leg::Decode, asked.elapsed());
+                    self.refused(&engine, Leg::Decode, begun.elapsed());
                     self.apply(Event::DecodeRefused(attempt));
                     return Err(Ended::Refused(refusal));
                 }
@@ -530,10 +528,13 @@ impl ExchangeDriver {
         Arc::clone(&self.attempts[usize::from(attempt.0)])
     }
 
-    fn outgoing(&self, ask: &Ask, leg: Leg, body: Payload) -> Outgoing {
-        let mut headers = ask.engine_headers(&self.debtor.request);
-        self.watched.trace.inject(&mut headers, leg);
-        Outgoing { method: Method::POST, path: ask.dialect.path(), headers, body }
+    fn outgoing(&self, ask: &Ask, leg: Leg, body: impl Into<Payload>) -> Outgoing {
+        Outgoing {
+            id: Some(self.debtor.request.clone()),
+            authorization: ask.authorization.clone(),
+            trace: self.watched.trace.told(leg),
+            ..Outgoing::post(ask.dialect.path(), body)
+        }
     }
 
     fn exchange<T>(&self, with: impl FnOnce(&mut Exchange) -> T) -> T {

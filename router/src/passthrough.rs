@@ -10,7 +10,7 @@ use baton_openai::{
     ApiError, DetokenizeRequest, Object, ParseLimits, RawBody, TokenizeRequest, parse_object, strip,
 };
 use bytes::Bytes;
-use hyper::Method;
+use hyper::header::AUTHORIZATION;
 use pingora::proxy::Session;
 
 use crate::answer::Stamp;
@@ -134,10 +134,13 @@ impl Passing<'_> {
     async fn ask(&self, session: &mut Session, passed: &Passed, first: Reserved) -> Result<u16, Ended> {
         let Passed { model, body, owned, .. } = passed;
         let config = &self.generation.config;
-        let mut headers = intake::named(intake::passed(&session.req_header().headers), self.id);
-        self.trace.inject(&mut headers, Leg::Decode);
         let body = rewrite::decode_body(body, owned, &model.name_in_bodies, None);
-        let mut outgoing = Outgoing { method: Method::POST, path: self.path, headers, body };
+        let mut outgoing = Outgoing {
+            id: Some(self.id.clone()),
+            authorization: session.req_header().headers.get(AUTHORIZATION).cloned(),
+            trace: self.trace.told(Leg::Decode),
+            ..Outgoing::post(self.path, body)
+        };
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         let mut first = Some(first);
@@ -158,7 +161,7 @@ impl Passing<'_> {
                 paused.map_err(|ClientGone| Ended::ClientGone)?;
             }
             let engine = reserved.engine();
-            outgoing.aim_at_rank(reserved.member.rank);
+            outgoing.rank = reserved.member.rank;
             let call = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
             let called = race(session, tokio::time::timeout(silence, call)).await;
             tried.push(Arc::clone(engine));

@@ -1,4 +1,7 @@
 //! Bounds of a request. A request beyond them is refused with the bound in the message.
+//!
+//! Two kinds: what a request may ask of an engine, which is each engine's to say ([`Scope::AnyEngine`] leaves it to
+//! them), and what reading it may take of the process that reads, which holds for everybody.
 
 /// Levels of nesting of a body; serde_json's recursion limit. Keeps hostile bodies off the stack's end.
 pub const NESTING_MAX: usize = 128;
@@ -28,6 +31,9 @@ pub const LOGIT_BIAS_BYTES_MAX: usize = 1 << 20;
 /// Bytes that all the fields besides the prompt may take once they are read, estimated as [`TREE_BYTES_MAX`] is. What
 /// is well formed takes less than 2 MiB: 1,024 biases at 410 bytes, 128 stop tokens, 16 stop strings of 1 KiB.
 pub(crate) const SMALL_TREE_BYTES_MAX: usize = 32 << 20;
+
+/// Shorter ones cannot become a larger tree; see [`UNWEIGHED_BYTES_MAX`].
+pub(crate) const SMALL_UNWEIGHED_BYTES_MAX: usize = 80 << 10;
 
 /// Bytes that a body may take as a tree. `[[],[],…` of 32 MiB would be 11 million arrays of 448 bytes: 5 GB. A prompt of
 /// [`ParseLimits::prompt_tokens`] ids is a tree of 151 MB, and the rest of such a request is small.
@@ -64,9 +70,47 @@ pub enum Scope {
     /// structured output, forced tool calls, images.
     #[default]
     ThisEngine,
-    /// For engines that may do more than this crate describes. What is known must be well formed; what is not is
-    /// theirs to judge.
+    /// For engines that may do more than this crate describes. What is known must be well formed; what is not, and how
+    /// much of it, is theirs to judge.
     AnyEngine,
+}
+
+impl Scope {
+    /// A bound on what an engine may be asked, in items or bytes. For any engine there is none: what a body holds is
+    /// bounded by its length.
+    pub(crate) fn most(self, of_this_engine: usize) -> usize {
+        match self {
+            Self::ThisEngine => of_this_engine,
+            Self::AnyEngine => usize::MAX,
+        }
+    }
+
+    /// As [`Self::most`], of a number that a field says.
+    pub(crate) fn counts(self, of_this_engine: u32) -> u32 {
+        match self {
+            Self::ThisEngine => of_this_engine,
+            Self::AnyEngine => TOKENS_MAX,
+        }
+    }
+}
+
+impl ParseLimits {
+    /// As a router reads bodies of at most so many bytes.
+    #[must_use]
+    pub fn of_any_engine(body_bytes: usize) -> Self {
+        let scope = Scope::AnyEngine;
+        let Self { prompts, sequences, prompt_tokens, vocab, messages, tools, .. } = Self::default();
+        Self {
+            body_bytes,
+            prompts: scope.most(prompts),
+            sequences: scope.most(sequences),
+            prompt_tokens: scope.most(prompt_tokens),
+            vocab,
+            messages: scope.most(messages),
+            tools: scope.most(tools),
+            scope,
+        }
+    }
 }
 
 impl Default for ParseLimits {

@@ -6,8 +6,6 @@ use std::time::{Duration, Instant};
 use baton_connector::exchange::{Attempt, Event};
 use baton_openai::Endpoint;
 use bytes::Bytes;
-use hyper::Method;
-use hyper::header::HeaderMap;
 use pingora::proxy::Session;
 use serde_json::{Map, Value};
 
@@ -72,7 +70,7 @@ impl ExchangeDriver {
             let engine = Arc::clone(&member.engine);
             tried.push(Arc::clone(&engine));
             let Some(mut outgoing) = self.rest(&engine, ask, &rest).await else { continue };
-            outgoing.aim_at_rank(member.rank);
+            outgoing.rank = member.rank;
             let attempt = self.attempt(&engine);
             self.decode_engine = Some(Arc::clone(&engine));
             self.apply(Event::DecodeSent(attempt));
@@ -122,7 +120,7 @@ impl ExchangeDriver {
                     body.insert("max_tokens".to_owned(), Value::from(left));
                 }
                 let body = Bytes::from(Value::Object(body).to_string());
-                let outgoing = self.outgoing(ask, Leg::Decode, body.into());
+                let outgoing = self.outgoing(ask, Leg::Decode, body);
                 Some(Outgoing { path: Endpoint::Completions.path(), ..outgoing })
             }
         }
@@ -131,12 +129,7 @@ impl ExchangeDriver {
 
 /// `max_model_len` of a model at an engine: for chat, the rest of it is what an answer without a bound may fill.
 async fn context_of(engine: &Arc<Engine>, model: &str) -> Option<u64> {
-    let question = Outgoing {
-        method: Method::GET,
-        path: "/v1/models",
-        headers: HeaderMap::new(),
-        body: Bytes::new().into(),
-    };
+    let question = Outgoing::get("/v1/models");
     let asked = async { engine.call(&question, |_| {}).await?.whole(MODELS_BYTES_MAX).await };
     let answer = tokio::time::timeout(MODELS_WITHIN, asked).await.ok()?.ok()?;
     let models: Value = serde_json::from_slice(&answer.body).ok()?;

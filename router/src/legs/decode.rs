@@ -7,7 +7,7 @@ use std::time::Duration;
 use baton_connector::exchange::Failure;
 
 use super::{Blame, Meaning, Refusal, Verdict};
-use crate::alive::{Deaf, while_alive};
+use crate::alive::while_alive;
 use crate::upstream::{CallError, Engine, Outgoing, Reply};
 
 /// A refusal is not read beyond this; a larger one is judged by its status.
@@ -41,11 +41,7 @@ pub(crate) async fn ask(
         }
         reply.whole_or_bare(REFUSAL_BYTES_MAX).await.map(Err)
     };
-    let answered = while_alive(engine, pause, tokio::time::timeout(first_byte, call)).await;
-    let Ok(answered) = answered.map_err(|Deaf| ()) else {
-        return Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, Blame::Deaf);
-    };
-    match answered {
+    match while_alive(engine, pause, first_byte, call).await {
         Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),
         Ok(Ok(Err(whole))) => {
             let verdict = Verdict::of(&whole, engine.hosts());
@@ -61,8 +57,8 @@ pub(crate) async fn ask(
             tracing::debug!(engine = engine.authority(), %error, "decode failed");
             Decoding::Failed(Failure::Unknown, Refusal::broken(), Meaning::Trouble, Blame::Engine)
         }
-        Err(_elapsed) => {
-            Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, Blame::Engine)
+        Err(silent) => {
+            Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, silent.blame())
         }
     }
 }
