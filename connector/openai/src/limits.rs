@@ -3,6 +3,8 @@
 //! Two kinds: what a request may ask of an engine, which is each engine's to say ([`Scope::AnyEngine`] leaves it to
 //! them), and what reading it may take of the process that reads, which holds for everybody.
 
+use std::ops::RangeInclusive;
+
 /// Levels of nesting of a body; serde_json's recursion limit. Keeps hostile bodies off the stack's end.
 pub const NESTING_MAX: usize = 128;
 /// Stop strings of one request. OpenAI takes 4; evaluation harnesses send up to about ten.
@@ -17,6 +19,8 @@ pub const LOGPROBS_MAX: u32 = 20;
 pub const LOGIT_BIAS_MAX: usize = 1024;
 /// Completions of one prompt.
 pub const N_MAX: u32 = 16;
+/// Completions of one prompt where the engine is another's: vLLM's `VLLM_MAX_N_SEQUENCES`.
+pub(crate) const N_MAX_ANYWHERE: u32 = 16_384;
 /// Above this temperature a distribution over f32 logits is flat; more is a mistake. OpenAI's limit is 2.
 pub const TEMPERATURE_MAX: f64 = 100.0;
 /// `max_tokens` when `/v1/completions` does not say (OpenAI and vLLM).
@@ -85,11 +89,19 @@ impl Scope {
         }
     }
 
-    /// As [`Self::most`], of a number that a field says.
-    pub(crate) fn counts(self, of_this_engine: u32) -> u32 {
+    /// The largest `n`.
+    pub(crate) fn n(self) -> u32 {
         match self {
-            Self::ThisEngine => of_this_engine,
-            Self::AnyEngine => TOKENS_MAX,
+            Self::ThisEngine => N_MAX,
+            Self::AnyEngine => N_MAX_ANYWHERE,
+        }
+    }
+
+    /// Alternatives per token: the least, where below zero is all of them, and the most.
+    pub(crate) fn logprobs(self) -> RangeInclusive<i64> {
+        match self {
+            Self::ThisEngine => 0..=LOGPROBS_MAX.into(),
+            Self::AnyEngine => -1..=TOKENS_MAX.into(),
         }
     }
 }

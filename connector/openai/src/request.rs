@@ -22,8 +22,7 @@ use serde_json::{Map, Value};
 use crate::error::ApiError;
 use crate::field::{Fields, must_be, token};
 use crate::limits::{
-    LOGPROBS_MAX, N_MAX, ParseLimits, STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, STOP_TOKENS_MAX, Scope,
-    TOKENS_MAX,
+    ParseLimits, STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, STOP_TOKENS_MAX, Scope, TOKENS_MAX,
 };
 
 /// Which dialect of request and reply.
@@ -74,7 +73,7 @@ pub struct GenerateRequest {
     pub model: Option<String>,
     /// What to continue.
     pub input: Input,
-    /// Completions of each prompt, 1..=[`N_MAX`]; for any engine, as many as the field can say.
+    /// Completions of each prompt, 1..=[`N_MAX`](crate::limits::N_MAX); for any engine, up to 16,384 (vLLM's own bound).
     pub n: u32,
     /// Tokens to generate at most; `None`: see [`crate::limits::COMPLETIONS_MAX_TOKENS_DEFAULT`] for completions,
     /// the rest of the context for chat. 0 only with `echo`.
@@ -227,7 +226,7 @@ impl GenerateRequest {
         prompts: usize,
         limits: &ParseLimits,
     ) -> Result<Self, ApiError> {
-        let n = fields.count("n", 1..=limits.scope.counts(N_MAX))?.unwrap_or(1);
+        let n = fields.count("n", 1..=limits.scope.n())?.unwrap_or(1);
         within_sequences(prompts, n, limits)?;
         let echo = endpoint == Endpoint::Completions && fields.boolean("echo")?.unwrap_or(false);
         let max_tokens = max_tokens(fields, echo)?;
@@ -331,8 +330,7 @@ fn stop_token_ids(fields: Fields<'_>, limits: &ParseLimits) -> Result<Vec<u32>, 
 
 fn logprobs(fields: Fields<'_>, endpoint: Endpoint, scope: Scope) -> Result<Option<u32>, ApiError> {
     let number = |name| {
-        let least = if scope == Scope::AnyEngine { -1 } else { 0 };
-        let number = fields.integer(name, least..=i64::from(scope.counts(LOGPROBS_MAX)))?;
+        let number = fields.integer(name, scope.logprobs())?;
         Ok(number.map(|number| u32::try_from(number).unwrap_or(u32::MAX)))
     };
     if endpoint == Endpoint::Completions {

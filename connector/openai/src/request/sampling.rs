@@ -41,8 +41,8 @@ impl SamplingOptions {
         Ok(Self {
             temperature: fields.number(
                 "temperature",
-                if any { "a number from 0" } else { UP_TO_TEMPERATURE_MAX },
-                |x| x >= 0.0 && (any || x <= TEMPERATURE_MAX),
+                if any { "a number from 0 that a 32-bit float can hold" } else { UP_TO_TEMPERATURE_MAX },
+                |x| x >= 0.0 && if any { (x as f32).is_finite() } else { x <= TEMPERATURE_MAX },
             )?,
             top_p: fields.number("top_p", "a number over 0, up to 1", |x| x > 0.0 && x <= 1.0)?,
             top_k: top_k(fields)?,
