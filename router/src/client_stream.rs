@@ -5,18 +5,11 @@
 //! wait (the first event behind the head, the last chunk behind `[DONE]`). Nothing is held while nobody writes.
 
 use std::io::{self, IoSlice};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 
-use async_trait::async_trait;
-use pingora::protocols::raw_connect::ProxyDigest;
-use pingora::protocols::{
-    GetProxyDigest, GetSocketDigest, GetTimingDigest, Peek, Shutdown, SocketDigest, Ssl, TimingDigest,
-    UniqueID, UniqueIDType,
-};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
@@ -133,42 +126,11 @@ impl AsyncWrite for ClientStream {
     }
 }
 
-#[async_trait]
-impl Shutdown for ClientStream {
-    async fn shutdown(&mut self) {
-        // An error means that it is closed already.
-        let _ = tokio::io::AsyncWriteExt::shutdown(self).await;
-    }
-}
-
-impl UniqueID for ClientStream {
-    fn id(&self) -> UniqueIDType {
+impl AsRawFd for ClientStream {
+    fn as_raw_fd(&self) -> RawFd {
         self.stream.as_raw_fd()
     }
 }
-
-impl Ssl for ClientStream {}
-
-impl GetTimingDigest for ClientStream {
-    fn get_timing_digest(&self) -> Vec<Option<TimingDigest>> {
-        Vec::new()
-    }
-}
-
-impl GetProxyDigest for ClientStream {
-    fn get_proxy_digest(&self) -> Option<Arc<ProxyDigest>> {
-        None
-    }
-}
-
-impl GetSocketDigest for ClientStream {
-    /// Who the client is: the address is looked up when somebody asks.
-    fn get_socket_digest(&self) -> Option<Arc<SocketDigest>> {
-        Some(Arc::new(SocketDigest::from_raw_fd(self.stream.as_raw_fd())))
-    }
-}
-
-impl Peek for ClientStream {}
 
 #[cfg(test)]
 mod tests {

@@ -9,7 +9,7 @@
 //! Each step tells all that it finds, by file, line and column, and ends the reading when it found something.
 //! Keys of files that the configuration names end in `_file`; see [`RouterConfig::files`]. `deploy/config/router.yaml` is a commented example; the JSON schema is [`RouterConfig::schema`].
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -249,7 +249,19 @@ impl RouterConfig {
     /// of the parts that end in `tls`. Lists of engines are not among them; their sources follow them.
     #[must_use]
     pub fn files(&self) -> BTreeSet<PathBuf> {
-        let mut files = BTreeSet::new();
+        self.named_files().into_keys().collect()
+    }
+
+    /// Those of them that are read with the configuration only: a change needs a new version of it. API keys, the admin
+    /// token and certificates are followed by those who use them.
+    #[must_use]
+    pub fn watched_files(&self) -> BTreeSet<PathBuf> {
+        self.named_files().into_iter().filter(|(_, followed)| !followed).map(|(file, _)| file).collect()
+    }
+
+    /// Each file, and whether whoever uses it follows it.
+    fn named_files(&self) -> BTreeMap<PathBuf, bool> {
+        let mut files = BTreeMap::new();
         files_in(&self.value(), false, &mut files);
         files
     }
@@ -332,16 +344,20 @@ fn read(text: &str) -> Result<RouterConfig, Vec<Problem>> {
     if problems.is_empty() { Ok(config) } else { Err(problems) }
 }
 
-fn files_in(value: &serde_json::Value, in_tls: bool, files: &mut BTreeSet<PathBuf>) {
+fn files_in(value: &serde_json::Value, in_tls: bool, files: &mut BTreeMap<PathBuf, bool>) {
     // The names in these maps are the operator's own.
     const FREE: [&str; 5] = ["labels", "select", "prefer", "selector", "resource"];
     const TLS: [&str; 4] = ["certificate", "key", "ca", "client_ca"];
+    const FOLLOWED: [&str; 2] = ["keys_file", "token_file"];
     match value {
         serde_json::Value::Object(entries) => {
             for (key, value) in entries.iter().filter(|(key, _)| !FREE.contains(&key.as_str())) {
-                let names_a_file = key.ends_with("_file") || (in_tls && TLS.contains(&key.as_str()));
-                match value.as_str().filter(|_| names_a_file) {
-                    Some(path) => drop(files.insert(PathBuf::from(path))),
+                let of_tls = in_tls && TLS.contains(&key.as_str());
+                match value.as_str().filter(|_| of_tls || key.ends_with("_file")) {
+                    Some(path) => {
+                        let followed = of_tls || FOLLOWED.contains(&key.as_str());
+                        *files.entry(PathBuf::from(path)).or_insert(true) &= followed;
+                    }
                     None => files_in(value, key.ends_with("tls"), files),
                 }
             }

@@ -152,6 +152,11 @@ impl Generation {
         self.engine_tls.iter().for_each(|tls| tls.refresh());
     }
 
+    /// Tells how long the certificate for engines is still good.
+    pub(crate) fn tell_expiry(&self) {
+        self.engine_tls.iter().for_each(|tls| tls.tell_expiry());
+    }
+
     pub(crate) fn settle_terms(&self) -> SettleTerms {
         SettleTerms {
             at_once: self.config.limits.settlements,

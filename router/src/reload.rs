@@ -1,7 +1,7 @@
 //! The configuration is read again when it changes, and put into effect while the router runs.
 //!
 //! ```text
-//! every poll_ms ─▶ read the file and those it names ─▶ as before? ─ yes ─▶ nothing
+//! every poll_ms ─▶ read the file and its secrets     ─▶ as before? ─ yes ─▶ nothing
 //! SIGHUP ────────▶            (content, not times)          │ no
 //!                                                           ▼
 //!                                     read until twice the same (a writer may be at work)
@@ -14,6 +14,9 @@
 //!
 //! Content is compared, so it does not matter how it was replaced: an editor's rename, a ConfigMap's switch of symbolic
 //! links, a network file system without notifications. What was rejected is tried again when it changes again.
+//!
+//! API keys, the admin token and certificates are not part of that content: they are followed by those who use them
+//! (`server.rs`), at the same times.
 
 use std::collections::BTreeSet;
 use std::io::Read;
@@ -105,7 +108,9 @@ impl Reload {
                 Some(()) = told.recv() => true,
                 () = tokio::time::sleep(pause) => false,
             };
-            if !was_told && poll == 0 {
+            if was_told {
+                self.0.reread.notify_one();
+            } else if poll == 0 {
                 continue;
             }
             let mut now = Content::look(&path, &watched).await;
@@ -127,10 +132,15 @@ impl Reload {
                 Ok(config) => {
                     // Hashed before they are used: what changes in between is seen at the next look. A configuration
                     // that is rejected for a file that it names is tried again when that file changes.
-                    watched = &self.0.generation().config.files() | &config.files();
-                    now.named = Content::look(&path, &watched).await.named;
+                    let accepted = config.watched_files();
+                    let rejected = &self.0.generation().config.watched_files() | &config.files();
+                    let hash_accepted = Content::look(&path, &accepted).await.named;
+                    let hash_rejected = Content::look(&path, &rejected).await.named;
                     // What is wrong is told by `install`.
-                    drop(self.install(config));
+                    (watched, now.named) = match self.install(config) {
+                        Ok(_) => (accepted, hash_accepted),
+                        Err(_) => (rejected, hash_rejected),
+                    };
                 }
                 Err(error) => self.reject(&error),
             }
@@ -151,7 +161,7 @@ impl Reload {
 #[derive(Debug)]
 pub struct ConfigFile {
     path: PathBuf,
-    /// The files that it names.
+    /// The files that it names and that nobody else follows.
     watched: BTreeSet<PathBuf>,
     known: Content,
 }
@@ -164,7 +174,7 @@ impl ConfigFile {
     pub fn load(path: &Path) -> Result<(Self, RouterConfig), ConfigError> {
         let text = RouterConfig::read_text(path)?;
         let config = RouterConfig::from_yaml(&text, &path.display().to_string())?;
-        let watched = config.files();
+        let watched = config.watched_files();
         // Hashed before anybody uses them.
         let known = Content { text: Ok(text), named: hash(&watched) };
         Ok((Self { path: path.to_owned(), watched, known }, config))

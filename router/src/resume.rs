@@ -21,7 +21,7 @@
 mod allowed;
 mod frames;
 
-use baton_openai::Endpoint;
+use baton_openai::{Endpoint, RawBody};
 use bytes::{Bytes, BytesMut};
 use serde_json::{Map, Value, json};
 
@@ -93,18 +93,21 @@ impl Transcript {
         if !ask.model.resume || ask.aggregate {
             return None;
         }
-        let small = || ask.body.names().filter(|name| !matches!(*name, "prompt" | "messages"));
-        let bytes = |name: &str| ask.body.field(name).map_or(0, <[u8]>::len);
+        let begun = Self::begin(endpoint, &ask.model.name, &ask.body)?;
+        ask.owned.token_ids = true;
+        Some(begun)
+    }
+
+    /// `None` for a body that does not allow it.
+    fn begin(endpoint: Endpoint, model: &str, body: &RawBody) -> Option<Self> {
+        let small = || body.names().filter(|name| !matches!(*name, "prompt" | "messages"));
+        let bytes = |name: &str| body.field(name).map_or(0, <[u8]>::len);
         if small().map(bytes).sum::<usize>() > FIELDS_BYTES_MAX {
             return None;
         }
-        let field = |name: &str| Some((name.to_owned(), serde_json::from_slice(ask.body.field(name)?).ok()?));
-        let body: Map<String, Value> = small().map(field).collect::<Option<_>>()?;
-        if !is_allowed(&body) {
-            return None;
-        }
-        ask.owned.token_ids = true;
-        Some(Self::new(endpoint, &ask.model.name, &body))
+        let field = |name: &str| Some((name.to_owned(), serde_json::from_slice(body.field(name)?).ok()?));
+        let fields: Map<String, Value> = small().map(field).collect::<Option<_>>()?;
+        is_allowed(&fields).then(|| Self::new(endpoint, model, &fields))
     }
 
     /// Begins with the client's body, which [`is_allowed`] has let through.

@@ -157,7 +157,7 @@ fn json(text: &str) -> String {
 
 #[cfg(test)]
 #[path = "../tests/router/hostile.rs"]
-mod hostile;
+pub(crate) mod hostile;
 
 #[cfg(test)]
 mod tests {
@@ -246,19 +246,28 @@ mod tests {
         let (handoff, mut served) = (r#"{"remote_handle":"00"}"#, 0);
         for number in 0..100_000 {
             let Hostile { path, body, kept, refused } = hostile(&mut dice);
-            let endpoint = Endpoint::at(path).expect("it generates");
-            let read = RawBody::generate(Bytes::from(body.clone()), endpoint, &limits, &ClientRules);
-            assert_eq!(read.is_err(), refused, "{number}: {body}: {:?}", read.map(drop));
-            let Ok((raw, _)) = read else { continue };
+            let bytes = || Bytes::from(body.clone());
+            let dialect = Dialect::at(path);
+            let read = match dialect {
+                Some(Dialect::OpenAi(endpoint)) => {
+                    RawBody::generate(bytes(), endpoint, &limits, &ClientRules).map(|(raw, _)| raw)
+                }
+                Some(Dialect::Responses) => {
+                    RawBody::responses(bytes(), &limits, &ClientRules).map(|(raw, _)| raw)
+                }
+                None => RawBody::any(bytes(), &limits, &ClientRules),
+            };
+            assert_eq!(read.is_err(), refused, "{number}: {path} {body}: {:?}", read.map(drop));
+            let Ok(raw) = read else { continue };
             served += 1;
-            let any =
-                RawBody::any(Bytes::from(body.clone()), &limits, &ClientRules).expect("it was read before");
-            for sent in [
-                prefill_body(Dialect::OpenAi(endpoint), &raw, &Owned::default(), &model),
+            let any = RawBody::any(bytes(), &limits, &ClientRules).expect("it was read before");
+            let mut sent = vec![
                 decode_body(&raw, &Owned::default(), &model, Some(handoff)),
                 decode_body(&raw, &Owned::default(), &model, None),
                 decode_body(&any, &Owned::default(), &model, None),
-            ] {
+            ];
+            sent.extend(dialect.map(|dialect| prefill_body(dialect, &raw, &Owned::default(), &model)));
+            for sent in sent {
                 let sent = sent.pieces().concat();
                 assert!(!is_marked(&sent), "{number}: {body}\n{}", String::from_utf8_lossy(&sent));
                 let text = String::from_utf8(sent).expect("JSON is text");

@@ -7,7 +7,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pingora::apps::HttpServerApp;
 use pingora::protocols::http::ServerSession;
@@ -25,7 +25,7 @@ use crate::config::RouterConfig;
 use crate::discovery;
 use crate::generation::GenerationError;
 use crate::health;
-use crate::hygiene::{HeadBounds, Wire};
+use crate::hygiene::{Client, HeadBounds, Wire};
 use crate::metrics::Metrics;
 use crate::reload::Reload;
 use crate::seldom::Seldom;
@@ -240,10 +240,11 @@ async fn serve(
     if stream.set_nodelay(true).is_err() {
         return;
     }
-    let stream: pingora::protocols::Stream = match tls {
-        None => Box::new(ClientStream::new(stream)),
-        Some(tls) => match tls.accept(stream).await {
-            Some(stream) => Box::new(stream),
+    let stream = match tls {
+        None => Client::Plain(ClientStream::new(stream)),
+        // Apart: a handshake's state is large, and every connection's task would have room for it.
+        Some(tls) => match Box::pin(tls.accept(stream)).await {
+            Some(stream) => Client::Tls(Box::new(stream)),
             None => return,
         },
     };
@@ -278,12 +279,24 @@ async fn serve(
     }
 }
 
-/// Looks once a second whether keys, tokens or certificates have changed on disk. Apart from the workers that serve:
-/// a file system may hang.
+/// Looks every `reload.poll_ms`, and when somebody asks for a reload, whether keys, tokens or certificates have changed on
+/// disk. Apart from the workers that serve: a file system may hang.
 async fn reread(shared: Arc<Shared>, guards: Guards) {
-    let mut tick = tokio::time::interval(UPKEEP);
+    let mut looked = Instant::now();
     loop {
-        tick.tick().await;
+        let poll = match shared.generation().config.reload.poll_ms {
+            0 => Duration::MAX,
+            ms => Duration::from_millis(ms),
+        };
+        let told = tokio::select! {
+            () = shared.reread.notified() => true,
+            () = tokio::time::sleep(poll.min(UPKEEP)) => false,
+        };
+        guards.clients.iter().chain(&guards.admin).for_each(|tls| tls.tell_expiry());
+        shared.generation().tell_expiry();
+        if !told && looked.elapsed() < poll {
+            continue;
+        }
         let (shared, guards) = (Arc::clone(&shared), guards.clone());
         let look = move || {
             guards.clients.iter().chain(&guards.admin).for_each(|tls| tls.refresh());
@@ -292,6 +305,7 @@ async fn reread(shared: Arc<Shared>, guards: Guards) {
         if tokio::task::spawn_blocking(look).await.is_err() {
             tracing::error!("reading files again failed; it is tried again");
         }
+        looked = Instant::now();
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::{Instant, SystemTime};
 
 use arc_swap::ArcSwap;
 use baton_connector::{RequestId, Time};
+use tokio::sync::Notify;
 
 use crate::admission::Admission;
 use crate::admission::body_budget::BodyBudget;
@@ -37,6 +38,8 @@ pub(crate) struct Shared {
     pub answers: Answers,
     /// What became of configurations that were read again.
     pub reloads: Reloads,
+    /// Somebody asked for everything to be read again.
+    pub reread: Notify,
     pub fleet: Fleet,
     admission: Admission,
     /// What keys and tenants have used of their limits.
@@ -97,6 +100,7 @@ impl Shared {
             installing: Mutex::default(),
             answers,
             reloads,
+            reread: Notify::new(),
             fleet,
             admission,
             tenants,

@@ -7,6 +7,7 @@
 use std::future::poll_fn;
 use std::io;
 use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
@@ -15,20 +16,18 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::{BufMut, Bytes, BytesMut};
 use pingora::protocols::raw_connect::ProxyDigest;
-use pingora::protocols::tls::SslDigest;
 use pingora::protocols::{
-    ALPN, GetProxyDigest, GetSocketDigest, GetTimingDigest, Peek, Shutdown, SocketDigest, Ssl, Stream,
-    TimingDigest, UniqueID, UniqueIDType,
+    GetProxyDigest, GetSocketDigest, GetTimingDigest, Peek, Shutdown, SocketDigest, Ssl, TimingDigest,
+    UniqueID, UniqueIDType,
 };
 use pingora::proxy::Session;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
+use tokio::time::Sleep;
 
 use super::chunked::{ChunkError, Chunked};
 use super::head::{self, Framing};
-use super::{HeadBounds, Unclean};
+use super::{Client, HeadBounds, Unclean};
 use crate::admission::body_budget::{Share, Spent};
-use crate::client_stream::ClientStream;
-use crate::tls::TlsConnection;
 
 /// One read of the socket: as much as a connection's buffer in the kernel usually holds, and enough to pass buffers
 /// below by.
@@ -39,6 +38,8 @@ const BODY_ROOM_BYTES: usize = 256 << 10;
 /// reset the connection, and the client would lose the answer.
 const LINGER_BYTES: usize = 1 << 20;
 const LINGER: Duration = Duration::from_millis(500);
+/// A client that does not take the last bytes is not waited for when its connection is closed.
+const CLOSE_WITHIN: Duration = Duration::from_secs(1);
 
 /// A client's connection. Closed when the last hand on it is dropped.
 #[derive(Clone, Debug)]
@@ -46,7 +47,11 @@ pub(crate) struct Wire(Arc<Mutex<Inner>>);
 
 #[derive(Debug)]
 struct Inner {
-    stream: Stream,
+    stream: Client,
+    /// Who the client is: the address is looked up when somebody asks.
+    socket: Arc<SocketDigest>,
+    /// Since the connection is being closed: when it is dropped as it is.
+    closing: Option<Pin<Box<Sleep>>>,
     /// Bytes behind the head that came with it.
     ahead: BytesMut,
     /// What is still to be read of the request's body.
@@ -83,8 +88,10 @@ impl From<Spent> for BodyError {
 }
 
 impl Wire {
-    pub(crate) fn new(stream: Stream) -> Self {
+    pub(crate) fn new(stream: Client) -> Self {
         Self(Arc::new(Mutex::new(Inner {
+            socket: Arc::new(SocketDigest::from_raw_fd(stream.as_raw_fd())),
+            closing: None,
             stream,
             ahead: BytesMut::new(),
             body: Body::Read,
@@ -98,11 +105,9 @@ impl Wire {
         session.as_downstream().stream()?.as_any().downcast_ref::<Self>().cloned()
     }
 
-    /// Whether what is written from now on is held until more follows; see [`ClientStream::hold`].
+    /// Whether what is written from now on is held until more follows; see [`crate::client_stream::ClientStream::hold`].
     pub(crate) fn hold(&self, hold: bool) {
-        if let Some(stream) = self.lock().stream.as_any().downcast_ref::<ClientStream>() {
-            stream.hold(hold);
-        }
+        self.lock().stream.hold(hold);
     }
 
     /// Reads the head of the next request, as pingora is to see it. `None` where the client has none.
@@ -158,8 +163,7 @@ impl Wire {
 
     /// The names in the certificate that the client showed; `None` without TLS.
     pub(crate) fn certificate_names(&self) -> Option<Arc<[String]>> {
-        let inner = self.lock();
-        (*inner.stream).as_any().downcast_ref::<TlsConnection>().map(TlsConnection::client_names)
+        self.lock().stream.certificate_names()
     }
 
     /// How long the body is, where the client has said so.
@@ -290,7 +294,7 @@ impl Wire {
     /// Says that nothing more will be said, and gives the client a moment to read what was.
     pub(crate) async fn linger(&self) {
         let rest = async {
-            poll_fn(|context| self.poll(context, |stream, context| stream.poll_shutdown(context))).await?;
+            self.closed().await?;
             let mut forgotten = 0;
             while forgotten < LINGER_BYTES {
                 match self.read(&mut BytesMut::new()).await? {
@@ -302,6 +306,12 @@ impl Wire {
         };
         // Whatever comes of it, the connection is dropped next.
         let _ = tokio::time::timeout(LINGER, rest).await;
+    }
+
+    /// Says that nothing more will be said.
+    async fn closed(&self) -> io::Result<()> {
+        let mut wire = self.clone();
+        poll_fn(|context| Pin::new(&mut wire).poll_shutdown(context)).await
     }
 
     /// Reads what is there, at least one byte; 0 at the end. Nothing is set aside while it waits.
@@ -333,7 +343,7 @@ impl Wire {
     fn poll<T>(
         &self,
         context: &mut Context<'_>,
-        step: impl FnOnce(Pin<&mut Stream>, &mut Context<'_>) -> T,
+        step: impl FnOnce(Pin<&mut Client>, &mut Context<'_>) -> T,
     ) -> T {
         step(Pin::new(&mut self.lock().stream), context)
     }
@@ -362,8 +372,14 @@ impl AsyncWrite for Wire {
         self.poll(context, |stream, context| stream.poll_flush(context))
     }
 
+    /// Ready after [`CLOSE_WITHIN`] at the latest.
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.poll(context, |stream, context| stream.poll_shutdown(context))
+        let Inner { stream, closing, .. } = &mut *self.lock();
+        if let Poll::Ready(closed) = Pin::new(stream).poll_shutdown(context) {
+            return Poll::Ready(closed);
+        }
+        let deadline = closing.get_or_insert_with(|| Box::pin(tokio::time::sleep(CLOSE_WITHIN)));
+        deadline.as_mut().poll(context).map(|()| Err(io::ErrorKind::TimedOut.into()))
     }
 
     fn poll_write_vectored(
@@ -382,43 +398,67 @@ impl AsyncWrite for Wire {
 #[async_trait]
 impl Shutdown for Wire {
     async fn shutdown(&mut self) {
-        // An error means that it is closed already.
-        let _ = poll_fn(|context| self.poll(context, |stream, context| stream.poll_shutdown(context))).await;
+        // An error means that it is closed already, or that nobody takes the last bytes.
+        let _ = self.closed().await;
     }
 }
 
 impl UniqueID for Wire {
     fn id(&self) -> UniqueIDType {
-        self.lock().stream.id()
+        self.lock().stream.as_raw_fd()
     }
 }
 
-impl Ssl for Wire {
-    fn get_ssl_digest(&self) -> Option<Arc<SslDigest>> {
-        self.lock().stream.get_ssl_digest()
-    }
-
-    fn selected_alpn_proto(&self) -> Option<ALPN> {
-        self.lock().stream.selected_alpn_proto()
-    }
-}
+impl Ssl for Wire {}
 
 impl GetTimingDigest for Wire {
     fn get_timing_digest(&self) -> Vec<Option<TimingDigest>> {
-        self.lock().stream.get_timing_digest()
+        Vec::new()
     }
 }
 
 impl GetProxyDigest for Wire {
     fn get_proxy_digest(&self) -> Option<Arc<ProxyDigest>> {
-        self.lock().stream.get_proxy_digest()
+        None
     }
 }
 
 impl GetSocketDigest for Wire {
     fn get_socket_digest(&self) -> Option<Arc<SocketDigest>> {
-        self.lock().stream.get_socket_digest()
+        Some(Arc::clone(&self.lock().socket))
     }
 }
 
 impl Peek for Wire {}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncWriteExt;
+    use tokio::net::{TcpListener, TcpStream};
+
+    use super::*;
+    use crate::client_stream::ClientStream;
+
+    #[tokio::test]
+    async fn a_client_that_reads_nothing_is_not_waited_for_when_its_connection_is_closed() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let deaf = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let stream = ClientStream::new(listener.accept().await.unwrap().0);
+        let mut wire = Wire::new(Client::Plain(stream));
+        let mut full = false;
+        // Until the kernel takes no more, and the last bytes are held here.
+        while !full {
+            let piece = vec![b'x'; 1 << 20];
+            full = poll_fn(|context| match Pin::new(&mut wire).poll_write(context, &piece) {
+                Poll::Pending => Poll::Ready(true),
+                Poll::Ready(out) => Poll::Ready(out.unwrap() == 0),
+            })
+            .await;
+        }
+        wire.write_all(b"the last bytes").await.unwrap();
+        let closed = tokio::time::timeout(Duration::from_secs(20), AsyncWriteExt::shutdown(&mut wire)).await;
+        let error = closed.expect("it is given up").expect_err("the last bytes are not out");
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        drop(deaf);
+    }
+}

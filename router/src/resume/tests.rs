@@ -181,3 +181,25 @@ fn what_was_sent_before_any_frame_could_be_read_is_not_sent_twice() {
     kept.pass(&Bytes::from_static(b": keep-alive\n\n"));
     assert_eq!(kept.broke(), Plan::Again, "a comment is no part of the answer");
 }
+
+#[test]
+fn ten_thousand_hostile_bodies_leave_no_trace_in_what_the_next_engine_is_asked() {
+    use crate::rewrite::ClientRules;
+    use crate::rewrite::hostile::{Dice, is_marked, resumable};
+    let limits = baton_openai::ParseLimits::default();
+    let mut dice = Dice(7);
+    for number in 0..10_000 {
+        let hostile = resumable(&mut dice);
+        let endpoint = Endpoint::at(hostile.path).expect("it generates");
+        let body = Bytes::from(hostile.body.clone());
+        let (body, _) = RawBody::generate(body, endpoint, &limits, &ClientRules)
+            .unwrap_or_else(|error| panic!("{number}: {}: {error}", hostile.body));
+        let begun = Transcript::begin(endpoint, "m", &body);
+        let mut kept = begun.unwrap_or_else(|| panic!("{number}: {}", hostile.body));
+        kept.pass(&first("a", &[1, 2], "He", &[10]));
+        let Plan::Continue(asked) = kept.broke() else { panic!("{number}: {}", hostile.body) };
+        assert_eq!(asked["logit_bias"], json!({"7": 1}));
+        let asked = Value::Object(asked).to_string();
+        assert!(!is_marked(asked.as_bytes()), "{number}: {}\n{asked}", hostile.body);
+    }
+}

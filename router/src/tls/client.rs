@@ -49,7 +49,7 @@ impl EngineTls {
         Ok(EngineName { tls: Arc::clone(self), name })
     }
 
-    /// Reads the files again if they have changed, and tells how long the router's certificate is still good.
+    /// Reads the files again if they have changed.
     pub(crate) fn refresh(&self) {
         if let Some(read) = self.files.refresh(|| load(&self.config)) {
             self.metrics.reloaded(read.is_ok());
@@ -57,6 +57,11 @@ impl EngineTls {
                 tracing::error!(%error, "engine_tls cannot be read again; the old files stay in effect");
             }
         }
+        self.tell_expiry();
+    }
+
+    /// Tells how long the certificate is still good.
+    pub(crate) fn tell_expiry(&self) {
         self.metrics.expires(self.files.not_after_s());
     }
 }

@@ -83,7 +83,7 @@ impl ServerTls {
         }
     }
 
-    /// Reads the files again if they have changed, and tells how long the certificate is still good.
+    /// Reads the files again if they have changed.
     pub(crate) fn refresh(&self) {
         if let Some(read) = self.files.refresh(|| load(&self.config)) {
             self.metrics.reloaded(read.is_ok());
@@ -96,6 +96,11 @@ impl ServerTls {
                 }
             }
         }
+        self.tell_expiry();
+    }
+
+    /// Tells how long the certificate is still good.
+    pub(crate) fn tell_expiry(&self) {
         self.metrics.expires(self.files.not_after_s());
     }
 }

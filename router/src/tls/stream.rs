@@ -1,43 +1,31 @@
-//! A client's encrypted connection, as pingora takes connections.
+//! A client's encrypted connection, and who it showed itself to be.
 
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
-use async_trait::async_trait;
-use pingora::protocols::raw_connect::ProxyDigest;
-use pingora::protocols::{
-    GetProxyDigest, GetSocketDigest, GetTimingDigest, Peek, Shutdown, SocketDigest, Ssl, TimingDigest,
-    UniqueID,
-};
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::server::TlsStream;
 
 use super::der;
-
-/// A client that does not take the last record is not waited for.
-const CLOSE_WITHIN: Duration = Duration::from_secs(1);
 
 /// An encrypted connection.
 #[derive(Debug)]
 pub(crate) struct TlsConnection {
     stream: TlsStream<TcpStream>,
     client_names: Arc<[String]>,
-    socket: Arc<SocketDigest>,
 }
 
 impl TlsConnection {
     pub(super) fn new(stream: TlsStream<TcpStream>) -> Self {
-        let (tcp, session) = stream.get_ref();
+        let (_, session) = stream.get_ref();
         let leaf = session.peer_certificates().and_then(|chain| chain.first());
         let client_names =
             leaf.and_then(|leaf| der::facts(leaf)).map(|facts| facts.names.into()).unwrap_or_default();
-        let socket = Arc::new(SocketDigest::from_raw_fd(tcp.as_raw_fd()));
-        Self { stream, client_names, socket }
+        Self { stream, client_names }
     }
 
     /// The names in the certificate that the client showed.
@@ -86,38 +74,70 @@ impl AsyncWrite for TlsConnection {
     }
 }
 
-#[async_trait]
-impl Shutdown for TlsConnection {
-    async fn shutdown(&mut self) {
-        // A client that is gone already needs no goodbye.
-        let _ = tokio::time::timeout(CLOSE_WITHIN, self.stream.shutdown()).await;
-    }
-}
-
-impl UniqueID for TlsConnection {
-    fn id(&self) -> i32 {
+impl AsRawFd for TlsConnection {
+    fn as_raw_fd(&self) -> RawFd {
         self.stream.get_ref().0.as_raw_fd()
     }
 }
 
-impl Ssl for TlsConnection {}
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::time::Duration;
 
-impl Peek for TlsConnection {}
+    use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+    use rustls::{ClientConfig, RootCertStore, ServerConfig};
+    use tokio::io::AsyncWriteExt;
+    use tokio::net::TcpListener;
+    use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-impl GetTimingDigest for TlsConnection {
-    fn get_timing_digest(&self) -> Vec<Option<TimingDigest>> {
-        Vec::new()
+    use super::*;
+    use crate::hygiene::{Client, Wire};
+
+    /// A client and the router's side of its connection.
+    async fn pair() -> (tokio_rustls::client::TlsStream<TcpStream>, TlsConnection) {
+        let provider = super::super::certificate::provider;
+        let key = rcgen::KeyPair::generate().unwrap();
+        let certificate = rcgen::CertificateParams::new(vec!["router.test".to_owned()]).unwrap();
+        let certificate: CertificateDer<'static> = certificate.self_signed(&key).unwrap().der().clone();
+        let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialize_der()));
+        let server = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(vec![certificate.clone()], key)
+            .unwrap();
+        let mut roots = RootCertStore::empty();
+        roots.add(certificate).unwrap();
+        let client = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let name = ServerName::try_from("router.test").unwrap();
+        let connector = TlsConnector::from(Arc::new(client));
+        let accepted = async {
+            let far = listener.accept().await.unwrap().0;
+            TlsAcceptor::from(Arc::new(server)).accept(far).await
+        };
+        let (client, server) = tokio::join!(connector.connect(name, near), accepted);
+        (client.unwrap(), TlsConnection::new(server.unwrap()))
     }
-}
 
-impl GetProxyDigest for TlsConnection {
-    fn get_proxy_digest(&self) -> Option<Arc<ProxyDigest>> {
-        None
-    }
-}
-
-impl GetSocketDigest for TlsConnection {
-    fn get_socket_digest(&self) -> Option<Arc<SocketDigest>> {
-        Some(Arc::clone(&self.socket))
+    #[tokio::test]
+    async fn a_client_that_stops_reading_does_not_keep_the_last_record_waiting() {
+        let (deaf, connection) = pair().await;
+        let mut wire = Wire::new(Client::Tls(Box::new(connection)));
+        let piece = vec![b'x'; 1 << 20];
+        // Until neither the kernel nor the session takes more: the goodbye finds no room.
+        while poll_fn(|context| Poll::Ready(Pin::new(&mut wire).poll_write(context, &piece).is_ready())).await
+        {
+        }
+        let closed = tokio::time::timeout(Duration::from_secs(20), wire.shutdown()).await;
+        let error = closed.expect("it is given up").expect_err("the last record is not out");
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        drop(deaf);
     }
 }

@@ -163,6 +163,8 @@ fn every_file_that_a_configuration_names_is_known() {
         RouterConfig::from_yaml(&yaml, "router.yaml").unwrap_or_else(|problems| panic!("{problems}"));
     let files: Vec<_> = config.files().into_iter().map(|file| file.display().to_string()).collect();
     assert_eq!(files, ["/a", "/c", "/k", "/s", "/y"]);
+    // The others are followed by those who use them.
+    assert_eq!(config.watched_files().into_iter().collect::<Vec<_>>(), [std::path::Path::new("/s")]);
 }
 
 #[test]

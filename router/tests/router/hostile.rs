@@ -34,6 +34,18 @@ const TOP: [&str; 20] = [
 const EXTENSIONS: [&str; 6] =
     ["vllm_xargs", "extra_body", "extra_args", "sampling_params", "custom_params", "nvext"];
 
+/// Passed on to one engine.
+const PASSED: [&str; 8] = [
+    "/tokenize",
+    "/detokenize",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/rerank",
+    "/v1/score",
+    "/v1/classify",
+    "/pooling",
+];
+
 /// A generator of numbers that are the same every time.
 pub(crate) struct Dice(pub u64);
 
@@ -70,31 +82,97 @@ struct Writer<'d> {
     kept: Vec<String>,
 }
 
+/// Of any endpoint.
 pub(crate) fn hostile(dice: &mut Dice) -> Hostile {
-    let chat = dice.yes(50);
+    let path = match dice.below(10) {
+        0..=3 => "/v1/completions",
+        4..=6 => "/v1/chat/completions",
+        7 => "/v1/responses",
+        _ => *dice.one(&PASSED),
+    };
     let mut writer = Writer { dice, kept: Vec::new() };
-    let mut fields =
-        vec![r#""model":"m""#.to_owned(), format!(r#""max_tokens":{}"#, 1 + writer.dice.below(64))];
-    if writer.dice.yes(30) {
-        fields.push(r#""stream":true,"stream_options":{"include_usage":true}"#.to_owned());
+    let mut fields = vec![r#""model":"m""#.to_owned()];
+    if path.ends_with("/completions") {
+        fields.push(format!(r#""max_tokens":{}"#, 1 + writer.dice.below(64)));
+        if writer.dice.yes(30) {
+            fields.push(r#""stream":true,"stream_options":{"include_usage":true}"#.to_owned());
+        }
+        if writer.dice.yes(20) {
+            fields.push(r#""n":2"#.to_owned());
+        }
     }
-    if writer.dice.yes(20) {
-        fields.push(r#""n":2"#.to_owned());
+    match path {
+        "/v1/chat/completions" => {
+            fields.push(writer.messages());
+            if writer.dice.yes(30) {
+                fields.push(writer.tools());
+            }
+        }
+        "/v1/completions" => {
+            let text = writer.keep();
+            fields.push(match writer.dice.below(4) {
+                0 => format!(r#""prompt":["{text}"]"#),
+                1 => format!(r#""prompt":["{text}","more"]"#),
+                _ => format!(r#""prompt":"{text}""#),
+            });
+        }
+        "/v1/responses" => {
+            let text = writer.keep();
+            let hidden = writer.hidden();
+            fields.push(match writer.dice.below(2) {
+                0 => format!(r#""input":"{text}""#),
+                _ => format!(r#""input":[{{"role":"user","content":"{text}"{hidden}}}]"#),
+            });
+            if writer.dice.yes(50) {
+                fields.push(r#""store":true,"max_output_tokens":9"#.to_owned());
+            }
+        }
+        "/detokenize" => fields.push(r#""tokens":[1,2,3]"#.to_owned()),
+        "/tokenize" if writer.dice.yes(50) => fields.push(writer.messages()),
+        "/tokenize" => {
+            let text = writer.keep();
+            fields.push(format!(r#""prompt":"{text}""#));
+        }
+        _ => {
+            let (text, inside) = (writer.keep(), writer.object(false, 2));
+            fields.push(format!(r#""input":["{text}",{inside}]"#));
+        }
     }
+    with_lies(writer, path, fields)
+}
+
+/// Of those whose stream another engine goes on with: only fields that are known, with something hidden in each that can
+/// hold something.
+pub(crate) fn resumable(dice: &mut Dice) -> Hostile {
+    let mut writer = Writer { dice, kept: Vec::new() };
+    let chat = writer.dice.yes(50);
+    let (options, bias) = (writer.hidden(), writer.hidden());
+    let template = writer.object(false, 2);
+    let mut fields = vec![
+        r#""model":"m","stream":true,"max_tokens":12,"temperature":0,"user":"u","top_p":1"#.to_owned(),
+        format!(r#""stream_options":{{"include_usage":true{options}}}"#),
+        format!(r#""logit_bias":{{"7":1{bias}}}"#),
+    ];
     if chat {
         fields.push(writer.messages());
-        if writer.dice.yes(30) {
-            fields.push(writer.tools());
-        }
+        fields.push(format!(r#""chat_template_kwargs":{template}"#));
     } else {
         let text = writer.keep();
-        let prompt = match writer.dice.below(4) {
-            0 => format!(r#"["{text}"]"#),
-            1 => format!(r#"["{text}","more"]"#),
-            _ => format!(r#""{text}""#),
-        };
-        fields.push(format!(r#""prompt":{prompt}"#));
+        fields.push(format!(r#""prompt":"{text}""#));
+        // What was to be kept in the template is not sent.
+        writer.kept = vec![text];
     }
+    if writer.dice.yes(70) {
+        let all = [EVERYWHERE.as_slice(), TOP.as_slice()].concat();
+        let name = *writer.dice.one(&all);
+        fields.push(format!("{}:{}", writer.spelled(name), writer.marked()));
+    }
+    let path = if chat { "/v1/chat/completions" } else { "/v1/completions" };
+    Hostile { path, body: format!("{{{}}}", fields.join(",")), kept: writer.kept, refused: false }
+}
+
+/// With internal names at the top, in extensions and in fields that nobody knows.
+fn with_lies(mut writer: Writer<'_>, path: &'static str, mut fields: Vec<String>) -> Hostile {
     let mut used: Vec<&str> = Vec::new();
     for number in 0..1 + writer.dice.below(5) {
         match writer.dice.below(4) {
@@ -128,12 +206,11 @@ pub(crate) fn hostile(dice: &mut Dice) -> Hostile {
         fields.push(format!("{}:{}", writer.spelled(name), writer.marked()));
         refused = true;
     }
-    let kept = writer.kept;
+    let Writer { dice, kept } = writer;
     for index in (1..fields.len()).rev() {
         fields.swap(index, dice.below(index + 1));
     }
     let comma = *dice.one(&[",", " , ", ",\n\t"]);
-    let path = if chat { "/v1/chat/completions" } else { "/v1/completions" };
     Hostile { path, body: format!("{{{}}}", fields.join(comma)), kept, refused }
 }
 
