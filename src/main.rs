@@ -15,6 +15,11 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+/// glibc's lock an arena for each block that another thread frees, and with a scheduler that moves tasks between
+/// threads most blocks are: a third of the router's system calls were waits for such locks.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> ExitCode {
     let cli = cli::Cli::parse();
     init_logging(cli.log_json);

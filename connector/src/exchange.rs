@@ -1,6 +1,7 @@
 //! The exchange: a router's side of one request, and what each engine is still owed at every moment.
 //!
 //! ```text
+//! Choosing ─ not admitted ─▶ Done
 //! Choosing ─ prefill sent ─▶ Prefilling(P) ─ replied ─▶ Held(lent) ─ decode sent ─▶ Decoding(D)
 //!    │ ▲                        │ refused ─▶ Done        ▲ │                           │ │ │
 //!    │ └── failed ──────────────┘                        │ └─ gave up ─▶ Done          │ │ └ refused ─▶ Done
@@ -27,6 +28,10 @@
 //! - Every event is allowed in every state; one that does not fit is ignored and says so.
 //!
 //! The table of every state and event is a golden file, `connector/tests/golden/exchange.txt`.
+
+mod timeline;
+
+pub use timeline::{Span, Timeline};
 
 use crate::{Handle, Time};
 
@@ -87,6 +92,8 @@ pub enum Outcome {
     Completed,
     /// A prefill engine refused the request itself; another would too.
     PrefillRefused,
+    /// The router did not let it in: its queue was full, or the wait too long.
+    NotAdmitted,
     /// No prefill engine could be had, and computing it elsewhere is not configured.
     PrefillExhausted,
     /// A decode engine refused the request itself; another would too.
@@ -117,6 +124,8 @@ pub enum Failure {
 /// What can happen to an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
+    /// The router does not let it in: there is no room, now or in time.
+    NotAdmitted,
     /// A prefill engine is being asked.
     PrefillSent(Attempt),
     /// It lends its blocks.
@@ -205,23 +214,6 @@ pub enum Fit {
     Ignored,
 }
 
-/// When each phase began, for the access log.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Timeline {
-    /// First prefill attempt.
-    pub prefill_sent: Option<Time>,
-    /// Ready for a decode engine.
-    pub held: Option<Time>,
-    /// First decode attempt.
-    pub decode_sent: Option<Time>,
-    /// A decode engine took it.
-    pub accepted: Option<Time>,
-    /// First byte of the answer.
-    pub first_chunk: Option<Time>,
-    /// The end.
-    pub ended: Option<Time>,
-}
-
 /// One request's exchange. Whoever owns it owes what [`Exchange::owed`] says; its end is an event like any
 /// other, so the owner's `Drop` applies [`Event::Dropped`] and pays.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -294,6 +286,7 @@ impl Exchange {
         match (self.state, event) {
             (S::Choosing, E::PrefillSent(to)) if !self.abandoned.contains(&to) => self.go(S::Prefilling(to)),
             (S::Choosing, E::PrefillSkipped) => self.go(S::Held(None)),
+            (S::Choosing, E::NotAdmitted) => self.end(Outcome::NotAdmitted, Cause::DecodeUnreachable),
             (S::Choosing | S::Prefilling(_), E::GaveUp) => {
                 self.end(Outcome::PrefillExhausted, Cause::DecodeUnreachable)
             }
@@ -321,11 +314,12 @@ impl Exchange {
             }
 
             (S::Decoding(on, lent), E::DecodeAccepted(by)) if on == by => self.go(S::Accepted(on, lent)),
-            (S::Decoding(on, lent), E::DecodeRefused(by)) if on == by => {
+            (S::Decoding(on, lent) | S::Accepted(on, lent), E::DecodeRefused(by)) if on == by => {
                 self.state = S::Held(lent);
                 self.end(Outcome::DecodeRefused, Cause::DecodeRefused)
             }
-            (S::Decoding(on, lent), E::DecodeFailed(by, failure)) if on == by => {
+            // Also one that took it and failed before it said anything: some tell of it only then.
+            (S::Decoding(on, lent) | S::Accepted(on, lent), E::DecodeFailed(by, failure)) if on == by => {
                 self.state = S::Held(lent);
                 applied(match failure {
                     Failure::Unknown => vec![Settlement::AbortDecode(by)],
@@ -372,7 +366,8 @@ impl Exchange {
 
             (
                 _,
-                E::PrefillSent(_)
+                E::NotAdmitted
+                | E::PrefillSent(_)
                 | E::PrefillSkipped
                 | E::DecodeSent(_)
                 | E::DecodeAccepted(_)
@@ -453,13 +448,13 @@ impl Exchange {
         let line = &mut self.timeline;
         match event {
             Event::PrefillSent(_) => drop(line.prefill_sent.get_or_insert(now)),
-            Event::PrefillLent(..) | Event::PrefillEmpty(_) | Event::PrefillSkipped => {
-                line.held.get_or_insert(now);
-            }
+            Event::PrefillLent(..) | Event::PrefillEmpty(_) => drop(line.prefilled.get_or_insert(now)),
             Event::DecodeSent(_) => drop(line.decode_sent.get_or_insert(now)),
             Event::DecodeAccepted(_) => drop(line.accepted.get_or_insert(now)),
             Event::FirstChunk(_) => drop(line.first_chunk.get_or_insert(now)),
-            Event::PrefillRefused(_)
+            Event::NotAdmitted
+            | Event::PrefillSkipped
+            | Event::PrefillRefused(_)
             | Event::PrefillFailed(..)
             | Event::DecodeRefused(_)
             | Event::DecodeFailed(..)
@@ -509,6 +504,7 @@ impl Outcome {
     pub fn label(self) -> &'static str {
         match self {
             Self::Completed => "completed",
+            Self::NotAdmitted => "not_admitted",
             Self::PrefillRefused => "prefill_refused",
             Self::PrefillExhausted => "prefill_exhausted",
             Self::DecodeRefused => "decode_refused",

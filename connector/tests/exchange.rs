@@ -6,7 +6,7 @@
 use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::fmt::Write as _;
 
-use baton_connector::exchange::{Attempt, Cause, Event, Exchange, Failure, Fit, Settlement, State};
+use baton_connector::exchange::{Attempt, Cause, Event, Exchange, Failure, Fit, Settlement, Span, State};
 use baton_connector::{Handle, Time};
 
 const P: [Attempt; 2] = [Attempt(1), Attempt(2)];
@@ -18,8 +18,14 @@ fn handle(of: Attempt) -> Handle {
 
 fn alphabet() -> Vec<Event> {
     let failures = [Failure::NotReached, Failure::Answered, Failure::Unknown];
-    let mut events =
-        vec![Event::PrefillSkipped, Event::HandoffSpent, Event::GaveUp, Event::ClientGone, Event::Dropped];
+    let mut events = vec![
+        Event::NotAdmitted,
+        Event::PrefillSkipped,
+        Event::HandoffSpent,
+        Event::GaveUp,
+        Event::ClientGone,
+    ];
+    events.push(Event::Dropped);
     for p in P {
         events.extend([Event::PrefillSent(p), Event::PrefillLent(p, Some(handle(p)))]);
         events.extend([Event::PrefillEmpty(p), Event::PrefillRefused(p)]);
@@ -65,7 +71,8 @@ impl World {
             | Event::StreamEnded(a)
             | Event::StreamBroken(a)
             | Event::StreamCut(a) => self.working.contains(&a),
-            Event::PrefillSkipped
+            Event::NotAdmitted
+            | Event::PrefillSkipped
             | Event::HandoffSpent
             | Event::GaveUp
             | Event::ClientGone
@@ -100,7 +107,8 @@ impl World {
                     self.lent.remove(&lent.by);
                 }
             }
-            Event::PrefillSkipped
+            Event::NotAdmitted
+            | Event::PrefillSkipped
             | Event::HandoffSpent
             | Event::GaveUp
             | Event::ClientGone
@@ -235,8 +243,31 @@ fn the_phases_of_a_request_are_stamped_once_each() {
     }
     let line = *exchange.timeline();
     let stamps =
-        [line.prefill_sent, line.held, line.decode_sent, line.accepted, line.first_chunk, line.ended];
+        [line.prefill_sent, line.prefilled, line.decode_sent, line.accepted, line.first_chunk, line.ended];
     assert_eq!(stamps, [0, 3, 4, 5, 6, 7].map(|t| Some(Time(t))));
+}
+
+#[test]
+fn a_prefill_that_never_answered_took_no_time_and_left_no_gap() {
+    let mut exchange = Exchange::new();
+    let life = [
+        Event::PrefillSent(P[0]),
+        Event::PrefillFailed(P[0], Failure::Unknown),
+        Event::PrefillSkipped,
+        Event::DecodeSent(D[0]),
+        Event::DecodeAccepted(D[0]),
+        Event::StreamEnded(D[0]),
+    ];
+    for (at, event) in life.into_iter().enumerate() {
+        assert_eq!(exchange.apply(event, Time(at as u64)).fit, Fit::Applied, "{event:?}");
+    }
+    let line = *exchange.timeline();
+    assert_eq!(line.asked(), Some(Time(0)));
+    assert_eq!(line.prefill(), Some(Span { from: Time(0), to: None }), "it was tried");
+    assert_eq!(line.prefill().and_then(Span::took), None);
+    assert_eq!(line.gap(), None);
+    assert_eq!(line.accept(), Some(Span { from: Time(3), to: Some(Time(4)) }));
+    assert_eq!(line.decode().and_then(Span::took), Some(Time(5).since(Time(4))));
 }
 
 /// Every kind of state with every event; `BLESS=1 cargo test -p baton-connector` writes the file anew.

@@ -1,4 +1,8 @@
-//! Where requests wait for a decode engine when all of a model's are full.
+//! Where requests wait for an engine when all of a model's are full: for a decode engine first, and then, with that one
+//! set aside, for a prefill engine. Each leg has a queue of its own, with the same bounds and one deadline.
+//!
+//! Whoever waits for a prefill engine holds a place at a decode engine, so it waits only for engines whose requests wait
+//! for nobody: those that do not decode for the same model. See `exchange_driver/choosing.rs`.
 //!
 //! ```text
 //!  enter ──▶ nobody waits and there is room ──▶ dispatched            (no lock, no queue)
@@ -31,6 +35,7 @@ use baton_openai::ApiError;
 use tokio::sync::Notify;
 
 use crate::config::{Priority, QueueConfig};
+use crate::metrics::Leg;
 use crate::metrics::admission::{AdmissionMetrics, Outcome};
 use crate::pool::Scarce;
 use drain::Drain;
@@ -59,12 +64,12 @@ pub(crate) struct Freed {
 
 /// The queues of all models. They outlive configurations.
 pub(crate) struct Admission {
-    queues: Mutex<HashMap<String, Arc<ModelQueue>>>,
+    queues: Mutex<HashMap<(String, Leg), Arc<ModelQueue>>>,
     freed: Arc<Freed>,
     metrics: Arc<AdmissionMetrics>,
 }
 
-/// The queue of one model.
+/// The queue of one leg of one model.
 pub(crate) struct ModelQueue {
     waiting: AtomicUsize,
     inner: Mutex<Inner>,
@@ -115,19 +120,20 @@ impl Admission {
         Self { queues: Mutex::default(), freed, metrics }
     }
 
-    /// The queue of a model, which is the same one in every generation that serves it.
-    pub(crate) fn queue(&self, model: &str) -> Arc<ModelQueue> {
+    /// The queue of a model's leg, which is the same one in every generation that serves it.
+    pub(crate) fn queue(&self, model: &str, leg: Leg) -> Arc<ModelQueue> {
         let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
         // Nobody but this table holds the queue of a model that is gone.
-        queues.retain(|name, queue| name == model || Arc::strong_count(queue) > 1);
-        if let Some(queue) = queues.get(model) {
+        queues.retain(|(name, _), queue| name == model || Arc::strong_count(queue) > 1);
+        let key = (model.to_owned(), leg);
+        if let Some(queue) = queues.get(&key) {
             return Arc::clone(queue);
         }
         let queue = Arc::new(ModelQueue::new(Arc::clone(&self.freed), Arc::clone(&self.metrics)));
         let mut listening = self.freed.queues.lock().unwrap_or_else(PoisonError::into_inner);
         listening.retain(|queue| queue.strong_count() > 0);
         listening.push(Arc::downgrade(&queue));
-        queues.insert(model.to_owned(), Arc::clone(&queue));
+        queues.insert(key, Arc::clone(&queue));
         queue
     }
 }

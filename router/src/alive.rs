@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::legs::Blame;
-use crate::upstream::{Engine, Outgoing};
+use crate::upstream::{CallError, Engine, Outgoing};
 
 /// The longest wait for an answer to one question.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
@@ -68,17 +68,17 @@ pub(crate) async fn while_alive<T>(
             let left = within.saturating_sub(begun.elapsed());
             tokio::time::sleep(pause.min(left)).await;
             let left = within.checked_sub(begun.elapsed()).filter(|left| !left.is_zero())?;
-            Some(is_alive(engine, ANSWER_WITHIN.min(left)).await)
+            Some(asked_for_health(engine, ANSWER_WITHIN.min(left)).await)
         };
         let alive = tokio::select! {
             biased;
             answer = &mut answer => return Ok(answer),
-            alive = asked => alive,
+            health = asked => health,
         };
         unanswered = match alive {
-            Some(true) => 0,
-            Some(false) if begun.elapsed() < within => unanswered + 1,
-            Some(false) | None => return Err(Silent::Late),
+            Some(Ok(None)) if begun.elapsed() < within => unanswered + 1,
+            Some(Ok(None)) | None => return Err(Silent::Late),
+            Some(Ok(Some(_)) | Err(NotAsked)) => 0,
         };
         if unanswered == UNANSWERED_MAX {
             return Err(Silent::Deaf);
@@ -86,14 +86,23 @@ pub(crate) async fn while_alive<T>(
     }
 }
 
-/// Whether it answers within this time; what it answers is of no interest.
-async fn is_alive(engine: &Arc<Engine>, within: Duration) -> bool {
-    asked(engine, within).await.is_some()
-}
+/// This machine could not ask.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NotAsked;
 
 /// Asks an engine for its health: `None` when it answers nothing in time, or whether it says that it is well.
-pub(crate) async fn asked(engine: &Arc<Engine>, within: Duration) -> Option<bool> {
+///
+/// # Errors
+/// [`NotAsked`] says nothing of the engine.
+pub(crate) async fn asked_for_health(
+    engine: &Arc<Engine>,
+    within: Duration,
+) -> Result<Option<bool>, NotAsked> {
     let question = Outgoing::get("/health");
     let asked = async { engine.call(&question, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
-    Some(tokio::time::timeout(within, asked).await.ok()?.ok()?.status.is_success())
+    match tokio::time::timeout(within, asked).await {
+        Ok(Ok(answer)) => Ok(Some(answer.status.is_success())),
+        Ok(Err(CallError::NoSocket(_))) => Err(NotAsked),
+        Ok(Err(_)) | Err(_) => Ok(None),
+    }
 }

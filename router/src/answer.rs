@@ -10,29 +10,31 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use baton_connector::exchange::{Attempt, Event};
-use baton_openai::{ApiError, sse};
+use baton_openai::ApiError;
+use baton_openai::sse::DONE;
 use bytes::{Bytes, BytesMut};
-use hyper::header::{
-    CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, TRANSFER_ENCODING,
-};
-use hyper::{Method, Version};
+use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use pingora::http::ResponseHeader;
-use pingora::proxy::Session;
 use tokio::time::{Instant, Sleep};
 
 use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::{Answer, Ended, ExchangeDriver, Rest};
-use crate::hygiene::Wire;
 use crate::intake::Ask;
-use crate::legs::Refusal;
+use crate::legs::{Refusal, Verdict};
 use crate::metrics::Resume;
 use crate::resume::{Plan, Transcript};
 use crate::route::Dialect;
-use crate::sse::Frames;
+use crate::session::{Length, Session};
+use crate::sse::{Frames, Told, error_in};
 use crate::upstream::{CallError, InFlight, Reply};
 
 /// An answer that is not streamed is held up to this size; past it, it is passed on as it comes.
 const HELD_BYTES_MAX: usize = 1 << 20;
+/// The same of what is not generated, which comes at once: its engine waits for no slow client. The tokens of the longest
+/// context, with their texts.
+const PASSED_BYTES_MAX: usize = 64 << 20;
+/// Says what vLLM's embeddings in bytes mean.
+const METADATA: HeaderName = HeaderName::from_static("metadata");
 /// After `[DONE]` an engine has this long to end its answer, so that its connection can be used again.
 const END_AFTER_DONE: Duration = Duration::from_secs(1);
 
@@ -84,10 +86,14 @@ fn due(silent: Instant, until: Option<Instant>) -> Instant {
 }
 
 /// How an engine's answer ended in the middle.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 enum Broken {
     Died,
     Silent,
+    /// It said in its stream that it has failed.
+    Failed,
+    /// It said in its stream that the request cannot be served: no engine can.
+    Refused(Refusal),
     /// The request has taken longer than it may.
     OutOfTime,
 }
@@ -174,27 +180,31 @@ pub(crate) async fn whole(
     headers: &[(&'static str, String)],
     stamp: &Stamp,
     body: Bytes,
-) -> pingora::Result<()> {
-    let mut head = ResponseHeader::build(status, Some(headers.len() + 2))?;
+) -> Result<(), ClientGone> {
+    let head = whole_head(status, headers, stamp).map_err(|_| ClientGone)?;
+    // What is left of a body that nobody wants, or came behind it, would be taken for the next request.
+    if session.wire().is_unread() {
+        session.close_after();
+    }
+    session.write_head(head, Length::Known(body.len())).await?;
+    session.send(&body, true).await
+}
+
+fn whole_head(
+    status: u16,
+    headers: &[(&'static str, String)],
+    stamp: &Stamp,
+) -> pingora::Result<ResponseHeader> {
+    let mut head = ResponseHeader::build_no_case(status, Some(headers.len() + 5))?;
     for (name, value) in headers {
         head.insert_header(*name, value.as_str())?;
     }
     stamp.put(&mut head)?;
-    head.insert_header(CONTENT_LENGTH, body.len())?;
-    // What is left of a body that nobody wants, or came behind it, would be taken for the next request.
-    let unread = Wire::of(session).is_some_and(|wire| wire.is_unread());
-    let client = session.as_downstream_mut();
-    if unread {
-        client.set_keepalive(None);
-    }
-    // Whoever asked for the head alone gets no more, and its length all the same.
-    let body = if client.req_header().method == Method::HEAD { Bytes::new() } else { body };
-    client.write_response_header(Box::new(head)).await?;
-    client.write_response_body(body, true).await
+    Ok(head)
 }
 
 /// Sends an error.
-pub(crate) async fn error(session: &mut Session, error: &ApiError, stamp: &Stamp) -> pingora::Result<()> {
+pub(crate) async fn error(session: &mut Session, error: &ApiError, stamp: &Stamp) -> Result<(), ClientGone> {
     whole(session, error.status, &error.headers(), stamp, error.to_bytes()).await
 }
 
@@ -205,28 +215,38 @@ pub(crate) async fn pass(
     answer: Answer,
     stamp: &Stamp,
     patience: Patience,
-    resuming: Option<Resuming>,
+    resuming: Option<Box<Resuming>>,
     dialect: Dialect,
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
-    let reply = *reply;
     let silence = Silence::new(patience);
-    let passing = Passing { session, driver, attempt, reply, load, silence, resuming, spoke: false, dialect };
-    let content_type = passing.reply.content_type().cloned();
-    let streamed = content_type.as_ref().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
-    passing.driver.watched.streamed = streamed;
-    let status = passing.reply.status().as_u16();
-    let mut head = ResponseHeader::build(status, Some(4)).map_err(|_| Refusal::broken())?;
-    let insert = |head: &mut ResponseHeader, name, value: HeaderValue| {
-        head.insert_header(name, value).map_err(|_| Refusal::broken())
+    let content_type = reply.content_type().cloned();
+    let metadata = reply.metadata().filter(|_| !dialect.generates()).cloned();
+    let status = reply.status().as_u16();
+    let streamed = dialect.generates() && reply.is_stream();
+    let head = || -> pingora::Result<ResponseHeader> {
+        let mut head = ResponseHeader::build_no_case(status, Some(8))?;
+        let json = HeaderValue::from_static("application/json");
+        head.insert_header(CONTENT_TYPE, content_type.unwrap_or(json))?;
+        if let Some(metadata) = metadata {
+            head.insert_header(METADATA, metadata)?;
+        }
+        stamp.put(&mut head)?;
+        if let Some(timing) = driver.server_timing() {
+            head.insert_header("server-timing", timing)?;
+        }
+        if streamed {
+            head.insert_header(CACHE_CONTROL, HeaderValue::from_static("no-cache"))?;
+        }
+        Ok(head)
     };
-    insert(&mut head, CONTENT_TYPE, content_type.unwrap_or(HeaderValue::from_static("application/json")))?;
-    stamp.put(&mut head).map_err(|_| Refusal::broken())?;
-    if let Some(timing) = passing.driver.server_timing() {
-        insert(&mut head, hyper::header::HeaderName::from_static("server-timing"), timing)?;
-    }
+    let head = head().map_err(|_| Refusal::broken())?;
+    driver.watched.streamed = streamed;
+    driver.watched.passes = !dialect.generates();
+    let (reply, load) = (Some(reply), Some(load));
+    let mut passing =
+        Passing { session, driver, attempt, reply, load, silence, resuming, spoke: false, dialect };
     if streamed {
-        insert(&mut head, CACHE_CONTROL, HeaderValue::from_static("no-cache"))?;
         passing.streamed(head).await?;
     } else {
         passing.held(head).await?;
@@ -238,61 +258,82 @@ struct Passing<'a> {
     session: &'a mut Session,
     driver: &'a mut ExchangeDriver,
     attempt: Attempt,
-    reply: Reply,
-    /// Counts the request at its engine.
-    load: InFlight,
+    /// Until its last byte was read.
+    reply: Option<Box<Reply>>,
+    /// Counts the request at its engine; until the same.
+    load: Option<InFlight>,
     silence: Silence,
-    resuming: Option<Resuming>,
+    resuming: Option<Box<Resuming>>,
     spoke: bool,
     dialect: Dialect,
 }
 
 impl Passing<'_> {
-    async fn streamed(mut self, head: ResponseHeader) -> Result<(), Ended> {
-        // The first event mostly comes with the head: then both leave in one write.
-        let mut here = self.reply.here();
-        self.hold(here.is_some());
-        self.commit(head).await?;
-        self.hold(false);
+    async fn streamed(&mut self, head: ResponseHeader) -> Result<(), Ended> {
+        // It leaves with the first event, which is here.
+        self.commit(head, Length::Unknown).await?;
         let mut frames = Frames::default();
         loop {
-            let chunk = match here.take() {
-                Some(here) => self.heard(here),
-                None => self.chunk().await?,
-            };
-            match chunk {
+            let broken = match self.chunk().await? {
                 Ok(Some(chunk)) => {
                     let whole = frames.pass(chunk);
-                    // So does the end with `[DONE]`.
-                    self.hold(frames.is_done());
-                    if !whole.is_empty() {
-                        let whole = match &mut self.resuming {
-                            Some(resuming) => resuming.pass(&whole),
-                            None => whole,
-                        };
-                        self.write(whole, false).await?;
+                    let told = error_in(&whole);
+                    let good = whole.slice(..told.as_ref().map_or(whole.len(), |told| told.at));
+                    let done = told.is_none() && frames.is_done();
+                    if done {
+                        self.served();
                     }
-                    if frames.is_done() {
-                        return self.done().await;
+                    if done || !good.is_empty() {
+                        let good = match &mut self.resuming {
+                            Some(resuming) => resuming.pass(&good),
+                            None => good,
+                        };
+                        self.write(good, done).await?;
+                    }
+                    match told {
+                        Some(told) => self.told(told),
+                        None if done => return Ok(()),
+                        None => continue,
                     }
                 }
-                Ok(None) if !self.dialect.says_done() && frames.is_whole() => return self.done().await,
-                Ok(None) => match self.resume(Broken::Died, &frames).await? {
-                    Resumed::GoesOn => frames = Frames::default(),
-                    Resumed::Over => return Ok(()),
-                },
-                Err(broken) => match self.resume(broken, &frames).await? {
-                    Resumed::GoesOn => frames = Frames::default(),
-                    Resumed::Over => return Ok(()),
-                },
+                Ok(None) if !self.dialect.says_done() && frames.is_whole() => {
+                    self.served();
+                    return self.write(Bytes::new(), true).await;
+                }
+                Ok(None) => Broken::Died,
+                Err(broken) => broken,
+            };
+            match self.resume(broken, &frames).await? {
+                Resumed::GoesOn => frames = Frames::default(),
+                Resumed::Over => return Ok(()),
             }
+        }
+    }
+
+    /// The engine has said everything: from here on the client may hang up or ask the next thing, and how fast it reads
+    /// is no engine's concern.
+    fn served(&mut self) {
+        self.driver.served(self.attempt);
+        self.load = None;
+        if let Some(reply) = self.reply.take() {
+            drain(reply);
+        }
+    }
+
+    /// What the engine said in the middle of its stream.
+    fn told(&self, told: Told) -> Broken {
+        let Some(reply) = &self.reply else { return Broken::Died };
+        let verdict = Verdict::of(&reply.told(told.status, told.error), reply.engine().hosts());
+        match verdict.failure() {
+            Some(_) => Broken::Failed,
+            None => Broken::Refused(verdict.refusal),
         }
     }
 
     /// The engine ended in the middle: another one goes on, where that is possible.
     async fn resume(&mut self, broken: Broken, frames: &Frames) -> Result<Resumed, Ended> {
         let plan = match &mut self.resuming {
-            Some(resuming) if broken != Broken::OutOfTime && !frames.is_inside() => resuming.broke(),
+            Some(resuming) if broken.is_engines() && !frames.is_inside() => resuming.broke(),
             _ => Plan::Impossible,
         };
         let (resuming, rest) = match (plan, &mut self.resuming) {
@@ -304,8 +345,7 @@ impl Passing<'_> {
             (Plan::Finish(last), _) => {
                 self.driver.resumed(Resume::Resumed);
                 self.driver.apply(Event::StreamEnded(self.attempt));
-                self.write(last, false).await?;
-                self.write(Bytes::new(), true).await?;
+                self.write(last, true).await?;
                 return Ok(Resumed::Over);
             }
             (Plan::Impossible | Plan::Again | Plan::Continue(_), _) => {
@@ -321,10 +361,7 @@ impl Passing<'_> {
             // What it had begun is settled by what follows.
             Some(until) => tokio::time::timeout_at(until, going_on).await.unwrap_or(Ok(None))?,
         };
-        let streams = |reply: &Reply| {
-            reply.content_type().is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"))
-        };
-        let Some(answer) = answer.filter(|answer| streams(&answer.reply)) else {
+        let Some(answer) = answer.filter(|answer| answer.reply.is_stream()) else {
             self.driver.resumed(Resume::Failed);
             self.driver.apply(Event::GaveUp);
             self.broken_stream(broken, frames).await?;
@@ -332,112 +369,82 @@ impl Passing<'_> {
         };
         self.driver.resumed(Resume::Resumed);
         resuming.transcript.goes_on();
-        (self.attempt, self.reply, self.load) = (answer.attempt, *answer.reply, answer.load);
+        (self.attempt, self.reply, self.load) = (answer.attempt, Some(answer.reply), Some(answer.load));
         self.spoke = false;
         self.silence.heard();
         Ok(Resumed::GoesOn)
     }
 
-    /// The stream has said `[DONE]`. From here on the client may hang up or ask the next thing.
-    async fn done(mut self) -> Result<(), Ended> {
-        self.driver.served(self.attempt);
-        self.hold(false);
-        self.write(Bytes::new(), true).await?;
-        let mut reply = self.reply;
-        if reply.ends_now() {
-            reply.finish();
-            return Ok(());
-        }
-        let rest = async move {
-            while let Some(chunk) = reply.chunk().await {
-                if chunk.is_err() {
-                    return;
-                }
-            }
-            reply.finish();
-        };
-        // The client has everything; only the connection's next use waits for this.
-        tokio::spawn(async move { drop(tokio::time::timeout(END_AFTER_DONE, rest).await) });
-        Ok(())
-    }
-
     /// The engine ended in the middle: one typed error at the boundary of a frame, then `[DONE]`.
     async fn broken_stream(&mut self, broken: Broken, frames: &Frames) -> Result<(), Ended> {
-        self.ended_early(broken);
+        self.ended_early(&broken);
         let mut last = BytesMut::new();
         if frames.is_inside() {
             last.extend_from_slice(b"\n\n");
         }
         last.extend_from_slice(&broken.refusal().0.to_sse());
-        last.extend_from_slice(&sse::DONE);
-        self.write(last.freeze(), false).await?;
-        self.write(Bytes::new(), true).await
+        last.extend_from_slice(&DONE);
+        self.write(last.freeze(), true).await
     }
 
     /// Whoever is told of it: an engine is blamed for its own end, not for a request that took too long.
-    fn ended_early(&mut self, broken: Broken) {
+    fn ended_early(&mut self, broken: &Broken) {
         self.driver.apply(match broken {
-            Broken::Died | Broken::Silent => Event::StreamBroken(self.attempt),
-            Broken::OutOfTime => Event::GaveUp,
+            Broken::Died | Broken::Silent | Broken::Failed => Event::StreamBroken(self.attempt),
+            Broken::Refused(_) | Broken::OutOfTime => Event::GaveUp,
         });
     }
 
-    async fn held(mut self, mut head: ResponseHeader) -> Result<(), Ended> {
-        let mut held = BytesMut::new();
+    async fn held(&mut self, head: ResponseHeader) -> Result<(), Ended> {
+        let mut held = Bytes::new();
+        let most = if self.dialect.generates() { HELD_BYTES_MAX } else { PASSED_BYTES_MAX };
         loop {
             match self.chunk().await? {
                 // In one piece, as it mostly is, it is not copied.
-                Ok(Some(chunk)) if held.is_empty() && self.reply.is_ended() => {
-                    held = chunk.into();
-                    break;
+                Ok(Some(chunk)) if held.is_empty() => held = chunk,
+                Ok(Some(chunk)) => {
+                    let mut joined = held.try_into_mut().unwrap_or_else(|held| BytesMut::from(&*held));
+                    joined.extend_from_slice(&chunk);
+                    held = joined.freeze();
                 }
-                Ok(Some(chunk)) => held.extend_from_slice(&chunk),
                 Ok(None) => break,
                 Err(broken) => {
-                    self.ended_early(broken);
+                    self.ended_early(&broken);
                     return Err(Ended::Refused(broken.refusal()));
                 }
             }
-            if held.len() > HELD_BYTES_MAX {
-                return self.passed(head, held.freeze()).await;
+            if held.len() > most {
+                return self.passed(head, held).await;
             }
         }
-        // Computed and read: whether the client still takes it is no engine's concern.
-        self.driver.served(self.attempt);
-        head.insert_header(CONTENT_LENGTH, held.len()).map_err(|_| Refusal::broken())?;
-        self.commit_sized(head).await?;
-        self.write(held.freeze(), true).await?;
-        self.reply.finish();
-        Ok(())
+        self.served();
+        self.commit(head, Length::Known(held.len())).await?;
+        self.write(held, true).await
     }
 
     /// An answer too large to hold. Its end in the middle can only be told by the connection's.
-    async fn passed(mut self, head: ResponseHeader, begun: Bytes) -> Result<(), Ended> {
-        self.commit(head).await?;
+    async fn passed(&mut self, head: ResponseHeader, begun: Bytes) -> Result<(), Ended> {
+        self.commit(head, Length::Unknown).await?;
         self.write(begun, false).await?;
         loop {
             match self.chunk().await? {
                 Ok(Some(chunk)) => self.write(chunk, false).await?,
                 Ok(None) => break,
                 Err(broken) => {
-                    self.ended_early(broken);
+                    self.ended_early(&broken);
                     return Err(Ended::ClientGone);
                 }
             }
         }
-        self.driver.served(self.attempt);
-        self.write(Bytes::new(), true).await?;
-        self.reply.finish();
-        Ok(())
+        self.served();
+        self.write(Bytes::new(), true).await
     }
 
     /// The next piece of the answer, as long as the client is there.
     async fn chunk(&mut self) -> Result<Result<Option<Bytes>, Broken>, Ended> {
         // Once the last byte is here the client is not watched: its next request is not a hang-up.
-        if self.reply.is_ended() {
-            return Ok(Ok(None));
-        }
-        let (reply, silence) = (&mut self.reply, &mut self.silence);
+        let Some(reply) = self.reply.as_mut().filter(|reply| !reply.is_ended()) else { return Ok(Ok(None)) };
+        let silence = &mut self.silence;
         let next = poll_fn(|context| match reply.poll_chunk(context) {
             Poll::Ready(chunk) => Poll::Ready(Some(chunk)),
             Poll::Pending => silence.poll(context).map(|()| None),
@@ -462,42 +469,48 @@ impl Passing<'_> {
         Ok(chunk)
     }
 
-    /// Whether what is written is held back until more follows.
-    fn hold(&self, hold: bool) {
-        if let Some(wire) = Wire::of(self.session) {
-            wire.hold(hold);
-        }
+    async fn commit(&mut self, head: ResponseHeader, length: Length) -> Result<(), Ended> {
+        let written = self.session.write_head(head, length).await;
+        written.map_err(|ClientGone| self.driver.client_gone())
     }
 
-    async fn commit(&mut self, mut head: ResponseHeader) -> Result<(), Ended> {
-        if self.session.req_header().version == Version::HTTP_11 {
-            head.insert_header(TRANSFER_ENCODING, "chunked").map_err(|_| Refusal::broken())?;
-        } else {
-            // HTTP/1.0 has no chunks: the answer ends with the connection.
-            self.session.as_downstream_mut().set_keepalive(None);
-        }
-        self.commit_sized(head).await
-    }
-
-    async fn commit_sized(&mut self, head: ResponseHeader) -> Result<(), Ended> {
-        let written = self.session.as_downstream_mut().write_response_header(Box::new(head)).await;
-        written.map_err(|_| self.driver.client_gone())
-    }
-
-    async fn write(&mut self, bytes: Bytes, end: bool) -> Result<(), Ended> {
-        let written = self.session.as_downstream_mut().write_response_body(bytes, end).await;
-        written.map_err(|_| self.driver.client_gone())
+    async fn write(&mut self, bytes: Bytes, last: bool) -> Result<(), Ended> {
+        let written = self.session.send(&bytes, last).await;
+        written.map_err(|ClientGone| self.driver.client_gone())
     }
 }
 
 impl Broken {
-    fn refusal(&self) -> Refusal {
+    /// Whether another engine may do better.
+    fn is_engines(&self) -> bool {
+        matches!(self, Self::Died | Self::Silent | Self::Failed)
+    }
+
+    fn refusal(self) -> Refusal {
         match self {
-            Self::Died => Refusal::broken(),
+            Self::Died | Self::Failed => Refusal::broken(),
             Self::Silent => Refusal::silent(),
+            Self::Refused(refusal) => refusal,
             Self::OutOfTime => Refusal::out_of_time(),
         }
     }
+}
+
+/// Gives an engine's connection back; it may still have the end of its answer to send.
+fn drain(mut reply: Box<Reply>) {
+    if reply.ends_now() {
+        return reply.finish();
+    }
+    let rest = async move {
+        while let Some(chunk) = reply.chunk().await {
+            if chunk.is_err() {
+                return;
+            }
+        }
+        reply.finish();
+    };
+    // The client has everything; only the connection's next use waits for this.
+    tokio::spawn(async move { drop(tokio::time::timeout(END_AFTER_DONE, rest).await) });
 }
 
 impl From<Refusal> for Ended {

@@ -1,16 +1,17 @@
 //! Everything that is awaited for a client is awaited only for as long as the client is there.
 //!
-//! pingora does not look at the client's socket while `request_filter` runs. So every wait of a request is
-//! raced against a read of that socket, which after the request's body can only bring its end (FIN and RST
-//! alike; a half-close counts as leaving). Bytes of a second, pipelined request count as leaving too: they
-//! would hide the end behind them.
+//! Every wait of a request is raced against a read of the client's socket, which after the request's body can only bring
+//! its end (FIN and RST alike; a half-close counts as leaving). Bytes of a second, pipelined request count as leaving too:
+//! they would hide the end behind them.
 //!
 //! The race must stop once the last byte of the answer has been read from the engine: a keep-alive client may
 //! send its next request the moment it has the answer.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::task::Poll;
 
-use pingora::proxy::Session;
+use crate::session::Session;
 
 /// The client closed its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,11 +21,11 @@ pub(crate) struct ClientGone;
 ///
 /// # Cancel safety
 /// `work` is dropped when the client leaves; pass `&mut future` to keep it.
-pub(crate) async fn race<F: Future>(session: &mut Session, work: F) -> Result<F::Output, ClientGone> {
-    tokio::pin!(work);
-    tokio::select! {
-        biased;
-        done = &mut work => Ok(done),
-        _ = session.as_downstream_mut().read_body_or_idle(true) => Err(ClientGone),
-    }
+pub(crate) async fn race<F: Future>(session: &Session, work: F) -> Result<F::Output, ClientGone> {
+    let mut work = pin!(work);
+    poll_fn(|context| match work.as_mut().poll(context) {
+        Poll::Ready(done) => Poll::Ready(Ok(done)),
+        Poll::Pending => session.poll_gone(context).map(|()| Err(ClientGone)),
+    })
+    .await
 }

@@ -5,6 +5,8 @@
 //! cached somewhere.
 
 use crate::config::DisaggregateConfig;
+use crate::intake::Ask;
+use crate::memory::Holding;
 
 /// What is known when the decision is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -23,16 +25,7 @@ pub(crate) struct Facts {
     pub prefill_in_flight: usize,
 }
 
-/// What was decided, and why.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Disaggregation {
-    /// Another engine prefills.
-    Remote(Why),
-    /// The decode engine computes everything.
-    Local(Why),
-}
-
-/// Why.
+/// What was decided, which is said by why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Why {
     /// Every request of this model is.
@@ -46,7 +39,7 @@ pub(crate) enum Why {
     /// The decode engine holds too much of it.
     Cached,
     PrefillBusy,
-    /// No prefill engine could be had, and the model falls back.
+    /// No prefill engine could be had, and the model falls back. Never decided, only come to.
     FellBack,
 }
 
@@ -63,6 +56,25 @@ impl Why {
         Self::FellBack,
     ];
 
+    /// Whether another engine prefills. Otherwise the decode engine computes everything.
+    pub(crate) fn is_remote(self) -> bool {
+        match self {
+            Self::Always | Self::WorthIt => true,
+            Self::NoPrefillEngines
+            | Self::SeveralPrompts
+            | Self::PromptLogprobs
+            | Self::ShortPrompt
+            | Self::Cached
+            | Self::PrefillBusy
+            | Self::FellBack => false,
+        }
+    }
+
+    /// `prefill_decode` or `decode_only`.
+    pub(crate) fn decision(self) -> &'static str {
+        if self.is_remote() { "prefill_decode" } else { "decode_only" }
+    }
+
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Always => "always",
@@ -78,34 +90,34 @@ impl Why {
     }
 }
 
-impl Disaggregation {
-    /// `prefill_decode` or `decode_only`.
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Remote(_) => "prefill_decode",
-            Self::Local(_) => "decode_only",
+impl Facts {
+    /// What is known of a request whose decode engine holds this much of its prompt.
+    pub(crate) fn of(ask: &Ask, holding: Holding) -> Self {
+        let wanted = ask.wanted();
+        Self {
+            has_prefill: !ask.model.prefill.is_empty(),
+            several_prompts: ask.aggregate,
+            prompt_logprobs: ask.prompt_logprobs,
+            prompt_tokens: wanted.tokens,
+            cached_share: holding.share(&wanted),
+            prefill_in_flight: ask.model.prefill.least_in_flight(),
         }
-    }
-
-    pub(crate) fn why(self) -> Why {
-        let (Self::Remote(why) | Self::Local(why)) = self;
-        why
     }
 }
 
 /// Decides.
-pub(crate) fn decide(config: &DisaggregateConfig, facts: &Facts) -> Disaggregation {
+pub(crate) fn decide(config: &DisaggregateConfig, facts: &Facts) -> Why {
     if !facts.has_prefill {
-        return Disaggregation::Local(Why::NoPrefillEngines);
+        return Why::NoPrefillEngines;
     }
     if facts.several_prompts {
-        return Disaggregation::Local(Why::SeveralPrompts);
+        return Why::SeveralPrompts;
     }
     if facts.prompt_logprobs {
-        return Disaggregation::Local(Why::PromptLogprobs);
+        return Why::PromptLogprobs;
     }
     if config.always || *config == DisaggregateConfig::default() {
-        return Disaggregation::Remote(Why::Always);
+        return Why::Always;
     }
     let uncached_share = (1.0 - facts.cached_share).clamp(0.0, 1.0);
     // Estimates of prompts are far below 2^53.
@@ -121,7 +133,7 @@ pub(crate) fn decide(config: &DisaggregateConfig, facts: &Facts) -> Disaggregati
     } else {
         None
     };
-    against.map_or(Disaggregation::Remote(Why::WorthIt), Disaggregation::Local)
+    against.unwrap_or(Why::WorthIt)
 }
 
 #[cfg(test)]
@@ -135,13 +147,13 @@ mod tests {
     #[test]
     fn with_the_defaults_every_request_of_one_prompt_is_prefilled_elsewhere() {
         let config = DisaggregateConfig::default();
-        assert_eq!(decide(&config, &facts(0, 1.0)), Disaggregation::Remote(Why::Always));
+        assert_eq!(decide(&config, &facts(0, 1.0)), Why::Always);
         let several = Facts { several_prompts: true, ..facts(9_000, 0.0) };
-        assert_eq!(decide(&config, &several), Disaggregation::Local(Why::SeveralPrompts));
+        assert_eq!(decide(&config, &several), Why::SeveralPrompts);
         let logprobs = Facts { prompt_logprobs: true, ..facts(9_000, 0.0) };
-        assert_eq!(decide(&config, &logprobs), Disaggregation::Local(Why::PromptLogprobs));
+        assert_eq!(decide(&config, &logprobs), Why::PromptLogprobs);
         let none = Facts { has_prefill: false, ..facts(9_000, 0.0) };
-        assert_eq!(decide(&config, &none), Disaggregation::Local(Why::NoPrefillEngines));
+        assert_eq!(decide(&config, &none), Why::NoPrefillEngines);
     }
 
     #[test]
@@ -154,15 +166,15 @@ mod tests {
             ..DisaggregateConfig::default()
         };
         let of = |facts: Facts| decide(&config, &facts);
-        assert_eq!(of(facts(99, 0.0)), Disaggregation::Local(Why::ShortPrompt));
-        assert_eq!(of(facts(511, 0.0)), Disaggregation::Local(Why::ShortPrompt));
-        assert_eq!(of(facts(512, 0.0)), Disaggregation::Remote(Why::WorthIt));
-        assert_eq!(of(facts(2048, 0.75)), Disaggregation::Local(Why::Cached), "by share");
-        assert_eq!(of(facts(1000, 0.5)), Disaggregation::Local(Why::Cached), "by tokens");
-        assert_eq!(of(facts(2048, 0.5)), Disaggregation::Remote(Why::WorthIt));
+        assert_eq!(of(facts(99, 0.0)), Why::ShortPrompt);
+        assert_eq!(of(facts(511, 0.0)), Why::ShortPrompt);
+        assert_eq!(of(facts(512, 0.0)), Why::WorthIt);
+        assert_eq!(of(facts(2048, 0.75)), Why::Cached, "by share");
+        assert_eq!(of(facts(1000, 0.5)), Why::Cached, "by tokens");
+        assert_eq!(of(facts(2048, 0.5)), Why::WorthIt);
         let busy = Facts { prefill_in_flight: 4, ..facts(2048, 0.0) };
-        assert_eq!(of(busy), Disaggregation::Local(Why::PrefillBusy));
+        assert_eq!(of(busy), Why::PrefillBusy);
         let always = DisaggregateConfig { always: true, ..config.clone() };
-        assert_eq!(decide(&always, &busy), Disaggregation::Remote(Why::Always));
+        assert_eq!(decide(&always, &busy), Why::Always);
     }
 }

@@ -4,9 +4,11 @@
 //! answer, a refusal, a panic, a connection task that is aborted at shutdown), the machine hears of it and
 //! what is owed is paid.
 
+mod choosing;
 mod going_on;
 mod verdicts;
 
+use choosing::Had;
 pub(crate) use going_on::Rest;
 use verdicts::Suspect;
 
@@ -14,15 +16,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use baton_connector::RequestId;
-use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Fit, Outcome, Settlement, Timeline};
+use baton_connector::exchange::{
+    Attempt, Event, Exchange, Failure, Fit, Lent, Outcome, Settlement, Span, State, Timeline,
+};
 use hyper::header::HeaderValue;
-use pingora::proxy::Session;
 
 use crate::admission::Ticket;
 use crate::alive::while_alive;
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
-use crate::disaggregation::{self, Disaggregation, Facts, Why};
+use crate::disaggregation::Why;
 use crate::explain::Account;
 use crate::generation::Generation;
 use crate::inflight::Entry;
@@ -33,11 +36,11 @@ use crate::legs::{Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::models::Model;
 use crate::observe::Watched;
-use crate::policy::Wanted;
-use crate::pool::{Pool, Reserved, Scarce};
+use crate::pool::{Reserved, Scarce};
 use crate::request_id;
 use crate::retries::Retry;
 use crate::rewrite;
+use crate::session::Session;
 use crate::settle::{Debtor, Returned};
 use crate::shared::Shared;
 use crate::trace_context::Trace;
@@ -66,12 +69,30 @@ pub(crate) struct Answer {
     pub load: InFlight,
 }
 
+/// What asking prefill engines came to.
+enum Elsewhere {
+    /// One answered, with a handoff or with none.
+    Prefilled(Option<Arc<str>>),
+    /// None could be had, for want of any or of room.
+    NotHad(Scarce, Refusal),
+}
+
+/// What one attempt at a decode engine came to.
+enum Attempted {
+    Accepted(Answer),
+    /// It refused the request itself: the exchange is over.
+    Refused(Refusal),
+    Failed(Refusal, Meaning),
+}
+
 /// One request's exchange in operation.
 pub(crate) struct ExchangeDriver {
     shared: Arc<Shared>,
     generation: Arc<Generation>,
     /// The decode engine that is set aside for the request before any prefill is spent on it.
     reserved: Option<Reserved>,
+    /// What it brings to a queue; set when it is let in.
+    ticket: Option<Ticket>,
     debtor: Debtor,
     pub model: Arc<Model>,
     /// What is noted of the engines' doings.
@@ -116,6 +137,7 @@ impl ExchangeDriver {
             account,
             generation,
             reserved: None,
+            ticket: None,
             debtor: Debtor { request, exchange, model: None, authorization: None },
             lent: None,
             attempts: Vec::new(),
@@ -147,13 +169,9 @@ impl ExchangeDriver {
             return None;
         }
         let line = self.timeline();
-        let spans = [
-            ("prefill", line.prefill_sent, line.held),
-            ("gap", line.prefill_sent.and(line.held), line.decode_sent),
-            ("accept", line.decode_sent, line.accepted),
-        ];
-        let parts = spans.into_iter().filter_map(|(name, from, to)| {
-            Some(format!("{name};dur={:.3}", to?.since(from?).as_secs_f64() * 1000.0))
+        let spans = [("prefill", line.prefill()), ("gap", line.gap()), ("accept", line.accept())];
+        let parts = spans.into_iter().filter_map(|(name, span)| {
+            Some(format!("{name};dur={:.3}", span.and_then(Span::took)?.as_secs_f64() * 1000.0))
         });
         HeaderValue::from_str(&parts.collect::<Vec<_>>().join(", ")).ok()
     }
@@ -174,12 +192,6 @@ impl ExchangeDriver {
         }
         if step.fit == Fit::Applied {
             self.watched.event(event, now, &self.attempts);
-            if let Event::PrefillFailed(by, Failure::NotReached)
-            | Event::DecodeFailed(by, Failure::NotReached) = event
-            {
-                // It may come back with an empty cache.
-                self.shared.fleet.memory.forget_sent(self.engine(by).id());
-            }
             if let Some(account) = &self.account {
                 account.event(&event, &self.attempts);
             }
@@ -194,23 +206,6 @@ impl ExchangeDriver {
         if let Some(account) = &self.account {
             account.end(status, self.outcome());
         }
-    }
-
-    /// An engine for a leg; what it was chosen from is noted for those who ask.
-    fn choose(
-        &self,
-        leg: Leg,
-        pool: &Pool,
-        wanted: &Wanted<'_>,
-        tried: &[Arc<Engine>],
-    ) -> Result<Reserved, Scarce> {
-        let Some(account) = &self.account else { return pool.reserve(wanted, tried) };
-        let mut sight = None;
-        let reserved = pool.reserve_telling(wanted, tried, Some(&mut sight));
-        if let Some(sight) = sight {
-            account.chose(leg, sight);
-        }
-        reserved
     }
 
     /// A piece of the answer is being passed on.
@@ -230,94 +225,45 @@ impl ExchangeDriver {
         self.exchange(|exchange| *exchange.timeline())
     }
 
-    /// Sets a decode engine aside, before prefill is asked for anything; waits in the model's queue when all are
-    /// full.
-    ///
-    /// # Errors
-    /// No decode engine can be had.
-    pub(crate) async fn reserve(
-        &mut self,
-        session: &mut Session,
-        ask: &Ask,
-        ticket: Ticket,
-    ) -> Result<(), Ended> {
-        self.source = ask.source(session.client_addr());
-        self.debtor.model = Some(Arc::clone(&ask.model));
-        self.debtor.authorization = ask.authorization.clone();
-        let generation = Arc::clone(&self.generation);
-        let mut waits = false;
-        let room = || {
-            let wanted = ask.wanted();
-            if !std::mem::replace(&mut waits, true) {
-                return self.choose(Leg::Decode, &ask.model.decode, &wanted, &[]);
-            }
-            // Engines that came since are good for those who wait already.
-            let now = self.shared.generation();
-            let model = now.models.named(Some(&ask.model.name)).unwrap_or(&ask.model);
-            let mut sight = None;
-            let reserved = model.decode.reserve_telling(&wanted, &[], Some(&mut sight))?;
-            if let (Some(account), Some(sight)) = (&self.account, sight) {
-                account.chose(Leg::Decode, sight);
-            }
-            Ok(reserved)
-        };
-        match race(session, ask.model.queue.enter(ticket, &generation.config.queue, room)).await {
-            Err(ClientGone) => Err(self.client_gone()),
-            Ok(Ok(reserved)) => {
-                self.reserved = Some(reserved);
-                Ok(())
-            }
-            Ok(Err(refusal)) => {
-                self.apply(Event::GaveUp);
-                Err(refusal.into())
-            }
-        }
-    }
-
-    /// Whether another engine prefills, now that it is known which one decodes.
-    fn disaggregation(&self, ask: &Ask) -> Disaggregation {
-        let wanted = ask.wanted();
-        let holding = self.reserved.as_ref().map(|reserved| reserved.holding).unwrap_or_default();
-        let facts = Facts {
-            has_prefill: !ask.model.prefill.is_empty(),
-            several_prompts: ask.aggregate,
-            prompt_logprobs: ask.prompt_logprobs,
-            prompt_tokens: wanted.tokens,
-            cached_share: holding.share(&wanted),
-            prefill_in_flight: ask.model.prefill.least_in_flight(),
-        };
-        let decided = disaggregation::decide(&ask.model.disaggregate, &facts);
-        if let Some(account) = &self.account {
-            account.disaggregated(decided, facts);
-        }
-        decided
-    }
-
-    /// A prefill engine: another than the decode engine and than those that were asked before, if there is another.
-    /// Those from the attempt `first` on were asked in this round.
-    fn reserve_prefill(&self, ask: &Ask, first: usize) -> Result<Reserved, Scarce> {
-        let mut wanted = ask.wanted();
-        wanted.pair = self.reserved.as_ref().and_then(Reserved::pair);
-        let decode = self.reserved.as_ref().map(Reserved::engine);
-        let tried = &self.attempts[first..];
-        let others: Vec<_> = tried.iter().chain(&self.prefill_engine).chain(decode).cloned().collect();
-        let before = &others[..others.len() - usize::from(decode.is_some())];
-        let choose = |tried: &[Arc<Engine>]| self.choose(Leg::Prefill, &ask.model.prefill, &wanted, tried);
-        choose(&others).or_else(|_| choose(before)).or_else(|_| choose(tried))
-    }
-
     /// First leg: the handoff, or `None` when the decode engine is to compute everything.
     pub(crate) async fn prefill(
         &mut self,
         session: &mut Session,
         ask: &Ask,
     ) -> Result<Option<Arc<str>>, Ended> {
-        let decided = self.disaggregation(ask);
-        self.shared.metrics.routing.disaggregation(decided);
-        if let Disaggregation::Local(_) = decided {
+        if !ask.dialect.generates() {
             self.apply(Event::PrefillSkipped);
             return Ok(None);
         }
+        let why = self.disaggregation(ask);
+        let (why, prefilled) = if why.is_remote() {
+            match self.prefill_elsewhere(session, ask).await {
+                Ok(Elsewhere::Prefilled(handoff)) => (why, Ok(handoff)),
+                Ok(Elsewhere::NotHad(..)) if ask.model.fallback == Fallback::Aggregate => {
+                    self.apply(Event::PrefillSkipped);
+                    (Why::FellBack, Ok(None))
+                }
+                Ok(Elsewhere::NotHad(scarce, last)) => {
+                    self.apply(match scarce {
+                        Scarce::Full => Event::NotAdmitted,
+                        Scarce::Nobody => Event::GaveUp,
+                    });
+                    (why, Err(Ended::Refused(last)))
+                }
+                Err(ended) => (why, Err(ended)),
+            }
+        } else {
+            self.apply(Event::PrefillSkipped);
+            (why, Ok(None))
+        };
+        // What is computed anew was counted in the first round.
+        if self.may_recompute {
+            self.shared.metrics.routing.disaggregation(why);
+        }
+        prefilled
+    }
+
+    async fn prefill_elsewhere(&mut self, session: &mut Session, ask: &Ask) -> Result<Elsewhere, Ended> {
         let silence = ask.model.bounds.prefill_silence;
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
         let mut outgoing = self.outgoing(
@@ -325,18 +271,30 @@ impl ExchangeDriver {
             Leg::Prefill,
             rewrite::prefill_body(ask.dialect, &ask.body, &ask.owned, &ask.model.name_in_bodies),
         );
-        let first = self.attempts.len();
+        let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
-        for asked in 0..usize::from(self.generation.config.attempts.prefill) {
-            let Ok(Reserved { member, load, .. }) = self.reserve_prefill(ask, first) else { break };
-            if !self.may_try_again(session, Leg::Prefill, asked).await? {
+        while tried.len() < usize::from(self.generation.config.attempts.prefill) {
+            let Ok(had) = self.another_prefill(session, ask, &tried).await else {
+                return Err(self.client_gone());
+            };
+            let Reserved { member, load, .. } = match had {
+                Had::Engine(reserved) => reserved,
+                Had::None(Scarce::Nobody) => break,
+                Had::None(Scarce::Full) => return Ok(Elsewhere::NotHad(Scarce::Full, Refusal::all_busy())),
+                Had::Busy(busy) => {
+                    self.apply(Event::NotAdmitted);
+                    return Err(busy.into());
+                }
+            };
+            if !self.may_try_again(session, Leg::Prefill, tried.len()).await? {
                 break;
             }
             let engine = Arc::clone(&member.engine);
             outgoing.rank = member.rank;
-            let begun = Instant::now();
+            let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.prefill_engine = Some(Arc::clone(&engine));
+            tried.push(Arc::clone(&engine));
             self.apply(Event::PrefillSent(attempt));
             let call = self.prefill.insert(PrefillCall::start(attempt, load, outgoing.clone()));
             let prefilled = while_alive(&engine, pause, silence, call.prefilled());
@@ -357,17 +315,17 @@ impl ExchangeDriver {
             // It has answered: there is nothing to read on.
             self.prefill = None;
             match &prefilled {
-                Prefilled::Lent(..) | Prefilled::Empty => self.prefilled(&engine, begun.elapsed()),
-                Prefilled::Refused(_) => self.refused(&engine, Leg::Prefill, begun.elapsed()),
+                Prefilled::Lent(..) | Prefilled::Empty => self.prefilled(&engine, asked.elapsed()),
+                Prefilled::Refused(_) => self.refused(&engine, Leg::Prefill, asked.elapsed()),
                 Prefilled::Failed(..) => {}
             }
             self.apply(prefilled.event(attempt));
             match prefilled {
                 Prefilled::Lent(params, _) => {
                     self.lent = Some((attempt, Arc::clone(&params)));
-                    return Ok(Some(params));
+                    return Ok(Elsewhere::Prefilled(Some(params)));
                 }
-                Prefilled::Empty => return Ok(None),
+                Prefilled::Empty => return Ok(Elsewhere::Prefilled(None)),
                 Prefilled::Refused(refusal) => return Err(Ended::Refused(refusal)),
                 Prefilled::Failed(_, refusal, blame) => {
                     self.note_misconfigured(&engine, Leg::Prefill, &refusal);
@@ -376,22 +334,7 @@ impl ExchangeDriver {
                 }
             }
         }
-        self.fall_back(ask, last)
-    }
-
-    /// Without a prefill engine the decode engine computes everything, where that is configured.
-    fn fall_back(&mut self, ask: &Ask, last: Refusal) -> Result<Option<Arc<str>>, Ended> {
-        match ask.model.fallback {
-            Fallback::Aggregate => {
-                self.shared.metrics.routing.disaggregation(Disaggregation::Local(Why::FellBack));
-                self.apply(Event::PrefillSkipped);
-                Ok(None)
-            }
-            Fallback::None => {
-                self.apply(Event::GaveUp);
-                Err(Ended::Refused(last))
-            }
-        }
+        Ok(Elsewhere::NotHad(Scarce::Nobody, last))
     }
 
     /// Second leg: the head of a decode engine's good answer. Every engine that is asked gets the same handoff. If none
@@ -411,7 +354,10 @@ impl ExchangeDriver {
                 self.debtor.request = request_id::anew(&self.debtor.request);
                 self.shared.metrics.legs.recomputes.increment(1);
                 let handoff = match ask.model.fallback {
-                    Fallback::Aggregate => self.fall_back(ask, Refusal::none_left())?,
+                    Fallback::Aggregate => {
+                        self.apply(Event::PrefillSkipped);
+                        None
+                    }
                     Fallback::None => self.prefill(session, ask).await?,
                 };
                 let answer = self.decode_with(session, ask, handoff).await?;
@@ -428,47 +374,36 @@ impl ExchangeDriver {
         handoff: Option<Arc<str>>,
     ) -> Result<Option<Answer>, Ended> {
         let recompute = handoff.is_some() && self.may_recompute;
-        let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let first_byte = ask.model.bounds.decode_first_byte;
         let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name_in_bodies, handoff.as_deref());
         let mut outgoing = self.outgoing(ask, Leg::Decode, body);
-        outgoing.router_settles = true;
-        let first = self.attempts.len();
+        outgoing.router_settles = handoff.is_some();
+        let state = self.exchange(|exchange| exchange.state());
+        // Baton's engines say what a handoff came to.
+        let may_be_spent = recompute && matches!(state, State::Held(Some(Lent { handle: None, .. })));
+        let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         let mut spent = false;
-        for asked in 0..usize::from(self.generation.config.attempts.decode) {
-            let reserved = self.reserved.take().map(Ok);
-            let reserved = reserved.unwrap_or_else(|| {
-                self.choose(Leg::Decode, &ask.model.decode, &ask.wanted(), &self.attempts[first..])
-            });
-            let Ok(Reserved { member, load, .. }) = reserved else { break };
-            if !self.may_try_again(session, Leg::Decode, asked).await? {
+        while tried.len() < usize::from(self.generation.config.attempts.decode) {
+            let reserved = match self.reserved.take() {
+                Some(reserved) => reserved,
+                None => match self.another_decode(session, ask, &tried).await {
+                    Ok(Had::Engine(reserved)) => reserved,
+                    Ok(Had::None(_)) => break,
+                    Ok(Had::Busy(busy)) => {
+                        last = Refusal(busy);
+                        break;
+                    }
+                    Err(ClientGone) => return Err(self.client_gone()),
+                },
+            };
+            if !self.may_try_again(session, Leg::Decode, tried.len()).await? {
                 break;
             }
-            let engine = Arc::clone(&member.engine);
-            outgoing.rank = member.rank;
-            let begun = Instant::now();
-            let attempt = self.attempt(&engine);
-            self.decode_engine = Some(Arc::clone(&engine));
-            self.apply(Event::DecodeSent(attempt));
-            let Ok(decoding) = race(session, decode::ask(&engine, &outgoing, first_byte, pause)).await else {
-                return Err(self.client_gone());
-            };
-            match decoding {
-                Decoding::Accepted(reply) => {
-                    self.accepted(&engine, begun.elapsed());
-                    self.apply(Event::DecodeAccepted(attempt));
-                    return Ok(Some(Answer { attempt, reply, load }));
-                }
-                Decoding::Refused(refusal) => {
-                    self.refused(&engine, Leg::Decode, begun.elapsed());
-                    self.apply(Event::DecodeRefused(attempt));
-                    return Err(Ended::Refused(refusal));
-                }
-                Decoding::Failed(failure, refusal, meaning, blame) => {
-                    self.apply(Event::DecodeFailed(attempt, failure));
-                    self.blame(&engine, Leg::Decode, blame);
-                    self.note_misconfigured(&engine, Leg::Decode, &refusal);
+            tried.push(Arc::clone(reserved.engine()));
+            match self.ask_decode(session, ask, reserved, &mut outgoing, may_be_spent).await? {
+                Attempted::Accepted(answer) => return Ok(Some(answer)),
+                Attempted::Refused(refusal) => return Err(Ended::Refused(refusal)),
+                Attempted::Failed(refusal, meaning) => {
                     last = refusal;
                     spent |= matches!(meaning, Meaning::CannotUseHandoff | Meaning::HandoffSpent);
                     if meaning == Meaning::HandoffSpent && recompute || self.is_deafening() {
@@ -483,6 +418,55 @@ impl ExchangeDriver {
         }
         self.apply(Event::GaveUp);
         Err(Ended::Refused(last))
+    }
+
+    /// One attempt at a decode engine. `may_be_spent`: a stock engine's handoff, which its failure may be the end of.
+    /// Stock vLLM answers a plain 500 when the engine that lends is gone (0.32, observed 2026-11-20), and whoever is sent
+    /// the same handoff next will too.
+    async fn ask_decode(
+        &mut self,
+        session: &mut Session,
+        ask: &Ask,
+        reserved: Reserved,
+        outgoing: &mut Outgoing,
+        may_be_spent: bool,
+    ) -> Result<Attempted, Ended> {
+        let Reserved { member, load, .. } = reserved;
+        let engine = Arc::clone(&member.engine);
+        outgoing.rank = member.rank;
+        let asked = Instant::now();
+        let attempt = self.attempt(&engine);
+        self.decode_engine = Some(Arc::clone(&engine));
+        self.apply(Event::DecodeSent(attempt));
+        let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
+        let first_byte = ask.model.bounds.decode_first_byte;
+        let admitted = || self.apply(Event::DecodeAccepted(attempt));
+        let answer = decode::ask(&engine, outgoing, first_byte, pause, admitted);
+        let Ok(decoding) = race(session, answer).await else {
+            return Err(self.client_gone());
+        };
+        Ok(match decoding {
+            Decoding::Accepted(reply) => {
+                self.accepted(&engine, asked.elapsed());
+                Attempted::Accepted(Answer { attempt, reply, load })
+            }
+            Decoding::Refused(refusal) => {
+                self.refused(&engine, Leg::Decode, asked.elapsed());
+                self.apply(Event::DecodeRefused(attempt));
+                Attempted::Refused(refusal)
+            }
+            Decoding::Failed(failure, refusal, Meaning::FailedInside, _) if may_be_spent => {
+                // Nobody knows whose fault it was; if it was this engine's, the second round shows it.
+                self.apply(Event::DecodeFailed(attempt, failure));
+                Attempted::Failed(refusal, Meaning::HandoffSpent)
+            }
+            Decoding::Failed(failure, refusal, meaning, blame) => {
+                self.apply(Event::DecodeFailed(attempt, failure));
+                self.blame(&engine, Leg::Decode, blame);
+                self.note_misconfigured(&engine, Leg::Decode, &refusal);
+                Attempted::Failed(refusal, meaning)
+            }
+        })
     }
 
     /// The request has taken longer than it may: everything that is owed is on its way when this returns.

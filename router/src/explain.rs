@@ -17,7 +17,7 @@ use baton_connector::RequestId;
 use baton_connector::exchange::{Event, Failure, Outcome};
 use hyper::header::HeaderValue;
 
-use crate::disaggregation::{Disaggregation, Facts};
+use crate::disaggregation::{Facts, Why};
 use crate::metrics::Leg;
 use crate::upstream::Engine;
 pub(crate) use dry_run::dry_run;
@@ -62,7 +62,7 @@ struct Over {
 /// One thing that was decided, or that happened.
 enum Step {
     Chose(Leg, Box<Sight>),
-    Disaggregated(Disaggregation, Facts),
+    Disaggregated(Why, Facts),
     /// An attempt at an engine.
     Asked(Leg, Arc<str>),
     /// What came of an attempt.
@@ -140,8 +140,8 @@ impl Account {
         self.tell(Step::Chose(leg, Box::new(sight)));
     }
 
-    pub(crate) fn disaggregated(&self, decided: Disaggregation, facts: Facts) {
-        self.tell(Step::Disaggregated(decided, facts));
+    pub(crate) fn disaggregated(&self, why: Why, facts: Facts) {
+        self.tell(Step::Disaggregated(why, facts));
     }
 
     /// The exchange took an event; `engines` are those of its attempts.
@@ -168,6 +168,7 @@ impl Account {
             Event::StreamEnded(by) => step(by, Decode, Some("complete")),
             Event::StreamBroken(by) => step(by, Decode, Some("broke off")),
             Event::StreamCut(by) => step(by, Decode, Some("broke off; another goes on")),
+            Event::NotAdmitted => Step::Went("not admitted"),
             Event::PrefillSkipped => Step::Went("no remote prefill"),
             Event::HandoffSpent => Step::Went("the handoff is spent; the prompt is computed anew"),
             Event::GaveUp => Step::Went("gave up"),

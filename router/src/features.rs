@@ -33,6 +33,11 @@ pub(crate) struct Features {
     blocks: Vec<u64>,
     /// Tokens of the prompt, estimated.
     pub tokens: u64,
+    /// Tokens of one chunk of `prefix`, and of the tools in front of the first; estimated.
+    chunk_tokens: f64,
+    head_tokens: f64,
+    /// Tokens of one of `blocks`.
+    block_tokens: usize,
 }
 
 /// A request, as far as features are made of it.
@@ -92,12 +97,22 @@ impl Features {
             {
                 features.tokens = tokens.len() as u64;
                 features.blocks = links(&tokens, size, config.chunks_max);
+                features.block_tokens = size;
             }
             if needs.prefix {
                 features.prefix = chunks(first_link(source, tools), prompt, config);
+                // What is known of the whole: its tokens may have been counted.
+                let per_byte = features.tokens as f64 / (prompt.len() + tools.len()).max(1) as f64;
+                features.chunk_tokens = config.chunk_bytes as f64 * per_byte;
+                features.head_tokens = tools.len() as f64 * per_byte;
             }
         }
         features
+    }
+
+    /// Of a request of so many tokens of which nothing else matters.
+    pub(crate) fn of_tokens(tokens: u64) -> Self {
+        Self { tokens, ..Self::default() }
     }
 
     /// As policies see it.
@@ -108,6 +123,9 @@ impl Features {
             prefix: &self.prefix,
             blocks: &self.blocks,
             tokens: self.tokens,
+            chunk_tokens: self.chunk_tokens,
+            head_tokens: self.head_tokens,
+            block_tokens: self.block_tokens,
             pair: None,
         }
     }

@@ -2,7 +2,7 @@
 //! where one of them is wanted; written out elsewhere than on the request's own path.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use baton_connector::exchange::{Outcome, Phase, Timeline};
 use baton_connector::{RequestId, Time};
@@ -72,16 +72,6 @@ impl Finished {
     pub(crate) fn calendar(&self, moment: Time) -> SystemTime {
         let before = self.over.since(moment);
         self.at.checked_sub(before).unwrap_or(self.at)
-    }
-
-    /// From one moment to another, where both came.
-    pub(crate) fn span(from: Option<Time>, to: Option<Time>) -> Option<Duration> {
-        Some(to?.since(from?))
-    }
-
-    /// When the first engine was asked.
-    pub(crate) fn asked(&self) -> Option<Time> {
-        self.line.prefill_sent.or(self.line.decode_sent)
     }
 
     /// The phase in which the client left.

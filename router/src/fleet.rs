@@ -71,7 +71,8 @@ impl Fleet {
             return Arc::clone(engine);
         }
         let metrics = self.metrics.engine(&url.authority());
-        let bells = Bells { wake: Arc::clone(&self.wake), freed: Arc::clone(&self.freed) };
+        let (wake, freed) = (Arc::clone(&self.wake), Arc::clone(&self.freed));
+        let bells = Bells { wake, freed, memory: Arc::clone(&self.memory) };
         let hosts = Arc::clone(&self.hosts);
         let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, hosts, metrics));
         self.hosts.add(url.host());
@@ -101,7 +102,7 @@ impl Fleet {
                     orders.drain(..orders.len().saturating_sub(ORDERS_MAX));
                 }
                 self.hosts.remove(url.host());
-                self.memory.forget(engine.id());
+                self.memory.forget(engine.holders());
             }
             kept
         });
@@ -118,8 +119,9 @@ mod tests {
 
     use super::*;
     use crate::config::ReleaseMode;
-    use crate::health::{Standing, state};
+    use crate::health::{Sign, Standing, state};
     use crate::metrics::Leg;
+    use crate::upstream::Manner;
 
     fn terms() -> Terms {
         Terms {
@@ -155,6 +157,46 @@ mod tests {
         drop(again);
         fleet.prune();
         assert_eq!(standing(&fleet.engine(&url(0), &terms())), Standing::Usable);
+    }
+
+    #[test]
+    fn of_those_who_see_an_engine_on_trial_at_once_one_gets_it() {
+        let fleet = Fleet::new(Arc::new(Metrics::new()));
+        let engine = fleet.engine(&url(0), &terms());
+        engine.failed(Leg::Decode, Sign::Unreachable);
+        engine.judge(|health, now, terms| {
+            health.tick(now.after(Duration::from_secs(3600)), 1.0, terms);
+            health.told(Some(true), now, terms);
+        });
+        assert_eq!(engine.health().standing(Leg::Decode), Standing::Trial);
+        let begin = |manner| engine.begin(Leg::Decode, None, 1, usize::MAX, manner);
+        assert!(engine.health().takes(Leg::Decode) && engine.health().takes(Leg::Decode), "both see it");
+        let first = begin(Manner::Careful).expect("one gets it");
+        assert!(begin(Manner::Careful).is_none(), "and the other chooses again");
+        assert!(begin(Manner::Anyway).is_some(), "unless there is no other engine");
+        drop(first);
+        assert!(engine.begin(Leg::Decode, None, 1, 0, Manner::Careful).is_none(), "no place");
+        assert!(begin(Manner::Careful).is_some(), "a trial that found no place is none");
+        assert_eq!((engine.load(None), engine.tokens(None)), (0, 0));
+    }
+
+    #[test]
+    fn the_ranks_of_an_engine_are_counted_and_remembered_apart_and_forgotten_together() {
+        let fleet = Fleet::new(Arc::new(Metrics::new()));
+        let (engine, other) = (fleet.engine(&url(0), &terms()), fleet.engine(&url(1), &terms()));
+        let begin = |rank| engine.begin(Leg::Decode, Some(rank), 10, 1, Manner::Careful);
+        let held = begin(3);
+        assert!(held.is_some() && begin(3).is_none() && begin(2).is_some());
+        let loads = [None, Some(3), Some(2)].map(|rank| (engine.load(rank), engine.tokens(rank)));
+        assert_eq!(loads, [(1, 10), (1, 10), (0, 0)]);
+        for rank in [0, 255] {
+            fleet.memory.sent(engine.holder(Some(rank)), &[u64::from(rank)]);
+        }
+        fleet.memory.sent(other.holder(None), &[7]);
+        let held = |engine: &Engine, rank| fleet.memory.chunks_of(engine.holder(rank));
+        assert_eq!((held(&engine, None), held(&engine, Some(255)), held(&engine, Some(1))), (1, 1, 0));
+        engine.failed(Leg::Decode, Sign::Unreachable);
+        assert_eq!((held(&engine, None), held(&engine, Some(255)), held(&other, None)), (0, 0, 1));
     }
 
     #[test]

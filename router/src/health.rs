@@ -54,6 +54,17 @@ struct Tally {
     latency_us: AtomicU64,
 }
 
+/// Whether a request may be an engine's one while it is on trial.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TryOut {
+    /// It is not on trial.
+    NotOnTrial,
+    /// This request is the one.
+    Mine,
+    /// Another is.
+    Taken,
+}
+
 /// Microseconds of the process's clock.
 pub(crate) fn now() -> Time {
     static START: std::sync::LazyLock<Instant> = std::sync::LazyLock::new(Instant::now);
@@ -87,9 +98,15 @@ impl Health {
         }
     }
 
-    /// Marks the one request of a trial; true where it is one. Whoever got true calls [`Self::tried`].
-    pub(crate) fn try_out(&self, leg: Leg) -> bool {
-        self.standing(leg) == Standing::Trial && !self.trial[leg as usize].swap(true, Ordering::Relaxed)
+    /// Marks the one request of a trial. Whoever got [`TryOut::Mine`] calls [`Self::tried`].
+    pub(crate) fn try_out(&self, leg: Leg) -> TryOut {
+        if self.standing(leg) != Standing::Trial {
+            TryOut::NotOnTrial
+        } else if self.trial[leg as usize].swap(true, Ordering::Relaxed) {
+            TryOut::Taken
+        } else {
+            TryOut::Mine
+        }
     }
 
     /// The one request of a trial is over, however it ended.
@@ -182,8 +199,12 @@ impl Health {
     }
 
     /// What the engine last said of its load, unless that is too long ago.
-    pub(crate) fn load(&self, stale: impl FnOnce() -> Duration) -> Option<EngineLoad> {
-        self.load.load().as_deref().and_then(|load| load.fresh(Instant::now(), stale()))
+    pub(crate) fn load(
+        &self,
+        now: impl FnOnce() -> Instant,
+        stale: impl FnOnce() -> Duration,
+    ) -> Option<EngineLoad> {
+        self.load.load().as_deref().and_then(|load| load.fresh(now(), stale()))
     }
 
     pub(crate) fn set_load(&self, load: EngineLoad) {

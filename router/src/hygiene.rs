@@ -18,11 +18,9 @@
 //! - A body is read straight into the buffer that is sent on; pingora never holds it.
 
 pub(crate) mod chunked;
-mod client;
 pub(crate) mod head;
 mod wire;
 
-pub(crate) use client::Client;
 pub(crate) use wire::{BodyError, Wire};
 
 use std::time::Duration;

@@ -3,27 +3,30 @@
 //! A body that a decode engine's parser refuses strands the prefill engine's blocks for a whole lease on
 //! stock vLLM (30.03 s measured), so nothing that the router can know to be wrong is sent on.
 
+mod passed;
+
 use std::hash::{Hash, Hasher};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_openai::{ApiError, Outline, ParseLimits, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
-use pingora::protocols::l4::socket::SocketAddr;
-use pingora::proxy::Session;
 
 use crate::admission::body_budget::Share;
+use crate::client_watch::ClientGone;
 use crate::config::Priority;
 use crate::exchange_driver::Ended;
 use crate::features::{Features, Source};
 use crate::generation::Generation;
-use crate::hygiene::{BodyError, Wire};
+use crate::hygiene::BodyError;
 use crate::legs::Refusal;
 use crate::models::Model;
 use crate::policy::Wanted;
 use crate::rewrite::{ClientRules, Owned};
 use crate::route::Dialect;
+use crate::session::Session;
 use crate::tenants::{Auth, Identity};
 
 /// When to come back while too many bodies are held.
@@ -101,6 +104,7 @@ impl Ask {
         let (body, mut outline) = match dialect {
             Dialect::OpenAi(endpoint) => RawBody::generate(body, endpoint, limits, &ClientRules)?,
             Dialect::Responses => RawBody::responses(body, limits, &ClientRules)?,
+            Dialect::Passed(path) => return Self::read_passed(path, body, headers, generation, owner),
         };
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
         let aggregate = outline.prompts > 1;
@@ -147,14 +151,14 @@ impl Ask {
 
     /// Who sent it, as a hash: the tenant, where the router knows it, or else the credentials that it passes on,
     /// or else the address.
-    pub(crate) fn source(&self, peer: Option<&SocketAddr>) -> u64 {
+    pub(crate) fn source(&self, peer: SocketAddr) -> u64 {
         if let Some(owner) = self.owner {
             return owner;
         }
         let mut hasher = std::hash::DefaultHasher::new();
         match &self.authorization {
             Some(credentials) => credentials.hash(&mut hasher),
-            None => peer.and_then(|peer| peer.as_inet()).map(|peer| peer.ip()).hash(&mut hasher),
+            None => peer.ip().hash(&mut hasher),
         }
         hasher.finish()
     }
@@ -221,7 +225,7 @@ pub(crate) async fn body(
     mut share: Share<'_>,
     within: Duration,
 ) -> Result<Bytes, Ended> {
-    let wire = Wire::of(session).ok_or(Ended::ClientGone)?;
+    let wire = session.wire().clone();
     is_json(&session.req_header().headers)?;
     if wire.declared().is_some_and(|bytes| bytes > limit_bytes as u64) {
         return Err(ApiError::payload_too_large(limit_bytes).into());
@@ -232,8 +236,7 @@ pub(crate) async fn body(
         return Err(spent().into());
     }
     if wire.expects_continue() {
-        let said = session.as_downstream_mut().write_continue_response().await;
-        said.map_err(|_| Ended::ClientGone)?;
+        session.go_on().await.map_err(|ClientGone| Ended::ClientGone)?;
     }
     match tokio::time::timeout(within, wire.body(limit_bytes, &mut share)).await {
         Ok(Ok(body)) => Ok(body),

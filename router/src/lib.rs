@@ -13,7 +13,7 @@
 //! |---|---|
 //! | [`config`] | the YAML file, checked |
 //! | `hygiene` | a client's bytes, read strictly before anything else sees them |
-//! | `service`, `route`, `intake`, `features`, `rewrite` | a request in: pingora's phases, paths, body, what is taken out |
+//! | `session`, `service`, `route`, `intake`, `features`, `rewrite` | a request in: its head, paths, body, what is taken out |
 //! | `models`, `pool`, `policy` | which engine is chosen |
 //! | `memory`, `prefix_index`, `kv_events` | what the engines' caches hold, as far as is known |
 //! | `admission` | who waits when every engine is full, and whose turn it is |
@@ -24,7 +24,7 @@
 //! | `tenants`, `tls` | who asks, and what they may; encrypted connections |
 //! | `reload`, `discovery` | the next configuration; engines that it does not list |
 //! | `upstream` | connections to engines |
-//! | `answer`, `client_stream`, `sse`, `passthrough`, `client_watch` | the answer out, and whether the client is still there |
+//! | `answer`, `sse`, `client_watch` | the answer out, and whether the client is still there |
 //! | `settle` | aborts and releases |
 //! | `explain` | why a request went where it went |
 //! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
@@ -37,7 +37,6 @@ mod admin;
 mod admission;
 mod alive;
 mod answer;
-mod client_stream;
 mod client_watch;
 pub mod config;
 mod disaggregation;
@@ -64,7 +63,6 @@ mod metrics;
 mod models;
 mod observe;
 mod observers;
-mod passthrough;
 mod policy;
 mod pool;
 mod prefix_index;
@@ -77,6 +75,7 @@ mod route;
 mod seldom;
 mod server;
 mod service;
+mod session;
 mod settle;
 mod shared;
 mod sse;

@@ -2,10 +2,14 @@
 //! themselves. It outlives reloads, because the caches do.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::policy::Wanted;
 use crate::prefix_index::{Match, PrefixIndex};
+
+/// The numbers under which the caches of one engine are remembered; see [`crate::upstream::Engine::holder`].
+pub(crate) type Holders = Range<u32>;
 
 /// Two indexes: by chunks of prompts as the router sent them, and by KV blocks as engines told.
 #[derive(Debug)]
@@ -26,10 +30,19 @@ pub(crate) struct Holding {
 }
 
 impl Holding {
-    /// The share of the prompt that it is, as far as is known: 0 to 1.
+    /// Tokens of the prompt that it is, as far as is known. Only the beginning of a long prompt is looked at, so of a
+    /// longer one this is less than what is held.
+    pub(crate) fn tokens(self, wanted: &Wanted<'_>) -> u64 {
+        let head = if self.chunks == 0 { 0.0 } else { wanted.head_tokens };
+        let by_chunks = (head + self.chunks as f64 * wanted.chunk_tokens).round() as u64;
+        let by_blocks = (self.blocks * wanted.block_tokens) as u64;
+        by_chunks.max(by_blocks).min(wanted.tokens)
+    }
+
+    /// The same as a share of the whole prompt: 0 to 1.
     pub(crate) fn share(self, wanted: &Wanted<'_>) -> f64 {
-        let of = |held: usize, all: usize| if all == 0 { 0.0 } else { held as f64 / all as f64 };
-        of(self.chunks, wanted.prefix.len()).max(of(self.blocks, wanted.blocks.len()))
+        // Tokens of prompts are far below 2^53.
+        if wanted.tokens == 0 { 0.0 } else { self.tokens(wanted) as f64 / wanted.tokens as f64 }
     }
 }
 
@@ -59,14 +72,15 @@ impl Memory {
     }
 
     /// An engine is gone.
-    pub(crate) fn forget(&self, engine: u32) {
-        lock(&self.sent).forget(engine);
-        self.forget_told(engine);
+    pub(crate) fn forget(&self, engine: Holders) {
+        self.forget_told(engine.start);
+        self.forget_sent(engine);
     }
 
     /// An engine that could not be reached may come back with an empty cache.
-    pub(crate) fn forget_sent(&self, engine: u32) {
-        lock(&self.sent).forget(engine);
+    pub(crate) fn forget_sent(&self, engine: Holders) {
+        let mut sent = lock(&self.sent);
+        engine.for_each(|holder| sent.forget(holder));
     }
 
     /// An engine tells nothing any more.

@@ -2,12 +2,14 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use baton_openai::ApiError;
 
 use crate::admission::ModelQueue;
 use crate::config::{
-    Bounds, DisaggregateConfig, EngineConfig, Fallback, FeaturesConfig, ModelConfig, PoolConfig, RouterConfig,
+    Bounds, DisaggregateConfig, EngineConfig, EngineUrl, Fallback, FeaturesConfig, ModelConfig, PoolConfig,
+    ReleaseMode, RouterConfig,
 };
 use crate::discovery::membership::Members;
 use crate::features::Needs;
@@ -34,14 +36,32 @@ pub(crate) struct Model {
     pub features: FeaturesConfig,
     /// What has to be looked at in its requests.
     pub needs: Needs,
-    /// Where requests wait for a decode engine.
-    pub queue: Arc<ModelQueue>,
+    /// Where requests wait for an engine of each leg.
+    pub queues: [Arc<ModelQueue>; 2],
     pub metrics: ModelMetrics,
+}
+
+/// How leases are ended at each engine.
+type Releases<'a> = HashMap<&'a EngineUrl, ReleaseMode>;
+
+/// An engine has one way, in however many pools it is: what the first pool in which it prefills says, because that is
+/// where it lends; otherwise what the first in which it decodes says. Of two that the configuration lists and that
+/// contradict each other none is taken: it is refused.
+fn releases<'a>(config: &RouterConfig, members: &'a Members) -> Releases<'a> {
+    let mut releases = HashMap::new();
+    for leg in [Leg::Prefill, Leg::Decode] {
+        for engine in config.models.iter().flat_map(|model| members.of(&model.name, leg)) {
+            releases.entry(&engine.url).or_insert(engine.release);
+        }
+    }
+    releases
 }
 
 /// Every model, by every name.
 pub(crate) struct Models {
     list: Vec<Arc<Model>>,
+    /// The longest that any model's request may take; `None`: some have no bound.
+    longest_request: Option<Duration>,
     by_name: HashMap<String, Arc<Model>>,
 }
 
@@ -51,6 +71,7 @@ impl Model {
         all: &RouterConfig,
         members: &Members,
         terms: &EngineTerms,
+        releases: &Releases<'_>,
         ground: &Ground<'_>,
         previous: Option<&Arc<Self>>,
     ) -> Self {
@@ -63,7 +84,8 @@ impl Model {
             let ranks = |engine: &EngineConfig| -> Vec<Arc<Member>> {
                 // An engine has one state, in however many pools it is.
                 let health = all.health.terms(members.drains(&engine.url));
-                let terms = Terms { health, release: engine.release, ..terms.of(&engine.url).clone() };
+                let release = releases.get(&engine.url).copied().unwrap_or(engine.release);
+                let terms = Terms { health, release, ..terms.of(&engine.url).clone() };
                 let known = fleet.engine(&engine.url, &terms);
                 let member = || Member::new(engine, Arc::clone(&known), pool, &config.pair_by);
                 match engine.data_parallel_size {
@@ -90,7 +112,7 @@ impl Model {
             disaggregate: config.disaggregate.clone(),
             features: config.features.clone(),
             needs: Needs::of(config),
-            queue: ground.admission.queue(&config.name),
+            queues: Leg::BOTH.map(|leg| ground.admission.queue(&config.name, leg)),
             metrics: fleet.metrics().model(&config.name),
         }
     }
@@ -104,6 +126,11 @@ impl Model {
             Leg::Decode => &self.decode,
         }
     }
+
+    /// Where requests wait for an engine of one leg.
+    pub(crate) fn queue(&self, leg: Leg) -> &ModelQueue {
+        &self.queues[leg as usize]
+    }
 }
 
 impl Models {
@@ -115,13 +142,15 @@ impl Models {
         ground: &Ground<'_>,
         previous: Option<&Self>,
     ) -> Self {
-        let (mut list, mut by_name) = (Vec::new(), HashMap::new());
+        let (mut list, mut by_name) = (Vec::<Arc<Model>>::new(), HashMap::new());
+        let releases = releases(config, members);
         for model in &config.models {
             let served = Arc::new(Model::new(
                 model,
                 config,
                 members,
                 terms,
+                &releases,
                 ground,
                 previous.and_then(|p| p.by_name.get(&model.name)),
             ));
@@ -130,7 +159,8 @@ impl Models {
             }
             list.push(served);
         }
-        Self { list, by_name }
+        let bounds: Option<Vec<Duration>> = list.iter().map(|model| model.bounds.request).collect();
+        Self { list, longest_request: bounds.and_then(|bounds| bounds.into_iter().max()), by_name }
     }
 
     /// The model of that name; without a name the only one there is.
@@ -149,6 +179,11 @@ impl Models {
     pub(crate) fn event_sources(&self) -> Vec<Source> {
         let pools = self.list.iter().flat_map(|model| [&model.prefill, &model.decode]);
         pools.flat_map(Pool::members).filter_map(|member| member.events.clone()).collect()
+    }
+
+    /// What a request may take whose model is not known yet; `None`: no bound.
+    pub(crate) fn longest_request(&self) -> Option<Duration> {
+        self.longest_request
     }
 
     pub(crate) fn list(&self) -> &[Arc<Model>] {

@@ -4,10 +4,9 @@
 //! Nothing here takes a lock or allocates.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use baton_connector::Time;
-use baton_connector::exchange::{Event, Timeline};
+use baton_connector::exchange::{Event, Span, Timeline};
 
 use crate::inflight::Entry;
 use crate::metrics::{End, Leg, ModelMetrics, Reason};
@@ -22,8 +21,8 @@ pub(crate) struct Watched {
     asked: Time,
     /// When the last piece of a streamed answer came.
     last_piece: Option<Time>,
-    /// A prefill engine has answered it; one that a decode engine computed alone took no prefill.
-    prefilled: bool,
+    /// One engine answers it by itself: nothing is generated.
+    pub passes: bool,
     /// The answer is a stream of events.
     pub streamed: bool,
     /// Pieces of a streamed answer: it has about so many tokens, or more.
@@ -46,7 +45,6 @@ impl Watched {
             Event::PrefillSent(to) => return self.sent(now, at(to), Leg::Prefill),
             Event::DecodeSent(to) => return self.sent(now, at(to), Leg::Decode),
             Event::PrefillLent(by, _) | Event::PrefillEmpty(by) => {
-                self.prefilled = true;
                 return self.answered(now, at(by), Leg::Prefill);
             }
             Event::DecodeAccepted(by) => return self.answered(now, at(by), Leg::Decode),
@@ -55,7 +53,8 @@ impl Watched {
             Event::DecodeRefused(by) => (by, Leg::Decode, Reason::Refused),
             Event::DecodeFailed(by, failure) => (by, Leg::Decode, failure.into()),
             Event::StreamBroken(by) | Event::StreamCut(by) => (by, Leg::Decode, Reason::Died),
-            Event::PrefillSkipped
+            Event::NotAdmitted
+            | Event::PrefillSkipped
             | Event::FirstChunk(_)
             | Event::StreamEnded(_)
             | Event::HandoffSpent
@@ -108,37 +107,42 @@ impl Watched {
     /// Counts a request that is over.
     pub(crate) fn ended(&self, model: &ModelMetrics, end: End, status: u16, line: &Timeline, begun: Time) {
         model.ended(end, status);
-        let asked = line.prefill_sent.or(line.decode_sent);
-        if let Some(asked) = asked {
+        if let Some(asked) = line.asked() {
             model.queue.record(asked.since(begun));
         }
-        let span = |from: Option<Time>, to: Option<Time>| -> Option<Duration> { Some(to?.since(from?)) };
-        if let Some(took) = span(line.prefill_sent, line.held).filter(|_| self.prefilled) {
-            model.prefill.record(took);
-        }
-        if let Some(took) = span(line.prefill_sent.and(line.held), line.decode_sent) {
-            model.gap.record(took);
-        }
-        if let Some(took) = span(line.decode_sent, line.accepted) {
-            model.accept.record(took);
-        }
-        if let Some(took) = span(line.accepted, line.ended) {
-            model.decode.record(took);
-        }
-        if let Some(first) = line.first_chunk {
-            model.first_token(self.streamed).record(first.since(begun));
+        // What one engine answers by itself has no phases, and would only dilute those of what generates.
+        if !self.passes {
+            self.phases(model, line, begun);
         }
         if let Some(usage) = self.seen.usage {
             model.tokens(usage.prompt, usage.cached, usage.completion);
-            let took = span(line.first_chunk, self.last_piece);
-            if let (true, Some(took), Ok(others @ 1..)) =
-                (self.streamed, took, u32::try_from(usage.completion.saturating_sub(1)))
-            {
-                model.per_token.record(took / others);
+            if let (true, Some(first), Some(last), Ok(others @ 1..)) = (
+                self.streamed,
+                line.first_chunk,
+                self.last_piece,
+                u32::try_from(usage.completion.saturating_sub(1)),
+            ) {
+                model.per_token.record(last.since(first) / others);
             }
         }
         if let Some(ended) = line.ended {
             model.duration.record(ended.since(begun));
+        }
+    }
+
+    fn phases(&self, model: &ModelMetrics, line: &Timeline, begun: Time) {
+        for (histogram, span) in [
+            (&model.prefill, line.prefill()),
+            (&model.gap, line.gap()),
+            (&model.accept, line.accept()),
+            (&model.decode, line.decode()),
+        ] {
+            if let Some(took) = span.and_then(Span::took) {
+                histogram.record(took);
+            }
+        }
+        if let Some(first) = line.first_chunk {
+            model.first_token(self.streamed).record(first.since(begun));
         }
     }
 }

@@ -34,8 +34,8 @@ use crate::memory::Memory;
 pub(crate) struct Candidate {
     /// Its index in its pool.
     pub index: usize,
-    /// Which engine it is, in this process. Candidates come in its order.
-    pub engine: u32,
+    /// Whose cache it has: an engine's, or one of its data-parallel ranks'. Candidates come in its order.
+    pub holder: u32,
     /// A hash of its address: the same in every router.
     pub key: u64,
     /// Requests that it is working on: this router's, or, where its own metrics say more, theirs.
@@ -59,6 +59,11 @@ pub(crate) struct Wanted<'a> {
     pub blocks: &'a [u64],
     /// Tokens of the prompt, estimated.
     pub tokens: u64,
+    /// Tokens of one of `prefix`, and of what chat templates put in front of the first; estimated.
+    pub chunk_tokens: f64,
+    pub head_tokens: f64,
+    /// Tokens of one of `blocks`.
+    pub block_tokens: usize,
     /// The partner's values of the labels that pairs should share.
     pub pair: Option<u64>,
 }
@@ -173,7 +178,7 @@ mod tests {
     pub(crate) fn with_loads(loads: &[u32]) -> Vec<Candidate> {
         let one = |(index, &requests): (usize, &u32)| Candidate {
             index,
-            engine: u32::try_from(index).expect("few"),
+            holder: u32::try_from(index).expect("few"),
             key: index as u64 ^ 0x5bd1_e995,
             requests,
             tokens: u64::from(requests) * 100,

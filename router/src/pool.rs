@@ -8,27 +8,29 @@
 //! configuration would rather try; one that is drained, or answers nothing at all, is not chosen. Requests wait
 //! rather for a healthy engine that is full than be sent to one that is not.
 
-use std::collections::BTreeMap;
+mod member;
+
+pub(crate) use member::{Fit, Member, Room, has};
+use member::{Look, Now};
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
-
-use crate::config::{AllOut, EngineConfig, HealthConfig, PolicyConfig, PoolConfig};
+use crate::config::{AllOut, HealthConfig, PolicyConfig};
 use crate::explain::{Considered, Removed, Sight};
 use crate::health::Standing;
-use crate::kv_events::Source;
 use crate::memory::{Holding, Memory};
 use crate::metrics::Leg;
 use crate::policy::{self, Candidate, Choice, Draw, Policy, Wanted};
-use crate::upstream::{Engine, InFlight};
+use crate::upstream::{Engine, InFlight, Manner};
 
 /// Engines of each kind that one explanation names.
 const NAMED: usize = 8;
 
 /// Engines that can stand in for each other.
 pub(crate) struct Pool {
-    /// In the order of their engines' ids.
+    /// In the order of their caches' numbers: the ranks of one engine stand side by side.
     members: Vec<Arc<Member>>,
     policy: Box<dyn Policy>,
     policy_name: &'static str,
@@ -38,28 +40,6 @@ pub(crate) struct Pool {
     leg: Leg,
     all_out: AllOut,
     panic_percent: usize,
-}
-
-/// An engine's place in a pool.
-pub(crate) struct Member {
-    pub engine: Arc<Engine>,
-    /// Its data-parallel rank, where the engine has several.
-    pub rank: Option<u16>,
-    /// Its share of the work against the others'.
-    pub weight: u32,
-    /// Requests of this router that it takes at once.
-    pub max_in_flight: usize,
-    /// Requests waiting in it, and share of its KV cache in use, from which on it is full, as it says itself.
-    max_waiting: Option<u32>,
-    max_kv_usage: Option<f32>,
-    /// A hash of its address, the same in every router.
-    key: u64,
-    /// A hash of its values of the labels that pairs should share; none if it lacks one.
-    pair: Option<u64>,
-    /// It has the labels that the pool prefers.
-    preferred: bool,
-    /// Where it tells of its cache.
-    pub events: Option<Source>,
 }
 
 /// An engine that was chosen; the request counts as in flight there until this is dropped.
@@ -76,6 +56,15 @@ pub(crate) struct Trial {
     pub sight: Sight,
 }
 
+/// Which choices are told of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tell {
+    Nothing,
+    /// Those that found an engine.
+    Choices,
+    Everything,
+}
+
 /// Why no engine can be had.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scarce {
@@ -83,133 +72,6 @@ pub(crate) enum Scarce {
     Full,
     /// There is none that could be asked.
     Nobody,
-}
-
-/// Whether an engine can be chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fit {
-    Ready,
-    /// Only if no other is left.
-    Resting,
-    Full,
-    Tried,
-    /// Not at all.
-    Out,
-}
-
-impl Member {
-    /// `pair_by` are the names of the labels that pairs should share.
-    pub(crate) fn new(
-        config: &EngineConfig,
-        engine: Arc<Engine>,
-        pool: &PoolConfig,
-        pair_by: &[String],
-    ) -> Self {
-        let key = xxh3_64(config.url.authority().as_bytes());
-        let most = config.max_in_flight.or(pool.capacity.max_in_flight);
-        Self {
-            weight: config.weight,
-            max_in_flight: most.unwrap_or(usize::MAX),
-            key,
-            max_waiting: pool.capacity.max_waiting,
-            max_kv_usage: pool.capacity.max_kv_usage,
-            pair: pair_of(&config.labels, pair_by),
-            events: config
-                .kv_events
-                .as_ref()
-                .or(pool.kv_events.as_ref())
-                .map(|events| Source::new(&config.url, engine.id(), events)),
-            preferred: !pool.prefer.is_empty() && has(&config.labels, &pool.prefer),
-            rank: None,
-            engine,
-        }
-    }
-
-    /// Its values of the labels that its partner should share.
-    pub(crate) fn pair(&self) -> Option<u64> {
-        self.pair
-    }
-
-    /// One rank of its engine.
-    pub(crate) fn at_rank(self, rank: u16) -> Self {
-        let key = xxh3_64(format!("{}#{rank}", self.engine.authority()).as_bytes());
-        Self { rank: Some(rank), key, ..self }
-    }
-
-    /// Requests of this router there.
-    fn load(&self) -> usize {
-        self.rank.map_or_else(|| self.engine.load(), |rank| self.engine.rank_load(rank))
-    }
-
-    /// Requests there: this router's, or, where the engine itself says more, all of them.
-    fn requests(&self) -> u32 {
-        let ours = u32::try_from(self.load()).unwrap_or(u32::MAX);
-        let reported = self.engine.reported_load().filter(|_| self.rank.is_none());
-        reported.map_or(ours, |load| ours.max(load.running.saturating_add(load.waiting)))
-    }
-
-    fn fit(&self, tried: &[Arc<Engine>], leg: Leg, panic: bool) -> Fit {
-        let health = self.engine.health();
-        if tried.iter().any(|t| Arc::ptr_eq(t, &self.engine)) {
-            Fit::Tried
-        } else if health.standing(leg) > Standing::Out {
-            Fit::Out
-        } else if self.load() >= self.max_in_flight || self.says_it_is_full() {
-            Fit::Full
-        } else if health.takes(leg) || panic {
-            Fit::Ready
-        } else {
-            Fit::Resting
-        }
-    }
-
-    /// Whether its own metrics say so, where somebody asks what they say.
-    fn says_it_is_full(&self) -> bool {
-        // While it has a request of ours, its end is what those who wait are told of.
-        if self.load() == 0 || (self.max_waiting.is_none() && self.max_kv_usage.is_none()) {
-            return false;
-        }
-        self.engine.reported_load().is_some_and(|load| {
-            self.max_waiting.is_some_and(|most| load.waiting >= most)
-                || self.max_kv_usage.is_some_and(|most| load.kv_usage >= most)
-        })
-    }
-
-    fn begin(&self, leg: Leg, tokens: u64) -> Option<InFlight> {
-        self.engine.begin(leg, self.rank, tokens, self.max_in_flight)
-    }
-
-    fn candidate(&self, index: usize) -> Candidate {
-        Candidate {
-            index,
-            engine: self.engine.id(),
-            key: self.key,
-            requests: self.requests(),
-            tokens: self.engine.tokens(),
-            weight: self.weight,
-        }
-    }
-
-    /// How well its labels suit: the partner's labels first, then those that the pool prefers.
-    fn suits(&self, wanted: &Wanted<'_>) -> u8 {
-        let paired = wanted.pair.is_some() && wanted.pair == self.pair;
-        u8::from(paired) << 1 | u8::from(self.preferred)
-    }
-}
-
-/// Whether all of `wanted` are among an engine's labels.
-pub(crate) fn has(labels: &BTreeMap<String, String>, wanted: &BTreeMap<String, String>) -> bool {
-    wanted.iter().all(|(name, value)| labels.get(name) == Some(value))
-}
-
-fn pair_of(labels: &BTreeMap<String, String>, names: &[String]) -> Option<u64> {
-    let mut hash = Xxh3::new();
-    for name in names {
-        let value = labels.get(name)?;
-        hash.update(&(value.len() as u64).to_le_bytes());
-        hash.update(value.as_bytes());
-    }
-    (!names.is_empty()).then(|| hash.digest())
 }
 
 impl Pool {
@@ -220,7 +82,7 @@ impl Pool {
         memory: &Arc<Memory>,
         learns: bool,
     ) -> Self {
-        members.sort_by_key(|member| member.engine.id());
+        members.sort_by_key(|member| member.holder());
         let learns = learns || matches!(policy, PolicyConfig::PrefixAware(_));
         Self {
             members,
@@ -289,68 +151,83 @@ impl Pool {
         self.members.iter().map(|member| member.load()).min().unwrap_or(0)
     }
 
-    /// Chooses an engine that has room and is not among those `tried`, and counts the request in flight there.
+    /// Chooses an engine that is not among those `tried`, and has room where that is needed, and counts the request in
+    /// flight there. Tells what the choice was made from to whoever wants to know.
     ///
     /// # Errors
     /// [`Scarce`] says whether waiting helps.
-    pub(crate) fn reserve(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Result<Reserved, Scarce> {
-        self.reserve_telling(wanted, tried, None)
-    }
-
-    /// As [`Self::reserve`]; tells what the choice was made from to whoever wants to know.
-    ///
-    /// # Errors
-    /// [`Scarce`] says whether waiting helps.
-    pub(crate) fn reserve_telling(
+    pub(crate) fn reserve(
         &self,
         wanted: &Wanted<'_>,
         tried: &[Arc<Engine>],
-        tell: Option<&mut Option<Sight>>,
-    ) -> Result<Reserved, Scarce> {
+        room: Room,
+        tell: Tell,
+    ) -> (Result<Reserved, Scarce>, Option<Sight>) {
+        let now = Now::new(Instant::now);
+        let look = Look { tried, leg: self.leg, panic: self.panics(), room, now: &now };
         let (candidates, taken) = loop {
-            let candidates = self.candidates(wanted, tried);
+            let candidates = self.candidates(wanted, &look);
             let draw = Draw::at(self.turn.fetch_add(1, Ordering::Relaxed));
             match self.decide(wanted, &candidates, draw) {
-                Err(scarce) => break (candidates, Err(scarce)),
-                Ok(choice) => {
+                Err(scarce) => break (Vec::new(), Err(scarce)),
+                Ok((choice, manner)) => {
                     let member = &self.members[choice.index];
-                    // If somebody else has taken its last place since, the choice is made again.
-                    if let Some(load) = member.begin(self.leg, wanted.tokens) {
-                        break (candidates, Ok((choice, load)));
+                    // If somebody else has taken its last place, or its trial, since, the choice is made again.
+                    if let Some(load) = member.begin(&look, manner, wanted.tokens) {
+                        break (
+                            candidates.map(|(candidates, _)| candidates).unwrap_or_default(),
+                            Ok((choice, load)),
+                        );
                     }
                 }
             }
         };
-        if let Some(told) = tell {
-            let choice = taken.as_ref().map(|(choice, _)| *choice).map_err(|&scarce| scarce);
-            *told = Some(self.sight(wanted, tried, candidates.as_deref().unwrap_or_default(), choice));
-        }
-        taken.map(|(choice, load)| self.reserved(&self.members[choice.index], load, wanted))
+        let choice = taken.as_ref().map(|(choice, _)| *choice).map_err(|&scarce| scarce);
+        let is_told = tell == Tell::Everything || (tell == Tell::Choices && choice.is_ok());
+        let sight = is_told.then(|| self.sight(wanted, &look, &candidates, choice));
+        (taken.map(|(choice, load)| self.reserved(&self.members[choice.index], load, wanted)), sight)
     }
 
     /// What [`Self::reserve`] would choose. Nothing is counted and nothing is noted.
     pub(crate) fn try_out(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Trial {
-        let candidates = self.candidates(wanted, tried);
+        let now = Now::new(Instant::now);
+        let look = Look { tried, leg: self.leg, panic: self.panics(), room: Room::Needed, now: &now };
+        let candidates = self.candidates(wanted, &look);
         let choice = self.decide(wanted, &candidates, Draw::at(self.turn.load(Ordering::Relaxed)));
-        let sight = self.sight(wanted, tried, candidates.as_deref().unwrap_or_default(), choice);
+        let choice = choice.map(|(choice, _)| choice);
+        let candidates = candidates.map(|(candidates, _)| candidates).unwrap_or_default();
+        let sight = self.sight(wanted, &look, &candidates, choice);
         Trial { chosen: choice.ok().map(|choice| Arc::clone(&self.members[choice.index])), sight }
+    }
+
+    /// Whether some member that was not `tried` is full, and is not a member of `other` as well. It will have room: what
+    /// it has in flight waits for nobody.
+    pub(crate) fn will_have_room(&self, tried: &[Arc<Engine>], other: &Self) -> bool {
+        let now = Now::new(Instant::now);
+        let look = Look { tried, leg: self.leg, panic: false, room: Room::Needed, now: &now };
+        let is_shared = |member: &Member| {
+            let at = other.members.partition_point(|m| m.engine.id() < member.engine.id());
+            other.members.get(at).is_some_and(|m| Arc::ptr_eq(&m.engine, &member.engine))
+        };
+        self.members.iter().any(|member| member.fit(&look) == Fit::Full && !is_shared(member))
     }
 
     fn decide(
         &self,
         wanted: &Wanted<'_>,
-        candidates: &Result<Vec<Candidate>, Scarce>,
+        candidates: &Result<(Vec<Candidate>, Manner), Scarce>,
         draw: Draw,
-    ) -> Result<Choice, Scarce> {
-        let candidates = candidates.as_ref().map_err(|&scarce| scarce)?;
-        self.policy.choose(wanted, candidates, draw).ok_or(Scarce::Nobody)
+    ) -> Result<(Choice, Manner), Scarce> {
+        let (candidates, manner) = candidates.as_ref().map_err(|&scarce| scarce)?;
+        let choice = self.policy.choose(wanted, candidates, draw).ok_or(Scarce::Nobody)?;
+        Ok((choice, *manner))
     }
 
     /// What a choice was made from, for people.
     fn sight(
         &self,
         wanted: &Wanted<'_>,
-        tried: &[Arc<Engine>],
+        look: &Look<'_>,
         candidates: &[Candidate],
         choice: Result<Choice, Scarce>,
     ) -> Sight {
@@ -371,12 +248,12 @@ impl Pool {
         });
         let is_candidate = |index: usize| candidates.binary_search_by_key(&index, |c| c.index).is_ok();
         let others = self.members.iter().enumerate().filter(|(index, _)| !is_candidate(*index));
-        let removed = others.take(NAMED).map(|(_, member)| Removed {
-            engine: member.engine.name(),
-            why: member.fit(tried, self.leg, false),
-        });
+        let calm = Look { panic: false, ..*look };
+        let removed = others
+            .take(NAMED)
+            .map(|(_, member)| Removed { engine: member.engine.name(), why: member.fit(&calm) });
         let holding = chosen.zip(self.memory.as_ref()).map(|(index, memory)| {
-            memory.holding(self.members[index].engine.id(), wanted.prefix, wanted.blocks)
+            memory.holding(self.members[index].holder(), wanted.prefix, wanted.blocks)
         });
         Sight {
             policy: self.policy_name,
@@ -395,35 +272,53 @@ impl Pool {
     fn reserved(&self, member: &Arc<Member>, load: InFlight, wanted: &Wanted<'_>) -> Reserved {
         let mut holding = Holding::default();
         if let Some(memory) = &self.memory {
-            holding = memory.holding(member.engine.id(), wanted.prefix, wanted.blocks);
-            memory.sent(member.engine.id(), wanted.prefix);
+            holding = memory.holding(member.holder(), wanted.prefix, wanted.blocks);
+            memory.sent(member.holder(), wanted.prefix);
         }
         Reserved { member: Arc::clone(member), load, holding }
     }
 
-    /// The engines that the policy may choose from.
-    fn candidates(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Result<Vec<Candidate>, Scarce> {
+    /// The engines that the policy may choose from, and how the chosen one may be taken.
+    fn candidates(&self, wanted: &Wanted<'_>, look: &Look<'_>) -> Result<(Vec<Candidate>, Manner), Scarce> {
         let (mut ready, mut resting, mut full) = (Vec::with_capacity(self.members.len()), Vec::new(), false);
-        let panic = self.panics();
         for (index, member) in self.members.iter().enumerate() {
-            match member.fit(tried, self.leg, panic) {
-                Fit::Ready => ready.push(index),
-                Fit::Resting if self.all_out == AllOut::FailOpen => resting.push(index),
+            match member.fit(look) {
+                Fit::Ready => ready.push((index, member.suits(wanted))),
+                Fit::Resting if self.all_out == AllOut::FailOpen => {
+                    resting.push((index, member.suits(wanted)))
+                }
                 Fit::Full => full = true,
                 Fit::Resting | Fit::Tried | Fit::Out => {}
             }
         }
+        let mut manner = if look.panic { Manner::Anyway } else { Manner::Careful };
         if ready.is_empty() {
             if full {
                 return Err(Scarce::Full);
             }
-            ready = resting;
+            (ready, manner) = (resting, Manner::Anyway);
         }
-        let suits = |index: &usize| self.members[*index].suits(wanted);
-        let best = ready.iter().map(suits).max().ok_or(Scarce::Nobody)?;
-        let fitting = ready.into_iter().filter(|index| suits(index) == best);
-        Ok(fitting.map(|index| self.members[index].candidate(index)).collect())
+        let best = ready.iter().map(|(_, suits)| *suits).max().ok_or(Scarce::Nobody)?;
+        let fitting = ready.into_iter().filter(|(_, suits)| *suits == best);
+        Ok((fitting.map(|(index, _)| self.members[index].candidate(index, look.now)).collect(), manner))
     }
+}
+
+/// An engine that is none of the first `avoided`, or else none of the next ones, and so on.
+///
+/// # Errors
+/// That of the last try.
+pub(crate) fn another_first<T, E>(
+    avoided: &[&[Arc<Engine>]],
+    mut choose: impl FnMut(&[Arc<Engine>]) -> Result<T, E>,
+) -> Result<T, E> {
+    let (last, others) = avoided.split_last().expect("whoever chooses says what to avoid, even if nothing");
+    for avoided in others {
+        if let Ok(chosen) = choose(avoided) {
+            return Ok(chosen);
+        }
+    }
+    choose(last)
 }
 
 impl Reserved {
@@ -433,6 +328,6 @@ impl Reserved {
 
     /// Its values of the labels that its partner should share.
     pub(crate) fn pair(&self) -> Option<u64> {
-        self.member.pair
+        self.member.pair()
     }
 }

@@ -255,7 +255,7 @@ mod tests {
                 Some(Dialect::Responses) => {
                     RawBody::responses(bytes(), &limits, &ClientRules).map(|(raw, _)| raw)
                 }
-                None => RawBody::any(bytes(), &limits, &ClientRules),
+                Some(Dialect::Passed(_)) | None => RawBody::any(bytes(), &limits, &ClientRules),
             };
             assert_eq!(read.is_err(), refused, "{number}: {path} {body}: {:?}", read.map(drop));
             let Ok(raw) = read else { continue };

@@ -3,16 +3,19 @@
 use baton_openai::{ApiError, Endpoint};
 use hyper::Method;
 
-/// Paths that generate.
+/// What engines are asked, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Dialect {
     /// Completions and chats.
     OpenAi(Endpoint),
     /// OpenAI's newer `/v1/responses`.
     Responses,
+    /// Nothing is generated: one engine of the decode pool answers it, at this path.
+    Passed(&'static str),
 }
 
 impl Dialect {
+    /// What generates at a path.
     pub(crate) fn at(path: &str) -> Option<Self> {
         if path == RESPONSES { Some(Self::Responses) } else { Endpoint::at(path).map(Self::OpenAi) }
     }
@@ -21,20 +24,26 @@ impl Dialect {
         match self {
             Self::OpenAi(endpoint) => endpoint.path(),
             Self::Responses => RESPONSES,
+            Self::Passed(path) => path,
         }
+    }
+
+    /// Whether there is something to prefill and to decode.
+    pub(crate) fn generates(self) -> bool {
+        !matches!(self, Self::Passed(_))
     }
 
     /// The field that bounds what is generated.
     pub(crate) fn length_field(self) -> &'static str {
         match self {
-            Self::OpenAi(_) => "max_tokens",
+            Self::OpenAi(_) | Self::Passed(_) => "max_tokens",
             Self::Responses => "max_output_tokens",
         }
     }
 
     /// Whether a stream says `[DONE]` at its end. Otherwise it ends with its body.
     pub(crate) fn says_done(self) -> bool {
-        self != Self::Responses
+        matches!(self, Self::OpenAi(_))
     }
 }
 
@@ -58,8 +67,8 @@ const PASSED: [&str; 11] = [
 /// What a client asks of the router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Route<'a> {
-    /// To generate.
-    Generate(Dialect),
+    /// Something of engines.
+    Ask(Dialect),
     /// To be told the models.
     Models,
     /// To be told one model.
@@ -68,8 +77,6 @@ pub(crate) enum Route<'a> {
     Health,
     /// Which version it is.
     Version,
-    /// Something that one decode engine answers, at this path.
-    Pass(&'static str),
     /// Which methods a path has.
     Options(&'static str),
 }
@@ -85,8 +92,8 @@ impl<'a> Route<'a> {
             _ => {
                 let passed = PASSED.iter().find(|passed| **passed == path);
                 match (Dialect::at(path), passed, path.strip_prefix("/v1/models/")) {
-                    (Some(dialect), _, _) => (Self::Generate(dialect), Method::POST),
-                    (None, Some(passed), _) => (Self::Pass(passed), Method::POST),
+                    (Some(dialect), _, _) => (Self::Ask(dialect), Method::POST),
+                    (None, Some(passed), _) => (Self::Ask(Dialect::Passed(passed)), Method::POST),
                     (None, None, Some(name)) if !name.is_empty() => (Self::Model(name), Method::GET),
                     (None, None, _) => return Err(ApiError::not_found(path)),
                 }
@@ -116,11 +123,11 @@ mod tests {
         let route = |method, path| Route::of(&method, path).map_err(|e| e.status);
         assert_eq!(
             route(Method::POST, "/v1/completions"),
-            Ok(Route::Generate(Dialect::OpenAi(Endpoint::Completions)))
+            Ok(Route::Ask(Dialect::OpenAi(Endpoint::Completions)))
         );
         assert_eq!(route(Method::GET, "/v1/models/a/b"), Ok(Route::Model("a/b")));
-        assert_eq!(route(Method::POST, "/v1/responses"), Ok(Route::Generate(Dialect::Responses)));
-        assert_eq!(route(Method::POST, "/v1/embeddings"), Ok(Route::Pass("/v1/embeddings")));
+        assert_eq!(route(Method::POST, "/v1/responses"), Ok(Route::Ask(Dialect::Responses)));
+        assert_eq!(route(Method::POST, "/v1/embeddings"), Ok(Route::Ask(Dialect::Passed("/v1/embeddings"))));
         assert_eq!(route(Method::HEAD, "/health"), Ok(Route::Health));
         assert_eq!(route(Method::OPTIONS, "/v1/completions"), Ok(Route::Options("POST, OPTIONS")));
         assert_eq!(route(Method::HEAD, "/v1/completions"), Err(405));

@@ -1,35 +1,31 @@
 //! The router as a process part: two listeners, a loop that accepts, and a drain at the end.
 //!
-//! pingora's own server is not used: its listeners take no port 0 and its shutdown ends the process. Its
-//! proxy is driven from here, one task per connection, so that several routers fit into one process and a
-//! drain is ours to time.
+//! pingora's own server is not used: its listeners take no port 0 and its shutdown ends the process. Requests are served
+//! from here, one task per connection, so that several routers fit into one process and a drain is ours to time.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use pingora::apps::HttpServerApp;
-use pingora::protocols::http::ServerSession;
-use pingora::proxy::{HttpProxy, http_proxy};
-use pingora::server::configuration::ServerConf;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
+use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
 
 use crate::admin::{self, Admin, AdminError};
-use crate::client_stream::ClientStream;
 use crate::config::RouterConfig;
 use crate::discovery;
 use crate::generation::GenerationError;
 use crate::health;
-use crate::hygiene::{Client, HeadBounds, Wire};
+use crate::hygiene::{HeadBounds, Unclean, Wire};
 use crate::metrics::Metrics;
 use crate::reload::Reload;
 use crate::seldom::Seldom;
 use crate::service::FrontDoor;
+use crate::session::Session;
 use crate::shared::Shared;
 use crate::tls::TlsError;
 use crate::tls::server::ServerTls;
@@ -133,14 +129,14 @@ impl Router {
         background.spawn(reread(Arc::clone(&shared), guards.clone()));
         background.spawn(discovery::run(Arc::clone(&shared)));
         background.spawn(reopen_logs(Arc::clone(&shared)));
-        let proxy = Arc::new(http_proxy(&Arc::new(ServerConf::default()), FrontDoor(Arc::clone(&shared))));
+        let door = Arc::new(FrontDoor(Arc::clone(&shared)));
         let (drain, draining) = watch::channel(false);
         let mut connections = JoinSet::new();
         // One bound for all, also while it drains.
         let room = Arc::new(Semaphore::new(connections_max));
         tokio::select! {
             () = shutdown.cancelled() => {}
-            () = accept(&clients, guards.clients.clone(), &shared, &proxy, draining.clone(), &room, &mut connections) => {}
+            () = accept(&clients, guards.clients.clone(), &door, draining.clone(), &room, &mut connections) => {}
         }
         ready.ready.store(false, Ordering::Relaxed);
         shared.draining.store(true, Ordering::Relaxed);
@@ -148,15 +144,13 @@ impl Router {
         if !delay.is_zero() {
             // Answers close their connections by now; idle ones may still bring a request.
             let connections = &mut connections;
-            let accepting =
-                accept(&clients, guards.clients.clone(), &shared, &proxy, draining, &room, connections);
+            let accepting = accept(&clients, guards.clients.clone(), &door, draining, &room, connections);
             // It never ends by itself.
             let _ = tokio::time::timeout(delay, accepting).await;
         }
         // Fails only when no connection is left to hear it.
         let _ = drain.send(true);
         drop(clients);
-        proxy.http_cleanup().await;
         let drain_timeout = shared.generation().config.drain_timeout();
         let in_flight = async { while connections.join_next().await.is_some() {} };
         if tokio::time::timeout(drain_timeout, in_flight).await.is_err() {
@@ -180,8 +174,7 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, BindError> {
 async fn accept(
     listener: &TcpListener,
     tls: Option<Arc<ServerTls>>,
-    shared: &Arc<Shared>,
-    proxy: &Arc<HttpProxy<FrontDoor>>,
+    door: &Arc<FrontDoor>,
     draining: watch::Receiver<bool>,
     room: &Arc<Semaphore>,
     connections: &mut JoinSet<()>,
@@ -189,8 +182,8 @@ async fn accept(
     static TROUBLE: Seldom = Seldom::new();
     loop {
         let permit = Arc::clone(room).acquire_owned().await.expect("the semaphore is never closed");
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
+        let (stream, peer) = match listener.accept().await {
+            Ok(accepted) => accepted,
             Err(error) => {
                 // Out of file descriptors, mostly: wait for some to be closed instead of spinning.
                 if let Some(held_back) = TROUBLE.due() {
@@ -200,12 +193,12 @@ async fn accept(
                 continue;
             }
         };
-        let open = Open::new(&shared.metrics);
-        let (shared, proxy, draining) = (Arc::clone(shared), Arc::clone(proxy), draining.clone());
+        let open = Open::new(&door.0.metrics);
+        let (door, draining) = (Arc::clone(door), draining.clone());
         let tls = tls.clone();
         connections.spawn(async move {
             let (_permit, _open) = (permit, open);
-            serve(stream, tls, &shared, &proxy, draining).await;
+            serve(stream, peer, tls, &door, draining).await;
         });
         while connections.try_join_next().is_some() {}
     }
@@ -231,9 +224,9 @@ impl Drop for Open {
 /// One client's connection, request by request.
 async fn serve(
     stream: TcpStream,
+    peer: SocketAddr,
     tls: Option<Arc<ServerTls>>,
-    shared: &Shared,
-    proxy: &Arc<HttpProxy<FrontDoor>>,
+    door: &FrontDoor,
     mut draining: watch::Receiver<bool>,
 ) {
     // Without it a last small write waits for the peer's delayed acknowledgement: 40 ms.
@@ -241,16 +234,19 @@ async fn serve(
         return;
     }
     let stream = match tls {
-        None => Client::Plain(ClientStream::new(stream)),
-        // Apart: a handshake's state is large, and every connection's task would have room for it.
+        None => Either::Left(stream),
+        // Boxed: a handshake is over soon, and would hold its room in every connection.
         Some(tls) => match Box::pin(tls.accept(stream)).await {
-            Some(stream) => Client::Tls(Box::new(stream)),
+            Some(stream) => Either::Right(Box::new(stream)),
             None => return,
         },
     };
-    let wire = Wire::new(stream);
+    let wire = Wire::new(stream, peer);
     loop {
-        let bounds = HeadBounds::of(&shared.generation().config);
+        let (bounds, stall) = {
+            let config = &door.0.generation().config;
+            (HeadBounds::of(config), Duration::from_millis(config.timeouts.client_stall_ms))
+        };
         let head = tokio::select! {
             biased;
             head = wire.head(&bounds) => head,
@@ -259,20 +255,24 @@ async fn serve(
         };
         match head {
             Ok(Some(head)) => {
-                let mut session = ServerSession::new_http1(Box::new(wire.clone()));
-                session.set_keepalive((!*draining.borrow()).then_some(bounds.idle.as_secs().max(1)));
-                session.set_pipelined_prefix(head);
-                let again = proxy.process_new_http(session, &draining).await.is_some();
+                let Some(mut session) = Session::begin(&wire, head, stall).await else {
+                    return wire.refuse(Unclean::Malformed("the head of the request cannot be read")).await;
+                };
+                if *draining.borrow() {
+                    session.close_after();
+                }
+                // Boxed: an idle connection has no room for a request.
+                Box::pin(door.request(&mut session)).await;
                 if wire.is_unread() {
                     return wire.linger().await;
                 }
-                if !again {
-                    return;
+                if !session.is_reusable() {
+                    return wire.close().await;
                 }
             }
             Ok(None) => return,
             Err(unclean) => {
-                shared.metrics.server.refused.increment(1);
+                door.0.metrics.server.refused.increment(1);
                 return wire.refuse(unclean).await;
             }
         }

@@ -1,21 +1,19 @@
-//! The front door: pingora's phases, and what happens in them to one request.
+//! The front door: what happens to one request.
 //!
-//! Both legs run inside `request_filter`, with a pump of our own, and pingora's built-in proxying is never
-//! reached: it re-sends at most 64 KiB of a body that a filter has read, which is 16,000 tokens.
+//! pingora's session reads its head and writes the answer's; pingora's built-in proxying is not used. It asks one engine,
+//! re-sends at most 64 KiB of a body (16,000 tokens), and its future has room for HTTP/2, a cache and subrequests in
+//! every open stream.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime};
 
-use async_trait::async_trait;
 use baton_connector::exchange::{Event, Outcome, Phase};
 use baton_connector::{RequestId, Time};
 use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use pingora::http::RequestHeader;
-use pingora::prelude::{Error, ErrorType, HttpPeer};
-use pingora::proxy::{ProxyHttp, Session};
 use serde_json::json;
 
 use crate::admission::body_budget::{Held, Share};
@@ -25,17 +23,16 @@ use crate::config::Priority;
 use crate::exchange_driver::{Ended, ExchangeDriver};
 use crate::finished::{Finished, Head};
 use crate::generation::Generation;
-use crate::hygiene::Wire;
 use crate::intake::{self, Ask, Owner};
 use crate::metrics::End;
-use crate::passthrough::Passing;
 use crate::route::Route;
+use crate::session::Session;
 use crate::shared::{Room, Shared};
 use crate::tenants::{Identity, Permit};
 use crate::trace_context::Trace;
 use crate::{answer, request_id, resume, tenants};
 
-/// The service that pingora drives.
+/// The service of one router.
 pub(crate) struct FrontDoor(pub Arc<Shared>);
 
 /// One request's context. Dropping it settles what the request still owes.
@@ -60,7 +57,7 @@ pub(crate) struct RequestContext {
     head: Option<Head>,
     request_bytes: u64,
     response_bytes: u64,
-    /// It was passed to one engine as it came.
+    /// One engine answers it by itself.
     passed: bool,
     /// It has been counted.
     over: bool,
@@ -69,11 +66,39 @@ pub(crate) struct RequestContext {
     body_bytes: Option<Held>,
 }
 
-#[async_trait]
-impl ProxyHttp for FrontDoor {
-    type CTX = RequestContext;
+impl FrontDoor {
+    /// Serves one request.
+    pub(crate) async fn request(&self, session: &mut Session) {
+        let mut context = self.context();
+        if self.0.draining.load(Ordering::Relaxed) {
+            session.close_after();
+        }
+        if let Some(echoed) = request_id::decent(&session.req_header().headers) {
+            context.client_id = Some(echoed.clone());
+            context.stamp.id = echoed;
+        }
+        context.notice(session.req_header());
+        if let Err(ended) = self.serve(session, &mut context).await {
+            context.status = match ended {
+                Ended::ClientGone => 499,
+                Ended::Refused(refusal) => {
+                    // A client that does not take it is gone.
+                    let _ = answer::error(session, &refusal.0, &context.stamp).await;
+                    refusal.0.status
+                }
+            };
+        }
+        context.request_bytes = session.wire().body_bytes();
+        context.response_bytes = session.body_bytes();
+        self.0.metrics.server.request_bytes.increment(context.request_bytes);
+        self.0.metrics.server.response_bytes.increment(context.response_bytes);
+        if let Some(driver) = &context.driver {
+            driver.end(context.status);
+        }
+        context.end();
+    }
 
-    fn new_ctx(&self) -> RequestContext {
+    fn context(&self) -> RequestContext {
         let id = request_id::mint();
         let echoed = HeaderValue::from_str(id.as_str()).expect("a request id is printable ASCII");
         let generation = self.0.generation();
@@ -99,57 +124,6 @@ impl ProxyHttp for FrontDoor {
         }
     }
 
-    async fn upstream_peer(&self, _: &mut Session, _: &mut RequestContext) -> pingora::Result<Box<HttpPeer>> {
-        Err(Error::explain(ErrorType::InternalError, "request_filter answers every request"))
-    }
-
-    async fn request_filter(
-        &self,
-        session: &mut Session,
-        context: &mut RequestContext,
-    ) -> pingora::Result<bool> {
-        let stall = Duration::from_millis(context.generation.config.timeouts.client_stall_ms);
-        session.as_downstream_mut().set_write_timeout(Some(stall));
-        if self.0.draining.load(Ordering::Relaxed) {
-            session.as_downstream_mut().set_keepalive(None);
-        }
-        if let Some(echoed) = request_id::decent(&session.req_header().headers) {
-            context.client_id = Some(echoed.clone());
-            context.stamp.id = echoed;
-        }
-        context.notice(session.req_header());
-        match self.serve(session, context).await {
-            Ok(()) => Ok(true),
-            Err(Ended::ClientGone) => {
-                context.status = 499;
-                Err(gone())
-            }
-            Err(Ended::Refused(refusal)) => {
-                context.status = refusal.0.status;
-                answer::error(session, &refusal.0, &context.stamp).await.map(|()| true)
-            }
-        }
-    }
-
-    fn suppress_error_log(&self, _: &Session, _: &RequestContext, _: &Error) -> bool {
-        true
-    }
-
-    async fn logging(&self, session: &mut Session, _: Option<&Error>, context: &mut RequestContext) {
-        let client = session.as_downstream();
-        let received = Wire::of(session).map_or(0, |wire| wire.body_bytes());
-        context.request_bytes = received;
-        context.response_bytes = client.body_bytes_sent() as u64;
-        self.0.metrics.server.request_bytes.increment(context.request_bytes);
-        self.0.metrics.server.response_bytes.increment(context.response_bytes);
-        if let Some(driver) = &context.driver {
-            driver.end(context.status);
-        }
-        context.end();
-    }
-}
-
-impl FrontDoor {
     async fn serve(&self, session: &mut Session, context: &mut RequestContext) -> Result<(), Ended> {
         let head = session.req_header();
         let (method, uri) = (head.method.clone(), head.uri.clone());
@@ -173,45 +147,38 @@ impl FrontDoor {
                 }
                 self.tell(session, context, self.card(&name)).await
             }
-            Route::Pass(path) => {
-                self.permit(session, context)?;
-                let body = self.body(session, context).await?;
-                let passing = Passing {
-                    shared: &self.0,
-                    generation: &context.generation,
-                    path,
-                    id: &context.id,
-                    trace: &context.trace,
-                    permit: context.permit.as_mut(),
-                    stamp: &mut context.stamp,
-                };
-                context.status = passing.pass(session, body).await?;
-                context.passed = true;
-                Ok(())
-            }
             Route::Options(allowed) => {
                 context.status = 200;
                 let headers = [("allow", allowed.to_owned())];
                 let told = answer::whole(session, 200, &headers, &context.stamp, Bytes::new()).await;
                 told.map_err(|_| Ended::ClientGone)
             }
-            Route::Generate(dialect) => {
+            Route::Ask(dialect) => {
                 self.permit(session, context)?;
                 let body = self.body(session, context).await?;
                 let headers = &session.req_header().headers;
                 let ask = Ask::read(dialect, body, headers, &context.generation, context.owner().as_ref())?;
                 context.limit(&ask)?;
-                self.generate(session, context, ask).await
+                context.passed = !dialect.generates();
+                self.ask(session, context, ask).await
             }
         }
     }
 
-    async fn generate(
+    async fn ask(
         &self,
         session: &mut Session,
         context: &mut RequestContext,
         mut ask: Ask,
     ) -> Result<(), Ended> {
+        let bounds = ask.model.bounds;
+        let until = bounds.request.and_then(|most| context.began().checked_add(most));
+        let identity = context.permit.as_ref().map(|permit| &*permit.identity);
+        let headers = &session.req_header().headers;
+        let ticket = Ticket {
+            claim: claim(headers, (ask.priority, ask.body.len(), ask.tokens), identity),
+            deadline: context.until(headers, bounds.request, context.generation.config.queue.timeout_ms),
+        };
         let driver = context.driver.insert(ExchangeDriver::new(
             Arc::clone(&self.0),
             Arc::clone(&context.generation),
@@ -220,9 +187,6 @@ impl FrontDoor {
             Arc::clone(&ask.model),
         ));
         driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));
-        let identity = context.permit.as_ref().map(|permit| &*permit.identity);
-        let asked = (ask.priority, ask.body.len(), ask.tokens);
-        let ticket = ticket(&session.req_header().headers, asked, &context.generation, identity);
         if let Err(refused) = driver.reserve(session, &ask, ticket).await {
             // No engine was asked.
             context.permit.iter_mut().for_each(Permit::give_tokens_back);
@@ -230,9 +194,6 @@ impl FrontDoor {
         }
         let dialect = ask.dialect;
         let transcript = resume::Transcript::of(&mut ask);
-        let bounds = ask.model.bounds;
-        let spent = self.0.now().since(context.begun);
-        let until = bounds.request.map(|most| Instant::now() + most.saturating_sub(spent));
         // Boxed: an answer may be passed on for minutes, and would hold the room of what came before it.
         let legs = Box::pin(async {
             let handoff = driver.prefill(session, &ask).await?;
@@ -245,7 +206,7 @@ impl FrontDoor {
                 Err(_elapsed) => Err(driver.out_of_time()),
             },
         }?;
-        let resuming = transcript.map(|transcript| answer::Resuming::new(transcript, ask));
+        let resuming = transcript.map(|transcript| Box::new(answer::Resuming::new(transcript, ask)));
         context.body_bytes = None;
         let patience = Patience { silence: bounds.stream_silence, until };
         context.status =
@@ -261,7 +222,7 @@ impl FrontDoor {
     ) -> Result<Option<Arc<Identity>>, ApiError> {
         let Some(auth) = &context.generation.auth else { return Ok(None) };
         let identity = {
-            let names = Wire::of(session).and_then(|wire| wire.certificate_names()).unwrap_or_default();
+            let names = session.wire().certificate_names().unwrap_or_default();
             auth.identify(&session.req_header().headers, &names, &self.0.tenants)?
         };
         session.req_header_mut().remove_header(&AUTHORIZATION);
@@ -284,7 +245,9 @@ impl FrontDoor {
             return Err(ApiError::overloaded("the router is full", Duration::from_secs(1)).into());
         };
         context.room = Some(room);
-        let within = Duration::from_millis(config.timeouts.body_ms);
+        let longest = context.generation.models.longest_request();
+        let until = context.until(&session.req_header().headers, longest, config.timeouts.body_ms);
+        let within = until.saturating_duration_since(Instant::now());
         let held = context.body_bytes.insert(self.0.bodies.begin());
         let share = Share { held, total_bytes: config.limits.body_bytes_total };
         intake::body(session, config.limits.body_bytes, share, within).await
@@ -308,23 +271,20 @@ impl FrontDoor {
     }
 }
 
-/// What the request brings to the queue: what its head says, and its priority, bytes and cost in tokens.
-pub(crate) fn ticket(
+/// What the request is to the queue: what its head says, and its priority, bytes and cost in tokens.
+fn claim(
     headers: &HeaderMap,
     (priority, bytes, cost): (Option<i64>, usize, u64),
-    generation: &Generation,
     identity: Option<&Identity>,
-) -> Ticket {
-    let longest = Duration::from_millis(generation.config.queue.timeout_ms);
+) -> Claim {
     let most = identity.map_or(Priority::High, |identity| identity.priority_max);
-    let claim = Claim {
+    Claim {
         tenant: identity.map(|identity| identity.tenant.id),
         weight: identity.map_or(1, |identity| identity.tenant.weight),
         priority: deadline::priority(headers, priority, most),
         bytes,
         cost,
-    };
-    Ticket { claim, deadline: deadline::deadline(headers, Instant::now(), longest) }
+    }
 }
 
 /// Whether somebody may use the model of this name; without `auth` everybody may.
@@ -334,6 +294,22 @@ fn may_use(identity: Option<&Identity>, generation: &Generation, model: &str) ->
 }
 
 impl RequestContext {
+    /// When it began, as deadlines have it.
+    fn began(&self) -> Instant {
+        let now = Instant::now();
+        now.checked_sub(self.shared.now().since(self.begun)).unwrap_or(now)
+    }
+
+    /// Until when one step of it may take: so long from now, and not beyond what the whole request may take or the time
+    /// at which its client gives up.
+    fn until(&self, headers: &HeaderMap, request: Option<Duration>, step_ms: u64) -> Instant {
+        let began = self.began();
+        let whole = request.and_then(|most| began.checked_add(most));
+        let ends = [whole, deadline::client_gives_up(headers, began)];
+        let step = Instant::now() + Duration::from_millis(step_ms);
+        ends.into_iter().flatten().fold(step, Instant::min)
+    }
+
     /// Takes from the head what is wanted later.
     fn notice(&mut self, head: &RequestHeader) {
         let observers = &self.generation.observers;
@@ -418,13 +394,16 @@ impl RequestContext {
                 // Nothing, where it is over already.
                 driver.apply(Event::Dropped);
                 let outcome = driver.outcome().unwrap_or(Outcome::Dropped(Phase::Queue));
-                let (end, line) = (End::Exchange(outcome), driver.timeline());
+                let end = match outcome {
+                    Outcome::Completed if self.passed => End::Passed,
+                    outcome => End::Exchange(outcome),
+                };
+                let line = driver.timeline();
                 driver.watched.ended(&driver.model.metrics, end, self.status, &line, self.begun);
                 Some(end)
             }
             None => {
                 let end = match self.status {
-                    _ if self.passed => End::Passed,
                     0 => End::Exchange(Outcome::Dropped(Phase::Queue)),
                     499 => End::Exchange(Outcome::ClientGone(Phase::Queue)),
                     400.. => End::Rejected,
@@ -444,9 +423,4 @@ impl Drop for RequestContext {
     fn drop(&mut self) {
         self.end();
     }
-}
-
-/// pingora's word for it: nothing is written, the connection is closed.
-fn gone() -> Box<Error> {
-    Error::explain(ErrorType::ConnectionClosed, "the client is gone").into_down()
 }

@@ -37,8 +37,10 @@ use crate::seldom::Seldom;
 use crate::upstream::{Engine, Outgoing, Verb};
 use refused_decode::Refusable;
 
-/// First pause between two tries; doubled each time.
+/// First pause between two tries; doubled each time, up to the longest. A lease ends by itself after half a minute or so:
+/// longer pauses would only hold a settlement's place.
 const PAUSE: Duration = Duration::from_millis(50);
+const PAUSE_MAX: Duration = Duration::from_secs(2);
 /// An engine's answer to a settlement is not read beyond this.
 const ANSWER_BYTES_MAX: usize = 64 * 1024;
 
@@ -144,7 +146,7 @@ impl Settler {
     /// The longest that one settlement can take.
     pub(crate) fn longest(&self) -> Duration {
         let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
-        try_timeout * u32::from(tries + 1) * 3 + PAUSE * (1 << tries.min(16))
+        try_timeout * (u32::from(tries) + 1) * 3 + pauses().take(usize::from(tries)).sum::<Duration>()
     }
 
     fn spawn(self: &Arc<Self>, work: impl Future<Output = ()> + Send + 'static) {
@@ -279,9 +281,8 @@ impl Settler {
         if !may_have(engine, verb) {
             return Settled::Unsupported;
         }
-        let mut pause = PAUSE;
         let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
-        for left in (0..tries).rev() {
+        for (left, pause) in (0..tries).rev().zip(pauses()) {
             let ask = async { engine.call(outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
             match tokio::time::timeout(try_timeout, ask).await {
                 Ok(Ok(answer)) if answer.status.is_success() => {
@@ -298,7 +299,6 @@ impl Settler {
             }
             if left > 0 {
                 tokio::time::sleep(pause).await;
-                pause *= 2;
             }
         }
         Settled::Failed
@@ -312,6 +312,11 @@ impl Settler {
             tracing::warn!(request, engine, path, what, left, held_back, "an abort or a release failed");
         }
     }
+}
+
+/// The pauses between tries.
+fn pauses() -> impl Iterator<Item = Duration> {
+    std::iter::successors(Some(PAUSE), |pause| Some((*pause * 2).min(PAUSE_MAX)))
 }
 
 /// Whether an engine may have a verb: its configuration does not say that it has none, and neither has it.
@@ -336,4 +341,17 @@ fn abort(request: &RequestId, leg: Leg) -> Outgoing {
 
 fn verb(path: &'static str, body: &serde_json::Value, request: &RequestId) -> Outgoing {
     Outgoing { id: Some(request.clone()), ..Outgoing::post(path, Bytes::from(body.to_string())) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_tries_that_can_be_configured_take_less_than_a_lease() {
+        let pauses: Vec<_> = pauses().take(16).collect();
+        assert_eq!(pauses[..3], [50, 100, 200].map(Duration::from_millis));
+        assert_eq!(pauses[15], PAUSE_MAX);
+        assert!(pauses.iter().sum::<Duration>() < Duration::from_secs(30));
+    }
 }

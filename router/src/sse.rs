@@ -3,8 +3,14 @@
 //! An engine writes whole frames, so in the usual case a chunk is passed on untouched. When a chunk ends
 //! inside a frame, that end waits for the rest: should the engine die there, the client sees the frames
 //! before it, then one typed error, then `[DONE]`, and never half a frame.
+//!
+//! An engine that fails after its stream has begun says so in the stream: `data: {"error": {...}}`, vLLM's older
+//! `data: {"object": "error", ...}`. [`error_in`] finds such an event; whoever passes the stream on decides what it means.
 
 use bytes::{Bytes, BytesMut};
+use hyper::StatusCode;
+use memchr::memmem;
+use serde_json::Value;
 
 /// A frame longer than this is passed on in pieces: a bound on memory is worth more than a clean end.
 const FRAME_BYTES_MAX: usize = 1 << 20;
@@ -54,6 +60,66 @@ impl Frames {
         self.tail.extend_from_slice(chunk);
         std::mem::take(&mut self.tail).freeze()
     }
+}
+
+/// An engine's error in the middle of its stream.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Told {
+    /// Where its event begins.
+    pub at: usize,
+    /// As the engine would have answered with; 500 where it does not say.
+    pub status: StatusCode,
+    /// The event's data.
+    pub error: Bytes,
+}
+
+/// The first event in whole frames that tells of an error.
+pub(crate) fn error_in(frames: &Bytes) -> Option<Told> {
+    let mut line = if frames.starts_with(b"data:") { 0 } else { next_data(frames, 0)? };
+    loop {
+        let data = frames[line + b"data:".len()..].trim_ascii_start();
+        if tells_of_error(data) {
+            let data = &data[..memchr::memchr2(b'\r', b'\n', data).unwrap_or(data.len())];
+            let at = last_frame_end(&frames[..line]).unwrap_or(0);
+            return Some(Told { at, status: status_of(data), error: frames.slice_ref(data) });
+        }
+        line = next_data(frames, line)?;
+    }
+}
+
+/// Where the next line begins that has data.
+fn next_data(frames: &[u8], from: usize) -> Option<usize> {
+    memmem::find(&frames[from..], b"\ndata:").map(|at| from + at + 1)
+}
+
+/// A text cannot look like this: the quotes in it are escaped.
+fn tells_of_error(data: &[u8]) -> bool {
+    let after = |data: &'_ [u8], what: &[u8]| -> Option<usize> {
+        let rest = data.trim_ascii_start();
+        rest.starts_with(what).then(|| data.len() - rest.len() + what.len())
+    };
+    let Some(begun) = after(data, b"{") else { return false };
+    let data = &data[begun..];
+    if let Some(named) = after(data, b"\"error\"") {
+        let data = &data[named..];
+        return after(data, b":").is_some_and(|colon| after(&data[colon..], b"null").is_none());
+    }
+    let Some(named) = after(data, b"\"object\"") else { return false };
+    let data = &data[named..];
+    after(data, b":").is_some_and(|colon| after(&data[colon..], b"\"error\"").is_some())
+}
+
+fn status_of(error: &[u8]) -> StatusCode {
+    let body: Value = serde_json::from_slice(error).unwrap_or(Value::Null);
+    let code = if body["error"].is_object() { &body["error"]["code"] } else { &body["code"] };
+    let code =
+        code.as_u64().and_then(|code| u16::try_from(code).ok()).filter(|code| (400..600).contains(code));
+    code.and_then(|code| StatusCode::from_u16(code).ok()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
+}
+
+/// Whether a frame has ended.
+pub(crate) fn has_frame(bytes: &[u8]) -> bool {
+    last_frame_end(bytes).is_some()
 }
 
 /// Just past the last blank line.
@@ -111,6 +177,36 @@ mod tests {
         assert!(!frames.is_done());
         frames.pass(Bytes::from_static(b"\n"));
         assert!(frames.is_done());
+    }
+
+    #[test]
+    fn an_error_is_found_where_it_stands_and_not_in_a_text() {
+        let told = |frames: &'static str| error_in(&Bytes::from_static(frames.as_bytes()));
+        for good in [
+            "data: {\"choices\":[{\"text\":\"data: {\\\"error\\\": 1}\"}]}\n\n",
+            "data: {\"id\":\"1\",\"error\":null}\n\ndata: [DONE]\n\n",
+            "data: {\"error\": null, \"choices\":[]}\n\n",
+            "data: {\"object\":\"chat.completion.chunk\"}\n\n",
+            ": data\n\n",
+            "data:\n\n",
+            "",
+        ] {
+            assert_eq!(told(good), None, "{good}");
+        }
+        let first = "data: {\"choices\":[]}\n\n";
+        for (event, status) in [
+            ("data: {\"error\": {\"message\": \"x\", \"code\": 503}}\n\n", 503),
+            ("data:{ \"error\":{\"message\":\"x\",\"code\":\"kv_gone\"}}\r\n\r\n", 500),
+            ("data: {\"object\": \"error\", \"message\": \"x\", \"code\": 400}\n\n", 400),
+            ("event: error\ndata: {\"error\":{\"code\":7}}\n\n", 500),
+        ] {
+            for before in ["", first] {
+                let frames = Bytes::from([before, event, "data: [DONE]\n\n"].concat());
+                let found = error_in(&frames).expect(event);
+                assert_eq!((found.at, found.status.as_u16()), (before.len(), status), "{event}");
+                assert!(serde_json::from_slice::<Value>(&found.error).is_ok(), "{event}");
+            }
+        }
     }
 
     #[test]

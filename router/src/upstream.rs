@@ -29,13 +29,14 @@ use tokio::sync::Notify;
 
 use crate::admission::Freed;
 use crate::config::{EngineUrl, ReleaseMode};
-use crate::health::{self, EngineHealth, EngineLoad, Health, Sign};
+use crate::health::{self, EngineHealth, EngineLoad, Health, Sign, TryOut};
 use crate::hosts::Hosts;
+use crate::memory::{Holders, Memory};
 use crate::metrics::{EngineMetrics, Leg};
 use crate::seldom::Seldom;
 use connection::Connection;
 pub(crate) use connection::Socket;
-use http1::Lost;
+pub(crate) use http1::Lost;
 pub(crate) use outgoing::Outgoing;
 pub(crate) use payload::Payload;
 use reply_head::Head;
@@ -58,13 +59,13 @@ pub(crate) struct Engine {
     host: HeaderValue,
     terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
-    in_flight: AtomicUsize,
+    load: Load,
     /// Told whenever a request ends here: somebody may wait for its place.
     freed: Arc<Freed>,
-    /// Prompt tokens of the requests in flight, estimated.
-    tokens: AtomicU64,
-    /// In flight per data-parallel rank; made when the first rank is chosen.
-    ranks: OnceLock<Box<[AtomicUsize]>>,
+    /// What its cache is taken to hold.
+    memory: Arc<Memory>,
+    /// The load of each data-parallel rank; made when the first rank is chosen.
+    ranks: OnceLock<Box<[Load]>>,
     health: Health,
     /// Where all engines live.
     hosts: Arc<Hosts>,
@@ -74,12 +75,35 @@ pub(crate) struct Engine {
     pub trouble: Seldom,
 }
 
+/// What is in flight somewhere.
+#[derive(Default)]
+struct Load {
+    requests: AtomicUsize,
+    /// Tokens of their prompts, estimated.
+    tokens: AtomicU64,
+}
+
+impl Load {
+    fn add(&self, tokens: u64) {
+        self.requests.fetch_add(1, Ordering::SeqCst);
+        self.tokens.fetch_add(tokens, Ordering::Relaxed);
+    }
+
+    /// Sequentially consistent: one who waits counts itself and looks at this, in that order.
+    fn take(&self, tokens: u64) {
+        self.tokens.fetch_sub(tokens, Ordering::Relaxed);
+        self.requests.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 /// Who is told when an engine changes.
 pub(crate) struct Bells {
     /// Whoever asks engines how they are.
     pub wake: Arc<Notify>,
     /// Those who wait for an engine that can take a request.
     pub freed: Arc<Freed>,
+    /// Whoever remembers what it holds.
+    pub memory: Arc<Memory>,
 }
 
 /// Why an engine gave no answer.
@@ -88,6 +112,10 @@ pub(crate) enum CallError {
     /// No connection: the engine never saw the request.
     #[error("no connection")]
     NotReached,
+    /// Not even a try at one, for want of something of this machine's own (descriptors, ports, memory). It says
+    /// nothing of the engine.
+    #[error("no socket: {0}")]
+    NoSocket(std::io::Error),
     /// The connection broke; the engine may have seen the request.
     #[error("the connection broke: {0}")]
     Broken(Lost),
@@ -99,6 +127,8 @@ pub(crate) enum CallError {
 /// An answer whose head has arrived. Dropping it before its end cuts the connection.
 pub(crate) struct Reply {
     head: Head,
+    /// Read and put back.
+    ahead: Option<Bytes>,
     connection: Connection,
     engine: Arc<Engine>,
 }
@@ -123,8 +153,17 @@ pub(crate) struct InFlight {
     trial: Option<Leg>,
 }
 
-/// Data-parallel ranks whose load is counted apart.
-const RANKS_MAX: usize = 256;
+/// Data-parallel ranks whose load and cache are known apart; as many as a configuration may say.
+const RANKS_MAX: u16 = 256;
+
+/// How a place at an engine is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Manner {
+    /// One at a time while it is on trial.
+    Careful,
+    /// Whatever its health: no other engine is left.
+    Anyway,
+}
 
 impl Engine {
     /// `hosts` are those of all engines.
@@ -135,21 +174,22 @@ impl Engine {
         hosts: Arc<Hosts>,
         metrics: EngineMetrics,
     ) -> Self {
-        let Bells { wake, freed } = bells;
+        let Bells { wake, freed, memory } = bells;
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let health = Health::new(&terms.health, wake);
         let authority: Arc<str> = url.authority().into();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
             url,
-            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            // Each has as many numbers as it may have ranks: enough for 16 million engines in the life of a process.
+            id: NEXT.fetch_add(u32::from(RANKS_MAX), Ordering::Relaxed),
             authority,
             host,
             terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
-            in_flight: AtomicUsize::new(0),
+            load: Load::default(),
             freed,
-            tokens: AtomicU64::new(0),
+            memory,
             ranks: OnceLock::new(),
             health,
             hosts,
@@ -203,8 +243,9 @@ impl Engine {
     /// It failed a request of a leg.
     pub(crate) fn failed(&self, leg: Leg, sign: Sign) {
         if sign == Sign::Unreachable {
-            // Whoever comes up at its address may be another program.
+            // Whoever comes up at its address may be another program, and has an empty cache.
             self.verbs.forget();
+            self.memory.forget_sent(self.holders());
         }
         self.health.failed(leg, sign, &self.authority, &self.terms.load().health);
     }
@@ -231,9 +272,10 @@ impl Engine {
         &self.authority
     }
 
-    /// Requests of this router that it is working on.
-    pub(crate) fn load(&self) -> usize {
-        self.in_flight.load(Ordering::Relaxed)
+    /// Requests of this router that it, or one of its data-parallel ranks, is working on.
+    pub(crate) fn load(&self, rank: Option<u16>) -> usize {
+        // Looked at after one counted itself among the waiting; see `admission.rs`.
+        self.load_of(rank).requests.load(Ordering::SeqCst)
     }
 
     /// [`Self::authority`] for those who outlive the engine.
@@ -246,44 +288,60 @@ impl Engine {
         self.id
     }
 
-    /// Prompt tokens of the requests in flight, estimated.
-    pub(crate) fn tokens(&self) -> u64 {
-        self.tokens.load(Ordering::Relaxed)
+    /// Under which number one of its caches is remembered: each data-parallel rank has its own. The first one's is the
+    /// engine's.
+    pub(crate) fn holder(&self, rank: Option<u16>) -> u32 {
+        self.id + u32::from(rank.unwrap_or(0) % RANKS_MAX)
     }
 
-    /// What it said of its own load, where it is asked and that is not too long ago.
-    pub(crate) fn reported_load(&self) -> Option<EngineLoad> {
-        self.health.load(|| self.terms.load().health.load_stale)
+    /// Every number that one of its caches may be remembered under.
+    pub(crate) fn holders(&self) -> Holders {
+        let ranks = if self.ranks.get().is_some() { RANKS_MAX } else { 1 };
+        self.id..self.id + u32::from(ranks)
     }
 
-    /// Requests of this router that one of its data-parallel ranks is working on.
-    pub(crate) fn rank_load(&self, rank: u16) -> usize {
-        self.rank(rank).load(Ordering::Relaxed)
+    /// Prompt tokens of what it, or one of its data-parallel ranks, has in flight, estimated.
+    pub(crate) fn tokens(&self, rank: Option<u16>) -> u64 {
+        self.load_of(rank).tokens.load(Ordering::Relaxed)
     }
 
-    fn rank(&self, rank: u16) -> &AtomicUsize {
-        let ranks = self.ranks.get_or_init(|| (0..RANKS_MAX).map(|_| AtomicUsize::new(0)).collect());
-        &ranks[usize::from(rank) % RANKS_MAX]
+    /// What it said of its own load, where it is asked and that is not too long before `now`.
+    pub(crate) fn reported_load(&self, now: impl FnOnce() -> Instant) -> Option<EngineLoad> {
+        self.health.load(now, || self.terms.load().health.load_stale)
+    }
+
+    fn load_of(&self, rank: Option<u16>) -> &Load {
+        let Some(rank) = rank else { return &self.load };
+        let ranks = self.ranks.get_or_init(|| (0..RANKS_MAX).map(|_| Load::default()).collect());
+        &ranks[usize::from(rank % RANKS_MAX)]
     }
 
     /// Counts one request of a leg, of a prompt of so many tokens, at one rank where it has several, until the guard
-    /// is dropped; `None` when there are `most` already.
+    /// is dropped; `None` when there are `most` already, or when it is on trial and another request is its one.
     pub(crate) fn begin(
         self: &Arc<Self>,
         leg: Leg,
         rank: Option<u16>,
         tokens: u64,
         most: usize,
+        manner: Manner,
     ) -> Option<InFlight> {
+        let trial = match self.health.try_out(leg) {
+            TryOut::Taken if manner == Manner::Careful => return None,
+            TryOut::Taken | TryOut::NotOnTrial => None,
+            TryOut::Mine => Some(leg),
+        };
+        let load = self.load_of(rank);
         // Never one too many, not even for a moment: somebody else would be turned away and told of no room later.
         let one_more = |now: usize| (now < most).then_some(now + 1);
-        let counted = rank.map_or(&self.in_flight, |rank| self.rank(rank));
-        counted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more).ok()?;
-        if rank.is_some() {
-            self.in_flight.fetch_add(1, Ordering::SeqCst);
+        if load.requests.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more).is_err() {
+            trial.into_iter().for_each(|leg| self.health.tried(leg));
+            return None;
         }
-        self.tokens.fetch_add(tokens, Ordering::Relaxed);
-        let trial = self.health.try_out(leg).then_some(leg);
+        load.tokens.fetch_add(tokens, Ordering::Relaxed);
+        if rank.is_some() {
+            self.load.add(tokens);
+        }
         Some(InFlight { engine: Arc::clone(self), tokens, rank, trial })
     }
 
@@ -320,10 +378,24 @@ impl Engine {
             terms.connect_timeout,
             Connection::dial(self.url.host(), self.url.port(), terms.tls.as_ref()),
         ));
-        let Ok(Ok(mut fresh)) = dialled.await else {
-            self.failed(Leg::Decode, Sign::Unreachable);
+        let mut fresh = match dialled.await {
+            Ok(Ok(fresh)) => fresh,
             // What went out over the kept connection may have been seen.
-            return Err(lost.map_or(CallError::NotReached, |_| CallError::Broken(Lost::Unanswered)));
+            Ok(Err(error)) if connection::is_ours(&error) => {
+                if let Some(held_back) = self.trouble.due() {
+                    let engine = self.authority();
+                    tracing::error!(engine, %error, held_back, "this machine has no socket left for a connection");
+                }
+                return Err(if lost.is_some() {
+                    CallError::Broken(Lost::Unanswered)
+                } else {
+                    CallError::NoSocket(error)
+                });
+            }
+            Ok(Err(_)) | Err(_) => {
+                self.failed(Leg::Decode, Sign::Unreachable);
+                return Err(lost.map_or(CallError::NotReached, |_| CallError::Broken(Lost::Unanswered)));
+            }
         };
         if lost.is_some_and(|socket| socket.is_abandoned()) {
             return Err(CallError::Broken(Lost::Unanswered));
@@ -375,7 +447,7 @@ impl Engine {
     }
 
     fn reply(self: &Arc<Self>, head: Head, connection: Connection) -> Reply {
-        Reply { head, connection, engine: Arc::clone(self) }
+        Reply { head, ahead: None, connection, engine: Arc::clone(self) }
     }
 }
 
@@ -388,9 +460,33 @@ impl Reply {
         self.head.content_type.as_ref()
     }
 
+    /// What some engines say of an answer that is not text.
+    pub(crate) fn metadata(&self) -> Option<&HeaderValue> {
+        self.head.metadata.as_ref()
+    }
+
     /// Whether every byte of the body has been read.
     pub(crate) fn is_ended(&self) -> bool {
-        self.connection.is_ended()
+        self.ahead.is_none() && self.connection.is_ended()
+    }
+
+    /// Whether it is a stream of server-sent events.
+    pub(crate) fn is_stream(&self) -> bool {
+        self.content_type().is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+    }
+
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    /// Puts a piece back: it is the next one.
+    pub(crate) fn put_back(&mut self, piece: Bytes) {
+        self.ahead = Some(piece);
+    }
+
+    /// What an engine says in a stream, as if it had said it instead of the stream.
+    pub(crate) fn told(&self, status: StatusCode, body: Bytes) -> Whole {
+        Whole { status, body, ..self.bare() }
     }
 
     /// The next piece of the body, as it came; `None` at its end.
@@ -426,7 +522,10 @@ impl Reply {
 
     /// As [`Self::chunk`].
     pub(crate) fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, CallError>>> {
-        self.connection.poll_piece(context).map_err(CallError::Broken)
+        match self.ahead.take() {
+            Some(ahead) => Poll::Ready(Some(Ok(ahead))),
+            None => self.connection.poll_piece(context).map_err(CallError::Broken),
+        }
     }
 
     /// Gives the connection back after the end of the body.
@@ -477,15 +576,14 @@ impl InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.engine.tokens.fetch_sub(self.tokens, Ordering::Relaxed);
         if let Some(leg) = self.trial {
             self.engine.health.tried(leg);
         }
-        // In this order, and sequentially consistent: one who waits looks in the opposite order.
-        if let Some(rank) = self.rank {
-            self.engine.rank(rank).fetch_sub(1, Ordering::SeqCst);
+        // In this order: one who waits looks in the opposite order.
+        self.engine.load_of(self.rank).take(self.tokens);
+        if self.rank.is_some() {
+            self.engine.load.take(self.tokens);
         }
-        self.engine.in_flight.fetch_sub(1, Ordering::SeqCst);
         self.engine.freed.ring();
     }
 }

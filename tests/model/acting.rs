@@ -26,6 +26,7 @@ impl World {
             Step::AskDecode(req, d) => self.tell_router(scene, req, router::Input::AskDecode(d)),
             Step::SkipPrefill(req) => self.tell_router(scene, req, router::Input::SkipPrefill),
             Step::HandoffSpent(req) => self.tell_router(scene, req, router::Input::HandoffSpent),
+            Step::NotAdmitted(req) => self.tell_router(scene, req, router::Input::NotAdmitted),
             Step::GiveUp(req) => self.tell_router(scene, req, router::Input::GiveUp),
             Step::ClientLeaves(req) => self.tell_router(scene, req, router::Input::ClientLeaves),
             Step::Start(p, req) => self.tell_producer(scene, p, producer::Input::Start(req)),

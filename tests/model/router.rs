@@ -41,6 +41,8 @@ pub(crate) enum Streamed {
 pub(crate) enum Input {
     AskPrefill(u8),
     SkipPrefill,
+    /// There is no room for it, now or in time.
+    NotAdmitted,
     GiveUp,
     Prefilled(u8, Prefilled),
     AskDecode(u8),
@@ -186,8 +188,11 @@ impl Router {
     fn silence(&mut self) -> Option<Event> {
         match self.exchange.state() {
             State::Prefilling(on) => Some(Event::PrefillFailed(on, Failure::Unknown)),
-            State::Decoding(on, _) => Some(Event::DecodeFailed(on, Failure::Unknown)),
-            State::Accepted(on, _) | State::Streaming(on, _) => Some(self.broken(on)),
+            // It has said nothing of the answer: another engine gets the same handoff.
+            State::Decoding(on, _) | State::Accepted(on, _) => {
+                Some(Event::DecodeFailed(on, Failure::Unknown))
+            }
+            State::Streaming(on, _) => Some(self.broken(on)),
             State::Choosing | State::Held(_) | State::Done(_) => None,
         }
     }
@@ -248,6 +253,7 @@ impl Party for Router {
                 Event::PrefillSent(prefill(p))
             }
             Input::SkipPrefill => Event::PrefillSkipped,
+            Input::NotAdmitted => Event::NotAdmitted,
             Input::GiveUp => Event::GaveUp,
             Input::Prefilled(p, what) => self.prefilled(p, what),
             Input::AskDecode(d) => {
@@ -300,6 +306,7 @@ impl Party for Router {
             Input::Decoded(d, what) => Input::Decoded(by.decode(d), what),
             Input::Streamed(d, how) => Input::Streamed(by.decode(d), how),
             Input::SkipPrefill
+            | Input::NotAdmitted
             | Input::GiveUp
             | Input::HandoffSpent
             | Input::ClientLeaves

@@ -41,6 +41,7 @@ pub(crate) enum Step {
     AskPrefill(Req, u8),
     AskDecode(Req, u8),
     SkipPrefill(Req),
+    NotAdmitted(Req),
     GiveUp(Req),
     HandoffSpent(Req),
     ClientLeaves(Req),
@@ -197,6 +198,8 @@ impl World {
                 if untried.is_empty() {
                     into.push(if self.bounds.fallback { Step::SkipPrefill(req) } else { Step::GiveUp(req) });
                 }
+                // Engines may be full whenever one is chosen.
+                into.push(Step::NotAdmitted(req));
                 into.extend(untried.into_iter().map(|p| Step::AskPrefill(req, p)));
             }
             Exchanging::Held(lent) => {
@@ -413,6 +416,7 @@ impl fmt::Display for Step {
             Self::AskDecode(req, at) => write!(f, "the router chooses {} for {}", d(at & 1), r(req)),
             Self::SkipPrefill(req) => write!(f, "the router does without a prefill engine for {}", r(req)),
             Self::HandoffSpent(req) => write!(f, "the router has {} computed anew", r(req)),
+            Self::NotAdmitted(req) => write!(f, "the router has no room for {}", r(req)),
             Self::GiveUp(req) => write!(f, "the router gives {} up", r(req)),
             Self::ClientLeaves(req) => write!(f, "the client of {} leaves", r(req)),
             Self::Start(at, req) => write!(f, "{} starts {}", p(at), r(req)),

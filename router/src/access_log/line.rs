@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::time::{Duration, SystemTime};
 
+use baton_connector::exchange::Span;
 use serde::Serialize;
 
 use crate::finished::Finished;
@@ -66,7 +67,7 @@ fn ms(time: Duration) -> f64 {
 /// Writes one line.
 pub(super) fn write(finished: &Finished, to: &mut dyn Write) -> std::io::Result<()> {
     let line = &finished.line;
-    let span = |from, to| Finished::span(from, to).map(ms);
+    let span = |span: Option<Span>| span.and_then(Span::took).map(ms);
     let engine = |n: usize| finished.engines[n].as_deref().map(|engine| engine.authority());
     let (usage, attempts) = (finished.seen.usage, finished.attempts);
     let echoed = finished.echoed.to_str().ok();
@@ -87,12 +88,12 @@ pub(super) fn write(finished: &Finished, to: &mut dyn Write) -> std::io::Result<
         decode_engine: engine(1),
         retries: attempts.iter().map(|attempts| attempts.saturating_sub(1)).sum(),
         streamed: finished.streamed,
-        queue_ms: span(Some(finished.begun), finished.asked()),
-        prefill_ms: span(line.prefill_sent, line.held),
-        gap_ms: span(line.prefill_sent.and(line.held), line.decode_sent),
-        accept_ms: span(line.decode_sent, line.accepted),
-        first_byte_ms: span(line.accepted, line.first_chunk),
-        stream_ms: span(line.first_chunk, line.ended),
+        queue_ms: line.asked().map(|asked| ms(asked.since(finished.begun))),
+        prefill_ms: span(line.prefill()),
+        gap_ms: span(line.gap()),
+        accept_ms: span(line.accept()),
+        first_byte_ms: span(line.first_byte()),
+        stream_ms: span(line.stream()),
         total_ms: ms(finished.over.since(finished.begun)),
         request_bytes: finished.request_bytes,
         response_bytes: finished.response_bytes,

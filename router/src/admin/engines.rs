@@ -4,6 +4,7 @@
 //! process.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use hyper::StatusCode;
 use serde_json::{Map, Value, json};
@@ -27,7 +28,7 @@ pub(super) fn list(shared: &Shared) -> Value {
 fn one(engine: &Arc<Engine>, generation: &Generation) -> Value {
     let health = engine.health().snapshot();
     let terms = engine.health_terms();
-    let load = engine.reported_load().map(|load| {
+    let load = engine.reported_load(Instant::now).map(|load| {
         let age_ms = u64::try_from(load.at.elapsed().as_millis()).unwrap_or(u64::MAX);
         json!({"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage, "age_ms": age_ms})
     });
@@ -50,7 +51,7 @@ fn one(engine: &Arc<Engine>, generation: &Generation) -> Value {
         "pools": pools,
         "legs": legs,
         "reasons": health.reasons(&terms),
-        "in_flight": engine.load(),
+        "in_flight": engine.load(None),
         "load": load,
         "verbs": {"abort": engine.verbs().has(Verb::Abort), "release": engine.verbs().has(Verb::Release)},
     })

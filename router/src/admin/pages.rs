@@ -52,7 +52,7 @@ pub(super) fn look_up(shared: &Shared, scrape: &mut Scrape) {
     shared.answers.each_stale(|source, stale| scrape.put(&STALE, &[source], stale.as_secs_f64()));
     shared.in_flight_table.look_up(shared.now(), scrape);
     for engine in shared.fleet.engines() {
-        scrape.put(&IN_FLIGHT, &[engine.authority()], engine.load() as f64);
+        scrape.put(&IN_FLIGHT, &[engine.authority()], engine.load(None) as f64);
         for leg in Leg::BOTH {
             let standing = engine.health().standing(leg).label();
             scrape.put(&STANDINGS, &[engine.authority(), leg.label(), standing], 1.0);

@@ -27,7 +27,7 @@ impl Engines {
             Arc::clone(&freed),
             Arc::new(AdmissionMetrics::new(&crate::metrics::Registry::default())),
         );
-        Self { room: Arc::new(AtomicUsize::new(room)), freed, queue: admission.queue("m") }
+        Self { room: Arc::new(AtomicUsize::new(room)), freed, queue: admission.queue("m", Leg::Decode) }
     }
 
     fn reserve(&self) -> impl FnMut() -> Result<Seat, Scarce> + Send + 'static {

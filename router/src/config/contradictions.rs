@@ -10,6 +10,7 @@ pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
     listeners(config, &mut found);
     secrets(config, &mut found);
     names(&config.models, &mut found);
+    releases(&config.models, &mut found);
     for (at, model) in config.models.iter().enumerate() {
         if model.decode.engines.is_empty() && model.decode.discover.is_none() {
             found.push((format!("models[{at}].decode"), "needs at least one engine, or `discover`".into()));
@@ -81,6 +82,24 @@ fn names(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
                     found.push((path, format!("the name `{name}` is given twice, first as {first}")))
                 }
                 None => drop(seen.insert(name, path)),
+            }
+        }
+    }
+}
+
+/// An engine has one way of ending a lease, in however many pools it lends. That of a pool in which it decodes counts
+/// only where it prefills in none.
+fn releases(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
+    let mut seen = BTreeMap::new();
+    for (at, model) in models.iter().enumerate() {
+        for (n, engine) in model.prefill.engines.iter().enumerate() {
+            let path = format!("models[{at}].prefill.engines[{n}].release");
+            match seen.get(&engine.url.authority()) {
+                Some((first, release)) if *release != engine.release => {
+                    found.push((path, format!("the same engine has another `release` at {first}")));
+                }
+                Some(_) => {}
+                None => drop(seen.insert(engine.url.authority(), (path, engine.release))),
             }
         }
     }

@@ -81,7 +81,8 @@ pub struct EngineConfig {
     #[serde(default)]
     #[garde(skip)]
     pub drain: bool,
-    /// How a lease that nobody will read is ended at this engine, when it prefills. Default `auto`.
+    /// How a lease that nobody will read is ended at this engine. One that prefills and decodes has what is said where it
+    /// prefills, and the same in every model. Default `auto`.
     #[serde(default)]
     #[garde(skip)]
     pub release: ReleaseMode,

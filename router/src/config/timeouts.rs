@@ -48,7 +48,8 @@ pub struct TimeoutsConfig {
     /// longer (vLLM: 5 s). 0 to 3,600,000; default 4,000.
     #[garde(range(max = 3_600_000))]
     pub engine_idle_ms: u64,
-    /// A whole request, from its head to the last byte of its answer; then its engines are told to stop. Before the
+    /// A whole request, from its head to the last byte of its answer, its body and its wait included; then its engines
+    /// are told to stop. Before the
     /// answer's head the client reads 504, in a stream a typed error. 0 (no bound) to 86,400,000; default 0.
     #[garde(range(max = 86_400_000))]
     pub request_ms: u64,

@@ -1,20 +1,18 @@
 //! Another decode engine for the rest of an answer whose engine died in the middle.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use baton_connector::exchange::{Attempt, Event};
 use baton_openai::Endpoint;
 use bytes::Bytes;
-use pingora::proxy::Session;
 use serde_json::{Map, Value};
 
-use super::{Answer, Ended, ExchangeDriver};
-use crate::client_watch::race;
+use super::{Answer, Attempted, Ended, ExchangeDriver};
+use crate::client_watch::{ClientGone, race};
 use crate::intake::Ask;
-use crate::legs::decode::{self, Decoding};
 use crate::metrics::{Leg, Resume};
-use crate::pool::{Reserved, Scarce};
+use crate::session::Session;
 use crate::upstream::{Engine, Outgoing};
 use crate::{request_id, rewrite};
 
@@ -53,52 +51,26 @@ impl ExchangeDriver {
         // The abort of the first round is on its way under the first name.
         self.debtor.request = request_id::anew(&self.debtor.request);
         let mut tried = vec![Arc::clone(&dead)];
-        for asked in 0..usize::from(self.generation.config.attempts.decode) {
-            let wanted = ask.wanted();
-            let decode = &ask.model.decode;
-            // Where every other one has failed, one of them may be back by now; the first only where there is no other.
-            let others = std::slice::from_ref(&dead);
-            let reserved = decode.reserve(&wanted, &tried).or_else(|_| decode.reserve(&wanted, others));
-            let reserved = match reserved {
-                Err(Scarce::Nobody) => decode.reserve(&wanted, &[]),
-                reserved => reserved,
-            };
-            let Ok(Reserved { member, load, .. }) = reserved else { break };
-            if !self.may_try_again(session, Leg::Decode, asked + 1).await? {
+        for asked in 1..=usize::from(self.generation.config.attempts.decode) {
+            let Some(reserved) = self.decode_again(ask, &dead, &tried) else { break };
+            if !self.may_try_again(session, Leg::Decode, asked).await? {
                 break;
             }
-            let engine = Arc::clone(&member.engine);
+            let engine = Arc::clone(reserved.engine());
             tried.push(Arc::clone(&engine));
-            let Some(mut outgoing) = self.rest(&engine, ask, &rest).await else { continue };
-            outgoing.rank = member.rank;
-            let attempt = self.attempt(&engine);
-            self.decode_engine = Some(Arc::clone(&engine));
-            self.apply(Event::DecodeSent(attempt));
-            let began = Instant::now();
-            let first_byte = ask.model.bounds.decode_first_byte;
-            let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-            let Ok(decoding) = race(session, decode::ask(&engine, &outgoing, first_byte, pause)).await else {
-                return Err(self.client_gone());
+            let outgoing = match race(session, self.rest(&engine, ask, &rest)).await {
+                Ok(outgoing) => outgoing,
+                Err(ClientGone) => return Err(self.client_gone()),
             };
-            match decoding {
-                Decoding::Accepted(reply) => {
-                    self.accepted(&engine, began.elapsed());
-                    self.apply(Event::DecodeAccepted(attempt));
+            let Some(mut outgoing) = outgoing else { continue };
+            match self.ask_decode(session, ask, reserved, &mut outgoing, false).await? {
+                Attempted::Accepted(answer) => {
                     tracing::info!(request = %self.debtor.request, engine = engine.authority(), "goes on");
-                    return Ok(Some(Answer { attempt, reply, load }));
+                    return Ok(Some(answer));
                 }
-                Decoding::Refused(_) => {
-                    self.apply(Event::DecodeRefused(attempt));
-                    return Ok(None);
-                }
-                Decoding::Failed(failure, refusal, _, blame) => {
-                    self.apply(Event::DecodeFailed(attempt, failure));
-                    self.note_misconfigured(&engine, Leg::Decode, &refusal);
-                    self.blame(&engine, Leg::Decode, blame);
-                    if self.is_deafening() {
-                        break;
-                    }
-                }
+                Attempted::Refused(_) => return Ok(None),
+                Attempted::Failed(..) if self.is_deafening() => break,
+                Attempted::Failed(..) => {}
             }
         }
         self.apply(Event::GaveUp);

@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::exchange::{Attempt, Event};
-use pingora::proxy::Session;
 
 use super::{Ended, ExchangeDriver};
 use crate::client_watch::race;
@@ -19,6 +18,7 @@ use crate::health::Sign;
 use crate::legs::{Blame, Refusal};
 use crate::metrics::Leg;
 use crate::retries;
+use crate::session::Session;
 use crate::upstream::Engine;
 
 /// Engines after which a request that finds them deaf is not sent on: it may be what keeps them from answering.

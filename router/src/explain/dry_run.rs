@@ -1,15 +1,17 @@
 //! What would be decided about a request, without asking any engine and without leaving a trace.
 
+use std::sync::Arc;
+
 use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::header::HeaderMap;
 use serde_json::{Value, json};
 
 use super::page::disaggregated;
-use crate::disaggregation::{self, Disaggregation, Facts};
+use crate::disaggregation::{self, Facts};
 use crate::generation::Generation;
 use crate::intake::Ask;
-use crate::pool::Trial;
+use crate::pool::{Trial, another_first};
 use crate::route::Dialect;
 
 /// Decides as for a client's request with this path, body and headers.
@@ -26,25 +28,17 @@ pub(crate) fn dry_run(
     let ask = Ask::read(dialect, body.clone(), headers, generation, None)?;
     let mut wanted = ask.wanted();
     let decode: Trial = ask.model.decode.try_out(&wanted, &[]);
-    let facts = Facts {
-        has_prefill: !ask.model.prefill.is_empty(),
-        several_prompts: ask.aggregate,
-        prompt_logprobs: ask.prompt_logprobs,
-        prompt_tokens: wanted.tokens,
-        cached_share: decode.sight.holding.share(&wanted),
-        prefill_in_flight: ask.model.prefill.least_in_flight(),
-    };
+    let facts = Facts::of(&ask, decode.sight.holding);
     let decided = disaggregation::decide(&ask.model.disaggregate, &facts);
-    let prefill = match (&decode.chosen, decided) {
-        (Some(chosen), Disaggregation::Remote(_)) => {
-            wanted.pair = chosen.pair();
-            let itself = [std::sync::Arc::clone(&chosen.engine)];
-            let other = ask.model.prefill.try_out(&wanted, &itself);
-            let any = || ask.model.prefill.try_out(&wanted, &[]);
-            Some(if other.chosen.is_some() { other } else { any() })
-        }
-        _ => None,
-    };
+    let prefill = decode.chosen.as_ref().filter(|_| decided.is_remote()).map(|chosen| {
+        wanted.pair = chosen.pair();
+        let pool = &ask.model.prefill;
+        let chosen = another_first(&[&[Arc::clone(&chosen.engine)], &[]], |tried| {
+            let trial = pool.try_out(&wanted, tried);
+            if trial.chosen.is_some() { Ok(trial) } else { Err(trial) }
+        });
+        chosen.unwrap_or_else(|none| none)
+    });
     Ok(json!({
         "model": ask.model.name,
         "generation": generation.number,

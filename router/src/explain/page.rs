@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use serde_json::{Map, Value, json};
 
 use super::{Account, Ring, Step};
-use crate::disaggregation::{Disaggregation, Facts};
+use crate::disaggregation::{Facts, Why};
 
 /// Requests that one list tells.
 const LISTED: usize = 100;
@@ -65,7 +65,7 @@ impl Step {
                 step["leg"] = json!(leg.label());
                 step
             }
-            Self::Disaggregated(decided, facts) => disaggregated(*decided, facts),
+            Self::Disaggregated(why, facts) => disaggregated(*why, facts),
             Self::Asked(leg, engine) => json!({"what": "ask", "leg": leg.label(), "engine": &**engine}),
             Self::Came(leg, engine, came) => {
                 json!({"what": "answer", "leg": leg.label(), "engine": &**engine, "came": came})
@@ -77,9 +77,9 @@ impl Step {
     }
 }
 
-pub(super) fn disaggregated(decided: Disaggregation, facts: &Facts) -> Value {
+pub(super) fn disaggregated(why: Why, facts: &Facts) -> Value {
     json!({
-        "what": "disaggregate", "decision": decided.label(), "reason": decided.why().label(),
+        "what": "disaggregate", "decision": why.decision(), "reason": why.label(),
         "prompt_tokens": facts.prompt_tokens, "cached_share": facts.cached_share,
         "prefill_in_flight": facts.prefill_in_flight,
     })

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 
 use super::EngineLoad;
 use super::outlier::{Sample, outliers};
-use crate::alive;
+use crate::alive::{self, NotAsked};
 use crate::generation::Generation;
 use crate::metrics::Leg;
 use crate::shared::Shared;
@@ -61,8 +61,11 @@ pub(crate) async fn run(shared: Arc<Shared>) {
                 place(&mut asking).await;
                 let engine = Arc::clone(&engine);
                 asking.spawn(async move {
-                    let answer = alive::asked(&engine, within).await;
-                    engine.judge(|health, now, terms| health.told(answer, now, terms));
+                    let asked = alive::asked_for_health(&engine, within).await;
+                    engine.judge(|health, now, terms| match asked {
+                        Ok(answer) => health.told(answer, now, terms),
+                        Err(NotAsked) => health.not_asked(now, terms),
+                    });
                 });
             }
             if read_load {

@@ -282,6 +282,15 @@ impl EngineHealth {
             self.checks.answered(answer == Some(true), &terms.checks);
         }
     }
+
+    /// It could not be asked, for want of something of the router's own. Whoever waits for its answer goes on waiting;
+    /// a doubt is not held against it.
+    pub(crate) fn not_asked(&mut self, now: Time, terms: &Terms) {
+        for one in &mut self.legs {
+            one.breaker.apply(Event::Mute, now, &terms.breaker);
+        }
+        self.doubt = None;
+    }
 }
 
 impl Standing {
@@ -443,6 +452,25 @@ pub(crate) mod tests {
         assert_eq!(both(&mute), [Standing::Silent; 2], "the question had no answer either");
         health.deaf(Leg::Decode, 2, Time::ZERO, &TERMS);
         assert_eq!(both(&health), [Standing::Silent; 2], "another source found the same");
+    }
+
+    #[test]
+    fn a_question_that_could_not_be_asked_says_nothing_of_the_engine() {
+        let mut doubted = EngineHealth::default();
+        doubted.tick(Time::ZERO, 1.0, &TERMS);
+        doubted.deaf(Leg::Decode, 1, Time::ZERO, &TERMS);
+        doubted.tick(Time::ZERO, 1.0, &TERMS);
+        for _ in 0..10 {
+            doubted.not_asked(Time::ZERO, &TERMS);
+        }
+        assert_eq!(doubted.standing(Leg::Decode, &TERMS), Standing::Usable);
+        let mut open = EngineHealth::default();
+        open.failed(Leg::Decode, Sign::Unreachable, Time::ZERO, &TERMS);
+        let later = Time::ZERO.after(Duration::from_secs(3600));
+        assert!(open.tick(later, 1.0, &TERMS), "it is to be asked");
+        open.not_asked(later, &TERMS);
+        assert_eq!(open.standing(Leg::Decode, &TERMS), Standing::Out, "and asked again later");
+        assert!(open.due().is_some_and(|due| due > later));
     }
 
     #[test]

@@ -1,13 +1,13 @@
-//! A client's connection, held from both sides: by pingora, which writes answers and watches for its end, and by the
-//! router, which reads heads and bodies.
+//! A client's connection, held from both sides: by pingora's HTTP session, which is given the head of a request and
+//! writes the head of an answer, and by the router, which reads and writes everything else.
 //!
-//! The two never read at the same time: the router reads a head before pingora sees the request, and the body while
-//! `request_filter` runs; pingora reads only to learn that the client has left. The lock is therefore never waited for.
+//! What pingora writes is held until the first bytes of the body: a head and what follows it are one write. One task
+//! has both hands, so the lock is never waited for.
 
 use std::future::poll_fn;
-use std::io;
+use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
-use std::os::fd::AsRawFd;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
@@ -20,14 +20,15 @@ use pingora::protocols::{
     GetProxyDigest, GetSocketDigest, GetTimingDigest, Peek, Shutdown, SocketDigest, Ssl, TimingDigest,
     UniqueID, UniqueIDType,
 };
-use pingora::proxy::Session;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
-use tokio::time::Sleep;
+use tokio::net::TcpStream;
+use tokio_util::either::Either;
 
 use super::chunked::{ChunkError, Chunked};
 use super::head::{self, Framing};
-use super::{Client, HeadBounds, Unclean};
+use super::{HeadBounds, Unclean};
 use crate::admission::body_budget::{Share, Spent};
+use crate::tls::TlsConnection;
 
 /// One read of the socket: as much as a connection's buffer in the kernel usually holds, and enough to pass buffers
 /// below by.
@@ -38,8 +39,13 @@ const BODY_ROOM_BYTES: usize = 256 << 10;
 /// reset the connection, and the client would lose the answer.
 const LINGER_BYTES: usize = 1 << 20;
 const LINGER: Duration = Duration::from_millis(500);
-/// A client that does not take the last bytes is not waited for when its connection is closed.
+/// A client that does not take the end of its connection is not waited for.
 const CLOSE_WITHIN: Duration = Duration::from_secs(1);
+/// Slices of one write: what is held, and a chunk's size, data and end.
+const SLICES_MAX: usize = 4;
+
+/// A client's socket, with TLS or without.
+pub(crate) type Socket = Either<TcpStream, Box<TlsConnection>>;
 
 /// A client's connection. Closed when the last hand on it is dropped.
 #[derive(Clone, Debug)]
@@ -47,11 +53,10 @@ pub(crate) struct Wire(Arc<Mutex<Inner>>);
 
 #[derive(Debug)]
 struct Inner {
-    stream: Client,
-    /// Who the client is: the address is looked up when somebody asks.
-    socket: Arc<SocketDigest>,
-    /// Since the connection is being closed: when it is dropped as it is.
-    closing: Option<Pin<Box<Sleep>>>,
+    stream: Socket,
+    peer: SocketAddr,
+    /// Written by pingora, and not yet out.
+    held: Vec<u8>,
     /// Bytes behind the head that came with it.
     ahead: BytesMut,
     /// What is still to be read of the request's body.
@@ -88,11 +93,11 @@ impl From<Spent> for BodyError {
 }
 
 impl Wire {
-    pub(crate) fn new(stream: Client) -> Self {
+    pub(crate) fn new(stream: Socket, peer: SocketAddr) -> Self {
         Self(Arc::new(Mutex::new(Inner {
-            socket: Arc::new(SocketDigest::from_raw_fd(stream.as_raw_fd())),
-            closing: None,
             stream,
+            peer,
+            held: Vec::new(),
             ahead: BytesMut::new(),
             body: Body::Read,
             expects_continue: false,
@@ -100,14 +105,50 @@ impl Wire {
         })))
     }
 
-    /// The connection of a session, where it is one of ours.
-    pub(crate) fn of(session: &Session) -> Option<Self> {
-        session.as_downstream().stream()?.as_any().downcast_ref::<Self>().cloned()
+    /// Writes what is held and then `pieces`, of which it takes three at most; how many bytes of `pieces` are out.
+    pub(crate) fn poll_send(
+        &self,
+        context: &mut Context<'_>,
+        pieces: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let Inner { stream, held, .. } = &mut *self.lock();
+        let wanted = pieces.iter().any(|piece| !piece.is_empty());
+        loop {
+            if held.is_empty() && !wanted {
+                return Pin::new(stream).poll_flush(context).map_ok(|()| 0);
+            }
+            let mut slices = [IoSlice::new(&[]); SLICES_MAX];
+            slices[0] = IoSlice::new(held);
+            let pieces = &pieces[..pieces.len().min(SLICES_MAX - 1)];
+            slices[1..=pieces.len()].copy_from_slice(pieces);
+            let first = usize::from(held.is_empty());
+            let slices = &slices[first..=pieces.len()];
+            let out = ready!(Pin::new(&mut *stream).poll_write_vectored(context, slices))?;
+            if out == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            if out < held.len() {
+                held.drain(..out);
+                continue;
+            }
+            let out = out - std::mem::take(held).len();
+            if out > 0 {
+                return Poll::Ready(Ok(out));
+            }
+        }
     }
 
-    /// Whether what is written from now on is held until more follows; see [`crate::client_stream::ClientStream::hold`].
-    pub(crate) fn hold(&self, hold: bool) {
-        self.lock().stream.hold(hold);
+    /// Whether the client has left: its end of the connection is closed, or broken, or it sends what nobody asked for
+    /// and hides its end behind it. Once the request's body was read.
+    pub(crate) fn poll_gone(&self, context: &mut Context<'_>) -> Poll<()> {
+        let mut probe = [0];
+        let mut probe = ReadBuf::new(&mut probe);
+        self.poll(context, |stream, context| stream.poll_read(context, &mut probe)).map(drop)
+    }
+
+    /// The client's address.
+    pub(crate) fn peer(&self) -> SocketAddr {
+        self.lock().peer
     }
 
     /// Reads the head of the next request, as pingora is to see it. `None` where the client has none.
@@ -163,7 +204,11 @@ impl Wire {
 
     /// The names in the certificate that the client showed; `None` without TLS.
     pub(crate) fn certificate_names(&self) -> Option<Arc<[String]>> {
-        self.lock().stream.certificate_names()
+        let inner = self.lock();
+        match &inner.stream {
+            Either::Left(_) => None,
+            Either::Right(tls) => Some(tls.client_names()),
+        }
     }
 
     /// How long the body is, where the client has said so.
@@ -282,19 +327,26 @@ impl Wire {
         let told = async {
             let mut at = 0;
             while at < answer.len() {
-                at += poll_fn(|context| self.poll(context, |s, c| s.poll_write(c, &answer[at..]))).await?;
+                at += poll_fn(|context| self.poll_send(context, &[IoSlice::new(&answer[at..])])).await?;
             }
-            poll_fn(|context| self.poll(context, |s, c| s.poll_flush(c))).await
+            poll_fn(|context| self.poll_send(context, &[])).await
         };
-        if let Ok(Ok(())) = tokio::time::timeout(LINGER, told).await {
+        if let Ok(Ok(_)) = tokio::time::timeout(LINGER, told).await {
             self.linger().await;
         }
+    }
+
+    /// Says that nothing more will be said. For an answer that was the connection's last.
+    pub(crate) async fn close(&self) {
+        let closed = poll_fn(|context| self.poll(context, |stream, context| stream.poll_shutdown(context)));
+        // An error means that it is closed already.
+        let _ = tokio::time::timeout(CLOSE_WITHIN, closed).await;
     }
 
     /// Says that nothing more will be said, and gives the client a moment to read what was.
     pub(crate) async fn linger(&self) {
         let rest = async {
-            self.closed().await?;
+            poll_fn(|context| self.poll(context, |stream, context| stream.poll_shutdown(context))).await?;
             let mut forgotten = 0;
             while forgotten < LINGER_BYTES {
                 match self.read(&mut BytesMut::new()).await? {
@@ -306,12 +358,6 @@ impl Wire {
         };
         // Whatever comes of it, the connection is dropped next.
         let _ = tokio::time::timeout(LINGER, rest).await;
-    }
-
-    /// Says that nothing more will be said.
-    async fn closed(&self) -> io::Result<()> {
-        let mut wire = self.clone();
-        poll_fn(|context| Pin::new(&mut wire).poll_shutdown(context)).await
     }
 
     /// Reads what is there, at least one byte; 0 at the end. Nothing is set aside while it waits.
@@ -343,7 +389,7 @@ impl Wire {
     fn poll<T>(
         &self,
         context: &mut Context<'_>,
-        step: impl FnOnce(Pin<&mut Client>, &mut Context<'_>) -> T,
+        step: impl FnOnce(Pin<&mut Socket>, &mut Context<'_>) -> T,
     ) -> T {
         step(Pin::new(&mut self.lock().stream), context)
     }
@@ -364,48 +410,31 @@ impl AsyncRead for Wire {
 }
 
 impl AsyncWrite for Wire {
-    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.poll(context, |stream, context| stream.poll_write(context, bytes))
+    /// Held: heads, which are small.
+    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.lock().held.extend_from_slice(bytes);
+        Poll::Ready(Ok(bytes.len()))
     }
 
-    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.poll(context, |stream, context| stream.poll_flush(context))
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
     }
 
-    /// Ready after [`CLOSE_WITHIN`] at the latest.
-    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let Inner { stream, closing, .. } = &mut *self.lock();
-        if let Poll::Ready(closed) = Pin::new(stream).poll_shutdown(context) {
-            return Poll::Ready(closed);
-        }
-        let deadline = closing.get_or_insert_with(|| Box::pin(tokio::time::sleep(CLOSE_WITHIN)));
-        deadline.as_mut().poll(context).map(|()| Err(io::ErrorKind::TimedOut.into()))
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        pieces: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        self.poll(context, |stream, context| stream.poll_write_vectored(context, pieces))
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.lock().stream.is_write_vectored()
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
     }
 }
 
+// What pingora may ask of a connection, and need not be told: the router closes it, and knows its client.
+
 #[async_trait]
 impl Shutdown for Wire {
-    async fn shutdown(&mut self) {
-        // An error means that it is closed already, or that nobody takes the last bytes.
-        let _ = self.closed().await;
-    }
+    async fn shutdown(&mut self) {}
 }
 
 impl UniqueID for Wire {
     fn id(&self) -> UniqueIDType {
-        self.lock().stream.as_raw_fd()
+        0
     }
 }
 
@@ -425,40 +454,8 @@ impl GetProxyDigest for Wire {
 
 impl GetSocketDigest for Wire {
     fn get_socket_digest(&self) -> Option<Arc<SocketDigest>> {
-        Some(Arc::clone(&self.lock().socket))
+        None
     }
 }
 
 impl Peek for Wire {}
-
-#[cfg(test)]
-mod tests {
-    use tokio::io::AsyncWriteExt;
-    use tokio::net::{TcpListener, TcpStream};
-
-    use super::*;
-    use crate::client_stream::ClientStream;
-
-    #[tokio::test]
-    async fn a_client_that_reads_nothing_is_not_waited_for_when_its_connection_is_closed() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let deaf = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let stream = ClientStream::new(listener.accept().await.unwrap().0);
-        let mut wire = Wire::new(Client::Plain(stream));
-        let mut full = false;
-        // Until the kernel takes no more, and the last bytes are held here.
-        while !full {
-            let piece = vec![b'x'; 1 << 20];
-            full = poll_fn(|context| match Pin::new(&mut wire).poll_write(context, &piece) {
-                Poll::Pending => Poll::Ready(true),
-                Poll::Ready(out) => Poll::Ready(out.unwrap() == 0),
-            })
-            .await;
-        }
-        wire.write_all(b"the last bytes").await.unwrap();
-        let closed = tokio::time::timeout(Duration::from_secs(20), AsyncWriteExt::shutdown(&mut wire)).await;
-        let error = closed.expect("it is given up").expect_err("the last bytes are not out");
-        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        drop(deaf);
-    }
-}

@@ -1,21 +1,28 @@
 //! One attempt of the decode leg: whether the engine takes the request. What it then says is passed on by the
 //! pump.
+//!
+//! The head of a stream says nothing: stock vLLM sends it before it has begun, and tells of blocks that it cannot fetch,
+//! or of its own death, in the stream. So an engine has taken a request that is streamed once its first event is here,
+//! and an event that tells of an error instead is a refusal like any other: the client has seen nothing yet, and another
+//! engine gets the same handoff.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::exchange::Failure;
+use bytes::{Bytes, BytesMut};
 
 use super::{Blame, Meaning, Refusal, Verdict};
 use crate::alive::while_alive;
-use crate::upstream::{CallError, Engine, Outgoing, Reply};
+use crate::sse;
+use crate::upstream::{CallError, Engine, Lost, Outgoing, Reply};
 
 /// A refusal is not read beyond this; a larger one is judged by its status.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;
 
 /// What an attempt came to.
 pub(crate) enum Decoding {
-    /// The engine took it: the head of a good answer is here.
+    /// The engine took it: the head of a good answer is here, and of a stream its first event.
     Accepted(Box<Reply>),
     /// The engine refused the request itself.
     Refused(Refusal),
@@ -24,7 +31,8 @@ pub(crate) enum Decoding {
 }
 
 /// Asks an engine and waits, at most `first_byte` long and only while it shows signs of life, for it to take the
-/// request. It is asked for one after each `pause`.
+/// request. It is asked for one after each `pause`. `admitted` is called with the head of a good answer: from then on the
+/// engine settles with the one that lends, and may still fail.
 ///
 /// # Cancel safety
 /// Dropping the future cuts the connection, which aborts the request.
@@ -33,13 +41,22 @@ pub(crate) async fn ask(
     outgoing: &Outgoing,
     first_byte: Duration,
     pause: Duration,
+    admitted: impl FnOnce(),
 ) -> Decoding {
     let call = async {
-        let reply = engine.call(outgoing, |_| {}).await?;
-        if reply.status().is_success() {
-            return Ok(Ok(reply));
+        let mut reply = engine.call(outgoing, |_| {}).await?;
+        if !reply.status().is_success() {
+            return reply.whole_or_bare(REFUSAL_BYTES_MAX).await.map(Err);
         }
-        reply.whole_or_bare(REFUSAL_BYTES_MAX).await.map(Err)
+        admitted();
+        if reply.is_stream() {
+            let first = first_frames(&mut reply).await?;
+            if let Some(told) = sse::error_in(&first).filter(|told| told.at == 0) {
+                return Ok(Err(reply.told(told.status, told.error)));
+            }
+            reply.put_back(first);
+        }
+        Ok(Ok(reply))
     };
     match while_alive(engine, pause, first_byte, call).await {
         Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),
@@ -50,7 +67,7 @@ pub(crate) async fn ask(
                 None => Decoding::Refused(verdict.refusal),
             }
         }
-        Ok(Err(CallError::NotReached)) => {
+        Ok(Err(CallError::NotReached | CallError::NoSocket(_))) => {
             Decoding::Failed(Failure::NotReached, Refusal::unreachable(), Meaning::Trouble, Blame::Nobody)
         }
         Ok(Err(error)) => {
@@ -59,6 +76,24 @@ pub(crate) async fn ask(
         }
         Err(silent) => {
             Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, silent.blame())
+        }
+    }
+}
+
+/// Everything up to the first end of an event; an event that is longer than a refusal may be is given as far as it is
+/// here.
+async fn first_frames(reply: &mut Reply) -> Result<Bytes, CallError> {
+    let mut held = BytesMut::new();
+    loop {
+        let chunk = reply.chunk().await.unwrap_or(Err(CallError::Broken(Lost::Unanswered)))?;
+        let enough = |bytes: &[u8]| sse::has_frame(bytes) || bytes.len() > REFUSAL_BYTES_MAX;
+        // Mostly it is one piece, which is not copied.
+        if held.is_empty() && enough(&chunk) {
+            return Ok(chunk);
+        }
+        held.extend_from_slice(&chunk);
+        if enough(&held) {
+            return Ok(held.freeze());
         }
     }
 }

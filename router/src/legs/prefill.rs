@@ -89,7 +89,7 @@ impl PrefillCall {
         let answer = self.answer.get_mut().unwrap_or_else(PoisonError::into_inner);
         match answer.as_mut().await {
             Ok(whole) => understand(&whole, self.engine().hosts()),
-            Err(CallError::NotReached) => {
+            Err(CallError::NotReached | CallError::NoSocket(_)) => {
                 Prefilled::Failed(Failure::NotReached, Refusal::unreachable(), Blame::Nobody)
             }
             Err(error @ CallError::Broken(_)) => {

@@ -39,6 +39,9 @@ pub(crate) enum Meaning {
     Refused,
     /// The engine is in trouble: full, draining, failed. Another may do better, with the same handoff.
     Trouble,
+    /// The engine says that it failed inside (500). As [`Self::Trouble`], and a stock decode engine says no more than
+    /// this when the engine that lends is gone.
+    FailedInside,
     /// The engine cannot use the handoff. Another may; if none can, the prompt is computed anew.
     CannotUseHandoff,
     /// Nobody can use the handoff any more: the prompt is computed anew.
@@ -103,7 +106,8 @@ impl<'a> Said<'a> {
         let by_status = match answer.status.as_u16() {
             408 | 429 => (Meaning::Trouble, Blame::Nobody),
             400..=499 => (Meaning::Refused, Blame::Nobody),
-            500.. => (Meaning::Trouble, Blame::Engine),
+            500 => (Meaning::FailedInside, Blame::Engine),
+            501.. => (Meaning::Trouble, Blame::Engine),
             _ => (Meaning::Trouble, Blame::Nobody),
         };
         match (answer.status.as_u16(), &*self.code) {
@@ -156,6 +160,11 @@ impl Refusal {
 
     pub(crate) fn none_left() -> Self {
         Self(ApiError::unavailable("no engine of this model is available", COME_BACK))
+    }
+
+    /// Engines are there, and busy.
+    pub(crate) fn all_busy() -> Self {
+        Self(ApiError::overloaded("all engines are busy", COME_BACK))
     }
 
     pub(crate) fn broken() -> Self {
@@ -219,7 +228,10 @@ impl Refusal {
                 said.told(status, hosts)
             }
             // Not the client's doing, whatever the status says to a router.
-            (Meaning::Trouble | Meaning::CannotUseHandoff | Meaning::HandoffSpent, _) => {
+            (
+                Meaning::Trouble | Meaning::FailedInside | Meaning::CannotUseHandoff | Meaning::HandoffSpent,
+                _,
+            ) => {
                 return Self::broken();
             }
         })
@@ -358,7 +370,8 @@ mod tests {
             (401, "invalid_cluster_secret", Meaning::Misconfigured),
             (429, "overloaded", Meaning::Trouble),
             (408, "", Meaning::Trouble),
-            (500, "", Meaning::Trouble),
+            (500, "", Meaning::FailedInside),
+            (502, "", Meaning::Trouble),
             (503, "draining", Meaning::Trouble),
             (503, "engine_failed", Meaning::Trouble),
             (503, "kv_handshake_failed", Meaning::CannotUseHandoff),

@@ -1,4 +1,4 @@
-//! Those who wait for a decode engine, and what is held of clients' bodies.
+//! Those who wait for an engine, and what is held of clients' bodies.
 
 use std::time::Duration;
 
@@ -9,13 +9,16 @@ use crate::config::Priority;
 const SECONDS: &[f64] =
     &[0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0];
 
-static WAITING: Family =
-    Family::gauge("baton_router_queue_requests", &["priority"], "Requests that wait for a decode engine.");
+static WAITING: Family = Family::gauge(
+    "baton_router_queue_requests",
+    &["priority"],
+    "Requests that wait for a decode engine, or, with one set aside, for a prefill engine.",
+);
 static OUTCOMES: Family = Family::counter(
     "baton_router_queue_outcomes_total",
     &["outcome"],
-    "Requests that waited for a decode engine or were not let into the queue. One that found room at once is not \
-     among them.",
+    "Waits for an engine, of either leg, and requests that were not let into the queue. One that found room at once \
+     is not among them.",
 );
 static WAITED: Family = Family::histogram(
     "baton_router_queue_wait_seconds",

@@ -29,7 +29,9 @@ const WAIT: &[f64] = &[
 static REQUESTS: Family = Family::counter(
     "baton_router_requests_total",
     &["model", "outcome", "code"],
-    "Requests that are over, by how they ended and the class of their status (`none`: the client got none).",
+    "Requests that are over, by how they ended and the class of their status (`none`: the client got none). \
+     `not_admitted`: the queue was full or the wait too long; `passed`: one engine answered by itself (embeddings, \
+     tokens); `rejected`: refused before any engine was chosen.",
 );
 static IN_FLIGHT: Family = Family::gauge(
     "baton_router_requests_in_flight",
@@ -132,7 +134,7 @@ pub(crate) enum End {
 }
 
 impl End {
-    const LABELS: [&str; 10] = [
+    const LABELS: [&str; 11] = [
         "completed",
         "prefill_refused",
         "prefill_exhausted",
@@ -143,6 +145,7 @@ impl End {
         "dropped",
         "rejected",
         "passed",
+        "not_admitted",
     ];
 
     fn index(self) -> usize {
@@ -157,6 +160,7 @@ impl End {
             Self::Exchange(Outcome::Dropped(_)) => 7,
             Self::Rejected => 8,
             Self::Passed => 9,
+            Self::Exchange(Outcome::NotAdmitted) => 10,
         }
     }
 

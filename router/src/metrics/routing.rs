@@ -1,38 +1,31 @@
 //! What was decided about requests: whether another engine prefills, and by what reason engines were chosen.
 
 use super::registry::{Counter, Family, Registry};
-use crate::disaggregation::{Disaggregation, Why};
+use crate::disaggregation::Why;
 
 static DISAGGREGATION: Family = Family::counter(
     "baton_router_disagg_decisions_total",
     &["decision", "reason"],
     "Requests whose prefill was sent to another engine (`prefill_decode`) or left to the decode engine \
-     (`decode_only`), and why: `prompt_logprobs` is for answers that tell of the prompt's tokens, too.",
+     (`decode_only`), and why; each once. `prompt_logprobs` is for answers that tell of the prompt's tokens, too; \
+     `fell_back` for those that no prefill engine could be had for.",
 );
 
 pub(super) static FAMILIES: &[&Family] = &[&DISAGGREGATION];
 
 /// What was decided about requests.
 pub(crate) struct RoutingMetrics {
-    disaggregations: [(Disaggregation, Counter); Why::ALL.len()],
+    disaggregations: [Counter; Why::ALL.len()],
 }
 
 impl RoutingMetrics {
     pub(super) fn new(registry: &Registry) -> Self {
-        let counter = |why: Why| {
-            let decided = match why {
-                Why::Always | Why::WorthIt => Disaggregation::Remote(why),
-                _ => Disaggregation::Local(why),
-            };
-            (decided, registry.counter(&DISAGGREGATION, &[decided.label(), why.label()]))
-        };
+        let counter = |why: Why| registry.counter(&DISAGGREGATION, &[why.decision(), why.label()]);
         Self { disaggregations: Why::ALL.map(counter) }
     }
 
-    /// Counts whether a request's prefill was sent to another engine.
-    pub(crate) fn disaggregation(&self, decided: Disaggregation) {
-        if let Some((_, counter)) = self.disaggregations.iter().find(|(d, _)| *d == decided) {
-            counter.increment(1);
-        }
+    /// Counts whether a request's prefill was another engine's; once for each request.
+    pub(crate) fn disaggregation(&self, why: Why) {
+        self.disaggregations[why as usize].increment(1);
     }
 }

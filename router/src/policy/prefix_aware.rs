@@ -1,4 +1,4 @@
-//! The engine that holds most of the prompt, unless it is too busy for that.
+//! The engine (or data-parallel rank: each has a cache of its own) that holds most of the prompt, unless it is too busy for that.
 //!
 //! **The balance rule.** Let `least` be the load of the least loaded engine (requests for its weight). An engine
 //! is too busy when its load is over `least + balance_abs` and over `least × balance_rel`. Too busy engines are
@@ -47,14 +47,12 @@ impl Policy for PrefixAware {
     fn choose(&self, wanted: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice> {
         let least = least(candidates, LoadUnit::Requests, draw)?;
         let busy_over = self.busy_over(least.load(LoadUnit::Requests));
-        let of = |engine: u32| {
-            // Ranks of one engine stand side by side.
-            let first = candidates.partition_point(|c| c.engine < engine);
-            let its = candidates[first..].iter().take_while(|c| c.engine == engine);
-            its.min_by_key(|c| c.load(LoadUnit::Requests))
+        let of = |holder: u32| {
+            let at = candidates.binary_search_by_key(&holder, |c| c.holder).ok()?;
+            Some(&candidates[at])
         };
-        let load = |engine| Some(of(engine)?.load(LoadUnit::Requests));
-        let calm = |engine| load(engine).filter(|&load| load <= busy_over);
+        let load = |holder| Some(of(holder)?.load(LoadUnit::Requests));
+        let calm = |holder| load(holder).filter(|&load| load <= busy_over);
         if let Some(found) = self.memory.longest_told(wanted.blocks, calm)
             && self.is_worth(found.length, wanted.blocks.len())
         {
@@ -75,7 +73,7 @@ impl Policy for PrefixAware {
 
     /// The share of the prompt that it holds, less its load in thousandths.
     fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64 {
-        let holding = self.memory.holding(candidate.engine, wanted.prefix, wanted.blocks);
+        let holding = self.memory.holding(candidate.holder, wanted.prefix, wanted.blocks);
         holding.share(wanted) - candidate.load(LoadUnit::Requests) as f64 / 65_536.0 / 1_000.0
     }
 }

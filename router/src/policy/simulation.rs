@@ -29,11 +29,11 @@ struct Naive(Arc<Memory>);
 
 impl Policy for Naive {
     fn choose(&self, wanted: &Wanted<'_>, candidates: &[Candidate], _: Draw) -> Option<Choice> {
-        let everybody = |engine| candidates.iter().any(|c| c.engine == engine).then_some(0);
-        let held = |c: &&Candidate| self.0.chunks_of(c.engine);
+        let everybody = |engine| candidates.iter().any(|c| c.holder == engine).then_some(0);
+        let held = |c: &&Candidate| self.0.chunks_of(c.holder);
         let found = self.0.longest_sent(wanted.prefix, everybody).map(|found| found.engine);
         let chosen = match found {
-            Some(engine) => candidates.iter().find(|c| c.engine == engine),
+            Some(engine) => candidates.iter().find(|c| c.holder == engine),
             None => candidates.iter().min_by_key(held),
         };
         chosen.map(|c| Choice { index: c.index, reason: Reason::NobodyHolds })
@@ -109,7 +109,7 @@ fn simulate(policy: &dyn Policy, memory: &Memory, seed: u64) -> Outcome {
             let candidates: Vec<_> = (0..ENGINES)
                 .map(|engine| Candidate {
                     index: engine as usize,
-                    engine,
+                    holder: engine,
                     key: u64::from(engine),
                     requests: u32::try_from(engines[engine as usize].in_flight()).expect("few"),
                     tokens: 0,

@@ -19,6 +19,7 @@ use hyper::header::HeaderValue;
 use super::ANSWER_BYTES_MAX;
 use crate::models::Model;
 use crate::policy::Wanted;
+use crate::pool::{Room, Tell};
 use crate::request_id;
 use crate::upstream::Outgoing;
 
@@ -37,7 +38,10 @@ impl Refusable<'_> {
         let mut tried = Vec::new();
         let mut outgoing = self.outgoing();
         for _ in 0..tries {
-            let Ok(reserved) = self.model.decode.reserve(&Wanted::default(), &tried) else { return false };
+            // It is refused at once and takes no place: engines that are full are when leases must come back.
+            let reserved =
+                self.model.decode.reserve(&Wanted::default(), &tried, Room::Ignored, Tell::Nothing).0;
+            let Ok(reserved) = reserved else { return false };
             let engine = Arc::clone(reserved.engine());
             outgoing.rank = reserved.member.rank;
             let ask = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
@@ -73,15 +77,20 @@ impl Refusable<'_> {
     }
 }
 
-/// Whether the engine's handler has seen it: it took it, or refused it for what it says.
+/// Whether the engine's handler has seen it: it took it, or refused it for what it says. Every other refusal came from
+/// something in front of the handler, which tells the producer nothing.
 fn is_handlers(status: StatusCode) -> bool {
-    let elsewhere = matches!(
-        status,
-        StatusCode::UNAUTHORIZED
-            | StatusCode::FORBIDDEN
-            | StatusCode::METHOD_NOT_ALLOWED
-            | StatusCode::REQUEST_TIMEOUT
-            | StatusCode::TOO_MANY_REQUESTS
-    );
-    status.is_success() || status.is_client_error() && !elsewhere
+    status.is_success() || matches!(status, StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_handler_ends_a_lease() {
+        let is = |status: u16| is_handlers(StatusCode::from_u16(status).expect("a status"));
+        assert!([200, 400, 422].into_iter().all(is));
+        assert!(![401, 403, 404, 405, 408, 409, 413, 415, 429, 500, 503].into_iter().any(is));
+    }
 }

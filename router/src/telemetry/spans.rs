@@ -13,7 +13,7 @@
 //! part of the server span. Names of attributes are those of OpenTelemetry's conventions for HTTP and GenAI.
 
 use baton_connector::Time;
-use baton_connector::exchange::{Outcome, Phase};
+use baton_connector::exchange::{Outcome, Phase, Span};
 use opentelemetry::trace::{SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
 use opentelemetry::{Array, InstrumentationScope, KeyValue, StringValue, Value};
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
@@ -35,16 +35,20 @@ struct Part {
 fn parts(finished: &Finished) -> impl Iterator<Item = Part> + use<> {
     let line = finished.line;
     let end = line.ended.unwrap_or(finished.over);
-    let part = |of, name, parent, from: Option<Time>, to: Option<Time>| {
-        Some(Part { of, name, parent, from: from?, to: to.unwrap_or(end) })
+    let part = |of, name, parent, span: Option<Span>, until: Option<Time>| {
+        let Span { from, to } = span?;
+        Some(Part { of, name, parent, from, to: to.or(until).unwrap_or(end) })
     };
     let server = SpanOf::Server;
+    let queue = Span { from: finished.begun, to: line.asked() };
+    let decode = line.decode_sent.map(|from| Span { from, to: None });
     [
-        part(SpanOf::Queue, "queue", server, Some(finished.begun), finished.asked()),
-        part(SpanOf::Prefill, "prefill", server, line.prefill_sent, line.held),
-        part(SpanOf::Gap, "gap", server, line.prefill_sent.and(line.held), line.decode_sent),
-        part(SpanOf::Decode, "decode", server, line.decode_sent, None),
-        part(SpanOf::Fetch, "fetch", SpanOf::Decode, line.decode_sent, line.accepted),
+        part(SpanOf::Queue, "queue", server, Some(queue), None),
+        // Where no prefill engine answered, the tries ended when a decode engine was asked instead.
+        part(SpanOf::Prefill, "prefill", server, line.prefill(), line.decode_sent),
+        part(SpanOf::Gap, "gap", server, line.gap(), None),
+        part(SpanOf::Decode, "decode", server, decode, None),
+        part(SpanOf::Fetch, "fetch", SpanOf::Decode, line.accept(), None),
     ]
     .into_iter()
     .flatten()
@@ -119,8 +123,7 @@ fn of_request(finished: &Finished) -> Vec<KeyValue> {
         attributes.push(KeyValue::new("error.type", wrong));
     }
     if let Some(model) = &finished.model {
-        let operation = if head.path.contains("chat") { "chat" } else { "text_completion" };
-        attributes.push(KeyValue::new("gen_ai.operation.name", operation));
+        attributes.extend(operation(&head.path).map(|name| KeyValue::new("gen_ai.operation.name", name)));
         attributes.push(KeyValue::new("gen_ai.request.model", model.name.clone()));
     }
     if let Some(usage) = finished.seen.usage {
@@ -137,6 +140,16 @@ fn of_request(finished: &Finished) -> Vec<KeyValue> {
         attributes.push(KeyValue::new("gen_ai.response.time_to_first_chunk", seconds));
     }
     attributes
+}
+
+/// As the conventions name it; they have no name for tokens and scores.
+fn operation(path: &str) -> Option<&'static str> {
+    match path {
+        "/v1/chat/completions" => Some("chat"),
+        "/v1/completions" | "/v1/responses" => Some("text_completion"),
+        "/v1/embeddings" => Some("embeddings"),
+        _ => None,
+    }
 }
 
 /// An engine's address, and how often one was asked.
@@ -176,8 +189,13 @@ fn status(finished: &Finished) -> Status {
 /// A leg that the request ended in, other than well, is where it went wrong.
 fn status_of_part(finished: &Finished, of: SpanOf) -> Status {
     let End::Exchange(outcome) = finished.end else { return Status::Unset };
+    let line = &finished.line;
+    if of == SpanOf::Prefill && line.prefilled.is_none() && line.decode_sent.is_some() {
+        return Status::error("no prefill engine answered");
+    }
     let at = match outcome {
         Outcome::Completed => return Status::Unset,
+        Outcome::NotAdmitted => SpanOf::Queue,
         Outcome::PrefillRefused | Outcome::PrefillExhausted => SpanOf::Prefill,
         Outcome::DecodeRefused | Outcome::DecodeExhausted | Outcome::StreamBroken => SpanOf::Decode,
         Outcome::ClientGone(phase) | Outcome::Dropped(phase) => match phase {

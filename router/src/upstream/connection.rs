@@ -107,8 +107,33 @@ impl Connection {
     }
 }
 
+/// Whether a connection could not be had for want of something of this machine's own.
+pub(super) fn is_ours(error: &std::io::Error) -> bool {
+    let ours = [libc::EMFILE, libc::ENFILE, libc::EADDRNOTAVAIL, libc::ENOBUFS, libc::ENOMEM];
+    error.raw_os_error().is_some_and(|code| ours.contains(&code))
+}
+
 impl Drop for Connection {
     fn drop(&mut self) {
         self.socket.cut();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_ours;
+
+    #[test]
+    fn what_this_machine_lacks_is_told_from_what_an_engine_lacks() {
+        let is = |code: i32| is_ours(&std::io::Error::from_raw_os_error(code));
+        assert!(
+            [libc::EMFILE, libc::ENFILE, libc::EADDRNOTAVAIL, libc::ENOBUFS, libc::ENOMEM]
+                .into_iter()
+                .all(is)
+        );
+        assert!(
+            ![libc::ECONNREFUSED, libc::EHOSTUNREACH, libc::ETIMEDOUT, libc::ECONNRESET].into_iter().any(is)
+        );
+        assert!(!is_ours(&std::io::Error::other("no such host")));
     }
 }

@@ -23,6 +23,8 @@ const USUAL_KINDS: [&str; 3] = ["application/json", "text/event-stream; charset=
 pub(crate) struct Head {
     pub status: StatusCode,
     pub content_type: Option<HeaderValue>,
+    /// vLLM's of embeddings in bytes.
+    pub metadata: Option<HeaderValue>,
     /// When the engine wants to be asked again: `Retry-After-Ms`, or `Retry-After` in seconds.
     pub retry_after: Option<Duration>,
 }
@@ -87,7 +89,7 @@ fn of(
     fields: &[httparse::Header<'_>],
     bytes: usize,
 ) -> Result<Read, NotHead> {
-    let (mut kind, mut after, mut after_ms) = (None, None, None);
+    let (mut kind, mut metadata, mut after, mut after_ms) = (None, None, None, None);
     let (mut coding, mut length) = (None, None);
     let mut closes = false;
     for field in fields {
@@ -100,6 +102,8 @@ fn of(
             twice(coding.replace(field.value))?;
         } else if is("connection") {
             closes |= says_close(field.value);
+        } else if is("metadata") {
+            metadata = metadata.or(Some(field.value));
         } else if is("retry-after") {
             after = after.or(Some(field.value));
         } else if is("retry-after-ms") {
@@ -115,6 +119,7 @@ fn of(
         head: Head {
             status,
             content_type: kind.map(content_type).transpose()?,
+            metadata: metadata.map(kept).transpose()?,
             retry_after: after.map(|after| after.min(COME_BACK_MAX)),
         },
         extent,
@@ -166,8 +171,12 @@ fn count(text: &[u8]) -> Option<u64> {
 fn content_type(kind: &[u8]) -> Result<HeaderValue, NotHead> {
     match USUAL_KINDS.iter().find(|usual| usual.as_bytes() == kind) {
         Some(usual) => Ok(HeaderValue::from_static(usual)),
-        None => HeaderValue::from_bytes(kind).map_err(|_| NotHead("a header's value")),
+        None => kept(kind),
     }
+}
+
+fn kept(value: &[u8]) -> Result<HeaderValue, NotHead> {
+    HeaderValue::from_bytes(value).map_err(|_| NotHead("a header's value"))
 }
 
 #[cfg(test)]
@@ -186,6 +195,8 @@ mod tests {
         assert_eq!(seen.status, 429);
         assert_eq!(seen.content_type, Some(HeaderValue::from_static("text/plain; x=y")));
         assert_eq!(seen.retry_after, Some(Duration::from_secs(7)));
+        let seen = head("Metadata: {\"a\":1}\r\n").metadata;
+        assert_eq!(seen, Some(HeaderValue::from_static("{\"a\":1}")));
         for usual in USUAL_KINDS {
             assert_eq!(head(&format!("content-type: {usual}\r\n")).content_type.as_ref().unwrap(), usual);
         }

@@ -203,3 +203,123 @@ async fn what_is_passed_on_waits_its_turn_as_well() {
     assert_eq!(second.answer().await.status, 200);
     system.settled().await;
 }
+
+/// A prefill and a decode pool of these engines with `max_in_flight: 1`, and further lines of a model and of YAML.
+async fn of_one(prefill: &[&FakeEngine], decode: &[&FakeEngine], model: &str, top: &str) -> System {
+    let pool = |engines: &[&FakeEngine]| {
+        let urls: Vec<_> = engines.iter().map(|e| format!("{{url: '{}'}}", e.url())).collect();
+        format!("{{policy: round_robin, capacity: {{max_in_flight: 1}}, engines: [{}]}}", urls.join(", "))
+    };
+    System::of(&format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\nmodels:\n  - name: m\n    \
+         prefill: {}\n    decode: {}\n{model}\n{top}\n",
+        pool(prefill),
+        pool(decode)
+    ))
+    .await
+}
+
+#[tokio::test]
+async fn a_full_prefill_pool_is_waited_for_and_no_decode_engine_prefills_instead() {
+    let p = FakeEngine::always(Act::LendWhenTold(Some(7))).await;
+    let (d, e) = (FakeEngine::always(Act::Whole(5)).await, FakeEngine::always(Act::Whole(5)).await);
+    let system = of_one(&[&p], &[&d, &e], "", "").await;
+    let mut first = posted(&system, "").await;
+    asked(&p, 1).await;
+    let mut second = posted(&system, "").await;
+    waiting(&system, "normal", 1.0).await;
+    assert_eq!((d.asked().len(), e.asked().len()), (0, 0));
+    p.go_on();
+    assert_eq!(first.answer().await.status, 200);
+    asked(&p, 2).await;
+    p.go_on();
+    assert_eq!(second.answer().await.status, 200);
+    for engine in [&d, &e] {
+        assert_eq!(engine.asked()[0].body["kv_transfer_params"]["do_remote_prefill"], true);
+    }
+    system.counts("baton_router_disagg_decisions_total{decision=\"prefill_decode\"}", 2.0).await;
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn a_full_prefill_pool_whose_queue_is_full_is_429_and_counts_as_not_admitted() {
+    for fallback in ["", "    fallback: none"] {
+        let p = FakeEngine::always(Act::LendWhenTold(Some(7))).await;
+        let (d, e) = (FakeEngine::always(Act::Whole(5)).await, FakeEngine::always(Act::Whole(5)).await);
+        let system = of_one(&[&p], &[&d, &e], fallback, "queue: {requests: 0}").await;
+        let mut first = posted(&system, "").await;
+        asked(&p, 1).await;
+        let refused = posted(&system, "").await.answer().await;
+        assert_eq!((refused.status, refused.code()), (429, "overloaded".to_owned()), "{}", refused.text());
+        assert!(refused.header("retry-after").is_some());
+        system.counts("baton_router_requests_total{outcome=\"not_admitted\",code=\"4xx\"}", 1.0).await;
+        p.go_on();
+        assert_eq!(first.answer().await.status, 200);
+        assert_eq!((p.asked().len(), d.asked().len() + e.asked().len()), (1, 1));
+        system.settled().await;
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_is_full_because_it_is_set_aside_to_decode_is_not_waited_for() {
+    for (fallback, status) in [("", 200), ("    fallback: none", 429)] {
+        let both = FakeEngine::always(Act::Whole(5)).await;
+        let system = of_one(&[&both], &[&both], fallback, "").await;
+        let answer = posted(&system, "").await.answer().await;
+        assert_eq!(answer.status, status, "at once: {}", answer.text());
+        let outcome = if status == 200 { "completed" } else { "not_admitted" };
+        system.counts(&format!("baton_router_requests_total{{outcome=\"{outcome}\"}}"), 1.0).await;
+        system.counts("baton_router_disagg_decisions_total", 1.0).await;
+        system.settled().await;
+    }
+}
+
+#[tokio::test]
+async fn after_a_failure_a_decode_engine_that_is_full_is_waited_for_with_the_same_handoff() {
+    let p = FakeEngine::always(Act::Lend(Some(7))).await;
+    let full = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let broken = FakeEngine::always(Act::Refuse(503, json!({"error": {"message": "x"}}))).await;
+    let system =
+        of_one(&[&p, &FakeEngine::always(Act::Lend(Some(8))).await], &[&full, &broken], "", "").await;
+    let mut first = posted(&system, "").await;
+    asked(&full, 1).await;
+    let mut second = posted(&system, "").await;
+    asked(&broken, 1).await;
+    waiting(&system, "normal", 1.0).await;
+    full.go_on();
+    assert_eq!(first.answer().await.status, 200);
+    asked(&full, 2).await;
+    full.go_on();
+    assert_eq!(second.answer().await.status, 200);
+    assert_eq!(full.asked()[1].body, broken.asked()[0].body, "the same handoff");
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn a_request_has_no_longer_for_its_queue_and_its_body_than_for_itself() {
+    let d = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let decode = format!("decode: {{engines: [{{url: '{}', max_in_flight: 1}}]}}", d.url());
+    let system = System::of(&format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels:\n  - {{name: m, {decode}, \
+         timeouts: {{request_ms: 100}}}}\n  - {{name: patient, {decode}}}\n"
+    ))
+    .await;
+    let mut first = Client::connect(system.address).await;
+    first.post("/v1/completions", &json!({"model": "patient", "prompt": "x"})).await;
+    asked(&d, 1).await;
+    let refused = posted(&system, "").await.answer().await;
+    assert_eq!((refused.status, refused.code()), (429, "queue_timeout".to_owned()), "{}", refused.text());
+    d.go_on();
+    assert_eq!(first.answer().await.status, 200);
+    for (top, headers) in [("timeouts: {request_ms: 100}", ""), ("", "x-request-timeout-ms: 100\r\n")] {
+        let system = one_at_a_time(&[], &d, top).await;
+        let mut slow = Client::connect(system.address).await;
+        slow.send(
+            format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\n{headers}content-length: 100\r\n\r\n{{")
+                .as_bytes(),
+        )
+        .await;
+        let refused = slow.answer().await;
+        assert_eq!(refused.status, 408, "{top}{headers}: {}", refused.text());
+    }
+}

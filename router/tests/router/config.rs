@@ -62,6 +62,13 @@ fn what_is_wrong_is_told_by_line_and_column() {
             "        - url: http://a:2\n        - url: http://a:2\n",
             "9:16: `models[0].decode.engines[1].url`: the engine stands in this pool twice",
         ),
+        (
+            "    prefill: {engines: [{url: 'http://127.0.0.1:1'}]}\n",
+            "    prefill: {engines: [{url: 'http://p:1', release: lease}]}\n    \
+             decode: {engines: [{url: 'http://p:1'}]}\n  - name: n\n    \
+             prefill: {engines: [{url: 'http://p:1'}]}\n",
+            "7:25: `models[1].prefill.engines[0].release`: the same engine has another `release` at models[0].prefill",
+        ),
         ("name: m", "name: m\n    name: n", "4:5: the key `name` is given twice, first in line 3"),
         (
             "name: m",

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::client::{BOTH_HANG_UPS, Client, HangUp, completion};
+use crate::client::{BOTH_HANG_UPS, Client, HangUp, completion, get};
 use crate::engine::{Act, FakeEngine};
 use crate::system::{System, asked};
 
@@ -104,10 +104,18 @@ async fn after_the_decode_engine_took_it_only_that_one_is_told() {
             let d = FakeEngine::always(Act::StreamWhenTold(10)).await;
             let system = System::start(&[&p], &[&d]).await;
             let mut client = begin(&system, true).await;
-            assert_eq!(client.head().await.0, 200);
-            for _ in 0..events {
+            for n in 0..events {
                 d.go_on();
+                if n == 0 {
+                    assert_eq!(client.head().await.0, 200);
+                }
                 client.chunk().await.unwrap();
+            }
+            // Without an event the client has not heard of it yet.
+            asked(&d, 1).await;
+            let account = format!("/explain/{}", id(&d));
+            while !get(system.admin, &account).await.text().contains("\"accepted\"") {
+                tokio::time::sleep(std::time::Duration::from_millis(5)).await;
             }
             client.hang_up(how);
             d.wait("the decode engine is cut", |d| d.cut() == 1).await;

@@ -4,6 +4,7 @@ use serde_json::json;
 
 use crate::client::{Client, completion, get, post};
 use crate::engine::{Act, FakeEngine, event};
+use crate::health::{said, standing, stands};
 use crate::system::System;
 
 #[tokio::test]
@@ -81,6 +82,60 @@ async fn embeddings_and_scores_go_to_one_engine_with_every_field() {
     assert_eq!(odd.status, 400);
     let other = post(system.address, "/v1/embeddings", &json!({"model": "other", "input": "x"})).await;
     assert_eq!((other.status, other.code().as_str()), (404, "model_not_found"));
+}
+
+#[tokio::test]
+async fn embeddings_in_bytes_keep_their_kind_and_what_says_what_they_mean() {
+    // More than is held of what is generated.
+    let bytes: Vec<u8> = (0..3_u32 << 20).map(|n| n.to_le_bytes()[n as usize % 3]).collect();
+    let metadata = r#"{"data":[{"shape":[2]}],"usage":{"prompt_tokens":3}}"#;
+    let headers = vec![("content-type", "application/octet-stream"), ("metadata", metadata), ("x-own", "1")];
+    let d = FakeEngine::always(Act::Bytes(headers, bytes.clone())).await;
+    let system = System::start(&[], &[&d]).await;
+    let body = json!({"model": "m", "input": "a", "encoding_format": "bytes"});
+    let answer = post(system.address, "/v1/embeddings", &body).await;
+    assert_eq!((answer.status, answer.header("content-type")), (200, Some("application/octet-stream")));
+    assert_eq!((answer.header("metadata"), answer.header("x-own")), (Some(metadata), None));
+    assert!(answer.body == bytes);
+    system.counts("baton_router_requests_total{model=\"m\",outcome=\"passed\",code=\"2xx\"}", 1.0).await;
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn what_engines_do_wrong_with_embeddings_is_their_own_as_it_is_with_what_is_generated() {
+    let broken = FakeEngine::always(Act::Refuse(500, said("x"))).await;
+    let good = FakeEngine::always(Act::Whole(1)).await;
+    let top = "health: {active: {interval_ms: 0}, breaker: {failures: 3, cool_down_ms: 60000, cool_down_max_ms: 60000}}";
+    let system = System::with(&[], &[&broken, &good], "", top).await;
+    let body = json!({"model": "m", "input": "a"});
+    for _ in 0..12 {
+        assert_eq!(post(system.address, "/v1/embeddings", &body).await.status, 200);
+    }
+    assert_eq!(broken.asked().len(), 3);
+    assert_eq!(standing(&system, &broken, "decode").await, "out");
+    let failed = format!("baton_router_engine_errors_total{{engine=\"{}\",leg=\"decode\"}}", broken.address);
+    system.counts(&failed, 3.0).await;
+    // Nobody is left: the request fails, and is told of as one of its model.
+    let address = good.address;
+    good.die().await;
+    let refused = post(system.address, "/v1/embeddings", &body).await;
+    assert!(refused.status >= 502, "{}", refused.status);
+    system.counts("baton_router_requests_total{model=\"m\",outcome=\"decode_exhausted\"}", 1.0).await;
+    let good = FakeEngine::back_at(address, Act::Whole(1)).await;
+    assert_eq!(post(system.address, "/v1/embeddings", &body).await.status, 200, "it is there again");
+    stands(&system, &good, "decode", "usable").await;
+}
+
+#[tokio::test]
+async fn an_embedding_takes_no_longer_than_its_model_allows() {
+    let d = FakeEngine::always(Act::Hang).await;
+    for (bounds, status) in [("request_ms: 100", 504), ("decode_first_byte_ms: 100", 504)] {
+        let more = format!("    timeouts: {{{bounds}}}");
+        let system = System::with(&[], &[&d], &more, "attempts: {decode: 1}").await;
+        let refused = post(system.address, "/v1/embeddings", &json!({"model": "m", "input": "a"})).await;
+        assert_eq!(refused.status, status, "{bounds}: {}", refused.text());
+        system.settled().await;
+    }
 }
 
 #[tokio::test]

@@ -40,6 +40,8 @@ pub(crate) enum Act {
     Text(&'static str),
     /// A 200 with this JSON.
     Json(Value),
+    /// A 200 with these headers and bytes.
+    Bytes(Vec<(&'static str, &'static str)>, Vec<u8>),
     /// A stream of these frames, then the connection is closed (`false`) or the answer ends (`true`).
     Frames(Vec<String>, bool),
     /// Streams so many events at once, then `[DONE]`.
@@ -366,6 +368,14 @@ async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Bod
             Response::new(body.map_err(|never: Infallible| match never {}).boxed())
         }
         Act::Json(value) => whole(200, &value),
+        Act::Bytes(headers, bytes) => {
+            let body = Full::new(Bytes::from(bytes)).map_err(|never: Infallible| match never {});
+            let mut response = Response::new(body.boxed());
+            for (name, value) in headers {
+                response.headers_mut().insert(name, value.parse().unwrap());
+            }
+            response
+        }
         Act::Frames(frames, ends) => return Ok(framed(work, frames, ends)),
         Act::Whole(bytes) => whole(200, &text(bytes)),
         Act::WholeWhenTold(bytes) => {

@@ -131,6 +131,13 @@ async fn without_any_prefill_engine_the_decode_engine_computes_everything() {
     p.die().await;
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     assert!(d.asked()[0].body.get("kv_transfer_params").is_none());
+    system.counts("baton_router_disagg_decisions_total{reason=\"fell_back\"}", 1.0).await;
+    assert_eq!(
+        system.metric("baton_router_disagg_decisions_total").await,
+        1.0,
+        "one decision for one request"
+    );
+    assert_eq!(system.metric("baton_router_prefill_seconds_count").await, 0.0, "nothing was prefilled");
 }
 
 #[tokio::test]
@@ -228,17 +235,17 @@ async fn a_drain_finishes_what_is_in_flight_and_takes_nothing_new() {
     let mut system = System::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
+    d.go_on();
     client.head().await;
+    assert_eq!(client.event().await, Some(event(0)));
     system.shut_down();
     let refused = || async { tokio::net::TcpStream::connect(system.address).await.is_err() };
     while !refused().await {
         tokio::time::sleep(std::time::Duration::from_millis(1)).await;
     }
     assert_eq!(get(system.admin, "/ready").await.status, 503);
-    for n in 0..2 {
-        d.go_on();
-        assert_eq!(client.event().await, Some(event(n)));
-    }
+    d.go_on();
+    assert_eq!(client.event().await, Some(event(1)));
     assert_eq!(client.event().await.as_deref(), Some("data: [DONE]\n\n"));
     system.stopped().await;
     assert!(d.aborts().is_empty() && p.releases().is_empty());

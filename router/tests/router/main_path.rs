@@ -40,16 +40,19 @@ async fn a_stream_is_passed_on_event_by_event() {
     let system = System::start(&[&p], &[&d]).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
+    d.go_on();
     let (status, head) = client.head().await;
     assert_eq!(status, 200);
     assert!(head.to_ascii_lowercase().contains("text/event-stream"), "{head}");
-    for n in 0..5 {
+    assert_eq!(client.event().await, Some(event(0)), "with the head");
+    for n in 1..5 {
         d.go_on();
         assert_eq!(client.event().await, Some(event(n)), "before the next one is made");
     }
     assert_eq!(client.event().await.as_deref(), Some("data: [DONE]\n\n"));
     assert_eq!(client.event().await, None);
     client.post("/v1/completions", &completion(true)).await;
+    d.go_on();
     assert_eq!(client.head().await.0, 200, "the connection is used again");
 }
 

@@ -279,6 +279,57 @@ async fn short_prompts_and_cached_prompts_are_computed_where_they_are_decoded() 
 }
 
 #[tokio::test]
+async fn of_a_prompt_that_is_longer_than_what_is_looked_at_only_that_counts_as_cached() {
+    let p = FakeEngine::always(Act::Lend(Some(7))).await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let more = "    disaggregate: {min_uncached_tokens: 100}\n    \
+                features: {chunk_bytes: 64, chunks_max: 4, bytes_per_token: 4.0}";
+    let system = System::of(&model(&pool(&[&p], &[], ""), &pool(&[&d], &[], ""), more)).await;
+    // 64 tokens are looked at: with 300 there is enough left to prefill elsewhere, with 150 there is not.
+    for (bytes, prefilled) in [(1_200, 2), (600, 1)] {
+        let before = p.asked().len();
+        let text = format!("{bytes}{}", "a".repeat(bytes));
+        for _ in 0..2 {
+            assert_eq!(ask(&system, &prompt(&text)).await, 200);
+        }
+        assert_eq!(p.asked().len() - before, prefilled, "{bytes}");
+    }
+}
+
+fn ranks(engine: &FakeEngine) -> Vec<String> {
+    let rank = |seen: &crate::engine::Seen| seen.headers["x-data-parallel-rank"].to_str().unwrap().to_owned();
+    engine.asked().iter().map(rank).collect()
+}
+
+#[tokio::test]
+async fn each_data_parallel_rank_has_a_cache_and_a_load_of_its_own() {
+    for (policy, large) in [("prefix_aware", false), ("{least_load: {by: tokens}}", true)] {
+        let d = FakeEngine::always(Act::WholeWhenTold(1)).await;
+        let decode = pool(&[&d], &["data_parallel_size: 2"], &format!("policy: {policy}"));
+        let more = "    features: {chunk_bytes: 64, bytes_per_token: 4.0}";
+        let system = System::of(&model("{}", &decode, more)).await;
+        let (long, short) = (prompt(&"a".repeat(4_000)), prompt("b"));
+        let mut clients = Vec::new();
+        for n in 0..5 {
+            let mut client = Client::connect(system.address).await;
+            client.post("/v1/completions", if large && n > 0 { &short } else { &long }).await;
+            asked(&d, n + 1).await;
+            clients.push(client);
+        }
+        let ranks = ranks(&d);
+        if large {
+            assert!(ranks[1..].iter().all(|rank| *rank != ranks[0]), "the other one has less: {ranks:?}");
+        } else {
+            assert!(ranks.iter().all(|rank| *rank == ranks[0]), "the other one holds nothing: {ranks:?}");
+        }
+        (0..5).for_each(|_| d.go_on());
+        for mut client in clients {
+            assert_eq!(client.answer().await.status, 200);
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_busy_prefill_pool_is_left_alone_and_always_means_always() {
     let p = FakeEngine::always(Act::LendWhenTold(Some(7))).await;
     let d = FakeEngine::always(Act::Whole(1)).await;

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::client::{completion, post};
-use crate::engine::{Act, FakeEngine, Seen};
+use crate::engine::{Act, FakeEngine, Seen, event};
 use crate::system::System;
 use crate::tokens::{self, Read, read};
 
@@ -78,7 +78,9 @@ async fn a_stream_whose_decode_engine_dies_is_continued_by_another() {
             }
             system.settled().await;
             assert_eq!(p.asked().len(), 1, "one prefill");
-            assert!(lives.asked().iter().all(|seen| seen.body.get("kv_transfer_params").is_none()));
+            // The first engine had said nothing: the handoff is still good for the second.
+            let handed = |seen: &Seen| seen.body.get("kv_transfer_params").is_some();
+            assert!(lives.asked().iter().all(|seen| handed(seen) == (after == 0)), "{path} after {after}");
             let ended = "baton_router_requests_total{model=\"m\",outcome=\"completed\",code=\"2xx\"}";
             system.counts(ended, 1.0).await;
         }
@@ -125,20 +127,77 @@ async fn fatal(name: &'static str, after: usize) -> FakeEngine {
 
 #[tokio::test]
 async fn a_stream_that_takes_engines_down_goes_on_at_three_others_at_most() {
-    // With tokens on the way it goes on three times; without any, twice.
-    for (after, rounds) in [(3, 4), (0, 3)] {
-        let (a, b) = (fatal("first", after).await, fatal("second", after).await);
-        let top = "attempts: {decode: 16}\nretries: {min_per_second: 1000}";
-        let system = System::with(&[], &[&a, &b], "    resume: true", top).await;
-        let mut body = streamed(json!({}));
-        body["max_tokens"] = json!(100);
-        let answer = read(&post(system.address, "/v1/completions", &body).await.text());
-        assert_eq!((answer.errors, answer.dones, answer.finishes), (1, 1, 0), "{answer:?}");
-        assert_eq!(a.asked().len() + b.asked().len(), rounds);
-        assert!(a.asked().len().abs_diff(b.asked().len()) < 2, "the engine that died is not the next one");
-        system.counts("baton_router_resumes_total{result=\"resumed\"}", (rounds - 1) as f64).await;
-        system.settled().await;
+    let top = "attempts: {decode: 16}\nretries: {min_per_second: 1000}";
+    let mut body = streamed(json!({}));
+    body["max_tokens"] = json!(100);
+    let (a, b) = (fatal("first", 3).await, fatal("second", 3).await);
+    let system = System::with(&[], &[&a, &b], "    resume: true", top).await;
+    let answer = read(&post(system.address, "/v1/completions", &body).await.text());
+    assert_eq!((answer.errors, answer.dones, answer.finishes), (1, 1, 0), "{answer:?}");
+    assert_eq!(a.asked().len() + b.asked().len(), 4);
+    assert!(a.asked().len().abs_diff(b.asked().len()) < 2, "the engine that died is not the next one");
+    system.counts("baton_router_resumes_total{result=\"resumed\"}", 3.0).await;
+    system.settled().await;
+
+    // Before the first event it is a failed attempt: the client reads a status, and every engine is asked once.
+    let (a, b) = (fatal("first", 0).await, fatal("second", 0).await);
+    let system = System::with(&[], &[&a, &b], "    resume: true", top).await;
+    assert_eq!(post(system.address, "/v1/completions", &body).await.status, 502);
+    assert_eq!((a.asked().len(), b.asked().len()), (1, 1));
+    system.settled().await;
+}
+
+/// What stock vLLM says of blocks that it could not fetch, under a head that it has sent before.
+fn failed_in_the_stream(before: usize, code: u64) -> Vec<String> {
+    let mut frames: Vec<String> = (0..before).map(event).collect();
+    let error = json!({"error": {"message": "EngineCore encountered an issue at 10.0.0.7:8000",
+        "type": "InternalServerError", "param": null, "code": code}});
+    frames.extend([format!("data: {error}\n\n"), "data: [DONE]\n\n".to_owned()]);
+    frames
+}
+
+#[tokio::test]
+async fn an_engine_that_fails_in_its_stream_has_failed() {
+    // Before its first event another one gets the same handoff.
+    let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
+    let fails = FakeEngine::always(Act::Frames(failed_in_the_stream(0, 500), true)).await;
+    let lives = FakeEngine::always(Act::Stream(2)).await;
+    let system = System::with(&[&p], &[&fails, &lives], "", "").await;
+    for _ in 0..4 {
+        let answer = post(system.address, "/v1/completions", &streamed(json!({}))).await;
+        assert_eq!((answer.status, answer.text().contains("error")), (200, false), "{}", answer.text());
     }
+    assert!(!fails.asked().is_empty() && lives.asked().len() == 4);
+    let handed = |seen: &Seen| seen.body.get("kv_transfer_params").is_some();
+    assert!(lives.asked().iter().all(handed), "the same handoff");
+    system.settled().await;
+
+    // Alone, it is a status and not a stream that says so.
+    let system = System::with(&[&p], &[&fails], "", "").await;
+    let answer = post(system.address, "/v1/completions", &streamed(json!({}))).await;
+    assert_eq!((answer.status, answer.code().as_str()), (502, "bad_gateway"));
+    system.settled().await;
+    p.wait("the releases", |p| !p.releases().is_empty()).await;
+
+    // A request that cannot be served is the client's to know.
+    let refuses = FakeEngine::always(Act::Frames(failed_in_the_stream(0, 400), true)).await;
+    let system = System::with(&[], &[&refuses], "", "").await;
+    let answer = post(system.address, "/v1/completions", &streamed(json!({}))).await;
+    assert_eq!(answer.status, 400);
+    assert!(!answer.text().contains("10.0.0.7"), "{}", answer.text());
+
+    // In the middle it is one typed error, not the engine's words, and counts as a stream that broke.
+    let breaks = FakeEngine::always(Act::Frames(failed_in_the_stream(2, 500), true)).await;
+    let system = System::with(&[], &[&breaks], "", "").await;
+    let text = post(system.address, "/v1/completions", &streamed(json!({}))).await.text();
+    let expected = format!("{}{}", event(0), event(1));
+    assert!(text.starts_with(&expected) && text.ends_with("data: [DONE]\n\n"), "{text}");
+    assert_eq!((text.matches("\"error\"").count(), text.matches("[DONE]").count()), (1, 1), "{text}");
+    assert!(text.contains("bad_gateway") && !text.contains("10.0.0.7"), "{text}");
+    let ended = "baton_router_requests_total{model=\"m\",outcome=\"stream_broken\",code=\"2xx\"}";
+    system.counts(ended, 1.0).await;
+    breaks.wait("the abort", |d| d.aborts().len() == 1).await;
+    system.settled().await;
 }
 
 #[tokio::test]

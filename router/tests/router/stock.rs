@@ -229,3 +229,95 @@ async fn a_release_by_refusal_goes_to_another_decode_engine_when_one_does_not_an
     system.settled().await;
     assert_eq!(refusable(&d).len(), 1);
 }
+
+#[tokio::test]
+async fn a_lease_is_ended_by_a_decode_engine_that_is_full() {
+    let pins = Pins::default();
+    let (p, d) = pair(&pins, true, Act::Whole(1)).await;
+    let yaml =
+        config(&p, &d, "refused_decode").replace("decode: {", "decode: {capacity: {max_in_flight: 1}, ");
+    let system = System::of(&yaml).await;
+    let mut first = Client::connect(system.address).await;
+    first.post("/v1/completions", &completion(true)).await;
+    p.wait("it prefills", |p| p.asked().len() == 1).await;
+    let mut second = Client::connect(system.address).await;
+    second.post("/v1/completions", &completion(false)).await;
+    system.counts("baton_router_queue_requests{priority=\"normal\"}", 1.0).await;
+    first.hang_up(BOTH_HANG_UPS[0]);
+    p.wait("the second has the only place", |p| p.asked().len() == 2).await;
+    p.go_on();
+    d.wait("the first one's lease has ended", |d| refusable(d).len() == 1).await;
+    p.go_on();
+    assert_eq!(second.answer().await.status, 200);
+    system.settled().await;
+    assert_eq!(pins.held(), 0);
+}
+
+#[tokio::test]
+async fn when_the_engine_that_lent_is_gone_the_prompt_is_computed_anew_and_no_decode_engine_is_blamed() {
+    let (p, d, other) = {
+        let pins = Pins::default();
+        let (p, d) = pair(&pins, false, Act::Whole(1)).await;
+        let other = FakeEngine::always(Act::Hang).await.without_verbs();
+        // As vLLM 0.32 when its producer was killed.
+        let gone = |seen: &Seen| {
+            let remote = seen.body["kv_transfer_params"]["do_remote_prefill"] == true;
+            let error = json!({"error": {"message": "Internal server error", "type": "InternalServerError",
+                "param": null, "code": 500}});
+            let act = if remote { Act::Refuse(500, error) } else { Act::Whole(1) };
+            seen.path.starts_with("/v1/").then_some(act)
+        };
+        (p, d.ruled(gone), other.ruled(gone))
+    };
+    for fallback in ["aggregate", "none"] {
+        let yaml = format!(
+            "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\n\
+             health: {{active: {{interval_ms: 0}}, breaker: {{failures: 2}}}}\n\
+             models: [{{name: m, fallback: {fallback}, prefill: {{engines: [{{url: '{}', release: lease}}]}}, \
+             decode: {{policy: round_robin, engines: [{{url: '{}'}}, {{url: '{}'}}]}}}}]",
+            p.url(),
+            d.url(),
+            other.url()
+        );
+        let system = System::of(&yaml).await;
+        let asked = || d.asked().len() + other.asked().len();
+        for round in 1..=4 {
+            let before = asked();
+            let answer = post(system.address, "/v1/completions", &completion(false)).await;
+            let (times, text) = (asked() - before, answer.text());
+            if fallback == "aggregate" {
+                assert_eq!((answer.status, times), (200, 2), "the dead handoff is sent to one: {text}");
+            } else if round == 1 {
+                // A second handoff fails as well: then it is not the handoffs.
+                assert_eq!((answer.status, times), (502, 3), "{text}");
+            }
+        }
+        system.settled().await;
+        if fallback == "aggregate" {
+            system.counts("baton_router_recomputes_total", 4.0).await;
+            for engine in [&d, &other] {
+                assert_eq!(crate::health::standing(&system, engine, "decode").await, "usable");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_engine_of_both_pools_ends_its_leases_as_is_said_where_it_prefills() {
+    let pins = Pins::default();
+    let (p, d) = pair(&pins, false, refuse(400, "no")).await;
+    let d = d.ruled(|seen| seen.path.starts_with("/v1/").then(|| refuse(400, "no")));
+    let yaml = format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\n\
+         models: [{{name: m, prefill: {{engines: [{{url: '{}', release: lease}}]}}, \
+         decode: {{prefer: {{use: it}}, engines: [{{url: '{}', labels: {{use: it}}}}, {{url: '{}'}}]}}}}]",
+        p.url(),
+        d.url(),
+        p.url()
+    );
+    let system = System::of(&yaml).await;
+    assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 400);
+    system.counts("baton_router_releases_total{cause=\"decode_refused\",via=\"lease\"}", 1.0).await;
+    system.settled().await;
+    assert_eq!(verbs(&p), 0);
+}

@@ -111,8 +111,8 @@ async fn a_client_that_leaves_is_an_error_in_the_phase_in_which_it_left() {
     let system = System::with(&[&p], &[&d], "", &collector.yaml("")).await;
     let mut client = Client::connect(system.address).await;
     client.post("/v1/completions", &completion(true)).await;
-    assert_eq!(client.head().await.0, 200);
     d.go_on();
+    assert_eq!(client.head().await.0, 200);
     client.chunk().await.unwrap();
     client.hang_up(HangUp::Fin);
     let server = collector.has(NAME, 1).await.remove(0);

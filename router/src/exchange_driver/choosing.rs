@@ -1,0 +1,181 @@
+//! Which engines a request is given: chosen, waited for in turn while they are full, and told to those who ask why.
+//!
+//! Whoever waits for a prefill engine keeps the decode engine that is set aside for it. No two requests can wait for
+//! each other's places that way, because nobody waits for a prefill engine that also decodes for the same model: a
+//! place there may be held by one who waits as well. Such engines count as busy at once.
+
+use std::sync::Arc;
+
+use baton_connector::exchange::Event;
+use baton_openai::ApiError;
+
+use super::{Ended, ExchangeDriver};
+use crate::admission::Ticket;
+use crate::client_watch::{ClientGone, race};
+use crate::disaggregation::{self, Facts, Why};
+use crate::intake::Ask;
+use crate::metrics::Leg;
+use crate::models::Model;
+use crate::policy::Wanted;
+use crate::pool::{Pool, Reserved, Room, Scarce, Tell, another_first};
+use crate::session::Session;
+use crate::upstream::Engine;
+
+/// What waiting for an engine came to.
+pub(super) enum Had {
+    Engine(Reserved),
+    /// There is none that could be asked, whatever the wait. [`Scarce::Full`]: and those that are left are busy.
+    None(Scarce),
+    /// All are busy, and for too long.
+    Busy(ApiError),
+}
+
+impl ExchangeDriver {
+    /// Sets a decode engine aside, before prefill is asked for anything; waits in the model's queue when all are
+    /// full.
+    ///
+    /// # Errors
+    /// No decode engine can be had.
+    pub(crate) async fn reserve(
+        &mut self,
+        session: &mut Session,
+        ask: &Ask,
+        ticket: Ticket,
+    ) -> Result<(), Ended> {
+        self.source = ask.source(session.client_addr());
+        self.ticket = Some(ticket);
+        self.debtor.model = Some(Arc::clone(&ask.model));
+        self.debtor.authorization = ask.authorization.clone();
+        let room = |model: &Model, tell| self.choose(Leg::Decode, &model.decode, &ask.wanted(), &[], tell);
+        match self.wait(session, Leg::Decode, room).await {
+            Err(ClientGone) => Err(self.client_gone()),
+            Ok(Ok(reserved)) => {
+                self.reserved = Some(reserved);
+                Ok(())
+            }
+            Ok(Err(refusal)) => {
+                self.apply(Event::NotAdmitted);
+                Err(refusal.into())
+            }
+        }
+    }
+
+    /// A decode engine that is none of those `tried`, when they have failed the request.
+    pub(super) async fn another_decode(
+        &self,
+        session: &mut Session,
+        ask: &Ask,
+        tried: &[Arc<Engine>],
+    ) -> Result<Had, ClientGone> {
+        let room =
+            |model: &Model, tell| match self.choose(Leg::Decode, &model.decode, &ask.wanted(), tried, tell) {
+                Err(Scarce::Full) => Err(Scarce::Full),
+                chosen => Ok(chosen),
+            };
+        self.had(session, Leg::Decode, room).await
+    }
+
+    /// A prefill engine: another than the decode engine and than those that were asked before, if there is another.
+    pub(super) async fn another_prefill(
+        &self,
+        session: &mut Session,
+        ask: &Ask,
+        tried: &[Arc<Engine>],
+    ) -> Result<Had, ClientGone> {
+        let mut wanted = ask.wanted();
+        wanted.pair = self.reserved.as_ref().and_then(Reserved::pair);
+        let decode = self.reserved.as_ref().map(Reserved::engine);
+        let before: Vec<_> = tried.iter().chain(&self.prefill_engine).cloned().collect();
+        let others: Vec<_> = before.iter().chain(decode).cloned().collect();
+        let room = |model: &Model, tell| {
+            let choose = |tried: &[_]| self.choose(Leg::Prefill, &model.prefill, &wanted, tried, tell);
+            match choose(&others) {
+                Err(Scarce::Full) if model.prefill.will_have_room(&others, &model.decode) => {
+                    Err(Scarce::Full)
+                }
+                Err(_) => Ok(another_first(&[&before, tried], choose)),
+                chosen => Ok(chosen),
+            }
+        };
+        self.had(session, Leg::Prefill, room).await
+    }
+
+    async fn had(
+        &self,
+        session: &mut Session,
+        leg: Leg,
+        room: impl FnMut(&Model, Tell) -> Result<Result<Reserved, Scarce>, Scarce>,
+    ) -> Result<Had, ClientGone> {
+        Ok(match self.wait(session, leg, room).await? {
+            Ok(Ok(reserved)) => Had::Engine(reserved),
+            Ok(Err(scarce)) => Had::None(scarce),
+            Err(busy) => Had::Busy(busy),
+        })
+    }
+
+    /// Waits in the queue of a leg until `room` finds something; at once, mostly.
+    async fn wait<T>(
+        &self,
+        session: &mut Session,
+        leg: Leg,
+        mut room: impl FnMut(&Model, Tell) -> Result<T, Scarce>,
+    ) -> Result<Result<T, ApiError>, ClientGone> {
+        let ticket = self.ticket.expect("a decode engine is set aside before anything else");
+        let mut waits = false;
+        let room = || {
+            if !std::mem::replace(&mut waits, true) {
+                return room(&self.model, Tell::Everything);
+            }
+            // Engines that came since are good for those who wait already. That they are full still is no news.
+            let now = self.shared.generation();
+            room(now.models.named(Some(&self.model.name)).unwrap_or(&self.model), Tell::Choices)
+        };
+        race(session, self.model.queue(leg).enter(ticket, &self.generation.config.queue, room)).await
+    }
+
+    /// An engine for a leg, at once; what it was chosen from is noted for those who ask.
+    fn choose(
+        &self,
+        leg: Leg,
+        pool: &Pool,
+        wanted: &Wanted<'_>,
+        tried: &[Arc<Engine>],
+        tell: Tell,
+    ) -> Result<Reserved, Scarce> {
+        let tell = if self.account.is_some() { tell } else { Tell::Nothing };
+        let (reserved, sight) = pool.reserve(wanted, tried, Room::Needed, tell);
+        if let (Some(account), Some(sight)) = (&self.account, sight) {
+            account.chose(leg, sight);
+        }
+        reserved
+    }
+
+    /// A decode engine for the rest of an answer, at once: other than those `tried`. Where every other one has failed,
+    /// one of them may be back by now; the one that died only where there is no other.
+    pub(super) fn decode_again(
+        &self,
+        ask: &Ask,
+        dead: &Arc<Engine>,
+        tried: &[Arc<Engine>],
+    ) -> Option<Reserved> {
+        let wanted = ask.wanted();
+        let choose =
+            |tried: &[_]| self.choose(Leg::Decode, &ask.model.decode, &wanted, tried, Tell::Everything);
+        let reserved = choose(tried).or_else(|_| choose(std::slice::from_ref(dead)));
+        match reserved {
+            Err(Scarce::Nobody) => choose(&[]).ok(),
+            reserved => reserved.ok(),
+        }
+    }
+
+    /// Whether another engine prefills, now that it is known which one decodes.
+    pub(super) fn disaggregation(&self, ask: &Ask) -> Why {
+        let holding = self.reserved.as_ref().map(|reserved| reserved.holding).unwrap_or_default();
+        let facts = Facts::of(ask, holding);
+        let why = disaggregation::decide(&ask.model.disaggregate, &facts);
+        if let Some(account) = &self.account {
+            account.disaggregated(why, facts);
+        }
+        why
+    }
+}
