@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -66,10 +67,9 @@ pub struct Handle(pub u128);
 
 /// A request's name across router, producer and consumer; minted by the router.
 ///
-/// At most [`REQUEST_ID_MAX_BYTES`] bytes of printable ASCII without spaces.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(transparent)]
-pub struct RequestId(Box<str>);
+/// At most [`REQUEST_ID_MAX_BYTES`] bytes of printable ASCII without spaces. Cheap to clone.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(Arc<str>);
 
 /// An engine's name in its cluster; unique per engine start.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -109,6 +109,12 @@ impl RequestId {
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+}
+
+impl Serialize for RequestId {
+    fn serialize<S: serde::Serializer>(&self, into: S) -> Result<S::Ok, S::Error> {
+        into.serialize_str(&self.0)
     }
 }
 

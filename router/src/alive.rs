@@ -10,10 +10,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
-use hyper::Method;
-use hyper::header::HeaderMap;
+use tokio::time::Instant;
 
+use crate::legs::Blame;
 use crate::upstream::{CallError, Engine, Outgoing};
 
 /// The longest wait for an answer to one question.
@@ -25,35 +24,64 @@ const UNANSWERED_MAX: u32 = 2;
 /// An answer to a question is not read beyond this.
 const ANSWER_BYTES_MAX: usize = 64 * 1024;
 
-/// The engine does not answer anything.
+/// Why an answer is not waited for any longer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Deaf;
+pub(crate) enum Silent {
+    /// The engine does not answer anything.
+    Deaf,
+    /// It lives, and has had its time.
+    Late,
+}
 
-/// Waits for `answer` as long as the engine is alive, which it is asked after each `pause` without one.
+impl Silent {
+    /// What it says of the engine.
+    pub(crate) fn blame(self) -> Blame {
+        match self {
+            Self::Deaf => Blame::Deaf,
+            Self::Late => Blame::Engine,
+        }
+    }
+}
+
+/// Waits for `answer`, at most `within` and as long as the engine is alive, which it is asked after each `pause`
+/// without one.
+///
+/// # Errors
+/// [`Silent`]: there is no answer.
 ///
 /// # Cancel safety
 /// That of `answer`.
 pub(crate) async fn while_alive<T>(
     engine: &Arc<Engine>,
     pause: Duration,
+    within: Duration,
     answer: impl Future<Output = T>,
-) -> Result<T, Deaf> {
+) -> Result<T, Silent> {
     let mut answer = std::pin::pin!(answer);
+    let begun = Instant::now();
     let mut unanswered = 0;
     loop {
         // After one question without an answer the next follows at once.
         let pause = if unanswered == 0 { pause } else { Duration::ZERO };
         let asked = async {
-            tokio::time::sleep(pause).await;
-            asked_for_health(engine, ANSWER_WITHIN).await
+            // One timer for both: most answers come long before either.
+            let left = within.saturating_sub(begun.elapsed());
+            tokio::time::sleep(pause.min(left)).await;
+            let left = within.checked_sub(begun.elapsed()).filter(|left| !left.is_zero())?;
+            Some(asked_for_health(engine, ANSWER_WITHIN.min(left)).await)
         };
-        tokio::select! {
+        let alive = tokio::select! {
             biased;
             answer = &mut answer => return Ok(answer),
-            health = asked => unanswered = if health == Ok(None) { unanswered + 1 } else { 0 },
-        }
+            health = asked => health,
+        };
+        unanswered = match alive {
+            Some(Ok(None)) if begun.elapsed() < within => unanswered + 1,
+            Some(Ok(None)) | None => return Err(Silent::Late),
+            Some(Ok(Some(_)) | Err(NotAsked)) => 0,
+        };
         if unanswered == UNANSWERED_MAX {
-            return Err(Deaf);
+            return Err(Silent::Deaf);
         }
     }
 }
@@ -70,12 +98,7 @@ pub(crate) async fn asked_for_health(
     engine: &Arc<Engine>,
     within: Duration,
 ) -> Result<Option<bool>, NotAsked> {
-    let question = Outgoing {
-        method: Method::GET,
-        path: "/health",
-        headers: HeaderMap::new(),
-        body: Bytes::new().into(),
-    };
+    let question = Outgoing::get("/health");
     let asked = async { engine.call(&question, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
     match tokio::time::timeout(within, asked).await {
         Ok(Ok(answer)) => Ok(Some(answer.status.is_success())),

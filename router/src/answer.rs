@@ -219,8 +219,8 @@ pub(crate) async fn pass(
 ) -> Result<u16, Ended> {
     let Answer { attempt, reply, load } = answer;
     let silence = Silence::new(patience);
-    let content_type = reply.headers().get(CONTENT_TYPE).cloned();
-    let metadata = reply.headers().get(METADATA).filter(|_| !dialect.generates()).cloned();
+    let content_type = reply.content_type().cloned();
+    let metadata = reply.metadata().filter(|_| !dialect.generates()).cloned();
     let status = reply.status().as_u16();
     let streamed = dialect.generates() && reply.is_stream();
     let head = || -> pingora::Result<ResponseHeader> {

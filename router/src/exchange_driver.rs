@@ -19,11 +19,10 @@ use baton_connector::RequestId;
 use baton_connector::exchange::{
     Attempt, Event, Exchange, Failure, Fit, Lent, Outcome, Settlement, Span, State, Timeline,
 };
-use hyper::Method;
 use hyper::header::HeaderValue;
 
 use crate::admission::Ticket;
-use crate::alive::{Deaf, while_alive};
+use crate::alive::while_alive;
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
 use crate::disaggregation::Why;
@@ -33,7 +32,7 @@ use crate::inflight::Entry;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
-use crate::legs::{Blame, Meaning, Refusal};
+use crate::legs::{Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::models::Model;
 use crate::observe::Watched;
@@ -291,19 +290,18 @@ impl ExchangeDriver {
                 break;
             }
             let engine = Arc::clone(&member.engine);
-            outgoing.aim_at_rank(member.rank);
+            outgoing.rank = member.rank;
             let asked = Instant::now();
             let attempt = self.attempt(&engine);
             self.prefill_engine = Some(Arc::clone(&engine));
             tried.push(Arc::clone(&engine));
             self.apply(Event::PrefillSent(attempt));
             let call = self.prefill.insert(PrefillCall::start(attempt, load, outgoing.clone()));
-            let prefilled = tokio::time::timeout(silence, call.prefilled());
-            let prefilled = match race(session, while_alive(&engine, pause, prefilled)).await {
+            let prefilled = while_alive(&engine, pause, silence, call.prefilled());
+            let prefilled = match race(session, prefilled).await {
                 Err(ClientGone) => return Err(self.client_gone()),
-                Ok(silent @ (Err(Deaf) | Ok(Err(_)))) => {
-                    let blame = if silent.is_ok() { Blame::Engine } else { Blame::Deaf };
-                    self.blame(&engine, Leg::Prefill, blame);
+                Ok(Err(silent)) => {
+                    self.blame(&engine, Leg::Prefill, silent.blame());
                     self.apply(Event::PrefillFailed(attempt, Failure::Unknown));
                     last = Refusal::silent();
                     if self.is_deafening() {
@@ -312,7 +310,7 @@ impl ExchangeDriver {
                     }
                     continue;
                 }
-                Ok(Ok(Ok(prefilled))) => prefilled,
+                Ok(Ok(prefilled)) => prefilled,
             };
             // It has answered: there is nothing to read on.
             self.prefill = None;
@@ -378,10 +376,7 @@ impl ExchangeDriver {
         let recompute = handoff.is_some() && self.may_recompute;
         let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name_in_bodies, handoff.as_deref());
         let mut outgoing = self.outgoing(ask, Leg::Decode, body);
-        if handoff.is_some() {
-            // A refusal leaves the lease alone: the next engine gets it, or this router releases it.
-            outgoing.headers.insert("x-baton-router-settles", HeaderValue::from_static("1"));
-        }
+        outgoing.router_settles = handoff.is_some();
         let state = self.exchange(|exchange| exchange.state());
         // Baton's engines say what a handoff came to.
         let may_be_spent = recompute && matches!(state, State::Held(Some(Lent { handle: None, .. })));
@@ -438,7 +433,7 @@ impl ExchangeDriver {
     ) -> Result<Attempted, Ended> {
         let Reserved { member, load, .. } = reserved;
         let engine = Arc::clone(&member.engine);
-        outgoing.aim_at_rank(member.rank);
+        outgoing.rank = member.rank;
         let asked = Instant::now();
         let attempt = self.attempt(&engine);
         self.decode_engine = Some(Arc::clone(&engine));
@@ -517,10 +512,13 @@ impl ExchangeDriver {
         Arc::clone(&self.attempts[usize::from(attempt.0)])
     }
 
-    fn outgoing(&self, ask: &Ask, leg: Leg, body: Payload) -> Outgoing {
-        let mut headers = ask.engine_headers(&self.debtor.request);
-        self.watched.trace.inject(&mut headers, leg);
-        Outgoing { method: Method::POST, path: ask.dialect.path(), headers, body }
+    fn outgoing(&self, ask: &Ask, leg: Leg, body: impl Into<Payload>) -> Outgoing {
+        Outgoing {
+            id: Some(self.debtor.request.clone()),
+            authorization: ask.authorization.clone(),
+            trace: self.watched.trace.told(leg),
+            ..Outgoing::post(ask.dialect.path(), body)
+        }
     }
 
     fn exchange<T>(&self, with: impl FnOnce(&mut Exchange) -> T) -> T {

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_openai::{ParseLimits, Scope};
+use baton_openai::ParseLimits;
 use hyper::header::HeaderValue;
 
 use crate::admin::{Access, AdminError};
@@ -134,12 +134,8 @@ impl Generation {
             revision,
             models: Models::new(&config, &members, &terms, ground, previous.map(|previous| &previous.models)),
             members,
-            parse_limits: ParseLimits {
-                body_bytes: config.limits.body_bytes,
-                // What an engine behind this router can do is for it to say; its refusal is told to the client.
-                scope: Scope::AnyEngine,
-                ..ParseLimits::default()
-            },
+            // What an engine behind this router can do is for it to say; its refusal is told to the client.
+            parse_limits: ParseLimits::of_any_engine(config.limits.body_bytes),
             auth,
             access,
             terms,

@@ -10,10 +10,9 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_connector::RequestId;
 use baton_openai::{ApiError, Outline, ParseLimits, RawBody};
 use bytes::Bytes;
-use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 
 use crate::admission::body_budget::Share;
 use crate::client_watch::ClientGone;
@@ -29,9 +28,6 @@ use crate::rewrite::{ClientRules, Owned};
 use crate::route::Dialect;
 use crate::session::Session;
 use crate::tenants::{Auth, Identity};
-
-/// The only headers of a client that an engine gets as they are: its credentials. Its trace is checked first.
-const PASSED_HEADERS: [HeaderName; 1] = [AUTHORIZATION];
 
 /// When to come back while too many bodies are held.
 const COME_BACK: Duration = Duration::from_secs(1);
@@ -58,7 +54,8 @@ pub(crate) struct Ask {
     pub features: Features,
     /// Whose it is, as a hash, where the router knows.
     owner: Option<u64>,
-    headers: HeaderMap,
+    /// The client's credentials: of its headers all that an engine gets as it came. Its trace is checked first.
+    pub authorization: Option<HeaderValue>,
 }
 
 impl From<ApiError> for Ended {
@@ -130,7 +127,7 @@ impl Ask {
             block_size: model.decode.block_size().or_else(|| model.prefill.block_size()),
         };
         let features = Features::read(&source, model.needs, &model.features);
-        let headers = passed(headers);
+        let authorization = headers.get(AUTHORIZATION).cloned();
         let owner = owner.map(Owner::hash);
         Ok(Self {
             dialect,
@@ -143,7 +140,7 @@ impl Ask {
             priority,
             features,
             owner,
-            headers,
+            authorization,
         })
     }
 
@@ -159,7 +156,7 @@ impl Ask {
             return owner;
         }
         let mut hasher = std::hash::DefaultHasher::new();
-        match self.headers.get(AUTHORIZATION) {
+        match &self.authorization {
             Some(credentials) => credentials.hash(&mut hasher),
             None => client.hash(&mut hasher),
         }
@@ -173,16 +170,6 @@ impl Ask {
         if let Some(Ok(empty)) = is_there.then(empty) {
             self.body = empty;
         }
-    }
-
-    /// Its credentials.
-    pub(crate) fn authorization(&self) -> Option<HeaderValue> {
-        self.headers.get(AUTHORIZATION).cloned()
-    }
-
-    /// The headers of both legs.
-    pub(crate) fn engine_headers(&self, request: &RequestId) -> HeaderMap {
-        named(self.headers.clone(), request)
     }
 }
 
@@ -213,33 +200,18 @@ const BYTES_PER_TOKEN: usize = 4;
 /// charged when it is over; see [`crate::tenants::Permit::has_cost`].
 const ANSWER_TOKENS: u64 = 256;
 
+/// No request is taken to cost more, whatever it says: sums of costs stay within 64 bits.
+const TOKENS_MAX: u64 = 1 << 40;
+
 fn estimated_tokens(bytes: usize, outline: &Outline) -> u64 {
     let answer = outline.request.max_tokens.map_or(ANSWER_TOKENS, u64::from);
-    let answers = outline.prompts.max(1) as u64 * u64::from(outline.request.n.max(1));
-    prompt_tokens(bytes) + answer.saturating_mul(answers)
+    let answers = (outline.prompts.max(1) as u64).saturating_mul(outline.request.n.max(1).into());
+    prompt_tokens(bytes).saturating_add(answer.saturating_mul(answers)).min(TOKENS_MAX)
 }
 
 /// Tokens of the prompt of a body of so many bytes, estimated.
 pub(crate) fn prompt_tokens(bytes: usize) -> u64 {
     (bytes / BYTES_PER_TOKEN) as u64
-}
-
-/// What an engine gets of a client's headers.
-pub(crate) fn passed(headers: &HeaderMap) -> HeaderMap {
-    let mut passed = HeaderMap::new();
-    for name in PASSED_HEADERS {
-        if let Some(value) = headers.get(&name) {
-            passed.insert(name, value.clone());
-        }
-    }
-    passed
-}
-
-/// The headers with the request's id.
-pub(crate) fn named(mut headers: HeaderMap, request: &RequestId) -> HeaderMap {
-    let id = HeaderValue::from_str(request.as_str()).expect("a request id is printable ASCII");
-    headers.insert("x-request-id", id);
-    headers
 }
 
 /// Reads the whole body of a request.

@@ -52,6 +52,7 @@ mod fleet;
 pub mod fuzzing;
 mod generation;
 mod health;
+mod hex;
 mod hosts;
 mod hygiene;
 mod inflight;

@@ -5,28 +5,27 @@ use std::cell::RefCell;
 use baton_connector::RequestId;
 use hyper::header::{HeaderMap, HeaderValue};
 
+use crate::hex;
+
 /// A random id in the shape of a version 4 UUID.
 pub(crate) fn mint() -> RequestId {
     let mut bytes = random();
     bytes[6] = bytes[6] & 0x0f | 0x40;
     bytes[8] = bytes[8] & 0x3f | 0x80;
-    let n = u128::from_be_bytes(bytes);
-    let text = format!(
-        "{:08x}-{:04x}-{:04x}-{:04x}-{:012x}",
-        n >> 96,
-        n >> 80 & 0xffff,
-        n >> 64 & 0xffff,
-        n >> 48 & 0xffff,
-        n & 0xffff_ffff_ffff
-    );
-    RequestId::new(&text).expect("36 bytes of printable ASCII")
+    let number = u128::from_be_bytes(bytes);
+    let mut text = [b'-'; 36];
+    for (digits, shift) in [(0..8, 96), (9..13, 80), (14..18, 64), (19..23, 48), (24..36, 0)] {
+        hex::write(&mut text[digits], number >> shift);
+    }
+    let text = std::str::from_utf8(&text).expect("hexadecimal digits and dashes");
+    RequestId::new(text).expect("36 bytes of printable ASCII")
 }
 
 /// Random numbers that are asked of the kernel at a time: a call for each request would cost as much as a read.
 const AHEAD: usize = 32;
 
 /// 16 random bytes, which nobody else gets.
-fn random() -> [u8; 16] {
+pub(crate) fn random() -> [u8; 16] {
     thread_local! {
         static STOCK: RefCell<Vec<[u8; 16]>> = const { RefCell::new(Vec::new()) };
     }
@@ -43,7 +42,13 @@ fn random() -> [u8; 16] {
 /// The name under which a request is computed anew. Engines remember for a while what was aborted by name, and aborts
 /// of the first round are repeated until they are answered: under the old name they would end the second round too.
 pub(crate) fn anew(id: &RequestId) -> RequestId {
-    RequestId::new(&format!("{id}-2")).expect("what is minted here is far shorter than a request id may be")
+    derived(id, "-2")
+}
+
+/// An id of the router's own with a few characters behind it.
+pub(crate) fn derived(id: &RequestId, suffix: &str) -> RequestId {
+    let text = [id.as_str(), suffix].concat();
+    RequestId::new(&text).expect("what is minted here is far shorter than a request id may be")
 }
 
 /// The client's id, where it is one.

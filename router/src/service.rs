@@ -344,7 +344,8 @@ impl RequestContext {
         let (head, config) = (session.req_header(), &self.generation.config);
         let observers = &self.generation.observers;
         let random = |bytes: &mut [u8; 24]| {
-            getrandom::fill(bytes).expect("the kernel's random numbers are there from boot on");
+            bytes[..16].copy_from_slice(&request_id::random());
+            bytes[16..].copy_from_slice(&request_id::random()[..8]);
         };
         self.trace = Trace::begin(&head.headers, observers.sample_ratio(), random);
         if observers.is_any() {

@@ -24,8 +24,8 @@ use arc_swap::ArcSwap;
 use baton_connector::exchange::{Cause, Exchange, Lent, Settlement};
 use baton_connector::{Handle, RequestId, Time};
 use bytes::Bytes;
-use hyper::header::{HeaderMap, HeaderValue};
-use hyper::{Method, StatusCode};
+use hyper::StatusCode;
+use hyper::header::HeaderValue;
 use serde_json::json;
 use tokio_util::task::TaskTracker;
 
@@ -307,7 +307,7 @@ impl Settler {
     /// Says, not too often, that a try did not come to anything.
     fn complain(&self, engine: &Engine, outgoing: &Outgoing, left: u16, what: &str) {
         if let Some(held_back) = engine.trouble.due() {
-            let request = outgoing.headers.get("x-request-id").and_then(|id| id.to_str().ok());
+            let request = outgoing.id.as_ref().map(RequestId::as_str);
             let (engine, path) = (engine.authority(), outgoing.path);
             tracing::warn!(request, engine, path, what, left, held_back, "an abort or a release failed");
         }
@@ -340,10 +340,7 @@ fn abort(request: &RequestId, leg: Leg) -> Outgoing {
 }
 
 fn verb(path: &'static str, body: &serde_json::Value, request: &RequestId) -> Outgoing {
-    let mut headers = HeaderMap::new();
-    let id = HeaderValue::from_str(request.as_str()).expect("a request id is printable ASCII");
-    headers.insert("x-request-id", id);
-    Outgoing { method: Method::POST, path, headers, body: Bytes::from(body.to_string()).into() }
+    Outgoing { id: Some(request.clone()), ..Outgoing::post(path, Bytes::from(body.to_string())) }
 }
 
 #[cfg(test)]

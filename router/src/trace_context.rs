@@ -11,10 +11,13 @@
 
 use hyper::header::{HeaderMap, HeaderValue};
 
+use crate::hex;
 use crate::metrics::Leg;
 
 const TRACEPARENT: &str = "traceparent";
 const TRACESTATE: &str = "tracestate";
+/// Bytes of a `traceparent` of version 00.
+const PARENT_BYTES: usize = 55;
 /// A longer `tracestate` is dropped; the specification asks for at least 512.
 const STATE_BYTES_MAX: usize = 512;
 /// More members are dropped, as the specification has it.
@@ -46,6 +49,25 @@ pub(crate) struct Trace {
     first: u64,
     flags: u8,
     state: Option<HeaderValue>,
+}
+
+/// What an engine is told of a trace.
+#[derive(Clone, Debug)]
+pub(crate) struct TraceParent {
+    parent: [u8; PARENT_BYTES],
+    state: Option<HeaderValue>,
+}
+
+impl TraceParent {
+    /// The value of `traceparent`: hexadecimal digits and dashes.
+    pub(crate) fn parent(&self) -> &[u8] {
+        &self.parent
+    }
+
+    /// The value of `tracestate`.
+    pub(crate) fn state(&self) -> Option<&HeaderValue> {
+        self.state.as_ref()
+    }
 }
 
 impl Trace {
@@ -89,21 +111,23 @@ impl Trace {
         self.first.wrapping_add(of as u64).max(1)
     }
 
-    /// Tells an engine.
-    pub(crate) fn inject(&self, headers: &mut HeaderMap, leg: Leg) {
+    /// What the engine of a leg is told; `None` where there is no trace.
+    pub(crate) fn told(&self, leg: Leg) -> Option<TraceParent> {
         if self.id == 0 {
-            return;
+            return None;
         }
         let span = match leg {
             _ if self.first == 0 => self.parent,
             Leg::Prefill => self.span(SpanOf::Prefill),
             Leg::Decode => self.span(SpanOf::Decode),
         };
-        let text = format!("00-{:032x}-{span:016x}-{:02x}", self.id, self.flags);
-        headers.insert(TRACEPARENT, HeaderValue::from_str(&text).expect("hexadecimal digits and dashes"));
-        if let Some(state) = &self.state {
-            headers.insert(TRACESTATE, state.clone());
+        let mut parent = [b'-'; PARENT_BYTES];
+        for (digits, number) in
+            [(0..2, 0), (3..35, self.id), (36..52, span.into()), (53..55, self.flags.into())]
+        {
+            hex::write(&mut parent[digits], number);
         }
+        Some(TraceParent { parent, state: self.state.clone() })
     }
 }
 
@@ -122,7 +146,7 @@ fn only<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a HeaderValue> {
 
 /// `VV-TRACE-PARENT-FF`: trace, parent and flags.
 fn parent(text: &[u8]) -> Option<(u128, u64, u8)> {
-    let (head, rest) = text.split_at_checked(55)?;
+    let (head, rest) = text.split_at_checked(PARENT_BYTES)?;
     let version = hex(&head[..2])? as u8;
     let fits = match version {
         0 => rest.is_empty(),
@@ -190,10 +214,9 @@ mod tests {
     }
 
     fn told(trace: &Trace, leg: Leg) -> (Option<String>, Option<String>) {
-        let mut headers = HeaderMap::new();
-        trace.inject(&mut headers, leg);
-        let text = |name| headers.get(name).map(|v: &HeaderValue| v.to_str().expect("text").to_owned());
-        (text(TRACEPARENT), text(TRACESTATE))
+        let Some(told) = trace.told(leg) else { return (None, None) };
+        let parent = String::from_utf8(told.parent().to_vec()).expect("text");
+        (Some(parent), told.state().map(|state| state.to_str().expect("text").to_owned()))
     }
 
     #[test]

@@ -7,7 +7,9 @@ mod chunks;
 mod connection;
 mod head;
 mod http1;
+mod outgoing;
 mod payload;
+mod reply_head;
 mod terms;
 mod transport;
 mod verbs;
@@ -21,8 +23,8 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 use baton_connector::Time;
 use bytes::{Bytes, BytesMut};
-use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
-use hyper::{Method, StatusCode};
+use hyper::StatusCode;
+use hyper::header::HeaderValue;
 use tokio::sync::Notify;
 
 use crate::admission::Freed;
@@ -34,9 +36,10 @@ use crate::metrics::{EngineMetrics, Leg};
 use crate::seldom::Seldom;
 use connection::Connection;
 pub(crate) use connection::Socket;
-use http1::Head;
 pub(crate) use http1::Lost;
+pub(crate) use outgoing::Outgoing;
 pub(crate) use payload::Payload;
+use reply_head::Head;
 pub use terms::TermsError;
 pub(crate) use terms::{ApiKeys, EngineTerms, Terms};
 pub(crate) use verbs::{Verb, Verbs};
@@ -105,25 +108,6 @@ pub(crate) struct Bells {
     pub hosts: Arc<Hosts>,
 }
 
-/// A request to an engine. Cheap to clone, so that another engine can be sent the same.
-#[derive(Clone, Debug)]
-pub(crate) struct Outgoing {
-    pub method: Method,
-    pub path: &'static str,
-    pub headers: HeaderMap,
-    pub body: Payload,
-}
-
-impl Outgoing {
-    /// Pins it to a data-parallel rank, or to none.
-    pub(crate) fn aim_at_rank(&mut self, rank: Option<u16>) {
-        match rank {
-            Some(rank) => drop(self.headers.insert("x-data-parallel-rank", HeaderValue::from(rank))),
-            None => drop(self.headers.remove("x-data-parallel-rank")),
-        }
-    }
-}
-
 /// Why an engine gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CallError {
@@ -155,7 +139,8 @@ pub(crate) struct Reply {
 #[derive(Debug)]
 pub(crate) struct Whole {
     pub status: StatusCode,
-    pub headers: HeaderMap,
+    /// When the engine wants to be asked again.
+    pub retry_after: Option<Duration>,
     pub body: Bytes,
     /// Its engine was shown a key of the router's own, not the client's.
     pub own_key: bool,
@@ -383,10 +368,11 @@ impl Engine {
         }
         let begun = Instant::now();
         let terms = self.terms.load_full();
-        let dialled = tokio::time::timeout(
+        // Boxed: what a first connection needs, names and TLS, would be room in every call over a kept one.
+        let dialled = Box::pin(tokio::time::timeout(
             terms.connect_timeout,
             Connection::dial(self.url.host(), self.url.port(), terms.tls.as_ref()),
-        );
+        ));
         let mut fresh = match dialled.await {
             Ok(Ok(fresh)) => fresh,
             // What went out over the kept connection may have been seen.
@@ -460,19 +446,18 @@ impl Engine {
     }
 }
 
-impl Outgoing {
-    fn pieces(&self) -> &[Bytes] {
-        self.body.pieces()
-    }
-}
-
 impl Reply {
     pub(crate) fn status(&self) -> StatusCode {
         self.head.status
     }
 
-    pub(crate) fn headers(&self) -> &HeaderMap {
-        &self.head.headers
+    pub(crate) fn content_type(&self) -> Option<&HeaderValue> {
+        self.head.content_type.as_ref()
+    }
+
+    /// What some engines say of an answer that is not text.
+    pub(crate) fn metadata(&self) -> Option<&HeaderValue> {
+        self.head.metadata.as_ref()
     }
 
     /// Whether every byte of the body has been read.
@@ -482,8 +467,7 @@ impl Reply {
 
     /// Whether it is a stream of server-sent events.
     pub(crate) fn is_stream(&self) -> bool {
-        let kind = self.headers().get(CONTENT_TYPE);
-        kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+        self.content_type().is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
@@ -517,7 +501,7 @@ impl Reply {
     fn bare(&self) -> Whole {
         Whole {
             status: self.head.status,
-            headers: self.head.headers.clone(),
+            retry_after: self.head.retry_after,
             body: Bytes::new(),
             own_key: self.engine.has_own_key(),
         }
@@ -572,10 +556,10 @@ impl Reply {
             }
         }
         let body = if rest.is_empty() { first } else { rest.freeze() };
-        let (status, headers) = (self.head.status, std::mem::take(&mut self.head.headers));
+        let Head { status, retry_after, .. } = self.head;
         let own_key = self.engine.has_own_key();
         self.finish();
-        Ok(Whole { status, headers, body, own_key })
+        Ok(Whole { status, retry_after, body, own_key })
     }
 }
 

@@ -9,22 +9,38 @@ use crate::error::{ApiError, shortened};
 /// The fields of an object under a path (empty at the top).
 #[derive(Clone, Copy)]
 pub(crate) struct Fields<'a> {
-    map: &'a Map<String, Value>,
+    of: Source<'a>,
     path: &'a str,
+}
+
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Map(&'a Map<String, Value>),
+    /// So few that a search is faster than a hash.
+    Few(&'a [(&'a str, Value)]),
 }
 
 impl<'a> Fields<'a> {
     pub(crate) fn new(map: &'a Map<String, Value>) -> Self {
-        Self { map, path: "" }
+        Self { of: Source::Map(map), path: "" }
+    }
+
+    /// Of few fields, each there once.
+    pub(crate) fn few(fields: &'a [(&'a str, Value)]) -> Self {
+        Self { of: Source::Few(fields), path: "" }
     }
 
     pub(crate) fn under(map: &'a Map<String, Value>, path: &'a str) -> Self {
-        Self { map, path }
+        Self { of: Source::Map(map), path }
     }
 
     /// The field's value; `null` is absent.
     pub(crate) fn get(self, name: &str) -> Option<&'a Value> {
-        self.map.get(name).filter(|value| !value.is_null())
+        let value = match self.of {
+            Source::Map(map) => map.get(name),
+            Source::Few(fields) => fields.iter().find(|(n, _)| *n == name).map(|(_, value)| value),
+        };
+        value.filter(|value| !value.is_null())
     }
 
     /// The field's full name.
@@ -62,12 +78,12 @@ impl<'a> Fields<'a> {
     pub(crate) fn number(
         self,
         name: &str,
-        expected: impl std::fmt::Display,
+        expected: &str,
         accept: impl Fn(f64) -> bool,
     ) -> Result<Option<f32>, ApiError> {
         let read = |value: &Value| {
             let number = value.as_f64().filter(|number| number.is_finite() && accept(*number));
-            number.map(|number| number as f32).ok_or_else(|| self.must_be(name, &expected.to_string(), value))
+            number.map(|number| number as f32).ok_or_else(|| self.must_be(name, expected, value))
         };
         self.get(name).map(read).transpose()
     }
@@ -85,8 +101,11 @@ impl<'a> Fields<'a> {
     /// An array of at most `most` values.
     pub(crate) fn array(self, name: &str, most: usize) -> Result<Option<&'a [Value]>, ApiError> {
         let read = |value: &'a Value| {
-            let expected = || self.must_be(name, &format!("an array of at most {most}"), value);
-            value.as_array().filter(|array| array.len() <= most).map(Vec::as_slice).ok_or_else(expected)
+            let wrong = || match most {
+                usize::MAX => self.must_be(name, "an array", value),
+                most => self.must_be(name, &format!("an array of at most {most}"), value),
+            };
+            value.as_array().filter(|array| array.len() <= most).map(Vec::as_slice).ok_or_else(wrong)
         };
         self.get(name).map(read).transpose()
     }

@@ -32,7 +32,8 @@ use serde_json::{Map, Value};
 use crate::body::parse_object;
 use crate::error::ApiError;
 use crate::limits::{
-    LOGIT_BIAS_BYTES_MAX, ParseLimits, SMALL_FIELD_BYTES_MAX, SMALL_TREE_BYTES_MAX, Scope, TREE_BYTES_MAX,
+    LOGIT_BIAS_BYTES_MAX, ParseLimits, SMALL_FIELD_BYTES_MAX, SMALL_TREE_BYTES_MAX,
+    SMALL_UNWEIGHED_BYTES_MAX, Scope, TREE_BYTES_MAX,
 };
 use crate::request::{Endpoint, GenerateRequest, Input};
 use crate::scan::{Internal, Place, Scanner, has_twins, tree_bytes};
@@ -41,6 +42,9 @@ use crate::untangle::{decoded, quoted, untangle};
 
 /// Fields of one body. OpenAI's API has about 50.
 pub const FIELDS_MAX: usize = 4096;
+
+/// Fields of a body as it usually is.
+const USUAL_FIELDS: usize = 8;
 
 /// Slices up to this size are copied into one piece: cheaper than a piece of their own.
 const COPIED_BYTES_MAX: usize = 16 << 10;
@@ -78,12 +82,19 @@ struct Field {
     /// As the client wrote it, between the quotes.
     name: Range<usize>,
     value: Range<usize>,
+    /// Where it cannot be written as it came.
+    odd: Option<Box<Odd>>,
+    /// Only a comma is between it and the field before it.
+    follows: bool,
+}
+
+/// What differs from how a field came.
+#[derive(Clone, Debug)]
+struct Odd {
     /// What the name says, where it is written with escapes.
     decoded: Option<Box<str>>,
     /// What is written instead of the value.
-    anew: Option<Bytes>,
-    /// Only a comma is between it and the field before it.
-    follows: bool,
+    anew: Option<Box<[u8]>>,
 }
 
 impl RawBody {
@@ -123,12 +134,12 @@ impl RawBody {
         internal: &dyn Internal,
     ) -> Result<(Self, Outline), ApiError> {
         let body = Self::any(bytes, limits, internal)?;
-        let mut shared = Map::new();
+        let mut shared = Vec::new();
         for (name, as_chat) in SHARED_WITH_CHAT {
             if let Some(value) = body.field(name) {
                 is_small(name, value)?;
                 let value = serde_json::from_slice(value).expect("the walk read JSON");
-                shared.insert(as_chat.to_owned(), value);
+                shared.push((as_chat, value));
             }
         }
         if !body.has("input") {
@@ -239,7 +250,7 @@ impl RawBody {
                 out.copy(b",");
                 out.copy(quoted(name).as_bytes());
                 out.copy(b":");
-                match &field.anew {
+                match field.anew() {
                     Some(anew) => out.copy(anew),
                     None => out.slice(field.value.clone()),
                 }
@@ -262,44 +273,50 @@ impl RawBody {
     }
 
     fn name<'a>(&'a self, field: &'a Field) -> &'a str {
-        match &field.decoded {
+        match field.odd.as_deref().and_then(|odd| odd.decoded.as_deref()) {
             Some(decoded) => decoded,
             None => std::str::from_utf8(&self.bytes[field.name.clone()]).expect("the walk read UTF-8"),
         }
     }
 
     fn value<'a>(&'a self, field: &'a Field) -> &'a [u8] {
-        field.anew.as_deref().unwrap_or(&self.bytes[field.value.clone()])
+        field.anew().unwrap_or(&self.bytes[field.value.clone()])
     }
 
     /// Whether what [`Self::small_fields`] will parse is small, each and together.
     fn small_enough(&self, scope: Scope) -> Result<(), ApiError> {
+        let mut bytes = 0;
+        for (name, value) in self.small(scope) {
+            is_small(name, value)?;
+            bytes += value.len();
+        }
+        if bytes <= SMALL_UNWEIGHED_BYTES_MAX {
+            return Ok(());
+        }
         let mut together = 0;
-        for field in &self.fields {
-            let (name, value) = (self.name(field), self.value(field));
-            if GenerateRequest::reads(name, scope) {
-                is_small(name, value)?;
-                together += std::str::from_utf8(value).map_or(0, tree_bytes);
-                if together > SMALL_TREE_BYTES_MAX {
-                    return Err(ApiError::invalid(name, format!("`{name}` has too many values"))
-                        .with_code("too_many_values"));
-                }
+        for (name, value) in self.small(scope) {
+            together += std::str::from_utf8(value).map_or(0, tree_bytes);
+            if together > SMALL_TREE_BYTES_MAX {
+                return Err(ApiError::invalid(name, format!("`{name}` has too many values"))
+                    .with_code("too_many_values"));
             }
         }
         Ok(())
     }
 
     /// What [`GenerateRequest`] reads besides the prompt and what goes with it.
-    fn small_fields(&self, scope: Scope) -> Map<String, Value> {
-        let mut map = Map::new();
-        for field in &self.fields {
-            let name = self.name(field);
-            if GenerateRequest::reads(name, scope) {
-                let value = serde_json::from_slice(self.value(field)).expect("the walk read JSON");
-                map.insert(name.to_owned(), value);
-            }
-        }
-        map
+    fn small_fields(&self, scope: Scope) -> Vec<(&str, Value)> {
+        let mut small = Vec::with_capacity(self.fields.len());
+        small.extend(self.small(scope).map(|(name, value)| {
+            let value = serde_json::from_slice(value).expect("the walk read JSON");
+            (name, value)
+        }));
+        small
+    }
+
+    fn small(&self, scope: Scope) -> impl Iterator<Item = (&str, &[u8])> {
+        let fields = self.fields.iter().map(|field| (self.name(field), self.value(field)));
+        fields.filter(move |(name, _)| GenerateRequest::reads(name, scope))
     }
 }
 
@@ -315,7 +332,11 @@ fn is_small(name: &str, value: &[u8]) -> Result<(), ApiError> {
 
 impl Field {
     fn is_as_it_came(&self) -> bool {
-        self.decoded.is_none() && self.anew.is_none()
+        self.odd.is_none()
+    }
+
+    fn anew(&self) -> Option<&[u8]> {
+        self.odd.as_deref().and_then(|odd| odd.anew.as_deref())
     }
 }
 
@@ -358,8 +379,8 @@ fn in_doubt(
 /// [`FIELDS_MAX`].
 fn fields<'a>(text: &'a str, shapes: &mut Shapes<'_>, internal: &'a dyn Internal) -> Option<Vec<Field>> {
     let mut scanner = Scanner::new(text, internal);
-    let mut fields: Vec<Field> = Vec::with_capacity(16);
-    let mut names: Vec<Cow<'_, str>> = Vec::with_capacity(16);
+    let mut fields: Vec<Field> = Vec::with_capacity(USUAL_FIELDS);
+    let mut names: Vec<Cow<'_, str>> = Vec::with_capacity(USUAL_FIELDS);
     let mut follows = false;
     scanner.space();
     scanner.open(b'{')?;
@@ -384,12 +405,13 @@ fn fields<'a>(text: &'a str, shapes: &mut Shapes<'_>, internal: &'a dyn Internal
                 let anew = if scanner.tangled {
                     // `parse_object`, which is asked then, says the same in words.
                     (scanner.tree_bytes <= TREE_BYTES_MAX).then_some(())?;
-                    Some(Bytes::from(untangle(&text[value.clone()], scanner.place, internal)?))
+                    Some(untangle(&text[value.clone()], scanner.place, internal)?.into_bytes().into())
                 } else {
                     None
                 };
                 let decoded = (!written.plain).then(|| Box::from(name.as_ref()));
-                fields.push(Field { name: written.start..written.end, value, decoded, anew, follows });
+                let odd = (decoded.is_some() || anew.is_some()).then(|| Box::new(Odd { decoded, anew }));
+                fields.push(Field { name: written.start..written.end, value, odd, follows });
                 follows = true;
             }
             names.push(name);

@@ -22,8 +22,7 @@ use serde_json::{Map, Value};
 use crate::error::ApiError;
 use crate::field::{Fields, must_be, token};
 use crate::limits::{
-    LOGPROBS_MAX, N_MAX, ParseLimits, STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, STOP_TOKENS_MAX, Scope,
-    TOKENS_MAX,
+    ParseLimits, STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, STOP_TOKENS_MAX, Scope, TOKENS_MAX,
 };
 
 /// Which dialect of request and reply.
@@ -74,7 +73,7 @@ pub struct GenerateRequest {
     pub model: Option<String>,
     /// What to continue.
     pub input: Input,
-    /// Completions of each prompt, 1..=[`N_MAX`].
+    /// Completions of each prompt, 1..=[`N_MAX`](crate::limits::N_MAX); for any engine, up to 16,384 (vLLM's own bound).
     pub n: u32,
     /// Tokens to generate at most; `None`: see [`crate::limits::COMPLETIONS_MAX_TOKENS_DEFAULT`] for completions,
     /// the rest of the context for chat. 0 only with `echo`.
@@ -96,7 +95,8 @@ pub struct GenerateRequest {
     /// Whether encoding text adds BOS and the like; `None`: yes for completions, no for chat (the template
     /// writes them).
     pub add_special_tokens: Option<bool>,
-    /// Log-probabilities of the chosen tokens and of this many alternatives, 0..=20; `None`: none.
+    /// Log-probabilities of the chosen tokens and of this many alternatives, 0..=20; `None`: none. For any engine any
+    /// number, and `u32::MAX` for all of them (vLLM's -1).
     pub logprobs: Option<u32>,
     /// Completions only: the prompt is part of the reply's text.
     pub echo: bool,
@@ -202,11 +202,11 @@ impl GenerateRequest {
     /// wrong here goes wrong there too, though perhaps in other words.
     pub(crate) fn outline(
         endpoint: Endpoint,
-        map: &Map<String, Value>,
+        small: &[(&str, Value)],
         prompts: usize,
         limits: &ParseLimits,
     ) -> Result<Self, ApiError> {
-        let fields = Fields::new(map);
+        let fields = Fields::few(small);
         refused::check(fields, endpoint, limits.scope)?;
         if endpoint == Endpoint::Chat {
             chat::manner(fields, limits.scope)?;
@@ -226,7 +226,7 @@ impl GenerateRequest {
         prompts: usize,
         limits: &ParseLimits,
     ) -> Result<Self, ApiError> {
-        let n = fields.count("n", 1..=N_MAX)?.unwrap_or(1);
+        let n = fields.count("n", 1..=limits.scope.n())?.unwrap_or(1);
         within_sequences(prompts, n, limits)?;
         let echo = endpoint == Endpoint::Completions && fields.boolean("echo")?.unwrap_or(false);
         let max_tokens = max_tokens(fields, echo)?;
@@ -238,13 +238,13 @@ impl GenerateRequest {
             max_tokens,
             min_tokens: min_tokens(fields, max_tokens)?,
             sampling: SamplingOptions::read(fields, limits)?,
-            stop: stop(fields)?,
+            stop: stop(fields, limits.scope)?,
             stop_token_ids: stop_token_ids(fields, limits)?,
             include_stop_str_in_output: fields.boolean("include_stop_str_in_output")?.unwrap_or(false),
             ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
             skip_special_tokens: fields.boolean("skip_special_tokens")?.unwrap_or(true),
             add_special_tokens: fields.boolean("add_special_tokens")?,
-            logprobs: logprobs(fields, endpoint)?,
+            logprobs: logprobs(fields, endpoint, limits.scope)?,
             echo,
             stream,
             stream_options: stream_options(fields, stream)?,
@@ -276,7 +276,7 @@ fn non_empty_string(fields: Fields<'_>, name: &str) -> Result<Option<String>, Ap
 
 fn within_sequences(prompts: usize, n: u32, limits: &ParseLimits) -> Result<(), ApiError> {
     let most = limits.sequences;
-    if prompts * n as usize > most {
+    if prompts.saturating_mul(n as usize) > most {
         let message =
             format!("{prompts} prompts times `n` {n} is over the limit of {most} sequences per request");
         return Err(ApiError::invalid("n", message));
@@ -302,16 +302,20 @@ fn min_tokens(fields: Fields<'_>, max_tokens: Option<u32>) -> Result<u32, ApiErr
     }
 }
 
-fn stop(fields: Fields<'_>) -> Result<Vec<String>, ApiError> {
+fn stop(fields: Fields<'_>, scope: Scope) -> Result<Vec<String>, ApiError> {
     let values = match fields.get("stop") {
         None => return Ok(Vec::new()),
         Some(one @ Value::String(_)) => std::slice::from_ref(one),
-        Some(Value::Array(_)) => fields.array("stop", STOP_STRINGS_MAX)?.unwrap_or_default(),
+        Some(Value::Array(_)) => fields.array("stop", scope.most(STOP_STRINGS_MAX))?.unwrap_or_default(),
         Some(other) => return Err(must_be("stop", "a string or an array of strings", other)),
     };
-    let expected = || format!("a string of 1 to {STOP_STRING_BYTES_MAX} bytes");
+    let most = scope.most(STOP_STRING_BYTES_MAX);
+    let expected = || match scope {
+        Scope::ThisEngine => format!("a string of 1 to {most} bytes"),
+        Scope::AnyEngine => "a string that is not empty".to_owned(),
+    };
     let read = |(index, value): (usize, &Value)| {
-        let fits = |text: &&str| (1..=STOP_STRING_BYTES_MAX).contains(&text.len());
+        let fits = |text: &&str| (1..=most).contains(&text.len());
         let text = value.as_str().filter(fits).map(str::to_owned);
         text.ok_or_else(|| must_be(&format!("stop[{index}]"), &expected(), value))
     };
@@ -319,17 +323,21 @@ fn stop(fields: Fields<'_>) -> Result<Vec<String>, ApiError> {
 }
 
 fn stop_token_ids(fields: Fields<'_>, limits: &ParseLimits) -> Result<Vec<u32>, ApiError> {
-    let values = fields.array("stop_token_ids", STOP_TOKENS_MAX)?.unwrap_or_default();
+    let values = fields.array("stop_token_ids", limits.scope.most(STOP_TOKENS_MAX))?.unwrap_or_default();
     let read = |(index, value)| token(value, limits.vocab, &format!("stop_token_ids[{index}]"));
     values.iter().enumerate().map(read).collect()
 }
 
-fn logprobs(fields: Fields<'_>, endpoint: Endpoint) -> Result<Option<u32>, ApiError> {
+fn logprobs(fields: Fields<'_>, endpoint: Endpoint, scope: Scope) -> Result<Option<u32>, ApiError> {
+    let number = |name| {
+        let number = fields.integer(name, scope.logprobs())?;
+        Ok(number.map(|number| u32::try_from(number).unwrap_or(u32::MAX)))
+    };
     if endpoint == Endpoint::Completions {
-        return fields.count("logprobs", 0..=LOGPROBS_MAX);
+        return number("logprobs");
     }
     let wanted = fields.boolean("logprobs")?.unwrap_or(false);
-    match fields.count("top_logprobs", 0..=LOGPROBS_MAX)? {
+    match number("top_logprobs")? {
         Some(top) if top > 0 && !wanted => Err(ApiError::invalid(
             "top_logprobs",
             format!("`top_logprobs` {top} needs `logprobs` to be true"),

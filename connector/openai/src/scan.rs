@@ -501,6 +501,7 @@ mod tests {
         }
         let heaviest = OBJECT_BYTES.max(ARRAY_BYTES) / 2;
         assert!(heaviest * crate::limits::UNWEIGHED_BYTES_MAX <= crate::limits::TREE_BYTES_MAX);
+        assert!(heaviest * crate::limits::SMALL_UNWEIGHED_BYTES_MAX <= crate::limits::SMALL_TREE_BYTES_MAX);
     }
 
     #[test]

@@ -95,7 +95,7 @@ fn message(scanner: &mut Scanner<'_>, limits: &ParseLimits) -> Option<()> {
             },
             "tool_calls" if scanner.peek() == Some(b'n') => scanner.word("null")?,
             "tool_calls" => scanner.array(|scanner, index| {
-                (index < TOOL_CALLS_MAX).then_some(())?;
+                (index < limits.scope.most(TOOL_CALLS_MAX)).then_some(())?;
                 tool_call(scanner)
             })?,
             _ => scanner.value()?,

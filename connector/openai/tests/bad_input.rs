@@ -1,8 +1,8 @@
 //! What a stranger may send. Every case is an answer that names what is wrong, never a panic.
 
 use baton_openai::{
-    ApiError, DetokenizeRequest, Endpoint, GenerateRequest, Input, ParseLimits, Prompt, Scope,
-    TokenizeRequest, parse, parse_object,
+    ApiError, DetokenizeRequest, Endpoint, GenerateRequest, Input, ParseLimits, Prompt, TokenizeRequest,
+    parse, parse_object,
 };
 use serde_json::{Value, json};
 
@@ -236,7 +236,7 @@ fn what_no_engine_here_does_is_refused_by_name() {
 
 #[test]
 fn what_engines_of_another_kind_may_do_is_theirs_to_judge() {
-    let limits = ParseLimits { scope: Scope::AnyEngine, ..ParseLimits::default() };
+    let limits = ParseLimits::of_any_engine(1 << 20);
     let image = json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}});
     let body = json!({
         "messages": [
@@ -259,6 +259,32 @@ fn what_engines_of_another_kind_may_do_is_theirs_to_judge() {
         body[field] = wrong;
         let error = read(&body).expect_err(field);
         assert!(error.status == 400 && error.param.is_some_and(|param| param.starts_with(field)));
+    }
+}
+
+#[test]
+fn how_much_is_asked_of_engines_of_another_kind_is_theirs_to_judge() {
+    let limits = ParseLimits::of_any_engine(4 << 20);
+    let read = |endpoint, body: Value| parse(endpoint, body.to_string().as_bytes(), &limits);
+    let many = json!({
+        "prompt": vec!["x"; 300], "n": 16_384, "stop": vec!["x"; 17], "stop_token_ids": vec![1; 200],
+        "logprobs": -1, "temperature": 200.0, "repetition_penalty": 101, "logit_bias": {"5": 1000.0},
+    });
+    let request = read(Endpoint::Completions, many).expect("each is an engine's to refuse");
+    assert_eq!((request.sequences(), request.logprobs), (300 * 16_384, Some(u32::MAX)));
+    let call = json!({"function": {"name": "f", "arguments": "{}"}});
+    let user = json!({"role": "user", "content": "x"});
+    let calls = json!({"role": "assistant", "tool_calls": vec![call; 200]});
+    let messages = [vec![user; 5000], vec![calls]].concat();
+    let tools = vec![json!({}); 600];
+    let chat = json!({"messages": messages, "tools": tools, "logprobs": true, "top_logprobs": 50});
+    assert_eq!(read(Endpoint::Chat, chat).expect("so is each of these").logprobs, Some(50));
+    // What no engine takes is refused before prefill is spent on it.
+    for (field, wrong) in
+        [("n", json!(0)), ("logprobs", json!(-2)), ("temperature", json!(-1)), ("stop", json!([""]))]
+    {
+        let error = read(Endpoint::Completions, json!({"prompt": "x", field: wrong})).expect_err(field);
+        assert!(error.param.is_some_and(|param| param.starts_with(field)), "{field}");
     }
 }
 

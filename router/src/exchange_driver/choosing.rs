@@ -46,7 +46,7 @@ impl ExchangeDriver {
         self.source = ask.source(client_address::of(session, &self.generation.config.trusted_proxies));
         self.ticket = Some(ticket);
         self.debtor.model = Some(Arc::clone(&ask.model));
-        self.debtor.authorization = ask.authorization();
+        self.debtor.authorization = ask.authorization.clone();
         let room = |model: &Model, tell| self.choose(Leg::Decode, &model.decode, &ask.wanted(), &[], tell);
         match self.wait(session, Leg::Decode, room).await {
             Err(ClientGone) => Err(self.client_gone()),

@@ -6,8 +6,6 @@ use std::time::Duration;
 use baton_connector::exchange::{Attempt, Event};
 use baton_openai::Endpoint;
 use bytes::Bytes;
-use hyper::Method;
-use hyper::header::HeaderMap;
 use serde_json::{Map, Value};
 
 use super::{Answer, Attempted, Ended, ExchangeDriver};
@@ -94,7 +92,7 @@ impl ExchangeDriver {
                     body.insert("max_tokens".to_owned(), Value::from(left));
                 }
                 let body = Bytes::from(Value::Object(body).to_string());
-                let outgoing = self.outgoing(ask, Leg::Decode, body.into());
+                let outgoing = self.outgoing(ask, Leg::Decode, body);
                 Some(Outgoing { path: Endpoint::Completions.path(), ..outgoing })
             }
         }
@@ -103,12 +101,7 @@ impl ExchangeDriver {
 
 /// `max_model_len` of a model at an engine: for chat, the rest of it is what an answer without a bound may fill.
 async fn context_of(engine: &Arc<Engine>, model: &str) -> Option<u64> {
-    let question = Outgoing {
-        method: Method::GET,
-        path: "/v1/models",
-        headers: HeaderMap::new(),
-        body: Bytes::new().into(),
-    };
+    let question = Outgoing::get("/v1/models");
     let asked = async { engine.call(&question, |_| {}).await?.whole(MODELS_BYTES_MAX).await };
     let answer = tokio::time::timeout(MODELS_WITHIN, asked).await.ok()?.ok()?;
     let models: Value = serde_json::from_slice(&answer.body).ok()?;

@@ -8,9 +8,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_connector::Time;
-use bytes::Bytes;
-use hyper::Method;
-use hyper::header::HeaderMap;
 use tokio::task::JoinSet;
 
 use super::EngineLoad;
@@ -102,12 +99,7 @@ fn jitter() -> f64 {
 }
 
 async fn read_load_of(engine: Arc<Engine>, within: Duration) {
-    let question = Outgoing {
-        method: Method::GET,
-        path: "/metrics",
-        headers: HeaderMap::new(),
-        body: Bytes::new().into(),
-    };
+    let question = Outgoing::get("/metrics");
     let asked = async { engine.call(&question, |_| {}).await?.whole(METRICS_BYTES_MAX).await };
     let Ok(Ok(answer)) = tokio::time::timeout(within, asked).await else { return };
     let text = String::from_utf8_lossy(&answer.body);

@@ -8,9 +8,9 @@ use baton_openai::{
     ApiError, DetokenizeRequest, Object, ParseLimits, RawBody, TokenizeRequest, parse_object, strip,
 };
 use bytes::Bytes;
-use hyper::header::HeaderMap;
+use hyper::header::{AUTHORIZATION, HeaderMap};
 
-use super::{Ask, Owner, passed, priority, prompt_tokens};
+use super::{Ask, Owner, priority, prompt_tokens};
 use crate::features::Features;
 use crate::generation::Generation;
 use crate::rewrite::{ClientRules, Owned};
@@ -66,7 +66,7 @@ impl Ask {
             priority: priority(&body),
             features: Features::of_tokens(tokens),
             owner: owner.map(Owner::hash),
-            headers: passed(headers),
+            authorization: headers.get(AUTHORIZATION).cloned(),
             body,
         })
     }

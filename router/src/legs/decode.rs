@@ -13,7 +13,7 @@ use baton_connector::exchange::Failure;
 use bytes::{Bytes, BytesMut};
 
 use super::{Blame, Meaning, Refusal, Verdict};
-use crate::alive::{Deaf, while_alive};
+use crate::alive::while_alive;
 use crate::sse;
 use crate::upstream::{CallError, Engine, Lost, Outgoing, Reply};
 
@@ -58,11 +58,7 @@ pub(crate) async fn ask(
         }
         Ok(Ok(reply))
     };
-    let answered = while_alive(engine, pause, tokio::time::timeout(first_byte, call)).await;
-    let Ok(answered) = answered.map_err(|Deaf| ()) else {
-        return Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, Blame::Deaf);
-    };
-    match answered {
+    match while_alive(engine, pause, first_byte, call).await {
         Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),
         Ok(Ok(Err(whole))) => {
             let verdict = Verdict::of(&whole, engine.hosts());
@@ -78,8 +74,8 @@ pub(crate) async fn ask(
             tracing::debug!(engine = engine.authority(), %error, "decode failed");
             Decoding::Failed(Failure::Unknown, Refusal::broken(), Meaning::Trouble, Blame::Engine)
         }
-        Err(_elapsed) => {
-            Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, Blame::Engine)
+        Err(silent) => {
+            Decoding::Failed(Failure::Unknown, Refusal::silent(), Meaning::Trouble, silent.blame())
         }
     }
 }

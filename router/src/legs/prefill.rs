@@ -10,7 +10,6 @@ use baton_connector::handoff::ReplyFacts;
 use baton_openai::{ParseLimits, RawBody, salvage_member};
 use bytes::Bytes;
 use hyper::StatusCode;
-use hyper::header::HeaderMap;
 use serde_json::Value;
 
 use super::{Blame, Refusal, Verdict};
@@ -153,7 +152,7 @@ fn understand(whole: &Whole, hosts: &Hosts) -> Prefilled {
 
 /// The handoff of a reply, where it has a complete one.
 pub(crate) fn lent(status: StatusCode, body: Bytes) -> Option<Arc<str>> {
-    let whole = Whole { status, headers: HeaderMap::new(), body, own_key: false };
+    let whole = Whole { status, retry_after: None, body, own_key: false };
     match understand(&whole, &Hosts::default()) {
         Prefilled::Lent(params, _) => Some(params),
         Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,

@@ -217,7 +217,7 @@ impl Refusal {
     }
 
     fn of(answer: &Whole, meaning: Meaning, said: &Said<'_>, hosts: &Hosts) -> Self {
-        let after = || retry_after(answer).unwrap_or(COME_BACK);
+        let after = || answer.retry_after.unwrap_or(COME_BACK);
         Self(match (meaning, answer.status) {
             (Meaning::Misconfigured, _) => return Self::misconfigured(),
             (Meaning::WrongModel, _) => return Self::wrong_model(),
@@ -244,21 +244,13 @@ fn cut(said: &str) -> &str {
     &said[..said.floor_char_boundary(SAID_BYTES_MAX)]
 }
 
-fn retry_after(answer: &Whole) -> Option<Duration> {
-    let header = |name: &str| answer.headers.get(name)?.to_str().ok()?.trim().parse::<u64>().ok();
-    header("retry-after-ms")
-        .map(Duration::from_millis)
-        .or_else(|| header("retry-after").map(Duration::from_secs))
-        .map(|after| after.min(Duration::from_secs(3600)))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn answer(status: u16, body: &str) -> Whole {
         let status = StatusCode::from_u16(status).expect("a status");
-        Whole { status, headers: Default::default(), body: body.to_owned().into(), own_key: false }
+        Whole { status, retry_after: None, body: body.to_owned().into(), own_key: false }
     }
 
     fn verdict(answer: &Whole) -> Verdict {

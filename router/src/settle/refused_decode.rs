@@ -13,13 +13,14 @@ use std::time::Duration;
 use baton_connector::RequestId;
 use baton_openai::Endpoint;
 use bytes::Bytes;
-use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
-use hyper::{Method, StatusCode};
+use hyper::StatusCode;
+use hyper::header::HeaderValue;
 
 use super::ANSWER_BYTES_MAX;
 use crate::models::Model;
 use crate::policy::Wanted;
 use crate::pool::{Room, Tell};
+use crate::request_id;
 use crate::upstream::Outgoing;
 
 /// What is sent, apart from where.
@@ -42,7 +43,7 @@ impl Refusable<'_> {
                 self.model.decode.reserve(&Wanted::default(), &tried, Room::Ignored, Tell::Nothing).0;
             let Ok(reserved) = reserved else { return false };
             let engine = Arc::clone(reserved.engine());
-            outgoing.aim_at_rank(reserved.member.rank);
+            outgoing.rank = reserved.member.rank;
             let ask = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
             match tokio::time::timeout(within, ask).await {
                 Ok(Ok(answer)) if is_handlers(answer.status) => return true,
@@ -67,13 +68,12 @@ impl Refusable<'_> {
         let body = format!(
             r#"{{"model":{model},"prompt":"x","max_tokens":1,"stream":false,"temperature":-1,"kv_transfer_params":{params}}}"#
         );
-        let mut headers = HeaderMap::new();
-        // A name of its own: under the request's own name it could be taken for the request.
-        let id = HeaderValue::from_str(&format!("{}-r", self.request)).expect("an id is printable ASCII");
-        headers.insert("x-request-id", id);
-        headers.extend(self.authorization.map(|value| (AUTHORIZATION, value.clone())));
-        let path = Endpoint::Completions.path();
-        Outgoing { method: Method::POST, path, headers, body: Bytes::from(body).into() }
+        Outgoing {
+            // A name of its own: under the request's own name it could be taken for the request.
+            id: Some(request_id::derived(self.request, "-r")),
+            authorization: self.authorization.cloned(),
+            ..Outgoing::post(Endpoint::Completions.path(), Bytes::from(body))
+        }
     }
 }
 

@@ -12,7 +12,8 @@ use bytes::Bytes;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
-use super::http1::{Head, Http1, Lost};
+use super::http1::{Http1, Lost};
+use super::reply_head::Head;
 use super::transport::Transport;
 use crate::tls::client::EngineName;
 

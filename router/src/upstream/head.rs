@@ -1,20 +1,15 @@
-//! The head of a request to an engine, as bytes. Names and values are `HeaderName`s and `HeaderValue`s: neither can hold
-//! a line end, so that nothing a client sent can begin another header or another request.
+//! The head of a request to an engine, as bytes. Names are written here; values are digits, ids and `HeaderValue`s:
+//! none of them can hold a line end, so that nothing a client sent can begin another header or another request.
 
 use hyper::Method;
-use hyper::header::{
-    AUTHORIZATION, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING,
-};
+use hyper::header::HeaderValue;
 
 use super::Outgoing;
 
-/// What is said here and nowhere else.
-const OWN: [HeaderName; 5] = [HOST, CONTENT_TYPE, CONTENT_LENGTH, TRANSFER_ENCODING, CONNECTION];
-const SECRET: &str = "x-baton-cluster-secret";
 /// Room for a head as it usually is.
 const USUAL_BYTES: usize = 512;
 
-/// Writes the head.
+/// Writes the head. The router's own key takes the place of the client's credentials.
 pub(super) fn request(
     host: &HeaderValue,
     secret: Option<&HeaderValue>,
@@ -22,43 +17,45 @@ pub(super) fn request(
     outgoing: &Outgoing,
 ) -> Vec<u8> {
     let mut head = Vec::with_capacity(USUAL_BYTES);
-    for part in [outgoing.method.as_str(), " ", outgoing.path, " HTTP/1.1\r\nhost: "] {
+    for part in [outgoing.method.as_str(), " ", outgoing.path, " HTTP/1.1\r\n"] {
         head.extend_from_slice(part.as_bytes());
     }
-    head.extend_from_slice(host.as_bytes());
-    head.extend_from_slice(b"\r\n");
+    field(&mut head, "host", host);
     let body_bytes: usize = outgoing.pieces().iter().map(bytes::Bytes::len).sum();
     if body_bytes > 0 || outgoing.method != Method::GET {
-        head.extend_from_slice(b"content-type: application/json\r\ncontent-length: ");
-        digits(&mut head, body_bytes);
-        head.extend_from_slice(b"\r\n");
+        head.extend_from_slice(b"content-type: application/json\r\n");
+        number(&mut head, "content-length", body_bytes);
     }
-    for (name, value) in &outgoing.headers {
-        let said_here = OWN.contains(name)
-            || (secret.is_some() && name == SECRET)
-            || (api_key.is_some() && name == AUTHORIZATION);
-        if !said_here {
-            field(&mut head, name.as_str(), value);
-        }
+    if let Some(id) = &outgoing.id {
+        field(&mut head, "x-request-id", id.as_str());
+    }
+    if let Some(credentials) = api_key.or(outgoing.authorization.as_ref()) {
+        field(&mut head, "authorization", credentials);
+    }
+    if let Some(trace) = &outgoing.trace {
+        field(&mut head, "traceparent", trace.parent());
+        trace.state().into_iter().for_each(|state| field(&mut head, "tracestate", state));
+    }
+    if let Some(rank) = outgoing.rank {
+        number(&mut head, "x-data-parallel-rank", rank.into());
+    }
+    if outgoing.router_settles {
+        field(&mut head, "x-baton-router-settles", "1");
     }
     if let Some(secret) = secret {
-        field(&mut head, SECRET, secret);
-    }
-    if let Some(key) = api_key {
-        field(&mut head, AUTHORIZATION.as_str(), key);
+        field(&mut head, "x-baton-cluster-secret", secret);
     }
     head.extend_from_slice(b"\r\n");
     head
 }
 
-fn field(head: &mut Vec<u8>, name: &str, value: &HeaderValue) {
-    head.extend_from_slice(name.as_bytes());
-    head.extend_from_slice(b": ");
-    head.extend_from_slice(value.as_bytes());
-    head.extend_from_slice(b"\r\n");
+fn field(head: &mut Vec<u8>, name: &str, value: impl AsRef<[u8]>) {
+    for part in [name.as_bytes(), b": ", value.as_ref(), b"\r\n"] {
+        head.extend_from_slice(part);
+    }
 }
 
-fn digits(head: &mut Vec<u8>, mut number: usize) {
+fn number(head: &mut Vec<u8>, name: &str, mut number: usize) {
     let mut text = [b'0'; 20];
     let mut from = text.len();
     loop {
@@ -69,46 +66,54 @@ fn digits(head: &mut Vec<u8>, mut number: usize) {
             break;
         }
     }
-    head.extend_from_slice(&text[from..]);
+    field(head, name, &text[from..]);
 }
 
 #[cfg(test)]
 mod tests {
+    use baton_connector::RequestId;
     use bytes::Bytes;
     use hyper::header::HeaderMap;
 
     use super::*;
+    use crate::metrics::Leg;
+    use crate::trace_context::Trace;
+
+    const PARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
     #[test]
-    fn a_head_says_one_length_and_one_host_whatever_headers_it_is_given() {
-        let mut headers = HeaderMap::new();
-        for (name, value) in [
-            ("host", "evil"),
-            ("content-length", "9"),
-            ("transfer-encoding", "chunked"),
-            ("x-a", "1"),
-            (SECRET, "?"),
-        ] {
-            headers.append(HeaderName::from_static(name), HeaderValue::from_static(value));
-        }
-        let outgoing =
-            Outgoing { method: Method::POST, path: "/p", headers, body: Bytes::from(vec![0; 1203]).into() };
-        let secret = HeaderValue::from_static("s");
-        let head = request(&HeaderValue::from_static("h:1"), Some(&secret), None, &outgoing);
-        let expected = "POST /p HTTP/1.1\r\nhost: h:1\r\ncontent-type: application/json\r\n\
-                        content-length: 1203\r\nx-a: 1\r\nx-baton-cluster-secret: s\r\n\r\n";
-        assert_eq!(String::from_utf8_lossy(&head), expected);
+    fn a_head_says_everything_once_and_the_routers_key_in_place_of_the_clients() {
+        let mut traced = HeaderMap::new();
+        traced.insert("traceparent", HeaderValue::from_static(PARENT));
+        traced.insert("tracestate", HeaderValue::from_static("a=1"));
+        let outgoing = Outgoing {
+            id: RequestId::new("cmpl-7").ok(),
+            authorization: Some(HeaderValue::from_static("Bearer client")),
+            trace: Trace::begin(&traced, None, |_| ()).told(Leg::Decode),
+            rank: Some(10),
+            router_settles: true,
+            ..Outgoing::post("/p", Bytes::from(vec![0; 1203]))
+        };
+        let (host, secret) = (HeaderValue::from_static("h:1"), HeaderValue::from_static("s"));
+        let expected = |key: &str| {
+            format!(
+                "POST /p HTTP/1.1\r\nhost: h:1\r\ncontent-type: application/json\r\ncontent-length: 1203\r\n\
+                 x-request-id: cmpl-7\r\nauthorization: {key}\r\ntraceparent: {PARENT}\r\ntracestate: a=1\r\n\
+                 x-data-parallel-rank: 10\r\nx-baton-router-settles: 1\r\nx-baton-cluster-secret: s\r\n\r\n"
+            )
+        };
+        let head = request(&host, Some(&secret), None, &outgoing);
+        assert_eq!(String::from_utf8_lossy(&head), expected("Bearer client"));
+        let key = HeaderValue::from_static("Bearer router");
+        let head = request(&host, Some(&secret), Some(&key), &outgoing);
+        assert_eq!(String::from_utf8_lossy(&head), expected("Bearer router"));
     }
 
     #[test]
     fn a_question_without_a_body_says_no_length() {
-        let outgoing = Outgoing {
-            method: Method::GET,
-            path: "/health",
-            headers: HeaderMap::new(),
-            body: Bytes::new().into(),
-        };
-        let head = request(&HeaderValue::from_static("h"), None, None, &outgoing);
+        let head = request(&HeaderValue::from_static("h"), None, None, &Outgoing::get("/health"));
         assert_eq!(head, b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n");
+        let head = request(&HeaderValue::from_static("h"), None, None, &Outgoing::post("/p", Bytes::new()));
+        assert!(String::from_utf8_lossy(&head).contains("content-length: 0\r\n"));
     }
 }

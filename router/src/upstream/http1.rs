@@ -7,7 +7,8 @@
 //!
 //! Written by hand because it is what the router does most: whoever waits for the engine drives the connection, so that
 //! no task, channel or timer is between the socket and the client; a request is one vectored write of pieces that are
-//! not copied; what one read brings of an answer is passed on as one piece; and while nothing comes, no buffer is held.
+//! not copied; what one read brings of an answer is passed on as one piece, in memory of exactly its size; and while
+//! nothing comes, no buffer is held.
 //!
 //! Invariants:
 //! - An answer whose length can be read in two ways is refused (two lengths, a length with a coding, any coding but
@@ -20,18 +21,13 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
-use hyper::StatusCode;
-use hyper::header::{HeaderMap, HeaderName, HeaderValue};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::chunks::Chunks;
+use super::chunks::{Chunks, NotChunks};
+use super::reply_head::{self, Extent, Head, NotHead};
 
 /// One read of the socket.
 const READ_BYTES: usize = 16 << 10;
-/// Bytes of the head of an answer, and of all heads of 1xx before it.
-const HEAD_BYTES_MAX: usize = 64 << 10;
-/// Header fields of an answer.
-const FIELDS_MAX: usize = 100;
 /// Pieces of a request that go into one write.
 const PIECES_MAX: usize = 16;
 
@@ -39,7 +35,7 @@ const PIECES_MAX: usize = 16;
 #[derive(Debug)]
 pub(super) struct Http1<S> {
     stream: S,
-    /// What was read and not yet passed on.
+    /// What was read and could not be used yet: half a head, the line of a chunk, or what followed a head.
     waiting: BytesMut,
     /// What is not yet sent, last piece first.
     unsent: Vec<Bytes>,
@@ -48,13 +44,6 @@ pub(super) struct Http1<S> {
     body: Framing,
     /// Whether another request may follow the answer.
     reusable: bool,
-}
-
-/// The head of an answer.
-#[derive(Debug)]
-pub(crate) struct Head {
-    pub status: StatusCode,
-    pub headers: HeaderMap,
 }
 
 /// How much of an answer is still to come.
@@ -115,10 +104,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
             // It may have said why before it closed.
             Poll::Ready(Err(error)) => Some(Some(error)),
         };
+        let mut head = self.of_waiting(Self::head)?;
         loop {
-            if !self.waiting.is_empty()
-                && let Some(head) = self.head()?
-            {
+            if let Some(head) = head {
                 if unsent.is_some() {
                     self.unsent.clear();
                     self.flushing = false;
@@ -126,43 +114,41 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
                 }
                 return Poll::Ready(Ok(head));
             }
-            let read = self.poll_read(context);
-            let read = match (read, &unsent) {
-                (Poll::Pending, Some(Some(_))) => Poll::Ready(Ok(0)),
+            let read = match (self.poll_read(context, Self::head), &unsent) {
+                (Poll::Pending, Some(Some(_))) => Poll::Ready(Ok(None)),
                 (read, _) => read,
             };
-            match ready!(read) {
-                Ok(0) | Err(_) if self.waiting.is_empty() => {
+            head = match ready!(read) {
+                Ok(None) | Err(_) if self.waiting.is_empty() => {
                     self.reusable = false;
                     return Poll::Ready(Err(Lost::Unanswered));
                 }
-                Ok(0) => return Poll::Ready(Err(self.lost(Lost::Ended))),
-                Ok(_) => {}
+                Ok(None) => return Poll::Ready(Err(self.lost(Lost::Ended))),
+                Ok(Some(head)) => head?,
                 Err(error) => return Poll::Ready(Err(self.lost(error.into()))),
-            }
+            };
         }
     }
 
     /// The next piece of the answer's body: everything that is here of it. `None` at its end.
     pub(super) fn poll_piece(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, Lost>>> {
+        let mut piece = self.waiting_piece();
         loop {
-            if self.body == Framing::Done {
-                return Poll::Ready(None);
-            }
-            if !self.waiting.is_empty() {
-                match self.piece() {
-                    Ok(piece) if !piece.is_empty() => return Poll::Ready(Some(Ok(piece))),
-                    Ok(_) if self.body == Framing::Done => return Poll::Ready(None),
-                    Ok(_) => {}
-                    Err(lost) => return Poll::Ready(Some(Err(lost))),
-                }
-            }
-            match ready!(self.poll_read(context)) {
-                Ok(0) if self.body == Framing::ToEnd => self.body = Framing::Done,
-                Ok(0) => return Poll::Ready(Some(Err(self.lost(Lost::Ended)))),
+            match piece {
+                Ok(piece) if !piece.is_empty() => return Poll::Ready(Some(Ok(piece))),
+                Ok(_) if self.body == Framing::Done => return Poll::Ready(None),
                 Ok(_) => {}
-                Err(error) => return Poll::Ready(Some(Err(self.lost(error.into())))),
+                Err(lost) => return Poll::Ready(Some(Err(lost))),
             }
+            piece = match ready!(self.poll_read(context, Self::piece)) {
+                Ok(Some(piece)) => piece,
+                Ok(None) if self.body == Framing::ToEnd => {
+                    self.body = Framing::Done;
+                    Ok(Bytes::new())
+                }
+                Ok(None) => Err(self.lost(Lost::Ended)),
+                Err(error) => Err(self.lost(error.into())),
+            };
         }
     }
 
@@ -175,7 +161,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
     /// nor said anything that nobody asked for.
     pub(super) fn is_ready(&mut self) -> bool {
         let quiet = self.reusable && self.is_ended() && self.waiting.is_empty();
-        quiet && self.poll_read(&mut Context::from_waker(Waker::noop())).is_pending()
+        quiet && self.poll_read(&mut Context::from_waker(Waker::noop()), |_, _| ((), 0)).is_pending()
     }
 
     fn lost(&mut self, lost: Lost) -> Lost {
@@ -215,131 +201,97 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
         Poll::Ready(Ok(()))
     }
 
-    /// Reads once, by way of the stack: while nothing comes, no buffer waits for it.
-    fn poll_read(&mut self, context: &mut Context<'_>) -> Poll<io::Result<usize>> {
-        let mut room = [MaybeUninit::<u8>::uninit(); READ_BYTES];
+    /// Reads once, by way of the stack, and has `make` make something of what is here; it says how many bytes are done
+    /// with, and the others wait. `None` at the end of the connection.
+    fn poll_read<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        make: impl FnOnce(&mut Self, &mut [u8]) -> (T, usize),
+    ) -> Poll<io::Result<Option<T>>> {
+        let mut room = [const { MaybeUninit::<u8>::uninit() }; READ_BYTES];
         let mut room = ReadBuf::uninit(&mut room);
         ready!(Pin::new(&mut self.stream).poll_read(context, &mut room))?;
-        self.waiting.extend_from_slice(room.filled());
-        Poll::Ready(Ok(room.filled().len()))
+        let read = room.filled_mut();
+        if read.is_empty() {
+            return Poll::Ready(Ok(None));
+        }
+        if !self.waiting.is_empty() {
+            self.waiting.extend_from_slice(read);
+            return Poll::Ready(Ok(Some(self.of_waiting(make))));
+        }
+        let (made, taken) = make(self, read);
+        self.waiting = BytesMut::from(&read[taken..]);
+        Poll::Ready(Ok(Some(made)))
     }
 
-    /// The head, once it is whole; what is behind it stays.
-    fn head(&mut self) -> Result<Option<Head>, Lost> {
-        loop {
-            let mut fields = [httparse::EMPTY_HEADER; FIELDS_MAX];
-            let mut parsed = httparse::Response::new(&mut fields);
-            let bytes = match parsed.parse(&self.waiting) {
-                Ok(httparse::Status::Complete(bytes)) => bytes,
-                Ok(httparse::Status::Partial) if self.waiting.len() < HEAD_BYTES_MAX => return Ok(None),
-                Ok(httparse::Status::Partial) => return Err(self.lost(Lost::Malformed("an endless head"))),
-                Err(_) => return Err(self.lost(Lost::Malformed("no head"))),
-            };
-            let (code, is_1_0) = (parsed.code.unwrap_or_default(), parsed.version == Some(0));
-            let base = self.waiting.as_ptr().addr();
-            let mut headers = HeaderMap::with_capacity(parsed.headers.len());
-            let mut values = Vec::with_capacity(parsed.headers.len());
-            for field in parsed.headers.iter() {
-                let name = HeaderName::from_bytes(field.name.as_bytes());
-                let from = field.value.as_ptr().addr() - base;
-                values.push((name.map_err(|_| Lost::Malformed("a header's name"))?, from, field.value.len()));
+    /// As [`Self::poll_read`], of what waits already.
+    fn of_waiting<T>(&mut self, make: impl FnOnce(&mut Self, &mut [u8]) -> (T, usize)) -> T {
+        let mut waiting = std::mem::take(&mut self.waiting);
+        let (made, taken) = make(self, &mut waiting);
+        if taken < waiting.len() {
+            waiting.advance(taken);
+            self.waiting = waiting;
+        }
+        made
+    }
+
+    /// The head, once it is whole.
+    fn head(&mut self, bytes: &mut [u8]) -> (Result<Option<Head>, Lost>, usize) {
+        match reply_head::read(bytes) {
+            Ok(None) => (Ok(None), 0),
+            Ok(Some(read)) => {
+                self.body = match read.extent {
+                    Extent::Length(0) => Framing::Done,
+                    Extent::Length(bytes) => Framing::Length(bytes),
+                    Extent::Chunked => Framing::Chunked(Chunks::Size),
+                    Extent::ToEnd => Framing::ToEnd,
+                };
+                self.reusable &= read.reusable;
+                (Ok(Some(read.head)), read.bytes)
             }
-            let head = self.waiting.split_to(bytes).freeze();
-            for (name, from, len) in values {
-                let value = HeaderValue::from_maybe_shared(head.slice(from..from + len));
-                headers.append(name, value.map_err(|_| Lost::Malformed("a header's value"))?);
-            }
-            match code {
-                100 | 102..200 => {}
-                101 => return Err(self.lost(Lost::Malformed("a switch of protocols"))),
-                _ => {
-                    let status = StatusCode::from_u16(code);
-                    let status = status.map_err(|_| self.lost(Lost::Malformed("a status")))?;
-                    self.body = framing(status, &headers, is_1_0).map_err(|lost| self.lost(lost))?;
-                    self.reusable &= self.body != Framing::ToEnd && !is_1_0 && !says_close(&headers);
-                    return Ok(Some(Head { status, headers }));
+            Err(NotHead(why)) => (Err(self.lost(Lost::Malformed(why))), 0),
+        }
+    }
+
+    /// What waits of the body.
+    fn waiting_piece(&mut self) -> Result<Bytes, Lost> {
+        match &mut self.body {
+            // Nothing but the body waits: it need not be copied.
+            Framing::Length(left) if *left >= self.waiting.len() as u64 => {
+                *left -= self.waiting.len() as u64;
+                if *left == 0 {
+                    self.body = Framing::Done;
                 }
+                Ok(std::mem::take(&mut self.waiting).freeze())
             }
+            _ => self.of_waiting(Self::piece),
         }
     }
 
     /// What is here of the body; empty when that is only framing.
-    fn piece(&mut self) -> Result<Bytes, Lost> {
+    fn piece(&mut self, bytes: &mut [u8]) -> (Result<Bytes, Lost>, usize) {
         match &mut self.body {
             Framing::Length(left) => {
-                let here = usize::try_from(*left).unwrap_or(usize::MAX).min(self.waiting.len());
+                let here = usize::try_from(*left).unwrap_or(usize::MAX).min(bytes.len());
                 *left -= here as u64;
                 if *left == 0 {
                     self.body = Framing::Done;
                 }
-                Ok(self.take(here))
+                (Ok(Bytes::copy_from_slice(&bytes[..here])), here)
             }
-            Framing::Chunked(chunks) => {
-                let decoded = chunks.decode(&mut self.waiting);
-                let done = *chunks == Chunks::Done;
-                let decoded = decoded.map_err(|_| self.lost(Lost::Malformed("the chunks")))?;
-                if done {
-                    self.body = Framing::Done;
+            Framing::Chunked(chunks) => match chunks.decode(bytes) {
+                Ok(decoded) => {
+                    if *chunks == Chunks::Done {
+                        self.body = Framing::Done;
+                    }
+                    (Ok(Bytes::copy_from_slice(&bytes[decoded.from..decoded.to])), decoded.taken)
                 }
-                self.waiting.advance(decoded.from);
-                let piece = self.take(decoded.to - decoded.from);
-                self.waiting.advance(decoded.taken - decoded.to);
-                if self.waiting.is_empty() {
-                    self.waiting = BytesMut::new();
-                }
-                Ok(piece)
-            }
-            Framing::ToEnd => Ok(self.take(self.waiting.len())),
-            Framing::Head | Framing::Done => Ok(Bytes::new()),
+                Err(NotChunks) => (Err(self.lost(Lost::Malformed("the chunks"))), 0),
+            },
+            Framing::ToEnd => (Ok(Bytes::copy_from_slice(bytes)), bytes.len()),
+            Framing::Head | Framing::Done => (Ok(Bytes::new()), 0),
         }
     }
-
-    /// The first bytes of what was read; all of it leaves no buffer behind.
-    fn take(&mut self, bytes: usize) -> Bytes {
-        if bytes == self.waiting.len() {
-            return std::mem::take(&mut self.waiting).freeze();
-        }
-        self.waiting.split_to(bytes).freeze()
-    }
-}
-
-/// How long the body of an answer is: RFC 9112, section 6.3, without what it tolerates.
-fn framing(status: StatusCode, headers: &HeaderMap, is_1_0: bool) -> Result<Framing, Lost> {
-    let mut codings = headers.get_all("transfer-encoding").iter();
-    let mut lengths = headers.get_all("content-length").iter();
-    let (coding, length) = (codings.next(), lengths.next());
-    if codings.next().is_some() || lengths.next().is_some() || (coding.is_some() && length.is_some()) {
-        return Err(Lost::Malformed("a length that is told twice"));
-    }
-    if let Some(coding) = coding {
-        return match coding.as_bytes().eq_ignore_ascii_case(b"chunked") && !is_1_0 {
-            true => Ok(Framing::Chunked(Chunks::Size)),
-            false => Err(Lost::Malformed("a transfer coding other than chunked")),
-        };
-    }
-    let length =
-        length.map(|text| length_of(text.as_bytes()).ok_or(Lost::Malformed("a length"))).transpose()?;
-    Ok(match length {
-        _ if matches!(status.as_u16(), 204 | 304) => Framing::Done,
-        Some(0) => Framing::Done,
-        Some(bytes) => Framing::Length(bytes),
-        None => Framing::ToEnd,
-    })
-}
-
-/// Plain digits, at most 18 of them.
-fn length_of(text: &[u8]) -> Option<u64> {
-    let plain = (1..=18).contains(&text.len()) && text.iter().all(u8::is_ascii_digit);
-    plain.then(|| text.iter().fold(0, |length, digit| length * 10 + u64::from(digit - b'0')))
-}
-
-fn says_close(headers: &HeaderMap) -> bool {
-    headers.get_all("connection").iter().any(|value| {
-        value
-            .as_bytes()
-            .split(|&byte| byte == b',')
-            .any(|word| word.trim_ascii().eq_ignore_ascii_case(b"close"))
-    })
 }
 
 #[cfg(test)]

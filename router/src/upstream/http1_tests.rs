@@ -4,6 +4,7 @@ use std::future::poll_fn;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 
+use super::reply_head::BYTES_MAX as HEAD_BYTES_MAX;
 use super::*;
 
 /// Takes everything and says that it is on its way only when it is asked a second time, as TLS can.
@@ -73,7 +74,7 @@ async fn answer(bytes: &[u8]) -> Result<(u16, Vec<u8>, bool), Lost> {
 async fn a_request_arrives_whole_and_in_order() {
     let mut engine = engine();
     engine.far.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok").await.expect("there is room");
-    assert_eq!(engine.head().await.expect("a head").headers["content-length"], "2");
+    assert_eq!(engine.head().await.expect("a head").status, 200);
     let mut seen = [0; 22];
     engine.far.read_exact(&mut seen).await.expect("it was sent");
     assert_eq!(&seen, b"POST / HTTP/1.1\r\n\r\nabc");
@@ -137,6 +138,39 @@ async fn what_is_here_at_once_is_one_piece_and_no_buffer_is_kept() {
     assert_eq!(piece.expect("a piece").expect("of data"), "abc");
     assert_eq!(engine.connection.waiting.capacity(), 0);
     assert!(!engine.connection.is_ended() && !engine.connection.is_ready());
+}
+
+#[tokio::test]
+async fn a_piece_holds_no_memory_but_its_own() {
+    for (with_head, later, pieces) in [
+        (
+            &b"HTTP/1.1 200 OK\r\nx-long: 0123456789\r\ncontent-length: 6\r\n\r\nabc"[..],
+            &b"def"[..],
+            ["abc", "def"],
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n3\r\nc",
+            b"de\r\n0\r\n\r\n",
+            ["abc", "de"],
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n1",
+            b"0\r\n0123456789abcdef\r\n",
+            ["abc", "0123456789abcdef"],
+        ),
+        (b"HTTP/1.1 200 OK\r\n\r\nabc", b"d", ["abc", "d"]),
+    ] {
+        let mut engine = engine();
+        engine.far.write_all(with_head).await.expect("there is room");
+        engine.head().await.expect("a head");
+        for expected in pieces {
+            let piece = poll_fn(|context| engine.connection.poll_piece(context)).await;
+            let piece = piece.expect("a piece").expect("of data");
+            assert_eq!(piece, expected);
+            assert_eq!(piece.try_into_mut().expect("nobody else's").capacity(), expected.len());
+            engine.far.write_all(later).await.expect("there is room");
+        }
+    }
 }
 
 #[tokio::test]

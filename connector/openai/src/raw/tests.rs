@@ -4,7 +4,6 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
-use crate::limits::Scope;
 
 /// A small cousin of the router's rules.
 struct Rules;
@@ -47,9 +46,8 @@ fn parsed(
 }
 
 fn assert_alike(endpoint: Endpoint, text: &str) {
-    for scope in [Scope::ThisEngine, Scope::AnyEngine] {
-        assert_alike_for(&ParseLimits { scope, ..ParseLimits::default() }, endpoint, text);
-    }
+    assert_alike_for(&ParseLimits::default(), endpoint, text);
+    assert_alike_for(&ParseLimits::of_any_engine(32 << 20), endpoint, text);
 }
 
 fn assert_alike_for(limits: &ParseLimits, endpoint: Endpoint, text: &str) {
@@ -150,6 +148,9 @@ fn bodies_on_the_edge_are_judged_as_the_parser_judges_them() {
         "{\"prompt\":[]}",
         "{\"prompt\":\"\"}",
         "{\"prompt\":\"x\",\"n\":17}",
+        "{\"prompt\":\"x\",\"n\":2147483647,\"logprobs\":-1}",
+        "{\"prompt\":\"x\",\"n\":2147483648}",
+        "{\"prompt\":\"x\",\"temperature\":1e300,\"repetition_penalty\":200,\"logit_bias\":{\"7\":-5e9}}",
         "{\"prompt\":[\"a\",\"b\"],\"n\":16}",
         "{\"messages\":[]}",
         "{\"messages\":[{\"role\":\"user\"}]}",
@@ -335,7 +336,7 @@ fn a_small_field_of_megabytes_is_named_and_not_parsed() {
 
 #[test]
 fn what_another_engine_judges_may_be_long() {
-    let limits = ParseLimits { scope: Scope::AnyEngine, ..ParseLimits::default() };
+    let limits = ParseLimits::of_any_engine(32 << 20);
     let text = format!(r#"{{"prompt":"x","guided_grammar":"{}"}}"#, "g".repeat(1 << 20));
     assert!(read_for(&limits, COMPLETIONS, &text).is_ok());
 }

@@ -131,7 +131,7 @@ fn message(index: usize, value: &Value, scope: Scope) -> Result<Value, ApiError>
     let mut out = map.clone();
     let text = content(fields, role, scope)?;
     out.insert("content".to_owned(), Value::String(text));
-    if let Some(calls) = fields.array("tool_calls", TOOL_CALLS_MAX)? {
+    if let Some(calls) = fields.array("tool_calls", scope.most(TOOL_CALLS_MAX))? {
         out.insert("tool_calls".to_owned(), Value::Array(tool_calls(calls, &path)?));
     } else {
         out.remove("tool_calls");

@@ -4,7 +4,10 @@ use serde_json::Value;
 
 use crate::error::ApiError;
 use crate::field::{Fields, must_be, token};
-use crate::limits::{LOGIT_BIAS_MAX, ParseLimits, TEMPERATURE_MAX};
+use crate::limits::{LOGIT_BIAS_MAX, ParseLimits, Scope, TEMPERATURE_MAX};
+
+const UP_TO_TEMPERATURE_MAX: &str = "a number from 0 to 100";
+const _: () = assert!(TEMPERATURE_MAX == 100.0);
 
 /// Sampling parameters as far as the request names them.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -33,11 +36,13 @@ impl SamplingOptions {
     pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<Self, ApiError> {
         let penalty = |name| fields.number(name, "a number from -2 to 2", |x| (-2.0..=2.0).contains(&x));
         let fraction = "a number from 0 to 1";
+        // How high they may be is an engine's to say.
+        let any = limits.scope == Scope::AnyEngine;
         Ok(Self {
             temperature: fields.number(
                 "temperature",
-                format_args!("a number from 0 to {TEMPERATURE_MAX}"),
-                |x| (0.0..=TEMPERATURE_MAX).contains(&x),
+                if any { "a number from 0 that a 32-bit float can hold" } else { UP_TO_TEMPERATURE_MAX },
+                |x| x >= 0.0 && if any { (x as f32).is_finite() } else { x <= TEMPERATURE_MAX },
             )?,
             top_p: fields.number("top_p", "a number over 0, up to 1", |x| x > 0.0 && x <= 1.0)?,
             top_k: top_k(fields)?,
@@ -46,7 +51,7 @@ impl SamplingOptions {
             frequency_penalty: penalty("frequency_penalty")?,
             presence_penalty: penalty("presence_penalty")?,
             repetition_penalty: fields.number("repetition_penalty", "a number over 0, up to 100", |x| {
-                x > 0.0 && x <= 100.0 && x as f32 > 0.0
+                x > 0.0 && (any || x <= 100.0) && x as f32 > 0.0
             })?,
             logit_bias: logit_bias(fields, limits)?,
         })
@@ -60,7 +65,7 @@ fn top_k(fields: Fields<'_>) -> Result<Option<u32>, ApiError> {
 
 fn logit_bias(fields: Fields<'_>, limits: &ParseLimits) -> Result<Vec<(u32, f32)>, ApiError> {
     let Some(entries) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
-    if entries.len() > LOGIT_BIAS_MAX {
+    if entries.len() > limits.scope.most(LOGIT_BIAS_MAX) {
         let message =
             format!("`logit_bias` has {} entries; at most {LOGIT_BIAS_MAX} are allowed", entries.len());
         return Err(ApiError::invalid("logit_bias", message));
@@ -71,7 +76,9 @@ fn logit_bias(fields: Fields<'_>, limits: &ParseLimits) -> Result<Vec<(u32, f32)
         let id = key.parse::<u32>().ok().filter(|id| id.to_string() == *key);
         let id = id.map_or_else(|| Value::String(key.clone()), Value::from);
         let id = token(&id, limits.vocab, "logit_bias")?;
-        let bias = value.as_f64().filter(|bias| (-100.0..=100.0).contains(bias));
+        // Some engines cut what is beyond (vLLM), others refuse it.
+        let any = limits.scope == Scope::AnyEngine;
+        let bias = value.as_f64().filter(|bias| any || (-100.0..=100.0).contains(bias));
         let name = format!("logit_bias.{id}");
         biases.push((id, bias.ok_or_else(|| must_be(&name, "a number from -100 to 100", value))? as f32));
     }

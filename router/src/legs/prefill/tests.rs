@@ -15,8 +15,8 @@ fn complete() -> Value {
 }
 
 fn answered(body: impl Into<bytes::Bytes>) -> Prefilled {
-    let (status, headers) = (StatusCode::OK, Default::default());
-    understand(&Whole { status, headers, body: body.into(), own_key: false }, &Hosts::default())
+    let status = StatusCode::OK;
+    understand(&Whole { status, retry_after: None, body: body.into(), own_key: false }, &Hosts::default())
 }
 
 /// What vLLM's decode engine asks of a handoff, written down again.

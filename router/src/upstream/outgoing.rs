@@ -1,0 +1,50 @@
+//! A request to an engine: what it says, each thing as a type of its own. Nothing else of a client's head travels on.
+
+use baton_connector::RequestId;
+use bytes::Bytes;
+use hyper::Method;
+use hyper::header::HeaderValue;
+
+use super::Payload;
+use crate::trace_context::TraceParent;
+
+/// A request. Cheap to clone, so that another engine can be sent the same.
+#[derive(Clone, Debug)]
+pub(crate) struct Outgoing {
+    pub method: Method,
+    pub path: &'static str,
+    pub body: Payload,
+    /// The request's name, the same on both legs.
+    pub id: Option<RequestId>,
+    /// The client's credentials; not sent to an engine that is shown a key of the router's own.
+    pub authorization: Option<HeaderValue>,
+    pub trace: Option<TraceParent>,
+    /// The data-parallel rank that it is pinned to.
+    pub rank: Option<u16>,
+    /// An engine that refuses it leaves the lease alone: the next engine gets it, or this router releases it.
+    pub router_settles: bool,
+}
+
+impl Outgoing {
+    /// A question, which nobody asks by name.
+    pub(crate) fn get(path: &'static str) -> Self {
+        Self {
+            method: Method::GET,
+            path,
+            body: Bytes::new().into(),
+            id: None,
+            authorization: None,
+            trace: None,
+            rank: None,
+            router_settles: false,
+        }
+    }
+
+    pub(crate) fn post(path: &'static str, body: impl Into<Payload>) -> Self {
+        Self { method: Method::POST, body: body.into(), ..Self::get(path) }
+    }
+
+    pub(super) fn pieces(&self) -> &[Bytes] {
+        self.body.pieces()
+    }
+}

@@ -1,0 +1,233 @@
+//! The head of an engine's answer, out of its bytes: the status, how long the body is, and the few headers that anybody
+//! looks at. The others are not kept.
+//!
+//! Pure: bytes in, a head out. An answer whose length can be read in two ways is refused.
+
+use std::mem::MaybeUninit;
+use std::time::Duration;
+
+use hyper::StatusCode;
+use hyper::header::HeaderValue;
+
+/// Bytes of the head of an answer, and of all heads of 1xx before it.
+pub(super) const BYTES_MAX: usize = 64 << 10;
+/// Header fields of an answer.
+const FIELDS_MAX: usize = 100;
+/// The longest time after which an engine can ask to be asked again.
+const COME_BACK_MAX: Duration = Duration::from_secs(3600);
+/// Kinds of content that engines usually send; no copy is made of them.
+const USUAL_KINDS: [&str; 3] = ["application/json", "text/event-stream; charset=utf-8", "text/event-stream"];
+
+/// What is kept of the head of an answer.
+#[derive(Debug)]
+pub(crate) struct Head {
+    pub status: StatusCode,
+    pub content_type: Option<HeaderValue>,
+    /// vLLM's of embeddings in bytes.
+    pub metadata: Option<HeaderValue>,
+    /// When the engine wants to be asked again: `Retry-After-Ms`, or `Retry-After` in seconds.
+    pub retry_after: Option<Duration>,
+}
+
+/// How the body of an answer ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Extent {
+    /// So many bytes.
+    Length(u64),
+    Chunked,
+    /// Where the engine closes the connection.
+    ToEnd,
+}
+
+/// A whole head.
+#[derive(Debug)]
+pub(super) struct Read {
+    pub head: Head,
+    pub extent: Extent,
+    /// Another request may follow the answer.
+    pub reusable: bool,
+    /// Bytes of the head, and of those of 1xx before it.
+    pub bytes: usize,
+}
+
+/// Why the bytes are not the head of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct NotHead(pub &'static str);
+
+/// Reads a head; `None` while it is not whole.
+///
+/// # Errors
+/// [`NotHead`]: the connection is of no further use.
+pub(super) fn read(bytes: &[u8]) -> Result<Option<Read>, NotHead> {
+    let mut at = 0;
+    loop {
+        let mut fields = [const { MaybeUninit::uninit() }; FIELDS_MAX];
+        let mut parsed = httparse::Response::new(&mut []);
+        let rest = &bytes[at..];
+        let config = httparse::ParserConfig::default();
+        at += match config.parse_response_with_uninit_headers(&mut parsed, rest, &mut fields) {
+            Ok(httparse::Status::Complete(bytes)) => bytes,
+            Ok(httparse::Status::Partial) if bytes.len() < BYTES_MAX => return Ok(None),
+            Ok(httparse::Status::Partial) => return Err(NotHead("an endless head")),
+            Err(_) => return Err(NotHead("no head")),
+        };
+        match parsed.code.unwrap_or_default() {
+            100 | 102..200 => {}
+            101 => return Err(NotHead("a switch of protocols")),
+            code => {
+                let status = StatusCode::from_u16(code).map_err(|_| NotHead("a status"))?;
+                let is_1_0 = parsed.version == Some(0);
+                return of(status, is_1_0, parsed.headers, at).map(Some);
+            }
+        }
+    }
+}
+
+fn of(
+    status: StatusCode,
+    is_1_0: bool,
+    fields: &[httparse::Header<'_>],
+    bytes: usize,
+) -> Result<Read, NotHead> {
+    let (mut kind, mut metadata, mut after, mut after_ms) = (None, None, None, None);
+    let (mut coding, mut length) = (None, None);
+    let mut closes = false;
+    for field in fields {
+        let is = |name: &str| field.name.eq_ignore_ascii_case(name);
+        if is("content-type") {
+            kind = kind.or(Some(field.value));
+        } else if is("content-length") {
+            twice(length.replace(field.value))?;
+        } else if is("transfer-encoding") {
+            twice(coding.replace(field.value))?;
+        } else if is("connection") {
+            closes |= says_close(field.value);
+        } else if is("metadata") {
+            metadata = metadata.or(Some(field.value));
+        } else if is("retry-after") {
+            after = after.or(Some(field.value));
+        } else if is("retry-after-ms") {
+            after_ms = after_ms.or(Some(field.value));
+        }
+    }
+    let extent = extent(status, is_1_0, coding, length)?;
+    let after = after_ms
+        .and_then(count)
+        .map(Duration::from_millis)
+        .or_else(|| after.and_then(count).map(Duration::from_secs));
+    Ok(Read {
+        head: Head {
+            status,
+            content_type: kind.map(content_type).transpose()?,
+            metadata: metadata.map(kept).transpose()?,
+            retry_after: after.map(|after| after.min(COME_BACK_MAX)),
+        },
+        extent,
+        reusable: extent != Extent::ToEnd && !is_1_0 && !closes,
+        bytes,
+    })
+}
+
+fn twice(before: Option<&[u8]>) -> Result<(), NotHead> {
+    before.map_or(Ok(()), |_| Err(NotHead("a length that is told twice")))
+}
+
+/// How long the body of an answer is: RFC 9112, section 6.3, without what it tolerates.
+fn extent(
+    status: StatusCode,
+    is_1_0: bool,
+    coding: Option<&[u8]>,
+    length: Option<&[u8]>,
+) -> Result<Extent, NotHead> {
+    if let Some(coding) = coding {
+        twice(length)?;
+        return match coding.eq_ignore_ascii_case(b"chunked") && !is_1_0 {
+            true => Ok(Extent::Chunked),
+            false => Err(NotHead("a transfer coding other than chunked")),
+        };
+    }
+    let length = length.map(|text| length_of(text).ok_or(NotHead("a length"))).transpose()?;
+    Ok(match length {
+        _ if matches!(status.as_u16(), 204 | 304) => Extent::Length(0),
+        Some(bytes) => Extent::Length(bytes),
+        None => Extent::ToEnd,
+    })
+}
+
+/// Plain digits, at most 18 of them.
+fn length_of(text: &[u8]) -> Option<u64> {
+    let plain = (1..=18).contains(&text.len()) && text.iter().all(u8::is_ascii_digit);
+    plain.then(|| text.iter().fold(0, |length, digit| length * 10 + u64::from(digit - b'0')))
+}
+
+fn says_close(value: &[u8]) -> bool {
+    value.split(|&byte| byte == b',').any(|word| word.trim_ascii().eq_ignore_ascii_case(b"close"))
+}
+
+fn count(text: &[u8]) -> Option<u64> {
+    std::str::from_utf8(text).ok()?.trim().parse().ok()
+}
+
+fn content_type(kind: &[u8]) -> Result<HeaderValue, NotHead> {
+    match USUAL_KINDS.iter().find(|usual| usual.as_bytes() == kind) {
+        Some(usual) => Ok(HeaderValue::from_static(usual)),
+        None => kept(kind),
+    }
+}
+
+fn kept(value: &[u8]) -> Result<HeaderValue, NotHead> {
+    HeaderValue::from_bytes(value).map_err(|_| NotHead("a header's value"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(fields: &str) -> Head {
+        let text = format!("HTTP/1.1 429 Too Many\r\n{fields}content-length: 0\r\n\r\n");
+        read(text.as_bytes()).expect("a head").expect("a whole one").head
+    }
+
+    #[test]
+    fn what_is_looked_at_is_kept_however_it_is_spelled_and_the_first_counts() {
+        let seen =
+            head("X-Other: 1\r\nCONTENT-TYPE: text/plain; x=y\r\ncontent-type: a/b\r\nRetry-After: 7 \r\n");
+        assert_eq!(seen.status, 429);
+        assert_eq!(seen.content_type, Some(HeaderValue::from_static("text/plain; x=y")));
+        assert_eq!(seen.retry_after, Some(Duration::from_secs(7)));
+        let seen = head("Metadata: {\"a\":1}\r\n").metadata;
+        assert_eq!(seen, Some(HeaderValue::from_static("{\"a\":1}")));
+        for usual in USUAL_KINDS {
+            assert_eq!(head(&format!("content-type: {usual}\r\n")).content_type.as_ref().unwrap(), usual);
+        }
+    }
+
+    #[test]
+    fn when_to_come_back_is_bounded_and_a_time_that_is_none_is_not_guessed() {
+        for (fields, after_ms) in [
+            ("", None),
+            ("retry-after: soon\r\n", None),
+            ("retry-after: -1\r\n", None),
+            ("retry-after: 2\r\n", Some(2_000)),
+            ("retry-after: 2\r\nretry-after-ms: 300\r\n", Some(300)),
+            ("retry-after: 2\r\nretry-after-ms: x\r\n", Some(2_000)),
+            ("retry-after: 99999999\r\n", Some(3_600_000)),
+        ] {
+            assert_eq!(head(fields).retry_after, after_ms.map(Duration::from_millis), "{fields}");
+        }
+    }
+
+    #[test]
+    fn a_head_is_awaited_until_it_is_whole_with_those_of_1xx_before_it() {
+        let whole =
+            b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello";
+        let end = whole.len() - 5;
+        for cut in 0..end {
+            assert!(read(&whole[..cut]).expect("the beginning of a head").is_none(), "{cut}");
+        }
+        let seen = read(whole).expect("a head").expect("a whole one");
+        assert_eq!((seen.bytes, seen.extent, seen.reusable), (end, Extent::Length(5), true));
+        let many = format!("HTTP/1.1 200 OK\r\n{}\r\n", "a: b\r\n".repeat(FIELDS_MAX + 1));
+        assert_eq!(read(many.as_bytes()).err(), Some(NotHead("no head")));
+    }
+}
