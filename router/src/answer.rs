@@ -90,7 +90,7 @@ enum Broken {
     Died,
     Silent,
     /// It said in its stream that it has failed.
-    Failed,
+    Failed(Refusal),
     /// It said in its stream that the request cannot be served: no engine can.
     Refused(Refusal),
     /// The request has taken longer than it may.
@@ -324,7 +324,7 @@ impl Passing<'_> {
         let Some(reply) = &self.reply else { return Broken::Died };
         let verdict = Verdict::of(&reply.told(told.status, told.error), reply.engine().hosts());
         match verdict.failure() {
-            Some(_) => Broken::Failed,
+            Some(_) => Broken::Failed(verdict.refusal),
             None => Broken::Refused(verdict.refusal),
         }
     }
@@ -389,7 +389,7 @@ impl Passing<'_> {
     /// Whoever is told of it: an engine is blamed for its own end, not for a request that took too long.
     fn ended_early(&mut self, broken: &Broken) {
         self.driver.apply(match broken {
-            Broken::Died | Broken::Silent | Broken::Failed => Event::StreamBroken(self.attempt),
+            Broken::Died | Broken::Silent | Broken::Failed(_) => Event::StreamBroken(self.attempt),
             Broken::Refused(_) | Broken::OutOfTime => Event::GaveUp,
         });
     }
@@ -482,14 +482,14 @@ impl Passing<'_> {
 impl Broken {
     /// Whether another engine may do better.
     fn is_engines(&self) -> bool {
-        matches!(self, Self::Died | Self::Silent | Self::Failed)
+        matches!(self, Self::Died | Self::Silent | Self::Failed(_))
     }
 
     fn refusal(self) -> Refusal {
         match self {
-            Self::Died | Self::Failed => Refusal::broken(),
+            Self::Died => Refusal::broken(),
             Self::Silent => Refusal::silent(),
-            Self::Refused(refusal) => refusal,
+            Self::Failed(refusal) | Self::Refused(refusal) => refusal,
             Self::OutOfTime => Refusal::out_of_time(),
         }
     }

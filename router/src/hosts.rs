@@ -117,7 +117,7 @@ fn is_below_a_domain(part: &str) -> bool {
     let last = last.to_ascii_lowercase();
     let country = last.len() == 2 && last.bytes().all(|byte| byte.is_ascii_alphabetic());
     let public = country || PUBLIC.contains(&last.as_str());
-    PRIVATE.contains(&last.as_str()) || (labels.len() > 2 && public && !labels.iter().any(|l| numeric(&l)))
+    PRIVATE.contains(&last.as_str()) || (labels.len() > 2 && public && !labels.iter().any(numeric))
 }
 
 #[cfg(test)]

@@ -67,7 +67,7 @@ impl Frames {
 pub(crate) struct Told {
     /// Where its event begins.
     pub at: usize,
-    /// As the engine would have answered with; 500 where it does not say.
+    /// As the engine would have answered; 500 where it does not say.
     pub status: StatusCode,
     /// The event's data.
     pub error: Bytes,
@@ -109,12 +109,20 @@ fn tells_of_error(data: &[u8]) -> bool {
     after(data, b":").is_some_and(|colon| after(&data[colon..], b"\"error\"").is_some())
 }
 
+/// vLLM says it in `code`; Baton's engines have names there, and the kind of error says it.
 fn status_of(error: &[u8]) -> StatusCode {
     let body: Value = serde_json::from_slice(error).unwrap_or(Value::Null);
-    let code = if body["error"].is_object() { &body["error"]["code"] } else { &body["code"] };
-    let code =
-        code.as_u64().and_then(|code| u16::try_from(code).ok()).filter(|code| (400..600).contains(code));
-    code.and_then(|code| StatusCode::from_u16(code).ok()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
+    let error = if body["error"].is_object() { &body["error"] } else { &body };
+    let code = error["code"].as_u64().and_then(|code| u16::try_from(code).ok());
+    let kind = match error["type"].as_str().unwrap_or_default() {
+        "invalid_request_error" => 400,
+        "overloaded_error" => 429,
+        "service_unavailable_error" => 503,
+        "timeout_error" => 504,
+        _ => 500,
+    };
+    let status = code.filter(|code| (400..600).contains(code)).unwrap_or(kind);
+    StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
 }
 
 /// Whether a frame has ended.
@@ -199,6 +207,7 @@ mod tests {
             ("data:{ \"error\":{\"message\":\"x\",\"code\":\"kv_gone\"}}\r\n\r\n", 500),
             ("data: {\"object\": \"error\", \"message\": \"x\", \"code\": 400}\n\n", 400),
             ("event: error\ndata: {\"error\":{\"code\":7}}\n\n", 500),
+            ("data: {\"error\":{\"type\":\"service_unavailable_error\",\"code\":\"draining\"}}\n\n", 503),
         ] {
             for before in ["", first] {
                 let frames = Bytes::from([before, event, "data: [DONE]\n\n"].concat());

@@ -48,9 +48,9 @@ pub(crate) fn dry_run(
         let pool = &ask.model.prefill;
         let chosen = another_first(&[&[Arc::clone(&chosen.engine)], &[]], |tried| {
             let trial = pool.try_out(&wanted, tried);
-            if trial.chosen.is_some() { Ok(trial) } else { Err(trial) }
+            if trial.chosen.is_some() { Ok(trial) } else { Err(Box::new(trial)) }
         });
-        chosen.unwrap_or_else(|none| none)
+        chosen.unwrap_or_else(|none| *none)
     });
     Ok(json!({
         "model": ask.model.name,
