@@ -247,6 +247,9 @@ pub(crate) struct CheckArgs {
     /// `- key: old` and `+ key: new`
     #[arg(long, value_name = "OLD|http://HOST:PORT")]
     pub(crate) diff: Option<String>,
+    /// File with the token of that router's admin listener
+    #[arg(long, value_name = "FILE", env = "BATON_ADMIN_TOKEN_FILE")]
+    pub(crate) admin_token_file: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -279,6 +282,9 @@ pub(crate) struct ExplainArgs {
     /// The endpoint of the dry run; by default what the body is for
     #[arg(long, requires = "dry_run")]
     pub(crate) path: Option<String>,
+    /// Whose request it is, where the router has `auth`
+    #[arg(long, requires = "dry_run")]
+    pub(crate) tenant: Option<String>,
     /// A header of the dry run's request, `NAME: VALUE`
     #[arg(long = "header", value_name = "HEADER", requires = "dry_run")]
     pub(crate) headers: Vec<String>,

@@ -2,29 +2,24 @@
 //! prints it for people.
 
 use std::fmt::Write as _;
-use std::io::{Read, Write};
-use std::net::TcpStream;
-use std::time::Duration;
 
 use serde_json::Value;
 
 use crate::Failure;
+use crate::admin_client::AdminClient;
 use crate::cli::ExplainArgs;
 
-/// The router is on this machine or near it.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// An answer larger than this is not an explanation.
-const ANSWER_BYTES_MAX: u64 = 64 << 20;
-
 pub(crate) fn run(args: &ExplainArgs) -> Result<(), Failure> {
+    let admin = AdminClient { address: &args.admin, token_file: args.admin_token_file.as_deref() };
     let answer = match (&args.dry_run, &args.id) {
         (Some(file), _) => {
             let body = std::fs::read(file).map_err(|error| format!("{}: {error}", file.display()))?;
             let path = args.path.clone().unwrap_or_else(|| path_of(&body).to_owned());
-            ask(args, "POST", &format!("/dry-run?path={path}"), &body)?
+            let tenant = args.tenant.iter().map(|tenant| format!("&tenant={tenant}")).collect::<String>();
+            admin.ask("POST", &format!("/dry-run?path={path}{tenant}"), &args.headers, &body)?
         }
-        (None, Some(id)) => ask(args, "GET", &format!("/explain/{id}"), b"")?,
-        (None, None) => ask(args, "GET", "/explain", b"")?,
+        (None, Some(id)) => admin.ask("GET", &format!("/explain/{id}"), &[], b"")?,
+        (None, None) => admin.ask("GET", "/explain", &[], b"")?,
     };
     if args.json {
         println!("{answer:#}");
@@ -38,48 +33,6 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<(), Failure> {
 fn path_of(body: &[u8]) -> &'static str {
     let body: Value = serde_json::from_slice(body).unwrap_or(Value::Null);
     if body.get("messages").is_some() { "/v1/chat/completions" } else { "/v1/completions" }
-}
-
-/// One request to the admin listener.
-fn ask(args: &ExplainArgs, method: &str, path: &str, body: &[u8]) -> Result<Value, Failure> {
-    let authority = args.admin.strip_prefix("http://").unwrap_or(&args.admin).trim_end_matches('/');
-    if path.bytes().any(|byte| !byte.is_ascii_graphic()) {
-        return Err("a request id is printable and has no spaces".into());
-    }
-    let mut lines = String::new();
-    if let Some(file) = &args.admin_token_file {
-        let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
-        let token = text.lines().next().unwrap_or_default().trim();
-        let _ = write!(lines, "authorization: Bearer {token}\r\n");
-    }
-    for header in &args.headers {
-        if !header.contains(':') || header.contains(['\r', '\n']) {
-            return Err(format!("`{header}` is not `NAME: VALUE`").into());
-        }
-        let _ = write!(lines, "{header}\r\n");
-    }
-    let unreachable = |error| format!("no router answers at {authority}: {error}");
-    let mut stream = TcpStream::connect(authority).map_err(unreachable)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    write!(
-        stream,
-        "{method} {path} HTTP/1.1\r\nhost: {authority}\r\nconnection: close\r\ncontent-type: application/json\r\n\
-         {lines}content-length: {}\r\n\r\n",
-        body.len()
-    )?;
-    stream.write_all(body)?;
-    let mut answer = Vec::new();
-    stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer)?;
-    let text = String::from_utf8_lossy(&answer);
-    let (head, body) = text.split_once("\r\n\r\n").ok_or("what answers there is not a router")?;
-    let status = head.split(' ').nth(1).unwrap_or_default();
-    let value: Value = serde_json::from_str(body).unwrap_or(Value::Null);
-    match (status, &value["error"]["message"]) {
-        ("200", _) if !value.is_null() => Ok(value),
-        (_, Value::String(message)) => Err(format!("{status}: {message}").into()),
-        _ => Err(format!("the router answers {status}").into()),
-    }
 }
 
 /// For people.

@@ -1,6 +1,7 @@
 //! The `baton` command line. Thin: every command is a function of a crate below it.
 #![allow(clippy::print_stdout)] // a command line prints
 
+mod admin_client;
 mod builtin;
 mod cli;
 mod engine;

@@ -1,23 +1,17 @@
 //! `baton router`, `baton check` and `baton key`.
 
 use std::fs::File;
-use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use baton_router::{ConfigError, ConfigFile, NewKey, Reload, Router, RouterConfig};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
+use crate::admin_client::AdminClient;
 use crate::cli::{CheckArgs, KeyVerb, RouterArgs};
 use crate::{Failure, shutdown};
-
-/// A router that runs has this long to say what is in effect.
-const ANSWER_WITHIN: Duration = Duration::from_secs(10);
-/// Its answer is not read beyond this.
-const ANSWER_BYTES_MAX: u64 = 64 << 20;
 
 pub(crate) fn run(args: &RouterArgs) -> Result<(), Failure> {
     let (file, config) = ConfigFile::load(&args.config)?;
@@ -82,9 +76,9 @@ pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
     config.warnings().iter().for_each(|warning| eprintln!("{}: warning: {warning}", file.display()));
     match &args.diff {
         None => print!("# {}: sound. In effect:\n{}", file.display(), config.effective()),
-        Some(old) => match old.strip_prefix("http://") {
-            Some(address) => running(address)?,
-            None => RouterConfig::load(Path::new(old))?,
+        Some(old) => match old.starts_with("http://") {
+            true => running(old, args)?,
+            false => RouterConfig::load(Path::new(old))?,
         }
         .changes(&config)
         .iter()
@@ -105,19 +99,8 @@ pub(crate) fn key(verb: &KeyVerb) {
 }
 
 /// What is in effect in a router that runs, from its admin listener.
-fn running(address: &str) -> Result<RouterConfig, Failure> {
-    let address = address.trim_end_matches('/');
-    let mut stream = TcpStream::connect(address).map_err(|error| format!("{address}: {error}"))?;
-    stream.set_read_timeout(Some(ANSWER_WITHIN))?;
-    write!(stream, "GET /config HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n")?;
-    let mut answer = String::new();
-    stream.take(ANSWER_BYTES_MAX).read_to_string(&mut answer)?;
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_default();
-    if !head.starts_with("HTTP/1.1 200 ") || head.to_ascii_lowercase().contains("chunked") {
-        return Err(
-            format!("{address}: no configuration: {}", head.lines().next().unwrap_or_default()).into()
-        );
-    }
-    let mut told: serde_json::Value = serde_json::from_str(body)?;
+fn running(address: &str, args: &CheckArgs) -> Result<RouterConfig, Failure> {
+    let admin = AdminClient { address, token_file: args.admin_token_file.as_deref() };
+    let mut told = admin.ask("GET", "/config", &[], b"")?;
     Ok(serde_json::from_value(told["config"].take())?)
 }

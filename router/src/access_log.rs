@@ -25,11 +25,10 @@ use tokio::sync::oneshot;
 use crate::config::AccessLogConfig;
 use crate::finished::Finished;
 use crate::metrics::Metrics;
+use crate::seldom::Seldom;
 
 /// How often a file is looked for under its name, and how long a line may wait in the buffer.
 const LOOK: Duration = Duration::from_secs(1);
-/// How often trouble with the file is told.
-const COMPLAIN: Duration = Duration::from_secs(60);
 /// Before a full queue is tried again, at the end.
 const FULL_PAUSE: Duration = Duration::from_millis(5);
 /// Bytes that are gathered before they are written.
@@ -57,7 +56,7 @@ impl AccessLog {
     pub(crate) fn open(config: AccessLogConfig, metrics: &Arc<Metrics>) -> std::io::Result<Arc<Self>> {
         let (messages, received) = sync_channel(config.queue);
         let target = Target::open(config.path.clone())?;
-        let writer = Writer { target, metrics: Arc::clone(metrics), complained: None };
+        let writer = Writer { target, metrics: Arc::clone(metrics), complained: Seldom::new() };
         std::thread::Builder::new().name("access-log".to_owned()).spawn(move || writer.run(&received))?;
         Ok(Arc::new(Self { config, messages, metrics: Arc::clone(metrics), seen: AtomicU64::new(0) }))
     }
@@ -154,7 +153,7 @@ fn identity(of: &std::fs::Metadata) -> (u64, u64) {
 struct Writer {
     target: Target,
     metrics: Arc<Metrics>,
-    complained: Option<Instant>,
+    complained: Seldom,
 }
 
 impl Writer {
@@ -211,10 +210,9 @@ impl Writer {
         }
     }
 
-    fn complain(&mut self, error: &std::io::Error) {
-        if self.complained.is_none_or(|last| last.elapsed() >= COMPLAIN) {
-            self.complained = Some(Instant::now());
-            tracing::warn!(%error, "the access log cannot be written");
+    fn complain(&self, error: &std::io::Error) {
+        if let Some(held_back) = self.complained.due() {
+            tracing::warn!(%error, held_back, "the access log cannot be written");
         }
     }
 }

@@ -14,7 +14,7 @@ mod patience;
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -51,8 +51,6 @@ const TOO_LARGE: &str = "the body is too large, or broke off";
 /// What the admin listener tells.
 pub(crate) struct Admin {
     pub shared: Arc<Shared>,
-    /// Cleared when the router begins to drain.
-    pub ready: AtomicBool,
     /// Bodies that are held at once: one.
     bodies: Semaphore,
 }
@@ -77,6 +75,9 @@ pub(crate) async fn serve(listener: TcpListener, tls: Option<Arc<ServerTls>>, ad
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
         };
+        if stream.set_nodelay(true).is_err() {
+            continue;
+        }
         let (admin, tls) = (Arc::clone(&admin), tls.clone());
         connections.spawn(async move {
             let _permit = permit;
@@ -108,7 +109,7 @@ async fn serve_one(stream: impl AsyncRead + AsyncWrite + Unpin, admin: Arc<Admin
 
 impl Admin {
     pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, ready: AtomicBool::new(true), bodies: Semaphore::new(1) }
+        Self { shared, bodies: Semaphore::new(1) }
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
@@ -179,14 +180,10 @@ impl Admin {
     }
 
     fn readiness(&self) -> Answer {
-        let not_ready = |why: &str| Answer::text(why).with_status(StatusCode::SERVICE_UNAVAILABLE);
-        if !self.ready.load(Ordering::Relaxed) {
-            return not_ready("draining\n");
+        match readiness(&self.shared) {
+            Ok(()) => Answer::text("ready\n"),
+            Err(why) => Answer::text(format!("{why}\n")).with_status(StatusCode::SERVICE_UNAVAILABLE),
         }
-        if !engines::is_ready(&self.shared.generation()) {
-            return not_ready("no engine\n");
-        }
-        Answer::text("ready\n")
     }
 
     fn metrics(&self, accept: &str) -> Answer {
@@ -194,6 +191,17 @@ impl Admin {
         let page = self.shared.metrics.page(format, |scrape| pages::look_up(&self.shared, scrape));
         Answer::text(page).with_type(format.content_type())
     }
+}
+
+/// Whether the router takes requests and has engines for them.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn readiness(shared: &Shared) -> Result<(), &'static str> {
+    if shared.draining.load(Ordering::Relaxed) {
+        return Err("draining");
+    }
+    if engines::is_ready(&shared.generation()) { Ok(()) } else { Err("no engine") }
 }
 
 /// What `/` says.
@@ -207,7 +215,8 @@ POST /engines/HOST:PORT/drain     it gets nothing new, and finishes what it has
 POST /engines/HOST:PORT/undrain   it gets requests again, whatever the configuration says
 GET  /explain     the latest requests
 GET  /explain/ID  why a request went where it went; ID is the router's or the client's x-request-id
-POST /dry-run     where a client's body would go (?path=/v1/chat/completions); nothing is sent
+POST /dry-run     where a client's body would go (?path=/v1/chat/completions); nothing is sent; with
+                  `auth` ?tenant=NAME says whose it is
 GET  /requests    the requests in flight, the oldest first; ?limit=N
 JSON is for machines; ?pretty is for people.
 ";

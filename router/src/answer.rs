@@ -43,22 +43,20 @@ const RESUMES_MAX: u8 = 3;
 /// So often in a row it does without a token since the last time: its engine may have been stopped just then.
 const IDLE_RESUMES_MAX: u8 = 1;
 
-/// How long an engine has said nothing. One timer for the whole answer: it is looked at when it fires, not set anew with
-/// each event.
+/// How long an engine has said nothing. One timer for the whole answer, from the first wait on: it is looked at when it
+/// fires, not set anew with each event.
 struct Silence {
     bound: Duration,
     since: Instant,
     /// When the whole request has taken as long as it may.
     until: Option<Instant>,
-    fires: Pin<Box<Sleep>>,
+    fires: Option<Pin<Box<Sleep>>>,
 }
 
 impl Silence {
     fn new(patience: Patience) -> Self {
-        let (bound, since) = (patience.silence, Instant::now());
         let until = patience.until.map(Instant::from_std);
-        let fires = Box::pin(tokio::time::sleep_until(due(since + bound, until)));
-        Self { bound, since, until, fires }
+        Self { bound: patience.silence, since: Instant::now(), until, fires: None }
     }
 
     fn heard(&mut self) {
@@ -71,12 +69,13 @@ impl Silence {
 
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<()> {
         loop {
-            ready!(self.fires.as_mut().poll(context));
             let due = due(self.since + self.bound, self.until);
+            let fires = self.fires.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(due)));
+            ready!(fires.as_mut().poll(context));
             if due <= Instant::now() {
                 return Poll::Ready(());
             }
-            self.fires.as_mut().reset(due);
+            fires.as_mut().reset(due);
         }
     }
 }

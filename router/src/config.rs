@@ -23,9 +23,10 @@ pub use access_log::AccessLogConfig;
 pub use admin::AdminConfig;
 pub use attempts::AttemptsConfig;
 pub use capacity::CapacityConfig;
+pub use cidr::{Cidr, CidrError};
 pub use disaggregate::DisaggregateConfig;
 pub use discover::{
-    DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineTemplate, KubernetesConfig, PortName,
+    DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineTemplate, KubernetesConfig, PortName, Scheme,
 };
 pub use error::{ConfigError, Place, Problem};
 pub use explain::ExplainConfig;
@@ -59,6 +60,7 @@ mod admin;
 mod attempts;
 mod capacity;
 mod changes;
+mod cidr;
 mod contradictions;
 mod disaggregate;
 mod discover;
@@ -96,6 +98,12 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub listen_tls: Option<ListenTlsConfig>,
+    /// Load balancers and proxies before the router, as networks (`10.0.0.0/8`) or addresses: to a connection from one of
+    /// them the client is the rightmost address of `X-Forwarded-For` that is not theirs. It is told apart by it where
+    /// nothing else says who it is, and logged. The header of anybody else is ignored. At most 256. Default: none.
+    #[serde(default)]
+    #[garde(length(max = 256))]
+    pub trusted_proxies: Vec<Cidr>,
     /// TLS towards engines whose address is `https://`. Default: none.
     #[serde(default)]
     #[garde(dive)]

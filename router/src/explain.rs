@@ -27,6 +27,9 @@ pub(crate) use sight::{Considered, Removed, Sight};
 /// Steps of one request: more than two rounds of the most attempts that a configuration allows, decisions included.
 const STEPS_MAX: usize = 160;
 
+/// Steps of a request that goes through both legs and meets no trouble.
+const STEPS_USUAL: usize = 9;
+
 /// The latest accounts.
 pub(crate) struct Ring {
     accounts: Mutex<VecDeque<Arc<Account>>>,
@@ -104,13 +107,17 @@ impl Ring {
             model: model.to_owned(),
             began: SystemTime::now(),
             begun: Instant::now(),
-            told: Mutex::default(),
+            told: Mutex::new(Told { steps: Vec::with_capacity(STEPS_USUAL), ..Told::default() }),
         });
         let mut accounts = self.lock();
-        while accounts.len() >= most {
+        while accounts.len() > most {
             accounts.pop_front();
         }
+        let oldest = if accounts.len() == most { accounts.pop_front() } else { None };
         accounts.push_back(Arc::clone(&account));
+        drop(accounts);
+        // Nobody waits for that.
+        drop(oldest);
         Some(account)
     }
 

@@ -91,13 +91,15 @@ impl Features {
             let prompt = ["messages", "prompt", "input"].iter().find_map(|name| body.field(name));
             let (prompt, tools) = (prompt.unwrap_or_default(), body.field("tools").unwrap_or_default());
             features.tokens = estimate(prompt.len() + tools.len(), config);
-            // What a salt keeps apart engines tell in words that are theirs alone.
-            if let Some(size) = source.block_size.filter(|_| source.salts.is_empty())
-                && let Some(tokens) = token_ids(prompt)
-            {
-                features.tokens = tokens.len() as u64;
-                features.blocks = links(&tokens, size, config.chunks_max);
-                features.block_tokens = size;
+            if is_token_ids(prompt) {
+                features.tokens = 1 + prompt.iter().filter(|byte| **byte == b',').count() as u64;
+                // What a salt keeps apart engines tell in words that are theirs alone.
+                if let Some(size) = source.block_size.filter(|_| source.salts.is_empty())
+                    && let Ok(tokens) = serde_json::from_slice::<Vec<u32>>(prompt)
+                {
+                    features.blocks = links(&tokens, size, config.chunks_max);
+                    features.block_tokens = size;
+                }
             }
             if needs.prefix {
                 features.prefix = chunks(first_link(source, tools), prompt, config);
@@ -131,10 +133,10 @@ impl Features {
     }
 }
 
-/// A prompt that is given as token ids.
-fn token_ids(prompt: &[u8]) -> Option<Vec<u32>> {
-    let first = prompt.get(1..)?.iter().find(|byte| !byte.is_ascii_whitespace())?;
-    (prompt[0] == b'[' && first.is_ascii_digit()).then(|| serde_json::from_slice(prompt).ok()).flatten()
+/// Whether a prompt is a list of token ids: JSON that was checked before.
+fn is_token_ids(prompt: &[u8]) -> bool {
+    let [b'[', rest @ ..] = prompt else { return false };
+    rest.iter().find(|byte| !byte.is_ascii_whitespace()).is_some_and(u8::is_ascii_digit)
 }
 
 fn estimate(bytes: usize, config: &FeaturesConfig) -> u64 {
@@ -222,6 +224,14 @@ mod tests {
         assert!(features(&json!({"prompt": "short"}), &[]).prefix.is_empty());
         assert!(features(&json!({"model": "m"}), &[]).prefix.is_empty());
         assert_eq!(features(&json!({"prompt": "z".repeat(398)}), &[]).tokens, 100);
+    }
+
+    #[test]
+    fn tokens_that_are_given_by_their_ids_are_counted_and_others_are_estimated() {
+        assert_eq!(features(&json!({"prompt": [1, 2, 128_000]}), &[]).tokens, 3);
+        assert_eq!(features(&json!({"prompt": [7]}), &["a"]).tokens, 1, "a salt changes nothing about it");
+        assert_eq!(features(&json!({"prompt": ["a, b, c, d, e, f"]}), &[]).tokens, 5);
+        assert_eq!(features(&json!({"prompt": []}), &[]).tokens, 0);
     }
 
     #[test]

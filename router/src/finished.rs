@@ -1,6 +1,7 @@
 //! What is known of a request that is over: the one source of its line in the access log and of its trace. Made only
 //! where one of them is wanted; written out elsewhere than on the request's own path.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -26,16 +27,19 @@ pub(crate) struct Head {
     pub path: Box<str>,
     /// Cut at [`TEXT_BYTES_MAX`]; what is not ASCII is replaced.
     pub user_agent: Option<Box<str>>,
+    /// Where the client is, where that is to be told.
+    pub client: Option<IpAddr>,
 }
 
 impl Head {
-    pub(crate) fn of(method: &Method, path: &str, headers: &HeaderMap) -> Self {
+    pub(crate) fn of(method: &Method, path: &str, headers: &HeaderMap, client: Option<IpAddr>) -> Self {
         let agent = headers.get(USER_AGENT).map(HeaderValue::as_bytes);
         let agent = agent.map(|bytes| &bytes[..bytes.len().min(TEXT_BYTES_MAX)]);
         Self {
             method: method.clone(),
             path: path[..path.floor_char_boundary(TEXT_BYTES_MAX)].into(),
             user_agent: agent.map(|bytes| String::from_utf8_lossy(bytes).into()),
+            client,
         }
     }
 }

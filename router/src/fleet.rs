@@ -72,9 +72,8 @@ impl Fleet {
         }
         let metrics = self.metrics.engine(&url.authority());
         let (wake, freed) = (Arc::clone(&self.wake), Arc::clone(&self.freed));
-        let bells = Bells { wake, freed, memory: Arc::clone(&self.memory) };
-        let hosts = Arc::clone(&self.hosts);
-        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, hosts, metrics));
+        let bells = Bells { wake, freed, memory: Arc::clone(&self.memory), hosts: Arc::clone(&self.hosts) };
+        let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, metrics));
         self.hosts.add(url.host());
         if let Some(at) = known.orders.iter().position(|(of, _)| of == url)
             && let Some((_, order)) = known.orders.remove(at)

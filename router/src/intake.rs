@@ -6,7 +6,7 @@
 mod passed;
 
 use std::hash::{Hash, Hasher};
-use std::net::SocketAddr;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -151,14 +151,14 @@ impl Ask {
 
     /// Who sent it, as a hash: the tenant, where the router knows it, or else the credentials that it passes on,
     /// or else the address.
-    pub(crate) fn source(&self, peer: SocketAddr) -> u64 {
+    pub(crate) fn source(&self, client: IpAddr) -> u64 {
         if let Some(owner) = self.owner {
             return owner;
         }
         let mut hasher = std::hash::DefaultHasher::new();
         match &self.authorization {
             Some(credentials) => credentials.hash(&mut hasher),
-            None => peer.ip().hash(&mut hasher),
+            None => client.hash(&mut hasher),
         }
         hasher.finish()
     }

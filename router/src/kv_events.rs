@@ -21,12 +21,4 @@ mod subscriber;
 mod zmtp;
 
 pub(crate) use blocks::links;
-pub(crate) use subscriber::{Source, Subscriptions};
-
-use batch::Batch;
-
-/// Reads one message's payload; for fuzzing. Whether it is a batch of events.
-#[must_use]
-pub fn is_batch(payload: &[u8]) -> bool {
-    Batch::read(payload).is_ok()
-}
+pub(crate) use subscriber::{Source, Subscriptions, Told};

@@ -37,6 +37,7 @@ mod admin;
 mod admission;
 mod alive;
 mod answer;
+mod client_address;
 mod client_watch;
 pub mod config;
 mod disaggregation;

@@ -10,6 +10,7 @@
 pub(crate) mod admission;
 mod config;
 mod engines;
+pub(crate) mod kv_events;
 mod legs;
 mod observers;
 mod page;
@@ -33,10 +34,10 @@ pub(crate) use config::{DiscoveryMetrics, STALE};
 pub(crate) use engines::{EngineMetrics, IN_FLIGHT, POOL, READY, Reason};
 pub(crate) use legs::{Leg, Settled, Via};
 pub(crate) use page::{Format, Scrape};
-#[expect(unused_imports, reason = "for the parts that count more")]
-pub(crate) use registry::{Counter, Family, Gauge, Histogram, Registry};
+pub(crate) use registry::{Counter, Family, Registry};
 pub(crate) use requests::{End, ModelMetrics};
 pub(crate) use resilience::{Resume, STANDINGS};
+pub(crate) use routing::Decisions;
 
 /// Every family, of every part.
 fn families() -> impl Iterator<Item = &'static Family> {
@@ -53,6 +54,7 @@ fn families() -> impl Iterator<Item = &'static Family> {
         routing::FAMILIES,
         process::FAMILIES,
         observers::FAMILIES,
+        kv_events::FAMILIES,
         crate::inflight::FAMILIES,
     ];
     parts.concat().into_iter()
@@ -92,6 +94,11 @@ impl Metrics {
     /// Handles for one model.
     pub(crate) fn model(&self, name: &str) -> ModelMetrics {
         ModelMetrics::new(&self.registry, name)
+    }
+
+    /// Handles for what a policy decides for one leg of a model.
+    pub(crate) fn decisions(&self, model: &str, leg: Leg, policy: &str) -> Decisions {
+        Decisions::new(&self.registry, model, leg, policy)
     }
 
     /// Handles for one source of discovery.

@@ -24,6 +24,8 @@ use crate::upstream::{EngineTerms, Terms};
 pub(crate) struct Model {
     /// The name that engines know.
     pub name: String,
+    /// Its other names.
+    pub aliases: Vec<String>,
     pub name_in_bodies: ModelName,
     pub prefill: Pool,
     pub decode: Pool,
@@ -95,6 +97,7 @@ impl Model {
             };
             let ranks = engines.flat_map(ranks).collect();
             let new = Pool::new(ranks, &pool.policy, &fleet.memory, learns).guarded(leg, &all.health);
+            let new = new.counted(fleet.metrics(), &config.name);
             if let Some(previous) = previous {
                 new.go_on_from(previous.pool(leg));
             }
@@ -102,6 +105,7 @@ impl Model {
         };
         Self {
             name: config.name.clone(),
+            aliases: config.aliases.clone(),
             name_in_bodies: ModelName::new(&config.name),
             prefill: pool(Leg::Prefill, &config.prefill, false),
             // What a decode engine holds already need not be prefilled elsewhere.

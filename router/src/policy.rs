@@ -104,6 +104,26 @@ pub(crate) enum Reason {
 }
 
 impl Reason {
+    /// How many kinds there are.
+    pub(crate) const KINDS: usize = 11;
+
+    /// Which kind it is.
+    pub(crate) fn kind(self) -> usize {
+        match self {
+            Self::Turn => 0,
+            Self::Drawn => 1,
+            Self::LessLoadedOfTwo => 2,
+            Self::LeastLoaded => 3,
+            Self::KeysEngine => 4,
+            Self::KeysNext => 5,
+            Self::NoKey => 6,
+            Self::HoldsChunks(_) => 7,
+            Self::HoldsBlocks(_) => 8,
+            Self::NobodyHolds => 9,
+            Self::HoldersBusy => 10,
+        }
+    }
+
     /// As explanations have it.
     pub(crate) fn label(self) -> &'static str {
         match self {

@@ -21,7 +21,7 @@ use crate::config::{AllOut, HealthConfig, PolicyConfig};
 use crate::explain::{Considered, Removed, Sight};
 use crate::health::Standing;
 use crate::memory::{Holding, Memory};
-use crate::metrics::Leg;
+use crate::metrics::{Decisions, Leg, Metrics};
 use crate::policy::{self, Candidate, Choice, Draw, Policy, Wanted};
 use crate::upstream::{Engine, InFlight, Manner};
 
@@ -34,6 +34,7 @@ pub(crate) struct Pool {
     members: Vec<Arc<Member>>,
     policy: Box<dyn Policy>,
     policy_name: &'static str,
+    decisions: Option<Decisions>,
     turn: AtomicU64,
     /// Where prompts that are sent are noted; none if nobody asks.
     memory: Option<Arc<Memory>>,
@@ -88,6 +89,7 @@ impl Pool {
             members,
             policy: policy::of_config(policy, memory),
             policy_name: policy.name(),
+            decisions: None,
             turn: AtomicU64::new(0),
             memory: learns.then(|| Arc::clone(memory)),
             leg: Leg::Decode,
@@ -100,6 +102,12 @@ impl Pool {
     pub(crate) fn guarded(self, leg: Leg, health: &HealthConfig) -> Self {
         let panic_percent = usize::from(health.panic_percent);
         Self { leg, all_out: health.all_out, panic_percent, ..self }
+    }
+
+    /// Counts what is decided.
+    pub(crate) fn counted(self, metrics: &Metrics, model: &str) -> Self {
+        let decisions = Some(metrics.decisions(model, self.leg, self.policy_name));
+        Self { decisions, ..self }
     }
 
     /// Members that may be given requests.
@@ -185,7 +193,11 @@ impl Pool {
         let choice = taken.as_ref().map(|(choice, _)| *choice).map_err(|&scarce| scarce);
         let is_told = tell == Tell::Everything || (tell == Tell::Choices && choice.is_ok());
         let sight = is_told.then(|| self.sight(wanted, &look, &candidates, choice));
-        (taken.map(|(choice, load)| self.reserved(&self.members[choice.index], load, wanted)), sight)
+        let reserved = taken.map(|(choice, load)| {
+            self.decisions.iter().for_each(|decisions| decisions.count(choice.reason));
+            self.reserved(&self.members[choice.index], load, wanted)
+        });
+        (reserved, sight)
     }
 
     /// What [`Self::reserve`] would choose. Nothing is counted and nothing is noted.

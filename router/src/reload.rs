@@ -108,9 +108,7 @@ impl Reload {
                 Some(()) = told.recv() => true,
                 () = tokio::time::sleep(pause) => false,
             };
-            if was_told {
-                self.0.reread.notify_one();
-            } else if poll == 0 {
+            if !was_told && poll == 0 {
                 continue;
             }
             let mut now = Content::look(&path, &watched).await;
@@ -145,6 +143,10 @@ impl Reload {
                 Err(error) => self.reject(&error),
             }
             known = now;
+            if was_told {
+                // And what is not read with the configuration.
+                self.0.reread.notify_one();
+            }
         }
     }
 

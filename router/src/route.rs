@@ -75,6 +75,8 @@ pub(crate) enum Route<'a> {
     Model(&'a str),
     /// Whether the router is alive.
     Health,
+    /// Whether it takes requests and has an engine for them.
+    Ready,
     /// Which version it is.
     Version,
     /// Which methods a path has.
@@ -88,6 +90,7 @@ impl<'a> Route<'a> {
         let (route, allowed) = match path {
             "/v1/models" => (Self::Models, Method::GET),
             "/health" => (Self::Health, Method::GET),
+            "/ready" => (Self::Ready, Method::GET),
             "/version" => (Self::Version, Method::GET),
             _ => {
                 let passed = PASSED.iter().find(|passed| **passed == path);
@@ -103,14 +106,11 @@ impl<'a> Route<'a> {
         if *method == allowed || (*method == Method::HEAD && allowed == Method::GET) {
             return Ok(route);
         }
+        let allowed = if allowed == Method::GET { "GET, HEAD, OPTIONS" } else { "POST, OPTIONS" };
         if *method == Method::OPTIONS {
-            return Ok(Self::Options(if allowed == Method::GET {
-                "GET, HEAD, OPTIONS"
-            } else {
-                "POST, OPTIONS"
-            }));
+            return Ok(Self::Options(allowed));
         }
-        Err(ApiError::method_not_allowed(method.as_str(), allowed.as_str()))
+        Err(ApiError::method_not_allowed(method.as_str(), allowed))
     }
 }
 
@@ -129,6 +129,7 @@ mod tests {
         assert_eq!(route(Method::POST, "/v1/responses"), Ok(Route::Ask(Dialect::Responses)));
         assert_eq!(route(Method::POST, "/v1/embeddings"), Ok(Route::Ask(Dialect::Passed("/v1/embeddings"))));
         assert_eq!(route(Method::HEAD, "/health"), Ok(Route::Health));
+        assert_eq!(route(Method::GET, "/ready"), Ok(Route::Ready));
         assert_eq!(route(Method::OPTIONS, "/v1/completions"), Ok(Route::Options("POST, OPTIONS")));
         assert_eq!(route(Method::HEAD, "/v1/completions"), Err(405));
         assert_eq!(route(Method::OPTIONS, "/nowhere"), Err(404));

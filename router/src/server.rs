@@ -4,6 +4,7 @@
 //! from here, one task per connection, so that several routers fit into one process and a drain is ours to time.
 
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -121,9 +122,9 @@ impl Router {
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
         let Self { clients, admin, shared, connections_max, guards } = self;
-        let ready = Arc::new(Admin::new(Arc::clone(&shared)));
+        let ready = Admin::new(Arc::clone(&shared));
         let mut background = JoinSet::new();
-        background.spawn(admin::serve(admin, guards.admin.clone(), Arc::clone(&ready)));
+        background.spawn(admin::serve(admin, guards.admin.clone(), Arc::new(ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
         background.spawn(health::active::run(Arc::clone(&shared)));
         background.spawn(reread(Arc::clone(&shared), guards.clone()));
@@ -138,7 +139,6 @@ impl Router {
             () = shutdown.cancelled() => {}
             () = accept(&clients, guards.clients.clone(), &door, draining.clone(), &room, &mut connections) => {}
         }
-        ready.ready.store(false, Ordering::Relaxed);
         shared.draining.store(true, Ordering::Relaxed);
         let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
         if !delay.is_zero() {
@@ -242,25 +242,26 @@ async fn serve(
         },
     };
     let wire = Wire::new(stream, peer);
+    // One of each for the whole connection: setting them anew for each request would cost more than the request's head.
+    let mut idle = pin!(tokio::time::sleep(Duration::ZERO));
+    let mut drained = pin!(async { drop(draining.wait_for(|draining| *draining).await) });
     loop {
         let (bounds, stall) = {
             let config = &door.0.generation().config;
             (HeadBounds::of(config), Duration::from_millis(config.timeouts.client_stall_ms))
         };
+        idle.as_mut().reset(tokio::time::Instant::now() + bounds.idle);
         let head = tokio::select! {
             biased;
-            head = wire.head(&bounds) => head,
+            head = wire.head(&bounds, idle.as_mut()) => head,
             // Nobody has asked for anything: nothing is lost.
-            () = async { drop(draining.wait_for(|draining| *draining).await) } => return,
+            () = &mut drained => return,
         };
         match head {
             Ok(Some(head)) => {
                 let Some(mut session) = Session::begin(&wire, head, stall).await else {
                     return wire.refuse(Unclean::Malformed("the head of the request cannot be read")).await;
                 };
-                if *draining.borrow() {
-                    session.close_after();
-                }
                 // Boxed: an idle connection has no room for a request.
                 Box::pin(door.request(&mut session)).await;
                 if wire.is_unread() {

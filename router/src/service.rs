@@ -13,7 +13,6 @@ use baton_connector::{RequestId, Time};
 use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
-use pingora::http::RequestHeader;
 use serde_json::json;
 
 use crate::admission::body_budget::{Held, Share};
@@ -25,12 +24,13 @@ use crate::finished::{Finished, Head};
 use crate::generation::Generation;
 use crate::intake::{self, Ask, Owner};
 use crate::metrics::End;
+use crate::models::Model;
 use crate::route::Route;
 use crate::session::Session;
 use crate::shared::{Room, Shared};
 use crate::tenants::{Identity, Permit};
 use crate::trace_context::Trace;
-use crate::{answer, request_id, resume, tenants};
+use crate::{admin, answer, client_address, request_id, resume, tenants};
 
 /// The service of one router.
 pub(crate) struct FrontDoor(pub Arc<Shared>);
@@ -77,7 +77,7 @@ impl FrontDoor {
             context.client_id = Some(echoed.clone());
             context.stamp.id = echoed;
         }
-        context.notice(session.req_header());
+        context.notice(session);
         if let Err(ended) = self.serve(session, &mut context).await {
             context.status = match ended {
                 Ended::ClientGone => 499,
@@ -129,6 +129,13 @@ impl FrontDoor {
         let (method, uri) = (head.method.clone(), head.uri.clone());
         match Route::of(&method, uri.path())? {
             Route::Health => self.tell(session, context, json!({"status": "ok"})).await,
+            Route::Ready => {
+                let (status, what) = match admin::readiness(&self.0) {
+                    Ok(()) => (200, "ready"),
+                    Err(why) => (503, why),
+                };
+                self.tell_with(status, session, context, json!({"status": what})).await
+            }
             Route::Version => {
                 self.tell(session, context, json!({"version": env!("CARGO_PKG_VERSION")})).await
             }
@@ -136,16 +143,21 @@ impl FrontDoor {
                 let identity = self.identify(session, context)?;
                 let models = context.generation.models.list().iter();
                 let models = models.filter(|m| may_use(identity.as_deref(), &context.generation, &m.name));
-                let models: Vec<_> = models.map(|m| self.card(&m.name)).collect();
+                let names = |model: &Arc<Model>| {
+                    let aliases = model.aliases.iter().map(|alias| self.card(alias, &model.name));
+                    std::iter::once(self.card(&model.name, &model.name)).chain(aliases).collect::<Vec<_>>()
+                };
+                let models: Vec<_> = models.flat_map(names).collect();
                 self.tell(session, context, json!({"object": "list", "data": models})).await
             }
             Route::Model(name) => {
                 let identity = self.identify(session, context)?;
-                let name = context.generation.models.named(Some(name))?.name.clone();
-                if !may_use(identity.as_deref(), &context.generation, &name) {
-                    return Err(tenants::forbidden(&name).into());
+                let model = context.generation.models.named(Some(name))?.name.clone();
+                if !may_use(identity.as_deref(), &context.generation, &model) {
+                    return Err(tenants::forbidden(&model).into());
                 }
-                self.tell(session, context, self.card(&name)).await
+                let card = self.card(name, &model);
+                self.tell(session, context, card).await
             }
             Route::Options(allowed) => {
                 context.status = 200;
@@ -188,7 +200,6 @@ impl FrontDoor {
         ));
         driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));
         if let Err(refused) = driver.reserve(session, &ask, ticket).await {
-            // No engine was asked.
             context.permit.iter_mut().for_each(Permit::give_tokens_back);
             return Err(refused);
         }
@@ -205,7 +216,12 @@ impl FrontDoor {
                 Ok(answer) => answer,
                 Err(_elapsed) => Err(driver.out_of_time()),
             },
-        }?;
+        };
+        if answer.is_err() && driver.watched.attempts == [0, 0] {
+            // No engine was asked.
+            context.permit.iter_mut().for_each(Permit::give_tokens_back);
+        }
+        let answer = answer?;
         let resuming = transcript.map(|transcript| Box::new(answer::Resuming::new(transcript, ask)));
         context.body_bytes = None;
         let patience = Patience { silence: bounds.stream_silence, until };
@@ -259,15 +275,28 @@ impl FrontDoor {
         context: &mut RequestContext,
         what: serde_json::Value,
     ) -> Result<(), Ended> {
+        self.tell_with(200, session, context, what).await
+    }
+
+    async fn tell_with(
+        &self,
+        status: u16,
+        session: &mut Session,
+        context: &mut RequestContext,
+        what: serde_json::Value,
+    ) -> Result<(), Ended> {
+        // Whatever the router says of itself is no failed request.
         context.status = 200;
         let headers = [("content-type", "application/json".to_owned())];
         let body = Bytes::from(what.to_string());
-        let told = answer::whole(session, 200, &headers, &context.stamp, body).await;
+        let told = answer::whole(session, status, &headers, &context.stamp, body).await;
         told.map_err(|_| Ended::ClientGone)
     }
 
-    fn card(&self, name: &str) -> serde_json::Value {
-        json!({"id": name, "object": "model", "created": self.0.created, "owned_by": "baton"})
+    /// One of a model's names, as vLLM lists each.
+    fn card(&self, name: &str, model: &str) -> serde_json::Value {
+        let created = self.0.created;
+        json!({"id": name, "object": "model", "created": created, "owned_by": "baton", "root": model, "parent": null})
     }
 }
 
@@ -311,7 +340,8 @@ impl RequestContext {
     }
 
     /// Takes from the head what is wanted later.
-    fn notice(&mut self, head: &RequestHeader) {
+    fn notice(&mut self, session: &Session) {
+        let (head, config) = (session.req_header(), &self.generation.config);
         let observers = &self.generation.observers;
         let random = |bytes: &mut [u8; 24]| {
             bytes[..16].copy_from_slice(&request_id::random());
@@ -319,7 +349,9 @@ impl RequestContext {
         };
         self.trace = Trace::begin(&head.headers, observers.sample_ratio(), random);
         if observers.is_any() {
-            self.head = Some(Head::of(&head.method, head.uri.path(), &head.headers));
+            let told = config.access_log.client;
+            let client = told.then(|| client_address::of(session, &config.trusted_proxies));
+            self.head = Some(Head::of(&head.method, head.uri.path(), &head.headers, client));
         }
     }
 

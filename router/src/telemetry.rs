@@ -12,7 +12,7 @@ mod spans;
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hyper::header::{HeaderName, HeaderValue};
 use opentelemetry::{InstrumentationScope, KeyValue};
@@ -24,6 +24,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::config::OtlpConfig;
 use crate::finished::Finished;
 use crate::metrics::Metrics;
+use crate::seldom::Seldom;
 
 /// Spans that are sent at once, at most; a request has six.
 const BATCH: usize = 512;
@@ -31,8 +32,6 @@ const BATCH: usize = 512;
 const GATHER: Duration = Duration::from_secs(1);
 /// Before the second try.
 const PAUSE: Duration = Duration::from_millis(500);
-/// How often a collector's trouble is told.
-const COMPLAIN: Duration = Duration::from_secs(60);
 /// The largest file of headers.
 const HEADERS_BYTES_MAX: u64 = 64 * 1024;
 
@@ -89,7 +88,7 @@ impl Telemetry {
                 .build(),
             within: Duration::from_millis(config.timeout_ms),
             metrics: Arc::clone(metrics),
-            complained: None,
+            complained: Seldom::new(),
         };
         runtime.spawn(shipping.run(received));
         Ok(Arc::new(Self { config, messages, metrics: Arc::clone(metrics) }))
@@ -172,7 +171,7 @@ struct Shipping {
     scope: InstrumentationScope,
     within: Duration,
     metrics: Arc<Metrics>,
-    complained: Option<Instant>,
+    complained: Seldom,
 }
 
 impl Shipping {
@@ -214,9 +213,8 @@ impl Shipping {
             Ok(()) => self.metrics.observers.spans.increment(count),
             Err(error) => {
                 self.metrics.observers.spans_dropped_failed.increment(count);
-                if self.complained.is_none_or(|last| last.elapsed() >= COMPLAIN) {
-                    self.complained = Some(Instant::now());
-                    tracing::warn!(%error, "the collector does not take spans");
+                if let Some(held_back) = self.complained.due() {
+                    tracing::warn!(%error, held_back, "the collector does not take spans");
                 }
             }
         }

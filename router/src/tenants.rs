@@ -147,6 +147,11 @@ impl Auth {
         Ok(Arc::clone(identity))
     }
 
+    /// Somebody of a tenant.
+    pub(crate) fn of_tenant(&self, name: &str) -> Option<Arc<Identity>> {
+        self.table.load().by_tenant.get(name).cloned()
+    }
+
     /// It is in effect from now on.
     pub(crate) fn installed(&self, tenants: &Tenants) {
         tenants.keep(&self.table.load());

@@ -104,6 +104,8 @@ pub(crate) struct Bells {
     pub freed: Arc<Freed>,
     /// Whoever remembers what it holds.
     pub memory: Arc<Memory>,
+    /// Where all of them live.
+    pub hosts: Arc<Hosts>,
 }
 
 /// Why an engine gave no answer.
@@ -166,15 +168,8 @@ pub(crate) enum Manner {
 }
 
 impl Engine {
-    /// `hosts` are those of all engines.
-    pub(crate) fn new(
-        url: EngineUrl,
-        terms: Terms,
-        bells: Bells,
-        hosts: Arc<Hosts>,
-        metrics: EngineMetrics,
-    ) -> Self {
-        let Bells { wake, freed, memory } = bells;
+    pub(crate) fn new(url: EngineUrl, terms: Terms, bells: Bells, metrics: EngineMetrics) -> Self {
+        let Bells { wake, freed, memory, hosts } = bells;
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let health = Health::new(&terms.health, wake);
         let authority: Arc<str> = url.authority().into();

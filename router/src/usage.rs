@@ -3,7 +3,8 @@
 //! Answers are passed on unparsed. Engines write `usage` and `finish_reason` near the end of a frame or of a whole
 //! answer, so only the last [`TAIL_BYTES`] of each piece are looked at, and JSON is read only where a `usage` object
 //! begins. Inside a JSON string the quotes of these names would be escaped, so a model's text cannot be taken for
-//! them. What is cut in two by a piece's end is missed: the numbers are for metrics and logs, never for decisions.
+//! them. What is cut in two by a piece's end is missed: the numbers are for metrics and logs, and what a key is
+//! charged beyond the estimate; where they are missing, the estimate counts.
 
 use std::sync::LazyLock;
 

@@ -43,6 +43,8 @@ pub struct ApiError {
     pub retry_after: Option<Duration>,
     /// Overrides the SDKs' rule by status: `x-should-retry`.
     pub should_retry: Option<bool>,
+    /// The methods that the path has, where the request's is not one of them.
+    pub allowed: Option<&'static str>,
 }
 
 /// Whose fault, in the envelope's words.
@@ -93,6 +95,7 @@ impl ApiError {
             code: None,
             retry_after: None,
             should_retry: None,
+            allowed: None,
         }
     }
 
@@ -148,11 +151,12 @@ impl ApiError {
             .with_code("not_found")
     }
 
-    /// 405.
+    /// 405. `allowed` is what `Allow` says: `GET, HEAD`.
     #[must_use]
-    pub fn method_not_allowed(method: &str, allowed: &str) -> Self {
+    pub fn method_not_allowed(method: &str, allowed: &'static str) -> Self {
         let message = format!("method {} is not allowed here; use {allowed}", shortened(method));
-        Self::new(405, ErrorKind::InvalidRequest, message).with_code("method_not_allowed")
+        let error = Self::new(405, ErrorKind::InvalidRequest, message).with_code("method_not_allowed");
+        Self { allowed: Some(allowed), ..error }
     }
 
     /// 408: the request itself did not arrive in time.
@@ -258,6 +262,7 @@ impl ApiError {
             headers.push(("retry-after", millis.div_ceil(1000).to_string()));
             headers.push(("retry-after-ms", millis.to_string()));
         }
+        headers.extend(self.allowed.map(|allowed| ("allow", allowed.to_owned())));
         if let Some(retry) = self.should_retry {
             headers.push(("x-should-retry", retry.to_string()));
         }
@@ -299,6 +304,13 @@ mod tests {
         assert!(
             ApiError::overloaded("full", Duration::ZERO).headers().contains(&("retry-after", "1".into()))
         );
+    }
+
+    #[test]
+    fn a_method_that_is_not_allowed_is_told_those_that_are() {
+        let headers = ApiError::method_not_allowed("PUT", "GET, HEAD").headers();
+        assert!(headers.contains(&("allow", "GET, HEAD".into())));
+        assert!(!ApiError::not_found("/").headers().iter().any(|(name, _)| *name == "allow"));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! One line of the access log. `docs/observability.md` says what each field is; a test compares the two.
 
 use std::io::Write;
+use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
 use baton_connector::exchange::Span;
@@ -17,6 +18,8 @@ struct Line<'a> {
     client_request_id: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    client: Option<IpAddr>,
     method: &'a str,
     path: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -76,6 +79,7 @@ pub(super) fn write(finished: &Finished, to: &mut dyn Write) -> std::io::Result<
         request_id: finished.id.as_str(),
         client_request_id: echoed.filter(|echoed| *echoed != finished.id.as_str()),
         trace_id: finished.trace.id().map(|id| format!("{id:032x}")),
+        client: finished.head.client,
         method: finished.head.method.as_str(),
         path: &finished.head.path,
         user_agent: finished.head.user_agent.as_deref(),

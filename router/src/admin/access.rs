@@ -12,7 +12,7 @@ use arc_swap::ArcSwap;
 use hyper::header::{HOST, HeaderMap, ORIGIN};
 use hyper::http::uri::Authority;
 
-use crate::config::{AdminConfig, ClientAuth, ConfigError, first_line_of};
+use crate::config::{AdminConfig, ConfigError, first_line_of};
 use crate::file_watch::FileWatch;
 use crate::tenants::{bearer, same};
 
@@ -54,8 +54,7 @@ impl Access {
     /// # Errors
     /// [`AdminError`]: the listener must not be opened like that.
     pub(crate) fn new(config: &AdminConfig) -> Result<Self, AdminError> {
-        let certificates = config.tls.as_ref().is_some_and(|tls| tls.client_auth == ClientAuth::Require);
-        Self::at(config.listen, certificates, config)
+        Self::at(config.listen, config.asks_for_certificates(), config)
     }
 
     /// What the next configuration asks of those who come to the listener as it is.
@@ -67,7 +66,7 @@ impl Access {
     }
 
     fn at(listen: SocketAddr, certificates: bool, config: &AdminConfig) -> Result<Self, AdminError> {
-        if !listen.ip().is_loopback() && config.token_file.is_none() && !certificates {
+        if config.is_open(listen, certificates) {
             return Err(AdminError::Open(listen));
         }
         let token = config.token_file.clone().map(|file| {

@@ -21,16 +21,25 @@ pub(super) fn list(shared: &Shared) -> Value {
     let generation = shared.generation();
     let mut engines: Vec<_> = shared.fleet.engines();
     engines.sort_unstable_by(|a, b| a.authority().cmp(b.authority()));
-    let engines: Vec<Value> = engines.iter().map(|engine| one(engine, &generation)).collect();
+    let engines: Vec<Value> = engines.iter().map(|engine| one(engine, shared, &generation)).collect();
     json!({"generation": generation.number, "engines": engines})
 }
 
-fn one(engine: &Arc<Engine>, generation: &Generation) -> Value {
+fn one(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> Value {
     let health = engine.health().snapshot();
     let terms = engine.health_terms();
     let load = engine.reported_load(Instant::now).map(|load| {
         let age_ms = u64::try_from(load.at.elapsed().as_millis()).unwrap_or(u64::MAX);
         json!({"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage, "age_ms": age_ms})
+    });
+    let kv_events = shared.fleet.subscriptions.of(engine.id()).map(|(publisher, told)| {
+        json!({
+            "publisher": publisher,
+            "connected": told.is_connected(),
+            "batches": told.batches(),
+            "gaps": told.gaps(),
+            "blocks": told.blocks(),
+        })
     });
     let (mut pools, mut legs) = (Vec::new(), Map::new());
     for model in generation.models.list() {
@@ -53,6 +62,7 @@ fn one(engine: &Arc<Engine>, generation: &Generation) -> Value {
         "reasons": health.reasons(&terms),
         "in_flight": engine.load(None),
         "load": load,
+        "kv_events": kv_events,
         "verbs": {"abort": engine.verbs().has(Verb::Abort), "release": engine.verbs().has(Verb::Release)},
     })
 }
@@ -65,13 +75,14 @@ pub(super) fn order(shared: &Shared, name: &str, verb: &str) -> Answer {
         _ => return Answer::error(StatusCode::NOT_FOUND, "an engine can be drained and undrained"),
     };
     let name = name.replace("%3A", ":").replace("%3a", ":").replace("%2F", "/").replace("%2f", "/");
-    let name = name.strip_prefix("http://").unwrap_or(&name);
-    let Some(engine) = shared.fleet.engines().into_iter().find(|engine| engine.authority() == name) else {
+    let name = name.trim_end_matches('/');
+    let is_it = |engine: &Arc<Engine>| engine.authority() == name || engine.url().to_string() == name;
+    let Some(engine) = shared.fleet.engines().into_iter().find(is_it) else {
         return Answer::error(StatusCode::NOT_FOUND, "there is no such engine; /engines lists them");
     };
     engine.judge(|health, _, _| health.order(order));
     tracing::info!(engine = engine.authority(), ?order, "an operator's order");
-    Answer::json(one(&engine, &shared.generation()))
+    Answer::json(one(&engine, shared, &shared.generation()))
 }
 
 /// Whether the models that `/ready` waits for have a decode engine in use.

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::{Answer, Asked};
 use crate::explain;
-use crate::metrics::{IN_FLIGHT, Leg, POOL, READY, STALE, STANDINGS, Scrape};
+use crate::metrics::{IN_FLIGHT, Leg, POOL, READY, STALE, STANDINGS, Scrape, kv_events};
 use crate::shared::Shared;
 
 /// The configuration in effect. Secrets are not written into it.
@@ -53,6 +53,9 @@ pub(super) fn look_up(shared: &Shared, scrape: &mut Scrape) {
     shared.in_flight_table.look_up(shared.now(), scrape);
     for engine in shared.fleet.engines() {
         scrape.put(&IN_FLIGHT, &[engine.authority()], engine.load(None) as f64);
+        if let Some((_, told)) = shared.fleet.subscriptions.of(engine.id()) {
+            kv_events::look_up(scrape, engine.authority(), &told);
+        }
         for leg in Leg::BOTH {
             let standing = engine.health().standing(leg).label();
             scrape.put(&STANDINGS, &[engine.authority(), leg.label(), standing], 1.0);
@@ -76,11 +79,12 @@ pub(super) fn explain(shared: &Shared, id: &str) -> Answer {
     }
 }
 
-/// Where a client's request would go. Its path is in the query; its headers are those of the question.
+/// Where a client's request would go. Its path and its tenant are in the query; its headers are those of the question.
 pub(super) fn dry_run(shared: &Shared, asked: &Asked) -> Answer {
     let path = asked.query.split('&').find_map(|part| part.strip_prefix("path="));
     let path = path.unwrap_or("/v1/chat/completions").replace("%2F", "/").replace("%2f", "/");
-    match explain::dry_run(&path, &asked.body, &asked.headers, &shared.generation()) {
+    let tenant = asked.query.split('&').find_map(|part| part.strip_prefix("tenant="));
+    match explain::dry_run(&path, &asked.body, &asked.headers, &shared.generation(), tenant) {
         Ok(page) => Answer::json(page),
         Err(refused) => {
             let status = StatusCode::from_u16(refused.status).unwrap_or(StatusCode::BAD_REQUEST);

@@ -20,6 +20,9 @@ pub struct AccessLogConfig {
     /// The share of requests answered well that are logged; every other request always is. 0 to 1; default 1.
     #[garde(range(min = 0.0, max = 1.0))]
     pub sample: f64,
+    /// Whether lines say from which address the client came. Default: true.
+    #[garde(skip)]
+    pub client: bool,
     /// Lines that may wait for a slow disk; more are dropped and counted. 1 to 1,000,000; default 8,192.
     #[garde(range(min = 1, max = 1_000_000))]
     pub queue: usize,
@@ -27,6 +30,6 @@ pub struct AccessLogConfig {
 
 impl Default for AccessLogConfig {
     fn default() -> Self {
-        Self { enabled: false, path: None, sample: 1.0, queue: 8_192 }
+        Self { enabled: false, path: None, sample: 1.0, client: true, queue: 8_192 }
     }
 }

@@ -7,7 +7,7 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::tls::ListenTlsConfig;
+use super::tls::{ClientAuth, ListenTlsConfig};
 
 /// The listener for people and monitors.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
@@ -29,5 +29,17 @@ pub struct AdminConfig {
 impl Default for AdminConfig {
     fn default() -> Self {
         Self { listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8081), token_file: None, tls: None }
+    }
+}
+
+impl AdminConfig {
+    /// Whether everybody who is connected has shown a certificate.
+    pub(crate) fn asks_for_certificates(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.client_auth == ClientAuth::Require)
+    }
+
+    /// Whether everybody who reaches a listener at this address could use it.
+    pub(crate) fn is_open(&self, listen: SocketAddr, certificates: bool) -> bool {
+        !listen.ip().is_loopback() && self.token_file.is_none() && !certificates
     }
 }

@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{ClientAuth, EngineConfig, ModelConfig, PoolConfig, PortName, RouterConfig};
+use super::{
+    EngineConfig, EngineUrl, Fallback, KvEventsConfig, ModelConfig, PoolConfig, PortName, RouterConfig,
+    Scheme,
+};
 
 /// Every contradiction: the path of the key that it is told at, and what it is.
 pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
@@ -10,6 +13,7 @@ pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
     listeners(config, &mut found);
     secrets(config, &mut found);
     names(&config.models, &mut found);
+    publishers(config, &mut found);
     releases(&config.models, &mut found);
     for (at, model) in config.models.iter().enumerate() {
         if model.decode.engines.is_empty() && model.decode.discover.is_none() {
@@ -28,6 +32,7 @@ pub(super) fn find(config: &RouterConfig) -> Vec<(String, String)> {
 /// What is allowed and yet is hardly what was meant.
 pub(super) fn doubts(config: &RouterConfig) -> Vec<String> {
     let mut doubts = Vec::new();
+    without_effect(config, &mut doubts);
     for (at, model) in config.models.iter().enumerate() {
         for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
             let template = pool.discover.as_ref().map(|discover| discover.template.keys());
@@ -55,8 +60,7 @@ fn listeners(config: &RouterConfig, found: &mut Vec<(String, String)>) {
         found.push(("admin.listen".into(), "is the clients' address `listen` as well".into()));
     }
     let admin = &config.admin;
-    let certificates = admin.tls.as_ref().is_some_and(|tls| tls.client_auth == ClientAuth::Require);
-    if !admin.listen.ip().is_loopback() && admin.token_file.is_none() && !certificates {
+    if admin.is_open(admin.listen, admin.asks_for_certificates()) {
         let what =
             "is beyond loopback: it needs `admin.token_file`, or `admin.tls` with `client_auth: require`";
         found.push(("admin.listen".into(), what.into()));
@@ -87,6 +91,46 @@ fn names(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
     }
 }
 
+/// The router listens on an address for one engine: two that connect to it could not be told apart.
+fn publishers(config: &RouterConfig, found: &mut Vec<(String, String)>) {
+    let mut taken: Vec<(&KvEventsConfig, &EngineUrl, String)> = Vec::new();
+    for (at, model) in config.models.iter().enumerate() {
+        for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
+            let path = format!("models[{at}].{side}");
+            let template = pool
+                .discover
+                .as_ref()
+                .and_then(|discover| discover.template.keys().kv_events.as_ref().or(pool.kv_events.as_ref()));
+            if template.is_some_and(|events| events.bind.is_some()) {
+                let what = "`kv_events.bind` is an address for one engine, and any number of them may be discovered: \
+                            let the engines publish at an address of their own";
+                found.push((format!("{path}.discover"), what.into()));
+            }
+            for (number, engine) in pool.engines.iter().enumerate() {
+                let Some(events) = engine.kv_events.as_ref().or(pool.kv_events.as_ref()) else { continue };
+                let Some(bind) = events.bind else { continue };
+                let path = format!("{path}.engines[{number}].url");
+                let same = |other: &KvEventsConfig| {
+                    let bound = other.bind.unwrap_or(bind);
+                    other.port == events.port
+                        && (bound == bind || bound.is_unspecified() || bind.is_unspecified())
+                };
+                match taken.iter().find(|(other, url, _)| same(other) && *url != &engine.url) {
+                    Some((_, _, first)) => {
+                        let what = format!(
+                            "publishes its `kv_events` to port {} of the router, and so does {first}: each engine \
+                             needs a port of its own",
+                            events.port
+                        );
+                        found.push((path, what));
+                    }
+                    None => taken.push((events, &engine.url, path)),
+                }
+            }
+        }
+    }
+}
+
 /// An engine has one way of ending a lease, in however many pools it lends. That of a pool in which it decodes counts
 /// only where it prefills in none.
 fn releases(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
@@ -105,8 +149,60 @@ fn releases(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
     }
 }
 
+/// Keys that are read and change nothing.
+fn without_effect(config: &RouterConfig, doubts: &mut Vec<String>) {
+    let load = &config.health.load;
+    if load.interval_ms > load.stale_ms {
+        doubts.push(format!(
+            "health.load: a reading is used for {} ms (`stale_ms`) and taken every {} ms (`interval_ms`): in between \
+             the engines' load is not known",
+            load.stale_ms, load.interval_ms
+        ));
+    }
+    for (at, model) in config.models.iter().enumerate() {
+        if model.resume && model.fallback == Fallback::None {
+            doubts.push(format!(
+                "models[{at}].resume: has no effect with `fallback: none`: whoever goes on with a stream computes its \
+                 prompt itself"
+            ));
+        }
+        for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
+            let capacity = &pool.capacity;
+            if load.interval_ms == 0 && (capacity.max_waiting.is_some() || capacity.max_kv_usage.is_some()) {
+                doubts.push(format!(
+                    "models[{at}].{side}.capacity: `max_waiting` and `max_kv_usage` have no effect while \
+                     `health.load.interval_ms` is 0: nobody asks engines for their load"
+                ));
+            }
+        }
+    }
+    let pools = || config.models.iter().flat_map(|model| [&model.prefill, &model.decode]);
+    let listed = pools().any(|pool| pool.engines.iter().any(|engine| engine.url.is_tls()));
+    // A file may name any address.
+    let found = |pool: &PoolConfig| {
+        pool.discover.as_ref().is_some_and(|discover| discover.finds_https() || discover.file.is_some())
+    };
+    if config.engine_tls.is_some() && !listed && !pools().any(found) {
+        doubts.push(
+            "engine_tls: has no effect: no engine's address begins with https://, and no source of engines has \
+             `scheme: https`"
+                .to_owned(),
+        );
+    }
+}
+
 /// Without roots no engine's certificate can be checked.
 fn plain(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
+    if let Some(discover) = &pool.discover {
+        let sources = [
+            ("dns", discover.dns.as_ref().map(|dns| dns.scheme)),
+            ("kubernetes", discover.kubernetes.as_ref().map(|kubernetes| kubernetes.scheme)),
+        ];
+        for (source, _) in sources.iter().filter(|(_, scheme)| *scheme == Some(Scheme::Https)) {
+            let what = "`https` needs `engine_tls.ca`: the roots of the engines' certificates";
+            found.push((format!("{path}.discover.{source}.scheme"), what.into()));
+        }
+    }
     for (at, engine) in pool.engines.iter().enumerate().filter(|(_, engine)| engine.url.is_tls()) {
         let what = format!("`{}` needs `engine_tls.ca`: the roots of the engines' certificates", engine.url);
         found.push((format!("{path}.engines[{at}].url"), what));

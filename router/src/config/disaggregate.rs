@@ -25,6 +25,7 @@ pub struct DisaggregateConfig {
     pub min_uncached_share: f64,
     /// The least loaded prefill engine has fewer requests in flight than this. 1 to 1,000,000; default: no bound.
     #[garde(inner(range(min = 1, max = 1_000_000)))]
+    #[schemars(range(min = 1, max = 1_000_000))]
     pub max_prefill_in_flight: Option<u32>,
 }
 

@@ -42,6 +42,11 @@ pub struct DnsConfig {
     /// The port of every engine. 1 to 65,535.
     #[garde(range(min = 1))]
     pub port: u16,
+    /// How every engine is talked to: `http`, or `https` with `engine_tls`. Their certificates hold addresses, or the
+    /// name in `engine_tls.server_name`. Default `http`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub scheme: Scheme,
     /// How often it is asked, in milliseconds. 100 to 3,600,000; default 5,000.
     #[serde(default = "default_dns_refresh_ms")]
     #[garde(range(min = 100, max = 3_600_000))]
@@ -86,10 +91,38 @@ pub struct KubernetesConfig {
     /// The port's name in the service, or its number.
     #[garde(skip)]
     pub port: PortName,
+    /// How every engine is talked to: `http`, or `https` with `engine_tls`. Their certificates hold addresses, or the
+    /// name in `engine_tls.server_name`. Default `http`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub scheme: Scheme,
     /// How the API is reached from outside of the cluster. Default: as a pod does.
     #[serde(default)]
     #[garde(skip)]
     pub kubeconfig_file: Option<PathBuf>,
+}
+
+/// How engines are talked to.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Deserialize, Serialize, JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Scheme {
+    /// In the clear.
+    #[default]
+    Http,
+    /// With TLS.
+    Https,
+}
+
+impl Scheme {
+    /// As an address has it.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Http => "http",
+            Self::Https => "https",
+        }
+    }
 }
 
 /// A port by its name or by its number.
@@ -184,6 +217,13 @@ impl Validate for EngineTemplate {
 }
 
 impl DiscoverConfig {
+    /// Whether a source finds engines that are talked to with TLS.
+    pub(crate) fn finds_https(&self) -> bool {
+        let dns = self.dns.as_ref().map(|dns| dns.scheme);
+        let kubernetes = self.kubernetes.as_ref().map(|kubernetes| kubernetes.scheme);
+        [dns, kubernetes].contains(&Some(Scheme::Https))
+    }
+
     /// Whether any source is named.
     #[must_use]
     pub fn has_sources(&self) -> bool {

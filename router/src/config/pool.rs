@@ -71,6 +71,7 @@ pub struct EngineConfig {
     /// Default: the pool's `capacity.max_in_flight`.
     #[serde(default)]
     #[garde(inner(range(min = 1, max = 1_000_000)))]
+    #[schemars(range(min = 1, max = 1_000_000))]
     pub max_in_flight: Option<usize>,
     /// Where it tells of its cache. Default: the pool's `kv_events`.
     #[serde(default)]

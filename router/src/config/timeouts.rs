@@ -61,15 +61,19 @@ pub struct TimeoutsConfig {
 pub struct ModelTimeouts {
     /// A prefill engine that says nothing. 1 to 3,600,000.
     #[garde(inner(range(min = 1, max = 3_600_000)))]
+    #[schemars(range(min = 1, max = 3_600_000))]
     pub prefill_silence_ms: Option<u64>,
     /// A decode engine before the first byte of its answer. 1 to 3,600,000.
     #[garde(inner(range(min = 1, max = 3_600_000)))]
+    #[schemars(range(min = 1, max = 3_600_000))]
     pub decode_first_byte_ms: Option<u64>,
     /// A decode engine between two pieces of its answer. 1 to 3,600,000.
     #[garde(inner(range(min = 1, max = 3_600_000)))]
+    #[schemars(range(min = 1, max = 3_600_000))]
     pub stream_silence_ms: Option<u64>,
     /// A whole request. 0 (no bound) to 86,400,000.
     #[garde(inner(range(max = 86_400_000)))]
+    #[schemars(range(max = 86_400_000))]
     pub request_ms: Option<u64>,
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::Endpoint;
-use crate::config::{DnsConfig, EngineUrl};
+use crate::config::{DnsConfig, EngineUrl, Scheme};
 
 /// One question takes at most this long.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
@@ -50,14 +50,17 @@ async fn ask(config: &DnsConfig, resolver: &impl Resolver) -> Result<Vec<Endpoin
     if addresses.is_empty() {
         return Err("no address".into());
     }
-    let endpoint =
-        |address| Endpoint { url: url(address, config.port), weight: None, labels: Default::default() };
+    let endpoint = |address| Endpoint {
+        url: url(config.scheme, address, config.port),
+        weight: None,
+        labels: Default::default(),
+    };
     Ok(addresses.into_iter().map(endpoint).collect())
 }
 
 /// The engine at an address.
-pub(super) fn url(address: IpAddr, port: u16) -> EngineUrl {
-    let text = format!("http://{}", std::net::SocketAddr::new(address, port));
+pub(super) fn url(scheme: Scheme, address: IpAddr, port: u16) -> EngineUrl {
+    let text = format!("{}://{}", scheme.as_str(), std::net::SocketAddr::new(address, port));
     text.parse().expect("an address and a port other than 0 are an engine's URL")
 }
 
@@ -81,7 +84,15 @@ mod tests {
     }
 
     fn config(host: &str) -> DnsConfig {
-        DnsConfig { host: host.into(), port: 8000, refresh_ms: 100 }
+        DnsConfig { host: host.into(), port: 8000, scheme: Scheme::Http, refresh_ms: 100 }
+    }
+
+    #[tokio::test]
+    async fn engines_that_are_talked_to_with_tls_are_found_with_it() {
+        let config = DnsConfig { scheme: Scheme::Https, ..config("engines") };
+        let answer = Scripted(Mutex::new(vec![Ok(vec!["fd00::1".parse().expect("an address")])]));
+        let found = ask(&config, &answer).await.expect("an answer");
+        assert_eq!(found[0].url.to_string(), "https://[fd00::1]:8000");
     }
 
     #[tokio::test]

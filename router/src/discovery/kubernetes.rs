@@ -21,7 +21,7 @@ use kube::{Api, Client, Config};
 
 use super::dns::url;
 use super::{ENDPOINTS_MAX, Endpoint};
-use crate::config::{KubernetesConfig, PortName};
+use crate::config::{KubernetesConfig, PortName, Scheme};
 
 /// The label by which Kubernetes says whose slice it is.
 const SERVICE: &str = "kubernetes.io/service-name";
@@ -58,15 +58,15 @@ pub(super) async fn follow(config: &KubernetesConfig, tell: impl Fn(Result<Vec<E
             Ok(Event::InitApply(slice)) => put(&mut listed, slice),
             Ok(Event::InitDone) => {
                 slices = std::mem::take(&mut listed);
-                tell(Ok(endpoints(slices.values(), &config.port)));
+                tell(Ok(endpoints(slices.values(), &config.port, config.scheme)));
             }
             Ok(Event::Apply(slice)) => {
                 put(&mut slices, slice);
-                tell(Ok(endpoints(slices.values(), &config.port)));
+                tell(Ok(endpoints(slices.values(), &config.port, config.scheme)));
             }
             Ok(Event::Delete(slice)) => {
                 slices.remove(&name(&slice));
-                tell(Ok(endpoints(slices.values(), &config.port)));
+                tell(Ok(endpoints(slices.values(), &config.port, config.scheme)));
             }
             Err(error) => tell(Err(error.to_string())),
         }
@@ -128,7 +128,11 @@ fn usable(endpoint: &Ready) -> Use {
 
 /// The engines of some slices: those that are ready, or, if there is none, those that end and still answer. A pod that
 /// has an IPv4 and an IPv6 address is one engine, by its IPv4 address.
-fn endpoints<'a>(slices: impl Iterator<Item = &'a EndpointSlice>, port: &PortName) -> Vec<Endpoint> {
+fn endpoints<'a>(
+    slices: impl Iterator<Item = &'a EndpointSlice>,
+    port: &PortName,
+    scheme: Scheme,
+) -> Vec<Endpoint> {
     let (mut ready, mut last_resort) = (BTreeMap::new(), BTreeMap::new());
     for slice in slices {
         let Some(port) = port_of(slice, port) else { continue };
@@ -151,7 +155,7 @@ fn endpoints<'a>(slices: impl Iterator<Item = &'a EndpointSlice>, port: &PortNam
             let labels =
                 [("pod", pod), ("zone", endpoint.zone.clone()), ("node", endpoint.node_name.clone())];
             let labels = labels.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
-            let engine = Endpoint { url: url(address, port), weight: None, labels: labels.collect() };
+            let engine = Endpoint { url: url(scheme, address, port), weight: None, labels: labels.collect() };
             found.insert(key, (address, engine));
         }
     }
@@ -187,7 +191,10 @@ mod tests {
     }
 
     fn found(slices: &[EndpointSlice], port: PortName) -> Vec<String> {
-        endpoints(slices.iter(), &port).iter().map(|endpoint| endpoint.url.to_string()).collect()
+        endpoints(slices.iter(), &port, Scheme::Http)
+            .iter()
+            .map(|endpoint| endpoint.url.to_string())
+            .collect()
     }
 
     fn http() -> PortName {
@@ -223,7 +230,7 @@ mod tests {
         let v4 =
             slice(json!([{"addresses": ["10.0.0.1"], "targetRef": target, "zone": "a", "nodeName": "n"}]));
         for slices in [[v4.clone(), v6.clone()], [v6, v4]] {
-            let found = endpoints(slices.iter(), &http());
+            let found = endpoints(slices.iter(), &http(), Scheme::Http);
             assert_eq!(found.len(), 1);
             assert_eq!(found[0].url.to_string(), "http://10.0.0.1:8000");
             assert_eq!(found[0].labels["pod"], "p-0");

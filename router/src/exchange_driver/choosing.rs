@@ -11,6 +11,7 @@ use baton_openai::ApiError;
 
 use super::{Ended, ExchangeDriver};
 use crate::admission::Ticket;
+use crate::client_address;
 use crate::client_watch::{ClientGone, race};
 use crate::disaggregation::{self, Facts, Why};
 use crate::intake::Ask;
@@ -42,7 +43,7 @@ impl ExchangeDriver {
         ask: &Ask,
         ticket: Ticket,
     ) -> Result<(), Ended> {
-        self.source = ask.source(session.client_addr());
+        self.source = ask.source(client_address::of(session, &self.generation.config.trusted_proxies));
         self.ticket = Some(ticket);
         self.debtor.model = Some(Arc::clone(&ask.model));
         self.debtor.authorization = ask.authorization.clone();

@@ -10,11 +10,12 @@ use serde_json::{Value, json};
 use super::page::disaggregated;
 use crate::disaggregation::{self, Facts};
 use crate::generation::Generation;
-use crate::intake::Ask;
+use crate::intake::{Ask, Owner};
 use crate::pool::{Trial, another_first};
 use crate::route::Dialect;
 
-/// Decides as for a client's request with this path, body and headers.
+/// Decides as for a client's request with this path, body and headers, of this tenant: with `auth` each has a salt of
+/// its own, and so prefixes of its own.
 ///
 /// # Errors
 /// What the client would be told.
@@ -23,9 +24,21 @@ pub(crate) fn dry_run(
     body: &Bytes,
     headers: &HeaderMap,
     generation: &Generation,
+    tenant: Option<&str>,
 ) -> Result<Value, ApiError> {
     let dialect = Dialect::at(path).ok_or_else(|| ApiError::not_found(path))?;
-    let ask = Ask::read(dialect, body.clone(), headers, generation, None)?;
+    let identity = match (&generation.auth, tenant) {
+        (None, _) => None,
+        (Some(_), None) => {
+            return Err(ApiError::invalid("tenant", "with `auth` a dry run needs a tenant: `?tenant=NAME`"));
+        }
+        (Some(auth), Some(name)) => match auth.of_tenant(name) {
+            Some(identity) => Some((auth, identity)),
+            None => return Err(ApiError::invalid("tenant", "no key or certificate belongs to this tenant")),
+        },
+    };
+    let owner = identity.as_ref().map(|(auth, identity)| Owner { identity, auth });
+    let ask = Ask::read(dialect, body.clone(), headers, generation, owner.as_ref())?;
     let mut wanted = ask.wanted();
     let decode: Trial = ask.model.decode.try_out(&wanted, &[]);
     let facts = Facts::of(&ask, decode.sight.holding);

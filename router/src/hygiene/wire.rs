@@ -14,7 +14,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
 use pingora::protocols::raw_connect::ProxyDigest;
 use pingora::protocols::{
     GetProxyDigest, GetSocketDigest, GetTimingDigest, Peek, Shutdown, SocketDigest, Ssl, TimingDigest,
@@ -22,6 +22,7 @@ use pingora::protocols::{
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::time::Sleep;
 use tokio_util::either::Either;
 
 use super::chunked::{ChunkError, Chunked};
@@ -151,16 +152,24 @@ impl Wire {
         self.lock().peer
     }
 
-    /// Reads the head of the next request, as pingora is to see it. `None` where the client has none.
+    /// Reads the head of the next request, as pingora is to see it. `None` where the client has none until `idle` ends.
     ///
     /// # Errors
     /// [`Unclean`]: to be answered with [`Self::refuse`].
-    pub(crate) async fn head(&self, bounds: &HeadBounds) -> Result<Option<BytesMut>, Unclean> {
+    pub(crate) async fn head(
+        &self,
+        bounds: &HeadBounds,
+        idle: Pin<&mut Sleep>,
+    ) -> Result<Option<BytesMut>, Unclean> {
         let mut bytes = std::mem::take(&mut self.lock().ahead);
         let mut searched = 0;
         if bytes.is_empty() {
-            let first = tokio::time::timeout(bounds.idle, self.read(&mut bytes)).await;
-            if !matches!(first, Ok(Ok(1..))) {
+            let first = tokio::select! {
+                biased;
+                first = self.read(&mut bytes) => first,
+                () = idle => return Ok(None),
+            };
+            if !matches!(first, Ok(1..)) {
                 return Ok(None);
             }
         }
@@ -187,8 +196,10 @@ impl Wire {
     }
 
     /// Keeps what is behind the head and gives the head.
-    fn begin(&self, head: &head::Head, mut bytes: BytesMut) -> BytesMut {
-        let ahead = bytes.split_off(head.bytes);
+    fn begin(&self, head: &head::Head, mut ahead: BytesMut) -> BytesMut {
+        // Copied: neither the head nor the body holds the other's memory.
+        let mut bytes = BytesMut::from(&ahead[..head.bytes]);
+        ahead.advance(head.bytes);
         head.mask(&mut bytes);
         let mut inner = self.lock();
         inner.ahead = ahead;

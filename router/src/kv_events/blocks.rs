@@ -46,6 +46,11 @@ impl Blocks {
         heard
     }
 
+    /// Blocks whose place is known.
+    pub(super) fn count(&self) -> usize {
+        self.names.len()
+    }
+
     /// Forgets every block.
     pub(super) fn forget(&mut self, engine: u32, index: &mut PrefixIndex) {
         self.names = HashMap::new();

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -54,7 +55,55 @@ pub(crate) struct Subscriptions {
 
 struct Subscription {
     source: Source,
+    told: Arc<Told>,
     task: AbortHandle,
+}
+
+/// What has become of a subscription.
+#[derive(Debug, Default)]
+pub(crate) struct Told {
+    connected: AtomicBool,
+    batches: AtomicU64,
+    gaps: AtomicU64,
+    blocks: AtomicU64,
+}
+
+impl Told {
+    /// Whether a publisher is listened to now.
+    pub(crate) fn is_connected(&self) -> bool {
+        self.connected.load(Ordering::Relaxed)
+    }
+
+    /// Messages that came, since the subscription began.
+    pub(crate) fn batches(&self) -> u64 {
+        self.batches.load(Ordering::Relaxed)
+    }
+
+    /// Times that something was missed or could not be read, and everything was forgotten.
+    pub(crate) fn gaps(&self) -> u64 {
+        self.gaps.load(Ordering::Relaxed)
+    }
+
+    /// Blocks that the engine is known to hold.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.blocks.load(Ordering::Relaxed)
+    }
+}
+
+/// Says that a publisher is listened to, for as long as it lives.
+struct Connected<'a>(&'a Told);
+
+impl<'a> Connected<'a> {
+    fn new(told: &'a Told) -> Self {
+        told.connected.store(true, Ordering::Relaxed);
+        Self(told)
+    }
+}
+
+impl Drop for Connected<'_> {
+    fn drop(&mut self) {
+        self.0.connected.store(false, Ordering::Relaxed);
+    }
 }
 
 impl Drop for Subscription {
@@ -78,28 +127,42 @@ impl Subscriptions {
         });
         for (engine, source) in wanted {
             tasks.entry(engine).or_insert_with(|| {
-                let task = runtime.spawn(listen(source.clone(), Arc::clone(memory))).abort_handle();
-                Subscription { source, task }
+                let told = Arc::<Told>::default();
+                let listening = listen(source.clone(), Arc::clone(memory), Arc::clone(&told));
+                Subscription { source, told, task: runtime.spawn(listening).abort_handle() }
             });
         }
+    }
+
+    /// Where an engine publishes, and what became of listening to it; `None` for one that nobody listens to.
+    pub(crate) fn of(&self, engine: u32) -> Option<(String, Arc<Told>)> {
+        let tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        tasks.get(&engine).map(|kept| (kept.source.address.clone(), Arc::clone(&kept.told)))
     }
 }
 
 /// Listens for ever.
-async fn listen(source: Source, memory: Arc<Memory>) {
-    let mut blocks = Blocks::default();
+async fn listen(source: Source, memory: Arc<Memory>, told: Arc<Told>) {
+    let mut listener = Listener { source, memory, told, blocks: Blocks::default() };
     let mut pause = PAUSE;
+    // Told once until it succeeds again.
+    let mut failing = false;
     loop {
-        let heard = if source.config.bind.is_some() {
-            accept(&source, &memory, &mut blocks).await
+        let before = listener.told.batches();
+        let heard = if listener.source.config.bind.is_some() {
+            listener.accept().await
         } else {
-            connect(&source, &memory, &mut blocks).await
+            listener.connect().await
         };
+        let publisher = &listener.source.address;
+        failing &= listener.told.batches() == before;
         match heard {
             Ok(0) => {}
             Ok(_) => pause = PAUSE,
+            Err(error) if failing => tracing::debug!(publisher, %error, "KV events cannot be had"),
             Err(error) => {
-                tracing::debug!(publisher = source.address, %error, "KV events cannot be had");
+                failing = true;
+                tracing::warn!(publisher, %error, "KV events cannot be had; it is tried again and again");
             }
         }
         tokio::time::sleep(pause).await;
@@ -107,26 +170,82 @@ async fn listen(source: Source, memory: Arc<Memory>) {
     }
 }
 
-/// One connection to a publisher; how many messages it brought.
-async fn connect(source: &Source, memory: &Memory, blocks: &mut Blocks) -> Result<u64, ZmtpError> {
-    let dial = TcpStream::connect(&source.address);
-    let Ok(stream) = tokio::time::timeout(CONNECT_WITHIN, dial).await else {
-        return Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
-    };
-    let mut publisher = shake_hands(stream?, source).await?;
-    follow(&mut publisher, source, memory, blocks).await
+/// One subscription at work.
+struct Listener {
+    source: Source,
+    memory: Arc<Memory>,
+    told: Arc<Told>,
+    blocks: Blocks,
 }
 
-/// The publisher that shook hands last: an engine that began anew is heard although its old connection has not ended,
-/// and whoever else connects changes nothing. vLLM connects to the router where its endpoint names a host.
-async fn accept(source: &Source, memory: &Memory, blocks: &mut Blocks) -> Result<u64, ZmtpError> {
-    let listener = TcpListener::bind(&source.address).await?;
-    let mut publisher = next_publisher(&listener, source).await;
-    loop {
-        publisher = tokio::select! {
-            newer = next_publisher(&listener, source) => newer,
-            ended = follow(&mut publisher, source, memory, blocks) => return ended,
+impl Listener {
+    /// One connection to a publisher; how many messages it brought.
+    async fn connect(&mut self) -> Result<u64, ZmtpError> {
+        let dial = TcpStream::connect(&self.source.address);
+        let Ok(stream) = tokio::time::timeout(CONNECT_WITHIN, dial).await else {
+            return Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
         };
+        let mut publisher = shake_hands(stream?, &self.source).await?;
+        self.follow(&mut publisher).await
+    }
+
+    /// The publisher that shook hands last: an engine that began anew is heard although its old connection has not
+    /// ended, and whoever else connects changes nothing. vLLM connects to the router where its endpoint names a host.
+    async fn accept(&mut self) -> Result<u64, ZmtpError> {
+        let listener = TcpListener::bind(&self.source.address).await?;
+        let source = self.source.clone();
+        let mut publisher = next_publisher(&listener, &source).await;
+        loop {
+            publisher = tokio::select! {
+                newer = next_publisher(&listener, &source) => newer,
+                ended = self.follow(&mut publisher) => return ended,
+            };
+        }
+    }
+
+    /// Listens to it to its end; how many messages it brought.
+    async fn follow(&mut self, publisher: &mut Publisher<TcpStream>) -> Result<u64, ZmtpError> {
+        let told = Arc::clone(&self.told);
+        let _connected = Connected::new(&told);
+        let mut messages = 0;
+        loop {
+            match publisher.message().await {
+                Ok(frames) => self.take(&frames),
+                // Broken after it was listened to for a while: not worth a longer pause.
+                Err(ZmtpError::Io(_)) if messages > 0 => return Ok(messages),
+                Err(error) => return Err(error),
+            }
+            messages += 1;
+        }
+    }
+
+    /// One message: topic, sequence number, events.
+    fn take(&mut self, frames: &[Vec<u8>]) {
+        let [_, sequence, payload] = frames else { return };
+        let Ok(sequence) = sequence.as_slice().try_into().map(u64::from_be_bytes) else { return };
+        let engine = self.source.engine;
+        let heard = self.blocks.heard(sequence);
+        if heard == Heard::Repeated {
+            return;
+        }
+        self.told.batches.fetch_add(1, Ordering::Relaxed);
+        // Decoded before the index is locked: that holds up decisions.
+        let batch = Batch::read(payload);
+        let mut size = None;
+        let mut told = self.memory.told();
+        if heard == Heard::Gap || batch.is_err() {
+            self.told.gaps.fetch_add(1, Ordering::Relaxed);
+            self.blocks.forget(engine, &mut told);
+        }
+        let most = told.per_engine();
+        for event in batch.iter().flat_map(|batch| &batch.events) {
+            size = self.blocks.apply(engine, event, &mut told, most).or(size);
+        }
+        drop(told);
+        self.told.blocks.store(self.blocks.count() as u64, Ordering::Relaxed);
+        if let Some(size) = size {
+            self.memory.set_block_size(engine, size);
+        }
     }
 }
 
@@ -150,55 +269,11 @@ async fn next_publisher(listener: &TcpListener, source: &Source) -> Publisher<Tc
 async fn shake_hands(stream: TcpStream, source: &Source) -> Result<Publisher<TcpStream>, ZmtpError> {
     // A publisher may be silent for hours, so silence alone says nothing; a host that is gone does not answer this.
     let keepalive = TcpKeepalive::new().with_time(KEEPALIVE_IDLE).with_interval(KEEPALIVE_EVERY);
+    stream.set_nodelay(true)?;
     SockRef::from(&stream).set_tcp_keepalive(&keepalive.with_retries(KEEPALIVE_TRIES))?;
     let hands = Publisher::subscribe(stream, source.config.topic.as_bytes());
     match tokio::time::timeout(CONNECT_WITHIN, hands).await {
         Ok(publisher) => publisher,
         Err(_elapsed) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),
-    }
-}
-
-/// Listens to it to its end; how many messages it brought.
-async fn follow(
-    publisher: &mut Publisher<TcpStream>,
-    source: &Source,
-    memory: &Memory,
-    blocks: &mut Blocks,
-) -> Result<u64, ZmtpError> {
-    let mut messages = 0;
-    loop {
-        match publisher.message().await {
-            Ok(frames) => take(&frames, source, memory, blocks),
-            // Broken after it was listened to for a while: not worth a longer pause.
-            Err(ZmtpError::Io(_)) if messages > 0 => return Ok(messages),
-            Err(error) => return Err(error),
-        }
-        messages += 1;
-    }
-}
-
-/// One message: topic, sequence number, events.
-fn take(frames: &[Vec<u8>], source: &Source, memory: &Memory, blocks: &mut Blocks) {
-    let [_, sequence, payload] = frames else { return };
-    let Ok(sequence) = sequence.as_slice().try_into().map(u64::from_be_bytes) else { return };
-    let engine = source.engine;
-    let heard = blocks.heard(sequence);
-    if heard == Heard::Repeated {
-        return;
-    }
-    // Decoded before the index is locked: that holds up decisions.
-    let batch = Batch::read(payload);
-    let mut size = None;
-    let mut told = memory.told();
-    if heard == Heard::Gap || batch.is_err() {
-        blocks.forget(engine, &mut told);
-    }
-    let most = told.per_engine();
-    for event in batch.iter().flat_map(|batch| &batch.events) {
-        size = blocks.apply(engine, event, &mut told, most).or(size);
-    }
-    drop(told);
-    if let Some(size) = size {
-        memory.set_block_size(engine, size);
     }
 }

@@ -149,6 +149,7 @@ impl<'a> Said<'a> {
             code: told(&self.code).map(Cow::Owned),
             retry_after: None,
             should_retry: None,
+            allowed: None,
         }
     }
 }

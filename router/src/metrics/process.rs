@@ -7,7 +7,7 @@ use super::registry::Family;
 
 /// Ticks per second in `/proc/self/stat`: `USER_HZ`, which is 100 on every architecture that Linux has today.
 const TICKS: f64 = 100.0;
-/// Bytes per page of resident memory in `/proc/self/statm`, where the kernel does not say it otherwise.
+/// Bytes of a `kB` in `/proc/self/status`.
 const KIB: f64 = 1024.0;
 
 static CPU: Family =

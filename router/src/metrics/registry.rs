@@ -99,23 +99,6 @@ pub(crate) struct Gauge(Arc<AtomicU64>);
 #[derive(Clone, Debug)]
 pub(crate) struct Histogram(Arc<Buckets>);
 
-/// What a histogram takes.
-pub(crate) trait Measure {
-    fn value(self) -> f64;
-}
-
-impl Measure for f64 {
-    fn value(self) -> f64 {
-        self
-    }
-}
-
-impl Measure for Duration {
-    fn value(self) -> f64 {
-        self.as_secs_f64()
-    }
-}
-
 #[derive(Debug)]
 pub(super) struct Buckets {
     pub bounds: &'static [f64],
@@ -152,8 +135,8 @@ impl Gauge {
 }
 
 impl Histogram {
-    pub(crate) fn record(&self, value: impl Measure) {
-        let value = value.value();
+    pub(crate) fn record(&self, value: Duration) {
+        let value = value.as_secs_f64();
         let bucket = self.0.bounds.partition_point(|bound| *bound < value);
         self.0.counts[bucket].fetch_add(1, Ordering::Relaxed);
         add(&self.0.sum, value);
@@ -344,10 +327,9 @@ mod tests {
     fn a_sample_is_in_the_first_bucket_that_holds_it() {
         let registry = Registry::default();
         let histogram = registry.histogram(&SECONDS, &[]);
-        for seconds in [0.05, 0.1, 0.5, 7.0] {
-            histogram.record(seconds);
+        for ms in [50, 100, 500, 7_000, 500] {
+            histogram.record(Duration::from_millis(ms));
         }
-        histogram.record(Duration::from_millis(500));
         registry.each(&SECONDS, |_, value| {
             let Value::Histogram(buckets) = value else { unreachable!("it is one") };
             let counts: Vec<_> = buckets.counts.iter().map(|c| c.load(Ordering::Relaxed)).collect();

@@ -1,7 +1,11 @@
 //! What was decided about requests: whether another engine prefills, and by what reason engines were chosen.
 
+use std::sync::{Arc, OnceLock};
+
+use super::legs::Leg;
 use super::registry::{Counter, Family, Registry};
 use crate::disaggregation::Why;
+use crate::policy::Reason;
 
 static DISAGGREGATION: Family = Family::counter(
     "baton_router_disagg_decisions_total",
@@ -11,7 +15,34 @@ static DISAGGREGATION: Family = Family::counter(
      `fell_back` for those that no prefill engine could be had for.",
 );
 
-pub(super) static FAMILIES: &[&Family] = &[&DISAGGREGATION];
+static DECISIONS: Family = Family::counter(
+    "baton_router_decisions_total",
+    &["model", "leg", "policy", "reason"],
+    "Engines that were chosen, by policy and reason; `/explain` tells the reason of one request in the same words.",
+);
+
+pub(super) static FAMILIES: &[&Family] = &[&DISAGGREGATION, &DECISIONS];
+
+/// What a policy decided for one leg of a model. A reason's series begins with its first decision.
+pub(crate) struct Decisions {
+    registry: Arc<Registry>,
+    labels: [String; 3],
+    reasons: [OnceLock<Counter>; Reason::KINDS],
+}
+
+impl Decisions {
+    pub(super) fn new(registry: &Arc<Registry>, model: &str, leg: Leg, policy: &str) -> Self {
+        let labels = [model, leg.label(), policy].map(str::to_owned);
+        Self { registry: Arc::clone(registry), labels, reasons: Default::default() }
+    }
+
+    /// Counts an engine that was chosen.
+    pub(crate) fn count(&self, reason: Reason) {
+        let [model, leg, policy] = &self.labels;
+        let counter = || self.registry.counter(&DECISIONS, &[model, leg, policy, reason.label()]);
+        self.reasons[reason.kind()].get_or_init(counter).increment(1);
+    }
+}
 
 /// What was decided about requests.
 pub(crate) struct RoutingMetrics {

@@ -223,7 +223,7 @@ fn what_counting_costs() {
     };
     timed("counter", &|_| engine.leg(Leg::Decode).requests.increment(1));
     timed("gauge", &|_| metrics.requests.in_flight.increment(1.0));
-    timed("histogram", &|n| model.inter_token.record(f64::from(n % 1000) / 1000.0));
+    timed("histogram", &|n| model.inter_token.record(Duration::from_millis(u64::from(n % 1000))));
     timed("request by outcome", &|_| model.ended(End::Exchange(Outcome::Completed), 200));
     let piece = format!(
         "data: {{\"choices\":[{{\"text\":\"{}\",\"finish_reason\":null}}],\"usage\":null}}\n\n",

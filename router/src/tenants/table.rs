@@ -1,6 +1,7 @@
 //! The table of keys and certificates, made from the configuration and the keys file; and what outlives it.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -17,6 +18,8 @@ use crate::metrics::tenants::TenantMetrics;
 pub(super) struct KeyTable {
     pub by_hash: ByHash<Identity>,
     pub by_certificate: HashMap<String, Arc<Identity>>,
+    /// One of each tenant's.
+    pub by_tenant: HashMap<Arc<str>, Arc<Identity>>,
     keys: usize,
     /// The meters of everybody in it, for [`Tenants::keep`].
     meters: Vec<(String, RateLimitsConfig, Arc<Meter>)>,
@@ -25,7 +28,10 @@ pub(super) struct KeyTable {
 /// What is known of keys and tenants beyond one version of the configuration: how much they have used.
 pub(crate) struct Tenants {
     meters: Mutex<HashMap<String, (RateLimitsConfig, Arc<Meter>)>>,
-    ids: Mutex<HashMap<String, TenantId>>,
+    /// Of every tenant that a table knows, in effect or about to be.
+    ids: Mutex<HashMap<Arc<str>, TenantId>>,
+    /// The next tenant's: none is given out twice.
+    next_id: AtomicU32,
     started: Instant,
     /// Where no secret is configured.
     salts: SaltKey,
@@ -39,6 +45,7 @@ impl Tenants {
         Self {
             meters: Mutex::default(),
             ids: Mutex::default(),
+            next_id: AtomicU32::new(0),
             started: Instant::now(),
             salts: SaltKey::derived("cache salt", &secret),
             metrics,
@@ -76,10 +83,15 @@ impl Tenants {
         meters.retain(|_, (_, meter)| Arc::strong_count(meter) > 1);
     }
 
-    fn id(&self, tenant: &str) -> TenantId {
+    /// The same as before for as long as somebody holds the tenant's name.
+    fn id(&self, tenant: &str) -> (Arc<str>, TenantId) {
         let mut ids = lock(&self.ids);
-        let next = TenantId(u32::try_from(ids.len()).unwrap_or(u32::MAX));
-        *ids.entry(tenant.to_owned()).or_insert(next)
+        if let Some((name, id)) = ids.get_key_value(tenant) {
+            return (Arc::clone(name), *id);
+        }
+        let (name, id) = (Arc::<str>::from(tenant), TenantId(self.next_id.fetch_add(1, Ordering::Relaxed)));
+        ids.insert(Arc::clone(&name), id);
+        (name, id)
     }
 }
 
@@ -87,6 +99,8 @@ impl KeyTable {
     /// # Errors
     /// [`AuthError`] names what is wrong; nothing else happens.
     pub(super) fn build(config: &AuthConfig, tenants: &Tenants) -> Result<Self, AuthError> {
+        // Those of tables that are in effect no more, or never were.
+        lock(&tenants.ids).retain(|name, _| Arc::strong_count(name) > 1);
         let file = match &config.keys_file {
             Some(path) => crate::config::load_checked::<KeysFile>(path)?,
             None => KeysFile::default(),
@@ -109,9 +123,10 @@ impl KeyTable {
                 let (weight, limits) = by_name.get(name).map_or((1, RateLimitsConfig::default()), |tenant| {
                     (tenant.weight, tenant.limits.clone())
                 });
+                let (held, id) = tenants.id(name);
                 Arc::new(Tenant {
-                    name: name.into(),
-                    id: tenants.id(name),
+                    name: held,
+                    id,
                     weight,
                     meter: meter(format!("tenant {name}"), &limits),
                     requests: tenants.metrics.tenant(name),
@@ -134,7 +149,9 @@ impl KeyTable {
                 meter: meter(format!("key {}", key.id), &key.limits),
             };
             let digest = key.digest().ok_or_else(|| AuthError::SameKey(key.id.clone()))?;
-            if !table.by_hash.insert(digest, Arc::new(identity)) {
+            let identity = Arc::new(identity);
+            table.by_tenant.insert(Arc::clone(&identity.tenant.name), Arc::clone(&identity));
+            if !table.by_hash.insert(digest, identity) {
                 return Err(AuthError::SameKey(key.id.clone()));
             }
             table.keys += 1;
@@ -150,7 +167,9 @@ impl KeyTable {
                 expires_s: None,
                 meter: meter(format!("certificate {}", certificate.name), &certificate.limits),
             };
-            if table.by_certificate.insert(certificate.name.clone(), Arc::new(identity)).is_some() {
+            let identity = Arc::new(identity);
+            table.by_tenant.insert(Arc::clone(&identity.tenant.name), Arc::clone(&identity));
+            if table.by_certificate.insert(certificate.name.clone(), identity).is_some() {
                 return Err(AuthError::Twice { what: "certificate", name: certificate.name.clone() });
             }
         }
@@ -199,5 +218,13 @@ mod tests {
         drop((first, meter));
         tenants.keep(&KeyTable::default());
         assert_eq!(lock(&tenants.meters).len(), 0, "nobody knows the key any more");
+        let other = table(10);
+        assert_eq!(lock(&tenants.ids).len(), 1, "a tenant that comes back is the same");
+        drop(other);
+        KeyTable::build(&serde_saphyr::from_str("{}").unwrap(), &tenants).unwrap();
+        assert_eq!(lock(&tenants.ids).len(), 0, "nor the tenant");
+        let (name, id) = tenants.id("u");
+        assert_eq!(tenants.id("u").1, id);
+        drop(name);
     }
 }

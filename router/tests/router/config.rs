@@ -268,3 +268,109 @@ fn a_policy_is_a_name_or_a_map_of_one_name_to_its_parameters() {
         assert!(said.starts_with("router.yaml:") && said.contains(word), "{bad}: {said}");
     }
 }
+
+#[test]
+fn engines_that_publish_to_one_port_of_the_router_are_refused() {
+    let pool = |of_pool: &str, first: &str, second: &str| {
+        format!(
+            "listen: 127.0.0.1:0\nmodels:\n  - name: m\n    decode:\n      {of_pool}\n      engines:\n        \
+             - {{url: 'http://a:1'{first}}}\n        - {{url: 'http://b:1'{second}}}\n"
+        )
+    };
+    for shared in [
+        pool("kv_events: {bind: 127.0.0.1, port: 5557}", "", ""),
+        pool(
+            "policy: random",
+            ", kv_events: {bind: 0.0.0.0, port: 7}",
+            ", kv_events: {bind: 127.0.0.1, port: 7}",
+        ),
+    ] {
+        let said = problem(&shared);
+        assert!(
+            said.contains("`models[0].decode.engines[1].url`: publishes its `kv_events` to port"),
+            "{said}"
+        );
+    }
+    for apart in [
+        pool("kv_events: {port: 5557}", "", ""),
+        pool(
+            "policy: random",
+            ", kv_events: {bind: 127.0.0.1, port: 7}",
+            ", kv_events: {bind: 127.0.0.1, port: 8}",
+        ),
+        pool(
+            "policy: random",
+            ", kv_events: {bind: 127.0.0.1, port: 7}",
+            ", kv_events: {bind: 127.0.0.2, port: 7}",
+        ),
+    ] {
+        RouterConfig::from_yaml(&apart, "router.yaml")
+            .unwrap_or_else(|problems| panic!("{problems}\n{apart}"));
+    }
+    // One engine in two pools is one publisher.
+    let both = "listen: 127.0.0.1:0\nmodels:\n  - name: m\n    prefill: &pool {kv_events: {bind: 127.0.0.1, port: 7}, \
+                engines: [{url: 'http://a:1'}]}\n    decode: *pool\n";
+    RouterConfig::from_yaml(both, "router.yaml").unwrap_or_else(|problems| panic!("{problems}"));
+    let found = "listen: 127.0.0.1:0\nmodels:\n  - name: m\n    decode: {kv_events: {bind: 127.0.0.1, port: 7}, discover: \
+                 {dns: {host: d, port: 1}}}\n";
+    assert!(problem(found).contains("an address for one engine"), "{}", problem(found));
+}
+
+#[test]
+fn keys_without_effect_are_told() {
+    let doubts = |model: &str, pool: &str, top: &str| {
+        let yaml = GOOD
+            .replace("  - name: m\n", &format!("  - name: m\n{model}"))
+            .replace("      policy: round_robin\n", &format!("      policy: round_robin\n{pool}"));
+        let config = RouterConfig::from_yaml(&(yaml + top), "router.yaml").unwrap_or_else(|e| panic!("{e}"));
+        config.warnings()
+    };
+    assert_eq!(doubts("", "", ""), Vec::<String>::new());
+    for (model, pool, top, told) in [
+        ("    resume: true\n    fallback: none\n", "", "", "models[0].resume"),
+        ("", "      capacity: {max_waiting: 4}\n", "", "models[0].decode.capacity"),
+        ("", "      capacity: {max_kv_usage: 0.5}\n", "", "models[0].decode.capacity"),
+        ("", "", "health: {load: {interval_ms: 9000}}\n", "health.load"),
+        ("", "", "engine_tls: {ca: /ca.pem}\n", "engine_tls"),
+    ] {
+        let found = doubts(model, pool, top);
+        assert!(found.len() == 1 && found[0].starts_with(told), "{told}: {found:?}");
+    }
+    let load = "health: {load: {interval_ms: 1000}}\n";
+    assert_eq!(
+        doubts("    resume: true\n", "      capacity: {max_waiting: 4}\n", load),
+        Vec::<String>::new()
+    );
+    let secure = "      discover: {dns: {host: d, port: 1, scheme: https}}\n";
+    assert_eq!(doubts("", secure, "engine_tls: {ca: /ca.pem}\n"), Vec::<String>::new());
+    let without = GOOD.replace("      policy: round_robin\n", secure);
+    let said = problem(&without);
+    assert!(said.contains("`models[0].decode.discover.dns.scheme`: `https` needs `engine_tls.ca`"), "{said}");
+}
+
+#[test]
+fn the_bounds_of_a_key_that_may_be_left_out_are_in_the_schema() {
+    let schema = RouterConfig::schema();
+    for (part, key, low, high) in [
+        ("CapacityConfig", "max_in_flight", 1, 1_000_000),
+        ("CapacityConfig", "max_waiting", 1, 1_000_000),
+        ("EngineConfig", "max_in_flight", 1, 1_000_000),
+        ("ModelTimeouts", "prefill_silence_ms", 1, 3_600_000),
+        ("RateLimitsConfig", "requests_per_minute", 1, 1_000_000_000),
+    ] {
+        let bounds = &schema["$defs"][part]["properties"][key];
+        assert_eq!(
+            (bounds["minimum"].as_u64(), bounds["maximum"].as_u64()),
+            (Some(low), Some(high)),
+            "{part}.{key}"
+        );
+    }
+    let said = problem(&GOOD.replace("http://127.0.0.1:2", "http://127.0.0.1:2\n          max_in_flight: 0"));
+    assert!(said.contains("`models[0].decode.engines[0].max_in_flight`: 0 is below 1"), "{said}");
+}
+
+#[test]
+fn trusted_proxies_are_networks() {
+    let said = problem(&GOOD.replace("listen: 127.0.0.1:0", "trusted_proxies: [10.0.0.0/33]"));
+    assert!(said.contains("`10.0.0.0/33` is no network"), "{said}");
+}

@@ -163,8 +163,8 @@ fn has_keys(schema: &Value, node: &Value, depth: usize) -> bool {
         && variants.clone().any(|v| has_keys(schema, &target(v).unwrap_or_else(|| v.clone()), depth + 1))
 }
 
-/// Every function of every source, so that a name in the table can be looked up.
-fn functions() -> BTreeSet<String> {
+/// Every test of every source, so that a name in the table can be looked up.
+fn tests() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     let mut folders = vec![root()];
     while let Some(folder) = folders.pop() {
@@ -175,8 +175,17 @@ fn functions() -> BTreeSet<String> {
                 folders.push(path);
             } else if name.ends_with(".rs") {
                 let text = std::fs::read_to_string(&path).expect("a source is text");
-                let names = text.split("fn ").skip(1).filter_map(|rest| rest.split(['(', '<']).next());
-                found.extend(names.map(str::to_owned));
+                let mut marked = false;
+                for line in text.lines().map(str::trim) {
+                    let name = line.strip_prefix("async fn ").or_else(|| line.strip_prefix("fn "));
+                    match name.and_then(|rest| rest.split(['(', '<']).next()) {
+                        Some(name) if marked => drop(found.insert(name.to_owned())),
+                        _ => {}
+                    }
+                    // Other attributes and comments may stand between the mark and the function.
+                    let between = line.starts_with("#[") || line.starts_with("//");
+                    marked = line == "#[test]" || line.starts_with("#[tokio::test") || (marked && between);
+                }
             }
         }
     }
@@ -221,7 +230,7 @@ fn the_page_has_a_row_for_every_key() {
             stale.join("\n")
         );
     }
-    let functions = functions();
+    let tests_there = tests();
     let mut wrong = Vec::new();
     for line in wanted.lines().skip(3) {
         let tests = line.trim_end_matches('|').rsplit_once('|').expect("a row has cells").1.trim();
@@ -231,7 +240,10 @@ fn the_page_has_a_row_for_every_key() {
             wrong.push(format!("{key}: no test is named"));
         }
         wrong.extend(
-            names.iter().filter(|n| !functions.contains(**n)).map(|n| format!("{key}: there is no test {n}")),
+            names
+                .iter()
+                .filter(|n| !tests_there.contains(**n))
+                .map(|n| format!("{key}: there is no test {n}")),
         );
     }
     assert!(wrong.is_empty(), "rows of docs/configuration.md:\n  {}", wrong.join("\n  "));
@@ -271,17 +283,57 @@ fn every_example_is_a_configuration_and_fits_the_schema() {
     assert!(!validator.is_valid(&serde_json::json!({"models": [], "listen": 1})), "it refuses something");
 }
 
+/// Whether a text names a key below the key that holds it: on the line of that one, or on a line that follows it and is
+/// further to the right, before one that is not. Commented lines count where their text stands.
+fn is_named(reference: &str, keys: &[&str]) -> bool {
+    let lines: Vec<(usize, &str)> = reference
+        .lines()
+        .map(|line| {
+            let text = line.trim_start_matches([' ', '#', '-']);
+            (line.len() - text.len(), text)
+        })
+        .collect();
+    // A policy without parameters is its name.
+    let is_policy = keys.contains(&"policy");
+    let has = |text: &str, key: &str| {
+        let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != ':');
+        words.into_iter().any(|word| word.strip_suffix(':') == Some(key) || (is_policy && word == key))
+    };
+    let Some((key, above)) = keys.split_last() else { return true };
+    let Some(parent) = above.last() else {
+        return lines.iter().any(|(column, text)| *column < 4 && has(text, key));
+    };
+    if is_policy && *parent == "policy" {
+        // It stands in the list of those that there are.
+        return lines.iter().any(|(_, text)| has(text, key));
+    }
+    // Both pools have the same keys, and each is shown at one of them.
+    let holds = |text: &str| has(text, parent) || (*parent == "prefill" && has(text, "decode"));
+    lines.iter().enumerate().filter(|(_, (_, text))| holds(text)).any(|(at, (column, text))| {
+        let below = lines[at + 1..].iter().take_while(|(inner, text)| inner > column || text.is_empty());
+        has(text, key) || below.into_iter().any(|(_, text)| has(text, key))
+    })
+}
+
+#[test]
+fn a_key_is_named_only_below_the_one_that_holds_it() {
+    let text = "a:\n  port: 1\nb:\n  # c: {host: x}  # and so on\nd:\n  e:\n    host: 1\n";
+    for named in [&["a", "port"][..], &["b", "c", "host"], &["d", "e", "host"], &["b"]] {
+        assert!(is_named(text, named), "{named:?}");
+    }
+    for missing in [&["b", "port"][..], &["a", "host"], &["d", "e", "port"], &["host"]] {
+        assert!(!is_named(text, missing), "{missing:?}");
+    }
+}
+
 #[test]
 fn the_reference_names_every_key() {
     let reference = examples().remove("router.yaml").expect("the reference is there");
     let schema = RouterConfig::schema();
     let named = |path: &str| {
-        let key = path.rsplit('.').next().unwrap_or(path).trim_end_matches("[]").trim_end_matches(".*");
-        reference.split(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != ':').any(|word| {
-            word.strip_suffix(':').is_some_and(|word| word == key)
-                // A policy without parameters is its name.
-                || (word == key && path.contains(".policy."))
-        })
+        let keys: Vec<&str> =
+            path.split('.').map(|key| key.trim_end_matches("[]")).filter(|key| *key != "*").collect();
+        is_named(&reference, &keys)
     };
     let missing: Vec<_> =
         Keys::of(&schema).into_iter().map(|(path, _)| path).filter(|path| !named(path)).collect();

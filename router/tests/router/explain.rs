@@ -124,3 +124,36 @@ async fn explanations_are_as_many_as_configured_and_none_when_they_are_off() {
         assert_eq!(listed["requests"].as_array().unwrap().len(), kept);
     }
 }
+
+#[tokio::test]
+async fn with_keys_a_dry_run_is_of_a_tenant_whose_prefixes_are_its_own() {
+    let (a, b) = (FakeEngine::always(Act::Whole(1)).await, FakeEngine::always(Act::Whole(1)).await);
+    let (one, two) = (baton_router::NewKey::make(), baton_router::NewKey::make());
+    let top = format!(
+        "auth:\n  keys:\n    - {{id: a, hash: '{}', tenant: one}}\n    - {{id: b, hash: '{}', tenant: two}}",
+        one.hash, two.hash
+    );
+    let yaml = format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\nmodels: [{{name: m, \
+         features: {{chunk_bytes: 64}}, decode: {{policy: prefix_aware, engines: [{{url: '{}'}}, {{url: '{}'}}]}}}}]\n{top}\n",
+        a.url(),
+        b.url()
+    );
+    let system = System::of(&yaml).await;
+    let body = json!({"model": "m", "prompt": "x".repeat(640)});
+    let mut client = Client::connect(system.address).await;
+    let head = format!("authorization: Bearer {}\r\n", one.key);
+    client.post_bytes("/v1/completions", &head, body.to_string().as_bytes()).await;
+    assert_eq!(client.answer().await.status, 200);
+    let held = async |tenant: &str| {
+        let told = post(system.admin, &format!("/dry-run?path=/v1/completions&tenant={tenant}"), &body).await;
+        assert_eq!(told.status, 200, "{}", told.text());
+        told.json()["decode"]["held"]["chunks"].as_u64().unwrap()
+    };
+    assert!(held("one").await >= 9, "what it sent is held");
+    assert_eq!(held("two").await, 0, "and is nobody else's");
+    for unknown in ["", "&tenant=nobody"] {
+        let told = post(system.admin, &format!("/dry-run?path=/v1/completions{unknown}"), &body).await;
+        assert_eq!(told.status, 400, "{}", told.text());
+    }
+}

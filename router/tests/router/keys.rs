@@ -196,7 +196,8 @@ async fn a_key_sees_and_uses_only_its_models() {
         client.answer().await
     };
     let models = ask("GET", "/v1/models", "").await.json();
-    assert_eq!(models["data"].as_array().unwrap().len(), 1);
+    let names: Vec<_> = models["data"].as_array().unwrap().iter().map(|card| card["id"].clone()).collect();
+    assert_eq!(names, ["m", "alias"]);
     assert_eq!(ask("GET", "/v1/models/secret", "").await.status, 403);
     for (model, status) in [("m", 200), ("alias", 200), ("secret", 403), ("unknown", 404)] {
         let body = json!({"model": model, "prompt": "x", "max_tokens": 1}).to_string();
@@ -401,6 +402,29 @@ async fn what_is_passed_on_is_charged_and_says_no_more_than_its_key_may() {
     assert_eq!(priorities, [None, None, Some(json!(-9))]);
     assert!(seen[0]["cache_salt"].is_string() && seen[0]["cache_salt"] != seen[2]["cache_salt"]);
     assert!(seen[1].get("cache_salt").is_none(), "no tokenizer has a cache");
+}
+
+#[tokio::test]
+async fn what_no_engine_was_asked_costs_no_tokens() {
+    let (key, both) = (NewKey::make(), FakeEngine::always(Act::Whole(1)).await);
+    // Full by what it is set aside for: it is refused when its prefill engine is to be chosen.
+    let engine = format!("{{engines: [{{url: '{}', max_in_flight: 1}}]}}", both.url());
+    let system = System::of(&format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\n\
+         auth: {{keys: [{{id: a, hash: '{}', tenant: t, limits: {{tokens_per_minute: 100}}}}]}}\n\
+         models: [{{name: m, fallback: none, prefill: {engine}, decode: {engine}}}]\n",
+        key.hash
+    ))
+    .await;
+    let headers = format!("Authorization: Bearer {}\r\n", key.key);
+    let body = json!({"model": "m", "prompt": "x".repeat(150), "max_tokens": 20}).to_string();
+    for _ in 0..6 {
+        let mut client = Client::connect(system.address).await;
+        client.post_bytes("/v1/completions", &headers, body.as_bytes()).await;
+        let refused = client.answer().await;
+        assert_eq!((refused.status, refused.code()), (429, "overloaded".to_owned()), "{}", refused.text());
+    }
+    assert!(both.all().is_empty());
 }
 
 #[tokio::test]

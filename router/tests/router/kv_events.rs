@@ -155,3 +155,57 @@ async fn an_engine_that_connects_to_the_router_is_heard() {
     let events = json!([stored(&[1], None, &[1, 2, 3, 4])]);
     until(&system, &mut publisher, &events, (&b.address.to_string(), 1)).await;
 }
+
+async fn connected(port: u16) -> PubSocket {
+    let mut socket = PubSocket::new();
+    let begun = Instant::now();
+    while socket.connect(&format!("tcp://127.0.0.1:{port}")).await.is_err() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "the router does not listen");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    socket
+}
+
+#[tokio::test]
+async fn a_publisher_that_fell_silent_keeps_no_newer_one_from_being_heard() {
+    let probe = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = probe.local_addr().unwrap().port();
+    drop(probe);
+    let (_a, b, system) = two_engines(&format!("{{port: {port}, bind: 127.0.0.1}}")).await;
+    let b_is = b.address.to_string();
+    let mut silent = Publisher { socket: connected(port).await, sequence: 40, port };
+    until(&system, &mut silent, &json!([stored(&[1], None, &[1, 2, 3, 4])]), (&b_is, 1)).await;
+    // The first one's connection stays open, and nothing comes over it any more.
+    let mut newer = Publisher { socket: connected(port).await, sequence: 0, port };
+    let both = json!([stored(&[1, 2], None, &[1, 2, 3, 4, 5, 6, 7, 8])]);
+    until(&system, &mut newer, &both, (&b_is, 2)).await;
+    drop(silent);
+}
+
+#[tokio::test]
+async fn what_becomes_of_a_subscription_is_told() {
+    let mut publisher = Publisher::at(0).await;
+    let (a, b, system) = two_engines(&format!("{{port: {}, topic: kv}}", publisher.port)).await;
+    let b_is = b.address.to_string();
+    let first = json!([stored(&[11, 12], None, &[1, 2, 3, 4, 5, 6, 7, 8])]);
+    until(&system, &mut publisher, &first, (&b_is, 2)).await;
+    let of = |name: &str| format!("baton_router_kv_events_{name}{{engine=\"{b_is}\"}}");
+    system.counts(&of("connected"), 1.0).await;
+    system.counts(&of("blocks"), 2.0).await;
+    assert!(system.metric(&of("batches_total")).await >= 1.0);
+    publisher.sequence += 7;
+    publisher.tell(&json!([["AllBlocksCleared"]])).await;
+    system.counts(&of("gaps_total"), 1.0).await;
+    system.counts(&of("blocks"), 0.0).await;
+    let told = crate::client::get(system.admin, "/engines").await.json();
+    let events = |address: &str| {
+        let engines = told["engines"].as_array().unwrap();
+        engines.iter().find(|engine| engine["engine"] == address).unwrap()["kv_events"].clone()
+    };
+    let of_b = events(&b_is);
+    assert_eq!(of_b["publisher"], format!("127.0.0.1:{}", publisher.port));
+    assert_eq!((&of_b["connected"], &of_b["gaps"], &of_b["blocks"]), (&json!(true), &json!(1), &json!(0)));
+    assert!(events(&a.address.to_string()).is_null(), "nobody listens to it");
+    publisher.socket.close().await;
+    system.counts(&of("connected"), 0.0).await;
+}

@@ -27,6 +27,7 @@ mod log;
 mod main_path;
 mod markers;
 mod policies;
+mod proxies;
 mod reload;
 mod restarts;
 mod resume;

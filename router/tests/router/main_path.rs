@@ -137,7 +137,10 @@ async fn models_health_version_and_tokenize_are_answered() {
     let system = System::start(&[], &[&d]).await;
     let models = get(system.address, "/v1/models").await.json();
     assert_eq!(models["data"][0]["id"], "m");
-    assert_eq!(get(system.address, "/v1/models/alias").await.json()["id"], "m");
+    let names: Vec<_> = models["data"].as_array().unwrap().iter().map(|card| card["id"].clone()).collect();
+    assert_eq!(names, ["m", "alias"], "every name, as vLLM lists them");
+    let alias = get(system.address, "/v1/models/alias").await.json();
+    assert_eq!((&alias["id"], &alias["root"]), (&json!("alias"), &json!("m")));
     assert_eq!(get(system.address, "/v1/models/other").await.code(), "model_not_found");
     assert_eq!(get(system.address, "/health").await.status, 200);
     assert!(get(system.address, "/version").await.json()["version"].is_string());

@@ -270,3 +270,52 @@ async fn what_needs_a_restart_is_told_and_the_rest_is_in_effect() {
     system.reload.install(config(&text)).unwrap();
     assert_eq!(effective(&system).await["reloads"]["needs_restart"], serde_json::json!([]));
 }
+
+#[tokio::test]
+async fn keys_are_followed_where_they_are_used_and_cost_no_new_version() {
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let folder = tempfile::tempdir().unwrap();
+    let (file, keys) = (folder.path().join("router.yaml"), folder.path().join("keys.yaml"));
+    let hash = baton_router::NewKey::make().hash;
+    let key = |id: &str| format!("keys: [{{id: {id}, hash: '{hash}', tenant: t}}]\n");
+    std::fs::write(&keys, key("a")).unwrap();
+    let top = format!("reload: {{poll_ms: 5}}\nauth: {{keys_file: '{}'}}", keys.display());
+    std::fs::write(&file, yaml(&[], &[&d], "round_robin", &top)).unwrap();
+    let (system, tell, _following) = following(&file).await;
+    std::fs::write(&keys, key("a-longer-name")).unwrap();
+    system.counts("baton_router_keys_reloads_total{result=\"ok\"}", 1.0).await;
+    std::fs::write(&keys, "keys: 7").unwrap();
+    system.counts("baton_router_keys_reloads_total{result=\"failed\"}", 1.0).await;
+    // Only what is told to read everything again finds that the whole cannot be had.
+    assert_eq!(system.metric("baton_router_config_generation").await, 1.0);
+    assert_eq!(system.metric("baton_router_config_reloads_total").await, 0.0);
+    tell.send(()).await.unwrap();
+    system.counts("baton_router_config_reloads_total{result=\"rejected\"}", 1.0).await;
+    // A configuration that was rejected for its keys is tried again when they change.
+    std::fs::write(&keys, key("b")).unwrap();
+    system.counts("baton_router_config_generation", 2.0).await;
+}
+
+#[tokio::test]
+async fn without_polling_keys_are_read_when_somebody_says_so() {
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let folder = tempfile::tempdir().unwrap();
+    let (file, keys) = (folder.path().join("router.yaml"), folder.path().join("keys.yaml"));
+    let new = baton_router::NewKey::make();
+    std::fs::write(&keys, "keys: []").unwrap();
+    let top = format!("reload: {{poll_ms: 0}}\nauth: {{keys_file: '{}'}}", keys.display());
+    std::fs::write(&file, yaml(&[], &[&d], "round_robin", &top)).unwrap();
+    let (system, tell, _following) = following(&file).await;
+    std::fs::write(&keys, format!("keys: [{{id: a, hash: '{}', tenant: t}}]", new.hash)).unwrap();
+    let status = async || {
+        let mut client = Client::connect(system.address).await;
+        let head = format!("authorization: Bearer {}\r\n", new.key);
+        client.post_bytes(PATH, &head, completion(false).to_string().as_bytes()).await;
+        client.answer().await.status
+    };
+    assert_eq!(status().await, 401);
+    tell.send(()).await.unwrap();
+    system.counts("baton_router_config_generation", 2.0).await;
+    assert_eq!(status().await, 200);
+    assert_eq!(system.metric("baton_router_keys_reloads_total").await, 0.0, "nobody looked by itself");
+}

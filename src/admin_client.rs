@@ -1,0 +1,78 @@
+//! One request to a router's admin listener.
+
+use std::fmt::Write as _;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::Failure;
+
+/// The router is on this machine or near it.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// An answer is not read beyond this.
+const ANSWER_BYTES_MAX: u64 = 64 << 20;
+
+/// Where the listener is, and what it asks for.
+pub(crate) struct AdminClient<'a> {
+    /// `http://HOST:PORT`, or `HOST:PORT`.
+    pub address: &'a str,
+    pub token_file: Option<&'a Path>,
+}
+
+impl AdminClient<'_> {
+    /// Asks, and reads the answer's JSON. `headers` are `NAME: VALUE`.
+    ///
+    /// # Errors
+    /// What the router says, or why nothing was said.
+    pub(crate) fn ask(
+        &self,
+        method: &str,
+        path: &str,
+        headers: &[String],
+        body: &[u8],
+    ) -> Result<Value, Failure> {
+        let authority = self.address.strip_prefix("http://").unwrap_or(self.address).trim_end_matches('/');
+        if path.bytes().any(|byte| !byte.is_ascii_graphic()) {
+            return Err(format!("`{path}` is no path: it has spaces, or what cannot be printed").into());
+        }
+        let mut lines = String::new();
+        if let Some(file) = self.token_file {
+            let text =
+                std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
+            let token = text.lines().next().unwrap_or_default().trim();
+            let _ = write!(lines, "authorization: Bearer {token}\r\n");
+        }
+        for header in headers {
+            if !header.contains(':') || header.contains(['\r', '\n']) {
+                return Err(format!("`{header}` is not `NAME: VALUE`").into());
+            }
+            let _ = write!(lines, "{header}\r\n");
+        }
+        let unreachable = |error| format!("no router answers at {authority}: {error}");
+        let mut stream = TcpStream::connect(authority).map_err(unreachable)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        write!(
+            stream,
+            "{method} {path} HTTP/1.1\r\nhost: {authority}\r\nconnection: close\r\ncontent-type: application/json\r\n\
+             {lines}content-length: {}\r\n\r\n",
+            body.len()
+        )?;
+        stream.write_all(body)?;
+        let mut answer = Vec::new();
+        stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer)?;
+        let text = String::from_utf8_lossy(&answer);
+        let (head, body) = text.split_once("\r\n\r\n").ok_or("what answers there is not a router")?;
+        let status = head.split(' ').nth(1).unwrap_or_default();
+        let value: Value = serde_json::from_str(body).unwrap_or(Value::Null);
+        match (status, &value["error"]["message"]) {
+            ("200", _) if !value.is_null() => Ok(value),
+            (_, Value::String(message)) => Err(format!("{status}: {message}").into()),
+            _ => Err(format!("the router answers {status}").into()),
+        }
+    }
+}
