@@ -9,6 +9,7 @@
 //!    └◀─ handoff spent: released, computed anew ── Held(lent)                            │
 //!                                   Done ◀─ ended, broken ─ Streaming ◀─ first chunk ─ Accepted(D)
 //!                           Held(nothing) ◀─ cut: another decode engine goes on ──┴──────────┘
+//! Accepted(D) ─ failed before it said anything ─▶ Held(lent): some engines admit a request and tell of it only then
 //! any state but Done ─ client gone, dropped ─▶ Done
 //! ```
 //!

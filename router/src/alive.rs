@@ -1,7 +1,7 @@
 //! Whether an engine that says nothing is alive.
 //!
-//! A decode engine sends the head of its answer with its first event, which may be minutes away: it queues, it fetches,
-//! or it computes an answer that is not streamed. A lease lives for seconds. So silence on the request's own connection
+//! A decode engine's first event may be minutes away: it queues, it fetches, or it computes an answer that is not
+//! streamed. A lease lives for seconds. So silence on the request's own connection
 //! says nothing about the engine, and the bound on it cannot be short. An engine that lives answers `GET /health`
 //! meanwhile, off its step loop, whatever the answer is. One that does not, twice in a row, has stopped, hangs or is cut
 //! off: it is given up while its request's lease still lives, and another engine gets the handoff. Whether it is deaf to

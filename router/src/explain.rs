@@ -124,7 +124,7 @@ impl Ring {
     /// The accounts of that name, the router's or the client's, the latest first.
     fn named(&self, id: &str) -> Vec<Arc<Account>> {
         // The name under which a prompt is computed anew belongs to the same request.
-        let minted = id.strip_suffix("-2").unwrap_or(id);
+        let minted = id.trim_end_matches("-2");
         let is = |account: &&Arc<Account>| {
             let clients = account.client_id.as_ref().is_some_and(|value| value.as_bytes() == id.as_bytes());
             clients || account.id.as_str() == id || account.id.as_str() == minted
@@ -234,6 +234,7 @@ mod tests {
         assert!(names("a").is_empty(), "the oldest went");
         assert_eq!(names("b"), ["b"]);
         assert_eq!(names("c-2"), ["c"], "computed anew, the same request");
+        assert_eq!(names("c-2-2"), ["c"], "and gone on with");
         assert_eq!(names("mine"), ["c", "b"], "clients may repeat themselves");
         ring.set_most(1);
         assert!(names("b").is_empty());

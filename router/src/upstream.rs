@@ -9,21 +9,18 @@ mod head;
 mod http1;
 mod outgoing;
 mod payload;
+mod reply;
 mod reply_head;
 mod terms;
 mod transport;
 mod verbs;
 
-use std::future::poll_fn;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use baton_connector::Time;
-use bytes::{Bytes, BytesMut};
-use hyper::StatusCode;
 use hyper::header::HeaderValue;
 use tokio::sync::Notify;
 
@@ -39,6 +36,7 @@ pub(crate) use connection::Socket;
 pub(crate) use http1::Lost;
 pub(crate) use outgoing::Outgoing;
 pub(crate) use payload::Payload;
+pub(crate) use reply::{Reply, Whole};
 use reply_head::Head;
 pub use terms::TermsError;
 pub(crate) use terms::{ApiKeys, EngineTerms, Terms};
@@ -124,26 +122,6 @@ pub(crate) enum CallError {
     /// The answer is larger than anything the router can use.
     #[error("the answer is larger than {0} bytes")]
     TooLarge(usize),
-}
-
-/// An answer whose head has arrived. Dropping it before its end cuts the connection.
-pub(crate) struct Reply {
-    head: Head,
-    /// Read and put back.
-    ahead: Option<Bytes>,
-    connection: Connection,
-    engine: Arc<Engine>,
-}
-
-/// A whole answer.
-#[derive(Debug)]
-pub(crate) struct Whole {
-    pub status: StatusCode,
-    /// When the engine wants to be asked again.
-    pub retry_after: Option<Duration>,
-    pub body: Bytes,
-    /// Its engine was shown a key of the router's own, not the client's.
-    pub own_key: bool,
 }
 
 /// Counts one request of this router at an engine for as long as it lives.
@@ -442,124 +420,7 @@ impl Engine {
     }
 
     fn reply(self: &Arc<Self>, head: Head, connection: Connection) -> Reply {
-        Reply { head, ahead: None, connection, engine: Arc::clone(self) }
-    }
-}
-
-impl Reply {
-    pub(crate) fn status(&self) -> StatusCode {
-        self.head.status
-    }
-
-    pub(crate) fn content_type(&self) -> Option<&HeaderValue> {
-        self.head.content_type.as_ref()
-    }
-
-    /// What some engines say of an answer that is not text.
-    pub(crate) fn metadata(&self) -> Option<&HeaderValue> {
-        self.head.metadata.as_ref()
-    }
-
-    /// Whether every byte of the body has been read.
-    pub(crate) fn is_ended(&self) -> bool {
-        self.ahead.is_none() && self.connection.is_ended()
-    }
-
-    /// Whether it is a stream of server-sent events.
-    pub(crate) fn is_stream(&self) -> bool {
-        self.content_type().is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
-    }
-
-    pub(crate) fn engine(&self) -> &Arc<Engine> {
-        &self.engine
-    }
-
-    /// Puts a piece back: it is the next one.
-    pub(crate) fn put_back(&mut self, piece: Bytes) {
-        self.ahead = Some(piece);
-    }
-
-    /// What an engine says in a stream, as if it had said it instead of the stream.
-    pub(crate) fn told(&self, status: StatusCode, body: Bytes) -> Whole {
-        Whole { status, body, ..self.bare() }
-    }
-
-    /// The next piece of the body, as it came; `None` at its end.
-    ///
-    /// # Cancel safety
-    /// No piece is lost.
-    pub(crate) async fn chunk(&mut self) -> Option<Result<Bytes, CallError>> {
-        poll_fn(|context| self.poll_chunk(context)).await
-    }
-
-    /// Whether the body's end is here already, without waiting for it.
-    pub(crate) fn ends_now(&mut self) -> bool {
-        matches!(self.here(), Some(None))
-    }
-
-    /// The answer without its body, when that is more than can be used.
-    fn bare(&self) -> Whole {
-        Whole {
-            status: self.head.status,
-            retry_after: self.head.retry_after,
-            body: Bytes::new(),
-            own_key: self.engine.has_own_key(),
-        }
-    }
-
-    /// As [`Self::chunk`], of what is here already; `None` when one must wait.
-    pub(crate) fn here(&mut self) -> Option<Option<Result<Bytes, CallError>>> {
-        match self.poll_chunk(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(chunk) => Some(chunk),
-            Poll::Pending => None,
-        }
-    }
-
-    /// As [`Self::chunk`].
-    pub(crate) fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, CallError>>> {
-        match self.ahead.take() {
-            Some(ahead) => Poll::Ready(Some(Ok(ahead))),
-            None => self.connection.poll_piece(context).map_err(CallError::Broken),
-        }
-    }
-
-    /// Gives the connection back after the end of the body.
-    pub(crate) fn finish(self) {
-        self.engine.keep(self.connection);
-    }
-
-    /// As [`Self::whole`]; an answer that is larger is given without its body.
-    pub(crate) async fn whole_or_bare(self, limit_bytes: usize) -> Result<Whole, CallError> {
-        let bare = self.bare();
-        match self.whole(limit_bytes).await {
-            Err(CallError::TooLarge(_)) => Ok(bare),
-            whole => whole,
-        }
-    }
-
-    /// Reads the rest of the answer, up to a bound, and gives the connection back.
-    pub(crate) async fn whole(mut self, limit_bytes: usize) -> Result<Whole, CallError> {
-        let mut first = Bytes::new();
-        let mut rest = BytesMut::new();
-        while let Some(chunk) = self.chunk().await {
-            let chunk = chunk?;
-            if first.len() + rest.len() + chunk.len() > limit_bytes {
-                return Err(CallError::TooLarge(limit_bytes));
-            }
-            match (first.is_empty(), rest.is_empty()) {
-                (true, true) => first = chunk,
-                (_, true) => {
-                    rest.extend_from_slice(&std::mem::take(&mut first));
-                    rest.extend_from_slice(&chunk);
-                }
-                (_, false) => rest.extend_from_slice(&chunk),
-            }
-        }
-        let body = if rest.is_empty() { first } else { rest.freeze() };
-        let Head { status, retry_after, .. } = self.head;
-        let own_key = self.engine.has_own_key();
-        self.finish();
-        Ok(Whole { status, retry_after, body, own_key })
+        Reply::new(head, connection, Arc::clone(self))
     }
 }
 
