@@ -181,12 +181,8 @@ pub(crate) async fn whole(
     body: Bytes,
 ) -> Result<(), ClientGone> {
     let head = whole_head(status, headers, stamp).map_err(|_| ClientGone)?;
-    // What is left of a body that nobody wants, or came behind it, would be taken for the next request.
-    if session.wire().is_unread() {
-        session.close_after();
-    }
     session.write_head(head, Length::Known(body.len())).await?;
-    session.send(&body, true).await
+    session.send(&body, true).await.map(drop)
 }
 
 fn whole_head(
@@ -295,6 +291,11 @@ impl Passing<'_> {
                         None => continue,
                     }
                 }
+                // Its last line end is missing.
+                Ok(None) if frames.ends_with_done() => {
+                    self.served();
+                    return self.write(DONE, true).await;
+                }
                 Ok(None) if !self.dialect.says_done() && frames.is_whole() => {
                     self.served();
                     return self.write(Bytes::new(), true).await;
@@ -320,11 +321,14 @@ impl Passing<'_> {
     }
 
     /// What the engine said in the middle of its stream.
-    fn told(&self, told: Told) -> Broken {
+    fn told(&mut self, told: Told) -> Broken {
         let Some(reply) = &self.reply else { return Broken::Died };
         let verdict = Verdict::of(&reply.told(told.status, told.error), reply.engine().hosts());
         match verdict.failure() {
-            Some(_) => Broken::Failed(verdict.refusal),
+            Some(_) => {
+                self.driver.told(verdict.blame);
+                Broken::Failed(verdict.refusal)
+            }
             None => Broken::Refused(verdict.refusal),
         }
     }
@@ -474,8 +478,13 @@ impl Passing<'_> {
     }
 
     async fn write(&mut self, bytes: Bytes, last: bool) -> Result<(), Ended> {
-        let written = self.session.send(&bytes, last).await;
-        written.map_err(|ClientGone| self.driver.client_gone())
+        match self.session.send(&bytes, last).await {
+            // While the client was waited for nobody listened to the engine.
+            Ok(true) => self.silence.heard(),
+            Ok(false) => {}
+            Err(ClientGone) => return Err(self.driver.client_gone()),
+        }
+        Ok(())
     }
 }
 

@@ -32,7 +32,7 @@ use crate::inflight::Entry;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
 use crate::legs::prefill::{PrefillCall, Prefilled};
-use crate::legs::{Meaning, Refusal};
+use crate::legs::{Blame, Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::models::Model;
 use crate::observe::Watched;
@@ -109,6 +109,8 @@ pub(crate) struct ExchangeDriver {
     lent: Option<(Attempt, Arc<str>)>,
     /// Engines that failed it, of which it is not yet known whether that was its own fault.
     suspects: Vec<Suspect>,
+    /// What the engine of the answer said of itself in its stream.
+    told: Option<Blame>,
     /// Engines that were deaf to it.
     deaf: u32,
     /// Who sent it, as a hash; one source's failures alone take no engine out.
@@ -144,6 +146,7 @@ impl ExchangeDriver {
             prefill: None,
             may_recompute: true,
             suspects: Vec::new(),
+            told: None,
             deaf: 0,
             source: 0,
             retry: None,
@@ -181,7 +184,12 @@ impl ExchangeDriver {
         let now = self.shared.now();
         if let Event::StreamBroken(attempt) | Event::StreamCut(attempt) = event {
             let engine = self.engine(attempt);
-            self.suspects.push(Suspect { engine, leg: Leg::Decode, midway: true });
+            match self.told.take() {
+                None | Some(Blame::Engine) => {
+                    self.suspects.push(Suspect { engine, leg: Leg::Decode, midway: true });
+                }
+                Some(blame) => self.blame(&engine, Leg::Decode, blame),
+            }
         }
         let step = self.exchange(|exchange| exchange.apply(event, now));
         for debt in step.settle {

@@ -46,7 +46,7 @@ pub(crate) struct Session {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Framing {
-    /// The answer has no body: it is one to `HEAD`.
+    /// The answer has no body: it is one to `HEAD`, or its status says so.
     None,
     Chunked,
     /// As it is: the head says how long it is, or the connection's end does.
@@ -119,7 +119,7 @@ impl Session {
         if let Some(http) = &mut self.http {
             http.write_continue_response().await.map_err(|_| ClientGone)?;
         }
-        self.out(&mut []).await
+        self.out(&mut [], &mut 0).await.map(drop)
     }
 
     /// Begins the answer. The head leaves with the first bytes of its body.
@@ -129,8 +129,14 @@ impl Session {
         length: Length,
     ) -> Result<(), ClientGone> {
         let Some(mut http) = self.http.take() else { return Err(ClientGone) };
+        // What is left of a body that nobody wants, or came behind it, would be taken for the next request.
+        if self.wire.is_unread() {
+            http.set_server_keepalive(None);
+        }
         let request = http.req_header();
+        let bare = matches!(head.status.as_u16(), 204 | 304);
         let told = match length {
+            _ if bare => Ok(()),
             Length::Known(bytes) => head.insert_header(CONTENT_LENGTH, bytes),
             Length::Unknown if request.version == Version::HTTP_11 => {
                 self.framing = Framing::Chunked;
@@ -138,7 +144,7 @@ impl Session {
             }
             Length::Unknown => Ok(()),
         };
-        if request.method == Method::HEAD {
+        if bare || request.method == Method::HEAD {
             self.framing = Framing::None;
         }
         if length == Length::Unknown && self.framing == Framing::Plain {
@@ -150,11 +156,11 @@ impl Session {
         Ok(())
     }
 
-    /// Sends a piece of the body; with `last` the answer is over.
+    /// Sends a piece of the body; with `last` the answer is over. Whether it had to wait for the client.
     ///
     /// # Errors
     /// The client has left, or takes nothing: the connection is of no further use.
-    pub(crate) async fn send(&mut self, data: &[u8], last: bool) -> Result<(), ClientGone> {
+    pub(crate) async fn send(&mut self, data: &[u8], last: bool) -> Result<bool, ClientGone> {
         let mut line = [0; SIZE_LINE_BYTES];
         let (size, data, end): (&[u8], &[u8], &[u8]) = match self.framing {
             Framing::None => (b"", b"", b""),
@@ -167,23 +173,30 @@ impl Session {
             },
         };
         let mut pieces = [size, data, end].map(IoSlice::new);
-        self.out(&mut pieces).await?;
-        self.body_bytes += data.len() as u64;
-        self.over = last;
-        Ok(())
+        let mut sent = 0;
+        let waited = self.out(&mut pieces, &mut sent).await;
+        self.body_bytes += sent.saturating_sub(size.len()).min(data.len()) as u64;
+        self.over = last && waited.is_ok();
+        waited
     }
 
-    /// Sends what is held and `pieces`.
-    async fn out(&self, mut pieces: &mut [IoSlice<'_>]) -> Result<(), ClientGone> {
+    /// Sends what is held and `pieces`, and counts what of them is out. Whether it had to wait.
+    async fn out(&self, mut pieces: &mut [IoSlice<'_>], sent: &mut usize) -> Result<bool, ClientGone> {
         // Nearly always there is room, and no clock is needed.
-        let mut stalled: Option<Pin<Box<Sleep>>> = None;
+        let (mut stalled, mut waited): (Option<Pin<Box<Sleep>>>, _) = (None, false);
         poll_fn(|context| {
             loop {
                 match self.wire.poll_send(context, pieces) {
-                    Poll::Ready(Ok(0)) => return Poll::Ready(Ok(())),
-                    Poll::Ready(Ok(out)) => IoSlice::advance_slices(&mut pieces, out),
+                    Poll::Ready(Ok(0)) => return Poll::Ready(Ok(waited)),
+                    Poll::Ready(Ok(out)) => {
+                        // It takes something: however slowly, it is there.
+                        stalled = None;
+                        *sent += out;
+                        IoSlice::advance_slices(&mut pieces, out);
+                    }
                     Poll::Ready(Err(_)) => return Poll::Ready(Err(ClientGone)),
                     Poll::Pending => {
+                        waited = true;
                         let stalled = stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.stall)));
                         return stalled.as_mut().poll(context).map(|()| Err(ClientGone));
                     }

@@ -36,14 +36,23 @@ impl Frames {
         if end > 0 {
             self.inside = !(whole[..end].ends_with(b"\n\n") || whole[..end].ends_with(b"\n\r\n"));
         }
-        let frames = whole.slice(..end);
-        self.done |= ends_with_done(&frames);
-        frames
+        if let Some(done) = done_end(&whole[..end]) {
+            // Nothing that follows means anything.
+            self.done = true;
+            self.tail.clear();
+            return whole.slice(..done);
+        }
+        whole.slice(..end)
     }
 
     /// Whether the stream has said `[DONE]`: what comes after it changes nothing.
     pub(crate) fn is_done(&self) -> bool {
         self.done
+    }
+
+    /// Whether all that is left is a `[DONE]` without its last line end.
+    pub(crate) fn ends_with_done(&self) -> bool {
+        !self.inside && self.tail.strip_prefix(b"data:").is_some_and(|said| said.trim_ascii() == b"[DONE]")
     }
 
     /// Whether a piece of an unfinished frame was passed on, so that a blank line must end it.
@@ -125,9 +134,14 @@ fn status_of(error: &[u8]) -> StatusCode {
     StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
 }
 
-/// Whether a frame has ended.
-pub(crate) fn has_frame(bytes: &[u8]) -> bool {
-    last_frame_end(bytes).is_some()
+/// Whether an event with data has ended; comments that keep a connection alive are none.
+pub(crate) fn has_event(bytes: &[u8]) -> bool {
+    last_frame_end(bytes).is_some_and(|end| has_data(&bytes[..end]))
+}
+
+/// Whether any line has data.
+pub(crate) fn has_data(frames: &[u8]) -> bool {
+    frames.starts_with(b"data:") || next_data(frames, 0).is_some()
 }
 
 /// Just past the last blank line.
@@ -137,12 +151,25 @@ fn last_frame_end(bytes: &[u8]) -> Option<usize> {
     (1..bytes.len()).rev().filter(newline).find(ends_frame).map(|at| at + 1)
 }
 
-fn ends_with_done(frames: &[u8]) -> bool {
-    let last = frames.trim_ascii_end();
-    last.strip_suffix(b"[DONE]").is_some_and(|rest| {
-        let line = rest.trim_ascii_end();
-        line == b"data:" || line.ends_with(b"\ndata:")
-    })
+/// Just past the event that says `[DONE]`, in whole frames.
+fn done_end(frames: &[u8]) -> Option<usize> {
+    let mut from = 0;
+    loop {
+        let at = from + memmem::find(&frames[from..], b"[DONE]")?;
+        from = at + b"[DONE]".len();
+        let line = frames[..at].trim_ascii_end();
+        let begins = line == b"data:" || line.ends_with(b"\ndata:");
+        let rest = &frames[from..];
+        let ends = rest.len() - rest.trim_ascii_start().len();
+        if begins && rest[..ends].contains(&b'\n') {
+            // Its blank line belongs to it; what comes behind that does not.
+            let newline = |at: &usize| rest[*at] == b'\n';
+            let end = (1..rest.len())
+                .filter(newline)
+                .find(|&at| rest[..at].ends_with(b"\n") || rest[..at].ends_with(b"\n\r"));
+            return Some(from + end.map_or(rest.len(), |end| end + 1));
+        }
+    }
 }
 
 #[cfg(test)]
@@ -216,6 +243,27 @@ mod tests {
                 assert!(serde_json::from_slice::<Value>(&found.error).is_ok(), "{event}");
             }
         }
+    }
+
+    #[test]
+    fn what_comes_behind_done_is_not_passed() {
+        for (behind, end) in
+            [(": ping\n\n", "\n\n"), ("data: {\"a\":1}\n\n: p", "\r\n\r\n"), (": half", "\n\n")]
+        {
+            let mut frames = Frames::default();
+            let done = format!("data: 1\n\ndata: [DONE]{end}");
+            assert_eq!(frames.pass(Bytes::from(format!("{done}{behind}"))), done);
+            assert!(frames.is_done() && frames.is_whole());
+        }
+        let mut frames = Frames::default();
+        assert_eq!(frames.pass(Bytes::from_static(b"data: 1\n\ndata: [DONE]\n")), "data: 1\n\n");
+        assert!(!frames.is_done() && frames.ends_with_done());
+    }
+
+    #[test]
+    fn a_comment_is_no_event() {
+        assert!(!has_event(b": ping\n\n") && !has_event(b": ping\n\ndata: 1\n"));
+        assert!(has_event(b": ping\n\ndata: 1\n\n") && has_event(b"event: x\ndata: 1\r\n\r\n"));
     }
 
     #[test]

@@ -59,6 +59,11 @@ impl ExchangeDriver {
         Ok(true)
     }
 
+    /// What the engine of the answer says of itself before its stream breaks.
+    pub(crate) fn told(&mut self, blame: Blame) {
+        self.told = Some(blame);
+    }
+
     /// An engine failed the request; whose fault that was is seen later.
     pub(super) fn blame(&mut self, engine: &Arc<Engine>, leg: Leg, blame: Blame) {
         match blame {

@@ -51,7 +51,7 @@ pub(crate) async fn ask(
         admitted();
         if reply.is_stream() {
             let first = first_frames(&mut reply).await?;
-            if let Some(told) = sse::error_in(&first).filter(|told| told.at == 0) {
+            if let Some(told) = sse::error_in(&first).filter(|told| !sse::has_data(&first[..told.at])) {
                 return Ok(Err(reply.told(told.status, told.error)));
             }
             reply.put_back(first);
@@ -86,7 +86,7 @@ async fn first_frames(reply: &mut Reply) -> Result<Bytes, CallError> {
     let mut held = BytesMut::new();
     loop {
         let chunk = reply.chunk().await.unwrap_or(Err(CallError::Broken(Lost::Unanswered)))?;
-        let enough = |bytes: &[u8]| sse::has_frame(bytes) || bytes.len() > REFUSAL_BYTES_MAX;
+        let enough = |bytes: &[u8]| sse::has_event(bytes) || bytes.len() > REFUSAL_BYTES_MAX;
         // Mostly it is one piece, which is not copied.
         if held.is_empty() && enough(&chunk) {
             return Ok(chunk);

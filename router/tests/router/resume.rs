@@ -186,6 +186,13 @@ async fn an_engine_that_fails_in_its_stream_has_failed() {
     assert_eq!(answer.status, 400);
     assert!(!answer.text().contains("10.0.0.7"), "{}", answer.text());
 
+    // What keeps a connection alive is no event.
+    let mut pinged = failed_in_the_stream(0, 400);
+    pinged.insert(0, ": ping\n\n".to_owned());
+    let refuses = FakeEngine::always(Act::Frames(pinged, true)).await;
+    let system = System::with(&[], &[&refuses], "", "").await;
+    assert_eq!(post(system.address, "/v1/completions", &streamed(json!({}))).await.status, 400);
+
     // In the middle it is one typed error, not the engine's words, and counts as a stream that broke.
     let breaks = FakeEngine::always(Act::Frames(failed_in_the_stream(2, 500), true)).await;
     let system = System::with(&[], &[&breaks], "", "").await;
@@ -198,6 +205,18 @@ async fn an_engine_that_fails_in_its_stream_has_failed() {
     system.counts(ended, 1.0).await;
     breaks.wait("the abort", |d| d.aborts().len() == 1).await;
     system.settled().await;
+}
+
+#[tokio::test]
+async fn a_stream_is_over_with_done_whatever_follows_or_lacks() {
+    for last in ["data: [DONE]\n\n: ping\n\n", "data: [DONE]\n"] {
+        let d = FakeEngine::always(Act::Frames(vec![event(0), last.to_owned()], true)).await;
+        let system = System::with(&[], &[&d], "", "").await;
+        let text = post(system.address, "/v1/completions", &streamed(json!({}))).await.text();
+        assert_eq!(text, format!("{}data: [DONE]\n\n", event(0)), "{last:?}");
+        let ended = "baton_router_requests_total{model=\"m\",outcome=\"completed\",code=\"2xx\"}";
+        system.counts(ended, 1.0).await;
+    }
 }
 
 #[tokio::test]

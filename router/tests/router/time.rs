@@ -80,3 +80,28 @@ async fn a_models_own_bounds_go_before_the_routers() {
         "D computes all"
     );
 }
+
+#[tokio::test]
+async fn a_client_that_reads_slowly_and_steadily_gets_all_of_it() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    const BYTES: usize = 24 << 20;
+    let d = FakeEngine::always(Act::Whole(BYTES)).await;
+    let system = System::with(&[], &[&d], "", "timeouts: {client_stall_ms: 1000}").await;
+    let mut client = tokio::net::TcpStream::connect(system.address).await.unwrap();
+    let body = r#"{"model":"m","input":"x"}"#;
+    let head = format!(
+        "POST /v1/embeddings HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    client.write_all((head + body).as_bytes()).await.unwrap();
+    let (mut room, mut read) = (vec![0; 128 << 10], 0);
+    loop {
+        match client.read(&mut room).await.unwrap() {
+            0 => break,
+            bytes => read += bytes,
+        }
+        // Longer in all than a client may stand still.
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    assert!(read > BYTES, "{read} of {BYTES}");
+}
