@@ -16,8 +16,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// glibc's lock an arena for each block that another thread frees, and with a scheduler that moves tasks between
-/// threads most blocks are: a third of the router's system calls were waits for such locks.
+/// glibc's allocator locks an arena for each block that another thread frees, and with a scheduler that moves tasks between
+/// threads many blocks are. ARCHITECTURE.md has the number.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

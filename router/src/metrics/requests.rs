@@ -94,7 +94,7 @@ static ACCEPT_SECONDS: Family = Family::histogram(
     "baton_router_accept_seconds",
     &["model"],
     FIRST_TOKEN,
-    "From the first decode attempt until a decode engine took the request: its queue, the fetch, its first event.",
+    "From the first decode attempt until the head of a good answer: its queue, the fetch, its first event; of stock vLLM, which sends the head of a stream at once, little of that.",
 );
 static DECODE_SECONDS: Family = Family::histogram(
     "baton_router_decode_seconds",
