@@ -26,6 +26,9 @@ pub(crate) struct Frames {
 impl Frames {
     /// Takes what came and gives what may be passed on; empty when no frame has ended.
     pub(crate) fn pass(&mut self, chunk: Bytes) -> Bytes {
+        if self.done {
+            return Bytes::new();
+        }
         let whole = if self.tail.is_empty() { chunk } else { self.joined(&chunk) };
         let end = match last_frame_end(&whole) {
             Some(end) => end,
@@ -253,6 +256,7 @@ mod tests {
             let mut frames = Frames::default();
             let done = format!("data: 1\n\ndata: [DONE]{end}");
             assert_eq!(frames.pass(Bytes::from(format!("{done}{behind}"))), done);
+            assert!(frames.pass(Bytes::from_static(b"data: 2\n\n")).is_empty());
             assert!(frames.is_done() && frames.is_whole());
         }
         let mut frames = Frames::default();
