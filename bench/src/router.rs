@@ -10,7 +10,7 @@
 //! | measured | how |
 //! |---|---|
 //! | CPU per request | user and system time of all threads of all processes of the subject (`schedstat`), per request; answers in one piece, streams of `--tokens` tokens as fast as the engine writes them, and streams with `--pause-ms` between two tokens, so that each is a read and a write of its own; with 1 and with `--concurrency` requests at a time |
-//! | added time to first token | first streamed byte through the subject, minus the same by a client that makes both hops itself, one request at a time, the two alternating request by request |
+//! | added time to first token | first streamed byte through the subject, minus the same by a client that makes both hops itself, one request at a time, the two alternating request by request; the engine says its second token a millisecond later; with processors as they are, and kept from sleeping |
 //! | memory | resident (`smaps_rollup`), idle after a short warm-up, and per stream with `--streams` of them open and silent |
 //! | close | from a client's close until the engine that has its request sees it (end of the connection, or the abort or release verb, whichever comes first), on one clock, by the phase in which the client leaves |
 //!
@@ -20,6 +20,7 @@
 //!
 //! On a machine that has other work, run it under a negative `nice`: the subjects inherit it.
 
+mod awake;
 mod first_token;
 mod hangup;
 mod load;
@@ -35,7 +36,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::sim_engine::{SimEngine, SimRole};
-pub use report::{FirstToken, Hangup, Load, Memory, RouterReport, Spread, SubjectReport};
+pub use report::{Cores, FirstToken, Hangup, Load, Memory, RouterReport, Spread, SubjectReport};
 pub use soak::SoakReport;
 
 /// What to measure.
@@ -97,20 +98,17 @@ pub enum RouterBenchError {
     Router(String),
 }
 
-/// The engines of a run. The paced one differs from the other decode engine in its pauses alone.
+/// The engines of a part of a run: how many tokens the decode engine says, and with which pauses.
 struct Engines {
     prefill: SimEngine,
     decode: SimEngine,
 }
 
 impl Engines {
-    fn start(args: &RouterArgs, pause: Duration) -> Result<Self, RouterBenchError> {
+    fn start(tokens: usize, pause: Duration) -> Result<Self, RouterBenchError> {
         let start =
             |role| SimEngine::start(role).map_err(|error| RouterBenchError::System("no engine", error));
-        Ok(Self {
-            prefill: start(SimRole::Prefill)?,
-            decode: start(SimRole::Decode { tokens: args.tokens, pause })?,
-        })
+        Ok(Self { prefill: start(SimRole::Prefill)?, decode: start(SimRole::Decode { tokens, pause })? })
     }
 
     fn addresses(&self) -> peers::Engines {
@@ -152,14 +150,13 @@ fn runtime() -> Result<tokio::runtime::Runtime, RouterBenchError> {
 /// As [`run`].
 pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
     runtime()?.block_on(async {
-        let engines = Engines::start(args, Duration::ZERO)?;
+        let engines = Engines::start(args.tokens, Duration::ZERO)?;
         let subjects = peers::start_all(args, engines.addresses()).await?;
         let mut report = RouterReport::new(args, &subjects);
         for subject in &subjects {
             memory::idle(subject, report.of(subject.name)).await?;
         }
         for repetition in 0..args.repetitions {
-            first_token::measure(args, &engines, &subjects, repetition, &mut report).await?;
             for kind in load::Kind::ALL {
                 if !kind.is_paced() {
                     load::measure(kind, args, &subjects, repetition, &mut report).await?;
@@ -175,10 +172,16 @@ pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
             }
         }
         subjects.into_iter().for_each(subject::Subject::stop);
-        let paced = Engines::start(args, Duration::from_millis(args.pause_ms))?;
-        let subjects = peers::start_all(args, paced.addresses()).await?;
+        let engines = Engines::start(args.tokens, Duration::from_millis(args.pause_ms))?;
+        let subjects = peers::start_all(args, engines.addresses()).await?;
         for repetition in 0..args.repetitions {
             load::measure(load::Kind::Paced, args, &subjects, repetition, &mut report).await?;
+        }
+        subjects.into_iter().for_each(subject::Subject::stop);
+        let engines = Engines::start(first_token::TOKENS, first_token::PAUSE)?;
+        let subjects = peers::start_all(args, engines.addresses()).await?;
+        for repetition in 0..args.repetitions {
+            first_token::measure(args, &engines, &subjects, repetition, &mut report).await?;
         }
         subjects.into_iter().for_each(subject::Subject::stop);
         report.compare();
@@ -213,8 +216,10 @@ mod tests {
         let mut report = measure(&short()).expect("everything starts on loopback");
         let table = report.table();
         let baton = report.of("baton");
-        let first = baton.first_token.as_ref().expect("it is measured");
-        assert!(first.added_p50_us.median > 0.0, "{table}");
+        assert_eq!(baton.first_token.len(), Cores::ALL.len(), "{table}");
+        for first in &baton.first_token {
+            assert!(first.p50_us.median > 0.0 && first.direct_p50_us.median > 0.0, "{table}");
+        }
         assert_eq!(baton.loads.len(), load::Kind::ALL.len(), "{table}");
         for load in &baton.loads {
             assert!(load.cpu_us.median > 1.0 && load.requests_per_second.median > 1.0, "{table}");

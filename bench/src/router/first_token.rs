@@ -6,7 +6,8 @@ use baton_connector::handoff::KvIntent;
 use hdrhistogram::Histogram;
 use serde_json::{Map, Value, json};
 
-use super::report::RouterReport;
+use super::awake::Awake;
+use super::report::{Cores, RouterReport};
 use super::subject::Subject;
 use super::wire::{self, Wire, failed};
 use super::{Engines, RouterArgs, RouterBenchError};
@@ -50,8 +51,30 @@ impl Direct {
     }
 }
 
-/// One repetition. The first tenth is left out: connections, caches and branch predictors are cold.
+/// Tokens of an answer: the first, and one after a pause, as an engine has it. Without the pause what follows is on
+/// its way through the same two processors before the client has read the first.
+pub(super) const TOKENS: usize = 2;
+/// Between the two: much longer than a token's way, and shorter than any engine's step.
+pub(super) const PAUSE: Duration = Duration::from_millis(1);
+
+/// One repetition, on processors as they are and on such as do not sleep.
 pub(super) async fn measure(
+    args: &RouterArgs,
+    engines: &Engines,
+    subjects: &[Subject],
+    repetition: usize,
+    report: &mut RouterReport,
+) -> Result<(), RouterBenchError> {
+    for cores in Cores::ALL {
+        let _awake = (cores == Cores::Awake).then(Awake::keep);
+        measure_on(cores, args, engines, subjects, repetition, report).await?;
+    }
+    Ok(())
+}
+
+/// The first tenth is left out: connections, caches and branch predictors are cold.
+async fn measure_on(
+    cores: Cores,
     args: &RouterArgs,
     engines: &Engines,
     subjects: &[Subject],
@@ -83,11 +106,11 @@ pub(super) async fn measure(
     }
     let at = |of: &Histogram<u64>, quantile| of.value_at_quantile(quantile) as f64 / 1e3;
     let (direct_p50, direct_p99) = (at(&past, 0.5), at(&past, 0.99));
-    report.direct_p50_us.add(direct_p50);
-    report.direct_p99_us.add(direct_p99);
     for (name, _, histogram) in &through {
         let (p50, p99) = (at(histogram, 0.5), at(histogram, 0.99));
-        let first_token = report.of(name).first_token.get_or_insert_default();
+        let first_token = report.of(name).first_token(cores);
+        first_token.direct_p50_us.add(direct_p50);
+        first_token.direct_p99_us.add(direct_p99);
         first_token.p50_us.add(p50);
         first_token.p99_us.add(p99);
         first_token.added_p50_us.add(p50 - direct_p50);

@@ -55,17 +55,45 @@ pub struct Load {
     pub requests_per_second: Spread,
 }
 
-/// Time to first token with one request at a time.
-#[derive(Clone, Debug, Default, Serialize)]
+/// What processors do that have nothing to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cores {
+    /// They sleep, as the machine is set up; to wake one is part of what is measured.
+    AsTheyAre,
+    /// They are kept from sleeping.
+    Awake,
+}
+
+impl Cores {
+    /// In the order in which they are measured.
+    pub const ALL: [Self; 2] = [Self::AsTheyAre, Self::Awake];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::AsTheyAre => "as they are",
+            Self::Awake => "awake",
+        }
+    }
+}
+
+/// Time to first token with one request at a time, in microseconds.
+#[derive(Clone, Debug, Serialize)]
 pub struct FirstToken {
-    /// Median over the direct client's median, minus it, in microseconds.
-    pub added_p50_us: Spread,
-    /// 99th percentile over the direct client's 99th percentile, minus it, in microseconds.
-    pub added_p99_us: Spread,
-    /// The subject's own median and 99th percentile, in microseconds.
+    /// What the processors did meanwhile.
+    pub cores: Cores,
+    /// The client that makes both hops itself: median.
+    pub direct_p50_us: Spread,
+    /// The same: 99th percentile.
+    pub direct_p99_us: Spread,
+    /// The subject: median.
     pub p50_us: Spread,
-    /// See there.
+    /// The same: 99th percentile.
     pub p99_us: Spread,
+    /// The subject's median minus the direct client's.
+    pub added_p50_us: Spread,
+    /// The subject's 99th percentile minus the direct client's.
+    pub added_p99_us: Spread,
 }
 
 /// Resident memory.
@@ -105,8 +133,8 @@ pub struct SubjectReport {
     pub version: String,
     /// CPU per request.
     pub loads: Vec<Load>,
-    /// `None` for nginx, which makes one hop.
-    pub first_token: Option<FirstToken>,
+    /// On processors as they are, and awake; empty for nginx, which makes one hop.
+    pub first_token: Vec<FirstToken>,
     /// `None` when it runs in the benchmark's own process.
     pub memory: Option<Memory>,
     /// By phase.
@@ -130,10 +158,6 @@ pub struct RouterReport {
     pub tokens: usize,
     /// Between two tokens of a paced stream.
     pub pause_ms: u64,
-    /// The client that makes both hops itself: median and 99th percentile to the first token, in microseconds.
-    pub direct_p50_us: Spread,
-    /// See there.
-    pub direct_p99_us: Spread,
     /// Each subject.
     pub subjects: Vec<SubjectReport>,
 }
@@ -145,6 +169,23 @@ impl SubjectReport {
             self.loads.len() - 1
         });
         &mut self.loads[at]
+    }
+
+    pub(super) fn first_token(&mut self, cores: Cores) -> &mut FirstToken {
+        let at = self.first_token.iter().position(|of| of.cores == cores).unwrap_or_else(|| {
+            let none = Spread::default;
+            self.first_token.push(FirstToken {
+                cores,
+                direct_p50_us: none(),
+                direct_p99_us: none(),
+                p50_us: none(),
+                p99_us: none(),
+                added_p50_us: none(),
+                added_p99_us: none(),
+            });
+            self.first_token.len() - 1
+        });
+        &mut self.first_token[at]
     }
 }
 
@@ -164,8 +205,6 @@ impl RouterReport {
             concurrency: args.concurrency,
             tokens: args.tokens,
             pause_ms: args.pause_ms,
-            direct_p50_us: Spread::default(),
-            direct_p99_us: Spread::default(),
             subjects: subjects.collect(),
         }
     }
@@ -210,15 +249,22 @@ impl RouterReport {
                 ));
             }
         }
-        lines.push(format!(
-            "added time to first token, µs    p50 (min .. max)   p99 (min .. max)   [direct {:.0}, {:.0}]",
-            self.direct_p50_us.median, self.direct_p99_us.median
+        lines.push(String::from(
+            "added time to first token, µs    cores           p50 (min .. max)   p99 (min .. max)   direct p50, p99",
         ));
         for subject in &self.subjects {
-            if let Some(FirstToken { added_p50_us: p50, added_p99_us: p99, .. }) = &subject.first_token {
+            for of in &subject.first_token {
+                let (p50, p99) = (&of.added_p50_us, &of.added_p99_us);
+                let (added_p50, added_p99) = (
+                    format!("{:.0} ({:.0} .. {:.0})", p50.median, p50.min, p50.max),
+                    format!("{:.0} ({:.0} .. {:.0})", p99.median, p99.min, p99.max),
+                );
                 lines.push(format!(
-                    "{:<12}{:>8.0} ({:.0} .. {:.0}) {:>8.0} ({:.0} .. {:.0})",
-                    subject.name, p50.median, p50.min, p50.max, p99.median, p99.min, p99.max
+                    "{:<33}{:<16}{added_p50:<19}{added_p99:<19}{:.0}, {:.0}",
+                    subject.name,
+                    of.cores.name(),
+                    of.direct_p50_us.median,
+                    of.direct_p99_us.median
                 ));
             }
         }
