@@ -57,7 +57,7 @@ fi
 
 step "handoffs, offload and transports with KV in device memory"
 if [ -n "$handoff" ]; then
-    BATON_TEST_DEVICE=cuda:0 "$handoff" --test-threads 1 || failed+=("handoff tests")
+    BATON_TEST_DEVICE=cuda:0 "$handoff" device:: --test-threads 1 || failed+=("handoff tests")
 else
     echo "SKIPPED: set HANDOFF to the built test binary of engine/tests/handoff"
 fi

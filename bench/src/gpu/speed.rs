@@ -7,9 +7,7 @@ use baton_connector::BlockId;
 use baton_connector::region::Region;
 use baton_engine::executor::cuda::device::{Buffer, Event, HostAt, Matmul, Slice, Stream};
 use baton_engine::executor::cuda::kernels::{self, Attention, SPLIT_TOKENS, Shape};
-use baton_engine::executor::cuda::{
-    CudaExecutor, Device, DeviceError, DeviceOptions, Element,
-};
+use baton_engine::executor::cuda::{CudaExecutor, Device, DeviceError, DeviceOptions, Element};
 use baton_engine::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use baton_engine::model::config::ModelConfig;
 use baton_engine::model::weights::{Weights, parameter_count};
@@ -51,7 +49,8 @@ pub(super) fn print(speeds: &[Speed], out: &mut dyn Write) -> std::io::Result<()
     writeln!(out, "{:<46}{:>10} {:<9}{:>10} {:>7}{:>9}", "", "best", "", "limit", "ratio", "target")?;
     for speed in speeds {
         let number = |value: Option<f64>| value.map_or_else(String::new, |value| format!("{value:.1}"));
-        let ratio = speed.limit.map_or_else(String::new, |limit| format!("{:.0} %", speed.value / limit * 100.0));
+        let ratio =
+            speed.limit.map_or_else(String::new, |limit| format!("{:.0} %", speed.value / limit * 100.0));
         let (limit, target) = (number(speed.limit), number(speed.target));
         writeln!(
             out,
@@ -90,7 +89,10 @@ impl<'a, D: Device> Raw<'a, D> {
     }
 
     /// Seconds of the fastest of several runs of `work`.
-    fn best(&mut self, mut work: impl FnMut(&mut D, Stream) -> Result<(), DeviceError>) -> Result<f64, DeviceError> {
+    fn best(
+        &mut self,
+        mut work: impl FnMut(&mut D, Stream) -> Result<(), DeviceError>,
+    ) -> Result<f64, DeviceError> {
         let mut best = f64::INFINITY;
         for run in 0..=RUNS {
             self.device.record(self.from, self.stream)?;
@@ -225,10 +227,10 @@ impl<'a, D: Device> Raw<'a, D> {
             };
             let host = HostAt { host: self.device.host(blocks * 4)?, offset: 0 };
             let table = (0..blocks).map(|block| (block * 4_099 % blocks) as i32);
-            let entries = (0..sequences).flat_map(|row| {
-                [row, CONTEXT, row * CONTEXT / BLOCK_TOKENS].map(|word| word as i32)
-            });
-            for (words, to) in [(table.collect::<Vec<_>>(), parts.tables), (entries.collect(), parts.entries)] {
+            let entries = (0..sequences)
+                .flat_map(|row| [row, CONTEXT, row * CONTEXT / BLOCK_TOKENS].map(|word| word as i32));
+            for (words, to) in [(table.collect::<Vec<_>>(), parts.tables), (entries.collect(), parts.entries)]
+            {
                 let bytes: Vec<u8> = words.into_iter().flat_map(i32::to_le_bytes).collect();
                 self.device.write_host(host, &bytes)?;
                 self.device.upload(self.stream, host, to)?;
@@ -375,8 +377,7 @@ fn prefill<D: Device>(executor: &mut CudaExecutor<D>, prompt: usize) -> Result<f
     let tokens: Vec<u32> = (0..prompt as u32).map(|i| i.wrapping_mul(2_654_435_761) % 128_256).collect();
     let (mut best, mut logits) = (f64::INFINITY, Logits::default());
     for run in 0..4 {
-        let step =
-            SeqStep { tokens: &tokens, start: 0, block_table: &table, logits: LogitsWanted::Last };
+        let step = SeqStep { tokens: &tokens, start: 0, block_table: &table, logits: LogitsWanted::Last };
         let started = Instant::now();
         executor.execute(&[step], &mut logits)?;
         if run > 0 {

@@ -145,7 +145,8 @@ impl<D: Device> CudaExecutor<D> {
             progress,
         )?;
         let multiprocessors = device.multiprocessors();
-        let mut room = |bytes: usize| device.alloc(bytes.max(4)).map(|buffer| Slice::of(buffer, bytes.max(4)));
+        let mut room =
+            |bytes: usize| device.alloc(bytes.max(4)).map(|buffer| Slice::of(buffer, bytes.max(4)));
         let wanted_max = bounds.bucket;
         let chosen_bytes = (wanted_max * 4).next_multiple_of(256);
         let results = room(chosen_bytes + wanted_max * config.vocab * 4)?;

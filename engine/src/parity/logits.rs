@@ -69,8 +69,16 @@ pub(super) fn float32(subject: &Subject) -> Result<Vec<Line>, ParityError> {
             format!("{identical} of {prompts} prompts identical, {tokens} tokens"),
         ),
         Line::at_most("largest difference of a logit", logit, slack * MAX_LOGIT_DIFFERENCE),
-        Line::at_most("mean difference of top-5 log-probabilities", top.mean(), slack * MEAN_LOGPROB_DIFFERENCE),
-        Line::at_most("largest difference of a prompt log-probability", prompt_logprob, slack * MAX_LOGIT_DIFFERENCE),
+        Line::at_most(
+            "mean difference of top-5 log-probabilities",
+            top.mean(),
+            slack * MEAN_LOGPROB_DIFFERENCE,
+        ),
+        Line::at_most(
+            "largest difference of a prompt log-probability",
+            prompt_logprob,
+            slack * MAX_LOGIT_DIFFERENCE,
+        ),
     ])
 }
 
@@ -132,11 +140,7 @@ struct Continuation {
 }
 
 /// The executor of a subject's device. The CPU's computes in f32 whatever the weights are.
-fn executor(
-    subject: &Subject,
-    sequences: usize,
-    element: Element,
-) -> Result<Box<dyn Executor>, ParityError> {
+fn executor(subject: &Subject, sequences: usize, element: Element) -> Result<Box<dyn Executor>, ParityError> {
     let tokens = |prompt: &Prompt| {
         let bf16 = prompt.bf16.as_ref().map_or(0, |run| run.greedy_ids.len());
         prompt.ids.len() + prompt.f32.greedy_ids.len().max(bf16)

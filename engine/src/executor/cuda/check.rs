@@ -43,11 +43,7 @@ struct Case {
 ///
 /// # Errors
 /// [`DeviceError`] where a case could not be run at all.
-pub fn kernels(
-    device: &mut dyn Device,
-    element: Element,
-    head_dim: usize,
-) -> Result<Vec<Line>, DeviceError> {
+pub fn kernels(device: &mut dyn Device, element: Element, head_dim: usize) -> Result<Vec<Line>, DeviceError> {
     let mut lines = Vec::new();
     for case in cases(element, head_dim) {
         let mut soft = SoftDevice::new(SOFT_BYTES, element, head_dim);
@@ -227,7 +223,10 @@ fn add_rms_norm(element: Element, width: usize, bare: bool) -> Case {
             };
             vec![Work::Launch(kernels::add_rms_norm(&norm, width, 1e-5, made))]
         }),
-        compared: vec![(0, Compare::Near(Element::F32, 2e-5)), (5, Compare::Near(element, rounding(element)))],
+        compared: vec![
+            (0, Compare::Near(Element::F32, 2e-5)),
+            (5, Compare::Near(element, rounding(element))),
+        ],
     }
 }
 
@@ -423,7 +422,8 @@ fn choose(vocab: usize) -> Case {
         ]
     };
     let mut draws = vec![draw(0, 1.0, 0, 1.0, 0.0, 0), draw(1, 1.0, 0, 1.0, 0.0, 0)];
-    for (top_k, top_p, min_p) in [(0, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (40, 0.9, 0.05)] {
+    for (top_k, top_p, min_p) in [(0, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (40, 0.9, 0.05)]
+    {
         for _ in 0..6 {
             draws.push(draw(2, 0.1, top_k, top_p, min_p, numbers.next() >> 11 << 11));
         }

@@ -62,7 +62,14 @@ impl<D: Device> CudaExecutor<D> {
         self.words.part(section.at * 4, section.len * 4)
     }
 
-    fn product(&mut self, x: Slice, weights: Slice, out: Slice, rows: usize, size: (usize, usize)) -> Result<(), DeviceError> {
+    fn product(
+        &mut self,
+        x: Slice,
+        weights: Slice,
+        out: Slice,
+        rows: usize,
+        size: (usize, usize),
+    ) -> Result<(), DeviceError> {
         let element = self.shape.element;
         let (inputs, outputs) = size;
         let matmul =
@@ -104,7 +111,10 @@ impl<D: Device> CudaExecutor<D> {
             self.attend(plan, index)?;
             self.product(at.attended, weights[1], at.projected, rows, (query, hidden))?;
             let delta = Some((at.projected, output_bias));
-            self.norm(&Norm { hidden: at.hidden, delta, weight: mlp_norm, rows: None, out: at.normed }, rows)?;
+            self.norm(
+                &Norm { hidden: at.hidden, delta, weight: mlp_norm, rows: None, out: at.normed },
+                rows,
+            )?;
             self.product(at.normed, weights[2], at.gate_up, rows, (hidden, 2 * inter))?;
             let silu = kernels::silu_mul(at.gate_up, gate_up_bias, at.activated, inter, rows);
             self.device.launch(self.compute, &silu)?;

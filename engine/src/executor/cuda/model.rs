@@ -112,7 +112,8 @@ impl<'a> Loader<'a> {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
         let qkv = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)];
         let of_qkv = |kind: &str| qkv.map(|(part, width)| (name(&format!("self_attn.{part}.{kind}")), width));
-        let of_mlp = |kind: &str| ["gate_proj", "up_proj"].map(|part| (name(&format!("mlp.{part}.{kind}")), inter));
+        let of_mlp =
+            |kind: &str| ["gate_proj", "up_proj"].map(|part| (name(&format!("mlp.{part}.{kind}")), inter));
         let qk_norm = match config.qk_norm() {
             false => None,
             true => Some((
@@ -166,7 +167,8 @@ impl<'a> Loader<'a> {
     /// As the CPU executor computes them: the angle rounded to f32, its functions exact.
     #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation)]
     fn angles(&mut self, config: &ModelConfig, positions: usize) -> Result<Slice, LoadError> {
-        let (frequencies, factor) = (config.rope.frequencies(config.head_dim), config.rope.attention_factor());
+        let (frequencies, factor) =
+            (config.rope.frequencies(config.head_dim), config.rope.attention_factor());
         let to = self.room(positions * config.head_dim * 4)?;
         let at_once = STAGING_BYTES / (config.head_dim * 4);
         for first in (0..positions).step_by(at_once) {
@@ -212,7 +214,12 @@ impl<'a> Loader<'a> {
             if element == Element::Bf16 && tensor.dtype() == WeightDtype::Bf16 {
                 let mut bits = vec![0; now];
                 tensor.read_bf16_bits(first, &mut bits);
-                bytes.as_chunks_mut::<2>().0.iter_mut().zip(bits).for_each(|(to, bits)| *to = bits.to_le_bytes());
+                bytes
+                    .as_chunks_mut::<2>()
+                    .0
+                    .iter_mut()
+                    .zip(bits)
+                    .for_each(|(to, bits)| *to = bits.to_le_bytes());
             } else {
                 let mut values = vec![0.0; now];
                 tensor.read_f32(first, &mut values);

@@ -66,11 +66,8 @@ pub fn compile(source: &str, arch: &str) -> Result<Compiled, DeviceError> {
     libraries::load(&libraries::NVRTC)?;
     let text = |text: &str| CString::new(text).expect("sources and options have no zero byte");
     let (source, name) = (text(source), text("kernels.cu"));
-    let options = [
-        text(&format!("--gpu-architecture={arch}")),
-        text("--std=c++17"),
-        text("--ptxas-options=-v"),
-    ];
+    let options =
+        [text(&format!("--gpu-architecture={arch}")), text("--std=c++17"), text("--ptxas-options=-v")];
     let pointers = options.each_ref().map(|option| option.as_ptr());
     let mut program = Program(std::ptr::null_mut());
     // SAFETY: symbols were found; strings end with zero and live until the calls return; buffers have the sizes that the

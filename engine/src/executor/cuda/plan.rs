@@ -206,7 +206,8 @@ fn check(batch: &[SeqStep<'_>], bounds: &Bounds) -> Result<(), String> {
         if step.tokens.is_empty() || end > bounds.positions {
             return Err(format!("positions {} to {end} of at most {}", step.start, bounds.positions));
         }
-        if step.block_table.len() < end.div_ceil(bounds.block_tokens) || !step.block_table.iter().all(inside) {
+        if step.block_table.len() < end.div_ceil(bounds.block_tokens) || !step.block_table.iter().all(inside)
+        {
             return Err(format!("a block table of {} blocks for {end} positions", step.block_table.len()));
         }
         if let Some(token) = step.tokens.iter().find(|token| **token as usize >= bounds.vocab) {
@@ -294,7 +295,8 @@ mod tests {
     #[test]
     fn what_is_out_of_bounds_is_refused_before_it_is_a_number() {
         let (table, far) = (table(5), [BlockId(64)]);
-        let step = |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::No };
+        let step =
+            |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::No };
         for wrong in [
             step(&[], 0, &table),
             step(&[100], 0, &table),

@@ -4,9 +4,7 @@ use super::software::SoftDevice;
 use super::*;
 use crate::executor::LogitsWanted;
 use crate::executor::cpu::{CpuExecutor, CpuOptions};
-use crate::sampling::{
-    Draw, GenerationDefaults, Place, SamplingParams, TokenCounts, distribution,
-};
+use crate::sampling::{Draw, GenerationDefaults, Place, SamplingParams, TokenCounts, distribution};
 
 const VOCAB: u32 = 150;
 /// f32 against f32 of another order of summation.
@@ -65,7 +63,10 @@ fn blocks(first: u32, count: u32) -> Vec<BlockId> {
 
 fn far(a: &Logits, b: &Logits) -> f32 {
     assert_eq!((a.vocab, a.values.len()), (b.vocab, b.values.len()));
-    a.values.iter().zip(&b.values).fold(0.0, |far, (a, b)| if (a - b).abs() <= far { far } else { (a - b).abs() })
+    a.values
+        .iter()
+        .zip(&b.values)
+        .fold(0.0, |far, (a, b)| if (a - b).abs() <= far { far } else { (a - b).abs() })
 }
 
 /// One sequence of a script.
@@ -219,7 +220,8 @@ fn blocks_that_were_published_can_be_decoded_from_elsewhere() {
     let config = config("Qwen2", "");
     let (mut producer, mut consumer) = (on_software(&config, |_| ()), on_software(&config, |_| ()));
     let (text, table, there) = (tokens(9, 45), blocks(3, 6), blocks(30, 6));
-    let step = |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+    let step =
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
     let mut logits = Logits::default();
     producer.execute(&[step(&text[..40], 0, &table)], &mut logits).unwrap();
     let before = producer.regions()[0].read_block(table[0]);

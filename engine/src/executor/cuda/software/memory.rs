@@ -62,7 +62,12 @@ impl Bytes {
 }
 
 /// Calls `each(block, first byte in it, range of the whole)` for a range of a region's bytes.
-fn in_blocks(region: &Region, at: usize, len: usize, mut each: impl FnMut(BlockId, usize, std::ops::Range<usize>)) {
+fn in_blocks(
+    region: &Region,
+    at: usize,
+    len: usize,
+    mut each: impl FnMut(BlockId, usize, std::ops::Range<usize>),
+) {
     let mut done = 0;
     while done < len {
         let (block, within) = ((at + done) / region.block_bytes(), (at + done) % region.block_bytes());
@@ -155,7 +160,8 @@ impl Shadow {
         // What this one covers and follows needs no memory: whoever follows this one follows that too.
         self.0.retain(|access| {
             let covered = span.start <= access.span.start && access.span.end <= span.end;
-            let replaced = covered && (span.write || !access.span.write) && now.at(access.place) >= access.time;
+            let replaced =
+                covered && (span.write || !access.span.write) && now.at(access.place) >= access.time;
             !(replaced && (span.write || access.place == place))
         });
         self.0.push(Access { span, place, time: now.at(place) });

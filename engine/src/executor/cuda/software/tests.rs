@@ -122,7 +122,10 @@ fn lengths_beyond_a_buffer_are_found_before_and_inside_a_launch() {
     let beyond = Slice { bytes: 65, ..a };
     is_undefined(device.launch(one, &silu(beyond, b)), "of a buffer of 64");
     // Eight values of gate and eight of up are 64 bytes; sixteen are not there.
-    is_undefined(device.launch(one, &kernels::silu_mul(a, None, b, 16, 1)), "argument 0: bytes 64 to 128 of 64");
+    is_undefined(
+        device.launch(one, &kernels::silu_mul(a, None, b, 16, 1)),
+        "argument 0: bytes 64 to 128 of 64",
+    );
     is_undefined(device.upload(one, HostAt { host, offset: 32 }, a), "of host memory");
     let product = |rows| Matmul {
         x: a,

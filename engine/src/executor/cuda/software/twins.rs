@@ -259,8 +259,7 @@ fn silu_mul(run: &mut Run<'_>) -> Result<(), Fault> {
             add(&mut gate, run.read(1, Element::F32, 0, computed)?);
             add(&mut up, run.read(1, Element::F32, width, computed)?);
         }
-        let out: Vec<_> =
-            gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect();
+        let out: Vec<_> = gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect();
         run.write(2, element, row * width, &out)?;
     }
     Ok(())

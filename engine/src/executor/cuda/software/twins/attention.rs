@@ -142,8 +142,7 @@ pub(super) fn prefill(run: &mut Run<'_>) -> Result<(), Fault> {
     }
     for tile in 0..tiles {
         let entry = run.integers(3, tile * 4, 4)?;
-        let [row, queries, first, table] =
-            [0, 1, 2, 3].map(|i| Run::index(entry[i], "entry of a tile"));
+        let [row, queries, first, table] = [0, 1, 2, 3].map(|i| Run::index(entry[i], "entry of a tile"));
         let (row, queries, first, table) = (row?, queries?, first?, table?);
         if queries > super::super::super::kernels::TILE_QUERIES {
             return Err(format!("a tile of {queries} queries"));
