@@ -5,6 +5,7 @@
 //! link, and one large bf16 product. Without a GPU it does nothing and says so ([`Skipped`]).
 
 pub mod compile;
+pub mod emulate;
 mod speed;
 
 use std::io::Write;

@@ -20,6 +20,8 @@ pub enum Benchmark {
     Gpu(gpu::GpuBench),
     /// Every kernel through NVIDIA's run-time compiler, for every architecture; needs no GPU
     GpuCompile(gpu::compile::GpuCompile),
+    /// Every kernel's own code on an emulation of CUDA's threads, against its twin; needs a C++ compiler and no GPU
+    GpuEmulate(gpu::emulate::GpuEmulate),
     /// KV blocks over the transport, against a bare writev/readv loop and memcpy
     Transfer(transfer::TransferOptions),
     /// One lease from open to close, with up to 100,000 others alive
@@ -39,6 +41,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
     match benchmark {
         Benchmark::Engine(options) => Ok(engine::run(&options, out)?),
         Benchmark::Gpu(options) => gpu::run(&options, out),
+        Benchmark::GpuEmulate(options) => gpu::emulate::run(&options, out),
         Benchmark::GpuCompile(options) => gpu::compile::run(&options, out),
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(lease::run(&options, out)?),

@@ -22,6 +22,9 @@ enum Work {
     Matmul(Matmul),
 }
 
+/// What is done with the buffers of a case.
+type Enqueue = dyn Fn(&[Slice]) -> Vec<Work>;
+
 /// How a result is compared.
 #[derive(Clone, Copy, Debug)]
 enum Compare {
@@ -35,7 +38,7 @@ enum Compare {
 struct Case {
     name: String,
     buffers: Vec<Vec<u8>>,
-    work: Box<dyn Fn(&[Slice]) -> Vec<Work>>,
+    work: Box<Enqueue>,
     compared: Vec<(usize, Compare)>,
 }
 

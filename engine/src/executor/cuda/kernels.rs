@@ -5,6 +5,8 @@
 
 use super::device::{Arg, Element, Launch, Slice};
 
+const PTX: &str = include_str!("kernels/ptx.cu");
+const EMULATION: &str = include_str!("kernels/emulation.cpp");
 const PRELUDE: &str = include_str!("kernels/prelude.cu");
 const ROWS: &str = include_str!("kernels/rows.cu");
 const ROPE_KV: &str = include_str!("kernels/rope_kv.cu");
@@ -102,6 +104,34 @@ pub fn supported(element: Element, head_dim: usize) -> Result<(), String> {
 /// The whole source for one element type and head width. `#line` gives errors the place in the file they are in.
 #[must_use]
 pub fn source(element: Element, head_dim: usize) -> String {
+    definitions(element, head_dim) + &lines("ptx.cu", PTX) + &bodies(element)
+}
+
+/// The same for a C++ compiler: a library that runs the kernels on this CPU, see `emulation.cpp`.
+#[must_use]
+pub fn emulation_source(element: Element, head_dim: usize) -> String {
+    // What has no fixed size is not a variable there.
+    let bodies = bodies(element).replace(DYNAMIC_SHARED, "unsigned char* shared = shared_memory;");
+    lines("emulation.cpp", EMULATION) + &definitions(element, head_dim) + &bodies + "EMULATE_KERNELS\n"
+}
+
+/// How kernels name dynamic shared memory.
+const DYNAMIC_SHARED: &str = "extern __shared__ __align__(16) unsigned char shared[];";
+
+fn lines(name: &str, text: &str) -> String {
+    format!("#line 1 \"{name}\"\n{text}\n")
+}
+
+fn definitions(element: Element, head_dim: usize) -> String {
+    let bf16 = u8::from(element == Element::Bf16);
+    format!(
+        "#define ELEMENT_BF16 {bf16}\n#define HEAD_DIM {head_dim}\n#define DECODE_WARPS {DECODE_WARPS}\n\
+         #define DECODE_STAGES {DECODE_STAGES}\n#define KEYS {TILE_QUERIES}\n#define SPLIT_TOKENS {SPLIT_TOKENS}\n"
+    )
+}
+
+/// Everything but [`PTX`].
+fn bodies(element: Element) -> String {
     let attention: &[(&str, &str)] = match element {
         Element::Bf16 => &[
             ("tensor_core.cu", TENSOR_CORE),
@@ -110,17 +140,9 @@ pub fn source(element: Element, head_dim: usize) -> String {
         ],
         Element::F32 => &[("attention_f32.cu", ATTENTION_F32)],
     };
-    let bf16 = u8::from(element == Element::Bf16);
-    let mut all = format!(
-        "#define ELEMENT_BF16 {bf16}\n#define HEAD_DIM {head_dim}\n#define DECODE_WARPS {DECODE_WARPS}\n\
-         #define DECODE_STAGES {DECODE_STAGES}\n#define KEYS {TILE_QUERIES}\n#define SPLIT_TOKENS {SPLIT_TOKENS}\n"
-    );
-    let shared = [("prelude.cu", PRELUDE), ("rows.cu", ROWS), ("rope_kv.cu", ROPE_KV)];
+    let first = [("prelude.cu", PRELUDE), ("rows.cu", ROWS), ("rope_kv.cu", ROPE_KV)];
     let last = [("merge.cu", MERGE), ("choose.cu", CHOOSE)];
-    for (name, text) in shared.iter().chain(attention).chain(&last) {
-        all.push_str(&format!("#line 1 \"{name}\"\n{text}\n"));
-    }
-    all
+    first.iter().chain(attention).chain(&last).map(|(name, text)| lines(name, text)).collect()
 }
 
 /// Numbers of a model that launches depend on.

@@ -305,7 +305,7 @@ mod tests {
             step(&[1], 1024, &table),
             step(&[1], 0, &far),
         ] {
-            assert!(Plan::new(&[wrong.clone()], &BOUNDS).is_err(), "{wrong:?}");
+            assert!(Plan::new(std::slice::from_ref(&wrong), &BOUNDS).is_err(), "{wrong:?}");
         }
     }
 

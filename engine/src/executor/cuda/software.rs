@@ -10,9 +10,11 @@
 //!
 //! It is slow, and it computes bf16 as the kernels do: stored in 16 bits, summed in f32.
 
+mod emulated;
 mod memory;
 mod twins;
 
+pub use self::emulated::{Emulation, EmulationError};
 pub(super) use self::twins::{narrow, widen};
 
 use baton_connector::region::Region;
@@ -51,6 +53,8 @@ enum Recorded {
 /// See the module's documentation.
 pub struct SoftDevice {
     module: Module,
+    /// Runs the kernels themselves instead of their twins.
+    emulation: Option<Emulation>,
     memory_bytes: usize,
     buffers: Vec<Option<Memory>>,
     hosts: Vec<Memory>,
@@ -77,6 +81,7 @@ impl SoftDevice {
     pub fn new(memory_bytes: usize, element: Element, head_dim: usize) -> Self {
         Self {
             module: Module { element, head_dim },
+            emulation: None,
             memory_bytes,
             buffers: Vec::new(),
             hosts: Vec::new(),
@@ -88,6 +93,13 @@ impl SoftDevice {
             replays: 0,
             copies: 0,
         }
+    }
+
+    /// A device that runs the kernels' own code, compiled for this CPU; what they touch is not followed byte by byte.
+    #[must_use]
+    pub fn emulating(mut self, emulation: Emulation) -> Self {
+        self.emulation = Some(emulation);
+        self
     }
 
     fn check(&self, slice: &Slice) -> Result<&Memory, DeviceError> {
@@ -158,6 +170,17 @@ impl SoftDevice {
             }
         }
         let (place, now) = self.begin(on);
+        if let Some(emulation) = &self.emulation {
+            emulation.run(&mut self.buffers, launch).map_err(DeviceError::Undefined)?;
+            for arg in &launch.args {
+                if let Arg::In(slice) | Arg::Out(slice) = arg {
+                    let span = Span { start: 0, end: slice.bytes, write: matches!(arg, Arg::Out(_)) };
+                    self.note(slice, &[span], place, &now, name)?;
+                }
+            }
+            self.launches += 1;
+            return Ok(());
+        }
         let mut run = twins::Run::new(&mut self.buffers, launch, self.module);
         twins::run(&mut run).map_err(|what| DeviceError::Undefined(format!("{name}: {what}")))?;
         let touched = run.touched();

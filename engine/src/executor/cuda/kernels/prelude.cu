@@ -1,20 +1,11 @@
-// What every kernel is built on. No header is included, so that nothing but NVRTC is needed to compile: bf16 is its
-// sixteen bits, and conversions are single PTX instructions.
+// What every kernel is built on, after ptx.cu.
 //
 // Defined by the host: ELEMENT_BF16 (0: f32), HEAD_DIM, DECODE_WARPS, DECODE_STAGES, KEYS, SPLIT_TOKENS.
-
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 #if ELEMENT_BF16
 typedef u16 T;
 __device__ __forceinline__ float widen(T x) { return __uint_as_float(static_cast<u32>(x) << 16); }
-__device__ __forceinline__ T narrow(float x) {
-    u16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    return bits;
-}
+__device__ __forceinline__ T narrow(float x) { return narrow_1(x); }
 #else
 typedef float T;
 __device__ __forceinline__ float widen(T x) { return x; }

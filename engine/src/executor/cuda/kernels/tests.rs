@@ -86,6 +86,7 @@ fn every_launch_has_the_parameters_of_its_kernel_in_both_sources() {
 fn sources_include_nothing() {
     for element in [Element::F32, Element::Bf16] {
         assert!(!source(element, 64).contains("#include"), "a kernel needs more than the compiler");
+        assert!(!emulation_source(element, 64).contains("extern __shared__"), "it has no fixed size");
     }
 }
 

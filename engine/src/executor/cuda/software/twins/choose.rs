@@ -85,7 +85,7 @@ fn drawn(logits: &[f32], best: f32, draw: &[i32]) -> i32 {
     kept.retain(|id| weights[*id] >= min_p);
     kept.sort_unstable();
     let total: u64 = kept.iter().map(|id| mass(weights[*id])).sum();
-    let target = (u128::from(fraction) * u128::from(total) >> 64) as u64;
+    let target = ((u128::from(fraction) * u128::from(total)) >> 64) as u64;
     let mut sum = 0;
     let at = kept.iter().find(|id| {
         sum += mass(weights[**id]);
