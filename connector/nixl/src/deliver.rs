@@ -1,6 +1,6 @@
 //! The producer's side: an agent that knows the pool, and which of its blocks a reader may take.
 
-use std::io::{self, ErrorKind};
+use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 
@@ -95,8 +95,7 @@ impl NixlServer {
         options: ServerOptions,
     ) -> io::Result<Self> {
         let address = listener.local_addr()?;
-        let offering =
-            producer(library, lender.region()).map_err(|why| io::Error::new(ErrorKind::Other, why))?;
+        let offering = producer(library, lender.region()).map_err(io::Error::other)?;
         let server = Server::start(listener.into(), lender, vec![offering], options)?;
         Ok(Self { address, server })
     }

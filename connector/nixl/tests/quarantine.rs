@@ -164,7 +164,7 @@ fn the_simulated_library_has_the_trap() {
     let (p, d) =
         (handle.agent("p", Side::Target).expect("one"), handle.agent("d", Side::Initiator).expect("one"));
     let at = |region: &Region| region.block_ptr(BlockId(0));
-    #[allow(unsafe_code)]
+    #[allow(unsafe_code)] // calls of an agent; each says why it is sound
     // SAFETY: both pools outlive both agents.
     unsafe {
         p.register(at(&from), BLOCK).expect("memory");
@@ -174,7 +174,7 @@ fn the_simulated_library_has_the_trap() {
     library.mode(Mode::Held);
     let piece = Piece { from: at(&from).addr(), into: at(&into).addr(), len: BLOCK };
     let request = d.prepare("p", &[piece]).expect("it fits");
-    #[allow(unsafe_code)]
+    #[allow(unsafe_code)] // calls of an agent; each says why it is sound
     // SAFETY: nobody else uses the landing memory.
     let posted = unsafe { d.post(&request) };
     assert_eq!(posted, Ok(State::InFlight));

@@ -184,17 +184,30 @@ impl Other {
     }
 
     fn signal(&self, signal: i32) {
-        #[allow(unsafe_code)]
-        // SAFETY: a signal to a child that has not been waited for.
-        let sent = unsafe { libc::kill(self.process.id().cast_signed(), signal) };
-        assert_eq!(sent, 0);
+        #[allow(unsafe_code)] // kill(2); one call
+        // SAFETY: a signal to a child of ours; one that has ended gets none.
+        unsafe {
+            libc::kill(self.process.id().cast_signed(), signal)
+        };
+    }
+}
+
+impl Other {
+    /// Stops the process, and returns when all its threads have stopped.
+    fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        let mut status = 0;
+        #[allow(unsafe_code)] // waitpid(2); one call
+        // SAFETY: a child of ours, and room for its status.
+        let changed =
+            unsafe { libc::waitpid(self.process.id().cast_signed(), &raw mut status, libc::WUNTRACED) };
+        assert!(changed > 0 && libc::WIFSTOPPED(status), "it stops");
     }
 }
 
 impl Drop for Other {
     fn drop(&mut self) {
-        self.signal(libc::SIGCONT);
-        drop(self.process.stdin.take());
+        // A stopped process can be killed too.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
@@ -215,9 +228,13 @@ fn landed(region: &Region) {
     }
 }
 
-/// One byte of a block that no lender's block holds at every place: whether something else was written over it.
+/// Whatever is written over this is seen: no block of a lender's is all of it, nor begins with it where it matters.
 fn mark(region: &Region) {
     (0..BLOCKS as u32).for_each(|block| region.write_block(BlockId(block), &vec![0xee; BLOCK]));
+}
+
+fn begins_to_arrive(region: &Region) -> bool {
+    region.read_block(BlockId(0))[0] != 0xee
 }
 
 fn marked(region: &Region) -> bool {
@@ -254,7 +271,7 @@ fn a_producer_that_is_killed_in_mid_read_is_an_error_and_the_next_one_is_read() 
     thread::scope(|scope| {
         let read = scope.spawn(|| transport.read(&other.peer, &order_of_dead, &region, &GO));
         // It has taken some batches, and waits for the rest.
-        while marked(&region) {
+        while !begins_to_arrive(&region) {
             assert!(begun.elapsed() < PATIENCE && !read.is_finished(), "nothing arrives");
         }
         other.signal(libc::SIGKILL);
@@ -282,7 +299,7 @@ fn a_producer_that_is_killed_at_any_moment_leaves_no_valid_verdict_and_no_hang()
         thread::scope(|scope| {
             let read = scope.spawn(|| transport.read(&other.peer, &order, &region, &GO));
             let begun = Instant::now();
-            while marked(&region) {
+            while !begins_to_arrive(&region) {
                 assert!(begun.elapsed() < PATIENCE, "nothing arrives");
             }
             other.signal(libc::SIGKILL);
@@ -306,10 +323,10 @@ fn a_stopped_producer_is_an_error_within_the_bound_and_nothing_is_written_when_i
     let begun = Instant::now();
     let read = thread::scope(|scope| {
         let read = scope.spawn(|| transport.read(&other.peer, &order, &region, &GO));
-        while marked(&region) {
+        while !begins_to_arrive(&region) {
             assert!(begun.elapsed() < PATIENCE && !read.is_finished(), "nothing arrives");
         }
-        other.signal(libc::SIGSTOP);
+        other.stop();
         let stopped = Instant::now();
         let read = read.join().expect("no panic");
         assert!(stopped.elapsed() < 2 * SILENCE + SLACK, "{:?}", stopped.elapsed());
@@ -317,15 +334,10 @@ fn a_stopped_producer_is_an_error_within_the_bound_and_nothing_is_written_when_i
     });
     // It may have granted everything before it was stopped.
     assert!(matches!(read, Ok(()) | Err(TransportError::Transfer(_))), "{read:?}");
-    assert!(transport.finish(&other.peer, order.handle, order.reader).is_err(), "it says nothing");
+    let verdict = transport.finish(&other.peer, order.handle, order.reader);
+    assert!(verdict.is_err(), "it says nothing, and the read said {read:?}: {verdict:?}");
     mark(&region);
     other.signal(libc::SIGCONT);
-    let tcp = std::env::var("UCX_TLS").is_ok_and(|tls| tls == "tcp");
-    if tcp && read.is_err() {
-        assert!(transport.way().agents_made() == 1, "retired, and none made since");
-        // Its UCX may end it now (see the crate's table); otherwise everything that it still sends has been sent.
-        println!("the producer, continued: {:?}", other.process.try_wait());
-    }
     let begun = Instant::now();
     while begun.elapsed() < SILENCE {
         transport.sweep();
@@ -336,6 +348,11 @@ fn a_stopped_producer_is_an_error_within_the_bound_and_nothing_is_written_when_i
     let again = self::order(next.lend());
     assert_eq!(transport.read(&next.peer, &again, &region, &GO), Ok(()));
     landed(&region);
+    // Over UCX's TCP a request was in flight, most likely: then its agent has been replaced. And the producer may have
+    // been ended by its UCX (see the crate's table).
+    let (agents, ended) = (transport.way().agents_made(), other.process.try_wait());
+    println!("the read: {read:?}; agents made: {agents}; the producer, continued: {ended:?}");
+    assert!(agents == 1 || read.is_err(), "replaced without need");
 }
 
 #[test]
@@ -348,7 +365,7 @@ fn a_raised_stop_flag_ends_a_read_of_another_process_for_good() {
     let begun = Instant::now();
     let read = thread::scope(|scope| {
         let read = scope.spawn(|| transport.read(&other.peer, &order, &region, &stop));
-        while marked(&region) {
+        while !begins_to_arrive(&region) {
             assert!(begun.elapsed() < PATIENCE, "nothing arrives");
         }
         stop.store(true, Ordering::Release);

@@ -18,7 +18,7 @@ struct Producer {
 }
 
 impl Producer {
-    #[allow(unsafe_code)]
+    #[allow(unsafe_code)] // registering a pool; it says why it is sound
     fn new(library: &Arc<Simulated>, name: &str) -> Self {
         let pool = Region::allocate(8, BLOCK);
         (0..8).for_each(|block| pool.write_block(BlockId(block), &[9; BLOCK]));
@@ -34,7 +34,7 @@ impl Producer {
 }
 
 /// Posts a read of the producer's block 0 into the region's block `into`.
-#[allow(unsafe_code)]
+#[allow(unsafe_code)] // posting a read; it says why it is sound
 fn post(turn: &Turn, producer: &Producer, region: &Region, into: u32) -> Request {
     let (from, into) = (producer.pool.block_ptr(BlockId(0)).addr(), region.block_ptr(BlockId(into)).addr());
     let request =
