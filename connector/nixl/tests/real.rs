@@ -382,7 +382,7 @@ fn a_raised_stop_flag_ends_a_read_of_another_process_for_good() {
 
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
-fn a_consumer_that_is_idle_uses_no_processor() {
+fn an_idle_producer_uses_no_processor() {
     let (mut other, transport) = (Other::start(None), client());
     let region = Region::allocate(BLOCKS, BLOCK);
     let order = order(other.lend());
