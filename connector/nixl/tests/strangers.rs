@@ -147,7 +147,9 @@ fn an_honest_producer_of_this_test_is_read() {
 #[test]
 fn an_offer_that_cannot_be_is_nobody_to_be_trusted() {
     let good = |base, at| (base, metadata("p", &[(at, BLOCKS * BLOCK)]));
-    let lies: [fn(u64, Vec<u8>) -> Vec<u8>; 6] = [
+    /// From where the pool lies, and true metadata of it.
+    type Lie = fn(u64, Vec<u8>) -> Vec<u8>;
+    let lies: [Lie; 6] = [
         |base, metadata| offer(u64::MAX, BLOCKS as u64, base, "p", &metadata),
         |_, metadata| offer(BLOCK as u64, BLOCKS as u64, u64::MAX - 4096, "p", &metadata),
         |base, metadata| offer(BLOCK as u64, BLOCKS as u64, base, "p q", &metadata),
