@@ -5,11 +5,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use baton_engine::engine::{Engine, EngineOptions};
-use baton_engine::executor::cpu::LoadProgress;
+use baton_engine::executor::cpu::{LoadProgress, WeightMode};
 use baton_engine::model::ModelFiles;
 use baton_engine::offload::open::DiskOptions;
 
-use crate::cli::EngineArgs;
+use crate::cli::{EngineArgs, QuantizeArg};
 use crate::{Failure, builtin, shutdown};
 
 /// Threads that serve HTTP. The engine's own threads do the computing.
@@ -74,6 +74,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.kv_cache_bytes = args.kv_cache_mib << 20;
     options.kv_blocks = args.kv_blocks;
     options.kv_dtype = args.kv_cache_dtype.into();
+    options.weights = args.quantize.map_or(WeightMode::Stored, |QuantizeArg::Int8| WeightMode::Int8);
     options.max_model_len = args.max_model_len;
     options.max_num_seqs = args.max_num_seqs;
     options.max_num_batched_tokens = args.max_num_batched_tokens.max(args.max_num_seqs);

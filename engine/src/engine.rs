@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::dp_rank::{Common, RunningRank};
 use crate::executor::Executor;
-use crate::executor::cpu::{CpuExecutor, CpuOptions, LoadProgress};
+use crate::executor::cpu::{CpuExecutor, CpuOptions, LoadProgress, WeightMode};
 use crate::lease_desk::LeaseDesk;
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
@@ -63,6 +63,8 @@ pub struct EngineOptions {
     pub kv_blocks: Option<usize>,
     /// Element type of the KV cache.
     pub kv_dtype: KvDtype,
+    /// Element type of the weights in memory. Engines with quantized weights share KV blocks only with their like.
+    pub weights: WeightMode,
     /// Tokens of one sequence at most; the model's own limit by default.
     pub max_model_len: Option<usize>,
     /// Sequences that run or fetch at once.
@@ -110,6 +112,7 @@ impl EngineOptions {
             kv_cache_bytes: 512 << 20,
             kv_blocks: None,
             kv_dtype: KvDtype::F32,
+            weights: WeightMode::Stored,
             max_model_len: None,
             max_num_seqs: 64,
             max_num_batched_tokens: 512,
@@ -184,7 +187,7 @@ impl Engine {
         let model = options.served_model_name.clone().unwrap_or_else(|| options.model.default_name());
         let executor = load(&options, &config, progress)?;
 
-        let weights = identity(&options.model)?;
+        let weights = identity(&options.model)? + options.weights.identity();
         let fingerprint = executor.layout().fingerprint(&weights);
         let broken = CancellationToken::new();
         let common = Common {
@@ -401,6 +404,7 @@ fn cpu_options(options: &EngineOptions, block_bytes: usize) -> Result<CpuOptions
         block_tokens: options.block_tokens,
         kv_ranks: options.kv_ranks,
         kv_dtype: options.kv_dtype,
+        weights: options.weights,
         pool: match options.kv_transport {
             KvTransport::Tcp => Region::allocate,
             KvTransport::Auto | KvTransport::Shm => shared_pool,

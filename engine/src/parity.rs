@@ -8,6 +8,7 @@
 //! between attention implementations, so 5e-4 is a gate that catches every mistake worth the name; bf16 against
 //! bf16 of another engine is only comparable step by step under the golden tokens.
 
+mod coarse;
 mod golden;
 mod logits;
 mod text;
@@ -74,6 +75,8 @@ pub const CASES: &[Case] = &[
     Case { name: "float32", run: logits::float32 },
     Case { name: "invariance", run: logits::invariance },
     Case { name: "bfloat16", run: logits::bfloat16 },
+    Case { name: "16-bit caches", run: coarse::caches },
+    Case { name: "int8 weights", run: coarse::int8 },
     Case { name: "text", run: text::text },
     Case { name: "sampling", run: text::sampling },
 ];

@@ -15,6 +15,7 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 pub(super) trait Plain: Copy + Send + Sync + 'static {}
 impl Plain for f32 {}
 impl Plain for u16 {}
+impl Plain for i8 {}
 
 /// A fixed-size buffer of zeros to begin with, aligned to a cache line or, if large, to a huge page.
 #[derive(Debug)]

@@ -193,7 +193,7 @@ impl Loader<'_> {
 
     fn embedding(&mut self, tensor: &Tensor<'_>, len: usize) -> Embedding {
         self.count(tensor.bytes());
-        if tensor.dtype() == WeightDtype::Bf16 && self.mode == WeightMode::Stored {
+        if tensor.dtype() == WeightDtype::Bf16 && self.mode != WeightMode::F32 {
             let mut values = Aligned::zeroed(len);
             tensor.read_bf16_bits(0, &mut values);
             Embedding::Bf16(values)
