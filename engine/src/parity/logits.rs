@@ -14,7 +14,7 @@ const MEAN_LOGPROB_DIFFERENCE: f64 = 5e-5;
 /// The same against a bf16 run of another engine.
 const MEAN_LOGPROB_DIFFERENCE_BF16: f64 = 0.15;
 /// Bound of the mean divergence from a bf16 run, in nats.
-pub(super) const MEAN_DIVERGENCE_BF16: f64 = 0.02;
+const MEAN_DIVERGENCE_BF16: f64 = 0.02;
 /// How much less likely than our best token a bf16 run's choice may be, in nats.
 pub(super) const CHOSEN_WITHIN_BF16: f64 = 0.6;
 

@@ -1,6 +1,6 @@
 //! Packing: rows of a checkpoint's matrices become panels, as they are or quantized.
 
-use super::super::arena::{Aligned, Plain};
+use super::super::arena::{Aligned, Arena, Plain};
 use super::super::kernel::{Bf16, Element, Int8, PANEL};
 use super::super::team::{JobPanicked, Team};
 use super::{Matrix, Panels, Shared, WeightMode};
@@ -12,7 +12,7 @@ type Parts<'a, 'b> = &'a [(Tensor<'b>, usize)];
 impl Matrix {
     /// Packs the rows of all parts, one after the other; each part is `[outputs][inputs]`.
     pub(in super::super) fn pack(
-        team: &mut Team,
+        (team, arena): (&mut Team, &mut Arena),
         parts: Parts<'_, '_>,
         inputs: usize,
         mode: WeightMode,
@@ -21,21 +21,21 @@ impl Matrix {
         let bf16 = parts.iter().all(|(part, _)| part.dtype() == WeightDtype::Bf16);
         let panels = match mode {
             WeightMode::Int8 => Panels::Int8(pack_panels(
-                team,
+                (team, arena),
                 parts,
                 (inputs, Int8::panel_len(inputs)),
                 |part, start, out| part.read_f32(start, out),
                 |rows, panel| quantize(rows, inputs, panel),
             )?),
             WeightMode::Stored if bf16 => Panels::Bf16(pack_panels(
-                team,
+                (team, arena),
                 parts,
                 (inputs, Bf16::panel_len(inputs)),
                 |part, start, out| part.read_bf16_bits(start, out),
                 |rows, panel| transpose(rows, inputs, Bf16::column, panel),
             )?),
             WeightMode::Stored | WeightMode::F32 => Panels::F32(pack_panels(
-                team,
+                (team, arena),
                 parts,
                 (inputs, f32::panel_len(inputs)),
                 |part, start, out| part.read_f32(start, out),
@@ -48,7 +48,7 @@ impl Matrix {
 
 /// Makes panels in parallel: `fill` makes one of 32 rows of `inputs` values each.
 fn pack_panels<R: Plain + Default, T: Plain>(
-    team: &mut Team,
+    (team, arena): (&mut Team, &mut Arena),
     parts: Parts<'_, '_>,
     (inputs, panel_len): (usize, usize),
     read: impl Fn(&Tensor<'_>, usize, &mut [R]) + Sync,
@@ -56,7 +56,7 @@ fn pack_panels<R: Plain + Default, T: Plain>(
 ) -> Result<Aligned<T>, JobPanicked> {
     let outputs: usize = parts.iter().map(|(_, outputs)| outputs).sum();
     let count = outputs.div_ceil(PANEL);
-    let mut packed = Aligned::<T>::zeroed(count * panel_len);
+    let mut packed = arena.zeroed::<T>(count * panel_len);
     let base = Shared(packed.as_mut_ptr());
     team.run(&|member| {
         let mut rows = vec![R::default(); PANEL * inputs];

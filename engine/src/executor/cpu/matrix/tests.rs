@@ -1,6 +1,7 @@
 //! Products against the `gemm` crate, and against themselves cut differently.
 
 use super::*;
+use crate::executor::cpu::arena::Arena;
 use crate::executor::cpu::team::Team;
 use crate::model::weights::Weights;
 
@@ -68,10 +69,17 @@ fn matrices(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Matrix) {
     // Two parts whose border is inside a panel.
     let cut = outputs / 3;
     let whole = [(tensor.clone(), outputs)];
-    let stored = Matrix::pack(&mut team, &whole, inputs, WeightMode::Stored).unwrap();
+    let stored =
+        Matrix::pack((&mut team, &mut Arena::default()), &whole, inputs, WeightMode::Stored).unwrap();
     assert!(matches!(stored.panels, Panels::Bf16(_)));
     let top = weights.tensor("w", &[outputs, inputs]).unwrap();
-    let wide = Matrix::pack(&mut team, &[(top, cut), (tensor, outputs)], inputs, WeightMode::F32).unwrap();
+    let wide = Matrix::pack(
+        (&mut team, &mut Arena::default()),
+        &[(top, cut), (tensor, outputs)],
+        inputs,
+        WeightMode::F32,
+    )
+    .unwrap();
     assert!(matches!(wide.panels, Panels::F32(_)));
     (plain, stored, wide)
 }
@@ -131,8 +139,13 @@ fn quantized(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Vec<f32>) {
     let tensor = weights.tensor("w", &[outputs, inputs]).unwrap();
     let mut plain = vec![0.0; outputs * inputs];
     tensor.read_f32(0, &mut plain);
-    let matrix =
-        Matrix::pack(&mut Team::new(2).unwrap(), &[(tensor, outputs)], inputs, WeightMode::Int8).unwrap();
+    let matrix = Matrix::pack(
+        (&mut Team::new(2).unwrap(), &mut Arena::default()),
+        &[(tensor, outputs)],
+        inputs,
+        WeightMode::Int8,
+    )
+    .unwrap();
     assert!(matches!(matrix.panels, Panels::Int8(_)));
     let mut rounded = vec![f32::NAN; outputs * inputs];
     for (output, row) in rounded.chunks_exact_mut(inputs).enumerate() {
