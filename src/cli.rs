@@ -82,6 +82,8 @@ pub(crate) enum KvTransportArg {
     Shm,
     /// TCP only; shared memory is not offered either
     Tcp,
+    /// NIXL where both engines have its library, otherwise as auto
+    Nixl,
 }
 
 impl From<KvTransportArg> for KvTransport {
@@ -90,6 +92,7 @@ impl From<KvTransportArg> for KvTransport {
             KvTransportArg::Auto => Self::Auto,
             KvTransportArg::Shm => Self::Shm,
             KvTransportArg::Tcp => Self::Tcp,
+            KvTransportArg::Nixl => Self::Nixl,
         }
     }
 }
@@ -160,6 +163,9 @@ pub(crate) struct EngineArgs {
     /// How KV blocks travel between engines
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) kv_transport: KvTransportArg,
+    /// NIXL's library, libnixl_capi.so, for --kv-transport nixl; by default looked for where the system and Python keep it
+    #[arg(long, value_name = "FILE", env = "BATON_NIXL_LIBRARY")]
+    pub(crate) nixl_library: Option<PathBuf>,
     /// Host that other engines are told to reach the side channel at
     #[arg(long)]
     pub(crate) side_channel_host: Option<String>,

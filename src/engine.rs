@@ -69,6 +69,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
         args.side_channel.unwrap_or_else(|| std::net::SocketAddr::new(args.listen.ip(), 0));
     options.side_channel_host = args.side_channel_host;
     options.kv_transport = args.kv_transport.into();
+    options.nixl_library = args.nixl_library;
     options.kv_ranks = args.kv_ranks;
     options.block_tokens = args.block_size;
     options.kv_cache_bytes = args.kv_cache_mib << 20;

@@ -114,7 +114,8 @@ fn choice(out: &mut String, leg: &str, choice: &Value) {
             candidate["requests"],
             candidate["tokens"],
             candidate["weight"],
-            candidate["score"].as_f64().unwrap_or(0.0),
+            // A score of minus nothing is nothing.
+            candidate["score"].as_f64().unwrap_or(0.0) + 0.0,
         );
     }
     more(out, &choice["more_candidates"], "could have been chosen");

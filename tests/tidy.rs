@@ -12,15 +12,26 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("baton-connector", &[]),
     ("baton-openai", &[]),
     ("baton-connector-channel", &["baton-connector"]),
+    ("baton-connector-nixl", &["baton-connector", "baton-connector-channel"]),
     ("baton-connector-shm", &["baton-connector", "baton-connector-channel"]),
     ("baton-connector-tcp", &["baton-connector", "baton-connector-channel"]),
-    ("baton-engine", &["baton-connector", "baton-connector-shm", "baton-connector-tcp", "baton-openai"]),
+    (
+        "baton-engine",
+        &[
+            "baton-connector",
+            "baton-connector-nixl",
+            "baton-connector-shm",
+            "baton-connector-tcp",
+            "baton-openai",
+        ],
+    ),
     ("baton-fuzz", &["baton-connector-channel", "baton-router"]),
     ("baton-router", &["baton-connector", "baton-openai"]),
     (
         "baton-bench",
         &[
             "baton-connector",
+            "baton-connector-nixl",
             "baton-connector-shm",
             "baton-connector-tcp",
             "baton-engine",

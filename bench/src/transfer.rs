@@ -3,6 +3,8 @@
 //! In one run, alternating, over the same memory (pools as an engine has them) and the same scattered block tables:
 //! - **shm**: shared memory, a real server and a real client; the client copies from the producer's pool;
 //! - **tcp**: TCP on loopback, likewise;
+//! - **nixl**: NIXL, likewise, where its library is found; otherwise there is no such row. Within a host UCX copies with
+//!   `process_vm_readv`;
 //! - **bare**: a loop of `writev` and `readv` over one loopback connection, a megabyte per call, with the
 //!   transport's socket options, which knows nothing of leases;
 //! - **polling**: the same loop, whose writer waits for room in `poll` as the transport's does, and not inside
@@ -11,10 +13,10 @@
 //!
 //! Of a transport, read and verdict are timed together, as a fetch needs both.
 //!
-//! `--json` prints one object: `blocks[]` with `block_bytes`, `blocks`, and for `shm`, `tcp`, `bare`, `polling` and
-//! `memcpy` each `median_gb_per_s`, `min_gb_per_s`, `max_gb_per_s` (10⁹ bytes), and the ratios `shm_to_memcpy`,
-//! `tcp_to_bare`, `tcp_to_polling` and `tcp_to_memcpy` (medians of the ratios within each repetition);
-//! `latency` with `shm` and `tcp`, each with `read_one_block_us`, `finish_us` and `release_us` with `p50`, `p99` and
+//! `--json` prints one object: `blocks[]` with `block_bytes`, `blocks`, and for `shm`, `tcp`, `bare`, `polling`, `memcpy`
+//! and perhaps `nixl` each `median_gb_per_s`, `min_gb_per_s`, `max_gb_per_s` (10⁹ bytes), and the ratios
+//! `shm_to_memcpy`, `tcp_to_bare`, `tcp_to_polling`, `tcp_to_memcpy` and perhaps `nixl_to_memcpy` (medians of the ratios
+//! within each repetition); `nixl`, the library's file or null; `latency` with the transports, each with `read_one_block_us`, `finish_us` and `release_us` with `p50`, `p99` and
 //! `rounds`; `block_bytes_of_latency`; `repetitions`; `bytes_per_repetition`.
 
 mod bare;
@@ -22,6 +24,7 @@ mod lender;
 
 use std::io::{self, Write};
 use std::net::TcpListener;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -29,6 +32,7 @@ use std::time::{Duration, Instant};
 use baton_connector::region::Region;
 use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
 use baton_connector::{BlockId, Handle, Reader};
+use baton_connector_nixl::{Library, find};
 use baton_connector_shm::{ShmServer, ShmTransport, shared_pool};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpServer, TcpTransport};
 use serde_json::{Value, json};
@@ -56,6 +60,9 @@ pub struct TransferOptions {
     /// Reads of one block, and releases, whose latency is taken
     #[arg(long, default_value_t = 2000)]
     pub rounds: usize,
+    /// NIXL's library, libnixl_capi.so; by default looked for where the system and Python keep it
+    #[arg(long, value_name = "FILE", env = find::VARIABLE)]
+    pub nixl_library: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
@@ -73,43 +80,60 @@ pub enum TransferError {
     /// A read was answered "gone", or a release was not: the measurement would mean nothing.
     #[error("the producer did not keep its lease")]
     Lease,
+    /// The library that was named cannot be used.
+    #[error(transparent)]
+    Nixl(#[from] find::NotFound),
     /// Zero repetitions, rounds or bytes.
     #[error("block sizes, bytes, repetitions and rounds must be positive")]
     Options,
 }
 
-/// The transports, in the order of the report.
-const TRANSPORTS: [&str; 2] = ["shm", "tcp"];
+/// The transports, in the order of the report; the last only where there is NIXL.
+const TRANSPORTS: [&str; 3] = ["shm", "tcp", "nixl"];
 
 /// Everything that moves the same blocks, likewise.
-const WAYS: [&str; 5] = ["shm", "tcp", "bare", "polling", "memcpy"];
+const WAYS: [&str; 6] = ["shm", "tcp", "bare", "polling", "memcpy", "nixl"];
 
 /// Which way is compared with which, and the key of the ratio.
-const RATIOS: [(usize, usize, &str); 4] =
-    [(0, 4, "shm_to_memcpy"), (1, 2, "tcp_to_bare"), (1, 3, "tcp_to_polling"), (1, 4, "tcp_to_memcpy")];
+const RATIOS: [(usize, usize, &str); 5] = [
+    (0, 4, "shm_to_memcpy"),
+    (1, 2, "tcp_to_bare"),
+    (1, 3, "tcp_to_polling"),
+    (1, 4, "tcp_to_memcpy"),
+    (5, 4, "nixl_to_memcpy"),
+];
+
+/// NIXL, where there is any.
+type Nixl = Option<Arc<dyn Library>>;
 
 /// One producer, and a consumer for each transport, on this machine.
 struct Wire {
     lender: Arc<Lender>,
     /// As [`TRANSPORTS`].
-    transports: [Box<dyn Transport>; 2],
+    transports: Vec<Box<dyn Transport>>,
     peer: Peer,
     _servers: (TcpServer, ShmServer),
 }
 
 impl Wire {
-    fn start(blocks: usize, block_bytes: usize) -> Result<Self, TransferError> {
+    fn start(nixl: &Nixl, blocks: usize, block_bytes: usize) -> Result<Self, TransferError> {
         let secret = Secret::new(b"a secret for one benchmark").expect("longer than 16 bytes");
         let lender = Arc::new(Lender::new(blocks, block_bytes)?);
         let limits = ServerOptions { secret: Some(secret.clone()), ..ServerOptions::default() };
         let producer: Arc<dyn Producer> = Arc::clone(&lender) as _;
-        let tcp = TcpServer::start(TcpListener::bind("127.0.0.1:0")?, Arc::clone(&producer), limits.clone())?;
+        let offered = nixl.as_deref().map(|library| baton_connector_nixl::producer(library, lender.region()));
+        let beside = offered.transpose().map_err(io::Error::other)?.into_iter().collect();
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let tcp = TcpServer::start_beside(listener, Arc::clone(&producer), beside, limits.clone())?;
         let address = tcp.local_addr();
         let listener = baton_connector_shm::listen(lender.epoch(), address.port())?;
         let shm = ShmServer::start(listener, producer, limits)?;
         let options = ClientOptions { secret: Some(secret), ..ClientOptions::default() };
-        let transports: [Box<dyn Transport>; 2] =
-            [Box::new(ShmTransport::new(options.clone())), Box::new(TcpTransport::new(options))];
+        let mut transports: Vec<Box<dyn Transport>> =
+            vec![Box::new(ShmTransport::new(options.clone())), Box::new(TcpTransport::new(options.clone()))];
+        if let Some(library) = nixl {
+            transports.push(Box::new(baton_connector_nixl::transport(Arc::clone(library), options)));
+        }
         let peer = Peer { address, epoch: lender.epoch(), fingerprint: lender.fingerprint() };
         Ok(Self { lender, transports, peer, _servers: (tcp, shm) })
     }
@@ -143,19 +167,24 @@ pub fn run(options: &TransferOptions, out: &mut dyn Write) -> Result<(), Transfe
     if !positive || options.block_kib.is_empty() || options.block_kib.contains(&0) {
         return Err(TransferError::Options);
     }
+    let nixl: Nixl = match &options.nixl_library {
+        Some(named) => Some(find::library(Some(named))?),
+        None => find::library(None).ok(),
+    };
     let mut sizes = Vec::new();
     for &kib in &options.block_kib {
-        sizes.push(throughput(kib << 10, options)?);
+        sizes.push(throughput(&nixl, kib << 10, options)?);
     }
     let mut latencies = serde_json::Map::new();
-    for (at, transport) in TRANSPORTS.into_iter().enumerate() {
-        let [read, finish, release] = latency(at, options.rounds)?;
+    for (at, transport) in TRANSPORTS.into_iter().take(if nixl.is_some() { 3 } else { 2 }).enumerate() {
+        let [read, finish, release] = latency(&nixl, at, options.rounds)?;
         let entry = json!({ "read_one_block_us": read, "finish_us": finish, "release_us": release });
         latencies.insert(transport.to_owned(), entry);
     }
     let report = json!({
         "bytes_per_repetition": options.mib << 20,
         "repetitions": options.repetitions,
+        "nixl": nixl.as_ref().map(|library| library.origin()),
         "blocks": sizes,
         "block_bytes_of_latency": LATENCY_BLOCK_BYTES,
         "latency": latencies,
@@ -181,10 +210,10 @@ fn scattered(n: usize, seed: usize) -> Vec<BlockId> {
     (0..n).map(|i| BlockId((i * stride % n) as u32)).collect()
 }
 
-fn throughput(block_bytes: usize, options: &TransferOptions) -> Result<Value, TransferError> {
+fn throughput(nixl: &Nixl, block_bytes: usize, options: &TransferOptions) -> Result<Value, TransferError> {
     let blocks = ((options.mib << 20) / block_bytes).max(1);
     let bytes = blocks * block_bytes;
-    let wire = Wire::start(blocks, block_bytes)?;
+    let wire = Wire::start(nixl, blocks, block_bytes)?;
     let region = shared_pool(blocks, block_bytes)?;
     let (from, into) = (scattered(blocks, 1), scattered(blocks, 7));
     let (there, here) = ((wire.lender.region(), &from[..]), (&region, &into[..]));
@@ -207,7 +236,7 @@ fn throughput(block_bytes: usize, options: &TransferOptions) -> Result<Value, Tr
             }
             Ok::<_, TransferError>(took)
         };
-        let took = [
+        let mut took = vec![
             fetch(0)?,
             fetch(1)?,
             timed(|| Ok(bare.run()?))?,
@@ -217,6 +246,9 @@ fn throughput(block_bytes: usize, options: &TransferOptions) -> Result<Value, Tr
                 Ok(())
             })?,
         ];
+        if nixl.is_some() {
+            took.push(fetch(2)?);
+        }
         if round > 0 {
             for (list, time) in times.iter_mut().zip(took) {
                 list.push(time);
@@ -226,10 +258,11 @@ fn throughput(block_bytes: usize, options: &TransferOptions) -> Result<Value, Tr
     let mut report = serde_json::Map::new();
     report.insert("block_bytes".into(), json!(block_bytes));
     report.insert("blocks".into(), json!(blocks));
-    for (way, times) in WAYS.into_iter().zip(&times) {
-        report.insert(way.into(), speeds(bytes, times));
+    let measured = |way: usize| !times[way].is_empty();
+    for (at, way) in WAYS.into_iter().enumerate().filter(|(at, _)| measured(*at)) {
+        report.insert(way.into(), speeds(bytes, &times[at]));
     }
-    for (ours, theirs, key) in RATIOS {
+    for (ours, theirs, key) in RATIOS.into_iter().filter(|(ours, ..)| measured(*ours)) {
         report.insert(key.into(), json!(ratio(&times[theirs], &times[ours])));
     }
     Ok(Value::Object(report))
@@ -253,8 +286,8 @@ fn compare(
     if same { Ok(()) } else { Err(TransferError::Lease) }
 }
 
-fn latency(transport: usize, rounds: usize) -> Result<[Value; 3], TransferError> {
-    let wire = Wire::start(64, LATENCY_BLOCK_BYTES)?;
+fn latency(nixl: &Nixl, transport: usize, rounds: usize) -> Result<[Value; 3], TransferError> {
+    let wire = Wire::start(nixl, 64, LATENCY_BLOCK_BYTES)?;
     let region = shared_pool(64, LATENCY_BLOCK_BYTES)?;
     let (mut reads, mut finishes, mut releases) = (Vec::new(), Vec::new(), Vec::new());
     let warm_up = 50;
@@ -316,11 +349,12 @@ fn ratio(theirs: &[Duration], ours: &[Duration]) -> f64 {
 fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "GB/s, median (min–max) of {} repetitions", report["repetitions"])?;
     write!(out, "{:>9}  ", "block")?;
-    WAYS.iter().try_for_each(|way| write!(out, "{way:<21}"))?;
+    let ways = if report["nixl"].is_null() { &WAYS[..5] } else { &WAYS };
+    ways.iter().try_for_each(|way| write!(out, "{way:<21}"))?;
     writeln!(out, "% of")?;
     for size in report["blocks"].as_array().into_iter().flatten() {
         write!(out, "{:>5} KiB  ", size["block_bytes"].as_u64().unwrap_or(0) >> 10)?;
-        for way in WAYS {
+        for &way in ways {
             let number = |key: &str| size[way][key].as_f64().unwrap_or(f64::NAN);
             let (median, min, max) =
                 (number("median_gb_per_s"), number("min_gb_per_s"), number("max_gb_per_s"));
@@ -329,9 +363,10 @@ fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
         let percent = |(_, _, key): &(usize, usize, &str)| {
             format!("{} {:.0}", key.replace("_to_", "/"), 100.0 * size[*key].as_f64().unwrap_or(f64::NAN))
         };
-        writeln!(out, "{}", RATIOS.iter().map(percent).collect::<Vec<_>>().join(", "))?;
+        let ratios = RATIOS.iter().filter(|(_, _, key)| !size[*key].is_null());
+        writeln!(out, "{}", ratios.map(percent).collect::<Vec<_>>().join(", "))?;
     }
-    for transport in TRANSPORTS {
+    for transport in TRANSPORTS.into_iter().filter(|transport| !report["latency"][*transport].is_null()) {
         for (what, key) in [
             ("read of one 64 KiB block", "read_one_block_us"),
             ("its verdict", "finish_us"),
@@ -348,22 +383,27 @@ fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
 mod tests {
     use super::*;
 
+    fn small() -> TransferOptions {
+        let block_kib = vec![16];
+        TransferOptions { block_kib, mib: 4, repetitions: 1, rounds: 20, nixl_library: None, json: true }
+    }
+
     #[test]
     fn a_small_run_prints_every_documented_number() {
-        let options =
-            TransferOptions { block_kib: vec![16, 2048], mib: 4, repetitions: 2, rounds: 20, json: true };
+        let options = TransferOptions { block_kib: vec![16, 2048], repetitions: 2, ..small() };
         let mut out = Vec::new();
         run(&options, &mut out).expect("loopback works");
         let report: Value = serde_json::from_slice(&out).expect("one JSON object");
         for size in report["blocks"].as_array().expect("a list") {
-            for way in WAYS {
+            let there = |key: &str| !key.starts_with("nixl") || !report["nixl"].is_null();
+            for way in WAYS.into_iter().filter(|way| there(way)) {
                 assert!(size[way]["median_gb_per_s"].as_f64().expect("a number") > 0.0);
             }
-            for (_, _, ratio) in RATIOS {
+            for (_, _, ratio) in RATIOS.into_iter().filter(|(_, _, key)| there(key)) {
                 assert!(size[ratio].as_f64().expect("a number") > 0.0);
             }
         }
-        for transport in TRANSPORTS {
+        for transport in ["shm", "tcp"] {
             let latency = &report["latency"][transport];
             assert!(latency["release_us"]["p99"].as_f64() >= latency["release_us"]["p50"].as_f64());
             assert_eq!(latency["read_one_block_us"]["rounds"], 20);
@@ -381,7 +421,7 @@ mod tests {
 
     #[test]
     fn nothing_to_measure_is_an_error() {
-        let options = TransferOptions { block_kib: vec![16], mib: 1, repetitions: 0, rounds: 1, json: false };
+        let options = TransferOptions { repetitions: 0, json: false, ..small() };
         assert!(matches!(run(&options, &mut Vec::new()), Err(TransferError::Options)));
     }
 }

@@ -35,7 +35,7 @@ use crate::peers::{OwnCache, Peers};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::status::StatusBoard;
 use crate::step_loop::{Parts, StepLoop};
-use crate::transport::{self, SideChannel};
+use crate::transport::{self, FoundNixl, SideChannel};
 
 /// What the HTTP side knows of one core.
 pub struct DpRank {
@@ -96,6 +96,7 @@ pub(crate) struct Common<'a> {
     pub fingerprint: u64,
     /// The identity of the weights.
     pub model: &'a str,
+    pub nixl: &'a FoundNixl,
     pub max_model_len: usize,
     /// Cancelled when a step loop has panicked.
     pub broken: CancellationToken,
@@ -146,7 +147,7 @@ impl RunningRank {
             let producer = KvRank::new(Arc::clone(&desk), cache.geometry, rank, region.clone());
             let producer: Arc<dyn Producer> = Arc::new(producer);
             let limits = ServerOptions { secret: common.secret.clone(), ..ServerOptions::default() };
-            let server = SideChannel::start(options.kv_transport, side, &producer, &limits);
+            let server = SideChannel::start(options.kv_transport, common.nixl, side, &producer, &limits);
             servers.push(server.map_err(system("side channel"))?);
         }
         // A connection per read, and some for heartbeats and releases beside them.
@@ -156,7 +157,8 @@ impl RunningRank {
             connections_per_peer_max,
             ..ClientOptions::default()
         };
-        let transport = transport::consumer(options.kv_transport, &client);
+        let transport = transport::consumer(options.kv_transport, common.nixl, &client);
+        metrics.nixl(common.nixl.label());
         let peers = Peers::start(
             transport,
             cache.clone(),

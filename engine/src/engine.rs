@@ -1,6 +1,7 @@
 //! One engine, assembled: the model, one engine core per data-parallel rank, and the HTTP server before them.
 
 use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -28,7 +29,7 @@ use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelError, ModelFiles};
 use crate::offload::open::OffloadOptions;
 use crate::server::{Frontend, Role, is_loopback, serve};
-use crate::transport::{KvTransport, shared_pool};
+use crate::transport::{FoundNixl, KvTransport, shared_pool};
 
 /// Engine cores of one process.
 const DATA_PARALLEL_MAX: usize = 64;
@@ -51,6 +52,8 @@ pub struct EngineOptions {
     pub side_channel: SocketAddr,
     /// How blocks travel between engines.
     pub kv_transport: KvTransport,
+    /// NIXL's library, for [`KvTransport::Nixl`]; looked for where it may be by default.
+    pub nixl_library: Option<PathBuf>,
     /// The host that other engines are told to reach the side channel at; its own address by default.
     pub side_channel_host: Option<String>,
     /// Shards of each KV pool, by heads: each has its own memory, side channel and fetch workers.
@@ -106,6 +109,7 @@ impl EngineOptions {
             data_parallel_size: 1,
             side_channel: loopback,
             kv_transport: KvTransport::Auto,
+            nixl_library: None,
             side_channel_host: None,
             kv_ranks: 1,
             block_tokens: 16,
@@ -190,12 +194,14 @@ impl Engine {
         let weights = identity(&options.model)? + options.weights.identity();
         let fingerprint = executor.layout().fingerprint(&weights);
         let broken = CancellationToken::new();
+        let nixl = FoundNixl::look(options.kv_transport, options.nixl_library.as_deref());
         let common = Common {
             options: &options,
             secret: secret.clone(),
             epoch: Epoch(random()?),
             fingerprint,
             model: &weights,
+            nixl: &nixl,
             max_model_len: options.max_model_len.unwrap_or(config.max_positions),
             broken: broken.clone(),
         };
@@ -407,7 +413,7 @@ fn cpu_options(options: &EngineOptions, block_bytes: usize) -> Result<CpuOptions
         weights: options.weights,
         pool: match options.kv_transport {
             KvTransport::Tcp => Region::allocate,
-            KvTransport::Auto | KvTransport::Shm => shared_pool,
+            KvTransport::Auto | KvTransport::Shm | KvTransport::Nixl => shared_pool,
         },
         ..CpuOptions::default()
     };

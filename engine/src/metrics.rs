@@ -222,6 +222,14 @@ impl EngineMetrics {
         make.counter_with("baton_kv_transfer_bytes_total", help, "transport", transport).increment(bytes);
     }
 
+    /// Whether NIXL is here, and where it was found (`baton_nixl_info`).
+    pub fn nixl(&self, (state, library): (&'static str, &str)) {
+        let labels = [Label::new("state", state), Label::new("library", library.to_owned())];
+        let help =
+            "NIXL, as labels: `unwanted`, `missing` (blocks travel otherwise), or `here`, and its file.";
+        self.make().gauge_labelled("baton_nixl_info", help, &labels).set(1.0);
+    }
+
     /// A fetch that failed, and what became of it.
     pub fn load_failed(&self, policy: &'static str) {
         self.make()

@@ -1,20 +1,23 @@
-//! Which transport carries a handoff's blocks: shared memory where producer and consumer are on one host, TCP
-//! otherwise. Both ends are here, as [`SideChannel`] (what other engines read) and [`consumer`] (what reads them).
+//! Which transport carries a handoff's blocks: NIXL where it was asked for and both ends have it; otherwise shared
+//! memory where producer and consumer are on one host, and TCP between hosts. Both ends are here, as [`SideChannel`]
+//! (what other engines read) and [`consumer`] (what reads them).
 //!
 //! ```text
-//! peer ─ known? ─ yes ───────────────────────────────────▶ shm | tcp
-//!          └ no ─ somebody of us listens here under the peer's epoch and port?
+//! peer ─ known? ─ yes ───────────────────────────────────▶ nixl | shm | tcp
+//!          └ no ─ NIXL was asked for, is here, and the peer serves it? ─ yes ─▶ nixl, until it fails once
+//!                 somebody of us listens here under the peer's epoch and port?
 //!                   yes, and the handshake succeeds ─────▶ shm   until it fails once
 //!                   no, or not one of us ────────────────▶ tcp   asked again after a while
 //!                   says nothing, or "gone", or "refused" ▶ that is the answer: TCP would wait for the same engine
 //! ```
 //!
-//! Only a connection that never came about is made up for with TCP. A read that breaks off is a failed read,
+//! Only a connection that never came about is made up for with another transport. A read that breaks off is a failed read,
 //! whatever carried it: what becomes of it is the fetch's to decide.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::TcpListener;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -23,6 +26,7 @@ use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, Producer, ReadOrder, StopFlag, Transport, TransportError, Verdict};
 use baton_connector::{Handle, Reader};
+use baton_connector_nixl::{Library, NixlTransport};
 use baton_connector_shm::{ShmServer, ShmTransport};
 use baton_connector_tcp::{ClientOptions, NotAdmitted, ServerOptions, TcpServer, TcpTransport};
 
@@ -36,6 +40,57 @@ pub enum KvTransport {
     Shm,
     /// TCP only: this engine neither reads shared memory nor offers its own.
     Tcp,
+    /// NIXL where both engines have it, as [`Self::Auto`] otherwise.
+    Nixl,
+}
+
+/// NIXL as this engine found it.
+#[derive(Clone, Debug)]
+pub enum FoundNixl {
+    /// Nobody asked for it.
+    Unwanted,
+    /// Asked for, and not to be had: blocks travel otherwise.
+    Missing,
+    /// Here.
+    Here(Arc<dyn Library>),
+}
+
+impl FoundNixl {
+    /// Looks for the library if the transport is for it: at `named`, or wherever it may be. What is missing is said
+    /// once, here.
+    #[must_use]
+    pub fn look(transport: KvTransport, named: Option<&Path>) -> Self {
+        if transport != KvTransport::Nixl {
+            return Self::Unwanted;
+        }
+        match baton_connector_nixl::find::library(named) {
+            Ok(library) => {
+                tracing::info!(library = library.origin(), "NIXL found");
+                Self::Here(library)
+            }
+            Err(why) => {
+                tracing::warn!(%why, "KV blocks travel by shared memory and TCP");
+                Self::Missing
+            }
+        }
+    }
+
+    /// What it is called in metrics, and where it is.
+    #[must_use]
+    pub fn label(&self) -> (&'static str, &str) {
+        match self {
+            Self::Unwanted => ("unwanted", ""),
+            Self::Missing => ("missing", ""),
+            Self::Here(library) => ("here", library.origin()),
+        }
+    }
+
+    fn library(&self) -> Option<&Arc<dyn Library>> {
+        match self {
+            Self::Here(library) => Some(library),
+            Self::Unwanted | Self::Missing => None,
+        }
+    }
 }
 
 /// Peers whose transport is remembered. A cluster with more producers asks some of them again.
@@ -70,12 +125,19 @@ impl SideChannel {
     /// As [`TcpServer::start`]; and when shared memory was asked for expressly and is not to be had.
     pub fn start(
         transport: KvTransport,
+        nixl: &FoundNixl,
         listener: TcpListener,
         producer: &Arc<dyn Producer>,
         options: &ServerOptions,
     ) -> io::Result<Self> {
         let port = listener.local_addr()?.port();
-        let tcp = TcpServer::start(listener, Arc::clone(producer), options.clone())?;
+        let offered = nixl.library().and_then(|library| {
+            let offered = baton_connector_nixl::producer(&**library, producer.region());
+            let refused = |why| tracing::warn!(%why, "KV blocks are not offered by NIXL");
+            offered.map_err(refused).ok()
+        });
+        let beside = offered.into_iter().collect();
+        let tcp = TcpServer::start_beside(listener, Arc::clone(producer), beside, options.clone())?;
         let shm = || {
             let listener = baton_connector_shm::listen(producer.epoch(), port)?;
             ShmServer::start(listener, Arc::clone(producer), options.clone())
@@ -83,7 +145,7 @@ impl SideChannel {
         let shm = match transport {
             KvTransport::Tcp => None,
             KvTransport::Shm => Some(shm()?),
-            KvTransport::Auto => match shm() {
+            KvTransport::Auto | KvTransport::Nixl => match shm() {
                 Ok(server) => Some(server),
                 Err(error) => {
                     tracing::warn!(%error, "KV blocks are not offered to engines of this host by shared memory");
@@ -105,9 +167,9 @@ impl SideChannel {
 
 /// What reads other engines' blocks.
 #[must_use]
-pub fn consumer(transport: KvTransport, options: &ClientOptions) -> Arc<dyn Transport> {
+pub fn consumer(transport: KvTransport, nixl: &FoundNixl, options: &ClientOptions) -> Arc<dyn Transport> {
     match transport {
-        KvTransport::Auto => Arc::new(Nearest::new(options)),
+        KvTransport::Auto | KvTransport::Nixl => Arc::new(Nearest::new(nixl, options)),
         KvTransport::Shm => Arc::new(ShmTransport::new(options.clone())),
         KvTransport::Tcp => Arc::new(TcpTransport::new(options.clone())),
     }
@@ -115,6 +177,7 @@ pub fn consumer(transport: KvTransport, options: &ClientOptions) -> Arc<dyn Tran
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Carrier {
+    Nixl,
     Shm,
     /// Since when.
     Tcp(Instant),
@@ -144,16 +207,19 @@ impl Known {
     }
 }
 
-/// Shared memory where the producer is on this host, TCP otherwise.
+/// NIXL where there is any; otherwise shared memory where the producer is on this host, and TCP where it is not.
 struct Nearest {
+    nixl: Option<NixlTransport>,
     shm: ShmTransport,
     tcp: TcpTransport,
     known: Mutex<Known>,
 }
 
 impl Nearest {
-    fn new(options: &ClientOptions) -> Self {
+    fn new(nixl: &FoundNixl, options: &ClientOptions) -> Self {
+        let nixl = nixl.library().map(Arc::clone);
         Self {
+            nixl: nixl.map(|library| baton_connector_nixl::transport(library, options.clone())),
             shm: ShmTransport::new(options.clone()),
             tcp: TcpTransport::new(options.clone()),
             known: Mutex::default(),
@@ -171,16 +237,34 @@ impl Nearest {
             None => {}
         }
         // The lock is not held while somebody else is waited for.
-        let carrier = match self.shm.reach(peer, stop) {
-            Ok(()) => Carrier::Shm,
-            Err(NotAdmitted::Absent(why)) => {
-                tracing::debug!(peer = %peer.address, %why, "not read by shared memory");
-                Carrier::Tcp(Instant::now())
-            }
-            Err(other) => return Err(other.of(peer)),
-        };
+        let carrier = self.nearest(peer, stop).map_err(|why| why.of(peer))?;
         self.known().remember(peer, carrier);
         Ok(carrier)
+    }
+
+    fn nearest(&self, peer: &Peer, stop: &StopFlag) -> Result<Carrier, NotAdmitted> {
+        let nixl = self.nixl.as_ref().map(|nixl| (Carrier::Nixl, nixl.reach(peer, stop)));
+        let asked =
+            nixl.into_iter().chain(std::iter::once_with(|| (Carrier::Shm, self.shm.reach(peer, stop))));
+        for (carrier, reached) in asked {
+            match reached {
+                Ok(()) => return Ok(carrier),
+                Err(NotAdmitted::Absent(why)) => {
+                    tracing::debug!(peer = %peer.address, ?carrier, %why, "not read by this transport");
+                }
+                Err(other) => return Err(other),
+            }
+        }
+        Ok(Carrier::Tcp(Instant::now()))
+    }
+
+    /// The carrier's transport.
+    fn transport(&self, carrier: Carrier) -> &dyn Transport {
+        match (carrier, &self.nixl) {
+            (Carrier::Nixl, Some(nixl)) => nixl,
+            (Carrier::Shm, _) => &self.shm,
+            (Carrier::Tcp(_) | Carrier::Nixl, _) => &self.tcp,
+        }
     }
 
     /// Calls the peer's transport. If there is no connection any more, looks once more which one that is.
@@ -190,18 +274,12 @@ impl Nearest {
         stop: &StopFlag,
         call: impl Fn(&dyn Transport) -> Result<T, TransportError>,
     ) -> Result<T, TransportError> {
-        let transport = |carrier| -> &dyn Transport {
-            match carrier {
-                Carrier::Shm => &self.shm,
-                Carrier::Tcp(_) => &self.tcp,
-            }
-        };
         let carrier = self.find(peer, stop)?;
-        let result = call(transport(carrier));
+        let result = call(self.transport(carrier));
         match (&result, carrier) {
-            (Err(TransportError::Handshake(..)), Carrier::Shm) => {
+            (Err(TransportError::Handshake(..)), Carrier::Nixl | Carrier::Shm) => {
                 self.known().forget(peer);
-                call(transport(self.find(peer, stop)?))
+                call(self.transport(self.find(peer, stop)?))
             }
             (Err(TransportError::Handshake(..) | TransportError::Transfer(_)), _) => {
                 self.known().forget(peer);
@@ -214,10 +292,8 @@ impl Nearest {
 
 impl Transport for Nearest {
     fn carrier(&self, peer: &Peer) -> &'static str {
-        match self.known().carriers.get(peer) {
-            Some(Carrier::Shm) => self.shm.carrier(peer),
-            Some(Carrier::Tcp(_)) | None => self.tcp.carrier(peer),
-        }
+        let known = self.known().carriers.get(peer).copied();
+        known.map_or_else(|| self.tcp.carrier(peer), |carrier| self.transport(carrier).carrier(peer))
     }
 
     fn read(
@@ -257,6 +333,9 @@ impl Transport for Nearest {
     }
 
     fn sweep(&self) {
+        if let Some(nixl) = &self.nixl {
+            nixl.sweep();
+        }
         self.shm.sweep();
         self.tcp.sweep();
     }

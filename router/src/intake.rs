@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_openai::{ApiError, Outline, ParseLimits, RawBody};
+use baton_openai::{ApiError, Outline, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 
@@ -165,11 +165,7 @@ impl Ask {
 
     /// Gives the body's memory back. For answers that have begun: what is needed of it is kept elsewhere.
     pub(crate) fn forget_body(&mut self) {
-        let is_there = !self.body.is_empty();
-        let empty = || RawBody::any(Bytes::from_static(b"{}"), &ParseLimits::default(), &ClientRules);
-        if let Some(Ok(empty)) = is_there.then(empty) {
-            self.body = empty;
-        }
+        self.body = RawBody::default();
     }
 }
 

@@ -146,7 +146,7 @@ impl Settler {
     /// The longest that one settlement can take.
     pub(crate) fn longest(&self) -> Duration {
         let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
-        try_timeout * (u32::from(tries) + 1) * 3 + pauses().take(usize::from(tries)).sum::<Duration>()
+        (try_timeout * (u32::from(tries) + 1) + pauses().take(usize::from(tries)).sum::<Duration>()) * 3
     }
 
     fn spawn(self: &Arc<Self>, work: impl Future<Output = ()> + Send + 'static) {

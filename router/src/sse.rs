@@ -5,7 +5,7 @@
 //! before it, then one typed error, then `[DONE]`, and never half a frame.
 //!
 //! An engine that fails after its stream has begun says so in the stream: `data: {"error": {...}}`, vLLM's older
-//! `data: {"object": "error", ...}`. [`error_in`] finds such an event; whoever passes the stream on decides what it means.
+//! `data: {"object": "error", ...}`, of responses `data: {"type": "error", ...}`. [`error_in`] finds such an event; whoever passes the stream on decides what it means.
 
 use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
@@ -87,15 +87,17 @@ pub(crate) struct Told {
 
 /// The first event in whole frames that tells of an error.
 pub(crate) fn error_in(frames: &Bytes) -> Option<Told> {
-    let mut line = if frames.starts_with(b"data:") { 0 } else { next_data(frames, 0)? };
+    let mut looked = 0;
     loop {
-        let data = frames[line + b"data:".len()..].trim_ascii_start();
-        if tells_of_error(data) {
-            let data = &data[..memchr::memchr2(b'\r', b'\n', data).unwrap_or(data.len())];
-            let at = last_frame_end(&frames[..line]).unwrap_or(0);
-            return Some(Told { at, status: status_of(data), error: frames.slice_ref(data) });
+        // Quotes in a text are escaped, so this is a name or a whole value: few events have to be parsed.
+        let found = looked + memmem::find(&frames[looked..], b"\"error\"")?;
+        let start = memchr::memrchr(b'\n', &frames[..found]).map_or(0, |newline| newline + 1);
+        looked = memchr::memchr2(b'\r', b'\n', &frames[found..]).map_or(frames.len(), |end| found + end);
+        let Some(data) = frames[start..looked].strip_prefix(b"data:") else { continue };
+        if let Some(status) = told_status(data) {
+            let at = last_frame_end(&frames[..start]).unwrap_or(0);
+            return Some(Told { at, status, error: frames.slice_ref(data.trim_ascii()) });
         }
-        line = next_data(frames, line)?;
     }
 }
 
@@ -104,27 +106,15 @@ fn next_data(frames: &[u8], from: usize) -> Option<usize> {
     memmem::find(&frames[from..], b"\ndata:").map(|at| from + at + 1)
 }
 
-/// A text cannot look like this: the quotes in it are escaped.
-fn tells_of_error(data: &[u8]) -> bool {
-    let after = |data: &'_ [u8], what: &[u8]| -> Option<usize> {
-        let rest = data.trim_ascii_start();
-        rest.starts_with(what).then(|| data.len() - rest.len() + what.len())
+/// What an event's data says as a status, if it tells of an error. vLLM says it in `code`; Baton's engines have names
+/// there, and the kind of error says it.
+fn told_status(data: &[u8]) -> Option<StatusCode> {
+    let body: Value = serde_json::from_slice(data).ok()?;
+    let error = match &body["error"] {
+        Value::Null if body["object"] == "error" || body["type"] == "error" => &body,
+        Value::Null => return None,
+        error => error,
     };
-    let Some(begun) = after(data, b"{") else { return false };
-    let data = &data[begun..];
-    if let Some(named) = after(data, b"\"error\"") {
-        let data = &data[named..];
-        return after(data, b":").is_some_and(|colon| after(&data[colon..], b"null").is_none());
-    }
-    let Some(named) = after(data, b"\"object\"") else { return false };
-    let data = &data[named..];
-    after(data, b":").is_some_and(|colon| after(&data[colon..], b"\"error\"").is_some())
-}
-
-/// vLLM says it in `code`; Baton's engines have names there, and the kind of error says it.
-fn status_of(error: &[u8]) -> StatusCode {
-    let body: Value = serde_json::from_slice(error).unwrap_or(Value::Null);
-    let error = if body["error"].is_object() { &body["error"] } else { &body };
     let code = error["code"].as_u64().and_then(|code| u16::try_from(code).ok());
     let kind = match error["type"].as_str().unwrap_or_default() {
         "invalid_request_error" => 400,
@@ -134,7 +124,7 @@ fn status_of(error: &[u8]) -> StatusCode {
         _ => 500,
     };
     let status = code.filter(|code| (400..600).contains(code)).unwrap_or(kind);
-    StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
+    Some(StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR))
 }
 
 /// Whether an event with data has ended; comments that keep a connection alive are none.
@@ -225,6 +215,9 @@ mod tests {
             "data: {\"id\":\"1\",\"error\":null}\n\ndata: [DONE]\n\n",
             "data: {\"error\": null, \"choices\":[]}\n\n",
             "data: {\"object\":\"chat.completion.chunk\"}\n\n",
+            "data: {\"choices\":[{\"text\":\"error\",\"error\":1}]}\n\n",
+            "data: {\"type\":\"response.created\",\"response\":{\"error\":null}}\n\n",
+            ": {\"error\":1}\n\n",
             ": data\n\n",
             "data:\n\n",
             "",
@@ -237,6 +230,9 @@ mod tests {
             ("data:{ \"error\":{\"message\":\"x\",\"code\":\"kv_gone\"}}\r\n\r\n", 500),
             ("data: {\"object\": \"error\", \"message\": \"x\", \"code\": 400}\n\n", 400),
             ("event: error\ndata: {\"error\":{\"code\":7}}\n\n", 500),
+            ("data: {\"id\":\"1\",\"choices\":[],\"error\":{\"code\":502}}\n\n", 502),
+            ("event: error\r\ndata: {\"type\":\"error\",\"code\":\"server_error\"}\r\n\r\n", 500),
+            ("data: {\"error\":\"out of memory\"}\n\n", 500),
             ("data: {\"error\":{\"type\":\"service_unavailable_error\",\"code\":\"draining\"}}\n\n", 503),
         ] {
             for before in ["", first] {

@@ -22,6 +22,7 @@ mod disconnects;
 mod endings;
 #[path = "../harness/mod.rs"]
 mod harness;
+mod nixl;
 mod recall;
 mod refusals;
 mod reports;

@@ -64,9 +64,6 @@ pub trait Reach: Sized + Send + Sync {
     /// What it keeps for each connection.
     type Kept: Send;
 
-    /// A way that has reached nobody yet.
-    fn new(options: &ClientOptions) -> Self;
-
     /// Connects and introduces itself. Bounded by [`ClientOptions::connect_timeout`] and
     /// [`ClientOptions::silence`].
     ///
@@ -111,9 +108,23 @@ struct Broken {
 impl<R: Reach> Client<R> {
     /// A transport without connections; they are made when they are needed.
     #[must_use]
-    pub fn new(options: ClientOptions) -> Self {
+    pub fn new(options: ClientOptions) -> Self
+    where
+        R: Default,
+    {
+        Self::with(R::default(), options)
+    }
+
+    /// As [`Self::new`], with a way to reach producers that needs more than a default.
+    #[must_use]
+    pub fn with(reach: R, options: ClientOptions) -> Self {
         let pool = Pool::new(options.connections_per_peer_max, options.idle);
-        Self { reach: R::new(&options), options, pool }
+        Self { reach, options, pool }
+    }
+
+    /// The way that producers are reached.
+    pub fn way(&self) -> &R {
+        &self.reach
     }
 
     /// Connections that are kept and idle.

@@ -2,7 +2,7 @@
 //! and the layout before it listens to anything else.
 //!
 //! ```text
-//! Hello   magic 8 │ version 2 │ secret? 1 │ 0 │ nonce 32 │ epoch 8 │ layout 8          60 bytes
+//! Hello   magic 8 │ version 2 │ secret? 1 │ service 1 │ nonce 32 │ epoch 8 │ layout 8  60 bytes
 //! Welcome magic 8 │ version 2 │ secret? 1 │ status 1 │ nonce 32 │ proof 32            76 bytes
 //! Proof   proof 32
 //! Result  status 1
@@ -10,7 +10,8 @@
 //!
 //! A proof is HMAC-SHA256 over a role, the transport's name, the Hello and the head of the Welcome. The role keeps
 //! one end's proof from being played back to it; the name keeps a proof that was overheard on one transport from
-//! opening another, which may show more. Without a secret, which is allowed within one machine only, proofs are
+//! opening another, which may show more. A listener may serve several transports: the service says which is wanted,
+//! and a producer that does not serve it says so before anything is proved. Without a secret, which is allowed within one machine only, proofs are
 //! zeros and nothing is proved.
 
 use std::sync::atomic::AtomicBool;
@@ -40,6 +41,37 @@ const OTHER_LAYOUT: u8 = 2;
 const NO_PROOF: u8 = 3;
 const BUSY: u8 = 4;
 const OTHER_VERSION: u8 = 5;
+const NOT_SERVED: u8 = 6;
+/// [`GO_ON`], where something else than the listener's own service was asked for. One who does not know of services
+/// says [`GO_ON`] to every Hello.
+const GO_ON_WITH_SERVICE: u8 = 7;
+
+/// Which of a listener's transports a consumer wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Service {
+    /// The one that the listener is for.
+    OfListener,
+    /// NIXL: block ids and an agent's metadata instead of bytes.
+    Nixl,
+}
+
+impl Service {
+    fn byte(self) -> u8 {
+        match self {
+            Self::OfListener => 0,
+            Self::Nixl => 1,
+        }
+    }
+
+    fn known(byte: u8) -> Option<Self> {
+        [Self::OfListener, Self::Nixl].into_iter().find(|service| service.byte() == byte)
+    }
+
+    /// What the Welcome says when it is served.
+    fn welcome(self) -> u8 {
+        if self == Self::OfListener { GO_ON } else { GO_ON_WITH_SERVICE }
+    }
+}
 
 /// Why a producer did not let a consumer in.
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +85,9 @@ pub enum TurnedAway {
     /// No secret, or another one.
     #[error("the consumer did not prove that it knows the cluster secret")]
     Unproved,
+    /// A transport that is not served here.
+    #[error("the consumer asks for a transport that is not served here")]
+    Service,
     /// An engine start that is over.
     #[error("the consumer asks for another epoch")]
     Epoch,
@@ -120,6 +155,8 @@ pub struct Credentials<'a> {
     pub secret: Option<&'a Secret>,
     /// The transport's name.
     pub transport: &'static str,
+    /// How a listener of several transports finds this one.
+    pub service: Service,
 }
 
 impl Credentials<'_> {
@@ -159,19 +196,20 @@ pub(crate) fn busy() -> [u8; WELCOME_BYTES] {
     welcome
 }
 
-/// The producer's side. Takes at most `silence` in all, however slowly the bytes trickle in.
+/// The producer's side; says which service was asked for. Takes at most `silence` in all, however slowly the bytes
+/// trickle in. `credentials` has those of what is served here.
 ///
 /// # Errors
 /// [`TurnedAway`]; the connection is to be closed.
-pub(crate) fn answer(
+pub(crate) fn answer<'a>(
     link: &mut Link,
-    credentials: Credentials<'_>,
-    epoch: Epoch,
-    fingerprint: u64,
+    credentials: impl Fn(Service) -> Option<Credentials<'a>>,
+    (epoch, fingerprint): (Epoch, u64),
     stop: &AtomicBool,
-) -> Result<(), TurnedAway> {
+) -> Result<Service, TurnedAway> {
     let until = Until::deadline(stop, Instant::now() + link.silence());
-    let with_secret = credentials.secret.is_some();
+    let own = credentials(Service::OfListener).or_else(|| credentials(Service::Nixl));
+    let with_secret = own.is_some_and(|own| own.secret.is_some());
     let mut hello = [0; HELLO_BYTES];
     // The first twelve bytes decide: a stranger that sends less than a whole Hello is not waited for.
     link.receive(&mut hello[..12], until)?;
@@ -193,7 +231,13 @@ pub(crate) fn answer(
         refuse(link, NO_PROOF)?;
         return Err(TurnedAway::Unproved);
     }
-    let head = head(with_secret, GO_ON, nonce);
+    let service = Service::known(hello[11]);
+    let Some((service, credentials)) = service.and_then(|service| Some((service, credentials(service)?)))
+    else {
+        refuse(link, NOT_SERVED)?;
+        return Err(TurnedAway::Service);
+    };
+    let head = head(with_secret, service.welcome(), nonce);
     let mut welcome = [0; WELCOME_BYTES];
     welcome[..WELCOME_HEAD_BYTES].copy_from_slice(&head);
     welcome[WELCOME_HEAD_BYTES..].copy_from_slice(&credentials.proof(PRODUCER, &hello, &head));
@@ -208,7 +252,7 @@ pub(crate) fn answer(
     } else if u64_at(&hello, 52) != fingerprint {
         (OTHER_LAYOUT, Err(TurnedAway::Layout))
     } else {
-        (GO_ON, Ok(()))
+        (GO_ON, Ok(service))
     };
     link.send(&[status], until)?;
     result
@@ -233,7 +277,7 @@ pub fn introduce(
     let nonce = nonce().map_err(NotAdmitted::absent)?;
     let with_secret = credentials.secret.is_some();
     let mut hello = [0; HELLO_BYTES];
-    hello[..WELCOME_HEAD_BYTES].copy_from_slice(&head(with_secret, 0, nonce));
+    hello[..WELCOME_HEAD_BYTES].copy_from_slice(&head(with_secret, credentials.service.byte(), nonce));
     hello[44..52].copy_from_slice(&peer.epoch.0.to_le_bytes());
     hello[52..60].copy_from_slice(&peer.fingerprint.to_le_bytes());
     link.send(&hello, until).map_err(broken)?;
@@ -245,7 +289,10 @@ pub fn introduce(
         return Err(NotAdmitted::absent("not a baton producer"));
     }
     match head[11] {
-        GO_ON => {}
+        status if status == credentials.service.welcome() => {}
+        GO_ON | GO_ON_WITH_SERVICE | NOT_SERVED => {
+            return Err(NotAdmitted::absent("the producer does not serve this transport"));
+        }
         BUSY => return Err(NotAdmitted::absent("the producer has no connection free")),
         OTHER_VERSION => {
             return Err(NotAdmitted::absent(format!("the producer speaks version {}", version(head))));
@@ -279,7 +326,10 @@ mod tests {
     use super::*;
 
     /// Both sides of a handshake, the consumer's with a transport of this name.
-    fn meet(here: &'static str, there: &'static str) -> (Result<(), TurnedAway>, Result<(), NotAdmitted>) {
+    fn meet(
+        here: &'static str,
+        (there, service): (&'static str, Service),
+    ) -> (Result<Service, TurnedAway>, Result<(), NotAdmitted>) {
         let secret = Secret::new(b"a secret of the cluster").expect("long enough");
         let go = AtomicBool::new(false);
         let (producer, consumer) = UnixStream::pair().expect("a pair");
@@ -287,15 +337,20 @@ mod tests {
             Link::new(OwnedFd::from(socket).into(), Duration::from_secs(5)).expect("a socket")
         };
         let (mut producer, mut consumer) = (link(producer), link(consumer));
-        let credentials = |transport| Credentials { secret: Some(&secret), transport };
+        let served = |service| {
+            let transport = if service == Service::Nixl { "nixl" } else { here };
+            let offered = here == "both" || service == Service::OfListener;
+            offered.then_some(Credentials { secret: Some(&secret), transport, service })
+        };
         let peer = Peer { address: ([127, 0, 0, 1], 1).into(), epoch: Epoch(1), fingerprint: 2 };
         thread::scope(|scope| {
             let answered = scope.spawn(|| {
-                let result = answer(&mut producer, credentials(here), Epoch(1), 2, &go);
+                let result = answer(&mut producer, served, (Epoch(1), 2), &go);
                 drop(producer);
                 result
             });
-            let introduced = introduce(&mut consumer, credentials(there), &peer, &go);
+            let wanted = Credentials { secret: Some(&secret), transport: there, service };
+            let introduced = introduce(&mut consumer, wanted, &peer, &go);
             drop(consumer);
             (answered.join().expect("no panic"), introduced)
         })
@@ -303,8 +358,20 @@ mod tests {
 
     #[test]
     fn a_proof_for_one_transport_opens_no_other() {
-        assert!(matches!(meet("tcp", "tcp"), (Ok(()), Ok(()))));
-        let (answered, introduced) = meet("shm", "tcp");
+        let own = Service::OfListener;
+        assert!(matches!(meet("tcp", ("tcp", own)), (Ok(Service::OfListener), Ok(()))));
+        let (answered, introduced) = meet("shm", ("tcp", own));
         assert!(answered.is_err() && matches!(introduced, Err(NotAdmitted::Absent(_))), "{introduced:?}");
+    }
+
+    #[test]
+    fn one_listener_serves_several_transports_and_says_which_it_does_not() {
+        assert!(matches!(meet("both", ("both", Service::OfListener)), (Ok(Service::OfListener), Ok(()))));
+        assert!(matches!(meet("both", ("nixl", Service::Nixl)), (Ok(Service::Nixl), Ok(()))));
+        let (answered, introduced) = meet("tcp", ("nixl", Service::Nixl));
+        assert!(matches!(answered, Err(TurnedAway::Service)), "{answered:?}");
+        assert!(matches!(introduced, Err(NotAdmitted::Absent(_))), "{introduced:?}");
+        let (answered, introduced) = meet("both", ("tcp", Service::Nixl));
+        assert!(answered.is_err() && introduced.is_err(), "another transport's proof");
     }
 }

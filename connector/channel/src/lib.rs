@@ -34,14 +34,18 @@
 //! | `serve` | one connection on the producer's side |
 //! | `client` | the consumer's side: [`Client`] |
 //! | `pool` | the consumer's kept connections |
+//! | `dial` | a TCP connection within a bound |
+//! | [`grants`] | reads in which the consumer takes the blocks itself |
 //! | [`handshake`] | who is there, and are we talking about the same blocks |
 //! | [`wire`] | messages as bytes; pure |
 //! | [`link`] | bounded reads and writes on one socket |
 //! | [`scatter`] | the two system calls that move bytes |
 
 mod client;
+mod dial;
 #[doc(hidden)]
 pub mod fuzzing;
+pub mod grants;
 pub mod handshake;
 pub mod link;
 mod pool;
@@ -52,7 +56,8 @@ mod server;
 pub mod wire;
 
 pub use client::{Client, ClientOptions, Connection, Reach};
-pub use handshake::NotAdmitted;
+pub use dial::dial;
+pub use handshake::{NotAdmitted, Service};
 pub use secret::{Secret, SecretTooShort};
 pub use serve::{Delivered, Granted, Serve};
 pub use server::{Server, ServerOptions, ServerStats};

@@ -16,7 +16,7 @@ use baton_connector::{BlockId, Handle, KvLayout, Reader};
 
 use socket2::Socket;
 
-use crate::handshake::{self, Credentials, TurnedAway};
+use crate::handshake::{self, Credentials, Service, TurnedAway};
 use crate::link::{Link, LinkError, Until};
 use crate::server::Shared;
 use crate::wire::{HEADER_BYTES, Header, Reply, Request};
@@ -31,6 +31,11 @@ const IDLE_SLICE: Duration = Duration::from_secs(5);
 pub trait Serve: Send + Sync + 'static {
     /// The transport's name: in proofs and logs.
     fn name(&self) -> &'static str;
+
+    /// What a consumer asks for to be served by this, where a listener serves several.
+    fn service(&self) -> Service {
+        Service::OfListener
+    }
 
     /// Looks at a fresh connection before a byte is read: sets its options, and turns away whom the system says
     /// does not belong here.
@@ -194,16 +199,22 @@ pub(crate) enum Ended {
 /// Why it ended, unless it fell idle between two requests.
 pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result<(), Ended> {
     let producer = &*shared.producer;
-    let credentials = Credentials { secret: shared.options.secret.as_ref(), transport: shared.serve.name() };
-    handshake::answer(link, credentials, producer.epoch(), producer.fingerprint(), &shared.stop)?;
-    shared.serve.admitted(link, producer, Until::stopped(&shared.stop))?;
+    let named = |service| shared.services.iter().position(|serve| serve.service() == service);
+    let credentials = |service| {
+        let serve = &shared.services[named(service)?];
+        Some(Credentials { secret: shared.options.secret.as_ref(), transport: serve.name(), service })
+    };
+    let expected = (producer.epoch(), producer.fingerprint());
+    let service = handshake::answer(link, credentials, expected, &shared.stop)?;
+    let serve = &*shared.services[named(service).expect("it was served a moment ago")];
+    serve.admitted(link, producer, Until::stopped(&shared.stop))?;
     while request_comes(link, connection, shared)? {
         let request = receive(link, shared)?;
         let until = Until::stopped(&shared.stop);
         let reply = match request {
             Request::Read { handle, reader, first, count } => {
                 let range = (first as usize, count as usize);
-                answer_read(link, connection, shared, (handle, reader), Wanted::Blocks(range))?;
+                answer_read(link, connection, (shared, serve), (handle, reader), Wanted::Blocks(range))?;
                 continue;
             }
             Request::Slice { handle, reader, tokens, heads } => {
@@ -211,7 +222,7 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
                     tokens: tokens.0 as usize..tokens.1 as usize,
                     heads: usize::from(heads.0)..usize::from(heads.1),
                 };
-                answer_read(link, connection, shared, (handle, reader), Wanted::Slice(cut))?;
+                answer_read(link, connection, (shared, serve), (handle, reader), Wanted::Slice(cut))?;
                 continue;
             }
             Request::Done { handle, reader } => {
@@ -287,7 +298,7 @@ impl Wanted {
 fn answer_read(
     link: &mut Link,
     connection: u64,
-    shared: &Shared,
+    (shared, serve): (&Shared, &dyn Serve),
     (handle, reader): (Handle, Reader),
     wanted: Wanted,
 ) -> Result<(), LinkError> {
@@ -309,7 +320,7 @@ fn answer_read(
     };
     shared.stats.reads.fetch_add(1, Ordering::Relaxed);
     let granted = Granted { shared, handle, reader, blocks, slice };
-    if shared.serve.deliver(link, &granted)? == Delivered::LeaseEnded {
+    if serve.deliver(link, &granted)? == Delivered::LeaseEnded {
         shared.open_reads.forget(handle, reader);
         shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
     }

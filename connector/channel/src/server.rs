@@ -14,7 +14,7 @@ use baton_connector::transport::{Producer, SILENCE};
 use socket2::Socket;
 
 use crate::Secret;
-use crate::handshake;
+use crate::handshake::{self, TurnedAway};
 use crate::link::{self, Link, LinkError, SLICE};
 use crate::serve::{self, Ended, OpenReads, Serve};
 
@@ -67,7 +67,8 @@ pub(crate) struct Counters {
 /// What the threads of one server share.
 pub(crate) struct Shared {
     pub(crate) producer: Arc<dyn Producer>,
-    pub(crate) serve: Arc<dyn Serve>,
+    /// What a consumer can ask for; the first is the listener's own.
+    pub(crate) services: Vec<Arc<dyn Serve>>,
     pub(crate) options: ServerOptions,
     pub(crate) stop: AtomicBool,
     pub(crate) open_reads: OpenReads,
@@ -82,6 +83,11 @@ struct Connection {
 }
 
 impl Shared {
+    /// The listener's own service.
+    fn own(&self) -> &dyn Serve {
+        &*self.services[0]
+    }
+
     fn connections(&self) -> MutexGuard<'_, HashMap<u64, Connection>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -94,20 +100,30 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts to serve on a listening socket.
+    /// Starts to serve on a listening socket. The first service is the listener's own: it meets every connection.
     ///
     /// # Errors
-    /// The system's.
+    /// `InvalidInput` when the listener is reachable from beyond loopback and there is no secret; otherwise
+    /// the system's.
+    ///
+    /// # Panics
+    /// Without a service.
     pub fn start(
         listener: Socket,
         producer: Arc<dyn Producer>,
-        serve: Arc<dyn Serve>,
+        services: Vec<Arc<dyn Serve>>,
         options: ServerOptions,
     ) -> io::Result<Self> {
+        assert!(!services.is_empty(), "a listener serves something");
+        let address = listener.local_addr()?.as_socket();
+        if let Some(address) = address.filter(|a| !a.ip().is_loopback() && options.secret.is_none()) {
+            let why = format!("{address} is reachable from other machines: a cluster secret is needed");
+            return Err(io::Error::new(ErrorKind::InvalidInput, why));
+        }
         listener.set_nonblocking(true)?;
         let shared = Arc::new(Shared {
             producer,
-            serve,
+            services,
             options,
             stop: AtomicBool::new(false),
             open_reads: OpenReads::default(),
@@ -179,7 +195,7 @@ fn accept(listener: &Socket, shared: &Arc<Shared>) {
             Ok((socket, peer)) => {
                 next_id += 1;
                 if let Err(error) = admit(socket, next_id, shared) {
-                    let (transport, peer) = (shared.serve.name(), peer.as_socket());
+                    let (transport, peer) = (shared.own().name(), peer.as_socket());
                     tracing::warn!(transport, ?peer, %error, "KV connection not served");
                 }
             }
@@ -195,7 +211,7 @@ fn accept(listener: &Socket, shared: &Arc<Shared>) {
 
 /// Gives a connection its thread, or tells it that there is no room.
 fn admit(socket: Socket, id: u64, shared: &Arc<Shared>) -> io::Result<()> {
-    shared.serve.meet(&socket)?;
+    shared.own().meet(&socket)?;
     let mut connections = shared.connections();
     if connections.len() >= shared.options.connections_max {
         shared.stats.turned_away.fetch_add(1, Ordering::Relaxed);
@@ -220,11 +236,13 @@ fn report(shared: &Shared, ended: Result<(), Ended>) {
     match ended {
         Ok(()) | Err(Ended::Link(LinkError::Closed | LinkError::Stopped)) => {}
         Err(Ended::Link(error)) => {
-            tracing::debug!(transport = shared.serve.name(), %error, "KV connection ended")
+            tracing::debug!(listener = shared.own().name(), %error, "KV connection ended")
         }
+        // A consumer that looks for the best transport there is: no failure.
+        Err(Ended::Handshake(TurnedAway::Service)) => {}
         Err(Ended::Handshake(error)) => {
             shared.stats.handshakes_failed.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(transport = shared.serve.name(), %error, "KV connection turned away");
+            tracing::warn!(listener = shared.own().name(), %error, "KV connection turned away");
         }
     }
 }

@@ -61,7 +61,7 @@ const SHARED_WITH_CHAT: [(&str, &str); 7] = [
 ];
 
 /// A body, checked and cleaned.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct RawBody {
     bytes: Bytes,
     fields: Vec<Field>,

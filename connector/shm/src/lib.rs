@@ -38,17 +38,17 @@
 //! | `mapping` | somebody else's pool, read-only |
 //! | `place` | the socket's name, and whom the kernel says is there |
 //! | `pass` | a descriptor over a socket |
-//! | `grants` | the messages of a granted read, and the window; pure |
+//! | `pool` | a pool's shape, as it travels; pure |
 //! | `deliver` | the producer's side: [`ShmServer`] |
 //! | `land` | the consumer's side: [`ShmTransport`] |
 
 mod deliver;
-mod grants;
 mod land;
 mod mapping;
 mod memory;
 mod pass;
 mod place;
+mod pool;
 
 pub use baton_connector_channel::{ClientOptions, Secret, ServerOptions, ServerStats};
 pub use deliver::ShmServer;

@@ -6,8 +6,8 @@ use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 
-use crate::grants::Pool;
 use crate::memory::{Access, Map, NEEDED_SEALS, seals_of};
+use crate::pool::Pool;
 
 /// A mapping of a producer's pool.
 #[derive(Debug)]

@@ -1,6 +1,6 @@
 //! The producer's side: block bytes from the pool to the socket, in batches, while the lease is live.
 
-use std::io::{self, ErrorKind};
+use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 
@@ -31,12 +31,24 @@ impl TcpServer {
         producer: Arc<dyn Producer>,
         options: ServerOptions,
     ) -> io::Result<Self> {
+        Self::start_beside(listener, producer, Vec::new(), options)
+    }
+
+    /// As [`Self::start`], and serves consumers of other transports on the same listener: each asks for its
+    /// [`Serve::service`].
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn start_beside(
+        listener: TcpListener,
+        producer: Arc<dyn Producer>,
+        others: Vec<Arc<dyn Serve>>,
+        options: ServerOptions,
+    ) -> io::Result<Self> {
         let address = listener.local_addr()?;
-        if !address.ip().is_loopback() && options.secret.is_none() {
-            let why = format!("{address} is reachable from other machines: a cluster secret is needed");
-            return Err(io::Error::new(ErrorKind::InvalidInput, why));
-        }
-        let server = Server::start(listener.into(), producer, Arc::new(Batches), options)?;
+        let mut services: Vec<Arc<dyn Serve>> = vec![Arc::new(Batches)];
+        services.extend(others);
+        let server = Server::start(listener.into(), producer, services, options)?;
         Ok(Self { address, server })
     }
 

@@ -1,18 +1,14 @@
 //! The consumer's side: connects, and receives batches straight into the landing blocks.
 
-use std::io;
-use std::os::fd::AsFd;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, ReadOrder, StopFlag, TransportError};
-use baton_connector_channel::handshake::{self, Credentials};
-use baton_connector_channel::link::{self, Link, LinkError, SLICE, Until};
+use baton_connector_channel::handshake::{self, Credentials, Service};
+use baton_connector_channel::link::{self, Link, LinkError, Until};
 use baton_connector_channel::scatter::Spans;
 use baton_connector_channel::wire::{HEADER_BYTES, Header, KIND_BATCH, Reply};
-use baton_connector_channel::{Client, ClientOptions, Connection, NotAdmitted, Reach};
-use socket2::{Domain, Protocol, Socket, Type};
+use baton_connector_channel::{Client, ClientOptions, Connection, NotAdmitted, Reach, dial};
 
 use crate::source::{Batch, Target, batches};
 use crate::tune;
@@ -21,16 +17,12 @@ use crate::tune;
 pub type TcpTransport = Client<Tcp>;
 
 /// How a producer is reached over TCP.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Tcp;
 
 impl Reach for Tcp {
     const NAME: &'static str = "tcp";
     type Kept = ();
-
-    fn new(_options: &ClientOptions) -> Self {
-        Self
-    }
 
     fn connect(
         &self,
@@ -38,29 +30,14 @@ impl Reach for Tcp {
         peer: &Peer,
         stop: &StopFlag,
     ) -> Result<Connection<()>, NotAdmitted> {
-        let socket = Socket::new(Domain::for_address(peer.address), Type::STREAM, Some(Protocol::TCP))
-            .map_err(NotAdmitted::absent)?;
-        socket.set_nonblocking(true).map_err(NotAdmitted::absent)?;
-        match socket.connect(&peer.address.into()) {
-            Ok(()) => {}
-            Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {
-                let deadline = Instant::now() + options.connect_timeout;
-                while !link::wait(socket.as_fd(), libc::POLLOUT, SLICE).map_err(NotAdmitted::absent)? {
-                    if stop.load(Ordering::Acquire) {
-                        return Err(NotAdmitted::Stopped);
-                    }
-                    if Instant::now() >= deadline {
-                        return Err(NotAdmitted::absent(io::Error::from(io::ErrorKind::TimedOut)));
-                    }
-                }
-                let failed = socket.take_error().map_err(NotAdmitted::absent)?;
-                failed.map_or(Ok(()), |error| Err(NotAdmitted::absent(error)))?;
-            }
-            Err(error) => return Err(NotAdmitted::absent(error)),
-        }
+        let socket = dial(peer.address, options.connect_timeout, stop)?;
         tune(&socket).map_err(NotAdmitted::absent)?;
         let mut link = Link::new(socket, options.silence).map_err(NotAdmitted::absent)?;
-        let credentials = Credentials { secret: options.secret.as_ref(), transport: Self::NAME };
+        let credentials = Credentials {
+            secret: options.secret.as_ref(),
+            transport: Self::NAME,
+            service: Service::OfListener,
+        };
         handshake::introduce(&mut link, credentials, peer, stop)?;
         Ok(Connection { link, kept: () })
     }

@@ -39,11 +39,11 @@ pub trait Wire: Send + Sync {
     fn silence(&self) -> std::time::Duration;
 }
 
-/// One `#[test]` per promise.
+/// One `#[test]` per promise, with the attributes that stand before the function.
 #[macro_export]
 macro_rules! transport_conformance {
-    ($start:path) => {
-        transport_conformance!(@each $start,
+    ($(#[$attribute:meta])* $start:path) => {
+        transport_conformance!(@each ($(#[$attribute])*) $start,
             blocks_arrive_byte_by_byte_in_the_order_of_the_table
             a_read_starts_at_any_entry_of_the_table
             neighbours_and_strangers_in_memory_arrive_alike
@@ -70,12 +70,14 @@ macro_rules! transport_conformance {
             nothing_is_kept_of_a_dead_producer
         );
     };
-    (@each $start:path, $($name:ident)*) => {
-        $(
+    (@each $attributes:tt $start:path, $($name:ident)*) => {
+        $(transport_conformance!(@one $attributes $start, $name);)*
+    };
+    (@one ($(#[$attribute:meta])*) $start:path, $name:ident) => {
             #[test]
+            $(#[$attribute])*
             fn $name() {
                 conformance::$name(&|lender| $start(lender));
             }
-        )*
     };
 }

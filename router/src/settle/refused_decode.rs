@@ -16,7 +16,7 @@ use bytes::Bytes;
 use hyper::StatusCode;
 use hyper::header::HeaderValue;
 
-use super::ANSWER_BYTES_MAX;
+use super::{ANSWER_BYTES_MAX, PAUSE_MAX, pauses};
 use crate::models::Model;
 use crate::policy::Wanted;
 use crate::pool::{Room, Tell};
@@ -33,15 +33,26 @@ pub(super) struct Refusable<'a> {
 }
 
 impl Refusable<'_> {
-    /// Tries so many decode engines, one after the other; whether one of them has refused it.
+    /// Tries so often, every decode engine once before any of them again; whether one of them has refused it.
     pub(super) async fn refused(&self, tries: u16, within: Duration) -> bool {
         let mut tried = Vec::new();
+        let mut pauses = pauses();
         let mut outgoing = self.outgoing();
         for _ in 0..tries {
             // It is refused at once and takes no place: engines that are full are when leases must come back.
-            let reserved =
-                self.model.decode.reserve(&Wanted::default(), &tried, Room::Ignored, Tell::Nothing).0;
-            let Ok(reserved) = reserved else { return false };
+            let reserve = |tried: &[_]| {
+                self.model.decode.reserve(&Wanted::default(), tried, Room::Ignored, Tell::Nothing).0
+            };
+            let reserved = match reserve(&tried) {
+                Ok(reserved) => reserved,
+                Err(_) => {
+                    // One that was busy for a moment may answer now: the lease would hold its blocks much longer.
+                    tried.clear();
+                    tokio::time::sleep(pauses.next().unwrap_or(PAUSE_MAX)).await;
+                    let Ok(reserved) = reserve(&tried) else { continue };
+                    reserved
+                }
+            };
             let engine = Arc::clone(reserved.engine());
             outgoing.rank = reserved.member.rank;
             let ask = async { engine.call(&outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };

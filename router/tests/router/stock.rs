@@ -231,6 +231,33 @@ async fn a_release_by_refusal_goes_to_another_decode_engine_when_one_does_not_an
 }
 
 #[tokio::test]
+async fn a_release_by_refusal_comes_back_to_the_only_decode_engine_when_it_did_not_answer() {
+    let pins = Pins::default();
+    let (p, d) = pair(&pins, true, Act::Whole(1)).await;
+    let (frees, tries) = (consume(&pins, Act::Whole(1)), AtomicUsize::new(0));
+    // As a decode engine whose step is held up, and then one that is about to restart.
+    let d = d.ruled(move |seen| match tries.load(Ordering::SeqCst) {
+        _ if seen.body["temperature"] != json!(-1) => frees(seen),
+        count @ (0 | 1) => {
+            tries.store(count + 1, Ordering::SeqCst);
+            Some([Act::Hang, Act::Close][count].clone())
+        }
+        _ => frees(seen),
+    });
+    let yaml = format!("timeouts: {{settle_ms: 2000}}\n{}", config(&p, &d, "refused_decode"));
+    let system = System::of(&yaml).await;
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/completions", &completion(true)).await;
+    p.wait("it prefills", |p| !p.asked().is_empty() && pins.held() == 1).await;
+    client.hang_up(BOTH_HANG_UPS[0]);
+    p.go_on();
+    d.wait("it is freed at the third try", |_| pins.held() == 0).await;
+    system.settled().await;
+    assert_eq!(refusable(&d).len(), 3);
+    system.counts("baton_router_settlements_total{result=\"failed\"}", 0.0).await;
+}
+
+#[tokio::test]
 async fn a_lease_is_ended_by_a_decode_engine_that_is_full() {
     let pins = Pins::default();
     let (p, d) = pair(&pins, true, Act::Whole(1)).await;

@@ -1,0 +1,178 @@
+//! How an agent ends, step by step. Against simulated agents, which write late.
+
+use std::sync::atomic::AtomicBool;
+
+use baton_connector::BlockId;
+
+use super::*;
+use crate::api::Piece;
+use crate::simulated::{Handle, Mode, Simulated, metadata};
+
+const BLOCK: usize = 64;
+
+/// A producer's agent with a pool of eight blocks that hold nines, and what it offers.
+struct Producer {
+    pool: Region,
+    offer: Offer,
+    _agent: Box<dyn Agent>,
+}
+
+impl Producer {
+    #[allow(unsafe_code)] // registering a pool; it says why it is sound
+    fn new(library: &Arc<Simulated>, name: &str) -> Self {
+        let pool = Region::allocate(8, BLOCK);
+        (0..8).for_each(|block| pool.write_block(BlockId(block), &[9; BLOCK]));
+        let agent = Handle(Arc::clone(library)).agent(name, Side::Target).expect("an agent");
+        let base = pool.block_ptr(BlockId(0));
+        // SAFETY: the pool is dropped with this value, and nothing reads it then.
+        unsafe { agent.register(base, 8 * BLOCK) }.expect("memory");
+        let metadata = agent.metadata().expect("metadata");
+        let base = base.addr() as u64;
+        let offer = Offer { block_bytes: BLOCK as u64, blocks: 8, base, name: name.into(), metadata };
+        Self { pool, offer, _agent: agent }
+    }
+}
+
+/// Posts a read of the producer's block 0 into the region's block `into`.
+#[allow(unsafe_code)] // posting a read; it says why it is sound
+fn post(turn: &Turn, producer: &Producer, region: &Region, into: u32) -> Request {
+    let (from, into) = (producer.pool.block_ptr(BlockId(0)).addr(), region.block_ptr(BlockId(into)).addr());
+    let request =
+        turn.agent().prepare(&producer.offer.name, &[Piece { from, into, len: BLOCK }]).expect("it fits");
+    // SAFETY: the tests look at these blocks and nobody else uses them.
+    unsafe { turn.agent().post(&request) }.expect("it begins");
+    request
+}
+
+fn agents(library: &Arc<Simulated>) -> Arc<Agents> {
+    Agents::new(Arc::new(Handle(Arc::clone(library))))
+}
+
+fn refused<T>(result: Result<T, NixlError>) -> String {
+    result.err().expect("a refusal").to_string()
+}
+
+#[test]
+fn a_retired_agent_lives_until_its_last_turn_and_quarantined_blocks_wait_for_it() {
+    let library = Simulated::new();
+    let (producer, region, agents) =
+        (Producer::new(&library, "p"), Region::allocate(4, BLOCK), agents(&library));
+    let remote = agents.remote(producer.offer.clone()).expect("an offer");
+    library.mode(Mode::Held);
+    let (lost, healthy) =
+        (agents.turn(&remote, &region).expect("one"), agents.turn(&remote, &region).expect("two"));
+    let request = post(&lost, &producer, &region, 1);
+    let other = post(&healthy, &producer, &region, 2);
+    let returned = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            lost.quarantine(request);
+            returned.store(true, Ordering::Release);
+        });
+        // Later reads have an agent of their own as soon as the first is retired.
+        let begun = Instant::now();
+        while agents.made() < 2 {
+            assert!(begun.elapsed() < Duration::from_secs(20), "no new agent");
+            drop(agents.turn(&remote, &region).expect("another agent"));
+        }
+        assert!(!returned.load(Ordering::Acquire), "a turn of the old agent is left");
+        assert!(!healthy.may_go_on(Duration::ZERO) && healthy.may_go_on(Duration::from_secs(3600)));
+        // This is what the wait is for: bytes of a read that nobody believes in any more.
+        assert_eq!(library.deliver(), 2 * BLOCK);
+        assert_eq!(region.read_block(BlockId(1)), [9; BLOCK]);
+        healthy.agent().release(other);
+        drop(healthy);
+        waiting.join().expect("no panic");
+    });
+    assert!(returned.load(Ordering::Acquire));
+    assert_eq!(library.agents(), 2, "the producer's and the new one");
+}
+
+#[test]
+fn agents_that_do_not_end_are_bounded() {
+    let library = Simulated::new();
+    let (producer, region, agents) =
+        (Producer::new(&library, "p"), Region::allocate(8, BLOCK), agents(&library));
+    let remote = agents.remote(producer.offer.clone()).expect("an offer");
+    library.mode(Mode::Held);
+    thread::scope(|scope| {
+        let mut held = Vec::new();
+        for n in 0..RETIRED_MAX {
+            let keeps = agents.turn(&remote, &region).expect("room for one more");
+            let lost = agents.turn(&remote, &region).expect("room for one more");
+            let request = post(&lost, &producer, &region, n as u32);
+            scope.spawn(move || lost.quarantine(request));
+            let begun = Instant::now();
+            while keeps.may_go_on(Duration::ZERO) {
+                assert!(begun.elapsed() < Duration::from_secs(20), "not retired");
+            }
+            held.push(keeps);
+        }
+        let full = refused(agents.turn(&remote, &region));
+        assert!(full.contains("too many agents"), "{full}");
+        drop(held);
+    });
+    drop(agents.turn(&remote, &region).expect("all are gone"));
+    assert_eq!(library.deliver(), 0, "and so is what they were to write");
+}
+
+#[test]
+fn metadata_of_another_agent_is_refused_and_spoils_nobody() {
+    let library = Simulated::new();
+    let (p, liar) = (Producer::new(&library, "p"), Producer::new(&library, "liar"));
+    let (region, agents) = (Region::allocate(4, BLOCK), agents(&library));
+    let remote = agents.remote(p.offer.clone()).expect("an offer");
+    drop(agents.turn(&remote, &region).expect("it is known"));
+    // It says that it is itself, and its metadata says that it is the other one.
+    let lie = Offer { metadata: p.offer.metadata.clone(), ..liar.offer.clone() };
+    assert!(refused(agents.remote(lie)).contains("another agent"));
+    // It says that it is the other one.
+    let lie = Offer { name: "p".into(), ..liar.offer.clone() };
+    assert!(refused(agents.remote(lie)).contains("another producer"));
+    let garbage = Offer { metadata: b"garbage".to_vec(), ..liar.offer.clone() };
+    assert!(agents.remote(garbage).is_err());
+    library.mode(Mode::Done);
+    let turn = agents.turn(&remote, &region).expect("still known");
+    let request = post(&turn, &p, &region, 3);
+    turn.agent().release(request);
+    assert_eq!(region.read_block(BlockId(3)), [9; BLOCK]);
+}
+
+#[test]
+fn metadata_that_covers_less_than_the_pool_ends_reads_before_a_byte_moves() {
+    let library = Simulated::new();
+    let mut producer = Producer::new(&library, "p");
+    let base = producer.pool.block_ptr(BlockId(4)).addr();
+    producer.offer.metadata = metadata("p", &[(base, BLOCK)]);
+    let (region, agents) = (Region::allocate(4, BLOCK), agents(&library));
+    let remote = agents.remote(producer.offer.clone()).expect("an offer");
+    let turn = agents.turn(&remote, &region).expect("it is known");
+    let (from, into) = (producer.pool.block_ptr(BlockId(0)).addr(), region.block_ptr(BlockId(0)).addr());
+    assert!(turn.agent().prepare("p", &[Piece { from, into, len: BLOCK }]).is_err());
+    assert_eq!(agents.made(), 1, "nothing was in flight");
+}
+
+#[test]
+fn a_producer_is_forgotten_with_its_last_connection_and_can_come_again() {
+    let library = Simulated::new();
+    let (producer, region, agents) =
+        (Producer::new(&library, "p"), Region::allocate(4, BLOCK), agents(&library));
+    let first = agents.remote(producer.offer.clone()).expect("an offer");
+    let second = agents.remote(producer.offer.clone()).expect("the same offer");
+    assert!(Arc::ptr_eq(&first, &second));
+    drop(first);
+    let turn = agents.turn(&second, &region).expect("still known");
+    let piece = Piece {
+        from: producer.pool.block_ptr(BlockId(0)).addr(),
+        into: region.block_ptr(BlockId(0)).addr(),
+        len: BLOCK,
+    };
+    let request = turn.agent().prepare("p", &[piece]).expect("known");
+    turn.agent().release(request);
+    drop(second);
+    assert!(turn.agent().prepare("p", &[piece]).is_err(), "forgotten");
+    drop(turn);
+    let again = agents.remote(producer.offer.clone()).expect("an offer");
+    let turn = agents.turn(&again, &region).expect("known again");
+    assert!(turn.agent().prepare("p", &[piece]).is_ok());
+}

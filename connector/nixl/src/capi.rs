@@ -1,0 +1,336 @@
+//! The library's plain C interface (`src/bindings/rust/wrapper.h` of NIXL; 1.5.1 was used), opened at run time.
+//!
+//! Twenty-two functions and one struct. Handles are opaque pointers; every call answers with a number: negative is an
+//! error, 0 success, 1 in progress. Which error it was is not told apart: a lost peer and a bad argument are one number.
+#![allow(unsafe_code)] // calls into a C library; each block says why it is sound
+
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::ptr::{null, null_mut};
+use std::sync::Arc;
+
+use crate::api::{Agent, Library, NixlError, Piece, Request, Side, State};
+
+/// `NIXL_CAPI_MEM_DRAM`.
+const HOST_MEMORY: c_int = 0;
+/// `NIXL_CAPI_XFER_OP_READ`.
+const READ: c_int = 0;
+/// `NIXL_CAPI_IN_PROG`.
+const IN_PROGRESS: c_int = 1;
+/// `NIXL_CAPI_THREAD_SYNC_STRICT`: an agent may be used from any thread.
+const STRICT: c_int = 1;
+
+/// Between two looks of a producer's progress thread when no descriptor wakes it. At 0, the default, it spins.
+const PROGRESS_DELAY_US: u64 = 10_000;
+
+/// What UCX is told unless its own environment variables say otherwise (`UCX_TLS`, `UCX_MM_ERROR_HANDLING`). Its TCP
+/// emulates reads in the producer's process, and aborts that process when the reader has gone in the meantime
+/// (measured with UCX 1.23: "Fatal: unexpected error: Endpoint timeout"); our own TCP does not.
+const UCX: &CStr = c"TLS=^tcp,MM_ERROR_HANDLING=y";
+
+type Ptr = *mut c_void;
+
+/// `nixl_capi_agent_config_t`.
+#[repr(C)]
+struct Config {
+    progress_thread: bool,
+    listen_thread: bool,
+    listen_port: c_int,
+    thread_sync: c_int,
+    workers: c_uint,
+    progress_delay_us: u64,
+    listen_delay_us: u64,
+    telemetry: bool,
+}
+
+macro_rules! symbols {
+    ($($field:ident: $name:literal ($($argument:ty),*);)*) => {
+        struct Symbols { $($field: unsafe extern "C" fn($($argument),*) -> c_int,)* }
+
+        impl Symbols {
+            /// Every function, or the name of the first that there is not.
+            fn resolve(library: Ptr) -> Result<Self, &'static CStr> {
+                Ok(Self { $($field: {
+                    // SAFETY: an open library and a name that ends in zero.
+                    let found = unsafe { libc::dlsym(library, $name.as_ptr()) };
+                    if found.is_null() {
+                        return Err($name);
+                    }
+                    // SAFETY: the C interface declares this function with these arguments and an `int` enum as result.
+                    unsafe { std::mem::transmute::<Ptr, unsafe extern "C" fn($($argument),*) -> c_int>(found) }
+                },)* })
+            }
+        }
+    };
+}
+
+symbols! {
+    create_agent: c"nixl_capi_create_configured_agent" (*const c_char, *const Config, *mut Ptr);
+    destroy_agent: c"nixl_capi_destroy_agent" (Ptr);
+    create_params: c"nixl_capi_create_params" (*mut Ptr);
+    params_add: c"nixl_capi_params_add" (Ptr, *const c_char, *const c_char);
+    destroy_params: c"nixl_capi_destroy_params" (Ptr);
+    create_backend: c"nixl_capi_create_backend" (Ptr, *const c_char, Ptr, *mut Ptr);
+    destroy_backend: c"nixl_capi_destroy_backend" (Ptr);
+    create_reg_dlist: c"nixl_capi_create_reg_dlist" (c_int, *mut Ptr);
+    reg_dlist_add: c"nixl_capi_reg_dlist_add_desc" (Ptr, usize, usize, u64, *const c_void, usize);
+    destroy_reg_dlist: c"nixl_capi_destroy_reg_dlist" (Ptr);
+    register: c"nixl_capi_register_mem" (Ptr, Ptr, Ptr);
+    local_metadata: c"nixl_capi_get_local_md" (Ptr, *mut Ptr, *mut usize);
+    load_remote: c"nixl_capi_load_remote_md" (Ptr, *const c_void, usize, *mut *mut c_char);
+    invalidate_remote: c"nixl_capi_invalidate_remote_md" (Ptr, *const c_char);
+    create_dlist: c"nixl_capi_create_xfer_dlist" (c_int, *mut Ptr);
+    dlist_add: c"nixl_capi_xfer_dlist_add_desc" (Ptr, usize, usize, u64);
+    destroy_dlist: c"nixl_capi_destroy_xfer_dlist" (Ptr);
+    create_request: c"nixl_capi_create_xfer_req" (Ptr, c_int, Ptr, Ptr, *const c_char, *mut Ptr, Ptr);
+    post: c"nixl_capi_post_xfer_req" (Ptr, Ptr, Ptr);
+    status: c"nixl_capi_get_xfer_status" (Ptr, Ptr);
+    release_request: c"nixl_capi_release_xfer_req" (Ptr, Ptr);
+    destroy_request: c"nixl_capi_destroy_xfer_req" (Ptr);
+}
+
+/// An open library.
+pub(crate) struct Capi {
+    origin: String,
+    symbols: Arc<Symbols>,
+}
+
+impl std::fmt::Debug for Capi {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Capi").field("origin", &self.origin).finish_non_exhaustive()
+    }
+}
+
+impl Capi {
+    /// Opens a library and resolves all of it. It is never closed.
+    pub(crate) fn open(path: &Path) -> Result<Self, NixlError> {
+        let origin = path.display().to_string();
+        let name = CString::new(path.as_os_str().as_bytes());
+        let name = name.map_err(|_| NixlError(format!("{origin:?} is no file name").into()))?;
+        // SAFETY: a name that ends in zero. Opening runs the library's constructors: whoever names it, or has it
+        // where the system looks for libraries, trusts it.
+        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if library.is_null() {
+            // SAFETY: called right after the failure, on the same thread.
+            let why = unsafe { libc::dlerror() };
+            if why.is_null() {
+                return Err(NixlError(origin.into()));
+            }
+            // SAFETY: text that ends in zero, and lasts until the next call of this family on this thread.
+            let why = unsafe { CStr::from_ptr(why) }.to_string_lossy();
+            // It begins with the name, mostly.
+            let why = if why.contains(&origin) { why.into_owned() } else { format!("{origin}: {why}") };
+            return Err(NixlError(why.into()));
+        }
+        let symbols = Symbols::resolve(library);
+        let symbols = symbols
+            .map_err(|name| NixlError(format!("{origin} has no {}", name.to_string_lossy()).into()))?;
+        Ok(Self { origin, symbols: Arc::new(symbols) })
+    }
+}
+
+/// The answer of a call, or its name as an error.
+fn answered(call: &str, answer: c_int) -> Result<c_int, NixlError> {
+    if answer < 0 { Err(NixlError(format!("{call} failed with {answer}").into())) } else { Ok(answer) }
+}
+
+impl Library for Capi {
+    fn origin(&self) -> &str {
+        &self.origin
+    }
+
+    fn agent(&self, name: &str, side: Side) -> Result<Box<dyn Agent>, NixlError> {
+        let name = c_name(name)?;
+        let symbols = Arc::clone(&self.symbols);
+        let config = Config {
+            progress_thread: side == Side::Target,
+            listen_thread: false,
+            listen_port: 0,
+            thread_sync: STRICT,
+            workers: 1,
+            progress_delay_us: PROGRESS_DELAY_US,
+            listen_delay_us: 0,
+            telemetry: false,
+        };
+        let mut agent = null_mut();
+        // SAFETY: a name that ends in zero, a config as the library declares it, and room for one pointer.
+        let answer = unsafe { (symbols.create_agent)(name.as_ptr(), &raw const config, &raw mut agent) };
+        answered("create_configured_agent", answer)?;
+        // From here on its drop destroys it.
+        let agent = CapiAgent { symbols, agent };
+        agent.add_backend()?;
+        Ok(Box::new(agent))
+    }
+}
+
+fn c_name(name: &str) -> Result<CString, NixlError> {
+    CString::new(name).map_err(|_| NixlError("an agent's name with a zero in it".into()))
+}
+
+struct CapiAgent {
+    symbols: Arc<Symbols>,
+    agent: Ptr,
+}
+
+// SAFETY: an agent is a handle that belongs to no thread.
+unsafe impl Send for CapiAgent {}
+// SAFETY: made with `NIXL_CAPI_THREAD_SYNC_STRICT`: the library takes its own lock around every call.
+unsafe impl Sync for CapiAgent {}
+
+/// A list of descriptors, destroyed with this.
+struct List<'a> {
+    list: Ptr,
+    destroy: &'a unsafe extern "C" fn(Ptr) -> c_int,
+}
+
+impl Drop for List<'_> {
+    fn drop(&mut self) {
+        // SAFETY: a handle that the library made, destroyed once.
+        unsafe { (self.destroy)(self.list) };
+    }
+}
+
+impl CapiAgent {
+    fn add_backend(&self) -> Result<(), NixlError> {
+        let symbols = &*self.symbols;
+        let mut params = null_mut();
+        // SAFETY: room for one pointer.
+        answered("create_params", unsafe { (symbols.create_params)(&raw mut params) })?;
+        let params = List { list: params, destroy: &symbols.destroy_params };
+        // SAFETY: live parameters, and texts that end in zero; the library copies them.
+        let added = unsafe { (symbols.params_add)(params.list, c"engine_config".as_ptr(), UCX.as_ptr()) };
+        answered("params_add", added)?;
+        let mut backend = null_mut();
+        // SAFETY: a live agent and parameters, a text that ends in zero, and room for one pointer.
+        let created =
+            unsafe { (symbols.create_backend)(self.agent, c"UCX".as_ptr(), params.list, &raw mut backend) };
+        answered("create_backend(UCX)", created)?;
+        // SAFETY: the handle just made. It only names the backend, which stays with the agent.
+        unsafe { (symbols.destroy_backend)(backend) };
+        Ok(())
+    }
+
+    /// A list of descriptors of host memory.
+    fn list(&self, descriptors: impl Iterator<Item = (usize, usize)>) -> Result<List<'_>, NixlError> {
+        let symbols = &*self.symbols;
+        let mut list = null_mut();
+        // SAFETY: room for one pointer.
+        answered("create_xfer_dlist", unsafe { (symbols.create_dlist)(HOST_MEMORY, &raw mut list) })?;
+        let list = List { list, destroy: &symbols.destroy_dlist };
+        for (address, len) in descriptors {
+            // SAFETY: a live list and numbers.
+            answered("xfer_dlist_add_desc", unsafe { (symbols.dlist_add)(list.list, address, len, 0) })?;
+        }
+        Ok(list)
+    }
+}
+
+fn state(call: &str, answer: c_int) -> Result<State, NixlError> {
+    answered(call, answer).map(|answer| if answer == IN_PROGRESS { State::InFlight } else { State::Done })
+}
+
+fn handle(request: &Request) -> Ptr {
+    // Handles travel as numbers; this one came from `prepare`.
+    std::ptr::with_exposed_provenance_mut(usize::try_from(request.0).expect("it was an address"))
+}
+
+impl Agent for CapiAgent {
+    unsafe fn register(&self, base: *mut u8, len: usize) -> Result<(), NixlError> {
+        let symbols = &*self.symbols;
+        let mut list = null_mut();
+        // SAFETY: room for one pointer.
+        answered("create_reg_dlist", unsafe { (symbols.create_reg_dlist)(HOST_MEMORY, &raw mut list) })?;
+        let list = List { list, destroy: &symbols.destroy_reg_dlist };
+        let base = base.expose_provenance();
+        // SAFETY: a live list, numbers, and no metadata.
+        let added = unsafe { (symbols.reg_dlist_add)(list.list, base, len, 0, null(), 0) };
+        answered("reg_dlist_add_desc", added)?;
+        // SAFETY: a live agent and list; the caller keeps the memory mapped for the agent's life.
+        answered("register_mem", unsafe { (symbols.register)(self.agent, list.list, null_mut()) })?;
+        Ok(())
+    }
+
+    fn metadata(&self) -> Result<Vec<u8>, NixlError> {
+        let (mut data, mut len) = (null_mut(), 0);
+        // SAFETY: a live agent, and room for a pointer and a length.
+        let answer = unsafe { (self.symbols.local_metadata)(self.agent, &raw mut data, &raw mut len) };
+        answered("get_local_md", answer)?;
+        // SAFETY: `len` bytes that the library allocated with `malloc` for us.
+        let metadata = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len) }.to_vec();
+        // SAFETY: as above, freed once.
+        unsafe { libc::free(data) };
+        Ok(metadata)
+    }
+
+    fn add(&self, metadata: &[u8]) -> Result<String, NixlError> {
+        let mut name: *mut c_char = null_mut();
+        // SAFETY: a live agent, bytes that live through the call, and room for one pointer.
+        let answer = unsafe {
+            (self.symbols.load_remote)(self.agent, metadata.as_ptr().cast(), metadata.len(), &raw mut name)
+        };
+        answered("load_remote_md", answer)?;
+        // SAFETY: text that ends in zero, from `strdup`, for us.
+        let text = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+        // SAFETY: as above, freed once.
+        unsafe { libc::free(name.cast()) };
+        Ok(text)
+    }
+
+    fn remove(&self, peer: &str) {
+        if let Ok(peer) = c_name(peer) {
+            // SAFETY: a live agent and a name that ends in zero. A name that is not known is an error that means nothing.
+            unsafe { (self.symbols.invalidate_remote)(self.agent, peer.as_ptr()) };
+        }
+    }
+
+    fn prepare(&self, peer: &str, pieces: &[Piece]) -> Result<Request, NixlError> {
+        let peer = c_name(peer)?;
+        let here = self.list(pieces.iter().map(|piece| (piece.into, piece.len)))?;
+        let there = self.list(pieces.iter().map(|piece| (piece.from, piece.len)))?;
+        let mut request = null_mut();
+        // SAFETY: a live agent and lists, which the library copies, a name that ends in zero, room for one pointer, and
+        // no options. Nothing is read or written yet; that is `post`'s business.
+        let answer = unsafe {
+            (self.symbols.create_request)(
+                self.agent,
+                READ,
+                here.list,
+                there.list,
+                peer.as_ptr(),
+                &raw mut request,
+                null_mut(),
+            )
+        };
+        answered("create_xfer_req", answer)?;
+        Ok(Request(request.expose_provenance() as u64))
+    }
+
+    unsafe fn post(&self, request: &Request) -> Result<State, NixlError> {
+        // SAFETY: a live agent and a request of it; the landing memory is registered, and the caller's until it is over.
+        let answer = unsafe { (self.symbols.post)(self.agent, handle(request), null_mut()) };
+        state("post_xfer_req", answer)
+    }
+
+    fn status(&self, request: &Request) -> Result<State, NixlError> {
+        // SAFETY: a live agent and a request of it.
+        state("get_xfer_status", unsafe { (self.symbols.status)(self.agent, handle(request)) })
+    }
+
+    fn release(&self, request: Request) {
+        let request = handle(&request);
+        // SAFETY: a live agent and a request of it, released once. Its wrapper is destroyed only when what it wraps is
+        // gone; otherwise the library refuses, and a few bytes are lost.
+        unsafe {
+            (self.symbols.release_request)(self.agent, request);
+            (self.symbols.destroy_request)(request);
+        }
+    }
+}
+
+impl Drop for CapiAgent {
+    fn drop(&mut self) {
+        // SAFETY: made by `create_configured_agent`, destroyed once, and nobody else uses it any more.
+        unsafe { (self.symbols.destroy_agent)(self.agent) };
+    }
+}

@@ -1,0 +1,165 @@
+//! What a producer says of its pool to an admitted consumer, as bytes. Pure, and hostile until decoded.
+//!
+//! ```text
+//! block_bytes 8 │ blocks 8 │ base 8 │ name 2 │ metadata 4 │ the name │ the metadata
+//! ```
+
+/// Bytes before the name.
+pub(crate) const HEAD_BYTES: usize = 8 + 8 + 8 + 2 + 4;
+
+/// Longest name of an agent, in bytes.
+pub(crate) const NAME_MAX_BYTES: usize = 96;
+
+/// Longest metadata, in bytes. NIXL 1.5.1 writes 400 for one region over one device, and some hundred more for each
+/// further device.
+pub(crate) const METADATA_MAX_BYTES: usize = 64 * 1024;
+
+/// A producer's pool and agent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Offer {
+    pub(crate) block_bytes: u64,
+    pub(crate) blocks: u64,
+    /// The pool's first byte, in the producer's process.
+    pub(crate) base: u64,
+    pub(crate) name: String,
+    pub(crate) metadata: Vec<u8>,
+}
+
+/// The head of an offer, checked.
+pub(crate) struct Head {
+    offer: Offer,
+    name: usize,
+    metadata: usize,
+}
+
+/// Bytes that are no offer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("an offer of a pool that cannot be: {0}")]
+pub(crate) struct NoOffer(&'static str);
+
+impl Offer {
+    /// All of it; `None` when it is longer than a consumer would read.
+    pub(crate) fn encode(&self) -> Option<Vec<u8>> {
+        let (name, metadata) = (self.name.len(), self.metadata.len());
+        if name > NAME_MAX_BYTES || metadata > METADATA_MAX_BYTES {
+            return None;
+        }
+        let mut bytes = Vec::with_capacity(HEAD_BYTES + name + metadata);
+        for number in [self.block_bytes, self.blocks, self.base] {
+            bytes.extend(number.to_le_bytes());
+        }
+        bytes.extend(u16::try_from(name).ok()?.to_le_bytes());
+        bytes.extend(u32::try_from(metadata).ok()?.to_le_bytes());
+        bytes.extend(self.name.as_bytes());
+        bytes.extend(&self.metadata);
+        Some(bytes)
+    }
+
+    /// Where a part of one of its blocks lies in the producer's process; `None` when there is no such part.
+    pub(crate) fn address(&self, block: u32, offset: usize, len: usize) -> Option<usize> {
+        let end = offset.checked_add(len)?;
+        if u64::from(block) >= self.blocks || end as u64 > self.block_bytes {
+            return None;
+        }
+        // Inside the pool, which was found to end inside the address space.
+        usize::try_from(self.base + u64::from(block) * self.block_bytes + offset as u64).ok()
+    }
+}
+
+impl Head {
+    pub(crate) fn decode(bytes: [u8; HEAD_BYTES]) -> Result<Self, NoOffer> {
+        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        let (block_bytes, blocks, base) = (u64_at(0), u64_at(8), u64_at(16));
+        let name = usize::from(u16::from_le_bytes([bytes[24], bytes[25]]));
+        let metadata = u32::from_le_bytes(bytes[26..30].try_into().expect("four bytes")) as usize;
+        let pool = block_bytes.checked_mul(blocks).filter(|&bytes| bytes > 0);
+        let end = pool.ok_or(NoOffer("its size is no number"))?.checked_add(base);
+        end.and_then(|end| usize::try_from(end).ok()).ok_or(NoOffer("it ends outside the address space"))?;
+        if base == 0 {
+            return Err(NoOffer("it begins at no address"));
+        }
+        if !(1..=NAME_MAX_BYTES).contains(&name) || !(1..=METADATA_MAX_BYTES).contains(&metadata) {
+            return Err(NoOffer("a name or metadata of no possible length"));
+        }
+        let offer = Offer { block_bytes, blocks, base, name: String::new(), metadata: Vec::new() };
+        Ok(Self { offer, name, metadata })
+    }
+
+    /// Bytes that follow.
+    pub(crate) fn rest_bytes(&self) -> usize {
+        self.name + self.metadata
+    }
+
+    /// The whole offer, from as many bytes as were asked for.
+    pub(crate) fn complete(mut self, rest: &[u8]) -> Result<Offer, NoOffer> {
+        let (name, metadata) = rest.split_at_checked(self.name).ok_or(NoOffer("it is cut off"))?;
+        if metadata.len() != self.metadata {
+            return Err(NoOffer("it is cut off"));
+        }
+        // Names go to C, to logs and into maps.
+        let plain = name.iter().all(|byte| byte.is_ascii_graphic());
+        let name = std::str::from_utf8(name).ok().filter(|_| plain);
+        self.offer.name = name.ok_or(NoOffer("a name that is none"))?.to_owned();
+        self.offer.metadata = metadata.to_vec();
+        Ok(self.offer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offer() -> Offer {
+        let (name, metadata) = ("baton-1-2".to_owned(), vec![0, 255, 7]);
+        Offer { block_bytes: 4096, blocks: 9, base: 1 << 32, name, metadata }
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Offer, NoOffer> {
+        let (head, rest) = bytes.split_first_chunk().expect("a head");
+        Head::decode(*head)?.complete(rest)
+    }
+
+    #[test]
+    fn an_offer_survives_the_wire() {
+        let bytes = offer().encode().expect("it is short");
+        assert_eq!(decode(&bytes), Ok(offer()));
+        let head = Head::decode(*bytes.first_chunk().expect("a head")).expect("an offer");
+        assert_eq!(head.rest_bytes(), bytes.len() - HEAD_BYTES);
+    }
+
+    #[test]
+    fn what_cannot_be_is_no_offer() {
+        let wrong: [fn(&mut Offer); 7] = [
+            |offer| offer.block_bytes = u64::MAX,
+            |offer| offer.blocks = 0,
+            |offer| offer.base = u64::MAX - 100,
+            |offer| offer.base = 0,
+            |offer| offer.name = String::new(),
+            |offer| offer.name = "a\0b".into(),
+            |offer| offer.metadata = Vec::new(),
+        ];
+        for (at, change) in wrong.into_iter().enumerate() {
+            let mut offer = offer();
+            change(&mut offer);
+            assert!(decode(&offer.encode().expect("it is short")).is_err(), "{at}");
+        }
+        let bytes = offer().encode().expect("it is short");
+        for cut in 1..bytes.len() - HEAD_BYTES {
+            assert!(decode(&bytes[..bytes.len() - cut]).is_err(), "{cut} bytes less");
+        }
+        let long = Offer { metadata: vec![0; METADATA_MAX_BYTES + 1], ..offer() };
+        assert_eq!(long.encode(), None);
+    }
+
+    #[test]
+    fn only_parts_of_blocks_of_the_pool_have_an_address() {
+        let offer = offer();
+        assert_eq!(offer.address(0, 0, 4096), Some(1 << 32));
+        assert_eq!(offer.address(8, 4000, 96), Some((1 << 32) + 8 * 4096 + 4000));
+        for (block, offset, len) in
+            [(9, 0, 1), (u32::MAX, 0, 1), (0, 0, 4097), (0, 4096, 1), (8, usize::MAX, 2)]
+        {
+            assert_eq!(offer.address(block, offset, len), None, "{block} {offset} {len}");
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! Agents without NIXL that have its traps, in one process: requests that go on writing after they were given back,
+//! posts that fail and still write, peers that nobody knows to be gone, memory that is read whatever it holds. What a
+//! transfer does is the test's to say.
+
+// Compiled into several tests, of which each uses a part.
+#![allow(unsafe_code, unreachable_pub, dead_code)]
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use baton_connector_nixl::api::{Agent, Library, NixlError, Piece, Request, Side, State};
+
+/// Longest that a test waits for a state.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What becomes of posts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// They are done when they return.
+    Done,
+    /// They stay in flight until [`Simulated::deliver`].
+    Held,
+    /// They fail, and what they were to read still comes with [`Simulated::deliver`].
+    Failed,
+    /// They are in flight, and fail when they are asked for; bytes still come.
+    FailedLater,
+}
+
+/// A simulated library.
+#[derive(Debug, Default)]
+pub struct Simulated {
+    world: Mutex<World>,
+    moved: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct World {
+    mode: Option<Mode>,
+    /// Memory by agent name, as its metadata says.
+    agents: HashMap<String, Vec<(usize, usize)>>,
+    requests: HashMap<u64, Pending>,
+    next: u64,
+    made: usize,
+    most_pieces: usize,
+    most_bytes: usize,
+}
+
+#[derive(Debug)]
+struct Pending {
+    /// The agent that reads.
+    agent: String,
+    pieces: Vec<Piece>,
+    posted: bool,
+    done: bool,
+    mode: Mode,
+}
+
+impl Simulated {
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self::default())
+    }
+
+    fn world(&self) -> MutexGuard<'_, World> {
+        self.world.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What posts do from now on.
+    pub fn mode(&self, mode: Mode) {
+        self.world().mode = Some(mode);
+    }
+
+    /// Lets every posted request of an agent that lives write its bytes: also those that failed or were given back.
+    pub fn deliver(&self) -> usize {
+        let mut world = self.world();
+        let World { agents, requests, .. } = &mut *world;
+        let late = requests.values_mut().filter(|request| request.posted && !request.done);
+        let late = late.filter(|request| agents.contains_key(&request.agent));
+        late.map(|request| {
+            request.done = true;
+            copy(&request.pieces)
+        })
+        .sum()
+    }
+
+    /// Waits until a request is in flight.
+    pub fn await_posted(&self) {
+        let in_flight = |world: &mut World| !world.requests.values().any(|r| r.posted && !r.done);
+        let (_world, timeout) =
+            self.moved.wait_timeout_while(self.world(), PATIENCE, in_flight).expect("no panic");
+        assert!(!timeout.timed_out(), "no request in flight");
+    }
+
+    /// Agents that live.
+    pub fn agents(&self) -> usize {
+        self.world().agents.len()
+    }
+
+    /// Agents ever made.
+    pub fn made(&self) -> usize {
+        self.world().made
+    }
+
+    /// The largest request so far: descriptors, and bytes.
+    pub fn largest(&self) -> (usize, usize) {
+        let world = self.world();
+        (world.most_pieces, world.most_bytes)
+    }
+}
+
+fn copy(pieces: &[Piece]) -> usize {
+    for piece in pieces {
+        let (from, into) = (
+            std::ptr::with_exposed_provenance(piece.from),
+            std::ptr::with_exposed_provenance_mut(piece.into),
+        );
+        // SAFETY: memory that both agents registered, in this process, and that the tests keep; as with the real
+        // library, somebody else may use it at the same time, and these are plain bytes.
+        unsafe { std::ptr::copy::<u8>(from, into, piece.len) };
+    }
+    pieces.iter().map(|piece| piece.len).sum()
+}
+
+struct SimulatedAgent {
+    library: Arc<Simulated>,
+    name: String,
+    /// Peers, with the memory that their metadata says.
+    peers: Mutex<HashMap<String, Vec<(usize, usize)>>>,
+}
+
+fn error<T>(why: impl Into<Box<str>>) -> Result<T, NixlError> {
+    Err(NixlError(why.into()))
+}
+
+/// Handles on a library are what the transport takes.
+#[derive(Debug)]
+pub struct Handle(pub Arc<Simulated>);
+
+impl Library for Handle {
+    fn origin(&self) -> &str {
+        "simulated"
+    }
+
+    fn agent(&self, name: &str, _side: Side) -> Result<Box<dyn Agent>, NixlError> {
+        let mut world = self.0.world();
+        world.made += 1;
+        assert!(world.agents.insert(name.to_owned(), Vec::new()).is_none(), "two agents of one name");
+        let library = Arc::clone(&self.0);
+        Ok(Box::new(SimulatedAgent { library, name: name.to_owned(), peers: Mutex::default() }))
+    }
+}
+
+impl Drop for SimulatedAgent {
+    fn drop(&mut self) {
+        // With its end nothing of it is written any more.
+        self.library.world().agents.remove(&self.name);
+    }
+}
+
+fn covered(memory: &[(usize, usize)], at: usize, len: usize) -> bool {
+    memory.iter().any(|&(base, size)| at >= base && at + len <= base + size)
+}
+
+/// The name and the memory, as text.
+pub fn metadata(name: &str, memory: &[(usize, usize)]) -> Vec<u8> {
+    let memory: Vec<_> = memory.iter().map(|(base, len)| format!("{base}+{len}")).collect();
+    format!("simulated|{name}|{}", memory.join(",")).into_bytes()
+}
+
+fn parse(metadata: &[u8]) -> Option<(String, Vec<(usize, usize)>)> {
+    let mut parts = std::str::from_utf8(metadata).ok()?.strip_prefix("simulated|")?.split('|');
+    let (name, memory) = (parts.next()?, parts.next()?);
+    let region = |text: &str| {
+        let (base, len) = text.split_once('+')?;
+        Some((base.parse().ok()?, len.parse().ok()?))
+    };
+    Some((name.to_owned(), memory.split(',').map(region).collect::<Option<_>>()?))
+}
+
+impl Agent for SimulatedAgent {
+    unsafe fn register(&self, base: *mut u8, len: usize) -> Result<(), NixlError> {
+        let base = base.expose_provenance();
+        self.library.world().agents.get_mut(&self.name).expect("it lives").push((base, len));
+        Ok(())
+    }
+
+    fn metadata(&self) -> Result<Vec<u8>, NixlError> {
+        Ok(metadata(&self.name, &self.library.world().agents[&self.name]))
+    }
+
+    fn add(&self, metadata: &[u8]) -> Result<String, NixlError> {
+        let Some((name, memory)) = parse(metadata) else { return error("mismatch") };
+        let mut peers = self.peers.lock().expect("no panic");
+        if peers.get(&name).is_some_and(|known| *known != memory) {
+            return error("not allowed");
+        }
+        peers.insert(name.clone(), memory);
+        Ok(name)
+    }
+
+    fn remove(&self, peer: &str) {
+        self.peers.lock().expect("no panic").remove(peer);
+    }
+
+    fn prepare(&self, peer: &str, pieces: &[Piece]) -> Result<Request, NixlError> {
+        let peers = self.peers.lock().expect("no panic");
+        let Some(theirs) = peers.get(peer) else { return error("not found") };
+        let mut world = self.library.world();
+        let ours = &world.agents[&self.name];
+        // Like the library: against what the metadata says, and against nothing else.
+        let known =
+            |piece: &Piece| covered(theirs, piece.from, piece.len) && covered(ours, piece.into, piece.len);
+        if pieces.is_empty() || !pieces.iter().all(known) {
+            return error("not found");
+        }
+        // A descriptor over another one's landing memory would be written twice.
+        let landing: HashSet<usize> = pieces.iter().map(|piece| piece.into).collect();
+        assert_eq!(landing.len(), pieces.len());
+        world.most_pieces = world.most_pieces.max(pieces.len());
+        world.most_bytes = world.most_bytes.max(pieces.iter().map(|piece| piece.len).sum());
+        world.next += 1;
+        let (id, mode) = (world.next, world.mode.unwrap_or(Mode::Done));
+        let agent = self.name.clone();
+        world
+            .requests
+            .insert(id, Pending { agent, pieces: pieces.to_vec(), posted: false, done: false, mode });
+        Ok(Request(id))
+    }
+
+    unsafe fn post(&self, request: &Request) -> Result<State, NixlError> {
+        let mut world = self.library.world();
+        let pending = world.requests.get_mut(&request.0).expect("a request of this agent");
+        pending.posted = true;
+        let answer = match pending.mode {
+            Mode::Done => {
+                pending.done = true;
+                copy(&pending.pieces);
+                Ok(State::Done)
+            }
+            Mode::Held | Mode::FailedLater => Ok(State::InFlight),
+            Mode::Failed => error("disconnected"),
+        };
+        self.library.moved.notify_all();
+        answer
+    }
+
+    fn status(&self, request: &Request) -> Result<State, NixlError> {
+        let world = self.library.world();
+        let pending = &world.requests[&request.0];
+        match (pending.done, pending.mode) {
+            (true, _) => Ok(State::Done),
+            (false, Mode::FailedLater) => error("disconnected"),
+            (false, _) => Ok(State::InFlight),
+        }
+    }
+
+    fn release(&self, request: Request) {
+        let mut world = self.library.world();
+        // One that is in flight is forgotten by its owner and by nobody else.
+        if world.requests.get(&request.0).is_some_and(|pending| pending.done || !pending.posted) {
+            world.requests.remove(&request.0);
+        }
+    }
+}
