@@ -119,6 +119,12 @@ impl From<KvDtypeArg> for KvDtype {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum QuantizeArg {
+    /// 8-bit integers with a scale for every 64 weights of a row
+    Int8,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum LoadFailureArg {
     /// Compute the prompt on the decode engine
     Recompute,
@@ -179,6 +185,9 @@ pub(crate) struct EngineArgs {
     /// Element type of the KV cache, on a GPU of everything; by default f32 on the CPU and bf16 on a GPU
     #[arg(long, value_enum)]
     pub(crate) kv_cache_dtype: Option<KvDtypeArg>,
+    /// Round the weights' matrices when they are loaded; by default they stay as they are
+    #[arg(long, value_enum)]
+    pub(crate) quantize: Option<QuantizeArg>,
     /// Tokens of one sequence at most; the model's own limit by default
     #[arg(long)]
     pub(crate) max_model_len: Option<usize>,

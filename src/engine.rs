@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use baton_connector::layout::KvDtype;
 use baton_engine::engine::{Engine, EngineOptions};
-use baton_engine::executor::cpu::LoadProgress;
+use baton_engine::executor::cpu::{LoadProgress, WeightMode};
 use baton_engine::executor::cuda::DeviceChoice;
 use baton_engine::model::ModelFiles;
 use baton_engine::offload::open::DiskOptions;
 
-use crate::cli::EngineArgs;
+use crate::cli::{EngineArgs, QuantizeArg};
 use crate::{Failure, builtin, shutdown};
 
 /// Threads that serve HTTP. The engine's own threads do the computing.
@@ -78,6 +78,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
         (None, DeviceChoice::Cpu) => KvDtype::F32,
         (None, DeviceChoice::Accelerator(_)) => KvDtype::Bf16,
     };
+    options.weights = args.quantize.map_or(WeightMode::Stored, |QuantizeArg::Int8| WeightMode::Int8);
     options.max_model_len = args.max_model_len;
     options.max_num_seqs = args.max_num_seqs;
     options.max_num_batched_tokens = args.max_num_batched_tokens.max(args.max_num_seqs);

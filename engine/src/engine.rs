@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::dp_rank::{Common, RunningRank};
 use crate::executor::Executor;
-use crate::executor::cpu::{CpuExecutor, CpuOptions, LoadProgress};
+use crate::executor::cpu::{CpuExecutor, CpuOptions, LoadProgress, WeightMode};
 use crate::executor::cuda::{Accelerator, DeviceChoice, DeviceOptions, Element};
 use crate::lease_desk::LeaseDesk;
 use crate::metrics::EngineMetrics;
@@ -70,6 +70,8 @@ pub struct EngineOptions {
     pub kv_blocks: Option<usize>,
     /// Element type of the KV cache.
     pub kv_dtype: KvDtype,
+    /// Element type of the weights in memory. Engines with quantized weights share KV blocks only with their like.
+    pub weights: WeightMode,
     /// Tokens of one sequence at most; the model's own limit by default.
     pub max_model_len: Option<usize>,
     /// Sequences that run or fetch at once.
@@ -119,6 +121,7 @@ impl EngineOptions {
             kv_cache_bytes: 512 << 20,
             kv_blocks: None,
             kv_dtype: KvDtype::F32,
+            weights: WeightMode::Stored,
             max_model_len: None,
             max_num_seqs: 64,
             max_num_batched_tokens: 512,
@@ -193,7 +196,7 @@ impl Engine {
         let model = options.served_model_name.clone().unwrap_or_else(|| options.model.default_name());
         let executors = executors(&options, &config, progress)?;
 
-        let weights = identity(&options.model)?;
+        let weights = identity(&options.model)? + options.weights.identity();
         let fingerprint = executors[0].layout().fingerprint(&weights);
         let broken = CancellationToken::new();
         let nixl = FoundNixl::look(options.kv_transport, options.nixl_library.as_deref());
@@ -370,6 +373,9 @@ fn on_device(
         KvDtype::Bf16 => Element::Bf16,
         KvDtype::F16 => return Err(wrong("--kv-cache-dtype is f32 or bf16 there".into())),
     };
+    if options.weights != WeightMode::Stored {
+        return Err(wrong("weights stay as they are there: no --quantize".into()));
+    }
     if options.kv_ranks != 1 || options.data_parallel_size != 1 {
         return Err(wrong("--kv-ranks and --data-parallel-size are 1 there".into()));
     }
@@ -473,6 +479,7 @@ fn cpu_options(options: &EngineOptions, block_bytes: usize) -> Result<CpuOptions
         block_tokens: options.block_tokens,
         kv_ranks: options.kv_ranks,
         kv_dtype: options.kv_dtype,
+        weights: options.weights,
         pool: pool(options),
         ..CpuOptions::default()
     };

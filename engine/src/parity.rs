@@ -9,6 +9,7 @@
 //! bf16 of another engine is only comparable step by step under the golden tokens. Other devices sum in other orders:
 //! they have twice the CPU's bound, and promise no bits.
 
+mod coarse;
 mod golden;
 mod logits;
 mod text;
@@ -78,6 +79,8 @@ pub const CASES: &[Case] = &[
     Case { name: "float32", run: logits::float32 },
     Case { name: "invariance", run: logits::invariance },
     Case { name: "bfloat16", run: logits::bfloat16 },
+    Case { name: "16-bit caches", run: coarse::caches },
+    Case { name: "int8 weights", run: coarse::int8 },
     Case { name: "text", run: text::text },
     Case { name: "sampling", run: text::sampling },
 ];

@@ -14,6 +14,7 @@
 
 mod arena;
 mod attention;
+mod convert;
 mod forward;
 mod isa;
 mod kernel;
