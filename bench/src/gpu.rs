@@ -18,6 +18,7 @@ use baton_engine::model::ModelError;
 use clap::Args;
 use serde::Serialize;
 
+use self::speed::Sizes;
 pub use self::speed::Speed;
 
 /// Head widths whose kernels are checked, with both element types: those of the tiny checkpoints and of large models.
@@ -48,9 +49,9 @@ pub struct Skipped(pub String);
 /// Why the benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuBenchError {
-    /// A kernel computes something else than its twin.
-    #[error("{0} of the kernels' results are wrong")]
-    Wrong(usize),
+    /// Kernels that compute something else than their twins, or parts that could not be run.
+    #[error("{0} checks or measurements have failed")]
+    Failed(usize),
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -79,6 +80,8 @@ pub struct GpuReport {
     pub arch: String,
     /// Results of kernels that are what their twins computed.
     pub kernels_right: usize,
+    /// Those that are not, and whatever could not be run.
+    pub failed: Vec<String>,
     /// What was measured.
     pub speeds: Vec<Speed>,
 }
@@ -104,39 +107,47 @@ pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchEr
     if !options.json {
         writeln!(out, "{device}, kernels for {arch}")?;
     }
-    let right = check_kernels(options, out)?;
-    let mut report = GpuReport { unix_time_s, device, arch, kernels_right: right, speeds: Vec::new() };
+    let (kernels_right, failed) = check_kernels(options);
+    let mut report = GpuReport { unix_time_s, device, arch, kernels_right, failed, speeds: Vec::new() };
     if !options.check_only {
-        report.speeds = speed::measure(options)?;
+        let open = |head_dim| open(options, Element::Bf16, head_dim);
+        let (speeds, failed) = speed::measure(&Sizes::llama(options.layers), open);
+        report.speeds = speeds;
+        report.failed.extend(failed);
     }
     if options.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report).map_err(std::io::Error::other)?)?;
     } else {
-        writeln!(out, "{right} results of kernels are what their twins computed")?;
+        report.failed.iter().try_for_each(|what| writeln!(out, "FAIL  {what}"))?;
+        writeln!(out, "{kernels_right} results of kernels are what their twins computed")?;
         speed::print(&report.speeds, out)?;
     }
-    Ok(())
+    match report.failed.len() {
+        0 => Ok(()),
+        failed => Err(GpuBenchError::Failed(failed).into()),
+    }
 }
 
 fn open(options: &GpuBench, element: Element, head_dim: usize) -> Result<CudaDevice, DeviceError> {
     CudaDevice::open(options.device, element, head_dim, cubins::folder().as_deref())
 }
 
-/// How many results are right; every wrong one is written out.
-fn check_kernels(options: &GpuBench, out: &mut dyn Write) -> Result<usize, GpuBenchError> {
-    let (mut right, mut wrong) = (0, 0);
+/// How many results are right, and what is not.
+fn check_kernels(options: &GpuBench) -> (usize, Vec<String>) {
+    let (mut right, mut failed) = (0, Vec::new());
     for element in [Element::F32, Element::Bf16] {
         for head_dim in HEAD_DIMS {
-            let mut device = open(options, element, head_dim)?;
-            for line in check::kernels(&mut device, element, head_dim)? {
-                if line.passed {
-                    right += 1;
-                } else {
-                    wrong += 1;
-                    writeln!(out, "FAIL  {:<70} {}", line.what, line.numbers)?;
+            let lines = open(options, element, head_dim)
+                .and_then(|mut device| check::kernels(&mut device, element, head_dim));
+            match lines {
+                Err(error) => failed.push(format!("{} {head_dim}: {error}", element.label())),
+                Ok(lines) => {
+                    right += lines.iter().filter(|line| line.passed).count();
+                    let wrong = lines.into_iter().filter(|line| !line.passed);
+                    failed.extend(wrong.map(|line| format!("{:<70} {}", line.what, line.numbers)));
                 }
             }
         }
     }
-    if wrong > 0 { Err(GpuBenchError::Wrong(wrong)) } else { Ok(right) }
+    (right, failed)
 }

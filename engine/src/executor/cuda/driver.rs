@@ -81,7 +81,8 @@ pub struct CudaDevice {
     context: sys::CUcontext,
     bound: Option<ThreadId>,
     module: sys::CUmodule,
-    functions: HashMap<Kernel, sys::CUfunction>,
+    /// With the dynamic shared memory that was asked for.
+    functions: HashMap<Kernel, (sys::CUfunction, u32)>,
     buffers: Vec<Option<(sys::CUdeviceptr, usize)>>,
     hosts: Vec<HostMemory>,
     streams: Vec<sys::CUstream>,
@@ -200,7 +201,7 @@ impl CudaDevice {
             // SAFETY: the module is loaded, the name a C string.
             let found = unsafe { sys::cuModuleGetFunction(&raw mut function, self.module, name.as_ptr()) };
             check("cuModuleGetFunction", found)?;
-            self.functions.insert(kernel, function);
+            self.functions.insert(kernel, (function, SHARED_BYTES_UNASKED));
         }
         Ok(())
     }
@@ -364,7 +365,7 @@ impl Device for CudaDevice {
 
     fn launch(&mut self, on: Stream, launch: &Launch) -> Result<(), DeviceError> {
         self.bind()?;
-        let function = self.functions[&launch.kernel];
+        let (function, granted) = self.functions[&launch.kernel];
         // Every parameter in eight bytes of its own: the driver reads as many of them as the parameter has.
         let mut values = Vec::with_capacity(launch.args.len());
         for arg in &launch.args {
@@ -382,10 +383,11 @@ impl Device for CudaDevice {
         // SAFETY: the parameters are those of the kernel (a test compares them with its source), little-endian as every
         // device and host of CUDA; what its pointers reach was checked to be in buffers.
         unsafe {
-            if launch.shared_bytes > SHARED_BYTES_UNASKED {
+            if launch.shared_bytes > granted {
                 let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 let asked = sys::cuFuncSetAttribute(function, most, launch.shared_bytes.cast_signed());
                 check("cuFuncSetAttribute (shared memory)", asked)?;
+                self.functions.insert(launch.kernel, (function, launch.shared_bytes));
             }
             let launched = sys::cuLaunchKernel(
                 function,
