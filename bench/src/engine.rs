@@ -1,28 +1,39 @@
 //! `baton bench engine`: how close the CPU engine comes to what this machine can do, in this minute.
 //!
 //! Speeds of shared machines drift by a factor of two within an hour, so every figure stands beside a limit
-//! from the same run: decode beside the measured read bandwidth, prefill beside the arithmetic that the `gemm`
-//! crate reaches with the same threads on the model's own matrices. Rounds alternate between all
-//! measurements; the best of each is compared, and the spread says how much to trust it.
+//! from the same run: the measured read bandwidth over the bytes that a step must read, and the multiply-adds that
+//! the cores reach in registers over those that a step needs, whichever is lower. Prefill also stands beside what
+//! the `gemm` crate reaches with the same threads on the model's own matrices (`bench/engine_peers.py` measures other
+//! engines and oneDNN). Rounds alternate between all measurements; the best of each is compared, and the spread says
+//! how much to trust it.
+//!
+//! Measured are the element types of weights and KV cache that the engine offers, each a row of the table. The first
+//! is the default and exact. With a checkpoint, the engine is also started as a process of its own: the time from
+//! its start to the first token, and its resident memory.
 //!
 //! Without a model it makes up the weights of a Llama-shaped one with 214 million bf16 parameters, so that
 //! anyone can run it.
 
 mod limits;
+mod process;
+mod subject;
 
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use baton_connector::BlockId;
-use baton_engine::executor::cpu::{CpuExecutor, CpuOptions};
-use baton_engine::executor::{Executor, ExecutorError, Logits, LogitsWanted, SeqStep};
+use baton_connector::layout::KvDtype;
+use baton_engine::executor::cpu::{CpuExecutor, WeightMode};
+use baton_engine::executor::{Executor, ExecutorError};
 use baton_engine::model::config::ModelConfig;
 use baton_engine::model::weights::Weights;
 use baton_engine::model::{ModelError, ModelFiles};
 use baton_engine::sampling::GenerationDefaults;
 use clap::Args;
 use serde::Serialize;
+
+pub use self::process::ProcessReport;
+use self::subject::Subject;
 
 /// Prompt length of the prefill measurement, in tokens.
 const PROMPT_TOKENS: usize = 512;
@@ -54,6 +65,9 @@ pub struct EngineBench {
     /// Tokens decoded in each round
     #[arg(long, default_value_t = 24)]
     pub decode_tokens: usize,
+    /// Only the default element types
+    #[arg(long)]
+    pub exact_only: bool,
 }
 
 /// Why a measurement could not be made.
@@ -65,6 +79,9 @@ pub enum EngineBenchError {
     /// A forward pass failed.
     #[error(transparent)]
     Executor(#[from] ExecutorError),
+    /// The engine does not run as a process.
+    #[error("the engine as a process: {0}")]
+    Process(String),
     /// The report cannot be written.
     #[error("cannot write the report: {0}")]
     Report(#[from] std::io::Error),
@@ -83,12 +100,29 @@ pub struct EngineReport {
     pub threads: usize,
     /// Instruction set of the engine.
     pub isa: &'static str,
-    /// Bytes of weights that every step streams.
-    pub weight_bytes: usize,
     /// Read bandwidth of memory, GB/s (10^9 bytes).
     pub read_bandwidth_gbps: Series,
+    /// f32 multiply-adds in registers, all threads, GFLOP/s; absent where there is no kernel for it.
+    pub peak_gflops: Option<Series>,
     /// What `gemm` reaches on the model's matrices with 512 rows, f32, GFLOP/s.
     pub gemm_gflops: Series,
+    /// Element types; the default ones first.
+    pub engines: Vec<EngineRow>,
+    /// The engine as a process; only with a checkpoint.
+    pub process: Option<ProcessReport>,
+}
+
+/// The engine with one choice of element types.
+#[derive(Debug, Serialize)]
+pub struct EngineRow {
+    /// Element type of the matrices in memory.
+    pub weights: &'static str,
+    /// Element type of the KV cache.
+    pub kv_cache: &'static str,
+    /// Bytes of weights that every step streams.
+    pub weight_bytes: usize,
+    /// Bytes of keys and values that one sequence of a decode step reads (position 512).
+    pub kv_bytes: usize,
     /// Decode of one sequence, tokens/s.
     pub decode_b1_tps: Series,
     /// Decode of eight sequences together, tokens/s of all of them.
@@ -97,13 +131,11 @@ pub struct EngineReport {
     pub prefill_tps: Series,
     /// The same as arithmetic, attention included, GFLOP/s (best round).
     pub prefill_gflops: f64,
-    /// Bytes of keys and values that one sequence of a decode step reads (position 512).
-    pub kv_bytes: usize,
-    /// Bandwidth over weight and KV bytes: nothing that reads all of them can decode one sequence faster.
+    /// Bandwidth over weight and KV bytes, or the peak over a token's arithmetic if that is lower, tokens/s.
     pub decode_b1_limit_tps: f64,
-    /// The same for eight sequences, or the arithmetic limit if that is lower.
+    /// The same for eight sequences.
     pub decode_b8_limit_tps: f64,
-    /// Tokens/s of a prefill that ran at `gemm_gflops` throughout.
+    /// Tokens/s of a prefill that ran at the peak throughout.
     pub prefill_limit_tps: f64,
     /// Measured over limit, best rounds.
     pub decode_b1_ratio: f64,
@@ -111,6 +143,8 @@ pub struct EngineReport {
     pub decode_b8_ratio: f64,
     /// As above.
     pub prefill_ratio: f64,
+    /// `prefill_gflops` over `gemm_gflops`, best rounds.
+    pub prefill_over_gemm: f64,
 }
 
 /// The rounds of one measurement.
@@ -163,159 +197,189 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
             ("made up: Llama shape, 214M parameters, bf16".to_owned(), config, Weights::random(1))
         }
     };
-    let mut bench = Bench::new(&config, &weights, threads, options.decode_tokens)?;
+    let mut subjects = subjects(&config, &weights, threads, options)?;
+    drop(weights);
     let mut machine = limits::Machine::new(&config, PROMPT_TOKENS, threads);
     let mut report = EngineReport {
         model: name,
         unix_time_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         cpu: limits::cpu_name(),
         threads,
-        isa: bench.executor.isa().name(),
-        weight_bytes: bench.executor.streamed_bytes(),
+        isa: subjects[0].executor().isa().name(),
         read_bandwidth_gbps: Series::default(),
+        peak_gflops: None,
         gemm_gflops: Series::default(),
-        decode_b1_tps: Series::default(),
-        decode_b8_tps: Series::default(),
-        prefill_tps: Series::default(),
-        prefill_gflops: 0.0,
-        kv_bytes: bench.executor.layout().block_bytes() * (PROMPT_TOKENS / BLOCK_TOKENS),
-        decode_b1_limit_tps: 0.0,
-        decode_b8_limit_tps: 0.0,
-        prefill_limit_tps: 0.0,
-        decode_b1_ratio: 0.0,
-        decode_b8_ratio: 0.0,
-        prefill_ratio: 0.0,
+        engines: subjects.iter().map(|subject| EngineRow::of(subject.executor(), &config)).collect(),
+        process: None,
     };
-    bench.prefill()?;
-    for _ in 0..options.rounds.max(1) {
-        report.read_bandwidth_gbps.add(machine.read_gbps());
-        report.decode_b1_tps.add(bench.decode(1)?);
-        report.read_bandwidth_gbps.add(machine.read_gbps());
-        report.decode_b8_tps.add(bench.decode(BATCH)?);
-        report.gemm_gflops.add(machine.gemm_gflops());
-        report.prefill_tps.add(bench.prefill()?);
-        report.gemm_gflops.add(machine.gemm_gflops());
+    for subject in &mut subjects {
+        subject.prefill()?;
     }
-    let prefill_flops = prefill_flops(&config);
-    #[allow(clippy::cast_precision_loss)] // far below 2^52
-    let (tokens, bytes, kv) = (PROMPT_TOKENS as f64, report.weight_bytes as f64, report.kv_bytes as f64);
-    let token_flops = 2.0 * matrix_weights(&config, 1.0);
-    let flops_limit = report.gemm_gflops.best * 1e9 / token_flops;
-    report.prefill_gflops = report.prefill_tps.best / tokens * prefill_flops / 1e9;
-    report.prefill_limit_tps = report.gemm_gflops.best * 1e9 / prefill_flops * tokens;
-    #[allow(clippy::cast_precision_loss)]
-    let batch = BATCH as f64;
-    let bandwidth = report.read_bandwidth_gbps.best * 1e9;
-    report.decode_b1_limit_tps = (bandwidth / (bytes + kv)).min(flops_limit);
-    report.decode_b8_limit_tps = (bandwidth * batch / (bytes + batch * kv)).min(flops_limit);
-    report.decode_b1_ratio = report.decode_b1_tps.best / report.decode_b1_limit_tps;
-    report.decode_b8_ratio = report.decode_b8_tps.best / report.decode_b8_limit_tps;
-    report.prefill_ratio = report.prefill_tps.best / report.prefill_limit_tps;
+    for _ in 0..options.rounds.max(1) {
+        for (subject, row) in subjects.iter_mut().zip(&mut report.engines) {
+            report.read_bandwidth_gbps.add(machine.read_gbps());
+            row.decode_b1_tps.add(subject.decode(1)?);
+            report.read_bandwidth_gbps.add(machine.read_gbps());
+            row.decode_b8_tps.add(subject.decode(BATCH)?);
+            row.prefill_tps.add(subject.prefill()?);
+            report.gemm_gflops.add(machine.gemm_gflops());
+            if let Some(peak) = machine.peak_gflops() {
+                report.peak_gflops.get_or_insert_default().add(peak);
+            }
+        }
+    }
+    let (bandwidth, gemm) = (report.read_bandwidth_gbps.best * 1e9, report.gemm_gflops.best * 1e9);
+    let peak = report.peak_gflops.as_ref().map_or(gemm, |peak| peak.best * 1e9);
+    for row in &mut report.engines {
+        row.compare(&config, bandwidth, peak, gemm);
+    }
+    drop((subjects, machine));
+    if let Some(dir) = &options.model {
+        report.process = Some(process::measure(dir, threads, report.engines[0].weight_bytes, &config)?);
+    }
     Ok(report)
+}
+
+/// An engine for each choice of element types; those with the same weights share them.
+fn subjects(
+    config: &ModelConfig,
+    weights: &Weights,
+    threads: usize,
+    options: &EngineBench,
+) -> Result<Vec<Subject>, EngineBenchError> {
+    let tokens = options.decode_tokens;
+    let with = |dtype, mode| {
+        let mut cpu = Subject::options(dtype, threads, tokens);
+        cpu.weights = mode;
+        cpu
+    };
+    let load = |dtype, mode| CpuExecutor::with_weights(weights, config, &with(dtype, mode), &mut |_| ());
+    let exact = load(KvDtype::F32, WeightMode::Stored)?;
+    if options.exact_only {
+        return Ok(vec![Subject::new(exact, tokens)]);
+    }
+    let f16 = exact.sibling(&with(KvDtype::F16, WeightMode::Stored))?;
+    let bf16 = exact.sibling(&with(KvDtype::Bf16, WeightMode::Stored))?;
+    let int8 = load(KvDtype::F32, WeightMode::Int8)?;
+    let int8_f16 = int8.sibling(&with(KvDtype::F16, WeightMode::Int8))?;
+    let mut all = vec![exact, f16, bf16, int8, int8_f16];
+    if weights_name(&all[0], config) != "f32" {
+        all.push(load(KvDtype::F32, WeightMode::F32)?);
+    }
+    Ok(all.into_iter().map(|executor| Subject::new(executor, tokens)).collect())
+}
+
+/// By their bytes.
+fn weights_name(executor: &CpuExecutor, config: &ModelConfig) -> &'static str {
+    #[allow(clippy::cast_precision_loss)] // far below 2^52
+    let bytes = executor.streamed_bytes() as f64 / matrix_weights(config, 1.0);
+    match bytes {
+        bytes if bytes < 1.9 => "int8",
+        bytes if bytes < 3.8 => "bf16",
+        _ => "f32",
+    }
+}
+
+impl EngineRow {
+    fn of(executor: &CpuExecutor, config: &ModelConfig) -> Self {
+        let layout = executor.layout();
+        Self {
+            weights: weights_name(executor, config),
+            kv_cache: match layout.dtype {
+                KvDtype::F32 => "f32",
+                KvDtype::F16 => "f16",
+                KvDtype::Bf16 => "bf16",
+            },
+            weight_bytes: executor.streamed_bytes(),
+            kv_bytes: layout.block_bytes() * (PROMPT_TOKENS / BLOCK_TOKENS),
+            decode_b1_tps: Series::default(),
+            decode_b8_tps: Series::default(),
+            prefill_tps: Series::default(),
+            prefill_gflops: 0.0,
+            decode_b1_limit_tps: 0.0,
+            decode_b8_limit_tps: 0.0,
+            prefill_limit_tps: 0.0,
+            decode_b1_ratio: 0.0,
+            decode_b8_ratio: 0.0,
+            prefill_ratio: 0.0,
+            prefill_over_gemm: 0.0,
+        }
+    }
+
+    /// Against the machine: bytes/s, and FLOP/s of the peak and of `gemm`.
+    #[allow(clippy::cast_precision_loss)] // far below 2^52
+    fn compare(&mut self, config: &ModelConfig, bandwidth: f64, peak: f64, gemm: f64) {
+        let (tokens, bytes, kv) = (PROMPT_TOKENS as f64, self.weight_bytes as f64, self.kv_bytes as f64);
+        let prefill_flops = prefill_flops(config);
+        let attention = 4.0 * tokens * (config.query_width() * config.layers) as f64;
+        let arithmetic = peak / (2.0 * matrix_weights(config, 1.0) + attention);
+        let decode = |batch: f64| (bandwidth * batch / (bytes + batch * kv)).min(arithmetic);
+        self.decode_b1_limit_tps = decode(1.0);
+        self.decode_b8_limit_tps = decode(BATCH as f64);
+        self.prefill_limit_tps = peak / prefill_flops * tokens;
+        self.prefill_gflops = self.prefill_tps.best / tokens * prefill_flops / 1e9;
+        self.decode_b1_ratio = self.decode_b1_tps.best / self.decode_b1_limit_tps;
+        self.decode_b8_ratio = self.decode_b8_tps.best / self.decode_b8_limit_tps;
+        self.prefill_ratio = self.prefill_tps.best / self.prefill_limit_tps;
+        self.prefill_over_gemm = self.prefill_gflops * 1e9 / gemm;
+    }
 }
 
 fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::Result<()> {
     writeln!(out, "model    {}", report.model)?;
     writeln!(out, "machine  {}, {} threads, {}", report.cpu, report.threads, report.isa)?;
-    writeln!(out, "\n{:<34}{:>9}  {:>17}", "this machine, same minute", "best", "worst")?;
+    writeln!(out, "\n{:<36}{:>9}  {:>9}", "this machine, same minute", "best", "worst")?;
+    let peak = report.peak_gflops.as_ref();
     for (name, series) in [
-        ("read bandwidth, GB/s", &report.read_bandwidth_gbps),
-        ("gemm f32 on these shapes, GFLOP/s", &report.gemm_gflops),
+        ("read bandwidth, GB/s", Some(&report.read_bandwidth_gbps)),
+        ("f32 multiply-adds, GFLOP/s", peak),
+        ("gemm f32 on these shapes, GFLOP/s", Some(&report.gemm_gflops)),
     ] {
-        writeln!(out, "{name:<34}{:>9.1}  {:>17.1}", series.best, series.worst)?;
+        if let Some(series) = series {
+            writeln!(out, "{name:<36}{:>9.1}  {:>9.1}", series.best, series.worst)?;
+        }
     }
     writeln!(
         out,
-        "\n{:<34}{:>9}  {:>7} {:>9}  {:>7}",
+        "\n{:<36}{:>9}  {:>9} {:>9}  {:>6}",
         "engine, tokens/s", "best", "worst", "limit", "ratio"
     )?;
-    for (name, series, limit, ratio) in [
-        ("decode, 1 sequence", &report.decode_b1_tps, report.decode_b1_limit_tps, report.decode_b1_ratio),
-        ("decode, 8 sequences", &report.decode_b8_tps, report.decode_b8_limit_tps, report.decode_b8_ratio),
-        ("prefill, 512 tokens", &report.prefill_tps, report.prefill_limit_tps, report.prefill_ratio),
-    ] {
-        let (best, worst, percent) = (series.best, series.worst, ratio * 100.0);
-        writeln!(out, "{name:<34}{best:>9.1}  {worst:>7.1} {limit:>9.1}  {percent:>6.0}%")?;
+    for row in &report.engines {
+        writeln!(
+            out,
+            "{} weights ({} MB), {} KV cache ({:.1} MB a sequence)",
+            row.weights,
+            row.weight_bytes / 1_000_000,
+            row.kv_cache,
+            row.kv_bytes as f64 / 1e6
+        )?;
+        for (name, series, limit, ratio) in [
+            ("decode, 1 sequence", &row.decode_b1_tps, row.decode_b1_limit_tps, row.decode_b1_ratio),
+            ("decode, 8 sequences", &row.decode_b8_tps, row.decode_b8_limit_tps, row.decode_b8_ratio),
+            ("prefill, 512 tokens", &row.prefill_tps, row.prefill_limit_tps, row.prefill_ratio),
+        ] {
+            let (best, worst, percent) = (series.best, series.worst, ratio * 100.0);
+            writeln!(out, "  {name:<34}{best:>9.1}  {worst:>9.1} {limit:>9.1}  {percent:>5.0}%")?;
+        }
+        writeln!(
+            out,
+            "  {:<34}{:>9.1}  {:>9} {:>9}  {:>5.0}% of gemm",
+            "  as GFLOP/s",
+            row.prefill_gflops,
+            "",
+            "",
+            row.prefill_over_gemm * 100.0
+        )?;
     }
-    let (megabytes, kv) = (report.weight_bytes / 1_000_000, report.kv_bytes / 1_000_000);
     writeln!(
         out,
-        "\n{rounds} alternating rounds; limits from the best reading of bandwidth ({megabytes} MB of weights \
-         and {kv} MB of KV per sequence a step) and gemm; prefill {:.0} GFLOP/s",
-        report.prefill_gflops
-    )
-}
-
-/// The engine under measurement.
-struct Bench {
-    executor: CpuExecutor,
-    vocab: u32,
-    decode_tokens: usize,
-    tables: Vec<Vec<BlockId>>,
-}
-
-impl Bench {
-    fn new(
-        config: &ModelConfig,
-        weights: &Weights,
-        threads: usize,
-        decode_tokens: usize,
-    ) -> Result<Self, EngineBenchError> {
-        let per_sequence = (PROMPT_TOKENS + decode_tokens).div_ceil(BLOCK_TOKENS);
-        let options = CpuOptions {
-            blocks: per_sequence * BATCH,
-            block_tokens: BLOCK_TOKENS,
-            threads,
-            ..CpuOptions::default()
-        };
-        let executor = CpuExecutor::with_weights(weights, config, &options, &mut |_| ())?;
-        let block = |index: usize| BlockId(u32::try_from(index).expect("a small pool"));
-        let tables = (0..BATCH)
-            .map(|sequence| (0..per_sequence).map(|i| block(sequence * per_sequence + i)).collect())
-            .collect();
-        let vocab = u32::try_from(config.vocab).expect("a vocabulary fits");
-        Ok(Self { executor, vocab, decode_tokens, tables })
+        "\n{rounds} alternating rounds. Limits: the best bandwidth over the bytes of weights and keys and values a \
+         step, or the best of the multiply-adds, whichever is lower"
+    )?;
+    if let Some(process) = &report.process {
+        process::print(process, out)?;
     }
-
-    fn tokens(&self, count: usize) -> Vec<u32> {
-        (0..u32::try_from(count).expect("short"))
-            .map(|i| i.wrapping_mul(2_654_435_761) % self.vocab)
-            .collect()
-    }
-
-    /// Tokens/s of one prompt.
-    fn prefill(&mut self) -> Result<f64, EngineBenchError> {
-        let (tokens, mut logits) = (self.tokens(PROMPT_TOKENS), Logits::default());
-        let step =
-            SeqStep { tokens: &tokens, start: 0, block_table: &self.tables[0], logits: LogitsWanted::Last };
-        let start = Instant::now();
-        self.executor.execute(&[step], &mut logits)?;
-        Ok(rate(PROMPT_TOKENS, start))
-    }
-
-    /// Tokens/s of `batch` sequences that continue at position 512. What their earlier positions hold does not
-    /// matter to the speed.
-    fn decode(&mut self, batch: usize) -> Result<f64, EngineBenchError> {
-        let (tokens, mut logits) = (self.tokens(batch), Logits::default());
-        let start = Instant::now();
-        for position in PROMPT_TOKENS..PROMPT_TOKENS + self.decode_tokens {
-            let steps: Vec<SeqStep<'_>> = (0..batch)
-                .map(|sequence| SeqStep {
-                    tokens: &tokens[sequence..=sequence],
-                    start: position,
-                    block_table: &self.tables[sequence],
-                    logits: LogitsWanted::Last,
-                })
-                .collect();
-            self.executor.execute(&steps, &mut logits)?;
-        }
-        Ok(rate(self.decode_tokens * batch, start))
-    }
-}
-
-#[allow(clippy::cast_precision_loss)] // counts of tokens
-fn rate(count: usize, start: Instant) -> f64 {
-    count as f64 / start.elapsed().as_secs_f64()
+    Ok(())
 }
 
 /// Weights in matrices, with `heads` output matrices per token.

@@ -6,8 +6,10 @@
 //!
 //! Tolerances (measured on the reference itself, 2026-11-20): float32 against float32 differs by at most 8e-5
 //! between attention implementations, so 5e-4 is a gate that catches every mistake worth the name; bf16 against
-//! bf16 of another engine is only comparable step by step under the golden tokens.
+//! bf16 of another engine is only comparable step by step under the golden tokens. Other devices sum in other orders:
+//! they have twice the CPU's bound, and promise no bits.
 
+mod coarse;
 mod golden;
 mod logits;
 mod text;
@@ -18,6 +20,7 @@ use std::path::{Path, PathBuf};
 pub use golden::{Golden, Prompt, Run};
 
 use crate::executor::ExecutorError;
+use crate::executor::cuda::{DeviceChoice, LoadError};
 use crate::model::config::ModelConfig;
 use crate::model::{ModelError, ModelFiles};
 
@@ -32,6 +35,8 @@ pub struct Subject {
     pub config: ModelConfig,
     /// What `transformers` made of it.
     pub golden: Golden,
+    /// Where it is computed.
+    pub device: DeviceChoice,
 }
 
 /// A group of checks on one model.
@@ -74,6 +79,8 @@ pub const CASES: &[Case] = &[
     Case { name: "float32", run: logits::float32 },
     Case { name: "invariance", run: logits::invariance },
     Case { name: "bfloat16", run: logits::bfloat16 },
+    Case { name: "16-bit caches", run: coarse::caches },
+    Case { name: "int8 weights", run: coarse::int8 },
     Case { name: "text", run: text::text },
     Case { name: "sampling", run: text::sampling },
 ];
@@ -93,6 +100,9 @@ pub enum ParityError {
     /// The checkpoint cannot be served.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// The device cannot be used.
+    #[error(transparent)]
+    Device(#[from] LoadError),
     /// A forward pass failed.
     #[error(transparent)]
     Executor(#[from] ExecutorError),
@@ -113,12 +123,12 @@ pub enum ParityError {
 ///
 /// # Errors
 /// [`ParityError`] where nothing could be measured; a check that does not hold is in the report instead.
-pub fn run(dir: &Path, out: &mut dyn Write) -> Result<ParityReport, ParityError> {
+pub fn run(dir: &Path, device: DeviceChoice, out: &mut dyn Write) -> Result<ParityReport, ParityError> {
     let mut report = ParityReport::default();
     for name in golden::names(dir)? {
         let files = ModelFiles::Dir(dir.join(&name));
         let config = ModelConfig::read(&files)?;
-        let subject = Subject { golden: Golden::read(dir, &name)?, name, files, config };
+        let subject = Subject { golden: Golden::read(dir, &name)?, name, files, config, device };
         for case in CASES {
             for line in (case.run)(&subject)? {
                 let verdict = if line.passed { "PASS" } else { "FAIL" };

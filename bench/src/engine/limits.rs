@@ -1,6 +1,8 @@
 //! What this machine can do right now: read bandwidth, and the `gemm` crate on a model's matrices.
 #![allow(unsafe_code)] // huge-page advice and gemm's raw interface; see each block
 
+mod peak;
+
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -66,6 +68,18 @@ impl Machine {
             }
         });
         gigas(STREAM_BYTES, start)
+    }
+
+    /// GFLOP/s of f32 multiply-adds that never leave the registers, on all threads.
+    pub(super) fn peak_gflops(&self) -> Option<f64> {
+        let chains = peak::detect()?;
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            for _ in 0..self.threads {
+                scope.spawn(move || black_box(chains.run()));
+            }
+        });
+        Some(gigas(self.threads * chains.flops(), start))
     }
 
     /// GFLOP/s of one layer's products.

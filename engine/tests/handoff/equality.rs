@@ -1,6 +1,8 @@
 //! What two engines say together is what one says alone.
 
 use baton_connector::layout::KvDtype;
+use baton_engine::engine::EngineOptions;
+use baton_engine::executor::cpu::WeightMode;
 use baton_engine::server::Role;
 use serde_json::{Value, json};
 
@@ -117,15 +119,31 @@ fn one_handoff_serves_all_choices_of_a_request() {
     cluster.is_clean();
 }
 
-#[test]
-fn a_cache_in_half_precision_is_handed_over_bit_by_bit() {
-    let cluster = Cluster::each(QWEN3, |options| options.kv_dtype = KvDtype::Bf16);
+fn agrees_with(model: &str, change: impl Fn(&mut EngineOptions)) {
+    let cluster = Cluster::each(model, change);
     for len in [BLOCK, 3 * BLOCK + 1, 77] {
         let prompt = prompt(len as u64, len);
         cluster.agrees(&greedy(&prompt, 16));
         same_bytes(&cluster.p, &cluster.d, &prompt);
     }
+    assert!(cluster.d.metric("vllm:external_prefix_cache_hits_total") > 0.0, "D has fetched nothing");
     cluster.is_clean();
+}
+
+#[test]
+fn a_cache_in_half_precision_is_handed_over_bit_by_bit() {
+    for dtype in [KvDtype::F16, KvDtype::Bf16] {
+        agrees_with(QWEN3, |options| options.kv_dtype = dtype);
+        agrees_with(LLAMA, |options| (options.kv_dtype, options.kv_ranks) = (dtype, 2));
+    }
+}
+
+#[test]
+fn engines_with_quantized_weights_say_together_what_one_says() {
+    for model in [QWEN2, QWEN3] {
+        agrees_with(model, |options| options.weights = WeightMode::Int8);
+    }
+    agrees_with(LLAMA, |options| (options.weights, options.kv_dtype) = (WeightMode::Int8, KvDtype::F16));
 }
 
 #[test]

@@ -1,5 +1,8 @@
 //! What D refuses: a clear 400 or 404, and the lease is released at P although nobody asked for it.
 
+use baton_connector::layout::KvDtype;
+use baton_engine::engine::EngineOptions;
+use baton_engine::executor::cpu::WeightMode;
 use baton_engine::server::Role;
 use serde_json::{Value, json};
 
@@ -46,6 +49,21 @@ fn a_handoff_of_another_model_is_refused_and_released() {
     let (p, d) = (Node::start(options(LLAMA, Role::Prefill)), Node::start(options(QWEN3, Role::Decode)));
     let reply = refused(&p, &d, &greedy(&prompt(1, 40), 8), Value::clone, 400);
     assert!(reply.text.contains("another model"), "{}", reply.text);
+}
+
+#[test]
+fn a_handoff_of_another_precision_is_refused_and_released() {
+    let changes: [&dyn Fn(&mut EngineOptions); 3] = [
+        &|options| options.kv_dtype = KvDtype::F16,
+        &|options| options.kv_dtype = KvDtype::Bf16,
+        &|options| options.weights = WeightMode::Int8,
+    ];
+    for change in changes {
+        let mut coarse = options(LLAMA, Role::Decode);
+        change(&mut coarse);
+        let (p, d) = (Node::start(options(LLAMA, Role::Prefill)), Node::start(coarse));
+        refused(&p, &d, &greedy(&prompt(1, 40), 8), Value::clone, 400);
+    }
 }
 
 #[test]

@@ -5,7 +5,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use baton_connector::layout::KvDtype;
 use baton_engine::engine::{Engine, EngineOptions};
+use baton_engine::executor::cpu::WeightMode;
 use baton_engine::offload::open::{DiskOptions, OffloadOptions};
 use baton_engine::offload::workers::Pace;
 use baton_engine::server::Role;
@@ -86,8 +88,14 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 
 #[test]
 fn what_was_evicted_comes_back_from_the_host_tier_bit_for_bit() {
-    for model in [LLAMA, QWEN2] {
-        let (plain, tiered) = (node(model, |_| {}), node(model, |options| host(options, 8)));
+    for (model, dtype) in
+        [(LLAMA, KvDtype::F32), (QWEN2, KvDtype::F32), (LLAMA, KvDtype::F16), (QWEN2, KvDtype::Bf16)]
+    {
+        let plain = node(model, |options| options.kv_dtype = dtype);
+        let tiered = node(model, |options| {
+            options.kv_dtype = dtype;
+            host(options, 8);
+        });
         let body = greedy(&prompt(1, PROMPT_TOKENS), 20);
         let one = answer(&plain, &body);
         same_choices(&answer(&tiered, &body), &one);
@@ -118,10 +126,20 @@ fn the_disk_tier_survives_a_restart() {
     assert_eq!(hits(&second), (12 * BLOCK) as f64);
     second.is_clean();
     second.stop();
-    // Another model finds nothing of it.
-    let other = node(QWEN2, |options| disk(options, dir.path()));
-    answer(&other, &body);
-    assert_eq!(hits(&other), 0.0);
+    // Another model finds nothing of it, nor does the same one with other elements or rounded weights.
+    let others: [(&str, KvDtype, WeightMode); 3] = [
+        (QWEN2, KvDtype::F32, WeightMode::Stored),
+        (LLAMA, KvDtype::F16, WeightMode::Stored),
+        (LLAMA, KvDtype::F32, WeightMode::Int8),
+    ];
+    for (model, dtype, weights) in others {
+        let other = node(model, |options| {
+            disk(options, dir.path());
+            (options.kv_dtype, options.weights) = (dtype, weights);
+        });
+        answer(&other, &body);
+        assert_eq!(hits(&other), 0.0, "{model} {dtype:?} {weights:?}");
+    }
 }
 
 #[test]

@@ -15,14 +15,16 @@
 #![allow(unsafe_code)] // reads and writes KV blocks through the region's raw pointers; see each block
 
 use baton_connector::layout::{KvDtype, KvLayout};
-use half::{bf16, f16};
 
+use super::convert;
 use super::isa::Isa;
 use super::kernel::{MAX_ROWS, PANEL, Tile, multiply, rows_at_once};
 use super::vector;
 
 /// Most rows of a unit.
 const UNIT_ROWS: usize = 192;
+/// Value vectors that are copied at a time where they are not used in place: 32 KiB of a head of 64.
+const VALUE_RUN: usize = 128;
 /// Scores a unit may hold before it is made of fewer rows: 1 MiB, half of a typical L2 cache.
 const UNIT_SCORES: usize = 1 << 18;
 
@@ -111,52 +113,35 @@ impl Cache<'_> {
     /// Writes one token's vector.
     ///
     /// # Safety
-    /// Nobody else reads or writes this token's slot meanwhile.
-    pub(super) unsafe fn store(&self, half: Half, position: usize, vector: &[f32]) {
+    /// Nobody else reads or writes this token's slot meanwhile, and `isa` is of this machine.
+    pub(super) unsafe fn store(&self, isa: Isa, half: Half, position: usize, vector: &[f32]) {
         let to = self.vector(half, position);
-        // SAFETY: the slot has `head_dim` elements of the layout's type. Elements are written one by one as
-        // blocks need not be aligned to more than the element.
+        // SAFETY: the slot has `head_dim` elements of the layout's type.
         unsafe {
             match self.layout.dtype {
                 KvDtype::F32 => std::ptr::copy_nonoverlapping(vector.as_ptr().cast(), to, vector.len() * 4),
-                KvDtype::F16 => {
-                    for (i, value) in vector.iter().enumerate() {
-                        to.cast::<u16>().add(i).write_unaligned(f16::from_f32(*value).to_bits());
-                    }
-                }
-                KvDtype::Bf16 => {
-                    for (i, value) in vector.iter().enumerate() {
-                        to.cast::<u16>().add(i).write_unaligned(bf16::from_f32(*value).to_bits());
-                    }
-                }
+                KvDtype::F16 => convert::narrow_f16(isa, vector, to.cast()),
+                KvDtype::Bf16 => convert::narrow_bf16(isa, vector, to.cast()),
             }
         }
     }
 
-    /// Calls `each(i, element)` for every element of one token's vector, widened.
+    /// Reads the vectors of `count` positions into rows of `stride` values.
     ///
     /// # Safety
-    /// Nobody writes this token's slot meanwhile.
-    #[inline(always)]
-    unsafe fn load(&self, half: Half, position: usize, mut each: impl FnMut(usize, f32)) {
-        let from = self.vector(half, position).cast_const();
-        // SAFETY: the slot has `head_dim` elements of the layout's type.
-        unsafe {
-            match self.layout.dtype {
-                KvDtype::F32 => {
-                    for i in 0..self.layout.head_dim {
-                        each(i, from.cast::<f32>().add(i).read_unaligned());
+    /// Nobody writes these slots meanwhile, and `isa` is of this machine.
+    unsafe fn load(&self, isa: Isa, half: Half, from: usize, count: usize, stride: usize, out: &mut [f32]) {
+        for (position, out) in (from..from + count).zip(out.chunks_mut(stride)) {
+            let out = &mut out[..self.layout.head_dim];
+            let from = self.vector(half, position).cast_const();
+            // SAFETY: the slot has `head_dim` elements of the layout's type.
+            unsafe {
+                match self.layout.dtype {
+                    KvDtype::F32 => {
+                        std::ptr::copy_nonoverlapping(from, out.as_mut_ptr().cast(), out.len() * 4);
                     }
-                }
-                KvDtype::F16 => {
-                    for i in 0..self.layout.head_dim {
-                        each(i, f16::from_bits(from.cast::<u16>().add(i).read_unaligned()).to_f32());
-                    }
-                }
-                KvDtype::Bf16 => {
-                    for i in 0..self.layout.head_dim {
-                        each(i, bf16::from_bits(from.cast::<u16>().add(i).read_unaligned()).to_f32());
-                    }
+                    KvDtype::F16 => convert::widen_f16(isa, from.cast(), out),
+                    KvDtype::Bf16 => convert::widen_bf16(isa, from.cast(), out),
                 }
             }
         }
@@ -241,16 +226,20 @@ impl Shape {
         visible: impl Fn(usize) -> usize,
     ) {
         let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
-        cache.request(Half::Keys, 0, context);
+        // With many rows the arithmetic takes longer than memory does.
+        let waits = rows <= MAX_ROWS;
+        if waits {
+            cache.request(Half::Keys, 0, context);
+        }
         for from in (0..context).step_by(PANEL) {
             let keys = PANEL.min(context - from);
-            if from + PANEL < context {
+            if waits && from + PANEL < context {
                 cache.request(Half::Keys, from + PANEL, context);
-            } else {
+            } else if waits {
                 cache.request(Half::Values, 0, context);
             }
             // SAFETY: the caller vouches for positions below `context`.
-            unsafe { transpose_keys(self.isa, cache, from, keys, &mut scratch.keys) };
+            unsafe { transpose_keys(self.isa, cache, from, keys, &mut scratch.values, &mut scratch.keys) };
             for row in (0..rows).step_by(step) {
                 let now = step.min(rows - row);
                 if visible(row + now - 1) <= from {
@@ -286,22 +275,28 @@ impl Shape {
     ) {
         let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
         let (padded_dim, block_tokens) = (dim.next_multiple_of(PANEL), cache.layout.block_tokens);
-        let in_place = cache.layout.dtype == KvDtype::F32 && dim == padded_dim;
+        let few = rows <= MAX_ROWS;
+        let in_place = few && cache.layout.dtype == KvDtype::F32 && dim == padded_dim;
+        // A copy pays when many rows use it: sums are then stored and taken up again less often.
+        let run = match (in_place, few) {
+            (true, _) => block_tokens,
+            (false, true) => PANEL,
+            (false, false) => VALUE_RUN,
+        };
         if !in_place {
-            resize(&mut scratch.values, block_tokens * padded_dim);
+            resize(&mut scratch.values, run * padded_dim);
         }
-        for from in (0..context).step_by(block_tokens) {
-            let tokens = block_tokens.min(context - from);
-            if from + PANEL < context {
-                cache.request(Half::Values, from + PANEL, (from + PANEL + block_tokens).min(context));
+        for from in (0..context).step_by(run) {
+            let tokens = run.min(context - from);
+            if few && from + PANEL < context {
+                cache.request(Half::Values, from + PANEL, (from + PANEL + run).min(context));
             }
             let values: *const f32 = if in_place {
                 cache.vector(Half::Values, from).cast_const().cast()
             } else {
-                for token in 0..tokens {
-                    let row = &mut scratch.values[token * padded_dim..][..padded_dim];
-                    // SAFETY: the caller vouches for positions below `context`.
-                    unsafe { cache.load(Half::Values, from + token, |i, value| row[i] = value) };
+                // SAFETY: the caller vouches for positions below `context`.
+                unsafe {
+                    cache.load(self.isa, Half::Values, from, tokens, padded_dim, &mut scratch.values);
                 }
                 scratch.values.as_ptr()
             };
@@ -332,32 +327,54 @@ impl Shape {
     }
 }
 
-/// Writes `count` keys from position `from` as columns: `keys[element * PANEL + key]`.
+/// Writes `count` keys from position `from` as columns: `keys[element * PANEL + key]`. `wide` is for keys that are
+/// not f32.
 ///
 /// # Safety
-/// The positions are written, and nobody writes them meanwhile.
-unsafe fn transpose_keys(isa: Isa, cache: &Cache<'_>, from: usize, count: usize, keys: &mut [f32]) {
+/// The positions are written, and nobody writes them meanwhile; `isa` is of this machine.
+unsafe fn transpose_keys(
+    isa: Isa,
+    cache: &Cache<'_>,
+    from: usize,
+    count: usize,
+    wide: &mut Vec<f32>,
+    keys: &mut [f32],
+) {
+    let dim = cache.layout.head_dim;
     let mut first = 0;
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Avx512 && cache.layout.dtype == KvDtype::F32 && cache.layout.head_dim.is_multiple_of(16) {
+    if isa == Isa::Avx512 && dim.is_multiple_of(16) {
+        let in_place = cache.layout.dtype == KvDtype::F32;
+        if !in_place {
+            resize(wide, 16 * dim);
+        }
         while first + 16 <= count {
-            let row = |key: usize| cache.vector(Half::Keys, from + first + key).cast_const().cast::<f32>();
-            let rows: [*const f32; 16] = std::array::from_fn(row);
-            for element in (0..cache.layout.head_dim).step_by(16) {
+            let rows: [*const f32; 16] = if in_place {
+                std::array::from_fn(|key| {
+                    cache.vector(Half::Keys, from + first + key).cast_const().cast::<f32>()
+                })
+            } else {
+                // SAFETY: the caller's contract.
+                unsafe { cache.load(isa, Half::Keys, from + first, 16, dim, wide) };
+                std::array::from_fn(|key| wide[key * dim..].as_ptr())
+            };
+            for element in (0..dim).step_by(16) {
                 // SAFETY: each key has `head_dim` elements, and `keys` has a row of PANEL for each of them.
                 unsafe { transpose_16(&rows, element, keys[element * PANEL + first..].as_mut_ptr()) };
             }
             first += 16;
         }
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = isa;
+    resize(wide, dim);
     for key in first..count {
         // SAFETY: the caller's contract.
-        unsafe { cache.load(Half::Keys, from + key, |i, value| keys[i * PANEL + key] = value) };
+        unsafe { cache.load(isa, Half::Keys, from + key, 1, dim, wide) };
+        for (element, value) in wide[..dim].iter().enumerate() {
+            keys[element * PANEL + key] = *value;
+        }
     }
     if count < PANEL {
-        for column in keys.chunks_exact_mut(PANEL).take(cache.layout.head_dim) {
+        for column in keys.chunks_exact_mut(PANEL).take(dim) {
             column[count..].fill(0.0);
         }
     }

@@ -85,7 +85,7 @@ impl Plan {
             }
             match step.logits {
                 LogitsWanted::No => {}
-                LogitsWanted::Last => plan.wanted.push(first_row + count - 1),
+                LogitsWanted::Last | LogitsWanted::Draw(_) => plan.wanted.push(first_row + count - 1),
                 LogitsWanted::All => plan.wanted.extend(first_row..first_row + count),
             }
             let in_rank = |region: &Region| {
@@ -362,8 +362,8 @@ impl Step<'_> {
                 let cache = self.cache(row.seq, layer_index, head);
                 // SAFETY: a row's position has its own slot, in blocks that this step may write.
                 unsafe {
-                    cache.store(Half::Keys, row.position, &keys[head * dim..][..dim]);
-                    cache.store(Half::Values, row.position, &values[head * dim..][..dim]);
+                    cache.store(self.isa, Half::Keys, row.position, &keys[head * dim..][..dim]);
+                    cache.store(self.isa, Half::Values, row.position, &values[head * dim..][..dim]);
                 }
             }
         });

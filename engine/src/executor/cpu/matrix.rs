@@ -1,21 +1,21 @@
 //! Weight matrices in the kernel's layout, and products with them.
 //!
 //! A matrix `[outputs][inputs]` of a checkpoint is packed once, when it is loaded, into panels
-//! `[outputs / 32][inputs][32]`: a product then reads memory strictly forward. bf16 weights stay bf16 and are
-//! widened exactly on the way into f32 arithmetic.
+//! `[outputs / 32][inputs][32]`: a product then reads memory strictly forward. bf16 weights stay bf16, quantized ones
+//! int8 with their scales between; both are widened exactly on the way into f32 arithmetic.
 //!
 //! A product is cut into items that members of the team claim. With few rows an item is one or two panels,
 //! streamed from memory once. With many rows it is a group of panels by a block of rows: a slice of the group
 //! is widened into the member's cache and used for all its rows. How a product is cut never changes its bits.
 #![allow(unsafe_code)] // items write disjoint parts of one output through raw pointers; see each block
 
+mod pack;
+
 use std::ops::Range;
 
 use super::arena::Aligned;
 use super::isa::Isa;
-use super::kernel::{Bf16, Element, PANEL, Tile, multiply, multiply_two, rows_at_once};
-use super::team::{JobPanicked, Team};
-use crate::model::weights::{Tensor, WeightDtype};
+use super::kernel::{Bf16, Element, Int8, PANEL, Tile, multiply, multiply_two, rows_at_once};
 
 /// Rows up to which panels are used as stored: widening them first would cost more than it saves.
 const FEW_ROWS: usize = 24;
@@ -30,10 +30,14 @@ const ITEMS_PER_MEMBER: usize = 4;
 /// Fewest rows of an item when rows are cut.
 const MIN_ROW_BLOCK: usize = 48;
 
+/// A slice begins a group of scales.
+const _: () = assert!(SLICE_DEPTH.is_multiple_of(Int8::GROUP));
+
 #[derive(Debug)]
 enum Panels {
     F32(Aligned<f32>),
     Bf16(Aligned<u16>),
+    Int8(Aligned<i8>),
 }
 
 /// A packed weight matrix.
@@ -51,34 +55,24 @@ pub enum WeightMode {
     Stored,
     /// All f32: exact, twice the memory of bf16.
     F32,
+    /// Matrices become 8-bit integers when they are loaded, with one scale for 64 weights of a row: 8.25 bits a weight.
+    /// Norms, biases and an embedding that is not the output matrix stay as with [`Self::Stored`]. What is computed
+    /// with them is f32 arithmetic on the rounded weights, with all of its promises.
+    Int8,
+}
+
+impl WeightMode {
+    /// What is added to the identity of a checkpoint: KV computed with rounded weights is another model's.
+    #[must_use]
+    pub fn identity(self) -> &'static str {
+        match self {
+            Self::Stored | Self::F32 => "",
+            Self::Int8 => "+int8/64",
+        }
+    }
 }
 
 impl Matrix {
-    /// Packs the rows of all parts, one after the other; each part is `[outputs][inputs]`.
-    pub(super) fn pack(
-        team: &mut Team,
-        parts: &[(Tensor<'_>, usize)],
-        inputs: usize,
-        mode: WeightMode,
-    ) -> Result<Self, JobPanicked> {
-        let outputs = parts.iter().map(|(_, outputs)| outputs).sum::<usize>();
-        let bf16 =
-            mode == WeightMode::Stored && parts.iter().all(|(part, _)| part.dtype() == WeightDtype::Bf16);
-        let values = outputs.div_ceil(PANEL) * PANEL * inputs;
-        let panels = if bf16 {
-            let mut packed = Aligned::<u16>::zeroed(values);
-            let read = |part: &Tensor<'_>, start, out: &mut [u16]| part.read_bf16_bits(start, out);
-            pack_panels(team, parts, inputs, &mut packed, Bf16::column, read)?;
-            Panels::Bf16(packed)
-        } else {
-            let mut packed = Aligned::<f32>::zeroed(values);
-            let read = |part: &Tensor<'_>, start, out: &mut [f32]| part.read_f32(start, out);
-            pack_panels(team, parts, inputs, &mut packed, f32::column, read)?;
-            Panels::F32(packed)
-        };
-        Ok(Self { panels, outputs, inputs })
-    }
-
     pub(super) fn outputs(&self) -> usize {
         self.outputs
     }
@@ -88,23 +82,37 @@ impl Matrix {
         match &self.panels {
             Panels::F32(values) => values.len() * 4,
             Panels::Bf16(values) => values.len() * 2,
+            Panels::Int8(values) => values.len(),
         }
     }
 
     /// One row of the original matrix, for tied embeddings.
     pub(super) fn row(&self, output: usize, out: &mut [f32]) {
-        let start = output / PANEL * PANEL * self.inputs;
-        let column = output % PANEL;
+        let (panel, column) = (output / PANEL, output % PANEL);
+        let bf16_position = 2 * (column % 16) + column / 16;
         match &self.panels {
             Panels::F32(values) => {
-                for (input, out) in out.iter_mut().enumerate().take(self.inputs) {
-                    *out = values[start + input * PANEL + column];
+                let panel = &values[panel * f32::panel_len(self.inputs)..];
+                for (row, out) in panel.chunks_exact(PANEL).zip(out.iter_mut().take(self.inputs)) {
+                    *out = row[column];
                 }
             }
             Panels::Bf16(values) => {
-                let position = 2 * (column % 16) + column / 16;
-                for (input, out) in out.iter_mut().enumerate().take(self.inputs) {
-                    *out = Bf16(values[start + input * PANEL + position]).widen();
+                let panel = &values[panel * Bf16::panel_len(self.inputs)..];
+                for (row, out) in panel.chunks_exact(PANEL).zip(out.iter_mut().take(self.inputs)) {
+                    *out = Bf16(row[bf16_position]).widen();
+                }
+            }
+            Panels::Int8(values) => {
+                let panel = &values[panel * Int8::panel_len(self.inputs)..];
+                let groups = panel.chunks(Int8::panel_len(Int8::GROUP));
+                for (group, out) in groups.zip(out[..self.inputs].chunks_mut(Int8::GROUP)) {
+                    let (scales, rows) = group.split_at(Int8::HEADER);
+                    let bits = [scales[2 * bf16_position], scales[2 * bf16_position + 1]];
+                    let scale = Bf16(u16::from_ne_bytes(bits.map(i8::cast_unsigned))).widen();
+                    for (row, out) in rows.chunks_exact(PANEL).zip(out) {
+                        *out = f32::from(row[column]) * scale;
+                    }
                 }
             }
         }
@@ -113,47 +121,6 @@ impl Matrix {
     fn panel_count(&self) -> usize {
         self.outputs.div_ceil(PANEL)
     }
-}
-
-/// Fills panels in parallel: each is the transpose of 32 rows.
-fn pack_panels<T: super::arena::Plain + Default>(
-    team: &mut Team,
-    parts: &[(Tensor<'_>, usize)],
-    inputs: usize,
-    packed: &mut [T],
-    column: impl Fn(usize) -> usize + Sync,
-    read: impl Fn(&Tensor<'_>, usize, &mut [T]) + Sync,
-) -> Result<(), JobPanicked> {
-    let panel_values = PANEL * inputs;
-    let outputs: usize = parts.iter().map(|(_, outputs)| outputs).sum();
-    let base = Shared(packed.as_mut_ptr());
-    let count = packed.len() / panel_values;
-    team.run(&|member| {
-        let mut rows = vec![T::default(); panel_values];
-        member.each(count, |index| {
-            // SAFETY: panels are disjoint, and each index is claimed by one member.
-            let panel =
-                unsafe { std::slice::from_raw_parts_mut(base.at(index * panel_values), panel_values) };
-            for (slot, row) in rows.chunks_exact_mut(inputs).enumerate() {
-                let output = index * PANEL + slot;
-                if output >= outputs {
-                    row.fill(T::default());
-                    continue;
-                }
-                let (mut part, mut local) = (0, output);
-                while local >= parts[part].1 {
-                    local -= parts[part].1;
-                    part += 1;
-                }
-                read(&parts[part].0, local * inputs, row);
-            }
-            for (input, out) in panel.chunks_exact_mut(PANEL).enumerate() {
-                for (position, out) in out.iter_mut().enumerate() {
-                    *out = rows[column(position) * inputs + input];
-                }
-            }
-        });
-    })
 }
 
 /// A pointer that members of a team may share; they use disjoint parts of what it points to.
@@ -185,6 +152,15 @@ impl<T> Shared<T> {
 pub(super) struct Rows {
     pub(super) base: Shared<f32>,
     pub(super) stride: usize,
+}
+
+/// What one item computes: rows of activations, and panels.
+#[derive(Clone, Copy, Debug)]
+struct Item {
+    first_panel: usize,
+    panels: usize,
+    first_row: usize,
+    rows: usize,
 }
 
 /// One product `out = x · matrixᵀ`, cut into items.
@@ -243,40 +219,59 @@ impl<'a> Product<'a> {
     /// Computes one item; `scratch` has [`SLICE_VALUES`] values.
     pub(super) fn compute(&self, isa: Isa, item: usize, scratch: &mut [f32]) {
         let (rows, columns) = self.extent(item);
-        let (first_panel, panels) = (columns.start / PANEL, columns.len() / PANEL);
-        let (first_row, rows) = (rows.start, rows.len());
+        let item = Item {
+            first_panel: columns.start / PANEL,
+            panels: columns.len() / PANEL,
+            first_row: rows.start,
+            rows: rows.len(),
+        };
+        let inputs = self.matrix.inputs;
         match &self.matrix.panels {
             Panels::F32(values) => {
-                let start = values[first_panel * PANEL * self.matrix.inputs..].as_ptr();
-                if rows <= FEW_ROWS {
-                    self.stream(isa, start, first_panel, panels, first_row, rows);
+                let start = values[item.first_panel * f32::panel_len(inputs)..].as_ptr();
+                if item.rows <= FEW_ROWS {
+                    self.stream(isa, start, item);
                 } else {
-                    self.block(isa, start, first_panel, panels, first_row, rows, None);
+                    // Wide enough already: used in place.
+                    self.block(isa, item, |from, _| {
+                        // SAFETY: the slice is inside the group's panels.
+                        (unsafe { start.add(f32::panel_len(from)) }, f32::panel_len(inputs))
+                    });
                 }
             }
             Panels::Bf16(values) => {
-                let start = values[first_panel * PANEL * self.matrix.inputs..].as_ptr().cast::<Bf16>();
-                if rows <= FEW_ROWS {
-                    self.stream(isa, start, first_panel, panels, first_row, rows);
-                } else {
-                    self.block(isa, start, first_panel, panels, first_row, rows, Some(scratch));
-                }
+                let start = values[item.first_panel * Bf16::panel_len(inputs)..].as_ptr().cast::<Bf16>();
+                self.narrow(isa, start, item, scratch);
+            }
+            Panels::Int8(values) => {
+                let start = values[item.first_panel * Int8::panel_len(inputs)..].as_ptr().cast::<Int8>();
+                self.narrow(isa, start, item, scratch);
             }
         }
     }
 
+    /// An item of panels that are not f32: with many rows each slice is widened into `scratch` first.
+    fn narrow<E: Element>(&self, isa: Isa, start: *const E, item: Item, scratch: &mut [f32]) {
+        if item.rows <= FEW_ROWS {
+            self.stream(isa, start, item);
+            return;
+        }
+        let panel_len = E::panel_len(self.matrix.inputs);
+        self.block(isa, item, |from, depth| {
+            for panel in 0..item.panels {
+                let out = &mut scratch[panel * SLICE_DEPTH * PANEL..][..depth * PANEL];
+                // SAFETY: the slice is inside the panel, and begins a group: their sizes divide a slice's.
+                unsafe { widen(isa, start.add(panel * panel_len + E::panel_len(from)), out) };
+            }
+            (scratch.as_ptr(), SLICE_DEPTH * PANEL)
+        });
+    }
+
     /// Few rows: each panel once, front to back.
-    fn stream<E: Element>(
-        &self,
-        isa: Isa,
-        start: *const E,
-        first_panel: usize,
-        panels: usize,
-        first_row: usize,
-        rows: usize,
-    ) {
+    fn stream<E: Element>(&self, isa: Isa, start: *const E, item: Item) {
+        let Item { first_panel, panels, first_row, rows } = item;
         let depth = self.matrix.inputs;
-        let panel_values = PANEL * depth;
+        let panel_values = E::panel_len(depth);
         let mut panel = 0;
         while panel < panels {
             let column = (first_panel + panel) * PANEL;
@@ -305,38 +300,18 @@ impl<'a> Product<'a> {
         }
     }
 
-    /// Many rows: slice by slice of the group, each for all rows.
-    #[allow(clippy::too_many_arguments)] // the coordinates of one item
-    fn block<E: Element>(
-        &self,
-        isa: Isa,
-        start: *const E,
-        first_panel: usize,
-        panels: usize,
-        first_row: usize,
-        rows: usize,
-        mut scratch: Option<&mut [f32]>,
-    ) {
+    /// Many rows: slice by slice of the group, each for all rows. `slice(from, depth)` is where the slice of the first
+    /// panel lies as f32, and how many values further the next panel's.
+    fn block(&self, isa: Isa, item: Item, mut slice: impl FnMut(usize, usize) -> (*const f32, usize)) {
+        let Item { first_panel, panels, first_row, rows } = item;
         let inputs = self.matrix.inputs;
         let step = rows_at_once(isa);
         for from in (0..inputs).step_by(SLICE_DEPTH) {
             let depth = SLICE_DEPTH.min(inputs - from);
+            let (b, panel_stride) = slice(from, depth);
             // SAFETY: slices, rows and columns are inside the matrix, `x` and `out` by the contract of `plan`;
             // the output rows and columns of this item belong to it alone.
             unsafe {
-                let slice = start.add(from * PANEL);
-                let (b, panel_stride): (*const f32, usize) = match scratch.as_deref_mut() {
-                    Some(scratch) => {
-                        for panel in 0..panels {
-                            let values =
-                                std::slice::from_raw_parts(slice.add(panel * PANEL * inputs), depth * PANEL);
-                            widen(isa, values, &mut scratch[panel * SLICE_DEPTH * PANEL..][..depth * PANEL]);
-                        }
-                        (scratch.as_ptr(), SLICE_DEPTH * PANEL)
-                    }
-                    // Only f32 panels are used in place.
-                    None => (slice.cast(), PANEL * inputs),
-                };
                 for row in (0..rows).step_by(step) {
                     let now = step.min(rows - row);
                     for panel in 0..panels {
@@ -385,34 +360,50 @@ impl<'a> Product<'a> {
     }
 }
 
-/// Widens rows of panels to f32 in natural column order.
-fn widen<E: Element>(isa: Isa, values: &[E], out: &mut [f32]) {
+/// Widens `out.len() / 32` rows of a panel to f32 in the order of their columns.
+///
+/// # Safety
+/// `start` begins a group and is valid for so many rows and their scales; `isa` comes from [`Isa::available`].
+unsafe fn widen<E: Element>(isa: Isa, start: *const E, out: &mut [f32]) {
     #[inline(always)]
-    fn body<E: Element>(values: &[E], out: &mut [f32]) {
-        for (row, out) in values.chunks_exact(PANEL).zip(out.chunks_exact_mut(PANEL)) {
-            for (position, value) in row.iter().enumerate() {
-                out[E::column(position)] = value.widen();
+    unsafe fn body<E: Element>(mut from: *const E, out: &mut [f32]) {
+        for group in out.chunks_mut(E::GROUP.saturating_mul(PANEL)) {
+            // SAFETY: the contract of `widen`.
+            unsafe {
+                let scales = E::scales(from);
+                from = from.add(E::HEADER);
+                for out in group.as_chunks_mut::<PANEL>().0 {
+                    *out = E::load(from, &scales);
+                    from = from.add(PANEL);
+                }
             }
         }
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f")]
-    fn avx512<E: Element>(values: &[E], out: &mut [f32]) {
+    unsafe fn avx512<E: Element>(mut from: *const E, out: &mut [f32]) {
         use std::arch::x86_64::_mm512_storeu_ps;
-        for (row, out) in values.chunks_exact(PANEL).zip(out.chunks_exact_mut(PANEL)) {
-            // SAFETY: both rows have `PANEL` values.
+        for group in out.chunks_mut(E::GROUP.saturating_mul(PANEL)) {
+            // SAFETY: the contract of `widen`, and the chunks of `out` have `PANEL` values.
             unsafe {
-                let (low, high) = E::load_avx512(row.as_ptr());
-                _mm512_storeu_ps(out.as_mut_ptr(), low);
-                _mm512_storeu_ps(out.as_mut_ptr().add(16), high);
+                let scales = E::scales_avx512(from);
+                from = from.add(E::HEADER);
+                for out in group.as_chunks_mut::<PANEL>().0 {
+                    let (low, high) = E::load_avx512(from, scales);
+                    _mm512_storeu_ps(out.as_mut_ptr(), low);
+                    _mm512_storeu_ps(out.as_mut_ptr().add(16), high);
+                    from = from.add(PANEL);
+                }
             }
         }
     }
-    match isa {
-        // SAFETY: this `Isa` only comes from `Isa::available`.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe { avx512(values, out) },
-        _ => body(values, out),
+    // SAFETY: the caller's contract; an `Isa` of this machine's own.
+    unsafe {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => avx512(start, out),
+            _ => body(start, out),
+        }
     }
 }
 

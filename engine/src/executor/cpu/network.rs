@@ -1,7 +1,7 @@
 //! The layers of a model and how they are loaded.
 
 use super::LoadProgress;
-use super::arena::Aligned;
+use super::arena::{Aligned, Arena};
 use super::matrix::{Matrix, WeightMode};
 use super::team::{JobPanicked, Team};
 use crate::model::ModelError;
@@ -57,7 +57,7 @@ impl Network {
         team: &mut Team,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, ModelError> {
-        let mut loader = Loader { weights, mode, team, progress, done: 0, total: 0 };
+        let mut loader = Loader { weights, mode, team, arena: Arena::default(), progress, done: 0, total: 0 };
         let (hidden, vocab) = (config.hidden, config.vocab);
         const EMBEDDING: &str = "model.embed_tokens.weight";
         let embedding = loader.weights.tensor(EMBEDDING, &[vocab, hidden])?;
@@ -115,6 +115,7 @@ struct Loader<'a> {
     weights: &'a Weights,
     mode: WeightMode,
     team: &'a mut Team,
+    arena: Arena,
     progress: &'a mut dyn FnMut(LoadProgress),
     done: u64,
     total: u64,
@@ -185,7 +186,7 @@ impl Loader<'_> {
             tensors.push((self.weights.tensor(name, &[*outputs, inputs])?, *outputs));
         }
         let bytes = tensors.iter().map(|(tensor, _)| tensor.bytes()).sum();
-        let packed = Matrix::pack(self.team, &tensors, inputs, self.mode);
+        let packed = Matrix::pack((&mut *self.team, &mut self.arena), &tensors, inputs, self.mode);
         self.count(bytes);
         // A read beyond a mapped file's end is a signal, not a panic; this is a damaged header that passed.
         packed.map_err(|JobPanicked(what)| ModelError::Malformed { file: parts[0].0.to_owned(), what })
@@ -193,12 +194,12 @@ impl Loader<'_> {
 
     fn embedding(&mut self, tensor: &Tensor<'_>, len: usize) -> Embedding {
         self.count(tensor.bytes());
-        if tensor.dtype() == WeightDtype::Bf16 && self.mode == WeightMode::Stored {
-            let mut values = Aligned::zeroed(len);
+        if tensor.dtype() == WeightDtype::Bf16 && self.mode != WeightMode::F32 {
+            let mut values = self.arena.zeroed(len);
             tensor.read_bf16_bits(0, &mut values);
             Embedding::Bf16(values)
         } else {
-            let mut values = Aligned::zeroed(len);
+            let mut values = self.arena.zeroed(len);
             tensor.read_f32(0, &mut values);
             Embedding::F32(values)
         }

@@ -83,20 +83,56 @@ fn chunks_threads_blocks_and_instruction_sets_change_no_bit() {
     }
 }
 
+fn furthest(some: &[u32], others: &[u32]) -> f32 {
+    let differences = some.iter().zip(others).map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs());
+    differences.fold(0.0, f32::max)
+}
+
+/// In other chunks, blocks, threads and instructions.
+fn keeps_its_bits(
+    name: &str,
+    config: &ModelConfig,
+    prompt: &[u32],
+    change: impl Fn(&mut CpuOptions),
+) -> Vec<u32> {
+    let whole = in_chunks(&mut executor(config, &change), prompt, prompt.len());
+    for (chunk, block_tokens, threads) in [(1, 8, 2), (4, 16, 1), (40, 3, 3)] {
+        for isa in Isa::available() {
+            let other = |options: &mut CpuOptions| {
+                change(options);
+                (options.block_tokens, options.threads, options.isa) = (block_tokens, threads, isa);
+            };
+            let other = in_chunks(&mut executor(config, other), prompt, chunk);
+            assert!(other == whole, "{name}, chunks of {chunk}, blocks of {block_tokens}, {isa:?}");
+        }
+    }
+    whole
+}
+
 #[test]
 fn sixteen_bit_caches_are_exact_about_chunks_too() {
-    let (config, prompt) = (config("Llama"), tokens(2, 45));
-    let exact = in_chunks(&mut executor(&config, |_| ()), &prompt, 45);
-    for dtype in [KvDtype::F16, KvDtype::Bf16] {
-        let whole = in_chunks(&mut executor(&config, |options| options.kv_dtype = dtype), &prompt, 45);
-        let chunked = in_chunks(&mut executor(&config, |options| options.kv_dtype = dtype), &prompt, 4);
-        assert!(whole == chunked, "{dtype:?}");
-        let far = whole
-            .iter()
-            .zip(&exact)
-            .map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs())
-            .fold(0.0, f32::max);
-        assert!(far > 0.0 && far < 0.1, "{dtype:?} moves logits by {far}");
+    let prompt = tokens(2, 61);
+    for family in ["Llama", "Qwen3"] {
+        let config = config(family);
+        let exact = in_chunks(&mut executor(&config, |_| ()), &prompt, 45);
+        for dtype in [KvDtype::F16, KvDtype::Bf16] {
+            let name = format!("{family}, {dtype:?}");
+            let whole = keeps_its_bits(&name, &config, &prompt, |options| options.kv_dtype = dtype);
+            let far = furthest(&whole, &exact);
+            assert!(far > 0.0 && far < 0.1, "{name} moves logits by {far}");
+        }
+    }
+}
+
+#[test]
+fn quantized_weights_are_exact_about_chunks_too() {
+    let prompt = tokens(4, 50);
+    for family in ["Llama", "Qwen3"] {
+        let config = config(family);
+        let exact = in_chunks(&mut executor(&config, |_| ()), &prompt, 50);
+        let whole = keeps_its_bits(family, &config, &prompt, |options| options.weights = WeightMode::Int8);
+        let far = furthest(&whole, &exact);
+        assert!(far > 0.0 && far < 0.1, "{family}: int8 moves logits by {far}");
     }
 }
 
@@ -140,7 +176,7 @@ fn prefill_chunks_and_decode_rows_share_a_step_without_touching_each_other() {
 
 #[test]
 fn an_empty_batch_is_nothing_to_do() {
-    let mut logits = Logits { vocab: 1, values: vec![1.0] };
+    let mut logits = Logits { vocab: 1, values: vec![1.0], ..Logits::default() };
     executor(&config("Llama"), |_| ()).execute(&[], &mut logits).unwrap();
     assert_eq!((logits.vocab, logits.rows()), (150, 0));
 }

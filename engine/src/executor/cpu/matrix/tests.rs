@@ -1,6 +1,8 @@
 //! Products against the `gemm` crate, and against themselves cut differently.
 
 use super::*;
+use crate::executor::cpu::arena::Arena;
+use crate::executor::cpu::team::Team;
 use crate::model::weights::Weights;
 
 fn activations(rows: usize, width: usize, stride: usize) -> Vec<f32> {
@@ -67,10 +69,17 @@ fn matrices(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Matrix) {
     // Two parts whose border is inside a panel.
     let cut = outputs / 3;
     let whole = [(tensor.clone(), outputs)];
-    let stored = Matrix::pack(&mut team, &whole, inputs, WeightMode::Stored).unwrap();
+    let stored =
+        Matrix::pack((&mut team, &mut Arena::default()), &whole, inputs, WeightMode::Stored).unwrap();
     assert!(matches!(stored.panels, Panels::Bf16(_)));
     let top = weights.tensor("w", &[outputs, inputs]).unwrap();
-    let wide = Matrix::pack(&mut team, &[(top, cut), (tensor, outputs)], inputs, WeightMode::F32).unwrap();
+    let wide = Matrix::pack(
+        (&mut team, &mut Arena::default()),
+        &[(top, cut), (tensor, outputs)],
+        inputs,
+        WeightMode::F32,
+    )
+    .unwrap();
     assert!(matches!(wide.panels, Panels::F32(_)));
     (plain, stored, wide)
 }
@@ -123,6 +132,82 @@ fn widened_weights_and_concatenated_parts_change_nothing() {
         assert_eq!(both[row * total..][..cut], narrow[row * outputs..][..cut]);
         assert_eq!(both[row * total + cut..][..outputs], narrow[row * outputs..][..outputs]);
     }
+}
+
+fn quantized(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Vec<f32>) {
+    let weights = Weights::random(7);
+    let tensor = weights.tensor("w", &[outputs, inputs]).unwrap();
+    let mut plain = vec![0.0; outputs * inputs];
+    tensor.read_f32(0, &mut plain);
+    let matrix = Matrix::pack(
+        (&mut Team::new(2).unwrap(), &mut Arena::default()),
+        &[(tensor, outputs)],
+        inputs,
+        WeightMode::Int8,
+    )
+    .unwrap();
+    assert!(matches!(matrix.panels, Panels::Int8(_)));
+    let mut rounded = vec![f32::NAN; outputs * inputs];
+    for (output, row) in rounded.chunks_exact_mut(inputs).enumerate() {
+        matrix.row(output, row);
+    }
+    (plain, matrix, rounded)
+}
+
+#[test]
+fn a_quantized_weight_is_off_by_at_most_half_a_step_of_its_group() {
+    for (outputs, inputs) in [(7, 5), (70, 200), (33, 64)] {
+        let (plain, _, rounded) = quantized(outputs, inputs);
+        for (plain, rounded) in plain.chunks_exact(inputs).zip(rounded.chunks_exact(inputs)) {
+            for (plain, rounded) in plain.chunks(Int8::GROUP).zip(rounded.chunks(Int8::GROUP)) {
+                let largest = plain.iter().fold(0.0_f32, |largest, weight| largest.max(weight.abs()));
+                // A scale rounded up to 8 significant bits is at most 1/128 too large.
+                let bound = largest / 127.0 * (1.0 + 1.0 / 128.0) * 0.5001;
+                for (plain, rounded) in plain.iter().zip(rounded) {
+                    assert!((plain - rounded).abs() <= bound, "{plain} became {rounded}, largest {largest}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_quantized_product_is_the_f32_chain_over_rounded_weights_to_the_bit() {
+    let (outputs, inputs) = (70, 1100);
+    let (_, matrix, rounded) = quantized(outputs, inputs);
+    let stride = inputs + 16;
+    let mut x = activations(70, inputs, stride);
+    let chain = |row: usize, output: usize| {
+        let pairs = x[row * stride..][..inputs].iter().zip(&rounded[output * inputs..][..inputs]);
+        pairs.fold(0.0_f32, |sum, (x, weight)| x.mul_add(*weight, sum)).to_bits()
+    };
+    let expected: Vec<u32> = (0..70 * outputs).map(|i| chain(i / outputs, i % outputs)).collect();
+    for isa in Isa::available() {
+        for (rows, members) in [(70, 2), (25, 1), (24, 3), (8, 2), (4, 1), (1, 2)] {
+            let ours = product(isa, &matrix, &mut x, stride, rows, members);
+            let same = ours.iter().zip(&expected).all(|(ours, bits)| ours.to_bits() == *bits);
+            assert!(same, "{isa:?}, {rows} rows, {members} members");
+        }
+    }
+}
+
+#[test]
+fn groups_of_zeros_and_of_huge_weights_are_quantized_without_harm() {
+    let inputs = 2 * Int8::GROUP;
+    let mut rows = vec![0.0_f32; PANEL * inputs];
+    rows[Int8::GROUP..inputs].fill(-3.0e38);
+    rows[inputs + 3] = f32::NAN;
+    let mut panel = vec![0_i8; Int8::panel_len(inputs)];
+    pack::quantize(&rows, inputs, &mut panel);
+    let mut values = Aligned::<i8>::zeroed(panel.len());
+    values.copy_from_slice(&panel);
+    let matrix = Matrix { panels: Panels::Int8(values), outputs: PANEL, inputs };
+    let mut row = vec![f32::NAN; inputs];
+    matrix.row(0, &mut row);
+    assert!(row[..Int8::GROUP].iter().all(|weight| *weight == 0.0));
+    assert!(row[Int8::GROUP..].iter().all(|weight| (weight / -3.0e38 - 1.0).abs() < 0.01), "{}", row[64]);
+    matrix.row(1, &mut row);
+    assert!(row.iter().all(|weight| *weight == 0.0), "what is not a number is nothing");
 }
 
 #[test]

@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Other engines and libraries on the machine and the checkpoint of `baton bench engine`, in the same minutes.
+
+    python3 bench/engine_peers.py --model DIR [--threads N] [--llama-bench FOLDER] [--build-llama FOLDER]
+
+oneDNN        through torch: the products of one layer with 512 rows, f32 and bf16, GFLOP/s
+transformers  prefill of 512 tokens; decode at position 512 of one and of eight sequences, tokens/s
+llama.cpp     the same, by its own llama-bench and llama-batched-bench. --build-llama takes its source from the
+              llama-cpp-python sdist of PyPI (77 MB; some minutes of compiling) and builds it there; --llama-bench is a
+              folder that has the two programs already
+
+What cannot be run is skipped, and said so on standard error; the last line of standard output is one JSON object with
+what was measured. Needs: torch (oneDNN); torch and transformers; cmake, a C++ compiler and the Python packages gguf,
+numpy and torch (llama.cpp). For instance in a virtual environment:
+
+    pip install torch --index-url https://download.pytorch.org/whl/cpu && pip install transformers gguf numpy cmake
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+
+PROMPT, BATCH, DECODED, ROUNDS = 512, 8, 24, 5
+LLAMA_CPP_PYTHON = "0.3.36"
+
+
+def skip(what, why):
+    print(f"SKIPPED {what}: {why}", file=sys.stderr)
+
+
+def best(measure, rounds=ROUNDS):
+    """The shortest of several runs, in seconds."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        measure()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def onednn(config, threads):
+    import torch
+
+    torch.set_num_threads(threads)
+    hidden, inter = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    query, kv = heads * dim, config.get("num_key_value_heads", heads) * dim
+    shapes = [(hidden, query + 2 * kv), (query, hidden), (hidden, 2 * inter), (inter, hidden)]
+    found = {}
+    for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
+        products = [
+            (torch.randn(PROMPT, inputs).to(dtype), torch.nn.Linear(inputs, outputs, bias=False).to(dtype))
+            for inputs, outputs in shapes
+        ]
+        with torch.inference_mode():
+
+            def layer():
+                for x, matrix in products:
+                    matrix(x)
+
+            layer()
+            flops = sum(2 * PROMPT * inputs * outputs for inputs, outputs in shapes)
+            found[f"onednn_{name}_gflops"] = flops / best(layer, 20) / 1e9
+    return found
+
+
+def transformers_engine(model, threads, name):
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[name]
+    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+    vocab = network.config.vocab_size
+    found = {}
+    with torch.inference_mode():
+
+        def prompts(batch):
+            return torch.randint(0, vocab, (batch, PROMPT))
+
+        one = prompts(1)
+        network(one, logits_to_keep=1)
+        found[f"transformers_{name}_prefill_tps"] = PROMPT / best(lambda: network(one, logits_to_keep=1), 3)
+        for batch in (1, BATCH):
+            cache = network(prompts(batch), use_cache=True, logits_to_keep=1).past_key_values
+            token = torch.randint(0, vocab, (batch, 1))
+
+            def decode():
+                for _ in range(DECODED):
+                    network(token, past_key_values=cache, use_cache=True)
+                cache.crop(PROMPT)
+
+            decode()
+            found[f"transformers_{name}_decode_b{batch}_tps"] = DECODED * batch / best(decode, 3)
+    return found
+
+
+def build_llama(folder):
+    """llama-bench and llama-batched-bench from the source inside llama-cpp-python."""
+    folder.mkdir(parents=True, exist_ok=True)
+    programs = folder / "build" / "bin"
+    if (programs / "llama-batched-bench").exists():
+        return programs
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
+    if not list(folder.glob("llama_cpp_python-*.tar.gz")):
+        subprocess.run([*pip, f"llama-cpp-python=={LLAMA_CPP_PYTHON}", "-d", folder], check=True)
+    with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    source = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    options = ["-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DCMAKE_BUILD_TYPE=Release"]
+    subprocess.run(["cmake", "-S", source, "-B", folder / "build", *options], check=True, stdout=sys.stderr)
+    targets = ["--target", "llama-bench", "llama-batched-bench", "-j", str(os.cpu_count())]
+    subprocess.run(["cmake", "--build", folder / "build", *targets], check=True, stdout=sys.stderr)
+    return programs
+
+
+def gguf_file(model, config, kind, path):
+    """A Llama checkpoint as one GGUF file with a vocabulary of numbers: the speed does not depend on the words."""
+    import gguf
+    import torch
+    from safetensors.torch import load_file
+
+    if config["architectures"] != ["LlamaForCausalLM"]:
+        raise RuntimeError(f"only Llama checkpoints are converted here, not {config['architectures']}")
+    tensors = {}
+    for file in sorted(model.glob("*.safetensors")):
+        tensors.update(load_file(file))
+    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    kv_heads, dim = config.get("num_key_value_heads", heads), config.get("head_dim") or hidden // heads
+    vocab = config["vocab_size"]
+    types = gguf.GGMLQuantizationType
+    quantized = {"f32": types.F32, "bf16": types.BF16, "q8_0": types.Q8_0}[kind]
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(8192)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_rope_dimension_count(dim)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(float(config.get("rope_theta") or config["rope_parameters"]["rope_theta"]))
+    writer.add_vocab_size(vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([f"<{token}>" for token in range(vocab)])
+    writer.add_token_types([1] * vocab)
+    writer.add_token_merges(["< 0"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+    def interleaved(weight, count):
+        """Rows of the halves of each rotated pair, side by side."""
+        return weight.reshape(count, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+    def add(name, tensor):
+        values = tensor.to(torch.float32).numpy()
+        if values.ndim == 1 or kind == "f32":
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, quantized), raw_dtype=quantized)
+
+    add("token_embd.weight", tensors["model.embed_tokens.weight"])
+    add("output_norm.weight", tensors["model.norm.weight"])
+    if not config.get("tie_word_embeddings"):
+        add("output.weight", tensors["lm_head.weight"])
+    for layer in range(layers):
+        theirs, ours = f"blk.{layer}.", f"model.layers.{layer}."
+        add(theirs + "attn_norm.weight", tensors[ours + "input_layernorm.weight"])
+        add(theirs + "ffn_norm.weight", tensors[ours + "post_attention_layernorm.weight"])
+        add(theirs + "attn_q.weight", interleaved(tensors[ours + "self_attn.q_proj.weight"], heads))
+        add(theirs + "attn_k.weight", interleaved(tensors[ours + "self_attn.k_proj.weight"], kv_heads))
+        add(theirs + "attn_v.weight", tensors[ours + "self_attn.v_proj.weight"])
+        add(theirs + "attn_output.weight", tensors[ours + "self_attn.o_proj.weight"])
+        for part in ("gate", "up", "down"):
+            add(f"{theirs}ffn_{part}.weight", tensors[f"{ours}mlp.{part}_proj.weight"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_cpp(model, config, threads, programs, kind):
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / f"{kind}.gguf"
+        gguf_file(model, config, kind, path)
+        common = ["-m", str(path), "-t", str(threads)]
+        shape = ["-p", str(PROMPT), "-n", str(DECODED), "-d", "0", "-r", "3", "-o", "json"]
+        said = subprocess.run([programs / "llama-bench", *common, *shape], check=True, capture_output=True, text=True)
+        for row in json.loads(said.stdout):
+            key = "prefill" if row["n_prompt"] else "decode_b1"
+            found[f"llama_cpp_{kind}_{key}_tps"] = max(row.get("samples_ts") or [row["avg_ts"]])
+        shape = ["-c", "6144", "-npp", "256", "-ntg", str(DECODED), "-npl", str(BATCH)]
+        said = subprocess.run([programs / "llama-batched-bench", *common, *shape], check=True, capture_output=True, text=True)
+        rows = [re.split(r"\s*\|\s*", line.strip(" |")) for line in said.stdout.splitlines() if re.match(r"\|\s*\d", line)]
+        # PP, TG, B, N_KV, T_PP, S_PP, T_TG, S_TG, ...
+        found[f"llama_cpp_{kind}_decode_b{BATCH}_tps"] = float(rows[-1][7])
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=pathlib.Path, required=True)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--llama-bench", type=pathlib.Path)
+    parser.add_argument("--build-llama", type=pathlib.Path)
+    parser.add_argument("--only", choices=("onednn", "transformers", "llama.cpp"))
+    args = parser.parse_args()
+    config = json.loads((args.model / "config.json").read_text())
+    found = {}
+
+    def attempt(group, what, measure):
+        if args.only in (None, group):
+            try:
+                found.update(measure())
+            except Exception as error:  # whatever it is, the others are measured
+                skip(what, f"{type(error).__name__}: {error}")
+
+    attempt("onednn", "oneDNN", lambda: onednn(config, args.threads))
+    for name in ("f32", "bf16"):
+        attempt("transformers", f"transformers {name}", lambda: transformers_engine(args.model, args.threads, name))
+    programs = args.llama_bench
+    if programs is None and args.build_llama is None:
+        if args.only in (None, "llama.cpp"):
+            skip("llama.cpp", "neither --llama-bench nor --build-llama is given")
+    else:
+        for kind in ("f32", "bf16", "q8_0"):
+            attempt(
+                "llama.cpp",
+                f"llama.cpp {kind}",
+                lambda: llama_cpp(args.model, config, args.threads, programs or build_llama(args.build_llama), kind),
+            )
+    for name, value in found.items():
+        print(f"{name:<40}{value:>10.1f}")
+    print(json.dumps({"threads": args.threads, "unix_time_s": int(time.time()), **found}))
+
+
+if __name__ == "__main__":
+    main()
