@@ -219,7 +219,7 @@ fn add_rms_norm(element: Element, width: usize, bare: bool) -> Case {
         name: format!("add_rms_norm, bare: {bare}"),
         buffers: vec![
             numbers.values(rows * width, Element::F32),
-            numbers.values(rows * width, element),
+            numbers.values(rows * width, Element::F32),
             numbers.values(width, Element::F32),
             numbers.values(width, Element::F32),
             order,
@@ -434,7 +434,8 @@ fn choose(vocab: usize) -> Case {
         ]
     };
     let mut draws = vec![draw(0, 1.0, 0, 1.0, 0.0, 0), draw(1, 1.0, 0, 1.0, 0.0, 0)];
-    for (top_k, top_p, min_p) in [(0, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (40, 0.9, 0.05)]
+    for (top_k, top_p, min_p) in
+        [(0, 1.0, 0.0), (1, 0.9, 0.0), (7, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (40, 0.9, 0.05)]
     {
         for _ in 0..6 {
             draws.push(draw(2, 0.1, top_k, top_p, min_p, numbers.next() >> 11 << 11));

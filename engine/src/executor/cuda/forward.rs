@@ -5,7 +5,7 @@
 //!         ▶ norm of wanted rows ▶ logits ▶ choose
 //! ```
 //!
-//! The residual stream is f32; what goes through the matrices is of the model's element.
+//! The residual stream and what is added to it are f32; what goes into the matrices is of the model's element.
 
 use super::device::{Device, DeviceError, Element, Matmul, Slice};
 use super::kernels::{self, Attention, Choice, Norm, RopeKv, Shape};
@@ -46,7 +46,7 @@ impl Activations {
             normed: room(rows * config.hidden * size)?,
             qkv: room(rows * shape.qkv_width() * size)?,
             attended: room(rows * config.query_width() * size)?,
-            projected: room(rows * config.hidden * size)?,
+            projected: room(rows * config.hidden * 4)?,
             gate_up: room(rows * 2 * config.intermediate * size)?,
             activated: room(rows * config.intermediate * size)?,
             partial: room(splits * shape.head_dim * 4)?,
@@ -68,12 +68,11 @@ impl<D: Device> CudaExecutor<D> {
         weights: Slice,
         out: Slice,
         rows: usize,
-        size: (usize, usize),
+        (inputs, outputs): (usize, usize),
+        result: Element,
     ) -> Result<(), DeviceError> {
         let element = self.shape.element;
-        let (inputs, outputs) = size;
-        let matmul =
-            Matmul { x, weights, out, rows: padded_rows(rows), inputs, outputs, element, result: element };
+        let matmul = Matmul { x, weights, out, rows: padded_rows(rows), inputs, outputs, element, result };
         self.device.matmul(self.compute, &matmul)
     }
 
@@ -85,7 +84,7 @@ impl<D: Device> CudaExecutor<D> {
     /// Everything up to the last layer's output, which is still to be added to the residual stream.
     pub(super) fn layers(&mut self, plan: &Plan) -> Result<(), DeviceError> {
         let (rows, hidden, inter) = (plan.rows, self.config.hidden, self.config.intermediate);
-        let (query, qkv) = (self.config.query_width(), self.shape.qkv_width());
+        let (query, qkv, element) = (self.config.query_width(), self.shape.qkv_width(), self.shape.element);
         let at = self.activations;
         let tokens = self.section(plan.tokens);
         let embed = kernels::embed(tokens, self.network.embedding, at.hidden, hidden, rows);
@@ -106,19 +105,19 @@ impl<D: Device> CudaExecutor<D> {
                 slots: self.section(plan.slots),
                 pool: self.pool,
             };
-            self.product(at.normed, weights[0], at.qkv, rows, (hidden, qkv))?;
+            self.product(at.normed, weights[0], at.qkv, rows, (hidden, qkv), element)?;
             self.device.launch(self.compute, &kernels::rope_kv(&self.shape, &parts, index, rows))?;
             self.attend(plan, index)?;
-            self.product(at.attended, weights[1], at.projected, rows, (query, hidden))?;
+            self.product(at.attended, weights[1], at.projected, rows, (query, hidden), Element::F32)?;
             let delta = Some((at.projected, output_bias));
             self.norm(
                 &Norm { hidden: at.hidden, delta, weight: mlp_norm, rows: None, out: at.normed },
                 rows,
             )?;
-            self.product(at.normed, weights[2], at.gate_up, rows, (hidden, 2 * inter))?;
+            self.product(at.normed, weights[2], at.gate_up, rows, (hidden, 2 * inter), element)?;
             let silu = kernels::silu_mul(at.gate_up, gate_up_bias, at.activated, inter, rows);
             self.device.launch(self.compute, &silu)?;
-            self.product(at.activated, weights[3], at.projected, rows, (inter, hidden))?;
+            self.product(at.activated, weights[3], at.projected, rows, (inter, hidden), Element::F32)?;
             if let Some(next) = self.network.layers.get(index + 1) {
                 let (delta, weight) = (Some((at.projected, down_bias)), next.attention_norm);
                 self.norm(&Norm { hidden: at.hidden, delta, weight, rows: None, out: at.normed }, rows)?;

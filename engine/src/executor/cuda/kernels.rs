@@ -218,7 +218,7 @@ pub fn embed(tokens: Slice, table: Slice, hidden: Slice, width: usize, rows: usi
 pub struct Norm {
     /// The residual stream, f32.
     pub hidden: Slice,
-    /// What is added to it, and its bias.
+    /// What is added to it, and its bias, f32.
     pub delta: Option<(Slice, Option<Slice>)>,
     /// The norm's weights, f32.
     pub weight: Slice,

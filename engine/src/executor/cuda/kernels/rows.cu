@@ -11,18 +11,18 @@ extern "C" __global__ void __launch_bounds__(256) embed(const int* tokens, const
 // `delta`, `bias` and `rows` may be null. With `rows`, row i of `out` is made of row rows[i] of the others, and of
 // nothing where that is negative.
 extern "C" __global__ void __launch_bounds__(512)
-add_rms_norm(float* hidden, const T* delta, const float* bias, const float* weight, const int* rows, T* out, u32 width,
+add_rms_norm(float* hidden, const float* delta, const float* bias, const float* weight, const int* rows, T* out, u32 width,
              float eps) {
     __shared__ float scratch[16];
     const int row = rows ? rows[blockIdx.x] : static_cast<int>(blockIdx.x);
     if (row < 0) return;
     float* x = hidden + static_cast<u64>(row) * width;
-    const T* add = delta ? delta + static_cast<u64>(row) * width : nullptr;
+    const float* add = delta ? delta + static_cast<u64>(row) * width : nullptr;
     float squares = 0.0f;
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
         float value = x[i];
         if (add) {
-            value += widen(add[i]) + (bias ? bias[i] : 0.0f);
+            value += add[i] + (bias ? bias[i] : 0.0f);
             x[i] = value;
         }
         squares += value * value;

@@ -188,7 +188,7 @@ fn add_rms_norm(run: &mut Run<'_>) -> Result<(), Fault> {
         };
         let mut x = run.read(0, Element::F32, row * width, width)?;
         if !run.is_null(1)? {
-            let delta = run.read(1, element, row * width, width)?;
+            let delta = run.read(1, Element::F32, row * width, width)?;
             let bias = if run.is_null(2)? { vec![0.0; width] } else { run.read(2, Element::F32, 0, width)? };
             for ((x, delta), bias) in x.iter_mut().zip(delta).zip(bias) {
                 *x += delta + bias;
