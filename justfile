@@ -45,6 +45,14 @@ bench-router:
 clients:
     tests/clients/run.sh
 
+# every CUDA kernel for every architecture, without a GPU; skips loudly without PyPI
+gpu-compile:
+    bench/gpu/compile.sh target/release/baton
+
+# everything that needs a GPU; exits with 77 without one
+gpu-check:
+    bench/gpu/check.sh target/release/baton
+
 # golden outputs of transformers, in a folder made by make_tiny.py
 parity DIR:
     cargo run --release -- parity {{DIR}}

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use baton_bench::Benchmark;
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
+use baton_engine::executor::cuda::DeviceChoice;
 use baton_engine::server::Role;
 use baton_engine::transport::KvTransport;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -151,9 +152,9 @@ pub(crate) struct EngineArgs {
     /// Which legs it serves
     #[arg(long, value_enum, default_value = "both")]
     pub(crate) role: RoleArg,
-    /// Device to compute on
+    /// Device to compute on: cpu, or cuda:N
     #[arg(long, default_value = "cpu")]
-    pub(crate) device: String,
+    pub(crate) device: DeviceChoice,
     /// Where HTTP is served; port 0 takes a free one
     #[arg(long, default_value = "127.0.0.1:8100")]
     pub(crate) listen: SocketAddr,
@@ -181,9 +182,9 @@ pub(crate) struct EngineArgs {
     /// Blocks of the KV pool; wins over --kv-cache-mib
     #[arg(long)]
     pub(crate) kv_blocks: Option<usize>,
-    /// Element type of the KV cache
-    #[arg(long, value_enum, default_value = "f32")]
-    pub(crate) kv_cache_dtype: KvDtypeArg,
+    /// Element type of the KV cache, on a GPU of everything; by default f32 on the CPU and bf16 on a GPU
+    #[arg(long, value_enum)]
+    pub(crate) kv_cache_dtype: Option<KvDtypeArg>,
     /// Round the weights' matrices when they are loaded; by default they stay as they are
     #[arg(long, value_enum)]
     pub(crate) quantize: Option<QuantizeArg>,
@@ -316,6 +317,9 @@ pub(crate) struct ExplainArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ParityArgs {
+    /// Device to compute on: cpu, or cuda:N
+    #[arg(long, default_value = "cpu")]
+    pub(crate) device: DeviceChoice,
     /// Folder made by make_tiny.py
     #[arg(value_name = "DIR")]
     pub(crate) dir: PathBuf,

@@ -4,8 +4,10 @@ use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
+use baton_connector::layout::KvDtype;
 use baton_engine::engine::{Engine, EngineOptions};
 use baton_engine::executor::cpu::{LoadProgress, WeightMode};
+use baton_engine::executor::cuda::DeviceChoice;
 use baton_engine::model::ModelFiles;
 use baton_engine::offload::open::DiskOptions;
 
@@ -16,10 +18,6 @@ use crate::{Failure, builtin, shutdown};
 const HTTP_THREADS: usize = 2;
 
 pub(crate) fn run(args: EngineArgs) -> Result<(), Failure> {
-    if args.device != "cpu" {
-        let message = format!("device {:?} is not supported by this build; use --device cpu", args.device);
-        return Err(message.into());
-    }
     let until_stdin_ends = args.until_stdin_ends;
     let options = options(args)?;
     let runtime =
@@ -74,7 +72,12 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.block_tokens = args.block_size;
     options.kv_cache_bytes = args.kv_cache_mib << 20;
     options.kv_blocks = args.kv_blocks;
-    options.kv_dtype = args.kv_cache_dtype.into();
+    options.device = args.device;
+    options.kv_dtype = match (args.kv_cache_dtype, args.device) {
+        (Some(dtype), _) => dtype.into(),
+        (None, DeviceChoice::Cpu) => KvDtype::F32,
+        (None, DeviceChoice::Accelerator(_)) => KvDtype::Bf16,
+    };
     options.weights = args.quantize.map_or(WeightMode::Stored, |QuantizeArg::Int8| WeightMode::Int8);
     options.max_model_len = args.max_model_len;
     options.max_num_seqs = args.max_num_seqs;

@@ -21,6 +21,9 @@ use clap::Parser;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+/// Exit code of a check that could not be made: neither success nor failure.
+const SKIPPED: u8 = 77;
+
 fn main() -> ExitCode {
     let cli = cli::Cli::parse();
     init_logging(cli.log_json);
@@ -41,7 +44,10 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("baton: {error}");
-            ExitCode::FAILURE
+            match error.is::<baton_bench::gpu::Skipped>() {
+                true => ExitCode::from(SKIPPED),
+                false => ExitCode::FAILURE,
+            }
         }
     }
 }

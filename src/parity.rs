@@ -4,6 +4,6 @@ use crate::Failure;
 use crate::cli::ParityArgs;
 
 pub(crate) fn run(args: &ParityArgs) -> Result<(), Failure> {
-    let report = baton_engine::parity::run(&args.dir, &mut std::io::stdout())?;
+    let report = baton_engine::parity::run(&args.dir, args.device, &mut std::io::stdout())?;
     if report.failed > 0 { Err(format!("{} cases failed", report.failed).into()) } else { Ok(()) }
 }

@@ -1,6 +1,7 @@
 //! Measures running systems and their parts, against baselines from the same run.
 
 pub mod engine;
+pub mod gpu;
 pub mod lease;
 pub mod router;
 pub mod sim_engine;
@@ -15,6 +16,12 @@ use clap::Subcommand;
 pub enum Benchmark {
     /// The CPU engine, against this machine's read bandwidth and its matrix library
     Engine(engine::EngineBench),
+    /// The CUDA executor on a GPU: every kernel against its twin, then speeds beside the GPU's own limits
+    Gpu(gpu::GpuBench),
+    /// Every kernel through NVIDIA's run-time compiler, for every architecture; needs no GPU
+    GpuCompile(gpu::compile::GpuCompile),
+    /// Every kernel's own code on an emulation of CUDA's threads, against its twin; needs a C++ compiler and no GPU
+    GpuEmulate(gpu::emulate::GpuEmulate),
     /// KV blocks over the transport, against a bare writev/readv loop and memcpy
     Transfer(transfer::TransferOptions),
     /// One lease from open to close, with up to 100,000 others alive
@@ -33,6 +40,9 @@ pub type BenchError = Box<dyn std::error::Error>;
 pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> {
     match benchmark {
         Benchmark::Engine(options) => Ok(engine::run(&options, out)?),
+        Benchmark::Gpu(options) => gpu::run(&options, out),
+        Benchmark::GpuEmulate(options) => gpu::emulate::run(&options, out),
+        Benchmark::GpuCompile(options) => gpu::compile::run(&options, out),
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(lease::run(&options, out)?),
         Benchmark::Router(options) => Ok(router::run(&options, out)?),

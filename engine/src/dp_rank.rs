@@ -22,7 +22,6 @@ use tokio_util::sync::CancellationToken;
 use crate::engine::{EngineOptions, StartError, system};
 use crate::engine_core::ProducerAddress;
 use crate::executor::Executor;
-use crate::executor::cpu::CpuExecutor;
 use crate::executor::failing::Failing;
 use crate::executor::paced::Paced;
 use crate::kv_rank::KvRank;
@@ -123,7 +122,7 @@ impl RunningRank {
     pub(crate) fn start(
         common: &Common<'_>,
         rank: usize,
-        executor: CpuExecutor,
+        mut executor: Box<dyn Executor>,
         sides: Vec<TcpListener>,
         metrics: Arc<EngineMetrics>,
     ) -> Result<Self, StartError> {
@@ -214,7 +213,6 @@ impl RunningRank {
             status: Arc::clone(&status),
             seated: AtomicUsize::new(0),
         });
-        let mut executor: Box<dyn Executor> = Box::new(executor);
         if let Some(pace) = options.pace {
             executor = Box::new(Paced::new(executor, pace));
         }

@@ -20,12 +20,14 @@ use tokio_util::sync::CancellationToken;
 use crate::dp_rank::{Common, RunningRank};
 use crate::executor::Executor;
 use crate::executor::cpu::{CpuExecutor, CpuOptions, LoadProgress, WeightMode};
+use crate::executor::cuda::{Accelerator, DeviceChoice, DeviceOptions, Element};
 use crate::lease_desk::LeaseDesk;
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::config::ModelConfig;
 use crate::model::identity::identity;
 use crate::model::tokenizer::Tokenizer;
+use crate::model::weights::Weights;
 use crate::model::{ModelError, ModelFiles};
 use crate::offload::open::OffloadOptions;
 use crate::server::{Frontend, Role, is_loopback, serve};
@@ -39,6 +41,8 @@ const DATA_PARALLEL_MAX: usize = 64;
 pub struct EngineOptions {
     /// The checkpoint.
     pub model: ModelFiles,
+    /// Where it computes.
+    pub device: DeviceChoice,
     /// The name that requests use; the checkpoint's own by default.
     pub served_model_name: Option<String>,
     /// Which legs it serves.
@@ -103,6 +107,7 @@ impl EngineOptions {
         let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
         Self {
             model,
+            device: DeviceChoice::Cpu,
             served_model_name: None,
             role: Role::Both,
             listen: loopback,
@@ -189,10 +194,10 @@ impl Engine {
         let tokenizer = Arc::new(Tokenizer::load(&options.model)?);
         let template = ChatTemplate::load(&options.model, &tokenizer)?;
         let model = options.served_model_name.clone().unwrap_or_else(|| options.model.default_name());
-        let executor = load(&options, &config, progress)?;
+        let executors = executors(&options, &config, progress)?;
 
         let weights = identity(&options.model)? + options.weights.identity();
-        let fingerprint = executor.layout().fingerprint(&weights);
+        let fingerprint = executors[0].layout().fingerprint(&weights);
         let broken = CancellationToken::new();
         let nixl = FoundNixl::look(options.kv_transport, options.nixl_library.as_deref());
         let common = Common {
@@ -205,9 +210,8 @@ impl Engine {
             max_model_len: options.max_model_len.unwrap_or(config.max_positions),
             broken: broken.clone(),
         };
-        let vocab = executor.vocab();
+        let vocab = executors[0].vocab();
         let metrics = Arc::new(EngineMetrics::new(&model));
-        let executors = siblings(&options, executor)?;
         let mut running = Vec::with_capacity(options.data_parallel_size);
         let mut sides = sides.into_iter();
         for (rank, executor) in executors.into_iter().enumerate() {
@@ -337,14 +341,83 @@ fn side_channels(options: &EngineOptions) -> Result<Vec<TcpListener>, StartError
 }
 
 /// One executor per rank, over the same weights.
-fn siblings(options: &EngineOptions, first: CpuExecutor) -> Result<Vec<CpuExecutor>, StartError> {
-    let cpu = cpu_options(options, first.layout().block_bytes())?;
-    let mut executors = vec![first];
-    for _ in 1..options.data_parallel_size {
-        let sibling = executors[0].sibling(&cpu)?;
-        executors.push(sibling);
+fn executors(
+    options: &EngineOptions,
+    config: &ModelConfig,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<Vec<Box<dyn Executor>>, StartError> {
+    let accelerator = match options.device {
+        DeviceChoice::Cpu => None,
+        DeviceChoice::Accelerator(accelerator) => Some(accelerator),
+    };
+    if let Some(accelerator) = accelerator {
+        return Ok(vec![on_device(accelerator, options, config, progress)?]);
     }
-    Ok(executors)
+    let first = load(options, config, progress)?;
+    let cpu = cpu_options(options, first.layout().block_bytes())?;
+    let siblings = (1..options.data_parallel_size).map(|_| first.sibling(&cpu));
+    let siblings = siblings.collect::<Result<Vec<_>, _>>()?;
+    let boxed = |executor: CpuExecutor| -> Box<dyn Executor> { Box::new(executor) };
+    Ok(std::iter::once(first).chain(siblings).map(boxed).collect())
+}
+
+fn on_device(
+    accelerator: Accelerator,
+    options: &EngineOptions,
+    config: &ModelConfig,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<Box<dyn Executor>, StartError> {
+    let wrong = |what: String| StartError::Options(format!("--device {accelerator}: {what}"));
+    let element = match options.kv_dtype {
+        KvDtype::F32 => Element::F32,
+        KvDtype::Bf16 => Element::Bf16,
+        KvDtype::F16 => return Err(wrong("--kv-cache-dtype is f32 or bf16 there".into())),
+    };
+    if options.weights != WeightMode::Stored {
+        return Err(wrong("weights stay as they are there: no --quantize".into()));
+    }
+    if options.kv_ranks != 1 || options.data_parallel_size != 1 {
+        return Err(wrong("--kv-ranks and --data-parallel-size are 1 there".into()));
+    }
+    let layout = KvLayout {
+        layers: config.layers,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        block_tokens: options.block_tokens,
+        dtype: options.kv_dtype,
+    };
+    let blocks = pool_blocks(options, layout.block_bytes())?;
+    let positions = options.max_model_len.unwrap_or(config.max_positions).min(blocks * options.block_tokens);
+    let device = DeviceOptions {
+        blocks,
+        block_tokens: options.block_tokens,
+        element,
+        max_rows: options.max_num_batched_tokens,
+        max_sequences: options.max_num_seqs,
+        max_positions: positions,
+        pool: pool(options),
+    };
+    let weights = Weights::open(&options.model)?;
+    let opened = crate::executor::cuda::open(accelerator, &weights, config, &device, progress);
+    opened.map_err(|error| wrong(error.to_string()))
+}
+
+/// Blocks of a KV pool.
+fn pool_blocks(options: &EngineOptions, block_bytes: usize) -> Result<usize, StartError> {
+    let blocks = options.kv_blocks.unwrap_or(options.kv_cache_bytes / block_bytes);
+    if blocks < 2 {
+        let message = format!("the KV cache holds {blocks} blocks of {block_bytes} bytes; 2 are needed");
+        return Err(StartError::Options(message));
+    }
+    Ok(blocks)
+}
+
+/// What makes the memory that transports see.
+fn pool(options: &EngineOptions) -> fn(usize, usize) -> Region {
+    match options.kv_transport {
+        KvTransport::Tcp => Region::allocate,
+        KvTransport::Auto | KvTransport::Shm | KvTransport::Nixl => shared_pool,
+    }
 }
 
 fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
@@ -400,21 +473,14 @@ fn load(
 
 /// The same for every rank: a pool of its own, and its share of the threads.
 fn cpu_options(options: &EngineOptions, block_bytes: usize) -> Result<CpuOptions, StartError> {
-    let blocks = options.kv_blocks.unwrap_or(options.kv_cache_bytes / block_bytes);
-    if blocks < 2 {
-        let message = format!("the KV cache holds {blocks} blocks of {block_bytes} bytes; 2 are needed");
-        return Err(StartError::Options(message));
-    }
+    let blocks = pool_blocks(options, block_bytes)?;
     let mut cpu = CpuOptions {
         blocks,
         block_tokens: options.block_tokens,
         kv_ranks: options.kv_ranks,
         kv_dtype: options.kv_dtype,
         weights: options.weights,
-        pool: match options.kv_transport {
-            KvTransport::Tcp => Region::allocate,
-            KvTransport::Auto | KvTransport::Shm | KvTransport::Nixl => shared_pool,
-        },
+        pool: pool(options),
         ..CpuOptions::default()
     };
     cpu.threads = (options.threads.unwrap_or(cpu.threads) / options.data_parallel_size).max(1);

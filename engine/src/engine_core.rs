@@ -31,11 +31,11 @@ use crate::block_pool::BlockUsage;
 use crate::digests::{DigestAsk, DigestPage, page_blocks};
 use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use crate::mailbox::{Legs, Mail};
-use crate::offload::{Fault, Report};
+use crate::offload::{Fault, Order, Report};
 use crate::peers::FetchTarget;
-use crate::sampling::{Place, SamplingParams, Scratch, TokenCounts, sample};
+use crate::sampling::{Draw, Place, Sampled, SamplingParams, Scratch, TokenCounts, sample};
 use crate::scheduler::{Effect, Finished, Load, Planned, Refusal, Scheduler};
-use crate::sequence::{FinishReason, Purpose, SeqId};
+use crate::sequence::{FinishReason, Purpose, SeqId, Sequence};
 
 /// The label of a refusal that another engine may not share.
 const QUEUE_FULL: &str = "queue_full";
@@ -151,16 +151,20 @@ impl<S: Surroundings> EngineCore<S> {
 
     /// Runs the forward pass of a plan. False when the device has failed; every request has then been ended.
     pub fn execute(&mut self, plan: &[Planned]) -> bool {
-        let scheduler = &self.scheduler;
+        let (scheduler, live) = (&self.scheduler, &self.live);
         let batch: Vec<SeqStep<'_>> = plan
             .iter()
             .map(|part| {
                 let sequence = scheduler.sequence(part.id).expect("what is planned is on the books");
+                let draw = || Draw::of(&live.get(&part.id)?.sampling, place_of(sequence));
                 SeqStep {
                     tokens: &sequence.tokens()[part.start..part.start + part.count],
                     start: part.start,
                     block_table: sequence.blocks(),
-                    logits: if part.samples { LogitsWanted::Last } else { LogitsWanted::No },
+                    logits: match part.samples {
+                        true => draw().map_or(LogitsWanted::Last, LogitsWanted::Draw),
+                        false => LogitsWanted::No,
+                    },
                 }
             })
             .collect();
@@ -195,11 +199,16 @@ impl<S: Surroundings> EngineCore<S> {
             return;
         };
         let sequence = self.scheduler.sequence(part.id).expect("live sequences are on the books");
-        let place =
-            Place { position: sequence.tokens().len() as u64, generated: sequence.generated() as u32 };
+        let place = place_of(sequence);
         let (prompt, (cached, fetched)) = (sequence.prompt_len(), sequence.reused());
-        let sampled = sample(self.logits.row(row), &live.sampling, &live.counts, place, &mut self.scratch);
-        let Ok(sampled) = sampled else {
+        let sampled = match self.logits.chosen.get(row) {
+            Some(token) => token.map(|token| Sampled { token, logprobs: None }),
+            None => {
+                let row = self.logits.row(row);
+                sample(row, &live.sampling, &live.counts, place, &mut self.scratch).ok()
+            }
+        };
+        let Some(sampled) = sampled else {
             tracing::error!(request = %live.request, "a row of logits without a number");
             self.end_with(
                 part.id,
@@ -273,11 +282,15 @@ impl<S: Surroundings> EngineCore<S> {
         }
     }
 
-    fn answer_digests(&self, ask: DigestAsk) {
+    fn answer_digests(&mut self, ask: DigestAsk) {
         let geometry = self.executor.geometry();
         // One more than a page shows tells whether there is another.
         let limit = page_blocks(geometry.whole().block_bytes()) + 1;
         let cached = self.scheduler.cached_blocks(ask.after, limit);
+        let blocks: Vec<_> = cached.iter().map(|&(_, block)| block).collect();
+        if !self.publish(&blocks) {
+            return;
+        }
         // An asker that has left needs no answer.
         let _ = ask.reply.send(DigestPage::of(&cached, &geometry, self.executor.regions()));
     }
@@ -382,6 +395,7 @@ impl<S: Surroundings> EngineCore<S> {
         match effect {
             Effect::StartRead { id, first, into } => {
                 let target = self.target(id).expect("a sequence that fetches has a target");
+                self.executor.landing(&into);
                 self.surroundings.read(id, &target, first, into);
             }
             Effect::StopRead(id) => self.surroundings.stop_read(id),
@@ -407,7 +421,7 @@ impl<S: Surroundings> EngineCore<S> {
             }
             Effect::Offload(order) => {
                 let id = order.id();
-                if !self.surroundings.offload(order) {
+                if !(self.prepare(&order) && self.surroundings.offload(order)) {
                     self.scheduler.offload_event(Report::Ended(id, Err(Fault::Refused)));
                 }
             }
@@ -416,6 +430,27 @@ impl<S: Surroundings> EngineCore<S> {
                 self.scheduler.offload_revoked(id, revoked);
             }
         }
+    }
+
+    /// Says whether the device's side of an order is ready for the workers.
+    fn prepare(&mut self, order: &Order) -> bool {
+        match order {
+            Order::Load { block, .. } => {
+                self.executor.landing(&[*block]);
+                true
+            }
+            Order::Store { block, .. } => self.publish(&[*block]),
+            Order::Write { .. } | Order::Delete { .. } => true,
+        }
+    }
+
+    /// Makes blocks readable from outside. False: nobody may read them.
+    fn publish(&mut self, blocks: &[BlockId]) -> bool {
+        let published = self.executor.publish(blocks);
+        if let Err(error) = &published {
+            tracing::error!(%error, "computed blocks cannot be read from outside");
+        }
+        published.is_ok()
     }
 
     fn target(&self, id: SeqId) -> Option<FetchTarget> {
@@ -512,4 +547,9 @@ impl<S: Surroundings> EngineCore<S> {
             && self.surroundings.live_leases() == 0;
         settled || self.surroundings.now() >= deadline + QUIET_GRACE
     }
+}
+
+/// Where the next token of a sequence will be.
+fn place_of(sequence: &Sequence) -> Place {
+    Place { position: sequence.tokens().len() as u64, generated: sequence.generated() as u32 }
 }

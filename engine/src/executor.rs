@@ -4,12 +4,15 @@
 //! (threads, streams, graphs) is its own affair. KV blocks live in a [`Region`] that transports share.
 
 pub mod cpu;
+pub mod cuda;
 pub mod failing;
 pub mod paced;
 
 use baton_connector::region::Region;
 use baton_connector::slice::Geometry;
 use baton_connector::{BlockId, KvLayout};
+
+use crate::sampling::Draw;
 
 /// One sequence's part of a step.
 #[derive(Clone, Debug)]
@@ -25,12 +28,14 @@ pub struct SeqStep<'a> {
 }
 
 /// Which positions of a step's tokens get logits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum LogitsWanted {
     /// None: a prefill chunk that is not the last.
     No,
     /// The last token: the next token is sampled from it.
     Last,
+    /// As `Last`; an executor that can may draw the token itself, see [`Logits::chosen`].
+    Draw(Draw),
     /// Every token of the step (prompt log-probabilities, parity checks).
     All,
 }
@@ -42,6 +47,9 @@ pub struct Logits {
     pub vocab: usize,
     /// `rows × vocab` values.
     pub values: Vec<f32>,
+    /// The tokens themselves, row by row, where every row of the step was wanted as [`LogitsWanted::Draw`] and the
+    /// executor has drawn them; there are no values then. `None`: the row has no number.
+    pub chosen: Vec<Option<u32>>,
 }
 
 impl Logits {
@@ -99,4 +107,20 @@ pub trait Executor: Send {
     /// # Errors
     /// [`ExecutorError`]; the KV of the batch's positions is then undefined.
     fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError>;
+
+    /// These blocks may be written through [`Self::regions`] from now on, by a transport or a tier, until the next step
+    /// that has them in a block table. For an executor that computes in the regions themselves that is nothing new.
+    fn landing(&mut self, blocks: &[BlockId]) {
+        let _ = blocks;
+    }
+
+    /// Makes the bytes of these blocks in [`Self::regions`] what was computed. Called before they are lent, stored or
+    /// hashed. For an executor that computes in the regions themselves they are.
+    ///
+    /// # Errors
+    /// [`ExecutorError`]; nobody may read the blocks then.
+    fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        let _ = blocks;
+        Ok(())
+    }
 }

@@ -6,7 +6,8 @@
 //!
 //! Tolerances (measured on the reference itself, 2026-11-20): float32 against float32 differs by at most 8e-5
 //! between attention implementations, so 5e-4 is a gate that catches every mistake worth the name; bf16 against
-//! bf16 of another engine is only comparable step by step under the golden tokens.
+//! bf16 of another engine is only comparable step by step under the golden tokens. Other devices sum in other orders:
+//! they have twice the CPU's bound, and promise no bits.
 
 mod coarse;
 mod golden;
@@ -19,6 +20,7 @@ use std::path::{Path, PathBuf};
 pub use golden::{Golden, Prompt, Run};
 
 use crate::executor::ExecutorError;
+use crate::executor::cuda::{DeviceChoice, LoadError};
 use crate::model::config::ModelConfig;
 use crate::model::{ModelError, ModelFiles};
 
@@ -33,6 +35,8 @@ pub struct Subject {
     pub config: ModelConfig,
     /// What `transformers` made of it.
     pub golden: Golden,
+    /// Where it is computed.
+    pub device: DeviceChoice,
 }
 
 /// A group of checks on one model.
@@ -96,6 +100,9 @@ pub enum ParityError {
     /// The checkpoint cannot be served.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// The device cannot be used.
+    #[error(transparent)]
+    Device(#[from] LoadError),
     /// A forward pass failed.
     #[error(transparent)]
     Executor(#[from] ExecutorError),
@@ -116,12 +123,12 @@ pub enum ParityError {
 ///
 /// # Errors
 /// [`ParityError`] where nothing could be measured; a check that does not hold is in the report instead.
-pub fn run(dir: &Path, out: &mut dyn Write) -> Result<ParityReport, ParityError> {
+pub fn run(dir: &Path, device: DeviceChoice, out: &mut dyn Write) -> Result<ParityReport, ParityError> {
     let mut report = ParityReport::default();
     for name in golden::names(dir)? {
         let files = ModelFiles::Dir(dir.join(&name));
         let config = ModelConfig::read(&files)?;
-        let subject = Subject { golden: Golden::read(dir, &name)?, name, files, config };
+        let subject = Subject { golden: Golden::read(dir, &name)?, name, files, config, device };
         for case in CASES {
             for line in (case.run)(&subject)? {
                 let verdict = if line.passed { "PASS" } else { "FAIL" };

@@ -39,6 +39,43 @@ pub struct Place {
     pub generated: u32,
 }
 
+/// A draw that a device can make by itself: nothing but the row of logits is needed for it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Draw {
+    /// Below 1e-5 the best token is taken.
+    pub temperature: f32,
+    /// 0 is off.
+    pub top_k: u32,
+    /// 1 is off.
+    pub top_p: f32,
+    /// 0 is off.
+    pub min_p: f32,
+    /// Where the draw falls, as a fraction of 2^64: of seed and position.
+    pub fraction: u64,
+}
+
+impl Draw {
+    /// The draw for one place; `None` where more than the row is needed: log-probabilities, bias, masks, penalties.
+    #[must_use]
+    pub fn of(params: &SamplingParams, place: Place) -> Option<Self> {
+        let masked = place.generated < params.min_tokens && !params.masked_before_min.is_empty();
+        let plain = params.logprobs.is_none() && params.logit_bias.is_empty() && !params.has_penalties();
+        (plain && !masked).then(|| Self {
+            temperature: params.temperature,
+            top_k: params.top_k,
+            top_p: params.top_p,
+            min_p: params.min_p,
+            fraction: mixed(params.seed, place.position) >> 11 << 11,
+        })
+    }
+
+    /// Whether the best token is taken always.
+    #[must_use]
+    pub fn is_greedy(&self) -> bool {
+        self.temperature < params::GREEDY_BELOW
+    }
+}
+
 /// A chosen token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampled {
@@ -194,9 +231,12 @@ fn draw(weights: impl Iterator<Item = f32> + Clone, u: f64) -> Option<usize> {
 
 /// A number in 0..1 for each (seed, position), independent of all others: SplitMix64's finalizer over both.
 fn uniform(seed: u64, position: u64) -> f64 {
-    let mixed = mix(mix(seed).wrapping_add(position.wrapping_mul(0x9E37_79B9_7F4A_7C15)));
     // 53 bits: every value is exact, and 1 is not among them.
-    (mixed >> 11) as f64 / (1u64 << 53) as f64
+    (mixed(seed, position) >> 11) as f64 / (1u64 << 53) as f64
+}
+
+fn mixed(seed: u64, position: u64) -> u64 {
+    mix(mix(seed).wrapping_add(position.wrapping_mul(0x9E37_79B9_7F4A_7C15)))
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014): one step of its sequence, as a hash.

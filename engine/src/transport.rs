@@ -4,7 +4,8 @@
 //!
 //! ```text
 //! peer ─ known? ─ yes ───────────────────────────────────▶ nixl | shm | tcp
-//!          └ no ─ NIXL was asked for, is here, and the peer serves it? ─ yes ─▶ nixl, until it fails once
+//!          └ no ─ NIXL was asked for, is here, and the peer serves it? ─ yes ─▶ nixl; a read that breaks off: tcp
+//!                                                                                 for a while
 //!                 somebody of us listens here under the peer's epoch and port?
 //!                   yes, and the handshake succeeds ─────▶ shm   until it fails once
 //!                   no, or not one of us ────────────────▶ tcp   asked again after a while
@@ -280,6 +281,12 @@ impl Nearest {
             (Err(TransportError::Handshake(..)), Carrier::Nixl | Carrier::Shm) => {
                 self.known().forget(peer);
                 call(self.transport(self.find(peer, stop)?))
+            }
+            // The handshake is ours and says little of what NIXL can do: a read that it cannot carry must not be the
+            // fate of every read.
+            (Err(TransportError::Transfer(_)), Carrier::Nixl) => {
+                self.known().remember(peer, Carrier::Tcp(Instant::now()));
+                result
             }
             (Err(TransportError::Handshake(..) | TransportError::Transfer(_)), _) => {
                 self.known().forget(peer);

@@ -3,11 +3,17 @@
 //! `fixtures/` is a subset of what the oracle makes (see `fixtures/README.md`); set `BATON_PARITY_DIR` to run
 //! against a full set as well.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-fn holds(dir: &Path) {
+use baton_engine::executor::cuda::{Accelerator, DeviceChoice};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
+}
+
+fn holds(dir: &Path, device: DeviceChoice) {
     let mut lines = Vec::new();
-    let report = baton_engine::parity::run(dir, &mut lines).expect("the folder is complete");
+    let report = baton_engine::parity::run(dir, device, &mut lines).expect("the folder is complete");
     let text = String::from_utf8(lines).expect("the report is text");
     // Shown with --nocapture.
     eprintln!("{text}");
@@ -16,12 +22,17 @@ fn holds(dir: &Path) {
 
 #[test]
 fn the_engine_computes_what_transformers_computes() {
-    holds(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures"));
+    holds(&fixtures(), DeviceChoice::Cpu);
+}
+
+#[test]
+fn what_a_gpu_is_asked_to_do_computes_it_too() {
+    holds(&fixtures(), DeviceChoice::Accelerator(Accelerator::Software));
 }
 
 #[test]
 fn a_full_set_holds_where_one_is_given() {
     if let Some(dir) = std::env::var_os("BATON_PARITY_DIR") {
-        holds(Path::new(&dir));
+        holds(Path::new(&dir), DeviceChoice::Cpu);
     }
 }

@@ -47,9 +47,14 @@ impl Stage {
 
     /// By shared memory.
     fn shm(prefill: &str, decode: &str) -> Self {
-        let shm = "--kv-transport shm";
-        let plan = Cluster::new().prefill(&format!("{shm} {POOL_OF_LONG} {prefill}"));
-        Self::new(plan.decode(&format!("{shm} {decode}")).decode("").start(), TOKENS_OF_LONG, decode)
+        Self::one_sided("shm", prefill, decode)
+    }
+
+    /// By a transport that reads the producer's memory itself.
+    fn one_sided(transport: &str, prefill: &str, decode: &str) -> Self {
+        let transport = format!("--kv-transport {transport}");
+        let plan = Cluster::new().prefill(&format!("{transport} {POOL_OF_LONG} {prefill}"));
+        Self::new(plan.decode(&format!("{transport} {decode}")).decode("").start(), TOKENS_OF_LONG, decode)
     }
 
     fn new(cluster: Cluster, tokens: usize, decode: &str) -> Self {
@@ -232,8 +237,26 @@ fn blocks_that_are_reused_while_their_reader_stands_still_are_computed_again() {
 /// others, under the eyes of a reader that copies on when it is continued.
 #[test]
 fn blocks_that_are_reused_in_the_middle_of_a_copy_are_computed_again() {
+    reused_in_the_middle_of_a_copy("shm");
+}
+
+/// NIXL reads blocks that have become somebody else's and says that all is well. See `nixl.rs` for how to run it.
+#[test]
+#[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
+fn blocks_that_are_reused_in_the_middle_of_a_nixl_read_are_computed_again() {
+    reused_in_the_middle_of_a_copy("nixl");
+}
+
+#[test]
+#[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
+fn blocks_that_were_reused_before_a_nixl_read_are_computed_again_or_a_typed_error() {
+    expired_and_reused_before_the_read(&Stage::one_sided("nixl", SHORT, ""));
+    expired_and_reused_before_the_read(&Stage::one_sided("nixl", SHORT, FAIL));
+}
+
+fn reused_in_the_middle_of_a_copy(transport: &str) {
     const SHOTS: u32 = 300;
-    let mut stage = Stage::shm("--kv-lease-duration 0.5", "");
+    let mut stage = Stage::one_sided(transport, "--kv-lease-duration 0.5", "");
     for shot in 0..SHOTS {
         let _ = stage.d().send("POST", "/reset_prefix_cache", &json!({})).reply();
         let handoff = stage.p().lends(&stage.ask);

@@ -62,6 +62,11 @@ impl Proxies {
     }
 }
 
+/// Whether the lane of shared memory takes NIXL instead.
+pub(crate) fn nixl() -> bool {
+    std::env::var_os("BATON_NIXL_LIBRARY").is_some()
+}
+
 impl Site {
     /// Starts the lane's processes.
     pub(crate) fn start(lane: Lane) -> Self {
@@ -75,6 +80,8 @@ impl Site {
         let (of_all, of_p, of_one) = match lane {
             Lane::Links => ("--kv-transport tcp", "--side-channel-host 127.0.0.2", ""),
             Lane::Crashes => ("--kv-transport tcp", "", ""),
+            // NIXL copies within a host as shared memory does, by other means.
+            Lane::Shared if nixl() => ("--kv-transport nixl", "", ""),
             Lane::Shared => ("--kv-transport shm", "", ""),
             Lane::Ranks => ("", "--kv-ranks 2", "--kv-ranks 2"),
             Lane::Tiers => ("--kv-offload-host-mib 2 --kv-offload-disk-mib 8", "", ""),

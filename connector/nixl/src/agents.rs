@@ -259,9 +259,14 @@ impl Turn {
         if known.contains(&offer.name) {
             return Ok(());
         }
+        // Loading it could change what is known of another producer, under its reads.
+        let owner = body.agent.owner(&offer.metadata);
+        if owner.is_some_and(|owner| owner != offer.name) {
+            return Err(error("the metadata is of another agent"));
+        }
         let name = body.agent.add(&offer.metadata)?;
         if name != offer.name {
-            // It may have been laid over another producer's: that one is read anew too.
+            // What it was is known too late: the other producer, if there is one, is read anew.
             body.agent.remove(&name);
             known.retain(|other| *other != name);
             return Err(error("the metadata is of another agent"));

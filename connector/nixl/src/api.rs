@@ -71,6 +71,12 @@ pub trait Agent: Send + Sync {
     /// [`NixlError`].
     fn metadata(&self) -> Result<Vec<u8>, NixlError>;
 
+    /// Whose metadata this says to be, as far as that can be told without loading it.
+    fn owner<'a>(&self, metadata: &'a [u8]) -> Option<&'a str> {
+        let _ = metadata;
+        None
+    }
+
     /// Makes another agent known by its metadata and returns its name.
     ///
     /// # Errors

@@ -263,6 +263,10 @@ impl Agent for CapiAgent {
         Ok(metadata)
     }
 
+    fn owner<'a>(&self, metadata: &'a [u8]) -> Option<&'a str> {
+        owner(metadata)
+    }
+
     fn add(&self, metadata: &[u8]) -> Result<String, NixlError> {
         let mut name: *mut c_char = null_mut();
         // SAFETY: a live agent, bytes that live through the call, and room for one pointer.
@@ -328,9 +332,31 @@ impl Agent for CapiAgent {
     }
 }
 
+/// The name at the head of metadata as NIXL 1.5.1 writes it: a tag, its length in eight bytes, the name.
+fn owner(metadata: &[u8]) -> Option<&str> {
+    let (len, rest) = metadata.strip_prefix(b"nixlSerDes|Agent")?.split_first_chunk()?;
+    let len = usize::try_from(u64::from_le_bytes(*len)).ok()?;
+    std::str::from_utf8(rest.get(..len)?).ok()
+}
+
 impl Drop for CapiAgent {
     fn drop(&mut self) {
         // SAFETY: made by `create_configured_agent`, destroyed once, and nobody else uses it any more.
         unsafe { (self.symbols.destroy_agent)(self.agent) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metadata_says_whose_it_is_before_it_is_loaded() {
+        let of = |len: u64, rest: &[u8]| [b"nixlSerDes|Agent", &len.to_le_bytes()[..], rest].concat();
+        assert_eq!(owner(&of(3, b"p-1|Conns\x08")), Some("p-1"));
+        assert_eq!(owner(&of(3, b"p-")), None, "cut off");
+        assert_eq!(owner(&of(u64::MAX, b"p-1|")), None);
+        assert_eq!(owner(&of(2, &[0xff, 0xff])), None, "no text");
+        assert_eq!((owner(b""), owner(b"nixlSerDes|Agent"), owner(b"something else")), (None, None, None));
     }
 }

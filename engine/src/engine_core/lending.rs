@@ -29,6 +29,10 @@ impl<S: Surroundings> EngineCore<S> {
 
     /// Opens the lease of a finished producer's sequence.
     pub(super) fn lend(&mut self, live: &Live, blocks: Vec<BlockId>, prompt: Prompt) -> Option<Box<Handoff>> {
+        if !self.publish(&blocks) {
+            self.scheduler.lease_ended(&blocks);
+            return None;
+        }
         let Some(handle) = self.surroundings.fresh_handle() else {
             tracing::error!("no randomness for a handle; the blocks are freed");
             self.scheduler.lease_ended(&blocks);

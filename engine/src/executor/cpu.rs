@@ -212,6 +212,7 @@ impl Executor for CpuExecutor {
             Plan::new(batch, &self.geometry.shard(), &self.regions, &self.network.config, self.team.size());
         logits.vocab = self.network.config.vocab;
         logits.values.clear();
+        logits.chosen.clear();
         if plan.is_empty() {
             return Ok(());
         }

@@ -1,7 +1,7 @@
 //! An executor whose device fails: for tests of what becomes of requests and leases then.
 
-use baton_connector::KvLayout;
 use baton_connector::region::Region;
+use baton_connector::{BlockId, KvLayout};
 
 use super::{Executor, ExecutorError, Logits, SeqStep};
 
@@ -38,5 +38,13 @@ impl Executor for Failing {
             .checked_sub(1)
             .ok_or_else(|| ExecutorError::Device("it was to fail at this step".into()))?;
         self.inner.execute(batch, logits)
+    }
+
+    fn landing(&mut self, blocks: &[BlockId]) {
+        self.inner.landing(blocks);
+    }
+
+    fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.inner.publish(blocks)
     }
 }

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use baton_connector::KvLayout;
 use baton_connector::region::Region;
+use baton_connector::{BlockId, KvLayout};
 
 use super::{Executor, ExecutorError, Logits, SeqStep};
 
@@ -38,5 +38,13 @@ impl Executor for Paced {
     fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
         std::thread::sleep(self.pace);
         self.inner.execute(batch, logits)
+    }
+
+    fn landing(&mut self, blocks: &[BlockId]) {
+        self.inner.landing(blocks);
+    }
+
+    fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.inner.publish(blocks)
     }
 }

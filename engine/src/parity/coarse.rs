@@ -7,6 +7,7 @@ use super::logits::{CHOSEN_WITHIN_BF16, Mean, executor, forced, logprobs, max_di
 use super::{Line, ParityError, Subject};
 use crate::executor::Logits;
 use crate::executor::cpu::{CpuOptions, WeightMode};
+use crate::executor::cuda::DeviceChoice;
 
 /// Bounds of every logit's difference. bf16 put into `transformers` moves the logits of the oracle's models by 0.19 to
 /// 0.47 (2026-11-20); twice that is allowed. f16 has three significant bits more: an eighth of it. (A first bound of
@@ -26,6 +27,9 @@ const CHOSEN_WITHIN_INT8: f64 = 2.5;
 
 /// Keys and values in f16 and bf16.
 pub(super) fn caches(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+    if subject.device != DeviceChoice::Cpu {
+        return Ok(Vec::new());
+    }
     let mut lines = Vec::new();
     for (name, dtype, bound, divergence) in [
         ("f16", KvDtype::F16, MAX_LOGIT_DIFFERENCE_F16_CACHE, MEAN_DIVERGENCE_F16_CACHE),
@@ -50,6 +54,9 @@ pub(super) fn caches(subject: &Subject) -> Result<Vec<Line>, ParityError> {
 
 /// Matrices in int8.
 pub(super) fn int8(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+    if subject.device != DeviceChoice::Cpu {
+        return Ok(Vec::new());
+    }
     let change = |options: &mut CpuOptions| options.weights = WeightMode::Int8;
     Coarse::measure(subject, change)?.lines(
         subject,
@@ -85,7 +92,7 @@ impl Coarse {
             // The last row of the prompt chose the first token.
             let first = (prompt.ids.len() - 1) * other.vocab;
             let values = other.values[first..][..prompt.f32.greedy_ids.len() * other.vocab].to_vec();
-            found.steps.push(Logits { vocab: other.vocab, values });
+            found.steps.push(Logits { vocab: other.vocab, values, ..Logits::default() });
         }
         Ok(found)
     }

@@ -8,7 +8,7 @@ use crate::model::tokenizer::json_object;
 use crate::model::{ModelError, ModelFiles};
 
 /// Below this a temperature means greedy (vLLM's `_SAMPLING_EPS`).
-const GREEDY_BELOW: f32 = 1e-5;
+pub(super) const GREEDY_BELOW: f32 = 1e-5;
 const FILE: &str = "generation_config.json";
 
 /// How to choose tokens: every field has a value.

@@ -8,6 +8,7 @@
 mod aborts;
 mod cluster;
 mod data_parallel;
+mod device;
 mod digests;
 mod equality;
 mod full;

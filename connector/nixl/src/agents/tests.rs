@@ -117,8 +117,23 @@ fn agents_that_do_not_end_are_bounded() {
 }
 
 #[test]
-fn metadata_of_another_agent_is_refused_and_spoils_nobody() {
+fn metadata_of_another_agent_is_refused_and_disturbs_no_read() {
     let library = Simulated::new();
+    let (p, liar) = (Producer::new(&library, "p"), Producer::new(&library, "liar"));
+    let (region, agents) = (Region::allocate(4, BLOCK), agents(&library));
+    let remote = agents.remote(p.offer.clone()).expect("an offer");
+    let turn = agents.turn(&remote, &region).expect("it is known");
+    let lie = Offer { metadata: p.offer.metadata.clone(), ..liar.offer.clone() };
+    assert!(refused(agents.remote(lie)).contains("another agent"));
+    let request = post(&turn, &p, &region, 3);
+    turn.agent().release(request);
+    assert_eq!(region.read_block(BlockId(3)), [9; BLOCK]);
+}
+
+#[test]
+fn metadata_that_turns_out_to_be_of_another_agent_is_refused_and_that_one_is_read_anew() {
+    let library = Simulated::new();
+    library.secretive();
     let (p, liar) = (Producer::new(&library, "p"), Producer::new(&library, "liar"));
     let (region, agents) = (Region::allocate(4, BLOCK), agents(&library));
     let remote = agents.remote(p.offer.clone()).expect("an offer");

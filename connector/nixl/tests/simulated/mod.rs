@@ -44,6 +44,7 @@ struct World {
     made: usize,
     most_pieces: usize,
     most_bytes: usize,
+    secretive: bool,
 }
 
 #[derive(Debug)]
@@ -68,6 +69,11 @@ impl Simulated {
     /// What posts do from now on.
     pub fn mode(&self, mode: Mode) {
         self.world().mode = Some(mode);
+    }
+
+    /// From now on nobody can tell whose metadata it is without loading it.
+    pub fn secretive(&self) {
+        self.world().secretive = true;
     }
 
     /// Lets every posted request of an agent that lives write its bytes: also those that failed or were given back.
@@ -186,6 +192,11 @@ impl Agent for SimulatedAgent {
 
     fn metadata(&self) -> Result<Vec<u8>, NixlError> {
         Ok(metadata(&self.name, &self.library.world().agents[&self.name]))
+    }
+
+    fn owner<'a>(&self, metadata: &'a [u8]) -> Option<&'a str> {
+        let text = std::str::from_utf8(metadata).ok()?.strip_prefix("simulated|")?;
+        text.split('|').next().filter(|_| !self.library.world().secretive)
     }
 
     fn add(&self, metadata: &[u8]) -> Result<String, NixlError> {

@@ -85,7 +85,7 @@ impl Plan {
             }
             match step.logits {
                 LogitsWanted::No => {}
-                LogitsWanted::Last => plan.wanted.push(first_row + count - 1),
+                LogitsWanted::Last | LogitsWanted::Draw(_) => plan.wanted.push(first_row + count - 1),
                 LogitsWanted::All => plan.wanted.extend(first_row..first_row + count),
             }
             let in_rank = |region: &Region| {

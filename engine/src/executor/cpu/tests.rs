@@ -176,7 +176,7 @@ fn prefill_chunks_and_decode_rows_share_a_step_without_touching_each_other() {
 
 #[test]
 fn an_empty_batch_is_nothing_to_do() {
-    let mut logits = Logits { vocab: 1, values: vec![1.0] };
+    let mut logits = Logits { vocab: 1, values: vec![1.0], ..Logits::default() };
     executor(&config("Llama"), |_| ()).execute(&[], &mut logits).unwrap();
     assert_eq!((logits.vocab, logits.rows()), (150, 0));
 }

@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Everything about the CUDA executor that needs a GPU, in one call, on a machine without a Rust toolchain.
+#
+#   bench/gpu/check.sh BATON [OUT]
+#
+# BATON is a built binary (`cargo build --release` makes target/release/baton); OUT is a folder for the results, by
+# default bench/results. It needs libcuda (the driver), libnvrtc and libcublasLt; a folder with the last two can be named
+# in BATON_CUDA_LIBRARIES. HANDOFF may name the built test binary of engine/tests/handoff: its tests then run on the GPU.
+#
+# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed handoff sanitizer", in
+# this order.
+#
+# Exit codes: 0 all right; 1 something is wrong; 2 wrong arguments; 77 there is no GPU, nothing was checked.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+
+baton=${1:?usage: bench/gpu/check.sh BATON [OUT]}
+out=${2:-bench/results}
+handoff=${HANDOFF:-}
+steps=" ${STEPS:-parity speed handoff sanitizer} "
+if ! [ -x "$baton" ]; then
+    echo "check.sh: $baton cannot be run; build it first: cargo build --release" >&2
+    exit 2
+fi
+mkdir -p "$out"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export BATON_KERNEL_CACHE=${BATON_KERNEL_CACHE:-$work/kernels}
+failed=()
+
+step() {
+    echo
+    echo "== $1"
+}
+
+wanted() {
+    case "$steps" in
+        *" $1 "*) return 0 ;;
+        *) return 1 ;;
+    esac
+}
+
+# The driver's own answer, not a tool's: nvidia-smi may be missing where the GPU is not.
+step "kernels against their twins"
+"$baton" bench gpu --check-only
+code=$?
+if [ "$code" = 77 ]; then
+    echo >&2
+    echo "############################################################" >&2
+    echo "## NO USABLE GPU. NOTHING WAS CHECKED, NOTHING WAS MEASURED." >&2
+    echo "############################################################" >&2
+    exit 77
+fi
+[ "$code" = 0 ] || failed+=("kernels")
+
+if wanted parity; then
+    step "parity with transformers: f32, and bf16 under the golden tokens"
+    "$baton" parity engine/tests/fixtures --device cuda:0 || failed+=("parity")
+fi
+
+if wanted speed; then
+    step "speed"
+    result="$out/$(date -u +%Y-%m-%d)-gpu.json"
+    # What was measured is kept also when something else has failed: its report says what.
+    "$baton" bench gpu --json >"$work/gpu.json" || failed+=("speed")
+    if [ -s "$work/gpu.json" ]; then
+        cp "$work/gpu.json" "$result"
+        cat "$result"
+        echo "written: $result"
+    fi
+fi
+
+if wanted handoff; then
+    step "handoffs, offload and transports with KV in device memory"
+    if [ -n "$handoff" ]; then
+        BATON_TEST_DEVICE=cuda:0 "$handoff" device:: --test-threads 1 || failed+=("handoff tests")
+    else
+        echo "SKIPPED: set HANDOFF to the built test binary of engine/tests/handoff"
+    fi
+fi
+
+if wanted sanitizer; then
+    step "compute-sanitizer"
+    if command -v compute-sanitizer >/dev/null; then
+        for tool in memcheck racecheck synccheck; do
+            compute-sanitizer --tool "$tool" --error-exitcode 9 "$baton" bench gpu --check-only \
+                || failed+=("compute-sanitizer $tool")
+        done
+    else
+        echo "SKIPPED: compute-sanitizer is not installed"
+    fi
+fi
+
+echo
+if [ ${#failed[@]} -gt 0 ]; then
+    printf 'FAILED: %s\n' "${failed[@]}" >&2
+    exit 1
+fi
+echo "everything that ran is right"

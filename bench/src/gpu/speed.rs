@@ -1,0 +1,464 @@
+//! How fast, beside what the GPU can do.
+
+use std::io::Write;
+use std::time::Instant;
+
+use baton_connector::BlockId;
+use baton_connector::region::Region;
+use baton_engine::executor::cuda::device::{Event, HostAt, Matmul, Slice, Stream};
+use baton_engine::executor::cuda::kernels::{self, Attention, SPLIT_TOKENS, Shape};
+use baton_engine::executor::cuda::{CudaExecutor, Device, DeviceError, DeviceOptions, Element};
+use baton_engine::executor::{Executor, Logits, LogitsWanted, SeqStep};
+use baton_engine::model::config::ModelConfig;
+use baton_engine::model::weights::{Weights, parameter_count};
+use baton_engine::sampling::{Draw, GenerationDefaults, Place, SamplingParams};
+use serde::Serialize;
+
+use super::GpuBenchError;
+
+/// Runs of each measurement; the best counts, and one more comes first.
+const RUNS: usize = 5;
+const BLOCK_TOKENS: usize = 16;
+
+/// How large everything is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sizes {
+    /// Heads, KV heads, elements of a head.
+    heads: (usize, usize, usize),
+    hidden: usize,
+    intermediate: usize,
+    vocab: usize,
+    layers: usize,
+    /// Bytes of a copy inside the device, and of one over the link.
+    copy: usize,
+    link: usize,
+    /// Bytes of a block, and how many are copied.
+    block: usize,
+    blocks: usize,
+    /// Rows and columns of the product.
+    product: usize,
+    /// Keys of the attention that is measured.
+    context: usize,
+    /// Tokens of the prompts that are measured, and of the context that is decoded from.
+    prompts: [usize; 2],
+    decoded_from: usize,
+    decoded: usize,
+    batches: [usize; 3],
+}
+
+impl Sizes {
+    /// Llama 3.1 8B's, with so many layers.
+    pub(super) const fn llama(layers: usize) -> Self {
+        Self {
+            heads: (32, 8, 128),
+            hidden: 4_096,
+            intermediate: 14_336,
+            vocab: 128_256,
+            layers,
+            copy: 4 << 30,
+            link: 1 << 30,
+            block: 2 << 20,
+            blocks: 512,
+            product: 8_192,
+            context: 32_768,
+            prompts: [1_024, 8_192],
+            decoded_from: 512,
+            decoded: 64,
+            batches: [1, 8, 64],
+        }
+    }
+}
+
+/// One measurement.
+#[derive(Clone, Debug, Serialize)]
+pub struct Speed {
+    /// What was measured.
+    pub what: String,
+    /// The number, in `unit`; the best of several runs.
+    pub value: f64,
+    /// Its unit.
+    pub unit: &'static str,
+    /// What it could be at most by what was measured of the device, where that can be said.
+    pub limit: Option<f64>,
+    /// What it is to be at least, in its unit: the targets of this project, those of whole models for an H200.
+    pub target: Option<f64>,
+}
+
+pub(super) fn print(speeds: &[Speed], out: &mut dyn Write) -> std::io::Result<()> {
+    writeln!(out, "{:<50}{:>10} {:<9}{:>10} {:>7}{:>9}", "", "best", "", "limit", "ratio", "target")?;
+    for speed in speeds {
+        let number = |value: Option<f64>| value.map_or_else(String::new, |value| format!("{value:.1}"));
+        let ratio =
+            speed.limit.map_or_else(String::new, |limit| format!("{:.0} %", speed.value / limit * 100.0));
+        let (limit, target) = (number(speed.limit), number(speed.target));
+        writeln!(
+            out,
+            "{:<50}{:>10.1} {:<9}{limit:>10} {ratio:>7}{target:>9}",
+            speed.what, speed.value, speed.unit
+        )?;
+    }
+    Ok(())
+}
+
+/// Measures everything, on devices that `open` makes for a head width. A part that fails costs only itself: it is
+/// returned by name, with its reason.
+pub(super) fn measure<D: Device>(
+    sizes: &Sizes,
+    mut open: impl FnMut(usize) -> Result<D, DeviceError>,
+) -> (Vec<Speed>, Vec<String>) {
+    let (mut speeds, mut failed) = (Vec::new(), Vec::new());
+    let (mut copy, mut flops) = (f64::NAN, f64::NAN);
+    let mut raw = || -> Result<(), GpuBenchError> {
+        let mut device = open(sizes.heads.2)?;
+        let mut bench = Raw::new(&mut device, *sizes)?;
+        copy = bench.copies(&mut speeds)?;
+        flops = bench.product(&mut speeds)?;
+        bench.attention(copy, &mut speeds)
+    };
+    if let Err(error) = raw() {
+        failed.push(format!("the device by itself: {error}"));
+    }
+    let modelled = open(sizes.heads.2)
+        .map_err(GpuBenchError::from)
+        .and_then(|device| model(device, sizes, (copy, flops), &mut speeds));
+    if let Err(error) = modelled {
+        failed.push(format!("a model: {error}"));
+    }
+    (speeds, failed)
+}
+
+/// Work on a bare device.
+struct Raw<'a, D: Device> {
+    device: &'a mut D,
+    sizes: Sizes,
+    stream: Stream,
+    from: Event,
+    to: Event,
+}
+
+impl<'a, D: Device> Raw<'a, D> {
+    fn new(device: &'a mut D, sizes: Sizes) -> Result<Self, DeviceError> {
+        let (stream, from, to) = (device.stream()?, device.event()?, device.event()?);
+        Ok(Self { device, sizes, stream, from, to })
+    }
+
+    /// Seconds of the fastest of several runs of `work`.
+    fn best(
+        &mut self,
+        mut work: impl FnMut(&mut D, Stream) -> Result<(), DeviceError>,
+    ) -> Result<f64, DeviceError> {
+        let mut best = f64::INFINITY;
+        for run in 0..=RUNS {
+            self.device.record(self.from, self.stream)?;
+            work(self.device, self.stream)?;
+            self.wait()?;
+            if run > 0 {
+                best = best.min(f64::from(self.device.elapsed_ms(self.from, self.to)?) / 1e3);
+            }
+        }
+        Ok(best)
+    }
+
+    fn wait(&mut self) -> Result<(), DeviceError> {
+        self.device.record(self.to, self.stream)?;
+        self.device.synchronize(self.to)
+    }
+
+    fn room(&mut self, bytes: usize) -> Result<Slice, DeviceError> {
+        Ok(Slice::of(self.device.alloc(bytes)?, bytes))
+    }
+
+    fn free(&mut self, slices: &[Slice]) -> Result<(), DeviceError> {
+        slices.iter().try_for_each(|slice| self.device.free(slice.buffer))
+    }
+
+    /// Copies inside the device, and over the link; GB/s inside, each byte counted as read and as written.
+    fn copies(&mut self, speeds: &mut Vec<Speed>) -> Result<f64, GpuBenchError> {
+        let Sizes { copy: bytes, link, block, blocks: count, .. } = self.sizes;
+        let (places, linked) = (bytes / block, link / block);
+        let (a, b) = (self.room(bytes)?, self.room(bytes)?);
+        let seconds = self.best(|device, stream| device.copy(stream, a, b))?;
+        let copy = gigabytes(2 * bytes) / seconds;
+        speeds.push(plain(format!("copy inside the device, {} MiB, r+w", bytes >> 20), copy, "GB/s"));
+
+        // From everywhere to everywhere: what a handoff on one GPU is made of.
+        let seconds = self.best(|device, stream| {
+            (0..count).try_for_each(|i| {
+                let (from, to) = (i * 797 % places * block, i * 1201 % places * block);
+                device.copy(stream, a.part(from, block), b.part(to, block))
+            })
+        })?;
+        let limited = |what, value, limit, part: f64| Speed {
+            what,
+            value,
+            unit: "GB/s",
+            limit: Some(limit),
+            target: Some(limit * part),
+        };
+        let many = format!("{count} blocks of {} KiB", block >> 10);
+        let blocks = gigabytes(2 * block * count) / seconds;
+        speeds.push(limited(format!("copies of {many}, r+w"), blocks, copy, 0.85));
+
+        let host = HostAt { host: self.device.host(link)?, offset: 0 };
+        let near = a.part(0, link);
+        for (name, up) in [("host to device", true), ("device to host", false)] {
+            let send = |device: &mut D, stream, host, slice| match up {
+                true => device.upload(stream, host, slice),
+                false => device.download(stream, slice, host),
+            };
+            let whole = gigabytes(link) / self.best(|device, stream| send(device, stream, host, near))?;
+            let parts = self.best(|device, stream| {
+                (0..count).try_for_each(|i| {
+                    let at = i * 797 % linked * block;
+                    send(device, stream, HostAt { offset: at, ..host }, near.part(at, block))
+                })
+            })?;
+            let parts = gigabytes(block * count) / parts;
+            speeds.push(plain(format!("pinned {name}, {} MiB", link >> 20), whole, "GB/s"));
+            speeds.push(limited(format!("pinned {name}, {many}"), parts, whole, 0.9));
+        }
+        self.free(&[a, b])?;
+        Ok(copy)
+    }
+
+    /// One large bf16 product; FLOP/s.
+    fn product(&mut self, speeds: &mut Vec<Speed>) -> Result<f64, GpuBenchError> {
+        let size = self.sizes.product;
+        let mut room = || self.room(size * size * 2);
+        let (x, weights, out) = (room()?, room()?, room()?);
+        // Zeros draw less power than numbers do, and let a GPU run faster than it ever will. These are a sign, an exponent
+        // near 1 and a mantissa.
+        let number = |i: u32| {
+            let mixed = i.wrapping_mul(2_654_435_761) ^ (i >> 7);
+            ((mixed & 0x8000) | 0x3e80 | ((mixed >> 16) & 0x17f)) as u16
+        };
+        let noise: Vec<u8> = (0..(x.bytes / 2) as u32).flat_map(|i| number(i).to_le_bytes()).collect();
+        let host = HostAt { host: self.device.host(x.bytes)?, offset: 0 };
+        self.device.write_host(host, &noise)?;
+        for slice in [x, weights] {
+            self.device.upload(self.stream, host, slice)?;
+        }
+        self.wait()?;
+        let element = Element::Bf16;
+        let matmul =
+            Matmul { x, weights, out, rows: size, inputs: size, outputs: size, element, result: element };
+        let seconds = self.best(|device, stream| device.matmul(stream, &matmul))?;
+        let flops = 2.0 * (size as f64).powi(3) / seconds;
+        speeds.push(plain(format!("bf16 product of {size} × {size} × {size}"), flops / 1e12, "TFLOP/s"));
+        self.free(&[x, weights, out])?;
+        Ok(flops)
+    }
+
+    /// Decode attention at a long context, one layer: the bytes of keys and values over its time.
+    fn attention(&mut self, copy: f64, speeds: &mut Vec<Speed>) -> Result<(), GpuBenchError> {
+        let ((heads, kv_heads, head_dim), context) = (self.sizes.heads, self.sizes.context);
+        for sequences in [1, 8] {
+            let blocks = sequences * context / BLOCK_TOKENS;
+            let shape = Shape {
+                element: Element::Bf16,
+                heads,
+                kv_heads,
+                head_dim,
+                block_tokens: BLOCK_TOKENS,
+                block_stride: 2 * kv_heads * BLOCK_TOKENS * head_dim,
+                norm_eps: 1e-5,
+            };
+            let splits = shape.splits(sequences, self.device.multiprocessors()).min(context / SPLIT_TOKENS);
+            let parts = Attention {
+                qkv: self.room(sequences * shape.qkv_width() * 2)?,
+                pool: self.room(blocks * shape.block_stride * 2)?,
+                tables: self.room(blocks * 4)?,
+                entries: self.room(sequences * 12)?,
+                out: self.room(sequences * heads * head_dim * 2)?,
+                partial: self.room(sequences * heads * splits * head_dim * 4)?,
+                summary: self.room(sequences * heads * splits * 8)?,
+            };
+            let host = HostAt { host: self.device.host(blocks * 4)?, offset: 0 };
+            let table: Vec<usize> = (0..blocks).map(|block| block * 4_099 % blocks).collect();
+            let entry = |row| [row, context, row * context / BLOCK_TOKENS];
+            let entries: Vec<usize> = (0..sequences).flat_map(entry).collect();
+            for (words, to) in [(table, parts.tables), (entries, parts.entries)] {
+                let bytes: Vec<u8> = words.into_iter().flat_map(|word| (word as i32).to_le_bytes()).collect();
+                self.device.write_host(host, &bytes)?;
+                self.device.upload(self.stream, host, to)?;
+                self.wait()?;
+            }
+            let launches = kernels::decode_attention(&shape, &parts, 0, sequences, splits);
+            // Layers follow each other: ten at once, so that launches are not what is measured. One sequence's keys
+            // and values are larger than the cache.
+            let seconds = self.best(|device, stream| {
+                (0..10).try_for_each(|_| launches.iter().try_for_each(|launch| device.launch(stream, launch)))
+            })? / 10.0;
+            speeds.push(Speed {
+                what: format!("decode attention, {sequences} × {context} keys, one layer"),
+                value: gigabytes(parts.pool.bytes) / seconds,
+                unit: "GB/s",
+                limit: Some(copy),
+                target: Some(copy * 0.8),
+            });
+            let Attention { qkv, pool, tables, entries, out, partial, summary } = parts;
+            self.free(&[qkv, pool, tables, entries, out, partial, summary])?;
+        }
+        Ok(())
+    }
+}
+
+fn gigabytes(bytes: usize) -> f64 {
+    bytes as f64 / 1e9
+}
+
+fn plain(what: impl Into<String>, value: f64, unit: &'static str) -> Speed {
+    Speed { what: what.into(), value, unit, limit: None, target: None }
+}
+
+/// A whole model with made-up weights: decode and prefill, beside the device's copies and products.
+fn model<D: Device>(
+    device: D,
+    sizes: &Sizes,
+    (copy, flops): (f64, f64),
+    speeds: &mut Vec<Speed>,
+) -> Result<(), GpuBenchError> {
+    let config = config(sizes)?;
+    let (most, longest) = (sizes.batches[2], sizes.prompts[1]);
+    let per_sequence = (sizes.decoded_from + sizes.decoded).div_ceil(BLOCK_TOKENS);
+    let options = DeviceOptions {
+        blocks: (most * per_sequence).max(longest / BLOCK_TOKENS),
+        block_tokens: BLOCK_TOKENS,
+        element: Element::Bf16,
+        max_rows: longest,
+        max_sequences: most,
+        max_positions: longest.max(sizes.decoded_from + sizes.decoded),
+        pool: Region::allocate,
+    };
+    let started = Instant::now();
+    let mut executor = CudaExecutor::load(device, &Weights::random(1), &config, &options, &mut |_| ())?;
+    speeds.push(plain("load, weights made up on the way", started.elapsed().as_secs_f64(), "s"));
+    let whole = sizes.layers == 32;
+    let matrices = parameter_count(&config) - config.vocab * config.hidden;
+    let kv = executor.layout().block_bytes() / BLOCK_TOKENS * sizes.decoded_from;
+    for batch in sizes.batches {
+        let bytes = gigabytes(matrices * 2 + batch * kv);
+        speeds.push(Speed {
+            what: format!("decode, {} layers, batch {batch}", sizes.layers),
+            value: decode(&mut executor, sizes, batch, per_sequence)?,
+            unit: "tok/s",
+            limit: Some((copy / bytes * batch as f64).min(flops / (2.0 * matrices as f64))),
+            target: (whole && batch == 1).then_some(200.0),
+        });
+    }
+    for prompt in sizes.prompts {
+        let layers = (matrices - config.vocab * config.hidden) as f64;
+        let attention = (config.layers * config.heads * config.head_dim) as f64 * 2.0 * prompt as f64;
+        speeds.push(Speed {
+            what: format!("prefill of {prompt}, {} layers", sizes.layers),
+            value: prompt as f64 / prefill(&mut executor, sizes, prompt)?,
+            unit: "tok/s",
+            limit: Some(flops / (2.0 * layers + attention)),
+            target: (whole && prompt == longest).then_some(25_000.0),
+        });
+    }
+    let started = Instant::now();
+    executor.publish(&table(0, longest / BLOCK_TOKENS))?;
+    let bytes = gigabytes(longest / BLOCK_TOKENS * executor.layout().block_bytes());
+    let rate = bytes / started.elapsed().as_secs_f64();
+    speeds.push(plain(format!("publish {longest} tokens to the mirror"), rate, "GB/s"));
+    Ok(())
+}
+
+fn config(sizes: &Sizes) -> Result<ModelConfig, GpuBenchError> {
+    let Sizes { heads: (heads, kv_heads, head_dim), hidden, intermediate, vocab, layers, .. } = sizes;
+    let text = format!(
+        r#"{{"architectures": ["LlamaForCausalLM"], "hidden_size": {hidden}, "num_hidden_layers": {layers},
+            "num_attention_heads": {heads}, "num_key_value_heads": {kv_heads}, "head_dim": {head_dim},
+            "intermediate_size": {intermediate}, "vocab_size": {vocab}, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": false}}"#
+    );
+    Ok(ModelConfig::parse(text.as_bytes(), GenerationDefaults::default())?)
+}
+
+fn table(first: usize, blocks: usize) -> Vec<BlockId> {
+    (first..first + blocks).map(|block| BlockId(block as u32)).collect()
+}
+
+/// Tokens/s of so many sequences together, tokens drawn on the device.
+fn decode<D: Device>(
+    executor: &mut CudaExecutor<D>,
+    sizes: &Sizes,
+    batch: usize,
+    per_sequence: usize,
+) -> Result<f64, GpuBenchError> {
+    let tables: Vec<_> = (0..batch).map(|row| table(row * per_sequence, per_sequence)).collect();
+    let place = Place { position: 0, generated: 0 };
+    let draw = Draw::of(&SamplingParams::default(), place).expect("greedy needs no more than the row");
+    let mut logits = Logits::default();
+    let mut best = 0.0_f64;
+    // The first round meets the bucket and records it.
+    for _ in 0..3 {
+        let started = Instant::now();
+        for start in sizes.decoded_from..sizes.decoded_from + sizes.decoded {
+            let step =
+                |table| SeqStep { tokens: &[1], start, block_table: table, logits: LogitsWanted::Draw(draw) };
+            let steps: Vec<SeqStep<'_>> = tables.iter().map(|table| step(table)).collect();
+            executor.execute(&steps, &mut logits)?;
+        }
+        best = best.max((sizes.decoded * batch) as f64 / started.elapsed().as_secs_f64());
+    }
+    Ok(best)
+}
+
+/// Seconds of the fastest of three prompts.
+fn prefill<D: Device>(
+    executor: &mut CudaExecutor<D>,
+    sizes: &Sizes,
+    prompt: usize,
+) -> Result<f64, GpuBenchError> {
+    let table = table(0, prompt / BLOCK_TOKENS);
+    let tokens: Vec<u32> =
+        (0..prompt as u32).map(|i| i.wrapping_mul(2_654_435_761) % sizes.vocab as u32).collect();
+    let (mut best, mut logits) = (f64::INFINITY, Logits::default());
+    for run in 0..4 {
+        let step = SeqStep { tokens: &tokens, start: 0, block_table: &table, logits: LogitsWanted::Last };
+        let started = Instant::now();
+        executor.execute(&[step], &mut logits)?;
+        if run > 0 {
+            best = best.min(started.elapsed().as_secs_f64());
+        }
+    }
+    Ok(best)
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_engine::executor::cuda::software::SoftDevice;
+
+    use super::*;
+
+    #[test]
+    fn everything_is_measured_without_a_step_that_a_device_could_not_take() {
+        let sizes = Sizes {
+            heads: (4, 2, 16),
+            hidden: 32,
+            intermediate: 48,
+            vocab: 100,
+            layers: 2,
+            copy: 1 << 20,
+            link: 1 << 18,
+            block: 1 << 12,
+            blocks: 40,
+            product: 32,
+            context: 512,
+            prompts: [32, 64],
+            decoded_from: 16,
+            decoded: 4,
+            batches: [1, 2, 3],
+        };
+        let (speeds, failed) =
+            measure(&sizes, |head_dim| Ok(SoftDevice::new(256 << 20, Element::Bf16, head_dim)));
+        assert!(failed.is_empty(), "{failed:?}");
+        assert_eq!(speeds.len(), 16, "{speeds:?}");
+        // A part that fails costs only itself.
+        let (speeds, failed) =
+            measure(&sizes, |head_dim| Ok(SoftDevice::new(1 << 20, Element::Bf16, head_dim)));
+        assert!(failed.len() == 2 && speeds.is_empty(), "{failed:?} {speeds:?}");
+    }
+}

@@ -1,0 +1,366 @@
+//! The CUDA executor: a model and its paged KV pool on a GPU, without a CUDA toolkit to build or to run.
+//!
+//! ```text
+//!   kernels   sources, launches       device    what a device does      driver    a GPU, through libcuda
+//!   nvrtc     sources to machine code cubins    machine code on disk    software  a CPU in its place, with checks
+//!   plan      one step as integers    mirror    who has newer bytes     model     weights on the device
+//!                                     forward   one step as launches
+//! ```
+//!
+//! One step is one copy to the device (its integers), launches, and one copy back (chosen tokens, or logits). A step of
+//! one token for each sequence is padded to a bucket; its launches are recorded the second time a bucket is met and
+//! launched as one graph from then on.
+//!
+//! The KV pool is one plain allocation in the layout of [`KvLayout`]. Transports and tiers see a mirror of it in host
+//! memory: a block is copied there, on a stream of its own, when it is lent or stored ([`Executor::publish`]), and back
+//! before the first step that reads a block written from outside ([`Executor::landing`]).
+//!
+//! Not exact in the sense of the trait: the matrix library chooses its order of summation by shape, so that a row may
+//! differ in its last bits with what is batched beside it.
+
+pub mod check;
+pub mod cubins;
+pub mod device;
+pub mod driver;
+mod forward;
+pub mod kernels;
+mod mirror;
+mod model;
+pub mod nvrtc;
+mod open;
+mod plan;
+pub mod software;
+
+use std::collections::{HashMap, HashSet};
+
+use baton_connector::layout::KvDtype;
+use baton_connector::region::Region;
+use baton_connector::{BlockId, KvLayout};
+
+pub use self::device::{Device, DeviceError, Element};
+pub use self::model::LoadError;
+pub use self::open::{Accelerator, DeviceChoice, open};
+
+use self::device::{Event, Graph, Host, HostAt, Slice, Stream};
+use self::forward::Activations;
+use self::kernels::{DRAW_WORDS, Shape};
+use self::mirror::Mirror;
+use self::model::Network;
+use self::plan::{BUCKETS, Bounds, Plan};
+use super::cpu::LoadProgress;
+use super::{Executor, ExecutorError, Logits, SeqStep};
+use crate::model::config::ModelConfig;
+use crate::model::weights::Weights;
+
+/// How to run a model on a device.
+#[derive(Clone, Debug)]
+pub struct DeviceOptions {
+    /// Blocks of the KV pool; at least one.
+    pub blocks: usize,
+    /// Tokens of one block; at least one.
+    pub block_tokens: usize,
+    /// Element type of weights, activations and KV.
+    pub element: Element,
+    /// Tokens of one step; at least one.
+    pub max_rows: usize,
+    /// Sequences of one step; at least one.
+    pub max_sequences: usize,
+    /// Tokens of one sequence; at least one.
+    pub max_positions: usize,
+    /// Makes the mirror: so many zeroed blocks of so many bytes.
+    pub pool: fn(usize, usize) -> Region,
+}
+
+/// A model on a device. See the module's documentation.
+pub struct CudaExecutor<D: Device> {
+    device: D,
+    config: ModelConfig,
+    layout: KvLayout,
+    shape: Shape,
+    bounds: Bounds,
+    network: Network,
+    activations: Activations,
+    pool: Slice,
+    regions: Vec<Region>,
+    mirror: Mirror,
+    mirror_host: Host,
+    /// Of a step's integers, here and there.
+    words_host: Host,
+    words: Slice,
+    /// Of what comes back: chosen tokens, then logits.
+    results_host: Host,
+    results: Slice,
+    chosen_bytes: usize,
+    wanted_max: usize,
+    compute: Stream,
+    copies: Stream,
+    computed: Event,
+    copied: Event,
+    /// By bucket, and whether tokens are chosen on the device.
+    graphs: HashMap<(usize, bool), Graph>,
+    /// Buckets that have run once: the ways to compute their products are known.
+    met: HashSet<(usize, bool)>,
+}
+
+impl<D: Device> CudaExecutor<D> {
+    /// Copies the weights to the device and allocates everything that steps need. `progress` is called after each
+    /// tensor.
+    ///
+    /// # Errors
+    /// [`LoadError`].
+    pub fn load(
+        mut device: D,
+        weights: &Weights,
+        config: &ModelConfig,
+        options: &DeviceOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, LoadError> {
+        let layout = KvLayout {
+            layers: config.layers,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            block_tokens: options.block_tokens,
+            dtype: match options.element {
+                Element::F32 => KvDtype::F32,
+                Element::Bf16 => KvDtype::Bf16,
+            },
+        };
+        let bounds = bounds(config, options)?;
+        let shape = Shape {
+            element: options.element,
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            block_tokens: options.block_tokens,
+            block_stride: layout.block_bytes() / layout.dtype.bytes(),
+            norm_eps: config.norm_eps,
+        };
+        let (compute, copies) = (device.stream()?, device.stream()?);
+        let network = Network::load(
+            &mut device,
+            compute,
+            weights,
+            config,
+            (options.element, options.max_positions),
+            progress,
+        )?;
+        let multiprocessors = device.multiprocessors();
+        let mut room =
+            |bytes: usize| device.alloc(bytes.max(4)).map(|buffer| Slice::of(buffer, bytes.max(4)));
+        let wanted_max = bounds.bucket;
+        let chosen_bytes = (wanted_max * 4).next_multiple_of(256);
+        let results = room(chosen_bytes + wanted_max * config.vocab * 4)?;
+        let words = room(bounds.words * 4)?;
+        let pool = room(options.blocks * layout.block_bytes())?;
+        let activations = Activations::new(&mut room, &shape, config, &bounds, multiprocessors)?;
+        let region = (options.pool)(options.blocks, layout.block_bytes());
+        Ok(Self {
+            mirror_host: device.host_over(&region)?,
+            words_host: device.host(words.bytes)?,
+            results_host: device.host(results.bytes)?,
+            computed: device.event()?,
+            copied: device.event()?,
+            mirror: Mirror::new(options.blocks),
+            regions: vec![region],
+            config: config.clone(),
+            graphs: HashMap::new(),
+            met: HashSet::new(),
+            device,
+            layout,
+            shape,
+            bounds,
+            network,
+            activations,
+            pool,
+            words,
+            results,
+            chosen_bytes,
+            wanted_max,
+            compute,
+            copies,
+        })
+    }
+
+    /// The device.
+    pub fn device(&mut self) -> &mut D {
+        &mut self.device
+    }
+
+    fn step(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), DeviceError> {
+        let plan = Plan::new(batch, &self.bounds).map_err(DeviceError::Step)?;
+        self.onboard(batch)?;
+        let bytes: Vec<u8> = plan.words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let words = HostAt { host: self.words_host, offset: 0 };
+        self.device.write_host(words, &bytes)?;
+        self.device.upload(self.compute, words, self.words.part(0, bytes.len()))?;
+        match plan.bucket.map(|bucket| (bucket, plan.sampled)) {
+            Some(key) => self.decode_step(key, &plan)?,
+            None => self.layers(&plan)?,
+        }
+        for seq in batch {
+            let (first, end) = (seq.start / self.layout.block_tokens, seq.start + seq.tokens.len());
+            let written = &seq.block_table[first..end.div_ceil(self.layout.block_tokens)];
+            written.iter().for_each(|block| self.mirror.computed(*block));
+        }
+        // One piece, unless somebody wants the logits of a whole prompt.
+        for first in (0..plan.wanted_rows).step_by(self.wanted_max) {
+            let rows = self.wanted_max.min(plan.wanted_rows - first);
+            if plan.bucket.is_none() {
+                self.head(&plan, first, rows)?;
+            }
+            let real = rows.min(plan.wanted_real - first);
+            self.fetch(plan.sampled, real, logits)?;
+        }
+        if plan.wanted_rows == 0 {
+            self.device.record(self.computed, self.compute)?;
+            self.device.synchronize(self.computed)?;
+        }
+        Ok(())
+    }
+
+    /// The first time as it is, so that products are known; the second time recorded; then replayed.
+    fn decode_step(&mut self, key: (usize, bool), plan: &Plan) -> Result<(), DeviceError> {
+        if let Some(graph) = self.graphs.get(&key) {
+            return self.device.replay(*graph, self.compute);
+        }
+        if self.met.insert(key) {
+            self.layers(plan)?;
+            return self.head(plan, 0, plan.wanted_rows);
+        }
+        self.device.begin_capture(self.compute)?;
+        let issued = self.layers(plan).and_then(|()| self.head(plan, 0, plan.wanted_rows));
+        let graph = self.device.end_capture(self.compute);
+        issued?;
+        let graph = graph?;
+        self.graphs.insert(key, graph);
+        self.device.replay(graph, self.compute)
+    }
+
+    /// Copies to the device what was written from outside and is read for the first time.
+    fn onboard(&mut self, batch: &[SeqStep<'_>]) -> Result<(), DeviceError> {
+        let block_tokens = self.layout.block_tokens;
+        let used = batch.iter().flat_map(|seq| {
+            seq.block_table[..(seq.start + seq.tokens.len()).div_ceil(block_tokens)].iter().copied()
+        });
+        let landed = self.mirror.take_to_device(used);
+        if landed.is_empty() {
+            return Ok(());
+        }
+        for block in landed {
+            let (host, device) = self.both(block);
+            self.device.upload(self.copies, host, device)?;
+        }
+        self.device.record(self.copied, self.copies)?;
+        self.device.wait(self.compute, self.copied)
+    }
+
+    /// A block in the mirror and in the pool.
+    fn both(&self, block: BlockId) -> (HostAt, Slice) {
+        let bytes = self.layout.block_bytes();
+        let offset = block.index() * bytes;
+        (HostAt { host: self.mirror_host, offset }, self.pool.part(offset, bytes))
+    }
+
+    /// Brings back what was chosen, or the logits, and waits for it.
+    fn fetch(&mut self, sampled: bool, rows: usize, logits: &mut Logits) -> Result<(), DeviceError> {
+        let (at, bytes) = match sampled {
+            true => (0, rows * 4),
+            false => (self.chosen_bytes, rows * self.config.vocab * 4),
+        };
+        let to = HostAt { host: self.results_host, offset: at };
+        self.device.download(self.compute, self.results.part(at, bytes), to)?;
+        self.device.record(self.computed, self.compute)?;
+        self.device.synchronize(self.computed)?;
+        let mut raw = vec![0; bytes];
+        self.device.read_host(to, &mut raw)?;
+        let words = raw.as_chunks::<4>().0;
+        if sampled {
+            let token = |raw: &[u8; 4]| u32::try_from(i32::from_le_bytes(*raw)).ok();
+            logits.chosen.extend(words.iter().map(token));
+        } else {
+            logits.values.extend(words.iter().map(|raw| f32::from_le_bytes(*raw)));
+        }
+        Ok(())
+    }
+
+    fn copy_out(&mut self, blocks: &[BlockId]) -> Result<(), DeviceError> {
+        let newer = self.mirror.take_to_host(blocks.iter().copied());
+        if newer.is_empty() {
+            return Ok(());
+        }
+        for block in newer {
+            let (host, device) = self.both(block);
+            self.device.download(self.copies, device, host)?;
+        }
+        self.device.record(self.copied, self.copies)?;
+        self.device.synchronize(self.copied)
+    }
+}
+
+/// What a step may be at most.
+fn bounds(config: &ModelConfig, options: &DeviceOptions) -> Result<Bounds, LoadError> {
+    let unsupported = |what: String| Err(LoadError::Unsupported(what));
+    kernels::supported(options.element, config.head_dim).map_err(LoadError::Unsupported)?;
+    let slots = options.blocks.checked_mul(options.block_tokens);
+    if slots.is_none_or(|slots| slots == 0 || slots > i32::MAX as usize) {
+        return unsupported(format!("a KV pool of {} blocks on a device", options.blocks));
+    }
+    if options.max_rows == 0 || options.max_sequences == 0 || options.max_positions == 0 {
+        return unsupported("a step has rows, sequences and positions".into());
+    }
+    // Launches have a row of the grid for each row of a step.
+    if options.max_rows > 65_535 {
+        return unsupported(format!("{} tokens in one step on a device, at most 65535", options.max_rows));
+    }
+    let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= options.max_sequences);
+    let bucket = bucket.unwrap_or(BUCKETS[BUCKETS.len() - 1]);
+    let rows = options.max_rows.max(bucket);
+    let tables = options.max_sequences * options.max_positions.div_ceil(options.block_tokens);
+    let tiles = rows.div_ceil(kernels::TILE_QUERIES) + options.max_sequences;
+    Ok(Bounds {
+        rows,
+        positions: options.max_positions,
+        vocab: config.vocab,
+        blocks: options.blocks,
+        block_tokens: options.block_tokens,
+        // Every row may be wanted and drawn from.
+        words: rows * (3 + 3 + 1 + DRAW_WORDS) + 4 * tiles + tables,
+        sequences: options.max_sequences,
+        bucket,
+    })
+}
+
+impl<D: Device> Executor for CudaExecutor<D> {
+    fn layout(&self) -> KvLayout {
+        self.layout
+    }
+
+    fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    fn vocab(&self) -> usize {
+        self.config.vocab
+    }
+
+    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
+        logits.vocab = self.config.vocab;
+        logits.values.clear();
+        logits.chosen.clear();
+        if batch.is_empty() {
+            return Ok(());
+        }
+        self.step(batch, logits).map_err(|error| ExecutorError::Device(error.to_string()))
+    }
+
+    fn landing(&mut self, blocks: &[BlockId]) {
+        blocks.iter().for_each(|block| self.mirror.landing(*block));
+    }
+
+    fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.copy_out(blocks).map_err(|error| ExecutorError::Device(error.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,509 @@
+//! An NVIDIA GPU, through the driver's own interface. Nothing of CUDA is linked: libraries are found at run time.
+//!
+//! Streams are of their own (never the legacy default one). Memory is allocated plainly, so that it can be shared with
+//! other processes later. The context is made current on whatever thread uses the device.
+//!
+//! No GPU was at hand when this was written: what has run is everything up to the driver's absence. `bench/gpu/check.sh`
+//! is what checks the rest.
+#![allow(unsafe_code)] // calls into the driver; see each block
+
+mod blas;
+pub mod libraries;
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, c_void};
+use std::path::Path;
+use std::thread::ThreadId;
+
+use baton_connector::BlockId;
+use baton_connector::region::Region;
+use cudarc::driver::sys;
+
+use self::blas::Blas;
+use super::device::{
+    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, Slice, Stream,
+};
+use super::kernels::{self, Kernel};
+use super::{cubins, nvrtc};
+
+/// Compute capability of the oldest devices with bf16 tensor cores.
+const CAPABILITY_MIN: (i32, i32) = (8, 0);
+/// Dynamic shared memory that a kernel may have without asking.
+const SHARED_BYTES_UNASKED: u32 = 48 << 10;
+
+/// `what` of a call's result: its name in the driver's own words.
+fn check(call: &'static str, result: sys::CUresult) -> Result<(), DeviceError> {
+    if result == sys::CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut name = std::ptr::null();
+    // SAFETY: the driver writes a pointer to a constant string of its own, or leaves null.
+    let known = unsafe { sys::cuGetErrorName(result, &raw mut name) };
+    let what = if known == sys::CUresult::CUDA_SUCCESS && !name.is_null() {
+        // SAFETY: as above.
+        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+    } else {
+        format!("error {}", result as u32)
+    };
+    Err(DeviceError::Call { call, what })
+}
+
+/// Host memory that the device knows.
+enum HostMemory {
+    /// Allocated by the driver.
+    Own { base: *mut u8, bytes: usize },
+    /// A region's; whether it could be page-locked.
+    Region { region: Region, locked: bool },
+}
+
+impl HostMemory {
+    fn base(&self) -> *mut u8 {
+        match self {
+            Self::Own { base, .. } => *base,
+            Self::Region { region, .. } => region.block_ptr(BlockId(0)),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Own { bytes, .. } => *bytes,
+            Self::Region { region, .. } => region.blocks() * region.block_bytes(),
+        }
+    }
+}
+
+/// See the module's documentation.
+pub struct CudaDevice {
+    device: sys::CUdevice,
+    name: String,
+    arch: String,
+    multiprocessors: u32,
+    context: sys::CUcontext,
+    bound: Option<ThreadId>,
+    module: sys::CUmodule,
+    /// With the dynamic shared memory that was asked for.
+    functions: HashMap<Kernel, (sys::CUfunction, u32)>,
+    buffers: Vec<Option<(sys::CUdeviceptr, usize)>>,
+    hosts: Vec<HostMemory>,
+    streams: Vec<sys::CUstream>,
+    events: Vec<sys::CUevent>,
+    graphs: Vec<sys::CUgraphExec>,
+    blas: Blas,
+}
+
+// SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` sees to; a
+// device is used by one thread at a time, as everything here takes it exclusively.
+unsafe impl Send for CudaDevice {}
+
+impl CudaDevice {
+    /// Device `ordinal`, with kernels for one element type and head width: compiled now, or taken from `cache`.
+    ///
+    /// # Errors
+    /// [`DeviceError`]: what is missing, and where it was looked for.
+    pub fn open(
+        ordinal: usize,
+        element: Element,
+        head_dim: usize,
+        cache: Option<&Path>,
+    ) -> Result<Self, DeviceError> {
+        libraries::load(&libraries::DRIVER)?;
+        libraries::load(&libraries::BLAS)?;
+        // SAFETY: plain calls whose symbols were found; out-parameters are valid for their types.
+        let (device, name, capability, multiprocessors) = unsafe {
+            check("cuInit", sys::cuInit(0))?;
+            let mut count = 0;
+            check("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut count))?;
+            let at = i32::try_from(ordinal).ok().filter(|at| *at < count);
+            let at = at.ok_or_else(|| {
+                DeviceError::Absent(format!("there is no cuda:{ordinal}: the driver shows {count} devices"))
+            })?;
+            let mut device = 0;
+            check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, at))?;
+            let mut name = [0; 256];
+            check("cuDeviceGetName", sys::cuDeviceGetName(name.as_mut_ptr(), 255, device))?;
+            let attribute = |attribute| {
+                let mut value = 0;
+                check("cuDeviceGetAttribute", sys::cuDeviceGetAttribute(&raw mut value, attribute, device))?;
+                Ok(value)
+            };
+            use sys::CUdevice_attribute_enum as A;
+            (
+                device,
+                CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned(),
+                (
+                    attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                    attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+                ),
+                attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.cast_unsigned(),
+            )
+        };
+        if capability < CAPABILITY_MIN {
+            return Err(DeviceError::Absent(format!(
+                "{name} has compute capability {}.{}; 8.0 is the least that has bf16",
+                capability.0, capability.1
+            )));
+        }
+        let arch = nvrtc::arch(capability);
+        let cubin = cubins::get(cache, &kernels::source(element, head_dim), &arch)?;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: as above; the context is released when the device is dropped.
+        unsafe {
+            let retained = sys::cuDevicePrimaryCtxRetain(&raw mut context, device);
+            check("cuDevicePrimaryCtxRetain", retained)?;
+        }
+        // From here on the destructor gives everything back.
+        let mut opened = Self {
+            device,
+            name,
+            arch,
+            multiprocessors,
+            context,
+            bound: None,
+            module: std::ptr::null_mut(),
+            functions: HashMap::new(),
+            buffers: Vec::new(),
+            hosts: Vec::new(),
+            streams: Vec::new(),
+            events: Vec::new(),
+            graphs: Vec::new(),
+            blas: Blas::default(),
+        };
+        opened.bind()?;
+        opened.load_module(&cubin)?;
+        let workspace = opened.alloc(blas::WORKSPACE_BYTES)?;
+        opened.blas.open(opened.address(&Slice::of(workspace, blas::WORKSPACE_BYTES))?)?;
+        Ok(opened)
+    }
+
+    /// What its kernels were compiled for.
+    #[must_use]
+    pub fn arch(&self) -> &str {
+        &self.arch
+    }
+
+    fn bind(&mut self) -> Result<(), DeviceError> {
+        let here = std::thread::current().id();
+        if self.bound != Some(here) {
+            // SAFETY: the context is retained as long as `self` lives.
+            check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })?;
+            self.bound = Some(here);
+        }
+        Ok(())
+    }
+
+    fn load_module(&mut self, cubin: &[u8]) -> Result<(), DeviceError> {
+        let image: *const c_void = cubin.as_ptr().cast();
+        // SAFETY: the image is a whole cubin, as the compiler made it or as its checksum says.
+        check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&raw mut self.module, image) })?;
+        for kernel in Kernel::ALL {
+            let name = CString::new(kernel.name()).expect("names of kernels have no zero byte");
+            let mut function = std::ptr::null_mut();
+            // SAFETY: the module is loaded, the name a C string.
+            let found = unsafe { sys::cuModuleGetFunction(&raw mut function, self.module, name.as_ptr()) };
+            check("cuModuleGetFunction", found)?;
+            self.functions.insert(kernel, (function, SHARED_BYTES_UNASKED));
+        }
+        Ok(())
+    }
+
+    /// The address of a range.
+    fn address(&self, slice: &Slice) -> Result<sys::CUdeviceptr, DeviceError> {
+        let held = self.buffers.get(slice.buffer.0 as usize).copied().flatten();
+        match held {
+            Some((base, bytes)) if slice.offset + slice.bytes <= bytes => Ok(base + slice.offset as u64),
+            _ => Err(DeviceError::Undefined(format!("{slice:?} is not in a buffer"))),
+        }
+    }
+
+    fn host_address(&self, at: HostAt, bytes: usize) -> Result<*mut u8, DeviceError> {
+        let memory = &self.hosts[at.host.0 as usize];
+        if at.offset + bytes > memory.bytes() {
+            return Err(DeviceError::Undefined(format!("{bytes} bytes at {at:?} of {}", memory.bytes())));
+        }
+        // SAFETY: the offset was checked.
+        Ok(unsafe { memory.base().add(at.offset) })
+    }
+
+    fn on(&self, stream: Stream) -> sys::CUstream {
+        self.streams[stream.0 as usize]
+    }
+
+    fn count(len: usize) -> u32 {
+        u32::try_from(len - 1).expect("handles are counted in 32 bits")
+    }
+}
+
+impl Device for CudaDevice {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    fn free_bytes(&self) -> Result<usize, DeviceError> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the out-parameters are valid. Without a current context the driver answers with an error.
+        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+        Ok(free)
+    }
+
+    fn alloc(&mut self, bytes: usize) -> Result<Buffer, DeviceError> {
+        self.bind()?;
+        let mut address = 0;
+        // SAFETY: the out-parameter is valid; the memory is set within what was allocated.
+        unsafe {
+            match sys::cuMemAlloc_v2(&raw mut address, bytes) {
+                sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                    return Err(DeviceError::Memory { wanted: bytes, free: self.free_bytes()? });
+                }
+                other => check("cuMemAlloc", other)?,
+            }
+            self.buffers.push(Some((address, bytes)));
+            check("cuMemsetD8", sys::cuMemsetD8_v2(address, 0, bytes))?;
+            // That may still run, on the default stream, which ours do not wait for.
+            check("cuStreamSynchronize", sys::cuStreamSynchronize(std::ptr::null_mut()))?;
+        }
+        Ok(Buffer(Self::count(self.buffers.len())))
+    }
+
+    fn free(&mut self, buffer: Buffer) -> Result<(), DeviceError> {
+        self.bind()?;
+        let held = self.buffers.get_mut(buffer.0 as usize).and_then(Option::take);
+        let (address, _) = held.ok_or_else(|| DeviceError::Undefined("a buffer is freed twice".into()))?;
+        // SAFETY: it came from the allocator and was not freed before.
+        check("cuMemFree", unsafe { sys::cuMemFree_v2(address) })
+    }
+
+    fn host(&mut self, bytes: usize) -> Result<Host, DeviceError> {
+        self.bind()?;
+        let mut base = std::ptr::null_mut();
+        // SAFETY: the out-parameter is valid; the memory is zeroed within what was allocated.
+        unsafe {
+            check("cuMemHostAlloc", sys::cuMemHostAlloc(&raw mut base, bytes.max(1), 0))?;
+            base.cast::<u8>().write_bytes(0, bytes);
+        }
+        self.hosts.push(HostMemory::Own { base: base.cast(), bytes });
+        Ok(Host(Self::count(self.hosts.len())))
+    }
+
+    fn host_over(&mut self, region: &Region) -> Result<Host, DeviceError> {
+        self.bind()?;
+        let bytes = region.blocks() * region.block_bytes();
+        let base: *mut c_void = region.block_ptr(BlockId(0)).cast();
+        // SAFETY: the region's memory stays where it is while `self` keeps it, and is unregistered before.
+        let result = unsafe { sys::cuMemHostRegister_v2(base, bytes, 0) };
+        let locked = check("cuMemHostRegister", result);
+        if let Err(error) = &locked {
+            tracing::warn!(%error, bytes, "the KV mirror cannot be page-locked; copies of blocks are slower");
+        }
+        self.hosts.push(HostMemory::Region { region: region.clone(), locked: locked.is_ok() });
+        Ok(Host(Self::count(self.hosts.len())))
+    }
+
+    fn write_host(&mut self, to: HostAt, bytes: &[u8]) -> Result<(), DeviceError> {
+        let base = self.host_address(to, bytes.len())?;
+        // SAFETY: the range was checked; the caller keeps the trait's contract that no copy is on its way.
+        unsafe { base.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    fn read_host(&mut self, from: HostAt, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        let base = self.host_address(from, bytes.len())?;
+        // SAFETY: as above.
+        unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(base, bytes.len()) };
+        Ok(())
+    }
+
+    fn stream(&mut self) -> Result<Stream, DeviceError> {
+        self.bind()?;
+        let mut stream = std::ptr::null_mut();
+        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the out-parameter is valid.
+        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut stream, flags) })?;
+        self.streams.push(stream);
+        Ok(Stream(Self::count(self.streams.len())))
+    }
+
+    fn event(&mut self) -> Result<Event, DeviceError> {
+        self.bind()?;
+        let mut event = std::ptr::null_mut();
+        // SAFETY: the out-parameter is valid.
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, 0) })?;
+        self.events.push(event);
+        Ok(Event(Self::count(self.events.len())))
+    }
+
+    fn upload(&mut self, on: Stream, from: HostAt, to: Slice) -> Result<(), DeviceError> {
+        self.bind()?;
+        let (host, device) = (self.host_address(from, to.bytes)?, self.address(&to)?);
+        // SAFETY: both ranges were checked; memory stays until work on it is done, as its owner promises.
+        let result =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(device, host.cast_const().cast(), to.bytes, self.on(on)) };
+        check("cuMemcpyHtoDAsync", result)
+    }
+
+    fn download(&mut self, on: Stream, from: Slice, to: HostAt) -> Result<(), DeviceError> {
+        self.bind()?;
+        let (host, device) = (self.host_address(to, from.bytes)?, self.address(&from)?);
+        // SAFETY: as above.
+        let result = unsafe { sys::cuMemcpyDtoHAsync_v2(host.cast(), device, from.bytes, self.on(on)) };
+        check("cuMemcpyDtoHAsync", result)
+    }
+
+    fn copy(&mut self, on: Stream, from: Slice, to: Slice) -> Result<(), DeviceError> {
+        self.bind()?;
+        if from.bytes != to.bytes {
+            return Err(DeviceError::Undefined(format!("a copy of {} bytes into {}", from.bytes, to.bytes)));
+        }
+        let (source, target) = (self.address(&from)?, self.address(&to)?);
+        // SAFETY: as above.
+        let result = unsafe { sys::cuMemcpyDtoDAsync_v2(target, source, from.bytes, self.on(on)) };
+        check("cuMemcpyDtoDAsync", result)
+    }
+
+    fn launch(&mut self, on: Stream, launch: &Launch) -> Result<(), DeviceError> {
+        self.bind()?;
+        let (function, granted) = self.functions[&launch.kernel];
+        // Every parameter in eight bytes of its own: the driver reads as many of them as the parameter has.
+        let mut values = Vec::with_capacity(launch.args.len());
+        for arg in &launch.args {
+            values.push(match arg {
+                Arg::In(slice) | Arg::Out(slice) => self.address(slice)?,
+                Arg::Null => 0,
+                Arg::U32(value) => u64::from(*value),
+                Arg::U64(value) => *value,
+                Arg::F32(value) => u64::from(value.to_bits()),
+            });
+        }
+        let mut parameters: Vec<*mut c_void> =
+            values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
+        let [x, y, z] = launch.grid;
+        // SAFETY: the parameters are those of the kernel (a test compares them with its source), little-endian as every
+        // device and host of CUDA; what its pointers reach was checked to be in buffers.
+        unsafe {
+            if launch.shared_bytes > granted {
+                let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                let asked = sys::cuFuncSetAttribute(function, most, launch.shared_bytes.cast_signed());
+                check("cuFuncSetAttribute (shared memory)", asked)?;
+                self.functions.insert(launch.kernel, (function, launch.shared_bytes));
+            }
+            let launched = sys::cuLaunchKernel(
+                function,
+                x,
+                y,
+                z,
+                launch.threads,
+                1,
+                1,
+                launch.shared_bytes,
+                self.on(on),
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            );
+            check(launch.kernel.name(), launched)
+        }
+    }
+
+    fn matmul(&mut self, on: Stream, matmul: &Matmul) -> Result<(), DeviceError> {
+        self.bind()?;
+        let at = [self.address(&matmul.x)?, self.address(&matmul.weights)?, self.address(&matmul.out)?];
+        let stream = self.on(on);
+        self.blas.matmul(stream, matmul, at)
+    }
+
+    fn record(&mut self, event: Event, on: Stream) -> Result<(), DeviceError> {
+        self.bind()?;
+        // SAFETY: both handles live as long as `self`.
+        let result = unsafe { sys::cuEventRecord(self.events[event.0 as usize], self.on(on)) };
+        check("cuEventRecord", result)
+    }
+
+    fn wait(&mut self, on: Stream, event: Event) -> Result<(), DeviceError> {
+        self.bind()?;
+        // SAFETY: as above.
+        let result = unsafe { sys::cuStreamWaitEvent(self.on(on), self.events[event.0 as usize], 0) };
+        check("cuStreamWaitEvent", result)
+    }
+
+    fn synchronize(&mut self, event: Event) -> Result<(), DeviceError> {
+        self.bind()?;
+        // SAFETY: as above.
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.events[event.0 as usize]) })
+    }
+
+    fn elapsed_ms(&mut self, from: Event, to: Event) -> Result<f32, DeviceError> {
+        self.bind()?;
+        let (from, to) = (self.events[from.0 as usize], self.events[to.0 as usize]);
+        let mut elapsed = 0.0;
+        // SAFETY: as above, and the out-parameter is valid.
+        check("cuEventElapsedTime", unsafe { sys::cuEventElapsedTime_v2(&raw mut elapsed, from, to) })?;
+        Ok(elapsed)
+    }
+
+    fn begin_capture(&mut self, on: Stream) -> Result<(), DeviceError> {
+        self.bind()?;
+        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives as long as `self`.
+        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.on(on), mode) })
+    }
+
+    fn end_capture(&mut self, on: Stream) -> Result<Graph, DeviceError> {
+        self.bind()?;
+        let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the out-parameters are valid; the graph is not used after it was destroyed.
+        unsafe {
+            check("cuStreamEndCapture", sys::cuStreamEndCapture(self.on(on), &raw mut graph))?;
+            let made = sys::cuGraphInstantiateWithFlags(&raw mut executable, graph, 0);
+            let destroyed = sys::cuGraphDestroy(graph);
+            check("cuGraphInstantiate", made)?;
+            check("cuGraphDestroy", destroyed)?;
+        }
+        self.graphs.push(executable);
+        Ok(Graph(Self::count(self.graphs.len())))
+    }
+
+    fn replay(&mut self, graph: Graph, on: Stream) -> Result<(), DeviceError> {
+        self.bind()?;
+        // SAFETY: both handles live as long as `self`.
+        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.graphs[graph.0 as usize], self.on(on)) })
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        // SAFETY: everything is destroyed once, after the work on every stream is done. Errors are of no use here: the
+        // process is ending, or the device is lost anyway.
+        unsafe {
+            let _ = sys::cuCtxSetCurrent(self.context);
+            for stream in &self.streams {
+                let _ = sys::cuStreamSynchronize(*stream);
+            }
+            self.blas.close();
+            for graph in self.graphs.drain(..) {
+                let _ = sys::cuGraphExecDestroy(graph);
+            }
+            for event in self.events.drain(..) {
+                let _ = sys::cuEventDestroy_v2(event);
+            }
+            for stream in self.streams.drain(..) {
+                let _ = sys::cuStreamDestroy_v2(stream);
+            }
+            for (address, _) in self.buffers.drain(..).flatten() {
+                let _ = sys::cuMemFree_v2(address);
+            }
+            for memory in self.hosts.drain(..) {
+                let _ = match &memory {
+                    HostMemory::Own { base, .. } => sys::cuMemFreeHost(base.cast()),
+                    HostMemory::Region { locked: true, .. } => sys::cuMemHostUnregister(memory.base().cast()),
+                    HostMemory::Region { locked: false, .. } => continue,
+                };
+            }
+            if !self.module.is_null() {
+                let _ = sys::cuModuleUnload(self.module);
+            }
+            let _ = sys::cuDevicePrimaryCtxRelease_v2(self.device);
+        }
+    }
+}

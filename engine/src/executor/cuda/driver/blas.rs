@@ -1,0 +1,285 @@
+//! Matrix products by cuBLASLt. Descriptors, layouts and the algorithm of a shape are made once and kept.
+//!
+//! For few rows the library's first suggestion is not always its fastest, so several are timed when a shape is met
+//! first, each after the cache was flushed, as it is when a layer's turn comes.
+//!
+//! The library counts columns first: `out = x · weightsᵀ` in rows is `outᵀ = weights · xᵀ` there.
+#![allow(unsafe_code)] // calls into the library; see each block
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+
+use cudarc::cublaslt::sys;
+use cudarc::driver::sys as driver;
+
+use super::super::device::{DeviceError, Element, Matmul};
+
+/// Memory that the library may use while it computes, and what is written to flush the cache.
+pub(super) const WORKSPACE_BYTES: usize = 64 << 20;
+/// Up to so many rows, suggestions are timed.
+const TIMED_ROWS_MAX: usize = 256;
+/// Suggestions that are asked for, and runs of each.
+const SUGGESTIONS: usize = 8;
+const RUNS: usize = 3;
+/// Shapes that are kept; with rows in few steps a model has far fewer.
+const SHAPES_MAX: usize = 2_048;
+
+fn check(call: &'static str, status: sys::cublasStatus_t) -> Result<(), DeviceError> {
+    match status {
+        sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
+        other => Err(DeviceError::Call { call, what: format!("{other:?}") }),
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Size {
+    rows: usize,
+    inputs: usize,
+    outputs: usize,
+    element: Element,
+    result: Element,
+}
+
+/// How one shape is computed.
+struct Way {
+    operation: sys::cublasLtMatmulDesc_t,
+    weights: sys::cublasLtMatrixLayout_t,
+    x: sys::cublasLtMatrixLayout_t,
+    out: sys::cublasLtMatrixLayout_t,
+    algorithm: Option<sys::cublasLtMatmulAlgo_t>,
+}
+
+impl Drop for Way {
+    fn drop(&mut self) {
+        // SAFETY: what is not null was created by the library, and is destroyed once. Work that was enqueued with them
+        // does not need them any more.
+        unsafe {
+            for layout in [self.weights, self.x, self.out].into_iter().filter(|layout| !layout.is_null()) {
+                let _ = sys::cublasLtMatrixLayoutDestroy(layout);
+            }
+            if !self.operation.is_null() {
+                let _ = sys::cublasLtMatmulDescDestroy(self.operation);
+            }
+        }
+    }
+}
+
+pub(super) struct Blas {
+    handle: sys::cublasLtHandle_t,
+    workspace: driver::CUdeviceptr,
+    ways: HashMap<Size, Way>,
+}
+
+impl Default for Blas {
+    fn default() -> Self {
+        Self { handle: std::ptr::null_mut(), workspace: 0, ways: HashMap::new() }
+    }
+}
+
+fn kind(element: Element) -> sys::cudaDataType {
+    match element {
+        Element::F32 => sys::cudaDataType::CUDA_R_32F,
+        Element::Bf16 => sys::cudaDataType::CUDA_R_16BF,
+    }
+}
+
+impl Blas {
+    pub(super) fn open(&mut self, workspace: driver::CUdeviceptr) -> Result<(), DeviceError> {
+        self.workspace = workspace;
+        // SAFETY: the out-parameter is valid.
+        check("cublasLtCreate", unsafe { sys::cublasLtCreate(&raw mut self.handle) })
+    }
+
+    pub(super) fn close(&mut self) {
+        self.ways.clear();
+        if !self.handle.is_null() {
+            // SAFETY: it was created and is destroyed once.
+            let _ = unsafe { sys::cublasLtDestroy(self.handle) };
+            self.handle = std::ptr::null_mut();
+        }
+    }
+
+    /// `at` are the addresses of x, weights and out.
+    pub(super) fn matmul(
+        &mut self,
+        on: driver::CUstream,
+        matmul: &Matmul,
+        at: [driver::CUdeviceptr; 3],
+    ) -> Result<(), DeviceError> {
+        let Matmul { rows, inputs, outputs, element, result, .. } = *matmul;
+        let size = Size { rows, inputs, outputs, element, result };
+        if !self.ways.contains_key(&size) {
+            if self.ways.len() >= SHAPES_MAX {
+                self.ways.clear();
+            }
+            let way = self.find(on, &size, at)?;
+            self.ways.insert(size, way);
+        }
+        let way = &self.ways[&size];
+        let algorithm = way.algorithm.as_ref().expect("a way that was found has one");
+        self.run(on, way, algorithm, at)
+    }
+
+    fn run(
+        &self,
+        on: driver::CUstream,
+        way: &Way,
+        algorithm: &sys::cublasLtMatmulAlgo_t,
+        [x, weights, out]: [driver::CUdeviceptr; 3],
+    ) -> Result<(), DeviceError> {
+        let (one, zero) = (1.0_f32, 0.0_f32);
+        let pointer = |address: driver::CUdeviceptr| address as usize as *mut c_void;
+        // SAFETY: descriptors and layouts are alive and say what lies at the addresses, whose ranges the device checked;
+        // the scales are read before the call returns; the workspace is as long as the algorithm was told.
+        let status = unsafe {
+            sys::cublasLtMatmul(
+                self.handle,
+                way.operation,
+                std::ptr::from_ref(&one).cast(),
+                pointer(weights),
+                way.weights,
+                pointer(x),
+                way.x,
+                std::ptr::from_ref(&zero).cast(),
+                pointer(out),
+                way.out,
+                pointer(out),
+                way.out,
+                algorithm,
+                pointer(self.workspace),
+                WORKSPACE_BYTES,
+                on.cast(),
+            )
+        };
+        check("cublasLtMatmul", status)
+    }
+
+    /// The fastest way that the library suggests.
+    fn find(
+        &self,
+        on: driver::CUstream,
+        size: &Size,
+        at: [driver::CUdeviceptr; 3],
+    ) -> Result<Way, DeviceError> {
+        let (operation, layout) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let mut way = Way { operation, weights: layout, x: layout, out: layout, algorithm: None };
+        let layout = |to: *mut sys::cublasLtMatrixLayout_t, element, lines: usize, length: usize| {
+            // SAFETY: the out-parameter is valid.
+            let made = unsafe {
+                sys::cublasLtMatrixLayoutCreate(to, kind(element), lines as u64, length as u64, lines as i64)
+            };
+            check("cublasLtMatrixLayoutCreate", made)
+        };
+        layout(&raw mut way.weights, size.element, size.inputs, size.outputs)?;
+        layout(&raw mut way.x, size.element, size.inputs, size.rows)?;
+        layout(&raw mut way.out, size.result, size.outputs, size.rows)?;
+        let suggestions = self.suggestions(&mut way)?;
+        if suggestions.is_empty() {
+            return Err(DeviceError::Call {
+                call: "cublasLtMatmulAlgoGetHeuristic",
+                what: format!("no way to compute {size:?}"),
+            });
+        }
+        let mut fastest = (f32::INFINITY, suggestions[0]);
+        if size.rows <= TIMED_ROWS_MAX && suggestions.len() > 1 {
+            for algorithm in suggestions {
+                // One that fails here is not taken.
+                if let Ok(elapsed) = self.time(on, &way, &algorithm, at)
+                    && elapsed < fastest.0
+                {
+                    fastest = (elapsed, algorithm);
+                }
+            }
+        }
+        way.algorithm = Some(fastest.1);
+        Ok(way)
+    }
+
+    fn suggestions(&self, way: &mut Way) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, DeviceError> {
+        // CUBLAS_OP_T of cublas_api.h, which this library's own header does not repeat.
+        let transposed = 1_i32;
+        let mut preference = std::ptr::null_mut();
+        let mut count = 0;
+        let mut found: [std::mem::MaybeUninit<sys::cublasLtMatmulHeuristicResult_t>; SUGGESTIONS] =
+            [const { std::mem::MaybeUninit::uninit() }; SUGGESTIONS];
+        // SAFETY: out-parameters are valid, attributes have the sizes of their types, and only as many results are read
+        // as the library says that it wrote.
+        unsafe {
+            let made = sys::cublasLtMatmulDescCreate(
+                &raw mut way.operation,
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                sys::cudaDataType::CUDA_R_32F,
+            );
+            check("cublasLtMatmulDescCreate", made)?;
+            let set = sys::cublasLtMatmulDescSetAttribute(
+                way.operation,
+                sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+                std::ptr::from_ref(&transposed).cast(),
+                size_of_val(&transposed),
+            );
+            check("cublasLtMatmulDescSetAttribute", set)?;
+            let made = sys::cublasLtMatmulPreferenceCreate(&raw mut preference);
+            check("cublasLtMatmulPreferenceCreate", made)?;
+            let set = sys::cublasLtMatmulPreferenceSetAttribute(
+                preference,
+                sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                std::ptr::from_ref(&WORKSPACE_BYTES).cast(),
+                size_of::<usize>(),
+            );
+            let asked = sys::cublasLtMatmulAlgoGetHeuristic(
+                self.handle,
+                way.operation,
+                way.weights,
+                way.x,
+                way.out,
+                way.out,
+                preference,
+                SUGGESTIONS as i32,
+                found[0].as_mut_ptr(),
+                &raw mut count,
+            );
+            let _ = sys::cublasLtMatmulPreferenceDestroy(preference);
+            check("cublasLtMatmulPreferenceSetAttribute", set)?;
+            check("cublasLtMatmulAlgoGetHeuristic", asked)?;
+            let written = usize::try_from(count).unwrap_or(0).min(SUGGESTIONS);
+            let results = found[..written].iter().map(|result| result.assume_init());
+            let good = results.filter(|result| result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
+            Ok(good.map(|result| result.algo).collect())
+        }
+    }
+
+    /// The shortest of a few runs, in milliseconds, each with a cold cache. The result is the right one, computed again.
+    fn time(
+        &self,
+        on: driver::CUstream,
+        way: &Way,
+        algorithm: &sys::cublasLtMatmulAlgo_t,
+        at: [driver::CUdeviceptr; 3],
+    ) -> Result<f32, DeviceError> {
+        let (mut from, mut to) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let mut best = Ok(f32::INFINITY);
+        // SAFETY: events are created before and destroyed after their use; the workspace is all there.
+        unsafe {
+            super::check("cuEventCreate", driver::cuEventCreate(&raw mut from, 0))?;
+            super::check("cuEventCreate", driver::cuEventCreate(&raw mut to, 0))?;
+            for _ in 0..RUNS {
+                let elapsed = (|| {
+                    let flushed = driver::cuMemsetD8Async(self.workspace, 0, WORKSPACE_BYTES, on);
+                    super::check("cuMemsetD8Async", flushed)?;
+                    super::check("cuEventRecord", driver::cuEventRecord(from, on))?;
+                    self.run(on, way, algorithm, at)?;
+                    super::check("cuEventRecord", driver::cuEventRecord(to, on))?;
+                    super::check("cuEventSynchronize", driver::cuEventSynchronize(to))?;
+                    let mut elapsed = 0.0;
+                    let read = driver::cuEventElapsedTime_v2(&raw mut elapsed, from, to);
+                    super::check("cuEventElapsedTime", read)?;
+                    Ok::<f32, DeviceError>(elapsed)
+                })();
+                best = best.and_then(|best: f32| elapsed.map(|elapsed| best.min(elapsed)));
+            }
+            let _ = driver::cuEventDestroy_v2(from);
+            let _ = driver::cuEventDestroy_v2(to);
+        }
+        best
+    }
+}

@@ -1,0 +1,197 @@
+//! One step as launches.
+//!
+//! ```text
+//!   embed ▶ norm ▶ [ qkv ▶ rope_kv ▶ attention ▶ output ▶ add+norm ▶ gate, up ▶ silu ▶ down ▶ add+norm ]×layers
+//!         ▶ norm of wanted rows ▶ logits ▶ choose
+//! ```
+//!
+//! The residual stream is f32; what goes through the matrices is of the model's element.
+
+use super::device::{Device, DeviceError, Element, Matmul, Slice};
+use super::kernels::{self, Attention, Choice, Norm, RopeKv, Shape};
+use super::plan::{Bounds, Plan, Section, padded_rows};
+use super::{CudaExecutor, ModelConfig};
+
+/// Buffers of one step, of the most rows that one may have.
+#[derive(Clone, Copy)]
+pub(super) struct Activations {
+    hidden: Slice,
+    normed: Slice,
+    qkv: Slice,
+    attended: Slice,
+    projected: Slice,
+    gate_up: Slice,
+    activated: Slice,
+    partial: Slice,
+    summary: Slice,
+    /// Best value, and its place, of each part of each wanted row.
+    best_values: Slice,
+    best_places: Slice,
+}
+
+impl Activations {
+    pub(super) fn new(
+        room: &mut dyn FnMut(usize) -> Result<Slice, DeviceError>,
+        shape: &Shape,
+        config: &ModelConfig,
+        bounds: &Bounds,
+        multiprocessors: u32,
+    ) -> Result<Self, DeviceError> {
+        let rows = padded_rows(bounds.rows);
+        let size = shape.element.bytes();
+        let splits = |sequences: usize| sequences * shape.splits(sequences, multiprocessors);
+        let splits = (1..=bounds.sequences.max(bounds.bucket)).map(splits).max().unwrap_or(1) * shape.heads;
+        Ok(Self {
+            hidden: room(rows * config.hidden * 4)?,
+            normed: room(rows * config.hidden * size)?,
+            qkv: room(rows * shape.qkv_width() * size)?,
+            attended: room(rows * config.query_width() * size)?,
+            projected: room(rows * config.hidden * size)?,
+            gate_up: room(rows * 2 * config.intermediate * size)?,
+            activated: room(rows * config.intermediate * size)?,
+            partial: room(splits * shape.head_dim * 4)?,
+            summary: room(splits * 2 * 4)?,
+            best_values: room(bounds.bucket * kernels::PARTS * 4)?,
+            best_places: room(bounds.bucket * kernels::PARTS * 4)?,
+        })
+    }
+}
+
+impl<D: Device> CudaExecutor<D> {
+    fn section(&self, section: Section) -> Slice {
+        self.words.part(section.at * 4, section.len * 4)
+    }
+
+    fn product(
+        &mut self,
+        x: Slice,
+        weights: Slice,
+        out: Slice,
+        rows: usize,
+        size: (usize, usize),
+    ) -> Result<(), DeviceError> {
+        let element = self.shape.element;
+        let (inputs, outputs) = size;
+        let matmul =
+            Matmul { x, weights, out, rows: padded_rows(rows), inputs, outputs, element, result: element };
+        self.device.matmul(self.compute, &matmul)
+    }
+
+    fn norm(&mut self, norm: &Norm, rows: usize) -> Result<(), DeviceError> {
+        let launch = kernels::add_rms_norm(norm, self.config.hidden, self.config.norm_eps, rows);
+        self.device.launch(self.compute, &launch)
+    }
+
+    /// Everything up to the last layer's output, which is still to be added to the residual stream.
+    pub(super) fn layers(&mut self, plan: &Plan) -> Result<(), DeviceError> {
+        let (rows, hidden, inter) = (plan.rows, self.config.hidden, self.config.intermediate);
+        let (query, qkv) = (self.config.query_width(), self.shape.qkv_width());
+        let at = self.activations;
+        let tokens = self.section(plan.tokens);
+        let embed = kernels::embed(tokens, self.network.embedding, at.hidden, hidden, rows);
+        self.device.launch(self.compute, &embed)?;
+        let first = self.network.layers[0].attention_norm;
+        self.norm(&Norm { hidden: at.hidden, delta: None, weight: first, rows: None, out: at.normed }, rows)?;
+        for index in 0..self.network.layers.len() {
+            let layer = &self.network.layers[index];
+            let (weights, output_bias, down_bias) =
+                ([layer.qkv, layer.output, layer.gate_up, layer.down], layer.output_bias, layer.down_bias);
+            let (mlp_norm, gate_up_bias) = (layer.mlp_norm, layer.gate_up_bias);
+            let parts = RopeKv {
+                qkv: at.qkv,
+                bias: layer.qkv_bias,
+                norms: layer.qk_norm,
+                angles: self.network.angles,
+                positions: self.section(plan.positions),
+                slots: self.section(plan.slots),
+                pool: self.pool,
+            };
+            self.product(at.normed, weights[0], at.qkv, rows, (hidden, qkv))?;
+            self.device.launch(self.compute, &kernels::rope_kv(&self.shape, &parts, index, rows))?;
+            self.attend(plan, index)?;
+            self.product(at.attended, weights[1], at.projected, rows, (query, hidden))?;
+            let delta = Some((at.projected, output_bias));
+            self.norm(
+                &Norm { hidden: at.hidden, delta, weight: mlp_norm, rows: None, out: at.normed },
+                rows,
+            )?;
+            self.product(at.normed, weights[2], at.gate_up, rows, (hidden, 2 * inter))?;
+            let silu = kernels::silu_mul(at.gate_up, gate_up_bias, at.activated, inter, rows);
+            self.device.launch(self.compute, &silu)?;
+            self.product(at.activated, weights[3], at.projected, rows, (inter, hidden))?;
+            if let Some(next) = self.network.layers.get(index + 1) {
+                let (delta, weight) = (Some((at.projected, down_bias)), next.attention_norm);
+                self.norm(&Norm { hidden: at.hidden, delta, weight, rows: None, out: at.normed }, rows)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn attend(&mut self, plan: &Plan, layer: usize) -> Result<(), DeviceError> {
+        let parts = |entries: Slice| Attention {
+            qkv: self.activations.qkv,
+            pool: self.pool,
+            // Longer with every step: what is recorded reads as far as the tables of any step reach.
+            tables: self.words.part(plan.tables.at * 4, self.words.bytes - plan.tables.at * 4),
+            entries,
+            out: self.activations.attended,
+            partial: self.activations.partial,
+            summary: self.activations.summary,
+        };
+        if plan.sequences > 0 {
+            let splits = self.shape.splits(plan.sequences, self.device.multiprocessors());
+            let parts = parts(self.section(plan.decode));
+            for launch in kernels::decode_attention(&self.shape, &parts, layer, plan.sequences, splits) {
+                self.device.launch(self.compute, &launch)?;
+            }
+        }
+        if plan.tile_count > 0 {
+            let parts = parts(self.section(plan.tiles));
+            let launch = kernels::prefill_attention(&self.shape, &parts, layer, plan.tile_count);
+            self.device.launch(self.compute, &launch)?;
+        }
+        Ok(())
+    }
+
+    /// Logits of `rows` wanted rows from `first` on, and the tokens drawn from them.
+    pub(super) fn head(&mut self, plan: &Plan, first: usize, rows: usize) -> Result<(), DeviceError> {
+        let Some(last) = self.network.layers.last() else { return Ok(()) };
+        let (at, down_bias) = (self.activations, last.down_bias);
+        let wanted = self.section(plan.wanted).part(first * 4, rows * 4);
+        let norm = Norm {
+            hidden: at.hidden,
+            delta: Some((at.projected, down_bias)),
+            weight: self.network.final_norm,
+            rows: Some(wanted),
+            out: at.normed,
+        };
+        self.norm(&norm, rows)?;
+        let logits = self.results.part(self.chosen_bytes, self.results.bytes - self.chosen_bytes);
+        let matmul = Matmul {
+            x: at.normed,
+            weights: self.network.head,
+            out: logits,
+            rows: padded_rows(rows),
+            inputs: self.config.hidden,
+            outputs: self.config.vocab,
+            element: self.shape.element,
+            result: Element::F32,
+        };
+        self.device.matmul(self.compute, &matmul)?;
+        if !plan.sampled {
+            return Ok(());
+        }
+        let words = kernels::DRAW_WORDS * 4;
+        let choice = Choice {
+            logits,
+            values: self.activations.best_values,
+            indices: self.activations.best_places,
+            draws: self.section(plan.draws).part(first * words, rows * words),
+            chosen: self.results.part(0, self.chosen_bytes),
+        };
+        for launch in kernels::choose(&choice, self.config.vocab, rows) {
+            self.device.launch(self.compute, &launch)?;
+        }
+        Ok(())
+    }
+}

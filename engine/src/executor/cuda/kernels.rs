@@ -1,0 +1,469 @@
+//! The kernels: their sources, and what a launch of each looks like.
+//!
+//! A source is made for one element type and head width; it includes nothing. Arguments are built here for both
+//! devices, and a test compares their number and kinds with the parameters in the sources.
+
+use super::device::{Arg, Element, Launch, Slice};
+
+const PTX: &str = include_str!("kernels/ptx.cu");
+const EMULATION: &str = include_str!("kernels/emulation.cpp");
+const PRELUDE: &str = include_str!("kernels/prelude.cu");
+const ROWS: &str = include_str!("kernels/rows.cu");
+const ROPE_KV: &str = include_str!("kernels/rope_kv.cu");
+const TENSOR_CORE: &str = include_str!("kernels/tensor_core.cu");
+const DECODE_BF16: &str = include_str!("kernels/decode_bf16.cu");
+const PREFILL_BF16: &str = include_str!("kernels/prefill_bf16.cu");
+const ATTENTION_F32: &str = include_str!("kernels/attention_f32.cu");
+const MERGE: &str = include_str!("kernels/merge.cu");
+const CHOOSE: &str = include_str!("kernels/choose.cu");
+
+/// Queries of one tile of prefill attention.
+pub const TILE_QUERIES: usize = 64;
+/// Query heads that a block of decode attention takes.
+const GROUP_HEADS: usize = 16;
+/// Tokens that splits of decode attention are multiples of.
+pub const SPLIT_TOKENS: usize = 64;
+/// Most splits of one sequence.
+pub const SPLITS_MAX: usize = 64;
+/// Parts that a row of logits is cut into to find the best.
+pub const PARTS: usize = 32;
+/// Integers of one draw, see `choose.cu`.
+pub const DRAW_WORDS: usize = 7;
+/// Warps of a block of decode attention, and stages of each one's pipeline. With heads of 128 elements that is 102 KiB of
+/// shared memory: devices of compute capability 8.6 and 8.9 have 99 and refuse it by name.
+const DECODE_WARPS: usize = 4;
+const DECODE_STAGES: usize = 3;
+
+/// Which kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kernel {
+    /// Rows of the embedding.
+    Embed,
+    /// Residual, norm.
+    AddRmsNorm,
+    /// Bias, head norms, rotation, KV write.
+    RopeKv,
+    /// Attention of one query per sequence, in splits.
+    DecodeAttention,
+    /// Puts the splits together.
+    MergeAttention,
+    /// Attention of many queries per sequence.
+    PrefillAttention,
+    /// Gated activation.
+    SiluMul,
+    /// First stage of choosing a token.
+    BestOfParts,
+    /// Second stage.
+    Choose,
+}
+
+impl Kernel {
+    /// All of them.
+    pub const ALL: [Self; 9] = [
+        Self::Embed,
+        Self::AddRmsNorm,
+        Self::RopeKv,
+        Self::DecodeAttention,
+        Self::MergeAttention,
+        Self::PrefillAttention,
+        Self::SiluMul,
+        Self::BestOfParts,
+        Self::Choose,
+    ];
+
+    /// Its name in the sources.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Embed => "embed",
+            Self::AddRmsNorm => "add_rms_norm",
+            Self::RopeKv => "rope_kv",
+            Self::DecodeAttention => "decode_attention",
+            Self::MergeAttention => "merge_attention",
+            Self::PrefillAttention => "prefill_attention",
+            Self::SiluMul => "silu_mul",
+            Self::BestOfParts => "best_of_parts",
+            Self::Choose => "choose",
+        }
+    }
+}
+
+/// Whether there are kernels for heads of this width.
+///
+/// # Errors
+/// What is computed instead.
+pub fn supported(element: Element, head_dim: usize) -> Result<(), String> {
+    match element {
+        Element::F32 if head_dim <= 256 && head_dim.is_multiple_of(2) => Ok(()),
+        Element::Bf16 if head_dim <= 128 && head_dim.is_multiple_of(16) => Ok(()),
+        Element::F32 => Err(format!("head_dim {head_dim}: f32 on CUDA computes even widths up to 256")),
+        Element::Bf16 => Err(format!("head_dim {head_dim}: bf16 on CUDA computes multiples of 16 up to 128")),
+    }
+}
+
+/// The whole source for one element type and head width. `#line` gives errors the place in the file they are in.
+#[must_use]
+pub fn source(element: Element, head_dim: usize) -> String {
+    definitions(element, head_dim) + &lines("ptx.cu", PTX) + &bodies(element)
+}
+
+/// The same for a C++ compiler: a library that runs the kernels on this CPU, see `emulation.cpp`.
+#[must_use]
+pub fn emulation_source(element: Element, head_dim: usize) -> String {
+    // What has no fixed size is not a variable there.
+    let bodies = bodies(element).replace(DYNAMIC_SHARED, "unsigned char* shared = shared_memory;");
+    lines("emulation.cpp", EMULATION) + &definitions(element, head_dim) + &bodies + "EMULATE_KERNELS\n"
+}
+
+/// How kernels name dynamic shared memory.
+const DYNAMIC_SHARED: &str = "extern __shared__ __align__(16) unsigned char shared[];";
+
+fn lines(name: &str, text: &str) -> String {
+    format!("#line 1 \"{name}\"\n{text}\n")
+}
+
+fn definitions(element: Element, head_dim: usize) -> String {
+    let bf16 = u8::from(element == Element::Bf16);
+    format!(
+        "#define ELEMENT_BF16 {bf16}\n#define HEAD_DIM {head_dim}\n#define DECODE_WARPS {DECODE_WARPS}\n\
+         #define DECODE_STAGES {DECODE_STAGES}\n#define KEYS {TILE_QUERIES}\n#define SPLIT_TOKENS {SPLIT_TOKENS}\n"
+    )
+}
+
+/// Everything but [`PTX`].
+fn bodies(element: Element) -> String {
+    let attention: &[(&str, &str)] = match element {
+        Element::Bf16 => &[
+            ("tensor_core.cu", TENSOR_CORE),
+            ("decode_bf16.cu", DECODE_BF16),
+            ("prefill_bf16.cu", PREFILL_BF16),
+        ],
+        Element::F32 => &[("attention_f32.cu", ATTENTION_F32)],
+    };
+    let first = [("prelude.cu", PRELUDE), ("rows.cu", ROWS), ("rope_kv.cu", ROPE_KV)];
+    let last = [("merge.cu", MERGE), ("choose.cu", CHOOSE)];
+    first.iter().chain(attention).chain(&last).map(|(name, text)| lines(name, text)).collect()
+}
+
+/// Numbers of a model that launches depend on.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Element type.
+    pub element: Element,
+    /// Query heads.
+    pub heads: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Tokens of a KV block.
+    pub block_tokens: usize,
+    /// Elements of a KV block over all layers.
+    pub block_stride: usize,
+    /// Added to mean squares.
+    pub norm_eps: f32,
+}
+
+impl Shape {
+    /// Elements of a row of q, k and v.
+    #[must_use]
+    pub fn qkv_width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Blocks that the query heads of one KV head are cut into by decode attention.
+    fn group_tiles(&self) -> usize {
+        (self.heads / self.kv_heads).div_ceil(GROUP_HEADS)
+    }
+
+    /// Splits of decode attention for so many sequences: as many blocks as fill the device twice.
+    #[must_use]
+    pub fn splits(&self, sequences: usize, multiprocessors: u32) -> usize {
+        let blocks = sequences * self.kv_heads * self.group_tiles();
+        (2 * multiprocessors as usize).div_ceil(blocks.max(1)).clamp(1, SPLITS_MAX)
+    }
+
+    /// First element of a layer's KV in a block.
+    fn layer_offset(&self, layer: usize) -> usize {
+        layer * 2 * self.kv_heads * self.block_tokens * self.head_dim
+    }
+}
+
+fn n(value: usize) -> Arg {
+    Arg::U32(u32::try_from(value).expect("sizes of a step fit 32 bits"))
+}
+
+fn grid(value: usize) -> u32 {
+    u32::try_from(value).expect("a grid fits 32 bits")
+}
+
+fn read_or_null(slice: Option<Slice>) -> Arg {
+    slice.map_or(Arg::Null, Arg::In)
+}
+
+/// `hidden[row] = table[tokens[row]]`.
+#[must_use]
+pub fn embed(tokens: Slice, table: Slice, hidden: Slice, width: usize, rows: usize) -> Launch {
+    Launch {
+        kernel: Kernel::Embed,
+        grid: [grid(rows), 1, 1],
+        threads: 256,
+        shared_bytes: 0,
+        args: vec![Arg::In(tokens), Arg::In(table), Arg::Out(hidden), n(width)],
+    }
+}
+
+/// What [`add_rms_norm`] works on.
+#[derive(Clone, Copy, Debug)]
+pub struct Norm {
+    /// The residual stream, f32.
+    pub hidden: Slice,
+    /// What is added to it, and its bias.
+    pub delta: Option<(Slice, Option<Slice>)>,
+    /// The norm's weights, f32.
+    pub weight: Slice,
+    /// Which row each row of `out` is made of; its own by default.
+    pub rows: Option<Slice>,
+    /// The result.
+    pub out: Slice,
+}
+
+/// `hidden += delta + bias; out = norm(hidden)`, for `rows` rows of `out`.
+#[must_use]
+pub fn add_rms_norm(norm: &Norm, width: usize, eps: f32, rows: usize) -> Launch {
+    Launch {
+        kernel: Kernel::AddRmsNorm,
+        grid: [grid(rows), 1, 1],
+        threads: 512,
+        shared_bytes: 0,
+        args: vec![
+            Arg::Out(norm.hidden),
+            read_or_null(norm.delta.map(|(delta, _)| delta)),
+            read_or_null(norm.delta.and_then(|(_, bias)| bias)),
+            Arg::In(norm.weight),
+            read_or_null(norm.rows),
+            Arg::Out(norm.out),
+            n(width),
+            Arg::F32(eps),
+        ],
+    }
+}
+
+/// What [`rope_kv`] works on.
+#[derive(Clone, Copy, Debug)]
+pub struct RopeKv {
+    /// Rows of q, k and v; q is rotated in place.
+    pub qkv: Slice,
+    /// Of all three, f32.
+    pub bias: Option<Slice>,
+    /// Of the norms of q's and k's heads, f32.
+    pub norms: Option<(Slice, Slice)>,
+    /// Cosines, then sines, of each position, f32.
+    pub angles: Slice,
+    /// Position of each row.
+    pub positions: Slice,
+    /// Slot of each row in the pool, or negative.
+    pub slots: Slice,
+    /// The KV pool.
+    pub pool: Slice,
+}
+
+/// Bias, head norms, rotation and KV write of one layer.
+#[must_use]
+pub fn rope_kv(shape: &Shape, parts: &RopeKv, layer: usize, rows: usize) -> Launch {
+    Launch {
+        kernel: Kernel::RopeKv,
+        grid: [grid(rows), grid((shape.heads + 2 * shape.kv_heads).div_ceil(4)), 1],
+        threads: 128,
+        shared_bytes: 0,
+        args: vec![
+            Arg::Out(parts.qkv),
+            read_or_null(parts.bias),
+            read_or_null(parts.norms.map(|(q, _)| q)),
+            read_or_null(parts.norms.map(|(_, k)| k)),
+            Arg::In(parts.angles),
+            Arg::In(parts.positions),
+            Arg::In(parts.slots),
+            Arg::Out(parts.pool),
+            Arg::U64(shape.block_stride as u64),
+            Arg::U64(shape.layer_offset(layer) as u64),
+            n(shape.heads),
+            n(shape.kv_heads),
+            n(shape.block_tokens),
+            Arg::F32(shape.norm_eps),
+        ],
+    }
+}
+
+/// What attention reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention {
+    /// Rows of q, k and v, q rotated.
+    pub qkv: Slice,
+    /// The KV pool.
+    pub pool: Slice,
+    /// Block tables, one after the other.
+    pub tables: Slice,
+    /// Entries of three integers (decode) or four (prefill), see the kernels.
+    pub entries: Slice,
+    /// Rows of attended heads.
+    pub out: Slice,
+    /// Numerators of splits, f32: decode only.
+    pub partial: Slice,
+    /// Maxima and denominators of splits, f32: decode only.
+    pub summary: Slice,
+}
+
+#[allow(clippy::cast_precision_loss)] // a head has at most a few hundred elements
+fn scale(shape: &Shape) -> Arg {
+    Arg::F32(1.0 / (shape.head_dim as f32).sqrt())
+}
+
+/// Bytes of a head's row in shared memory, see `tensor_core.cu`.
+fn row_bytes(shape: &Shape) -> usize {
+    shape.head_dim * 2 + 16
+}
+
+/// The two launches of decode attention over `sequences` entries.
+#[must_use]
+pub fn decode_attention(
+    shape: &Shape,
+    parts: &Attention,
+    layer: usize,
+    sequences: usize,
+    splits: usize,
+) -> [Launch; 2] {
+    let pipeline = DECODE_WARPS * DECODE_STAGES * 2 * 16 * row_bytes(shape);
+    let meeting = DECODE_WARPS * 16 * (shape.head_dim + 2) * 4;
+    let attend = Launch {
+        kernel: Kernel::DecodeAttention,
+        grid: [grid(splits), grid(shape.kv_heads * shape.group_tiles()), grid(sequences)],
+        threads: 128,
+        shared_bytes: shared_bytes(shape, pipeline.max(meeting)),
+        args: vec![
+            Arg::In(parts.qkv),
+            Arg::In(parts.pool),
+            Arg::In(parts.tables),
+            Arg::In(parts.entries),
+            Arg::Out(parts.partial),
+            Arg::Out(parts.summary),
+            Arg::U64(shape.block_stride as u64),
+            Arg::U64(shape.layer_offset(layer) as u64),
+            n(shape.heads),
+            n(shape.kv_heads),
+            n(shape.block_tokens),
+            n(splits),
+            scale(shape),
+        ],
+    };
+    let merge = Launch {
+        kernel: Kernel::MergeAttention,
+        grid: [grid(shape.heads), grid(sequences), 1],
+        threads: 128,
+        shared_bytes: 0,
+        args: vec![
+            Arg::In(parts.partial),
+            Arg::In(parts.summary),
+            Arg::In(parts.entries),
+            Arg::Out(parts.out),
+            n(shape.heads),
+            n(splits),
+        ],
+    };
+    [attend, merge]
+}
+
+fn shared_bytes(shape: &Shape, bytes: usize) -> u32 {
+    match shape.element {
+        Element::F32 => 0,
+        Element::Bf16 => grid(bytes),
+    }
+}
+
+/// Prefill attention over `tiles` entries.
+#[must_use]
+pub fn prefill_attention(shape: &Shape, parts: &Attention, layer: usize, tiles: usize) -> Launch {
+    Launch {
+        kernel: Kernel::PrefillAttention,
+        grid: [grid(tiles), grid(shape.heads), 1],
+        threads: 128,
+        shared_bytes: shared_bytes(shape, 2 * 2 * TILE_QUERIES * row_bytes(shape)),
+        args: vec![
+            Arg::In(parts.qkv),
+            Arg::In(parts.pool),
+            Arg::In(parts.tables),
+            Arg::In(parts.entries),
+            Arg::Out(parts.out),
+            Arg::U64(shape.block_stride as u64),
+            Arg::U64(shape.layer_offset(layer) as u64),
+            n(shape.heads),
+            n(shape.kv_heads),
+            n(shape.block_tokens),
+            scale(shape),
+        ],
+    }
+}
+
+/// `out = silu(gate + bias) * (up + bias)`.
+#[must_use]
+pub fn silu_mul(gate_up: Slice, bias: Option<Slice>, out: Slice, width: usize, rows: usize) -> Launch {
+    Launch {
+        kernel: Kernel::SiluMul,
+        grid: [grid(width.div_ceil(256)), grid(rows), 1],
+        threads: 256,
+        shared_bytes: 0,
+        args: vec![Arg::In(gate_up), read_or_null(bias), Arg::Out(out), n(width)],
+    }
+}
+
+/// What choosing works on.
+#[derive(Clone, Copy, Debug)]
+pub struct Choice {
+    /// Rows of logits, f32.
+    pub logits: Slice,
+    /// Best value of each part of each row, f32.
+    pub values: Slice,
+    /// Where it is.
+    pub indices: Slice,
+    /// How each row is drawn from.
+    pub draws: Slice,
+    /// The tokens.
+    pub chosen: Slice,
+}
+
+/// The two launches that choose a token for each of `rows` rows.
+#[must_use]
+pub fn choose(parts: &Choice, vocab: usize, rows: usize) -> [Launch; 2] {
+    let best = Launch {
+        kernel: Kernel::BestOfParts,
+        grid: [grid(PARTS), grid(rows), 1],
+        threads: 256,
+        shared_bytes: 0,
+        args: vec![
+            Arg::In(parts.logits),
+            Arg::Out(parts.values),
+            Arg::Out(parts.indices),
+            n(vocab),
+            n(PARTS),
+        ],
+    };
+    let choose = Launch {
+        kernel: Kernel::Choose,
+        grid: [grid(rows), 1, 1],
+        threads: 512,
+        shared_bytes: 0,
+        args: vec![
+            Arg::In(parts.logits),
+            Arg::In(parts.values),
+            Arg::In(parts.indices),
+            Arg::In(parts.draws),
+            Arg::Out(parts.chosen),
+            n(vocab),
+            n(PARTS),
+        ],
+    };
+    [best, choose]
+}
+
+#[cfg(test)]
+mod tests;

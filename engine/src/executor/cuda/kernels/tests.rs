@@ -1,0 +1,114 @@
+//! The launches fit the sources.
+
+use super::super::device::Buffer;
+use super::*;
+
+/// Kinds of the parameters of a kernel in a source: `*` pointer, `u` u32, `l` u64, `f` float.
+fn parameters(source: &str, name: &str) -> String {
+    let start = source.find(&format!("{name}(const")).or_else(|| source.find(&format!("{name}(float*")));
+    let start = start.or_else(|| source.find(&format!("{name}(T*"))).unwrap_or_else(|| panic!("no {name}"));
+    let text = &source[start + name.len() + 1..];
+    let text = &text[..text.find(')').expect("parameters end")];
+    let kind = |parameter: &str| match parameter.trim() {
+        pointer if pointer.contains('*') => '*',
+        number if number.starts_with("u32 ") => 'u',
+        number if number.starts_with("u64 ") => 'l',
+        number if number.starts_with("float ") => 'f',
+        other => panic!("{name}: parameter {other:?}"),
+    };
+    text.split(',').map(kind).collect()
+}
+
+fn kinds(launch: &Launch) -> String {
+    let kind = |arg: &Arg| match arg {
+        Arg::In(_) | Arg::Out(_) | Arg::Null => '*',
+        Arg::U32(_) => 'u',
+        Arg::U64(_) => 'l',
+        Arg::F32(_) => 'f',
+    };
+    launch.args.iter().map(kind).collect()
+}
+
+#[test]
+fn every_launch_has_the_parameters_of_its_kernel_in_both_sources() {
+    let slice = Slice::of(Buffer(0), 0);
+    for element in [Element::F32, Element::Bf16] {
+        let source = source(element, 64);
+        let shape = Shape {
+            element,
+            heads: 8,
+            kv_heads: 2,
+            head_dim: 64,
+            block_tokens: 16,
+            block_stride: 1,
+            norm_eps: 1e-5,
+        };
+        let attention = Attention {
+            qkv: slice,
+            pool: slice,
+            tables: slice,
+            entries: slice,
+            out: slice,
+            partial: slice,
+            summary: slice,
+        };
+        let norm = Norm { hidden: slice, delta: None, weight: slice, rows: None, out: slice };
+        let rope = RopeKv {
+            qkv: slice,
+            bias: None,
+            norms: None,
+            angles: slice,
+            positions: slice,
+            slots: slice,
+            pool: slice,
+        };
+        let choice = Choice { logits: slice, values: slice, indices: slice, draws: slice, chosen: slice };
+        let mut launches = vec![
+            embed(slice, slice, slice, 1, 1),
+            add_rms_norm(&norm, 1, 1e-5, 1),
+            rope_kv(&shape, &rope, 1, 1),
+            prefill_attention(&shape, &attention, 1, 1),
+            silu_mul(slice, None, slice, 1, 1),
+        ];
+        launches.extend(decode_attention(&shape, &attention, 1, 1, 1));
+        launches.extend(choose(&choice, 1, 1));
+        let mut seen: Vec<_> = launches.iter().map(|launch| launch.kernel).collect();
+        seen.sort_unstable();
+        assert_eq!(seen, Kernel::ALL);
+        for launch in launches {
+            let name = launch.kernel.name();
+            assert_eq!(kinds(&launch), parameters(&source, name), "{name}, {element:?}");
+        }
+    }
+}
+
+#[test]
+fn sources_include_nothing() {
+    for element in [Element::F32, Element::Bf16] {
+        assert!(!source(element, 64).contains("#include"), "a kernel needs more than the compiler");
+        assert!(!emulation_source(element, 64).contains("extern __shared__"), "it has no fixed size");
+    }
+}
+
+#[test]
+fn decode_attention_is_split_by_what_fills_the_device() {
+    let shape = Shape {
+        element: Element::Bf16,
+        heads: 32,
+        kv_heads: 8,
+        head_dim: 128,
+        block_tokens: 16,
+        block_stride: 1,
+        norm_eps: 1e-5,
+    };
+    // 132 multiprocessors, two blocks for each.
+    assert_eq!([1, 8, 33, 256].map(|sequences| shape.splits(sequences, 132)), [33, 5, 1, 1]);
+    assert_eq!(Shape { heads: 1, kv_heads: 1, ..shape }.splits(1, 132), SPLITS_MAX);
+}
+
+#[test]
+fn heads_without_kernels_are_refused_by_name() {
+    assert!(supported(Element::Bf16, 128).is_ok() && supported(Element::F32, 24).is_ok());
+    assert!(supported(Element::Bf16, 24).unwrap_err().contains("head_dim 24"));
+    assert!(supported(Element::F32, 512).unwrap_err().contains("head_dim 512"));
+}

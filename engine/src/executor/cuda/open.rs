@@ -1,0 +1,108 @@
+//! `--device`: its values, and the executor that each of them is.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::cubins;
+use super::device::Element;
+use super::driver::CudaDevice;
+use super::kernels;
+use super::software::SoftDevice;
+use super::{CudaExecutor, DeviceOptions, LoadError};
+use crate::executor::Executor;
+use crate::executor::cpu::LoadProgress;
+use crate::model::config::ModelConfig;
+use crate::model::weights::Weights;
+
+/// Memory of the software device: for small models.
+const SOFTWARE_BYTES: usize = 4 << 30;
+
+/// Where an engine computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// On the CPU.
+    #[default]
+    Cpu,
+    /// Elsewhere.
+    Accelerator(Accelerator),
+}
+
+/// A device with memory of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accelerator {
+    /// A GPU, by the driver's number.
+    Cuda(usize),
+    /// What a GPU would be asked to do, done and checked by the CPU: slow, for checks of the engine itself.
+    Software,
+}
+
+impl fmt::Display for Accelerator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            Self::Software => write!(f, "software"),
+        }
+    }
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let cuda = |ordinal: &str| ordinal.parse().map(Accelerator::Cuda).map(Self::Accelerator);
+        match text.split_once(':') {
+            None if text == "cpu" => Ok(Self::Cpu),
+            None if text == "cuda" => Ok(Self::Accelerator(Accelerator::Cuda(0))),
+            None if text == "software" => Ok(Self::Accelerator(Accelerator::Software)),
+            Some(("cuda", ordinal)) if cuda(ordinal).is_ok() => Ok(cuda(ordinal).expect("it was parsed")),
+            _ => Err(format!("device {text:?} is none of cpu, cuda:N (cuda is cuda:0), software")),
+        }
+    }
+}
+
+/// A model on a device.
+///
+/// # Errors
+/// [`LoadError`]: what is missing, and where it was looked for.
+pub fn open(
+    accelerator: Accelerator,
+    weights: &Weights,
+    config: &ModelConfig,
+    options: &DeviceOptions,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<Box<dyn Executor>, LoadError> {
+    let (element, head_dim): (Element, usize) = (options.element, config.head_dim);
+    kernels::supported(element, head_dim).map_err(LoadError::Unsupported)?;
+    Ok(match accelerator {
+        Accelerator::Cuda(ordinal) => {
+            let device = CudaDevice::open(ordinal, element, head_dim, cubins::folder().as_deref())?;
+            Box::new(CudaExecutor::load(device, weights, config, options, progress)?)
+        }
+        Accelerator::Software => {
+            let device = SoftDevice::new(SOFTWARE_BYTES, element, head_dim);
+            Box::new(CudaExecutor::load(device, weights, config, options, progress)?)
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_have_names() {
+        let accelerator = |text: &str| match text.parse() {
+            Ok(DeviceChoice::Accelerator(accelerator)) => accelerator,
+            other => panic!("{text}: {other:?}"),
+        };
+        assert_eq!("cpu".parse(), Ok(DeviceChoice::Cpu));
+        assert_eq!(accelerator("cuda"), Accelerator::Cuda(0));
+        for text in ["cuda:0", "cuda:7", "software"] {
+            assert_eq!(accelerator(text).to_string(), text);
+        }
+        for wrong in ["", "cuda:", "cuda:x", "cuda:-1", "gpu", "cpu:0"] {
+            let error = wrong.parse::<DeviceChoice>().unwrap_err();
+            assert!(error.contains("cuda:N"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! The kernels' own code on this CPU: the CUDA C++ sources, compiled by the machine's C++ compiler together with
+//! `emulation.cpp`, which is CUDA's threads and the PTX instructions that the kernels use.
+#![allow(unsafe_code)] // loads and calls what was compiled; see each block
+
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::fs::DirBuilder;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::super::device::{Arg, Element, Launch};
+use super::super::kernels;
+use super::Memory;
+
+/// Why kernels cannot be emulated.
+#[derive(Debug, thiserror::Error)]
+pub enum EmulationError {
+    /// There is no C++ compiler.
+    #[error("no C++ compiler was found: looked for {0} (settable as CXX)")]
+    NoCompiler(String),
+    /// The sources do not compile.
+    #[error("the emulation does not compile: {0}")]
+    Compile(String),
+    /// A file cannot be written or loaded.
+    #[error("{what}: {source}")]
+    System {
+        /// Which one.
+        what: String,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+}
+
+/// `baton_emulate` of `emulation.cpp`.
+type Call = unsafe extern "C" fn(*const c_char, *const u32, u32, u32, *mut *mut c_void) -> c_int;
+
+/// Kernels for one element type and head width, compiled for this CPU. Never unloaded.
+pub struct Emulation(Call);
+
+impl Emulation {
+    /// Compiles and loads them.
+    ///
+    /// # Errors
+    /// [`EmulationError`].
+    pub fn new(element: Element, head_dim: usize) -> Result<Self, EmulationError> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let name = format!("baton-emulation-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let folder = std::env::temp_dir().join(name);
+        let system = |what: &Path| {
+            let what = what.display().to_string();
+            |source| EmulationError::System { what, source }
+        };
+        // Ours alone, and new: nobody else can put a library there.
+        DirBuilder::new().mode(0o700).create(&folder).map_err(system(&folder))?;
+        let loaded = Self::build(&folder, &kernels::emulation_source(element, head_dim));
+        // A loaded library does not need its file.
+        std::fs::remove_dir_all(&folder).map_err(system(&folder))?;
+        loaded
+    }
+
+    fn build(folder: &Path, source: &str) -> Result<Self, EmulationError> {
+        let (text, library) = (folder.join("kernels.cpp"), folder.join("kernels.so"));
+        std::fs::write(&text, source)
+            .map_err(|error| EmulationError::System { what: text.display().to_string(), source: error })?;
+        let own = std::env::var_os("CXX").map(PathBuf::from);
+        let compilers: Vec<_> = own.into_iter().chain(["c++", "g++", "clang++"].map(PathBuf::from)).collect();
+        for compiler in &compilers {
+            let arguments = ["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-o"];
+            let Ok(output) = Command::new(compiler).args(arguments).args([&library, &text]).output() else {
+                continue;
+            };
+            if !output.status.success() {
+                return Err(EmulationError::Compile(String::from_utf8_lossy(&output.stderr).into_owned()));
+            }
+            return Self::load(&library);
+        }
+        let names: Vec<_> = compilers.iter().map(|compiler| compiler.display().to_string()).collect();
+        Err(EmulationError::NoCompiler(names.join(", ")))
+    }
+
+    fn load(library: &Path) -> Result<Self, EmulationError> {
+        let path = CString::new(library.as_os_str().as_bytes()).expect("a path has no zero byte");
+        // SAFETY: the library was compiled just now from our own source, and runs nothing when it is loaded.
+        let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        let symbol = match handle.is_null() {
+            true => std::ptr::null_mut(),
+            // SAFETY: the handle is open, the name a C string.
+            false => unsafe { libc::dlsym(handle, c"baton_emulate".as_ptr()) },
+        };
+        if symbol.is_null() {
+            let source = std::io::Error::other("it cannot be loaded");
+            return Err(EmulationError::System { what: library.display().to_string(), source });
+        }
+        // SAFETY: the source defines this function with this signature.
+        Ok(Self(unsafe { std::mem::transmute::<*mut c_void, Call>(symbol) }))
+    }
+
+    /// Runs a launch whose slices have been checked to be in their buffers.
+    pub(super) fn run(&self, buffers: &mut [Option<Memory>], launch: &Launch) -> Result<(), String> {
+        let name = CString::new(launch.kernel.name()).expect("names of kernels have no zero byte");
+        let mut values: Vec<u64> = Vec::with_capacity(launch.args.len());
+        for arg in &launch.args {
+            values.push(match arg {
+                Arg::In(slice) | Arg::Out(slice) => {
+                    let memory = buffers[slice.buffer.0 as usize].as_mut().expect("it was checked");
+                    memory.bytes.as_mut_slice()[slice.offset..].as_mut_ptr().expose_provenance() as u64
+                }
+                Arg::Null => 0,
+                Arg::U32(value) => u64::from(*value),
+                Arg::U64(value) => *value,
+                Arg::F32(value) => u64::from(value.to_bits()),
+            });
+        }
+        let mut pointers: Vec<*mut c_void> =
+            values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
+        // SAFETY: the parameters are those of the kernel, in eight bytes each, as for a GPU; the buffers stay where they
+        // are during the call. A kernel that reaches beyond a slice reaches beyond it here too: this is a check of ours,
+        // run by hand, and never by a server.
+        let unknown = unsafe {
+            (self.0)(
+                name.as_ptr(),
+                launch.grid.as_ptr(),
+                launch.threads,
+                launch.shared_bytes,
+                pointers.as_mut_ptr(),
+            )
+        };
+        if unknown == 0 { Ok(()) } else { Err(format!("{} is not in the emulation", launch.kernel.name())) }
+    }
+}

@@ -1,0 +1,179 @@
+//! Memory of the software device, and who has touched it when.
+
+use std::fmt;
+
+use baton_connector::BlockId;
+use baton_connector::region::Region;
+
+/// Plain bytes: of its own, or a region's.
+pub(super) enum Bytes {
+    Own(Vec<u8>),
+    Region(Region),
+}
+
+impl Bytes {
+    pub(super) fn zeroed(bytes: usize) -> Self {
+        Self::Own(vec![0; bytes])
+    }
+
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Own(bytes) => bytes.len(),
+            Self::Region(region) => region.blocks() * region.block_bytes(),
+        }
+    }
+
+    /// # Panics
+    /// Of a region: device memory is its own.
+    pub(super) fn as_slice(&self) -> &[u8] {
+        match self {
+            Self::Own(bytes) => bytes,
+            Self::Region(_) => panic!("device memory is not a region"),
+        }
+    }
+
+    pub(super) fn as_mut_slice(&mut self) -> &mut [u8] {
+        match self {
+            Self::Own(bytes) => bytes,
+            Self::Region(_) => panic!("device memory is not a region"),
+        }
+    }
+
+    pub(super) fn write(&mut self, at: usize, from: &[u8]) {
+        match self {
+            Self::Own(bytes) => bytes[at..at + from.len()].copy_from_slice(from),
+            Self::Region(region) => in_blocks(region, at, from.len(), |block, within, part| {
+                let mut whole = region.read_block(block);
+                whole[within..within + part.len()].copy_from_slice(&from[part]);
+                region.write_block(block, &whole);
+            }),
+        }
+    }
+
+    pub(super) fn read(&self, at: usize, to: &mut [u8]) {
+        match self {
+            Self::Own(bytes) => to.copy_from_slice(&bytes[at..at + to.len()]),
+            Self::Region(region) => in_blocks(region, at, to.len(), |block, within, part| {
+                let whole = region.read_block(block);
+                to[part.clone()].copy_from_slice(&whole[within..within + part.len()]);
+            }),
+        }
+    }
+}
+
+/// Calls `each(block, first byte in it, range of the whole)` for a range of a region's bytes.
+fn in_blocks(
+    region: &Region,
+    at: usize,
+    len: usize,
+    mut each: impl FnMut(BlockId, usize, std::ops::Range<usize>),
+) {
+    let mut done = 0;
+    while done < len {
+        let (block, within) = ((at + done) / region.block_bytes(), (at + done) % region.block_bytes());
+        let now = (region.block_bytes() - within).min(len - done);
+        each(BlockId(u32::try_from(block).expect("blocks are counted in 32 bits")), within, done..done + now);
+        done += now;
+    }
+}
+
+/// How much of each party's work has happened before a point.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Clock(Vec<u64>);
+
+impl Clock {
+    pub(super) fn tick(&mut self, place: usize) {
+        if self.0.len() <= place {
+            self.0.resize(place + 1, 0);
+        }
+        self.0[place] += 1;
+    }
+
+    pub(super) fn join(&mut self, other: &Self) {
+        if self.0.len() < other.0.len() {
+            self.0.resize(other.0.len(), 0);
+        }
+        for (mine, theirs) in self.0.iter_mut().zip(&other.0) {
+            *mine = (*mine).max(*theirs);
+        }
+    }
+
+    fn at(&self, place: usize) -> u64 {
+        self.0.get(place).copied().unwrap_or(0)
+    }
+}
+
+/// Bytes that were touched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    pub(super) start: usize,
+    pub(super) end: usize,
+    pub(super) write: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Access {
+    span: Span,
+    place: usize,
+    time: u64,
+}
+
+/// Two accesses that nothing puts in order.
+#[derive(Debug)]
+pub(super) struct Conflict {
+    now: Span,
+    before: Span,
+    place: usize,
+}
+
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let word = |span: &Span| if span.write { "written" } else { "read" };
+        let who = if self.place == 0 { "the host".to_owned() } else { format!("stream {}", self.place) };
+        write!(
+            f,
+            "bytes {}..{} are {} while bytes {}..{} may still be {} by {who}",
+            self.now.start,
+            self.now.end,
+            word(&self.now),
+            self.before.start,
+            self.before.end,
+            word(&self.before)
+        )
+    }
+}
+
+/// Accesses that the host has not waited for.
+#[derive(Debug, Default)]
+pub(super) struct Shadow(Vec<Access>);
+
+impl Shadow {
+    /// Adds an access by `place` at its time in `now`, if everything it conflicts with came before.
+    pub(super) fn note(&mut self, span: Span, place: usize, now: &Clock) -> Result<(), Conflict> {
+        for access in &self.0 {
+            let overlap = access.span.start < span.end && span.start < access.span.end;
+            let conflict = overlap && (access.span.write || span.write);
+            if conflict && now.at(access.place) < access.time {
+                return Err(Conflict { now: span, before: access.span, place: access.place });
+            }
+        }
+        // What this one covers and follows needs no memory: whoever follows this one follows that too.
+        self.0.retain(|access| {
+            let covered = span.start <= access.span.start && access.span.end <= span.end;
+            let replaced =
+                covered && (span.write || !access.span.write) && now.at(access.place) >= access.time;
+            !(replaced && (span.write || access.place == place))
+        });
+        self.0.push(Access { span, place, time: now.at(place) });
+        Ok(())
+    }
+
+    pub(super) fn forget(&mut self, known: &Clock) {
+        self.0.retain(|access| known.at(access.place) < access.time);
+    }
+
+    /// Whether everything that was done here is known to be done.
+    pub(super) fn is_quiet(&self, known: &Clock) -> bool {
+        self.0.iter().all(|access| known.at(access.place) >= access.time)
+    }
+}

@@ -1,0 +1,95 @@
+//! The twins of the kernels that choose tokens. Sums of weights are whole numbers, as there: the same draw chooses the
+//! same token unless two devices' exponentials differ at just that boundary.
+
+use super::super::super::device::Element;
+use super::super::super::kernels::DRAW_WORDS;
+use super::{Fault, Run};
+
+/// A weight of 1.
+const ONE: f64 = (1_u64 << 40) as f64;
+
+pub(super) fn best_of_parts(run: &mut Run<'_>) -> Result<(), Fault> {
+    let (vocab, parts, [grid_parts, rows, _]) = (run.number(3)?, run.number(4)?, run.grid());
+    if grid_parts != parts {
+        return Err(format!("a grid of {grid_parts} for {parts} parts"));
+    }
+    let per_part = vocab.div_ceil(parts);
+    for row in 0..rows {
+        let logits = run.read(0, Element::F32, row * vocab, vocab)?;
+        for part in 0..parts {
+            let (start, end) = ((part * per_part).min(vocab), ((part + 1) * per_part).min(vocab));
+            let (mut best, mut index) = (f32::NEG_INFINITY, -1);
+            for (i, value) in logits[start..end].iter().enumerate() {
+                if *value > best {
+                    (best, index) = (*value, i32::try_from(start + i).map_err(|e| e.to_string())?);
+                }
+            }
+            run.write(1, Element::F32, row * parts + part, &[best])?;
+            run.write_integer(2, row * parts + part, index)?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn choose(run: &mut Run<'_>) -> Result<(), Fault> {
+    let (vocab, parts) = (run.number(5)?, run.number(6)?);
+    for row in 0..run.grid()[0] {
+        let draw = run.integers(3, row * DRAW_WORDS, DRAW_WORDS)?;
+        if draw[0] == 0 {
+            continue;
+        }
+        let values = run.read(1, Element::F32, row * parts, parts)?;
+        let indices = run.integers(2, row * parts, parts)?;
+        let (mut best, mut index) = (f32::NEG_INFINITY, -1);
+        for (value, at) in values.into_iter().zip(indices) {
+            if at >= 0 && (index < 0 || value > best) {
+                (best, index) = (value, at);
+            }
+        }
+        if draw[0] == 2 && index >= 0 && best < f32::INFINITY {
+            let logits = run.read(0, Element::F32, row * vocab, vocab)?;
+            index = drawn(&logits, best, &draw);
+        }
+        run.write_integer(4, row, index)?;
+    }
+    Ok(())
+}
+
+fn mass(weight: f32) -> u64 {
+    (f64::from(weight) * ONE) as u64
+}
+
+/// The token that the fraction of a draw falls on.
+fn drawn(logits: &[f32], best: f32, draw: &[i32]) -> i32 {
+    let float = |word: usize| f32::from_bits(draw[word].cast_unsigned());
+    let (inverse_temperature, top_k, top_p, min_p) =
+        (float(1), draw[2].cast_unsigned() as usize, float(3), float(4));
+    let fraction = u64::from(draw[6].cast_unsigned()) << 32 | u64::from(draw[5].cast_unsigned());
+    let weights: Vec<f32> = logits.iter().map(|logit| ((logit - best) * inverse_temperature).exp()).collect();
+    // Best first, the lowest id first among equals; NaN is above nothing.
+    let mut kept: Vec<usize> = (0..weights.len()).filter(|id| weights[*id] > 0.0).collect();
+    kept.sort_by(|a, b| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)));
+    if top_k > 0 && top_k < logits.len() {
+        kept.truncate(top_k);
+    }
+    if top_p < 1.0 {
+        let total: u64 = kept.iter().map(|id| mass(weights[*id])).sum();
+        let wanted = ((total as f64 * f64::from(top_p)) as u64).max(1);
+        let mut sum = 0;
+        let reached = kept.iter().position(|id| {
+            sum += mass(weights[*id]);
+            sum >= wanted
+        });
+        kept.truncate(reached.map_or(kept.len(), |last| last + 1));
+    }
+    kept.retain(|id| weights[*id] >= min_p);
+    kept.sort_unstable();
+    let total: u64 = kept.iter().map(|id| mass(weights[*id])).sum();
+    let target = ((u128::from(fraction) * u128::from(total)) >> 64) as u64;
+    let mut sum = 0;
+    let at = kept.iter().find(|id| {
+        sum += mass(weights[**id]);
+        sum > target
+    });
+    at.map_or(-1, |id| i32::try_from(*id).expect("a vocabulary fits"))
+}

@@ -1,0 +1,294 @@
+//! The executor on the software device, against the CPU executor: the same launches that a GPU would get.
+
+use super::software::SoftDevice;
+use super::*;
+use crate::executor::LogitsWanted;
+use crate::executor::cpu::{CpuExecutor, CpuOptions};
+use crate::sampling::{Draw, GenerationDefaults, Place, SamplingParams, TokenCounts, distribution};
+
+const VOCAB: u32 = 150;
+/// f32 against f32 of another order of summation.
+const FAR: f32 = 1e-3;
+
+fn config(family: &str, more: &str) -> ModelConfig {
+    let head_dim = if family == "Llama" { 32 } else { 24 };
+    let text = format!(
+        r#"{{"architectures": ["{family}ForCausalLM"], "hidden_size": 72, "num_hidden_layers": 3,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": {head_dim}, "intermediate_size": 100,
+            "vocab_size": {VOCAB}, "eos_token_id": 1 {more} }}"#
+    );
+    ModelConfig::parse(text.as_bytes(), GenerationDefaults::default()).unwrap()
+}
+
+/// Every feature that a checkpoint of each family may have.
+fn families() -> Vec<ModelConfig> {
+    vec![
+        config("Llama", r#", "attention_bias": true, "mlp_bias": true"#),
+        config(
+            "Qwen2",
+            r#", "tie_word_embeddings": true,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}"#,
+        ),
+        config("Qwen3", ""),
+    ]
+}
+
+fn on_software(config: &ModelConfig, change: impl FnOnce(&mut DeviceOptions)) -> CudaExecutor<SoftDevice> {
+    let mut options = DeviceOptions {
+        blocks: 64,
+        block_tokens: 8,
+        element: Element::F32,
+        max_rows: 200,
+        max_sequences: 12,
+        max_positions: 160,
+        pool: Region::allocate,
+    };
+    change(&mut options);
+    let device = SoftDevice::new(64 << 20, options.element, config.head_dim);
+    CudaExecutor::load(device, &Weights::random(5), config, &options, &mut |_| ()).unwrap()
+}
+
+fn on_cpu(config: &ModelConfig) -> CpuExecutor {
+    let options = CpuOptions { blocks: 64, block_tokens: 8, threads: 2, ..CpuOptions::default() };
+    CpuExecutor::with_weights(&Weights::random(5), config, &options, &mut |_| ()).unwrap()
+}
+
+fn tokens(seed: u32, count: usize) -> Vec<u32> {
+    (0..count as u32).map(|i| (i * 7 + seed * 13 + i * i) % VOCAB).collect()
+}
+
+fn blocks(first: u32, count: u32) -> Vec<BlockId> {
+    (0..count).rev().map(|i| BlockId(first + i)).collect()
+}
+
+fn far(a: &Logits, b: &Logits) -> f32 {
+    assert_eq!((a.vocab, a.values.len()), (b.vocab, b.values.len()));
+    a.values
+        .iter()
+        .zip(&b.values)
+        .fold(0.0, |far, (a, b)| if (a - b).abs() <= far { far } else { (a - b).abs() })
+}
+
+/// One sequence of a script.
+struct Script {
+    tokens: Vec<u32>,
+    table: Vec<BlockId>,
+    /// Lengths of its chunks; single tokens afterwards.
+    chunks: Vec<usize>,
+    begins_at: usize,
+}
+
+/// Runs sequences that begin at different steps, in chunks and then token by token, and calls `each` with every step.
+fn run(scripts: &[Script], steps: usize, mut each: impl FnMut(&[SeqStep<'_>])) {
+    let mut done = vec![0; scripts.len()];
+    for step in 0..steps {
+        let mut batch = Vec::new();
+        for (script, done) in scripts.iter().zip(&mut done) {
+            let Some(turn) = step.checked_sub(script.begins_at) else { continue };
+            let count = script.chunks.get(turn).copied().unwrap_or(1).min(script.tokens.len() - *done);
+            if count == 0 {
+                continue;
+            }
+            let logits = match turn % 3 {
+                0 if count > 1 => LogitsWanted::All,
+                1 if count > 1 => LogitsWanted::No,
+                _ => LogitsWanted::Last,
+            };
+            let tokens = &script.tokens[*done..*done + count];
+            batch.push(SeqStep { tokens, start: *done, block_table: &script.table, logits });
+            *done += count;
+        }
+        each(&batch);
+    }
+}
+
+fn scripts() -> Vec<Script> {
+    let script = |seed: u32, length: usize, first: u32, chunks: &[usize], begins_at| Script {
+        tokens: tokens(seed, length),
+        table: blocks(first, length.div_ceil(8) as u32),
+        chunks: chunks.to_vec(),
+        begins_at,
+    };
+    vec![
+        script(1, 120, 3, &[100, 1, 1, 5], 0),
+        script(2, 12, 20, &[3], 0),
+        script(3, 40, 25, &[17, 9, 2], 1),
+        script(4, 30, 40, &[1], 2),
+        script(5, 25, 50, &[20], 3),
+    ]
+}
+
+#[test]
+fn ragged_steps_chunks_and_buckets_give_the_logits_of_the_cpu() {
+    for config in families() {
+        let (mut device, mut cpu) = (on_software(&config, |_| ()), on_cpu(&config));
+        let (mut ours, mut theirs) = (Logits::default(), Logits::default());
+        let mut rows = 0;
+        run(&scripts(), 30, |batch| {
+            device.execute(batch, &mut ours).unwrap();
+            cpu.execute(batch, &mut theirs).unwrap();
+            let far = far(&ours, &theirs);
+            assert!(far < FAR, "{:?}: {far} after {rows} rows", config.family);
+            rows += ours.rows();
+        });
+        assert!(rows > 200, "{rows}");
+        assert!(device.device().replays > 10, "decode steps are graphs: {}", device.device().replays);
+    }
+}
+
+#[test]
+fn a_step_is_one_copy_to_the_device_and_one_back() {
+    let config = config("Llama", "");
+    let mut device = on_software(&config, |_| ());
+    let (mut logits, mut last) = (Logits::default(), device.device().copies);
+    run(&scripts(), 12, |batch| {
+        device.execute(batch, &mut logits).unwrap();
+        let back = u64::from(logits.rows() > 0);
+        // Wanted rows come back in pieces of a bucket: only checks want as many.
+        if logits.rows() <= 16 {
+            assert_eq!(device.device().copies - last, 1 + back, "{} rows", logits.rows());
+        }
+        last = device.device().copies;
+    });
+}
+
+#[test]
+fn tokens_are_drawn_on_the_device_as_the_host_would_draw_them() {
+    let config = config("Llama", "");
+    let (mut device, mut cpu) = (on_software(&config, |_| ()), on_cpu(&config));
+    let (prompt, table) = (tokens(7, 20), blocks(3, 3));
+    let greedy = SamplingParams::default();
+    let warm = SamplingParams { temperature: 0.7, seed: 3, ..greedy.clone() };
+    let all = [
+        greedy.clone(),
+        warm.clone(),
+        SamplingParams { top_k: 4, ..warm.clone() },
+        SamplingParams { top_p: 0.6, ..warm.clone() },
+        SamplingParams { min_p: 0.3, ..warm.clone() },
+        SamplingParams { top_k: 20, top_p: 0.8, min_p: 0.05, ..warm },
+    ];
+    let mut logits = Logits::default();
+    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    cpu.execute(&[step], &mut logits).unwrap();
+    let row = logits.row(0).to_vec();
+    for params in &all {
+        let counts = TokenCounts::for_params(params, &prompt);
+        let expected = distribution(&row, params, &counts, Place { position: 20, generated: 0 });
+        let mut seen = vec![0_u32; VOCAB as usize];
+        let rounds = 600;
+        let mut start = 0;
+        for round in 0..rounds {
+            // The seed of each round; the last token is computed again and again.
+            let params = SamplingParams { seed: round, ..params.clone() };
+            let draw = Draw::of(&params, Place { position: 20, generated: 0 }).unwrap();
+            let logits_wanted = LogitsWanted::Draw(draw);
+            let step =
+                SeqStep { tokens: &prompt[start..], start, block_table: &table, logits: logits_wanted };
+            device.execute(&[step], &mut logits).unwrap();
+            assert!(logits.values.is_empty());
+            seen[logits.chosen[0].expect("there is a number") as usize] += 1;
+            start = 19;
+        }
+        for (token, count) in seen.iter().enumerate() {
+            let wanted = expected.iter().find(|(id, _)| *id as usize == token).map_or(0.0, |(_, p)| *p);
+            let share = f64::from(*count) / rounds as f64;
+            // Four deviations of a share of 600.
+            let slack = 4.0 * (wanted * (1.0 - wanted) / rounds as f64).sqrt() + 1e-9;
+            assert!((share - wanted).abs() <= slack, "{params:?}: token {token} {share} instead of {wanted}");
+        }
+    }
+}
+
+#[test]
+fn a_step_with_logits_beside_draws_leaves_all_of_them_to_the_host() {
+    let config = config("Qwen3", "");
+    let (mut device, mut cpu) = (on_software(&config, |_| ()), on_cpu(&config));
+    let (prompt, table, other) = (tokens(7, 20), blocks(3, 3), blocks(9, 3));
+    let draw = Draw::of(&SamplingParams::default(), Place { position: 20, generated: 0 }).unwrap();
+    let batch = [
+        SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Draw(draw) },
+        SeqStep { tokens: &prompt, start: 0, block_table: &other, logits: LogitsWanted::Last },
+    ];
+    let (mut ours, mut theirs) = (Logits::default(), Logits::default());
+    device.execute(&batch, &mut ours).unwrap();
+    cpu.execute(&batch, &mut theirs).unwrap();
+    assert!(ours.chosen.is_empty() && far(&ours, &theirs) < FAR);
+}
+
+#[test]
+fn blocks_that_were_published_can_be_decoded_from_elsewhere() {
+    let config = config("Qwen2", "");
+    let (mut producer, mut consumer) = (on_software(&config, |_| ()), on_software(&config, |_| ()));
+    let (text, table, there) = (tokens(9, 45), blocks(3, 6), blocks(30, 6));
+    let step =
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+    let mut logits = Logits::default();
+    producer.execute(&[step(&text[..40], 0, &table)], &mut logits).unwrap();
+    let before = producer.regions()[0].read_block(table[0]);
+    assert!(before.iter().all(|byte| *byte == 0), "nothing is copied before it is asked for");
+    producer.publish(&table).unwrap();
+    let copies = producer.device().copies;
+    producer.publish(&table).unwrap();
+    assert_eq!(producer.device().copies, copies, "a block is copied once");
+
+    consumer.landing(&there);
+    for (from, to) in table.iter().zip(&there) {
+        consumer.regions()[0].write_block(*to, &producer.regions()[0].read_block(*from));
+    }
+    let mut theirs = Logits::default();
+    for at in 40..45 {
+        producer.execute(&[step(&text[at..=at], at, &table)], &mut logits).unwrap();
+        consumer.execute(&[step(&text[at..=at], at, &there)], &mut theirs).unwrap();
+        assert_eq!(logits.values, theirs.values, "at {at}");
+    }
+    // What the consumer has computed since then can be lent on, byte for byte.
+    producer.publish(&table).unwrap();
+    consumer.publish(&there).unwrap();
+    for (from, to) in table.iter().zip(&there) {
+        assert!(producer.regions()[0].read_block(*from) == consumer.regions()[0].read_block(*to), "{from:?}");
+    }
+}
+
+#[test]
+fn bf16_stays_near_f32() {
+    let config = config("Llama", "");
+    let mut exact = on_software(&config, |_| ());
+    let mut coarse = on_software(&config, |options| options.element = Element::Bf16);
+    assert_eq!(coarse.layout().block_bytes() * 2, exact.layout().block_bytes());
+    let (mut a, mut b) = (Logits::default(), Logits::default());
+    run(&scripts(), 12, |batch| {
+        exact.execute(batch, &mut a).unwrap();
+        coarse.execute(batch, &mut b).unwrap();
+        let far = far(&a, &b);
+        assert!(far > 0.0 && far < 0.3, "{far}");
+    });
+}
+
+#[test]
+fn a_device_that_is_too_small_is_an_error_with_numbers() {
+    let config = config("Llama", "");
+    let options = DeviceOptions {
+        blocks: 1 << 12,
+        block_tokens: 16,
+        element: Element::F32,
+        max_rows: 64,
+        max_sequences: 4,
+        max_positions: 64,
+        pool: Region::allocate,
+    };
+    let device = SoftDevice::new(8 << 20, Element::F32, config.head_dim);
+    let loaded = CudaExecutor::load(device, &Weights::random(5), &config, &options, &mut |_| ());
+    let Err(error) = loaded else { panic!("a pool of 96 MiB on a device of 8 MiB") };
+    assert!(matches!(error, LoadError::Device(DeviceError::Memory { .. })), "{error}");
+}
+
+#[test]
+fn a_step_out_of_bounds_is_an_error_and_the_next_one_works() {
+    let config = config("Llama", "");
+    let (mut device, table, mut logits) = (on_software(&config, |_| ()), blocks(0, 2), Logits::default());
+    let step = |tokens| SeqStep { tokens, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    let error = device.execute(&[step(&[VOCAB])], &mut logits).unwrap_err().to_string();
+    assert!(error.contains("vocabulary"), "{error}");
+    device.execute(&[step(&[1])], &mut logits).unwrap();
+    assert_eq!(logits.rows(), 1);
+}

@@ -1,0 +1,156 @@
+//! Engines whose KV lies in a device's own memory: handoffs and tiers go through a mirror in host memory.
+//!
+//! By default the device is the software one, which also checks every copy and launch. `BATON_TEST_DEVICE=cuda:0` runs
+//! the same on a GPU (`bench/gpu/check.sh`).
+
+use baton_connector::layout::KvDtype;
+use baton_engine::engine::{Engine, EngineOptions};
+use baton_engine::executor::cuda::{Accelerator, DeviceChoice};
+use baton_engine::server::Role;
+use baton_engine::transport::KvTransport;
+use serde_json::{Value, json};
+
+use super::cluster::{BLOCK, Cluster, LLAMA, Node, QWEN2, QWEN3, fresh_id, greedy, options, prompt, with};
+use super::digests::same_bytes;
+
+fn device() -> DeviceChoice {
+    match std::env::var("BATON_TEST_DEVICE") {
+        Ok(name) => name.parse().expect("BATON_TEST_DEVICE is a device"),
+        Err(_) => DeviceChoice::Accelerator(Accelerator::Software),
+    }
+}
+
+fn on_device(options: &mut EngineOptions) {
+    options.device = device();
+    options.max_model_len = Some(512);
+}
+
+/// Without log-probabilities, so that tokens are drawn on the device.
+fn drawn(prompt: &[u32], temperature: f64) -> Value {
+    json!({
+        "prompt": prompt, "max_tokens": 12, "temperature": temperature, "top_p": 0.95, "seed": 7, "ignore_eos": true,
+        "return_token_ids": true,
+    })
+}
+
+fn ids(reply: &Value) -> Value {
+    reply["choices"][0]["token_ids"].clone()
+}
+
+#[track_caller]
+fn same_tokens(cluster: &Cluster, body: &Value) {
+    let two = cluster.hand_over(body);
+    let one = cluster.one.generate(&fresh_id(), body).ok();
+    assert!(ids(&two).as_array().is_some_and(|ids| ids.len() == 12), "{two}");
+    assert_eq!(ids(&two), ids(&one));
+}
+
+/// Below, at and above a block, and over several steps. None ends with a full block: its last token's KV is computed by
+/// P and by D in different sums.
+const LENGTHS: [usize; 5] = [1, BLOCK - 1, BLOCK + 1, 3 * BLOCK + 1, 101];
+
+#[test]
+fn a_handoff_between_devices_says_what_the_cpu_says() {
+    for (model, transport) in
+        [(LLAMA, KvTransport::Tcp), (QWEN3, KvTransport::Auto), (QWEN2, KvTransport::Auto)]
+    {
+        let cluster = Cluster::with(model, |options| {
+            on_device(options);
+            options.kv_transport = transport;
+        });
+        for (seed, len) in LENGTHS.into_iter().enumerate() {
+            let prompt = prompt(seed as u64 + 1, len);
+            same_tokens(&cluster, &drawn(&prompt, 0.0));
+            same_bytes(&cluster.p, &cluster.d, &prompt);
+            let with_logits = with(&greedy(&prompt, 12), "logprobs", json!(2));
+            same_tokens(&cluster, &with_logits);
+        }
+        assert_eq!(cluster.d.metric("baton_kv_load_failures_total"), 0.0);
+        assert!(cluster.d.metric("vllm:external_prefix_cache_hits_total") > 0.0, "D has fetched nothing");
+        cluster.is_clean();
+    }
+}
+
+#[test]
+fn a_draw_with_a_seed_is_the_same_on_one_device_and_across_a_handoff() {
+    let cluster = Cluster::each(LLAMA, on_device);
+    for (seed, len) in LENGTHS.into_iter().enumerate() {
+        same_tokens(&cluster, &drawn(&prompt(seed as u64 + 30, len), 0.9));
+    }
+    cluster.is_clean();
+}
+
+#[test]
+fn cpu_and_device_hand_over_to_each_other() {
+    for on in [Role::Prefill, Role::Decode] {
+        let cluster = Cluster::with(QWEN3, |options| {
+            if options.role == on {
+                on_device(options);
+            }
+        });
+        let prompt = prompt(50, 5 * BLOCK + 3);
+        same_tokens(&cluster, &drawn(&prompt, 0.0));
+        same_bytes(&cluster.p, &cluster.d, &prompt);
+        cluster.is_clean();
+    }
+}
+
+#[test]
+fn what_was_evicted_from_a_device_comes_back_from_the_tiers() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let start = || {
+        let mut options = options(LLAMA, Role::Both);
+        on_device(&mut options);
+        (options.kv_blocks, options.offload.host_bytes) = (Some(24), 1 << 20);
+        options.offload.disk =
+            Some(baton_engine::offload::open::DiskOptions { dir: dir.path().to_owned(), bytes: 64 << 20 });
+        Node::start(options)
+    };
+    let node = start();
+    let body = drawn(&prompt(1, 12 * BLOCK + 3), 0.0);
+    let rested = |node: &Node| node.wait_until("copies are in flight", |kv| kv["offload"]["in_flight"] == 0);
+    let answer = |node: &Node, body: &Value| {
+        let reply = node.generate(&fresh_id(), body).ok();
+        rested(node);
+        reply
+    };
+    let first = answer(&node, &body);
+    for seed in 900..903 {
+        answer(&node, &drawn(&prompt(seed, 14 * BLOCK), 0.0));
+    }
+    let again = answer(&node, &body);
+    assert_eq!(ids(&again), ids(&first));
+    let hits = |node: &Node| node.metric("baton_kv_offload_hit_tokens_total");
+    assert_eq!(hits(&node), (12 * BLOCK) as f64);
+    node.is_clean();
+    node.stop();
+    let second = start();
+    assert_eq!(ids(&answer(&second, &body)), ids(&first));
+    assert_eq!(hits(&second), (12 * BLOCK) as f64, "the disk tier has survived the restart");
+    second.is_clean();
+}
+
+#[test]
+fn what_a_device_cannot_do_is_said_before_anything_is_served() {
+    let refused = |change: &dyn Fn(&mut EngineOptions)| {
+        let mut options = options(LLAMA, Role::Both);
+        options.device = DeviceChoice::Accelerator(Accelerator::Software);
+        change(&mut options);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let _entered = runtime.enter();
+        match Engine::start(options, &mut |_| {}) {
+            Ok(_) => panic!("it starts"),
+            Err(error) => error.to_string(),
+        }
+    };
+    let error = refused(&|options| options.kv_dtype = KvDtype::F16);
+    assert!(error.contains("--device software") && error.contains("--kv-cache-dtype"), "{error}");
+    let error = refused(&|options| options.kv_ranks = 2);
+    assert!(error.contains("--kv-ranks"), "{error}");
+    if device() == DeviceChoice::Accelerator(Accelerator::Software) {
+        // No machine has as many; most that run this have none, nor a driver.
+        let error = refused(&|options| options.device = DeviceChoice::Accelerator(Accelerator::Cuda(4_000)));
+        assert!(error.contains("--device cuda:4000"), "{error}");
+        assert!(error.contains("looked for") || error.contains("cuda:4000: there is no"), "{error}");
+    }
+}
