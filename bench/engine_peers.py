@@ -96,7 +96,7 @@ def transformers_engine(model, threads, name):
             def decode():
                 for _ in range(DECODED):
                     network(token, past_key_values=cache, use_cache=True)
-                cache.crop(PROMPT)
+                cache.crop(-DECODED)
 
             decode()
             found[f"transformers_{name}_decode_b{batch}_tps"] = DECODED * batch / best(decode, 3)

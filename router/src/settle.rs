@@ -348,7 +348,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_most_tries_that_can_be_configured_take_less_than_a_lease() {
+    fn the_pauses_between_the_most_tries_take_less_than_a_lease() {
         let pauses: Vec<_> = pauses().take(16).collect();
         assert_eq!(pauses[..3], [50, 100, 200].map(Duration::from_millis));
         assert_eq!(pauses[15], PAUSE_MAX);

@@ -111,9 +111,10 @@ fn next_data(frames: &[u8], from: usize) -> Option<usize> {
 fn told_status(data: &[u8]) -> Option<StatusCode> {
     let body: Value = serde_json::from_slice(data).ok()?;
     let error = match &body["error"] {
-        Value::Null if body["object"] == "error" || body["type"] == "error" => &body,
-        Value::Null => return None,
-        error => error,
+        Value::Object(_) => &body["error"],
+        Value::String(text) if !text.is_empty() => &body["error"],
+        _ if body["object"] == "error" || body["type"] == "error" => &body,
+        _ => return None,
     };
     let code = error["code"].as_u64().and_then(|code| u16::try_from(code).ok());
     let kind = match error["type"].as_str().unwrap_or_default() {
@@ -217,6 +218,7 @@ mod tests {
             "data: {\"object\":\"chat.completion.chunk\"}\n\n",
             "data: {\"choices\":[{\"text\":\"error\",\"error\":1}]}\n\n",
             "data: {\"type\":\"response.created\",\"response\":{\"error\":null}}\n\n",
+            "data: {\"choices\":[],\"error\":\"\"}\n\ndata: {\"choices\":[],\"error\":false}\n\n",
             ": {\"error\":1}\n\n",
             ": data\n\n",
             "data:\n\n",

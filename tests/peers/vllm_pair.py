@@ -107,11 +107,13 @@ class Engine:
 
     def metric(self, name, **labels):
         """The sum of a metric's series that have these labels."""
-        total = 0.0
+        total, known = 0.0, False
         for line in get(self.url + "/metrics").splitlines():
+            known = known or line.startswith(f"# TYPE {name.removesuffix('_count')}")
             found = re.match(re.escape(name) + r"(\{[^}]*\})? (\S+)", line)
             if found and all(f'{k}="{v}"' in (found[1] or "") for k, v in labels.items()):
                 total += float(found[2])
+        expect(known, f"vLLM {self.name} has no metric {name}")
         return total
 
     def pinned(self):
@@ -232,6 +234,7 @@ def texts(pair):
     expect(transfers >= len(prompts), f"{transfers} transfers for {len(prompts)} prompts")
     computed = pair.decode.metric("vllm:prompt_tokens_by_source_total", source="local_compute") - computed
     moved = pair.decode.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") - moved
+    expect(moved > 0, "no prompt token was told as transferred")
     expect(computed == 0, f"D computed {computed} prompt tokens itself")
     return f"{right} of {len(prompts)} right, {transfers:.0f} transfers, {moved:.0f} tokens moved, 0 computed by D"
 
@@ -304,9 +307,14 @@ def refused(pair):
 @check("what D's handler refuses gives P its blocks back")
 def refused_by_decode(pair):
     # Sound to a parser, and P is asked for one answer: only D's handler sees that a greedy request wants two.
+    before = pair.prefill.asked()
     body = {"model": "demo", "prompt": pair.prompt(20), "max_tokens": 8, "n": 2, "temperature": 0}
     status, answer = post(pair.url + "/v1/completions", body)
     expect(status == 400, f"{status}: {answer}")
+    until = time.monotonic() + RELEASED_S
+    while pair.prefill.asked() == before:
+        expect(time.monotonic() < until, "P was not asked, so nothing was lent")
+        time.sleep(0.02)
     took = pair.home()
     expect(took < RELEASED_S, f"{took:.1f} s until the blocks were back")
     return f"400; blocks back after {took:.2f} s"

@@ -15,21 +15,27 @@ pub(super) struct Awake {
 }
 
 impl Awake {
-    pub(super) fn keep() -> Self {
-        let stop = Arc::new(AtomicBool::new(false));
+    /// # Errors
+    /// Where the system does not let a thread yield to all others: then nothing is kept awake.
+    pub(super) fn keep() -> std::io::Result<Self> {
+        let mut awake = Self { stop: Arc::default(), threads: Vec::new() };
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let spin = |_| {
-            let stop = Arc::clone(&stop);
-            std::thread::spawn(move || {
-                if yields_to_all() {
-                    while !stop.load(Ordering::Relaxed) {
-                        std::hint::spin_loop();
-                    }
+        let (tell, told) = std::sync::mpsc::sync_channel(processors);
+        for _ in 0..processors {
+            let (stop, tell) = (Arc::clone(&awake.stop), tell.clone());
+            awake.threads.push(std::thread::spawn(move || {
+                let yields = yields_to_all();
+                let may_spin = yields.is_ok();
+                // Whoever waits for it waits until it has come.
+                let _ = tell.send(yields);
+                while may_spin && !stop.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
                 }
-            })
-        };
-        let threads = (0..processors).map(spin).collect();
-        Self { stop, threads }
+            }));
+        }
+        drop(tell);
+        told.into_iter().collect::<std::io::Result<()>>()?;
+        Ok(awake)
     }
 }
 
@@ -43,9 +49,12 @@ impl Drop for Awake {
     }
 }
 
-/// Whether this thread now runs only where no other wants to; one that does not would take time from what is measured.
-fn yields_to_all() -> bool {
+/// From now on this thread runs only where no other wants to; one that does not would take time from what is measured.
+fn yields_to_all() -> std::io::Result<()> {
     let parameters = libc::sched_param { sched_priority: 0 };
     // SAFETY: 0 is the calling thread, and the kernel only reads the parameters, which live until it returns.
-    unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameters) == 0 }
+    match unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameters) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
 }

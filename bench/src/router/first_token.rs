@@ -66,7 +66,9 @@ pub(super) async fn measure(
     report: &mut RouterReport,
 ) -> Result<(), RouterBenchError> {
     for cores in Cores::ALL {
-        let _awake = (cores == Cores::Awake).then(Awake::keep);
+        let awake = (cores == Cores::Awake).then(Awake::keep).transpose();
+        let _awake =
+            awake.map_err(|error| RouterBenchError::System("processors cannot be kept awake", error))?;
         measure_on(cores, args, engines, subjects, repetition, report).await?;
     }
     Ok(())

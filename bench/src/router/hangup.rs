@@ -156,8 +156,9 @@ async fn once(
     drop(wire);
     loop {
         match tokio::time::timeout(WITHIN, signs.recv()).await {
-            Ok(Some((_, Sign::Took))) => {}
-            Ok(Some((at, Sign::Closed | Sign::Verb))) => return Ok(Some(at.saturating_duration_since(left))),
+            Ok(Some((at, Sign::Closed | Sign::Verb))) if at >= left => return Ok(Some(at - left)),
+            // What came before is of somebody else.
+            Ok(Some(_)) => {}
             Ok(None) | Err(_) => return Ok(None),
         }
     }

@@ -30,7 +30,10 @@ pub(crate) fn dry_run(
     let identity = match (&generation.auth, tenant) {
         (None, _) => None,
         (Some(_), None) => {
-            return Err(ApiError::invalid("tenant", "with `auth` a dry run needs a tenant: `?tenant=NAME`"));
+            return Err(ApiError::invalid(
+                "tenant",
+                "with `auth` a dry run needs a tenant: `?tenant=NAME`, or `--tenant NAME` of `baton explain`",
+            ));
         }
         (Some(auth), Some(name)) => match auth.of_tenant(name) {
             Some(identity) => Some((auth, identity)),

@@ -21,7 +21,7 @@ use crate::models::Model;
 use crate::policy::Wanted;
 use crate::pool::{Room, Tell};
 use crate::request_id;
-use crate::upstream::Outgoing;
+use crate::upstream::{Engine, Outgoing};
 
 /// What is sent, apart from where.
 pub(super) struct Refusable<'a> {
@@ -33,9 +33,10 @@ pub(super) struct Refusable<'a> {
 }
 
 impl Refusable<'_> {
-    /// Tries so often, every decode engine once before any of them again; whether one of them has refused it.
+    /// Tries so often, every decode engine once before any of them again; whether one of them has refused it. An engine
+    /// that has said no before its handler says it again, and is not asked twice.
     pub(super) async fn refused(&self, tries: u16, within: Duration) -> bool {
-        let mut tried = Vec::new();
+        let (mut tried, mut useless) = (Vec::new(), Vec::new());
         let mut pauses = pauses();
         let mut outgoing = self.outgoing();
         for _ in 0..tries {
@@ -47,7 +48,7 @@ impl Refusable<'_> {
                 Ok(reserved) => reserved,
                 Err(_) => {
                     // One that was busy for a moment may answer now: the lease would hold its blocks much longer.
-                    tried.clear();
+                    tried.clone_from(&useless);
                     tokio::time::sleep(pauses.next().unwrap_or(PAUSE_MAX)).await;
                     let Ok(reserved) = reserve(&tried) else { continue };
                     reserved
@@ -59,19 +60,25 @@ impl Refusable<'_> {
             match tokio::time::timeout(within, ask).await {
                 Ok(Ok(answer)) if is_handlers(answer.status) => return true,
                 Ok(Ok(answer)) => {
-                    let status = answer.status.as_u16();
-                    tracing::warn!(engine = engine.authority(), status, "a release by refusal was not taken");
+                    self.complain(&engine, &format!("status {}", answer.status));
+                    if answer.status.is_client_error() && answer.status != StatusCode::TOO_MANY_REQUESTS {
+                        useless.push(Arc::clone(&engine));
+                    }
                 }
-                Ok(Err(error)) => {
-                    tracing::warn!(engine = engine.authority(), %error, "a release by refusal failed");
-                }
-                Err(_elapsed) => {
-                    tracing::warn!(engine = engine.authority(), "a release by refusal was not answered");
-                }
+                Ok(Err(error)) => self.complain(&engine, &error.to_string()),
+                Err(_elapsed) => self.complain(&engine, "no answer in time"),
             }
             tried.push(engine);
         }
         false
+    }
+
+    /// Says, not too often, that an engine did not refuse it as it should.
+    fn complain(&self, engine: &Engine, what: &str) {
+        if let Some(held_back) = engine.trouble.due() {
+            let (request, engine) = (self.request.as_str(), engine.authority());
+            tracing::warn!(request, engine, what, held_back, "a release by refusal was not taken");
+        }
     }
 
     fn outgoing(&self) -> Outgoing {
