@@ -26,8 +26,9 @@ impl Awake {
             awake.threads.push(std::thread::spawn(move || {
                 let yields = yields_to_all();
                 let may_spin = yields.is_ok();
-                // Whoever waits for it waits until it has come.
+                // Somebody waits until each has said it.
                 let _ = tell.send(yields);
+                drop(tell);
                 while may_spin && !stop.load(Ordering::Relaxed) {
                     std::hint::spin_loop();
                 }

@@ -66,9 +66,6 @@ pub enum Cores {
 }
 
 impl Cores {
-    /// In the order in which they are measured.
-    pub const ALL: [Self; 2] = [Self::AsTheyAre, Self::Awake];
-
     fn name(self) -> &'static str {
         match self {
             Self::AsTheyAre => "as they are",
@@ -133,7 +130,7 @@ pub struct SubjectReport {
     pub version: String,
     /// CPU per request.
     pub loads: Vec<Load>,
-    /// On processors as they are, and awake; empty for nginx, which makes one hop.
+    /// On processors as they are, and awake where the system allows it; empty for nginx, which makes one hop.
     pub first_token: Vec<FirstToken>,
     /// `None` when it runs in the benchmark's own process.
     pub memory: Option<Memory>,
