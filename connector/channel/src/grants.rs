@@ -2,7 +2,7 @@
 //! each other meanwhile.
 //!
 //! A read is cut into batches, the same on both ends. The producer sends the block ids of a batch after it has
-//! looked at the lease, and no more than [`WINDOW`] batches ahead of what the consumer says it has taken; so
+//! looked at the lease, and no more than `WINDOW` batches ahead of what the consumer says it has taken; so
 //! the bytes that are still taken after a lease has ended, although nobody may use them, are bounded too.
 
 use std::ops::Range;

@@ -2,7 +2,7 @@
 //!
 //! A file is named by the hash of what it was made from: source, architecture and the compiler's version. It begins with
 //! a mark and the hash of its bytes, so that one that was cut off or changed is compiled again instead of loaded. It
-//! appears by a rename, whole or not at all, and there are never more than [`FILES_MAX`].
+//! appears by a rename, whole or not at all, and there are never more than `FILES_MAX`.
 
 use std::fs;
 use std::io::Write;

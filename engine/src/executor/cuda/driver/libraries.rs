@@ -1,6 +1,6 @@
 //! Finding NVIDIA's libraries at run time, and saying what is missing.
 //!
-//! The loader's own search comes first (`LD_LIBRARY_PATH`, the system's cache), then the folders of [`folders`]. A
+//! The loader's own search comes first (`LD_LIBRARY_PATH`, the system's cache), then the folders of `folders`. A
 //! library found there is loaded by its path and stays loaded, so that later look-ups by name find it. Every symbol that
 //! is used is looked for before the first call: a driver that is too old is an error with a name in it.
 #![allow(unsafe_code)] // loads shared libraries; see each block
