@@ -45,6 +45,10 @@ bench-router:
 clients:
     tests/clients/run.sh
 
+# NIXL's real library from PyPI: transfers, aborts, stale reads, kill -9, SIGSTOP, oversize; skips loudly without PyPI
+nixl *ROUNDS:
+    tests/peers/nixl.sh {{ROUNDS}}
+
 # every CUDA kernel for every architecture, without a GPU; skips loudly without PyPI
 gpu-compile:
     bench/gpu/compile.sh target/release/baton

@@ -20,7 +20,7 @@ import argparse
 import json
 import os
 import pathlib
-import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -46,7 +46,9 @@ def best(measure, rounds=ROUNDS):
 
 
 def onednn(config, threads):
+    """The better of torch's linear layer and of oneDNN's own with weights in the order that it likes."""
     import torch
+    from torch.utils import mkldnn
 
     torch.set_num_threads(threads)
     hidden, inter = config["hidden_size"], config["intermediate_size"]
@@ -54,21 +56,28 @@ def onednn(config, threads):
     dim = config.get("head_dim") or hidden // heads
     query, kv = heads * dim, config.get("num_key_value_heads", heads) * dim
     shapes = [(hidden, query + 2 * kv), (query, hidden), (hidden, 2 * inter), (inter, hidden)]
-    found = {}
+    flops = sum(2 * PROMPT * inputs * outputs for inputs, outputs in shapes)
+    found = {"torch": torch.__version__}
     for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
-        products = [
-            (torch.randn(PROMPT, inputs).to(dtype), torch.nn.Linear(inputs, outputs, bias=False).to(dtype))
-            for inputs, outputs in shapes
-        ]
+        plain, packed = [], []
+        for inputs, outputs in shapes:
+            x = torch.randn(PROMPT, inputs)
+            # With a bias of zeros: without one the layer of oneDNN cannot be made.
+            matrix = torch.nn.Linear(inputs, outputs).requires_grad_(False)
+            torch.nn.init.zeros_(matrix.bias)
+            packed.append((x.to(dtype).to_mkldnn(), mkldnn.to_mkldnn(matrix, dtype)))
+            plain.append((x.to(dtype), matrix.to(dtype)))
         with torch.inference_mode():
 
-            def layer():
+            def layer(products):
                 for x, matrix in products:
                     matrix(x)
 
-            layer()
-            flops = sum(2 * PROMPT * inputs * outputs for inputs, outputs in shapes)
-            found[f"onednn_{name}_gflops"] = flops / best(layer, 20) / 1e9
+            fastest = []
+            for products in (plain, packed):
+                layer(products)
+                fastest.append(best(lambda: layer(products), 20))
+        found[f"onednn_{name}_gflops"] = flops / min(fastest) / 1e9
     return found
 
 
@@ -78,9 +87,10 @@ def transformers_engine(model, threads, name):
 
     torch.set_num_threads(threads)
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[name]
+    transformers.utils.logging.disable_progress_bar()
     network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
     vocab = network.config.vocab_size
-    found = {}
+    found = {"transformers": transformers.__version__}
     with torch.inference_mode():
 
         def prompts(batch):
@@ -107,18 +117,24 @@ def build_llama(folder):
     """llama-bench and llama-batched-bench from the source inside llama-cpp-python."""
     folder.mkdir(parents=True, exist_ok=True)
     programs = folder / "build" / "bin"
-    if (programs / "llama-batched-bench").exists():
+    if (programs / "llama-batched-bench").exists() and (programs / "llama-bench").exists():
         return programs
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
     if not list(folder.glob("llama_cpp_python-*.tar.gz")):
-        subprocess.run([*pip, f"llama-cpp-python=={LLAMA_CPP_PYTHON}", "-d", folder], check=True)
+        wanted = ["--no-deps", "--no-binary", "llama-cpp-python", f"llama-cpp-python=={LLAMA_CPP_PYTHON}"]
+        subprocess.run([sys.executable, "-m", "pip", "download", "-d", folder, *wanted], check=True, stdout=sys.stderr)
     with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
         archive.extractall(folder, filter="data")
     source = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
-    options = ["-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DCMAKE_BUILD_TYPE=Release"]
-    subprocess.run(["cmake", "-S", source, "-B", folder / "build", *options], check=True, stdout=sys.stderr)
+    on = ["CMAKE_BUILD_TYPE=Release", "GGML_NATIVE=ON"]
+    # No web pages, which it would fetch, and no encryption, which needs a library.
+    off = ["TESTS", "EXAMPLES", "SERVER", "APP", "UI"]
+    off = [f"LLAMA_BUILD_{part}=OFF" for part in off] + ["LLAMA_USE_PREBUILT_UI=OFF", "LLAMA_OPENSSL=OFF"]
+    options = [f"-D{option}" for option in on + off]
+    # cmake of the virtual environment, if that is not on the path.
+    cmake = shutil.which("cmake") or str(pathlib.Path(sys.executable).with_name("cmake"))
+    subprocess.run([cmake, "-S", source, "-B", folder / "build", *options], check=True, stdout=sys.stderr)
     targets = ["--target", "llama-bench", "llama-batched-bench", "-j", str(os.cpu_count())]
-    subprocess.run(["cmake", "--build", folder / "build", *targets], check=True, stdout=sys.stderr)
+    subprocess.run([cmake, "--build", folder / "build", *targets], check=True, stdout=sys.stderr)
     return programs
 
 
@@ -190,22 +206,45 @@ def gguf_file(model, config, kind, path):
     writer.close()
 
 
+def version(programs):
+    """The package whose source was built here."""
+    packages = [path.name for path in programs.parent.parent.glob("llama_cpp_python-*") if path.is_dir()]
+    return " ".join(packages) or "built elsewhere"
+
+
 def llama_cpp(model, config, threads, programs, kind):
-    found = {}
+    """The better of its two ways to hold the weights: the file mapped, or copied, with huge pages asked of the C library."""
+    ways = [("mmap", {}), ("none", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})]
+    found = {"llama_cpp": version(programs)}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / f"{kind}.gguf"
         gguf_file(model, config, kind, path)
-        common = ["-m", str(path), "-t", str(threads)]
-        shape = ["-p", str(PROMPT), "-n", str(DECODED), "-d", "0", "-r", "3", "-o", "json"]
-        said = subprocess.run([programs / "llama-bench", *common, *shape], check=True, capture_output=True, text=True)
-        for row in json.loads(said.stdout):
-            key = "prefill" if row["n_prompt"] else "decode_b1"
-            found[f"llama_cpp_{kind}_{key}_tps"] = max(row.get("samples_ts") or [row["avg_ts"]])
-        shape = ["-c", "6144", "-npp", "256", "-ntg", str(DECODED), "-npl", str(BATCH)]
-        said = subprocess.run([programs / "llama-batched-bench", *common, *shape], check=True, capture_output=True, text=True)
-        rows = [re.split(r"\s*\|\s*", line.strip(" |")) for line in said.stdout.splitlines() if re.match(r"\|\s*\d", line)]
-        # PP, TG, B, N_KV, T_PP, S_PP, T_TG, S_TG, ...
-        found[f"llama_cpp_{kind}_decode_b{BATCH}_tps"] = float(rows[-1][7])
+
+        def said(program, environment, *options):
+            command = [programs / program, "-m", str(path), "-t", str(threads), *options]
+            environment = {**os.environ, **environment}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            if done.returncode != 0:
+                raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr[-300:]}")
+            return done.stdout
+
+        def note(key, speed):
+            key = f"llama_cpp_{kind}_{key}_tps"
+            found[key] = max(found.get(key, 0.0), speed)
+
+        for load, environment in ways:
+            common = ["-lm", load, "-r", str(ROUNDS), "-o", "json"]
+            prefill = ["-p", str(PROMPT), "-n", "0"]
+            decode = ["-p", "0", "-n", str(DECODED), "-d", str(PROMPT)]
+            for key, shape in (("prefill", prefill), ("decode_b1", decode)):
+                (row,) = json.loads(said("llama-bench", environment, *common, *shape))
+                note(key, max(row["samples_ts"]))
+            context = BATCH * (PROMPT + DECODED)
+            shape = ["-c", str(context), "-npp", str(PROMPT), "-ntg", str(DECODED), "-npl", str(BATCH)]
+            for _ in range(2):
+                lines = said("llama-batched-bench", environment, "-lm", load, "--output-format", "jsonl", *shape)
+                (row,) = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+                note(f"decode_b{BATCH}", row["speed_tg"])
     return found
 
 
@@ -242,7 +281,7 @@ def main():
                 lambda: llama_cpp(args.model, config, args.threads, programs or build_llama(args.build_llama), kind),
             )
     for name, value in found.items():
-        print(f"{name:<40}{value:>10.1f}")
+        print(f"{name:<40}{value:>10.1f}" if isinstance(value, float) else f"{name:<40}{value:>10}")
     print(json.dumps({"threads": args.threads, "unix_time_s": int(time.time()), **found}))
 
 

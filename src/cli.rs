@@ -77,7 +77,7 @@ impl From<RoleArg> for Role {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum KvTransportArg {
-    /// Shared memory between engines of one host, TCP between others
+    /// Device to device or shared memory between engines of one host, TCP between others
     Auto,
     /// Shared memory only
     Shm,
@@ -114,6 +114,24 @@ impl From<KvDtypeArg> for KvDtype {
             KvDtypeArg::F32 => Self::F32,
             KvDtypeArg::F16 => Self::F16,
             KvDtypeArg::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DtypeArg {
+    /// Exact
+    #[value(name = "float32", alias = "float")]
+    Float32,
+    /// The inputs of matrix products are rounded to bf16: coarser, and many times faster where the machine has AMX
+    Bfloat16,
+}
+
+impl From<DtypeArg> for KvDtype {
+    fn from(dtype: DtypeArg) -> Self {
+        match dtype {
+            DtypeArg::Float32 => Self::F32,
+            DtypeArg::Bfloat16 => Self::Bf16,
         }
     }
 }
@@ -182,6 +200,9 @@ pub(crate) struct EngineArgs {
     /// Blocks of the KV pool; wins over --kv-cache-mib
     #[arg(long)]
     pub(crate) kv_blocks: Option<usize>,
+    /// What is computed with; by default float32 on the CPU and, on a GPU, the element type of the KV cache
+    #[arg(long, value_enum)]
+    pub(crate) dtype: Option<DtypeArg>,
     /// Element type of the KV cache, on a GPU of everything; by default f32 on the CPU and bf16 on a GPU
     #[arg(long, value_enum)]
     pub(crate) kv_cache_dtype: Option<KvDtypeArg>,

@@ -11,7 +11,7 @@ use baton_engine::executor::cuda::DeviceChoice;
 use baton_engine::model::ModelFiles;
 use baton_engine::offload::open::DiskOptions;
 
-use crate::cli::{EngineArgs, QuantizeArg};
+use crate::cli::{DtypeArg, EngineArgs, QuantizeArg};
 use crate::{Failure, builtin, shutdown};
 
 /// Threads that serve HTTP. The engine's own threads do the computing.
@@ -57,6 +57,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     if let Some(folder) = args.model.as_ref().filter(|folder| !folder.is_dir()) {
         return Err(format!("--model {}: there is no such folder", folder.display()).into());
     }
+    let element_types = (kv_dtype(&args)?, weights(&args)?);
     let model = args.model.map_or_else(builtin::model, ModelFiles::Dir);
     let mut options = EngineOptions::new(model);
     options.served_model_name = args.served_model_name;
@@ -73,12 +74,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.kv_cache_bytes = args.kv_cache_mib << 20;
     options.kv_blocks = args.kv_blocks;
     options.device = args.device;
-    options.kv_dtype = match (args.kv_cache_dtype, args.device) {
-        (Some(dtype), _) => dtype.into(),
-        (None, DeviceChoice::Cpu) => KvDtype::F32,
-        (None, DeviceChoice::Accelerator(_)) => KvDtype::Bf16,
-    };
-    options.weights = args.quantize.map_or(WeightMode::Stored, |QuantizeArg::Int8| WeightMode::Int8);
+    (options.kv_dtype, options.weights) = element_types;
     options.max_model_len = args.max_model_len;
     options.max_num_seqs = args.max_num_seqs;
     options.max_num_batched_tokens = args.max_num_batched_tokens.max(args.max_num_seqs);
@@ -100,16 +96,41 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     Ok(options)
 }
 
+/// A GPU has one element type for everything, whichever option says it.
+fn kv_dtype(args: &EngineArgs) -> Result<KvDtype, Failure> {
+    let (cache, computed) = (args.kv_cache_dtype.map(KvDtype::from), args.dtype.map(KvDtype::from));
+    match (args.device, cache, computed) {
+        (DeviceChoice::Cpu, cache, _) => Ok(cache.unwrap_or(KvDtype::F32)),
+        (DeviceChoice::Accelerator(_), Some(cache), Some(computed)) if cache != computed => {
+            Err("--dtype and --kv-cache-dtype are the same on this device".into())
+        }
+        (DeviceChoice::Accelerator(_), cache, computed) => Ok(cache.or(computed).unwrap_or(KvDtype::Bf16)),
+    }
+}
+
+fn weights(args: &EngineArgs) -> Result<WeightMode, Failure> {
+    let rounds = args.device == DeviceChoice::Cpu && args.dtype == Some(DtypeArg::Bfloat16);
+    match (rounds, args.quantize) {
+        (false, None) => Ok(WeightMode::Stored),
+        (true, None) => Ok(WeightMode::Bf16),
+        (false, Some(QuantizeArg::Int8)) => Ok(WeightMode::Int8),
+        (true, Some(QuantizeArg::Int8)) => {
+            Err("--dtype bfloat16 does not go with --quantize: int8 weights are multiplied in float32".into())
+        }
+    }
+}
+
 fn seconds(value: f64, flag: &str) -> Result<Duration, Failure> {
     Duration::try_from_secs_f64(value).map_err(|error| format!("{flag}: {error}").into())
 }
 
 /// The first line of the file.
 fn secret(path: &Path) -> Result<String, Failure> {
-    let text = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let wrong = |what: String| format!("--cluster-secret-file {}: {what}", path.display());
+    let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
     let line = text.lines().next().unwrap_or_default().trim();
     if line.is_empty() {
-        Err(format!("{} has no secret in its first line", path.display()).into())
+        Err(wrong("no secret in its first line".into()).into())
     } else {
         Ok(line.to_owned())
     }

@@ -2,9 +2,9 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use baton_router::{ConfigError, ConfigFile, NewKey, Reload, Router, RouterConfig};
+use baton_router::{ConfigError, ConfigFile, NamedFile, NewKey, Reload, Router, RouterConfig};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
@@ -67,8 +67,11 @@ pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
         other => other?,
     };
     // A file that it names and that cannot be read is found at the start as well; here it is found before.
-    let unreadable = |path: &PathBuf| Some(format!("{}: {}", path.display(), File::open(path).err()?));
-    let problems: Vec<_> = config.files().iter().filter_map(unreadable).collect();
+    let unreadable = |named: &NamedFile| {
+        let NamedFile { key, file, .. } = named;
+        Some(format!("{key}: {}: {}", file.display(), File::open(file).err()?))
+    };
+    let problems: Vec<_> = config.named_files().iter().filter_map(unreadable).collect();
     if !problems.is_empty() {
         return Err(problems.join("\n").into());
     }

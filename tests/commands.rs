@@ -23,6 +23,17 @@ fn file(folder: &Path, name: &str, text: &str) -> String {
 }
 
 #[test]
+fn an_engine_refuses_element_types_that_do_not_go_together() {
+    let (sound, _, said) = out(&baton(&["engine", "--dtype", "bfloat16", "--quantize", "int8"]));
+    assert!(!sound && said.contains("--dtype bfloat16 does not go with --quantize"), "{said}");
+    let mixed = ["engine", "--device", "cuda:0", "--dtype", "bfloat16", "--kv-cache-dtype", "f32"];
+    let (sound, _, said) = out(&baton(&mixed));
+    assert!(!sound && said.contains("--dtype and --kv-cache-dtype are the same"), "{said}");
+    let (sound, _, said) = out(&baton(&["engine", "--dtype", "float16"]));
+    assert!(!sound && said.contains("float32") && said.contains("bfloat16"), "{said}");
+}
+
+#[test]
 fn check_prints_what_is_in_effect_and_it_is_a_configuration_again() {
     let folder = tempfile::tempdir().unwrap();
     let good = file(folder.path(), "good.yaml", GOOD);
@@ -72,9 +83,31 @@ fn check_tells_files_that_are_named_and_cannot_be_read() {
     let text = format!("{GOOD}cluster_secret_file: '{}'\n", missing.display());
     let config = file(folder.path(), "router.yaml", &text);
     let (sound, _, said) = out(&baton(&["check", &config]));
-    assert!(!sound && said.contains(&missing.display().to_string()), "{said}");
+    let named = format!("cluster_secret_file: {}", missing.display());
+    assert!(!sound && said.contains(&named), "{said}");
+    let (started, _, said) = out(&baton(&["router", "--config", &config]));
+    assert!(!started && said.contains(&named), "{said}");
+    let (started, _, said) =
+        out(&baton(&["engine", "--role", "both", "--cluster-secret-file", &missing.display().to_string()]));
+    assert!(!started && said.contains(&format!("--cluster-secret-file {}", missing.display())), "{said}");
     std::fs::write(&missing, "0123456789abcdef").unwrap();
     assert!(out(&baton(&["check", &config])).0);
+}
+
+#[test]
+fn a_router_whose_port_is_taken_names_the_key_that_it_comes_from() {
+    let folder = tempfile::tempdir().unwrap();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap();
+    for (key, listen, admin) in [
+        ("listen", address, "127.0.0.1:0".parse().unwrap()),
+        ("admin.listen", "127.0.0.1:0".parse().unwrap(), address),
+    ] {
+        let text = format!("listen: '{listen}'\nadmin: {{listen: '{admin}'}}\n{GOOD}");
+        let config = file(folder.path(), "taken.yaml", &text);
+        let (started, _, said) = out(&baton(&["router", "--config", &config]));
+        assert!(!started && said.contains(&format!("{key}: cannot listen on {address}")), "{said}");
+    }
 }
 
 #[test]

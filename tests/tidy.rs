@@ -12,6 +12,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("baton-connector", &[]),
     ("baton-openai", &[]),
     ("baton-connector-channel", &["baton-connector"]),
+    ("baton-connector-device", &["baton-connector", "baton-connector-channel", "baton-connector-shm"]),
     ("baton-connector-nixl", &["baton-connector", "baton-connector-channel"]),
     ("baton-connector-shm", &["baton-connector", "baton-connector-channel"]),
     ("baton-connector-tcp", &["baton-connector", "baton-connector-channel"]),
@@ -19,6 +20,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
         "baton-engine",
         &[
             "baton-connector",
+            "baton-connector-device",
             "baton-connector-nixl",
             "baton-connector-shm",
             "baton-connector-tcp",
@@ -31,6 +33,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
         "baton-bench",
         &[
             "baton-connector",
+            "baton-connector-device",
             "baton-connector-nixl",
             "baton-connector-shm",
             "baton-connector-tcp",

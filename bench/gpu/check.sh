@@ -7,8 +7,10 @@
 # default bench/results. It needs libcuda (the driver), libnvrtc and libcublasLt; a folder with the last two can be named
 # in BATON_CUDA_LIBRARIES. HANDOFF may name the built test binary of engine/tests/handoff: its tests then run on the GPU.
 #
-# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed handoff sanitizer", in
+# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc handoff sanitizer", in
 # this order.
+#
+# DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc and handoff, and no speed.
 #
 # Exit codes: 0 all right; 1 something is wrong; 2 wrong arguments; 77 there is no GPU, nothing was checked.
 set -uo pipefail
@@ -17,7 +19,8 @@ cd "$(dirname "$0")/../.."
 baton=${1:?usage: bench/gpu/check.sh BATON [OUT]}
 out=${2:-bench/results}
 handoff=${HANDOFF:-}
-steps=" ${STEPS:-parity speed handoff sanitizer} "
+device=${DEVICE:-cuda:0}
+steps=" ${STEPS:-parity speed ipc handoff sanitizer} "
 if ! [ -x "$baton" ]; then
     echo "check.sh: $baton cannot be run; build it first: cargo build --release" >&2
     exit 2
@@ -41,9 +44,16 @@ wanted() {
 }
 
 # The driver's own answer, not a tool's: nvidia-smi may be missing where the GPU is not.
-step "kernels against their twins"
-"$baton" bench gpu --check-only
-code=$?
+code=0
+if [ "$device" != software ]; then
+    step "kernels against their twins"
+    "$baton" bench gpu --check-only
+    code=$?
+else
+    echo "## A DRY RUN ON THE SOFTWARE DEVICE: nothing of a GPU is checked or measured." >&2
+    steps=${steps//" speed "/" "}
+    steps=${steps//" sanitizer "/" "}
+fi
 if [ "$code" = 77 ]; then
     echo >&2
     echo "############################################################" >&2
@@ -55,7 +65,7 @@ fi
 
 if wanted parity; then
     step "parity with transformers: f32, and bf16 under the golden tokens"
-    "$baton" parity engine/tests/fixtures --device cuda:0 || failed+=("parity")
+    "$baton" parity engine/tests/fixtures --device "$device" || failed+=("parity")
 fi
 
 if wanted speed; then
@@ -70,10 +80,24 @@ if wanted speed; then
     fi
 fi
 
+if wanted ipc; then
+    step "device to device between two processes: 8k tokens in the shape of Llama 3.1 8B"
+    tokens=8192
+    [ "$device" = software ] && tokens=512
+    if "$baton" bench gpu-ipc --device "$device" --tokens "$tokens" --json >"$work/ipc.json"; then
+        cat "$work/ipc.json"
+        if [ "$device" != software ]; then
+            cp "$work/ipc.json" "$out/$(date -u +%Y-%m-%d)-gpu-ipc.json"
+        fi
+    else
+        failed+=("ipc")
+    fi
+fi
+
 if wanted handoff; then
     step "handoffs, offload and transports with KV in device memory"
     if [ -n "$handoff" ]; then
-        BATON_TEST_DEVICE=cuda:0 "$handoff" device:: --test-threads 1 || failed+=("handoff tests")
+        BATON_TEST_DEVICE=$device "$handoff" device:: --test-threads 1 || failed+=("handoff tests")
     else
         echo "SKIPPED: set HANDOFF to the built test binary of engine/tests/handoff"
     fi

@@ -1,8 +1,9 @@
 //! `baton bench engine`: how close the CPU engine comes to what this machine can do, in this minute.
 //!
 //! Speeds of shared machines drift by a factor of two within an hour, so every figure stands beside a limit
-//! from the same run: the measured read bandwidth over the bytes that a step must read, and the multiply-adds that
-//! the cores reach in registers over those that a step needs, whichever is lower. Prefill also stands beside what
+//! from the same run: how often a second the fastest of several plain loops reads as many bytes as a step must
+//! (right before and after that step is measured), and the multiply-adds that the cores reach in registers over those
+//! that a step needs, whichever is lower. Prefill also stands beside what
 //! the `gemm` crate reaches with the same threads on the model's own matrices (`bench/engine_peers.py` measures other
 //! engines and oneDNN). Rounds alternate between all measurements; the best of each is compared, and the spread says
 //! how much to trust it.
@@ -23,7 +24,7 @@ use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use baton_connector::layout::KvDtype;
-use baton_engine::executor::cpu::{CpuExecutor, WeightMode};
+use baton_engine::executor::cpu::{CpuExecutor, Unit, WeightMode};
 use baton_engine::executor::{Executor, ExecutorError};
 use baton_engine::model::config::ModelConfig;
 use baton_engine::model::weights::Weights;
@@ -100,10 +101,14 @@ pub struct EngineReport {
     pub threads: usize,
     /// Instruction set of the engine.
     pub isa: &'static str,
-    /// Read bandwidth of memory, GB/s (10^9 bytes).
-    pub read_bandwidth_gbps: Series,
+    /// Read bandwidth of memory by itself (1 GiB again and again), GB/s (10^9 bytes).
+    pub memory_gbps: Series,
+    /// Anonymous memory that lies in huge pages, over all of it; absent where the system does not tell.
+    pub huge_page_share: Option<f64>,
     /// f32 multiply-adds in registers, all threads, GFLOP/s; absent where there is no kernel for it.
     pub peak_gflops: Option<Series>,
+    /// The same of bf16, by the unit that the engine uses; absent where that multiplies f32.
+    pub bf16_peak_gflops: Option<Series>,
     /// What `gemm` reaches on the model's matrices with 512 rows, f32, GFLOP/s.
     pub gemm_gflops: Series,
     /// Element types; the default ones first.
@@ -117,12 +122,18 @@ pub struct EngineReport {
 pub struct EngineRow {
     /// Element type of the matrices in memory.
     pub weights: &'static str,
+    /// What multiplies: `f32`, or the unit of bfloat16 mode.
+    pub products: &'static str,
     /// Element type of the KV cache.
     pub kv_cache: &'static str,
     /// Bytes of weights that every step streams.
     pub weight_bytes: usize,
     /// Bytes of keys and values that one sequence of a decode step reads (position 512).
     pub kv_bytes: usize,
+    /// What plain loops reach on as many bytes as a step of one sequence reads, caches included, GB/s.
+    pub decode_b1_read_gbps: Series,
+    /// The same for a step of eight.
+    pub decode_b8_read_gbps: Series,
     /// Decode of one sequence, tokens/s.
     pub decode_b1_tps: Series,
     /// Decode of eight sequences together, tokens/s of all of them.
@@ -131,7 +142,7 @@ pub struct EngineRow {
     pub prefill_tps: Series,
     /// The same as arithmetic, attention included, GFLOP/s (best round).
     pub prefill_gflops: f64,
-    /// Bandwidth over weight and KV bytes, or the peak over a token's arithmetic if that is lower, tokens/s.
+    /// That bandwidth over weight and KV bytes, or the peak over a token's arithmetic if that is lower, tokens/s.
     pub decode_b1_limit_tps: f64,
     /// The same for eight sequences.
     pub decode_b8_limit_tps: f64,
@@ -199,17 +210,21 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
     };
     let mut subjects = subjects(&config, &weights, threads, options)?;
     drop(weights);
-    let mut machine = limits::Machine::new(&config, PROMPT_TOKENS, threads);
+    let engines: Vec<_> = subjects.iter().map(|subject| EngineRow::of(subject.executor(), &config)).collect();
+    let step_bytes = engines.iter().map(|row| row.step_bytes(BATCH)).max().unwrap_or(0);
+    let mut machine = limits::Machine::new(&config, PROMPT_TOKENS, threads, step_bytes);
     let mut report = EngineReport {
         model: name,
         unix_time_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         cpu: limits::cpu_name(),
         threads,
         isa: subjects[0].executor().isa().name(),
-        read_bandwidth_gbps: Series::default(),
+        memory_gbps: Series::default(),
+        huge_page_share: None,
         peak_gflops: None,
+        bf16_peak_gflops: None,
         gemm_gflops: Series::default(),
-        engines: subjects.iter().map(|subject| EngineRow::of(subject.executor(), &config)).collect(),
+        engines,
         process: None,
     };
     for subject in &mut subjects {
@@ -217,21 +232,33 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
     }
     for _ in 0..options.rounds.max(1) {
         for (subject, row) in subjects.iter_mut().zip(&mut report.engines) {
-            report.read_bandwidth_gbps.add(machine.read_gbps());
+            let (one, eight) = (row.step_bytes(1), row.step_bytes(BATCH));
+            row.decode_b1_read_gbps.add(machine.read_gbps(one));
             row.decode_b1_tps.add(subject.decode(1)?);
-            report.read_bandwidth_gbps.add(machine.read_gbps());
+            row.decode_b1_read_gbps.add(machine.read_gbps(one));
+            row.decode_b8_read_gbps.add(machine.read_gbps(eight));
             row.decode_b8_tps.add(subject.decode(BATCH)?);
+            row.decode_b8_read_gbps.add(machine.read_gbps(eight));
             row.prefill_tps.add(subject.prefill()?);
             report.gemm_gflops.add(machine.gemm_gflops());
             if let Some(peak) = machine.peak_gflops() {
                 report.peak_gflops.get_or_insert_default().add(peak);
             }
+            if let Some(peak) = machine.bf16_peak_gflops(subject.executor().bf16_unit()) {
+                report.bf16_peak_gflops.get_or_insert_default().add(peak);
+            }
         }
+        report.memory_gbps.add(machine.memory_gbps());
     }
-    let (bandwidth, gemm) = (report.read_bandwidth_gbps.best * 1e9, report.gemm_gflops.best * 1e9);
-    let peak = report.peak_gflops.as_ref().map_or(gemm, |peak| peak.best * 1e9);
+    #[allow(clippy::cast_precision_loss)] // far below 2^52
+    let share = |(huge, all): (u64, u64)| huge as f64 / all.max(1) as f64;
+    report.huge_page_share = limits::huge_pages().map(share);
+    let gemm = report.gemm_gflops.best * 1e9;
+    let f32_peak = report.peak_gflops.as_ref().map_or(gemm, |peak| peak.best * 1e9);
+    let bf16_peak = report.bf16_peak_gflops.as_ref().map_or(f32_peak, |peak| peak.best * 1e9);
     for row in &mut report.engines {
-        row.compare(&config, bandwidth, peak, gemm);
+        let peak = if row.products == "f32" { f32_peak } else { bf16_peak };
+        row.compare(&config, peak, gemm);
     }
     drop((subjects, machine));
     if let Some(dir) = &options.model {
@@ -262,7 +289,9 @@ fn subjects(
     let bf16 = exact.sibling(&with(KvDtype::Bf16, WeightMode::Stored))?;
     let int8 = load(KvDtype::F32, WeightMode::Int8)?;
     let int8_f16 = int8.sibling(&with(KvDtype::F16, WeightMode::Int8))?;
-    let mut all = vec![exact, f16, bf16, int8, int8_f16];
+    let products = load(KvDtype::F32, WeightMode::Bf16)?;
+    let products_bf16 = products.sibling(&with(KvDtype::Bf16, WeightMode::Bf16))?;
+    let mut all = vec![exact, f16, bf16, products, products_bf16, int8, int8_f16];
     if weights_name(&all[0], config) != "f32" {
         all.push(load(KvDtype::F32, WeightMode::F32)?);
     }
@@ -285,6 +314,7 @@ impl EngineRow {
         let layout = executor.layout();
         Self {
             weights: weights_name(executor, config),
+            products: executor.bf16_unit().map_or("f32", Unit::name),
             kv_cache: match layout.dtype {
                 KvDtype::F32 => "f32",
                 KvDtype::F16 => "f16",
@@ -292,6 +322,8 @@ impl EngineRow {
             },
             weight_bytes: executor.streamed_bytes(),
             kv_bytes: layout.block_bytes() * (PROMPT_TOKENS / BLOCK_TOKENS),
+            decode_b1_read_gbps: Series::default(),
+            decode_b8_read_gbps: Series::default(),
             decode_b1_tps: Series::default(),
             decode_b8_tps: Series::default(),
             prefill_tps: Series::default(),
@@ -306,16 +338,22 @@ impl EngineRow {
         }
     }
 
-    /// Against the machine: bytes/s, and FLOP/s of the peak and of `gemm`.
+    /// Bytes of weights, keys and values that a decode step of `batch` sequences reads.
+    fn step_bytes(&self, batch: usize) -> usize {
+        self.weight_bytes + batch * self.kv_bytes
+    }
+
+    /// Against the machine: its read bandwidth, and FLOP/s of the peak and of `gemm`.
     #[allow(clippy::cast_precision_loss)] // far below 2^52
-    fn compare(&mut self, config: &ModelConfig, bandwidth: f64, peak: f64, gemm: f64) {
-        let (tokens, bytes, kv) = (PROMPT_TOKENS as f64, self.weight_bytes as f64, self.kv_bytes as f64);
+    fn compare(&mut self, config: &ModelConfig, peak: f64, gemm: f64) {
+        let tokens = PROMPT_TOKENS as f64;
         let prefill_flops = prefill_flops(config);
         let attention = 4.0 * tokens * (config.query_width() * config.layers) as f64;
         let arithmetic = peak / (2.0 * matrix_weights(config, 1.0) + attention);
-        let decode = |batch: f64| (bandwidth * batch / (bytes + batch * kv)).min(arithmetic);
-        self.decode_b1_limit_tps = decode(1.0);
-        self.decode_b8_limit_tps = decode(BATCH as f64);
+        let steps = |read: &Series, batch: usize| read.best * 1e9 / self.step_bytes(batch) as f64;
+        let (one, eight) = (steps(&self.decode_b1_read_gbps, 1), steps(&self.decode_b8_read_gbps, BATCH));
+        self.decode_b1_limit_tps = one.min(arithmetic);
+        self.decode_b8_limit_tps = (eight * BATCH as f64).min(arithmetic);
         self.prefill_limit_tps = peak / prefill_flops * tokens;
         self.prefill_gflops = self.prefill_tps.best / tokens * prefill_flops / 1e9;
         self.decode_b1_ratio = self.decode_b1_tps.best / self.decode_b1_limit_tps;
@@ -331,8 +369,9 @@ fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::
     writeln!(out, "\n{:<36}{:>9}  {:>9}", "this machine, same minute", "best", "worst")?;
     let peak = report.peak_gflops.as_ref();
     for (name, series) in [
-        ("read bandwidth, GB/s", Some(&report.read_bandwidth_gbps)),
+        ("read of 1 GiB of memory, GB/s", Some(&report.memory_gbps)),
         ("f32 multiply-adds, GFLOP/s", peak),
+        ("bf16 multiply-adds, GFLOP/s", report.bf16_peak_gflops.as_ref()),
         ("gemm f32 on these shapes, GFLOP/s", Some(&report.gemm_gflops)),
     ] {
         if let Some(series) = series {
@@ -347,12 +386,19 @@ fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::
     for row in &report.engines {
         writeln!(
             out,
-            "{} weights ({} MB), {} KV cache ({:.1} MB a sequence)",
+            "{} weights ({} MB), products in {}, {} KV cache ({:.1} MB a sequence)",
             row.weights,
             row.weight_bytes / 1_000_000,
+            row.products,
             row.kv_cache,
             row.kv_bytes as f64 / 1e6
         )?;
+        for (name, read) in [
+            ("  plain reads of one step's bytes, GB/s", &row.decode_b1_read_gbps),
+            ("  the same for 8 sequences", &row.decode_b8_read_gbps),
+        ] {
+            writeln!(out, "{name:<36}{:>9.1}  {:>9.1}", read.best, read.worst)?;
+        }
         for (name, series, limit, ratio) in [
             ("decode, 1 sequence", &row.decode_b1_tps, row.decode_b1_limit_tps, row.decode_b1_ratio),
             ("decode, 8 sequences", &row.decode_b8_tps, row.decode_b8_limit_tps, row.decode_b8_ratio),
@@ -373,9 +419,12 @@ fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::
     }
     writeln!(
         out,
-        "\n{rounds} alternating rounds. Limits: the best bandwidth over the bytes of weights and keys and values a \
-         step, or the best of the multiply-adds, whichever is lower"
+        "\n{rounds} alternating rounds. Limits: the best plain reading of as many bytes of weights, keys and values as \
+         a step's, or the best of the multiply-adds, whichever is lower"
     )?;
+    if let Some(share) = report.huge_page_share {
+        writeln!(out, "{:.0}% of the memory is in huge pages", share * 100.0)?;
+    }
     if let Some(process) = &report.process {
         process::print(process, out)?;
     }

@@ -6,6 +6,7 @@
 
 pub mod compile;
 pub mod emulate;
+pub mod ipc;
 mod speed;
 
 use std::io::Write;

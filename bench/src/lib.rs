@@ -2,8 +2,10 @@
 
 pub mod engine;
 pub mod gpu;
+pub mod handoff;
 pub mod lease;
 pub mod router;
+mod running;
 pub mod sim_engine;
 pub mod transfer;
 
@@ -22,6 +24,10 @@ pub enum Benchmark {
     GpuCompile(gpu::compile::GpuCompile),
     /// Every kernel's own code on an emulation of CUDA's threads, against its twin; needs a C++ compiler and no GPU
     GpuEmulate(gpu::emulate::GpuEmulate),
+    /// KV blocks from one process to another on one device, beside copies inside it
+    GpuIpc(gpu::ipc::GpuIpc),
+    /// What of a handoff a client waits for, when blocks are read while they are computed and when afterwards
+    Handoff(handoff::HandoffOptions),
     /// KV blocks over the transport, against a bare writev/readv loop and memcpy
     Transfer(transfer::TransferOptions),
     /// One lease from open to close, with up to 100,000 others alive
@@ -43,6 +49,8 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Gpu(options) => gpu::run(&options, out),
         Benchmark::GpuEmulate(options) => gpu::emulate::run(&options, out),
         Benchmark::GpuCompile(options) => gpu::compile::run(&options, out),
+        Benchmark::GpuIpc(options) => gpu::ipc::run(&options, out),
+        Benchmark::Handoff(options) => Ok(handoff::run(&options, out)?),
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(lease::run(&options, out)?),
         Benchmark::Router(options) => Ok(router::run(&options, out)?),

@@ -20,7 +20,7 @@
 //! `rounds`; `block_bytes_of_latency`; `repetitions`; `bytes_per_repetition`.
 
 mod bare;
-mod lender;
+pub(crate) mod lender;
 
 use std::io::{self, Write};
 use std::net::TcpListener;

@@ -145,6 +145,8 @@ pub enum Event {
     DecodeAccepted(Attempt),
     /// It refused the request itself.
     DecodeRefused(Attempt),
+    /// The prefill whose handoff is held, or was handed on, has ended as it should: it lent before that.
+    PrefillEnded(Attempt),
     /// It failed before it took the request.
     DecodeFailed(Attempt, Failure),
     /// The first byte of the answer.
@@ -250,6 +252,11 @@ impl Exchange {
         &self.timeline
     }
 
+    /// The prefill that has just lent computes on: its span ends with [`Event::PrefillEnded`].
+    pub fn computes_on(&mut self) {
+        self.timeline.computes_on = true;
+    }
+
     /// How it ended, once it has.
     #[must_use]
     pub fn outcome(&self) -> Option<Outcome> {
@@ -328,6 +335,14 @@ impl Exchange {
                 })
             }
 
+            (
+                S::Held(Some(lent))
+                | S::Decoding(_, Some(lent))
+                | S::Accepted(_, Some(lent))
+                | S::Streaming(_, Some(lent)),
+                E::PrefillEnded(by),
+            ) if lent.by == by => applied(Vec::new()),
+
             (S::Accepted(on, lent), E::FirstChunk(by)) if on == by => self.go(S::Streaming(on, lent)),
             (S::Accepted(on, _) | S::Streaming(on, _), E::StreamEnded(by)) if on == by => {
                 self.state = S::Done(Outcome::Completed);
@@ -368,6 +383,7 @@ impl Exchange {
             (
                 _,
                 E::NotAdmitted
+                | E::PrefillEnded(_)
                 | E::PrefillSent(_)
                 | E::PrefillSkipped
                 | E::DecodeSent(_)
@@ -450,6 +466,7 @@ impl Exchange {
         match event {
             Event::PrefillSent(_) => drop(line.prefill_sent.get_or_insert(now)),
             Event::PrefillLent(..) | Event::PrefillEmpty(_) => drop(line.prefilled.get_or_insert(now)),
+            Event::PrefillEnded(_) => line.prefill_ended = Some(now),
             Event::DecodeSent(_) => drop(line.decode_sent.get_or_insert(now)),
             Event::DecodeAccepted(_) => drop(line.accepted.get_or_insert(now)),
             Event::FirstChunk(_) => drop(line.first_chunk.get_or_insert(now)),

@@ -2,8 +2,9 @@
 //!
 //! The fields are vLLM's NixlConnector's (read from vLLM 0.33), so that the router fronts vLLM engines and
 //! baton engines alike. Ours adds `remote_handle`, `remote_epoch`, `remote_lease_left_ms`,
-//! `remote_layout`, `remote_prompt`, `remote_block_size`, `remote_rank_ports` and `remote_consumers`. A consumer
-//! of ours needs them (but for the last two, where one rank lends to one consumer); stock engines ignore them.
+//! `remote_layout`, `remote_prompt`, `remote_block_size`, `remote_rank_ports`, `remote_consumers` and `remote_growing`. A
+//! consumer of ours needs them (but for the last three, where one rank lends to one consumer what is computed); stock
+//! engines ignore them.
 //! `tp_size` is vLLM's name for the number of ranks that the KV heads are sharded over.
 //!
 //! Everything here is hostile until checked: a missing or malformed field is an error that names it, nothing
@@ -68,6 +69,8 @@ pub struct Handoff {
     pub cached: usize,
     /// Consumers that the lease waits for. One that does not want it leaves, where there are others.
     pub consumers: u16,
+    /// The producer still computes: the blocks can be read as they become final. `lease_left` counts from then on.
+    pub growing: bool,
 }
 
 /// Which field of a handoff is missing or malformed.
@@ -119,6 +122,7 @@ impl Handoff {
             "remote_lease_left_ms": self.lease_left.map(|left| left.as_millis() as u64),
             "remote_layout": format!("{:016x}", self.layout),
             "remote_prompt": format!("{:016x}", self.prompt),
+            "remote_growing": self.growing,
         })
     }
 }
@@ -181,6 +185,7 @@ fn handoff(fields: &Map<String, Value>) -> Result<Handoff, HandoffError> {
         prompt: fingerprint(fields, "remote_prompt")?,
         cached: cached.unwrap_or(0),
         consumers: consumers(fields)?,
+        growing: get("remote_growing").flag("remote_growing")?,
     })
 }
 
@@ -256,6 +261,7 @@ mod tests {
             prompt: 0xbeef,
             cached: 16,
             consumers: 3,
+            growing: true,
         }
     }
 

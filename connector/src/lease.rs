@@ -1,6 +1,8 @@
 //! The lease: how a prefill engine lends the blocks it computed to a decode engine.
 //!
 //! ```text
+//! Growing ─ the prefill is done ──▶ Offered, or Reading if somebody reads already
+//! Growing ─ release, abort ───────▶ Closed(Released), or Draining if somebody reads
 //! Offered ─ read begun(reader) ───▶ Reading{readers}
 //! Offered ─ release ──────────────▶ Closed(Released)
 //! Offered ─ expired ──────────────▶ Closed(Expired)
@@ -15,6 +17,10 @@
 //! A reader is one link of one consumer ([`Reader`]); a consumer has everything when all its links are done, and
 //! the lease ends by itself when as many consumers as were expected have everything or have left. A consumer that
 //! fails half-way stands in nobody's way: another one takes its place, until time is up.
+//!
+//! A lease may be opened while its prefill still computes ([`Lease::growing`]): it can be read from then on, as far as
+//! its owner says that blocks are final, and a reader is told "valid" only once all of them are. Until then no clock
+//! runs: the prefill itself is bounded, and whatever ends it ends the lease.
 //!
 //! Invariants:
 //! - [`Step::closed`] is `Some` exactly once in the life of a lease: then, and only then, the blocks go back.
@@ -85,6 +91,8 @@ impl Cause {
 /// Where a lease stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum State {
+    /// Its prefill still computes; whether anybody reads already makes no difference.
+    Growing,
     /// Nobody reads.
     Offered,
     /// At least one reader is in flight.
@@ -98,6 +106,8 @@ pub enum State {
 /// What can happen to a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
+    /// The prefill is done: every block is final, and the clock starts.
+    Sealed,
     /// A reader asks to start.
     ReadBegun(Reader),
     /// A reader has everything.
@@ -148,6 +158,8 @@ pub struct Step {
 #[derive(Debug)]
 pub struct Lease {
     state: State,
+    /// Whether every block is final. One that began to end before that never says "valid".
+    sealed: bool,
     terms: LeaseTerms,
     expiry: Time,
     drain_deadline: Time,
@@ -167,6 +179,7 @@ impl Lease {
     pub fn open(terms: LeaseTerms, expected: usize, now: Time) -> Self {
         Self {
             state: State::Offered,
+            sealed: true,
             terms,
             expiry: now.after(terms.duration),
             drain_deadline: Time::ZERO,
@@ -178,16 +191,23 @@ impl Lease {
         }
     }
 
+    /// Opens a lease whose prefill still computes.
+    #[must_use]
+    pub fn growing(terms: LeaseTerms, expected: usize) -> Self {
+        Self { state: State::Growing, sealed: false, ..Self::open(terms, expected, Time::ZERO) }
+    }
+
     /// Where it stands.
     #[must_use]
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// When [`Event::Tick`] will next change something; `None` once closed.
+    /// When [`Event::Tick`] will next change something; `None` while it grows, and once closed.
     #[must_use]
     pub fn deadline(&self) -> Option<Time> {
         match self.state {
+            State::Growing => None,
             State::Offered | State::Reading => Some(self.expiry),
             State::Draining(_) => Some(self.drain_deadline),
             State::Closed(_) => None,
@@ -245,7 +265,16 @@ impl Lease {
     fn transition(&mut self, event: Event, now: Time) -> Step {
         let reply = |reply| Step { reply, closed: None };
         match (self.state, event) {
-            (State::Offered | State::Reading, Event::ReadBegun(reader)) => {
+            (State::Growing, Event::Sealed) => {
+                self.sealed = true;
+                self.expiry = now.after(self.terms.duration);
+                self.state = if self.reading.is_empty() { State::Offered } else { State::Reading };
+                reply(Reply::Valid)
+            }
+            (State::Offered | State::Reading, Event::Sealed) => reply(Reply::Already),
+            (State::Draining(_) | State::Closed(_), Event::Sealed) => reply(Reply::Gone),
+
+            (State::Growing | State::Offered | State::Reading, Event::ReadBegun(reader)) => {
                 if self.left.contains(&reader.consumer) {
                     return reply(Reply::Gone);
                 }
@@ -254,17 +283,28 @@ impl Lease {
                     return reply(Reply::Busy);
                 }
                 self.reading.insert(reader);
-                self.state = State::Reading;
+                if self.state != State::Growing {
+                    self.state = State::Reading;
+                }
                 reply(Reply::Granted)
             }
             (State::Draining(_) | State::Closed(_), Event::ReadBegun(_)) => reply(Reply::Gone),
 
+            (State::Growing, Event::ReadDone(reader)) => {
+                // Not all of it can be there: whoever says so is not believed.
+                self.reading.remove(&reader);
+                self.rest(Reply::Gone)
+            }
             (State::Reading, Event::ReadDone(reader)) => {
                 if !self.reading.remove(&reader) {
                     return reply(self.verdict_of_absent(reader));
                 }
                 self.book(reader);
                 self.rest(Reply::Valid)
+            }
+            (State::Draining(cause), Event::ReadDone(reader)) if !self.sealed => {
+                self.reading.remove(&reader);
+                self.drained(cause, Reply::Gone)
             }
             (State::Draining(cause), Event::ReadDone(reader)) => {
                 if !self.reading.remove(&reader) {
@@ -277,7 +317,7 @@ impl Lease {
                 reply(self.verdict_of_absent(reader))
             }
 
-            (State::Reading, Event::ReadFailed(reader)) => {
+            (State::Growing | State::Reading, Event::ReadFailed(reader)) => {
                 self.reading.remove(&reader);
                 self.rest(Reply::None)
             }
@@ -287,6 +327,7 @@ impl Lease {
             }
             (State::Offered | State::Closed(_), Event::ReadFailed(_)) => reply(Reply::None),
 
+            (State::Growing, Event::Heartbeat) => reply(Reply::Valid),
             (State::Offered | State::Reading, Event::Heartbeat) => {
                 self.expiry = self.expiry.max(now.after(self.terms.extension()));
                 reply(Reply::Valid)
@@ -294,7 +335,10 @@ impl Lease {
             (State::Draining(_) | State::Closed(_), Event::Heartbeat) => reply(Reply::Gone),
 
             (State::Offered, Event::Release) => self.close(Cause::Released, Reply::Released),
-            (State::Reading, Event::Release) => {
+            (State::Growing, Event::Release) if self.reading.is_empty() => {
+                self.close(Cause::Released, Reply::Released)
+            }
+            (State::Growing | State::Reading, Event::Release) => {
                 self.drain(Cause::Released, now);
                 reply(Reply::Draining)
             }
@@ -302,7 +346,7 @@ impl Lease {
                 reply(Reply::Already)
             }
 
-            (State::Offered | State::Reading, Event::Leave(consumer)) => {
+            (State::Growing | State::Offered | State::Reading, Event::Leave(consumer)) => {
                 let full = self.left.len() >= CONSUMERS_MAX;
                 if full || self.complete.contains(&consumer) || !self.left.insert(consumer) {
                     return reply(Reply::Already);
@@ -311,9 +355,7 @@ impl Lease {
                 if step.closed.is_some() { Step { reply: Reply::Released, ..step } } else { step }
             }
 
-            (State::Offered | State::Reading | State::Draining(_) | State::Closed(_), Event::Tick) => {
-                reply(Reply::None)
-            }
+            (_, Event::Tick) => reply(Reply::None),
         }
     }
 
@@ -329,7 +371,7 @@ impl Lease {
                 self.reading.clear();
                 self.close(cause, Reply::None).closed
             }
-            State::Closed(_) => None,
+            State::Growing | State::Closed(_) => None,
         }
     }
 
@@ -355,7 +397,9 @@ impl Lease {
             return Step { reply, closed: None };
         }
         if self.complete.len() + self.left.len() < self.expected {
-            self.state = State::Offered;
+            if self.state != State::Growing {
+                self.state = State::Offered;
+            }
             return Step { reply, closed: None };
         }
         let fetched = self.complete.len() >= self.expected;

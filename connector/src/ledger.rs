@@ -9,6 +9,7 @@
 //! - Blocks that went in with [`Ledger::open`] come out of [`Ledger::take_settled`] exactly once.
 //! - A release that arrives before its request is known wins when the request arrives.
 //! - Every table is bounded; a full ledger refuses to open, it never forgets a live lease.
+//! - A lease that ends before its prefill does is told of ([`Ledger::take_unfinished`]), once.
 //! - What ended leases leave behind is bounded by the live ones, not by the rate at which leases end.
 
 mod deadlines;
@@ -20,7 +21,7 @@ use std::time::Duration;
 
 use crate::lease::{Cause, Event, Lease, LeaseTerms, Reply, State};
 use crate::limits::{BLOCKS_PER_HANDOFF_MAX, LEASES_MAX};
-use crate::transport::Verdict;
+use crate::transport::{Readiness, Verdict};
 use crate::{BlockId, Handle, Reader, RequestId, Time};
 use deadlines::Deadlines;
 use live::{Entry, Live, Slot};
@@ -169,6 +170,7 @@ pub struct Ledger {
     deadlines: Deadlines,
     tombstones: Tombstones,
     settled: Vec<Settled>,
+    unfinished: Vec<Handle>,
     counts: LedgerCounts,
 }
 
@@ -190,6 +192,48 @@ impl Ledger {
     /// # Errors
     /// [`OpenRefused`] gives the grant back: its blocks are the caller's to free.
     pub fn open(&mut self, grant: Grant, now: Time) -> Result<Duration, OpenRefused> {
+        let ready = grant.blocks.len();
+        let slot = self.insert(grant, ready, now, |terms, expected| Lease::open(terms, expected, now))?;
+        self.look_at(slot, now.after(self.terms.duration));
+        Ok(self.terms.duration)
+    }
+
+    /// Lends the blocks of a request that still computes, of which the first `ready` are final. It is over with
+    /// [`Self::seal`], or by whatever else ends a lease; no clock does.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_growing(&mut self, grant: Grant, ready: usize, now: Time) -> Result<Duration, OpenRefused> {
+        self.insert(grant, ready, now, Lease::growing)?;
+        Ok(self.terms.duration)
+    }
+
+    /// The first `ready` blocks of a growing lease are final. Late, repeated or of another lease, it says nothing.
+    pub fn grow(&mut self, handle: Handle, ready: usize) {
+        let Some(entry) = self.live.find(handle).and_then(|slot| self.live.get_mut(slot)) else { return };
+        entry.ready = entry.ready.max(ready.min(entry.blocks.len()));
+    }
+
+    /// The prefill of a growing lease is done: all of its blocks are final, and its time runs from now on. False when
+    /// the lease has ended, or ends because its readers are still waited for.
+    pub fn seal(&mut self, handle: Handle, now: Time) -> bool {
+        self.tick(now);
+        let Some(slot) = self.live.find(handle) else { return false };
+        if self.apply(slot, Event::Sealed, now) != Reply::Valid {
+            return false;
+        }
+        let entry = self.live.get_mut(slot).expect("a lease that is sealed lives on");
+        entry.ready = entry.blocks.len();
+        true
+    }
+
+    fn insert(
+        &mut self,
+        grant: Grant,
+        ready: usize,
+        now: Time,
+        lease: impl FnOnce(LeaseTerms, usize) -> Lease,
+    ) -> Result<Slot, OpenRefused> {
         self.tick(now);
         let why = if self.tombstones.has_request(&grant.request) {
             Some(OpenRefusal::AlreadyReleased)
@@ -204,11 +248,10 @@ impl Ledger {
             return Err(OpenRefused { grant, why });
         }
         let Grant { handle, request, blocks, expected } = grant;
-        let lease = Lease::open(self.terms, expected, now);
-        let slot = self.live.insert(Entry { lease, handle, request, blocks, opened: now, reason: None });
-        self.look_at(slot, now.after(self.terms.duration));
+        let lease = lease(self.terms, expected);
         self.counts.opened += 1;
-        Ok(self.terms.duration)
+        let entry = Entry { lease, handle, request, blocks, ready, opened: now, reason: None };
+        Ok(self.live.insert(entry))
     }
 
     /// A reader asks for `count` entries of the block table from `first` on.
@@ -246,7 +289,22 @@ impl Ledger {
     /// Whether this reader may still be sent bytes.
     #[must_use]
     pub fn read_live(&self, handle: Handle, reader: Reader) -> bool {
-        self.find(handle).is_some_and(|(_, entry)| entry.lease.serves(reader))
+        self.readiness(handle, reader, 0) == Readiness::Ready
+    }
+
+    /// Whether this reader may be sent the first `upto` blocks of the table.
+    #[must_use]
+    pub fn readiness(&self, handle: Handle, reader: Reader, upto: usize) -> Readiness {
+        match self.find(handle) {
+            Some((_, entry)) if !entry.lease.serves(reader) => Readiness::Gone,
+            // What is not final yet will never be.
+            Some((_, entry)) if entry.ready < upto && entry.lease.state() != State::Growing => {
+                Readiness::Gone
+            }
+            Some((_, entry)) if entry.ready < upto => Readiness::NotYet,
+            Some(_) => Readiness::Ready,
+            None => Readiness::Gone,
+        }
     }
 
     /// A reader has everything. The answer says whether it may use it.
@@ -365,6 +423,12 @@ impl Ledger {
         std::mem::take(&mut self.settled)
     }
 
+    /// Leases that ended, or begin to end, before their prefill did, since the last call: the caller aborts what it
+    /// still computes for them.
+    pub fn take_unfinished(&mut self) -> Vec<Handle> {
+        std::mem::take(&mut self.unfinished)
+    }
+
     /// Live leases.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -413,14 +477,17 @@ impl Ledger {
     /// Applies one event to a live lease and books what follows from it.
     fn apply(&mut self, slot: Slot, event: Event, now: Time) -> Reply {
         let entry = self.live.get_mut(slot).expect("the caller looked it up");
-        let before = entry.lease.deadline();
+        let (grew, before) = (entry.lease.state() == State::Growing, entry.lease.deadline());
         let step = entry.lease.apply(event, now);
         let after = entry.lease.deadline();
+        if grew && matches!(entry.lease.state(), State::Draining(_) | State::Closed(_)) {
+            self.unfinished.push(entry.handle);
+        }
         if let Some(cause) = step.closed {
             self.settle(slot, cause, now);
-        } else if after < before {
-            // An earlier deadline (a drain) must not wait for the old one to come up.
-            self.look_at(slot, after.expect("an open lease has a deadline"));
+        } else if let Some(after) = after.filter(|after| before.is_none_or(|before| *after < before)) {
+            // An earlier deadline (a drain) must not wait for the old one to come up; one that grows had none.
+            self.look_at(slot, after);
         }
         step.reply
     }

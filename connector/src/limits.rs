@@ -20,6 +20,10 @@ pub const HEARTBEATS_PER_LEASE: u32 = 6;
 /// that serve both legs can wait for each other's leased blocks and renew for ever.
 pub const RENEWED_FOR_MAX: u32 = 16;
 
+/// A consumer waits at most so long for blocks that are still computed, however often their producer says so: as long
+/// as for a handoff that it has not begun to read.
+pub const GROWING_MAX: Duration = Duration::from_secs(KV_LEASE_DURATION.as_secs() * RENEWED_FOR_MAX as u64);
+
 /// How long a lease that was released or expired waits for readers in flight before its blocks are taken
 /// back anyway; such a reader is then answered "gone" and never uses what it read.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);

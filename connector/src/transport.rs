@@ -72,6 +72,17 @@ pub enum Verdict {
     Gone,
 }
 
+/// Whether a producer may let blocks out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Readiness {
+    /// It may.
+    Ready,
+    /// The lease lives, and they are not computed yet.
+    NotYet,
+    /// The lease lets this reader read no more.
+    Gone,
+}
+
 /// Why a read, or a message about a lease, did not succeed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TransportError {
@@ -192,6 +203,13 @@ pub trait Producer: Send + Sync {
     /// Whether the lease still lets this reader read. Asked before every batch of blocks goes out.
     fn read_live(&self, handle: Handle, reader: Reader) -> bool;
 
+    /// Whether this reader may be sent the first `upto` entries of the lease's table. Waits for those that are not
+    /// computed yet, for so long. Only a producer that lends what it still computes says [`Readiness::NotYet`].
+    fn await_ready(&self, handle: Handle, reader: Reader, upto: usize, within: Duration) -> Readiness {
+        let _ = (upto, within);
+        if self.read_live(handle, reader) { Readiness::Ready } else { Readiness::Gone }
+    }
+
     /// The reader says that it has everything.
     fn read_done(&self, handle: Handle, reader: Reader) -> Verdict;
 
@@ -209,6 +227,17 @@ pub trait Producer: Send + Sync {
 
     /// The rank's memory.
     fn region(&self) -> &Region;
+
+    /// Makes the bytes of granted blocks in [`Self::region`] those that were lent, where the engine computes in a
+    /// device's own memory and has not copied them yet. Called before every batch that is read there, and only for
+    /// blocks that are computed; blocks its thread for as long as a copy takes.
+    ///
+    /// # Errors
+    /// [`TransportError::Refused`]: the device does not give them.
+    fn in_region(&self, blocks: &[BlockId]) -> Result<(), TransportError> {
+        let _ = blocks;
+        Ok(())
+    }
 }
 
 /// A side channel that stays silent this long within a read or an exchange of messages has failed.

@@ -28,7 +28,7 @@ fn alphabet() -> Vec<Event> {
     events.push(Event::Dropped);
     for p in P {
         events.extend([Event::PrefillSent(p), Event::PrefillLent(p, Some(handle(p)))]);
-        events.extend([Event::PrefillEmpty(p), Event::PrefillRefused(p)]);
+        events.extend([Event::PrefillEmpty(p), Event::PrefillRefused(p), Event::PrefillEnded(p)]);
         events.extend(failures.map(|f| Event::PrefillFailed(p, f)));
         events.push(Event::PrefillFailed(p, Failure::Unusable(Some(handle(p)))));
     }
@@ -60,6 +60,7 @@ impl World {
     fn possible(&self, event: Event) -> bool {
         match event {
             Event::PrefillSent(a) | Event::DecodeSent(a) => !self.used.contains(&a),
+            Event::PrefillEnded(a) => self.used.contains(&a) && !self.working.contains(&a),
             Event::PrefillLent(a, _)
             | Event::PrefillEmpty(a)
             | Event::PrefillRefused(a)
@@ -108,6 +109,7 @@ impl World {
                 }
             }
             Event::NotAdmitted
+            | Event::PrefillEnded(_)
             | Event::PrefillSkipped
             | Event::HandoffSpent
             | Event::GaveUp
@@ -268,6 +270,31 @@ fn a_prefill_that_never_answered_took_no_time_and_left_no_gap() {
     assert_eq!(line.gap(), None);
     assert_eq!(line.accept(), Some(Span { from: Time(3), to: Some(Time(4)) }));
     assert_eq!(line.decode().and_then(Span::took), Some(Time(5).since(Time(4))));
+}
+
+#[test]
+fn a_prefill_that_lent_before_its_end_took_until_its_end() {
+    let events = [
+        Event::PrefillSent(P[0]),
+        Event::PrefillLent(P[0], Some(handle(P[0]))),
+        Event::DecodeSent(D[0]),
+        Event::PrefillEnded(P[1]),
+        Event::PrefillEnded(P[0]),
+        Event::DecodeAccepted(D[0]),
+    ];
+    let mut exchange = Exchange::new();
+    exchange.computes_on();
+    let fits =
+        events.iter().zip(1..).map(|(event, at)| exchange.apply(*event, Time(at)).fit).collect::<Vec<_>>();
+    assert_eq!(
+        fits.iter().filter(|fit| **fit == Fit::Ignored).count(),
+        1,
+        "that of another attempt: {fits:?}"
+    );
+    let line = exchange.timeline();
+    assert_eq!(line.prefill().and_then(Span::took), Some(Time(5).since(Time(1))));
+    assert_eq!(line.gap().and_then(Span::took), Some(Time(3).since(Time(2))));
+    assert_eq!(line.accept().and_then(Span::took), Some(Time(6).since(Time(3))));
 }
 
 /// Every kind of state with every event; `BLESS=1 cargo test -p baton-connector` writes the file anew.

@@ -220,6 +220,16 @@ impl BlockPool {
         }
     }
 
+    /// A lease holds these blocks too, beside the request that still computes them.
+    pub fn lend_too(&mut self, blocks: &[BlockId]) {
+        for &id in blocks {
+            self.recount(id, |block| {
+                assert!(block.active > 0, "a lent block is held by its request");
+                block.leased += 1;
+            });
+        }
+    }
+
     /// A worker is going to copy this block to a lower tier: until that is given back nobody reuses it. False, and
     /// nothing is held, when one does so already.
     pub fn store(&mut self, id: BlockId) -> bool {

@@ -141,12 +141,19 @@ impl RunningRank {
             Arc::clone(&mailbox),
             Arc::clone(&metrics),
         ));
+        let port = executor.port();
         let mut servers = Vec::with_capacity(sides.len());
         for ((side, rank), region) in sides.into_iter().zip(cache.geometry.each_rank()).zip(&cache.regions) {
-            let producer = KvRank::new(Arc::clone(&desk), cache.geometry, rank, region.clone());
+            let producer = KvRank::new(Arc::clone(&desk), cache.geometry, rank, region.clone(), port.clone());
             let producer: Arc<dyn Producer> = Arc::new(producer);
             let limits = ServerOptions { secret: common.secret.clone(), ..ServerOptions::default() };
-            let server = SideChannel::start(options.kv_transport, common.nixl, side, &producer, &limits);
+            let server = SideChannel::start(
+                (options.kv_transport, common.nixl),
+                side,
+                &producer,
+                port.as_ref(),
+                &limits,
+            );
             servers.push(server.map_err(system("side channel"))?);
         }
         // A connection per read, and some for heartbeats and releases beside them.
@@ -156,7 +163,7 @@ impl RunningRank {
             connections_per_peer_max,
             ..ClientOptions::default()
         };
-        let transport = transport::consumer(options.kv_transport, common.nixl, &client);
+        let transport = transport::consumer(options.kv_transport, common.nixl, port, &client);
         metrics.nixl(common.nixl.label());
         let peers = Peers::start(
             transport,

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use baton_connector::Epoch;
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
 use baton_connector::lease::LeaseTerms;
 use baton_connector::limits::RANKS_MAX;
 use baton_connector::region::Region;
 use baton_connector::slice::Geometry;
-use baton_connector::{Epoch, KvLayout};
 use baton_connector_tcp::Secret;
 use baton_openai::ParseLimits;
 use tokio_util::sync::CancellationToken;
@@ -70,7 +70,8 @@ pub struct EngineOptions {
     pub kv_blocks: Option<usize>,
     /// Element type of the KV cache.
     pub kv_dtype: KvDtype,
-    /// Element type of the weights in memory. Engines with quantized weights share KV blocks only with their like.
+    /// Element type of the weights in memory, and what is multiplied with. Engines with quantized weights or with products
+    /// in bfloat16 share KV blocks only with their like.
     pub weights: WeightMode,
     /// Tokens of one sequence at most; the model's own limit by default.
     pub max_model_len: Option<usize>,
@@ -374,18 +375,12 @@ fn on_device(
         KvDtype::F16 => return Err(wrong("--kv-cache-dtype is f32 or bf16 there".into())),
     };
     if options.weights != WeightMode::Stored {
-        return Err(wrong("weights stay as they are there: no --quantize".into()));
+        return Err(wrong("weights stay as they are there: neither int8 nor the CPU's bfloat16".into()));
     }
     if options.kv_ranks != 1 || options.data_parallel_size != 1 {
         return Err(wrong("--kv-ranks and --data-parallel-size are 1 there".into()));
     }
-    let layout = KvLayout {
-        layers: config.layers,
-        kv_heads: config.kv_heads,
-        head_dim: config.head_dim,
-        block_tokens: options.block_tokens,
-        dtype: options.kv_dtype,
-    };
+    let layout = config.kv_layout(options.block_tokens, options.kv_dtype);
     let blocks = pool_blocks(options, layout.block_bytes())?;
     let positions = options.max_model_len.unwrap_or(config.max_positions).min(blocks * options.block_tokens);
     let device = DeviceOptions {
@@ -458,13 +453,7 @@ fn load(
     config: &ModelConfig,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<CpuExecutor, StartError> {
-    let layout = KvLayout {
-        layers: config.layers,
-        kv_heads: config.kv_heads,
-        head_dim: config.head_dim,
-        block_tokens: options.block_tokens,
-        dtype: options.kv_dtype,
-    };
+    let layout = config.kv_layout(options.block_tokens, options.kv_dtype);
     Geometry::new(layout, options.kv_ranks)
         .map_err(|error| StartError::Options(format!("--kv-ranks {}: {error}", options.kv_ranks)))?;
     let cpu = cpu_options(options, layout.block_bytes())?;

@@ -25,6 +25,7 @@ use baton_connector::{BlockId, RequestId};
 use tokio::sync::mpsc::Sender;
 
 use self::aborted_early::AbortedEarly;
+use self::lending::EarlyLease;
 pub use self::messages::{ProducerAddress, SeqEnd, SeqEvent, Submission};
 pub use self::surroundings::{Fact, Surroundings};
 use crate::block_pool::BlockUsage;
@@ -52,6 +53,8 @@ struct Live {
     target: Option<FetchTarget>,
     arrived: Instant,
     last_token: Option<Instant>,
+    /// The lease that was opened while its prompt is computed.
+    early: Option<EarlyLease>,
 }
 
 /// See the module's documentation.
@@ -196,6 +199,7 @@ impl<S: Surroundings> EngineCore<S> {
         let Some(live) = self.live.get_mut(&part.id) else { return };
         let Some(row) = row else {
             self.scheduler.commit(part, None);
+            self.grow(part.id);
             return;
         };
         let sequence = self.scheduler.sequence(part.id).expect("live sequences are on the books");
@@ -250,6 +254,9 @@ impl<S: Surroundings> EngineCore<S> {
         }
         for settled in mail.settled {
             self.scheduler.lease_ended(&settled.blocks);
+        }
+        for handle in mail.unfinished {
+            self.end_prefill_of(handle);
         }
         for submission in mail.submissions {
             self.accept(submission);
@@ -350,7 +357,8 @@ impl<S: Surroundings> EngineCore<S> {
             self.surroundings.keep_alive(id, target);
         }
         self.by_request.entry(request.clone()).or_default().push(id);
-        let live = Live { request, sampling, counts, index, outbox, target, arrived, last_token: None };
+        let live =
+            Live { request, sampling, counts, index, outbox, target, arrived, last_token: None, early: None };
         self.live.insert(id, live);
     }
 
@@ -419,6 +427,7 @@ impl<S: Surroundings> EngineCore<S> {
                 self.surroundings.note(Fact::LoadFailed("recompute"));
                 tracing::info!(seq = id.0, "handoff could not be used; computing the prompt here");
             }
+            Effect::LendEarly(id) => self.lend_early(id),
             Effect::Offload(order) => {
                 let id = order.id();
                 if !(self.prepare(&order) && self.surroundings.offload(order)) {
@@ -461,13 +470,18 @@ impl<S: Surroundings> EngineCore<S> {
     fn end(&mut self, id: SeqId, reason: FinishReason) {
         let prompt = self.prompt_of(id);
         let Some((finished, live)) = self.strike(id, reason) else { return };
-        let handoff = match finished {
+        let (reason, handoff, key) = match finished {
             Finished::Lent(blocks) => {
-                self.lend(&live, blocks, prompt.expect("it was on the books as a producer"))
+                let handoff = self.lend(&live, blocks, prompt.expect("it was on the books as a producer"));
+                let key = handoff.as_ref().map(|handoff| handoff.handle);
+                (reason, handoff, key)
             }
-            Finished::FreeNow => None,
+            Finished::Sealed(blocks) => {
+                let key = self.seal(&live, &blocks);
+                (key.map_or(FinishReason::Abort, |_| reason), None, key)
+            }
+            Finished::FreeNow | Finished::Unfinished => (reason, None, None),
         };
-        let key = handoff.as_ref().map(|handoff| handoff.handle);
         let end = SeqEnd { reason, handoff };
         let sent = live.outbox.try_send((live.index, SeqEvent::Finished(Box::new(end))));
         if let (Err(_), Some(handle)) = (sent, key) {
@@ -479,8 +493,10 @@ impl<S: Surroundings> EngineCore<S> {
     /// Ends a sequence with another last word.
     fn end_with(&mut self, id: SeqId, reason: FinishReason, event: SeqEvent) {
         if let Some((finished, live)) = self.strike(id, reason) {
-            if let Finished::Lent(blocks) = finished {
-                self.scheduler.lease_ended(&blocks);
+            match (finished, &live.early) {
+                (Finished::Lent(blocks), _) => self.scheduler.lease_ended(&blocks),
+                (Finished::Sealed(_), Some(early)) => self.surroundings.release(early.handle, "not_lent"),
+                (Finished::Sealed(_) | Finished::FreeNow | Finished::Unfinished, _) => {}
             }
             // A front end that has left needs no answer.
             let _ = live.outbox.try_send((live.index, event));
@@ -503,6 +519,9 @@ impl<S: Surroundings> EngineCore<S> {
     fn strike(&mut self, id: SeqId, reason: FinishReason) -> Option<(Finished, Live)> {
         let finished = self.scheduler.finish(id, reason)?;
         let live = self.live.remove(&id).expect("what is scheduled is live");
+        if let (Finished::Unfinished, Some(early)) = (&finished, &live.early) {
+            self.surroundings.release(early.handle, "unfinished");
+        }
         if let Some(target) = &live.target {
             self.stopping.insert(id, target.clone());
         }

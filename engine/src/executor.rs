@@ -8,6 +8,8 @@ pub mod cuda;
 pub mod failing;
 pub mod paced;
 
+use std::sync::Arc;
+
 use baton_connector::region::Region;
 use baton_connector::slice::Geometry;
 use baton_connector::{BlockId, KvLayout};
@@ -114,13 +116,28 @@ pub trait Executor: Send {
         let _ = blocks;
     }
 
-    /// Makes the bytes of these blocks in [`Self::regions`] what was computed. Called before they are lent, stored or
-    /// hashed. For an executor that computes in the regions themselves they are.
+    /// Makes the bytes of these blocks in [`Self::regions`] what was computed. Called before they are stored or
+    /// hashed, and before they are lent unless [`Self::lend`] knows better. For an executor that computes in the
+    /// regions themselves they are.
     ///
     /// # Errors
     /// [`ExecutorError`]; nobody may read the blocks then.
     fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
         let _ = blocks;
         Ok(())
+    }
+
+    /// These blocks are final and will be lent. Whoever reads them in [`Self::regions`] asks [`Self::port`] first, if there
+    /// is one; otherwise they are published.
+    ///
+    /// # Errors
+    /// As [`Self::publish`].
+    fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.publish(blocks)
+    }
+
+    /// The pool for other threads, where it is in a device's own memory. There is one region then.
+    fn port(&self) -> Option<Arc<cuda::port::Port>> {
+        None
     }
 }

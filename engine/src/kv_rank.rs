@@ -4,13 +4,15 @@
 //! one lease for a block in all ranks, so all of them ask the same [`LeaseDesk`].
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::region::Region;
 use baton_connector::slice::Geometry;
-use baton_connector::transport::{Producer, TransportError, Verdict};
+use baton_connector::transport::{Producer, Readiness, TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, KvLayout, Rank, Reader};
 
+use crate::executor::cuda::port::Port;
 use crate::lease_desk::LeaseDesk;
 
 /// See the module's documentation.
@@ -19,6 +21,8 @@ pub struct KvRank {
     geometry: Geometry,
     rank: Rank,
     region: Region,
+    /// Where the region mirrors a device's own memory.
+    port: Option<Arc<Port>>,
 }
 
 impl KvRank {
@@ -27,9 +31,15 @@ impl KvRank {
     /// # Panics
     /// When the region's blocks are not those of a shard.
     #[must_use]
-    pub fn new(desk: Arc<LeaseDesk>, geometry: Geometry, rank: Rank, region: Region) -> Self {
+    pub fn new(
+        desk: Arc<LeaseDesk>,
+        geometry: Geometry,
+        rank: Rank,
+        region: Region,
+        port: Option<Arc<Port>>,
+    ) -> Self {
         assert_eq!(region.block_bytes(), geometry.shard().block_bytes(), "a region of shards");
-        Self { desk, geometry, rank, region }
+        Self { desk, geometry, rank, region, port }
     }
 }
 
@@ -60,6 +70,10 @@ impl Producer for KvRank {
         self.desk.read_live(handle, reader)
     }
 
+    fn await_ready(&self, handle: Handle, reader: Reader, upto: usize, within: Duration) -> Readiness {
+        self.desk.await_ready(handle, reader, upto, within)
+    }
+
     fn read_done(&self, handle: Handle, reader: Reader) -> Verdict {
         self.desk.read_done(handle, reader)
     }
@@ -82,5 +96,13 @@ impl Producer for KvRank {
 
     fn region(&self) -> &Region {
         &self.region
+    }
+
+    fn in_region(&self, blocks: &[BlockId]) -> Result<(), TransportError> {
+        let Some(port) = &self.port else { return Ok(()) };
+        port.in_region(blocks).map_err(|error| {
+            tracing::error!(%error, "lent blocks cannot be copied to host memory");
+            TransportError::Refused("the device does not give the blocks".into())
+        })
     }
 }

@@ -18,7 +18,7 @@ use baton_connector::ledger::{
     Grant, HeartbeatReply, LeaseView, Ledger, LedgerCounts, OpenRefused, ReadRefusal, ReleaseReply,
 };
 use baton_connector::multi::first_that_knows;
-use baton_connector::transport::{TransportError, Verdict};
+use baton_connector::transport::{Readiness, TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
 
 use crate::mailbox::Mailbox;
@@ -29,6 +29,8 @@ pub struct LeaseDesk {
     ledger: Mutex<Ledger>,
     /// Wakes the timer when an earlier deadline has appeared, or at the end.
     deadline_moved: Condvar,
+    /// Wakes readers that wait for blocks of a growing lease.
+    grown: Condvar,
     start: Instant,
     epoch: Epoch,
     fingerprint: u64,
@@ -51,6 +53,7 @@ impl LeaseDesk {
         Self {
             ledger: Mutex::new(Ledger::new(terms)),
             deadline_moved: Condvar::new(),
+            grown: Condvar::new(),
             start: Instant::now(),
             epoch,
             fingerprint,
@@ -111,13 +114,62 @@ impl LeaseDesk {
     /// # Errors
     /// [`OpenRefused`] gives the grant back.
     pub fn open(&self, grant: Grant) -> Result<Duration, OpenRefused> {
+        self.opened(grant, Ledger::open)
+    }
+
+    /// Lends the blocks of a request that still computes, of which the first `ready` are final.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_growing(&self, grant: Grant, ready: usize) -> Result<Duration, OpenRefused> {
+        let opened = self.opened(grant, |ledger, grant, now| ledger.open_growing(grant, ready, now));
+        if opened.is_ok() {
+            self.metrics.early_lease();
+        }
+        opened
+    }
+
+    fn opened(
+        &self,
+        grant: Grant,
+        open: impl FnOnce(&mut Ledger, Grant, Time) -> Result<Duration, OpenRefused>,
+    ) -> Result<Duration, OpenRefused> {
         let blocks = grant.blocks.len() as u64;
-        let opened = self.with(|ledger, now| ledger.open(grant, now));
+        let opened = self.with(|ledger, now| open(ledger, grant, now));
         self.deadline_moved.notify_one();
         if opened.is_ok() {
             self.metrics.lease_opened(blocks);
         }
         opened
+    }
+
+    /// More blocks of a growing lease are final: the first `ready`.
+    pub fn grow(&self, handle: Handle, ready: usize) {
+        self.lock().grow(handle, ready);
+        self.grown.notify_all();
+    }
+
+    /// All blocks of a growing lease are final, and its time runs. False: it has ended.
+    pub fn seal(&self, handle: Handle) -> bool {
+        let sealed = self.with(|ledger, now| ledger.seal(handle, now));
+        self.grown.notify_all();
+        self.deadline_moved.notify_one();
+        sealed
+    }
+
+    /// As [`baton_connector::transport::Producer`] says, for every rank alike.
+    pub fn await_ready(&self, handle: Handle, reader: Reader, upto: usize, within: Duration) -> Readiness {
+        let until = Instant::now() + within;
+        let mut ledger = self.lock();
+        loop {
+            let readiness = ledger.readiness(handle, reader, upto);
+            let left = until.saturating_duration_since(Instant::now());
+            if readiness != Readiness::NotYet || left.is_zero() {
+                return readiness;
+            }
+            let waited = self.grown.wait_timeout(ledger, left);
+            ledger = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
     }
 
     /// Ends every lease of a request and keeps in mind that it was given up.
@@ -161,10 +213,14 @@ impl LeaseDesk {
     fn with<T>(&self, act: impl FnOnce(&mut Ledger, Time) -> T) -> T {
         let mut ledger = self.lock();
         let result = act(&mut ledger, self.now());
-        let settled = ledger.take_settled();
+        let (settled, unfinished) = (ledger.take_settled(), ledger.take_unfinished());
         drop(ledger);
         if !settled.is_empty() {
             self.hand_over(settled);
+        }
+        if !unfinished.is_empty() {
+            self.grown.notify_all();
+            self.mailbox.unfinished(unfinished);
         }
         result
     }

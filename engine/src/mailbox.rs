@@ -6,16 +6,16 @@
 //! - endings by the live sequences (each is ended by its one guard), or by [`ABORTS_MAX`] when they come by name;
 //! - fetch reports by the live fetches (at most three each);
 //! - reports of offload workers by the orders in flight;
-//! - settled leases by the blocks they hold;
+//! - settled leases by the blocks they hold, unfinished ones by the sequences that compute for them;
 //! - asks for digests by [`DIGEST_ASKS_MAX`].
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
-use baton_connector::RequestId;
 use baton_connector::fetch::Event;
 use baton_connector::ledger::Settled;
+use baton_connector::{Handle, RequestId};
 
 use crate::digests::{DIGEST_ASKS_MAX, DigestAsk};
 use crate::engine_core::Submission;
@@ -49,6 +49,8 @@ pub struct Mail {
     pub fetches: Vec<(SeqId, Event)>,
     /// Leases that have ended.
     pub settled: Vec<Settled>,
+    /// Leases that end before their prefill does.
+    pub unfinished: Vec<Handle>,
     /// Pages of digests that are wanted.
     pub digests: Vec<DigestAsk>,
     /// Reports of offload workers.
@@ -70,6 +72,7 @@ impl Mail {
             && self.aborts.is_empty()
             && self.fetches.is_empty()
             && self.settled.is_empty()
+            && self.unfinished.is_empty()
             && self.digests.is_empty()
             && self.offloads.is_empty()
             && !self.reset_cache
@@ -148,6 +151,11 @@ impl Mailbox {
     /// Leases that have ended.
     pub fn settled(&self, settled: Vec<Settled>) {
         self.put(|mail| mail.settled.extend(settled));
+    }
+
+    /// Leases that end before their prefill does: nobody wants it any more.
+    pub fn unfinished(&self, leases: Vec<Handle>) {
+        self.put(|mail| mail.unfinished.extend(leases));
     }
 
     /// Asks for a page of digests; it is answered between two steps.

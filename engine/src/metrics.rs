@@ -80,6 +80,7 @@ pub struct EngineMetrics {
     transfer_bytes: Histogram,
     transfers_failed: Counter,
     leases_opened: Counter,
+    early_leases: Counter,
     leased_blocks: Counter,
     stranded: Gauge,
 }
@@ -139,6 +140,10 @@ impl EngineMetrics {
             transfers_failed: make
                 .counter("vllm:nixl_num_failed_transfers", "Fetches that delivered nothing."),
             leases_opened: make.counter("baton_kv_leases_opened_total", "Leases opened."),
+            early_leases: make.counter(
+                "baton_kv_early_leases_total",
+                "Of those, opened while their prefill still computed.",
+            ),
             leased_blocks: make.counter("baton_kv_leased_blocks_total", "Blocks lent."),
             stranded: make.gauge(
                 "baton_kv_stranded_block_seconds",
@@ -241,6 +246,11 @@ impl EngineMetrics {
     pub fn lease_opened(&self, blocks: u64) {
         self.leases_opened.increment(1);
         self.leased_blocks.increment(blocks);
+    }
+
+    /// A lease was opened before its prefill was done.
+    pub fn early_lease(&self) {
+        self.early_leases.increment(1);
     }
 
     /// A lease has ended.

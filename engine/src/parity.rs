@@ -81,6 +81,7 @@ pub const CASES: &[Case] = &[
     Case { name: "bfloat16", run: logits::bfloat16 },
     Case { name: "16-bit caches", run: coarse::caches },
     Case { name: "int8 weights", run: coarse::int8 },
+    Case { name: "bfloat16 products", run: coarse::bfloat16 },
     Case { name: "text", run: text::text },
     Case { name: "sampling", run: text::sampling },
 ];

@@ -4,6 +4,7 @@
 //! | thread | does | bound |
 //! |---|---|---|
 //! | `fetch-r-0..n` | one link of a fetch at a time, for rank r of the KV cache, then asks for the verdict | jobs: one per link of a fetching sequence |
+//! | `fetch-early-r-0..n` | the same, of blocks that their producer still computes | the same |
 //! | `heartbeat-0..3` | renew the leases of queued and fetching sequences, one producer at a time each | one entry per sequence |
 //! | `notices-0..3` | deliver releases at least once, until answered or past expiry, one at a time to each producer | [`NOTICES_MAX`] |
 //!
@@ -61,6 +62,7 @@ pub struct FetchTarget {
     survives_refusal: bool,
     survives_failure: bool,
     cached: usize,
+    growing: bool,
 }
 
 impl FetchTarget {
@@ -83,6 +85,7 @@ impl FetchTarget {
             survives_refusal: false,
             survives_failure: false,
             cached: handoff.cached,
+            growing: handoff.growing,
         }
     }
 
@@ -120,6 +123,12 @@ impl FetchTarget {
     #[must_use]
     pub fn cached(&self) -> usize {
         self.cached
+    }
+
+    /// Whether the producer still computed the blocks when it answered.
+    #[must_use]
+    pub fn growing(&self) -> bool {
+        self.growing
     }
 
     /// The router tries other engines with the same handoff and releases it itself when it gives up: a refusal

@@ -22,6 +22,7 @@
 //!   form does not fit the pool.
 
 mod fetching;
+mod lending;
 mod offloading;
 
 use std::collections::{HashMap, VecDeque};
@@ -89,6 +90,8 @@ pub enum Effect {
     FetchFailed(SeqId, FailureKind),
     /// The fetch failed and the prompt is computed here instead.
     Recomputing(SeqId),
+    /// Lend the blocks of this sequence's prompt as they become final ([`Scheduler::lend_early`]).
+    LendEarly(SeqId),
     /// Hand this to the offload workers. One that they refuse has ended with [`crate::offload::Fault::Refused`].
     Offload(Order),
     /// Ask the offload workers to forget an order; [`Scheduler::offload_revoked`] takes their answer.
@@ -102,6 +105,10 @@ pub enum Finished {
     FreeNow,
     /// Those of the prompt are lent and now belong to the lease.
     Lent(Vec<BlockId>),
+    /// Those of the prompt belong to the lease that was opened early, and all of them are final.
+    Sealed(Vec<BlockId>),
+    /// Those of the prompt belong to the lease that was opened early, and they will not be computed: it must end.
+    Unfinished,
 }
 
 /// Why a sequence is not accepted. Nothing was allocated.
@@ -299,11 +306,13 @@ impl Scheduler {
             self.abandon_fetch(sequence);
             return Finished::FreeNow;
         }
-        let complete = matches!(reason, FinishReason::Stop | FinishReason::Length);
-        if complete
-            && matches!(sequence.purpose, Purpose::Produce { .. })
-            && sequence.computed >= sequence.prompt_len
-        {
+        let complete = matches!(reason, FinishReason::Stop | FinishReason::Length)
+            && sequence.is_producer()
+            && sequence.computed >= sequence.prompt_len;
+        if sequence.lent_early {
+            return self.early_lease_finished(&sequence, complete);
+        }
+        if complete {
             let lent_count = sequence.prompt_len.div_ceil(self.config.block_tokens);
             let rest = sequence.blocks.split_off(lent_count);
             self.pool.give_back(&rest, Hold::Active);
@@ -403,7 +412,7 @@ impl Scheduler {
     fn schedule_running(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) -> bool {
         let mut preempted = false;
         let mut at = 0;
-        while at < self.running.len() && *budget > 0 {
+        'running: while at < self.running.len() && *budget > 0 {
             let id = self.running[at];
             let sequence = &self.sequences[&id];
             let count = (sequence.tokens.len() - sequence.computed).min(*budget);
@@ -414,10 +423,11 @@ impl Scheduler {
                     return true;
                 }
                 preempted = true;
-                let victim = *self.running.last().expect("this sequence runs");
+                let victim = self.victim(at);
                 self.preempt(victim);
                 if victim == id {
-                    return true;
+                    // Those that come after it have all their blocks: they go on.
+                    continue 'running;
                 }
             }
             planned.push(self.part(id, count));
@@ -496,9 +506,12 @@ impl Scheduler {
         Admission::Run((sequence.tokens.len() - cached).min(budget))
     }
 
-    fn part(&self, id: SeqId, count: usize) -> Planned {
+    fn part(&mut self, id: SeqId, count: usize) -> Planned {
         let sequence = &self.sequences[&id];
         let samples = sequence.computed + count == sequence.tokens.len();
+        if !samples && sequence.wants_early_lease() {
+            self.effects.push(Effect::LendEarly(id));
+        }
         Planned { id, start: sequence.computed, count, samples }
     }
 

@@ -20,6 +20,8 @@ pub enum Purpose {
     Produce {
         /// To so many consumers.
         consumers: u16,
+        /// And, to a single one, while the prompt is still computed, if that takes more than one step.
+        early: bool,
     },
     /// Fetch the prompt's blocks from a prefill engine, then decode here.
     Consume(Fetch),
@@ -143,6 +145,8 @@ pub struct Sequence {
     pub(crate) follows: Option<SeqId>,
     pub(crate) salt: Option<Box<str>>,
     pub(crate) preemptions: u32,
+    /// A growing lease was opened for it; it may have ended since.
+    pub(crate) lent_early: bool,
 }
 
 impl Sequence {
@@ -167,6 +171,7 @@ impl Sequence {
             follows: new.follows,
             salt: new.cache_salt,
             preemptions: 0,
+            lent_early: false,
         }
     }
 
@@ -198,9 +203,16 @@ impl Sequence {
     #[must_use]
     pub fn consumers(&self) -> u16 {
         match self.purpose {
-            Purpose::Produce { consumers } => consumers,
+            Purpose::Produce { consumers, .. } => consumers,
             Purpose::Plain | Purpose::Consume(_) => 0,
         }
+    }
+
+    /// Whether its blocks are to be lent before they are computed. Only where the prompt is all that it will ever need
+    /// blocks for.
+    pub(crate) fn wants_early_lease(&self) -> bool {
+        let asked = matches!(self.purpose, Purpose::Produce { consumers: 1, early: true });
+        asked && !self.lent_early && self.stop.max_new == 1
     }
 
     /// Whether its blocks are for a decode engine.

@@ -131,6 +131,18 @@ impl Surroundings for World {
         self.desk.open(grant)
     }
 
+    fn lend_growing(&mut self, grant: Grant, ready: usize) -> Result<Duration, OpenRefused> {
+        self.desk.open_growing(grant, ready)
+    }
+
+    fn grow(&mut self, handle: Handle, ready: usize) {
+        self.desk.grow(handle, ready);
+    }
+
+    fn seal(&mut self, handle: Handle) -> bool {
+        self.desk.seal(handle)
+    }
+
     fn release(&mut self, handle: Handle, reason: &'static str) {
         self.desk.release(handle, reason);
     }

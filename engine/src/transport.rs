@@ -1,11 +1,12 @@
-//! Which transport carries a handoff's blocks: NIXL where it was asked for and both ends have it; otherwise shared
-//! memory where producer and consumer are on one host, and TCP between hosts. Both ends are here, as [`SideChannel`]
-//! (what other engines read) and [`consumer`] (what reads them).
+//! Which transport carries a handoff's blocks: NIXL where it was asked for and both ends have it; otherwise from device to
+//! device where both pools are in such memory on one host, shared memory where producer and consumer are on one host, and
+//! TCP between hosts. Both ends are here, as [`SideChannel`] (what other engines read) and [`consumer`] (what reads them).
 //!
 //! ```text
-//! peer ─ known? ─ yes ───────────────────────────────────▶ nixl | shm | tcp
+//! peer ─ known? ─ yes ───────────────────────────────────▶ nixl | device | shm | tcp
 //!          └ no ─ NIXL was asked for, is here, and the peer serves it? ─ yes ─▶ nixl; a read that breaks off: tcp
 //!                                                                                 for a while
+//!                 our pool is on a device, and it can open the peer's? ─ yes ─▶ device; the same
 //!                 somebody of us listens here under the peer's epoch and port?
 //!                   yes, and the handshake succeeds ─────▶ shm   until it fails once
 //!                   no, or not one of us ────────────────▶ tcp   asked again after a while
@@ -27,19 +28,22 @@ use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, Producer, ReadOrder, StopFlag, Transport, TransportError, Verdict};
 use baton_connector::{Handle, Reader};
+use baton_connector_device::{DevicePool, DeviceTransport, Serve};
 use baton_connector_nixl::{Library, NixlTransport};
 use baton_connector_shm::{ShmServer, ShmTransport};
 use baton_connector_tcp::{ClientOptions, NotAdmitted, ServerOptions, TcpServer, TcpTransport};
 
+use crate::executor::cuda::port::Port;
+
 /// How blocks travel between engines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KvTransport {
-    /// Shared memory between engines of one host, TCP between others.
+    /// Device to device or shared memory between engines of one host, TCP between others.
     #[default]
     Auto,
     /// Reads shared memory only: a producer of another host is an error. TCP is still served.
     Shm,
-    /// TCP only: this engine neither reads shared memory nor offers its own.
+    /// TCP only: this engine neither reads shared memory or devices nor offers its own.
     Tcp,
     /// NIXL where both engines have it, as [`Self::Auto`] otherwise.
     Nixl,
@@ -120,18 +124,19 @@ pub struct SideChannel {
 }
 
 impl SideChannel {
-    /// Serves on a bound listener, and under the name of the producer's epoch and the listener's port.
+    /// Serves on a bound listener, and under the name of the producer's epoch and the listener's port. `port` is the pool
+    /// where it is in a device's memory, whose mirror is then the producer's region.
     ///
     /// # Errors
     /// As [`TcpServer::start`]; and when shared memory was asked for expressly and is not to be had.
     pub fn start(
-        transport: KvTransport,
-        nixl: &FoundNixl,
+        (transport, nixl): (KvTransport, &FoundNixl),
         listener: TcpListener,
         producer: &Arc<dyn Producer>,
+        port: Option<&Arc<Port>>,
         options: &ServerOptions,
     ) -> io::Result<Self> {
-        let port = listener.local_addr()?.port();
+        let side_port = listener.local_addr()?.port();
         let offered = nixl.library().and_then(|library| {
             let offered = baton_connector_nixl::producer(&**library, producer.region());
             let refused = |why| tracing::warn!(%why, "KV blocks are not offered by NIXL");
@@ -140,8 +145,9 @@ impl SideChannel {
         let beside = offered.into_iter().collect();
         let tcp = TcpServer::start_beside(listener, Arc::clone(producer), beside, options.clone())?;
         let shm = || {
-            let listener = baton_connector_shm::listen(producer.epoch(), port)?;
-            ShmServer::start(listener, Arc::clone(producer), options.clone())
+            let listener = baton_connector_shm::listen(producer.epoch(), side_port)?;
+            let beside = port.and_then(offered_device).into_iter().collect();
+            ShmServer::start_beside(listener, Arc::clone(producer), beside, options.clone())
         };
         let shm = match transport {
             KvTransport::Tcp => None,
@@ -166,11 +172,25 @@ impl SideChannel {
     }
 }
 
-/// What reads other engines' blocks.
+/// What serves a device's pool beside shared memory, unless the device does not export it.
+fn offered_device(port: &Arc<Port>) -> Option<Arc<dyn Serve>> {
+    let pool = Arc::clone(port) as Arc<dyn DevicePool>;
+    let offered = baton_connector_device::producer(pool, port.region(), baton_connector_device::BATCH_BYTES);
+    let refused =
+        |why| tracing::warn!(%why, "KV blocks are offered from host memory, and not from the device itself");
+    offered.map_err(refused).ok()
+}
+
+/// What reads other engines' blocks; `port` is our own pool where it is in a device's memory.
 #[must_use]
-pub fn consumer(transport: KvTransport, nixl: &FoundNixl, options: &ClientOptions) -> Arc<dyn Transport> {
+pub fn consumer(
+    transport: KvTransport,
+    nixl: &FoundNixl,
+    port: Option<Arc<Port>>,
+    options: &ClientOptions,
+) -> Arc<dyn Transport> {
     match transport {
-        KvTransport::Auto | KvTransport::Nixl => Arc::new(Nearest::new(nixl, options)),
+        KvTransport::Auto | KvTransport::Nixl => Arc::new(Nearest::new(nixl, port, options)),
         KvTransport::Shm => Arc::new(ShmTransport::new(options.clone())),
         KvTransport::Tcp => Arc::new(TcpTransport::new(options.clone())),
     }
@@ -179,6 +199,7 @@ pub fn consumer(transport: KvTransport, nixl: &FoundNixl, options: &ClientOption
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Carrier {
     Nixl,
+    Device,
     Shm,
     /// Since when.
     Tcp(Instant),
@@ -208,18 +229,20 @@ impl Known {
     }
 }
 
-/// NIXL where there is any; otherwise shared memory where the producer is on this host, and TCP where it is not.
+/// NIXL where there is any; otherwise what is nearest, from device to device to TCP.
 struct Nearest {
     nixl: Option<NixlTransport>,
+    device: Option<DeviceTransport>,
     shm: ShmTransport,
     tcp: TcpTransport,
     known: Mutex<Known>,
 }
 
 impl Nearest {
-    fn new(nixl: &FoundNixl, options: &ClientOptions) -> Self {
+    fn new(nixl: &FoundNixl, port: Option<Arc<Port>>, options: &ClientOptions) -> Self {
         let nixl = nixl.library().map(Arc::clone);
         Self {
+            device: port.map(|port| baton_connector_device::transport(port, options.clone())),
             nixl: nixl.map(|library| baton_connector_nixl::transport(library, options.clone())),
             shm: ShmTransport::new(options.clone()),
             tcp: TcpTransport::new(options.clone()),
@@ -244,12 +267,18 @@ impl Nearest {
     }
 
     fn nearest(&self, peer: &Peer, stop: &StopFlag) -> Result<Carrier, NotAdmitted> {
-        let nixl = self.nixl.as_ref().map(|nixl| (Carrier::Nixl, nixl.reach(peer, stop)));
-        let asked =
-            nixl.into_iter().chain(std::iter::once_with(|| (Carrier::Shm, self.shm.reach(peer, stop))));
-        for (carrier, reached) in asked {
+        for carrier in [Carrier::Nixl, Carrier::Device, Carrier::Shm] {
+            let reached = match (carrier, &self.nixl, &self.device) {
+                (Carrier::Nixl, Some(nixl), _) => nixl.reach(peer, stop),
+                (Carrier::Device, _, Some(device)) => device.reach(peer, stop),
+                (Carrier::Shm, ..) => self.shm.reach(peer, stop),
+                (Carrier::Nixl | Carrier::Device | Carrier::Tcp(_), ..) => continue,
+            };
             match reached {
                 Ok(()) => return Ok(carrier),
+                Err(NotAdmitted::Absent(why)) if carrier == Carrier::Device => {
+                    tracing::info!(peer = %peer.address, %why, "KV blocks of this peer come through host memory");
+                }
                 Err(NotAdmitted::Absent(why)) => {
                     tracing::debug!(peer = %peer.address, ?carrier, %why, "not read by this transport");
                 }
@@ -261,10 +290,11 @@ impl Nearest {
 
     /// The carrier's transport.
     fn transport(&self, carrier: Carrier) -> &dyn Transport {
-        match (carrier, &self.nixl) {
-            (Carrier::Nixl, Some(nixl)) => nixl,
-            (Carrier::Shm, _) => &self.shm,
-            (Carrier::Tcp(_) | Carrier::Nixl, _) => &self.tcp,
+        match (carrier, &self.nixl, &self.device) {
+            (Carrier::Nixl, Some(nixl), _) => nixl,
+            (Carrier::Device, _, Some(device)) => device,
+            (Carrier::Shm, ..) => &self.shm,
+            (Carrier::Tcp(_) | Carrier::Nixl | Carrier::Device, ..) => &self.tcp,
         }
     }
 
@@ -278,13 +308,13 @@ impl Nearest {
         let carrier = self.find(peer, stop)?;
         let result = call(self.transport(carrier));
         match (&result, carrier) {
-            (Err(TransportError::Handshake(..)), Carrier::Nixl | Carrier::Shm) => {
+            (Err(TransportError::Handshake(..)), Carrier::Nixl | Carrier::Device | Carrier::Shm) => {
                 self.known().forget(peer);
                 call(self.transport(self.find(peer, stop)?))
             }
-            // The handshake is ours and says little of what NIXL can do: a read that it cannot carry must not be the
-            // fate of every read.
-            (Err(TransportError::Transfer(_)), Carrier::Nixl) => {
+            // The handshake is ours and says little of what NIXL or a device can do: a read that it cannot carry must not
+            // be the fate of every read.
+            (Err(TransportError::Transfer(_)), Carrier::Nixl | Carrier::Device) => {
                 self.known().remember(peer, Carrier::Tcp(Instant::now()));
                 result
             }
@@ -342,6 +372,9 @@ impl Transport for Nearest {
     fn sweep(&self) {
         if let Some(nixl) = &self.nixl {
             nixl.sweep();
+        }
+        if let Some(device) = &self.device {
+            device.sweep();
         }
         self.shm.sweep();
         self.tcp.sweep();

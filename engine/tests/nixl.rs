@@ -44,9 +44,9 @@ impl Pair {
         let address = listener.local_addr().expect("it listens");
         let producer: Arc<dyn Producer> = Arc::clone(&lender) as _;
         let options = ServerOptions::default();
-        let side = SideChannel::start(KvTransport::Nixl, there, listener, &producer, &options);
+        let side = SideChannel::start((KvTransport::Nixl, there), listener, &producer, None, &options);
         let peer = Peer { address, epoch: lender.epoch(), fingerprint: lender.fingerprint() };
-        let transport = consumer(KvTransport::Nixl, here, &ClientOptions::default());
+        let transport = consumer(KvTransport::Nixl, here, None, &ClientOptions::default());
         Self { lender, transport, peer, region: pool(16, BLOCK), _side: side.expect("loopback") }
     }
 

@@ -9,7 +9,7 @@
 //! Each step tells all that it finds, by file, line and column, and ends the reading when it found something.
 //! Keys of files that the configuration names end in `_file`; see [`RouterConfig::files`]. `deploy/config/router.yaml` is a commented example; the JSON schema is [`RouterConfig::schema`].
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -230,7 +230,7 @@ impl RouterConfig {
     /// [`ConfigError::Unreadable`] when its file cannot be read.
     pub fn secret(&self) -> Result<Option<String>, ConfigError> {
         match &self.cluster_secret_file {
-            Some(path) => first_line_of(path),
+            Some(path) => first_line_of("cluster_secret_file", path),
             None => Ok(self.cluster_secret.as_ref().map(|secret| secret.reveal().to_owned())),
         }
     }
@@ -257,20 +257,21 @@ impl RouterConfig {
     /// of the parts that end in `tls`. Lists of engines are not among them; their sources follow them.
     #[must_use]
     pub fn files(&self) -> BTreeSet<PathBuf> {
-        self.named_files().into_keys().collect()
+        self.named_files().into_iter().map(|named| named.file).collect()
     }
 
     /// Those of them that are read with the configuration only: a change needs a new version of it. API keys, the admin
     /// token and certificates are followed by those who use them.
     #[must_use]
     pub fn watched_files(&self) -> BTreeSet<PathBuf> {
-        self.named_files().into_iter().filter(|(_, followed)| !followed).map(|(file, _)| file).collect()
+        self.named_files().into_iter().filter(|named| !named.followed).map(|named| named.file).collect()
     }
 
-    /// Each file, and whether whoever uses it follows it.
-    fn named_files(&self) -> BTreeMap<PathBuf, bool> {
-        let mut files = BTreeMap::new();
-        files_in(&self.value(), false, &mut files);
+    /// Each of them as often as it is named.
+    #[must_use]
+    pub fn named_files(&self) -> Vec<NamedFile> {
+        let mut files = Vec::new();
+        files_in(&self.value(), "", false, &mut files);
         files
     }
 
@@ -287,12 +288,23 @@ impl RouterConfig {
     }
 }
 
-/// The first line of a file that holds a secret; `None` when it is empty.
+/// A file that a key of the configuration names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedFile {
+    /// Where: `admin.token_file`, `models[0].decode.engines[1].api_key_file`.
+    pub key: String,
+    /// The file.
+    pub file: PathBuf,
+    /// Whether whoever uses it follows it.
+    followed: bool,
+}
+
+/// The first line of a file that holds a secret and that this key names; `None` when it is empty.
 ///
 /// # Errors
 /// [`ConfigError::Unreadable`].
-pub(crate) fn first_line_of(path: &Path) -> Result<Option<String>, ConfigError> {
-    let name = path.display().to_string();
+pub(crate) fn first_line_of(key: &str, path: &Path) -> Result<Option<String>, ConfigError> {
+    let name = format!("{key}: {}", path.display());
     let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { name, source })?;
     Ok(text.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()))
 }
@@ -352,7 +364,7 @@ fn read(text: &str) -> Result<RouterConfig, Vec<Problem>> {
     if problems.is_empty() { Ok(config) } else { Err(problems) }
 }
 
-fn files_in(value: &serde_json::Value, in_tls: bool, files: &mut BTreeMap<PathBuf, bool>) {
+fn files_in(value: &serde_json::Value, place: &str, in_tls: bool, files: &mut Vec<NamedFile>) {
     // The names in these maps are the operator's own.
     const FREE: [&str; 5] = ["labels", "select", "prefer", "selector", "resource"];
     const TLS: [&str; 4] = ["certificate", "key", "ca", "client_ca"];
@@ -361,16 +373,21 @@ fn files_in(value: &serde_json::Value, in_tls: bool, files: &mut BTreeMap<PathBu
         serde_json::Value::Object(entries) => {
             for (key, value) in entries.iter().filter(|(key, _)| !FREE.contains(&key.as_str())) {
                 let of_tls = in_tls && TLS.contains(&key.as_str());
+                let place = if place.is_empty() { key.clone() } else { format!("{place}.{key}") };
                 match value.as_str().filter(|_| of_tls || key.ends_with("_file")) {
                     Some(path) => {
                         let followed = of_tls || FOLLOWED.contains(&key.as_str());
-                        *files.entry(PathBuf::from(path)).or_insert(true) &= followed;
+                        files.push(NamedFile { key: place, file: PathBuf::from(path), followed });
                     }
-                    None => files_in(value, key.ends_with("tls"), files),
+                    None => files_in(value, &place, key.ends_with("tls"), files),
                 }
             }
         }
-        serde_json::Value::Array(items) => items.iter().for_each(|item| files_in(item, false, files)),
+        serde_json::Value::Array(items) => {
+            for (index, item) in items.iter().enumerate() {
+                files_in(item, &format!("{place}[{index}]"), false, files);
+            }
+        }
         _ => {}
     }
 }

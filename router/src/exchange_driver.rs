@@ -31,7 +31,7 @@ use crate::generation::Generation;
 use crate::inflight::Entry;
 use crate::intake::Ask;
 use crate::legs::decode::{self, Decoding};
-use crate::legs::prefill::{PrefillCall, Prefilled};
+use crate::legs::prefill::{Computing, Patience, PrefillCall, Prefilled, unless_failed};
 use crate::legs::{Blame, Meaning, Refusal};
 use crate::metrics::Leg;
 use crate::models::Model;
@@ -103,6 +103,10 @@ pub(crate) struct ExchangeDriver {
     attempts: Vec<Arc<Engine>>,
     /// The prefill in flight.
     prefill: Option<PrefillCall>,
+    /// The prefill that lent before its end.
+    computing: Option<Computing>,
+    /// A prefill engine failed after it had lent.
+    producer_failed: bool,
     /// Whether the prompt may be computed anew: once.
     may_recompute: bool,
     /// What the last prefill engine that lent said of it, for the release.
@@ -144,6 +148,8 @@ impl ExchangeDriver {
             lent: None,
             attempts: Vec::new(),
             prefill: None,
+            computing: None,
+            producer_failed: false,
             may_recompute: true,
             suspects: Vec::new(),
             told: None,
@@ -279,6 +285,8 @@ impl ExchangeDriver {
             Leg::Prefill,
             rewrite::prefill_body(ask.dialect, &ask.body, &ask.owned, &ask.model.name_in_bodies),
         );
+        // What is computed anew has no third round.
+        outgoing.early_handoff = ask.model.early_handoff && self.may_recompute;
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
@@ -320,16 +328,23 @@ impl ExchangeDriver {
                 }
                 Ok(Ok(prefilled)) => prefilled,
             };
-            // It has answered: there is nothing to read on.
-            self.prefill = None;
+            // It has answered: the call is over.
+            let load = self.prefill.take().map(PrefillCall::into_load);
             match &prefilled {
+                Prefilled::Lent(_, _, Some(_)) => self.lent_early(&engine),
                 Prefilled::Lent(..) | Prefilled::Empty => self.prefilled(&engine, asked.elapsed()),
                 Prefilled::Refused(_) => self.refused(&engine, Leg::Prefill, asked.elapsed()),
                 Prefilled::Failed(..) => {}
             }
             self.apply(prefilled.event(attempt));
             match prefilled {
-                Prefilled::Lent(params, _) => {
+                Prefilled::Lent(params, _, rest) => {
+                    self.computing = rest.zip(load).map(|(rest, load)| {
+                        let patience = Patience { asked, silence, pause };
+                        self.exchange(Exchange::computes_on);
+                        let of = (attempt, load);
+                        Computing::start(&self.shared, &self.debtor.exchange, of, rest, patience)
+                    });
                     self.lent = Some((attempt, Arc::clone(&params)));
                     return Ok(Elsewhere::Prefilled(Some(params)));
                 }
@@ -362,11 +377,12 @@ impl ExchangeDriver {
                 self.debtor.request = request_id::anew(&self.debtor.request);
                 self.shared.metrics.legs.recomputes.increment(1);
                 let handoff = match ask.model.fallback {
-                    Fallback::Aggregate => {
+                    Fallback::Aggregate if !self.producer_failed => {
                         self.apply(Event::PrefillSkipped);
                         None
                     }
-                    Fallback::None => self.prefill(session, ask).await?,
+                    // Another prefill engine can do what this one did not.
+                    Fallback::Aggregate | Fallback::None => self.prefill(session, ask).await?,
                 };
                 let answer = self.decode_with(session, ask, handoff).await?;
                 Ok(answer.expect("the prompt is computed anew once"))
@@ -414,12 +430,14 @@ impl ExchangeDriver {
                 Attempted::Failed(refusal, meaning) => {
                     last = refusal;
                     spent |= matches!(meaning, Meaning::CannotUseHandoff | Meaning::HandoffSpent);
-                    if meaning == Meaning::HandoffSpent && recompute || self.is_deafening() {
+                    if meaning == Meaning::HandoffSpent && handoff.is_some() || self.is_deafening() {
                         break;
                     }
                 }
             }
         }
+        // Whatever becomes of that prefill is nobody's business any more.
+        self.computing = None;
         if spent && recompute && !self.is_deafening() {
             self.apply(Event::HandoffSpent);
             return Ok(None);
@@ -447,15 +465,35 @@ impl ExchangeDriver {
         self.decode_engine = Some(Arc::clone(&engine));
         self.apply(Event::DecodeSent(attempt));
         let pause = Duration::from_millis(self.generation.config.timeouts.alive_ms);
-        let first_byte = ask.model.bounds.decode_first_byte;
+        let bounds = &ask.model.bounds;
+        let mut computing = self.computing.take();
+        // What it waits for is bounded by itself.
+        let meanwhile = computing.as_ref().map_or(Duration::ZERO, |_| bounds.prefill_silence);
+        let first_byte = bounds.decode_first_byte.saturating_add(meanwhile);
         let admitted = || self.apply(Event::DecodeAccepted(attempt));
         let answer = decode::ask(&engine, outgoing, first_byte, pause, admitted);
+        let answer = unless_failed(computing.as_mut(), answer);
         let Ok(decoding) = race(session, answer).await else {
             return Err(self.client_gone());
         };
+        let decoding = match decoding {
+            Ok(decoding) => decoding,
+            Err(blame) => {
+                // What the decode engine waits for will not come.
+                self.apply(Event::DecodeFailed(attempt, Failure::Unknown));
+                self.producer_failed = true;
+                if let Some(producer) = self.prefill_engine.clone() {
+                    self.blame(&producer, Leg::Prefill, blame);
+                }
+                return Ok(Attempted::Failed(Refusal::broken(), Meaning::HandoffSpent));
+            }
+        };
+        // Its own time begins when everything that it waits for is there.
+        let begun = computing.as_ref().map_or(asked, |computing| asked.max(computing.ended_at()));
+        self.computing = computing;
         Ok(match decoding {
             Decoding::Accepted(reply) => {
-                self.accepted(&engine, asked.elapsed());
+                self.accepted(&engine, begun.elapsed());
                 Attempted::Accepted(Answer { attempt, reply, load })
             }
             Decoding::Refused(refusal) => {

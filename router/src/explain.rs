@@ -180,7 +180,8 @@ impl Account {
             Event::HandoffSpent => Step::Went("the handoff is spent; the prompt is computed anew"),
             Event::GaveUp => Step::Went("gave up"),
             Event::ClientGone => Step::Went("the client left"),
-            Event::Dropped => return,
+            // Not a step of the request, which goes on from the handoff.
+            Event::PrefillEnded(_) | Event::Dropped => return,
         });
     }
 

@@ -36,6 +36,8 @@ pub(crate) struct Health {
     machine: Mutex<EngineHealth>,
     /// [`Standing`] per leg, for those who only want to know whether.
     standing: [AtomicU8; 2],
+    /// Legs that it has been in a pool for.
+    serves: [AtomicBool; 2],
     /// Set while a leg's breaker has nothing to forget, so that a good answer needs no lock.
     clean: [AtomicBool; 2],
     /// Taken while a leg in [`Standing::Trial`] has its one request.
@@ -77,12 +79,24 @@ impl Health {
         Self {
             machine: Mutex::default(),
             standing: std::array::from_fn(|_| AtomicU8::new(standing as u8)),
+            serves: Default::default(),
             clean: std::array::from_fn(|_| AtomicBool::new(true)),
             trial: Default::default(),
             tallies: Default::default(),
             load: ArcSwapOption::empty(),
             wake,
         }
+    }
+
+    /// A pool of this leg has it.
+    pub(crate) fn serve(&self, leg: Leg) {
+        self.serves[leg as usize].store(true, Ordering::Relaxed);
+    }
+
+    /// Whether anybody wants to hear of this leg: it is in a pool for it, or in none yet.
+    fn is_told(&self, leg: Leg) -> bool {
+        let serves = |leg: Leg| self.serves[leg as usize].load(Ordering::Relaxed);
+        serves(leg) || !Leg::BOTH.into_iter().any(serves)
     }
 
     pub(crate) fn standing(&self, leg: Leg) -> Standing {
@@ -153,11 +167,11 @@ impl Health {
         let mut machine = self.machine.lock().unwrap_or_else(PoisonError::into_inner);
         let before = *machine;
         let result = with(&mut machine, now());
-        for leg in [Leg::Prefill, Leg::Decode] {
+        for leg in Leg::BOTH {
             let (was, is) = (self.standing(leg), machine.standing(leg, terms));
             self.standing[leg as usize].store(is as u8, Ordering::Relaxed);
             self.clean[leg as usize].store(machine.is_clean(leg), Ordering::Relaxed);
-            if was != is {
+            if was != is && self.is_told(leg) {
                 let (why, leg) = (machine.reasons(terms), leg.label());
                 if is > Standing::Trial {
                     tracing::warn!(
@@ -215,6 +229,16 @@ impl Health {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_leg_that_an_engine_is_in_no_pool_for_is_not_told() {
+        let health = Health::new(&state::tests::TERMS, Arc::default());
+        assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [true, true], "it is in none yet");
+        health.serve(Leg::Decode);
+        assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [false, true]);
+        health.serve(Leg::Prefill);
+        assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [true, true]);
+    }
 
     #[test]
     fn what_may_be_its_requests_fault_is_not_compared_with_other_engines() {

@@ -101,11 +101,15 @@ impl Ask {
         owner: Option<&Owner<'_>>,
     ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
-        let (body, mut outline) = match dialect {
-            Dialect::OpenAi(endpoint) => RawBody::generate(body, endpoint, limits, &ClientRules)?,
-            Dialect::Responses => RawBody::responses(body, limits, &ClientRules)?,
+        let read = match dialect {
+            Dialect::OpenAi(endpoint) => RawBody::generate(body.clone(), endpoint, limits, &ClientRules),
+            Dialect::Responses => RawBody::responses(body.clone(), limits, &ClientRules),
             Dialect::Passed(path) => return Self::read_passed(path, body, headers, generation, owner),
         };
+        let (body, mut outline) = read.map_err(|error| match error.param.as_deref() {
+            Some("model") => error,
+            _ => unserved(body, generation).unwrap_or(error),
+        })?;
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
         let aggregate = outline.prompts > 1;
         let prompt_logprobs = tells_of_the_prompt(&body, outline.request.stream)?;
@@ -167,6 +171,14 @@ impl Ask {
     pub(crate) fn forget_body(&mut self) {
         self.body = RawBody::default();
     }
+}
+
+/// That its model is not served, if that is so: of everything that is wrong with a body that is JSON it is told first,
+/// because what a request may say depends on its model. vLLM's handlers begin with it, too (`_check_model`).
+fn unserved(body: Bytes, generation: &Generation) -> Option<ApiError> {
+    let body = RawBody::any(body, &generation.parse_limits, &ClientRules).ok()?;
+    let name = body.string("model")?;
+    generation.models.named(Some(&name)).err()
 }
 
 /// Whether the answer holds log-probabilities of the prompt's tokens: `prompt_logprobs`, or `echo` with `logprobs`.

@@ -88,7 +88,7 @@ mod upstream;
 mod usage;
 
 pub use admin::AdminError;
-pub use config::{ConfigError, RouterConfig};
+pub use config::{ConfigError, NamedFile, RouterConfig};
 pub use generation::GenerationError;
 pub use observers::ObserverError;
 pub use reload::{ConfigFile, Reload};

@@ -30,6 +30,7 @@ pub(crate) struct Model {
     pub prefill: Pool,
     pub decode: Pool,
     pub fallback: Fallback,
+    pub early_handoff: bool,
     /// A stream whose decode engine dies is continued by another.
     pub resume: bool,
     /// What its requests may take.
@@ -111,6 +112,7 @@ impl Model {
             // What a decode engine holds already need not be prefilled elsewhere.
             decode: pool(Leg::Decode, &config.decode, config.disaggregate.asks_what_is_cached()),
             fallback: config.fallback,
+            early_handoff: config.early_handoff,
             resume: config.resume && config.fallback == Fallback::Aggregate,
             bounds: all.timeouts.of(&config.timeouts),
             disaggregate: config.disaggregate.clone(),

@@ -40,8 +40,10 @@ const PAY_WITHIN_MAX: Duration = Duration::from_secs(30);
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
     /// An address cannot be listened on.
-    #[error("cannot listen on {address}: {source}")]
+    #[error("{key}: cannot listen on {address}: {source}")]
     Listen {
+        /// The key of the configuration that it comes from.
+        key: &'static str,
         /// The address.
         address: SocketAddr,
         /// Why.
@@ -81,8 +83,8 @@ impl Router {
     /// [`BindError`] names what is in the way.
     pub async fn bind(config: RouterConfig) -> Result<Self, BindError> {
         let (listen_tls, admin_tls) = (config.listen_tls.clone(), config.admin.tls.clone());
-        let clients = listen(config.listen).await?;
-        let admin = listen(config.admin.listen).await?;
+        let clients = listen("listen", config.listen).await?;
+        let admin = listen("admin.listen", config.admin.listen).await?;
         let connections_max = config.limits.connections;
         let shared = Shared::new(config).map_err(|error| match error {
             GenerationError::Admin(error) => BindError::Admin(error),
@@ -167,8 +169,8 @@ impl Router {
     }
 }
 
-async fn listen(address: SocketAddr) -> Result<TcpListener, BindError> {
-    TcpListener::bind(address).await.map_err(|source| BindError::Listen { address, source })
+async fn listen(key: &'static str, address: SocketAddr) -> Result<TcpListener, BindError> {
+    TcpListener::bind(address).await.map_err(|source| BindError::Listen { key, address, source })
 }
 
 async fn accept(

@@ -201,7 +201,7 @@ impl Settler {
         if let Some(prefilled) = reply {
             let event = prefilled.event(attempt);
             let params = match prefilled {
-                Prefilled::Lent(params, _) => Some(params),
+                Prefilled::Lent(params, ..) => Some(params),
                 Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
             };
             let now = Time(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX));
@@ -293,9 +293,9 @@ impl Settler {
                     engine.verbs().learn(verb, false);
                     return Settled::Unsupported;
                 }
-                Ok(Ok(answer)) => self.complain(engine, outgoing, left, &format!("status {}", answer.status)),
-                Ok(Err(error)) => self.complain(engine, outgoing, left, &error.to_string()),
-                Err(_elapsed) => self.complain(engine, outgoing, left, "no answer in time"),
+                Ok(Ok(answer)) => complain(engine, outgoing, left, &format!("status {}", answer.status)),
+                Ok(Err(error)) => complain(engine, outgoing, left, &error.to_string()),
+                Err(_elapsed) => complain(engine, outgoing, left, "no answer in time"),
             }
             if left > 0 {
                 tokio::time::sleep(pause).await;
@@ -303,14 +303,14 @@ impl Settler {
         }
         Settled::Failed
     }
+}
 
-    /// Says, not too often, that a try did not come to anything.
-    fn complain(&self, engine: &Engine, outgoing: &Outgoing, left: u16, what: &str) {
-        if let Some(held_back) = engine.trouble.due() {
-            let request = outgoing.id.as_ref().map(RequestId::as_str);
-            let (engine, path) = (engine.authority(), outgoing.path);
-            tracing::warn!(request, engine, path, what, left, held_back, "an abort or a release failed");
-        }
+/// Says, not too often, that a try did not come to anything.
+fn complain(engine: &Engine, outgoing: &Outgoing, left: u16, what: &str) {
+    if let Some(held_back) = engine.trouble.due() {
+        let request = outgoing.id.as_ref().map(RequestId::as_str);
+        let (engine, path) = (engine.authority(), outgoing.path);
+        tracing::warn!(request, engine, path, what, left, held_back, "an abort or a release failed");
     }
 }
 

@@ -133,6 +133,40 @@ pub(crate) fn has_event(bytes: &[u8]) -> bool {
     last_frame_end(bytes).is_some_and(|end| has_data(&bytes[..end]))
 }
 
+/// Looks for the end of the first event that has data, in bytes that grow; each of them is looked at once.
+#[derive(Debug, Default)]
+pub(crate) struct FirstEvent {
+    /// Where the line begins that has not ended yet, and how far that was looked.
+    line: usize,
+    looked: usize,
+    has_data: bool,
+}
+
+impl FirstEvent {
+    /// Just past it, once it is there.
+    pub(crate) fn end(&mut self, bytes: &[u8]) -> Option<usize> {
+        while let Some(at) = memchr::memchr(b'\n', &bytes[self.looked..]) {
+            let end = self.looked + at + 1;
+            let line = &bytes[self.line..end];
+            let blank = matches!(line, b"\n" | b"\r\n");
+            self.has_data |= line.starts_with(b"data:");
+            (self.line, self.looked) = (end, end);
+            if blank && self.has_data {
+                return Some(end);
+            }
+        }
+        self.looked = bytes.len();
+        None
+    }
+}
+
+/// The data of the first line of whole frames that has some.
+pub(crate) fn data_of(frames: &Bytes) -> Option<Bytes> {
+    let start = if frames.starts_with(b"data:") { 0 } else { next_data(frames, 0)? } + b"data:".len();
+    let end = memchr::memchr2(b'\r', b'\n', &frames[start..]).map_or(frames.len(), |end| start + end);
+    Some(frames.slice_ref(frames[start..end].trim_ascii()))
+}
+
 /// Whether any line has data.
 pub(crate) fn has_data(frames: &[u8]) -> bool {
     frames.starts_with(b"data:") || next_data(frames, 0).is_some()
@@ -260,6 +294,22 @@ mod tests {
         let mut frames = Frames::default();
         assert_eq!(frames.pass(Bytes::from_static(b"data: 1\n\ndata: [DONE]\n")), "data: 1\n\n");
         assert!(!frames.is_done() && frames.ends_with_done());
+    }
+
+    #[test]
+    fn the_first_event_is_told_from_what_follows_it() {
+        let both = Bytes::from_static(b": hi\n\nevent: x\r\ndata: {\"a\": 1} \r\n\r\ndata: 2\n\n");
+        let end = FirstEvent::default().end(&both).expect("it has ended");
+        assert_eq!(
+            (&both[end..], data_of(&both).as_deref()),
+            (&b"data: 2\n\n"[..], Some(&b"{\"a\": 1}"[..]))
+        );
+        for cut in 0..end {
+            let mut first = FirstEvent::default();
+            assert_eq!(first.end(&both[..cut]), None, "{cut}");
+            assert_eq!(first.end(&both), Some(end), "{cut}, and then the rest");
+        }
+        assert_eq!(data_of(&Bytes::from_static(b": no data\n\n")), None);
     }
 
     #[test]

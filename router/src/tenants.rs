@@ -107,7 +107,8 @@ impl Auth {
         let table = KeyTable::build(config, tenants)?;
         let salts = match (&config.cache_salt_file, cluster_secret) {
             (Some(path), _) => {
-                let secret = crate::config::first_line_of(path)?.filter(|secret| secret.len() >= 16);
+                let secret = crate::config::first_line_of("auth.cache_salt_file", path)?;
+                let secret = secret.filter(|secret| secret.len() >= 16);
                 SaltKey::derived("cache salt", secret.ok_or(AuthError::ShortSecret)?.as_bytes())
             }
             (None, Some(secret)) => SaltKey::derived("cache salt", secret.as_bytes()),

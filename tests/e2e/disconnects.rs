@@ -50,7 +50,7 @@ fn a_client_leaves_while_its_request_is_queued_at_the_prefill_engine() {
 
 #[test]
 fn a_client_leaves_while_the_prefill_engine_computes() {
-    let cluster = Cluster::new().prefill(SLOW_PREFILL).start();
+    let cluster = Cluster::new().prefill(SLOW_PREFILL).not_early().start();
     let p = &cluster.prefill[0];
     for how in HangUp::BOTH {
         let steps = p.books().steps;

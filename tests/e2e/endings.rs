@@ -9,13 +9,16 @@ use crate::harness::{AT_ONCE, Ask, Cluster, PATIENCE};
 
 #[test]
 fn a_router_that_is_killed_while_the_prefill_engine_computes_leaves_nothing_held() {
-    let mut cluster =
-        Cluster::new().prefill("--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60").start();
-    let _waiting = cluster.send(&Ask::fresh(1000));
-    cluster.prefill[0].shows("two chunks are computed", |books| books.running == 1 && books.steps >= 2);
-    cluster.kill_router();
-    cluster.settled(AT_ONCE);
-    assert_eq!(cluster.prefill[0].books().leases_opened, 0, "it was lent to nobody");
+    for early in [false, true] {
+        let plan = Cluster::new().prefill("--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60");
+        let mut cluster = if early { plan } else { plan.not_early() }.start();
+        let _waiting = cluster.send(&Ask::fresh(1000));
+        cluster.prefill[0].shows("two chunks are computed", |books| books.running == 1 && books.steps >= 2);
+        cluster.kill_router();
+        cluster.settled(AT_ONCE);
+        let opened = cluster.prefill[0].books().leases_opened;
+        assert_eq!(opened, u64::from(early), "it was lent to nobody");
+    }
 }
 
 #[test]

@@ -5,6 +5,8 @@
 //! |---|---|
 //! | `../harness/` | the vocabulary: a cluster, its books, a client that can hang up |
 //! | `disconnects` | a client leaves, at every point of a request's life: the blocks come back |
+//! | `device` | blocks go from device to device where both engines have one |
+//! | `early` | blocks are fetched while they are computed, and somebody leaves or dies meanwhile |
 //! | `recall` | the text shows that the blocks arrived |
 //! | `refusals` | an engine refuses, is down or dies: one clear error, nothing held |
 //! | `reports` | the five reports from which this project learned |
@@ -18,7 +20,9 @@
 #![allow(clippy::print_stdout)] // what a test measured is shown with --nocapture
 
 mod bad_input;
+mod device;
 mod disconnects;
+mod early;
 mod endings;
 #[path = "../harness/mod.rs"]
 mod harness;

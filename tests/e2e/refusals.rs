@@ -250,7 +250,7 @@ fn a_prefill_engine_that_dies_while_it_computes_costs_the_client_nothing_but_tim
 
 #[test]
 fn a_prefill_engine_that_dies_while_it_computes_is_one_502_where_nobody_may_stand_in() {
-    let mut cluster = Cluster::new().prefill(SLOW_PREFILL).no_fallback().start();
+    let mut cluster = Cluster::new().prefill(SLOW_PREFILL).no_fallback().not_early().start();
     let call = cluster.send(&Ask::fresh(1000));
     cluster.prefill[0].shows("two chunks are computed", |books| books.running == 1 && books.steps >= 2);
     cluster.prefill[0].kill();

@@ -17,6 +17,7 @@ pub(crate) struct Plan {
     router: Value,
     fallback: &'static str,
     resume: bool,
+    early: bool,
     links: bool,
 }
 
@@ -53,6 +54,7 @@ impl Cluster {
             router: json!({}),
             fallback: "aggregate",
             resume: false,
+            early: true,
             links: false,
         }
     }
@@ -149,6 +151,12 @@ impl Plan {
         self
     }
 
+    /// Handoffs come when their prefill is done.
+    pub(crate) fn not_early(mut self) -> Self {
+        self.early = false;
+        self
+    }
+
     /// A stream whose decode engine dies is continued by another.
     pub(crate) fn resume(mut self) -> Self {
         self.resume = true;
@@ -211,7 +219,7 @@ impl Plan {
         config["admin"] = json!({"listen": "127.0.0.1:0"});
         config["models"] = json!([{
             "name": MODEL, "prefill": urls(&prefill, None), "decode": urls(&decode, router_decode.as_ref()),
-            "fallback": self.fallback, "resume": self.resume,
+            "fallback": self.fallback, "resume": self.resume, "early_handoff": self.early,
         }]);
         let file = folder.path().join("router.yaml");
         std::fs::write(&file, config.to_string()).expect("the test's folder can be written");

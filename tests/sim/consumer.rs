@@ -30,6 +30,9 @@ pub struct Job {
     conn: Option<ConnId>,
     /// Blocks that have arrived.
     got: usize,
+    /// Shared memory: blocks that may be taken, and whether one is being copied.
+    allowed: usize,
+    copying: bool,
     /// Shared memory: the producer's blocks, and its pool as it was mapped.
     mapped: Option<(Vec<BlockId>, device::Shared)>,
 }
@@ -93,7 +96,17 @@ impl Sim {
             }
             Todo::LetGo(id) => drop(self.engines[engine].peers.beats.remove(&id)),
             Todo::Read(id, target, first, into) => {
-                let job = Job { target, first, into, stop: false, conn: None, got: 0, mapped: None };
+                let job = Job {
+                    target,
+                    first,
+                    into,
+                    stop: false,
+                    conn: None,
+                    got: 0,
+                    allowed: 0,
+                    copying: false,
+                    mapped: None,
+                };
                 let peers = &mut self.engines[engine].peers;
                 peers.jobs.insert(id, job);
                 peers.waiting.push_back(id);
@@ -226,6 +239,11 @@ impl Sim {
                     let memory = std::sync::Arc::clone(&self.engines[producer].memory);
                     let job = self.engines[engine].peers.jobs.get_mut(&id).expect("found above");
                     job.mapped = Some((blocks, memory));
+                }
+            }
+            Msg::Final(upto) => {
+                job.allowed = job.allowed.max(upto);
+                if !job.copying && job.got < job.allowed {
                     self.copy_later(engine, id);
                 }
             }
@@ -259,6 +277,9 @@ impl Sim {
     }
 
     fn copy_later(&mut self, engine: usize, id: SeqId) {
+        if let Some(job) = self.engines[engine].peers.jobs.get_mut(&id) {
+            job.copying = true;
+        }
         let (low, high) = self.engines[engine].setup.block_copy;
         let takes = self.engines[engine].dice.between(low, high);
         self.later(Node::Engine(engine), takes, Event::CopyBlock(engine, id.0));
@@ -272,11 +293,13 @@ impl Sim {
         let (from, into) = (blocks[job.got], job.into[job.got]);
         let contents = memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner).block(from).to_vec();
         job.got += 1;
-        let (all, conn) = (job.got == job.into.len(), job.conn);
+        job.copying = false;
+        let (all, conn, more) = (job.got == job.into.len(), job.conn, job.got < job.allowed);
         self.land(engine, into, &contents);
         match conn {
             Some(conn) if all => self.read_done(engine, conn, id),
-            _ => self.copy_later(engine, id),
+            _ if more => self.copy_later(engine, id),
+            _ => {}
         }
     }
 

@@ -50,6 +50,8 @@ counts! {
     stored: "seen: blocks stored in a tier",
     loaded: "seen: blocks loaded from a tier",
     gone: "seen: verdicts gone",
+    lent_early: "seen: leases opened before their prefill was done",
+    unready: "seen: reads that waited for a prefill",
     fetched: "seen: leases fetched",
     released: "seen: leases released",
     expired: "seen: leases expired",

@@ -111,6 +111,22 @@ impl Surroundings for World {
         opened
     }
 
+    fn lend_growing(&mut self, grant: Grant, ready: usize) -> Result<Duration, OpenRefused> {
+        self.ledger.open_growing(grant, ready, Time(self.local))
+    }
+
+    fn grow(&mut self, handle: Handle, ready: usize) {
+        self.ledger.grow(handle, ready);
+    }
+
+    fn seal(&mut self, handle: Handle) -> bool {
+        let sealed = self.ledger.seal(handle, Time(self.local));
+        if sealed {
+            self.expiries.insert(handle, self.local + self.lease);
+        }
+        sealed
+    }
+
     fn release(&mut self, handle: Handle, reason: &'static str) {
         self.ledger.release(handle, reason, Time(self.local));
     }
@@ -445,7 +461,12 @@ impl Sim {
     pub fn after_ledger(&mut self, index: usize) {
         let calm = self.setup.calm;
         let engine = self.engine(index);
-        let settled = engine.world().ledger.take_settled();
+        let unfinished = engine.world().ledger.take_unfinished();
+        if !unfinished.is_empty() {
+            engine.mail.unfinished.extend(unfinished);
+            self.poke(index);
+        }
+        let settled = self.engine(index).world().ledger.take_settled();
         if !settled.is_empty() {
             for lease in &settled {
                 use baton_connector::lease::Cause;

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_connector::Handoff;
 use baton_connector::fetch::Fetch;
+use baton_connector::{Handle, Handoff};
 use baton_engine::engine_core::{SeqEvent, Submission, Surroundings};
 use baton_engine::mailbox::Legs;
 use baton_engine::peers::FetchTarget;
@@ -30,6 +30,8 @@ pub struct Front {
     /// Sequences that have not ended, by choice.
     open: Vec<(u32, SeqId)>,
     accepted: bool,
+    /// What it lends already, while it computes.
+    lent: Option<Handle>,
 }
 
 impl Sim {
@@ -84,10 +86,12 @@ impl Sim {
             self.counts.queue_full += 1;
             return self.send(conn, Side::Callee, Msg::Prefilled(Err(503)));
         }
-        let (outbox, events) = tokio::sync::mpsc::channel(3);
-        let mut sequence = self.sequence(engine, ask, Purpose::Produce { consumers: 1 });
+        let (outbox, events) = tokio::sync::mpsc::channel(4);
+        let purpose = Purpose::Produce { consumers: 1, early: self.setup.early };
+        let mut sequence = self.sequence(engine, ask, purpose);
         sequence.stop.max_new = 1;
-        let front = Front { produces: true, events, open: vec![(0, sequence.id)], accepted: false };
+        let front =
+            Front { produces: true, events, open: vec![(0, sequence.id)], accepted: false, lent: None };
         let arrived = self.engine(engine).world().now();
         let sampling = SamplingParams::default();
         let submission = Submission { sequence, sampling, index: 0, outbox, target: None, arrived };
@@ -147,7 +151,7 @@ impl Sim {
             };
             self.engines[engine].mail.submissions.push_back(submission);
         }
-        let front = Front { produces: false, events, open, accepted: false };
+        let front = Front { produces: false, events, open, accepted: false, lent: None };
         self.engines[engine].fronts.insert(conn, front);
         self.poke(engine);
     }
@@ -173,17 +177,25 @@ impl Sim {
         for (_, id) in &front.open {
             self.engines[engine].mail.endings.push((*id, FinishReason::Abort));
         }
-        // A handle that is in the mail already is given back: nobody will ever learn it.
+        // A handle that is in the mail already is given back: nobody will ever learn it. Nobody waits for the end of a
+        // prefill any more that has lent, either.
         while let Ok((_, event)) = front.events.try_recv() {
             self.drop_handle(engine, event);
+        }
+        if let Some(handle) = front.lent {
+            self.engine(engine).world().release(handle, "client_gone");
+            self.after_ledger(engine);
         }
         self.poke(engine);
     }
 
     fn drop_handle(&mut self, engine: usize, event: SeqEvent) {
-        if let SeqEvent::Finished(end) = event
-            && let Some(handoff) = end.handoff
-        {
+        let handoff = match event {
+            SeqEvent::Finished(end) => end.handoff,
+            SeqEvent::Lending(handoff) => Some(handoff),
+            _ => None,
+        };
+        if let Some(handoff) = handoff {
             self.engine(engine).world().release(handoff.handle, "client_gone");
             self.after_ledger(engine);
         }
@@ -223,18 +235,27 @@ impl Sim {
             }
         }
         let front = self.engines[engine].fronts.get_mut(&conn).expect("it has just spoken");
-        let last = !matches!(event, SeqEvent::Started { .. } | SeqEvent::Token(_));
+        let last = !matches!(event, SeqEvent::Lending(_) | SeqEvent::Started { .. } | SeqEvent::Token(_));
         if last {
             front.open.retain(|(index, _)| *index != choice);
         }
         if front.produces {
+            let lent = front.lent;
             let answer = match event {
                 SeqEvent::Started { .. } | SeqEvent::Token(_) => return,
+                SeqEvent::Lending(handoff) => {
+                    front.lent = Some(handoff.handle);
+                    self.counts.lent_early += 1;
+                    return self.send(conn, Side::Callee, Msg::Prefilled(Ok(Some(handoff))));
+                }
                 SeqEvent::Finished(end) if end.reason == FinishReason::Abort => Err(503),
                 SeqEvent::Finished(end) => Ok(end.handoff),
                 SeqEvent::Refused(_) | SeqEvent::LoadFailed(_) | SeqEvent::Unavailable(_) => Err(503),
             };
             self.engines[engine].fronts.remove(&conn);
+            if lent.is_some() {
+                return self.send(conn, Side::Callee, Msg::PrefillOver(answer.map(drop)));
+            }
             if !self.net.conns[conn.0].is_open(Side::Callee)
                 && let Ok(Some(handoff)) = &answer
             {
@@ -247,6 +268,7 @@ impl Sim {
         match event {
             SeqEvent::Started { .. } if !accepted => self.send(conn, Side::Callee, Msg::Accepted),
             SeqEvent::Started { .. } => {}
+            SeqEvent::Lending(_) => self.wrong("a sequence that lends nothing told of a lease".into()),
             SeqEvent::Token(sampled) => {
                 self.send(conn, Side::Callee, Msg::Chunk { choice, token: sampled.token });
             }

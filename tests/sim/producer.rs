@@ -5,12 +5,12 @@ use std::time::Duration;
 use baton_connector::lease::Cause;
 use baton_connector::ledger::{HeartbeatReply, Settled};
 use baton_connector::limits::DRAIN_DEADLINE;
-use baton_connector::transport::Verdict;
+use baton_connector::transport::{Readiness, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader};
 use baton_engine::engine_core::Surroundings;
 
 use crate::net::{ConnId, Side};
-use crate::setup::Mutation;
+use crate::setup::{Mutation, SECOND};
 use crate::sim::{Event, Sim};
 use crate::words::{Msg, Node};
 
@@ -21,7 +21,11 @@ const TICK: u64 = 1_000;
 pub struct Serving {
     handle: Handle,
     reader: Reader,
+    /// Entry of the lease's table that it begins with.
+    first: usize,
     blocks: Vec<BlockId>,
+    /// The reader takes what it is told of by itself.
+    taken: bool,
     sent: usize,
     /// It breaks off after so many blocks.
     breaks_after: Option<usize>,
@@ -106,13 +110,22 @@ impl Sim {
         let truncate = self.setup.truncate_one_in;
         let breaks_after = (truncate > 0 && !self.calm_now() && self.dice.one_in(truncate))
             .then(|| self.dice.below(blocks.len() as u64) as usize);
-        let serving = Serving { handle, reader, blocks: blocks.clone(), sent: 0, breaks_after };
+        let consumer = self.net.conns[conn.0].end(Side::Caller).0;
+        let taken = self.same_host(Node::Engine(engine), consumer);
+        let grows = self.is_unready(engine, handle, reader, first + count);
+        let serving = Serving { handle, reader, first, blocks: blocks.clone(), taken, sent: 0, breaks_after };
         self.engines[engine].serving.insert(conn, serving);
         self.send(conn, Side::Callee, Msg::Granted(blocks));
-        let consumer = self.net.conns[conn.0].end(Side::Caller).0;
-        if !self.same_host(Node::Engine(engine), consumer) {
+        if !taken || grows {
             self.batch_later(engine, conn);
+        } else {
+            self.send(conn, Side::Callee, Msg::Final(count));
         }
+    }
+
+    fn is_unready(&mut self, engine: usize, handle: Handle, reader: Reader, upto: usize) -> bool {
+        let ledger = &self.engine(engine).world().ledger;
+        ledger.readiness(handle, reader, upto) == Readiness::NotYet && !self.mutated(Mutation::SentTooSoon)
     }
 
     fn batch_later(&mut self, engine: usize, conn: ConnId) {
@@ -144,11 +157,31 @@ impl Sim {
             return self.reader_hung_up(engine, conn);
         }
         let block = serving.blocks[at];
+        let (upto, taken) = (serving.first + at + 1, serving.taken);
+        if self.is_unready(engine, handle, reader, upto) {
+            self.counts.unready += 1;
+            self.send(conn, Side::Callee, Msg::NotYet);
+            return self.later(Node::Engine(engine), SECOND / 4, Event::Batch(engine, conn));
+        }
+        let too_soon = self.mutated(Mutation::SentTooSoon);
+        let ledger = &self.engine(engine).world().ledger;
+        let live = ledger.read_live(handle, reader);
+        if !live || ledger.readiness(handle, reader, upto) == Readiness::Gone && !too_soon {
+            // One that drains waits to hear that nothing is read any more.
+            if !live {
+                self.engines[engine].serving.remove(&conn);
+            }
+            return self.send(conn, Side::Callee, Msg::Gone);
+        }
+        let serving = self.engines[engine].serving.get_mut(&conn).expect("found above");
         serving.sent += 1;
         let all = serving.sent == serving.blocks.len();
-        if !self.engine(engine).world().ledger.read_live(handle, reader) {
-            self.engines[engine].serving.remove(&conn);
-            return self.send(conn, Side::Callee, Msg::Gone);
+        if taken {
+            self.send(conn, Side::Callee, Msg::Final(at + 1));
+            if !all {
+                self.batch_later(engine, conn);
+            }
+            return;
         }
         let contents = {
             let memory = &self.engines[engine].memory;
@@ -178,8 +211,8 @@ impl Sim {
         for lease in &settled {
             let world = self.engine(engine).world();
             let (now, expiry) = (world.time().0, world.expiries.remove(&lease.handle));
-            // A process that was stopped could not look at its clock.
-            let latest = expiry.unwrap_or_default() + DRAIN_DEADLINE.as_micros() as u64 + TICK;
+            // A process that was stopped could not look at its clock, and one that grew had none.
+            let latest = expiry.unwrap_or(now) + DRAIN_DEADLINE.as_micros() as u64 + TICK;
             if now > latest && !stopped {
                 let late = Duration::from_micros(now - latest);
                 self.wrong(format!(

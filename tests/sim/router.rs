@@ -31,6 +31,8 @@ pub struct Request {
     decodes: Vec<usize>,
     handoff: Option<Box<Handoff>>,
     prefill: Option<ConnId>,
+    /// A prefill that lent before its end.
+    computing: Option<ConnId>,
     decode: Option<ConnId>,
 }
 
@@ -127,6 +129,9 @@ impl Sim {
                     self.tell(router, client, Fact::PrefillFailed(attempt, Failure::Unknown));
                     self.next_prefill(router, client);
                 }
+                if self.routers[router].requests.get(&client).is_some_and(|r| r.computing == Some(conn)) {
+                    self.computing_failed(router, conn, client);
+                }
             }
             Purpose::Decode(client, attempt) => {
                 self.close(conn, Side::Caller);
@@ -153,6 +158,7 @@ impl Sim {
             decodes: Vec::new(),
             handoff: None,
             prefill: None,
+            computing: None,
             decode: None,
         };
         self.routers[router].requests.insert(client, request);
@@ -181,8 +187,11 @@ impl Sim {
             self.pay(router, client, debt);
         }
         if let Some(outcome) = step.ended {
-            let request = &self.routers[router].requests[&client];
-            let (conn, decode) = (request.client, request.decode);
+            let request = self.request(router, client);
+            let (conn, decode, computing) = (request.client, request.decode, request.computing.take());
+            if let Some(computing) = computing {
+                self.close(computing, Side::Caller);
+            }
             if outcome == Outcome::Completed {
                 self.send(conn, Side::Callee, Msg::Complete);
             } else {
@@ -244,11 +253,26 @@ impl Sim {
         attempt: Attempt,
         parcel: Parcel,
     ) {
-        self.close(conn, Side::Caller);
-        let Some(request) = self.routers[router].requests.get_mut(&client) else { return };
+        let Some(request) = self.routers[router].requests.get_mut(&client) else {
+            return self.close(conn, Side::Caller);
+        };
+        if request.computing == Some(conn) {
+            return match parcel {
+                Parcel::Message(Msg::PrefillOver(Ok(()))) => {
+                    request.computing = None;
+                    self.close(conn, Side::Caller);
+                    self.tell(router, client, Fact::PrefillEnded(attempt));
+                }
+                _ => self.computing_failed(router, conn, client),
+            };
+        }
         let current = request.prefill == Some(conn);
-        if current {
-            request.prefill = None;
+        let early = matches!(&parcel, Parcel::Message(Msg::Prefilled(Ok(Some(handoff)))) if handoff.growing);
+        if current && early {
+            (request.prefill, request.computing) = (None, Some(conn));
+        } else {
+            request.prefill = request.prefill.filter(|_| !current);
+            self.close(conn, Side::Caller);
         }
         let fact = match parcel {
             Parcel::Message(Msg::Prefilled(Ok(Some(handoff)))) => {
@@ -270,6 +294,17 @@ impl Sim {
                 Fact::PrefillFailed(..) => self.next_prefill(router, client),
                 _ => {}
             }
+        }
+    }
+
+    /// A prefill that lent before its end has failed: what a decode engine waits for will not come.
+    fn computing_failed(&mut self, router: usize, conn: ConnId, client: usize) {
+        self.close(conn, Side::Caller);
+        let request = self.request(router, client);
+        request.computing = None;
+        if let (State::Decoding(attempt, _), Some(decode)) = (request.exchange.state(), request.decode) {
+            self.close(decode, Side::Caller);
+            self.decode_broke(router, client, attempt, Failure::Unknown);
         }
     }
 

@@ -60,6 +60,8 @@ pub struct Setup {
     pub clients: Vec<ClientSetup>,
     pub weather: Weather,
     pub faults: Vec<(Micros, Fault)>,
+    /// Its routers ask for handoffs of what is still computed.
+    pub early: bool,
     pub prefill_attempts: usize,
     pub decode_attempts: usize,
     pub fall_back: bool,
@@ -89,6 +91,8 @@ pub enum Mutation {
     NoExpiry,
     /// Leases live a minute longer than they should.
     LateExpiry,
+    /// A producer sends blocks that it has not computed yet.
+    SentTooSoon,
     /// A tier's file is believed without a look at its checksum.
     DamageBelieved,
     /// A tier's worker goes on with a load that was revoked: the commitment point is not kept (Dynamo #6681).
@@ -96,8 +100,9 @@ pub enum Mutation {
 }
 
 impl Mutation {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::LateExpiry,
+        Self::SentTooSoon,
         Self::DamageBelieved,
         Self::RevokedLoadWrites,
         Self::VerdictNotAsked,
@@ -111,7 +116,7 @@ impl Mutation {
     pub fn shows_as(self) -> &'static [&'static str] {
         match self {
             Self::None => &[],
-            Self::VerdictNotAsked | Self::DamageBelieved => &["stale KV", "wrong text"],
+            Self::VerdictNotAsked | Self::DamageBelieved | Self::SentTooSoon => &["stale KV", "wrong text"],
             Self::RevokedLoadWrites => &["I3", "wrong text"],
             Self::ReleaseDoesNotDrain => &["stale KV", "wrong text", "I3: freed"],
             Self::ReleasesNotSent => &["expired"],
@@ -179,6 +184,8 @@ impl Setup {
             clients,
             weather,
             faults,
+            // Dice of its own: what the other faults of a seed are does not depend on it.
+            early: Dice::new(seed, 9).percent(60),
             prefill_attempts: dice.between(1, 3) as usize,
             decode_attempts: if naive_router { 1 } else { dice.between(1, 3) as usize },
             fall_back: dice.percent(50),

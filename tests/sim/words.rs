@@ -30,16 +30,24 @@ pub struct Ask {
 pub enum Msg {
     // Client and router.
     Ask(usize),
-    Text { choice: u32, token: u32 },
+    Text {
+        choice: u32,
+        token: u32,
+    },
     Complete,
     Error,
 
     // Router and engine.
     Prefill(Arc<Ask>),
     Prefilled(Result<Option<Box<Handoff>>, u16>),
+    /// The end of a prefill that has lent before.
+    PrefillOver(Result<(), u16>),
     Decode(Arc<Ask>, Option<Box<Handoff>>),
     Accepted,
-    Chunk { choice: u32, token: u32 },
+    Chunk {
+        choice: u32,
+        token: u32,
+    },
     Decoded,
     Refused(u16),
     ReleaseVerb(Handle, &'static str),
@@ -47,15 +55,39 @@ pub enum Msg {
     Done,
 
     // Decode engine and prefill engine.
-    Read { epoch: Epoch, handle: Handle, reader: Reader, first: usize, count: usize },
+    Read {
+        epoch: Epoch,
+        handle: Handle,
+        reader: Reader,
+        first: usize,
+        count: usize,
+    },
     Granted(Vec<BlockId>),
     Block(usize, Vec<Slot>),
+    /// Shared memory: so many blocks of the read may be taken by now.
+    Final(usize),
+    NotYet,
     AllSent,
-    ReadDone { epoch: Epoch, handle: Handle, reader: Reader },
+    ReadDone {
+        epoch: Epoch,
+        handle: Handle,
+        reader: Reader,
+    },
     Verdict(bool),
-    ReadGivenUp { epoch: Epoch, handle: Handle, reader: Reader },
-    Release { epoch: Epoch, handle: Handle, reason: &'static str },
-    Heartbeat { epoch: Epoch, handle: Handle },
+    ReadGivenUp {
+        epoch: Epoch,
+        handle: Handle,
+        reader: Reader,
+    },
+    Release {
+        epoch: Epoch,
+        handle: Handle,
+        reason: &'static str,
+    },
+    Heartbeat {
+        epoch: Epoch,
+        handle: Handle,
+    },
     Renewed,
     Gone,
     NotServed,

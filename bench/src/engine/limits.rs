@@ -2,27 +2,25 @@
 #![allow(unsafe_code)] // huge-page advice and gemm's raw interface; see each block
 
 mod peak;
+mod read;
 
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
+use baton_engine::executor::cpu::Unit;
 use baton_engine::model::config::ModelConfig;
 
-/// Size of the buffer that is read: several times the share of a last-level cache a tenant may get, no more
-/// than the weights of a small model.
-const STREAM_BYTES: usize = 512 << 20;
-/// Passes of a reading.
+/// Size of the buffer that is read for the memory's own bandwidth: more than twice the largest last-level caches.
+const MEMORY_BYTES: usize = 1 << 30;
+/// Passes of a reading of the peak.
 const PASSES: usize = 4;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// How far ahead lines are requested.
-#[cfg(target_arch = "x86_64")]
-const PREFETCH_BYTES: usize = 4096;
 
 /// Baselines with their buffers.
 pub(super) struct Machine {
     threads: usize,
-    stream: Vec<u64>,
+    memory: Vec<read::Line>,
     products: Vec<Gemm>,
 }
 
@@ -46,7 +44,8 @@ pub(super) fn shapes(config: &ModelConfig) -> Vec<(usize, usize)> {
 }
 
 impl Machine {
-    pub(super) fn new(config: &ModelConfig, rows: usize, threads: usize) -> Self {
+    /// For steps that read up to `step_bytes`.
+    pub(super) fn new(config: &ModelConfig, rows: usize, threads: usize, step_bytes: usize) -> Self {
         let products = shapes(config)
             .into_iter()
             .map(|(outputs, inputs)| Gemm {
@@ -58,21 +57,34 @@ impl Machine {
                 out: vec![0.0; rows * outputs],
             })
             .collect();
-        Self { threads, stream: huge(STREAM_BYTES / 8, 1), products }
+        let lines = MEMORY_BYTES.max(step_bytes).div_ceil(size_of::<read::Line>());
+        Self { threads, memory: huge(lines, read::Line::ONES), products }
     }
 
-    /// GB/s of all threads reading disjoint parts of one buffer: the best of a few passes.
-    pub(super) fn read_gbps(&mut self) -> f64 {
-        let parts: Vec<_> = self.stream.chunks(self.stream.len().div_ceil(self.threads)).collect();
-        let fastest = fastest_pass(parts.len(), |thread| {
-            black_box(sum(parts[thread]));
-        });
-        gigas(STREAM_BYTES, fastest)
+    /// GB/s of all threads reading `bytes` again and again, the caches' part included: the bound of a step that
+    /// reads so many.
+    pub(super) fn read_gbps(&self, bytes: usize) -> f64 {
+        let lines = bytes.div_ceil(size_of::<read::Line>()).min(self.memory.len());
+        read::fastest(&self.memory[..lines], self.threads) / 1e9
+    }
+
+    /// GB/s from memory itself.
+    pub(super) fn memory_gbps(&self) -> f64 {
+        self.read_gbps(MEMORY_BYTES)
     }
 
     /// GFLOP/s of f32 multiply-adds that never leave the registers, on all threads: the best of a few passes.
     pub(super) fn peak_gflops(&self) -> Option<f64> {
         let chains = peak::detect()?;
+        let fastest = fastest_pass(self.threads, |_| {
+            black_box(chains.run());
+        });
+        Some(gigas(self.threads * chains.flops(), fastest))
+    }
+
+    /// The same of bf16 by a unit of the engine; nothing where that multiplies f32.
+    pub(super) fn bf16_peak_gflops(&self, unit: Option<Unit>) -> Option<f64> {
+        let chains = peak::of_unit(unit?)?;
         let fastest = fastest_pass(self.threads, |_| {
             black_box(chains.run());
         });
@@ -150,32 +162,20 @@ fn huge<T: Copy>(len: usize, value: T) -> Vec<T> {
     buffer
 }
 
-/// Sixteen independent sums, so that the additions never wait for each other, and lines requested ahead: plain
-/// loads alone do not reach what memory can deliver.
-fn sum(values: &[u64]) -> u64 {
-    let mut sums = [0_u64; 16];
-    for chunk in values.as_chunks::<16>().0 {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            let ahead = chunk.as_ptr().cast::<i8>().wrapping_add(PREFETCH_BYTES);
-            // SAFETY: a prefetch may point anywhere.
-            unsafe {
-                _mm_prefetch::<_MM_HINT_T0>(ahead);
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64));
-            }
-        }
-        for (sum, value) in sums.iter_mut().zip(chunk) {
-            *sum = sum.wrapping_add(*value);
-        }
-    }
-    sums.iter().fold(0, |a, b| a.wrapping_add(*b))
+/// Anonymous memory of this process in huge pages, and all of it, bytes; where the system tells it.
+pub(super) fn huge_pages() -> Option<(u64, u64)> {
+    let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").ok()?;
+    let bytes = |key: &str| {
+        let rest = rollup.lines().find_map(|line| line.strip_prefix(key))?;
+        rest.trim().split(' ').next()?.parse::<u64>().ok().map(|kib| kib << 10)
+    };
+    Some((bytes("AnonHugePages:")?, bytes("Anonymous:")?))
 }
 
 /// The shortest of [`PASSES`] in which every thread does its work once, all beginning together.
 ///
 /// A limit must not be lower than what the engine reaches on its waiting threads: one pass on threads that have just
-/// been started read 24.5 GB/s where decoding took 31 from memory, and 354 GFLOP/s where oneDNN did 371 (2026-11-21).
+/// been started did 354 GFLOP/s where oneDNN did 371 (2026-11-21).
 fn fastest_pass(threads: usize, work: impl Fn(usize) + Sync) -> Duration {
     let (barrier, work) = (&Barrier::new(threads), &work);
     std::thread::scope(|scope| {

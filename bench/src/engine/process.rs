@@ -1,15 +1,15 @@
 //! The engine as a user starts it: how long until the first token, and how much memory it then has.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use baton_engine::model::config::ModelConfig;
 use serde::Serialize;
 
 use super::{EngineBenchError, Series};
+use crate::running::Running;
 
 /// Size of the KV pool: the engine's default.
 const POOL_MIB: usize = 512;
@@ -54,13 +54,17 @@ pub(super) fn measure(
     };
     for start in 0..STARTS {
         let begun = Instant::now();
-        let mut engine = Running::start(dir, threads)?;
-        let address = engine.ready()?;
+        let pool = POOL_MIB.to_string();
+        let options =
+            ["--kv-cache-mib", &pool, "--threads", &threads.to_string(), "--model"].map(str::to_owned);
+        let model = dir.display().to_string();
+        let mut engine = Running::start(&[&options[..], &[model]].concat()).map_err(failed)?;
+        let address = engine.ready().map_err(failed)?;
         first_token(address)?;
         if start > 0 {
             report.first_token_ms.add(begun.elapsed().as_secs_f64() * 1e3);
         }
-        report.resident_bytes = engine.resident()?;
+        report.resident_bytes = engine.resident().map_err(failed)?;
     }
     #[allow(clippy::cast_precision_loss)] // far below 2^52
     {
@@ -82,62 +86,8 @@ pub(super) fn print(report: &ProcessReport, out: &mut dyn Write) -> std::io::Res
     )
 }
 
-/// A process that ends with this value.
-struct Running {
-    child: Child,
-}
-
 fn failed(error: impl std::fmt::Display) -> EngineBenchError {
     EngineBenchError::Process(error.to_string())
-}
-
-impl Running {
-    fn start(dir: &Path, threads: usize) -> Result<Self, EngineBenchError> {
-        let program = std::env::current_exe().map_err(failed)?;
-        let child = Command::new(program)
-            .args(["engine", "--listen", "127.0.0.1:0", "--until-stdin-ends", "--model"])
-            .arg(dir)
-            .args(["--kv-cache-mib", &POOL_MIB.to_string(), "--threads", &threads.to_string()])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
-            .spawn()
-            .map_err(failed)?;
-        Ok(Self { child })
-    }
-
-    /// The address it says it serves.
-    fn ready(&mut self) -> Result<SocketAddr, EngineBenchError> {
-        let out = self.child.stdout.take().ok_or_else(|| failed("no output"))?;
-        for line in BufReader::new(out).lines() {
-            let line = line.map_err(failed)?;
-            if let Some((_, rest)) = line.split_once("ready http=") {
-                return rest.split(' ').next().unwrap_or_default().parse().map_err(failed);
-            }
-        }
-        Err(failed("it ended before it was ready"))
-    }
-
-    fn resident(&self) -> Result<u64, EngineBenchError> {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).map_err(failed)?;
-        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-        let kib = resident.and_then(|rest| rest.trim().split(' ').next()?.parse::<u64>().ok());
-        kib.map(|kib| kib << 10).ok_or_else(|| failed("no VmRSS"))
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        drop(self.child.stdin.take());
-        let begun = Instant::now();
-        while matches!(self.child.try_wait(), Ok(None)) {
-            if begun.elapsed() > Duration::from_secs(5) {
-                let _ = self.child.kill();
-            }
-            #[allow(clippy::disallowed_methods)] // between two looks at whether a process has ended
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
 }
 
 /// Asks for one token and waits for the whole answer.

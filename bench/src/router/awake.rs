@@ -7,8 +7,9 @@ use std::thread::JoinHandle;
 
 /// Keeps every processor busy with threads that yield to anybody else (`SCHED_IDLE`).
 ///
-/// A processor with nothing to do sleeps, and a virtual one is given back to its host: to wake it costs tens of
-/// microseconds that no subject has spent. Where an engine computes beside the router, none is asleep.
+/// A processor with nothing to do sleeps, and a virtual one is given back to its host; what it costs to wake it is no
+/// subject's doing. On an idle 2-core guest awake cores changed what the router adds to the first token by less than runs
+/// differ (medians of 106 and 105 µs, 2026-11-21, `bench/results/README.md`); other routers added 16 and 21 % less.
 pub(super) struct Awake {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,

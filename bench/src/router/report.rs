@@ -56,10 +56,11 @@ pub struct Load {
 }
 
 /// What processors do that have nothing to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cores {
     /// They sleep, as the machine is set up; to wake one is part of what is measured.
+    #[default]
     AsTheyAre,
     /// They are kept from sleeping.
     Awake,
@@ -75,7 +76,7 @@ impl Cores {
 }
 
 /// Time to first token with one request at a time, in microseconds.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct FirstToken {
     /// What the processors did meanwhile.
     pub cores: Cores,
@@ -170,16 +171,7 @@ impl SubjectReport {
 
     pub(super) fn first_token(&mut self, cores: Cores) -> &mut FirstToken {
         let at = self.first_token.iter().position(|of| of.cores == cores).unwrap_or_else(|| {
-            let none = Spread::default;
-            self.first_token.push(FirstToken {
-                cores,
-                direct_p50_us: none(),
-                direct_p99_us: none(),
-                p50_us: none(),
-                p99_us: none(),
-                added_p50_us: none(),
-                added_p99_us: none(),
-            });
+            self.first_token.push(FirstToken { cores, ..FirstToken::default() });
             self.first_token.len() - 1
         });
         &mut self.first_token[at]

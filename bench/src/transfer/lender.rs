@@ -12,7 +12,7 @@ use baton_connector::transport::{Producer, TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
 use baton_connector_shm::shared_pool;
 
-pub(super) struct Lender {
+pub(crate) struct Lender {
     ledger: Mutex<Ledger>,
     region: Region,
     start: Instant,
@@ -28,8 +28,13 @@ impl Lender {
             bytes[..8].copy_from_slice(&(block as u64).to_le_bytes());
             region.write_block(BlockId(block as u32), &bytes);
         }
+        Ok(Self::over(region))
+    }
+
+    /// A pool whose bytes are somebody else's affair.
+    pub(crate) fn over(region: Region) -> Self {
         let ledger = Mutex::new(Ledger::new(LeaseTerms::default()));
-        Ok(Self { ledger, region, start: Instant::now(), next: AtomicU64::new(1) })
+        Self { ledger, region, start: Instant::now(), next: AtomicU64::new(1) }
     }
 
     fn ledger(&self) -> (MutexGuard<'_, Ledger>, Time) {
@@ -38,7 +43,7 @@ impl Lender {
     }
 
     /// Lends these blocks to one reader.
-    pub(super) fn lend(&self, blocks: &[BlockId]) -> Handle {
+    pub(crate) fn lend(&self, blocks: &[BlockId]) -> Handle {
         let n = self.next.fetch_add(1, Ordering::Relaxed);
         let request = RequestId::new(&n.to_string()).expect("digits are a request id");
         let handle = Handle(u128::from(n));

@@ -216,13 +216,22 @@ impl<R: Reach> Transport for Client<R> {
                 } else {
                     Err(LinkError::Unexpected)
                 };
-                landed.map_err(|error| Broken { error, answered: true })
+                let landed = landed.map_err(|error| Broken { error, answered: true })?;
+                if landed == Err(TransportError::Gone) {
+                    // The lease may be draining, and then it waits to hear that nothing reads any more.
+                    let failed = Request::Failed { handle: order.handle, reader: order.reader };
+                    ask(&mut connection.link, &failed.encode(), stop)?;
+                }
+                Ok(landed)
             }
             Reply::Gone => Ok(Err(TransportError::Gone)),
             Reply::Refused(why) => Ok(Err(TransportError::Refused(why))),
-            Reply::Complete | Reply::Verdict(_) | Reply::Noted | Reply::Released(_) | Reply::Renewed(_) => {
-                Err(unexpected())
-            }
+            Reply::Complete
+            | Reply::NotYet
+            | Reply::Verdict(_)
+            | Reply::Noted
+            | Reply::Released(_)
+            | Reply::Renewed(_) => Err(unexpected()),
         })?
     }
 

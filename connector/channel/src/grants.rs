@@ -13,7 +13,8 @@ use baton_connector::region::Region;
 use baton_connector::transport::{Part, ReadOrder, StopFlag, TransportError};
 use std::sync::atomic::Ordering;
 
-use crate::link::{self, Link, LinkError, SLICE, Until};
+use crate::link::{Link, LinkError, SLICE};
+use crate::patience::Patience;
 use crate::serve::{Delivered, Granted};
 use crate::wire::{HEADER_BYTES, Header, KIND_BATCH, Reply};
 
@@ -76,7 +77,8 @@ impl Grants {
         let mut heard = 0;
         for (at, blocks) in granted.blocks().chunks(per_batch).enumerate() {
             let live = if at >= WINDOW { copied_one(link, granted, &mut heard)? } else { true };
-            if !live || !granted.live() {
+            let upto = (at * per_batch) + blocks.len();
+            if !live || !granted.await_ready(link, &mut front, upto)? {
                 front.extend(Reply::Gone.encode());
                 link.send(&front, granted.until())?;
                 for _ in 0..tells_owed(at, batches, heard) {
@@ -108,8 +110,7 @@ impl Grants {
         stop: &StopFlag,
         mut take: impl FnMut(Range<usize>, &mut dyn Iterator<Item = u32>) -> Result<(), LinkError>,
     ) -> Result<Result<(), TransportError>, LinkError> {
-        let allowed = link::longest_read(link.silence(), bytes);
-        let until = Until::deadline(stop, Instant::now() + allowed);
+        let mut patience = Patience::new(link, bytes, stop);
         let count = wanted.blocks;
         let per_batch = self.batch_blocks(wanted.block_bytes);
         let batches = count.div_ceil(per_batch);
@@ -117,7 +118,9 @@ impl Grants {
         for (at, first) in (0..count).step_by(per_batch).enumerate() {
             let blocks = first..count.min(first + per_batch);
             let mut header = [0; HEADER_BYTES];
-            link.receive(&mut header, until)?;
+            link.receive(&mut header, patience.until())?;
+            patience.outlast(link, &mut header)?;
+            let until = patience.until();
             let Header { kind, len } = Header::decode(header);
             if kind != KIND_BATCH {
                 return gone(kind, len);

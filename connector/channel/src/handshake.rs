@@ -53,6 +53,8 @@ pub enum Service {
     OfListener,
     /// NIXL: block ids and an agent's metadata instead of bytes.
     Nixl,
+    /// A device's memory: block ids, and what opens the pool on the device.
+    Device,
 }
 
 impl Service {
@@ -60,11 +62,12 @@ impl Service {
         match self {
             Self::OfListener => 0,
             Self::Nixl => 1,
+            Self::Device => 2,
         }
     }
 
     fn known(byte: u8) -> Option<Self> {
-        [Self::OfListener, Self::Nixl].into_iter().find(|service| service.byte() == byte)
+        [Self::OfListener, Self::Nixl, Self::Device].into_iter().find(|service| service.byte() == byte)
     }
 
     /// What the Welcome says when it is served.
@@ -138,6 +141,16 @@ impl NotAdmitted {
             Self::Silent(_) | Self::Absent(_) => {
                 TransportError::Handshake(peer.address, self.to_string().into())
             }
+        }
+    }
+}
+
+impl From<LinkError> for NotAdmitted {
+    fn from(error: LinkError) -> Self {
+        match error {
+            LinkError::Stopped => Self::Stopped,
+            LinkError::Silent(silence) => Self::Silent(silence),
+            other => Self::absent(other),
         }
     }
 }
@@ -268,11 +281,6 @@ pub fn introduce(
     peer: &Peer,
     stop: &AtomicBool,
 ) -> Result<(), NotAdmitted> {
-    let broken = |error: LinkError| match error {
-        LinkError::Stopped => NotAdmitted::Stopped,
-        LinkError::Silent(silence) => NotAdmitted::Silent(silence),
-        other => NotAdmitted::absent(other),
-    };
     let until = Until::deadline(stop, Instant::now() + link.silence());
     let nonce = nonce().map_err(NotAdmitted::absent)?;
     let with_secret = credentials.secret.is_some();
@@ -280,10 +288,10 @@ pub fn introduce(
     hello[..WELCOME_HEAD_BYTES].copy_from_slice(&head(with_secret, credentials.service.byte(), nonce));
     hello[44..52].copy_from_slice(&peer.epoch.0.to_le_bytes());
     hello[52..60].copy_from_slice(&peer.fingerprint.to_le_bytes());
-    link.send(&hello, until).map_err(broken)?;
+    link.send(&hello, until)?;
 
     let mut welcome = [0; WELCOME_BYTES];
-    link.receive(&mut welcome, until).map_err(broken)?;
+    link.receive(&mut welcome, until)?;
     let (head, theirs) = welcome.split_at(WELCOME_HEAD_BYTES);
     if head[..8] != MAGIC {
         return Err(NotAdmitted::absent("not a baton producer"));
@@ -303,10 +311,10 @@ pub fn introduce(
     if version(head) != VERSION || !shared || !credentials.proved(PRODUCER, &hello, head, theirs) {
         return Err(NotAdmitted::absent("the producer did not prove that it knows the cluster secret"));
     }
-    link.send(&credentials.proof(CONSUMER, &hello, head), until).map_err(broken)?;
+    link.send(&credentials.proof(CONSUMER, &hello, head), until)?;
 
     let mut status = [0];
-    link.receive(&mut status, until).map_err(broken)?;
+    link.receive(&mut status, until)?;
     match status[0] {
         GO_ON => Ok(()),
         GONE => Err(NotAdmitted::Gone),

@@ -13,7 +13,8 @@
 //!   ◀── admitted
 //!   Read{handle, reader, range} ─────────▶      the ledger grants, or says gone or refused
 //!   or Slice{handle, reader, tokens, heads}
-//!   ◀── Granted, and what the transport sends   before every batch: is the lease still live? else Gone
+//!   ◀── Granted, and what the transport sends   before every batch: is the lease still live? else Gone; and are its
+//!                                               blocks computed? else NotYet, every second until they are
 //!   Done{handle, reader} ────────────────▶      the ledger's verdict
 //! ```
 //!
@@ -34,6 +35,7 @@
 //! | `serve` | one connection on the producer's side |
 //! | `client` | the consumer's side: [`Client`] |
 //! | `pool` | the consumer's kept connections |
+//! | [`patience`] | how long a read is waited for |
 //! | `dial` | a TCP connection within a bound |
 //! | [`grants`] | reads in which the consumer takes the blocks itself |
 //! | [`handshake`] | who is there, and are we talking about the same blocks |
@@ -48,6 +50,7 @@ pub mod fuzzing;
 pub mod grants;
 pub mod handshake;
 pub mod link;
+pub mod patience;
 mod pool;
 pub mod scatter;
 mod secret;
@@ -59,5 +62,5 @@ pub use client::{Client, ClientOptions, Connection, Reach};
 pub use dial::dial;
 pub use handshake::{NotAdmitted, Service};
 pub use secret::{Secret, SecretTooShort};
-pub use serve::{Delivered, Granted, Serve};
+pub use serve::{Delivered, Granted, Serve, Source};
 pub use server::{Server, ServerOptions, ServerStats};

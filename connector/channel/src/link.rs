@@ -3,6 +3,7 @@
 #![allow(unsafe_code)] // poll(2); one call
 
 use std::io::{self, ErrorKind, Read};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -201,6 +202,14 @@ impl Link {
     /// The system's.
     pub fn readable_within(&self, limit: Duration) -> io::Result<bool> {
         wait(self.socket.as_fd(), libc::POLLIN, limit)
+    }
+
+    /// Whether the peer is known to have closed it. What it said before that can still be read.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        let mut byte = [MaybeUninit::uninit()];
+        self.readable_within(Duration::ZERO).is_ok_and(|readable| readable)
+            && matches!(self.socket.peek(&mut byte), Ok(0) | Err(_))
     }
 
     /// Whether an idle connection can still be used: nothing is there to be read, not even its end.

@@ -3,6 +3,7 @@
 //! The reader of a lease is bound to the connection that serves it: when the connection ends before the
 //! reader has said that it is done, the read has failed. `Done` may come over another connection.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::Ordering;
@@ -11,18 +12,21 @@ use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
 use baton_connector::slice::Cut;
-use baton_connector::transport::{Producer, TransportError, Verdict};
+use baton_connector::transport::{Producer, Readiness, TransportError, Verdict};
 use baton_connector::{BlockId, Handle, KvLayout, Reader};
 
 use socket2::Socket;
 
 use crate::handshake::{self, Credentials, Service, TurnedAway};
-use crate::link::{Link, LinkError, Until};
+use crate::link::{self, Link, LinkError, Until};
 use crate::server::Shared;
 use crate::wire::{HEADER_BYTES, Header, Reply, Request};
 
 /// A connection that asks for nothing is closed after this long.
 const IDLE: Duration = Duration::from_secs(120);
+
+/// How often a reader hears that its blocks are still computed, at the least.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(1);
 
 /// How often an idle connection's thread looks up. Shutdown does not wait for it: it closes the socket.
 const IDLE_SLICE: Duration = Duration::from_secs(5);
@@ -35,6 +39,11 @@ pub trait Serve: Send + Sync + 'static {
     /// What a consumer asks for to be served by this, where a listener serves several.
     fn service(&self) -> Service {
         Service::OfListener
+    }
+
+    /// Where readers find the blocks.
+    fn source(&self) -> Source {
+        Source::Region
     }
 
     /// Looks at a fresh connection before a byte is read: sets its options, and turns away whom the system says
@@ -61,6 +70,15 @@ pub trait Serve: Send + Sync + 'static {
     fn deliver(&self, link: &mut Link, granted: &Granted<'_>) -> Result<Delivered, LinkError>;
 }
 
+/// Where the bytes of granted blocks are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// In the producer's region: host memory, whose bytes are made what was lent ([`Producer::in_region`]) first.
+    Region,
+    /// Elsewhere: in the memory of the device that computed them.
+    Device,
+}
+
 /// How the delivery of a read ended, with the connection in step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivered {
@@ -75,8 +93,13 @@ pub struct Granted<'a> {
     shared: &'a Shared,
     handle: Handle,
     reader: Reader,
+    /// Entry of the lease's table that the read begins with.
+    first: usize,
     blocks: Vec<BlockId>,
     slice: Option<(Cut, KvLayout)>,
+    source: Source,
+    /// So many of the blocks are in the region, where they are read there.
+    in_region: Cell<usize>,
 }
 
 impl Granted<'_> {
@@ -102,6 +125,49 @@ impl Granted<'_> {
     #[must_use]
     pub fn live(&self) -> bool {
         self.shared.producer.read_live(self.handle, self.reader)
+    }
+
+    /// Waits until the first `upto` blocks of the read are computed; false when the lease lets this reader read no more.
+    /// `front` are frames that the reader has not been sent yet: they go out with the first sign of life, if there
+    /// is one.
+    ///
+    /// # Errors
+    /// [`LinkError`]; the connection ends, and the read has failed.
+    pub fn await_ready(&self, link: &mut Link, front: &mut Vec<u8>, upto: usize) -> Result<bool, LinkError> {
+        let mut signed = None;
+        loop {
+            let producer = &self.shared.producer;
+            match producer.await_ready(self.handle, self.reader, self.first + upto, link::SLICE) {
+                Readiness::Ready => return self.bring(upto).map(|()| true),
+                Readiness::Gone => return Ok(false),
+                Readiness::NotYet => {}
+            }
+            if self.shared.stop.load(Ordering::Acquire) {
+                return Err(LinkError::Stopped);
+            }
+            if link.is_closed() {
+                return Err(LinkError::Closed);
+            }
+            // Both ends of a cluster bear the same silence.
+            let due = SIGN_OF_LIFE.min(link.silence() / 3);
+            if signed.is_none_or(|signed: Instant| signed.elapsed() >= due) {
+                front.extend(Reply::NotYet.encode());
+                link.send(front, self.until())?;
+                front.clear();
+                signed = Some(Instant::now());
+            }
+        }
+    }
+
+    /// Has the first `upto` blocks of the read in the region, where they are read there.
+    fn bring(&self, upto: usize) -> Result<(), LinkError> {
+        let from = self.in_region.get();
+        if self.source == Source::Region && from < upto {
+            let brought = self.shared.producer.in_region(&self.blocks[from..upto]);
+            brought.map_err(|why| LinkError::Io(io::Error::other(why.to_string())))?;
+            self.in_region.set(upto);
+        }
+        Ok(())
     }
 
     /// What ends a wait: the server's own end.
@@ -309,6 +375,7 @@ fn answer_read(
         Ok(checked) => checked,
         Err(why) => return refuse(link, &why),
     };
+    let first = range.0;
     let blocks = match shared.open_reads.begin(producer, connection, (handle, reader), range) {
         Ok(blocks) => blocks,
         Err(TransportError::Gone) => {
@@ -319,9 +386,13 @@ fn answer_read(
         Err(other) => return refuse(link, &other.to_string()),
     };
     shared.stats.reads.fetch_add(1, Ordering::Relaxed);
-    let granted = Granted { shared, handle, reader, blocks, slice };
+    let (source, in_region) = (serve.source(), Cell::new(0));
+    let granted = Granted { shared, handle, reader, first, blocks, slice, source, in_region };
     if serve.deliver(link, &granted)? == Delivered::LeaseEnded {
-        shared.open_reads.forget(handle, reader);
+        // A lease that drains waits for this reader, who says that it has failed or closes the connection.
+        if !producer.read_live(handle, reader) {
+            shared.open_reads.forget(handle, reader);
+        }
         shared.stats.reads_gone.fetch_add(1, Ordering::Relaxed);
     }
     Ok(())

@@ -57,6 +57,8 @@ pub enum Reply {
     Gone,
     /// Every batch was sent while the lease was live.
     Complete,
+    /// The next batch is not computed yet: a sign of life, in front of a batch or of what stands for it.
+    NotYet,
     /// The read does not fit the lease.
     Refused(Box<str>),
     /// The answer to `Done`.
@@ -116,6 +118,7 @@ const KIND_NOTED: u8 = 0x85;
 const KIND_RELEASED: u8 = 0x86;
 const KIND_RENEWED: u8 = 0x87;
 const KIND_COMPLETE: u8 = 0x88;
+const KIND_NOT_YET: u8 = 0x89;
 
 impl Header {
     /// Reads a header. The length is not judged yet: that depends on what may come.
@@ -234,6 +237,7 @@ impl Reply {
             }
             Self::Gone => Frame::new(KIND_GONE),
             Self::Complete => Frame::new(KIND_COMPLETE),
+            Self::NotYet => Frame::new(KIND_NOT_YET),
             Self::Refused(why) => Frame::new(KIND_REFUSED).text(why),
             Self::Verdict(verdict) => Frame::new(KIND_VERDICT).bytes(&[verdict_byte(*verdict)]),
             Self::Noted => Frame::new(KIND_NOTED),
@@ -258,6 +262,7 @@ impl Reply {
             }
             KIND_GONE => fields.exactly(0).map(|()| Self::Gone),
             KIND_COMPLETE => fields.exactly(0).map(|()| Self::Complete),
+            KIND_NOT_YET => fields.exactly(0).map(|()| Self::NotYet),
             KIND_REFUSED => Ok(Self::Refused(fields.text()?)),
             KIND_VERDICT => {
                 fields.exactly(1)?;

@@ -1,7 +1,6 @@
 //! The producer's side: an agent that knows the pool, and which of its blocks a reader may take.
 
 use std::io;
-use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 
 use baton_connector::BlockId;
@@ -9,7 +8,7 @@ use baton_connector::region::Region;
 use baton_connector::transport::Producer;
 use baton_connector_channel::handshake::Service;
 use baton_connector_channel::link::{Link, LinkError, Until};
-use baton_connector_channel::{Delivered, Granted, Serve, Server, ServerOptions, ServerStats};
+use baton_connector_channel::{Delivered, Granted, Serve};
 use socket2::Socket;
 
 use crate::agents::unique_name;
@@ -73,47 +72,5 @@ impl Serve for Offering {
 
     fn deliver(&self, link: &mut Link, granted: &Granted<'_>) -> Result<Delivered, LinkError> {
         GRANTS.deliver(link, granted)
-    }
-}
-
-/// A listener for NIXL alone. An engine serves it beside TCP, with [`producer`].
-pub struct NixlServer {
-    address: SocketAddr,
-    server: Server,
-}
-
-impl NixlServer {
-    /// Starts to serve on a bound listener.
-    ///
-    /// # Errors
-    /// `InvalidInput` when the listener is reachable from beyond loopback and there is no secret; `Other` when NIXL
-    /// does not take the pool; otherwise the system's.
-    pub fn start(
-        library: &dyn Library,
-        listener: TcpListener,
-        lender: Arc<dyn Producer>,
-        options: ServerOptions,
-    ) -> io::Result<Self> {
-        let address = listener.local_addr()?;
-        let offering = producer(library, lender.region()).map_err(io::Error::other)?;
-        let server = Server::start(listener.into(), lender, vec![offering], options)?;
-        Ok(Self { address, server })
-    }
-
-    /// Where it listens.
-    #[must_use]
-    pub fn local_addr(&self) -> SocketAddr {
-        self.address
-    }
-
-    /// What it has done so far. Bytes are those that readers were allowed to take.
-    #[must_use]
-    pub fn stats(&self) -> ServerStats {
-        self.server.stats()
-    }
-
-    /// Stops to listen, closes every connection and waits for its thread; then the agent ends.
-    pub fn shutdown(self) {
-        self.server.shutdown();
     }
 }

@@ -72,11 +72,7 @@ impl Reach for Nixl {
         let credentials =
             Credentials { secret: options.secret.as_ref(), transport: NAME, service: Service::Nixl };
         handshake::introduce(&mut link, credentials, peer, stop)?;
-        let offer = receive_offer(&mut link, stop).map_err(|error| match error {
-            LinkError::Stopped => NotAdmitted::Stopped,
-            LinkError::Silent(silence) => NotAdmitted::Silent(silence),
-            other => NotAdmitted::absent(other),
-        })?;
+        let offer = receive_offer(&mut link, stop)?;
         let remote = self.agents.remote(offer).map_err(NotAdmitted::absent)?;
         Ok(Connection { link, kept: Kept(remote) })
     }

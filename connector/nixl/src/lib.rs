@@ -63,8 +63,8 @@ extern crate self as baton_connector_nixl;
 mod simulated;
 
 pub use api::{Agent, Library, NixlError};
-pub use baton_connector_channel::{ClientOptions, Secret, ServerOptions, ServerStats};
-pub use deliver::{NixlServer, producer};
+pub use baton_connector_channel::{ClientOptions, Secret, ServerOptions};
+pub use deliver::producer;
 pub use land::{Nixl, NixlTransport, transport};
 
 use baton_connector_channel::grants::Grants;
@@ -75,7 +75,8 @@ pub const NAME: &str = "nixl";
 /// Bytes of one batch, between two looks at the lease, and of one request unless a block is larger.
 pub const BATCH_BYTES: usize = 2 << 20;
 
-/// Descriptors of one request. NIXL bounds them nowhere; its memory and the time of one post grow with them.
+/// Descriptors of one request. NIXL bounds them nowhere; the time of one post grows with them, and nothing ends it: 0.7 s
+/// for a million (measured 2026-11-21).
 pub const DESCRIPTORS_MAX: usize = 1_024;
 
 const GRANTS: Grants = Grants { batch_bytes: BATCH_BYTES };

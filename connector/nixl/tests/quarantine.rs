@@ -5,8 +5,8 @@
 #[allow(unused_imports, unused_macros, dead_code)] // the suite's vocabulary; its cases run in conformance.rs
 mod conformance;
 mod simulated;
+mod wire;
 
-use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -18,8 +18,9 @@ use baton_connector::region::Region;
 use baton_connector::slice::{Cut, Slice};
 use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
 use baton_connector::{BlockId, KvLayout, Reader};
+use baton_connector_channel::Server;
 use baton_connector_nixl::{
-    BATCH_BYTES, ClientOptions, DESCRIPTORS_MAX, NixlServer, NixlTransport, ServerOptions, transport,
+    BATCH_BYTES, ClientOptions, DESCRIPTORS_MAX, NixlTransport, ServerOptions, transport,
 };
 use conformance::Lender;
 use simulated::{Handle, Mode, Simulated};
@@ -43,7 +44,7 @@ struct Pair {
     transport: NixlTransport,
     peer: Peer,
     region: Region,
-    _server: NixlServer,
+    _server: Server,
 }
 
 impl Pair {
@@ -53,13 +54,9 @@ impl Pair {
 
     fn over(lender: Arc<Lender>, silence: Duration) -> Self {
         let library = Simulated::new();
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let options = ServerOptions { silence: LONG, ..ServerOptions::default() };
         let handle = || Handle(Arc::clone(&library));
-        let server =
-            NixlServer::start(&handle(), listener, Arc::clone(&lender) as _, options).expect("loopback");
-        let peer =
-            Peer { address: server.local_addr(), epoch: lender.epoch(), fingerprint: lender.fingerprint() };
+        let options = ServerOptions { silence: LONG, ..ServerOptions::default() };
+        let (server, peer) = wire::serve(&handle(), &lender, options);
         let options = ClientOptions { silence, ..ClientOptions::default() };
         let region = Region::allocate(64, lender.region().block_bytes());
         let transport = transport(Arc::new(handle()), options);

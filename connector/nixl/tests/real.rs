@@ -1,4 +1,5 @@
-//! The real library: every promise of a transport, and what only another process can do. Needs NIXL, which
+//! The real library: every promise of a transport, what only another process can do, and reads larger than a request may
+//! be (`oversize`). `tests/peers/nixl.sh` runs all of it. Needs NIXL, which
 //! `pip install --no-deps nixl nixl-cu12` brings, without a GPU:
 //!
 //! ```text
@@ -12,9 +13,10 @@
 #[path = "../../tests/conformance/mod.rs"]
 #[macro_use]
 mod conformance;
+mod oversize;
+mod wire;
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,13 +29,12 @@ use baton_connector::ledger::ReleaseReply;
 use baton_connector::region::Region;
 use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
 use baton_connector::{BlockId, Handle, Reader};
+use baton_connector_channel::Server;
 use baton_connector_nixl::find::{self, VARIABLE};
-use baton_connector_nixl::{
-    ClientOptions, Library, NixlServer, NixlTransport, Secret, ServerOptions, transport,
-};
+use baton_connector_nixl::{ClientOptions, Library, NixlTransport, ServerOptions, transport};
 use conformance::{At, Lender, Wire};
+use wire::{Agents, SILENCE, secret};
 
-const SILENCE: Duration = Duration::from_millis(700);
 /// What a loaded machine may add to a bound.
 const SLACK: Duration = Duration::from_secs(5);
 /// Longest wait for a state.
@@ -55,60 +56,17 @@ fn library() -> Arc<dyn Library> {
     Arc::clone(LIBRARY.get_or_init(find))
 }
 
-fn secret() -> Option<Secret> {
-    Some(Secret::new(b"a secret of the cluster").expect("long enough"))
-}
-
-fn serve(lender: &Arc<Lender>) -> NixlServer {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+fn serve(lender: &Arc<Lender>) -> (Server, Peer) {
     let options = ServerOptions { secret: secret(), silence: SILENCE, ..ServerOptions::default() };
-    NixlServer::start(&*library(), listener, Arc::clone(lender) as _, options).expect("a server")
+    wire::serve(&*library(), lender, options)
 }
 
 fn client() -> NixlTransport {
     transport(library(), ClientOptions { secret: secret(), silence: SILENCE, ..ClientOptions::default() })
 }
 
-struct Agents {
-    server: Option<NixlServer>,
-    transport: Arc<NixlTransport>,
-    peer: Peer,
-    lender: Arc<Lender>,
-}
-
 fn start(lender: Arc<Lender>) -> Box<dyn Wire> {
-    let server = serve(&lender);
-    let peer =
-        Peer { address: server.local_addr(), epoch: lender.epoch(), fingerprint: lender.fingerprint() };
-    Box::new(Agents { server: Some(server), transport: Arc::new(client()), peer, lender })
-}
-
-impl Wire for Agents {
-    fn transport(&self) -> Arc<dyn Transport> {
-        Arc::clone(&self.transport) as Arc<dyn Transport>
-    }
-
-    fn peer(&self) -> Peer {
-        self.peer.clone()
-    }
-
-    fn kill(&mut self) {
-        self.server = None;
-    }
-
-    fn kept(&self) -> usize {
-        self.transport.idle_connections()
-    }
-
-    fn silence(&self) -> Duration {
-        SILENCE
-    }
-}
-
-impl Drop for Agents {
-    fn drop(&mut self) {
-        self.lender.open_gate();
-    }
+    Agents::start(library(), lender)
 }
 
 transport_conformance!(
@@ -131,8 +89,8 @@ fn producer_process() {
     if let Ok(look) = gate.parse() {
         lender.gate(At::Look(look));
     }
-    let server = serve(&lender);
-    println!("\nproducer {}", server.local_addr());
+    let (_server, peer) = serve(&lender);
+    println!("\nproducer {}", peer.address);
     let table: Vec<u32> = (0..BLOCKS as u32).rev().collect();
     for line in std::io::stdin().lines() {
         match line.expect("text").as_str() {
@@ -214,7 +172,11 @@ impl Drop for Other {
 }
 
 fn order(handle: Handle) -> ReadOrder {
-    let into = (0..BLOCKS as u32).map(BlockId).collect();
+    order_into(handle, (0..BLOCKS as u32).map(BlockId).collect())
+}
+
+/// The whole table, into these blocks.
+fn order_into(handle: Handle, into: Vec<BlockId>) -> ReadOrder {
     ReadOrder { handle, reader: Reader::sole(7), part: Part::Blocks { first: 0 }, into }
 }
 

@@ -27,11 +27,27 @@ impl ShmServer {
     /// # Errors
     /// `Unsupported` when the producer's pool does not lie in [`SharedMemory`]; otherwise the system's.
     pub fn start(listener: Socket, producer: Arc<dyn Producer>, options: ServerOptions) -> io::Result<Self> {
+        Self::start_beside(listener, producer, Vec::new(), options)
+    }
+
+    /// As [`Self::start`], and serves consumers of other transports on the same listener: each asks for its
+    /// [`Serve::service`].
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn start_beside(
+        listener: Socket,
+        producer: Arc<dyn Producer>,
+        others: Vec<Arc<dyn Serve>>,
+        options: ServerOptions,
+    ) -> io::Result<Self> {
         if shared(producer.region()).is_none() {
             return Err(io::Error::new(ErrorKind::Unsupported, "the pool is memory of this process alone"));
         }
         let proof = if options.secret.is_some() { Proof::Secret } else { Proof::None };
-        Ok(Self(Server::start(listener, producer, vec![Arc::new(Tables { proof })], options)?))
+        let mut services: Vec<Arc<dyn Serve>> = vec![Arc::new(Tables { proof })];
+        services.extend(others);
+        Ok(Self(Server::start(listener, producer, services, options)?))
     }
 
     /// What it has done so far. Bytes are those that readers were allowed to copy.

@@ -15,7 +15,7 @@ use baton_connector::transport::{Part, Peer, ReadOrder, StopFlag, TransportError
 use baton_connector::{BlockId, Epoch};
 use baton_connector_channel::grants::{Grants, Wanted};
 use baton_connector_channel::handshake::{self, Credentials, Service};
-use baton_connector_channel::link::{self, Link, LinkError, Until};
+use baton_connector_channel::link::{Link, LinkError};
 use baton_connector_channel::{Client, ClientOptions, Connection, NotAdmitted, Reach};
 use socket2::Socket;
 
@@ -55,18 +55,14 @@ impl Reach for Shm {
         peer: &Peer,
         stop: &StopFlag,
     ) -> Result<Connection<Kept>, NotAdmitted> {
-        let socket = connected(peer, options.connect_timeout, stop)?;
+        let socket = connect(peer, options.connect_timeout, stop)?;
         let proof = if options.secret.is_some() { Proof::Secret } else { Proof::None };
         place::check(socket.as_fd(), proof).map_err(NotAdmitted::absent)?;
         let mut link = Link::new(socket, options.silence).map_err(NotAdmitted::absent)?;
         let credentials =
             Credentials { secret: options.secret.as_ref(), transport: NAME, service: Service::OfListener };
         handshake::introduce(&mut link, credentials, peer, stop)?;
-        let (pool, passed) = receive_pool(&mut link, stop).map_err(|error| match error {
-            LinkError::Stopped => NotAdmitted::Stopped,
-            LinkError::Silent(silence) => NotAdmitted::Silent(silence),
-            other => NotAdmitted::absent(other),
-        })?;
+        let (pool, passed) = receive_pool(&mut link, stop)?;
         let mapping = self.mapping(peer.epoch, pool, &passed).map_err(NotAdmitted::absent)?;
         Ok(Connection { link, kept: Kept(mapping) })
     }
@@ -170,8 +166,12 @@ impl Shm {
     }
 }
 
-/// A socket to whoever listens under the peer's name.
-fn connected(peer: &Peer, timeout: Duration, stop: &StopFlag) -> Result<Socket, NotAdmitted> {
+/// A socket to whoever listens under the peer's name. Who that is, and whether it is believed, is not known yet
+/// ([`crate::meet`], and the handshake).
+///
+/// # Errors
+/// [`NotAdmitted`]: nobody listens there, on this host and in this network namespace.
+pub fn connect(peer: &Peer, timeout: Duration, stop: &StopFlag) -> Result<Socket, NotAdmitted> {
     let address = place::address(peer.epoch, peer.address.port()).map_err(NotAdmitted::absent)?;
     let socket = place::socket().map_err(NotAdmitted::absent)?;
     socket.set_nonblocking(true).map_err(NotAdmitted::absent)?;
@@ -195,25 +195,8 @@ fn connected(peer: &Peer, timeout: Duration, stop: &StopFlag) -> Result<Socket, 
 
 /// What an admitted consumer is sent first.
 fn receive_pool(link: &mut Link, stop: &StopFlag) -> Result<(Pool, Passed), LinkError> {
-    let begun = Instant::now();
-    let until = Until::deadline(stop, begun + link.silence());
     let mut bytes = [0; POOL_BYTES];
-    let mut filled = 0;
-    let mut descriptor = None;
-    while filled < POOL_BYTES {
-        match pass::receive(link.as_fd(), &mut bytes[filled..]) {
-            Ok((0, _)) => return Err(LinkError::Closed),
-            Ok((received, mut descriptors)) => {
-                filled += received;
-                if descriptors.len() > 1 || (descriptor.is_some() && !descriptors.is_empty()) {
-                    return Err(LinkError::Unexpected);
-                }
-                descriptor = descriptor.or(descriptors.pop());
-            }
-            Err(error) => link::transient(error)?,
-        }
-        link.check(until, begun)?;
-    }
+    let descriptor = pass::receive_all(link, &mut bytes, stop)?;
     let descriptor = descriptor.ok_or(LinkError::Unexpected)?;
     Ok((Pool::decode(bytes), Passed::new(descriptor)))
 }

@@ -41,17 +41,22 @@
 //! | `pool` | a pool's shape, as it travels; pure |
 //! | `deliver` | the producer's side: [`ShmServer`] |
 //! | `land` | the consumer's side: [`ShmTransport`] |
+//!
+//! The listener may serve other transports of one host beside this one ([`ShmServer::start_beside`]); they use the same
+//! socket ([`connect`], [`meet`], [`pass`]) and may map memory in the same way ([`Mapping`]).
 
 mod deliver;
 mod land;
 mod mapping;
 mod memory;
-mod pass;
+pub mod pass;
 mod place;
 mod pool;
 
 pub use baton_connector_channel::{ClientOptions, Secret, ServerOptions, ServerStats};
 pub use deliver::ShmServer;
-pub use land::{Shm, ShmTransport};
+pub use land::{Shm, ShmTransport, connect};
+pub use mapping::{Mapping, Passed};
 pub use memory::{SharedMemory, shared_pool};
-pub use place::{Stranger, listen};
+pub use place::{Stranger, listen, meet};
+pub use pool::Pool;

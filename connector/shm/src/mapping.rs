@@ -11,7 +11,7 @@ use crate::pool::Pool;
 
 /// A mapping of a producer's pool.
 #[derive(Debug)]
-pub(crate) struct Mapping {
+pub struct Mapping {
     map: Map,
     pool: Pool,
 }
@@ -25,10 +25,12 @@ pub(crate) struct FileId {
 
 /// A descriptor that a producer has passed.
 #[derive(Debug)]
-pub(crate) struct Passed(File);
+pub struct Passed(File);
 
 impl Passed {
-    pub(crate) fn new(fd: OwnedFd) -> Self {
+    /// A descriptor, of whatever it may be.
+    #[must_use]
+    pub fn new(fd: OwnedFd) -> Self {
         Self(File::from(fd))
     }
 
@@ -42,7 +44,7 @@ impl Passed {
     /// # Errors
     /// When it is not sealed against shrinking (the other side could then end this process), shorter than the
     /// pool, or cannot be mapped.
-    pub(crate) fn map(&self, pool: Pool) -> io::Result<Mapping> {
+    pub fn map(&self, pool: Pool) -> io::Result<Mapping> {
         let refused = |why: &str| io::Error::new(ErrorKind::InvalidData, why.to_owned());
         if seals_of(self.0.as_fd())? & NEEDED_SEALS != NEEDED_SEALS {
             return Err(refused("the producer's memory could be taken away"));
@@ -57,12 +59,15 @@ impl Passed {
 }
 
 impl Mapping {
-    pub(crate) fn pool(&self) -> Pool {
+    /// Its shape.
+    #[must_use]
+    pub fn pool(&self) -> Pool {
         self.pool
     }
 
     /// The first byte of a block, for as many bytes as a block has; `None` when the pool has no such block.
-    pub(crate) fn block(&self, block: u32) -> Option<*const u8> {
+    #[must_use]
+    pub fn block(&self, block: u32) -> Option<*const u8> {
         let at = usize::try_from(self.pool.block_bytes).ok()?.checked_mul(block as usize)?;
         // SAFETY: the pool lies inside the mapping (checked in `map`), and the block inside the pool.
         (u64::from(block) < self.pool.blocks).then(|| unsafe { self.map.base.add(at).cast_const() })

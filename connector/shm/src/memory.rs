@@ -77,8 +77,9 @@ impl SharedMemory {
         Ok(Self { map, readers })
     }
 
-    /// What a consumer is given.
-    pub(crate) fn readers(&self) -> BorrowedFd<'_> {
+    /// What a consumer is given: a descriptor that can only be read.
+    #[must_use]
+    pub fn readers(&self) -> BorrowedFd<'_> {
         self.readers.as_fd()
     }
 }

@@ -3,7 +3,11 @@
 
 use std::io::{self, ErrorKind};
 use std::mem::{size_of, zeroed};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Instant;
+
+use baton_connector::transport::StopFlag;
+use baton_connector_channel::link::{self, Link, LinkError, Until};
 
 /// Room for the descriptors of one message: more than one is against the protocol, but must be closed if it comes.
 const DESCRIPTORS_MAX: usize = 4;
@@ -27,7 +31,7 @@ const _: () = assert!(space(DESCRIPTORS_MAX) <= size_of::<Control>());
 /// # Errors
 /// The system's; `WouldBlock` when the socket takes nothing now. A socket that takes only a part of so few bytes
 /// is an error too.
-pub(crate) fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<()> {
+pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<()> {
     let mut span = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     let mut control = Control { bytes: [0; 64] };
     // SAFETY: all zeros is a valid `msghdr`.
@@ -53,13 +57,39 @@ pub(crate) fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<
     }
 }
 
+/// Fills `bytes`, within the link's silence. The descriptor that came with them, if one did.
+///
+/// # Errors
+/// [`LinkError`]; also when more than one descriptor came.
+pub fn receive_all(link: &Link, bytes: &mut [u8], stop: &StopFlag) -> Result<Option<OwnedFd>, LinkError> {
+    let begun = Instant::now();
+    let until = Until::deadline(stop, begun + link.silence());
+    let mut filled = 0;
+    let mut descriptor = None;
+    while filled < bytes.len() {
+        match receive(link.as_fd(), &mut bytes[filled..]) {
+            Ok((0, _)) => return Err(LinkError::Closed),
+            Ok((received, mut descriptors)) => {
+                filled += received;
+                if descriptors.len() > 1 || (descriptor.is_some() && !descriptors.is_empty()) {
+                    return Err(LinkError::Unexpected);
+                }
+                descriptor = descriptor.or(descriptors.pop());
+            }
+            Err(error) => link::transient(error)?,
+        }
+        link.check(until, begun)?;
+    }
+    Ok(descriptor)
+}
+
 /// Receives what is there now, up to `bytes.len()` bytes, and the descriptors that came with it. None is leaked,
 /// whatever the peer sends.
 ///
 /// # Errors
 /// The system's; `WouldBlock` when nothing came within the socket's timeout, `InvalidData` when more descriptors
 /// came than there is room for.
-pub(crate) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+pub fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut span = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     let mut control = Control { bytes: [0; 64] };
     // SAFETY: all zeros is a valid `msghdr`.

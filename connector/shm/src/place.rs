@@ -89,6 +89,15 @@ pub(crate) fn check(socket: BorrowedFd<'_>, proof: Proof) -> io::Result<()> {
     Process::at(socket)?.check(proof).map_err(|why| io::Error::new(io::ErrorKind::PermissionDenied, why))
 }
 
+/// Whether the process at the other end is one that a pool of this host is for: of our user or root and, without a
+/// secret that both prove, of our namespaces.
+///
+/// # Errors
+/// `PermissionDenied` with the [`Stranger`] that it is; otherwise the system's.
+pub fn meet(socket: BorrowedFd<'_>, with_secret: bool) -> io::Result<()> {
+    check(socket, if with_secret { Proof::Secret } else { Proof::None })
+}
+
 /// The socket's address: an abstract name, which ends with its listener and is seen in one network namespace
 /// only. The epoch makes it this engine start's, and the port of the TCP side channel this rank's.
 pub(crate) fn address(epoch: Epoch, port: u16) -> io::Result<SockAddr> {

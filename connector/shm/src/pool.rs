@@ -2,9 +2,11 @@
 
 /// A pool's shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Pool {
-    pub(crate) block_bytes: u64,
-    pub(crate) blocks: u64,
+pub struct Pool {
+    /// Bytes of one block.
+    pub block_bytes: u64,
+    /// Blocks.
+    pub blocks: u64,
 }
 
 /// Bytes of a pool's description, which travels with its descriptor.
@@ -24,7 +26,8 @@ impl Pool {
     }
 
     /// Bytes of all of it; `None` when that is no number.
-    pub(crate) fn bytes(self) -> Option<usize> {
+    #[must_use]
+    pub fn bytes(self) -> Option<usize> {
         self.block_bytes.checked_mul(self.blocks).and_then(|bytes| usize::try_from(bytes).ok())
     }
 }

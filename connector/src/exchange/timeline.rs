@@ -11,6 +11,10 @@ pub struct Timeline {
     pub prefill_sent: Option<Time>,
     /// A prefill engine answered, with a handoff or with none. Not where all of them failed.
     pub prefilled: Option<Time>,
+    /// Whether the prefill that answered computed on.
+    pub computes_on: bool,
+    /// The end of such a prefill.
+    pub prefill_ended: Option<Time>,
     /// First decode attempt.
     pub decode_sent: Option<Time>,
     /// A decode engine took it.
@@ -49,10 +53,12 @@ impl Timeline {
         self.prefill_sent.or(self.decode_sent)
     }
 
-    /// From the first prefill attempt to the answer of one, attempts that failed included.
+    /// From the first prefill attempt to the answer of one, or to the end of one that had answered before, attempts that
+    /// failed included.
     #[must_use]
     pub fn prefill(&self) -> Option<Span> {
-        Span::between(self.prefill_sent, self.prefilled)
+        let ended = if self.computes_on { self.prefill_ended } else { self.prefilled };
+        Span::between(self.prefill_sent, ended)
     }
 
     /// From a prefill engine's answer until a decode engine is asked.

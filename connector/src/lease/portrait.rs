@@ -13,6 +13,8 @@ use crate::{Reader, Time};
 pub struct LeasePortrait {
     /// Where it stands.
     pub state: State,
+    /// Whether every block is final.
+    pub sealed: bool,
     /// Until [`super::Event::Tick`] changes something; zero when that is due, or when the lease is closed.
     pub left: Duration,
     /// What must be done before it ends by itself.
@@ -32,6 +34,7 @@ impl Lease {
         // Every field by name: one that is added must be decided about here.
         let Self {
             state,
+            sealed,
             terms: _,
             expiry: _,
             drain_deadline: _,
@@ -43,6 +46,7 @@ impl Lease {
         } = self;
         LeasePortrait {
             state: *state,
+            sealed: *sealed,
             left: self.deadline().map_or(Duration::ZERO, |deadline| deadline.since(now)),
             expected: *expected,
             reading: reading.iter().copied().collect(),

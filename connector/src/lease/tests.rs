@@ -143,6 +143,41 @@ fn a_consumer_that_leaves_in_mid_read_is_waited_for() {
 }
 
 #[test]
+fn a_growing_lease_is_read_before_it_is_sealed_and_valid_only_after() {
+    let mut lease = Lease::growing(LeaseTerms::default(), 1);
+    assert_eq!(lease.apply(Event::ReadBegun(A), Time(1)).reply, Reply::Granted);
+    assert!(lease.serves(A));
+    let much_later = Time::ZERO.after(10 * KV_LEASE_DURATION);
+    assert_eq!(lease.apply(Event::Tick, much_later), Step { reply: Reply::None, closed: None });
+    assert_eq!((lease.deadline(), lease.state()), (None, State::Growing), "no clock runs");
+    assert_eq!(lease.apply(Event::ReadDone(A), much_later).reply, Reply::Gone, "it cannot have everything");
+    lease.apply(Event::ReadBegun(B), much_later);
+    assert_eq!(lease.apply(Event::Sealed, much_later).reply, Reply::Valid);
+    assert_eq!(
+        (lease.deadline(), lease.state()),
+        (Some(much_later.after(KV_LEASE_DURATION)), State::Reading)
+    );
+    let last = lease.apply(Event::ReadDone(B), much_later);
+    assert_eq!(last, Step { reply: Reply::Valid, closed: Some(Cause::Fetched) });
+}
+
+#[test]
+fn a_growing_lease_that_is_given_up_waits_for_its_reader_and_believes_it_nothing() {
+    let mut lease = Lease::growing(LeaseTerms::default(), 1);
+    lease.apply(Event::ReadBegun(A), Time(1));
+    assert_eq!(lease.apply(Event::Release, Time(2)), Step { reply: Reply::Draining, closed: None });
+    assert_eq!(lease.apply(Event::Sealed, Time(3)).reply, Reply::Gone);
+    let last = lease.apply(Event::ReadDone(A), Time(4));
+    assert_eq!(last, Step { reply: Reply::Gone, closed: Some(Cause::Released) });
+    let mut lease = Lease::growing(LeaseTerms::default(), 1);
+    lease.apply(Event::ReadBegun(A), Time(1));
+    lease.apply(Event::ReadFailed(A), Time(1));
+    assert_eq!(lease.state(), State::Growing);
+    let left = lease.apply(Event::Leave(1), Time(2));
+    assert_eq!(left, Step { reply: Reply::Released, closed: Some(Cause::Released) });
+}
+
+#[test]
 fn a_lease_keeps_a_bounded_number_of_readers_in_mind() {
     let mut lease = lease(1);
     for consumer in 0..READERS_MAX as u64 {
@@ -160,20 +195,31 @@ fn a_lease_keeps_a_bounded_number_of_readers_in_mind() {
 /// Every order of six events out of ten kinds (two readers, two clock jumps): a million runs.
 #[test]
 fn blocks_are_released_exactly_once_whatever_the_network_does() {
-    let runs = every_order(&[A, B], &[], 6);
+    let runs = every_order(lease, &[A, B], &[], 6);
     assert_eq!(runs, 1_000_000);
+}
+
+/// The same for a lease that grows, with the end of its prefill among the events.
+#[test]
+fn blocks_are_released_exactly_once_whatever_happens_while_they_are_computed() {
+    let growing = |expected| Lease::growing(LeaseTerms::default(), expected);
+    assert_eq!(every_order(growing, &[A], &[1], 6), 531_441);
+    assert_eq!(every_order(growing, &[A, B], &[1, 2], 5), 371_293);
 }
 
 /// Every order of five events out of eighteen kinds (two consumers with two links each, which may also leave):
 /// 1.9 million runs.
 #[test]
 fn blocks_are_released_exactly_once_whatever_two_consumers_of_two_links_do() {
-    let runs = every_order(&[link(1, 0), link(1, 1), link(2, 0), link(2, 1)], &[1, 2], 5);
+    let runs = every_order(lease, &[link(1, 0), link(1, 1), link(2, 0), link(2, 1)], &[1, 2], 5);
     assert_eq!(runs, 1_889_568);
 }
 
-fn every_order(readers: &[Reader], leavers: &[u64], length: usize) -> u64 {
+fn every_order(open: fn(usize) -> Lease, readers: &[Reader], leavers: &[u64], length: usize) -> u64 {
     let mut events = vec![(Event::Heartbeat, 1), (Event::Release, 1), (Event::Tick, 6), (Event::Tick, 31)];
+    if open(1).state() == State::Growing {
+        events.push((Event::Sealed, 1));
+    }
     for &reader in readers {
         events.push((Event::ReadBegun(reader), 1));
         events.push((Event::ReadDone(reader), 1));
@@ -183,7 +229,7 @@ fn every_order(readers: &[Reader], leavers: &[u64], length: usize) -> u64 {
     let mut runs = 0_u64;
     let mut order = vec![0_usize; length];
     loop {
-        run(&events, &order);
+        run(open(2), &events, &order);
         runs += 1;
         let Some(digit) = order.iter().position(|&d| d + 1 < events.len()) else {
             return runs;
@@ -193,8 +239,8 @@ fn every_order(readers: &[Reader], leavers: &[u64], length: usize) -> u64 {
     }
 }
 
-fn run(events: &[(Event, u64)], order: &[usize]) {
-    let mut lease = lease(2);
+fn run(mut lease: Lease, events: &[(Event, u64)], order: &[usize]) {
+    let mut sealed = lease.state() != State::Growing;
     let (mut now, mut closings) = (Time::ZERO, 0);
     let mut valid_before_close = BTreeSet::new();
     for &i in order {
@@ -202,6 +248,11 @@ fn run(events: &[(Event, u64)], order: &[usize]) {
         now = now.after(Duration::from_secs(seconds));
         let step = lease.apply(event, now);
         closings += usize::from(step.closed.is_some());
+        sealed |= event == Event::Sealed && step.reply == Reply::Valid;
+        assert!(
+            sealed || step.reply != Reply::Valid || event == Event::Heartbeat,
+            "{event:?} before the seal"
+        );
         let over = matches!(lease.state(), State::Closed(_));
         assert_eq!(closings == 1, over, "blocks go back when, and only when, the lease closes");
         if let Event::ReadDone(reader) = event {
@@ -227,6 +278,11 @@ fn run(events: &[(Event, u64)], order: &[usize]) {
         }
         let (done, of) = lease.progress();
         assert!(done <= of && of >= 2);
+    }
+    if lease.state() == State::Growing {
+        // No clock ends it: whoever computes it does.
+        assert_eq!(lease.deadline(), None);
+        closings += usize::from(lease.apply(Event::Release, now).closed.is_some());
     }
     for wait in [31, 6] {
         now = now.after(Duration::from_secs(wait));

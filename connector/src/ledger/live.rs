@@ -26,6 +26,8 @@ pub(super) struct Entry {
     pub(super) handle: Handle,
     pub(super) request: RequestId,
     pub(super) blocks: Vec<BlockId>,
+    /// How many of them are final, from the first.
+    pub(super) ready: usize,
     pub(super) opened: Time,
     pub(super) reason: Option<Box<str>>,
 }

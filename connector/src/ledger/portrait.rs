@@ -14,6 +14,8 @@ pub struct LivePortrait {
     pub request: RequestId,
     /// Its block table.
     pub blocks: Vec<BlockId>,
+    /// How many of them are final.
+    pub ready: usize,
     /// Its machine.
     pub lease: LeasePortrait,
 }
@@ -34,21 +36,22 @@ impl Ledger {
     /// The ledger as a value.
     ///
     /// # Panics
-    /// When blocks wait in [`Ledger::take_settled`], or when the deadline of a live lease is not in the heap: that
+    /// When something waits in [`Ledger::take_settled`] or [`Ledger::take_unfinished`], or when the deadline of a live lease is not in the heap: that
     /// lease would never expire.
     #[must_use]
     pub fn portrait(&self, now: Time) -> LedgerPortrait {
         // Every field by name: one that is added must be decided about here.
-        let Self { terms: _, live, deadlines, tombstones, settled, counts: _ } = self;
-        assert!(settled.is_empty(), "settled blocks belong to the caller");
+        let Self { terms: _, live, deadlines, tombstones, settled, unfinished, counts: _ } = self;
+        assert!(settled.is_empty() && unfinished.is_empty(), "they belong to the caller");
         let mut portrait = LedgerPortrait::default();
         for (slot, entry) in live.iter() {
-            let due = entry.lease.deadline().expect("a live lease has a deadline");
-            assert!(deadlines.wake(slot, due), "nothing would wake the ledger for a live lease");
+            let woken = entry.lease.deadline().is_none_or(|due| deadlines.wake(slot, due));
+            assert!(woken, "nothing would wake the ledger for a live lease");
             portrait.live.push(LivePortrait {
                 handle: entry.handle,
                 request: entry.request.clone(),
                 blocks: entry.blocks.clone(),
+                ready: entry.ready,
                 lease: entry.lease.portrait(now),
             });
         }

@@ -36,6 +36,44 @@ fn a_release_before_the_request_is_known_wins_when_it_arrives() {
 }
 
 #[test]
+fn a_growing_lease_is_read_as_far_as_it_is_final_and_expires_only_once_it_is_sealed() {
+    let mut ledger = Ledger::new(LeaseTerms::default());
+    ledger.open_growing(grant(1), 1, Time(0)).expect("open");
+    ledger.read_begun(Handle(1), READER, 0, 2, Time(1)).expect("granted");
+    let readiness = |ledger: &Ledger| [1, 2].map(|upto| ledger.readiness(Handle(1), READER, upto));
+    assert_eq!(readiness(&ledger), [Readiness::Ready, Readiness::NotYet]);
+    assert_eq!((ledger.read_live(Handle(1), READER), ledger.next_deadline()), (true, None));
+    let later = Time::ZERO.after(Duration::from_secs(600));
+    ledger.tick(later);
+    ledger.grow(Handle(1), 7);
+    ledger.grow(Handle(1), 0);
+    assert_eq!(readiness(&ledger), [Readiness::Ready; 2]);
+    assert!(ledger.seal(Handle(1), later));
+    assert!(!ledger.seal(Handle(1), later), "once");
+    assert_eq!(ledger.next_deadline(), Some(later.after(LeaseTerms::default().duration)));
+    assert_eq!(ledger.read_done(Handle(1), READER, later), Verdict::Valid);
+    assert!(ledger.take_unfinished().is_empty() && ledger.take_settled().len() == 1);
+}
+
+#[test]
+fn a_lease_that_ends_before_its_prefill_says_so_once_and_grows_no_more() {
+    let mut ledger = Ledger::new(LeaseTerms::default());
+    for n in [1, 2] {
+        ledger.open_growing(grant(n), 1, Time(0)).expect("open");
+    }
+    ledger.read_begun(Handle(1), READER, 0, 2, Time(1)).expect("granted");
+    assert_eq!(ledger.release(Handle(1), "client_gone", Time(2)), ReleaseReply::Draining);
+    assert_eq!(ledger.release_request(&id("r2"), "client_gone", Time(2)), ReleaseReply::Released);
+    assert_eq!(ledger.take_unfinished(), [Handle(1), Handle(2)]);
+    assert_eq!(ledger.readiness(Handle(1), READER, 2), Readiness::Gone, "it will never be final");
+    assert_eq!(ledger.readiness(Handle(1), READER, 1), Readiness::Ready);
+    assert!(!ledger.seal(Handle(1), Time(3)) && !ledger.seal(Handle(2), Time(3)));
+    ledger.tick(ledger.next_deadline().expect("a drain has a deadline"));
+    assert!(ledger.is_empty() && ledger.take_unfinished().is_empty());
+    assert_eq!(ledger.take_settled().len(), 2);
+}
+
+#[test]
 fn one_live_lease_at_the_head_does_not_stop_the_expiry_of_others() {
     let mut ledger = Ledger::new(LeaseTerms::default());
     for n in 1..=3 {

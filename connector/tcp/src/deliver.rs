@@ -90,7 +90,7 @@ impl Serve for Batches {
         // Frames that go out with the next batch, in front of it.
         let mut front = granted.announcement();
         while let Some(Batch { parts, bytes }) = batches.next() {
-            if !live() {
+            if !granted.await_ready(link, &mut front, parts.end)? {
                 link.send(&front, until)?;
                 return break_off(link, granted, 0);
             }

@@ -1,11 +1,10 @@
 //! The consumer's side: connects, and receives batches straight into the landing blocks.
 
-use std::time::Instant;
-
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, ReadOrder, StopFlag, TransportError};
 use baton_connector_channel::handshake::{self, Credentials, Service};
-use baton_connector_channel::link::{self, Link, LinkError, Until};
+use baton_connector_channel::link::{Link, LinkError};
+use baton_connector_channel::patience::Patience;
 use baton_connector_channel::scatter::Spans;
 use baton_connector_channel::wire::{HEADER_BYTES, Header, KIND_BATCH, Reply};
 use baton_connector_channel::{Client, ClientOptions, Connection, NotAdmitted, Reach, dial};
@@ -50,12 +49,12 @@ impl Reach for Tcp {
         stop: &StopFlag,
     ) -> Result<Result<(), TransportError>, LinkError> {
         let link = &mut connection.link;
-        let allowed = link::longest_read(link.silence(), order.bytes(region.block_bytes()));
-        let until = Until::deadline(stop, Instant::now() + allowed);
+        let mut patience = Patience::new(link, order.bytes(region.block_bytes()), stop);
         let mut header = [0; HEADER_BYTES];
-        link.receive(&mut header, until)?;
+        link.receive(&mut header, patience.until())?;
         let target = Target { region, order };
         for Batch { parts, bytes } in batches(target.parts()) {
+            patience.outlast(link, &mut header)?;
             let Header { kind, len } = Header::decode(header);
             if kind != KIND_BATCH {
                 // "Complete" before the last batch is not an answer.
@@ -68,7 +67,7 @@ impl Reach for Tcp {
             target.scatter(parts, &mut spans);
             // The next header comes with this batch: one system call less.
             spans.push_buffer(&mut header);
-            link.receive_spans(&mut spans, until)?;
+            link.receive_spans(&mut spans, patience.until())?;
         }
         last_word(header)
     }

@@ -182,6 +182,77 @@ pub fn a_lease_that_is_released_in_mid_read_is_drained_and_valid(start: Start<'_
     assert_eq!(lender.settled()[0].cause, Cause::Fetched);
 }
 
+/// Longer than the transport bears it.
+#[allow(clippy::disallowed_methods)] // that nothing happens for so long is what is tested
+fn say_nothing(wire: &dyn Wire) {
+    thread::sleep(wire.silence() * 3 / 2);
+}
+
+pub fn blocks_that_are_still_computed_are_waited_for(start: Start<'_>) {
+    let (lender, wire) = wired_with_large_blocks(start, LeaseTerms::default());
+    let region = Region::allocate(8, 2 << 20);
+    let handle = lender.lend_growing(&[0, 1, 2, 3], 1);
+    thread::scope(|scope| {
+        let read = scope.spawn(|| {
+            wire.transport().read(&wire.peer(), &order(handle, READER, 0, &[4, 5, 6, 7]), &region, &GO)
+        });
+        for (block, ready) in [(1, 2), (2, 3)] {
+            say_nothing(&*wire);
+            assert!(!read.is_finished(), "it waits for what is computed");
+            lender.compute(handle, &[block], ready);
+        }
+        say_nothing(&*wire);
+        assert!(!read.is_finished(), "one block is missing");
+        lender.compute(handle, &[3], 3);
+        assert!(lender.seal(handle));
+        assert_eq!(read.join().unwrap(), Ok(()));
+    });
+    landed(&region, &[4, 5, 6, 7], &[0, 1, 2, 3]);
+    assert_eq!(wire.transport().finish(&wire.peer(), handle, READER), Ok(Verdict::Valid));
+    assert_eq!(lender.settled()[0].cause, Cause::Fetched);
+}
+
+pub fn a_prefill_that_ends_early_is_gone_and_its_reader_is_not_waited_for(start: Start<'_>) {
+    let terms = LeaseTerms { drain: Duration::from_secs(600), ..LeaseTerms::default() };
+    let (lender, wire) = wired_with_large_blocks(start, terms);
+    let region = Region::allocate(8, 2 << 20);
+    let handle = lender.lend_growing(&[0, 1, 2, 3], 2);
+    thread::scope(|scope| {
+        let read = scope.spawn(|| {
+            wire.transport().read(&wire.peer(), &order(handle, READER, 0, &[4, 5, 6, 7]), &region, &GO)
+        });
+        lender.await_reader(handle);
+        assert_eq!(wire.transport().release(&wire.peer(), handle, "aborted"), Ok(ReleaseReply::Draining));
+        assert_eq!(read.join().unwrap(), Err(TransportError::Gone));
+    });
+    assert_eq!(wire.transport().finish(&wire.peer(), handle, READER), Ok(Verdict::Gone));
+    assert_eq!(lender.settled().len(), 1, "the reader has said that it is quiet");
+    let next = lender.lend(&[5], 1);
+    wire.transport().read(&wire.peer(), &order(next, READER, 0, &[0]), &region, &GO).expect("a live lease");
+    landed(&region, &[0], &[5]);
+}
+
+pub fn nobody_has_everything_before_the_prefill_is_done(start: Start<'_>) {
+    let (lender, wire) = wired(start, LeaseTerms::default());
+    let region = Region::allocate(64, BLOCK);
+    let handle = lender.lend_growing(&[1, 2, 3], 2);
+    let first = order(handle, READER, 0, &[0, 1]);
+    wire.transport().read(&wire.peer(), &first, &region, &GO).expect("what is final can be read");
+    landed(&region, &[0, 1], &[1, 2]);
+    assert_eq!(wire.transport().finish(&wire.peer(), handle, READER), Ok(Verdict::Gone));
+    // A reader that leaves while it waits is known to have left.
+    let (all, stop) = (order(handle, READER, 0, &[0, 1, 2]), AtomicBool::new(false));
+    thread::scope(|scope| {
+        let read = scope.spawn(|| wire.transport().read(&wire.peer(), &all, &region, &stop));
+        lender.await_reader(handle);
+        stop.store(true, Ordering::Release);
+        assert_eq!(read.join().unwrap(), Err(TransportError::Stopped));
+    });
+    lender.await_failed(READER);
+    let released = wire.transport().release(&wire.peer(), handle, "aborted");
+    assert_eq!(released, Ok(ReleaseReply::Released));
+}
+
 pub fn another_epoch_is_gone(start: Start<'_>) {
     let (lender, wire) = wired(start, LeaseTerms::default());
     let (transport, peer) = (wire.transport(), Peer { epoch: Epoch(1), ..wire.peer() });

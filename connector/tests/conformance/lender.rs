@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use baton_connector::lease::LeaseTerms;
 use baton_connector::ledger::{Grant, HeartbeatReply, Ledger, ReadRefusal, ReleaseReply, Settled};
 use baton_connector::region::Region;
-use baton_connector::transport::{Producer, TransportError, Verdict};
+use baton_connector::transport::{Producer, Readiness, TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, KvLayout, Reader, RequestId, Time};
 
 /// Longest that a test waits for a state.
@@ -33,6 +33,8 @@ pub struct Lender {
     next: AtomicU64,
     gate: Mutex<Gate>,
     moved: Condvar,
+    /// The ledger has changed.
+    grown: Condvar,
 }
 
 struct Gate {
@@ -73,6 +75,7 @@ impl Lender {
             next: AtomicU64::new(1),
             gate: Mutex::new(gate),
             moved: Condvar::new(),
+            grown: Condvar::new(),
         })
     }
 
@@ -82,13 +85,44 @@ impl Lender {
 
     /// Lends blocks to `consumers` consumers.
     pub fn lend(&self, blocks: &[u32], consumers: usize) -> Handle {
+        let grant = self.grant(blocks, consumers);
+        let handle = grant.handle;
+        self.ledger.lock().unwrap().open(grant, self.now()).expect("a free ledger");
+        handle
+    }
+
+    fn grant(&self, blocks: &[u32], consumers: usize) -> Grant {
         let n = self.next.fetch_add(1, Ordering::Relaxed);
         let handle = Handle(u128::from(n) << 64 | 0xdead_beef);
         let request = RequestId::new(&format!("r{n}")).expect("a test id");
-        let blocks = blocks.iter().map(|&b| BlockId(b)).collect();
-        let grant = Grant { handle, request, blocks, expected: consumers };
-        self.ledger.lock().unwrap().open(grant, self.now()).expect("a free ledger");
+        Grant { handle, request, blocks: blocks.iter().map(|&b| BlockId(b)).collect(), expected: consumers }
+    }
+
+    /// Lends blocks that are still computed: what the others hold is garbage until they are final.
+    pub fn lend_growing(&self, blocks: &[u32], ready: usize) -> Handle {
+        let grant = self.grant(blocks, 1);
+        let handle = grant.handle;
+        for &block in &grant.blocks[ready..] {
+            self.region.write_block(block, &vec![0xee; self.region.block_bytes()]);
+        }
+        self.ledger.lock().unwrap().open_growing(grant, ready, self.now()).expect("a free ledger");
         handle
+    }
+
+    /// Computes what these blocks hold, and says that the first `ready` of their lease are final.
+    pub fn compute(&self, handle: Handle, blocks: &[u32], ready: usize) {
+        for &block in blocks {
+            self.region.write_block(BlockId(block), &contents(block, self.region.block_bytes()));
+        }
+        self.ledger.lock().unwrap().grow(handle, ready);
+        self.grown.notify_all();
+    }
+
+    /// The prefill is done.
+    pub fn seal(&self, handle: Handle) -> bool {
+        let sealed = self.ledger.lock().unwrap().seal(handle, self.now());
+        self.grown.notify_all();
+        sealed
     }
 
     /// The next read stops there. Also lets go of whoever waits.
@@ -111,6 +145,17 @@ impl Lender {
     /// Waits until the producer knows that this reader's connection has ended.
     pub fn await_failed(&self, reader: Reader) {
         self.wait_for("a failed read", |gate| gate.failed.contains(&reader));
+    }
+
+    /// Waits until somebody reads this lease.
+    pub fn await_reader(&self, handle: Handle) {
+        let unread = |ledger: &mut Ledger| {
+            let live = ledger.portrait(self.now()).live;
+            live.iter().all(|live| live.handle != handle || live.lease.reading.is_empty())
+        };
+        let ledger = self.ledger.lock().unwrap();
+        let (_ledger, timeout) = self.grown.wait_timeout_while(ledger, PATIENCE, unread).unwrap();
+        assert!(!timeout.timed_out(), "nobody reads within {PATIENCE:?}");
     }
 
     fn wait_for(&self, what: &str, state: impl Fn(&Gate) -> bool) {
@@ -156,12 +201,12 @@ impl Producer for Lender {
         first: usize,
         count: usize,
     ) -> Result<Vec<BlockId>, TransportError> {
-        self.ledger.lock().unwrap().read_begun(handle, reader, first, count, self.now()).map_err(|refusal| {
-            match refusal {
-                ReadRefusal::Gone => TransportError::Gone,
-                ReadRefusal::Range { .. } | ReadRefusal::Busy => {
-                    TransportError::Refused(format!("{refusal:?}").into())
-                }
+        let begun = self.ledger.lock().unwrap().read_begun(handle, reader, first, count, self.now());
+        self.grown.notify_all();
+        begun.map_err(|refusal| match refusal {
+            ReadRefusal::Gone => TransportError::Gone,
+            ReadRefusal::Range { .. } | ReadRefusal::Busy => {
+                TransportError::Refused(format!("{refusal:?}").into())
             }
         })
     }
@@ -182,6 +227,16 @@ impl Producer for Lender {
         ledger.read_live(handle, reader)
     }
 
+    fn await_ready(&self, handle: Handle, reader: Reader, upto: usize, within: Duration) -> Readiness {
+        if !self.read_live(handle, reader) {
+            return Readiness::Gone;
+        }
+        let unready = |ledger: &mut Ledger| ledger.readiness(handle, reader, upto) == Readiness::NotYet;
+        let ledger = self.ledger.lock().unwrap();
+        let (ledger, _) = self.grown.wait_timeout_while(ledger, within, unready).unwrap();
+        ledger.readiness(handle, reader, upto)
+    }
+
     fn read_done(&self, handle: Handle, reader: Reader) -> Verdict {
         self.ledger.lock().unwrap().read_done(handle, reader, self.now())
     }
@@ -193,7 +248,11 @@ impl Producer for Lender {
     }
 
     fn release(&self, handle: Handle, reason: &str) -> ReleaseReply {
-        self.ledger.lock().unwrap().release(handle, reason, self.now())
+        let mut ledger = self.ledger.lock().unwrap();
+        let reply = ledger.release(handle, reason, self.now());
+        ledger.take_unfinished();
+        self.grown.notify_all();
+        reply
     }
 
     fn leave(&self, handle: Handle, consumer: u64, reason: &str) -> ReleaseReply {

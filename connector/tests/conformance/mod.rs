@@ -50,6 +50,9 @@ macro_rules! transport_conformance {
             a_closed_lease_is_gone
             a_lease_that_ends_in_mid_read_is_gone_and_so_is_its_verdict
             a_lease_that_is_released_in_mid_read_is_drained_and_valid
+            blocks_that_are_still_computed_are_waited_for
+            a_prefill_that_ends_early_is_gone_and_its_reader_is_not_waited_for
+            nobody_has_everything_before_the_prefill_is_done
             another_epoch_is_gone
             another_layout_is_refused
             a_range_outside_the_table_is_refused_and_the_next_read_works

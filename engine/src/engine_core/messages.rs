@@ -20,7 +20,7 @@ pub struct Submission {
     pub sampling: SamplingParams,
     /// Which choice of its request it is.
     pub index: u32,
-    /// Takes every event of the sequence; room for all of them (`max_new + 2`) or more.
+    /// Takes every event of the sequence; room for all of them (`max_new + 3`) or more.
     pub outbox: Sender<(u32, SeqEvent)>,
     /// Where its blocks come from.
     pub target: Option<FetchTarget>,
@@ -38,6 +38,9 @@ pub enum SeqEvent {
         /// That many.
         cached: usize,
     },
+    /// The prompt is being computed, and its blocks can be read as they become final. At most once, and before
+    /// anything else.
+    Lending(Box<Handoff>),
     /// One more token.
     Token(Sampled),
     /// The end.
@@ -55,7 +58,7 @@ pub enum SeqEvent {
 pub struct SeqEnd {
     /// Why.
     pub reason: FinishReason,
-    /// For a producer: the handoff, and the key to release it with.
+    /// For a producer that has not told of it before: the handoff, and the key to release it with.
     pub handoff: Option<Box<Handoff>>,
 }
 

@@ -26,6 +26,18 @@ pub trait Surroundings {
     /// [`OpenRefused`] gives the grant back.
     fn lend(&mut self, grant: Grant) -> Result<Duration, OpenRefused>;
 
+    /// Opens a lease of blocks of which the first `ready` are final.
+    ///
+    /// # Errors
+    /// As [`Self::lend`].
+    fn lend_growing(&mut self, grant: Grant, ready: usize) -> Result<Duration, OpenRefused>;
+
+    /// More blocks of a growing lease are final: the first `ready`.
+    fn grow(&mut self, handle: Handle, ready: usize);
+
+    /// All blocks of a growing lease are final, and its time runs. False: it has ended.
+    fn seal(&mut self, handle: Handle) -> bool;
+
     /// Ends a lease of this engine.
     fn release(&mut self, handle: Handle, reason: &'static str);
 

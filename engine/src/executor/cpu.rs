@@ -1,11 +1,11 @@
-//! The CPU executor: f32 arithmetic on bf16 or f32 weights, exact in the sense of the trait.
+//! The CPU executor: f32 arithmetic on bf16 or f32 weights, exact in the sense of the trait, or products in bf16.
 //!
 //! ```text
 //!   isa     which instructions            team       threads that compute one step together
 //!   arena   aligned memory                matrix     packed weights and products with them
 //!   kernel  rows × panel of 32 columns    attention  paged attention on the same kernel
 //!   vector  norms, activation, softmax    network    layers and how they are loaded
-//!                                         forward    one step: phases over rows, items and units
+//!   bf16    products in bf16              forward    one step: phases over rows, items and units
 //! ```
 //!
 //! Exactness comes from one rule: every output is computed in one order that depends on nothing but its own
@@ -14,6 +14,7 @@
 
 mod arena;
 mod attention;
+mod bf16;
 mod convert;
 mod forward;
 mod isa;
@@ -30,6 +31,7 @@ use baton_connector::layout::{KvDtype, KvLayout};
 use baton_connector::region::Region;
 use baton_connector::slice::Geometry;
 
+pub use self::bf16::Unit;
 pub use self::isa::Isa;
 pub use self::matrix::WeightMode;
 
@@ -59,6 +61,8 @@ pub struct CpuOptions {
     pub weights: WeightMode,
     /// Instruction set.
     pub isa: Isa,
+    /// What multiplies with [`WeightMode::Bf16`].
+    pub bf16_unit: Unit,
     /// Makes the KV pool: so many zeroed blocks of so many bytes.
     pub pool: fn(usize, usize) -> Region,
 }
@@ -73,6 +77,7 @@ impl Default for CpuOptions {
             kv_dtype: KvDtype::F32,
             weights: WeightMode::Stored,
             isa: Isa::detect(),
+            bf16_unit: Unit::detect(),
             pool: Region::allocate,
         }
     }
@@ -120,15 +125,19 @@ impl CpuExecutor {
     /// As [`Self::load`].
     ///
     /// # Panics
-    /// When an option is zero where it may not be, the ranks do not divide the KV heads, or the pool does not fit into memory.
+    /// When an option is zero where it may not be, the ranks do not divide the KV heads, the pool does not fit into memory, or
+    /// this machine does not have the unit that multiplies bf16.
     pub fn with_weights(
         weights: &Weights,
         config: &ModelConfig,
         options: &CpuOptions,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, ModelError> {
+        // Asking is also what permits tiles in this process.
+        assert!(Unit::available().contains(&options.bf16_unit), "a unit that this machine has");
         let mut team = start_team(options)?;
-        let network = Network::load(weights, config, options.weights, &mut team, progress)?;
+        let network =
+            Network::load(weights, config, (options.weights, options.bf16_unit), &mut team, progress)?;
         Ok(Self::assemble(Arc::new(network), team, options))
     }
 
@@ -146,13 +155,7 @@ impl CpuExecutor {
     fn assemble(network: Arc<Network>, team: Team, options: &CpuOptions) -> Self {
         assert!(options.block_tokens > 0 && options.blocks > 0, "a pool has blocks, and blocks have tokens");
         let config = &network.config;
-        let layout = KvLayout {
-            layers: config.layers,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            block_tokens: options.block_tokens,
-            dtype: options.kv_dtype,
-        };
+        let layout = config.kv_layout(options.block_tokens, options.kv_dtype);
         let geometry = Geometry::new(layout, options.kv_ranks).expect("ranks that divide the heads");
         let regions = geometry.each_rank().map(|_| allocate(options, geometry.shard().block_bytes()));
         Self {
@@ -176,6 +179,12 @@ impl CpuExecutor {
     #[must_use]
     pub fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// What multiplies, if that is bf16.
+    #[must_use]
+    pub fn bf16_unit(&self) -> Option<Unit> {
+        self.network.bf16
     }
 }
 
@@ -217,7 +226,7 @@ impl Executor for CpuExecutor {
             return Ok(());
         }
         logits.values.resize(plan.wanted_rows() * logits.vocab, 0.0);
-        self.activations.fit(&self.network.config, plan.rows());
+        self.activations.fit(&self.network, plan.rows());
         forward::run(
             &self.network,
             &self.geometry.shard(),

@@ -4,16 +4,17 @@
 //!   kernels   sources, launches       device    what a device does      driver    a GPU, through libcuda
 //!   nvrtc     sources to machine code cubins    machine code on disk    software  a CPU in its place, with checks
 //!   plan      one step as integers    mirror    who has newer bytes     model     weights on the device
-//!                                     forward   one step as launches
+//!   port      the pool, for others    forward   one step as launches
 //! ```
 //!
 //! One step is one copy to the device (its integers), launches, and one copy back (chosen tokens, or logits). A step of
 //! one token for each sequence is padded to a bucket; its launches are recorded the second time a bucket is met and
 //! launched as one graph from then on.
 //!
-//! The KV pool is one plain allocation in the layout of [`KvLayout`]. Transports and tiers see a mirror of it in host
-//! memory: a block is copied there, on a stream of its own, when it is lent or stored ([`Executor::publish`]), and back
-//! before the first step that reads a block written from outside ([`Executor::landing`]).
+//! The KV pool is one plain allocation in the layout of [`KvLayout`], which engines on the same host may read device to
+//! device ([`port`]). Tiers and the other transports see a mirror of it in host memory: a block is copied there, on a
+//! stream of its own, when it is stored ([`Executor::publish`]) or when a lent one is first read there
+//! ([`Executor::lend`]), and back before the first step that reads a block written from outside ([`Executor::landing`]).
 //!
 //! Not exact in the sense of the trait: the matrix library chooses its order of summation by shape, so that a row may
 //! differ in its last bits with what is batched beside it.
@@ -29,9 +30,11 @@ mod model;
 pub mod nvrtc;
 mod open;
 mod plan;
+pub mod port;
 pub mod software;
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use baton_connector::layout::KvDtype;
 use baton_connector::region::Region;
@@ -44,9 +47,9 @@ pub use self::open::{Accelerator, DeviceChoice, open};
 use self::device::{Event, Graph, Host, HostAt, Slice, Stream};
 use self::forward::Activations;
 use self::kernels::{DRAW_WORDS, Shape};
-use self::mirror::Mirror;
 use self::model::Network;
 use self::plan::{BUCKETS, Bounds, Plan};
+use self::port::Port;
 use super::cpu::LoadProgress;
 use super::{Executor, ExecutorError, Logits, SeqStep};
 use crate::model::config::ModelConfig;
@@ -82,7 +85,7 @@ pub struct CudaExecutor<D: Device> {
     activations: Activations,
     pool: Slice,
     regions: Vec<Region>,
-    mirror: Mirror,
+    port: Arc<Port>,
     mirror_host: Host,
     /// Of a step's integers, here and there.
     words_host: Host,
@@ -115,16 +118,11 @@ impl<D: Device> CudaExecutor<D> {
         options: &DeviceOptions,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, LoadError> {
-        let layout = KvLayout {
-            layers: config.layers,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            block_tokens: options.block_tokens,
-            dtype: match options.element {
-                Element::F32 => KvDtype::F32,
-                Element::Bf16 => KvDtype::Bf16,
-            },
+        let dtype = match options.element {
+            Element::F32 => KvDtype::F32,
+            Element::Bf16 => KvDtype::Bf16,
         };
+        let layout = config.kv_layout(options.block_tokens, dtype);
         let bounds = bounds(config, options)?;
         let shape = Shape {
             element: options.element,
@@ -151,8 +149,10 @@ impl<D: Device> CudaExecutor<D> {
         let chosen_bytes = (wanted_max * 4).next_multiple_of(256);
         let results = room(chosen_bytes + wanted_max * config.vocab * 4)?;
         let words = room(bounds.words * 4)?;
-        let pool = room(options.blocks * layout.block_bytes())?;
         let activations = Activations::new(&mut room, &shape, config, &bounds, multiprocessors)?;
+        let pool_bytes = options.blocks * layout.block_bytes();
+        let (pool, memory) = device.alloc_shared(pool_bytes)?;
+        let pool = Slice::of(pool, pool_bytes);
         let region = (options.pool)(options.blocks, layout.block_bytes());
         Ok(Self {
             mirror_host: device.host_over(&region)?,
@@ -160,7 +160,7 @@ impl<D: Device> CudaExecutor<D> {
             results_host: device.host(results.bytes)?,
             computed: device.event()?,
             copied: device.event()?,
-            mirror: Mirror::new(options.blocks),
+            port: Arc::new(Port::new(memory, region.clone())),
             regions: vec![region],
             config: config.clone(),
             graphs: HashMap::new(),
@@ -200,7 +200,8 @@ impl<D: Device> CudaExecutor<D> {
         for seq in batch {
             let (first, end) = (seq.start / self.layout.block_tokens, seq.start + seq.tokens.len());
             let written = &seq.block_table[first..end.div_ceil(self.layout.block_tokens)];
-            written.iter().for_each(|block| self.mirror.computed(*block));
+            let mut mirror = self.port.mirror();
+            written.iter().for_each(|block| mirror.computed(*block));
         }
         // One piece, unless somebody wants the logits of a whole prompt.
         for first in (0..plan.wanted_rows).step_by(self.wanted_max) {
@@ -242,7 +243,7 @@ impl<D: Device> CudaExecutor<D> {
         let used = batch.iter().flat_map(|seq| {
             seq.block_table[..(seq.start + seq.tokens.len()).div_ceil(block_tokens)].iter().copied()
         });
-        let landed = self.mirror.take_to_device(used);
+        let landed = self.port.mirror().take_to_device(used);
         if landed.is_empty() {
             return Ok(());
         }
@@ -283,17 +284,28 @@ impl<D: Device> CudaExecutor<D> {
         Ok(())
     }
 
-    fn copy_out(&mut self, blocks: &[BlockId]) -> Result<(), DeviceError> {
-        let newer = self.mirror.take_to_host(blocks.iter().copied());
-        if newer.is_empty() {
-            return Ok(());
-        }
-        for block in newer {
+    /// Makes both sides of these blocks the same, and waits for it. The host's side is newer only of what was written from
+    /// outside and never read by a step.
+    fn level(&mut self, blocks: &[BlockId]) -> Result<(), DeviceError> {
+        let (down, up) = {
+            let mut mirror = self.port.mirror();
+            (mirror.to_host(blocks), mirror.take_to_device(blocks.iter().copied()))
+        };
+        for &block in &down {
             let (host, device) = self.both(block);
             self.device.download(self.copies, device, host)?;
         }
-        self.device.record(self.copied, self.copies)?;
-        self.device.synchronize(self.copied)
+        for &block in &up {
+            let (host, device) = self.both(block);
+            self.device.upload(self.copies, host, device)?;
+        }
+        if !(down.is_empty() && up.is_empty()) {
+            self.device.record(self.copied, self.copies)?;
+            self.device.synchronize(self.copied)?;
+        }
+        // Not before they have landed: whoever reads the mirror trusts this.
+        self.port.mirror().copied_to_host(&down);
+        Ok(())
     }
 }
 
@@ -354,11 +366,23 @@ impl<D: Device> Executor for CudaExecutor<D> {
     }
 
     fn landing(&mut self, blocks: &[BlockId]) {
-        blocks.iter().for_each(|block| self.mirror.landing(*block));
+        self.port.landing(blocks);
     }
 
     fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
-        self.copy_out(blocks).map_err(|error| ExecutorError::Device(error.to_string()))
+        self.level(blocks).map_err(|error| ExecutorError::Device(error.to_string()))
+    }
+
+    /// Every step has been waited for, so that the device has finished what it wrote into them.
+    fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.port.mirror().lend(blocks.iter().copied());
+        // Those stay where they are; what only the mirror has is brought to the device.
+        let only_here = self.port.mirror().on_host(blocks);
+        self.level(&only_here).map_err(|error| ExecutorError::Device(error.to_string()))
+    }
+
+    fn port(&self) -> Option<Arc<Port>> {
+        Some(Arc::clone(&self.port))
     }
 }
 

@@ -1,8 +1,11 @@
 //! An executor whose device fails: for tests of what becomes of requests and leases then.
 
+use std::sync::Arc;
+
 use baton_connector::region::Region;
 use baton_connector::{BlockId, KvLayout};
 
+use super::cuda::port::Port;
 use super::{Executor, ExecutorError, Logits, SeqStep};
 
 /// Fails from a certain step on.
@@ -46,5 +49,13 @@ impl Executor for Failing {
 
     fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
         self.inner.publish(blocks)
+    }
+
+    fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.inner.lend(blocks)
+    }
+
+    fn port(&self) -> Option<Arc<Port>> {
+        self.inner.port()
     }
 }

@@ -1,10 +1,12 @@
 //! An executor that takes its time: for demonstrations and for tests that must meet a request in a certain phase.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::region::Region;
 use baton_connector::{BlockId, KvLayout};
 
+use super::cuda::port::Port;
 use super::{Executor, ExecutorError, Logits, SeqStep};
 
 /// Waits before every step of the executor inside.
@@ -46,5 +48,13 @@ impl Executor for Paced {
 
     fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
         self.inner.publish(blocks)
+    }
+
+    fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.inner.lend(blocks)
+    }
+
+    fn port(&self) -> Option<Arc<Port>> {
+        self.inner.port()
     }
 }

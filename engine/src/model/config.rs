@@ -10,6 +10,9 @@ mod rope;
 
 pub use rope::{Rope, RopeScaling};
 
+use baton_connector::KvLayout;
+use baton_connector::layout::KvDtype;
+
 use self::json::Fields;
 use super::{ModelError, ModelFiles};
 use crate::sampling::GenerationDefaults;
@@ -186,6 +189,13 @@ impl ModelConfig {
     #[must_use]
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
+    }
+
+    /// The shape of a KV block of so many tokens, over all heads.
+    #[must_use]
+    pub fn kv_layout(&self, block_tokens: usize, dtype: KvDtype) -> KvLayout {
+        let Self { layers, kv_heads, head_dim, .. } = *self;
+        KvLayout { layers, kv_heads, head_dim, block_tokens, dtype }
     }
 }
 

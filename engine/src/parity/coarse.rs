@@ -1,9 +1,13 @@
-//! Cases about what rounds: KV caches of 16 bits and int8 weights, against the exact run under the same tokens, and
-//! that each of them is as exact about batches and chunks as f32 is.
+//! Cases about what rounds: KV caches of 16 bits, int8 weights and products in bfloat16, against the exact run under the
+//! same tokens, and that each of them is as exact about batches and chunks as f32 is.
 
 use baton_connector::layout::KvDtype;
 
-use super::logits::{CHOSEN_WITHIN_BF16, Mean, executor, forced, logprobs, max_difference, together, worst};
+use super::golden::Prompt;
+use super::logits::{
+    CHOSEN_WITHIN_BF16, MEAN_DIVERGENCE_BF16, Mean, against_bf16, executor, forced, logprobs, max_difference,
+    together, worst,
+};
 use super::{Line, ParityError, Subject};
 use crate::executor::Logits;
 use crate::executor::cpu::{CpuOptions, WeightMode};
@@ -64,6 +68,28 @@ pub(super) fn int8(subject: &Subject) -> Result<Vec<Line>, ParityError> {
         (MEAN_DIVERGENCE_INT8, CHOSEN_WITHIN_INT8),
         change,
     )
+}
+
+/// Products in bfloat16: against the exact run and, where there is one, against the bf16 run of `transformers`, both at the
+/// bounds of a bf16 run.
+pub(super) fn bfloat16(subject: &Subject) -> Result<Vec<Line>, ParityError> {
+    if subject.device != DeviceChoice::Cpu {
+        return Ok(Vec::new());
+    }
+    let change = |options: &mut CpuOptions| options.weights = WeightMode::Bf16;
+    let bounds = (MEAN_DIVERGENCE_BF16, CHOSEN_WITHIN_BF16);
+    let mut lines = Coarse::measure(subject, change)?.lines(subject, "bfloat16 products", bounds, change)?;
+    if subject.golden.prompts.iter().all(|prompt| prompt.bf16.is_some()) {
+        let tokens =
+            |prompt: &Prompt| prompt.ids.len() + prompt.bf16.as_ref().map_or(0, |run| run.greedy_ids.len());
+        let longest = subject.golden.prompts.iter().map(tokens).max().unwrap_or(1);
+        let mut executor = executor(subject, 1, |options| {
+            change(options);
+            options.blocks = options.blocks.max(longest.div_ceil(options.block_tokens));
+        })?;
+        lines.extend(against_bf16(subject, &mut executor, "bf16 run, bfloat16 products")?);
+    }
+    Ok(lines)
 }
 
 /// How far an executor that rounds is from the exact one, under the tokens of the float32 run.

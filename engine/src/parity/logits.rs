@@ -17,7 +17,7 @@ const MEAN_LOGPROB_DIFFERENCE: f64 = 5e-5;
 /// The same against a bf16 run of another engine.
 const MEAN_LOGPROB_DIFFERENCE_BF16: f64 = 0.15;
 /// Bound of the mean divergence from a bf16 run, in nats.
-const MEAN_DIVERGENCE_BF16: f64 = 0.02;
+pub(super) const MEAN_DIVERGENCE_BF16: f64 = 0.02;
 /// How much less likely than our best token a bf16 run's choice may be, in nats.
 pub(super) const CHOSEN_WITHIN_BF16: f64 = 0.6;
 
@@ -117,11 +117,20 @@ pub(super) fn bfloat16(subject: &Subject) -> Result<Vec<Line>, ParityError> {
         return Ok(Vec::new());
     }
     let mut executor = computing(subject, 1, Element::Bf16)?;
+    against_bf16(subject, &mut *executor, "bf16 run")
+}
+
+/// Under the tokens of the bf16 run; nothing where there is none.
+pub(super) fn against_bf16(
+    subject: &Subject,
+    executor: &mut dyn Executor,
+    name: &str,
+) -> Result<Vec<Line>, ParityError> {
     let (mut divergence, mut top, mut chosen) = (Mean::default(), Mean::default(), 0.0_f64);
     for (index, prompt) in subject.golden.prompts.iter().enumerate() {
         let Some(golden) = &prompt.bf16 else { return Ok(Vec::new()) };
         let text = [prompt.ids.as_slice(), &golden.greedy_ids].concat();
-        let all = forced(&mut *executor, &text)?;
+        let all = forced(executor, &text)?;
         let first = prompt.ids.len() - 1;
         add_top_differences(&mut top, golden, &all, first);
         for (step, token) in golden.greedy_ids.iter().enumerate() {
@@ -135,9 +144,9 @@ pub(super) fn bfloat16(subject: &Subject) -> Result<Vec<Line>, ParityError> {
         }
     }
     Ok(vec![
-        Line::at_most("bf16 run: mean divergence, nats", divergence.mean(), MEAN_DIVERGENCE_BF16),
-        Line::at_most("bf16 run: mean difference of top-5", top.mean(), MEAN_LOGPROB_DIFFERENCE_BF16),
-        Line::at_most("bf16 run: its choice below our best, nats", chosen, CHOSEN_WITHIN_BF16),
+        Line::at_most(&format!("{name}: mean divergence, nats"), divergence.mean(), MEAN_DIVERGENCE_BF16),
+        Line::at_most(&format!("{name}: mean difference of top-5"), top.mean(), MEAN_LOGPROB_DIFFERENCE_BF16),
+        Line::at_most(&format!("{name}: its choice below our best, nats"), chosen, CHOSEN_WITHIN_BF16),
     ])
 }
 

@@ -1,4 +1,5 @@
-//! Threads that read blocks: a set for each rank of this engine's KV cache. A read blocks its thread, so a rank has
+//! Threads that read blocks: two sets for each rank of this engine's KV cache, one for what is computed and one for what
+//! its producer still computes, so that a read that waits for a prefill takes no thread from one that need not. A read blocks its thread, so a rank has
 //! as many reads in flight as it has workers; one rank of one producer has all of them but one at most ([`Turns`]).
 //!
 //! A fetch is one job per link: per pair of ranks, there and here, that share heads ([`Geometry::links`]). The
@@ -76,6 +77,8 @@ struct Shared {
     metrics: Arc<EngineMetrics>,
     /// By rank.
     jobs: Vec<Jobs>,
+    /// The same for blocks that are still computed.
+    early: Vec<Jobs>,
     /// Fetches that have not reported their end.
     runs: Mutex<HashMap<SeqId, Arc<Run>>>,
 }
@@ -90,14 +93,18 @@ impl FetchWorkers {
         metrics: Arc<EngineMetrics>,
         workers: usize,
     ) -> std::io::Result<(Self, Vec<JoinHandle<()>>)> {
-        let jobs = cache.regions.iter().map(|_| Jobs::new(workers)).collect();
-        let shared = Arc::new(Shared { transport, cache, mailbox, metrics, jobs, runs: Mutex::default() });
-        let mut threads = Vec::with_capacity(workers * shared.jobs.len());
+        let sets = || cache.regions.iter().map(|_| Jobs::new(workers)).collect();
+        let (jobs, early) = (sets(), sets());
+        let runs = Mutex::default();
+        let shared = Arc::new(Shared { transport, cache, mailbox, metrics, jobs, early, runs });
+        let mut threads = Vec::with_capacity(2 * workers * shared.jobs.len());
         for rank in 0..shared.jobs.len() {
-            for n in 0..workers {
+            for (growing, n) in [false, true].into_iter().flat_map(|set| (0..workers).map(move |n| (set, n)))
+            {
                 let shared = Arc::clone(&shared);
-                let name = format!("fetch-{rank}-{n}");
-                threads.push(std::thread::Builder::new().name(name).spawn(move || shared.work(rank))?);
+                let name = format!("{}-{rank}-{n}", if growing { "fetch-early" } else { "fetch" });
+                let thread = std::thread::Builder::new().name(name);
+                threads.push(thread.spawn(move || shared.work(rank, growing))?);
             }
         }
         Ok((Self(shared), threads))
@@ -125,7 +132,7 @@ impl FetchWorkers {
         });
         lock(&shared.runs).insert(id, Arc::clone(&run));
         for (number, Link { from, into, order }) in orders.into_iter().enumerate() {
-            let jobs = &shared.jobs[usize::from(into.0)];
+            let jobs = &shared.jobs(run.target.growing())[usize::from(into.0)];
             let mut queue = lock(&jobs.queue);
             if queue.closed {
                 drop(queue);
@@ -154,7 +161,7 @@ impl FetchWorkers {
 
     /// Raises every stop flag and takes no more jobs; the threads end when they have reported.
     pub(super) fn close(&self) {
-        for jobs in &self.0.jobs {
+        for jobs in self.0.all_jobs() {
             lock(&jobs.queue).closed = true;
         }
         let runs: Vec<_> = lock(&self.0.runs).values().cloned().collect();
@@ -162,7 +169,7 @@ impl FetchWorkers {
             run.given_up.store(true, Ordering::Release);
             self.0.stop(&run);
         }
-        self.0.jobs.iter().for_each(|jobs| jobs.arrived.notify_all());
+        self.0.all_jobs().for_each(|jobs| jobs.arrived.notify_all());
     }
 }
 
@@ -201,15 +208,24 @@ fn orders(
 }
 
 impl Shared {
-    fn work(&self, rank: usize) {
-        while let Some(job) = self.jobs[rank].next() {
+    /// By rank: those of blocks that are still computed, or of the others.
+    fn jobs(&self, growing: bool) -> &[Jobs] {
+        if growing { &self.early } else { &self.jobs }
+    }
+
+    fn all_jobs(&self) -> impl Iterator<Item = &Jobs> {
+        self.jobs.iter().chain(&self.early)
+    }
+
+    fn work(&self, rank: usize, growing: bool) {
+        while let Some(job) = self.jobs(growing)[rank].next() {
             // A panic costs one fetch, not the worker: its rank must not be without. `Report` says that it is lost.
             let read = AssertUnwindSafe(|| self.read(rank, &job));
             let answered = std::panic::catch_unwind(read).unwrap_or_else(|_| {
                 tracing::error!(seq = job.run.id.0, rank, "a read panicked");
                 None
             });
-            let jobs = &self.jobs[rank];
+            let jobs = &self.jobs(growing)[rank];
             lock(&jobs.queue).turns.ended(&job.endpoint(), answered);
             jobs.arrived.notify_all();
         }
@@ -296,7 +312,7 @@ impl Shared {
     fn stop(&self, run: &Arc<Run>) {
         run.stop.store(true, Ordering::Release);
         let mut unbegun = Vec::new();
-        for jobs in &self.jobs {
+        for jobs in self.all_jobs() {
             let mut queue = lock(&jobs.queue);
             let (theirs, others) =
                 queue.waiting.drain(..).partition::<VecDeque<_>, _>(|job| Arc::ptr_eq(&job.run, run));

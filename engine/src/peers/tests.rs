@@ -76,6 +76,7 @@ fn target(port: u16, handle: u128) -> FetchTarget {
         prompt: 4,
         cached: 0,
         consumers: 1,
+        growing: false,
     };
     FetchTarget::new(&handoff, 5)
 }

@@ -94,6 +94,7 @@ impl World {
                         self.scheduler.finish(id, FinishReason::Error);
                     }
                     Effect::Recomputing(id) => self.recomputing.push(id),
+                    Effect::LendEarly(id) => self.leases.extend(self.scheduler.lend_early(id)),
                     Effect::StartRead { .. }
                     | Effect::StopRead(_)
                     | Effect::StopHeartbeat(_)
@@ -311,7 +312,7 @@ fn a_block_both_lent_and_being_stored_comes_back_when_the_last_of_them_lets_go()
         let mut world = World::new(8, ROOMY);
         world
             .scheduler
-            .submit(new(1, &prompt(10, 5), 1, Purpose::Produce { consumers: 1 }))
+            .submit(new(1, &prompt(10, 5), 1, Purpose::Produce { consumers: 1, early: false }))
             .expect("accepted");
         world.step();
         let lent = world.leases.pop().expect("lent");
@@ -480,7 +481,7 @@ proptest! {
                     next += 1;
                     let purpose = match kind {
                         0 | 4 => Purpose::Plain,
-                        1 => Purpose::Produce { consumers: 1 },
+                        1 => Purpose::Produce { consumers: 1, early: true },
                         2 => Purpose::Consume(Fetch::new(LoadFailurePolicy::Recompute)),
                         _ => Purpose::Consume(Fetch::new(LoadFailurePolicy::Fail)),
                     };

@@ -82,7 +82,7 @@ fn a_repeated_prompt_computes_only_its_tail() {
 #[test]
 fn a_producers_prompt_is_lent_and_only_the_lease_gives_it_back() {
     let mut scheduler = Scheduler::new(CONFIG, 8);
-    scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce { consumers: 1 })).expect("accepted");
+    scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce { consumers: 1, early: false })).expect("accepted");
     let lent = run(&mut scheduler);
     assert_eq!((lent.len(), lent[0].len()), (1, 3));
     assert_eq!(scheduler.usage().leased, 3);
@@ -94,7 +94,7 @@ fn a_producers_prompt_is_lent_and_only_the_lease_gives_it_back() {
 #[test]
 fn an_abort_in_the_step_in_which_a_producer_finishes_wins() {
     let mut scheduler = Scheduler::new(CONFIG, 8);
-    scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce { consumers: 1 })).expect("accepted");
+    scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce { consumers: 1, early: false })).expect("accepted");
     let plan = scheduler.schedule();
     assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), Some(Finished::FreeNow));
     assert_eq!(scheduler.commit(&plan[0], Some(9)), None, "a result that is late is a no-op");
@@ -219,6 +219,98 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
     prop::collection::vec(act, 1..120)
 }
 
+/// What the shell does beside the step, as far as blocks are concerned. A lease that is opened early may end at any
+/// time, like the others.
+fn obey(scheduler: &mut Scheduler, leases: &mut Vec<Vec<BlockId>>) {
+    for effect in scheduler.take_effects() {
+        match effect {
+            Effect::FetchFailed(id, _) => drop(scheduler.finish(id, FinishReason::Error)),
+            Effect::LendEarly(id) => leases.extend(scheduler.lend_early(id)),
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn blocks_that_are_lent_early_belong_to_request_and_lease_and_come_back_from_both() {
+    let early = || Purpose::Produce { consumers: 1, early: true };
+    let prompt: Vec<u32> = (0..4 * CONFIG.max_num_batched_tokens as u32).collect();
+    for aborted in [false, true] {
+        let mut scheduler = Scheduler::new(CONFIG, 64);
+        scheduler.submit(new(1, &prompt, 1, early())).expect("accepted");
+        let plan = scheduler.schedule();
+        assert_eq!(scheduler.take_effects(), [Effect::LendEarly(SeqId(1))]);
+        let lent = scheduler.lend_early(SeqId(1)).expect("it runs");
+        assert_eq!(scheduler.lend_early(SeqId(1)), None, "once");
+        assert!(scheduler.final_blocks(SeqId(1)).is_empty());
+        scheduler.commit(&plan[0], None);
+        let done = CONFIG.max_num_batched_tokens / CONFIG.block_tokens;
+        assert_eq!(scheduler.final_blocks(SeqId(1)), &lent[..done]);
+        let finished = if aborted {
+            scheduler.finish(SeqId(1), FinishReason::Abort)
+        } else {
+            loop {
+                let plan = scheduler.schedule();
+                assert!(scheduler.take_effects().is_empty(), "it has been asked");
+                if let Some(reason) = scheduler.commit(&plan[0], plan[0].samples.then_some(7)) {
+                    break scheduler.finish(SeqId(1), reason);
+                }
+            }
+        };
+        let expected = if aborted { Finished::Unfinished } else { Finished::Sealed(lent.clone()) };
+        assert_eq!(finished, Some(expected));
+        let usage = scheduler.usage();
+        assert_eq!((usage.leased, usage.active, scheduler.load().held), (lent.len(), 0, 1));
+        scheduler.lease_ended(&lent);
+        assert_eq!((scheduler.usage().held_share(), scheduler.load().held), (0.0, 0));
+    }
+}
+
+#[test]
+fn a_lease_that_ends_before_its_prefill_leaves_the_blocks_with_the_request() {
+    let mut scheduler = Scheduler::new(CONFIG, 12);
+    let long: Vec<u32> = (0..CONFIG.max_num_batched_tokens as u32 + 1).collect();
+    scheduler.submit(new(1, &long, 1, Purpose::Produce { consumers: 1, early: true })).expect("accepted");
+    scheduler.schedule();
+    scheduler.take_effects();
+    let lent = scheduler.lend_early(SeqId(1)).expect("it runs");
+    scheduler.lease_ended(&lent);
+    let usage = scheduler.usage();
+    assert_eq!((usage.leased, usage.active), (0, lent.len()));
+    assert_eq!(scheduler.finish(SeqId(1), FinishReason::Abort), Some(Finished::FreeNow));
+    assert_eq!(scheduler.usage().held_share(), 0.0);
+}
+
+/// Somebody older runs out of blocks: it gives way itself, and the prefill that is being read goes on in the same step.
+#[test]
+fn a_prefill_that_is_lent_goes_on_when_nobody_else_can() {
+    let (plain, lent) = (CONFIG.block_tokens, CONFIG.max_num_batched_tokens + 1);
+    let mut scheduler = Scheduler::new(CONFIG, 1 + lent.div_ceil(CONFIG.block_tokens));
+    scheduler.submit(new(1, &vec![1; plain], 4, Purpose::Plain)).expect("accepted");
+    for part in scheduler.schedule() {
+        assert_eq!(scheduler.commit(&part, Some(7)), None);
+    }
+    // Its next token needs a second block, and the other one has all that are left by then.
+    let early = Purpose::Produce { consumers: 1, early: true };
+    scheduler.submit(new(2, &vec![2; lent], 1, early)).expect("accepted");
+    let mut leases = Vec::new();
+    scheduler.running.reverse();
+    let admitted = {
+        // It is admitted while the older one has what it needs for the step.
+        scheduler.running.clear();
+        let plan = scheduler.schedule();
+        scheduler.running.insert(0, SeqId(1));
+        plan
+    };
+    assert_eq!(admitted.iter().map(|part| part.id).collect::<Vec<_>>(), [SeqId(2)]);
+    obey(&mut scheduler, &mut leases);
+    scheduler.commit(&admitted[0], None);
+    assert_eq!((leases.len(), scheduler.usage().free), (1, 0));
+    let plan = scheduler.schedule();
+    assert_eq!(plan.iter().map(|part| part.id).collect::<Vec<_>>(), [SeqId(2)], "{:?}", scheduler.load());
+    assert_eq!(scheduler.load().preemptions, 1);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
@@ -236,7 +328,7 @@ proptest! {
                     next += 1;
                     let purpose = match kind {
                         0 => Purpose::Plain,
-                        1 => Purpose::Produce { consumers: 1 },
+                        1 => Purpose::Produce { consumers: 1, early: len % 2 == 0 },
                         2 => consume(LoadFailurePolicy::Recompute),
                         _ => consume(LoadFailurePolicy::Fail),
                     };
@@ -245,7 +337,9 @@ proptest! {
                     let _ = scheduler.submit(new(next, &tokens, max_new, purpose));
                 }
                 Act::Step => {
-                    for part in scheduler.schedule() {
+                    let plan = scheduler.schedule();
+                    obey(&mut scheduler, &mut leases);
+                    for part in plan {
                         let Some(sequence) = scheduler.sequence(part.id) else { continue };
                         let sampled = part.samples.then(|| 1000 + sequence.tokens().len() as u32);
                         if let Some(reason) = scheduler.commit(&part, sampled)
@@ -273,9 +367,7 @@ proptest! {
                 },
             }
             prop_assert!(scheduler.usage().adds_up());
-            for effect in scheduler.take_effects() {
-                if let Effect::FetchFailed(id, _) = effect { scheduler.finish(id, FinishReason::Error); }
-            }
+            obey(&mut scheduler, &mut leases);
         }
         for lease in leases.drain(..) { scheduler.lease_ended(&lease) }
         for id in 1..=next { scheduler.finish(SeqId(id), FinishReason::Abort); }

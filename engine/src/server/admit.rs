@@ -87,11 +87,14 @@ pub(super) fn admit(
         most = most.max(check_prompt(frontend, request, prompt)?);
     }
     let sequences = prompts.len() * request.n as usize;
-    let (outbox, events) = channel((most + 2) * sequences);
+    let (outbox, events) = channel((most + 3) * sequences);
     let seed = random_u64()?;
     let mut purpose = Some(match intent {
         Intent::Plain => Purpose::Plain,
-        Intent::Produce { consumers } => Purpose::Produce { consumers: *consumers },
+        Intent::Produce { consumers, early } => {
+            // A stream has no place for a handoff that comes first.
+            Purpose::Produce { consumers: *consumers, early: *early && !request.stream }
+        }
         Intent::Consume(_) => Purpose::Consume(Fetch::new(frontend.load_failure)),
     });
     let mut submissions = Vec::with_capacity(sequences);

@@ -91,14 +91,17 @@ fn offload(in_flight: usize, counts: &OffloadCounts) -> Value {
 
 fn shown(lease: &LeaseView) -> Value {
     let held_because = match lease.state {
+        State::Growing => "growing",
         State::Offered => "offered",
         State::Reading => "reading",
         State::Draining(_) => "draining",
         State::Closed(_) => "closed",
     };
+    // No clock runs while it grows.
+    let left = (lease.state != State::Growing).then_some(lease.left.as_millis() as u64);
     json!({
         "request_id": lease.request.as_str(), "blocks": lease.blocks, "state": held_because,
-        "age_ms": lease.age.as_millis() as u64, "left_ms": lease.left.as_millis() as u64,
+        "age_ms": lease.age.as_millis() as u64, "left_ms": left,
         "readers_done": lease.readers.0, "readers_expected": lease.readers.1,
     })
 }

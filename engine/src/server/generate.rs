@@ -3,8 +3,10 @@
 //! The head of a stream is sent with its first event, so that a refusal, a failed fetch or a full queue is a
 //! status and an envelope, never a broken stream.
 
+mod early;
 mod stream;
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -15,15 +17,16 @@ use baton_openai::{
 };
 use bytes::Bytes;
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
+use hyper::body::{Body, Incoming};
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use hyper::{Request, Response, StatusCode};
+use serde_json::Value;
 use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TryRecvError;
 
 use super::admit::{self, Admitted};
 use super::follow::{Choice, Counted, Piece};
-use super::guard::{HandoffBody, HandoffGuard, SequenceGuard};
+use super::guard::{HandoffBody, HandoffGuard, LentGuard, SequenceGuard};
 use super::http::{self, Reply, Unread, read_what_comes};
 use super::rejection::{self, Offer, PARAMS};
 use super::{Frontend, control, seal};
@@ -59,6 +62,8 @@ pub(super) struct Exchange {
 
 /// What one event of the engine means for the reply.
 pub(super) enum Progress {
+    /// The prompt is being computed, and its handoff is there.
+    Lending,
     /// A choice has grown or ended.
     Piece(usize, Piece),
     /// Nothing to show.
@@ -99,9 +104,16 @@ pub(super) async fn answer(
     let mut exchange = Exchange::start(frontend, request, admitted, &id)?;
     let first = exchange.next().await?;
     if exchange.request.stream {
-        return Ok(stream_reply(stream::StreamBody::new(exchange, first)));
+        return Ok(event_stream(stream::StreamBody::new(exchange, first)));
     }
-    exchange.collect(first).await
+    if let Progress::Lending = first {
+        return Ok(event_stream(early::EarlyBody::new(exchange)));
+    }
+    let (bytes, handoff) = exchange.collect(first).await?;
+    Ok(match handoff {
+        None => http::json(StatusCode::OK, bytes),
+        Some(handoff) => handoff_reply(exchange.guard.core(), &handoff, bytes),
+    })
 }
 
 fn request_id(headers: &HeaderMap) -> Result<RequestId, ApiError> {
@@ -215,6 +227,10 @@ impl Exchange {
         };
         let choice = &mut self.choices[index as usize];
         let piece = match event {
+            SeqEvent::Lending(handoff) => {
+                self.handoff = Some(handoff);
+                return Ok(Progress::Lending);
+            }
             SeqEvent::Started { cached } => {
                 // The choices of one prompt share it: it is counted once, like the prompt.
                 self.counted.reused += if index % self.request.n == 0 { cached } else { 0 };
@@ -248,8 +264,8 @@ impl Exchange {
         }
     }
 
-    /// A reply in one piece.
-    async fn collect(mut self, first: Progress) -> Result<Reply, ApiError> {
+    /// A reply in one piece, and the handoff whose only copy it carries.
+    async fn collect(&mut self, first: Progress) -> Result<(Bytes, Option<Box<Handoff>>), ApiError> {
         let mut texts = vec![String::new(); self.choices.len()];
         let mut logprobs: Vec<Vec<TokenLogprob>> = vec![Vec::new(); self.choices.len()];
         let mut progress = first;
@@ -281,13 +297,14 @@ impl Exchange {
                 prompt_token_ids: self.request.return_token_ids.then(|| prompt.clone()),
             });
         }
+        let bytes = self.head.full(&finished, &self.counted.usage(), self.params().as_ref());
+        Ok((bytes, self.handoff.take()))
+    }
+
+    /// The `kv_transfer_params` of the reply.
+    fn params(&self) -> Option<Value> {
         let secret = self.frontend.secret.as_ref();
-        let params = self.handoff.as_ref().map(|handoff| seal::reply(secret, handoff));
-        let bytes = self.head.full(&finished, &self.counted.usage(), params.as_ref());
-        Ok(match self.handoff.take() {
-            None => http::json(StatusCode::OK, bytes),
-            Some(handoff) => handoff_reply(self.guard.core(), &handoff, bytes),
-        })
+        self.handoff.as_ref().map(|handoff| seal::reply(secret, handoff))
     }
 }
 
@@ -299,15 +316,15 @@ impl Drop for Exchange {
         loop {
             match self.events.try_recv() {
                 Ok((_, SeqEvent::Finished(end))) if end.handoff.is_some() => self.handoff = end.handoff,
+                Ok((_, SeqEvent::Lending(handoff))) => self.handoff = Some(handoff),
                 Ok(_) => {}
                 // Closed, but the step loop is just putting something in: that takes nanoseconds.
                 Err(TryRecvError::Empty) => std::hint::spin_loop(),
                 Err(TryRecvError::Disconnected) => break,
             }
         }
-        if let Some(handoff) = self.handoff.take() {
-            self.guard.core().desk.release_here(handoff.handle, "client_gone");
-        }
+        let handle = self.handoff.take().map(|handoff| handoff.handle);
+        drop(LentGuard::new(self.guard.core(), handle));
     }
 }
 
@@ -339,12 +356,12 @@ fn load_failure(kind: FailureKind) -> &'static str {
 
 /// A producer's reply: the only copy of its handle.
 fn handoff_reply(core: &Arc<DpRank>, handoff: &Handoff, bytes: Bytes) -> Reply {
-    let mut reply = Response::new(HandoffBody::new(Arc::clone(core), handoff.handle, bytes).boxed());
+    let mut reply = Response::new(HandoffBody::new(core, handoff.handle, bytes).boxed());
     reply.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     reply
 }
 
-fn stream_reply(body: stream::StreamBody) -> Reply {
+fn event_stream(body: impl Body<Data = Bytes, Error = Infallible> + Send + Sync + 'static) -> Reply {
     let mut reply = Response::new(body.boxed());
     let headers = reply.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));

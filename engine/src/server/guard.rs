@@ -91,17 +91,41 @@ impl Drop for HandoffGuard {
     }
 }
 
-/// A reply that carries the only copy of a handle. If it is dropped before it has been handed to the connection,
-/// nobody can come for the blocks and the lease is released.
-pub(super) struct HandoffBody {
+/// A lease whose handle nobody has learned yet. If it is dropped before that, nobody can come for the blocks, and it
+/// is released.
+pub(super) struct LentGuard {
     core: Arc<DpRank>,
     handle: Option<Handle>,
+}
+
+impl LentGuard {
+    pub(super) fn new(core: &Arc<DpRank>, handle: Option<Handle>) -> Self {
+        Self { core: Arc::clone(core), handle }
+    }
+
+    /// The handle is with the connection now.
+    pub(super) fn delivered(&mut self) {
+        self.handle = None;
+    }
+}
+
+impl Drop for LentGuard {
+    fn drop(&mut self) {
+        if let Some(handle) = self.handle.take() {
+            self.core.desk.release_here(handle, "client_gone");
+        }
+    }
+}
+
+/// A reply that carries the only copy of a handle.
+pub(super) struct HandoffBody {
+    lent: LentGuard,
     bytes: Option<Bytes>,
 }
 
 impl HandoffBody {
-    pub(super) fn new(core: Arc<DpRank>, handle: Handle, bytes: Bytes) -> Self {
-        Self { core, handle: Some(handle), bytes: Some(bytes) }
+    pub(super) fn new(core: &Arc<DpRank>, handle: Handle, bytes: Bytes) -> Self {
+        Self { lent: LentGuard::new(core, Some(handle)), bytes: Some(bytes) }
     }
 }
 
@@ -114,7 +138,7 @@ impl Body for HandoffBody {
         _: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let bytes = self.bytes.take();
-        self.handle = None;
+        self.lent.delivered();
         Poll::Ready(bytes.map(|bytes| Ok(Frame::data(bytes))))
     }
 
@@ -124,13 +148,5 @@ impl Body for HandoffBody {
 
     fn size_hint(&self) -> SizeHint {
         SizeHint::with_exact(self.bytes.as_ref().map_or(0, |bytes| bytes.len() as u64))
-    }
-}
-
-impl Drop for HandoffBody {
-    fn drop(&mut self) {
-        if let Some(handle) = self.handle.take() {
-            self.core.desk.release_here(handle, "client_gone");
-        }
     }
 }

@@ -32,6 +32,9 @@ pub(super) const PARAMS: &str = "kv_transfer_params";
 /// A router that tries other engines with the same handoff shows this.
 const ROUTER_SETTLES: HeaderName = HeaderName::from_static("x-baton-router-settles");
 
+/// A router that can use a handoff before its blocks are computed shows this.
+const EARLY_HANDOFF: HeaderName = HeaderName::from_static("x-baton-early-handoff");
+
 /// Why a request with a handoff was refused: the label of `baton_early_rejections_total`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cause {
@@ -117,7 +120,7 @@ impl Cause {
 /// What `kv_transfer_params` asked for.
 pub(super) enum Intent {
     Plain,
-    Produce { consumers: u16 },
+    Produce { consumers: u16, early: bool },
     Consume(Box<Handoff>),
 }
 
@@ -154,7 +157,9 @@ impl Offer {
         let handoff = match intent {
             None => return Self { intent: authorized.map(|()| Intent::Plain), guard: None },
             Some(KvIntent::Produce { consumers }) => {
-                return Self { intent: authorized.map(|()| Intent::Produce { consumers }), guard: None };
+                let early = headers.contains_key(&EARLY_HANDOFF);
+                let intent = authorized.map(|()| Intent::Produce { consumers, early });
+                return Self { intent, guard: None };
             }
             Some(KvIntent::Consume(handoff)) => handoff,
         };

@@ -79,6 +79,7 @@ mod tests {
             prompt: 4,
             cached: 0,
             consumers: 2,
+            growing: false,
         };
         let sealed = reply(Some(&ours), &handoff);
         let Ok(Some(KvIntent::Consume(read))) = KvIntent::parse(&sealed) else { panic!("{sealed}") };

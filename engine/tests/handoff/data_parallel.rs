@@ -18,11 +18,11 @@ fn two_ranks(role: Role) -> Node {
     Node::start(options)
 }
 
-fn at(node: &Node, rank: &str, path: &str, body: &Value) -> Reply {
+pub(crate) fn at(node: &Node, rank: &str, path: &str, body: &Value) -> Reply {
     http::call(node.http, "POST", path, &[(RANK, rank)], &body.to_string())
 }
 
-fn lend_at(p: &Node, rank: &str, body: &Value) -> Value {
+pub(crate) fn lend_at(p: &Node, rank: &str, body: &Value) -> Value {
     at(p, rank, "/v1/completions", &prefill_leg(body)).ok()["kv_transfer_params"].clone()
 }
 

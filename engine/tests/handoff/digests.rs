@@ -10,24 +10,30 @@ use super::cluster::{BLOCK, Cluster, LLAMA, Node, greedy, options, prompt};
 use super::http;
 
 /// The cached blocks of an engine: chained hash → (block id, digest).
-fn digests(node: &Node) -> BTreeMap<String, (u32, String)> {
+pub(crate) fn digests(node: &Node) -> BTreeMap<String, (u32, String)> {
+    digests_of_rank(node, 0)
+}
+
+/// Those of one of its data-parallel ranks.
+pub(crate) fn digests_of_rank(node: &Node, rank: usize) -> BTreeMap<String, (u32, String)> {
     let mut all = BTreeMap::new();
     let mut after = String::new();
     loop {
-        let page = node.get(&format!("/debug/kv/digests{after}")).ok();
+        let page = node.get(&format!("/debug/kv/digests?rank={rank}{after}")).ok();
         for block in page["blocks"].as_array().expect("blocks") {
             let text = |field: &str| block[field].as_str().expect("text").to_owned();
             let id = block["block"].as_u64().expect("an id") as u32;
             assert!(all.insert(text("hash"), (id, text("sha256"))).is_none(), "a hash is shown once");
         }
         match page["next"].as_str() {
-            Some(next) => after = format!("?after={next}"),
+            Some(next) => after = format!("&after={next}"),
             None => return all,
         }
     }
 }
 
-fn hashes(prompt: &[u32]) -> Vec<String> {
+/// Chained hashes of the full blocks of a sequence.
+pub(crate) fn hashes(prompt: &[u32]) -> Vec<String> {
     let mut hashes = Vec::new();
     block_hash::extend(&mut hashes, prompt, BLOCK, None);
     hashes.iter().map(ToString::to_string).collect()

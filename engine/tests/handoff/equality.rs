@@ -147,6 +147,14 @@ fn engines_with_quantized_weights_say_together_what_one_says() {
 }
 
 #[test]
+fn engines_that_multiply_in_bfloat16_say_together_what_one_says() {
+    for model in [LLAMA, QWEN2, QWEN3] {
+        agrees_with(model, |options| options.weights = WeightMode::Bf16);
+    }
+    agrees_with(LLAMA, |options| (options.weights, options.kv_dtype) = (WeightMode::Bf16, KvDtype::Bf16));
+}
+
+#[test]
 fn engines_that_batch_and_compute_differently_agree_all_the_same() {
     // Another number of threads, another step, another pool: only model, block size and element type must match.
     let cluster = Cluster::each(LLAMA, |options| match options.role {

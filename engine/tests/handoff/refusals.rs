@@ -53,10 +53,11 @@ fn a_handoff_of_another_model_is_refused_and_released() {
 
 #[test]
 fn a_handoff_of_another_precision_is_refused_and_released() {
-    let changes: [&dyn Fn(&mut EngineOptions); 3] = [
+    let changes: [&dyn Fn(&mut EngineOptions); 4] = [
         &|options| options.kv_dtype = KvDtype::F16,
         &|options| options.kv_dtype = KvDtype::Bf16,
         &|options| options.weights = WeightMode::Int8,
+        &|options| options.weights = WeightMode::Bf16,
     ];
     for change in changes {
         let mut coarse = options(LLAMA, Role::Decode);

@@ -17,15 +17,15 @@ use super::cluster::{BLOCK, Cluster, LLAMA, Node, QWEN2, fresh_id, greedy, optio
 use super::http;
 
 /// Enough for one of the prompts below with its output, and not for two.
-const SMALL_POOL: usize = 24;
+pub(crate) const SMALL_POOL: usize = 24;
 /// Of which so many blocks can be found again: at least one token is computed.
 const PROMPT_TOKENS: usize = 12 * BLOCK + 3;
 
-fn host(options: &mut EngineOptions, mib: usize) {
+pub(crate) fn host(options: &mut EngineOptions, mib: usize) {
     options.offload.host_bytes = mib << 20;
 }
 
-fn disk(options: &mut EngineOptions, dir: &Path) {
+pub(crate) fn disk(options: &mut EngineOptions, dir: &Path) {
     options.offload = OffloadOptions {
         host_bytes: 0,
         disk: Some(DiskOptions { dir: dir.to_owned(), bytes: 64 << 20 }),
@@ -42,7 +42,7 @@ fn node(model: &str, change: impl Fn(&mut EngineOptions)) -> Node {
 
 /// Everything that is to be stored is stored.
 #[track_caller]
-fn rested(node: &Node) {
+pub(crate) fn rested(node: &Node) {
     node.wait_until("copies are in flight", |kv| kv["offload"].is_null() || kv["offload"]["in_flight"] == 0);
 }
 
@@ -55,21 +55,21 @@ fn answer(node: &Node, body: &Value) -> Value {
 
 /// Other prompts take the pool over.
 #[track_caller]
-fn wash(node: &Node) {
+pub(crate) fn wash(node: &Node) {
     for seed in 900..903 {
         answer(node, &greedy(&prompt(seed, 14 * BLOCK), 4));
     }
 }
 
-fn hits(node: &Node) -> f64 {
+pub(crate) fn hits(node: &Node) -> f64 {
     node.metric("baton_kv_offload_hit_tokens_total")
 }
 
-fn cached_tokens(answer: &Value) -> u64 {
+pub(crate) fn cached_tokens(answer: &Value) -> u64 {
     answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("a count")
 }
 
-fn files(dir: &Path) -> Vec<PathBuf> {
+pub(crate) fn files(dir: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![dir.to_owned()];
     while let Some(folder) = folders.pop() {
@@ -127,10 +127,11 @@ fn the_disk_tier_survives_a_restart() {
     second.is_clean();
     second.stop();
     // Another model finds nothing of it, nor does the same one with other elements or rounded weights.
-    let others: [(&str, KvDtype, WeightMode); 3] = [
+    let others: [(&str, KvDtype, WeightMode); 4] = [
         (QWEN2, KvDtype::F32, WeightMode::Stored),
         (LLAMA, KvDtype::F16, WeightMode::Stored),
         (LLAMA, KvDtype::F32, WeightMode::Int8),
+        (LLAMA, KvDtype::F32, WeightMode::Bf16),
     ];
     for (model, dtype, weights) in others {
         let other = node(model, |options| {

@@ -10,7 +10,7 @@ use super::cluster::{BLOCK, Cluster, LLAMA, Node, QWEN2, fresh_id, greedy, optio
 use super::digests::same_bytes;
 
 /// Fetches that a transport carried to the end.
-fn carried(node: &Node, transport: &str) -> u64 {
+pub(crate) fn carried(node: &Node, transport: &str) -> u64 {
     let label = format!("transport=\"{transport}\"");
     let text = node.get("/metrics").text;
     let line = text.lines().find(|l| l.starts_with("baton_kv_transfers_total{") && l.contains(&label));

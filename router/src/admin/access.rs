@@ -122,7 +122,7 @@ fn is_local(host: &[u8]) -> bool {
 }
 
 fn read(file: &Path) -> Result<String, AdminError> {
-    let token = first_line_of(file)?.filter(|token| token.len() >= TOKEN_BYTES_MIN);
+    let token = first_line_of("admin.token_file", file)?.filter(|token| token.len() >= TOKEN_BYTES_MIN);
     token.ok_or_else(|| AdminError::Short(file.to_owned()))
 }
 

@@ -31,6 +31,12 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(skip)]
     pub fallback: Fallback,
+    /// A decode engine begins to read a prompt's blocks while they are computed, where the prefill engine can lend them
+    /// so (Baton's can, for prompts that take more than one step). Costs the decode engine its blocks for the prompt
+    /// for as long as that takes. Default true.
+    #[serde(default = "yes")]
+    #[garde(skip)]
+    pub early_handoff: bool,
     /// A streamed answer whose decode engine dies in the middle is continued by another, from the tokens that were
     /// sent, where the request allows it: see docs/resilience.md. Costs a look into every event of such a stream.
     /// Needs `fallback: aggregate`. Default false.
@@ -54,6 +60,10 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(dive)]
     pub features: FeaturesConfig,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// What happens when no prefill engine can be had.

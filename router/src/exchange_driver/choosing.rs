@@ -13,6 +13,7 @@ use super::{Ended, ExchangeDriver};
 use crate::admission::Ticket;
 use crate::client_address;
 use crate::client_watch::{ClientGone, race};
+use crate::config::Fallback;
 use crate::disaggregation::{self, Facts, Why};
 use crate::intake::Ask;
 use crate::metrics::Leg;
@@ -93,6 +94,10 @@ impl ExchangeDriver {
             match choose(&others) {
                 Err(Scarce::Full) if model.prefill.will_have_room(&others, &model.decode) => {
                     Err(Scarce::Full)
+                }
+                // One that failed after it had lent is not asked again where a decode engine may stand in.
+                Err(_) if self.producer_failed && ask.model.fallback == Fallback::Aggregate => {
+                    Ok(Err(Scarce::Nobody))
                 }
                 Err(_) => Ok(another_first(&[&before, tried], choose)),
                 chosen => Ok(chosen),

@@ -47,6 +47,7 @@ impl ExchangeDriver {
         rest: Rest,
     ) -> Result<Option<Answer>, Ended> {
         let dead = self.engine(cut);
+        self.computing = None;
         self.apply(Event::StreamCut(cut));
         // The abort of the first round is on its way under the first name.
         self.debtor.request = request_id::anew(&self.debtor.request);

@@ -105,6 +105,11 @@ impl ExchangeDriver {
         self.disprove(engine, |suspect| suspect.leg == Leg::Prefill);
     }
 
+    /// A prefill engine lends what it still computes: others that lent nothing were at fault themselves.
+    pub(super) fn lent_early(&mut self, engine: &Arc<Engine>) {
+        self.disprove(engine, |suspect| suspect.leg == Leg::Prefill);
+    }
+
     /// A decode engine sent the head of a good answer.
     pub(super) fn accepted(&mut self, engine: &Arc<Engine>, after: Duration) {
         engine.spoke(Leg::Decode, after);
@@ -113,6 +118,9 @@ impl ExchangeDriver {
 
     /// A decode engine's answer has ended well.
     pub(crate) fn served(&mut self, attempt: Attempt) {
+        if let Some(computing) = self.computing.take() {
+            computing.let_go();
+        }
         let engine = self.engine(attempt);
         engine.served(Leg::Decode);
         self.disprove(&engine, |suspect| suspect.leg == Leg::Decode);

@@ -1,6 +1,8 @@
 //! One attempt of the prefill leg. It outlives the request that began it: whoever gives it up hands it to the
 //! settler, which reads on, because the reply is the only copy of the handle.
 
+mod computing;
+
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -8,13 +10,14 @@ use baton_connector::Handle;
 use baton_connector::exchange::{Attempt, Event, Failure};
 use baton_connector::handoff::ReplyFacts;
 use baton_openai::{ParseLimits, RawBody, salvage_member};
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use serde_json::Value;
 
 use super::{Blame, Refusal, Verdict};
 use crate::hosts::Hosts;
-use crate::upstream::{CallError, Engine, InFlight, Outgoing, Socket, Whole};
+use crate::sse;
+use crate::upstream::{CallError, Engine, InFlight, Lost, Outgoing, Reply, Socket, Whole};
 
 /// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
 const REPLY_BYTES_MAX: usize = 8 << 20;
@@ -22,7 +25,16 @@ const REPLY_BYTES_MAX: usize = 8 << 20;
 /// Where a reply has the handoff.
 const HANDOFF: &str = "kv_transfer_params";
 
-type Answering = dyn Future<Output = Result<Whole, CallError>> + Send;
+pub(crate) use computing::{Computing, Patience, Rest, unless_failed};
+
+type Answering = dyn Future<Output = Result<Answered, CallError>> + Send;
+
+/// What an engine says first.
+enum Answered {
+    Whole(Whole),
+    /// The first event of a stream, as if it were a whole answer, and what follows it.
+    Event(Whole, Box<Reply>),
+}
 
 /// An attempt in flight.
 pub(crate) struct PrefillCall {
@@ -37,8 +49,9 @@ pub(crate) struct PrefillCall {
 /// What an attempt came to.
 #[derive(Debug)]
 pub(crate) enum Prefilled {
-    /// The engine lends: its `kv_transfer_params`, as it wrote them, checked.
-    Lent(Arc<str>, Option<Handle>),
+    /// The engine lends: its `kv_transfer_params`, as it wrote them, checked; and what still comes, where it computes
+    /// on.
+    Lent(Arc<str>, Option<Handle>, Option<Rest>),
     /// The engine answered and lends nothing.
     Empty,
     /// The engine refused the request itself.
@@ -53,13 +66,22 @@ impl PrefillCall {
         let (on, at) = (Arc::clone(&socket), Arc::clone(load.engine()));
         let answer = async move {
             let sent = |socket| *on.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
-            at.call(&outgoing, sent).await?.whole(REPLY_BYTES_MAX).await
+            let reply = at.call(&outgoing, sent).await?;
+            if reply.is_stream() && reply.status().is_success() {
+                return first_event(reply).await;
+            }
+            reply.whole(REPLY_BYTES_MAX).await.map(Answered::Whole)
         };
         Self { attempt, load, socket, answer: Mutex::new(Box::pin(answer)) }
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
         self.load.engine()
+    }
+
+    /// The place at the engine that it takes.
+    pub(crate) fn into_load(self) -> InFlight {
+        self.load
     }
 
     /// Whether the engine may have seen the request.
@@ -88,7 +110,15 @@ impl PrefillCall {
     pub(crate) async fn prefilled(&mut self) -> Prefilled {
         let answer = self.answer.get_mut().unwrap_or_else(PoisonError::into_inner);
         match answer.as_mut().await {
-            Ok(whole) => understand(&whole, self.engine().hosts()),
+            Ok(Answered::Whole(whole)) => understand(&whole, self.engine().hosts()),
+            Ok(Answered::Event(event, reply)) => match understand(&event, self.engine().hosts()) {
+                Prefilled::Lent(params, handle, _) => Prefilled::Lent(params, handle, Some(Rest(reply))),
+                // Only a handoff comes first.
+                Prefilled::Empty => {
+                    Prefilled::Failed(Failure::Unusable(None), Refusal::broken(), Blame::Engine)
+                }
+                other => other,
+            },
             Err(CallError::NotReached | CallError::NoSocket(_)) => {
                 Prefilled::Failed(Failure::NotReached, Refusal::unreachable(), Blame::Nobody)
             }
@@ -113,12 +143,37 @@ impl Prefilled {
     /// What it means to the exchange.
     pub(crate) fn event(&self, attempt: Attempt) -> Event {
         match self {
-            Self::Lent(_, handle) => Event::PrefillLent(attempt, *handle),
+            Self::Lent(_, handle, _) => Event::PrefillLent(attempt, *handle),
             Self::Empty => Event::PrefillEmpty(attempt),
             Self::Refused(_) => Event::PrefillRefused(attempt),
             Self::Failed(failure, ..) => Event::PrefillFailed(attempt, *failure),
         }
     }
+}
+
+/// The first event of a stream that is an engine's answer to a prefill.
+async fn first_event(mut reply: Reply) -> Result<Answered, CallError> {
+    let (mut held, mut first) = (BytesMut::new(), sse::FirstEvent::default());
+    let end = loop {
+        let chunk = reply.chunk().await.unwrap_or(Err(CallError::Broken(Lost::Unanswered)))?;
+        held.extend_from_slice(&chunk);
+        if let Some(end) = first.end(&held) {
+            break end;
+        }
+        if held.len() > REPLY_BYTES_MAX {
+            return Err(CallError::TooLarge(REPLY_BYTES_MAX));
+        }
+    };
+    let event = held.split_to(end).freeze();
+    if !held.is_empty() {
+        reply.put_back(held.freeze());
+    }
+    if let Some(told) = sse::error_in(&event) {
+        return Ok(Answered::Whole(reply.told(told.status, told.error)));
+    }
+    let status = reply.status();
+    let event = reply.told(status, sse::data_of(&event).unwrap_or_default());
+    Ok(Answered::Event(event, Box::new(reply)))
 }
 
 /// `hosts` are those of all engines.
@@ -141,7 +196,7 @@ fn understand(whole: &Whole, hosts: &Hosts) -> Prefilled {
     let Some(params) = params.filter(|params| *params != "null") else { return Prefilled::Empty };
     match ReplyFacts::check(params) {
         // A copy: a slice would keep the whole reply for as long as the answer lasts.
-        Ok(facts) => Prefilled::Lent(params.into(), facts.handle),
+        Ok(facts) => Prefilled::Lent(params.into(), facts.handle, None),
         Err(error) => {
             tracing::debug!(%error, "a prefill engine's reply cannot be handed on");
             let handle = serde_json::from_str(params).ok().as_ref().and_then(handle);
@@ -154,7 +209,7 @@ fn understand(whole: &Whole, hosts: &Hosts) -> Prefilled {
 pub(crate) fn lent(status: StatusCode, body: Bytes) -> Option<Arc<str>> {
     let whole = Whole { status, retry_after: None, body, own_key: false };
     match understand(&whole, &Hosts::default()) {
-        Prefilled::Lent(params, _) => Some(params),
+        Prefilled::Lent(params, ..) => Some(params),
         Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
     }
 }

@@ -16,12 +16,12 @@ use bytes::Bytes;
 use hyper::StatusCode;
 use hyper::header::HeaderValue;
 
-use super::{ANSWER_BYTES_MAX, PAUSE_MAX, pauses};
+use super::{ANSWER_BYTES_MAX, PAUSE_MAX, complain, pauses};
 use crate::models::Model;
 use crate::policy::Wanted;
 use crate::pool::{Room, Tell};
 use crate::request_id;
-use crate::upstream::{Engine, Outgoing};
+use crate::upstream::Outgoing;
 
 /// What is sent, apart from where.
 pub(super) struct Refusable<'a> {
@@ -39,7 +39,7 @@ impl Refusable<'_> {
         let (mut tried, mut useless) = (Vec::new(), Vec::new());
         let mut pauses = pauses();
         let mut outgoing = self.outgoing();
-        for _ in 0..tries {
+        for left in (0..tries).rev() {
             // It is refused at once and takes no place: engines that are full are when leases must come back.
             let reserve = |tried: &[_]| {
                 self.model.decode.reserve(&Wanted::default(), tried, Room::Ignored, Tell::Nothing).0
@@ -60,25 +60,17 @@ impl Refusable<'_> {
             match tokio::time::timeout(within, ask).await {
                 Ok(Ok(answer)) if is_handlers(answer.status) => return true,
                 Ok(Ok(answer)) => {
-                    self.complain(&engine, &format!("status {}", answer.status));
-                    if answer.status.is_client_error() && answer.status != StatusCode::TOO_MANY_REQUESTS {
+                    complain(&engine, &outgoing, left, &format!("status {}", answer.status));
+                    if is_for_good(answer.status) {
                         useless.push(Arc::clone(&engine));
                     }
                 }
-                Ok(Err(error)) => self.complain(&engine, &error.to_string()),
-                Err(_elapsed) => self.complain(&engine, "no answer in time"),
+                Ok(Err(error)) => complain(&engine, &outgoing, left, &error.to_string()),
+                Err(_elapsed) => complain(&engine, &outgoing, left, "no answer in time"),
             }
             tried.push(engine);
         }
         false
-    }
-
-    /// Says, not too often, that an engine did not refuse it as it should.
-    fn complain(&self, engine: &Engine, what: &str) {
-        if let Some(held_back) = engine.trouble.due() {
-            let (request, engine) = (self.request.as_str(), engine.authority());
-            tracing::warn!(request, engine, what, held_back, "a release by refusal was not taken");
-        }
     }
 
     fn outgoing(&self) -> Outgoing {
@@ -101,6 +93,12 @@ fn is_handlers(status: StatusCode) -> bool {
     status.is_success() || matches!(status, StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY)
 }
 
+/// Whether an engine that refuses like this, before its handler, would do so again: it is not busy for now (429), and
+/// did not wait in vain for the rest of the request (408).
+fn is_for_good(status: StatusCode) -> bool {
+    status.is_client_error() && !matches!(status, StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_MANY_REQUESTS)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -110,5 +108,12 @@ mod tests {
         let is = |status: u16| is_handlers(StatusCode::from_u16(status).expect("a status"));
         assert!([200, 400, 422].into_iter().all(is));
         assert!(![401, 403, 404, 405, 408, 409, 413, 415, 429, 500, 503].into_iter().any(is));
+    }
+
+    #[test]
+    fn what_an_engine_refuses_for_now_is_asked_again() {
+        let is = |status: u16| is_for_good(StatusCode::from_u16(status).expect("a status"));
+        assert!([401, 403, 404, 405, 413, 415].into_iter().all(is));
+        assert!(![408, 429, 500, 502, 503, 504].into_iter().any(is));
     }
 }

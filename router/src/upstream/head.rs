@@ -42,6 +42,9 @@ pub(super) fn request(
     if outgoing.router_settles {
         field(&mut head, "x-baton-router-settles", "1");
     }
+    if outgoing.early_handoff {
+        field(&mut head, "x-baton-early-handoff", "1");
+    }
     if let Some(secret) = secret {
         field(&mut head, "x-baton-cluster-secret", secret);
     }
@@ -92,6 +95,7 @@ mod tests {
             trace: Trace::begin(&traced, None, |_| ()).told(Leg::Decode),
             rank: Some(10),
             router_settles: true,
+            early_handoff: true,
             ..Outgoing::post("/p", Bytes::from(vec![0; 1203]))
         };
         let (host, secret) = (HeaderValue::from_static("h:1"), HeaderValue::from_static("s"));
@@ -99,7 +103,7 @@ mod tests {
             format!(
                 "POST /p HTTP/1.1\r\nhost: h:1\r\ncontent-type: application/json\r\ncontent-length: 1203\r\n\
                  x-request-id: cmpl-7\r\nauthorization: {key}\r\ntraceparent: {PARENT}\r\ntracestate: a=1\r\n\
-                 x-data-parallel-rank: 10\r\nx-baton-router-settles: 1\r\nx-baton-cluster-secret: s\r\n\r\n"
+                 x-data-parallel-rank: 10\r\nx-baton-router-settles: 1\r\nx-baton-early-handoff: 1\r\nx-baton-cluster-secret: s\r\n\r\n"
             )
         };
         let head = request(&host, Some(&secret), None, &outgoing);

@@ -23,6 +23,8 @@ pub(crate) struct Outgoing {
     pub rank: Option<u16>,
     /// An engine that refuses it leaves the lease alone: the next engine gets it, or this router releases it.
     pub router_settles: bool,
+    /// A prefill engine may answer before it has computed the prompt.
+    pub early_handoff: bool,
 }
 
 impl Outgoing {
@@ -37,6 +39,7 @@ impl Outgoing {
             trace: None,
             rank: None,
             router_settles: false,
+            early_handoff: false,
         }
     }
 

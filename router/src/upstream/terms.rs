@@ -90,7 +90,7 @@ fn key_files(config: &RouterConfig) -> impl Iterator<Item = &Path> {
 
 fn read_key(file: &Path) -> Result<HeaderValue, TermsError> {
     let key_text = || TermsError::KeyText(file.display().to_string());
-    let key = first_line_of(file)?.ok_or_else(key_text)?;
+    let key = first_line_of("api_key_file", file)?.ok_or_else(key_text)?;
     let mut header = HeaderValue::from_str(&format!("Bearer {key}")).map_err(|_| key_text())?;
     header.set_sensitive(true);
     Ok(header)

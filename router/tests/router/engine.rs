@@ -32,6 +32,8 @@ pub(crate) enum Act {
     Lend(Option<u128>),
     /// As [`Act::Lend`], once the test opens the gate.
     LendWhenTold(Option<u128>),
+    /// Lends what it still computes; once the test opens the gate it says this, or closes the connection.
+    LendEarly(u128, Option<&'static str>),
     /// A 2xx with this `kv_transfer_params`.
     Reply(Value),
     /// As [`Act::Reply`], once the test opens the gate.
@@ -358,6 +360,7 @@ async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Bod
             inner.gate.0.acquire().await.unwrap().forget();
             whole(200, &lent(handle))
         }
+        Act::LendEarly(handle, end) => return Ok(lending(work, handle, end, inner)),
         Act::Reply(params) => whole(200, &json!({"id": "p", "kv_transfer_params": params})),
         Act::ReplyWhenTold(params) => {
             inner.gate.0.acquire().await.unwrap().forget();
@@ -443,6 +446,31 @@ fn stream(work: Work, events: usize, end: End, gate: Option<Arc<Inner>>) -> Resp
             }
         };
         if last.is_ok() {
+            work.done();
+        }
+    });
+    let mut response = Response::new(channel(receiver));
+    response.headers_mut().insert("content-type", "text/event-stream; charset=utf-8".parse().unwrap());
+    response
+}
+
+fn lending(work: Work, handle: u128, end: Option<&'static str>, inner: Arc<Inner>) -> Response<Body> {
+    let (sender, receiver) = mpsc::channel(1);
+    tokio::spawn(async move {
+        let params = json!({"kv_transfer_params": lent(Some(handle))["kv_transfer_params"]});
+        if sender.send(Ok(Frame::data(format!("data: {params}\n\n").into()))).await.is_err() {
+            return;
+        }
+        let gone = sender.closed();
+        tokio::select! {
+            permit = inner.gate.0.acquire() => permit.unwrap().forget(),
+            () = gone => return,
+        }
+        let last = match end {
+            Some(end) => Ok(Frame::data(Bytes::from_static(end.as_bytes()))),
+            None => Err(std::io::Error::other("died")),
+        };
+        if sender.send(last).await.is_ok() {
             work.done();
         }
     });

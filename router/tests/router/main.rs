@@ -13,6 +13,7 @@ mod config;
 mod configuration_page;
 mod disconnect;
 mod discovery;
+mod early;
 mod endpoints;
 mod engine;
 mod explain;

@@ -235,12 +235,12 @@ async fn a_release_by_refusal_comes_back_to_the_only_decode_engine_when_it_did_n
     let pins = Pins::default();
     let (p, d) = pair(&pins, true, Act::Whole(1)).await;
     let (frees, tries) = (consume(&pins, Act::Whole(1)), AtomicUsize::new(0));
-    // As a decode engine whose step is held up, and then one that is about to restart.
+    // As a decode engine whose step is held up, one that is about to restart, and one that read too slowly.
     let d = d.ruled(move |seen| match tries.load(Ordering::SeqCst) {
         _ if seen.body["temperature"] != json!(-1) => frees(seen),
-        count @ (0 | 1) => {
+        count @ 0..=2 => {
             tries.store(count + 1, Ordering::SeqCst);
-            Some([Act::Hang, Act::Close][count].clone())
+            Some([Act::Hang, Act::Close, refuse(408, "slow")][count].clone())
         }
         _ => frees(seen),
     });
@@ -251,9 +251,9 @@ async fn a_release_by_refusal_comes_back_to_the_only_decode_engine_when_it_did_n
     p.wait("it prefills", |p| !p.asked().is_empty() && pins.held() == 1).await;
     client.hang_up(BOTH_HANG_UPS[0]);
     p.go_on();
-    d.wait("it is freed at the third try", |_| pins.held() == 0).await;
+    d.wait("it is freed at the fourth try", |_| pins.held() == 0).await;
     system.settled().await;
-    assert_eq!(refusable(&d).len(), 3);
+    assert_eq!(refusable(&d).len(), 4);
     system.counts("baton_router_settlements_total{result=\"failed\"}", 0.0).await;
 }
 

@@ -5,8 +5,12 @@
 
 use std::hint::black_box;
 
+use baton_engine::executor::cpu::Unit;
+
 /// Rounds of every chain: some milliseconds.
 const ROUNDS: usize = 1 << 20;
+/// The same of four tiles, each of which is 512 chains of a multiply-add.
+const TILE_ROUNDS: usize = 1 << 17;
 /// Independent chains: more than the latency times the units of any core so far.
 const CHAINS: usize = 16;
 
@@ -17,6 +21,22 @@ pub(super) enum Chains {
     Avx512,
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    /// Four tiles of sums: what the engine's own blocks have.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
+}
+
+/// What a unit of bfloat16 mode does at most; the unit comes from [`Unit::available`].
+pub(super) fn of_unit(unit: Unit) -> Option<Chains> {
+    match unit {
+        #[cfg(target_arch = "x86_64")]
+        Unit::Amx => Some(Chains::Amx),
+        #[cfg(target_arch = "x86_64")]
+        Unit::Avx512Bf16 => Some(Chains::Avx512Bf16),
+        Unit::Widened => None,
+    }
 }
 
 pub(super) fn detect() -> Option<Chains> {
@@ -35,13 +55,17 @@ pub(super) fn detect() -> Option<Chains> {
 impl Chains {
     /// Of one run.
     pub(super) fn flops(self) -> usize {
-        let lanes = match self {
+        match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => 16,
+            Self::Avx512 => 2 * 16 * CHAINS * ROUNDS,
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => 8,
-        };
-        2 * lanes * CHAINS * ROUNDS
+            Self::Avx2 => 2 * 8 * CHAINS * ROUNDS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => 2 * 32 * CHAINS * ROUNDS,
+            // 16 rows, 16 columns, 32 inputs.
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => 2 * 16 * 16 * 32 * 4 * TILE_ROUNDS,
+        }
     }
 
     /// The sum of everything, so that nothing is left out.
@@ -53,6 +77,12 @@ impl Chains {
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => unsafe { avx2() },
+            // SAFETY: the unit was available.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => unsafe { avx512_bf16() },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => unsafe { amx() },
         }
     }
 }
@@ -88,6 +118,81 @@ fn avx2() -> f32 {
     _mm256_cvtss_f32(sum)
 }
 
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn avx512_bf16() -> f32 {
+    use std::arch::x86_64::{
+        __m512bh, __m512i, _mm512_add_ps, _mm512_dpbf16_ps, _mm512_reduce_add_ps, _mm512_set1_epi16,
+        _mm512_set1_ps,
+    };
+    let spread = |bits: i16| -> __m512bh {
+        // SAFETY: 32 values of two bytes each.
+        unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi16(black_box(bits))) }
+    };
+    // 0.5 and 2^-7.
+    let (a, b) = (spread(0x3f00), spread(0x3c00));
+    macro_rules! rounds {
+        ($($chain:ident)*) => {{
+            $(let mut $chain = _mm512_set1_ps(black_box(1.0));)*
+            for _ in 0..ROUNDS {
+                $($chain = _mm512_dpbf16_ps($chain, a, b);)*
+            }
+            let mut sum = _mm512_set1_ps(0.0);
+            $(sum = _mm512_add_ps(sum, $chain);)*
+            sum
+        }};
+    }
+    _mm512_reduce_add_ps(rounds!(a1 b1 c1 d1 e1 f1 g1 h1 i1 j1 k1 l1 m1 n1 o1 p1))
+}
+
+/// Tiles times tiles; the intrinsics are not stable, so it is assembly, as in the engine.
+///
+/// # Safety
+/// This process may use AMX.
+#[cfg(target_arch = "x86_64")]
+unsafe fn amx() -> f32 {
+    /// Palette 1: eight tiles of 16 rows of 64 bytes.
+    #[repr(C, align(64))]
+    struct Config([u8; 64]);
+    let mut config = Config([0; 64]);
+    config.0[0] = 1;
+    for tile in 0..8 {
+        (config.0[16 + 2 * tile], config.0[48 + tile]) = (64, 16);
+    }
+    let mut sums = [0.0_f32; 256];
+    // SAFETY: the caller's contract; what is written is `sums`.
+    unsafe {
+        std::arch::asm!(
+            "ldtilecfg [{config}]",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "tilezero tmm4",
+            "tilezero tmm5",
+            "tilezero tmm6",
+            "tilezero tmm7",
+            "2:",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "dec {rounds}",
+            "jnz 2b",
+            "tilestored [{sums} + {row}], tmm0",
+            "tilerelease",
+            config = in(reg) &raw const config,
+            sums = in(reg) sums.as_mut_ptr(),
+            row = in(reg) 64_usize,
+            rounds = inout(reg) TILE_ROUNDS => _,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack)
+        );
+    }
+    sums.iter().sum()
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::{Duration, Instant};
@@ -99,14 +204,20 @@ mod tests {
 
     #[test]
     fn every_run_does_its_arithmetic_and_none_is_remembered() {
-        let Some(chains) = detect() else { return };
-        let fastest = (0..20).map(|_| {
-            let start = Instant::now();
-            black_box(chains.run());
-            start.elapsed()
-        });
-        let fastest = fastest.min().unwrap_or(Duration::ZERO);
-        let least = Duration::from_nanos((chains.flops() as f64 / FLOPS_PER_NANOSECOND_MAX) as u64);
-        assert!(fastest > least, "{fastest:?} for {} operations", chains.flops());
+        for chains in detect().into_iter().chain(Unit::available().into_iter().filter_map(of_unit)) {
+            let most = match chains {
+                #[cfg(target_arch = "x86_64")]
+                Chains::Amx => 5.0 * FLOPS_PER_NANOSECOND_MAX,
+                _ => FLOPS_PER_NANOSECOND_MAX,
+            };
+            let fastest = (0..20).map(|_| {
+                let start = Instant::now();
+                black_box(chains.run());
+                start.elapsed()
+            });
+            let fastest = fastest.min().unwrap_or(Duration::ZERO);
+            let least = Duration::from_nanos((chains.flops() as f64 / most) as u64);
+            assert!(fastest > least, "{chains:?}: {fastest:?} for {} operations", chains.flops());
+        }
     }
 }

@@ -45,6 +45,7 @@ fn reply() -> impl Strategy<Value = Reply> {
         (any::<u32>(), any::<u64>()).prop_map(|(count, bytes)| Reply::Granted { count, bytes }),
         Just(Reply::Gone),
         Just(Reply::Complete),
+        Just(Reply::NotYet),
         Just(Reply::Noted),
         Just(Reply::Verdict(Verdict::Valid)),
         Just(Reply::Verdict(Verdict::Gone)),

@@ -19,6 +19,7 @@ const CHUNK_BYTES: usize = 64 << 20;
 pub(super) trait Plain: Copy + Send + Sync + 'static {}
 impl Plain for f32 {}
 impl Plain for u16 {}
+impl Plain for u32 {}
 impl Plain for i8 {}
 
 /// A fixed-size buffer of zeros to begin with, aligned to a cache line or, if large, to a huge page.

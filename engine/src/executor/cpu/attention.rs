@@ -14,8 +14,11 @@
 //! number of rows of a unit shrinks as the context grows.
 #![allow(unsafe_code)] // reads and writes KV blocks through the region's raw pointers; see each block
 
+mod pairs;
+
 use baton_connector::layout::{KvDtype, KvLayout};
 
+use super::bf16;
 use super::convert;
 use super::isa::Isa;
 use super::kernel::{MAX_ROWS, PANEL, Tile, multiply, rows_at_once};
@@ -37,6 +40,7 @@ pub(super) struct Scratch {
     sums: Vec<f32>,
     values: Vec<f32>,
     outputs: Vec<f32>,
+    pairs: pairs::Scratch,
 }
 
 /// One KV head of one sequence for a run of query positions.
@@ -156,6 +160,8 @@ pub(super) struct Shape {
     pub(super) group: usize,
     /// Multiplier of scores.
     pub(super) factor: f32,
+    /// What multiplies in bfloat16 mode.
+    pub(super) bf16: Option<bf16::Unit>,
 }
 
 impl Shape {
@@ -177,6 +183,11 @@ impl Shape {
         query: impl Fn(usize, usize) -> *const f32,
         output: impl Fn(usize, usize) -> *mut f32,
     ) {
+        if let Some(unit) = self.bf16 {
+            // SAFETY: the caller's contract.
+            unsafe { self.attend_in_bf16(unit, cache, start, count, scratch, query, output) };
+            return;
+        }
         let (dim, group) = (cache.layout.head_dim, self.group);
         let rows = count * group;
         let context = start + count;
@@ -254,6 +265,7 @@ impl Shape {
                     c_stride: score_stride,
                     depth: dim,
                     accumulate: false,
+                    ahead: false,
                 };
                 // SAFETY: the ranges are inside buffers sized by `attend`: a row of scores is a multiple of
                 // PANEL long.
@@ -318,6 +330,7 @@ impl Shape {
                             c_stride: padded_dim,
                             depth,
                             accumulate: from > 0,
+                            ahead: false,
                         };
                         multiply(self.isa, now, &tile);
                     }
@@ -360,7 +373,7 @@ unsafe fn transpose_keys(
             };
             for element in (0..dim).step_by(16) {
                 // SAFETY: each key has `head_dim` elements, and `keys` has a row of PANEL for each of them.
-                unsafe { transpose_16(&rows, element, keys[element * PANEL + first..].as_mut_ptr()) };
+                unsafe { transpose_16(&rows, element, keys[element * PANEL + first..].as_mut_ptr(), PANEL) };
             }
             first += 16;
         }
@@ -380,13 +393,13 @@ unsafe fn transpose_keys(
     }
 }
 
-/// Transposes 16 rows of 16 values from `start`; output rows are [`PANEL`] values apart.
+/// Transposes 16 rows of 16 values from `start`; output rows are `stride` values apart.
 ///
 /// # Safety
 /// This machine has AVX-512, each row has `start + 16` values, and `out` has 16 rows.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn transpose_16(rows: &[*const f32; 16], start: usize, out: *mut f32) {
+unsafe fn transpose_16(rows: &[*const f32; 16], start: usize, out: *mut f32, stride: usize) {
     use std::arch::x86_64::{
         _mm512_castpd_ps, _mm512_castps_pd, _mm512_loadu_ps, _mm512_setzero_ps, _mm512_shuffle_f32x4,
         _mm512_storeu_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
@@ -413,10 +426,10 @@ unsafe fn transpose_16(rows: &[*const f32; 16], start: usize, out: *mut f32) {
         let odd_two = _mm512_shuffle_f32x4::<0xdd>(quads[8 + j], quads[12 + j]);
         // SAFETY: the caller's contract.
         unsafe {
-            _mm512_storeu_ps(out.add(j * PANEL), _mm512_shuffle_f32x4::<0x88>(even, even_two));
-            _mm512_storeu_ps(out.add((4 + j) * PANEL), _mm512_shuffle_f32x4::<0x88>(odd, odd_two));
-            _mm512_storeu_ps(out.add((8 + j) * PANEL), _mm512_shuffle_f32x4::<0xdd>(even, even_two));
-            _mm512_storeu_ps(out.add((12 + j) * PANEL), _mm512_shuffle_f32x4::<0xdd>(odd, odd_two));
+            _mm512_storeu_ps(out.add(j * stride), _mm512_shuffle_f32x4::<0x88>(even, even_two));
+            _mm512_storeu_ps(out.add((4 + j) * stride), _mm512_shuffle_f32x4::<0x88>(odd, odd_two));
+            _mm512_storeu_ps(out.add((8 + j) * stride), _mm512_shuffle_f32x4::<0xdd>(even, even_two));
+            _mm512_storeu_ps(out.add((12 + j) * stride), _mm512_shuffle_f32x4::<0xdd>(odd, odd_two));
         }
     }
 }

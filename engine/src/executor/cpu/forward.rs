@@ -15,6 +15,7 @@ use baton_connector::region::Region;
 
 use super::arena::Aligned;
 use super::attention::{self, Cache, Half, Shape, Unit, positions_per_unit};
+use super::bf16::{Inputs, PackedBuffer, Unit as BfUnit};
 use super::isa::Isa;
 use super::kernel::PANEL;
 use super::matrix::{Product, Rows, SLICE_VALUES, Shared};
@@ -134,6 +135,10 @@ pub(super) struct Activations {
     up: Buffer,
     /// Cosines, then sines, of each row's angles.
     angles: Buffer,
+    /// The inputs of products once more, where the unit of bfloat16 mode wants them packed.
+    packed_normed: PackedBuffer,
+    packed_attended: PackedBuffer,
+    packed_gate: PackedBuffer,
 }
 
 #[derive(Debug)]
@@ -165,7 +170,13 @@ impl Buffer {
 }
 
 impl Activations {
-    pub(super) fn fit(&mut self, config: &ModelConfig, rows: usize) {
+    pub(super) fn fit(&mut self, network: &Network, rows: usize) {
+        let config = &network.config;
+        if network.bf16.is_some_and(BfUnit::packs) {
+            self.packed_normed.fit(rows, config.hidden);
+            self.packed_attended.fit(rows, config.query_width());
+            self.packed_gate.fit(rows, config.intermediate);
+        }
         self.hidden.fit(rows, config.hidden);
         self.normed.fit(rows, config.hidden);
         self.qkv.fit(rows, config.query_width() + 2 * config.kv_width());
@@ -212,11 +223,11 @@ struct Step<'a> {
     plan: &'a Plan,
     members: usize,
     hidden: Rows,
-    normed: Rows,
+    normed: Inputs,
     qkv: Rows,
-    attended: Rows,
+    attended: Inputs,
     projected: Rows,
-    gate: Rows,
+    gate: Inputs,
     up: Rows,
     angles: Rows,
     logits: Rows,
@@ -234,6 +245,10 @@ pub(super) fn run(
     team: &mut Team,
     logits: &mut [f32],
 ) -> Result<(), JobPanicked> {
+    let inputs = |buffer: &mut Buffer, packed: &mut PackedBuffer| Inputs {
+        wide: buffer.share(),
+        bf16: network.bf16.map(|unit| (unit, packed.share())),
+    };
     let step = Step {
         network,
         shard,
@@ -241,11 +256,11 @@ pub(super) fn run(
         plan,
         members: team.size(),
         hidden: activations.hidden.share(),
-        normed: activations.normed.share(),
+        normed: inputs(&mut activations.normed, &mut activations.packed_normed),
         qkv: activations.qkv.share(),
-        attended: activations.attended.share(),
+        attended: inputs(&mut activations.attended, &mut activations.packed_attended),
         projected: activations.projected.share(),
-        gate: activations.gate.share(),
+        gate: inputs(&mut activations.gate, &mut activations.packed_gate),
         up: activations.up.share(),
         angles: activations.angles.share(),
         logits: Rows { base: Shared(logits.as_mut_ptr()), stride: network.config.vocab },
@@ -293,7 +308,7 @@ impl Step<'_> {
             let (hidden, normed, angles) = unsafe {
                 (
                     self.hidden.row(index, config.hidden),
-                    self.normed.row(index, config.hidden),
+                    self.normed.wide.row(index, config.hidden),
                     self.angles.row(index, config.head_dim),
                 )
             };
@@ -311,6 +326,8 @@ impl Step<'_> {
             }
             if let Some(first) = self.network.layers.first() {
                 vector::rms_norm(self.isa, hidden, &first.attention_norm, config.norm_eps, normed);
+                // SAFETY: as above.
+                unsafe { self.normed.finish(self.isa, index, 0, normed) };
             }
         });
     }
@@ -321,7 +338,7 @@ impl Step<'_> {
         member: &Member<'_>,
         scratch: &mut MemberScratch,
         matrix: &super::matrix::Matrix,
-        x: Rows,
+        x: Inputs,
         out: Rows,
         writable: usize,
     ) {
@@ -373,7 +390,8 @@ impl Step<'_> {
         let config = &self.network.config;
         let (dim, group) = (config.head_dim, config.heads / config.kv_heads);
         #[allow(clippy::cast_precision_loss)] // a head has at most a few hundred elements
-        let shape = Shape { isa: self.isa, group, factor: 1.0 / (dim as f32).sqrt() };
+        let factor = 1.0 / (dim as f32).sqrt();
+        let shape = Shape { isa: self.isa, group, factor, bf16: self.network.bf16 };
         member.each(self.plan.units.len(), |index| {
             let unit = self.plan.units[index];
             let seq = &self.plan.seqs[unit.seq];
@@ -383,6 +401,7 @@ impl Step<'_> {
                 // SAFETY: row and head are inside the buffer.
                 unsafe { rows.base.at((first_row + i) * rows.stride + column + g * dim) }
             };
+            let attended = self.attended.wide;
             // SAFETY: all keys and values up to this unit's last position were written in earlier steps or in
             // the phase before; rows and heads of a unit are its own.
             unsafe {
@@ -392,8 +411,12 @@ impl Step<'_> {
                     unit.count,
                     &mut scratch.attention,
                     |i, g| offset(self.qkv, i, g).cast_const(),
-                    |i, g| offset(self.attended, i, g),
+                    |i, g| offset(attended, i, g),
                 );
+                for i in 0..unit.count {
+                    let heads = std::slice::from_raw_parts_mut(offset(attended, i, 0), group * dim);
+                    self.attended.finish(self.isa, first_row + i, column, heads);
+                }
             }
         });
     }
@@ -411,8 +434,10 @@ impl Step<'_> {
             vector::add(self.isa, hidden, projected);
             if let Some(norm) = norm {
                 // SAFETY: as above.
-                let normed = unsafe { self.normed.row(index, config.hidden) };
+                let normed = unsafe { self.normed.wide.row(index, config.hidden) };
                 vector::rms_norm(self.isa, hidden, norm, config.norm_eps, normed);
+                // SAFETY: as above.
+                unsafe { self.normed.finish(self.isa, index, 0, normed) };
             }
         });
     }
@@ -420,10 +445,11 @@ impl Step<'_> {
     /// `gate = silu(gate) * up`. Both products are cut alike, and whoever computes an item of both activates it.
     fn gate_up(&self, member: &Member<'_>, scratch: &mut MemberScratch, layer: &Layer) {
         let rows = self.plan.rows.len();
+        let gate_rows = self.gate.wide;
         // SAFETY: as in `product`.
         let (gate, up) = unsafe {
             (
-                Product::plan(&layer.gate, self.normed, rows, self.gate, self.gate.stride, self.members),
+                Product::plan(&layer.gate, self.normed, rows, gate_rows, gate_rows.stride, self.members),
                 Product::plan(&layer.up, self.normed, rows, self.up, self.up.stride, self.members),
             )
         };
@@ -437,7 +463,7 @@ impl Step<'_> {
                 // SAFETY: rows and columns of an item are its own.
                 let (gate, up) = unsafe {
                     (
-                        &mut self.gate.row(row, width)[columns.clone()],
+                        &mut gate_rows.row(row, width)[columns.clone()],
                         &mut self.up.row(row, width)[columns.clone()],
                     )
                 };
@@ -446,6 +472,8 @@ impl Step<'_> {
                     vector::add(self.isa, up, &up_bias[columns.clone()]);
                 }
                 vector::silu_mul(self.isa, gate, up);
+                // SAFETY: as above.
+                unsafe { self.gate.finish(self.isa, row, columns.start, gate) };
             }
         });
     }
@@ -457,9 +485,11 @@ impl Step<'_> {
         member.each(wanted.len(), |index| {
             // SAFETY: each wanted row is claimed by one member; the residual stream is only read.
             let (hidden, normed) = unsafe {
-                (self.hidden.row(wanted[index], config.hidden), self.normed.row(index, config.hidden))
+                (self.hidden.row(wanted[index], config.hidden), self.normed.wide.row(index, config.hidden))
             };
             vector::rms_norm(self.isa, hidden, &self.network.final_norm, config.norm_eps, normed);
+            // SAFETY: as above.
+            unsafe { self.normed.finish(self.isa, index, 0, normed) };
         });
         // SAFETY: `logits` has a row of the vocabulary for each wanted row.
         let product = unsafe {

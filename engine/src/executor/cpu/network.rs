@@ -2,6 +2,7 @@
 
 use super::LoadProgress;
 use super::arena::{Aligned, Arena};
+use super::bf16::Unit;
 use super::matrix::{Matrix, WeightMode};
 use super::team::{JobPanicked, Team};
 use crate::model::ModelError;
@@ -21,6 +22,8 @@ pub(super) struct Network {
     pub(super) frequencies: Vec<f32>,
     /// Multiplier of cos and sin.
     pub(super) rope_factor: f32,
+    /// What multiplies in bfloat16 mode.
+    pub(super) bf16: Option<Unit>,
 }
 
 /// One transformer layer. Biases are `None` where the model has none.
@@ -53,11 +56,12 @@ impl Network {
     pub(super) fn load(
         weights: &Weights,
         config: &ModelConfig,
-        mode: WeightMode,
+        (mode, unit): (WeightMode, Unit),
         team: &mut Team,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, ModelError> {
-        let mut loader = Loader { weights, mode, team, arena: Arena::default(), progress, done: 0, total: 0 };
+        let arena = Arena::default();
+        let mut loader = Loader { weights, mode, unit, team, arena, progress, done: 0, total: 0 };
         let (hidden, vocab) = (config.hidden, config.vocab);
         const EMBEDDING: &str = "model.embed_tokens.weight";
         let embedding = loader.weights.tensor(EMBEDDING, &[vocab, hidden])?;
@@ -82,6 +86,7 @@ impl Network {
             frequencies: config.rope.frequencies(config.head_dim),
             rope_factor: config.rope.attention_factor(),
             config: config.clone(),
+            bf16: (mode == WeightMode::Bf16).then_some(unit),
         })
     }
 
@@ -114,6 +119,7 @@ impl Network {
 struct Loader<'a> {
     weights: &'a Weights,
     mode: WeightMode,
+    unit: Unit,
     team: &'a mut Team,
     arena: Arena,
     progress: &'a mut dyn FnMut(LoadProgress),
@@ -186,7 +192,8 @@ impl Loader<'_> {
             tensors.push((self.weights.tensor(name, &[*outputs, inputs])?, *outputs));
         }
         let bytes = tensors.iter().map(|(tensor, _)| tensor.bytes()).sum();
-        let packed = Matrix::pack((&mut *self.team, &mut self.arena), &tensors, inputs, self.mode);
+        let memory = (&mut *self.team, &mut self.arena);
+        let packed = Matrix::pack(memory, &tensors, inputs, self.mode, self.unit);
         self.count(bytes);
         // A read beyond a mapped file's end is a signal, not a panic; this is a damaged header that passed.
         packed.map_err(|JobPanicked(what)| ModelError::Malformed { file: parts[0].0.to_owned(), what })

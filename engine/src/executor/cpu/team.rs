@@ -1,8 +1,12 @@
 //! The threads of one executor: a team that runs one job together and meets at barriers.
 //!
 //! A forward pass has about eight phases per layer and lasts a few milliseconds, so the team is woken once
-//! per pass, not once per phase; inside, members claim items from a shared counter and meet at a spinning
-//! barrier. Which member computes an item never changes the item's result.
+//! per pass, not once per phase; inside, members claim items and meet at a spinning barrier. Which member computes
+//! an item never changes the item's result.
+//!
+//! Each member begins with its own part of a phase's items, in their order, and helps the others when it is done: so
+//! that it reads memory forward, and what it requests ahead is its own. Claiming item by item from one counter, eight
+//! sequences' products streamed 27 to 29 GB/s of weights where parts streamed 36 (2-core Xeon guest, 2026-11-21).
 //!
 //! ```text
 //!   idle ── run(job) ──▶ each member: each(items) ▶ barrier ▶ each(items) ▶ … ──▶ idle
@@ -60,8 +64,15 @@ struct Shared {
     arrived: AtomicUsize,
     /// Barriers passed.
     generation: AtomicUsize,
-    /// Next unclaimed item of the current phase.
-    next_item: AtomicUsize,
+    /// How far each member's part of the current phase is claimed.
+    parts: Box<[Part]>,
+}
+
+/// Items claimed of a part, in a cache line of its own (two, because they are fetched in pairs).
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Part {
+    claimed: AtomicUsize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -90,7 +101,7 @@ impl Team {
             poisoned: AtomicBool::new(false),
             arrived: AtomicUsize::new(0),
             generation: AtomicUsize::new(0),
-            next_item: AtomicUsize::new(0),
+            parts: (0..size).map(|_| Part::default()).collect(),
         });
         let mut team = Self { shared, threads: Vec::new() };
         for index in 1..size {
@@ -127,7 +138,7 @@ impl Team {
         *lock(&shared.job) = None;
         if shared.poisoned.swap(false, Ordering::Relaxed) {
             shared.arrived.store(0, Ordering::Relaxed);
-            shared.next_item.store(0, Ordering::Relaxed);
+            shared.begin_phase();
             return Err(JobPanicked(lock(&shared.panic).take().unwrap_or_default()));
         }
         Ok(())
@@ -149,6 +160,15 @@ impl Drop for Team {
     }
 }
 
+impl Shared {
+    /// Nothing is claimed.
+    fn begin_phase(&self) {
+        for part in &self.parts {
+            part.claimed.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
 impl Member<'_> {
     /// Which member this is, below the team's size.
     pub(super) fn index(&self) -> usize {
@@ -157,12 +177,18 @@ impl Member<'_> {
 
     /// Calls `item` for some of `0..items`, each index on exactly one member, and waits until all are done.
     pub(super) fn each(&self, items: usize, mut item: impl FnMut(usize)) {
-        loop {
-            let index = self.shared.next_item.fetch_add(1, Ordering::Relaxed);
-            if index >= items {
-                break;
+        let size = self.shared.size;
+        for turn in 0..size {
+            let owner = (self.index + turn) % size;
+            let (begin, end) = (owner * items / size, (owner + 1) * items / size);
+            let claimed = &self.shared.parts[owner].claimed;
+            // Looked at first: of many members all come by at the end, and a look can be shared.
+            while begin + claimed.load(Ordering::Relaxed) < end {
+                let index = begin + claimed.fetch_add(1, Ordering::Relaxed);
+                if index < end {
+                    item(index);
+                }
             }
-            item(index);
         }
         self.barrier();
     }
@@ -173,7 +199,7 @@ impl Member<'_> {
         let generation = shared.generation.load(Ordering::Acquire);
         if shared.arrived.fetch_add(1, Ordering::AcqRel) + 1 == shared.size {
             shared.arrived.store(0, Ordering::Relaxed);
-            shared.next_item.store(0, Ordering::Relaxed);
+            shared.begin_phase();
             shared.generation.store(generation.wrapping_add(1), Ordering::Release);
             return;
         }
@@ -274,6 +300,23 @@ mod tests {
             })
             .unwrap();
         }
+    }
+
+    #[test]
+    fn who_is_done_with_its_own_part_helps_the_others() {
+        let mut team = Team::new(2).unwrap();
+        let done = AtomicUsize::new(0);
+        team.run(&|member| {
+            member.each(9, |i| {
+                if i == 0 {
+                    // Of the first part; the rest of it is left to the other member.
+                    spin_until(|| done.load(Ordering::Relaxed) == 8);
+                }
+                done.fetch_add(1, Ordering::Relaxed);
+            });
+        })
+        .unwrap();
+        assert_eq!(done.into_inner(), 9);
     }
 
     #[test]

@@ -137,6 +137,52 @@ fn quantized_weights_are_exact_about_chunks_too() {
 }
 
 #[test]
+fn products_in_bfloat16_are_exact_about_chunks_and_units_too() {
+    let prompt = tokens(6, 61);
+    for family in ["Llama", "Qwen3"] {
+        let config = config(family);
+        let exact = in_chunks(&mut executor(&config, |_| ()), &prompt, 61);
+        let mut before = None;
+        for unit in Unit::available() {
+            let change =
+                |options: &mut CpuOptions| (options.weights, options.bf16_unit) = (WeightMode::Bf16, unit);
+            let whole = keeps_its_bits(&format!("{family} {unit:?}"), &config, &prompt, change);
+            let far = furthest(&whole, &exact);
+            assert!(far > 0.0 && far < 0.1, "{family} {unit:?}: bfloat16 moves logits by {far}");
+            assert!(
+                before.as_ref().is_none_or(|before| *before == whole),
+                "{family}: {unit:?} is unlike others"
+            );
+            before = Some(whole);
+        }
+    }
+}
+
+#[test]
+fn long_contexts_in_bfloat16_are_exact_about_chunks_and_units_too() {
+    let prompt = tokens(8, 300);
+    let config = config("Qwen3");
+    for kv_dtype in [KvDtype::F32, KvDtype::Bf16] {
+        let run = |unit: Unit, isa: Isa, chunk: usize| {
+            let change = |options: &mut CpuOptions| {
+                (options.weights, options.bf16_unit) = (WeightMode::Bf16, unit);
+                (options.isa, options.kv_dtype) = (isa, kv_dtype);
+            };
+            in_chunks(&mut executor(&config, change), &prompt, chunk)
+        };
+        let whole = run(Unit::detect(), Isa::detect(), prompt.len());
+        for (unit, chunk) in
+            Unit::available().into_iter().flat_map(|unit| [(unit, 300), (unit, 259), (unit, 7)])
+        {
+            assert!(run(unit, Isa::detect(), chunk) == whole, "{unit:?} in chunks of {chunk}, {kv_dtype:?}");
+        }
+        for isa in Isa::available() {
+            assert!(run(Unit::Widened, isa, 70) == whole, "{isa:?}, {kv_dtype:?}");
+        }
+    }
+}
+
+#[test]
 fn prefill_chunks_and_decode_rows_share_a_step_without_touching_each_other() {
     let config = config("Qwen3");
     let (long, short) = (tokens(1, 50), tokens(9, 20));

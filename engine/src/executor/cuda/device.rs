@@ -9,7 +9,11 @@
 //! streams is ordered by events alone. Memory is named by handle and offset, so that a mistake is found by whoever
 //! checks instead of being an address.
 
+use std::sync::Arc;
+
 use baton_connector::region::Region;
+
+use super::port::PoolMemory;
 
 /// Element type of weights, activations and KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -218,6 +222,13 @@ pub trait Device: Send {
     /// # Errors
     /// [`DeviceError::Memory`].
     fn alloc(&mut self, bytes: usize) -> Result<Buffer, DeviceError>;
+
+    /// The same as one allocation of its own, which other threads copy from and to, and other processes where the device
+    /// lets them. It is freed when the device and whoever has it have let go of it.
+    ///
+    /// # Errors
+    /// [`DeviceError::Memory`].
+    fn alloc_shared(&mut self, bytes: usize) -> Result<(Buffer, Arc<dyn PoolMemory>), DeviceError>;
 
     /// Gives memory back. Nothing may use it any more.
     ///

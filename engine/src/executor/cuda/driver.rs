@@ -1,7 +1,7 @@
 //! An NVIDIA GPU, through the driver's own interface. Nothing of CUDA is linked: libraries are found at run time.
 //!
 //! Streams are of their own (never the legacy default one). Memory is allocated plainly, so that it can be shared with
-//! other processes later. The context is made current on whatever thread uses the device.
+//! other processes (`pool`). The context is made current on whatever thread uses the device.
 //!
 //! No GPU was at hand when this was written: what has run is everything up to the driver's absence. `bench/gpu/check.sh`
 //! is what checks the rest.
@@ -9,10 +9,12 @@
 
 mod blas;
 pub mod libraries;
+mod pool;
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_void};
 use std::path::Path;
+use std::sync::Arc;
 use std::thread::ThreadId;
 
 use baton_connector::BlockId;
@@ -20,10 +22,12 @@ use baton_connector::region::Region;
 use cudarc::driver::sys;
 
 use self::blas::Blas;
+use self::pool::CudaPool;
 use super::device::{
     Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, Slice, Stream,
 };
 use super::kernels::{self, Kernel};
+use super::port::PoolMemory;
 use super::{cubins, nvrtc};
 
 /// Compute capability of the oldest devices with bf16 tensor cores.
@@ -84,6 +88,8 @@ pub struct CudaDevice {
     /// With the dynamic shared memory that was asked for.
     functions: HashMap<Kernel, (sys::CUfunction, u32)>,
     buffers: Vec<Option<(sys::CUdeviceptr, usize)>>,
+    /// Buffers that are not this device's alone to free.
+    pools: HashMap<Buffer, Arc<CudaPool>>,
     hosts: Vec<HostMemory>,
     streams: Vec<sys::CUstream>,
     events: Vec<sys::CUevent>,
@@ -162,6 +168,7 @@ impl CudaDevice {
             module: std::ptr::null_mut(),
             functions: HashMap::new(),
             buffers: Vec::new(),
+            pools: HashMap::new(),
             hosts: Vec::new(),
             streams: Vec::new(),
             events: Vec::new(),
@@ -268,8 +275,21 @@ impl Device for CudaDevice {
         Ok(Buffer(Self::count(self.buffers.len())))
     }
 
+    fn alloc_shared(&mut self, bytes: usize) -> Result<(Buffer, Arc<dyn PoolMemory>), DeviceError> {
+        let buffer = self.alloc(bytes)?;
+        let address = self.address(&Slice::of(buffer, bytes))?;
+        let pool = Arc::new(CudaPool::over(self.device, address, bytes)?);
+        self.pools.insert(buffer, Arc::clone(&pool));
+        Ok((buffer, Arc::new(pool)))
+    }
+
     fn free(&mut self, buffer: Buffer) -> Result<(), DeviceError> {
         self.bind()?;
+        if self.pools.remove(&buffer).is_some() {
+            // Freed with the last who has it.
+            self.buffers[buffer.0 as usize] = None;
+            return Ok(());
+        }
         let held = self.buffers.get_mut(buffer.0 as usize).and_then(Option::take);
         let (address, _) = held.ok_or_else(|| DeviceError::Undefined("a buffer is freed twice".into()))?;
         // SAFETY: it came from the allocator and was not freed before.
@@ -490,9 +510,13 @@ impl Drop for CudaDevice {
             for stream in self.streams.drain(..) {
                 let _ = sys::cuStreamDestroy_v2(stream);
             }
-            for (address, _) in self.buffers.drain(..).flatten() {
-                let _ = sys::cuMemFree_v2(address);
+            for (index, held) in self.buffers.drain(..).enumerate() {
+                let pooled = self.pools.contains_key(&Buffer(index as u32));
+                if let (Some((address, _)), false) = (held, pooled) {
+                    let _ = sys::cuMemFree_v2(address);
+                }
             }
+            self.pools.clear();
             for memory in self.hosts.drain(..) {
                 let _ = match &memory {
                     HostMemory::Own { base, .. } => sys::cuMemFreeHost(base.cast()),

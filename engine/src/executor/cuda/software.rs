@@ -12,17 +12,22 @@
 
 mod emulated;
 mod memory;
+mod shared;
 mod twins;
 
 pub use self::emulated::{Emulation, EmulationError};
 pub(super) use self::twins::{narrow, widen};
 
+use std::sync::{Arc, Mutex};
+
 use baton_connector::region::Region;
 
-use self::memory::{Bytes, Clock, Shadow, Span};
+use self::memory::{Bytes, Clock, Shadow, Span, lock};
+use self::shared::SharedPool;
 use super::device::{
     Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, Slice, Stream,
 };
+use super::port::PoolMemory;
 
 /// Most threads of a block, and blocks of a grid in y and z, on every GPU.
 const THREADS_MAX: u32 = 1024;
@@ -41,7 +46,8 @@ struct Module {
 
 struct Memory {
     bytes: Bytes,
-    shadow: Shadow,
+    /// A pool's is shared with those who copy from and to it.
+    shadow: Arc<Mutex<Shadow>>,
 }
 
 #[derive(Clone)]
@@ -56,6 +62,8 @@ pub struct SoftDevice {
     /// Runs the kernels themselves instead of their twins.
     emulation: Option<Emulation>,
     memory_bytes: usize,
+    /// Held while the device works, which is whenever it touches memory that others touch too.
+    work: Arc<Mutex<()>>,
     buffers: Vec<Option<Memory>>,
     hosts: Vec<Memory>,
     /// Clocks of the host and of each stream.
@@ -83,6 +91,7 @@ impl SoftDevice {
             module: Module { element, head_dim },
             emulation: None,
             memory_bytes,
+            work: Arc::default(),
             buffers: Vec::new(),
             hosts: Vec::new(),
             clocks: vec![Clock::default()],
@@ -145,7 +154,7 @@ impl SoftDevice {
         let memory = self.buffers[slice.buffer.0 as usize].as_mut().expect("it was checked");
         for span in spans {
             let span = Span { start: slice.offset + span.start, end: slice.offset + span.end, ..*span };
-            memory.shadow.note(span, place, now).map_err(|conflict| {
+            lock(&memory.shadow).note(span, place, now).map_err(|conflict| {
                 DeviceError::Undefined(format!("{what}: buffer {}: {conflict}", slice.buffer.0))
             })?;
         }
@@ -153,6 +162,8 @@ impl SoftDevice {
     }
 
     fn run_launch(&mut self, on: Stream, launch: &Launch) -> Result<(), DeviceError> {
+        let work = Arc::clone(&self.work);
+        let _working = lock(&work);
         let name = launch.kernel.name();
         let [x, y, z] = launch.grid;
         if x == 0 || y == 0 || z == 0 || y > GRID_YZ_MAX || z > GRID_YZ_MAX {
@@ -194,6 +205,8 @@ impl SoftDevice {
     }
 
     fn run_matmul(&mut self, on: Stream, matmul: &Matmul) -> Result<(), DeviceError> {
+        let work = Arc::clone(&self.work);
+        let _working = lock(&work);
         let (rows, inputs, outputs) = (matmul.rows, matmul.inputs, matmul.outputs);
         let wanted = [
             (matmul.x, rows * inputs * matmul.element.bytes()),
@@ -222,6 +235,8 @@ impl SoftDevice {
         slice: Slice,
         to_host: bool,
     ) -> Result<(), DeviceError> {
+        let work = Arc::clone(&self.work);
+        let _working = lock(&work);
         self.check(&slice)?;
         self.check_host(host, slice.bytes)?;
         if self.capturing.is_some() {
@@ -231,7 +246,7 @@ impl SoftDevice {
         self.note(&slice, &[Span { start: 0, end: slice.bytes, write: !to_host }], place, &now, "copy")?;
         let side = &mut self.hosts[host.host.0 as usize];
         let span = Span { start: host.offset, end: host.offset + slice.bytes, write: to_host };
-        side.shadow
+        lock(&side.shadow)
             .note(span, place, &now)
             .map_err(|conflict| DeviceError::Undefined(format!("copy: host memory: {conflict}")))?;
         let device = self.buffers[slice.buffer.0 as usize].as_mut().expect("it was checked");
@@ -251,11 +266,11 @@ impl SoftDevice {
     fn forget(&mut self) {
         let host = self.clocks[HOST].clone();
         let shadows = self.buffers.iter_mut().flatten().chain(&mut self.hosts);
-        shadows.for_each(|memory| memory.shadow.forget(&host));
+        shadows.for_each(|memory| lock(&memory.shadow).forget(&host));
     }
 
     fn keep_host(&mut self, bytes: Bytes) -> Host {
-        self.hosts.push(Memory { bytes, shadow: Shadow::default() });
+        self.hosts.push(Memory { bytes, shadow: Arc::default() });
         Host(self.hosts.len() as u32 - 1)
     }
 
@@ -265,8 +280,7 @@ impl SoftDevice {
         self.clocks[HOST].tick(HOST);
         let now = self.clocks[HOST].clone();
         let span = Span { start: at.offset, end: at.offset + bytes, write };
-        let shadow = &mut self.hosts[at.host.0 as usize].shadow;
-        shadow.note(span, HOST, &now).map_err(|conflict| {
+        lock(&self.hosts[at.host.0 as usize].shadow).note(span, HOST, &now).map_err(|conflict| {
             let what = if write { "written" } else { "read" };
             DeviceError::Undefined(format!("host memory is {what}: {conflict}"))
         })
@@ -292,15 +306,26 @@ impl Device for SoftDevice {
         if bytes > free {
             return Err(DeviceError::Memory { wanted: bytes, free });
         }
-        self.buffers.push(Some(Memory { bytes: Bytes::zeroed(bytes), shadow: Shadow::default() }));
+        self.buffers.push(Some(Memory { bytes: Bytes::zeroed(bytes), shadow: Arc::default() }));
         Ok(Buffer(self.buffers.len() as u32 - 1))
+    }
+
+    fn alloc_shared(&mut self, bytes: usize) -> Result<(Buffer, Arc<dyn PoolMemory>), DeviceError> {
+        let free = self.free_bytes()?;
+        if bytes > free {
+            return Err(DeviceError::Memory { wanted: bytes, free });
+        }
+        let pool = SharedPool::zeroed(bytes, Arc::clone(&self.work));
+        let shadow = Arc::clone(&pool.shadow);
+        self.buffers.push(Some(Memory { bytes: Bytes::Shared(pool.clone()), shadow }));
+        Ok((Buffer(self.buffers.len() as u32 - 1), Arc::new(pool)))
     }
 
     fn free(&mut self, buffer: Buffer) -> Result<(), DeviceError> {
         let now = self.clocks[HOST].clone();
         match self.buffers.get_mut(buffer.0 as usize).and_then(Option::take) {
             None => undefined(format!("buffer {} was freed twice", buffer.0)),
-            Some(memory) if memory.shadow.is_quiet(&now) => Ok(()),
+            Some(memory) if lock(&memory.shadow).is_quiet(&now) => Ok(()),
             Some(_) => undefined(format!("buffer {} is freed while it is used", buffer.0)),
         }
     }
@@ -344,6 +369,8 @@ impl Device for SoftDevice {
     }
 
     fn copy(&mut self, on: Stream, from: Slice, to: Slice) -> Result<(), DeviceError> {
+        let work = Arc::clone(&self.work);
+        let _working = lock(&work);
         let bytes = self.check(&from)?.bytes.as_slice()[from.offset..from.offset + from.bytes].to_vec();
         self.check(&to)?;
         if from.bytes != to.bytes {

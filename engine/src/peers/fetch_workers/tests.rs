@@ -87,6 +87,7 @@ fn target(ranks: u16) -> FetchTarget {
         prompt: 4,
         cached: 0,
         consumers: 1,
+        growing: false,
     };
     FetchTarget::new(&handoff, 5)
 }

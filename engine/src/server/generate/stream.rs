@@ -11,7 +11,6 @@ use hyper::body::{Body, Frame};
 
 use super::{Exchange, Progress, echoed};
 use crate::server::follow::Piece;
-use crate::server::seal;
 
 pub(super) struct StreamBody {
     exchange: Exchange,
@@ -72,6 +71,8 @@ impl StreamBody {
         // Completions have no frame of the role: theirs are in the first delta of a choice.
         let unnamed = request.return_token_ids && !std::mem::replace(&mut self.prompt_named[index], true);
         let prompt = &self.exchange.prompts[index / request.n as usize];
+        let last = piece.finish.is_some() && self.exchange.open == 0;
+        let handoff = if last { self.exchange.params() } else { None };
         let choice = &mut self.exchange.choices[index];
         let delta = ChoiceDelta {
             index: index as u32,
@@ -83,10 +84,6 @@ impl StreamBody {
             prompt_token_ids: unnamed.then_some(prompt.as_slice()),
         };
         let continuous = request.stream_options.continuous_usage_stats.then_some(&usage);
-        let last = piece.finish.is_some() && self.exchange.open == 0;
-        let secret = self.exchange.frontend.secret.as_ref();
-        let handoff =
-            self.exchange.handoff.as_ref().filter(|_| last).map(|handoff| seal::reply(secret, handoff));
         self.frames.push_back(self.chunks.delta(&delta, continuous, handoff.as_ref()));
         choice.characters += piece.text.chars().count();
     }

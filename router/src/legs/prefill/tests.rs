@@ -68,7 +68,7 @@ proptest! {
             }
         }
         match answered(json!({"id": "p", "kv_transfer_params": params}).to_string()) {
-            Prefilled::Lent(handed, _) => {
+            Prefilled::Lent(handed, ..) => {
                 let handed: Value = serde_json::from_str(&handed).expect("only JSON is handed on");
                 prop_assert!(is_complete(&handed), "{handed}");
                 prop_assert_eq!(handed, params);
@@ -90,7 +90,7 @@ proptest! {
         }
         let cut = cut.index(bytes.len() * 2);
         bytes.truncate(cut.max(1));
-        if let Prefilled::Lent(handed, _) = answered(bytes.clone()) {
+        if let Prefilled::Lent(handed, ..) = answered(bytes.clone()) {
             let parsed: Value = serde_json::from_slice(&bytes).expect("only JSON is handed on");
             let handed: Value = serde_json::from_str(&handed).expect("only JSON is handed on");
             prop_assert!(is_complete(&handed));

@@ -1,6 +1,7 @@
 //! Packing: rows of a checkpoint's matrices become panels, as they are or quantized.
 
 use super::super::arena::{Aligned, Arena, Plain};
+use super::super::bf16::{self, Unit};
 use super::super::kernel::{Bf16, Element, Int8, PANEL};
 use super::super::team::{JobPanicked, Team};
 use super::{Matrix, Panels, Shared, WeightMode};
@@ -10,15 +11,16 @@ use crate::model::weights::{Tensor, WeightDtype};
 type Parts<'a, 'b> = &'a [(Tensor<'b>, usize)];
 
 impl Matrix {
-    /// Packs the rows of all parts, one after the other; each part is `[outputs][inputs]`.
+    /// Packs the rows of all parts, one after the other; each part is `[outputs][inputs]`. `unit` is for bfloat16 mode.
     pub(in super::super) fn pack(
         (team, arena): (&mut Team, &mut Arena),
         parts: Parts<'_, '_>,
         inputs: usize,
         mode: WeightMode,
+        unit: Unit,
     ) -> Result<Self, JobPanicked> {
         let outputs = parts.iter().map(|(_, outputs)| outputs).sum::<usize>();
-        let bf16 = parts.iter().all(|(part, _)| part.dtype() == WeightDtype::Bf16);
+        let all_bf16 = parts.iter().all(|(part, _)| part.dtype() == WeightDtype::Bf16);
         let panels = match mode {
             WeightMode::Int8 => Panels::Int8(pack_panels(
                 (team, arena),
@@ -27,7 +29,27 @@ impl Matrix {
                 |part, start, out| part.read_f32(start, out),
                 |rows, panel| quantize(rows, inputs, panel),
             )?),
-            WeightMode::Stored if bf16 => Panels::Bf16(pack_panels(
+            WeightMode::Bf16 if all_bf16 => Panels::Pairs(
+                pack_panels(
+                    (team, arena),
+                    parts,
+                    (inputs, bf16::panel_len(inputs)),
+                    |part, start, out| part.read_bf16_bits(start, out),
+                    |rows, panel| pair(rows, inputs, unit, |weight: u16| weight, panel),
+                )?,
+                unit,
+            ),
+            WeightMode::Bf16 => Panels::Pairs(
+                pack_panels(
+                    (team, arena),
+                    parts,
+                    (inputs, bf16::panel_len(inputs)),
+                    |part, start, out| part.read_f32(start, out),
+                    |rows, panel| pair(rows, inputs, unit, bf16::round, panel),
+                )?,
+                unit,
+            ),
+            WeightMode::Stored if all_bf16 => Panels::Bf16(pack_panels(
                 (team, arena),
                 parts,
                 (inputs, Bf16::panel_len(inputs)),
@@ -87,6 +109,15 @@ fn transpose<T: Copy>(rows: &[T], inputs: usize, column: impl Fn(usize) -> usize
     for (input, out) in panel.chunks_exact_mut(PANEL).enumerate() {
         for (position, out) in out.iter_mut().enumerate() {
             *out = rows[column(position) * inputs + input];
+        }
+    }
+}
+
+/// The layout of `bf16`; what the inputs are filled up with is zero already.
+fn pair<T: Copy>(rows: &[T], inputs: usize, unit: Unit, bits: impl Fn(T) -> u16, panel: &mut [u16]) {
+    for (column, row) in rows.chunks_exact(inputs).enumerate() {
+        for (input, weight) in row.iter().enumerate() {
+            panel[bf16::panel_position(unit, input, column)] = bits(*weight);
         }
     }
 }

@@ -19,7 +19,7 @@ fn product(isa: Isa, matrix: &Matrix, x: &mut [f32], stride: usize, rows: usize,
     let outputs = matrix.outputs();
     let mut out = vec![f32::NAN; rows * outputs];
     let mut team = Team::new(members).unwrap();
-    let x = Rows { base: Shared(x.as_mut_ptr()), stride };
+    let x = Inputs { wide: Rows { base: Shared(x.as_mut_ptr()), stride }, bf16: None };
     let base = Rows { base: Shared(out.as_mut_ptr()), stride: outputs };
     // SAFETY: both buffers have `rows` rows, and nobody else uses them.
     let product = unsafe { Product::plan(matrix, x, rows, base, outputs, members) };
@@ -70,7 +70,8 @@ fn matrices(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Matrix) {
     let cut = outputs / 3;
     let whole = [(tensor.clone(), outputs)];
     let stored =
-        Matrix::pack((&mut team, &mut Arena::default()), &whole, inputs, WeightMode::Stored).unwrap();
+        Matrix::pack((&mut team, &mut Arena::default()), &whole, inputs, WeightMode::Stored, Unit::Widened)
+            .unwrap();
     assert!(matches!(stored.panels, Panels::Bf16(_)));
     let top = weights.tensor("w", &[outputs, inputs]).unwrap();
     let wide = Matrix::pack(
@@ -78,6 +79,7 @@ fn matrices(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Matrix) {
         &[(top, cut), (tensor, outputs)],
         inputs,
         WeightMode::F32,
+        Unit::Widened,
     )
     .unwrap();
     assert!(matches!(wide.panels, Panels::F32(_)));
@@ -121,6 +123,25 @@ fn a_row_has_the_same_bits_in_any_batch_on_any_instruction_set_and_team() {
 }
 
 #[test]
+fn panels_beside_each_other_have_the_bits_of_one_alone() {
+    // 35 panels, the last in part, and a last group of scales in part.
+    let (outputs, inputs) = (1100, 130);
+    let (_, stored, wide) = matrices(outputs, inputs);
+    let (_, int8, _) = quantized(outputs, inputs);
+    for matrix in [stored, wide, int8] {
+        for rows in [1, 2, 3, 4, 5] {
+            let mut x = activations(rows, inputs, inputs);
+            for isa in Isa::available() {
+                // More members, fewer panels in an item: eight, four, two, one.
+                let [alone, others @ ..] =
+                    [5, 4, 2, 1].map(|members| product(isa, &matrix, &mut x, inputs, rows, members));
+                assert!(others.iter().all(|other| *other == alone), "{isa:?}, {rows} rows");
+            }
+        }
+    }
+}
+
+#[test]
 fn widened_weights_and_concatenated_parts_change_nothing() {
     let (outputs, inputs) = (96, 40);
     let (_, stored, wide) = matrices(outputs, inputs);
@@ -144,6 +165,7 @@ fn quantized(outputs: usize, inputs: usize) -> (Vec<f32>, Matrix, Vec<f32>) {
         &[(tensor, outputs)],
         inputs,
         WeightMode::Int8,
+        Unit::Widened,
     )
     .unwrap();
     assert!(matches!(matrix.panels, Panels::Int8(_)));

@@ -1,14 +1,22 @@
 //! Memory of the software device, and who has touched it when.
+#![allow(unsafe_code)] // slices of memory that other threads use too; see each block
 
 use std::fmt;
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
 
-/// Plain bytes: of its own, or a region's.
+use super::shared::SharedPool;
+
+/// Plain bytes: of its own, a region's, or a pool's.
 pub(super) enum Bytes {
     Own(Vec<u8>),
+    /// Host memory.
     Region(Region),
+    /// Device memory that other threads use too, none of them while the device does (`SoftDevice::work`).
+    Shared(SharedPool),
 }
 
 impl Bytes {
@@ -20,15 +28,19 @@ impl Bytes {
         match self {
             Self::Own(bytes) => bytes.len(),
             Self::Region(region) => region.blocks() * region.block_bytes(),
+            Self::Shared(pool) => pool.bytes(),
         }
     }
 
     /// # Panics
-    /// Of a region: device memory is its own.
+    /// Of a region: that is host memory.
     pub(super) fn as_slice(&self) -> &[u8] {
         match self {
             Self::Own(bytes) => bytes,
             Self::Region(_) => panic!("device memory is not a region"),
+            // SAFETY: all of a pool that lives as long as `self`. The device holds `SoftDevice::work` for as long as it works,
+            // so that no other thread of this process writes it; other processes only read it.
+            Self::Shared(pool) => unsafe { std::slice::from_raw_parts(pool.base(), pool.bytes()) },
         }
     }
 
@@ -36,12 +48,14 @@ impl Bytes {
         match self {
             Self::Own(bytes) => bytes,
             Self::Region(_) => panic!("device memory is not a region"),
+            // SAFETY: as above, and nobody else of this process reads it meanwhile.
+            Self::Shared(pool) => unsafe { std::slice::from_raw_parts_mut(pool.base(), pool.bytes()) },
         }
     }
 
     pub(super) fn write(&mut self, at: usize, from: &[u8]) {
         match self {
-            Self::Own(bytes) => bytes[at..at + from.len()].copy_from_slice(from),
+            Self::Own(_) | Self::Shared(_) => self.as_mut_slice()[at..at + from.len()].copy_from_slice(from),
             Self::Region(region) => in_blocks(region, at, from.len(), |block, within, part| {
                 let mut whole = region.read_block(block);
                 whole[within..within + part.len()].copy_from_slice(&from[part]);
@@ -52,13 +66,24 @@ impl Bytes {
 
     pub(super) fn read(&self, at: usize, to: &mut [u8]) {
         match self {
-            Self::Own(bytes) => to.copy_from_slice(&bytes[at..at + to.len()]),
+            Self::Own(_) | Self::Shared(_) => to.copy_from_slice(&self.as_slice()[at..at + to.len()]),
             Self::Region(region) => in_blocks(region, at, to.len(), |block, within, part| {
                 let whole = region.read_block(block);
                 to[part.clone()].copy_from_slice(&whole[within..within + part.len()]);
             }),
         }
     }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Bytes of a pool, for whoever holds the right to work on it.
+pub(super) fn copied(pool: &SharedPool, range: Range<usize>) -> Vec<u8> {
+    assert!(range.start <= range.end && range.end <= pool.bytes(), "bytes {range:?} of a pool");
+    // SAFETY: inside the pool, which lives through the call; the caller's lock keeps others from writing it.
+    unsafe { std::slice::from_raw_parts(pool.base().add(range.start), range.len()) }.to_vec()
 }
 
 /// Calls `each(block, first byte in it, range of the whole)` for a range of a region's bytes.
@@ -170,6 +195,12 @@ impl Shadow {
 
     pub(super) fn forget(&mut self, known: &Clock) {
         self.0.retain(|access| known.at(access.place) < access.time);
+    }
+
+    /// Whether the host has waited for every access to these bytes that `write` conflicts with.
+    pub(super) fn is_settled(&self, start: usize, end: usize, write: bool) -> bool {
+        let overlaps = |access: &Access| access.span.start < end && start < access.span.end;
+        !self.0.iter().any(|access| overlaps(access) && (access.span.write || write))
     }
 
     /// Whether everything that was done here is known to be done.

@@ -1,0 +1,273 @@
+//! `baton bench handoff`: what of a handoff a client waits for, when the decode engine reads a prompt's blocks while they
+//! are computed, and when it reads them afterwards.
+//!
+//! A prefill engine and a decode engine are started as processes, with a thread each, and asked as a router asks them,
+//! with a new prompt each time. In each repetition, alternating:
+//! - **early**: the prefill engine is asked for an early handoff, and the decode engine has it at once. Exposed is the time
+//!   from the end of the prefill engine's answer to the decode engine's;
+//! - **late**: the decode engine is asked once the prefill engine has answered. Exposed is its whole answer;
+//! - **cached**: the same prompt and one token more at the decode engine, which has all but that one: what its answer
+//!   takes without any read (admission, one token, HTTP).
+//!
+//! The answer is of one token. What the read adds is exposed less cached; one chunk's share of the late read is what an
+//! early one cannot hide.
+//!
+//! `--json` prints one object: `prompt_tokens`, `chunk_tokens`, `kv_bytes` of the prompt, `repetitions`, `transports`: by name `early_ms`,
+//! `late_ms`, `cached_ms` (medians of what is exposed), `early_read_ms` and `late_read_ms` (medians of the differences to
+//! `cached` within a repetition), `chunk_ms` (one chunk's share of `late_read_ms`), `allowed_ms` (`chunk_ms` and 2 ms).
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use baton_connector::handoff::KvIntent;
+use serde_json::{Map, Value, json};
+
+use crate::running::Running;
+
+/// An answer takes no longer.
+const ANSWER_WITHIN: Duration = Duration::from_secs(300);
+/// What an early read may add to the last chunk's.
+const ALLOWANCE_MS: f64 = 2.0;
+/// The pool of each engine.
+const POOL_MIB: usize = 512;
+
+/// What to measure.
+#[derive(Clone, Debug, clap::Args)]
+pub struct HandoffOptions {
+    /// A model folder; by default the built-in model
+    #[arg(long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// Tokens of a prompt
+    #[arg(long, default_value_t = 1536)]
+    pub tokens: usize,
+    /// Tokens of one step of the prefill engine
+    #[arg(long, default_value_t = 256)]
+    pub chunk: usize,
+    /// The least time of a step of the prefill engine, in milliseconds: as if its device were slower
+    #[arg(long, default_value_t = 20)]
+    pub pace_ms: u64,
+    /// Transports
+    #[arg(long, value_delimiter = ',', default_values_t = ["shm".to_owned(), "tcp".to_owned()])]
+    pub transport: Vec<String>,
+    /// Repetitions
+    #[arg(long, default_value_t = 11)]
+    pub repetitions: usize,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Why nothing could be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum HandoffError {
+    /// An engine could not be started or asked, or the output failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// An engine answered something else than it should.
+    #[error("an engine answered: {0}")]
+    Answer(String),
+    /// Nothing to measure.
+    #[error("a prompt must have more tokens than a chunk, and there must be a repetition")]
+    Options,
+}
+
+/// Measures and prints.
+///
+/// # Errors
+/// [`HandoffError`].
+pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), HandoffError> {
+    if options.tokens <= options.chunk || options.chunk == 0 || options.repetitions == 0 {
+        return Err(HandoffError::Options);
+    }
+    let mut transports = Map::new();
+    let mut kv_bytes = 0;
+    for transport in &options.transport {
+        let (row, bytes) = measure(options, transport)?;
+        kv_bytes = bytes;
+        transports.insert(transport.clone(), row);
+    }
+    let report = json!({
+        "prompt_tokens": options.tokens, "chunk_tokens": options.chunk, "kv_bytes": kv_bytes,
+        "repetitions": options.repetitions, "transports": transports,
+    });
+    if options.json {
+        writeln!(out, "{report:#}")?;
+    } else {
+        print(&report, out)?;
+    }
+    Ok(())
+}
+
+fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
+    writeln!(
+        out,
+        "a prompt of {} tokens in steps of {}, {} MB of KV; milliseconds, medians of {}\n",
+        report["prompt_tokens"],
+        report["chunk_tokens"],
+        report["kv_bytes"].as_u64().unwrap_or_default() / 1_000_000,
+        report["repetitions"],
+    )?;
+    let columns = ["early", "late", "cached", "early_read", "late_read", "chunk", "allowed"];
+    write!(out, "{:<10}", "")?;
+    columns.iter().try_for_each(|column| write!(out, "{column:>12}"))?;
+    for (name, row) in report["transports"].as_object().into_iter().flatten() {
+        write!(out, "\n{name:<10}")?;
+        for column in columns {
+            write!(out, "{:>12.2}", row[format!("{column}_ms")].as_f64().unwrap_or_default())?;
+        }
+    }
+    writeln!(out)
+}
+
+/// One transport: its row, and the bytes of KV that it moved for a prompt.
+fn measure(options: &HandoffOptions, transport: &str) -> Result<(Value, u64), HandoffError> {
+    let common = || {
+        let mut words =
+            vec!["--kv-transport".to_owned(), transport.to_owned(), "--threads".to_owned(), "1".to_owned()];
+        words.extend(["--kv-cache-mib".to_owned(), POOL_MIB.to_string()]);
+        if let Some(model) = &options.model {
+            words.extend(["--model".to_owned(), model.display().to_string()]);
+        }
+        words
+    };
+    let step =
+        ["--role", "prefill", "--max-num-batched-tokens", &options.chunk.to_string(), "--max-num-seqs", "8"]
+            .map(str::to_owned);
+    let pace = ["--pace-ms".to_owned(), options.pace_ms.to_string()];
+    let mut prefill = Running::start(&[common(), step.to_vec(), pace.to_vec()].concat())?;
+    let mut decode = Running::start(&[common(), vec!["--role".to_owned(), "decode".to_owned()]].concat())?;
+    let (p, d) = (prefill.ready()?, decode.ready()?);
+    let mut dice = 0x9e37_79b9_u64;
+    let mut series: [Vec<f64>; 5] = Default::default();
+    // The first repetition warms up and does not count.
+    for repetition in 0..=options.repetitions {
+        let (early_prompt, late_prompt) =
+            (prompt(options.tokens, &mut dice), prompt(options.tokens, &mut dice));
+        let early = early(p, d, &early_prompt)?;
+        let late = late(p, d, &late_prompt)?;
+        let longer = [&late_prompt[..], &[6]].concat();
+        let cached = answer(d, &body(&longer, &Value::Null), &[])?.1;
+        if repetition > 0 {
+            let ms = |time: Duration| time.as_secs_f64() * 1e3;
+            let all = [ms(early), ms(late), ms(cached), ms(early) - ms(cached), ms(late) - ms(cached)];
+            series.iter_mut().zip(all).for_each(|(list, value)| list.push(value));
+        }
+    }
+    let failures = metric(d, "baton_kv_load_failures_total")?;
+    let lent_early = metric(p, "baton_kv_early_leases_total")?;
+    #[allow(clippy::cast_precision_loss)] // a few repetitions
+    if failures > 0.0 || lent_early < (options.repetitions + 1) as f64 {
+        return Err(HandoffError::Answer(format!("{failures} reads failed, {lent_early} leases were early")));
+    }
+    let bytes = metric(d, "baton_kv_transfer_bytes_total")? / (2 * (options.repetitions + 1)) as f64;
+    let [early, late, cached, early_read, late_read] = series.map(median);
+    let chunk = late_read * options.chunk as f64 / options.tokens as f64;
+    let row = json!({
+        "early_ms": early, "late_ms": late, "cached_ms": cached, "early_read_ms": early_read,
+        "late_read_ms": late_read, "chunk_ms": chunk, "allowed_ms": chunk + ALLOWANCE_MS,
+    });
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // bytes of a pool
+    Ok((row, bytes as u64))
+}
+
+/// From the end of the prefill engine's answer to that of the decode engine, which was asked before it.
+fn early(p: SocketAddr, d: SocketAddr, prompt: &[u32]) -> Result<Duration, HandoffError> {
+    let mut prefilling = ask(p, &prefill_body(prompt), &["x-baton-early-handoff: 1"])?;
+    let mut said = String::new();
+    let params = loop {
+        if let Some(event) = said.split_once("data: ").and_then(|(_, rest)| Some(rest.split_once("\n\n")?.0))
+        {
+            let event: Value = serde_json::from_str(event).map_err(io::Error::other)?;
+            break event["kv_transfer_params"].clone();
+        }
+        more(&mut prefilling, &mut said)?;
+    };
+    let body = body(prompt, &params);
+    let decoding = std::thread::spawn(move || answer(d, &body, &[]).map(|_| Instant::now()));
+    prefilling.read_to_string(&mut said)?;
+    let prefilled = Instant::now();
+    let decoded = decoding.join().map_err(|_| HandoffError::Answer("a thread panicked".into()))??;
+    if !said.contains("[DONE]") {
+        return Err(HandoffError::Answer(said));
+    }
+    Ok(decoded.saturating_duration_since(prefilled))
+}
+
+/// From the prefill engine's answer to the decode engine's.
+fn late(p: SocketAddr, d: SocketAddr, prompt: &[u32]) -> Result<Duration, HandoffError> {
+    let (lent, _) = answer(p, &prefill_body(prompt), &[])?;
+    Ok(answer(d, &body(prompt, &lent["kv_transfer_params"]), &[])?.1)
+}
+
+fn prompt(tokens: usize, dice: &mut u64) -> Vec<u32> {
+    let mut next = || {
+        *dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        // Words, not special tokens, of every vocabulary.
+        6 + u32::try_from((*dice >> 33) % 1_400).expect("below 1,400")
+    };
+    (0..tokens).map(|_| next()).collect()
+}
+
+fn body(prompt: &[u32], params: &Value) -> String {
+    json!({ "kv_transfer_params": params, "prompt": prompt, "max_tokens": 1, "temperature": 0 }).to_string()
+}
+
+fn prefill_body(prompt: &[u32]) -> String {
+    body(prompt, &serde_json::from_str(KvIntent::PRODUCE_REQUEST).expect("it is JSON"))
+}
+
+fn ask(to: SocketAddr, body: &str, headers: &[&str]) -> io::Result<TcpStream> {
+    let mut stream = TcpStream::connect(to)?;
+    stream.set_read_timeout(Some(ANSWER_WITHIN))?;
+    stream.set_nodelay(true)?;
+    let headers: String = headers.iter().map(|header| format!("{header}\r\n")).collect();
+    let length = body.len();
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-type: application/json\r\n\
+         {headers}content-length: {length}\r\n\r\n"
+    );
+    stream.write_all((head + body).as_bytes())?;
+    Ok(stream)
+}
+
+/// A whole answer, and how long it took.
+fn answer(to: SocketAddr, body: &str, headers: &[&str]) -> Result<(Value, Duration), HandoffError> {
+    let begun = Instant::now();
+    let mut said = String::new();
+    ask(to, body, headers)?.read_to_string(&mut said)?;
+    let took = begun.elapsed();
+    let body = said.split_once("\r\n\r\n").map(|(_, body)| body).unwrap_or_default();
+    match serde_json::from_str(body) {
+        Ok(value) if said.starts_with("HTTP/1.1 200") => Ok((value, took)),
+        _ => Err(HandoffError::Answer(said)),
+    }
+}
+
+fn more(stream: &mut TcpStream, said: &mut String) -> Result<(), HandoffError> {
+    let mut piece = [0; 4096];
+    match stream.read(&mut piece)? {
+        0 => Err(HandoffError::Answer(std::mem::take(said))),
+        read => {
+            said.push_str(&String::from_utf8_lossy(&piece[..read]));
+            Ok(())
+        }
+    }
+}
+
+/// The sum of a metric over its labels.
+fn metric(of: SocketAddr, name: &str) -> Result<f64, HandoffError> {
+    let mut stream = TcpStream::connect(of)?;
+    stream.set_read_timeout(Some(ANSWER_WITHIN))?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")?;
+    let mut said = String::new();
+    stream.read_to_string(&mut said)?;
+    let ours = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
+    Ok(said.lines().filter(ours).filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
+}
+
+fn median(mut list: Vec<f64>) -> f64 {
+    list.sort_by(f64::total_cmp);
+    list[list.len() / 2]
+}

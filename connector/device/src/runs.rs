@@ -1,0 +1,113 @@
+//! The bytes of a granted batch: where they lie in the producer's pool, and where they land in ours. Neighbours on both
+//! sides are one run. Nothing is read or written here.
+
+use std::ops::Range;
+
+use baton_connector::BlockId;
+use baton_connector::region::Region;
+use baton_connector::transport::{Part, ReadOrder};
+
+use crate::offer::Offer;
+
+/// Bytes that move together: offsets in the two pools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// First byte in the producer's pool.
+    pub from: usize,
+    /// First byte in the consumer's.
+    pub into: usize,
+    /// Bytes.
+    pub len: usize,
+}
+
+/// A block id that is none of the pool's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Outside;
+
+/// The runs of the read's blocks `blocks`, whose ids at the producer are `ids`, which may be anything. What lies outside
+/// either pool has none.
+pub(crate) fn runs(
+    order: &ReadOrder,
+    region: &Region,
+    offer: &Offer,
+    blocks: Range<usize>,
+    ids: &mut dyn Iterator<Item = u32>,
+) -> Result<Vec<Run>, Outside> {
+    let landing = |block: BlockId, offset: usize| {
+        (block.index() < region.blocks())
+            .then(|| block.index() * region.block_bytes() + offset)
+            .ok_or(Outside)
+    };
+    let mut runs = Vec::new();
+    match &order.part {
+        Part::Blocks { .. } => {
+            let len = region.block_bytes();
+            for (id, &into) in ids.zip(&order.into[blocks]) {
+                let from = offer.at(id, 0, len).ok_or(Outside)?;
+                push(&mut runs, Run { from, into: landing(into, 0)?, len });
+            }
+        }
+        Part::Slice(slice) => {
+            for (index, id) in blocks.zip(ids) {
+                for (source, target) in slice.copies(&slice.cut.piece(&slice.producer, index)) {
+                    let from = offer.at(id, source.offset, source.len).ok_or(Outside)?;
+                    let into = landing(order.into[target.entry], target.offset)?;
+                    push(&mut runs, Run { from, into, len: source.len });
+                }
+            }
+        }
+    }
+    Ok(runs)
+}
+
+fn push(runs: &mut Vec<Run>, run: Run) {
+    match runs.last_mut() {
+        Some(last) if last.from + last.len == run.from && last.into + last.len == run.into => {
+            last.len += run.len;
+        }
+        _ => runs.push(run),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_connector::{Handle, Reader};
+    use baton_connector_shm::Pool;
+
+    use super::*;
+    use crate::offer::{DeviceId, HANDLE_BYTES, Kind};
+
+    fn found(into: &[u32], ids: &[u32]) -> Result<Vec<Run>, Outside> {
+        let offer = Offer {
+            device: DeviceId { kind: Kind::Software, uuid: [0; 16] },
+            process: [0; 16],
+            batch_bytes: 1,
+            pool: Pool { block_bytes: 100, blocks: 8 },
+            handle: [0; HANDLE_BYTES],
+            descriptor: true,
+        };
+        let into: Vec<_> = into.iter().map(|&block| BlockId(block)).collect();
+        let blocks = 0..into.len();
+        let part = Part::Blocks { first: 0 };
+        let order = ReadOrder { handle: Handle(1), reader: Reader::sole(1), part, into };
+        runs(&order, &Region::allocate(6, 100), &offer, blocks, &mut ids.iter().copied())
+    }
+
+    #[test]
+    fn neighbours_on_both_sides_are_one_run() {
+        let run = |from, into, len| Run { from, into, len };
+        assert_eq!(found(&[1, 2, 3], &[4, 5, 6]), Ok(vec![run(400, 100, 300)]));
+        assert_eq!(
+            found(&[1, 2, 0], &[7, 3, 4]),
+            Ok(vec![run(700, 100, 100), run(300, 200, 100), run(400, 0, 100)])
+        );
+    }
+
+    #[test]
+    fn what_is_outside_either_pool_is_not_copied() {
+        for id in [8, u32::MAX] {
+            assert_eq!(found(&[0, 1], &[0, id]), Err(Outside));
+        }
+        assert_eq!(found(&[6], &[0]), Err(Outside));
+    }
+}

@@ -1,0 +1,211 @@
+//! Attention in bfloat16 mode: the same three passes with the products of `bf16`.
+//!
+//! Queries, keys, weights of the softmax and values are rounded to bf16 where they are multiplied; scores, the softmax and
+//! its sum are f32. Chunks of the third pass are 32 key positions counted from 0, and what a row may not see weighs zero,
+//! which adds nothing to any chain: a row's result depends on its sequence only.
+
+use super::super::arena::Aligned;
+use super::super::bf16::{self, CHUNK, Inputs, Operands, PANEL_CHUNK, PackedBuffer, ROW_STEP, TILE_ROWS};
+use super::super::isa::for_each_isa;
+use super::super::matrix::{Rows, Shared};
+use super::*;
+
+/// Key positions whose values are packed at a time: 32 KiB of a head of 64.
+const RUN: usize = 256;
+/// Words of a chunk.
+const WORDS: usize = CHUNK / 2;
+
+const _: () = assert!(RUN.is_multiple_of(CHUNK) && PANEL == CHUNK);
+
+/// One member's working memory for a unit in this mode.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    queries: PackedBuffer,
+    weights: PackedBuffer,
+    /// Keys or values as words.
+    panels: Aligned<u32>,
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self {
+            queries: PackedBuffer::default(),
+            weights: PackedBuffer::default(),
+            panels: Aligned::zeroed(0),
+        }
+    }
+}
+
+impl Shape {
+    /// As [`Shape::attend`].
+    ///
+    /// # Safety
+    /// As there.
+    #[allow(clippy::too_many_arguments)] // the coordinates of one unit
+    pub(super) unsafe fn attend_in_bf16(
+        &self,
+        unit: bf16::Unit,
+        cache: &Cache<'_>,
+        start: usize,
+        count: usize,
+        scratch: &mut super::Scratch,
+        query: impl Fn(usize, usize) -> *const f32,
+        output: impl Fn(usize, usize) -> *mut f32,
+    ) {
+        let (dim, group) = (cache.layout.head_dim, self.group);
+        let (rows, context) = (count * group, start + count);
+        let (padded_dim, padded_context) = (dim.next_multiple_of(PANEL), context.next_multiple_of(CHUNK));
+        let score_stride = padded_context + 16;
+        let visible = |row: usize| start + row / group + 1;
+        resize(&mut scratch.queries, rows * dim);
+        resize(&mut scratch.scores, rows * score_stride);
+        resize(&mut scratch.sums, rows);
+        resize(&mut scratch.values, RUN * padded_dim);
+        resize(&mut scratch.outputs, rows * padded_dim);
+        let pairs = &mut scratch.pairs;
+        pairs.queries.reuse(rows, dim);
+        pairs.weights.reuse(rows, padded_context);
+        let panels = padded_dim / PANEL;
+        let words = panels * (RUN / CHUNK) * PANEL_CHUNK / 2;
+        if pairs.panels.len() < words {
+            pairs.panels = Aligned::zeroed(words);
+        }
+        let inputs = |values: &mut Vec<f32>, stride, packed: &mut PackedBuffer| Inputs {
+            wide: Rows { base: Shared(values.as_mut_ptr()), stride },
+            bf16: Some((unit, packed.share())),
+        };
+        let queries = inputs(&mut scratch.queries, dim, &mut pairs.queries);
+        let weights = inputs(&mut scratch.scores, score_stride, &mut pairs.weights);
+        let scores = weights.wide.base;
+        let waits = rows <= MAX_ROWS;
+        // SAFETY: the caller vouches for queries, keys, values and outputs; all other ranges are inside buffers that have
+        // just been sized, and this member's own.
+        unsafe {
+            for row in 0..rows {
+                let values = std::slice::from_raw_parts_mut(queries.wide.base.at(row * dim), dim);
+                values.copy_from_slice(std::slice::from_raw_parts(query(row / group, row % group), dim));
+                queries.finish(self.isa, row, 0, values);
+            }
+            if waits {
+                cache.request(Half::Keys, 0, context);
+            }
+            for from in (0..context).step_by(PANEL) {
+                let keys = PANEL.min(context - from);
+                if waits && from + PANEL < context {
+                    cache.request(Half::Keys, from + PANEL, context);
+                } else if waits {
+                    cache.request(Half::Values, 0, context);
+                }
+                cache.load(self.isa, Half::Keys, from, keys, dim, &mut scratch.values);
+                pack_keys(self.isa, unit, &scratch.values[..keys * dim], dim, &mut pairs.panels);
+                // Rows are in the order of their positions: the first ones may not see these keys.
+                let first = (from.saturating_sub(start) * group / TILE_ROWS * TILE_ROWS).min(rows);
+                let operands = Operands {
+                    c: scores.at(first * score_stride + from),
+                    c_stride: score_stride,
+                    ..Operands::from(&queries, first, 0, pairs.panels.as_ptr().cast(), dim)
+                };
+                bf16::multiply(self.isa, unit, rows - first, &operands);
+            }
+            for row in 0..rows {
+                let scores = std::slice::from_raw_parts_mut(scores.at(row * score_stride), padded_context);
+                let (seen, later) = scores.split_at_mut(visible(row));
+                scratch.sums[row] = vector::softmax_numerators(self.isa, seen, self.factor);
+                later.fill(0.0);
+                weights.finish(self.isa, row, 0, scores);
+            }
+            for from in (0..context).step_by(RUN) {
+                let tokens = RUN.min(context - from);
+                if waits && from + PANEL < context {
+                    cache.request(Half::Values, from + PANEL, (from + PANEL + RUN).min(context));
+                }
+                cache.load(self.isa, Half::Values, from, tokens, padded_dim, &mut scratch.values);
+                let chunks = tokens.div_ceil(CHUNK);
+                let panel_words = chunks * PANEL_CHUNK / 2;
+                for (panel, packed) in pairs.panels.chunks_exact_mut(panel_words).take(panels).enumerate() {
+                    let values = &scratch.values[..tokens * padded_dim];
+                    pack_values(self.isa, unit, values, padded_dim, panel * PANEL, packed);
+                }
+                for row in (0..rows).step_by(ROW_STEP) {
+                    let now = ROW_STEP.min(rows - row);
+                    let depth = visible(row + now - 1).saturating_sub(from).min(tokens);
+                    if depth == 0 {
+                        continue;
+                    }
+                    for panel in 0..panels {
+                        let packed = pairs.panels[panel * panel_words..].as_ptr();
+                        // Whole chunks: beyond the row's own position there are zeros.
+                        let depth = depth.next_multiple_of(CHUNK);
+                        let operands = Operands {
+                            c: scratch.outputs[row * padded_dim + panel * PANEL..].as_mut_ptr(),
+                            c_stride: padded_dim,
+                            accumulate: from > 0,
+                            ..Operands::from(&weights, row, from, packed.cast(), depth)
+                        };
+                        bf16::multiply(self.isa, unit, now, &operands);
+                    }
+                }
+            }
+            for row in 0..rows {
+                let out = std::slice::from_raw_parts_mut(output(row / group, row % group), dim);
+                let numerators = &scratch.outputs[row * padded_dim..][..dim];
+                vector::scale_into(self.isa, numerators, 1.0 / scratch.sums[row], out);
+            }
+        }
+    }
+}
+
+/// Packs up to 32 keys of `dim` elements, the columns of a panel; columns without a key are zero.
+fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[f32], dim: usize, panel: &mut [u32]) {
+    let count = keys.len() / dim;
+    for (chunk, packed) in panel.chunks_exact_mut(PANEL_CHUNK / 2).take(dim.div_ceil(CHUNK)).enumerate() {
+        let elements = chunk * CHUNK..dim.min((chunk + 1) * CHUNK);
+        for (half, packed) in packed.chunks_exact_mut(TILE_ROWS * WORDS).enumerate() {
+            let mut words = [[0_u32; WORDS]; TILE_ROWS];
+            for (key, words) in (half * TILE_ROWS..count).zip(&mut words) {
+                bf16::round_words(isa, unit, &keys[key * dim..][elements.clone()], words);
+            }
+            #[cfg(target_arch = "x86_64")]
+            if isa == Isa::Avx512 {
+                let rows = words.each_ref().map(|words| words.as_ptr().cast::<f32>());
+                // SAFETY: 16 rows of 16 words each way; shuffles do not look at what they move.
+                unsafe { transpose_16(&rows, 0, packed.as_mut_ptr().cast(), WORDS) };
+                continue;
+            }
+            for (key, words) in words.iter().enumerate() {
+                for (word, bits) in words.iter().enumerate() {
+                    packed[word * TILE_ROWS + key] = *bits;
+                }
+            }
+        }
+    }
+}
+
+/// Packs the columns `column .. column + 32` of rows of values; positions are the inputs of the panel.
+fn pack_values(isa: Isa, unit: bf16::Unit, values: &[f32], stride: usize, column: usize, panel: &mut [u32]) {
+    for_each_isa! {
+        fn pack(values: &[f32], stride: usize, column: usize, order: &[[usize; 2]; WORDS], panel: &mut [u32]) {
+            for (chunk, packed) in panel.chunks_exact_mut(PANEL_CHUNK / 2).enumerate() {
+                for half in 0..2 {
+                    for (word, inputs) in order.iter().enumerate() {
+                        let row = |input: usize| {
+                            let start = (chunk * CHUNK + input) * stride + column + half * TILE_ROWS;
+                            values.get(start..start + TILE_ROWS).unwrap_or(&[0.0; TILE_ROWS])
+                        };
+                        let (lower, upper) = (row(inputs[0]), row(inputs[1]));
+                        let packed = &mut packed[(half * WORDS + word) * TILE_ROWS..][..TILE_ROWS];
+                        for ((packed, lower), upper) in packed.iter_mut().zip(lower).zip(upper) {
+                            *packed = u32::from(bf16::round(*lower)) | u32::from(bf16::round(*upper)) << 16;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    let mut order = [[0; 2]; WORDS];
+    for input in 0..CHUNK {
+        let position = unit.position(input);
+        order[position / 2][position % 2] = input;
+    }
+    pack(isa, values, stride, column, &order, panel);
+}

@@ -1,0 +1,221 @@
+//! The pool as everybody but the executor sees it: transports that land in the device's memory or let others read it, and
+//! those that read its mirror. Called from their threads, beside the executor's steps.
+//!
+//! Three rules keep it right. Nothing here touches a block that the executor may write: what is copied is lent, and what is
+//! landed in is set aside. A block's bytes are never read in the mirror before [`Port::in_region`] has put there what
+//! was lent. And since a lease can end under a copy to the mirror, whose block is then somebody else's, nothing lands in
+//! the mirror before that copy is over ([`Port::landing`]).
+
+use std::fmt::Debug;
+use std::io::{self, ErrorKind};
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use baton_connector::BlockId;
+use baton_connector::region::Region;
+use baton_connector_device::{DevicePool, Export, Offer, Opened, Run};
+
+use super::device::DeviceError;
+use super::mirror::Mirror;
+
+/// Device memory that other threads and processes use too, each call on a stream of its own.
+pub trait PoolMemory: Debug + Send + Sync {
+    /// What opens it in another process.
+    ///
+    /// # Errors
+    /// Why it cannot be exported.
+    fn export(&self) -> io::Result<Export>;
+
+    /// Opens another process's memory, for copies into this one.
+    ///
+    /// # Errors
+    /// Why it cannot be read from this device, or is not what the offer says.
+    fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn Opened>>;
+
+    /// Copies ranges of bytes to the same places in the mirror, and waits until they have landed.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; what is in the mirror is then of no use.
+    fn copy_out(&self, ranges: &[Range<usize>], mirror: &Region) -> Result<(), DeviceError>;
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct Port {
+    memory: Arc<dyn PoolMemory>,
+    region: Region,
+    mirror: Mutex<Mirror>,
+    /// Held by whoever copies for readers of the mirror, so that a second reader of a block finds it copied.
+    copying: Mutex<()>,
+    /// A copy to the mirror is over.
+    copied: Condvar,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Port {
+    /// The port of a pool and its mirror, of which each has as many bytes.
+    #[must_use]
+    pub fn new(memory: Arc<dyn PoolMemory>, region: Region) -> Self {
+        let mirror = Mutex::new(Mirror::new(region.blocks()));
+        Self { memory, region, mirror, copying: Mutex::new(()), copied: Condvar::new() }
+    }
+
+    /// Who has what. The executor's lock is short: nobody copies under it.
+    pub(super) fn mirror(&self) -> MutexGuard<'_, Mirror> {
+        lock(&self.mirror)
+    }
+
+    /// The mirror, which is the pool's host side.
+    #[must_use]
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// Copies lent blocks to the mirror that are not there yet. Blocks for as long as that takes.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; nobody may read them in the mirror.
+    pub fn in_region(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
+        let _copying = lock(&self.copying);
+        let mut owed = {
+            let mut mirror = self.mirror();
+            let owed = mirror.owed(blocks);
+            mirror.begin(&owed);
+            owed
+        };
+        if owed.is_empty() {
+            return Ok(());
+        }
+        owed.sort_unstable_by_key(|owed| owed.block.0);
+        owed.dedup();
+        let bytes = self.region.block_bytes();
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for owed in &owed {
+            let first = owed.block.index() * bytes;
+            match ranges.last_mut() {
+                Some(last) if last.end == first => last.end += bytes,
+                _ => ranges.push(first..first + bytes),
+            }
+        }
+        let copied = self.memory.copy_out(&ranges, &self.region);
+        let mut mirror = self.mirror();
+        if copied.is_ok() {
+            mirror.paid(&owed);
+        }
+        mirror.over();
+        drop(mirror);
+        self.copied.notify_all();
+        copied
+    }
+
+    /// These blocks are about to be written in the mirror. Waits for copies of what was in them before.
+    pub(super) fn landing(&self, blocks: &[BlockId]) {
+        let mirror = self.mirror();
+        let in_flight = |mirror: &mut Mirror| mirror.is_in_flight(blocks);
+        let mut mirror = self.copied.wait_while(mirror, in_flight).unwrap_or_else(PoisonError::into_inner);
+        blocks.iter().for_each(|block| mirror.landing(*block));
+    }
+}
+
+impl DevicePool for Port {
+    fn export(&self) -> io::Result<Export> {
+        self.memory.export()
+    }
+
+    fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn Opened>> {
+        if offer.is_ours() {
+            let why = "a process does not open what it has exported itself";
+            return Err(io::Error::new(ErrorKind::Unsupported, why));
+        }
+        let opened = self.memory.open(offer, descriptor)?;
+        Ok(Box::new(Landing { opened, region: self.region.clone() }))
+    }
+
+    fn landed(&self, blocks: &[BlockId]) {
+        let mut mirror = self.mirror();
+        blocks.iter().for_each(|block| mirror.computed(*block));
+    }
+}
+
+/// Another engine's pool, and the only mirror that stands for ours.
+#[derive(Debug)]
+struct Landing {
+    opened: Box<dyn Opened>,
+    region: Region,
+}
+
+impl Opened for Landing {
+    fn copy(&self, runs: &[Run], region: &Region) -> io::Result<()> {
+        let first = BlockId(0);
+        if region.block_ptr(first) != self.region.block_ptr(first) {
+            return Err(io::Error::new(
+                ErrorKind::InvalidInput,
+                "a read into memory that is not the device's",
+            ));
+        }
+        self.opened.copy(runs, region)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+    use super::*;
+
+    /// A pool whose copies begin and end when the test says so.
+    #[derive(Debug)]
+    struct Gated {
+        begun: SyncSender<()>,
+        end: Mutex<Receiver<()>>,
+        told: Arc<Mutex<Vec<&'static str>>>,
+    }
+
+    impl PoolMemory for Gated {
+        fn export(&self) -> io::Result<Export> {
+            Err(ErrorKind::Unsupported.into())
+        }
+
+        fn open(&self, _: &Offer, _: Option<OwnedFd>) -> io::Result<Box<dyn Opened>> {
+            Err(ErrorKind::Unsupported.into())
+        }
+
+        fn copy_out(&self, _: &[Range<usize>], _: &Region) -> Result<(), DeviceError> {
+            self.begun.send(()).expect("the test waits");
+            lock(&self.end).recv().expect("the test goes on");
+            lock(&self.told).push("copied");
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn nothing_lands_in_a_block_whose_last_owners_copy_is_under_way() {
+        let told = Arc::<Mutex<Vec<&'static str>>>::default();
+        let ((begun, has_begun), (go, end)) = (sync_channel(0), sync_channel(0));
+        let memory = Gated { begun, end: Mutex::new(end), told: Arc::clone(&told) };
+        let port = Port::new(Arc::new(memory), Region::allocate(4, 64));
+        let lent = [BlockId(1)];
+        port.mirror().computed(lent[0]);
+        port.mirror().lend(lent.into_iter());
+        std::thread::scope(|scope| {
+            scope.spawn(|| port.in_region(&lent).expect("it is copied"));
+            has_begun.recv().expect("it begins");
+            assert!(port.mirror().is_in_flight(&lent));
+            // Its lease has ended; another block may be written, this one not yet.
+            port.landing(&[BlockId(2)]);
+            let landing = scope.spawn(|| {
+                port.landing(&lent);
+                lock(&told).push("landed");
+            });
+            go.send(()).expect("it waits");
+            landing.join().expect("no panic");
+        });
+        assert_eq!(*lock(&told), ["copied", "landed"]);
+        assert!(!port.mirror().is_in_flight(&lent));
+        assert_eq!(port.mirror().on_host(&lent), lent, "what has landed counts");
+    }
+}

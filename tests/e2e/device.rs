@@ -1,0 +1,130 @@
+//! Engines whose KV lies in a device's own memory, on one host: blocks go from device to device. The device is the
+//! software one, whose pools are really shared between processes.
+
+use std::collections::BTreeMap;
+
+use crate::harness::{AT_ONCE, Ask, Cluster, HangUp, PATIENCE, digests, eventually};
+
+const DEVICE: &str = "--device software --kv-cache-dtype f32";
+
+/// Prompt tokens of which none ends with a full block: its last token's KV is computed by P and by D in different sums.
+const LENGTHS: [usize; 4] = [20, 100, 333, 1000];
+
+fn cluster(prefill: &str, decode: &str) -> Cluster {
+    Cluster::new().prefill(prefill).decode(decode).decode(decode).start()
+}
+
+/// The router's answer is the one that an engine on the same device gives alone.
+fn answers(cluster: &Cluster, tokens: usize) {
+    let ask = Ask::fresh(tokens).tokens(16);
+    let alone = cluster.decode[1].send("POST", ask.path, &ask.body).reply();
+    let reply = cluster.ask(&ask);
+    assert_eq!((reply.status, alone.status), (200, 200), "{}", reply.json());
+    assert_eq!(reply.json()["choices"], alone.json()["choices"]);
+}
+
+fn carried(cluster: &Cluster, transport: &str) -> f64 {
+    let labels = format!("transport=\"{transport}\"");
+    cluster.decode.iter().map(|engine| engine.metric("baton_kv_transfers_total", &labels)).sum()
+}
+
+/// Blocks that both have cached under one name have the same bytes. Says how many.
+fn same_blocks(cluster: &Cluster) -> usize {
+    let (p, d) = (&cluster.prefill[0].address, &cluster.decode[0].address);
+    let lent: BTreeMap<_, _> = digests(p).into_iter().collect();
+    let both = digests(d).into_iter().filter_map(|(hash, digest)| Some((digest, lent.get(&hash)?)));
+    both.map(|(fetched, lent)| assert_eq!(&fetched, lent, "a block has other bytes")).count()
+}
+
+#[test]
+fn a_pair_on_one_hosts_devices_hands_over_from_device_to_device() {
+    let cluster = cluster(DEVICE, DEVICE);
+    for tokens in LENGTHS {
+        answers(&cluster, tokens);
+    }
+    assert!(carried(&cluster, "device") >= LENGTHS.len() as f64);
+    assert_eq!(carried(&cluster, "shm") + carried(&cluster, "tcp"), 0.0);
+    // The router may have chosen the second for some.
+    let mapped = |at: usize| cluster.decode[at].mapped_pools();
+    assert!(mapped(0) + mapped(1) > 0, "its pool is not open");
+    same_blocks(&cluster);
+    cluster.settled(PATIENCE);
+}
+
+#[test]
+fn every_block_that_came_by_device_is_the_producers_byte_by_byte() {
+    let cluster = Cluster::new().prefill(DEVICE).decode(DEVICE).start();
+    for tokens in LENGTHS {
+        assert_eq!(cluster.ask(&Ask::fresh(tokens)).status, 200);
+    }
+    let tokens: usize = LENGTHS.iter().sum();
+    assert_eq!(carried(&cluster, "device"), LENGTHS.len() as f64);
+    let same = same_blocks(&cluster);
+    assert!(same >= tokens / 16 - LENGTHS.len(), "only {same} blocks could be compared");
+    cluster.settled(PATIENCE);
+}
+
+#[test]
+fn blocks_of_other_sizes_are_cut_on_the_device() {
+    let cluster = cluster(&format!("{DEVICE} --block-size 32"), DEVICE);
+    answers(&cluster, 333);
+    assert_eq!(carried(&cluster, "device"), 1.0);
+    cluster.settled(PATIENCE);
+}
+
+#[test]
+fn a_device_and_a_cpu_hand_over_through_host_memory_and_say_why() {
+    for (prefill, decode) in [(DEVICE, "--kv-cache-dtype f32"), ("--kv-cache-dtype f32", DEVICE)] {
+        let cluster = cluster(prefill, decode);
+        answers(&cluster, 100);
+        assert_eq!((carried(&cluster, "device"), carried(&cluster, "shm")), (0.0, 1.0));
+        if decode == DEVICE {
+            let said = "come through host memory";
+            assert!(cluster.decode.iter().any(|engine| engine.log().contains(said)), "it does not say why");
+        }
+        cluster.settled(PATIENCE);
+    }
+}
+
+#[test]
+fn a_device_reads_no_other_where_it_is_not_asked_to() {
+    for (transport, carrier) in [("tcp", "tcp"), ("shm", "shm")] {
+        let engine = format!("{DEVICE} --kv-transport {transport}");
+        let cluster = cluster(&engine, &engine);
+        answers(&cluster, 100);
+        assert_eq!((carried(&cluster, "device"), carried(&cluster, carrier)), (0.0, 1.0));
+        cluster.settled(PATIENCE);
+    }
+}
+
+#[test]
+fn a_client_that_leaves_while_a_device_fetches_leaves_nothing() {
+    for how in HangUp::BOTH {
+        let mut cluster = Cluster::new().prefill(DEVICE).decode(DEVICE).start();
+        cluster.decode[0].pause();
+        let leaving = cluster.send(&Ask::fresh(300));
+        cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+        cluster.decode[0].is_sent_something();
+        cluster.prefill[0].pause();
+        cluster.decode[0].go_on();
+        cluster.decode[0].shows("it fetches", |books| books.fetching == 1 && books.landing > 0);
+        leaving.hang_up(how);
+        cluster.decode[0].shows_within(AT_ONCE, "nobody fetches", |books| books.fetching == 0);
+        cluster.prefill[0].go_on();
+        cluster.settled(AT_ONCE);
+        cluster.still_serves();
+    }
+}
+
+#[test]
+fn a_prefill_engine_that_is_killed_is_made_up_for_and_its_pool_is_let_go_of() {
+    let mut cluster = Cluster::new().prefill(DEVICE).decode(DEVICE).start();
+    assert_eq!(cluster.ask(&Ask::fresh(100)).status, 200);
+    assert_eq!((carried(&cluster, "device"), cluster.decode[0].mapped_pools()), (1.0, 1));
+    cluster.prefill[0].kill();
+    assert_eq!(cluster.ask(&Ask::fresh(100)).status, 200);
+    eventually(PATIENCE, "its pool is closed", || match cluster.decode[0].mapped_pools() {
+        0 => Ok(()),
+        other => Err(format!("{other} pools are open")),
+    });
+}
