@@ -8,6 +8,7 @@ pub mod router;
 mod running;
 pub mod sim_engine;
 pub mod transfer;
+mod web;
 
 use std::io::Write;
 

@@ -283,28 +283,33 @@ fn blocks_that_were_reused_before_a_nixl_read_are_computed_again_or_a_typed_erro
     expired_and_reused_before_the_read(&Stage::one_sided("nixl", SHORT, FAIL));
 }
 
+/// Each shot is aimed by the one before it: later if the read had not begun, earlier if it was over. So the shots stay
+/// around the read however fast the machine is just now.
 fn reused_in_the_middle_of_a_copy(mut stage: Stage) {
     const SHOTS: u32 = 300;
+    let (mut delay, mut step) = (Duration::from_millis(1), Duration::from_micros(800));
     for shot in 0..SHOTS {
         let _ = stage.d().send("POST", "/reset_prefix_cache", &json!({})).reply();
         let handoff = stage.p().lends(&stage.ask);
         let call = stage.d().send("POST", stage.ask.path, &stage.with(&handoff));
-        // A little later each time: from before the read to after it.
-        wait(Duration::from_micros(u64::from(shot % 30) * 150));
+        wait(delay);
         stage.cluster.decode[0].pause();
-        let mut hit = stage.p().lease_states() == ["reading"];
+        let states = stage.p().lease_states();
+        let mut hit = states == ["reading"];
         if hit {
             stage.p().settled(PATIENCE);
             // Its last word may have been on its way when it was stopped.
             hit = stage.p().metric("vllm:nixl_num_kv_expired_reqs", "") == 1.0;
         }
         if hit {
-            println!("hit in the middle of a copy by shot {shot}");
+            println!("hit in the middle of a copy by shot {shot}, {delay:?} after the request");
             stage.reuse(&handoff);
             stage.cluster.decode[0].go_on();
             stage.ends_well(&call.reply());
             return;
         }
+        delay = if states == ["offered"] { delay + step } else { delay.saturating_sub(step) };
+        step = (step * 9 / 10).max(Duration::from_micros(40));
         stage.cluster.decode[0].go_on();
         let reply = call.reply();
         assert_eq!(reply.json()["choices"], stage.truth);

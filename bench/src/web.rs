@@ -1,0 +1,258 @@
+//! What the tools that watch a deployment ask of its parts: JSON and Prometheus samples, over kept connections.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE};
+use hyper::{Method, Request, StatusCode};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use serde_json::Value;
+
+/// An answer is not read beyond this.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+
+/// Why something was not learnt from a part of the deployment.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum WebError {
+    /// It cannot be asked.
+    #[error("`{0}` is no URL of the form http://HOST:PORT")]
+    Url(String),
+    /// A secret's file cannot be read.
+    #[error("{0}: {1}")]
+    Secret(String, std::io::Error),
+    /// Nobody answered.
+    #[error("{0}: {1}")]
+    Unreachable(String, String),
+    /// It did not answer in time.
+    #[error("{0}: no answer within {1:?}")]
+    Late(String, Duration),
+    /// It answered no.
+    #[error("{0}: {1}: {2}")]
+    Refused(String, StatusCode, String),
+    /// It answered something else than what was asked for.
+    #[error("{0}: not JSON: {1}")]
+    NotJson(String, serde_json::Error),
+}
+
+impl WebError {
+    /// The status of a refusal.
+    pub(crate) fn status(&self) -> Option<StatusCode> {
+        match self {
+            Self::Refused(_, status, _) => Some(*status),
+            _ => None,
+        }
+    }
+}
+
+/// One part of a deployment, by its URL.
+#[derive(Clone, Debug)]
+pub(crate) struct Origin {
+    authority: String,
+    bearer: Option<String>,
+    client: Client<HttpConnector, Full<Bytes>>,
+}
+
+impl Origin {
+    /// Takes `http://HOST:PORT`, or `HOST:PORT`.
+    ///
+    /// # Errors
+    /// When it is neither.
+    pub(crate) fn parse(url: &str) -> Result<Self, WebError> {
+        let authority = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/').to_owned();
+        let parsed = authority.parse::<hyper::http::uri::Authority>();
+        if !parsed.is_ok_and(|authority| authority.port().is_some()) {
+            return Err(WebError::Url(url.to_owned()));
+        }
+        Ok(Self { authority, bearer: None, client: Client::builder(TokioExecutor::new()).build_http() })
+    }
+
+    /// Shows the first line of this file as a bearer token.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub(crate) fn with_token_file(mut self, file: Option<&Path>) -> Result<Self, WebError> {
+        if let Some(file) = file {
+            let text = std::fs::read_to_string(file)
+                .map_err(|error| WebError::Secret(file.display().to_string(), error))?;
+            self.bearer = Some(format!("Bearer {}", text.lines().next().unwrap_or_default().trim()));
+        }
+        Ok(self)
+    }
+
+    /// `HOST:PORT`.
+    pub(crate) fn authority(&self) -> &str {
+        &self.authority
+    }
+
+    /// The body of an answer of status 200.
+    ///
+    /// # Errors
+    /// See [`WebError`].
+    pub(crate) async fn get(&self, path: &str, patience: Duration) -> Result<Bytes, WebError> {
+        self.ask(Method::GET, path, Bytes::new(), patience).await
+    }
+
+    /// As [`Self::get`], read as JSON.
+    ///
+    /// # Errors
+    /// See [`WebError`].
+    pub(crate) async fn get_json(&self, path: &str, patience: Duration) -> Result<Value, WebError> {
+        let body = self.get(path, patience).await?;
+        serde_json::from_slice(&body).map_err(|error| WebError::NotJson(self.url(path), error))
+    }
+
+    /// Sends JSON and reads JSON; an empty answer is `null`.
+    ///
+    /// # Errors
+    /// See [`WebError`].
+    pub(crate) async fn post_json(
+        &self,
+        path: &str,
+        body: &Value,
+        patience: Duration,
+    ) -> Result<Value, WebError> {
+        let body = self.ask(Method::POST, path, Bytes::from(body.to_string()), patience).await?;
+        if body.is_empty() {
+            return Ok(Value::Null);
+        }
+        serde_json::from_slice(&body).map_err(|error| WebError::NotJson(self.url(path), error))
+    }
+
+    /// The samples of `/metrics`.
+    ///
+    /// # Errors
+    /// See [`WebError`].
+    pub(crate) async fn samples(&self, patience: Duration) -> Result<Samples, WebError> {
+        Ok(Samples::parse(&String::from_utf8_lossy(&self.get("/metrics", patience).await?)))
+    }
+
+    fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.authority)
+    }
+
+    async fn ask(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+        patience: Duration,
+    ) -> Result<Bytes, WebError> {
+        let url = self.url(path);
+        let mut request = Request::builder().method(method).uri(&url);
+        if let Some(bearer) = &self.bearer {
+            request = request.header(AUTHORIZATION, bearer);
+        }
+        if !body.is_empty() {
+            request = request.header(CONTENT_TYPE, "application/json");
+        }
+        let request = request.body(Full::new(body)).map_err(|_| WebError::Url(url.clone()))?;
+        let answer = async {
+            let told = |error: &dyn std::fmt::Display| WebError::Unreachable(url.clone(), error.to_string());
+            let reply = self.client.request(request).await.map_err(|error| told(&error))?;
+            let status = reply.status();
+            let body = Limited::new(reply.into_body(), ANSWER_BYTES_MAX).collect().await;
+            let body = body.map_err(|error| told(&error))?.to_bytes();
+            if !status.is_success() {
+                let text: String = String::from_utf8_lossy(&body).chars().take(200).collect();
+                return Err(WebError::Refused(url.clone(), status, text));
+            }
+            Ok(body)
+        };
+        tokio::time::timeout(patience, answer).await.map_err(|_| WebError::Late(url.clone(), patience))?
+    }
+}
+
+/// The samples of one scrape, in Prometheus' text format.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Samples(Vec<(String, BTreeMap<String, String>, f64)>);
+
+impl Samples {
+    /// Reads a scrape. Lines that are no samples are passed over.
+    pub(crate) fn parse(text: &str) -> Self {
+        Self(text.lines().filter(|line| !line.starts_with('#')).filter_map(sample).collect())
+    }
+
+    /// The sum of the samples of this name that have these labels; `None` where there is none.
+    pub(crate) fn sum(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
+        let has = |of: &BTreeMap<String, String>| {
+            labels.iter().all(|(key, value)| of.get(*key).is_some_and(|held| held == value))
+        };
+        let mut found = self.0.iter().filter(|(of, held, _)| of == name && has(held)).map(|(.., value)| *value);
+        let first = found.next()?;
+        Some(found.fold(first, |sum, value| sum + value))
+    }
+
+    /// Every sample of this name.
+    pub(crate) fn of<'a>(
+        &'a self,
+        name: &'a str,
+    ) -> impl Iterator<Item = (&'a BTreeMap<String, String>, f64)> + 'a {
+        self.0.iter().filter(move |(of, ..)| of == name).map(|(_, labels, value)| (labels, *value))
+    }
+}
+
+/// `name{key="value",…} number`.
+fn sample(line: &str) -> Option<(String, BTreeMap<String, String>, f64)> {
+    let name_ends = line.find(['{', ' '])?;
+    let (name, mut rest) = line.split_at(name_ends);
+    let mut labels = BTreeMap::new();
+    if let Some(inside) = rest.strip_prefix('{') {
+        rest = inside;
+        loop {
+            rest = rest.trim_start_matches([',', ' ']);
+            if let Some(after) = rest.strip_prefix('}') {
+                rest = after;
+                break;
+            }
+            let (key, after) = rest.split_once("=\"")?;
+            let mut value = String::new();
+            let mut chars = after.char_indices();
+            let end = loop {
+                match chars.next()? {
+                    (at, '"') => break at,
+                    (_, '\\') => value.push(match chars.next()?.1 {
+                        'n' => '\n',
+                        other => other,
+                    }),
+                    (_, other) => value.push(other),
+                }
+            };
+            labels.insert(key.to_owned(), value);
+            rest = &after[end + 1..];
+        }
+    }
+    let value = rest.split_whitespace().next()?.parse().ok()?;
+    Some((name.to_owned(), labels, value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_are_found_by_their_labels() {
+        let text = "# HELP a b\na 1\nb{x=\"1\",y=\"} \\\"q\\\"\"} 2.5 1700000000\nb{x=\"2\"} +Inf\nb{x=\"1\"} 4\nbad\n";
+        let samples = Samples::parse(text);
+        assert_eq!(samples.sum("a", &[]), Some(1.0));
+        assert_eq!(samples.sum("b", &[("x", "1")]), Some(6.5));
+        assert_eq!(samples.sum("b", &[("y", "} \"q\"")]), Some(2.5));
+        assert_eq!(samples.sum("b", &[("x", "2")]), Some(f64::INFINITY));
+        assert_eq!(samples.sum("c", &[]), None);
+        assert_eq!(samples.of("b").count(), 3);
+    }
+
+    #[test]
+    fn an_origin_has_a_host_and_a_port() {
+        for good in ["http://127.0.0.1:8000", "127.0.0.1:8000/", "http://engine.local:1"] {
+            assert!(Origin::parse(good).is_ok(), "{good}");
+        }
+        for bad in ["", "http://", "localhost", "https://a:1", "http://a:1/x", "a b:1"] {
+            assert!(Origin::parse(bad).is_err(), "{bad}");
+        }
+    }
+}
