@@ -9,6 +9,8 @@ mod load;
 pub mod router;
 mod running;
 pub mod sim_engine;
+#[allow(dead_code, unused_imports)] // until all who need it are there
+mod stats;
 pub mod transfer;
 #[allow(dead_code, unused_imports)] // until all who need it are there
 mod web;
