@@ -174,7 +174,11 @@ pub(crate) struct Terms {
 impl DisconnectOptions {
     fn check(&self) -> Result<(), BenchError> {
         let positive = |name: &str, value: f64| {
-            if value.is_finite() && value > 0.0 && value < 1e6 { Ok(()) } else { Err(format!("--{name} must be a positive number")) }
+            if value.is_finite() && value > 0.0 && value < 1e6 {
+                Ok(())
+            } else {
+                Err(format!("--{name} must be a positive number"))
+            }
         };
         positive("seconds", self.seconds)?;
         positive("phase-seconds", self.phase_seconds)?;
@@ -182,13 +186,17 @@ impl DisconnectOptions {
         positive("patience", self.patience)?;
         positive("rate", self.rate.unwrap_or(1.0))?;
         if self.prompt_words == 0 || self.max_tokens < 2 || self.prompt_words > 1_000_000 {
-            return Err("--prompt-words must be at least 1 and at most 1,000,000, --max-tokens at least 2".into());
+            return Err(
+                "--prompt-words must be at least 1 and at most 1,000,000, --max-tokens at least 2".into()
+            );
         }
         if self.url.is_none() && self.admin.is_none() && self.engines.is_empty() {
             return Ok(());
         }
         if self.admin.is_none() && self.engines.is_empty() {
-            return Err("--url needs --admin or --engine: what becomes of blocks is seen at the engines".into());
+            return Err(
+                "--url needs --admin or --engine: what becomes of blocks is seen at the engines".into()
+            );
         }
         if !self.engine_options.is_empty() {
             return Err("engine options are for engines that are started here, without --url".into());
@@ -412,7 +420,11 @@ async fn first_model(url: &str) -> Result<String, BenchError> {
 
 fn described(options: &DisconnectOptions, deployment: &Deployment, model: &str) -> Run {
     let command: Vec<String> = std::env::args().skip(1).collect();
-    let described = if options.url.is_some() { "a running deployment" } else { "started for this run: router, prefill engine, decode engine" };
+    let described = if options.url.is_some() {
+        "a running deployment"
+    } else {
+        "started for this run: router, prefill engine, decode engine"
+    };
     Run {
         version: env!("CARGO_PKG_VERSION").into(),
         command: format!("baton {}", command.join(" ")),

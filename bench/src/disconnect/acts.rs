@@ -11,7 +11,8 @@ use super::raw::{ActKind, CallRecord, Leaves, Record};
 use super::stage::{Made, Plan, Stage};
 use super::watch::Watch;
 use crate::BenchError;
-use crate::load::{Moment, Rng};
+use crate::load::Moment;
+use crate::load::rng::Rng;
 
 /// Calls one after another that teach the phases.
 const LESSONS: usize = 16;
@@ -70,7 +71,9 @@ impl Acts<'_> {
                 let made = Arc::clone(self.stage).go(self.plan(NAME, lesson % 4 != 3, None)).await;
                 if made.record.outcome != "done" {
                     let why = made.record.error.unwrap_or_default();
-                    return Err(format!("the deployment does not answer: {} {why}", made.record.outcome).into());
+                    return Err(
+                        format!("the deployment does not answer: {} {why}", made.record.outcome).into()
+                    );
                 }
             }
             let until = Instant::now() + CALIBRATION;
@@ -153,9 +156,8 @@ impl Acts<'_> {
             return true;
         }
         let told = self.stage.feed.forget(&made.record.tag);
-        told.or(made.timeline.clone()).map_or(phase == Phase::Queued, |timeline| {
-            timeline.phase_at(&made.record, gone) == Some(phase)
-        })
+        told.or(made.timeline.clone())
+            .map_or(phase == Phase::Queued, |timeline| timeline.phase_at(&made.record, gone) == Some(phase))
     }
 
     /// Requests that the prefill engine takes and the decode engine cannot: for more tokens than any context has.

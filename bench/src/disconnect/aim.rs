@@ -12,7 +12,7 @@ use super::phase::Phase;
 use super::raw::CallRecord;
 use super::timeline::Timeline;
 use super::watch::Mark;
-use crate::load::Rng;
+use crate::load::rng::Rng;
 
 /// Requests that are remembered of each phase.
 const REMEMBERED: usize = 48;
@@ -153,14 +153,22 @@ mod tests {
             (1, "fetching", 21_500),
             (1, "fetched", 21_900),
         ]);
-        let call = CallRecord { began_us: 1_000, stream: true, tokens_us: vec![22_000, 90_000], ..CallRecord::default() };
+        let call = CallRecord {
+            began_us: 1_000,
+            stream: true,
+            tokens_us: vec![22_000, 90_000],
+            ..CallRecord::default()
+        };
         aims.learn(&call, Some(&told));
         for _ in 0..100 {
-            let Some(Aim::After(Mark::PrefillStarted, delay)) = aims.at(Phase::Prefill, true, &mut rng) else {
+            let Some(Aim::After(Mark::PrefillStarted, delay)) = aims.at(Phase::Prefill, true, &mut rng)
+            else {
                 panic!("a long phase is waited for");
             };
             assert!(delay <= Duration::from_millis(15));
-            let Some(Aim::At(delay)) = aims.at(Phase::Gap, true, &mut rng) else { panic!("a short phase is aimed at") };
+            let Some(Aim::At(delay)) = aims.at(Phase::Gap, true, &mut rng) else {
+                panic!("a short phase is aimed at")
+            };
             // 300 µs from 20.2 ms on, and a quarter of that on both sides.
             assert!((20_125..=20_575).contains(&(delay.as_micros() as u64)), "{delay:?}");
         }

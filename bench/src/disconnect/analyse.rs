@@ -6,9 +6,7 @@ use super::findings;
 use super::phase::{Kind, Phase};
 use super::raw::{ActKind, Books, CallRecord, EngineFacts, Record, Run};
 use super::series;
-use super::summary::{
-    Dist, EngineRow, FaultRow, Group, KindRow, PhaseRow, Service, Summary, Texts,
-};
+use super::summary::{Dist, EngineRow, FaultRow, Group, KindRow, PhaseRow, Service, Summary, Texts};
 use super::timeline::{Timeline, Told};
 
 /// The raw events, sorted into what they are about.

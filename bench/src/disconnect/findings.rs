@@ -26,20 +26,24 @@ pub(crate) fn of(facts: &Facts, victims: &[Victim<'_>], summary: &Summary) -> Ve
     let tags: Vec<_> = by_tag.map(|(tag, _)| tag.as_str()).collect();
     let expired = expired.max(tags.len() as u64);
     if expired > 0 {
-        let says = format!("{expired} leases ended by time alone: nobody fetched their blocks, and nobody gave them back");
+        let says = format!(
+            "{expired} leases ended by time alone: nobody fetched their blocks, and nobody gave them back"
+        );
         findings.push(finding("leases_expired", says, expired, &tags));
     }
     freed_twice(facts, summary, &mut findings);
     let tags: Vec<_> = wrong(facts).collect();
     if !tags.is_empty() {
         let (wrong, compared) = (tags.len() as u64, summary.texts.compared);
-        let says = format!("{wrong} of {compared} answers are not what the same prompt gives when all is quiet");
+        let says =
+            format!("{wrong} of {compared} answers are not what the same prompt gives when all is quiet");
         findings.push(finding("wrong_texts", says, wrong, &tags));
     }
     bystanders(facts, summary, &mut findings);
     for engine in &summary.engines {
         if let Some(held) = engine.held_at_end.filter(|held| *held > 0) {
-            let says = format!("{} still holds {held} blocks at the end, and no client is there", engine.name);
+            let says =
+                format!("{} still holds {held} blocks at the end, and no client is there", engine.name);
             findings.push(finding("blocks_not_home", says, held, &[]));
         }
     }
@@ -100,7 +104,8 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
     for (in_gap, name) in [(true, "gap_stranded"), (false, "stranded")] {
         let of = victims.iter().filter(|victim| (victim.phase == Some(Phase::Gap)) == in_gap);
         let all: Vec<_> = of.collect();
-        let tags: Vec<_> = all.iter().filter(|victim| held(victim)).map(|victim| victim.call.tag.as_str()).collect();
+        let tags: Vec<_> =
+            all.iter().filter(|victim| held(victim)).map(|victim| victim.call.tag.as_str()).collect();
         if tags.is_empty() {
             continue;
         }
@@ -110,7 +115,9 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
                 "{stranded} of {all} clients that left between prefill and decode stranded their blocks for more than {seconds} s"
             )
         } else {
-            format!("the blocks of {stranded} of {all} clients that left in other phases were not back within {seconds} s")
+            format!(
+                "the blocks of {stranded} of {all} clients that left in other phases were not back within {seconds} s"
+            )
         };
         findings.push(finding(name, says, stranded as u64, &tags));
     }
@@ -127,7 +134,8 @@ fn refused(facts: &Facts, findings: &mut Vec<Finding>, summary: &Summary) {
 }
 
 fn freed_twice(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
-    let twice = facts.timelines.iter().filter(|(_, timeline)| timeline.legs.iter().any(|leg| leg.freed.len() > 1));
+    let twice =
+        facts.timelines.iter().filter(|(_, timeline)| timeline.legs.iter().any(|leg| leg.freed.len() > 1));
     let tags: Vec<_> = twice.map(|(tag, _)| tag.as_str()).collect();
     if !tags.is_empty() {
         let says = format!("the blocks of {} requests were freed more than once", tags.len());

@@ -75,8 +75,7 @@ impl Own {
             std::fs::write(&config, text.to_string())
         };
         written("127.0.0.1:0", "127.0.0.1:0")?;
-        let router =
-            Process::start(vec!["router".into(), "--config".into(), config.display().to_string()])?;
+        let router = Process::start(vec!["router".into(), "--config".into(), config.display().to_string()])?;
         written(router.http()?, word(&router.ready, "admin")?)?;
         Ok(Self { router, prefill, decode, config })
     }
@@ -84,11 +83,6 @@ impl Own {
     /// Where clients go.
     pub(crate) fn url(&self) -> io::Result<String> {
         Ok(format!("http://{}", self.router.http()?))
-    }
-
-    /// The router's admin listener.
-    pub(crate) fn admin(&self) -> io::Result<&str> {
-        word(&self.router.ready, "admin")
     }
 
     /// Each engine's name and place.

@@ -25,15 +25,8 @@ pub(crate) enum Phase {
 
 impl Phase {
     /// In the order of a request's life.
-    pub(crate) const ALL: [Self; 7] = [
-        Self::Queued,
-        Self::Prefill,
-        Self::Gap,
-        Self::Fetch,
-        Self::FirstToken,
-        Self::Stream,
-        Self::Unary,
-    ];
+    pub(crate) const ALL: [Self; 7] =
+        [Self::Queued, Self::Prefill, Self::Gap, Self::Fetch, Self::FirstToken, Self::Stream, Self::Unary];
 
     /// The word in reports.
     pub(crate) fn label(self) -> &'static str {

@@ -45,9 +45,18 @@ pub(crate) fn text(summary: &Summary) -> String {
         out.push('\n');
     };
     let run = &summary.run;
-    line(format!("{} requests to {} ({}), {} left", count(summary.requests), run.model, run.target, count(summary.left)));
+    line(format!(
+        "{} requests to {} ({}), {} left",
+        count(summary.requests),
+        run.model,
+        run.target,
+        count(summary.left)
+    ));
     if !summary.exact {
-        line("Not every engine has an event log: phases are as aimed, and blocks are known from metrics only.".into());
+        line(
+            "Not every engine has an event log: phases are as aimed, and blocks are known from metrics only."
+                .into(),
+        );
     }
     line(String::new());
     line(format!(
@@ -79,7 +88,10 @@ pub(crate) fn text(summary: &Summary) -> String {
     };
     line(String::new());
     if let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm) {
-        line(format!("{:<12} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10}", "who stayed", "requests", "errors", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"));
+        line(format!(
+            "{:<12} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10}",
+            "who stayed", "requests", "errors", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"
+        ));
         for (name, service) in [("calm", calm), ("storm", storm)] {
             line(format!(
                 "{name:<12} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10}",
@@ -102,7 +114,10 @@ pub(crate) fn text(summary: &Summary) -> String {
     }
     line(format!("texts: {} of {} compared were wrong", summary.texts.wrong, summary.texts.compared));
     if summary.findings.is_empty() {
-        line("\nNothing was found: no block was stranded, freed twice or answered from after it was freed.".into());
+        line(
+            "\nNothing was found: no block was stranded, freed twice or answered from after it was freed."
+                .into(),
+        );
     } else {
         let mut found = String::from("\nFound:");
         for finding in &summary.findings {

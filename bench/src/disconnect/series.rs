@@ -42,7 +42,8 @@ pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
         samples.sort_by(f64::total_cmp);
         samples
     };
-    let both = |of: &dyn Fn(&CallRecord) -> Vec<f64>| [samples(ActKind::Calm, of), samples(ActKind::Storm, of)];
+    let both =
+        |of: &dyn Fn(&CallRecord) -> Vec<f64>| [samples(ActKind::Calm, of), samples(ActKind::Storm, of)];
     let pools = facts.engines.iter().map(|engine| {
         let ours = facts.books.iter().filter(|books| books.engine == engine.engine && books.total > 0);
         let points = ours.map(|books| (seconds(books.at_us), books.held as f64 / books.total as f64));

@@ -13,7 +13,8 @@ use super::raw::{CallRecord, Leaves, Record};
 use super::recorder::Recorder;
 use super::timeline::Timeline;
 use super::watch::Feed;
-use crate::load::{Call, Client, Endpoint, Leave, Manner, Moment, Outcome, Prompt, Rng, Streaming, Wish};
+use crate::load::rng::Rng;
+use crate::load::{Call, Client, Endpoint, Leave, Manner, Moment, Outcome, Prompt, Streaming, Wish};
 
 /// How long a client that stalls keeps its connection.
 const STALL: Duration = Duration::from_millis(500);
@@ -23,9 +24,9 @@ const RETRY_AFTER: Duration = Duration::from_millis(500);
 const ERROR_CHARS: usize = 200;
 /// Words that prompts are made of: short, and one token or two in any vocabulary.
 const WORDS: [&str; 32] = [
-    "the", "red", "box", "holds", "a", "key", "and", "dog", "runs", "to", "house", "of", "Paris", "with", "two", "old",
-    "men", "who", "play", "in", "green", "water", "under", "blue", "light", "for", "some", "time", "every", "day",
-    "near", "trees",
+    "the", "red", "box", "holds", "a", "key", "and", "dog", "runs", "to", "house", "of", "Paris", "with",
+    "two", "old", "men", "who", "play", "in", "green", "water", "under", "blue", "light", "for", "some",
+    "time", "every", "day", "near", "trees",
 ];
 
 /// What every call asks for.

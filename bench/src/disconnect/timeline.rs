@@ -115,11 +115,14 @@ impl Timeline {
         let of_fetch = matches!(event.kind.as_str(), "fetching" | "fetched");
         let fits = |leg: &Leg| ours(leg) && (!of_lease || leg.lends) && (!of_fetch || leg.fetches);
         let found = match event.kind.as_str() {
-            "freed" => self.legs.iter().rposition(|leg| ours(leg) && leg.ended.is_some() && leg.freed.is_empty()),
+            "freed" => {
+                self.legs.iter().rposition(|leg| ours(leg) && leg.ended.is_some() && leg.freed.is_empty())
+            }
             "ended" => self.legs.iter().rposition(|leg| ours(leg) && leg.ended.is_none()),
             _ => None,
         };
-        let found = found.or_else(|| self.legs.iter().rposition(fits)).or_else(|| self.legs.iter().rposition(ours));
+        let found =
+            found.or_else(|| self.legs.iter().rposition(fits)).or_else(|| self.legs.iter().rposition(ours));
         let at = match found {
             Some(at) if !begins => at,
             // An abort by name may come before its request does.
@@ -142,7 +145,8 @@ impl Timeline {
             return Some(Phase::Queued);
         };
         if leg.lends {
-            let lent = leg.lent.map(|(at, _)| at).filter(|_| before(leg.ended.as_ref().map(|ended| ended.at)));
+            let lent =
+                leg.lent.map(|(at, _)| at).filter(|_| before(leg.ended.as_ref().map(|ended| ended.at)));
             return Some(match (before(leg.started), before(lent)) {
                 (_, true) => Phase::Gap,
                 (true, false) => Phase::Prefill,
@@ -163,7 +167,8 @@ impl Timeline {
                 (true, true) => Phase::Unary,
             });
         }
-        let computes = self.legs.iter().any(|leg| leg.lends && !before(leg.ended.as_ref().map(|ended| ended.at)));
+        let computes =
+            self.legs.iter().any(|leg| leg.lends && !before(leg.ended.as_ref().map(|ended| ended.at)));
         Some(match (before(leg.fetching), before(leg.fetched.as_ref().map(|(at, _)| *at))) {
             // An early handoff: the prefill goes on.
             (_, false) if computes => Phase::Prefill,
@@ -212,7 +217,8 @@ impl Timeline {
         for leg in &self.legs {
             let before = leg.computed.iter().filter(|(when, _)| *when <= at).map(|(_, tokens)| *tokens).max();
             let last = leg.computed.iter().map(|(_, tokens)| *tokens).max();
-            let there = leg.ended.as_ref().map_or(0, |ended| last.unwrap_or(0).saturating_sub(ended.computed));
+            let there =
+                leg.ended.as_ref().map_or(0, |ended| last.unwrap_or(0).saturating_sub(ended.computed));
             // What was cached or fetched cost nothing.
             prompt += last.unwrap_or(0).saturating_sub(before.unwrap_or(there));
             if let Some(ended) = leg.ended.as_ref().filter(|ended| !leg.lends && ended.at > at) {
@@ -308,7 +314,8 @@ mod tests {
     #[test]
     fn a_call_goes_through_every_phase_in_order() {
         let timeline = told(&WHOLE);
-        let mut call = CallRecord { stream: true, began_us: 0, tokens_us: vec![160, 200], ..CallRecord::default() };
+        let mut call =
+            CallRecord { stream: true, began_us: 0, tokens_us: vec![160, 200], ..CallRecord::default() };
         let phase = |call: &CallRecord, at| timeline.phase_at(call, at);
         let expected = [
             (5, Phase::Queued),
@@ -335,9 +342,9 @@ mod tests {
     fn what_is_held_told_and_computed_after_a_moment_is_counted() {
         let timeline = told(&WHOLE);
         assert_eq!(timeline.home_at(), Some(312));
-        // 7 blocks of P for 42 µs, 8 of D for 212.
+        // 7 blocks of P for 42 µs, 8 of D for 202: it was asked 10 µs later.
         let held = timeline.block_seconds_after(100, 1_000);
-        assert!((held - (7.0 * 42.0 + 8.0 * 212.0) / 1e6).abs() < 1e-12, "{held}");
+        assert!((held - (7.0 * 42.0 + 8.0 * 202.0) / 1e6).abs() < 1e-12, "{held}");
         assert_eq!(timeline.told(200), Told::All(300));
         // At 100 both had work. P was never told, but its lease was read.
         assert_eq!(timeline.told(100), Told::All(300));
@@ -360,7 +367,13 @@ mod tests {
     #[test]
     fn an_engine_that_is_asked_twice_has_two_legs() {
         let mut events = WHOLE.to_vec();
-        events.extend([(1, "queued", 400), (1, "fetching", 401), (1, "fetched", 402), (1, "ended", 403), (1, "freed", 404)]);
+        events.extend([
+            (1, "queued", 400),
+            (1, "fetching", 401),
+            (1, "fetched", 402),
+            (1, "ended", 403),
+            (1, "freed", 404),
+        ]);
         let timeline = told(&events);
         assert_eq!(timeline.legs.len(), 3);
         assert_eq!(timeline.home_at(), Some(404));

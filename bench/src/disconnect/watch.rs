@@ -214,10 +214,13 @@ impl Watched {
             Err(_) => return Err(latest.expect_err("it is an error")),
         }
         facts.role = role.unwrap_or(std::mem::take(&mut facts.role));
-        let met_at = latest.map_or_else(|_| Default::default(), |page| {
-            let epoch = page["engine"]["epoch"].as_str().unwrap_or_default().to_owned();
-            (epoch, page["next"].as_u64().unwrap_or_default())
-        });
+        let met_at = latest.map_or_else(
+            |_| Default::default(),
+            |page| {
+                let epoch = page["engine"]["epoch"].as_str().unwrap_or_default().to_owned();
+                (epoch, page["next"].as_u64().unwrap_or_default())
+            },
+        );
         let engine = Self { origin, facts: Mutex::new(facts), met_at, expired: AtomicU64::new(0) };
         engine.read_counters().await;
         if engine.facts().events {
@@ -244,7 +247,8 @@ impl Watched {
             let page = self.origin.get_json("/debug/kv/events?after=latest", PATIENCE).await?;
             let answered = Moment::now().us();
             let theirs = page["now_us"].as_i64().unwrap_or_default();
-            let (took, middle) = (answered - asked, i64::try_from(asked.midpoint(answered)).unwrap_or(i64::MAX));
+            let (took, middle) =
+                (answered - asked, i64::try_from(asked.midpoint(answered)).unwrap_or(i64::MAX));
             if best.is_none_or(|(least, _)| took < least) {
                 best = Some((took, theirs - middle));
             }
@@ -372,9 +376,9 @@ fn of_baton(shown: &Value) -> Books {
 
 /// What a vLLM engine's metrics say.
 fn of_vllm(samples: &Samples, blocks: u64) -> Books {
-    let configured = samples.of("vllm:cache_config_info").find_map(|(labels, _)| {
-        labels.get("num_gpu_blocks").and_then(|blocks| blocks.parse::<u64>().ok())
-    });
+    let configured = samples
+        .of("vllm:cache_config_info")
+        .find_map(|(labels, _)| labels.get("num_gpu_blocks").and_then(|blocks| blocks.parse::<u64>().ok()));
     // Without a number of blocks the usage is told in thousandths of the pool.
     let total = configured.unwrap_or(if blocks > 0 { blocks } else { 1_000 });
     let usage = ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"];
@@ -401,7 +405,10 @@ mod tests {
             "requests": {"waiting": 1, "running": 2, "fetching": 0}, "leases": {"live": 4},
         });
         let books = of_baton(&shown);
-        assert_eq!((books.total, books.held, books.leased, books.requests, books.leases), (10, 5, Some(2), 3, Some(4)));
+        assert_eq!(
+            (books.total, books.held, books.leased, books.requests, books.leases),
+            (10, 5, Some(2), 3, Some(4))
+        );
         assert!(!books.askew);
         let mut crooked = shown;
         crooked["blocks"]["free"] = 2.into();
@@ -417,7 +424,11 @@ mod tests {
     fn who_waits_for_a_mark_is_told_once_and_of_its_own_request() {
         let feed = Feed::default();
         let (mine, other) = (feed.when("a", Mark::Lent), feed.when("b", Mark::Lent));
-        let event = |tag: &str, kind: &str| EventRecord { tag: tag.into(), kind: kind.into(), ..EventRecord::default() };
+        let event = |tag: &str, kind: &str| EventRecord {
+            tag: tag.into(),
+            kind: kind.into(),
+            ..EventRecord::default()
+        };
         feed.take(&event("a", "queued"));
         assert!(!mine.is_cancelled());
         feed.take(&event("a", "lent"));

@@ -188,7 +188,7 @@ impl RouterReport {
         });
         Self {
             unix_seconds: since_epoch.unwrap_or_default().as_secs(),
-            machine: machine(),
+            machine: crate::machine::described(),
             repetitions: args.repetitions,
             load_requests: args.load_requests,
             concurrency: args.concurrency,

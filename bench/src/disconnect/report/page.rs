@@ -74,7 +74,12 @@ fn head(summary: &Summary, out: &mut String) {
 }
 
 fn tile(out: &mut String, value: &str, class: &str, what: &str) {
-    let _ = write!(out, "<div class=\"tile\"><b class=\"{class}\">{}</b><span>{}</span></div>", escaped(value), escaped(what));
+    let _ = write!(
+        out,
+        "<div class=\"tile\"><b class=\"{class}\">{}</b><span>{}</span></div>",
+        escaped(value),
+        escaped(what)
+    );
 }
 
 fn tiles(summary: &Summary, out: &mut String) {
@@ -82,20 +87,40 @@ fn tiles(summary: &Summary, out: &mut String) {
     let all = &summary.all;
     if summary.exact {
         let class = if all.stranded == 0 { "good" } else { "bad" };
-        tile(out, &count(all.stranded), class, &format!("of {} clients that left stranded their blocks", count(all.left)));
+        tile(
+            out,
+            &count(all.stranded),
+            class,
+            &format!("of {} clients that left stranded their blocks", count(all.left)),
+        );
         tile(out, &percentile(&all.freed_ms, |dist| dist.p50), "", "median until the blocks were back");
         tile(out, &percentile(&all.freed_ms, |dist| dist.p99), "", "99th percentile of that");
-        tile(out, &format!("{:.2}", all.block_seconds_per_1000), "", "block-seconds held for nobody, per 1,000 clients that left");
+        tile(
+            out,
+            &format!("{:.2}", all.block_seconds_per_1000),
+            "",
+            "block-seconds held for nobody, per 1,000 clients that left",
+        );
     }
     if let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm)
         && calm.ttft_ms.n > 0
         && storm.ttft_ms.n > 0
     {
         let ratio = storm.ttft_ms.p99 / calm.ttft_ms.p99.max(1e-9);
-        tile(out, &format!("{ratio:.2} ×"), "", "p99 time to first token of who stayed, in the storm against the calm");
+        tile(
+            out,
+            &format!("{ratio:.2} ×"),
+            "",
+            "p99 time to first token of who stayed, in the storm against the calm",
+        );
     }
     let class = if summary.texts.wrong == 0 { "good" } else { "bad" };
-    tile(out, &count(summary.texts.wrong), class, &format!("wrong answers, of {} compared", count(summary.texts.compared)));
+    tile(
+        out,
+        &count(summary.texts.wrong),
+        class,
+        &format!("wrong answers, of {} compared", count(summary.texts.compared)),
+    );
     let expired: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
     tile(out, &count(expired), if expired == 0 { "good" } else { "bad" }, "leases that only time has ended");
     out.push_str("</div>");
@@ -111,7 +136,11 @@ fn verdict(summary: &Summary, out: &mut String) {
         let _ = write!(out, "<li><code>{}</code>: {}", finding.name, escaped(&finding.says));
         if !finding.shown_by.is_empty() {
             let tags: Vec<_> = finding.shown_by.iter().map(|tag| escaped(tag)).collect();
-            let _ = write!(out, " <span class=\"note\">See <code>{}</code> in events.jsonl.</span>", tags.join("</code>, <code>"));
+            let _ = write!(
+                out,
+                " <span class=\"note\">See <code>{}</code> in events.jsonl.</span>",
+                tags.join("</code>, <code>")
+            );
         }
         out.push_str("</li>");
     }
@@ -121,7 +150,11 @@ fn verdict(summary: &Summary, out: &mut String) {
 const GROUP_HEAD: &str = "<th>left</th><th>stranded</th><th>told p50</th><th>p99</th><th>blocks back p50</th><th>p99</th><th>max</th><th>at prefill p99</th><th>block-s / 1,000</th><th>tokens for nobody</th>";
 
 fn group_cells(group: &Group, out: &mut String) {
-    let stranded = if group.stranded == 0 { "0".to_owned() } else { format!("<span class=\"bad\">{}</span>", count(group.stranded)) };
+    let stranded = if group.stranded == 0 {
+        "0".to_owned()
+    } else {
+        format!("<span class=\"bad\">{}</span>", count(group.stranded))
+    };
     let _ = write!(
         out,
         "<td>{}</td><td>{stranded}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:.3}</td><td>{}</td>",
@@ -148,14 +181,18 @@ fn by_phase(summary: &Summary, out: &mut String) {
         });
         let plot = Plot {
             title: "How long blocks were held after their client had left, by phase",
-            across: ("milliseconds from the client's going until its last block was back (logarithmic)", Scale::log(samples(), 0.01)),
+            across: (
+                "milliseconds from the client's going until its last block was back (logarithmic)",
+                Scale::log(samples(), 0.01),
+            ),
             up: ("% of clients", Scale::Linear(100.0)),
             curves: curves.collect(),
             spans: Vec::new(),
         };
         out.push_str(&plot.draw());
     }
-    let _ = write!(out, "<div class=\"scroll\"><table><thead><tr><th>phase</th>{GROUP_HEAD}</tr></thead><tbody>");
+    let _ =
+        write!(out, "<div class=\"scroll\"><table><thead><tr><th>phase</th>{GROUP_HEAD}</tr></thead><tbody>");
     for row in &summary.phases {
         let _ = write!(out, "<tr><td>{}</td>", row.phase.label());
         group_cells(&row.group, out);
@@ -199,7 +236,9 @@ fn bystanders(summary: &Summary, out: &mut String) {
     let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm) else { return };
     out.push_str("<h2>Who stayed</h2><p class=\"note\">The same requests at the same moments, twice: in the calm nobody leaves, in the storm others do.</p>");
     let series = &summary.series;
-    for (title, [calm, storm]) in [("Time to first token", &series.ttft), ("Time between tokens", &series.itl)] {
+    for (title, [calm, storm]) in
+        [("Time to first token", &series.ttft), ("Time between tokens", &series.itl)]
+    {
         if calm.is_empty() || storm.is_empty() {
             continue;
         }
@@ -219,7 +258,9 @@ fn bystanders(summary: &Summary, out: &mut String) {
     }
     out.push_str("<div class=\"scroll\"><table><thead><tr><th></th><th>requests</th><th>errors</th><th>TTFT p50</th><th>p99</th><th>ITL p50</th><th>p99</th><th>E2E p50</th><th>p99</th><th>tokens/s</th></tr></thead><tbody>");
     let mut row = |name: &str, service: &Service| {
-        let cells = |dist: &Dist| format!("<td>{}</td><td>{}</td>", percentile(dist, |d| d.p50), percentile(dist, |d| d.p99));
+        let cells = |dist: &Dist| {
+            format!("<td>{}</td><td>{}</td>", percentile(dist, |d| d.p50), percentile(dist, |d| d.p99))
+        };
         let _ = write!(
             out,
             "<tr><td>{name}</td><td>{}</td><td>{}</td>{}{}{}<td>{:.0}</td></tr>",
@@ -279,7 +320,10 @@ fn by_kind(summary: &Summary, out: &mut String) {
     if summary.kinds.is_empty() {
         return;
     }
-    let _ = write!(out, "<h2>By the way in which they left</h2><div class=\"scroll\"><table><thead><tr><th>how</th>{GROUP_HEAD}</tr></thead><tbody>");
+    let _ = write!(
+        out,
+        "<h2>By the way in which they left</h2><div class=\"scroll\"><table><thead><tr><th>how</th>{GROUP_HEAD}</tr></thead><tbody>"
+    );
     for row in &summary.kinds {
         let _ = write!(out, "<tr><td>{}</td>", row.kind.label());
         group_cells(&row.group, out);

@@ -58,7 +58,8 @@ impl Scale {
 
     /// A logarithmic axis from one power of ten to another.
     pub(crate) fn log(values: impl Iterator<Item = f64>, least: f64) -> Self {
-        let (lowest, highest) = values.fold((f64::INFINITY, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));
+        let (lowest, highest) =
+            values.fold((f64::INFINITY, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));
         let low = 10_f64.powf(lowest.clamp(least, 1e9).log10().floor());
         let high = 10_f64.powf(highest.clamp(low * 10.0, 1e12).log10().ceil());
         Self::Log(low, high)
@@ -77,7 +78,8 @@ impl Scale {
             Self::Linear(highest) => {
                 let rough = highest / 5.0;
                 let power = 10_f64.powf(rough.log10().floor());
-                let nice = [1.0, 2.0, 5.0, 10.0].into_iter().map(|step| step * power).find(|step| *step >= rough);
+                let nice =
+                    [1.0, 2.0, 5.0, 10.0].into_iter().map(|step| step * power).find(|step| *step >= rough);
                 let step = nice.unwrap_or(power);
                 (0..=6).map(|tick| f64::from(tick) * step).filter(|tick| *tick <= highest * 1.001).collect()
             }
@@ -92,7 +94,7 @@ impl Scale {
 /// A number on an axis.
 fn tick(value: f64) -> String {
     match value {
-        value if value == 0.0 => "0".into(),
+        0.0 => "0".into(),
         value if value.abs() >= 1e6 => format!("{}M", value / 1e6),
         value if value.abs() >= 1e4 => format!("{}k", value / 1e3),
         value => {
@@ -123,7 +125,12 @@ impl Plot<'_> {
             );
             if to - from > 7.0 * span.name.len() as f64 {
                 let middle = (from + to) / 2.0;
-                let _ = write!(out, "<text class=\"part\" x=\"{middle:.1}\" y=\"{:.1}\">{}</text>", TOP + 11.0, escaped(span.name));
+                let _ = write!(
+                    out,
+                    "<text class=\"part\" x=\"{middle:.1}\" y=\"{:.1}\">{}</text>",
+                    TOP + 11.0,
+                    escaped(span.name)
+                );
             }
         }
         for value in self.across.1.ticks() {
@@ -215,7 +222,9 @@ mod tests {
 
     #[test]
     fn axes_have_ticks_within_them() {
-        for scale in [Scale::Linear(7.3), Scale::Linear(0.02), Scale::Log(0.1, 1000.0), Scale::linear([].into_iter())] {
+        for scale in
+            [Scale::Linear(7.3), Scale::Linear(0.02), Scale::Log(0.1, 1000.0), Scale::linear([].into_iter())]
+        {
             let ticks = scale.ticks();
             assert!((2..=7).contains(&ticks.len()), "{scale:?}: {ticks:?}");
             assert!(ticks.iter().all(|tick| (0.0..=1.0).contains(&scale.place(*tick))), "{scale:?}");
