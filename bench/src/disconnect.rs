@@ -23,6 +23,8 @@ mod report;
 mod series;
 mod stage;
 mod summary;
+#[cfg(test)]
+mod tests;
 mod timeline;
 mod watch;
 
@@ -281,8 +283,9 @@ async fn deployment(options: &DisconnectOptions, progress: &dyn Fn(&str)) -> Res
     let Some(url) = &options.url else {
         progress("starting router, prefill and decode engine");
         let folder = tempfile::tempdir()?;
-        let (place, engine_options) = (folder.path().to_owned(), options.engine_options.clone());
-        let own = tokio::task::spawn_blocking(move || Own::start(&engine_options, place)).await??;
+        let (place, logs) = (folder.path().to_owned(), options.out.clone());
+        let engine_options = options.engine_options.clone();
+        let own = tokio::task::spawn_blocking(move || Own::start(&engine_options, &place, &logs)).await??;
         let mut engines = Vec::new();
         for (name, place) in own.engines()? {
             engines.push((name.to_owned(), None, Origin::parse(place)?));

@@ -17,17 +17,17 @@ impl Running {
     /// Starts this program's engine on a free port of loopback, with these options besides.
     pub(crate) fn start(options: &[String]) -> io::Result<Self> {
         let engine = ["engine", "--listen", "127.0.0.1:0"].map(str::to_owned);
-        Self::run(&[&engine, options].concat())
+        Self::run(&[&engine, options].concat(), Stdio::inherit())
     }
 
-    /// Starts this program with these arguments.
-    pub(crate) fn run(arguments: &[String]) -> io::Result<Self> {
+    /// Starts this program with these arguments; what it logs goes where it is told.
+    pub(crate) fn run(arguments: &[String], log: impl Into<Stdio>) -> io::Result<Self> {
         let child = Command::new(std::env::current_exe()?)
             .args(arguments)
             .arg("--until-stdin-ends")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
+            .stderr(log)
             .spawn()?;
         Ok(Self { child })
     }

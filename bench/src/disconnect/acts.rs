@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::task::JoinSet;
+
 use super::Terms;
 use super::own::{Own, Part};
 use super::phase::{Kind, Phase};
@@ -19,18 +21,19 @@ const LESSONS: usize = 16;
 /// Clients that show how much the deployment can do, and for how long.
 const CALIBRATION_CLIENTS: usize = 8;
 const CALIBRATION: Duration = Duration::from_secs(2);
-/// Clients that leave in a phase go in waves of so many.
-const WAVE: usize = 4;
+/// Clients at once that are to leave in a phase. Most of them have left and stall, or wait to ask again.
+const PHASE_CLIENTS: usize = 10;
 /// Enough at once for some of them to wait.
-const QUEUE_WAVE: usize = 32;
+const QUEUE_CLIENTS: usize = 32;
 /// For each client that is to leave in a phase, so many may try.
 const TRIES: usize = 12;
 /// Clients that the decode engine is to refuse.
 const REFUSED: usize = 20;
+const REFUSED_AT_ONCE: usize = 2;
 /// More than any context.
 const TOO_MANY_TOKENS: u32 = 1 << 24;
-/// What is told after a call's end is waited for before it is judged where it was.
-const WORD_TRAVELS: Duration = Duration::from_millis(4);
+/// From an engine's event to its being known here, as a rule.
+const WORD_TRAVELS: Duration = Duration::from_millis(3);
 /// A fault comes after so much of its act.
 const FAULT_AFTER: f64 = 0.25;
 
@@ -132,18 +135,22 @@ impl Acts<'_> {
         let name = format!("phase {}", phase.label());
         self.act(&name, ActKind::Phase, async {
             let (wanted, until) = (self.terms.victims, Instant::now() + self.terms.phase);
-            let wave = if phase == Phase::Queued { QUEUE_WAVE } else { WAVE };
+            let at_once = if phase == Phase::Queued { QUEUE_CLIENTS } else { PHASE_CLIENTS };
             let kinds: Vec<Kind> = self.terms.kinds.clone();
-            let (mut hit, mut tried) = (0, 0);
-            while hit < wanted && tried < wanted * TRIES && Instant::now() < until {
-                let plans = (tried..tried + wave).map(|turn| {
-                    let leaves = Leaves { phase: Some(phase), kind: kinds[turn % kinds.len()] };
-                    self.plan(&name, phase != Phase::Unary, Some(leaves))
-                });
-                let made = join(self.stage, plans.collect()).await;
+            let (mut hit, mut tried, mut calls) = (0, 0, JoinSet::new());
+            loop {
+                let more = hit < wanted && tried < wanted * TRIES && Instant::now() < until;
+                if more && calls.len() < at_once {
+                    let leaves = Leaves { phase: Some(phase), kind: kinds[tried % kinds.len()] };
+                    let plan = self.plan(&name, phase != Phase::Unary, Some(leaves));
+                    calls.spawn(Arc::clone(self.stage).go(plan));
+                    tried += 1;
+                    continue;
+                }
+                let Some(made) = calls.join_next().await else { break };
+                // What is told after a call's end is waited for before it is judged where it was.
                 tokio::time::sleep(WORD_TRAVELS).await;
-                hit += made.iter().filter(|made| self.was_in(made, phase)).count();
-                tried += wave;
+                hit += usize::from(made.is_ok_and(|made| self.was_in(&made, phase)));
             }
             hit
         })
@@ -164,9 +171,9 @@ impl Acts<'_> {
     pub(crate) async fn refused(&self) {
         const NAME: &str = "refused";
         self.act(NAME, ActKind::Refused, async {
-            for _ in 0..REFUSED / WAVE {
+            for _ in 0..REFUSED / REFUSED_AT_ONCE {
                 let plan = Plan { max_tokens: Some(TOO_MANY_TOKENS), ..self.plan(NAME, true, None) };
-                join(self.stage, vec![plan; WAVE]).await;
+                join(self.stage, vec![plan; REFUSED_AT_ONCE]).await;
             }
         })
         .await;

@@ -42,7 +42,7 @@ pub(crate) struct Victim<'a> {
     pub(crate) timeline: Option<&'a Timeline>,
     pub(crate) gone: u64,
     pub(crate) phase: Option<Phase>,
-    /// The end of its act: nobody looked afterwards.
+    /// Nobody looked at the engines afterwards.
     pub(crate) watched_until: u64,
 }
 
@@ -93,8 +93,14 @@ impl Facts {
         self.acts.iter().find(|act| act.name == name)
     }
 
+    /// The last look at an engine.
+    fn watched_until(&self) -> u64 {
+        self.books.last().map_or(0, |books| books.at_us)
+    }
+
     /// Clients that left before their requests were over, but not in acts to learn from.
     pub(crate) fn victims(&self) -> Vec<Victim<'_>> {
+        let watched_until = self.watched_until();
         let of = |call: &'_ CallRecord| {
             let act = self.act(&call.act)?;
             if matches!(act.what, ActKind::Calibration | ActKind::Fault | ActKind::Refused) {
@@ -105,14 +111,15 @@ impl Facts {
             let phase = match timeline {
                 // On its way, or never sent on.
                 None if self.exact() => Some(Phase::Queued),
-                None => None,
+                // Nobody tells where it was.
+                None => call.leaves.and_then(|leaves| leaves.phase),
                 // Over before the client left.
                 Some(timeline) => Some(timeline.phase_at(call, gone)?),
             };
-            Some((gone, timeline, phase, act.ended))
+            Some((gone, timeline, phase))
         };
         let victim = |call| {
-            let (gone, timeline, phase, watched_until) = of(call)?;
+            let (gone, timeline, phase) = of(call)?;
             Some(Victim { call, timeline, gone, phase, watched_until })
         };
         self.calls.iter().filter_map(victim).collect()
@@ -222,7 +229,7 @@ fn refused(facts: &Facts) -> Option<Group> {
             timeline: facts.timelines.get(&call.tag),
             gone: call.ended_us,
             phase: None,
-            watched_until: act.ended,
+            watched_until: facts.watched_until(),
         })
         .collect();
     let mut group = grouped(&victims.iter().collect::<Vec<_>>(), facts.run.stranded_after_us);
@@ -307,7 +314,10 @@ fn expired_during(facts: &Facts, engine: usize, act: &Act) -> u64 {
 
 fn engine_row(facts: &Facts, engine: &EngineFacts) -> EngineRow {
     let books: Vec<_> = facts.books.iter().filter(|books| books.engine == engine.engine).collect();
-    let idle = |at: u64| !facts.calls.iter().any(|call| call.began_us <= at && at < call.ended_us);
+    // Outside of the acts the benchmark asks things that are no calls.
+    let in_act = |at: u64| facts.acts.iter().any(|act| act.began <= at && at < act.ended);
+    let idle =
+        |at: u64| in_act(at) && !facts.calls.iter().any(|call| call.began_us <= at && at < call.ended_us);
     let idle_block_us: u64 = books
         .windows(2)
         .filter(|pair| idle(pair[0].at_us) && idle(pair[1].at_us))

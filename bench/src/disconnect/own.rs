@@ -2,7 +2,7 @@
 //! started again where it was.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
@@ -18,6 +18,8 @@ pub(crate) enum Part {
 
 struct Process {
     arguments: Vec<String>,
+    /// Every start goes on where the one before ended.
+    log: PathBuf,
     running: Running,
     ready: String,
 }
@@ -27,14 +29,15 @@ pub(crate) struct Own {
     router: Process,
     prefill: Process,
     decode: Process,
-    config: PathBuf,
 }
 
 impl Process {
-    fn start(arguments: Vec<String>) -> io::Result<Self> {
-        let mut running = Running::run(&arguments)?;
-        let ready = running.ready_line()?;
-        Ok(Self { arguments, running, ready })
+    fn start(arguments: Vec<String>, log: PathBuf) -> io::Result<Self> {
+        let file = std::fs::OpenOptions::new().create(true).append(true).open(&log)?;
+        let mut running = Running::run(&arguments, file)?;
+        let unready = |error| io::Error::other(format!("{error}; its log is {}", log.display()));
+        let ready = running.ready_line().map_err(unready)?;
+        Ok(Self { arguments, log, running, ready })
     }
 
     fn http(&self) -> io::Result<&str> {
@@ -43,14 +46,15 @@ impl Process {
 }
 
 impl Own {
-    /// Starts everything; `options` go to both engines. Blocks until all of it is ready.
+    /// Starts everything; `options` go to both engines, configurations to `folder`, logs to `logs`. Blocks until all of it
+    /// is ready.
     ///
     /// # Errors
     /// When a part does not start.
-    pub(crate) fn start(options: &[String], folder: PathBuf) -> io::Result<Self> {
+    pub(crate) fn start(options: &[String], folder: &Path, logs: &Path) -> io::Result<Self> {
         let engine = |role: &str| {
             let fixed = ["engine", "--role", role, "--listen", "127.0.0.1:0"].map(str::to_owned);
-            Process::start([&fixed, options].concat())
+            Process::start([&fixed, options].concat(), logs.join(format!("{role}.log")))
         };
         let (mut prefill, mut decode) = (engine("prefill")?, engine("decode")?);
         for process in [&mut prefill, &mut decode] {
@@ -58,8 +62,8 @@ impl Own {
             process.arguments[4] = process.http()?.to_owned();
         }
         let model = word(&prefill.ready, "model")?.to_owned();
-        let config = folder.join("router.yaml");
-        let written = |listen: &str, admin: &str| -> io::Result<()> {
+        let written = |listen: &str, admin: &str| -> io::Result<String> {
+            let config = folder.join(if listen.ends_with(":0") { "first.yaml" } else { "again.yaml" });
             let engines = |process: &Process| -> io::Result<serde_json::Value> {
                 Ok(json!({"engines": [{"url": format!("http://{}", process.http()?)}]}))
             };
@@ -72,12 +76,14 @@ impl Own {
                     "fallback": "aggregate",
                 }],
             });
-            std::fs::write(&config, text.to_string())
+            std::fs::write(&config, text.to_string())?;
+            Ok(config.display().to_string())
         };
-        written("127.0.0.1:0", "127.0.0.1:0")?;
-        let router = Process::start(vec!["router".into(), "--config".into(), config.display().to_string()])?;
-        written(router.http()?, word(&router.ready, "admin")?)?;
-        Ok(Self { router, prefill, decode, config })
+        let config = written("127.0.0.1:0", "127.0.0.1:0")?;
+        let arguments = vec!["router".into(), "--config".into(), config];
+        let mut router = Process::start(arguments, logs.join("router.log"))?;
+        router.arguments[2] = written(router.http()?, word(&router.ready, "admin")?)?;
+        Ok(Self { router, prefill, decode })
     }
 
     /// Where clients go.
@@ -98,7 +104,7 @@ impl Own {
     /// Starts a killed part again where it was; blocks until it is ready.
     pub(crate) fn start_again(&mut self, part: Part) -> io::Result<()> {
         let process = self.part(part);
-        *process = Process::start(process.arguments.clone())?;
+        *process = Process::start(process.arguments.clone(), process.log.clone())?;
         Ok(())
     }
 
@@ -108,12 +114,5 @@ impl Own {
             Part::Prefill => &mut self.prefill,
             Part::Decode => &mut self.decode,
         }
-    }
-}
-
-impl Drop for Own {
-    fn drop(&mut self) {
-        // Its folder may be gone by then; it is nobody's any more.
-        let _ = std::fs::remove_file(&self.config);
     }
 }
