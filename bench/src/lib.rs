@@ -6,7 +6,9 @@ pub mod handoff;
 pub mod lease;
 pub mod router;
 mod running;
+pub mod sim;
 pub mod sim_engine;
+pub mod sim_fleet;
 pub mod transfer;
 mod web;
 
@@ -35,6 +37,8 @@ pub enum Benchmark {
     Lease(lease::LeaseOptions),
     /// What the router adds to a request, against a client that makes both hops itself
     Router(router::RouterArgs),
+    /// Simulated engines in the foreground, with vLLM's prefill/decode protocol and faults on demand
+    Sim(Box<sim::SimArgs>),
 }
 
 /// Why a benchmark did not finish.
@@ -55,5 +59,6 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(lease::run(&options, out)?),
         Benchmark::Router(options) => Ok(router::run(&options, out)?),
+        Benchmark::Sim(options) => sim::run(&options, out),
     }
 }

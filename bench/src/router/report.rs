@@ -19,7 +19,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    pub(super) fn add(&mut self, value: f64) {
+    pub(crate) fn add(&mut self, value: f64) {
         self.values.push(value);
         let mut sorted = self.values.clone();
         sorted.sort_by(f64::total_cmp);
@@ -33,7 +33,7 @@ impl Spread {
     }
 
     /// Repetition by repetition, this over another.
-    fn over(&self, other: &Self) -> Option<Self> {
+    pub(crate) fn over(&self, other: &Self) -> Option<Self> {
         let mut ratios = Self::default();
         for (mine, its) in self.values.iter().zip(&other.values) {
             ratios.add(mine / its);
@@ -280,7 +280,7 @@ impl RouterReport {
 }
 
 /// Processor, how many, and memory, from `/proc`.
-pub(super) fn machine() -> String {
+pub(crate) fn machine() -> String {
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
     let (processors, memory, kernel) =
         (read("/proc/cpuinfo"), read("/proc/meminfo"), read("/proc/sys/kernel/osrelease"));
