@@ -46,7 +46,7 @@ pub enum What {
     Fetched(&'static str),
     /// Its first token is there.
     FirstToken,
-    /// Nobody waits for it any more, as the engine has learnt by `disconnect`, `verb` or `release`.
+    /// Nobody waits for it any more, as the engine has learnt by `disconnect` or `verb`.
     Abort(&'static str),
     /// A lease was opened.
     Lent {
