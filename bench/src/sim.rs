@@ -158,7 +158,10 @@ pub fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError> {
     if args.self_test {
         return self_test::run(args, out);
     }
-    let plan = FleetPlan { faults: args.fault.clone(), ..FleetPlan::new(args.prefill, args.decode, args.engine.plan()) };
+    let plan = FleetPlan {
+        faults: args.fault.clone(),
+        ..FleetPlan::new(args.prefill, args.decode, args.engine.plan())
+    };
     let fleet = SimFleet::start(plan)?;
     if let Some(file) = &args.router_config {
         std::fs::write(file, fleet.router_yaml(args.router_listen, args.router_admin))

@@ -175,12 +175,14 @@ impl SimFleet {
     #[must_use]
     pub fn router_yaml(&self, listen: SocketAddr, admin: SocketAddr) -> String {
         let list = |addresses: Vec<SocketAddr>| {
-            let urls: Vec<_> = addresses.iter().map(|address| format!("{{url: 'http://{address}'}}")).collect();
+            let urls: Vec<_> =
+                addresses.iter().map(|address| format!("{{url: 'http://{address}'}}")).collect();
             urls.join(", ")
         };
         let (prefill, decode) = (list(self.prefill()), list(self.decode()));
         let name = &self.plan.engine.model;
-        let prefill = if prefill.is_empty() { prefill } else { format!("    prefill: {{engines: [{prefill}]}}\n") };
+        let prefill =
+            if prefill.is_empty() { prefill } else { format!("    prefill: {{engines: [{prefill}]}}\n") };
         format!(
             "listen: {listen}\nadmin: {{listen: '{admin}'}}\nmodels:\n  - name: {name}\n{prefill}    decode: {{engines: [{decode}]}}\n"
         )

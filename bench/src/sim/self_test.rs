@@ -63,7 +63,8 @@ async fn measure(args: &SimArgs) -> Result<Vec<Rate>, BenchError> {
     let fleet = SimFleet::start(FleetPlan::new(1, 1, engine))?;
     let requests = args.self_test_requests as usize;
     let words: String = (0..PROMPT).map(|word| format!("word{word} ")).collect();
-    let whole = json!({"model": "sim", "prompt": words.trim_end(), "max_tokens": ANSWER, "user": "self-test"});
+    let whole =
+        json!({"model": "sim", "prompt": words.trim_end(), "max_tokens": ANSWER, "user": "self-test"});
     let mut first = whole.clone();
     first["max_tokens"] = json!(1);
     first["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});

@@ -48,7 +48,10 @@ impl Inbox {
     ///
     /// # Cancel safety
     /// Nothing is lost.
-    pub(crate) async fn next<T>(&mut self, reads: impl FnOnce(&[u8], &[u8], bool) -> T) -> io::Result<Option<T>> {
+    pub(crate) async fn next<T>(
+        &mut self,
+        reads: impl FnOnce(&[u8], &[u8], bool) -> T,
+    ) -> io::Result<Option<T>> {
         let (mut wanted, mut told) = (None, false);
         loop {
             if wanted.is_none() {
@@ -184,7 +187,8 @@ pub(crate) fn unchunked(mut chunks: &[u8]) -> Vec<u8> {
     let mut content = Vec::with_capacity(chunks.len());
     while let Some(line) = chunks.windows(2).position(|window| window == b"\r\n") {
         let size = chunks[..line].split(|&byte| byte == b';').next().unwrap_or_default();
-        let size = std::str::from_utf8(size).ok().and_then(|size| usize::from_str_radix(size.trim(), 16).ok());
+        let size =
+            std::str::from_utf8(size).ok().and_then(|size| usize::from_str_radix(size.trim(), 16).ok());
         let rest = &chunks[line + 2..];
         let Some(size) = size.filter(|&size| size > 0 && size <= rest.len()) else { break };
         content.extend_from_slice(&rest[..size]);

@@ -266,7 +266,11 @@ impl Core {
     }
 
     /// Puts a request into the queue.
-    pub(super) fn submit(&mut self, sent: Submission, now_us: u64) -> Result<Ticket, Box<(Submission, QueueFull)>> {
+    pub(super) fn submit(
+        &mut self,
+        sent: Submission,
+        now_us: u64,
+    ) -> Result<Ticket, Box<(Submission, QueueFull)>> {
         if self.waiting.len() >= self.plan.waiting_max {
             let full = QueueFull { waiting: self.waiting.len() };
             return Err(Box::new((sent, full)));
@@ -357,7 +361,9 @@ impl Core {
         }
         let computes = self.step.as_ref().is_some_and(|step| step.work.iter().any(|(of, _)| *of == ticket));
         match phase {
-            Phase::Fetching if self.plan.dialect == Dialect::Baton => self.actions.push(Action::StopFetch(ticket)),
+            Phase::Fetching if self.plan.dialect == Dialect::Baton => {
+                self.actions.push(Action::StopFetch(ticket))
+            }
             // vLLM cannot stop a read.
             Phase::Fetching => {}
             // It takes effect at the end of the step.
@@ -377,7 +383,8 @@ impl Core {
 
     /// A read has ended: with the contents of the blocks, or a reason.
     pub(super) fn fetched(&mut self, ticket: Ticket, result: Result<Vec<u64>, &'static str>) {
-        let Some(request) = self.requests.get_mut(&ticket).filter(|request| request.phase == Phase::Fetching) else {
+        let Some(request) = self.requests.get_mut(&ticket).filter(|request| request.phase == Phase::Fetching)
+        else {
             return;
         };
         let word = result.as_ref().map_or_else(|why| *why, |_| "landed");
@@ -471,7 +478,12 @@ impl Core {
         let expired = &*reason == super::leases::EXPIRED;
         let readers = (usize::from(fetched), 1);
         let held = Duration::from_micros(held_us);
-        self.log.tell(0, &lease.request, 0, What::LeaseEnded { reason: reason.clone(), blocks: count, readers, held });
+        self.log.tell(
+            0,
+            &lease.request,
+            0,
+            What::LeaseEnded { reason: reason.clone(), blocks: count, readers, held },
+        );
         self.pool.give_back(&lease.blocks, Held::Leased);
         if self.plan.faults.double_free && !fetched && !expired {
             self.pool.free_again(&lease.blocks);

@@ -39,7 +39,6 @@ impl Peers {
 pub(super) struct Engine {
     pub plan: EnginePlan,
     pub role: Role,
-    pub number: usize,
     /// Its name among engines; another one after each start.
     pub id: String,
     pub epoch: Epoch,
@@ -68,7 +67,6 @@ impl Engine {
         let engine = Arc::new(Self {
             plan,
             role,
-            number,
             id: format!("sim-{}-{number}-{epoch:016x}", role.label()),
             epoch: Epoch(epoch),
             address,

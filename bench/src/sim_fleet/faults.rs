@@ -171,7 +171,8 @@ impl FromStr for FaultAt {
             }
             (_, Some(_)) => return Err(format!("`{name}` takes no value")),
         };
-        let at = at.map(|engine| named(engine).ok_or_else(|| format!("`{engine}` is no engine such as prefill-0")));
+        let at = at
+            .map(|engine| named(engine).ok_or_else(|| format!("`{engine}` is no engine such as prefill-0")));
         Ok(Self { fault, at: at.transpose()? })
     }
 }
@@ -195,7 +196,17 @@ mod tests {
             assert_eq!(name.parse(), Ok(FaultAt::from(fault)));
         }
         assert_eq!("refuses:0.25".parse::<FaultAt>().map(|at| at.fault), Ok(Fault::Refuses(0.25)));
-        for bad in ["", "x", "refuses:2", "refuses:", "dies:-1", "dies:x", "strands-gap:1", "dies@decode", "dies@x-1"] {
+        for bad in [
+            "",
+            "x",
+            "refuses:2",
+            "refuses:",
+            "dies:-1",
+            "dies:x",
+            "strands-gap:1",
+            "dies@decode",
+            "dies@x-1",
+        ] {
             assert!(bad.parse::<FaultAt>().is_err(), "{bad}");
         }
     }

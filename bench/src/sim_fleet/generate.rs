@@ -16,8 +16,8 @@ use baton_connector::RequestId;
 use baton_engine::event_log::{What, tag};
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
 use baton_openai::{
-    ApiError, ChoiceDelta, ChunkEncoder, Endpoint, Finish, FinishReason, FinishedChoice, GenerateRequest, Object,
-    ParseLimits, ReplyHead, Usage, parse_object, salvage_member, sse,
+    ApiError, ChoiceDelta, ChunkEncoder, Endpoint, Finish, FinishReason, FinishedChoice, GenerateRequest,
+    Object, ParseLimits, ReplyHead, Usage, parse_object, salvage_member, sse,
 };
 use serde_json::Value;
 use tokio::sync::Notify;
@@ -133,8 +133,10 @@ pub(super) async fn answer(
         model: engine.plan.model.clone(),
         system_fingerprint: None,
     };
-    let exchange = Exchange { engine, request: submission.request, ticket, progress, head, internal, prompt, contents };
-    let told = if exchange.request.stream { exchange.stream(inbox).await } else { exchange.whole(inbox).await };
+    let exchange =
+        Exchange { engine, request: submission.request, ticket, progress, head, internal, prompt, contents };
+    let told =
+        if exchange.request.stream { exchange.stream(inbox).await } else { exchange.whole(inbox).await };
     if told.is_err() {
         engine.drive(|core, now_us| core.leave(ticket, now_us));
     }
@@ -310,7 +312,8 @@ impl Exchange<'_> {
 
     /// The reply as server-sent events. vLLM's engine sends the head before it has begun, Baton's with the first event.
     async fn stream(&self, inbox: &mut Inbox) -> io::Result<()> {
-        const HEAD: &[u8] = b"HTTP/1.1 200 OK\r\nserver: sim\r\ncontent-type: text/event-stream; charset=utf-8\r\n\
+        const HEAD: &[u8] =
+            b"HTTP/1.1 200 OK\r\nserver: sim\r\ncontent-type: text/event-stream; charset=utf-8\r\n\
             cache-control: no-cache\r\ntransfer-encoding: chunked\r\n\r\n";
         let (encoder, mut said, mut out, mut begun) = (self.head.chunks(), 0, Vec::new(), false);
         if self.engine.plan.dialect == Dialect::Vllm {
@@ -390,7 +393,9 @@ impl Exchange<'_> {
     fn failed(&self, end: &End) -> Option<ApiError> {
         match (end, self.engine.plan.dialect) {
             (End::Length | End::Lent(_), _) => None,
-            (End::Aborted, _) => Some(ApiError::unavailable("the request was aborted", RETRY).with_code("aborted")),
+            (End::Aborted, _) => {
+                Some(ApiError::unavailable("the request was aborted", RETRY).with_code("aborted"))
+            }
             (End::Unread(why), Dialect::Baton) => {
                 let code = if *why == "gone" { "kv_gone" } else { "kv_transfer_failed" };
                 let message = format!("the prompt's KV blocks could not be fetched: {why}");

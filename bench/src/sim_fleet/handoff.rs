@@ -27,7 +27,6 @@ pub(super) enum Intent {
 /// What Baton's engine compares before it reads.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Check {
-    pub epoch: Epoch,
     pub layout: u64,
     pub prompt: u64,
     pub block_tokens: usize,
@@ -54,7 +53,13 @@ pub(super) fn fingerprint(contents: &[u64]) -> u64 {
 }
 
 /// The reply's `kv_transfer_params`.
-pub(super) fn reply(producer: &Producer<'_>, lent: &Lent, internal: &RequestId, tokens: usize, contents: &[u64]) -> Value {
+pub(super) fn reply(
+    producer: &Producer<'_>,
+    lent: &Lent,
+    internal: &RequestId,
+    tokens: usize,
+    contents: &[u64],
+) -> Value {
     match producer.dialect {
         Dialect::Vllm => json!({
             "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [lent.blocks],
@@ -94,7 +99,8 @@ pub(super) fn intent(dialect: Dialect, params: Option<&Value>) -> Result<Intent,
         Dialect::Vllm => Ok(vllms(params)),
         Dialect::Baton => {
             let malformed = |error: baton_connector::handoff::HandoffError| {
-                ApiError::invalid("kv_transfer_params", error.to_string()).with_code("invalid_kv_transfer_params")
+                ApiError::invalid("kv_transfer_params", error.to_string())
+                    .with_code("invalid_kv_transfer_params")
             };
             Ok(match KvIntent::parse(params).map_err(malformed)? {
                 None => Intent::Plain,
@@ -112,8 +118,8 @@ fn batons(handoff: &Handoff) -> Intent {
         blocks: handoff.blocks.iter().map(|block| block.0).collect(),
         tokens: handoff.tokens,
     };
-    let &Handoff { epoch, layout, prompt, block_tokens, .. } = handoff;
-    Intent::Consume { source, check: Some(Check { epoch, layout, prompt, block_tokens }) }
+    let &Handoff { layout, prompt, block_tokens, .. } = handoff;
+    Intent::Consume { source, check: Some(Check { layout, prompt, block_tokens }) }
 }
 
 fn vllms(params: &Value) -> Intent {
@@ -161,14 +167,20 @@ mod tests {
             };
             let params = reply(&producer, &lent, &internal, 20, &[1, 2]);
             ReplyFacts::check(&params.to_string()).expect("complete");
-            let Ok(Intent::Consume { source, .. }) = intent(dialect, Some(&params)) else { panic!("{dialect:?}") };
+            let Ok(Intent::Consume { source, .. }) = intent(dialect, Some(&params)) else {
+                panic!("{dialect:?}")
+            };
             assert_eq!((source.blocks, source.tokens, &*source.engine), (vec![3, 1], 20, "p"));
-            for field in ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"] {
+            for field in
+                ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"]
+            {
                 let mut broken = params.clone();
                 broken[field] = Value::Null;
                 let read = intent(dialect, Some(&broken));
                 match dialect {
-                    Dialect::Baton => assert!(read.is_err_and(|error| error.message.contains(field)), "{field}"),
+                    Dialect::Baton => {
+                        assert!(read.is_err_and(|error| error.message.contains(field)), "{field}")
+                    }
                     Dialect::Vllm => assert!(matches!(read, Ok(Intent::Plain)), "{field}"),
                 }
             }

@@ -117,7 +117,11 @@ impl Leases {
         if let Some(handle) = handle.filter(|handle| self.live.contains_key(handle)) {
             return self.live.get_mut(&handle);
         }
-        if self.was_closed(key) { self.late += 1 } else { self.unknown += 1 }
+        if self.was_closed(key) {
+            self.late += 1
+        } else {
+            self.unknown += 1
+        }
         None
     }
 
@@ -163,7 +167,12 @@ impl Leases {
     }
 
     /// Nobody will.
-    pub(super) fn release(&mut self, key: &LeaseKey, reason: &str, now_us: u64) -> (Released, Option<Closed>) {
+    pub(super) fn release(
+        &mut self,
+        key: &LeaseKey,
+        reason: &str,
+        now_us: u64,
+    ) -> (Released, Option<Closed>) {
         let late = self.late;
         let Some(lease) = self.find(key) else {
             return (if self.late > late { Released::Already } else { Released::Unknown }, None);

@@ -167,9 +167,14 @@ fn card(engine: &Engine) -> ModelCard {
 fn tokenize(engine: &Engine, asked: &Asked) -> Result<Vec<u8>, ApiError> {
     let limits = ParseLimits::default();
     let request = TokenizeRequest::from_map(&parse_object(&asked.body, &limits)?, &limits)?;
-    let tokens = text::prompt(&request.input).ok_or_else(|| ApiError::invalid("prompt", "one prompt at a time"))?;
-    let reply =
-        TokenizeReply { count: tokens.len(), max_model_len: engine.plan.capacity(), tokens, token_strs: None };
+    let tokens =
+        text::prompt(&request.input).ok_or_else(|| ApiError::invalid("prompt", "one prompt at a time"))?;
+    let reply = TokenizeReply {
+        count: tokens.len(),
+        max_model_len: engine.plan.capacity(),
+        tokens,
+        token_strs: None,
+    };
     Ok(json(&reply.to_bytes()))
 }
 
@@ -178,7 +183,8 @@ fn release(engine: &Arc<Engine>, asked: &Asked) -> Result<Vec<u8>, ApiError> {
     let fields = parse_object(&asked.body, &ParseLimits::default())?;
     let handle = fields.get("handle").and_then(|handle| handle.as_str());
     let handle = handle.filter(|text| text.len() == 32).and_then(|text| u128::from_str_radix(text, 16).ok());
-    let handle = handle.ok_or_else(|| ApiError::invalid("handle", "`handle` must be 32 hexadecimal digits"))?;
+    let handle =
+        handle.ok_or_else(|| ApiError::invalid("handle", "`handle` must be 32 hexadecimal digits"))?;
     let reason = fields.get("reason").and_then(|reason| reason.as_str()).unwrap_or("router_release");
     if reason.len() > 64 || !reason.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') {
         return Err(ApiError::invalid("reason", "`reason` must be at most 64 letters, digits and `_`"));
@@ -221,7 +227,8 @@ pub(super) fn bare(id: &str) -> &str {
 
 /// `GET /debug/kv/events`: in both dialects, since it is the simulated truth.
 async fn events(engine: &Engine, asked: &Asked) -> Result<Vec<u8>, ApiError> {
-    let number = |name: &'static str, default: u64, most: u64| match asked.field(name).map(str::parse::<u64>) {
+    let number = |name: &'static str, default: u64, most: u64| match asked.field(name).map(str::parse::<u64>)
+    {
         None => Ok(default),
         Some(Ok(number)) if number <= most => Ok(number),
         Some(_) => Err(ApiError::invalid(name, format!("`{name}` must be a number up to {most}"))),

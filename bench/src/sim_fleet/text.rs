@@ -15,12 +15,13 @@ const TOKEN_BYTES: usize = 8;
 
 /// What is said.
 const WORDS: [&str; 64] = [
-    " amber", " anvil", " apple", " arrow", " basin", " birch", " bread", " brook", " cabin", " cedar", " chalk", " cliff",
-    " cloud", " coral", " crane", " delta", " ember", " fable", " fern", " field", " flint", " forge", " frost", " glade",
-    " grain", " grove", " harbor", " hazel", " heron", " ivory", " jetty", " kelp", " kettle", " lantern", " linen",
-    " lotus", " maple", " marsh", " meadow", " mill", " moss", " north", " oak", " ocean", " olive", " orchard", " otter",
-    " pebble", " pine", " quartz", " quill", " raven", " reed", " ridge", " river", " saddle", " sage", " shore", " slate",
-    " stone", " thorn", " tide", " walnut", " willow",
+    " amber", " anvil", " apple", " arrow", " basin", " birch", " bread", " brook", " cabin", " cedar",
+    " chalk", " cliff", " cloud", " coral", " crane", " delta", " ember", " fable", " fern", " field",
+    " flint", " forge", " frost", " glade", " grain", " grove", " harbor", " hazel", " heron", " ivory",
+    " jetty", " kelp", " kettle", " lantern", " linen", " lotus", " maple", " marsh", " meadow", " mill",
+    " moss", " north", " oak", " ocean", " olive", " orchard", " otter", " pebble", " pine", " quartz",
+    " quill", " raven", " reed", " ridge", " river", " saddle", " sage", " shore", " slate", " stone",
+    " thorn", " tide", " walnut", " willow",
 ];
 
 /// One of splitmix64's steps.
@@ -57,7 +58,9 @@ pub(super) fn prompt(input: &Input) -> Option<Vec<u32>> {
                 match &message["content"] {
                     Value::String(text) => tokenize(text, &mut tokens),
                     Value::Array(parts) => {
-                        parts.iter().for_each(|part| tokenize(part["text"].as_str().unwrap_or_default(), &mut tokens));
+                        parts.iter().for_each(|part| {
+                            tokenize(part["text"].as_str().unwrap_or_default(), &mut tokens)
+                        });
                     }
                     _ => {}
                 }
@@ -109,7 +112,8 @@ mod tests {
 
     #[test]
     fn words_follow_from_the_contents() {
-        let said = |contents: &[u64]| -> String { (0..32).map(|n| word(contents.iter().copied(), n)).collect() };
+        let said =
+            |contents: &[u64]| -> String { (0..32).map(|n| word(contents.iter().copied(), n)).collect() };
         assert_eq!(said(&[1, 2, 3]), said(&[1, 2, 3]));
         assert_ne!(said(&[1, 2, 3]), said(&[1, 2, 4]));
         assert_ne!(said(&[1, 2, 3]), said(&[2, 1, 3]));

@@ -99,7 +99,8 @@ impl Core {
                 decodes = true;
             } else {
                 let overhead_us = if request.begun { 0 } else { us(self.plan.prefill_overhead) };
-                took_us += overhead_us + (tokens as u64 * 1_000_000).checked_div(self.plan.prefill_rate).unwrap_or(0);
+                took_us += overhead_us
+                    + (tokens as u64 * 1_000_000).checked_div(self.plan.prefill_rate).unwrap_or(0);
             }
             request.begun = true;
             work.push((ticket, tokens));

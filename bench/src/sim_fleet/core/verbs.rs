@@ -16,7 +16,12 @@ impl Core {
     }
 
     /// A consumer has everything, or has given up; whether what it has read was lent all the while.
-    pub(in crate::sim_fleet) fn end_read(&mut self, lease: &LeaseKey, has_everything: bool, now_us: u64) -> bool {
+    pub(in crate::sim_fleet) fn end_read(
+        &mut self,
+        lease: &LeaseKey,
+        has_everything: bool,
+        now_us: u64,
+    ) -> bool {
         let (valid, closed) = self.leases.end_read(lease, has_everything);
         if let Some(closed) = closed {
             self.closed(closed, now_us);
@@ -46,7 +51,12 @@ impl Core {
     }
 
     /// `/abort_requests`: by the router's name, running, lent, or yet to come.
-    pub(in crate::sim_fleet) fn abort_named(&mut self, id: &RequestId, leg: Option<Leg>, now_us: u64) -> &'static str {
+    pub(in crate::sim_fleet) fn abort_named(
+        &mut self,
+        id: &RequestId,
+        leg: Option<Leg>,
+        now_us: u64,
+    ) -> &'static str {
         let mut answer = if leg == Some(Leg::Decode) { "aborted" } else { Released::Unknown.label() };
         if leg != Some(Leg::Decode)
             && let Some(handle) = self.leases.of_request(id)
@@ -54,8 +64,12 @@ impl Core {
             answer = self.release(&LeaseKey::Handle(handle), "aborted", now_us).label();
         }
         let meant = |sent: &Submission| sent.id == *id && is_meant(leg, sent.leg);
-        let found: Vec<_> =
-            self.requests.iter().filter(|(_, request)| meant(&request.sent)).map(|(ticket, _)| *ticket).collect();
+        let found: Vec<_> = self
+            .requests
+            .iter()
+            .filter(|(_, request)| meant(&request.sent))
+            .map(|(ticket, _)| *ticket)
+            .collect();
         if found.is_empty() {
             if self.early_ends.len() >= EARLY_MAX {
                 self.forget_first();

@@ -36,7 +36,8 @@ async fn after_a_storm_every_block_is_home_and_every_text_was_right() {
             tasks.spawn(async move {
                 let mut body = ask(&prompt(number % 4, 60), 24, &format!("n{number}"));
                 if number % 2 == 0 {
-                    let answer = origin.post_json("/v1/completions", &body, PATIENCE).await.expect("an answer");
+                    let answer =
+                        origin.post_json("/v1/completions", &body, PATIENCE).await.expect("an answer");
                     assert_eq!(text(&answer), right);
                     return;
                 }

@@ -43,7 +43,11 @@ async fn a_decode_that_is_never_aborted_goes_on_to_its_last_word() {
 
 #[tokio::test]
 async fn a_gap_that_strands_says_released_and_holds_on() {
-    let site = site(Dialect::Baton, Fault::StrandsGap, EnginePlan { lease: Duration::from_millis(300), ..EnginePlan::instant() });
+    let site = site(
+        Dialect::Baton,
+        Fault::StrandsGap,
+        EnginePlan { lease: Duration::from_millis(300), ..EnginePlan::instant() },
+    );
     let second = site.lent(&ask(&prompt(1, 40), 5, "mine")).await;
     let release = json!({"handle": second["kv_transfer_params"]["remote_handle"], "reason": "client_gone"});
     let released = site.post(Role::Prefill, "/kv/release", &release).await.expect("a verb");
@@ -95,7 +99,8 @@ async fn an_abort_that_stalls_keeps_everybody_from_their_next_word() {
     let long = first_leg(&ask(&prompt(1, 400), 1, "bystander"));
     let _bystander = Caller::post(site.at(Role::Prefill), "/v1/completions", &long).await;
     site.event(Role::Prefill, "bystander", "computed").await;
-    let victim = Caller::post(site.at(Role::Prefill), "/v1/completions", &first_leg(&ask("x", 1, "victim"))).await;
+    let victim =
+        Caller::post(site.at(Role::Prefill), "/v1/completions", &first_leg(&ask("x", 1, "victim"))).await;
     site.event(Role::Prefill, "victim", "queued").await;
     victim.leaves(Leaves::Fin);
     let at = |event: &Value| event["at_us"].as_u64().expect("a time");

@@ -71,7 +71,8 @@ async fn streams_are_the_text_in_pieces() {
             let mut caller = Caller::post(site.at(Role::Decode), path, &ask).await;
             let stream = caller.reads_until("0\r\n\r\n").await;
             let mut data = stream.lines().filter_map(|line| line.strip_prefix("data: "));
-            let events: Vec<Value> = data.clone().filter_map(|data| serde_json::from_str(data).ok()).collect();
+            let events: Vec<Value> =
+                data.clone().filter_map(|data| serde_json::from_str(data).ok()).collect();
             assert_eq!(data.next_back(), Some("[DONE]"));
             let piece = |event: &Value| {
                 let choice = &event["choices"][0];
@@ -135,7 +136,10 @@ async fn batons_verbs_give_back_at_once_and_stock_engines_have_none() {
         let released = site.post(Role::Prefill, "/kv/release", &release).await;
         match dialect {
             Dialect::Vllm => {
-                assert_eq!(released.expect_err("no such verb").status().map(|status| status.as_u16()), Some(404));
+                assert_eq!(
+                    released.expect_err("no such verb").status().map(|status| status.as_u16()),
+                    Some(404)
+                );
                 assert!(handle.is_null());
             }
             Dialect::Baton => {
@@ -168,7 +172,10 @@ async fn an_abort_by_name_finds_a_request_that_runs_that_has_lent_and_that_is_ye
     let named = async |id: &str, words: usize| {
         let body = first_leg(&ask(&prompt(1, words), 1, id)).to_string();
         let mut stream = TcpStream::connect(site.at(Role::Prefill)).await.expect("it listens");
-        let head = format!("POST /v1/completions HTTP/1.1\r\nx-request-id: {id}\r\ncontent-length: {}\r\n\r\n", body.len());
+        let head = format!(
+            "POST /v1/completions HTTP/1.1\r\nx-request-id: {id}\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
         stream.write_all(format!("{head}{body}").as_bytes()).await.expect("it is sent");
         Caller(stream)
     };
