@@ -54,6 +54,8 @@ impl WebError {
 pub(crate) struct Origin {
     authority: String,
     bearer: Option<String>,
+    /// What engines want to see of their cluster.
+    secret: Option<String>,
     client: Client<HttpConnector, Full<Bytes>>,
 }
 
@@ -68,7 +70,12 @@ impl Origin {
         if !parsed.is_ok_and(|authority| authority.port().is_some()) {
             return Err(WebError::Url(url.to_owned()));
         }
-        Ok(Self { authority, bearer: None, client: Client::builder(TokioExecutor::new()).build_http() })
+        Ok(Self {
+            authority,
+            bearer: None,
+            secret: None,
+            client: Client::builder(TokioExecutor::new()).build_http(),
+        })
     }
 
     /// Shows the first line of this file as a bearer token.
@@ -76,11 +83,16 @@ impl Origin {
     /// # Errors
     /// When it cannot be read.
     pub(crate) fn with_token_file(mut self, file: Option<&Path>) -> Result<Self, WebError> {
-        if let Some(file) = file {
-            let text = std::fs::read_to_string(file)
-                .map_err(|error| WebError::Secret(file.display().to_string(), error))?;
-            self.bearer = Some(format!("Bearer {}", text.lines().next().unwrap_or_default().trim()));
-        }
+        self.bearer = file.map(first_line).transpose()?.map(|token| format!("Bearer {token}"));
+        Ok(self)
+    }
+
+    /// Shows the first line of this file as the cluster's secret.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub(crate) fn with_secret_file(mut self, file: Option<&Path>) -> Result<Self, WebError> {
+        self.secret = file.map(first_line).transpose()?;
         Ok(self)
     }
 
@@ -147,6 +159,9 @@ impl Origin {
         if let Some(bearer) = &self.bearer {
             request = request.header(AUTHORIZATION, bearer);
         }
+        if let Some(secret) = &self.secret {
+            request = request.header("x-baton-cluster-secret", secret);
+        }
         if !body.is_empty() {
             request = request.header(CONTENT_TYPE, "application/json");
         }
@@ -165,6 +180,12 @@ impl Origin {
         };
         tokio::time::timeout(patience, answer).await.map_err(|_| WebError::Late(url.clone(), patience))?
     }
+}
+
+fn first_line(file: &Path) -> Result<String, WebError> {
+    let text =
+        std::fs::read_to_string(file).map_err(|error| WebError::Secret(file.display().to_string(), error))?;
+    Ok(text.lines().next().unwrap_or_default().trim().to_owned())
 }
 
 /// The samples of one scrape, in Prometheus' text format.
