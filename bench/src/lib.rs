@@ -13,6 +13,8 @@ mod running;
 pub mod sim;
 pub mod sim_engine;
 pub mod sim_fleet;
+#[allow(dead_code, unused_imports)] // until all who need it are there
+mod stats;
 pub mod transfer;
 #[allow(dead_code, unused_imports)] // until all who need it are there
 mod web;
