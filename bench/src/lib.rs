@@ -11,6 +11,8 @@ mod machine;
 pub mod router;
 mod running;
 pub mod sim_engine;
+#[allow(dead_code, unused_imports)] // until all who need it are there
+mod stats;
 pub mod transfer;
 #[allow(dead_code, unused_imports)] // until all who need it are there
 mod web;
