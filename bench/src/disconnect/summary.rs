@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::phase::{Kind, Phase};
 use super::raw::Run;
+use crate::stats::percentile;
 
 /// A whole run.
 #[derive(Clone, Debug, Serialize)]
@@ -175,11 +176,8 @@ impl Dist {
         let mut sorted = samples.to_vec();
         sorted.sort_by(f64::total_cmp);
         let Some((&min, &max)) = sorted.first().zip(sorted.last()) else { return Self::default() };
-        let at = |share: f64| {
-            let rank = (share * sorted.len() as f64).ceil() as usize;
-            sorted[rank.clamp(1, sorted.len()) - 1]
-        };
+        let at = |p: f64| percentile(&sorted, p).expect("there are samples");
         let mean = sorted.iter().sum::<f64>() / sorted.len() as f64;
-        Self { n: sorted.len(), min, mean, p50: at(0.5), p90: at(0.9), p99: at(0.99), max }
+        Self { n: sorted.len(), min, mean, p50: at(50.0), p90: at(90.0), p99: at(99.0), max }
     }
 }
