@@ -10,7 +10,9 @@ mod load;
 mod machine;
 pub mod router;
 mod running;
+pub mod sim;
 pub mod sim_engine;
+pub mod sim_fleet;
 #[allow(dead_code, unused_imports)] // until all who need it are there
 mod stats;
 pub mod transfer;
@@ -46,6 +48,8 @@ pub enum Benchmark {
     Disconnect(Box<disconnect::DisconnectOptions>),
     /// The report of `disconnect` again, from its raw events
     Report(disconnect::ReportOptions),
+    /// Simulated engines in the foreground, with vLLM's prefill/decode protocol and faults on demand
+    Sim(Box<sim::SimArgs>),
 }
 
 /// Why a benchmark did not finish.
@@ -68,5 +72,6 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Router(options) => Ok(router::run(&options, out)?),
         Benchmark::Disconnect(options) => disconnect::run(&options, out),
         Benchmark::Report(options) => disconnect::report(&options, out),
+        Benchmark::Sim(options) => sim::run(&options, out),
     }
 }

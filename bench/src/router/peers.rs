@@ -7,26 +7,37 @@ use std::process::Command;
 use baton_router::{Router, RouterConfig};
 use tokio::sync::oneshot;
 
+use super::RouterBenchError;
 use super::subject::{self, Subject, THREADS};
-use super::{RouterArgs, RouterBenchError};
 
 /// The addresses of the two simulated engines.
 #[derive(Clone, Copy)]
-pub(super) struct Engines {
+pub(crate) struct Engines {
     pub prefill: SocketAddr,
     pub decode: SocketAddr,
 }
 
+/// Where programs are that a benchmark was told of.
+#[derive(Clone, Copy)]
+pub(crate) struct Programs<'a> {
+    pub binary: Option<&'a PathBuf>,
+    pub nginx: Option<&'a PathBuf>,
+    pub peers: Option<&'a PathBuf>,
+}
+
 /// Starts everything that can be had. What cannot is told on standard error and left out.
-pub(super) async fn start_all(args: &RouterArgs, engines: Engines) -> Result<Vec<Subject>, RouterBenchError> {
+pub(crate) async fn start_all(
+    programs: Programs<'_>,
+    engines: Engines,
+) -> Result<Vec<Subject>, RouterBenchError> {
     let mut subjects = Vec::new();
-    let nginx = args.nginx.clone().or_else(|| in_path("nginx"));
+    let nginx = programs.nginx.cloned().or_else(|| in_path("nginx"));
     match nginx {
         Some(binary) => subjects.push(nginx_proxy(&binary, engines).await?),
         None => skipped("nginx", "not found; install it or name it with --nginx. There will be no ratios"),
     }
-    subjects.push(baton(args, engines).await?);
-    match &args.peers {
+    subjects.push(baton(programs.binary, engines).await?);
+    match programs.peers {
         Some(folder) => {
             for (name, start) in [("vllm-router", vllm_router as Start), ("smg", smg as Start)] {
                 let binary = folder.join(name);
@@ -50,7 +61,7 @@ pub(super) async fn start_all(args: &RouterArgs, engines: Engines) -> Result<Vec
 type Start = fn(&Path, Engines) -> Result<(SocketAddr, Command), RouterBenchError>;
 
 fn skipped(who: &str, why: &str) {
-    eprintln!("baton bench router: SKIPPED {who}: {why}");
+    eprintln!("baton bench: SKIPPED {who}: {why}");
 }
 
 fn in_path(name: &str) -> Option<PathBuf> {
@@ -136,8 +147,8 @@ fn yaml(listen: SocketAddr, admin: SocketAddr, engines: Engines) -> String {
 }
 
 /// The router with nothing configured but its engines.
-pub(super) async fn baton(args: &RouterArgs, engines: Engines) -> Result<Subject, RouterBenchError> {
-    let Some(binary) = args.binary.clone().or_else(this_binary) else { return threads(engines).await };
+pub(super) async fn baton(binary: Option<&PathBuf>, engines: Engines) -> Result<Subject, RouterBenchError> {
+    let Some(binary) = binary.cloned().or_else(this_binary) else { return threads(engines).await };
     let (address, admin) = (subject::free()?, subject::free()?);
     let file = std::env::temp_dir().join(format!("baton-bench-router-{}.yaml", std::process::id()));
     std::fs::write(&file, yaml(address, admin, engines))
@@ -181,7 +192,7 @@ async fn threads(engines: Engines) -> Result<Subject, RouterBenchError> {
         runtime.shutdown_background();
     });
     let address = address.await.map_err(|error| told(&error))?.map_err(RouterBenchError::Router)?;
-    Ok(Subject::threads(address, move || {
+    Ok(Subject::threads("baton", THREADS, address, move || {
         let _ = stop.send(());
         // A panic of it has been told on standard error.
         let _ = ended.join();
