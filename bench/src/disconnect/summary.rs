@@ -141,8 +141,9 @@ pub(crate) struct EngineRow {
     pub(crate) held_at_most: u64,
     pub(crate) held_at_end: Option<u64>,
     pub(crate) expired: u64,
-    /// Looks at which its blocks did not add up.
-    pub(crate) askew: u64,
+    /// Looks at which its books had more blocks than its pool, and fewer.
+    pub(crate) too_many: u64,
+    pub(crate) too_few: u64,
     /// Blocks times seconds held while no client was there, from its books.
     pub(crate) idle_block_seconds: f64,
 }
