@@ -1,5 +1,6 @@
 //! Measures running systems and their parts, against baselines from the same run.
 
+pub mod compare;
 pub mod disconnect;
 pub mod engine;
 pub mod gpu;
@@ -48,6 +49,8 @@ pub enum Benchmark {
     Disconnect(Box<disconnect::DisconnectOptions>),
     /// The report of `disconnect` again, from its raw events
     Report(disconnect::ReportOptions),
+    /// The same workload through several front doors, side by side: speed, and what clients strand that leave in the gap
+    Compare(Box<compare::CompareArgs>),
     /// Simulated engines in the foreground, with vLLM's prefill/decode protocol and faults on demand
     Sim(Box<sim::SimArgs>),
 }
@@ -72,6 +75,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Router(options) => Ok(router::run(&options, out)?),
         Benchmark::Disconnect(options) => disconnect::run(&options, out),
         Benchmark::Report(options) => disconnect::report(&options, out),
+        Benchmark::Compare(options) => compare::run(&options, out),
         Benchmark::Sim(options) => sim::run(&options, out),
     }
 }
