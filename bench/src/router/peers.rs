@@ -3,12 +3,14 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use baton_router::{Router, RouterConfig};
 use tokio::sync::oneshot;
 
 use super::RouterBenchError;
 use super::subject::{self, Subject, THREADS};
+use crate::web::Origin;
 
 /// The addresses of the two simulated engines.
 #[derive(Clone, Copy)]
@@ -47,9 +49,13 @@ pub(crate) async fn start_all(
                 }
                 let (address, command) = start(&binary, engines)?;
                 let version = package_version(folder, name);
+                let registers = (name == "smg").then(|| tokio::spawn(register(address, engines)));
                 match Subject::process(name, version, address, command, Vec::new()).await {
                     Ok(subject) => subjects.push(subject),
                     Err(error) => skipped(name, &error.to_string()),
+                }
+                if let Some(registers) = registers {
+                    registers.abort();
                 }
             }
         }
@@ -124,17 +130,32 @@ fn vllm_router(binary: &Path, engines: Engines) -> Result<(SocketAddr, Command),
     Ok((address, command))
 }
 
-fn smg(binary: &Path, engines: Engines) -> Result<(SocketAddr, Command), RouterBenchError> {
+fn smg(binary: &Path, _told_later: Engines) -> Result<(SocketAddr, Command), RouterBenchError> {
     let (address, metrics) = (subject::free()?, subject::free()?);
     let mut command = Command::new(binary);
     command
         .args(["launch", "--pd-disaggregation", "--policy", "round_robin", "--log-level", "error"])
         .args(["--host", "127.0.0.1", "--port", &address.port().to_string()])
         .args(["--prometheus-host", "127.0.0.1", "--prometheus-port", &metrics.port().to_string()])
-        .args(["--disable-tokenizer-autoload", "--backend", "vllm", "--max-concurrent-requests", "16384"])
-        .args(["--prefill", &format!("http://{}", engines.prefill)])
-        .args(["--decode", &format!("http://{}", engines.decode)]);
+        .args(["--disable-tokenizer-autoload", "--backend", "vllm", "--max-concurrent-requests", "16384"]);
     Ok((address, command))
+}
+
+/// Tells smg its engines, and that they are NixlConnector's: engines that are named on its command line it takes for ones
+/// without a connector, and passes no handoff on (1.13.0, seen 2026-11-22). Goes on until it has been heard.
+async fn register(address: SocketAddr, engines: Engines) {
+    const PATIENCE: Duration = Duration::from_secs(5);
+    const PAUSE: Duration = Duration::from_millis(100);
+    let Ok(smg) = Origin::parse(&address.to_string()) else { return };
+    for (role, engine) in [("prefill", engines.prefill), ("decode", engines.decode)] {
+        let worker = serde_json::json!({
+            "url": format!("http://{engine}"), "worker_type": role, "runtime_type": "vllm",
+            "kv_connector": "NixlConnector", "kv_role": "kv_both",
+        });
+        while smg.post_json("/workers", &worker, PATIENCE).await.is_err() {
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
 }
 
 fn yaml(listen: SocketAddr, admin: SocketAddr, engines: Engines) -> String {
