@@ -249,6 +249,8 @@ async fn get(
 struct Page<'a> {
     now_us: u64,
     next: u64,
+    /// Older events are gone.
+    lost: u64,
     #[serde(borrow)]
     events: Vec<&'a RawValue>,
 }
@@ -299,11 +301,12 @@ async fn read_log(
         events.append(&mut found.events);
         found.events = events;
         let before = began_us.saturating_add_signed(found.ahead_us).saturating_sub(1_000_000);
-        if after == 0 || first_at.is_none_or(|at| at < before) {
+        if after == 0 || page.lost > 0 || first_at.is_none_or(|at| at < before) {
             break;
         }
         end = after;
     }
+    found.events.sort_by_key(|event| event["seq"].as_u64());
     found.events.dedup_by_key(|event| event["seq"].as_u64());
     Ok(())
 }
