@@ -182,7 +182,8 @@ impl Samples {
         let has = |of: &BTreeMap<String, String>| {
             labels.iter().all(|(key, value)| of.get(*key).is_some_and(|held| held == value))
         };
-        let mut found = self.0.iter().filter(|(of, held, _)| of == name && has(held)).map(|(.., value)| *value);
+        let mut found =
+            self.0.iter().filter(|(of, held, _)| of == name && has(held)).map(|(.., value)| *value);
         let first = found.next()?;
         Some(found.fold(first, |sum, value| sum + value))
     }

@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::engine::{EngineOptions, StartError, system};
 use crate::engine_core::ProducerAddress;
+use crate::event_log::{EventLog, RankLog};
 use crate::executor::Executor;
 use crate::executor::failing::Failing;
 use crate::executor::paced::Paced;
@@ -50,6 +51,8 @@ pub struct DpRank {
     pub metrics: Arc<EngineMetrics>,
     /// The books' copy.
     pub status: Arc<StatusBoard>,
+    /// What happened to requests.
+    pub log: RankLog,
     /// Requests that were given to it and have not ended.
     seated: AtomicUsize,
 }
@@ -99,6 +102,7 @@ pub(crate) struct Common<'a> {
     pub max_model_len: usize,
     /// Cancelled when a step loop has panicked.
     pub broken: CancellationToken,
+    pub log: Arc<EventLog>,
 }
 
 /// A core with its threads.
@@ -134,12 +138,14 @@ impl RunningRank {
         let cache = OwnCache { geometry: executor.geometry(), regions: executor.regions().to_vec() };
         metrics.cache_config(options.block_tokens, executor.blocks());
         let terms = LeaseTerms { duration: options.kv_lease_duration, ..LeaseTerms::default() };
+        let log = RankLog::new(&common.log, rank);
         let desk = Arc::new(LeaseDesk::new(
             terms,
             common.epoch,
             common.fingerprint,
             Arc::clone(&mailbox),
             Arc::clone(&metrics),
+            log.clone(),
         ));
         let port = executor.port();
         let mut servers = Vec::with_capacity(sides.len());
@@ -218,6 +224,7 @@ impl RunningRank {
             peers: Arc::clone(&peers),
             metrics: Arc::clone(&metrics),
             status: Arc::clone(&status),
+            log: log.clone(),
             seated: AtomicUsize::new(0),
         });
         if let Some(pace) = options.pace {
@@ -236,6 +243,7 @@ impl RunningRank {
             status,
             address,
             offload: offload.clone(),
+            log,
         });
         let step_loop = {
             let (broken, core) = (common.broken.clone(), Arc::clone(&core));

@@ -210,6 +210,7 @@ impl Engine {
             nixl: &nixl,
             max_model_len: options.max_model_len.unwrap_or(config.max_positions),
             broken: broken.clone(),
+            log: Arc::default(),
         };
         let vocab = executors[0].vocab();
         let metrics = Arc::new(EngineMetrics::new(&model));
@@ -243,6 +244,7 @@ impl Engine {
             secret: secret.clone(),
             cores: running.iter().map(|running| Arc::clone(&running.core)).collect(),
             metrics,
+            log: Arc::clone(&common.log),
             next_sequence: AtomicU64::new(1),
         });
         Ok(Self {

@@ -15,6 +15,7 @@ mod aborted_early;
 mod lending;
 mod messages;
 mod surroundings;
+mod telling;
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -28,8 +29,10 @@ use self::aborted_early::AbortedEarly;
 use self::lending::EarlyLease;
 pub use self::messages::{ProducerAddress, SeqEnd, SeqEvent, Submission};
 pub use self::surroundings::{Fact, Surroundings};
+use self::telling::Resting;
 use crate::block_pool::BlockUsage;
 use crate::digests::{DigestAsk, DigestPage, page_blocks};
+use crate::event_log::What;
 use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use crate::mailbox::{Legs, Mail};
 use crate::offload::{Fault, Order, Report};
@@ -55,6 +58,8 @@ struct Live {
     last_token: Option<Instant>,
     /// The lease that was opened while its prompt is computed.
     early: Option<EarlyLease>,
+    /// It has been told of that it computes.
+    started: bool,
 }
 
 /// See the module's documentation.
@@ -66,6 +71,8 @@ pub struct EngineCore<S> {
     by_request: HashMap<RequestId, Vec<SeqId>>,
     /// Handoffs of sequences that are off the books while their transfer comes to rest.
     stopping: HashMap<SeqId, FetchTarget>,
+    /// Sequences off the books whose blocks are not back yet: who, and how many.
+    resting: HashMap<SeqId, Resting>,
     logits: Logits,
     scratch: Scratch,
     closing: Option<Instant>,
@@ -87,6 +94,7 @@ impl<S: Surroundings> EngineCore<S> {
             live: HashMap::new(),
             by_request: HashMap::new(),
             stopping: HashMap::new(),
+            resting: HashMap::new(),
             logits: Logits::default(),
             scratch: Scratch::default(),
             closing: None,
@@ -125,6 +133,7 @@ impl<S: Surroundings> EngineCore<S> {
         let plan = self.scheduler.schedule();
         let acted = self.carry_out_effects();
         let broke_up = self.break_deadlock(plan.is_empty() && !acted);
+        self.tell_started(&plan);
         (plan, acted || broke_up)
     }
 
@@ -196,6 +205,7 @@ impl<S: Surroundings> EngineCore<S> {
 
     /// Books one planned part and tells its front end.
     fn commit(&mut self, part: &Planned, row: Option<usize>) {
+        self.tell_computed(part);
         let Some(live) = self.live.get_mut(&part.id) else { return };
         let Some(row) = row else {
             self.scheduler.commit(part, None);
@@ -231,6 +241,7 @@ impl<S: Surroundings> EngineCore<S> {
                     cached,
                     fetched,
                 });
+                self.surroundings.tell(&live.request, live.index, What::FirstToken);
                 let cached = live.target.as_ref().map_or(cached, FetchTarget::cached);
                 // If its front end has left, the token's own delivery says so.
                 let _ = live.outbox.try_send((live.index, SeqEvent::Started { cached }));
@@ -268,6 +279,7 @@ impl<S: Surroundings> EngineCore<S> {
             self.abort(request, legs);
         }
         for (id, event) in mail.fetches {
+            self.tell_fetched(id, event);
             self.scheduler.fetch_event(id, event);
         }
         for report in mail.offloads {
@@ -328,7 +340,7 @@ impl<S: Surroundings> EngineCore<S> {
     }
 
     fn accept(&mut self, submission: Submission) {
-        let Submission { sequence, sampling, index, outbox, target, arrived } = submission;
+        let Submission { sequence, sampling, index, tag, outbox, target, arrived } = submission;
         let (id, request) = (sequence.id, sequence.request.clone());
         if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce { .. })) {
             tracing::debug!(%request, "given up before it arrived");
@@ -344,11 +356,13 @@ impl<S: Surroundings> EngineCore<S> {
         }
         let counts = TokenCounts::for_params(&sampling, &sequence.prompt);
         let prompt_len = sequence.prompt.len();
+        let queued = telling::queued(&sequence, tag);
         if let Err((_, refusal)) = self.scheduler.submit(sequence) {
             let reason = match refusal {
                 Refusal::QueueFull { .. } => QUEUE_FULL,
                 Refusal::TooLong { .. } => "too_long",
             };
+            self.surroundings.tell(&request, index, What::Refused(reason));
             self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Refused(refusal), reason);
             return;
         }
@@ -356,9 +370,11 @@ impl<S: Surroundings> EngineCore<S> {
             self.surroundings.note(Fact::HandedOff(prompt_len));
             self.surroundings.keep_alive(id, target);
         }
+        self.surroundings.tell(&request, index, queued);
         self.by_request.entry(request.clone()).or_default().push(id);
+        let (last_token, early, started) = (None, None, false);
         let live =
-            Live { request, sampling, counts, index, outbox, target, arrived, last_token: None, early: None };
+            Live { request, sampling, counts, index, outbox, target, arrived, last_token, early, started };
         self.live.insert(id, live);
     }
 
@@ -388,6 +404,7 @@ impl<S: Surroundings> EngineCore<S> {
     fn carry_out_effects(&mut self) -> bool {
         let mut acted = false;
         loop {
+            self.tell_home();
             let effects = self.scheduler.take_effects();
             if effects.is_empty() {
                 return acted;
@@ -404,6 +421,7 @@ impl<S: Surroundings> EngineCore<S> {
             Effect::StartRead { id, first, into } => {
                 let target = self.target(id).expect("a sequence that fetches has a target");
                 self.executor.landing(&into);
+                self.tell_of(id, What::Fetching(into.len()));
                 self.surroundings.read(id, &target, first, into);
             }
             Effect::StopRead(id) => self.surroundings.stop_read(id),
@@ -517,8 +535,12 @@ impl<S: Surroundings> EngineCore<S> {
 
     /// Takes a sequence off all books.
     fn strike(&mut self, id: SeqId, reason: FinishReason) -> Option<(Finished, Live)> {
+        let told = self.scheduler.sequence(id).map(telling::told_at_end);
         let finished = self.scheduler.finish(id, reason)?;
         let live = self.live.remove(&id).expect("what is scheduled is live");
+        if let Some(told) = told {
+            self.tell_ended(id, &live, reason, told);
+        }
         if let (Finished::Unfinished, Some(early)) = (&finished, &live.early) {
             self.surroundings.release(early.handle, "unfinished");
         }

@@ -21,6 +21,7 @@ use baton_connector::multi::first_that_knows;
 use baton_connector::transport::{Readiness, TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader, RequestId, Time};
 
+use crate::event_log::{RankLog, What};
 use crate::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
 
@@ -36,6 +37,7 @@ pub struct LeaseDesk {
     fingerprint: u64,
     mailbox: Arc<Mailbox>,
     metrics: Arc<EngineMetrics>,
+    log: RankLog,
     /// The desks of the other ranks of this process.
     siblings: OnceLock<Vec<Weak<LeaseDesk>>>,
 }
@@ -49,6 +51,7 @@ impl LeaseDesk {
         fingerprint: u64,
         mailbox: Arc<Mailbox>,
         metrics: Arc<EngineMetrics>,
+        log: RankLog,
     ) -> Self {
         Self {
             ledger: Mutex::new(Ledger::new(terms)),
@@ -59,6 +62,7 @@ impl LeaseDesk {
             fingerprint,
             mailbox,
             metrics,
+            log,
             siblings: OnceLock::new(),
         }
     }
@@ -114,7 +118,7 @@ impl LeaseDesk {
     /// # Errors
     /// [`OpenRefused`] gives the grant back.
     pub fn open(&self, grant: Grant) -> Result<Duration, OpenRefused> {
-        self.opened(grant, Ledger::open)
+        self.opened(grant, false, Ledger::open)
     }
 
     /// Lends the blocks of a request that still computes, of which the first `ready` are final.
@@ -122,7 +126,7 @@ impl LeaseDesk {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_growing(&self, grant: Grant, ready: usize) -> Result<Duration, OpenRefused> {
-        let opened = self.opened(grant, |ledger, grant, now| ledger.open_growing(grant, ready, now));
+        let opened = self.opened(grant, true, |ledger, grant, now| ledger.open_growing(grant, ready, now));
         if opened.is_ok() {
             self.metrics.early_lease();
         }
@@ -132,13 +136,21 @@ impl LeaseDesk {
     fn opened(
         &self,
         grant: Grant,
+        growing: bool,
         open: impl FnOnce(&mut Ledger, Grant, Time) -> Result<Duration, OpenRefused>,
     ) -> Result<Duration, OpenRefused> {
-        let blocks = grant.blocks.len() as u64;
-        let opened = self.with(|ledger, now| open(ledger, grant, now));
+        let (blocks, request) = (grant.blocks.len(), grant.request.clone());
+        let opened = self.with(|ledger, now| {
+            let opened = open(ledger, grant, now);
+            if let Ok(left) = opened {
+                // Before anybody can end it.
+                self.log.tell(&request, 0, What::Lent { blocks, left: (!growing).then_some(left) });
+            }
+            opened
+        });
         self.deadline_moved.notify_one();
         if opened.is_ok() {
-            self.metrics.lease_opened(blocks);
+            self.metrics.lease_opened(blocks as u64);
         }
         opened
     }
@@ -228,6 +240,13 @@ impl LeaseDesk {
     fn hand_over(&self, settled: Vec<baton_connector::ledger::Settled>) {
         for lease in &settled {
             self.metrics.lease_settled(lease);
+            let ended = What::LeaseEnded {
+                reason: lease.reason.clone(),
+                blocks: lease.blocks.len(),
+                readers: lease.readers,
+                held: lease.held,
+            };
+            self.log.tell(&lease.request, 0, ended);
             let (done, expected) = lease.readers;
             let held = lease.held.as_secs_f64();
             match lease.cause {

@@ -13,6 +13,7 @@ pub mod digests;
 pub mod dp_rank;
 pub mod engine;
 pub mod engine_core;
+pub mod event_log;
 pub mod executor;
 pub mod kv_rank;
 pub mod lease_desk;

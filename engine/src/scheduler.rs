@@ -174,6 +174,8 @@ pub struct Scheduler {
     lent_by: HashMap<BlockId, SeqId>,
     offload: Option<Offload>,
     effects: Vec<Effect>,
+    /// Finished sequences whose last block has come back since the last look.
+    home: Vec<SeqId>,
     preemptions: u64,
     ignored: u64,
 }
@@ -205,6 +207,7 @@ impl Scheduler {
             lent_by: HashMap::new(),
             offload: None,
             effects: Vec::new(),
+            home: Vec::new(),
             preemptions: 0,
             ignored: 0,
         }
@@ -294,7 +297,9 @@ impl Scheduler {
             };
             connectors.apply(multi::Event::Answered(child, answer));
         }
-        if !connectors.is_free() {
+        if connectors.is_free() {
+            self.home.push(id);
+        } else {
             self.departing.insert(id, connectors);
         }
         Some(finished)
@@ -349,6 +354,12 @@ impl Scheduler {
     #[must_use]
     pub fn is_stopping(&self, id: SeqId) -> bool {
         self.stopping.contains_key(&id)
+    }
+
+    /// Finished sequences that hold no block any more, since the last look: neither they nor their lease, nor a fetch
+    /// that comes to rest, nor a store. Each is told once.
+    pub fn take_home(&mut self) -> Vec<SeqId> {
+        std::mem::take(&mut self.home)
     }
 
     /// Whether a transfer may write into this block.

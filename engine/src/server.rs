@@ -6,7 +6,7 @@
 //! | `GET /v1/models`, `/v1/models/{id}` | what is served |
 //! | `POST /tokenize`, `/detokenize` | the model's tokenizer |
 //! | `GET /health`, `/version`, `/metrics` | for operators |
-//! | `POST /kv/release`, `/abort_requests`, `/reset_prefix_cache`, `GET /debug/kv`, `/debug/kv/digests` | for the cluster |
+//! | `POST /kv/release`, `/abort_requests`, `/reset_prefix_cache`, `GET /debug/kv`, `/debug/kv/digests`, `/debug/kv/events` | for the cluster |
 //!
 //! A client that closes its connection drops its task, and with it every guard of its sequences: they are
 //! aborted, streamed or not, before or after the first token.
@@ -37,6 +37,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::dp_rank::DpRank;
+use crate::event_log::EventLog;
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::tokenizer::Tokenizer;
@@ -110,6 +111,8 @@ pub struct Frontend {
     pub cores: Vec<Arc<DpRank>>,
     /// Counters of what is of no core.
     pub metrics: Arc<EngineMetrics>,
+    /// What happened to requests.
+    pub log: Arc<EventLog>,
     /// The next sequence's id.
     pub next_sequence: AtomicU64,
 }

@@ -11,6 +11,7 @@ use baton_connector::offload::TransferId;
 use baton_connector::{BlockId, Epoch, Handle, RequestId};
 
 use crate::engine_core::{EngineCore, Fact, ProducerAddress, Surroundings};
+use crate::event_log::{RankLog, What};
 use crate::executor::Executor;
 use crate::lease_desk::LeaseDesk;
 use crate::mailbox::Mailbox;
@@ -42,6 +43,8 @@ pub struct Parts {
     pub address: ProducerAddress,
     /// What moves blocks between the tiers, if there are any.
     pub offload: Option<Arc<Workers>>,
+    /// Where it is written down what happens to requests.
+    pub log: RankLog,
 }
 
 /// See the module's documentation.
@@ -57,7 +60,8 @@ impl StepLoop {
     /// A loop that has not started.
     #[must_use]
     pub fn new(parts: Parts) -> Self {
-        let Parts { executor, scheduler, mailbox, desk, peers, metrics, status, address, offload } = parts;
+        let Parts { executor, scheduler, mailbox, desk, peers, metrics, status, address, offload, log } =
+            parts;
         let tier_metrics = offload.is_some().then(|| metrics.tiers(executor.layout().block_bytes()));
         let world = World {
             desk,
@@ -66,6 +70,7 @@ impl StepLoop {
             status: Arc::clone(&status),
             address,
             offload,
+            log,
         };
         Self { core: EngineCore::new(executor, scheduler, world), mailbox, metrics, tier_metrics, status }
     }
@@ -114,6 +119,7 @@ struct World {
     status: Arc<StatusBoard>,
     address: ProducerAddress,
     offload: Option<Arc<Workers>>,
+    log: RankLog,
 }
 
 impl Surroundings for World {
@@ -197,6 +203,10 @@ impl Surroundings for World {
 
     fn revoke(&mut self, id: TransferId) -> bool {
         self.offload.as_ref().is_some_and(|workers| workers.revoke(id))
+    }
+
+    fn tell(&self, request: &RequestId, index: u32, what: What) {
+        self.log.tell(request, index, what);
     }
 
     fn note(&self, fact: Fact<'_>) {

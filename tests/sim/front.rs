@@ -142,6 +142,7 @@ impl Sim {
             leader = leader.or(Some(sequence.id));
             open.push((index, sequence.id));
             let submission = Submission {
+                tag: None,
                 sequence,
                 sampling: SamplingParams::default(),
                 index,

@@ -1,5 +1,6 @@
 //! What passes between an engine core and its front ends.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use baton_connector::fetch::FailureKind;
@@ -20,6 +21,8 @@ pub struct Submission {
     pub sampling: SamplingParams,
     /// Which choice of its request it is.
     pub index: u32,
+    /// The request's tag in the event log.
+    pub tag: Option<Arc<str>>,
     /// Takes every event of the sequence; room for all of them (`max_new + 3`) or more.
     pub outbox: Sender<(u32, SeqEvent)>,
     /// Where its blocks come from.

@@ -8,6 +8,7 @@ use baton_connector::offload::TransferId;
 use baton_connector::{BlockId, Epoch, Handle, RequestId};
 
 use super::ProducerAddress;
+use crate::event_log::What;
 use crate::offload::Order;
 use crate::peers::FetchTarget;
 use crate::sequence::{FinishReason, SeqId};
@@ -90,6 +91,11 @@ pub trait Surroundings {
 
     /// Something to be counted.
     fn note(&self, fact: Fact<'_>);
+
+    /// Something to be written down about one choice of a request.
+    fn tell(&self, request: &RequestId, index: u32, what: What) {
+        let _ = (request, index, what);
+    }
 }
 
 /// What an engine core has seen happen.

@@ -64,7 +64,8 @@ fn a_lease_that_ends_by_expiry_leaves_one_line_and_one_count_and_no_other_does()
     let terms = LeaseTerms { duration: Duration::from_millis(500), ..LeaseTerms::default() };
     let metrics = Arc::new(EngineMetrics::new("m"));
     let mailbox = Arc::new(Mailbox::new(1));
-    let desk = LeaseDesk::new(terms, Epoch(1), 2, Arc::clone(&mailbox), Arc::clone(&metrics));
+    let log = RankLog::new(&Arc::default(), 0);
+    let desk = LeaseDesk::new(terms, Epoch(1), 2, Arc::clone(&mailbox), Arc::clone(&metrics), log);
     let heard = Heard::default();
     tracing::subscriber::with_default(heard.clone(), || {
         for (handle, expected) in [(1, 2), (2, 1), (3, 1)] {

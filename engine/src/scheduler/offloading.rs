@@ -471,6 +471,7 @@ impl Scheduler {
             && connectors.apply(MultiEvent::LetGo(child)).contains(&MultiAction::FreeBlocks)
         {
             self.departing.remove(&id);
+            self.home.push(id);
         }
     }
 }

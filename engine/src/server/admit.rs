@@ -16,6 +16,7 @@ use super::{Frontend, Role, control};
 use crate::block_hash::prompt_fingerprint;
 use crate::dp_rank::Seat;
 use crate::engine_core::{SeqEvent, Submission};
+use crate::event_log;
 use crate::sampling::SamplingParams;
 use crate::sequence::{NewSequence, Purpose, SeqId, StopRule};
 
@@ -97,6 +98,7 @@ pub(super) fn admit(
         }
         Intent::Consume(_) => Purpose::Consume(Fetch::new(frontend.load_failure)),
     });
+    let tag = event_log::tag(request.user.as_deref());
     let mut submissions = Vec::with_capacity(sequences);
     for (at, prompt) in prompts.iter().enumerate() {
         let mut leader = None;
@@ -117,7 +119,8 @@ pub(super) fn admit(
             };
             leader = leader.or(Some(sequence.id));
             let outbox: Sender<_> = outbox.clone();
-            submissions.push(Submission { sequence, sampling, index, outbox, target: None, arrived });
+            let (target, tag) = (None, tag.clone());
+            submissions.push(Submission { sequence, sampling, index, tag, outbox, target, arrived });
         }
     }
     Ok(Admitted { submissions, events, prompts, handoff: None, seat })

@@ -1,6 +1,7 @@
 //! Everything but generating: models, tokenizer, health, metrics, and the verbs of the cluster.
 //!
-//! The cluster's verbs (`/kv/release`, `/abort_requests`, `/reset_prefix_cache`, `/debug/kv`, `/debug/kv/digests`) and
+//! The cluster's verbs (`/kv/release`, `/abort_requests`, `/reset_prefix_cache`, `/debug/kv`, `/debug/kv/digests`,
+//! `/debug/kv/events`) and
 //! requests that carry `kv_transfer_params` are for routers and engines, never for clients. Where a cluster secret is
 //! configured (beyond loopback one must be) they need it in the header `x-baton-cluster-secret`.
 

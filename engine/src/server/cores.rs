@@ -10,6 +10,7 @@ use hyper::header::HeaderMap;
 
 use super::Frontend;
 use crate::dp_rank::{DpRank, Seat};
+use crate::event_log::What;
 use crate::mailbox::{Legs, Undelivered};
 
 /// Pins a request, or a verb, to one data-parallel rank.
@@ -71,6 +72,7 @@ impl Frontend {
         };
         for core in cores {
             // The lease first: a request that finishes just now must not open one after this.
+            core.log.tell(id, 0, What::Abort("verb"));
             if legs != Legs::Decode {
                 let reply = core.desk.release_request(id, "aborted");
                 answer = if reply == ReleaseReply::Unknown { answer } else { reply.label() };

@@ -1,5 +1,7 @@
 //! `GET /debug/kv`: blocks by state, requests by phase, leases by age and why they are held; the sums over all cores,
-//! and each core by itself.
+//! and each core by itself. `GET /debug/kv/events`: what happened, step by step.
+
+use std::time::Duration;
 
 use baton_connector::lease::State;
 use baton_connector::ledger::LeaseView;
@@ -12,6 +14,7 @@ use super::Frontend;
 use super::control::authorize;
 use super::http::{self, Reply};
 use crate::dp_rank::DpRank;
+use crate::event_log::Page;
 use crate::offload::{Fault, OffloadCounts, TierCounts};
 
 /// Leases shown of each core; the oldest first.
@@ -70,6 +73,37 @@ fn books(core: &DpRank) -> Value {
         "steps": status.steps,
         "failed": status.failed,
     })
+}
+
+/// How long a reader of events may wait for one.
+const EVENTS_WAIT_MAX: Duration = Duration::from_secs(10);
+/// Events on one page.
+const EVENTS_SHOWN: usize = 10_000;
+
+/// `GET /debug/kv/events?after=SEQ&wait_ms=MS&limit=N`: the events that follow number `after` (0: the oldest kept;
+/// `latest`: none, but the number of the latest), as soon as there is one or after `wait_ms`.
+pub(super) async fn events(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
+    authorize(frontend, request.headers())?;
+    let query = request.uri().query().unwrap_or_default();
+    let field = |name: &str| query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
+    let number = |name: &'static str, default: u64, most: u64| match field(name).map(str::parse::<u64>) {
+        None => Ok(default),
+        Some(Ok(number)) if number <= most => Ok(number),
+        Some(_) => Err(ApiError::invalid(name, format!("`{name}` must be a number of at most {most}"))),
+    };
+    let wait = Duration::from_millis(number("wait_ms", 0, EVENTS_WAIT_MAX.as_millis() as u64)?);
+    let limit = number("limit", EVENTS_SHOWN as u64, EVENTS_SHOWN as u64)?.max(1) as usize;
+    let log = &frontend.log;
+    let page = match field("after") {
+        Some("latest") => Page { next: log.latest(), lost: 0, events: Vec::new() },
+        _ => log.page_within(number("after", 0, u64::MAX)?, limit, wait).await,
+    };
+    let desk = &frontend.cores[0].desk;
+    let body = json!({
+        "engine": {"epoch": desk.epoch().to_string(), "role": frontend.role.label(), "model": frontend.model},
+        "now_us": log.now_us(), "next": page.next, "lost": page.lost, "events": page.events,
+    });
+    Ok(http::json(StatusCode::OK, body.to_string()))
 }
 
 /// What the tiers hold and did.

@@ -202,7 +202,7 @@ impl Exchange {
         };
         let counted = Counted { prompt: prompts.iter().map(Vec::len).sum(), ..Counted::default() };
         Ok(Self {
-            guard: SequenceGuard::new(seat, ids),
+            guard: SequenceGuard::new(seat, id.clone(), ids),
             open: choices.len(),
             frontend,
             request,

@@ -4,26 +4,29 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use baton_connector::Handle;
 use baton_connector::fetch::Reason;
+use baton_connector::{Handle, RequestId};
 use baton_openai::ApiError;
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
 use super::rejection::Cause;
 use crate::dp_rank::{DpRank, Seat};
+use crate::event_log::What;
 use crate::peers::FetchTarget;
 use crate::sequence::{FinishReason, SeqId};
 
 /// The sequences of one request. Those that have not ended when it is dropped are aborted: the client is gone.
 pub(super) struct SequenceGuard {
     seat: Seat,
-    open: Vec<SeqId>,
+    request: RequestId,
+    /// With which choice each is.
+    open: Vec<(SeqId, u32)>,
 }
 
 impl SequenceGuard {
-    pub(super) fn new(seat: Seat, open: Vec<SeqId>) -> Self {
-        Self { seat, open }
+    pub(super) fn new(seat: Seat, request: RequestId, sequences: Vec<SeqId>) -> Self {
+        Self { seat, request, open: sequences.into_iter().zip(0..).collect() }
     }
 
     /// The core that has the sequences.
@@ -33,7 +36,7 @@ impl SequenceGuard {
 
     /// The sequence has ended by itself.
     pub(super) fn ended(&mut self, id: SeqId) {
-        self.open.retain(|open| *open != id);
+        self.open.retain(|(open, _)| *open != id);
     }
 
     /// The front end has what it wants of this sequence (a stop string was found).
@@ -45,7 +48,8 @@ impl SequenceGuard {
 
 impl Drop for SequenceGuard {
     fn drop(&mut self) {
-        for id in self.open.drain(..) {
+        for (id, index) in self.open.drain(..) {
+            self.seat.log.tell(&self.request, index, What::Abort("disconnect"));
             self.seat.mailbox.end(id, FinishReason::Abort);
         }
     }

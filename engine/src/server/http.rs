@@ -36,6 +36,7 @@ pub(super) async fn route(frontend: Arc<Frontend>, _peer: SocketAddr, request: R
         (&Method::POST, "/abort_requests") => control::abort(&frontend, request).await,
         (&Method::POST, "/reset_prefix_cache") => control::reset_prefix_cache(&frontend, &request),
         (&Method::GET, "/debug/kv") => debug::debug_kv(&frontend, &request),
+        (&Method::GET, "/debug/kv/events") => debug::events(&frontend, request).await,
         (&Method::GET, "/debug/kv/digests") => control::kv_digests(&frontend, request).await,
         (&Method::GET, "/v1/models") => Ok(control::models(&frontend)),
         (&Method::GET, "/health" | "/ping") => Ok(control::health(&frontend)),
@@ -63,9 +64,8 @@ fn allowed(path: &str) -> Option<&'static str> {
         | "/kv/release"
         | "/abort_requests"
         | "/reset_prefix_cache" => Some("POST"),
-        "/v1/models" | "/health" | "/ping" | "/version" | "/metrics" | "/debug/kv" | "/debug/kv/digests" => {
-            Some("GET")
-        }
+        "/v1/models" | "/health" | "/ping" | "/version" | "/metrics" | "/debug/kv" | "/debug/kv/digests"
+        | "/debug/kv/events" => Some("GET"),
         _ => None,
     }
 }

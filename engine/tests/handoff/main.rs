@@ -12,6 +12,7 @@ mod device;
 mod digests;
 mod early;
 mod equality;
+mod events;
 mod exact;
 mod full;
 mod http;
