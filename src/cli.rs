@@ -34,6 +34,8 @@ pub(crate) enum Command {
     Check(CheckArgs),
     /// Say why a request went where it went, or where one would go
     Explain(ExplainArgs),
+    /// Watch a deployment: blocks by state, leases and why they are held, requests by phase
+    Top(Box<baton_bench::top::TopArgs>),
     /// API keys of the router's clients
     Key(KeyArgs),
     /// Compare the engine with golden outputs made by make_tiny.py

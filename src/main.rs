@@ -33,6 +33,7 @@ fn main() -> ExitCode {
         cli::Command::Router(args) => router::run(&args),
         cli::Command::Check(args) => router::check(&args),
         cli::Command::Explain(args) => explain::run(&args),
+        cli::Command::Top(args) => baton_bench::top::run(&args, &mut std::io::stdout()),
         cli::Command::Key(args) => {
             router::key(&args.verb);
             Ok(())

@@ -7,6 +7,7 @@ pub mod lease;
 pub mod router;
 mod running;
 pub mod sim_engine;
+pub mod top;
 pub mod transfer;
 mod web;
 

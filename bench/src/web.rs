@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
 use hyper::{Method, Request, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
@@ -15,6 +15,9 @@ use serde_json::Value;
 
 /// An answer is not read beyond this.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
+
+/// The header that engines ask the cluster's own callers for.
+const CLUSTER_SECRET: &str = "x-baton-cluster-secret";
 
 /// Why something was not learnt from a part of the deployment.
 #[derive(Debug, thiserror::Error)]
@@ -54,6 +57,8 @@ impl WebError {
 pub(crate) struct Origin {
     authority: String,
     bearer: Option<String>,
+    /// The cluster's, which engines ask for.
+    secret: Option<HeaderValue>,
     client: Client<HttpConnector, Full<Bytes>>,
 }
 
@@ -68,7 +73,12 @@ impl Origin {
         if !parsed.is_ok_and(|authority| authority.port().is_some()) {
             return Err(WebError::Url(url.to_owned()));
         }
-        Ok(Self { authority, bearer: None, client: Client::builder(TokioExecutor::new()).build_http() })
+        Ok(Self {
+            authority,
+            bearer: None,
+            secret: None,
+            client: Client::builder(TokioExecutor::new()).build_http(),
+        })
     }
 
     /// Shows the first line of this file as a bearer token.
@@ -80,6 +90,24 @@ impl Origin {
             let text = std::fs::read_to_string(file)
                 .map_err(|error| WebError::Secret(file.display().to_string(), error))?;
             self.bearer = Some(format!("Bearer {}", text.lines().next().unwrap_or_default().trim()));
+        }
+        Ok(self)
+    }
+
+    /// Shows the first line of this file as the cluster's secret.
+    ///
+    /// # Errors
+    /// When it cannot be read, or is no secret.
+    pub(crate) fn with_secret_file(mut self, file: Option<&Path>) -> Result<Self, WebError> {
+        if let Some(file) = file {
+            let named = || file.display().to_string();
+            let text = std::fs::read_to_string(file).map_err(|error| WebError::Secret(named(), error))?;
+            let mut secret =
+                HeaderValue::from_str(text.lines().next().unwrap_or_default().trim()).map_err(|_| {
+                    WebError::Secret(named(), std::io::Error::other("not one line of printable ASCII"))
+                })?;
+            secret.set_sensitive(true);
+            self.secret = Some(secret);
         }
         Ok(self)
     }
@@ -146,6 +174,9 @@ impl Origin {
         let mut request = Request::builder().method(method).uri(&url);
         if let Some(bearer) = &self.bearer {
             request = request.header(AUTHORIZATION, bearer);
+        }
+        if let Some(secret) = &self.secret {
+            request = request.header(CLUSTER_SECRET, secret);
         }
         if !body.is_empty() {
             request = request.header(CONTENT_TYPE, "application/json");

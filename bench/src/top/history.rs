@@ -92,9 +92,7 @@ impl History {
         let mut causes: Vec<_> =
             self.rates.iter().filter(|(_, rates)| rates.total > 0).map(|(c, r)| (c.as_str(), r)).collect();
         let latest = |rates: &Rates| rates.per_second.iter().sum::<f64>();
-        causes.sort_by(|(_, a), (_, b)| {
-            latest(b).total_cmp(&latest(a)).then_with(|| b.total.cmp(&a.total))
-        });
+        causes.sort_by(|(_, a), (_, b)| latest(b).total_cmp(&latest(a)).then_with(|| b.total.cmp(&a.total)));
         causes
     }
 
@@ -113,7 +111,10 @@ mod tests {
     fn look(at_us: u64, epoch: &str, done: u64, gone: u64) -> Snapshot {
         let releases = BTreeMap::from([("transfer_done".to_owned(), done), ("client_gone".to_owned(), gone)]);
         let engine = EngineView {
-            engine: "p:1".to_owned(), epoch: Some(epoch.to_owned()), releases, ..EngineView::default()
+            engine: "p:1".to_owned(),
+            epoch: Some(epoch.to_owned()),
+            releases,
+            ..EngineView::default()
         };
         Snapshot { at_us, engines: vec![engine], ..Snapshot::default() }
     }

@@ -6,9 +6,7 @@
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use baton_router::snapshot::{
-    EngineEvents, EngineView, RouterView, Snapshot, Source, Timeline, concerns,
-};
+use baton_router::snapshot::{EngineEvents, EngineView, RouterView, Snapshot, Source, Timeline, concerns};
 use futures::future::join_all;
 
 use crate::web::{Origin, WebError};
@@ -43,10 +41,8 @@ impl Sources {
 
     /// Asks everybody at once. Who does not answer is in it as such.
     pub(crate) async fn snapshot(&self) -> Snapshot {
-        let (mut views, engines) = tokio::join!(
-            join_all(self.admins.iter().map(router)),
-            join_all(self.engines.iter().map(engine))
-        );
+        let (mut views, engines) =
+            tokio::join!(join_all(self.admins.iter().map(router)), join_all(self.engines.iter().map(engine)));
         views.push(Snapshot { at_us: now_us(), ..Snapshot::default() });
         views.extend(engines);
         Snapshot::merge(views)
@@ -147,7 +143,9 @@ async fn events_of(origin: &Origin, id: &str) -> EngineEvents {
         found.ahead_us = EngineEvents::ahead(now, asked_us, now_us());
         let events = page["events"].as_array().map_or(&[][..], Vec::as_slice);
         found.events.extend(events.iter().filter(|event| concerns(event, id)).cloned());
-        let Some(next) = page["next"].as_u64().filter(|next| *next > after && !events.is_empty()) else { break };
+        let Some(next) = page["next"].as_u64().filter(|next| *next > after && !events.is_empty()) else {
+            break;
+        };
         after = next;
     }
     found
@@ -158,4 +156,3 @@ pub(crate) fn now_us() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
 }
-

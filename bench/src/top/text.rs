@@ -76,6 +76,9 @@ mod tests {
         let spans = [0, 999, 1_000, 59_949, 60_000, 3_599_999, 360_000_000].map(span);
         assert_eq!(spans, ["0ms", "999ms", "1.0s", "59.9s", "1m00s", "59m59s", "100h00m"]);
         assert_eq!([9_999, 10_000, 1_500_000, 2_000_000_000].map(short), ["9999", "10k", "1.5M", "2G"]);
-        assert_eq!((fit("abcdef", 4), fit("abc", 3), fit("abc", 0)), ("abc…".into(), "abc".into(), String::new()));
+        assert_eq!(
+            (fit("abcdef", 4), fit("abc", 3), fit("abc", 0)),
+            ("abc…".into(), "abc".into(), String::new())
+        );
     }
 }
