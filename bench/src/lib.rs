@@ -1,14 +1,20 @@
 //! Measures running systems and their parts, against baselines from the same run.
 
+pub mod disconnect;
+pub mod doctor;
 pub mod engine;
 pub mod gpu;
 pub mod handoff;
 pub mod lease;
+#[allow(dead_code, unused_imports)] // until all who need it are there
+mod load;
+mod machine;
 pub mod router;
 mod running;
 pub mod sim_engine;
 pub mod top;
 pub mod transfer;
+#[allow(dead_code, unused_imports)] // until all who need it are there
 mod web;
 
 use std::io::Write;
@@ -36,6 +42,10 @@ pub enum Benchmark {
     Lease(lease::LeaseOptions),
     /// What the router adds to a request, against a client that makes both hops itself
     Router(router::RouterArgs),
+    /// What clients that leave cost a deployment: a report, and every raw event beside it
+    Disconnect(Box<disconnect::DisconnectOptions>),
+    /// The report of `disconnect` again, from its raw events
+    Report(disconnect::ReportOptions),
 }
 
 /// Why a benchmark did not finish.
@@ -56,5 +66,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(lease::run(&options, out)?),
         Benchmark::Router(options) => Ok(router::run(&options, out)?),
+        Benchmark::Disconnect(options) => disconnect::run(&options, out),
+        Benchmark::Report(options) => disconnect::report(&options, out),
     }
 }

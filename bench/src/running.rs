@@ -1,9 +1,12 @@
-//! An engine as a process of its own, that ends with whoever measures it.
+//! This program in other roles, as processes of their own that end with whoever measures them.
 
 use std::io::{self, BufRead, BufReader};
 use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+
+/// How long a process gets to end by itself.
+const END_WITHIN: Duration = Duration::from_secs(5);
 
 /// A process that ends with this value.
 pub(crate) struct Running {
@@ -13,25 +16,47 @@ pub(crate) struct Running {
 impl Running {
     /// Starts this program's engine on a free port of loopback, with these options besides.
     pub(crate) fn start(options: &[String]) -> io::Result<Self> {
+        let engine = ["engine", "--listen", "127.0.0.1:0"].map(str::to_owned);
+        Self::run(&[&engine, options].concat(), Stdio::inherit())
+    }
+
+    /// Starts this program with these arguments; what it logs goes where it is told.
+    pub(crate) fn run(arguments: &[String], log: impl Into<Stdio>) -> io::Result<Self> {
         let child = Command::new(std::env::current_exe()?)
-            .args(["engine", "--listen", "127.0.0.1:0", "--until-stdin-ends"])
-            .args(options)
+            .args(arguments)
+            .arg("--until-stdin-ends")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
+            .stderr(log)
             .spawn()?;
         Ok(Self { child })
     }
 
     /// The address it says it serves.
     pub(crate) fn ready(&mut self) -> io::Result<SocketAddr> {
+        let line = self.ready_line()?;
+        word(&line, "http")?.parse().map_err(io::Error::other)
+    }
+
+    /// What it says when it is ready: `ready NAME=VALUE …`. See [`word`].
+    pub(crate) fn ready_line(&mut self) -> io::Result<String> {
         let out = self.child.stdout.take().ok_or_else(|| io::Error::other("no output"))?;
-        for line in BufReader::new(out).lines() {
-            if let Some((_, rest)) = line?.split_once("ready http=") {
-                return rest.split(' ').next().unwrap_or_default().parse().map_err(io::Error::other);
+        let mut lines = BufReader::new(out).lines();
+        while let Some(line) = lines.next() {
+            let line = line?;
+            if line.contains("ready http=") {
+                // What it says later must not fill its pipe.
+                std::thread::Builder::new().name("bench-drain".into()).spawn(move || lines.for_each(drop))?;
+                return Ok(line);
             }
         }
         Err(io::Error::other("it ended before it was ready"))
+    }
+
+    /// Ends it at once, as a crash does.
+    pub(crate) fn kill(&mut self) -> io::Result<()> {
+        self.child.kill()?;
+        self.child.wait().map(drop)
     }
 
     /// Resident memory, bytes.
@@ -43,12 +68,18 @@ impl Running {
     }
 }
 
+/// A value of a "ready" line.
+pub(crate) fn word<'a>(line: &'a str, name: &str) -> io::Result<&'a str> {
+    let value = line.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+    value.ok_or_else(|| io::Error::other(format!("`{line}` does not say its {name}")))
+}
+
 impl Drop for Running {
     fn drop(&mut self) {
         drop(self.child.stdin.take());
         let begun = Instant::now();
         while matches!(self.child.try_wait(), Ok(None)) {
-            if begun.elapsed() > Duration::from_secs(5) {
+            if begun.elapsed() > END_WITHIN {
                 let _ = self.child.kill();
             }
             #[allow(clippy::disallowed_methods)] // between two looks at whether a process has ended

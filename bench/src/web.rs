@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE};
 use hyper::{Method, Request, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
@@ -15,9 +15,6 @@ use serde_json::Value;
 
 /// An answer is not read beyond this.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
-
-/// The header that engines ask the cluster's own callers for.
-const CLUSTER_SECRET: &str = "x-baton-cluster-secret";
 
 /// Why something was not learnt from a part of the deployment.
 #[derive(Debug, thiserror::Error)]
@@ -57,8 +54,8 @@ impl WebError {
 pub(crate) struct Origin {
     authority: String,
     bearer: Option<String>,
-    /// The cluster's, which engines ask for.
-    secret: Option<HeaderValue>,
+    /// What engines want to see of their cluster.
+    secret: Option<String>,
     client: Client<HttpConnector, Full<Bytes>>,
 }
 
@@ -86,29 +83,16 @@ impl Origin {
     /// # Errors
     /// When it cannot be read.
     pub(crate) fn with_token_file(mut self, file: Option<&Path>) -> Result<Self, WebError> {
-        if let Some(file) = file {
-            let text = std::fs::read_to_string(file)
-                .map_err(|error| WebError::Secret(file.display().to_string(), error))?;
-            self.bearer = Some(format!("Bearer {}", text.lines().next().unwrap_or_default().trim()));
-        }
+        self.bearer = file.map(first_line).transpose()?.map(|token| format!("Bearer {token}"));
         Ok(self)
     }
 
     /// Shows the first line of this file as the cluster's secret.
     ///
     /// # Errors
-    /// When it cannot be read, or is no secret.
+    /// When it cannot be read.
     pub(crate) fn with_secret_file(mut self, file: Option<&Path>) -> Result<Self, WebError> {
-        if let Some(file) = file {
-            let named = || file.display().to_string();
-            let text = std::fs::read_to_string(file).map_err(|error| WebError::Secret(named(), error))?;
-            let mut secret =
-                HeaderValue::from_str(text.lines().next().unwrap_or_default().trim()).map_err(|_| {
-                    WebError::Secret(named(), std::io::Error::other("not one line of printable ASCII"))
-                })?;
-            secret.set_sensitive(true);
-            self.secret = Some(secret);
-        }
+        self.secret = file.map(first_line).transpose()?;
         Ok(self)
     }
 
@@ -176,7 +160,7 @@ impl Origin {
             request = request.header(AUTHORIZATION, bearer);
         }
         if let Some(secret) = &self.secret {
-            request = request.header(CLUSTER_SECRET, secret);
+            request = request.header("x-baton-cluster-secret", secret);
         }
         if !body.is_empty() {
             request = request.header(CONTENT_TYPE, "application/json");
@@ -196,6 +180,12 @@ impl Origin {
         };
         tokio::time::timeout(patience, answer).await.map_err(|_| WebError::Late(url.clone(), patience))?
     }
+}
+
+fn first_line(file: &Path) -> Result<String, WebError> {
+    let text =
+        std::fs::read_to_string(file).map_err(|error| WebError::Secret(file.display().to_string(), error))?;
+    Ok(text.lines().next().unwrap_or_default().trim().to_owned())
 }
 
 /// The samples of one scrape, in Prometheus' text format.

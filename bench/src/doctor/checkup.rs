@@ -123,7 +123,14 @@ impl Checkup {
         let mut text = String::new();
         for line in &self.lines {
             // A String takes whatever is written.
-            let _ = writeln!(text, "{:<7}  {:<check$}  {:<of$}  {}", line.mark.label(), line.check, line.of, line.told);
+            let _ = writeln!(
+                text,
+                "{:<7}  {:<check$}  {:<of$}  {}",
+                line.mark.label(),
+                line.check,
+                line.of,
+                line.told
+            );
         }
         let _ = writeln!(text, "\n{}", self.summary());
         text
@@ -131,9 +138,7 @@ impl Checkup {
 
     /// For machines.
     pub(super) fn json(&self) -> Value {
-        let line = |line: &Line| {
-            json!({"mark": line.mark.label(), "check": line.check, "of": line.of, "told": line.told})
-        };
+        let line = |line: &Line| json!({"mark": line.mark.label(), "check": line.check, "of": line.of, "told": line.told});
         json!({
             "verdict": match self.verdict() {
                 Verdict::Healthy => "healthy",

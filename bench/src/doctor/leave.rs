@@ -26,8 +26,8 @@ const QUIET: Duration = Duration::from_millis(150);
 const TIMER_IS_LATE: Duration = Duration::from_micros(1_300);
 /// Words of prompts.
 const WORDS: [&str; 16] = [
-    "the", "red", "box", "holds", "a", "key", "and", "dog", "runs", "to", "house", "of", "Paris", "with", "two",
-    "old",
+    "the", "red", "box", "holds", "a", "key", "and", "dog", "runs", "to", "house", "of", "Paris", "with",
+    "two", "old",
 ];
 
 /// What is asked and how often.
@@ -53,7 +53,9 @@ pub(super) async fn exactly(client: &Client, engines: &[&Engine], terms: &Terms,
     let prefix = format!("baton-doctor-{:x}-{:x}-", std::process::id(), now_us());
     let log = match Log::follow(engines, &prefix).await {
         Ok(log) => log,
-        Err(error) => return checkup.fail("disconnects", "", format!("the event logs cannot be followed: {error}")),
+        Err(error) => {
+            return checkup.fail("disconnects", "", format!("the event logs cannot be followed: {error}"));
+        }
     };
     let mut doctor =
         Doctor { client, log, terms, prefix, number: 0, spans: BTreeMap::new(), proofs: BTreeMap::new() };
@@ -115,9 +117,17 @@ impl Doctor<'_> {
                 return false;
             }
             let (blocks, engines) = made.life.freed();
-            let path = if made.life.was_handed_over() { "prefilled and decoded apart" } else { "served by one engine" };
+            let path = if made.life.was_handed_over() {
+                "prefilled and decoded apart"
+            } else {
+                "served by one engine"
+            };
             let took = made.call.e2e().as_secs_f64() * 1e3;
-            checkup.ok("request", how, format!("{path}, {took:.1} ms; {blocks} blocks of {engines} engines came back"));
+            checkup.ok(
+                "request",
+                how,
+                format!("{path}, {took:.1} ms; {blocks} blocks of {engines} engines came back"),
+            );
         }
         true
     }
@@ -173,7 +183,8 @@ impl Doctor<'_> {
 
     fn tell(&self, phase: Phase, hit: &BTreeMap<&'static str, u32>, checkup: &mut Checkup) {
         let Some(proof) = self.proofs.get(&phase) else {
-            let seen = hit.iter().map(|(what, times)| format!("{times} in {what}")).collect::<Vec<_>>().join(", ");
+            let seen =
+                hit.iter().map(|(what, times)| format!("{times} in {what}")).collect::<Vec<_>>().join(", ");
             let why = if seen.is_empty() {
                 "no request here comes through this phase".to_owned()
             } else {
@@ -186,7 +197,10 @@ impl Doctor<'_> {
         } else {
             let longest = proof.longest_us as f64 / 1e3;
             let engines = if proof.engines == 1 { "1 engine" } else { "2 engines" };
-            format!("{} blocks of {engines} came back, {longest:.1} ms after the client left at the latest", proof.blocks)
+            format!(
+                "{} blocks of {engines} came back, {longest:.1} ms after the client left at the latest",
+                proof.blocks
+            )
         };
         checkup.ok("disconnect", phase.label(), told);
     }

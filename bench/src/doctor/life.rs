@@ -135,12 +135,14 @@ impl Life {
 
     /// Another engine computed the prompt, and lent what it computed.
     pub(super) fn was_handed_over(&self) -> bool {
-        self.legs.values().any(|leg| leg.lent.is_some()) && self.legs.values().any(|leg| leg.fetching.is_some())
+        self.legs.values().any(|leg| leg.lent.is_some())
+            && self.legs.values().any(|leg| leg.fetching.is_some())
     }
 
     /// Who still holds something, and what.
     pub(super) fn open(&self) -> Vec<String> {
-        let of = |((engine, ..), leg): (&(String, String, u64), &Leg)| Some(format!("{engine}: {}", leg.open()?));
+        let of =
+            |((engine, ..), leg): (&(String, String, u64), &Leg)| Some(format!("{engine}: {}", leg.open()?));
         self.legs.iter().filter_map(of).collect()
     }
 
@@ -194,7 +196,8 @@ impl Life {
         if passed(client_token_us) {
             return Phase::Stream;
         }
-        let decoding = self.legs.values().filter(|leg| leg.lent.is_none()).filter_map(|leg| leg.first_token).min();
+        let decoding =
+            self.legs.values().filter(|leg| leg.lent.is_none()).filter_map(|leg| leg.first_token).min();
         if !streamed && passed(decoding) {
             return Phase::Unary;
         }
@@ -225,10 +228,21 @@ mod tests {
     /// A request that is handed over and decodes to its end.
     fn whole() -> Vec<Told> {
         [
-            ("p", 100, "queued"), ("p", 200, "started"), ("p", 300, "computed"), ("p", 301, "first_token"),
-            ("p", 310, "ended"), ("p", 312, "lent"), ("d", 350, "queued"), ("d", 400, "fetching"),
-            ("d", 500, "fetched"), ("p", 501, "lease_ended"), ("p", 502, "freed"), ("d", 600, "started"),
-            ("d", 650, "first_token"), ("d", 900, "ended"), ("d", 901, "freed"),
+            ("p", 100, "queued"),
+            ("p", 200, "started"),
+            ("p", 300, "computed"),
+            ("p", 301, "first_token"),
+            ("p", 310, "ended"),
+            ("p", 312, "lent"),
+            ("d", 350, "queued"),
+            ("d", 400, "fetching"),
+            ("d", 500, "fetched"),
+            ("p", 501, "lease_ended"),
+            ("p", 502, "freed"),
+            ("d", 600, "started"),
+            ("d", 650, "first_token"),
+            ("d", 900, "ended"),
+            ("d", 901, "freed"),
         ]
         .map(|(engine, at, kind)| told(engine, at, kind))
         .to_vec()

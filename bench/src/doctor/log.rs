@@ -116,7 +116,9 @@ impl Follower {
             self.after = page["next"].as_u64().unwrap_or(self.after);
             let mut by_tag = feed.lock();
             for event in page["events"].as_array().into_iter().flatten() {
-                let (Some(tag), Some(at)) = (event["tag"].as_str(), event["at_us"].as_u64()) else { continue };
+                let (Some(tag), Some(at)) = (event["tag"].as_str(), event["at_us"].as_u64()) else {
+                    continue;
+                };
                 if !tag.starts_with(&self.prefix) {
                     continue;
                 }

@@ -65,7 +65,7 @@ pub(super) struct Engine {
 pub(super) async fn look(site: &Site, checkup: &mut Checkup) -> Seen {
     let mut seen = Seen::default();
     door(site, &mut seen, checkup).await;
-    let mut engines: BTreeMap<String, (Option<Origin>, BTreeSet<(String, String)>)> = BTreeMap::new();
+    let mut engines = Pools::new();
     for origin in &site.engines {
         engines.insert(origin.authority().to_owned(), (Some(origin.clone()), BTreeSet::new()));
     }
@@ -82,7 +82,9 @@ pub(super) async fn look(site: &Site, checkup: &mut Checkup) -> Seen {
         );
         match origin {
             Ok(origin) => seen.engines.push(engine(origin, pools, checkup).await),
-            Err(WebError::Url(url)) => checkup.skip("engine", &name, format!("{url} cannot be asked from here")),
+            Err(WebError::Url(url)) => {
+                checkup.skip("engine", &name, format!("{url} cannot be asked from here"))
+            }
             Err(error) => checkup.fail("engine", &name, error.to_string()),
         }
     }
@@ -95,7 +97,8 @@ pub(super) async fn look(site: &Site, checkup: &mut Checkup) -> Seen {
         held(admin, checkup).await;
     }
     if seen.model.is_none() {
-        seen.model = site.model.clone().or_else(|| seen.engines.iter().find_map(|e| e.models.first().cloned()));
+        seen.model =
+            site.model.clone().or_else(|| seen.engines.iter().find_map(|e| e.models.first().cloned()));
     }
     seen
 }
@@ -127,6 +130,7 @@ async fn door(site: &Site, seen: &mut Seen, checkup: &mut Checkup) {
     }
 }
 
+/// Engines by name: how they are asked, where that was said, and the pools that they are in.
 type Pools = BTreeMap<String, (Option<Origin>, BTreeSet<(String, String)>)>;
 
 /// A router's admin listener: its configuration, its engines, its descriptors.
@@ -143,7 +147,11 @@ async fn router(admin: &Origin, engines: &mut Pools, seen: &mut Seen, checkup: &
     checkup.saw();
     checkup.ok("admin", name, format!("configuration {} is in effect", config["generation"]));
     if config["reloads"]["last"]["result"].as_str() == Some("rejected") {
-        checkup.warn("reload", name, "the configuration that was read last was rejected; the one before is in effect");
+        checkup.warn(
+            "reload",
+            name,
+            "the configuration that was read last was rejected; the one before is in effect",
+        );
     }
     let config = config["config"].clone();
     exposure(admin, &config, checkup).await;
@@ -178,7 +186,11 @@ fn known_engine(told: &Value, engines: &mut Pools, checkup: &mut Checkup) {
             Some("draining") => checkup.warn("standing", &name, format!("{leg}: it is drained")),
             Some(how) => {
                 let reasons = told["reasons"].as_array().into_iter().flatten().map(text).collect::<Vec<_>>();
-                checkup.fail("standing", &name, format!("{leg}: {how} to the router: {}", reasons.join(", ")));
+                checkup.fail(
+                    "standing",
+                    &name,
+                    format!("{leg}: {how} to the router: {}", reasons.join(", ")),
+                );
             }
         }
     }
@@ -187,12 +199,18 @@ fn known_engine(told: &Value, engines: &mut Pools, checkup: &mut Checkup) {
 /// What a stranger could reach.
 async fn exposure(admin: &Origin, config: &Value, checkup: &mut Checkup) {
     let beyond = |key: &Value| {
-        key.as_str().and_then(|address| address.parse::<std::net::SocketAddr>().ok()).filter(|a| !a.ip().is_loopback())
+        key.as_str()
+            .and_then(|address| address.parse::<std::net::SocketAddr>().ok())
+            .filter(|a| !a.ip().is_loopback())
     };
     if let Some(listen) = beyond(&config["listen"])
         && config["auth"].is_null()
     {
-        checkup.warn("exposure", admin.authority(), format!("clients need no API key, and {listen} is beyond loopback"));
+        checkup.warn(
+            "exposure",
+            admin.authority(),
+            format!("clients need no API key, and {listen} is beyond loopback"),
+        );
     }
     match beyond(&config["admin"]["listen"]) {
         None => checkup.ok("exposure", admin.authority(), "the admin listener is on loopback"),
@@ -203,9 +221,17 @@ async fn exposure(admin: &Origin, config: &Value, checkup: &mut Checkup) {
                 Err(_) => false,
             };
             if open {
-                checkup.fail("exposure", admin.authority(), format!("{listen} answers whoever asks, without a token"));
+                checkup.fail(
+                    "exposure",
+                    admin.authority(),
+                    format!("{listen} answers whoever asks, without a token"),
+                );
             } else {
-                checkup.ok("exposure", admin.authority(), "the admin listener asks for a token or a certificate");
+                checkup.ok(
+                    "exposure",
+                    admin.authority(),
+                    "the admin listener asks for a token or a certificate",
+                );
             }
         }
     }
@@ -276,7 +302,9 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
         engine.models = listed.filter_map(|model| of(&model["id"])).collect();
     }
     if let Ok(samples) = engine.origin.samples(PATIENCE).await {
-        let sizes = samples.of("vllm:cache_config_info").filter_map(|(labels, _)| labels.get("block_size")?.parse().ok());
+        let sizes = samples
+            .of("vllm:cache_config_info")
+            .filter_map(|(labels, _)| labels.get("block_size")?.parse().ok());
         engine.block_size = sizes.last();
     }
     match engine.origin.get_json("/debug/kv", PATIENCE).await {
@@ -290,7 +318,11 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
         }
         Err(error) => match error.status().map(|status| status.as_u16()) {
             Some(401 | 403) => {
-                checkup.fail("secret", &name, "refuses our cluster secret: --cluster-secret-file must be its own");
+                checkup.fail(
+                    "secret",
+                    &name,
+                    "refuses our cluster secret: --cluster-secret-file must be its own",
+                );
                 return engine;
             }
             Some(400..500) => engine.up = true,
@@ -327,7 +359,11 @@ async fn stranger(engine: &Engine, checkup: &mut Checkup) {
         Err(_) => false,
     };
     if open {
-        checkup.fail("exposure", &engine.name, "whoever reaches it can release blocks: it needs --cluster-secret-file");
+        checkup.fail(
+            "exposure",
+            &engine.name,
+            "whoever reaches it can release blocks: it needs --cluster-secret-file",
+        );
     } else {
         checkup.ok("exposure", &engine.name, "asks strangers for the cluster secret");
     }
@@ -342,9 +378,17 @@ async fn clock(engine: &mut Engine, checkup: &mut Checkup) {
     let Some(now) = page["now_us"].as_u64() else { return };
     let ahead = EngineEvents::ahead(now, asked, now_us()) as f64 / 1e3;
     if ahead.abs() > CLOCKS_MS {
-        checkup.warn("clock", &engine.name, format!("{ahead:+.0} ms from ours: nothing breaks, but logs do not fit together"));
+        checkup.warn(
+            "clock",
+            &engine.name,
+            format!("{ahead:+.0} ms from ours: nothing breaks, but logs do not fit together"),
+        );
     } else {
-        checkup.ok("clock", &engine.name, if ahead == 0.0 { "agrees with ours".to_owned() } else { format!("{ahead:+.1} ms from ours") });
+        checkup.ok(
+            "clock",
+            &engine.name,
+            if ahead == 0.0 { "agrees with ours".to_owned() } else { format!("{ahead:+.1} ms from ours") },
+        );
     }
 }
 
@@ -355,19 +399,28 @@ fn together(seen: &Seen, checkup: &mut Checkup) {
     match versions.len() {
         0 => {}
         1 => checkup.ok("versions", "", versions.first().copied().unwrap_or_default()),
-        _ => checkup.warn("versions", "", format!("differ: {}", versions.into_iter().collect::<Vec<_>>().join(", "))),
+        _ => checkup.warn(
+            "versions",
+            "",
+            format!("differ: {}", versions.into_iter().collect::<Vec<_>>().join(", ")),
+        ),
     }
     for engine in up.iter().filter(|engine| !engine.models.is_empty()) {
         for (model, leg) in engine.pools.iter().filter(|(model, _)| !engine.models.contains(model)) {
             let served = engine.models.iter().cloned().collect::<Vec<_>>().join(", ");
-            checkup.fail("models", &engine.name, format!("is in the {leg} pool of `{model}` and serves {served}"));
+            checkup.fail(
+                "models",
+                &engine.name,
+                format!("is in the {leg} pool of `{model}` and serves {served}"),
+            );
         }
     }
     let models: BTreeSet<&str> =
         up.iter().flat_map(|engine| &engine.pools).map(|(model, _)| model.as_str()).collect();
     for model in models {
         let of = |leg: &str| -> Vec<&Engine> {
-            let is_in = |engine: &&&Engine| engine.pools.iter().any(|(name, its)| name == model && its == leg);
+            let is_in =
+                |engine: &&&Engine| engine.pools.iter().any(|(name, its)| name == model && its == leg);
             up.iter().filter(is_in).copied().collect()
         };
         pairs(model, &of("prefill"), &of("decode"), checkup);
@@ -392,14 +445,21 @@ fn pairs(model: &str, prefill: &[&Engine], decode: &[&Engine], checkup: &mut Che
             if let (Some(one), Some(other)) = (&p.layout, &d.layout) {
                 compared += 1;
                 if one != other {
-                    checkup.fail("layout", model, format!("{} have other models or layouts ({one}, {other})", pair()));
+                    checkup.fail(
+                        "layout",
+                        model,
+                        format!("{} have other models or layouts ({one}, {other})", pair()),
+                    );
                 }
             }
             if let (Some(one @ 1..), Some(other @ 1..)) = (p.block_size, d.block_size) {
                 compared += 1;
                 sizes.extend([one, other]);
                 if one % other != 0 && other % one != 0 {
-                    let told = format!("{} have blocks of {one} and {other} tokens: one must be a multiple of the other", pair());
+                    let told = format!(
+                        "{} have blocks of {one} and {other} tokens: one must be a multiple of the other",
+                        pair()
+                    );
                     checkup.fail("layout", model, told);
                 }
             }
@@ -407,7 +467,11 @@ fn pairs(model: &str, prefill: &[&Engine], decode: &[&Engine], checkup: &mut Che
     }
     if compared > 0 && checkup.findings() == before {
         let sizes = sizes.iter().map(u64::to_string).collect::<Vec<_>>().join(" and ");
-        checkup.ok("layout", model, format!("prefill and decode engines can read each other, blocks of {sizes} tokens"));
+        checkup.ok(
+            "layout",
+            model,
+            format!("prefill and decode engines can read each other, blocks of {sizes} tokens"),
+        );
     }
 }
 
@@ -435,15 +499,26 @@ async fn held(admin: &Origin, checkup: &mut Checkup) {
             checkup.fail("router's view", of, error);
         }
         if let Some(expired @ 1..) = engine["releases"]["lease_expired"].as_u64() {
-            checkup.warn("expiries", of, format!("{expired} leases have ended by expiry since it started: nobody fetched or released them"));
+            checkup.warn(
+                "expiries",
+                of,
+                format!(
+                    "{expired} leases have ended by expiry since it started: nobody fetched or released them"
+                ),
+            );
         }
     }
     match (books["stranded_leases"].as_u64(), books["stranded_blocks"].as_u64()) {
         (Some(0), _) => checkup.ok("stranded", name, "no block is held for nobody"),
         (Some(leases), Some(blocks)) => {
-            let oldest = books["leases"].as_array().into_iter().flatten().find(|lease| lease["stranded"] == true);
+            let oldest =
+                books["leases"].as_array().into_iter().flatten().find(|lease| lease["stranded"] == true);
             let why = oldest.and_then(|lease| lease["why"].as_str()).unwrap_or_default();
-            checkup.fail("stranded", name, format!("{blocks} blocks of {leases} leases are held for nobody; the oldest: {why}"));
+            checkup.fail(
+                "stranded",
+                name,
+                format!("{blocks} blocks of {leases} leases are held for nobody; the oldest: {why}"),
+            );
         }
         _ => checkup.skip("stranded", name, "not known: not every engine or router answers"),
     }

@@ -59,7 +59,11 @@ async fn lease(engine: &Engine, configs: &[Value], checkup: &mut Checkup) {
     }
     side_channel(name, lent, checkup).await;
     let Some(handle) = lent["remote_handle"].as_str() else {
-        return checkup.warn("lease", name, "it gave no handle: the blocks of this probe come back when its lease expires");
+        return checkup.warn(
+            "lease",
+            name,
+            "it gave no handle: the blocks of this probe come back when its lease expires",
+        );
     };
     let release = json!({"handle": handle, "reason": "router_release"});
     match engine.origin.post_json("/kv/release", &release, PATIENCE).await {
@@ -76,7 +80,11 @@ fn duration(name: &str, left_ms: u64, configs: &[Value], checkup: &mut Checkup) 
     let alive = configs.iter().filter_map(|config| config["timeouts"]["alive_ms"].as_u64()).max();
     let Some(alive) = alive else {
         return if left_ms < SHORT_MS {
-            checkup.warn("lease time", name, format!("{:.1} s is short: one pause of a decode engine outlives it", seconds(left_ms)));
+            checkup.warn(
+                "lease time",
+                name,
+                format!("{:.1} s is short: one pause of a decode engine outlives it", seconds(left_ms)),
+            );
         } else {
             checkup.ok("lease time", name, format!("{:.1} s", seconds(left_ms)));
         };
@@ -91,7 +99,11 @@ fn duration(name: &str, left_ms: u64, configs: &[Value], checkup: &mut Checkup) 
         );
         checkup.warn("lease time", name, told);
     } else {
-        let told = format!("{:.1} s; a silent decode engine is given up after {:.1} s", seconds(left_ms), seconds(needed));
+        let told = format!(
+            "{:.1} s; a silent decode engine is given up after {:.1} s",
+            seconds(left_ms),
+            seconds(needed)
+        );
         checkup.ok("lease time", name, told);
     }
 }
@@ -104,7 +116,13 @@ async fn side_channel(name: &str, lent: &Value, checkup: &mut Checkup) {
     let place = format!("{host}:{port}");
     match tokio::time::timeout(CONNECT, tokio::net::TcpStream::connect((host, port))).await {
         Ok(Ok(_)) => checkup.ok("side channel", name, format!("{place} can be connected to from here")),
-        Ok(Err(error)) => checkup.fail("side channel", name, format!("{place} cannot be connected to from here: {error}")),
-        Err(_) => checkup.fail("side channel", name, format!("{place} does not answer from here within {} s", CONNECT.as_secs())),
+        Ok(Err(error)) => {
+            checkup.fail("side channel", name, format!("{place} cannot be connected to from here: {error}"))
+        }
+        Err(_) => checkup.fail(
+            "side channel",
+            name,
+            format!("{place} does not answer from here within {} s", CONNECT.as_secs()),
+        ),
     }
 }

@@ -50,10 +50,18 @@ impl Usage {
 pub(super) async fn coarsely(client: &Client, engines: &[Engine], terms: &Terms, checkup: &mut Checkup) {
     let engines: Vec<&Engine> = engines.iter().filter(|engine| engine.up).collect();
     if engines.is_empty() {
-        return checkup.skip("disconnects", "", "no engine is in view: nothing could be seen of a disconnect");
+        return checkup.skip(
+            "disconnects",
+            "",
+            "no engine is in view: nothing could be seen of a disconnect",
+        );
     }
     if Usage::of(&engines).await.is_none() {
-        return checkup.skip("disconnects", "", "the engines keep no log of events, and tell no usage either");
+        return checkup.skip(
+            "disconnects",
+            "",
+            "the engines keep no log of events, and tell no usage either",
+        );
     }
     checkup.skip(
         "disconnects",
@@ -110,7 +118,10 @@ pub(super) async fn coarsely(client: &Client, engines: &[Engine], terms: &Terms,
         };
         match after {
             None => {
-                let told = format!("usage was back within {:.1} s (about then; judged by metrics)", begun.elapsed().as_secs_f64());
+                let told = format!(
+                    "usage was back within {:.1} s (about then; judged by metrics)",
+                    begun.elapsed().as_secs_f64()
+                );
                 checkup.ok("disconnect", phase.label(), told);
             }
             Some(now) => {

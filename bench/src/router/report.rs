@@ -188,7 +188,7 @@ impl RouterReport {
         });
         Self {
             unix_seconds: since_epoch.unwrap_or_default().as_secs(),
-            machine: machine(),
+            machine: crate::machine::described(),
             repetitions: args.repetitions,
             load_requests: args.load_requests,
             concurrency: args.concurrency,
@@ -277,23 +277,4 @@ impl RouterReport {
         }
         lines.join("\n")
     }
-}
-
-/// Processor, how many, and memory, from `/proc`.
-pub(super) fn machine() -> String {
-    let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
-    let (processors, memory, kernel) =
-        (read("/proc/cpuinfo"), read("/proc/meminfo"), read("/proc/sys/kernel/osrelease"));
-    let names = processors.lines().filter_map(|line| line.strip_prefix("model name")?.split_once(": "));
-    let names: Vec<_> = names.map(|(_, name)| name).collect();
-    let kib = memory
-        .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:")?.trim().split(' ').next()?.parse::<u64>().ok());
-    format!(
-        "{} × {}, {} GiB, Linux {}",
-        names.len(),
-        names.first().unwrap_or(&"unknown processor"),
-        kib.unwrap_or(0) >> 20,
-        kernel.trim()
-    )
 }

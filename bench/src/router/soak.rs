@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::wire::{self, Wire};
-use super::{Engines, RouterArgs, RouterBenchError, peers, report};
+use super::{Engines, RouterArgs, RouterBenchError, peers};
 
 /// Between two looks at the memory.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
@@ -83,7 +83,7 @@ pub(super) async fn measure(args: &RouterArgs, requests: usize) -> Result<SoakRe
     subject.stop();
     let quarter = looks.len().div_ceil(4);
     Ok(SoakReport {
-        machine: report::machine(),
+        machine: crate::machine::described(),
         requests,
         cancelled: cancelled.load(Ordering::Relaxed),
         seconds,

@@ -1,0 +1,447 @@
+//! `baton bench disconnect`: what clients that leave cost a deployment, measured from outside, with the engines' own word
+//! on what became of every request.
+//!
+//! ```text
+//!  clients (load) ──▶ router ──▶ engines          a run, part after part (acts)
+//!     │ every call        ▲          │ event logs, books (watch)
+//!     ▼                   │ kill     ▼
+//!  events.jsonl ◀── recorder ◀───────┘
+//!     └─▶ analyse (pure) ─▶ summary.json, report.html
+//! ```
+//!
+//! The numbers are computed from `events.jsonl` and nothing else: `baton bench report DIR` computes them again.
+
+mod acts;
+mod aim;
+mod analyse;
+mod findings;
+mod own;
+mod phase;
+mod raw;
+mod recorder;
+mod report;
+mod series;
+mod stage;
+mod summary;
+#[cfg(test)]
+mod tests;
+mod timeline;
+mod watch;
+
+use std::io::{BufReader, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use crate::BenchError;
+use crate::load::{Client, Connections, Endpoint, Limits, Target};
+use crate::web::Origin;
+use own::{Own, Part};
+use phase::{Kind, Phase};
+use raw::{ActKind, Record, Run};
+use recorder::Recorder;
+use stage::{Shape, Stage};
+use summary::Summary;
+use watch::Watch;
+
+/// A call takes no longer.
+const CALL_WITHIN: Duration = Duration::from_secs(60);
+/// Tells anything that is looked at besides.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Of what the deployment can do, so much is asked for by default.
+const LOAD: f64 = 0.5;
+/// Requests a second, at most, unless somebody says otherwise: a client on the same machine must not be what is measured.
+const RATE_MAX: f64 = 150.0;
+/// Answers that are compared, at most.
+const COMPARED: usize = 400;
+
+/// Options of `baton bench disconnect`.
+#[derive(Debug, clap::Args)]
+pub struct DisconnectOptions {
+    /// The deployment's OpenAI endpoint; without it a router, a prefill and a decode engine are started here
+    #[arg(long, value_name = "URL")]
+    url: Option<String>,
+    /// The router's admin listener, which knows the engines
+    #[arg(long, value_name = "URL", requires = "url")]
+    admin: Option<String>,
+    /// An engine to watch; again for each. ROLE is `prefill`, `decode` or `both`
+    #[arg(long = "engine", value_name = "[ROLE=]URL", requires = "url")]
+    engines: Vec<String>,
+    /// Model that is asked for; the first that the endpoint lists by default
+    #[arg(long)]
+    model: Option<String>,
+    /// Chat completions instead of completions
+    #[arg(long)]
+    chat: bool,
+    /// File whose first line is the API key that clients show
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// File whose first line is the token of the admin listener
+    #[arg(long, value_name = "FILE")]
+    admin_token_file: Option<PathBuf>,
+    /// File whose first line is the secret that engines want to see
+    #[arg(long, value_name = "FILE")]
+    cluster_secret_file: Option<PathBuf>,
+    /// Where events.jsonl, summary.json and report.html go
+    #[arg(long, value_name = "DIR", default_value = "baton-disconnect")]
+    out: PathBuf,
+    /// Share of the requests that leave in the storm
+    #[arg(long, default_value_t = 0.5, value_parser = share)]
+    share: f64,
+    /// Requests a second in calm and storm; half of what the deployment can do by default
+    #[arg(long)]
+    rate: Option<f64>,
+    /// Seconds of calm, and of storm
+    #[arg(long, default_value_t = 15.0)]
+    seconds: f64,
+    /// Share of requests in calm and storm whose answer comes in one piece
+    #[arg(long, default_value_t = 0.2, value_parser = share)]
+    unary: f64,
+    /// Phases in which clients leave
+    #[arg(long, value_delimiter = ',', default_values_t = Phase::ALL, value_enum)]
+    phases: Vec<Phase>,
+    /// How clients leave
+    #[arg(long, value_delimiter = ',', default_values_t = Kind::ALL, value_enum)]
+    kinds: Vec<Kind>,
+    /// Clients that leave in each phase
+    #[arg(long, default_value_t = 60)]
+    victims: usize,
+    /// Seconds for each phase, at most
+    #[arg(long, default_value_t = 10.0)]
+    phase_seconds: f64,
+    /// Words of a prompt
+    #[arg(long, default_value_t = 120)]
+    prompt_words: usize,
+    /// Tokens of an answer
+    #[arg(long, default_value_t = 48)]
+    max_tokens: u32,
+    /// Milliseconds after which blocks of a client that has left count as stranded
+    #[arg(long, default_value_t = 1_000)]
+    stranded_after_ms: u64,
+    /// Seconds that engines get to come to rest after each part of the run, at most
+    #[arg(long, default_value_t = 5.0)]
+    settle: f64,
+    /// Seconds that engines get at the end, at most: as long as a lease, to see what becomes of it
+    #[arg(long, default_value_t = 35.0)]
+    patience: f64,
+    /// Kill and restart nothing (only a deployment that was started here is killed at all)
+    #[arg(long)]
+    no_faults: bool,
+    /// Options of engines that are started here, after `--`
+    #[arg(last = true, value_name = "ENGINE OPTIONS")]
+    engine_options: Vec<String>,
+    /// For the arrivals, the prompts and who leaves when
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Print the summary as one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Fail when anything was found
+    #[arg(long)]
+    fail_on_findings: bool,
+}
+
+/// Options of `baton bench report`.
+#[derive(Debug, clap::Args)]
+pub struct ReportOptions {
+    /// A folder that `baton bench disconnect` has written
+    folder: PathBuf,
+    /// Print the summary as one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
+        _ => Err("a share is a number from 0 to 1".into()),
+    }
+}
+
+/// How the parts of a run are played.
+pub(crate) struct Terms {
+    pub(crate) act: Duration,
+    pub(crate) phase: Duration,
+    pub(crate) fault: Duration,
+    pub(crate) settle: Duration,
+    pub(crate) rate: f64,
+    pub(crate) unary: f64,
+    pub(crate) victims: usize,
+    pub(crate) kinds: Vec<Kind>,
+}
+
+impl DisconnectOptions {
+    fn check(&self) -> Result<(), BenchError> {
+        let positive = |name: &str, value: f64| {
+            if value.is_finite() && value > 0.0 && value < 1e6 {
+                Ok(())
+            } else {
+                Err(format!("--{name} must be a positive number"))
+            }
+        };
+        positive("seconds", self.seconds)?;
+        positive("phase-seconds", self.phase_seconds)?;
+        positive("settle", self.settle)?;
+        positive("patience", self.patience)?;
+        positive("rate", self.rate.unwrap_or(1.0))?;
+        if self.prompt_words == 0 || self.max_tokens < 2 || self.prompt_words > 1_000_000 {
+            return Err(
+                "--prompt-words must be at least 1 and at most 1,000,000, --max-tokens at least 2".into()
+            );
+        }
+        if self.url.is_none() && self.admin.is_none() && self.engines.is_empty() {
+            return Ok(());
+        }
+        if self.admin.is_none() && self.engines.is_empty() {
+            return Err(
+                "--url needs --admin or --engine: what becomes of blocks is seen at the engines".into()
+            );
+        }
+        if !self.engine_options.is_empty() {
+            return Err("engine options are for engines that are started here, without --url".into());
+        }
+        Ok(())
+    }
+
+    fn terms(&self, rate: f64) -> Terms {
+        let seconds = Duration::from_secs_f64;
+        Terms {
+            act: seconds(self.seconds),
+            phase: seconds(self.phase_seconds),
+            fault: seconds((self.seconds / 2.0).max(4.0)),
+            settle: seconds(self.settle),
+            rate,
+            unary: self.unary,
+            victims: self.victims,
+            kinds: self.kinds.clone(),
+        }
+    }
+}
+
+/// Runs the benchmark and writes its folder.
+///
+/// # Errors
+/// When the deployment cannot be used or the folder not be written; with `--fail-on-findings` also when anything was found.
+pub fn run(options: &DisconnectOptions, out: &mut dyn Write) -> Result<(), BenchError> {
+    options.check()?;
+    std::fs::create_dir_all(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    runtime.block_on(play(options))?;
+    let summary = written(&options.out)?;
+    told(&summary, &options.out, options.json, out)?;
+    if options.fail_on_findings && !summary.findings.is_empty() {
+        return Err(format!("{} findings", summary.findings.len()).into());
+    }
+    Ok(())
+}
+
+/// Computes the summary and the report of a folder again.
+///
+/// # Errors
+/// When its raw events cannot be read, or the report not be written.
+pub fn report(options: &ReportOptions, out: &mut dyn Write) -> Result<(), BenchError> {
+    let summary = written(&options.folder)?;
+    told(&summary, &options.folder, options.json, out)
+}
+
+/// From the raw events of a folder to its summary and its report.
+fn written(folder: &Path) -> Result<Summary, BenchError> {
+    let raw = folder.join("events.jsonl");
+    let name = |error: &dyn std::fmt::Display| format!("{}: {error}", raw.display());
+    let file = std::fs::File::open(&raw).map_err(|error| name(&error))?;
+    let records = raw::read(&mut BufReader::new(file)).map_err(|error| name(&error))?;
+    let summary = analyse::summary(&records);
+    std::fs::write(folder.join("summary.json"), serde_json::to_string_pretty(&summary)? + "\n")?;
+    std::fs::write(folder.join("report.html"), report::page(&summary))?;
+    Ok(summary)
+}
+
+fn told(summary: &Summary, folder: &Path, as_json: bool, out: &mut dyn Write) -> Result<(), BenchError> {
+    if as_json {
+        serde_json::to_writer(&mut *out, summary)?;
+        writeln!(out)?;
+    } else {
+        out.write_all(report::text(summary).as_bytes())?;
+        writeln!(out, "\nreport: {}", folder.join("report.html").display())?;
+    }
+    Ok(())
+}
+
+/// What a run needs to know of its deployment.
+struct Deployment {
+    url: String,
+    engines: Vec<(String, Option<String>, Origin)>,
+    own: Option<Own>,
+    // Kept until its processes have ended.
+    _folder: Option<tempfile::TempDir>,
+}
+
+async fn deployment(options: &DisconnectOptions, progress: &dyn Fn(&str)) -> Result<Deployment, BenchError> {
+    let Some(url) = &options.url else {
+        progress("starting router, prefill and decode engine");
+        let folder = tempfile::tempdir()?;
+        let (place, logs) = (folder.path().to_owned(), options.out.clone());
+        let engine_options = options.engine_options.clone();
+        let own = tokio::task::spawn_blocking(move || Own::start(&engine_options, &place, &logs)).await??;
+        let mut engines = Vec::new();
+        for (name, place) in own.engines()? {
+            engines.push((name.to_owned(), None, Origin::parse(place)?));
+        }
+        return Ok(Deployment { url: own.url()?, engines, own: Some(own), _folder: Some(folder) });
+    };
+    let secret = options.cluster_secret_file.as_deref();
+    let engine = |name: &str, role: Option<&str>, url: &str| -> Result<_, BenchError> {
+        Ok((name.to_owned(), role.map(str::to_owned), Origin::parse(url)?.with_secret_file(secret)?))
+    };
+    let mut engines = Vec::new();
+    for named in &options.engines {
+        let (role, url) = match named.split_once('=') {
+            Some((role, url)) => (Some(role), url),
+            None => (None, named.as_str()),
+        };
+        engines.push(engine(url.trim_start_matches("http://"), role, url)?);
+    }
+    if let Some(admin) = &options.admin {
+        let admin = Origin::parse(admin)?.with_token_file(options.admin_token_file.as_deref())?;
+        let told = admin.get_json("/engines", PATIENCE).await?;
+        for one in told["engines"].as_array().into_iter().flatten() {
+            let Some(place) = one["engine"].as_str() else { continue };
+            engines.push(engine(place, None, place)?);
+        }
+    }
+    if engines.is_empty() {
+        return Err("the router knows no engine".into());
+    }
+    Ok(Deployment { url: url.clone(), engines, own: None, _folder: None })
+}
+
+async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
+    let begun = Instant::now();
+    let on_terminal = std::io::stderr().is_terminal() && !options.json;
+    let progress = |what: &str| {
+        if on_terminal {
+            eprintln!("baton: {:5.1} s  {what}", begun.elapsed().as_secs_f64());
+        }
+    };
+    let deployment = deployment(options, &progress).await?;
+    let target = Target::parse(&deployment.url)?.with_key_file(options.api_key_file.as_deref())?;
+    let limits = Limits { total: CALL_WITHIN, ..Limits::default() };
+    let client = Client::open(target, limits, Connections::Fresh).await?;
+    let model = match &options.model {
+        Some(model) => model.clone(),
+        None => first_model(&deployment.url).await?,
+    };
+    let recorder = Arc::new(Recorder::create(&options.out.join("events.jsonl"))?);
+    let prefix = format!("baton-{:08x}-", crate::load::Moment::now().us() as u32);
+    recorder.put(&Record::Run(described(options, &deployment, &model)));
+    let terms = watch::Terms { prefix: prefix.clone(), every: Duration::from_millis(40) };
+    let watch = Watch::begin(deployment.engines, &terms, &recorder).await?;
+    let stage = Arc::new(Stage {
+        client,
+        shape: Shape {
+            endpoint: if options.chat { Endpoint::Chat } else { Endpoint::Completions },
+            model,
+            words: options.prompt_words,
+            max_tokens: options.max_tokens,
+        },
+        feed: Arc::clone(&watch.feed),
+        exact: watch.exact(),
+        recorder: Arc::clone(&recorder),
+        prefix,
+        seed: options.seed,
+        aims: std::sync::Mutex::default(),
+        next: AtomicU64::new(0),
+    });
+    let play = async {
+        let mut terms = options.terms(1.0);
+        let acts = acts::Acts { stage: &stage, watch: &watch, terms: &terms, progress: &progress };
+        let able = acts.calibrate().await?;
+        terms.rate = options.rate.unwrap_or((able * LOAD).clamp(1.0, RATE_MAX));
+        let acts = acts::Acts { stage: &stage, watch: &watch, terms: &terms, progress: &progress };
+        acts.load("calm", ActKind::Calm, 0.0).await;
+        acts.load("storm", ActKind::Storm, options.share).await;
+        for &phase in &options.phases {
+            if !stage.exact && matches!(phase, Phase::Gap | Phase::Fetch) {
+                // Nobody tells when that is.
+                continue;
+            }
+            acts.phase(phase).await;
+        }
+        acts.refused().await;
+        let mut own = deployment.own;
+        for part in [Part::Decode, Part::Prefill, Part::Router] {
+            own = match own.take() {
+                Some(own) if !options.no_faults => Some(acts.killed(own, part).await?),
+                other => other,
+            };
+        }
+        watch.home(Duration::from_secs_f64(options.patience)).await;
+        recorder.finish()?;
+        let file = std::fs::File::open(options.out.join("events.jsonl"))?;
+        let records = raw::read(&mut BufReader::new(file))?;
+        acts.verify(&compared(&records)).await;
+        watch.read_counters().await;
+        watch.home(Duration::from_secs_f64(options.settle)).await;
+        Ok::<_, BenchError>(own)
+    };
+    let own = tokio::select! {
+        played = play => Some(played?),
+        _ = tokio::signal::ctrl_c() => {
+            progress("interrupted: the report is of what there is");
+            None
+        }
+    };
+    drop(watch);
+    recorder.finish()?;
+    // Its processes take their time to end.
+    tokio::task::spawn_blocking(move || drop(own)).await?;
+    Ok(())
+}
+
+/// Answers that are worth comparing: of clients that others harmed, or may have harmed, evenly over the run.
+fn compared(records: &[Record]) -> Vec<&raw::CallRecord> {
+    let calls: Vec<_> = records
+        .iter()
+        .filter_map(|record| match record {
+            Record::Call(call) if !call.text.is_empty() && call.act != "refused" => Some(call),
+            _ => None,
+        })
+        .collect();
+    let step = calls.len().div_ceil(COMPARED).max(1);
+    calls.into_iter().step_by(step).collect()
+}
+
+async fn first_model(url: &str) -> Result<String, BenchError> {
+    let models = Origin::parse(url)?.get_json("/v1/models", PATIENCE).await;
+    let models = models.map_err(|error| format!("{error}; name one with --model"))?;
+    let first = models["data"][0]["id"].as_str();
+    Ok(first.ok_or("the endpoint lists no model; name one with --model")?.to_owned())
+}
+
+fn described(options: &DisconnectOptions, deployment: &Deployment, model: &str) -> Run {
+    let command: Vec<String> = std::env::args().skip(1).collect();
+    let described = if options.url.is_some() {
+        "a running deployment"
+    } else {
+        "started for this run: router, prefill engine, decode engine"
+    };
+    Run {
+        version: env!("CARGO_PKG_VERSION").into(),
+        command: format!("baton {}", command.join(" ")),
+        date: crate::machine::today(),
+        machine: crate::machine::described(),
+        target: described.into(),
+        model: model.into(),
+        seed: options.seed,
+        stranded_after_us: options.stranded_after_ms * 1_000,
+        options: json!({
+            "share": options.share, "seconds": options.seconds, "victims": options.victims,
+            "prompt_words": options.prompt_words, "max_tokens": options.max_tokens, "unary": options.unary,
+            "engines": deployment.engines.len(),
+            "kinds": options.kinds, "engine_options": options.engine_options,
+        }),
+    }
+}

@@ -1,0 +1,244 @@
+//! The parts of a run: to learn how fast the deployment is, the load in calm and in storm, clients that leave in each
+//! phase, clients that are refused, engines that die, and at last the same prompts again when all is quiet.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinSet;
+
+use super::Terms;
+use super::own::{Own, Part};
+use super::phase::{Kind, Phase};
+use super::raw::{ActKind, CallRecord, Leaves, Record};
+use super::stage::{Made, Plan, Stage};
+use super::watch::Watch;
+use crate::BenchError;
+use crate::load::Moment;
+use crate::load::rng::Rng;
+
+/// Calls one after another that teach the phases.
+const LESSONS: usize = 16;
+/// Clients that show how much the deployment can do, and for how long.
+const CALIBRATION_CLIENTS: usize = 8;
+const CALIBRATION: Duration = Duration::from_secs(2);
+/// Clients at once that are to leave in a phase. Most of them have left and stall, or wait to ask again.
+const PHASE_CLIENTS: usize = 10;
+/// Enough at once for some of them to wait.
+const QUEUE_CLIENTS: usize = 32;
+/// For each client that is to leave in a phase, so many may try.
+const TRIES: usize = 12;
+/// Clients that the decode engine is to refuse.
+const REFUSED: usize = 20;
+const REFUSED_AT_ONCE: usize = 2;
+/// More than any context.
+const TOO_MANY_TOKENS: u32 = 1 << 24;
+/// From an engine's event to its being known here, as a rule.
+const WORD_TRAVELS: Duration = Duration::from_millis(3);
+/// A fault comes after so much of its act.
+const FAULT_AFTER: f64 = 0.25;
+
+/// The run's parts, in order.
+pub(crate) struct Acts<'a> {
+    pub(crate) stage: &'a Arc<Stage>,
+    pub(crate) watch: &'a Watch,
+    pub(crate) terms: &'a Terms,
+    /// Says how far it is.
+    pub(crate) progress: &'a dyn Fn(&str),
+}
+
+impl Acts<'_> {
+    /// Writes the beginning and the end of an act around it; between its last call and its end the engines come to rest.
+    async fn act<T>(&self, name: &str, what: ActKind, run: impl Future<Output = T>) -> T {
+        (self.progress)(name);
+        self.watch.read_counters().await;
+        let (put, act) = (|record| self.stage.recorder.put(&record), name.to_owned());
+        put(Record::ActBegan { act: act.clone(), at_us: Moment::now().us(), what });
+        let result = run.await;
+        self.watch.home(self.terms.settle).await;
+        self.watch.read_counters().await;
+        // The next look carries the counters.
+        self.watch.home(Duration::from_millis(100)).await;
+        put(Record::ActEnded { act, at_us: Moment::now().us() });
+        result
+    }
+
+    fn plan(&self, act: &str, stream: bool, leaves: Option<Leaves>) -> Plan {
+        Plan { act: act.into(), due: Instant::now(), stream, leaves, max_tokens: None }
+    }
+
+    /// Learns the phases from calls one after another, and says how many requests a second the deployment completes.
+    pub(crate) async fn calibrate(&self) -> Result<f64, BenchError> {
+        const NAME: &str = "calibration";
+        self.act(NAME, ActKind::Calibration, async {
+            for lesson in 0..LESSONS {
+                let made = Arc::clone(self.stage).go(self.plan(NAME, lesson % 4 != 3, None)).await;
+                if made.record.outcome != "done" {
+                    let why = made.record.error.unwrap_or_default();
+                    return Err(
+                        format!("the deployment does not answer: {} {why}", made.record.outcome).into()
+                    );
+                }
+            }
+            let until = Instant::now() + CALIBRATION;
+            let clients = (0..CALIBRATION_CLIENTS).map(|_| {
+                let (stage, plan) = (Arc::clone(self.stage), self.plan(NAME, true, None));
+                tokio::spawn(async move {
+                    let mut done = 0;
+                    while Instant::now() < until {
+                        let made = Arc::clone(&stage).go(Plan { due: Instant::now(), ..plan.clone() }).await;
+                        done += usize::from(made.record.outcome == "done");
+                    }
+                    done
+                })
+            });
+            let began = Instant::now();
+            let mut done = 0;
+            for client in clients.collect::<Vec<_>>() {
+                done += client.await?;
+            }
+            Ok(done as f64 / began.elapsed().as_secs_f64())
+        })
+        .await
+    }
+
+    /// Requests at this rate, at random moments that are the same for a seed. The share of them leaves.
+    pub(crate) async fn load(&self, name: &str, what: ActKind, share: f64) {
+        self.act(name, what, async {
+            let plans = self.arrivals(name, share, self.terms.act);
+            join(self.stage, plans).await;
+        })
+        .await;
+    }
+
+    fn arrivals(&self, act: &str, share: f64, within: Duration) -> Vec<Plan> {
+        let mut moments = Rng::stream(self.stage.seed, "arrivals");
+        let mut leaving = Rng::stream(self.stage.seed, "who-leaves");
+        let begin = Instant::now() + Duration::from_millis(20);
+        let (mut at, mut plans) = (0.0, Vec::new());
+        let mut kinds = self.terms.kinds.iter().cycle();
+        loop {
+            at += moments.exponential() / self.terms.rate;
+            if at > within.as_secs_f64() {
+                return plans;
+            }
+            // The same dice in calm and in storm: the n-th request is of the same kind in both.
+            let stream = !leaving.chance(self.terms.unary);
+            let leaves = leaving.chance(share);
+            let kind = if leaves { kinds.next().copied() } else { None };
+            let leaves = kind.map(|kind| Leaves { phase: None, kind });
+            plans.push(Plan { due: begin + Duration::from_secs_f64(at), ..self.plan(act, stream, leaves) });
+        }
+    }
+
+    /// Clients that leave in one phase, until enough of them were in it.
+    pub(crate) async fn phase(&self, phase: Phase) -> usize {
+        let name = format!("phase {}", phase.label());
+        self.act(&name, ActKind::Phase, async {
+            let (wanted, until) = (self.terms.victims, Instant::now() + self.terms.phase);
+            let at_once = if phase == Phase::Queued { QUEUE_CLIENTS } else { PHASE_CLIENTS };
+            let kinds: Vec<Kind> = self.terms.kinds.clone();
+            let (mut hit, mut tried, mut calls) = (0, 0, JoinSet::new());
+            loop {
+                let more = hit < wanted && tried < wanted * TRIES && Instant::now() < until;
+                if more && calls.len() < at_once {
+                    let leaves = Leaves { phase: Some(phase), kind: kinds[tried % kinds.len()] };
+                    let plan = self.plan(&name, phase != Phase::Unary, Some(leaves));
+                    calls.spawn(Arc::clone(self.stage).go(plan));
+                    tried += 1;
+                    continue;
+                }
+                let Some(made) = calls.join_next().await else { break };
+                // What is told after a call's end is waited for before it is judged where it was.
+                tokio::time::sleep(WORD_TRAVELS).await;
+                hit += usize::from(made.is_ok_and(|made| self.was_in(&made, phase)));
+            }
+            hit
+        })
+        .await
+    }
+
+    fn was_in(&self, made: &Made, phase: Phase) -> bool {
+        let Some(gone) = super::analyse::gone(&made.record) else { return false };
+        if !self.stage.exact {
+            return true;
+        }
+        let told = self.stage.feed.forget(&made.record.tag);
+        told.or(made.timeline.clone())
+            .map_or(phase == Phase::Queued, |timeline| timeline.phase_at(&made.record, gone) == Some(phase))
+    }
+
+    /// Requests that the prefill engine takes and the decode engine cannot: for more tokens than any context has.
+    pub(crate) async fn refused(&self) {
+        const NAME: &str = "refused";
+        self.act(NAME, ActKind::Refused, async {
+            for _ in 0..REFUSED / REFUSED_AT_ONCE {
+                let plan = Plan { max_tokens: Some(TOO_MANY_TOKENS), ..self.plan(NAME, true, None) };
+                join(self.stage, vec![plan; REFUSED_AT_ONCE]).await;
+            }
+        })
+        .await;
+    }
+
+    /// Load, in which a part is killed and started again.
+    pub(crate) async fn killed(&self, own: Own, part: Part) -> Result<Own, BenchError> {
+        let (name, fault) = match part {
+            Part::Router => ("fault router", "router killed"),
+            Part::Prefill => ("fault prefill", "prefill engine killed"),
+            Part::Decode => ("fault decode", "decode engine killed"),
+        };
+        self.act(name, ActKind::Fault, async {
+            let plans = self.arrivals(name, 0.0, self.terms.fault);
+            let load = join(self.stage, plans);
+            let told = |mended| {
+                let (act, fault) = (name.to_owned(), fault.to_owned());
+                self.stage.recorder.put(&Record::Fault { act, fault, at_us: Moment::now().us(), mended });
+            };
+            let breaking = async {
+                tokio::time::sleep(self.terms.fault.mul_f64(FAULT_AFTER)).await;
+                told(false);
+                let mending = tokio::task::spawn_blocking(move || {
+                    let mut own = own;
+                    own.kill(part)?;
+                    own.start_again(part)?;
+                    Ok::<_, std::io::Error>(own)
+                });
+                let own = mending.await??;
+                told(true);
+                Ok::<_, BenchError>(own)
+            };
+            let (_, own) = tokio::join!(load, breaking);
+            own
+        })
+        .await
+    }
+
+    /// Asks the prompts of these calls again, now that all is quiet, and writes down what is right. An answer that
+    /// differs is asked for twice: a deployment that does not say the same twice cannot be judged by its words.
+    pub(crate) async fn verify(&self, calls: &[&CallRecord]) {
+        (self.progress)("verifying texts");
+        for (turn, call) in calls.iter().enumerate() {
+            let Some(number) = self.stage.number_of(&call.tag) else { continue };
+            let salt = format!("verify-{}-{turn}", self.stage.seed);
+            let mut said = self.stage.ask_again(number, call.stream, &salt).await;
+            let whole = call.outcome == "done";
+            let agrees = |said: &str| if whole { said == call.text } else { said.starts_with(&call.text) };
+            if said.as_deref().is_some_and(|said| !agrees(said)) {
+                let again = self.stage.ask_again(number, call.stream, &format!("{salt}-again")).await;
+                said = said.filter(|said| again.as_ref() == Some(said));
+            }
+            let (tag, text) = (call.tag.clone(), Some(call.text.clone()));
+            self.stage.recorder.put(&Record::Replay { tag, text, said });
+        }
+    }
+}
+
+/// Makes planned calls, each at its time; in the order of the plans.
+async fn join(stage: &Arc<Stage>, plans: Vec<Plan>) -> Vec<Made> {
+    let calls: Vec<_> = plans.into_iter().map(|plan| tokio::spawn(Arc::clone(stage).go(plan))).collect();
+    let mut made = Vec::with_capacity(calls.len());
+    for call in calls {
+        // A call does not panic; if one did, it would be missing in the report's counts.
+        made.extend(call.await.ok());
+    }
+    made
+}

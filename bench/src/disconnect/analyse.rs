@@ -1,0 +1,354 @@
+//! From raw events to a summary. A pure function: the same events give the same numbers, whenever they are read.
+
+use std::collections::BTreeMap;
+
+use super::findings;
+use super::phase::{Kind, Phase};
+use super::raw::{ActKind, Books, CallRecord, EngineFacts, Record, Run};
+use super::series;
+use super::summary::{Dist, EngineRow, FaultRow, Group, KindRow, PhaseRow, Service, Summary, Texts};
+use super::timeline::{Timeline, Told};
+
+/// The raw events, sorted into what they are about.
+#[derive(Default)]
+pub(crate) struct Facts {
+    pub(crate) run: Run,
+    pub(crate) engines: Vec<EngineFacts>,
+    pub(crate) acts: Vec<Act>,
+    pub(crate) calls: Vec<CallRecord>,
+    /// By tag.
+    pub(crate) timelines: BTreeMap<String, Timeline>,
+    /// In the order of time.
+    pub(crate) books: Vec<Books>,
+    pub(crate) faults: Vec<(String, String, u64, bool)>,
+    /// Tag, what was said in the run, and what is right.
+    pub(crate) replays: Vec<(String, Option<String>, Option<String>)>,
+    pub(crate) lost: u64,
+}
+
+/// A part of the run.
+#[derive(Clone, Debug)]
+pub(crate) struct Act {
+    pub(crate) name: String,
+    pub(crate) what: ActKind,
+    pub(crate) began: u64,
+    pub(crate) ended: u64,
+}
+
+/// A client that left while its request was not over.
+pub(crate) struct Victim<'a> {
+    pub(crate) call: &'a CallRecord,
+    /// What became of it; `None` where engines tell nothing.
+    pub(crate) timeline: Option<&'a Timeline>,
+    pub(crate) gone: u64,
+    pub(crate) phase: Option<Phase>,
+    /// Nobody looked at the engines afterwards.
+    pub(crate) watched_until: u64,
+}
+
+impl Facts {
+    /// Sorts raw events.
+    pub(crate) fn of(records: &[Record]) -> Self {
+        let mut facts = Self::default();
+        for record in records {
+            match record {
+                Record::Run(run) => facts.run = run.clone(),
+                Record::Engine(engine) => {
+                    // A later word on the same engine is the better one.
+                    facts.engines.retain(|known| known.engine != engine.engine);
+                    facts.engines.push(engine.clone());
+                }
+                Record::ActBegan { act, at_us, what } => {
+                    let (name, what) = (act.clone(), *what);
+                    facts.acts.push(Act { name, what, began: *at_us, ended: u64::MAX });
+                }
+                Record::ActEnded { act, at_us } => {
+                    if let Some(known) = facts.acts.iter_mut().rev().find(|known| known.name == *act) {
+                        known.ended = *at_us;
+                    }
+                }
+                Record::Call(call) => facts.calls.push(call.clone()),
+                Record::Event(event) => facts.timelines.entry(event.tag.clone()).or_default().take(event),
+                Record::Books(books) => facts.books.push(books.clone()),
+                Record::Lost { events, .. } => facts.lost += events,
+                Record::Fault { act, fault, at_us, mended } => {
+                    facts.faults.push((act.clone(), fault.clone(), *at_us, *mended));
+                }
+                Record::Replay { tag, text, said } => {
+                    facts.replays.push((tag.clone(), text.clone(), said.clone()));
+                }
+            }
+        }
+        facts.engines.sort_by_key(|engine| engine.engine);
+        facts.books.sort_by_key(|books| books.at_us);
+        facts
+    }
+
+    /// Whether every engine has an event log.
+    pub(crate) fn exact(&self) -> bool {
+        !self.engines.is_empty() && self.engines.iter().all(|engine| engine.events)
+    }
+
+    pub(crate) fn act(&self, name: &str) -> Option<&Act> {
+        self.acts.iter().find(|act| act.name == name)
+    }
+
+    /// The last look at an engine.
+    fn watched_until(&self) -> u64 {
+        self.books.last().map_or(0, |books| books.at_us)
+    }
+
+    /// Clients that left before their requests were over, but not in acts to learn from.
+    pub(crate) fn victims(&self) -> Vec<Victim<'_>> {
+        let watched_until = self.watched_until();
+        let of = |call: &'_ CallRecord| {
+            let act = self.act(&call.act)?;
+            if matches!(act.what, ActKind::Calibration | ActKind::Fault | ActKind::Refused) {
+                return None;
+            }
+            let gone = gone(call)?;
+            let timeline = self.timelines.get(&call.tag);
+            let phase = match timeline {
+                // On its way, or never sent on.
+                None if self.exact() => Some(Phase::Queued),
+                // Nobody tells where it was.
+                None => call.leaves.and_then(|leaves| leaves.phase),
+                // Over before the client left.
+                Some(timeline) => Some(timeline.phase_at(call, gone)?),
+            };
+            Some((gone, timeline, phase))
+        };
+        let victim = |call| {
+            let (gone, timeline, phase) = of(call)?;
+            Some(Victim { call, timeline, gone, phase, watched_until })
+        };
+        self.calls.iter().filter_map(victim).collect()
+    }
+}
+
+/// When the client of a call was gone; `None`: it stayed, or had its whole answer.
+pub(crate) fn gone(call: &CallRecord) -> Option<u64> {
+    let leaves = call.leaves?;
+    if call.outcome != "left" {
+        return None;
+    }
+    match leaves.kind {
+        // Until it resets, it may read on at any moment.
+        Kind::Stall => Some(call.ended_us),
+        _ => call.left_us,
+    }
+}
+
+/// Everything that a run has shown.
+pub(crate) fn summary(records: &[Record]) -> Summary {
+    let facts = Facts::of(records);
+    let victims = facts.victims();
+    let stranded_after = facts.run.stranded_after_us;
+    let group = |of: &dyn Fn(&Victim<'_>) -> bool| {
+        let chosen: Vec<_> = victims.iter().filter(|victim| of(victim)).collect();
+        grouped(&chosen, stranded_after)
+    };
+    let aimed_at = |call: &CallRecord| call.leaves.and_then(|leaves| leaves.phase);
+    let phases = Phase::ALL.into_iter().filter_map(|phase| {
+        let aimed = facts.calls.iter().filter(|call| aimed_at(call) == Some(phase)).count() as u64;
+        let group = group(&|victim| victim.phase == Some(phase));
+        (aimed + group.left > 0).then_some(PhaseRow { phase, aimed, group })
+    });
+    let kinds = Kind::ALL.into_iter().filter_map(|kind| {
+        let group = group(&|victim| victim.call.leaves.is_some_and(|leaves| leaves.kind == kind));
+        (group.left > 0).then_some(KindRow { kind, group })
+    });
+    let mut summary = Summary {
+        exact: facts.exact(),
+        requests: facts.calls.len() as u64,
+        left: victims.len() as u64,
+        all: group(&|_| true),
+        phases: phases.collect(),
+        kinds: kinds.collect(),
+        refused: refused(&facts),
+        calm: service(&facts, ActKind::Calm),
+        storm: service(&facts, ActKind::Storm),
+        faults: faults(&facts),
+        engines: facts.engines.iter().map(|engine| engine_row(&facts, engine)).collect(),
+        texts: texts(&facts),
+        series: series::of(&facts, &victims),
+        findings: Vec::new(),
+        run: facts.run.clone(),
+    };
+    summary.findings = findings::of(&facts, &victims, &summary);
+    summary
+}
+
+fn ms(us: u64) -> f64 {
+    us as f64 / 1e3
+}
+
+/// What these clients did to the engines.
+fn grouped(victims: &[&Victim<'_>], stranded_after: u64) -> Group {
+    let mut group = Group { left: victims.len() as u64, ..Group::default() };
+    let (mut told, mut freed, mut freed_p) = (Vec::new(), Vec::new(), Vec::new());
+    for Victim { call, timeline, gone, watched_until, .. } in victims {
+        let Some(timeline) = timeline else { continue };
+        match timeline.told(*gone) {
+            Told::Nobody => {}
+            Told::All(at) => told.push(ms(at.saturating_sub(*gone))),
+            Told::Never => group.never_told += 1,
+        }
+        match timeline.home_at() {
+            None => (group.never_back, group.stranded) = (group.never_back + 1, group.stranded + 1),
+            // It held nothing any more when its client left.
+            Some(home) if home <= *gone => {}
+            Some(home) => {
+                freed.push(ms(home - gone));
+                group.stranded += u64::from(home - gone > stranded_after);
+            }
+        }
+        let at_p = timeline.legs.iter().filter(|leg| leg.lends).filter_map(|leg| Some(leg.freed.first()?.0));
+        if let Some(at) = at_p.max().filter(|at| at > gone) {
+            freed_p.push(ms(at - gone));
+        }
+        group.block_seconds += timeline.block_seconds_after(*gone, *watched_until);
+        let (prompt, answer) = timeline.work_after(*gone, u64::from(call.generated));
+        group.prompt_tokens_for_nobody += prompt;
+        group.answer_tokens_for_nobody += answer;
+        group.expired += u64::from(timeline.expired());
+    }
+    (group.told_ms, group.freed_ms) = (Dist::of(&told), Dist::of(&freed));
+    group.freed_p_ms = Dist::of(&freed_p);
+    group.block_seconds_per_1000 = group.block_seconds * 1_000.0 / group.left.max(1) as f64;
+    group
+}
+
+/// Clients that the decode engine refused: from the refusal until the prefill engine's blocks were back.
+fn refused(facts: &Facts) -> Option<Group> {
+    let act = facts.acts.iter().find(|act| act.what == ActKind::Refused)?;
+    let refused = facts.calls.iter().filter(|call| call.act == act.name && call.outcome == "refused");
+    let victims: Vec<Victim<'_>> = refused
+        .map(|call| Victim {
+            call,
+            timeline: facts.timelines.get(&call.tag),
+            gone: call.ended_us,
+            phase: None,
+            watched_until: facts.watched_until(),
+        })
+        .collect();
+    let mut group = grouped(&victims.iter().collect::<Vec<_>>(), facts.run.stranded_after_us);
+    // The refusal is the last that anybody hears of it; nobody has to be told.
+    (group.told_ms, group.never_told) = (Dist::default(), 0);
+    Some(group)
+}
+
+/// What clients that stayed got in acts of this kind.
+fn service(facts: &Facts, what: ActKind) -> Option<Service> {
+    let acts: Vec<_> = facts.acts.iter().filter(|act| act.what == what).collect();
+    if acts.is_empty() {
+        return None;
+    }
+    let in_act = |call: &&CallRecord| acts.iter().any(|act| act.name == call.act) && call.leaves.is_none();
+    let (mut ttft, mut itl, mut e2e) = (Vec::new(), Vec::new(), Vec::new());
+    let mut service = Service::default();
+    let (mut tokens, mut first, mut last) = (0, u64::MAX, 0);
+    for call in facts.calls.iter().filter(in_act) {
+        service.requests += 1;
+        if call.outcome != "done" {
+            service.errors += 1;
+            continue;
+        }
+        (first, last) = (first.min(call.due_us), last.max(call.ended_us));
+        tokens += u64::from(call.generated);
+        e2e.push(ms(call.ended_us.saturating_sub(call.due_us)));
+        ttft.extend(series::ttft(call));
+        itl.extend(series::gaps(call));
+    }
+    service.tokens_per_second = tokens as f64 * 1e6 / last.saturating_sub(first).max(1) as f64;
+    (service.ttft_ms, service.itl_ms, service.e2e_ms) = (Dist::of(&ttft), Dist::of(&itl), Dist::of(&e2e));
+    Some(service)
+}
+
+fn faults(facts: &Facts) -> Vec<FaultRow> {
+    let acts = facts.acts.iter().filter(|act| act.what == ActKind::Fault);
+    acts.map(|act| {
+        let of_act = facts.faults.iter().filter(|(name, ..)| *name == act.name);
+        let broken = of_act.clone().find(|(.., mended)| !mended);
+        let mended = of_act.clone().filter(|(.., mended)| *mended).map(|(_, _, at, _)| *at).max();
+        let calls: Vec<_> = facts.calls.iter().filter(|call| call.act == act.name).collect();
+        let errors = |calls: &mut dyn Iterator<Item = &&CallRecord>| {
+            calls.filter(|call| call.leaves.is_none() && call.outcome != "done").count() as u64
+        };
+        let later = |call: &&&CallRecord| mended.is_some_and(|mended| call.began_us > mended);
+        let clients_gone = calls.iter().map(|call| call.ended_us).max().unwrap_or(act.began);
+        let expired = facts.engines.iter().map(|engine| expired_during(facts, engine.engine, act)).sum();
+        let in_act = |tag: &str| calls.iter().any(|call| call.tag == tag);
+        FaultRow {
+            fault: broken.map_or_else(|| act.name.clone(), |(_, fault, ..)| fault.clone()),
+            requests: calls.len() as u64,
+            errors: errors(&mut calls.iter()),
+            errors_after: errors(&mut calls.iter().filter(later)),
+            home_ms: home_after(facts, clients_gone, act.ended).map(|at| ms(at - clients_gone)),
+            expired,
+            wrong_texts: wrong(facts).filter(|tag| in_act(tag)).count() as u64,
+        }
+    })
+    .collect()
+}
+
+/// The first moment after `at` from which every engine's books say that nothing is held, until `end`.
+fn home_after(facts: &Facts, at: u64, end: u64) -> Option<u64> {
+    let mut home = at;
+    for engine in &facts.engines {
+        let ours = |books: &&Books| books.engine == engine.engine && books.at_us >= at && books.at_us <= end;
+        let looks: Vec<_> = facts.books.iter().filter(ours).collect();
+        let quiet = looks.iter().rposition(|books| books.held > 0).map_or(0, |last| last + 1);
+        home = home.max(looks.get(quiet)?.at_us);
+    }
+    Some(home)
+}
+
+fn expired_during(facts: &Facts, engine: usize, act: &Act) -> u64 {
+    let ours = facts.books.iter().filter(|books| books.engine == engine);
+    let within = ours.filter(|books| books.at_us >= act.began && books.at_us <= act.ended);
+    // An engine that was started again counts from nothing.
+    let pairs: Vec<u64> = within.map(|books| books.expired).collect();
+    pairs.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).sum()
+}
+
+fn engine_row(facts: &Facts, engine: &EngineFacts) -> EngineRow {
+    let books: Vec<_> = facts.books.iter().filter(|books| books.engine == engine.engine).collect();
+    // Outside of the acts the benchmark asks things that are no calls.
+    let in_act = |at: u64| facts.acts.iter().any(|act| act.began <= at && at < act.ended);
+    let idle =
+        |at: u64| in_act(at) && !facts.calls.iter().any(|call| call.began_us <= at && at < call.ended_us);
+    let idle_block_us: u64 = books
+        .windows(2)
+        .filter(|pair| idle(pair[0].at_us) && idle(pair[1].at_us))
+        .map(|pair| pair[0].held.min(pair[1].held) * (pair[1].at_us - pair[0].at_us))
+        .sum();
+    let counts: Vec<u64> = books.iter().map(|books| books.expired).collect();
+    EngineRow {
+        name: engine.name.clone(),
+        role: engine.role.clone(),
+        exact: engine.events,
+        blocks: engine.blocks,
+        held_at_most: books.iter().map(|books| books.held).max().unwrap_or(0),
+        held_at_end: books.last().map(|books| books.held),
+        expired: counts.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).sum(),
+        askew: books.iter().filter(|books| books.askew).count() as u64,
+        idle_block_seconds: idle_block_us as f64 / 1e6,
+    }
+}
+
+fn texts(facts: &Facts) -> Texts {
+    let compared = facts.replays.iter().filter(|(_, text, said)| text.is_some() && said.is_some()).count();
+    Texts { compared: compared as u64, wrong: wrong(facts).count() as u64 }
+}
+
+/// The tags of answers that were not what the same prompt gives when all is quiet. What a client that left has seen must
+/// be the beginning of that.
+pub(crate) fn wrong(facts: &Facts) -> impl Iterator<Item = &str> {
+    facts.replays.iter().filter_map(|(tag, text, said)| {
+        let (text, said) = (text.as_ref()?, said.as_ref()?);
+        let whole = facts.calls.iter().any(|call| call.tag == *tag && call.outcome == "done");
+        let right = if whole { text == said } else { said.starts_with(text.as_str()) };
+        (!right).then_some(tag.as_str())
+    })
+}

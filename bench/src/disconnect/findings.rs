@@ -1,0 +1,174 @@
+//! What is wrong with a deployment, by name, each with the calls that show it.
+
+use super::analyse::{Facts, Victim, wrong};
+use super::phase::Phase;
+use super::summary::{Finding, Summary};
+use super::timeline::{Leg, RACE_US};
+
+/// Calls that are named for each finding.
+const SHOWN: usize = 5;
+
+/// A share of clients below this is chance.
+const RARE: f64 = 0.02;
+
+/// Bystanders whose 99th percentile grows by less than this factor, or by fewer milliseconds, are not harmed.
+const SLOWER: f64 = 1.5;
+const SLOWER_MS: f64 = 25.0;
+
+/// Everything that was found.
+pub(crate) fn of(facts: &Facts, victims: &[Victim<'_>], summary: &Summary) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    legs_not_aborted(victims, &mut findings);
+    stranded(facts, victims, &mut findings);
+    refused(facts, &mut findings, summary);
+    let expired: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
+    let by_tag = facts.timelines.iter().filter(|(_, timeline)| timeline.expired());
+    let tags: Vec<_> = by_tag.map(|(tag, _)| tag.as_str()).collect();
+    let expired = expired.max(tags.len() as u64);
+    if expired > 0 {
+        let says = format!(
+            "{expired} leases ended by time alone: nobody fetched their blocks, and nobody gave them back"
+        );
+        findings.push(finding("leases_expired", says, expired, &tags));
+    }
+    freed_twice(facts, summary, &mut findings);
+    let tags: Vec<_> = wrong(facts).collect();
+    if !tags.is_empty() {
+        let (wrong, compared) = (tags.len() as u64, summary.texts.compared);
+        let says =
+            format!("{wrong} of {compared} answers are not what the same prompt gives when all is quiet");
+        findings.push(finding("wrong_texts", says, wrong, &tags));
+    }
+    bystanders(facts, summary, &mut findings);
+    for engine in &summary.engines {
+        if let Some(held) = engine.held_at_end.filter(|held| *held > 0) {
+            let says =
+                format!("{} still holds {held} blocks at the end, and no client is there", engine.name);
+            findings.push(finding("blocks_not_home", says, held, &[]));
+        }
+    }
+    for fault in summary.faults.iter().filter(|fault| fault.errors_after > 0) {
+        let (name, errors) = (&fault.fault, fault.errors_after);
+        let says = format!("{errors} requests failed that began after `{name}` was mended");
+        findings.push(finding("not_recovered", says, errors, &[]));
+    }
+    findings
+}
+
+fn finding(name: &'static str, says: String, count: u64, tags: &[&str]) -> Finding {
+    let shown_by = tags.iter().take(SHOWN).map(|tag| (*tag).to_owned()).collect();
+    Finding { name, says, count, shown_by }
+}
+
+/// Legs that went on to their own end although their client had left long before.
+fn legs_not_aborted(victims: &[Victim<'_>], findings: &mut Vec<Finding>) {
+    let goes_on = |victim: &Victim<'_>, leg: &Leg| {
+        let ended = leg.ended.as_ref().is_some_and(|ended| ended.at > victim.gone + RACE_US);
+        let aborted = leg.told.iter().any(|told| leg.ended.as_ref().is_some_and(|ended| *told <= ended.at));
+        ended && !aborted && leg.ended.as_ref().is_some_and(|ended| ended.outcome != "abort")
+    };
+    for (lends, name, engine) in
+        [(true, "prefill_not_aborted", "prefill"), (false, "decode_not_aborted", "decode")]
+    {
+        let works = |victim: &&Victim<'_>, leg: &&Leg| {
+            leg.lends == lends && leg.ended.as_ref().is_none_or(|ended| ended.at > victim.gone)
+        };
+        let legs = |victim: &&Victim<'_>| {
+            victim.timeline.is_some_and(|timeline| timeline.legs.iter().any(|leg| works(victim, &leg)))
+        };
+        let at_work: Vec<_> = victims.iter().filter(legs).collect();
+        let on = |victim: &&&Victim<'_>| {
+            let legs = victim.timeline.into_iter().flat_map(|timeline| &timeline.legs);
+            legs.filter(|leg| works(victim, leg)).any(|leg| goes_on(victim, leg))
+        };
+        let tags: Vec<_> = at_work.iter().filter(on).map(|victim| victim.call.tag.as_str()).collect();
+        if tags.len() as f64 > RARE * at_work.len() as f64 {
+            let (on, all) = (tags.len(), at_work.len());
+            let says = format!(
+                "{on} of {all} requests whose client left while the {engine} engine worked on them were computed to their end"
+            );
+            findings.push(finding(name, says, on as u64, &tags));
+        }
+    }
+}
+
+/// Blocks that were held for long after their client had left.
+fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) {
+    let limit = facts.run.stranded_after_us;
+    let held = |victim: &&Victim<'_>| {
+        victim.timeline.is_some_and(|timeline| match timeline.home_at() {
+            None => true,
+            Some(home) => home.saturating_sub(victim.gone) > limit,
+        })
+    };
+    for (in_gap, name) in [(true, "gap_stranded"), (false, "stranded")] {
+        let of = victims.iter().filter(|victim| (victim.phase == Some(Phase::Gap)) == in_gap);
+        let all: Vec<_> = of.collect();
+        let tags: Vec<_> =
+            all.iter().filter(|victim| held(victim)).map(|victim| victim.call.tag.as_str()).collect();
+        if tags.is_empty() {
+            continue;
+        }
+        let (stranded, all, seconds) = (tags.len(), all.len(), limit as f64 / 1e6);
+        let says = if in_gap {
+            format!(
+                "{stranded} of {all} clients that left between prefill and decode stranded their blocks for more than {seconds} s"
+            )
+        } else {
+            format!(
+                "the blocks of {stranded} of {all} clients that left in other phases were not back within {seconds} s"
+            )
+        };
+        findings.push(finding(name, says, stranded as u64, &tags));
+    }
+}
+
+fn refused(facts: &Facts, findings: &mut Vec<Finding>, summary: &Summary) {
+    let Some(group) = summary.refused.as_ref().filter(|group| group.stranded > 0) else { return };
+    let (stranded, all) = (group.stranded, group.left);
+    let seconds = facts.run.stranded_after_us as f64 / 1e6;
+    let says = format!(
+        "{stranded} of {all} requests that the decode engine refused left their blocks at the prefill engine for more than {seconds} s"
+    );
+    findings.push(finding("refused_stranded", says, stranded, &[]));
+}
+
+fn freed_twice(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
+    let twice =
+        facts.timelines.iter().filter(|(_, timeline)| timeline.legs.iter().any(|leg| leg.freed.len() > 1));
+    let tags: Vec<_> = twice.map(|(tag, _)| tag.as_str()).collect();
+    if !tags.is_empty() {
+        let says = format!("the blocks of {} requests were freed more than once", tags.len());
+        findings.push(finding("freed_twice", says, tags.len() as u64, &tags));
+    }
+    for engine in summary.engines.iter().filter(|engine| engine.askew > 0) {
+        let (name, looks) = (&engine.name, engine.askew);
+        let says = format!("the blocks of {name} by state did not add up to its pool at {looks} looks");
+        findings.push(finding("books_askew", says, looks, &[]));
+    }
+}
+
+fn bystanders(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
+    let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm) else { return };
+    if storm.errors > calm.errors {
+        let (errors, all) = (storm.errors, storm.requests);
+        let says = format!("{errors} of {all} clients that stayed got an error while others left");
+        let failed = |call: &&super::raw::CallRecord| {
+            call.leaves.is_none()
+                && call.outcome != "done"
+                && facts.act(&call.act).is_some_and(|act| act.what == super::raw::ActKind::Storm)
+        };
+        let tags: Vec<_> = facts.calls.iter().filter(failed).map(|call| call.tag.as_str()).collect();
+        findings.push(finding("bystanders_failed", says, errors, &tags));
+    }
+    let pairs = [("first token", calm.ttft_ms, storm.ttft_ms), ("next token", calm.itl_ms, storm.itl_ms)];
+    for (what, calm, storm) in pairs {
+        if calm.n > 0 && storm.p99 > calm.p99 * SLOWER && storm.p99 > calm.p99 + SLOWER_MS {
+            let says = format!(
+                "clients that stayed waited {:.0} ms for their {what} at the 99th percentile while others left, and {:.0} ms when nobody did",
+                storm.p99, calm.p99
+            );
+            findings.push(finding("bystanders_slowed", says, 1, &[]));
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Where in its life a request is when its client leaves, and how a client leaves.
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+/// A phase of a request's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Phase {
+    /// Sent, and nothing computes yet
+    Queued,
+    /// The prefill engine computes
+    Prefill,
+    /// The prefill engine has lent the blocks, and the decode engine has not begun to read them
+    Gap,
+    /// The decode engine reads
+    Fetch,
+    /// The blocks are there, and no token has reached the client
+    FirstToken,
+    /// Tokens have reached the client
+    Stream,
+    /// As `stream`, of a request whose answer comes in one piece
+    Unary,
+}
+
+impl Phase {
+    /// In the order of a request's life.
+    pub(crate) const ALL: [Self; 7] =
+        [Self::Queued, Self::Prefill, Self::Gap, Self::Fetch, Self::FirstToken, Self::Stream, Self::Unary];
+
+    /// The word in reports.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Queued => "queued",
+            Self::Prefill => "prefill",
+            Self::Gap => "gap",
+            Self::Fetch => "fetch",
+            Self::FirstToken => "first token",
+            Self::Stream => "stream",
+            Self::Unary => "unary",
+        }
+    }
+}
+
+/// How a client leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Kind {
+    /// Closes its connection
+    Fin,
+    /// Resets its connection
+    Rst,
+    /// Sends nothing any more, and reads on: what half of the world's proxies do
+    HalfClose,
+    /// Stops reading, keeps the connection for a while, then resets it
+    Stall,
+    /// Runs out of patience as an SDK does: closes, and asks again up to twice
+    Timeout,
+}
+
+impl Kind {
+    /// Every kind.
+    pub(crate) const ALL: [Self; 5] = [Self::Fin, Self::Rst, Self::HalfClose, Self::Stall, Self::Timeout];
+
+    /// The word in reports.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Fin => "FIN",
+            Self::Rst => "RST",
+            Self::HalfClose => "half-close",
+            Self::Stall => "stall",
+            Self::Timeout => "timeout",
+        }
+    }
+}

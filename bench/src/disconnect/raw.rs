@@ -1,0 +1,229 @@
+//! The raw events of a run, as they are written to `events.jsonl`: one JSON object a line, in the order in which they
+//! became known. Every number of a report is computed from these and from nothing else.
+
+use std::io::{BufRead, Write};
+
+use serde::{Deserialize, Serialize};
+
+use super::phase::{Kind, Phase};
+
+/// A line is not read beyond this.
+const LINE_BYTES_MAX: u64 = 4 << 20;
+/// Lines that are read.
+const RECORDS_MAX: usize = 20_000_000;
+
+/// One line.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "record", rename_all = "snake_case")]
+pub(crate) enum Record {
+    /// The first line.
+    Run(Run),
+    /// An engine that is watched, by its number in this file.
+    Engine(EngineFacts),
+    /// Part of the run has begun.
+    ActBegan { act: String, at_us: u64, what: ActKind },
+    /// It is over: every call has ended, and the engines were given time to come to rest.
+    ActEnded { act: String, at_us: u64 },
+    /// A client's call.
+    Call(CallRecord),
+    /// What an engine did.
+    Event(EventRecord),
+    /// What an engine's books said.
+    Books(Books),
+    /// Events of an engine that were overwritten before they were read.
+    Lost { engine: usize, events: u64 },
+    /// Something was broken, or mended, on purpose.
+    Fault { act: String, fault: String, at_us: u64, mended: bool },
+    /// The same prompt asked again when all was quiet.
+    Replay { tag: String, text: Option<String>, said: Option<String> },
+}
+
+/// What was run, and where.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Run {
+    pub(crate) version: String,
+    pub(crate) command: String,
+    pub(crate) date: String,
+    pub(crate) machine: String,
+    pub(crate) target: String,
+    pub(crate) model: String,
+    pub(crate) seed: u64,
+    /// After so long without its blocks being back, a client that left counts as stranded.
+    pub(crate) stranded_after_us: u64,
+    /// Everything else that was chosen.
+    pub(crate) options: serde_json::Value,
+}
+
+/// What a part of a run is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum ActKind {
+    /// To learn how fast the deployment is; in no statistic.
+    Calibration,
+    /// The load, and nobody leaves.
+    Calm,
+    /// The same load, and some leave.
+    Storm,
+    /// Clients that leave in one phase.
+    Phase,
+    /// Clients that the decode engine refuses.
+    Refused,
+    /// Something is killed.
+    Fault,
+}
+
+/// What is known of an engine from its start.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct EngineFacts {
+    pub(crate) engine: usize,
+    pub(crate) name: String,
+    pub(crate) role: String,
+    /// It has an event log; otherwise only its metrics are read.
+    pub(crate) events: bool,
+    /// Blocks of its pool; 0 where it does not say.
+    pub(crate) blocks: u64,
+    /// Its clock less ours, and how far off that may be, microseconds.
+    pub(crate) clock_offset_us: i64,
+    pub(crate) clock_doubt_us: u64,
+}
+
+/// One call of a client, in microseconds since the Unix epoch.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct CallRecord {
+    pub(crate) act: String,
+    /// The request's `user`.
+    pub(crate) tag: String,
+    /// What it was to do; `None`: stay.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) leaves: Option<Leaves>,
+    pub(crate) stream: bool,
+    /// When it was to begin.
+    pub(crate) due_us: u64,
+    pub(crate) began_us: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) sent_us: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) left_us: Option<u64>,
+    pub(crate) ended_us: u64,
+    /// Each event with text, microseconds after `began_us`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) tokens_us: Vec<u64>,
+    /// `done`, `left`, `refused`, `failed`, `broken` or `timed_out`.
+    pub(crate) outcome: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) status: Option<u16>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) error: Option<String>,
+    /// Tokens of the answer, as far as it came.
+    pub(crate) generated: u32,
+    pub(crate) text: String,
+    /// An SDK's retry of the call with this tag.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) retries: Option<String>,
+}
+
+/// When and how a client is to leave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Leaves {
+    /// The phase that it aims at; `None`: any.
+    pub(crate) phase: Option<Phase>,
+    pub(crate) kind: Kind,
+}
+
+/// One event of an engine's log. See `docs/observability.md`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct EventRecord {
+    pub(crate) engine: usize,
+    /// By our clock.
+    pub(crate) at_us: u64,
+    pub(crate) seq: u64,
+    pub(crate) request_id: String,
+    pub(crate) tag: String,
+    #[serde(default)]
+    pub(crate) index: u32,
+    pub(crate) kind: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) leg: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) blocks: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) tokens: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) generated: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) computed: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) outcome: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) reason: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) result: Option<String>,
+}
+
+/// An engine's books at one moment. Blocks that are not told are `None`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Books {
+    pub(crate) engine: usize,
+    pub(crate) at_us: u64,
+    pub(crate) total: u64,
+    /// Blocks that nobody can have: active, leased, landing, storing.
+    pub(crate) held: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) leased: Option<u64>,
+    /// Blocks by state do not add up to the pool.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) askew: bool,
+    /// Requests on the books, in whatever phase.
+    pub(crate) requests: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) leases: Option<u64>,
+    /// Leases that ended by expiry since the engine began.
+    pub(crate) expired: u64,
+}
+
+/// Why a file of raw events cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RawError {
+    /// It cannot be read.
+    #[error("{0}")]
+    Read(#[from] std::io::Error),
+    /// A line is no record.
+    #[error("line {line}: {why}")]
+    Line {
+        /// From 1.
+        line: usize,
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+/// Writes one line.
+///
+/// # Errors
+/// When it cannot be written.
+pub(crate) fn write(out: &mut dyn Write, record: &Record) -> std::io::Result<()> {
+    serde_json::to_writer(&mut *out, record)?;
+    out.write_all(b"\n")
+}
+
+/// Reads what [`write`] has written.
+///
+/// # Errors
+/// [`RawError`], at the first line that is no record.
+pub(crate) fn read(from: &mut dyn BufRead) -> Result<Vec<Record>, RawError> {
+    let mut records = Vec::new();
+    let mut line = Vec::new();
+    for number in 1.. {
+        line.clear();
+        let bytes = std::io::Read::take(&mut *from, LINE_BYTES_MAX).read_until(b'\n', &mut line)?;
+        if bytes == 0 {
+            break;
+        }
+        let wrong = |why: String| RawError::Line { line: number, why };
+        if bytes as u64 == LINE_BYTES_MAX || records.len() == RECORDS_MAX {
+            return Err(wrong("too long".into()));
+        }
+        records.push(serde_json::from_slice(&line).map_err(|error| wrong(error.to_string()))?);
+    }
+    Ok(records)
+}

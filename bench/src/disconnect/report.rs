@@ -1,0 +1,129 @@
+//! A summary for people: some lines for a terminal, and one HTML page that needs nothing else.
+
+mod page;
+mod svg;
+
+use std::fmt::Write as _;
+
+use super::summary::{Dist, Group, Summary};
+
+pub(crate) use page::page;
+
+/// Milliseconds as people read them.
+fn ms(value: f64) -> String {
+    match value {
+        value if value >= 10_000.0 => format!("{:.1} s", value / 1e3),
+        value if value >= 100.0 => format!("{value:.0} ms"),
+        value if value >= 1.0 => format!("{value:.1} ms"),
+        value => format!("{value:.2} ms"),
+    }
+}
+
+/// A percentile, or a dash where nothing was measured.
+fn percentile(dist: &Dist, of: impl Fn(&Dist) -> f64) -> String {
+    if dist.n == 0 { "–".into() } else { ms(of(dist)) }
+}
+
+/// Counts with thousands apart.
+fn count(value: u64) -> String {
+    let digits = value.to_string();
+    let mut out = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// For a terminal.
+pub(crate) fn text(summary: &Summary) -> String {
+    let mut out = String::new();
+    let mut line = |text: String| {
+        out.push_str(text.trim_end());
+        out.push('\n');
+    };
+    let run = &summary.run;
+    line(format!(
+        "{} requests to {} ({}), {} left",
+        count(summary.requests),
+        run.model,
+        run.target,
+        count(summary.left)
+    ));
+    if !summary.exact {
+        line(
+            "Not every engine has an event log: phases are as aimed, and blocks are known from metrics only."
+                .into(),
+        );
+    }
+    line(String::new());
+    line(format!(
+        "{:<12} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>14}",
+        "left in", "left", "stranded", "told p50", "told p99", "freed p50", "freed p99", "block-s/1000"
+    ));
+    let mut row = |name: &str, group: &Group| {
+        line(format!(
+            "{name:<12} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>14.3}",
+            group.left,
+            group.stranded,
+            percentile(&group.told_ms, |dist| dist.p50),
+            percentile(&group.told_ms, |dist| dist.p99),
+            percentile(&group.freed_ms, |dist| dist.p50),
+            percentile(&group.freed_ms, |dist| dist.p99),
+            group.block_seconds_per_1000,
+        ));
+    };
+    for phase in &summary.phases {
+        row(phase.phase.label(), &phase.group);
+    }
+    row("all", &summary.all);
+    if let Some(refused) = &summary.refused {
+        row("refused", refused);
+    }
+    let mut line = |text: String| {
+        out.push_str(text.trim_end());
+        out.push('\n');
+    };
+    line(String::new());
+    if let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm) {
+        line(format!(
+            "{:<12} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10}",
+            "who stayed", "requests", "errors", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"
+        ));
+        for (name, service) in [("calm", calm), ("storm", storm)] {
+            line(format!(
+                "{name:<12} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10}",
+                service.requests,
+                service.errors,
+                percentile(&service.ttft_ms, |dist| dist.p50),
+                percentile(&service.ttft_ms, |dist| dist.p99),
+                percentile(&service.itl_ms, |dist| dist.p50),
+                percentile(&service.itl_ms, |dist| dist.p99),
+            ));
+        }
+        line(String::new());
+    }
+    for fault in &summary.faults {
+        let home = fault.home_ms.map_or_else(|| "not while it was watched".into(), ms);
+        line(format!(
+            "{}: {} of {} requests failed, {} of them after it was back; all blocks home: {home}",
+            fault.fault, fault.errors, fault.requests, fault.errors_after
+        ));
+    }
+    line(format!("texts: {} of {} compared were wrong", summary.texts.wrong, summary.texts.compared));
+    if summary.findings.is_empty() {
+        line(
+            "\nNothing was found: no block was stranded, freed twice or answered from after it was freed."
+                .into(),
+        );
+    } else {
+        let mut found = String::from("\nFound:");
+        for finding in &summary.findings {
+            let _ = write!(found, "\n  {}: {}", finding.name, finding.says);
+        }
+        line(found);
+    }
+    out
+}

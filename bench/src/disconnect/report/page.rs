@@ -1,0 +1,380 @@
+//! The report as one HTML page: no script, no font, no picture from elsewhere; light and dark, for a phone and for paper.
+
+use std::fmt::Write as _;
+
+use super::super::summary::{Dist, Group, Service, Summary};
+use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
+use super::{count, ms, percentile};
+
+const STYLE: &str = "
+:root{color-scheme:light dark;--ink:#1a1d21;--soft:#5d6670;--line:#d8dde3;--paper:#fff;--panel:#f5f7f9;--good:#12703a;--bad:#b3261e;
+--c0:#1f6feb;--c1:#d1570c;--c2:#12803c;--c3:#a626a4;--c4:#0b7a83;--c5:#8a6d00;--c6:#6b7280;--band:#eef2f6;--other:#f7f9fb}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e9ec;--soft:#9aa4af;--line:#333b44;--paper:#14171a;--panel:#1c2126;--good:#4cc38a;--bad:#ff8379;
+--c0:#6ea8fe;--c1:#ff9d57;--c2:#57c785;--c3:#d58bd4;--c4:#4fc3cd;--c5:#d9b84a;--c6:#a0a8b2;--band:#1d2329;--other:#181d22}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:60rem;padding:1.2rem 1rem 3rem;font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper)}
+h1{font-size:1.5rem;line-height:1.25;margin:.2rem 0 .3rem}h2{font-size:1.15rem;margin:2.2rem 0 .4rem}p{margin:.4rem 0}
+.soft,figcaption,.note{color:var(--soft);font-size:.875rem}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.6rem;margin:1rem 0}
+.tile{background:var(--panel);border:1px solid var(--line);border-radius:.5rem;padding:.6rem .75rem}
+.tile b{display:block;font-size:1.45rem;line-height:1.2;font-variant-numeric:tabular-nums}
+.tile span{color:var(--soft);font-size:.8125rem;line-height:1.3;display:block}
+.verdict{border-left:.3rem solid var(--good);background:var(--panel);padding:.6rem .9rem;border-radius:.25rem}
+.verdict.found{border-color:var(--bad)}.good{color:var(--good)}.bad{color:var(--bad);font-weight:600}
+.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.875rem;font-variant-numeric:tabular-nums}
+th,td{padding:.3rem .55rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}th{color:var(--soft);font-weight:600}
+th:first-child,td:first-child{text-align:left}
+figure{margin:.6rem 0 1rem}figure svg{width:100%;height:auto;display:block}figcaption svg{display:inline;width:28px;height:8px;margin-right:.35rem;vertical-align:middle}
+.key{display:inline-block;margin:0 1rem .1rem 0;white-space:nowrap}
+.grid{stroke:var(--line);stroke-width:.7}.tick,.axis,.part{fill:var(--soft);font:11px system-ui,sans-serif}.part{text-anchor:middle;font-size:9.5px}
+.band{fill:var(--band)}.band.other{fill:var(--other)}.curve{fill:none;stroke-width:1.8;stroke-linejoin:round}
+.c0{stroke:var(--c0)}.c1{stroke:var(--c1)}.c2{stroke:var(--c2)}.c3{stroke:var(--c3)}.c4{stroke:var(--c4)}.c5{stroke:var(--c5)}.c6{stroke:var(--c6)}
+code,pre{font:.8125rem/1.45 ui-monospace,monospace;overflow-wrap:anywhere;white-space:pre-wrap}dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;font-size:.875rem}
+dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}li{margin:.25rem 0}
+@media(max-width:34rem){dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}.tick,.axis{font-size:17px}.part{display:none}}
+@media print{body{max-width:none;padding:0}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
+";
+
+/// The page.
+pub(crate) fn page(summary: &Summary) -> String {
+    let mut out = String::from(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>What a disconnect costs</title><style>",
+    );
+    out.push_str(STYLE);
+    out.push_str("</style></head><body>");
+    head(summary, &mut out);
+    tiles(summary, &mut out);
+    verdict(summary, &mut out);
+    by_phase(summary, &mut out);
+    stranded(summary, &mut out);
+    bystanders(summary, &mut out);
+    pools(summary, &mut out);
+    by_kind(summary, &mut out);
+    faults(summary, &mut out);
+    definitions(summary, &mut out);
+    out.push_str("</body></html>\n");
+    out
+}
+
+fn head(summary: &Summary, out: &mut String) {
+    let run = &summary.run;
+    let _ = write!(
+        out,
+        "<p class=\"soft\">Baton · disconnect benchmark · {}</p><h1>What clients that leave cost this deployment</h1><p>{} requests to <b>{}</b> ({}); {} of their clients left before they had their answer.</p>",
+        escaped(&run.date),
+        count(summary.requests),
+        escaped(&run.model),
+        escaped(&run.target),
+        count(summary.left),
+    );
+    if !summary.exact {
+        out.push_str("<p class=\"note\">Not every engine of this deployment tells what becomes of single requests. Phases are as they were aimed at, and blocks are known from the engines' metrics only.</p>");
+    }
+}
+
+fn tile(out: &mut String, value: &str, class: &str, what: &str) {
+    let _ = write!(
+        out,
+        "<div class=\"tile\"><b class=\"{class}\">{}</b><span>{}</span></div>",
+        escaped(value),
+        escaped(what)
+    );
+}
+
+fn tiles(summary: &Summary, out: &mut String) {
+    out.push_str("<div class=\"tiles\">");
+    let all = &summary.all;
+    if summary.exact {
+        let class = if all.stranded == 0 { "good" } else { "bad" };
+        tile(
+            out,
+            &count(all.stranded),
+            class,
+            &format!("of {} clients that left stranded their blocks", count(all.left)),
+        );
+        tile(out, &percentile(&all.freed_ms, |dist| dist.p50), "", "median until the blocks were back");
+        tile(out, &percentile(&all.freed_ms, |dist| dist.p99), "", "99th percentile of that");
+        tile(
+            out,
+            &format!("{:.2}", all.block_seconds_per_1000),
+            "",
+            "block-seconds held for nobody, per 1,000 clients that left",
+        );
+    }
+    if let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm)
+        && calm.ttft_ms.n > 0
+        && storm.ttft_ms.n > 0
+    {
+        let ratio = storm.ttft_ms.p99 / calm.ttft_ms.p99.max(1e-9);
+        tile(
+            out,
+            &format!("{ratio:.2} ×"),
+            "",
+            "p99 time to first token of who stayed, in the storm against the calm",
+        );
+    }
+    let class = if summary.texts.wrong == 0 { "good" } else { "bad" };
+    tile(
+        out,
+        &count(summary.texts.wrong),
+        class,
+        &format!("wrong answers, of {} compared", count(summary.texts.compared)),
+    );
+    let expired: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
+    tile(out, &count(expired), if expired == 0 { "good" } else { "bad" }, "leases that only time has ended");
+    out.push_str("</div>");
+}
+
+fn verdict(summary: &Summary, out: &mut String) {
+    if summary.findings.is_empty() {
+        out.push_str("<div class=\"verdict\"><b>Nothing was found.</b> No block was stranded, freed twice, or answered from after it was freed; nobody who stayed was harmed.</div>");
+        return;
+    }
+    let _ = write!(out, "<div class=\"verdict found\"><b>{} found:</b><ul>", summary.findings.len());
+    for finding in &summary.findings {
+        let _ = write!(out, "<li><code>{}</code>: {}", finding.name, escaped(&finding.says));
+        if !finding.shown_by.is_empty() {
+            let tags: Vec<_> = finding.shown_by.iter().map(|tag| escaped(tag)).collect();
+            let _ = write!(
+                out,
+                " <span class=\"note\">See <code>{}</code> in events.jsonl.</span>",
+                tags.join("</code>, <code>")
+            );
+        }
+        out.push_str("</li>");
+    }
+    out.push_str("</ul></div>");
+}
+
+const GROUP_HEAD: &str = "<th>left</th><th>stranded</th><th>told p50</th><th>p99</th><th>blocks back p50</th><th>p99</th><th>max</th><th>at prefill p99</th><th>block-s / 1,000</th><th>tokens for nobody</th>";
+
+fn group_cells(group: &Group, out: &mut String) {
+    let stranded = if group.stranded == 0 {
+        "0".to_owned()
+    } else {
+        format!("<span class=\"bad\">{}</span>", count(group.stranded))
+    };
+    let _ = write!(
+        out,
+        "<td>{}</td><td>{stranded}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:.3}</td><td>{}</td>",
+        count(group.left),
+        percentile(&group.told_ms, |dist| dist.p50),
+        percentile(&group.told_ms, |dist| dist.p99),
+        percentile(&group.freed_ms, |dist| dist.p50),
+        percentile(&group.freed_ms, |dist| dist.p99),
+        percentile(&group.freed_ms, |dist| dist.max),
+        percentile(&group.freed_p_ms, |dist| dist.p99),
+        group.block_seconds_per_1000,
+        count(group.prompt_tokens_for_nobody + group.answer_tokens_for_nobody),
+    );
+}
+
+fn by_phase(summary: &Summary, out: &mut String) {
+    out.push_str("<h2>By the phase in which they left</h2>");
+    let samples = || summary.series.freed.iter().flat_map(|(_, times)| times.iter().copied());
+    if samples().next().is_some() {
+        let curves = summary.series.freed.iter().map(|(phase, times)| Curve {
+            name: phase.label(),
+            points: cumulative(times),
+            steps: true,
+        });
+        let plot = Plot {
+            title: "How long blocks were held after their client had left, by phase",
+            across: (
+                "milliseconds from the client's going until its last block was back (logarithmic)",
+                Scale::log(samples(), 0.01),
+            ),
+            up: ("% of clients", Scale::Linear(100.0)),
+            curves: curves.collect(),
+            spans: Vec::new(),
+        };
+        out.push_str(&plot.draw());
+    }
+    let _ =
+        write!(out, "<div class=\"scroll\"><table><thead><tr><th>phase</th>{GROUP_HEAD}</tr></thead><tbody>");
+    for row in &summary.phases {
+        let _ = write!(out, "<tr><td>{}</td>", row.phase.label());
+        group_cells(&row.group, out);
+        out.push_str("</tr>");
+    }
+    if let Some(refused) = &summary.refused {
+        out.push_str("<tr><td>refused by decode</td>");
+        group_cells(refused, out);
+        out.push_str("</tr>");
+    }
+    out.push_str("<tr><td><b>all that left</b></td>");
+    group_cells(&summary.all, out);
+    out.push_str("</tr></tbody></table></div>");
+}
+
+fn acts(summary: &Summary) -> Vec<Span<'_>> {
+    summary.series.acts.iter().map(|(name, from, to)| Span { name, from: *from, to: *to }).collect()
+}
+
+fn end(summary: &Summary) -> f64 {
+    summary.series.acts.iter().map(|(.., to)| *to).fold(1.0, f64::max)
+}
+
+fn stranded(summary: &Summary, out: &mut String) {
+    if summary.series.stranded.is_empty() {
+        return;
+    }
+    out.push_str("<h2>Blocks held for clients that had left</h2>");
+    let points = summary.series.stranded.clone();
+    let plot = Plot {
+        title: "Blocks held for clients that had left, over the run",
+        across: ("seconds", Scale::Linear(end(summary))),
+        up: ("blocks", Scale::linear(points.iter().map(|(_, blocks)| *blocks))),
+        curves: vec![Curve { name: "blocks held for nobody", points, steps: true }],
+        spans: acts(summary),
+    };
+    out.push_str(&plot.draw());
+}
+
+fn bystanders(summary: &Summary, out: &mut String) {
+    let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm) else { return };
+    out.push_str("<h2>Who stayed</h2><p class=\"note\">The same requests at the same moments, twice: in the calm nobody leaves, in the storm others do.</p>");
+    let series = &summary.series;
+    for (title, [calm, storm]) in
+        [("Time to first token", &series.ttft), ("Time between tokens", &series.itl)]
+    {
+        if calm.is_empty() || storm.is_empty() {
+            continue;
+        }
+        let values = || calm.iter().chain(storm.iter()).copied();
+        let across = format!("{}, ms (logarithmic)", title.to_lowercase());
+        let plot = Plot {
+            title,
+            across: (&across, Scale::log(values(), 0.01)),
+            up: ("% of samples", Scale::Linear(100.0)),
+            curves: vec![
+                Curve { name: "calm", points: cumulative(calm), steps: true },
+                Curve { name: "storm", points: cumulative(storm), steps: true },
+            ],
+            spans: Vec::new(),
+        };
+        out.push_str(&plot.draw());
+    }
+    out.push_str("<div class=\"scroll\"><table><thead><tr><th></th><th>requests</th><th>errors</th><th>TTFT p50</th><th>p99</th><th>ITL p50</th><th>p99</th><th>E2E p50</th><th>p99</th><th>tokens/s</th></tr></thead><tbody>");
+    let mut row = |name: &str, service: &Service| {
+        let cells = |dist: &Dist| {
+            format!("<td>{}</td><td>{}</td>", percentile(dist, |d| d.p50), percentile(dist, |d| d.p99))
+        };
+        let _ = write!(
+            out,
+            "<tr><td>{name}</td><td>{}</td><td>{}</td>{}{}{}<td>{:.0}</td></tr>",
+            count(service.requests),
+            count(service.errors),
+            cells(&service.ttft_ms),
+            cells(&service.itl_ms),
+            cells(&service.e2e_ms),
+            service.tokens_per_second,
+        );
+    };
+    row("calm", calm);
+    row("storm", storm);
+    out.push_str("</tbody></table></div>");
+}
+
+fn pools(summary: &Summary, out: &mut String) {
+    let drawn: Vec<_> = summary.series.pools.iter().filter(|(_, points)| !points.is_empty()).collect();
+    if drawn.is_empty() {
+        return;
+    }
+    out.push_str("<h2>Pools</h2>");
+    let shares = drawn.iter().flat_map(|(_, points)| points.iter().map(|(_, share)| share * 100.0));
+    let plot = Plot {
+        title: "Share of each engine's pool that is held, over the run",
+        across: ("seconds", Scale::Linear(end(summary))),
+        up: ("% of the pool held", Scale::linear(shares)),
+        curves: drawn
+            .iter()
+            .map(|(name, points)| Curve {
+                name,
+                points: points.iter().map(|(at, share)| (*at, share * 100.0)).collect(),
+                steps: true,
+            })
+            .collect(),
+        spans: acts(summary),
+    };
+    out.push_str(&plot.draw());
+    out.push_str("<div class=\"scroll\"><table><thead><tr><th>engine</th><th>role</th><th>blocks</th><th>held at most</th><th>held at the end</th><th>leases expired</th><th>block-s with no client</th></tr></thead><tbody>");
+    for engine in &summary.engines {
+        let held = engine.held_at_end.map_or_else(|| "–".to_owned(), count);
+        let _ = write!(
+            out,
+            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{held}</td><td>{}</td><td>{:.2}</td></tr>",
+            escaped(&engine.name),
+            escaped(&engine.role),
+            count(engine.blocks),
+            count(engine.held_at_most),
+            count(engine.expired),
+            engine.idle_block_seconds,
+        );
+    }
+    out.push_str("</tbody></table></div>");
+}
+
+fn by_kind(summary: &Summary, out: &mut String) {
+    if summary.kinds.is_empty() {
+        return;
+    }
+    let _ = write!(
+        out,
+        "<h2>By the way in which they left</h2><div class=\"scroll\"><table><thead><tr><th>how</th>{GROUP_HEAD}</tr></thead><tbody>"
+    );
+    for row in &summary.kinds {
+        let _ = write!(out, "<tr><td>{}</td>", row.kind.label());
+        group_cells(&row.group, out);
+        out.push_str("</tr>");
+    }
+    out.push_str("</tbody></table></div>");
+}
+
+fn faults(summary: &Summary, out: &mut String) {
+    if summary.faults.is_empty() {
+        return;
+    }
+    out.push_str("<h2>Parts that were killed</h2><p class=\"note\">Under load; each was started again at once, in the same place.</p><div class=\"scroll\"><table><thead><tr><th>what</th><th>requests</th><th>failed</th><th>failed afterwards</th><th>all blocks home</th><th>leases expired</th><th>wrong texts</th></tr></thead><tbody>");
+    for fault in &summary.faults {
+        let home = fault.home_ms.map_or_else(|| "not while watched".to_owned(), ms);
+        let _ = write!(
+            out,
+            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{home}</td><td>{}</td><td>{}</td></tr>",
+            escaped(&fault.fault),
+            count(fault.requests),
+            count(fault.errors),
+            count(fault.errors_after),
+            count(fault.expired),
+            count(fault.wrong_texts),
+        );
+    }
+    out.push_str("</tbody></table></div>");
+}
+
+fn definitions(summary: &Summary, out: &mut String) {
+    let run = &summary.run;
+    let seconds = run.stranded_after_us as f64 / 1e6;
+    let _ = write!(
+        out,
+        "<h2>What the words mean</h2><dl>\
+         <dt>left</dt><dd>clients that were gone while their request was not over; the phase is the one it was in at that moment, by the engines' own times</dd>\
+         <dt>told</dt><dd>from the client's going until every engine that had work for it had learnt of it, by a closed connection, an abort or a release</dd>\
+         <dt>blocks back</dt><dd>from the client's going until the last block of its request was free on every engine; only clients whose requests held blocks when they left, or came to hold them</dd>\
+         <dt>stranded</dt><dd>blocks that were not back {seconds} s after their client had left</dd>\
+         <dt>block-s / 1,000</dt><dd>blocks times seconds held for clients that had left, for every 1,000 of them</dd>\
+         <dt>tokens for nobody</dt><dd>tokens of prompts and answers that were computed after the client had left</dd>\
+         <dt>percentiles</dt><dd>by nearest rank: the smallest sample that at least so many per cent of all do not exceed</dd>\
+         <dt>TTFT, E2E</dt><dd>from the moment at which the request was due, so that a client that is held up counts its waiting</dd>\
+         </dl><h2>This run</h2><dl>\
+         <dt>command</dt><dd><code>{}</code></dd><dt>version</dt><dd>{}</dd><dt>machine</dt><dd>{}</dd><dt>date</dt><dd>{}</dd><dt>seed</dt><dd>{}</dd><dt>options</dt><dd><code>{}</code></dd>\
+         <dt>raw events</dt><dd><code>events.jsonl</code> beside this page; <code>baton bench report DIR</code> computes everything here from it again</dd></dl>",
+        escaped(&run.command),
+        escaped(&run.version),
+        escaped(&run.machine),
+        escaped(&run.date),
+        run.seed,
+        escaped(&run.options.to_string()),
+    );
+}

@@ -1,0 +1,104 @@
+//! What the report draws: samples and curves out of the raw events.
+
+use super::analyse::{Facts, Victim};
+use super::phase::Phase;
+use super::raw::{ActKind, CallRecord};
+use super::summary::Series;
+
+/// Points of a curve.
+const POINTS_MAX: usize = 800;
+
+/// From the moment at which a call was due to its first token, ms; where it streams.
+pub(crate) fn ttft(call: &CallRecord) -> Option<f64> {
+    let first = call.began_us + call.tokens_us.first()?;
+    call.stream.then_some(first.saturating_sub(call.due_us) as f64 / 1e3)
+}
+
+/// Between each two events with text, ms.
+pub(crate) fn gaps(call: &CallRecord) -> impl Iterator<Item = f64> {
+    call.tokens_us.windows(2).map(|pair| pair[1].saturating_sub(pair[0]) as f64 / 1e3)
+}
+
+pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
+    let began = facts.acts.iter().map(|act| act.began).min().unwrap_or(0);
+    let seconds = |at: u64| at.saturating_sub(began) as f64 / 1e6;
+    let freed = |phase: Phase| {
+        let ours = victims.iter().filter(|victim| victim.phase == Some(phase));
+        let times = ours.filter_map(|victim| {
+            let home = victim.timeline?.home_at().unwrap_or(victim.watched_until);
+            (home > victim.gone).then(|| (home - victim.gone) as f64 / 1e3)
+        });
+        let mut times: Vec<f64> = times.collect();
+        times.sort_by(f64::total_cmp);
+        (!times.is_empty()).then_some((phase, times))
+    };
+    let samples = |what: ActKind, of: &dyn Fn(&CallRecord) -> Vec<f64>| {
+        let in_act = |call: &&CallRecord| {
+            call.leaves.is_none()
+                && call.outcome == "done"
+                && facts.act(&call.act).is_some_and(|act| act.what == what)
+        };
+        let mut samples: Vec<f64> = facts.calls.iter().filter(in_act).flat_map(of).collect();
+        samples.sort_by(f64::total_cmp);
+        samples
+    };
+    let both =
+        |of: &dyn Fn(&CallRecord) -> Vec<f64>| [samples(ActKind::Calm, of), samples(ActKind::Storm, of)];
+    let pools = facts.engines.iter().map(|engine| {
+        let ours = facts.books.iter().filter(|books| books.engine == engine.engine && books.total > 0);
+        let points = ours.map(|books| (seconds(books.at_us), books.held as f64 / books.total as f64));
+        (engine.name.clone(), thinned(&points.collect::<Vec<_>>()))
+    });
+    let last = facts.calls.iter().map(|call| call.ended_us).max().unwrap_or(began);
+    Series {
+        freed: Phase::ALL.into_iter().filter_map(freed).collect(),
+        stranded: stranded(victims, &seconds),
+        pools: pools.collect(),
+        acts: facts
+            .acts
+            .iter()
+            .map(|act| {
+                let ended = if act.ended == u64::MAX { last } else { act.ended };
+                (act.name.clone(), seconds(act.began), seconds(ended))
+            })
+            .collect(),
+        ttft: both(&|call| ttft(call).into_iter().collect()),
+        itl: both(&|call| gaps(call).collect()),
+    }
+}
+
+/// Blocks that are held for clients that have left, as a curve of steps.
+fn stranded(victims: &[Victim<'_>], seconds: &dyn Fn(u64) -> f64) -> Vec<(f64, f64)> {
+    let mut changes: Vec<(u64, i64)> = Vec::new();
+    for victim in victims {
+        for leg in victim.timeline.into_iter().flat_map(|timeline| &timeline.legs) {
+            let back = leg.freed.first().map_or(victim.watched_until, |(at, _)| *at);
+            let begins = leg.queued.unwrap_or(victim.gone).max(victim.gone);
+            if back > begins && leg.held() > 0 {
+                let blocks = leg.held() as i64;
+                changes.extend([(begins, blocks), (back, -blocks)]);
+            }
+        }
+    }
+    changes.sort_unstable();
+    let (mut held, mut points) = (0, Vec::new());
+    for (at, change) in changes {
+        held += change;
+        points.push((seconds(at), held as f64));
+    }
+    thinned(&points)
+}
+
+/// At most [`POINTS_MAX`] points; of those that fall together, the highest stays, so that no peak is lost.
+fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    if points.len() <= POINTS_MAX {
+        return points.to_vec();
+    }
+    let size = points.len().div_ceil(POINTS_MAX / 2);
+    let highest_and_last = |chunk: &[(f64, f64)]| {
+        let highest = *chunk.iter().max_by(|a, b| a.1.total_cmp(&b.1)).expect("chunks are not empty");
+        let last = *chunk.last().expect("chunks are not empty");
+        if highest == last { vec![last] } else { vec![highest, last] }
+    };
+    points.chunks(size).flat_map(highest_and_last).collect()
+}

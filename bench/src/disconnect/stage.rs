@@ -1,0 +1,243 @@
+//! Clients on one deployment: each call is planned, made, left as planned, and written down.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde_json::{Map, Value, json};
+use tokio_util::sync::CancellationToken;
+
+use super::aim::{Aim, Aims, until};
+use super::phase::{Kind, Phase};
+use super::raw::{CallRecord, Leaves, Record};
+use super::recorder::Recorder;
+use super::timeline::Timeline;
+use super::watch::Feed;
+use crate::load::rng::Rng;
+use crate::load::{Call, Client, Endpoint, Leave, Manner, Moment, Outcome, Prompt, Streaming, Wish};
+
+/// How long a client that stalls keeps its connection.
+const STALL: Duration = Duration::from_millis(500);
+/// How long an SDK waits before it asks again.
+const RETRY_AFTER: Duration = Duration::from_millis(500);
+/// Characters of an error that are kept.
+const ERROR_CHARS: usize = 200;
+/// Words that prompts are made of: short, and one token or two in any vocabulary.
+const WORDS: [&str; 32] = [
+    "the", "red", "box", "holds", "a", "key", "and", "dog", "runs", "to", "house", "of", "Paris", "with",
+    "two", "old", "men", "who", "play", "in", "green", "water", "under", "blue", "light", "for", "some",
+    "time", "every", "day", "near", "trees",
+];
+
+/// What every call asks for.
+#[derive(Clone, Debug)]
+pub(crate) struct Shape {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) model: String,
+    /// Words of a prompt.
+    pub(crate) words: usize,
+    pub(crate) max_tokens: u32,
+}
+
+/// One call that is to be made.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    pub(crate) act: String,
+    pub(crate) due: Instant,
+    pub(crate) stream: bool,
+    pub(crate) leaves: Option<Leaves>,
+    /// Other than the shape's.
+    pub(crate) max_tokens: Option<u32>,
+}
+
+/// See the module's documentation.
+pub(crate) struct Stage {
+    pub(crate) client: Client,
+    pub(crate) shape: Shape,
+    pub(crate) feed: Arc<Feed>,
+    /// Engines tell every step.
+    pub(crate) exact: bool,
+    pub(crate) recorder: Arc<Recorder>,
+    /// Tags begin with it.
+    pub(crate) prefix: String,
+    pub(crate) seed: u64,
+    pub(crate) aims: Mutex<Aims>,
+    pub(crate) next: AtomicU64,
+}
+
+/// A call that was made, and what engines have told of it by then.
+pub(crate) struct Made {
+    pub(crate) record: CallRecord,
+    pub(crate) timeline: Option<Timeline>,
+}
+
+impl Stage {
+    /// The prompt of the call with this number: never the same twice in a run, always the same for a seed.
+    pub(crate) fn prompt(&self, number: u64) -> Prompt {
+        let mut rng = Rng::stream(self.seed, &format!("prompt-{number}"));
+        // The number first: no block of it is in any prefix cache.
+        let mut text = format!("{:08x}", rng.next() as u32);
+        for _ in 1..self.shape.words {
+            text.push(' ');
+            text.push_str(WORDS[rng.below(WORDS.len() as u64) as usize]);
+        }
+        Prompt::Text(text)
+    }
+
+    /// The number in a tag of this run.
+    pub(crate) fn number_of(&self, tag: &str) -> Option<u64> {
+        tag.strip_prefix(&self.prefix)?.parse().ok()
+    }
+
+    /// Makes a call as it is planned, and what an SDK would make of it.
+    pub(crate) async fn go(self: Arc<Self>, plan: Plan) -> Made {
+        tokio::time::sleep_until(plan.due.into()).await;
+        let made = self.once(&plan, None).await;
+        if plan.leaves.is_some_and(|leaves| leaves.kind == Kind::Timeout) && made.record.outcome == "left" {
+            tokio::time::sleep(RETRY_AFTER).await;
+            let again = Plan { due: Instant::now(), leaves: None, ..plan };
+            self.once(&again, Some(made.record.tag.clone())).await;
+        }
+        made
+    }
+
+    async fn once(&self, plan: &Plan, retries: Option<String>) -> Made {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let tag = format!("{}{number}", self.prefix);
+        let extra = extra(None);
+        let prompt = self.prompt(number);
+        let wish = Wish {
+            ignore_eos: plan.max_tokens.is_none(),
+            streaming: if plan.stream { Streaming::Streamed } else { Streaming::Whole },
+            user: Some(&tag),
+            extra: Some(&extra),
+            ..Wish::new(
+                self.shape.endpoint,
+                &self.shape.model,
+                &prompt,
+                plan.max_tokens.unwrap_or(self.shape.max_tokens),
+            )
+        };
+        let ask = wish.ask();
+        let mut rng = Rng::stream(self.seed, &format!("leaves-{number}"));
+        let (leave, aiming) = match plan.leaves {
+            None => (Leave::Never, None),
+            Some(leaves) => self.leave(&tag, plan.stream, leaves, &mut rng),
+        };
+        let manner = match plan.leaves.map(|leaves| leaves.kind) {
+            None | Some(Kind::Fin | Kind::Timeout) => Manner::Fin,
+            Some(Kind::Rst) => Manner::Rst,
+            Some(Kind::HalfClose) => Manner::HalfClose,
+            Some(Kind::Stall) => Manner::Stall { hold: STALL },
+        };
+        let call = self.client.call(&ask, &leave, manner).await;
+        if let Some(aiming) = aiming {
+            aiming.abort();
+        }
+        let record = record_of(&call, plan, tag, retries);
+        self.recorder.put(&Record::Call(record.clone()));
+        let timeline = self.feed.forget(&record.tag);
+        // What is told later is not learnt from; there are others.
+        self.aims.lock().unwrap_or_else(PoisonError::into_inner).learn(&record, timeline.as_ref());
+        Made { record, timeline }
+    }
+
+    /// Arranges for a client to leave in its phase.
+    fn leave(
+        &self,
+        tag: &str,
+        stream: bool,
+        leaves: Leaves,
+        rng: &mut Rng,
+    ) -> (Leave, Option<tokio::task::JoinHandle<()>>) {
+        let began = Instant::now();
+        let phase = leaves.phase.unwrap_or_else(|| {
+            // Anywhere in the life of a request, as long as each part of it takes.
+            Phase::ALL[rng.below(Phase::ALL.len() as u64 - 1) as usize]
+        });
+        let phase = if phase == Phase::Stream && !stream { Phase::Unary } else { phase };
+        if phase == Phase::Stream {
+            let tokens = 1 + rng.below(u64::from(self.shape.max_tokens * 2 / 3).max(1)) as usize;
+            return (Leave::AfterTokens(tokens), None);
+        }
+        let aim = self.aims.lock().unwrap_or_else(PoisonError::into_inner).at(phase, self.exact, rng);
+        let now = CancellationToken::new();
+        let leaving = now.clone();
+        let aiming = match aim {
+            // Never seen: somewhere in its first moments.
+            None => {
+                let at = began + Duration::from_micros(rng.below(3_000));
+                tokio::spawn(async move {
+                    until(at).await;
+                    leaving.cancel();
+                })
+            }
+            Some(Aim::At(delay)) => tokio::spawn(async move {
+                until(began + delay).await;
+                leaving.cancel();
+            }),
+            Some(Aim::After(mark, delay)) => {
+                let told = self.feed.when(tag, mark);
+                tokio::spawn(async move {
+                    told.cancelled().await;
+                    until(Instant::now() + delay).await;
+                    leaving.cancel();
+                })
+            }
+        };
+        (Leave::When(now), Some(aiming))
+    }
+
+    /// Asks the prompt of a call again, in no company, and past every prefix cache; what it says.
+    pub(crate) async fn ask_again(&self, number: u64, stream: bool, salt: &str) -> Option<String> {
+        let extra = extra(Some(salt));
+        let prompt = self.prompt(number);
+        let wish = Wish {
+            ignore_eos: true,
+            streaming: if stream { Streaming::Streamed } else { Streaming::Whole },
+            extra: Some(&extra),
+            ..Wish::new(self.shape.endpoint, &self.shape.model, &prompt, self.shape.max_tokens)
+        };
+        let call = self.client.call(&wish.ask(), &Leave::Never, Manner::Fin).await;
+        call.is_done().then_some(call.text)
+    }
+}
+
+/// Greedy; what is said can be compared.
+fn extra(salt: Option<&str>) -> Map<String, Value> {
+    let mut extra = Map::from_iter([("temperature".to_owned(), json!(0))]);
+    if let Some(salt) = salt {
+        extra.insert("cache_salt".into(), salt.into());
+    }
+    extra
+}
+
+fn record_of(call: &Call, plan: &Plan, tag: String, retries: Option<String>) -> CallRecord {
+    let (outcome, error) = match &call.outcome {
+        Outcome::Done => ("done", None),
+        Outcome::Left => ("left", None),
+        Outcome::Refused { message, .. } => ("refused", Some(message.clone())),
+        Outcome::Failed { message, .. } => ("failed", Some(message.clone())),
+        Outcome::Broken { stage, why } => ("broken", Some(format!("{}: {why}", stage.as_str()))),
+        Outcome::TimedOut { stage } => ("timed_out", Some(stage.as_str().to_owned())),
+    };
+    let after = |moment: Moment| moment.us().saturating_sub(call.began.us());
+    CallRecord {
+        act: plan.act.clone(),
+        tag,
+        leaves: plan.leaves,
+        stream: plan.stream,
+        due_us: Moment::of(plan.due).us(),
+        began_us: call.began.us(),
+        sent_us: call.sent.map(Moment::us),
+        left_us: call.left.map(Moment::us),
+        ended_us: call.ended.us(),
+        tokens_us: call.tokens.iter().copied().map(after).collect(),
+        outcome: outcome.into(),
+        status: call.status,
+        error: error.map(|error| error.chars().take(ERROR_CHARS).collect()),
+        generated: call.completion_tokens(),
+        text: call.text.clone(),
+        retries,
+    }
+}

@@ -1,0 +1,185 @@
+//! What a run has shown, in numbers. Everything here is computed from the raw events by `analyse.rs`.
+
+use serde::Serialize;
+
+use super::phase::{Kind, Phase};
+use super::raw::Run;
+
+/// A whole run.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Summary {
+    pub(crate) run: Run,
+    /// Empty: nothing was found.
+    pub(crate) findings: Vec<Finding>,
+    /// Whether engines could be read exactly, or only by their metrics.
+    pub(crate) exact: bool,
+    /// Calls of every kind.
+    pub(crate) requests: u64,
+    pub(crate) left: u64,
+    pub(crate) all: Group,
+    pub(crate) phases: Vec<PhaseRow>,
+    pub(crate) kinds: Vec<KindRow>,
+    pub(crate) refused: Option<Group>,
+    pub(crate) calm: Option<Service>,
+    pub(crate) storm: Option<Service>,
+    pub(crate) faults: Vec<FaultRow>,
+    pub(crate) engines: Vec<EngineRow>,
+    pub(crate) texts: Texts,
+    #[serde(skip)]
+    pub(crate) series: Series,
+}
+
+/// Something that is wrong with the deployment.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Finding {
+    /// For machines.
+    pub(crate) name: &'static str,
+    /// For people.
+    pub(crate) says: String,
+    /// How often.
+    pub(crate) count: u64,
+    /// Some of the calls that show it: their tags in `events.jsonl`.
+    pub(crate) shown_by: Vec<String>,
+}
+
+/// Milliseconds of one kind. Percentiles are by nearest rank: the smallest sample that at least so many per cent of all
+/// samples do not exceed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub(crate) struct Dist {
+    pub(crate) n: usize,
+    pub(crate) min: f64,
+    pub(crate) mean: f64,
+    pub(crate) p50: f64,
+    pub(crate) p90: f64,
+    pub(crate) p99: f64,
+    pub(crate) max: f64,
+}
+
+/// What clients that left did to the engines.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Group {
+    /// Clients that left in time.
+    pub(crate) left: u64,
+    /// Of those, whose blocks were not back in time.
+    pub(crate) stranded: u64,
+    /// Of those, whose blocks were not back at all while they were watched.
+    pub(crate) never_back: u64,
+    /// From the client's going until every engine that had work for it had learnt of it, ms.
+    pub(crate) told_ms: Dist,
+    /// Clients of whose going an engine that had work for them never learnt.
+    pub(crate) never_told: u64,
+    /// From the client's going until the last block was back, ms.
+    pub(crate) freed_ms: Dist,
+    /// The same at the prefill engine alone.
+    pub(crate) freed_p_ms: Dist,
+    /// Blocks times seconds that they were held for clients that had left.
+    pub(crate) block_seconds: f64,
+    /// The same for every 1,000 clients that left.
+    pub(crate) block_seconds_per_1000: f64,
+    /// Tokens of prompts that were computed for nobody.
+    pub(crate) prompt_tokens_for_nobody: u64,
+    /// Tokens of answers that were computed for nobody.
+    pub(crate) answer_tokens_for_nobody: u64,
+    /// Leases that ended by time alone.
+    pub(crate) expired: u64,
+}
+
+/// Clients that left in one phase.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct PhaseRow {
+    pub(crate) phase: Phase,
+    /// Clients that aimed at it.
+    pub(crate) aimed: u64,
+    #[serde(flatten)]
+    pub(crate) group: Group,
+}
+
+/// Clients that left in one way.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct KindRow {
+    pub(crate) kind: Kind,
+    #[serde(flatten)]
+    pub(crate) group: Group,
+}
+
+/// What clients that stayed got.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Service {
+    pub(crate) requests: u64,
+    pub(crate) errors: u64,
+    /// Time to first token, from the moment at which the request was due, ms.
+    pub(crate) ttft_ms: Dist,
+    /// Between two events with text, ms.
+    pub(crate) itl_ms: Dist,
+    /// From due to the end, ms.
+    pub(crate) e2e_ms: Dist,
+    pub(crate) tokens_per_second: f64,
+}
+
+/// What became of a deployment in which something was broken.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct FaultRow {
+    pub(crate) fault: String,
+    pub(crate) requests: u64,
+    pub(crate) errors: u64,
+    /// Of the clients that began after it was mended.
+    pub(crate) errors_after: u64,
+    /// From the fault until every engine that lives held nothing, ms; `None`: not while it was watched.
+    pub(crate) home_ms: Option<f64>,
+    pub(crate) expired: u64,
+    pub(crate) wrong_texts: u64,
+}
+
+/// An engine, at the end.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct EngineRow {
+    pub(crate) name: String,
+    pub(crate) role: String,
+    pub(crate) exact: bool,
+    pub(crate) blocks: u64,
+    pub(crate) held_at_most: u64,
+    pub(crate) held_at_end: Option<u64>,
+    pub(crate) expired: u64,
+    /// Looks at which its blocks did not add up.
+    pub(crate) askew: u64,
+    /// Blocks times seconds held while no client was there, from its books.
+    pub(crate) idle_block_seconds: f64,
+}
+
+/// Answers compared with the same prompt's when all was quiet.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Texts {
+    pub(crate) compared: u64,
+    pub(crate) wrong: u64,
+}
+
+/// What is drawn.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Series {
+    /// For each phase, the times until blocks were back, ms, sorted.
+    pub(crate) freed: Vec<(Phase, Vec<f64>)>,
+    /// Blocks held for clients that had left, over seconds since the run began.
+    pub(crate) stranded: Vec<(f64, f64)>,
+    /// Held blocks of each engine over seconds, as a share of its pool.
+    pub(crate) pools: Vec<(String, Vec<(f64, f64)>)>,
+    /// Parts of the run: name, begin, end, in seconds.
+    pub(crate) acts: Vec<(String, f64, f64)>,
+    /// Sorted, ms: calm and storm.
+    pub(crate) ttft: [Vec<f64>; 2],
+    pub(crate) itl: [Vec<f64>; 2],
+}
+
+impl Dist {
+    /// Of these samples, in any order.
+    pub(crate) fn of(samples: &[f64]) -> Self {
+        let mut sorted = samples.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let Some((&min, &max)) = sorted.first().zip(sorted.last()) else { return Self::default() };
+        let at = |share: f64| {
+            let rank = (share * sorted.len() as f64).ceil() as usize;
+            sorted[rank.clamp(1, sorted.len()) - 1]
+        };
+        let mean = sorted.iter().sum::<f64>() / sorted.len() as f64;
+        Self { n: sorted.len(), min, mean, p50: at(0.5), p90: at(0.9), p99: at(0.99), max }
+    }
+}

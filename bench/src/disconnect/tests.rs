@@ -1,0 +1,469 @@
+//! Known events in, known numbers out.
+
+use super::analyse::{Facts, summary};
+use super::phase::{Kind, Phase};
+use super::raw::{self, ActKind, Books, CallRecord, EngineFacts, EventRecord, Leaves, Record, Run};
+use super::report;
+use super::summary::{Dist, Summary};
+
+const P: usize = 0;
+const D: usize = 1;
+
+/// A run that is written by hand. Times are in milliseconds.
+#[derive(Default)]
+struct Script(Vec<Record>);
+
+impl Script {
+    fn new() -> Self {
+        let run = Run { stranded_after_us: 1_000_000, model: "<b>".into(), ..Run::default() };
+        let engine = |engine, name: &str| {
+            let (name, role) = (name.to_owned(), name.to_owned());
+            Record::Engine(EngineFacts {
+                engine,
+                name,
+                role,
+                events: true,
+                blocks: 100,
+                ..EngineFacts::default()
+            })
+        };
+        Self(vec![Record::Run(run), engine(P, "prefill"), engine(D, "decode")])
+    }
+
+    fn act(&mut self, act: &str, what: ActKind, from: u64, to: u64, calls: impl FnOnce(&mut Self, &str)) {
+        self.0.push(Record::ActBegan { act: act.into(), at_us: from * 1_000, what });
+        calls(self, act);
+        self.0.push(Record::ActEnded { act: act.into(), at_us: to * 1_000 });
+    }
+
+    /// A stream that is due at `due`, begins 1 ms later, and has tokens at these times.
+    fn stayed(&mut self, act: &str, tag: &str, due: u64, tokens: &[u64], outcome: &str) {
+        let began = due + 1;
+        let ended = tokens.last().copied().unwrap_or(began) + 1;
+        self.0.push(Record::Call(CallRecord {
+            act: act.into(),
+            tag: tag.into(),
+            stream: true,
+            due_us: due * 1_000,
+            began_us: began * 1_000,
+            ended_us: ended * 1_000,
+            tokens_us: tokens.iter().map(|at| (at - began) * 1_000).collect(),
+            outcome: outcome.into(),
+            generated: tokens.len() as u32,
+            text: "word".repeat(tokens.len()),
+            ..CallRecord::default()
+        }));
+    }
+
+    fn left(&mut self, act: &str, tag: &str, gone: u64, kind: Kind, aimed: Phase, seen: u32) {
+        self.0.push(Record::Call(CallRecord {
+            act: act.into(),
+            tag: tag.into(),
+            leaves: Some(Leaves { phase: Some(aimed), kind }),
+            stream: true,
+            due_us: 1_000_000,
+            began_us: 1_000_000,
+            left_us: Some(gone * 1_000),
+            ended_us: gone * 1_000,
+            tokens_us: (0..u64::from(seen)).map(|_| 0).collect(),
+            outcome: "left".into(),
+            generated: seen,
+            ..CallRecord::default()
+        }));
+    }
+
+    /// Events of one engine: a word, when, and a number or another word.
+    fn told(&mut self, engine: usize, tag: &str, events: &[(&str, u64, u64, &str)]) {
+        for &(kind, at, number, word) in events {
+            let some = |of: &[&str]| of.contains(&kind).then_some(number);
+            let text = |of: &[&str]| of.contains(&kind).then(|| word.to_owned());
+            self.0.push(Record::Event(EventRecord {
+                engine,
+                at_us: at * 1_000,
+                tag: tag.into(),
+                kind: kind.into(),
+                leg: text(&["queued"]),
+                blocks: some(&["lent", "freed", "fetching"]),
+                tokens: some(&["computed"]),
+                generated: (kind == "ended").then_some(number),
+                computed: (kind == "ended").then_some(100),
+                outcome: text(&["ended"]),
+                reason: text(&["lease_ended", "abort"]),
+                result: text(&["fetched"]),
+                ..EventRecord::default()
+            }));
+        }
+    }
+
+    fn books(&mut self, engine: usize, at: u64, held: u64, expired: u64, askew: bool) {
+        let (at_us, total) = (at * 1_000, 100);
+        self.0.push(Record::Books(Books { engine, at_us, total, held, askew, expired, ..Books::default() }));
+    }
+
+    fn summary(&self) -> Summary {
+        // Through the file, as everywhere.
+        let mut file = Vec::new();
+        for record in &self.0 {
+            raw::write(&mut file, record).expect("a record");
+        }
+        let read = raw::read(&mut file.as_slice()).expect("what was written");
+        assert_eq!(read, self.0);
+        summary(&read)
+    }
+}
+
+/// A prefill leg that lends 7 blocks at 1,020 and has them back at `back`.
+fn lends(reason: &'static str, back: u64) -> [(&'static str, u64, u64, &'static str); 8] {
+    [
+        ("queued", 1_002, 0, "prefill"),
+        ("started", 1_005, 0, ""),
+        ("computed", 1_010, 60, ""),
+        ("computed", 1_020, 100, ""),
+        ("ended", 1_020, 1, "length"),
+        ("lent", 1_020, 7, ""),
+        ("lease_ended", back, 7, reason),
+        ("freed", back, 7, ""),
+    ]
+}
+
+/// A healthy storm: one client leaves in each of five phases.
+fn storm() -> Script {
+    let mut script = Script::new();
+    script.act("calm", ActKind::Calm, 0, 500, |script, act| {
+        script.stayed(act, "c1", 100, &[110, 120, 140], "done");
+        script.stayed(act, "c2", 200, &[220, 230], "done");
+        script.stayed(act, "c3", 300, &[340], "done");
+    });
+    script.act("storm", ActKind::Storm, 1_000, 2_000, |script, act| {
+        script.stayed(act, "s1", 1_100, &[1_112, 1_122], "done");
+        script.left(act, "queued", 1_001, Kind::Fin, Phase::Queued, 0);
+        script.left(act, "prefill", 1_006, Kind::Rst, Phase::Prefill, 0);
+        script.left(act, "gap", 1_021, Kind::Fin, Phase::Fetch, 0);
+        script.left(act, "stream", 1_060, Kind::Fin, Phase::Stream, 3);
+        script.left(act, "over", 1_090, Kind::Fin, Phase::Stream, 3);
+    });
+    script.told(
+        P,
+        "prefill",
+        &[
+            ("queued", 1_002, 0, "prefill"),
+            ("started", 1_005, 0, ""),
+            ("abort", 1_008, 0, "disconnect"),
+            ("computed", 1_010, 60, ""),
+            ("ended", 1_011, 0, "abort"),
+            ("freed", 1_011, 7, ""),
+        ],
+    );
+    script.told(P, "gap", &lends("client_gone", 1_024));
+    script.told(P, "stream", &lends("transfer_done", 1_031));
+    script.told(P, "over", &lends("transfer_done", 1_031));
+    for (tag, aborted, ended) in [("stream", Some(1_062), 1_070), ("over", None, 1_080)] {
+        let decode =
+            [("queued", 1_022, 0, "decode"), ("fetching", 1_025, 7, ""), ("fetched", 1_030, 0, "landed")];
+        script.told(D, tag, &decode);
+        if let Some(at) = aborted {
+            script.told(D, tag, &[("abort", at, 0, "disconnect")]);
+        }
+        let end = [
+            ("ended", ended, 9, if aborted.is_some() { "abort" } else { "length" }),
+            ("freed", ended + 1, 8, ""),
+        ];
+        script.told(D, tag, &end);
+    }
+    script.books(P, 1_000, 0, 2, false);
+    script.books(P, 1_500, 0, 2, false);
+    script.books(D, 1_500, 0, 0, false);
+    script
+}
+
+#[track_caller]
+fn near(a: f64, b: f64) {
+    assert!((a - b).abs() < 1e-9, "{a} is not {b}");
+}
+
+#[test]
+fn every_number_of_a_healthy_storm() {
+    let summary = storm().summary();
+    assert!(summary.exact);
+    assert_eq!((summary.requests, summary.left), (9, 4));
+    assert_eq!(summary.findings, []);
+    let hit: Vec<_> = summary.phases.iter().map(|row| (row.phase, row.aimed, row.group.left)).collect();
+    // Who aimed at the fetch hit the gap; who came too late counts nowhere.
+    let expected = [
+        (Phase::Queued, 1, 1),
+        (Phase::Prefill, 1, 1),
+        (Phase::Gap, 0, 1),
+        (Phase::Fetch, 1, 0),
+        (Phase::Stream, 2, 1),
+    ];
+    assert_eq!(hit, expected);
+    let group = |phase: Phase| &summary.phases.iter().find(|row| row.phase == phase).expect("a row").group;
+
+    let prefill = group(Phase::Prefill);
+    near(prefill.told_ms.p50, 2.0);
+    near(prefill.freed_ms.p50, 5.0);
+    near(prefill.freed_p_ms.p50, 5.0);
+    near(prefill.block_seconds, 7.0 * 0.005);
+    assert_eq!((prefill.prompt_tokens_for_nobody, prefill.answer_tokens_for_nobody), (60, 0));
+
+    let gap = group(Phase::Gap);
+    near(gap.told_ms.p50, 3.0);
+    near(gap.freed_ms.p99, 3.0);
+    near(gap.block_seconds_per_1000, 7.0 * 0.003 * 1_000.0);
+    assert_eq!((gap.prompt_tokens_for_nobody, gap.never_told, gap.stranded), (0, 0, 0));
+
+    let stream = group(Phase::Stream);
+    near(stream.told_ms.p50, 2.0);
+    near(stream.freed_ms.p50, 11.0);
+    // P was done long before.
+    assert_eq!((stream.freed_p_ms.n, stream.answer_tokens_for_nobody), (0, 6));
+    near(stream.block_seconds, 8.0 * 0.011);
+
+    // The one in the queue never came to an engine.
+    assert_eq!(group(Phase::Queued).freed_ms.n, 0);
+    let all = &summary.all;
+    assert_eq!((all.left, all.freed_ms.n, all.told_ms.n, all.expired), (4, 3, 3, 0));
+    near(all.freed_ms.max, 11.0);
+    near(all.freed_ms.mean, 19.0 / 3.0);
+    near(all.block_seconds, 7.0 * 0.005 + 7.0 * 0.003 + 8.0 * 0.011);
+    near(all.block_seconds_per_1000, all.block_seconds * 250.0);
+    let kinds: Vec<_> = summary.kinds.iter().map(|row| (row.kind, row.group.left)).collect();
+    assert_eq!(kinds, [(Kind::Fin, 3), (Kind::Rst, 1)]);
+
+    let (calm, storm) = (summary.calm.as_ref().expect("calm"), summary.storm.as_ref().expect("storm"));
+    assert_eq!((calm.requests, calm.errors, storm.requests), (3, 0, 1));
+    // From when it was due: 10, 20 and 40 ms.
+    near(calm.ttft_ms.p50, 20.0);
+    near(calm.ttft_ms.p90, 40.0);
+    near(calm.ttft_ms.mean, 70.0 / 3.0);
+    assert_eq!(calm.itl_ms.n, 3);
+    near(calm.itl_ms.p50, 10.0);
+    near(calm.itl_ms.max, 20.0);
+    near(calm.e2e_ms.max, 41.0);
+    // 6 tokens from 100 to 341.
+    near(calm.tokens_per_second, 6.0 / 0.241);
+    near(storm.ttft_ms.p50, 12.0);
+    // Counters from before the run are nobody's fault.
+    assert_eq!(summary.engines.iter().map(|engine| engine.expired).sum::<u64>(), 0);
+    // Between two looks without a client nothing was held.
+    near(summary.engines[P].idle_block_seconds, 0.0);
+    let stranded = &summary.series.stranded;
+    near(stranded.iter().map(|(_, blocks)| *blocks).fold(0.0, f64::max), 8.0);
+    assert_eq!(stranded.last().map(|(_, blocks)| *blocks), Some(0.0));
+}
+
+fn names(summary: &Summary) -> Vec<&str> {
+    summary.findings.iter().map(|finding| finding.name).collect()
+}
+
+#[test]
+fn a_lease_that_only_time_ends_is_named() {
+    let mut script = storm();
+    script.act("phase gap", ActKind::Phase, 2_000, 40_000, |script, act| {
+        script.left(act, "held", 1_021, Kind::Fin, Phase::Gap, 0);
+    });
+    script.told(P, "held", &lends("expired", 31_020));
+    let summary = script.summary();
+    assert_eq!(names(&summary), ["gap_stranded", "leases_expired"]);
+    assert_eq!(summary.findings[0].shown_by, ["held"]);
+    let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
+    assert_eq!((gap.group.left, gap.group.stranded, gap.group.expired, gap.group.never_told), (2, 1, 1, 1));
+    near(gap.group.freed_ms.max, 29_999.0);
+}
+
+#[test]
+fn blocks_that_never_come_back_are_counted_until_nobody_looks_any_more() {
+    let mut script = storm();
+    script.act("phase gap", ActKind::Phase, 2_000, 5_000, |script, act| {
+        script.left(act, "held", 1_021, Kind::Fin, Phase::Gap, 0);
+    });
+    script.told(P, "held", &lends("", 0)[..6]);
+    script.books(P, 6_021, 7, 2, false);
+    let summary = script.summary();
+    assert_eq!(names(&summary), ["gap_stranded", "blocks_not_home"]);
+    let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
+    assert_eq!((gap.group.never_back, gap.group.stranded), (1, 1));
+    near(gap.group.block_seconds, 7.0 * 0.003 + 7.0 * 5.0);
+    assert_eq!(summary.engines[P].held_at_end, Some(7));
+}
+
+#[test]
+fn legs_that_go_on_for_nobody_are_named() {
+    let mut script = storm();
+    script.act("phase prefill", ActKind::Phase, 2_000, 5_000, |script, act| {
+        script.left(act, "p", 1_006, Kind::Fin, Phase::Prefill, 0);
+        script.left(act, "d", 1_060, Kind::Fin, Phase::Stream, 3);
+    });
+    // P computes to its end, and lends, and somebody releases it at last.
+    let mut on = lends("client_gone", 1_090);
+    for event in &mut on[3..6] {
+        event.1 = 1_080;
+    }
+    script.told(P, "p", &on);
+    script.told(P, "d", &lends("transfer_done", 1_031));
+    let decode = [
+        ("queued", 1_022, 0, "decode"),
+        ("fetching", 1_025, 7, ""),
+        ("fetched", 1_030, 0, "landed"),
+        ("ended", 1_900, 64, "length"),
+        ("freed", 1_901, 8, ""),
+    ];
+    script.told(D, "d", &decode);
+    let summary = script.summary();
+    assert_eq!(names(&summary), ["prefill_not_aborted", "decode_not_aborted"]);
+    assert_eq!(
+        (&summary.findings[0].shown_by, &summary.findings[1].shown_by),
+        (&vec!["p".into()], &vec!["d".into()])
+    );
+    assert_eq!(summary.all.answer_tokens_for_nobody, 6 + 61);
+    assert_eq!(summary.all.never_told, 1);
+}
+
+#[test]
+fn what_is_freed_twice_or_does_not_add_up_is_named() {
+    let mut script = storm();
+    script.told(P, "gap", &[("freed", 1_025, 7, "")]);
+    script.books(P, 1_600, 0, 2, true);
+    let summary = script.summary();
+    assert_eq!(names(&summary), ["freed_twice", "books_askew"]);
+    assert_eq!(summary.findings[0].shown_by, ["gap"]);
+}
+
+#[test]
+fn wrong_texts_are_named_and_what_was_seen_of_one_must_be_its_beginning() {
+    let mut script = storm();
+    let replay = |tag: &str, text: &str, said: Option<&str>| Record::Replay {
+        tag: tag.into(),
+        text: Some(text.into()),
+        said: said.map(str::to_owned),
+    };
+    script.0.extend([
+        replay("s1", "wordword", Some("wordword")),
+        replay("c2", "word", Some("wordword")),
+        replay("stream", "wor", Some("wordword")),
+        replay("over", "old", Some("wordword")),
+        // It does not say the same twice.
+        replay("c1", "word", None),
+    ]);
+    let summary = script.summary();
+    assert_eq!((summary.texts.compared, summary.texts.wrong), (4, 2));
+    assert_eq!(names(&summary), ["wrong_texts"]);
+    assert_eq!(summary.findings[0].shown_by, ["c2", "over"]);
+}
+
+#[test]
+fn harm_to_who_stays_is_named() {
+    let mut script = storm();
+    script.act("storm", ActKind::Storm, 3_000, 5_000, |script, act| {
+        script.stayed(act, "slow", 3_000, &[3_400, 3_700], "done");
+        script.stayed(act, "failed", 3_100, &[], "broken");
+    });
+    let summary = script.summary();
+    assert_eq!(names(&summary), ["bystanders_failed", "bystanders_slowed", "bystanders_slowed"]);
+    assert_eq!(summary.findings[0].shown_by, ["failed"]);
+}
+
+#[test]
+fn faults_and_refusals_are_counted_for_themselves() {
+    let mut script = storm();
+    script.act("refused", ActKind::Refused, 3_000, 4_000, |script, act| {
+        script.stayed(act, "no", 3_000, &[], "refused");
+    });
+    script.told(P, "no", &lends("consumer_rejected", 3_004));
+    script.act("fault decode", ActKind::Fault, 5_000, 9_000, |script, act| {
+        for (fault, at_us, mended) in
+            [("decode killed", 5_500_000, false), ("decode killed", 6_000_000, true)]
+        {
+            let (act, fault) = (act.to_owned(), fault.to_owned());
+            script.0.push(Record::Fault { act, fault, at_us, mended });
+        }
+        script.stayed(act, "f1", 5_400, &[], "broken");
+        script.stayed(act, "f2", 6_500, &[], "refused");
+        script.stayed(act, "f3", 6_600, &[6_700], "done");
+        for (at, held) in [(6_600, 4), (6_800, 4), (6_900, 0), (7_000, 0)] {
+            script.books(P, at, 0, 2, false);
+            script.books(D, at, held, 0, false);
+        }
+    });
+    let summary = script.summary();
+    let refused = summary.refused.as_ref().expect("refused");
+    // From the refusal, at 3,002.
+    assert_eq!((refused.left, refused.stranded), (1, 0));
+    near(refused.freed_ms.p50, 2.0);
+    let [fault] = &summary.faults[..] else { panic!("{:?}", summary.faults) };
+    assert_eq!(
+        (fault.fault.as_str(), fault.requests, fault.errors, fault.errors_after),
+        ("decode killed", 3, 2, 1)
+    );
+    // The last client ended at 6,701.
+    near(fault.home_ms.expect("it was home"), 199.0);
+    assert_eq!(names(&summary), ["not_recovered"]);
+    // What is refused or killed is no client that left.
+    assert_eq!(summary.left, 4);
+}
+
+#[test]
+fn expiries_that_only_counters_tell_are_counted() {
+    let mut script = storm();
+    script.books(D, 1_600, 0, 3, false);
+    let summary = script.summary();
+    assert_eq!(names(&summary), ["leases_expired"]);
+    assert_eq!(summary.engines[D].expired, 3);
+}
+
+/// A rank by counting, where the other is by sorting.
+fn by_counting(samples: &[f64], share: f64) -> f64 {
+    let enough = |value: f64| {
+        let at_most = samples.iter().filter(|sample| **sample <= value).count();
+        at_most as f64 >= share * samples.len() as f64
+    };
+    samples.iter().copied().filter(|sample| enough(*sample)).fold(f64::INFINITY, f64::min)
+}
+
+#[test]
+fn percentiles_agree_with_counting() {
+    let mut rng = crate::load::rng::Rng::new(7);
+    assert_eq!(Dist::of(&[]), Dist::default());
+    for n in [1, 2, 3, 9, 10, 99, 100, 101, 1000] {
+        // Few values: many ties.
+        for values in [3, 1 << 16] {
+            let samples: Vec<f64> = (0..n).map(|_| rng.below(values) as f64 / 7.0).collect();
+            let dist = Dist::of(&samples);
+            for (share, found) in [(0.5, dist.p50), (0.9, dist.p90), (0.99, dist.p99), (1.0, dist.max)] {
+                near(found, by_counting(&samples, share));
+            }
+            near(dist.min, samples.iter().copied().fold(f64::INFINITY, f64::min));
+            near(dist.mean, samples.iter().sum::<f64>() / n as f64);
+        }
+    }
+}
+
+#[test]
+fn the_reports_say_what_the_summary_says_and_nothing_gets_out_of_its_place() {
+    let mut script = storm();
+    script.told(P, "gap", &[("freed", 1_025, 7, "")]);
+    let summary = script.summary();
+    let (text, page) = (report::text(&summary), report::page(&summary));
+    assert!(text.contains("freed_twice") && page.contains("freed_twice"));
+    assert!(!page.contains("<script") && !page.contains("http://") && !page.contains("https://"));
+    assert!(page.contains("&lt;b&gt;") && !page.contains("to <b><b>"));
+    assert_eq!(page.matches("<svg").count(), page.matches("</svg>").count());
+    // Without engines that tell, the same events are told as what they are.
+    let mut blind = Script(script.0.clone());
+    blind.0.retain(|record| !matches!(record, Record::Event(_)));
+    for record in &mut blind.0 {
+        if let Record::Engine(engine) = record {
+            engine.events = false;
+        }
+    }
+    let summary = blind.summary();
+    assert!(!summary.exact && report::page(&summary).contains("metrics only"));
+}
+
+#[test]
+fn a_file_that_is_none_of_ours_is_refused_by_its_line() {
+    let text = b"{\"record\":\"act_ended\",\"act\":\"a\",\"at_us\":1}\nnonsense\n";
+    let error = raw::read(&mut &text[..]).expect_err("no record").to_string();
+    assert!(error.starts_with("line 2: "), "{error}");
+    assert_eq!(Facts::of(&[]).victims().len(), 0);
+}

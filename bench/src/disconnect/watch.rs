@@ -1,0 +1,438 @@
+//! Looks at the engines of a deployment while it is used: follows their event logs, and reads their books again and again.
+//!
+//! Baton's engines (and the simulated ones) tell every step of every request. A vLLM engine tells its usage; then only
+//! sums can be known, and the report says so.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::raw::{Books, EngineFacts, EventRecord, Record};
+use super::recorder::Recorder;
+use super::timeline::Timeline;
+use crate::load::Moment;
+use crate::web::{Origin, Samples, WebError};
+
+/// How long an engine may take to answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How long an engine may let a follower wait for an event, ms.
+const LONG_POLL_MS: u64 = 2_000;
+/// Between two tries to reach an engine that is away.
+const RETRY: Duration = Duration::from_millis(50);
+/// Looks at a clock; the quickest of them says most.
+const CLOCK_LOOKS: usize = 9;
+/// Events of one answer.
+const EVENTS_OF_ONE_ANSWER: usize = 5_000;
+
+/// A point in the life of a request that its engines tell of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Mark {
+    /// Accepted by the first engine that has it.
+    Queued,
+    /// The prefill engine computes.
+    PrefillStarted,
+    /// The prefill engine has lent the blocks.
+    Lent,
+    /// The decode engine has begun to read them.
+    Fetching,
+    /// It has read them.
+    Fetched,
+    /// It has the first token.
+    FirstToken,
+}
+
+/// An engine that is watched.
+pub(crate) struct Watched {
+    origin: Origin,
+    facts: Mutex<EngineFacts>,
+    /// Where its event log was when it was met: epoch and number.
+    met_at: (String, u64),
+    expired: AtomicU64,
+}
+
+/// What the watching knows so far of requests with tags of this run.
+#[derive(Default)]
+pub(crate) struct Feed {
+    state: Mutex<FeedState>,
+}
+
+#[derive(Default)]
+struct FeedState {
+    timelines: HashMap<String, Timeline>,
+    waiting: HashMap<String, Vec<(Mark, CancellationToken)>>,
+    /// The latest look at each engine: held blocks and requests.
+    held: HashMap<usize, (u64, u64, u64)>,
+}
+
+impl Feed {
+    fn lock(&self) -> MutexGuard<'_, FeedState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A token that is cancelled when this happens to the request with this tag.
+    pub(crate) fn when(&self, tag: &str, mark: Mark) -> CancellationToken {
+        let token = CancellationToken::new();
+        self.lock().waiting.entry(tag.to_owned()).or_default().push((mark, token.clone()));
+        token
+    }
+
+    /// Nobody waits for this request any more; says what is known of it.
+    pub(crate) fn forget(&self, tag: &str) -> Option<Timeline> {
+        let mut state = self.lock();
+        state.waiting.remove(tag);
+        state.timelines.get(tag).cloned()
+    }
+
+    fn take(&self, event: &EventRecord) {
+        let mut state = self.lock();
+        let timeline = state.timelines.entry(event.tag.clone()).or_default();
+        timeline.take(event);
+        let lends = timeline.legs.iter().any(|leg| leg.engine == event.engine && leg.lends);
+        let mark = match (event.kind.as_str(), lends) {
+            ("queued", _) => Mark::Queued,
+            ("started", true) => Mark::PrefillStarted,
+            ("lent", _) => Mark::Lent,
+            ("fetching", _) => Mark::Fetching,
+            ("fetched", _) => Mark::Fetched,
+            ("first_token", false) => Mark::FirstToken,
+            _ => return,
+        };
+        if let Some(waiting) = state.waiting.get_mut(&event.tag) {
+            waiting.retain(|(wanted, token)| {
+                if *wanted == mark {
+                    token.cancel();
+                }
+                *wanted != mark
+            });
+        }
+    }
+
+    /// Whether every engine held nothing when it was last looked at, at or after this moment.
+    pub(crate) fn all_home_since(&self, at_us: u64, engines: usize) -> bool {
+        let state = self.lock();
+        state.held.len() == engines
+            && state.held.values().all(|(at, held, requests)| *at >= at_us && *held == 0 && *requests == 0)
+    }
+}
+
+/// The watching of a deployment; ends when dropped.
+pub(crate) struct Watch {
+    pub(crate) engines: Vec<Arc<Watched>>,
+    pub(crate) feed: Arc<Feed>,
+    _tasks: JoinSet<()>,
+}
+
+/// How engines are watched.
+#[derive(Clone)]
+pub(crate) struct Terms {
+    /// Only requests whose tag begins so are looked at.
+    pub(crate) prefix: String,
+    /// Between two looks at the books.
+    pub(crate) every: Duration,
+}
+
+impl Watch {
+    /// Meets every engine and begins to watch it. `engines`: a name, a role if it is known, and where.
+    ///
+    /// # Errors
+    /// When one of them cannot be met.
+    pub(crate) async fn begin(
+        engines: Vec<(String, Option<String>, Origin)>,
+        terms: &Terms,
+        recorder: &Arc<Recorder>,
+    ) -> Result<Self, WebError> {
+        let feed = Arc::new(Feed::default());
+        let mut tasks = JoinSet::new();
+        let mut watched = Vec::new();
+        for (number, (name, role, origin)) in engines.into_iter().enumerate() {
+            let engine = Arc::new(Watched::meet(number, name, role, origin).await?);
+            recorder.put(&Record::Engine(engine.facts()));
+            let (feed, recorder) = (Arc::clone(&feed), Arc::clone(recorder));
+            if engine.facts().events {
+                let (engine, feed) = (Arc::clone(&engine), Arc::clone(&feed));
+                let (terms, recorder) = (terms.clone(), Arc::clone(&recorder));
+                tasks.spawn(async move { engine.follow(&terms, &feed, &recorder).await });
+            }
+            let looked_at = Arc::clone(&engine);
+            let every = terms.every;
+            tasks.spawn(async move {
+                loop {
+                    looked_at.look(&feed, &recorder).await;
+                    tokio::time::sleep(every).await;
+                }
+            });
+            watched.push(engine);
+        }
+        Ok(Self { engines: watched, feed, _tasks: tasks })
+    }
+
+    /// Whether every engine tells every step.
+    pub(crate) fn exact(&self) -> bool {
+        !self.engines.is_empty() && self.engines.iter().all(|engine| engine.facts().events)
+    }
+
+    /// Reads the counters that are only in metrics.
+    pub(crate) async fn read_counters(&self) {
+        for engine in &self.engines {
+            engine.read_counters().await;
+        }
+    }
+
+    /// Waits until every engine holds nothing, at most so long. Says whether they do.
+    pub(crate) async fn home(&self, within: Duration) -> bool {
+        let (from, until) = (Moment::now().us(), tokio::time::Instant::now() + within);
+        while !self.feed.all_home_since(from, self.engines.len()) {
+            if tokio::time::Instant::now() > until {
+                return false;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        true
+    }
+}
+
+impl Watched {
+    async fn meet(
+        number: usize,
+        name: String,
+        role: Option<String>,
+        origin: Origin,
+    ) -> Result<Self, WebError> {
+        let mut facts = EngineFacts { engine: number, name, ..EngineFacts::default() };
+        let latest = origin.get_json("/debug/kv/events?after=latest", PATIENCE).await;
+        match &latest {
+            Ok(page) => {
+                facts.events = true;
+                facts.role = page["engine"]["role"].as_str().unwrap_or("both").to_owned();
+            }
+            Err(error) if error.status().is_some_and(|status| status.as_u16() == 404) => {}
+            Err(_) => return Err(latest.expect_err("it is an error")),
+        }
+        facts.role = role.unwrap_or(std::mem::take(&mut facts.role));
+        let met_at = latest.map_or_else(
+            |_| Default::default(),
+            |page| {
+                let epoch = page["engine"]["epoch"].as_str().unwrap_or_default().to_owned();
+                (epoch, page["next"].as_u64().unwrap_or_default())
+            },
+        );
+        let engine = Self { origin, facts: Mutex::new(facts), met_at, expired: AtomicU64::new(0) };
+        engine.read_counters().await;
+        if engine.facts().events {
+            engine.read_clock().await?;
+        }
+        let books = engine.books().await?;
+        engine.with_facts(|facts| facts.blocks = books.total);
+        Ok(engine)
+    }
+
+    fn with_facts<T>(&self, change: impl FnOnce(&mut EngineFacts) -> T) -> T {
+        change(&mut self.facts.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(crate) fn facts(&self) -> EngineFacts {
+        self.with_facts(|facts| facts.clone())
+    }
+
+    /// How far its clock is off ours: of several looks the quickest, with half its time as the doubt.
+    async fn read_clock(&self) -> Result<(), WebError> {
+        let mut best: Option<(u64, i64)> = None;
+        for _ in 0..CLOCK_LOOKS {
+            let asked = Moment::now().us();
+            let page = self.origin.get_json("/debug/kv/events?after=latest", PATIENCE).await?;
+            let answered = Moment::now().us();
+            let theirs = page["now_us"].as_i64().unwrap_or_default();
+            let (took, middle) =
+                (answered - asked, i64::try_from(asked.midpoint(answered)).unwrap_or(i64::MAX));
+            if best.is_none_or(|(least, _)| took < least) {
+                best = Some((took, theirs - middle));
+            }
+        }
+        let (took, offset) = best.expect("it was looked at");
+        let doubt = took / 2 + 1;
+        self.with_facts(|facts| {
+            facts.clock_doubt_us = doubt;
+            // What cannot be told from nothing is nothing.
+            facts.clock_offset_us = if offset.unsigned_abs() <= doubt { 0 } else { offset };
+        });
+        Ok(())
+    }
+
+    /// Reads its event log to the end of time.
+    async fn follow(&self, terms: &Terms, feed: &Feed, recorder: &Recorder) {
+        let (mut epoch, mut after) = self.met_at.clone();
+        loop {
+            let path =
+                format!("/debug/kv/events?after={after}&wait_ms={LONG_POLL_MS}&limit={EVENTS_OF_ONE_ANSWER}");
+            let patience = PATIENCE + Duration::from_millis(LONG_POLL_MS);
+            let Ok(page) = self.origin.get_json(&path, patience).await else {
+                // Killed, perhaps, and about to be started again.
+                tokio::time::sleep(RETRY).await;
+                continue;
+            };
+            let told = page["engine"]["epoch"].as_str().unwrap_or_default();
+            if told != epoch {
+                // Another process: its numbers begin anew, and its clock was set anew.
+                (epoch, after) = (told.to_owned(), 0);
+                let _ = self.read_clock().await;
+                recorder.put(&Record::Engine(self.facts()));
+                continue;
+            }
+            let facts = self.facts();
+            if let Some(events) = page["lost"].as_u64().filter(|lost| *lost > 0) {
+                recorder.put(&Record::Lost { engine: facts.engine, events });
+            }
+            for event in page["events"].as_array().into_iter().flatten() {
+                let ours = event["tag"].as_str().is_some_and(|tag| tag.starts_with(&terms.prefix));
+                if let Some(event) = ours.then(|| record_of(event, &facts)).flatten() {
+                    recorder.put(&Record::Event(event.clone()));
+                    feed.take(&event);
+                }
+            }
+            after = page["next"].as_u64().unwrap_or_default();
+        }
+    }
+
+    async fn look(&self, feed: &Feed, recorder: &Recorder) {
+        let Ok(books) = self.books().await else { return };
+        feed.lock().held.insert(books.engine, (books.at_us, books.held, books.requests));
+        recorder.put(&Record::Books(books));
+    }
+
+    async fn books(&self) -> Result<Books, WebError> {
+        let facts = self.facts();
+        let asked = Moment::now().us();
+        let mut books = if facts.events {
+            of_baton(&self.origin.get_json("/debug/kv", PATIENCE).await?)
+        } else {
+            let samples = self.origin.samples(PATIENCE).await?;
+            self.count(&samples);
+            of_vllm(&samples, facts.blocks)
+        };
+        // The moment of asking: what was true at some moment after it was.
+        (books.engine, books.at_us) = (facts.engine, asked);
+        books.expired = self.expired.load(Ordering::Relaxed);
+        Ok(books)
+    }
+
+    async fn read_counters(&self) {
+        if let Ok(samples) = self.origin.samples(PATIENCE).await {
+            self.count(&samples);
+        }
+    }
+
+    fn count(&self, samples: &Samples) {
+        let expired = ["vllm:nixl_num_kv_expired_reqs", "vllm:nixl_num_kv_expired_reqs_total"];
+        if let Some(expired) = expired.iter().find_map(|name| samples.sum(name, &[])) {
+            self.expired.store(expired as u64, Ordering::Relaxed);
+        }
+    }
+}
+
+fn record_of(event: &Value, facts: &EngineFacts) -> Option<EventRecord> {
+    let text = |name: &str| event[name].as_str().map(str::to_owned);
+    let number = |name: &str| event[name].as_u64();
+    let at = i64::try_from(number("at_us")?).ok()? - facts.clock_offset_us;
+    Some(EventRecord {
+        engine: facts.engine,
+        at_us: u64::try_from(at).ok()?,
+        seq: number("seq")?,
+        request_id: text("request_id")?,
+        tag: text("tag")?,
+        index: u32::try_from(number("index").unwrap_or(0)).unwrap_or(u32::MAX),
+        kind: text("kind")?,
+        leg: text("leg"),
+        blocks: number("blocks"),
+        tokens: number("tokens"),
+        generated: number("generated"),
+        computed: number("computed"),
+        outcome: text("outcome"),
+        reason: text("reason").or_else(|| text("how")),
+        result: text("result"),
+    })
+}
+
+/// What `/debug/kv` says.
+fn of_baton(shown: &Value) -> Books {
+    let blocks = &shown["blocks"];
+    let count = |name: &str| blocks[name].as_u64().unwrap_or(0);
+    let held = count("active") + count("leased") + count("landing") + count("storing");
+    let requests = shown["requests"].as_object().into_iter().flatten();
+    Books {
+        total: count("total"),
+        held,
+        leased: Some(count("leased")),
+        askew: held + count("free") + count("cached") != count("total"),
+        requests: requests.filter_map(|(_, count)| count.as_u64()).sum(),
+        leases: shown["leases"]["live"].as_u64(),
+        ..Books::default()
+    }
+}
+
+/// What a vLLM engine's metrics say.
+fn of_vllm(samples: &Samples, blocks: u64) -> Books {
+    let configured = samples
+        .of("vllm:cache_config_info")
+        .find_map(|(labels, _)| labels.get("num_gpu_blocks").and_then(|blocks| blocks.parse::<u64>().ok()));
+    // Without a number of blocks the usage is told in thousandths of the pool.
+    let total = configured.unwrap_or(if blocks > 0 { blocks } else { 1_000 });
+    let usage = ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"];
+    let usage = usage.iter().find_map(|name| samples.sum(name, &[])).unwrap_or(0.0);
+    let requests = ["vllm:num_requests_running", "vllm:num_requests_waiting"];
+    Books {
+        total,
+        held: (usage.clamp(0.0, 1.0) * total as f64).round() as u64,
+        requests: requests.iter().filter_map(|name| samples.sum(name, &[])).sum::<f64>() as u64,
+        ..Books::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn books_are_read_in_both_dialects() {
+        let shown = json!({
+            "blocks": {"total": 10, "free": 3, "cached": 2, "active": 1, "leased": 2, "landing": 1, "storing": 1},
+            "requests": {"waiting": 1, "running": 2, "fetching": 0}, "leases": {"live": 4},
+        });
+        let books = of_baton(&shown);
+        assert_eq!(
+            (books.total, books.held, books.leased, books.requests, books.leases),
+            (10, 5, Some(2), 3, Some(4))
+        );
+        assert!(!books.askew);
+        let mut crooked = shown;
+        crooked["blocks"]["free"] = 2.into();
+        assert!(of_baton(&crooked).askew);
+        let text = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"200\"} 1\n\
+                    vllm:kv_cache_usage_perc{engine=\"0\"} 0.25\nvllm:num_requests_running 3\nvllm:num_requests_waiting 1\n";
+        let books = of_vllm(&Samples::parse(text), 0);
+        assert_eq!((books.total, books.held, books.requests), (200, 50, 4));
+        assert_eq!(of_vllm(&Samples::parse("vllm:kv_cache_usage_perc 0.25\n"), 0).held, 250);
+    }
+
+    #[test]
+    fn who_waits_for_a_mark_is_told_once_and_of_its_own_request() {
+        let feed = Feed::default();
+        let (mine, other) = (feed.when("a", Mark::Lent), feed.when("b", Mark::Lent));
+        let event = |tag: &str, kind: &str| EventRecord {
+            tag: tag.into(),
+            kind: kind.into(),
+            ..EventRecord::default()
+        };
+        feed.take(&event("a", "queued"));
+        assert!(!mine.is_cancelled());
+        feed.take(&event("a", "lent"));
+        assert!(mine.is_cancelled() && !other.is_cancelled());
+        assert_eq!(feed.forget("a").map(|timeline| timeline.legs.len()), Some(1));
+    }
+}

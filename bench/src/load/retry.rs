@@ -1,0 +1,127 @@
+//! Retries as OpenAI's SDKs make them, with every attempt told.
+//!
+//! By openai-python's `_base_client.py`: up to 2 retries, after a timeout, no connection, 408, 409, 429 and 5xx;
+//! `x-should-retry` decides before that; a wait that the endpoint names (`retry-after-ms`, `retry-after`) is kept if it is
+//! at most a minute, otherwise it is 0.5 s doubled each time up to 8 s, less up to a quarter. Once an answer's head is
+//! here nothing is retried.
+
+use std::time::Duration;
+
+use super::ask::Ask;
+use super::call::{Call, Outcome, Stage};
+use super::client::{Client, Leave, Manner};
+use super::rng::Rng;
+use super::target::TargetError;
+
+/// A wait that the endpoint names is kept up to here.
+const NAMED_WAIT_MAX: Duration = Duration::from_secs(60);
+const FIRST_WAIT: Duration = Duration::from_millis(500);
+const WAIT_MAX: Duration = Duration::from_secs(8);
+
+/// How often a client tries again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Retries(pub(crate) u32);
+
+impl Default for Retries {
+    /// As the SDKs have it.
+    fn default() -> Self {
+        Self(2)
+    }
+}
+
+impl Retries {
+    /// Makes a call and what follows from it; the last attempt is the one that counts.
+    ///
+    /// # Errors
+    /// Never for an [`Ask`] that does not say `x-stainless-retry-count` itself.
+    pub(crate) async fn call(
+        self,
+        client: &Client,
+        ask: &Ask,
+        leave: &Leave,
+        manner: Manner,
+        rng: &mut Rng,
+    ) -> Result<Vec<Call>, TargetError> {
+        let mut attempts = Vec::new();
+        for attempt in 0..=self.0 {
+            let counted = ask.clone().with_header("x-stainless-retry-count", &attempt.to_string())?;
+            let call = client.call(&counted, leave, manner).await;
+            let wait = (attempt < self.0 && is_worth_another(&call)).then(|| pause(attempt, &call, rng));
+            attempts.push(call);
+            let Some(wait) = wait else { break };
+            match leave {
+                Leave::When(said) => {
+                    if said.run_until_cancelled(tokio::time::sleep(wait)).await.is_none() {
+                        break;
+                    }
+                }
+                _ => tokio::time::sleep(wait).await,
+            }
+        }
+        Ok(attempts)
+    }
+}
+
+/// Whether an SDK would try again.
+pub(super) fn is_worth_another(call: &Call) -> bool {
+    match &call.outcome {
+        Outcome::Refused { status, .. } => {
+            call.should_retry.unwrap_or(matches!(status, 408 | 409 | 429 | 500..))
+        }
+        Outcome::Broken { stage, .. } | Outcome::TimedOut { stage } => *stage != Stage::Body,
+        Outcome::Done | Outcome::Left | Outcome::Failed { .. } => false,
+    }
+}
+
+/// How long an SDK would wait after this attempt, the first of which is 0.
+pub(super) fn pause(attempt: u32, call: &Call, rng: &mut Rng) -> Duration {
+    let named = call.retry_after.filter(|after| !after.is_zero() && *after <= NAMED_WAIT_MAX);
+    named.unwrap_or_else(|| {
+        let doubled = FIRST_WAIT.saturating_mul(1 << attempt.min(16)).min(WAIT_MAX);
+        doubled.mul_f64(1.0 - 0.25 * rng.unit())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ended(outcome: Outcome, should_retry: Option<bool>, retry_after: Option<u64>) -> Call {
+        let retry_after = retry_after.map(Duration::from_millis);
+        Call { outcome, should_retry, retry_after, ..Call::begin() }
+    }
+
+    fn refused(status: u16) -> Outcome {
+        Outcome::Refused { status, code: None, kind: None, message: String::new() }
+    }
+
+    #[test]
+    fn what_an_sdk_repeats_is_repeated() {
+        for (status, again) in
+            [(400, false), (404, false), (408, true), (409, true), (429, true), (500, true), (503, true)]
+        {
+            assert_eq!(is_worth_another(&ended(refused(status), None, None)), again, "{status}");
+            assert!(!is_worth_another(&ended(refused(status), Some(false), None)), "{status}");
+            assert!(is_worth_another(&ended(refused(status), Some(true), None)), "{status}");
+        }
+        let broken = |stage| Outcome::Broken { stage, why: String::new() };
+        assert!(is_worth_another(&ended(broken(Stage::Connect), None, None)));
+        assert!(is_worth_another(&ended(Outcome::TimedOut { stage: Stage::Head }, None, None)));
+        assert!(!is_worth_another(&ended(Outcome::TimedOut { stage: Stage::Body }, None, None)));
+        assert!(!is_worth_another(&ended(broken(Stage::Body), None, None)));
+        assert!(!is_worth_another(&ended(Outcome::Done, Some(true), None)));
+    }
+
+    #[test]
+    fn the_endpoints_wait_is_kept_within_a_minute() {
+        let mut rng = Rng::new(1);
+        assert_eq!(pause(0, &ended(refused(429), None, Some(1_250)), &mut rng), Duration::from_millis(1_250));
+        for (attempt, most) in [(0, 500), (1, 1_000), (3, 4_000), (4, 8_000), (40, 8_000)] {
+            for named in [None, Some(0), Some(61_000)] {
+                let pause = pause(attempt, &ended(refused(429), None, named), &mut rng);
+                let most = Duration::from_millis(most);
+                assert!(pause <= most && pause >= most.mul_f64(0.75), "{attempt}: {pause:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,460 @@
+//! Calls to a server of our own on loopback, that answers as told and notes how its client left.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use super::rng::Rng;
+use super::*;
+
+/// No wait of a test is longer; none is expected to be anything like it.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What a server does, once it has read a request.
+#[derive(Clone)]
+enum Step {
+    Write(Vec<u8>),
+    /// Until its client is gone; notes how.
+    Watch,
+    /// As fast as they are taken, until the client is gone; notes how.
+    Flood,
+    /// Waits until the test says so.
+    Wait(CancellationToken),
+    /// Notes the client's half-close, and goes on.
+    SeeEnd,
+    Close,
+}
+
+/// How a client left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Seen {
+    Fin,
+    Rst,
+    /// It took nothing for a while, and then reset.
+    StalledThenRst,
+}
+
+struct Server {
+    address: SocketAddr,
+    seen: mpsc::Receiver<Seen>,
+    /// Heads and bodies of the requests, as they came.
+    requests: mpsc::Receiver<String>,
+}
+
+impl Server {
+    /// Its n-th request is answered by the n-th script, and all later ones by the last; each by as many connections as it
+    /// takes.
+    async fn start(scripts: Vec<Vec<Step>>) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let (tell, seen) = mpsc::channel(64);
+        let (note, requests) = mpsc::channel(64);
+        let count = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let (tell, note, scripts, count) =
+                    (tell.clone(), note.clone(), scripts.clone(), count.clone());
+                tokio::spawn(async move {
+                    let mut stream = stream;
+                    let mut pending = Vec::new();
+                    while let Some(request) = request(&mut stream, &mut pending).await {
+                        let _ = note.send(request).await;
+                        let nth = count.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                        let script = &scripts[nth.min(scripts.len() - 1)];
+                        if !serve(&mut stream, script, &tell).await {
+                            return;
+                        }
+                    }
+                });
+            }
+        });
+        Self { address, seen, requests }
+    }
+
+    async fn client(&self, limits: Limits, connections: Connections) -> Client {
+        let target = Target::parse(&format!("http://{}", self.address)).expect("a target");
+        Client::open(target, limits, connections).await.expect("an address")
+    }
+
+    async fn how_it_left(&mut self) -> Option<Seen> {
+        tokio::time::timeout(PATIENCE, self.seen.recv()).await.expect("the server sees it")
+    }
+}
+
+/// One request with a body, or `None` at the end.
+async fn request(stream: &mut TcpStream, pending: &mut Vec<u8>) -> Option<String> {
+    loop {
+        let text = String::from_utf8_lossy(pending).into_owned();
+        if let Some((head, body)) = text.split_once("\r\n\r\n") {
+            let length = head.lines().find_map(|line| line.strip_prefix("content-length: "))?;
+            let length: usize = length.parse().ok()?;
+            if body.len() >= length {
+                pending.clear();
+                return Some(text);
+            }
+        }
+        if stream.read_buf(pending).await.ok()? == 0 {
+            return None;
+        }
+    }
+}
+
+/// Whether the connection can go on.
+async fn serve(stream: &mut TcpStream, script: &[Step], tell: &mpsc::Sender<Seen>) -> bool {
+    for step in script {
+        match step {
+            Step::Write(bytes) => {
+                if stream.write_all(bytes).await.is_err() {
+                    return false;
+                }
+            }
+            Step::Watch | Step::SeeEnd => {
+                let seen = match stream.read(&mut [0; 64]).await {
+                    Ok(0) => Seen::Fin,
+                    Ok(_) => panic!("bytes after the request"),
+                    Err(error) => {
+                        assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+                        Seen::Rst
+                    }
+                };
+                let _ = tell.send(seen).await;
+                if matches!(step, Step::Watch) {
+                    return false;
+                }
+            }
+            Step::Flood => {
+                let event = event("flood").repeat(64);
+                let mut stalled = false;
+                loop {
+                    match tokio::time::timeout(Duration::from_millis(50), stream.write_all(&event)).await {
+                        Ok(Ok(())) => {}
+                        Ok(Err(_)) => break,
+                        Err(_) => stalled = true,
+                    }
+                }
+                let _ = tell.send(if stalled { Seen::StalledThenRst } else { Seen::Rst }).await;
+                return false;
+            }
+            Step::Wait(until) => until.cancelled().await,
+            Step::Close => return false,
+        }
+    }
+    true
+}
+
+const HEAD: &[u8] =
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-request-id: r-7\r\nconnection: close\r\n\r\n";
+const DONE: &[u8] = b"data: [DONE]\n\n";
+
+fn event(text: &str) -> Vec<u8> {
+    let json = serde_json::json!({"choices": [{"index": 0, "text": text, "finish_reason": null}]});
+    format!("data: {json}\n\n").into_bytes()
+}
+
+fn last_event() -> Vec<u8> {
+    let json = serde_json::json!({
+        "choices": [{"index": 0, "text": "", "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}},
+    });
+    format!("data: {json}\n\n").into_bytes()
+}
+
+fn stream() -> Vec<u8> {
+    [HEAD, &event("a"), b": keep-alive\n\n", &event("b"), &event("c"), &last_event(), DONE].concat()
+}
+
+fn chunked(keep: bool) -> Vec<u8> {
+    let body = [event("a"), event("b"), last_event(), DONE.to_vec()].concat();
+    let connection = if keep { "keep-alive" } else { "close" };
+    let head = format!(
+        "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: {connection}\r\n\r\n"
+    );
+    let mut bytes = head.into_bytes();
+    for part in body.chunks(37) {
+        bytes.extend_from_slice(format!("{:x}\r\n", part.len()).as_bytes());
+        bytes.extend_from_slice(part);
+        bytes.extend_from_slice(b"\r\n");
+    }
+    bytes.extend_from_slice(b"0\r\n\r\n");
+    bytes
+}
+
+fn ask() -> Ask {
+    Wish::new(Endpoint::Completions, "m", &Prompt::Text("hello".to_owned()), 3).ask()
+}
+
+fn run<T>(test: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    runtime.block_on(async { tokio::time::timeout(PATIENCE, test).await.expect("it ends") })
+}
+
+/// One call to a server that follows one script.
+async fn one(script: Vec<Step>, leave: Leave, manner: Manner) -> (Call, Server) {
+    let server = Server::start(vec![script]).await;
+    let client = server.client(Limits::default(), Connections::Fresh).await;
+    (client.call(&ask(), &leave, manner).await, server)
+}
+
+#[test]
+fn a_stream_is_read_whole_with_all_its_times() {
+    run(async {
+        for answer in [stream(), chunked(false)] {
+            let (call, mut server) =
+                one(vec![Step::Write(answer), Step::Close], Leave::Never, Manner::Fin).await;
+            assert_eq!(call.outcome, Outcome::Done, "{call:?}");
+            assert!(call.text.starts_with("ab") && call.tokens.len() == call.text.len(), "{call:?}");
+            assert_eq!(call.finish_reason.as_deref(), Some("length"));
+            let usage = Usage { prompt_tokens: 5, completion_tokens: 3, cached_tokens: Some(2) };
+            assert_eq!((call.usage, call.completion_tokens()), (Some(usage), 3));
+            let times =
+                [Some(call.began), call.connected, call.sent, call.head, call.tokens.first().copied()];
+            assert!(times.windows(2).all(|pair| pair[0] <= pair[1]), "{call:?}");
+            assert!(
+                call.tokens.is_sorted() && call.tokens.last() <= Some(&call.ended) && call.left.is_none()
+            );
+            let request = server.requests.recv().await.expect("it was asked");
+            let (head, body) = request.split_once("\r\n\r\n").expect("a head");
+            assert!(head.starts_with("POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:"), "{head}");
+            let body: serde_json::Value = serde_json::from_str(body).expect("JSON");
+            assert_eq!(
+                (&body["prompt"], &body["stream_options"]["include_usage"]),
+                (&"hello".into(), &true.into())
+            );
+        }
+        let (call, _) = one(vec![Step::Write(stream()), Step::Close], Leave::Never, Manner::Fin).await;
+        assert_eq!(call.request_id.as_deref(), Some("r-7"));
+    });
+}
+
+#[test]
+fn an_answer_in_pieces_of_any_size_is_the_same_answer() {
+    run(async {
+        let answer = chunked(false);
+        // A byte of each boundary is enough: what is cut elsewhere is tested without sockets.
+        for cut in (0..answer.len()).step_by(7) {
+            let gate = CancellationToken::new();
+            let script = vec![
+                Step::Write(answer[..cut].to_vec()),
+                Step::Wait(gate.clone()),
+                Step::Write(answer[cut..].to_vec()),
+                Step::Close,
+            ];
+            let server = Server::start(vec![script]).await;
+            let client = server.client(Limits::default(), Connections::Fresh).await;
+            let ask = ask();
+            let (call, ()) = tokio::join!(client.call(&ask, &Leave::Never, Manner::Fin), async {
+                // The first part is on its way, most likely read.
+                tokio::task::yield_now().await;
+                gate.cancel();
+            });
+            assert_eq!((call.outcome, call.text.as_str()), (Outcome::Done, "ab"), "{cut}");
+        }
+    });
+}
+
+#[test]
+fn every_manner_of_leaving_is_seen_for_what_it_is() {
+    run(async {
+        let begun = || vec![Step::Write([HEAD, &event("a"), &event("b")].concat()), Step::Watch];
+        for (manner, seen) in [(Manner::Fin, Seen::Fin), (Manner::Rst, Seen::Rst)] {
+            for leave in
+                [Leave::AfterTokens(1), Leave::AfterTokens(2), Leave::After(Duration::from_millis(20))]
+            {
+                let (call, mut server) = one(begun(), leave.clone(), manner).await;
+                assert_eq!(call.outcome, Outcome::Left, "{manner:?} {leave:?}: {call:?}");
+                assert_eq!(server.how_it_left().await, Some(seen), "{manner:?} {leave:?}");
+                assert!(call.left >= call.sent && call.left <= Some(call.ended), "{call:?}");
+                if let Leave::AfterTokens(tokens) = leave {
+                    assert_eq!(call.tokens.len(), tokens);
+                }
+            }
+            // Before anything came.
+            let said = CancellationToken::new();
+            let mut server = Server::start(vec![vec![Step::Watch]]).await;
+            let client = server.client(Limits::default(), Connections::Fresh).await;
+            let (leave, ask) = (Leave::When(said.clone()), ask());
+            let (call, request) = tokio::join!(client.call(&ask, &leave, manner), async {
+                let request = server.requests.recv().await;
+                said.cancel();
+                request
+            });
+            assert!(request.is_some() && call.outcome == Outcome::Left && call.head.is_none(), "{call:?}");
+            assert_eq!(server.how_it_left().await, Some(seen), "{manner:?}");
+        }
+    });
+}
+
+#[test]
+fn a_fin_stays_a_fin_with_unread_bytes_on_their_way() {
+    run(async {
+        let many = [HEAD, &event("a").repeat(2_000)].concat();
+        let script = vec![Step::Write(many), Step::Watch];
+        let (call, mut server) = one(script, Leave::AfterTokens(1), Manner::Fin).await;
+        assert_eq!((call.outcome, call.tokens.len()), (Outcome::Left, 1));
+        // The server may still be writing: then it is told so by an RST, as by every client that has closed.
+        assert!(matches!(server.how_it_left().await, Some(Seen::Fin | Seen::Rst)));
+    });
+}
+
+#[test]
+fn a_half_close_is_seen_and_the_answer_is_still_read() {
+    run(async {
+        let first = Step::Write([HEAD, &event("a"), &event("b")].concat());
+        let rest = Step::Write([&event("c")[..], &last_event(), DONE].concat());
+        let script = vec![first.clone(), Step::SeeEnd, rest, Step::Close];
+        let (call, mut server) = one(script, Leave::AfterTokens(1), Manner::HalfClose).await;
+        assert_eq!(server.how_it_left().await, Some(Seen::Fin));
+        assert_eq!((&call.outcome, call.text.as_str()), (&Outcome::Done, "abc"), "{call:?}");
+        assert!(call.left.is_some() && call.left < Some(call.ended));
+        // A server that hangs up because of it.
+        let (call, _) =
+            one(vec![first, Step::SeeEnd, Step::Close], Leave::AfterTokens(1), Manner::HalfClose).await;
+        assert_eq!((&call.outcome, call.text.as_str()), (&Outcome::Left, "ab"), "{call:?}");
+    });
+}
+
+#[test]
+fn a_stall_is_felt_by_who_writes() {
+    run(async {
+        let script = vec![Step::Write([HEAD, &event("a")].concat()), Step::Flood];
+        let manner = Manner::Stall { hold: Duration::from_millis(600) };
+        let (call, mut server) = one(script, Leave::AfterTokens(1), manner).await;
+        assert_eq!(server.how_it_left().await, Some(Seen::StalledThenRst));
+        let held = call.left.map(|left| call.ended.since(left));
+        assert!(call.outcome == Outcome::Left && held >= Some(Duration::from_millis(600)), "{call:?}");
+    });
+}
+
+#[test]
+fn errors_are_told_apart() {
+    run(async {
+        let body = r#"{"error":{"message":"full","type":"overloaded","code":"queue"}}"#;
+        let head = format!("HTTP/1.1 429 No\r\nretry-after: 3\r\ncontent-length: {}\r\n\r\n", body.len());
+        let refusal = format!("{head}{body}").into_bytes();
+        let (call, _) = one(vec![Step::Write(refusal)], Leave::Never, Manner::Fin).await;
+        let expected = Outcome::Refused {
+            status: 429,
+            code: Some("queue".into()),
+            kind: Some("overloaded".into()),
+            message: "full".into(),
+        };
+        assert_eq!((call.outcome, call.retry_after), (expected, Some(Duration::from_secs(3))));
+
+        let failure =
+            [HEAD, &event("a"), b"data: {\"error\":{\"message\":\"lost\",\"code\":\"gone\"}}\n\n", DONE]
+                .concat();
+        let (call, _) = one(vec![Step::Write(failure)], Leave::Never, Manner::Fin).await;
+        assert!(
+            matches!(&call.outcome, Outcome::Failed { code: Some(code), .. } if code == "gone"),
+            "{call:?}"
+        );
+
+        let body = |call: &Call| matches!(&call.outcome, Outcome::Broken { stage: Stage::Body, .. });
+        let cut = [HEAD, &event("a")].concat();
+        let (call, _) = one(vec![Step::Write(cut), Step::Close], Leave::Never, Manner::Fin).await;
+        assert!(body(&call) && call.text == "a", "{call:?}");
+        let garbage = [HEAD, b"data: {nonsense\n\n"].concat();
+        let (call, _) = one(vec![Step::Write(garbage), Step::Watch], Leave::Never, Manner::Fin).await;
+        assert!(body(&call), "{call:?}");
+
+        let (call, _) = one(vec![Step::Close], Leave::Never, Manner::Fin).await;
+        assert!(matches!(call.outcome, Outcome::Broken { stage: Stage::Head, .. }), "{call:?}");
+        let closed =
+            TcpListener::bind("127.0.0.1:0").await.expect("a port").local_addr().expect("an address");
+        let target = Target::parse(&closed.to_string()).expect("a target");
+        let client = Client::open(target, Limits::default(), Connections::Fresh).await.expect("an address");
+        let call = client.call(&ask(), &Leave::Never, Manner::Fin).await;
+        assert!(matches!(call.outcome, Outcome::Broken { stage: Stage::Connect, .. }), "{call:?}");
+    });
+}
+
+#[test]
+fn hostile_answers_end_a_call() {
+    run(async {
+        let endless = [b"HTTP/1.1 200 OK\r\nx: ".to_vec(), vec![b'a'; 1 << 20]].concat();
+        let huge = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffff\r\n".to_vec();
+        let long_event = [HEAD, b"data: ", &vec![b'a'; 5 << 20]].concat();
+        for (name, bytes) in [("head", endless), ("chunk", huge), ("event", long_event)] {
+            let (call, _) = one(vec![Step::Write(bytes), Step::Watch], Leave::Never, Manner::Fin).await;
+            assert!(matches!(call.outcome, Outcome::Broken { .. }), "{name}: {call:?}");
+        }
+        let server = Server::start(vec![vec![Step::Write(HEAD.to_vec()), Step::Flood]]).await;
+        let limits = Limits { answer_bytes: 1 << 20, ..Limits::default() };
+        let call =
+            server.client(limits, Connections::Fresh).await.call(&ask(), &Leave::Never, Manner::Fin).await;
+        assert!(
+            matches!(call.outcome, Outcome::Broken { stage: Stage::Body, .. }),
+            "no end: {:?}",
+            call.outcome
+        );
+    });
+}
+
+#[test]
+fn a_silent_endpoint_is_given_up_in_every_stage() {
+    run(async {
+        let short = Some(Duration::from_millis(100));
+        let silence = Limits { silence: short, ..Limits::default() };
+        let total = Limits { total: Duration::from_millis(100), ..Limits::default() };
+        for limits in [silence, total] {
+            for (bytes, stage) in [(Vec::new(), Stage::Head), ([HEAD, &event("a")].concat(), Stage::Body)] {
+                let mut server = Server::start(vec![vec![Step::Write(bytes), Step::Watch]]).await;
+                let client = server.client(limits.clone(), Connections::Fresh).await;
+                let call = client.call(&ask(), &Leave::Never, Manner::Rst).await;
+                assert_eq!(call.outcome, Outcome::TimedOut { stage });
+                assert!(call.left.is_some() && call.e2e() >= Duration::from_millis(100));
+                assert_eq!(server.how_it_left().await, Some(Seen::Fin), "an SDK closes");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_connection_is_kept_while_it_is_good() {
+    run(async {
+        let answer = || vec![Step::Write(chunked(true))];
+        // The third answer's connection ends after it, without having said so.
+        let ends = vec![Step::Write(chunked(true)), Step::Close];
+        let server = Server::start(vec![answer(), answer(), ends, answer()]).await;
+        let client = server.client(Limits::default(), Connections::Kept).await;
+        let mut fresh = Vec::new();
+        for _ in 0..5 {
+            let call = client.call(&ask(), &Leave::Never, Manner::Fin).await;
+            assert_eq!(call.outcome, Outcome::Done, "{call:?}");
+            fresh.push(call.connected.is_some());
+        }
+        assert_eq!(fresh, [true, false, false, true, false]);
+        // One that left is not kept.
+        let call = client.call(&ask(), &Leave::AfterTokens(1), Manner::Fin).await;
+        assert_eq!((call.outcome, call.connected), (Outcome::Left, None));
+        let call = client.call(&ask(), &Leave::Never, Manner::Fin).await;
+        assert!(call.is_done() && call.connected.is_some());
+    });
+}
+
+#[test]
+fn retries_are_made_as_told_and_all_are_reported() {
+    run(async {
+        let busy = b"HTTP/1.1 503 Busy\r\nretry-after-ms: 5\r\ncontent-length: 0\r\n\r\n".to_vec();
+        let scripts = vec![vec![Step::Write(busy)], vec![Step::Close], vec![Step::Write(chunked(false))]];
+        let mut server = Server::start(scripts).await;
+        let client = server.client(Limits::default(), Connections::Fresh).await;
+        let attempts =
+            Retries::default().call(&client, &ask(), &Leave::Never, Manner::Fin, &mut Rng::new(1)).await;
+        let attempts = attempts.expect("good headers");
+        assert_eq!(attempts.len(), 3, "{attempts:?}");
+        assert!(matches!(attempts[0].outcome, Outcome::Refused { status: 503, .. }));
+        assert!(matches!(attempts[1].outcome, Outcome::Broken { stage: Stage::Head, .. }));
+        assert!(
+            attempts[2].is_done() && attempts[1].began.since(attempts[0].ended) >= Duration::from_millis(5)
+        );
+        for count in ["0", "1", "2"] {
+            let request = server.requests.recv().await.expect("a request");
+            assert!(request.contains(&format!("x-stainless-retry-count: {count}\r\n")), "{request}");
+        }
+    });
+}

@@ -1,0 +1,134 @@
+//! A connection, and the ways to leave it.
+//!
+//! | manner | what the other side sees |
+//! |---|---|
+//! | FIN | the end of the stream; what it still writes is answered with RST, as by any client that has closed |
+//! | RST | a reset, at once |
+//! | half-close | the end of the stream; what it writes is still read |
+//! | stall | nothing, until its send buffer is full |
+
+use std::io::{self, Read};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use rustls_pki_types::ServerName;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpSocket, TcpStream};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+
+use super::limits::{DRAIN_BYTES_MAX, READ_BYTES, STALL_BUFFER_BYTES};
+
+/// How much the system reads ahead for a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReadAhead {
+    /// What it sees fit.
+    Usual,
+    /// As little as it lets one choose.
+    Little,
+}
+
+pub(super) enum Wire {
+    Plain(TcpStream),
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl Wire {
+    /// Tries one address after another.
+    pub(super) async fn connect(
+        addresses: &[SocketAddr],
+        tls: Option<&(TlsConnector, ServerName<'static>)>,
+        ahead: ReadAhead,
+    ) -> io::Result<Self> {
+        let mut last = io::Error::new(io::ErrorKind::AddrNotAvailable, "its name has no address");
+        for address in addresses {
+            match dial(*address, ahead).await {
+                Ok(stream) => {
+                    stream.set_nodelay(true)?;
+                    let Some((connector, name)) = tls else { return Ok(Self::Plain(stream)) };
+                    let stream = connector.connect(name.clone(), stream).await?;
+                    return Ok(Self::Tls(Box::new(stream)));
+                }
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    /// Appends what has come; 0 at the end.
+    pub(super) async fn read(&mut self, buffer: &mut Vec<u8>) -> io::Result<usize> {
+        buffer.reserve(READ_BYTES);
+        match self {
+            Self::Plain(stream) => stream.read_buf(buffer).await,
+            Self::Tls(stream) => stream.read_buf(buffer).await,
+        }
+    }
+
+    pub(super) async fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Plain(stream) => stream.write_all(bytes).await,
+            Self::Tls(stream) => {
+                stream.write_all(bytes).await?;
+                stream.flush().await
+            }
+        }
+    }
+
+    /// Whether nothing has come on a connection that nobody is asked by: no bytes, and no end.
+    pub(super) fn is_quiet(&self) -> bool {
+        let quiet = self.stream().try_read(&mut [0]);
+        quiet.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+    }
+
+    /// Leaves with a FIN. Bytes that nobody has read would make it an RST, so they are read first.
+    pub(super) fn finish(self) -> io::Result<()> {
+        let stream = match self {
+            Self::Plain(stream) => stream.into_std()?,
+            Self::Tls(stream) => {
+                let (stream, mut session) = stream.into_inner();
+                let mut stream = stream.into_std()?;
+                session.send_close_notify();
+                // Whoever is still there hears it; whoever is not, sees the FIN.
+                let _ = session.write_tls(&mut stream);
+                stream
+            }
+        };
+        let (mut drained, mut bytes) = (0, [0; READ_BYTES]);
+        while drained < DRAIN_BYTES_MAX {
+            match (&stream).read(&mut bytes) {
+                Ok(count @ 1..) => drained += count,
+                _ => break,
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves with an RST.
+    pub(super) fn reset(self) -> io::Result<()> {
+        socket2::SockRef::from(self.stream()).set_linger(Some(Duration::ZERO))
+    }
+
+    /// Says that no more is sent, and reads on.
+    pub(super) async fn half_close(&mut self) -> io::Result<()> {
+        match self {
+            Self::Plain(stream) => stream.shutdown().await,
+            Self::Tls(stream) => stream.shutdown().await,
+        }
+    }
+
+    fn stream(&self) -> &TcpStream {
+        match self {
+            Self::Plain(stream) => stream,
+            Self::Tls(stream) => stream.get_ref().0,
+        }
+    }
+}
+
+async fn dial(address: SocketAddr, ahead: ReadAhead) -> io::Result<TcpStream> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    if ahead == ReadAhead::Little {
+        // The window that is offered to the other side follows from it, so it comes before the handshake.
+        socket.set_recv_buffer_size(STALL_BUFFER_BYTES)?;
+    }
+    socket.connect(address).await
+}
