@@ -69,6 +69,9 @@ pub struct DoctorArgs {
     /// Seconds that blocks may take to come back
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600), value_name = "SECONDS")]
     within: u64,
+    /// Warnings count as findings
+    #[arg(long)]
+    strict: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -134,7 +137,7 @@ fn site(args: &DoctorArgs) -> Result<Site, BenchError> {
 }
 
 async fn examine(args: &DoctorArgs, site: Site, target: Target) -> Result<Checkup, BenchError> {
-    let mut checkup = Checkup::new();
+    let mut checkup = Checkup::new(args.strict);
     let seen = look::look(&site, &mut checkup).await;
     if args.look_only || !seen.answers {
         let why = if args.look_only { "--look-only" } else { "nobody answers" };

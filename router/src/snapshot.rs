@@ -36,7 +36,7 @@ pub struct Snapshot {
     pub routers: Vec<RouterView>,
     /// What the routers have in flight.
     pub requests: Requests,
-    /// Every engine, in the order of their addresses.
+    /// Every engine: prefill engines first, each kind in the order of addresses.
     pub engines: Vec<EngineView>,
     /// Live leases, the oldest first; of each engine those that it lists.
     pub leases: Vec<LeaseView>,
@@ -279,7 +279,13 @@ impl Snapshot {
         self.leases.sort_by(|a, b| {
             b.age_ms.cmp(&a.age_ms).then_with(|| (&a.engine, &a.request_id).cmp(&(&b.engine, &b.request_id)))
         });
-        self.engines.sort_by(|a, b| a.engine.cmp(&b.engine));
+        // In the order in which a request meets them.
+        let place = |role: &str| match role {
+            "prefill" => 0,
+            "both" => 1,
+            _ => 2,
+        };
+        self.engines.sort_by(|a, b| (place(&a.role), &a.engine).cmp(&(place(&b.role), &b.engine)));
         let sighted = !self.routers.is_empty() && self.routers.iter().all(|router| router.error.is_none());
         for engine in &mut self.engines {
             let Some(blocks) = &mut engine.blocks else { continue };

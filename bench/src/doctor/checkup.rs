@@ -46,11 +46,12 @@ pub(super) struct Checkup {
     lines: Vec<Line>,
     /// Somebody answered.
     seen: bool,
+    strict: bool,
 }
 
 impl Checkup {
-    pub(super) fn new() -> Self {
-        Self { lines: Vec::new(), seen: false }
+    pub(super) fn new(strict: bool) -> Self {
+        Self { lines: Vec::new(), seen: false, strict }
     }
 
     /// Somebody answered: something can be said.
@@ -87,9 +88,9 @@ impl Checkup {
         self.count(Mark::Fail) + self.count(Mark::Warn)
     }
 
-    /// Warnings are findings, too: whoever runs this in a pipeline wants to hear of them.
+    /// Warnings are findings where somebody wants it so (`--strict`).
     pub(super) fn verdict(&self) -> Verdict {
-        match (self.seen, self.findings()) {
+        match (self.seen, if self.strict { self.findings() } else { self.count(Mark::Fail) }) {
             (false, _) => Verdict::NotSeen,
             (true, 0) => Verdict::Healthy,
             (true, _) => Verdict::Findings,
@@ -101,18 +102,15 @@ impl Checkup {
             0 => String::new(),
             count => format!(", {count} skipped"),
         };
+        let plural =
+            |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
         let (failed, warned) = (self.count(Mark::Fail), self.count(Mark::Warn));
+        let well = format!("{} well{skipped}", plural(self.count(Mark::Ok), "check"));
+        let warnings = if warned > 0 { format!(", {}", plural(warned, "warning")) } else { String::new() };
         match self.verdict() {
             Verdict::NotSeen => "could not look: nobody answers".to_owned(),
-            Verdict::Healthy => format!("healthy: {} checks are well{skipped}", self.count(Mark::Ok)),
-            Verdict::Findings => {
-                let plural = |count: usize, what: &str| {
-                    (count > 0).then(|| format!("{count} {what}{}", if count == 1 { "" } else { "s" }))
-                };
-                let found: Vec<String> =
-                    [plural(failed, "failure"), plural(warned, "warning")].into_iter().flatten().collect();
-                format!("{} ({} checks are well{skipped})", found.join(", "), self.count(Mark::Ok))
-            }
+            Verdict::Healthy => format!("healthy: {well}{warnings}"),
+            Verdict::Findings => format!("NOT healthy: {}{warnings}; {well}", plural(failed, "failure")),
         }
     }
 
@@ -159,16 +157,20 @@ mod tests {
 
     #[test]
     fn the_verdict_is_that_of_the_worst_line() {
-        let mut checkup = Checkup::new();
+        let mut checkup = Checkup::new(false);
         checkup.skip("a", "", "x");
         assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::NotSeen, 2));
         checkup.saw();
         checkup.ok("b", "e:1", "y");
         assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::Healthy, 0));
-        assert!(checkup.text().ends_with("healthy: 1 checks are well, 1 skipped\n"), "{}", checkup.text());
+        assert!(checkup.text().ends_with("healthy: 1 check well, 1 skipped\n"), "{}", checkup.text());
         checkup.warn("c", "", "z");
-        assert_eq!(checkup.verdict().code(), 1);
+        assert_eq!(checkup.verdict().code(), 0, "a warning breaks nothing");
+        checkup.strict = true;
+        assert_eq!(checkup.verdict().code(), 1, "where it is not to be passed over");
+        checkup.strict = false;
         checkup.fail("d", "\u{1b}[2J", "w\n");
+        assert_eq!(checkup.verdict().code(), 1);
         assert!(checkup.text().contains("1 failure, 1 warning"), "{}", checkup.text());
         assert!(!checkup.text().contains('\u{1b}'));
         assert_eq!(checkup.json()["failures"], 1);

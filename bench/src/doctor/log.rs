@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use baton_router::snapshot::EngineEvents;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
 
 use super::life::{Life, Told};
 use super::look::Engine;
@@ -31,13 +32,20 @@ pub(super) struct Log {
 
 #[derive(Default)]
 struct Feed {
-    by_tag: Mutex<HashMap<String, Vec<Told>>>,
+    state: Mutex<State>,
     news: Notify,
 }
 
+#[derive(Default)]
+struct State {
+    by_tag: HashMap<String, Vec<Told>>,
+    /// Who is to be told at once: tag, kind of event.
+    waiting: Vec<(String, &'static str, CancellationToken)>,
+}
+
 impl Feed {
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Vec<Told>>> {
-        self.by_tag.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -68,7 +76,17 @@ impl Log {
 
     /// What is known of a request.
     pub(super) fn life(&self, tag: &str) -> Life {
-        Life::of(self.told.lock().get(tag).map_or(&[][..], Vec::as_slice))
+        Life::of(self.told.lock().by_tag.get(tag).map_or(&[][..], Vec::as_slice))
+    }
+
+    /// A token that is cancelled with the first event of this kind that is told of a request.
+    pub(super) fn when(&self, tag: &str, kind: &'static str) -> CancellationToken {
+        let token = CancellationToken::new();
+        let mut state = self.told.lock();
+        // Those of earlier requests are of no use any more.
+        state.waiting.retain(|(of, ..)| of == tag);
+        state.waiting.push((tag.to_owned(), kind, token.clone()));
+        token
     }
 
     /// Waits until it is so, at most for so long; says what is known then.
@@ -114,7 +132,8 @@ impl Follower {
                 continue;
             }
             self.after = page["next"].as_u64().unwrap_or(self.after);
-            let mut by_tag = feed.lock();
+            let mut state = feed.lock();
+            let State { by_tag, waiting } = &mut *state;
             for event in page["events"].as_array().into_iter().flatten() {
                 let (Some(tag), Some(at)) = (event["tag"].as_str(), event["at_us"].as_u64()) else {
                     continue;
@@ -122,13 +141,18 @@ impl Follower {
                 if !tag.starts_with(&self.prefix) {
                     continue;
                 }
+                for (of, kind, token) in waiting.iter() {
+                    if of == tag && event["kind"] == *kind {
+                        token.cancel();
+                    }
+                }
                 let told = by_tag.entry(tag.to_owned()).or_default();
                 if told.len() < EVENTS_MAX {
                     let at_us = at.saturating_add_signed(-self.ahead_us);
                     told.push(Told { engine: self.name.clone(), at_us, event: event.clone() });
                 }
             }
-            drop(by_tag);
+            drop(state);
             feed.news.notify_waiters();
         }
     }

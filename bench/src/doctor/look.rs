@@ -246,8 +246,9 @@ fn descriptors(name: &str, samples: &Samples, config: &Value, checkup: &mut Chec
     };
     let limit = |key: &str| config["limits"][key].as_f64().unwrap_or(0.0);
     let (connections, in_flight) = (limit("connections"), limit("in_flight"));
-    // Each request in flight may have an engine's connection, or two for a moment; and there are files and listeners.
-    let needed = connections + 2.0 * in_flight + 64.0;
+    // Either every client that may connect does, or every request that may be in flight has an engine's connection, too;
+    // and there are files, listeners and monitors.
+    let needed = connections.max(2.0 * in_flight) + 256.0;
     let told = format!("{open:.0} of {most:.0} file descriptors are open");
     if open > 0.8 * most {
         checkup.fail("descriptors", name, told);

@@ -98,7 +98,7 @@ impl History {
 
     /// All causes together, at the last look.
     pub(super) fn ended_per_second(&self) -> f64 {
-        self.rates.values().filter_map(|rates| rates.per_second.last()).sum()
+        self.rates.values().filter_map(|rates| rates.per_second.last()).fold(0.0, |sum, rate| sum + rate)
     }
 }
 

@@ -42,7 +42,7 @@ const LISTED: usize = 1_000;
 const EVENTS_OF_A_PAGE: u64 = 10_000;
 const PAGES_MAX: u64 = 7;
 const PAGE_BYTES_MAX: usize = 16 << 20;
-/// Engines that are asked for one request's events: those that it was sent to.
+/// Engines that are asked for one request's events: those that it was sent to, where that is known.
 const ENGINES_OF_A_REQUEST: usize = 16;
 
 /// The latest snapshot. Whoever asks while it is being made waits for it.
@@ -72,20 +72,27 @@ impl Books {
 
     /// See the module's documentation.
     pub(super) async fn timeline(&self, shared: &Shared, id: &str) -> Answer {
-        let Some(page) = explain::page(&shared.explain, id) else {
-            return Answer::error(StatusCode::NOT_FOUND, "no request of that id is remembered");
-        };
-        let account = &page["requests"][0];
-        let minted = account["id"].as_str().unwrap_or(id).to_owned();
-        let began_us = account["began_us"].as_u64().unwrap_or(0);
-        let asked = account["steps"].as_array().into_iter().flatten().filter(|step| step["what"] == "ask");
-        let asked: HashSet<&str> = asked.filter_map(|step| step["engine"].as_str()).collect();
-        let engines = shared.fleet.engines().into_iter().filter(|engine| asked.contains(engine.authority()));
-        let engines: Vec<_> = engines.take(ENGINES_OF_A_REQUEST).collect();
+        let page = explain::page(&shared.explain, id);
+        let account = page.as_ref().map(|page| &page["requests"][0]);
+        let minted = account.and_then(|account| account["id"].as_str()).unwrap_or(id).to_owned();
+        let began_us = account.and_then(|account| account["began_us"].as_u64()).unwrap_or(0);
+        let steps = account.and_then(|account| account["steps"].as_array()).into_iter().flatten();
+        let asked: HashSet<&str> =
+            steps.filter(|step| step["what"] == "ask").filter_map(|step| step["engine"].as_str()).collect();
+        // Of a request that this router does not know, any engine may have a lease.
+        let told = |engine: &Arc<Engine>| account.is_none() || asked.contains(engine.authority());
+        let engines: Vec<_> =
+            shared.fleet.engines().into_iter().filter(told).take(ENGINES_OF_A_REQUEST).collect();
         let _one_at_a_time = self.reading.lock().await;
         let reading = engines.iter().map(|engine| events_of(engine, &minted, began_us));
         let events: Vec<EngineEvents> = futures::future::join_all(reading).await;
-        let line = Timeline::join(id, Some(account), &events);
+        let line = Timeline::join(id, account, &events);
+        if line.moments.is_empty() {
+            return Answer::error(
+                StatusCode::NOT_FOUND,
+                "no request of that id is remembered, here or by an engine",
+            );
+        }
         Answer::json(serde_json::to_value(&line).unwrap_or(Value::Null))
     }
 }

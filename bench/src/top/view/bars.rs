@@ -111,7 +111,9 @@ pub(super) fn rows(app: &App, room: usize) -> usize {
 pub(super) fn lines(app: &App, theme: Theme, width: u16, most: usize) -> Vec<Line<'static>> {
     let (engines, width) = (&app.snapshot.engines, usize::from(width));
     let mut legend = vec![Span::styled("ENGINES  ", theme.heading())];
-    for (state, _) in STATES {
+    // Few have tiers below, and the legend has to fit.
+    let stores = engines.iter().any(|e| e.blocks.as_ref().is_some_and(|blocks| blocks.storing > 0));
+    for (state, _) in STATES.iter().filter(|(state, _)| stores || *state != State::Storing) {
         let (letter, colour) = state.look();
         legend.push(Span::styled(letter.to_string(), theme.colour(colour)));
         legend.push(Span::raw(format!(" {} ", state.name())));
@@ -134,7 +136,7 @@ pub(super) fn lines(app: &App, theme: Theme, width: u16, most: usize) -> Vec<Lin
     for engine in &order[..shown] {
         lines.push(bar(engine, theme, name, width));
         if two {
-            lines.push(counts(engine, theme, name));
+            lines.push(counts(engine, theme, if width < 100 { 1 } else { name }));
         }
     }
     if shown < engines.len() {
@@ -194,7 +196,9 @@ fn bar(engine: &EngineView, theme: Theme, name: usize, width: usize) -> Line<'st
 /// The second row: numbers by state, requests, and what is wrong.
 fn counts(engine: &EngineView, theme: Theme, name: usize) -> Line<'static> {
     let mut spans = vec![Span::raw(" ".repeat(name + 1))];
-    let wrong = engine.error.iter().chain(&engine.failed).map(|why| clean(why));
+    let is_known = engine.blocks.is_some() || engine.kv_usage.is_some();
+    // Where there is nothing else to be shown, the bar's place tells of it.
+    let wrong = engine.error.iter().filter(|_| is_known).chain(&engine.failed).map(|why| clean(why));
     let standing = engine.standing.iter().filter(|(_, how)| *how != "usable");
     let wrong: Vec<String> =
         wrong.chain(standing.map(|(leg, how)| format!("{}: {}", clean(leg), clean(how)))).collect();
@@ -215,7 +219,7 @@ fn counts(engine: &EngineView, theme: Theme, name: usize) -> Line<'static> {
             }
             spans.push(Span::styled(format!("of {}", short(blocks.total)), theme.dim()));
         }
-        None if engine.kv_usage.is_some() => {
+        None if is_known => {
             spans.push(Span::styled(
                 format!("of {} blocks; only its metrics are known", known(engine.blocks_total)),
                 theme.dim(),

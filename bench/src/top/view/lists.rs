@@ -22,7 +22,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, app: &App, theme: Theme) {
         List::Leases => leases(app, theme, width),
         List::Requests => requests(app, width),
     };
-    let mut lines = vec![Line::styled(head, theme.heading())];
+    let mut lines = vec![Line::styled(fit(&head, width), theme.heading())];
     let room = usize::from(area.height).saturating_sub(2);
     if rows.is_empty() {
         lines.push(Line::styled(empty, theme.dim()));
@@ -61,7 +61,11 @@ fn leases(app: &App, theme: Theme, width: usize) -> Listed {
     let engine =
         leases.iter().map(|lease| place(&lease.engine, lease.rank).chars().count()).max().unwrap_or(6);
     let engine = engine.clamp(6, (width / 4).max(10));
-    let id = if width >= 120 { 36 } else { 13 };
+    let id = match width {
+        0..100 => 9,
+        100..120 => 13,
+        _ => 36,
+    };
     let fixed = id + engine + 6 + 8 + 7 + 7 + 6;
     let why = width.saturating_sub(fixed).max(10);
     let columns = vec![
