@@ -127,6 +127,9 @@ pub struct DisconnectOptions {
     /// Seconds that engines get at the end, at most: as long as a lease, to see what becomes of it
     #[arg(long, default_value_t = 35.0)]
     patience: f64,
+    /// Seconds for asking prompts again to compare their answers, at most
+    #[arg(long, default_value_t = 20.0)]
+    verify_seconds: f64,
     /// Kill and restart nothing (only a deployment that was started here is killed at all)
     #[arg(long)]
     no_faults: bool,
@@ -186,6 +189,7 @@ impl DisconnectOptions {
         positive("phase-seconds", self.phase_seconds)?;
         positive("settle", self.settle)?;
         positive("patience", self.patience)?;
+        positive("verify-seconds", self.verify_seconds)?;
         positive("rate", self.rate.unwrap_or(1.0))?;
         if self.prompt_words == 0 || self.max_tokens < 2 || self.prompt_words > 1_000_000 {
             return Err(
@@ -382,7 +386,7 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
         recorder.finish()?;
         let file = std::fs::File::open(options.out.join("events.jsonl"))?;
         let records = raw::read(&mut BufReader::new(file))?;
-        acts.verify(&compared(&records)).await;
+        acts.verify(&compared(&records), Duration::from_secs_f64(options.verify_seconds)).await;
         watch.read_counters().await;
         watch.home(Duration::from_secs_f64(options.settle)).await;
         Ok::<_, BenchError>(own)
@@ -410,8 +414,15 @@ fn compared(records: &[Record]) -> Vec<&raw::CallRecord> {
             _ => None,
         })
         .collect();
-    let step = calls.len().div_ceil(COMPARED).max(1);
-    calls.into_iter().step_by(step).collect()
+    // Some of every part of the run first: the time for all may not be there.
+    let (mut chosen, mut step) = (Vec::new(), calls.len().next_power_of_two());
+    while step > 0 && chosen.len() < COMPARED {
+        let fresh = |at: &usize| !at.is_multiple_of(step * 2) || step == calls.len().next_power_of_two();
+        chosen.extend((0..calls.len()).step_by(step).filter(fresh).map(|at| calls[at]));
+        step /= 2;
+    }
+    chosen.truncate(COMPARED);
+    chosen
 }
 
 async fn first_model(url: &str) -> Result<String, BenchError> {

@@ -1,5 +1,6 @@
 //! Measures running systems and their parts, against baselines from the same run.
 
+pub mod compare;
 pub mod disconnect;
 pub mod doctor;
 pub mod engine;
@@ -11,7 +12,12 @@ mod load;
 mod machine;
 pub mod router;
 mod running;
+pub mod serve;
+pub mod sim;
 pub mod sim_engine;
+pub mod sim_fleet;
+#[allow(dead_code, unused_imports)] // until all who need it are there
+mod stats;
 pub mod top;
 pub mod transfer;
 #[allow(dead_code, unused_imports)] // until all who need it are there
@@ -42,10 +48,16 @@ pub enum Benchmark {
     Lease(lease::LeaseOptions),
     /// What the router adds to a request, against a client that makes both hops itself
     Router(router::RouterArgs),
+    /// Load on any OpenAI-compatible endpoint, and what its clients see of it
+    Serve(Box<serve::ServeArgs>),
     /// What clients that leave cost a deployment: a report, and every raw event beside it
     Disconnect(Box<disconnect::DisconnectOptions>),
     /// The report of `disconnect` again, from its raw events
     Report(disconnect::ReportOptions),
+    /// The same workload through several front doors, side by side: speed, and what clients strand that leave in the gap
+    Compare(Box<compare::CompareArgs>),
+    /// Simulated engines in the foreground, with vLLM's prefill/decode protocol and faults on demand
+    Sim(Box<sim::SimArgs>),
 }
 
 /// Why a benchmark did not finish.
@@ -66,7 +78,10 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(lease::run(&options, out)?),
         Benchmark::Router(options) => Ok(router::run(&options, out)?),
+        Benchmark::Serve(options) => serve::run(&options, out),
         Benchmark::Disconnect(options) => disconnect::run(&options, out),
         Benchmark::Report(options) => disconnect::report(&options, out),
+        Benchmark::Compare(options) => compare::run(&options, out),
+        Benchmark::Sim(options) => sim::run(&options, out),
     }
 }

@@ -11,21 +11,28 @@
 //! Written by hand over a socket, because it has to leave in exact ways and must say when it did. What comes back is
 //! hostile until checked: heads, events and answers have bounds ([`limits`]), and every call has a deadline.
 
+pub(crate) mod arrivals;
 mod ask;
 mod call;
 mod client;
 mod clock;
 mod http;
+pub(crate) mod lengths;
 mod limits;
+pub(crate) mod prompts;
 mod reply;
 mod retry;
 pub(crate) mod rng;
+pub(crate) mod runner;
+pub(crate) mod speaker;
 mod sse;
 mod target;
 #[cfg(test)]
 mod tests;
 mod tls;
+pub(crate) mod traces;
 mod wire;
+pub(crate) mod workload;
 
 pub(crate) use ask::{Ask, Endpoint, Prompt, Streaming, Wish};
 pub(crate) use call::{Call, Outcome, Stage, Usage};

@@ -25,10 +25,10 @@ mod first_token;
 mod hangup;
 mod load;
 mod memory;
-mod peers;
-mod report;
+pub(crate) mod peers;
+pub(crate) mod report;
 mod soak;
-mod subject;
+pub(crate) mod subject;
 pub(crate) mod wire;
 
 use std::io::Write;
@@ -82,6 +82,16 @@ pub struct RouterArgs {
     /// Print one JSON object instead of a table.
     #[arg(long)]
     pub json: bool,
+}
+
+impl RouterArgs {
+    fn programs(&self) -> peers::Programs<'_> {
+        peers::Programs {
+            binary: self.binary.as_ref(),
+            nginx: self.nginx.as_ref(),
+            peers: self.peers.as_ref(),
+        }
+    }
 }
 
 /// Why nothing could be measured.
@@ -151,7 +161,7 @@ fn runtime() -> Result<tokio::runtime::Runtime, RouterBenchError> {
 pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
     runtime()?.block_on(async {
         let engines = Engines::start(args.tokens, Duration::ZERO)?;
-        let subjects = peers::start_all(args, engines.addresses()).await?;
+        let subjects = peers::start_all(args.programs(), engines.addresses()).await?;
         let mut report = RouterReport::new(args, &subjects);
         for subject in &subjects {
             memory::idle(subject, report.of(subject.name)).await?;
@@ -173,13 +183,13 @@ pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
         }
         subjects.into_iter().for_each(subject::Subject::stop);
         let engines = Engines::start(args.tokens, Duration::from_millis(args.pause_ms))?;
-        let subjects = peers::start_all(args, engines.addresses()).await?;
+        let subjects = peers::start_all(args.programs(), engines.addresses()).await?;
         for repetition in 0..args.repetitions {
             load::measure(load::Kind::Paced, args, &subjects, repetition, &mut report).await?;
         }
         subjects.into_iter().for_each(subject::Subject::stop);
         let engines = Engines::start(first_token::TOKENS, first_token::PAUSE)?;
-        let subjects = peers::start_all(args, engines.addresses()).await?;
+        let subjects = peers::start_all(args.programs(), engines.addresses()).await?;
         for repetition in 0..args.repetitions {
             first_token::measure(args, &engines, &subjects, repetition, &mut report).await?;
         }

@@ -16,7 +16,7 @@
 //! What a caller does to an engine that holds its request is told as a [`Sign`], with the time at which the
 //! engine's socket said it.
 
-mod http;
+pub(crate) mod http;
 
 pub(crate) use http::{head_bytes, header};
 
@@ -164,11 +164,7 @@ impl SimEngine {
     /// # Errors
     /// When no port or no thread can be had.
     pub fn start(role: SimRole) -> std::io::Result<Self> {
-        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
-        socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into())?;
-        socket.listen(BACKLOG)?;
-        socket.set_nonblocking(true)?;
-        let listener = std::net::TcpListener::from(socket);
+        let listener = listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
         let address = listener.local_addr()?;
         let shared = Arc::new(Shared {
             role,
@@ -251,6 +247,16 @@ impl Shared {
             _ => Behaviour::Flood,
         }
     }
+}
+
+/// A listener with a long queue, at the address of one that has just been closed if need be.
+pub(crate) fn listen(at: SocketAddr) -> std::io::Result<std::net::TcpListener> {
+    let socket = socket2::Socket::new(socket2::Domain::for_address(at), socket2::Type::STREAM, None)?;
+    socket.set_reuse_address(true)?;
+    socket.bind(&at.into())?;
+    socket.listen(BACKLOG)?;
+    socket.set_nonblocking(true)?;
+    Ok(std::net::TcpListener::from(socket))
 }
 
 async fn serve(listener: TcpListener, shared: Arc<Shared>) {

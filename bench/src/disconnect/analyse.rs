@@ -332,7 +332,8 @@ fn engine_row(facts: &Facts, engine: &EngineFacts) -> EngineRow {
         held_at_most: books.iter().map(|books| books.held).max().unwrap_or(0),
         held_at_end: books.last().map(|books| books.held),
         expired: counts.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).sum(),
-        askew: books.iter().filter(|books| books.askew).count() as u64,
+        too_many: books.iter().filter(|books| books.askew > 0).count() as u64,
+        too_few: books.iter().filter(|books| books.askew < 0).count() as u64,
         idle_block_seconds: idle_block_us as f64 / 1e6,
     }
 }

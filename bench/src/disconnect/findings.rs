@@ -141,10 +141,21 @@ fn freed_twice(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
         let says = format!("the blocks of {} requests were freed more than once", tags.len());
         findings.push(finding("freed_twice", says, tags.len() as u64, &tags));
     }
-    for engine in summary.engines.iter().filter(|engine| engine.askew > 0) {
-        let (name, looks) = (&engine.name, engine.askew);
-        let says = format!("the blocks of {name} by state did not add up to its pool at {looks} looks");
-        findings.push(finding("books_askew", says, looks, &[]));
+    for engine in &summary.engines {
+        let (name, pool) = (&engine.name, engine.blocks);
+        if engine.too_many > 0 {
+            let looks = engine.too_many;
+            let says = format!(
+                "{name} had more blocks in its books than the {pool} of its pool at {looks} looks: some were freed twice"
+            );
+            findings.push(finding("freed_twice", says, looks, &[]));
+        }
+        if engine.too_few > 0 {
+            let looks = engine.too_few;
+            let says =
+                format!("{name} had fewer blocks in its books than the {pool} of its pool at {looks} looks");
+            findings.push(finding("blocks_lost", says, looks, &[]));
+        }
     }
 }
 

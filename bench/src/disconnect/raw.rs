@@ -170,15 +170,20 @@ pub(crate) struct Books {
     pub(crate) held: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) leased: Option<u64>,
-    /// Blocks by state do not add up to the pool.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) askew: bool,
+    /// Blocks by state, less the pool: more than there are, where some were freed twice; fewer, where some were lost.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(crate) askew: i64,
     /// Requests on the books, in whatever phase.
     pub(crate) requests: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) leases: Option<u64>,
     /// Leases that ended by expiry since the engine began.
     pub(crate) expired: u64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's shape
+fn is_zero(value: &i64) -> bool {
+    *value == 0
 }
 
 /// Why a file of raw events cannot be used.

@@ -12,15 +12,20 @@ use super::target::{TargetError, check_header};
 pub(crate) struct Ask {
     /// Begins with a slash; the target's prefix comes before it.
     pub(crate) path: Cow<'static, str>,
-    /// JSON.
-    pub(crate) body: Bytes,
+    /// JSON; `None` is a GET.
+    pub(crate) body: Option<Bytes>,
     /// Besides the target's.
     headers: Vec<(String, String)>,
 }
 
 impl Ask {
     pub(crate) fn new(path: impl Into<Cow<'static, str>>, body: impl Into<Bytes>) -> Self {
-        Self { path: path.into(), body: body.into(), headers: Vec::new() }
+        Self { path: path.into(), body: Some(body.into()), headers: Vec::new() }
+    }
+
+    /// Asks for what is there.
+    pub(crate) fn get(path: impl Into<Cow<'static, str>>) -> Self {
+        Self { path: path.into(), body: None, headers: Vec::new() }
     }
 
     /// With one more header.
@@ -41,10 +46,12 @@ impl Ask {
 /// The dialect.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Endpoint {
-    /// `/v1/completions`
+    /// /v1/completions
     #[default]
+    #[value(alias = "/v1/completions")]
     Completions,
-    /// `/v1/chat/completions`
+    /// /v1/chat/completions
+    #[value(alias = "/v1/chat/completions")]
     Chat,
 }
 

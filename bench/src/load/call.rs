@@ -1,5 +1,6 @@
 //! One call, as everything in it happened.
 
+use std::fmt;
 use std::time::Duration;
 
 use serde::ser::SerializeStruct;
@@ -57,6 +58,38 @@ pub(crate) enum Outcome {
     Broken { stage: Stage, why: String },
     /// The call's time was over.
     TimedOut { stage: Stage },
+}
+
+impl Outcome {
+    /// What failures are counted by: status and code, or where and how it broke off. `None` for what is no failure.
+    pub(crate) fn failure(&self) -> Option<String> {
+        let coded = |what: &str, code: &Option<String>| match code {
+            Some(code) => format!("{what} {code}"),
+            None => what.to_owned(),
+        };
+        match self {
+            Self::Done | Self::Left => None,
+            Self::Refused { status, code, .. } => Some(coded(&status.to_string(), code)),
+            Self::Failed { code, .. } => Some(coded("error in a stream", code)),
+            Self::Broken { stage, .. } => Some(format!("broken off ({})", stage.as_str())),
+            Self::TimedOut { stage } => Some(format!("timed out ({})", stage.as_str())),
+        }
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = self.failure();
+        match (self, kind) {
+            (Self::Refused { message, .. } | Self::Failed { message, .. }, Some(kind)) => {
+                write!(f, "{kind}: {message}")
+            }
+            (Self::Broken { why, .. }, Some(kind)) => write!(f, "{kind}: {why}"),
+            (_, Some(kind)) => write!(f, "{kind}"),
+            (Self::Left, None) => write!(f, "the client left"),
+            (_, None) => write!(f, "done"),
+        }
+    }
 }
 
 /// One call. Times are in the order of the fields where they are there at all.

@@ -120,27 +120,47 @@ impl Client {
         let request = self.request(ask);
         let kept = if matches!(manner, Manner::Stall { .. }) { None } else { self.shared.kept() };
         let was_kept = kept.is_some();
-        let mut course = Course { shared: &self.shared, leave, manner, deadline, call: &mut call };
+        let mut course = Course { shared: &self.shared, leave, manner, deadline, call: &mut call, raw: None };
         course.run(&request, kept).await;
         // The other side may have ended a kept connection in the moment in which it was used. Every HTTP client sends
         // the request again then.
         let unanswered = matches!(call.outcome, Outcome::Broken { stage: Stage::Send | Stage::Head, .. });
         if was_kept && unanswered && call.head.is_none() {
             call.sent_again = true;
-            let mut course = Course { shared: &self.shared, leave, manner, deadline, call: &mut call };
+            let mut course =
+                Course { shared: &self.shared, leave, manner, deadline, call: &mut call, raw: None };
             course.run(&request, None).await;
         }
         call
     }
 
+    /// Asks for JSON that is no completion.
+    ///
+    /// # Errors
+    /// In words, when there is none.
+    pub(crate) async fn json(&self, ask: &Ask) -> Result<serde_json::Value, String> {
+        let (mut call, mut body) = (Call::begin(), Vec::new());
+        let deadline = Instant::now() + self.shared.limits.total;
+        let (leave, manner) = (&Leave::Never, Manner::Fin);
+        let raw = Some(&mut body);
+        let mut course = Course { shared: &self.shared, leave, manner, deadline, call: &mut call, raw };
+        course.run(&self.request(ask), None).await;
+        let url = format!("{}{}", self.shared.target.url(), ask.path);
+        if !call.is_done() {
+            return Err(format!("{url}: {}", call.outcome));
+        }
+        serde_json::from_slice(&body).map_err(|error| format!("{url}: not JSON: {error}"))
+    }
+
     fn request(&self, ask: &Ask) -> Vec<u8> {
         let Target { prefix, headers, .. } = &self.shared.target;
-        let mut head = format!(
-            "POST {prefix}{} HTTP/1.1\r\nhost: {}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n",
-            ask.path,
-            self.shared.target.authority(),
-            ask.body.len(),
-        );
+        let method = if ask.body.is_some() { "POST" } else { "GET" };
+        let authority = self.shared.target.authority();
+        let mut head = format!("{method} {prefix}{} HTTP/1.1\r\nhost: {authority}\r\n", ask.path);
+        if let Some(body) = &ask.body {
+            head.push_str("content-type: application/json\r\n");
+            head.push_str(&format!("content-length: {}\r\n", body.len()));
+        }
         if self.shared.connections == Connections::Fresh {
             head.push_str("connection: close\r\n");
         }
@@ -148,7 +168,7 @@ impl Client {
             head.push_str(&format!("{name}: {value}\r\n"));
         }
         head.push_str("\r\n");
-        [head.as_bytes(), &ask.body].concat()
+        [head.as_bytes(), ask.body.as_deref().unwrap_or_default()].concat()
     }
 }
 
@@ -199,6 +219,8 @@ struct Course<'a> {
     manner: Manner,
     deadline: Instant,
     call: &'a mut Call,
+    /// Where the body of an answer goes that is no completion.
+    raw: Option<&'a mut Vec<u8>>,
 }
 
 /// What of an answer is here.
@@ -417,6 +439,10 @@ impl Course<'_> {
         }
         if !answer.reader.is_done() {
             return Ok(None);
+        }
+        if let Some(raw) = &mut self.raw {
+            raw.append(&mut answer.body);
+            return Ok(Some(Outcome::Done));
         }
         let said =
             Said::read(&answer.body).map_err(|error| format!("the answer is no completion: {error}"))?;

@@ -3,30 +3,43 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use baton_router::{Router, RouterConfig};
 use tokio::sync::oneshot;
 
+use super::RouterBenchError;
 use super::subject::{self, Subject, THREADS};
-use super::{RouterArgs, RouterBenchError};
+use crate::web::Origin;
 
 /// The addresses of the two simulated engines.
 #[derive(Clone, Copy)]
-pub(super) struct Engines {
+pub(crate) struct Engines {
     pub prefill: SocketAddr,
     pub decode: SocketAddr,
 }
 
+/// Where programs are that a benchmark was told of.
+#[derive(Clone, Copy)]
+pub(crate) struct Programs<'a> {
+    pub binary: Option<&'a PathBuf>,
+    pub nginx: Option<&'a PathBuf>,
+    pub peers: Option<&'a PathBuf>,
+}
+
 /// Starts everything that can be had. What cannot is told on standard error and left out.
-pub(super) async fn start_all(args: &RouterArgs, engines: Engines) -> Result<Vec<Subject>, RouterBenchError> {
+pub(crate) async fn start_all(
+    programs: Programs<'_>,
+    engines: Engines,
+) -> Result<Vec<Subject>, RouterBenchError> {
     let mut subjects = Vec::new();
-    let nginx = args.nginx.clone().or_else(|| in_path("nginx"));
+    let nginx = programs.nginx.cloned().or_else(|| in_path("nginx"));
     match nginx {
         Some(binary) => subjects.push(nginx_proxy(&binary, engines).await?),
         None => skipped("nginx", "not found; install it or name it with --nginx. There will be no ratios"),
     }
-    subjects.push(baton(args, engines).await?);
-    match &args.peers {
+    subjects.push(baton(programs.binary, engines).await?);
+    match programs.peers {
         Some(folder) => {
             for (name, start) in [("vllm-router", vllm_router as Start), ("smg", smg as Start)] {
                 let binary = folder.join(name);
@@ -36,9 +49,13 @@ pub(super) async fn start_all(args: &RouterArgs, engines: Engines) -> Result<Vec
                 }
                 let (address, command) = start(&binary, engines)?;
                 let version = package_version(folder, name);
+                let registers = (name == "smg").then(|| tokio::spawn(register(address, engines)));
                 match Subject::process(name, version, address, command, Vec::new()).await {
                     Ok(subject) => subjects.push(subject),
                     Err(error) => skipped(name, &error.to_string()),
+                }
+                if let Some(registers) = registers {
+                    registers.abort();
                 }
             }
         }
@@ -50,7 +67,7 @@ pub(super) async fn start_all(args: &RouterArgs, engines: Engines) -> Result<Vec
 type Start = fn(&Path, Engines) -> Result<(SocketAddr, Command), RouterBenchError>;
 
 fn skipped(who: &str, why: &str) {
-    eprintln!("baton bench router: SKIPPED {who}: {why}");
+    eprintln!("baton bench: SKIPPED {who}: {why}");
 }
 
 fn in_path(name: &str) -> Option<PathBuf> {
@@ -113,17 +130,32 @@ fn vllm_router(binary: &Path, engines: Engines) -> Result<(SocketAddr, Command),
     Ok((address, command))
 }
 
-fn smg(binary: &Path, engines: Engines) -> Result<(SocketAddr, Command), RouterBenchError> {
+fn smg(binary: &Path, _told_later: Engines) -> Result<(SocketAddr, Command), RouterBenchError> {
     let (address, metrics) = (subject::free()?, subject::free()?);
     let mut command = Command::new(binary);
     command
         .args(["launch", "--pd-disaggregation", "--policy", "round_robin", "--log-level", "error"])
         .args(["--host", "127.0.0.1", "--port", &address.port().to_string()])
         .args(["--prometheus-host", "127.0.0.1", "--prometheus-port", &metrics.port().to_string()])
-        .args(["--disable-tokenizer-autoload", "--backend", "vllm", "--max-concurrent-requests", "16384"])
-        .args(["--prefill", &format!("http://{}", engines.prefill)])
-        .args(["--decode", &format!("http://{}", engines.decode)]);
+        .args(["--disable-tokenizer-autoload", "--backend", "vllm", "--max-concurrent-requests", "16384"]);
     Ok((address, command))
+}
+
+/// Tells smg its engines, and that they are NixlConnector's: engines that are named on its command line it takes for ones
+/// without a connector, and passes no handoff on (1.13.0, seen 2026-11-22). Goes on until it has been heard.
+async fn register(address: SocketAddr, engines: Engines) {
+    const PATIENCE: Duration = Duration::from_secs(5);
+    const PAUSE: Duration = Duration::from_millis(100);
+    let Ok(smg) = Origin::parse(&address.to_string()) else { return };
+    for (role, engine) in [("prefill", engines.prefill), ("decode", engines.decode)] {
+        let worker = serde_json::json!({
+            "url": format!("http://{engine}"), "worker_type": role, "runtime_type": "vllm",
+            "kv_connector": "NixlConnector", "kv_role": "kv_both",
+        });
+        while smg.post_json("/workers", &worker, PATIENCE).await.is_err() {
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
 }
 
 fn yaml(listen: SocketAddr, admin: SocketAddr, engines: Engines) -> String {
@@ -136,8 +168,8 @@ fn yaml(listen: SocketAddr, admin: SocketAddr, engines: Engines) -> String {
 }
 
 /// The router with nothing configured but its engines.
-pub(super) async fn baton(args: &RouterArgs, engines: Engines) -> Result<Subject, RouterBenchError> {
-    let Some(binary) = args.binary.clone().or_else(this_binary) else { return threads(engines).await };
+pub(super) async fn baton(binary: Option<&PathBuf>, engines: Engines) -> Result<Subject, RouterBenchError> {
+    let Some(binary) = binary.cloned().or_else(this_binary) else { return threads(engines).await };
     let (address, admin) = (subject::free()?, subject::free()?);
     let file = std::env::temp_dir().join(format!("baton-bench-router-{}.yaml", std::process::id()));
     std::fs::write(&file, yaml(address, admin, engines))
@@ -181,7 +213,7 @@ async fn threads(engines: Engines) -> Result<Subject, RouterBenchError> {
         runtime.shutdown_background();
     });
     let address = address.await.map_err(|error| told(&error))?.map_err(RouterBenchError::Router)?;
-    Ok(Subject::threads(address, move || {
+    Ok(Subject::threads("baton", THREADS, address, move || {
         let _ = stop.send(());
         // A panic of it has been told on standard error.
         let _ = ended.join();

@@ -19,7 +19,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    pub(super) fn add(&mut self, value: f64) {
+    pub(crate) fn add(&mut self, value: f64) {
         self.values.push(value);
         let mut sorted = self.values.clone();
         sorted.sort_by(f64::total_cmp);
@@ -33,7 +33,7 @@ impl Spread {
     }
 
     /// Repetition by repetition, this over another.
-    fn over(&self, other: &Self) -> Option<Self> {
+    pub(crate) fn over(&self, other: &Self) -> Option<Self> {
         let mut ratios = Self::default();
         for (mine, its) in self.values.iter().zip(&other.values) {
             ratios.add(mine / its);

@@ -14,7 +14,7 @@ const START_WITHIN: Duration = Duration::from_secs(60);
 pub(super) const THREADS: &str = "bench-router";
 
 /// A running proxy.
-pub(super) struct Subject {
+pub(crate) struct Subject {
     pub name: &'static str,
     pub version: String,
     pub address: SocketAddr,
@@ -25,7 +25,7 @@ pub(super) struct Subject {
 
 enum Runs {
     Process { child: Child, files: Vec<PathBuf> },
-    Threads(Box<dyn FnOnce() + Send>),
+    Threads { name: &'static str, stop: Box<dyn FnOnce() + Send> },
 }
 
 impl Subject {
@@ -67,10 +67,15 @@ impl Subject {
         }
     }
 
-    /// The router on threads with the name [`THREADS`], and how to stop it.
-    pub(super) fn threads(address: SocketAddr, stop: impl FnOnce() + Send + 'static) -> Self {
-        let runs = Runs::Threads(Box::new(stop));
-        Self { name: "baton", version: String::from("threads"), address, disaggregates: true, runs }
+    /// Something on threads of this process that have a name of their own, and how to stop it.
+    pub(crate) fn threads(
+        name: &'static str,
+        threads: &'static str,
+        address: SocketAddr,
+        stop: impl FnOnce() + Send + 'static,
+    ) -> Self {
+        let runs = Runs::Threads { name: threads, stop: Box::new(stop) };
+        Self { name, version: String::from("threads"), address, disaggregates: true, runs }
     }
 
     async fn answers(&self) -> Result<(), RouterBenchError> {
@@ -81,8 +86,11 @@ impl Subject {
     }
 
     /// CPU time that it has used so far: user and system, of all its processes and threads.
-    pub(super) fn cpu(&self) -> Result<Duration, RouterBenchError> {
-        let only = matches!(self.runs, Runs::Threads(_)).then_some(THREADS);
+    pub(crate) fn cpu(&self) -> Result<Duration, RouterBenchError> {
+        let only = match &self.runs {
+            Runs::Threads { name, .. } => Some(*name),
+            Runs::Process { .. } => None,
+        };
         let mut used = Duration::ZERO;
         for process in self.processes() {
             used +=
@@ -123,7 +131,7 @@ impl Subject {
         matches!(self.runs, Runs::Process { .. })
     }
 
-    pub(super) fn stop(self) {
+    pub(crate) fn stop(self) {
         match self.runs {
             Runs::Process { mut child, files } => {
                 // nginx's workers and Python's threads end with an orderly stop, and only with that.
@@ -140,24 +148,24 @@ impl Subject {
                     let _ = std::fs::remove_file(file);
                 }
             }
-            Runs::Threads(stop) => stop(),
+            Runs::Threads { stop, .. } => stop(),
         }
     }
 }
 
-pub(super) fn any() -> SocketAddr {
+pub(crate) fn any() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], 0))
 }
 
 /// A port that was free a moment ago.
-pub(super) fn free() -> Result<SocketAddr, RouterBenchError> {
+pub(crate) fn free() -> Result<SocketAddr, RouterBenchError> {
     let address = TcpListener::bind(any()).and_then(|listener| listener.local_addr());
     address.map_err(|error| RouterBenchError::System("no free port", error))
 }
 
 /// User and system time of the threads of a process, or of those with a name: the first number of
 /// `schedstat`, in nanoseconds.
-fn thread_time(process: u32, only: Option<&str>) -> std::io::Result<Duration> {
+pub(crate) fn thread_time(process: u32, only: Option<&str>) -> std::io::Result<Duration> {
     let mut nanoseconds = 0;
     for task in std::fs::read_dir(format!("/proc/{process}/task"))? {
         let task = task?.path();

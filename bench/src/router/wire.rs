@@ -47,7 +47,7 @@ pub(super) fn body(stream: bool) -> String {
 }
 
 /// A request with this body, in the bytes of one write.
-pub(super) fn request(body: &str) -> Vec<u8> {
+pub(crate) fn request(body: &str) -> Vec<u8> {
     let length = body.len();
     format!(
         "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n\
@@ -89,7 +89,7 @@ impl Wire {
     }
 
     /// Sends a request and reads the whole answer.
-    pub(super) async fn post(&mut self, request: &[u8]) -> Result<Answer<'_>, RouterBenchError> {
+    pub(crate) async fn post(&mut self, request: &[u8]) -> Result<Answer<'_>, RouterBenchError> {
         self.buffer.clear();
         self.stream.write_all(request).await.map_err(failed)?;
         let head = loop {

@@ -1,5 +1,5 @@
 //! The server's side of one HTTP/1.1 connection, just enough of it: requests with a `content-length` or chunked,
-//! one after the other.
+//! one after the other. Every simulated engine reads with it.
 
 use std::io::{self, ErrorKind};
 
@@ -9,7 +9,12 @@ use tokio::net::TcpStream;
 /// A request is never larger than this; one that is ends its connection.
 const REQUEST_BYTES_MAX: usize = 64 << 20;
 
-/// What an engine must know of a request.
+/// What a caller sends ahead while it waits to be told that it may go on, and what it is told.
+const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
+/// What a caller may send while its request is being answered.
+const AHEAD_BYTES_MAX: usize = 64 << 10;
+
+/// What the router's engine must know of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Seen {
     /// It asks for tokens: a POST below `/v1/`.
@@ -23,29 +28,46 @@ pub(super) struct Seen {
 }
 
 /// A connection and what has been read from it.
-pub(super) struct Inbox {
+pub(crate) struct Inbox {
     stream: TcpStream,
     buffer: Vec<u8>,
 }
 
 impl Inbox {
-    pub(super) fn new(stream: TcpStream) -> Self {
+    pub(crate) fn new(stream: TcpStream) -> Self {
         Self { stream, buffer: Vec::new() }
     }
 
     /// The next request; `None` when the caller has none.
     pub(super) async fn request(&mut self) -> io::Result<Option<Seen>> {
-        let mut wanted = None;
+        self.next(|head, body, _| Seen::of(head, body)).await
+    }
+
+    /// What `reads` makes of the next request's head and body, and of whether the body came in chunks; `None` when the
+    /// caller has none.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost.
+    pub(crate) async fn next<T>(
+        &mut self,
+        reads: impl FnOnce(&[u8], &[u8], bool) -> T,
+    ) -> io::Result<Option<T>> {
+        let (mut wanted, mut told) = (None, false);
         loop {
             if wanted.is_none() {
                 wanted = head_bytes(&self.buffer).map(|head| (head, framing(&self.buffer[..head])));
             }
-            if let Some((head, framing)) = wanted
-                && let Some(end) = framing.end(&self.buffer, head)
-            {
-                let seen = Seen::of(&self.buffer[..head], &self.buffer[head..end]);
-                self.buffer.drain(..end);
-                return Ok(Some(seen));
+            if let Some((head, framing)) = wanted {
+                if let Some(end) = framing.end(&self.buffer, head) {
+                    let chunked = framing == Framing::Chunked;
+                    let read = reads(&self.buffer[..head], &self.buffer[head..end], chunked);
+                    self.buffer.drain(..end);
+                    return Ok(Some(read));
+                }
+                if !told && header(&self.buffer[..head], b"expect").is_some() {
+                    self.stream.write_all(CONTINUE).await?;
+                }
+                told = true;
             }
             if self.buffer.len() > REQUEST_BYTES_MAX {
                 return Err(ErrorKind::InvalidData.into());
@@ -59,8 +81,52 @@ impl Inbox {
         }
     }
 
+    /// Waits until the caller has left: its end, a reset, or more bytes than anybody sends who waits for an answer.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost: what it sends meanwhile is the beginning of its next request.
+    pub(crate) async fn gone(&mut self) {
+        while self.buffer.len() < AHEAD_BYTES_MAX {
+            self.buffer.reserve(256);
+            if matches!(self.stream.read_buf(&mut self.buffer).await, Ok(0) | Err(_)) {
+                return;
+            }
+        }
+    }
+
+    /// As [`Self::send`], unless the caller leaves meanwhile.
+    ///
+    /// # Errors
+    /// It has left.
+    pub(crate) async fn send_or_gone(&mut self, bytes: &[u8]) -> io::Result<()> {
+        // Nearly always there is room.
+        match self.stream.try_write(bytes) {
+            Ok(sent) if sent == bytes.len() => Ok(()),
+            Ok(sent) => self.send_rest(&bytes[sent..]).await,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => self.send_rest(bytes).await,
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn send_rest(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let (mut read, mut write) = self.stream.split();
+        let buffer = &mut self.buffer;
+        let left = async {
+            while buffer.len() < AHEAD_BYTES_MAX {
+                buffer.reserve(256);
+                if matches!(read.read_buf(buffer).await, Ok(0) | Err(_)) {
+                    break;
+                }
+            }
+        };
+        tokio::select! {
+            sent = write.write_all(bytes) => sent,
+            () = left => Err(ErrorKind::ConnectionAborted.into()),
+        }
+    }
+
     /// One write.
-    pub(super) async fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
+    pub(crate) async fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.stream.write_all(bytes).await
     }
 
@@ -116,6 +182,21 @@ impl Seen {
     }
 }
 
+/// The content of a body that came in chunks.
+pub(crate) fn unchunked(mut chunks: &[u8]) -> Vec<u8> {
+    let mut content = Vec::with_capacity(chunks.len());
+    while let Some(line) = chunks.windows(2).position(|window| window == b"\r\n") {
+        let size = chunks[..line].split(|&byte| byte == b';').next().unwrap_or_default();
+        let size =
+            std::str::from_utf8(size).ok().and_then(|size| usize::from_str_radix(size.trim(), 16).ok());
+        let rest = &chunks[line + 2..];
+        let Some(size) = size.filter(|&size| size > 0 && size <= rest.len()) else { break };
+        content.extend_from_slice(&rest[..size]);
+        chunks = rest[size..].strip_prefix(b"\r\n").unwrap_or_default();
+    }
+    content
+}
+
 fn contains(bytes: &[u8], part: &[u8]) -> bool {
     bytes.windows(part.len()).any(|window| window == part)
 }
@@ -140,4 +221,17 @@ fn framing(head: &[u8]) -> Framing {
     }
     let length = header(head, b"content-length").and_then(|value| std::str::from_utf8(value).ok());
     Framing::Length(length.and_then(|text| text.parse().ok()).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_put_together() {
+        assert_eq!(unchunked(b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n"), b"abcde");
+        for broken in [&b""[..], b"zz\r\nabc", b"ffffffffffffffff\r\nabc\r\n0\r\n\r\n", b"-1\r\na\r\n"] {
+            assert_eq!(unchunked(broken), b"", "{broken:?}");
+        }
+    }
 }

@@ -1,0 +1,311 @@
+//! `baton bench compare`: the same workload through several front doors in one run, side by side.
+//!
+//! In front of the same simulated engines ([`crate::sim_fleet`]), in rounds that alternate (ABCABC…), so that whatever else
+//! the machine does falls on all of them: Baton's router, vllm-router, smg, a plain proxy that does what vLLM's toy proxy
+//! does ([`toy_proxy`]), and nginx, which knows nothing of prefill engines and is a floor. What is not there is skipped with
+//! a line on standard error. `--target NAME=URL` adds anything else; it must have engines of its own.
+//!
+//! | measured | how |
+//! |---|---|
+//! | TTFT, gaps between tokens, requests per second | streams in a closed loop of `--concurrency` clients; percentiles by nearest rank over a round, then median and spread over the rounds |
+//! | CPU per 1,000 requests | user and system time of all threads of the subject over the round |
+//! | the gap | `--victims` streams per round: each client leaves (FIN) when the prefill engine has written down that it lent the blocks, while the decode engine, which takes `--admission-delay-ms` to look at a request, has not; from then on the prefill engine's own log says when the blocks came home and why. **Stranded** is a victim whose blocks came home because the lease's time was up. Its block-seconds count from when the client had left |
+//!
+//! The first target is what the others' ratios are over, of the same round.
+
+mod calm;
+mod gap;
+mod report;
+mod toy_proxy;
+
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::BenchError;
+use crate::load::Target;
+use crate::router::peers::{self, Engines, Programs};
+use crate::router::subject::Subject;
+use crate::sim_fleet::{Dialect, EnginePlan, FleetPlan, SimFleet};
+pub use report::{CompareReport, GapReport, TargetReport};
+
+/// What to compare.
+#[derive(Clone, Debug, clap::Args)]
+pub struct CompareArgs {
+    /// Rounds; medians and spread are over them
+    #[arg(long, default_value_t = 5, value_parser = at_least_one)]
+    pub rounds: usize,
+    /// Requests of each target and round
+    #[arg(long, default_value_t = 200, value_parser = at_least_one)]
+    pub requests: usize,
+    /// Clients at a time
+    #[arg(long, default_value_t = 8, value_parser = at_least_one)]
+    pub concurrency: usize,
+    /// Words of a prompt; each is a token of the simulated engines
+    #[arg(long, default_value_t = 256, value_parser = at_least_one)]
+    pub prompt_tokens: usize,
+    /// Tokens of an answer
+    #[arg(long, default_value_t = 32, value_parser = at_least_one)]
+    pub output_tokens: usize,
+    /// Clients that leave in the gap, of each target and round; 0 to leave it out
+    #[arg(long, default_value_t = 20)]
+    pub victims: usize,
+    /// Whose verbs and rules the engines have
+    #[arg(long, value_enum, default_value_t = Dialect::Vllm)]
+    pub dialect: Dialect,
+    /// Milliseconds that a decode engine takes to look at a request, where clients leave
+    #[arg(long, default_value_t = 100)]
+    pub admission_delay_ms: u64,
+    /// Milliseconds that blocks are lent for, where clients leave. vLLM's default is 30,000; a stranded victim is
+    /// waited for so long
+    #[arg(long, default_value_t = 3_000)]
+    pub lease_ms: u64,
+    /// Another endpoint, as NAME=URL; may be given several times
+    #[arg(long, value_name = "NAME=URL")]
+    pub target: Vec<Named>,
+    /// The name of the model to ask them for
+    #[arg(long, default_value = "sim")]
+    pub model: String,
+    /// The `baton` binary whose `router` is measured as a process of its own [default: this one]
+    #[arg(long)]
+    pub binary: Option<PathBuf>,
+    /// The nginx binary [default: the one in PATH]
+    #[arg(long, env = "BATON_BENCH_NGINX")]
+    pub nginx: Option<PathBuf>,
+    /// The folder with the programs of other routers, as `bench/peers.sh` leaves it
+    #[arg(long, env = "BATON_BENCH_PEERS")]
+    pub peers: Option<PathBuf>,
+    /// Print one JSON object instead of tables
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    let number = text.parse::<usize>().ok().filter(|number| (1..=1_000_000).contains(number));
+    number.ok_or_else(|| format!("`{text}` is no number from 1 to 1000000"))
+}
+
+/// An endpoint that somebody else has started.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Named {
+    /// As reports call it.
+    pub name: String,
+    /// Where it is.
+    pub url: String,
+}
+
+impl FromStr for Named {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, url) = text.split_once('=').ok_or_else(|| format!("`{text}` is not NAME=URL"))?;
+        if name.is_empty() {
+            return Err(format!("`{text}` has no name"));
+        }
+        Target::parse(url).map_err(|error| error.to_string())?;
+        Ok(Self { name: name.to_owned(), url: url.to_owned() })
+    }
+}
+
+impl CompareArgs {
+    fn check(&self) -> Result<(), String> {
+        if self.lease_ms <= self.admission_delay_ms + 500 {
+            return Err(String::from(
+                "--lease-ms must be 500 ms more than --admission-delay-ms, or nothing is in time",
+            ));
+        }
+        let own = ["baton", "vllm-router", "smg", "toy-proxy", "nginx"];
+        for (number, named) in self.target.iter().enumerate() {
+            let twice = self.target[..number].iter().any(|other| other.name == named.name);
+            if twice || own.contains(&named.name.as_str()) {
+                return Err(format!("two targets of the name `{}`", named.name));
+            }
+        }
+        self.engine().check()
+    }
+
+    /// Engines of a speed that leaves a front door something to add to.
+    fn engine(&self) -> EnginePlan {
+        EnginePlan {
+            dialect: self.dialect,
+            prefill_rate: 200_000,
+            prefill_overhead: Duration::from_millis(1),
+            decode_step: Duration::from_millis(5),
+            context_tokens: (self.prompt_tokens + self.output_tokens + 64).max(4_096),
+            blocks: 1 << 16,
+            ..EnginePlan::default()
+        }
+    }
+
+    /// The same, with a gap that is long enough to leave in.
+    fn engine_with_a_gap(&self) -> EnginePlan {
+        EnginePlan {
+            admission_delay: Duration::from_millis(self.admission_delay_ms),
+            lease: Duration::from_millis(self.lease_ms),
+            ..self.engine()
+        }
+    }
+}
+
+/// One front door under test.
+struct Contender {
+    name: String,
+    version: String,
+    address: String,
+    /// Asks a prefill engine of this run.
+    disaggregates: bool,
+    /// `None`: somebody else's.
+    subject: Option<Subject>,
+}
+
+/// Compares, and writes the tables or the JSON object to `out`.
+///
+/// # Errors
+/// When the options make no sense, a part does not start, or every request of a target fails.
+pub fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<(), BenchError> {
+    args.check()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let report = runtime.block_on(measure(args))?;
+    match args.json {
+        true => writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?,
+        false => writeln!(out, "{}", report.table())?,
+    }
+    Ok(())
+}
+
+async fn measure(args: &CompareArgs) -> Result<CompareReport, BenchError> {
+    let (fleet, engines) = start(args.engine())?;
+    let contenders = contenders(args, engines, true).await?;
+    let mut report = CompareReport::new(args, &contenders);
+    for round in 0..args.rounds {
+        for turn in 0..contenders.len() {
+            // Another one begins each time.
+            let at = (turn + round) % contenders.len();
+            let measured = calm::round(args, &contenders[at], round).await?;
+            report.targets[at].add(&measured);
+        }
+    }
+    stop(contenders);
+    drop(fleet);
+    if args.victims > 0 {
+        let (fleet, engines) = start(args.engine_with_a_gap())?;
+        let contenders = self::contenders(args, engines, false).await?;
+        for round in 0..args.rounds {
+            for turn in 0..contenders.len() {
+                let contender = &contenders[(turn + round) % contenders.len()];
+                let victims = gap::round(args, &fleet, contender, round).await?;
+                report.of(&contender.name).gap.get_or_insert_default().add(victims);
+            }
+        }
+        stop(contenders);
+    }
+    report.compare();
+    Ok(report)
+}
+
+fn start(engine: EnginePlan) -> Result<(SimFleet, Engines), BenchError> {
+    let fleet = SimFleet::start(FleetPlan::new(1, 1, engine))?;
+    let engines = Engines { prefill: fleet.prefill()[0], decode: fleet.decode()[0] };
+    Ok((fleet, engines))
+}
+
+/// Everything that can be had, Baton first. Those without a gap are left out where it is measured.
+async fn contenders(args: &CompareArgs, engines: Engines, all: bool) -> Result<Vec<Contender>, BenchError> {
+    let programs =
+        Programs { binary: args.binary.as_ref(), nginx: args.nginx.as_ref(), peers: args.peers.as_ref() };
+    let mut subjects = peers::start_all(programs, engines).await?;
+    subjects.push(toy_proxy::start(engines).await?);
+    subjects.sort_by_key(|subject| match subject.name {
+        "baton" => 0,
+        "nginx" => 2,
+        _ => 1,
+    });
+    let mut contenders = Vec::new();
+    for subject in subjects {
+        if !all && !subject.disaggregates {
+            subject.stop();
+            continue;
+        }
+        contenders.push(Contender {
+            name: subject.name.to_owned(),
+            version: subject.version.clone(),
+            address: authority(subject.address),
+            disaggregates: subject.disaggregates,
+            subject: Some(subject),
+        });
+    }
+    for Named { name, url } in args.target.iter().filter(|_| all) {
+        let (name, address) = (name.clone(), url.clone());
+        contenders.push(Contender {
+            name,
+            version: String::new(),
+            address,
+            disaggregates: false,
+            subject: None,
+        });
+    }
+    Ok(contenders)
+}
+
+fn authority(address: SocketAddr) -> String {
+    format!("http://{address}")
+}
+
+fn stop(contenders: Vec<Contender>) {
+    contenders.into_iter().filter_map(|contender| contender.subject).for_each(Subject::stop);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_run_measures_every_number_and_strands_what_it_must() {
+        let args = CompareArgs {
+            rounds: 2,
+            requests: 8,
+            concurrency: 4,
+            prompt_tokens: 40,
+            output_tokens: 4,
+            victims: 3,
+            dialect: Dialect::Vllm,
+            admission_delay_ms: 150,
+            lease_ms: 1_000,
+            target: Vec::new(),
+            model: String::from("sim"),
+            binary: None,
+            nginx: None,
+            peers: None,
+            json: false,
+        };
+        args.check().expect("options that make sense");
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let mut report = runtime.block_on(measure(&args)).expect("everything starts on loopback");
+        let table = report.table();
+        for name in ["baton", "toy-proxy"] {
+            let target = report.of(name);
+            assert_eq!(target.failed, 0, "{table}");
+            assert!(target.requests_per_second.median > 0.0, "{table}");
+            assert!(target.ttft_p99_ms.median >= target.ttft_p50_ms.median, "{table}");
+            assert!(target.cpu_s_per_1000.as_ref().is_some_and(|cpu| cpu.median > 0.0), "{table}");
+            let gap = target.gap.as_ref().expect("victims");
+            assert_eq!((gap.victims, gap.missed), (6, 0), "{table}");
+        }
+        // What the toy proxy does not tell anybody, nobody knows; what the router does, P does.
+        let toy = report.of("toy-proxy").gap.clone().expect("victims");
+        assert_eq!(toy.stranded, 6, "{table}");
+        assert!(toy.stranded_block_seconds_per_1000 > 0.0, "{table}");
+        let baton = report.of("baton").gap.clone().expect("victims");
+        assert_eq!((baton.stranded, baton.stranded_block_seconds_per_1000), (0, 0.0), "{table}");
+    }
+
+    #[test]
+    fn targets_have_names_and_urls() {
+        assert!("mine=http://127.0.0.1:1".parse::<Named>().is_ok());
+        for bad in ["mine", "=http://127.0.0.1:1", "mine=ftp://x", "mine="] {
+            assert!(bad.parse::<Named>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! `kv_transfer_params` in both dialects: what a prefill engine answers with, and what a decode engine makes of it.
+//!
+//! vLLM's are the fields that a stock 0.32 pair was seen to exchange. A stock decode engine that lacks one of those it
+//! needs computes the prompt itself without a word, and the producer's blocks stay until their time is up; Baton's names
+//! what is missing.
+
+use std::time::Duration;
+
+use baton_connector::handoff::{Handoff, KvIntent};
+use baton_connector::{BlockId, Epoch, Handle, RequestId};
+use baton_openai::ApiError;
+use serde_json::{Value, json};
+
+use super::core::{Lent, Source};
+use super::leases::LeaseKey;
+use super::plan::Dialect;
+use super::text::mix;
+
+/// What a request's `kv_transfer_params` asks for.
+#[derive(Debug)]
+pub(super) enum Intent {
+    Plain,
+    Produce,
+    Consume { source: Source, check: Option<Check> },
+}
+
+/// What Baton's engine compares before it reads.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Check {
+    pub layout: u64,
+    pub prompt: u64,
+    pub block_tokens: usize,
+}
+
+/// Who lends.
+pub(super) struct Producer<'a> {
+    pub dialect: Dialect,
+    pub engine: &'a str,
+    pub epoch: Epoch,
+    pub port: u16,
+    pub block_tokens: usize,
+    pub lease: Duration,
+}
+
+/// The fingerprint of the layout of simulated blocks of that size.
+pub(super) fn layout(block_tokens: usize) -> u64 {
+    mix(block_tokens as u64 ^ 0x51_4d5f_4b56)
+}
+
+/// The fingerprint of a prompt: the content of its last block.
+pub(super) fn fingerprint(contents: &[u64]) -> u64 {
+    contents.last().copied().unwrap_or_default()
+}
+
+/// The reply's `kv_transfer_params`.
+pub(super) fn reply(
+    producer: &Producer<'_>,
+    lent: &Lent,
+    internal: &RequestId,
+    tokens: usize,
+    contents: &[u64],
+) -> Value {
+    match producer.dialect {
+        Dialect::Vllm => json!({
+            "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [lent.blocks],
+            "remote_engine_id": producer.engine, "remote_request_id": internal.as_str(),
+            "remote_host": "127.0.0.1", "remote_port": producer.port, "tp_size": 1, "dcp_size": 1, "pp_size": 1,
+            "remote_num_tokens": tokens, "remote_blocks_expiry_time": null, "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": 0,
+        }),
+        Dialect::Baton => Handoff {
+            handle: Handle(lent.handle),
+            epoch: producer.epoch,
+            engine_id: producer.engine.to_owned(),
+            request: internal.clone(),
+            host: String::from("127.0.0.1"),
+            ports: vec![producer.port],
+            blocks: lent.blocks.iter().map(|&block| BlockId(block)).collect(),
+            block_tokens: producer.block_tokens,
+            tokens,
+            lease_left: Some(producer.lease),
+            layout: layout(producer.block_tokens),
+            prompt: fingerprint(contents),
+            cached: 0,
+            consumers: 1,
+            growing: false,
+        }
+        .to_reply(),
+    }
+}
+
+/// What a request asks for.
+///
+/// # Errors
+/// As Baton's engine: the field that is missing or malformed. vLLM's never has one.
+pub(super) fn intent(dialect: Dialect, params: Option<&Value>) -> Result<Intent, ApiError> {
+    let Some(params) = params.filter(|params| !params.is_null()) else { return Ok(Intent::Plain) };
+    match dialect {
+        Dialect::Vllm => Ok(vllms(params)),
+        Dialect::Baton => {
+            let malformed = |error: baton_connector::handoff::HandoffError| {
+                ApiError::invalid("kv_transfer_params", error.to_string())
+                    .with_code("invalid_kv_transfer_params")
+            };
+            Ok(match KvIntent::parse(params).map_err(malformed)? {
+                None => Intent::Plain,
+                Some(KvIntent::Produce { .. }) => Intent::Produce,
+                Some(KvIntent::Consume(handoff)) => batons(&handoff),
+            })
+        }
+    }
+}
+
+fn batons(handoff: &Handoff) -> Intent {
+    let source = Source {
+        engine: handoff.engine_id.clone(),
+        lease: LeaseKey::Handle(handoff.handle.0),
+        blocks: handoff.blocks.iter().map(|block| block.0).collect(),
+        tokens: handoff.tokens,
+    };
+    let &Handoff { layout, prompt, block_tokens, .. } = handoff;
+    Intent::Consume { source, check: Some(Check { layout, prompt, block_tokens }) }
+}
+
+fn vllms(params: &Value) -> Intent {
+    let set = |flag: &str| params[flag].as_bool() == Some(true);
+    if set("do_remote_decode") {
+        return Intent::Produce;
+    }
+    let consume = || {
+        let ids = params["remote_block_ids"].as_array()?;
+        let ids = ids.first().and_then(Value::as_array).unwrap_or(ids);
+        let id = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
+        let blocks = ids.iter().map(id).collect::<Option<Vec<_>>>().filter(|blocks| !blocks.is_empty())?;
+        params["remote_host"].as_str()?;
+        params["remote_port"].as_u64()?;
+        Some(Source {
+            engine: params["remote_engine_id"].as_str()?.to_owned(),
+            lease: LeaseKey::Request(RequestId::new(params["remote_request_id"].as_str()?).ok()?),
+            blocks,
+            tokens: params["remote_num_tokens"].as_u64().map_or(usize::MAX, |tokens| tokens as usize),
+        })
+    };
+    match consume().filter(|_| set("do_remote_prefill")) {
+        Some(source) => Intent::Consume { source, check: None },
+        None => Intent::Plain,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_connector::handoff::ReplyFacts;
+
+    #[test]
+    fn what_one_engine_writes_the_other_reads_and_routers_pass_on() {
+        let lent = Lent { handle: 7 << 64, blocks: vec![3, 1] };
+        let internal = RequestId::new("cmpl-a-0-1").expect("an id");
+        for dialect in [Dialect::Baton, Dialect::Vllm] {
+            let producer = Producer {
+                dialect,
+                engine: "p",
+                epoch: Epoch(5),
+                port: 5600,
+                block_tokens: 16,
+                lease: Duration::from_secs(30),
+            };
+            let params = reply(&producer, &lent, &internal, 20, &[1, 2]);
+            ReplyFacts::check(&params.to_string()).expect("complete");
+            let Ok(Intent::Consume { source, .. }) = intent(dialect, Some(&params)) else {
+                panic!("{dialect:?}")
+            };
+            assert_eq!((source.blocks, source.tokens, &*source.engine), (vec![3, 1], 20, "p"));
+            for field in
+                ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"]
+            {
+                let mut broken = params.clone();
+                broken[field] = Value::Null;
+                let read = intent(dialect, Some(&broken));
+                match dialect {
+                    Dialect::Baton => {
+                        assert!(read.is_err_and(|error| error.message.contains(field)), "{field}")
+                    }
+                    Dialect::Vllm => assert!(matches!(read, Ok(Intent::Plain)), "{field}"),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! What a simulated engine has lent: by handle and by request, with an end by time.
+//!
+//! ```text
+//! Offered ─ read begun ─▶ Reading ─ done ─▶ closed(transfer_done)
+//!    ├ release, time is up ─▶ closed(reason)     └ release, time is up: baton drains, vLLM closes at once
+//! ```
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+
+use baton_connector::RequestId;
+
+use super::plan::Dialect;
+
+/// By what a lease is named: Baton's engine gives it a handle, vLLM's calls it by its request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum LeaseKey {
+    Handle(u128),
+    Request(RequestId),
+}
+
+/// The reason of a lease that was read.
+pub(super) const FETCHED: &str = "transfer_done";
+/// The reason of a lease whose time is up.
+pub(super) const EXPIRED: &str = "lease_expired";
+
+/// Closed leases that are remembered, to tell a repeated release from an unknown one.
+const CLOSED_KEPT: usize = 4_096;
+/// How long a lease that has ended waits for its readers.
+const DRAIN_US: u64 = 5_000_000;
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Lease {
+    pub handle: u128,
+    /// What consumers call it.
+    pub request: RequestId,
+    /// What the router calls it.
+    pub id: RequestId,
+    pub blocks: Vec<u32>,
+    pub opened_us: u64,
+    pub ends_us: u64,
+    pub readers: u32,
+    pub draining: Option<Box<str>>,
+}
+
+/// A lease that is over, and why.
+#[derive(Debug)]
+pub(super) struct Closed {
+    pub lease: Lease,
+    pub reason: Box<str>,
+    /// It was read.
+    pub fetched: bool,
+}
+
+/// What a release has come to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Released {
+    Ended,
+    Draining,
+    Already,
+    Unknown,
+}
+
+impl Released {
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Ended => "released",
+            Self::Draining => "draining",
+            Self::Already => "already",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+/// Every lease of an engine.
+#[derive(Debug)]
+pub(super) struct Leases {
+    dialect: Dialect,
+    live: HashMap<u128, Lease>,
+    by_request: HashMap<RequestId, u128>,
+    by_end: BTreeSet<(u64, u128)>,
+    closed: VecDeque<(u128, RequestId)>,
+    pub opened: u64,
+    /// Reads and releases of leases that are over.
+    pub late: u64,
+    /// And of leases that never were.
+    pub unknown: u64,
+}
+
+impl Leases {
+    pub(super) fn new(dialect: Dialect) -> Self {
+        Self {
+            dialect,
+            live: HashMap::new(),
+            by_request: HashMap::new(),
+            by_end: BTreeSet::new(),
+            closed: VecDeque::new(),
+            opened: 0,
+            late: 0,
+            unknown: 0,
+        }
+    }
+
+    pub(super) fn open(&mut self, lease: Lease) {
+        self.opened += 1;
+        self.by_end.insert((lease.ends_us, lease.handle));
+        self.by_request.insert(lease.request.clone(), lease.handle);
+        self.live.insert(lease.handle, lease);
+    }
+
+    /// The live lease of that name; otherwise it is counted.
+    fn find(&mut self, key: &LeaseKey) -> Option<&mut Lease> {
+        let handle = match key {
+            LeaseKey::Handle(handle) => Some(*handle),
+            LeaseKey::Request(request) => self.by_request.get(request).copied(),
+        };
+        if let Some(handle) = handle.filter(|handle| self.live.contains_key(handle)) {
+            return self.live.get_mut(&handle);
+        }
+        if self.was_closed(key) {
+            self.late += 1
+        } else {
+            self.unknown += 1
+        }
+        None
+    }
+
+    fn was_closed(&self, key: &LeaseKey) -> bool {
+        self.closed.iter().any(|(handle, request)| match key {
+            LeaseKey::Handle(named) => named == handle,
+            LeaseKey::Request(named) => named == request,
+        })
+    }
+
+    /// Whether a read may begin.
+    pub(super) fn begin_read(&mut self, key: &LeaseKey) -> bool {
+        let Some(lease) = self.find(key) else { return false };
+        if lease.draining.is_some() {
+            return false;
+        }
+        lease.readers += 1;
+        true
+    }
+
+    /// A reader is done, and has everything or not. Whether the lease lived for the whole read, and its end.
+    pub(super) fn end_read(&mut self, key: &LeaseKey, has_everything: bool) -> (bool, Option<Closed>) {
+        let Some(lease) = self.find(key) else { return (false, None) };
+        lease.readers = lease.readers.saturating_sub(1);
+        let (handle, readers) = (lease.handle, lease.readers);
+        let ended = match (has_everything, lease.draining.clone()) {
+            (true, _) => Some(FETCHED.into()),
+            (false, Some(reason)) if readers == 0 => Some(reason),
+            (false, _) => None,
+        };
+        (true, ended.map(|reason| self.close(handle, reason)))
+    }
+
+    /// Somebody will read it later.
+    pub(super) fn renew(&mut self, key: &LeaseKey, until_us: u64) {
+        let Some(lease) = self.find(key) else { return };
+        if lease.draining.is_none() && until_us > lease.ends_us {
+            let (before, handle) = (lease.ends_us, lease.handle);
+            lease.ends_us = until_us;
+            self.by_end.remove(&(before, handle));
+            self.by_end.insert((until_us, handle));
+        }
+    }
+
+    /// Nobody will.
+    pub(super) fn release(
+        &mut self,
+        key: &LeaseKey,
+        reason: &str,
+        now_us: u64,
+    ) -> (Released, Option<Closed>) {
+        let late = self.late;
+        let Some(lease) = self.find(key) else {
+            return (if self.late > late { Released::Already } else { Released::Unknown }, None);
+        };
+        let handle = lease.handle;
+        if lease.draining.is_some() {
+            return (Released::Draining, None);
+        }
+        if lease.readers > 0 && self.dialect == Dialect::Baton {
+            self.drain(handle, reason.into(), now_us);
+            return (Released::Draining, None);
+        }
+        (Released::Ended, Some(self.close(handle, reason.into())))
+    }
+
+    /// The first lease whose time is up and that is over with it.
+    pub(super) fn expire(&mut self, now_us: u64) -> Option<Closed> {
+        while let Some(&(ends_us, handle)) = self.by_end.first().filter(|(ends_us, _)| *ends_us <= now_us) {
+            let lease = self.live.get_mut(&handle).expect("both name the same leases");
+            match lease.draining.take() {
+                Some(reason) => return Some(self.close(handle, reason)),
+                // vLLM's reaper does not look at reads in flight.
+                None if lease.readers > 0 && self.dialect == Dialect::Baton => {
+                    self.drain(handle, EXPIRED.into(), now_us.max(ends_us));
+                }
+                None => return Some(self.close(handle, EXPIRED.into())),
+            }
+        }
+        None
+    }
+
+    fn drain(&mut self, handle: u128, reason: Box<str>, now_us: u64) {
+        let lease = self.live.get_mut(&handle).expect("it was found");
+        self.by_end.remove(&(lease.ends_us, handle));
+        lease.ends_us = now_us + DRAIN_US;
+        lease.draining = Some(reason);
+        self.by_end.insert((lease.ends_us, handle));
+    }
+
+    fn close(&mut self, handle: u128, reason: Box<str>) -> Closed {
+        let lease = self.live.remove(&handle).expect("it was found");
+        self.by_end.remove(&(lease.ends_us, handle));
+        self.by_request.remove(&lease.request);
+        if self.closed.len() >= CLOSED_KEPT {
+            self.closed.pop_front();
+        }
+        self.closed.push_back((handle, lease.request.clone()));
+        let fetched = &*reason == FETCHED;
+        Closed { lease, reason, fetched }
+    }
+
+    /// When the next one ends.
+    pub(super) fn next_end_us(&self) -> Option<u64> {
+        self.by_end.first().map(|(ends_us, _)| *ends_us)
+    }
+
+    /// The handle of the lease of a request, as the router calls it.
+    pub(super) fn of_request(&self, id: &RequestId) -> Option<u128> {
+        self.live.values().find(|lease| lease.id == *id).map(|lease| lease.handle)
+    }
+
+    pub(super) fn live(&self) -> impl ExactSizeIterator<Item = &Lease> {
+        self.live.values()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn leases(dialect: Dialect) -> Leases {
+        let mut leases = Leases::new(dialect);
+        let id = RequestId::new("a").expect("an id");
+        leases.open(Lease {
+            handle: 1,
+            request: id.clone(),
+            id,
+            blocks: vec![1, 2],
+            opened_us: 0,
+            ends_us: 100,
+            readers: 0,
+            draining: None,
+        });
+        leases
+    }
+
+    const KEY: LeaseKey = LeaseKey::Handle(1);
+
+    #[test]
+    fn a_lease_ends_once_and_what_comes_later_is_counted() {
+        let mut all = leases(Dialect::Baton);
+        assert!(all.begin_read(&KEY));
+        let (valid, closed) = all.end_read(&KEY, true);
+        assert!(valid && closed.is_some_and(|closed| closed.fetched));
+        assert!(!all.end_read(&KEY, true).0);
+        assert!(!all.begin_read(&KEY));
+        assert_eq!(all.release(&KEY, "client_gone", 5).0, Released::Already);
+        assert_eq!(all.release(&LeaseKey::Handle(9), "client_gone", 5).0, Released::Unknown);
+        assert!(all.expire(1_000).is_none());
+        assert_eq!((all.opened, all.late, all.unknown), (1, 3, 1));
+    }
+
+    #[test]
+    fn a_reader_is_waited_for_by_baton_and_not_by_vllm() {
+        for (dialect, waits) in [(Dialect::Baton, true), (Dialect::Vllm, false)] {
+            let mut all = leases(dialect);
+            assert!(all.begin_read(&KEY));
+            assert_eq!(all.expire(100).is_none(), waits);
+            let (valid, closed) = all.end_read(&KEY, true);
+            assert_eq!((valid, closed.is_some()), (waits, waits));
+        }
+        let mut all = leases(Dialect::Baton);
+        assert!(all.begin_read(&KEY));
+        assert_eq!(all.release(&KEY, "client_gone", 0).0, Released::Draining);
+        assert!(!all.begin_read(&KEY), "no new reader");
+        assert_eq!(all.next_end_us(), Some(DRAIN_US));
+        assert_eq!(all.expire(DRAIN_US).map(|closed| closed.reason), Some("client_gone".into()));
+    }
+
+    #[test]
+    fn a_sign_of_life_moves_the_end_and_never_back() {
+        let mut all = leases(Dialect::Vllm);
+        all.renew(&KEY, 250);
+        all.renew(&KEY, 200);
+        assert!(all.expire(249).is_none());
+        assert_eq!(all.expire(250).map(|closed| closed.reason), Some(EXPIRED.into()));
+    }
+}

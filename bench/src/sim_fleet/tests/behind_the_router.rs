@@ -1,0 +1,61 @@
+//! Simulated engines behind the real router, with callers that leave: everything comes home, in both dialects.
+
+use baton_router::{Router, RouterConfig};
+
+use super::*;
+
+async fn router(fleet: &SimFleet) -> (SocketAddr, tokio::task::JoinHandle<()>) {
+    let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let config = RouterConfig::from_yaml(&fleet.router_yaml(any, any), "test").expect("a configuration");
+    let router = Router::bind(config).await.expect("it binds");
+    let address = router.local_addr();
+    (address, tokio::spawn(router.run(Default::default())))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_storm_every_block_is_home_and_every_text_was_right() {
+    for dialect in [Dialect::Baton, Dialect::Vllm] {
+        let engine = EnginePlan {
+            dialect,
+            prefill_rate: 20_000,
+            decode_step: Duration::from_millis(1),
+            blocks: 400,
+            lease: Duration::from_secs(600),
+            ..EnginePlan::default()
+        };
+        let site = Site::of(FleetPlan::new(1, 1, engine));
+        let (address, running) = router(&site.fleet).await;
+        let origin = Origin::parse(&address.to_string()).expect("an address");
+        let mut right = Vec::new();
+        for number in 0..4 {
+            right.push(text(&site.complete(Role::Decode, &ask(&prompt(number, 60), 24, "")).await));
+        }
+        let mut tasks = tokio::task::JoinSet::new();
+        for number in 0..60usize {
+            let (origin, right) = (origin.clone(), right[number % 4].clone());
+            tasks.spawn(async move {
+                let mut body = ask(&prompt(number % 4, 60), 24, &format!("n{number}"));
+                if number % 2 == 0 {
+                    let answer =
+                        origin.post_json("/v1/completions", &body, PATIENCE).await.expect("an answer");
+                    assert_eq!(text(&answer), right);
+                    return;
+                }
+                body["stream"] = json!(true);
+                let mut caller = Caller::post(address, "/v1/completions", &body).await;
+                if number % 4 == 1 {
+                    caller.reads_until("data: ").await;
+                } else {
+                    tokio::time::sleep(Duration::from_micros(number as u64 * 150)).await;
+                }
+                caller.leaves(if number % 3 == 0 { Leaves::Rst } else { Leaves::Fin });
+            });
+        }
+        while let Some(done) = tasks.join_next().await {
+            done.expect("nobody panics");
+        }
+        // No lease has ended by its time: it is longer than anybody waits here.
+        site.settled().await;
+        running.abort();
+    }
+}
