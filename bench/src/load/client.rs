@@ -28,7 +28,6 @@ pub(crate) enum Leave {
     #[default]
     Never,
     /// So long after the request's last byte was sent.
-    #[allow(dead_code)] // until the doctor leaves so
     After(Duration),
     /// With so many events that bring text; 0: with the head of an answer of status 2xx.
     AfterTokens(usize),
