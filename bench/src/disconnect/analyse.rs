@@ -248,7 +248,9 @@ fn service(facts: &Facts, what: ActKind) -> Option<Service> {
     if acts.is_empty() {
         return None;
     }
-    let in_act = |call: &&CallRecord| acts.iter().any(|act| act.name == call.act) && call.leaves.is_none();
+    // A client that asks again after it has left is not one that stayed.
+    let stays = |call: &CallRecord| call.leaves.is_none() && call.retries.is_none();
+    let in_act = |call: &&CallRecord| acts.iter().any(|act| act.name == call.act) && stays(call);
     let (mut ttft, mut itl, mut e2e) = (Vec::new(), Vec::new(), Vec::new());
     let mut service = Service::default();
     let (mut tokens, mut first, mut last) = (0, u64::MAX, 0);
