@@ -1,10 +1,11 @@
 //! `baton bench disconnect`: what it finds of a healthy deployment is nothing, and of a broken one what is broken.
 
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
+
+use crate::harness::Process;
 
 /// Everything that is wrong with a deployment, whatever else its machine is busy with.
 const UNTRUE: [&str; 8] = [
@@ -67,42 +68,6 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
     assert_eq!(again, summary);
 }
 
-/// A process of the binary under test that ends when this is dropped.
-struct Process {
-    child: std::process::Child,
-    ready: String,
-}
-
-impl Process {
-    fn start(arguments: &[&str]) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_baton"))
-            .args(arguments)
-            .arg("--until-stdin-ends")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("the binary under test can be started");
-        let mut lines = BufReader::new(child.stdout.take().expect("stdout is a pipe")).lines();
-        let ready = lines.by_ref().map_while(Result::ok).find(|line| line.contains("ready "));
-        // What it says later must not fill its pipe.
-        std::thread::spawn(move || lines.for_each(drop));
-        Self { child, ready: ready.unwrap_or_else(|| panic!("{arguments:?} ended before it was ready")) }
-    }
-
-    fn word(&self, name: &str) -> &str {
-        let value = self.ready.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-        value.unwrap_or_else(|| panic!("no {name} in {}", self.ready))
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        drop(self.child.stdin.take());
-        let _ = self.child.wait();
-    }
-}
-
 /// The router in front of simulated engines with something wrong, judged.
 fn judged_with(fault: Option<&str>, options: &[&str]) -> Value {
     let folder = tempfile::tempdir().expect("a folder");
@@ -113,10 +78,16 @@ fn judged_with(fault: Option<&str>, options: &[&str]) -> Value {
     let mut sim = vec!["bench", "sim", "--dialect", "baton", "--kv-lease-duration", "4"];
     sim.extend(place);
     sim.extend(fault.iter().flat_map(|fault| ["--fault", fault]));
-    let _engines = Process::start(&sim);
-    let router = Process::start(&["router", "--config", config]);
+    let started = |name: &str, arguments: &[&str]| {
+        let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        let mut process = Process::start(name, &arguments, folder.path());
+        process.wait_ready();
+        process
+    };
+    let _engines = started("sim", &sim);
+    let router = started("router", &["router", "--config", config]);
     let (url, admin) =
-        (format!("http://{}", router.word("http")), format!("http://{}", router.word("admin")));
+        (format!("http://{}", router.fact("http")), format!("http://{}", router.fact("admin")));
     let more = ["--url", &url, "--admin", &admin, "--rate", "40", "--verify-seconds", "5"];
     judged(folder.path(), &[&more, options].concat())
 }

@@ -16,6 +16,7 @@
 //! | `storm` | many clients at once, every third of which leaves |
 //! | `endings` | the router is killed, or told to stop; so is an engine |
 //! | `bad_input` | what no engine should hear of, and what clients may not choose |
+//! | `upgrade` | routers and engines are replaced under load: no request fails |
 //! | `up` | `baton up`: its banner, its supervision, its end |
 
 #![allow(clippy::print_stdout)] // what a test measured is shown with --nocapture
@@ -36,3 +37,4 @@ mod resume;
 mod stale;
 mod storm;
 mod up;
+mod upgrade;
