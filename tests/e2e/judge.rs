@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::harness::Process;
 
 /// Everything that is wrong with a deployment, whatever else its machine is busy with.
-const UNTRUE: [&str; 8] = [
+const UNTRUE: [&str; 13] = [
     "prefill_not_aborted",
     "decode_not_aborted",
     "gap_stranded",
@@ -17,6 +17,11 @@ const UNTRUE: [&str; 8] = [
     "freed_twice",
     "wrong_texts",
     "blocks_not_home",
+    "blocks_lost",
+    "refused_stranded",
+    "requests_failed",
+    "engine_gone",
+    "engine_restarted",
 ];
 
 /// Runs the benchmark, short, and reads its summary.
@@ -57,6 +62,7 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
         let row = rows.iter().find(|row| row["phase"] == phase);
         row.and_then(|row| row["left"].as_u64()).unwrap_or(0)
     };
+    assert_eq!(summary["all"]["never_back"], 0, "{:#}", summary["all"]);
     for phase in ["queued", "prefill", "stream"] {
         assert!(left(phase) > 0, "nobody left in phase {phase}: {:#}", summary["phases"]);
     }
@@ -116,7 +122,19 @@ fn a_decode_engine_that_never_aborts_is_found() {
 
 #[test]
 fn blocks_that_are_stranded_in_the_gap_are_found() {
-    is_found("strands-gap", "gap", &["gap_stranded"]);
+    let summary = judged_with(Some("strands-gap"), &["--phases", "gap"]);
+    let found = found(&summary);
+    assert!(
+        found.contains(&"gap_stranded") && found.contains(&"leases_expired"),
+        "{:#}",
+        summary["findings"]
+    );
+    assert!(summary["all"]["expired"].as_u64() > Some(0), "{:#}", summary["all"]);
+}
+
+#[test]
+fn an_engine_that_dies_by_itself_is_found() {
+    is_found("dies:9@decode-0", "stream,unary,prefill,gap", &["engine_gone", "engine_restarted"]);
 }
 
 #[test]
