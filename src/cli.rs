@@ -36,6 +36,8 @@ pub(crate) enum Command {
     Explain(ExplainArgs),
     /// API keys of the router's clients
     Key(KeyArgs),
+    /// Ask a router or an engine how it is: succeeds if it is well
+    Health(HealthArgs),
     /// Compare the engine with golden outputs made by make_tiny.py
     Parity(ParityArgs),
     /// Measure the engine, the transfer, the ledger or the router against baselines from the same run
@@ -334,6 +336,16 @@ pub(crate) struct ExplainArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct HealthArgs {
+    /// What to ask: `http://HOST:PORT/ready` of a router, `http://HOST:PORT/health` of either
+    #[arg(value_name = "URL", default_value = "http://127.0.0.1:8081/ready")]
+    pub(crate) url: String,
+    /// How long to wait for each step of the answer, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 2000)]
+    pub(crate) timeout_ms: u64,
 }
 
 #[derive(Debug, Args)]
