@@ -34,6 +34,11 @@ pub(crate) enum Command {
     Check(CheckArgs),
     /// Say why a request went where it went, or where one would go
     Explain(ExplainArgs),
+    /// Watch a deployment: blocks by state, leases and why they are held, requests by phase
+    Top(Box<baton_bench::top::TopArgs>),
+    /// Examine a deployment: leave it in every phase of a request and prove that the blocks came back. Exits with 1 if
+    /// something is wrong, with 2 if nobody answers
+    Doctor(Box<baton_bench::doctor::DoctorArgs>),
     /// API keys of the router's clients
     Key(KeyArgs),
     /// Ask a router or an engine how it is: succeeds if it is well

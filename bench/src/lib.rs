@@ -2,6 +2,7 @@
 
 pub mod compare;
 pub mod disconnect;
+pub mod doctor;
 pub mod engine;
 pub mod gpu;
 pub mod handoff;
@@ -11,11 +12,13 @@ mod load;
 mod machine;
 pub mod router;
 mod running;
+pub mod serve;
 pub mod sim;
 pub mod sim_engine;
 pub mod sim_fleet;
 #[allow(dead_code, unused_imports)] // until all who need it are there
 mod stats;
+pub mod top;
 pub mod transfer;
 #[allow(dead_code, unused_imports)] // until all who need it are there
 mod web;
@@ -45,6 +48,8 @@ pub enum Benchmark {
     Lease(lease::LeaseOptions),
     /// What the router adds to a request, against a client that makes both hops itself
     Router(router::RouterArgs),
+    /// Load on any OpenAI-compatible endpoint, and what its clients see of it
+    Serve(Box<serve::ServeArgs>),
     /// What clients that leave cost a deployment: a report, and every raw event beside it
     Disconnect(Box<disconnect::DisconnectOptions>),
     /// The report of `disconnect` again, from its raw events
@@ -73,6 +78,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(lease::run(&options, out)?),
         Benchmark::Router(options) => Ok(router::run(&options, out)?),
+        Benchmark::Serve(options) => serve::run(&options, out),
         Benchmark::Disconnect(options) => disconnect::run(&options, out),
         Benchmark::Report(options) => disconnect::report(&options, out),
         Benchmark::Compare(options) => compare::run(&options, out),

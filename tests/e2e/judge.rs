@@ -162,3 +162,48 @@ fn answers_from_stale_blocks_are_found() {
 fn bystanders_that_are_stalled_are_found() {
     is_found("stalls-bystanders", "stream", &["bystanders_slowed"]);
 }
+
+#[test]
+fn an_engine_that_only_tells_its_metrics_is_judged_by_them() {
+    let summary = judged_with(None, &["--metrics-only", "--stranded-after-ms", "5000"]);
+    assert_eq!((&summary["exact"], &summary["texts"]["wrong"]), (&false.into(), &0.into()));
+    assert!(!found(&summary).iter().any(|name| UNTRUE.contains(name)), "{:#}", summary["findings"]);
+    let summary = judged_with(Some("strands-gap"), &["--metrics-only", "--phases", "prefill,first-token"]);
+    let found = found(&summary);
+    assert!(
+        found.contains(&"held_for_nobody") && found.contains(&"leases_expired"),
+        "{:#}",
+        summary["findings"]
+    );
+}
+
+#[test]
+fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_early() {
+    let broken = ["--break", "nothing=true", "--mend", "nothing=true", "--phases", "stream"];
+    let summary = judged_with(None, &broken);
+    let faults = summary["faults"].as_array().expect("faults");
+    assert_eq!(
+        (faults.len(), &faults[0]["fault"], &faults[0]["errors_after"]),
+        (1, &"nothing".into(), &0.into())
+    );
+    let url = ["--url", "http://127.0.0.1:1", "--admin", "http://127.0.0.1:1"];
+    for (wrong, says) in [
+        (vec!["--url", "http://127.0.0.1:1"], "--admin"),
+        (vec!["--share", "1.5"], "0 to 1"),
+        (vec!["--seconds", "0"], "--seconds"),
+        ([url.as_slice(), &["--break", "x"]].concat(), "NAME=COMMAND"),
+        ([url.as_slice(), &["--mend", "x=y"]].concat(), "no --break"),
+        ([url.as_slice(), &["--beside", "/dev/null"]].concat(), "/dev/null"),
+        (url.to_vec(), "127.0.0.1:1"),
+    ] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let out = folder.path().to_str().expect("a path");
+        let output = Command::new(env!("CARGO_BIN_EXE_baton"))
+            .args(["bench", "disconnect", "--out", out])
+            .args(&wrong)
+            .output()
+            .expect("the binary under test can be started");
+        let log = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && log.contains(says), "{wrong:?}: {log}");
+    }
+}

@@ -26,7 +26,7 @@ pub(crate) struct Cluster {
     pub(crate) prefill: Vec<Engine>,
     pub(crate) decode: Vec<Engine>,
     pub(crate) url: String,
-    admin: String,
+    pub(crate) admin: String,
     router: Process,
     router_alive: bool,
     /// With [`Plan::links`]: from the router to the first decode engine, and from decode engines to the side channel

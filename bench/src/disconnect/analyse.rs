@@ -24,6 +24,7 @@ pub(crate) struct Facts {
     /// Tag, what was said in the run, and what is right.
     pub(crate) replays: Vec<(String, Option<String>, Option<String>)>,
     pub(crate) lost: u64,
+    pub(crate) beside: Option<serde_json::Value>,
 }
 
 /// A part of the run.
@@ -70,6 +71,7 @@ impl Facts {
                 Record::Call(call) => facts.calls.push(call.clone()),
                 Record::Event(event) => facts.timelines.entry(event.tag.clone()).or_default().take(event),
                 Record::Books(books) => facts.books.push(books.clone()),
+                Record::Beside { compared } => facts.beside = Some(compared.clone()),
                 Record::Lost { events, .. } => facts.lost += events,
                 Record::Fault { act, fault, at_us, mended } => {
                     facts.faults.push((act.clone(), fault.clone(), *at_us, *mended));
@@ -171,6 +173,8 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         faults: faults(&facts),
         engines: facts.engines.iter().map(|engine| engine_row(&facts, engine)).collect(),
         texts: texts(&facts),
+        beside: facts.beside.clone(),
+        events_lost: facts.lost,
         series: series::of(&facts, &victims),
         findings: Vec::new(),
         run: facts.run.clone(),

@@ -40,6 +40,9 @@ pub(crate) fn of(facts: &Facts, victims: &[Victim<'_>], summary: &Summary) -> Ve
         findings.push(finding("wrong_texts", says, wrong, &tags));
     }
     bystanders(facts, summary, &mut findings);
+    if !summary.exact {
+        held_for_nobody(facts, summary, &mut findings);
+    }
     for engine in &summary.engines {
         if let Some(held) = engine.held_at_end.filter(|held| *held > 0) {
             let says =
@@ -131,6 +134,20 @@ fn refused(facts: &Facts, findings: &mut Vec<Finding>, summary: &Summary) {
         "{stranded} of {all} requests that the decode engine refused left their blocks at the prefill engine for more than {seconds} s"
     );
     findings.push(finding("refused_stranded", says, stranded, &[]));
+}
+
+/// Where nobody tells of single requests: blocks that were held while no client was there at all.
+fn held_for_nobody(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
+    let held: f64 = summary.engines.iter().map(|engine| engine.idle_block_seconds).sum();
+    // As if one client in fifty had stranded one block for as long as strands.
+    let chance = RARE * summary.left as f64 * facts.run.stranded_after_us as f64 / 1e6;
+    if held > chance {
+        let says = format!(
+            "{held:.1} block-seconds were held while no client was there, after {} had left",
+            summary.left
+        );
+        findings.push(finding("held_for_nobody", says, held as u64, &[]));
+    }
 }
 
 fn freed_twice(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {

@@ -34,6 +34,8 @@ pub(crate) enum Record {
     Lost { engine: usize, events: u64 },
     /// Something was broken, or mended, on purpose.
     Fault { act: String, fault: String, at_us: u64, mended: bool },
+    /// What `baton bench compare --json` has measured of other front doors.
+    Beside { compared: serde_json::Value },
     /// The same prompt asked again when all was quiet.
     Replay { tag: String, text: Option<String>, said: Option<String> },
 }
@@ -42,6 +44,9 @@ pub(crate) enum Record {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Run {
     pub(crate) version: String,
+    /// Of the repository, where the run was made in it.
+    #[serde(default)]
+    pub(crate) commit: Option<String>,
     pub(crate) command: String,
     pub(crate) date: String,
     pub(crate) machine: String,

@@ -26,6 +26,11 @@ pub(crate) struct Summary {
     pub(crate) faults: Vec<FaultRow>,
     pub(crate) engines: Vec<EngineRow>,
     pub(crate) texts: Texts,
+    /// What `baton bench compare` says of other front doors.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) beside: Option<serde_json::Value>,
+    /// Events of engines that were overwritten before they were read; with any, counts are too small.
+    pub(crate) events_lost: u64,
     #[serde(skip)]
     pub(crate) series: Series,
 }

@@ -136,6 +136,8 @@ pub(crate) struct Terms {
     pub(crate) prefix: String,
     /// Between two looks at the books.
     pub(crate) every: Duration,
+    /// Event logs and books are not looked at, only metrics.
+    pub(crate) metrics_only: bool,
 }
 
 impl Watch {
@@ -152,7 +154,7 @@ impl Watch {
         let mut tasks = JoinSet::new();
         let mut watched = Vec::new();
         for (number, (name, role, origin)) in engines.into_iter().enumerate() {
-            let engine = Arc::new(Watched::meet(number, name, role, origin).await?);
+            let engine = Arc::new(Watched::meet(number, name, role, origin, terms.metrics_only).await?);
             recorder.put(&Record::Engine(engine.facts()));
             let (feed, recorder) = (Arc::clone(&feed), Arc::clone(recorder));
             if engine.facts().events {
@@ -204,12 +206,13 @@ impl Watched {
         name: String,
         role: Option<String>,
         origin: Origin,
+        metrics_only: bool,
     ) -> Result<Self, WebError> {
         let mut facts = EngineFacts { engine: number, name, ..EngineFacts::default() };
         let latest = origin.get_json("/debug/kv/events?after=latest", PATIENCE).await;
         match &latest {
             Ok(page) => {
-                facts.events = true;
+                facts.events = !metrics_only;
                 facts.role = page["engine"]["role"].as_str().unwrap_or("both").to_owned();
             }
             Err(error) if error.status().is_some_and(|status| status.as_u16() == 404) => {}
@@ -226,7 +229,7 @@ impl Watched {
         let shown = origin.get_json("/debug/kv", PATIENCE).await;
         let absent = |error: &WebError| error.status().is_some_and(|status| status.as_u16() == 404);
         let shows_books = match shown {
-            Ok(_) => true,
+            Ok(_) => !metrics_only,
             Err(error) if absent(&error) => false,
             Err(error) => return Err(error),
         };
