@@ -18,6 +18,7 @@
 //! | `bad_input` | what no engine should hear of, and what clients may not choose |
 //! | `upgrade` | routers and engines are replaced under load: no request fails |
 //! | `up` | `baton up`: its banner, its supervision, its end |
+//! | `watching` | `baton top` and `baton doctor` |
 
 #![allow(clippy::print_stdout)] // what a test measured is shown with --nocapture
 
@@ -38,3 +39,4 @@ mod stale;
 mod storm;
 mod up;
 mod upgrade;
+mod watching;
