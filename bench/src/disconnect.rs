@@ -28,6 +28,7 @@ mod tests;
 mod timeline;
 mod watch;
 
+use std::collections::BTreeMap;
 use std::io::{BufReader, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -127,6 +128,21 @@ pub struct DisconnectOptions {
     /// Seconds that engines get at the end, at most: as long as a lease, to see what becomes of it
     #[arg(long, default_value_t = 35.0)]
     patience: f64,
+    /// Seconds for asking prompts again to compare their answers, at most
+    #[arg(long, default_value_t = 20.0)]
+    verify_seconds: f64,
+    /// Of the engines, look at metrics only, as if they had no event log
+    #[arg(long)]
+    metrics_only: bool,
+    /// What to run to break a part of the deployment under load, for each NAME; by `sh -c`
+    #[arg(long = "break", value_name = "NAME=COMMAND", requires = "url")]
+    breaks: Vec<String>,
+    /// What to run to mend it again, a moment later
+    #[arg(long = "mend", value_name = "NAME=COMMAND", requires = "url")]
+    mends: Vec<String>,
+    /// What `baton bench compare --json` has written: other front doors, to be shown beside this deployment
+    #[arg(long, value_name = "FILE")]
+    beside: Option<PathBuf>,
     /// Kill and restart nothing (only a deployment that was started here is killed at all)
     #[arg(long)]
     no_faults: bool,
@@ -186,6 +202,7 @@ impl DisconnectOptions {
         positive("phase-seconds", self.phase_seconds)?;
         positive("settle", self.settle)?;
         positive("patience", self.patience)?;
+        positive("verify-seconds", self.verify_seconds)?;
         positive("rate", self.rate.unwrap_or(1.0))?;
         if self.prompt_words == 0 || self.max_tokens < 2 || self.prompt_words > 1_000_000 {
             return Err(
@@ -204,6 +221,40 @@ impl DisconnectOptions {
             return Err("engine options are for engines that are started here, without --url".into());
         }
         Ok(())
+    }
+
+    fn beside(&self) -> Result<Option<serde_json::Value>, BenchError> {
+        let Some(file) = &self.beside else { return Ok(None) };
+        let wrong = |error: &dyn std::fmt::Display| format!("{}: {error}", file.display());
+        let text = std::fs::read(file).map_err(|error| wrong(&error))?;
+        let compared: serde_json::Value = serde_json::from_slice(&text).map_err(|error| wrong(&error))?;
+        if !compared["targets"].is_array() {
+            return Err(wrong(&"not what `baton bench compare --json` writes").into());
+        }
+        Ok(Some(compared))
+    }
+
+    /// How to break and to mend parts of a running deployment, by name.
+    fn commands(&self) -> Result<BTreeMap<String, (String, Option<String>)>, BenchError> {
+        let named = |option: &str, text: &str| match text.split_once('=') {
+            Some((name, command)) if !name.is_empty() && !command.is_empty() => {
+                Ok((name.to_owned(), command.to_owned()))
+            }
+            _ => Err(format!("--{option} must be NAME=COMMAND, not `{text}`")),
+        };
+        let mut commands = BTreeMap::new();
+        for text in &self.breaks {
+            let (name, command) = named("break", text)?;
+            commands.insert(name, (command, None));
+        }
+        for text in &self.mends {
+            let (name, command) = named("mend", text)?;
+            match commands.get_mut(&name) {
+                Some((_, mend)) => *mend = Some(command),
+                None => return Err(format!("--mend {name}=… mends what no --break breaks").into()),
+            }
+        }
+        Ok(commands)
     }
 
     fn terms(&self, rate: f64) -> Terms {
@@ -326,6 +377,8 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
             eprintln!("baton: {:5.1} s  {what}", begun.elapsed().as_secs_f64());
         }
     };
+    // Before anything is started: what is wrong with a file should not take a minute to be said.
+    let (beside, commands) = (options.beside()?, options.commands()?);
     let deployment = deployment(options, &progress).await?;
     let target = Target::parse(&deployment.url)?.with_key_file(options.api_key_file.as_deref())?;
     let limits = Limits { total: CALL_WITHIN, ..Limits::default() };
@@ -337,7 +390,11 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
     let recorder = Arc::new(Recorder::create(&options.out.join("events.jsonl"))?);
     let prefix = format!("baton-{:08x}-", crate::load::Moment::now().us() as u32);
     recorder.put(&Record::Run(described(options, &deployment, &model)));
-    let terms = watch::Terms { prefix: prefix.clone(), every: Duration::from_millis(40) };
+    if let Some(compared) = beside {
+        recorder.put(&Record::Beside { compared });
+    }
+    let every = Duration::from_millis(40);
+    let terms = watch::Terms { prefix: prefix.clone(), every, metrics_only: options.metrics_only };
     let watch = Watch::begin(deployment.engines, &terms, &recorder).await?;
     let stage = Arc::new(Stage {
         client,
@@ -371,6 +428,9 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
             acts.phase(phase).await;
         }
         acts.refused().await;
+        for (name, (breaking, mending)) in &commands {
+            acts.broken(name, breaking, mending.as_deref()).await?;
+        }
         let mut own = deployment.own;
         for part in [Part::Decode, Part::Prefill, Part::Router] {
             own = match own.take() {
@@ -382,7 +442,7 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
         recorder.finish()?;
         let file = std::fs::File::open(options.out.join("events.jsonl"))?;
         let records = raw::read(&mut BufReader::new(file))?;
-        acts.verify(&compared(&records)).await;
+        acts.verify(&compared(&records), Duration::from_secs_f64(options.verify_seconds)).await;
         watch.read_counters().await;
         watch.home(Duration::from_secs_f64(options.settle)).await;
         Ok::<_, BenchError>(own)
@@ -410,8 +470,15 @@ fn compared(records: &[Record]) -> Vec<&raw::CallRecord> {
             _ => None,
         })
         .collect();
-    let step = calls.len().div_ceil(COMPARED).max(1);
-    calls.into_iter().step_by(step).collect()
+    // Some of every part of the run first: the time for all may not be there.
+    let (mut chosen, mut step) = (Vec::new(), calls.len().next_power_of_two());
+    while step > 0 && chosen.len() < COMPARED {
+        let fresh = |at: &usize| !at.is_multiple_of(step * 2) || step == calls.len().next_power_of_two();
+        chosen.extend((0..calls.len()).step_by(step).filter(fresh).map(|at| calls[at]));
+        step /= 2;
+    }
+    chosen.truncate(COMPARED);
+    chosen
 }
 
 async fn first_model(url: &str) -> Result<String, BenchError> {
@@ -430,6 +497,7 @@ fn described(options: &DisconnectOptions, deployment: &Deployment, model: &str) 
     };
     Run {
         version: env!("CARGO_PKG_VERSION").into(),
+        commit: crate::machine::commit(),
         command: format!("baton {}", command.join(" ")),
         date: crate::machine::today(),
         machine: crate::machine::described(),

@@ -11,6 +11,7 @@ mod load;
 mod machine;
 pub mod router;
 mod running;
+pub mod serve;
 pub mod sim;
 pub mod sim_engine;
 pub mod sim_fleet;
@@ -45,6 +46,8 @@ pub enum Benchmark {
     Lease(lease::LeaseOptions),
     /// What the router adds to a request, against a client that makes both hops itself
     Router(router::RouterArgs),
+    /// Load on any OpenAI-compatible endpoint, and what its clients see of it
+    Serve(Box<serve::ServeArgs>),
     /// What clients that leave cost a deployment: a report, and every raw event beside it
     Disconnect(Box<disconnect::DisconnectOptions>),
     /// The report of `disconnect` again, from its raw events
@@ -73,6 +76,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(lease::run(&options, out)?),
         Benchmark::Router(options) => Ok(router::run(&options, out)?),
+        Benchmark::Serve(options) => serve::run(&options, out),
         Benchmark::Disconnect(options) => disconnect::run(&options, out),
         Benchmark::Report(options) => disconnect::report(&options, out),
         Benchmark::Compare(options) => compare::run(&options, out),

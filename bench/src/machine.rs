@@ -6,6 +6,18 @@ pub(crate) fn today() -> String {
     format!("{:04}-{:02}-{:02}", now.year(), u8::from(now.month()), now.day())
 }
 
+/// The commit of the repository that this is run in, where it is run in one; with a `+` where it was changed.
+pub(crate) fn commit() -> Option<String> {
+    let git = |arguments: &[&str]| {
+        let output = std::process::Command::new("git").args(arguments).output().ok()?;
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let commit = git(&["rev-parse", "--short", "HEAD"])?;
+    let changed =
+        git(&["status", "--porcelain", "--untracked-files=no"]).is_some_and(|text| !text.is_empty());
+    Some(if changed { commit + "+" } else { commit })
+}
+
 /// Processor, how many, and memory, from `/proc`.
 pub(crate) fn described() -> String {
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();

@@ -7,6 +7,7 @@
 //! | `disconnects` | a client leaves, at every point of a request's life: the blocks come back |
 //! | `device` | blocks go from device to device where both engines have one |
 //! | `early` | blocks are fetched while they are computed, and somebody leaves or dies meanwhile |
+//! | `judge` | `baton bench disconnect`: finds what is broken, and only that |
 //! | `recall` | the text shows that the blocks arrived |
 //! | `refusals` | an engine refuses, is down or dies: one clear error, nothing held |
 //! | `reports` | the five reports from which this project learned |
@@ -26,6 +27,7 @@ mod early;
 mod endings;
 #[path = "../harness/mod.rs"]
 mod harness;
+mod judge;
 mod nixl;
 mod recall;
 mod refusals;

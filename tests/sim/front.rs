@@ -94,7 +94,8 @@ impl Sim {
             Front { produces: true, events, open: vec![(0, sequence.id)], accepted: false, lent: None };
         let arrived = self.engine(engine).world().now();
         let sampling = SamplingParams::default();
-        let submission = Submission { sequence, sampling, index: 0, outbox, target: None, arrived };
+        let submission =
+            Submission { sequence, sampling, index: 0, tag: None, outbox, target: None, arrived };
         self.engines[engine].mail.submissions.push_back(submission);
         self.engines[engine].fronts.insert(conn, front);
         self.poke(engine);

@@ -36,6 +36,10 @@ const TOO_MANY_TOKENS: u32 = 1 << 24;
 const WORD_TRAVELS: Duration = Duration::from_millis(3);
 /// A fault comes after so much of its act.
 const FAULT_AFTER: f64 = 0.25;
+/// And is mended so much of the act later, where somebody else's command does it.
+const MEND_AFTER: f64 = 0.25;
+/// A command that breaks or mends ends within this time.
+const COMMAND_WITHIN: Duration = Duration::from_secs(120);
 
 /// The run's parts, in order.
 pub(crate) struct Acts<'a> {
@@ -179,16 +183,66 @@ impl Acts<'_> {
         .await;
     }
 
-    /// Load, in which a part is killed and started again.
+    /// Load, in which a part of our own is killed and started again at once.
     pub(crate) async fn killed(&self, own: Own, part: Part) -> Result<Own, BenchError> {
         let (name, fault) = match part {
             Part::Router => ("fault router", "router killed"),
             Part::Prefill => ("fault prefill", "prefill engine killed"),
             Part::Decode => ("fault decode", "decode engine killed"),
         };
+        let mending = async {
+            let mending = tokio::task::spawn_blocking(move || {
+                let mut own = own;
+                own.kill(part)?;
+                own.start_again(part)?;
+                Ok::<_, std::io::Error>(own)
+            });
+            Ok(mending.await??)
+        };
+        self.fault(name, fault, mending).await
+    }
+
+    /// Load, in which something is broken and mended by whoever runs the deployment.
+    pub(crate) async fn broken(
+        &self,
+        name: &str,
+        breaking: &str,
+        mending: Option<&str>,
+    ) -> Result<(), BenchError> {
+        let run = async |command: &str| {
+            let mut shell = tokio::process::Command::new("sh");
+            let shell = shell
+                .args(["-c", command])
+                .stdin(std::process::Stdio::null())
+                .stdout(std::process::Stdio::null());
+            let ended = tokio::time::timeout(COMMAND_WITHIN, shell.kill_on_drop(true).status()).await;
+            match ended {
+                Ok(Ok(status)) if status.success() => Ok(()),
+                Ok(Ok(status)) => Err(BenchError::from(format!("`{command}`: {status}"))),
+                Ok(Err(error)) => Err(format!("`{command}`: {error}").into()),
+                Err(_) => Err(format!("`{command}`: no end within {COMMAND_WITHIN:?}").into()),
+            }
+        };
+        let both = async {
+            run(breaking).await?;
+            if let Some(mending) = mending {
+                tokio::time::sleep(self.terms.fault.mul_f64(MEND_AFTER)).await;
+                run(mending).await?;
+            }
+            Ok(())
+        };
+        self.fault(&format!("fault {name}"), name, both).await
+    }
+
+    /// Load, and in its midst something that breaks and mends.
+    async fn fault<T>(
+        &self,
+        name: &str,
+        fault: &str,
+        break_and_mend: impl Future<Output = Result<T, BenchError>>,
+    ) -> Result<T, BenchError> {
         self.act(name, ActKind::Fault, async {
-            let plans = self.arrivals(name, 0.0, self.terms.fault);
-            let load = join(self.stage, plans);
+            let load = join(self.stage, self.arrivals(name, 0.0, self.terms.fault));
             let told = |mended| {
                 let (act, fault) = (name.to_owned(), fault.to_owned());
                 self.stage.recorder.put(&Record::Fault { act, fault, at_us: Moment::now().us(), mended });
@@ -196,27 +250,21 @@ impl Acts<'_> {
             let breaking = async {
                 tokio::time::sleep(self.terms.fault.mul_f64(FAULT_AFTER)).await;
                 told(false);
-                let mending = tokio::task::spawn_blocking(move || {
-                    let mut own = own;
-                    own.kill(part)?;
-                    own.start_again(part)?;
-                    Ok::<_, std::io::Error>(own)
-                });
-                let own = mending.await??;
+                let result = break_and_mend.await;
                 told(true);
-                Ok::<_, BenchError>(own)
+                result
             };
-            let (_, own) = tokio::join!(load, breaking);
-            own
+            tokio::join!(load, breaking).1
         })
         .await
     }
 
     /// Asks the prompts of these calls again, now that all is quiet, and writes down what is right. An answer that
     /// differs is asked for twice: a deployment that does not say the same twice cannot be judged by its words.
-    pub(crate) async fn verify(&self, calls: &[&CallRecord]) {
+    pub(crate) async fn verify(&self, calls: &[&CallRecord], within: Duration) {
         (self.progress)("verifying texts");
-        for (turn, call) in calls.iter().enumerate() {
+        let until = Instant::now() + within;
+        for (turn, call) in calls.iter().enumerate().take_while(|_| Instant::now() < until) {
             let Some(number) = self.stage.number_of(&call.tag) else { continue };
             let salt = format!("verify-{}-{turn}", self.stage.seed);
             let mut said = self.stage.ask_again(number, call.stream, &salt).await;

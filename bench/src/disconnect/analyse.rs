@@ -24,6 +24,7 @@ pub(crate) struct Facts {
     /// Tag, what was said in the run, and what is right.
     pub(crate) replays: Vec<(String, Option<String>, Option<String>)>,
     pub(crate) lost: u64,
+    pub(crate) beside: Option<serde_json::Value>,
 }
 
 /// A part of the run.
@@ -70,6 +71,7 @@ impl Facts {
                 Record::Call(call) => facts.calls.push(call.clone()),
                 Record::Event(event) => facts.timelines.entry(event.tag.clone()).or_default().take(event),
                 Record::Books(books) => facts.books.push(books.clone()),
+                Record::Beside { compared } => facts.beside = Some(compared.clone()),
                 Record::Lost { events, .. } => facts.lost += events,
                 Record::Fault { act, fault, at_us, mended } => {
                     facts.faults.push((act.clone(), fault.clone(), *at_us, *mended));
@@ -171,6 +173,8 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         faults: faults(&facts),
         engines: facts.engines.iter().map(|engine| engine_row(&facts, engine)).collect(),
         texts: texts(&facts),
+        beside: facts.beside.clone(),
+        events_lost: facts.lost,
         series: series::of(&facts, &victims),
         findings: Vec::new(),
         run: facts.run.clone(),
@@ -332,7 +336,8 @@ fn engine_row(facts: &Facts, engine: &EngineFacts) -> EngineRow {
         held_at_most: books.iter().map(|books| books.held).max().unwrap_or(0),
         held_at_end: books.last().map(|books| books.held),
         expired: counts.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).sum(),
-        askew: books.iter().filter(|books| books.askew).count() as u64,
+        too_many: books.iter().filter(|books| books.askew > 0).count() as u64,
+        too_few: books.iter().filter(|books| books.askew < 0).count() as u64,
         idle_block_seconds: idle_block_us as f64 / 1e6,
     }
 }

@@ -40,6 +40,9 @@ pub(crate) fn of(facts: &Facts, victims: &[Victim<'_>], summary: &Summary) -> Ve
         findings.push(finding("wrong_texts", says, wrong, &tags));
     }
     bystanders(facts, summary, &mut findings);
+    if !summary.exact {
+        held_for_nobody(facts, summary, &mut findings);
+    }
     for engine in &summary.engines {
         if let Some(held) = engine.held_at_end.filter(|held| *held > 0) {
             let says =
@@ -133,6 +136,20 @@ fn refused(facts: &Facts, findings: &mut Vec<Finding>, summary: &Summary) {
     findings.push(finding("refused_stranded", says, stranded, &[]));
 }
 
+/// Where nobody tells of single requests: blocks that were held while no client was there at all.
+fn held_for_nobody(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
+    let held: f64 = summary.engines.iter().map(|engine| engine.idle_block_seconds).sum();
+    // As if one client in fifty had stranded one block for as long as strands.
+    let chance = RARE * summary.left as f64 * facts.run.stranded_after_us as f64 / 1e6;
+    if held > chance {
+        let says = format!(
+            "{held:.1} block-seconds were held while no client was there, after {} had left",
+            summary.left
+        );
+        findings.push(finding("held_for_nobody", says, held as u64, &[]));
+    }
+}
+
 fn freed_twice(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     let twice =
         facts.timelines.iter().filter(|(_, timeline)| timeline.legs.iter().any(|leg| leg.freed.len() > 1));
@@ -141,10 +158,21 @@ fn freed_twice(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
         let says = format!("the blocks of {} requests were freed more than once", tags.len());
         findings.push(finding("freed_twice", says, tags.len() as u64, &tags));
     }
-    for engine in summary.engines.iter().filter(|engine| engine.askew > 0) {
-        let (name, looks) = (&engine.name, engine.askew);
-        let says = format!("the blocks of {name} by state did not add up to its pool at {looks} looks");
-        findings.push(finding("books_askew", says, looks, &[]));
+    for engine in &summary.engines {
+        let (name, pool) = (&engine.name, engine.blocks);
+        if engine.too_many > 0 {
+            let looks = engine.too_many;
+            let says = format!(
+                "{name} had more blocks in its books than the {pool} of its pool at {looks} looks: some were freed twice"
+            );
+            findings.push(finding("freed_twice", says, looks, &[]));
+        }
+        if engine.too_few > 0 {
+            let looks = engine.too_few;
+            let says =
+                format!("{name} had fewer blocks in its books than the {pool} of its pool at {looks} looks");
+            findings.push(finding("blocks_lost", says, looks, &[]));
+        }
     }
 }
 

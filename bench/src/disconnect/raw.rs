@@ -34,6 +34,8 @@ pub(crate) enum Record {
     Lost { engine: usize, events: u64 },
     /// Something was broken, or mended, on purpose.
     Fault { act: String, fault: String, at_us: u64, mended: bool },
+    /// What `baton bench compare --json` has measured of other front doors.
+    Beside { compared: serde_json::Value },
     /// The same prompt asked again when all was quiet.
     Replay { tag: String, text: Option<String>, said: Option<String> },
 }
@@ -42,6 +44,9 @@ pub(crate) enum Record {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Run {
     pub(crate) version: String,
+    /// Of the repository, where the run was made in it.
+    #[serde(default)]
+    pub(crate) commit: Option<String>,
     pub(crate) command: String,
     pub(crate) date: String,
     pub(crate) machine: String,
@@ -170,15 +175,20 @@ pub(crate) struct Books {
     pub(crate) held: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) leased: Option<u64>,
-    /// Blocks by state do not add up to the pool.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) askew: bool,
+    /// Blocks by state, less the pool: more than there are, where some were freed twice; fewer, where some were lost.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(crate) askew: i64,
     /// Requests on the books, in whatever phase.
     pub(crate) requests: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) leases: Option<u64>,
     /// Leases that ended by expiry since the engine began.
     pub(crate) expired: u64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's shape
+fn is_zero(value: &i64) -> bool {
+    *value == 0
 }
 
 /// Why a file of raw events cannot be used.

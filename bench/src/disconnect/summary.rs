@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::phase::{Kind, Phase};
 use super::raw::Run;
+use crate::stats::percentile;
 
 /// A whole run.
 #[derive(Clone, Debug, Serialize)]
@@ -25,6 +26,11 @@ pub(crate) struct Summary {
     pub(crate) faults: Vec<FaultRow>,
     pub(crate) engines: Vec<EngineRow>,
     pub(crate) texts: Texts,
+    /// What `baton bench compare` says of other front doors.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) beside: Option<serde_json::Value>,
+    /// Events of engines that were overwritten before they were read; with any, counts are too small.
+    pub(crate) events_lost: u64,
     #[serde(skip)]
     pub(crate) series: Series,
 }
@@ -140,8 +146,9 @@ pub(crate) struct EngineRow {
     pub(crate) held_at_most: u64,
     pub(crate) held_at_end: Option<u64>,
     pub(crate) expired: u64,
-    /// Looks at which its blocks did not add up.
-    pub(crate) askew: u64,
+    /// Looks at which its books had more blocks than its pool, and fewer.
+    pub(crate) too_many: u64,
+    pub(crate) too_few: u64,
     /// Blocks times seconds held while no client was there, from its books.
     pub(crate) idle_block_seconds: f64,
 }
@@ -175,11 +182,8 @@ impl Dist {
         let mut sorted = samples.to_vec();
         sorted.sort_by(f64::total_cmp);
         let Some((&min, &max)) = sorted.first().zip(sorted.last()) else { return Self::default() };
-        let at = |share: f64| {
-            let rank = (share * sorted.len() as f64).ceil() as usize;
-            sorted[rank.clamp(1, sorted.len()) - 1]
-        };
+        let at = |p: f64| percentile(&sorted, p).expect("there are samples");
         let mean = sorted.iter().sum::<f64>() / sorted.len() as f64;
-        Self { n: sorted.len(), min, mean, p50: at(0.5), p90: at(0.9), p99: at(0.99), max }
+        Self { n: sorted.len(), min, mean, p50: at(50.0), p90: at(90.0), p99: at(99.0), max }
     }
 }

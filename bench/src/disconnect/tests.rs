@@ -95,7 +95,7 @@ impl Script {
         }
     }
 
-    fn books(&mut self, engine: usize, at: u64, held: u64, expired: u64, askew: bool) {
+    fn books(&mut self, engine: usize, at: u64, held: u64, expired: u64, askew: i64) {
         let (at_us, total) = (at * 1_000, 100);
         self.0.push(Record::Books(Books { engine, at_us, total, held, askew, expired, ..Books::default() }));
     }
@@ -170,9 +170,9 @@ fn storm() -> Script {
         ];
         script.told(D, tag, &end);
     }
-    script.books(P, 1_000, 0, 2, false);
-    script.books(P, 1_500, 0, 2, false);
-    script.books(D, 1_500, 0, 0, false);
+    script.books(P, 1_000, 0, 2, 0);
+    script.books(P, 1_500, 0, 2, 0);
+    script.books(D, 1_500, 0, 0, 0);
     script
 }
 
@@ -278,7 +278,7 @@ fn blocks_that_never_come_back_are_counted_until_nobody_looks_any_more() {
         script.left(act, "held", 1_021, Kind::Fin, Phase::Gap, 0);
     });
     script.told(P, "held", &lends("", 0)[..6]);
-    script.books(P, 6_021, 7, 2, false);
+    script.books(P, 6_021, 7, 2, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), ["gap_stranded", "blocks_not_home"]);
     let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
@@ -323,9 +323,10 @@ fn legs_that_go_on_for_nobody_are_named() {
 fn what_is_freed_twice_or_does_not_add_up_is_named() {
     let mut script = storm();
     script.told(P, "gap", &[("freed", 1_025, 7, "")]);
-    script.books(P, 1_600, 0, 2, true);
+    script.books(P, 1_600, 0, 2, 1);
+    script.books(D, 1_600, 0, 0, -1);
     let summary = script.summary();
-    assert_eq!(names(&summary), ["freed_twice", "books_askew"]);
+    assert_eq!(names(&summary), ["freed_twice", "freed_twice", "blocks_lost"]);
     assert_eq!(summary.findings[0].shown_by, ["gap"]);
 }
 
@@ -381,8 +382,8 @@ fn faults_and_refusals_are_counted_for_themselves() {
         script.stayed(act, "f2", 6_500, &[], "refused");
         script.stayed(act, "f3", 6_600, &[6_700], "done");
         for (at, held) in [(6_600, 4), (6_800, 4), (6_900, 0), (7_000, 0)] {
-            script.books(P, at, 0, 2, false);
-            script.books(D, at, held, 0, false);
+            script.books(P, at, 0, 2, 0);
+            script.books(D, at, held, 0, 0);
         }
     });
     let summary = script.summary();
@@ -405,7 +406,7 @@ fn faults_and_refusals_are_counted_for_themselves() {
 #[test]
 fn expiries_that_only_counters_tell_are_counted() {
     let mut script = storm();
-    script.books(D, 1_600, 0, 3, false);
+    script.books(D, 1_600, 0, 3, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), ["leases_expired"]);
     assert_eq!(summary.engines[D].expired, 3);

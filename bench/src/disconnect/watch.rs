@@ -50,6 +50,8 @@ pub(crate) enum Mark {
 pub(crate) struct Watched {
     origin: Origin,
     facts: Mutex<EngineFacts>,
+    /// It shows its books; otherwise they are guessed from its metrics.
+    shows_books: bool,
     /// Where its event log was when it was met: epoch and number.
     met_at: (String, u64),
     expired: AtomicU64,
@@ -134,6 +136,8 @@ pub(crate) struct Terms {
     pub(crate) prefix: String,
     /// Between two looks at the books.
     pub(crate) every: Duration,
+    /// Event logs and books are not looked at, only metrics.
+    pub(crate) metrics_only: bool,
 }
 
 impl Watch {
@@ -150,7 +154,7 @@ impl Watch {
         let mut tasks = JoinSet::new();
         let mut watched = Vec::new();
         for (number, (name, role, origin)) in engines.into_iter().enumerate() {
-            let engine = Arc::new(Watched::meet(number, name, role, origin).await?);
+            let engine = Arc::new(Watched::meet(number, name, role, origin, terms.metrics_only).await?);
             recorder.put(&Record::Engine(engine.facts()));
             let (feed, recorder) = (Arc::clone(&feed), Arc::clone(recorder));
             if engine.facts().events {
@@ -202,12 +206,13 @@ impl Watched {
         name: String,
         role: Option<String>,
         origin: Origin,
+        metrics_only: bool,
     ) -> Result<Self, WebError> {
         let mut facts = EngineFacts { engine: number, name, ..EngineFacts::default() };
         let latest = origin.get_json("/debug/kv/events?after=latest", PATIENCE).await;
         match &latest {
             Ok(page) => {
-                facts.events = true;
+                facts.events = !metrics_only;
                 facts.role = page["engine"]["role"].as_str().unwrap_or("both").to_owned();
             }
             Err(error) if error.status().is_some_and(|status| status.as_u16() == 404) => {}
@@ -221,7 +226,15 @@ impl Watched {
                 (epoch, page["next"].as_u64().unwrap_or_default())
             },
         );
-        let engine = Self { origin, facts: Mutex::new(facts), met_at, expired: AtomicU64::new(0) };
+        let shown = origin.get_json("/debug/kv", PATIENCE).await;
+        let absent = |error: &WebError| error.status().is_some_and(|status| status.as_u16() == 404);
+        let shows_books = match shown {
+            Ok(_) => !metrics_only,
+            Err(error) if absent(&error) => false,
+            Err(error) => return Err(error),
+        };
+        let (facts, expired) = (Mutex::new(facts), AtomicU64::new(0));
+        let engine = Self { origin, facts, shows_books, met_at, expired };
         engine.read_counters().await;
         if engine.facts().events {
             engine.read_clock().await?;
@@ -307,7 +320,7 @@ impl Watched {
     async fn books(&self) -> Result<Books, WebError> {
         let facts = self.facts();
         let asked = Moment::now().us();
-        let mut books = if facts.events {
+        let mut books = if self.shows_books {
             of_baton(&self.origin.get_json("/debug/kv", PATIENCE).await?)
         } else {
             let samples = self.origin.samples(PATIENCE).await?;
@@ -367,7 +380,7 @@ fn of_baton(shown: &Value) -> Books {
         total: count("total"),
         held,
         leased: Some(count("leased")),
-        askew: held + count("free") + count("cached") != count("total"),
+        askew: (held + count("free") + count("cached")) as i64 - count("total") as i64,
         requests: requests.filter_map(|(_, count)| count.as_u64()).sum(),
         leases: shown["leases"]["live"].as_u64(),
         ..Books::default()
@@ -409,10 +422,10 @@ mod tests {
             (books.total, books.held, books.leased, books.requests, books.leases),
             (10, 5, Some(2), 3, Some(4))
         );
-        assert!(!books.askew);
+        assert_eq!(books.askew, 0);
         let mut crooked = shown;
         crooked["blocks"]["free"] = 2.into();
-        assert!(of_baton(&crooked).askew);
+        assert_eq!(of_baton(&crooked).askew, -1);
         let text = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"200\"} 1\n\
                     vllm:kv_cache_usage_perc{engine=\"0\"} 0.25\nvllm:num_requests_running 3\nvllm:num_requests_waiting 1\n";
         let books = of_vllm(&Samples::parse(text), 0);

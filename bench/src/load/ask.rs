@@ -46,10 +46,12 @@ impl Ask {
 /// The dialect.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Endpoint {
-    /// `/v1/completions`
+    /// /v1/completions
     #[default]
+    #[value(alias = "/v1/completions")]
     Completions,
-    /// `/v1/chat/completions`
+    /// /v1/chat/completions
+    #[value(alias = "/v1/chat/completions")]
     Chat,
 }
 

@@ -440,6 +440,10 @@ impl Course<'_> {
         if !answer.reader.is_done() {
             return Ok(None);
         }
+        if let Some(raw) = &mut self.raw {
+            raw.append(&mut answer.body);
+            return Ok(Some(Outcome::Done));
+        }
         let said =
             Said::read(&answer.body).map_err(|error| format!("the answer is no completion: {error}"))?;
         self.call.text.push_str(&said.text);

@@ -327,3 +327,123 @@ impl Workload {
         tokens.min(self.args.max_output_len.unwrap_or(u32::MAX))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: WorkloadArgs,
+    }
+
+    fn workload(options: &str) -> Workload {
+        let line = Line::try_parse_from(std::iter::once("x").chain(options.split_whitespace()));
+        let args = line.unwrap_or_else(|error| panic!("{options}: {error}")).args;
+        args.check().unwrap_or_else(|error| panic!("{options}: {error}"))
+    }
+
+    #[test]
+    fn a_plan_is_its_seed_and_one_option_changes_nothing_of_another() {
+        let options =
+            "--num-prompts 200 --request-rate 10 --input-len uniform:5-500 --output-len uniform:1-50";
+        let plan = workload(options).plan(0);
+        assert_eq!(plan, workload(options).plan(0));
+        assert_eq!(
+            workload(&format!("{options} --seed 3")).plan(1),
+            workload(&format!("{options} --seed 4")).plan(0)
+        );
+        let times = |plan: &Plan| plan.requests.iter().map(|planned| planned.at).collect::<Vec<_>>();
+        let lengths = |plan: &Plan| plan.requests.iter().map(Planned::input_tokens).collect::<Vec<_>>();
+        let outputs =
+            |plan: &Plan| plan.requests.iter().map(|planned| planned.output_tokens).collect::<Vec<_>>();
+        let other =
+            workload(&format!("{options} --prefix-len 100 --prefix-count 3 --burstiness 0.5")).plan(0);
+        assert_eq!((lengths(&plan), outputs(&plan)), (lengths(&other), outputs(&other)));
+        assert_ne!(times(&plan), times(&other));
+        assert_ne!(lengths(&plan), lengths(&workload(options).plan(1)));
+    }
+
+    #[test]
+    fn as_many_requests_share_a_beginning_as_was_asked_for() {
+        let options =
+            "--num-prompts 4000 --input-len 300 --prefix-len 200 --prefix-count 4 --prefix-share 0.25";
+        let plan = workload(options).plan(0);
+        let shared: Vec<_> = plan.requests.iter().filter(|planned| planned.segments.len() == 2).collect();
+        assert!((900..1_100).contains(&shared.len()), "{}", shared.len());
+        let prefixes: std::collections::BTreeSet<_> =
+            shared.iter().map(|planned| planned.segments[0].seed).collect();
+        assert_eq!(prefixes.len(), 4);
+        assert!(
+            shared.iter().all(|planned| planned.segments[0].tokens == 200 && planned.input_tokens() == 300)
+        );
+        let whole = workload("--num-prompts 9 --input-len 64 --prefix-len 100").plan(0);
+        assert!(
+            whole.requests.iter().all(|planned| planned.segments.len() == 1 && planned.input_tokens() == 64)
+        );
+    }
+
+    #[test]
+    fn loops_are_open_or_closed_and_end_by_number_or_time() {
+        let closed = workload("--max-concurrency 8").plan(0);
+        assert_eq!((closed.requests.len(), closed.lanes), (1_000, Some(8)));
+        assert!(closed.requests.iter().all(|planned| planned.at.is_none()));
+        let at_once = workload("--num-prompts 3").plan(0);
+        assert!(
+            at_once.requests.iter().all(|planned| planned.at == Some(Duration::ZERO))
+                && at_once.lanes.is_none()
+        );
+        for burstiness in ["1", "0.1", "inf"] {
+            let timed =
+                workload(&format!("--duration 20 --request-rate 50 --burstiness {burstiness}")).plan(0);
+            let last = timed.requests.last().and_then(|planned| planned.at).expect("requests");
+            assert!(last < Duration::from_secs(20) && last > Duration::from_secs(18), "{last:?}");
+            assert!((700..1_300).contains(&timed.requests.len()), "{burstiness}: {}", timed.requests.len());
+        }
+        assert_eq!(workload("--duration 20 --request-rate 50 --num-prompts 10").plan(0).requests.len(), 10);
+        let lanes = workload("--duration 5 --max-concurrency 2").plan(0);
+        assert_eq!((lanes.until, lanes.requests.len()), (Some(Duration::from_secs(5)), REQUESTS_BY_TIME));
+        let ramp = "--num-prompts 100 --ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 100";
+        assert!(workload(ramp).plan(0).requests.iter().all(|planned| planned.at.is_some()));
+    }
+
+    #[test]
+    fn a_trace_keeps_its_times_lengths_and_what_is_shared() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let lines = [
+            r#"{"timestamp": 1000, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}"#,
+            r#"{"timestamp": 3000, "input_length": 1030, "output_length": 500, "hash_ids": [7, 8, 10]}"#,
+            r#"{"timestamp": 5000, "input_length": 2000, "output_length": 1, "hash_ids": [7]}"#,
+        ];
+        std::fs::write(file.path(), lines.join("\n")).expect("written");
+        let options = format!("--trace {} --speedup 2 --max-output-len 64", file.path().display());
+        let plan = workload(&options).plan(0);
+        let at: Vec<_> =
+            plan.requests.iter().map(|planned| planned.at.unwrap_or_default().as_secs()).collect();
+        assert_eq!(at, [0, 1, 2]);
+        let tokens =
+            |nth: usize| plan.requests[nth].segments.iter().map(|segment| segment.tokens).collect::<Vec<_>>();
+        assert_eq!(
+            (tokens(0), tokens(1), tokens(2)),
+            (vec![512, 512, 76], vec![512, 512, 6], vec![512, 1_488])
+        );
+        let seed = |nth: usize, block: usize| plan.requests[nth].segments[block].seed;
+        assert!(
+            seed(0, 0) == seed(1, 0)
+                && seed(0, 1) == seed(1, 1)
+                && seed(0, 2) != seed(1, 2)
+                && seed(2, 0) == seed(0, 0)
+        );
+        assert_eq!(plan.requests[1].output_tokens, 64);
+        let cut = workload(&format!("{options} --max-input-len 600 --limit 2")).plan(0);
+        assert_eq!((cut.requests.len(), cut.requests[0].input_tokens()), (2, 600));
+        assert_ne!(
+            workload(&options).plan(1).requests[0].segments,
+            plan.requests[0].segments,
+            "no run finds another's cache"
+        );
+    }
+}

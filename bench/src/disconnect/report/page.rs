@@ -35,6 +35,9 @@ dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}li{margin:.25rem 0}
 @media print{body{max-width:none;padding:0}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
 ";
 
+/// Front doors that are shown beside the deployment.
+const BESIDE_MAX: usize = 20;
+
 /// The page.
 pub(crate) fn page(summary: &Summary) -> String {
     let mut out = String::from(
@@ -52,6 +55,7 @@ pub(crate) fn page(summary: &Summary) -> String {
     pools(summary, &mut out);
     by_kind(summary, &mut out);
     faults(summary, &mut out);
+    beside(summary, &mut out);
     definitions(summary, &mut out);
     out.push_str("</body></html>\n");
     out
@@ -128,7 +132,7 @@ fn tiles(summary: &Summary, out: &mut String) {
 
 fn verdict(summary: &Summary, out: &mut String) {
     if summary.findings.is_empty() {
-        out.push_str("<div class=\"verdict\"><b>Nothing was found.</b> No block was stranded, freed twice, or answered from after it was freed; nobody who stayed was harmed.</div>");
+        out.push_str("<div class=\"verdict\"><b>Nothing was found.</b> No block was stranded, freed twice, or answered from after it was freed; nobody who stayed failed for those who left.</div>");
         return;
     }
     let _ = write!(out, "<div class=\"verdict found\"><b>{} found:</b><ul>", summary.findings.len());
@@ -353,6 +357,43 @@ fn faults(summary: &Summary, out: &mut String) {
     out.push_str("</tbody></table></div>");
 }
 
+/// Other front doors, as `baton bench compare` has measured them.
+fn beside(summary: &Summary, out: &mut String) {
+    let Some(compared) = &summary.beside else { return };
+    let word = |name: &str| escaped(compared[name].as_str().unwrap_or_default());
+    let _ = write!(
+        out,
+        "<h2>Other front doors</h2><p class=\"note\">Each in front of the same simulated engines ({} dialect), by <code>baton bench compare</code> on {}: {}. In the gap, clients leave between prefill and decode; blocks are lent for {} s.</p><div class=\"scroll\"><table><thead><tr><th></th><th>left in the gap</th><th>stranded</th><th>block-s / 1,000</th><th>blocks back p50</th><th>p99</th><th>TTFT p50</th><th>p99</th><th>CPU s / 1,000</th><th>failed</th></tr></thead><tbody>",
+        word("dialect"),
+        word("date"),
+        word("machine"),
+        compared["lease_ms"].as_f64().unwrap_or(0.0) / 1e3,
+    );
+    for target in compared["targets"].as_array().into_iter().flatten().take(BESIDE_MAX) {
+        let (gap, number) = (&target["gap"], |value: &serde_json::Value| value.as_f64());
+        let told =
+            |value: Option<f64>, told: &dyn Fn(f64) -> String| value.map_or_else(|| "–".to_owned(), told);
+        let whole = |value: f64| count(value as u64);
+        let stranded = number(&gap["stranded"]);
+        let class = if stranded.is_some_and(|stranded| stranded > 0.0) { " class=\"bad\"" } else { "" };
+        let _ = write!(
+            out,
+            "<tr><td>{}</td><td>{}</td><td{class}>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            escaped(target["name"].as_str().unwrap_or_default()),
+            told(number(&gap["victims"]), &whole),
+            told(stranded, &whole),
+            told(number(&gap["stranded_block_seconds_per_1000"]), &|value| format!("{value:.1}")),
+            told(number(&gap["freed_p50_ms"]), &ms),
+            told(number(&gap["freed_p99_ms"]), &ms),
+            told(number(&target["ttft_p50_ms"]["median"]), &ms),
+            told(number(&target["ttft_p99_ms"]["median"]), &ms),
+            told(number(&target["cpu_s_per_1000"]["median"]), &|value| format!("{value:.2}")),
+            told(number(&target["failed"]), &whole),
+        );
+    }
+    out.push_str("</tbody></table></div>");
+}
+
 fn definitions(summary: &Summary, out: &mut String) {
     let run = &summary.run;
     let seconds = run.stranded_after_us as f64 / 1e6;
@@ -368,10 +409,11 @@ fn definitions(summary: &Summary, out: &mut String) {
          <dt>percentiles</dt><dd>by nearest rank: the smallest sample that at least so many per cent of all do not exceed</dd>\
          <dt>TTFT, E2E</dt><dd>from the moment at which the request was due, so that a client that is held up counts its waiting</dd>\
          </dl><h2>This run</h2><dl>\
-         <dt>command</dt><dd><code>{}</code></dd><dt>version</dt><dd>{}</dd><dt>machine</dt><dd>{}</dd><dt>date</dt><dd>{}</dd><dt>seed</dt><dd>{}</dd><dt>options</dt><dd><code>{}</code></dd>\
+         <dt>command</dt><dd><code>{}</code></dd><dt>version</dt><dd>{}{}</dd><dt>machine</dt><dd>{}</dd><dt>date</dt><dd>{}</dd><dt>seed</dt><dd>{}</dd><dt>options</dt><dd><code>{}</code></dd>\
          <dt>raw events</dt><dd><code>events.jsonl</code> beside this page; <code>baton bench report DIR</code> computes everything here from it again</dd></dl>",
         escaped(&run.command),
         escaped(&run.version),
+        run.commit.as_ref().map_or_else(String::new, |commit| format!(", commit {}", escaped(commit))),
         escaped(&run.machine),
         escaped(&run.date),
         run.seed,

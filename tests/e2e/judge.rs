@@ -1,0 +1,209 @@
+//! `baton bench disconnect`: what it finds of a healthy deployment is nothing, and of a broken one what is broken.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+/// Everything that is wrong with a deployment, whatever else its machine is busy with.
+const UNTRUE: [&str; 8] = [
+    "prefill_not_aborted",
+    "decode_not_aborted",
+    "gap_stranded",
+    "stranded",
+    "leases_expired",
+    "freed_twice",
+    "wrong_texts",
+    "blocks_not_home",
+];
+
+/// Runs the benchmark, short, and reads its summary.
+fn judged(folder: &Path, options: &[&str]) -> Value {
+    let out = folder.to_str().expect("a path");
+    let short = ["bench", "disconnect", "--json", "--out", out, "--seconds", "1.5", "--victims", "5"];
+    ran(&[&short, ["--phase-seconds", "4", "--patience", "8"].as_slice(), options].concat())
+}
+
+fn ran(arguments: &[&str]) -> Value {
+    let output = Command::new(env!("CARGO_BIN_EXE_baton"))
+        .args(arguments)
+        .stdin(Stdio::null())
+        .output()
+        .expect("the binary under test can be started");
+    let (out, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{arguments:?}: {}\n{out}\n{log}", output.status);
+    serde_json::from_str(&out).unwrap_or_else(|error| panic!("{error}: {out}\n{log}"))
+}
+
+fn found(summary: &Value) -> Vec<&str> {
+    let findings = summary["findings"].as_array().expect("findings");
+    findings.iter().map(|finding| finding["name"].as_str().expect("a name")).collect()
+}
+
+#[test]
+fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let engines = ["--", "--kv-cache-mib", "32", "--threads", "1"];
+    let options = ["--no-faults", "--rate", "15", "--stranded-after-ms", "10000"];
+    let summary = judged(folder.path(), &[&options, engines.as_slice()].concat());
+    let found = found(&summary);
+    assert!(!found.iter().any(|name| UNTRUE.contains(name)), "{:#}", summary["findings"]);
+    assert_eq!(summary["exact"], true);
+    assert_eq!(summary["texts"]["wrong"], 0);
+    let left = |phase: &str| {
+        let rows = summary["phases"].as_array().expect("phases");
+        let row = rows.iter().find(|row| row["phase"] == phase);
+        row.and_then(|row| row["left"].as_u64()).unwrap_or(0)
+    };
+    for phase in ["queued", "prefill", "stream"] {
+        assert!(left(phase) > 0, "nobody left in phase {phase}: {:#}", summary["phases"]);
+    }
+    assert!(summary["texts"]["compared"].as_u64() > Some(0) && summary["refused"]["left"].as_u64() > Some(0));
+    let page = std::fs::read_to_string(folder.path().join("report.html")).expect("a report");
+    assert!(page.starts_with("<!doctype html>") && page.contains("<svg"), "{page}");
+    // Every number comes from the raw events.
+    let again = ran(&["bench", "report", "--json", folder.path().to_str().expect("a path")]);
+    assert_eq!(again, summary);
+}
+
+/// A process of the binary under test that ends when this is dropped.
+struct Process {
+    child: std::process::Child,
+    ready: String,
+}
+
+impl Process {
+    fn start(arguments: &[&str]) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_baton"))
+            .args(arguments)
+            .arg("--until-stdin-ends")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the binary under test can be started");
+        let mut lines = BufReader::new(child.stdout.take().expect("stdout is a pipe")).lines();
+        let ready = lines.by_ref().map_while(Result::ok).find(|line| line.contains("ready "));
+        // What it says later must not fill its pipe.
+        std::thread::spawn(move || lines.for_each(drop));
+        Self { child, ready: ready.unwrap_or_else(|| panic!("{arguments:?} ended before it was ready")) }
+    }
+
+    fn word(&self, name: &str) -> &str {
+        let value = self.ready.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        value.unwrap_or_else(|| panic!("no {name} in {}", self.ready))
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        drop(self.child.stdin.take());
+        let _ = self.child.wait();
+    }
+}
+
+/// The router in front of simulated engines with something wrong, judged.
+fn judged_with(fault: Option<&str>, options: &[&str]) -> Value {
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = folder.path().join("router.yaml");
+    let config = config.to_str().expect("a path");
+    let place =
+        ["--router-config", config, "--router-listen", "127.0.0.1:0", "--router-admin", "127.0.0.1:0"];
+    let mut sim = vec!["bench", "sim", "--dialect", "baton", "--kv-lease-duration", "4"];
+    sim.extend(place);
+    sim.extend(fault.iter().flat_map(|fault| ["--fault", fault]));
+    let _engines = Process::start(&sim);
+    let router = Process::start(&["router", "--config", config]);
+    let (url, admin) =
+        (format!("http://{}", router.word("http")), format!("http://{}", router.word("admin")));
+    let more = ["--url", &url, "--admin", &admin, "--rate", "40", "--verify-seconds", "5"];
+    judged(folder.path(), &[&more, options].concat())
+}
+
+fn is_found(fault: &str, phases: &str, names: &[&str]) {
+    let summary = judged_with(Some(fault), &["--phases", phases]);
+    let found = found(&summary);
+    assert!(names.iter().any(|name| found.contains(name)), "{fault}: {:#}", summary["findings"]);
+}
+
+#[test]
+fn nothing_is_found_of_healthy_simulated_engines() {
+    let summary = judged_with(None, &["--stranded-after-ms", "3000"]);
+    assert!(!found(&summary).iter().any(|name| UNTRUE.contains(name)), "{:#}", summary["findings"]);
+}
+
+#[test]
+fn a_prefill_engine_that_never_aborts_is_found() {
+    is_found("never-aborts-prefill", "prefill", &["prefill_not_aborted"]);
+}
+
+#[test]
+fn a_decode_engine_that_never_aborts_is_found() {
+    is_found("never-aborts-decode", "stream,unary", &["decode_not_aborted"]);
+}
+
+#[test]
+fn blocks_that_are_stranded_in_the_gap_are_found() {
+    is_found("strands-gap", "gap", &["gap_stranded"]);
+}
+
+#[test]
+fn blocks_that_are_freed_twice_are_found() {
+    is_found("double-free", "gap,fetch", &["freed_twice"]);
+}
+
+#[test]
+fn answers_from_stale_blocks_are_found() {
+    is_found("stale-blocks", "gap,stream", &["wrong_texts"]);
+}
+
+#[test]
+fn bystanders_that_are_stalled_are_found() {
+    is_found("stalls-bystanders", "stream", &["bystanders_slowed"]);
+}
+
+#[test]
+fn an_engine_that_only_tells_its_metrics_is_judged_by_them() {
+    let summary = judged_with(None, &["--metrics-only", "--stranded-after-ms", "5000"]);
+    assert_eq!((&summary["exact"], &summary["texts"]["wrong"]), (&false.into(), &0.into()));
+    assert!(!found(&summary).iter().any(|name| UNTRUE.contains(name)), "{:#}", summary["findings"]);
+    let summary = judged_with(Some("strands-gap"), &["--metrics-only", "--phases", "prefill,first-token"]);
+    let found = found(&summary);
+    assert!(
+        found.contains(&"held_for_nobody") && found.contains(&"leases_expired"),
+        "{:#}",
+        summary["findings"]
+    );
+}
+
+#[test]
+fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_early() {
+    let broken = ["--break", "nothing=true", "--mend", "nothing=true", "--phases", "stream"];
+    let summary = judged_with(None, &broken);
+    let faults = summary["faults"].as_array().expect("faults");
+    assert_eq!(
+        (faults.len(), &faults[0]["fault"], &faults[0]["errors_after"]),
+        (1, &"nothing".into(), &0.into())
+    );
+    let url = ["--url", "http://127.0.0.1:1", "--admin", "http://127.0.0.1:1"];
+    for (wrong, says) in [
+        (vec!["--url", "http://127.0.0.1:1"], "--admin"),
+        (vec!["--share", "1.5"], "0 to 1"),
+        (vec!["--seconds", "0"], "--seconds"),
+        ([url.as_slice(), &["--break", "x"]].concat(), "NAME=COMMAND"),
+        ([url.as_slice(), &["--mend", "x=y"]].concat(), "no --break"),
+        ([url.as_slice(), &["--beside", "/dev/null"]].concat(), "/dev/null"),
+        (url.to_vec(), "127.0.0.1:1"),
+    ] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let out = folder.path().to_str().expect("a path");
+        let output = Command::new(env!("CARGO_BIN_EXE_baton"))
+            .args(["bench", "disconnect", "--out", out])
+            .args(&wrong)
+            .output()
+            .expect("the binary under test can be started");
+        let log = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && log.contains(says), "{wrong:?}: {log}");
+    }
+}
