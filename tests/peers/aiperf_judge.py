@@ -148,12 +148,19 @@ def judge(stack, records, events, gone):
     expired = sum(e["kind"] == "lease_ended" and e["reason"] == "lease_expired" for e in events)
     computed = sum(e.get("generated", 0) for e in events if e["kind"] == "ended" and e["engine"] == "decode"
                    and e["request_id"] in given_up - answered)
+    def to_home_ms(seen):
+        """From the moment at which an engine learnt of it until its last block was home."""
+        told = min(e["at_us"] for e in seen if e["kind"] in ("abort", "lease_ended"))
+        return (max([e["at_us"] for e in seen if e["kind"] == "freed"], default=told) - told) / 1000
+
+    slowest = max((to_home_ms(by_id[name]) for name in given_up - answered), default=0.0)
     last_client = max(record["metadata"]["request_end_ns"] for record in records) / 1e9
     last_freed = max((e["at_us"] for e in events if e["kind"] == "freed"), default=0) / 1e6
     return {
         "requests": len(records), "cancelled": len(cancelled), "failed": len(failed), "router_saw_leave": gone,
         "engines_gave_up": len(given_up - answered), "engines_never_asked": len(records) - len(by_id),
-        "lease_expiries": expired, "tokens_for_nobody": computed, "home_after_s": round(last_freed - last_client, 3),
+        "lease_expiries": expired, "tokens_for_nobody": computed, "told_to_home_ms_max": round(slowest, 3),
+        "home_after_s": round(last_freed - last_client, 3),
     }
 
 
