@@ -23,6 +23,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_S = 600
 RUN_S = 900
 HOME_WITHIN_S = 1.0
+# Why a lease ends that nobody will read, because its client has left.
+GIVEN_BACK = ("client_gone", "aborted", "late_reply", "consumer_aborted")
 
 
 def expect(condition, what):
@@ -143,14 +145,14 @@ def judge(stack, records, events, gone):
     given_up = {
         name for name, seen in by_id.items()
         if any(e["kind"] == "abort" for e in seen)
-        or any(e["kind"] == "lease_ended" and e["reason"] in ("client_gone", "aborted", "late_reply") for e in seen)
+        or any(e["kind"] == "lease_ended" and e["reason"] in GIVEN_BACK for e in seen)
     }
     expired = sum(e["kind"] == "lease_ended" and e["reason"] == "lease_expired" for e in events)
     computed = sum(e.get("generated", 0) for e in events if e["kind"] == "ended" and e["engine"] == "decode"
                    and e["request_id"] in given_up - answered)
     def to_home_ms(seen):
         """From the moment at which an engine learnt of it until its last block was home."""
-        told = min(e["at_us"] for e in seen if e["kind"] in ("abort", "lease_ended"))
+        told = min(e["at_us"] for e in seen if e["kind"] == "abort" or e.get("reason") in GIVEN_BACK)
         return (max([e["at_us"] for e in seen if e["kind"] == "freed"], default=told) - told) / 1000
 
     slowest = max((to_home_ms(by_id[name]) for name in given_up - answered), default=0.0)
