@@ -34,8 +34,15 @@ pub(crate) enum Command {
     Check(CheckArgs),
     /// Say why a request went where it went, or where one would go
     Explain(ExplainArgs),
+    /// Watch a deployment: blocks by state, leases and why they are held, requests by phase
+    Top(Box<baton_bench::top::TopArgs>),
+    /// Examine a deployment: leave it in every phase of a request and prove that the blocks came back. Exits with 1 if
+    /// something is wrong, with 2 if nobody answers
+    Doctor(Box<baton_bench::doctor::DoctorArgs>),
     /// API keys of the router's clients
     Key(KeyArgs),
+    /// Ask a router or an engine how it is: succeeds if it is well
+    Health(HealthArgs),
     /// Compare the engine with golden outputs made by make_tiny.py
     Parity(ParityArgs),
     /// Measure the engine, the transfer, the ledger or the router against baselines from the same run
@@ -334,6 +341,16 @@ pub(crate) struct ExplainArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct HealthArgs {
+    /// What to ask: `http://HOST:PORT/ready` of a router, `http://HOST:PORT/health` of either
+    #[arg(value_name = "URL", default_value = "http://127.0.0.1:8081/ready")]
+    pub(crate) url: String,
+    /// How long to wait for each step of the answer, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 2000)]
+    pub(crate) timeout_ms: u64,
 }
 
 #[derive(Debug, Args)]

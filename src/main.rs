@@ -6,6 +6,7 @@ mod builtin;
 mod cli;
 mod engine;
 mod explain;
+mod health;
 mod parity;
 mod router;
 mod shutdown;
@@ -33,10 +34,13 @@ fn main() -> ExitCode {
         cli::Command::Router(args) => router::run(&args),
         cli::Command::Check(args) => router::check(&args),
         cli::Command::Explain(args) => explain::run(&args),
+        cli::Command::Top(args) => baton_bench::top::run(&args, &mut std::io::stdout()),
+        cli::Command::Doctor(args) => return doctor(&args),
         cli::Command::Key(args) => {
             router::key(&args.verb);
             Ok(())
         }
+        cli::Command::Health(args) => health::run(&args),
         cli::Command::Parity(args) => parity::run(&args),
         cli::Command::Bench(args) => baton_bench::run(args.benchmark, &mut std::io::stdout()),
     };
@@ -48,6 +52,17 @@ fn main() -> ExitCode {
                 true => ExitCode::from(SKIPPED),
                 false => ExitCode::FAILURE,
             }
+        }
+    }
+}
+
+/// What the doctor found is its exit code.
+fn doctor(args: &baton_bench::doctor::DoctorArgs) -> ExitCode {
+    match baton_bench::doctor::run(args, &mut std::io::stdout()) {
+        Ok(verdict) => ExitCode::from(verdict.code()),
+        Err(error) => {
+            eprintln!("baton: {error}");
+            ExitCode::from(baton_bench::doctor::Verdict::NotSeen.code())
         }
     }
 }

@@ -32,6 +32,9 @@ const ROUTER_START: Duration = Duration::from_secs(30);
 /// Longest wait for a child to drain before it is killed. Longer than the engines' own shutdown timeout.
 const DRAIN: Duration = Duration::from_secs(45);
 
+/// Where `baton top`, `baton explain` and `baton doctor` look for the admin listener.
+const ADMIN_PORT: u16 = 8081;
+
 /// An engine that ends this many times within [`RESTART_WINDOW`] is not started again.
 const RESTARTS_MAX: usize = 5;
 const RESTART_WINDOW: Duration = Duration::from_secs(60);
@@ -67,12 +70,13 @@ pub(crate) fn run(args: UpArgs) -> Result<(), Failure> {
         };
         let url = format!("http://{}", stack.router.field("http")?);
         banner(&url, stack.prefill.field("model")?, args.model.is_none(), started.elapsed());
+        let admin = stack.router.field("admin")?;
         println!(
-            "Engines: prefill http://{}, decode http://{} (their blocks: GET /debug/kv). Router metrics: http://{}/metrics\n",
+            "Engines: prefill http://{}, decode http://{} (their blocks: GET /debug/kv). Router metrics: http://{admin}/metrics\n",
             stack.prefill.field("http")?,
             stack.decode.field("http")?,
-            stack.router.field("admin")?,
         );
+        watching(&url, admin);
         stack.watch(stop).await
     })
 }
@@ -93,9 +97,20 @@ impl Stack {
             spec.place = Some(child.field("http")?.to_owned());
         }
         let config = folder.join("router.yaml");
-        std::fs::write(&config, router_config(args.listen, &prefill, &decode)?)?;
-        let mut router = Child::spawn("router", &["router", "--config", &config.display().to_string()])?;
-        router.ready(ROUTER_START).await?;
+        let start = async |admin: SocketAddr| -> Result<Child, Failure> {
+            std::fs::write(&config, router_config(args.listen, admin, &prefill, &decode)?)?;
+            let mut router = Child::spawn("router", &["router", "--config", &config.display().to_string()])?;
+            router.ready(ROUTER_START).await?;
+            Ok(router)
+        };
+        let (usual, any) =
+            (SocketAddr::from(([127, 0, 0, 1], ADMIN_PORT)), SocketAddr::from(([127, 0, 0, 1], 0)));
+        let is_free = std::net::TcpListener::bind(usual).is_ok();
+        let router = match start(if is_free { usual } else { any }).await {
+            // Somebody has taken it since.
+            Err(_) if is_free => start(any).await?,
+            router => router?,
+        };
         Ok(Self { router, prefill, decode, specs, restarts: Vec::new() })
     }
 
@@ -154,14 +169,19 @@ impl EngineSpec {
     }
 }
 
-fn router_config(listen: SocketAddr, prefill: &Child, decode: &Child) -> Result<String, Failure> {
+fn router_config(
+    listen: SocketAddr,
+    admin: SocketAddr,
+    prefill: &Child,
+    decode: &Child,
+) -> Result<String, Failure> {
     let engines = |child: &Child| -> Result<serde_json::Value, Failure> {
         Ok(json!({"engines": [{"url": format!("http://{}", child.field("http")?)}]}))
     };
     // JSON is YAML.
     let config = json!({
         "listen": listen.to_string(),
-        "admin": {"listen": "127.0.0.1:0"},
+        "admin": {"listen": admin.to_string()},
         "models": [{
             "name": prefill.field("model")?,
             "prefill": engines(prefill)?,
@@ -170,6 +190,17 @@ fn router_config(listen: SocketAddr, prefill: &Child, decode: &Child) -> Result<
         }],
     });
     Ok(config.to_string())
+}
+
+/// How to look at it.
+fn watching(url: &str, admin: &str) {
+    let named = match admin.ends_with(&format!(":{ADMIN_PORT}")) {
+        true => String::new(),
+        false => format!(" --admin http://{admin}"),
+    };
+    println!(
+        "Watch it: http://{admin}/top, or `baton top{named}`. Examine it: `baton doctor {url} --admin http://{admin}`\n"
+    );
 }
 
 fn banner(url: &str, model: &str, builtin: bool, took: Duration) {

@@ -2,6 +2,7 @@
 
 pub mod compare;
 pub mod disconnect;
+pub mod doctor;
 pub mod engine;
 pub mod gpu;
 pub mod handoff;
@@ -17,6 +18,7 @@ pub mod sim_engine;
 pub mod sim_fleet;
 #[allow(dead_code, unused_imports)] // until all who need it are there
 mod stats;
+pub mod top;
 pub mod transfer;
 #[allow(dead_code, unused_imports)] // until all who need it are there
 mod web;

@@ -9,6 +9,8 @@
 mod access;
 mod answer;
 mod engines;
+mod kv;
+mod page;
 mod pages;
 mod patience;
 
@@ -53,6 +55,8 @@ pub(crate) struct Admin {
     pub shared: Arc<Shared>,
     /// Bodies that are held at once: one.
     bodies: Semaphore,
+    /// The engines' books.
+    books: kv::Books,
 }
 
 /// One request; its body is read where it means something.
@@ -109,7 +113,7 @@ async fn serve_one(stream: impl AsyncRead + AsyncWrite + Unpin, admin: Arc<Admin
 
 impl Admin {
     pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, bodies: Semaphore::new(1) }
+        Self { shared, bodies: Semaphore::new(1), books: kv::Books::default() }
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
@@ -172,9 +176,16 @@ impl Admin {
             ["explain", id] if get => pages::explain(&self.shared, id),
             ["dry-run"] if post => pages::dry_run(&self.shared, asked),
             ["dry-run"] => Answer::not_allowed("POST"),
+            ["debug", "kv"] if get => self.books.snapshot(&self.shared).await,
+            ["debug", "kv", "requests", id] if get => self.books.timeline(&self.shared, id).await,
+            ["top"] if get => page::page(),
+            // A browser is shown the page, and everybody else what there is.
+            [""] if get && asked.accept.contains("text/html") => page::page(),
             [""] if get => Answer::text(PATHS),
-            ["health" | "ready" | "metrics" | "config" | "engines" | "explain" | "requests" | ""]
-            | ["explain", _] => Answer::not_allowed("GET"),
+            ["health" | "ready" | "metrics" | "config" | "engines" | "explain" | "requests" | "top" | ""]
+            | ["explain", _]
+            | ["debug", "kv"]
+            | ["debug", "kv", "requests", _] => Answer::not_allowed("GET"),
             _ => Answer::error(StatusCode::NOT_FOUND, "not found; `/` lists what there is"),
         }
     }
@@ -218,5 +229,8 @@ GET  /explain/ID  why a request went where it went; ID is the router's or the cl
 POST /dry-run     where a client's body would go (?path=/v1/chat/completions); nothing is sent; with
                   `auth` ?tenant=NAME says whose it is
 GET  /requests    the requests in flight, the oldest first; ?limit=N
+GET  /top         the deployment on one page, for a browser
+GET  /debug/kv    the same as JSON: every engine's blocks, leases and why they are held, requests by phase
+GET  /debug/kv/requests/ID  one request from its arrival to the release of its last block
 JSON is for machines; ?pretty is for people.
 ";

@@ -21,7 +21,7 @@ use crate::disaggregation::{Facts, Why};
 use crate::metrics::Leg;
 use crate::upstream::Engine;
 pub(crate) use dry_run::dry_run;
-pub(crate) use page::{page, recent};
+pub(crate) use page::{over, page, recent};
 pub(crate) use sight::{Considered, Removed, Sight};
 
 /// Steps of one request: more than two rounds of the most attempts that a configuration allows, decisions included.

@@ -28,6 +28,7 @@
 //! | `settle` | aborts and releases |
 //! | `explain` | why a request went where it went |
 //! | `metrics`, `observe`, `inflight`, `admin`, `seldom` | what people and monitors see |
+//! | [`snapshot`] | every engine's blocks and leases at one moment, and what is stranded |
 //! | `finished`, `observers`, `access_log`, `telemetry`, `trace_context` | a request that is over: its line, its trace |
 //!
 //! The only crate that knows pingora. It imports neither the engine nor a transport: handoffs travel unopened.
@@ -79,6 +80,7 @@ mod service;
 mod session;
 mod settle;
 mod shared;
+pub mod snapshot;
 mod sse;
 mod telemetry;
 mod tenants;

@@ -309,7 +309,7 @@ impl Settler {
 fn complain(engine: &Engine, outgoing: &Outgoing, left: u16, what: &str) {
     if let Some(held_back) = engine.trouble.due() {
         let request = outgoing.id.as_ref().map(RequestId::as_str);
-        let (engine, path) = (engine.authority(), outgoing.path);
+        let (engine, path) = (engine.authority(), &*outgoing.path);
         tracing::warn!(request, engine, path, what, left, held_back, "an abort or a release failed");
     }
 }

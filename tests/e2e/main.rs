@@ -17,6 +17,7 @@
 //! | `endings` | the router is killed, or told to stop; so is an engine |
 //! | `bad_input` | what no engine should hear of, and what clients may not choose |
 //! | `up` | `baton up`: its banner, its supervision, its end |
+//! | `watching` | `baton top` and `baton doctor` |
 
 #![allow(clippy::print_stdout)] // what a test measured is shown with --nocapture
 
@@ -36,3 +37,4 @@ mod resume;
 mod stale;
 mod storm;
 mod up;
+mod watching;

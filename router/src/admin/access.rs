@@ -77,12 +77,13 @@ impl Access {
         Ok(Self { token: token.transpose()?, listen, certificates })
     }
 
-    /// Whether the request may be answered. Whether the router lives is told to everybody: probes bring no token.
+    /// Whether the request may be answered. Whether the router lives is told to everybody: probes bring no token. So is
+    /// the page that asks for it, in which there is nothing yet.
     pub(crate) fn allows(&self, path: &str, headers: &HeaderMap) -> bool {
         let Some(token) = &self.token else { return true };
         let shown =
             || bearer(headers).is_some_and(|shown| same(shown.as_bytes(), token.current.load().as_bytes()));
-        matches!(path, "/health" | "/ready") || shown()
+        matches!(path, "/health" | "/ready" | "/top") || shown()
     }
 
     /// Why a request looks as if a page in a browser had sent it; a token is something that no page has.

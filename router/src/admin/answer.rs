@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use http_body_util::Full;
-use hyper::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
+use hyper::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use hyper::{Method, Response, StatusCode};
 use serde_json::{Value, json};
 
@@ -12,6 +12,8 @@ pub(crate) struct Answer {
     status: StatusCode,
     kind: &'static str,
     allow: Option<&'static str>,
+    /// Further headers.
+    headers: Vec<(HeaderName, HeaderValue)>,
     body: Body,
 }
 
@@ -25,13 +27,19 @@ impl Answer {
     /// Plain text.
     pub(crate) fn text(text: impl Into<String>) -> Self {
         let body = Body::Text(text.into());
-        Self { status: StatusCode::OK, kind: "text/plain; charset=utf-8", allow: None, body }
+        Self {
+            status: StatusCode::OK,
+            kind: "text/plain; charset=utf-8",
+            allow: None,
+            headers: Vec::new(),
+            body,
+        }
     }
 
     /// JSON, in one line unless `?pretty` is asked for.
     pub(crate) fn json(value: Value) -> Self {
         let body = Body::Json(value);
-        Self { status: StatusCode::OK, kind: "application/json", allow: None, body }
+        Self { status: StatusCode::OK, kind: "application/json", allow: None, headers: Vec::new(), body }
     }
 
     /// An error, as `{"error": {"code": 404, "message": "…"}}`.
@@ -53,6 +61,10 @@ impl Answer {
         Self { kind, ..self }
     }
 
+    pub(crate) fn with_headers(self, headers: Vec<(HeaderName, HeaderValue)>) -> Self {
+        Self { headers, ..self }
+    }
+
     pub(super) fn into_response(self, pretty: bool, method: &Method) -> Response<Full<Bytes>> {
         let text = match self.body {
             Body::Text(text) => text,
@@ -65,6 +77,9 @@ impl Answer {
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static(self.kind));
         headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        for (name, value) in self.headers {
+            headers.insert(name, value);
+        }
         if let Some(allow) = self.allow {
             headers.insert(ALLOW, HeaderValue::from_static(allow));
         }

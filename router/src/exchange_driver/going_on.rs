@@ -94,7 +94,7 @@ impl ExchangeDriver {
                 }
                 let body = Bytes::from(Value::Object(body).to_string());
                 let outgoing = self.outgoing(ask, Leg::Decode, body);
-                Some(Outgoing { path: Endpoint::Completions.path(), ..outgoing })
+                Some(Outgoing { path: Endpoint::Completions.path().into(), ..outgoing })
             }
         }
     }

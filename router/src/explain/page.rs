@@ -1,5 +1,6 @@
 //! Accounts as JSON.
 
+use std::collections::{HashMap, HashSet};
 use std::time::{Duration, SystemTime};
 
 use serde_json::{Map, Value, json};
@@ -17,6 +18,22 @@ pub(crate) fn page(ring: &Ring, id: &str) -> Option<Value> {
         return None;
     }
     Some(json!({"requests": found.iter().map(|account| account.json()).collect::<Vec<_>>()}))
+}
+
+/// How remembered requests ended, and how long ago: those of `ids` that are over.
+pub(crate) fn over<'a>(ring: &Ring, ids: &HashSet<&'a str>) -> HashMap<&'a str, (&'static str, Duration)> {
+    let mut found = HashMap::new();
+    if ids.is_empty() {
+        return found;
+    }
+    for account in ring.lock().iter() {
+        let Some(id) = ids.get(account.id.as_str()) else { continue };
+        if let Some(over) = &account.told().over {
+            let ago = account.begun.elapsed().saturating_sub(over.after);
+            found.insert(*id, (over.outcome.map_or("ended", |outcome| outcome.label()), ago));
+        }
+    }
+    found
 }
 
 /// The latest requests in a line each.
@@ -40,6 +57,7 @@ impl Account {
         head.insert("client_id".into(), json!(client_id));
         head.insert("model".into(), json!(self.model));
         head.insert("began_ms".into(), json!(u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX)));
+        head.insert("began_us".into(), json!(micros(since_epoch)));
         head.insert("took_us".into(), json!(over.map(|over| micros(over.after))));
         head.insert("status".into(), json!(over.map(|over| over.status)));
         head.insert("outcome".into(), json!(over.and_then(|over| over.outcome).map(|o| o.label())));

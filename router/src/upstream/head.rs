@@ -17,7 +17,7 @@ pub(super) fn request(
     outgoing: &Outgoing,
 ) -> Vec<u8> {
     let mut head = Vec::with_capacity(USUAL_BYTES);
-    for part in [outgoing.method.as_str(), " ", outgoing.path, " HTTP/1.1\r\n"] {
+    for part in [outgoing.method.as_str(), " ", &*outgoing.path, " HTTP/1.1\r\n"] {
         head.extend_from_slice(part.as_bytes());
     }
     field(&mut head, "host", host);

@@ -1,5 +1,7 @@
 //! A request to an engine: what it says, each thing as a type of its own. Nothing else of a client's head travels on.
 
+use std::borrow::Cow;
+
 use baton_connector::RequestId;
 use bytes::Bytes;
 use hyper::Method;
@@ -12,7 +14,7 @@ use crate::trace_context::TraceParent;
 #[derive(Clone, Debug)]
 pub(crate) struct Outgoing {
     pub method: Method,
-    pub path: &'static str,
+    pub path: Cow<'static, str>,
     pub body: Payload,
     /// The request's name, the same on both legs.
     pub id: Option<RequestId>,
@@ -29,10 +31,10 @@ pub(crate) struct Outgoing {
 
 impl Outgoing {
     /// A question, which nobody asks by name.
-    pub(crate) fn get(path: &'static str) -> Self {
+    pub(crate) fn get(path: impl Into<Cow<'static, str>>) -> Self {
         Self {
             method: Method::GET,
-            path,
+            path: path.into(),
             body: Bytes::new().into(),
             id: None,
             authorization: None,

@@ -22,6 +22,7 @@ mod health;
 mod hostile;
 mod http_raw;
 mod keys;
+mod kv;
 mod kv_events;
 mod load;
 mod log;

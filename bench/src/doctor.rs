@@ -1,0 +1,171 @@
+//! `baton doctor`: looks at a running deployment, then leaves it in the middle of requests and proves that their blocks
+//! came back.
+//!
+//! ```text
+//! look   who answers, what they are, whether they fit together ─┐
+//! probe  a lease: its duration, its side channel                ├─▶ checkup ─▶ verdict
+//! leave  one forced disconnect per phase, by the event logs     ┘
+//! ```
+//!
+//! Its requests are few, short and tagged by their `user` field, so that it can be pointed at a deployment in use. It
+//! changes nothing, and what it holds for a moment it gives back.
+
+mod checkup;
+mod leave;
+mod life;
+mod log;
+mod look;
+mod probe;
+mod usage;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use crate::BenchError;
+use crate::load::{Client, Connections, Limits, Target};
+use crate::web::Origin;
+use checkup::Checkup;
+use look::Site;
+
+/// Where the deployment is, and how it is looked at.
+#[derive(Clone, Debug, Args)]
+pub struct DoctorArgs {
+    /// Where clients reach it: a router, or an engine
+    #[arg(value_name = "URL", default_value = "http://127.0.0.1:8000")]
+    url: String,
+    /// The router's admin listener, for its configuration and its engines; of each, where there are several routers
+    #[arg(long, value_name = "URL", env = "BATON_ADMIN")]
+    admin: Vec<String>,
+    /// An engine, besides those that the routers know
+    #[arg(long, value_name = "URL")]
+    engine: Vec<String>,
+    /// The model that is asked for; the first that is served by default
+    #[arg(long)]
+    model: Option<String>,
+    /// File with the API key that clients show
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// File with the admin listeners' token
+    #[arg(long, value_name = "FILE", env = "BATON_ADMIN_TOKEN_FILE")]
+    admin_token_file: Option<PathBuf>,
+    /// File with the cluster secret
+    #[arg(long, value_name = "FILE", env = "BATON_CLUSTER_SECRET_FILE")]
+    cluster_secret_file: Option<PathBuf>,
+    /// Certificates in PEM that sign the URL's own, in place of the system's
+    #[arg(long, value_name = "FILE")]
+    ca_file: Option<PathBuf>,
+    /// Only look: no request is sent to a model
+    #[arg(long)]
+    look_only: bool,
+    /// Requests that are tried for each phase
+    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=1000), value_name = "N")]
+    tries: u32,
+    /// Words of a prompt
+    #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u32).range(16..=100_000), value_name = "N")]
+    words: u32,
+    /// Seconds that blocks may take to come back
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600), value_name = "SECONDS")]
+    within: u64,
+    /// Warnings count as findings
+    #[arg(long)]
+    strict: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// What was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Nothing is wrong.
+    Healthy,
+    /// Something is.
+    Findings,
+    /// Nobody answered: nothing can be said.
+    NotSeen,
+}
+
+impl Verdict {
+    /// The exit code.
+    #[must_use]
+    pub fn code(self) -> u8 {
+        match self {
+            Self::Healthy => 0,
+            Self::Findings => 1,
+            Self::NotSeen => 2,
+        }
+    }
+}
+
+/// Looks, and prints what was found.
+///
+/// # Errors
+/// When options make no sense: nothing was looked at.
+pub fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<Verdict, BenchError> {
+    let site = site(args)?;
+    let target = Target::parse(&args.url)?
+        .with_key_file(args.api_key_file.as_deref())?
+        .with_ca_file(args.ca_file.as_deref());
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let checkup = runtime.block_on(examine(args, site, target))?;
+    let verdict = checkup.verdict();
+    if args.json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&checkup.json())?)?;
+    } else {
+        write!(out, "{}", checkup.text())?;
+    }
+    Ok(verdict)
+}
+
+fn site(args: &DoctorArgs) -> Result<Site, BenchError> {
+    let token = args.admin_token_file.as_deref();
+    let admins = args.admin.iter().map(|url| Origin::parse(url)?.with_token_file(token));
+    let secret = args.cluster_secret_file.clone();
+    let engines = args.engine.iter().map(|url| Origin::parse(url)?.with_secret_file(secret.as_deref()));
+    Ok(Site {
+        // A TLS listener is asked by the load client only.
+        door: Origin::parse(&args.url).ok(),
+        url: args.url.clone(),
+        admins: admins.collect::<Result<_, _>>()?,
+        engines: engines.collect::<Result<_, _>>()?,
+        secret,
+        model: args.model.clone(),
+    })
+}
+
+async fn examine(args: &DoctorArgs, site: Site, target: Target) -> Result<Checkup, BenchError> {
+    let mut checkup = Checkup::new(args.strict);
+    let seen = look::look(&site, &mut checkup).await;
+    if args.look_only || !seen.answers {
+        let why = if args.look_only { "--look-only" } else { "nobody answers" };
+        checkup.skip("disconnects", "", why);
+        return Ok(checkup);
+    }
+    probe::leases(&seen, &mut checkup).await;
+    let Some(model) = args.model.clone().or_else(|| seen.model.clone()) else {
+        checkup.skip("disconnects", "", "no model is served; name one with --model");
+        return Ok(checkup);
+    };
+    let limits = Limits {
+        total: Duration::from_secs(120),
+        silence: Some(Duration::from_secs(60)),
+        ..Limits::default()
+    };
+    let client = Client::open(target, limits, Connections::Fresh).await?;
+    let terms = leave::Terms {
+        model,
+        tries: args.tries,
+        words: args.words as usize,
+        within: Duration::from_secs(args.within),
+    };
+    let (told, untold): (Vec<_>, Vec<_>) = seen.engines.iter().filter(|e| e.up).partition(|e| e.events);
+    if !told.is_empty() && untold.is_empty() {
+        leave::exactly(&client, &told, &terms, &mut checkup).await;
+    } else {
+        usage::coarsely(&client, &seen.engines, &terms, &mut checkup).await;
+    }
+    Ok(checkup)
+}

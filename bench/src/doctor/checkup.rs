@@ -1,0 +1,178 @@
+//! What was looked at and what was found, for people and for machines.
+
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+
+use super::Verdict;
+use crate::top::text::clean;
+
+/// How a check went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mark {
+    Ok,
+    /// Nothing is broken, but somebody should know.
+    Warn,
+    Fail,
+    /// It could not be made.
+    Skipped,
+}
+
+impl Mark {
+    fn label(self) -> &'static str {
+        match self {
+            Self::Ok => "OK",
+            Self::Warn => "WARN",
+            Self::Fail => "FAIL",
+            Self::Skipped => "SKIPPED",
+        }
+    }
+}
+
+/// One line.
+#[derive(Clone, Debug)]
+struct Line {
+    mark: Mark,
+    /// What was checked.
+    check: &'static str,
+    /// Of whom; empty: of all.
+    of: String,
+    told: String,
+}
+
+/// All lines.
+#[derive(Debug)]
+pub(super) struct Checkup {
+    lines: Vec<Line>,
+    /// Somebody answered.
+    seen: bool,
+    strict: bool,
+}
+
+impl Checkup {
+    pub(super) fn new(strict: bool) -> Self {
+        Self { lines: Vec::new(), seen: false, strict }
+    }
+
+    /// Somebody answered: something can be said.
+    pub(super) fn saw(&mut self) {
+        self.seen = true;
+    }
+
+    pub(super) fn put(&mut self, mark: Mark, check: &'static str, of: &str, told: impl Into<String>) {
+        self.lines.push(Line { mark, check, of: clean(of), told: clean(&told.into()) });
+    }
+
+    pub(super) fn ok(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
+        self.put(Mark::Ok, check, of, told);
+    }
+
+    pub(super) fn warn(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
+        self.put(Mark::Warn, check, of, told);
+    }
+
+    pub(super) fn fail(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
+        self.put(Mark::Fail, check, of, told);
+    }
+
+    pub(super) fn skip(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
+        self.put(Mark::Skipped, check, of, told);
+    }
+
+    fn count(&self, mark: Mark) -> usize {
+        self.lines.iter().filter(|line| line.mark == mark).count()
+    }
+
+    /// Failures and warnings so far.
+    pub(super) fn findings(&self) -> usize {
+        self.count(Mark::Fail) + self.count(Mark::Warn)
+    }
+
+    /// Warnings are findings where somebody wants it so (`--strict`).
+    pub(super) fn verdict(&self) -> Verdict {
+        match (self.seen, if self.strict { self.findings() } else { self.count(Mark::Fail) }) {
+            (false, _) => Verdict::NotSeen,
+            (true, 0) => Verdict::Healthy,
+            (true, _) => Verdict::Findings,
+        }
+    }
+
+    fn summary(&self) -> String {
+        let skipped = match self.count(Mark::Skipped) {
+            0 => String::new(),
+            count => format!(", {count} skipped"),
+        };
+        let plural =
+            |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
+        let (failed, warned) = (self.count(Mark::Fail), self.count(Mark::Warn));
+        let well = format!("{} well{skipped}", plural(self.count(Mark::Ok), "check"));
+        let warnings = if warned > 0 { format!(", {}", plural(warned, "warning")) } else { String::new() };
+        match self.verdict() {
+            Verdict::NotSeen => "could not look: nobody answers".to_owned(),
+            Verdict::Healthy => format!("healthy: {well}{warnings}"),
+            Verdict::Findings => format!("NOT healthy: {}{warnings}; {well}", plural(failed, "failure")),
+        }
+    }
+
+    /// For people.
+    pub(super) fn text(&self) -> String {
+        let check = self.lines.iter().map(|line| line.check.len()).max().unwrap_or(0);
+        let of = self.lines.iter().map(|line| line.of.chars().count()).max().unwrap_or(0).min(40);
+        let mut text = String::new();
+        for line in &self.lines {
+            // A String takes whatever is written.
+            let _ = writeln!(
+                text,
+                "{:<7}  {:<check$}  {:<of$}  {}",
+                line.mark.label(),
+                line.check,
+                line.of,
+                line.told
+            );
+        }
+        let _ = writeln!(text, "\n{}", self.summary());
+        text
+    }
+
+    /// For machines.
+    pub(super) fn json(&self) -> Value {
+        let line = |line: &Line| json!({"mark": line.mark.label(), "check": line.check, "of": line.of, "told": line.told});
+        json!({
+            "verdict": match self.verdict() {
+                Verdict::Healthy => "healthy",
+                Verdict::Findings => "findings",
+                Verdict::NotSeen => "not_seen",
+            },
+            "summary": self.summary(),
+            "ok": self.count(Mark::Ok), "warnings": self.count(Mark::Warn),
+            "failures": self.count(Mark::Fail), "skipped": self.count(Mark::Skipped),
+            "checks": self.lines.iter().map(line).collect::<Vec<_>>(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_verdict_is_that_of_the_worst_line() {
+        let mut checkup = Checkup::new(false);
+        checkup.skip("a", "", "x");
+        assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::NotSeen, 2));
+        checkup.saw();
+        checkup.ok("b", "e:1", "y");
+        assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::Healthy, 0));
+        assert!(checkup.text().ends_with("healthy: 1 check well, 1 skipped\n"), "{}", checkup.text());
+        checkup.warn("c", "", "z");
+        assert_eq!(checkup.verdict().code(), 0, "a warning breaks nothing");
+        checkup.strict = true;
+        assert_eq!(checkup.verdict().code(), 1, "where it is not to be passed over");
+        checkup.strict = false;
+        checkup.fail("d", "\u{1b}[2J", "w\n");
+        assert_eq!(checkup.verdict().code(), 1);
+        assert!(checkup.text().contains("1 failure, 1 warning"), "{}", checkup.text());
+        assert!(!checkup.text().contains('\u{1b}'));
+        assert_eq!(checkup.json()["failures"], 1);
+    }
+}

@@ -1,0 +1,140 @@
+//! Disconnects judged by engines' metrics alone: coarser, because only sums are known, and other users' requests are in
+//! them. Right on a deployment that nobody else uses at the moment, and it says so.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Map, json};
+
+use super::checkup::Checkup;
+use super::leave::{TOKENS, Terms, prompt, told};
+use super::life::Phase;
+use super::look::{Engine, PATIENCE};
+use crate::load::{Client, Endpoint, Leave, Manner, Prompt, Streaming, Wish};
+use crate::top::source::now_us;
+
+/// Between two looks.
+const LOOK: Duration = Duration::from_millis(100);
+/// A usage that is this much above what it was has come back: it is told with few digits.
+const USAGE_SLACK: f64 = 0.000_5;
+
+/// What the engines' metrics say together.
+#[derive(Clone, Copy, Debug, Default)]
+struct Usage {
+    /// Sum of shares.
+    kv: f64,
+    requests: f64,
+    expired: f64,
+}
+
+impl Usage {
+    async fn of(engines: &[&Engine]) -> Option<Self> {
+        let mut sum = Self::default();
+        for engine in engines {
+            let samples = engine.origin.samples(PATIENCE).await.ok()?;
+            let first = |names: &[&str]| names.iter().find_map(|name| samples.sum(name, &[]));
+            sum.kv += first(&["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"])?;
+            sum.requests += first(&["vllm:num_requests_running"])?;
+            sum.requests += first(&["vllm:num_requests_waiting"]).unwrap_or(0.0);
+            let expired = ["vllm:nixl_num_kv_expired_reqs", "vllm:nixl_num_kv_expired_reqs_total"];
+            sum.expired += first(&expired).unwrap_or(0.0);
+        }
+        Some(sum)
+    }
+
+    fn is_back_to(&self, before: &Self) -> bool {
+        self.kv <= before.kv + USAGE_SLACK && self.requests <= before.requests
+    }
+}
+
+/// Leaves at parts of a request's time.
+pub(super) async fn coarsely(client: &Client, engines: &[Engine], terms: &Terms, checkup: &mut Checkup) {
+    let engines: Vec<&Engine> = engines.iter().filter(|engine| engine.up).collect();
+    if engines.is_empty() {
+        return checkup.skip(
+            "disconnects",
+            "",
+            "no engine is in view: nothing could be seen of a disconnect",
+        );
+    }
+    if Usage::of(&engines).await.is_none() {
+        return checkup.skip(
+            "disconnects",
+            "",
+            "the engines keep no log of events, and tell no usage either",
+        );
+    }
+    checkup.skip(
+        "disconnects",
+        "",
+        "not every engine keeps a log of events: judged by usage before and after, which other users' requests disturb",
+    );
+    let prefix = format!("baton-doctor-{:x}-", now_us());
+    let call = |number: u32, streaming: Streaming, leave: Leave| {
+        let tag = format!("{prefix}{number}");
+        let text = Prompt::Text(prompt(&tag, terms.words));
+        async move {
+            let extra = Map::from_iter([("temperature".to_owned(), json!(0))]);
+            let wish = Wish {
+                ignore_eos: true,
+                streaming,
+                extra: Some(&extra),
+                ..Wish::new(Endpoint::Completions, &terms.model, &text, TOKENS)
+            };
+            client.call(&wish.ask(), &leave, Manner::Fin).await
+        }
+    };
+    let calm = call(0, Streaming::Streamed, Leave::Never).await;
+    let Some(ttft) = calm.ttft().filter(|_| calm.is_done()) else {
+        return checkup.fail("request", "streamed", told(&calm.outcome));
+    };
+    let took = calm.e2e();
+    checkup.ok("request", "streamed", format!("answered after {:.1} ms", took.as_secs_f64() * 1e3));
+    for (number, phase) in (1..).zip(Phase::ALL) {
+        let (streaming, leave) = match phase {
+            Phase::Queued => (Streaming::Streamed, Leave::After(Duration::ZERO)),
+            Phase::Prefill => (Streaming::Streamed, Leave::After(ttft.mul_f64(0.4))),
+            Phase::FirstToken => (Streaming::Streamed, Leave::After(ttft.mul_f64(0.9))),
+            Phase::Stream => (Streaming::Streamed, Leave::AfterTokens(2)),
+            Phase::Unary => (Streaming::Whole, Leave::After(took / 2)),
+            Phase::Gap | Phase::Fetch => {
+                checkup.skip("disconnect", phase.label(), "when it comes cannot be told from metrics");
+                continue;
+            }
+        };
+        let Some(before) = Usage::of(&engines).await else { continue };
+        let made = call(number, streaming, leave).await;
+        if made.left.is_none() {
+            checkup.skip("disconnect", phase.label(), "the answer was there before the client could leave");
+            continue;
+        }
+        let begun = Instant::now();
+        let after = loop {
+            let now = Usage::of(&engines).await;
+            let back = now.is_some_and(|now| now.is_back_to(&before));
+            if back || begun.elapsed() > terms.within {
+                break now.filter(|_| !back);
+            }
+            tokio::time::sleep(LOOK).await;
+        };
+        match after {
+            None => {
+                let told = format!(
+                    "usage was back within {:.1} s (about then; judged by metrics)",
+                    begun.elapsed().as_secs_f64()
+                );
+                checkup.ok("disconnect", phase.label(), told);
+            }
+            Some(now) => {
+                let told = format!(
+                    "{} s after the client left, usage is {:.2} % of a pool above what it was, and {:+.0} requests are \
+                     there: blocks did not come back, or somebody else uses the deployment",
+                    terms.within.as_secs(),
+                    (now.kv - before.kv).max(0.0) * 100.0,
+                    now.requests - before.requests,
+                );
+                checkup.fail("disconnect", phase.label(), told);
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! Engines as bars of blocks by state, and leases that ended per second as sparklines.
+
+use baton_router::snapshot::{Blocks, EngineView};
+use ratatui::style::{Modifier, Style};
+use ratatui::text::{Line, Span};
+
+use super::super::app::App;
+use super::super::text::{clean, fit, known, short};
+use super::Theme;
+
+/// A state of blocks, as bars know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    Active,
+    Leased,
+    Draining,
+    Stranded,
+    Landing,
+    Storing,
+    Cached,
+    Free,
+}
+
+/// In the order of a bar, with what each means.
+pub(super) const STATES: [(State, &str); 8] = [
+    (State::Active, "of requests that run"),
+    (State::Leased, "lent to a decode engine, under a lease"),
+    (State::Draining, "of leases that are over, until their readers are quiet"),
+    (State::Stranded, "of leases that nobody reads and whose request is over"),
+    (State::Landing, "being written by a transfer"),
+    (State::Storing, "being copied to a tier below"),
+    (State::Cached, "nobody's; a repeated prompt finds them"),
+    (State::Free, "nobody's"),
+];
+
+impl State {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Active => "active",
+            Self::Leased => "leased",
+            Self::Draining => "draining",
+            Self::Stranded => "stranded",
+            Self::Landing => "landing",
+            Self::Storing => "storing",
+            Self::Cached => "cached",
+            Self::Free => "free",
+        }
+    }
+
+    /// Its letter and its colour.
+    pub(super) fn look(self) -> (char, u8) {
+        match self {
+            Self::Active => ('█', 33),
+            Self::Leased => ('▓', 37),
+            Self::Draining => ('▚', 172),
+            Self::Stranded => ('X', 196),
+            Self::Landing => ('»', 135),
+            Self::Storing => ('↓', 245),
+            Self::Cached => ('░', 67),
+            Self::Free => ('·', 244),
+        }
+    }
+
+    /// Its share of a bar. Blocks of leases are leased ones, or active ones where their request runs as well.
+    fn of(self, blocks: &Blocks) -> u64 {
+        let stranded = blocks.stranded.unwrap_or(0);
+        let over = blocks.draining + stranded;
+        match self {
+            Self::Active => blocks.active.saturating_sub(over.saturating_sub(blocks.leased)),
+            Self::Leased => blocks.leased.saturating_sub(over),
+            Self::Draining => blocks.draining,
+            Self::Stranded => stranded,
+            Self::Landing => blocks.landing,
+            Self::Storing => blocks.storing,
+            Self::Cached => blocks.cached,
+            Self::Free => blocks.free,
+        }
+    }
+}
+
+/// Cells for counts that fill `room` together: what is there has one at least, the largest gives or takes the rest.
+fn cells(counts: &[u64], room: usize) -> Vec<usize> {
+    let total: u64 = counts.iter().sum();
+    if total == 0 {
+        return vec![0; counts.len()];
+    }
+    let share = |count: &u64| {
+        let cells = (u128::from(*count) * room as u128 / u128::from(total)) as usize;
+        if *count > 0 { cells.max(1) } else { 0 }
+    };
+    let mut cells: Vec<usize> = counts.iter().map(share).collect();
+    loop {
+        let sum: usize = cells.iter().sum();
+        let Some(largest) = (0..cells.len()).max_by_key(|at| cells[*at]) else { return cells };
+        match sum.cmp(&room) {
+            std::cmp::Ordering::Less => cells[largest] += room - sum,
+            std::cmp::Ordering::Equal => return cells,
+            std::cmp::Ordering::Greater if cells[largest] == 0 => return cells,
+            std::cmp::Ordering::Greater => cells[largest] -= 1,
+        }
+    }
+}
+
+/// Rows that all engines take, where there is room for so many.
+pub(super) fn rows(app: &App, room: usize) -> usize {
+    let engines = app.snapshot.engines.len().max(1);
+    if 2 + 2 * engines <= room { 2 + 2 * engines } else { (2 + engines).min(room) }
+}
+
+/// The engines, in at most so many rows; what does not fit is counted.
+pub(super) fn lines(app: &App, theme: Theme, width: u16, most: usize) -> Vec<Line<'static>> {
+    let (engines, width) = (&app.snapshot.engines, usize::from(width));
+    let mut legend = vec![Span::styled("ENGINES  ", theme.heading())];
+    // Few have tiers below, and the legend has to fit.
+    let stores = engines.iter().any(|e| e.blocks.as_ref().is_some_and(|blocks| blocks.storing > 0));
+    for (state, _) in STATES.iter().filter(|(state, _)| stores || *state != State::Storing) {
+        let (letter, colour) = state.look();
+        legend.push(Span::styled(letter.to_string(), theme.colour(colour)));
+        legend.push(Span::raw(format!(" {} ", state.name())));
+    }
+    let mut lines = vec![Line::from(legend)];
+    if engines.is_empty() {
+        lines.push(Line::raw("no engine is in view"));
+        return lines;
+    }
+    let two = 1 + 2 * engines.len() < most;
+    let name = engines.iter().map(|engine| clean(&engine.engine).chars().count()).max().unwrap_or(0);
+    let name = name.min((width / 3).max(12));
+    let each = if two { 2 } else { 1 };
+    let shown = (most.saturating_sub(2) / each).max(1).min(engines.len());
+    // Those in trouble are never among the ones that are not shown.
+    let mut order: Vec<&EngineView> = engines.iter().collect();
+    if shown < engines.len() {
+        order.sort_by_key(|engine| !is_troubled(engine));
+    }
+    for engine in &order[..shown] {
+        lines.push(bar(engine, theme, name, width));
+        if two {
+            lines.push(counts(engine, theme, if width < 100 { 1 } else { name }));
+        }
+    }
+    if shown < engines.len() {
+        lines.push(Line::styled(format!("and {} more engines", engines.len() - shown), theme.dim()));
+    }
+    lines
+}
+
+fn is_troubled(engine: &EngineView) -> bool {
+    let stranded = engine.blocks.as_ref().and_then(|blocks| blocks.stranded).unwrap_or(0);
+    engine.error.is_some() || engine.failed.is_some() || stranded > 0
+}
+
+fn bar(engine: &EngineView, theme: Theme, name: usize, width: usize) -> Line<'static> {
+    let mut spans = vec![
+        Span::styled(
+            format!("{:<name$} ", fit(&clean(&engine.engine), name)),
+            Style::new().add_modifier(Modifier::BOLD),
+        ),
+        Span::styled(format!("{:<8}", fit(&clean(&engine.role), 7)), theme.dim()),
+    ];
+    let left = width.saturating_sub(name + 9);
+    if let Some(error) =
+        engine.error.as_ref().filter(|_| engine.blocks.is_none() && engine.kv_usage.is_none())
+    {
+        spans.push(Span::styled(fit(&format!("! {}", clean(error)), left), theme.alarm()));
+        return Line::from(spans);
+    }
+    let used = engine.kv_usage.map_or("    ?".to_owned(), |usage| format!("{:>4.0}%", usage * 100.0));
+    let stranded = engine.blocks.as_ref().map(|blocks| blocks.stranded);
+    let tail = match stranded {
+        Some(Some(0)) | None => used,
+        Some(Some(count)) => format!("{used} {} stranded", short(count)),
+        Some(None) => format!("{used} ? stranded"),
+    };
+    let room = left.saturating_sub(tail.chars().count() + 1);
+    match &engine.blocks {
+        Some(blocks) => {
+            let counts = STATES.map(|(state, _)| state.of(blocks));
+            for ((state, _), cells) in STATES.iter().zip(cells(&counts, room)) {
+                let (letter, colour) = state.look();
+                spans.push(Span::styled(letter.to_string().repeat(cells), theme.colour(colour)));
+            }
+        }
+        None => {
+            let usage = engine.kv_usage.unwrap_or(0.0).clamp(0.0, 1.0);
+            let used = ((usage * room as f64).round() as usize).min(room);
+            spans.push(Span::styled("█".repeat(used), theme.colour(33)));
+            spans.push(Span::styled("·".repeat(room - used), theme.colour(244)));
+        }
+    }
+    let alarm = matches!(stranded, Some(Some(1..)));
+    spans.push(Span::styled(format!(" {tail}"), if alarm { theme.alarm() } else { Style::new() }));
+    Line::from(spans)
+}
+
+/// The second row: numbers by state, requests, and what is wrong.
+fn counts(engine: &EngineView, theme: Theme, name: usize) -> Line<'static> {
+    let mut spans = vec![Span::raw(" ".repeat(name + 1))];
+    let is_known = engine.blocks.is_some() || engine.kv_usage.is_some();
+    // Where there is nothing else to be shown, the bar's place tells of it.
+    let wrong = engine.error.iter().filter(|_| is_known).chain(&engine.failed).map(|why| clean(why));
+    let standing = engine.standing.iter().filter(|(_, how)| *how != "usable");
+    let wrong: Vec<String> =
+        wrong.chain(standing.map(|(leg, how)| format!("{}: {}", clean(leg), clean(how)))).collect();
+    if !wrong.is_empty() {
+        spans.push(Span::styled(format!("! {}  ", wrong.join("; ")), theme.alarm()));
+    }
+    match &engine.blocks {
+        Some(blocks) => {
+            for (state, _) in STATES {
+                let count = state.of(blocks);
+                let unknown = state == State::Stranded && blocks.stranded.is_none();
+                if count > 0 || unknown || state == State::Free {
+                    let style =
+                        if state == State::Stranded && count > 0 { theme.alarm() } else { Style::new() };
+                    let shown = if unknown { "?".to_owned() } else { short(count) };
+                    spans.push(Span::styled(format!("{} {shown}  ", state.name()), style));
+                }
+            }
+            spans.push(Span::styled(format!("of {}", short(blocks.total)), theme.dim()));
+        }
+        None if is_known => {
+            spans.push(Span::styled(
+                format!("of {} blocks; only its metrics are known", known(engine.blocks_total)),
+                theme.dim(),
+            ));
+        }
+        None => {}
+    }
+    let doing = engine.requests.iter().filter(|(_, count)| **count > 0);
+    for (what, count) in doing {
+        spans.push(Span::raw(format!("  {} {}", clean(what), short(*count))));
+    }
+    Line::from(spans)
+}
+
+const SPARKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
+/// Leases that ended per second, by cause.
+pub(super) fn releases(app: &App, theme: Theme, width: u16, most: usize) -> Vec<Line<'static>> {
+    const NAME: usize = 18;
+    let mut lines = vec![Line::styled("LEASES ENDED PER SECOND", theme.heading())];
+    let causes = app.history.causes();
+    if causes.is_empty() {
+        lines.push(Line::styled("none so far", theme.dim()));
+    }
+    let room = usize::from(width).saturating_sub(NAME + 16).min(60);
+    for (cause, rates) in causes.iter().take(most.saturating_sub(1)) {
+        let rate = rates.per_second.last().map_or("     -".to_owned(), |rate| format!("{rate:>6.1}"));
+        let style = if *cause == "lease_expired" { theme.alarm() } else { Style::new() };
+        let seen = &rates.per_second[rates.per_second.len().saturating_sub(room)..];
+        let highest = seen.iter().copied().fold(0.0, f64::max);
+        let spark = |rate: &f64| match *rate {
+            rate if rate <= 0.0 || highest <= 0.0 => ' ',
+            rate => SPARKS[((rate / highest * 7.0).round() as usize).min(7)],
+        };
+        lines.push(Line::from(vec![
+            Span::styled(format!("{:<NAME$}", fit(&clean(cause).replace('_', " "), NAME - 1)), style),
+            Span::styled(format!("{rate} "), style),
+            Span::styled(format!("{:>7} ", short(rates.total)), theme.dim()),
+            Span::styled(seen.iter().map(spark).collect::<String>(), theme.colour(33)),
+        ]));
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_fill_the_bar_and_nothing_that_is_there_is_left_out() {
+        assert_eq!(cells(&[1, 0, 1_000_000], 20), [1, 0, 19]);
+        assert_eq!(cells(&[50, 50], 10), [5, 5]);
+        assert_eq!(cells(&[0, 0], 10), [0, 0]);
+        assert_eq!(cells(&[3, 3, 3], 2).iter().sum::<usize>(), 2, "too little room");
+        assert_eq!(cells(&[u64::MAX / 4, 1, 1], 30), [28, 1, 1]);
+        for room in 0..50 {
+            for counts in [[1, 2, 3, 4], [1000, 1, 0, 1], [7, 0, 0, 0]] {
+                assert_eq!(cells(&counts, room).iter().sum::<usize>(), room, "{counts:?} in {room}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_leases_hold_beyond_the_leased_blocks_is_taken_from_the_active_ones() {
+        let blocks =
+            Blocks { total: 100, active: 10, leased: 4, stranded: Some(6), free: 86, ..Blocks::default() };
+        assert_eq!(
+            (State::Leased.of(&blocks), State::Active.of(&blocks), State::Stranded.of(&blocks)),
+            (0, 8, 6)
+        );
+        let sum: u64 = STATES.iter().map(|(state, _)| state.of(&blocks)).sum();
+        assert_eq!(sum, blocks.total);
+    }
+}

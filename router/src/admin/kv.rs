@@ -1,0 +1,328 @@
+//! `GET /debug/kv`: the whole deployment's books, engine by engine, and why every lease is held; and
+//! `GET /debug/kv/requests/ID`: one request from its arrival to the release of its last block.
+//!
+//! Engines are asked over the router's own connections, at most once in [`KEPT_FOR`] however many pages are open, and
+//! within [`ANSWER_WITHIN`] each. An engine that does not answer is shown as one that does not answer.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use futures::StreamExt;
+use hyper::StatusCode;
+use serde::Deserialize;
+use serde_json::Value;
+use serde_json::value::RawValue;
+use tokio::sync::Mutex;
+
+use super::Answer;
+use crate::explain;
+use crate::metrics::Leg;
+use crate::shared::Shared;
+use crate::snapshot::{
+    EngineEvents, EngineView, LeaseView, Request, RequestView, Requests, RouterView, Snapshot, Source,
+    Timeline, bare_id, concerns,
+};
+use crate::upstream::{CallError, Engine, Outgoing};
+
+/// A snapshot is given to everybody who asks for so long.
+const KEPT_FOR: Duration = Duration::from_secs(1);
+/// An engine's answer is waited for so long.
+const ANSWER_WITHIN: Duration = Duration::from_secs(1);
+/// All engines together: more than one that hangs, less than a page's patience.
+const ALL_WITHIN: Duration = Duration::from_secs(4);
+/// Engines that are asked at once.
+const ASKED_AT_ONCE: usize = 32;
+/// 1,000 leases of a core take about 200 KiB.
+const BOOKS_BYTES_MAX: usize = 16 << 20;
+const METRICS_BYTES_MAX: usize = 4 << 20;
+/// Requests that are listed.
+const LISTED: usize = 1_000;
+/// Events of one page of an engine's log, and pages that are read for one request: its whole ring.
+const EVENTS_OF_A_PAGE: u64 = 10_000;
+const PAGES_MAX: u64 = 7;
+const PAGE_BYTES_MAX: usize = 16 << 20;
+/// Engines that are asked for one request's events: those that it was sent to, where that is known.
+const ENGINES_OF_A_REQUEST: usize = 16;
+
+/// The latest snapshot. Whoever asks while it is being made waits for it.
+#[derive(Default)]
+pub(super) struct Books {
+    latest: Mutex<Option<(Instant, Arc<Snapshot>)>>,
+    /// One log is read at a time: pages are large.
+    reading: Mutex<()>,
+}
+
+impl Books {
+    /// See the module's documentation.
+    pub(super) async fn snapshot(&self, shared: &Shared) -> Answer {
+        let mut latest = self.latest.lock().await;
+        let fresh = latest.as_ref().filter(|(at, _)| at.elapsed() < KEPT_FOR);
+        let snapshot = match fresh {
+            Some((_, snapshot)) => Arc::clone(snapshot),
+            None => {
+                let made = Arc::new(take(shared).await);
+                *latest = Some((Instant::now(), Arc::clone(&made)));
+                made
+            }
+        };
+        drop(latest);
+        Answer::json(serde_json::to_value(&*snapshot).unwrap_or(Value::Null))
+    }
+
+    /// See the module's documentation.
+    pub(super) async fn timeline(&self, shared: &Shared, id: &str) -> Answer {
+        let page = explain::page(&shared.explain, id);
+        let account = page.as_ref().map(|page| &page["requests"][0]);
+        let minted = account.and_then(|account| account["id"].as_str()).unwrap_or(id).to_owned();
+        let began_us = account.and_then(|account| account["began_us"].as_u64()).unwrap_or(0);
+        let steps = account.and_then(|account| account["steps"].as_array()).into_iter().flatten();
+        let asked: HashSet<&str> =
+            steps.filter(|step| step["what"] == "ask").filter_map(|step| step["engine"].as_str()).collect();
+        // Of a request that this router does not know, any engine may have a lease.
+        let told = |engine: &Arc<Engine>| account.is_none() || asked.contains(engine.authority());
+        let engines: Vec<_> =
+            shared.fleet.engines().into_iter().filter(told).take(ENGINES_OF_A_REQUEST).collect();
+        let _one_at_a_time = self.reading.lock().await;
+        let reading = engines.iter().map(|engine| events_of(engine, &minted, began_us));
+        let events: Vec<EngineEvents> = futures::future::join_all(reading).await;
+        let line = Timeline::join(id, account, &events);
+        if line.moments.is_empty() {
+            return Answer::error(
+                StatusCode::NOT_FOUND,
+                "no request of that id is remembered, here or by an engine",
+            );
+        }
+        Answer::json(serde_json::to_value(&line).unwrap_or(Value::Null))
+    }
+}
+
+async fn take(shared: &Shared) -> Snapshot {
+    let mut snapshot = Snapshot { at_us: now_us(), ..Snapshot::default() };
+    let before = in_flight(shared);
+    let deadline = tokio::time::Instant::now() + ALL_WITHIN;
+    let mut answers = futures::stream::iter(shared.fleet.engines())
+        .map(|engine| async move {
+            let asked = tokio::time::timeout_at(deadline, ask(&engine));
+            asked.await.unwrap_or_else(|_| {
+                let error = Some("not asked: too many engines do not answer".to_owned());
+                (
+                    EngineView { engine: engine.authority().to_owned(), error, ..EngineView::default() },
+                    Vec::new(),
+                )
+            })
+        })
+        .buffer_unordered(ASKED_AT_ONCE);
+    while let Some((view, leases)) = answers.next().await {
+        snapshot.engines.push(view);
+        snapshot.leases.extend(leases);
+    }
+    drop(answers);
+    let after = in_flight(shared);
+    let generation = shared.generation();
+    for view in &mut snapshot.engines {
+        let engines = shared.fleet.engines();
+        let Some(engine) = engines.iter().find(|engine| engine.authority() == view.engine) else { continue };
+        view.in_flight = Some(engine.load(None) as u64);
+        let terms = engine.health_terms();
+        let health = engine.health().snapshot();
+        let mut legs = Vec::new();
+        for model in generation.models.list() {
+            for leg in Leg::BOTH {
+                if model.pool(leg).members().iter().any(|member| Arc::ptr_eq(&member.engine, engine)) {
+                    let standing = health.standing(leg, &terms).label();
+                    view.standing.insert(leg.label().to_owned(), standing.to_owned());
+                    legs.push(leg.label());
+                    view.model.get_or_insert_with(|| model.name.clone());
+                }
+            }
+        }
+        if view.role.is_empty() {
+            legs.dedup();
+            view.role = if legs.len() == 1 { legs[0].to_owned() } else { "both".to_owned() };
+        }
+    }
+    know(shared, &mut snapshot.leases, &before, &after);
+    snapshot.requests = after;
+    snapshot.requests.oldest.truncate(LISTED);
+    snapshot.routers.push(RouterView {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        generation: generation.number,
+        draining: shared.draining.load(std::sync::atomic::Ordering::Relaxed),
+        in_flight: snapshot.requests.in_flight,
+        ..RouterView::default()
+    });
+    snapshot.settle();
+    snapshot
+}
+
+/// Says of every lease what this router knows of its request. It was looked at before the engines were asked and after:
+/// a request that was there at either time was in flight while they answered.
+fn know(shared: &Shared, leases: &mut [LeaseView], before: &Requests, after: &Requests) {
+    let mut phases: HashMap<&str, &str> = HashMap::new();
+    for request in before.oldest.iter().chain(&after.oldest) {
+        phases.insert(bare_id(&request.request_id), &request.phase);
+    }
+    let told: Vec<Option<Request>> = {
+        let flying = |lease: &LeaseView| phases.contains_key(bare_id(&lease.request_id));
+        let others: HashSet<&str> =
+            leases.iter().filter(|lease| !flying(lease)).map(|lease| bare_id(&lease.request_id)).collect();
+        let over = explain::over(&shared.explain, &others);
+        let of = |lease: &LeaseView| {
+            let id = bare_id(&lease.request_id);
+            if let Some(phase) = phases.get(id) {
+                return Some(Request::InFlight { phase: (*phase).to_owned() });
+            }
+            over.get(id).map(|(outcome, ago)| Request::Over {
+                outcome: (*outcome).to_owned(),
+                ms_ago: u64::try_from(ago.as_millis()).unwrap_or(u64::MAX),
+            })
+        };
+        leases.iter().map(of).collect()
+    };
+    for (lease, told) in leases.iter_mut().zip(told) {
+        lease.request = told.unwrap_or(Request::Absent);
+    }
+}
+
+/// Every request in flight, the oldest first.
+fn in_flight(shared: &Shared) -> Requests {
+    let (now, list) = (shared.now(), shared.in_flight_table.list());
+    let mut requests = Requests { in_flight: list.len() as u64, ..Requests::default() };
+    for entry in &list {
+        let phase = entry.phase();
+        *requests.phases.entry(phase.to_owned()).or_insert(0) += 1;
+        let [prefill, decode] = entry.engines();
+        let name = |engine: Option<Arc<Engine>>| engine.map(|engine| engine.authority().to_owned());
+        requests.oldest.push(RequestView {
+            request_id: entry.id.as_str().to_owned(),
+            model: entry.model.get().map(|model| model.name.clone()),
+            phase: phase.to_owned(),
+            age_ms: u64::try_from(now.since(entry.begun).as_millis()).unwrap_or(u64::MAX),
+            prefill_engine: name(prefill),
+            decode_engine: name(decode),
+        });
+    }
+    requests
+}
+
+/// What an engine says of itself.
+async fn ask(engine: &Arc<Engine>) -> (EngineView, Vec<LeaseView>) {
+    let mut view = EngineView { engine: engine.authority().to_owned(), ..EngineView::default() };
+    let mut leases = Vec::new();
+    let (books, metrics) =
+        tokio::join!(get(engine, "/debug/kv", BOOKS_BYTES_MAX), get(engine, "/metrics", METRICS_BYTES_MAX));
+    match books {
+        Ok((StatusCode::OK, body)) => {
+            let told: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+            if !view.read_books(&told, &mut leases) {
+                view.error = Some("its /debug/kv is not that of a Baton engine".to_owned());
+            }
+        }
+        Ok((StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _)) => {
+            view.error = Some("it refuses this router's cluster secret".to_owned());
+        }
+        // A stock engine has no books.
+        Ok((status, _)) if status.is_client_error() => {}
+        Ok((status, _)) => view.error = Some(format!("/debug/kv: {}", status.as_u16())),
+        Err(error) => view.error = Some(error),
+    }
+    if let Ok((StatusCode::OK, body)) = metrics {
+        view.read_metrics(&String::from_utf8_lossy(&body));
+    }
+    if view.source == Source::Nothing && view.error.is_none() {
+        view.error = Some("it has neither books nor metrics".to_owned());
+    }
+    (view, leases)
+}
+
+async fn get(
+    engine: &Arc<Engine>,
+    path: impl Into<std::borrow::Cow<'static, str>>,
+    most: usize,
+) -> Result<(StatusCode, bytes::Bytes), String> {
+    let question = Outgoing::get(path);
+    let asked = async { engine.call(&question, |_| {}).await?.whole(most).await };
+    match tokio::time::timeout(ANSWER_WITHIN, asked).await {
+        Ok(Ok(answer)) => Ok((answer.status, answer.body)),
+        Ok(Err(CallError::NotReached)) => Err("it cannot be reached".to_owned()),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err(format!("no answer within {} s", ANSWER_WITHIN.as_secs())),
+    }
+}
+
+/// One page of an engine's log; its events are looked at one by one.
+#[derive(Deserialize)]
+struct Page<'a> {
+    now_us: u64,
+    next: u64,
+    /// Older events are gone.
+    lost: u64,
+    #[serde(borrow)]
+    events: Vec<&'a RawValue>,
+}
+
+/// What an engine logged of a request, from the newest page back to the time at which the request began.
+async fn events_of(engine: &Arc<Engine>, id: &str, began_us: u64) -> EngineEvents {
+    let mut found = EngineEvents { engine: engine.authority().to_owned(), ..EngineEvents::default() };
+    found.error = read_log(engine, id, began_us, &mut found).await.err();
+    found
+}
+
+async fn read_log(
+    engine: &Arc<Engine>,
+    id: &str,
+    began_us: u64,
+    found: &mut EngineEvents,
+) -> Result<(), String> {
+    let id = bare_id(id);
+    let read = async |after: &str, limit: u64| {
+        let path = format!("/debug/kv/events?after={after}&wait_ms=0&limit={limit}");
+        match get(engine, path, PAGE_BYTES_MAX).await? {
+            (StatusCode::OK, body) => Ok(body),
+            (StatusCode::NOT_FOUND, _) => Err("it keeps no log of events".to_owned()),
+            (status, _) => Err(format!("its log of events: {}", status.as_u16())),
+        }
+    };
+    let odd = |_| "its log of events cannot be read".to_owned();
+    let asked_us = now_us();
+    let body = read("latest", 1).await?;
+    let latest: Page<'_> = serde_json::from_slice(&body).map_err(odd)?;
+    found.ahead_us = EngineEvents::ahead(latest.now_us, asked_us, now_us());
+    // What is logged while we read would make the last page too long by a few.
+    let mut end = latest.next;
+    for _ in 0..PAGES_MAX {
+        let after = end.saturating_sub(EVENTS_OF_A_PAGE);
+        let body = read(&after.to_string(), EVENTS_OF_A_PAGE).await?;
+        let page: Page<'_> = serde_json::from_slice(&body).map_err(odd)?;
+        let mut first_at = None;
+        let mut events = Vec::new();
+        for raw in &page.events {
+            if first_at.is_none() {
+                first_at = event(raw).and_then(|event| event["at_us"].as_u64());
+            }
+            // Most are of other requests, and need not be read.
+            let event = raw.get().contains(id).then(|| event(raw)).flatten();
+            events.extend(event.filter(|event| concerns(event, id)));
+        }
+        events.append(&mut found.events);
+        found.events = events;
+        let before = began_us.saturating_add_signed(found.ahead_us).saturating_sub(1_000_000);
+        if after == 0 || page.lost > 0 || first_at.is_none_or(|at| at < before) {
+            break;
+        }
+        end = after;
+    }
+    found.events.sort_by_key(|event| event["seq"].as_u64());
+    found.events.dedup_by_key(|event| event["seq"].as_u64());
+    Ok(())
+}
+
+fn event(raw: &RawValue) -> Option<Value> {
+    serde_json::from_str(raw.get()).ok()
+}
+
+fn now_us() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
+}

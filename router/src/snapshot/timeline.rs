@@ -1,0 +1,295 @@
+//! One request from its arrival to the release of its last block: the router's steps and every engine's events, in the
+//! order of time.
+//!
+//! Engines on other machines have other clocks. An engine's answer says what time it was there; where that cannot be the
+//! time at which it was asked, its events are moved by the difference.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::bare_id;
+
+/// Moments of one request; more are cut off at the end.
+const MOMENTS_MAX: usize = 2_000;
+
+/// An engine's clock may differ by so much from what half the round trip allows before its events are moved.
+const CLOCKS_AGREE_US: i64 = 2_000;
+
+/// The life of one request.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Timeline {
+    /// The router's name for it.
+    pub request_id: String,
+    /// The client's own name for it.
+    pub client_id: Option<String>,
+    /// The model's name.
+    pub model: Option<String>,
+    /// When it arrived, in microseconds since the Unix epoch; where no router knows it, when the first engine heard of it.
+    pub began_us: i64,
+    /// What its client was answered.
+    pub status: Option<u64>,
+    /// How it ended.
+    pub outcome: Option<String>,
+    /// From its arrival to its end.
+    pub took_us: Option<u64>,
+    /// What happened, in order.
+    pub moments: Vec<Moment>,
+    /// Which engines could not be asked, and whose clock was moved.
+    pub notes: Vec<String>,
+}
+
+/// Something that happened.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Moment {
+    /// Since the request's arrival, in microseconds; below zero where clocks disagree.
+    pub at_us: i64,
+    /// `router`, or the engine's address.
+    pub who: String,
+    /// The step's or event's name.
+    pub kind: String,
+    /// The rest of it, for people.
+    pub text: String,
+}
+
+/// What an engine's event log says.
+#[derive(Clone, Debug, Default)]
+pub struct EngineEvents {
+    /// `HOST:PORT`.
+    pub engine: String,
+    /// The events, of this request or of any.
+    pub events: Vec<Value>,
+    /// By how much its clock is ahead of ours; 0 where that cannot be told from the time that asking took.
+    pub ahead_us: i64,
+    /// Why there are none.
+    pub error: Option<String>,
+}
+
+impl EngineEvents {
+    /// How far an engine's clock is ahead, which said `now_us` when it was asked between `asked_us` and `answered_us`.
+    #[must_use]
+    pub fn ahead(now_us: u64, asked_us: u64, answered_us: u64) -> i64 {
+        let (now, asked, answered) = (signed(now_us), signed(asked_us), signed(answered_us));
+        let ahead = now - (asked + (answered - asked) / 2);
+        let doubt = (answered - asked) / 2 + CLOCKS_AGREE_US;
+        if ahead.abs() <= doubt { 0 } else { ahead }
+    }
+}
+
+fn signed(us: u64) -> i64 {
+    i64::try_from(us).unwrap_or(i64::MAX)
+}
+
+/// Whether an event belongs to the request of that name.
+#[must_use]
+pub fn concerns(event: &Value, id: &str) -> bool {
+    event["request_id"].as_str().is_some_and(|name| bare_id(name) == bare_id(id))
+}
+
+impl Timeline {
+    /// Puts a router's account of a request (one of `GET /explain/ID`) and what engines logged of it together.
+    #[must_use]
+    pub fn join(id: &str, account: Option<&Value>, engines: &[EngineEvents]) -> Self {
+        let null = Value::Null;
+        let account = account.unwrap_or(&null);
+        let text = |name: &str| account[name].as_str().map(str::to_owned);
+        let mut line = Self {
+            request_id: text("id").unwrap_or_else(|| bare_id(id).to_owned()),
+            client_id: text("client_id"),
+            model: text("model"),
+            status: account["status"].as_u64(),
+            outcome: text("outcome"),
+            took_us: account["took_us"].as_u64(),
+            ..Self::default()
+        };
+        let mut events = Vec::new();
+        for engine in engines {
+            if let Some(error) = &engine.error {
+                line.notes.push(format!("{}: {error}", engine.engine));
+            }
+            if engine.ahead_us != 0 {
+                let ahead = engine.ahead_us as f64 / 1e3;
+                line.notes
+                    .push(format!("{}: its clock is {ahead:+.1} ms from ours; taken out", engine.engine));
+            }
+            for event in engine.events.iter().filter(|event| concerns(event, &line.request_id)) {
+                let Some(at) = event["at_us"].as_u64() else { continue };
+                events.push((signed(at) - engine.ahead_us, engine.engine.as_str(), event));
+            }
+        }
+        let began = account["began_us"].as_u64().map(signed);
+        line.began_us = began.or(events.iter().map(|(at, ..)| *at).min()).unwrap_or(0);
+        if began.is_some() {
+            line.moments.push(moment(0, "router", "arrived", String::new()));
+        }
+        for step in account["steps"].as_array().into_iter().flatten() {
+            let (kind, told) = step_told(step);
+            line.moments.push(moment(signed(step["at_us"].as_u64().unwrap_or(0)), "router", kind, told));
+        }
+        if let Some(took) = line.took_us {
+            let status = line.status.map_or(String::new(), |status| status.to_string());
+            let told = format!("{status} {}", line.outcome.as_deref().unwrap_or("")).replace('_', " ");
+            line.moments.push(moment(signed(took), "router", "over", told.trim().to_owned()));
+        }
+        if let Some(left_out @ 1..) = account["steps_left_out"].as_u64() {
+            line.notes.push(format!("router: {left_out} more steps are not kept"));
+        }
+        for (at, engine, event) in events {
+            let kind = event["kind"].as_str().unwrap_or("?");
+            line.moments.push(moment(at - line.began_us, engine, kind, event_told(event)));
+        }
+        line.moments.sort_by_key(|moment| moment.at_us);
+        if line.moments.len() > MOMENTS_MAX {
+            line.notes.push(format!("{} later moments are left out", line.moments.len() - MOMENTS_MAX));
+            line.moments.truncate(MOMENTS_MAX);
+        }
+        line
+    }
+}
+
+fn moment(at_us: i64, who: &str, kind: &str, text: String) -> Moment {
+    Moment { at_us, who: who.to_owned(), kind: kind.to_owned(), text }
+}
+
+/// A step of the router's account.
+fn step_told(step: &Value) -> (&'static str, String) {
+    let text = |name: &str| step[name].as_str().unwrap_or("-");
+    let (leg, engine) = (text("leg"), text("engine"));
+    match text("what") {
+        "choose" => {
+            let chosen = step["chosen"].as_str().unwrap_or("no engine");
+            ("choose", format!("{leg}: {chosen} ({}: {})", text("policy"), text("reason").replace('_', " ")))
+        }
+        "disaggregate" => {
+            let how = match text("decision") {
+                "prefill_decode" => "another engine prefills",
+                _ => "the decode engine computes everything",
+            };
+            ("disaggregate", format!("{how} ({})", text("reason").replace('_', " ")))
+        }
+        "ask" => ("ask", format!("{leg}: {engine}")),
+        "answer" => ("answer", format!("{leg}: {engine} {}", text("came"))),
+        _ => ("go on", text("how").to_owned()),
+    }
+}
+
+/// An engine's event: what is in it beside its name, in words where they are known.
+fn event_told(event: &Value) -> String {
+    const KNOWN: [&str; 8] = ["seq", "at_us", "rank", "request_id", "tag", "index", "kind", "now_us"];
+    let number = |name: &str| event[name].as_u64().unwrap_or(0);
+    let text = |name: &str| event[name].as_str().unwrap_or("-").replace('_', " ");
+    let blocks = |count: u64| if count == 1 { "1 block".to_owned() } else { format!("{count} blocks") };
+    let told = match event["kind"].as_str().unwrap_or_default() {
+        "queued" => format!("{}, {} prompt tokens", text("leg"), number("prompt")),
+        "started" if number("cached") > 0 => format!("{} tokens need no computing", number("cached")),
+        "started" | "first_token" => String::new(),
+        "computed" => format!("{} tokens of the prompt", number("tokens")),
+        "fetching" | "freed" => blocks(number("blocks")),
+        "fetched" => text("result"),
+        "refused" => text("reason"),
+        "abort" => format!("by {}", text("how")),
+        "lent" if event["growing"].as_bool() == Some(true) => {
+            format!("{}, while it computes", blocks(number("blocks")))
+        }
+        "lent" => {
+            let left = event["left_ms"].as_u64().map(|left| format!(", for {:.1} s", left as f64 / 1e3));
+            format!("{}{}", blocks(number("blocks")), left.unwrap_or_default())
+        }
+        "lease_ended" => format!(
+            "{} after {:.1} ms, {} of {} readers, {}",
+            text("reason"),
+            number("held_us") as f64 / 1e3,
+            number("readers_done"),
+            number("readers_expected"),
+            blocks(number("blocks")),
+        ),
+        "ended" => {
+            let counts = [("generated", number("generated")), ("computed", number("computed"))];
+            let counts: String = counts.iter().map(|(what, n)| format!(", {n} tokens {what}")).collect();
+            format!("{}{counts}", text("outcome"))
+        }
+        _ => {
+            let rest = event.as_object().into_iter().flatten();
+            let rest = rest.filter(|(name, _)| !KNOWN.contains(&name.as_str())).take(8);
+            rest.map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>().join(", ")
+        }
+    };
+    match number("index") {
+        0 => told,
+        index => format!("choice {index}: {told}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn event(at_us: u64, id: &str, kind: &str) -> Value {
+        json!({"seq": 1, "at_us": at_us, "rank": 0, "request_id": id, "tag": null, "index": 0, "kind": kind,
+            "blocks": 3, "left_ms": 30_000, "prompt": 40, "leg": "prefill", "how": "verb"})
+    }
+
+    #[test]
+    fn steps_and_events_are_told_in_the_order_of_time() {
+        let account = json!({"id": "a", "client_id": "mine", "model": "m", "began_us": 1_000_000, "took_us": 9_000,
+            "status": 499, "outcome": "client_gone", "steps_left_out": 0, "steps": [
+                {"what": "choose", "at_us": 100, "leg": "decode", "chosen": "d:1", "policy": "random", "reason": "drawn"},
+                {"what": "ask", "at_us": 200, "leg": "prefill", "engine": "p:1"}]});
+        let p = EngineEvents {
+            engine: "p:1".to_owned(),
+            events: vec![
+                event(1_000_400, "a", "queued"),
+                event(1_000_500, "b", "queued"),
+                event(1_012_000, "a-2", "freed"),
+            ],
+            ..EngineEvents::default()
+        };
+        let line = Timeline::join("mine", Some(&account), &[p]);
+        let told: Vec<_> = line.moments.iter().map(|m| (m.at_us, m.who.as_str(), m.kind.as_str())).collect();
+        assert_eq!(
+            told,
+            [
+                (0, "router", "arrived"),
+                (100, "router", "choose"),
+                (200, "router", "ask"),
+                (400, "p:1", "queued"),
+                (9_000, "router", "over"),
+                (12_000, "p:1", "freed"),
+            ]
+        );
+        assert_eq!(line.moments[3].text, "prefill, 40 prompt tokens");
+        assert_eq!(line.moments[4].text, "499 client gone");
+        assert_eq!(line.moments[5].text, "3 blocks");
+    }
+
+    #[test]
+    fn engines_alone_make_a_timeline_and_a_clock_that_is_wrong_is_put_right() {
+        assert_eq!(EngineEvents::ahead(1_000, 900, 1_300), 0, "within what asking took");
+        let ahead = EngineEvents::ahead(5_001_000, 900, 1_100);
+        assert_eq!(ahead, 5_000_000);
+        let p = EngineEvents {
+            engine: "p:1".to_owned(),
+            events: vec![event(5_001_000, "a", "lent")],
+            ahead_us: ahead,
+            error: None,
+        };
+        let d = EngineEvents {
+            engine: "d:1".to_owned(),
+            events: vec![event(1_500, "a", "odd")],
+            ..EngineEvents::default()
+        };
+        let gone = EngineEvents {
+            engine: "x:1".to_owned(),
+            error: Some("no answer".to_owned()),
+            ..EngineEvents::default()
+        };
+        let line = Timeline::join("a", None, &[p, d, gone]);
+        assert_eq!((line.began_us, line.moments[0].at_us, line.moments[1].at_us), (1_000, 0, 500));
+        assert_eq!(line.moments[0].text, "3 blocks, for 30.0 s");
+        assert!(line.moments[1].text.contains("blocks 3"), "an event that is not known is shown as it is");
+        assert_eq!(line.notes.len(), 2);
+    }
+}

@@ -1,0 +1,146 @@
+//! `baton top` and `baton doctor` on real deployments: what is well is said to be well, what is wrong is named.
+
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+use crate::harness::{AT_ONCE, Ask, Cluster, PATIENCE, eventually};
+
+/// Runs `baton` with these arguments: its exit code, and what it printed.
+fn baton(args: &[&str]) -> (Option<i32>, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_baton")).args(args).output().expect("it can be started");
+    let said = String::from_utf8_lossy(&output.stderr);
+    (output.status.code(), format!("{}{said}", String::from_utf8_lossy(&output.stdout)))
+}
+
+/// What the doctor says of a cluster: its exit code, and every line.
+struct Told {
+    code: Option<i32>,
+    checks: Vec<Value>,
+    text: String,
+}
+
+impl Told {
+    fn of(cluster: &Cluster, more: &[&str]) -> Self {
+        let url = format!("http://{}", cluster.url);
+        let admin = format!("http://{}", cluster.admin);
+        let args = [&["doctor", &url, "--admin", &admin, "--json"], more].concat();
+        let (code, text) = baton(&args);
+        let told: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
+        Self { code, checks: told["checks"].as_array().expect("a list").clone(), text }
+    }
+
+    /// The lines of a check with this mark.
+    fn marked(&self, mark: &str, check: &str) -> Vec<String> {
+        let is = |line: &&Value| line["mark"] == mark && line["check"] == check;
+        self.checks.iter().filter(is).map(|line| format!("{} {}", line["of"], line["told"])).collect()
+    }
+}
+
+#[test]
+fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blocks_came_back() {
+    let cluster = Cluster::new().start();
+    let told = Told::of(&cluster, &[]);
+    assert_eq!(told.code, Some(0), "{}", told.text);
+    let proved = told.marked("OK", "disconnect");
+    let skipped = told.marked("SKIPPED", "disconnect");
+    assert_eq!(proved.len() + skipped.len(), 7, "every phase has its line: {}", told.text);
+    for phase in ["queued", "prefill", "mid-stream", "unary"] {
+        assert!(proved.iter().any(|line| line.contains(phase)), "{phase}: {}", told.text);
+    }
+    for (check, lines) in [("side channel", 1), ("lease", 1), ("layout", 1), ("engine", 2), ("request", 2)] {
+        assert_eq!(told.marked("OK", check).len(), lines, "{check}: {}", told.text);
+    }
+    // It leaves nothing behind.
+    cluster.settled(AT_ONCE * 5);
+    let url = format!("http://{}", cluster.url);
+    let (code, text) =
+        baton(&["doctor", &url, "--admin", &format!("http://{}", cluster.admin), "--look-only"]);
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("\nhealthy: ") && text.contains("SKIPPED  disconnects"), "{text}");
+}
+
+#[test]
+fn the_doctor_names_an_engine_that_is_gone_and_leases_that_nobody_will_fetch() {
+    let mut cluster = Cluster::new().decode("").decode("").start();
+    let handoff = cluster.prefill[0].lends(&Ask::fresh(100));
+    let gone = cluster.decode[1].address.clone();
+    cluster.decode[1].kill();
+    eventually(PATIENCE, "the lease is called stranded", || {
+        let told = Told::of(&cluster, &["--look-only"]);
+        assert_eq!(told.code, Some(1), "{}", told.text);
+        let engines = told.marked("FAIL", "engine");
+        assert!(engines.len() == 1 && engines[0].contains(&gone), "{}", told.text);
+        match &told.marked("FAIL", "stranded")[..] {
+            [one] if one.contains("of 1 leases") => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    });
+    assert_eq!(cluster.prefill[0].release(&handoff), "released");
+}
+
+#[test]
+fn the_doctor_names_a_wrong_secret_and_blocks_that_do_not_fit() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).expect("it can be written");
+        path.display().to_string()
+    };
+    let (right, wrong) = (file("right", "the cluster's own secret"), file("wrong", "some other secret text"));
+    let guarded = format!("--cluster-secret-file {right}");
+    let cluster = Cluster::new()
+        .prefill(&guarded)
+        .decode(&format!("{guarded} --block-size 24"))
+        .router("cluster_secret_file", json!(Path::new(&right)))
+        .start();
+    let told = Told::of(&cluster, &["--look-only", "--cluster-secret-file", &wrong]);
+    assert_eq!((told.code, told.marked("FAIL", "secret").len()), (Some(1), 2), "{}", told.text);
+    let told = Told::of(&cluster, &["--look-only", "--cluster-secret-file", &right]);
+    assert_eq!((told.code, told.marked("FAIL", "secret").len()), (Some(1), 0), "{}", told.text);
+    let layout = told.marked("FAIL", "layout");
+    assert!(layout.len() == 1 && layout[0].contains("16 and 24"), "{}", told.text);
+}
+
+#[test]
+fn the_doctor_that_sees_nobody_says_so() {
+    // A port that was free a moment ago, and that nobody listens on.
+    let port =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("an address").port();
+    let (code, text) = baton(&["doctor", &format!("http://127.0.0.1:{port}")]);
+    assert_eq!(code, Some(2), "{text}");
+    assert!(text.contains("could not look"), "{text}");
+    assert_eq!(baton(&["doctor", "not a url"]).0, Some(2));
+    let (code, text) = baton(&["top", "--once", "--admin", &format!("http://127.0.0.1:{port}")]);
+    assert_eq!(code, Some(1), "{text}");
+}
+
+#[test]
+fn top_prints_a_frame_and_json_of_a_deployment_in_use() {
+    let cluster = Cluster::new().decode("--pace-ms 20").start();
+    let mut stream = cluster.send(&Ask::fresh(60).tokens(200).streamed()).stream();
+    stream.event();
+    let handoff = cluster.prefill[0].lends(&Ask::fresh(100));
+    let admin = format!("http://{}", cluster.admin);
+    let told = eventually(PATIENCE, "both are seen", || {
+        let (code, text) = baton(&["top", "--json", "--once", "--admin", &admin]);
+        assert_eq!(code, Some(0), "{text}");
+        let told: Value = serde_json::from_str(&text).map_err(|error| format!("{error}: {text}"))?;
+        let seen = told["stranded_leases"] == 1 && told["requests"]["phases"]["decode_stream"] == 1;
+        if seen { Ok(told) } else { Err(text) }
+    });
+    assert_eq!(told["routers"][0]["admin"], cluster.admin);
+    assert!(told["stranded_blocks"].as_u64() >= Some(6), "{told:#}");
+    assert_eq!(told["engines"].as_array().map(Vec::len), Some(2));
+    let (code, frame) = baton(&["top", "--once", "--admin", &admin]);
+    assert_eq!(code, Some(0), "{frame}");
+    for part in ["STRANDED", &cluster.prefill[0].address, &cluster.decode[0].address, "decode stream"] {
+        assert!(frame.contains(part), "{part}: {frame}");
+    }
+    assert!(!frame.contains('\u{1b}'), "a page of text has no colours");
+    // Without a router what is stranded is not known.
+    let (_, frame) = baton(&["top", "--once", "--engine", &format!("http://{}", cluster.prefill[0].address)]);
+    assert!(frame.contains("stranded ?") && !frame.contains("STRANDED"), "{frame}");
+    assert_eq!(cluster.prefill[0].release(&handoff), "released");
+}
