@@ -41,6 +41,8 @@ pub(crate) enum Command {
     Doctor(Box<baton_bench::doctor::DoctorArgs>),
     /// API keys of the router's clients
     Key(KeyArgs),
+    /// Ask a router or an engine how it is: succeeds if it is well
+    Health(HealthArgs),
     /// Compare the engine with golden outputs made by make_tiny.py
     Parity(ParityArgs),
     /// Measure the engine, the transfer, the ledger or the router against baselines from the same run
@@ -272,6 +274,10 @@ pub(crate) struct RouterArgs {
     /// Configuration file
     #[arg(short, long, value_name = "FILE")]
     pub(crate) config: PathBuf,
+    /// Take the listening sockets of the router that waits at this path, if one does; it ends when this one serves. And
+    /// wait there for the next
+    #[arg(long, value_name = "PATH")]
+    pub(crate) handover: Option<PathBuf>,
     /// Shut down when standard input ends: for supervisors
     #[arg(long, hide = true)]
     pub(crate) until_stdin_ends: bool,
@@ -339,6 +345,16 @@ pub(crate) struct ExplainArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct HealthArgs {
+    /// What to ask: `http://HOST:PORT/ready` of a router, `http://HOST:PORT/health` of either
+    #[arg(value_name = "URL", default_value = "http://127.0.0.1:8081/ready")]
+    pub(crate) url: String,
+    /// How long to wait for each step of the answer, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 2000)]
+    pub(crate) timeout_ms: u64,
 }
 
 #[derive(Debug, Args)]

@@ -6,6 +6,7 @@ mod builtin;
 mod cli;
 mod engine;
 mod explain;
+mod health;
 mod parity;
 mod router;
 mod shutdown;
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
             router::key(&args.verb);
             Ok(())
         }
+        cli::Command::Health(args) => health::run(&args),
         cli::Command::Parity(args) => parity::run(&args),
         cli::Command::Bench(args) => baton_bench::run(args.benchmark, &mut std::io::stdout()),
     };

@@ -71,8 +71,13 @@ impl Cluster {
 
     /// The sum of a metric of the router.
     pub(crate) fn router_metric(&self, name: &str, labels: &str) -> f64 {
+        metric(&self.router_metrics(), name, labels)
+    }
+
+    /// All metrics of the router.
+    pub(crate) fn router_metrics(&self) -> String {
         let reply = Call::new(&self.admin, "GET", "/metrics", b"").reply();
-        metric(&String::from_utf8_lossy(&reply.body), name, labels)
+        String::from_utf8_lossy(&reply.body).into_owned()
     }
 
     /// Waits until nobody holds anything: every engine that lives is at its baseline, no lease has ended by
@@ -320,8 +325,13 @@ impl Engine {
 
     /// The sum of a metric of this engine.
     pub(crate) fn metric(&self, name: &str, labels: &str) -> f64 {
+        metric(&self.metrics(), name, labels)
+    }
+
+    /// All metrics of this engine.
+    pub(crate) fn metrics(&self) -> String {
         let reply = Call::new(&self.address, "GET", "/metrics", b"").reply();
-        metric(&String::from_utf8_lossy(&reply.body), name, labels)
+        String::from_utf8_lossy(&reply.body).into_owned()
     }
 
     /// Waits until its books show what is looked for.

@@ -41,9 +41,21 @@ pub(crate) struct Process {
 impl Process {
     /// Starts `baton` with these arguments, supervised by a pipe on its stdin.
     pub(crate) fn start(name: &str, args: &[String], folder: &Path) -> Self {
+        Self::spawn(name, Command::new(env!("CARGO_BIN_EXE_baton")), args, folder)
+    }
+
+    /// As [`Self::start`], with its system calls in a file.
+    pub(crate) fn traced(name: &str, args: &[String], folder: &Path, calls: &Path) -> Self {
+        let mut strace = Command::new("strace");
+        strace.args(["-f", "-o"]).arg(calls).arg(env!("CARGO_BIN_EXE_baton"));
+        Self::spawn(name, strace, args, folder)
+    }
+
+    /// As [`Self::start`], by a command whose further arguments are those.
+    pub(crate) fn spawn(name: &str, mut command: Command, args: &[String], folder: &Path) -> Self {
         let log = folder.join(format!("{name}.log"));
         let stderr = File::create(&log).expect("the test's folder can be written");
-        let mut child = Command::new(env!("CARGO_BIN_EXE_baton"))
+        let mut child = command
             .args(args)
             .arg("--until-stdin-ends")
             .env("RUST_LOG", "baton=info,baton_engine=debug,baton_router=debug,warn")
@@ -56,7 +68,9 @@ impl Process {
         let (tell, ready) = sync_channel(1);
         std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                if let Some((_, facts)) = line.split_once(": ready ") {
+                let facts =
+                    line.split_once(": ready ").map(|(_, facts)| facts).or(line.strip_prefix("ready "));
+                if let Some(facts) = facts {
                     // Nobody waits for it when the test has failed already.
                     let _ = tell.send(facts.to_owned());
                 }
@@ -116,6 +130,12 @@ impl Process {
         };
         let status = eventually(within, &format!("{} ends", self.name), ended);
         assert!(status.success(), "{}: {status}", self.name);
+    }
+
+    /// Asks it to end, by its lifeline, and waits until it has.
+    pub(crate) fn stop(&mut self) {
+        drop(self.child.stdin.take());
+        self.ends_well(PATIENCE);
     }
 
     /// Where it logs.

@@ -239,7 +239,7 @@ fn what_counting_costs() {
 
 #[test]
 fn every_metric_that_an_alert_names_exists() {
-    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/prometheus/alerts.yaml");
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/alerts/router.yaml");
     let text = std::fs::read_to_string(path).expect("the alerts are there");
     let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
     let named: BTreeSet<_> =

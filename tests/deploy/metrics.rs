@@ -1,0 +1,298 @@
+//! Alerts and the board against what a router and engines tell, after everything has happened to them once.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::harness::{Ask, Cluster, HangUp, PATIENCE, eventually};
+use crate::promql::{Named, named};
+use crate::{files_below, ours, read};
+
+/// A file of rules, as far as it is used here.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Rules {
+    groups: Vec<Group>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Group {
+    name: String,
+    rules: Vec<Rule>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Rule {
+    pub(crate) alert: String,
+    expr: String,
+    #[serde(rename = "for")]
+    _for: Option<String>,
+    labels: BTreeMap<String, String>,
+    annotations: BTreeMap<String, String>,
+}
+
+/// Metrics with their labels.
+type Metrics = BTreeMap<String, BTreeSet<String>>;
+
+/// Labels that Prometheus gives to everything it scrapes.
+const OF_SCRAPES: [&str; 2] = ["job", "instance"];
+
+/// Counters that only stock vLLM has, or names otherwise than Baton's engines, which have vLLM's name without the ending that
+/// Python's client adds: seen at vLLM 0.32, 2026-11-20.
+const STOCK_VLLM: [&str; 3] = [
+    "vllm:nixl_num_kv_expired_reqs_total",
+    "vllm:nixl_num_notifications_after_expiry_total",
+    "vllm:nixl_num_failed_transfers_total",
+];
+
+/// Every rule.
+pub(crate) fn rules() -> Vec<Rule> {
+    let mut all = Vec::new();
+    for file in files_below(&ours("deploy/alerts")) {
+        let rules: Rules = serde_saphyr::from_str(&read(&file))
+            .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+        for group in rules.groups {
+            assert!(group.name.starts_with("baton-"), "{}", group.name);
+            all.extend(group.rules);
+        }
+    }
+    all
+}
+
+/// Every board's file and its content.
+fn board() -> Value {
+    let text = read(&ours("deploy/dashboards/baton.json"));
+    serde_json::from_str(&text).expect("a board is JSON")
+}
+
+/// The queries of every panel, with its title; variables stand for everything.
+fn queries() -> Vec<(String, String)> {
+    let board = board();
+    let mut found = Vec::new();
+    for panel in board["panels"].as_array().expect("panels") {
+        for target in panel["targets"].as_array().into_iter().flatten() {
+            let query = target["expr"].as_str().expect("a query").replace("$__rate_interval", "5m");
+            let query = query.replace("$model", ".*").replace("$router_job", ".*");
+            assert!(!query.contains('$'), "{query}");
+            found.push((panel["title"].as_str().expect("a title").to_owned(), query));
+        }
+    }
+    for variable in board["templating"]["list"].as_array().expect("variables") {
+        if let Some(labels) =
+            variable["definition"].as_str().and_then(|text| text.strip_prefix("label_values("))
+        {
+            let (metric, label) = labels.trim_end_matches(')').split_once(", ").expect("METRIC, LABEL");
+            found.push((variable["name"].to_string(), format!("count by ({label}) ({metric})")));
+        }
+    }
+    found
+}
+
+/// What a page of `/metrics` has.
+fn told(page: &str, metrics: &mut Metrics) {
+    for line in page.lines().filter(|line| !line.starts_with('#')) {
+        let Some((series, _)) = line.rsplit_once(' ') else { continue };
+        let (name, labels) = series.split_once('{').unwrap_or((series, ""));
+        let known = metrics.entry(name.to_owned()).or_default();
+        // A label's name stands before `="`, behind a comma or the beginning.
+        let names =
+            labels.split("=\"").map(|before| before.rsplit(['"', ',', '{']).next().unwrap_or_default());
+        known.extend(names.filter(|name| !name.is_empty() && *name != "}").map(str::to_owned));
+    }
+}
+
+/// Everything happens once to a router, a prefill engine and a decode engine; then they tell.
+fn live() -> Metrics {
+    let tier = tempfile::tempdir().expect("a temporary folder");
+    let tiers = format!(
+        "--kv-offload-host-mib 8 --kv-offload-disk {} --kv-offload-disk-mib 8",
+        tier.path().display()
+    );
+    let cluster =
+        Cluster::new().prefill("--kv-lease-duration 0.3").decode(&tiers).decode("--pace-ms 20").start();
+    let usage = json!({"include_usage": true});
+    for _ in 0..4 {
+        let mut stream = cluster
+            .send(&Ask::fresh(200).tokens(4).streamed().with("stream_options", usage.clone()))
+            .stream();
+        while stream.event().is_some() {}
+    }
+    // A client leaves in the middle of its stream.
+    let leaves = || {
+        let mut stream = cluster.send(&Ask::fresh(100).tokens(400).streamed()).stream();
+        stream.event().expect("an event");
+        stream.hang_up(HangUp::Fin);
+    };
+    leaves();
+    leaves();
+    // A handoff is refused by its decode engine, one is given back, and one is left to its expiry.
+    let refused = Ask::fresh(64);
+    let handoff = cluster.prefill[0].lends(&refused);
+    let body = refused.with("kv_transfer_params", handoff).with("temperature", json!(-1)).body;
+    assert_eq!(cluster.decode[0].send("POST", "/v1/completions", &body).reply().status, 400);
+    let handoff = cluster.prefill[0].lends(&Ask::fresh(64));
+    assert_eq!(cluster.prefill[0].release(&handoff), "released");
+    cluster.prefill[0].lends(&Ask::fresh(64));
+    let expired = || match cluster.prefill[0].metric("vllm:nixl_num_kv_expired_reqs", "") {
+        count if count >= 1.0 => Ok(()),
+        _ => Err("nothing has expired".to_owned()),
+    };
+    eventually(PATIENCE, "the lease that nobody reads ends", expired);
+
+    let mut metrics = Metrics::new();
+    told(&cluster.router_metrics(), &mut metrics);
+    for engine in cluster.prefill.iter().chain(&cluster.decode) {
+        told(&engine.metrics(), &mut metrics);
+    }
+    assert!(metrics.len() > 100, "{metrics:?}");
+    metrics
+}
+
+/// The table of `docs/metrics.md`, which a test of the router's compares with its code.
+fn documented() -> Metrics {
+    let page = read(&ours("docs/metrics.md"));
+    let rows = page
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `"))
+        .map(|line| line.split(" | ").collect::<Vec<_>>());
+    let mut metrics = Metrics::new();
+    for row in rows {
+        let name = row[0].trim_end_matches('`');
+        let labels: BTreeSet<String> = row[2].split('`').skip(1).step_by(2).map(str::to_owned).collect();
+        match row[1] {
+            "histogram" => {
+                for part in ["_sum", "_count"] {
+                    metrics.insert(format!("{name}{part}"), labels.clone());
+                }
+                let with_bound = labels.into_iter().chain(["le".to_owned()]).collect();
+                metrics.insert(format!("{name}_bucket"), with_bound);
+            }
+            _ => drop(metrics.insert(name.to_owned(), labels)),
+        }
+    }
+    metrics
+}
+
+/// What is wrong with the names of an expression.
+fn problems(
+    names: &Named,
+    live: &Metrics,
+    documented: &Metrics,
+    unseen: &mut BTreeSet<String>,
+) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let mut there: BTreeSet<&str> = OF_SCRAPES.into();
+    for (metric, selected) in &names.metrics {
+        let labels: BTreeSet<&str> = match (live.get(metric), documented.get(metric)) {
+            (Some(labels), _) => labels.iter().map(String::as_str).collect(),
+            // Something that has not happened to this router, or is not configured.
+            (None, Some(labels)) => {
+                unseen.insert(metric.clone());
+                labels.iter().map(String::as_str).collect()
+            }
+            (None, None) if metric == "up" => BTreeSet::new(),
+            (None, None) if STOCK_VLLM.contains(&metric.as_str()) => ["model_name", "engine"].into(),
+            (None, None) => {
+                wrong.push(format!("nobody tells {metric}"));
+                continue;
+            }
+        };
+        let known = |label: &&String| labels.contains(label.as_str()) || OF_SCRAPES.contains(&label.as_str());
+        wrong.extend(
+            selected.iter().filter(|label| !known(label)).map(|label| format!("{metric} has no {label}")),
+        );
+        there.extend(labels);
+    }
+    let grouped = names.grouped.iter().filter(|label| !there.contains(label.as_str()));
+    wrong.extend(grouped.map(|label| format!("no metric has the label {label}")));
+    wrong
+}
+
+#[test]
+fn every_metric_and_label_of_a_rule_or_a_panel_is_told() {
+    let (live, documented) = (live(), documented());
+    let mut unseen = BTreeSet::new();
+    let mut wrong = Vec::new();
+    for rule in rules() {
+        let names = named(&rule.expr);
+        let found = problems(&names, &live, &documented, &mut unseen);
+        wrong.extend(found.into_iter().map(|problem| format!("{}: {problem}", rule.alert)));
+        // A summary shows labels that the result has.
+        let shown = rule.annotations["summary"].split("$labels.").skip(1);
+        for label in shown.map(|rest| rest.split([' ', '}']).next().unwrap_or_default()) {
+            let kept = if names.grouped.is_empty() {
+                let of_metric = |name: &String| {
+                    live.get(name).or(documented.get(name)).is_some_and(|l| l.contains(label))
+                };
+                OF_SCRAPES.contains(&label) || names.metrics.iter().any(|(name, _)| of_metric(name))
+            } else {
+                names.grouped.contains(label)
+            };
+            if !kept {
+                wrong.push(format!("{}: its result has no label {label}", rule.alert));
+            }
+        }
+    }
+    for (title, query) in queries() {
+        let found = problems(&named(&query), &live, &documented, &mut unseen);
+        wrong.extend(found.into_iter().map(|problem| format!("{title}: {problem}")));
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    println!("in docs/metrics.md, and not told by the live router: {unseen:?}");
+    // There is no TLS and no discovery in it.
+    assert!(unseen.len() <= 4, "{unseen:?}");
+}
+
+#[test]
+fn rules_have_names_of_their_own_and_say_who_is_called() {
+    let mut names = BTreeSet::new();
+    for rule in rules() {
+        assert!(names.insert(rule.alert.clone()), "{} twice", rule.alert);
+        assert!(["page", "ticket"].contains(&rule.labels["severity"].as_str()), "{}", rule.alert);
+        assert_eq!((rule.labels.len(), rule.annotations.len()), (1, 1), "{}", rule.alert);
+    }
+    assert!(names.len() >= 20, "{names:?}");
+}
+
+#[test]
+fn the_board_can_be_read() {
+    let board = board();
+    let panels = board["panels"].as_array().expect("panels");
+    let mut ids = BTreeSet::new();
+    let mut cells = BTreeMap::new();
+    let mut rows = 0;
+    for panel in panels {
+        let title = panel["title"].as_str().expect("a title");
+        assert!(ids.insert(panel["id"].as_u64().expect("a number")), "{title}");
+        let grid = |key: &str| panel["gridPos"][key].as_u64().unwrap_or_else(|| panic!("{title}: {key}"));
+        assert!(grid("x") + grid("w") <= 24, "{title}");
+        for x in grid("x")..grid("x") + grid("w") {
+            for y in grid("y")..grid("y") + grid("h") {
+                let other = cells.insert((x, y), title);
+                assert!(other.is_none(), "{title} lies on {other:?}");
+            }
+        }
+        if panel["type"] == "row" {
+            assert!(title.ends_with('?') || title == "The routers themselves", "rows are questions: {title}");
+            rows += 1;
+            continue;
+        }
+        assert!(panel["description"].as_str().is_some_and(|text| !text.is_empty()), "{title}");
+        let targets = panel["targets"].as_array().expect("queries");
+        let references: BTreeSet<_> = targets.iter().map(|target| target["refId"].as_str()).collect();
+        assert!(!targets.is_empty() && references.len() == targets.len(), "{title}");
+        for target in targets {
+            assert_eq!(target["datasource"]["uid"], "${datasource}", "{title}");
+            // What a legend shows is a label of the result.
+            let legend = target["legendFormat"].as_str().unwrap_or_default();
+            let grouped = named(&target["expr"].as_str().expect("a query").replace('$', "")).grouped;
+            for label in legend.split("{{").skip(1).map(|rest| rest.split('}').next().unwrap_or_default()) {
+                assert!(grouped.contains(label) || label == "instance", "{title}: {label} in {grouped:?}");
+            }
+        }
+    }
+    assert!(rows == 5 && panels.len() > 30, "{rows} rows, {} panels", panels.len());
+}

@@ -1,0 +1,178 @@
+//! What documents say of our binary, put to it.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::harness::{Call, Process};
+use crate::references::{Fleet, containers, list, port_of};
+use crate::{baton, run};
+
+/// A container's arguments, with the pod's variables in their place.
+fn arguments(command: &str, container: &Value) -> Vec<String> {
+    let variable = |name: &str| list(&container["env"]).any(|variable| variable["name"] == name);
+    let args = list(&container["args"]).map(|arg| {
+        let arg = arg.as_str().expect("arguments are text");
+        assert!(!arg.contains("$(") || variable("POD_IP"), "{arg}");
+        let arg = arg.replace("$(POD_IP)", "127.0.0.1");
+        assert!(!arg.contains('$'), "{arg}");
+        arg
+    });
+    std::iter::once(command.to_owned()).chain(args).collect()
+}
+
+/// The engines of ours, and whose they are.
+fn engines() -> Vec<(String, Value)> {
+    let mut found = Vec::new();
+    for fleet in Fleet::all() {
+        for (name, pod) in fleet.pods() {
+            let container = containers(pod).next().expect("a container");
+            if container["image"].as_str().is_some_and(|image| image.contains("baton/engine")) {
+                found.push((format!("{}-{name}", fleet.name), container.clone()));
+            }
+        }
+    }
+    assert!(found.len() >= 4, "two overlays with two deployments: {found:?}");
+    found
+}
+
+/// The probes of a container: kind, port and path.
+fn probes(container: &Value) -> Vec<(&'static str, String, String)> {
+    let probes = ["startupProbe", "livenessProbe", "readinessProbe"].map(|kind| {
+        let get = &container[kind]["httpGet"];
+        let text = |key: &str| get[key].as_str().unwrap_or_else(|| panic!("{kind} has no {key}")).to_owned();
+        (kind, text("port"), text("path"))
+    });
+    probes.to_vec()
+}
+
+/// A router's configuration for this machine: what its pod mounts lies in `folder`, with something in it.
+fn at_home(fleet: &Fleet, folder: &Path) -> String {
+    let mut text = fleet.router_yaml().to_owned();
+    for (at, keys) in fleet.mounts(fleet.router()) {
+        let here = folder.join(at.trim_start_matches('/'));
+        fs::create_dir_all(&here).expect("the test's folder can be written");
+        for key in keys.iter().filter(|key| *key != "router.yaml") {
+            let file = here.join(key);
+            if !file.exists() {
+                fs::write(&file, content(key)).expect("the test's folder can be written");
+            }
+        }
+        text = text.replace(&format!("{at}/"), &format!("{}/", here.display()));
+    }
+    let (certificate, key) =
+        (folder.join("run/secrets/baton-tls/tls.crt"), folder.join("run/secrets/baton-tls/tls.key"));
+    if certificate.exists() {
+        let made =
+            rcgen::generate_simple_self_signed(vec!["baton.example".to_owned()]).expect("a certificate");
+        fs::write(certificate.with_file_name("ca.crt"), made.cert.pem()).expect("a file of the test");
+        fs::write(certificate, made.cert.pem()).expect("a file of the test");
+        fs::write(key, made.signing_key.serialize_pem()).expect("a file of the test");
+    }
+    text
+}
+
+/// What is in a secret's file.
+fn content(key: &str) -> String {
+    match key {
+        "keys.yaml" => {
+            let words = ["key", "new", "--id", "chat-1", "--tenant", "chat"].map(str::to_owned);
+            let (made, text) = baton(&words);
+            assert!(made, "{text}");
+            format!("keys:\n{text}")
+        }
+        _ => "0123456789abcdef0123456789abcdef".to_owned(),
+    }
+}
+
+fn status(address: &str, path: &str) -> (u16, String) {
+    let reply = Call::new(address, "GET", path, b"").reply();
+    (reply.status, String::from_utf8_lossy(&reply.body).into_owned())
+}
+
+#[test]
+fn engines_understand_their_arguments() {
+    for (name, container) in engines() {
+        // The checkpoint is not here, and that is all they complain of.
+        let args = arguments("engine", &container);
+        let (started, said) = baton(&args);
+        assert!(!started && said.contains("--model /model: there is no such folder"), "{name}: {said}");
+        let (started, said) = baton(&[args, vec!["--side-chanel=1".to_owned()]].concat());
+        assert!(!started && said.contains("unexpected argument '--side-chanel'"), "{name}: {said}");
+    }
+}
+
+#[test]
+fn engines_listen_where_their_ports_say_and_answer_their_probes() {
+    for (name, container) in engines() {
+        let mut args = arguments("engine", &container);
+        for (key, port) in [("--listen=", "http"), ("--side-channel=", "side-channel")] {
+            let number = port_of(&container, port).unwrap_or_else(|| panic!("{name} has no port {port}"));
+            let listens = format!("{key}0.0.0.0:{number}");
+            let arg = args.iter_mut().find(|arg| **arg == listens);
+            *arg.unwrap_or_else(|| panic!("{name} does not say {listens}")) = format!("{key}127.0.0.1:0");
+        }
+        // A small machine, and the model that is built in.
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let secret = folder.path().join("secret");
+        fs::write(&secret, content("secret")).expect("a file of the test");
+        args.retain(|arg| !arg.starts_with("--model="));
+        for (key, value) in [
+            ("--kv-cache-mib=", "32"),
+            ("--threads=", "1"),
+            ("--cluster-secret-file=", &secret.display().to_string()),
+        ] {
+            let arg =
+                args.iter_mut().find(|arg| arg.starts_with(key)).unwrap_or_else(|| panic!("{name}: {key}"));
+            *arg = format!("{key}{value}");
+        }
+        let mut engine = Process::start(&name, &args, folder.path());
+        engine.wait_ready();
+        let address = engine.fact("http");
+        for (probe, port, path) in probes(&container) {
+            assert_eq!(port, "http", "{name}: {probe}");
+            assert_eq!(status(&address, &path).0, 200, "{name}: {probe} {path}");
+        }
+        assert_eq!(status(&address, "/metrics").0, 200, "{name}: what ServiceMonitors scrape");
+        assert_eq!(status(&address, "/ready").0, 404, "{name}: a probe of what is not there would be seen");
+    }
+}
+
+#[test]
+fn routers_find_their_configuration_sound_listen_where_their_ports_say_and_answer_their_probes() {
+    for fleet in Fleet::all() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let mut text = at_home(&fleet, folder.path());
+        let file = folder.path().join("router.yaml");
+        let container = containers(fleet.router()).next().expect("a container").clone();
+        let args = arguments("router", &container);
+        assert_eq!(args[1..3], ["--config", "/etc/baton/router.yaml"], "{}", fleet.name);
+
+        fs::write(&file, &text).expect("a file of the test");
+        let (sound, said) = run(Command::new(env!("CARGO_BIN_EXE_baton")).arg("check").arg(&file));
+        assert!(sound && !said.contains("warning:"), "{}: {said}", fleet.name);
+
+        for (port, place) in [("http", "\nlisten: "), ("admin", "\n  listen: ")] {
+            let number = port_of(&container, port).unwrap_or_else(|| panic!("no port {port}"));
+            let listens = format!("{place}0.0.0.0:{number}\n");
+            assert!(text.contains(&listens), "{}: no {listens:?} in {text}", fleet.name);
+            text = text.replace(&listens, &format!("{place}127.0.0.1:0\n"));
+        }
+        fs::write(&file, &text).expect("a file of the test");
+        let args = [&args[..1], &["--config".to_owned(), file.display().to_string()], &args[3..]].concat();
+        let mut router = Process::start(&format!("router-{}", fleet.name), &args, folder.path());
+        router.wait_ready();
+        for (probe, port, path) in probes(&container) {
+            let address = router.fact(if port == "http" { "http" } else { "admin" });
+            let (status, said) = status(&address, &path);
+            match probe {
+                // There is no cluster here, so there is no engine; a router without one must not get requests.
+                "readinessProbe" => assert_eq!((status, said.trim()), (503, "no engine"), "{}", fleet.name),
+                _ => assert_eq!(status, 200, "{}: {probe} {path}", fleet.name),
+            }
+        }
+        assert_eq!(status(&router.fact("admin"), "/metrics").0, 401, "{}: it needs the token", fleet.name);
+    }
+}
