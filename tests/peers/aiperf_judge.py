@@ -161,6 +161,7 @@ def judge(stack, records, events, gone):
     return {
         "requests": len(records), "cancelled": len(cancelled), "failed": len(failed), "router_saw_leave": gone,
         "engines_gave_up": len(given_up - answered), "engines_never_asked": len(records) - len(by_id),
+        "finished_before_told": len(answered) - sum(1 for r in records if not r.get("error")),
         "lease_expiries": expired, "tokens_for_nobody": computed, "told_to_home_ms_max": round(slowest, 3),
         "home_after_s": round(last_freed - last_client, 3),
     }
@@ -173,7 +174,8 @@ def main():
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--output-tokens", type=int, default=200)
+    parser.add_argument("--output-tokens", type=int, default=600,
+                        help="so many that an answer takes longer than the longest delay: a cancel that crosses the end of an answer is counted by aiperf alone")
     parser.add_argument("--out", help="write every run's numbers here, as JSON")
     options = parser.parse_args()
     binary = os.environ.get("BATON_BIN") or str(ROOT / "target/debug/baton")
