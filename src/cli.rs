@@ -274,6 +274,10 @@ pub(crate) struct RouterArgs {
     /// Configuration file
     #[arg(short, long, value_name = "FILE")]
     pub(crate) config: PathBuf,
+    /// Take the listening sockets of the router that waits at this path, if one does; it ends when this one serves. And
+    /// wait there for the next
+    #[arg(long, value_name = "PATH")]
+    pub(crate) handover: Option<PathBuf>,
     /// Shut down when standard input ends: for supervisors
     #[arg(long, hide = true)]
     pub(crate) until_stdin_ends: bool,

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-use baton_router::{ConfigError, ConfigFile, NamedFile, NewKey, Reload, Router, RouterConfig};
+use baton_router::{ConfigError, ConfigFile, Inherited, NamedFile, NewKey, Reload, Router, RouterConfig};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
@@ -18,7 +18,21 @@ pub(crate) fn run(args: &RouterArgs) -> Result<(), Failure> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
         let stop = shutdown::on_signal(args.until_stdin_ends)?;
-        let router = Router::bind(config).await?;
+        let supervised = Inherited::from_supervisor().map_err(|error| format!("LISTEN_FDS: {error}"))?;
+        let inherited = match &args.handover {
+            Some(path) if supervised.is_empty() => {
+                let path = path.clone();
+                let asked = move || {
+                    Inherited::from_router(&path).map_err(|error| format!("{}: {error}", path.display()))
+                };
+                tokio::task::spawn_blocking(asked).await??
+            }
+            _ => supervised,
+        };
+        let mut router = Router::bind_with(config, inherited).await?;
+        if let Some(path) = &args.handover {
+            router.hand_over_at(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        }
         say(&format!("ready http={} admin={}", router.local_addr(), router.admin_addr()));
         let _following = follow(router.reload(), file)?;
         router.run(stop).await;

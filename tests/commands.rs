@@ -1,4 +1,4 @@
-//! `baton check` as people and scripts use it: what it prints, where, and how it exits.
+//! `baton check` and others as people and scripts use them: what they print, where, and how they exit.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -178,4 +178,28 @@ fn a_running_router_reads_its_file_again_on_sighup() {
     until(&|now| now["reloads"]["last"]["result"] == "rejected" && now["generation"] == 2);
     drop(router.stdin.take());
     assert!(router.wait().unwrap().success(), "it stops when its supervisor leaves");
+}
+
+#[test]
+fn simulated_engines_say_where_they_are_and_write_a_sound_configuration() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("router.yaml").display().to_string();
+    // Its input has ended already.
+    let args = ["bench", "sim", "--decode", "2", "--until-stdin-ends", "--router-config", &file];
+    let (sound, said, _) = out(&baton(&args));
+    let line = said.strip_prefix("ready prefill=").unwrap().trim_end();
+    let (prefill, decode) = line.split_once(" decode=").unwrap();
+    let decode: Vec<_> = decode.split(',').collect();
+    assert!(sound && decode.len() == 2, "{said}");
+    let (sound, effective, said) = out(&baton(&["check", &file]));
+    assert!(sound, "{said}");
+    for address in decode.into_iter().chain([prefill]) {
+        assert!(effective.contains(&format!("http://{address}")), "{address}: {effective}");
+    }
+    let (sound, _, said) = out(&baton(&["bench", "sim", "--fault", "refuses:2"]));
+    assert!(!sound && said.contains("`2` is no share between 0 and 1"), "{said}");
+    let (sound, _, said) = out(&baton(&["bench", "sim", "--fault", "dies@prefill-7", "--until-stdin-ends"]));
+    assert!(!sound && said.contains("there is no such engine"), "{said}");
+    let (sound, _, said) = out(&baton(&["bench", "compare", "--lease-ms", "100"]));
+    assert!(!sound && said.contains("--lease-ms must be"), "{said}");
 }

@@ -50,6 +50,8 @@ use watch::Watch;
 
 /// A call takes no longer.
 const CALL_WITHIN: Duration = Duration::from_secs(60);
+/// An answer is not read beyond this.
+const ANSWER_BYTES_MAX: usize = 1 << 20;
 /// Tells anything that is looked at besides.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Of what the deployment can do, so much is asked for by default.
@@ -280,9 +282,18 @@ pub fn run(options: &DisconnectOptions, out: &mut dyn Write) -> Result<(), Bench
     options.check()?;
     std::fs::create_dir_all(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    runtime.block_on(play(options))?;
-    let summary = written(&options.out)?;
+    // What was learnt before something went wrong is worth its report.
+    let played = runtime.block_on(play(options));
+    let summary = match (written(&options.out), &played) {
+        (Ok(summary), _) => summary,
+        (Err(error), Ok(())) => return Err(error),
+        (Err(_), Err(_)) => return played,
+    };
     told(&summary, &options.out, options.json, out)?;
+    played?;
+    if options.fail_on_findings && summary.interrupted {
+        return Err("the run was broken off".into());
+    }
     if options.fail_on_findings && !summary.findings.is_empty() {
         return Err(format!("{} findings", summary.findings.len()).into());
     }
@@ -366,6 +377,9 @@ async fn deployment(options: &DisconnectOptions, progress: &dyn Fn(&str)) -> Res
     if engines.is_empty() {
         return Err("the router knows no engine".into());
     }
+    // Named, and known to the router as well: the first word counts.
+    let mut seen = std::collections::BTreeSet::new();
+    engines.retain(|(.., origin)| seen.insert(origin.authority().to_owned()));
     Ok(Deployment { url: url.clone(), engines, own: None, _folder: None })
 }
 
@@ -381,7 +395,7 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
     let (beside, commands) = (options.beside()?, options.commands()?);
     let deployment = deployment(options, &progress).await?;
     let target = Target::parse(&deployment.url)?.with_key_file(options.api_key_file.as_deref())?;
-    let limits = Limits { total: CALL_WITHIN, ..Limits::default() };
+    let limits = Limits { total: CALL_WITHIN, answer_bytes: ANSWER_BYTES_MAX, ..Limits::default() };
     let client = Client::open(target, limits, Connections::Fresh).await?;
     let model = match &options.model {
         Some(model) => model.clone(),
@@ -412,12 +426,25 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
         aims: std::sync::Mutex::default(),
         next: AtomicU64::new(0),
     });
+    let unmended = std::sync::Mutex::new(None);
     let play = async {
         let mut terms = options.terms(1.0);
-        let acts = acts::Acts { stage: &stage, watch: &watch, terms: &terms, progress: &progress };
+        let acts = acts::Acts {
+            stage: &stage,
+            watch: &watch,
+            terms: &terms,
+            progress: &progress,
+            unmended: &unmended,
+        };
         let able = acts.calibrate().await?;
         terms.rate = options.rate.unwrap_or((able * LOAD).clamp(1.0, RATE_MAX));
-        let acts = acts::Acts { stage: &stage, watch: &watch, terms: &terms, progress: &progress };
+        let acts = acts::Acts {
+            stage: &stage,
+            watch: &watch,
+            terms: &terms,
+            progress: &progress,
+            unmended: &unmended,
+        };
         acts.load("calm", ActKind::Calm, 0.0).await;
         acts.load("storm", ActKind::Storm, options.share).await;
         for &phase in &options.phases {
@@ -448,15 +475,29 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
         Ok::<_, BenchError>(own)
     };
     let own = tokio::select! {
-        played = play => Some(played?),
+        played = play => played,
         _ = tokio::signal::ctrl_c() => {
             progress("interrupted: the report is of what there is");
-            None
+            recorder.put(&Record::Interrupted { at_us: crate::load::Moment::now().us() });
+            Ok(None)
         }
     };
+    let mend = unmended.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+    if let Some(command) = mend {
+        progress("mending what was broken");
+        let shell = tokio::process::Command::new("sh")
+            .args(["-c", &command])
+            .stdout(std::process::Stdio::null())
+            .status();
+        let mended = shell.await;
+        if !mended.as_ref().is_ok_and(std::process::ExitStatus::success) {
+            eprintln!("baton: `{command}`: {mended:?}");
+        }
+    }
     drop(watch);
     recorder.finish()?;
     // Its processes take their time to end.
+    let own = own?;
     tokio::task::spawn_blocking(move || drop(own)).await?;
     Ok(())
 }

@@ -7,7 +7,6 @@ pub mod engine;
 pub mod gpu;
 pub mod handoff;
 pub mod lease;
-#[allow(dead_code, unused_imports)] // until all who need it are there
 mod load;
 mod machine;
 pub mod router;
@@ -16,7 +15,6 @@ pub mod serve;
 pub mod sim;
 pub mod sim_engine;
 pub mod sim_fleet;
-#[allow(dead_code, unused_imports)] // until all who need it are there
 mod stats;
 pub mod top;
 pub mod transfer;

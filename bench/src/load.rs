@@ -34,10 +34,10 @@ pub(crate) mod traces;
 mod wire;
 pub(crate) mod workload;
 
-pub(crate) use ask::{Ask, Endpoint, Prompt, Streaming, Wish};
-pub(crate) use call::{Call, Outcome, Stage, Usage};
+pub(crate) use ask::{Endpoint, Prompt, Streaming, Wish};
+pub(crate) use call::{Call, Outcome};
 pub(crate) use client::{Client, Connections, Leave, Manner};
 pub(crate) use clock::Moment;
 pub(crate) use limits::Limits;
 pub(crate) use retry::Retries;
-pub(crate) use target::{Target, TargetError};
+pub(crate) use target::Target;

@@ -25,10 +25,13 @@ pub struct SimArgs {
     /// Decode engines
     #[arg(long, default_value_t = 1)]
     pub decode: usize,
+    /// The first engine's port on loopback, the next one's being one more; 0: free ones
+    #[arg(long, default_value_t = 0)]
+    pub port: u16,
     /// What they are like
     #[command(flatten)]
     pub engine: EngineOptions,
-    /// Something that is wrong, as NAME[:VALUE][@ENGINE]: never-aborts-prefill, never-aborts-decode, strands-gap,
+    /// Something that is wrong, as `NAME[:VALUE][@ENGINE]`: never-aborts-prefill, never-aborts-decode, strands-gap,
     /// double-free, stale-blocks, stalls-bystanders, refuses:SHARE, dies:SECONDS; for example refuses:0.2@decode-0. May
     /// be given several times
     #[arg(long, value_name = "FAULT")]
@@ -160,6 +163,7 @@ pub fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError> {
     }
     let plan = FleetPlan {
         faults: args.fault.clone(),
+        port: args.port,
         ..FleetPlan::new(args.prefill, args.decode, args.engine.plan())
     };
     let fleet = SimFleet::start(plan)?;

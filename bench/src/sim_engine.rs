@@ -3,8 +3,8 @@
 //!
 //! A prefill engine answers with a complete handoff; a decode engine with so many tokens, streamed one write
 //! per token, or in one piece. They check nothing of a request but its framing. The server is written by hand,
-//! one thread per engine: one core answers more than 30,000 requests a second (a test in release, below, says
-//! how many), several times what any router under test can ask.
+//! one thread per engine: one core answers more than 30,000 requests a second (`baton bench sim
+//! --self-test` says how many), several times what any router under test can ask.
 //!
 //! ```text
 //!          read a request ─▶ what now? ─┬ Answer: at once, whole or token by token ─▶ next request

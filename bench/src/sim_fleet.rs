@@ -6,7 +6,7 @@
 //!                         └▶ Peers: a decode engine finds the producer of its handoff, and reads the blocks' contents
 //! ```
 //!
-//! What a request is answered with follows from what is in the blocks that were read ([`text`](self::text)), so a read of
+//! What a request is answered with follows from what is in the blocks that were read (`text`), so a read of
 //! freed blocks shows as another text with status 200, as it does on engines. Speeds, bounds, dialect and faults are in
 //! [`EnginePlan`]; what happened is in each engine's event log (`/debug/kv/events`), in both dialects.
 
@@ -62,15 +62,16 @@ impl Member {
 }
 
 impl SimFleet {
-    /// Starts every engine on a free port of loopback.
+    /// Starts every engine on loopback: on the plan's ports, or on free ones.
     ///
     /// # Errors
     /// When the plan makes no sense, or no port or thread can be had.
     pub fn start(plan: FleetPlan) -> io::Result<Self> {
         plan.check().map_err(|why| io::Error::new(io::ErrorKind::InvalidInput, why))?;
         let mut fleet = Self { plan, peers: Arc::default(), members: Vec::new() };
-        for (role, number) in fleet.plan.all().collect::<Vec<_>>() {
-            let member = fleet.run(role, number, SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
+        for (at, (role, number)) in fleet.plan.all().collect::<Vec<_>>().into_iter().enumerate() {
+            let port = if fleet.plan.port == 0 { 0 } else { fleet.plan.port + at as u16 };
+            let member = fleet.run(role, number, SocketAddr::from((Ipv4Addr::LOCALHOST, port)))?;
             fleet.members.push(Mutex::new(member));
         }
         Ok(fleet)

@@ -9,9 +9,6 @@
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
-/// The percentiles that everybody looks at.
-pub(crate) const PERCENTILES: [f64; 4] = [50.0, 90.0, 95.0, 99.0];
-
 /// The percentile of samples that are in order; `None` without samples.
 pub(crate) fn percentile(sorted: &[f64], p: f64) -> Option<f64> {
     let count = sorted.len() as f64;
@@ -107,6 +104,8 @@ fn write_rounded<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const PERCENTILES: [f64; 2] = [50.0, 99.0];
     use crate::load::rng::Rng;
 
     /// The definition by counting, without sorting: the least sample such that at least p % of all are not greater.

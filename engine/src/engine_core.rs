@@ -44,6 +44,9 @@ use crate::sequence::{FinishReason, Purpose, SeqId, Sequence};
 /// The label of a refusal that another engine may not share.
 const QUEUE_FULL: &str = "queue_full";
 
+/// The label of a request that was given up before it arrived.
+const ABORTED_EARLY: &str = "aborted_early";
+
 /// After the drain deadline, how long transfers get to become quiet before the engine ends anyway.
 const QUIET_GRACE: Duration = Duration::from_secs(2);
 
@@ -344,25 +347,20 @@ impl<S: Surroundings> EngineCore<S> {
         let (id, request) = (sequence.id, sequence.request.clone());
         if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce { .. })) {
             tracing::debug!(%request, "given up before it arrived");
+            self.surroundings.tell(&request, index, What::Refused { reason: ABORTED_EARLY, tag });
             let end = SeqEnd { reason: FinishReason::Abort, handoff: None };
-            self.turn_away(
-                &outbox,
-                index,
-                target.as_ref(),
-                SeqEvent::Finished(Box::new(end)),
-                "aborted_early",
-            );
+            self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Finished(Box::new(end)), ABORTED_EARLY);
             return;
         }
         let counts = TokenCounts::for_params(&sampling, &sequence.prompt);
         let prompt_len = sequence.prompt.len();
-        let queued = telling::queued(&sequence, tag);
+        let queued = telling::queued(&sequence, tag.clone());
         if let Err((_, refusal)) = self.scheduler.submit(sequence) {
             let reason = match refusal {
                 Refusal::QueueFull { .. } => QUEUE_FULL,
                 Refusal::TooLong { .. } => "too_long",
             };
-            self.surroundings.tell(&request, index, What::Refused(reason));
+            self.surroundings.tell(&request, index, What::Refused { reason, tag });
             self.turn_away(&outbox, index, target.as_ref(), SeqEvent::Refused(refusal), reason);
             return;
         }

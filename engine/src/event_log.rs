@@ -22,6 +22,9 @@ pub const EVENTS_KEPT: usize = 65_536;
 /// Bytes of a tag; a longer `user` is no tag.
 pub const TAG_BYTES_MAX: usize = 64;
 
+/// How long a reader that waits for an event is let wait for more.
+const GATHERED: Duration = Duration::from_millis(1);
+
 /// Something that happened to a request, or to its lease.
 #[derive(Clone, Debug, PartialEq)]
 pub enum What {
@@ -35,7 +38,12 @@ pub enum What {
         tag: Option<Arc<str>>,
     },
     /// Turned away.
-    Refused(&'static str),
+    Refused {
+        /// Why.
+        reason: &'static str,
+        /// The request's `user`.
+        tag: Option<Arc<str>>,
+    },
     /// Computes from now on; so many tokens of its prompt needed no computing.
     Started(usize),
     /// A step over its prompt has ended; so many of its tokens are computed, or were there.
@@ -74,6 +82,8 @@ pub enum What {
         generated: usize,
         /// Tokens of its prompt that were computed here.
         computed: usize,
+        /// Blocks that it held.
+        blocks: usize,
     },
     /// The last block it held is back; it held so many.
     Freed(usize),
@@ -85,7 +95,7 @@ impl What {
     pub fn label(&self) -> &'static str {
         match self {
             Self::Queued { .. } => "queued",
-            Self::Refused(_) => "refused",
+            Self::Refused { .. } => "refused",
             Self::Started(_) => "started",
             Self::Computed(_) => "computed",
             Self::Fetching(_) => "fetching",
@@ -102,7 +112,7 @@ impl What {
     fn fields(&self) -> Vec<(&'static str, Value)> {
         match self {
             Self::Queued { leg, prompt, .. } => vec![("leg", (*leg).into()), ("prompt", (*prompt).into())],
-            Self::Refused(reason) => vec![("reason", (*reason).into())],
+            Self::Refused { reason, .. } => vec![("reason", (*reason).into())],
             Self::Started(cached) => vec![("cached", (*cached).into())],
             Self::Computed(tokens) => vec![("tokens", (*tokens).into())],
             Self::Fetching(blocks) | Self::Freed(blocks) => vec![("blocks", (*blocks).into())],
@@ -121,15 +131,17 @@ impl What {
                 ("readers_expected", readers.1.into()),
                 ("held_us", (held.as_micros() as u64).into()),
             ],
-            Self::Ended { outcome, generated, computed } => vec![
+            Self::Ended { outcome, generated, computed, blocks } => vec![
                 ("outcome", (*outcome).into()),
                 ("generated", (*generated).into()),
                 ("computed", (*computed).into()),
+                ("blocks", (*blocks).into()),
             ],
         }
     }
 }
 
+#[derive(Clone)]
 struct Event {
     at: Instant,
     rank: usize,
@@ -198,7 +210,7 @@ impl EventLog {
             ring.first += 1;
         }
         let number = ring.first + ring.events.len() as u64;
-        if let What::Queued { tag: Some(tag), .. } = &what {
+        if let What::Queued { tag: Some(tag), .. } | What::Refused { tag: Some(tag), .. } = &what {
             ring.tags.insert(request.clone(), (number, Arc::clone(tag)));
         }
         let tag = ring.tags.get(request).map(|(_, tag)| Arc::clone(tag));
@@ -217,13 +229,17 @@ impl EventLog {
     /// At most `limit` events that follow number `after`.
     #[must_use]
     pub fn page(&self, after: u64, limit: usize) -> Page {
-        let ring = self.lock();
         let wanted = after.saturating_add(1);
-        let begin = wanted.max(ring.first);
-        let skip = usize::try_from(begin - ring.first).unwrap_or(usize::MAX);
-        let shown = ring.events.iter().skip(skip).take(limit).zip(begin..);
-        let events: Vec<Value> = shown.map(|(event, number)| self.shown(event, number)).collect();
-        let end = ring.first + ring.events.len() as u64 - 1;
+        let (begin, end, kept) = {
+            // Copied, and written out below: an engine must not wait for its readers.
+            let ring = self.lock();
+            let begin = wanted.max(ring.first);
+            let skip = usize::try_from(begin - ring.first).unwrap_or(usize::MAX);
+            let kept: Vec<Event> = ring.events.iter().skip(skip).take(limit).cloned().collect();
+            (begin, ring.first + ring.events.len() as u64 - 1, kept)
+        };
+        let events: Vec<Value> =
+            kept.iter().zip(begin..).map(|(event, number)| self.shown(event, number)).collect();
         let next = if events.is_empty() { after.min(end) } else { begin - 1 + events.len() as u64 };
         Page { next, lost: begin - wanted, events }
     }
@@ -240,6 +256,8 @@ impl EventLog {
             if !page.events.is_empty() || tokio::time::timeout_at(until, news).await.is_err() {
                 return page;
             }
+            // What comes together is told together.
+            tokio::time::sleep(GATHERED).await;
         }
     }
 

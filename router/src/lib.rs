@@ -52,6 +52,7 @@ mod fleet;
 #[doc(hidden)]
 pub mod fuzzing;
 mod generation;
+mod handover;
 mod health;
 mod hex;
 mod hosts;
@@ -92,6 +93,7 @@ mod usage;
 pub use admin::AdminError;
 pub use config::{ConfigError, NamedFile, RouterConfig};
 pub use generation::GenerationError;
+pub use handover::Inherited;
 pub use observers::ObserverError;
 pub use reload::{ConfigFile, Reload};
 pub use server::{BindError, Router};

@@ -4,6 +4,7 @@
 //! from here, one task per connection, so that several routers fit into one process and a drain is ours to time.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,6 +21,7 @@ use crate::admin::{self, Admin, AdminError};
 use crate::config::RouterConfig;
 use crate::discovery;
 use crate::generation::GenerationError;
+use crate::handover::{Inherited, Successor};
 use crate::health;
 use crate::hygiene::{HeadBounds, Unclean, Wire};
 use crate::metrics::Metrics;
@@ -67,6 +69,8 @@ pub struct Router {
     shared: Arc<Shared>,
     connections_max: usize,
     guards: Guards,
+    inherited: Inherited,
+    successor: Option<Successor>,
 }
 
 /// What stands before the listeners.
@@ -82,9 +86,18 @@ impl Router {
     /// # Errors
     /// [`BindError`] names what is in the way.
     pub async fn bind(config: RouterConfig) -> Result<Self, BindError> {
+        Self::bind_with(config, Inherited::default()).await
+    }
+
+    /// As [`Self::bind`], with sockets that somebody else has opened where they are what the configuration wants.
+    ///
+    /// # Errors
+    /// As [`Self::bind`].
+    pub async fn bind_with(config: RouterConfig, mut inherited: Inherited) -> Result<Self, BindError> {
         let (listen_tls, admin_tls) = (config.listen_tls.clone(), config.admin.tls.clone());
-        let clients = listen("listen", config.listen).await?;
-        let admin = listen("admin.listen", config.admin.listen).await?;
+        let clients = listen("listen", config.listen, inherited.take_clients(config.listen)).await?;
+        let address = config.admin.listen;
+        let admin = listen("admin.listen", address, inherited.take_admin(address)).await?;
         let connections_max = config.limits.connections;
         let shared = Shared::new(config).map_err(|error| match error {
             GenerationError::Admin(error) => BindError::Admin(error),
@@ -95,7 +108,16 @@ impl Router {
             config.map(new).transpose()
         };
         let guards = Guards { clients: tls(listen_tls, "clients")?, admin: tls(admin_tls, "admin")? };
-        Ok(Self { clients, admin, shared, connections_max, guards })
+        Ok(Self { clients, admin, shared, connections_max, guards, inherited, successor: None })
+    }
+
+    /// Waits at this path, while [`Self::run`] runs, for the router that comes next; see [`Inherited::from_router`].
+    ///
+    /// # Errors
+    /// When it cannot wait there.
+    pub fn hand_over_at(&mut self, path: &Path) -> std::io::Result<()> {
+        self.successor = Some(Successor::at(path, &self.clients, &self.admin)?);
+        Ok(())
     }
 
     /// Where clients connect.
@@ -120,13 +142,15 @@ impl Router {
     /// more and closed with their answers; then there is no new connection, requests in flight go on for at most
     /// `drain_timeout_ms`, the rest is cut, and what is owed to engines is paid before this returns.
     ///
+    /// The same when a successor serves ([`Self::hand_over_at`]), but that nothing more is accepted: it does that.
+    ///
     /// # Cancel safety
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
-        let Self { clients, admin, shared, connections_max, guards } = self;
+        let Self { clients, admin, shared, connections_max, guards, mut inherited, mut successor } = self;
         let ready = Admin::new(Arc::clone(&shared));
         let mut background = JoinSet::new();
-        background.spawn(admin::serve(admin, guards.admin.clone(), Arc::new(ready)));
+        let admin = background.spawn(admin::serve(admin, guards.admin.clone(), Arc::new(ready)));
         background.spawn(upkeep(Arc::clone(&shared)));
         background.spawn(health::active::run(Arc::clone(&shared)));
         background.spawn(reread(Arc::clone(&shared), guards.clone()));
@@ -137,13 +161,22 @@ impl Router {
         let mut connections = JoinSet::new();
         // One bound for all, also while it drains.
         let room = Arc::new(Semaphore::new(connections_max));
-        tokio::select! {
-            () = shutdown.cancelled() => {}
-            () = accept(&clients, guards.clients.clone(), &door, draining.clone(), &room, &mut connections) => {}
-        }
+        // Whoever connects from here on is answered.
+        inherited.serving();
+        let handed_over = tokio::select! {
+            () = shutdown.cancelled() => false,
+            () = succeeded(successor.as_ref()) => true,
+            () = accept(&clients, guards.clients.clone(), &door, draining.clone(), &room, &mut connections) => false,
+        };
+        // Its copies of the sockets would keep them open.
+        drop(successor.take());
         shared.draining.store(true, Ordering::Relaxed);
         let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
-        if !delay.is_zero() {
+        if handed_over {
+            tracing::info!("the next router serves; this one ends what it has in flight");
+            // Who asks there is to hear of the next one.
+            admin.abort();
+        } else if !delay.is_zero() {
             // Answers close their connections by now; idle ones may still bring a request.
             let connections = &mut connections;
             let accepting = accept(&clients, guards.clients.clone(), &door, draining, &room, connections);
@@ -169,8 +202,25 @@ impl Router {
     }
 }
 
-async fn listen(key: &'static str, address: SocketAddr) -> Result<TcpListener, BindError> {
-    TcpListener::bind(address).await.map_err(|source| BindError::Listen { key, address, source })
+async fn listen(
+    key: &'static str,
+    address: SocketAddr,
+    inherited: std::io::Result<Option<TcpListener>>,
+) -> Result<TcpListener, BindError> {
+    let listener = match inherited {
+        Ok(Some(listener)) => Ok(listener),
+        Ok(None) => TcpListener::bind(address).await,
+        Err(error) => Err(error),
+    };
+    listener.map_err(|source| BindError::Listen { key, address, source })
+}
+
+/// Ends when a successor serves, if one is waited for.
+async fn succeeded(successor: Option<&Successor>) {
+    match successor {
+        Some(successor) => successor.serves().await,
+        None => std::future::pending().await,
+    }
 }
 
 async fn accept(

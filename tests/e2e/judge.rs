@@ -1,13 +1,14 @@
 //! `baton bench disconnect`: what it finds of a healthy deployment is nothing, and of a broken one what is broken.
 
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
+use crate::harness::Process;
+
 /// Everything that is wrong with a deployment, whatever else its machine is busy with.
-const UNTRUE: [&str; 8] = [
+const UNTRUE: [&str; 13] = [
     "prefill_not_aborted",
     "decode_not_aborted",
     "gap_stranded",
@@ -16,6 +17,11 @@ const UNTRUE: [&str; 8] = [
     "freed_twice",
     "wrong_texts",
     "blocks_not_home",
+    "blocks_lost",
+    "refused_stranded",
+    "requests_failed",
+    "engine_gone",
+    "engine_restarted",
 ];
 
 /// Runs the benchmark, short, and reads its summary.
@@ -56,6 +62,7 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
         let row = rows.iter().find(|row| row["phase"] == phase);
         row.and_then(|row| row["left"].as_u64()).unwrap_or(0)
     };
+    assert_eq!(summary["all"]["never_back"], 0, "{:#}", summary["all"]);
     for phase in ["queued", "prefill", "stream"] {
         assert!(left(phase) > 0, "nobody left in phase {phase}: {:#}", summary["phases"]);
     }
@@ -65,42 +72,6 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
     // Every number comes from the raw events.
     let again = ran(&["bench", "report", "--json", folder.path().to_str().expect("a path")]);
     assert_eq!(again, summary);
-}
-
-/// A process of the binary under test that ends when this is dropped.
-struct Process {
-    child: std::process::Child,
-    ready: String,
-}
-
-impl Process {
-    fn start(arguments: &[&str]) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_baton"))
-            .args(arguments)
-            .arg("--until-stdin-ends")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("the binary under test can be started");
-        let mut lines = BufReader::new(child.stdout.take().expect("stdout is a pipe")).lines();
-        let ready = lines.by_ref().map_while(Result::ok).find(|line| line.contains("ready "));
-        // What it says later must not fill its pipe.
-        std::thread::spawn(move || lines.for_each(drop));
-        Self { child, ready: ready.unwrap_or_else(|| panic!("{arguments:?} ended before it was ready")) }
-    }
-
-    fn word(&self, name: &str) -> &str {
-        let value = self.ready.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-        value.unwrap_or_else(|| panic!("no {name} in {}", self.ready))
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        drop(self.child.stdin.take());
-        let _ = self.child.wait();
-    }
 }
 
 /// The router in front of simulated engines with something wrong, judged.
@@ -113,10 +84,16 @@ fn judged_with(fault: Option<&str>, options: &[&str]) -> Value {
     let mut sim = vec!["bench", "sim", "--dialect", "baton", "--kv-lease-duration", "4"];
     sim.extend(place);
     sim.extend(fault.iter().flat_map(|fault| ["--fault", fault]));
-    let _engines = Process::start(&sim);
-    let router = Process::start(&["router", "--config", config]);
+    let started = |name: &str, arguments: &[&str]| {
+        let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        let mut process = Process::start(name, &arguments, folder.path());
+        process.wait_ready();
+        process
+    };
+    let _engines = started("sim", &sim);
+    let router = started("router", &["router", "--config", config]);
     let (url, admin) =
-        (format!("http://{}", router.word("http")), format!("http://{}", router.word("admin")));
+        (format!("http://{}", router.fact("http")), format!("http://{}", router.fact("admin")));
     let more = ["--url", &url, "--admin", &admin, "--rate", "40", "--verify-seconds", "5"];
     judged(folder.path(), &[&more, options].concat())
 }
@@ -145,7 +122,19 @@ fn a_decode_engine_that_never_aborts_is_found() {
 
 #[test]
 fn blocks_that_are_stranded_in_the_gap_are_found() {
-    is_found("strands-gap", "gap", &["gap_stranded"]);
+    let summary = judged_with(Some("strands-gap"), &["--phases", "gap"]);
+    let found = found(&summary);
+    assert!(
+        found.contains(&"gap_stranded") && found.contains(&"leases_expired"),
+        "{:#}",
+        summary["findings"]
+    );
+    assert!(summary["all"]["expired"].as_u64() > Some(0), "{:#}", summary["all"]);
+}
+
+#[test]
+fn an_engine_that_dies_by_itself_is_found() {
+    is_found("dies:9@decode-0", "stream,unary,prefill,gap", &["engine_gone", "engine_restarted"]);
 }
 
 #[test]

@@ -16,6 +16,7 @@
 //! | `storm` | many clients at once, every third of which leaves |
 //! | `endings` | the router is killed, or told to stop; so is an engine |
 //! | `bad_input` | what no engine should hear of, and what clients may not choose |
+//! | `upgrade` | routers and engines are replaced under load: no request fails |
 //! | `up` | `baton up`: its banner, its supervision, its end |
 //! | `watching` | `baton top` and `baton doctor` |
 
@@ -37,4 +38,5 @@ mod resume;
 mod stale;
 mod storm;
 mod up;
+mod upgrade;
 mod watching;

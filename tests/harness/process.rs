@@ -68,7 +68,9 @@ impl Process {
         let (tell, ready) = sync_channel(1);
         std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                if let Some((_, facts)) = line.split_once(": ready ") {
+                let facts =
+                    line.split_once(": ready ").map(|(_, facts)| facts).or(line.strip_prefix("ready "));
+                if let Some(facts) = facts {
                     // Nobody waits for it when the test has failed already.
                     let _ = tell.send(facts.to_owned());
                 }

@@ -1,7 +1,7 @@
 //! The parts of a run: to learn how fast the deployment is, the load in calm and in storm, clients that leave in each
 //! phase, clients that are refused, engines that die, and at last the same prompts again when all is quiet.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinSet;
@@ -48,6 +48,8 @@ pub(crate) struct Acts<'a> {
     pub(crate) terms: &'a Terms,
     /// Says how far it is.
     pub(crate) progress: &'a dyn Fn(&str),
+    /// What has to be run if the run is broken off now.
+    pub(crate) unmended: &'a Mutex<Option<String>>,
 }
 
 impl Acts<'_> {
@@ -74,14 +76,24 @@ impl Acts<'_> {
     pub(crate) async fn calibrate(&self) -> Result<f64, BenchError> {
         const NAME: &str = "calibration";
         self.act(NAME, ActKind::Calibration, async {
+            let mut untold = 0;
             for lesson in 0..LESSONS {
                 let made = Arc::clone(self.stage).go(self.plan(NAME, lesson % 4 != 3, None)).await;
+                tokio::time::sleep(WORD_TRAVELS).await;
+                untold += usize::from(self.stage.feed.forget(&made.record.tag).is_none());
                 if made.record.outcome != "done" {
                     let why = made.record.error.unwrap_or_default();
                     return Err(
                         format!("the deployment does not answer: {} {why}", made.record.outcome).into()
                     );
                 }
+            }
+            if self.stage.exact && untold * 2 > LESSONS {
+                let why = format!(
+                    "the engines' event logs know nothing of {untold} of {LESSONS} requests: these are not the engines \
+                     that answer, or what is before them does not pass on `user`; --metrics-only does without"
+                );
+                return Err(why.into());
             }
             let until = Instant::now() + CALIBRATION;
             let clients = (0..CALIBRATION_CLIENTS).map(|_| {
@@ -177,7 +189,11 @@ impl Acts<'_> {
         self.act(NAME, ActKind::Refused, async {
             for _ in 0..REFUSED / REFUSED_AT_ONCE {
                 let plan = Plan { max_tokens: Some(TOO_MANY_TOKENS), ..self.plan(NAME, true, None) };
-                join(self.stage, vec![plan; REFUSED_AT_ONCE]).await;
+                let made = join(self.stage, vec![plan; REFUSED_AT_ONCE]).await;
+                if made.iter().any(|made| made.record.outcome != "refused") {
+                    // It takes as many as it can: there is nothing to be seen here.
+                    break;
+                }
             }
         })
         .await;
@@ -224,11 +240,13 @@ impl Acts<'_> {
             }
         };
         let both = async {
+            *self.unmended.lock().unwrap_or_else(PoisonError::into_inner) = mending.map(str::to_owned);
             run(breaking).await?;
             if let Some(mending) = mending {
                 tokio::time::sleep(self.terms.fault.mul_f64(MEND_AFTER)).await;
                 run(mending).await?;
             }
+            *self.unmended.lock().unwrap_or_else(PoisonError::into_inner) = None;
             Ok(())
         };
         self.fault(&format!("fault {name}"), name, both).await
@@ -251,7 +269,9 @@ impl Acts<'_> {
                 tokio::time::sleep(self.terms.fault.mul_f64(FAULT_AFTER)).await;
                 told(false);
                 let result = break_and_mend.await;
-                told(true);
+                if result.is_ok() {
+                    told(true);
+                }
                 result
             };
             tokio::join!(load, breaking).1
@@ -266,7 +286,7 @@ impl Acts<'_> {
         let until = Instant::now() + within;
         for (turn, call) in calls.iter().enumerate().take_while(|_| Instant::now() < until) {
             let Some(number) = self.stage.number_of(&call.tag) else { continue };
-            let salt = format!("verify-{}-{turn}", self.stage.seed);
+            let salt = format!("{}verify-{turn}", self.stage.prefix);
             let mut said = self.stage.ask_again(number, call.stream, &salt).await;
             let whole = call.outcome == "done";
             let agrees = |said: &str| if whole { said == call.text } else { said.starts_with(&call.text) };

@@ -25,6 +25,9 @@ pub(crate) struct Facts {
     pub(crate) replays: Vec<(String, Option<String>, Option<String>)>,
     pub(crate) lost: u64,
     pub(crate) beside: Option<serde_json::Value>,
+    pub(crate) interrupted: bool,
+    /// Engines that were started again, and when.
+    pub(crate) restarts: Vec<(usize, u64)>,
 }
 
 /// A part of the run.
@@ -71,6 +74,8 @@ impl Facts {
                 Record::Call(call) => facts.calls.push(call.clone()),
                 Record::Event(event) => facts.timelines.entry(event.tag.clone()).or_default().take(event),
                 Record::Books(books) => facts.books.push(books.clone()),
+                Record::Interrupted { .. } => facts.interrupted = true,
+                Record::Restarted { engine, at_us } => facts.restarts.push((*engine, *at_us)),
                 Record::Beside { compared } => facts.beside = Some(compared.clone()),
                 Record::Lost { events, .. } => facts.lost += events,
                 Record::Fault { act, fault, at_us, mended } => {
@@ -96,7 +101,7 @@ impl Facts {
     }
 
     /// The last look at an engine.
-    fn watched_until(&self) -> u64 {
+    pub(crate) fn watched_until(&self) -> u64 {
         self.books.last().map_or(0, |books| books.at_us)
     }
 
@@ -157,8 +162,11 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         (aimed + group.left > 0).then_some(PhaseRow { phase, aimed, group })
     });
     let kinds = Kind::ALL.into_iter().filter_map(|kind| {
-        let group = group(&|victim| victim.call.leaves.is_some_and(|leaves| leaves.kind == kind));
-        (group.left > 0).then_some(KindRow { kind, group })
+        let is = |call: &CallRecord| call.leaves.is_some_and(|leaves| leaves.kind == kind);
+        let served = |call: &&CallRecord| is(call) && call.outcome == "done" && call.left_us.is_some();
+        let served = facts.calls.iter().filter(served).count() as u64;
+        let group = group(&|victim| is(victim.call));
+        (group.left + served > 0).then_some(KindRow { kind, served, group })
     });
     let mut summary = Summary {
         exact: facts.exact(),
@@ -175,6 +183,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         texts: texts(&facts),
         beside: facts.beside.clone(),
         events_lost: facts.lost,
+        interrupted: facts.interrupted,
         series: series::of(&facts, &victims),
         findings: Vec::new(),
         run: facts.run.clone(),
@@ -182,6 +191,9 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
     summary.findings = findings::of(&facts, &victims, &summary);
     summary
 }
+
+/// An engine's books are looked at many times in this time.
+const FRESH_US: u64 = 2_000_000;
 
 fn ms(us: u64) -> f64 {
     us as f64 / 1e3
@@ -196,10 +208,17 @@ fn grouped(victims: &[&Victim<'_>], stranded_after: u64) -> Group {
         match timeline.told(*gone) {
             Told::Nobody => {}
             Told::All(at) => told.push(ms(at.saturating_sub(*gone))),
-            Told::Never => group.never_told += 1,
+            // For as long as anybody looked.
+            Told::Never => {
+                group.never_told += 1;
+                told.push(ms(watched_until.saturating_sub(*gone)));
+            }
         }
         match timeline.home_at() {
-            None => (group.never_back, group.stranded) = (group.never_back + 1, group.stranded + 1),
+            None => {
+                (group.never_back, group.stranded) = (group.never_back + 1, group.stranded + 1);
+                freed.push(ms(watched_until.saturating_sub(*gone)));
+            }
             // It held nothing any more when its client left.
             Some(home) if home <= *gone => {}
             Some(home) => {
@@ -226,7 +245,15 @@ fn grouped(victims: &[&Victim<'_>], stranded_after: u64) -> Group {
 /// Clients that the decode engine refused: from the refusal until the prefill engine's blocks were back.
 fn refused(facts: &Facts) -> Option<Group> {
     let act = facts.acts.iter().find(|act| act.what == ActKind::Refused)?;
-    let refused = facts.calls.iter().filter(|call| call.act == act.name && call.outcome == "refused");
+    let lent = |call: &CallRecord| {
+        facts
+            .timelines
+            .get(&call.tag)
+            .is_some_and(|timeline| timeline.legs.iter().any(|leg| leg.lent.is_some()))
+    };
+    // A front door that refuses them itself has nothing to give back.
+    let refused =
+        facts.calls.iter().filter(|call| call.act == act.name && call.outcome == "refused" && lent(call));
     let victims: Vec<Victim<'_>> = refused
         .map(|call| Victim {
             call,
@@ -248,7 +275,9 @@ fn service(facts: &Facts, what: ActKind) -> Option<Service> {
     if acts.is_empty() {
         return None;
     }
-    let in_act = |call: &&CallRecord| acts.iter().any(|act| act.name == call.act) && call.leaves.is_none();
+    // A client that asks again after it has left is not one that stayed.
+    let stays = |call: &CallRecord| call.leaves.is_none() && call.retries.is_none();
+    let in_act = |call: &&CallRecord| acts.iter().any(|act| act.name == call.act) && stays(call);
     let (mut ttft, mut itl, mut e2e) = (Vec::new(), Vec::new(), Vec::new());
     let mut service = Service::default();
     let (mut tokens, mut first, mut last) = (0, u64::MAX, 0);
@@ -334,7 +363,11 @@ fn engine_row(facts: &Facts, engine: &EngineFacts) -> EngineRow {
         exact: engine.events,
         blocks: engine.blocks,
         held_at_most: books.iter().map(|books| books.held).max().unwrap_or(0),
-        held_at_end: books.last().map(|books| books.held),
+        // An engine that was last seen long ago says nothing of the end.
+        held_at_end: books
+            .last()
+            .filter(|last| last.at_us + FRESH_US > facts.watched_until())
+            .map(|last| last.held),
         expired: counts.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).sum(),
         too_many: books.iter().filter(|books| books.askew > 0).count() as u64,
         too_few: books.iter().filter(|books| books.askew < 0).count() as u64,
@@ -343,8 +376,21 @@ fn engine_row(facts: &Facts, engine: &EngineFacts) -> EngineRow {
 }
 
 fn texts(facts: &Facts) -> Texts {
-    let compared = facts.replays.iter().filter(|(_, text, said)| text.is_some() && said.is_some()).count();
-    Texts { compared: compared as u64, wrong: wrong(facts).count() as u64 }
+    let calm = |tag: &str| {
+        let call = facts.calls.iter().find(|call| call.tag == tag);
+        call.and_then(|call| facts.act(&call.act))
+            .is_some_and(|act| matches!(act.what, ActKind::Calm | ActKind::Calibration))
+    };
+    let mut texts = Texts::default();
+    for (tag, ..) in facts.replays.iter().filter(|(_, text, said)| text.is_some() && said.is_some()) {
+        texts.compared += 1;
+        texts.compared_in_calm += u64::from(calm(tag));
+    }
+    for tag in wrong(facts) {
+        texts.wrong += 1;
+        texts.wrong_in_calm += u64::from(calm(tag));
+    }
+    texts
 }
 
 /// The tags of answers that were not what the same prompt gives when all is quiet. What a client that left has seen must

@@ -34,6 +34,10 @@ pub(crate) enum Record {
     Lost { engine: usize, events: u64 },
     /// Something was broken, or mended, on purpose.
     Fault { act: String, fault: String, at_us: u64, mended: bool },
+    /// Whoever ran it has stopped it before its end.
+    Interrupted { at_us: u64 },
+    /// An engine is another process than it was.
+    Restarted { engine: usize, at_us: u64 },
     /// What `baton bench compare --json` has measured of other front doors.
     Beside { compared: serde_json::Value },
     /// The same prompt asked again when all was quiet.

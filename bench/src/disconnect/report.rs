@@ -113,7 +113,12 @@ pub(crate) fn text(summary: &Summary) -> String {
         ));
     }
     line(format!("texts: {} of {} compared were wrong", summary.texts.wrong, summary.texts.compared));
-    if summary.findings.is_empty() {
+    for unknown in summary.unknown() {
+        line(format!("not judged: {unknown}"));
+    }
+    if summary.findings.is_empty() && !summary.unknown().is_empty() {
+        line("\nNothing was found in what was judged.".into());
+    } else if summary.findings.is_empty() {
         line(
             "\nNothing was found: no block was stranded, freed twice or answered from after it was freed."
                 .into(),

@@ -35,6 +35,7 @@ pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
     let samples = |what: ActKind, of: &dyn Fn(&CallRecord) -> Vec<f64>| {
         let in_act = |call: &&CallRecord| {
             call.leaves.is_none()
+                && call.retries.is_none()
                 && call.outcome == "done"
                 && facts.act(&call.act).is_some_and(|act| act.what == what)
         };

@@ -72,11 +72,12 @@ pub(crate) struct Made {
 }
 
 impl Stage {
-    /// The prompt of the call with this number: never the same twice in a run, always the same for a seed.
+    /// The prompt of the call with this number: never the same twice, in no two runs; but for its first word always the
+    /// same for a seed.
     pub(crate) fn prompt(&self, number: u64) -> Prompt {
         let mut rng = Rng::stream(self.seed, &format!("prompt-{number}"));
-        // The number first: no block of it is in any prefix cache.
-        let mut text = format!("{:08x}", rng.next() as u32);
+        // Run and number first: no block of it is in any prefix cache.
+        let mut text = format!("{}{number}", self.prefix);
         for _ in 1..self.shape.words {
             text.push(' ');
             text.push_str(WORDS[rng.below(WORDS.len() as u64) as usize]);
@@ -86,24 +87,26 @@ impl Stage {
 
     /// The number in a tag of this run.
     pub(crate) fn number_of(&self, tag: &str) -> Option<u64> {
-        tag.strip_prefix(&self.prefix)?.parse().ok()
+        tag.strip_prefix(&self.prefix)?.trim_end_matches("-again").parse().ok()
     }
 
     /// Makes a call as it is planned, and what an SDK would make of it.
     pub(crate) async fn go(self: Arc<Self>, plan: Plan) -> Made {
         tokio::time::sleep_until(plan.due.into()).await;
-        let made = self.once(&plan, None).await;
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let made = self.once(&plan, number, None).await;
         if plan.leaves.is_some_and(|leaves| leaves.kind == Kind::Timeout) && made.record.outcome == "left" {
             tokio::time::sleep(RETRY_AFTER).await;
             let again = Plan { due: Instant::now(), leaves: None, ..plan };
-            self.once(&again, Some(made.record.tag.clone())).await;
+            // The same prompt, as an SDK does; under a tag of its own, so that the two can be told apart.
+            self.once(&again, number, Some(made.record.tag.clone())).await;
         }
         made
     }
 
-    async fn once(&self, plan: &Plan, retries: Option<String>) -> Made {
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let tag = format!("{}{number}", self.prefix);
+    async fn once(&self, plan: &Plan, number: u64, retries: Option<String>) -> Made {
+        let again = if retries.is_some() { "-again" } else { "" };
+        let tag = format!("{}{number}{again}", self.prefix);
         let extra = extra(None);
         let prompt = self.prompt(number);
         let wish = Wish {
@@ -152,7 +155,7 @@ impl Stage {
     ) -> (Leave, Option<tokio::task::JoinHandle<()>>) {
         let began = Instant::now();
         let phase = leaves.phase.unwrap_or_else(|| {
-            // Anywhere in the life of a request, as long as each part of it takes.
+            // Anywhere in the life of a request, in each part of it as often.
             Phase::ALL[rng.below(Phase::ALL.len() as u64 - 1) as usize]
         });
         let phase = if phase == Phase::Stream && !stream { Phase::Unary } else { phase };

@@ -29,6 +29,8 @@ pub(crate) struct Summary {
     /// What `baton bench compare` says of other front doors.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) beside: Option<serde_json::Value>,
+    /// It was broken off: there are fewer parts than there should be.
+    pub(crate) interrupted: bool,
     /// Events of engines that were overwritten before they were read; with any, counts are too small.
     pub(crate) events_lost: u64,
     #[serde(skip)]
@@ -70,11 +72,12 @@ pub(crate) struct Group {
     pub(crate) stranded: u64,
     /// Of those, whose blocks were not back at all while they were watched.
     pub(crate) never_back: u64,
-    /// From the client's going until every engine that had work for it had learnt of it, ms.
+    /// From the client's going until every engine that had work for it had learnt of it, ms; for those that never did,
+    /// until nobody looked any more.
     pub(crate) told_ms: Dist,
     /// Clients of whose going an engine that had work for them never learnt.
     pub(crate) never_told: u64,
-    /// From the client's going until the last block was back, ms.
+    /// From the client's going until the last block was back, ms; for those that never were, until nobody looked any more.
     pub(crate) freed_ms: Dist,
     /// The same at the prefill engine alone.
     pub(crate) freed_p_ms: Dist,
@@ -104,6 +107,8 @@ pub(crate) struct PhaseRow {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct KindRow {
     pub(crate) kind: Kind,
+    /// Clients whose answer came whole all the same; they are not in the other numbers.
+    pub(crate) served: u64,
     #[serde(flatten)]
     pub(crate) group: Group,
 }
@@ -130,7 +135,7 @@ pub(crate) struct FaultRow {
     pub(crate) errors: u64,
     /// Of the clients that began after it was mended.
     pub(crate) errors_after: u64,
-    /// From the fault until every engine that lives held nothing, ms; `None`: not while it was watched.
+    /// From the end of the last client until no engine held anything, ms; `None`: not while it was watched.
     pub(crate) home_ms: Option<f64>,
     pub(crate) expired: u64,
     pub(crate) wrong_texts: u64,
@@ -158,6 +163,9 @@ pub(crate) struct EngineRow {
 pub(crate) struct Texts {
     pub(crate) compared: u64,
     pub(crate) wrong: u64,
+    /// Of those, from before anybody left: what batching alone changes in an engine that is not exact.
+    pub(crate) compared_in_calm: u64,
+    pub(crate) wrong_in_calm: u64,
 }
 
 /// What is drawn.
@@ -174,6 +182,33 @@ pub(crate) struct Series {
     /// Sorted, ms: calm and storm.
     pub(crate) ttft: [Vec<f64>; 2],
     pub(crate) itl: [Vec<f64>; 2],
+}
+
+impl Summary {
+    /// What could not be judged, for people. Without it a clean bill would say more than is known.
+    pub(crate) fn unknown(&self) -> Vec<String> {
+        let mut unknown = Vec::new();
+        let mut add = |there: bool, what: String| unknown.extend(there.then_some(what));
+        add(self.interrupted, "the run was broken off".into());
+        add(
+            !self.exact,
+            "engines told metrics only: phases, times and blocks of single requests are not known".into(),
+        );
+        add(
+            self.events_lost > 0,
+            format!("{} events of engines were lost: counts are too small", self.events_lost),
+        );
+        add(self.texts.compared == 0, "no answer could be compared with another".into());
+        for phase in &self.phases {
+            let missed = phase.aimed > 0 && phase.group.left == 0 && self.exact;
+            add(missed, format!("no client was in phase {} when it left", phase.phase.label()));
+        }
+        add(
+            self.refused.as_ref().is_some_and(|refused| refused.left == 0) && self.exact,
+            "nothing that was lent was refused by a decode engine".into(),
+        );
+        unknown
+    }
 }
 
 impl Dist {

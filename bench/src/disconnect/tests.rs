@@ -1,5 +1,7 @@
 //! Known events in, known numbers out.
 
+use baton_connector::lease::Cause;
+
 use super::analyse::{Facts, summary};
 use super::phase::{Kind, Phase};
 use super::raw::{self, ActKind, Books, CallRecord, EngineFacts, EventRecord, Leaves, Record, Run};
@@ -262,7 +264,7 @@ fn a_lease_that_only_time_ends_is_named() {
     script.act("phase gap", ActKind::Phase, 2_000, 40_000, |script, act| {
         script.left(act, "held", 1_021, Kind::Fin, Phase::Gap, 0);
     });
-    script.told(P, "held", &lends("expired", 31_020));
+    script.told(P, "held", &lends(Cause::Expired.label(), 31_020));
     let summary = script.summary();
     assert_eq!(names(&summary), ["gap_stranded", "leases_expired"]);
     assert_eq!(summary.findings[0].shown_by, ["held"]);
@@ -279,6 +281,7 @@ fn blocks_that_never_come_back_are_counted_until_nobody_looks_any_more() {
     });
     script.told(P, "held", &lends("", 0)[..6]);
     script.books(P, 6_021, 7, 2, 0);
+    script.books(D, 6_021, 0, 0, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), ["gap_stranded", "blocks_not_home"]);
     let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
@@ -340,16 +343,30 @@ fn wrong_texts_are_named_and_what_was_seen_of_one_must_be_its_beginning() {
     };
     script.0.extend([
         replay("s1", "wordword", Some("wordword")),
-        replay("c2", "word", Some("wordword")),
+        replay("c2", "wordword", Some("wordword")),
         replay("stream", "wor", Some("wordword")),
         replay("over", "old", Some("wordword")),
         // It does not say the same twice.
         replay("c1", "word", None),
     ]);
     let summary = script.summary();
-    assert_eq!((summary.texts.compared, summary.texts.wrong), (4, 2));
+    assert_eq!((summary.texts.compared, summary.texts.wrong), (4, 1));
     assert_eq!(names(&summary), ["wrong_texts"]);
-    assert_eq!(summary.findings[0].shown_by, ["c2", "over"]);
+    assert_eq!(summary.findings[0].shown_by, ["over"]);
+    // In the calm, too: of an engine that is exact that is as wrong.
+    script.0.push(replay("c3", "drow", Some("word")));
+    let summary = script.summary();
+    assert_eq!(
+        (summary.texts.wrong, summary.texts.wrong_in_calm, names(&summary)),
+        (2, 1, vec!["wrong_texts"])
+    );
+    // Of one of which nobody knows that, it may be the batch that changes texts.
+    for record in &mut script.0 {
+        if let Record::Engine(engine) = record {
+            engine.events = false;
+        }
+    }
+    assert!(!names(&script.summary()).contains(&"wrong_texts"));
 }
 
 #[test]
@@ -467,4 +484,72 @@ fn a_file_that_is_none_of_ours_is_refused_by_its_line() {
     let error = raw::read(&mut &text[..]).expect_err("no record").to_string();
     assert!(error.starts_with("line 2: "), "{error}");
     assert_eq!(Facts::of(&[]).victims().len(), 0);
+}
+
+#[test]
+fn what_fails_or_goes_away_by_itself_is_named() {
+    let mut script = storm();
+    script.act("phase gap", ActKind::Phase, 2_000, 5_000, |script, act| {
+        script.stayed(act, "again", 2_000, &[], "refused");
+        script.left(act, "held", 2_100, Kind::Fin, Phase::Gap, 0);
+    });
+    script.0.push(Record::Restarted { engine: D, at_us: 3_000_000 });
+    script.books(P, 9_000, 0, 2, 0);
+    let summary = script.summary();
+    assert_eq!(names(&summary), ["requests_failed", "engine_restarted", "engine_gone"]);
+    assert_eq!(
+        (summary.findings[0].shown_by.as_slice(), summary.engines[D].held_at_end),
+        (["again".to_owned()].as_slice(), None)
+    );
+}
+
+#[test]
+fn a_leg_that_goes_on_although_it_was_told_is_named() {
+    let mut script = storm();
+    script.act("phase stream", ActKind::Phase, 2_000, 5_000, |script, act| {
+        script.left(act, "d", 1_060, Kind::Fin, Phase::Stream, 3);
+    });
+    script.told(P, "d", &lends("transfer_done", 1_031));
+    let decode = [
+        ("queued", 1_022, 0, "decode"),
+        ("fetching", 1_025, 7, ""),
+        ("fetched", 1_030, 0, "landed"),
+        ("first_token", 1_040, 0, ""),
+        ("abort", 1_061, 0, "verb"),
+        ("ended", 1_140, 50, "length"),
+        ("freed", 1_141, 8, ""),
+    ];
+    script.told(D, "d", &decode);
+    let summary = script.summary();
+    assert_eq!(names(&summary), ["decode_not_aborted"]);
+    // 80 of the 100 ms in which it said fifty, and six of the one that was told in time.
+    assert_eq!(summary.all.answer_tokens_for_nobody, 40 + 6);
+}
+
+#[test]
+fn what_could_not_be_judged_is_said() {
+    let mut script = storm();
+    script.0.push(Record::Interrupted { at_us: 1 });
+    script.0.push(Record::Lost { engine: P, events: 3 });
+    let summary = script.summary();
+    let unknown = summary.unknown().join("; ");
+    // Nobody was in the fetch, though one had aimed at it.
+    for said in ["broken off", "3 events", "no answer could be compared", "phase fetch"] {
+        assert!(unknown.contains(said), "{said}: {unknown}");
+    }
+    let (text, page) = (report::text(&summary), report::page(&summary));
+    assert!(text.contains("in what was judged") && page.contains("in what was judged"));
+}
+
+#[test]
+fn who_half_closes_and_is_served_is_counted_apart() {
+    let mut script = storm();
+    script.act("phase stream", ActKind::Phase, 2_000, 5_000, |script, act| {
+        script.left(act, "h", 1_060, Kind::HalfClose, Phase::Stream, 3);
+        let Some(Record::Call(call)) = script.0.last_mut() else { panic!("a call") };
+        call.outcome = "done".into();
+    });
+    let summary = script.summary();
+    let row = summary.kinds.iter().find(|row| row.kind == Kind::HalfClose).expect("a row");
+    assert_eq!((row.served, row.group.left), (1, 0));
 }

@@ -1,5 +1,7 @@
 //! What became of one call on the engines: its legs, put together from their events.
 
+use baton_connector::lease::Cause;
+
 use super::phase::Phase;
 use super::raw::{CallRecord, EventRecord};
 
@@ -17,6 +19,8 @@ pub(crate) struct Leg {
     pub(crate) computed: Vec<(u64, u64)>,
     pub(crate) first_token: Option<u64>,
     pub(crate) fetching: Option<u64>,
+    /// That it reads into.
+    fetches_blocks: u64,
     pub(crate) fetched: Option<(u64, String)>,
     /// Every time that it learnt that nobody waits: an abort, or a release of its lease.
     pub(crate) told: Vec<u64>,
@@ -37,6 +41,7 @@ pub(crate) struct Ended {
     pub(crate) outcome: String,
     pub(crate) generated: u64,
     pub(crate) computed: u64,
+    pub(crate) blocks: u64,
 }
 
 /// Whether engines have learnt that a client had gone.
@@ -53,10 +58,14 @@ pub(crate) enum Told {
 /// An engine that is done with a request so soon after its client has gone need not have learnt of that.
 pub(crate) const RACE_US: u64 = 20_000;
 
-/// What a lease's end by time is called.
-pub(crate) const EXPIRED: &str = "expired";
-/// How a lease ends that was read to its end.
-const READ: &str = "transfer_done";
+/// What a lease's end by time is called, and how one ends that was read to its end.
+fn expired() -> &'static str {
+    Cause::Expired.label()
+}
+
+fn read_whole() -> &'static str {
+    Cause::Fetched.label()
+}
 
 /// A call on the engines.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -80,14 +89,17 @@ impl Timeline {
                 leg.started.get_or_insert(at);
             }
             "computed" => leg.computed.push((at, event.tokens.unwrap_or(0))),
-            "fetching" => leg.fetching = Some(at),
+            "fetching" => {
+                leg.fetching = Some(at);
+                leg.fetches_blocks = event.blocks.unwrap_or(0);
+            }
             "fetched" => leg.fetched = Some((at, event.result.clone().unwrap_or_default())),
             "first_token" => leg.first_token = Some(at),
             "abort" => leg.told.push(at),
             "lent" => leg.lent = Some((at, event.blocks.unwrap_or(0))),
             "lease_ended" => {
                 let reason = event.reason.clone().unwrap_or_default();
-                if reason != READ && reason != EXPIRED {
+                if reason != read_whole() && reason != expired() {
                     leg.told.push(at);
                 }
                 leg.lease_ended = Some((at, reason));
@@ -98,6 +110,7 @@ impl Timeline {
                     outcome: event.outcome.clone().unwrap_or_default(),
                     generated: event.generated.unwrap_or(0),
                     computed: event.computed.unwrap_or(0),
+                    blocks: event.blocks.unwrap_or(0),
                 });
             }
             "freed" => leg.freed.push((at, event.blocks.unwrap_or(0))),
@@ -138,7 +151,16 @@ impl Timeline {
     /// The phase at this moment of a call; `None` where it had ended on the engines.
     pub(crate) fn phase_at(&self, call: &CallRecord, at: u64) -> Option<Phase> {
         let before = |moment: Option<u64>| moment.is_some_and(|moment| moment <= at);
-        let decoding = if call.stream { Phase::Stream } else { Phase::Unary };
+        if call.stream && call.tokens_us.first().is_some_and(|first| call.began_us + first <= at) {
+            // Whoever has said it. Where its engine has ended, that is judged below.
+            let over = self
+                .legs
+                .iter()
+                .filter(|leg| !leg.lends)
+                .all(|leg| before(leg.ended.as_ref().map(|ended| ended.at)));
+            let decodes = self.legs.iter().any(|leg| !leg.lends);
+            return if over && decodes { None } else { Some(Phase::Stream) };
+        }
         // The last leg that was there by then says most.
         let there = self.legs.iter().filter(|leg| before(leg.queued));
         let Some(leg) = there.max_by_key(|leg| (!leg.lends, leg.queued)) else {
@@ -147,6 +169,12 @@ impl Timeline {
         if leg.lends {
             let lent =
                 leg.lent.map(|(at, _)| at).filter(|_| before(leg.ended.as_ref().map(|ended| ended.at)));
+            let read =
+                leg.lease_ended.as_ref().filter(|(_, reason)| reason == read_whole()).map(|(at, _)| *at);
+            if before(read) {
+                // By an engine that is not watched.
+                return Some(Phase::FirstToken);
+            }
             return Some(match (before(leg.started), before(lent)) {
                 (_, true) => Phase::Gap,
                 (true, false) => Phase::Prefill,
@@ -155,9 +183,6 @@ impl Timeline {
         }
         if before(leg.ended.as_ref().map(|ended| ended.at)) {
             return None;
-        }
-        if call.stream && call.tokens_us.first().is_some_and(|first| call.began_us + first <= at) {
-            return Some(decoding);
         }
         if !leg.fetches {
             return Some(match (before(leg.started), before(leg.first_token)) {
@@ -182,7 +207,7 @@ impl Timeline {
 
     /// When the last block of every leg was back, of those that held any; `None`: not as far as is known.
     pub(crate) fn home_at(&self) -> Option<u64> {
-        let held = self.legs.iter().filter(|leg| leg.held() > 0);
+        let held = self.legs.iter().filter(|leg| leg.held() > 0 || leg.is_at_work());
         held.map(|leg| leg.freed.first().map(|(at, _)| *at)).try_fold(0, |last, at| Some(last.max(at?)))
     }
 
@@ -222,7 +247,14 @@ impl Timeline {
             // What was cached or fetched cost nothing.
             prompt += last.unwrap_or(0).saturating_sub(before.unwrap_or(there));
             if let Some(ended) = leg.ended.as_ref().filter(|ended| !leg.lends && ended.at > at) {
-                answer += ended.generated.saturating_sub(seen);
+                answer += match leg.first_token {
+                    // Evenly from its first token to its end.
+                    Some(first) if ended.at > first => {
+                        let after = (ended.at - at.max(first)) as f64 / (ended.at - first) as f64;
+                        (ended.generated as f64 * after).round() as u64
+                    }
+                    _ => ended.generated.saturating_sub(seen),
+                };
             }
         }
         (prompt, answer)
@@ -230,7 +262,7 @@ impl Timeline {
 
     /// Its lease ended by time alone.
     pub(crate) fn expired(&self) -> bool {
-        self.legs.iter().any(|leg| leg.lease_ended.as_ref().is_some_and(|(_, reason)| reason == EXPIRED))
+        self.legs.iter().any(|leg| leg.lease_ended.as_ref().is_some_and(|(_, reason)| reason == expired()))
     }
 }
 
@@ -238,14 +270,25 @@ impl Leg {
     /// Blocks that it held at its end.
     pub(crate) fn held(&self) -> u64 {
         let freed = self.freed.first().map(|(_, blocks)| *blocks);
-        freed.or(self.lent.map(|(_, blocks)| blocks)).unwrap_or(0)
+        let ended = self.ended.as_ref().map(|ended| ended.blocks).filter(|blocks| *blocks > 0);
+        let lent = self.lent.map(|(_, blocks)| blocks);
+        // Without an end it holds what it fetched into; of what it computes nothing is told before.
+        let fetches = (self.fetches_blocks > 0 && self.ended.is_none()).then_some(self.fetches_blocks);
+        freed.or(lent).or(ended).or(fetches).unwrap_or(0)
+    }
+
+    /// It has begun and not ended, as far as is known.
+    fn is_at_work(&self) -> bool {
+        (self.started.is_some() || self.fetching.is_some()) && self.ended.is_none()
     }
 
     /// When it learnt, after this moment, that nobody waits; or was done: read to its end, or so soon that it need not
     /// have learnt.
     pub(crate) fn told_after(&self, at: u64) -> Option<u64> {
-        let told = self.told.iter().find(|told| **told >= at).copied();
-        let read = self.lease_ended.as_ref().filter(|(_, reason)| reason == READ).map(|(when, _)| *when);
+        let aborted = self.ended.as_ref().filter(|ended| ended.outcome == "abort" && ended.at >= at);
+        let told = self.told.iter().find(|told| **told >= at).copied().or(aborted.map(|ended| ended.at));
+        let read =
+            self.lease_ended.as_ref().filter(|(_, reason)| reason == read_whole()).map(|(when, _)| *when);
         let soon = self.freed.first().map(|(freed, _)| *freed).filter(|freed| *freed <= at + RACE_US);
         // It may have been told before the clocks agree that it was.
         let just = self.told.iter().rev().find(|told| **told < at && at - **told < RACE_US).copied();
@@ -281,6 +324,7 @@ mod tests {
                 "computed" => event.tokens = Some(at),
                 "lent" => event.blocks = Some(7),
                 "freed" => event.blocks = Some(if engine == 0 { 7 } else { 8 }),
+                "fetching" => event.blocks = Some(6),
                 "lease_ended" => event.reason = Some("transfer_done".into()),
                 "ended" => (event.generated, event.computed) = (Some(9), Some(100)),
                 _ => {}
@@ -351,7 +395,8 @@ mod tests {
         assert_eq!(told(&WHOLE[..7]).told(50), Told::Never);
         assert_eq!(timeline.told(312), Told::Nobody);
         assert_eq!(timeline.work_after(60, 0), (40 + (150 - 50), 9));
-        assert_eq!(timeline.work_after(200, 4), (0, 5));
+        // 110 of the 160 µs in which it said nine.
+        assert_eq!(timeline.work_after(200, 4), (0, 6));
         assert!(!timeline.expired());
     }
 
@@ -360,6 +405,11 @@ mod tests {
         let timeline = told(&WHOLE[..7]);
         assert_eq!(timeline.home_at(), None);
         assert!((timeline.block_seconds_after(101, 1_000_101) - 7.0).abs() < 1e-9);
+        // It computes, for all that is known: nothing of it is home.
+        assert_eq!(told(&WHOLE[..2]).home_at(), None);
+        // It holds what it fetches into, also where it never says a word again.
+        let hangs = told(&[(1, "queued", 1), (1, "fetching", 1_000_000)]);
+        assert_eq!((hangs.home_at(), hangs.legs[0].held()), (None, 6));
         // Refused before it held anything: nothing has to come home.
         assert_eq!(told(&[(0, "queued", 1), (0, "abort", 2), (0, "ended", 3)]).home_at(), Some(0));
     }

@@ -3,7 +3,7 @@
 //! Baton's engines (and the simulated ones) tell every step of every request. A vLLM engine tells its usage; then only
 //! sums can be known, and the report says so.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -27,7 +27,15 @@ const RETRY: Duration = Duration::from_millis(50);
 /// Looks at a clock; the quickest of them says most.
 const CLOCK_LOOKS: usize = 9;
 /// Events of one answer.
-const EVENTS_OF_ONE_ANSWER: usize = 5_000;
+const EVENTS_OF_ONE_ANSWER: usize = 2_000;
+
+/// An endpoint that does not wait is not asked faster.
+const BETWEEN_PAGES: Duration = Duration::from_micros(500);
+/// An engine that is another process more often is several engines.
+const RESTARTS_MAX: usize = 50;
+/// Requests whose tags are remembered, and events of one that wait for its tag.
+const REQUESTS_REMEMBERED: usize = 65_536;
+const UNTAGGED_MAX: usize = 8;
 
 /// A point in the life of a request that its engines tell of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -279,10 +287,12 @@ impl Watched {
     /// Reads its event log to the end of time.
     async fn follow(&self, terms: &Terms, feed: &Feed, recorder: &Recorder) {
         let (mut epoch, mut after) = self.met_at.clone();
+        let (mut restarts, mut tags) = (0, Tags::default());
         loop {
             let path =
                 format!("/debug/kv/events?after={after}&wait_ms={LONG_POLL_MS}&limit={EVENTS_OF_ONE_ANSWER}");
             let patience = PATIENCE + Duration::from_millis(LONG_POLL_MS);
+            tokio::time::sleep(BETWEEN_PAGES).await;
             let Ok(page) = self.origin.get_json(&path, patience).await else {
                 // Killed, perhaps, and about to be started again.
                 tokio::time::sleep(RETRY).await;
@@ -292,8 +302,16 @@ impl Watched {
             if told != epoch {
                 // Another process: its numbers begin anew, and its clock was set anew.
                 (epoch, after) = (told.to_owned(), 0);
+                restarts += 1;
+                if restarts > RESTARTS_MAX {
+                    // Several engines behind one address: what one of them tells cannot be told from the others.
+                    tracing_gone(recorder, &self.facts());
+                    return;
+                }
                 let _ = self.read_clock().await;
                 recorder.put(&Record::Engine(self.facts()));
+                let engine = self.facts().engine;
+                recorder.put(&Record::Restarted { engine, at_us: Moment::now().us() });
                 continue;
             }
             let facts = self.facts();
@@ -301,10 +319,11 @@ impl Watched {
                 recorder.put(&Record::Lost { engine: facts.engine, events });
             }
             for event in page["events"].as_array().into_iter().flatten() {
-                let ours = event["tag"].as_str().is_some_and(|tag| tag.starts_with(&terms.prefix));
-                if let Some(event) = ours.then(|| record_of(event, &facts)).flatten() {
-                    recorder.put(&Record::Event(event.clone()));
-                    feed.take(&event);
+                for event in tags.tell(event, &terms.prefix) {
+                    if let Some(event) = record_of(&event, &facts) {
+                        recorder.put(&Record::Event(event.clone()));
+                        feed.take(&event);
+                    }
                 }
             }
             after = page["next"].as_u64().unwrap_or_default();
@@ -325,7 +344,7 @@ impl Watched {
         } else {
             let samples = self.origin.samples(PATIENCE).await?;
             self.count(&samples);
-            of_vllm(&samples, facts.blocks)
+            of_vllm(&samples)
         };
         // The moment of asking: what was true at some moment after it was.
         (books.engine, books.at_us) = (facts.engine, asked);
@@ -344,6 +363,62 @@ impl Watched {
         if let Some(expired) = expired.iter().find_map(|name| samples.sum(name, &[])) {
             self.expired.store(expired as u64, Ordering::Relaxed);
         }
+    }
+}
+
+/// Nothing more is read of an engine.
+fn tracing_gone(recorder: &Recorder, facts: &EngineFacts) {
+    recorder.put(&Record::Lost { engine: facts.engine, events: 1 });
+}
+
+/// Which request has which tag: an engine may tell an abort before it knows the request, and forgets a tag with the
+/// event that brought it.
+#[derive(Default)]
+struct Tags {
+    known: HashMap<String, String>,
+    /// Oldest first, of both.
+    order: VecDeque<String>,
+    untagged: HashMap<String, Vec<Value>>,
+}
+
+impl Tags {
+    /// The events that can be told now that this one has come: it, and what waited for its tag.
+    fn tell(&mut self, event: &Value, prefix: &str) -> Vec<Value> {
+        let Some(request) = event["request_id"].as_str() else { return Vec::new() };
+        let tag = event["tag"].as_str().map(str::to_owned).or_else(|| self.known.get(request).cloned());
+        let Some(tag) = tag else {
+            // Somebody else's, or one that comes before its request.
+            if event["kind"] == "abort" {
+                self.remember(request);
+                let waiting = self.untagged.entry(request.to_owned()).or_default();
+                if waiting.len() < UNTAGGED_MAX {
+                    waiting.push(event.clone());
+                }
+            }
+            return Vec::new();
+        };
+        if !tag.starts_with(prefix) {
+            return Vec::new();
+        }
+        let mut told = self.untagged.remove(request).unwrap_or_default();
+        if self.known.insert(request.to_owned(), tag.clone()).is_none() {
+            self.remember(request);
+        }
+        told.push(event.clone());
+        for event in &mut told {
+            event["tag"] = tag.as_str().into();
+        }
+        told
+    }
+
+    fn remember(&mut self, request: &str) {
+        if self.order.len() >= REQUESTS_REMEMBERED
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.known.remove(&oldest);
+            self.untagged.remove(&oldest);
+        }
+        self.order.push_back(request.to_owned());
     }
 }
 
@@ -388,18 +463,22 @@ fn of_baton(shown: &Value) -> Books {
 }
 
 /// What a vLLM engine's metrics say.
-fn of_vllm(samples: &Samples, blocks: u64) -> Books {
+fn of_vllm(samples: &Samples) -> Books {
     let configured = samples
         .of("vllm:cache_config_info")
         .find_map(|(labels, _)| labels.get("num_gpu_blocks").and_then(|blocks| blocks.parse::<u64>().ok()));
     // Without a number of blocks the usage is told in thousandths of the pool.
-    let total = configured.unwrap_or(if blocks > 0 { blocks } else { 1_000 });
+    let per_rank = configured.unwrap_or(1_000);
+    // One share for each data-parallel rank, each of a pool of the same size.
     let usage = ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"];
-    let usage = usage.iter().find_map(|name| samples.sum(name, &[])).unwrap_or(0.0);
+    let shares =
+        usage.iter().map(|name| samples.of(name).map(|(_, share)| share.clamp(0.0, 1.0)).collect::<Vec<_>>());
+    let shares = shares.into_iter().find(|shares| !shares.is_empty()).unwrap_or_default();
+    let total = per_rank * shares.len().max(1) as u64;
     let requests = ["vllm:num_requests_running", "vllm:num_requests_waiting"];
     Books {
         total,
-        held: (usage.clamp(0.0, 1.0) * total as f64).round() as u64,
+        held: (shares.iter().sum::<f64>() * per_rank as f64).round() as u64,
         requests: requests.iter().filter_map(|name| samples.sum(name, &[])).sum::<f64>() as u64,
         ..Books::default()
     }
@@ -428,9 +507,32 @@ mod tests {
         assert_eq!(of_baton(&crooked).askew, -1);
         let text = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"200\"} 1\n\
                     vllm:kv_cache_usage_perc{engine=\"0\"} 0.25\nvllm:num_requests_running 3\nvllm:num_requests_waiting 1\n";
-        let books = of_vllm(&Samples::parse(text), 0);
+        let books = of_vllm(&Samples::parse(text));
         assert_eq!((books.total, books.held, books.requests), (200, 50, 4));
-        assert_eq!(of_vllm(&Samples::parse("vllm:kv_cache_usage_perc 0.25\n"), 0).held, 250);
+        assert_eq!(of_vllm(&Samples::parse("vllm:kv_cache_usage_perc 0.25\n")).held, 250);
+        let two = "vllm:cache_config_info{num_gpu_blocks=\"100\"} 1\n\
+                   vllm:kv_cache_usage_perc{engine=\"0\"} 0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.8\n";
+        let books = of_vllm(&Samples::parse(two));
+        assert_eq!((books.total, books.held), (200, 170));
+    }
+
+    #[test]
+    fn an_event_without_a_tag_is_its_requests() {
+        let mut tags = Tags::default();
+        let event =
+            |request: &str, kind: &str, tag: Value| json!({"request_id": request, "kind": kind, "tag": tag});
+        // An abort that comes before its request, one of a stranger, and a tag that the engine has forgotten.
+        assert!(tags.tell(&event("a", "abort", Value::Null), "run-").is_empty());
+        assert!(tags.tell(&event("b", "abort", Value::Null), "run-").is_empty());
+        let told = tags.tell(&event("a", "queued", "run-1".into()), "run-");
+        assert_eq!(told.iter().map(|event| &event["kind"]).collect::<Vec<_>>(), ["abort", "queued"]);
+        assert!(told.iter().all(|event| event["tag"] == "run-1"));
+        assert!(tags.tell(&event("b", "queued", "other".into()), "run-").is_empty());
+        assert_eq!(tags.tell(&event("a", "freed", Value::Null), "run-")[0]["tag"], "run-1");
+        for n in 0..REQUESTS_REMEMBERED + 10 {
+            tags.tell(&event(&format!("r{n}"), "abort", Value::Null), "run-");
+        }
+        assert!(tags.order.len() <= REQUESTS_REMEMBERED && tags.untagged.len() <= REQUESTS_REMEMBERED);
     }
 
     #[test]

@@ -20,6 +20,8 @@ use crate::top::source::now_us;
 
 /// Tokens of an answer: long enough to be left in the middle.
 pub(super) const TOKENS: u32 = 64;
+/// Times that a phase is left, where it can be hit so often.
+const HITS: u32 = 3;
 /// For so long nothing more may come, when all that was told of is back.
 const QUIET: Duration = Duration::from_millis(150);
 /// A timer of the system is this late at most, as a rule. The rest is spun.
@@ -136,7 +138,7 @@ impl Doctor<'_> {
     async fn phase(&mut self, phase: Phase, checkup: &mut Checkup) -> bool {
         let mut hit: BTreeMap<&'static str, u32> = BTreeMap::new();
         for attempt in 0..self.terms.tries {
-            if self.proofs.get(&phase).is_some_and(|proof| proof.left > 0) {
+            if self.proofs.get(&phase).is_some_and(|proof| proof.left >= HITS) {
                 break;
             }
             let streaming = if phase == Phase::Unary { Streaming::Whole } else { Streaming::Streamed };
@@ -192,14 +194,17 @@ impl Doctor<'_> {
             };
             return checkup.skip("disconnect", phase.label(), why);
         };
+        let times =
+            if proof.left == 1 { "left once".to_owned() } else { format!("left {} times", proof.left) };
         let told = if proof.blocks == 0 {
-            "no engine held a block for it".to_owned()
+            format!("{times}: no engine held a block for it")
         } else {
             let longest = proof.longest_us as f64 / 1e3;
-            let engines = if proof.engines == 1 { "1 engine" } else { "2 engines" };
+            let engines = if proof.engines == 1 { "engine" } else { "engines" };
             format!(
-                "{} blocks of {engines} came back, {longest:.1} ms after the client left at the latest",
-                proof.blocks
+                "{times}: all blocks (up to {} of {} {engines}) were back {longest:.1} ms after the client had gone, at \
+                 the latest",
+                proof.blocks, proof.engines
             )
         };
         checkup.ok("disconnect", phase.label(), told);

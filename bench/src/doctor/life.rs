@@ -108,10 +108,10 @@ impl Life {
             let at = Some(told.at_us);
             match told.kind() {
                 "queued" => leg.queued = at,
-                "started" => leg.started = at,
-                "first_token" => leg.first_token = at,
-                "fetching" => leg.fetching = at,
-                "fetched" => leg.fetched = at,
+                "started" => leg.started = leg.started.or(at),
+                "first_token" => leg.first_token = leg.first_token.or(at),
+                "fetching" => leg.fetching = leg.fetching.or(at),
+                "fetched" => leg.fetched = leg.fetched.or(at),
                 "lent" => {
                     leg.lent = at;
                     leg.growing = told.event["growing"].as_bool() == Some(true)

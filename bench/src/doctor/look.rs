@@ -333,6 +333,7 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
             }
         },
     }
+    clock(&mut engine, checkup).await;
     let role = engine.role.as_deref().unwrap_or("stock");
     let epoch = engine.epoch.as_deref().map_or(String::new(), |epoch| format!(", epoch {epoch}"));
     let version = engine.version.as_deref().unwrap_or("?");
@@ -344,7 +345,6 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
         engine.layout = digests.ok().and_then(|digests| of(&digests["layout"]));
         stranger(&engine, checkup).await;
     }
-    clock(&mut engine, checkup).await;
     engine
 }
 
@@ -376,6 +376,8 @@ async fn clock(engine: &mut Engine, checkup: &mut Checkup) {
         return checkup.skip("clock", &engine.name, "it keeps no log of events, which would tell its time");
     };
     engine.events = true;
+    engine.role = engine.role.take().or_else(|| page["engine"]["role"].as_str().map(str::to_owned));
+    engine.epoch = engine.epoch.take().or_else(|| page["engine"]["epoch"].as_str().map(str::to_owned));
     let Some(now) = page["now_us"].as_u64() else { return };
     let ahead = EngineEvents::ahead(now, asked, now_us()) as f64 / 1e3;
     if ahead.abs() > CLOCKS_MS {

@@ -42,15 +42,6 @@ impl Rate {
 }
 
 impl Arrivals {
-    pub(crate) fn at_once() -> Self {
-        Self { rate: None, burstiness: 1.0, waves: None }
-    }
-
-    /// A Poisson process.
-    pub(crate) fn poisson(rate: f64) -> Self {
-        Self { rate: Some(Rate::Constant(rate)), ..Self::at_once() }
-    }
-
     /// When each of `count` requests is due, after the beginning. The first is due one interval after it.
     pub(crate) fn times(&self, count: usize, rng: &mut Rng) -> Vec<Duration> {
         let Some(rate) = self.rate else { return vec![Duration::ZERO; count] };
@@ -82,6 +73,14 @@ impl Arrivals {
 mod tests {
     use super::*;
 
+    fn at_once() -> Arrivals {
+        Arrivals { rate: None, burstiness: 1.0, waves: None }
+    }
+
+    fn poisson(rate: f64) -> Arrivals {
+        Arrivals { rate: Some(Rate::Constant(rate)), ..at_once() }
+    }
+
     /// Seconds between arrivals.
     fn gaps(arrivals: &Arrivals, count: usize) -> Vec<f64> {
         let times = arrivals.times(count, &mut Rng::new(11));
@@ -99,18 +98,18 @@ mod tests {
     #[test]
     fn arrivals_have_their_rate_and_burstiness() {
         for (burstiness, expected) in [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5), (f64::INFINITY, 0.0)] {
-            let arrivals = Arrivals { burstiness, ..Arrivals::poisson(50.0) };
+            let arrivals = Arrivals { burstiness, ..poisson(50.0) };
             let (mean, cv) = mean_and_cv(&gaps(&arrivals, 50_000));
             assert!((mean - 0.02).abs() < 0.001, "{burstiness}: {mean}");
             assert!((cv - expected).abs() < 0.06, "{burstiness}: {cv}");
         }
-        assert!(Arrivals::at_once().times(3, &mut Rng::new(1)).iter().all(Duration::is_zero));
+        assert!(at_once().times(3, &mut Rng::new(1)).iter().all(Duration::is_zero));
     }
 
     #[test]
     fn a_ramp_goes_from_one_rate_to_the_other() {
         for rate in [Rate::Linear(10.0, 100.0), Rate::Exponential(10.0, 100.0)] {
-            let arrivals = Arrivals { rate: Some(rate), ..Arrivals::at_once() };
+            let arrivals = Arrivals { rate: Some(rate), ..at_once() };
             let gaps = gaps(&arrivals, 20_000);
             let (first, _) = mean_and_cv(&gaps[..1_000]);
             let (last, _) = mean_and_cv(&gaps[19_000..]);
@@ -127,13 +126,13 @@ mod tests {
     #[test]
     fn waves_leave_gaps_and_change_nothing_else() {
         let (on, off) = (Duration::from_secs(1), Duration::from_secs(3));
-        let arrivals = Arrivals { waves: Some((on, off)), ..Arrivals::poisson(100.0) };
+        let arrivals = Arrivals { waves: Some((on, off)), ..poisson(100.0) };
         let times = arrivals.times(1_000, &mut Rng::new(2));
         assert!(
             times.iter().all(|at| at.as_secs_f64() % 4.0 < 1.0 + 1e-9),
             "only in the first second of four"
         );
-        let calm = Arrivals::poisson(100.0).times(1_000, &mut Rng::new(2));
+        let calm = poisson(100.0).times(1_000, &mut Rng::new(2));
         let folded = times.iter().map(|at| (at.as_secs_f64() / 4.0).floor().mul_add(-3.0, at.as_secs_f64()));
         assert!(folded.zip(&calm).all(|(at, calm)| (at - calm.as_secs_f64()).abs() < 1e-6));
     }

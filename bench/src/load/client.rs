@@ -156,7 +156,7 @@ impl Client {
         let Target { prefix, headers, .. } = &self.shared.target;
         let method = if ask.body.is_some() { "POST" } else { "GET" };
         let authority = self.shared.target.authority();
-        let mut head = format!("{method} {prefix}{} HTTP/1.1\r\nhost: {authority}\r\n", ask.path);
+        let mut head = format!("{method} {prefix}{} HTTP/1.1\r\nhost: {authority}\r\n{AGENT}", ask.path);
         if let Some(body) = &ask.body {
             head.push_str("content-type: application/json\r\n");
             head.push_str(&format!("content-length: {}\r\n", body.len()));
@@ -510,6 +510,9 @@ impl Course<'_> {
         }
     }
 }
+
+/// Some front doors refuse whoever does not say what it is.
+const AGENT: &str = concat!("user-agent: baton-bench/", env!("CARGO_PKG_VERSION"), "\r\naccept: */*\r\n");
 
 const CUT: &str = "the stream ended without [DONE]";
 

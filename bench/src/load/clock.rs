@@ -40,11 +40,6 @@ impl Moment {
         })
     }
 
-    /// As an engine writes it, microseconds since the Unix epoch.
-    pub(crate) fn from_us(us: u64) -> Self {
-        Self(us.saturating_mul(1_000))
-    }
-
     /// Microseconds since the Unix epoch.
     pub(crate) fn us(self) -> u64 {
         self.0 / 1_000
@@ -91,6 +86,5 @@ mod tests {
         // An hour: nobody's clock is stepped by that much while a test runs.
         assert!(u128::from(moment.us()).abs_diff(wall.as_micros()) < 3_600_000_000);
         assert!(Moment::now() >= moment);
-        assert_eq!(Moment::from_us(moment.us()).us(), moment.us());
     }
 }

@@ -1,8 +1,8 @@
 //! Retries as OpenAI's SDKs make them, with every attempt told.
 //!
 //! By openai-python's `_base_client.py`: up to 2 retries, after a timeout, no connection, 408, 409, 429 and 5xx;
-//! `x-should-retry` decides before that; a wait that the endpoint names (`retry-after-ms`, `retry-after`) is kept if it is
-//! at most a minute, otherwise it is 0.5 s doubled each time up to 8 s, less up to a quarter. Once an answer's head is
+//! `x-should-retry` decides before that; a wait that the endpoint names (`retry-after-ms`, `retry-after` in seconds) is kept if
+//! it is at most a minute, otherwise it is 0.5 s doubled each time up to 8 s, less up to a quarter. Once an answer's head is
 //! here nothing is retried.
 
 use std::time::Duration;

@@ -89,14 +89,6 @@ impl Rng {
             }
         }
     }
-
-    /// Changes the order, each as likely.
-    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
-        for last in (1..items.len()).rev() {
-            let other = usize::try_from(self.below(last as u64 + 1)).unwrap_or(last);
-            items.swap(last, other);
-        }
-    }
 }
 
 #[cfg(test)]
@@ -140,14 +132,5 @@ mod tests {
         let counts = (0..10_000).filter(|_| rng.chance(0.3)).count();
         assert!((2_700..3_300).contains(&counts), "{counts}");
         assert_eq!(rng.below(0), 0);
-    }
-
-    #[test]
-    fn a_shuffle_loses_nothing() {
-        let mut items: Vec<_> = (0..100).collect();
-        Rng::new(1).shuffle(&mut items);
-        assert_ne!(items, (0..100).collect::<Vec<_>>());
-        items.sort_unstable();
-        assert_eq!(items, (0..100).collect::<Vec<_>>());
     }
 }

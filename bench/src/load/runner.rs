@@ -118,12 +118,7 @@ impl Runner<'_> {
                 biased;
                 () = self.stop.cancelled(), if listening => listening = false,
                 () = &mut over, if listening => listening = false,
-                Some(ended) = tasks.join_next() => {
-                    // A call does not panic; were it to, the run has to end as well.
-                    let mut ended: Measured = ended.expect("a call ends");
-                    watch.ended(&mut ended);
-                    calls.push(ended);
-                }
+                // What is due goes before what is over: the one would be late, the other has its times already.
                 written = due.recv(), if listening && tasks.len() < lanes => match written {
                     Some(written) => {
                         self.send(written, began, &mut tasks);
@@ -131,6 +126,12 @@ impl Runner<'_> {
                     }
                     None => listening = false,
                 },
+                Some(ended) = tasks.join_next() => {
+                    // A call does not panic; were it to, the run has to end as well.
+                    let mut ended: Measured = ended.expect("a call ends");
+                    watch.ended(&mut ended);
+                    calls.push(ended);
+                }
             }
         }
         drop(due);

@@ -102,7 +102,7 @@ pub(crate) async fn learn_words(
     match tokenized.await {
         Ok(words) => Ok(words),
         Err(WordsError::NoWords) => Err(WordsError::NoWords),
-        Err(WordsError::Endpoint(tokenize_says)) => {
+        Err(WordsError::Endpoint(_)) => {
             let by_requests = Words::learn(&WORDS[..WORDS_BY_REQUEST], |text| {
                 let (client, prompt) = (client.clone(), Prompt::Text(text));
                 let wish = Wish { streaming: Streaming::Whole, ..Wish::new(endpoint, model, &prompt, 1) };
@@ -113,12 +113,7 @@ pub(crate) async fn learn_words(
                     counted.ok_or_else(|| format!("{}{}: {}", client.target().url(), ask.path, call.outcome))
                 }
             });
-            by_requests.await.map_err(|error| match error {
-                WordsError::Endpoint(says) => WordsError::Endpoint(format!(
-                    "the endpoint says nothing of its tokens: {tokenize_says}; {says}"
-                )),
-                other => other,
-            })
+            by_requests.await
         }
     }
 }

@@ -8,6 +8,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use super::ask::Ask;
+use super::call::{Stage, Usage};
 use super::rng::Rng;
 use super::*;
 
@@ -289,18 +291,6 @@ fn every_manner_of_leaving_is_seen_for_what_it_is() {
 }
 
 #[test]
-fn a_fin_stays_a_fin_with_unread_bytes_on_their_way() {
-    run(async {
-        let many = [HEAD, &event("a").repeat(2_000)].concat();
-        let script = vec![Step::Write(many), Step::Watch];
-        let (call, mut server) = one(script, Leave::AfterTokens(1), Manner::Fin).await;
-        assert_eq!((call.outcome, call.tokens.len()), (Outcome::Left, 1));
-        // The server may still be writing: then it is told so by an RST, as by every client that has closed.
-        assert!(matches!(server.how_it_left().await, Some(Seen::Fin | Seen::Rst)));
-    });
-}
-
-#[test]
 fn a_half_close_is_seen_and_the_answer_is_still_read() {
     run(async {
         let first = Step::Write([HEAD, &event("a"), &event("b")].concat());
@@ -457,4 +447,38 @@ fn retries_are_made_as_told_and_all_are_reported() {
             assert!(request.contains(&format!("x-stainless-retry-count: {count}\r\n")), "{request}");
         }
     });
+}
+
+#[test]
+fn damaged_answers_are_errors_and_nothing_worse() {
+    let mut rng = Rng::new(9);
+    let whole = [chunked(true), stream()];
+    for round in 0..4_000 {
+        let mut bytes = whole[round % 2].clone();
+        for _ in 0..=rng.below(4) {
+            let at = rng.below(bytes.len() as u64) as usize;
+            match rng.below(4) {
+                0 => bytes[at] = rng.next() as u8,
+                1 => bytes.truncate(at + 1),
+                2 => bytes.insert(at, b"\r\n:0f,\"{}"[rng.below(9) as usize]),
+                _ => drop(bytes.remove(at.min(bytes.len() - 1))),
+            }
+            if bytes.is_empty() {
+                break;
+            }
+        }
+        let (mut reader, mut events, mut read) = (http::Reader::new(1 << 16), sse::Events::default(), 0);
+        'answer: for part in bytes.chunks(1 + rng.below(64) as usize) {
+            if reader.feed(part, events.buffer()).is_err() {
+                break;
+            }
+            while let Ok(Some(event)) = events.next() {
+                read += event.len();
+                if reply::Said::read(event).is_err() {
+                    break 'answer;
+                }
+            }
+        }
+        assert!(read <= bytes.len(), "nothing comes out that did not go in");
+    }
 }

@@ -50,6 +50,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio_rustls::TlsAcceptor;
 
+    use super::super::call::Stage;
     use super::super::*;
     use super::*;
 

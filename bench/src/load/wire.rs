@@ -132,3 +132,36 @@ async fn dial(address: SocketAddr, ahead: ReadAhead) -> io::Result<TcpStream> {
     }
     socket.connect(address).await
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the other side reads when a client leaves that has 64 KiB before it which it never read.
+    fn seen_after(leave: fn(Wire)) -> io::Result<usize> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(async {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+            let wire = Wire::connect(&[listener.local_addr()?], None, ReadAhead::Usual).await?;
+            let (mut other, _) = listener.accept().await?;
+            other.write_all(&[b'x'; 64 << 10]).await?;
+            leave(wire);
+            let mut read = [0; 8];
+            tokio::time::timeout(Duration::from_secs(20), other.read(&mut read))
+                .await
+                .expect("it hears of it")
+        })
+    }
+
+    #[test]
+    fn a_fin_is_a_fin_whatever_is_unread() {
+        assert_eq!(seen_after(|wire| wire.finish().expect("closed")).ok(), Some(0));
+        let reset = |seen: io::Result<usize>| seen.map_err(|error| error.kind());
+        assert_eq!(
+            reset(seen_after(|wire| wire.reset().expect("closed"))),
+            Err(io::ErrorKind::ConnectionReset)
+        );
+        // Why a FIN takes more than a close.
+        assert_eq!(reset(seen_after(drop)), Err(io::ErrorKind::ConnectionReset));
+    }
+}

@@ -1,9 +1,8 @@
 //! All runs of `baton bench serve`, as JSON and as a table.
 
-use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use super::metrics::RunReport;
 use super::options::ServeArgs;
@@ -31,7 +30,8 @@ pub(crate) struct Report {
     notes: Vec<String>,
     pub(super) runs: Vec<RunReport>,
     /// Of each number the median of the runs, the least and the greatest.
-    over_runs: BTreeMap<String, Spread>,
+    #[serde(serialize_with = "by_name")]
+    over_runs: Vec<(String, Spread)>,
 }
 
 /// Numbers of a run by name.
@@ -76,7 +76,7 @@ impl Report {
             seed: args.workload.seed,
             notes: Vec::new(),
             runs: Vec::new(),
-            over_runs: BTreeMap::new(),
+            over_runs: Vec::new(),
         }
     }
 
@@ -124,7 +124,7 @@ impl Report {
 
     fn spread(&mut self, name: String, of: &dyn Fn(&RunReport) -> Option<f64>) {
         if let Some(spread) = Spread::of(self.runs.iter().filter_map(of).collect()) {
-            self.over_runs.insert(name, spread);
+            self.over_runs.push((name, spread));
         }
     }
 
@@ -187,6 +187,10 @@ impl Report {
             let _ = writeln!(text, "{name:<34}{median:>12.3} ({min:>10.3} .. {max:>10.3})");
         }
     }
+}
+
+fn by_name<S: Serializer>(all: &[(String, Spread)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(all.iter().map(|(name, spread)| (name, spread)))
 }
 
 fn run_head(text: &mut String, run: &RunReport, runs: usize) {

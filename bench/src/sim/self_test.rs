@@ -15,6 +15,7 @@ use super::SimArgs;
 use crate::BenchError;
 use crate::router::subject::thread_time;
 use crate::router::wire::{self, Wire};
+use crate::sim_engine::{SimEngine, SimRole};
 use crate::sim_fleet::{EnginePlan, FleetPlan, SimFleet};
 
 /// What is asked of a simulated engine.
@@ -44,7 +45,7 @@ pub(super) fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError>
         let against = per_core / TARGET;
         writeln!(
             out,
-            "{what:<34} {per_core:>8.0} requests/s per core ({against:.2} of the target of {TARGET}), \
+            "{what:<38} {per_core:>8.0} requests/s per core ({against:.2} of the target of {TARGET}), \
              {by_the_clock:.0} by the clock",
         )?;
     }
@@ -69,9 +70,11 @@ async fn measure(args: &SimArgs) -> Result<Vec<Rate>, BenchError> {
     first["max_tokens"] = json!(1);
     first["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
     let (prefill, decode) = (fleet.prefill()[0], fleet.decode()[0]);
+    let bare = SimEngine::start(SimRole::Decode { tokens: ANSWER, pause: Duration::ZERO })?;
     Ok(vec![
         rate("prefill, lent until its time is up", prefill, "sim-prefill-0", &first, requests).await?,
         rate("whole, in one piece", decode, "sim-decode-0", &whole, requests).await?,
+        rate("the router benchmark's, in one piece", bare.address(), "bench-sim", &whole, requests).await?,
     ])
 }
 

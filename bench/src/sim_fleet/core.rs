@@ -427,11 +427,11 @@ impl Core {
         }
         let waited = request.phase == Phase::Waiting;
         request.phase = Phase::Done;
-        let (generated, computed) = (request.words.len(), request.computed);
+        let (generated, computed, blocks) = (request.words.len(), request.computed, request.blocks.len());
         let at = REASONS.iter().position(|reason| *reason == end.label()).unwrap_or(1);
         self.counts.ended[at] += 1;
         let internal = request.sent.internal.clone();
-        self.log.tell(0, &internal, 0, What::Ended { outcome: end.label(), generated, computed });
+        self.log.tell(0, &internal, 0, What::Ended { outcome: end.label(), generated, computed, blocks });
         let blocks = std::mem::take(&mut request.blocks);
         if waited && let Some(source) = request.sent.source.take() {
             // Both engines tell the producer that a request which never read will not.

@@ -90,7 +90,7 @@ pub(super) async fn answer(
             give_back(engine, source, refused, asked.settles);
         }
         let why = if refused.layer == Layer::Front { "unread" } else { "rejected" };
-        engine.log.tell(0, &id, 0, What::Refused(why));
+        engine.log.tell(0, &id, 0, What::Refused { reason: why, tag: None });
     };
     let mut submission = match prepared {
         Ok(prepared) => prepared,

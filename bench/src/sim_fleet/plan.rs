@@ -185,6 +185,8 @@ pub struct FleetPlan {
     pub engine: EnginePlan,
     /// What is wrong, and with whom.
     pub faults: Vec<FaultAt>,
+    /// The first engine's port, the next one's being one more; 0: free ones.
+    pub port: u16,
 }
 
 /// Engines of one fleet: each has a thread.
@@ -194,7 +196,7 @@ impl FleetPlan {
     /// So many engines of each kind.
     #[must_use]
     pub fn new(prefill: usize, decode: usize, engine: EnginePlan) -> Self {
-        Self { prefill, decode, engine, faults: Vec::new() }
+        Self { prefill, decode, engine, faults: Vec::new(), port: 0 }
     }
 
     /// With this planted.
@@ -211,6 +213,9 @@ impl FleetPlan {
     pub fn check(&self) -> Result<(), String> {
         if self.prefill + self.decode == 0 || self.prefill + self.decode > ENGINES_MAX {
             return Err(format!("a fleet has 1 to {ENGINES_MAX} engines"));
+        }
+        if usize::from(self.port) + self.prefill + self.decode > usize::from(u16::MAX) + 1 {
+            return Err(format!("there are not so many ports after {}", self.port));
         }
         for fault in &self.faults {
             if !self.all().any(|(role, number)| fault.is_at(role, number)) {

@@ -94,7 +94,7 @@ impl<S: Surroundings> EngineCore<S> {
 
     pub(super) fn tell_ended(&mut self, id: SeqId, live: &Live, reason: FinishReason, told: ToldAtEnd) {
         let ToldAtEnd { generated, computed, blocks } = told;
-        let ended = What::Ended { outcome: reason.label(), generated, computed };
+        let ended = What::Ended { outcome: reason.label(), generated, computed, blocks };
         self.surroundings.tell(&live.request, live.index, ended);
         if blocks > 0 {
             self.resting.insert(id, Resting { request: live.request.clone(), index: live.index, blocks });

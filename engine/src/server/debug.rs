@@ -77,8 +77,10 @@ fn books(core: &DpRank) -> Value {
 
 /// How long a reader of events may wait for one.
 const EVENTS_WAIT_MAX: Duration = Duration::from_secs(10);
-/// Events on one page.
-const EVENTS_SHOWN: usize = 10_000;
+/// Events that may be asked for.
+const EVENTS_ASKED_MAX: usize = 10_000;
+/// Events of one answer; what follows is asked for next.
+const EVENTS_SHOWN: usize = 2_000;
 
 /// `GET /debug/kv/events?after=SEQ&wait_ms=MS&limit=N`: the events that follow number `after` (0: the oldest kept;
 /// `latest`: none, but the number of the latest), as soon as there is one or after `wait_ms`.
@@ -92,7 +94,8 @@ pub(super) async fn events(frontend: &Frontend, request: Request<Incoming>) -> R
         Some(_) => Err(ApiError::invalid(name, format!("`{name}` must be a number of at most {most}"))),
     };
     let wait = Duration::from_millis(number("wait_ms", 0, EVENTS_WAIT_MAX.as_millis() as u64)?);
-    let limit = number("limit", EVENTS_SHOWN as u64, EVENTS_SHOWN as u64)?.max(1) as usize;
+    let limit = number("limit", EVENTS_SHOWN as u64, EVENTS_ASKED_MAX as u64)? as usize;
+    let limit = limit.clamp(1, EVENTS_SHOWN);
     let log = &frontend.log;
     let page = match field("after") {
         Some("latest") => Page { next: log.latest(), lost: 0, events: Vec::new() },

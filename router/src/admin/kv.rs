@@ -17,6 +17,7 @@ use tokio::sync::Mutex;
 
 use super::Answer;
 use crate::explain;
+use crate::inflight::Entry;
 use crate::metrics::Leg;
 use crate::shared::Shared;
 use crate::snapshot::{
@@ -38,9 +39,9 @@ const BOOKS_BYTES_MAX: usize = 16 << 20;
 const METRICS_BYTES_MAX: usize = 4 << 20;
 /// Requests that are listed.
 const LISTED: usize = 1_000;
-/// Events of one page of an engine's log, and pages that are read for one request: its whole ring.
-const EVENTS_OF_A_PAGE: u64 = 10_000;
-const PAGES_MAX: u64 = 7;
+/// Events of one page of an engine's log (no engine gives more at once), and pages that are read for one request: its whole ring.
+const EVENTS_OF_A_PAGE: u64 = 2_000;
+const PAGES_MAX: u64 = 33;
 const PAGE_BYTES_MAX: usize = 16 << 20;
 /// Engines that are asked for one request's events: those that it was sent to, where that is known.
 const ENGINES_OF_A_REQUEST: usize = 16;
@@ -99,7 +100,7 @@ impl Books {
 
 async fn take(shared: &Shared) -> Snapshot {
     let mut snapshot = Snapshot { at_us: now_us(), ..Snapshot::default() };
-    let before = in_flight(shared);
+    let before = shared.in_flight_table.list();
     let deadline = tokio::time::Instant::now() + ALL_WITHIN;
     let mut answers = futures::stream::iter(shared.fleet.engines())
         .map(|engine| async move {
@@ -118,7 +119,7 @@ async fn take(shared: &Shared) -> Snapshot {
         snapshot.leases.extend(leases);
     }
     drop(answers);
-    let after = in_flight(shared);
+    let after = shared.in_flight_table.list();
     let generation = shared.generation();
     for view in &mut snapshot.engines {
         let engines = shared.fleet.engines();
@@ -143,8 +144,7 @@ async fn take(shared: &Shared) -> Snapshot {
         }
     }
     know(shared, &mut snapshot.leases, &before, &after);
-    snapshot.requests = after;
-    snapshot.requests.oldest.truncate(LISTED);
+    snapshot.requests = requests(shared, &after);
     snapshot.routers.push(RouterView {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         generation: generation.number,
@@ -158,40 +158,40 @@ async fn take(shared: &Shared) -> Snapshot {
 
 /// Says of every lease what this router knows of its request. It was looked at before the engines were asked and after:
 /// a request that was there at either time was in flight while they answered.
-fn know(shared: &Shared, leases: &mut [LeaseView], before: &Requests, after: &Requests) {
-    let mut phases: HashMap<&str, &str> = HashMap::new();
-    for request in before.oldest.iter().chain(&after.oldest) {
-        phases.insert(bare_id(&request.request_id), &request.phase);
+fn know(shared: &Shared, leases: &mut [LeaseView], before: &[Arc<Entry>], after: &[Arc<Entry>]) {
+    if leases.is_empty() {
+        return;
     }
-    let told: Vec<Option<Request>> = {
-        let flying = |lease: &LeaseView| phases.contains_key(bare_id(&lease.request_id));
-        let others: HashSet<&str> =
-            leases.iter().filter(|lease| !flying(lease)).map(|lease| bare_id(&lease.request_id)).collect();
-        let over = explain::over(&shared.explain, &others);
-        let of = |lease: &LeaseView| {
-            let id = bare_id(&lease.request_id);
-            if let Some(phase) = phases.get(id) {
-                return Some(Request::InFlight { phase: (*phase).to_owned() });
-            }
-            over.get(id).map(|(outcome, ago)| Request::Over {
+    let flying: HashMap<&str, &Arc<Entry>> =
+        before.iter().chain(after).map(|entry| (entry.id.as_str(), entry)).collect();
+    let ids: Vec<String> = leases.iter().map(|lease| bare_id(&lease.request_id).to_owned()).collect();
+    let others = ids.iter().map(String::as_str).filter(|id| !flying.contains_key(id)).collect();
+    let over = explain::over(&shared.explain, &others);
+    for (lease, id) in leases.iter_mut().zip(&ids) {
+        lease.request = match (flying.get(id.as_str()), over.get(id.as_str())) {
+            (Some(entry), _) => Request::InFlight { phase: entry.phase().to_owned() },
+            (None, Some((outcome, ago))) => Request::Over {
                 outcome: (*outcome).to_owned(),
                 ms_ago: u64::try_from(ago.as_millis()).unwrap_or(u64::MAX),
-            })
+            },
+            (None, None) => Request::Absent,
         };
-        leases.iter().map(of).collect()
-    };
-    for (lease, told) in leases.iter_mut().zip(told) {
-        lease.request = told.unwrap_or(Request::Absent);
     }
 }
 
-/// Every request in flight, the oldest first.
-fn in_flight(shared: &Shared) -> Requests {
-    let (now, list) = (shared.now(), shared.in_flight_table.list());
+/// How many requests are in each phase, and the oldest of them.
+fn requests(shared: &Shared, list: &[Arc<Entry>]) -> Requests {
+    let now = shared.now();
     let mut requests = Requests { in_flight: list.len() as u64, ..Requests::default() };
-    for entry in &list {
+    for (at, entry) in list.iter().enumerate() {
         let phase = entry.phase();
-        *requests.phases.entry(phase.to_owned()).or_insert(0) += 1;
+        match requests.phases.get_mut(phase) {
+            Some(count) => *count += 1,
+            None => drop(requests.phases.insert(phase.to_owned(), 1)),
+        }
+        if at >= LISTED {
+            continue;
+        }
         let [prefill, decode] = entry.engines();
         let name = |engine: Option<Arc<Engine>>| engine.map(|engine| engine.authority().to_owned());
         requests.oldest.push(RequestView {

@@ -20,7 +20,7 @@ h1{font-size:1.5rem;line-height:1.25;margin:.2rem 0 .3rem}h2{font-size:1.15rem;m
 .tile b{display:block;font-size:1.45rem;line-height:1.2;font-variant-numeric:tabular-nums}
 .tile span{color:var(--soft);font-size:.8125rem;line-height:1.3;display:block}
 .verdict{border-left:.3rem solid var(--good);background:var(--panel);padding:.6rem .9rem;border-radius:.25rem}
-.verdict.found{border-color:var(--bad)}.good{color:var(--good)}.bad{color:var(--bad);font-weight:600}
+.verdict.found{border-color:var(--bad)}.verdict.unknown{border-color:var(--c5);margin-bottom:.6rem}.good{color:var(--good)}.bad{color:var(--bad);font-weight:600}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.875rem;font-variant-numeric:tabular-nums}
 th,td{padding:.3rem .55rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}th{color:var(--soft);font-weight:600}
 th:first-child,td:first-child{text-align:left}
@@ -131,6 +131,15 @@ fn tiles(summary: &Summary, out: &mut String) {
 }
 
 fn verdict(summary: &Summary, out: &mut String) {
+    let unknown = summary.unknown();
+    if !unknown.is_empty() {
+        let items: String = unknown.iter().map(|what| format!("<li>{}</li>", escaped(what))).collect();
+        let _ = write!(out, "<div class=\"verdict unknown\"><b>Not judged:</b><ul>{items}</ul></div>");
+    }
+    if summary.findings.is_empty() && !unknown.is_empty() {
+        out.push_str("<div class=\"verdict\"><b>Nothing was found</b> in what was judged.</div>");
+        return;
+    }
     if summary.findings.is_empty() {
         out.push_str("<div class=\"verdict\"><b>Nothing was found.</b> No block was stranded, freed twice, or answered from after it was freed; nobody who stayed failed for those who left.</div>");
         return;
@@ -151,7 +160,7 @@ fn verdict(summary: &Summary, out: &mut String) {
     out.push_str("</ul></div>");
 }
 
-const GROUP_HEAD: &str = "<th>left</th><th>stranded</th><th>told p50</th><th>p99</th><th>blocks back p50</th><th>p99</th><th>max</th><th>at prefill p99</th><th>block-s / 1,000</th><th>tokens for nobody</th>";
+const GROUP_HEAD: &str = "<th>left</th><th>stranded</th><th>never told</th><th>told p50</th><th>p99</th><th>blocks back p50</th><th>p99</th><th>max</th><th>at prefill p99</th><th>block-s / 1,000</th><th>tokens for nobody</th>";
 
 fn group_cells(group: &Group, out: &mut String) {
     let stranded = if group.stranded == 0 {
@@ -161,8 +170,9 @@ fn group_cells(group: &Group, out: &mut String) {
     };
     let _ = write!(
         out,
-        "<td>{}</td><td>{stranded}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:.3}</td><td>{}</td>",
+        "<td>{}</td><td>{stranded}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:.3}</td><td>{}</td>",
         count(group.left),
+        count(group.never_told),
         percentile(&group.told_ms, |dist| dist.p50),
         percentile(&group.told_ms, |dist| dist.p99),
         percentile(&group.freed_ms, |dist| dist.p50),
@@ -326,10 +336,10 @@ fn by_kind(summary: &Summary, out: &mut String) {
     }
     let _ = write!(
         out,
-        "<h2>By the way in which they left</h2><div class=\"scroll\"><table><thead><tr><th>how</th>{GROUP_HEAD}</tr></thead><tbody>"
+        "<h2>By the way in which they left</h2><div class=\"scroll\"><table><thead><tr><th>how</th><th>served to the end</th>{GROUP_HEAD}</tr></thead><tbody>"
     );
     for row in &summary.kinds {
-        let _ = write!(out, "<tr><td>{}</td>", row.kind.label());
+        let _ = write!(out, "<tr><td>{}</td><td>{}</td>", row.kind.label(), count(row.served));
         group_cells(&row.group, out);
         out.push_str("</tr>");
     }
@@ -405,8 +415,9 @@ fn definitions(summary: &Summary, out: &mut String) {
          <dt>blocks back</dt><dd>from the client's going until the last block of its request was free on every engine; only clients whose requests held blocks when they left, or came to hold them</dd>\
          <dt>stranded</dt><dd>blocks that were not back {seconds} s after their client had left</dd>\
          <dt>block-s / 1,000</dt><dd>blocks times seconds held for clients that had left, for every 1,000 of them</dd>\
-         <dt>tokens for nobody</dt><dd>tokens of prompts and answers that were computed after the client had left</dd>\
-         <dt>percentiles</dt><dd>by nearest rank: the smallest sample that at least so many per cent of all do not exceed</dd>\
+         <dt>tokens for nobody</dt><dd>tokens of prompts in steps that ended after the client had left, and of answers, taken evenly from the first to the last</dd>\
+         <dt>never</dt><dd>a client of whose going an engine never learnt, or whose blocks were never back, counts in the percentiles with the time for which it was watched</dd>\
+         <dt>percentiles</dt><dd>by nearest rank: the smallest sample that at least so many per cent of all do not exceed; of fewer than 100 samples the 99th is the greatest</dd>\
          <dt>TTFT, E2E</dt><dd>from the moment at which the request was due, so that a client that is held up counts its waiting</dd>\
          </dl><h2>This run</h2><dl>\
          <dt>command</dt><dd><code>{}</code></dd><dt>version</dt><dd>{}{}</dd><dt>machine</dt><dd>{}</dd><dt>date</dt><dd>{}</dd><dt>seed</dt><dd>{}</dd><dt>options</dt><dd><code>{}</code></dd>\

@@ -1,0 +1,194 @@
+//! Routers and engines are replaced under load, one after the other: no request fails, and no lease runs out.
+//!
+//! `BATON_UPGRADE_SECONDS=60 cargo test --test e2e upgrade` does it for longer than every build does.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::harness::{Call, PATIENCE, Process, Signal, eventually, metric};
+
+/// Requests a second.
+const RATE: u32 = 12;
+/// Routers that follow the first.
+const SUCCESSORS: usize = 3;
+const ROLES: [&str; 4] = ["prefill", "prefill", "decode", "decode"];
+/// A process ends what it has in flight within this time.
+const ENDS_WITHIN: Duration = Duration::from_secs(60);
+
+fn seconds() -> u64 {
+    std::env::var("BATON_UPGRADE_SECONDS").map_or(14, |text| text.parse().expect("seconds"))
+}
+
+fn started(name: &str, arguments: &[&str], folder: &Path) -> Process {
+    let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+    let mut process = Process::start(name, &arguments, folder);
+    process.wait_ready();
+    process
+}
+
+fn engine(name: &str, role: &str, listen: &str, folder: &Path) -> Process {
+    let place = ["engine", "--role", role, "--listen", listen, "--side-channel", "127.0.0.1:0"];
+    started(name, &[&place, ["--kv-cache-mib", "32", "--threads", "1"].as_slice()].concat(), folder)
+}
+
+fn router(name: &str, folder: &Path) -> Process {
+    let path = |name: &str| folder.join(name).to_str().expect("a path").to_owned();
+    started(name, &["router", "--config", &path("router.yaml"), "--handover", &path("handover")], folder)
+}
+
+/// The moment for the next step.
+#[allow(clippy::disallowed_methods)] // the load goes on meanwhile, and is what is looked at
+fn wait(time: Duration) {
+    std::thread::sleep(time);
+}
+
+fn ask(address: &str, path: &str) -> crate::harness::Reply {
+    Call::new(address, "GET", path, b"").reply()
+}
+
+/// Nothing has run out of its time on this engine, and in the end nothing is held.
+fn nothing_expired(address: &str) {
+    let metrics = String::from_utf8_lossy(&ask(address, "/metrics").body).into_owned();
+    assert_eq!(metric(&metrics, "vllm:nixl_num_kv_expired_reqs", ""), 0.0, "a lease of {address} ran out");
+}
+
+#[test]
+fn routers_and_engines_are_replaced_under_load_and_no_request_fails() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let fresh = |n: usize, role: &str| engine(&format!("{role}-{n}"), role, "127.0.0.1:0", folder.path());
+    let mut engines: Vec<Process> = ROLES.iter().enumerate().map(|(n, role)| fresh(n, role)).collect();
+    let at = |role: &str| -> Vec<Value> {
+        let of = ROLES.iter().zip(&engines).filter(|(of, _)| **of == role);
+        of.map(|(_, engine)| json!({"url": format!("http://{}", engine.fact("http"))})).collect()
+    };
+    let config = json!({
+        "listen": "127.0.0.1:0",
+        "admin": {"listen": "127.0.0.1:0"},
+        "health": {"active": {"interval_ms": 200}},
+        "models": [{
+            "name": engines[0].fact("model"), "prefill": {"engines": at("prefill")}, "decode": {"engines": at("decode")},
+            "fallback": "aggregate",
+        }],
+    });
+    std::fs::write(folder.path().join("router.yaml"), config.to_string()).expect("a configuration");
+    let mut front = router("router-0", folder.path());
+    let (http, admin) = (front.fact("http"), front.fact("admin"));
+    let requests = (seconds() * u64::from(RATE)).to_string();
+    let url = format!("http://{http}");
+    let load = Command::new(env!("CARGO_BIN_EXE_baton"))
+        .args(["bench", "serve", "--json", "--url", &url, "--num-prompts", &requests])
+        .args(["--request-rate", &RATE.to_string(), "--input-len", "96", "--output-len", "40"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary under test can be started");
+    let begun = Instant::now();
+    let steps = (SUCCESSORS + engines.len()) as u32;
+    let each = Duration::from_secs(seconds()) / (steps + 2);
+    let mut turn = 0;
+    let mut next = || {
+        turn += 1;
+        wait((begun + each * turn).saturating_duration_since(Instant::now()));
+    };
+    for step in 0..engines.len().max(SUCCESSORS) {
+        if step < SUCCESSORS {
+            next();
+            let successor = router(&format!("router-{}", step + 1), folder.path());
+            assert_eq!((successor.fact("http"), successor.fact("admin")), (http.clone(), admin.clone()));
+            std::mem::replace(&mut front, successor).ends_well(ENDS_WITHIN);
+        }
+        if let Some(role) = ROLES.get(step) {
+            next();
+            let place = engines[step].fact("http");
+            nothing_expired(&place);
+            engines[step].signal(Signal::Terminate);
+            engines[step].ends_well(ENDS_WITHIN);
+            engines[step] = engine(&format!("{role}-{step}-again"), role, &place, folder.path());
+            // As an operator does: the next one only when this one is used again.
+            eventually(PATIENCE, "the router uses the engine again", || {
+                let shown = ask(&admin, "/engines").json();
+                let all = shown["engines"].as_array().expect("engines");
+                let ours = all.iter().find(|one| one["engine"] == place.as_str()).expect("it is in the list");
+                // Without load nothing ends its trial.
+                let used = ["usable", "trial"].map(Value::from).contains(&ours["legs"][role]["standing"]);
+                if used { Ok(()) } else { Err(ours.to_string()) }
+            });
+        }
+    }
+    let output = load.wait_with_output().expect("the load ends");
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{log}");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let run = &report["runs"][0];
+    assert_eq!(
+        (&run["failed"], &run["sent"]),
+        (&json!(0), &json!(seconds() * u64::from(RATE))),
+        "{run:#}\n{log}"
+    );
+    for engine in &engines {
+        let address = engine.fact("http");
+        nothing_expired(&address);
+        eventually(PATIENCE, "every block is home", || {
+            let shown = ask(&address, "/debug/kv").json();
+            let blocks = &shown["blocks"];
+            let free =
+                blocks["free"].as_u64().zip(blocks["cached"].as_u64()).map(|(free, cached)| free + cached);
+            if free == blocks["total"].as_u64() { Ok(()) } else { Err(shown.to_string()) }
+        });
+    }
+    // The last one still answers, at the same place, and waits for the next.
+    assert_eq!(ask(&http, "/v1/models").status, 200);
+    assert!(folder.path().join("handover").exists());
+    front.signal(Signal::Terminate);
+    front.ends_well(ENDS_WITHIN);
+    assert!(!folder.path().join("handover").exists(), "it waits there no longer");
+}
+
+/// As systemd starts a router with its socket unit: the sockets are open before it is there.
+#[test]
+fn sockets_that_a_supervisor_has_opened_are_served() {
+    let activate = "systemd-socket-activate";
+    if Command::new(activate).arg("--version").output().is_err() {
+        println!("SKIPPED: {activate} is not installed: sockets from a supervisor were not tried");
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    // Free a moment ago.
+    let free = || {
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+        socket.local_addr().expect("it is bound").to_string()
+    };
+    let (http, admin) = (free(), free());
+    let config = json!({
+        "listen": http, "admin": {"listen": admin},
+        "models": [{
+            "name": "m", "prefill": {"engines": [{"url": "http://127.0.0.1:1"}]},
+            "decode": {"engines": [{"url": "http://127.0.0.1:1"}]},
+        }],
+    });
+    let file = folder.path().join("router.yaml");
+    std::fs::write(&file, config.to_string()).expect("a configuration");
+    let mut router = Command::new(activate)
+        .args(["-l", &http, "-l", &admin, env!("CARGO_BIN_EXE_baton"), "router", "--config"])
+        .arg(&file)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it can be started");
+    let answers = |address: &str| {
+        eventually(PATIENCE, "the router answers", || {
+            let call = Call::try_new(address, "GET", "/health", b"").map_err(|error| error.to_string())?;
+            let reply = call.try_reply().map_err(|error| error.to_string())?;
+            if reply.status == 200 { Ok(()) } else { Err(format!("{}", reply.status)) }
+        });
+    };
+    answers(&http);
+    answers(&admin);
+    crate::harness::signal(router.id(), Signal::Terminate);
+    assert!(router.wait().expect("it is our child").success());
+}
