@@ -49,6 +49,10 @@ clients:
 nixl *ROUNDS:
     tests/peers/nixl.sh {{ROUNDS}}
 
+# alerts and board with a real Prometheus; skips loudly without
+prometheus:
+    tests/peers/prometheus.sh
+
 # every CUDA kernel for every architecture, without a GPU; skips loudly without PyPI
 gpu-compile:
     bench/gpu/compile.sh target/release/baton

@@ -2,7 +2,7 @@
 //!
 //! In front of the same simulated engines ([`crate::sim_fleet`]), in rounds that alternate (ABCABC…), so that whatever else
 //! the machine does falls on all of them: Baton's router, vllm-router, smg, a plain proxy that does what vLLM's toy proxy
-//! does ([`toy_proxy`]), and nginx, which knows nothing of prefill engines and is a floor. What is not there is skipped with
+//! does (`toy_proxy`), and nginx, which knows nothing of prefill engines and is a floor. What is not there is skipped with
 //! a line on standard error. `--target NAME=URL` adds anything else; it must have engines of its own.
 //!
 //! | measured | how |

@@ -1,8 +1,8 @@
 //! `baton bench serve`: load on any OpenAI-compatible endpoint, and what its clients saw of it.
 //!
-//! The workload is decided before a run begins ([`crate::load::workload`]); each request is sent at its time, whatever has
-//! become of those before ([`crate::load::runner`]); latencies count from that time. What the numbers mean is written at
-//! [`metrics`] and in `docs/benchmarks.md`.
+//! The workload is decided before a run begins (`crate::load::workload`); each request is sent at its time, whatever has
+//! become of those before (`crate::load::runner`); latencies count from that time. What the numbers mean is written at
+//! `metrics` and in `docs/benchmarks.md`.
 
 pub(crate) mod metrics;
 mod options;

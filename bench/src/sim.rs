@@ -31,7 +31,7 @@ pub struct SimArgs {
     /// What they are like
     #[command(flatten)]
     pub engine: EngineOptions,
-    /// Something that is wrong, as NAME[:VALUE][@ENGINE]: never-aborts-prefill, never-aborts-decode, strands-gap,
+    /// Something that is wrong, as `NAME[:VALUE][@ENGINE]`: never-aborts-prefill, never-aborts-decode, strands-gap,
     /// double-free, stale-blocks, stalls-bystanders, refuses:SHARE, dies:SECONDS; for example refuses:0.2@decode-0. May
     /// be given several times
     #[arg(long, value_name = "FAULT")]

@@ -6,7 +6,7 @@
 //!                         └▶ Peers: a decode engine finds the producer of its handoff, and reads the blocks' contents
 //! ```
 //!
-//! What a request is answered with follows from what is in the blocks that were read ([`text`](self::text)), so a read of
+//! What a request is answered with follows from what is in the blocks that were read (`text`), so a read of
 //! freed blocks shows as another text with status 200, as it does on engines. Speeds, bounds, dialect and faults are in
 //! [`EnginePlan`]; what happened is in each engine's event log (`/debug/kv/events`), in both dialects.
 

@@ -24,6 +24,7 @@ mod metrics;
 mod processes;
 mod promql;
 mod references;
+mod runbook;
 mod systemd;
 
 use std::fs;

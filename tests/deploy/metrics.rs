@@ -1,13 +1,14 @@
 //! Alerts and the board against what a router and engines tell, after everything has happened to them once.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::harness::{Ask, Cluster, HangUp, PATIENCE, eventually};
 use crate::promql::{Named, named};
-use crate::{files_below, ours, read};
+use crate::{files_below, installed, ours, read, run, skipped};
 
 /// A file of rules, as far as it is used here.
 #[derive(Deserialize)]
@@ -152,7 +153,7 @@ fn live() -> Metrics {
 }
 
 /// The table of `docs/metrics.md`, which a test of the router's compares with its code.
-fn documented() -> Metrics {
+pub(crate) fn documented() -> Metrics {
     let page = read(&ours("docs/metrics.md"));
     let rows = page
         .lines()
@@ -255,6 +256,27 @@ fn rules_have_names_of_their_own_and_say_who_is_called() {
         assert_eq!((rule.labels.len(), rule.annotations.len()), (1, 1), "{}", rule.alert);
     }
     assert!(names.len() >= 20, "{names:?}");
+}
+
+#[test]
+fn on_a_bad_day_every_alert_fires_and_on_a_good_one_none_does() {
+    let days = ours("tests/peers/alerts.yaml");
+    let expected = read(&days);
+    for rule in rules() {
+        assert!(
+            expected.contains(&format!("alertname=\"{}\"", rule.alert)),
+            "{} has no unit test",
+            rule.alert
+        );
+    }
+    if !installed("promtool") {
+        return skipped("promtool is not installed (Debian: prometheus): no rule was evaluated");
+    }
+    let (fine, said) =
+        run(Command::new("promtool").args(["check", "rules"]).args(files_below(&ours("deploy/alerts"))));
+    assert!(fine, "{said}");
+    let (fine, said) = run(Command::new("promtool").args(["test", "rules"]).arg(days));
+    assert!(fine, "{said}");
 }
 
 #[test]

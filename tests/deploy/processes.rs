@@ -87,6 +87,10 @@ fn content(key: &str) -> String {
     }
 }
 
+fn health(url: &str) -> (bool, String) {
+    baton(&["health".to_owned(), url.to_owned()])
+}
+
 fn status(address: &str, path: &str) -> (u16, String) {
     let reply = Call::new(address, "GET", path, b"").reply();
     (reply.status, String::from_utf8_lossy(&reply.body).into_owned())
@@ -134,6 +138,9 @@ fn engines_listen_where_their_ports_say_and_answer_their_probes() {
         for (probe, port, path) in probes(&container) {
             assert_eq!(port, "http", "{name}: {probe}");
             assert_eq!(status(&address, &path).0, 200, "{name}: {probe} {path}");
+            // What a container without `curl` asks with.
+            let (fine, said) = health(&format!("http://{address}{path}"));
+            assert!(fine && said.is_empty(), "{name}: {said}");
         }
         assert_eq!(status(&address, "/metrics").0, 200, "{name}: what ServiceMonitors scrape");
         assert_eq!(status(&address, "/ready").0, 404, "{name}: a probe of what is not there would be seen");
@@ -167,6 +174,8 @@ fn routers_find_their_configuration_sound_listen_where_their_ports_say_and_answe
         for (probe, port, path) in probes(&container) {
             let address = router.fact(if port == "http" { "http" } else { "admin" });
             let (status, said) = status(&address, &path);
+            let (fine, told) = health(&format!("http://{address}{path}"));
+            assert!(fine == (status == 200) && (fine || told.contains("answers 503: no engine")), "{told}");
             match probe {
                 // There is no cluster here, so there is no engine; a router without one must not get requests.
                 "readinessProbe" => assert_eq!((status, said.trim()), (503, "no engine"), "{}", fleet.name),

@@ -55,6 +55,7 @@ fn install(folder: &Path) -> [String; 3] {
     let router = write("baton-router.service", unit("baton-router.service"));
     let plain = write("baton-engine@prefill.service", engine.clone());
     let cuda = write("baton-engine@cuda.service", engine);
+    write("baton-router.socket", unit("baton-router.socket"));
     write("baton-engine@cuda.service.d/cuda.conf", unit("baton-engine-cuda.conf"));
     [router, plain, cuda]
 }

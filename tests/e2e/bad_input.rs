@@ -8,7 +8,7 @@ use std::net::TcpListener;
 
 use serde_json::{Value, json};
 
-use crate::harness::{AT_ONCE, Ask, Call, Cluster, HangUp, PATIENCE};
+use crate::harness::{AT_ONCE, Ask, Call, Cluster, HangUp, PATIENCE, eventually};
 use crate::refusals::refusal;
 
 const COMPLETIONS: &str = "/v1/completions";
@@ -205,8 +205,11 @@ fn what_the_router_knows_to_be_wrong_is_refused_before_an_engine_hears_of_it() {
     let rows = known_to_the_router();
     let wrong = send_all(&cluster, &rows);
     assert!(wrong.is_empty(), "\n{wrong}");
-    let rejected = cluster.router_metric("baton_router_requests_total", "outcome=\"rejected\"");
-    assert_eq!(rejected as usize, rows.len(), "every row was to end at the router");
+    // A request is counted when its answer has gone out.
+    eventually(PATIENCE, "every row ends at the router", || {
+        let rejected = cluster.router_metric("baton_router_requests_total", "outcome=\"rejected\"");
+        if rejected as usize == rows.len() { Ok(()) } else { Err(format!("{rejected} of {}", rows.len())) }
+    });
     for engine in cluster.prefill.iter().chain(&cluster.decode) {
         assert_eq!(engine.books().steps, 0, "an engine has computed something");
         assert_eq!(engine.metric("vllm:request_success_total", ""), 0.0);

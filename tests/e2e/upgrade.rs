@@ -147,3 +147,48 @@ fn routers_and_engines_are_replaced_under_load_and_no_request_fails() {
     front.ends_well(ENDS_WITHIN);
     assert!(!folder.path().join("handover").exists(), "it waits there no longer");
 }
+
+/// As systemd starts a router with its socket unit: the sockets are open before it is there.
+#[test]
+fn sockets_that_a_supervisor_has_opened_are_served() {
+    let activate = "systemd-socket-activate";
+    if Command::new(activate).arg("--version").output().is_err() {
+        println!("SKIPPED: {activate} is not installed: sockets from a supervisor were not tried");
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    // Free a moment ago.
+    let free = || {
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+        socket.local_addr().expect("it is bound").to_string()
+    };
+    let (http, admin) = (free(), free());
+    let config = json!({
+        "listen": http, "admin": {"listen": admin},
+        "models": [{
+            "name": "m", "prefill": {"engines": [{"url": "http://127.0.0.1:1"}]},
+            "decode": {"engines": [{"url": "http://127.0.0.1:1"}]},
+        }],
+    });
+    let file = folder.path().join("router.yaml");
+    std::fs::write(&file, config.to_string()).expect("a configuration");
+    let mut router = Command::new(activate)
+        .args(["-l", &http, "-l", &admin, env!("CARGO_BIN_EXE_baton"), "router", "--config"])
+        .arg(&file)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it can be started");
+    let answers = |address: &str| {
+        eventually(PATIENCE, "the router answers", || {
+            let call = Call::try_new(address, "GET", "/health", b"").map_err(|error| error.to_string())?;
+            let reply = call.try_reply().map_err(|error| error.to_string())?;
+            if reply.status == 200 { Ok(()) } else { Err(format!("{}", reply.status)) }
+        });
+    };
+    answers(&http);
+    answers(&admin);
+    crate::harness::signal(router.id(), Signal::Terminate);
+    assert!(router.wait().expect("it is our child").success());
+}

@@ -27,7 +27,7 @@ const RETRY: Duration = Duration::from_millis(50);
 /// Looks at a clock; the quickest of them says most.
 const CLOCK_LOOKS: usize = 9;
 /// Events of one answer.
-const EVENTS_OF_ONE_ANSWER: usize = 5_000;
+const EVENTS_OF_ONE_ANSWER: usize = 2_000;
 
 /// An endpoint that does not wait is not asked faster.
 const BETWEEN_PAGES: Duration = Duration::from_micros(500);

@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Between two tries to reach an engine that is away.
 const RETRY: Duration = Duration::from_millis(50);
 /// Events of one answer.
-const EVENTS_OF_ONE_ANSWER: usize = 5_000;
+const EVENTS_OF_ONE_ANSWER: usize = 2_000;
 /// Events that are kept of one request.
 const EVENTS_MAX: usize = 10_000;
 

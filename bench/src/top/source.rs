@@ -15,8 +15,8 @@ use crate::web::{Origin, WebError};
 const ROUTER_PATIENCE: Duration = Duration::from_secs(6);
 const ENGINE_PATIENCE: Duration = Duration::from_secs(2);
 /// Events of one page of an engine's log, and pages that are read: the whole ring.
-const EVENTS_OF_A_PAGE: u64 = 10_000;
-const PAGES_MAX: usize = 8;
+const EVENTS_OF_A_PAGE: u64 = 2_000;
+const PAGES_MAX: usize = 34;
 
 /// Whoever is asked.
 #[derive(Clone, Debug)]

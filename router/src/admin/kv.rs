@@ -39,9 +39,9 @@ const BOOKS_BYTES_MAX: usize = 16 << 20;
 const METRICS_BYTES_MAX: usize = 4 << 20;
 /// Requests that are listed.
 const LISTED: usize = 1_000;
-/// Events of one page of an engine's log, and pages that are read for one request: its whole ring.
-const EVENTS_OF_A_PAGE: u64 = 10_000;
-const PAGES_MAX: u64 = 7;
+/// Events of one page of an engine's log (no engine gives more at once), and pages that are read for one request: its whole ring.
+const EVENTS_OF_A_PAGE: u64 = 2_000;
+const PAGES_MAX: u64 = 33;
 const PAGE_BYTES_MAX: usize = 16 << 20;
 /// Engines that are asked for one request's events: those that it was sent to, where that is known.
 const ENGINES_OF_A_REQUEST: usize = 16;

@@ -4,7 +4,7 @@
 //! Three rules keep it right. Nothing here touches a block that the executor may write: what is copied is lent, and what is
 //! landed in is set aside. A block's bytes are never read in the mirror before [`Port::in_region`] has put there what
 //! was lent. And since a lease can end under a copy to the mirror, whose block is then somebody else's, nothing lands in
-//! the mirror before that copy is over ([`Port::landing`]).
+//! the mirror before that copy is over (`Port::landing`).
 
 use std::fmt::Debug;
 use std::io::{self, ErrorKind};

@@ -1,0 +1,121 @@
+//! `deploy/README.md` names alarms, files, options and metrics that exist, and every alarm is in it.
+
+use std::collections::BTreeSet;
+
+use crate::metrics::{documented, rules};
+use crate::{baton, ours, parsed, read};
+
+fn page() -> String {
+    read(&ours("deploy/README.md"))
+}
+
+#[test]
+fn every_alarm_has_a_section_and_every_section_an_alarm() {
+    let page = page();
+    let sections: BTreeSet<_> =
+        page.lines().filter_map(|line| line.strip_prefix("### ")).map(str::to_owned).collect();
+    let alarms: BTreeSet<_> = rules().into_iter().map(|rule| rule.alert).collect();
+    assert_eq!(sections, alarms);
+    let words = page.split(|c: char| !c.is_ascii_alphanumeric());
+    let named = words.filter(|word| word.starts_with("Baton") && word.len() > 5);
+    let unknown: Vec<_> = named.filter(|word| !alarms.contains(*word)).collect();
+    assert!(unknown.is_empty(), "{unknown:?}");
+}
+
+#[test]
+fn every_file_and_every_command_that_it_names_is_there() {
+    let page = page();
+    let words =
+        page.split([' ', '`', '(', ')', '\n', ',', ';']).map(|word| word.trim_end_matches(['.', ':']));
+    let files: BTreeSet<_> = words
+        .filter(|word| ["deploy/", "tests/", "docs/"].iter().any(|folder| word.starts_with(folder)))
+        .collect();
+    assert!(files.len() >= 6, "{files:?}");
+    let missing: Vec<_> = files.iter().filter(|file| !ours(file).exists()).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+
+    let blocks = page.split("```sh\n").skip(1).map(|rest| rest.split("```").next().unwrap_or_default());
+    let commands: Vec<_> =
+        blocks.flat_map(str::lines).filter_map(|line| line.strip_prefix("baton ")).collect();
+    assert!(commands.len() >= 5, "{commands:?}");
+    for command in commands {
+        let words: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
+        let (known, help) = baton(&[words[0].clone(), "--help".to_owned()]);
+        assert!(known, "{command}: {help}");
+        let options = words.iter().filter(|word| word.starts_with("--"));
+        options.for_each(|option| assert!(help.contains(option.as_str()), "{command}: {help}"));
+    }
+    let (_, engine) = baton(&["engine".to_owned(), "--help".to_owned()]);
+    let ours = ["--kv-", "--max-num", "--shutdown", "--max-model"];
+    let options =
+        page.split('`').skip(1).step_by(2).filter(|word| ours.iter().any(|known| word.starts_with(known)));
+    options.for_each(|option| assert!(engine.contains(option), "{option}"));
+}
+
+#[test]
+fn every_metric_and_key_that_it_names_exists() {
+    let page = page();
+    let known = documented();
+    let engines =
+        ["engine/src/metrics.rs", "engine/src/metrics/tiers.rs"].map(|file| read(&ours(file))).concat();
+    let stock = ["vllm:nixl_num_kv_expired_reqs_total"];
+    let words = page.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == ':'));
+    let metrics: BTreeSet<_> =
+        words.filter(|word| word.starts_with("baton_") || word.starts_with("vllm:")).collect();
+    assert!(metrics.len() >= 5, "{metrics:?}");
+    for metric in metrics {
+        let there = known.contains_key(metric)
+            || engines.contains(&format!("\"{metric}\""))
+            || stock.contains(&metric);
+        assert!(there, "{metric}");
+    }
+    let keys = read(&ours("docs/configuration.md"));
+    let named = [
+        "drain_delay_ms",
+        "drain_timeout_ms",
+        "limits.connections",
+        "timeouts.request_ms",
+        "disaggregate.min_uncached_tokens",
+    ];
+    for key in named {
+        assert!(page.contains(&format!("`{key}`")) && keys.contains(&format!("{key}`")), "{key}");
+    }
+}
+
+#[test]
+fn the_table_of_kv_bytes_adds_up() {
+    // Layers, KV heads, head dimension.
+    let shapes = [
+        ("Llama-3.1-8B", 32, 8, 128),
+        ("Qwen3-8B", 36, 8, 128),
+        ("Qwen3-32B", 64, 8, 128),
+        ("Llama-3.x-70B", 80, 8, 128),
+    ];
+    let page = page();
+    for (model, layers, heads, dimension) in shapes {
+        let row = page.lines().find(|line| line.starts_with(&format!("| {model} |"))).expect("a row");
+        let cells: Vec<_> = row.split('|').map(str::trim).collect();
+        let token: u64 = 2 * layers * heads * dimension * 2;
+        assert_eq!(cells[2].replace(',', ""), format!("{token} B"));
+        let mib = token as f64 * 16.0 / f64::from(1 << 20);
+        assert_eq!(cells[3], format!("{mib} MiB"));
+        let gigabits = token as f64 * 8192.0 * 8.0 / 1e9;
+        let ms = [25.0, 100.0, 400.0].map(|speed| format!("{:.0}", gigabits / speed * 1000.0));
+        assert_eq!(cells[5], format!("{} ms", ms.join(" / ")));
+    }
+}
+
+#[test]
+fn what_overlays_do_not_bring_is_told() {
+    let page = page();
+    for (kind, name, keys) in crate::references::BROUGHT_BY_OTHERS {
+        assert!(page.contains(&format!("`{name}`")), "{kind} {name}");
+        keys.iter().for_each(|key| assert!(page.contains(&format!("`{key}")), "{key}"));
+    }
+    // The words of the chapter on upgrades are the manifest's.
+    let prefill =
+        parsed(&read(&ours("deploy/kubernetes/overlays/vllm/prefill.yaml")), "prefill.yaml".as_ref());
+    let sleep =
+        &prefill["spec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"];
+    assert!(page.contains(&format!("preStop of {sleep} s")), "{sleep}");
+}
