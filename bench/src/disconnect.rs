@@ -12,21 +12,21 @@
 //! The numbers are computed from `events.jsonl` and nothing else: `baton bench report DIR` computes them again.
 
 mod acts;
-mod aim;
+pub(crate) mod aim;
 mod analyse;
 mod findings;
 mod own;
-mod phase;
+pub(crate) mod phase;
 mod raw;
-mod recorder;
+pub(crate) mod recorder;
 mod report;
 mod series;
 mod stage;
 mod summary;
 #[cfg(test)]
 mod tests;
-mod timeline;
-mod watch;
+pub(crate) mod timeline;
+pub(crate) mod watch;
 
 use std::collections::BTreeMap;
 use std::io::{BufReader, IsTerminal, Write};
@@ -38,6 +38,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use crate::BenchError;
+use crate::load::speaker::first_model;
 use crate::load::{Client, Connections, Endpoint, Limits, Target};
 use crate::web::Origin;
 use own::{Own, Part};
@@ -259,14 +260,15 @@ impl DisconnectOptions {
         Ok(commands)
     }
 
-    fn terms(&self, rate: f64) -> Terms {
+    fn terms(&self) -> Terms {
         let seconds = Duration::from_secs_f64;
         Terms {
             act: seconds(self.seconds),
             phase: seconds(self.phase_seconds),
             fault: seconds((self.seconds / 2.0).max(4.0)),
             settle: seconds(self.settle),
-            rate,
+            // Calibration finds a better one.
+            rate: self.rate.unwrap_or(1.0),
             unary: self.unary,
             victims: self.victims,
             kinds: self.kinds.clone(),
@@ -399,7 +401,7 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
     let client = Client::open(target, limits, Connections::Fresh).await?;
     let model = match &options.model {
         Some(model) => model.clone(),
-        None => first_model(&deployment.url).await?,
+        None => first_model(&client).await?,
     };
     let recorder = Arc::new(Recorder::create(&options.out.join("events.jsonl"))?);
     let prefix = format!("baton-{:08x}-", crate::load::Moment::now().us() as u32);
@@ -428,23 +430,15 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
     });
     let unmended = std::sync::Mutex::new(None);
     let play = async {
-        let mut terms = options.terms(1.0);
-        let acts = acts::Acts {
+        let mut acts = acts::Acts {
             stage: &stage,
             watch: &watch,
-            terms: &terms,
+            terms: options.terms(),
             progress: &progress,
             unmended: &unmended,
         };
         let able = acts.calibrate().await?;
-        terms.rate = options.rate.unwrap_or((able * LOAD).clamp(1.0, RATE_MAX));
-        let acts = acts::Acts {
-            stage: &stage,
-            watch: &watch,
-            terms: &terms,
-            progress: &progress,
-            unmended: &unmended,
-        };
+        acts.terms.rate = options.rate.unwrap_or((able * LOAD).clamp(1.0, RATE_MAX));
         acts.load("calm", ActKind::Calm, 0.0).await;
         acts.load("storm", ActKind::Storm, options.share).await;
         for &phase in &options.phases {
@@ -520,13 +514,6 @@ fn compared(records: &[Record]) -> Vec<&raw::CallRecord> {
     }
     chosen.truncate(COMPARED);
     chosen
-}
-
-async fn first_model(url: &str) -> Result<String, BenchError> {
-    let models = Origin::parse(url)?.get_json("/v1/models", PATIENCE).await;
-    let models = models.map_err(|error| format!("{error}; name one with --model"))?;
-    let first = models["data"][0]["id"].as_str();
-    Ok(first.ok_or("the endpoint lists no model; name one with --model")?.to_owned())
 }
 
 fn described(options: &DisconnectOptions, deployment: &Deployment, model: &str) -> Run {

@@ -12,8 +12,6 @@
 
 mod checkup;
 mod leave;
-mod life;
-mod log;
 mod look;
 mod probe;
 mod usage;

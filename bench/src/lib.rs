@@ -18,7 +18,6 @@ pub mod sim_fleet;
 mod stats;
 pub mod top;
 pub mod transfer;
-#[allow(dead_code, unused_imports)] // until all who need it are there
 mod web;
 
 use std::io::Write;

@@ -45,7 +45,7 @@ const COMMAND_WITHIN: Duration = Duration::from_secs(120);
 pub(crate) struct Acts<'a> {
     pub(crate) stage: &'a Arc<Stage>,
     pub(crate) watch: &'a Watch,
-    pub(crate) terms: &'a Terms,
+    pub(crate) terms: Terms,
     /// Says how far it is.
     pub(crate) progress: &'a dyn Fn(&str),
     /// What has to be run if the run is broken off now.
@@ -179,8 +179,9 @@ impl Acts<'_> {
             return true;
         }
         let told = self.stage.feed.forget(&made.record.tag);
-        told.or(made.timeline.clone())
-            .map_or(phase == Phase::Queued, |timeline| timeline.phase_at(&made.record, gone) == Some(phase))
+        told.or(made.timeline.clone()).map_or(phase == Phase::Queued, |timeline| {
+            timeline.phase_at(&made.record.seen(), gone) == Some(phase)
+        })
     }
 
     /// Requests that the prefill engine takes and the decode engine cannot: for more tokens than any context has.

@@ -8,10 +8,13 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
 use super::phase::Phase;
-use super::raw::CallRecord;
-use super::timeline::Timeline;
-use super::watch::Mark;
+use super::timeline::{Seen, Timeline};
+use super::watch::{Feed, Mark};
+use crate::load::Leave;
 use crate::load::rng::Rng;
 
 /// Requests that are remembered of each phase.
@@ -38,49 +41,20 @@ pub(crate) enum Aim {
 
 impl Aims {
     /// Learns from a call.
-    pub(crate) fn learn(&mut self, call: &CallRecord, timeline: Option<&Timeline>) {
-        let since = |at: u64| at.saturating_sub(call.began_us);
-        let mut saw = |phase: Phase, from: Option<u64>, to: Option<u64>| {
-            let Some((from, to)) = from.zip(to).filter(|(from, to)| from <= to) else { return };
+    pub(crate) fn learn(&mut self, client: &Seen, timeline: Option<&Timeline>) {
+        let spans = match timeline {
+            Some(timeline) => timeline.spans(client),
+            None => alone(client),
+        };
+        let stream =
+            client.first_token.zip(client.last_token).map(|(first, last)| (Phase::Stream, first, last));
+        for (phase, from, to) in spans.into_iter().chain(stream) {
             let seen = self.seen.entry(phase).or_default();
             if seen.len() == REMEMBERED {
                 seen.pop_front();
             }
+            let since = |at: u64| at.saturating_sub(client.began);
             seen.push_back((since(from), since(to)));
-        };
-        let token = |after: Option<&u64>| after.map(|after| call.began_us + after);
-        let (first, last) = (token(call.tokens_us.first()), token(call.tokens_us.last()));
-        if call.stream {
-            saw(Phase::Stream, first, last);
-        }
-        let Some(timeline) = timeline else {
-            // Nobody tells: the client's own view.
-            let half = first.map(|first| call.began_us + since(first) / 2);
-            saw(Phase::Queued, Some(call.began_us), half.map(|half| call.began_us + since(half) / 4));
-            saw(Phase::Prefill, Some(call.began_us), half);
-            saw(Phase::FirstToken, half, first);
-            if call.outcome == "done" && !call.stream {
-                saw(Phase::Unary, Some(call.began_us), Some(call.ended_us));
-            }
-            return;
-        };
-        let lender = timeline.legs.iter().find(|leg| leg.lends);
-        let reader = timeline.legs.iter().find(|leg| leg.fetches);
-        let only = timeline.legs.iter().find(|leg| !leg.lends && !leg.fetches);
-        let before = lender.or(only);
-        saw(Phase::Queued, before.and_then(|leg| leg.queued), before.and_then(|leg| leg.started));
-        let lent = lender.and_then(|leg| leg.lent).map(|(at, _)| at);
-        let computed = lent.or(only.and_then(|leg| leg.first_token));
-        saw(Phase::Prefill, before.and_then(|leg| leg.started), computed);
-        let fetching = reader.and_then(|leg| leg.fetching);
-        let fetched = reader.and_then(|leg| leg.fetched.as_ref()).map(|(at, _)| *at);
-        saw(Phase::Gap, lent, fetching);
-        saw(Phase::Fetch, fetching, fetched);
-        let landed = fetched.or(only.and_then(|leg| leg.first_token));
-        saw(Phase::FirstToken, landed, first);
-        if call.outcome == "done" && !call.stream {
-            let decodes = reader.or(only).and_then(|leg| leg.first_token);
-            saw(Phase::Unary, decodes, Some(call.ended_us));
         }
     }
 
@@ -114,8 +88,44 @@ impl Aims {
     }
 }
 
+/// The phases in the client's own view, where nobody tells.
+fn alone(client: &Seen) -> Vec<(Phase, u64, u64)> {
+    let Some(first) = client.first_token else {
+        return client.done.map(|done| (Phase::Unary, client.began, done)).into_iter().collect();
+    };
+    let at = |share: u64| client.began + first.saturating_sub(client.began) * share / 8;
+    vec![
+        (Phase::Queued, client.began, at(1)),
+        (Phase::Prefill, client.began, at(4)),
+        (Phase::FirstToken, at(4), first),
+    ]
+}
+
+impl Aim {
+    /// Arranges for the client with this tag to leave then. Abort the task when the call is over.
+    pub(crate) fn leave(self, began: Instant, feed: &Feed, tag: &str) -> (Leave, JoinHandle<()>) {
+        let leaving = CancellationToken::new();
+        let leave = Leave::When(leaving.clone());
+        let told = match self {
+            Self::At(_) => None,
+            Self::After(mark, _) => Some(feed.when(tag, mark)),
+        };
+        let aiming = tokio::spawn(async move {
+            match (self, told) {
+                (Self::After(_, delay), Some(told)) => {
+                    told.cancelled().await;
+                    until(Instant::now() + delay).await;
+                }
+                (Self::At(delay) | Self::After(_, delay), _) => until(began + delay).await,
+            }
+            leaving.cancel();
+        });
+        (leave, aiming)
+    }
+}
+
 /// Waits as exactly as a thread can: the last millisecond it looks at the clock.
-pub(crate) async fn until(moment: Instant) {
+async fn until(moment: Instant) {
     if let Some(early) = moment.checked_sub(TIMER_IS_LATE)
         && early > Instant::now()
     {
@@ -153,13 +163,9 @@ mod tests {
             (1, "fetching", 21_500),
             (1, "fetched", 21_900),
         ]);
-        let call = CallRecord {
-            began_us: 1_000,
-            stream: true,
-            tokens_us: vec![22_000, 90_000],
-            ..CallRecord::default()
-        };
-        aims.learn(&call, Some(&told));
+        let (first_token, last_token) = (Some(23_000), Some(91_000));
+        let seen = Seen { began: 1_000, stream: true, first_token, last_token, done: None };
+        aims.learn(&seen, Some(&told));
         for _ in 0..100 {
             let Some(Aim::After(Mark::PrefillStarted, delay)) = aims.at(Phase::Prefill, true, &mut rng)
             else {

@@ -121,7 +121,7 @@ impl Facts {
                 // Nobody tells where it was.
                 None => call.leaves.and_then(|leaves| leaves.phase),
                 // Over before the client left.
-                Some(timeline) => Some(timeline.phase_at(call, gone)?),
+                Some(timeline) => Some(timeline.phase_at(&call.seen(), gone)?),
             };
             Some((gone, timeline, phase))
         };

@@ -35,8 +35,8 @@ impl Phase {
             Self::Prefill => "prefill",
             Self::Gap => "gap",
             Self::Fetch => "fetch",
-            Self::FirstToken => "first token",
-            Self::Stream => "stream",
+            Self::FirstToken => "before first token",
+            Self::Stream => "mid-stream",
             Self::Unary => "unary",
         }
     }

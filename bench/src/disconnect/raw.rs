@@ -6,6 +6,7 @@ use std::io::{BufRead, Write};
 use serde::{Deserialize, Serialize};
 
 use super::phase::{Kind, Phase};
+use super::timeline::Seen;
 
 /// A line is not read beyond this.
 const LINE_BYTES_MAX: u64 = 4 << 20;
@@ -129,6 +130,20 @@ pub(crate) struct CallRecord {
     /// An SDK's retry of the call with this tag.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) retries: Option<String>,
+}
+
+impl CallRecord {
+    /// What its client has seen.
+    pub(crate) fn seen(&self) -> Seen {
+        let token = |after: Option<&u64>| after.map(|after| self.began_us + after).filter(|_| self.stream);
+        Seen {
+            began: self.began_us,
+            stream: self.stream,
+            first_token: token(self.tokens_us.first()),
+            last_token: token(self.tokens_us.last()),
+            done: (self.outcome == "done").then_some(self.ended_us),
+        }
+    }
 }
 
 /// When and how a client is to leave.

@@ -1,7 +1,7 @@
-//! Where raw events go as they happen: a file, and nowhere else.
+//! Where raw events go as they happen: a file, or nowhere for who looks at engines without a record.
 
 use std::fs::File;
-use std::io::{BufWriter, Write as _};
+use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
@@ -13,7 +13,7 @@ pub(crate) struct Recorder {
 }
 
 struct Out {
-    file: BufWriter<File>,
+    file: Box<dyn Write + Send>,
     /// The first thing that went wrong: what is missing in the file must not look as if it had not happened.
     failed: Option<std::io::Error>,
 }
@@ -24,8 +24,16 @@ impl Recorder {
     /// # Errors
     /// When it cannot be made.
     pub(crate) fn create(path: &Path) -> std::io::Result<Self> {
-        let file = BufWriter::new(File::create(path)?);
-        Ok(Self { out: Mutex::new(Out { file, failed: None }) })
+        Ok(Self::into(BufWriter::new(File::create(path)?)))
+    }
+
+    /// Keeps nothing.
+    pub(crate) fn nowhere() -> Self {
+        Self::into(std::io::sink())
+    }
+
+    fn into(file: impl Write + Send + 'static) -> Self {
+        Self { out: Mutex::new(Out { file: Box::new(file), failed: None }) }
     }
 
     /// Writes one record. That it could not be written is told by [`Self::finish`].

@@ -60,12 +60,12 @@ pub(crate) fn text(summary: &Summary) -> String {
     }
     line(String::new());
     line(format!(
-        "{:<12} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>14}",
+        "{:<18} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>14}",
         "left in", "left", "stranded", "told p50", "told p99", "freed p50", "freed p99", "block-s/1000"
     ));
     let mut row = |name: &str, group: &Group| {
         line(format!(
-            "{name:<12} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>14.3}",
+            "{name:<18} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>14.3}",
             group.left,
             group.stranded,
             percentile(&group.told_ms, |dist| dist.p50),

@@ -5,14 +5,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
-use tokio_util::sync::CancellationToken;
 
-use super::aim::{Aim, Aims, until};
+use super::aim::{Aim, Aims};
 use super::phase::{Kind, Phase};
 use super::raw::{CallRecord, Leaves, Record};
 use super::recorder::Recorder;
 use super::timeline::Timeline;
 use super::watch::Feed;
+use crate::load::prompts::plain;
 use crate::load::rng::Rng;
 use crate::load::{Call, Client, Endpoint, Leave, Manner, Moment, Outcome, Prompt, Streaming, Wish};
 
@@ -22,13 +22,6 @@ const STALL: Duration = Duration::from_millis(500);
 const RETRY_AFTER: Duration = Duration::from_millis(500);
 /// Characters of an error that are kept.
 const ERROR_CHARS: usize = 200;
-/// Words that prompts are made of: short, and one token or two in any vocabulary.
-const WORDS: [&str; 32] = [
-    "the", "red", "box", "holds", "a", "key", "and", "dog", "runs", "to", "house", "of", "Paris", "with",
-    "two", "old", "men", "who", "play", "in", "green", "water", "under", "blue", "light", "for", "some",
-    "time", "every", "day", "near", "trees",
-];
-
 /// What every call asks for.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
@@ -77,12 +70,7 @@ impl Stage {
     pub(crate) fn prompt(&self, number: u64) -> Prompt {
         let mut rng = Rng::stream(self.seed, &format!("prompt-{number}"));
         // Run and number first: no block of it is in any prefix cache.
-        let mut text = format!("{}{number}", self.prefix);
-        for _ in 1..self.shape.words {
-            text.push(' ');
-            text.push_str(WORDS[rng.below(WORDS.len() as u64) as usize]);
-        }
-        Prompt::Text(text)
+        Prompt::Text(plain(&format!("{}{number}", self.prefix), self.shape.words, &mut rng))
     }
 
     /// The number in a tag of this run.
@@ -141,7 +129,7 @@ impl Stage {
         self.recorder.put(&Record::Call(record.clone()));
         let timeline = self.feed.forget(&record.tag);
         // What is told later is not learnt from; there are others.
-        self.aims.lock().unwrap_or_else(PoisonError::into_inner).learn(&record, timeline.as_ref());
+        self.aims.lock().unwrap_or_else(PoisonError::into_inner).learn(&record.seen(), timeline.as_ref());
         Made { record, timeline }
     }
 
@@ -164,31 +152,10 @@ impl Stage {
             return (Leave::AfterTokens(tokens), None);
         }
         let aim = self.aims.lock().unwrap_or_else(PoisonError::into_inner).at(phase, self.exact, rng);
-        let now = CancellationToken::new();
-        let leaving = now.clone();
-        let aiming = match aim {
-            // Never seen: somewhere in its first moments.
-            None => {
-                let at = began + Duration::from_micros(rng.below(3_000));
-                tokio::spawn(async move {
-                    until(at).await;
-                    leaving.cancel();
-                })
-            }
-            Some(Aim::At(delay)) => tokio::spawn(async move {
-                until(began + delay).await;
-                leaving.cancel();
-            }),
-            Some(Aim::After(mark, delay)) => {
-                let told = self.feed.when(tag, mark);
-                tokio::spawn(async move {
-                    told.cancelled().await;
-                    until(Instant::now() + delay).await;
-                    leaving.cancel();
-                })
-            }
-        };
-        (Leave::When(now), Some(aiming))
+        // Never seen: somewhere in its first moments.
+        let aim = aim.unwrap_or_else(|| Aim::At(Duration::from_micros(rng.below(3_000))));
+        let (leave, aiming) = aim.leave(began, &self.feed, tag);
+        (leave, Some(aiming))
     }
 
     /// Asks the prompt of a call again, in no company, and past every prefix cache; what it says.

@@ -3,7 +3,7 @@
 use baton_connector::lease::Cause;
 
 use super::phase::Phase;
-use super::raw::{CallRecord, EventRecord};
+use super::raw::EventRecord;
 
 /// One engine's part in a call.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -65,6 +65,18 @@ fn expired() -> &'static str {
 
 fn read_whole() -> &'static str {
     Cause::Fetched.label()
+}
+
+/// What a client has seen of its call, in microseconds since the Unix epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Seen {
+    pub(crate) began: u64,
+    pub(crate) stream: bool,
+    /// The first event of a stream that brought text, and the last so far.
+    pub(crate) first_token: Option<u64>,
+    pub(crate) last_token: Option<u64>,
+    /// The end of a whole answer.
+    pub(crate) done: Option<u64>,
 }
 
 /// A call on the engines.
@@ -149,9 +161,9 @@ impl Timeline {
     }
 
     /// The phase at this moment of a call; `None` where it had ended on the engines.
-    pub(crate) fn phase_at(&self, call: &CallRecord, at: u64) -> Option<Phase> {
+    pub(crate) fn phase_at(&self, seen: &Seen, at: u64) -> Option<Phase> {
         let before = |moment: Option<u64>| moment.is_some_and(|moment| moment <= at);
-        if call.stream && call.tokens_us.first().is_some_and(|first| call.began_us + first <= at) {
+        if seen.stream && before(seen.first_token) {
             // Whoever has said it. Where its engine has ended, that is judged below.
             let over = self
                 .legs
@@ -188,7 +200,7 @@ impl Timeline {
             return Some(match (before(leg.started), before(leg.first_token)) {
                 (false, _) => Phase::Queued,
                 (true, false) => Phase::Prefill,
-                (true, true) if call.stream => Phase::FirstToken,
+                (true, true) if seen.stream => Phase::FirstToken,
                 (true, true) => Phase::Unary,
             });
         }
@@ -200,7 +212,7 @@ impl Timeline {
             (false, false) if before(leg.started) => Phase::FirstToken,
             (false, false) => Phase::Gap,
             (true, false) => Phase::Fetch,
-            (_, true) if !call.stream && before(leg.first_token) => Phase::Unary,
+            (_, true) if !seen.stream && before(leg.first_token) => Phase::Unary,
             (_, true) => Phase::FirstToken,
         })
     }
@@ -209,6 +221,41 @@ impl Timeline {
     pub(crate) fn home_at(&self) -> Option<u64> {
         let held = self.legs.iter().filter(|leg| leg.held() > 0 || leg.is_at_work());
         held.map(|leg| leg.freed.first().map(|(at, _)| *at)).try_fold(0, |last, at| Some(last.max(at?)))
+    }
+
+    /// What engines still owe of it: which engine, and what.
+    pub(crate) fn open(&self) -> impl Iterator<Item = (usize, &'static str)> {
+        self.legs.iter().filter_map(|leg| Some((leg.engine, leg.open()?)))
+    }
+
+    /// Another engine computed the prompt, and lent what it computed.
+    pub(crate) fn was_handed_over(&self) -> bool {
+        self.legs.iter().any(|leg| leg.lent.is_some()) && self.legs.iter().any(|leg| leg.fetching.is_some())
+    }
+
+    /// When each phase began and ended, as far as it did.
+    pub(crate) fn spans(&self, seen: &Seen) -> Vec<(Phase, u64, u64)> {
+        let lender = self.legs.iter().find(|leg| leg.lends);
+        let reader = self.legs.iter().find(|leg| leg.fetches);
+        let only = self.legs.iter().find(|leg| !leg.lends && !leg.fetches);
+        let before = lender.or(only);
+        let started = before.and_then(|leg| leg.started);
+        let alone = only.and_then(|leg| leg.first_token);
+        // A lease that grows is lent before its prefill is over.
+        let lent = lender.and_then(|leg| Some(leg.lent?.0.max(leg.ended.as_ref()?.at)));
+        let fetching = reader.and_then(|leg| leg.fetching);
+        let fetched = reader.and_then(|leg| leg.fetched.as_ref()).map(|(at, _)| *at);
+        let decodes = reader.or(only).and_then(|leg| leg.first_token);
+        let spans = [
+            (Phase::Queued, before.and_then(|leg| leg.queued), started),
+            (Phase::Prefill, started, lent.or(alone)),
+            (Phase::Gap, lent, fetching),
+            (Phase::Fetch, fetching.max(lent.filter(|_| fetching.is_some())), fetched),
+            (Phase::FirstToken, fetched.or(alone), seen.first_token),
+            (Phase::Unary, decodes.filter(|_| !seen.stream), seen.done),
+        ];
+        let there = |(phase, from, to): (Phase, Option<u64>, Option<u64>)| Some((phase, from?, to?));
+        spans.into_iter().filter_map(there).filter(|(_, from, to)| from <= to).collect()
     }
 
     /// Seconds that blocks were held after this moment, times their number; until `end` where they are held still.
@@ -275,6 +322,19 @@ impl Leg {
         // Without an end it holds what it fetched into; of what it computes nothing is told before.
         let fetches = (self.fetches_blocks > 0 && self.ended.is_none()).then_some(self.fetches_blocks);
         freed.or(lent).or(ended).or(fetches).unwrap_or(0)
+    }
+
+    /// What it still owes.
+    fn open(&self) -> Option<&'static str> {
+        if self.queued.is_some() && self.ended.is_none() {
+            return Some("it has not ended");
+        }
+        if self.lent.is_some() && self.lease_ended.is_none() {
+            return Some("its lease is live");
+        }
+        // Blocks come with the first step, or with the read.
+        let held = self.started.is_some() || self.fetching.is_some() || self.lent.is_some();
+        (held && self.freed.is_empty()).then_some("its blocks are not back")
     }
 
     /// It has begun and not ended, as far as is known.
@@ -358,9 +418,9 @@ mod tests {
     #[test]
     fn a_call_goes_through_every_phase_in_order() {
         let timeline = told(&WHOLE);
-        let mut call =
-            CallRecord { stream: true, began_us: 0, tokens_us: vec![160, 200], ..CallRecord::default() };
-        let phase = |call: &CallRecord, at| timeline.phase_at(call, at);
+        let mut seen =
+            Seen { stream: true, first_token: Some(160), last_token: Some(200), ..Seen::default() };
+        let phase = |seen: &Seen, at| timeline.phase_at(seen, at);
         let expected = [
             (5, Phase::Queued),
             (15, Phase::Queued),
@@ -375,11 +435,58 @@ mod tests {
             (309, Phase::Stream),
         ];
         for (at, expected) in expected {
-            assert_eq!(phase(&call, at), Some(expected), "at {at}");
+            assert_eq!(phase(&seen, at), Some(expected), "at {at}");
         }
-        assert_eq!(phase(&call, 310), None);
-        call.stream = false;
-        assert_eq!((phase(&call, 145), phase(&call, 160)), (Some(Phase::FirstToken), Some(Phase::Unary)));
+        assert_eq!(phase(&seen, 310), None);
+        seen = Seen::default();
+        assert_eq!((phase(&seen, 145), phase(&seen, 160)), (Some(Phase::FirstToken), Some(Phase::Unary)));
+    }
+
+    #[test]
+    fn spans_are_what_the_phases_were() {
+        let seen = Seen { stream: true, first_token: Some(160), ..Seen::default() };
+        let spans = told(&WHOLE).spans(&seen);
+        let expected = [
+            (Phase::Queued, 10, 20),
+            (Phase::Prefill, 20, 101),
+            (Phase::Gap, 101, 120),
+            (Phase::Fetch, 120, 140),
+            (Phase::FirstToken, 140, 160),
+        ];
+        assert_eq!(spans, expected);
+        let whole = Seen { done: Some(400), ..Seen::default() };
+        assert!(told(&WHOLE).spans(&whole).contains(&(Phase::Unary, 150, 400)));
+        // A lease that grows is lent and read while its prefill goes on: there is no gap.
+        let early =
+            [(0, "queued", 10), (0, "started", 20), (0, "lent", 30), (1, "queued", 35), (1, "fetching", 40)];
+        let mut early = early.to_vec();
+        early.extend([(0, "ended", 80), (1, "fetched", 90)]);
+        let early = told(&early);
+        let spans = early.spans(&seen);
+        assert!(
+            spans.contains(&(Phase::Prefill, 20, 80)) && spans.contains(&(Phase::Fetch, 80, 90)),
+            "{spans:?}"
+        );
+        assert!(!spans.iter().any(|(phase, ..)| *phase == Phase::Gap), "{spans:?}");
+        assert_eq!(
+            (early.phase_at(&seen, 50), early.phase_at(&seen, 85)),
+            (Some(Phase::Prefill), Some(Phase::Fetch))
+        );
+    }
+
+    #[test]
+    fn whoever_has_not_given_back_is_named() {
+        let open = |count: usize| told(&WHOLE[..count]).open().collect::<Vec<_>>();
+        assert_eq!(open(0), []);
+        assert_eq!(open(1), [(0, "it has not ended")]);
+        assert_eq!(open(7), [(0, "its lease is live")]);
+        assert_eq!(open(9), [(0, "its lease is live"), (1, "it has not ended")]);
+        assert_eq!(open(11), [(0, "its blocks are not back"), (1, "it has not ended")]);
+        assert_eq!(open(17), [(1, "its blocks are not back")]);
+        assert_eq!(open(18), []);
+        assert!(told(&WHOLE).was_handed_over());
+        let unheld = told(&[(0, "queued", 1), (0, "abort", 2), (0, "ended", 3)]);
+        assert_eq!(unheld.open().count(), 0, "it never held a block");
     }
 
     #[test]

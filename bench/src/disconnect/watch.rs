@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde_json::Value;
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -69,6 +70,7 @@ pub(crate) struct Watched {
 #[derive(Default)]
 pub(crate) struct Feed {
     state: Mutex<FeedState>,
+    news: Notify,
 }
 
 #[derive(Default)]
@@ -98,7 +100,37 @@ impl Feed {
         state.timelines.get(tag).cloned()
     }
 
+    /// What is known of a request.
+    pub(crate) fn timeline(&self, tag: &str) -> Option<Timeline> {
+        self.lock().timelines.get(tag).cloned()
+    }
+
+    /// Waits until it is so, at most for so long; says what is known then.
+    pub(crate) async fn until(
+        &self,
+        tag: &str,
+        within: Duration,
+        is_so: impl Fn(&Timeline) -> bool,
+    ) -> Option<Timeline> {
+        let until = tokio::time::Instant::now() + within;
+        loop {
+            let news = self.news.notified();
+            tokio::pin!(news);
+            // From here on an event that comes is not missed.
+            news.as_mut().enable();
+            let known = self.timeline(tag);
+            if known.as_ref().is_some_and(&is_so) || tokio::time::timeout_at(until, news).await.is_err() {
+                return known;
+            }
+        }
+    }
+
     fn take(&self, event: &EventRecord) {
+        self.put(event);
+        self.news.notify_waiters();
+    }
+
+    fn put(&self, event: &EventRecord) {
         let mut state = self.lock();
         let timeline = state.timelines.entry(event.tag.clone()).or_default();
         timeline.take(event);
@@ -305,7 +337,7 @@ impl Watched {
                 restarts += 1;
                 if restarts > RESTARTS_MAX {
                     // Several engines behind one address: what one of them tells cannot be told from the others.
-                    tracing_gone(recorder, &self.facts());
+                    recorder.put(&Record::Lost { engine: self.facts().engine, events: 1 });
                     return;
                 }
                 let _ = self.read_clock().await;
@@ -364,11 +396,6 @@ impl Watched {
             self.expired.store(expired as u64, Ordering::Relaxed);
         }
     }
-}
-
-/// Nothing more is read of an engine.
-fn tracing_gone(recorder: &Recorder, facts: &EngineFacts) {
-    recorder.put(&Record::Lost { engine: facts.engine, events: 1 });
 }
 
 /// Which request has which tag: an engine may tell an abort before it knows the request, and forgets a tag with the

@@ -5,15 +5,19 @@
 //! phase that it hit.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, json};
-use tokio_util::sync::CancellationToken;
 
 use super::checkup::Checkup;
-use super::life::{Life, Phase};
-use super::log::Log;
 use super::look::Engine;
+use crate::disconnect::aim::{Aim, Aims};
+use crate::disconnect::phase::Phase;
+use crate::disconnect::recorder::Recorder;
+use crate::disconnect::timeline::{Seen, Timeline};
+use crate::disconnect::watch::{self, Watch};
+use crate::load::prompts::plain;
 use crate::load::rng::Rng;
 use crate::load::{Call, Client, Endpoint, Leave, Manner, Moment, Outcome, Prompt, Streaming, Wish};
 use crate::top::source::now_us;
@@ -24,13 +28,8 @@ pub(super) const TOKENS: u32 = 64;
 const HITS: u32 = 3;
 /// For so long nothing more may come, when all that was told of is back.
 const QUIET: Duration = Duration::from_millis(150);
-/// A timer of the system is this late at most, as a rule. The rest is spun.
-const TIMER_IS_LATE: Duration = Duration::from_micros(1_300);
-/// Words of prompts.
-const WORDS: [&str; 16] = [
-    "the", "red", "box", "holds", "a", "key", "and", "dog", "runs", "to", "house", "of", "Paris", "with",
-    "two", "old",
-];
+/// Between two looks at books, which nobody here needs: the event logs say it.
+const BOOKS_EVERY: Duration = Duration::from_secs(5);
 
 /// What is asked and how often.
 pub(super) struct Terms {
@@ -53,14 +52,17 @@ struct Proof {
 /// Leaves once in each phase, exactly.
 pub(super) async fn exactly(client: &Client, engines: &[&Engine], terms: &Terms, checkup: &mut Checkup) {
     let prefix = format!("baton-doctor-{:x}-{:x}-", std::process::id(), now_us());
-    let log = match Log::follow(engines, &prefix).await {
-        Ok(log) => log,
+    let watched =
+        engines.iter().map(|engine| (engine.name.clone(), engine.role.clone(), engine.origin.clone()));
+    let watching = watch::Terms { prefix: prefix.clone(), every: BOOKS_EVERY, metrics_only: false };
+    let watch = match Watch::begin(watched.collect(), &watching, &Arc::new(Recorder::nowhere())).await {
+        Ok(watch) => watch,
         Err(error) => {
             return checkup.fail("disconnects", "", format!("the event logs cannot be followed: {error}"));
         }
     };
     let mut doctor =
-        Doctor { client, log, terms, prefix, number: 0, spans: BTreeMap::new(), proofs: BTreeMap::new() };
+        Doctor { client, watch, terms, prefix, number: 0, aims: Aims::default(), proofs: BTreeMap::new() };
     if !doctor.calm(checkup).await {
         return;
     }
@@ -77,26 +79,27 @@ pub(super) async fn exactly(client: &Client, engines: &[&Engine], terms: &Terms,
 
 struct Doctor<'a> {
     client: &'a Client,
-    log: Log,
+    watch: Watch,
     terms: &'a Terms,
     prefix: String,
     number: u64,
-    /// When each phase was in the latest request that came so far, after that request began.
-    spans: BTreeMap<Phase, (u64, u64)>,
+    aims: Aims,
     proofs: BTreeMap<Phase, Proof>,
 }
 
 /// One call, and what the engines told of it in the end.
 struct Made {
     call: Call,
-    life: Life,
+    seen: Seen,
+    /// Without legs where no engine told anything.
+    line: Timeline,
 }
 
 impl Doctor<'_> {
     /// Requests that nobody leaves. False: there is nothing to be left.
     async fn calm(&mut self, checkup: &mut Checkup) -> bool {
         for streaming in [Streaming::Streamed, Streaming::Whole] {
-            let made = self.make(streaming, Aim::Never).await;
+            let made = self.make(streaming, None).await;
             let how = if streaming == Streaming::Whole { "in one piece" } else { "streamed" };
             match &made.call.outcome {
                 Outcome::Done => {}
@@ -105,7 +108,7 @@ impl Doctor<'_> {
                     return false;
                 }
             }
-            if made.life.is_empty() {
+            if made.line.legs.is_empty() {
                 checkup.skip(
                     "disconnects",
                     "",
@@ -113,13 +116,13 @@ impl Doctor<'_> {
                 );
                 return false;
             }
-            let open = made.life.open();
+            let open = self.open(&made.line);
             if !open.is_empty() {
                 checkup.fail("request", how, format!("it was answered, and {}", open.join("; ")));
                 return false;
             }
-            let (blocks, engines) = made.life.freed();
-            let path = if made.life.was_handed_over() {
+            let (blocks, engines) = freed(&made.line);
+            let path = if made.line.was_handed_over() {
                 "prefilled and decoded apart"
             } else {
                 "served by one engine"
@@ -142,24 +145,23 @@ impl Doctor<'_> {
                 break;
             }
             let streaming = if phase == Phase::Unary { Streaming::Whole } else { Streaming::Streamed };
-            let Some(aim) = self.aim(phase, attempt) else { break };
-            let made = self.make(streaming, aim).await;
+            let Some(when) = self.when(phase, attempt) else { break };
+            let made = self.make(streaming, Some(when)).await;
             let was = match made.call.left {
-                Some(left) => {
-                    let first = made.call.tokens.first().map(|token| token.us());
-                    made.life.phase(left.us(), first, streaming == Streaming::Streamed)
-                }
+                Some(left) => made.line.phase_at(&made.seen, left.us()),
+                None if matches!(made.call.outcome, Outcome::Done) => None,
                 None => {
-                    *hit.entry("its end").or_insert(0) += 1;
-                    if !matches!(made.call.outcome, Outcome::Done) {
-                        checkup.fail("disconnect", phase.label(), told(&made.call.outcome));
-                        return true;
-                    }
-                    continue;
+                    checkup.fail("disconnect", phase.label(), told(&made.call.outcome));
+                    return true;
                 }
             };
+            // Its end was there before the client left.
+            let Some(was) = was else {
+                *hit.entry("its end").or_insert(0) += 1;
+                continue;
+            };
             *hit.entry(was.label()).or_insert(0) += 1;
-            let open = made.life.open();
+            let open = self.open(&made.line);
             if !open.is_empty() {
                 let within = self.terms.within.as_secs();
                 let told = format!("{within} s after the client left: {}", open.join("; "));
@@ -175,8 +177,8 @@ impl Doctor<'_> {
     fn prove(&mut self, phase: Phase, made: &Made) {
         let proof = self.proofs.entry(phase).or_default();
         proof.left += 1;
-        let (blocks, engines) = made.life.freed();
-        if let (Some(home), Some(left)) = (made.life.home_us(), made.call.left) {
+        let (blocks, engines) = freed(&made.line);
+        if let (Some(home), Some(left)) = (made.line.home_at(), made.call.left) {
             proof.longest_us = proof.longest_us.max(home.saturating_sub(left.us()));
         }
         proof.blocks = proof.blocks.max(blocks);
@@ -211,32 +213,28 @@ impl Doctor<'_> {
     }
 
     /// When to leave; `None` where the phase does not occur.
-    fn aim(&self, phase: Phase, attempt: u32) -> Option<Aim> {
+    fn when(&self, phase: Phase, attempt: u32) -> Option<When> {
         match phase {
-            Phase::Queued => return Some(Aim::At(Duration::from_micros(u64::from(attempt) * 50))),
-            Phase::Stream => return Some(Aim::Tokens(2)),
-            Phase::Prefill | Phase::Gap | Phase::Fetch | Phase::FirstToken | Phase::Unary => {}
+            Phase::Queued => Some(When::Aim(Aim::At(Duration::from_micros(u64::from(attempt) * 50)))),
+            Phase::Stream => Some(When::Tokens(2)),
+            Phase::Prefill | Phase::Gap | Phase::Fetch | Phase::FirstToken | Phase::Unary => {
+                let mut rng = Rng::stream(u64::from(attempt), phase.label());
+                self.aims.at(phase, true, &mut rng).map(When::Aim)
+            }
         }
-        let (from, to) = *self.spans.get(&phase)?;
-        // An engine's word that the phase has begun may come in time; if not, the clock may hit it.
-        let begins = match phase {
-            Phase::Gap => Some("lent"),
-            Phase::Fetch => Some("fetching"),
-            Phase::FirstToken => Some("fetched"),
-            _ => None,
+    }
+
+    /// Who still holds something of a request, and what.
+    fn open(&self, line: &Timeline) -> Vec<String> {
+        let named = |(engine, what): (usize, &str)| {
+            let name = self.watch.engines.get(engine).map(|engine| engine.facts().name).unwrap_or_default();
+            format!("{name}: {what}")
         };
-        if let Some(kind) = begins.filter(|_| attempt.is_multiple_of(2)) {
-            return Some(Aim::Told(kind));
-        }
-        // First the middle, then around it: phases move from one request to the next.
-        const SHARES: [f64; 8] = [0.5, 0.25, 0.75, 0.1, 0.9, 0.0, 1.0, -0.3];
-        let share = SHARES[(attempt / 2) as usize % SHARES.len()];
-        let at = from as f64 + (to - from) as f64 * share;
-        Some(Aim::At(Duration::from_micros(at.max(0.0) as u64)))
+        line.open().map(named).collect()
     }
 
     /// Makes one call and waits until every block of it is back.
-    async fn make(&mut self, streaming: Streaming, aim: Aim) -> Made {
+    async fn make(&mut self, streaming: Streaming, when: Option<When>) -> Made {
         self.number += 1;
         let tag = format!("{}{}", self.prefix, self.number);
         let prompt = Prompt::Text(prompt(&tag, self.terms.words));
@@ -249,47 +247,42 @@ impl Doctor<'_> {
             ..Wish::new(Endpoint::Completions, &self.terms.model, &prompt, TOKENS)
         };
         let began = Instant::now();
-        let (leave, leaving) = match aim {
-            Aim::Never => (Leave::Never, None),
-            Aim::Tokens(tokens) => (Leave::AfterTokens(tokens), None),
-            Aim::Told(kind) => (Leave::When(self.log.when(&tag, kind)), None),
-            Aim::At(delay) => {
-                let now = CancellationToken::new();
-                let leaving = now.clone();
-                let task = tokio::spawn(async move {
-                    until(began + delay).await;
-                    leaving.cancel();
-                });
-                (Leave::When(now), Some(task))
+        let (leave, leaving) = match when {
+            None => (Leave::Never, None),
+            Some(When::Tokens(tokens)) => (Leave::AfterTokens(tokens), None),
+            Some(When::Aim(aim)) => {
+                let (leave, leaving) = aim.leave(began, &self.watch.feed, &tag);
+                (leave, Some(leaving))
             }
         };
         let call = self.client.call(&wish.ask(), &leave, Manner::Fin).await;
         leaving.inspect(|task| task.abort());
-        let life = self.settled(&tag).await;
-        let began_us = Moment::of(began).us();
-        let first = call.tokens.first().map(|token| token.us());
-        for (phase, (from, to)) in life.spans(call.sent.unwrap_or(call.began).us(), first) {
-            // A request that was left shows the phases before its end only.
-            if call.left.is_none_or(|left| to < left.us()) {
-                self.spans.insert(phase, (from.saturating_sub(began_us), to.saturating_sub(began_us)));
-            }
-        }
-        Made { call, life }
+        let line = self.settled(&tag).await;
+        let seen = Seen {
+            began: Moment::of(began).us(),
+            stream: streaming == Streaming::Streamed,
+            first_token: call.tokens.first().map(|token| token.us()),
+            last_token: call.tokens.last().map(|token| token.us()),
+            done: call.is_done().then_some(call.ended.us()),
+        };
+        self.aims.learn(&seen, Some(&line));
+        Made { call, seen, line }
     }
 
     /// Waits until nobody holds anything of a request, and nothing more is told of it for a moment.
-    async fn settled(&self, tag: &str) -> Life {
+    async fn settled(&self, tag: &str) -> Timeline {
         let deadline = Instant::now() + self.terms.within;
+        let settled = |line: &Timeline| !line.legs.is_empty() && line.open().next().is_none();
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            let life = self.log.until(tag, left, |life| !life.is_empty() && life.open().is_empty()).await;
-            if !life.open().is_empty() || left.is_zero() {
-                return life;
+            let line = self.watch.feed.until(tag, left, settled).await.unwrap_or_default();
+            if !settled(&line) || left.is_zero() {
+                return line;
             }
             tokio::time::sleep(QUIET).await;
-            let life = self.log.life(tag);
-            if life.open().is_empty() {
-                return life;
+            let line = self.watch.feed.forget(tag).unwrap_or_default();
+            if settled(&line) {
+                return line;
             }
         }
     }
@@ -297,36 +290,22 @@ impl Doctor<'_> {
 
 /// When a client leaves.
 #[derive(Clone, Copy)]
-enum Aim {
-    Never,
+enum When {
     Tokens(usize),
-    /// When an engine tells this.
-    Told(&'static str),
-    /// So long after it began.
-    At(Duration),
+    Aim(Aim),
 }
 
-/// Waits as exactly as a thread can: the last millisecond it looks at the clock.
-async fn until(moment: Instant) {
-    if let Some(early) = moment.checked_sub(TIMER_IS_LATE)
-        && early > Instant::now()
-    {
-        tokio::time::sleep_until(early.into()).await;
-    }
-    while Instant::now() < moment {
-        tokio::task::yield_now().await;
-    }
+/// Blocks that were held and are back, and engines that held them.
+fn freed(line: &Timeline) -> (u64, usize) {
+    let freed = line.legs.iter().filter_map(|leg| leg.freed.first());
+    (freed.clone().map(|(_, blocks)| *blocks).sum(), freed.count())
 }
 
 /// A prompt that no prefix cache knows.
 pub(super) fn prompt(tag: &str, words: usize) -> String {
     let mut rng = Rng::stream(0, tag);
-    let mut text = format!("{:08x}", rng.next() as u32);
-    for _ in 1..words {
-        text.push(' ');
-        text.push_str(WORDS[rng.below(WORDS.len() as u64) as usize]);
-    }
-    text
+    let first = format!("{:08x}", rng.next() as u32);
+    plain(&first, words, &mut rng)
 }
 
 /// What became of a call that should have been answered.

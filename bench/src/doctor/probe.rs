@@ -24,7 +24,11 @@ const SHORT_MS: u64 = 5_000;
 
 /// Asks every prefill engine for a lease.
 pub(super) async fn leases(seen: &Seen, checkup: &mut Checkup) {
-    let lends = |engine: &&Engine| engine.up && matches!(engine.role.as_deref(), Some("prefill" | "both"));
+    // Only an engine that tells its blocks' layout gives handles, by which a lease is given back.
+    let lends = |engine: &&Engine| {
+        let prefills = matches!(engine.role.as_deref(), Some("prefill" | "both"));
+        engine.up && prefills && engine.layout.is_some()
+    };
     let mut asked = 0;
     for engine in seen.engines.iter().filter(lends) {
         asked += 1;

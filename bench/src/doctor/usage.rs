@@ -7,8 +7,8 @@ use serde_json::{Map, json};
 
 use super::checkup::Checkup;
 use super::leave::{TOKENS, Terms, prompt, told};
-use super::life::Phase;
 use super::look::{Engine, PATIENCE};
+use crate::disconnect::phase::Phase;
 use crate::load::{Client, Endpoint, Leave, Manner, Prompt, Streaming, Wish};
 use crate::top::source::now_us;
 

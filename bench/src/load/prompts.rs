@@ -24,6 +24,17 @@ pub(crate) const WORDS: [&str; 48] = [
 /// How often a word is repeated when the endpoint is asked for its tokens.
 pub(crate) const REPEATED: u32 = 16;
 
+/// So many words after a first one that no other prompt has: nothing of it is in any prefix cache. For who needs no exact
+/// number of tokens.
+pub(crate) fn plain(first: &str, words: usize, rng: &mut Rng) -> String {
+    let mut text = first.to_owned();
+    for _ in 1..words {
+        text.push(' ');
+        text.push_str(WORDS[rng.below(WORDS.len() as u64) as usize]);
+    }
+    text
+}
+
 /// What prompts are made of.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Words {

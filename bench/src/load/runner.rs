@@ -4,8 +4,8 @@
 //!  writer ─(asks, 256 ahead)─▶ metronome ─(when due)─▶ dispatcher ─▶ one task per call ─▶ each(&Measured)
 //! ```
 //!
-//! Requests are written ahead of their time, and waited for by a thread that the system wakes within some 60 µs; timers of
-//! an event loop have a grain of a millisecond. Latency counts from when a request was due, so that what an endpoint does
+//! Requests are written ahead of their time, and waited for by a thread of their own: timers of an event loop have a grain of
+//! a millisecond. Latency counts from when a request was due, so that what an endpoint does
 //! to requests that wait because of it is seen (no coordinated omission).
 
 use std::sync::Arc;

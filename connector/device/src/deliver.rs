@@ -3,13 +3,12 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
 
 use baton_connector::region::Region;
 use baton_connector::transport::Producer;
 use baton_connector_channel::grants::Grants;
 use baton_connector_channel::handshake::Service;
-use baton_connector_channel::link::{self, Link, LinkError, SLICE, Until};
+use baton_connector_channel::link::{Link, LinkError, Until};
 use baton_connector_channel::{Delivered, Granted, Serve, Source};
 use baton_connector_shm::{Pool, pass};
 use socket2::Socket;
@@ -75,17 +74,7 @@ impl Serve for Offering {
 
     fn admitted(&self, link: &mut Link, _producer: &dyn Producer, until: Until<'_>) -> Result<(), LinkError> {
         let Some(descriptor) = &self.descriptor else { return link.send(&self.offer, until) };
-        let begun = Instant::now();
-        loop {
-            match pass::send(link.as_fd(), &self.offer, descriptor.as_fd()) {
-                Ok(()) => return Ok(()),
-                Err(error) => {
-                    link::transient(error)?;
-                    link::wait(link.as_fd(), libc::POLLOUT, SLICE).map_err(LinkError::Io)?;
-                    link.check(until, begun)?;
-                }
-            }
-        }
+        pass::send_all(link, &self.offer, descriptor.as_fd(), until)
     }
 
     fn deliver(&self, link: &mut Link, granted: &Granted<'_>) -> Result<Delivered, LinkError> {

@@ -4,11 +4,10 @@ use std::any::Any;
 use std::io::{self, ErrorKind};
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Instant;
 
 use baton_connector::region::Region;
 use baton_connector::transport::Producer;
-use baton_connector_channel::link::{self, Link, LinkError, SLICE, Until};
+use baton_connector_channel::link::{Link, LinkError, Until};
 use baton_connector_channel::{Delivered, Granted, Serve, Server, ServerOptions, ServerStats};
 use socket2::Socket;
 
@@ -85,17 +84,7 @@ impl Serve for Tables {
         let region = producer.region();
         let memory = shared(region).ok_or(LinkError::Unexpected)?;
         let pool = Pool { block_bytes: region.block_bytes() as u64, blocks: region.blocks() as u64 };
-        let begun = Instant::now();
-        loop {
-            match pass::send(link.as_fd(), &pool.encode(), memory.readers()) {
-                Ok(()) => return Ok(()),
-                Err(error) => {
-                    link::transient(error)?;
-                    link::wait(link.as_fd(), libc::POLLOUT, SLICE).map_err(LinkError::Io)?;
-                    link.check(until, begun)?;
-                }
-            }
-        }
+        pass::send_all(link, &pool.encode(), memory.readers(), until)
     }
 
     fn deliver(&self, link: &mut Link, granted: &Granted<'_>) -> Result<Delivered, LinkError> {

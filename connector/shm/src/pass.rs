@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::time::Instant;
 
 use baton_connector::transport::StopFlag;
-use baton_connector_channel::link::{self, Link, LinkError, Until};
+use baton_connector_channel::link::{self, Link, LinkError, SLICE, Until};
 
 /// Room for the descriptors of one message: more than one is against the protocol, but must be closed if it comes.
 const DESCRIPTORS_MAX: usize = 4;
@@ -54,6 +54,29 @@ pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<'_>) ->
         Err(_) => Err(io::Error::last_os_error()),
         Ok(sent) if sent < bytes.len() => Err(ErrorKind::WriteZero.into()),
         Ok(_) => Ok(()),
+    }
+}
+
+/// As [`send`], and waits until the socket takes it.
+///
+/// # Errors
+/// [`LinkError`].
+pub fn send_all(
+    link: &Link,
+    bytes: &[u8],
+    descriptor: BorrowedFd<'_>,
+    until: Until<'_>,
+) -> Result<(), LinkError> {
+    let begun = Instant::now();
+    loop {
+        match send(link.as_fd(), bytes, descriptor) {
+            Ok(()) => return Ok(()),
+            Err(error) => {
+                link::transient(error)?;
+                link::wait(link.as_fd(), libc::POLLOUT, SLICE).map_err(LinkError::Io)?;
+                link.check(until, begun)?;
+            }
+        }
     }
 }
 

@@ -69,19 +69,19 @@ impl<S: Surroundings> EngineCore<S> {
         }
     }
 
-    /// A fetch worker has reported.
+    /// A fetch worker has reported the end of a read.
     pub(super) fn tell_fetched(&self, id: SeqId, event: Event) {
         let result = match event {
             Event::Verdict(Answer::Valid) => "landed",
-            Event::Verdict(Answer::Gone) | Event::TransferFailed(FailureKind::Gone) | Event::LeaseGone => {
-                "gone"
-            }
+            Event::Verdict(Answer::Gone) | Event::TransferFailed(FailureKind::Gone) => "gone",
             Event::TransferFailed(_) | Event::Verdict(_) => "failed",
             Event::Quiet => "stopped",
             Event::Admitted
             | Event::BlocksReserved
             | Event::AlreadyHere
             | Event::TransferDone
+            // A heartbeat's answer: of a handoff in the queue, or late, of one that was read to its end.
+            | Event::LeaseGone
             | Event::Abort
             | Event::Reject => return,
         };

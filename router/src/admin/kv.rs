@@ -121,9 +121,11 @@ async fn take(shared: &Shared) -> Snapshot {
     drop(answers);
     let after = shared.in_flight_table.list();
     let generation = shared.generation();
+    let fleet = shared.fleet.engines();
+    let fleet: HashMap<&str, &Arc<Engine>> =
+        fleet.iter().map(|engine| (engine.authority(), engine)).collect();
     for view in &mut snapshot.engines {
-        let engines = shared.fleet.engines();
-        let Some(engine) = engines.iter().find(|engine| engine.authority() == view.engine) else { continue };
+        let Some(&engine) = fleet.get(view.engine.as_str()) else { continue };
         view.in_flight = Some(engine.load(None) as u64);
         let terms = engine.health_terms();
         let health = engine.health().snapshot();
