@@ -25,9 +25,9 @@ mod dot;
 mod rounding;
 mod widened;
 
-use super::arena::Aligned;
-use self::rounding::{round_chunks, round_in_place, round_into};
 pub(super) use self::rounding::{round, round_words};
+use self::rounding::{round_chunks, round_in_place, round_into};
+use super::arena::Aligned;
 use super::isa::Isa;
 use super::kernel::PANEL;
 use super::matrix::{Rows, Shared};

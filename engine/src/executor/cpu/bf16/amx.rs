@@ -172,13 +172,7 @@ macro_rules! request_chunk {
 /// Requests lines of what is multiplied next, into the second cache.
 macro_rules! request_next {
     ($lines:literal, $bytes:literal) => {
-        concat!(
-            ".irp line, ",
-            $lines,
-            "\nprefetcht1 [{next} + \\line]\n.endr\n",
-            "add {next}, ",
-            $bytes
-        )
+        concat!(".irp line, ", $lines, "\nprefetcht1 [{next} + \\line]\n.endr\n", "add {next}, ", $bytes)
     };
 }
 
