@@ -27,7 +27,19 @@ const UNTRUE: [&str; 13] = [
 /// Runs the benchmark, short, and reads its summary.
 fn judged(folder: &Path, options: &[&str]) -> Value {
     let out = folder.to_str().expect("a path");
-    let short = ["bench", "disconnect", "--json", "--out", out, "--seconds", "1.5", "--victims", "5"];
+    let short = [
+        "bench",
+        "disconnect",
+        "--json",
+        "--out",
+        out,
+        "--seconds",
+        "1.5",
+        "--rounds",
+        "1",
+        "--victims",
+        "5",
+    ];
     ran(&[&short, ["--phase-seconds", "4", "--patience", "8"].as_slice(), options].concat())
 }
 
