@@ -169,7 +169,7 @@ pub struct DisconnectOptions {
 /// Options of `baton bench report`.
 #[derive(Debug, clap::Args)]
 pub struct ReportOptions {
-    /// A folder that `baton bench disconnect` has written
+    /// A folder that `baton bench disconnect` has written; its events may be packed (`events.jsonl.gz`)
     folder: PathBuf,
     /// Print the summary as one JSON object
     #[arg(long)]
@@ -319,10 +319,17 @@ pub fn report(options: &ReportOptions, out: &mut dyn Write) -> Result<(), BenchE
 
 /// From the raw events of a folder to its summary and its report.
 fn written(folder: &Path) -> Result<Summary, BenchError> {
-    let raw = folder.join("events.jsonl");
+    let (plain, packed) = (folder.join("events.jsonl"), folder.join("events.jsonl.gz"));
+    let is_packed = !plain.exists() && packed.exists();
+    let raw = if is_packed { packed } else { plain };
     let name = |error: &dyn std::fmt::Display| format!("{}: {error}", raw.display());
     let file = std::fs::File::open(&raw).map_err(|error| name(&error))?;
-    let records = raw::read(&mut BufReader::new(file)).map_err(|error| name(&error))?;
+    let records = if is_packed {
+        raw::read(&mut BufReader::new(flate2::read::GzDecoder::new(file)))
+    } else {
+        raw::read(&mut BufReader::new(file))
+    };
+    let records = records.map_err(|error| name(&error))?;
     let summary = analyse::summary(&records);
     std::fs::write(folder.join("summary.json"), serde_json::to_string_pretty(&summary)? + "\n")?;
     std::fs::write(folder.join("report.html"), report::page(&summary))?;
