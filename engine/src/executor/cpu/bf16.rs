@@ -25,8 +25,8 @@ mod dot;
 mod rounding;
 mod widened;
 
-pub(super) use self::rounding::{round, round_words};
-use self::rounding::{round_chunks, round_in_place, round_into};
+pub(super) use self::rounding::{round, round_into, to_words};
+use self::rounding::{round_chunks, round_in_place};
 use super::arena::Aligned;
 use super::isa::Isa;
 use super::kernel::PANEL;
@@ -112,7 +112,7 @@ impl Unit {
     }
 
     /// Whether [`Self::position`] is the input's own.
-    fn keeps_order(self) -> bool {
+    pub(super) fn keeps_order(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 => false,

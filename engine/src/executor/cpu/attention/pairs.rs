@@ -22,7 +22,9 @@ const _: () = assert!(RUN.is_multiple_of(CHUNK) && PANEL == CHUNK);
 pub(super) struct Scratch {
     queries: PackedBuffer,
     weights: PackedBuffer,
-    /// Keys or values as words.
+    /// Keys or values, rounded.
+    rounded: Vec<u16>,
+    /// The same as words.
     panels: Aligned<u32>,
 }
 
@@ -31,6 +33,7 @@ impl Default for Scratch {
         Self {
             queries: PackedBuffer::default(),
             weights: PackedBuffer::default(),
+            rounded: Vec::new(),
             panels: Aligned::zeroed(0),
         }
     }
@@ -65,6 +68,9 @@ impl Shape {
         let pairs = &mut scratch.pairs;
         pairs.queries.reuse(rows, dim);
         pairs.weights.reuse(rows, padded_context);
+        if pairs.rounded.len() < RUN * padded_dim {
+            pairs.rounded.resize(RUN * padded_dim, 0);
+        }
         let panels = padded_dim / PANEL;
         let words = panels * (RUN / CHUNK) * PANEL_CHUNK / 2;
         if pairs.panels.len() < words {
@@ -97,7 +103,9 @@ impl Shape {
                     cache.request(Half::Values, 0, context);
                 }
                 cache.load(self.isa, Half::Keys, from, keys, dim, &mut scratch.values);
-                pack_keys(self.isa, unit, &scratch.values[..keys * dim], dim, &mut pairs.panels);
+                let rounded = &mut pairs.rounded[..keys * dim];
+                bf16::round_into(self.isa, &scratch.values[..keys * dim], rounded);
+                pack_keys(self.isa, unit, rounded, dim, &mut pairs.panels);
                 // Rows are in the order of their positions: the first ones may not see these keys.
                 let first = (from.saturating_sub(start) * group / TILE_ROWS * TILE_ROWS).min(rows);
                 let operands = Operands {
@@ -120,11 +128,12 @@ impl Shape {
                     cache.request(Half::Values, from + PANEL, (from + PANEL + RUN).min(context));
                 }
                 cache.load(self.isa, Half::Values, from, tokens, padded_dim, &mut scratch.values);
+                let rounded = &mut pairs.rounded[..tokens * padded_dim];
+                bf16::round_into(self.isa, &scratch.values[..tokens * padded_dim], rounded);
                 let chunks = tokens.div_ceil(CHUNK);
                 let panel_words = chunks * PANEL_CHUNK / 2;
                 for (panel, packed) in pairs.panels.chunks_exact_mut(panel_words).take(panels).enumerate() {
-                    let values = &scratch.values[..tokens * padded_dim];
-                    pack_values(self.isa, unit, values, padded_dim, panel * PANEL, packed);
+                    pack_values(self.isa, unit, rounded, padded_dim, panel * PANEL, packed);
                 }
                 for row in (0..rows).step_by(ROW_STEP) {
                     let now = ROW_STEP.min(rows - row);
@@ -156,21 +165,28 @@ impl Shape {
 }
 
 /// Packs up to 32 keys of `dim` elements, the columns of a panel; columns without a key are zero.
-fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[f32], dim: usize, panel: &mut [u32]) {
+fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[u16], dim: usize, panel: &mut [u32]) {
     let count = keys.len() / dim;
     for (chunk, packed) in panel.chunks_exact_mut(PANEL_CHUNK / 2).take(dim.div_ceil(CHUNK)).enumerate() {
         let elements = chunk * CHUNK..dim.min((chunk + 1) * CHUNK);
         for (half, packed) in packed.chunks_exact_mut(TILE_ROWS * WORDS).enumerate() {
-            let mut words = [[0_u32; WORDS]; TILE_ROWS];
-            for (key, words) in (half * TILE_ROWS..count).zip(&mut words) {
-                bf16::round_words(isa, unit, &keys[key * dim..][elements.clone()], words);
-            }
+            let first = half * TILE_ROWS;
             #[cfg(target_arch = "x86_64")]
-            if isa == Isa::Avx512 {
-                let rows = words.each_ref().map(|words| words.as_ptr().cast::<f32>());
+            if isa == Isa::Avx512
+                && unit.keeps_order()
+                && elements.len() == CHUNK
+                && first + TILE_ROWS <= count
+            {
+                let rows = std::array::from_fn(|key| {
+                    keys[(first + key) * dim..][elements.clone()].as_ptr().cast::<f32>()
+                });
                 // SAFETY: 16 rows of 16 words each way; shuffles do not look at what they move.
                 unsafe { transpose_16(&rows, 0, packed.as_mut_ptr().cast(), WORDS) };
                 continue;
+            }
+            let mut words = [[0_u32; WORDS]; TILE_ROWS];
+            for (key, words) in (first..count).zip(&mut words) {
+                bf16::to_words(unit, &keys[key * dim..][elements.clone()], words);
             }
             for (key, words) in words.iter().enumerate() {
                 for (word, bits) in words.iter().enumerate() {
@@ -182,20 +198,20 @@ fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[f32], dim: usize, panel: &mut [
 }
 
 /// Packs the columns `column .. column + 32` of rows of values; positions are the inputs of the panel.
-fn pack_values(isa: Isa, unit: bf16::Unit, values: &[f32], stride: usize, column: usize, panel: &mut [u32]) {
+fn pack_values(isa: Isa, unit: bf16::Unit, values: &[u16], stride: usize, column: usize, panel: &mut [u32]) {
     for_each_isa! {
-        fn pack(values: &[f32], stride: usize, column: usize, order: &[[usize; 2]; WORDS], panel: &mut [u32]) {
+        fn pack(values: &[u16], stride: usize, column: usize, order: &[[usize; 2]; WORDS], panel: &mut [u32]) {
             for (chunk, packed) in panel.chunks_exact_mut(PANEL_CHUNK / 2).enumerate() {
                 for half in 0..2 {
                     for (word, inputs) in order.iter().enumerate() {
                         let row = |input: usize| {
                             let start = (chunk * CHUNK + input) * stride + column + half * TILE_ROWS;
-                            values.get(start..start + TILE_ROWS).unwrap_or(&[0.0; TILE_ROWS])
+                            values.get(start..start + TILE_ROWS).unwrap_or(&[0; TILE_ROWS])
                         };
                         let (lower, upper) = (row(inputs[0]), row(inputs[1]));
                         let packed = &mut packed[(half * WORDS + word) * TILE_ROWS..][..TILE_ROWS];
                         for ((packed, lower), upper) in packed.iter_mut().zip(lower).zip(upper) {
-                            *packed = u32::from(bf16::round(*lower)) | u32::from(bf16::round(*upper)) << 16;
+                            *packed = u32::from(*lower) | u32::from(*upper) << 16;
                         }
                     }
                 }

@@ -155,13 +155,14 @@ const LINE_BYTES: usize = 64;
 /// As [`two_by_two`]'s number of lines: the panel comes from memory, and is requested some chunks ahead.
 const FROM_MEMORY: usize = usize::MAX;
 
-/// Requests the chunk that begins `$ahead` bytes after the current one.
+/// Requests the chunk that begins `$ahead` bytes after the current one, into the second cache. With 2 KiB one core streamed
+/// 19.1 GB/s, as fast as plain loads from four places; with 6 KiB into either cache 16.4 (2026-11-22, a busy machine).
 macro_rules! request_chunk {
     ($ahead:literal) => {
         concat!(
             ".irp line, 0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024, 1088, \
              1152, 1216, 1280, 1344, 1408, 1472, 1536, 1600, 1664, 1728, 1792, 1856, 1920, 1984\n",
-            "prefetcht0 [{b} + \\line + ",
+            "prefetcht1 [{b} + \\line + ",
             $ahead,
             "]\n",
             ".endr"
@@ -242,7 +243,7 @@ unsafe fn two_by_two<const LINES: usize>(operands: &Operands, next: *const u8) {
         };
     }
     match LINES {
-        FROM_MEMORY => block!(request_chunk!("6144")),
+        FROM_MEMORY => block!(request_chunk!("2048")),
         16 => block!(request_next!(
             "0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960",
             "1024"
@@ -277,7 +278,7 @@ unsafe fn one_by_two(operands: &Operands) {
             "tdpbf16ps tmm0, tmm4, tmm6",
             "tileloadd tmm7, [{b} + {row} + 1024]",
             "tdpbf16ps tmm1, tmm4, tmm7",
-            request_chunk!("6144"),
+            request_chunk!("2048"),
             "add {a}, 1024",
             "add {b}, 2048",
             "dec {chunks}",

@@ -36,7 +36,7 @@ for_each_isa! {
 }
 
 /// As [`round`], value by value; whole chunks with the instruction for it where there is one.
-pub(super) fn round_into(isa: Isa, values: &[f32], out: &mut [u16]) {
+pub(in super::super) fn round_into(isa: Isa, values: &[f32], out: &mut [u16]) {
     let whole = values.len().min(out.len()) / CHUNK * CHUNK;
     // SAFETY: `out` has as many values as there are whole chunks, side by side.
     unsafe { round_chunks(isa, values[..whole].as_chunks().0, out.as_mut_ptr(), CHUNK) };
@@ -78,17 +78,13 @@ unsafe fn round_chunks_avx512(chunks: &[[f32; CHUNK]], out: *mut u16, stride: us
     }
 }
 
-/// Rounds up to a chunk of values of one column into its words; what they do not fill is zero.
-pub(in super::super) fn round_words(isa: Isa, unit: Unit, values: &[f32], words: &mut [u32; CHUNK / 2]) {
-    let mut rounded = [0; CHUNK];
-    round_into(isa, values, &mut rounded[..values.len()]);
-    if !unit.keeps_order() {
-        let natural = rounded;
-        for (input, bits) in natural.into_iter().enumerate() {
-            rounded[unit.position(input)] = bits;
-        }
+/// Up to a chunk of rounded values of one column as its words; what they do not fill is zero.
+pub(in super::super) fn to_words(unit: Unit, values: &[u16], words: &mut [u32; CHUNK / 2]) {
+    let mut ordered = [0; CHUNK];
+    for (input, bits) in values.iter().enumerate() {
+        ordered[unit.position(input)] = *bits;
     }
-    for (word, pair) in words.iter_mut().zip(rounded.as_chunks::<2>().0) {
+    for (word, pair) in words.iter_mut().zip(ordered.as_chunks::<2>().0) {
         *word = u32::from(pair[0]) | u32::from(pair[1]) << 16;
     }
 }
