@@ -1,5 +1,8 @@
 //! The command line's shape.
 
+#[cfg(test)]
+mod page;
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 

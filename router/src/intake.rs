@@ -250,9 +250,9 @@ pub(crate) async fn body(
         Ok(Ok(body)) => Ok(body),
         Ok(Err(BodyError::TooLarge)) => Err(ApiError::payload_too_large(limit_bytes).into()),
         Ok(Err(BodyError::Spent)) => Err(spent().into()),
-        Ok(Err(BodyError::Malformed)) => {
-            Err(ApiError::malformed("the body's chunks are malformed").with_code(Code::MalformedRequest).into())
-        }
+        Ok(Err(BodyError::Malformed)) => Err(ApiError::malformed("the body's chunks are malformed")
+            .with_code(Code::MalformedRequest)
+            .into()),
         Ok(Err(BodyError::Ended)) => {
             Err(ApiError::malformed("the body ended early").with_code(Code::MalformedRequest).into())
         }

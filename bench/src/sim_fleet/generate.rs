@@ -16,8 +16,8 @@ use baton_connector::RequestId;
 use baton_engine::event_log::{What, tag};
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
 use baton_openai::{
-    ApiError, ChoiceDelta, Code, ChunkEncoder, Endpoint, Finish, FinishReason, FinishedChoice, GenerateRequest,
-    Object, ParseLimits, ReplyHead, Usage, parse_object, salvage_member, sse,
+    ApiError, ChoiceDelta, ChunkEncoder, Code, Endpoint, Finish, FinishReason, FinishedChoice,
+    GenerateRequest, Object, ParseLimits, ReplyHead, Usage, parse_object, salvage_member, sse,
 };
 use serde_json::Value;
 use tokio::sync::Notify;

@@ -178,7 +178,9 @@ impl ApiError {
     /// 429: this client asks too often.
     #[must_use]
     pub fn rate_limited(message: impl Into<String>, retry_after: Duration) -> Self {
-        Self::new(429, ErrorKind::RateLimit, message).with_code(Code::RateLimitExceeded).with_retry(retry_after)
+        Self::new(429, ErrorKind::RateLimit, message)
+            .with_code(Code::RateLimitExceeded)
+            .with_retry(retry_after)
     }
 
     /// 429: queues are full, for everybody.

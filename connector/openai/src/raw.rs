@@ -29,8 +29,8 @@ use std::ops::Range;
 use bytes::{Bytes, BytesMut};
 use serde_json::{Map, Value};
 
-use crate::code::Code;
 use crate::body::parse_object;
+use crate::code::Code;
 use crate::error::ApiError;
 use crate::limits::{
     LOGIT_BIAS_BYTES_MAX, ParseLimits, SMALL_FIELD_BYTES_MAX, SMALL_TREE_BYTES_MAX,

@@ -49,8 +49,9 @@ pub(super) fn encode(
     let text = |text: &str, field: &str, default: bool| {
         let special = control::special(add_special, default);
         let tokens = frontend.tokenizer.encode(text, special, frontend.capacity);
-        tokens
-            .map_err(|error| ApiError::invalid(field, error.to_string()).with_code(Code::ContextLengthExceeded))
+        tokens.map_err(|error| {
+            ApiError::invalid(field, error.to_string()).with_code(Code::ContextLengthExceeded)
+        })
     };
     match input {
         Input::Prompts(prompts) => prompts
@@ -132,8 +133,7 @@ fn check_intent(
     prompts: &[Vec<u32>],
     intent: &Intent,
 ) -> Result<(), ApiError> {
-    let refuse =
-        |code: Code, message: String| Err(ApiError::invalid(PARAMS, message).with_code(code));
+    let refuse = |code: Code, message: String| Err(ApiError::invalid(PARAMS, message).with_code(code));
     let wrong_role = |field: &str| {
         let role = frontend.role.label();
         refuse(Code::KvWrongRole, format!("`{field}` is not served by an engine of role {role}"))

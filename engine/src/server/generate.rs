@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use baton_connector::fetch::FailureKind;
 use baton_connector::{Handoff, RequestId};
 use baton_openai::{
-    ApiError, Endpoint, FinishedChoice, GenerateRequest, ReplyHead, TokenLogprob, parse_object,
+    ApiError, Code, Endpoint, FinishedChoice, GenerateRequest, ReplyHead, TokenLogprob, parse_object,
 };
 use bytes::Bytes;
 use http_body_util::BodyExt;
@@ -181,9 +181,8 @@ impl Exchange {
             Some(why) => Err(ApiError::unavailable(why, QUEUE_RETRY).with_code(Code::EngineFailed)),
             None => seat.mailbox.submit(submissions).map_err(|(_, why)| match why {
                 Undelivered::Full => ApiError::overloaded("the engine's queue is full", QUEUE_RETRY),
-                Undelivered::Closing => {
-                    ApiError::unavailable("the engine is shutting down", QUEUE_RETRY).with_code(Code::Draining)
-                }
+                Undelivered::Closing => ApiError::unavailable("the engine is shutting down", QUEUE_RETRY)
+                    .with_code(Code::Draining),
             }),
         };
         if let Err(error) = queued {
