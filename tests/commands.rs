@@ -34,6 +34,29 @@ fn an_engine_refuses_element_types_that_do_not_go_together() {
 }
 
 #[test]
+fn an_engine_beyond_loopback_needs_a_secret() {
+    for (listen, side) in
+        [("0.0.0.0:0", "127.0.0.1:0"), ("127.0.0.1:0", "192.0.2.1:0"), ("[::]:0", "[::1]:0")]
+    {
+        let (started, _, said) = out(&baton(&["engine", "--listen", listen, "--side-channel", side]));
+        assert!(!started && said.contains("beyond loopback needs --cluster-secret-file"), "{listen}: {said}");
+    }
+    // Neither does one that could be guessed.
+    let folder = tempfile::tempdir().unwrap();
+    let short = file(folder.path(), "secret", "fifteen bytes..");
+    let (started, _, said) = out(&baton(&[
+        "engine",
+        "--listen",
+        "0.0.0.0:0",
+        "--side-channel",
+        "127.0.0.1:0",
+        "--cluster-secret-file",
+        &short,
+    ]));
+    assert!(!started && said.contains("at least 16 bytes"), "{said}");
+}
+
+#[test]
 fn check_prints_what_is_in_effect_and_it_is_a_configuration_again() {
     let folder = tempfile::tempdir().unwrap();
     let good = file(folder.path(), "good.yaml", GOOD);

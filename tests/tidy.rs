@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+#[path = "tidy/pages.rs"]
+mod pages;
+
 /// Longest source file, in lines. Past 500 there is usually a second idea in it.
 const LINES_MAX: usize = 600;
 

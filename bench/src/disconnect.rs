@@ -43,7 +43,7 @@ use crate::load::{Client, Connections, Endpoint, Limits, Target};
 use crate::web::Origin;
 use own::{Own, Part};
 use phase::{Kind, Phase};
-use raw::{ActKind, Record, Run};
+use raw::{Record, Run};
 use recorder::Recorder;
 use stage::{Shape, Stage};
 use summary::Summary;
@@ -98,9 +98,12 @@ pub struct DisconnectOptions {
     /// Requests a second in calm and storm; half of what the deployment can do by default
     #[arg(long)]
     rate: Option<f64>,
-    /// Seconds of calm, and of storm
-    #[arg(long, default_value_t = 15.0)]
+    /// Seconds of calm, and of storm, over all rounds
+    #[arg(long, default_value_t = 18.0)]
     seconds: f64,
+    /// Rounds of calm and storm, which share those seconds
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: u32,
     /// Share of requests in calm and storm whose answer comes in one piece
     #[arg(long, default_value_t = 0.2, value_parser = share)]
     unary: f64,
@@ -166,7 +169,7 @@ pub struct DisconnectOptions {
 /// Options of `baton bench report`.
 #[derive(Debug, clap::Args)]
 pub struct ReportOptions {
-    /// A folder that `baton bench disconnect` has written
+    /// A folder that `baton bench disconnect` has written; its events may be packed (`events.jsonl.gz`)
     folder: PathBuf,
     /// Print the summary as one JSON object
     #[arg(long)]
@@ -182,7 +185,9 @@ fn share(text: &str) -> Result<f64, String> {
 
 /// How the parts of a run are played.
 pub(crate) struct Terms {
+    /// A calm, or a storm, of one round.
     pub(crate) act: Duration,
+    pub(crate) rounds: u32,
     pub(crate) phase: Duration,
     pub(crate) fault: Duration,
     pub(crate) settle: Duration,
@@ -263,7 +268,8 @@ impl DisconnectOptions {
     fn terms(&self) -> Terms {
         let seconds = Duration::from_secs_f64;
         Terms {
-            act: seconds(self.seconds),
+            act: seconds(self.seconds / f64::from(self.rounds)),
+            rounds: self.rounds,
             phase: seconds(self.phase_seconds),
             fault: seconds((self.seconds / 2.0).max(4.0)),
             settle: seconds(self.settle),
@@ -313,10 +319,17 @@ pub fn report(options: &ReportOptions, out: &mut dyn Write) -> Result<(), BenchE
 
 /// From the raw events of a folder to its summary and its report.
 fn written(folder: &Path) -> Result<Summary, BenchError> {
-    let raw = folder.join("events.jsonl");
+    let (plain, packed) = (folder.join("events.jsonl"), folder.join("events.jsonl.gz"));
+    let is_packed = !plain.exists() && packed.exists();
+    let raw = if is_packed { packed } else { plain };
     let name = |error: &dyn std::fmt::Display| format!("{}: {error}", raw.display());
     let file = std::fs::File::open(&raw).map_err(|error| name(&error))?;
-    let records = raw::read(&mut BufReader::new(file)).map_err(|error| name(&error))?;
+    let records = if is_packed {
+        raw::read(&mut BufReader::new(flate2::read::GzDecoder::new(file)))
+    } else {
+        raw::read(&mut BufReader::new(file))
+    };
+    let records = records.map_err(|error| name(&error))?;
     let summary = analyse::summary(&records);
     std::fs::write(folder.join("summary.json"), serde_json::to_string_pretty(&summary)? + "\n")?;
     std::fs::write(folder.join("report.html"), report::page(&summary))?;
@@ -439,8 +452,7 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
         };
         let able = acts.calibrate().await?;
         acts.terms.rate = options.rate.unwrap_or((able * LOAD).clamp(1.0, RATE_MAX));
-        acts.load("calm", ActKind::Calm, 0.0).await;
-        acts.load("storm", ActKind::Storm, options.share).await;
+        acts.rounds(options.share).await;
         for &phase in &options.phases {
             if !stage.exact && matches!(phase, Phase::Gap | Phase::Fetch) {
                 // Nobody tells when that is.
@@ -534,7 +546,7 @@ fn described(options: &DisconnectOptions, deployment: &Deployment, model: &str) 
         seed: options.seed,
         stranded_after_us: options.stranded_after_ms * 1_000,
         options: json!({
-            "share": options.share, "seconds": options.seconds, "victims": options.victims,
+            "share": options.share, "seconds": options.seconds, "rounds": options.rounds, "victims": options.victims,
             "prompt_words": options.prompt_words, "max_tokens": options.max_tokens, "unary": options.unary,
             "engines": deployment.engines.len(),
             "kinds": options.kinds, "engine_options": options.engine_options,

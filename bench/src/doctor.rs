@@ -58,6 +58,9 @@ pub struct DoctorArgs {
     /// Only look: no request is sent to a model
     #[arg(long)]
     look_only: bool,
+    /// Judge disconnects by the engines' metrics, as if they had no event log
+    #[arg(long)]
+    metrics_only: bool,
     /// Requests that are tried for each phase
     #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=1000), value_name = "N")]
     tries: u32,
@@ -160,10 +163,11 @@ async fn examine(args: &DoctorArgs, site: Site, target: Target) -> Result<Checku
         within: Duration::from_secs(args.within),
     };
     let (told, untold): (Vec<_>, Vec<_>) = seen.engines.iter().filter(|e| e.up).partition(|e| e.events);
-    if !told.is_empty() && untold.is_empty() {
+    if !told.is_empty() && untold.is_empty() && !args.metrics_only {
         leave::exactly(&client, &told, &terms, &mut checkup).await;
     } else {
-        usage::coarsely(&client, &seen.engines, &terms, &mut checkup).await;
+        let why = if args.metrics_only { "--metrics-only" } else { "not every engine keeps a log of events" };
+        usage::coarsely(&client, &seen.engines, &terms, why, &mut checkup).await;
     }
     Ok(checkup)
 }

@@ -116,6 +116,14 @@ impl Pool {
         self.members.iter().filter(|m| m.engine.health().standing(self.leg) <= Standing::Trial).count()
     }
 
+    /// Whether an engine that is known to live may be given requests.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.members.iter().any(|member| {
+            let (health, leg) = (member.engine.health(), self.leg);
+            health.standing(leg) <= Standing::Trial && member.engine.is_known()
+        })
+    }
+
     /// Whether so few engines are left that health is looked at no more.
     fn panics(&self) -> bool {
         let fewest = self.members.len() * self.panic_percent;

@@ -232,6 +232,12 @@ impl Engine {
         told
     }
 
+    /// Whether anybody is known to live there.
+    pub(crate) fn is_known(&self) -> bool {
+        let terms = self.health_terms();
+        self.health.snapshot().is_known(&terms)
+    }
+
     pub(crate) fn health_terms(&self) -> health::Terms {
         self.terms.load().health
     }

@@ -27,7 +27,19 @@ const UNTRUE: [&str; 13] = [
 /// Runs the benchmark, short, and reads its summary.
 fn judged(folder: &Path, options: &[&str]) -> Value {
     let out = folder.to_str().expect("a path");
-    let short = ["bench", "disconnect", "--json", "--out", out, "--seconds", "1.5", "--victims", "5"];
+    let short = [
+        "bench",
+        "disconnect",
+        "--json",
+        "--out",
+        out,
+        "--seconds",
+        "1.5",
+        "--rounds",
+        "1",
+        "--victims",
+        "5",
+    ];
     ran(&[&short, ["--phase-seconds", "4", "--patience", "8"].as_slice(), options].concat())
 }
 
@@ -74,8 +86,15 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
     assert_eq!(again, summary);
 }
 
-/// The router in front of simulated engines with something wrong, judged.
-fn judged_with(fault: Option<&str>, options: &[&str]) -> Value {
+/// The router in front of simulated engines with something wrong.
+pub(crate) struct Simulated {
+    pub(crate) url: String,
+    pub(crate) admin: String,
+    folder: tempfile::TempDir,
+    _processes: [Process; 2],
+}
+
+pub(crate) fn simulated(fault: Option<&str>) -> Simulated {
     let folder = tempfile::tempdir().expect("a folder");
     let config = folder.path().join("router.yaml");
     let config = config.to_str().expect("a path");
@@ -90,12 +109,19 @@ fn judged_with(fault: Option<&str>, options: &[&str]) -> Value {
         process.wait_ready();
         process
     };
-    let _engines = started("sim", &sim);
+    let engines = started("sim", &sim);
     let router = started("router", &["router", "--config", config]);
     let (url, admin) =
         (format!("http://{}", router.fact("http")), format!("http://{}", router.fact("admin")));
-    let more = ["--url", &url, "--admin", &admin, "--rate", "40", "--verify-seconds", "5"];
-    judged(folder.path(), &[&more, options].concat())
+    Simulated { url, admin, folder, _processes: [router, engines] }
+}
+
+/// The same, judged.
+fn judged_with(fault: Option<&str>, options: &[&str]) -> Value {
+    let simulated = simulated(fault);
+    let (url, admin) = (&simulated.url, &simulated.admin);
+    let more = ["--url", url, "--admin", admin, "--rate", "40", "--verify-seconds", "5"];
+    judged(simulated.folder.path(), &[&more, options].concat())
 }
 
 fn is_found(fault: &str, phases: &str, names: &[&str]) {

@@ -6,6 +6,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 
 use crate::harness::{AT_ONCE, Ask, Cluster, PATIENCE, eventually};
+use crate::judge::simulated;
 
 /// Runs `baton` with these arguments: its exit code, and what it printed.
 fn baton(args: &[&str]) -> (Option<i32>, String) {
@@ -23,9 +24,12 @@ struct Told {
 
 impl Told {
     fn of(cluster: &Cluster, more: &[&str]) -> Self {
-        let url = format!("http://{}", cluster.url);
-        let admin = format!("http://{}", cluster.admin);
-        let args = [&["doctor", &url, "--admin", &admin, "--json"], more].concat();
+        let (url, admin) = (format!("http://{}", cluster.url), format!("http://{}", cluster.admin));
+        Self::at(&url, &admin, more)
+    }
+
+    fn at(url: &str, admin: &str, more: &[&str]) -> Self {
+        let args = [&["doctor", url, "--admin", admin, "--json"], more].concat();
         let (code, text) = baton(&args);
         let told: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
         Self { code, checks: told["checks"].as_array().expect("a list").clone(), text }
@@ -59,6 +63,27 @@ fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blo
         baton(&["doctor", &url, "--admin", &format!("http://{}", cluster.admin), "--look-only"]);
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("\nhealthy: ") && text.contains("SKIPPED  disconnects"), "{text}");
+}
+
+#[test]
+fn the_doctor_that_sees_metrics_only_proves_what_they_show() {
+    // Slow enough for an abort to be told from an answer's own end.
+    let cluster = Cluster::new().decode("--pace-ms 5").start();
+    let told = Told::of(&cluster, &["--metrics-only"]);
+    assert_eq!(told.code, Some(0), "{}", told.text);
+    let proved = told.marked("OK", "disconnect");
+    for phase in ["before first token", "mid-stream", "unary"] {
+        assert!(proved.iter().any(|line| line.contains(phase)), "{phase}: {}", told.text);
+    }
+    cluster.settled(AT_ONCE * 5);
+    let broken = simulated(Some("never-aborts-decode"));
+    let told = Told::at(&broken.url, &broken.admin, &["--metrics-only", "--within", "1"]);
+    let failed = told.marked("FAIL", "disconnect");
+    assert!(
+        failed.iter().any(|line| line.contains("did not abort") || line.contains("did not come back")),
+        "{}",
+        told.text
+    );
 }
 
 #[test]

@@ -117,18 +117,31 @@ impl Acts<'_> {
         .await
     }
 
-    /// Requests at this rate, at random moments that are the same for a seed. The share of them leaves.
-    pub(crate) async fn load(&self, name: &str, what: ActKind, share: f64) {
+    /// The same load in calm and in storm, round by round: a machine that is slower for a while is so for both. Every
+    /// other round begins with the storm.
+    pub(crate) async fn rounds(&self, share: f64) {
+        for round in 1..=self.terms.rounds {
+            let calm = (format!("calm {round}"), ActKind::Calm, 0.0);
+            let storm = (format!("storm {round}"), ActKind::Storm, share);
+            let order = if round % 2 == 1 { [calm, storm] } else { [storm, calm] };
+            for (name, what, share) in order {
+                self.load(&name, what, round, share).await;
+            }
+        }
+    }
+
+    /// Requests at this rate, at random moments that are the same for a seed and round. The share of them leaves.
+    async fn load(&self, name: &str, what: ActKind, round: u32, share: f64) {
         self.act(name, what, async {
-            let plans = self.arrivals(name, share, self.terms.act);
+            let plans = self.arrivals(name, round, share, self.terms.act);
             join(self.stage, plans).await;
         })
         .await;
     }
 
-    fn arrivals(&self, act: &str, share: f64, within: Duration) -> Vec<Plan> {
-        let mut moments = Rng::stream(self.stage.seed, "arrivals");
-        let mut leaving = Rng::stream(self.stage.seed, "who-leaves");
+    fn arrivals(&self, act: &str, round: u32, share: f64, within: Duration) -> Vec<Plan> {
+        let mut moments = Rng::stream(self.stage.seed, &format!("arrivals-{round}"));
+        let mut leaving = Rng::stream(self.stage.seed, &format!("who-leaves-{round}"));
         let begin = Instant::now() + Duration::from_millis(20);
         let (mut at, mut plans) = (0.0, Vec::new());
         let mut kinds = self.terms.kinds.iter().cycle();
@@ -261,7 +274,7 @@ impl Acts<'_> {
         break_and_mend: impl Future<Output = Result<T, BenchError>>,
     ) -> Result<T, BenchError> {
         self.act(name, ActKind::Fault, async {
-            let load = join(self.stage, self.arrivals(name, 0.0, self.terms.fault));
+            let load = join(self.stage, self.arrivals(name, 0, 0.0, self.terms.fault));
             let told = |mended| {
                 let (act, fault) = (name.to_owned(), fault.to_owned());
                 self.stage.recorder.put(&Record::Fault { act, fault, at_us: Moment::now().us(), mended });

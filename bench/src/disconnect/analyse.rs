@@ -8,6 +8,7 @@ use super::raw::{ActKind, Books, CallRecord, EngineFacts, Record, Run};
 use super::series;
 use super::summary::{Dist, EngineRow, FaultRow, Group, KindRow, PhaseRow, Service, Summary, Texts};
 use super::timeline::{Timeline, Told};
+use crate::stats::Spread;
 
 /// The raw events, sorted into what they are about.
 #[derive(Default)]
@@ -100,6 +101,11 @@ impl Facts {
         self.acts.iter().find(|act| act.name == name)
     }
 
+    /// In the order of time.
+    fn acts_of(&self, what: ActKind) -> Vec<&Act> {
+        self.acts.iter().filter(|act| act.what == what).collect()
+    }
+
     /// The last look at an engine.
     pub(crate) fn watched_until(&self) -> u64 {
         self.books.last().map_or(0, |books| books.at_us)
@@ -176,8 +182,9 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         phases: phases.collect(),
         kinds: kinds.collect(),
         refused: refused(&facts),
-        calm: service(&facts, ActKind::Calm),
-        storm: service(&facts, ActKind::Storm),
+        calm: service(&facts, &facts.acts_of(ActKind::Calm)),
+        storm: service(&facts, &facts.acts_of(ActKind::Storm)),
+        storm_over_calm: storm_over_calm(&facts),
         faults: faults(&facts),
         engines: facts.engines.iter().map(|engine| engine_row(&facts, engine)).collect(),
         texts: texts(&facts),
@@ -269,33 +276,43 @@ fn refused(facts: &Facts) -> Option<Group> {
     Some(group)
 }
 
-/// What clients that stayed got in acts of this kind.
-fn service(facts: &Facts, what: ActKind) -> Option<Service> {
-    let acts: Vec<_> = facts.acts.iter().filter(|act| act.what == what).collect();
+/// What clients that stayed got in these acts.
+fn service(facts: &Facts, acts: &[&Act]) -> Option<Service> {
     if acts.is_empty() {
         return None;
     }
     // A client that asks again after it has left is not one that stayed.
     let stays = |call: &CallRecord| call.leaves.is_none() && call.retries.is_none();
-    let in_act = |call: &&CallRecord| acts.iter().any(|act| act.name == call.act) && stays(call);
     let (mut ttft, mut itl, mut e2e) = (Vec::new(), Vec::new(), Vec::new());
     let mut service = Service::default();
-    let (mut tokens, mut first, mut last) = (0, u64::MAX, 0);
-    for call in facts.calls.iter().filter(in_act) {
-        service.requests += 1;
-        if call.outcome != "done" {
-            service.errors += 1;
-            continue;
+    let (mut tokens, mut lasted) = (0, 0);
+    for act in acts {
+        let (mut first, mut last) = (u64::MAX, 0_u64);
+        for call in facts.calls.iter().filter(|call| call.act == act.name && stays(call)) {
+            service.requests += 1;
+            if call.outcome != "done" {
+                service.errors += 1;
+                continue;
+            }
+            (first, last) = (first.min(call.due_us), last.max(call.ended_us));
+            tokens += u64::from(call.generated);
+            e2e.push(ms(call.ended_us.saturating_sub(call.due_us)));
+            ttft.extend(series::ttft(call));
+            itl.extend(series::gaps(call));
         }
-        (first, last) = (first.min(call.due_us), last.max(call.ended_us));
-        tokens += u64::from(call.generated);
-        e2e.push(ms(call.ended_us.saturating_sub(call.due_us)));
-        ttft.extend(series::ttft(call));
-        itl.extend(series::gaps(call));
+        lasted += last.saturating_sub(first);
     }
-    service.tokens_per_second = tokens as f64 * 1e6 / last.saturating_sub(first).max(1) as f64;
+    service.tokens_per_second = tokens as f64 * 1e6 / lasted.max(1) as f64;
     (service.ttft_ms, service.itl_ms, service.e2e_ms) = (Dist::of(&ttft), Dist::of(&itl), Dist::of(&e2e));
     Some(service)
+}
+
+/// The 99th percentile of the time to first token of clients that stayed, each round's storm over its calm.
+fn storm_over_calm(facts: &Facts) -> Option<Spread> {
+    let (calms, storms) = (facts.acts_of(ActKind::Calm), facts.acts_of(ActKind::Storm));
+    let p99 = |act: &Act| service(facts, &[act]).map(|service| service.ttft_ms).filter(|ttft| ttft.n > 0);
+    let ratio = |(calm, storm): (&&Act, &&Act)| Some(p99(storm)?.p99 / p99(calm)?.p99.max(1e-9));
+    Spread::of(calms.iter().zip(&storms).filter_map(ratio).collect())
 }
 
 fn faults(facts: &Facts) -> Vec<FaultRow> {

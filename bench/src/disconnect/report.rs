@@ -103,6 +103,15 @@ pub(crate) fn text(summary: &Summary) -> String {
                 percentile(&service.itl_ms, |dist| dist.p99),
             ));
         }
+        if let Some(spread) = &summary.storm_over_calm {
+            line(format!(
+                "TTFT p99, storm over calm: {:.2} (median of {} rounds, {:.2} to {:.2})",
+                spread.median,
+                spread.runs.len(),
+                spread.min,
+                spread.max
+            ));
+        }
         line(String::new());
     }
     for fault in &summary.faults {

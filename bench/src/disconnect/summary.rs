@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::phase::{Kind, Phase};
 use super::raw::Run;
-use crate::stats::percentile;
+use crate::stats::{Spread, percentile};
 
 /// A whole run.
 #[derive(Clone, Debug, Serialize)]
@@ -23,6 +23,8 @@ pub(crate) struct Summary {
     pub(crate) refused: Option<Group>,
     pub(crate) calm: Option<Service>,
     pub(crate) storm: Option<Service>,
+    /// Round by round, the storm's p99 time to first token of clients that stayed over the calm's.
+    pub(crate) storm_over_calm: Option<Spread>,
     pub(crate) faults: Vec<FaultRow>,
     pub(crate) engines: Vec<EngineRow>,
     pub(crate) texts: Texts,

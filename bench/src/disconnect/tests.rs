@@ -245,6 +245,7 @@ fn every_number_of_a_healthy_storm() {
     // 6 tokens from 100 to 341.
     near(calm.tokens_per_second, 6.0 / 0.241);
     near(storm.ttft_ms.p50, 12.0);
+    assert_eq!(summary.storm_over_calm.as_ref().expect("a round").runs, [0.3]);
     // Counters from before the run are nobody's fault.
     assert_eq!(summary.engines.iter().map(|engine| engine.expired).sum::<u64>(), 0);
     // Between two looks without a client nothing was held.
@@ -252,6 +253,25 @@ fn every_number_of_a_healthy_storm() {
     let stranded = &summary.series.stranded;
     near(stranded.iter().map(|(_, blocks)| *blocks).fold(0.0, f64::max), 8.0);
     assert_eq!(stranded.last().map(|(_, blocks)| *blocks), Some(0.0));
+}
+
+#[test]
+fn rounds_of_calm_and_storm_are_compared_pair_by_pair() {
+    let mut script = storm();
+    script.act("storm 2", ActKind::Storm, 2_000, 2_500, |script, act| {
+        script.stayed(act, "s2", 2_100, &[2_160], "done");
+    });
+    script.act("calm 2", ActKind::Calm, 3_000, 3_500, |script, act| {
+        script.stayed(act, "c4", 3_100, &[3_140], "done");
+    });
+    let summary = script.summary();
+    let spread = summary.storm_over_calm.expect("rounds");
+    assert_eq!(spread.runs, [0.3, 1.5]);
+    near(spread.median, 0.9);
+    let calm = summary.calm.expect("calm");
+    assert_eq!((calm.requests, calm.ttft_ms.n), (4, 4));
+    // 7 tokens, from 100 to 341 and from 3,100 to 3,141: what lies between the rounds is not counted.
+    near(calm.tokens_per_second, 7.0 / 0.282);
 }
 
 fn names(summary: &Summary) -> Vec<&str> {

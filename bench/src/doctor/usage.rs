@@ -9,11 +9,15 @@ use super::checkup::Checkup;
 use super::leave::{TOKENS, Terms, prompt, told};
 use super::look::{Engine, PATIENCE};
 use crate::disconnect::phase::Phase;
-use crate::load::{Client, Endpoint, Leave, Manner, Prompt, Streaming, Wish};
+use crate::load::{Client, Endpoint, Leave, Manner, Outcome, Prompt, Streaming, Wish};
 use crate::top::source::now_us;
 
 /// Between two looks.
 const LOOK: Duration = Duration::from_millis(100);
+/// Answers are as long as it takes to tell an abort from their own end, but no longer than this.
+const TOKENS_MAX: u32 = 1_000;
+/// Looks that an answer's own end must be away for an abort to be told from it.
+const LOOKS_APART: u32 = 5;
 /// A usage that is this much above what it was has come back: it is told with few digits.
 const USAGE_SLACK: f64 = 0.000_5;
 
@@ -47,7 +51,13 @@ impl Usage {
 }
 
 /// Leaves at parts of a request's time.
-pub(super) async fn coarsely(client: &Client, engines: &[Engine], terms: &Terms, checkup: &mut Checkup) {
+pub(super) async fn coarsely(
+    client: &Client,
+    engines: &[Engine],
+    terms: &Terms,
+    why: &str,
+    checkup: &mut Checkup,
+) {
     let engines: Vec<&Engine> = engines.iter().filter(|engine| engine.up).collect();
     if engines.is_empty() {
         return checkup.skip(
@@ -66,10 +76,10 @@ pub(super) async fn coarsely(client: &Client, engines: &[Engine], terms: &Terms,
     checkup.skip(
         "disconnects",
         "",
-        "not every engine keeps a log of events: judged by usage before and after, which other users' requests disturb",
+        format!("{why}: judged by usage before and after, which other users' requests disturb"),
     );
     let prefix = format!("baton-doctor-{:x}-", now_us());
-    let call = |number: u32, streaming: Streaming, leave: Leave| {
+    let call = |number: u32, tokens: u32, streaming: Streaming, leave: Leave| {
         let tag = format!("{prefix}{number}");
         let text = Prompt::Text(prompt(&tag, terms.words));
         async move {
@@ -78,35 +88,54 @@ pub(super) async fn coarsely(client: &Client, engines: &[Engine], terms: &Terms,
                 ignore_eos: true,
                 streaming,
                 extra: Some(&extra),
-                ..Wish::new(Endpoint::Completions, &terms.model, &text, TOKENS)
+                ..Wish::new(Endpoint::Completions, &terms.model, &text, tokens)
             };
             client.call(&wish.ask(), &leave, Manner::Fin).await
         }
     };
-    let calm = call(0, Streaming::Streamed, Leave::Never).await;
+    let calm = call(0, TOKENS, Streaming::Streamed, Leave::Never).await;
     let Some(ttft) = calm.ttft().filter(|_| calm.is_done()) else {
         return checkup.fail("request", "streamed", told(&calm.outcome));
     };
-    let took = calm.e2e();
-    checkup.ok("request", "streamed", format!("answered after {:.1} ms", took.as_secs_f64() * 1e3));
+    checkup.ok("request", "streamed", format!("answered after {:.1} ms", calm.e2e().as_secs_f64() * 1e3));
+    let each = calm.e2e().saturating_sub(ttft) / (TOKENS - 1);
+    let enough = 2.0 * terms.within.as_secs_f64() / each.as_secs_f64().max(1e-6);
+    let tokens = (enough as u32).clamp(TOKENS, TOKENS_MAX);
+    let whole = ttft + each * tokens;
+    let mut expired = None;
     for (number, phase) in (1..).zip(Phase::ALL) {
         let (streaming, leave) = match phase {
             Phase::Queued => (Streaming::Streamed, Leave::After(Duration::ZERO)),
             Phase::Prefill => (Streaming::Streamed, Leave::After(ttft.mul_f64(0.4))),
             Phase::FirstToken => (Streaming::Streamed, Leave::After(ttft.mul_f64(0.9))),
             Phase::Stream => (Streaming::Streamed, Leave::AfterTokens(2)),
-            Phase::Unary => (Streaming::Whole, Leave::After(took / 2)),
+            Phase::Unary => (Streaming::Whole, Leave::After((ttft * 2).min(whole / 2))),
             Phase::Gap | Phase::Fetch => {
                 checkup.skip("disconnect", phase.label(), "when it comes cannot be told from metrics");
                 continue;
             }
         };
         let Some(before) = Usage::of(&engines).await else { continue };
-        let made = call(number, streaming, leave).await;
-        if made.left.is_none() {
-            checkup.skip("disconnect", phase.label(), "the answer was there before the client could leave");
-            continue;
+        expired.get_or_insert(before.expired);
+        let begun = Instant::now();
+        let made = call(number, tokens, streaming, leave).await;
+        match (made.left, &made.outcome) {
+            (Some(_), _) => {}
+            (None, Outcome::Done) => {
+                checkup.skip(
+                    "disconnect",
+                    phase.label(),
+                    "the answer was there before the client could leave",
+                );
+                continue;
+            }
+            (None, other) => {
+                checkup.fail("disconnect", phase.label(), told(other));
+                continue;
+            }
         }
+        // When the answer would have ended by itself.
+        let own_end = whole.saturating_sub(begun.elapsed());
         let begun = Instant::now();
         let after = loop {
             let now = Usage::of(&engines).await;
@@ -118,11 +147,23 @@ pub(super) async fn coarsely(client: &Client, engines: &[Engine], terms: &Terms,
         };
         match after {
             None => {
-                let told = format!(
-                    "usage was back within {:.1} s (about then; judged by metrics)",
-                    begun.elapsed().as_secs_f64()
-                );
-                checkup.ok("disconnect", phase.label(), told);
+                let took = begun.elapsed();
+                let seconds = took.as_secs_f64();
+                if own_end < LOOK * LOOKS_APART {
+                    let told = format!(
+                        "usage was back within {seconds:.1} s, but the answer would have ended by itself then"
+                    );
+                    checkup.skip("disconnect", phase.label(), told);
+                } else if took > own_end.mul_f64(0.8) {
+                    let told = format!(
+                        "usage was back after {seconds:.1} s, when the answer had ended by itself: engines did not abort it"
+                    );
+                    checkup.fail("disconnect", phase.label(), told);
+                } else {
+                    let told =
+                        format!("usage was back within {seconds:.1} s (about then; judged by metrics)");
+                    checkup.ok("disconnect", phase.label(), told);
+                }
             }
             Some(now) => {
                 let told = format!(
@@ -133,8 +174,13 @@ pub(super) async fn coarsely(client: &Client, engines: &[Engine], terms: &Terms,
                     now.requests - before.requests,
                 );
                 checkup.fail("disconnect", phase.label(), told);
-                return;
+                break;
             }
         }
+    }
+    let after = Usage::of(&engines).await.map_or(0.0, |usage| usage.expired);
+    let ended = after - expired.unwrap_or(after);
+    if ended > 0.0 {
+        checkup.fail("expiries", "", format!("{ended:.0} leases were ended by time alone meanwhile"));
     }
 }

@@ -85,10 +85,10 @@ pub(super) fn order(shared: &Shared, name: &str, verb: &str) -> Answer {
     Answer::json(one(&engine, shared, &shared.generation()))
 }
 
-/// Whether the models that `/ready` waits for have a decode engine in use.
+/// Whether the models that `/ready` waits for have a decode engine in use that has answered.
 pub(super) fn is_ready(generation: &Generation) -> bool {
     use crate::config::Ready;
-    let mut usable = generation.models.list().iter().map(|model| model.decode.in_use() > 0);
+    let mut usable = generation.models.list().iter().map(|model| model.decode.is_ready());
     match generation.config.health.ready {
         Ready::Always => true,
         Ready::AnyModel => usable.any(|usable| usable),

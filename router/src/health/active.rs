@@ -1,6 +1,6 @@
 //! The one who asks: engines for their health and load, and pools for their outliers. One task per router.
 //!
-//! An engine in use is asked every `active.interval_ms`; one that is left out when its cool-down is over. No
+//! A new engine is asked at once, one in use every `active.interval_ms`, one that is left out when its cool-down is over. No
 //! client's request is spent on an engine of which it is not known that somebody answers there.
 
 use std::collections::HashMap;

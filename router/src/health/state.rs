@@ -90,6 +90,8 @@ pub(crate) struct EngineHealth {
     doubt: Option<Doubt>,
     drains_until: Option<Time>,
     order: Order,
+    /// It has said that it is well, ever.
+    is_known: bool,
 }
 
 /// A request found it deaf, and nobody else has yet.
@@ -163,6 +165,11 @@ impl EngineHealth {
 
     pub(crate) fn breaker(&self, leg: Leg) -> State {
         self.legs[leg as usize].breaker.state()
+    }
+
+    /// Whether anybody is known to live there. Where nobody asks for health, that is taken for granted.
+    pub(crate) fn is_known(&self, terms: &Terms) -> bool {
+        self.is_known || terms.check_every.is_zero()
     }
 
     /// It answered a request of this leg, well and to the end.
@@ -253,8 +260,8 @@ impl EngineHealth {
             self.checks.forget();
             return ask;
         }
-        let next = *self.next_check.get_or_insert_with(|| now.after(terms.check_every.mul_f64(jitter)));
-        if next <= now || ask {
+        // The first question comes at once: until it is answered nobody knows that there is an engine.
+        if ask || self.next_check.is_none_or(|next| next <= now) {
             self.next_check = Some(now.after(terms.check_every.mul_f64(jitter)));
             ask = true;
         }
@@ -271,6 +278,7 @@ impl EngineHealth {
     /// What came of asking it: `None` when it answered nothing, or whether the answer was good.
     pub(crate) fn told(&mut self, answer: Option<bool>, now: Time, terms: &Terms) {
         let event = if answer.is_some() { Event::Lives } else { Event::Mute };
+        self.is_known |= answer == Some(true);
         for one in &mut self.legs {
             one.breaker.apply(event, now, &terms.breaker);
         }

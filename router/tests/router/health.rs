@@ -496,6 +496,25 @@ async fn each_data_parallel_rank_is_a_candidate_and_the_router_names_it() {
 }
 
 #[tokio::test]
+async fn a_router_is_ready_when_an_engine_has_said_that_it_is_well() {
+    let p = lender().await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    d.feel(false);
+    let top = "health: {active: {interval_ms: 50, unhealthy: 100}}";
+    let system = System::with(&[&p], &[&d], "", top).await;
+    d.wait("it is asked before any request", |d| d.health_asked() > 2).await;
+    // Nothing is held against it yet, and still nobody knows whether there is an engine.
+    assert_eq!(standing(&system, &d, "decode").await, "usable");
+    let ready = get(system.admin, "/ready").await;
+    assert_eq!((ready.status, ready.text().as_str()), (503, "no engine\n"));
+    d.feel(true);
+    let begun = std::time::Instant::now();
+    while get(system.admin, "/ready").await.status != 200 {
+        assert!(begun.elapsed().as_secs() < 10);
+    }
+}
+
+#[tokio::test]
 async fn a_router_that_drains_says_so_first_and_closes_connections_with_their_answers() {
     let p = lender().await;
     let d = FakeEngine::always(Act::Whole(1)).await;

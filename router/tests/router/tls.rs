@@ -364,7 +364,8 @@ async fn engines_are_reached_by_mutual_tls_and_their_certificates_are_checked() 
     let yaml = |by: &Authority, own: &Authority, name: &str| {
         format!(
             "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m, decode: {{engines: [{{url: \
-             'https://{door}'}}]}}}}]\nengine_tls: {{ca: '{}', {}, server_name: {name}}}\nattempts: {{decode: 1}}\n",
+             'https://{door}'}}]}}}}]\nengine_tls: {{ca: '{}', {}, server_name: {name}}}\nattempts: {{decode: 1}}\n\
+             health: {{active: {{interval_ms: 0}}}}\n",
             by.path("ca.pem").display(),
             own.files("own")
         )

@@ -106,16 +106,17 @@ fn tiles(summary: &Summary, out: &mut String) {
             "block-seconds held for nobody, per 1,000 clients that left",
         );
     }
-    if let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm)
-        && calm.ttft_ms.n > 0
-        && storm.ttft_ms.n > 0
-    {
-        let ratio = storm.ttft_ms.p99 / calm.ttft_ms.p99.max(1e-9);
+    if let Some(spread) = &summary.storm_over_calm {
         tile(
             out,
-            &format!("{ratio:.2} ×"),
+            &format!("{:.2} ×", spread.median),
             "",
-            "p99 time to first token of who stayed, in the storm against the calm",
+            &format!(
+                "p99 time to first token of who stayed, in the storm against the calm: median of {} rounds, {:.2} to {:.2}",
+                spread.runs.len(),
+                spread.min,
+                spread.max
+            ),
         );
     }
     let class = if summary.texts.wrong == 0 { "good" } else { "bad" };
@@ -248,7 +249,7 @@ fn stranded(summary: &Summary, out: &mut String) {
 
 fn bystanders(summary: &Summary, out: &mut String) {
     let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm) else { return };
-    out.push_str("<h2>Who stayed</h2><p class=\"note\">The same requests at the same moments, twice: in the calm nobody leaves, in the storm others do.</p>");
+    out.push_str("<h2>Who stayed</h2><p class=\"note\">The same moments and kinds of requests, twice: in the calm nobody leaves, in the storm others do.</p>");
     let series = &summary.series;
     for (title, [calm, storm]) in
         [("Time to first token", &series.ttft), ("Time between tokens", &series.itl)]

@@ -1,0 +1,260 @@
+//! Rules for the pages that people read: links that resolve, commands that are understood, tests that exist.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::Command;
+
+use super::{assert_none, code, files, root, sources};
+
+/// Pages of which every test's name in backticks must be one of ours.
+const PAGES_WITH_TESTS: &[&str] = &["docs/contract.md", "docs/threat-model.md"];
+
+/// Every page, by its path from the root.
+fn pages() -> impl Iterator<Item = (String, String)> {
+    files().into_iter().filter(|(name, _)| name.ends_with(".md")).map(|(name, path)| {
+        let text = fs::read_to_string(path).expect("a page is text");
+        (name, text)
+    })
+}
+
+/// Where a line of a page stands.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Within {
+    Prose,
+    /// Between two fences.
+    Code,
+    /// A fence itself.
+    Fence,
+}
+
+/// A page's lines with their numbers. Prose whose code goes on in the next line is one line.
+fn lines(page: &str) -> Vec<(usize, Within, String)> {
+    let (mut lines, mut fenced): (Vec<(usize, Within, String)>, bool) = (Vec::new(), false);
+    for (number, line) in page.lines().enumerate() {
+        let within = match (line.trim_start().starts_with("```"), fenced) {
+            (true, _) => Within::Fence,
+            (false, true) => Within::Code,
+            (false, false) => Within::Prose,
+        };
+        fenced ^= within == Within::Fence;
+        match lines.last_mut() {
+            Some((_, Within::Prose, open))
+                if within == Within::Prose && open.matches('`').count() % 2 == 1 =>
+            {
+                open.push(' ');
+                open.push_str(line.trim_start());
+            }
+            _ => lines.push((number + 1, within, line.to_owned())),
+        }
+    }
+    lines
+}
+
+/// The anchor that GitHub gives a heading.
+fn anchor(heading: &str) -> String {
+    let plain: String = match (heading.find('['), heading.find("](")) {
+        (Some(_), Some(_)) => heading.split(['[', ']']).filter(|part| !part.starts_with('(')).collect(),
+        _ => heading.to_owned(),
+    };
+    let kept = plain.trim().chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+    kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
+}
+
+/// The anchors of a page; of headings that say the same the later ones have a number.
+fn anchors(page: &str) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    for (_, within, line) in lines(page) {
+        let heading = line.trim_start_matches('#');
+        if within == Within::Prose && heading.len() < line.len() && heading.starts_with(' ') {
+            let anchor = anchor(heading);
+            let again = (0..).map(|n| if n == 0 { anchor.clone() } else { format!("{anchor}-{n}") });
+            found.extend(again.into_iter().find(|one| !found.contains(one)));
+        }
+    }
+    found
+}
+
+/// What the links of a line point to, `](…)` and `[…]: …`.
+fn targets(line: &str) -> Vec<&str> {
+    // What stands between backticks is code.
+    let prose = line.split('`').step_by(2);
+    let mut found: Vec<&str> = line
+        .split("](")
+        .skip(1)
+        .filter_map(|rest| rest.split_once(')').map(|(target, _)| target))
+        .filter(|target| !target.contains('`'))
+        .collect();
+    if line.starts_with('[') && prose.count() == 1 {
+        found.extend(line.split_once("]: ").map(|(_, target)| target.trim()));
+    }
+    found
+}
+
+#[test]
+fn every_link_between_pages_leads_somewhere() {
+    let (mut broken, mut followed) = (Vec::new(), 0);
+    for (name, text) in pages() {
+        let folder = root().join(&name).parent().expect("a page is in a folder").to_path_buf();
+        for (number, within, line) in lines(&text) {
+            for target in targets(&line).into_iter().filter(|_| within == Within::Prose) {
+                if target.contains("://") || target.starts_with("mailto:") {
+                    continue;
+                }
+                followed += 1;
+                let (path, wanted) = target.split_once('#').unwrap_or((target, ""));
+                let path = if path.is_empty() { root().join(&name) } else { folder.join(path) };
+                let there = if wanted.is_empty() {
+                    path.exists()
+                } else {
+                    fs::read_to_string(&path).is_ok_and(|page| anchors(&page).contains(wanted))
+                };
+                if !there {
+                    broken.push(format!("{name}:{number}: {target}"));
+                }
+            }
+        }
+    }
+    assert!(followed > 60, "only {followed} links were seen");
+    assert_none(&broken, "links that lead nowhere");
+}
+
+/// Every command line on a page that begins with `what`: in fences and between backticks, without what follows it.
+fn commands(page: &str, what: &str) -> Vec<(usize, String)> {
+    let begun = |text: &str| {
+        let at = text.find(what)?;
+        // A word of its own: after a space, a variable or a slash of its path.
+        let alone = text[..at].chars().last().is_none_or(|c| matches!(c, ' ' | '/'));
+        let command = text[at..].split(" #").next().unwrap_or_default();
+        let command = command.split([';', '>', '&']).next().unwrap_or_default();
+        let command = command.split(" | ").next().unwrap_or_default();
+        alone.then(|| command.trim_end_matches('\\').trim().to_owned())
+    };
+    let mut found = Vec::new();
+    for (number, within, line) in lines(page) {
+        let pieces: Vec<&str> = match within {
+            Within::Prose => code(&line).collect(),
+            Within::Code => vec![&line],
+            Within::Fence => Vec::new(),
+        };
+        found.extend(pieces.into_iter().filter_map(begun).map(|command| (number, command)));
+    }
+    found
+}
+
+#[test]
+fn every_test_that_a_page_tells_to_run_is_there() {
+    let manifests: String = files()
+        .into_iter()
+        .filter(|(name, _)| name.ends_with("Cargo.toml"))
+        .map(|(_, path)| fs::read_to_string(path).expect("a manifest is text"))
+        .collect();
+    let is_target = |name: &str| {
+        manifests.contains(&format!("name = \"{name}\""))
+            || files().keys().any(|file| {
+                file.ends_with(&format!("tests/{name}.rs"))
+                    || file.ends_with(&format!("tests/{name}/main.rs"))
+            })
+    };
+    let mut known = String::new();
+    for (name, text) in sources() {
+        known += &name.replace(".rs", "").replace('/', " ");
+        text.split("fn ").skip(1).for_each(|rest| {
+            known.push(' ');
+            known += rest.split(['(', '<']).next().unwrap_or_default();
+        });
+    }
+    let (mut broken, mut seen) = (Vec::new(), 0);
+    for (page, text) in pages() {
+        for (number, command) in commands(&text, "cargo test") {
+            seen += 1;
+            let mut words = command.split_whitespace().skip(2);
+            while let Some(word) = words.next() {
+                let good = match word {
+                    "--test" => words.next().is_some_and(is_target),
+                    "-p" => {
+                        words.next().is_some_and(|name| manifests.contains(&format!("name = \"{name}\"")))
+                    }
+                    // Options of a harness with values of their own.
+                    "--seed" | "--seeds" | "--from" | "--rounds" | "--test-threads" => words.next().is_some(),
+                    option if option.starts_with(['-', '[', ']']) => true,
+                    value if value.ends_with(']') => true,
+                    filter => filter.split("::").all(|part| known.contains(part)),
+                };
+                if !good {
+                    broken.push(format!("{page}:{number}: {command}"));
+                }
+            }
+        }
+    }
+    assert!(seen > 30, "only {seen} commands were seen");
+    assert_none(&broken, "tests that are not there");
+}
+
+#[test]
+fn every_command_of_ours_on_a_page_is_understood() {
+    let help = |command: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_baton")).args(command).arg("--help").output();
+        let output = output.expect("the binary runs");
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let (mut broken, mut seen) = (Vec::new(), BTreeSet::new());
+    let ours = |page: &str| page.starts_with("docs/") || matches!(page, "README.md" | "deploy/README.md");
+    for (page, text) in pages().filter(|(page, _)| ours(page)) {
+        for (number, command) in commands(&text, "baton ") {
+            // What follows is somebody else's: engines' options, checked where they are their own.
+            let command = command.split(" -- ").next().unwrap_or_default();
+            let words: Vec<&str> = command.split_whitespace().skip(1).collect();
+            let is_name = |word: &&&str| word.bytes().all(|b| b.is_ascii_lowercase() || b"-|\\".contains(&b));
+            let Some(first) = words.first().filter(is_name) else { continue };
+            // `engine|transfer` is one of each.
+            let second = words.get(1).filter(|word| matches!(*first, "bench" | "key") && is_name(word));
+            let named: Vec<Vec<&str>> = match second {
+                Some(second) => {
+                    second.split('|').map(|one| vec![*first, one.trim_end_matches('\\')]).collect()
+                }
+                // Options of all commands.
+                None if first.starts_with('-') => vec![Vec::new()],
+                None => vec![vec![*first]],
+            };
+            let options = words.iter().map(|word| word.trim_matches(['[', ']']));
+            let options: Vec<&str> =
+                options.filter(|word| word.starts_with("--") && word.len() > 2).collect();
+            for named in named {
+                let Some(known) = help(&named) else {
+                    broken.push(format!("{page}:{number}: {command}"));
+                    continue;
+                };
+                seen.insert(named.join(" "));
+                let unknown = options.iter().filter(|option| {
+                    let option = option.split(['=', '|']).next().unwrap_or_default();
+                    !known.contains(option)
+                });
+                broken.extend(unknown.map(|option| format!("{page}:{number}: {option} of {command}")));
+            }
+        }
+    }
+    assert!(seen.len() > 15, "only {seen:?} were seen");
+    assert_none(&broken, "commands that are not understood");
+}
+
+#[test]
+fn pages_that_name_tests_name_only_those_that_exist() {
+    let all: String = sources().map(|(_, text)| text).collect();
+    let plain = |word: &&str| {
+        word.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
+    };
+    let (mut missing, mut seen) = (Vec::new(), 0);
+    for page in PAGES_WITH_TESTS {
+        let text = fs::read_to_string(root().join(page)).expect("the page is there");
+        // Fields and metrics have fewer underscores, or a prefix of their own.
+        let test = |word: &&str| word.matches('_').count() >= 4 && !word.starts_with("baton_");
+        for word in code(&text).filter(plain).filter(test) {
+            seen += 1;
+            if !all.contains(&format!("fn {word}(")) {
+                missing.push(format!("{page}: {word}"));
+            }
+        }
+    }
+    assert!(seen > 10, "only {seen} tests were seen");
+    assert_none(&missing, "tests that are not there");
+}
