@@ -34,13 +34,13 @@ fn kind(path: &Path) -> Kind {
     }
 }
 
-fn is_yaml(path: &PathBuf) -> bool {
+fn is_yaml(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "yaml" || extension == "yml")
 }
 
 /// Every router configuration below `deploy/`.
 pub(crate) fn routers() -> Vec<PathBuf> {
-    let files = files_below(&ours("deploy")).into_iter().filter(is_yaml);
+    let files = files_below(&ours("deploy")).into_iter().filter(|path| is_yaml(path));
     files.filter(|file| kind(file) == Kind::Router).collect()
 }
 
@@ -149,7 +149,7 @@ fn every_router_configuration_below_deploy_passes_check() {
 
 #[test]
 fn every_file_of_yaml_below_deploy_is_known_for_what_it_is() {
-    let files = files_below(&ours("deploy")).into_iter().filter(is_yaml);
+    let files = files_below(&ours("deploy")).into_iter().filter(|path| is_yaml(path));
     for file in files {
         let expected = match file.strip_prefix(ours("deploy")).expect("it is below it") {
             path if path.starts_with("config")
