@@ -47,6 +47,9 @@ enum Piece {
     End(Result<(), TransportError>),
 }
 
+/// Which entries of the lease's table a read is for, and what of them where it is a slice.
+type Asked = (Range<usize>, Option<(Cut, KvLayout)>);
+
 /// The producer's end. A real one has a socket here.
 struct Line {
     producer: Arc<dyn Producer>,
@@ -116,8 +119,8 @@ impl Line {
         }
     }
 
-    /// Which entries of the lease's table are asked for, and what of them. Whether the lease has them is the ledger's to say.
-    fn asked(&self, order: &ReadOrder) -> Result<(Range<usize>, Option<(Cut, KvLayout)>), TransportError> {
+    /// What a read asks for. Whether the lease has so much is the ledger's to say.
+    fn asked(&self, order: &ReadOrder) -> Result<Asked, TransportError> {
         let refused = |why: String| TransportError::Refused(why.into());
         match &order.part {
             Part::Blocks { first } => {
@@ -180,7 +183,9 @@ struct InProcess {
 impl InProcess {
     fn meet(&self, peer: &Peer) -> Result<Arc<Line>, NotAdmitted> {
         self.line.admit(peer)?;
-        Ok(Arc::clone(self.kept.lock().unwrap().get_or_insert_with(|| Arc::clone(&self.line))))
+        Ok(Arc::clone(
+            self.kept.lock().expect("nobody panics with it").get_or_insert_with(|| Arc::clone(&self.line)),
+        ))
     }
 
     /// Asks about a lease; `gone` is the answer of a producer of another epoch.
@@ -292,7 +297,7 @@ impl Transport for InProcess {
     }
 
     fn sweep(&self) {
-        self.kept.lock().unwrap().take_if(|line| !line.alive.load(Ordering::Acquire));
+        self.kept.lock().expect("nobody panics with it").take_if(|line| !line.alive.load(Ordering::Acquire));
     }
 }
 
@@ -327,7 +332,7 @@ impl Wire for Pair {
     }
 
     fn kept(&self) -> usize {
-        usize::from(self.0.kept.lock().unwrap().is_some())
+        usize::from(self.0.kept.lock().expect("nobody panics with it").is_some())
     }
 
     fn silence(&self) -> Duration {
