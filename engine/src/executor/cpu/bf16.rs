@@ -22,15 +22,19 @@
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod dot;
+mod rounding;
 mod widened;
 
+pub(super) use self::rounding::{round, round_words};
+use self::rounding::{round_chunks, round_in_place, round_into};
 use super::arena::Aligned;
-use super::isa::{Isa, for_each_isa};
+use super::isa::Isa;
 use super::kernel::PANEL;
 use super::matrix::{Rows, Shared};
 
-/// Inputs of a chunk.
+/// Inputs of a chunk: as many as a panel has columns, so that a panel of sums is a chunk of the next product.
 pub(super) const CHUNK: usize = 32;
+const _: () = assert!(CHUNK == PANEL);
 /// Values of a chunk of a panel.
 pub(super) const PANEL_CHUNK: usize = CHUNK * PANEL;
 /// Rows that lie together.
@@ -141,53 +145,6 @@ pub(super) fn panel_position(unit: Unit, input: usize, column: usize) -> usize {
         + position % 2
 }
 
-/// The nearest bf16, ties to even; subnormal values are zero, and what is not a number stays so.
-#[inline(always)]
-pub(super) fn round(value: f32) -> u16 {
-    let bits = value.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-    let magnitude = bits & 0x7fff_ffff;
-    let kept = if magnitude > 0x7f80_0000 { bits >> 16 | 0x40 } else { rounded };
-    let kept = if magnitude < 0x0080_0000 { bits >> 16 & 0x8000 } else { kept };
-    #[allow(clippy::cast_possible_truncation)] // shifted by 16; the largest magnitude rounds to infinity
-    {
-        kept as u16
-    }
-}
-
-for_each_isa! {
-    /// Each value becomes the nearest bf16.
-    fn round_in_place(values: &mut [f32]) {
-        for value in values {
-            *value = f32::from_bits(u32::from(round(*value)) << 16);
-        }
-    }
-}
-
-for_each_isa! {
-    /// As [`round`], value by value.
-    fn round_into(values: &[f32], out: &mut [u16]) {
-        for (out, value) in out.iter_mut().zip(values) {
-            *out = round(*value);
-        }
-    }
-}
-
-/// Rounds up to a chunk of values of one column into its words; what they do not fill is zero.
-pub(super) fn round_words(isa: Isa, unit: Unit, values: &[f32], words: &mut [u32; CHUNK / 2]) {
-    let mut rounded = [0; CHUNK];
-    round_into(isa, values, &mut rounded);
-    if !unit.keeps_order() {
-        let natural = rounded;
-        for (input, bits) in natural.into_iter().enumerate() {
-            rounded[unit.position(input)] = bits;
-        }
-    }
-    for (word, pair) in words.iter_mut().zip(rounded.as_chunks::<2>().0) {
-        *word = u32::from(pair[0]) | u32::from(pair[1]) << 16;
-    }
-}
-
 /// Activations on their way into a product.
 ///
 /// They are f32 where they are made; in bfloat16 mode whoever has made a part of a row calls [`Self::finish`] on it.
@@ -217,26 +174,74 @@ impl Inputs {
             round_in_place(isa, values);
             return;
         }
-        let start = row / TILE_ROWS * packed.tile + row % TILE_ROWS * CHUNK;
-        let mut done = 0;
-        while done < values.len() {
-            let input = column + done;
-            let first = input % CHUNK;
-            let now = (CHUNK - first).min(values.len() - done);
-            let mut rounded = [0; CHUNK];
-            round_into(isa, &values[done..done + now], &mut rounded);
-            // SAFETY: the chunk of this row has `CHUNK` values.
-            unsafe {
-                let chunk = packed.base.at(start + input / CHUNK * (TILE_ROWS * CHUNK));
-                if unit.keeps_order() {
-                    std::ptr::copy_nonoverlapping(rounded.as_ptr(), chunk.add(first), now);
-                } else {
-                    for (offset, value) in rounded[..now].iter().enumerate() {
-                        chunk.add(unit.position(first + offset)).write(*value);
-                    }
+        // SAFETY: the row is inside the buffer.
+        let row = unsafe { packed.base.at(row / TILE_ROWS * packed.tile + row % TILE_ROWS * CHUNK) };
+        // A part of a chunk, whole chunks, and a part of one.
+        let head = (column.next_multiple_of(CHUNK) - column).min(values.len());
+        let (head, rest) = values.split_at(head);
+        let (whole, tail) = rest.as_chunks::<CHUNK>();
+        let first_whole = column.next_multiple_of(CHUNK);
+        // SAFETY: the chunks of this row have `CHUNK` values each, and begin 16 rows of them after each other.
+        unsafe {
+            let chunk = |input: usize| row.wrapping_add(input / CHUNK * (TILE_ROWS * CHUNK));
+            finish_part(isa, unit, head, column % CHUNK, chunk(column));
+            if unit.keeps_order() {
+                round_chunks(isa, whole, chunk(first_whole), TILE_ROWS * CHUNK);
+            } else {
+                for (index, values) in whole.iter().enumerate() {
+                    finish_part(isa, unit, values, 0, chunk(first_whole + index * CHUNK));
                 }
             }
-            done += now;
+            finish_part(isa, unit, tail, 0, chunk(first_whole + whole.len() * CHUNK));
+        }
+    }
+}
+
+/// Rounds up to a chunk of values that begin with input `first` of the row's chunk.
+///
+/// # Safety
+/// The chunk has [`CHUNK`] values, and nobody else uses these; there may be none to write.
+unsafe fn finish_part(isa: Isa, unit: Unit, values: &[f32], first: usize, chunk: *mut u16) {
+    let mut rounded = [0; CHUNK];
+    let rounded = &mut rounded[..values.len()];
+    round_into(isa, values, rounded);
+    for (input, value) in (first..).zip(rounded) {
+        // SAFETY: the caller's contract.
+        unsafe { chunk.add(unit.position(input)).write(*value) };
+    }
+}
+
+impl Inputs {
+    /// The values of columns `column .. column + width` of rows `row ..` are final: `values` has [`PANEL`] of each row, zeros
+    /// beyond the width.
+    ///
+    /// # Safety
+    /// As [`Self::finish`]; the row is a multiple of [`TILE_ROWS`], the column one of [`PANEL`].
+    pub(super) unsafe fn finish_panel(
+        &self,
+        isa: Isa,
+        row: usize,
+        column: usize,
+        width: usize,
+        values: &mut [f32],
+    ) {
+        let Some((unit, packed)) = self.bf16 else { return };
+        for (tile, values) in values.chunks_mut(TILE_ROWS * PANEL).enumerate() {
+            let row = row + tile * TILE_ROWS;
+            // SAFETY: the caller's contract.
+            unsafe {
+                if unit.packs() && unit.keeps_order() {
+                    let to = packed.base.at(row / TILE_ROWS * packed.tile + column * TILE_ROWS);
+                    round_into(isa, values, std::slice::from_raw_parts_mut(to, values.len()));
+                    continue;
+                }
+                for (row, values) in (row..).zip(values.as_chunks_mut::<PANEL>().0) {
+                    let wide = self.wide.base.at(row * self.wide.stride + column);
+                    let wide = std::slice::from_raw_parts_mut(wide, width);
+                    wide.copy_from_slice(&values[..width]);
+                    self.finish(isa, row, column, wide);
+                }
+            }
         }
     }
 }
@@ -298,6 +303,8 @@ pub(super) struct Operands {
     pub(super) inputs: usize,
     /// Continue the sums that are in C, instead of starting from zero.
     pub(super) accumulate: bool,
+    /// What will be multiplied next, to be brought near meanwhile; null where nobody knows.
+    pub(super) next: *const u8,
 }
 
 impl Operands {
@@ -326,6 +333,7 @@ impl Operands {
             c_stride: 0,
             inputs,
             accumulate: false,
+            next: std::ptr::null(),
         }
     }
 

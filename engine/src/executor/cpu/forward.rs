@@ -18,7 +18,7 @@ use super::attention::{self, Cache, Half, Shape, Unit, positions_per_unit};
 use super::bf16::{Inputs, PackedBuffer, Unit as BfUnit};
 use super::isa::Isa;
 use super::kernel::PANEL;
-use super::matrix::{Product, Rows, SLICE_VALUES, Shared};
+use super::matrix::{Product, Rows, SLICE_VALUES, Shared, Sums};
 use super::network::{Layer, Network};
 use super::team::{JobPanicked, Member, Team};
 use super::vector;
@@ -201,6 +201,13 @@ impl Rows {
     }
 }
 
+/// Adds a bias to rows of a panel's width; what is beyond the bias stays.
+fn add_to_each(isa: Isa, rows: &mut [f32], bias: &[f32]) {
+    for row in rows.as_chunks_mut::<PANEL>().0 {
+        vector::add(isa, &mut row[..bias.len()], bias);
+    }
+}
+
 /// One member's working memory.
 #[derive(Debug)]
 pub(super) struct MemberScratch {
@@ -281,19 +288,11 @@ impl Step<'_> {
             self.product(member, scratch, &layer.qkv, self.normed, self.qkv, qkv_width);
             self.rotate_and_store(member, index, layer);
             self.attend(member, scratch, index);
-            self.product(
-                member,
-                scratch,
-                &layer.output,
-                self.attended,
-                self.projected,
-                self.projected.stride,
-            );
-            self.add_and_norm(member, layer.output_bias.as_deref(), Some(&layer.mlp_norm));
+            let output = (&layer.output, layer.output_bias.as_deref());
+            self.project(member, scratch, output, self.attended, Some(&layer.mlp_norm));
             self.gate_up(member, scratch, layer);
-            self.product(member, scratch, &layer.down, self.gate, self.projected, self.projected.stride);
             let next_norm = layers.get(index + 1).map(|next| next.attention_norm.as_slice());
-            self.add_and_norm(member, layer.down_bias.as_deref(), next_norm);
+            self.project(member, scratch, (&layer.down, layer.down_bias.as_deref()), self.gate, next_norm);
         }
         self.logits(member, scratch);
     }
@@ -422,20 +421,51 @@ impl Step<'_> {
     }
 
     /// Adds a projection to the residual stream and norms the result for the next one.
-    fn add_and_norm(&self, member: &Member<'_>, bias: Option<&[f32]>, norm: Option<&[f32]>) {
-        let config = &self.network.config;
+    fn project(
+        &self,
+        member: &Member<'_>,
+        scratch: &mut MemberScratch,
+        (matrix, bias): (&super::matrix::Matrix, Option<&[f32]>),
+        x: Inputs,
+        norm: Option<&[f32]>,
+    ) {
+        let out = self.projected;
+        // SAFETY: as in `product`.
+        let product =
+            unsafe { Product::plan(matrix, x, self.plan.rows.len(), out, out.stride, self.members) };
+        if product.by_blocks() {
+            member.each(product.items(), |item| {
+                product.compute_blocks(None, self.isa, item, &mut scratch.slice, |panel| {
+                    let Sums { rows, columns, sums, .. } = panel;
+                    if let Some(bias) = bias {
+                        add_to_each(self.isa, sums, &bias[columns.clone()]);
+                    }
+                    for (row, sums) in rows.zip(sums.as_chunks::<PANEL>().0) {
+                        // SAFETY: rows and columns of an item are its own.
+                        let hidden = unsafe { self.hidden.row(row, self.network.config.hidden) };
+                        vector::add(self.isa, &mut hidden[columns.clone()], sums);
+                    }
+                });
+            });
+        } else {
+            member.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
+        }
+        let added = product.by_blocks();
+        let width = self.network.config.hidden;
         member.each(self.plan.rows.len(), |index| {
             // SAFETY: each row is claimed by one member.
             let (hidden, projected) =
-                unsafe { (self.hidden.row(index, config.hidden), self.projected.row(index, config.hidden)) };
-            if let Some(bias) = bias {
-                vector::add(self.isa, projected, bias);
+                unsafe { (self.hidden.row(index, width), self.projected.row(index, width)) };
+            if !added {
+                if let Some(bias) = bias {
+                    vector::add(self.isa, projected, bias);
+                }
+                vector::add(self.isa, hidden, projected);
             }
-            vector::add(self.isa, hidden, projected);
             if let Some(norm) = norm {
                 // SAFETY: as above.
-                let normed = unsafe { self.normed.wide.row(index, config.hidden) };
-                vector::rms_norm(self.isa, hidden, norm, config.norm_eps, normed);
+                let normed = unsafe { self.normed.wide.row(index, width) };
+                vector::rms_norm(self.isa, hidden, norm, self.network.config.norm_eps, normed);
                 // SAFETY: as above.
                 unsafe { self.normed.finish(self.isa, index, 0, normed) };
             }
@@ -454,6 +484,23 @@ impl Step<'_> {
             )
         };
         let width = self.network.config.intermediate;
+        if gate.by_blocks() {
+            member.each(gate.items(), |item| {
+                gate.compute_blocks(Some(&up), self.isa, item, &mut scratch.slice, |panel| {
+                    let Sums { rows, columns, sums: gate, beside: up } = panel;
+                    if let Some((gate_bias, up_bias)) = &layer.gate_up_bias {
+                        add_to_each(self.isa, gate, &gate_bias[columns.clone()]);
+                        add_to_each(self.isa, up, &up_bias[columns.clone()]);
+                    }
+                    vector::silu_mul(self.isa, gate, up);
+                    // SAFETY: rows and columns of an item are its own.
+                    unsafe {
+                        self.gate.finish_panel(self.isa, rows.start, columns.start, columns.len(), gate);
+                    }
+                });
+            });
+            return;
+        }
         member.each(gate.items(), |item| {
             gate.compute(self.isa, item, &mut scratch.slice);
             up.compute(self.isa, item, &mut scratch.slice);

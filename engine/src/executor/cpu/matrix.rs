@@ -10,10 +10,12 @@
 //! is widened into the member's cache and used for all its rows. How a product is cut never changes its bits.
 #![allow(unsafe_code)] // items write disjoint parts of one output through raw pointers; see each block
 
+mod blocks;
 mod pack;
 
 use std::ops::Range;
 
+pub(super) use self::blocks::Sums;
 use super::arena::Aligned;
 use super::bf16::{self, Inputs, Operands, Unit};
 use super::isa::Isa;
@@ -32,14 +34,9 @@ const ITEMS_PER_MEMBER: usize = 4;
 /// Fewest rows of an item when rows are cut.
 const MIN_ROW_BLOCK: usize = 48;
 
-/// Inputs of a slice in bfloat16 mode: that of a panel, 16 KiB, stays in the first cache for all rows of an item. Measured
-/// with the same loops in C on a Xeon with 48 KiB of it (2026-11-21): 1554 to 1775 GFLOP/s a core, 1444 to 1668 with twice
-/// as many, 1298 to 1687 with four times.
-const BF16_SLICE_DEPTH: usize = 256;
 /// Fewest rows of an item of many rows in bfloat16 mode.
 const BF16_MIN_ROW_BLOCK: usize = 64;
 
-const _: () = assert!(BF16_SLICE_DEPTH.is_multiple_of(bf16::CHUNK));
 /// A slice begins a group of scales.
 const _: () = assert!(SLICE_DEPTH.is_multiple_of(Int8::GROUP));
 
@@ -220,16 +217,16 @@ impl<'a> Product<'a> {
         members: usize,
     ) -> Self {
         let panels = matrix.panel_count();
-        let (few, least, step) = match matrix.panels {
-            Panels::Pairs(..) => (bf16::ROW_STEP, BF16_MIN_ROW_BLOCK, bf16::ROW_STEP),
-            _ => (FEW_ROWS, MIN_ROW_BLOCK, MAX_ROWS),
+        let (few, least, most, step) = match matrix.panels {
+            Panels::Pairs(..) => (bf16::ROW_STEP, BF16_MIN_ROW_BLOCK, blocks::BLOCK_ROWS, bf16::ROW_STEP),
+            _ => (FEW_ROWS, MIN_ROW_BLOCK, usize::MAX, MAX_ROWS),
         };
         let (item_panels, item_rows) = if rows <= few {
             (panels_of_few_rows(panels, members), rows)
         } else {
             let groups = panels.div_ceil(GROUP_PANELS);
             let wanted_cuts = (members * ITEMS_PER_MEMBER).div_ceil(groups);
-            let block = rows.div_ceil(wanted_cuts).max(least);
+            let block = rows.div_ceil(wanted_cuts).clamp(least, most);
             (GROUP_PANELS, block.next_multiple_of(step).min(rows))
         };
         Self { matrix, x, rows, out, writable, item_panels, item_rows }
@@ -250,8 +247,8 @@ impl<'a> Product<'a> {
     }
 
     /// Computes one item; `scratch` has [`SLICE_VALUES`] values.
-    pub(super) fn compute(&self, isa: Isa, item: usize, scratch: &mut [f32]) {
-        let (rows, columns) = self.extent(item);
+    pub(super) fn compute(&self, isa: Isa, number: usize, scratch: &mut [f32]) {
+        let (rows, columns) = self.extent(number);
         let item = Item {
             first_panel: columns.start / PANEL,
             panels: columns.len() / PANEL,
@@ -282,32 +279,31 @@ impl<'a> Product<'a> {
             }
             Panels::Pairs(values, unit) => {
                 let start = values[item.first_panel * bf16::panel_len(inputs)..].as_ptr();
-                self.pairs(isa, *unit, start, item);
+                if self.by_blocks() {
+                    self.compute_blocks_into_output(isa, number, scratch);
+                } else {
+                    self.few_pairs(isa, *unit, start, item);
+                }
             }
         }
     }
 
-    /// An item in bfloat16 mode: with many rows slice by slice, each panel's slice for all rows.
-    fn pairs(&self, isa: Isa, unit: Unit, start: *const u16, item: Item) {
+    /// An item in bfloat16 mode with few rows: each panel once, front to back.
+    fn few_pairs(&self, isa: Isa, unit: Unit, start: *const u16, item: Item) {
         let Item { first_panel, panels, first_row, rows } = item;
         let inputs = self.matrix.inputs;
-        let slice = if rows <= bf16::ROW_STEP { inputs } else { BF16_SLICE_DEPTH };
-        for from in (0..inputs).step_by(slice) {
-            let depth = slice.min(inputs - from);
-            for panel in 0..panels {
-                let column = (first_panel + panel) * PANEL;
-                // SAFETY: slices, rows and columns are inside the matrix, `x` and `out` by the contract of `plan`; items
-                // begin at multiples of `ROW_STEP` rows, and the output rows and columns of this one belong to it alone.
-                unsafe {
-                    let b = start.add(panel * bf16::panel_len(inputs) + bf16::panel_len(from));
-                    let operands = Operands {
-                        c: self.out.base.at(first_row * self.out.stride + column),
-                        c_stride: self.out.stride,
-                        accumulate: from > 0,
-                        ..Operands::from(&self.x, first_row, from, b, depth)
-                    };
-                    bf16::multiply_within(isa, unit, rows, &operands, self.writable - column);
-                }
+        for panel in 0..panels {
+            let column = (first_panel + panel) * PANEL;
+            // SAFETY: panels, rows and columns are inside the matrix, `x` and `out` by the contract of `plan`, and the
+            // output rows and columns of this item belong to it alone.
+            unsafe {
+                let b = start.add(panel * bf16::panel_len(inputs));
+                let operands = Operands {
+                    c: self.out.base.at(first_row * self.out.stride + column),
+                    c_stride: self.out.stride,
+                    ..Operands::from(&self.x, first_row, 0, b, inputs)
+                };
+                bf16::multiply_within(isa, unit, rows, &operands, self.writable - column);
             }
         }
     }

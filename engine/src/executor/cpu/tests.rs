@@ -10,8 +10,10 @@ use crate::sampling::GenerationDefaults;
 fn config(family: &str) -> ModelConfig {
     // One head width that fits vectors and one that does not.
     let head_dim = if family == "Llama" { 32 } else { 24 };
+    // One with every bias there is.
+    let bias = family == "Llama";
     let text = format!(
-        r#"{{"architectures": ["{family}ForCausalLM"], "hidden_size": 72, "num_hidden_layers": 2,
+        r#"{{"architectures": ["{family}ForCausalLM"], "attention_bias": {bias}, "mlp_bias": {bias}, "hidden_size": 72, "num_hidden_layers": 2,
             "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": {head_dim}, "intermediate_size": 100,
             "vocab_size": 150, "eos_token_id": 1 }}"#
     );

@@ -104,7 +104,10 @@ fn bits(values: &[f32]) -> Vec<u32> {
 
 #[test]
 fn every_unit_keeps_the_documented_order_to_the_bit() {
-    for (rows, inputs, outputs) in [(1, 5, 7), (3, 33, 40), (19, 96, 64), (70, 600, 33)] {
+    // The last two have more rows than an item, and more inputs than a slice.
+    for (rows, inputs, outputs) in
+        [(1, 5, 7), (3, 33, 40), (19, 96, 64), (70, 600, 33), (530, 40, 33), (40, 1300, 33)]
+    {
         let case = Case::new(rows, inputs, outputs);
         let mut expected = Vec::new();
         for (row, output) in (0..rows).flat_map(|row| (0..outputs).map(move |output| (row, output))) {
