@@ -1,5 +1,8 @@
 //! The command line's shape.
 
+#[cfg(test)]
+mod page;
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
@@ -45,7 +48,8 @@ pub(crate) enum Command {
     Health(HealthArgs),
     /// Compare the engine with golden outputs made by make_tiny.py
     Parity(ParityArgs),
-    /// Measure the engine, the transfer, the ledger or the router against baselines from the same run
+    /// Measure: what disconnects cost a deployment (`disconnect`), load (`serve`), front doors side by side (`compare`), and
+    /// the parts against baselines from the same run
     Bench(BenchArgs),
 }
 

@@ -29,13 +29,14 @@ pub(crate) mod timeline;
 pub(crate) mod watch;
 
 use std::collections::BTreeMap;
-use std::io::{BufReader, IsTerminal, Write};
+use std::io::{BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use tokio_util::sync::CancellationToken;
 
 use crate::BenchError;
 use crate::load::speaker::first_model;
@@ -59,6 +60,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const LOAD: f64 = 0.5;
 /// Requests a second, at most, unless somebody says otherwise: a client on the same machine must not be what is measured.
 const RATE_MAX: f64 = 150.0;
+/// A round is no shorter.
+const ROUND_SECONDS_MIN: f64 = 0.5;
 /// Answers that are compared, at most.
 const COMPARED: usize = 400;
 
@@ -114,7 +117,7 @@ pub struct DisconnectOptions {
     #[arg(long, value_delimiter = ',', default_values_t = Kind::ALL, value_enum)]
     kinds: Vec<Kind>,
     /// Clients that leave in each phase
-    #[arg(long, default_value_t = 60)]
+    #[arg(long, default_value_t = 60, value_parser = victims)]
     victims: usize,
     /// Seconds for each phase, at most
     #[arg(long, default_value_t = 10.0)]
@@ -183,6 +186,13 @@ fn share(text: &str) -> Result<f64, String> {
     }
 }
 
+fn victims(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(victims) if (1..=100_000).contains(&victims) => Ok(victims),
+        _ => Err("a number of clients, from 1 to 100,000".into()),
+    }
+}
+
 /// How the parts of a run are played.
 pub(crate) struct Terms {
     /// A calm, or a storm, of one round.
@@ -212,10 +222,18 @@ impl DisconnectOptions {
         positive("patience", self.patience)?;
         positive("verify-seconds", self.verify_seconds)?;
         positive("rate", self.rate.unwrap_or(1.0))?;
-        if self.prompt_words == 0 || self.max_tokens < 2 || self.prompt_words > 1_000_000 {
-            return Err(
-                "--prompt-words must be at least 1 and at most 1,000,000, --max-tokens at least 2".into()
-            );
+        if self.seconds / f64::from(self.rounds) < ROUND_SECONDS_MIN {
+            return Err(format!(
+                "--seconds must be at least {ROUND_SECONDS_MIN} for each of the {} --rounds",
+                self.rounds
+            )
+            .into());
+        }
+        if self.prompt_words == 0 || self.prompt_words > 1_000_000 {
+            return Err("--prompt-words must be from 1 to 1,000,000".into());
+        }
+        if self.max_tokens < 2 {
+            return Err("--max-tokens must be at least 2".into());
         }
         if self.url.is_none() && self.admin.is_none() && self.engines.is_empty() {
             return Ok(());
@@ -290,13 +308,19 @@ pub fn run(options: &DisconnectOptions, out: &mut dyn Write) -> Result<(), Bench
     options.check()?;
     std::fs::create_dir_all(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    // What was learnt before something went wrong is worth its report.
     let played = runtime.block_on(play(options));
     let summary = match (written(&options.out), &played) {
         (Ok(summary), _) => summary,
         (Err(error), Ok(())) => return Err(error),
         (Err(_), Err(_)) => return played,
     };
+    if played.is_err() && summary.calm.is_none() && summary.left == 0 {
+        // Nothing was learnt before it went wrong: a report would say that nothing was found.
+        for file in ["summary.json", "report.html"] {
+            std::fs::remove_file(options.out.join(file))?;
+        }
+        return played;
+    }
     told(&summary, &options.out, options.json, out)?;
     played?;
     if options.fail_on_findings && summary.interrupted {
@@ -400,9 +424,8 @@ async fn deployment(options: &DisconnectOptions, progress: &dyn Fn(&str)) -> Res
 
 async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
     let begun = Instant::now();
-    let on_terminal = std::io::stderr().is_terminal() && !options.json;
     let progress = |what: &str| {
-        if on_terminal {
+        if !options.json {
             eprintln!("baton: {:5.1} s  {what}", begun.elapsed().as_secs_f64());
         }
     };
@@ -440,8 +463,11 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
         seed: options.seed,
         aims: std::sync::Mutex::default(),
         next: AtomicU64::new(0),
+        cut: CancellationToken::new(),
     });
     let unmended = std::sync::Mutex::new(None);
+    let deployed = std::sync::Mutex::new(deployment.own);
+    let own = || deployed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let play = async {
         let mut acts = acts::Acts {
             stage: &stage,
@@ -464,12 +490,15 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
         for (name, (breaking, mending)) in &commands {
             acts.broken(name, breaking, mending.as_deref()).await?;
         }
-        let mut own = deployment.own;
         for part in [Part::Decode, Part::Prefill, Part::Router] {
-            own = match own.take() {
-                Some(own) if !options.no_faults => Some(acts.killed(own, part).await?),
-                other => other,
-            };
+            if options.no_faults {
+                break;
+            }
+            let taken = own().take();
+            if let Some(taken) = taken {
+                let again = acts.killed(taken, part).await?;
+                *own() = Some(again);
+            }
         }
         watch.home(Duration::from_secs_f64(options.patience)).await;
         recorder.finish()?;
@@ -478,16 +507,24 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
         acts.verify(&compared(&records), Duration::from_secs_f64(options.verify_seconds)).await;
         watch.read_counters().await;
         watch.home(Duration::from_secs_f64(options.settle)).await;
-        Ok::<_, BenchError>(own)
+        Ok::<_, BenchError>(())
     };
-    let own = tokio::select! {
+    let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+    let at_us = || crate::load::Moment::now().us();
+    let result = tokio::select! {
         played = play => played,
-        _ = tokio::signal::ctrl_c() => {
+        () = async { tokio::select! { _ = tokio::signal::ctrl_c() => {}, _ = terminate.recv() => {} } } => {
+            recorder.put(&Record::Interrupted { at_us: at_us() });
             progress("interrupted: the report is of what there is");
-            recorder.put(&Record::Interrupted { at_us: crate::load::Moment::now().us() });
-            Ok(None)
+            Ok(())
         }
     };
+    // Whatever still runs of it ends here, and the engines get their time to notice.
+    stage.cut.cancel();
+    if let Err(error) = &result {
+        recorder.put(&Record::Failed { at_us: at_us(), why: error.to_string() });
+    }
+    watch.home(Duration::from_secs_f64(options.settle)).await;
     let mend = unmended.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
     if let Some(command) = mend {
         progress("mending what was broken");
@@ -503,9 +540,9 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
     drop(watch);
     recorder.finish()?;
     // Its processes take their time to end.
-    let own = own?;
+    let own = own().take();
     tokio::task::spawn_blocking(move || drop(own)).await?;
-    Ok(())
+    result
 }
 
 /// Answers that are worth comparing: of clients that others harmed, or may have harmed, evenly over the run.

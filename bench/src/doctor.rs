@@ -28,13 +28,18 @@ use crate::web::Origin;
 use checkup::Checkup;
 use look::Site;
 
+/// Where `baton up` is.
+const URL: &str = "http://127.0.0.1:8000";
+const ADMIN: &str = "http://127.0.0.1:8081";
+
 /// Where the deployment is, and how it is looked at.
 #[derive(Clone, Debug, Args)]
 pub struct DoctorArgs {
     /// Where clients reach it: a router, or an engine
-    #[arg(value_name = "URL", default_value = "http://127.0.0.1:8000")]
+    #[arg(value_name = "URL", default_value = URL)]
     url: String,
-    /// The router's admin listener, for its configuration and its engines; of each, where there are several routers
+    /// The router's admin listener, for its configuration and its engines; of each, where there are several routers.
+    /// For the default URL `baton up`'s, http://127.0.0.1:8081
     #[arg(long, value_name = "URL", env = "BATON_ADMIN")]
     admin: Vec<String>,
     /// An engine, besides those that the routers know
@@ -123,7 +128,10 @@ pub fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<Verdict, BenchError
 
 fn site(args: &DoctorArgs) -> Result<Site, BenchError> {
     let token = args.admin_token_file.as_deref();
-    let admins = args.admin.iter().map(|url| Origin::parse(url)?.with_token_file(token));
+    // What `baton up` says, where nobody says anything.
+    let by_default = args.admin.is_empty() && args.engine.is_empty() && args.url == URL;
+    let named = args.admin.iter().map(String::as_str).chain(by_default.then_some(ADMIN));
+    let admins = named.map(|url| Origin::parse(url)?.with_token_file(token));
     let secret = args.cluster_secret_file.clone();
     let engines = args.engine.iter().map(|url| Origin::parse(url)?.with_secret_file(secret.as_deref()));
     Ok(Site {
@@ -143,6 +151,11 @@ async fn examine(args: &DoctorArgs, site: Site, target: Target) -> Result<Checku
     if args.look_only || !seen.answers {
         let why = if args.look_only { "--look-only" } else { "nobody answers" };
         checkup.skip("disconnects", "", why);
+        return Ok(checkup);
+    }
+    if !seen.engines.iter().any(|engine| engine.up) {
+        checkup
+            .unseen("no engine is in view: name the router's admin listener (--admin) or engines (--engine)");
         return Ok(checkup);
     }
     probe::leases(&seen, &mut checkup).await;

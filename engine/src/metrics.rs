@@ -35,6 +35,24 @@ const E2E_SECONDS: [f64; 20] = [
 /// Buckets of transfers and of times to release.
 const SHORT_SECONDS: [f64; 12] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0];
 
+/// Buckets of `vllm:nixl_bytes_transferred`, vLLM's: from 2 KiB to 8 GiB by fours.
+const TRANSFER_BYTES: [f64; 12] = [
+    2048.0,
+    8192.0,
+    32768.0,
+    131_072.0,
+    524_288.0,
+    2_097_152.0,
+    8_388_608.0,
+    33_554_432.0,
+    134_217_728.0,
+    536_870_912.0,
+    2_147_483_648.0,
+    8_589_934_592.0,
+];
+
+#[cfg(test)]
+mod page;
 mod tiers;
 pub use self::tiers::TierMetrics;
 
@@ -97,6 +115,7 @@ impl EngineMetrics {
         builder = buckets(builder, "vllm:inter_token_latency_seconds", &ITL_SECONDS);
         builder = buckets(builder, "vllm:e2e_request_latency_seconds", &E2E_SECONDS);
         builder = buckets(builder, "vllm:nixl_xfer_time_seconds", &SHORT_SECONDS);
+        builder = buckets(builder, "vllm:nixl_bytes_transferred", &TRANSFER_BYTES);
         builder = buckets(builder, "baton_lease_held_seconds", &SHORT_SECONDS);
         Self::labelled(model, 0, Arc::new(builder.build_recorder()))
     }

@@ -31,7 +31,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use baton_openai::ApiError;
+use baton_openai::{ApiError, Code};
 use tokio::sync::Notify;
 
 use crate::config::{Priority, QueueConfig};
@@ -244,7 +244,7 @@ impl ModelQueue {
         let back = inner.drain.come_back(ahead);
         let message =
             format!("all engines were busy for the {} ms that the request could wait", waited.as_millis());
-        ApiError::overloaded(message, back).with_code("queue_timeout")
+        ApiError::overloaded(message, back).with_code(Code::QueueTimeout)
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

@@ -25,7 +25,7 @@ pub(crate) use wire::{BodyError, Wire};
 
 use std::time::Duration;
 
-use baton_openai::{ApiError, ErrorKind};
+use baton_openai::{ApiError, Code};
 
 use crate::config::RouterConfig;
 use crate::request_id;
@@ -71,21 +71,19 @@ pub(crate) enum Unclean {
 
 impl Unclean {
     fn error(self) -> ApiError {
-        let (status, code) = match self {
-            Self::Malformed(_) => (400, "malformed_request"),
-            Self::PathTooLong => (414, "path_too_long"),
-            Self::TooLarge => (431, "head_too_large"),
-            Self::Late => (408, "request_timeout"),
-            Self::Version => (505, "http_version_not_supported"),
-            Self::Method => (405, "method_not_allowed"),
-            Self::Expectation => (417, "expectation_failed"),
+        let code = match self {
+            Self::Malformed(_) => Code::MalformedRequest,
+            Self::PathTooLong => Code::PathTooLong,
+            Self::TooLarge => Code::HeadTooLarge,
+            Self::Late => Code::RequestTimeout,
+            Self::Version => Code::HttpVersionNotSupported,
+            Self::Method => Code::MethodNotAllowed,
+            Self::Expectation => Code::ExpectationFailed,
         };
-        let mut error = ApiError::malformed(self.to_string()).with_code(code);
-        error.status = status;
-        if self == Self::Late {
-            error.kind = ErrorKind::Timeout;
-        }
-        error
+        let mut error = ApiError::malformed(self.to_string());
+        // The first of a late request is 408.
+        (error.status, error.kind) = (code.statuses()[0], code.kind());
+        error.with_code(code)
     }
 
     /// The whole answer.

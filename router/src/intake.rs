@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_openai::{ApiError, Outline, RawBody};
+use baton_openai::{ApiError, Code, Outline, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 
@@ -250,11 +250,11 @@ pub(crate) async fn body(
         Ok(Ok(body)) => Ok(body),
         Ok(Err(BodyError::TooLarge)) => Err(ApiError::payload_too_large(limit_bytes).into()),
         Ok(Err(BodyError::Spent)) => Err(spent().into()),
-        Ok(Err(BodyError::Malformed)) => {
-            Err(ApiError::malformed("the body's chunks are malformed").with_code("malformed_request").into())
-        }
+        Ok(Err(BodyError::Malformed)) => Err(ApiError::malformed("the body's chunks are malformed")
+            .with_code(Code::MalformedRequest)
+            .into()),
         Ok(Err(BodyError::Ended)) => {
-            Err(ApiError::malformed("the body ended early").with_code("malformed_request").into())
+            Err(ApiError::malformed("the body ended early").with_code(Code::MalformedRequest).into())
         }
         Err(_elapsed) => Err(ApiError::request_timeout(within).into()),
     }
@@ -283,7 +283,7 @@ fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
 }
 
 fn unsupported(message: &str) -> ApiError {
-    let mut error = ApiError::malformed(message).with_code("unsupported_media_type");
+    let mut error = ApiError::malformed(message);
     error.status = 415;
-    error
+    error.with_code(Code::UnsupportedMediaType)
 }

@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use arc_swap::ArcSwap;
-use baton_openai::ApiError;
+use baton_openai::{ApiError, Code};
 use hyper::header::HeaderMap;
 
 use crate::admission::TenantId;
@@ -194,7 +194,7 @@ impl Identity {
 pub(crate) fn forbidden(model: &str) -> ApiError {
     let mut error = ApiError::invalid("model", format!("this API key may not use the model `{model}`"));
     error.status = 403;
-    error.with_code("model_not_allowed")
+    error.with_code(Code::ModelNotAllowed)
 }
 
 fn since_1970_s() -> u64 {

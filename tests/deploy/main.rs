@@ -9,13 +9,19 @@
 //! | `systemd` | units, as `systemd-analyze` sees them; their commands and times |
 //! | `promql`, `metrics` | every metric and label that a rule or a panel names is on a live `/metrics` |
 //! | `container` | the image's contents, built and run without a container engine |
+//! | `examples` | every router configuration of this repository, also those in pages, passes `baton check` |
+//! | `collector`, `traces` | the OpenTelemetry collector's configuration; one request's trace, from its client to both engines |
+//! | `files` | which test reads which file: none is without |
 //! | `runbook` | what the runbook names exists |
 //!
 //! What cannot be shown on a machine says `SKIPPED`, loudly, and why.
 
 #![allow(clippy::print_stdout)] // what a test measured is shown with --nocapture
 
+mod collector;
 mod container;
+mod examples;
+mod files;
 #[path = "../harness/mod.rs"]
 mod harness;
 mod kustomize;
@@ -23,9 +29,11 @@ mod manifests;
 mod metrics;
 mod processes;
 mod promql;
+mod receiver;
 mod references;
 mod runbook;
 mod systemd;
+mod traces;
 
 use std::fs;
 use std::path::{Path, PathBuf};

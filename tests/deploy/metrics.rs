@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
+use std::sync::LazyLock;
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::harness::{Ask, Cluster, HangUp, PATIENCE, eventually};
+use crate::harness::{Ask, Cluster, Engine, HangUp, PATIENCE, eventually};
 use crate::promql::{Named, named};
 use crate::{files_below, installed, ours, read, run, skipped};
 
@@ -105,8 +106,18 @@ fn told(page: &str, metrics: &mut Metrics) {
     }
 }
 
+/// What live processes tell.
+struct Live {
+    metrics: Metrics,
+    /// Families by their kinds.
+    router: BTreeMap<String, String>,
+    engines: BTreeMap<String, String>,
+}
+
+static LIVE: LazyLock<Live> = LazyLock::new(live);
+
 /// Everything happens once to a router, a prefill engine and a decode engine; then they tell.
-fn live() -> Metrics {
+fn live() -> Live {
     let tier = tempfile::tempdir().expect("a temporary folder");
     let tiers = format!(
         "--kv-offload-host-mib 8 --kv-offload-disk {} --kv-offload-disk-mib 8",
@@ -136,23 +147,59 @@ fn live() -> Metrics {
     assert_eq!(cluster.decode[0].send("POST", "/v1/completions", &body).reply().status, 400);
     let handoff = cluster.prefill[0].lends(&Ask::fresh(64));
     assert_eq!(cluster.prefill[0].release(&handoff), "released");
-    cluster.prefill[0].lends(&Ask::fresh(64));
+    let late = Ask::fresh(64);
+    let handoff = cluster.prefill[0].lends(&late);
     let expired = || match cluster.prefill[0].metric("vllm:nixl_num_kv_expired_reqs", "") {
         count if count >= 1.0 => Ok(()),
         _ => Err("nothing has expired".to_owned()),
     };
     eventually(PATIENCE, "the lease that nobody reads ends", expired);
+    // Its decode engine comes too late, and computes the prompt.
+    let body = late.with("kv_transfer_params", handoff).body;
+    assert_eq!(cluster.decode[0].send("POST", "/v1/completions", &body).reply().status, 200);
 
+    let router = cluster.router_metrics();
+    let engines: String = cluster.prefill.iter().chain(&cluster.decode).map(Engine::metrics).collect();
     let mut metrics = Metrics::new();
-    told(&cluster.router_metrics(), &mut metrics);
-    for engine in cluster.prefill.iter().chain(&cluster.decode) {
-        told(&engine.metrics(), &mut metrics);
-    }
+    told(&router, &mut metrics);
+    told(&engines, &mut metrics);
     assert!(metrics.len() > 100, "{metrics:?}");
-    metrics
+    Live { metrics, router: kinds(&router), engines: kinds(&engines) }
 }
 
-/// The table of `docs/metrics.md`, which a test of the router's compares with its code.
+/// The families of a page of `/metrics`, with their kinds.
+fn kinds(page: &str) -> BTreeMap<String, String> {
+    let types = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
+    types.map(|(name, kind)| (name.to_owned(), kind.to_owned())).collect()
+}
+
+/// The metrics of one table of `docs/metrics.md`, with their kinds.
+fn rows(table: &str) -> BTreeMap<String, String> {
+    let page = read(&ours("docs/metrics.md"));
+    let (_, rest) = page.split_once(&format!("<!-- {table}: begin -->\n")).expect("the table begins");
+    let (rows, _) = rest.split_once(&format!("<!-- {table}: end -->")).expect("the table ends");
+    let rows = rows.lines().filter_map(|line| line.strip_prefix("| `"));
+    let cells = rows.map(|row| row.split(" | ").map(str::to_owned).collect::<Vec<_>>());
+    cells.map(|cells| (cells[0].trim_end_matches('`').to_owned(), cells[1].clone())).collect()
+}
+
+/// What a table and live processes do not both have.
+fn differences(table: &BTreeMap<String, String>, live: &BTreeMap<String, String>) -> Vec<String> {
+    let unlisted = live.iter().filter(|(name, kind)| table.get(*name) != Some(*kind));
+    let untold = table.iter().filter(|(name, kind)| live.get(*name) != Some(*kind));
+    let unlisted = unlisted.map(|(name, kind)| format!("docs/metrics.md has no row for the {kind} {name}"));
+    unlisted.chain(untold.map(|(name, kind)| format!("nobody tells the {kind} {name}"))).collect()
+}
+
+#[test]
+fn every_metric_of_live_processes_has_a_row_and_every_row_a_metric() {
+    let wrong =
+        [differences(&rows("table"), &LIVE.router), differences(&rows("engine"), &LIVE.engines)].concat();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(LIVE.router.len() > 60 && LIVE.engines.len() > 40, "{:?}", LIVE.engines);
+}
+
+/// The tables of `docs/metrics.md`, which tests of router and engine compare with their code.
 pub(crate) fn documented() -> Metrics {
     let page = read(&ours("docs/metrics.md"));
     let rows = page
@@ -214,12 +261,12 @@ fn problems(
 
 #[test]
 fn every_metric_and_label_of_a_rule_or_a_panel_is_told() {
-    let (live, documented) = (live(), documented());
+    let (live, documented) = (&LIVE.metrics, documented());
     let mut unseen = BTreeSet::new();
     let mut wrong = Vec::new();
     for rule in rules() {
         let names = named(&rule.expr);
-        let found = problems(&names, &live, &documented, &mut unseen);
+        let found = problems(&names, live, &documented, &mut unseen);
         wrong.extend(found.into_iter().map(|problem| format!("{}: {problem}", rule.alert)));
         // A summary shows labels that the result has.
         let shown = rule.annotations["summary"].split("$labels.").skip(1);
@@ -238,7 +285,7 @@ fn every_metric_and_label_of_a_rule_or_a_panel_is_told() {
         }
     }
     for (title, query) in queries() {
-        let found = problems(&named(&query), &live, &documented, &mut unseen);
+        let found = problems(&named(&query), live, &documented, &mut unseen);
         wrong.extend(found.into_iter().map(|problem| format!("{title}: {problem}")));
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

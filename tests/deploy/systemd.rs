@@ -161,6 +161,22 @@ fn the_units_know_the_secret_and_give_the_time_to_drain() {
     assert!(most >= 3 * 16_384 + 1_024);
 }
 
+#[test]
+fn the_routers_environment_is_what_it_knows() {
+    let files = values(&unit("baton-router.service"), "EnvironmentFile");
+    assert_eq!(files, ["-/etc/baton/router.env"]);
+    let text = unit("router.env");
+    assert!(text.starts_with("# /etc/baton/router.env"), "{text}");
+    let lines: Vec<_> = text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()).collect();
+    for line in &lines {
+        let (key, value) = line.split_once('=').unwrap_or_else(|| panic!("{line} is no KEY=VALUE"));
+        assert_eq!(key, "RUST_LOG", "the router reads no other");
+        let filter = tracing_subscriber::EnvFilter::try_new(value);
+        assert!(filter.is_ok_and(|filter| filter.to_string() == value), "{value}");
+    }
+    assert_eq!(lines.len(), 1, "{lines:?}");
+}
+
 /// The calls that a filter of systemd lets through, its sets resolved.
 fn allowed(sets: &[&str]) -> BTreeSet<String> {
     let mut calls = BTreeSet::new();

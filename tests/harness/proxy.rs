@@ -31,6 +31,9 @@ const PIECE_BYTES: usize = 16 * 1024;
 /// Receive buffer towards the target: what a slow link does not deliver stays with the sender, not in the kernel.
 const BUFFER_BYTES: usize = 16 * 1024;
 
+/// What is kept of what clients say, at most.
+const HEARD_BYTES_MAX: usize = 1 << 20;
+
 /// What is wrong with a link.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Fault {
@@ -75,6 +78,8 @@ struct Shared {
     connections: AtomicU64,
     /// Bytes that came from the target and were passed on.
     passed: AtomicU64,
+    /// What clients said, of all connections.
+    heard: Mutex<Vec<u8>>,
     stop: AtomicBool,
 }
 
@@ -109,6 +114,7 @@ impl Proxy {
             left: AtomicI64::new(0),
             connections: AtomicU64::new(0),
             passed: AtomicU64::new(0),
+            heard: Mutex::default(),
             stop: AtomicBool::new(false),
         });
         let accepting = {
@@ -136,6 +142,12 @@ impl Proxy {
     /// Bytes that came from the target and were passed on, of all connections.
     pub(crate) fn passed(&self) -> u64 {
         self.shared.passed.load(Ordering::SeqCst)
+    }
+
+    /// What clients said, of all connections, up to a bound.
+    pub(crate) fn heard(&self) -> String {
+        let heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        String::from_utf8_lossy(&heard).into_owned()
     }
 }
 
@@ -314,6 +326,11 @@ impl Connection {
         }
         if self.swallows(way) {
             return;
+        }
+        if way == Way::Up {
+            let mut heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
+            let room = HEARD_BYTES_MAX.saturating_sub(heard.len());
+            heard.extend_from_slice(&bytes[..bytes.len().min(room)]);
         }
         while !bytes.is_empty() && !self.over() {
             match { to }.write(bytes) {

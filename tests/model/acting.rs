@@ -26,17 +26,21 @@ impl World {
             Step::AskDecode(req, d) => self.tell_router(scene, req, router::Input::AskDecode(d)),
             Step::SkipPrefill(req) => self.tell_router(scene, req, router::Input::SkipPrefill),
             Step::HandoffSpent(req) => self.tell_router(scene, req, router::Input::HandoffSpent),
+            Step::ProducerFailed(req) => self.tell_router(scene, req, router::Input::ProducerFailed),
             Step::NotAdmitted(req) => self.tell_router(scene, req, router::Input::NotAdmitted),
             Step::GiveUp(req) => self.tell_router(scene, req, router::Input::GiveUp),
             Step::ClientLeaves(req) => self.tell_router(scene, req, router::Input::ClientLeaves),
             Step::Start(p, req) => self.tell_producer(scene, p, producer::Input::Start(req)),
+            Step::LendEarly(p, req) => self.tell_producer(scene, p, producer::Input::LendEarly(req)),
             Step::Finish(p, req) => self.tell_producer(scene, p, producer::Input::Finish(req)),
+            Step::EndPrefill(p, req) => self.tell_producer(scene, p, producer::Input::EndPrefill(req)),
             Step::TakeMail(p, req) => self.tell_producer(scene, p, producer::Input::TakeMail(req)),
             Step::TimePasses(p) => self.tell_producer(scene, p, producer::Input::TimePasses(None)),
             Step::RestartPrefill(p) => self.tell_producer(scene, p, producer::Input::Restart),
             Step::Schedule(d, req) => self.tell_consumer(scene, d, consumer::Input::Schedule(req)),
             Step::FindCached(d, req) => self.tell_consumer(scene, d, consumer::Input::FindCached(req)),
             Step::AskToRead(d, req, rank) => self.ask_to_read(scene, (d, req, rank)),
+            Step::AskAgain(d, req, rank) => self.ask_again(scene, (d, req, rank)),
             Step::Copy(d, req, rank) => self.copy(scene, d, req, rank),
             Step::StopRead(d, req, rank) => {
                 self.tell_consumer(scene, d, consumer::Input::ReadEnds(req, rank))
@@ -53,6 +57,7 @@ impl World {
             Step::ArriveTwice(_)
             | Step::Lose(_)
             | Step::Silence(_)
+            | Step::PrefillSilence(_)
             | Step::ReadBreaks(..)
             | Step::AnswerLost(..)
             | Step::AskTwice(..)
@@ -85,6 +90,7 @@ impl World {
                 Ok(())
             }
             Step::Silence(req) => self.tell_router(scene, req, router::Input::Silence),
+            Step::PrefillSilence(req) => self.tell_router(scene, req, router::Input::PrefillSilence),
             Step::ReadBreaks(d, req, rank) => {
                 self.tell_consumer(scene, d, consumer::Input::ReadEnds(req, rank))
             }
@@ -177,6 +183,7 @@ impl World {
                 self.tell_consumer_if_up(scene, d, Some(life), consumer::Input::LeaseGone(req))
             }
             Message::Prefilled(req, p, what) => self.prefilled(scene, req, p, what),
+            Message::PrefillEnds(req, p, lease) => self.prefill_ends(scene, req, p, lease),
             Message::Decoded(req, d, what) => {
                 self.tell_router_if_it_lives(scene, req, router::Input::Decoded(asked(req, d), what))
             }
@@ -196,9 +203,17 @@ impl World {
             return self.tell_router(scene, req, router::Input::Prefilled(asked(req, p), what));
         }
         match what {
-            Prefilled::Lent(lease) => self.release(scene, lease),
+            Prefilled::Lent(lease) | Prefilled::Lending(lease) => self.release(scene, lease),
             _ => Ok(()),
         }
+    }
+
+    /// The end of an answer that had lent before. The same.
+    fn prefill_ends(&mut self, scene: &mut Scene, req: Req, p: u8, lease: Option<LeaseName>) -> Held {
+        if self.routers.view(scene.router[place(req)]).open_prefill[usize::from(asked(req, p))] {
+            return self.tell_router(scene, req, router::Input::PrefillEnds(asked(req, p), lease.is_some()));
+        }
+        lease.map_or(Ok(()), |lease| self.release(scene, lease))
     }
 
     fn release(&mut self, scene: &mut Scene, lease: LeaseName) -> Held {
@@ -223,6 +238,7 @@ impl World {
         let said = self.ask_producer(scene, lease.p, input)?;
         Ok(match said {
             Some(producer::Output::Granted(block)) => Asked::Granted(block),
+            Some(producer::Output::NotYet(block)) => Asked::NotYet(block),
             Some(producer::Output::Busy) => Asked::Refused,
             _ => Asked::Gone,
         })
@@ -232,6 +248,21 @@ impl World {
         let (reader, lease) = self.reads(scene, who);
         let asked = self.read_begun(scene, reader, lease)?;
         self.tell_consumer(scene, who.0, consumer::Input::ReadAsked(who.1, who.2, asked))
+    }
+
+    fn ask_again(&mut self, scene: &mut Scene, (d, req, rank): (u8, Req, u8)) -> Held {
+        let (reader, lease) = self.reads(scene, (d, req, rank));
+        let job = self.consumers.view(scene.decode[usize::from(d)]).jobs[usize::from(req)].expect("it reads");
+        let Worker::Waiting(block) = job.workers[usize::from(rank)] else { unreachable!("it waits") };
+        let asked = if self.producer_is_up(scene, lease.p) {
+            match self.ask_producer(scene, lease.p, producer::Input::IsReady(lease.local, reader))? {
+                Some(producer::Output::Ready) => Asked::Granted(block),
+                _ => Asked::Gone,
+            }
+        } else {
+            Asked::Unreachable
+        };
+        self.tell_consumer(scene, d, consumer::Input::ReadAsked(req, rank, asked))
     }
 
     /// Whatever is in the block at this moment.
@@ -335,6 +366,12 @@ impl World {
         for &output in said.iter() {
             let (req, what) = match output {
                 producer::Output::Lent(req, local) => (req, Prefilled::Lent(LeaseName { p, local })),
+                producer::Output::Lending(req, local) => (req, Prefilled::Lending(LeaseName { p, local })),
+                producer::Output::Ends(req, local) => {
+                    let sealed = local.map(|local| LeaseName { p, local });
+                    self.send(scene, Message::PrefillEnds(req, p, sealed));
+                    continue;
+                }
                 producer::Output::Empty(req) => (req, Prefilled::Empty),
                 producer::Output::TooFull(req) => (req, Prefilled::TooFull),
                 producer::Output::Refused(req) => (req, Prefilled::Refused),

@@ -33,6 +33,8 @@ pub(crate) struct Bounds {
     pub policy: LoadFailurePolicy,
     /// When no decode engine can use a handoff the router has the prompt computed anew, once.
     pub anew: bool,
+    /// A prefill engine may lend what it still computes.
+    pub early: bool,
     /// When an accepted answer breaks off, or its engine falls silent, another decode engine goes on, once.
     pub resume: bool,
     /// The router releases nothing by itself and does not say that it would (any other router).
@@ -57,6 +59,7 @@ impl Bounds {
         fallback: false,
         policy: LoadFailurePolicy::Recompute,
         anew: false,
+        early: false,
         resume: false,
         foreign_router: false,
         mutation: None,
@@ -88,6 +91,7 @@ impl std::fmt::Display for Bounds {
             (self.cached, "D may have the prompt cached"),
             (self.fallback, "fallback: D computes all"),
             (self.anew, "spent handoffs are computed anew"),
+            (self.early, "P may lend what it still computes"),
             (self.resume, "streams that break are resumed"),
             (self.foreign_router, "a router that settles nothing"),
         ];

@@ -29,6 +29,8 @@ pub(crate) enum Admission {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Asked {
     Granted(BlockId),
+    /// Granted, but the producer still computes it.
+    NotYet(BlockId),
     Gone,
     Refused,
     Unreachable,
@@ -96,6 +98,8 @@ pub(crate) enum Worker {
     Idle,
     /// It has a job and has not asked.
     Ready,
+    /// Granted what is not computed yet: it waits for the producer's word.
+    Waiting(BlockId),
     /// Granted: it may write into the landing block at any time.
     Granted(BlockId),
     Copied(Bytes),
@@ -155,7 +159,9 @@ impl View {
 impl Job {
     /// Whether a worker may still write into the landing block.
     fn is_written(&self) -> bool {
-        self.workers.iter().any(|worker| matches!(worker, Worker::Ready | Worker::Granted(_)))
+        self.workers
+            .iter()
+            .any(|worker| matches!(worker, Worker::Ready | Worker::Waiting(_) | Worker::Granted(_)))
     }
 
     /// Whether nothing of it is left to do.
@@ -342,7 +348,7 @@ impl Consumer {
     ) -> Result<(), String> {
         let job = self.job(req);
         let was = std::mem::replace(&mut job.workers[usize::from(rank)], Worker::Over);
-        if matches!(was, Worker::Granted(_)) {
+        if matches!(was, Worker::Waiting(_) | Worker::Granted(_)) {
             let lease = job.lease.expect("it reads");
             says.push(Output::ReaderLeaves(req, rank, lease));
         }
@@ -390,7 +396,7 @@ impl Consumer {
             for rank in BOTH {
                 let reads = matches!(
                     job.workers[usize::from(rank)],
-                    Worker::Granted(_) | Worker::Copied(_) | Worker::Asking(_)
+                    Worker::Waiting(_) | Worker::Granted(_) | Worker::Copied(_) | Worker::Asking(_)
                 );
                 if let (true, Some(lease)) = (reads, job.lease) {
                     says.push(Output::ReaderLeaves(req, rank, lease));
@@ -413,6 +419,7 @@ impl Consumer {
             }
             Input::ReadAsked(req, rank, asked) => match asked {
                 Asked::Granted(block) => self.job(req).workers[usize::from(rank)] = Worker::Granted(block),
+                Asked::NotYet(block) => self.job(req).workers[usize::from(rank)] = Worker::Waiting(block),
                 Asked::Gone => self.worker_fails(req, rank, FailureKind::Gone, says)?,
                 Asked::Refused => self.worker_fails(req, rank, FailureKind::Refused, says)?,
                 Asked::Unreachable => self.worker_fails(req, rank, FailureKind::Unreachable, says)?,

@@ -10,6 +10,8 @@ use crate::bounds::Bounds;
 
 /// Everything that clients and engines may do without a fault.
 const LIVELY: Bounds = Bounds { clients_leave: true, refusals: true, cached: true, ..Bounds::PLAIN };
+/// Prefills are lent while they are computed; what fails then is computed anew.
+const EARLY: Bounds = Bounds { early: true, anew: true, ..Bounds::PLAIN };
 /// Two of everything.
 const TWO: Bounds = Bounds { requests: 2, prefill: 2, decode: 2, ..Bounds::PLAIN };
 
@@ -51,6 +53,14 @@ pub(crate) const SMALL: &[(&str, Bounds)] = &[
     (
         "one P, two Ds, streams that break are resumed, two faults",
         Bounds { decode: 2, faults: 2, resume: true, refusals: true, ..Bounds::PLAIN },
+    ),
+    (
+        "prefills that are lent while they are computed, one fault",
+        Bounds { faults: 1, clients_leave: true, refusals: true, cached: true, ..EARLY },
+    ),
+    (
+        "the same with two of each engine",
+        Bounds { prefill: 2, decode: 2, faults: 1, policy: LoadFailurePolicy::Fail, ..EARLY },
     ),
     (
         "a router that settles nothing",
@@ -124,6 +134,25 @@ pub(crate) const FULL: &[(&str, Bounds)] = &[
     (
         "one P, two Ds, streams that break are resumed, three faults, and everything else",
         Bounds { decode: 2, faults: 3, resume: true, ..LIVELY },
+    ),
+    (
+        "prefills that are lent while they are computed, two faults, clients leave",
+        Bounds { faults: 2, clients_leave: true, ..EARLY },
+    ),
+    (
+        "the same with two of each engine, one fault, policy fail",
+        Bounds {
+            prefill: 2,
+            decode: 2,
+            faults: 1,
+            clients_leave: true,
+            policy: LoadFailurePolicy::Fail,
+            ..EARLY
+        },
+    ),
+    (
+        "the same with two requests for one block of one P and one D, one fault",
+        Bounds { requests: 2, faults: 1, fallback: true, ..EARLY },
     ),
     (
         "a router that settles nothing, one fault",

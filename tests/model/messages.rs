@@ -24,6 +24,8 @@ pub(crate) enum Message {
     HangUpDecode(Req, u8),
     // From a prefill engine.
     Prefilled(Req, u8, Prefilled),
+    /// The end of an answer that had lent before: sealed, or not.
+    PrefillEnds(Req, u8, Option<LeaseName>),
     Verdict(ReaderName, Answer),
     LeaseGone(ReaderName),
     // From a decode engine.
@@ -61,7 +63,11 @@ impl Message {
             Self::Prefilled(r, p, Prefilled::Lent(of)) => {
                 Self::Prefilled(by.req(r), by.prefill(p), Prefilled::Lent(lease(of)))
             }
+            Self::Prefilled(r, p, Prefilled::Lending(of)) => {
+                Self::Prefilled(by.req(r), by.prefill(p), Prefilled::Lending(lease(of)))
+            }
             Self::Prefilled(r, p, what) => Self::Prefilled(by.req(r), by.prefill(p), what),
+            Self::PrefillEnds(r, p, of) => Self::PrefillEnds(by.req(r), by.prefill(p), of.map(lease)),
             Self::Verdict(reader, answer) => Self::Verdict(reader.renamed(by), answer),
             Self::LeaseGone(reader) => Self::LeaseGone(reader.renamed(by)),
             Self::Decoded(r, d, what) => Self::Decoded(by.req(r), by.decode(d), what),
@@ -76,6 +82,7 @@ impl Message {
         match (self, other) {
             (Self::HangUpPrefill(r, p), Self::Prefill(r2, p2)) => (r, p) == (r2, p2),
             (Self::HangUpDecode(r, d), Self::Decode(r2, d2, _)) => (r, d) == (r2, d2),
+            (Self::PrefillEnds(r, p, _), Self::Prefilled(r2, p2, _)) => (r, p) == (r2, p2),
             (Self::Streamed(r, d, _), Self::Decoded(r2, d2, _)) => (r, d) == (r2, d2),
             _ => false,
         }
@@ -95,6 +102,7 @@ impl Message {
             | Self::Decode(..)
             | Self::HangUpDecode(..)
             | Self::Prefilled(..)
+            | Self::PrefillEnds(..)
             | Self::Verdict(..)
             | Self::Decoded(..)
             | Self::Streamed(..) => false,
@@ -124,7 +132,13 @@ impl Message {
             Self::Prefilled(_, _, Prefilled::Broken | Prefilled::NotReached)
             | Self::Decoded(_, _, Decoded::Broken | Decoded::NotReached)
             | Self::Streamed(_, _, Streamed::Broken)
+            | Self::PrefillEnds(_, _, None)
             | Self::Verdict(_, Answer::Unknown) => Loss::Impossible,
+            // It writes on, and finds out.
+            Self::Prefilled(r, p, Prefilled::Lending(_)) => {
+                Loss::BecomesBoth(Self::Prefilled(r, p, Prefilled::Broken), Self::HangUpPrefill(r, p))
+            }
+            Self::PrefillEnds(r, p, Some(_)) => Loss::Becomes(Self::PrefillEnds(r, p, None)),
             // The engine believes that its answer has arrived.
             Self::Prefilled(r, p, _) => Loss::Becomes(Self::Prefilled(r, p, Prefilled::Broken)),
             Self::Decode(r, d, _) => Loss::Becomes(Self::Decoded(r, d, Decoded::Broken)),
@@ -160,6 +174,10 @@ impl fmt::Display for Message {
             Self::AbortDecode(r, d) => write!(f, "router → {}: abort {}", d_(d), req(r)),
             Self::HangUpDecode(r, d) => write!(f, "router ✕ {}: connection of {} closed", d_(d), req(r)),
             Self::Prefilled(r, p, what) => write!(f, "{} → router: {} {}", p_(p), req(r), said(what)),
+            Self::PrefillEnds(r, p, of) => {
+                let how = if of.is_some() { "all is computed" } else { "ends before its prefill" };
+                write!(f, "{} → router: {} {how}", p_(p), req(r))
+            }
             Self::Verdict(reader, answer) => {
                 write!(f, "P → {}: the read for {} is {answer:?}", d_(reader.d), req(reader.req))
             }
@@ -179,6 +197,7 @@ impl fmt::Display for Message {
 fn said(what: Prefilled) -> String {
     match what {
         Prefilled::Lent(lease) => format!("is lent: {lease}"),
+        Prefilled::Lending(lease) => format!("is lent while it is computed: {lease}"),
         other => format!("{other:?}"),
     }
 }

@@ -38,6 +38,12 @@ pub(crate) enum Mutation {
     LandingFreedAtOnce,
     /// The router hangs up when its client has left, and with the connection goes the only copy of the handle.
     HangUpInsteadOfAbort,
+    /// What is lent early is said to be final before it is computed.
+    ReadyBeforeComputed,
+    /// The end of a prefill does not seal what was lent early.
+    NeverSealed,
+    /// A prefill that ends with its lease frees the blocks, reader or not.
+    EndOfPrefillFreesUnderAReader,
 }
 
 /// A mutation, where to look for it, and what it must be seen to break.
@@ -55,6 +61,7 @@ const fn planted(name: &'static str, mutation: Mutation, bounds: Bounds, broken:
 }
 
 const LIVELY: Bounds = Bounds { clients_leave: true, refusals: true, ..Bounds::PLAIN };
+const EARLY: Bounds = Bounds { early: true, anew: true, ..LIVELY };
 const STRANDED: &str = "nothing went wrong, everybody is alive and done, and blocks are still lent";
 
 /// Every mutation.
@@ -148,5 +155,18 @@ pub(crate) const PLANTED: &[Planted] = &[
         Mutation::HangUpInsteadOfAbort,
         LIVELY,
         STRANDED,
+    ),
+    planted(
+        "blocks are called final before they are computed",
+        Mutation::ReadyBeforeComputed,
+        EARLY,
+        "stale bytes reach a forward pass",
+    ),
+    planted("what is lent early is never sealed", Mutation::NeverSealed, EARLY, STRANDED),
+    planted(
+        "the end of a prefill frees what is read of it",
+        Mutation::EndOfPrefillFreesUnderAReader,
+        EARLY,
+        "are held",
     ),
 ];

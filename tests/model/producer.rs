@@ -6,12 +6,12 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use baton_connector::lease::{Cause, LeaseTerms};
+use baton_connector::lease::{Cause, LeaseTerms, State};
 use baton_connector::ledger::{
     Grant, HeartbeatReply, Ledger, LedgerPortrait, LivePortrait, ReadRefusal, ReleaseReply,
 };
 use baton_connector::limits::TOMBSTONE_KEPT;
-use baton_connector::transport::Verdict;
+use baton_connector::transport::{Readiness, Verdict};
 use baton_connector::{BlockId, Handle, Rank, Reader, RequestId, Time};
 
 use crate::bounds::Bounds;
@@ -36,8 +36,12 @@ pub(crate) enum Input {
     Prefill(Req, Admission),
     /// A block is free for a job that waits.
     Start(Req),
+    /// It is lent while it is computed.
+    LendEarly(Req),
     /// The forward pass is over.
     Finish(Req),
+    /// The step loop hears that a lease has ended before its prefill.
+    EndPrefill(Req),
     /// Abort by name: the lease desk at once, the step loop by mail.
     Abort(Req),
     TakeMail(Req),
@@ -45,6 +49,8 @@ pub(crate) enum Input {
     HangUp(Req),
     Release(Local),
     ReadBegun(Local, ReaderName),
+    /// Whether what a reader was granted can be read by now.
+    IsReady(Local, ReaderName),
     ReadDone(Local, ReaderName),
     ReadFailed(Local, ReaderName),
     Heartbeat(Local),
@@ -59,10 +65,16 @@ pub(crate) enum Input {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Output {
     Lent(Req, Local),
+    /// The head of an answer whose prefill computes on, and its end: sealed, or not.
+    Lending(Req, Local),
+    Ends(Req, Option<Local>),
     Empty(Req),
     TooFull(Req),
     Refused(Req),
     Granted(BlockId),
+    /// Granted, but its content is not final.
+    NotYet(BlockId),
+    Ready,
     /// The lease is over, or never was here.
     Gone,
     Busy,
@@ -78,6 +90,8 @@ pub(crate) enum Job {
     None,
     Waiting,
     Running(BlockId),
+    /// Lent while it runs.
+    Lending(BlockId),
 }
 
 /// What is in a block.
@@ -85,7 +99,19 @@ pub(crate) enum Job {
 pub(crate) enum Content {
     /// Nobody's: may be written at any time.
     Free,
+    /// What a forward pass is writing.
+    Unfinished(Local),
     Of(Local),
+}
+
+impl Content {
+    /// Whose it is.
+    pub(crate) fn owner(self) -> Option<Local> {
+        match self {
+            Self::Free => None,
+            Self::Unfinished(owner) | Self::Of(owner) => Some(owner),
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -99,6 +125,10 @@ pub(crate) struct View {
     opened: u8,
     given_up: [bool; 4],
     valid: BTreeSet<ReaderName>,
+    /// Leases that have ended before their prefill, of which the step loop has not heard.
+    pub ended_early: [bool; 4],
+    /// Of those, whose block nobody but the step loop holds.
+    back_early: [bool; 4],
     blocks_of: [Option<BlockId>; 4],
 }
 
@@ -132,7 +162,7 @@ impl Producer {
     fn start(&mut self, req: Req) -> Job {
         match self.free_block() {
             Some(block) => {
-                self.view.blocks[block.index()] = Content::Of(self.own(req));
+                self.view.blocks[block.index()] = Content::Unfinished(self.own(req));
                 Job::Running(block)
             }
             None => Job::Waiting,
@@ -142,25 +172,75 @@ impl Producer {
     fn free(&mut self, block: BlockId, owner: Local) -> Result<(), String> {
         let owner = owner.tag();
         let content = &mut self.view.blocks[block.index()];
-        if *content != Content::Of(owner) {
+        if content.owner() != Some(owner) {
             return Err(format!("block {} is freed twice (invariant 2)", block.0));
         }
         *content = Content::Free;
         Ok(())
     }
 
-    /// Ends a job that has not finished; says whether there was one.
-    fn drop_job(&mut self, req: Req) -> Result<bool, String> {
+    /// Ends a job that has not finished; says which.
+    fn drop_job(&mut self, req: Req) -> Result<Job, String> {
         let job = std::mem::replace(&mut self.view.jobs[usize::from(req)], Job::None);
-        if let Job::Running(block) = job {
+        match job {
+            Job::Running(block) => self.free(block, self.own(req))?,
+            Job::Lending(block) => {
+                self.view.given_up[usize::from(req)] = true;
+                self.ledger.release(self.handle(self.own(req)), "unfinished", self.now);
+                self.let_go(req, block)?;
+            }
+            Job::None | Job::Waiting => {}
+        }
+        Ok(job)
+    }
+
+    /// The prefill of a lease is over: its block is the lease's alone, or nobody's.
+    fn let_go(&mut self, req: Req, block: BlockId) -> Result<(), String> {
+        self.view.ended_early[usize::from(req)] = false;
+        let is_back = std::mem::take(&mut self.view.back_early[usize::from(req)]);
+        if is_back || self.bounds.has(Mutation::EndOfPrefillFreesUnderAReader) {
             self.free(block, self.own(req))?;
         }
-        Ok(job != Job::None)
+        Ok(())
+    }
+
+    fn lend_early(&mut self, req: Req, says: &mut Vec<Output>) -> Result<(), String> {
+        let Job::Running(block) = self.view.jobs[usize::from(req)] else { unreachable!("only what runs") };
+        let lease = self.own(req);
+        let grant =
+            Grant { handle: self.handle(lease), request: name(req), blocks: vec![block], expected: 1 };
+        if self.ledger.open_growing(grant, 0, self.now).is_ok() {
+            if self.view.given_up[usize::from(req)] {
+                return Err("a lease is opened for a request that was given up before it finished".into());
+            }
+            if self.bounds.has(Mutation::ReadyBeforeComputed) {
+                self.ledger.grow(self.handle(lease), 1);
+            }
+            self.view.jobs[usize::from(req)] = Job::Lending(block);
+            says.push(Output::Lending(req, lease));
+        }
+        Ok(())
+    }
+
+    /// All of what was lent early is computed.
+    fn seal(&mut self, req: Req, block: BlockId, says: &mut Vec<Output>) -> Result<(), String> {
+        let lease = self.own(req);
+        self.now = self.now.after(Duration::from_micros(1));
+        self.view.blocks[block.index()] = Content::Of(lease);
+        let forgets = self.bounds.has(Mutation::NeverSealed);
+        let sealed = forgets || self.ledger.seal(self.handle(lease), self.now);
+        says.push(Output::Ends(req, sealed.then_some(lease)));
+        self.let_go(req, block)
     }
 
     fn finish(&mut self, req: Req, says: &mut Vec<Output>) -> Result<(), String> {
         let job = std::mem::replace(&mut self.view.jobs[usize::from(req)], Job::None);
-        let Job::Running(block) = job else { unreachable!("only what runs finishes") };
+        let block = match job {
+            Job::Running(block) => block,
+            Job::Lending(block) => return self.seal(req, block, says),
+            Job::None | Job::Waiting => unreachable!("only what runs finishes"),
+        };
+        self.view.blocks[block.index()] = Content::Of(self.own(req));
         let lease = Local { nth: self.view.opened, ..self.own(req) };
         // Leases opened one after the other are due one after the other.
         self.now = self.now.after(Duration::from_micros(1));
@@ -251,6 +331,11 @@ impl Producer {
 
     /// Blocks of ended leases go back, for a reason that there was.
     fn settle(&mut self) -> Result<(), String> {
+        for handle in self.ledger.take_unfinished() {
+            let req = LeaseName::of(handle).local.req;
+            let computes = matches!(self.view.jobs[usize::from(req)], Job::Lending(_));
+            self.view.ended_early[usize::from(req)] = computes;
+        }
         for settled in self.ledger.take_settled() {
             let counted = self.bounds.has(Mutation::EarlierEpochAccepted);
             let req = if counted {
@@ -258,7 +343,12 @@ impl Producer {
             } else {
                 LeaseName::of(settled.handle).local.req
             };
-            self.free(settled.blocks[0], self.own(req))?;
+            // A step that still writes into it holds it, too.
+            if self.view.jobs[usize::from(req)] == Job::Lending(settled.blocks[0]) {
+                self.view.back_early[usize::from(req)] = true;
+            } else {
+                self.free(settled.blocks[0], self.own(req))?;
+            }
             let readers = self.view.valid.iter().filter(|reader| reader.req == req).count();
             match settled.cause {
                 // A stale read is worth more as a trace than the acknowledgement that comes just before it.
@@ -281,12 +371,14 @@ impl Producer {
     /// Invariant 1: every block is free, or held by exactly one job or lease.
     fn check(&self) -> Result<(), String> {
         let portrait = self.ledger.portrait(self.now);
+        let lent: Vec<_> = portrait.live.iter().flat_map(|live| live.blocks.iter().copied()).collect();
         let running = self.view.jobs.iter().filter_map(|job| match job {
             Job::Running(block) => Some(*block),
+            // As one with its lease.
+            Job::Lending(block) => Some(*block).filter(|block| !lent.contains(block)),
             Job::None | Job::Waiting => None,
         });
-        let mut held: Vec<_> =
-            portrait.live.iter().flat_map(|live| live.blocks.iter().copied()).chain(running).collect();
+        let mut held: Vec<_> = running.chain(lent.iter().copied()).collect();
         held.sort();
         let taken = (0..self.view.blocks.len()).filter(|&at| self.view.blocks[at] != Content::Free);
         let taken: Vec<_> = taken.map(|at| BlockId(at as u32)).collect();
@@ -298,7 +390,8 @@ impl Producer {
 
     fn crash(&mut self, says: &mut Vec<Output>) {
         for req in ROUNDS.into_iter().filter(|&req| self.view.jobs[usize::from(req)] != Job::None) {
-            says.push(Output::Broken(req));
+            let lends = matches!(self.view.jobs[usize::from(req)], Job::Lending(_));
+            says.push(if lends { Output::Ends(req, None) } else { Output::Broken(req) });
         }
         let life = self.view.life + 1;
         *self = Self::born(&self.bounds);
@@ -318,24 +411,44 @@ impl Producer {
             Input::Prefill(req, Admission::TooFull) => says.push(Output::TooFull(req)),
             Input::Prefill(req, Admission::Refuse) => says.push(Output::Refused(req)),
             Input::Start(req) => self.view.jobs[usize::from(req)] = self.start(req),
+            Input::LendEarly(req) => self.lend_early(req, says)?,
             Input::Finish(req) => self.finish(req, says)?,
+            Input::EndPrefill(req) => {
+                self.drop_job(req)?;
+                says.push(Output::Ends(req, None));
+            }
             Input::Abort(req) => self.abort(req),
             Input::TakeMail(req) => {
                 self.view.mail[usize::from(req)] = false;
-                if self.drop_job(req)? {
-                    says.push(Output::Empty(req));
-                } else if let Some(block) = self.view.blocks_of[usize::from(req)].take() {
-                    self.free(block, self.own(req))?;
+                match self.drop_job(req)? {
+                    Job::Lending(_) => says.push(Output::Ends(req, None)),
+                    Job::Waiting | Job::Running(_) => says.push(Output::Empty(req)),
+                    Job::None => {
+                        if let Some(block) = self.view.blocks_of[usize::from(req)].take() {
+                            self.free(block, self.own(req))?;
+                        }
+                    }
                 }
             }
             Input::HangUp(req) => drop(self.drop_job(req)?),
             Input::Release(lease) => self.release(lease)?,
-            Input::ReadBegun(lease, _) | Input::ReadDone(lease, _) if !self.knows_epoch(lease) => {
+            Input::ReadBegun(lease, _) | Input::ReadDone(lease, _) | Input::IsReady(lease, _)
+                if !self.knows_epoch(lease) =>
+            {
                 says.push(Output::Gone);
+            }
+            Input::IsReady(lease, reader) => {
+                says.push(match self.ledger.readiness(self.handle(lease), self.reader(reader), 1) {
+                    Readiness::Ready => Output::Ready,
+                    Readiness::NotYet => return Err("a reader asks before anything has changed".into()),
+                    Readiness::Gone => Output::Gone,
+                });
             }
             Input::ReadBegun(lease, reader) => {
                 let read = self.ledger.read_begun(self.handle(lease), self.reader(reader), 0, 1, self.now);
+                let ready = self.ledger.readiness(self.handle(lease), self.reader(reader), 1);
                 says.push(match read {
+                    Ok(blocks) if ready == Readiness::NotYet => Output::NotYet(blocks[0]),
                     Ok(blocks) => Output::Granted(blocks[0]),
                     Err(ReadRefusal::Gone) => Output::Gone,
                     Err(ReadRefusal::Busy) => Output::Busy,
@@ -368,8 +481,13 @@ impl Producer {
 
     fn time_passes(&mut self, renewed: Option<Req>) {
         let live = self.ledger.portrait(self.now).live;
-        let next =
-            |live: &[LivePortrait]| live.iter().map(|live| live.lease.left).min().expect("a lease is live");
+        let next = |live: &[LivePortrait]| {
+            live.iter()
+                .filter(|live| has_clock(live))
+                .map(|live| live.lease.left)
+                .min()
+                .expect("a lease is live")
+        };
         if let Some(req) = renewed {
             self.now = self.now.after(next(&live).saturating_sub(Duration::from_micros(1)));
             for live in live.iter().filter(|live| live.request == name(req)) {
@@ -403,6 +521,8 @@ impl Party for Producer {
             opened: 0,
             given_up: [false; 4],
             valid: BTreeSet::new(),
+            ended_early: [false; 4],
+            back_early: [false; 4],
             blocks_of: [None; 4],
         };
         Self { bounds: *bounds, now: Time::ZERO, ledger: Ledger::new(TERMS), view }
@@ -422,12 +542,15 @@ impl Party for Producer {
         match input {
             Input::Prefill(req, admission) => Input::Prefill(by.req(req), admission),
             Input::Start(req) => Input::Start(by.req(req)),
+            Input::LendEarly(req) => Input::LendEarly(by.req(req)),
             Input::Finish(req) => Input::Finish(by.req(req)),
+            Input::EndPrefill(req) => Input::EndPrefill(by.req(req)),
             Input::Abort(req) => Input::Abort(by.req(req)),
             Input::TakeMail(req) => Input::TakeMail(by.req(req)),
             Input::HangUp(req) => Input::HangUp(by.req(req)),
             Input::Release(lease) => Input::Release(lease.renamed(by)),
             Input::ReadBegun(lease, reader) => Input::ReadBegun(lease.renamed(by), reader.renamed(by)),
+            Input::IsReady(lease, reader) => Input::IsReady(lease.renamed(by), reader.renamed(by)),
             Input::ReadDone(lease, reader) => Input::ReadDone(lease.renamed(by), reader.renamed(by)),
             Input::ReadFailed(lease, reader) => Input::ReadFailed(lease.renamed(by), reader.renamed(by)),
             Input::Heartbeat(lease) => Input::Heartbeat(lease.renamed(by)),
@@ -437,6 +560,11 @@ impl Party for Producer {
     }
 }
 
-fn name(req: Req) -> RequestId {
+/// Whether time ends it.
+pub(crate) fn has_clock(live: &LivePortrait) -> bool {
+    live.lease.state != State::Growing
+}
+
+pub(crate) fn name(req: Req) -> RequestId {
     RequestId::new(["r1", "r2", "r1-2", "r2-2"][usize::from(req)]).expect("an id")
 }

@@ -2,7 +2,7 @@
 //! and which calls are still open.
 
 use baton_connector::Time;
-use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Settlement, State};
+use baton_connector::exchange::{Attempt, Event, Exchange, Failure, Outcome, Settlement, State};
 
 use crate::bounds::Bounds;
 use crate::cast::Party;
@@ -12,6 +12,8 @@ use crate::names::{LeaseName, Renaming};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Prefilled {
     Lent(LeaseName),
+    /// Lent, and it computes on: the answer's end is still to come.
+    Lending(LeaseName),
     Empty,
     Refused,
     TooFull,
@@ -45,6 +47,12 @@ pub(crate) enum Input {
     NotAdmitted,
     GiveUp,
     Prefilled(u8, Prefilled),
+    /// The end of an answer that had lent before: well, or not.
+    PrefillEnds(u8, bool),
+    /// What the decode engine waits for will not come.
+    ProducerFailed,
+    /// The prefill engine that computes on has been silent for too long.
+    PrefillSilence,
     AskDecode(u8),
     Decoded(u8, Decoded),
     Streamed(u8, Streamed),
@@ -85,6 +93,10 @@ pub(crate) struct Router {
     /// Calls that have not been answered; those to prefill engines are read on after the request has ended.
     pub open_prefill: [bool; 4],
     pub open_decode: [bool; 4],
+    /// The prefill engine that has lent and computes on, whose answer's end is waited for.
+    pub computing: Option<u8>,
+    /// It will not end well.
+    pub failed: bool,
     /// Debts that were paid: aborts of prefill, releases, aborts of decode, by engine.
     paid: [[bool; 4]; 3],
     ends: u8,
@@ -124,7 +136,17 @@ impl Router {
     }
 
     fn tell(&mut self, event: Event, says: &mut Vec<Output>) -> Result<(), String> {
+        // Whoever gives a handoff up does not wait for its prefill.
+        let given_up = matches!(event, Event::HandoffSpent | Event::StreamCut(_));
         let step = self.exchange.apply(event, Time::ZERO);
+        let outcome = self.exchange.outcome();
+        if given_up || outcome.is_some() {
+            self.failed = false;
+            if let Some(p) = self.computing.take().filter(|_| outcome != Some(Outcome::Completed)) {
+                self.open_prefill[usize::from(p)] = false;
+                says.push(Output::HangUpPrefill(p));
+            }
+        }
         for debt in step.settle {
             self.pay(debt, says)?;
         }
@@ -159,10 +181,12 @@ impl Router {
     }
 
     fn prefilled(&mut self, p: u8, what: Prefilled) -> Event {
-        self.open_prefill[usize::from(p)] = false;
+        self.open_prefill[usize::from(p)] = matches!(what, Prefilled::Lending(_));
         let by = prefill(p);
         match what {
-            Prefilled::Lent(lease) => Event::PrefillLent(by, Some(lease.handle())),
+            Prefilled::Lent(lease) | Prefilled::Lending(lease) => {
+                Event::PrefillLent(by, Some(lease.handle()))
+            }
             Prefilled::Empty => Event::PrefillEmpty(by),
             Prefilled::Refused => Event::PrefillRefused(by),
             Prefilled::TooFull => Event::PrefillFailed(by, Failure::Answered),
@@ -181,6 +205,17 @@ impl Router {
             Decoded::TooFull | Decoded::LoadFailed => Event::DecodeFailed(by, Failure::Answered),
             Decoded::NotReached => Event::DecodeFailed(by, Failure::NotReached),
             Decoded::Broken => Event::DecodeFailed(by, Failure::Unknown),
+        }
+    }
+
+    /// A prefill has lent early: its end is waited for by the request that takes the handoff, and by nobody else.
+    fn lent_early(&mut self, p: u8, says: &mut Vec<Output>) {
+        match self.exchange.state() {
+            State::Held(Some(lent)) if lent.by == prefill(p) => self.computing = Some(p),
+            _ => {
+                self.open_prefill[usize::from(p)] = false;
+                says.push(Output::HangUpPrefill(p));
+            }
         }
     }
 
@@ -229,6 +264,8 @@ impl Router {
             asked_decode: [false; 4],
             open_prefill: [false; 4],
             open_decode: [false; 4],
+            computing: None,
+            failed: false,
             paid: [[false; 4]; 3],
             ends: 0,
         }
@@ -255,7 +292,38 @@ impl Party for Router {
             Input::SkipPrefill => Event::PrefillSkipped,
             Input::NotAdmitted => Event::NotAdmitted,
             Input::GiveUp => Event::GaveUp,
+            Input::Prefilled(p, what @ Prefilled::Lending(_)) => {
+                let event = self.prefilled(p, what);
+                self.tell(event, says)?;
+                self.lent_early(p, says);
+                return Ok(());
+            }
             Input::Prefilled(p, what) => self.prefilled(p, what),
+            Input::PrefillEnds(p, well) => {
+                self.open_prefill[usize::from(p)] = false;
+                let waited = self.computing.take_if(|computing| *computing == p).is_some();
+                if !well {
+                    self.failed |= waited;
+                    return Ok(());
+                }
+                Event::PrefillEnded(prefill(p))
+            }
+            Input::PrefillSilence => {
+                let p = self.computing.take().expect("it waits for a prefill");
+                self.open_prefill[usize::from(p)] = false;
+                self.failed = true;
+                says.push(Output::HangUpPrefill(p));
+                return Ok(());
+            }
+            Input::ProducerFailed => {
+                (self.failed, self.spent) = (false, true);
+                match self.exchange.state() {
+                    State::Decoding(on, _) | State::Accepted(on, _) => {
+                        Event::DecodeFailed(on, Failure::Unknown)
+                    }
+                    _ => unreachable!("a decode engine waits for it"),
+                }
+            }
             Input::AskDecode(d) => {
                 self.asked_decode[usize::from(d)] = true;
                 self.open_decode[usize::from(d)] = true;
@@ -301,7 +369,11 @@ impl Party for Router {
             Input::Prefilled(p, Prefilled::Lent(lease)) => {
                 Input::Prefilled(by.prefill(p), Prefilled::Lent(lease.renamed(by)))
             }
+            Input::Prefilled(p, Prefilled::Lending(lease)) => {
+                Input::Prefilled(by.prefill(p), Prefilled::Lending(lease.renamed(by)))
+            }
             Input::Prefilled(p, what) => Input::Prefilled(by.prefill(p), what),
+            Input::PrefillEnds(p, well) => Input::PrefillEnds(by.prefill(p), well),
             Input::AskDecode(d) => Input::AskDecode(by.decode(d)),
             Input::Decoded(d, what) => Input::Decoded(by.decode(d), what),
             Input::Streamed(d, how) => Input::Streamed(by.decode(d), how),
@@ -311,6 +383,8 @@ impl Party for Router {
             | Input::HandoffSpent
             | Input::ClientLeaves
             | Input::Silence
+            | Input::ProducerFailed
+            | Input::PrefillSilence
             | Input::Crash => input,
         }
     }

@@ -4,13 +4,14 @@ use std::fmt;
 
 use baton_connector::exchange::State as Exchanging;
 use baton_connector::fetch::State as Fetching;
+use baton_connector::ledger::LivePortrait;
 
 use crate::bounds::Bounds;
 use crate::consumer::{self, Block, Phase, Worker};
 use crate::messages::{Loss, Message};
 use crate::mutations::Mutation;
 use crate::names::{LeaseName, ROUNDS, ReaderName, Req, shown};
-use crate::producer::{Content, Job};
+use crate::producer::{Content, Job, has_clock, name};
 use crate::world::{Scene, World};
 
 /// One thing that happens.
@@ -29,6 +30,8 @@ pub(crate) enum Step {
     AskTwice(u8, Req, u8),
     /// A lease runs out while it is wanted; that of the other request can be renewed just before.
     RunsOutEarly(u8, Option<Req>),
+    /// The router waits no longer for a prefill that has lent and computes on.
+    PrefillSilence(Req),
     AgesPass(u8),
     CrashPrefill(u8),
     CrashDecode(u8, Memory),
@@ -44,16 +47,22 @@ pub(crate) enum Step {
     NotAdmitted(Req),
     GiveUp(Req),
     HandoffSpent(Req),
+    /// It gives a decode engine up, for what that waits for will not come.
+    ProducerFailed(Req),
     ClientLeaves(Req),
     // P.
     Start(u8, Req),
+    LendEarly(u8, Req),
     Finish(u8, Req),
+    EndPrefill(u8, Req),
     TakeMail(u8, Req),
     TimePasses(u8),
     // D.
     Schedule(u8, Req),
     FindCached(u8, Req),
     AskToRead(u8, Req, u8),
+    /// What it waits for has been computed, or will not be.
+    AskAgain(u8, Req, u8),
     Copy(u8, Req, u8),
     StopRead(u8, Req, u8),
     AskVerdict(u8, Req, u8),
@@ -98,7 +107,8 @@ impl World {
             // Whatever could be done without waiting is done.
             self.may_be_left(scene)?;
             for p in 0..self.bounds.prefill {
-                let lends = !self.producers.view(scene.prefill[usize::from(p)]).ledger.live.is_empty();
+                let view = self.producers.view(scene.prefill[usize::from(p)]);
+                let lends = view.ledger.live.iter().any(has_clock);
                 if lends && !self.bounds.has(Mutation::NoExpiry) {
                     into.push(Step::TimePasses(p));
                 }
@@ -185,6 +195,9 @@ impl World {
         if !scene.router_up || view.is_over() {
             return;
         }
+        let waits_in_vain = view.failed
+            && matches!(view.exchange.state(), Exchanging::Decoding(..) | Exchanging::Accepted(..));
+        into.extend(waits_in_vain.then_some(Step::ProducerFailed(req)));
         let (prefill, decode) = (0..self.bounds.prefill, 0..self.bounds.decode);
         match view.exchange.state() {
             Exchanging::Choosing => {
@@ -231,7 +244,16 @@ impl World {
                 Job::Waiting => {
                     into.extend(view.blocks.contains(&Content::Free).then_some(Step::Start(p, req)))
                 }
-                Job::Running(_) => into.push(Step::Finish(p, req)),
+                Job::Running(_) => {
+                    into.push(Step::Finish(p, req));
+                    // Nobody is lent early what is computed anew, and nobody lends what was given up.
+                    let known = view.ledger.released_early.contains(&name(req));
+                    into.extend((self.bounds.early && req < 2 && !known).then_some(Step::LendEarly(p, req)));
+                }
+                Job::Lending(_) => {
+                    into.push(Step::Finish(p, req));
+                    into.extend(view.ended_early[usize::from(req)].then_some(Step::EndPrefill(p, req)));
+                }
             }
             into.extend(view.mail[usize::from(req)].then_some(Step::TakeMail(p, req)));
         }
@@ -261,8 +283,19 @@ impl World {
             if job.fetch == Some(Fetching::Queued) && self.lease_is_over(scene, job.lease) {
                 into.push(Step::Heartbeat(d, req));
             }
-            self.at_workers(d, req, job, into);
+            self.at_workers(scene, (d, req), job, into);
         }
+    }
+
+    /// Whether a lease's prefill still computes, and neither has failed.
+    fn grows(&self, scene: &Scene, lease: LeaseName) -> bool {
+        let view = self.producers.view(scene.prefill[usize::from(lease.p)]);
+        let ours = |live: &LivePortrait| {
+            !has_clock(live)
+                && live.ready == 0
+                && view.blocks[live.blocks[0].index()].owner() == Some(lease.local.tag())
+        };
+        view.alive && view.life == lease.local.life && view.ledger.live.iter().any(ours)
     }
 
     /// Whether a heartbeat would be answered "gone", and has not been yet.
@@ -271,17 +304,22 @@ impl World {
             let view = self.producers.view(scene.prefill[usize::from(lease.p)]);
             let said = |number: &u16| matches!(self.messages.get(*number), Message::LeaseGone(reader) if reader.req == lease.local.req);
             let over = view.ledger.live.iter().all(|live| live.blocks.iter().all(|block| {
-                view.blocks[block.index()] != Content::Of(lease.local.tag())
+                view.blocks[block.index()].owner() != Some(lease.local.tag())
             }));
             view.alive && view.life == lease.local.life && over && !scene.net.iter().any(said)
         })
     }
 
-    fn at_workers(&self, d: u8, req: Req, job: &consumer::Job, into: &mut Vec<Step>) {
+    fn at_workers(&self, scene: &Scene, (d, req): (u8, Req), job: &consumer::Job, into: &mut Vec<Step>) {
         for rank in 0..self.bounds.ranks {
             match job.workers[usize::from(rank)] {
                 Worker::Ready if job.stop => into.push(Step::StopRead(d, req, rank)),
                 Worker::Ready => into.push(Step::AskToRead(d, req, rank)),
+                Worker::Waiting(_) if job.stop => into.push(Step::StopRead(d, req, rank)),
+                Worker::Waiting(_) => {
+                    let grows = self.grows(scene, job.lease.expect("it reads"));
+                    into.extend((!grows).then_some(Step::AskAgain(d, req, rank)));
+                }
                 Worker::Granted(_) => {
                     into.push(Step::Copy(d, req, rank));
                     into.extend(job.stop.then_some(Step::StopRead(d, req, rank)));
@@ -312,14 +350,17 @@ impl World {
                 Exchanging::Choosing | Exchanging::Held(_) | Exchanging::Done(_)
             );
             into.extend((scene.router_up && !view.is_over() && waits).then_some(Step::Silence(req)));
+            let computing = scene.router_up && view.computing.is_some();
+            into.extend(computing.then_some(Step::PrefillSilence(req)));
         }
         for p in 0..self.bounds.prefill {
             let view = self.producers.view(scene.prefill[usize::from(p)]);
             if view.alive {
                 into.push(Step::CrashPrefill(p));
                 let ledger = &view.ledger;
-                into.extend((!ledger.live.is_empty()).then_some(Step::RunsOutEarly(p, None)));
-                if ledger.live.len() > 1 {
+                let clocks = ledger.live.iter().filter(|live| has_clock(live)).count();
+                into.extend((clocks > 0).then_some(Step::RunsOutEarly(p, None)));
+                if clocks > 1 {
                     into.extend(self.rounds().map(|req| Step::RunsOutEarly(p, Some(req))));
                 }
                 let remembers = !ledger.ended.is_empty() || !ledger.released_early.is_empty();
@@ -349,7 +390,7 @@ impl World {
             for rank in 0..self.bounds.ranks {
                 match job.workers[usize::from(rank)] {
                     Worker::Ready => into.push(Step::AnswerLost(d, req, rank)),
-                    Worker::Granted(_) => into.push(Step::ReadBreaks(d, req, rank)),
+                    Worker::Waiting(_) | Worker::Granted(_) => into.push(Step::ReadBreaks(d, req, rank)),
                     Worker::Copied(_) => into.push(Step::AskTwice(d, req, rank)),
                     Worker::Idle | Worker::Asking(_) | Worker::Answered(..) | Worker::Over => {}
                 }
@@ -369,7 +410,7 @@ impl Step {
         match self {
             Self::ArriveTwice(_) | Self::AskTwice(..) => "repeated",
             Self::Lose(_) => "lost",
-            Self::Silence(_) => "silence",
+            Self::Silence(_) | Self::PrefillSilence(_) => "silence",
             Self::ReadBreaks(..) | Self::AnswerLost(..) => "broken read",
             Self::RunsOutEarly(..) => "early",
             Self::AgesPass(_) => "ages",
@@ -405,6 +446,9 @@ impl fmt::Display for Step {
             Self::RunsOutEarly(at, Some(req)) => {
                 write!(f, "FAULT at {} a lease or a drain runs out, but that of {} is renewed", p(at), r(req))
             }
+            Self::PrefillSilence(req) => {
+                write!(f, "FAULT the router waits no longer for the end of the prefill of {}", r(req))
+            }
             Self::AgesPass(at) => write!(f, "FAULT {} forgets what has ended", p(at)),
             Self::CrashPrefill(at) => write!(f, "FAULT {} dies", p(at)),
             Self::CrashDecode(at, memory) => write!(f, "FAULT {} dies; its notices: {memory:?}", d(at)),
@@ -416,17 +460,27 @@ impl fmt::Display for Step {
             Self::AskDecode(req, at) => write!(f, "the router chooses {} for {}", d(at & 1), r(req)),
             Self::SkipPrefill(req) => write!(f, "the router does without a prefill engine for {}", r(req)),
             Self::HandoffSpent(req) => write!(f, "the router has {} computed anew", r(req)),
+            Self::ProducerFailed(req) => {
+                write!(f, "the router gives the decode of {} up: its prefill has failed", r(req))
+            }
             Self::NotAdmitted(req) => write!(f, "the router has no room for {}", r(req)),
             Self::GiveUp(req) => write!(f, "the router gives {} up", r(req)),
             Self::ClientLeaves(req) => write!(f, "the client of {} leaves", r(req)),
             Self::Start(at, req) => write!(f, "{} starts {}", p(at), r(req)),
+            Self::LendEarly(at, req) => write!(f, "{} lends {} while it computes it", p(at), r(req)),
             Self::Finish(at, req) => write!(f, "{} finishes {}", p(at), r(req)),
+            Self::EndPrefill(at, req) => {
+                write!(f, "{}'s step loop hears that the lease of {} has ended", p(at), r(req))
+            }
             Self::TakeMail(at, req) => write!(f, "{}'s step loop hears of the abort of {}", p(at), r(req)),
             Self::TimePasses(at) => write!(f, "time passes at {}", p(at)),
             Self::Schedule(at, req) => write!(f, "{} has a block for {}", d(at), r(req)),
             Self::FindCached(at, req) => write!(f, "{} has the prompt of {} cached", d(at), r(req)),
             Self::AskToRead(at, req, rank) => {
                 write!(f, "{} asks to read for {} (rank {rank})", d(at), r(req))
+            }
+            Self::AskAgain(at, req, rank) => {
+                write!(f, "{} hears what became of what it waits for, for {} (rank {rank})", d(at), r(req))
             }
             Self::Copy(at, req, rank) => write!(f, "{} copies for {} (rank {rank})", d(at), r(req)),
             Self::StopRead(at, req, rank) => {

@@ -26,7 +26,10 @@ pub(crate) struct Facts {
     pub(crate) replays: Vec<(String, Option<String>, Option<String>)>,
     pub(crate) lost: u64,
     pub(crate) beside: Option<serde_json::Value>,
-    pub(crate) interrupted: bool,
+    /// Broken off, and when.
+    pub(crate) interrupted: Option<u64>,
+    /// Why it could not go on.
+    pub(crate) failed: Option<String>,
     /// Engines that were started again, and when.
     pub(crate) restarts: Vec<(usize, u64)>,
 }
@@ -75,7 +78,8 @@ impl Facts {
                 Record::Call(call) => facts.calls.push(call.clone()),
                 Record::Event(event) => facts.timelines.entry(event.tag.clone()).or_default().take(event),
                 Record::Books(books) => facts.books.push(books.clone()),
-                Record::Interrupted { .. } => facts.interrupted = true,
+                Record::Interrupted { at_us } => facts.interrupted = Some(*at_us),
+                Record::Failed { why, .. } => facts.failed = Some(why.clone()),
                 Record::Restarted { engine, at_us } => facts.restarts.push((*engine, *at_us)),
                 Record::Beside { compared } => facts.beside = Some(compared.clone()),
                 Record::Lost { events, .. } => facts.lost += events,
@@ -86,6 +90,10 @@ impl Facts {
                     facts.replays.push((tag.clone(), text.clone(), said.clone()));
                 }
             }
+        }
+        if let Some(at) = facts.interrupted {
+            // What became of them then is nobody's fault.
+            facts.calls.retain(|call| call.ended_us < at);
         }
         facts.engines.sort_by_key(|engine| engine.engine);
         facts.books.sort_by_key(|books| books.at_us);
@@ -159,7 +167,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
     let stranded_after = facts.run.stranded_after_us;
     let group = |of: &dyn Fn(&Victim<'_>) -> bool| {
         let chosen: Vec<_> = victims.iter().filter(|victim| of(victim)).collect();
-        grouped(&chosen, stranded_after)
+        grouped(&chosen, stranded_after, facts.exact())
     };
     let aimed_at = |call: &CallRecord| call.leaves.and_then(|leaves| leaves.phase);
     let phases = Phase::ALL.into_iter().filter_map(|phase| {
@@ -190,7 +198,8 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         texts: texts(&facts),
         beside: facts.beside.clone(),
         events_lost: facts.lost,
-        interrupted: facts.interrupted,
+        interrupted: facts.interrupted.is_some(),
+        failed: facts.failed.clone(),
         series: series::of(&facts, &victims),
         findings: Vec::new(),
         run: facts.run.clone(),
@@ -207,8 +216,8 @@ fn ms(us: u64) -> f64 {
 }
 
 /// What these clients did to the engines.
-fn grouped(victims: &[&Victim<'_>], stranded_after: u64) -> Group {
-    let mut group = Group { left: victims.len() as u64, ..Group::default() };
+fn grouped(victims: &[&Victim<'_>], stranded_after: u64, exact: bool) -> Group {
+    let mut group = Group { exact, left: victims.len() as u64, ..Group::default() };
     let (mut told, mut freed, mut freed_p) = (Vec::new(), Vec::new(), Vec::new());
     for Victim { call, timeline, gone, watched_until, .. } in victims {
         let Some(timeline) = timeline else { continue };
@@ -270,7 +279,7 @@ fn refused(facts: &Facts) -> Option<Group> {
             watched_until: facts.watched_until(),
         })
         .collect();
-    let mut group = grouped(&victims.iter().collect::<Vec<_>>(), facts.run.stranded_after_us);
+    let mut group = grouped(&victims.iter().collect::<Vec<_>>(), facts.run.stranded_after_us, facts.exact());
     // The refusal is the last that anybody hears of it; nobody has to be told.
     (group.told_ms, group.never_told) = (Dist::default(), 0);
     Some(group)

@@ -3,7 +3,8 @@
 use super::analyse::{Facts, Victim, wrong};
 use super::phase::Phase;
 use super::raw::{ActKind, CallRecord};
-use super::summary::{Finding, Summary};
+use super::series;
+use super::summary::{BYSTANDERS_FEW, Dist, Finding, Summary};
 use super::timeline::{Leg, RACE_US};
 
 /// Calls that are named for each finding.
@@ -30,7 +31,9 @@ pub(crate) fn of(facts: &Facts, victims: &[Victim<'_>], summary: &Summary) -> Ve
     if !summary.exact {
         held_for_nobody(facts, summary, &mut findings);
     }
-    for engine in &summary.engines {
+    // Of a run that ended too soon nobody knows what would have come home.
+    let at_the_end = summary.engines.iter().filter(|_| summary.failed.is_none());
+    for engine in at_the_end {
         if let Some(held) = engine.held_at_end.filter(|held| *held > 0) {
             let says =
                 format!("{} still holds {held} blocks at the end, and no client is there", engine.name);
@@ -107,7 +110,7 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
             )
         } else {
             format!(
-                "the blocks of {stranded} of {all} clients that left in other phases were not back within {seconds} s"
+                "the blocks of {stranded} of {all} clients that left in all the other phases together were not back within {seconds} s"
             )
         };
         findings.push(finding(name, says, stranded as u64, &tags));
@@ -259,14 +262,30 @@ fn bystanders(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
         let tags: Vec<_> = facts.calls.iter().filter(failed).map(|call| call.tag.as_str()).collect();
         findings.push(finding("bystanders_failed", says, errors, &tags));
     }
+    if calm.ttft_ms.n.min(storm.ttft_ms.n) < BYSTANDERS_FEW {
+        return;
+    }
     let pairs = [("first token", calm.ttft_ms, storm.ttft_ms), ("next token", calm.itl_ms, storm.itl_ms)];
     for (what, calm, storm) in pairs {
-        if calm.n > 0 && storm.p99 > calm.p99 * SLOWER && storm.p99 > calm.p99 + SLOWER_MS {
+        // Of fewer than 100 the 99th percentile is the greatest.
+        let (percent, of): (_, fn(&Dist) -> f64) =
+            if calm.n.min(storm.n) < 100 { ("90th", |dist| dist.p90) } else { ("99th", |dist| dist.p99) };
+        let (before, after) = (of(&calm), of(&storm));
+        if after > before * SLOWER && after > before + SLOWER_MS {
             let says = format!(
-                "clients that stayed waited {:.0} ms for their {what} at the 99th percentile while others left, and {:.0} ms when nobody did",
-                storm.p99, calm.p99
+                "clients that stayed waited {after:.0} ms for their {what} at the {percent} percentile while others left, and {before:.0} ms when nobody did"
             );
-            findings.push(finding("bystanders_slowed", says, 1, &[]));
+            let worst = |call: &&CallRecord| {
+                call.leaves.is_none()
+                    && facts.act(&call.act).is_some_and(|act| act.what == ActKind::Storm)
+                    && if what == "first token" {
+                        series::ttft(call).is_some_and(|ttft| ttft >= after)
+                    } else {
+                        series::gaps(call).any(|gap| gap >= after)
+                    }
+            };
+            let tags: Vec<_> = facts.calls.iter().filter(worst).map(|call| call.tag.as_str()).collect();
+            findings.push(finding("bystanders_slowed", says, 1, &tags));
         }
     }
 }

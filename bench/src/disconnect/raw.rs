@@ -37,6 +37,8 @@ pub(crate) enum Record {
     Fault { act: String, fault: String, at_us: u64, mended: bool },
     /// Whoever ran it has stopped it before its end.
     Interrupted { at_us: u64 },
+    /// It could not go on.
+    Failed { at_us: u64, why: String },
     /// An engine is another process than it was.
     Restarted { engine: usize, at_us: u64 },
     /// What `baton bench compare --json` has measured of other front doors.
@@ -249,6 +251,10 @@ pub(crate) fn read(from: &mut dyn BufRead) -> Result<Vec<Record>, RawError> {
             break;
         }
         let wrong = |why: String| RawError::Line { line: number, why };
+        if line.last() != Some(&b'\n') && bytes as u64 != LINE_BYTES_MAX && number > 1 {
+            // Whoever wrote it was killed in the middle of it.
+            break;
+        }
         if bytes as u64 == LINE_BYTES_MAX || records.len() == RECORDS_MAX {
             return Err(wrong("too long".into()));
         }

@@ -6,6 +6,7 @@ mod svg;
 use std::fmt::Write as _;
 
 use super::summary::{Dist, Group, Summary};
+use crate::stats::Spread;
 
 pub(crate) use page::page;
 
@@ -22,6 +23,30 @@ fn ms(value: f64) -> String {
 /// A percentile, or a dash where nothing was measured.
 fn percentile(dist: &Dist, of: impl Fn(&Dist) -> f64) -> String {
     if dist.n == 0 { "–".into() } else { ms(of(dist)) }
+}
+
+/// A number of a group, or a dash where engines do not tell.
+fn known(group: &Group, number: impl FnOnce() -> String) -> String {
+    if group.exact { number() } else { "–".into() }
+}
+
+/// How a median of rounds came about.
+fn rounds(spread: &Spread) -> String {
+    match spread.runs.len() {
+        1 => "one round".into(),
+        many => format!("median of {many} rounds, {:.2} to {:.2}", spread.min, spread.max),
+    }
+}
+
+/// To a hundredth, with thousands apart; small ones to a thousandth.
+fn decimals(value: f64) -> String {
+    match value {
+        value if value < 10.0 => format!("{value:.3}"),
+        value => {
+            let hundredths = (value * 100.0).round() as u64;
+            format!("{}.{:02}", count(hundredths / 100), hundredths % 100)
+        }
+    }
 }
 
 /// Counts with thousands apart.
@@ -60,19 +85,28 @@ pub(crate) fn text(summary: &Summary) -> String {
     }
     line(String::new());
     line(format!(
-        "{:<18} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>14}",
-        "left in", "left", "stranded", "told p50", "told p99", "freed p50", "freed p99", "block-s/1000"
+        "{:<18} {:>6} {:>9} {:>10} {:>11} {:>11} {:>11} {:>11} {:>14}",
+        "left in",
+        "left",
+        "stranded",
+        "never told",
+        "told p50",
+        "told p99",
+        "freed p50",
+        "freed p99",
+        "block-s/1000"
     ));
     let mut row = |name: &str, group: &Group| {
         line(format!(
-            "{name:<18} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>14.3}",
+            "{name:<18} {:>6} {:>9} {:>10} {:>11} {:>11} {:>11} {:>11} {:>14}",
             group.left,
-            group.stranded,
+            known(group, || count(group.stranded)),
+            known(group, || count(group.never_told)),
             percentile(&group.told_ms, |dist| dist.p50),
             percentile(&group.told_ms, |dist| dist.p99),
             percentile(&group.freed_ms, |dist| dist.p50),
             percentile(&group.freed_ms, |dist| dist.p99),
-            group.block_seconds_per_1000,
+            known(group, || decimals(group.block_seconds_per_1000)),
         ));
     };
     for phase in &summary.phases {
@@ -104,13 +138,7 @@ pub(crate) fn text(summary: &Summary) -> String {
             ));
         }
         if let Some(spread) = &summary.storm_over_calm {
-            line(format!(
-                "TTFT p99, storm over calm: {:.2} (median of {} rounds, {:.2} to {:.2})",
-                spread.median,
-                spread.runs.len(),
-                spread.min,
-                spread.max
-            ));
+            line(format!("TTFT p99, storm over calm: {:.2} ({})", spread.median, rounds(spread)));
         }
         line(String::new());
     }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
+use tokio_util::sync::CancellationToken;
 
 use super::aim::{Aim, Aims};
 use super::phase::{Kind, Phase};
@@ -56,6 +57,8 @@ pub(crate) struct Stage {
     pub(crate) seed: u64,
     pub(crate) aims: Mutex<Aims>,
     pub(crate) next: AtomicU64,
+    /// The run is broken off: no call goes on, and none of them counts.
+    pub(crate) cut: CancellationToken,
 }
 
 /// A call that was made, and what engines have told of it by then.
@@ -121,7 +124,11 @@ impl Stage {
             Some(Kind::HalfClose) => Manner::HalfClose,
             Some(Kind::Stall) => Manner::Stall { hold: STALL },
         };
-        let call = self.client.call(&ask, &leave, manner).await;
+        let call = tokio::select! {
+            biased;
+            () = self.cut.cancelled() => std::future::pending().await,
+            call = self.client.call(&ask, &leave, manner) => call,
+        };
         if let Some(aiming) = aiming {
             aiming.abort();
         }

@@ -1,10 +1,16 @@
 //! What a run has shown, in numbers. Everything here is computed from the raw events by `analyse.rs`.
 
-use serde::Serialize;
+use serde::ser::SerializeMap as _;
+use serde::{Serialize, Serializer};
 
 use super::phase::{Kind, Phase};
 use super::raw::Run;
 use crate::stats::{Spread, percentile};
+
+/// Fewer comparisons say little of all the answers.
+const TEXTS_FEW: u64 = 50;
+/// Of fewer clients a high percentile is one client's bad luck.
+pub(crate) const BYSTANDERS_FEW: usize = 20;
 
 /// A whole run.
 #[derive(Clone, Debug, Serialize)]
@@ -33,6 +39,9 @@ pub(crate) struct Summary {
     pub(crate) beside: Option<serde_json::Value>,
     /// It was broken off: there are fewer parts than there should be.
     pub(crate) interrupted: bool,
+    /// Why it could not go on to its end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) failed: Option<String>,
     /// Events of engines that were overwritten before they were read; with any, counts are too small.
     pub(crate) events_lost: u64,
     #[serde(skip)]
@@ -52,9 +61,9 @@ pub(crate) struct Finding {
     pub(crate) shown_by: Vec<String>,
 }
 
-/// Milliseconds of one kind. Percentiles are by nearest rank: the smallest sample that at least so many per cent of all
+/// Milliseconds of one kind; written as `{"n": 0}` where nothing was measured. Percentiles are by nearest rank: the smallest sample that at least so many per cent of all
 /// samples do not exceed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Dist {
     pub(crate) n: usize,
     pub(crate) min: f64,
@@ -65,9 +74,11 @@ pub(crate) struct Dist {
     pub(crate) max: f64,
 }
 
-/// What clients that left did to the engines.
-#[derive(Clone, Debug, Default, Serialize)]
+/// What clients that left did to the engines. Of engines that tell metrics only nothing but `left` is known, and written.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Group {
+    /// Engines told of single requests.
+    pub(crate) exact: bool,
     /// Clients that left in time.
     pub(crate) left: u64,
     /// Of those, whose blocks were not back in time.
@@ -192,6 +203,8 @@ impl Summary {
         let mut unknown = Vec::new();
         let mut add = |there: bool, what: String| unknown.extend(there.then_some(what));
         add(self.interrupted, "the run was broken off".into());
+        let failed = self.failed.as_deref().unwrap_or_default();
+        add(self.failed.is_some(), format!("the run ended early: {failed}"));
         add(
             !self.exact,
             "engines told metrics only: phases, times and blocks of single requests are not known".into(),
@@ -201,6 +214,23 @@ impl Summary {
             format!("{} events of engines were lost: counts are too small", self.events_lost),
         );
         add(self.texts.compared == 0, "no answer could be compared with another".into());
+        let few = self.texts.compared > 0 && self.texts.compared < TEXTS_FEW && self.requests >= TEXTS_FEW;
+        add(
+            few,
+            format!(
+                "only {} of {} answers were compared in the time that there was (`--verify-seconds`)",
+                self.texts.compared, self.requests
+            ),
+        );
+        if let (Some(calm), Some(storm)) = (&self.calm, &self.storm) {
+            let (calm, storm) = (calm.ttft_ms.n, storm.ttft_ms.n);
+            add(
+                calm.min(storm) < BYSTANDERS_FEW,
+                format!(
+                    "{calm} clients that stayed in the calm and {storm} in the storm are too few to be compared"
+                ),
+            );
+        }
         for phase in &self.phases {
             let missed = phase.aimed > 0 && phase.group.left == 0 && self.exact;
             add(missed, format!("no client was in phase {} when it left", phase.phase.label()));
@@ -210,6 +240,43 @@ impl Summary {
             "nothing that was lent was refused by a decode engine".into(),
         );
         unknown
+    }
+}
+
+impl Serialize for Dist {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { n, min, mean, p50, p90, p99, max } = *self;
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("n", &n)?;
+        if n > 0 {
+            for (name, value) in
+                [("min", min), ("mean", mean), ("p50", p50), ("p90", p90), ("p99", p99), ("max", max)]
+            {
+                map.serialize_entry(name, &value)?;
+            }
+        }
+        map.end()
+    }
+}
+
+impl Serialize for Group {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("left", &self.left)?;
+        if self.exact {
+            map.serialize_entry("stranded", &self.stranded)?;
+            map.serialize_entry("never_back", &self.never_back)?;
+            map.serialize_entry("told_ms", &self.told_ms)?;
+            map.serialize_entry("never_told", &self.never_told)?;
+            map.serialize_entry("freed_ms", &self.freed_ms)?;
+            map.serialize_entry("freed_p_ms", &self.freed_p_ms)?;
+            map.serialize_entry("block_seconds", &self.block_seconds)?;
+            map.serialize_entry("block_seconds_per_1000", &self.block_seconds_per_1000)?;
+            map.serialize_entry("prompt_tokens_for_nobody", &self.prompt_tokens_for_nobody)?;
+            map.serialize_entry("answer_tokens_for_nobody", &self.answer_tokens_for_nobody)?;
+            map.serialize_entry("expired", &self.expired)?;
+        }
+        map.end()
     }
 }
 

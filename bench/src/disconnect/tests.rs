@@ -392,13 +392,30 @@ fn wrong_texts_are_named_and_what_was_seen_of_one_must_be_its_beginning() {
 #[test]
 fn harm_to_who_stays_is_named() {
     let mut script = storm();
-    script.act("storm", ActKind::Storm, 3_000, 5_000, |script, act| {
+    script.act("storm 2", ActKind::Storm, 3_000, 5_000, |script, act| {
         script.stayed(act, "slow", 3_000, &[3_400, 3_700], "done");
         script.stayed(act, "failed", 3_100, &[], "broken");
     });
     let summary = script.summary();
-    assert_eq!(names(&summary), ["bystanders_failed", "bystanders_slowed", "bystanders_slowed"]);
+    // Two against three: whether anybody was slowed down is not known.
+    assert_eq!(names(&summary), ["bystanders_failed"]);
+    assert!(summary.unknown().iter().any(|what| what.contains("too few to be compared")));
     assert_eq!(summary.findings[0].shown_by, ["failed"]);
+    for (name, what, slow) in [("calm 2", ActKind::Calm, 0), ("storm 3", ActKind::Storm, 300)] {
+        script.act(name, what, 6_000, 7_000, |script, act| {
+            for at in 0..25 {
+                let (due, tag) = (6_000 + at, format!("{name}-{at}"));
+                // The slowest tenth alone makes no difference.
+                let first = due + 10 + if at < 3 { 0 } else { slow };
+                script.stayed(act, &tag, due, &[first, first + 2], "done");
+            }
+        });
+    }
+    let summary = script.summary();
+    assert_eq!(names(&summary), ["bystanders_failed", "bystanders_slowed"]);
+    let slowed = &summary.findings[1];
+    assert!(slowed.says.contains("310 ms for their first token at the 90th percentile"), "{}", slowed.says);
+    assert!(slowed.shown_by.iter().all(|tag| tag == "slow" || tag.starts_with("storm 3")), "{slowed:?}");
 }
 
 #[test]
@@ -549,14 +566,20 @@ fn a_leg_that_goes_on_although_it_was_told_is_named() {
 #[test]
 fn what_could_not_be_judged_is_said() {
     let mut script = storm();
-    script.0.push(Record::Interrupted { at_us: 1 });
+    script.act("storm 2", ActKind::Storm, 3_000, 5_000, |script, act| {
+        script.stayed(act, "cut", 3_400, &[], "broken");
+    });
+    script.0.push(Record::Interrupted { at_us: 3_400_000 });
     script.0.push(Record::Lost { engine: P, events: 3 });
+    script.0.push(Record::Failed { at_us: 3_500_000, why: "no more room".into() });
     let summary = script.summary();
     let unknown = summary.unknown().join("; ");
     // Nobody was in the fetch, though one had aimed at it.
-    for said in ["broken off", "3 events", "no answer could be compared", "phase fetch"] {
+    for said in ["broken off", "no more room", "3 events", "no answer could be compared", "phase fetch"] {
         assert!(unknown.contains(said), "{said}: {unknown}");
     }
+    // What became of a call after that is nobody's fault.
+    assert_eq!((names(&summary), summary.requests), (Vec::new(), 9));
     let (text, page) = (report::text(&summary), report::page(&summary));
     assert!(text.contains("in what was judged") && page.contains("in what was judged"));
 }

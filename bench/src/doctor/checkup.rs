@@ -79,6 +79,17 @@ impl Checkup {
         self.put(Mark::Skipped, check, of, told);
     }
 
+    /// Whether this check of this has failed.
+    pub(super) fn has_failed(&self, check: &str, of: &str) -> bool {
+        self.lines.iter().any(|line| line.mark == Mark::Fail && line.check == check && line.of == of)
+    }
+
+    /// Nothing can be said of the deployment, whoever answers.
+    pub(super) fn unseen(&mut self, why: &str) {
+        self.seen = false;
+        self.skip("disconnects", "", why);
+    }
+
     fn count(&self, mark: Mark) -> usize {
         self.lines.iter().filter(|line| line.mark == mark).count()
     }
@@ -108,6 +119,9 @@ impl Checkup {
         let well = format!("{} well{skipped}", plural(self.count(Mark::Ok), "check"));
         let warnings = if warned > 0 { format!(", {}", plural(warned, "warning")) } else { String::new() };
         match self.verdict() {
+            Verdict::NotSeen if self.lines.iter().any(|line| line.mark == Mark::Ok) => {
+                format!("could not look: {well}, and nothing was seen of the engines")
+            }
             Verdict::NotSeen => "could not look: nobody answers".to_owned(),
             Verdict::Healthy => format!("healthy: {well}{warnings}"),
             Verdict::Findings => format!("NOT healthy: {}{warnings}; {well}", plural(failed, "failure")),

@@ -69,8 +69,10 @@ pub(super) async fn exactly(client: &Client, engines: &[&Engine], terms: &Terms,
     for phase in Phase::ALL {
         if !doctor.phase(phase, checkup).await {
             // Blocks that are not back would spoil what follows.
-            for rest in Phase::ALL.iter().filter(|rest| **rest > phase) {
-                checkup.skip("disconnect", rest.label(), "a phase before it failed");
+            let failed = |of: &Phase| checkup.has_failed("disconnect", of.label());
+            let rest: Vec<_> = Phase::ALL.into_iter().filter(|rest| *rest > phase && !failed(rest)).collect();
+            for rest in rest {
+                checkup.skip("disconnect", rest.label(), "another phase failed before it was tried");
             }
             return;
         }

@@ -16,8 +16,8 @@ use baton_connector::RequestId;
 use baton_engine::event_log::{What, tag};
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
 use baton_openai::{
-    ApiError, ChoiceDelta, ChunkEncoder, Endpoint, Finish, FinishReason, FinishedChoice, GenerateRequest,
-    Object, ParseLimits, ReplyHead, Usage, parse_object, salvage_member, sse,
+    ApiError, ChoiceDelta, ChunkEncoder, Code, Endpoint, Finish, FinishReason, FinishedChoice,
+    GenerateRequest, Object, ParseLimits, ReplyHead, Usage, parse_object, salvage_member, sse,
 };
 use serde_json::Value;
 use tokio::sync::Notify;
@@ -226,14 +226,14 @@ fn judge(
     }
     let contents = text::contents(&tokens, plan.block_tokens);
     if let Some(check) = check {
-        let refused = |message: &str, code: &'static str| {
+        let refused = |message: &str, code: Code| {
             Err(Refused::handler(ApiError::invalid(PARAMS, message).with_code(code)).elsewhere())
         };
         if check.layout != handoff::layout(plan.block_tokens) || check.block_tokens != plan.block_tokens {
-            return refused("the handoff's blocks have another layout", "kv_layout_mismatch");
+            return refused("the handoff's blocks have another layout", Code::KvLayoutMismatch);
         }
         if check.prompt != handoff::fingerprint(&contents) {
-            return refused("the handoff is of another prompt", "kv_prompt_mismatch");
+            return refused("the handoff is of another prompt", Code::KvPromptMismatch);
         }
     }
     let sent = Submission {
@@ -394,10 +394,12 @@ impl Exchange<'_> {
         match (end, self.engine.plan.dialect) {
             (End::Length | End::Lent(_), _) => None,
             (End::Aborted, _) => {
-                Some(ApiError::unavailable("the request was aborted", RETRY).with_code("aborted"))
+                // No code of Baton's own.
+                let error = ApiError::unavailable("the request was aborted", RETRY);
+                Some(ApiError { code: Some("aborted".into()), ..error })
             }
             (End::Unread(why), Dialect::Baton) => {
-                let code = if *why == "gone" { "kv_gone" } else { "kv_transfer_failed" };
+                let code = if *why == "gone" { Code::KvGone } else { Code::KvTransferFailed };
                 let message = format!("the prompt's KV blocks could not be fetched: {why}");
                 Some(ApiError::unavailable(message, RETRY).with_code(code))
             }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use baton_connector::handoff::{Handoff, KvIntent};
 use baton_connector::{BlockId, Epoch, Handle, RequestId};
-use baton_openai::ApiError;
+use baton_openai::{ApiError, Code};
 use serde_json::{Value, json};
 
 use super::core::{Lent, Source};
@@ -100,7 +100,7 @@ pub(super) fn intent(dialect: Dialect, params: Option<&Value>) -> Result<Intent,
         Dialect::Baton => {
             let malformed = |error: baton_connector::handoff::HandoffError| {
                 ApiError::invalid("kv_transfer_params", error.to_string())
-                    .with_code("invalid_kv_transfer_params")
+                    .with_code(Code::InvalidKvTransferParams)
             };
             Ok(match KvIntent::parse(params).map_err(malformed)? {
                 None => Intent::Plain,

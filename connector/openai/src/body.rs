@@ -5,6 +5,7 @@ use std::fmt;
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, Visitor};
 use serde_json::{Map, Value};
 
+use crate::code::Code;
 use crate::error::{ApiError, shortened};
 use crate::limits::{NESTING_MAX, ParseLimits, TREE_BYTES_MAX, UNWEIGHED_BYTES_MAX};
 use crate::scan::tree_bytes;
@@ -34,7 +35,7 @@ pub fn parse_object(body: &[u8], limits: &ParseLimits) -> Result<Map<String, Val
         return Err(ApiError::malformed("the body is empty; send a JSON object"));
     }
     if text.len() > UNWEIGHED_BYTES_MAX && tree_bytes(text) > TREE_BYTES_MAX {
-        return Err(ApiError::malformed("the body has too many values").with_code("too_many_values"));
+        return Err(ApiError::malformed("the body has too many values").with_code(Code::TooManyValues));
     }
     let mut duplicate = None;
     let mut json = serde_json::Deserializer::from_str(text);
@@ -43,7 +44,7 @@ pub fn parse_object(body: &[u8], limits: &ParseLimits) -> Result<Map<String, Val
     match (parsed, duplicate) {
         (_, Some(name)) => {
             let message = format!("`{}` appears more than once", shortened(&name));
-            Err(ApiError::invalid(shortened(&name), message).with_code("duplicate_field"))
+            Err(ApiError::invalid(shortened(&name), message).with_code(Code::DuplicateField))
         }
         (Err(error), None) => Err(malformed(&error)),
         (Ok(map), None) => Ok(map),

@@ -20,6 +20,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use serde_json::{Value, json};
 
+use crate::Code;
+
 /// Bytes of a client's own words that a message repeats.
 const ECHO_BYTES_MAX: usize = 128;
 /// Between the two halves of what is said of a context that is too short.
@@ -110,7 +112,7 @@ impl ApiError {
     /// 400: the body as a whole is not acceptable.
     #[must_use]
     pub fn malformed(message: impl Into<String>) -> Self {
-        Self::new(400, ErrorKind::InvalidRequest, message).with_code("malformed_body")
+        Self::new(400, ErrorKind::InvalidRequest, message).with_code(Code::MalformedBody)
     }
 
     /// 400: prompt and `max_tokens` do not fit the model's context.
@@ -119,7 +121,7 @@ impl ApiError {
         let message = format!(
             "the model's context is {context_tokens} tokens, but the prompt has {prompt_tokens}{ASKS}{max_tokens}"
         );
-        Self::invalid("prompt", message).with_code("context_length_exceeded")
+        Self::invalid("prompt", message).with_code(Code::ContextLengthExceeded)
     }
 
     /// What [`Self::context_length`] says, without the `max_tokens`: for somebody who asked for another number. `None`
@@ -133,7 +135,7 @@ impl ApiError {
     /// 401: no key, or an unknown one.
     #[must_use]
     pub fn unauthorized() -> Self {
-        Self::new(401, ErrorKind::Authentication, "missing or unknown API key").with_code("invalid_api_key")
+        Self::new(401, ErrorKind::Authentication, "missing or unknown API key").with_code(Code::InvalidApiKey)
     }
 
     /// 404: no such model here.
@@ -141,21 +143,21 @@ impl ApiError {
     pub fn model_not_found(name: &str) -> Self {
         let mut error = Self::invalid("model", format!("the model `{}` does not exist", shortened(name)));
         error.status = 404;
-        error.with_code("model_not_found")
+        error.with_code(Code::ModelNotFound)
     }
 
     /// 404: no such path.
     #[must_use]
     pub fn not_found(path: &str) -> Self {
         Self::new(404, ErrorKind::InvalidRequest, format!("no such path: {}", shortened(path)))
-            .with_code("not_found")
+            .with_code(Code::NotFound)
     }
 
     /// 405. `allowed` is what `Allow` says: `GET, HEAD`.
     #[must_use]
     pub fn method_not_allowed(method: &str, allowed: &'static str) -> Self {
         let message = format!("method {} is not allowed here; use {allowed}", shortened(method));
-        let error = Self::new(405, ErrorKind::InvalidRequest, message).with_code("method_not_allowed");
+        let error = Self::new(405, ErrorKind::InvalidRequest, message).with_code(Code::MethodNotAllowed);
         Self { allowed: Some(allowed), ..error }
     }
 
@@ -163,61 +165,67 @@ impl ApiError {
     #[must_use]
     pub fn request_timeout(waited: Duration) -> Self {
         let message = format!("the request did not arrive within {} ms", waited.as_millis());
-        Self::new(408, ErrorKind::Timeout, message).with_code("request_timeout")
+        Self::new(408, ErrorKind::Timeout, message).with_code(Code::RequestTimeout)
     }
 
     /// 413: the body is over the limit.
     #[must_use]
     pub fn payload_too_large(limit_bytes: usize) -> Self {
         let message = format!("the body is larger than the limit of {limit_bytes} bytes");
-        Self::new(413, ErrorKind::InvalidRequest, message).with_code("payload_too_large")
+        Self::new(413, ErrorKind::InvalidRequest, message).with_code(Code::PayloadTooLarge)
     }
 
     /// 429: this client asks too often.
     #[must_use]
     pub fn rate_limited(message: impl Into<String>, retry_after: Duration) -> Self {
-        Self::new(429, ErrorKind::RateLimit, message).with_code("rate_limit_exceeded").with_retry(retry_after)
+        Self::new(429, ErrorKind::RateLimit, message)
+            .with_code(Code::RateLimitExceeded)
+            .with_retry(retry_after)
     }
 
     /// 429: queues are full, for everybody.
     #[must_use]
     pub fn overloaded(message: impl Into<String>, retry_after: Duration) -> Self {
-        Self::new(429, ErrorKind::Overloaded, message).with_code("overloaded").with_retry(retry_after)
+        Self::new(429, ErrorKind::Overloaded, message).with_code(Code::Overloaded).with_retry(retry_after)
     }
 
     /// 499, for logs and metrics: the client hung up first.
     #[must_use]
     pub fn client_gone() -> Self {
-        Self::new(499, ErrorKind::ClientGone, "the client closed the connection").with_code("client_gone")
+        Self::new(499, ErrorKind::ClientGone, "the client closed the connection").with_code(Code::ClientGone)
     }
 
     /// 500: our own mistake. `message` must not carry internals.
     #[must_use]
     pub fn internal(message: impl Into<String>) -> Self {
-        Self::new(500, ErrorKind::Server, message).with_code("internal_error")
+        Self::new(500, ErrorKind::Server, message).with_code(Code::InternalError)
     }
 
     /// 502: an engine answered with something that is not an answer.
     #[must_use]
     pub fn bad_gateway(message: impl Into<String>) -> Self {
-        Self::new(502, ErrorKind::Server, message).with_code("bad_gateway")
+        Self::new(502, ErrorKind::Server, message).with_code(Code::BadGateway)
     }
 
     /// 503: nothing can serve this now.
     #[must_use]
     pub fn unavailable(message: impl Into<String>, retry_after: Duration) -> Self {
-        Self::new(503, ErrorKind::Unavailable, message).with_code("unavailable").with_retry(retry_after)
+        Self::new(503, ErrorKind::Unavailable, message).with_code(Code::Unavailable).with_retry(retry_after)
     }
 
     /// 504: an engine did not answer in time.
     #[must_use]
     pub fn gateway_timeout(message: impl Into<String>) -> Self {
-        Self::new(504, ErrorKind::Timeout, message).with_code("gateway_timeout")
+        Self::new(504, ErrorKind::Timeout, message).with_code(Code::GatewayTimeout)
     }
 
-    /// The same error with another `code`.
+    /// The same error with another `code`, which goes with its status and kind.
     #[must_use]
-    pub fn with_code(mut self, code: impl Into<Cow<'static, str>>) -> Self {
+    pub fn with_code(mut self, code: Code) -> Self {
+        debug_assert!(
+            code.statuses().contains(&self.status) && code.kind() == self.kind,
+            "{self} does not go with {code:?}"
+        );
         self.code = Some(code.into());
         self
     }

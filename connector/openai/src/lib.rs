@@ -18,6 +18,7 @@
 //!   `null` is the same as absent and `16.0` is the integer 16 (both as in vLLM).
 
 pub mod body;
+pub mod code;
 pub mod error;
 mod field;
 pub mod limits;
@@ -31,6 +32,7 @@ pub mod sse;
 mod untangle;
 
 pub use body::parse_object;
+pub use code::Code;
 pub use error::{ApiError, ErrorKind};
 pub use limits::{ParseLimits, Scope};
 pub use request::{

@@ -30,6 +30,7 @@ use bytes::{Bytes, BytesMut};
 use serde_json::{Map, Value};
 
 use crate::body::parse_object;
+use crate::code::Code;
 use crate::error::ApiError;
 use crate::limits::{
     LOGIT_BIAS_BYTES_MAX, ParseLimits, SMALL_FIELD_BYTES_MAX, SMALL_TREE_BYTES_MAX,
@@ -298,7 +299,7 @@ impl RawBody {
             together += std::str::from_utf8(value).map_or(0, tree_bytes);
             if together > SMALL_TREE_BYTES_MAX {
                 return Err(ApiError::invalid(name, format!("`{name}` has too many values"))
-                    .with_code("too_many_values"));
+                    .with_code(Code::TooManyValues));
             }
         }
         Ok(())
@@ -325,7 +326,7 @@ fn is_small(name: &str, value: &[u8]) -> Result<(), ApiError> {
     let most = if name == "logit_bias" { LOGIT_BIAS_BYTES_MAX } else { SMALL_FIELD_BYTES_MAX };
     if value.len() > most {
         let message = format!("`{name}` is {} bytes of JSON; at most {most} are read", value.len());
-        return Err(ApiError::invalid(name, message).with_code("field_too_long"));
+        return Err(ApiError::invalid(name, message).with_code(Code::FieldTooLong));
     }
     Ok(())
 }

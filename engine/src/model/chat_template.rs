@@ -15,7 +15,7 @@ use std::fmt;
 use std::io::{self, Write};
 use std::time::SystemTime;
 
-use baton_openai::{ApiError, ChatInput};
+use baton_openai::{ApiError, ChatInput, Code};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use minijinja::{Environment, Error, ErrorKind, Value};
@@ -85,7 +85,7 @@ impl From<ChatError> for ApiError {
             ChatError::NothingToContinue => "continue_final_message",
             _ => "messages",
         };
-        Self::invalid(param, error.to_string()).with_code("chat_template")
+        Self::invalid(param, error.to_string()).with_code(Code::ChatTemplate)
     }
 }
 

@@ -7,7 +7,7 @@ use baton_connector::fetch::Fetch;
 use baton_connector::slice::Geometry;
 use baton_connector::{KvLayout, RequestId};
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
-use baton_openai::{ApiError, Endpoint, GenerateRequest, Input, Prompt};
+use baton_openai::{ApiError, Code, Endpoint, GenerateRequest, Input, Prompt};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use super::guard::HandoffGuard;
@@ -49,8 +49,9 @@ pub(super) fn encode(
     let text = |text: &str, field: &str, default: bool| {
         let special = control::special(add_special, default);
         let tokens = frontend.tokenizer.encode(text, special, frontend.capacity);
-        tokens
-            .map_err(|error| ApiError::invalid(field, error.to_string()).with_code("context_length_exceeded"))
+        tokens.map_err(|error| {
+            ApiError::invalid(field, error.to_string()).with_code(Code::ContextLengthExceeded)
+        })
     };
     match input {
         Input::Prompts(prompts) => prompts
@@ -132,41 +133,40 @@ fn check_intent(
     prompts: &[Vec<u32>],
     intent: &Intent,
 ) -> Result<(), ApiError> {
-    let refuse =
-        |code: &'static str, message: String| Err(ApiError::invalid(PARAMS, message).with_code(code));
+    let refuse = |code: Code, message: String| Err(ApiError::invalid(PARAMS, message).with_code(code));
     let wrong_role = |field: &str| {
         let role = frontend.role.label();
-        refuse("kv_wrong_role", format!("`{field}` is not served by an engine of role {role}"))
+        refuse(Code::KvWrongRole, format!("`{field}` is not served by an engine of role {role}"))
     };
     match intent {
         Intent::Plain => Ok(()),
         Intent::Produce { .. } if frontend.role == Role::Decode => wrong_role("do_remote_decode"),
         Intent::Consume(_) if frontend.role == Role::Prefill => wrong_role("do_remote_prefill"),
         Intent::Produce { .. } | Intent::Consume(_) if prompts.len() != 1 => refuse(
-            "kv_unsupported",
+            Code::KvUnsupported,
             format!("a handoff is of one prompt, this request has {}", prompts.len()),
         ),
         Intent::Produce { .. } if request.n != 1 => {
-            refuse("kv_unsupported", format!("a handoff is of one sequence, `n` is {}", request.n))
+            refuse(Code::KvUnsupported, format!("a handoff is of one sequence, `n` is {}", request.n))
         }
         Intent::Produce { .. } => Ok(()),
         Intent::Consume(handoff) => {
             let prompt = &prompts[0];
             if handoff.layout != frontend.fingerprint {
                 let message = "the producer's blocks have another layout or another model";
-                return refuse("kv_layout_mismatch", message.into());
+                return refuse(Code::KvLayoutMismatch, message.into());
             }
             let theirs = KvLayout { block_tokens: handoff.block_tokens, ..frontend.geometry.whole() };
             let theirs = Geometry::new(theirs, handoff.ports.len());
             if let Err(error) = theirs.and_then(|theirs| theirs.links(&frontend.geometry)) {
                 let message = format!("the producer's blocks cannot be used here: {error}");
-                return refuse("kv_layout_mismatch", message);
+                return refuse(Code::KvLayoutMismatch, message);
             }
             if handoff.tokens != prompt.len() || handoff.prompt != prompt_fingerprint(prompt) {
                 let (theirs, ours) = (handoff.tokens, prompt.len());
                 let message =
                     format!("the handoff is of another prompt ({theirs} tokens there, {ours} here)");
-                return refuse("kv_prompt_mismatch", message);
+                return refuse(Code::KvPromptMismatch, message);
             }
             Ok(())
         }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use baton_connector::{Handle, RequestId};
 use baton_openai::response::{DetokenizeReply, TokenizeReply, models as model_list};
-use baton_openai::{ApiError, DetokenizeRequest, ModelCard, Object, TokenizeRequest, parse_object};
+use baton_openai::{ApiError, Code, DetokenizeRequest, ModelCard, Object, TokenizeRequest, parse_object};
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode};
@@ -47,7 +47,7 @@ pub(super) fn authorize(frontend: &Frontend, headers: &HeaderMap) -> Result<(), 
 
 /// 401 with a code of its own: a router must not take it for its client's API key.
 fn wrong_secret() -> ApiError {
-    let mut error = ApiError::unauthorized().with_code("invalid_cluster_secret");
+    let mut error = ApiError::unauthorized().with_code(Code::InvalidClusterSecret);
     error.message = format!("missing or wrong cluster secret in the header {CLUSTER_SECRET_HEADER}");
     error
 }

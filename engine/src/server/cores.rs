@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use baton_connector::ledger::ReleaseReply;
 use baton_connector::{Handle, RequestId};
-use baton_openai::ApiError;
+use baton_openai::{ApiError, Code};
 use hyper::header::HeaderMap;
 
 use super::Frontend;
@@ -29,7 +29,7 @@ impl Frontend {
             None => {
                 let last = self.cores.len() - 1;
                 let message = format!("`{RANK_HEADER}` must be one rank of this engine, from 0 to {last}");
-                Err(ApiError::invalid(RANK_HEADER, message).with_code("invalid_data_parallel_rank"))
+                Err(ApiError::invalid(RANK_HEADER, message).with_code(Code::InvalidDataParallelRank))
             }
         }
     }

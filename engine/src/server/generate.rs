@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use baton_connector::fetch::FailureKind;
 use baton_connector::{Handoff, RequestId};
 use baton_openai::{
-    ApiError, Endpoint, FinishedChoice, GenerateRequest, ReplyHead, TokenLogprob, parse_object,
+    ApiError, Code, Endpoint, FinishedChoice, GenerateRequest, ReplyHead, TokenLogprob, parse_object,
 };
 use bytes::Bytes;
 use http_body_util::BodyExt;
@@ -178,12 +178,11 @@ impl Exchange {
         let target = handoff.map(HandoffGuard::into_target);
         submissions[0].target.clone_from(&target);
         let queued = match seat.status.look().failed {
-            Some(why) => Err(ApiError::unavailable(why, QUEUE_RETRY).with_code("engine_failed")),
+            Some(why) => Err(ApiError::unavailable(why, QUEUE_RETRY).with_code(Code::EngineFailed)),
             None => seat.mailbox.submit(submissions).map_err(|(_, why)| match why {
                 Undelivered::Full => ApiError::overloaded("the engine's queue is full", QUEUE_RETRY),
-                Undelivered::Closing => {
-                    ApiError::unavailable("the engine is shutting down", QUEUE_RETRY).with_code("draining")
-                }
+                Undelivered::Closing => ApiError::unavailable("the engine is shutting down", QUEUE_RETRY)
+                    .with_code(Code::Draining),
             }),
         };
         if let Err(error) = queued {
@@ -344,13 +343,13 @@ fn refused(refusal: Refusal) -> ApiError {
 }
 
 /// The code by which a router acts on a failed fetch: the same handoff elsewhere, or the prompt anew.
-fn load_failure(kind: FailureKind) -> &'static str {
+fn load_failure(kind: FailureKind) -> Code {
     match kind {
-        FailureKind::Gone => "kv_gone",
-        FailureKind::Refused => "kv_refused",
-        FailureKind::Unreachable => "kv_handshake_failed",
-        FailureKind::Transfer => "kv_transfer_failed",
-        FailureKind::Unverified => "kv_unverified",
+        FailureKind::Gone => Code::KvGone,
+        FailureKind::Refused => Code::KvRefused,
+        FailureKind::Unreachable => Code::KvHandshakeFailed,
+        FailureKind::Transfer => Code::KvTransferFailed,
+        FailureKind::Unverified => Code::KvUnverified,
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use baton_connector::Handoff;
 use baton_connector::handoff::KvIntent;
-use baton_openai::{ApiError, salvage_member};
+use baton_openai::{ApiError, Code, salvage_member};
 use hyper::Request;
 use hyper::body::Incoming;
 use hyper::header::{HeaderMap, HeaderName};
@@ -151,7 +151,7 @@ impl Offer {
             (Err(error), Ok(())) => {
                 frontend.metrics.early_rejection("malformed_handoff");
                 let error = ApiError::invalid(PARAMS, error.to_string());
-                return refused(error.with_code("invalid_kv_transfer_params"));
+                return refused(error.with_code(Code::InvalidKvTransferParams));
             }
         };
         let handoff = match intent {
@@ -230,10 +230,10 @@ mod tests {
         for (error, cause, elsewhere) in [
             (ApiError::unauthorized(), Cause::Unauthorized, true),
             (ApiError::overloaded("full", now), Cause::QueueFull, true),
-            (ApiError::unavailable("stopping", now).with_code("draining"), Cause::Draining, true),
+            (ApiError::unavailable("stopping", now).with_code(Code::Draining), Cause::Draining, true),
             (ApiError::unavailable("broken", now), Cause::EngineFailed, true),
             (ApiError::internal("broken"), Cause::EngineFailed, true),
-            (ApiError::invalid(PARAMS, "role").with_code("kv_wrong_role"), Cause::WrongRole, true),
+            (ApiError::invalid(PARAMS, "role").with_code(Code::KvWrongRole), Cause::WrongRole, true),
             (ApiError::model_not_found("x"), Cause::UnknownModel, false),
             (ApiError::not_found("/v1/x"), Cause::UnknownPath, false),
             (ApiError::malformed("x"), Cause::Unreadable, false),

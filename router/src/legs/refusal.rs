@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use baton_connector::exchange::Failure;
-use baton_openai::{ApiError, ErrorKind};
+use baton_openai::{ApiError, Code, ErrorKind};
 use hyper::StatusCode;
 use serde_json::Value;
 
@@ -176,7 +176,7 @@ impl Refusal {
     pub(crate) fn misconfigured() -> Self {
         Self(
             ApiError::bad_gateway("the router and an engine are not configured alike")
-                .with_code("misconfigured"),
+                .with_code(Code::Misconfigured),
         )
     }
 
@@ -184,13 +184,13 @@ impl Refusal {
     pub(crate) fn wrong_model() -> Self {
         Self(
             ApiError::bad_gateway("the router and an engine are not configured alike")
-                .with_code("misconfigured_model"),
+                .with_code(Code::MisconfiguredModel),
         )
     }
 
     /// The request itself has taken longer than it may.
     pub(crate) fn out_of_time() -> Self {
-        Self(ApiError::gateway_timeout("the request took longer than it may").with_code("request_timeout"))
+        Self(ApiError::gateway_timeout("the request took longer than it may").with_code(Code::RequestTimeout))
     }
 
     pub(crate) fn silent() -> Self {

@@ -249,6 +249,18 @@ fn the_page_has_a_row_for_every_key() {
     assert!(wrong.is_empty(), "rows of docs/configuration.md:\n  {}", wrong.join("\n  "));
 }
 
+/// `docs/router.schema.json` is what `baton check --schema` prints, for editors; `BATON_WRITE_DOCS=1` writes it anew.
+#[test]
+fn the_schema_for_editors_is_that_of_the_code() {
+    let file = root().join("docs/router.schema.json");
+    let schema = serde_json::to_string_pretty(&RouterConfig::schema()).expect("a schema is JSON") + "\n";
+    if std::env::var_os("BATON_WRITE_DOCS").is_some() {
+        std::fs::write(&file, &schema).expect("the schema can be written");
+    }
+    let there = std::fs::read_to_string(&file).unwrap_or_default();
+    assert!(there == schema, "run this test with BATON_WRITE_DOCS=1 to write docs/router.schema.json anew");
+}
+
 /// The examples, by their names.
 fn examples() -> BTreeMap<String, String> {
     let folder = root().join("deploy/config");

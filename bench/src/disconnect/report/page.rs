@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::super::summary::{Dist, Group, Service, Summary};
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
-use super::{count, ms, percentile};
+use super::{count, decimals, known, ms, percentile, rounds};
 
 const STYLE: &str = "
 :root{color-scheme:light dark;--ink:#1a1d21;--soft:#5d6670;--line:#d8dde3;--paper:#fff;--panel:#f5f7f9;--good:#12703a;--bad:#b3261e;
@@ -12,7 +12,7 @@ const STYLE: &str = "
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ec;--soft:#9aa4af;--line:#333b44;--paper:#14171a;--panel:#1c2126;--good:#4cc38a;--bad:#ff8379;
 --c0:#6ea8fe;--c1:#ff9d57;--c2:#57c785;--c3:#d58bd4;--c4:#4fc3cd;--c5:#d9b84a;--c6:#a0a8b2;--band:#1d2329;--other:#181d22}}
 *{box-sizing:border-box}
-body{margin:0 auto;max-width:60rem;padding:1.2rem 1rem 3rem;font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper)}
+body{margin:0 auto;max-width:76rem;padding:1.2rem 1rem 3rem;font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper)}
 h1{font-size:1.5rem;line-height:1.25;margin:.2rem 0 .3rem}h2{font-size:1.15rem;margin:2.2rem 0 .4rem}p{margin:.4rem 0}
 .soft,figcaption,.note{color:var(--soft);font-size:.875rem}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.6rem;margin:1rem 0}
@@ -22,7 +22,7 @@ h1{font-size:1.5rem;line-height:1.25;margin:.2rem 0 .3rem}h2{font-size:1.15rem;m
 .verdict{border-left:.3rem solid var(--good);background:var(--panel);padding:.6rem .9rem;border-radius:.25rem}
 .verdict.found{border-color:var(--bad)}.verdict.unknown{border-color:var(--c5);margin-bottom:.6rem}.good{color:var(--good)}.bad{color:var(--bad);font-weight:600}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.875rem;font-variant-numeric:tabular-nums}
-th,td{padding:.3rem .55rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}th{color:var(--soft);font-weight:600}
+th,td{padding:.3rem .5rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}th{white-space:normal;vertical-align:bottom}td small{color:var(--soft)}th{color:var(--soft);font-weight:600}
 th:first-child,td:first-child{text-align:left}
 figure{margin:.6rem 0 1rem}figure svg{width:100%;height:auto;display:block}figcaption svg{display:inline;width:28px;height:8px;margin-right:.35rem;vertical-align:middle}
 .key{display:inline-block;margin:0 1rem .1rem 0;white-space:nowrap}
@@ -32,7 +32,7 @@ figure{margin:.6rem 0 1rem}figure svg{width:100%;height:auto;display:block}figca
 code,pre{font:.8125rem/1.45 ui-monospace,monospace;overflow-wrap:anywhere;white-space:pre-wrap}dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;font-size:.875rem}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}li{margin:.25rem 0}
 @media(max-width:34rem){dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}.tick,.axis{font-size:17px}.part{display:none}}
-@media print{body{max-width:none;padding:0}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
+@media print{@page{margin:12mm}body{max-width:none;padding:0;font-size:11pt}.scroll{overflow:visible}table{font-size:7.5pt}th,td{padding:.15rem .25rem}td{white-space:normal}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
 ";
 
 /// Front doors that are shown beside the deployment.
@@ -101,7 +101,7 @@ fn tiles(summary: &Summary, out: &mut String) {
         tile(out, &percentile(&all.freed_ms, |dist| dist.p99), "", "99th percentile of that");
         tile(
             out,
-            &format!("{:.2}", all.block_seconds_per_1000),
+            &decimals(all.block_seconds_per_1000),
             "",
             "block-seconds held for nobody, per 1,000 clients that left",
         );
@@ -112,10 +112,8 @@ fn tiles(summary: &Summary, out: &mut String) {
             &format!("{:.2} ×", spread.median),
             "",
             &format!(
-                "p99 time to first token of who stayed, in the storm against the calm: median of {} rounds, {:.2} to {:.2}",
-                spread.runs.len(),
-                spread.min,
-                spread.max
+                "p99 time to first token of who stayed, in the storm against the calm: {}",
+                rounds(spread)
             ),
         );
     }
@@ -164,24 +162,31 @@ fn verdict(summary: &Summary, out: &mut String) {
 const GROUP_HEAD: &str = "<th>left</th><th>stranded</th><th>never told</th><th>told p50</th><th>p99</th><th>blocks back p50</th><th>p99</th><th>max</th><th>at prefill p99</th><th>block-s / 1,000</th><th>tokens for nobody</th>";
 
 fn group_cells(group: &Group, out: &mut String) {
-    let stranded = if group.stranded == 0 {
-        "0".to_owned()
-    } else {
-        format!("<span class=\"bad\">{}</span>", count(group.stranded))
+    let stranded = match group.stranded {
+        0 => known(group, || "0".into()),
+        stranded => format!("<span class=\"bad\">{}</span>", count(stranded)),
+    };
+    // Where fewer were measured than have left, how many.
+    let measured = |dist: &Dist| match dist.n {
+        n if n == 0 || n as u64 == group.left => String::new(),
+        n => format!(" <small>of {}</small>", count(n as u64)),
     };
     let _ = write!(
         out,
-        "<td>{}</td><td>{stranded}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:.3}</td><td>{}</td>",
+        "<td>{}</td><td>{stranded}</td><td>{}</td><td>{}</td><td>{}{}</td><td>{}</td><td>{}</td><td>{}{}</td><td>{}{}</td><td>{}</td><td>{}</td>",
         count(group.left),
-        count(group.never_told),
+        known(group, || count(group.never_told)),
         percentile(&group.told_ms, |dist| dist.p50),
         percentile(&group.told_ms, |dist| dist.p99),
+        measured(&group.told_ms),
         percentile(&group.freed_ms, |dist| dist.p50),
         percentile(&group.freed_ms, |dist| dist.p99),
         percentile(&group.freed_ms, |dist| dist.max),
+        measured(&group.freed_ms),
         percentile(&group.freed_p_ms, |dist| dist.p99),
-        group.block_seconds_per_1000,
-        count(group.prompt_tokens_for_nobody + group.answer_tokens_for_nobody),
+        measured(&group.freed_p_ms),
+        known(group, || decimals(group.block_seconds_per_1000)),
+        known(group, || count(group.prompt_tokens_for_nobody + group.answer_tokens_for_nobody)),
     );
 }
 
@@ -249,7 +254,7 @@ fn stranded(summary: &Summary, out: &mut String) {
 
 fn bystanders(summary: &Summary, out: &mut String) {
     let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm) else { return };
-    out.push_str("<h2>Who stayed</h2><p class=\"note\">The same moments and kinds of requests, twice: in the calm nobody leaves, in the storm others do.</p>");
+    out.push_str("<h2>Who stayed</h2><p class=\"note\">The same moments and kinds of requests in calm and in storm, round by round: in the calm nobody leaves, in the storm others do.</p>");
     let series = &summary.series;
     for (title, [calm, storm]) in
         [("Time to first token", &series.ttft), ("Time between tokens", &series.itl)]
@@ -416,6 +421,8 @@ fn definitions(summary: &Summary, out: &mut String) {
          <dt>blocks back</dt><dd>from the client's going until the last block of its request was free on every engine; only clients whose requests held blocks when they left, or came to hold them</dd>\
          <dt>stranded</dt><dd>blocks that were not back {seconds} s after their client had left</dd>\
          <dt>block-s / 1,000</dt><dd>blocks times seconds held for clients that had left, for every 1,000 of them</dd>\
+         <dt>block-s with no client</dt><dd>blocks times seconds that an engine's books had as held while the benchmark had no request open at all</dd>\
+         <dt>of N</dt><dd>beside a time: as many were measured, fewer than have left; the others held nothing there, or nobody had to be told</dd>\
          <dt>tokens for nobody</dt><dd>tokens of prompts in steps that ended after the client had left, and of answers, taken evenly from the first to the last</dd>\
          <dt>never</dt><dd>a client of whose going an engine never learnt, or whose blocks were never back, counts in the percentiles with the time for which it was watched</dd>\
          <dt>percentiles</dt><dd>by nearest rank: the smallest sample that at least so many per cent of all do not exceed; of fewer than 100 samples the 99th is the greatest</dd>\

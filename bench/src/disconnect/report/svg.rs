@@ -7,7 +7,7 @@ const HEIGHT: f64 = 260.0;
 const LEFT: f64 = 56.0;
 const RIGHT: f64 = 12.0;
 const TOP: f64 = 12.0;
-const BOTTOM: f64 = 40.0;
+const BOTTOM: f64 = 44.0;
 /// Lines that can be told apart, by colour and by dashes (for print, and for who does not see colours).
 const DASHES: [&str; 7] = ["none", "6 3", "2 3", "9 3 2 3", "12 4", "4 4 1 4", "1 2"];
 
@@ -135,9 +135,12 @@ impl Plot<'_> {
         }
         for value in self.across.1.ticks() {
             let at = x(value);
+            // A number in the middle of the edge would be cut, and read as another.
+            let anchor = if at > WIDTH - RIGHT - 24.0 { "end" } else { "middle" };
+            let beside = if anchor == "end" { (at + RIGHT - 1.0).min(WIDTH - 1.0) } else { at };
             let _ = write!(
                 out,
-                "<line class=\"grid\" x1=\"{at:.1}\" y1=\"{TOP}\" x2=\"{at:.1}\" y2=\"{:.1}\"/><text class=\"tick\" x=\"{at:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+                "<line class=\"grid\" x1=\"{at:.1}\" y1=\"{TOP}\" x2=\"{at:.1}\" y2=\"{:.1}\"/><text class=\"tick\" x=\"{beside:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\">{}</text>",
                 TOP + high,
                 TOP + high + 14.0,
                 tick(value)

@@ -6,6 +6,7 @@
 
 use serde_json::{Map, Value};
 
+use crate::code::Code;
 use crate::error::{ApiError, shortened};
 use crate::field::{Fields, must_be};
 use crate::limits::{ParseLimits, Scope, TREE_BYTES_MAX};
@@ -54,7 +55,7 @@ pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput
     // They are strings in the body, whose own tree is bounded, and become trees here.
     if arguments(messages).map(tree_bytes).fold(0, usize::saturating_add) > TREE_BYTES_MAX {
         let message = "the arguments of the tool calls in `messages` have too many values";
-        return Err(ApiError::invalid("messages", message).with_code("too_many_values"));
+        return Err(ApiError::invalid("messages", message).with_code(Code::TooManyValues));
     }
     let Manner { continue_final_message, add_generation_prompt, tool_choice } = manner(fields, limits.scope)?;
     let tools = objects(fields, "tools", limits)?;
@@ -112,7 +113,7 @@ fn tool_choice(fields: Fields<'_>, scope: Scope) -> Result<ToolChoice, ApiError>
         Some(Value::String(_) | Value::Object(_)) if scope == Scope::AnyEngine => Ok(ToolChoice::Auto),
         Some(other) => {
             let expected = "\"auto\" or \"none\" (forcing a call is not supported)";
-            Err(must_be("tool_choice", expected, other).with_code("unsupported_parameter"))
+            Err(must_be("tool_choice", expected, other).with_code(Code::UnsupportedParameter))
         }
     }
 }
@@ -167,7 +168,7 @@ fn part(name: &str, value: &Value, scope: Scope) -> Result<String, ApiError> {
         _ if scope == Scope::AnyEngine => Ok(String::new()),
         other => {
             let message = format!("`{name}` is of type `{}`; this model reads text only", shortened(other));
-            Err(ApiError::invalid(fields.name("type"), message).with_code("unsupported_content"))
+            Err(ApiError::invalid(fields.name("type"), message).with_code(Code::UnsupportedContent))
         }
     }
 }

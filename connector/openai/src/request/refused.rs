@@ -4,6 +4,7 @@
 use serde_json::Value;
 
 use super::Endpoint;
+use crate::code::Code;
 use crate::error::ApiError;
 use crate::field::Fields;
 use crate::limits::Scope;
@@ -64,7 +65,7 @@ pub(super) fn check(fields: Fields<'_>, endpoint: Endpoint, scope: Scope) -> Res
     for (name, harmless) in BOTH.iter().chain(own) {
         if fields.get(name).is_some_and(|value| !harmless(value)) {
             let message = format!("`{name}` is not supported here; leave it out");
-            return Err(ApiError::invalid(*name, message).with_code("unsupported_parameter"));
+            return Err(ApiError::invalid(*name, message).with_code(Code::UnsupportedParameter));
         }
     }
     Ok(())

@@ -1,0 +1,268 @@
+//! Every `code` that an error's envelope can have, with its statuses and its `type`: the one place in which they stand.
+//!
+//! `docs/errors.md` is made from this table; a test compares the two. Codes of other people's engines pass a router as they
+//! came and are not here.
+
+use std::borrow::Cow;
+
+use crate::ErrorKind;
+
+/// Who says it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Teller {
+    /// The router, to a client.
+    Router,
+    /// An engine, to whoever asks it; a router passes it on.
+    Engine,
+    /// An engine, to a router, which acts on it: a client is told another error, or none.
+    EngineToRouter,
+    /// A router or an engine.
+    Both,
+}
+
+impl Teller {
+    /// As the page of errors has it.
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Router => "router",
+            Self::Engine => "engine",
+            Self::EngineToRouter => "engine, to a router",
+            Self::Both => "both",
+        }
+    }
+}
+
+/// A row of the table.
+struct Row {
+    word: &'static str,
+    statuses: &'static [u16],
+    kind: ErrorKind,
+    teller: Teller,
+    means: &'static str,
+}
+
+macro_rules! codes {
+    ($($code:ident $word:literal $statuses:expr, $kind:ident, $teller:ident, $means:literal;)*) => {
+        /// What an error is, for programs: the envelope's `code`.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Code {
+            $(#[doc = $means] $code,)*
+        }
+
+        impl Code {
+            /// All of them, in the order of the page.
+            pub const ALL: &[Self] = &[$(Self::$code),*];
+
+            const fn row(self) -> &'static Row {
+                match self {
+                    $(Self::$code => &Row {
+                        word: $word,
+                        statuses: &$statuses,
+                        kind: ErrorKind::$kind,
+                        teller: Teller::$teller,
+                        means: $means,
+                    },)*
+                }
+            }
+        }
+    };
+}
+
+codes! {
+    MalformedRequest "malformed_request" [400], InvalidRequest, Router,
+        "The head is not HTTP as it must be, the body's chunks are malformed, or the body ended early. The connection is closed.";
+    MalformedBody "malformed_body" [400], InvalidRequest, Both, "The body is not one JSON object.";
+    DuplicateField "duplicate_field" [400], InvalidRequest, Both, "A field is there twice; `param` names it.";
+    TooManyValues "too_many_values" [400], InvalidRequest, Both,
+        "More messages, prompts or values than a request may have.";
+    FieldTooLong "field_too_long" [400], InvalidRequest, Router,
+        "A field that is read here is longer than it may be; `param` names it.";
+    UnsupportedParameter "unsupported_parameter" [400], InvalidRequest, Both,
+        "A field asks for what is not served here; `param` names it.";
+    UnsupportedContent "unsupported_content" [400], InvalidRequest, Both,
+        "A message has a part that is not text.";
+    ContextLengthExceeded "context_length_exceeded" [400], InvalidRequest, Engine,
+        "Prompt and `max_tokens` do not fit the model's context.";
+    ChatTemplate "chat_template" [400], InvalidRequest, Engine,
+        "The model's chat template refuses the conversation, or does not know it.";
+    InvalidDataParallelRank "invalid_data_parallel_rank" [400], InvalidRequest, Engine,
+        "`X-data-parallel-rank` names no rank of this engine.";
+    InvalidApiKey "invalid_api_key" [401], Authentication, Router, "No API key, or an unknown one.";
+    ModelNotAllowed "model_not_allowed" [403], InvalidRequest, Router, "The key is good, but not for this model.";
+    ModelNotFound "model_not_found" [404], InvalidRequest, Both, "No such model here.";
+    NotFound "not_found" [404], InvalidRequest, Both, "No such path.";
+    MethodNotAllowed "method_not_allowed" [405], InvalidRequest, Both,
+        "The path has other methods: `Allow` names them. Or it is a method that nobody has here.";
+    RequestTimeout "request_timeout" [408, 504], Timeout, Both,
+        "408: the request itself did not arrive in time. 504: the whole request took longer than it may.";
+    PayloadTooLarge "payload_too_large" [413], InvalidRequest, Both, "The body is over the limit.";
+    PathTooLong "path_too_long" [414], InvalidRequest, Router, "The path is over the limit.";
+    UnsupportedMediaType "unsupported_media_type" [415], InvalidRequest, Router,
+        "The body is not sent as JSON, or is compressed.";
+    ExpectationFailed "expectation_failed" [417], InvalidRequest, Router, "Only `100-continue` can be expected.";
+    RateLimitExceeded "rate_limit_exceeded" [429], RateLimit, Router,
+        "This client's limits, not the engines: a tenant's rate, tokens or requests at once.";
+    Overloaded "overloaded" [429], Overloaded, Both, "Queues are full, or all engines are busy, for everybody.";
+    QueueTimeout "queue_timeout" [429], Overloaded, Router,
+        "All engines were busy for as long as the request could wait.";
+    HeadTooLarge "head_too_large" [431], InvalidRequest, Router, "The request's head is over the limit.";
+    ClientGone "client_gone" [499], ClientGone, Engine, "The client hung up first; for logs.";
+    InternalError "internal_error" [500], Server, Engine, "Our own mistake.";
+    BadGateway "bad_gateway" [502], Server, Router, "An engine failed while it worked on the request.";
+    Misconfigured "misconfigured" [502], Server, Router,
+        "An engine does not accept this router's secret or key: the operator's to mend.";
+    MisconfiguredModel "misconfigured_model" [502], Server, Router,
+        "An engine does not serve the model that it is configured for: the operator's to mend.";
+    Unavailable "unavailable" [503], Unavailable, Both, "Nothing can serve this now.";
+    EngineFailed "engine_failed" [503], Unavailable, EngineToRouter, "The engine's device has failed.";
+    Draining "draining" [503], Unavailable, EngineToRouter, "The engine is shutting down.";
+    GatewayTimeout "gateway_timeout" [504], Timeout, Router, "An engine did not answer in time.";
+    HttpVersionNotSupported "http_version_not_supported" [505], InvalidRequest, Router,
+        "Only HTTP/1.1 and HTTP/1.0 are spoken here.";
+    InvalidClusterSecret "invalid_cluster_secret" [401], Authentication, EngineToRouter,
+        "The cluster's secret is missing or wrong.";
+    InvalidKvTransferParams "invalid_kv_transfer_params" [400], InvalidRequest, EngineToRouter,
+        "`kv_transfer_params` is not a handoff.";
+    KvWrongRole "kv_wrong_role" [400], InvalidRequest, EngineToRouter,
+        "A handoff is asked of an engine whose role does not give or take one.";
+    KvUnsupported "kv_unsupported" [400], InvalidRequest, EngineToRouter,
+        "A handoff is of one prompt and one choice, and this request has more.";
+    KvLayoutMismatch "kv_layout_mismatch" [400], InvalidRequest, EngineToRouter,
+        "The producer's blocks have another layout or are of another model.";
+    KvPromptMismatch "kv_prompt_mismatch" [400], InvalidRequest, EngineToRouter,
+        "The handoff is of another prompt.";
+    KvGone "kv_gone" [503], Unavailable, EngineToRouter, "The lease has ended: the blocks are not there any more.";
+    KvRefused "kv_refused" [503], Unavailable, EngineToRouter, "The producer does not let this engine read.";
+    KvHandshakeFailed "kv_handshake_failed" [503], Unavailable, EngineToRouter,
+        "The producer's side channel cannot be reached.";
+    KvTransferFailed "kv_transfer_failed" [503], Unavailable, EngineToRouter, "The read of the blocks broke off.";
+    KvUnverified "kv_unverified" [503], Unavailable, EngineToRouter,
+        "The blocks were read, and nobody could say that the lease was live for all of it: they are not used.";
+}
+
+impl Code {
+    /// The word in the envelope.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        self.row().word
+    }
+
+    /// The statuses that it comes with.
+    #[must_use]
+    pub const fn statuses(self) -> &'static [u16] {
+        self.row().statuses
+    }
+
+    /// The envelope's `type` that it comes with.
+    #[must_use]
+    pub const fn kind(self) -> ErrorKind {
+        self.row().kind
+    }
+
+    /// Who says it.
+    #[must_use]
+    pub const fn teller(self) -> Teller {
+        self.row().teller
+    }
+
+    /// What it means, in a sentence or two.
+    #[must_use]
+    pub const fn means(self) -> &'static str {
+        self.row().means
+    }
+}
+
+impl From<Code> for Cow<'static, str> {
+    fn from(code: Code) -> Self {
+        Cow::Borrowed(code.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::fmt::Write as _;
+    use std::path::{Path, PathBuf};
+
+    use super::*;
+
+    fn root() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+    }
+
+    /// The table of `docs/errors.md`.
+    fn table() -> String {
+        let mut rows = "| `code` | status | `type` | told by | what |\n|---|---|---|---|---|\n".to_owned();
+        for code in Code::ALL {
+            let statuses: Vec<_> = code.statuses().iter().map(u16::to_string).collect();
+            let (kind, teller) = (code.kind().as_str(), code.teller().label());
+            let (word, means) = (code.as_str(), code.means());
+            let _ = writeln!(rows, "| `{word}` | {} | `{kind}` | {teller} | {means} |", statuses.join(", "));
+        }
+        rows
+    }
+
+    /// `BATON_WRITE_DOCS=1` writes the table instead of comparing it.
+    #[test]
+    fn the_page_of_errors_is_the_table_of_codes() {
+        let file = root().join("docs/errors.md");
+        let page = std::fs::read_to_string(&file).expect("docs/errors.md is there");
+        let (begin, end) = ("<!-- codes: begin -->\n", "<!-- codes: end -->");
+        let (before, rest) = page.split_once(begin).expect("the table begins");
+        let (old, after) = rest.split_once(end).expect("the table ends");
+        if std::env::var_os("BATON_WRITE_DOCS").is_some() {
+            let new = format!("{before}{begin}{}{end}{after}", table());
+            std::fs::write(&file, new).expect("docs/errors.md can be written");
+        } else {
+            assert_eq!(old, table(), "run this test with BATON_WRITE_DOCS=1 to write the table anew");
+        }
+    }
+
+    #[test]
+    fn every_code_is_a_word_of_its_own() {
+        let words: BTreeSet<_> = Code::ALL.iter().map(|code| code.as_str()).collect();
+        assert_eq!(words.len(), Code::ALL.len());
+        for code in Code::ALL {
+            assert!(code.as_str().bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_'), "{code:?}");
+            assert!(!code.statuses().is_empty() && code.means().ends_with('.'), "{code:?}");
+        }
+    }
+
+    /// The sources of a folder, each cut where its tests begin.
+    fn sources(folder: &Path, found: &mut String) {
+        for entry in std::fs::read_dir(folder).expect("a folder of ours can be read") {
+            let path = entry.expect("an entry can be read").path();
+            let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+            if path.is_dir() {
+                sources(&path, found);
+            } else if name.ends_with(".rs") && !name.ends_with("tests.rs") && name != "code.rs" {
+                let text = std::fs::read_to_string(&path).expect("a source is text");
+                found.push_str(text.split("#[cfg(test)]").next().unwrap_or_default());
+            }
+        }
+    }
+
+    /// Those whom the table lets tell a code are those in whose sources it stands; what stands in this crate anybody may tell.
+    #[test]
+    fn every_code_is_told_by_whom_the_table_says() {
+        let mut texts = [String::new(), String::new(), String::new()];
+        for (folder, text) in ["router/src", "engine/src", "connector/openai/src"].iter().zip(&mut texts) {
+            sources(&root().join(folder), text);
+        }
+        for &code in Code::ALL {
+            let named = |text: &String| {
+                let name = format!("Code::{code:?}");
+                text.match_indices(&name)
+                    .any(|(at, _)| !text[at + name.len()..].starts_with(|c: char| c.is_ascii_alphanumeric()))
+            };
+            let [router, engine, shared] = [&texts[0], &texts[1], &texts[2]].map(named);
+            let fits = match code.teller() {
+                Teller::Router => !engine && (router || shared),
+                Teller::Engine | Teller::EngineToRouter => !router && (engine || shared),
+                Teller::Both => shared || (router && engine),
+            };
+            assert!(fits, "{code:?}: router {router}, engine {engine}, shared {shared}");
+        }
+    }
+}

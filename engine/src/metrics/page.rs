@@ -1,0 +1,128 @@
+//! The engine's table in `docs/metrics.md`: made of what [`EngineMetrics`] tells once everything has happened to it.
+//!
+//! ```text
+//! BATON_WRITE_DOCS=1 cargo test -p baton-engine the_table_of_the_documentation
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use baton_connector::{Handle, RequestId};
+
+use super::*;
+use crate::offload::OffloadCounts;
+
+/// One family, as a scraper reads it.
+#[derive(Default)]
+struct Family {
+    kind: String,
+    help: String,
+    labels: BTreeSet<String>,
+}
+
+/// Everything happens once.
+fn everything() -> String {
+    let metrics = EngineMetrics::new("demo");
+    let moment = Duration::from_millis(3);
+    metrics.publish(BlockUsage { total: 4, free: 4, ..BlockUsage::default() }, Load::default(), 0);
+    metrics.first_token(moment, 10, 4, 2);
+    metrics.handed_off(10);
+    metrics.next_token(moment);
+    metrics.finished(FinishReason::Stop, moment);
+    metrics.transfer(moment, 4096, true);
+    metrics.transfer(moment, 0, false);
+    metrics.carried("tcp", 4096);
+    metrics.nixl(("unwanted", ""));
+    metrics.load_failed("recompute");
+    metrics.lease_opened(2);
+    metrics.early_lease();
+    metrics.lease_settled(&Settled {
+        handle: Handle(1),
+        request: RequestId::new("r").expect("a name"),
+        blocks: Vec::new(),
+        cause: Cause::Expired,
+        reason: Cause::Expired.label().into(),
+        held: moment,
+        readers: (0, 1),
+    });
+    metrics.notice("aborted", "released");
+    metrics.early_rejection("invalid");
+    metrics.cache_config(16, 4);
+    metrics.tiers(4096).publish(&OffloadCounts::default());
+    metrics.render()
+}
+
+fn families() -> BTreeMap<String, Family> {
+    let page = everything();
+    let mut families: BTreeMap<String, Family> = BTreeMap::new();
+    for line in page.lines() {
+        if let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
+            families.entry(name.to_owned()).or_default().help = help.to_owned();
+        } else if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' '))
+        {
+            families.entry(name.to_owned()).or_default().kind = kind.to_owned();
+        } else if let Some((name, labels)) = line.split_once('{') {
+            let parts = ["_bucket", "_sum", "_count"].iter().find_map(|part| name.strip_suffix(part));
+            let name = parts.filter(|name| families.contains_key(*name)).unwrap_or(name);
+            let family = families.get_mut(name).unwrap_or_else(|| panic!("{line} comes before its type"));
+            // A label's name stands before `="`, behind a comma or the beginning.
+            let names =
+                labels.split("=\"").map(|before| before.rsplit([',', '{']).next().unwrap_or_default());
+            let names = names.filter(|name| !name.contains(['"', '}', ' ']) && *name != "le");
+            family.labels.extend(names.map(str::to_owned));
+        }
+    }
+    families
+}
+
+fn table(families: &BTreeMap<String, Family>) -> String {
+    let mut rows = "| metric | kind | labels | what |\n|---|---|---|---|\n".to_owned();
+    for (name, family) in families {
+        let labels: Vec<_> = family.labels.iter().map(|label| format!("`{label}`")).collect();
+        let _ = writeln!(rows, "| `{name}` | {} | {} | {} |", family.kind, labels.join(", "), family.help);
+    }
+    rows
+}
+
+fn ours(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// `BATON_WRITE_DOCS=1` writes the table instead of comparing it.
+#[test]
+fn the_table_of_the_documentation_is_what_an_engine_tells() {
+    let path = ours("../docs/metrics.md");
+    let page = std::fs::read_to_string(&path).expect("docs/metrics.md is there");
+    let (begin, end) = ("<!-- engine: begin -->\n", "<!-- engine: end -->");
+    let (before, rest) = page.split_once(begin).expect("the table begins");
+    let (old, after) = rest.split_once(end).expect("the table ends");
+    let new = table(&families());
+    if std::env::var_os("BATON_WRITE_DOCS").is_some() {
+        std::fs::write(&path, format!("{before}{begin}{new}{end}{after}"))
+            .expect("docs/metrics.md can be written");
+    } else {
+        assert_eq!(old, new, "run this test with BATON_WRITE_DOCS=1 to write the table anew");
+    }
+}
+
+#[test]
+fn every_metric_of_the_sources_has_a_type_a_word_and_the_labels_of_all() {
+    let families = families();
+    for (name, family) in &families {
+        assert!(["counter", "gauge", "histogram"].contains(&family.kind.as_str()), "{name}: {}", family.kind);
+        assert!(family.help.ends_with('.'), "{name}: {}", family.help);
+        assert!(family.labels.contains("model_name") && family.labels.contains("engine"), "{name}");
+    }
+    // Names as they stand in the sources, so that none is forgotten above.
+    let sources = ["src/metrics.rs", "src/metrics/tiers.rs"].map(|file| {
+        let text = std::fs::read_to_string(ours(file)).expect("a source is text");
+        text.split("mod tests {").next().unwrap_or_default().to_owned()
+    });
+    let text = sources.concat();
+    let literals = text.split('"').skip(1).step_by(2);
+    let named: BTreeSet<_> =
+        literals.filter(|word| word.starts_with("vllm:") || word.starts_with("baton_")).collect();
+    let told: BTreeSet<_> = families.keys().map(String::as_str).collect();
+    assert_eq!(named, told);
+}

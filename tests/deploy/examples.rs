@@ -1,0 +1,232 @@
+//! Every router configuration of this repository, put to the real `baton check`: the files below `deploy/`, what overlays make of
+//! theirs, and the blocks of YAML in the pages. Folders are walked, so that a new one cannot be forgotten.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::{baton, files_below, ours, parsed, read, run};
+
+/// What a file of YAML is, by its uppermost keys.
+#[derive(Debug, PartialEq)]
+enum Kind {
+    Router,
+    Kubernetes,
+    Rules,
+    Collector,
+}
+
+fn kind(path: &Path) -> Kind {
+    let text = read(path);
+    // A document is enough; files of several are Kubernetes'.
+    let first = text.split("\n---\n").next().unwrap_or_default();
+    let document = parsed(first, path);
+    let has = |key: &str| !document[key].is_null();
+    match (has("models"), has("apiVersion") || has("kind"), has("groups"), has("receivers")) {
+        (true, false, false, false) => Kind::Router,
+        (false, true, false, false) => Kind::Kubernetes,
+        (false, false, true, false) => Kind::Rules,
+        (false, false, false, true) => Kind::Collector,
+        _ => panic!("{}: what is it?", path.display()),
+    }
+}
+
+fn is_yaml(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "yaml" || extension == "yml")
+}
+
+/// Every router configuration below `deploy/`.
+pub(crate) fn routers() -> Vec<PathBuf> {
+    let files = files_below(&ours("deploy")).into_iter().filter(|path| is_yaml(path));
+    files.filter(|file| kind(file) == Kind::Router).collect()
+}
+
+/// The blocks of YAML in a page, each with its line.
+fn blocks(page: &str) -> Vec<(usize, String)> {
+    let mut found = Vec::new();
+    let mut open: Option<(usize, String)> = None;
+    for (number, line) in page.lines().enumerate() {
+        match (&mut open, line.trim_start()) {
+            (None, "```yaml" | "```yml") => open = Some((number + 2, String::new())),
+            (Some(_), "```") => found.extend(open.take()),
+            (Some((_, text)), _) => {
+                text.push_str(line);
+                text.push('\n');
+            }
+            (None, _) => {}
+        }
+    }
+    found
+}
+
+/// Every page for people.
+fn pages() -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = ["docs", "deploy", "bench", "engine", "connector", "tests"]
+        .iter()
+        .flat_map(|folder| files_below(&ours(folder)))
+        .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
+        .collect();
+    found.extend(["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"].map(ours));
+    found
+}
+
+/// What a key of a configuration says is in its file.
+fn content(name: &str) -> String {
+    match name {
+        "keys_file" => {
+            let words = ["key", "new", "--id", "chat-1", "--tenant", "chat"].map(str::to_owned);
+            let (made, text) = baton(&words);
+            assert!(made, "{text}");
+            format!("keys:\n{text}")
+        }
+        "headers_file" => "authorization: Bearer x\n".to_owned(),
+        _ => "0123456789abcdef0123456789abcdef".to_owned(),
+    }
+}
+
+/// The files that a configuration names and the router would read, by the keys that name them.
+fn named_files(value: &Value, key: &str, found: &mut BTreeSet<(String, String)>) {
+    match value {
+        Value::String(text) if text.starts_with('/') && key != "path" => {
+            found.insert((key.to_owned(), text.clone()));
+        }
+        Value::Array(list) => list.iter().for_each(|value| named_files(value, key, found)),
+        Value::Object(map) => map.iter().for_each(|(key, value)| named_files(value, key, found)),
+        _ => {}
+    }
+}
+
+/// A configuration for this machine: the files that it names lie in `folder`.
+fn at_home(text: &str, place: &str, folder: &Path) -> String {
+    let mut named = BTreeSet::new();
+    named_files(&parsed(text, place.as_ref()), "", &mut named);
+    let made = rcgen::generate_simple_self_signed(vec!["baton.example".to_owned()]).expect("a certificate");
+    let mut text = text.to_owned();
+    for (at, (key, file)) in named.iter().enumerate() {
+        let here = folder.join(format!("{at}"));
+        let inside = match key.as_str() {
+            "certificate" | "client_ca" | "ca" => made.cert.pem(),
+            "key" => made.signing_key.serialize_pem(),
+            name => content(name),
+        };
+        fs::write(&here, inside).expect("the test's folder can be written");
+        // The longest first would be needed if one were the beginning of another.
+        assert!(named.iter().all(|(_, other)| other == file || !other.starts_with(file.as_str())), "{file}");
+        text = text.replace(file.as_str(), &here.display().to_string());
+    }
+    text
+}
+
+/// Puts a configuration to `baton check`; what it says is wrong, or warns of.
+fn checked(text: &str, place: &str) -> Vec<String> {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("router.yaml");
+    fs::write(&file, at_home(text, place, folder.path())).expect("the test's folder can be written");
+    let (sound, said) = run(Command::new(env!("CARGO_BIN_EXE_baton")).arg("check").arg(&file));
+    let warned = said.lines().filter(|line| line.contains(": warning: "));
+    match sound {
+        true => warned.map(|line| format!("{place}: {line}")).collect(),
+        false => vec![format!("{place}: {said}")],
+    }
+}
+
+#[test]
+fn every_router_configuration_below_deploy_passes_check() {
+    let routers = routers();
+    // By name, so that a walk that finds nothing is noticed.
+    for name in ["config/router.yaml", "config/systemd.yaml", "otel/router.yaml", "overlays/vllm/router.yaml"]
+    {
+        assert!(routers.iter().any(|path| path.ends_with(name)), "{name}: {routers:?}");
+    }
+    assert!(routers.len() >= 11, "{routers:?}");
+    let wrong: Vec<_> =
+        routers.iter().flat_map(|path| checked(&read(path), &path.display().to_string())).collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn every_file_of_yaml_below_deploy_is_known_for_what_it_is() {
+    let files = files_below(&ours("deploy")).into_iter().filter(|path| is_yaml(path));
+    for file in files {
+        let expected = match file.strip_prefix(ours("deploy")).expect("it is below it") {
+            path if path.starts_with("config")
+                || path.ends_with("router.yaml") && !path.starts_with("alerts") =>
+            {
+                Kind::Router
+            }
+            path if path.starts_with("alerts") => Kind::Rules,
+            path if path.starts_with("otel") => Kind::Collector,
+            _ => Kind::Kubernetes,
+        };
+        assert_eq!(kind(&file), expected, "{}", file.display());
+    }
+}
+
+/// Whether a block is a router's configuration or a part of one: its keys are the schema's.
+fn is_router(block: &Value, keys: &BTreeSet<String>) -> bool {
+    block.as_object().is_some_and(|map| map.keys().all(|key| keys.contains(key)))
+}
+
+#[test]
+fn every_router_configuration_in_a_page_passes_check() {
+    let (shown, schema) = baton(&["check".to_owned(), "--schema".to_owned()]);
+    assert!(shown, "{schema}");
+    let schema: Value = serde_json::from_str(&schema).expect("the schema is JSON");
+    let keys: BTreeSet<String> = schema["properties"].as_object().expect("keys").keys().cloned().collect();
+    assert!(keys.contains("models") && keys.contains("telemetry"), "{keys:?}");
+    let (mut wrong, mut seen) = (Vec::new(), 0);
+    for page in pages() {
+        for (line, text) in blocks(&read(&page)) {
+            let place = format!("{}:{line}", page.display());
+            let block = parsed(&text, place.as_ref());
+            // Fragments of an entry of `models`, and configurations of others, say what they are in their first line.
+            if text.starts_with("# not the router's") {
+                continue;
+            }
+            let part_of_model = block.as_object().is_some_and(|map| {
+                let model = &schema["$defs"]["ModelConfig"]["properties"];
+                map.keys().all(|key| !model[key].is_null() && !keys.contains(key))
+            });
+            let whole = match (is_router(&block, &keys), part_of_model) {
+                (true, _) if !block["models"].is_null() => text,
+                (true, _) => {
+                    format!(
+                        "{text}\nmodels: [{{name: m, decode: {{engines: [{{url: 'http://127.0.0.1:2'}}]}}}}]\n"
+                    )
+                }
+                (false, true) => {
+                    let indented: String = text.lines().map(|line| format!("    {line}\n")).collect();
+                    let engines = |leg: &str, port: u16| match block[leg].is_null() {
+                        true => format!("    {leg}: {{engines: [{{url: 'http://127.0.0.1:{port}'}}]}}\n"),
+                        false => String::new(),
+                    };
+                    format!(
+                        "models:\n  - name: m\n{}{}{indented}",
+                        engines("prefill", 2),
+                        engines("decode", 3)
+                    )
+                }
+                (false, false) => {
+                    wrong.push(format!("{place}: neither a router's configuration nor a part of one"));
+                    continue;
+                }
+            };
+            seen += 1;
+            wrong.extend(checked(&whole, &place));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(seen >= 3, "{seen} blocks");
+}
+
+#[test]
+fn a_configuration_that_is_wrong_is_found_wrong() {
+    let good = "models: [{name: m, decode: {engines: [{url: 'http://127.0.0.1:2'}]}}]\n";
+    assert_eq!(checked(good, "good"), Vec::<String>::new());
+    assert_eq!(checked(&good.replace("name", "nam"), "bad").len(), 1);
+    let page = "text\n```yaml\na: 1\n```\n```sh\nx\n```\n  ```yaml\n  b: 2\n  ```\n";
+    assert_eq!(blocks(page), [(3, "a: 1\n".to_owned()), (9, "  b: 2\n".to_owned())]);
+}

@@ -1,0 +1,141 @@
+//! Which test reads which file of `deploy/`: there is no file that none does. A row says where the test is and what in its source
+//! leads to the file; a row that leads nowhere is stale and refused, too.
+
+use std::collections::BTreeSet;
+
+use crate::{ours, read};
+
+/// A file or, with a star, every file of a folder and of those below it; the test's module and name; words of that module that
+/// lead to the file.
+const READ_BY: &[(&str, &str, &str, &str)] = &[
+    ("README.md", "runbook", "every_alarm_has_a_section_and_every_section_an_alarm", "\"deploy/README.md\""),
+    ("alerts/*", "metrics", "every_metric_and_label_of_a_rule_or_a_panel_is_told", "\"deploy/alerts\""),
+    (
+        "config/*",
+        "examples",
+        "every_router_configuration_below_deploy_passes_check",
+        "files_below(&ours(\"deploy\"))",
+    ),
+    (
+        "container/Dockerfile",
+        "container",
+        "every_target_is_run_by_a_stranger_says_how_it_is_and_has_no_toolkit",
+        "\"deploy/container/Dockerfile\"",
+    ),
+    (
+        "container/Dockerfile.dockerignore",
+        "container",
+        "every_target_is_run_by_a_stranger_says_how_it_is_and_has_no_toolkit",
+        "\"deploy/container/Dockerfile.dockerignore\"",
+    ),
+    (
+        "container/rootfs.sh",
+        "container",
+        "the_routers_image_is_small_and_has_nothing_that_it_does_not_need",
+        "\"deploy/container/rootfs.sh\"",
+    ),
+    ("dashboards/baton.json", "metrics", "the_board_can_be_read", "\"deploy/dashboards/baton.json\""),
+    ("kubernetes/base/*", "manifests", "every_file_is_part_of_an_overlay", "\"deploy/kubernetes\""),
+    ("kubernetes/components/*", "manifests", "every_file_is_part_of_an_overlay", "\"deploy/kubernetes\""),
+    ("kubernetes/overlays/*", "manifests", "every_file_is_part_of_an_overlay", "\"deploy/kubernetes\""),
+    (
+        "kubernetes/secrets.sh",
+        "kustomize",
+        "overlays_come_to_what_kubectl_makes_of_them_and_to_nothing_without_secrets",
+        "\"secrets.sh\"",
+    ),
+    (
+        "otel/collector.yaml",
+        "collector",
+        "every_part_of_the_collector_is_used_and_every_part_that_is_used_is_there",
+        "\"deploy/otel/collector.yaml\"",
+    ),
+    (
+        "otel/router.yaml",
+        "traces",
+        "one_request_is_one_trace_from_its_client_to_both_engines_also_when_the_client_leaves",
+        "\"deploy/otel/router.yaml\"",
+    ),
+    (
+        "systemd/baton-engine@.service",
+        "systemd",
+        "the_units_start_what_the_binary_understands",
+        "\"baton-engine@.service\"",
+    ),
+    ("systemd/baton-engine-cuda.conf", "systemd", SYSTEMD, "\"baton-engine-cuda.conf\""),
+    ("systemd/baton-router.service", "systemd", SYSTEMD, "\"baton-router.service\""),
+    ("systemd/baton-router.socket", "systemd", SYSTEMD, "\"baton-router.socket\""),
+    (
+        "systemd/engine-decode.env",
+        "systemd",
+        "the_units_know_the_secret_and_give_the_time_to_drain",
+        "\"engine-{name}.env\"",
+    ),
+    (
+        "systemd/engine-prefill.env",
+        "systemd",
+        "the_units_know_the_secret_and_give_the_time_to_drain",
+        "\"engine-{name}.env\"",
+    ),
+    ("systemd/router.env", "systemd", "the_routers_environment_is_what_it_knows", "\"router.env\""),
+];
+
+const SYSTEMD: &str = "systemd_finds_nothing_wrong_with_the_units_and_little_that_they_could_do";
+
+/// Every file below `deploy/` that is not somebody's own secret.
+fn files() -> BTreeSet<String> {
+    let (mut found, mut folders) = (BTreeSet::new(), vec![ours("deploy")]);
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).expect("a folder of ours can be read") {
+            let path = entry.expect("an entry can be read").path();
+            let name = path.strip_prefix(ours("deploy")).expect("it is below it").display().to_string();
+            if path.is_dir() {
+                folders.push(path);
+            } else if name.contains("/secrets/") {
+                // Kept empty by these lines; what somebody puts there is his.
+                if name.ends_with("/.gitignore") {
+                    assert!(read(&path).ends_with("*\n!.gitignore\n"), "{name}");
+                }
+            } else {
+                found.insert(name);
+            }
+        }
+    }
+    found
+}
+
+fn is_of(row: &str, file: &str) -> bool {
+    row.strip_suffix('*').map_or(row == file, |folder| file.starts_with(folder))
+}
+
+#[test]
+fn every_file_below_deploy_is_read_by_a_test() {
+    let files = files();
+    assert!(files.len() > 40, "{files:?}");
+    let unread: Vec<_> =
+        files.iter().filter(|file| !READ_BY.iter().any(|(row, ..)| is_of(row, file))).collect();
+    assert!(unread.is_empty(), "no test reads {unread:?}: write one, and a row here");
+    for (row, module, test, words) in READ_BY {
+        assert!(files.iter().any(|file| is_of(row, file)), "{row} is not there any more");
+        let source = read(&ours("tests/deploy").join(format!("{module}.rs")));
+        let marked = format!("#[test]\nfn {test}() {{");
+        assert!(source.contains(&marked), "{row}: there is no test {module}::{test}");
+        assert!(source.contains(words), "{row}: {words} is not in {module}.rs");
+        assert!(!source.contains("#[ignore"), "{module}: a test that is not run reads nothing");
+    }
+}
+
+/// Rows with a star are for folders that a test walks, or in which it follows every reference: nowhere else could a new file be
+/// forgotten.
+#[test]
+fn folders_that_stand_for_their_files_are_walked() {
+    let stars: Vec<_> = READ_BY.iter().filter_map(|(row, ..)| row.strip_suffix("/*")).collect();
+    assert_eq!(
+        stars,
+        ["alerts", "config", "kubernetes/base", "kubernetes/components", "kubernetes/overlays"]
+    );
+    let examples = crate::examples::routers();
+    for file in files().iter().filter(|file| file.starts_with("config/")) {
+        assert!(examples.contains(&ours("deploy").join(file)), "{file} is no router's configuration");
+    }
+}
