@@ -3,8 +3,8 @@
 //!
 //! Not an interface. Whoever drives it plays clients and engines, and moves the requests' exchanges itself.
 
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use baton_connector::{RequestId, Time};
@@ -37,6 +37,8 @@ pub struct Rehearsal {
     engines: Vec<Arc<Engine>>,
     numbers: HashMap<u32, usize>,
     in_flight: InFlightTable,
+    /// What the latest choices were made from, as many as the configuration has kept.
+    sights: Mutex<VecDeque<Sight>>,
 }
 
 /// What a request says of itself, as features of it: hashes, and how long it is.
@@ -60,8 +62,6 @@ pub struct Place {
     pub engine: usize,
     /// Chunks of the prompt that it was taken to hold already.
     pub held_chunks: usize,
-    /// What the choice was made from; kept where the configuration has explanations kept.
-    _sight: Option<Sight>,
 }
 
 /// Why there is no place.
@@ -105,7 +105,8 @@ impl Rehearsal {
         let engines: Vec<_> = names.iter().map(engine).collect();
         let numbers = engines.iter().enumerate().map(|(number, engine)| (engine.id(), number)).collect();
         let in_flight = InFlightTable::default();
-        Ok(Self { fleet, _admission: admission, generation, model, engines, numbers, in_flight })
+        let sights = Mutex::default();
+        Ok(Self { fleet, _admission: admission, generation, model, engines, numbers, in_flight, sights })
     }
 
     /// A request is in flight from now on.
@@ -153,15 +154,22 @@ impl Rehearsal {
         wanted: &Wanted<'_>,
         tried: &[Arc<Engine>],
     ) -> Result<Place, Unplaced> {
-        let explained = self.generation.config.explain.requests > 0;
-        let tell = if explained { Tell::Everything } else { Tell::Nothing };
+        let explained = self.generation.config.explain.requests;
+        let tell = if explained > 0 { Tell::Everything } else { Tell::Nothing };
         let (reserved, sight) = pool.reserve(wanted, tried, Room::Needed, tell);
         let reserved = reserved.map_err(|scarce| match scarce {
             Scarce::Full => Unplaced::Full,
             Scarce::Nobody => Unplaced::Nobody,
         })?;
+        if let Some(sight) = sight {
+            let mut sights = self.sights.lock().unwrap_or_else(PoisonError::into_inner);
+            if sights.len() >= explained * Leg::BOTH.len() {
+                sights.pop_front();
+            }
+            sights.push_back(sight);
+        }
         let engine = self.numbers[&reserved.engine().id()];
-        Ok(Place { leg, engine, held_chunks: reserved.holding.chunks, reserved, _sight: sight })
+        Ok(Place { leg, engine, held_chunks: reserved.holding.chunks, reserved })
     }
 
     fn known(&self, numbers: &[usize]) -> Vec<Arc<Engine>> {

@@ -93,9 +93,11 @@ impl Blocks {
     }
 }
 
-/// What is noted of a lease: whether the clock is meant to end it.
-#[derive(Clone, Copy, Debug, Default)]
+/// What is noted of a lease.
+#[derive(Clone, Copy, Debug)]
 struct Note {
+    blocks: u64,
+    /// The clock is meant to end it.
     abandoned: bool,
 }
 
@@ -108,6 +110,8 @@ pub(crate) struct Engine {
     ledger: Ledger,
     notes: HashMap<Handle, Note>,
     blocks: Blocks,
+    /// Blocks in which handoffs land, or have landed.
+    landing: u64,
     /// Beginnings that its cache holds, and when each was used.
     cached: HashMap<u32, u64>,
     uses: u64,
@@ -121,20 +125,24 @@ impl Engine {
             ledger: Ledger::new(LeaseTerms::default()),
             notes: HashMap::new(),
             blocks: Blocks::default(),
+            landing: 0,
             cached: HashMap::new(),
             uses: 0,
         }
     }
 
     /// It dies, and its memory with it.
-    pub(crate) fn die(&mut self, leases: &mut Leases) {
+    pub(crate) fn die(&mut self, leases: &mut Leases, faults: &mut Faults) {
+        // Nobody will ask later: what is out now must be out for somebody.
+        let meant = self.notes.values().map(|note| note.blocks).sum::<u64>() + self.landing;
+        faults.blocks_left += self.blocks.left().abs_diff(meant);
         leases.lost_with_engine += self.notes.len() as u64;
         *self = Self { epoch: self.epoch + 1, alive: false, ..Self::new() };
     }
 
     /// Lends so many blocks.
     pub(crate) fn lend(&mut self, handle: Handle, request: &RequestId, blocks: usize) -> Grant {
-        self.notes.insert(handle, Note::default());
+        self.notes.insert(handle, Note { blocks: blocks as u64, abandoned: false });
         Grant { handle, request: request.clone(), blocks: self.blocks.take(blocks), expected: 1 }
     }
 
@@ -186,11 +194,13 @@ impl Engine {
 
     /// Blocks for a handoff to land in.
     pub(crate) fn land(&mut self, blocks: usize) -> Vec<BlockId> {
+        self.landing += blocks as u64;
         self.blocks.take(blocks)
     }
 
     /// They are not needed any more.
     pub(crate) fn free(&mut self, blocks: &[BlockId], faults: &mut Faults) {
+        self.landing = self.landing.saturating_sub(blocks.len() as u64);
         faults.freed_twice += self.blocks.give_back(blocks);
     }
 

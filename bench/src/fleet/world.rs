@@ -312,7 +312,7 @@ impl World {
             return;
         }
         self.died += 1;
-        self.engines[victim].die(&mut self.leases);
+        self.engines[victim].die(&mut self.leases, &mut self.faults);
         let back = self.mean(AWAY_US);
         self.after(back, What::Back(victim as u32));
         let broken: Vec<(usize, Phase)> = (0..self.lives.len())
