@@ -317,9 +317,10 @@ impl Pool {
         }
         let mut others = view.few_not_ready(NAMED);
         // Those that suit less.
-        let less = (0..self.members.len()).filter(|index| !board.has(*index));
+        let looked_at = if board.len() == self.members.len() { 0 } else { LOOKED_AT };
+        let less = (0..self.members.len()).take(looked_at).filter(|index| !board.has(*index));
         let wanting = NAMED - others.len();
-        others.extend(less.take(LOOKED_AT).take(wanting));
+        others.extend(less.take(wanting));
         others.sort_unstable();
         Field { candidates: policy::Field::count(view), named, others }
     }

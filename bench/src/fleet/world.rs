@@ -200,7 +200,7 @@ impl World {
         let yaml = configuration(setup, &names);
         let router = || {
             let config = RouterConfig::from_yaml(&yaml, "fleet.yaml")?;
-            Ok::<_, GenerationError>(Rehearsal::new(config, &names)?)
+            Rehearsal::new(config, &names)
         };
         let routers = (0..setup.routers).map(|_| router()).collect::<Result<Vec<_>, _>>()?;
         Ok(Self {

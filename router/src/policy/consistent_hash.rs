@@ -46,7 +46,7 @@ impl Policy for ConsistentHash {
                 return Some(choice(first, chosen.index));
             }
         }
-        let (mut first, mut with_room): (Option<(f64, usize)>, Option<(f64, usize)>) = (None, None);
+        let (mut first, mut with_room) = (None::<(f64, usize)>, None::<(f64, usize)>);
         candidates.each(&mut |candidate| {
             let ranked = (rank(slot, candidate), candidate.index);
             let is_better = |than: Option<(f64, usize)>| than.is_none_or(|than| ranked.0 >= than.0);

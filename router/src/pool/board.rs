@@ -120,6 +120,10 @@ impl Board {
         self.tree().least_own()
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.members.len()
+    }
+
     /// Whether it has this member of the pool.
     pub(super) fn has(&self, index: usize) -> bool {
         self.indices.binary_search(&index).is_ok()
