@@ -4,6 +4,7 @@ pub mod compare;
 pub mod disconnect;
 pub mod doctor;
 pub mod engine;
+pub mod fleet;
 pub mod gpu;
 pub mod handoff;
 pub mod lease;
@@ -43,6 +44,8 @@ pub enum Benchmark {
     Transfer(transfer::TransferOptions),
     /// One lease from open to close, with up to 100,000 others alive
     Lease(lease::LeaseOptions),
+    /// A simulated fleet: what a decision costs with up to 1,000 engines and 100,000 requests alive, and every lease settled
+    Fleet(fleet::FleetOptions),
     /// What the router adds to a request, against a client that makes both hops itself
     Router(router::RouterArgs),
     /// Load on any OpenAI-compatible endpoint, and what its clients see of it
@@ -74,6 +77,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Handoff(options) => Ok(handoff::run(&options, out)?),
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(lease::run(&options, out)?),
+        Benchmark::Fleet(options) => Ok(fleet::run(&options, out)?),
         Benchmark::Router(options) => Ok(router::run(&options, out)?),
         Benchmark::Serve(options) => serve::run(&options, out),
         Benchmark::Disconnect(options) => disconnect::run(&options, out),

@@ -7,6 +7,8 @@
 use crate::config::DisaggregateConfig;
 use crate::intake::Ask;
 use crate::memory::Holding;
+use crate::models::Model;
+use crate::policy::Wanted;
 
 /// What is known when the decision is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -93,14 +95,22 @@ impl Why {
 impl Facts {
     /// What is known of a request whose decode engine holds this much of its prompt.
     pub(crate) fn of(ask: &Ask, holding: Holding) -> Self {
-        let wanted = ask.wanted();
         Self {
-            has_prefill: !ask.model.prefill.is_empty(),
             several_prompts: ask.aggregate,
             prompt_logprobs: ask.prompt_logprobs,
+            ..Self::new(&ask.model, &ask.wanted(), holding)
+        }
+    }
+
+    /// The same of any request for one answer to one prompt.
+    pub(crate) fn new(model: &Model, wanted: &Wanted<'_>, holding: Holding) -> Self {
+        Self {
+            has_prefill: !model.prefill.is_empty(),
+            several_prompts: false,
+            prompt_logprobs: false,
             prompt_tokens: wanted.tokens,
-            cached_share: holding.share(&wanted),
-            prefill_in_flight: ask.model.prefill.least_in_flight(),
+            cached_share: holding.share(wanted),
+            prefill_in_flight: model.prefill.least_in_flight(),
         }
     }
 }

@@ -128,22 +128,28 @@ impl Health {
         self.trial[leg as usize].store(false, Ordering::Relaxed);
     }
 
-    /// It sent the head of an answer, or refused a request, so long after that was sent.
-    pub(crate) fn spoke(&self, leg: Leg, after: Duration, authority: &str, terms: &Terms) {
+    /// It sent the head of an answer, or refused a request, so long after that was sent. Whether that may have changed
+    /// its standing.
+    pub(crate) fn spoke(&self, leg: Leg, after: Duration, authority: &str, terms: &Terms) -> bool {
         let tally = &self.tallies[leg as usize];
         tally.answers.fetch_add(1, Ordering::Relaxed);
         let after_us = u64::try_from(after.as_micros()).unwrap_or(u64::MAX);
         tally.latency_us.fetch_add(after_us, Ordering::Relaxed);
-        if !self.clean[leg as usize].load(Ordering::Relaxed) {
+        let may_change = !self.clean[leg as usize].load(Ordering::Relaxed);
+        if may_change {
             self.change(authority, terms, |machine, now| machine.spoke(leg, now, terms));
         }
+        may_change
     }
 
-    /// It answered a request, well and to the end; that it spoke is known already.
-    pub(crate) fn served(&self, leg: Leg, authority: &str, terms: &Terms) {
-        if !self.clean[leg as usize].load(Ordering::Relaxed) {
+    /// It answered a request, well and to the end; that it spoke is known already. Whether that may have changed its
+    /// standing.
+    pub(crate) fn served(&self, leg: Leg, authority: &str, terms: &Terms) -> bool {
+        let may_change = !self.clean[leg as usize].load(Ordering::Relaxed);
+        if may_change {
             self.change(authority, terms, |machine, now| machine.answered(leg, now, terms));
         }
+        may_change
     }
 
     /// It failed a request.

@@ -69,6 +69,8 @@ mod observers;
 mod policy;
 mod pool;
 mod prefix_index;
+#[doc(hidden)]
+pub mod rehearsal;
 mod reload;
 mod request_id;
 mod resume;

@@ -1,13 +1,12 @@
 //! How one engine of a pool is chosen. A plug: the trait is here, one file per policy is below.
 //!
-//! A policy is a pure function of the request, the engines that have room, and what is drawn for the decision
+//! A policy is a pure function of the request, the engines that have room ([`Field`]), and what is drawn for the decision
 //! (a turn and a random number come as arguments), so that a decision can be repeated without consequences: a
 //! dry run is the same call. Only [`PrefixAware`] looks at something else, the index of who holds what.
 
 mod consistent_hash;
-#[cfg(test)]
-mod cost;
 mod draw;
+mod field;
 mod least_load;
 mod power_of_two;
 mod prefix_aware;
@@ -18,6 +17,7 @@ mod simulation;
 
 pub(crate) use consistent_hash::ConsistentHash;
 pub(crate) use draw::Draw;
+pub(crate) use field::{FIRST, Field};
 pub(crate) use least_load::LeastLoad;
 pub(crate) use power_of_two::PowerOfTwo;
 pub(crate) use prefix_aware::PrefixAware;
@@ -145,7 +145,7 @@ impl Reason {
 /// Chooses among the engines that can serve a request.
 pub(crate) trait Policy: Send + Sync {
     /// `None` only when there is no candidate.
-    fn choose(&self, wanted: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice>;
+    fn choose(&self, wanted: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice>;
 
     /// What the policy compares of a candidate, for explanations; more is better.
     fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64;
@@ -163,9 +163,20 @@ pub(crate) fn of_config(config: &PolicyConfig, memory: &Arc<Memory>) -> Box<dyn 
     }
 }
 
+/// What a policy takes the least of, where it does.
+pub(crate) fn unit_of(config: &PolicyConfig) -> LoadUnit {
+    match config {
+        PolicyConfig::LeastLoad(config) | PolicyConfig::PowerOfTwo(config) => config.by,
+        PolicyConfig::RoundRobin(_)
+        | PolicyConfig::Random(_)
+        | PolicyConfig::ConsistentHash(_)
+        | PolicyConfig::PrefixAware(_) => LoadUnit::Requests,
+    }
+}
+
 impl Candidate {
     /// Its load for its weight, in 2^-16 of the unit; comparable between candidates.
-    fn load(&self, by: LoadUnit) -> u64 {
+    pub(crate) fn load(&self, by: LoadUnit) -> u64 {
         let load = match by {
             LoadUnit::Requests => u64::from(self.requests),
             // A prompt of no tokens is work too.
@@ -173,21 +184,6 @@ impl Candidate {
         };
         load.saturating_mul(1 << 16) / u64::from(self.weight.max(1))
     }
-}
-
-/// All weights together; 0 only without candidates.
-fn weights(candidates: &[Candidate]) -> u64 {
-    candidates.iter().map(|c| u64::from(c.weight)).sum()
-}
-
-/// The candidate at a position below the sum of the weights, each taking as many positions as it weighs.
-fn at(candidates: &[Candidate], position: u64) -> Option<&Candidate> {
-    let mut left = position;
-    candidates.iter().find(|candidate| {
-        let here = left < u64::from(candidate.weight);
-        left = left.saturating_sub(u64::from(candidate.weight));
-        here
-    })
 }
 
 #[cfg(test)]
@@ -221,7 +217,7 @@ mod tests {
         ] {
             let config: PolicyConfig = serde_saphyr::from_str(yaml).expect(yaml);
             let policy = of_config(&config, &memory);
-            assert_eq!(policy.choose(&Wanted::default(), &[], Draw::default()), None, "{yaml}");
+            assert_eq!(policy.choose(&Wanted::default(), &Vec::new(), Draw::default()), None, "{yaml}");
             let mut draw = Draw::seeded(7);
             for size in 1..20_u32 {
                 let candidates = with_loads(&(0..size).map(|n| n * 7 % 5).collect::<Vec<_>>());
@@ -229,14 +225,5 @@ mod tests {
                 assert!(choice.is_some_and(|c| c.index < candidates.len()), "{yaml}");
             }
         }
-    }
-
-    #[test]
-    fn a_position_belongs_to_a_candidate_as_often_as_it_weighs() {
-        let mut candidates = with_loads(&[0, 0, 0]);
-        (candidates[0].weight, candidates[2].weight) = (2, 3);
-        let found: Vec<_> = (0..weights(&candidates)).filter_map(|p| at(&candidates, p)).collect();
-        assert_eq!(found.iter().map(|c| c.index).collect::<Vec<_>>(), [0, 0, 1, 2, 2, 2]);
-        assert_eq!(at(&candidates, 6), None);
     }
 }

@@ -7,32 +7,51 @@
 //! Which engines are in use is what `health` says. One that is left out is chosen only if no other is left and the
 //! configuration would rather try; one that is drained, or answers nothing at all, is not chosen. Requests wait
 //! rather for a healthy engine that is full than be sent to one that is not.
+//!
+//! A choice does not walk over the members: [`board`] knows at every moment who is ready, and answers what a policy asks
+//! in as many steps as a tree of the members is high. Only what is rare walks: a place for what takes none, a pool in
+//! panic, and one of which nobody is ready or full.
 
+mod board;
 mod member;
+mod tree;
 
+pub(crate) use board::Seat;
+use board::{Board, View};
 pub(crate) use member::{Fit, Member, Room, has};
 use member::{Look, Now};
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use crate::config::{AllOut, HealthConfig, PolicyConfig};
+use crate::config::{AllOut, HealthConfig, LoadUnit, PolicyConfig};
 use crate::explain::{Considered, Removed, Sight};
-use crate::health::Standing;
 use crate::memory::{Holding, Memory};
 use crate::metrics::{Decisions, Leg, Metrics};
 use crate::policy::{self, Candidate, Choice, Draw, Policy, Wanted};
 use crate::upstream::{Engine, InFlight, Manner};
 
-/// Engines of each kind that one explanation names.
+/// Engines of each kind that one explanation names, and how many it looks at for those that suit less.
 const NAMED: usize = 8;
+const LOOKED_AT: usize = 64;
+
+/// Choices that may come to nothing, because somebody else was faster, before all members are walked over.
+const BOARD_TRIES: usize = 64;
 
 /// Engines that can stand in for each other.
 pub(crate) struct Pool {
     /// In the order of their caches' numbers: the ranks of one engine stand side by side.
     members: Vec<Arc<Member>>,
+    /// All members: those with the labels that the pool prefers, then those without.
+    boards: Vec<Arc<Board>>,
+    /// Members with the values of the labels that pairs should share, likewise.
+    pairs: HashMap<u64, Vec<Arc<Board>>>,
+    /// Engines that tell of their caches.
+    telling: Vec<u32>,
     policy: Box<dyn Policy>,
+    by: LoadUnit,
     policy_name: &'static str,
     decisions: Option<Decisions>,
     turn: AtomicU64,
@@ -50,6 +69,20 @@ pub(crate) struct Reserved {
     /// What it held of the prompt already, as far as is known.
     pub holding: Holding,
 }
+
+/// What a choice was made from.
+#[derive(Default)]
+struct Field {
+    /// How many could be chosen.
+    candidates: usize,
+    /// Some of them; the chosen one and those with the least load are among them.
+    named: Vec<Candidate>,
+    /// Some that could not.
+    others: Vec<usize>,
+}
+
+/// A choice, and from what it was made if somebody wants to know.
+type Decided = (Result<(Choice, Manner), Scarce>, Option<Field>);
 
 /// What would be chosen.
 pub(crate) struct Trial {
@@ -85,7 +118,12 @@ impl Pool {
     ) -> Self {
         members.sort_by_key(|member| member.holder());
         let learns = learns || matches!(policy, PolicyConfig::PrefixAware(_));
+        let telling = members.iter().filter(|member| member.events.is_some());
         Self {
+            boards: Vec::new(),
+            pairs: HashMap::new(),
+            telling: telling.map(|member| member.engine.id()).collect(),
+            by: policy::unit_of(policy),
             members,
             policy: policy::of_config(policy, memory),
             policy_name: policy.name(),
@@ -98,11 +136,30 @@ impl Pool {
         }
     }
 
+    /// Has its members tell its boards. Until then every choice is a walk.
+    fn seated(self) -> Self {
+        let board = |of: &dyn Fn(&Member) -> bool| {
+            let members = self.members.iter().enumerate().filter(|(_, member)| of(member));
+            let members: Vec<_> = members.map(|(index, member)| (index, Arc::clone(member))).collect();
+            (!members.is_empty()).then(|| Board::new(members, self.leg, self.by))
+        };
+        let both = |of: &dyn Fn(&Member) -> bool| -> Vec<Arc<Board>> {
+            let with = |preferred| board(&|member: &Member| of(member) && member.is_preferred() == preferred);
+            [true, false].into_iter().filter_map(with).collect()
+        };
+        let boards = both(&|_| true);
+        let mut pairs = HashMap::new();
+        for pair in self.members.iter().filter_map(|member| member.pair()) {
+            pairs.entry(pair).or_insert_with(|| both(&|member| member.pair() == Some(pair)));
+        }
+        Self { boards, pairs, ..self }
+    }
+
     /// Says which leg it serves, and what happens when its engines are not well.
     pub(crate) fn guarded(self, leg: Leg, health: &HealthConfig) -> Self {
         let panic_percent = usize::from(health.panic_percent);
         self.members.iter().for_each(|member| member.engine.health().serve(leg));
-        Self { leg, all_out: health.all_out, panic_percent, ..self }
+        Self { leg, all_out: health.all_out, panic_percent, ..self }.seated()
     }
 
     /// Counts what is decided.
@@ -113,7 +170,7 @@ impl Pool {
 
     /// Members that may be given requests.
     pub(crate) fn in_use(&self) -> usize {
-        self.members.iter().filter(|m| m.engine.health().standing(self.leg) <= Standing::Trial).count()
+        self.boards.iter().map(|board| board.in_use()).sum()
     }
 
     /// Whether an engine that is known to live may be given requests.
@@ -159,13 +216,12 @@ impl Pool {
     /// Tokens of one KV block, as the engines told; none if nobody asks or none told.
     pub(crate) fn block_size(&self) -> Option<usize> {
         let memory = self.memory.as_ref()?;
-        let telling = self.members.iter().filter(|member| member.events.is_some());
-        telling.into_iter().find_map(|member| memory.block_size(member.engine.id()))
+        self.telling.iter().find_map(|engine| memory.block_size(*engine))
     }
 
     /// Requests of this router at the least loaded engine; 0 without any.
     pub(crate) fn least_in_flight(&self) -> usize {
-        self.members.iter().map(|member| member.load()).min().unwrap_or(0)
+        self.boards.iter().filter_map(|board| board.least_own()).min().unwrap_or(0) as usize
     }
 
     /// Chooses an engine that is not among those `tried`, and has room where that is needed, and counts the request in
@@ -182,26 +238,25 @@ impl Pool {
     ) -> (Result<Reserved, Scarce>, Option<Sight>) {
         let now = Now::new(Instant::now);
         let look = Look { tried, leg: self.leg, panic: self.panics(), room, now: &now };
-        let (candidates, taken) = loop {
-            let candidates = self.candidates(wanted, &look);
+        let mut tries = 0;
+        let (field, taken) = loop {
             let draw = Draw::at(self.turn.fetch_add(1, Ordering::Relaxed));
-            match self.decide(wanted, &candidates, draw) {
-                Err(scarce) => break (Vec::new(), Err(scarce)),
+            let (decided, field) = self.decide(wanted, &look, draw, tell, tries < BOARD_TRIES);
+            match decided {
+                Err(scarce) => break (field, Err(scarce)),
                 Ok((choice, manner)) => {
                     let member = &self.members[choice.index];
                     // If somebody else has taken its last place, or its trial, since, the choice is made again.
                     if let Some(load) = member.begin(&look, manner, wanted.tokens) {
-                        break (
-                            candidates.map(|(candidates, _)| candidates).unwrap_or_default(),
-                            Ok((choice, load)),
-                        );
+                        break (field, Ok((choice, load)));
                     }
+                    tries += 1;
                 }
             }
         };
         let choice = taken.as_ref().map(|(choice, _)| *choice).map_err(|&scarce| scarce);
         let is_told = tell == Tell::Everything || (tell == Tell::Choices && choice.is_ok());
-        let sight = is_told.then(|| self.sight(wanted, &look, &candidates, choice));
+        let sight = field.filter(|_| is_told).map(|field| self.sight(wanted, &look, field, choice));
         let reserved = taken.map(|(choice, load)| {
             self.decisions.iter().for_each(|decisions| decisions.count(choice.reason));
             self.reserved(&self.members[choice.index], load, wanted)
@@ -213,11 +268,10 @@ impl Pool {
     pub(crate) fn try_out(&self, wanted: &Wanted<'_>, tried: &[Arc<Engine>]) -> Trial {
         let now = Now::new(Instant::now);
         let look = Look { tried, leg: self.leg, panic: self.panics(), room: Room::Needed, now: &now };
-        let candidates = self.candidates(wanted, &look);
-        let choice = self.decide(wanted, &candidates, Draw::at(self.turn.load(Ordering::Relaxed)));
-        let choice = choice.map(|(choice, _)| choice);
-        let candidates = candidates.map(|(candidates, _)| candidates).unwrap_or_default();
-        let sight = self.sight(wanted, &look, &candidates, choice);
+        let draw = Draw::at(self.turn.load(Ordering::Relaxed));
+        let (decided, field) = self.decide(wanted, &look, draw, Tell::Everything, true);
+        let choice = decided.map(|(choice, _)| choice);
+        let sight = self.sight(wanted, &look, field.unwrap_or_default(), choice);
         Trial { chosen: choice.ok().map(|choice| Arc::clone(&self.members[choice.index])), sight }
     }
 
@@ -233,15 +287,66 @@ impl Pool {
         self.members.iter().any(|member| member.fit(&look) == Fit::Full && !is_shared(member))
     }
 
-    fn decide(
-        &self,
-        wanted: &Wanted<'_>,
-        candidates: &Result<(Vec<Candidate>, Manner), Scarce>,
-        draw: Draw,
-    ) -> Result<(Choice, Manner), Scarce> {
-        let (candidates, manner) = candidates.as_ref().map_err(|&scarce| scarce)?;
-        let choice = self.policy.choose(wanted, candidates, draw).ok_or(Scarce::Nobody)?;
-        Ok((choice, *manner))
+    /// `boards`: what the members told is up to date.
+    fn decide(&self, wanted: &Wanted<'_>, look: &Look<'_>, draw: Draw, tell: Tell, boards: bool) -> Decided {
+        if boards && look.room == Room::Needed && !look.panic {
+            let mut full = false;
+            let paired =
+                wanted.pair.and_then(|pair| self.pairs.get(&pair)).map(Vec::as_slice).unwrap_or_default();
+            // Where nobody of those that pair is ready, the others are all that are.
+            for (board, last) in
+                paired.iter().map(|b| (b, false)).chain(self.boards.iter().map(|b| (b, true)))
+            {
+                let view = board.view(look.tried);
+                if let Some(choice) = self.policy.choose(wanted, &view, draw) {
+                    let field = (tell != Tell::Nothing).then(|| self.field(&view, board, choice));
+                    return (Ok((choice, Manner::Careful)), field);
+                }
+                full |= last && view.has_full();
+            }
+            if full && tell == Tell::Nothing {
+                return (Err(Scarce::Full), None);
+            }
+            if full {
+                let others = self.boards.iter().flat_map(|board| board.few_not_ready(NAMED)).take(NAMED);
+                let field = Field { others: others.collect(), ..Field::default() };
+                return (Err(Scarce::Full), Some(field));
+            }
+        }
+        self.walk(wanted, look, draw)
+    }
+
+    /// What a choice on a board was made from, for people.
+    fn field(&self, view: &View<'_>, board: &Board, choice: Choice) -> Field {
+        let mut named = view.few_least(NAMED);
+        if !named.iter().any(|candidate| candidate.index == choice.index) {
+            named.truncate(NAMED - 1);
+            named.extend(view.candidate(choice.index));
+        }
+        let mut others = view.few_not_ready(NAMED);
+        // Those that suit less.
+        let looked_at = if board.len() == self.members.len() { 0 } else { LOOKED_AT };
+        let less = (0..self.members.len()).take(looked_at).filter(|index| !board.has(*index));
+        let wanting = NAMED - others.len();
+        others.extend(less.take(wanting));
+        others.sort_unstable();
+        Field { candidates: policy::Field::count(view), named, others }
+    }
+
+    /// The same choice by a walk over all members.
+    fn walk(&self, wanted: &Wanted<'_>, look: &Look<'_>, draw: Draw) -> Decided {
+        let (candidates, manner) = match self.candidates(wanted, look) {
+            Ok(found) => found,
+            Err(scarce) => {
+                let others = (0..self.members.len()).take(NAMED).collect();
+                return (Err(scarce), Some(Field { others, ..Field::default() }));
+            }
+        };
+        let choice = self.policy.choose(wanted, &candidates, draw).ok_or(Scarce::Nobody);
+        let is_candidate = |index: &usize| candidates.binary_search_by_key(index, |c| c.index).is_ok();
+        let others = (0..self.members.len()).filter(|index| !is_candidate(index)).take(NAMED).collect();
+        let field = Field { candidates: candidates.len(), named: candidates, others };
+        (choice.map(|choice| (choice, manner)), Some(field))
     }
 
     /// What a choice was made from, for people.
@@ -249,12 +354,12 @@ impl Pool {
         &self,
         wanted: &Wanted<'_>,
         look: &Look<'_>,
-        candidates: &[Candidate],
+        field: Field,
         choice: Result<Choice, Scarce>,
     ) -> Sight {
         let chosen = choice.ok().map(|choice| choice.index);
-        let mut named: Vec<&Candidate> = candidates.iter().collect();
-        let order = |c: &&Candidate| (Some(c.index) != chosen, c.requests, c.index);
+        let Field { candidates, mut named, others } = field;
+        let order = |c: &Candidate| (Some(c.index) != chosen, c.requests, c.index);
         if named.len() > NAMED {
             named.select_nth_unstable_by_key(NAMED, order);
             named.truncate(NAMED);
@@ -265,14 +370,11 @@ impl Pool {
             requests: c.requests,
             tokens: c.tokens,
             weight: c.weight,
-            score: self.policy.score(wanted, c),
+            score: self.policy.score(wanted, &c),
         });
-        let is_candidate = |index: usize| candidates.binary_search_by_key(&index, |c| c.index).is_ok();
-        let others = self.members.iter().enumerate().filter(|(index, _)| !is_candidate(*index));
         let calm = Look { panic: false, ..*look };
-        let removed = others
-            .take(NAMED)
-            .map(|(_, member)| Removed { engine: member.engine.name(), why: member.fit(&calm) });
+        let removed = others.iter().map(|index| &self.members[*index]);
+        let removed = removed.map(|member| Removed { engine: member.engine.name(), why: member.fit(&calm) });
         let holding = chosen.zip(self.memory.as_ref()).map(|(index, memory)| {
             memory.holding(self.members[index].holder(), wanted.prefix, wanted.blocks)
         });
@@ -280,9 +382,9 @@ impl Pool {
             policy: self.policy_name,
             members: self.members.len(),
             considered: considered.collect(),
-            more: candidates.len().saturating_sub(NAMED),
+            more: candidates.saturating_sub(NAMED),
             removed: removed.collect(),
-            more_removed: (self.members.len() - candidates.len()).saturating_sub(NAMED),
+            more_removed: (self.members.len() - candidates).saturating_sub(others.len()),
             result: choice.map(|choice| (self.members[choice.index].engine.name(), choice.reason)),
             holding: holding.unwrap_or_default(),
             chunks: wanted.prefix.len(),
@@ -352,3 +454,6 @@ impl Reserved {
         self.member.pair()
     }
 }
+
+#[cfg(test)]
+mod tests;

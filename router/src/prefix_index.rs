@@ -4,15 +4,15 @@
 //! same list. Each engine's hashes are an LRU list; touching a prompt touches its end first, so that a beginning
 //! outlives what follows it and "does it hold the n-th" can be searched for by halves.
 //!
-//! When all of them together hold as much as they may, an engine that has less than an equal share takes from the one
-//! that has most, and one that has its share forgets what it used longest ago.
+//! When all of them together hold as much as they may, an engine that has less than an equal share takes from one that has
+//! more, the one that has most as far as is known, and one that has its share forgets what it used longest ago.
 //!
 //! Nothing here is a promise of an engine: an answer is a guess, and a wrong guess costs a prefix that is
 //! computed again.
 
 mod held;
 
-use std::collections::HashMap;
+use std::collections::{BinaryHeap, HashMap};
 use std::hash::{BuildHasher, Hasher};
 
 use held::Held;
@@ -33,6 +33,8 @@ pub(crate) struct PrefixIndex {
     total: usize,
     /// Hashes of all engines, now.
     held: usize,
+    /// Engines that held more than an equal share when they were looked at, and how much; see [`Self::fattest`].
+    fat: BinaryHeap<(usize, u32)>,
 }
 
 /// A holder that was found.
@@ -48,7 +50,7 @@ impl PrefixIndex {
     pub(crate) fn new(per_engine: usize, total: usize) -> Self {
         let mixed = Mixed(seed());
         let holders = HashMap::with_hasher(mixed);
-        Self { engines: HashMap::new(), holders, mixed, per_engine, total, held: 0 }
+        Self { engines: HashMap::new(), holders, mixed, per_engine, total, held: 0, fat: BinaryHeap::new() }
     }
 
     /// Changes the bounds; what is over them goes, of the engines that hold most.
@@ -110,9 +112,8 @@ impl PrefixIndex {
         if own >= self.per_engine {
             self.evict(engine);
         } else if self.held >= self.total {
-            let has_its_share = own >= (self.total / self.engines.len()).max(1);
-            let most = || self.engines.iter().max_by_key(|(_, held)| held.len()).map(|(&engine, _)| engine);
-            let from = if has_its_share { Some(engine) } else { most() };
+            let share = (self.total / self.engines.len()).max(1);
+            let from = if own >= share { Some(engine) } else { self.fattest(share) };
             from.into_iter().for_each(|from| self.evict(from));
         }
         let held = self.engines.entry(engine).or_insert_with(|| Held::new(self.mixed));
@@ -121,6 +122,29 @@ impl PrefixIndex {
             self.held += 1;
             self.holders.entry(hash).or_default().push(engine);
         }
+    }
+
+    /// An engine that holds more than an equal share: the one that held most of them when all were last looked at, less
+    /// what was taken from it since. All are looked at only when none of those is left, because a look at a thousand for
+    /// each hash would cost more than the choice that it serves.
+    fn fattest(&mut self, share: usize) -> Option<u32> {
+        for fresh in [false, true] {
+            if fresh {
+                let held = self.engines.iter().map(|(&engine, held)| (held.len(), engine));
+                self.fat = held.filter(|(length, _)| *length > share).collect();
+            }
+            while let Some((length, engine)) = self.fat.pop() {
+                let now = self.engines.get(&engine).map_or(0, Held::len);
+                if now > share {
+                    self.fat.push((now, engine));
+                    if now == length {
+                        return Some(engine);
+                    }
+                }
+            }
+        }
+        // Nobody has more than a share, so nobody has less than one less.
+        self.engines.iter().max_by_key(|(_, held)| held.len()).map(|(&engine, _)| engine)
     }
 
     /// Forgets what an engine used longest ago.
@@ -165,7 +189,11 @@ impl PrefixIndex {
             let engines = self.holders.get(hash)?.iter().take(HOLDERS_LOOKED_AT);
             engines.filter_map(|&engine| Some((load(engine)?, engine))).min().map(|(_, engine)| engine)
         };
-        let length = prefix.partition_point(|hash| holder(hash).is_some());
+        let has_holder = |hash: &u64| -> bool {
+            let engines = self.holders.get(hash).map(Vec::as_slice).unwrap_or_default();
+            engines.iter().take(HOLDERS_LOOKED_AT).any(|&engine| load(engine).is_some())
+        };
+        let length = prefix.partition_point(has_holder);
         let last = prefix.get(length.checked_sub(1)?)?;
         holder(last).map(|engine| Match { engine, length })
     }

@@ -30,6 +30,7 @@ use crate::health::{self, EngineHealth, EngineLoad, Health, Sign, TryOut};
 use crate::hosts::Hosts;
 use crate::memory::{Holders, Memory};
 use crate::metrics::{EngineMetrics, Leg};
+use crate::pool::Seat;
 use crate::seldom::Seldom;
 use connection::Connection;
 pub(crate) use connection::Socket;
@@ -65,6 +66,8 @@ pub(crate) struct Engine {
     /// The load of each data-parallel rank; made when the first rank is chosen.
     ranks: OnceLock<Box<[Load]>>,
     health: Health,
+    /// Where pools look at what it is doing.
+    seats: ArcSwap<Vec<Seat>>,
     /// Where all engines live.
     hosts: Arc<Hosts>,
     verbs: Verbs,
@@ -165,6 +168,7 @@ impl Engine {
             memory,
             ranks: OnceLock::new(),
             health,
+            seats: ArcSwap::default(),
             hosts,
             verbs: Verbs::default(),
             metrics,
@@ -178,6 +182,25 @@ impl Engine {
         self.terms.store(Arc::new(terms));
         // What is drained may have changed.
         self.health.change(&self.authority, &health, |_, _| ());
+        self.changed();
+    }
+
+    /// A pool looks at it from now on. Pools that are gone are forgotten.
+    pub(crate) fn sit(&self, seat: Seat) {
+        self.seats.rcu(|seats| {
+            let still = seats.iter().filter(|seat| !seat.is_gone());
+            still.chain(std::iter::once(&seat)).cloned().collect::<Vec<_>>()
+        });
+    }
+
+    /// Its health, or what it says of its load, may have changed.
+    fn changed(&self) {
+        self.seats.load().iter().for_each(Seat::refresh);
+    }
+
+    /// What one rank is doing has changed.
+    fn load_changed(&self, rank: Option<u16>) {
+        self.seats.load().iter().filter(|seat| seat.sees(rank)).for_each(Seat::refresh);
     }
 
     pub(crate) fn health(&self) -> &Health {
@@ -205,12 +228,16 @@ impl Engine {
 
     /// It sent the head of an answer, or refused a request of a leg, so long after that was sent.
     pub(crate) fn spoke(&self, leg: Leg, after: Duration) {
-        self.health.spoke(leg, after, &self.authority, &self.terms.load().health);
+        if self.health.spoke(leg, after, &self.authority, &self.terms.load().health) {
+            self.changed();
+        }
     }
 
     /// It answered a request of a leg, well and to the end.
     pub(crate) fn served(&self, leg: Leg) {
-        self.health.served(leg, &self.authority, &self.terms.load().health);
+        if self.health.served(leg, &self.authority, &self.terms.load().health) {
+            self.changed();
+        }
     }
 
     /// It failed a request of a leg.
@@ -221,12 +248,14 @@ impl Engine {
             self.memory.forget_sent(self.holders());
         }
         self.health.failed(leg, sign, &self.authority, &self.terms.load().health);
+        self.changed();
     }
 
     /// Changes what is known of its health.
     pub(crate) fn judge<T>(&self, with: impl FnOnce(&mut EngineHealth, Time, &health::Terms) -> T) -> T {
         let terms = self.terms.load().health;
         let told = self.health.change(&self.authority, &terms, |machine, now| with(machine, now, &terms));
+        self.changed();
         // It may be able to take a request again.
         self.freed.ring();
         told
@@ -279,9 +308,20 @@ impl Engine {
         self.id..self.id + u32::from(ranks)
     }
 
+    /// Every number that one of its caches could be remembered under.
+    pub(crate) fn every_holder(&self) -> Holders {
+        self.id..self.id + u32::from(RANKS_MAX)
+    }
+
     /// Prompt tokens of what it, or one of its data-parallel ranks, has in flight, estimated.
     pub(crate) fn tokens(&self, rank: Option<u16>) -> u64 {
         self.load_of(rank).tokens.load(Ordering::Relaxed)
+    }
+
+    /// What it says of its own load.
+    pub(crate) fn set_load(&self, load: EngineLoad) {
+        self.health.set_load(load);
+        self.changed();
     }
 
     /// What it said of its own load, where it is asked and that is not too long before `now`.
@@ -320,6 +360,11 @@ impl Engine {
         load.tokens.fetch_add(tokens, Ordering::Relaxed);
         if rank.is_some() {
             self.load.add(tokens);
+        }
+        match trial {
+            // All of its ranks are on trial together.
+            Some(_) => self.changed(),
+            None => self.load_changed(rank),
         }
         Some(InFlight { engine: Arc::clone(self), tokens, rank, trial })
     }
@@ -445,6 +490,10 @@ impl Drop for InFlight {
         self.engine.load_of(self.rank).take(self.tokens);
         if self.rank.is_some() {
             self.engine.load.take(self.tokens);
+        }
+        match self.trial {
+            Some(_) => self.engine.changed(),
+            None => self.engine.load_changed(self.rank),
         }
         self.engine.freed.ring();
     }

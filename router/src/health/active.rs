@@ -104,7 +104,7 @@ async fn read_load_of(engine: Arc<Engine>, within: Duration) {
     let Ok(Ok(answer)) = tokio::time::timeout(within, asked).await else { return };
     let text = String::from_utf8_lossy(&answer.body);
     if let Some(load) = EngineLoad::read(&text, Instant::now()).filter(|_| answer.status.is_success()) {
-        engine.health().set_load(load);
+        engine.set_load(load);
     }
 }
 

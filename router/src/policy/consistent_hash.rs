@@ -1,13 +1,14 @@
 //! The engine that a request's key belongs to, unless it has more than its share: then the key's next engine.
 //!
-//! Each engine has a number for each key (highest random weight; Thaler and Ravishankar, 1998), made of the key
-//! and the engine's address alone, so every router sends a key to the same engine. The highest wins. An engine
+//! Keys are sorted into 65,536 slots. Each engine has a number for each slot (highest random weight; Thaler and Ravishankar,
+//! 1998), made of the slot and the engine's address alone, so every router sends a key to the same engine. The highest wins.
+//! Because slots are few a pool keeps who has the highest numbers of each, and does not ask all engines again; the price is
+//! that of n engines each has its share of the keys to within about √(n / 65,536): 4 % of 100, 12 % of 1,000. An engine
 //! that is added takes its share of the keys and moves no other key; one that leaves gives its keys to all the
 //! others. Loads are bounded as in Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads,
 //! 2018: nobody gets more than `load_factor` times its fair share.
 
-use super::least_load::least;
-use super::{Candidate, Choice, Draw, Policy, Reason, Wanted, weights};
+use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
 use crate::config::{AffinityKey, ConsistentHashConfig, LoadUnit};
 
 /// Sends equal keys to equal engines.
@@ -28,37 +29,63 @@ impl ConsistentHash {
 }
 
 impl Policy for ConsistentHash {
-    fn choose(&self, wanted: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice> {
+    fn choose(&self, wanted: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
         let Some(key) = self.key(wanted) else {
-            let index = least(candidates, LoadUnit::Requests, draw)?.index;
+            let index = candidates.least(LoadUnit::Requests, draw.turn)?.index;
             return Some(Choice { index, reason: Reason::NoKey });
         };
-        let in_flight: u64 = candidates.iter().map(|c| u64::from(c.requests)).sum();
         // Of all requests with this one, `load_factor` times its share, and at least one.
-        let per_weight = self.0.load_factor * (in_flight + 1) as f64 / weights(candidates) as f64;
+        let all = (candidates.requests() + 1) as f64;
+        let per_weight = self.0.load_factor * all / candidates.weights() as f64;
+        let slot = slot(key);
         let has_room = |c: &Candidate| f64::from(c.requests) < (per_weight * f64::from(c.weight)).ceil();
-        let best = |fit: &dyn Fn(&Candidate) -> bool| {
-            let fitting = candidates.iter().filter(|c| fit(c)).map(|c| (rank(key, c), c));
-            fitting.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, c)| c.index)
-        };
-        let first = best(&|_| true)?;
+        if let Some(kept) = candidates.first_of(slot, &|candidate| rank(slot, candidate)) {
+            let mut kept = kept.into_iter().flatten().peekable();
+            let first = kept.peek().map(|candidate| candidate.index);
+            if let Some((first, chosen)) = first.zip(kept.find(has_room)) {
+                return Some(choice(first, chosen.index));
+            }
+        }
+        let (mut first, mut with_room) = (None::<(f64, usize)>, None::<(f64, usize)>);
+        candidates.each(&mut |candidate| {
+            let ranked = (rank(slot, candidate), candidate.index);
+            let is_better = |than: Option<(f64, usize)>| than.is_none_or(|than| ranked.0 >= than.0);
+            if is_better(first) {
+                first = Some(ranked);
+            }
+            if is_better(with_room) && has_room(candidate) {
+                with_room = Some(ranked);
+            }
+        });
+        let (_, first) = first?;
         // The factor is at least 1, so somebody has room; the key's own engine is the answer to rounding.
-        let index = best(&has_room).unwrap_or(first);
-        let reason = if index == first { Reason::KeysEngine } else { Reason::KeysNext };
-        Some(Choice { index, reason })
+        let index = with_room.map_or(first, |(_, index)| index);
+        Some(choice(first, index))
     }
 
     fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64 {
-        self.key(wanted).map_or(0.0, |key| rank(key, candidate))
+        self.key(wanted).map_or(0.0, |key| rank(slot(key), candidate))
     }
 }
 
-/// The candidate's number for a key; the highest of all is as often a candidate's as it weighs. In (0, 1).
-fn rank(key: u64, candidate: &Candidate) -> f64 {
-    let mut mixed = key ^ candidate.key.rotate_left(32);
+fn choice(first: usize, index: usize) -> Choice {
+    Choice { index, reason: if index == first { Reason::KeysEngine } else { Reason::KeysNext } }
+}
+
+/// Where a key belongs.
+fn slot(key: u64) -> u16 {
+    (mix(key) >> 48) as u16
+}
+
+fn mix(mut mixed: u64) -> u64 {
     mixed = (mixed ^ (mixed >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
     mixed = (mixed ^ (mixed >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
-    mixed ^= mixed >> 33;
+    mixed ^ (mixed >> 33)
+}
+
+/// The candidate's number for a slot; the highest of all is as often a candidate's as it weighs. In (0, 1).
+fn rank(slot: u16, candidate: &Candidate) -> f64 {
+    let mixed = mix(u64::from(slot) ^ candidate.key.rotate_left(32));
     let unit = ((mixed >> 11) as f64 + 0.5) / (1_u64 << 53) as f64;
     if candidate.weight == 1 { unit } else { unit.powf(1.0 / f64::from(candidate.weight)) }
 }
@@ -74,7 +101,7 @@ mod tests {
         ConsistentHash(ConsistentHashConfig { load_factor, ..ConsistentHashConfig::default() })
     }
 
-    fn owner(candidates: &[Candidate], session: u64) -> usize {
+    fn owner(candidates: &Vec<Candidate>, session: u64) -> usize {
         let wanted = Wanted { session: Some(session), ..Wanted::default() };
         policy(100.0).choose(&wanted, candidates, Draw::default()).expect("a candidate").index
     }

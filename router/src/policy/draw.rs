@@ -11,10 +11,16 @@ pub(crate) struct Draw {
     pub random: u64,
 }
 
+thread_local!(static STATE: Cell<u64> = Cell::new(seed()));
+
 impl Draw {
+    /// What is drawn on this thread from now on follows from `seed`.
+    pub(crate) fn reseed(seed: u64) {
+        STATE.with(|state| state.set(seed));
+    }
+
     /// With this turn and fresh random bits.
     pub(crate) fn at(turn: u64) -> Self {
-        thread_local!(static STATE: Cell<u64> = Cell::new(seed()));
         STATE.with(|state| {
             let (next, random) = step(state.get());
             state.set(next);

@@ -1,6 +1,6 @@
 //! The least loaded engine for its weight, in requests or in prompt tokens; engines that are equal take turns.
 
-use super::{Candidate, Choice, Draw, Policy, Reason, Wanted};
+use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
 use crate::config::LoadUnit;
 
 /// Takes the least loaded.
@@ -8,8 +8,8 @@ use crate::config::LoadUnit;
 pub(crate) struct LeastLoad(pub LoadUnit);
 
 impl Policy for LeastLoad {
-    fn choose(&self, _: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice> {
-        let index = least(candidates, self.0, draw)?.index;
+    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
+        let index = candidates.least(self.0, draw.turn)?.index;
         Some(Choice { index, reason: Reason::LeastLoaded })
     }
 
@@ -18,28 +18,12 @@ impl Policy for LeastLoad {
     }
 }
 
-/// The least loaded; one of them where several are.
-pub(super) fn least(candidates: &[Candidate], by: LoadUnit, draw: Draw) -> Option<&Candidate> {
-    let (mut least, mut equals) = (u64::MAX, 0_u64);
-    for candidate in candidates {
-        let load = candidate.load(by);
-        if load < least {
-            (least, equals) = (load, 1);
-        } else if load == least {
-            equals += 1;
-        }
-    }
-    // Without turns an idle system would send everything to the first engine.
-    let turn = usize::try_from(draw.turn.checked_rem(equals)?).expect("below a length");
-    candidates.iter().filter(|c| c.load(by) == least).nth(turn)
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::tests::with_loads;
     use super::*;
 
-    fn chosen(policy: &LeastLoad, candidates: &[Candidate], turn: u64) -> Option<usize> {
+    fn chosen(policy: &LeastLoad, candidates: &Vec<Candidate>, turn: u64) -> Option<usize> {
         policy.choose(&Wanted::default(), candidates, Draw { turn, random: 0 }).map(|c| c.index)
     }
 
@@ -51,7 +35,7 @@ mod tests {
             (0..4).filter_map(|turn| chosen(&policy, &with_loads(&[1, 5, 1]), turn)).collect();
         taken.sort_unstable();
         assert_eq!(taken, [0, 0, 2, 2]);
-        assert_eq!(chosen(&policy, &[], 0), None);
+        assert_eq!(chosen(&policy, &Vec::new(), 0), None);
     }
 
     #[test]

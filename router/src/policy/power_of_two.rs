@@ -2,7 +2,7 @@
 //! theirs with it, where the least load that each of them sees is the same engine for all.
 //! (Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001.)
 
-use super::{Candidate, Choice, Draw, Policy, Reason, Wanted, at, weights};
+use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
 use crate::config::LoadUnit;
 
 /// Draws two.
@@ -10,18 +10,13 @@ use crate::config::LoadUnit;
 pub(crate) struct PowerOfTwo(pub LoadUnit);
 
 impl Policy for PowerOfTwo {
-    fn choose(&self, _: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice> {
-        let total = weights(candidates);
-        let first = at(candidates, draw.number(total, 0))?;
+    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
+        let total = candidates.weights();
+        let (first, begins) = candidates.at(draw.number(total, 0))?;
         // The second is drawn from the others, so that two engines are always compared.
-        let rest = total - u64::from(first.weight);
-        let second = draw.number(rest, 32);
-        let mut left = second;
-        let second = candidates.iter().filter(|c| c.index != first.index).find(|candidate| {
-            let here = left < u64::from(candidate.weight);
-            left = left.saturating_sub(u64::from(candidate.weight));
-            here
-        });
+        let weight = u64::from(first.weight);
+        let second = draw.number(total - weight, 32);
+        let second = candidates.at(if second < begins { second } else { second + weight }).map(|(c, _)| c);
         let chosen = second.filter(|second| second.load(self.0) < first.load(self.0)).unwrap_or(first);
         Some(Choice { index: chosen.index, reason: Reason::LessLoadedOfTwo })
     }

@@ -13,8 +13,7 @@
 
 use std::sync::Arc;
 
-use super::least_load::least;
-use super::{Candidate, Choice, Draw, Policy, Reason, Wanted};
+use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
 use crate::config::{LoadUnit, PrefixAwareConfig};
 use crate::memory::Memory;
 
@@ -44,13 +43,10 @@ impl PrefixAware {
 }
 
 impl Policy for PrefixAware {
-    fn choose(&self, wanted: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice> {
-        let least = least(candidates, LoadUnit::Requests, draw)?;
+    fn choose(&self, wanted: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
+        let least = candidates.least(LoadUnit::Requests, draw.turn)?;
         let busy_over = self.busy_over(least.load(LoadUnit::Requests));
-        let of = |holder: u32| {
-            let at = candidates.binary_search_by_key(&holder, |c| c.holder).ok()?;
-            Some(&candidates[at])
-        };
+        let of = |holder: u32| candidates.of_holder(holder);
         let load = |holder| Some(of(holder)?.load(LoadUnit::Requests));
         let calm = |holder| load(holder).filter(|&load| load <= busy_over);
         if let Some(found) = self.memory.longest_told(wanted.blocks, calm)

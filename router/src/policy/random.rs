@@ -1,14 +1,14 @@
 //! Any engine, as likely as its weight says.
 
-use super::{Candidate, Choice, Draw, Policy, Reason, Wanted, at, weights};
+use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
 
 /// Draws.
 #[derive(Debug)]
 pub(crate) struct Random;
 
 impl Policy for Random {
-    fn choose(&self, _: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice> {
-        let drawn = at(candidates, draw.number(weights(candidates), 0))?;
+    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
+        let (drawn, _) = candidates.at(draw.number(candidates.weights(), 0))?;
         Some(Choice { index: drawn.index, reason: Reason::Drawn })
     }
 

@@ -1,22 +1,21 @@
 //! One engine after the other, whatever they are doing; an engine of twice the weight twice as often.
 
-use super::{Candidate, Choice, Draw, Policy, Reason, Wanted, at, weights};
+use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
 
 /// Takes turns.
 #[derive(Debug)]
 pub(crate) struct RoundRobin;
 
 impl Policy for RoundRobin {
-    fn choose(&self, _: &Wanted<'_>, candidates: &[Candidate], draw: Draw) -> Option<Choice> {
-        let first = candidates.first()?;
-        let chosen = if candidates.iter().all(|c| c.weight == first.weight) {
-            let turn = usize::try_from(draw.turn % candidates.len() as u64).expect("below a length");
-            candidates.get(turn)
-        } else {
-            let total = weights(candidates);
-            at(candidates, (draw.turn % total).wrapping_mul(stride(total)) % total)
+    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
+        let position = match candidates.even_weight() {
+            Some(weight) => draw.turn.checked_rem(candidates.count() as u64)? * u64::from(weight),
+            None => {
+                let total = candidates.weights();
+                draw.turn.checked_rem(total)?.wrapping_mul(stride(total)) % total
+            }
         };
-        chosen.map(|c| Choice { index: c.index, reason: Reason::Turn })
+        candidates.at(position).map(|(c, _)| Choice { index: c.index, reason: Reason::Turn })
     }
 
     fn score(&self, _: &Wanted<'_>, _: &Candidate) -> f64 {
@@ -43,7 +42,7 @@ mod tests {
     use super::super::tests::with_loads;
     use super::*;
 
-    fn turns(candidates: &[Candidate], count: u64) -> Vec<usize> {
+    fn turns(candidates: &Vec<Candidate>, count: u64) -> Vec<usize> {
         let choose = |turn| RoundRobin.choose(&Wanted::default(), candidates, Draw { turn, random: 0 });
         (0..count).filter_map(choose).map(|c| c.index).collect()
     }

@@ -102,6 +102,11 @@ impl Member {
         self.pair
     }
 
+    /// Whether it has the labels that the pool prefers.
+    pub(super) fn is_preferred(&self) -> bool {
+        self.preferred
+    }
+
     /// One rank of its engine.
     pub(crate) fn at_rank(self, rank: u16) -> Self {
         let key = xxh3_64(format!("{}#{rank}", self.engine.authority()).as_bytes());

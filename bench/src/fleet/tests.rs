@@ -1,0 +1,142 @@
+//! A small fleet: everything is settled, a seed is a run, and what is broken on purpose is found.
+
+use serde_json::Value;
+
+use super::{FleetError, FleetOptions, Plant, run, run_with};
+
+fn options() -> FleetOptions {
+    FleetOptions {
+        engines: vec![8, 24],
+        requests: 400,
+        turnover: 3.0,
+        policy: ["least_load", "prefix_aware"].map(str::to_owned).to_vec(),
+        routers: 1,
+        max_in_flight: None,
+        no_explain: false,
+        seed: 7,
+        json: true,
+    }
+}
+
+fn report(options: &FleetOptions) -> Value {
+    let mut out = Vec::new();
+    run(options, &mut out).expect("everything is settled");
+    serde_json::from_slice(&out).expect("one JSON object")
+}
+
+#[test]
+fn every_lease_of_a_small_fleet_is_settled_in_every_way_that_leases_end() {
+    let all = ["round_robin", "random", "power_of_two", "least_load", "consistent_hash", "prefix_aware"];
+    let options = FleetOptions { policy: all.map(str::to_owned).to_vec(), ..options() };
+    let report = report(&options);
+    let runs = report["runs"].as_array().expect("runs");
+    assert_eq!(runs.len(), 12);
+    let (mut fetched, mut expired, mut died, mut left) = (0, 0, 0, 0);
+    for run in runs {
+        let lease = |name: &str| run["leases"][name].as_u64().expect(name);
+        let ended = ["fetched", "released", "expired", "lost_with_engine"].map(lease);
+        assert_eq!(lease("opened"), ended.iter().sum::<u64>(), "{run}");
+        let faults = run["faults"].as_object().expect("faults");
+        assert!(faults.len() == 7 && faults.values().all(|count| count == 0), "{run}");
+        let endings: u64 =
+            run["endings"].as_object().expect("endings").values().filter_map(Value::as_u64).sum();
+        assert_eq!(endings, run["begun"].as_u64().expect("begun"));
+        fetched += lease("fetched");
+        expired += lease("expired");
+        died += run["engines_died"].as_u64().expect("engines_died");
+        left += run["endings"]["client_gone"].as_u64().expect("client_gone");
+    }
+    // Of 19,200 requests most are fetched; half a percent is forgotten by its decode engine, a tenth leaves.
+    assert!(fetched > 12_000 && expired > 20 && died > 50 && left > 800, "{fetched} {expired} {died} {left}");
+}
+
+#[test]
+fn a_seed_is_a_run_and_another_seed_another() {
+    let digests = |seed| {
+        let report = report(&FleetOptions { seed, ..options() });
+        let runs = report["runs"].as_array().expect("runs");
+        runs.iter().map(|run| run["digest"].as_str().expect("a digest").to_owned()).collect::<Vec<_>>()
+    };
+    let once = digests(3);
+    assert_eq!(once, digests(3));
+    assert!(once.iter().zip(digests(4)).all(|(a, b)| *a != b));
+}
+
+#[test]
+fn the_report_has_every_number_that_is_documented() {
+    let report = report(&options());
+    for key in ["date", "machine", "requests", "turnover", "routers", "explain", "seed", "clock_ns"] {
+        assert!(!report[key].is_null(), "{key}");
+    }
+    for key in ["policy", "engines", "bytes_per_engine", "bytes_per_request"] {
+        assert!(!report["memory"][key].is_null(), "memory.{key}");
+    }
+    for run in report["runs"].as_array().expect("runs") {
+        for kind in ["choose_decode", "choose_prefill", "finish", "lease"] {
+            for key in ["count", "mean_ns", "p50_ns", "p99_ns"] {
+                assert!(run["costs"][kind][key].as_f64().is_some_and(|number| number > 0.0), "{kind}.{key}");
+            }
+        }
+        for leg in ["prefill", "decode"] {
+            let mean = run["imbalance"][leg]["mean"].as_f64().expect("a number");
+            assert!(mean >= 1.0 && mean <= run["imbalance"][leg]["worst"].as_f64().expect("a number"));
+            assert!(run["most_at_one"][leg].as_u64().is_some_and(|most| most > 0));
+        }
+        assert!(run["prefix_hit_share"].as_f64().is_some_and(|share| (0.0..=1.0).contains(&share)));
+        assert_eq!(run["refused_share"], 0.0);
+    }
+    let growth = report["growth"].as_array().expect("growth");
+    assert_eq!(growth.len(), 4);
+    for of in growth.iter().filter(|of| of["engines"] == 8) {
+        assert_eq!((&of["finish"]["p50"], &of["lease"]["mean"]), (&Value::from(1.0), &Value::from(1.0)));
+    }
+}
+
+#[test]
+fn what_is_broken_on_purpose_is_found() {
+    for (plant, name) in [
+        (Plant::DroppedRelease, "stranded_leases 1"),
+        (Plant::KeptBlocks, "blocks_left"),
+        (Plant::FreedTwice, "freed_twice"),
+    ] {
+        let options = FleetOptions { engines: vec![8], policy: vec!["least_load".to_owned()], ..options() };
+        match run_with(&options, Some(plant), &mut Vec::new()) {
+            Err(FleetError::Faults(told)) => assert!(told.contains(name), "{plant:?}: {told}"),
+            other => panic!("{plant:?} was not found: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn full_engines_refuse_and_routers_that_know_nothing_of_each_other_admit_more() {
+    let full = |routers| {
+        let policy = vec!["least_load".to_owned()];
+        let options =
+            FleetOptions { engines: vec![8], policy, routers, max_in_flight: Some(60), ..options() };
+        report(&options)["runs"][0].clone()
+    };
+    let (one, three) = (full(1), full(3));
+    // 4 decode engines have 240 places for 400 clients; three routers fill each place three times.
+    assert!(one["refused_share"].as_f64().is_some_and(|share| share > 0.1), "{one}");
+    assert_eq!(one["most_at_one"]["decode"], 60);
+    assert!(three["most_at_one"]["decode"].as_u64().is_some_and(|most| most > 60 && most <= 180), "{three}");
+}
+
+#[test]
+fn options_that_make_no_sense_are_refused_before_anything_runs() {
+    for wrong in [
+        FleetOptions { engines: vec![3], ..options() },
+        FleetOptions { engines: vec![], ..options() },
+        FleetOptions { requests: 0, ..options() },
+        FleetOptions { requests: 400_001, ..options() },
+        FleetOptions { turnover: f64::NAN, ..options() },
+        FleetOptions { routers: 0, ..options() },
+        FleetOptions { max_in_flight: Some(0), ..options() },
+    ] {
+        let refused = run(&wrong, &mut Vec::new());
+        assert!(matches!(refused, Err(FleetError::Options(_))), "{wrong:?}");
+    }
+    let unknown = FleetOptions { policy: vec!["fastest".to_owned()], ..options() };
+    let refused = run(&unknown, &mut Vec::new());
+    assert!(refused.is_err_and(|error| error.to_string().contains("fastest")));
+}
