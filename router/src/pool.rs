@@ -177,7 +177,7 @@ impl Pool {
     pub(crate) fn is_ready(&self) -> bool {
         self.members.iter().any(|member| {
             let (health, leg) = (member.engine.health(), self.leg);
-            health.standing(leg) <= Standing::Trial && member.engine.is_known()
+            health.standing(leg) <= crate::health::Standing::Trial && member.engine.is_known()
         })
     }
 
