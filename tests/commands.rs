@@ -103,7 +103,8 @@ fn check_warns_of_what_has_no_effect_and_is_content() {
 fn check_tells_files_that_are_named_and_cannot_be_read() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("secret");
-    let text = format!("{GOOD}cluster_secret_file: '{}'\n", missing.display());
+    let anywhere = "listen: '127.0.0.1:0'\nadmin: {listen: '127.0.0.1:0'}\n";
+    let text = format!("{anywhere}{GOOD}cluster_secret_file: '{}'\n", missing.display());
     let config = file(folder.path(), "router.yaml", &text);
     let (sound, _, said) = out(&baton(&["check", &config]));
     let named = format!("cluster_secret_file: {}", missing.display());
