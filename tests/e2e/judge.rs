@@ -86,6 +86,28 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
     assert_eq!(again, summary);
 }
 
+/// What is shown as a sample is what its raw events say, and what this version says of them.
+#[test]
+fn the_committed_sample_report_is_what_its_events_say() {
+    let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/2026-11-22-disconnect");
+    let folder = tempfile::tempdir().expect("a folder");
+    let packed = "events.jsonl.gz";
+    std::fs::copy(sample.join(packed), folder.path().join(packed)).expect("the sample's events");
+    let summary = ran(&["bench", "report", "--json", folder.path().to_str().expect("a path")]);
+    assert_eq!((found(&summary), &summary["exact"]), (Vec::new(), &true.into()));
+    for file in ["summary.json", "report.html"] {
+        let made = std::fs::read_to_string(folder.path().join(file)).expect("it was written");
+        if std::env::var_os("BATON_WRITE_DOCS").is_some() {
+            std::fs::write(sample.join(file), &made).expect("it can be written");
+        }
+        let kept = std::fs::read_to_string(sample.join(file)).expect("the sample");
+        assert!(
+            made == kept,
+            "{file} of the sample is of another version: BATON_WRITE_DOCS=1 writes it anew"
+        );
+    }
+}
+
 /// The router in front of simulated engines with something wrong.
 pub(crate) struct Simulated {
     pub(crate) url: String,
