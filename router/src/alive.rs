@@ -99,9 +99,11 @@ pub(crate) async fn asked_for_health(
     within: Duration,
 ) -> Result<Option<bool>, NotAsked> {
     let question = Outgoing::get("/health");
-    let asked = async { engine.call(&question, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
+    // No request is sent on the question's connection. An engine that stands still while a request arrives on a kept connection
+    // never sees it if the router dies before the engine goes on; on a connection of its own it does.
+    let asked = async { engine.call(&question, |_| {}).await?.is_good(ANSWER_BYTES_MAX).await };
     match tokio::time::timeout(within, asked).await {
-        Ok(Ok(answer)) => Ok(Some(answer.status.is_success())),
+        Ok(Ok(good)) => Ok(Some(good)),
         Ok(Err(CallError::NoSocket(_))) => Err(NotAsked),
         Ok(Err(_)) | Err(_) => Ok(None),
     }

@@ -232,6 +232,12 @@ impl Plan {
         let mut router = Process::start("router", &args, folder.path());
         router.wait_ready();
         let (url, admin) = (router.fact("http"), router.fact("admin"));
+        // Its first questions are answered: what an engine is sent from now on is a test's.
+        eventually(PATIENCE, "every engine is known to the router", || {
+            let shown = Call::new(&admin, "GET", "/engines", b"").reply().json();
+            let engines = shown["engines"].as_array().cloned().unwrap_or_default();
+            if engines.iter().all(|engine| engine["known"] == true) { Ok(()) } else { Err(shown.to_string()) }
+        });
         Cluster {
             prefill,
             decode,

@@ -60,6 +60,7 @@ fn one(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> Value 
         "pools": pools,
         "legs": legs,
         "reasons": health.reasons(&terms),
+        "known": engine.is_known(),
         "in_flight": engine.load(None),
         "load": load,
         "kv_events": kv_events,

@@ -128,6 +128,18 @@ impl Reply {
         }
     }
 
+    /// Reads the rest of the answer, up to a bound, and closes the connection; whether the answer is good.
+    pub(crate) async fn is_good(mut self, limit_bytes: usize) -> Result<bool, CallError> {
+        let mut read = 0;
+        while let Some(chunk) = self.chunk().await {
+            read += chunk?.len();
+            if read > limit_bytes {
+                return Err(CallError::TooLarge(limit_bytes));
+            }
+        }
+        Ok(self.head.status.is_success())
+    }
+
     /// Reads the rest of the answer, up to a bound, and gives the connection back.
     pub(crate) async fn whole(mut self, limit_bytes: usize) -> Result<Whole, CallError> {
         let mut first = Bytes::new();
