@@ -101,7 +101,7 @@ pub(crate) async fn asked_for_health(
     let question = Outgoing::get("/health");
     // No request is sent on the question's connection. An engine that stands still while a request arrives on a kept connection
     // never sees it if the router dies before the engine goes on; on a connection of its own it does.
-    let asked = async { engine.call(&question, |_| {}).await?.is_good(ANSWER_BYTES_MAX).await };
+    let asked = async { engine.call(&question, |_| {}).await?.judged(ANSWER_BYTES_MAX).await };
     match tokio::time::timeout(within, asked).await {
         Ok(Ok(good)) => Ok(Some(good)),
         Ok(Err(CallError::NoSocket(_))) => Err(NotAsked),

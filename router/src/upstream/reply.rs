@@ -129,7 +129,7 @@ impl Reply {
     }
 
     /// Reads the rest of the answer, up to a bound, and closes the connection; whether the answer is good.
-    pub(crate) async fn is_good(mut self, limit_bytes: usize) -> Result<bool, CallError> {
+    pub(crate) async fn judged(mut self, limit_bytes: usize) -> Result<bool, CallError> {
         let mut read = 0;
         while let Some(chunk) = self.chunk().await {
             read += chunk?.len();
