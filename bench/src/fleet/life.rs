@@ -13,7 +13,7 @@ use baton_router::rehearsal::{Asked, Entered, Place};
 
 use super::costs::Kind;
 use super::engine::Plant;
-use super::world::{What, World};
+use super::world::{What, World, mixed};
 
 /// Tries of one leg, as the router's `attempts`.
 const TRIES: usize = 3;
@@ -592,12 +592,4 @@ impl World {
         let us = self.mean(THINKS_US);
         self.after(us, What::Begin(slot as u32));
     }
-}
-
-/// All bits of a number differ from those of the next.
-fn mixed(number: u64) -> u64 {
-    let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
 }
