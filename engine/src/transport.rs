@@ -1,11 +1,14 @@
-//! Which transport carries a handoff's blocks: NIXL where it was asked for and both ends have it; otherwise from device to
+//! Which transport carries a handoff's blocks: NIXL where it was asked for and both ends have it, from device to device or
+//! between their host sides; otherwise from device to
 //! device where both pools are in such memory on one host, shared memory where producer and consumer are on one host, and
 //! TCP between hosts. Both ends are here, as [`SideChannel`] (what other engines read) and [`consumer`] (what reads them).
 //!
 //! ```text
-//! peer ─ known? ─ yes ───────────────────────────────────▶ nixl | device | shm | tcp
-//!          └ no ─ NIXL was asked for, is here, and the peer serves it? ─ yes ─▶ nixl; a read that breaks off: tcp
-//!                                                                                 for a while
+//! peer ─ known? ─ yes ───────────────────────────────────▶ nixl-device | nixl | device | shm | tcp
+//!          └ no ─ NIXL was asked for, is here, our pool is on a device, and so is the peer's, which serves it?
+//!                                                                       ─ yes ─▶ nixl-device; a read that breaks off:
+//!                                                                                 tcp for a while
+//!                 NIXL was asked for, is here, and the peer serves it? ─ yes ─▶ nixl; the same
 //!                 our pool is on a device, and it can open the peer's? ─ yes ─▶ device; the same
 //!                 somebody of us listens here under the peer's epoch and port?
 //!                   yes, and the handshake succeeds ─────▶ shm   until it fails once
@@ -29,7 +32,7 @@ use baton_connector::region::Region;
 use baton_connector::transport::{Peer, Producer, ReadOrder, StopFlag, Transport, TransportError, Verdict};
 use baton_connector::{Handle, Reader};
 use baton_connector_device::{DevicePool, DeviceTransport, Serve};
-use baton_connector_nixl::{Library, NixlTransport};
+use baton_connector_nixl::{Library, NixlDeviceTransport, NixlTransport};
 use baton_connector_shm::{ShmServer, ShmTransport};
 use baton_connector_tcp::{ClientOptions, NotAdmitted, ServerOptions, TcpServer, TcpTransport};
 
@@ -137,12 +140,7 @@ impl SideChannel {
         options: &ServerOptions,
     ) -> io::Result<Self> {
         let side_port = listener.local_addr()?.port();
-        let offered = nixl.library().and_then(|library| {
-            let offered = baton_connector_nixl::producer(&**library, producer.region());
-            let refused = |why| tracing::warn!(%why, "KV blocks are not offered by NIXL");
-            offered.map_err(refused).ok()
-        });
-        let beside = offered.into_iter().collect();
+        let beside = nixl.library().map_or_else(Vec::new, |library| offered_by_nixl(library, producer, port));
         let tcp = TcpServer::start_beside(listener, Arc::clone(producer), beside, options.clone())?;
         let shm = || {
             let listener = baton_connector_shm::listen(producer.epoch(), side_port)?;
@@ -172,6 +170,24 @@ impl SideChannel {
     }
 }
 
+/// What serves a producer's blocks by NIXL: from its region, and from its device if there is one.
+fn offered_by_nixl(
+    library: &Arc<dyn Library>,
+    producer: &Arc<dyn Producer>,
+    port: Option<&Arc<Port>>,
+) -> Vec<Arc<dyn Serve>> {
+    let on_host = baton_connector_nixl::producer(&**library, producer.region());
+    let on_host = on_host.map_err(|why| tracing::warn!(%why, "KV blocks are not offered by NIXL"));
+    let on_device = port.map(|port| {
+        let pool = Arc::clone(port) as Arc<dyn baton_connector_nixl::DevicePool>;
+        let offered = baton_connector_nixl::device_producer(&**library, pool);
+        let refused =
+            |why| tracing::warn!(%why, "NIXL offers KV blocks from host memory, and not from the device itself");
+        offered.map_err(refused)
+    });
+    on_host.into_iter().chain(on_device.into_iter().flatten()).collect()
+}
+
 /// What serves a device's pool beside shared memory, unless the device does not export it.
 fn offered_device(port: &Arc<Port>) -> Option<Arc<dyn Serve>> {
     let pool = Arc::clone(port) as Arc<dyn DevicePool>;
@@ -198,6 +214,7 @@ pub fn consumer(
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Carrier {
+    NixlDevice,
     Nixl,
     Device,
     Shm,
@@ -231,6 +248,7 @@ impl Known {
 
 /// NIXL where there is any; otherwise what is nearest, from device to device to TCP.
 struct Nearest {
+    nixl_device: Option<NixlDeviceTransport>,
     nixl: Option<NixlTransport>,
     device: Option<DeviceTransport>,
     shm: ShmTransport,
@@ -241,7 +259,12 @@ struct Nearest {
 impl Nearest {
     fn new(nixl: &FoundNixl, port: Option<Arc<Port>>, options: &ClientOptions) -> Self {
         let nixl = nixl.library().map(Arc::clone);
+        let nixl_device = nixl
+            .clone()
+            .zip(port.clone())
+            .map(|(library, port)| baton_connector_nixl::device_transport(library, port, options.clone()));
         Self {
+            nixl_device,
             device: port.map(|port| baton_connector_device::transport(port, options.clone())),
             nixl: nixl.map(|library| baton_connector_nixl::transport(library, options.clone())),
             shm: ShmTransport::new(options.clone()),
@@ -267,15 +290,20 @@ impl Nearest {
     }
 
     fn nearest(&self, peer: &Peer, stop: &StopFlag) -> Result<Carrier, NotAdmitted> {
-        for carrier in [Carrier::Nixl, Carrier::Device, Carrier::Shm] {
-            let reached = match (carrier, &self.nixl, &self.device) {
-                (Carrier::Nixl, Some(nixl), _) => nixl.reach(peer, stop),
-                (Carrier::Device, _, Some(device)) => device.reach(peer, stop),
-                (Carrier::Shm, ..) => self.shm.reach(peer, stop),
-                (Carrier::Nixl | Carrier::Device | Carrier::Tcp(_), ..) => continue,
+        for carrier in [Carrier::NixlDevice, Carrier::Nixl, Carrier::Device, Carrier::Shm] {
+            let reached = match carrier {
+                Carrier::NixlDevice => self.nixl_device.as_ref().map(|nixl| nixl.reach(peer, stop)),
+                Carrier::Nixl => self.nixl.as_ref().map(|nixl| nixl.reach(peer, stop)),
+                Carrier::Device => self.device.as_ref().map(|device| device.reach(peer, stop)),
+                Carrier::Shm => Some(self.shm.reach(peer, stop)),
+                Carrier::Tcp(_) => None,
             };
+            let Some(reached) = reached else { continue };
             match reached {
                 Ok(()) => return Ok(carrier),
+                Err(NotAdmitted::Absent(why)) if carrier == Carrier::NixlDevice => {
+                    tracing::info!(peer = %peer.address, %why, "NIXL does not read this peer's device");
+                }
                 Err(NotAdmitted::Absent(why)) if carrier == Carrier::Device => {
                     tracing::info!(peer = %peer.address, %why, "KV blocks of this peer come through host memory");
                 }
@@ -290,12 +318,14 @@ impl Nearest {
 
     /// The carrier's transport.
     fn transport(&self, carrier: Carrier) -> &dyn Transport {
-        match (carrier, &self.nixl, &self.device) {
-            (Carrier::Nixl, Some(nixl), _) => nixl,
-            (Carrier::Device, _, Some(device)) => device,
-            (Carrier::Shm, ..) => &self.shm,
-            (Carrier::Tcp(_) | Carrier::Nixl | Carrier::Device, ..) => &self.tcp,
-        }
+        let special = match carrier {
+            Carrier::NixlDevice => self.nixl_device.as_ref().map(|nixl| nixl as &dyn Transport),
+            Carrier::Nixl => self.nixl.as_ref().map(|nixl| nixl as _),
+            Carrier::Device => self.device.as_ref().map(|device| device as _),
+            Carrier::Shm => Some(&self.shm as _),
+            Carrier::Tcp(_) => None,
+        };
+        special.unwrap_or(&self.tcp)
     }
 
     /// Calls the peer's transport. If there is no connection any more, looks once more which one that is.
@@ -308,13 +338,16 @@ impl Nearest {
         let carrier = self.find(peer, stop)?;
         let result = call(self.transport(carrier));
         match (&result, carrier) {
-            (Err(TransportError::Handshake(..)), Carrier::Nixl | Carrier::Device | Carrier::Shm) => {
+            (
+                Err(TransportError::Handshake(..)),
+                Carrier::NixlDevice | Carrier::Nixl | Carrier::Device | Carrier::Shm,
+            ) => {
                 self.known().forget(peer);
                 call(self.transport(self.find(peer, stop)?))
             }
             // The handshake is ours and says little of what NIXL or a device can do: a read that it cannot carry must not
             // be the fate of every read.
-            (Err(TransportError::Transfer(_)), Carrier::Nixl | Carrier::Device) => {
+            (Err(TransportError::Transfer(_)), Carrier::NixlDevice | Carrier::Nixl | Carrier::Device) => {
                 self.known().remember(peer, Carrier::Tcp(Instant::now()));
                 result
             }
@@ -370,6 +403,9 @@ impl Transport for Nearest {
     }
 
     fn sweep(&self) {
+        if let Some(nixl) = &self.nixl_device {
+            nixl.sweep();
+        }
         if let Some(nixl) = &self.nixl {
             nixl.sweep();
         }

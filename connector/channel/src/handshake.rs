@@ -55,6 +55,8 @@ pub enum Service {
     Nixl,
     /// A device's memory: block ids, and what opens the pool on the device.
     Device,
+    /// NIXL, for a pool in a device's memory.
+    NixlDevice,
 }
 
 impl Service {
@@ -63,11 +65,13 @@ impl Service {
             Self::OfListener => 0,
             Self::Nixl => 1,
             Self::Device => 2,
+            Self::NixlDevice => 3,
         }
     }
 
     fn known(byte: u8) -> Option<Self> {
-        [Self::OfListener, Self::Nixl, Self::Device].into_iter().find(|service| service.byte() == byte)
+        let all = [Self::OfListener, Self::Nixl, Self::Device, Self::NixlDevice];
+        all.into_iter().find(|service| service.byte() == byte)
     }
 
     /// What the Welcome says when it is served.

@@ -20,10 +20,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use baton_connector::limits::RANKS_MAX;
-use baton_connector::region::Region;
 
-use crate::api::{Agent, Library, NixlError, Request, Side};
+use crate::api::{Agent, Library, Memory, NixlError, Request, Side};
 use crate::offer::Offer;
+use crate::pool::{DevicePool, Own};
 
 /// Agents that are retired and not gone yet, at most; while there are so many, nothing is read.
 const RETIRED_MAX: usize = 4;
@@ -38,6 +38,8 @@ const PEERS_MAX: usize = 1_024;
 #[derive(Debug)]
 pub(crate) struct Agents {
     library: Arc<dyn Library>,
+    /// The pool that all reads land in, where it is a device's. Others are met as they come.
+    device: Option<Own>,
     state: Mutex<State>,
     /// Agents made so far.
     made: AtomicU64,
@@ -47,6 +49,8 @@ pub(crate) struct Agents {
 #[derive(Debug, Default)]
 struct State {
     live: Option<Arc<Live>>,
+    /// Why NIXL does not take the device's pool. It would not take it the next time.
+    unable: Option<NixlError>,
     /// Producers with a connection, by their agents' names.
     peers: HashMap<String, Weak<Remote>>,
 }
@@ -84,7 +88,7 @@ struct Turns {
 /// The agent and what must outlive it: the fields are dropped in this order.
 struct Body {
     agent: Box<dyn Agent>,
-    pools: Mutex<Vec<Region>>,
+    pools: Mutex<Vec<(Memory, Own)>>,
     /// Names that it has been given.
     known: Mutex<Vec<String>>,
 }
@@ -103,10 +107,36 @@ fn error(why: &str) -> NixlError {
     NixlError(why.into())
 }
 
+impl Body {
+    /// Registers a pool, once, and says where it lies.
+    #[allow(unsafe_code)] // registering a pool; it says why it is sound
+    fn land_in(&self, pool: &Own) -> Result<Memory, NixlError> {
+        let memory = pool.memory()?;
+        let mut pools = lock(&self.pools);
+        if pools.iter().any(|(known, _)| *known == memory) {
+            return Ok(memory);
+        }
+        if pools.len() >= POOLS_MAX {
+            return Err(error("too many pools"));
+        }
+        // SAFETY: all of the pool, as it says itself; a clone stays with the agent and is dropped after it.
+        unsafe { self.agent.register(memory) }?;
+        pools.push((memory, pool.clone()));
+        Ok(memory)
+    }
+
+    /// Before the calling thread ends the agent. Nothing can be done about a device that is lost.
+    fn enter(&self) {
+        lock(&self.pools).iter().for_each(|(_, pool)| drop(pool.enter()));
+    }
+}
+
 impl Agents {
-    pub(crate) fn new(library: Arc<dyn Library>) -> Arc<Self> {
+    /// For reads into `device`'s pool, or into any pools in host memory.
+    pub(crate) fn new(library: Arc<dyn Library>, device: Option<Arc<dyn DevicePool>>) -> Arc<Self> {
         Arc::new(Self {
             library,
+            device: device.map(Own::Device),
             state: Mutex::default(),
             made: AtomicU64::new(0),
             retired: Arc::new(AtomicU64::new(0)),
@@ -139,16 +169,17 @@ impl Agents {
         Ok(remote)
     }
 
-    /// The live agent, for one read from `remote` into `region`: it knows both.
-    pub(crate) fn turn(&self, remote: &Remote, region: &Region) -> Result<Turn, NixlError> {
+    /// The live agent, for one read from `remote` into `pool`: it knows both. And where the pool lies.
+    pub(crate) fn turn(&self, remote: &Remote, pool: &Own) -> Result<(Turn, Memory), NixlError> {
         let mut state = lock(&self.state);
         let turn = self.live(&mut state)?.turn()?;
         turn.know(&remote.offer)?;
-        turn.land_in(region)?;
-        Ok(turn)
+        let memory = turn.body().land_in(pool)?;
+        Ok((turn, memory))
     }
 
     fn live(&self, state: &mut State) -> Result<Arc<Live>, NixlError> {
+        self.device.as_ref().map_or(Ok(()), Own::enter)?;
         if let Some(live) = state.live.as_ref().filter(|live| lock(&live.turns).retired.is_none()) {
             return Ok(Arc::clone(live));
         }
@@ -156,8 +187,16 @@ impl Agents {
         if self.retired.load(Ordering::Acquire) >= RETIRED_MAX as u64 {
             return Err(error("too many agents wait for the end of their transfers"));
         }
+        if let Some(why) = &state.unable {
+            return Err(why.clone());
+        }
         let agent = self.library.agent(&unique_name("d")?, Side::Initiator)?;
         let body = Body { agent, pools: Mutex::default(), known: Mutex::default() };
+        if let Some(device) = &self.device {
+            // Before it meets anybody: whoever is met is read from.
+            let unable = |why: &NixlError| state.unable = Some(why.clone());
+            body.land_in(device).inspect_err(unable)?;
+        }
         let turns = Turns {
             body: Some(Arc::new(body)),
             active: 0,
@@ -189,6 +228,7 @@ impl Drop for Remote {
         }
         // Whoever reads from it has a connection, so nothing of it is in flight.
         if let Some(turn) = state.live.as_ref().and_then(|live| live.turn().ok()) {
+            turn.body().enter();
             turn.forget(&self.offer.name);
         }
     }
@@ -213,6 +253,7 @@ impl Live {
         let requests = std::mem::take(&mut turns.abandoned);
         let live = Arc::clone(self);
         let end = move || {
+            body.enter();
             // This order was measured: no crash, and no byte afterwards.
             lock(&body.known).iter().for_each(|peer| body.agent.remove(peer));
             requests.into_iter().for_each(|request| body.agent.release(request));
@@ -284,23 +325,6 @@ impl Turn {
         }
     }
 
-    #[allow(unsafe_code)] // registering a pool; it says why it is sound
-    fn land_in(&self, region: &Region) -> Result<(), NixlError> {
-        let body = self.body();
-        let mut pools = lock(&body.pools);
-        let base = region.block_ptr(baton_connector::BlockId(0));
-        if pools.iter().any(|known| known.block_ptr(baton_connector::BlockId(0)) == base) {
-            return Ok(());
-        }
-        if pools.len() >= POOLS_MAX {
-            return Err(error("too many pools"));
-        }
-        // SAFETY: the pool's own memory, of which a clone stays with the agent and is dropped after it.
-        unsafe { body.agent.register(base, region.blocks() * region.block_bytes()) }?;
-        pools.push(region.clone());
-        Ok(())
-    }
-
     /// Retires the agent because of a request whose end was not seen, and returns when nothing can write into its
     /// landing memory any more: when the agent is gone.
     pub(crate) fn quarantine(mut self, request: Request) {
@@ -335,7 +359,8 @@ impl Drop for Agents {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(live) = state.live.take() {
             // Reads hold the transport, so nobody reads any more.
-            drop(lock(&live.turns).body.take());
+            let body = lock(&live.turns).body.take();
+            body.iter().for_each(|body| body.enter());
         }
     }
 }

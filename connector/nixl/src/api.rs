@@ -2,7 +2,7 @@
 //! have the library's traps.
 #![allow(unsafe_code)] // the two calls that hand memory to a transfer are unsafe to call; nothing is dereferenced here
 
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 
 /// Why a call of NIXL failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -25,6 +25,35 @@ pub enum State {
     InFlight,
     /// Everything is there, and nothing more is written.
     Done,
+}
+
+/// What kind of memory an address is of. NIXL is told for each side of a read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Segment {
+    /// Host memory.
+    Host,
+    /// Memory of a CUDA device, by the number that it has in its process.
+    Cuda(u32),
+}
+
+impl fmt::Display for Segment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => write!(f, "host memory"),
+            Self::Cuda(ordinal) => write!(f, "memory of CUDA device {ordinal}"),
+        }
+    }
+}
+
+/// Memory that an agent may be given. Only host memory can be touched at its address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Memory {
+    /// What it is.
+    pub segment: Segment,
+    /// Its first byte.
+    pub base: usize,
+    /// Bytes.
+    pub len: usize,
 }
 
 /// One contiguous part of a read.
@@ -62,8 +91,8 @@ pub trait Agent: Send + Sync {
     /// [`NixlError`].
     ///
     /// # Safety
-    /// The memory stays mapped until the agent has been dropped.
-    unsafe fn register(&self, base: *mut u8, len: usize) -> Result<(), NixlError>;
+    /// The memory is there, and of that kind, until the agent has been dropped.
+    unsafe fn register(&self, memory: Memory) -> Result<(), NixlError>;
 
     /// What another agent needs to read from this one's registered memory.
     ///
@@ -86,11 +115,17 @@ pub trait Agent: Send + Sync {
     /// Forgets another agent. Not while a request to it is in flight.
     fn remove(&self, peer: &str);
 
-    /// Prepares a read of another agent's memory. Nothing moves yet.
+    /// Prepares a read of another agent's memory `from` one kind `into` one of ours. Nothing moves yet.
     ///
     /// # Errors
     /// [`NixlError`].
-    fn prepare(&self, peer: &str, pieces: &[Piece]) -> Result<Request, NixlError>;
+    fn prepare(
+        &self,
+        peer: &str,
+        from: Segment,
+        into: Segment,
+        pieces: &[Piece],
+    ) -> Result<Request, NixlError>;
 
     /// Starts a read, and may do all of it. **An error does not mean that nothing is in flight.**
     ///

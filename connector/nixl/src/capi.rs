@@ -10,10 +10,12 @@ use std::path::Path;
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
 
-use crate::api::{Agent, Library, NixlError, Piece, Request, Side, State};
+use crate::api::{Agent, Library, Memory, NixlError, Piece, Request, Segment, Side, State};
 
 /// `NIXL_CAPI_MEM_DRAM`.
 const HOST_MEMORY: c_int = 0;
+/// `NIXL_CAPI_MEM_VRAM`.
+const DEVICE_MEMORY: c_int = 1;
 /// `NIXL_CAPI_XFER_OP_READ`.
 const READ: c_int = 0;
 /// `NIXL_CAPI_IN_PROG`.
@@ -27,7 +29,20 @@ const PROGRESS_DELAY_US: u64 = 10_000;
 /// What UCX is told unless its own environment variables say otherwise (`UCX_TLS`, `UCX_MM_ERROR_HANDLING`). Its TCP
 /// emulates reads in the producer's process, and aborts that process when the reader has gone in the meantime
 /// (measured with UCX 1.23: "Fatal: unexpected error: Endpoint timeout"); our own TCP does not.
-const UCX: &CStr = c"TLS=^tcp,MM_ERROR_HANDLING=y";
+///
+/// Between GPUs: without `ENABLE_GET_ZCOPY` UCX copies from another process's GPU only where it sees NVLink, and otherwise
+/// has the producer's processor send the bytes. With `CACHE` another process's memory stays open for the life of this one,
+/// also when its owner has died; its GPU's memory would stay taken. (`src/uct/cuda/cuda_ipc` of UCX.) A UCX without CUDA
+/// knows neither, and goes on.
+const UCX: &CStr = c"TLS=^tcp,MM_ERROR_HANDLING=y,CUDA_IPC_ENABLE_GET_ZCOPY=on,CUDA_IPC_CACHE=n";
+
+/// What NIXL calls a kind of memory, and the device's number.
+fn named(segment: Segment) -> (c_int, u64) {
+    match segment {
+        Segment::Host => (HOST_MEMORY, 0),
+        Segment::Cuda(ordinal) => (DEVICE_MEMORY, u64::from(ordinal)),
+    }
+}
 
 type Ptr = *mut c_void;
 
@@ -211,16 +226,20 @@ impl CapiAgent {
         Ok(())
     }
 
-    /// A list of descriptors of host memory.
-    fn list(&self, descriptors: impl Iterator<Item = (usize, usize)>) -> Result<List<'_>, NixlError> {
-        let symbols = &*self.symbols;
+    /// A list of descriptors of one kind of memory.
+    fn list(
+        &self,
+        segment: Segment,
+        descriptors: impl Iterator<Item = (usize, usize)>,
+    ) -> Result<List<'_>, NixlError> {
+        let (symbols, (kind, device)) = (&*self.symbols, named(segment));
         let mut list = null_mut();
         // SAFETY: room for one pointer.
-        answered("create_xfer_dlist", unsafe { (symbols.create_dlist)(HOST_MEMORY, &raw mut list) })?;
+        answered("create_xfer_dlist", unsafe { (symbols.create_dlist)(kind, &raw mut list) })?;
         let list = List { list, destroy: &symbols.destroy_dlist };
         for (address, len) in descriptors {
             // SAFETY: a live list and numbers.
-            answered("xfer_dlist_add_desc", unsafe { (symbols.dlist_add)(list.list, address, len, 0) })?;
+            answered("xfer_dlist_add_desc", unsafe { (symbols.dlist_add)(list.list, address, len, device) })?;
         }
         Ok(list)
     }
@@ -236,17 +255,16 @@ fn handle(request: &Request) -> Ptr {
 }
 
 impl Agent for CapiAgent {
-    unsafe fn register(&self, base: *mut u8, len: usize) -> Result<(), NixlError> {
-        let symbols = &*self.symbols;
+    unsafe fn register(&self, memory: Memory) -> Result<(), NixlError> {
+        let (symbols, (kind, device)) = (&*self.symbols, named(memory.segment));
         let mut list = null_mut();
         // SAFETY: room for one pointer.
-        answered("create_reg_dlist", unsafe { (symbols.create_reg_dlist)(HOST_MEMORY, &raw mut list) })?;
+        answered("create_reg_dlist", unsafe { (symbols.create_reg_dlist)(kind, &raw mut list) })?;
         let list = List { list, destroy: &symbols.destroy_reg_dlist };
-        let base = base.expose_provenance();
         // SAFETY: a live list, numbers, and no metadata.
-        let added = unsafe { (symbols.reg_dlist_add)(list.list, base, len, 0, null(), 0) };
+        let added = unsafe { (symbols.reg_dlist_add)(list.list, memory.base, memory.len, device, null(), 0) };
         answered("reg_dlist_add_desc", added)?;
-        // SAFETY: a live agent and list; the caller keeps the memory mapped for the agent's life.
+        // SAFETY: a live agent and list; the caller keeps the memory for the agent's life.
         answered("register_mem", unsafe { (symbols.register)(self.agent, list.list, null_mut()) })?;
         Ok(())
     }
@@ -288,10 +306,16 @@ impl Agent for CapiAgent {
         }
     }
 
-    fn prepare(&self, peer: &str, pieces: &[Piece]) -> Result<Request, NixlError> {
+    fn prepare(
+        &self,
+        peer: &str,
+        from: Segment,
+        into: Segment,
+        pieces: &[Piece],
+    ) -> Result<Request, NixlError> {
         let peer = c_name(peer)?;
-        let here = self.list(pieces.iter().map(|piece| (piece.into, piece.len)))?;
-        let there = self.list(pieces.iter().map(|piece| (piece.from, piece.len)))?;
+        let here = self.list(into, pieces.iter().map(|piece| (piece.into, piece.len)))?;
+        let there = self.list(from, pieces.iter().map(|piece| (piece.from, piece.len)))?;
         let mut request = null_mut();
         // SAFETY: a live agent and lists, which the library copies, a name that ends in zero, room for one pointer, and
         // no options. Nothing is read or written yet; that is `post`'s business.

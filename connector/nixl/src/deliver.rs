@@ -3,18 +3,19 @@
 use std::io;
 use std::sync::Arc;
 
-use baton_connector::BlockId;
 use baton_connector::region::Region;
 use baton_connector::transport::Producer;
+use baton_connector_channel::grants::Grants;
 use baton_connector_channel::handshake::Service;
 use baton_connector_channel::link::{Link, LinkError, Until};
-use baton_connector_channel::{Delivered, Granted, Serve};
+use baton_connector_channel::{Delivered, Granted, Serve, Source};
 use socket2::Socket;
 
 use crate::agents::unique_name;
 use crate::api::{Agent, Library, NixlError, Side};
-use crate::offer::Offer;
-use crate::{GRANTS, NAME};
+use crate::offer::{Offer, announce};
+use crate::pool::{DevicePool, Own};
+use crate::{DEVICE_GRANTS, DEVICE_NAME, GRANTS, NAME};
 
 /// What serves a pool's blocks by NIXL, for a side channel's listener: the pool is registered with an agent of its own,
 /// which lives as long as this.
@@ -22,44 +23,81 @@ use crate::{GRANTS, NAME};
 /// # Errors
 /// [`NixlError`]: the pool then travels otherwise.
 pub fn producer(library: &dyn Library, region: &Region) -> Result<Arc<dyn Serve>, NixlError> {
-    Ok(Arc::new(Offering::of(library, region)?))
+    Ok(Arc::new(Offering::of(library, Own::Host(region.clone()))?))
+}
+
+/// The same for a pool in a device's own memory, which nobody copies to the host first. Served beside [`producer`] of its
+/// host side, which is for consumers whose pool is in host memory.
+///
+/// # Errors
+/// [`NixlError`]: the pool then travels through host memory.
+pub fn device_producer(
+    library: &dyn Library,
+    pool: Arc<dyn DevicePool>,
+) -> Result<Arc<dyn Serve>, NixlError> {
+    Ok(Arc::new(Offering::of(library, Own::Device(pool))?))
 }
 
 /// The agent, and after it the pool that it knows: dropped in this order.
 struct Offering {
     offer: Vec<u8>,
     _agent: Box<dyn Agent>,
-    _pool: Region,
+    pool: Own,
 }
 
 impl Offering {
     #[allow(unsafe_code)] // registering the pool; it says why it is sound
-    fn of(library: &dyn Library, region: &Region) -> Result<Self, NixlError> {
+    fn of(library: &dyn Library, pool: Own) -> Result<Self, NixlError> {
+        let memory = pool.memory()?;
+        pool.enter()?;
         let name = unique_name("p")?;
         let agent = library.agent(&name, Side::Target)?;
-        let base = region.block_ptr(BlockId(0));
-        let (block_bytes, blocks) = (region.block_bytes(), region.blocks());
-        // SAFETY: the pool's own memory; the clone below is dropped after the agent.
-        unsafe { agent.register(base, blocks * block_bytes) }?;
+        // SAFETY: all of the pool, as it says itself; it is dropped after the agent.
+        unsafe { agent.register(memory) }?;
         let offer = Offer {
-            block_bytes: block_bytes as u64,
-            blocks: blocks as u64,
-            base: base.addr() as u64,
+            segment: memory.segment,
+            block_bytes: pool.region().block_bytes() as u64,
+            blocks: pool.region().blocks() as u64,
+            base: memory.base as u64,
             name,
             metadata: agent.metadata()?,
         };
-        let offer = offer.encode().ok_or_else(|| NixlError("metadata that no consumer would read".into()))?;
-        Ok(Self { offer, _agent: agent, _pool: region.clone() })
+        let rest = offer.encode().ok_or_else(|| NixlError("metadata that no consumer would read".into()))?;
+        let offer = match &pool {
+            Own::Host(_) => rest,
+            Own::Device(_) => [&announce(memory.segment)[..], &rest].concat(),
+        };
+        Ok(Self { offer, _agent: agent, pool })
+    }
+
+    fn grants(&self) -> Grants {
+        match self.pool {
+            Own::Host(_) => GRANTS,
+            Own::Device(_) => DEVICE_GRANTS,
+        }
     }
 }
 
 impl Serve for Offering {
     fn name(&self) -> &'static str {
-        NAME
+        match self.pool {
+            Own::Host(_) => NAME,
+            Own::Device(_) => DEVICE_NAME,
+        }
     }
 
     fn service(&self) -> Service {
-        Service::Nixl
+        match self.pool {
+            Own::Host(_) => Service::Nixl,
+            Own::Device(_) => Service::NixlDevice,
+        }
+    }
+
+    fn source(&self) -> Source {
+        match self.pool {
+            Own::Host(_) => Source::Region,
+            Own::Device(_) => Source::Device,
+        }
     }
 
     fn meet(&self, socket: &Socket) -> io::Result<()> {
@@ -71,6 +109,13 @@ impl Serve for Offering {
     }
 
     fn deliver(&self, link: &mut Link, granted: &Granted<'_>) -> Result<Delivered, LinkError> {
-        GRANTS.deliver(link, granted)
+        self.grants().deliver(link, granted)
+    }
+}
+
+impl Drop for Offering {
+    fn drop(&mut self) {
+        // For the agent's end, which is next. A device that is lost has nothing to end.
+        let _ = self.pool.enter();
     }
 }

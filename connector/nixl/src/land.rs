@@ -7,18 +7,20 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use baton_connector::BlockId;
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, ReadOrder, StopFlag, TransportError};
-use baton_connector_channel::grants::Wanted;
+use baton_connector_channel::grants::{Grants, Wanted};
 use baton_connector_channel::handshake::{self, Credentials, Service};
 use baton_connector_channel::link::{Link, LinkError, Until};
 use baton_connector_channel::{Client, ClientOptions, Connection, NotAdmitted, Reach, dial};
 
 use crate::agents::{Agents, Remote, Turn};
-use crate::api::{Library, NixlError, Piece, State};
-use crate::offer::{HEAD_BYTES, Head, Offer};
+use crate::api::{Library, NixlError, Piece, Segment, State};
+use crate::offer::{DEVICE_BYTES, HEAD_BYTES, Head, Offer, announced};
 use crate::pieces::pieces;
-use crate::{DESCRIPTORS_MAX, GRANTS, NAME};
+use crate::pool::{DevicePool, Own};
+use crate::{DESCRIPTORS_MAX, DEVICE_GRANTS, DEVICE_NAME, GRANTS, NAME};
 
 /// A request that is not over after its post is asked for without a pause for this long: a copy within a host takes
 /// less.
@@ -32,10 +34,25 @@ const PAUSE: Duration = Duration::from_micros(50);
 /// A producer that does not serve NIXL is a handshake that failed.
 pub type NixlTransport = Client<Nixl>;
 
+/// The same, from a producer's device into ours. A producer that is not on a device of our kind is a handshake that failed,
+/// and so are all where NIXL does not take our pool.
+pub type NixlDeviceTransport = Client<NixlDevice>;
+
 /// A transport over this library.
 #[must_use]
 pub fn transport(library: Arc<dyn Library>, options: ClientOptions) -> NixlTransport {
-    Client::with(Nixl { agents: Agents::new(library) }, options)
+    Client::with(Nixl { agents: Agents::new(library, None) }, options)
+}
+
+/// A transport over this library that lands in this pool.
+#[must_use]
+pub fn device_transport(
+    library: Arc<dyn Library>,
+    pool: Arc<dyn DevicePool>,
+    options: ClientOptions,
+) -> NixlDeviceTransport {
+    let agents = Agents::new(library, Some(Arc::clone(&pool)));
+    Client::with(NixlDevice { agents, pool }, options)
 }
 
 /// How a producer is reached by NIXL.
@@ -44,7 +61,22 @@ pub struct Nixl {
     agents: Arc<Agents>,
 }
 
+/// How a producer's device is.
+#[derive(Debug)]
+pub struct NixlDevice {
+    agents: Arc<Agents>,
+    pool: Arc<dyn DevicePool>,
+}
+
 impl Nixl {
+    /// Agents made so far: one more than were ended because of a request whose end was not seen.
+    #[must_use]
+    pub fn agents_made(&self) -> u64 {
+        self.agents.made()
+    }
+}
+
+impl NixlDevice {
     /// Agents made so far: one more than were ended because of a request whose end was not seen.
     #[must_use]
     pub fn agents_made(&self) -> u64 {
@@ -66,13 +98,9 @@ impl Reach for Nixl {
         peer: &Peer,
         stop: &StopFlag,
     ) -> Result<Connection<Kept>, NotAdmitted> {
-        let socket = dial(peer.address, options.connect_timeout, stop)?;
-        socket.set_tcp_nodelay(true).map_err(NotAdmitted::absent)?;
-        let mut link = Link::new(socket, options.silence).map_err(NotAdmitted::absent)?;
-        let credentials =
-            Credentials { secret: options.secret.as_ref(), transport: NAME, service: Service::Nixl };
-        handshake::introduce(&mut link, credentials, peer, stop)?;
-        let offer = receive_offer(&mut link, stop)?;
+        let mut link = admitted(options, peer, (NAME, Service::Nixl), stop)?;
+        let until = deadline(&link, stop);
+        let offer = receive_offer(&mut link, Segment::Host, until)?;
         let remote = self.agents.remote(offer).map_err(NotAdmitted::absent)?;
         Ok(Connection { link, kept: Kept(remote) })
     }
@@ -84,33 +112,112 @@ impl Reach for Nixl {
         region: &Region,
         stop: &StopFlag,
     ) -> Result<Result<(), TransportError>, LinkError> {
-        let (link, remote) = (&mut connection.link, &connection.kept.0);
-        let wanted = Wanted::of(order, region).ok_or(LinkError::Unexpected)?;
-        if remote.offer.block_bytes != wanted.block_bytes as u64 {
-            return Err(LinkError::Unexpected);
-        }
-        let silence = link.silence();
-        let mut turn = Some(self.agents.turn(remote, region).map_err(failed)?);
-        let bytes = order.bytes(region.block_bytes());
-        GRANTS.receive(link, wanted, bytes, stop, |blocks, ids| {
-            let pieces =
-                pieces(order, region, &remote.offer, blocks, ids).map_err(|_| LinkError::Unexpected)?;
-            for part in pieces.chunks(DESCRIPTORS_MAX) {
-                let using = turn.take().expect("a batch that fails is the last");
-                turn = Some(read(using, &remote.offer, part, silence)?);
-            }
-            Ok(())
-        })
+        let pool = Own::Host(region.clone());
+        land(&self.agents, &pool, GRANTS, connection, (order, region), stop)
     }
 }
 
+impl Reach for NixlDevice {
+    const NAME: &'static str = DEVICE_NAME;
+    type Kept = Kept;
+
+    fn connect(
+        &self,
+        options: &ClientOptions,
+        peer: &Peer,
+        stop: &StopFlag,
+    ) -> Result<Connection<Kept>, NotAdmitted> {
+        let mut link = admitted(options, peer, (DEVICE_NAME, Service::NixlDevice), stop)?;
+        let (until, mut kind) = (deadline(&link, stop), [0; DEVICE_BYTES]);
+        link.receive(&mut kind, until)?;
+        let theirs = announced(kind).map_err(NotAdmitted::absent)?;
+        let offer = receive_offer(&mut link, theirs, until)?;
+        let ours = self.pool.memory().map_err(NotAdmitted::absent)?.segment;
+        if !matches!((theirs, ours), (Segment::Host, Segment::Host) | (Segment::Cuda(_), Segment::Cuda(_))) {
+            let why = format!("the producer's pool is in {theirs}, and ours in {ours}");
+            return Err(NotAdmitted::absent(why));
+        }
+        let remote = self.agents.remote(offer).map_err(NotAdmitted::absent)?;
+        Ok(Connection { link, kept: Kept(remote) })
+    }
+
+    fn receive(
+        &self,
+        connection: &mut Connection<Kept>,
+        order: &ReadOrder,
+        region: &Region,
+        stop: &StopFlag,
+    ) -> Result<Result<(), TransportError>, LinkError> {
+        let first = BlockId(0);
+        if region.block_ptr(first) != self.pool.region().block_ptr(first) {
+            return Err(failed(NixlError("a read into memory that is not the device's".into())));
+        }
+        let pool = Own::Device(Arc::clone(&self.pool));
+        let landed = land(&self.agents, &pool, DEVICE_GRANTS, connection, (order, region), stop)?;
+        if landed.is_ok() {
+            self.pool.landed(&order.into);
+        }
+        Ok(landed)
+    }
+}
+
+/// A connection to a producer that serves this and knows our secret.
+fn admitted(
+    options: &ClientOptions,
+    peer: &Peer,
+    (transport, service): (&'static str, Service),
+    stop: &StopFlag,
+) -> Result<Link, NotAdmitted> {
+    let socket = dial(peer.address, options.connect_timeout, stop)?;
+    socket.set_tcp_nodelay(true).map_err(NotAdmitted::absent)?;
+    let mut link = Link::new(socket, options.silence).map_err(NotAdmitted::absent)?;
+    let credentials = Credentials { secret: options.secret.as_ref(), transport, service };
+    handshake::introduce(&mut link, credentials, peer, stop)?;
+    Ok(link)
+}
+
+/// Reads what is granted into a pool that is cut like `region`.
+fn land(
+    agents: &Agents,
+    pool: &Own,
+    grants: Grants,
+    connection: &mut Connection<Kept>,
+    (order, region): (&ReadOrder, &Region),
+    stop: &StopFlag,
+) -> Result<Result<(), TransportError>, LinkError> {
+    let (link, remote) = (&mut connection.link, &connection.kept.0);
+    let wanted = Wanted::of(order, region).ok_or(LinkError::Unexpected)?;
+    if remote.offer.block_bytes != wanted.block_bytes as u64 {
+        return Err(LinkError::Unexpected);
+    }
+    let silence = link.silence();
+    let (turn, memory) = agents.turn(remote, pool).map_err(failed)?;
+    let mut turn = Some(turn);
+    let bytes = order.bytes(region.block_bytes());
+    grants.receive(link, wanted, bytes, stop, |blocks, ids| {
+        let landing = (region, memory.base);
+        let pieces = pieces(order, landing, &remote.offer, blocks, ids).map_err(|_| LinkError::Unexpected)?;
+        for part in pieces.chunks(DESCRIPTORS_MAX) {
+            let using = turn.take().expect("a batch that fails is the last");
+            turn = Some(read(using, &remote.offer, memory.segment, part, silence)?);
+        }
+        Ok(())
+    })
+}
+
 /// One request, to its end. Gives the turn back only when that was seen.
-fn read(turn: Turn, offer: &Offer, pieces: &[Piece], silence: Duration) -> Result<Turn, LinkError> {
+fn read(
+    turn: Turn,
+    offer: &Offer,
+    into: Segment,
+    pieces: &[Piece],
+    silence: Duration,
+) -> Result<Turn, LinkError> {
     if !turn.may_go_on(silence) {
         return Err(failed(NixlError("the agent is being replaced".into())));
     }
     let agent = turn.agent();
-    let request = agent.prepare(&offer.name, pieces).map_err(failed)?;
+    let request = agent.prepare(&offer.name, offer.segment, into, pieces).map_err(failed)?;
     let posted = Instant::now();
     // SAFETY: the pieces lie in landing blocks of a pool that the agent knows, which are this read's alone until it
     // returns (invariant 3), and it returns only after "done" or when the agent is gone.
@@ -141,13 +248,16 @@ fn failed(error: NixlError) -> LinkError {
     LinkError::Io(io::Error::other(error))
 }
 
-/// What an admitted consumer is sent first.
-fn receive_offer(link: &mut Link, stop: &StopFlag) -> Result<Offer, LinkError> {
-    let until = Until::deadline(stop, Instant::now() + link.silence());
+fn deadline<'a>(link: &Link, stop: &'a StopFlag) -> Until<'a> {
+    Until::deadline(stop, Instant::now() + link.silence())
+}
+
+/// What an admitted consumer is sent, of a pool in this kind of memory.
+fn receive_offer(link: &mut Link, segment: Segment, until: Until<'_>) -> Result<Offer, LinkError> {
     let refused = |why| LinkError::Io(io::Error::new(io::ErrorKind::InvalidData, why));
     let mut head = [0; HEAD_BYTES];
     link.receive(&mut head, until)?;
-    let head = Head::decode(head).map_err(refused)?;
+    let head = Head::decode(segment, head).map_err(refused)?;
     let mut rest = vec![0; head.rest_bytes()];
     link.receive(&mut rest, until)?;
     head.complete(&rest).map_err(refused)

@@ -35,6 +35,13 @@
 //! still come. Its `read` does not return, so nobody else gets the blocks, until the agent is gone: the agent is
 //! *retired*, later reads get a new one, reads in flight on the old one finish, and the last of them ends it.
 //!
+//! # Pools on a device
+//! A pool in a GPU's memory is registered as such ([`device_producer`]), and a consumer whose pool is on a GPU too reads
+//! from one to the other ([`NixlDeviceTransport`]): nothing passes through the host. It is a service of its own beside that
+//! of the pool's host side, so that a pair of which one end is in host memory meets there; UCX would have the producer's
+//! processor send such bytes, which is what its TCP does and is not trusted here. The contract is the same: the offer says
+//! the kind of memory, and a consumer with another kind is not admitted.
+//!
 //! | module | what |
 //! |---|---|
 //! | [`api`] | NIXL as this crate needs it: two traits |
@@ -42,6 +49,7 @@
 //! | [`find`] | where the library is looked for |
 //! | `offer` | what a producer says of its pool, as bytes; pure |
 //! | `pieces` | the bytes of a batch, as descriptors; pure |
+//! | `pool` | our own pools, in host memory or on a device ([`DevicePool`]) |
 //! | `agents` | the consumer's agent, its peers, and its retirement |
 //! | `deliver` | the producer's side |
 //! | `land` | the consumer's side: [`NixlTransport`] |
@@ -54,6 +62,7 @@ pub mod find;
 mod land;
 mod offer;
 mod pieces;
+mod pool;
 
 // The tests' simulated library names this crate as everybody else does.
 #[cfg(test)]
@@ -64,19 +73,28 @@ mod simulated;
 
 pub use api::{Agent, Library, NixlError};
 pub use baton_connector_channel::{ClientOptions, Secret, ServerOptions};
-pub use deliver::producer;
-pub use land::{Nixl, NixlTransport, transport};
+pub use deliver::{device_producer, producer};
+pub use land::{Nixl, NixlDevice, NixlDeviceTransport, NixlTransport, device_transport, transport};
+pub use pool::DevicePool;
 
 use baton_connector_channel::grants::Grants;
 
 /// The transport's name in proofs, logs and metrics.
 pub const NAME: &str = "nixl";
 
+/// The same from device to device.
+pub const DEVICE_NAME: &str = "nixl-device";
+
 /// Bytes of one batch, between two looks at the lease, and of one request unless a block is larger.
 pub const BATCH_BYTES: usize = 2 << 20;
+
+/// Bytes of one batch from device to device, and of one request unless it has too many descriptors. Posts do not block
+/// there, and a GPU copies as many in some 15 µs, about what one request costs.
+pub const DEVICE_BATCH_BYTES: usize = 32 << 20;
 
 /// Descriptors of one request. NIXL bounds them nowhere; the time of one post grows with them, and nothing ends it: 0.7 s
 /// for a million (measured 2026-11-21).
 pub const DESCRIPTORS_MAX: usize = 1_024;
 
 const GRANTS: Grants = Grants { batch_bytes: BATCH_BYTES };
+const DEVICE_GRANTS: Grants = Grants { batch_bytes: DEVICE_BATCH_BYTES };

@@ -1,8 +1,20 @@
 //! What a producer says of its pool to an admitted consumer, as bytes. Pure, and hostile until decoded.
 //!
 //! ```text
-//! block_bytes 8 │ blocks 8 │ base 8 │ name 2 │ metadata 4 │ the name │ the metadata
+//! a pool in host memory   block_bytes 8 │ blocks 8 │ base 8 │ name 2 │ metadata 4 │ the name │ the metadata
+//! a device's pool         version 1 │ kind 1 │ 2 zero │ ordinal 4, and the same
 //! ```
+//!
+//! Which of the two it is, the service says that was asked for. The first is what producers have always said.
+
+use crate::api::Segment;
+
+/// Bytes that a device's pool is announced with.
+pub(crate) const DEVICE_BYTES: usize = 8;
+
+const VERSION: u8 = 1;
+/// Devices of one process, at most.
+const ORDINALS: u32 = 256;
 
 /// Bytes before the name.
 pub(crate) const HEAD_BYTES: usize = 8 + 8 + 8 + 2 + 4;
@@ -17,6 +29,7 @@ pub(crate) const METADATA_MAX_BYTES: usize = 64 * 1024;
 /// A producer's pool and agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Offer {
+    pub(crate) segment: Segment,
     pub(crate) block_bytes: u64,
     pub(crate) blocks: u64,
     /// The pool's first byte, in the producer's process.
@@ -37,8 +50,29 @@ pub(crate) struct Head {
 #[error("an offer of a pool that cannot be: {0}")]
 pub(crate) struct NoOffer(&'static str);
 
+/// What a device's pool is announced with.
+pub(crate) fn announce(segment: Segment) -> [u8; DEVICE_BYTES] {
+    let (kind, ordinal) = match segment {
+        Segment::Host => (0, 0),
+        Segment::Cuda(ordinal) => (1, ordinal),
+    };
+    let mut bytes = [VERSION, kind, 0, 0, 0, 0, 0, 0];
+    bytes[4..].copy_from_slice(&ordinal.to_le_bytes());
+    bytes
+}
+
+/// What kind of memory a device's pool is announced to be in.
+pub(crate) fn announced(bytes: [u8; DEVICE_BYTES]) -> Result<Segment, NoOffer> {
+    let [VERSION, kind, 0, 0, ordinal @ ..] = bytes else { return Err(NoOffer("another version")) };
+    match (kind, u32::from_le_bytes(ordinal)) {
+        (0, 0) => Ok(Segment::Host),
+        (1, ordinal) if ordinal < ORDINALS => Ok(Segment::Cuda(ordinal)),
+        _ => Err(NoOffer("memory of no known kind")),
+    }
+}
+
 impl Offer {
-    /// All of it; `None` when it is longer than a consumer would read.
+    /// All of it but what a device's pool is announced with; `None` when it is longer than a consumer would read.
     pub(crate) fn encode(&self) -> Option<Vec<u8>> {
         let (name, metadata) = (self.name.len(), self.metadata.len());
         if name > NAME_MAX_BYTES || metadata > METADATA_MAX_BYTES {
@@ -67,7 +101,8 @@ impl Offer {
 }
 
 impl Head {
-    pub(crate) fn decode(bytes: [u8; HEAD_BYTES]) -> Result<Self, NoOffer> {
+    /// Of a pool in this kind of memory.
+    pub(crate) fn decode(segment: Segment, bytes: [u8; HEAD_BYTES]) -> Result<Self, NoOffer> {
         let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
         let (block_bytes, blocks, base) = (u64_at(0), u64_at(8), u64_at(16));
         let name = usize::from(u16::from_le_bytes([bytes[24], bytes[25]]));
@@ -81,7 +116,7 @@ impl Head {
         if !(1..=NAME_MAX_BYTES).contains(&name) || !(1..=METADATA_MAX_BYTES).contains(&metadata) {
             return Err(NoOffer("a name or metadata of no possible length"));
         }
-        let offer = Offer { block_bytes, blocks, base, name: String::new(), metadata: Vec::new() };
+        let offer = Offer { segment, block_bytes, blocks, base, name: String::new(), metadata: Vec::new() };
         Ok(Self { offer, name, metadata })
     }
 
@@ -111,20 +146,36 @@ mod tests {
 
     fn offer() -> Offer {
         let (name, metadata) = ("baton-1-2".to_owned(), vec![0, 255, 7]);
-        Offer { block_bytes: 4096, blocks: 9, base: 1 << 32, name, metadata }
+        Offer { segment: Segment::Host, block_bytes: 4096, blocks: 9, base: 1 << 32, name, metadata }
     }
 
     fn decode(bytes: &[u8]) -> Result<Offer, NoOffer> {
         let (head, rest) = bytes.split_first_chunk().expect("a head");
-        Head::decode(*head)?.complete(rest)
+        Head::decode(Segment::Host, *head)?.complete(rest)
     }
 
     #[test]
     fn an_offer_survives_the_wire() {
         let bytes = offer().encode().expect("it is short");
         assert_eq!(decode(&bytes), Ok(offer()));
-        let head = Head::decode(*bytes.first_chunk().expect("a head")).expect("an offer");
+        let head = bytes.first_chunk().expect("a head");
+        let head = Head::decode(Segment::Host, *head).expect("an offer");
         assert_eq!(head.rest_bytes(), bytes.len() - HEAD_BYTES);
+    }
+
+    #[test]
+    fn the_kind_of_a_devices_memory_survives_the_wire_and_no_other_is_taken_for_it() {
+        for segment in [Segment::Host, Segment::Cuda(0), Segment::Cuda(7), Segment::Cuda(255)] {
+            assert_eq!(announced(announce(segment)), Ok(segment));
+        }
+        for (at, byte) in [(0, 0), (0, 2), (1, 2), (2, 1), (3, 1), (5, 1), (7, 255)] {
+            let mut bytes = announce(Segment::Cuda(3));
+            bytes[at] = byte;
+            assert!(announced(bytes).is_err(), "byte {at} is {byte}");
+        }
+        let mut host = announce(Segment::Host);
+        host[4] = 1;
+        assert!(announced(host).is_err(), "host memory of a device");
     }
 
     #[test]

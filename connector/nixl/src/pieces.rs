@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use baton_connector::BlockId;
 use baton_connector::region::Region;
 use baton_connector::transport::{Part, ReadOrder};
 
@@ -13,29 +14,33 @@ use crate::offer::Offer;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Outside;
 
-/// The pieces of the read's blocks `blocks`, whose ids at the producer are `ids`, which may be anything. What lies
-/// outside the offered pool has none.
+/// The pieces of the read's blocks `blocks`, whose ids at the producer are `ids`, which may be anything. They land in the
+/// pool at `base`, which is cut like `region`. What lies outside the offered pool has none.
 pub(crate) fn pieces(
     order: &ReadOrder,
-    region: &Region,
+    (region, base): (&Region, usize),
     offer: &Offer,
     blocks: Range<usize>,
     ids: &mut dyn Iterator<Item = u32>,
 ) -> Result<Vec<Piece>, Outside> {
+    let landing = |block: BlockId, offset: usize| {
+        let inside = block.index() < region.blocks();
+        inside.then(|| base + block.index() * region.block_bytes() + offset).ok_or(Outside)
+    };
     let mut pieces = Vec::new();
     match &order.part {
         Part::Blocks { .. } => {
             let len = region.block_bytes();
             for (id, &into) in ids.zip(&order.into[blocks]) {
                 let from = offer.address(id, 0, len).ok_or(Outside)?;
-                push(&mut pieces, Piece { from, into: region.block_ptr(into).addr(), len });
+                push(&mut pieces, Piece { from, into: landing(into, 0)?, len });
             }
         }
         Part::Slice(slice) => {
             for (index, id) in blocks.zip(ids) {
                 for (source, target) in slice.copies(&slice.cut.piece(&slice.producer, index)) {
                     let from = offer.address(id, source.offset, source.len).ok_or(Outside)?;
-                    let into = region.block_ptr(order.into[target.entry]).addr() + target.offset;
+                    let into = landing(order.into[target.entry], target.offset)?;
                     push(&mut pieces, Piece { from, into, len: source.len });
                 }
             }
@@ -55,20 +60,23 @@ fn push(pieces: &mut Vec<Piece>, piece: Piece) {
 
 #[cfg(test)]
 mod tests {
-    use baton_connector::{BlockId, Handle, Reader};
+    use baton_connector::{Handle, Reader};
 
     use super::*;
+    use crate::api::Segment;
 
     const OFFER: u64 = 1 << 40;
 
     fn ask(into: &[u32], ids: &[u32]) -> (Result<Vec<Piece>, Outside>, usize) {
         let region = Region::allocate(8, 100);
-        let offer = Offer { block_bytes: 100, blocks: 5, base: OFFER, name: "p".into(), metadata: vec![1] };
+        let (segment, name, metadata) = (Segment::Host, "p".into(), vec![1]);
+        let offer = Offer { segment, block_bytes: 100, blocks: 5, base: OFFER, name, metadata };
         let into = into.iter().map(|&block| BlockId(block)).collect();
         let order =
             ReadOrder { handle: Handle(1), reader: Reader::sole(1), part: Part::Blocks { first: 0 }, into };
-        let base = region.block_ptr(BlockId(0)).addr();
-        (pieces(&order, &region, &offer, 0..ids.len(), &mut ids.iter().copied()), base)
+        // Nothing is there, as little as at a device's addresses.
+        let base = 1 << 20;
+        (pieces(&order, (&region, base), &offer, 0..ids.len(), &mut ids.iter().copied()), base)
     }
 
     #[test]
@@ -82,8 +90,9 @@ mod tests {
     }
 
     #[test]
-    fn a_block_outside_the_offered_pool_has_no_piece() {
+    fn a_block_outside_either_pool_has_no_piece() {
         assert_eq!(ask(&[0, 1], &[0, 5]).0, Err(Outside));
         assert_eq!(ask(&[0, 1], &[u32::MAX, 0]).0, Err(Outside));
+        assert_eq!(ask(&[0, 8], &[0, 1]).0, Err(Outside));
     }
 }

@@ -153,24 +153,24 @@ fn a_read_that_is_stopped_waits_for_its_request_in_flight() {
 /// The promise above means nothing if the simulated library does not break it.
 #[test]
 fn the_simulated_library_has_the_trap() {
-    use baton_connector_nixl::api::{Library, Piece, Side, State};
+    use baton_connector_nixl::api::{Library, Piece, Segment, Side, State};
     let library = Simulated::new();
     let handle = Handle(Arc::clone(&library));
     let (from, into) = (Region::allocate(1, BLOCK), Region::allocate(1, BLOCK));
     from.write_block(BlockId(0), &[7; BLOCK]);
     let (p, d) =
         (handle.agent("p", Side::Target).expect("one"), handle.agent("d", Side::Initiator).expect("one"));
-    let at = |region: &Region| region.block_ptr(BlockId(0));
+    let at = |region: &Region| simulated::host(region.block_ptr(BlockId(0)).expose_provenance(), BLOCK);
     #[allow(unsafe_code)] // calls of an agent; each says why it is sound
     // SAFETY: both pools outlive both agents.
     unsafe {
-        p.register(at(&from), BLOCK).expect("memory");
-        d.register(at(&into), BLOCK).expect("memory");
+        p.register(at(&from)).expect("memory");
+        d.register(at(&into)).expect("memory");
     }
     d.add(&p.metadata().expect("metadata")).expect("a peer");
     library.mode(Mode::Held);
-    let piece = Piece { from: at(&from).addr(), into: at(&into).addr(), len: BLOCK };
-    let request = d.prepare("p", &[piece]).expect("it fits");
+    let piece = Piece { from: at(&from).base, into: at(&into).base, len: BLOCK };
+    let request = d.prepare("p", Segment::Host, Segment::Host, &[piece]).expect("it fits");
     #[allow(unsafe_code)] // calls of an agent; each says why it is sound
     // SAFETY: nobody else uses the landing memory.
     let posted = unsafe { d.post(&request) };

@@ -22,7 +22,7 @@ use baton_connector_channel::wire::{Header, KIND_BATCH};
 use baton_connector_channel::{Delivered, Granted, NotAdmitted, Serve, Server};
 use baton_connector_nixl::{ClientOptions, NixlTransport, ServerOptions, transport};
 use conformance::Lender;
-use simulated::{Handle, Simulated, metadata};
+use simulated::{Handle, Simulated, host, metadata};
 use socket2::Socket;
 
 fn pool(blocks: usize, block_bytes: usize) -> Region {
@@ -129,7 +129,7 @@ fn listening(lender: &Arc<Lender>, serve: Arc<dyn Serve>) -> (Server, SocketAddr
 }
 
 fn honest(base: u64, at: usize) -> Vec<u8> {
-    offer(BLOCK as u64, BLOCKS as u64, base, "p", &metadata("p", &[(at, BLOCKS * BLOCK)]))
+    offer(BLOCK as u64, BLOCKS as u64, base, "p", &metadata("p", &[host(at, BLOCKS * BLOCK)]))
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn an_honest_producer_of_this_test_is_read() {
 
 #[test]
 fn an_offer_that_cannot_be_is_nobody_to_be_trusted() {
-    let good = |base, at| (base, metadata("p", &[(at, BLOCKS * BLOCK)]));
+    let good = |base, at| (base, metadata("p", &[host(at, BLOCKS * BLOCK)]));
     /// From where the pool lies, and true metadata of it.
     type Lie = fn(u64, Vec<u8>) -> Vec<u8>;
     let lies: [Lie; 6] = [
@@ -195,7 +195,7 @@ fn blocks_outside_the_pool_end_the_read_before_a_request_is_made() {
 #[test]
 fn a_pool_that_is_not_where_its_metadata_is_moves_nothing() {
     let meeting = Meeting::with(&[1, 2], |base, at| {
-        offer(BLOCK as u64, BLOCKS as u64, base + (1 << 30), "p", &metadata("p", &[(at, BLOCKS * BLOCK)]))
+        offer(BLOCK as u64, BLOCKS as u64, base + (1 << 30), "p", &metadata("p", &[host(at, BLOCKS * BLOCK)]))
     });
     let read = meeting.read();
     assert!(matches!(read, Err(TransportError::Transfer(_))), "{read:?}");
@@ -206,7 +206,7 @@ fn a_pool_that_is_not_where_its_metadata_is_moves_nothing() {
 #[test]
 fn blocks_of_another_size_move_nothing() {
     let meeting = Meeting::with(&[1, 2], |base, at| {
-        offer(2 * BLOCK as u64, BLOCKS as u64 / 2, base, "p", &metadata("p", &[(at, BLOCKS * BLOCK)]))
+        offer(2 * BLOCK as u64, BLOCKS as u64 / 2, base, "p", &metadata("p", &[host(at, BLOCKS * BLOCK)]))
     });
     let read = meeting.read();
     assert!(matches!(read, Err(TransportError::Transfer(_))), "{read:?}");

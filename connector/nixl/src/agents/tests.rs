@@ -3,10 +3,11 @@
 use std::sync::atomic::AtomicBool;
 
 use baton_connector::BlockId;
+use baton_connector::region::Region;
 
 use super::*;
-use crate::api::Piece;
-use crate::simulated::{Handle, Mode, Simulated, metadata};
+use crate::api::{Piece, Segment};
+use crate::simulated::{Handle, Mode, Simulated, host, metadata};
 
 const BLOCK: usize = 64;
 
@@ -25,10 +26,11 @@ impl Producer {
         let agent = Handle(Arc::clone(library)).agent(name, Side::Target).expect("an agent");
         let base = pool.block_ptr(BlockId(0));
         // SAFETY: the pool is dropped with this value, and nothing reads it then.
-        unsafe { agent.register(base, 8 * BLOCK) }.expect("memory");
+        unsafe { agent.register(host(base.expose_provenance(), 8 * BLOCK)) }.expect("memory");
         let metadata = agent.metadata().expect("metadata");
         let base = base.addr() as u64;
-        let offer = Offer { block_bytes: BLOCK as u64, blocks: 8, base, name: name.into(), metadata };
+        let (segment, name) = (Segment::Host, name.into());
+        let offer = Offer { segment, block_bytes: BLOCK as u64, blocks: 8, base, name, metadata };
         Self { pool, offer, _agent: agent }
     }
 }
@@ -37,15 +39,22 @@ impl Producer {
 #[allow(unsafe_code)] // posting a read; it says why it is sound
 fn post(turn: &Turn, producer: &Producer, region: &Region, into: u32) -> Request {
     let (from, into) = (producer.pool.block_ptr(BlockId(0)).addr(), region.block_ptr(BlockId(into)).addr());
-    let request =
-        turn.agent().prepare(&producer.offer.name, &[Piece { from, into, len: BLOCK }]).expect("it fits");
+    let request = prepare(turn, &producer.offer.name, Piece { from, into, len: BLOCK }).expect("it fits");
     // SAFETY: the tests look at these blocks and nobody else uses them.
     unsafe { turn.agent().post(&request) }.expect("it begins");
     request
 }
 
+fn prepare(turn: &Turn, peer: &str, piece: Piece) -> Result<Request, NixlError> {
+    turn.agent().prepare(peer, Segment::Host, Segment::Host, &[piece])
+}
+
+fn take_turn(agents: &Agents, remote: &Remote, region: &Region) -> Result<Turn, NixlError> {
+    agents.turn(remote, &Own::Host(region.clone())).map(|(turn, _)| turn)
+}
+
 fn agents(library: &Arc<Simulated>) -> Arc<Agents> {
-    Agents::new(Arc::new(Handle(Arc::clone(library))))
+    Agents::new(Arc::new(Handle(Arc::clone(library))), None)
 }
 
 fn refused<T>(result: Result<T, NixlError>) -> String {
@@ -59,8 +68,10 @@ fn a_retired_agent_lives_until_its_last_turn_and_quarantined_blocks_wait_for_it(
         (Producer::new(&library, "p"), Region::allocate(4, BLOCK), agents(&library));
     let remote = agents.remote(producer.offer.clone()).expect("an offer");
     library.mode(Mode::Held);
-    let (lost, healthy) =
-        (agents.turn(&remote, &region).expect("one"), agents.turn(&remote, &region).expect("two"));
+    let (lost, healthy) = (
+        take_turn(&agents, &remote, &region).expect("one"),
+        take_turn(&agents, &remote, &region).expect("two"),
+    );
     let request = post(&lost, &producer, &region, 1);
     let other = post(&healthy, &producer, &region, 2);
     let returned = AtomicBool::new(false);
@@ -73,7 +84,7 @@ fn a_retired_agent_lives_until_its_last_turn_and_quarantined_blocks_wait_for_it(
         let begun = Instant::now();
         while agents.made() < 2 {
             assert!(begun.elapsed() < Duration::from_secs(20), "no new agent");
-            drop(agents.turn(&remote, &region).expect("another agent"));
+            drop(take_turn(&agents, &remote, &region).expect("another agent"));
         }
         assert!(!returned.load(Ordering::Acquire), "a turn of the old agent is left");
         assert!(!healthy.may_go_on(Duration::ZERO) && healthy.may_go_on(Duration::from_secs(3600)));
@@ -98,8 +109,8 @@ fn agents_that_do_not_end_are_bounded() {
     thread::scope(|scope| {
         let mut held = Vec::new();
         for n in 0..RETIRED_MAX {
-            let keeps = agents.turn(&remote, &region).expect("room for one more");
-            let lost = agents.turn(&remote, &region).expect("room for one more");
+            let keeps = take_turn(&agents, &remote, &region).expect("room for one more");
+            let lost = take_turn(&agents, &remote, &region).expect("room for one more");
             let request = post(&lost, &producer, &region, n as u32);
             scope.spawn(move || lost.quarantine(request));
             let begun = Instant::now();
@@ -108,11 +119,11 @@ fn agents_that_do_not_end_are_bounded() {
             }
             held.push(keeps);
         }
-        let full = refused(agents.turn(&remote, &region));
+        let full = refused(take_turn(&agents, &remote, &region));
         assert!(full.contains("too many agents"), "{full}");
         drop(held);
     });
-    drop(agents.turn(&remote, &region).expect("all are gone"));
+    drop(take_turn(&agents, &remote, &region).expect("all are gone"));
     assert_eq!(library.deliver(), 0, "and so is what they were to write");
 }
 
@@ -122,7 +133,7 @@ fn metadata_of_another_agent_is_refused_and_disturbs_no_read() {
     let (p, liar) = (Producer::new(&library, "p"), Producer::new(&library, "liar"));
     let (region, agents) = (Region::allocate(4, BLOCK), agents(&library));
     let remote = agents.remote(p.offer.clone()).expect("an offer");
-    let turn = agents.turn(&remote, &region).expect("it is known");
+    let turn = take_turn(&agents, &remote, &region).expect("it is known");
     let lie = Offer { metadata: p.offer.metadata.clone(), ..liar.offer.clone() };
     assert!(refused(agents.remote(lie)).contains("another agent"));
     let request = post(&turn, &p, &region, 3);
@@ -137,7 +148,7 @@ fn metadata_that_turns_out_to_be_of_another_agent_is_refused_and_that_one_is_rea
     let (p, liar) = (Producer::new(&library, "p"), Producer::new(&library, "liar"));
     let (region, agents) = (Region::allocate(4, BLOCK), agents(&library));
     let remote = agents.remote(p.offer.clone()).expect("an offer");
-    drop(agents.turn(&remote, &region).expect("it is known"));
+    drop(take_turn(&agents, &remote, &region).expect("it is known"));
     // It says that it is itself, and its metadata says that it is the other one.
     let lie = Offer { metadata: p.offer.metadata.clone(), ..liar.offer.clone() };
     assert!(refused(agents.remote(lie)).contains("another agent"));
@@ -147,7 +158,7 @@ fn metadata_that_turns_out_to_be_of_another_agent_is_refused_and_that_one_is_rea
     let garbage = Offer { metadata: b"garbage".to_vec(), ..liar.offer.clone() };
     assert!(agents.remote(garbage).is_err());
     library.mode(Mode::Done);
-    let turn = agents.turn(&remote, &region).expect("still known");
+    let turn = take_turn(&agents, &remote, &region).expect("still known");
     let request = post(&turn, &p, &region, 3);
     turn.agent().release(request);
     assert_eq!(region.read_block(BlockId(3)), [9; BLOCK]);
@@ -158,12 +169,12 @@ fn metadata_that_covers_less_than_the_pool_ends_reads_before_a_byte_moves() {
     let library = Simulated::new();
     let mut producer = Producer::new(&library, "p");
     let base = producer.pool.block_ptr(BlockId(4)).addr();
-    producer.offer.metadata = metadata("p", &[(base, BLOCK)]);
+    producer.offer.metadata = metadata("p", &[host(base, BLOCK)]);
     let (region, agents) = (Region::allocate(4, BLOCK), agents(&library));
     let remote = agents.remote(producer.offer.clone()).expect("an offer");
-    let turn = agents.turn(&remote, &region).expect("it is known");
+    let turn = take_turn(&agents, &remote, &region).expect("it is known");
     let (from, into) = (producer.pool.block_ptr(BlockId(0)).addr(), region.block_ptr(BlockId(0)).addr());
-    assert!(turn.agent().prepare("p", &[Piece { from, into, len: BLOCK }]).is_err());
+    assert!(prepare(&turn, "p", Piece { from, into, len: BLOCK }).is_err());
     assert_eq!(agents.made(), 1, "nothing was in flight");
 }
 
@@ -176,18 +187,18 @@ fn a_producer_is_forgotten_with_its_last_connection_and_can_come_again() {
     let second = agents.remote(producer.offer.clone()).expect("the same offer");
     assert!(Arc::ptr_eq(&first, &second));
     drop(first);
-    let turn = agents.turn(&second, &region).expect("still known");
+    let turn = take_turn(&agents, &second, &region).expect("still known");
     let piece = Piece {
         from: producer.pool.block_ptr(BlockId(0)).addr(),
         into: region.block_ptr(BlockId(0)).addr(),
         len: BLOCK,
     };
-    let request = turn.agent().prepare("p", &[piece]).expect("known");
+    let request = prepare(&turn, "p", piece).expect("known");
     turn.agent().release(request);
     drop(second);
-    assert!(turn.agent().prepare("p", &[piece]).is_err(), "forgotten");
+    assert!(prepare(&turn, "p", piece).is_err(), "forgotten");
     drop(turn);
     let again = agents.remote(producer.offer.clone()).expect("an offer");
-    let turn = agents.turn(&again, &region).expect("known again");
-    assert!(turn.agent().prepare("p", &[piece]).is_ok());
+    let turn = take_turn(&agents, &again, &region).expect("known again");
+    assert!(prepare(&turn, "p", piece).is_ok());
 }

@@ -10,7 +10,7 @@ use baton_connector::lease::LeaseTerms;
 use baton_connector::limits::BLOCKS_PER_HANDOFF_MAX;
 use baton_connector::region::Region;
 use baton_connector::transport::{Producer, ReadOrder, Transport, TransportError, Verdict};
-use baton_connector_nixl::api::{Agent, Library, NixlError, Piece, Request, Side, State};
+use baton_connector_nixl::api::{Agent, Library, Memory, NixlError, Piece, Request, Segment, Side, State};
 use baton_connector_nixl::{BATCH_BYTES, ClientOptions, DESCRIPTORS_MAX, NixlTransport, transport};
 
 use super::conformance::Lender;
@@ -50,9 +50,9 @@ impl Library for Watched {
 
 #[allow(unsafe_code)] // passed on as they are
 impl Agent for WatchedAgent {
-    unsafe fn register(&self, base: *mut u8, len: usize) -> Result<(), NixlError> {
+    unsafe fn register(&self, memory: Memory) -> Result<(), NixlError> {
         // SAFETY: the caller's promise.
-        unsafe { self.real.register(base, len) }
+        unsafe { self.real.register(memory) }
     }
 
     fn metadata(&self) -> Result<Vec<u8>, NixlError> {
@@ -71,7 +71,13 @@ impl Agent for WatchedAgent {
         self.real.remove(peer);
     }
 
-    fn prepare(&self, peer: &str, pieces: &[Piece]) -> Result<Request, NixlError> {
+    fn prepare(
+        &self,
+        peer: &str,
+        from: Segment,
+        into: Segment,
+        pieces: &[Piece],
+    ) -> Result<Request, NixlError> {
         let bytes = pieces.iter().map(|piece| piece.len).sum();
         self.asked.requests.fetch_add(1, Ordering::Relaxed);
         self.asked.most_pieces.fetch_max(pieces.len(), Ordering::Relaxed);
@@ -79,9 +85,9 @@ impl Agent for WatchedAgent {
         if self.asked.spoils.swap(false, Ordering::Relaxed) {
             let last = *pieces.last().expect("a request has pieces");
             let beyond = Piece { from: last.from + (1 << 40), ..last };
-            return self.real.prepare(peer, &[pieces, &[beyond]].concat());
+            return self.real.prepare(peer, from, into, &[pieces, &[beyond]].concat());
         }
-        self.real.prepare(peer, pieces)
+        self.real.prepare(peer, from, into, pieces)
     }
 
     unsafe fn post(&self, request: &Request) -> Result<State, NixlError> {
@@ -190,6 +196,12 @@ struct Two {
     into: Region,
 }
 
+/// All of a region.
+fn memory(region: &Region) -> Memory {
+    let base = region.block_ptr(BlockId(0)).expose_provenance();
+    Memory { segment: Segment::Host, base, len: region.blocks() * region.block_bytes() }
+}
+
 impl Two {
     fn new(name: &str, blocks: usize, block_bytes: usize) -> Self {
         let library = library();
@@ -200,8 +212,8 @@ impl Two {
         #[allow(unsafe_code)] // registering memory; it says why it is sound
         // SAFETY: both regions are dropped after both agents, by the order of the fields.
         unsafe {
-            producer.register(from.block_ptr(BlockId(0)), blocks * block_bytes).expect("memory");
-            consumer.register(into.block_ptr(BlockId(0)), blocks * block_bytes).expect("memory");
+            producer.register(memory(&from)).expect("memory");
+            consumer.register(memory(&into)).expect("memory");
         }
         consumer.add(&producer.metadata().expect("metadata")).expect("a peer");
         Self { consumer, _producer: producer, name, from, into }
@@ -217,7 +229,7 @@ impl Two {
 
     /// One request to its end, whatever that is, and how long its post took.
     fn read(&self, pieces: &[Piece]) -> (Result<(), NixlError>, Duration) {
-        let request = match self.consumer.prepare(&self.name, pieces) {
+        let request = match self.consumer.prepare(&self.name, Segment::Host, Segment::Host, pieces) {
             Ok(request) => request,
             Err(error) => return (Err(error), Duration::ZERO),
         };

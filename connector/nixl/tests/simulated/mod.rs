@@ -1,6 +1,7 @@
 //! Agents without NIXL that have its traps, in one process: requests that go on writing after they were given back,
 //! posts that fail and still write, peers that nobody knows to be gone, memory that is read whatever it holds. What a
-//! transfer does is the test's to say.
+//! transfer does is the test's to say. A device's memory is host memory that was registered as a device's; nothing finds
+//! the one where the other was registered.
 
 // Compiled into several tests, of which each uses a part.
 #![allow(unsafe_code, unreachable_pub, dead_code)]
@@ -9,7 +10,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use baton_connector_nixl::api::{Agent, Library, NixlError, Piece, Request, Side, State};
+use baton_connector_nixl::api::{Agent, Library, Memory, NixlError, Piece, Request, Segment, Side, State};
 
 /// Longest that a test waits for a state.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -38,13 +39,15 @@ pub struct Simulated {
 struct World {
     mode: Option<Mode>,
     /// Memory by agent name, as its metadata says.
-    agents: HashMap<String, Vec<(usize, usize)>>,
+    agents: HashMap<String, Vec<Memory>>,
     requests: HashMap<u64, Pending>,
     next: u64,
     made: usize,
     most_pieces: usize,
     most_bytes: usize,
     secretive: bool,
+    without_cuda: bool,
+    device_bytes: usize,
 }
 
 #[derive(Debug)]
@@ -74,6 +77,16 @@ impl Simulated {
     /// From now on nobody can tell whose metadata it is without loading it.
     pub fn secretive(&self) {
         self.world().secretive = true;
+    }
+
+    /// From now on no agent takes a device's memory, as with a UCX that was built without CUDA.
+    pub fn without_cuda(&self) {
+        self.world().without_cuda = true;
+    }
+
+    /// Bytes that were asked for from device to device.
+    pub fn device_bytes(&self) -> usize {
+        self.world().device_bytes
     }
 
     /// Lets every posted request of an agent that lives write its bytes: also those that failed or were given back.
@@ -131,7 +144,7 @@ struct SimulatedAgent {
     library: Arc<Simulated>,
     name: String,
     /// Peers, with the memory that their metadata says.
-    peers: Mutex<HashMap<String, Vec<(usize, usize)>>>,
+    peers: Mutex<HashMap<String, Vec<Memory>>>,
 }
 
 fn error<T>(why: impl Into<Box<str>>) -> Result<T, NixlError> {
@@ -163,30 +176,48 @@ impl Drop for SimulatedAgent {
     }
 }
 
-fn covered(memory: &[(usize, usize)], at: usize, len: usize) -> bool {
-    memory.iter().any(|&(base, size)| at >= base && at + len <= base + size)
+fn covered(memory: &[Memory], segment: Segment, at: usize, len: usize) -> bool {
+    let inside = |memory: &Memory| at >= memory.base && at + len <= memory.base + memory.len;
+    memory.iter().any(|memory| memory.segment == segment && inside(memory))
+}
+
+/// Host memory.
+pub fn host(base: usize, len: usize) -> Memory {
+    Memory { segment: Segment::Host, base, len }
 }
 
 /// The name and the memory, as text.
-pub fn metadata(name: &str, memory: &[(usize, usize)]) -> Vec<u8> {
-    let memory: Vec<_> = memory.iter().map(|(base, len)| format!("{base}+{len}")).collect();
+pub fn metadata(name: &str, memory: &[Memory]) -> Vec<u8> {
+    let text = |Memory { segment, base, len }: &Memory| match segment {
+        Segment::Host => format!("{base}+{len}+host"),
+        Segment::Cuda(ordinal) => format!("{base}+{len}+{ordinal}"),
+    };
+    let memory: Vec<_> = memory.iter().map(text).collect();
     format!("simulated|{name}|{}", memory.join(",")).into_bytes()
 }
 
-fn parse(metadata: &[u8]) -> Option<(String, Vec<(usize, usize)>)> {
+fn parse(metadata: &[u8]) -> Option<(String, Vec<Memory>)> {
     let mut parts = std::str::from_utf8(metadata).ok()?.strip_prefix("simulated|")?.split('|');
     let (name, memory) = (parts.next()?, parts.next()?);
     let region = |text: &str| {
-        let (base, len) = text.split_once('+')?;
-        Some((base.parse().ok()?, len.parse().ok()?))
+        let mut parts = text.split('+');
+        let (base, len) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+        let segment = match parts.next()? {
+            "host" => Segment::Host,
+            ordinal => Segment::Cuda(ordinal.parse().ok()?),
+        };
+        Some(Memory { segment, base, len })
     };
     Some((name.to_owned(), memory.split(',').map(region).collect::<Option<_>>()?))
 }
 
 impl Agent for SimulatedAgent {
-    unsafe fn register(&self, base: *mut u8, len: usize) -> Result<(), NixlError> {
-        let base = base.expose_provenance();
-        self.library.world().agents.get_mut(&self.name).expect("it lives").push((base, len));
+    unsafe fn register(&self, memory: Memory) -> Result<(), NixlError> {
+        let mut world = self.library.world();
+        if world.without_cuda && memory.segment != Segment::Host {
+            return error("register_mem failed with -3");
+        }
+        world.agents.get_mut(&self.name).expect("it lives").push(memory);
         Ok(())
     }
 
@@ -213,14 +244,21 @@ impl Agent for SimulatedAgent {
         self.peers.lock().expect("no panic").remove(peer);
     }
 
-    fn prepare(&self, peer: &str, pieces: &[Piece]) -> Result<Request, NixlError> {
+    fn prepare(
+        &self,
+        peer: &str,
+        from: Segment,
+        into: Segment,
+        pieces: &[Piece],
+    ) -> Result<Request, NixlError> {
         let peers = self.peers.lock().expect("no panic");
         let Some(theirs) = peers.get(peer) else { return error("not found") };
         let mut world = self.library.world();
         let ours = &world.agents[&self.name];
         // Like the library: against what the metadata says, and against nothing else.
-        let known =
-            |piece: &Piece| covered(theirs, piece.from, piece.len) && covered(ours, piece.into, piece.len);
+        let known = |piece: &Piece| {
+            covered(theirs, from, piece.from, piece.len) && covered(ours, into, piece.into, piece.len)
+        };
         if pieces.is_empty() || !pieces.iter().all(known) {
             return error("not found");
         }
@@ -228,7 +266,11 @@ impl Agent for SimulatedAgent {
         let landing: HashSet<usize> = pieces.iter().map(|piece| piece.into).collect();
         assert_eq!(landing.len(), pieces.len());
         world.most_pieces = world.most_pieces.max(pieces.len());
-        world.most_bytes = world.most_bytes.max(pieces.iter().map(|piece| piece.len).sum());
+        let bytes = pieces.iter().map(|piece| piece.len).sum();
+        world.most_bytes = world.most_bytes.max(bytes);
+        if matches!((from, into), (Segment::Cuda(_), Segment::Cuda(_))) {
+            world.device_bytes += bytes;
+        }
         world.next += 1;
         let (id, mode) = (world.next, world.mode.unwrap_or(Mode::Done));
         let agent = self.name.clone();

@@ -15,6 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use baton_connector::BlockId;
 use baton_connector::region::Region;
 use baton_connector_device::{DevicePool, Export, Offer, Opened, Run};
+use baton_connector_nixl::api::Memory;
 
 use super::device::DeviceError;
 use super::mirror::Mirror;
@@ -38,6 +39,22 @@ pub trait PoolMemory: Debug + Send + Sync {
     /// # Errors
     /// [`DeviceError`]; what is in the mirror is then of no use.
     fn copy_out(&self, ranges: &[Range<usize>], mirror: &Region) -> Result<(), DeviceError>;
+
+    /// Where it lies, for a library that opens it to other processes by itself. From then on it counts as exported.
+    ///
+    /// # Errors
+    /// Why others cannot have it.
+    fn place(&self) -> io::Result<Memory> {
+        Err(ErrorKind::Unsupported.into())
+    }
+
+    /// Makes the device the calling thread's, for calls of such a library.
+    ///
+    /// # Errors
+    /// The device's.
+    fn enter(&self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// See the module's documentation.
@@ -138,6 +155,24 @@ impl DevicePool for Port {
     fn landed(&self, blocks: &[BlockId]) {
         let mut mirror = self.mirror();
         blocks.iter().for_each(|block| mirror.computed(*block));
+    }
+}
+
+impl baton_connector_nixl::DevicePool for Port {
+    fn memory(&self) -> io::Result<Memory> {
+        self.memory.place()
+    }
+
+    fn region(&self) -> &Region {
+        &self.region
+    }
+
+    fn enter(&self) -> io::Result<()> {
+        self.memory.enter()
+    }
+
+    fn landed(&self, blocks: &[BlockId]) {
+        DevicePool::landed(self, blocks);
     }
 }
 

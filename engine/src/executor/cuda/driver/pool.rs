@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use baton_connector::BlockId;
 use baton_connector::region::Region;
 use baton_connector_device::{DeviceId, Export, Kind, Offer, Opened, Run};
+use baton_connector_nixl::api::{Memory, Segment};
 use cudarc::driver::sys;
 
 use super::check;
@@ -63,6 +64,22 @@ fn uuid_of(device: sys::CUdevice) -> Result<[u8; 16], DeviceError> {
     // SAFETY: the out-parameter is valid.
     check("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) })?;
     Ok(uuid.bytes.map(|byte| byte as u8))
+}
+
+/// The driver's number of a device.
+fn ordinal_of(device: sys::CUdevice) -> Result<u32, DeviceError> {
+    let mut count = 0;
+    // SAFETY: the out-parameter is valid.
+    check("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+    for ordinal in 0..count {
+        let mut found = 0;
+        // SAFETY: the out-parameter is valid.
+        check("cuDeviceGet", unsafe { sys::cuDeviceGet(&raw mut found, ordinal) })?;
+        if found == device {
+            return Ok(ordinal.unsigned_abs());
+        }
+    }
+    Err(DeviceError::Undefined(format!("device {device} is none of {count}")))
 }
 
 /// Where an allocation begins, and its bytes, from an address inside.
@@ -205,6 +222,17 @@ impl PoolMemory for Arc<CudaPool> {
             return Err(io::Error::new(ErrorKind::InvalidData, why));
         }
         Ok(Box::new(opened))
+    }
+
+    fn place(&self) -> io::Result<Memory> {
+        let ordinal = ordinal_of(self.device).map_err(refused)?;
+        let base = usize::try_from(self.address).map_err(io::Error::other)?;
+        self.exported.store(true, Ordering::Release);
+        Ok(Memory { segment: Segment::Cuda(ordinal), base, len: self.bytes })
+    }
+
+    fn enter(&self) -> io::Result<()> {
+        self.bind().map_err(refused)
     }
 
     fn copy_out(&self, ranges: &[Range<usize>], mirror: &Region) -> Result<(), DeviceError> {

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use baton_connector::BlockId;
 use baton_connector::region::Region;
 use baton_connector_device::{DevicePool, Export, Offer, Opened, Run, Software};
+use baton_connector_nixl::api::{Memory, Segment};
 
 use super::memory::{Shadow, lock};
 use crate::executor::cuda::device::DeviceError;
@@ -62,6 +63,11 @@ impl PoolMemory for SharedPool {
     fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn Opened>> {
         let opened = Software::over(self.region.clone()).open(offer, descriptor)?;
         Ok(Box::new(Onto { opened, pool: self.clone() }))
+    }
+
+    /// What the library moves it does not take turns for, and nobody checks: those blocks are lent, or set aside.
+    fn place(&self) -> io::Result<Memory> {
+        Ok(Memory { segment: Segment::Host, base: self.base().expose_provenance(), len: self.bytes() })
     }
 
     fn copy_out(&self, ranges: &[Range<usize>], mirror: &Region) -> Result<(), DeviceError> {
