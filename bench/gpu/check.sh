@@ -7,10 +7,10 @@
 # default bench/results. It needs libcuda (the driver), libnvrtc and libcublasLt; a folder with the last two can be named
 # in BATON_CUDA_LIBRARIES. HANDOFF may name the built test binary of engine/tests/handoff: its tests then run on the GPU.
 #
-# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc handoff sanitizer", in
-# this order.
+# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc nixl handoff sanitizer", in
+# this order. The step nixl needs NIXL's library (`pip install --no-deps nixl nixl-cu13`), which BATON_NIXL_LIBRARY may name.
 #
-# DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc and handoff, and no speed.
+# DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc, nixl and handoff, and no speed.
 #
 # Exit codes: 0 all right; 1 something is wrong; 2 wrong arguments; 77 there is no GPU, nothing was checked.
 set -uo pipefail
@@ -20,7 +20,7 @@ baton=${1:?usage: bench/gpu/check.sh BATON [OUT]}
 out=${2:-bench/results}
 handoff=${HANDOFF:-}
 device=${DEVICE:-cuda:0}
-steps=" ${STEPS:-parity speed ipc handoff sanitizer} "
+steps=" ${STEPS:-parity speed ipc nixl handoff sanitizer} "
 if ! [ -x "$baton" ]; then
     echo "check.sh: $baton cannot be run; build it first: cargo build --release" >&2
     exit 2
@@ -91,6 +91,25 @@ if wanted ipc; then
         fi
     else
         failed+=("ipc")
+    fi
+fi
+
+if wanted nixl; then
+    step "the same by NIXL, and broken off on the way: aborts, kill -9, SIGSTOP"
+    tokens=8192
+    [ "$device" = software ] && tokens=512
+    "$baton" bench gpu-nixl --device "$device" --tokens "$tokens" --json >"$work/nixl.json"
+    code=$?
+    if [ -s "$work/nixl.json" ]; then
+        cat "$work/nixl.json"
+        if [ "$device" != software ]; then
+            cp "$work/nixl.json" "$out/$(date -u +%Y-%m-%d)-gpu-nixl.json"
+        fi
+    fi
+    if [ "$code" = 77 ]; then
+        echo "## SKIPPED: NOTHING OF NIXL WAS CHECKED. Its library is not here; see above." >&2
+    elif [ "$code" != 0 ]; then
+        failed+=("nixl")
     fi
 fi
 

@@ -7,6 +7,8 @@
 pub mod compile;
 pub mod emulate;
 pub mod ipc;
+pub mod nixl;
+mod pool;
 mod speed;
 
 use std::io::Write;

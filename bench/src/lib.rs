@@ -38,6 +38,8 @@ pub enum Benchmark {
     GpuEmulate(gpu::emulate::GpuEmulate),
     /// KV blocks from one process to another on one device, beside copies inside it
     GpuIpc(gpu::ipc::GpuIpc),
+    /// KV blocks from one process to another by NIXL, from device memory to device memory, and broken off on the way
+    GpuNixl(gpu::nixl::GpuNixl),
     /// What of a handoff a client waits for, when blocks are read while they are computed and when afterwards
     Handoff(handoff::HandoffOptions),
     /// KV blocks over the transport, against a bare writev/readv loop and memcpy
@@ -74,6 +76,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::GpuEmulate(options) => gpu::emulate::run(&options, out),
         Benchmark::GpuCompile(options) => gpu::compile::run(&options, out),
         Benchmark::GpuIpc(options) => gpu::ipc::run(&options, out),
+        Benchmark::GpuNixl(options) => gpu::nixl::run(&options, out),
         Benchmark::Handoff(options) => Ok(handoff::run(&options, out)?),
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(lease::run(&options, out)?),

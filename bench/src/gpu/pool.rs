@@ -1,0 +1,131 @@
+//! A pool on a device for benches: filled, compared, and copied inside the device.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use baton_connector::region::Region;
+use baton_engine::executor::cuda::device::{Buffer, HostAt, Slice};
+use baton_engine::executor::cuda::port::Port;
+use baton_engine::executor::cuda::{Device, DeviceError};
+use baton_engine::transport::shared_pool;
+
+use crate::BenchError;
+
+/// Copies inside the device that are not timed.
+const WARM: usize = 2;
+
+/// A pool on a device, and what moves bytes in and out of it.
+pub(super) struct Pool<D> {
+    pub(super) device: D,
+    buffer: Buffer,
+    pub(super) port: Arc<Port>,
+    pub(super) region: Region,
+}
+
+impl<D: Device> Pool<D> {
+    pub(super) fn new(mut device: D, blocks: usize, block_bytes: usize) -> Result<Self, DeviceError> {
+        let (buffer, memory) = device.alloc_shared(blocks * block_bytes)?;
+        let region = shared_pool(blocks, block_bytes);
+        let port = Arc::new(Port::new(memory, region.clone()));
+        Ok(Self { device, buffer, port, region })
+    }
+
+    fn block(&self, block: usize) -> Slice {
+        let bytes = self.region.block_bytes();
+        Slice { buffer: self.buffer, offset: block * bytes, bytes }
+    }
+
+    /// Writes blocks in which no two are equal.
+    pub(super) fn fill(&mut self) -> Result<(), DeviceError> {
+        let bytes = self.region.block_bytes();
+        self.write(|block| contents(block, bytes))
+    }
+
+    /// Writes every block.
+    pub(super) fn write(&mut self, bytes: impl Fn(usize) -> Vec<u8>) -> Result<(), DeviceError> {
+        let host = HostAt { host: self.device.host(self.region.block_bytes())?, offset: 0 };
+        let (stream, event) = (self.device.stream()?, self.device.event()?);
+        for block in 0..self.region.blocks() {
+            self.device.write_host(host, &bytes(block))?;
+            self.device.upload(stream, host, self.block(block))?;
+            self.device.record(event, stream)?;
+            self.device.synchronize(event)?;
+        }
+        Ok(())
+    }
+
+    /// Compares what has landed with what was lent to it. Says how many blocks.
+    pub(super) fn compare(&mut self, table: &[usize]) -> Result<usize, BenchError> {
+        let block_bytes = self.region.block_bytes();
+        self.look(table.len(), |block, bytes| {
+            if bytes == contents(table[block], block_bytes) {
+                return Ok(());
+            }
+            let lent = table[block];
+            Err(format!("block {block} has not the bytes of the producer's block {lent}").into())
+        })?;
+        Ok(table.len())
+    }
+
+    /// Looks at the first blocks.
+    pub(super) fn look(
+        &mut self,
+        blocks: usize,
+        each: impl Fn(usize, &[u8]) -> Result<(), BenchError>,
+    ) -> Result<(), BenchError> {
+        let block_bytes = self.region.block_bytes();
+        let host = HostAt { host: self.device.host(block_bytes)?, offset: 0 };
+        let (stream, event) = (self.device.stream()?, self.device.event()?);
+        let mut bytes = vec![0; block_bytes];
+        for block in 0..blocks {
+            self.device.download(stream, self.block(block), host)?;
+            self.device.record(event, stream)?;
+            self.device.synchronize(event)?;
+            self.device.read_host(host, &mut bytes)?;
+            each(block, &bytes)?;
+        }
+        Ok(())
+    }
+
+    /// As many bytes inside the device, in one piece: what it can do at most.
+    pub(super) fn copy(&mut self, repetitions: usize) -> Result<Vec<Duration>, DeviceError> {
+        let bytes = self.region.blocks() * self.region.block_bytes();
+        let there = self.device.alloc(bytes)?;
+        let (stream, event) = (self.device.stream()?, self.device.event()?);
+        let mut times = Vec::new();
+        for _ in 0..WARM + repetitions {
+            let begun = Instant::now();
+            self.device.copy(stream, Slice::of(self.buffer, bytes), Slice::of(there, bytes))?;
+            self.device.record(event, stream)?;
+            self.device.synchronize(event)?;
+            times.push(begun.elapsed());
+        }
+        self.device.free(there)?;
+        Ok(times.split_off(WARM))
+    }
+}
+
+/// No two blocks are equal.
+fn contents(block: usize, block_bytes: usize) -> Vec<u8> {
+    let mut bytes: Vec<u8> = (0..block_bytes).map(|at| (at ^ (at >> 8) ^ block) as u8).collect();
+    bytes[..8].copy_from_slice(&(block as u64).to_le_bytes());
+    bytes
+}
+
+/// A block table without neighbours, the same at both ends: an odd step through a ring.
+pub(super) fn table(blocks: usize) -> Vec<usize> {
+    let step = (blocks / 3).max(1) | 1;
+    let step = (step..).find(|step| gcd(*step, blocks) == 1).expect("one of them is prime to it");
+    (0..blocks).map(|at| at * step % blocks).collect()
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// In order.
+pub(super) fn milliseconds(times: Vec<Duration>) -> Vec<f64> {
+    let mut all: Vec<_> = times.iter().map(|time| time.as_secs_f64() * 1e3).collect();
+    all.sort_by(f64::total_cmp);
+    all
+}
