@@ -180,7 +180,8 @@ fn offered_by_nixl(
     let on_host = on_host.map_err(|why| tracing::warn!(%why, "KV blocks are not offered by NIXL"));
     let on_device = port.map(|port| {
         let pool = Arc::clone(port) as Arc<dyn baton_connector_nixl::DevicePool>;
-        let offered = baton_connector_nixl::device_producer(&**library, pool);
+        let batch_bytes = baton_connector_nixl::DEVICE_BATCH_BYTES;
+        let offered = baton_connector_nixl::device_producer(&**library, pool, batch_bytes);
         let refused =
             |why| tracing::warn!(%why, "NIXL offers KV blocks from host memory, and not from the device itself");
         offered.map_err(refused)

@@ -1,5 +1,6 @@
 //! Which transport an engine takes when it was told to use NIXL, with simulated agents: the best that both ends have,
-//! and another one for a while when NIXL meets a producer and cannot read from it.
+//! and another one for a while when NIXL meets a producer and cannot read from it. Pools on a device are read from device
+//! to device, and nothing of them is copied to the host for it.
 
 #[path = "../../connector/tests/conformance/mod.rs"]
 #[allow(unused_imports, unused_macros, dead_code)]
@@ -8,15 +9,22 @@ mod conformance;
 #[path = "../../connector/nixl/tests/simulated/mod.rs"]
 mod simulated;
 
+use std::io::{self, ErrorKind};
 use std::net::TcpListener;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use baton_connector::lease::LeaseTerms;
 use baton_connector::region::Region;
 use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
 use baton_connector::{BlockId, Reader};
+use baton_connector_device::{Export, Offer, Opened};
+use baton_connector_nixl::api::{Memory, Segment};
 use baton_connector_tcp::{ClientOptions, ServerOptions};
+use baton_engine::executor::cuda::DeviceError;
+use baton_engine::executor::cuda::port::{PoolMemory, Port};
 use baton_engine::transport::{FoundNixl, KvTransport, SideChannel, consumer};
 use conformance::Lender;
 use simulated::{Handle, Mode, Simulated};
@@ -29,6 +37,47 @@ fn pool(blocks: usize, block_bytes: usize) -> Region {
     Region::allocate(blocks, block_bytes)
 }
 
+/// A GPU's memory: host memory that only the simulated library knows under its name.
+#[derive(Debug)]
+struct Vram {
+    region: Region,
+    ordinal: u32,
+    copied_out: AtomicUsize,
+}
+
+impl Vram {
+    /// A pool of blocks that each hold `byte`.
+    fn filled(ordinal: u32, byte: u8) -> Arc<Self> {
+        let region = pool(16, BLOCK);
+        (0..16).for_each(|block| region.write_block(BlockId(block), &[byte ^ block as u8; BLOCK]));
+        Arc::new(Self { region, ordinal, copied_out: AtomicUsize::new(0) })
+    }
+
+    fn port(self: &Arc<Self>, mirror: &Region) -> Arc<Port> {
+        Arc::new(Port::new(Arc::clone(self) as _, mirror.clone()))
+    }
+}
+
+impl PoolMemory for Vram {
+    fn export(&self) -> io::Result<Export> {
+        Err(ErrorKind::Unsupported.into())
+    }
+
+    fn open(&self, _: &Offer, _: Option<OwnedFd>) -> io::Result<Box<dyn Opened>> {
+        Err(ErrorKind::Unsupported.into())
+    }
+
+    fn copy_out(&self, _: &[Range<usize>], _: &Region) -> Result<(), DeviceError> {
+        self.copied_out.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn place(&self) -> io::Result<Memory> {
+        let base = self.region.block_ptr(BlockId(0)).expose_provenance();
+        Ok(Memory { segment: Segment::Cuda(self.ordinal), base, len: 16 * BLOCK })
+    }
+}
+
 struct Pair {
     lender: Arc<Lender>,
     transport: Arc<dyn Transport>,
@@ -39,23 +88,42 @@ struct Pair {
 
 impl Pair {
     fn new(there: &FoundNixl, here: &FoundNixl) -> Self {
+        Self::between((there, None), (here, None))
+    }
+
+    /// Either pool may be on a device.
+    fn between(
+        (there, theirs): (&FoundNixl, Option<&Arc<Vram>>),
+        (here, ours): (&FoundNixl, Option<&Arc<Vram>>),
+    ) -> Self {
         let lender = Lender::new(16, BLOCK, LeaseTerms::default());
+        let region = pool(16, BLOCK);
+        let theirs = theirs.map(|vram| vram.port(lender.region()));
+        let ours = ours.map(|vram| vram.port(&region));
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("it listens");
         let producer: Arc<dyn Producer> = Arc::clone(&lender) as _;
         let options = ServerOptions::default();
-        let side = SideChannel::start((KvTransport::Nixl, there), listener, &producer, None, &options);
+        let nixl = (KvTransport::Nixl, there);
+        let side = SideChannel::start(nixl, listener, &producer, theirs.as_ref(), &options);
         let peer = Peer { address, epoch: lender.epoch(), fingerprint: lender.fingerprint() };
-        let transport = consumer(KvTransport::Nixl, here, None, &ClientOptions::default());
-        Self { lender, transport, peer, region: pool(16, BLOCK), _side: side.expect("loopback") }
+        let transport = consumer(KvTransport::Nixl, here, ours, &ClientOptions::default());
+        Self { lender, transport, peer, region, _side: side.expect("loopback") }
     }
 
-    fn read(&self) -> Result<(), TransportError> {
+    /// A whole fetch, whatever it brings.
+    fn fetch(&self) -> Result<(), TransportError> {
         let (reader, into) = (Reader::sole(1), vec![BlockId(4), BlockId(9)]);
         let handle = self.lender.lend(&[1, 2], 1);
         let order = ReadOrder { handle, reader, part: Part::Blocks { first: 0 }, into };
         self.transport.read(&self.peer, &order, &self.region, &GO)?;
         assert_eq!(self.transport.finish(&self.peer, handle, reader), Ok(Verdict::Valid));
+        Ok(())
+    }
+
+    /// One between the host sides.
+    fn read(&self) -> Result<(), TransportError> {
+        self.fetch()?;
         for (here, there) in [(4, 1), (9, 2)] {
             let lent = self.lender.region().read_block(BlockId(there));
             assert!(self.region.read_block(BlockId(here)) == lent, "block {there}");
@@ -105,4 +173,56 @@ fn a_producer_that_nixl_meets_and_cannot_read_costs_one_read_and_no_more() {
         assert_eq!((pair.read(), pair.carrier()), (Ok(()), "tcp"));
     }
     assert_eq!(library.deliver(), 0, "what failed writes nothing any more");
+}
+
+#[test]
+fn from_device_to_device_nothing_touches_either_host_side() {
+    let library = Simulated::new();
+    let nixl = found(&library);
+    let (theirs, ours) = (Vram::filled(3, 0x40), Vram::filled(1, 0x80));
+    let pair = Pair::between((&nixl, Some(&theirs)), (&nixl, Some(&ours)));
+    assert_eq!((pair.fetch(), pair.carrier()), (Ok(()), "nixl-device"));
+    for (here, there) in [(4, 1), (9, 2)] {
+        assert_eq!(ours.region.read_block(BlockId(here)), [0x40 ^ there; BLOCK], "block {there}");
+        assert_eq!(pair.region.read_block(BlockId(here)), [0; BLOCK], "the mirror");
+    }
+    assert_eq!(ours.region.read_block(BlockId(5)), [0x80 ^ 5; BLOCK], "no order was given for it");
+    assert_eq!(library.device_bytes(), 2 * BLOCK);
+    assert_eq!(theirs.copied_out.load(Ordering::Relaxed) + ours.copied_out.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn a_device_and_host_memory_meet_in_host_memory_by_nixl_too() {
+    for on_device in [[true, false], [false, true]] {
+        let library = Simulated::new();
+        let nixl = found(&library);
+        let vram = on_device.map(|there| there.then(|| Vram::filled(0, 0x40)));
+        let pair = Pair::between((&nixl, vram[0].as_ref()), (&nixl, vram[1].as_ref()));
+        assert_eq!((pair.read(), pair.carrier()), (Ok(()), "nixl"), "{on_device:?}");
+        assert_eq!(library.device_bytes(), 0);
+    }
+}
+
+#[test]
+fn where_nixl_does_not_take_a_devices_memory_the_host_sides_meet() {
+    let library = Simulated::new();
+    library.without_cuda();
+    let nixl = found(&library);
+    let (theirs, ours) = (Vram::filled(0, 0x40), Vram::filled(0, 0x80));
+    let pair = Pair::between((&nixl, Some(&theirs)), (&nixl, Some(&ours)));
+    assert_eq!((pair.read(), pair.carrier()), (Ok(()), "nixl"));
+    assert_eq!(library.device_bytes(), 0);
+}
+
+#[test]
+fn a_device_that_nixl_meets_and_cannot_read_costs_one_read_and_no_more() {
+    let library = Simulated::new();
+    let nixl = found(&library);
+    let (theirs, ours) = (Vram::filled(0, 0x40), Vram::filled(0, 0x80));
+    let pair = Pair::between((&nixl, Some(&theirs)), (&nixl, Some(&ours)));
+    library.mode(Mode::Failed);
+    let read = pair.fetch();
+    assert!(matches!(read, Err(TransportError::Transfer(_))), "{read:?}");
+    assert_eq!(library.deliver(), 0, "what failed writes nothing any more");
+    assert_eq!((pair.read(), pair.carrier()), (Ok(()), "tcp"));
 }

@@ -46,6 +46,9 @@ pub struct GpuNixl {
     /// Reads that are timed
     #[arg(long, default_value_t = 11)]
     pub repetitions: usize,
+    /// MiB of one batch; engines take 32
+    #[arg(long, default_value_t = 32)]
+    pub batch_mib: usize,
     /// The library, and no other is looked for
     #[arg(long, env = find::VARIABLE)]
     pub nixl_library: Option<PathBuf>,
@@ -68,6 +71,7 @@ struct Report {
     tokens: usize,
     bytes: usize,
     blocks_checked: usize,
+    batch_mib: usize,
     /// The first read, which meets the producer, in ms.
     first_ms: f64,
     /// Read and verdict, in ms.
@@ -131,7 +135,7 @@ fn ends<D: Device>(
     out: &mut dyn Write,
 ) -> Result<(), BenchError> {
     if let (Some(blocks), Some(block_bytes)) = (options.serve, options.block_bytes) {
-        return serve(Pool::new(open()?, blocks, block_bytes)?, &**library);
+        return serve(Pool::new(open()?, blocks, block_bytes)?, &**library, options.batch_mib << 20);
     }
     let report = trials::all(open, library, options)?;
     let wrong: Vec<_> = report.trials.iter().filter(|trial| trial.seen.is_err()).collect();
@@ -144,11 +148,11 @@ fn ends<D: Device>(
 }
 
 /// A producer: lends all its blocks, as often as it is asked to, until its standard input ends.
-fn serve<D: Device>(mut pool: Pool<D>, library: &dyn Library) -> Result<(), BenchError> {
+fn serve<D: Device>(mut pool: Pool<D>, library: &dyn Library, batch_bytes: usize) -> Result<(), BenchError> {
     pool.fill()?;
     let lender = Arc::new(Lender::over(pool.region.clone()));
     let begun = Instant::now();
-    let offered = device_producer(library, Arc::clone(&pool.port) as Arc<dyn DevicePool>)?;
+    let offered = device_producer(library, Arc::clone(&pool.port) as Arc<dyn DevicePool>, batch_bytes)?;
     let registered = begun.elapsed().as_millis();
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let port = listener.local_addr()?.port();

@@ -60,6 +60,8 @@ pub enum Service {
 }
 
 impl Service {
+    const ALL: [Self; 4] = [Self::OfListener, Self::Nixl, Self::Device, Self::NixlDevice];
+
     fn byte(self) -> u8 {
         match self {
             Self::OfListener => 0,
@@ -70,8 +72,7 @@ impl Service {
     }
 
     fn known(byte: u8) -> Option<Self> {
-        let all = [Self::OfListener, Self::Nixl, Self::Device, Self::NixlDevice];
-        all.into_iter().find(|service| service.byte() == byte)
+        Self::ALL.into_iter().find(|service| service.byte() == byte)
     }
 
     /// What the Welcome says when it is served.
@@ -225,7 +226,7 @@ pub(crate) fn answer<'a>(
     stop: &AtomicBool,
 ) -> Result<Service, TurnedAway> {
     let until = Until::deadline(stop, Instant::now() + link.silence());
-    let own = credentials(Service::OfListener).or_else(|| credentials(Service::Nixl));
+    let own = Service::ALL.into_iter().find_map(&credentials);
     let with_secret = own.is_some_and(|own| own.secret.is_some());
     let mut hello = [0; HELLO_BYTES];
     // The first twelve bytes decide: a stranger that sends less than a whole Hello is not waited for.

@@ -15,7 +15,7 @@ use crate::agents::unique_name;
 use crate::api::{Agent, Library, NixlError, Side};
 use crate::offer::{Offer, announce};
 use crate::pool::{DevicePool, Own};
-use crate::{DEVICE_GRANTS, DEVICE_NAME, GRANTS, NAME};
+use crate::{DEVICE_NAME, GRANTS, NAME};
 
 /// What serves a pool's blocks by NIXL, for a side channel's listener: the pool is registered with an agent of its own,
 /// which lives as long as this.
@@ -23,31 +23,34 @@ use crate::{DEVICE_GRANTS, DEVICE_NAME, GRANTS, NAME};
 /// # Errors
 /// [`NixlError`]: the pool then travels otherwise.
 pub fn producer(library: &dyn Library, region: &Region) -> Result<Arc<dyn Serve>, NixlError> {
-    Ok(Arc::new(Offering::of(library, Own::Host(region.clone()))?))
+    Ok(Arc::new(Offering::of(library, Own::Host(region.clone()), GRANTS)?))
 }
 
 /// The same for a pool in a device's own memory, which nobody copies to the host first. Served beside [`producer`] of its
-/// host side, which is for consumers whose pool is in host memory.
+/// host side, which is for consumers whose pool is in host memory. `batch_bytes` is [`crate::DEVICE_BATCH_BYTES`] but in
+/// tests.
 ///
 /// # Errors
 /// [`NixlError`]: the pool then travels through host memory.
 pub fn device_producer(
     library: &dyn Library,
     pool: Arc<dyn DevicePool>,
+    batch_bytes: usize,
 ) -> Result<Arc<dyn Serve>, NixlError> {
-    Ok(Arc::new(Offering::of(library, Own::Device(pool))?))
+    Ok(Arc::new(Offering::of(library, Own::Device(pool), Grants { batch_bytes })?))
 }
 
 /// The agent, and after it the pool that it knows: dropped in this order.
 struct Offering {
     offer: Vec<u8>,
+    grants: Grants,
     _agent: Box<dyn Agent>,
     pool: Own,
 }
 
 impl Offering {
     #[allow(unsafe_code)] // registering the pool; it says why it is sound
-    fn of(library: &dyn Library, pool: Own) -> Result<Self, NixlError> {
+    fn of(library: &dyn Library, pool: Own, grants: Grants) -> Result<Self, NixlError> {
         let memory = pool.memory()?;
         pool.enter()?;
         let name = unique_name("p")?;
@@ -65,16 +68,9 @@ impl Offering {
         let rest = offer.encode().ok_or_else(|| NixlError("metadata that no consumer would read".into()))?;
         let offer = match &pool {
             Own::Host(_) => rest,
-            Own::Device(_) => [&announce(memory.segment)[..], &rest].concat(),
+            Own::Device(_) => [&announce(memory.segment, grants.batch_bytes)[..], &rest].concat(),
         };
-        Ok(Self { offer, _agent: agent, pool })
-    }
-
-    fn grants(&self) -> Grants {
-        match self.pool {
-            Own::Host(_) => GRANTS,
-            Own::Device(_) => DEVICE_GRANTS,
-        }
+        Ok(Self { offer, grants, _agent: agent, pool })
     }
 }
 
@@ -109,7 +105,7 @@ impl Serve for Offering {
     }
 
     fn deliver(&self, link: &mut Link, granted: &Granted<'_>) -> Result<Delivered, LinkError> {
-        self.grants().deliver(link, granted)
+        self.grants.deliver(link, granted)
     }
 }
 

@@ -20,7 +20,7 @@ use crate::api::{Library, NixlError, Piece, Segment, State};
 use crate::offer::{DEVICE_BYTES, HEAD_BYTES, Head, Offer, announced};
 use crate::pieces::pieces;
 use crate::pool::{DevicePool, Own};
-use crate::{DESCRIPTORS_MAX, DEVICE_GRANTS, DEVICE_NAME, GRANTS, NAME};
+use crate::{DESCRIPTORS_MAX, DEVICE_NAME, GRANTS, NAME};
 
 /// A request that is not over after its post is asked for without a pause for this long: a copy within a host takes
 /// less.
@@ -84,9 +84,9 @@ impl NixlDevice {
     }
 }
 
-/// What a connection keeps: who is at its other end.
+/// What a connection keeps: who is at its other end, and how reads are cut.
 #[derive(Debug)]
-pub struct Kept(Arc<Remote>);
+pub struct Kept(Arc<Remote>, Grants);
 
 impl Reach for Nixl {
     const NAME: &'static str = NAME;
@@ -102,7 +102,7 @@ impl Reach for Nixl {
         let until = deadline(&link, stop);
         let offer = receive_offer(&mut link, Segment::Host, until)?;
         let remote = self.agents.remote(offer).map_err(NotAdmitted::absent)?;
-        Ok(Connection { link, kept: Kept(remote) })
+        Ok(Connection { link, kept: Kept(remote, GRANTS) })
     }
 
     fn receive(
@@ -113,7 +113,7 @@ impl Reach for Nixl {
         stop: &StopFlag,
     ) -> Result<Result<(), TransportError>, LinkError> {
         let pool = Own::Host(region.clone());
-        land(&self.agents, &pool, GRANTS, connection, (order, region), stop)
+        land(&self.agents, &pool, connection, (order, region), stop)
     }
 }
 
@@ -130,7 +130,7 @@ impl Reach for NixlDevice {
         let mut link = admitted(options, peer, (DEVICE_NAME, Service::NixlDevice), stop)?;
         let (until, mut kind) = (deadline(&link, stop), [0; DEVICE_BYTES]);
         link.receive(&mut kind, until)?;
-        let theirs = announced(kind).map_err(NotAdmitted::absent)?;
+        let (theirs, batch_bytes) = announced(kind).map_err(NotAdmitted::absent)?;
         let offer = receive_offer(&mut link, theirs, until)?;
         let ours = self.pool.memory().map_err(NotAdmitted::absent)?.segment;
         if !matches!((theirs, ours), (Segment::Host, Segment::Host) | (Segment::Cuda(_), Segment::Cuda(_))) {
@@ -138,7 +138,7 @@ impl Reach for NixlDevice {
             return Err(NotAdmitted::absent(why));
         }
         let remote = self.agents.remote(offer).map_err(NotAdmitted::absent)?;
-        Ok(Connection { link, kept: Kept(remote) })
+        Ok(Connection { link, kept: Kept(remote, Grants { batch_bytes }) })
     }
 
     fn receive(
@@ -153,7 +153,7 @@ impl Reach for NixlDevice {
             return Err(failed(NixlError("a read into memory that is not the device's".into())));
         }
         let pool = Own::Device(Arc::clone(&self.pool));
-        let landed = land(&self.agents, &pool, DEVICE_GRANTS, connection, (order, region), stop)?;
+        let landed = land(&self.agents, &pool, connection, (order, region), stop)?;
         if landed.is_ok() {
             self.pool.landed(&order.into);
         }
@@ -180,12 +180,11 @@ fn admitted(
 fn land(
     agents: &Agents,
     pool: &Own,
-    grants: Grants,
     connection: &mut Connection<Kept>,
     (order, region): (&ReadOrder, &Region),
     stop: &StopFlag,
 ) -> Result<Result<(), TransportError>, LinkError> {
-    let (link, remote) = (&mut connection.link, &connection.kept.0);
+    let (link, Kept(remote, grants)) = (&mut connection.link, &connection.kept);
     let wanted = Wanted::of(order, region).ok_or(LinkError::Unexpected)?;
     if remote.offer.block_bytes != wanted.block_bytes as u64 {
         return Err(LinkError::Unexpected);

@@ -97,4 +97,3 @@ pub const DEVICE_BATCH_BYTES: usize = 32 << 20;
 pub const DESCRIPTORS_MAX: usize = 1_024;
 
 const GRANTS: Grants = Grants { batch_bytes: BATCH_BYTES };
-const DEVICE_GRANTS: Grants = Grants { batch_bytes: DEVICE_BATCH_BYTES };

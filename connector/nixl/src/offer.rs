@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! a pool in host memory   block_bytes 8 │ blocks 8 │ base 8 │ name 2 │ metadata 4 │ the name │ the metadata
-//! a device's pool         version 1 │ kind 1 │ 2 zero │ ordinal 4, and the same
+//! a device's pool         version 1 │ kind 1 │ 2 zero │ ordinal 4 │ batch_bytes 8, and the same
 //! ```
 //!
 //! Which of the two it is, the service says that was asked for. The first is what producers have always said.
@@ -10,11 +10,13 @@
 use crate::api::Segment;
 
 /// Bytes that a device's pool is announced with.
-pub(crate) const DEVICE_BYTES: usize = 8;
+pub(crate) const DEVICE_BYTES: usize = 16;
 
 const VERSION: u8 = 1;
 /// Devices of one process, at most.
 const ORDINALS: u32 = 256;
+/// Most bytes of one batch that a consumer goes along with.
+const BATCH_MAX_BYTES: u64 = 1 << 30;
 
 /// Bytes before the name.
 pub(crate) const HEAD_BYTES: usize = 8 + 8 + 8 + 2 + 4;
@@ -51,24 +53,29 @@ pub(crate) struct Head {
 pub(crate) struct NoOffer(&'static str);
 
 /// What a device's pool is announced with.
-pub(crate) fn announce(segment: Segment) -> [u8; DEVICE_BYTES] {
+pub(crate) fn announce(segment: Segment, batch_bytes: usize) -> [u8; DEVICE_BYTES] {
     let (kind, ordinal) = match segment {
         Segment::Host => (0, 0),
         Segment::Cuda(ordinal) => (1, ordinal),
     };
-    let mut bytes = [VERSION, kind, 0, 0, 0, 0, 0, 0];
-    bytes[4..].copy_from_slice(&ordinal.to_le_bytes());
+    let mut bytes = [0; DEVICE_BYTES];
+    (bytes[0], bytes[1]) = (VERSION, kind);
+    bytes[4..8].copy_from_slice(&ordinal.to_le_bytes());
+    bytes[8..].copy_from_slice(&(batch_bytes as u64).to_le_bytes());
     bytes
 }
 
-/// What kind of memory a device's pool is announced to be in.
-pub(crate) fn announced(bytes: [u8; DEVICE_BYTES]) -> Result<Segment, NoOffer> {
-    let [VERSION, kind, 0, 0, ordinal @ ..] = bytes else { return Err(NoOffer("another version")) };
-    match (kind, u32::from_le_bytes(ordinal)) {
-        (0, 0) => Ok(Segment::Host),
-        (1, ordinal) if ordinal < ORDINALS => Ok(Segment::Cuda(ordinal)),
-        _ => Err(NoOffer("memory of no known kind")),
-    }
+/// What kind of memory a device's pool is announced to be in, and how reads are cut.
+pub(crate) fn announced(bytes: [u8; DEVICE_BYTES]) -> Result<(Segment, usize), NoOffer> {
+    let [VERSION, kind, 0, 0, a, b, c, d, batch @ ..] = bytes else { return Err(NoOffer("another version")) };
+    let segment = match (kind, u32::from_le_bytes([a, b, c, d])) {
+        (0, 0) => Segment::Host,
+        (1, ordinal) if ordinal < ORDINALS => Segment::Cuda(ordinal),
+        _ => return Err(NoOffer("memory of no known kind")),
+    };
+    let batch = Some(u64::from_le_bytes(batch)).filter(|batch| (1..=BATCH_MAX_BYTES).contains(batch));
+    let batch = batch.and_then(|batch| usize::try_from(batch).ok());
+    Ok((segment, batch.ok_or(NoOffer("batches of no possible size"))?))
 }
 
 impl Offer {
@@ -166,14 +173,15 @@ mod tests {
     #[test]
     fn the_kind_of_a_devices_memory_survives_the_wire_and_no_other_is_taken_for_it() {
         for segment in [Segment::Host, Segment::Cuda(0), Segment::Cuda(7), Segment::Cuda(255)] {
-            assert_eq!(announced(announce(segment)), Ok(segment));
+            assert_eq!(announced(announce(segment, 1 << 20)), Ok((segment, 1 << 20)));
         }
-        for (at, byte) in [(0, 0), (0, 2), (1, 2), (2, 1), (3, 1), (5, 1), (7, 255)] {
-            let mut bytes = announce(Segment::Cuda(3));
+        for (at, byte) in [(0, 0), (0, 2), (1, 2), (2, 1), (3, 1), (5, 1), (7, 255), (15, 1)] {
+            let mut bytes = announce(Segment::Cuda(3), 1 << 20);
             bytes[at] = byte;
             assert!(announced(bytes).is_err(), "byte {at} is {byte}");
         }
-        let mut host = announce(Segment::Host);
+        assert!(announced(announce(Segment::Host, 0)).is_err(), "batches of nothing");
+        let mut host = announce(Segment::Host, 1 << 20);
         host[4] = 1;
         assert!(announced(host).is_err(), "host memory of a device");
     }

@@ -57,6 +57,7 @@ impl Other {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["bench", "gpu-nixl", "--device", &device.to_string()]);
         command.args(["--tokens", &options.tokens.to_string()]);
+        command.args(["--batch-mib", &options.batch_mib.to_string()]);
         command.args(["--serve", &blocks.to_string(), "--block-bytes", &block_bytes.to_string()]);
         if let Some(library) = &options.nixl_library {
             command.arg("--nixl-library").arg(library);
@@ -249,6 +250,7 @@ pub(super) fn all<D: Device>(
         tokens: blocks * BLOCK_TOKENS,
         bytes: blocks * BLOCK_BYTES,
         blocks_checked,
+        batch_mib: options.batch_mib,
         first_ms: first.as_secs_f64() * 1e3,
         handoff_median_ms: handoff[handoff.len() / 2],
         handoff_min_ms: handoff[0],
