@@ -5,11 +5,15 @@
 //!     cargo test --workspace --test e2e nixl -- --ignored
 //! ```
 
+use std::collections::BTreeMap;
+
 use serde_json::json;
 
-use crate::harness::{Ask, Cluster, PATIENCE};
+use crate::harness::{Ask, Cluster, PATIENCE, digests};
 
 const NIXL: &str = "--kv-transport nixl";
+/// A software device's memory is host memory to NIXL, and to nobody else.
+const ON_DEVICE: &str = "--kv-transport nixl --device software --kv-cache-dtype f32";
 
 fn cluster(prefill: &str, decode: &str) -> Cluster {
     Cluster::new().prefill(prefill).decode(decode).decode("").start()
@@ -75,6 +79,39 @@ fn a_prefill_engine_with_nixl_that_is_killed_is_made_up_for() {
     cluster.prefill[0].kill();
     answers(&cluster, 200);
     assert_eq!(carried(&cluster, "nixl"), 1.0);
+}
+
+#[test]
+#[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
+fn a_pair_on_devices_with_nixl_hands_over_from_device_to_device_byte_by_byte() {
+    let cluster = Cluster::new().prefill(ON_DEVICE).decode(ON_DEVICE).start();
+    // None ends with a full block, whose last token P and D compute in different sums.
+    let lengths = [20, 100, 333, 1000];
+    for tokens in lengths {
+        assert_eq!(cluster.ask(&Ask::fresh(tokens)).status, 200);
+    }
+    assert_eq!(carried(&cluster, "nixl-device"), lengths.len() as f64);
+    let lent: BTreeMap<_, _> = digests(&cluster.prefill[0].address).into_iter().collect();
+    let fetched = digests(&cluster.decode[0].address).into_iter();
+    let both = fetched.filter_map(|(hash, digest)| Some((digest, lent.get(&hash)?)));
+    let same = both.map(|(fetched, lent)| assert_eq!(&fetched, lent, "a block has other bytes")).count();
+    assert!(
+        same >= lengths.iter().sum::<usize>() / 16 - lengths.len(),
+        "only {same} blocks could be compared"
+    );
+    cluster.settled(PATIENCE);
+}
+
+#[test]
+#[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
+fn a_device_and_a_cpu_with_nixl_meet_in_host_memory() {
+    let on_cpu = format!("{NIXL} --kv-cache-dtype f32");
+    for (prefill, decode) in [(ON_DEVICE, on_cpu.as_str()), (on_cpu.as_str(), ON_DEVICE)] {
+        let cluster = Cluster::new().prefill(prefill).decode(decode).start();
+        assert_eq!(cluster.ask(&Ask::fresh(100)).status, 200);
+        assert_eq!((carried(&cluster, "nixl"), carried(&cluster, "nixl-device")), (1.0, 0.0));
+        cluster.settled(PATIENCE);
+    }
 }
 
 /// The one of these that needs nothing.

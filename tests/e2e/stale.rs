@@ -278,6 +278,16 @@ fn blocks_that_are_reused_in_the_middle_of_a_nixl_read_are_computed_again() {
 
 #[test]
 #[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
+fn blocks_that_were_reused_before_a_nixl_read_of_a_device_are_computed_again_or_a_typed_error() {
+    let nixl = "--kv-transport nixl";
+    for policy in ["", FAIL] {
+        let stage = Stage::device(&format!("{nixl} {SHORT}"), &format!("{nixl} {policy}"));
+        expired_and_reused_before_the_read(&stage);
+    }
+}
+
+#[test]
+#[ignore = "needs NIXL: BATON_NIXL_LIBRARY"]
 fn blocks_that_were_reused_before_a_nixl_read_are_computed_again_or_a_typed_error() {
     expired_and_reused_before_the_read(&Stage::one_sided("nixl", SHORT, ""));
     expired_and_reused_before_the_read(&Stage::one_sided("nixl", SHORT, FAIL));

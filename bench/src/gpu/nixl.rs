@@ -47,10 +47,10 @@ pub struct GpuNixl {
     #[arg(long, default_value_t = 11)]
     pub repetitions: usize,
     /// MiB of one batch; engines take 32
-    #[arg(long, default_value_t = 32)]
-    pub batch_mib: usize,
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub batch_mib: u16,
     /// The library, and no other is looked for
-    #[arg(long, env = find::VARIABLE)]
+    #[arg(long, env = find::VARIABLE, value_name = "FILE")]
     pub nixl_library: Option<PathBuf>,
     /// Print one JSON object instead of lines
     #[arg(long)]
@@ -71,7 +71,7 @@ struct Report {
     tokens: usize,
     bytes: usize,
     blocks_checked: usize,
-    batch_mib: usize,
+    batch_mib: u16,
     /// The first read, which meets the producer, in ms.
     first_ms: f64,
     /// Read and verdict, in ms.
@@ -135,7 +135,11 @@ fn ends<D: Device>(
     out: &mut dyn Write,
 ) -> Result<(), BenchError> {
     if let (Some(blocks), Some(block_bytes)) = (options.serve, options.block_bytes) {
-        return serve(Pool::new(open()?, blocks, block_bytes)?, &**library, options.batch_mib << 20);
+        return serve(
+            Pool::new(open()?, blocks, block_bytes)?,
+            &**library,
+            usize::from(options.batch_mib) << 20,
+        );
     }
     let report = trials::all(open, library, options)?;
     let wrong: Vec<_> = report.trials.iter().filter(|trial| trial.seen.is_err()).collect();
