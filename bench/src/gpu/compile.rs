@@ -11,7 +11,7 @@ use clap::Args;
 use super::Skipped;
 
 /// Kernels that a step spends its time in; spilled registers cost them memory traffic.
-const HOT: [&str; 7] = [
+const HOT: [&str; 10] = [
     "decode_attention",
     "prefill_attention",
     "merge_attention",
@@ -19,6 +19,9 @@ const HOT: [&str; 7] = [
     "add_rms_norm",
     "silu_mul",
     "best_of_parts",
+    "few_rows_wide",
+    "few_rows_deep",
+    "few_rows_gated",
 ];
 /// Head widths of released models that are computed in bf16, and of the tiny checkpoints.
 const HEAD_DIMS: [usize; 5] = [16, 32, 64, 96, 128];

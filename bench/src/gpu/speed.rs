@@ -182,12 +182,9 @@ impl<'a, D: Device> Raw<'a, D> {
         speeds.push(plain(format!("copy inside the device, {} MiB, r+w", bytes >> 20), copy, "GB/s"));
 
         // From everywhere to everywhere: what a handoff on one GPU is made of.
-        let seconds = self.best(|device, stream| {
-            (0..count).try_for_each(|i| {
-                let (from, to) = (i * 797 % places * block, i * 1201 % places * block);
-                device.copy(stream, a.part(from, block), b.part(to, block))
-            })
-        })?;
+        let piece = |i| (a.part(i * 797 % places * block, block), b.part(i * 1201 % places * block, block));
+        let pieces: Vec<_> = (0..count).map(piece).collect();
+        let seconds = self.best(|device, stream| device.copy_many(stream, &pieces))?;
         let limited = |what, value, limit, part: f64| Speed {
             what,
             value,

@@ -97,13 +97,22 @@ impl Tensor<'_> {
         }
     }
 
-    /// Elements `start .. start + out.len()` of a bf16 tensor as they are stored.
+    /// Elements `start .. start + len` of a bf16 tensor as they are stored.
     ///
     /// # Panics
     /// When the tensor is not bf16, or the range is outside it.
-    pub fn read_bf16_bits(&self, start: usize, out: &mut [u16]) {
+    #[must_use]
+    pub fn bf16_bytes(&self, start: usize, len: usize) -> &[u8] {
         assert_eq!(self.dtype, WeightDtype::Bf16, "a bf16 tensor");
-        let bytes = &self.bytes[start * 2..(start + out.len()) * 2];
+        &self.bytes[start * 2..(start + len) * 2]
+    }
+
+    /// The same as numbers.
+    ///
+    /// # Panics
+    /// As [`Self::bf16_bytes`].
+    pub fn read_bf16_bits(&self, start: usize, out: &mut [u16]) {
+        let bytes = self.bf16_bytes(start, out.len());
         for (out, raw) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
             *out = u16::from_le_bytes(*raw);
         }
@@ -256,24 +265,43 @@ fn shard_names(index: &[u8]) -> Result<Vec<String>, ModelError> {
 
 /// Uniform values with the scale of a usable initialization; the same for the same seed and name.
 #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation)] // made-up numbers need no precision
+/// Elements that are made up from one state, so that several threads make up a large tensor.
+const RANDOM_RUN: usize = 1 << 20;
+
 fn random_tensor(seed: u64, name: &str, shape: &[usize]) -> Tensor<'static> {
     let count: usize = shape.iter().product();
-    let mut state = name.bytes().fold(seed ^ 0x9e37_79b9_7f4a_7c15, |hash, byte| {
+    let named = name.bytes().fold(seed ^ 0x9e37_79b9_7f4a_7c15, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    }) | 1;
+    });
     let (center, spread) = match shape {
         [_] => (1.0, 0.1),
         _ => (0.0, (3.0 / shape[shape.len() - 1] as f32).sqrt()),
     };
-    let mut bytes = Vec::with_capacity(count * 2);
-    for _ in 0..count {
-        // xorshift64*: fast, and good enough for weights nobody reads.
-        state ^= state >> 12;
-        state ^= state << 25;
-        state ^= state >> 27;
-        let bits = state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 40;
-        let unit = bits as f32 / (1 << 23) as f32 - 1.0;
-        bytes.extend_from_slice(&bf16::from_f32(center + spread * unit).to_le_bytes());
+    let mut bytes = vec![0; count * 2];
+    let fill = |run: usize, bytes: &mut [u8]| {
+        let mut state = named.wrapping_add((run as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1;
+        for raw in bytes.as_chunks_mut::<2>().0 {
+            // xorshift64*: fast, and good enough for weights nobody reads.
+            state ^= state >> 12;
+            state ^= state << 25;
+            state ^= state >> 27;
+            let bits = state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 40;
+            let unit = bits as f32 / (1 << 23) as f32 - 1.0;
+            *raw = bf16::from_f32(center + spread * unit).to_le_bytes();
+        }
+    };
+    let runs: Vec<_> = bytes.chunks_mut(RANDOM_RUN * 2).enumerate().collect();
+    if runs.len() == 1 {
+        runs.into_iter().for_each(|(run, bytes)| fill(run, bytes));
+    } else {
+        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let (of_each, mut runs, fill) = (runs.len().div_ceil(threads), runs, &fill);
+        std::thread::scope(|scope| {
+            while !runs.is_empty() {
+                let mine = runs.split_off(runs.len().saturating_sub(of_each));
+                scope.spawn(move || mine.into_iter().for_each(|(run, bytes)| fill(run, bytes)));
+            }
+        });
     }
     Tensor { dtype: WeightDtype::Bf16, bytes: Cow::Owned(bytes) }
 }

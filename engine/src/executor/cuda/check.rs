@@ -20,6 +20,7 @@ const ALIGN_BYTES: usize = 256;
 enum Work {
     Launch(Launch),
     Matmul(Matmul),
+    Copies(Vec<(Slice, Slice)>),
 }
 
 /// What is done with the buffers of a case.
@@ -107,6 +108,7 @@ fn run(device: &mut dyn Device, case: &Case) -> Result<Vec<Vec<u8>>, DeviceError
         match work {
             Work::Launch(launch) => device.launch(stream, &launch)?,
             Work::Matmul(matmul) => device.matmul(stream, &matmul)?,
+            Work::Copies(pieces) => device.copy_many(stream, &pieces)?,
         }
     }
     let mut results = Vec::new();
@@ -178,6 +180,14 @@ fn cases(element: Element, head_dim: usize) -> Vec<Case> {
     }
     all.extend([(1, 96, 200), (37, 256, 64), (300, 64, 130)].map(|size| matmul(element, size)));
     all.extend([50, 5000, 40_003].map(choose));
+    if element == Element::Bf16 {
+        // Of wide and of deep blocks; inputs of less than a round of the warps, and of several.
+        for size in [(1, 64, 32), (3, 192, 4_800), (8, 2_368, 96), (5, 1_024, 17_024)] {
+            all.push(few_rows(size));
+        }
+        all.extend([(1, 64, 16, true), (8, 2_368, 112, false)].map(few_rows_gated));
+    }
+    all.push(copies());
     all
 }
 
@@ -413,6 +423,70 @@ fn matmul(element: Element, (rows, inputs, outputs): (usize, usize, usize)) -> C
             (2, Compare::Near(element, rounding(element))),
             (3, Compare::Near(Element::F32, 2e-5)),
         ],
+    }
+}
+
+fn few_rows((rows, inputs, outputs): (usize, usize, usize)) -> Case {
+    let (mut numbers, element) = (Numbers(9), Element::Bf16);
+    Case {
+        name: format!("few_rows of {rows} × {inputs} × {outputs}"),
+        buffers: vec![
+            numbers.values(rows * inputs, element),
+            numbers.values(outputs * inputs, element),
+            vec![0; rows * outputs * 2],
+            vec![0; rows * outputs * 4],
+        ],
+        work: Box::new(move |at| {
+            let into = |out, result, multiprocessors| {
+                let matmul = Matmul { x: at[0], weights: at[1], out, rows, inputs, outputs, element, result };
+                Work::Launch(kernels::few_rows(&matmul, multiprocessors).expect("it fits"))
+            };
+            // One by few warps for each output, one by many.
+            vec![into(at[2], element, 1), into(at[3], Element::F32, 1 << 20)]
+        }),
+        compared: vec![
+            (2, Compare::Near(element, rounding(element))),
+            (3, Compare::Near(Element::F32, 2e-5)),
+        ],
+    }
+}
+
+fn few_rows_gated((rows, inputs, width, with_bias): (usize, usize, usize, bool)) -> Case {
+    let (mut numbers, element) = (Numbers(10), Element::Bf16);
+    Case {
+        name: format!("few_rows_gated of {rows} × {inputs} × {width}"),
+        buffers: vec![
+            numbers.values(rows * inputs, element),
+            numbers.values(2 * width * inputs, element),
+            numbers.values(2 * width, Element::F32),
+            vec![0; rows * width * 2],
+        ],
+        work: Box::new(move |at| {
+            let (x, weights, out, outputs) = (at[0], at[1], at[3], 2 * width);
+            let matmul = Matmul { x, weights, out, rows, inputs, outputs, element, result: element };
+            let bias = with_bias.then_some(at[2]);
+            vec![Work::Launch(kernels::few_rows_gated(&matmul, bias, out).expect("it fits"))]
+        }),
+        compared: vec![(3, Compare::Near(element, rounding(element)))],
+    }
+}
+
+/// More pieces than one launch takes, of different lengths, some of which are no whole 16 bytes.
+fn copies() -> Case {
+    let mut numbers = Numbers(11);
+    let pieces: Vec<(usize, usize)> = (0..300).map(|i| (i * 997 % 300, 16 + i % 40 * 100)).collect();
+    let bytes = pieces.len() * 4096;
+    Case {
+        name: "copies".into(),
+        buffers: vec![numbers.values(bytes / 4, Element::F32), vec![0; bytes]],
+        work: Box::new(move |at| {
+            let (from, into) = (at[0], at[1]);
+            let piece = |(i, &(to, len)): (usize, &(usize, usize))| {
+                (from.part(i * 4096, len), into.part(to * 4096, len))
+            };
+            vec![Work::Copies(pieces.iter().enumerate().map(piece).collect())]
+        }),
+        compared: vec![(1, Compare::Bytes)],
     }
 }
 

@@ -291,6 +291,12 @@ pub trait Device: Send {
     /// As [`Self::upload`].
     fn copy(&mut self, on: Stream, from: Slice, to: Slice) -> Result<(), DeviceError>;
 
+    /// Many such copies at once, from pieces of one buffer to pieces of another; no two of them overlap.
+    ///
+    /// # Errors
+    /// As [`Self::upload`].
+    fn copy_many(&mut self, on: Stream, pieces: &[(Slice, Slice)]) -> Result<(), DeviceError>;
+
     /// Runs a kernel.
     ///
     /// # Errors

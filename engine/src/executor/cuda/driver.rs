@@ -3,16 +3,16 @@
 //! Streams are of their own (never the legacy default one). Memory is allocated plainly, so that it can be shared with
 //! other processes (`pool`). The context is made current on whatever thread uses the device.
 //!
-//! No GPU was at hand when this was written: what has run is everything up to the driver's absence. `bench/gpu/check.sh`
-//! is what checks the rest.
+//! `bench/gpu/check.sh` checks it where there is a GPU.
 #![allow(unsafe_code)] // calls into the driver; see each block
 
 mod blas;
 pub mod libraries;
+mod module;
 mod pool;
 
 use std::collections::HashMap;
-use std::ffi::{CStr, CString, c_void};
+use std::ffi::{CStr, c_void};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::ThreadId;
@@ -22,6 +22,7 @@ use baton_connector::region::Region;
 use cudarc::driver::sys;
 
 use self::blas::Blas;
+use self::module::{Module, Piece, Size};
 use self::pool::CudaPool;
 use super::device::{
     Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, Slice, Stream,
@@ -84,7 +85,7 @@ pub struct CudaDevice {
     multiprocessors: u32,
     context: sys::CUcontext,
     bound: Option<ThreadId>,
-    module: sys::CUmodule,
+    module: Arc<Module>,
     /// With the dynamic shared memory that was asked for.
     functions: HashMap<Kernel, (sys::CUfunction, u32)>,
     buffers: Vec<Option<(sys::CUdeviceptr, usize)>>,
@@ -157,6 +158,18 @@ impl CudaDevice {
             let retained = sys::cuDevicePrimaryCtxRetain(&raw mut context, device);
             check("cuDevicePrimaryCtxRetain", retained)?;
         }
+        let loaded = (|| {
+            // SAFETY: the context is retained.
+            check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(context) })?;
+            // Kernels that begin early are of compute capability 9.0.
+            Module::load(device, &cubin, element, capability.0 >= 9)
+        })();
+        let (module, functions) = loaded.inspect_err(|_| {
+            // SAFETY: retained once, and released once.
+            let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(device) };
+        })?;
+        let functions =
+            functions.into_iter().map(|(kernel, function)| (kernel, (function, SHARED_BYTES_UNASKED)));
         // From here on the destructor gives everything back.
         let mut opened = Self {
             device,
@@ -165,8 +178,8 @@ impl CudaDevice {
             multiprocessors,
             context,
             bound: None,
-            module: std::ptr::null_mut(),
-            functions: HashMap::new(),
+            module,
+            functions: functions.collect(),
             buffers: Vec::new(),
             pools: HashMap::new(),
             hosts: Vec::new(),
@@ -176,7 +189,6 @@ impl CudaDevice {
             blas: Blas::default(),
         };
         opened.bind()?;
-        opened.load_module(&cubin)?;
         let workspace = opened.alloc(blas::WORKSPACE_BYTES)?;
         opened.blas.open(opened.address(&Slice::of(workspace, blas::WORKSPACE_BYTES))?)?;
         Ok(opened)
@@ -194,21 +206,6 @@ impl CudaDevice {
             // SAFETY: the context is retained as long as `self` lives.
             check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })?;
             self.bound = Some(here);
-        }
-        Ok(())
-    }
-
-    fn load_module(&mut self, cubin: &[u8]) -> Result<(), DeviceError> {
-        let image: *const c_void = cubin.as_ptr().cast();
-        // SAFETY: the image is a whole cubin, as the compiler made it or as its checksum says.
-        check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&raw mut self.module, image) })?;
-        for kernel in Kernel::ALL {
-            let name = CString::new(kernel.name()).expect("names of kernels have no zero byte");
-            let mut function = std::ptr::null_mut();
-            // SAFETY: the module is loaded, the name a C string.
-            let found = unsafe { sys::cuModuleGetFunction(&raw mut function, self.module, name.as_ptr()) };
-            check("cuModuleGetFunction", found)?;
-            self.functions.insert(kernel, (function, SHARED_BYTES_UNASKED));
         }
         Ok(())
     }
@@ -278,7 +275,7 @@ impl Device for CudaDevice {
     fn alloc_shared(&mut self, bytes: usize) -> Result<(Buffer, Arc<dyn PoolMemory>), DeviceError> {
         let buffer = self.alloc(bytes)?;
         let address = self.address(&Slice::of(buffer, bytes))?;
-        let pool = Arc::new(CudaPool::over(self.device, address, bytes)?);
+        let pool = Arc::new(CudaPool::over(self.device, Arc::clone(&self.module), address, bytes)?);
         self.pools.insert(buffer, Arc::clone(&pool));
         Ok((buffer, Arc::new(pool)))
     }
@@ -383,6 +380,19 @@ impl Device for CudaDevice {
         check("cuMemcpyDtoDAsync", result)
     }
 
+    fn copy_many(&mut self, on: Stream, pieces: &[(Slice, Slice)]) -> Result<(), DeviceError> {
+        self.bind()?;
+        let piece = |(from, into): &(Slice, Slice)| {
+            if from.bytes != into.bytes {
+                return Err(DeviceError::Undefined(format!("{} bytes into {}", from.bytes, into.bytes)));
+            }
+            Ok(Piece { from: self.address(from)?, into: self.address(into)?, bytes: from.bytes })
+        };
+        let pieces = pieces.iter().map(piece).collect::<Result<Vec<_>, _>>()?;
+        // SAFETY: every range was checked; that none overlap, and that memory stays, its owner promises.
+        unsafe { self.module.copy(self.on(on), pieces) }
+    }
+
     fn launch(&mut self, on: Stream, launch: &Launch) -> Result<(), DeviceError> {
         self.bind()?;
         let (function, granted) = self.functions[&launch.kernel];
@@ -399,7 +409,7 @@ impl Device for CudaDevice {
         }
         let mut parameters: Vec<*mut c_void> =
             values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
-        let [x, y, z] = launch.grid;
+        let size = Size { grid: launch.grid, threads: launch.threads, shared_bytes: launch.shared_bytes };
         // SAFETY: the parameters are those of the kernel (a test compares them with its source), little-endian as every
         // device and host of CUDA; what its pointers reach was checked to be in buffers.
         unsafe {
@@ -409,20 +419,7 @@ impl Device for CudaDevice {
                 check("cuFuncSetAttribute (shared memory)", asked)?;
                 self.functions.insert(launch.kernel, (function, launch.shared_bytes));
             }
-            let launched = sys::cuLaunchKernel(
-                function,
-                x,
-                y,
-                z,
-                launch.threads,
-                1,
-                1,
-                launch.shared_bytes,
-                self.on(on),
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            );
-            check(launch.kernel.name(), launched)
+            self.module.launch(launch.kernel.name(), function, self.on(on), size, &mut parameters)
         }
     }
 
@@ -523,9 +520,6 @@ impl Drop for CudaDevice {
                     HostMemory::Region { locked: true, .. } => sys::cuMemHostUnregister(memory.base().cast()),
                     HostMemory::Region { locked: false, .. } => continue,
                 };
-            }
-            if !self.module.is_null() {
-                let _ = sys::cuModuleUnload(self.module);
             }
             let _ = sys::cuDevicePrimaryCtxRelease_v2(self.device);
         }

@@ -5,7 +5,8 @@
 //!         ▶ norm of wanted rows ▶ logits ▶ choose
 //! ```
 //!
-//! The residual stream and what is added to it are f32; what goes into the matrices is of the model's element.
+//! Products of a few rows are kernels of ours, gate, up and silu in one; the others are the library's. The residual stream and
+//! what is added to it are f32; what goes into the matrices is of the model's element.
 
 use super::device::{Device, DeviceError, Element, Matmul, Slice};
 use super::kernels::{self, Attention, Choice, Norm, RopeKv, Shape};
@@ -73,7 +74,36 @@ impl<D: Device> CudaExecutor<D> {
     ) -> Result<(), DeviceError> {
         let element = self.shape.element;
         let matmul = Matmul { x, weights, out, rows: padded_rows(rows), inputs, outputs, element, result };
-        self.device.matmul(self.compute, &matmul)
+        self.multiply(&matmul)
+    }
+
+    /// By our own kernel where that is the faster one.
+    fn multiply(&mut self, matmul: &Matmul) -> Result<(), DeviceError> {
+        match kernels::few_rows(matmul, self.device.multiprocessors()) {
+            Some(launch) => self.device.launch(self.compute, &launch),
+            None => self.device.matmul(self.compute, matmul),
+        }
+    }
+
+    /// `activated = silu(gate + bias) * (up + bias)` of the normed rows.
+    fn gated(&mut self, weights: Slice, bias: Option<Slice>, rows: usize) -> Result<(), DeviceError> {
+        let (at, width, element) = (self.activations, self.config.intermediate, self.shape.element);
+        let matmul = Matmul {
+            x: at.normed,
+            weights,
+            out: at.gate_up,
+            rows: padded_rows(rows),
+            inputs: self.config.hidden,
+            outputs: 2 * width,
+            element,
+            result: element,
+        };
+        if let Some(launch) = kernels::few_rows_gated(&matmul, bias, at.activated) {
+            return self.device.launch(self.compute, &launch);
+        }
+        self.device.matmul(self.compute, &matmul)?;
+        let silu = kernels::silu_mul(at.gate_up, bias, at.activated, width, rows);
+        self.device.launch(self.compute, &silu)
     }
 
     fn norm(&mut self, norm: &Norm, rows: usize) -> Result<(), DeviceError> {
@@ -114,9 +144,7 @@ impl<D: Device> CudaExecutor<D> {
                 &Norm { hidden: at.hidden, delta, weight: mlp_norm, rows: None, out: at.normed },
                 rows,
             )?;
-            self.product(at.normed, weights[2], at.gate_up, rows, (hidden, 2 * inter), element)?;
-            let silu = kernels::silu_mul(at.gate_up, gate_up_bias, at.activated, inter, rows);
-            self.device.launch(self.compute, &silu)?;
+            self.gated(weights[2], gate_up_bias, rows)?;
             self.product(at.activated, weights[3], at.projected, rows, (inter, hidden), Element::F32)?;
             if let Some(next) = self.network.layers.get(index + 1) {
                 let (delta, weight) = (Some((at.projected, down_bias)), next.attention_norm);
@@ -176,7 +204,7 @@ impl<D: Device> CudaExecutor<D> {
             element: self.shape.element,
             result: Element::F32,
         };
-        self.device.matmul(self.compute, &matmul)?;
+        self.multiply(&matmul)?;
         if !plan.sampled {
             return Ok(());
         }

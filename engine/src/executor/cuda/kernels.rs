@@ -3,7 +3,7 @@
 //! A source is made for one element type and head width; it includes nothing. Arguments are built here for both
 //! devices, and a test compares their number and kinds with the parameters in the sources.
 
-use super::device::{Arg, Element, Launch, Slice};
+use super::device::{Arg, Element, Launch, Matmul, Slice};
 
 const PTX: &str = include_str!("kernels/ptx.cu");
 const EMULATION: &str = include_str!("kernels/emulation.cpp");
@@ -16,6 +16,8 @@ const PREFILL_BF16: &str = include_str!("kernels/prefill_bf16.cu");
 const ATTENTION_F32: &str = include_str!("kernels/attention_f32.cu");
 const MERGE: &str = include_str!("kernels/merge.cu");
 const CHOOSE: &str = include_str!("kernels/choose.cu");
+const FEW_ROWS: &str = include_str!("kernels/few_rows.cu");
+const COPIES: &str = include_str!("kernels/copies.cu");
 
 /// Queries of one tile of prefill attention.
 pub const TILE_QUERIES: usize = 64;
@@ -33,6 +35,16 @@ pub const DRAW_WORDS: usize = 7;
 /// shared memory: devices of compute capability 8.6 and 8.9 have 99 and refuse it by name.
 const DECODE_WARPS: usize = 4;
 const DECODE_STAGES: usize = 3;
+/// Rows that products of few rows take.
+pub const FEW_ROWS_MAX: usize = 8;
+/// Inputs that they take at a time.
+const FEW_ROWS_INPUTS: usize = 64;
+/// Name of the kernel that copies pieces of memory; it is launched by the driver's side alone.
+pub(super) const COPY_KERNEL: &str = "copy_pieces";
+/// Pieces of one launch of it: its parameters take 20 bytes of each, of the 4 KiB that a launch has.
+pub(super) const COPY_PIECES: usize = 128;
+/// Bytes that a block of it copies. Of 32 KiB to 256 KiB the least was the fastest, by 2 % (H200, 2 MiB pieces).
+pub(super) const COPY_PART: usize = 32 << 10;
 
 /// Which kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -55,11 +67,17 @@ pub enum Kernel {
     BestOfParts,
     /// Second stage.
     Choose,
+    /// A product of few rows with a matrix of many outputs.
+    FewRowsWide,
+    /// The same of few outputs.
+    FewRowsDeep,
+    /// The same of two matrices, and the gated activation of both.
+    FewRowsGated,
 }
 
 impl Kernel {
-    /// All of them.
-    pub const ALL: [Self; 9] = [
+    /// All of them; those of bf16 alone come last.
+    const ALL: [Self; 12] = [
         Self::Embed,
         Self::AddRmsNorm,
         Self::RopeKv,
@@ -69,7 +87,19 @@ impl Kernel {
         Self::SiluMul,
         Self::BestOfParts,
         Self::Choose,
+        Self::FewRowsWide,
+        Self::FewRowsDeep,
+        Self::FewRowsGated,
     ];
+
+    /// Those that there are for an element type.
+    #[must_use]
+    pub fn all(element: Element) -> &'static [Self] {
+        match element {
+            Element::F32 => &Self::ALL[..9],
+            Element::Bf16 => &Self::ALL,
+        }
+    }
 
     /// Its name in the sources.
     #[must_use]
@@ -84,6 +114,9 @@ impl Kernel {
             Self::SiluMul => "silu_mul",
             Self::BestOfParts => "best_of_parts",
             Self::Choose => "choose",
+            Self::FewRowsWide => "few_rows_wide",
+            Self::FewRowsDeep => "few_rows_deep",
+            Self::FewRowsGated => "few_rows_gated",
         }
     }
 }
@@ -112,7 +145,10 @@ pub fn source(element: Element, head_dim: usize) -> String {
 pub fn emulation_source(element: Element, head_dim: usize) -> String {
     // What has no fixed size is not a variable there.
     let bodies = bodies(element).replace(DYNAMIC_SHARED, "unsigned char* shared = shared_memory;");
-    lines("emulation.cpp", EMULATION) + &definitions(element, head_dim) + &bodies + "EMULATE_KERNELS\n"
+    let exported: String =
+        Kernel::all(element).iter().map(|kernel| format!("EMULATE({})\n", kernel.name())).collect();
+    let exported = format!("EMULATE_BEGIN\n{exported}EMULATE_END\n");
+    lines("emulation.cpp", EMULATION) + &definitions(element, head_dim) + &bodies + &exported
 }
 
 /// How kernels name dynamic shared memory.
@@ -126,23 +162,25 @@ fn definitions(element: Element, head_dim: usize) -> String {
     let bf16 = u8::from(element == Element::Bf16);
     format!(
         "#define ELEMENT_BF16 {bf16}\n#define HEAD_DIM {head_dim}\n#define DECODE_WARPS {DECODE_WARPS}\n\
-         #define DECODE_STAGES {DECODE_STAGES}\n#define KEYS {TILE_QUERIES}\n#define SPLIT_TOKENS {SPLIT_TOKENS}\n"
+         #define DECODE_STAGES {DECODE_STAGES}\n#define KEYS {TILE_QUERIES}\n#define SPLIT_TOKENS {SPLIT_TOKENS}\n\
+         #define COPY_PIECES {COPY_PIECES}\n#define COPY_PART {COPY_PART}u\n"
     )
 }
 
 /// Everything but [`PTX`].
 fn bodies(element: Element) -> String {
-    let attention: &[(&str, &str)] = match element {
+    let of_element: &[(&str, &str)] = match element {
         Element::Bf16 => &[
             ("tensor_core.cu", TENSOR_CORE),
             ("decode_bf16.cu", DECODE_BF16),
             ("prefill_bf16.cu", PREFILL_BF16),
+            ("few_rows.cu", FEW_ROWS),
         ],
         Element::F32 => &[("attention_f32.cu", ATTENTION_F32)],
     };
     let first = [("prelude.cu", PRELUDE), ("rows.cu", ROWS), ("rope_kv.cu", ROPE_KV)];
-    let last = [("merge.cu", MERGE), ("choose.cu", CHOOSE)];
-    first.iter().chain(attention).chain(&last).map(|(name, text)| lines(name, text)).collect()
+    let last = [("merge.cu", MERGE), ("choose.cu", CHOOSE), ("copies.cu", COPIES)];
+    first.iter().chain(of_element).chain(&last).map(|(name, text)| lines(name, text)).collect()
 }
 
 /// Numbers of a model that launches depend on.
@@ -333,6 +371,8 @@ pub fn decode_attention(
     sequences: usize,
     splits: usize,
 ) -> [Launch; 2] {
+    // A warp of the merge knows as many.
+    assert!(splits <= SPLITS_MAX, "{splits} splits, at most {SPLITS_MAX}");
     let pipeline = DECODE_WARPS * DECODE_STAGES * 2 * 16 * row_bytes(shape);
     let meeting = DECODE_WARPS * 16 * (shape.head_dim + 2) * 4;
     let attend = Launch {
@@ -414,6 +454,63 @@ pub fn silu_mul(gate_up: Slice, bias: Option<Slice>, out: Slice, width: usize, r
         shared_bytes: 0,
         args: vec![Arg::In(gate_up), read_or_null(bias), Arg::Out(out), n(width)],
     }
+}
+
+/// `out = x · weightsᵀ` where a kernel of ours computes that: bf16, and few rows. `multiprocessors` decides how outputs are
+/// cut, and with that how sums are; the number of rows does not.
+#[must_use]
+pub fn few_rows(matmul: &Matmul, multiprocessors: u32) -> Option<Launch> {
+    let Matmul { x, weights, out, rows, inputs, outputs, element, result } = *matmul;
+    if element != Element::Bf16 || rows > FEW_ROWS_MAX || !inputs.is_multiple_of(FEW_ROWS_INPUTS) {
+        return None;
+    }
+    // As many blocks as run at the same time are better made of more warps.
+    let is_deep = outputs.div_ceil(16) <= 2 * multiprocessors as usize;
+    let (kernel, at_once, threads) = match is_deep {
+        true => (Kernel::FewRowsDeep, 16, 512),
+        false => (Kernel::FewRowsWide, 32, 256),
+    };
+    if !outputs.is_multiple_of(at_once) {
+        return None;
+    }
+    let (narrow, wide) = match result {
+        Element::Bf16 => (Arg::Out(out), Arg::Null),
+        Element::F32 => (Arg::Null, Arg::Out(out)),
+    };
+    Some(Launch {
+        kernel,
+        grid: [grid(outputs / at_once), 1, 1],
+        threads,
+        shared_bytes: 0,
+        args: vec![Arg::In(x), Arg::In(weights), narrow, wide, n(rows), n(inputs), n(outputs)],
+    })
+}
+
+/// The product with gate and up, one below the other, and their gated activation, where a kernel of ours computes that:
+/// `matmul` is the product with both, `out` what comes of it.
+#[must_use]
+pub fn few_rows_gated(matmul: &Matmul, bias: Option<Slice>, out: Slice) -> Option<Launch> {
+    let Matmul { x, weights, rows, inputs, outputs, element, .. } = *matmul;
+    let width = outputs / 2;
+    let is_ours = element == Element::Bf16 && rows <= FEW_ROWS_MAX;
+    if !is_ours || !inputs.is_multiple_of(FEW_ROWS_INPUTS) || !width.is_multiple_of(16) {
+        return None;
+    }
+    Some(Launch {
+        kernel: Kernel::FewRowsGated,
+        grid: [grid(width / 16), 1, 1],
+        threads: 256,
+        shared_bytes: 0,
+        args: vec![
+            Arg::In(x),
+            Arg::In(weights),
+            read_or_null(bias),
+            Arg::Out(out),
+            n(rows),
+            n(inputs),
+            n(width),
+        ],
+    })
 }
 
 /// What choosing works on.

@@ -1,6 +1,6 @@
 //! A model's weights in device memory.
 
-use super::device::{Device, DeviceError, Element, HostAt, Slice, Stream};
+use super::device::{Device, DeviceError, Element, Event, Host, HostAt, Slice, Stream};
 use super::software::narrow;
 use crate::executor::cpu::LoadProgress;
 use crate::model::ModelError;
@@ -77,6 +77,7 @@ impl Network {
         let layers = layers.collect::<Result<Vec<_>, _>>()?;
         let final_norm = loader.vector(&[("model.norm.weight".into(), hidden)])?;
         let angles = loader.angles(config, positions)?;
+        loader.finish()?;
         Ok(Self { layers, embedding, final_norm, head, angles })
     }
 }
@@ -84,8 +85,9 @@ impl Network {
 struct Loader<'a> {
     device: &'a mut dyn Device,
     on: Stream,
-    staging: super::device::Host,
-    landed: super::device::Event,
+    /// Two, with the events at which their copies have landed: one is written while the other is copied.
+    staging: [(Host, Event); 2],
+    turn: usize,
     weights: &'a Weights,
     element: Element,
     progress: &'a mut dyn FnMut(LoadProgress),
@@ -102,8 +104,9 @@ impl<'a> Loader<'a> {
         element: Element,
         progress: &'a mut dyn FnMut(LoadProgress),
     ) -> Result<Self, DeviceError> {
-        let (staging, landed) = (device.host(STAGING_BYTES)?, device.event()?);
-        Ok(Self { device, on, staging, landed, weights, element, progress, slab: None, done: 0, total: 0 })
+        let mut staging = || Ok::<_, DeviceError>((device.host(STAGING_BYTES)?, device.event()?));
+        let staging = [staging()?, staging()?];
+        Ok(Self { device, on, staging, turn: 0, weights, element, progress, slab: None, done: 0, total: 0 })
     }
 
     fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<Layer, LoadError> {
@@ -210,22 +213,15 @@ impl<'a> Loader<'a> {
         let at_once = STAGING_BYTES / element.bytes();
         for first in (0..len).step_by(at_once) {
             let now = at_once.min(len - first);
-            let mut bytes = vec![0; now * element.bytes()];
+            let to = to.part(at + first * element.bytes(), now * element.bytes());
             if element == Element::Bf16 && tensor.dtype() == WeightDtype::Bf16 {
-                let mut bits = vec![0; now];
-                tensor.read_bf16_bits(first, &mut bits);
-                bytes
-                    .as_chunks_mut::<2>()
-                    .0
-                    .iter_mut()
-                    .zip(bits)
-                    .for_each(|(to, bits)| *to = bits.to_le_bytes());
-            } else {
-                let mut values = vec![0.0; now];
-                tensor.read_f32(first, &mut values);
-                narrow(&values, element, &mut bytes);
+                self.send(tensor.bf16_bytes(first, now), to)?;
+                continue;
             }
-            self.send(&bytes, to.part(at + first * element.bytes(), bytes.len()))?;
+            let (mut values, mut bytes) = (vec![0.0; now], vec![0; to.bytes]);
+            tensor.read_f32(first, &mut values);
+            narrow(&values, element, &mut bytes);
+            self.send(&bytes, to)?;
         }
         self.done += (len * element.bytes()) as u64;
         (self.progress)(LoadProgress { bytes_done: self.done, bytes_total: self.total.max(self.done) });
@@ -233,10 +229,18 @@ impl<'a> Loader<'a> {
     }
 
     fn send(&mut self, bytes: &[u8], to: Slice) -> Result<(), DeviceError> {
-        let from = HostAt { host: self.staging, offset: 0 };
+        self.turn = 1 - self.turn;
+        let (host, landed) = self.staging[self.turn];
+        // What it held before has landed.
+        self.device.synchronize(landed)?;
+        let from = HostAt { host, offset: 0 };
         self.device.write_host(from, bytes)?;
         self.device.upload(self.on, from, to)?;
-        self.device.record(self.landed, self.on)?;
-        self.device.synchronize(self.landed)
+        self.device.record(landed, self.on)
+    }
+
+    /// Waits until everything that was sent has landed.
+    fn finish(&mut self) -> Result<(), DeviceError> {
+        self.staging.into_iter().try_for_each(|(_, landed)| self.device.synchronize(landed))
     }
 }

@@ -384,6 +384,10 @@ impl Device for SoftDevice {
         Ok(())
     }
 
+    fn copy_many(&mut self, on: Stream, pieces: &[(Slice, Slice)]) -> Result<(), DeviceError> {
+        pieces.iter().try_for_each(|(from, to)| self.copy(on, *from, *to))
+    }
+
     fn launch(&mut self, on: Stream, launch: &Launch) -> Result<(), DeviceError> {
         match &mut self.capturing {
             Some((stream, recorded)) if *stream == on => {

@@ -58,7 +58,7 @@ pub(in super::super) const DRIVER: Library = Library {
         "cuModuleUnload",
         "cuModuleGetFunction",
         "cuFuncSetAttribute",
-        "cuLaunchKernel",
+        "cuLaunchKernelEx",
         "cuStreamCreate",
         "cuStreamDestroy_v2",
         "cuStreamSynchronize",

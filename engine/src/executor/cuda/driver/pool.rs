@@ -4,8 +4,6 @@
 //! process of our user on this host, and not by the one that made it. The driver keeps exported memory for as long as
 //! somebody has it open, also past the end of its process; freeing it before that is undefined, so an exported pool is
 //! left to the end of the process.
-//!
-//! No GPU was at hand when this was written: none of it has run.
 #![allow(unsafe_code)] // calls into the driver; see each block
 
 use std::io::{self, ErrorKind};
@@ -20,6 +18,7 @@ use baton_connector_device::{DeviceId, Export, Kind, Offer, Opened, Run};
 use cudarc::driver::sys;
 
 use super::check;
+use super::module::{Module, Piece};
 use crate::executor::cuda::device::DeviceError;
 use crate::executor::cuda::port::PoolMemory;
 
@@ -36,6 +35,7 @@ pub(super) struct CudaPool {
     device: sys::CUdevice,
     uuid: [u8; 16],
     context: sys::CUcontext,
+    module: Arc<Module>,
     address: sys::CUdeviceptr,
     bytes: usize,
     exported: AtomicBool,
@@ -81,6 +81,7 @@ impl CudaPool {
     /// [`DeviceError::Call`]; the allocation is still the caller's.
     pub(super) fn over(
         device: sys::CUdevice,
+        module: Arc<Module>,
         address: sys::CUdeviceptr,
         bytes: usize,
     ) -> Result<Self, DeviceError> {
@@ -91,7 +92,7 @@ impl CudaPool {
             sys::cuDevicePrimaryCtxRetain(&raw mut context, device)
         })?;
         let (exported, lanes) = (AtomicBool::new(false), Mutex::default());
-        Ok(Self { device, uuid, context, address, bytes, exported, lanes })
+        Ok(Self { device, uuid, context, module, address, bytes, exported, lanes })
     }
 
     fn bind(&self) -> Result<(), DeviceError> {
@@ -198,7 +199,8 @@ impl PoolMemory for Arc<CudaPool> {
         let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, lazily) };
         check("cuIpcOpenMemHandle", opened).map_err(refused)?;
         // Closes it again if it is not what was said.
-        let opened = OpenedPool { ours: Arc::clone(self), address, bytes: wanted };
+        let is_here = offer.device.uuid == self.uuid;
+        let opened = OpenedPool { ours: Arc::clone(self), address, bytes: wanted, is_here };
         let (base, bytes) = range_of(address).map_err(refused)?;
         if base != address || bytes < wanted {
             let why = format!("the producer's memory of {bytes} bytes is shorter than its pool of {wanted}");
@@ -250,6 +252,8 @@ struct OpenedPool {
     ours: Arc<CudaPool>,
     address: sys::CUdeviceptr,
     bytes: usize,
+    /// On the same device as ours.
+    is_here: bool,
 }
 
 impl Opened for OpenedPool {
@@ -260,16 +264,20 @@ impl Opened for OpenedPool {
         if !runs.iter().all(fits) {
             return Err(io::Error::from(ErrorKind::InvalidInput));
         }
-        let copied = self.ours.copy(|stream| {
-            for run in runs {
-                let (to, from) = (self.ours.address + run.into as u64, self.address + run.from as u64);
-                // SAFETY: inside our pool and inside theirs, which stays open until the copies have been waited for. The
-                // landing blocks are nobody else's until the read is over (invariant 3); what is torn in the source has no
-                // verdict.
-                let result = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, run.len, stream) };
-                check("cuMemcpyDtoDAsync", result)?;
-            }
-            Ok(())
+        let pieces = runs.iter().map(|run| Piece {
+            from: self.address + run.from as u64,
+            into: self.ours.address + run.into as u64,
+            bytes: run.len,
+        });
+        // SAFETY (of both): inside our pool and inside theirs, which stays open until the copies have been waited for. The
+        // landing blocks are nobody else's until the read is over (invariant 3); what is torn in the source has no verdict.
+        let copied = self.ours.copy(|stream| match self.is_here {
+            true => unsafe { self.ours.module.copy(stream, pieces.clone()) },
+            false => pieces.clone().try_for_each(|piece| {
+                let result =
+                    unsafe { sys::cuMemcpyDtoDAsync_v2(piece.into, piece.from, piece.bytes, stream) };
+                check("cuMemcpyDtoDAsync", result)
+            }),
         });
         copied.map_err(refused)
     }

@@ -37,6 +37,8 @@ __device__ __forceinline__ void attend(const T* query, const T* pool, const int*
 extern "C" __global__ void __launch_bounds__(128)
 decode_attention(const T* qkv, const T* pool, const int* tables, const int* decode, float* partial, float* summary,
                  u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, u32 splits, float scale) {
+    let_later_begin();
+    wait_for_earlier();
     const int* entry = decode + blockIdx.z * 3;
     const int length = entry[1], lane = threadIdx.x % 32;
     if (length == 0) return;
@@ -65,6 +67,8 @@ decode_attention(const T* qkv, const T* pool, const int* tables, const int* deco
 extern "C" __global__ void __launch_bounds__(128)
 prefill_attention(const T* qkv, const T* pool, const int* tables, const int* tiles, T* out, u64 block_stride, u64 layer,
                   u32 heads, u32 kv_heads, u32 block_tokens, float scale) {
+    let_later_begin();
+    wait_for_earlier();
     const int* tile = tiles + blockIdx.x * 4;
     const int lane = threadIdx.x % 32, head = blockIdx.y, kv_head = head / (heads / kv_heads);
     for (int query = threadIdx.x / 32; query < tile[1]; query += blockDim.x / 32) {

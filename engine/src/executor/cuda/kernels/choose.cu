@@ -9,6 +9,8 @@
 // The best of each part of each row, the lowest index among equals, -1 where there is no number. Grid (parts, rows).
 extern "C" __global__ void __launch_bounds__(256)
 best_of_parts(const float* logits, float* values, int* indices, u32 vocab, u32 parts) {
+    let_later_begin();
+    wait_for_earlier();
     __shared__ float warp_values[8];
     __shared__ int warp_indices[8];
     const u32 per_part = (vocab + parts - 1) / parts, start = blockIdx.x * per_part;
@@ -112,6 +114,8 @@ __device__ __forceinline__ u64 sum_before(u64 mine, u64* scratch, u64& all) {
 // as bits; chosen[row] = the token, or -1 where no logit is a number. One block per row.
 extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS)
 choose(const float* logits, const float* values, const int* indices, const int* draws, int* chosen, u32 vocab, u32 parts) {
+    let_later_begin();
+    wait_for_earlier();
     __shared__ u64 bins[256];
     __shared__ u64 scratch[CHOOSE_THREADS];
     const int* draw = draws + blockIdx.x * 7;

@@ -11,6 +11,8 @@
 extern "C" __global__ void __launch_bounds__(128)
 decode_attention(const T* qkv, const T* pool, const int* tables, const int* decode, float* partial, float* summary,
                  u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, u32 splits, float scale) {
+    let_later_begin();
+    wait_for_earlier();
     extern __shared__ __align__(16) unsigned char shared[];
     const int* entry = decode + blockIdx.z * 3;
     const int length = entry[1];

@@ -5,7 +5,7 @@
 // ldmatrix and an mma, asynchronous copies that land when they are waited for and not before, shuffles, barriers. What
 // is not: caches, timing, races between threads (fibers switch only where threads wait).
 //
-// The kernels follow below this file; EMULATE_KERNELS at the end of all is what a library exports.
+// The kernels follow below this file; what a library exports is made of EMULATE at the end of all.
 
 #include <math.h>
 #include <setjmp.h>
@@ -28,6 +28,7 @@ typedef unsigned long long u64;
 #define __launch_bounds__(threads)
 #define __shared__ static
 #define __restrict__
+#define __grid_constant__
 
 struct Index {
     u32 x, y, z;
@@ -153,6 +154,14 @@ static V min(V a, V b) {
 }
 
 // What ptx.cu is on a GPU.
+
+// Kernels run one after the other here.
+static void let_later_begin() {}
+static void wait_for_earlier() {}
+static void load_once(u32 (&r)[4], const void* from) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("a load of 16 bytes from an address that is not aligned");
+    memcpy(r, from, 16);
+}
 
 static u16 narrow_1(float x) {
     const u32 bits = __float_as_uint(x);
@@ -301,22 +310,14 @@ static std::function<void()> bind(void (*kernel)(Parameters...), void** values) 
     return [=] { call(kernel, values, std::index_sequence_for<Parameters...>{}); };
 }
 
-// Runs the kernel of this name; 0 if there is one.
-#define EMULATE_KERNELS \
-    extern "C" int baton_emulate(const char* name, const u32* grid, u32 threads, u32 bytes, void** values) {   \
-        EMULATE(embed)                                                                                          \
-        EMULATE(add_rms_norm)                                                                                   \
-        EMULATE(rope_kv)                                                                                        \
-        EMULATE(decode_attention)                                                                               \
-        EMULATE(merge_attention)                                                                                \
-        EMULATE(prefill_attention)                                                                              \
-        EMULATE(silu_mul)                                                                                       \
-        EMULATE(best_of_parts)                                                                                  \
-        EMULATE(choose)                                                                                         \
-        return 1;                                                                                               \
-    }
+// Runs the kernel of this name; 0 if there is one. A line of EMULATE for each kernel stands between these two.
+#define EMULATE_BEGIN \
+    extern "C" int baton_emulate(const char* name, const u32* grid, u32 threads, u32 bytes, void** values) {
 #define EMULATE(kernel)                                           \
     if (strcmp(name, #kernel) == 0) {                             \
         run_grid(grid, threads, bytes, bind(kernel, values));     \
         return 0;                                                 \
+    }
+#define EMULATE_END \
+    return 1;       \
     }

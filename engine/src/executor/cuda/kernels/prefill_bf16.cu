@@ -10,6 +10,8 @@
 extern "C" __global__ void __launch_bounds__(128)
 prefill_attention(const T* qkv, const T* pool, const int* tables, const int* tiles, T* out, u64 block_stride, u64 layer,
                   u32 heads, u32 kv_heads, u32 block_tokens, float scale) {
+    let_later_begin();
+    wait_for_earlier();
     extern __shared__ __align__(16) unsigned char shared[];
     const int* tile = tiles + blockIdx.x * 4;
     const int queries = tile[1], first = tile[2];

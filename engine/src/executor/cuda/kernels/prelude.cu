@@ -32,6 +32,21 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
     return warp_sum(x);
 }
 
+// Four values that are loaded and stored together.
+struct alignas(16) Four {
+    float at[4];
+};
+__device__ __forceinline__ void store_4(T* to, const float (&x)[4]) {
+#if ELEMENT_BF16
+    struct alignas(8) Two {
+        u32 at[2];
+    };
+    *reinterpret_cast<Two*>(to) = Two{{narrow_2(x[0], x[1]), narrow_2(x[2], x[3])}};
+#else
+    *reinterpret_cast<Four*>(to) = Four{{x[0], x[1], x[2], x[3]}};
+#endif
+}
+
 // Where one token's keys of one head lie; its values are `kv_heads * block_tokens * HEAD_DIM` elements further on.
 // `layer` is the layer's first element in the block 0.
 __device__ __forceinline__ const T* keys_of(const T* pool, const int* table, u64 block_stride, u64 layer, int head,

@@ -6,6 +6,19 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+// Lets the kernel after this one begin while this one still runs. It has no effect before the next line's on that one.
+__device__ __forceinline__ void let_later_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Waits until all work before this kernel is done and can be seen. Until then a kernel touches nothing but weights.
+__device__ __forceinline__ void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ u16 narrow_1(float x) {
     u16 bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -46,4 +59,9 @@ __device__ __forceinline__ u32 narrow_2(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+}
+// 16 bytes that nobody writes while the kernel runs and that are read once: they leave the first cache to others.
+__device__ __forceinline__ void load_once(u32 (&r)[4], const void* from) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(from));
 }

@@ -10,6 +10,8 @@
 extern "C" __global__ void __launch_bounds__(128)
 rope_kv(T* qkv, const float* bias, const float* q_norm, const float* k_norm, const float* angles, const int* positions,
         const int* slots, T* pool, u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, float eps) {
+    let_later_begin();
+    wait_for_earlier();
     const u32 unit = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (unit >= heads + 2 * kv_heads) return;
     const u64 row = blockIdx.x;

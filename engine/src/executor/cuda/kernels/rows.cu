@@ -2,6 +2,8 @@
 
 // hidden[row] = table[tokens[row]]; one block per row.
 extern "C" __global__ void __launch_bounds__(256) embed(const int* tokens, const T* table, float* hidden, u32 width) {
+    let_later_begin();
+    wait_for_earlier();
     const T* from = table + static_cast<u64>(tokens[blockIdx.x]) * width;
     float* to = hidden + static_cast<u64>(blockIdx.x) * width;
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) to[i] = widen(from[i]);
@@ -13,12 +15,47 @@ extern "C" __global__ void __launch_bounds__(256) embed(const int* tokens, const
 extern "C" __global__ void __launch_bounds__(512)
 add_rms_norm(float* hidden, const float* delta, const float* bias, const float* weight, const int* rows, T* out, u32 width,
              float eps) {
+    // Fours of a row that a thread keeps.
+    constexpr u32 KEPT = 4;
     __shared__ float scratch[16];
+    let_later_begin();
+    wait_for_earlier();
     const int row = rows ? rows[blockIdx.x] : static_cast<int>(blockIdx.x);
     if (row < 0) return;
     float* x = hidden + static_cast<u64>(row) * width;
     const float* add = delta ? delta + static_cast<u64>(row) * width : nullptr;
+    T* to = out + static_cast<u64>(blockIdx.x) * width;
     float squares = 0.0f;
+    if (width % 4 == 0 && width <= 4 * KEPT * blockDim.x) {
+        Four kept[KEPT];
+#pragma unroll
+        for (u32 k = 0; k < KEPT; k++) {
+            const u32 i = (k * blockDim.x + threadIdx.x) * 4;
+            if (i >= width) continue;
+            kept[k] = *reinterpret_cast<const Four*>(x + i);
+            if (add) {
+                const Four more = *reinterpret_cast<const Four*>(add + i);
+                const Four constant = bias ? *reinterpret_cast<const Four*>(bias + i) : Four{};
+#pragma unroll
+                for (int j = 0; j < 4; j++) kept[k].at[j] += more.at[j] + constant.at[j];
+                *reinterpret_cast<Four*>(x + i) = kept[k];
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) squares += kept[k].at[j] * kept[k].at[j];
+        }
+        const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / static_cast<float>(width) + eps);
+#pragma unroll
+        for (u32 k = 0; k < KEPT; k++) {
+            const u32 i = (k * blockDim.x + threadIdx.x) * 4;
+            if (i >= width) continue;
+            const Four by = *reinterpret_cast<const Four*>(weight + i);
+            float scaled[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) scaled[j] = kept[k].at[j] * scale * by.at[j];
+            store_4(to + i, scaled);
+        }
+        return;
+    }
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
         float value = x[i];
         if (add) {
@@ -28,7 +65,6 @@ add_rms_norm(float* hidden, const float* delta, const float* bias, const float* 
         squares += value * value;
     }
     const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / static_cast<float>(width) + eps);
-    T* to = out + static_cast<u64>(blockIdx.x) * width;
     // Each thread reads what it has written itself.
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) to[i] = narrow(x[i] * scale * weight[i]);
 }
@@ -36,6 +72,8 @@ add_rms_norm(float* hidden, const float* delta, const float* bias, const float* 
 // out = silu(gate + bias) * (up + bias), where a row of `gate_up` is gate, then up; grid (parts of a row, rows).
 extern "C" __global__ void __launch_bounds__(256)
 silu_mul(const T* gate_up, const float* bias, T* out, u32 width) {
+    let_later_begin();
+    wait_for_earlier();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= width) return;
     const u64 row = blockIdx.y;

@@ -72,14 +72,56 @@ fn every_launch_has_the_parameters_of_its_kernel_in_both_sources() {
         ];
         launches.extend(decode_attention(&shape, &attention, 1, 1, 1));
         launches.extend(choose(&choice, 1, 1));
+        let matmul = |outputs| Matmul {
+            x: slice,
+            weights: slice,
+            out: slice,
+            rows: 8,
+            inputs: 64,
+            outputs,
+            element,
+            result: Element::F32,
+        };
+        launches.extend(few_rows(&matmul(64), 1));
+        launches.extend(few_rows(&matmul(32), 1));
+        launches.extend(few_rows_gated(&matmul(32), None, slice));
         let mut seen: Vec<_> = launches.iter().map(|launch| launch.kernel).collect();
         seen.sort_unstable();
-        assert_eq!(seen, Kernel::ALL);
+        assert_eq!(seen, Kernel::all(element));
         for launch in launches {
             let name = launch.kernel.name();
             assert_eq!(kinds(&launch), parameters(&source, name), "{name}, {element:?}");
         }
     }
+}
+
+#[test]
+fn products_of_few_rows_are_ours_where_they_fit() {
+    let slice = Slice::of(Buffer(0), 0);
+    let matmul = |rows, inputs, outputs| Matmul {
+        x: slice,
+        weights: slice,
+        out: slice,
+        rows,
+        inputs,
+        outputs,
+        element: Element::Bf16,
+        result: Element::F32,
+    };
+    let kernel = |size: (usize, usize, usize)| {
+        few_rows(&matmul(size.0, size.1, size.2), 132).map(|launch| (launch.kernel, launch.grid[0]))
+    };
+    // Those of Llama 3.1 8B.
+    assert_eq!(kernel((1, 4096, 4096)), Some((Kernel::FewRowsDeep, 256)));
+    assert_eq!(kernel((8, 14_336, 4096)), Some((Kernel::FewRowsDeep, 256)));
+    assert_eq!(kernel((1, 4096, 6144)), Some((Kernel::FewRowsWide, 192)));
+    assert_eq!(kernel((1, 4096, 128_256)), Some((Kernel::FewRowsWide, 4008)));
+    for other in [(9, 4096, 4096), (1, 4000, 4096), (1, 4096, 4100), (1, 4096, 6160)] {
+        assert_eq!(kernel(other), None, "{other:?}");
+    }
+    assert_eq!(few_rows(&Matmul { element: Element::F32, ..matmul(1, 64, 64) }, 132), None);
+    let gated = |outputs| few_rows_gated(&matmul(1, 64, outputs), None, slice).map(|launch| launch.grid[0]);
+    assert_eq!([gated(28_672), gated(96), gated(80)], [Some(896), Some(3), None]);
 }
 
 #[test]

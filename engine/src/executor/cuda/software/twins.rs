@@ -9,7 +9,7 @@ mod choose;
 use half::bf16;
 
 use super::super::device::{Arg, Element, Launch, Matmul, Slice};
-use super::super::kernels::Kernel;
+use super::super::kernels::{FEW_ROWS_MAX, Kernel};
 use super::memory::Span;
 use super::{Memory, Module};
 
@@ -157,6 +157,9 @@ pub(super) fn run(run: &mut Run<'_>) -> Result<(), Fault> {
         Kernel::SiluMul => silu_mul(run),
         Kernel::BestOfParts => choose::best_of_parts(run),
         Kernel::Choose => choose::choose(run),
+        Kernel::FewRowsWide => few_rows(run, 32),
+        Kernel::FewRowsDeep => few_rows(run, 16),
+        Kernel::FewRowsGated => few_rows_gated(run),
     }
 }
 
@@ -263,6 +266,58 @@ fn silu_mul(run: &mut Run<'_>) -> Result<(), Fault> {
         run.write(2, element, row * width, &out)?;
     }
     Ok(())
+}
+
+/// Sums of `rows` rows with `count` rows of the matrix from `first` on, row by row of x.
+fn sums(
+    run: &mut Run<'_>,
+    rows: usize,
+    inputs: usize,
+    first: usize,
+    count: usize,
+) -> Result<Vec<f32>, Fault> {
+    if rows > FEW_ROWS_MAX {
+        return Err(format!("{rows} rows"));
+    }
+    let element = run.module.element;
+    let x = run.read(0, element, 0, rows * inputs)?;
+    let weights = run.read(1, element, first * inputs, count * inputs)?;
+    let of_row = |x| weights.chunks_exact(inputs).map(move |weights| dot(x, weights));
+    Ok(x.chunks_exact(inputs).flat_map(of_row).collect())
+}
+
+fn few_rows(run: &mut Run<'_>, at_once: usize) -> Result<(), Fault> {
+    let (rows, inputs, outputs) = (run.number(4)?, run.number(5)?, run.number(6)?);
+    if run.grid()[0] * at_once != outputs {
+        return Err(format!("{} blocks for {outputs} outputs", run.grid()[0]));
+    }
+    let sums = sums(run, rows, inputs, 0, outputs)?;
+    match run.is_null(2)? {
+        true => run.write(3, Element::F32, 0, &sums),
+        false => run.write(2, run.module.element, 0, &sums),
+    }
+}
+
+fn few_rows_gated(run: &mut Run<'_>) -> Result<(), Fault> {
+    let (rows, inputs, outputs) = (run.number(4)?, run.number(5)?, run.number(6)?);
+    if run.grid()[0] * 16 != outputs {
+        return Err(format!("{} blocks for {outputs} outputs", run.grid()[0]));
+    }
+    let (gate, up) = (sums(run, rows, inputs, 0, outputs)?, sums(run, rows, inputs, outputs, outputs)?);
+    let bias = match run.is_null(2)? {
+        true => vec![0.0; 2 * outputs],
+        false => run.read(2, Element::F32, 0, 2 * outputs)?,
+    };
+    let out: Vec<_> = gate
+        .iter()
+        .zip(up)
+        .enumerate()
+        .map(|(at, (gate, up))| {
+            let (gate, up) = (gate + bias[at % outputs], up + bias[outputs + at % outputs]);
+            gate / (1.0 + (-gate).exp()) * up
+        })
+        .collect();
+    run.write(3, run.module.element, 0, &out)
 }
 
 /// The product; its ranges have been checked.
