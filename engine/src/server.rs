@@ -9,9 +9,11 @@
 //! | `POST /kv/release`, `/abort_requests`, `/reset_prefix_cache`, `GET /debug/kv`, `/debug/kv/digests`, `/debug/kv/events` | for the cluster |
 //!
 //! A client that closes its connection drops its task, and with it every guard of its sequences: they are
-//! aborted, streamed or not, before or after the first token.
+//! aborted, streamed or not, before or after the first token. What such a client had sent is read all the same
+//! (`begun.rs`): a handoff in it is given back, a release or an abort is done.
 
 mod admit;
+mod begun;
 mod control;
 mod cores;
 mod debug;
@@ -31,6 +33,7 @@ use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::slice::Geometry;
 use baton_connector_tcp::Secret;
 use baton_openai::ParseLimits;
+use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpListener;
@@ -130,7 +133,7 @@ pub async fn serve(
     let graceful = hyper_util::server::graceful::GracefulShutdown::new();
     loop {
         let permit = Arc::clone(&permits).acquire_owned().await.expect("the semaphore is never closed");
-        let (stream, peer) = tokio::select! {
+        let (stream, _) = tokio::select! {
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
                 // Out of file descriptors, or a connection that died in the backlog: neither ends the server.
@@ -147,14 +150,11 @@ pub async fn serve(
         }
         let frontend = Arc::clone(&frontend);
         let service = service_fn(move |request| {
-            let frontend = Arc::clone(&frontend);
-            async move { Ok::<_, std::convert::Infallible>(http::route(frontend, peer, request).await) }
+            // Called, not only polled: see `begun.rs`.
+            let reply = http::route(Arc::clone(&frontend), request);
+            async move { Ok::<_, std::convert::Infallible>(reply.await) }
         });
-        let connection = hyper::server::conn::http1::Builder::new()
-            .timer(TokioTimer::new())
-            .header_read_timeout(HEADER_TIMEOUT)
-            .serve_connection(TokioIo::new(stream), service);
-        let connection = graceful.watch(connection);
+        let connection = graceful.watch(protocol().serve_connection(TokioIo::new(stream), service));
         tokio::spawn(async move {
             let _permit = permit;
             if let Err(error) = connection.await {
@@ -165,6 +165,13 @@ pub async fn serve(
     drop(listener);
     graceful.shutdown().await;
     Ok(())
+}
+
+/// How connections are spoken to.
+fn protocol() -> http1::Builder {
+    let mut protocol = http1::Builder::new();
+    protocol.timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
+    protocol
 }
 
 /// Whether an address may be listened on without a cluster secret.

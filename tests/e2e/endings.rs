@@ -5,7 +5,7 @@ use std::net::TcpStream;
 
 use serde_json::{Value, json};
 
-use crate::harness::{AT_ONCE, Ask, Cluster, PATIENCE};
+use crate::harness::{AT_ONCE, Ask, Call, Cluster, HangUp, PATIENCE};
 
 #[test]
 fn a_router_that_is_killed_while_the_prefill_engine_computes_leaves_nothing_held() {
@@ -34,15 +34,56 @@ fn a_router_that_is_killed_in_mid_stream_leaves_nothing_held() {
 
 #[test]
 fn a_router_that_is_killed_between_the_engines_leaves_nothing_held() {
+    for kept in [false, true] {
+        // Nothing but the request is sent to an engine that stands still, and a kept connection outlives a busy machine.
+        let quiet = Cluster::new().router("health", json!({"active": {"interval_ms": 0}}));
+        let mut cluster = quiet.router("timeouts", json!({"engine_idle_ms": 20_000})).start();
+        if kept {
+            assert_eq!(cluster.ask(&Ask::fresh(100)).status, 200);
+            cluster.settled(PATIENCE);
+        }
+        let before = cluster.decode[0].connections();
+        cluster.decode[0].pause();
+        let _waiting = cluster.send(&Ask::fresh(100));
+        cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
+        let sent = cluster.decode[0].is_sent_something();
+        assert_eq!(sent.iter().any(|port| before.contains(port)), kept, "{before:?} {sent:?}");
+        cluster.kill_router();
+        // The handoff is in the decode engine's socket: it fetches it or gives it back, well before its expiry.
+        cluster.decode[0].go_on();
+        cluster.settled(AT_ONCE);
+    }
+}
+
+#[test]
+fn what_an_engine_that_stands_still_is_sent_on_a_kept_connection_is_done_although_its_sender_has_left() {
     let mut cluster = Cluster::new().start();
-    cluster.decode[0].pause();
-    let _waiting = cluster.send(&Ask::fresh(100));
-    cluster.prefill[0].shows("the blocks are lent", |books| books.leases == 1);
-    cluster.decode[0].is_sent_something();
-    cluster.kill_router();
-    // The handoff is in the decode engine's socket: it fetches it or gives it back, well before its expiry.
-    cluster.decode[0].go_on();
-    cluster.settled(AT_ONCE);
+    for how in HangUp::BOTH {
+        // To the prefill engine: a verb that ends the lease.
+        for path in ["/kv/release", "/abort_requests"] {
+            let handoff = cluster.prefill[0].lends(&Ask::fresh(100));
+            let body = match path {
+                "/kv/release" => json!({"handle": handoff["remote_handle"], "reason": "router_release"}),
+                _ => json!({"request_ids": [cluster.prefill[0].lease_of_one()]}),
+            };
+            let kept = Call::kept(&cluster.prefill[0].address);
+            cluster.prefill[0].pause();
+            kept.send(path, &body).hang_up(how);
+            cluster.prefill[0].go_on();
+            cluster.settled(AT_ONCE);
+        }
+        // To the decode engine: the handoff, whatever it is wanted for.
+        for path in ["/v1/completions", "/v1/embeddings"] {
+            let ask = Ask::fresh(100);
+            let handoff = cluster.prefill[0].lends(&ask);
+            let kept = Call::kept(&cluster.decode[0].address);
+            cluster.decode[0].pause();
+            kept.send(path, &ask.with("kv_transfer_params", handoff).body).hang_up(how);
+            cluster.decode[0].go_on();
+            cluster.settled(AT_ONCE);
+        }
+    }
+    assert_eq!(cluster.prefill[0].books().leases_opened, 8);
 }
 
 #[test]

@@ -365,12 +365,23 @@ impl Engine {
     }
 
     /// Waits until a request of the router lies unread in one of its sockets; for an engine that stands still, which
-    /// cannot say so itself.
-    pub(crate) fn is_sent_something(&self) {
+    /// cannot say so itself. The ports at the other ends of such sockets.
+    pub(crate) fn is_sent_something(&self) -> Vec<u16> {
+        let unread = || match self.peers(|unread| unread > 0) {
+            ports if ports.is_empty() => Err("its sockets have been read".to_owned()),
+            ports => Ok(ports),
+        };
+        eventually(PATIENCE, &format!("a request is sent to {}", self.name), unread)
+    }
+
+    /// The ports at the other ends of its connections.
+    pub(crate) fn connections(&self) -> Vec<u16> {
+        self.peers(|_| true)
+    }
+
+    fn peers(&self, of: impl Fn(u64) -> bool) -> Vec<u16> {
         let (_, port) = self.address.rsplit_once(':').expect("HOST:PORT");
-        let port: u16 = port.parse().expect("a port");
-        let unread = || if unread_at(port) { Ok(()) } else { Err("its sockets have been read".to_owned()) };
-        eventually(PATIENCE, &format!("a request is sent to {}", self.name), unread);
+        peers_of(port.parse().expect("a port"), of)
     }
 
     /// It stands still until [`Self::go_on`]; its sockets stay open.
@@ -410,16 +421,18 @@ fn words(options: &str) -> Vec<String> {
     options.split_ascii_whitespace().map(str::to_owned).collect()
 }
 
-/// Whether a connection to this port of loopback has bytes that nobody has read: `local_address` and `rx_queue` of
-/// the kernel's table.
-fn unread_at(port: u16) -> bool {
+/// The peers' ports of the connections to this port of loopback of whose unread bytes `of` says so: `local_address`,
+/// `rem_address` and `rx_queue` of the kernel's table.
+fn peers_of(port: u16, of: impl Fn(u64) -> bool) -> Vec<u16> {
     let table = std::fs::read_to_string("/proc/net/tcp").expect("the kernel shows its sockets");
     let local = format!("0100007F:{port:04X}");
-    table.lines().any(|line| {
+    let peer = |line: &str| {
         let fields: Vec<&str> = line.split_ascii_whitespace().collect();
-        let [_, address, _, state, queues, ..] = fields[..] else { return false };
-        let received = queues.split_once(':').and_then(|(_, bytes)| u64::from_str_radix(bytes, 16).ok());
+        let [_, address, peer, state, queues, ..] = fields[..] else { return None };
+        let unread = queues.split_once(':').and_then(|(_, bytes)| u64::from_str_radix(bytes, 16).ok())?;
+        let port = peer.split_once(':').and_then(|(_, port)| u16::from_str_radix(port, 16).ok())?;
         // The queue of a listener counts connections, not bytes.
-        address == local && state != "0A" && received.is_some_and(|bytes| bytes > 0)
-    })
+        (address == local && state != "0A" && of(unread)).then_some(port)
+    };
+    table.lines().filter_map(peer).collect()
 }

@@ -29,6 +29,12 @@ pub(crate) struct Call {
     stream: TcpStream,
 }
 
+/// See [`Call::kept`].
+pub(crate) struct Kept {
+    address: String,
+    stream: TcpStream,
+}
+
 /// A whole answer.
 #[derive(Debug)]
 pub(crate) struct Reply {
@@ -88,11 +94,15 @@ impl Call {
         headers: &str,
         body: &[u8],
     ) -> std::io::Result<Self> {
-        let head = format!(
-            "{method} {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n{headers}content-length: {}\r\n\r\n",
-            body.len()
-        );
-        Self::try_raw(address, &[head.as_bytes(), body].concat())
+        Self::try_raw(address, &request(address, method, path, headers, body))
+    }
+
+    /// A connection on which a request has been answered already.
+    pub(crate) fn kept(address: &str) -> Kept {
+        let mut reader = BufReader::new(Self::new(address, "GET", "/health", b"").stream);
+        let (status, head) = read_head(&mut reader).expect("a head");
+        read_body(&mut reader, status, head).expect("a whole answer");
+        Kept { address: address.to_owned(), stream: reader.into_inner() }
     }
 
     /// Leaves.
@@ -139,6 +149,15 @@ impl Call {
         let (status, head) = read_head(&mut reader).expect("a head");
         assert_eq!(header(&head, "transfer-encoding").as_deref(), Some("chunked"), "{head}");
         Stream { status, reader, pending: Vec::new(), ended: false }
+    }
+}
+
+impl Kept {
+    /// Sends one more request.
+    pub(crate) fn send(mut self, path: &str, body: &Value) -> Call {
+        let bytes = request(&self.address, "POST", path, "", body.to_string().as_bytes());
+        self.stream.write_all(&bytes).expect("it is open");
+        Call { stream: self.stream }
     }
 }
 
@@ -193,6 +212,14 @@ impl Stream {
     pub(crate) fn hang_up(self, how: HangUp) {
         leave(self.reader.into_inner(), how);
     }
+}
+
+fn request(address: &str, method: &str, path: &str, headers: &str, body: &[u8]) -> Vec<u8> {
+    let head = format!(
+        "{method} {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n{headers}content-length: {}\r\n\r\n",
+        body.len()
+    );
+    [head.as_bytes(), body].concat()
 }
 
 pub(super) fn leave(mut stream: TcpStream, how: HangUp) {

@@ -69,9 +69,9 @@ fn named(frontend: &Frontend, headers: &HeaderMap) -> Result<Option<Arc<DpRank>>
 
 /// `POST /kv/release {"handle", "reason"}`: ends a lease early, whichever rank holds it, or only at the rank that the
 /// header names. Idempotent: a repetition is answered too.
-pub(super) async fn release(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
-    let named = named(frontend, request.headers())?;
-    let fields = control_object(frontend, request).await?;
+pub(super) async fn release(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
+    let named = named(&frontend, request.headers())?;
+    let fields = control_object(&frontend, request).await?;
     let handle: Handle = fields
         .get("handle")
         .and_then(Value::as_str)
@@ -91,9 +91,9 @@ pub(super) async fn release(frontend: &Frontend, request: Request<Incoming>) -> 
 /// `POST /abort_requests {"request_ids": [...], "leg": "prefill"|"decode"}`: ends requests by name, running or just
 /// finished. An id that is not known yet is remembered: such a request is ended when it arrives. Idempotent.
 /// Without `leg` both are meant; without the rank header every rank.
-pub(super) async fn abort(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
-    let named = named(frontend, request.headers())?;
-    let fields = control_object(frontend, request).await?;
+pub(super) async fn abort(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
+    let named = named(&frontend, request.headers())?;
+    let fields = control_object(&frontend, request).await?;
     let malformed = || {
         ApiError::invalid(
             "request_ids",
@@ -152,8 +152,11 @@ pub(super) fn reset_prefix_cache(
 /// block's bytes, in the order of the hashes. Two engines with the same model and layout that show the same hash
 /// must show the same digest. `rank=` (0 by default) says whose cache. A page has at most [`crate::digests::DIGEST_BLOCKS_MAX`] blocks and
 /// [`crate::digests::DIGEST_BYTES_MAX`] bytes; `next` is the `after` of the page that follows, null on the last.
-pub(super) async fn kv_digests(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
-    authorize(frontend, request.headers())?;
+pub(super) async fn kv_digests(
+    frontend: Arc<Frontend>,
+    request: Request<Incoming>,
+) -> Result<Reply, ApiError> {
+    authorize(&frontend, request.headers())?;
     let query = request.uri().query().unwrap_or_default();
     let field = |name: &str| query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
     let after = field("after");
@@ -228,12 +231,8 @@ pub(super) fn model(frontend: &Frontend, path: &str) -> Result<Reply, ApiError> 
 }
 
 /// `POST /tokenize`.
-pub(super) async fn tokenize(
-    frontend: &Arc<Frontend>,
-    request: Request<Incoming>,
-) -> Result<Reply, ApiError> {
+pub(super) async fn tokenize(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
     let body = read_body(request, frontend.limits.body_bytes).await?;
-    let frontend = Arc::clone(frontend);
     off_the_http_threads(move || tokenized(&frontend, &body)).await
 }
 
@@ -258,11 +257,10 @@ fn tokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
 
 /// `POST /detokenize`.
 pub(super) async fn detokenize(
-    frontend: &Arc<Frontend>,
+    frontend: Arc<Frontend>,
     request: Request<Incoming>,
 ) -> Result<Reply, ApiError> {
     let body = read_body(request, frontend.limits.body_bytes).await?;
-    let frontend = Arc::clone(frontend);
     off_the_http_threads(move || detokenized(&frontend, &body)).await
 }
 

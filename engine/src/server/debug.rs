@@ -1,6 +1,7 @@
 //! `GET /debug/kv`: blocks by state, requests by phase, leases by age and why they are held; the sums over all cores,
 //! and each core by itself. `GET /debug/kv/events`: what happened, step by step.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::lease::State;
@@ -84,8 +85,8 @@ const EVENTS_SHOWN: usize = 2_000;
 
 /// `GET /debug/kv/events?after=SEQ&wait_ms=MS&limit=N`: the events that follow number `after` (0: the oldest kept;
 /// `latest`: none, but the number of the latest), as soon as there is one or after `wait_ms`.
-pub(super) async fn events(frontend: &Frontend, request: Request<Incoming>) -> Result<Reply, ApiError> {
-    authorize(frontend, request.headers())?;
+pub(super) async fn events(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
+    authorize(&frontend, request.headers())?;
     let query = request.uri().query().unwrap_or_default();
     let field = |name: &str| query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
     let number = |name: &'static str, default: u64, most: u64| match field(name).map(str::parse::<u64>) {

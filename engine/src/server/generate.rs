@@ -25,6 +25,7 @@ use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TryRecvError;
 
 use super::admit::{self, Admitted};
+use super::begun::begun;
 use super::follow::{Choice, Counted, Piece};
 use super::guard::{HandoffBody, HandoffGuard, LentGuard, SequenceGuard};
 use super::http::{self, Reply, Unread, read_what_comes};
@@ -70,50 +71,58 @@ pub(super) enum Progress {
     Nothing,
 }
 
-/// Answers one request to generate.
-pub(super) async fn answer(
+/// Answers one request to generate. Its reading has begun when this returns, and goes on if the future is dropped: a
+/// handoff that has arrived must be given back, also when its connection has ended meanwhile.
+pub(super) fn answer(
     frontend: Arc<Frontend>,
     endpoint: Endpoint,
     request: Request<Incoming>,
-) -> Result<Reply, ApiError> {
+) -> impl Future<Output = Result<Reply, ApiError>> + Send {
+    let reading = request_id(request.headers()).map(|id| {
+        let reading = begun(read(Arc::clone(&frontend), endpoint, id.clone(), request));
+        (id, reading)
+    });
+    async move {
+        let (id, reading) = reading?;
+        let (request, admitted) = reading.await?;
+        let mut exchange = Exchange::start(frontend, request, admitted, &id)?;
+        let first = exchange.next().await?;
+        if exchange.request.stream {
+            return Ok(event_stream(stream::StreamBody::new(exchange, first)));
+        }
+        if let Progress::Lending = first {
+            return Ok(event_stream(early::EarlyBody::new(exchange)));
+        }
+        let (bytes, handoff) = exchange.collect(first).await?;
+        Ok(match handoff {
+            None => http::json(StatusCode::OK, bytes),
+            Some(handoff) => handoff_reply(exchange.guard.core(), &handoff, bytes),
+        })
+    }
+}
+
+/// Reads a request and judges it.
+async fn read(
+    frontend: Arc<Frontend>,
+    endpoint: Endpoint,
+    id: RequestId,
+    request: Request<Incoming>,
+) -> Result<(GenerateRequest, Admitted), ApiError> {
     let arrived = Instant::now();
     let headers = request.headers().clone();
-    let id = request_id(&headers)?;
-    let preparing = {
-        let (frontend, id) = (Arc::clone(&frontend), id.clone());
-        // A task of its own: hyper drops this one when the connection closes, also between the arrival of a body and
-        // its being read, and a handoff that has arrived must be given back all the same.
-        tokio::spawn(async move {
-            let body = match read_what_comes(request, frontend.limits.body_bytes).await {
-                Ok(body) => body,
-                Err(Unread { error, read }) => {
-                    let told = error.clone();
-                    let giving_back = move || rejection::of_broken(&frontend, &headers, &read, &told);
-                    drop(tokio::task::spawn_blocking(giving_back).await);
-                    return Err(error);
-                }
-            };
-            let inline = body.len() <= INLINE_BODY_BYTES;
-            let work = move || prepare(&frontend, endpoint, &headers, &id, &body, arrived);
-            if inline { Ok(work()) } else { tokio::task::spawn_blocking(work).await }
-                .map_err(|_| ApiError::internal("the request could not be read"))?
-        })
+    let body = match read_what_comes(request, frontend.limits.body_bytes).await {
+        Ok(body) => body,
+        Err(Unread { error, read }) => {
+            let told = error.clone();
+            let giving_back = move || rejection::of_broken(&frontend, &headers, &read, &told);
+            drop(tokio::task::spawn_blocking(giving_back).await);
+            return Err(error);
+        }
     };
-    let prepared = preparing.await.map_err(|_| ApiError::internal("the request could not be read"))?;
-    let (request, admitted) = prepared?;
-    let mut exchange = Exchange::start(frontend, request, admitted, &id)?;
-    let first = exchange.next().await?;
-    if exchange.request.stream {
-        return Ok(event_stream(stream::StreamBody::new(exchange, first)));
-    }
-    if let Progress::Lending = first {
-        return Ok(event_stream(early::EarlyBody::new(exchange)));
-    }
-    let (bytes, handoff) = exchange.collect(first).await?;
-    Ok(match handoff {
-        None => http::json(StatusCode::OK, bytes),
-        Some(handoff) => handoff_reply(exchange.guard.core(), &handoff, bytes),
-    })
+    let inline = body.len() <= INLINE_BODY_BYTES;
+    let work = move || prepare(&frontend, endpoint, &headers, &id, &body, arrived);
+    let done = if inline { Ok(work()) } else { tokio::task::spawn_blocking(work).await };
+    done.map_err(|_| ApiError::internal("the request could not be read"))?
 }
 
 fn request_id(headers: &HeaderMap) -> Result<RequestId, ApiError> {

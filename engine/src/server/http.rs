@@ -1,6 +1,7 @@
 //! From a request's path to the code that answers it.
 
-use std::net::SocketAddr;
+use std::future::ready;
+use std::pin::Pin;
 use std::sync::Arc;
 
 use baton_openai::{ApiError, Endpoint};
@@ -11,6 +12,7 @@ use hyper::body::{Body, Incoming};
 use hyper::header::{CONTENT_TYPE, EXPECT, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 
+use super::begun::begun;
 use super::{BODY_TIMEOUT, Frontend, control, debug, generate, rejection};
 
 /// What is read of a body that is too large: enough for any handoff, which routers of ours send before the prompt.
@@ -22,37 +24,51 @@ pub(super) type ReplyBody = BoxBody<Bytes, std::convert::Infallible>;
 /// Every answer of this server.
 pub(super) type Reply = Response<ReplyBody>;
 
-/// Answers one request.
-pub(super) async fn route(frontend: Arc<Frontend>, _peer: SocketAddr, request: Request<Incoming>) -> Reply {
+/// An answer on its way.
+type Answering = Pin<Box<dyn Future<Output = Result<Reply, ApiError>> + Send>>;
+
+/// Answers one request. Whatever others wait for has begun when this returns, and goes on if the future is dropped.
+pub(super) fn route(
+    frontend: Arc<Frontend>,
+    request: Request<Incoming>,
+) -> impl Future<Output = Reply> + Send + 'static {
+    let answer = begin(frontend, request);
+    async move { answer.await.unwrap_or_else(|error| error_reply(&error)) }
+}
+
+fn begin(frontend: Arc<Frontend>, request: Request<Incoming>) -> Answering {
+    let now = |answer: Result<Reply, ApiError>| -> Answering { Box::pin(ready(answer)) };
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
-    let answer = match (&method, path.as_str()) {
+    match (&method, path.as_str()) {
         (&Method::POST, "/v1/completions" | "/v1/chat/completions") => {
             let endpoint = Endpoint::at(&path).expect("both paths generate");
-            generate::answer(frontend, endpoint, request).await
+            Box::pin(generate::answer(frontend, endpoint, request))
         }
-        (&Method::POST, "/tokenize") => control::tokenize(&frontend, request).await,
-        (&Method::POST, "/detokenize") => control::detokenize(&frontend, request).await,
-        (&Method::POST, "/kv/release") => control::release(&frontend, request).await,
-        (&Method::POST, "/abort_requests") => control::abort(&frontend, request).await,
-        (&Method::POST, "/reset_prefix_cache") => control::reset_prefix_cache(&frontend, &request),
-        (&Method::GET, "/debug/kv") => debug::debug_kv(&frontend, &request),
-        (&Method::GET, "/debug/kv/events") => debug::events(&frontend, request).await,
-        (&Method::GET, "/debug/kv/digests") => control::kv_digests(&frontend, request).await,
-        (&Method::GET, "/v1/models") => Ok(control::models(&frontend)),
-        (&Method::GET, "/health" | "/ping") => Ok(control::health(&frontend)),
-        (&Method::GET, "/version") => Ok(json(StatusCode::OK, format!("{{\"version\":\"{}\"}}", version()))),
-        (&Method::GET, "/metrics") => Ok(control::metrics(&frontend)),
-        (&Method::GET, model) if model.starts_with("/v1/models/") => control::model(&frontend, model),
+        (&Method::POST, "/tokenize") => Box::pin(control::tokenize(frontend, request)),
+        (&Method::POST, "/detokenize") => Box::pin(control::detokenize(frontend, request)),
+        (&Method::POST, "/kv/release") => Box::pin(begun(control::release(frontend, request))),
+        (&Method::POST, "/abort_requests") => Box::pin(begun(control::abort(frontend, request))),
+        (&Method::POST, "/reset_prefix_cache") => now(control::reset_prefix_cache(&frontend, &request)),
+        (&Method::GET, "/debug/kv") => now(debug::debug_kv(&frontend, &request)),
+        (&Method::GET, "/debug/kv/events") => Box::pin(debug::events(frontend, request)),
+        (&Method::GET, "/debug/kv/digests") => Box::pin(control::kv_digests(frontend, request)),
+        (&Method::GET, "/v1/models") => now(Ok(control::models(&frontend))),
+        (&Method::GET, "/health" | "/ping") => now(Ok(control::health(&frontend))),
+        (&Method::GET, "/version") => {
+            now(Ok(json(StatusCode::OK, format!("{{\"version\":\"{}\"}}", version()))))
+        }
+        (&Method::GET, "/metrics") => now(Ok(control::metrics(&frontend))),
+        (&Method::GET, model) if model.starts_with("/v1/models/") => now(control::model(&frontend, model)),
         (&Method::POST, unknown) if unknown.starts_with("/v1/") && allowed(unknown).is_none() => {
             // Another engine's endpoint: whatever was prefilled for it is given back.
-            Err(rejection::of_unread(&frontend, request, ApiError::not_found(unknown)).await)
+            let error = ApiError::not_found(unknown);
+            Box::pin(begun(async move { Err(rejection::of_unread(frontend, request, error).await) }))
         }
-        (_, known) => Err(match allowed(known) {
+        (_, known) => now(Err(match allowed(known) {
             Some(allowed) => ApiError::method_not_allowed(method.as_str(), allowed),
             None => ApiError::not_found(known),
-        }),
-    };
-    answer.unwrap_or_else(|error| error_reply(&error))
+        })),
+    }
 }
 
 fn allowed(path: &str) -> Option<&'static str> {

@@ -200,21 +200,16 @@ pub(super) fn of_broken(frontend: &Frontend, headers: &HeaderMap, body: &[u8], e
 
 /// Refuses a request whose body is of no use here, and gives back the handoff in it.
 pub(super) async fn of_unread(
-    frontend: &Arc<Frontend>,
+    frontend: Arc<Frontend>,
     request: Request<Incoming>,
     error: ApiError,
 ) -> ApiError {
-    let frontend = Arc::clone(frontend);
     let headers = request.headers().clone();
     let told = error.clone();
-    // A task of its own: this one ends with its connection.
-    let giving_back = tokio::spawn(async move {
-        let limit = frontend.limits.body_bytes;
-        let body = read_what_comes(request, limit).await.unwrap_or_else(|Unread { read, .. }| read);
-        // Off the HTTP threads: a scan of megabytes would hold up aborts and releases.
-        drop(tokio::task::spawn_blocking(move || of_broken(&frontend, &headers, &body, &error)).await);
-    });
-    drop(giving_back.await);
+    let limit = frontend.limits.body_bytes;
+    let body = read_what_comes(request, limit).await.unwrap_or_else(|Unread { read, .. }| read);
+    // Off the HTTP threads: a scan of megabytes would hold up aborts and releases.
+    drop(tokio::task::spawn_blocking(move || of_broken(&frontend, &headers, &body, &error)).await);
     told
 }
 
