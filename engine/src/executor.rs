@@ -21,7 +21,8 @@ use crate::sampling::Draw;
 pub struct SeqStep<'a> {
     /// Tokens to process, at positions `start .. start + tokens.len()`; at least one.
     pub tokens: &'a [u32],
-    /// Position of the first of them; KV of all earlier positions is in the block table.
+    /// Position of the first of them; KV of all earlier positions is in the block table, where earlier steps put it: a device
+    /// may read it before this step has begun.
     pub start: usize,
     /// Blocks that hold positions `0 .. start + tokens.len()`, in order; this step writes its own KV there.
     pub block_table: &'a [BlockId],

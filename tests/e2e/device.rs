@@ -1,5 +1,6 @@
 //! Engines whose KV lies in a device's own memory, on one host: blocks go from device to device. The device is the
-//! software one, whose pools are really shared between processes.
+//! software one, whose pools are really shared between processes. `BATON_TEST_DEVICE=cuda:0` runs the same on a GPU
+//! (`bench/gpu/check.sh`).
 
 use std::collections::BTreeMap;
 

@@ -28,6 +28,12 @@ pub(crate) enum Signal {
     Terminate,
 }
 
+/// The binary under test: the one that was built with the tests, or another where those are run on a machine that did not
+/// build them.
+fn binary() -> std::ffi::OsString {
+    std::env::var_os("BATON_TEST_BINARY").unwrap_or(env!("CARGO_BIN_EXE_baton").into())
+}
+
 /// A running process; it is ended when this is dropped.
 pub(crate) struct Process {
     name: String,
@@ -41,13 +47,13 @@ pub(crate) struct Process {
 impl Process {
     /// Starts `baton` with these arguments, supervised by a pipe on its stdin.
     pub(crate) fn start(name: &str, args: &[String], folder: &Path) -> Self {
-        Self::spawn(name, Command::new(env!("CARGO_BIN_EXE_baton")), args, folder)
+        Self::spawn(name, Command::new(binary()), args, folder)
     }
 
     /// As [`Self::start`], with its system calls in a file.
     pub(crate) fn traced(name: &str, args: &[String], folder: &Path, calls: &Path) -> Self {
         let mut strace = Command::new("strace");
-        strace.args(["-f", "-o"]).arg(calls).arg(env!("CARGO_BIN_EXE_baton"));
+        strace.args(["-f", "-o"]).arg(calls).arg(binary());
         Self::spawn(name, strace, args, folder)
     }
 
@@ -55,6 +61,9 @@ impl Process {
     pub(crate) fn spawn(name: &str, mut command: Command, args: &[String], folder: &Path) -> Self {
         let log = folder.join(format!("{name}.log"));
         let stderr = File::create(&log).expect("the test's folder can be written");
+        // Where there is a GPU, what would run on the software device runs on that.
+        let device = std::env::var("BATON_TEST_DEVICE").unwrap_or("software".into());
+        let args = args.iter().map(|arg| if arg == "software" { &device } else { arg });
         let mut child = command
             .args(args)
             .arg("--until-stdin-ends")

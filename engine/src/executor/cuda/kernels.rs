@@ -214,11 +214,18 @@ impl Shape {
         (self.heads / self.kv_heads).div_ceil(GROUP_HEADS)
     }
 
-    /// Splits of decode attention for so many sequences: as many blocks as fill the device twice.
+    /// Splits of decode attention for so many sequences. Two blocks run on a processor at a time, and what matters is how
+    /// long all rounds of them take: more splits are worth it where that is a tenth less.
     #[must_use]
+    #[allow(clippy::cast_precision_loss)] // a few thousand
     pub fn splits(&self, sequences: usize, multiprocessors: u32) -> usize {
-        let blocks = sequences * self.kv_heads * self.group_tiles();
-        (2 * multiprocessors as usize).div_ceil(blocks.max(1)).clamp(1, SPLITS_MAX)
+        let blocks = (sequences * self.kv_heads * self.group_tiles()).max(1);
+        let at_once = (2 * multiprocessors as usize).max(1);
+        let time = |splits: usize| (blocks * splits).div_ceil(at_once) as f64 / splits as f64;
+        let better = |best: usize, splits: usize| if time(splits) < 0.9 * time(best) { splits } else { best };
+        // The most that run in one round, and from there on what is better.
+        let first = (at_once / blocks).clamp(1, SPLITS_MAX);
+        (first..=SPLITS_MAX.min(4 * first)).fold(first, better)
     }
 
     /// First element of a layer's KV in a block.
@@ -374,7 +381,7 @@ pub fn decode_attention(
     // A warp of the merge knows as many.
     assert!(splits <= SPLITS_MAX, "{splits} splits, at most {SPLITS_MAX}");
     let pipeline = DECODE_WARPS * DECODE_STAGES * 2 * 16 * row_bytes(shape);
-    let meeting = DECODE_WARPS * 16 * (shape.head_dim + 2) * 4;
+    let meeting = DECODE_WARPS * 16 * (shape.head_dim + 8 + 2) * 4;
     let attend = Launch {
         kernel: Kernel::DecodeAttention,
         grid: [grid(splits), grid(shape.kv_heads * shape.group_tiles()), grid(sequences)],
@@ -399,7 +406,7 @@ pub fn decode_attention(
     let merge = Launch {
         kernel: Kernel::MergeAttention,
         grid: [grid(shape.heads), grid(sequences), 1],
-        threads: 128,
+        threads: 256,
         shared_bytes: 0,
         args: vec![
             Arg::In(parts.partial),

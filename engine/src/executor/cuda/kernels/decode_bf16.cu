@@ -11,12 +11,16 @@
 extern "C" __global__ void __launch_bounds__(128)
 decode_attention(const T* qkv, const T* pool, const int* tables, const int* decode, float* partial, float* summary,
                  u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, u32 splits, float scale) {
-    let_later_begin();
-    wait_for_earlier();
     extern __shared__ __align__(16) unsigned char shared[];
+    let_later_begin();
+    // The step's integers, and all keys and values but the newest, were there before the first kernel of the step: the
+    // first of them are on their way while earlier kernels still run.
     const int* entry = decode + blockIdx.z * 3;
     const int length = entry[1];
-    if (length == 0) return;
+    if (length == 0) {
+        wait_for_earlier();
+        return;
+    }
     const int* table = tables + entry[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int group = heads / kv_heads, group_tiles = (group + 15) / 16;
@@ -27,6 +31,7 @@ decode_attention(const T* qkv, const T* pool, const int* tables, const int* deco
     const int per_split = split_tokens(length, splits);
     const int start = blockIdx.x * per_split, end = min(length, start + per_split);
     if (start >= end) {
+        wait_for_earlier();
         if (threadIdx.x < count) {
             summary[(results + static_cast<u64>(threadIdx.x) * splits) * 2] = NEGATIVE_INFINITY;
             summary[(results + static_cast<u64>(threadIdx.x) * splits) * 2 + 1] = 0.0f;
@@ -43,8 +48,16 @@ decode_attention(const T* qkv, const T* pool, const int* tables, const int* deco
         }
         copies_end_group();
     };
+    auto is_old = [&](int tile) { return start + tile * 16 + 16 < length; };
 #pragma unroll
-    for (int stage = 0; stage < DECODE_STAGES - 1; stage++) request(warp + stage * DECODE_WARPS);
+    for (int stage = 0; stage < DECODE_STAGES - 1; stage++) {
+        if (is_old(warp + stage * DECODE_WARPS)) request(warp + stage * DECODE_WARPS);
+    }
+    wait_for_earlier();
+#pragma unroll
+    for (int stage = 0; stage < DECODE_STAGES - 1; stage++) {
+        if (!is_old(warp + stage * DECODE_WARPS)) request(warp + stage * DECODE_WARPS);
+    }
 
     const u64 width = static_cast<u64>(heads + 2 * kv_heads) * HEAD_DIM;
     u32 q[STEPS][4];
@@ -99,21 +112,24 @@ decode_attention(const T* qkv, const T* pool, const int* tables, const int* deco
     copies_wait<0>();
     __syncthreads();
 
-    // The warps meet: numerators, then maximum and denominator of each row, by warp.
+    // The warps meet: numerators, then maximum and denominator of each row, by warp. Rows are eight words longer than a head,
+    // so that the four rows that a warp writes at once lie in different banks.
+    constexpr int MEETING = HEAD_DIM + 8;
     float* meeting = reinterpret_cast<float*>(shared);
-    float* numbers = meeting + DECODE_WARPS * 16 * HEAD_DIM;
+    float* numbers = meeting + DECODE_WARPS * 16 * MEETING;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = warp * 16 + lane / 4 + half * 8;
         const float total = quad_sum(sum[half]);
+        if (lane / 4 + half * 8 >= count) continue;
         if (lane % 4 == 0) {
             numbers[row * 2] = highest[half];
             numbers[row * 2 + 1] = total;
         }
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 8; n++) {
-            meeting[row * HEAD_DIM + n * 8 + lane % 4 * 2] = outputs[n][half * 2];
-            meeting[row * HEAD_DIM + n * 8 + lane % 4 * 2 + 1] = outputs[n][half * 2 + 1];
+            meeting[row * MEETING + n * 8 + lane % 4 * 2] = outputs[n][half * 2];
+            meeting[row * MEETING + n * 8 + lane % 4 * 2 + 1] = outputs[n][half * 2 + 1];
         }
     }
     __syncthreads();
@@ -126,7 +142,7 @@ decode_attention(const T* qkv, const T* pool, const int* tables, const int* deco
 #pragma unroll
         for (int w = 0; w < DECODE_WARPS; w++) {
             const float weight = power_of_2(numbers[(w * 16 + row) * 2] - best);
-            value += weight * meeting[(w * 16 + row) * HEAD_DIM + column];
+            value += weight * meeting[(w * 16 + row) * MEETING + column];
             total += weight * numbers[(w * 16 + row) * 2 + 1];
         }
         const u64 at = results + static_cast<u64>(row) * splits;

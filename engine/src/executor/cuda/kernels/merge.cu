@@ -1,14 +1,15 @@
 // Puts the splits of decode attention together. Grid (heads, sequences); maxima are in units of log 2.
 //
 // Lane l of every warp knows the weights of splits l and l + 32; the warps share the splits, and meet at the end.
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(256)
 merge_attention(const float* partial, const float* summary, const int* decode, T* out, u32 heads, u32 splits) {
-    constexpr int WARPS = 4, MINE = (HEAD_DIM + 31) / 32;
+    constexpr int WARPS = 8, MINE = (HEAD_DIM + 31) / 32;
     __shared__ float meeting[WARPS][HEAD_DIM];
     let_later_begin();
-    wait_for_earlier();
     const int* entry = decode + blockIdx.y * 3;
-    if (entry[1] == 0) return;
+    const int row = entry[0], keys = entry[1];
+    wait_for_earlier();
+    if (keys == 0) return;
     const u64 first = (static_cast<u64>(blockIdx.y) * heads + blockIdx.x) * splits;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float highest[2], weight[2];
@@ -30,7 +31,7 @@ merge_attention(const float* partial, const float* summary, const int* decode, T
     total = warp_sum(total);
 
     float values[MINE] = {};
-#pragma unroll 4
+#pragma unroll 8
     for (u32 s = warp; s < splits; s += WARPS) {
         const float by = __shfl_sync(ALL_LANES, s < 32 ? weight[0] : weight[1], static_cast<int>(s % 32));
 #pragma unroll
@@ -46,7 +47,7 @@ merge_attention(const float* partial, const float* summary, const int* decode, T
         if (i < HEAD_DIM) meeting[warp][i] = values[m];
     }
     __syncthreads();
-    T* to = out + (static_cast<u64>(entry[0]) * heads + blockIdx.x) * HEAD_DIM;
+    T* to = out + (static_cast<u64>(row) * heads + blockIdx.x) * HEAD_DIM;
     for (u32 i = threadIdx.x; i < HEAD_DIM; i += blockDim.x) {
         float value = 0.0f;
 #pragma unroll

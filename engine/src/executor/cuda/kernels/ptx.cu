@@ -12,7 +12,9 @@ __device__ __forceinline__ void let_later_begin() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Waits until all work before this kernel is done and can be seen. Until then a kernel touches nothing but weights.
+// Waits until all work before this kernel is done and can be seen. Every block does, also one with nothing to do: who comes
+// later relies on it. Before it a kernel reads nothing but what was there before the step's first kernel (weights, the step's
+// integers, older keys and values), and writes nothing.
 __device__ __forceinline__ void wait_for_earlier() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -11,13 +11,24 @@ extern "C" __global__ void __launch_bounds__(128)
 rope_kv(T* qkv, const float* bias, const float* q_norm, const float* k_norm, const float* angles, const int* positions,
         const int* slots, T* pool, u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, float eps) {
     let_later_begin();
-    wait_for_earlier();
     const u32 unit = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (unit >= heads + 2 * kv_heads) return;
+    if (unit >= heads + 2 * kv_heads) {
+        wait_for_earlier();
+        return;
+    }
     const u64 row = blockIdx.x;
     T* head = qkv + (row * (heads + 2 * kv_heads) + unit) * HEAD_DIM;
     const bool is_query = unit < heads, is_value = unit >= heads + kv_heads;
     const int slot = slots[row];
+    const float* angle = angles + static_cast<u64>(positions[row]) * HEAD_DIM;
+    float cosine[PAIRS], sine[PAIRS];
+#pragma unroll
+    for (int p = 0; p < PAIRS; p++) {
+        const u32 i = p * 32 + lane;
+        cosine[p] = is_value || i >= HALF ? 1.0f : angle[i];
+        sine[p] = is_value || i >= HALF ? 0.0f : angle[HALF + i];
+    }
+    wait_for_earlier();
     if (!is_query && slot < 0) return;
 
     float low[PAIRS], high[PAIRS];
@@ -55,13 +66,11 @@ rope_kv(T* qkv, const float* bias, const float* q_norm, const float* k_norm, con
         const u64 vector = static_cast<u64>(index) * block_tokens + static_cast<u32>(slot) % block_tokens;
         to = pool + static_cast<u64>(static_cast<u32>(slot) / block_tokens) * block_stride + layer + vector * HEAD_DIM;
     }
-    const float* angle = angles + static_cast<u64>(positions[row]) * HEAD_DIM;
 #pragma unroll
     for (int p = 0; p < PAIRS; p++) {
         const u32 i = p * 32 + lane;
         if (i >= HALF) continue;
-        const float cosine = is_value ? 1.0f : angle[i], sine = is_value ? 0.0f : angle[HALF + i];
-        to[i] = narrow(low[p] * cosine - high[p] * sine);
-        to[i + HALF] = narrow(high[p] * cosine + low[p] * sine);
+        to[i] = narrow(low[p] * cosine[p] - high[p] * sine[p]);
+        to[i + HALF] = narrow(high[p] * cosine[p] + low[p] * sine[p]);
     }
 }

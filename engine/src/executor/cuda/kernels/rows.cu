@@ -19,14 +19,23 @@ add_rms_norm(float* hidden, const float* delta, const float* bias, const float* 
     constexpr u32 KEPT = 4;
     __shared__ float scratch[16];
     let_later_begin();
-    wait_for_earlier();
     const int row = rows ? rows[blockIdx.x] : static_cast<int>(blockIdx.x);
+    const bool is_short = width % 4 == 0 && width <= 4 * KEPT * blockDim.x;
+    Four by[KEPT];
+    if (is_short) {
+#pragma unroll
+        for (u32 k = 0; k < KEPT; k++) {
+            const u32 i = (k * blockDim.x + threadIdx.x) * 4;
+            if (i < width) by[k] = *reinterpret_cast<const Four*>(weight + i);
+        }
+    }
+    wait_for_earlier();
     if (row < 0) return;
     float* x = hidden + static_cast<u64>(row) * width;
     const float* add = delta ? delta + static_cast<u64>(row) * width : nullptr;
     T* to = out + static_cast<u64>(blockIdx.x) * width;
     float squares = 0.0f;
-    if (width % 4 == 0 && width <= 4 * KEPT * blockDim.x) {
+    if (is_short) {
         Four kept[KEPT];
 #pragma unroll
         for (u32 k = 0; k < KEPT; k++) {
@@ -48,10 +57,9 @@ add_rms_norm(float* hidden, const float* delta, const float* bias, const float* 
         for (u32 k = 0; k < KEPT; k++) {
             const u32 i = (k * blockDim.x + threadIdx.x) * 4;
             if (i >= width) continue;
-            const Four by = *reinterpret_cast<const Four*>(weight + i);
             float scaled[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) scaled[j] = kept[k].at[j] * scale * by.at[j];
+            for (int j = 0; j < 4; j++) scaled[j] = kept[k].at[j] * scale * by[k].at[j];
             store_4(to + i, scaled);
         }
         return;

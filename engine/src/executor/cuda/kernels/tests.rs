@@ -143,8 +143,10 @@ fn decode_attention_is_split_by_what_fills_the_device() {
         block_stride: 1,
         norm_eps: 1e-5,
     };
-    // 132 multiprocessors, two blocks for each.
-    assert_eq!([1, 8, 33, 256].map(|sequences| shape.splits(sequences, 132)), [33, 5, 1, 1]);
+    // 132 multiprocessors, two blocks for each: 264 at a time, of 8 for each sequence.
+    assert_eq!([1, 8, 32, 33, 256].map(|sequences| shape.splits(sequences, 132)), [33, 4, 1, 1, 1]);
+    // 192 blocks fill three quarters; 768 are three rounds, each a quarter as long. 272 are one more than a round.
+    assert_eq!([24, 34].map(|sequences| shape.splits(sequences, 132)), [4, 3]);
     assert_eq!(Shape { heads: 1, kv_heads: 1, ..shape }.splits(1, 132), SPLITS_MAX);
 }
 
