@@ -49,6 +49,9 @@ pub struct GpuNixl {
     /// MiB of one batch; engines take 32
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub batch_mib: u16,
+    /// Only trials with this in their name; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub trial: Vec<String>,
     /// The library, and no other is looked for
     #[arg(long, env = find::VARIABLE, value_name = "FILE")]
     pub nixl_library: Option<PathBuf>,
@@ -103,6 +106,7 @@ pub fn run(options: &GpuNixl, out: &mut dyn Write) -> Result<(), BenchError> {
     let DeviceChoice::Accelerator(accelerator) = options.device else {
         return Err("--device cpu has no memory of its own".into());
     };
+    trials::known(&options.trial)?;
     let library = match find::library(options.nixl_library.as_deref()) {
         Ok(library) => library,
         Err(why) => return Err(Skipped(why.to_string()).into()),

@@ -34,6 +34,17 @@ const MOMENTS_US: [u64; 4] = [100, 700, 2_000, 6_000];
 /// Of a block that nothing has landed in.
 const MARK: u8 = 0xee;
 
+/// What [`all`] can try, by name.
+const STALE: &str = "a stale read";
+const ENDED: &str = "a lease that ends unread";
+const ABORTED: &str = "an abort in mid-read";
+const KILLED: &str = "kill -9 in mid-read";
+const STOPPED: &str = "SIGSTOP, and SIGCONT later";
+const FREE: &str = "a dead producer's memory";
+const MANY: &str = "more descriptors than one request has";
+const LARGE: &str = "blocks larger than a batch";
+const NAMES: [&str; 8] = [STALE, ENDED, ABORTED, KILLED, STOPPED, FREE, MANY, LARGE];
+
 static GO: AtomicBool = AtomicBool::new(false);
 
 /// A pool, and the transport into it.
@@ -61,6 +72,10 @@ impl Other {
         command.args(["--serve", &blocks.to_string(), "--block-bytes", &block_bytes.to_string()]);
         if let Some(library) = &options.nixl_library {
             command.arg("--nixl-library").arg(library);
+        }
+        // UCX writes to standard output unless told; nobody reads what a producer that ends says there last.
+        if std::env::var_os("UCX_LOG_FILE").is_none() {
+            command.env("UCX_LOG_FILE", "stderr");
         }
         let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let (asks, says) = (process.stdin.take(), process.stdout.take());
@@ -205,6 +220,21 @@ impl<'a, D: Device> Consumer<'a, D> {
     }
 }
 
+/// Whether this trial is among those that were asked for: all of them, if none was.
+fn wanted(texts: &[String], name: &str) -> bool {
+    texts.is_empty() || texts.iter().any(|text| name.contains(text.as_str()))
+}
+
+/// # Errors
+/// A text that is in no trial's name.
+pub(super) fn known(texts: &[String]) -> Result<(), BenchError> {
+    let strange = texts.iter().find(|&text| !NAMES.iter().any(|name| name.contains(text.as_str())));
+    match strange {
+        None => Ok(()),
+        Some(text) => Err(wrong(format!("--trial {text:?} is in none of the names: {}", NAMES.join("; ")))),
+    }
+}
+
 /// Everything, and what came of it.
 pub(super) fn all<D: Device>(
     open: impl Fn() -> Result<D, DeviceError>,
@@ -222,27 +252,30 @@ pub(super) fn all<D: Device>(
     blocks_checked += main.compare()?;
     let copy = main.pool.copy(options.repetitions.max(1))?;
     let mut trials = Vec::new();
-    let mut tried = |name, run: &mut dyn FnMut() -> Result<String, BenchError>| {
+    let mut tried = |name: &'static str, run: &mut dyn FnMut() -> Result<String, BenchError>| {
+        if !wanted(&options.trial, name) {
+            return;
+        }
         let begun = Instant::now();
         let seen = run().map_err(|error| error.to_string());
         trials.push(Trial { name, seen, took_ms: begun.elapsed().as_secs_f64() * 1e3 });
     };
-    tried("a stale read", &mut || stale(&main, &mut other));
-    tried("a lease that ends unread", &mut || ended(&main, &mut other));
-    tried("an abort in mid-read", &mut || aborted(&mut main, &mut other));
+    tried(STALE, &mut || stale(&main, &mut other));
+    tried(ENDED, &mut || ended(&main, &mut other));
+    tried(ABORTED, &mut || aborted(&mut main, &mut other));
     drop(other);
-    tried("kill -9 in mid-read", &mut || killed(&mut main));
-    tried("SIGSTOP, and SIGCONT later", &mut || stopped(&mut main));
-    tried("a dead producer's memory", &mut || freed(&mut main));
+    tried(KILLED, &mut || killed(&mut main));
+    tried(STOPPED, &mut || stopped(&mut main));
+    tried(FREE, &mut || freed(&mut main));
     drop(main);
-    tried("more descriptors than one request has", &mut || {
+    tried(MANY, &mut || {
         let bytes = 16 << 10;
         shaped(
             consumer((3 * DEVICE_BATCH_BYTES / bytes, bytes))?,
             DEVICE_BATCH_BYTES / bytes > DESCRIPTORS_MAX,
         )
     });
-    tried("blocks larger than a batch", &mut || shaped(consumer((5, DEVICE_BATCH_BYTES + 4096))?, true));
+    tried(LARGE, &mut || shaped(consumer((5, DEVICE_BATCH_BYTES + 4096))?, true));
     let (handoff, copy) = (milliseconds(times), milliseconds(copy));
     Ok(Report {
         device: open()?.name(),
