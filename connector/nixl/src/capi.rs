@@ -30,11 +30,18 @@ const PROGRESS_DELAY_US: u64 = 10_000;
 /// emulates reads in the producer's process, and aborts that process when the reader has gone in the meantime
 /// (measured with UCX 1.23: "Fatal: unexpected error: Endpoint timeout"); our own TCP does not.
 ///
+/// No keepalive, and no request at the first meeting (`RESOLVE_REMOTE_EP_ID`), which only keepalive needs: the silence bound
+/// and the lease do that. A producer that was stopped while a reader's agent met it, and is continued when that agent has
+/// gone, has an endpoint without lanes for a moment; a round of keepalive that comes then reads through its null pointer
+/// (UCX 1.23, 2026-11-22: SIGSEGV in `ucp_ep_do_uct_ep_am_keepalive`, called by `ucp_worker_do_ep_keepalive`). Without the
+/// first a producer survives such a request of any reader, without the second none is sent.
+///
 /// Between GPUs: without `ENABLE_GET_ZCOPY` UCX copies from another process's GPU only where it sees NVLink, and otherwise
 /// has the producer's processor send the bytes. With `CACHE` another process's memory stays open for the life of this one,
 /// also when its owner has died; its GPU's memory would stay taken. (`src/uct/cuda/cuda_ipc` of UCX.) A UCX without CUDA
 /// knows neither, and goes on.
-const UCX: &CStr = c"TLS=^tcp,MM_ERROR_HANDLING=y,CUDA_IPC_ENABLE_GET_ZCOPY=on,CUDA_IPC_CACHE=n";
+const UCX: &CStr = c"TLS=^tcp,MM_ERROR_HANDLING=y,KEEPALIVE_INTERVAL=inf,RESOLVE_REMOTE_EP_ID=n,\
+CUDA_IPC_ENABLE_GET_ZCOPY=on,CUDA_IPC_CACHE=n";
 
 /// What NIXL calls a kind of memory, and the device's number.
 fn named(segment: Segment) -> (c_int, u64) {

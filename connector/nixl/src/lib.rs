@@ -29,6 +29,7 @@
 //! | a notification is lost, late or unordered, and is sent by the reader's next poll | none is used: the side channel says everything |
 //! | a progress thread spins by default | ours sleeps (10 ms at the most between two looks), and only producers have one |
 //! | over UCX's TCP, a producer that answers a reader who has left is **aborted by UCX** | UCX's TCP is not used unless `UCX_TLS` says so: our own is faster and has no such end |
+//! | UCX's keepalive reads a null pointer in a producer that was stopped while a reader met it, and goes on when that reader has gone | there is no keepalive; see `capi` |
 //!
 //! # Quarantine
 //! A request that fails, or that is not over within the silence bound, leaves its landing blocks unsafe: bytes may

@@ -51,6 +51,7 @@ static GO: AtomicBool = AtomicBool::new(false);
 struct Consumer<'a, D> {
     pool: Pool<D>,
     transport: NixlDeviceTransport,
+    library: Arc<dyn Library>,
     options: &'a GpuNixl,
 }
 
@@ -131,6 +132,11 @@ fn wrong(what: impl Into<String>) -> BenchError {
     what.into().into()
 }
 
+fn connected<D: Device>(pool: &Pool<D>, library: &Arc<dyn Library>) -> NixlDeviceTransport {
+    let client = ClientOptions { silence: SILENCE, ..ClientOptions::default() };
+    device_transport(Arc::clone(library), Arc::clone(&pool.port) as Arc<dyn DevicePool>, client)
+}
+
 impl<'a, D: Device> Consumer<'a, D> {
     fn new(
         device: D,
@@ -139,9 +145,12 @@ impl<'a, D: Device> Consumer<'a, D> {
         (blocks, block_bytes): (usize, usize),
     ) -> Result<Self, BenchError> {
         let pool = Pool::new(device, blocks, block_bytes)?;
-        let client = ClientOptions { silence: SILENCE, ..ClientOptions::default() };
-        let port = Arc::clone(&pool.port) as Arc<dyn DevicePool>;
-        Ok(Self { transport: device_transport(Arc::clone(library), port, client), pool, options })
+        Ok(Self { transport: connected(&pool, library), pool, library: Arc::clone(library), options })
+    }
+
+    /// With a new agent: the one before ends.
+    fn renew(&mut self) {
+        self.transport = connected(&self.pool, &self.library);
     }
 
     fn producer(&self) -> Result<Other, BenchError> {
@@ -356,7 +365,7 @@ fn killed<D: Device>(main: &mut Consumer<'_, D>) -> Result<String, BenchError> {
 
 fn stopped<D: Device>(main: &mut Consumer<'_, D>) -> Result<String, BenchError> {
     let mut said = Vec::new();
-    for moment in [MOMENTS_US[0], MOMENTS_US[2]] {
+    for moment in MOMENTS_US {
         let mut other = main.producer()?;
         let order = main.order(other.lends()?);
         let stop = || other.signal(libc::SIGSTOP);
@@ -365,6 +374,8 @@ fn stopped<D: Device>(main: &mut Consumer<'_, D>) -> Result<String, BenchError> 
             return Err(wrong(format!("a stopped producer says {verdict:?}")));
         }
         main.mark()?;
+        // The producer, continued, finds requests of an agent that has gone, whether or not the read was broken off.
+        main.renew();
         other.signal(libc::SIGCONT);
         main.stays_marked()?;
         let ended = other.process.try_wait()?;
