@@ -136,15 +136,16 @@ fn expiries(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     }
 }
 
-/// Answers that are not what the same prompt gives when all is quiet. Of engines that are not ours (those without an event
-/// log), beyond what batching changes in the calm.
+/// Answers that are not what the same prompt gives when all is quiet. Of engines in which batching may change texts (those
+/// without an event log, and ours that say so), beyond what it changes in the calm.
 fn wrong_texts(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     let tags: Vec<_> = wrong(facts).collect();
     let texts = &summary.texts;
     let share = |wrong: u64, compared: u64| wrong as f64 / compared.max(1) as f64;
     let calm = share(texts.wrong_in_calm, texts.compared_in_calm);
     let (wrong, compared) = (texts.wrong - texts.wrong_in_calm, texts.compared - texts.compared_in_calm);
-    if summary.exact && texts.wrong > 0 {
+    let steady = summary.exact && !facts.engines.iter().any(|engine| engine.batching_shows);
+    if steady && texts.wrong > 0 {
         let (wrong, compared) = (texts.wrong, texts.compared);
         let says =
             format!("{wrong} of {compared} answers are not what the same prompt gives when all is quiet");
