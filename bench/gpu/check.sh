@@ -5,12 +5,15 @@
 #
 # BATON is a built binary (`cargo build --release` makes target/release/baton); OUT is a folder for the results, by
 # default bench/results. It needs libcuda (the driver), libnvrtc and libcublasLt; a folder with the last two can be named
-# in BATON_CUDA_LIBRARIES. HANDOFF may name the built test binary of engine/tests/handoff: its tests then run on the GPU.
+# in BATON_CUDA_LIBRARIES. HANDOFF and E2E may name the built test binaries of engine/tests/handoff and tests/e2e
+# (`cargo test -p baton-engine --test handoff --no-run`, `cargo test --test e2e --no-run`): their tests of devices then run on
+# the GPU. They look for the repository where they were built: link its path there.
 #
-# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc nixl handoff sanitizer", in
-# this order. The step nixl needs NIXL's library (`pip install --no-deps nixl nixl-cu13`), which BATON_NIXL_LIBRARY may name.
+# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc nixl handoff e2e sanitizer
+# disconnect", in this order; the last takes two minutes, all others together about four. The step nixl needs NIXL's library (`pip install --no-deps nixl nixl-cu13`), which BATON_NIXL_LIBRARY may name.
 #
-# DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc, nixl and handoff, and no speed.
+# DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc, nixl, handoff and e2e, and no
+# speed.
 #
 # Exit codes: 0 all right; 1 something is wrong; 2 wrong arguments; 77 there is no GPU, nothing was checked.
 set -uo pipefail
@@ -19,8 +22,9 @@ cd "$(dirname "$0")/../.."
 baton=${1:?usage: bench/gpu/check.sh BATON [OUT]}
 out=${2:-bench/results}
 handoff=${HANDOFF:-}
+e2e=${E2E:-}
 device=${DEVICE:-cuda:0}
-steps=" ${STEPS:-parity speed ipc nixl handoff sanitizer} "
+steps=" ${STEPS:-parity speed ipc nixl handoff e2e sanitizer disconnect} "
 if ! [ -x "$baton" ]; then
     echo "check.sh: $baton cannot be run; build it first: cargo build --release" >&2
     exit 2
@@ -53,6 +57,7 @@ else
     echo "## A DRY RUN ON THE SOFTWARE DEVICE: nothing of a GPU is checked or measured." >&2
     steps=${steps//" speed "/" "}
     steps=${steps//" sanitizer "/" "}
+    steps=${steps//" disconnect "/" "}
 fi
 if [ "$code" = 77 ]; then
     echo >&2
@@ -122,15 +127,36 @@ if wanted handoff; then
     fi
 fi
 
+if wanted e2e; then
+    step "router and engines as processes, with KV in device memory"
+    if [ -n "$e2e" ]; then
+        BATON_TEST_DEVICE=$device BATON_TEST_BINARY=$(realpath "$baton") "$e2e" device:: between_devices --test-threads 2 \
+            || failed+=("end-to-end tests")
+    else
+        echo "SKIPPED: set E2E to the built test binary of tests/e2e"
+    fi
+fi
+
 if wanted sanitizer; then
     step "compute-sanitizer"
     if command -v compute-sanitizer >/dev/null; then
         for tool in memcheck racecheck synccheck; do
-            compute-sanitizer --tool "$tool" --error-exitcode 9 "$baton" bench gpu --check-only \
+            echo "-- $tool"
+            timeout 120 compute-sanitizer --tool "$tool" --error-exitcode 9 "$baton" bench gpu --check-only \
                 || failed+=("compute-sanitizer $tool")
         done
     else
         echo "SKIPPED: compute-sanitizer is not installed"
+    fi
+fi
+
+if wanted disconnect; then
+    step "clients that leave engines on this GPU"
+    # What it finds is told in its report, and fails nothing here: a run that could not be made does.
+    if "$baton" bench disconnect --out "$work/disconnect" -- --device "$device"; then
+        cp "$work/disconnect/summary.json" "$out/$(date -u +%Y-%m-%d)-gpu-disconnect.json"
+    else
+        failed+=("disconnect")
     fi
 fi
 

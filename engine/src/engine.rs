@@ -212,7 +212,7 @@ impl Engine {
             broken: broken.clone(),
             log: Arc::default(),
         };
-        let vocab = executors[0].vocab();
+        let (vocab, batch_invariant) = (executors[0].vocab(), executors[0].is_batch_invariant());
         let metrics = Arc::new(EngineMetrics::new(&model));
         let mut running = Vec::with_capacity(options.data_parallel_size);
         let mut sides = sides.into_iter();
@@ -245,6 +245,7 @@ impl Engine {
             cores: running.iter().map(|running| Arc::clone(&running.core)).collect(),
             metrics,
             log: Arc::clone(&common.log),
+            batch_invariant,
             next_sequence: AtomicU64::new(1),
         });
         Ok(Self {

@@ -105,11 +105,16 @@ pub trait Executor: Send {
     /// Runs one step over `batch` and leaves the wanted rows in `logits` (cleared first).
     ///
     /// Deterministic: a row depends only on its own sequence's tokens, never on what is batched beside it,
-    /// nor on how its prompt was cut into chunks (exact mode).
+    /// nor on how its prompt was cut into chunks (exact mode), unless [`Self::is_batch_invariant`] says otherwise.
     ///
     /// # Errors
     /// [`ExecutorError`]; the KV of the batch's positions is then undefined.
     fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError>;
+
+    /// Whether a row's bits are the same whatever is batched beside it.
+    fn is_batch_invariant(&self) -> bool {
+        true
+    }
 
     /// These blocks may be written through [`Self::regions`] from now on, by a transport or a tier, until the next step
     /// that has them in a block table. For an executor that computes in the regions themselves that is nothing new.

@@ -116,6 +116,8 @@ pub struct Frontend {
     pub metrics: Arc<EngineMetrics>,
     /// What happened to requests.
     pub log: Arc<EventLog>,
+    /// Whether what is batched beside a request leaves its words as they are.
+    pub batch_invariant: bool,
     /// The next sequence's id.
     pub next_sequence: AtomicU64,
 }

@@ -12,6 +12,8 @@ const SHOWN: usize = 5;
 
 /// A share of clients below this is chance.
 const RARE: f64 = 0.02;
+/// What is less likely than this is not chance.
+const CHANCE: f64 = 0.01;
 
 /// Bystanders whose 99th percentile grows by less than this factor, or by fewer milliseconds, are not harmed.
 const SLOWER: f64 = 1.5;
@@ -125,9 +127,13 @@ fn expiries(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
         let call = facts.calls.iter().find(|call| call.tag == tag);
         call.and_then(|call| facts.act(&call.act)).is_some_and(|act| act.what == ActKind::Fault)
     };
-    let by_tag = facts.timelines.iter().filter(|(tag, timeline)| timeline.expired() && !in_fault(tag));
-    let tags: Vec<_> = by_tag.map(|(tag, _)| tag.as_str()).collect();
-    let expired = counted.saturating_sub(on_purpose).max(tags.len() as u64);
+    let all = facts.timelines.iter().filter(|(_, timeline)| timeline.expired());
+    let (in_faults, others): (Vec<_>, Vec<_>) =
+        all.map(|(tag, _)| tag.as_str()).partition(|tag| in_fault(tag));
+    // A lease that begins in such a part may end after it.
+    let on_purpose = on_purpose.max(in_faults.len() as u64);
+    let expired = counted.saturating_sub(on_purpose).max(others.len() as u64);
+    let tags = others;
     if expired > 0 {
         let says = format!(
             "{expired} leases ended by time alone: nobody fetched their blocks, and nobody gave them back"
@@ -136,26 +142,33 @@ fn expiries(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     }
 }
 
-/// Answers that are not what the same prompt gives when all is quiet. Of engines that are not ours (those without an event
-/// log), beyond what batching changes in the calm.
+/// Answers that are not what the same prompt gives when all is quiet. Of engines in which batching may change texts (those
+/// without an event log, and ours that say so) only where they are more, beyond chance, than in the calm.
 fn wrong_texts(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     let tags: Vec<_> = wrong(facts).collect();
     let texts = &summary.texts;
-    let share = |wrong: u64, compared: u64| wrong as f64 / compared.max(1) as f64;
-    let calm = share(texts.wrong_in_calm, texts.compared_in_calm);
-    let (wrong, compared) = (texts.wrong - texts.wrong_in_calm, texts.compared - texts.compared_in_calm);
-    if summary.exact && texts.wrong > 0 {
-        let (wrong, compared) = (texts.wrong, texts.compared);
-        let says =
-            format!("{wrong} of {compared} answers are not what the same prompt gives when all is quiet");
-        return findings.push(finding("wrong_texts", says, wrong, &tags));
-    }
-    let chance = if texts.wrong_in_calm == 0 { 0.0 } else { 2.0 * calm + RARE };
-    if wrong > 0 && share(wrong, compared) > chance {
+    let steady = summary.exact && !facts.engines.iter().any(|engine| engine.batching_shows);
+    let calm = (texts.wrong_in_calm, texts.compared_in_calm);
+    let others = (texts.wrong - texts.wrong_in_calm, texts.compared - texts.compared_in_calm);
+    let (wrong, compared) = if steady { (texts.wrong, texts.compared) } else { others };
+    if wrong > 0 && (steady || by_chance(others, calm) < CHANCE) {
         let says =
             format!("{wrong} of {compared} answers are not what the same prompt gives when all is quiet");
         findings.push(finding("wrong_texts", says, wrong, &tags));
     }
+}
+
+/// How likely as many or more of all wrong answers are among `others`, if nothing sets those apart: Fisher's exact test, one-sided.
+/// Each is (wrong, all).
+fn by_chance(others: (u64, u64), calm: (u64, u64)) -> f64 {
+    let (wrong, all) = (others.0 + calm.0, others.1 + calm.1);
+    let log_choose = |n: u64, k: u64| (1..=k).map(|i| ((n - k + i) as f64 / i as f64).ln()).sum::<f64>();
+    let most = wrong.min(others.1);
+    // Where the calm has fewer answers than that, some of them must be among the others.
+    let least = others.0.max(wrong.saturating_sub(calm.1));
+    let share =
+        |k: u64| (log_choose(others.1, k) + log_choose(calm.1, wrong - k) - log_choose(all, wrong)).exp();
+    (least..=most).map(share).sum()
 }
 
 /// Requests that failed although nothing was broken on purpose, and engines that went away.
@@ -286,6 +299,29 @@ fn bystanders(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
             };
             let tags: Vec<_> = facts.calls.iter().filter(worst).map(|call| call.tag.as_str()).collect();
             findings.push(finding("bystanders_slowed", says, 1, &tags));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_few_more_wrong_texts_may_be_chance_and_many_more_are_not() {
+        // By whole numbers: sums of products of binomial coefficients, in Python.
+        for (others, calm, p) in [
+            ((2, 206), (0, 194), 0.264_599),
+            ((8, 206), (0, 194), 0.004_626_9),
+            ((30, 200), (10, 200), 0.000_642_47),
+            ((5, 10), (0, 0), 1.0),
+            ((0, 10), (3, 10), 1.0),
+        ] {
+            assert!(
+                (by_chance(others, calm) / p - 1.0).abs() < 0.01,
+                "{others:?} {calm:?}: {}",
+                by_chance(others, calm)
+            );
         }
     }
 }

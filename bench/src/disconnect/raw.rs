@@ -92,6 +92,9 @@ pub(crate) struct EngineFacts {
     pub(crate) role: String,
     /// It has an event log; otherwise only its metrics are read.
     pub(crate) events: bool,
+    /// It says that what is batched beside a request may change its words.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) batching_shows: bool,
     /// Blocks of its pool; 0 where it does not say.
     pub(crate) blocks: u64,
     /// Its clock less ours, and how far off that may be, microseconds.

@@ -8,6 +8,8 @@ use super::raw::{self, ActKind, Books, CallRecord, EngineFacts, EventRecord, Lea
 use super::report;
 use super::summary::{Dist, Summary};
 
+mod findings;
+
 const P: usize = 0;
 const D: usize = 1;
 
@@ -279,21 +281,6 @@ fn names(summary: &Summary) -> Vec<&str> {
 }
 
 #[test]
-fn a_lease_that_only_time_ends_is_named() {
-    let mut script = storm();
-    script.act("phase gap", ActKind::Phase, 2_000, 40_000, |script, act| {
-        script.left(act, "held", 1_021, Kind::Fin, Phase::Gap, 0);
-    });
-    script.told(P, "held", &lends(Cause::Expired.label(), 31_020));
-    let summary = script.summary();
-    assert_eq!(names(&summary), ["gap_stranded", "leases_expired"]);
-    assert_eq!(summary.findings[0].shown_by, ["held"]);
-    let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
-    assert_eq!((gap.group.left, gap.group.stranded, gap.group.expired, gap.group.never_told), (2, 1, 1, 1));
-    near(gap.group.freed_ms.max, 29_999.0);
-}
-
-#[test]
 fn blocks_that_never_come_back_are_counted_until_nobody_looks_any_more() {
     let mut script = storm();
     script.act("phase gap", ActKind::Phase, 2_000, 5_000, |script, act| {
@@ -351,42 +338,6 @@ fn what_is_freed_twice_or_does_not_add_up_is_named() {
     let summary = script.summary();
     assert_eq!(names(&summary), ["freed_twice", "freed_twice", "blocks_lost"]);
     assert_eq!(summary.findings[0].shown_by, ["gap"]);
-}
-
-#[test]
-fn wrong_texts_are_named_and_what_was_seen_of_one_must_be_its_beginning() {
-    let mut script = storm();
-    let replay = |tag: &str, text: &str, said: Option<&str>| Record::Replay {
-        tag: tag.into(),
-        text: Some(text.into()),
-        said: said.map(str::to_owned),
-    };
-    script.0.extend([
-        replay("s1", "wordword", Some("wordword")),
-        replay("c2", "wordword", Some("wordword")),
-        replay("stream", "wor", Some("wordword")),
-        replay("over", "old", Some("wordword")),
-        // It does not say the same twice.
-        replay("c1", "word", None),
-    ]);
-    let summary = script.summary();
-    assert_eq!((summary.texts.compared, summary.texts.wrong), (4, 1));
-    assert_eq!(names(&summary), ["wrong_texts"]);
-    assert_eq!(summary.findings[0].shown_by, ["over"]);
-    // In the calm, too: of an engine that is exact that is as wrong.
-    script.0.push(replay("c3", "drow", Some("word")));
-    let summary = script.summary();
-    assert_eq!(
-        (summary.texts.wrong, summary.texts.wrong_in_calm, names(&summary)),
-        (2, 1, vec!["wrong_texts"])
-    );
-    // Of one of which nobody knows that, it may be the batch that changes texts.
-    for record in &mut script.0 {
-        if let Record::Engine(engine) = record {
-            engine.events = false;
-        }
-    }
-    assert!(!names(&script.summary()).contains(&"wrong_texts"));
 }
 
 #[test]
@@ -455,15 +406,6 @@ fn faults_and_refusals_are_counted_for_themselves() {
     assert_eq!(names(&summary), ["not_recovered"]);
     // What is refused or killed is no client that left.
     assert_eq!(summary.left, 4);
-}
-
-#[test]
-fn expiries_that_only_counters_tell_are_counted() {
-    let mut script = storm();
-    script.books(D, 1_600, 0, 3, 0);
-    let summary = script.summary();
-    assert_eq!(names(&summary), ["leases_expired"]);
-    assert_eq!(summary.engines[D].expired, 3);
 }
 
 /// A rank by counting, where the other is by sorting.

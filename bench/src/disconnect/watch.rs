@@ -269,7 +269,10 @@ impl Watched {
         let shown = origin.get_json("/debug/kv", PATIENCE).await;
         let absent = |error: &WebError| error.status().is_some_and(|status| status.as_u16() == 404);
         let shows_books = match shown {
-            Ok(_) => !metrics_only,
+            Ok(page) => {
+                facts.batching_shows = page["engine"]["batch_invariant"] == false;
+                !metrics_only
+            }
             Err(error) if absent(&error) => false,
             Err(error) => return Err(error),
         };

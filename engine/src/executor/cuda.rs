@@ -186,13 +186,40 @@ impl<D: Device> CudaExecutor<D> {
         &mut self.device
     }
 
-    fn step(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), DeviceError> {
-        let plan = Plan::new(batch, &self.bounds).map_err(DeviceError::Step)?;
-        self.onboard(batch)?;
+    /// Runs and records decode steps of every bucket, of padding alone: the first requests then wait neither for the
+    /// comparison of ways to compute a product nor for a recording.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    pub fn warm_up(&mut self) -> Result<(), DeviceError> {
+        let most = self.bounds.bucket;
+        for bucket in BUCKETS.into_iter().filter(|bucket| *bucket <= most) {
+            for sampled in [true, false] {
+                let plan = Plan::padding(bucket, sampled);
+                // Once as it is, once recorded.
+                for _ in 0..2 {
+                    self.send(&plan)?;
+                    self.decode_step((bucket, sampled), &plan)?;
+                    self.device.record(self.computed, self.compute)?;
+                    self.device.synchronize(self.computed)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The step's integers, on their way to the device.
+    fn send(&mut self, plan: &Plan) -> Result<(), DeviceError> {
         let bytes: Vec<u8> = plan.words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let words = HostAt { host: self.words_host, offset: 0 };
         self.device.write_host(words, &bytes)?;
-        self.device.upload(self.compute, words, self.words.part(0, bytes.len()))?;
+        self.device.upload(self.compute, words, self.words.part(0, bytes.len()))
+    }
+
+    fn step(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), DeviceError> {
+        let plan = Plan::new(batch, &self.bounds).map_err(DeviceError::Step)?;
+        self.onboard(batch)?;
+        self.send(&plan)?;
         match plan.bucket.map(|bucket| (bucket, plan.sampled)) {
             Some(key) => self.decode_step(key, &plan)?,
             None => self.layers(&plan)?,
@@ -363,6 +390,11 @@ impl<D: Device> Executor for CudaExecutor<D> {
             return Ok(());
         }
         self.step(batch, logits).map_err(|error| ExecutorError::Device(error.to_string()))
+    }
+
+    /// The matrix library chooses its order of summation by shape.
+    fn is_batch_invariant(&self) -> bool {
+        false
     }
 
     fn landing(&mut self, blocks: &[BlockId]) {

@@ -43,6 +43,10 @@ impl Executor for Failing {
         self.inner.execute(batch, logits)
     }
 
+    fn is_batch_invariant(&self) -> bool {
+        self.inner.is_batch_invariant()
+    }
+
     fn landing(&mut self, blocks: &[BlockId]) {
         self.inner.landing(blocks);
     }

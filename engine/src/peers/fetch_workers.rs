@@ -266,8 +266,15 @@ impl Shared {
                 Some(!unknown)
             }
             Err(error) => {
-                if error != TransportError::Stopped {
-                    tracing::warn!(seq = run.id.0, from = job.from.0, rank, %error, "fetch failed");
+                let (seq, from) = (run.id.0, job.from.0);
+                match &error {
+                    TransportError::Stopped => {}
+                    _ if run.given_up.load(Ordering::Acquire) => {
+                        tracing::debug!(seq, from, rank, %error, "fetch of a request that has ended");
+                    }
+                    // As when a client leaves: the router ends the lease before this engine hears of it.
+                    TransportError::Gone => tracing::info!(seq, from, rank, "fetch ended: the lease is over"),
+                    _ => tracing::warn!(seq, from, rank, %error, "fetch failed"),
                 }
                 report.last(gather::Event::Failed(FailureKind::from(&error)));
                 let answered = matches!(error, TransportError::Gone | TransportError::Refused(_));

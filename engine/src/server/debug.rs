@@ -45,6 +45,7 @@ pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Resu
     body["engine"] = json!({
         "role": frontend.role.label(), "model": frontend.model,
         "epoch": frontend.cores[0].desk.epoch().to_string(), "data_parallel_size": cores.len(),
+        "batch_invariant": frontend.batch_invariant,
     });
     body["cores"] = Value::Array(cores);
     Ok(http::json(StatusCode::OK, body.to_string()))

@@ -76,7 +76,9 @@ pub fn open(
     Ok(match accelerator {
         Accelerator::Cuda(ordinal) => {
             let device = CudaDevice::open(ordinal, element, head_dim, cubins::folder().as_deref())?;
-            Box::new(CudaExecutor::load(device, weights, config, options, progress)?)
+            let mut executor = CudaExecutor::load(device, weights, config, options, progress)?;
+            executor.warm_up()?;
+            Box::new(executor)
         }
         Accelerator::Software => {
             let device = SoftDevice::new(SOFTWARE_BYTES, element, head_dim);

@@ -185,6 +185,27 @@ impl Plan {
         Ok(plan)
     }
 
+    /// A decode step of nothing but padding.
+    pub(super) fn padding(bucket: usize, sampled: bool) -> Self {
+        let mut plan = Self {
+            rows: bucket,
+            sequences: bucket,
+            wanted_rows: bucket,
+            sampled,
+            bucket: Some(bucket),
+            ..Self::default()
+        };
+        plan.tokens = plan.put(&vec![0; bucket]);
+        plan.positions = plan.put(&vec![0; bucket]);
+        plan.slots = plan.put(&vec![-1; bucket]);
+        plan.decode = plan.put(&vec![0; 3 * bucket]);
+        plan.wanted = plan.put(&vec![-1; bucket]);
+        plan.draws = plan.put(&vec![0; DRAW_WORDS * bucket]);
+        plan.tiles = plan.put(&[]);
+        plan.tables = plan.put(&[]);
+        plan
+    }
+
     fn put(&mut self, words: &[i32]) -> Section {
         let at = self.words.len();
         self.words.extend_from_slice(words);
@@ -258,6 +279,11 @@ mod tests {
             assert_eq!(a, b);
         }
         assert_eq!(three.tables.at, four.tables.at);
+        let padding = Plan::padding(4, false);
+        assert_eq!(
+            (padding.tokens, padding.slots, padding.wanted, padding.draws, padding.tables.at),
+            (four.tokens, four.slots, four.wanted, four.draws, four.tables.at)
+        );
         // Tables of 1, 2 and 5 blocks, and padding without keys.
         assert_eq!(words(&three, three.decode), [0, 1, 0, 1, 21, 1, 2, 80, 3, 0, 0, 0]);
         assert_eq!(words(&three, three.tables), [4, 4, 3, 4, 3, 2, 1, 0]);

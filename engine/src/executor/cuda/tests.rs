@@ -283,6 +283,27 @@ fn a_device_that_is_too_small_is_an_error_with_numbers() {
 }
 
 #[test]
+fn a_warm_executor_records_nothing_more_and_says_the_same() {
+    let config = config("Qwen3", "");
+    let (table, mut cold, mut warm) =
+        (blocks(0, 4), on_software(&config, |_| ()), on_software(&config, |_| ()));
+    warm.warm_up().unwrap();
+    // Buckets up to 16, drawn from and not.
+    assert_eq!(warm.graphs.len(), 2 * 5);
+    let place = Place { position: 0, generated: 0 };
+    let draw = Draw::of(&SamplingParams::default(), place).unwrap();
+    let recorded = warm.device().replays;
+    for (start, wanted) in [(0, LogitsWanted::Last), (1, LogitsWanted::Draw(draw)), (2, LogitsWanted::Last)] {
+        let step = SeqStep { tokens: &[7], start, block_table: &table, logits: wanted };
+        let (mut a, mut b) = (Logits::default(), Logits::default());
+        cold.execute(std::slice::from_ref(&step), &mut a).unwrap();
+        warm.execute(&[step], &mut b).unwrap();
+        assert_eq!((a.values, a.chosen), (b.values, b.chosen));
+    }
+    assert_eq!((warm.device().replays - recorded, warm.graphs.len()), (3, 2 * 5));
+}
+
+#[test]
 fn a_step_out_of_bounds_is_an_error_and_the_next_one_works() {
     let config = config("Llama", "");
     let (mut device, table, mut logits) = (on_software(&config, |_| ()), blocks(0, 2), Logits::default());
