@@ -25,6 +25,15 @@ handoff=${HANDOFF:-}
 e2e=${E2E:-}
 device=${DEVICE:-cuda:0}
 steps=" ${STEPS:-parity speed ipc nixl handoff e2e sanitizer disconnect} "
+for one in $steps; do
+    case " parity speed ipc nixl handoff e2e sanitizer disconnect " in
+        *" $one "*) ;;
+        *)
+            echo "check.sh: STEPS has no step $one" >&2
+            exit 2
+            ;;
+    esac
+done
 if ! [ -x "$baton" ]; then
     echo "check.sh: $baton cannot be run; build it first: cargo build --release" >&2
     exit 2
@@ -152,11 +161,9 @@ fi
 
 if wanted disconnect; then
     step "clients that leave engines on this GPU"
-    # What it finds is told in its report, and fails nothing here: a run that could not be made does.
-    if "$baton" bench disconnect --out "$work/disconnect" -- --device "$device"; then
+    "$baton" bench disconnect --fail-on-findings --out "$work/disconnect" -- --device "$device" || failed+=("disconnect")
+    if [ -s "$work/disconnect/summary.json" ]; then
         cp "$work/disconnect/summary.json" "$out/$(date -u +%Y-%m-%d)-gpu-disconnect.json"
-    else
-        failed+=("disconnect")
     fi
 fi
 

@@ -38,6 +38,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use crate::dp_rank::DpRank;
 use crate::event_log::EventLog;
@@ -45,6 +46,7 @@ use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::tokenizer::Tokenizer;
 use crate::sampling::GenerationDefaults;
+use begun::Begin;
 
 /// A request's head must arrive within this time.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -133,6 +135,7 @@ pub async fn serve(
 ) -> std::io::Result<()> {
     let permits = Arc::new(tokio::sync::Semaphore::new(CONNECTIONS_MAX));
     let graceful = hyper_util::server::graceful::GracefulShutdown::new();
+    let works = TaskTracker::new();
     loop {
         let permit = Arc::clone(&permits).acquire_owned().await.expect("the semaphore is never closed");
         let (stream, _) = tokio::select! {
@@ -151,14 +154,15 @@ pub async fn serve(
             tracing::debug!(%error, "TCP_NODELAY not set");
         }
         let frontend = Arc::clone(&frontend);
+        // It has the connection's place, and goes with the service: with the connection, and with the last of its work.
+        let begin = Begin::new(permit, &works);
         let service = service_fn(move |request| {
             // Called, not only polled: see `begun.rs`.
-            let reply = http::route(Arc::clone(&frontend), request);
+            let reply = http::route(Arc::clone(&frontend), request, &begin);
             async move { Ok::<_, std::convert::Infallible>(reply.await) }
         });
         let connection = graceful.watch(protocol().serve_connection(TokioIo::new(stream), service));
         tokio::spawn(async move {
-            let _permit = permit;
             if let Err(error) = connection.await {
                 tracing::trace!(%error, "connection ended");
             }
@@ -166,6 +170,9 @@ pub async fn serve(
     }
     drop(listener);
     graceful.shutdown().await;
+    // What is owed to others is not lost with its connection.
+    works.close();
+    works.wait().await;
     Ok(())
 }
 

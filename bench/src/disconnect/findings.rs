@@ -1,6 +1,6 @@
 //! What is wrong with a deployment, by name, each with the calls that show it.
 
-use super::analyse::{Facts, Victim, wrong};
+use super::analyse::{Act, Facts, Victim, wrong};
 use super::phase::Phase;
 use super::raw::{ActKind, CallRecord};
 use super::series;
@@ -14,6 +14,10 @@ const SHOWN: usize = 5;
 const RARE: f64 = 0.02;
 /// What is less likely than this is not chance.
 const CHANCE: f64 = 0.01;
+/// Fewer answers of the calm than this say nothing of what batching changes.
+const COMPARED_FEW: u64 = 20;
+/// So many wrong ones, and a tenth of all, are too many for any batch.
+const GROSS: u64 = 5;
 
 /// Bystanders whose 99th percentile grows by less than this factor, or by fewer milliseconds, are not harmed.
 const SLOWER: f64 = 1.5;
@@ -122,18 +126,26 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
 /// Leases that only time has ended. Where a part was killed on purpose, nothing else may be left to do it.
 fn expiries(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     let counted: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
-    let on_purpose: u64 = summary.faults.iter().map(|fault| fault.expired).sum();
-    let in_fault = |tag: &str| {
-        let call = facts.calls.iter().find(|call| call.tag == tag);
-        call.and_then(|call| facts.act(&call.act)).is_some_and(|act| act.what == ActKind::Fault)
+    let in_parts: u64 = summary.faults.iter().map(|fault| fault.expired).sum();
+    let call = |tag: &str| facts.calls.iter().find(|call| call.tag == tag);
+    // A call that had begun when the part was not yet mended: nothing else may be left to end its lease.
+    let is_excused = |tag: &str| {
+        let mended = |call: &&CallRecord| {
+            facts.faults.iter().rfind(|(act, .., mended)| *act == call.act && *mended).map(|(.., at, _)| *at)
+        };
+        call(tag).is_some_and(|call| mended(&call).is_some_and(|mended| call.began_us <= mended))
     };
-    let all = facts.timelines.iter().filter(|(_, timeline)| timeline.expired());
-    let (in_faults, others): (Vec<_>, Vec<_>) =
-        all.map(|(tag, _)| tag.as_str()).partition(|tag| in_fault(tag));
-    // A lease that begins in such a part may end after it.
-    let on_purpose = on_purpose.max(in_faults.len() as u64);
-    let expired = counted.saturating_sub(on_purpose).max(others.len() as u64);
-    let tags = others;
+    let all =
+        facts.timelines.iter().filter_map(|(tag, timeline)| Some((tag.as_str(), timeline.expired_at()?)));
+    let (excused, others): (Vec<_>, Vec<_>) = all.partition(|(tag, _)| is_excused(tag));
+    let tags: Vec<_> = others.into_iter().map(|(tag, _)| tag).collect();
+    // A lease that begins in such a part may end after it, and is then not among those counted there.
+    let is_later = |(tag, at): &(&str, u64)| {
+        let ended = call(tag).and_then(|call| facts.act(&call.act)).map(|act| act.ended);
+        ended.is_some_and(|ended| *at > ended)
+    };
+    let on_purpose = in_parts + excused.into_iter().filter(is_later).count() as u64;
+    let expired = counted.saturating_sub(on_purpose).max(tags.len() as u64);
     if expired > 0 {
         let says = format!(
             "{expired} leases ended by time alone: nobody fetched their blocks, and nobody gave them back"
@@ -148,14 +160,45 @@ fn wrong_texts(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     let tags: Vec<_> = wrong(facts).collect();
     let texts = &summary.texts;
     let steady = summary.exact && !facts.engines.iter().any(|engine| engine.batching_shows);
-    let calm = (texts.wrong_in_calm, texts.compared_in_calm);
-    let others = (texts.wrong - texts.wrong_in_calm, texts.compared - texts.compared_in_calm);
-    let (wrong, compared) = if steady { (texts.wrong, texts.compared) } else { others };
-    if wrong > 0 && (steady || by_chance(others, calm) < CHANCE) {
-        let says =
-            format!("{wrong} of {compared} answers are not what the same prompt gives when all is quiet");
-        findings.push(finding("wrong_texts", says, wrong, &tags));
+    let (calm, compared) = ((texts.wrong_in_calm, texts.compared_in_calm), texts.compared);
+    if steady && texts.wrong > 0 {
+        return findings.push(finding(
+            "wrong_texts",
+            said_wrong(texts.wrong, compared, ""),
+            texts.wrong,
+            &tags,
+        ));
     }
+    let in_calm = |tag: &&str| {
+        act_of(facts, tag).is_some_and(|act| matches!(act.what, ActKind::Calm | ActKind::Calibration))
+    };
+    let tags: Vec<_> = tags.into_iter().filter(|tag| !in_calm(tag)).collect();
+    let others = (texts.wrong - calm.0, compared - calm.1);
+    // Where too little of the calm can be compared, only what no batch does.
+    let gross = calm.1 < COMPARED_FEW && others.0 >= GROSS && others.0 * 10 > others.1;
+    if others.0 > 0 && (gross || by_chance(others, calm) < CHANCE) {
+        return findings.push(finding("wrong_texts", said_wrong(others.0, others.1, ""), others.0, &tags));
+    }
+    // What is wrong after one kind of failure alone is lost among all others.
+    for act in facts.acts.iter().filter(|act| act.what == ActKind::Fault) {
+        let of_act = |tag: &str| act_of(facts, tag).is_some_and(|of| of.name == act.name);
+        let compared = facts.replays.iter().filter(|(_, text, said)| text.is_some() && said.is_some());
+        let all = compared.filter(|(tag, ..)| of_act(tag)).count() as u64;
+        let tags: Vec<_> = tags.iter().copied().filter(|tag| of_act(tag)).collect();
+        let wrong = tags.len() as u64;
+        if wrong > 0 && by_chance((wrong, all), calm) < CHANCE {
+            let says = said_wrong(wrong, all, &format!(" in part {}", act.name));
+            findings.push(finding("wrong_texts", says, wrong, &tags));
+        }
+    }
+}
+
+fn said_wrong(wrong: u64, compared: u64, part: &str) -> String {
+    format!("{wrong} of {compared} answers{part} are not what the same prompt gives when all is quiet")
+}
+
+fn act_of<'a>(facts: &'a Facts, tag: &str) -> Option<&'a Act> {
+    facts.act(&facts.calls.iter().find(|call| call.tag == tag)?.act)
 }
 
 /// How likely as many or more of all wrong answers are among `others`, if nothing sets those apart: Fisher's exact test, one-sided.

@@ -307,9 +307,15 @@ impl Timeline {
         (prompt, answer)
     }
 
+    /// When its lease ended by time alone, if it did.
+    pub(crate) fn expired_at(&self) -> Option<u64> {
+        let ended = self.legs.iter().filter_map(|leg| leg.lease_ended.as_ref());
+        ended.filter(|(_, reason)| reason == expired()).map(|(at, _)| *at).next()
+    }
+
     /// Its lease ended by time alone.
     pub(crate) fn expired(&self) -> bool {
-        self.legs.iter().any(|leg| leg.lease_ended.as_ref().is_some_and(|(_, reason)| reason == expired()))
+        self.expired_at().is_some()
     }
 }
 

@@ -251,9 +251,11 @@ impl<D: Device> CudaExecutor<D> {
         if let Some(graph) = self.graphs.get(&key) {
             return self.device.replay(*graph, self.compute);
         }
-        if self.met.insert(key) {
+        if !self.met.contains(&key) {
             self.layers(plan)?;
-            return self.head(plan, 0, plan.wanted_rows);
+            self.head(plan, 0, plan.wanted_rows)?;
+            self.met.insert(key);
+            return Ok(());
         }
         self.device.begin_capture(self.compute)?;
         let issued = self.layers(plan).and_then(|()| self.head(plan, 0, plan.wanted_rows));

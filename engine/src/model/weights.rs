@@ -263,11 +263,11 @@ fn shard_names(index: &[u8]) -> Result<Vec<String>, ModelError> {
     Ok(names.into_iter().collect())
 }
 
-/// Uniform values with the scale of a usable initialization; the same for the same seed and name.
-#[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation)] // made-up numbers need no precision
 /// Elements that are made up from one state, so that several threads make up a large tensor.
 const RANDOM_RUN: usize = 1 << 20;
 
+/// Uniform values with the scale of a usable initialization; the same for the same seed and name.
+#[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation)] // made-up numbers need no precision
 fn random_tensor(seed: u64, name: &str, shape: &[usize]) -> Tensor<'static> {
     let count: usize = shape.iter().product();
     let named = name.bytes().fold(seed ^ 0x9e37_79b9_7f4a_7c15, |hash, byte| {

@@ -8,14 +8,38 @@
 //! So what is owed to others (a handoff to give back, a lease to end) is a task of its own, and it begins when the
 //! service is called. What is owed only to the caller stays with the future, and ends with it.
 
-use baton_openai::ApiError;
+use std::sync::Arc;
 
-/// Begins this work at once; waits for it when polled. Dropped, it lets the work go on.
-pub(super) fn begun<T: Send + 'static>(
-    work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
-) -> impl Future<Output = Result<T, ApiError>> + Send {
-    let task = tokio::spawn(work);
-    async move { task.await.unwrap_or_else(|_| Err(ApiError::internal("the request could not be read"))) }
+use baton_openai::ApiError;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio_util::task::TaskTracker;
+
+/// Where work of one connection is begun. Work keeps the connection's place until it is done, so that there is never more of it
+/// than connections may be; and the server waits for it when it ends.
+#[derive(Clone)]
+pub(super) struct Begin {
+    place: Arc<OwnedSemaphorePermit>,
+    all: TaskTracker,
+}
+
+impl Begin {
+    pub(super) fn new(place: OwnedSemaphorePermit, all: &TaskTracker) -> Self {
+        Self { place: Arc::new(place), all: all.clone() }
+    }
+
+    /// Begins this work at once; waits for it when polled. Dropped, it lets the work go on.
+    pub(super) fn begun<T: Send + 'static, W: Future<Output = Result<T, ApiError>> + Send + 'static>(
+        &self,
+        work: W,
+    ) -> impl Future<Output = Result<T, ApiError>> + Send + use<T, W> {
+        let place = Arc::clone(&self.place);
+        let task = self.all.spawn(async move {
+            let done = work.await;
+            drop(place);
+            done
+        });
+        async move { task.await.unwrap_or_else(|_| Err(ApiError::internal("the request could not be read"))) }
+    }
 }
 
 #[cfg(test)]
@@ -30,6 +54,7 @@ mod tests {
     use hyper::{Request, StatusCode};
     use hyper_util::rt::TokioIo;
     use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, ReadBuf, duplex};
+    use tokio::sync::Semaphore;
     use tokio::sync::mpsc::{Sender, channel};
 
     use super::*;
@@ -137,10 +162,32 @@ mod tests {
     async fn a_request_that_is_read_together_with_its_connections_end_is_seen() {
         for how in [HangUp::Fin, HangUp::Rst] {
             for bytes in [0, 200, 5_000, 20_000, 500_000] {
-                let seen = seen(how, bytes, |request, tell| begun(look(request, tell))).await;
+                let (places, all) = (Arc::new(Semaphore::new(1)), TaskTracker::new());
+                let begin = Begin::new(Arc::clone(&places).try_acquire_owned().expect("a place"), &all);
+                let seen = seen(how, bytes, move |request, tell| begin.begun(look(request, tell))).await;
                 assert_eq!(seen, [3, bytes], "{how:?}");
+                // Whoever waits for all work finds the place free.
+                all.close();
+                all.wait().await;
+                assert_eq!(places.available_permits(), 1);
             }
         }
+    }
+
+    #[tokio::test]
+    async fn work_keeps_its_connections_place_until_it_is_done() {
+        let (places, all) = (Arc::new(Semaphore::new(1)), TaskTracker::new());
+        let begin = Begin::new(Arc::clone(&places).try_acquire_owned().expect("a place"), &all);
+        let (go, wait) = tokio::sync::oneshot::channel::<()>();
+        let work = begin.begun(async move { wait.await.map_err(|_| ApiError::internal("never told")) });
+        // The connection has ended.
+        drop((work, begin));
+        tokio::task::yield_now().await;
+        assert_eq!(places.available_permits(), 0);
+        go.send(()).expect("it waits");
+        all.close();
+        all.wait().await;
+        assert_eq!(places.available_permits(), 1);
     }
 
     /// Why this file is there.

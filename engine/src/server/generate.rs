@@ -25,7 +25,7 @@ use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TryRecvError;
 
 use super::admit::{self, Admitted};
-use super::begun::begun;
+use super::begun::Begin;
 use super::follow::{Choice, Counted, Piece};
 use super::guard::{HandoffBody, HandoffGuard, LentGuard, SequenceGuard};
 use super::http::{self, Reply, Unread, read_what_comes};
@@ -77,9 +77,10 @@ pub(super) fn answer(
     frontend: Arc<Frontend>,
     endpoint: Endpoint,
     request: Request<Incoming>,
-) -> impl Future<Output = Result<Reply, ApiError>> + Send {
+    begin: &Begin,
+) -> impl Future<Output = Result<Reply, ApiError>> + Send + use<> {
     let reading = request_id(request.headers()).map(|id| {
-        let reading = begun(read(Arc::clone(&frontend), endpoint, id.clone(), request));
+        let reading = begin.begun(read(Arc::clone(&frontend), endpoint, id.clone(), request));
         (id, reading)
     });
     async move {

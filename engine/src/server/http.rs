@@ -12,7 +12,7 @@ use hyper::body::{Body, Incoming};
 use hyper::header::{CONTENT_TYPE, EXPECT, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 
-use super::begun::begun;
+use super::begun::Begin;
 use super::{BODY_TIMEOUT, Frontend, control, debug, generate, rejection};
 
 /// What is read of a body that is too large: enough for any handoff, which routers of ours send before the prompt.
@@ -31,23 +31,24 @@ type Answering = Pin<Box<dyn Future<Output = Result<Reply, ApiError>> + Send>>;
 pub(super) fn route(
     frontend: Arc<Frontend>,
     request: Request<Incoming>,
-) -> impl Future<Output = Reply> + Send + 'static {
-    let answer = begin(frontend, request);
+    begin: &Begin,
+) -> impl Future<Output = Reply> + Send + 'static + use<> {
+    let answer = dispatch(frontend, request, begin);
     async move { answer.await.unwrap_or_else(|error| error_reply(&error)) }
 }
 
-fn begin(frontend: Arc<Frontend>, request: Request<Incoming>) -> Answering {
+fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &Begin) -> Answering {
     let now = |answer: Result<Reply, ApiError>| -> Answering { Box::pin(ready(answer)) };
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     match (&method, path.as_str()) {
         (&Method::POST, "/v1/completions" | "/v1/chat/completions") => {
             let endpoint = Endpoint::at(&path).expect("both paths generate");
-            Box::pin(generate::answer(frontend, endpoint, request))
+            Box::pin(generate::answer(frontend, endpoint, request, begin))
         }
         (&Method::POST, "/tokenize") => Box::pin(control::tokenize(frontend, request)),
         (&Method::POST, "/detokenize") => Box::pin(control::detokenize(frontend, request)),
-        (&Method::POST, "/kv/release") => Box::pin(begun(control::release(frontend, request))),
-        (&Method::POST, "/abort_requests") => Box::pin(begun(control::abort(frontend, request))),
+        (&Method::POST, "/kv/release") => Box::pin(begin.begun(control::release(frontend, request))),
+        (&Method::POST, "/abort_requests") => Box::pin(begin.begun(control::abort(frontend, request))),
         (&Method::POST, "/reset_prefix_cache") => now(control::reset_prefix_cache(&frontend, &request)),
         (&Method::GET, "/debug/kv") => now(debug::debug_kv(&frontend, &request)),
         (&Method::GET, "/debug/kv/events") => Box::pin(debug::events(frontend, request)),
@@ -62,7 +63,7 @@ fn begin(frontend: Arc<Frontend>, request: Request<Incoming>) -> Answering {
         (&Method::POST, unknown) if unknown.starts_with("/v1/") && allowed(unknown).is_none() => {
             // Another engine's endpoint: whatever was prefilled for it is given back.
             let error = ApiError::not_found(unknown);
-            Box::pin(begun(async move { Err(rejection::of_unread(frontend, request, error).await) }))
+            Box::pin(begin.begun(async move { Err(rejection::of_unread(frontend, request, error).await) }))
         }
         (_, known) => now(Err(match allowed(known) {
             Some(allowed) => ApiError::method_not_allowed(method.as_str(), allowed),

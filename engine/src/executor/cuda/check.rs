@@ -170,7 +170,11 @@ fn rounding(element: Element) -> f32 {
 
 fn cases(element: Element, head_dim: usize) -> Vec<Case> {
     let mut all = vec![embed(element), silu_mul(element, 1000, true), silu_mul(element, 77, false)];
-    all.extend([false, true].map(|bare| add_rms_norm(element, 1000, bare)));
+    // Widths that a block keeps in registers, and that it does not.
+    all.extend(
+        [(1000, false), (1000, true), (1001, false), (8196, true)]
+            .map(|(w, bare)| add_rms_norm(element, w, bare)),
+    );
     for (heads, kv_heads, extras) in [(8, 2, true), (6, 6, false), (40, 2, false)] {
         all.push(rope_kv(element, head_dim, heads, kv_heads, extras));
         for lengths in [&[1, 17, 0, 200][..], &[2000, 64, 65]] {
@@ -226,7 +230,7 @@ fn add_rms_norm(element: Element, width: usize, bare: bool) -> Case {
     let order = words([3, 1, -1, 5, 0]);
     let made = if bare { rows } else { 5 };
     Case {
-        name: format!("add_rms_norm, bare: {bare}"),
+        name: format!("add_rms_norm of {width}, bare: {bare}"),
         buffers: vec![
             numbers.values(rows * width, Element::F32),
             numbers.values(rows * width, Element::F32),
@@ -471,20 +475,24 @@ fn few_rows_gated((rows, inputs, width, with_bias): (usize, usize, usize, bool))
     }
 }
 
-/// More pieces than one launch takes, of different lengths, some of which are no whole 16 bytes.
+/// More pieces than one launch takes, of different lengths, some of which are no whole 16 bytes, and some longer than one
+/// part and than one piece of a launch.
 fn copies() -> Case {
     let mut numbers = Numbers(11);
-    let pieces: Vec<(usize, usize)> = (0..300).map(|i| (i * 997 % 300, 16 + i % 40 * 100)).collect();
-    let bytes = pieces.len() * 4096;
+    let small = (0..300).map(|i| (i, i * 997 % 300, 16 + i % 40 * 100));
+    // In units of 4 KiB, as the others.
+    let large = [(300, 300, (32 << 10) + 16), (320, 1700, (2 << 20) + 16), (1000, 320, (5 << 20) + 4096)];
+    let pieces: Vec<(usize, usize, usize)> = small.chain(large).collect();
+    let bytes = 2_300 * 4096;
     Case {
         name: "copies".into(),
         buffers: vec![numbers.values(bytes / 4, Element::F32), vec![0; bytes]],
         work: Box::new(move |at| {
             let (from, into) = (at[0], at[1]);
-            let piece = |(i, &(to, len)): (usize, &(usize, usize))| {
-                (from.part(i * 4096, len), into.part(to * 4096, len))
+            let piece = |&(at, to, len): &(usize, usize, usize)| {
+                (from.part(at * 4096, len), into.part(to * 4096, len))
             };
-            vec![Work::Copies(pieces.iter().enumerate().map(piece).collect())]
+            vec![Work::Copies(pieces.iter().map(piece).collect())]
         }),
         compared: vec![(1, Compare::Bytes)],
     }

@@ -6,7 +6,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// Lets the kernel after this one begin while this one still runs. It has no effect before the next line's on that one.
+// Lets the kernel after this one begin while this one still runs: as far as its own `wait_for_earlier`.
 __device__ __forceinline__ void let_later_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
