@@ -19,7 +19,11 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
-baton=${1:?usage: bench/gpu/check.sh BATON [OUT]}
+if [ $# = 0 ]; then
+    echo "usage: bench/gpu/check.sh BATON [OUT]" >&2
+    exit 2
+fi
+baton=$1
 out=${2:-bench/results}
 handoff=${HANDOFF:-}
 e2e=${E2E:-}
@@ -95,9 +99,9 @@ if wanted speed; then
 fi
 
 if wanted ipc; then
-    step "device to device between two processes: 8k tokens in the shape of Llama 3.1 8B"
     tokens=8192
     [ "$device" = software ] && tokens=512
+    step "device to device between two processes: $tokens tokens in the shape of Llama 3.1 8B"
     if "$baton" bench gpu-ipc --device "$device" --tokens "$tokens" --json >"$work/ipc.json"; then
         cat "$work/ipc.json"
         if [ "$device" != software ]; then

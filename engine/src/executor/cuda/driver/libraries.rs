@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use super::super::device::DeviceError;
 
-/// Names a folder with NVIDIA's libraries, looked into before all others.
+/// Names folders with NVIDIA's libraries, separated by colons, looked into before all others.
 pub const FOLDER_VARIABLE: &str = "BATON_CUDA_LIBRARIES";
 
 /// One library.
@@ -118,7 +118,8 @@ pub(in super::super) const BLAS: Library = Library {
 
 /// Where libraries are looked for beside the loader's own places.
 fn folders() -> Vec<PathBuf> {
-    let own = std::env::var_os(FOLDER_VARIABLE).map(PathBuf::from);
+    let own = std::env::var_os(FOLDER_VARIABLE);
+    let own: Vec<PathBuf> = own.map(|folders| std::env::split_paths(&folders).collect()).unwrap_or_default();
     let usual = [
         "/usr/local/cuda/lib64",
         "/usr/local/nvidia/lib64",
