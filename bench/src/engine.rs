@@ -16,6 +16,7 @@
 //! anyone can run it.
 
 mod limits;
+mod made_up;
 mod process;
 mod subject;
 
@@ -54,6 +55,9 @@ pub struct EngineBench {
     /// Checkpoint folder; without it a made-up 214M-parameter bf16 model is measured
     #[arg(long)]
     pub model: Option<PathBuf>,
+    /// Write the made-up model to a folder that is not there yet, 430 MB, and measure that: as a process too
+    #[arg(long, value_name = "DIR", conflicts_with = "model")]
+    pub write_model: Option<PathBuf>,
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub json: bool,
@@ -198,7 +202,12 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
         .threads
         .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get))
         .max(1);
-    let (name, config, weights) = match &options.model {
+    if let Some(dir) = &options.write_model {
+        let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), GenerationDefaults::default())?;
+        made_up::write(dir, MADE_UP_CONFIG, &config, &Weights::random(1))?;
+    }
+    let checkpoint = options.model.as_ref().or(options.write_model.as_ref());
+    let (name, config, weights) = match checkpoint {
         Some(dir) => {
             let files = ModelFiles::Dir(dir.clone());
             (dir.display().to_string(), ModelConfig::read(&files)?, Weights::open(&files)?)
@@ -261,7 +270,7 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
         row.compare(&config, peak, gemm);
     }
     drop((subjects, machine));
-    if let Some(dir) = &options.model {
+    if let Some(dir) = checkpoint {
         report.process = Some(process::measure(dir, threads, report.engines[0].weight_bytes, &config)?);
     }
     Ok(report)

@@ -162,8 +162,7 @@ impl Agents {
         if state.peers.len() >= PEERS_MAX {
             return Err(error("too many producers at once"));
         }
-        let live = self.live(&mut state)?;
-        live.turn()?.know(&offer)?;
+        self.begin(&mut state)?.know(&offer)?;
         let remote = Arc::new(Remote { offer, agents: Arc::downgrade(self) });
         state.peers.insert(remote.offer.name.clone(), Arc::downgrade(&remote));
         Ok(remote)
@@ -172,10 +171,20 @@ impl Agents {
     /// The live agent, for one read from `remote` into `pool`: it knows both. And where the pool lies.
     pub(crate) fn turn(&self, remote: &Remote, pool: &Own) -> Result<(Turn, Memory), NixlError> {
         let mut state = lock(&self.state);
-        let turn = self.live(&mut state)?.turn()?;
+        let turn = self.begin(&mut state)?;
         turn.know(&remote.offer)?;
         let memory = turn.body().land_in(pool)?;
         Ok((turn, memory))
+    }
+
+    /// A turn of the live agent. That may be retired between two looks at it: then there is a next one, until too many wait
+    /// for their end.
+    fn begin(&self, state: &mut State) -> Result<Turn, NixlError> {
+        loop {
+            if let Some(turn) = self.live(state)?.turn() {
+                return Ok(turn);
+            }
+        }
     }
 
     fn live(&self, state: &mut State) -> Result<Arc<Live>, NixlError> {
@@ -227,7 +236,7 @@ impl Drop for Remote {
             return;
         }
         // Whoever reads from it has a connection, so nothing of it is in flight.
-        if let Some(turn) = state.live.as_ref().and_then(|live| live.turn().ok()) {
+        if let Some(turn) = state.live.as_ref().and_then(Live::turn) {
             turn.body().enter();
             turn.forget(&self.offer.name);
         }
@@ -235,12 +244,12 @@ impl Drop for Remote {
 }
 
 impl Live {
-    fn turn(self: &Arc<Self>) -> Result<Turn, NixlError> {
+    /// `None` when it is retired.
+    fn turn(self: &Arc<Self>) -> Option<Turn> {
         let mut turns = lock(&self.turns);
-        let body = turns.body.clone().filter(|_| turns.retired.is_none());
-        let body = body.ok_or_else(|| error("the agent is being replaced"))?;
+        let body = turns.body.clone().filter(|_| turns.retired.is_none())?;
         turns.active += 1;
-        Ok(Turn { live: Arc::clone(self), body: Some(body) })
+        Some(Turn { live: Arc::clone(self), body: Some(body) })
     }
 
     /// Ends the agent when it is retired and nobody uses it. On a thread of its own: how long NIXL takes is NIXL's
