@@ -95,16 +95,7 @@ pub struct GpuReport {
 /// [`Skipped`] without a GPU, [`GpuBenchError`].
 pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchError> {
     let unix_time_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let first = match open(options, Element::Bf16, HEAD_DIMS[0]) {
-        Err(error @ (DeviceError::Library { .. } | DeviceError::Absent(_))) => {
-            return Err(Skipped(error.to_string()).into());
-        }
-        // A driver without a device answers its first call so.
-        Err(DeviceError::Call { call: call @ "cuInit", what }) => {
-            return Err(Skipped(format!("{call}: {what}")).into());
-        }
-        other => other?,
-    };
+    let first = open(options, Element::Bf16, HEAD_DIMS[0]).map_err(unusable)?;
     let (device, arch) = (first.name(), first.arch().to_owned());
     drop(first);
     if !options.json {
@@ -128,6 +119,17 @@ pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchEr
     match report.failed.len() {
         0 => Ok(()),
         failed => Err(GpuBenchError::Failed(failed).into()),
+    }
+}
+
+/// Why a device could not be opened: [`Skipped`] where there is none.
+fn unusable(error: DeviceError) -> crate::BenchError {
+    match error {
+        // A driver without a device answers its first call so.
+        DeviceError::Library { .. } | DeviceError::Absent(_) | DeviceError::Call { call: "cuInit", .. } => {
+            Skipped(error.to_string()).into()
+        }
+        other => GpuBenchError::from(other).into(),
     }
 }
 

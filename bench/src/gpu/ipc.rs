@@ -8,37 +8,26 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use baton_connector::region::Region;
 use baton_connector::transport::{Part, Peer, Producer, ReadOrder, Transport, TransportError, Verdict};
 use baton_connector::{BlockId, Epoch, Handle, Reader};
 use baton_connector_device::{BATCH_BYTES, ClientOptions, DevicePool, ServerOptions, producer, transport};
 use baton_connector_shm::{ShmServer, listen};
-use baton_engine::executor::cuda::device::{Buffer, HostAt, Slice};
 use baton_engine::executor::cuda::driver::CudaDevice;
-use baton_engine::executor::cuda::port::Port;
 use baton_engine::executor::cuda::software::SoftDevice;
-use baton_engine::executor::cuda::{Accelerator, Device, DeviceChoice, DeviceError, Element, cubins};
-use baton_engine::transport::shared_pool;
+use baton_engine::executor::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
 use clap::Args;
 use serde::Serialize;
 
-use super::Skipped;
+use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, HEAD_DIM, Pool, TOKEN_BYTES, milliseconds, table};
+use super::unusable;
 use crate::BenchError;
 use crate::transfer::lender::Lender;
 
-/// One token of Llama 3.1 8B in bf16: 32 layers, K and V, 8 heads of 128 elements.
-const TOKEN_BYTES: usize = 32 * 2 * 8 * 128 * 2;
-const BLOCK_TOKENS: usize = 16;
-const BLOCK_BYTES: usize = BLOCK_TOKENS * TOKEN_BYTES;
-/// Element and head width decide about kernels, of which none is launched here.
-const HEAD_DIM: usize = 128;
 const READER: Reader = Reader::sole(1);
 /// The producer's name on this host is its epoch; there is no other port of it.
 const PORT: u16 = 1;
-/// Copies inside the device that are not timed.
-const WARM: usize = 2;
 static GO: AtomicBool = AtomicBool::new(false);
 
 /// Options of `baton bench gpu-ipc`.
@@ -81,7 +70,7 @@ struct Report {
 /// Runs one end or both.
 ///
 /// # Errors
-/// [`Skipped`] without a GPU; a block with other bytes, a verdict that should not be, and whatever the device says.
+/// [`super::Skipped`] without a GPU; a block with other bytes, a verdict that should not be, and whatever the device says.
 pub fn run(options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
     let DeviceChoice::Accelerator(accelerator) = options.device else {
         return Err("--device cpu has no memory of its own".into());
@@ -92,108 +81,16 @@ pub fn run(options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
             ends(SoftDevice::new(bytes, Element::Bf16, HEAD_DIM), options, out)
         }
         Accelerator::Cuda(ordinal) => {
-            match CudaDevice::open(ordinal, Element::Bf16, HEAD_DIM, cubins::folder().as_deref()) {
-                Err(error @ (DeviceError::Library { .. } | DeviceError::Absent(_))) => {
-                    Err(Skipped(error.to_string()).into())
-                }
-                Err(DeviceError::Call { call: call @ "cuInit", what }) => {
-                    Err(Skipped(format!("{call}: {what}")).into())
-                }
-                other => ends(other?, options, out),
-            }
+            let opened = CudaDevice::open(ordinal, Element::Bf16, HEAD_DIM, cubins::folder().as_deref());
+            ends(opened.map_err(unusable)?, options, out)
         }
     }
 }
 
 fn ends(device: impl Device, options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
     let blocks = options.tokens.div_ceil(BLOCK_TOKENS).max(1);
-    let pool = Pool::new(device, blocks)?;
+    let pool = Pool::new(device, blocks, BLOCK_BYTES)?;
     if options.serve { serve(pool) } else { measure(pool, options, out) }
-}
-
-/// A pool on a device, and what moves bytes in and out of it.
-struct Pool<D> {
-    device: D,
-    buffer: Buffer,
-    port: Arc<Port>,
-    region: Region,
-}
-
-impl<D: Device> Pool<D> {
-    fn new(mut device: D, blocks: usize) -> Result<Self, DeviceError> {
-        let (buffer, memory) = device.alloc_shared(blocks * BLOCK_BYTES)?;
-        let region = shared_pool(blocks, BLOCK_BYTES);
-        let port = Arc::new(Port::new(memory, region.clone()));
-        Ok(Self { device, buffer, port, region })
-    }
-
-    fn block(&self, block: usize) -> Slice {
-        Slice { buffer: self.buffer, offset: block * BLOCK_BYTES, bytes: BLOCK_BYTES }
-    }
-
-    /// Writes blocks in which no two are equal.
-    fn fill(&mut self) -> Result<(), DeviceError> {
-        let host = HostAt { host: self.device.host(BLOCK_BYTES)?, offset: 0 };
-        let (stream, event) = (self.device.stream()?, self.device.event()?);
-        for block in 0..self.region.blocks() {
-            self.device.write_host(host, &contents(block))?;
-            self.device.upload(stream, host, self.block(block))?;
-            self.device.record(event, stream)?;
-            self.device.synchronize(event)?;
-        }
-        Ok(())
-    }
-
-    /// Compares what has landed with what was lent to it. Says how many blocks.
-    fn compare(&mut self, table: &[usize]) -> Result<usize, BenchError> {
-        let host = HostAt { host: self.device.host(BLOCK_BYTES)?, offset: 0 };
-        let (stream, event) = (self.device.stream()?, self.device.event()?);
-        let mut bytes = vec![0; BLOCK_BYTES];
-        for (block, &lent) in table.iter().enumerate() {
-            self.device.download(stream, self.block(block), host)?;
-            self.device.record(event, stream)?;
-            self.device.synchronize(event)?;
-            self.device.read_host(host, &mut bytes)?;
-            if bytes != contents(lent) {
-                return Err(format!("block {block} has not the bytes of the producer's block {lent}").into());
-            }
-        }
-        Ok(table.len())
-    }
-
-    /// As many bytes inside the device, in one piece: what it can do at most.
-    fn copy(&mut self, blocks: usize, repetitions: usize) -> Result<Vec<Duration>, DeviceError> {
-        let bytes = blocks * BLOCK_BYTES;
-        let there = self.device.alloc(bytes)?;
-        let (stream, event) = (self.device.stream()?, self.device.event()?);
-        let mut times = Vec::new();
-        for _ in 0..WARM + repetitions {
-            let begun = Instant::now();
-            self.device.copy(stream, Slice::of(self.buffer, bytes), Slice::of(there, bytes))?;
-            self.device.record(event, stream)?;
-            self.device.synchronize(event)?;
-            times.push(begun.elapsed());
-        }
-        self.device.free(there)?;
-        Ok(times.split_off(WARM))
-    }
-}
-
-fn contents(block: usize) -> Vec<u8> {
-    let mut bytes: Vec<u8> = (0..BLOCK_BYTES).map(|at| (at ^ (at >> 8) ^ block) as u8).collect();
-    bytes[..8].copy_from_slice(&(block as u64).to_le_bytes());
-    bytes
-}
-
-/// A block table without neighbours, the same at both ends: an odd step through a ring.
-fn table(blocks: usize) -> Vec<usize> {
-    let step = (blocks / 3).max(1) | 1;
-    let step = (step..).find(|step| gcd(*step, blocks) == 1).expect("one of them is prime to it");
-    (0..blocks).map(|at| at * step % blocks).collect()
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// The producer: lends all its blocks, as often as it is asked to, until its standard input ends.
@@ -297,7 +194,7 @@ fn measure<D: Device>(mut pool: Pool<D>, options: &GpuIpc, out: &mut dyn Write) 
     }
     // A dead producer's pool stays open for a while, and nothing that is read from it is valid.
     let orphan = order(other.lends()?);
-    let copy = pool.copy(blocks, options.repetitions.max(1))?;
+    let copy = pool.copy(options.repetitions.max(1))?;
     let read = consumer.read(&peer, &orphan, &pool.region, &GO);
     drop(other);
     if read.is_ok() && consumer.finish(&peer, orphan.handle, READER) == Ok(Verdict::Valid) {
@@ -320,13 +217,6 @@ fn measure<D: Device>(mut pool: Pool<D>, options: &GpuIpc, out: &mut dyn Write) 
         of_copy_bandwidth: copy[copy.len() / 2] / handoff[handoff.len() / 2],
     };
     print(&report, options.json, out)
-}
-
-/// In order.
-fn milliseconds(times: Vec<Duration>) -> Vec<f64> {
-    let mut all: Vec<_> = times.iter().map(|time| time.as_secs_f64() * 1e3).collect();
-    all.sort_by(f64::total_cmp);
-    all
 }
 
 fn print(report: &Report, json: bool, out: &mut dyn Write) -> Result<(), BenchError> {

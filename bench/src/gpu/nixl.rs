@@ -20,19 +20,12 @@ use baton_engine::executor::cuda::{Accelerator, Device, DeviceChoice, DeviceErro
 use clap::Args;
 use serde::Serialize;
 
-use super::Skipped;
-use super::pool::{Pool, table};
+use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, HEAD_DIM, Pool, TOKEN_BYTES, table};
+use super::{Skipped, unusable};
 use crate::BenchError;
 use crate::transfer::lender::Lender;
 
 mod trials;
-
-/// One token of Llama 3.1 8B in bf16: 32 layers, K and V, 8 heads of 128 elements.
-const TOKEN_BYTES: usize = 32 * 2 * 8 * 128 * 2;
-const BLOCK_TOKENS: usize = 16;
-const BLOCK_BYTES: usize = BLOCK_TOKENS * TOKEN_BYTES;
-/// Element and head width decide about kernels, of which none is launched here.
-const HEAD_DIM: usize = 128;
 
 /// Options of `baton bench gpu-nixl`.
 #[derive(Args, Clone, Debug)]
@@ -118,16 +111,8 @@ pub fn run(options: &GpuNixl, out: &mut dyn Write) -> Result<(), BenchError> {
         }
         Accelerator::Cuda(ordinal) => {
             let open = || CudaDevice::open(ordinal, Element::Bf16, HEAD_DIM, cubins::folder().as_deref());
-            match open() {
-                Err(error @ (DeviceError::Library { .. } | DeviceError::Absent(_))) => {
-                    Err(Skipped(error.to_string()).into())
-                }
-                Err(DeviceError::Call { call: call @ "cuInit", what }) => {
-                    Err(Skipped(format!("{call}: {what}")).into())
-                }
-                Err(other) => Err(other.into()),
-                Ok(_) => ends(open, &library, options, out),
-            }
+            drop(open().map_err(unusable)?);
+            ends(open, &library, options, out)
         }
     }
 }

@@ -11,6 +11,12 @@ use baton_engine::transport::shared_pool;
 
 use crate::BenchError;
 
+/// One token of Llama 3.1 8B in bf16: 32 layers, K and V, 8 heads of 128 elements.
+pub(super) const TOKEN_BYTES: usize = 32 * 2 * 8 * 128 * 2;
+pub(super) const BLOCK_TOKENS: usize = 16;
+pub(super) const BLOCK_BYTES: usize = BLOCK_TOKENS * TOKEN_BYTES;
+/// Element and head width decide about kernels, of which none is launched here but the one that copies.
+pub(super) const HEAD_DIM: usize = 128;
 /// Copies inside the device that are not timed.
 const WARM: usize = 2;
 

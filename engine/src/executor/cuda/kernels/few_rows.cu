@@ -36,8 +36,8 @@ struct FewRows {
         };
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) load(warp + d * WARPS, loaded[d]);
-        // The next kernel is not let begin before the end: blocks that wait take the places of blocks that read, and a step
-        // took 6 % to 20 % longer with it (H200).
+        // The next kernel is not let begin before the end: blocks that wait take the places of blocks that read, and steps
+        // took longer with it (H200).
         wait_for_earlier();
         struct alignas(16) Words {
             u32 at[4];
