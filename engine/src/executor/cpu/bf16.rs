@@ -25,7 +25,7 @@ mod dot;
 mod rounding;
 mod widened;
 
-pub(super) use self::rounding::{round, round_into, to_words};
+pub(super) use self::rounding::{round, round_into, round_rows, to_words, words};
 use self::rounding::{round_chunks, round_in_place};
 use super::arena::Aligned;
 use super::isa::Isa;
@@ -185,13 +185,7 @@ impl Inputs {
         unsafe {
             let chunk = |input: usize| row.wrapping_add(input / CHUNK * (TILE_ROWS * CHUNK));
             finish_part(isa, unit, head, column % CHUNK, chunk(column));
-            if unit.keeps_order() {
-                round_chunks(isa, whole, chunk(first_whole), TILE_ROWS * CHUNK);
-            } else {
-                for (index, values) in whole.iter().enumerate() {
-                    finish_part(isa, unit, values, 0, chunk(first_whole + index * CHUNK));
-                }
-            }
+            round_chunks(isa, Some(unit), whole, chunk(first_whole), TILE_ROWS * CHUNK);
             finish_part(isa, unit, tail, 0, chunk(first_whole + whole.len() * CHUNK));
         }
     }
@@ -230,9 +224,9 @@ impl Inputs {
             let row = row + tile * TILE_ROWS;
             // SAFETY: the caller's contract.
             unsafe {
-                if unit.packs() && unit.keeps_order() {
+                if unit.packs() {
                     let to = packed.base.at(row / TILE_ROWS * packed.tile + column * TILE_ROWS);
-                    round_into(isa, values, std::slice::from_raw_parts_mut(to, values.len()));
+                    round_chunks(isa, Some(unit), values.as_chunks().0, to, CHUNK);
                     continue;
                 }
                 for (row, values) in (row..).zip(values.as_chunks_mut::<PANEL>().0) {

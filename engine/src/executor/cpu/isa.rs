@@ -61,6 +61,17 @@ impl Isa {
     }
 }
 
+/// Whether AMD made this processor: what suits its memory is not what suits Intel's. Bits do not depend on it.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn is_amd() -> bool {
+    use std::sync::LazyLock;
+    static AMD: LazyLock<bool> = LazyLock::new(|| {
+        let vendor = std::arch::x86_64::__cpuid(0);
+        [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"AuthenticAMD"
+    });
+    *AMD
+}
+
 /// Defines a function whose plain Rust body is compiled once per instruction set and chosen by its first
 /// argument.
 macro_rules! for_each_isa {

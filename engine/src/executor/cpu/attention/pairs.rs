@@ -102,9 +102,11 @@ impl Shape {
                 } else if waits {
                     cache.request(Half::Values, 0, context);
                 }
-                cache.load(self.isa, Half::Keys, from, keys, dim, &mut scratch.values);
                 let rounded = &mut pairs.rounded[..keys * dim];
-                bf16::round_into(self.isa, &scratch.values[..keys * dim], rounded);
+                let wide = &mut scratch.values;
+                cache.load_rounded(self.isa, Half::Keys, from, dim, wide, rounded, |values, out| {
+                    bf16::round_rows(self.isa, unit, values, dim, out);
+                });
                 pack_keys(self.isa, unit, rounded, dim, &mut pairs.panels);
                 // Rows are in the order of their positions: the first ones may not see these keys.
                 let first = (from.saturating_sub(start) * group / TILE_ROWS * TILE_ROWS).min(rows);
@@ -127,9 +129,11 @@ impl Shape {
                 if waits && from + PANEL < context {
                     cache.request(Half::Values, from + PANEL, (from + PANEL + RUN).min(context));
                 }
-                cache.load(self.isa, Half::Values, from, tokens, padded_dim, &mut scratch.values);
                 let rounded = &mut pairs.rounded[..tokens * padded_dim];
-                bf16::round_into(self.isa, &scratch.values[..tokens * padded_dim], rounded);
+                let wide = &mut scratch.values;
+                cache.load_rounded(self.isa, Half::Values, from, padded_dim, wide, rounded, |values, out| {
+                    bf16::round_into(self.isa, values, out);
+                });
                 let chunks = tokens.div_ceil(CHUNK);
                 let panel_words = chunks * PANEL_CHUNK / 2;
                 for (panel, packed) in pairs.panels.chunks_exact_mut(panel_words).take(panels).enumerate() {
@@ -164,7 +168,47 @@ impl Shape {
     }
 }
 
-/// Packs up to 32 keys of `dim` elements, the columns of a panel; columns without a key are zero.
+impl Cache<'_> {
+    /// Reads vectors from position `from` on and rounds them into rows of `stride` values, as many as `rounded` has; what lies
+    /// in the cache as it is wanted is not copied to `wide` first.
+    ///
+    /// # Safety
+    /// As [`Cache::load`]; the positions are in the cache, and `wide` has as many values as `rounded`.
+    #[allow(clippy::too_many_arguments)] // where from, where to, and how
+    unsafe fn load_rounded(
+        &self,
+        isa: Isa,
+        half: Half,
+        from: usize,
+        stride: usize,
+        wide: &mut [f32],
+        rounded: &mut [u16],
+        round: impl Fn(&[f32], &mut [u16]),
+    ) {
+        let KvLayout { head_dim, block_tokens, dtype, .. } = *self.layout;
+        if dtype != KvDtype::F32 || stride != head_dim {
+            // SAFETY: the caller's contract.
+            unsafe { self.load(isa, half, from, rounded.len() / stride, stride, wide) };
+            round(&wide[..rounded.len()], rounded);
+            return;
+        }
+        let (mut position, mut rest) = (from, rounded);
+        while !rest.is_empty() {
+            let run = (block_tokens - position % block_tokens) * head_dim;
+            let (out, later) = rest.split_at_mut(run.min(rest.len()));
+            // SAFETY: the vectors of a head lie one after the other in a block; the caller's contract for the rest.
+            let values = unsafe {
+                std::slice::from_raw_parts(self.vector(half, position).cast_const().cast(), out.len())
+            };
+            round(values, out);
+            position += run / head_dim;
+            rest = later;
+        }
+    }
+}
+
+/// Packs up to 32 keys of `dim` elements, the columns of a panel; columns without a key are zero. Whole chunks of keys are in
+/// the order of the unit.
 fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[u16], dim: usize, panel: &mut [u32]) {
     let count = keys.len() / dim;
     for (chunk, packed) in panel.chunks_exact_mut(PANEL_CHUNK / 2).take(dim.div_ceil(CHUNK)).enumerate() {
@@ -172,11 +216,7 @@ fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[u16], dim: usize, panel: &mut [
         for (half, packed) in packed.chunks_exact_mut(TILE_ROWS * WORDS).enumerate() {
             let first = half * TILE_ROWS;
             #[cfg(target_arch = "x86_64")]
-            if isa == Isa::Avx512
-                && unit.keeps_order()
-                && elements.len() == CHUNK
-                && first + TILE_ROWS <= count
-            {
+            if isa == Isa::Avx512 && elements.len() == CHUNK && first + TILE_ROWS <= count {
                 let rows = std::array::from_fn(|key| {
                     keys[(first + key) * dim..][elements.clone()].as_ptr().cast::<f32>()
                 });
@@ -186,7 +226,11 @@ fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[u16], dim: usize, panel: &mut [
             }
             let mut words = [[0_u32; WORDS]; TILE_ROWS];
             for (key, words) in (first..count).zip(&mut words) {
-                bf16::to_words(unit, &keys[key * dim..][elements.clone()], words);
+                let key = &keys[key * dim..][elements.clone()];
+                match key.as_array::<CHUNK>() {
+                    Some(ordered) => *words = bf16::words(ordered),
+                    None => bf16::to_words(unit, key, words),
+                }
             }
             for (key, words) in words.iter().enumerate() {
                 for (word, bits) in words.iter().enumerate() {

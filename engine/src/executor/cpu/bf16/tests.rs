@@ -196,3 +196,25 @@ fn rows_of_packed_pairs_are_the_original_rows() {
         }
     }
 }
+
+#[test]
+fn chunks_lie_in_the_order_of_their_unit_and_the_rest_of_a_row_in_its_own() {
+    for (rows, width) in [(1, CHUNK), (3, 2 * CHUNK), (5, 40), (2, 7)] {
+        let values: Vec<f32> = (0..rows * width).map(|i| (i as f32 - 31.5) * 1.01).collect();
+        for unit in Unit::available() {
+            let mut expected = vec![0; values.len()];
+            for (index, value) in values.iter().enumerate() {
+                let (row, column) = (index / width, index % width);
+                let chunk = column / CHUNK * CHUNK;
+                let whole = chunk + CHUNK <= width;
+                let place = if whole { chunk + unit.position(column % CHUNK) } else { column };
+                expected[row * width + place] = round(*value);
+            }
+            for isa in Isa::available() {
+                let mut out = vec![0xaaaa; values.len()];
+                round_rows(isa, unit, &values, width, &mut out);
+                assert_eq!(out, expected, "{rows} rows of {width}, {unit:?}, {isa:?}");
+            }
+        }
+    }
+}
