@@ -37,6 +37,9 @@ use crate::tls::server::ServerTls;
 const UPKEEP: Duration = Duration::from_secs(1);
 /// After a drain, debts are waited for this long at most; a lease outlives it and ends by itself.
 const PAY_WITHIN_MAX: Duration = Duration::from_secs(30);
+/// A connection that is younger than this when the drain begins is not closed before it is as old: its first request may be on its
+/// way, and whoever sent it would read an end instead of an answer. Longer than a way around the world and back.
+const FIRST_WORD: Duration = Duration::from_secs(1);
 
 /// Why a router cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -142,7 +145,8 @@ impl Router {
     /// more and closed with their answers; then there is no new connection, requests in flight go on for at most
     /// `drain_timeout_ms`, the rest is cut, and what is owed to engines is paid before this returns.
     ///
-    /// The same when a successor serves ([`Self::hand_over_at`]), but that nothing more is accepted: it does that.
+    /// The same when a successor serves ([`Self::hand_over_at`]), but that nothing more is accepted: it does that. Connections that
+    /// have been accepted within the last second are waited for until they are as old.
     ///
     /// # Cancel safety
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
@@ -176,6 +180,8 @@ impl Router {
             tracing::info!("the next router serves; this one ends what it has in flight");
             // Who asks there is to hear of the next one.
             admin.abort();
+            // Answers close their connections by now; idle ones may still bring a request.
+            tokio::time::sleep(delay).await;
         } else if !delay.is_zero() {
             // Answers close their connections by now; idle ones may still bring a request.
             let connections = &mut connections;
@@ -296,7 +302,12 @@ async fn serve(
     let wire = Wire::new(stream, peer);
     // One of each for the whole connection: setting them anew for each request would cost more than the request's head.
     let mut idle = pin!(tokio::time::sleep(Duration::ZERO));
-    let mut drained = pin!(async { drop(draining.wait_for(|draining| *draining).await) });
+    let young = tokio::time::Instant::now() + FIRST_WORD;
+    let mut drained = pin!(async {
+        drop(draining.wait_for(|draining| *draining).await);
+        // Boxed: it has no room in a connection before there is a drain.
+        Box::pin(tokio::time::sleep_until(young)).await;
+    });
     loop {
         let (bounds, stall) = {
             let config = &door.0.generation().config;

@@ -2,13 +2,17 @@
 //!
 //! `BATON_UPGRADE_SECONDS=60 cargo test --test e2e upgrade` does it for longer than every build does.
 
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::harness::{Call, PATIENCE, Process, Signal, eventually, metric};
+use crate::harness::{Ask, Call, PATIENCE, Process, Signal, eventually, metric, signal};
 
 /// Requests a second.
 const RATE: u32 = 12;
@@ -189,6 +193,128 @@ fn sockets_that_a_supervisor_has_opened_are_served() {
     };
     answers(&http);
     answers(&admin);
-    crate::harness::signal(router.id(), Signal::Terminate);
+    signal(router.id(), Signal::Terminate);
     assert!(router.wait().expect("it is our child").success());
+}
+
+/// A router with these sockets as its third and fourth descriptor, as systemd leaves them: whoever starts it keeps them open.
+fn supervised(clients: &TcpListener, admin: &TcpListener, config: &Path) -> Child {
+    let passed = |socket: &TcpListener| OwnedFd::from(socket.try_clone().expect("a descriptor"));
+    let script = "exec 3<&0 4<&1 0</dev/null 1>/dev/null; export LISTEN_FDS=2 LISTEN_PID=$$; exec \"$@\"";
+    let mut command = Command::new("sh");
+    command.args(["-c", script, "sh", env!("CARGO_BIN_EXE_baton"), "router", "--config"]).arg(config);
+    command.stdin(passed(clients)).stdout(passed(admin)).stderr(Stdio::null());
+    command.spawn().expect("it can be started")
+}
+
+/// As with `deploy/systemd/baton-router.socket`: the sockets stay open while one router ends and the next begins. Who comes in
+/// between waits; who was there is answered.
+#[test]
+fn a_restart_behind_sockets_that_a_supervisor_keeps_loses_no_request() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let engine = engine("decode", "decode", "127.0.0.1:0", folder.path());
+    let socket = || TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let (clients, admin) = (socket(), socket());
+    let address = |socket: &TcpListener| socket.local_addr().expect("it is bound").to_string();
+    let http = address(&clients);
+    let config = json!({
+        "listen": http, "admin": {"listen": address(&admin)}, "drain_delay_ms": 0,
+        "models": [{
+            "name": engine.fact("model"), "decode": {"engines": [{"url": format!("http://{}", engine.fact("http"))}]},
+        }],
+    });
+    let file = folder.path().join("router.yaml");
+    std::fs::write(&file, config.to_string()).expect("a configuration");
+    let call = || {
+        let ask = Ask::fresh(24).tokens(4);
+        Call::try_new(&http, "POST", ask.path, ask.body.to_string().as_bytes())
+    };
+    let mut router = supervised(&clients, &admin, &file);
+    assert_eq!(call().expect("it listens").reply().status, 200);
+    let over = AtomicBool::new(false);
+    let load = || -> Result<usize, String> {
+        let mut answered = 0;
+        while !over.load(Ordering::Relaxed) {
+            let reply =
+                call().and_then(Call::try_reply).map_err(|error| format!("after {answered}: {error}"))?;
+            if reply.status != 200 {
+                return Err(format!("after {answered}: {}", reply.status));
+            }
+            answered += 1;
+        }
+        Ok(answered)
+    };
+    std::thread::scope(|scope| {
+        let clients_of_it: Vec<_> = (0..4).map(|_| scope.spawn(load)).collect();
+        for _ in 0..SUCCESSORS {
+            // One that is in mid-stream when the router is told to end.
+            let ask = Ask::fresh(24).tokens(300).streamed();
+            let mut stream = Call::new(&http, "POST", ask.path, ask.body.to_string().as_bytes()).stream();
+            stream.event().expect("an event");
+            signal(router.id(), Signal::Terminate);
+            let mut last = None;
+            while let Some(event) = stream.event() {
+                last = Some(event);
+            }
+            assert_eq!(last.as_deref(), Some("[DONE]"));
+            assert!(router.wait().expect("it is our child").success());
+            // Nobody accepts now.
+            let between = call().expect("the socket is open");
+            assert!(between.is_unanswered());
+            router = supervised(&clients, &admin, &file);
+            assert_eq!(between.reply().status, 200);
+        }
+        over.store(true, Ordering::Relaxed);
+        for client in clients_of_it {
+            let answered = client.join().expect("it does not panic").expect("every request is answered");
+            assert!(answered > 0);
+        }
+    });
+    signal(router.id(), Signal::Terminate);
+    assert!(router.wait().expect("it is our child").success());
+}
+
+/// Who has connected and is about to ask, when a router is told to end, is answered: the request may be on its way.
+#[test]
+fn who_had_just_connected_when_a_drain_began_is_answered() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let engine = engine("decode", "decode", "127.0.0.1:0", folder.path());
+    let decode = json!({"engines": [{"url": format!("http://{}", engine.fact("http"))}]});
+    let config = json!({
+        "listen": "127.0.0.1:0", "admin": {"listen": "127.0.0.1:0"},
+        "models": [{"name": engine.fact("model"), "decode": decode}],
+    });
+    let file = folder.path().join("router.yaml");
+    std::fs::write(&file, config.to_string()).expect("a configuration");
+    let arguments = ["router", "--config", file.to_str().expect("a path")];
+    for round in 0..20 {
+        let mut router = started(&format!("router-{round}"), &arguments, folder.path());
+        let (http, admin) = (router.fact("http"), router.fact("admin"));
+        let begun = Instant::now();
+        let mut client = TcpStream::connect(&http).expect("it listens");
+        eventually(PATIENCE, "the router has taken the connection", || {
+            let metrics = String::from_utf8_lossy(&ask(&admin, "/metrics").body).into_owned();
+            let open = metric(&metrics, "baton_router_connections_open", "");
+            if open == 1.0 { Ok(()) } else { Err(format!("{open} are open")) }
+        });
+        router.signal(Signal::Terminate);
+        eventually(PATIENCE, "it takes no more", || {
+            TcpStream::connect(&http).map_or(Ok(()), |_| Err("it listens".to_owned()))
+        });
+        // On a machine that is too busy for this it is not the moment that is meant.
+        let in_time = begun.elapsed() < Duration::from_millis(500);
+        if in_time {
+            let asked = format!("GET /v1/models HTTP/1.1\r\nhost: {http}\r\n\r\n");
+            client.write_all(asked.as_bytes()).expect("the connection is open");
+            let mut head = [0; 15];
+            client.read_exact(&mut head).expect("an answer");
+            assert_eq!(&head, b"HTTP/1.1 200 OK");
+        }
+        drop(client);
+        router.ends_well(ENDS_WITHIN);
+        if in_time {
+            return;
+        }
+    }
+    panic!("no drain began within half a second after a connection");
 }
