@@ -53,6 +53,10 @@ nixl *ROUNDS:
 prometheus:
     tests/peers/prometheus.sh
 
+# the board against Grafana's own types, from npm; skips loudly without
+grafana:
+    tests/peers/grafana.sh
+
 # every CUDA kernel for every architecture, without a GPU; skips loudly without PyPI
 gpu-compile:
     bench/gpu/compile.sh target/release/baton

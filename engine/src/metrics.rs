@@ -59,6 +59,9 @@ pub use self::tiers::TierMetrics;
 /// Why leases end, where the engine itself says so.
 const OWN_REASONS: [&str; 4] = ["client_gone", "aborted", "shutdown", "router_release"];
 
+/// The result of a release notice whose producer could not be told until the lease's end.
+pub const UNDELIVERED: &str = "undelivered";
+
 const META: Metadata<'static> = Metadata::new(module_path!(), Level::INFO, Some(module_path!()));
 
 /// The label of a reason: a peer may say anything, and what it says is in the log.
@@ -100,6 +103,7 @@ pub struct EngineMetrics {
     leases_opened: Counter,
     early_leases: Counter,
     leased_blocks: Counter,
+    expired: Counter,
     stranded: Gauge,
 }
 
@@ -131,6 +135,9 @@ impl EngineMetrics {
         let labels = vec![Label::new("model_name", model.to_owned()), Label::new("engine", rank.to_string())];
         let make = Registrar { recorder: &recorder, labels: &labels };
         let states = ["free", "cached", "active", "leased", "landing", "storing"];
+        for reason in fetch::Reason::ALL {
+            make.notices(reason.label(), UNDELIVERED).increment(0);
+        }
         Self {
             waiting: make.gauge("vllm:num_requests_waiting", "Requests in the queue."),
             running: make.gauge("vllm:num_requests_running", "Requests in the batch."),
@@ -164,6 +171,9 @@ impl EngineMetrics {
                 "Of those, opened while their prefill still computed.",
             ),
             leased_blocks: make.counter("baton_kv_leased_blocks_total", "Blocks lent."),
+            // At zero from the start, as whatever an alarm takes the increase of: a series that begins with its first event
+            // has not grown by it.
+            expired: make.counter("vllm:nixl_num_kv_expired_reqs", "Leases that ended by expiry."),
             stranded: make.gauge(
                 "baton_kv_stranded_block_seconds",
                 "Blocks times seconds held by leases that ended by expiry.",
@@ -283,16 +293,14 @@ impl EngineMetrics {
             .histogram_labelled("baton_lease_held_seconds", "From open to close.", &cause)
             .record(held);
         if lease.cause == Cause::Expired {
-            self.make().counter("vllm:nixl_num_kv_expired_reqs", "Leases that ended by expiry.").increment(1);
+            self.expired.increment(1);
             self.stranded.increment(held * lease.blocks.len() as f64);
         }
     }
 
     /// A release notice was answered, or given up.
     pub fn notice(&self, reason: &'static str, result: &'static str) {
-        let labels = [Label::new("reason", reason), Label::new("result", result)];
-        let help = "Release notices to producers.";
-        self.make().counter_labelled("baton_notify_total", help, &labels).increment(1);
+        self.make().notices(reason, result).increment(1);
     }
 
     /// A request that carried a handoff and was refused before it was queued.
@@ -332,6 +340,11 @@ struct Registrar<'a> {
 impl Registrar<'_> {
     fn key(&self, name: &'static str, more: &[Label]) -> Key {
         Key::from_parts(name, self.labels.iter().chain(more).cloned().collect::<Vec<_>>())
+    }
+
+    fn notices(&self, reason: &'static str, result: &'static str) -> Counter {
+        let labels = [Label::new("reason", reason), Label::new("result", result)];
+        self.counter_labelled("baton_notify_total", "Release notices to producers.", &labels)
     }
 
     fn counter(&self, name: &'static str, help: &'static str) -> Counter {

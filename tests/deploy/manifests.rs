@@ -1,7 +1,7 @@
 //! Every document is read into the type that the Kubernetes API has for it and written again: what is misspelt, misplaced or
 //! missing does not come back as it was.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use k8s_openapi::api::apps::v1::Deployment;
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::kustomize::{Kustomization, OVERLAYS, Patch, identity, overlay};
-use crate::{documents, files_below, ours};
+use crate::{documents, files_below, ours, read};
 
 /// The Prometheus operator's, as far as it is used here.
 #[derive(Deserialize, Serialize)]
@@ -63,6 +63,39 @@ struct KeyOf {
     key: String,
 }
 
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields, rename_all = "camelCase")]
+struct PrometheusRule {
+    api_version: MonitoringV1,
+    kind: String,
+    metadata: ObjectMeta,
+    spec: PrometheusRuleSpec,
+}
+
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct PrometheusRuleSpec {
+    groups: Vec<RuleGroup>,
+}
+
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct RuleGroup {
+    name: String,
+    rules: Vec<OperatorsRule>,
+}
+
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct OperatorsRule {
+    alert: String,
+    expr: String,
+    #[serde(rename = "for", skip_serializing_if = "Option::is_none")]
+    for_: Option<String>,
+    labels: BTreeMap<String, String>,
+    annotations: BTreeMap<String, String>,
+}
+
 /// What its type makes of a document.
 fn typed(document: &Value) -> Result<Value, String> {
     fn again<T: DeserializeOwned + Serialize>(document: &Value) -> Result<Value, String> {
@@ -75,6 +108,7 @@ fn typed(document: &Value) -> Result<Value, String> {
         "Namespace" => again::<Namespace>(document),
         "NetworkPolicy" => again::<NetworkPolicy>(document),
         "PodDisruptionBudget" => again::<PodDisruptionBudget>(document),
+        "PrometheusRule" => again::<PrometheusRule>(document),
         "Role" => again::<Role>(document),
         "RoleBinding" => again::<RoleBinding>(document),
         "Secret" => again::<Secret>(document),
@@ -179,6 +213,7 @@ fn what_is_misspelt_misplaced_or_missing_is_noticed() {
     spoil("Service", "/spec/ports/0", "targetport", json!("http"));
     spoil("NetworkPolicy", "/spec", "ingres", json!([]));
     spoil("ServiceMonitor", "/spec", "namespace", json!("x"));
+    spoil("PrometheusRule", "/spec/groups/0/rules/0", "expression", json!("up == 0"));
     let mut without = find("Deployment");
     without["spec"].as_object_mut().expect("a map").remove("selector");
     assert_ne!(problems(&without), Vec::<String>::new(), "a Deployment has a selector");
@@ -187,13 +222,45 @@ fn what_is_misspelt_misplaced_or_missing_is_noticed() {
 #[test]
 fn every_file_is_part_of_an_overlay() {
     let (files, patches) = reached();
-    let all = files_below(&ours("deploy/kubernetes")).into_iter();
-    let yaml = all.filter(|path| path.extension().is_some_and(|kind| kind == "yaml"));
-    let unused: Vec<_> = yaml
+    // Whatever a file is called; but the script that makes the secrets.
+    let mut unused: Vec<_> = files_below(&ours("deploy/kubernetes"))
+        .into_iter()
         .filter(|path| {
             let path = path.canonicalize().expect("it exists");
             !files.contains(&path) && !patches.contains(&path)
         })
         .collect();
+    unused.retain(|path| !path.ends_with("kubernetes/secrets.sh"));
     assert!(unused.is_empty(), "no overlay uses {unused:?}");
+}
+
+/// The Prometheus operator reads no files of rules, and kustomize none of another folder: so the alerts are there once more.
+/// `BATON_BLESS=1` writes them anew.
+#[test]
+fn the_operators_rules_are_those_of_the_alerts() {
+    let mut wanted = "# Written from deploy/alerts/ by `BATON_BLESS=1 cargo test --test deploy the_operators_rules`: change those.\n".to_owned();
+    for (at, file) in files_below(&ours("deploy/alerts")).iter().enumerate() {
+        let text = read(file);
+        let (_, groups) = text.split_once("\ngroups:\n").expect("a file of rules");
+        let name = file.file_stem().expect("a name").display();
+        let between = if at == 0 { "" } else { "---\n" };
+        wanted += &format!(
+            "{between}apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: baton-{name}\nspec:\n  groups:\n"
+        );
+        for line in groups.lines() {
+            wanted += &if line.is_empty() { "\n".to_owned() } else { format!("  {line}\n") };
+        }
+    }
+    let path = ours("deploy/kubernetes/components/monitoring/rules.yaml");
+    if std::env::var_os("BATON_BLESS").is_some() {
+        std::fs::write(&path, &wanted).expect("the file can be written");
+    }
+    assert_eq!(read(&path), wanted, "BATON_BLESS=1 cargo test --test deploy the_operators_rules");
+    let rules: Vec<String> = documents(&path)
+        .iter()
+        .flat_map(|document| document["spec"]["groups"].as_array().expect("groups").clone())
+        .flat_map(|group| group["rules"].as_array().expect("rules").clone())
+        .map(|rule| rule["alert"].as_str().expect("a name").to_owned())
+        .collect();
+    assert_eq!(rules.len(), crate::metrics::rules().len(), "{rules:?}");
 }

@@ -50,6 +50,9 @@ const STOCK_VLLM: [&str; 3] = [
     "vllm:nixl_num_failed_transfers_total",
 ];
 
+/// What people choose on the board.
+const VARIABLES: [&str; 3] = ["$model", "$router_job", "$instance"];
+
 /// Every rule.
 pub(crate) fn rules() -> Vec<Rule> {
     let mut all = Vec::new();
@@ -77,7 +80,7 @@ fn queries() -> Vec<(String, String)> {
     for panel in board["panels"].as_array().expect("panels") {
         for target in panel["targets"].as_array().into_iter().flatten() {
             let query = target["expr"].as_str().expect("a query").replace("$__rate_interval", "5m");
-            let query = query.replace("$model", ".*").replace("$router_job", ".*");
+            let query = VARIABLES.iter().fold(query, |query, variable| query.replace(variable, ".*"));
             assert!(!query.contains('$'), "{query}");
             found.push((panel["title"].as_str().expect("a title").to_owned(), query));
         }
@@ -108,6 +111,8 @@ fn told(page: &str, metrics: &mut Metrics) {
 
 /// What live processes tell.
 struct Live {
+    /// Before anybody has asked them for anything.
+    fresh: String,
     metrics: Metrics,
     /// Families by their kinds.
     router: BTreeMap<String, String>,
@@ -125,6 +130,8 @@ fn live() -> Live {
     );
     let cluster =
         Cluster::new().prefill("--kv-lease-duration 0.3").decode(&tiers).decode("--pace-ms 20").start();
+    let engines = || cluster.prefill.iter().chain(&cluster.decode).map(Engine::metrics).collect::<String>();
+    let fresh = cluster.router_metrics() + &engines();
     let usage = json!({"include_usage": true});
     for _ in 0..4 {
         let mut stream = cluster
@@ -159,12 +166,12 @@ fn live() -> Live {
     assert_eq!(cluster.decode[0].send("POST", "/v1/completions", &body).reply().status, 200);
 
     let router = cluster.router_metrics();
-    let engines: String = cluster.prefill.iter().chain(&cluster.decode).map(Engine::metrics).collect();
+    let engines = engines();
     let mut metrics = Metrics::new();
     told(&router, &mut metrics);
     told(&engines, &mut metrics);
     assert!(metrics.len() > 100, "{metrics:?}");
-    Live { metrics, router: kinds(&router), engines: kinds(&engines) }
+    Live { fresh, metrics, router: kinds(&router), engines: kinds(&engines) }
 }
 
 /// The families of a page of `/metrics`, with their kinds.
@@ -242,6 +249,10 @@ fn problems(
                 labels.iter().map(String::as_str).collect()
             }
             (None, None) if metric == "up" => BTreeSet::new(),
+            // Prometheus' own: the rules' states.
+            (None, None) if metric == "ALERTS" => {
+                ["alertname", "alertstate", "severity", "model", "engine", "leg"].into()
+            }
             (None, None) if STOCK_VLLM.contains(&metric.as_str()) => ["model_name", "engine"].into(),
             (None, None) => {
                 wrong.push(format!("nobody tells {metric}"));
@@ -292,6 +303,57 @@ fn every_metric_and_label_of_a_rule_or_a_panel_is_told() {
     println!("in docs/metrics.md, and not told by the live router: {unseen:?}");
     // There is no TLS and no discovery in it.
     assert!(unseen.len() <= 4, "{unseen:?}");
+}
+
+/// Series of a page that a selector means: `NAME` or `NAME{LABEL="VALUE", …}`, with the operators that rules use.
+fn meant<'a>(page: &'a str, selector: &str) -> Vec<&'a str> {
+    let (name, wanted) = selector.trim_end_matches('}').split_once('{').unwrap_or((selector, ""));
+    let wanted: Vec<_> = wanted.split(", ").filter(|pair| !pair.is_empty()).collect();
+    let fits = |labels: &str| {
+        wanted.iter().all(|pair| {
+            let (label, value) = pair
+                .trim_end_matches('"')
+                .split_once("=\"")
+                .or_else(|| pair.trim_end_matches('"').split_once("=~\""))
+                .expect("LABEL OPERATOR VALUE");
+            let (label, differs) = label.strip_suffix('!').map_or((label, false), |label| (label, true));
+            let told = labels.split_once(&format!("{label}=\"")).and_then(|(_, rest)| rest.split('"').next());
+            let is = |one: &str| match one.strip_prefix(".*") {
+                Some(end) => told.is_some_and(|told| told.ends_with(end)),
+                None => told == Some(one),
+            };
+            value.split('|').any(is) != differs
+        })
+    };
+    let series = page.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.rsplit_once(' '));
+    let named = series.filter(|(series, _)| series.split('{').next() == Some(name));
+    named.map(|(series, _)| series).filter(|series| fits(series)).collect()
+}
+
+/// A series that begins with its first event has not grown by it, as far as Prometheus knows: an alarm on the first lapsed lease, or
+/// on the only one, would not be raised.
+#[test]
+fn what_an_alarm_takes_the_growth_of_is_told_before_it_grows() {
+    // Series of an engine and a leg begin with the first attempt there, those of an outcome with its first request: alarms on them are
+    // on shares and rates that go on for minutes.
+    let later = ["baton_router_engine_errors_total", "baton_router_requests_total"];
+    let (mut missing, mut seen) = (Vec::new(), 0);
+    for rule in rules() {
+        for rest in rule.expr.split("increase(").skip(1).chain(rule.expr.split("rate(").skip(1)) {
+            let (selector, _) = rest.split_once('[').expect("a range");
+            let name = selector.split('{').next().unwrap_or_default();
+            seen += 1;
+            if STOCK_VLLM.contains(&name) || later.contains(&name) {
+                continue;
+            }
+            if meant(&LIVE.fresh, selector).is_empty() {
+                missing.push(format!("{}: {selector}", rule.alert));
+            }
+        }
+    }
+    assert!(seen > 15, "only {seen} were seen");
+    assert!(missing.is_empty(), "not there before the first event: {missing:#?}");
+    assert!(meant(&LIVE.fresh, "baton_kv_blocks{state=\"lent\"}").is_empty(), "no such state");
 }
 
 #[test]
@@ -350,6 +412,16 @@ fn the_board_can_be_read() {
             continue;
         }
         assert!(panel["description"].as_str().is_some_and(|text| !text.is_empty()), "{title}");
+        let shown = &panel["fieldConfig"]["defaults"];
+        assert!(shown["unit"].is_string(), "{title} has no unit");
+        // A number by itself says by its colour whether it is good, and in words that there is nothing to count.
+        let steps = shown["thresholds"]["steps"].as_array().map_or(0, Vec::len);
+        assert!(panel["type"] != "stat" || steps >= 2 && shown["noValue"].is_string(), "{title}");
+        let overridden = panel["fieldConfig"]["overrides"].as_array().expect("a list");
+        for matcher in overridden.iter().map(|one| &one["matcher"]).filter(|one| one["id"] == "byName") {
+            let text = panel["targets"].to_string();
+            assert!(text.contains(matcher["options"].as_str().expect("a name")), "{title}: {matcher}");
+        }
         let targets = panel["targets"].as_array().expect("queries");
         let references: BTreeSet<_> = targets.iter().map(|target| target["refId"].as_str()).collect();
         assert!(!targets.is_empty() && references.len() == targets.len(), "{title}");
@@ -363,5 +435,10 @@ fn the_board_can_be_read() {
             }
         }
     }
-    assert!(rows == 5 && panels.len() > 30, "{rows} rows, {} panels", panels.len());
+    assert!(rows == 5 && panels.len() > 40, "{rows} rows, {} panels", panels.len());
+    let chosen = board["templating"]["list"].as_array().expect("variables").iter();
+    let chosen: BTreeSet<_> =
+        chosen.map(|one| format!("${}", one["name"].as_str().expect("a name"))).collect();
+    let used = board["panels"].to_string();
+    assert!(VARIABLES.iter().all(|one| chosen.contains(*one) && used.contains(one)), "{chosen:?}");
 }

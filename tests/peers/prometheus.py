@@ -86,7 +86,9 @@ def board_queries():
     board = json.loads((ROOT / "deploy/dashboards/baton.json").read_text())
     for panel in board["panels"]:
         for target in panel.get("targets", []):
-            text = target["expr"].replace("$__rate_interval", "30s").replace("$model", ".*").replace("$router_job", ".*")
+            text = target["expr"].replace("$__rate_interval", "30s")
+            for variable in ("$model", "$router_job", "$instance"):
+                text = text.replace(variable, ".*")
             yield panel["title"], text
 
 

@@ -79,7 +79,9 @@ fn a_lease_that_ends_by_expiry_leaves_one_line_and_one_count_and_no_other_does()
         }
         assert_eq!(desk.release(Handle(2), "router_release"), ReleaseReply::Released);
         // The timer holds the ledger while it asks whether to stop: what it has told is looked at from outside.
-        desk.run_timer(|| metrics.render().contains("nixl_num_kv_expired_reqs{"));
+        desk.run_timer(|| {
+            metrics.render().contains("nixl_num_kv_expired_reqs{model_name=\"m\",engine=\"0\"} 1\n")
+        });
         // Late messages about it change nothing and say nothing more.
         assert_eq!(desk.release(Handle(1), "late"), ReleaseReply::Already);
         assert_eq!(desk.heartbeat(Handle(1)), HeartbeatReply::Gone);

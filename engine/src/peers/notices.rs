@@ -15,7 +15,7 @@ use baton_connector::transport::{Transport, TransportError};
 
 use super::turns::Turns;
 use super::{FetchTarget, Producer};
-use crate::metrics::EngineMetrics;
+use crate::metrics::{EngineMetrics, UNDELIVERED};
 
 /// Notices that wait for an answer. One more is dropped with a log line; its lease then ends by expiry.
 pub const NOTICES_MAX: usize = 16_384;
@@ -143,7 +143,7 @@ impl Notices {
                 lane.waiting.retain(|notice| {
                     let alive = now < notice.give_up;
                     if !alive {
-                        metrics.notice(notice.reason, "undelivered");
+                        metrics.notice(notice.reason, UNDELIVERED);
                     }
                     alive
                 });

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The board against Grafana's own types, which its project publishes on npm: every key is one that Grafana knows, every value one that
+# it takes. No Grafana runs here: what its queries find is seen by prometheus.sh.
+#
+#   tests/peers/grafana.sh
+#
+# Exit codes: 0 everything held; 1 not so; 77 npm or the types cannot be had, nothing was checked.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+skip() {
+    echo "########################################################" >&2
+    echo "## SKIPPED, THE BOARD WAS NOT COMPARED WITH GRAFANA'S TYPES: $1" >&2
+    echo "########################################################" >&2
+    exit 77
+}
+
+for program in npm npx python3; do
+    command -v "$program" >/dev/null || skip "$program is not installed"
+done
+root=$PWD
+folder=target/grafana
+# Anew each time: the types are rewritten where they lie.
+rm -rf "$folder/node_modules"
+mkdir -p "$folder"
+cd "$folder"
+echo '{"private": true}' > package.json
+npm install --ignore-scripts --silent @grafana/schema@11.6.0 typescript@5.8.3 >&2 || skip "npm has no @grafana/schema"
+python3 "$root/tests/peers/grafana.py" "$root/deploy/dashboards/baton.json"
+npx --no-install tsc --noEmit --strict --skipLibCheck --moduleResolution bundler --module esnext --target es2022 board.ts
+echo "== the board is what Grafana 11.6's types say"
