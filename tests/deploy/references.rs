@@ -150,6 +150,8 @@ fn every_selector_means_whom_it_should() {
         }
         for budget in fleet.of("PodDisruptionBudget") {
             assert_eq!(meant(&budget["spec"]["selector"]), [identity(budget).1], "{}", fleet.name);
+            // A pod that never becomes ready would else keep its node from being drained.
+            assert_eq!(budget["spec"]["unhealthyPodEvictionPolicy"], "AlwaysAllow", "{}", fleet.name);
         }
         let budgets: Vec<_> = fleet.of("PodDisruptionBudget").map(|budget| identity(budget).1).collect();
         assert_eq!(budgets.len(), fleet.pods().count(), "every deployment has a budget: {budgets:?}");

@@ -258,3 +258,62 @@ fn pages_that_name_tests_name_only_those_that_exist() {
     assert!(seen > 10, "only {seen} tests were seen");
     assert_none(&missing, "tests that are not there");
 }
+
+/// The rows of the first table in a text, without its head, as cells.
+fn first_table(text: &str) -> Vec<Vec<&str>> {
+    let lines =
+        text.lines().skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
+    lines.skip(2).map(|line| line.trim_matches('|').split('|').map(str::trim).collect()).collect()
+}
+
+#[test]
+fn every_table_of_figures_in_the_comparison_names_its_command_its_day_and_its_report() {
+    let page = fs::read_to_string(root().join("docs/comparison.md")).expect("the page is there");
+    let mut measured = Vec::new();
+    for section in page.split("\n## ").skip(1) {
+        let (title, text) = section.split_once('\n').expect("a title");
+        let cells: Vec<&str> = first_table(text).iter().flat_map(|row| row[1..].to_vec()).collect();
+        let figures = cells.iter().filter(|cell| cell.starts_with(|c: char| c.is_ascii_digit())).count();
+        if figures * 2 <= cells.len() || cells.is_empty() {
+            continue;
+        }
+        measured.push(title);
+        let (above, _) = text.split_once("\n|").expect("the table");
+        let above = above.replace('\n', " ");
+        for needed in ["`baton bench ", " 2026-", "-core ", "bench/results/"] {
+            assert!(above.contains(needed), "{title}: {needed:?} is not above the table");
+        }
+    }
+    assert_eq!(measured, ["Clients that leave between the legs", "What a hop costs", "Engines on a CPU"]);
+}
+
+#[test]
+fn the_comparison_of_leavers_is_what_its_report_says() {
+    let read = |path: &str| fs::read_to_string(root().join(path)).expect("it is there");
+    let report: serde_json::Value =
+        serde_json::from_str(&read("bench/results/2026-11-22-compare-vllm.json")).expect("JSON");
+    let page = read("docs/comparison.md");
+    let (_, section) = page.split_once("\n## Clients that leave").expect("the section");
+    let rows = first_table(section);
+    let targets = report["targets"].as_array().expect("front doors");
+    assert_eq!(rows.len(), targets.len());
+    for (row, target) in rows.iter().zip(targets) {
+        let cpu = target["cpu_s_per_1000"]["median"].as_f64().expect("seconds");
+        assert_eq!(row[4], format!("{cpu:.2}"), "{row:?}");
+        let gap = &target["gap"];
+        if gap.is_null() {
+            continue;
+        }
+        assert_eq!(row[1], format!("{} of {}", gap["stranded"], gap["victims"]), "{row:?}");
+        let number = |cell: &str| cell.replace(',', "").parse::<f64>().expect("a number");
+        let (p50, p99) = row[2].trim_end_matches(" ms").split_once(" / ").expect("two");
+        for (told, key) in
+            [(p50, "freed_p50_ms"), (p99, "freed_p99_ms"), (row[3], "stranded_block_seconds_per_1000")]
+        {
+            let measured = gap[key].as_f64().expect("a number");
+            // As many digits as the page has, at least to a millisecond.
+            let off = (number(told) - measured).abs();
+            assert!(off <= 0.5 && off <= 0.05 + measured * 0.005, "{row:?}: {key} is {measured}");
+        }
+    }
+}
