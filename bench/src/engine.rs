@@ -156,6 +156,14 @@ pub struct EngineRow {
     pub decode_b1_ratio: f64,
     /// As above.
     pub decode_b8_ratio: f64,
+    /// Each round's decode of one sequence, tokens/s, and the better of the readings right before and after it, GB/s.
+    pub decode_b1_rounds: Vec<[f64; 2]>,
+    /// The same of eight sequences.
+    pub decode_b8_rounds: Vec<[f64; 2]>,
+    /// Median over the rounds of what was measured over the limit of the readings beside it.
+    pub decode_b1_ratio_beside: f64,
+    /// As above.
+    pub decode_b8_ratio_beside: f64,
     /// As above.
     pub prefill_ratio: f64,
     /// `prefill_gflops` over `gemm_gflops`, best rounds.
@@ -242,12 +250,24 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
     for _ in 0..options.rounds.max(1) {
         for (subject, row) in subjects.iter_mut().zip(&mut report.engines) {
             let (one, eight) = (row.step_bytes(1), row.step_bytes(BATCH));
-            row.decode_b1_read_gbps.add(machine.read_gbps(one));
-            row.decode_b1_tps.add(subject.decode(1)?);
-            row.decode_b1_read_gbps.add(machine.read_gbps(one));
-            row.decode_b8_read_gbps.add(machine.read_gbps(eight));
-            row.decode_b8_tps.add(subject.decode(BATCH)?);
-            row.decode_b8_read_gbps.add(machine.read_gbps(eight));
+            for (batch, bytes, read, decode, rounds) in [
+                (1, one, &mut row.decode_b1_read_gbps, &mut row.decode_b1_tps, &mut row.decode_b1_rounds),
+                (
+                    BATCH,
+                    eight,
+                    &mut row.decode_b8_read_gbps,
+                    &mut row.decode_b8_tps,
+                    &mut row.decode_b8_rounds,
+                ),
+            ] {
+                let before = machine.read_gbps(bytes);
+                let decoded = subject.decode(batch)?;
+                let after = machine.read_gbps(bytes);
+                read.add(before);
+                read.add(after);
+                decode.add(decoded);
+                rounds.push([decoded, before.max(after)]);
+            }
             row.prefill_tps.add(subject.prefill()?);
             report.gemm_gflops.add(machine.gemm_gflops());
             if let Some(peak) = machine.peak_gflops() {
@@ -342,6 +362,10 @@ impl EngineRow {
             prefill_limit_tps: 0.0,
             decode_b1_ratio: 0.0,
             decode_b8_ratio: 0.0,
+            decode_b1_rounds: Vec::new(),
+            decode_b8_rounds: Vec::new(),
+            decode_b1_ratio_beside: 0.0,
+            decode_b8_ratio_beside: 0.0,
             prefill_ratio: 0.0,
             prefill_over_gemm: 0.0,
         }
@@ -359,10 +383,18 @@ impl EngineRow {
         let prefill_flops = prefill_flops(config);
         let attention = 4.0 * tokens * (config.query_width() * config.layers) as f64;
         let arithmetic = peak / (2.0 * matrix_weights(config, 1.0) + attention);
-        let steps = |read: &Series, batch: usize| read.best * 1e9 / self.step_bytes(batch) as f64;
-        let (one, eight) = (steps(&self.decode_b1_read_gbps, 1), steps(&self.decode_b8_read_gbps, BATCH));
-        self.decode_b1_limit_tps = one.min(arithmetic);
-        self.decode_b8_limit_tps = (eight * BATCH as f64).min(arithmetic);
+        let limit = |gbps: f64, batch: usize| {
+            (gbps * 1e9 / self.step_bytes(batch) as f64 * batch as f64).min(arithmetic)
+        };
+        let beside = |rounds: &[[f64; 2]], batch: usize| {
+            median(rounds.iter().map(|[measured, gbps]| measured / limit(*gbps, batch)))
+        };
+        let (one, eight) =
+            (limit(self.decode_b1_read_gbps.best, 1), limit(self.decode_b8_read_gbps.best, BATCH));
+        let (one_beside, eight_beside) =
+            (beside(&self.decode_b1_rounds, 1), beside(&self.decode_b8_rounds, BATCH));
+        (self.decode_b1_limit_tps, self.decode_b8_limit_tps) = (one, eight);
+        (self.decode_b1_ratio_beside, self.decode_b8_ratio_beside) = (one_beside, eight_beside);
         self.prefill_limit_tps = peak / prefill_flops * tokens;
         self.prefill_gflops = self.prefill_tps.best / tokens * prefill_flops / 1e9;
         self.decode_b1_ratio = self.decode_b1_tps.best / self.decode_b1_limit_tps;
@@ -370,6 +402,14 @@ impl EngineRow {
         self.prefill_ratio = self.prefill_tps.best / self.prefill_limit_tps;
         self.prefill_over_gemm = self.prefill_gflops * 1e9 / gemm;
     }
+}
+
+/// The middle value, or the mean of the two; 0 of none.
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<_> = values.collect();
+    values.sort_by(f64::total_cmp);
+    let middle = |index: usize| values.get(index).copied().unwrap_or_default();
+    (middle(values.len() / 2) + middle(values.len().saturating_sub(1) / 2)) / 2.0
 }
 
 fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::Result<()> {
@@ -389,8 +429,8 @@ fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::
     }
     writeln!(
         out,
-        "\n{:<36}{:>9}  {:>9} {:>9}  {:>6}",
-        "engine, tokens/s", "best", "worst", "limit", "ratio"
+        "\n{:<36}{:>9}  {:>9} {:>9}  {:>6}  {:>6}",
+        "engine, tokens/s", "best", "worst", "limit", "ratio", "beside"
     )?;
     for row in &report.engines {
         writeln!(
@@ -408,13 +448,15 @@ fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::
         ] {
             writeln!(out, "{name:<36}{:>9.1}  {:>9.1}", read.best, read.worst)?;
         }
-        for (name, series, limit, ratio) in [
-            ("decode, 1 sequence", &row.decode_b1_tps, row.decode_b1_limit_tps, row.decode_b1_ratio),
-            ("decode, 8 sequences", &row.decode_b8_tps, row.decode_b8_limit_tps, row.decode_b8_ratio),
-            ("prefill, 512 tokens", &row.prefill_tps, row.prefill_limit_tps, row.prefill_ratio),
+        let (one, eight) = (Some(row.decode_b1_ratio_beside), Some(row.decode_b8_ratio_beside));
+        for (name, series, limit, ratio, beside) in [
+            ("decode, 1 sequence", &row.decode_b1_tps, row.decode_b1_limit_tps, row.decode_b1_ratio, one),
+            ("decode, 8 sequences", &row.decode_b8_tps, row.decode_b8_limit_tps, row.decode_b8_ratio, eight),
+            ("prefill, 512 tokens", &row.prefill_tps, row.prefill_limit_tps, row.prefill_ratio, None),
         ] {
             let (best, worst, percent) = (series.best, series.worst, ratio * 100.0);
-            writeln!(out, "  {name:<34}{best:>9.1}  {worst:>9.1} {limit:>9.1}  {percent:>5.0}%")?;
+            let beside = beside.map_or_else(String::new, |ratio| format!("  {:>5.0}%", ratio * 100.0));
+            writeln!(out, "  {name:<34}{best:>9.1}  {worst:>9.1} {limit:>9.1}  {percent:>5.0}%{beside}")?;
         }
         writeln!(
             out,
@@ -429,7 +471,8 @@ fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::
     writeln!(
         out,
         "\n{rounds} alternating rounds. Limits: the best plain reading of as many bytes of weights, keys and values as \
-         a step's, or the best of the multiply-adds, whichever is lower"
+         a step's, or the best of the multiply-adds, whichever is lower. Ratio: best round over limit; beside: the median \
+         of rounds, each over the readings right before and after it"
     )?;
     if let Some(share) = report.huge_page_share {
         writeln!(out, "{:.0}% of the memory is in huge pages", share * 100.0)?;
@@ -458,6 +501,13 @@ fn prefill_flops(config: &ModelConfig) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_middle_of_rounds() {
+        assert_eq!(median([3.0, 1.0, 2.0].into_iter()), 2.0);
+        assert_eq!(median([4.0, 1.0, 2.0, 3.0].into_iter()), 2.5);
+        assert_eq!(median([].into_iter()), 0.0);
+    }
 
     #[test]
     fn the_made_up_model_has_the_size_it_claims() {

@@ -110,9 +110,7 @@ pub(super) unsafe fn multiply<E: Element>(isa: Isa, rows: usize, tile: &Tile<E>)
 
 /// How many panels [`multiply_beside`] computes at once for so many rows, at most.
 ///
-/// AMD's cores follow one stream better than several: decode at batch 1, 2 and 4 with bf16 weights 163, 210 and 368 tokens/s
-/// one panel at a time against 138, 198 and 346 (Zen 5, 2-core guest, 2026-11-23, medians of alternating steps). A single row
-/// of other weights went 3 to 7 % faster side by side there too.
+/// AMD's processors follow one stream better than several, but for a single row of f32 or int8 weights (`docs/cpu.md`).
 pub(super) fn panels_at_once<E: Element>(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
