@@ -8,11 +8,15 @@
 //! Times are real: of one decision each, less the clock's own; the machine's caches are shared with the simulated
 //! engines and clients, which touch about as much again between two decisions as a router's own sockets would.
 //!
-//! `--json` prints one object: `date`, `commit`, `machine`; `requests`, `turnover`, `routers`, `max_in_flight`, `explain`
+//! `--json` prints one object: `date`, `commit`, `machine`; `requests`, `turnover`, `routers`, `max_in_flight`,
+//! `max_waiting`, `room`, `explain`
 //! and `seed`, as asked; `clock_ns`; `memory` of the first run (the largest fleet of the first policy): its `policy` and
 //! `engines`, `bytes_per_engine` of one router, `bytes_per_request` of router and simulation together. `runs[]`: `policy`,
 //! `engines`, `begun`, `alive_most`, `engines_died`, `virtual_s`; `costs` of `choose_decode`, `choose_prefill`, `finish` and
-//! `lease` with `count`, `mean_ns`, `p50_ns`, `p99_ns`; `imbalance` (most loaded engine over the mean) and `most_at_one`
+//! `lease` with `count`, `mean_ns`, `p50_ns`, `p99_ns`; with `--room` `room`, of decode engines: `busiest` (most requests at
+//! one over its room), and of all looks while requests came, one each virtual second, the means of `over_share` (engines with
+//! more than their room), `free_share` (of all room what was free) and `turned_away_share` (clients that had been refused
+//! and had not asked again); `imbalance` (most loaded engine over the mean) and `most_at_one`
 //! (requests that one engine had at most) of `prefill` and `decode`; `prefix_hit_share`; `refused_share`; `endings`, `leases`,
 //! `faults` by name; `digest` of everything that happened. `growth[]`: for each run the `p50` and `mean` of each cost over
 //! those of the same policy's smallest fleet.
@@ -21,6 +25,7 @@ mod costs;
 mod engine;
 mod life;
 mod memory;
+mod odds;
 #[cfg(test)]
 mod tests;
 mod world;
@@ -69,6 +74,12 @@ pub struct FleetOptions {
     /// Requests of one router at one decode engine; none: no bound
     #[arg(long)]
     pub max_in_flight: Option<usize>,
+    /// Requests waiting in a decode engine from which on it is full, as it says every second; needs --room
+    #[arg(long, requires = "room")]
+    pub max_waiting: Option<u32>,
+    /// Requests that one decode engine works on at once, whoever sent them: what is beyond is counted
+    #[arg(long)]
+    pub room: Option<u32>,
     /// Keeps no explanations of decisions (`explain.requests: 0`)
     #[arg(long)]
     pub no_explain: bool,
@@ -121,6 +132,8 @@ fn run_with(options: &FleetOptions, plant: Option<Plant>, out: &mut dyn Write) -
                 policy: policy.clone(),
                 routers: options.routers,
                 max_in_flight: options.max_in_flight,
+                max_waiting: options.max_waiting,
+                room: options.room,
                 explain: !options.no_explain,
                 seed: options.seed,
                 plant,
@@ -164,8 +177,11 @@ fn check(options: &FleetOptions) -> Result<(), FleetError> {
     if !(1..=ROUTERS_MAX).contains(&options.routers) || options.routers > options.requests {
         return wrong(format!("--routers {}: 1 to {ROUTERS_MAX}, and one request for each", options.routers));
     }
-    if options.max_in_flight == Some(0) {
-        return wrong("--max-in-flight 0: nobody could be asked".to_owned());
+    if options.max_in_flight == Some(0) || options.max_waiting == Some(0) || options.room == Some(0) {
+        return wrong("--max-in-flight, --max-waiting and --room: 0: nobody could be asked".to_owned());
+    }
+    if options.max_waiting.is_some() && options.room.is_none() {
+        return wrong("--max-waiting: nobody waits in an engine without --room".to_owned());
     }
     Ok(())
 }
@@ -179,11 +195,12 @@ fn report(options: &FleetOptions, runs: &[(String, usize, Outcome)]) -> Value {
         })
     });
     let told: Vec<Value> =
-        runs.iter().map(|(policy, engines, outcome)| of_run(policy, *engines, outcome)).collect();
+        runs.iter().map(|(policy, engines, outcome)| of_run(options, policy, *engines, outcome)).collect();
     json!({
         "date": machine::today(), "commit": machine::commit(), "machine": machine::described(),
         "requests": options.requests, "turnover": options.turnover, "routers": options.routers,
-        "max_in_flight": options.max_in_flight, "explain": !options.no_explain, "seed": options.seed,
+        "max_in_flight": options.max_in_flight, "max_waiting": options.max_waiting, "room": options.room,
+        "explain": !options.no_explain, "seed": options.seed,
         "clock_ns": runs.first().map(|(_, _, outcome)| outcome.costs.clock_ns()),
         "memory": memory,
         "growth": growth(&told),
@@ -191,13 +208,22 @@ fn report(options: &FleetOptions, runs: &[(String, usize, Outcome)]) -> Value {
     })
 }
 
-fn of_run(policy: &str, engines: usize, outcome: &Outcome) -> Value {
+fn of_run(options: &FleetOptions, policy: &str, engines: usize, outcome: &Outcome) -> Value {
     let costs: Map<_, _> =
         Kind::ALL.iter().map(|&kind| (kind.label().to_owned(), outcome.costs.of(kind))).collect();
     let imbalance = outcome
         .imbalance
         .each_ref()
         .map(|leg| json!({"mean": rounded(leg.mean()), "worst": rounded(leg.worst)}));
+    let room = options.room.map(|room| {
+        json!({
+            "busiest": rounded(f64::from(outcome.most_at_one[1]) / f64::from(room)),
+            "over_share": rounded(share(outcome.crowd.over, outcome.crowd.engines)),
+            "free_share": rounded(share(outcome.crowd.free, outcome.crowd.engines * u64::from(room))),
+            "turned_away_share":
+                rounded(share(outcome.crowd.turned_away, outcome.crowd.looks * options.requests as u64)),
+        })
+    });
     let refused = outcome.endings.get("not_admitted").copied().unwrap_or(0);
     let leases = &outcome.leases;
     let faults: Map<_, _> =
@@ -210,6 +236,7 @@ fn of_run(policy: &str, engines: usize, outcome: &Outcome) -> Value {
         "most_at_one": {"prefill": outcome.most_at_one[0], "decode": outcome.most_at_one[1]},
         "prefix_hit_share": rounded(share(outcome.hits[0], outcome.hits[1])),
         "refused_share": rounded(share(refused, outcome.begun)),
+        "room": room,
         "endings": outcome.endings,
         "leases": {
             "opened": leases.opened, "fetched": leases.fetched, "released": leases.released,
@@ -296,6 +323,19 @@ fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
             balance("decode"),
             run["prefix_hit_share"].as_f64().unwrap_or(0.0) * 100.0,
             run["refused_share"].as_f64().unwrap_or(0.0) * 100.0,
+        )?;
+    }
+    for run in report["runs"].as_array().into_iter().flatten().filter(|run| !run["room"].is_null()) {
+        let percent = |name: &str| run["room"][name].as_f64().unwrap_or(0.0) * 100.0;
+        writeln!(
+            out,
+            "\nroom, {} of {}: busiest decode engine {:.0} % of it, {:.1} % of engines over it, {:.1} % of it free, {:.1} % of clients turned away",
+            run["policy"].as_str().unwrap_or_default(),
+            run["engines"],
+            percent("busiest"),
+            percent("over_share"),
+            percent("free_share"),
+            percent("turned_away_share"),
         )?;
     }
     let memory = &report["memory"];

@@ -1,12 +1,12 @@
 //! How one engine of a pool is chosen. A plug: the trait is here, one file per policy is below.
 //!
-//! A policy is a pure function of the request, the engines that have room ([`Field`]), and what is drawn for the decision
+//! A policy is a pure function of the request, the engines that have room ([`Candidates`]), and what is drawn for the decision
 //! (a turn and a random number come as arguments), so that a decision can be repeated without consequences: a
 //! dry run is the same call. Only [`PrefixAware`] looks at something else, the index of who holds what.
 
+mod candidates;
 mod consistent_hash;
 mod draw;
-mod field;
 mod least_load;
 mod power_of_two;
 mod prefix_aware;
@@ -15,9 +15,9 @@ mod round_robin;
 #[cfg(test)]
 mod simulation;
 
+pub(crate) use candidates::{Candidates, FIRST};
 pub(crate) use consistent_hash::ConsistentHash;
 pub(crate) use draw::Draw;
-pub(crate) use field::{FIRST, Field};
 pub(crate) use least_load::LeastLoad;
 pub(crate) use power_of_two::PowerOfTwo;
 pub(crate) use prefix_aware::PrefixAware;
@@ -145,7 +145,7 @@ impl Reason {
 /// Chooses among the engines that can serve a request.
 pub(crate) trait Policy: Send + Sync {
     /// `None` only when there is no candidate.
-    fn choose(&self, wanted: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice>;
+    fn choose(&self, wanted: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice>;
 
     /// What the policy compares of a candidate, for explanations; more is better.
     fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64;

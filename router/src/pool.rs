@@ -12,12 +12,14 @@
 //! in as many steps as a tree of the members is high. Only what is rare walks: a place for what takes none, a pool in
 //! panic, and one of which nobody is ready or full.
 
+mod basis;
 mod board;
 mod member;
 mod tree;
 
+use basis::Basis;
+use board::Board;
 pub(crate) use board::Seat;
-use board::{Board, View};
 pub(crate) use member::{Fit, Member, Room, has};
 use member::{Look, Now};
 
@@ -27,15 +29,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crate::config::{AllOut, HealthConfig, LoadUnit, PolicyConfig};
-use crate::explain::{Considered, Removed, Sight};
+use crate::explain::Sight;
 use crate::memory::{Holding, Memory};
 use crate::metrics::{Decisions, Leg, Metrics};
 use crate::policy::{self, Candidate, Choice, Draw, Policy, Wanted};
 use crate::upstream::{Engine, InFlight, Manner};
 
-/// Engines of each kind that one explanation names, and how many it looks at for those that suit less.
+/// Engines of each kind that one explanation names.
 const NAMED: usize = 8;
-const LOOKED_AT: usize = 64;
 
 /// Choices that may come to nothing, because somebody else was faster, before all members are walked over.
 const BOARD_TRIES: usize = 64;
@@ -44,6 +45,8 @@ const BOARD_TRIES: usize = 64;
 pub(crate) struct Pool {
     /// In the order of their caches' numbers: the ranks of one engine stand side by side.
     members: Vec<Arc<Member>>,
+    /// What they are called.
+    names: Arc<[Arc<str>]>,
     /// All members: those with the labels that the pool prefers, then those without.
     boards: Vec<Arc<Board>>,
     /// Members with the values of the labels that pairs should share, likewise.
@@ -70,19 +73,8 @@ pub(crate) struct Reserved {
     pub holding: Holding,
 }
 
-/// What a choice was made from.
-#[derive(Default)]
-struct Field {
-    /// How many could be chosen.
-    candidates: usize,
-    /// Some of them; the chosen one and those with the least load are among them.
-    named: Vec<Candidate>,
-    /// Some that could not.
-    others: Vec<usize>,
-}
-
 /// A choice, and from what it was made if somebody wants to know.
-type Decided = (Result<(Choice, Manner), Scarce>, Option<Field>);
+type Decided = (Result<(Choice, Manner), Scarce>, Option<Basis>);
 
 /// What would be chosen.
 pub(crate) struct Trial {
@@ -120,6 +112,7 @@ impl Pool {
         let learns = learns || matches!(policy, PolicyConfig::PrefixAware(_));
         let telling = members.iter().filter(|member| member.events.is_some());
         Self {
+            names: members.iter().map(|member| member.engine.name()).collect(),
             boards: Vec::new(),
             pairs: HashMap::new(),
             telling: telling.map(|member| member.engine.id()).collect(),
@@ -239,29 +232,44 @@ impl Pool {
         let now = Now::new(Instant::now);
         let look = Look { tried, leg: self.leg, panic: self.panics(), room, now: &now };
         let mut tries = 0;
-        let (field, taken) = loop {
+        let (basis, taken) = loop {
             let draw = Draw::at(self.turn.fetch_add(1, Ordering::Relaxed));
-            let (decided, field) = self.decide(wanted, &look, draw, tell, tries < BOARD_TRIES);
+            let (decided, basis) = if tries < BOARD_TRIES {
+                self.decide(wanted, &look, draw, tell)
+            } else {
+                self.walk(wanted, &look, draw)
+            };
             match decided {
-                Err(scarce) => break (field, Err(scarce)),
+                Err(scarce) => break (basis, Err(scarce)),
                 Ok((choice, manner)) => {
                     let member = &self.members[choice.index];
                     // If somebody else has taken its last place, or its trial, since, the choice is made again.
                     if let Some(load) = member.begin(&look, manner, wanted.tokens) {
-                        break (field, Ok((choice, load)));
+                        break (basis, Ok((choice, load)));
                     }
                     tries += 1;
                 }
             }
         };
         let choice = taken.as_ref().map(|(choice, _)| *choice).map_err(|&scarce| scarce);
+        let holding = self.holding(choice.ok(), wanted);
         let is_told = tell == Tell::Everything || (tell == Tell::Choices && choice.is_ok());
-        let sight = field.filter(|_| is_told).map(|field| self.sight(wanted, &look, field, choice));
+        let sight = basis.filter(|_| is_told).map(|basis| self.sight(wanted, basis, choice, holding));
         let reserved = taken.map(|(choice, load)| {
             self.decisions.iter().for_each(|decisions| decisions.count(choice.reason));
-            self.reserved(&self.members[choice.index], load, wanted)
+            let member = &self.members[choice.index];
+            self.memory.iter().for_each(|memory| memory.sent(member.holder(), wanted.prefix));
+            Reserved { member: Arc::clone(member), load, holding }
         });
         (reserved, sight)
+    }
+
+    /// What the chosen one holds of the prompt, where somebody asks for that.
+    fn holding(&self, choice: Option<Choice>, wanted: &Wanted<'_>) -> Holding {
+        let holding = choice.zip(self.memory.as_ref()).map(|(choice, memory)| {
+            memory.holding(self.members[choice.index].holder(), wanted.prefix, wanted.blocks)
+        });
+        holding.unwrap_or_default()
     }
 
     /// What [`Self::reserve`] would choose. Nothing is counted and nothing is noted.
@@ -269,9 +277,10 @@ impl Pool {
         let now = Now::new(Instant::now);
         let look = Look { tried, leg: self.leg, panic: self.panics(), room: Room::Needed, now: &now };
         let draw = Draw::at(self.turn.load(Ordering::Relaxed));
-        let (decided, field) = self.decide(wanted, &look, draw, Tell::Everything, true);
+        let (decided, basis) = self.decide(wanted, &look, draw, Tell::Everything);
         let choice = decided.map(|(choice, _)| choice);
-        let sight = self.sight(wanted, &look, field.unwrap_or_default(), choice);
+        let holding = self.holding(choice.ok(), wanted);
+        let sight = self.sight(wanted, basis.unwrap_or_default(), choice, holding);
         Trial { chosen: choice.ok().map(|choice| Arc::clone(&self.members[choice.index])), sight }
     }
 
@@ -287,118 +296,46 @@ impl Pool {
         self.members.iter().any(|member| member.fit(&look) == Fit::Full && !is_shared(member))
     }
 
-    /// `boards`: what the members told is up to date.
-    fn decide(&self, wanted: &Wanted<'_>, look: &Look<'_>, draw: Draw, tell: Tell, boards: bool) -> Decided {
-        if boards && look.room == Room::Needed && !look.panic {
-            let mut full = false;
-            let paired =
-                wanted.pair.and_then(|pair| self.pairs.get(&pair)).map(Vec::as_slice).unwrap_or_default();
-            // Where nobody of those that pair is ready, the others are all that are.
-            for (board, last) in
-                paired.iter().map(|b| (b, false)).chain(self.boards.iter().map(|b| (b, true)))
-            {
-                let view = board.view(look.tried);
-                if let Some(choice) = self.policy.choose(wanted, &view, draw) {
-                    let field = (tell != Tell::Nothing).then(|| self.field(&view, board, choice));
-                    return (Ok((choice, Manner::Careful)), field);
-                }
-                full |= last && view.has_full();
+    /// A choice on the boards; a walk where they cannot say.
+    fn decide(&self, wanted: &Wanted<'_>, look: &Look<'_>, draw: Draw, tell: Tell) -> Decided {
+        if look.room == Room::Ignored || look.panic {
+            return self.walk(wanted, look, draw);
+        }
+        let paired =
+            wanted.pair.and_then(|pair| self.pairs.get(&pair)).map(Vec::as_slice).unwrap_or_default();
+        let (mut full, mut others) = (false, Vec::new());
+        // Where nobody of those that pair is ready, the others are all that are.
+        for (board, last) in paired.iter().map(|b| (b, false)).chain(self.boards.iter().map(|b| (b, true))) {
+            let view = board.view(look.tried);
+            if let Some(choice) = self.policy.choose(wanted, &view, draw) {
+                let basis = (tell != Tell::Nothing).then(|| self.seen(&view, board, choice, look));
+                return (Ok((choice, Manner::Careful)), basis);
             }
-            if full && tell == Tell::Nothing {
-                return (Err(Scarce::Full), None);
-            }
-            if full {
-                let others = self.boards.iter().flat_map(|board| board.few_not_ready(NAMED)).take(NAMED);
-                let field = Field { others: others.collect(), ..Field::default() };
-                return (Err(Scarce::Full), Some(field));
+            if last {
+                full |= view.has_full();
+                others.extend(view.few_not_ready(if tell == Tell::Nothing {
+                    0
+                } else {
+                    NAMED - others.len()
+                }));
             }
         }
-        self.walk(wanted, look, draw)
-    }
-
-    /// What a choice on a board was made from, for people.
-    fn field(&self, view: &View<'_>, board: &Board, choice: Choice) -> Field {
-        let mut named = view.few_least(NAMED);
-        if !named.iter().any(|candidate| candidate.index == choice.index) {
-            named.truncate(NAMED - 1);
-            named.extend(view.candidate(choice.index));
+        if !full {
+            return self.walk(wanted, look, draw);
         }
-        let mut others = view.few_not_ready(NAMED);
-        // Those that suit less.
-        let looked_at = if board.len() == self.members.len() { 0 } else { LOOKED_AT };
-        let less = (0..self.members.len()).take(looked_at).filter(|index| !board.has(*index));
-        let wanting = NAMED - others.len();
-        others.extend(less.take(wanting));
-        others.sort_unstable();
-        Field { candidates: policy::Field::count(view), named, others }
+        let basis = (tell != Tell::Nothing).then(|| Basis { others, ..Basis::default() });
+        (Err(Scarce::Full), basis)
     }
 
     /// The same choice by a walk over all members.
     fn walk(&self, wanted: &Wanted<'_>, look: &Look<'_>, draw: Draw) -> Decided {
-        let (candidates, manner) = match self.candidates(wanted, look) {
-            Ok(found) => found,
-            Err(scarce) => {
-                let others = (0..self.members.len()).take(NAMED).collect();
-                return (Err(scarce), Some(Field { others, ..Field::default() }));
+        match self.candidates(wanted, look) {
+            Err(scarce) => (Err(scarce), Some(self.walked(Vec::new(), look))),
+            Ok((candidates, manner)) => {
+                let choice = self.policy.choose(wanted, &candidates, draw).ok_or(Scarce::Nobody);
+                (choice.map(|choice| (choice, manner)), Some(self.walked(candidates, look)))
             }
-        };
-        let choice = self.policy.choose(wanted, &candidates, draw).ok_or(Scarce::Nobody);
-        let is_candidate = |index: &usize| candidates.binary_search_by_key(index, |c| c.index).is_ok();
-        let others = (0..self.members.len()).filter(|index| !is_candidate(index)).take(NAMED).collect();
-        let field = Field { candidates: candidates.len(), named: candidates, others };
-        (choice.map(|choice| (choice, manner)), Some(field))
-    }
-
-    /// What a choice was made from, for people.
-    fn sight(
-        &self,
-        wanted: &Wanted<'_>,
-        look: &Look<'_>,
-        field: Field,
-        choice: Result<Choice, Scarce>,
-    ) -> Sight {
-        let chosen = choice.ok().map(|choice| choice.index);
-        let Field { candidates, mut named, others } = field;
-        let order = |c: &Candidate| (Some(c.index) != chosen, c.requests, c.index);
-        if named.len() > NAMED {
-            named.select_nth_unstable_by_key(NAMED, order);
-            named.truncate(NAMED);
         }
-        named.sort_unstable_by_key(order);
-        let considered = named.into_iter().map(|c| Considered {
-            engine: self.members[c.index].engine.name(),
-            requests: c.requests,
-            tokens: c.tokens,
-            weight: c.weight,
-            score: self.policy.score(wanted, &c),
-        });
-        let calm = Look { panic: false, ..*look };
-        let removed = others.iter().map(|index| &self.members[*index]);
-        let removed = removed.map(|member| Removed { engine: member.engine.name(), why: member.fit(&calm) });
-        let holding = chosen.zip(self.memory.as_ref()).map(|(index, memory)| {
-            memory.holding(self.members[index].holder(), wanted.prefix, wanted.blocks)
-        });
-        Sight {
-            policy: self.policy_name,
-            members: self.members.len(),
-            considered: considered.collect(),
-            more: candidates.saturating_sub(NAMED),
-            removed: removed.collect(),
-            more_removed: (self.members.len() - candidates).saturating_sub(others.len()),
-            result: choice.map(|choice| (self.members[choice.index].engine.name(), choice.reason)),
-            holding: holding.unwrap_or_default(),
-            chunks: wanted.prefix.len(),
-            blocks: wanted.blocks.len(),
-        }
-    }
-
-    fn reserved(&self, member: &Arc<Member>, load: InFlight, wanted: &Wanted<'_>) -> Reserved {
-        let mut holding = Holding::default();
-        if let Some(memory) = &self.memory {
-            holding = memory.holding(member.holder(), wanted.prefix, wanted.blocks);
-            memory.sent(member.holder(), wanted.prefix);
-        }
-        Reserved { member: Arc::clone(member), load, holding }
     }
 
     /// The engines that the policy may choose from, and how the chosen one may be taken.

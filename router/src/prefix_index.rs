@@ -23,7 +23,7 @@ const HOLDERS_LOOKED_AT: usize = 64;
 /// Who holds what.
 #[derive(Debug)]
 pub(crate) struct PrefixIndex {
-    engines: HashMap<u32, Held>,
+    engines: HashMap<u32, Held, Mixed>,
     /// The engines that hold a hash; never empty.
     holders: HashMap<u64, Vec<u32>, Mixed>,
     mixed: Mixed,
@@ -49,8 +49,8 @@ impl PrefixIndex {
     /// At most so many hashes of each engine and of all. Each takes about 110 bytes.
     pub(crate) fn new(per_engine: usize, total: usize) -> Self {
         let mixed = Mixed(seed());
-        let holders = HashMap::with_hasher(mixed);
-        Self { engines: HashMap::new(), holders, mixed, per_engine, total, held: 0, fat: BinaryHeap::new() }
+        let (engines, holders) = (HashMap::with_hasher(mixed), HashMap::with_hasher(mixed));
+        Self { engines, holders, mixed, per_engine, total, held: 0, fat: BinaryHeap::new() }
     }
 
     /// Changes the bounds; what is over them goes, of the engines that hold most.
@@ -177,8 +177,11 @@ impl PrefixIndex {
 
     /// Hashes of the list that an engine holds, from the first.
     pub(crate) fn length(&self, engine: u32, prefix: &[u64]) -> usize {
-        let held = self.engines.get(&engine);
-        held.map_or(0, |held| prefix.partition_point(|&hash| held.contains(hash)))
+        let (Some(held), Some((first, rest))) = (self.engines.get(&engine), prefix.split_first()) else {
+            return 0;
+        };
+        // Of many engines most hold nothing of a prompt, and one look says so.
+        if held.contains(*first) { 1 + rest.partition_point(|&hash| held.contains(hash)) } else { 0 }
     }
 
     /// The engine that holds most of the list, of those that have a load; the least loaded of equals.
@@ -219,7 +222,7 @@ impl BuildHasher for Mixed {
     }
 }
 
-/// One `u64` in, one out.
+/// One number in, one `u64` out.
 #[derive(Debug)]
 pub(crate) struct MixedHasher(u64);
 
@@ -234,6 +237,10 @@ impl Hasher for MixedHasher {
             word[..piece.len()].copy_from_slice(piece);
             self.write_u64(u64::from_le_bytes(word));
         }
+    }
+
+    fn write_u32(&mut self, word: u32) {
+        self.write_u64(u64::from(word));
     }
 
     fn write_u64(&mut self, word: u64) {

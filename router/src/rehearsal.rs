@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_connector::{RequestId, Time};
 
@@ -17,7 +17,7 @@ use crate::discovery::membership::Members;
 use crate::explain::Sight;
 use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError, Ground};
-use crate::health::Sign;
+use crate::health::{EngineLoad, Sign};
 use crate::inflight::InFlightTable;
 use crate::metrics::{Leg, Metrics};
 use crate::models::Model;
@@ -188,6 +188,11 @@ impl Rehearsal {
             health.tick(later, 1.0, terms);
             health.told(Some(true), later, terms);
         });
+    }
+
+    /// An engine says how many requests it works on, and how many wait in it.
+    pub fn told(&self, engine: usize, running: u32, waiting: u32) {
+        self.engines[engine].set_load(EngineLoad { running, waiting, kv_usage: 0.0, at: Instant::now() });
     }
 
     /// Requests of this router at each engine.

@@ -149,6 +149,9 @@ pub(crate) enum Manner {
 }
 
 impl Engine {
+    /// Numbers that the caches of one engine may be remembered under.
+    pub(crate) const HOLDERS: u32 = RANKS_MAX as u32;
+
     pub(crate) fn new(url: EngineUrl, terms: Terms, bells: Bells, metrics: EngineMetrics) -> Self {
         let Bells { wake, freed, memory, hosts } = bells;
         static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -158,7 +161,7 @@ impl Engine {
         Self {
             url,
             // Each has as many numbers as it may have ranks: enough for 16 million engines in the life of a process.
-            id: NEXT.fetch_add(u32::from(RANKS_MAX), Ordering::Relaxed),
+            id: NEXT.fetch_add(Self::HOLDERS, Ordering::Relaxed),
             authority,
             host,
             terms: ArcSwap::from_pointee(terms),
@@ -310,7 +313,7 @@ impl Engine {
 
     /// Every number that one of its caches could be remembered under.
     pub(crate) fn every_holder(&self) -> Holders {
-        self.id..self.id + u32::from(RANKS_MAX)
+        self.id..self.id + Self::HOLDERS
     }
 
     /// Prompt tokens of what it, or one of its data-parallel ranks, has in flight, estimated.

@@ -13,6 +13,10 @@ use baton_router::rehearsal::{Asked, Entered, Place};
 
 use super::costs::Kind;
 use super::engine::Plant;
+use super::odds::{
+    BEAT_US, CHUNK_US, COMES_BACK_US, LEAVES_GAP, LEAVES_PREFILL, LEAVES_QUEUE, LEAVES_READ, LEAVES_STREAM,
+    QUEUE_US, READ_US, REPLY_ON_ITS_WAY, SILENT, SILENT_US, STREAM_US, THINKS_US,
+};
 use super::world::{What, World, mixed};
 
 /// Tries of one leg, as the router's `attempts`.
@@ -24,26 +28,6 @@ const SHARED_CHUNKS: u64 = 16;
 const OWN_CHUNKS: u64 = 8;
 /// Tokens of a chunk, and chunks of a KV block that is lent.
 const CHUNK_TOKENS: u64 = 128;
-/// Mean times, in microseconds: an uncached chunk at P, a wait in D's queue, a read, an answer.
-const CHUNK_US: f64 = 20_000.0;
-const QUEUE_US: f64 = 500_000.0;
-const READ_US: f64 = 50_000.0;
-const STREAM_US: f64 = 12e6;
-/// A decode engine that queues a request renews its lease so often.
-const BEAT_US: u64 = 5_000_000;
-/// One that has lost sight of it comes back to it only now, when its lease has expired.
-const SILENT_US: u64 = 45_000_000;
-/// Of how many requests the client leaves in each phase, or the decode engine forgets to renew.
-const LEAVES_PREFILL: f64 = 0.03;
-const LEAVES_GAP: f64 = 0.02;
-const LEAVES_QUEUE: f64 = 0.02;
-const LEAVES_READ: f64 = 0.005;
-const LEAVES_STREAM: f64 = 0.05;
-const SILENT: f64 = 0.005;
-/// How often a prefill's reply is on its way already when it is aborted.
-const REPLY_ON_ITS_WAY: f64 = 0.25;
-/// From one answer of a client to its next request.
-const THINKS_US: f64 = 20_000.0;
 
 /// What comes next in a life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -101,6 +85,8 @@ pub(super) struct Life {
     pub(super) lease_ns: u64,
     finish_ns: u64,
     ended: u32,
+    /// It found no decode engine with a place.
+    turned_away: bool,
 }
 
 impl Life {
@@ -129,6 +115,7 @@ impl Life {
             lease_ns: 0,
             finish_ns: 0,
             ended: 0,
+            turned_away: false,
         }
     }
 
@@ -184,6 +171,7 @@ impl World {
         let now = self.now;
         let life = &mut self.lives[slot];
         let (router, turn) = (life.router, life.turn);
+        self.turned_away -= usize::from(life.turned_away);
         *life = Life::new(router);
         life.turn = turn;
         life.id = RequestId::new(&format!("cmpl-{number:032x}")).expect("printable");
@@ -198,6 +186,8 @@ impl World {
         if self.choose_decode(slot) {
             self.ask_prefill(slot);
         } else {
+            self.lives[slot].turned_away = true;
+            self.turned_away += 1;
             self.apply(slot, Event::NotAdmitted);
         }
     }
@@ -589,7 +579,8 @@ impl World {
         life.turn += 1;
         life.fetch = None;
         self.living -= 1;
-        let us = self.mean(THINKS_US);
+        let us = if life.turned_away { COMES_BACK_US } else { THINKS_US };
+        let us = self.mean(us);
         self.after(us, What::Begin(slot as u32));
     }
 }

@@ -12,6 +12,8 @@ fn options() -> FleetOptions {
         policy: ["least_load", "prefix_aware"].map(str::to_owned).to_vec(),
         routers: 1,
         max_in_flight: None,
+        max_waiting: None,
+        room: None,
         no_explain: false,
         seed: 7,
         json: true,
@@ -109,17 +111,38 @@ fn what_is_broken_on_purpose_is_found() {
 
 #[test]
 fn full_engines_refuse_and_routers_that_know_nothing_of_each_other_admit_more() {
-    let full = |routers| {
+    let full = |routers, most, max_waiting| {
         let policy = vec!["least_load".to_owned()];
-        let options =
-            FleetOptions { engines: vec![8], policy, routers, max_in_flight: Some(60), ..options() };
+        let (max_in_flight, room) = (Some(most), Some(60));
+        let options = FleetOptions {
+            engines: vec![8],
+            policy,
+            routers,
+            max_in_flight,
+            max_waiting,
+            room,
+            turnover: 20.0,
+            ..options()
+        };
         report(&options)["runs"][0].clone()
     };
-    let (one, three) = (full(1), full(3));
+    let room = |run: &Value, name: &str| run["room"][name].as_f64().expect("a number");
+    let (one, three) = (full(1, 60, None), full(3, 60, None));
     // 4 decode engines have 240 places for 400 clients; three routers fill each place three times.
     assert!(one["refused_share"].as_f64().is_some_and(|share| share > 0.1), "{one}");
     assert_eq!(one["most_at_one"]["decode"], 60);
     assert!(three["most_at_one"]["decode"].as_u64().is_some_and(|most| most > 60 && most <= 180), "{three}");
+    assert!(room(&one, "busiest") == 1.0 && room(&one, "over_share") == 0.0, "{one}");
+    assert!(room(&one, "turned_away_share") > 0.2 && room(&one, "free_share") < 0.2, "{one}");
+    assert!(room(&three, "busiest") > 1.2 && room(&three, "over_share") > 0.5, "{three}");
+    assert_eq!(room(&three, "turned_away_share"), 0.0, "{three}");
+    // Shares of the room add up to it.
+    let shares = full(3, 20, None);
+    assert!(room(&shares, "busiest") == 1.0 && room(&shares, "turned_away_share") > 0.2, "{shares}");
+    // What engines say of those that wait in them holds routers back that know nothing of each other.
+    let told = full(3, 60, Some(1));
+    assert!(room(&told, "over_share") < room(&three, "over_share"), "{told}");
+    assert!(room(&told, "turned_away_share") > 0.0, "{told}");
 }
 
 #[test]
@@ -132,6 +155,8 @@ fn options_that_make_no_sense_are_refused_before_anything_runs() {
         FleetOptions { turnover: f64::NAN, ..options() },
         FleetOptions { routers: 0, ..options() },
         FleetOptions { max_in_flight: Some(0), ..options() },
+        FleetOptions { room: Some(0), ..options() },
+        FleetOptions { max_waiting: Some(1), ..options() },
     ] {
         let refused = run(&wrong, &mut Vec::new());
         assert!(matches!(refused, Err(FleetError::Options(_))), "{wrong:?}");

@@ -48,9 +48,20 @@ pub(crate) struct Setup {
     pub(crate) routers: usize,
     /// Of each router at each engine.
     pub(crate) max_in_flight: Option<usize>,
+    /// Requests waiting in a decode engine from which on it is full.
+    pub(crate) max_waiting: Option<u32>,
+    /// Requests that a decode engine works on at once.
+    pub(crate) room: Option<u32>,
     pub(crate) explain: bool,
     pub(crate) seed: u64,
     pub(crate) plant: Option<Plant>,
+}
+
+impl Setup {
+    /// Requests that begin.
+    fn target(&self) -> u64 {
+        self.requests as u64 + (self.requests as f64 * self.turnover) as u64
+    }
 }
 
 /// What came of it.
@@ -67,6 +78,7 @@ pub(crate) struct Outcome {
     pub(crate) virtual_s: f64,
     /// Most loaded engine over the mean of all, at each look: prefill and decode.
     pub(crate) imbalance: [Imbalance; 2],
+    pub(crate) crowd: Crowd,
     /// Most requests that one engine had at any moment.
     pub(crate) most_at_one: [u32; 2],
     /// Chunks of shared beginnings that the prefill engine's cache had, of all that came to one.
@@ -102,6 +114,31 @@ impl Imbalance {
     }
 }
 
+/// How full decode engines are, summed over all looks while requests come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Crowd {
+    pub(crate) looks: u64,
+    /// Engines that were looked at, and those that had more requests than room.
+    pub(crate) engines: u64,
+    pub(crate) over: u64,
+    /// Places that were free.
+    pub(crate) free: u64,
+    /// Clients that had been refused, and had not asked again.
+    pub(crate) turned_away: u64,
+}
+
+impl Crowd {
+    fn look(&mut self, loads: impl Iterator<Item = u32>, room: u32, turned_away: usize) {
+        self.looks += 1;
+        self.turned_away += turned_away as u64;
+        for load in loads {
+            self.engines += 1;
+            self.over += u64::from(load > room);
+            self.free += u64::from(room.saturating_sub(load));
+        }
+    }
+}
+
 /// What happens next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum What {
@@ -131,6 +168,8 @@ pub(super) struct World {
     pub(super) endings: BTreeMap<&'static str, u64>,
     pub(super) begun: u64,
     pub(super) living: usize,
+    /// Clients that were refused, and have not asked again.
+    pub(super) turned_away: usize,
     pub(super) hits: [u64; 2],
     /// Requests at each engine, of all routers.
     pub(super) at: Vec<u32>,
@@ -138,6 +177,7 @@ pub(super) struct World {
     alive_most: usize,
     died: u64,
     imbalance: [Imbalance; 2],
+    crowd: Crowd,
     digest: u64,
 }
 
@@ -151,7 +191,7 @@ pub(crate) fn simulate(setup: &Setup) -> Result<Outcome, GenerationError> {
     let mut world = World::new(setup)?;
     let with_routers = resident_bytes();
     world.fill();
-    let target = setup.requests as u64 + (setup.requests as f64 * setup.turnover) as u64;
+    let target = setup.target();
     let mut with_requests = None;
     let mut quiet_from = None;
     while let Some(Reverse((at, _, what))) = world.events.pop() {
@@ -218,12 +258,14 @@ impl World {
             endings: BTreeMap::new(),
             begun: 0,
             living: 0,
+            turned_away: 0,
             hits: [0; 2],
             at: vec![0; setup.engines],
             most_at_one: [0; 2],
             alive_most: 0,
             died: 0,
             imbalance: Default::default(),
+            crowd: Crowd::default(),
             digest: 0xcbf2_9ce4_8422_2325,
             setup: setup.clone(),
         })
@@ -297,7 +339,23 @@ impl World {
                 self.imbalance[leg].look(alive);
             }
         }
+        if let Some(room) = self.setup.room {
+            self.look_at_room(room);
+        }
         self.after(LOOK_US, What::Look);
+    }
+
+    fn look_at_room(&mut self, room: u32) {
+        let alive = (self.prefills()..self.engines.len()).filter(|&engine| self.engines[engine].alive);
+        if self.costs.counting && self.begun < self.setup.target() {
+            self.crowd.look(alive.clone().map(|engine| self.at[engine]), room, self.turned_away);
+        }
+        if self.setup.max_waiting.is_some() {
+            for engine in alive {
+                let (running, waiting) = (self.at[engine].min(room), self.at[engine].saturating_sub(room));
+                self.routers.iter().for_each(|router| router.told(engine, running, waiting));
+            }
+        }
     }
 
     /// One engine dies, if its leg has enough others; what it had in flight breaks.
@@ -352,6 +410,7 @@ impl World {
             engines_died: self.died,
             virtual_s: self.now.0 as f64 / 1e6,
             imbalance: self.imbalance,
+            crowd: self.crowd,
             most_at_one: self.most_at_one,
             hits: self.hits,
             bytes_per_engine,
@@ -364,15 +423,18 @@ impl World {
 /// What a router is told; the first half of the engines prefill, the others decode.
 fn configuration(setup: &Setup, names: &[String]) -> String {
     let (prefill, decode) = names.split_at(setup.engines / 2);
-    let capacity = setup
-        .max_in_flight
-        .map_or(String::new(), |most| format!("      capacity: {{max_in_flight: {most}}}\n"));
+    let in_flight = setup.max_in_flight.map(|most| format!("max_in_flight: {most}"));
+    let waiting = setup.max_waiting.map(|most| format!("max_waiting: {most}"));
+    let capacity: Vec<String> = in_flight.into_iter().chain(waiting).collect();
+    let capacity = format!("      capacity: {{{}}}\n", capacity.join(", "));
+    // Readings grow old by the real clock, and here they are taken by the virtual one.
+    let load = if setup.max_waiting.is_some() { "{interval_ms: 1000, stale_ms: 3600000}" } else { "{}" };
     let pool = |engines: &[String], capacity: &str| {
         let engines: String = engines.iter().map(|name| format!("        - url: http://{name}\n")).collect();
         format!("      policy: {}\n{capacity}      engines:\n{engines}", setup.policy)
     };
     format!(
-        "listen: 127.0.0.1:0\nhealth: {{active: {{interval_ms: 0}}, outlier: {{interval_ms: 0}}}}\n\
+        "listen: 127.0.0.1:0\nhealth: {{active: {{interval_ms: 0}}, outlier: {{interval_ms: 0}}, load: {load}}}\n\
          explain: {{requests: {}}}\nmodels:\n  - name: m\n    prefill:\n{}    decode:\n{}",
         if setup.explain { 4_096 } else { 0 },
         pool(prefill, ""),

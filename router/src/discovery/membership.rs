@@ -8,7 +8,7 @@ use crate::config::{EngineConfig, EngineUrl, PoolConfig, RouterConfig};
 use crate::metrics::Leg;
 
 /// Members of one pool; as many as a configuration may list.
-const MEMBERS_MAX: usize = 4096;
+pub(crate) const MEMBERS_MAX: usize = 4096;
 
 /// Who is in which pool.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use crate::memory::Holding;
-use crate::policy::Reason;
+use crate::policy::{Candidate, Reason};
 use crate::pool::{Fit, Scarce};
 
 /// What one choice was made from, and what it came to.
 pub(crate) struct Sight {
+    /// What the engines of the pool are called; whoever is spoken of below is so by its index here.
+    pub engines: Arc<[Arc<str>]>,
     pub policy: &'static str,
-    /// Engines of the pool.
-    pub members: usize,
-    /// Those that could be chosen: the chosen one, and those with the least load.
+    /// Those that could be chosen: the chosen one, one with the least load, and of a large pool a few others.
     pub considered: Vec<Considered>,
     /// Others that could be chosen.
     pub more: usize,
@@ -21,7 +21,7 @@ pub(crate) struct Sight {
     pub removed: Vec<Removed>,
     /// Others that could not.
     pub more_removed: usize,
-    pub result: Result<(Arc<str>, Reason), Scarce>,
+    pub result: Result<(usize, Reason), Scarce>,
     /// What the chosen one held of the prompt, and what there was to hold.
     pub holding: Holding,
     pub chunks: usize,
@@ -30,17 +30,14 @@ pub(crate) struct Sight {
 
 /// An engine that could be chosen.
 pub(crate) struct Considered {
-    pub engine: Arc<str>,
-    pub requests: u32,
-    pub tokens: u64,
-    pub weight: u32,
+    pub candidate: Candidate,
     /// As its policy sees it; more is better.
     pub score: f64,
 }
 
 /// An engine that could not be chosen.
 pub(crate) struct Removed {
-    pub engine: Arc<str>,
+    pub index: usize,
     pub why: Fit,
 }
 
@@ -57,24 +54,28 @@ impl Fit {
 }
 
 impl Sight {
+    fn name(&self, index: usize) -> &str {
+        &self.engines[index]
+    }
+
     pub(super) fn json(&self) -> Value {
         let considered: Vec<_> = self
             .considered
             .iter()
-            .map(|c| {
-                json!({"engine": &*c.engine, "requests": c.requests, "tokens": c.tokens, "weight": c.weight,
-                    "score": c.score})
+            .map(|Considered { candidate: c, score }| {
+                json!({"engine": self.name(c.index), "requests": c.requests, "tokens": c.tokens, "weight": c.weight,
+                    "score": score})
             })
             .collect();
-        let removed: Vec<_> =
-            self.removed.iter().map(|r| json!({"engine": &*r.engine, "why": r.why.label()})).collect();
+        let removed = |r: &Removed| json!({"engine": self.name(r.index), "why": r.why.label()});
+        let removed: Vec<_> = self.removed.iter().map(removed).collect();
         let (chosen, reason) = match &self.result {
-            Ok((engine, reason)) => (Some(&**engine), reason.label()),
+            Ok((index, reason)) => (Some(self.name(*index)), reason.label()),
             Err(Scarce::Full) => (None, "all_full"),
             Err(Scarce::Nobody) => (None, "nobody"),
         };
         json!({
-            "policy": self.policy, "chosen": chosen, "reason": reason, "pool": self.members,
+            "policy": self.policy, "chosen": chosen, "reason": reason, "pool": self.engines.len(),
             "candidates": considered, "more_candidates": self.more,
             "removed": removed, "more_removed": self.more_removed,
             "held": {"chunks": self.holding.chunks, "of_chunks": self.chunks,

@@ -17,26 +17,30 @@ static REQUESTS: Family = Family::counter(
     "baton_router_engine_requests_total",
     &["engine", "leg"],
     "Attempts that were made at an engine.",
-);
+)
+.of_engines(1);
 static ERRORS: Family = Family::counter(
     "baton_router_engine_errors_total",
     &["engine", "leg", "reason"],
     "Attempts that failed: `unreachable`, `answered` (it said that it cannot), `broken` (silence or a broken \
      connection), `unusable` (a handoff that cannot be handed on), `refused` (the request itself), `died` (in the \
      middle of its answer).",
-);
+)
+.of_engines(Reason::ALL.len());
 static RESPONSE_SECONDS: Family = Family::histogram(
     "baton_router_engine_response_seconds",
     &["engine", "leg"],
     FIRST_TOKEN,
     "From an attempt to a prefill engine's reply, or to the head of a decode engine's good answer.",
-);
+)
+.of_engines(1);
 static CONNECT_SECONDS: Family = Family::histogram(
     "baton_router_engine_connect_seconds",
     &["engine"],
     CONNECT,
     "Time until a new connection to an engine was there.",
-);
+)
+.of_engines(1);
 /// Looked up when somebody asks.
 pub(crate) static IN_FLIGHT: Family = Family::gauge(
     "baton_router_engine_requests_in_flight",

@@ -10,9 +10,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-/// Series of one family; one more is counted under the label `other`. As llm-d's endpoint picker bounds them.
+use crate::discovery::membership::MEMBERS_MAX;
+
+/// Series of one family that knows no engines; one more is counted under the label `other`. As llm-d's endpoint picker
+/// bounds them.
 const SERIES_MAX: usize = 4096;
-/// What stands for the values beyond [`SERIES_MAX`].
+/// Engines in a leg, each of which has its series: those of a model both of whose pools are full.
+const ENGINES_MAX: usize = 2 * MEMBERS_MAX;
+/// What stands for the values beyond [`Family::most`].
 const OTHER: &str = "other";
 
 /// What a family counts.
@@ -35,6 +40,8 @@ pub(crate) struct Family {
     pub help: &'static str,
     /// Upper bounds, rising; of histograms only.
     pub buckets: &'static [f64],
+    /// Series, at most; one more is counted under the label `other`.
+    most: usize,
 }
 
 impl Family {
@@ -43,7 +50,7 @@ impl Family {
         labels: &'static [&'static str],
         help: &'static str,
     ) -> Self {
-        Self { name, kind: Kind::Counter, labels, help, buckets: &[] }
+        Self { name, kind: Kind::Counter, labels, help, buckets: &[], most: SERIES_MAX }
     }
 
     pub(crate) const fn gauge(
@@ -51,7 +58,7 @@ impl Family {
         labels: &'static [&'static str],
         help: &'static str,
     ) -> Self {
-        Self { name, kind: Kind::Gauge, labels, help, buckets: &[] }
+        Self { name, kind: Kind::Gauge, labels, help, buckets: &[], most: SERIES_MAX }
     }
 
     pub(crate) const fn histogram(
@@ -60,7 +67,12 @@ impl Family {
         buckets: &'static [f64],
         help: &'static str,
     ) -> Self {
-        Self { name, kind: Kind::Histogram, labels, help, buckets }
+        Self { name, kind: Kind::Histogram, labels, help, buckets, most: SERIES_MAX }
+    }
+
+    /// With so many series for each engine in each leg.
+    pub(crate) const fn of_engines(self, each: usize) -> Self {
+        Self { most: ENGINES_MAX * each, ..self }
     }
 
     /// Its labels as they stand between braces.
@@ -225,9 +237,9 @@ impl Registry {
         let mut families = self.lock();
         let known = families.entry(family.name).or_default();
         let mut labels = family.labelled(values);
-        if !known.contains_key(&labels) && known.len() >= SERIES_MAX {
+        if !known.contains_key(&labels) && known.len() >= family.most {
             known.retain(|_, series| series.lives());
-            if known.len() >= SERIES_MAX {
+            if known.len() >= family.most {
                 labels = family.labelled(&vec![OTHER; values.len()]);
             }
         }
@@ -321,6 +333,21 @@ mod tests {
         let named = registry.counter(&REQUESTS, &["z"]);
         assert!(series(&registry, &REQUESTS).contains(&"engine=\"z\"".to_owned()));
         drop(named);
+    }
+
+    #[test]
+    fn a_family_of_engines_has_series_for_two_full_pools_and_is_bounded_too() {
+        static ERRORS: Family =
+            Family::counter("t_errors_total", &["engine", "why"], "Errors.").of_engines(3);
+        let registry = Registry::default();
+        let count = |n: usize| registry.counter(&ERRORS, &[&(n / 3).to_string(), &(n % 3).to_string()]);
+        let most = 2 * MEMBERS_MAX * 3;
+        let kept: Vec<_> = (0..most).map(count).collect();
+        assert_eq!(series(&registry, &ERRORS).len(), most);
+        let _more = (count(most), count(most + 1));
+        let found = series(&registry, &ERRORS);
+        assert_eq!((found.len(), kept.len()), (most + 1, most));
+        assert!(found.contains(&"engine=\"other\",why=\"other\"".to_owned()));
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use baton_connector::exchange::{Cause, Outcome, Phase};
 
 use super::*;
+use crate::discovery::membership::MEMBERS_MAX;
 
 /// Everything counted once.
 fn full() -> (Metrics, ModelMetrics, EngineMetrics) {
@@ -171,6 +172,19 @@ fn families_are_named_once_and_their_buckets_rise() {
         assert_eq!(family.buckets.is_empty(), family.kind != registry::Kind::Histogram, "{}", family.name);
         assert!(!family.labels.contains(&"le"), "{}", family.name);
     }
+}
+
+#[test]
+fn every_engine_of_two_full_pools_is_counted_under_its_own_name() {
+    let metrics = Metrics::new();
+    let leg = |n| if n < MEMBERS_MAX { Leg::Prefill } else { Leg::Decode };
+    let engines = (0..2 * MEMBERS_MAX).map(|n| (metrics.engine(&format!("e{n}:1")), leg(n)));
+    let engines: Vec<_> = engines.collect();
+    engines.iter().for_each(|(engine, leg)| engine.failed(*leg, Reason::Died));
+    let text = metrics.page(Format::Prometheus, |_| {});
+    let last = 2 * MEMBERS_MAX - 1;
+    let counted = format!("engine_errors_total{{engine=\"e{last}:1\",leg=\"decode\",reason=\"died\"}} 1");
+    assert!(text.contains(&counted) && !text.contains("engine=\"other\""));
 }
 
 #[test]

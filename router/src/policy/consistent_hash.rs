@@ -8,7 +8,7 @@
 //! others. Loads are bounded as in Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads,
 //! 2018: nobody gets more than `load_factor` times its fair share.
 
-use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
 use crate::config::{AffinityKey, ConsistentHashConfig, LoadUnit};
 
 /// Sends equal keys to equal engines.
@@ -29,7 +29,7 @@ impl ConsistentHash {
 }
 
 impl Policy for ConsistentHash {
-    fn choose(&self, wanted: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
+    fn choose(&self, wanted: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
         let Some(key) = self.key(wanted) else {
             let index = candidates.least(LoadUnit::Requests, draw.turn)?.index;
             return Some(Choice { index, reason: Reason::NoKey });

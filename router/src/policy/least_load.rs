@@ -1,6 +1,6 @@
 //! The least loaded engine for its weight, in requests or in prompt tokens; engines that are equal take turns.
 
-use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
 use crate::config::LoadUnit;
 
 /// Takes the least loaded.
@@ -8,7 +8,7 @@ use crate::config::LoadUnit;
 pub(crate) struct LeastLoad(pub LoadUnit);
 
 impl Policy for LeastLoad {
-    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
+    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
         let index = candidates.least(self.0, draw.turn)?.index;
         Some(Choice { index, reason: Reason::LeastLoaded })
     }

@@ -2,7 +2,7 @@
 //! theirs with it, where the least load that each of them sees is the same engine for all.
 //! (Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001.)
 
-use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
 use crate::config::LoadUnit;
 
 /// Draws two.
@@ -10,7 +10,7 @@ use crate::config::LoadUnit;
 pub(crate) struct PowerOfTwo(pub LoadUnit);
 
 impl Policy for PowerOfTwo {
-    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
+    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
         let total = candidates.weights();
         let (first, begins) = candidates.at(draw.number(total, 0))?;
         // The second is drawn from the others, so that two engines are always compared.

@@ -13,7 +13,7 @@
 
 use std::sync::Arc;
 
-use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
 use crate::config::{LoadUnit, PrefixAwareConfig};
 use crate::memory::Memory;
 
@@ -43,7 +43,7 @@ impl PrefixAware {
 }
 
 impl Policy for PrefixAware {
-    fn choose(&self, wanted: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
+    fn choose(&self, wanted: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
         let least = candidates.least(LoadUnit::Requests, draw.turn)?;
         let busy_over = self.busy_over(least.load(LoadUnit::Requests));
         let of = |holder: u32| candidates.of_holder(holder);

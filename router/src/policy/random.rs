@@ -1,13 +1,13 @@
 //! Any engine, as likely as its weight says.
 
-use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
 
 /// Draws.
 #[derive(Debug)]
 pub(crate) struct Random;
 
 impl Policy for Random {
-    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
+    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
         let (drawn, _) = candidates.at(draw.number(candidates.weights(), 0))?;
         Some(Choice { index: drawn.index, reason: Reason::Drawn })
     }

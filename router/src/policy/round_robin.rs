@@ -1,13 +1,13 @@
 //! One engine after the other, whatever they are doing; an engine of twice the weight twice as often.
 
-use super::{Candidate, Choice, Draw, Field, Policy, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
 
 /// Takes turns.
 #[derive(Debug)]
 pub(crate) struct RoundRobin;
 
 impl Policy for RoundRobin {
-    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Field, draw: Draw) -> Option<Choice> {
+    fn choose(&self, _: &Wanted<'_>, candidates: &dyn Candidates, draw: Draw) -> Option<Choice> {
         let position = match candidates.even_weight() {
             Some(weight) => draw.turn.checked_rem(candidates.count() as u64)? * u64::from(weight),
             None => {

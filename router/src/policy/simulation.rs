@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::{Candidate, Choice, Draw, Field, LeastLoad, Policy, PrefixAware, Reason, Wanted};
+use super::{Candidate, Candidates, Choice, Draw, LeastLoad, Policy, PrefixAware, Reason, Wanted};
 use crate::config::{LoadUnit, PrefixAwareConfig};
 use crate::memory::Memory;
 use crate::prefix_index::PrefixIndex;
@@ -28,7 +28,7 @@ const CACHE: usize = 1_500;
 struct Naive(Arc<Memory>);
 
 impl Policy for Naive {
-    fn choose(&self, wanted: &Wanted<'_>, field: &dyn Field, _: Draw) -> Option<Choice> {
+    fn choose(&self, wanted: &Wanted<'_>, field: &dyn Candidates, _: Draw) -> Option<Choice> {
         let mut candidates = Vec::new();
         field.each(&mut |c| candidates.push(*c));
         let everybody = |engine| candidates.iter().any(|c| c.holder == engine).then_some(0);

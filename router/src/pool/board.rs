@@ -18,11 +18,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 
 use super::member::{Fit, Look, Member, Now, Room};
-use super::tree::{Leaf, State, Tree};
+use super::tree::{Leaf, Tree};
 use crate::config::LoadUnit;
 use crate::health::Standing;
 use crate::metrics::Leg;
-use crate::policy::{Candidate, FIRST, Field};
+use crate::policy::{Candidate, Candidates, FIRST};
 use crate::upstream::Engine;
 
 /// Engines that suit a request equally well.
@@ -129,9 +129,15 @@ impl Board {
         self.indices.binary_search(&index).is_ok()
     }
 
-    /// The members that are not ready, the first few.
-    pub(super) fn few_not_ready(&self, most: usize) -> Vec<usize> {
-        self.tree().few_not_ready(most).into_iter().map(|at| self.indices[at]).collect()
+    /// Where the one is that has this cache.
+    fn place_of(&self, holder: u32) -> Option<usize> {
+        let first = *self.holders.first()?;
+        // Engines that came together have numbers in a row: as long as none of them has gone, the place is known.
+        let guess = (holder.checked_sub(first)? / Engine::HOLDERS) as usize;
+        if self.holders.get(guess) == Some(&holder) {
+            return Some(guess);
+        }
+        self.holders.binary_search(&holder).ok()
     }
 
     /// The board without those that were `tried`, for one choice. Nothing changes on it meanwhile.
@@ -139,11 +145,14 @@ impl Board {
         let (mut tree, mut hidden) = (self.tree(), Vec::new());
         for engine in tried {
             let ranks = engine.every_holder();
+            if self.holders.last().is_none_or(|last| *last < ranks.start) || self.holders[0] >= ranks.end {
+                continue;
+            }
             let from = self.holders.partition_point(|holder| *holder < ranks.start);
             let there = self.holders[from..].iter().take_while(|holder| ranks.contains(holder)).count();
             for at in from..from + there {
                 let before = *tree.leaf(at);
-                tree.set(at, Leaf { state: State::Not, ..before });
+                tree.set(at, Leaf { fit: Fit::Tried, ..before });
                 hidden.push((at, before));
             }
         }
@@ -159,11 +168,7 @@ fn leaf(member: &Member, index: usize, leg: Leg, by: LoadUnit) -> Leaf {
         candidate,
         load: candidate.load(by),
         own: u32::try_from(member.load()).unwrap_or(u32::MAX),
-        state: match member.fit(&look) {
-            Fit::Ready => State::Ready,
-            Fit::Full => State::Full,
-            Fit::Resting | Fit::Tried | Fit::Out => State::Not,
-        },
+        fit: member.fit(&look),
         in_use: member.engine.health().standing(leg) <= Standing::Trial,
     }
 }
@@ -182,14 +187,15 @@ impl View<'_> {
         self.tree.has_full()
     }
 
-    /// Of those that can be chosen, a few with the least load.
-    pub(super) fn few_least(&self, most: usize) -> Vec<Candidate> {
-        self.tree.few_least(most).into_iter().map(|at| self.tree.leaf(at).candidate).collect()
+    /// Of those that can be chosen a few, the first of them with the least load.
+    pub(super) fn few(&self, most: usize) -> Vec<Candidate> {
+        self.tree.few(most)
     }
 
-    /// The members that are not ready, the first few.
-    pub(super) fn few_not_ready(&self, most: usize) -> Vec<usize> {
-        self.tree.few_not_ready(most).into_iter().map(|at| self.board.indices[at]).collect()
+    /// The members that are not ready, the first few, and why.
+    pub(super) fn few_not_ready(&self, most: usize) -> Vec<(usize, Fit)> {
+        let index = |(at, fit): (usize, Fit)| (self.board.indices[at], fit);
+        self.tree.few_not_ready(most).into_iter().map(index).collect()
     }
 
     /// A member of the pool, as it is seen here.
@@ -208,7 +214,7 @@ impl Drop for View<'_> {
     }
 }
 
-impl Field for View<'_> {
+impl Candidates for View<'_> {
     fn count(&self) -> usize {
         self.tree.ready()
     }
@@ -236,8 +242,8 @@ impl Field for View<'_> {
     }
 
     fn of_holder(&self, holder: u32) -> Option<Candidate> {
-        let leaf = self.tree.leaf(self.board.holders.binary_search(&holder).ok()?);
-        (leaf.state == State::Ready).then_some(leaf.candidate)
+        let leaf = self.tree.leaf(self.board.place_of(holder)?);
+        (leaf.fit == Fit::Ready).then_some(leaf.candidate)
     }
 
     fn first_of(&self, slot: u16, rank: &dyn Fn(&Candidate) -> f64) -> Option<[Option<Candidate>; FIRST]> {
@@ -254,12 +260,12 @@ impl Field for View<'_> {
         }
         Some(std::array::from_fn(|place| {
             let leaf = leaves.get((kept >> (16 * place) & NO_MEMBER) as usize)?;
-            (leaf.state == State::Ready).then_some(leaf.candidate)
+            (leaf.fit == Fit::Ready).then_some(leaf.candidate)
         }))
     }
 
     fn each(&self, see: &mut dyn FnMut(&Candidate)) {
-        let ready = self.tree.leaves().iter().filter(|leaf| leaf.state == State::Ready);
+        let ready = self.tree.leaves().iter().filter(|leaf| leaf.fit == Fit::Ready);
         ready.for_each(|leaf| see(&leaf.candidate));
     }
 }

@@ -105,7 +105,7 @@ fn a_choice_on_the_boards_is_the_choice_of_a_walk_over_all_members() {
                 let look =
                     Look { tried: &tried, leg: Leg::Decode, panic: false, room: Room::Needed, now: &now };
                 let draw = dice.0.next();
-                let (by_boards, told) = pool.decide(&wanted, &look, draw, Tell::Everything, true);
+                let (by_boards, told) = pool.decide(&wanted, &look, draw, Tell::Everything);
                 let (by_walk, walked) = pool.walk(&wanted, &look, draw);
                 assert_eq!(by_boards, by_walk, "{policy}, {engines} engines, step {step}");
                 let (told, walked) = (told.expect("wanted"), walked.expect("always"));
@@ -118,7 +118,11 @@ fn a_choice_on_the_boards_is_the_choice_of_a_walk_over_all_members() {
                         "{policy}, step {step}"
                     );
                     assert!(told.named.len() <= NAMED && told.others.len() <= NAMED);
-                    assert!(told.others.iter().all(|at| walked.named.iter().all(|named| named.index != *at)));
+                    let others = told.others.iter().map(|(at, _)| at);
+                    assert!(others.into_iter().all(|at| walked.named.iter().all(|named| named.index != *at)));
+                }
+                for (at, fit) in told.others.iter().chain(&walked.others) {
+                    assert_eq!(pool.members[*at].fit(&look), *fit, "{policy}, step {step}");
                 }
                 let out = |m: &&Arc<Member>| {
                     m.engine.health().standing(Leg::Decode) <= crate::health::Standing::Trial

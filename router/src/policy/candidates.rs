@@ -9,7 +9,7 @@ use crate::config::LoadUnit;
 pub(crate) const FIRST: usize = 4;
 
 /// Engines that can be chosen.
-pub(crate) trait Field {
+pub(crate) trait Candidates {
     /// How many there are.
     fn count(&self) -> usize;
 
@@ -41,7 +41,7 @@ pub(crate) trait Field {
 }
 
 /// In the order of their caches' numbers.
-impl Field for Vec<Candidate> {
+impl Candidates for Vec<Candidate> {
     fn count(&self) -> usize {
         self.len()
     }
