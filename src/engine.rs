@@ -24,11 +24,12 @@ pub(crate) fn run(args: EngineArgs) -> Result<(), Failure> {
         tokio::runtime::Builder::new_multi_thread().worker_threads(HTTP_THREADS).enable_all().build()?;
     runtime.block_on(async {
         let stop = shutdown::on_signal(until_stdin_ends)?;
-        let mut shown = 0;
+        let mut shown = None;
         let mut progress = |progress: LoadProgress| {
             let percent = progress.bytes_done * 100 / progress.bytes_total.max(1);
-            if percent >= shown + 25 {
-                shown = percent;
+            // The first tells a supervisor that options, device and model are good.
+            if shown.is_none_or(|shown| percent >= shown + 25) {
+                shown = Some(percent);
                 say(&format!("loading {percent} %"));
             }
         };

@@ -90,7 +90,10 @@ impl Stack {
         let mut specs =
             ["prefill", "decode"].map(|role| EngineSpec { role, options: options.clone(), place: None });
         eprintln!("baton: starting a prefill engine, a decode engine and the router; Ctrl-C stops them");
-        let (mut prefill, mut decode) = (specs[0].spawn()?, specs[1].spawn()?);
+        let mut prefill = specs[0].spawn()?;
+        // What is wrong with one is wrong with the other, and is said once: the second starts when the first loads.
+        prefill.begun(ENGINE_START).await?;
+        let mut decode = specs[1].spawn()?;
         prefill.ready(ENGINE_START).await?;
         decode.ready(ENGINE_START).await?;
         for (spec, child) in specs.iter_mut().zip([&prefill, &decode]) {

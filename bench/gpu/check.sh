@@ -12,6 +12,9 @@
 # Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc nixl handoff e2e sanitizer
 # disconnect", in this order; the last takes two minutes, all others together about four. The step nixl needs NIXL's library (`pip install --no-deps nixl nixl-cu13`), which BATON_NIXL_LIBRARY may name.
 #
+# Every result says its date, commit, machine, driver and command. BATON_COMMIT names the commit where the repository is not beside
+# the script.
+#
 # DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc, nixl, handoff and e2e, and no
 # speed.
 #
@@ -42,6 +45,14 @@ if ! [ -x "$baton" ]; then
     echo "check.sh: $baton cannot be run; build it first: cargo build --release" >&2
     exit 2
 fi
+if [ -z "${BATON_COMMIT:-}" ]; then
+    BATON_COMMIT=$(git rev-parse --short HEAD 2>/dev/null || true)
+    [ -z "$(git status --porcelain --untracked-files=no 2>/dev/null)" ] || BATON_COMMIT=$BATON_COMMIT+
+fi
+export BATON_COMMIT
+# The first version in the module's own page, as the results have it.
+driver=$(grep -om1 '[0-9]\+\.[0-9.]\+' /proc/driver/nvidia/version 2>/dev/null | head -n 1 || true)
+echo "check.sh $*: $(date -u +%Y-%m-%d), commit ${BATON_COMMIT:-unknown}, driver ${driver:-none}, device $device, steps$steps"
 mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

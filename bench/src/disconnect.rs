@@ -566,7 +566,6 @@ fn compared(records: &[Record]) -> Vec<&raw::CallRecord> {
 }
 
 fn described(options: &DisconnectOptions, deployment: &Deployment, model: &str) -> Run {
-    let command: Vec<String> = std::env::args().skip(1).collect();
     let described = if options.url.is_some() {
         "a running deployment"
     } else {
@@ -575,7 +574,7 @@ fn described(options: &DisconnectOptions, deployment: &Deployment, model: &str) 
     Run {
         version: env!("CARGO_PKG_VERSION").into(),
         commit: crate::machine::commit(),
-        command: format!("baton {}", command.join(" ")),
+        command: crate::machine::command(),
         date: crate::machine::today(),
         machine: crate::machine::described(),
         target: described.into(),

@@ -12,7 +12,6 @@ mod pool;
 mod speed;
 
 use std::io::Write;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use baton_engine::executor::ExecutorError;
 use baton_engine::executor::cuda::driver::CudaDevice;
@@ -23,6 +22,7 @@ use serde::Serialize;
 
 use self::speed::Sizes;
 pub use self::speed::Speed;
+use crate::machine::Origin;
 
 /// Head widths whose kernels are checked, with both element types: those of the tiny checkpoints and of large models.
 const HEAD_DIMS: [usize; 4] = [16, 32, 64, 128];
@@ -75,8 +75,9 @@ pub enum GpuBenchError {
 /// One JSON object of `--json`.
 #[derive(Debug, Serialize)]
 pub struct GpuReport {
-    /// Seconds since 1970 at the start.
-    pub unix_time_s: u64,
+    /// Of what, when, where and by which call.
+    #[serde(flatten)]
+    origin: Origin,
     /// The GPU's own name.
     pub device: String,
     /// What its kernels were compiled for.
@@ -94,15 +95,14 @@ pub struct GpuReport {
 /// # Errors
 /// [`Skipped`] without a GPU, [`GpuBenchError`].
 pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchError> {
-    let unix_time_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let first = open(options, Element::Bf16, HEAD_DIMS[0]).map_err(unusable)?;
-    let (device, arch) = (first.name(), first.arch().to_owned());
+    let (device, arch, origin) = (first.name(), first.arch().to_owned(), Origin::of(first.driver()));
     drop(first);
     if !options.json {
-        writeln!(out, "{device}, kernels for {arch}")?;
+        writeln!(out, "{device}, kernels for {arch}; {}", origin.line())?;
     }
     let (kernels_right, failed) = check_kernels(options);
-    let mut report = GpuReport { unix_time_s, device, arch, kernels_right, failed, speeds: Vec::new() };
+    let mut report = GpuReport { origin, device, arch, kernels_right, failed, speeds: Vec::new() };
     if !options.check_only {
         let open = |head_dim| open(options, Element::Bf16, head_dim);
         let (speeds, failed) = speed::measure(&Sizes::llama(options.layers), open);

@@ -1,13 +1,65 @@
 //! What a report says of the machine and the day it was made on.
 
+use serde::Serialize;
+
 /// The date, as in `2026-11-22`, UTC.
 pub(crate) fn today() -> String {
     let now = time::OffsetDateTime::now_utc();
     format!("{:04}-{:02}-{:02}", now.year(), u8::from(now.month()), now.day())
 }
 
-/// The commit of the repository that this is run in, where it is run in one; with a `+` where it was changed.
+/// What a number is worth nothing without: of what, when, where and by which call.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Origin {
+    date: String,
+    commit: Option<String>,
+    machine: String,
+    /// Its driver and CUDA's version; `None` on a device without one.
+    driver: Option<String>,
+    command: String,
+}
+
+impl Origin {
+    /// Of this process, on a device with this driver.
+    pub(crate) fn of(driver: Option<String>) -> Self {
+        Self { date: today(), commit: commit(), machine: described(), driver, command: command() }
+    }
+
+    /// One line.
+    pub(crate) fn line(&self) -> String {
+        let commit = self.commit.as_deref().unwrap_or("unknown");
+        let driver = self.driver.as_deref().unwrap_or("none");
+        format!("{}, commit {commit}, driver {driver}, {}: {}", self.date, self.machine, self.command)
+    }
+}
+
+/// The command line of this process.
+pub(crate) fn command() -> String {
+    typed(std::env::args())
+}
+
+/// As it was typed, but for the folder of the program.
+fn typed(words: impl Iterator<Item = String>) -> String {
+    let plain = |word: &str| {
+        !word.is_empty() && word.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_=:./,+@%".contains(&b))
+    };
+    let quoted =
+        |word: String| if plain(&word) { word } else { format!("'{}'", word.replace('\'', r"'\''")) };
+    let mut words = words;
+    let program = words.next().unwrap_or_default();
+    let program = program.rsplit('/').next().unwrap_or_default().to_owned();
+    std::iter::once(program).chain(words).map(quoted).collect::<Vec<_>>().join(" ")
+}
+
+/// Says of which commit this is, where there is no repository to ask: a binary that was built elsewhere.
+const COMMIT_VARIABLE: &str = "BATON_COMMIT";
+
+/// The commit of the repository that this is run in, with a `+` where it was changed; or what [`COMMIT_VARIABLE`] says.
 pub(crate) fn commit() -> Option<String> {
+    std::env::var(COMMIT_VARIABLE).ok().filter(|commit| !commit.is_empty()).or_else(of_repository)
+}
+
+fn of_repository() -> Option<String> {
     let git = |arguments: &[&str]| {
         let output = std::process::Command::new("git").args(arguments).output().ok()?;
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
@@ -43,5 +95,26 @@ mod tests {
     fn a_date_is_a_date() {
         let today = super::today();
         assert_eq!((today.len(), &today[4..5]), (10, "-"));
+    }
+
+    #[test]
+    fn a_report_says_where_it_comes_from() {
+        let origin = super::Origin::of(Some("580.159, CUDA 13.0".into()));
+        let json = serde_json::to_value(&origin).unwrap();
+        for key in ["date", "commit", "machine", "driver", "command"] {
+            assert!(json.get(key).is_some(), "{json}");
+        }
+        assert_eq!(json["driver"], "580.159, CUDA 13.0");
+        // This test's own, wherever it was built.
+        let command = json["command"].as_str().unwrap();
+        assert!(command.starts_with("baton_bench") && !command.contains("/deps/"), "{command}");
+        assert!(origin.line().contains("driver 580.159, CUDA 13.0"), "{}", origin.line());
+    }
+
+    #[test]
+    fn a_command_can_be_typed_again() {
+        let words = ["target/release/baton", "bench", "gpu-nixl", "--trial", "kill -9", "--json", "it's", ""];
+        let typed = super::typed(words.into_iter().map(str::to_owned));
+        assert_eq!(typed, r"baton bench gpu-nixl --trial 'kill -9' --json 'it'\''s' ''");
     }
 }

@@ -12,6 +12,7 @@
 //! - A lease is opened only for a reply that somebody will read; if nobody does, it is released in the same step.
 
 mod aborted_early;
+mod device;
 mod lending;
 mod messages;
 mod surroundings;
@@ -35,7 +36,7 @@ use crate::digests::{DigestAsk, DigestPage, page_blocks};
 use crate::event_log::What;
 use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use crate::mailbox::{Legs, Mail};
-use crate::offload::{Fault, Order, Report};
+use crate::offload::{Fault, Report};
 use crate::peers::FetchTarget;
 use crate::sampling::{Draw, Place, Sampled, SamplingParams, Scratch, TokenCounts, sample};
 use crate::scheduler::{Effect, Finished, Load, Planned, Refusal, Scheduler};
@@ -183,14 +184,8 @@ impl<S: Surroundings> EngineCore<S> {
                 }
             })
             .collect();
-        if let Err(error) = self.executor.execute(&batch, &mut self.logits) {
-            let why = error.to_string();
-            tracing::error!(%error, "forward pass failed; ending every request");
-            self.surroundings.note(Fact::DeviceFailed(&why));
-            self.end_all(FinishReason::Error, || SeqEvent::Unavailable("the engine's device failed"));
-            return false;
-        }
-        true
+        let executed = self.executor.execute(&batch, &mut self.logits);
+        executed.map_err(|error| self.device_failed(&error)).is_ok()
     }
 
     /// Books the results of a forward pass. `mail` is what arrived during it: abort wins over finish.
@@ -266,6 +261,7 @@ impl<S: Surroundings> EngineCore<S> {
         if mail.closing.is_some() {
             self.closing = mail.closing;
         }
+        self.look_after_device();
         for settled in mail.settled {
             self.scheduler.lease_ended(&settled.blocks);
         }
@@ -455,27 +451,6 @@ impl<S: Surroundings> EngineCore<S> {
                 self.scheduler.offload_revoked(id, revoked);
             }
         }
-    }
-
-    /// Says whether the device's side of an order is ready for the workers.
-    fn prepare(&mut self, order: &Order) -> bool {
-        match order {
-            Order::Load { block, .. } => {
-                self.executor.landing(&[*block]);
-                true
-            }
-            Order::Store { block, .. } => self.publish(&[*block]),
-            Order::Write { .. } | Order::Delete { .. } => true,
-        }
-    }
-
-    /// Makes blocks readable from outside. False: nobody may read them.
-    fn publish(&mut self, blocks: &[BlockId]) -> bool {
-        let published = self.executor.publish(blocks);
-        if let Err(error) = &published {
-            tracing::error!(%error, "computed blocks cannot be read from outside");
-        }
-        published.is_ok()
     }
 
     fn target(&self, id: SeqId) -> Option<FetchTarget> {

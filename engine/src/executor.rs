@@ -3,6 +3,7 @@
 //! The step loop owns the executor and calls it from its one thread; what an executor does inside
 //! (threads, streams, graphs) is its own affair. KV blocks live in a [`Region`] that transports share.
 
+pub mod apart;
 pub mod cpu;
 pub mod cuda;
 pub mod failing;
@@ -22,7 +23,8 @@ pub struct SeqStep<'a> {
     /// Tokens to process, at positions `start .. start + tokens.len()`; at least one.
     pub tokens: &'a [u32],
     /// Position of the first of them; KV of all earlier positions is in the block table, where earlier steps put it: a device
-    /// may read it before this step has begun.
+    /// may read it before this step has begun. A step in which one sequence writes a block that another reads is refused
+    /// ([`apart`]).
     pub start: usize,
     /// Blocks that hold positions `0 .. start + tokens.len()`, in order; this step writes its own KV there.
     pub block_table: &'a [BlockId],
@@ -140,6 +142,14 @@ pub trait Executor: Send {
     /// As [`Self::publish`].
     fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
         self.publish(blocks)
+    }
+
+    /// Whether the device can still be used: other threads' copies may have found out that it cannot.
+    ///
+    /// # Errors
+    /// [`ExecutorError`]; it computes nothing any more.
+    fn usable(&self) -> Result<(), ExecutorError> {
+        Ok(())
     }
 
     /// The pool for other threads, where it is in a device's own memory. There is one region then.

@@ -31,6 +31,15 @@ fn what_a_gpu_is_asked_to_do_computes_it_too() {
 }
 
 #[test]
+fn nothing_is_said_to_hold_on_a_device_that_is_not_there() {
+    // No machine has as many; most that run this have none, nor a driver.
+    let absent = DeviceChoice::Accelerator(Accelerator::Cuda(4_000));
+    let mut lines = Vec::new();
+    assert!(baton_engine::parity::run(&fixtures(), absent, &mut lines).is_err());
+    assert_eq!(String::from_utf8_lossy(&lines), "");
+}
+
+#[test]
 fn a_full_set_holds_where_one_is_given() {
     if let Some(dir) = std::env::var_os("BATON_PARITY_DIR") {
         holds(Path::new(&dir), DeviceChoice::Cpu);

@@ -1,7 +1,7 @@
 //! One supervised process: its pipe, its lines, its end.
 
 use std::process::Stdio;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{ChildStdin, ChildStdout, Command};
@@ -14,8 +14,8 @@ pub(super) struct Child {
     /// Held apart: waiting for a process closes the pipe that it still has.
     pipe: Option<ChildStdin>,
     lines: Option<Lines<BufReader<ChildStdout>>>,
-    /// The words of its "ready" line.
-    ready: String,
+    /// The words of its "ready" line; `None` until it has come.
+    ready: Option<String>,
 }
 
 impl Child {
@@ -29,34 +29,44 @@ impl Child {
         let stdout = process.stdout.take().ok_or("a child without stdout")?;
         let pipe = process.stdin.take();
         let lines = Some(BufReader::new(stdout).lines());
-        Ok(Self { name: name.to_owned(), process, pipe, lines, ready: String::new() })
+        Ok(Self { name: name.to_owned(), process, pipe, lines, ready: None })
+    }
+
+    /// Waits for the first thing that it says: it has found its options, its device and its model good.
+    pub(super) async fn begun(&mut self, limit: Duration) -> Result<(), Failure> {
+        self.line(limit).await
     }
 
     /// Waits for its "ready" line and passes its progress on.
     pub(super) async fn ready(&mut self, limit: Duration) -> Result<(), Failure> {
+        let deadline = Instant::now() + limit;
+        while self.ready.is_none() {
+            self.line(deadline.saturating_duration_since(Instant::now())).await?;
+        }
         let mut lines = self.lines.take().ok_or("a child is waited for once")?;
-        let name = self.name.clone();
-        let reading = async {
-            while let Some(line) = lines.next_line().await? {
-                let words = line.split_once(": ").map_or(line.as_str(), |(_, words)| words);
-                if let Some(ready) = words.strip_prefix("ready ") {
-                    return Ok(ready.to_owned());
-                }
-                eprintln!("baton: {name}: {words}");
-            }
-            Err::<_, Failure>(format!("the {name} process ended before it was ready").into())
-        };
-        self.ready = tokio::time::timeout(limit, reading)
-            .await
-            .map_err(|_| format!("the {name} process was not ready within {} s", limit.as_secs()))??;
         // What it says later must not fill its pipe.
         tokio::spawn(async move { while matches!(lines.next_line().await, Ok(Some(_))) {} });
         Ok(())
     }
 
+    /// Reads one line and passes it on, unless it is the "ready" line.
+    async fn line(&mut self, limit: Duration) -> Result<(), Failure> {
+        let (name, lines) = (&self.name, self.lines.as_mut().ok_or("a child is waited for once")?);
+        let line = tokio::time::timeout(limit, lines.next_line()).await;
+        let line = line.map_err(|_| format!("the {name} process was not ready in time"))??;
+        let line = line.ok_or_else(|| format!("the {name} process ended before it was ready"))?;
+        let words = line.split_once(": ").map_or(line.as_str(), |(_, words)| words);
+        match words.strip_prefix("ready ") {
+            Some(ready) => self.ready = Some(ready.to_owned()),
+            None => eprintln!("baton: {name}: {words}"),
+        }
+        Ok(())
+    }
+
     /// A value of its "ready" line.
     pub(super) fn field(&self, key: &str) -> Result<&str, Failure> {
-        let value = self.ready.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+        let words = self.ready.iter().flat_map(|ready| ready.split(' '));
+        let value = words.filter_map(|word| word.strip_prefix(key)?.strip_prefix('=')).next();
         value.ok_or_else(|| format!("the {} process did not say its {key}", self.name).into())
     }
 

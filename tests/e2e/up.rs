@@ -16,6 +16,19 @@ struct Up {
     lines: Receiver<String>,
 }
 
+#[test]
+fn what_is_wrong_with_both_engines_is_said_once() {
+    let up = Command::new(env!("CARGO_BIN_EXE_baton"))
+        .args(["up", "--listen", "127.0.0.1:0", "--", "--device", "software", "--kv-cache-dtype", "f16"])
+        .stdin(Stdio::null())
+        .output()
+        .expect("the binary under test can be started");
+    let said = String::from_utf8_lossy(&up.stderr);
+    assert!(!up.status.success(), "{said}");
+    assert_eq!(said.matches("--kv-cache-dtype is f32 or bf16 there").count(), 1, "{said}");
+    assert_eq!(said.matches("ended before it was ready").count(), 1, "{said}");
+}
+
 /// The printed curl line.
 struct Curl {
     address: String,

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use baton_connector::layout::KvDtype;
 use baton_connector::region::Region;
 use baton_connector::{BlockId, KvLayout};
+use baton_engine::executor::apart::Apart;
 use baton_engine::executor::{Executor, ExecutorError, Logits, LogitsWanted, SeqStep};
 
 use crate::dice::mix;
@@ -75,6 +76,7 @@ pub struct Device {
     fault: Arc<Mutex<Option<String>>>,
     /// Set from outside: the next pass fails.
     broken: Arc<std::sync::atomic::AtomicBool>,
+    apart: Apart,
 }
 
 impl Device {
@@ -86,7 +88,8 @@ impl Device {
     ) -> Self {
         let block_tokens = memory.lock().unwrap_or_else(PoisonError::into_inner).block_tokens;
         let layout = KvLayout { layers: 1, kv_heads: 1, head_dim: 1, block_tokens, dtype: KvDtype::F32 };
-        Self { memory, region: Region::allocate(blocks, 1), layout, fault, broken }
+        let apart = Apart::new(blocks);
+        Self { memory, region: Region::allocate(blocks, 1), layout, fault, broken, apart }
     }
 }
 
@@ -109,6 +112,10 @@ impl Executor for Device {
         }
         logits.vocab = VOCAB as usize;
         logits.values.clear();
+        if let Err(why) = self.apart.check(batch, self.layout.block_tokens) {
+            let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+            fault.get_or_insert_with(|| format!("I3: {why}"));
+        }
         let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         for step in batch {
             let place = |position: usize| {

@@ -23,6 +23,7 @@ use serde::Serialize;
 use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, HEAD_DIM, Pool, TOKEN_BYTES, milliseconds, table};
 use super::unusable;
 use crate::BenchError;
+use crate::machine::Origin;
 use crate::transfer::lender::Lender;
 
 const READER: Reader = Reader::sole(1);
@@ -53,6 +54,8 @@ pub struct GpuIpc {
 /// One JSON object of `--json`.
 #[derive(Debug, Serialize)]
 struct Report {
+    #[serde(flatten)]
+    origin: Origin,
     device: String,
     tokens: usize,
     bytes: usize,
@@ -206,6 +209,7 @@ fn measure<D: Device>(mut pool: Pool<D>, options: &GpuIpc, out: &mut dyn Write) 
     }
     let (handoff, copy) = (milliseconds(times), milliseconds(copy));
     let report = Report {
+        origin: Origin::of(pool.device.driver()),
         device: pool.device.name(),
         tokens: blocks * BLOCK_TOKENS,
         bytes: blocks * BLOCK_BYTES,
@@ -241,5 +245,6 @@ fn print(report: &Report, json: bool, out: &mut dyn Write) -> Result<(), BenchEr
         report.of_copy_bandwidth * 100.0
     )?;
     writeln!(out, "{} blocks compared, all the producer's", report.blocks_checked)?;
+    writeln!(out, "{}", report.origin.line())?;
     Ok(())
 }

@@ -23,6 +23,7 @@ use serde::Serialize;
 use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, HEAD_DIM, Pool, TOKEN_BYTES, table};
 use super::{Skipped, unusable};
 use crate::BenchError;
+use crate::machine::Origin;
 use crate::transfer::lender::Lender;
 
 mod trials;
@@ -62,6 +63,8 @@ pub struct GpuNixl {
 /// One JSON object of `--json`.
 #[derive(Debug, Serialize)]
 struct Report {
+    #[serde(flatten)]
+    origin: Origin,
     device: String,
     library: String,
     tokens: usize,
@@ -85,9 +88,35 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct Trial {
     name: &'static str,
-    /// What was seen; `Err` is what should not have been.
-    seen: Result<String, String>,
+    seen: Seen,
     took_ms: f64,
+}
+
+/// What came of a trial.
+#[derive(Debug, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Seen {
+    /// What should be.
+    Right(String),
+    /// What should not.
+    Wrong(String),
+    /// Nothing, because this device cannot show it.
+    Skipped(String),
+}
+
+impl Seen {
+    fn is_wrong(&self) -> bool {
+        matches!(self, Self::Wrong(_))
+    }
+
+    /// How it begins a line, and what follows.
+    fn shown(&self) -> (&'static str, &str) {
+        match self {
+            Self::Right(seen) => ("ok", seen),
+            Self::Wrong(seen) => ("WRONG", seen),
+            Self::Skipped(why) => ("skipped", why),
+        }
+    }
 }
 
 /// Runs one end or both.
@@ -131,7 +160,7 @@ fn ends<D: Device>(
         );
     }
     let report = trials::all(open, library, options)?;
-    let wrong: Vec<_> = report.trials.iter().filter(|trial| trial.seen.is_err()).collect();
+    let wrong: Vec<_> = report.trials.iter().filter(|trial| trial.seen.is_wrong()).collect();
     let verdict = match wrong.len() {
         0 => Ok(()),
         count => Err(format!("{count} of {} trials went wrong", report.trials.len()).into()),
@@ -190,11 +219,9 @@ fn print(report: &Report, json: bool, out: &mut dyn Write) -> Result<(), BenchEr
     )?;
     writeln!(out, "{} blocks compared, all the producer's", report.blocks_checked)?;
     for trial in &report.trials {
-        let (mark, seen) = match &trial.seen {
-            Ok(seen) => ("ok   ", seen),
-            Err(wrong) => ("WRONG", wrong),
-        };
-        writeln!(out, "{mark} {:<28} {:>7.0} ms  {seen}", trial.name, trial.took_ms)?;
+        let (mark, seen) = trial.seen.shown();
+        writeln!(out, "{mark:<7} {:<28} {:>7.0} ms  {seen}", trial.name, trial.took_ms)?;
     }
+    writeln!(out, "{}", report.origin.line())?;
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
-use baton_engine::executor::cuda::device::{Buffer, HostAt, Slice};
+use baton_engine::executor::cuda::device::{Buffer, HostAt, Priority, Slice};
 use baton_engine::executor::cuda::port::Port;
 use baton_engine::executor::cuda::{Device, DeviceError};
 use baton_engine::transport::shared_pool;
@@ -50,7 +50,7 @@ impl<D: Device> Pool<D> {
     /// Writes every block.
     pub(super) fn write(&mut self, bytes: impl Fn(usize) -> Vec<u8>) -> Result<(), DeviceError> {
         let host = HostAt { host: self.device.host(self.region.block_bytes())?, offset: 0 };
-        let (stream, event) = (self.device.stream()?, self.device.event()?);
+        let (stream, event) = (self.device.stream(Priority::Steps)?, self.device.event()?);
         for block in 0..self.region.blocks() {
             self.device.write_host(host, &bytes(block))?;
             self.device.upload(stream, host, self.block(block))?;
@@ -81,7 +81,7 @@ impl<D: Device> Pool<D> {
     ) -> Result<(), BenchError> {
         let block_bytes = self.region.block_bytes();
         let host = HostAt { host: self.device.host(block_bytes)?, offset: 0 };
-        let (stream, event) = (self.device.stream()?, self.device.event()?);
+        let (stream, event) = (self.device.stream(Priority::Steps)?, self.device.event()?);
         let mut bytes = vec![0; block_bytes];
         for block in 0..blocks {
             self.device.download(stream, self.block(block), host)?;
@@ -97,7 +97,7 @@ impl<D: Device> Pool<D> {
     pub(super) fn copy(&mut self, repetitions: usize) -> Result<Vec<Duration>, DeviceError> {
         let bytes = self.region.blocks() * self.region.block_bytes();
         let there = self.device.alloc(bytes)?;
-        let (stream, event) = (self.device.stream()?, self.device.event()?);
+        let (stream, event) = (self.device.stream(Priority::Steps)?, self.device.event()?);
         let mut times = Vec::new();
         for _ in 0..WARM + repetitions {
             let begun = Instant::now();

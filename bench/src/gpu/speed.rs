@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
-use baton_engine::executor::cuda::device::{Event, HostAt, Matmul, Slice, Stream};
+use baton_engine::executor::cuda::device::{Event, HostAt, Matmul, Priority, Slice, Stream};
 use baton_engine::executor::cuda::kernels::{self, Attention, SPLIT_TOKENS, Shape};
 use baton_engine::executor::cuda::{CudaExecutor, Device, DeviceError, DeviceOptions, Element};
 use baton_engine::executor::{Executor, Logits, LogitsWanted, SeqStep};
@@ -138,7 +138,7 @@ struct Raw<'a, D: Device> {
 
 impl<'a, D: Device> Raw<'a, D> {
     fn new(device: &'a mut D, sizes: Sizes) -> Result<Self, DeviceError> {
-        let (stream, from, to) = (device.stream()?, device.event()?, device.event()?);
+        let (stream, from, to) = (device.stream(Priority::Steps)?, device.event()?, device.event()?);
         Ok(Self { device, sizes, stream, from, to })
     }
 

@@ -34,6 +34,12 @@ const POOLS_MAX: usize = RANKS_MAX;
 /// Producers that one agent knows, at most.
 const PEERS_MAX: usize = 1_024;
 
+/// A device's pool that NIXL has not taken is shown to it again after this long, and after twice as long each time that it is
+/// not taken again: each try makes an agent, which may take half a second. What refused it may pass (device memory that
+/// others held, a driver that came up late), or may not (a UCX without CUDA).
+const UNABLE_FIRST: Duration = Duration::from_secs(10);
+const UNABLE_MAX: Duration = Duration::from_secs(640);
+
 /// The agents of one consumer: the live one, and those that are ending.
 #[derive(Debug)]
 pub(crate) struct Agents {
@@ -49,10 +55,18 @@ pub(crate) struct Agents {
 #[derive(Debug, Default)]
 struct State {
     live: Option<Arc<Live>>,
-    /// Why NIXL does not take the device's pool. It would not take it the next time.
-    unable: Option<NixlError>,
+    /// NIXL has not taken the device's pool.
+    unable: Option<Unable>,
     /// Producers with a connection, by their agents' names.
     peers: HashMap<String, Weak<Remote>>,
+}
+
+/// Why NIXL has not taken the device's pool, and until when that is the answer.
+#[derive(Debug)]
+struct Unable {
+    why: NixlError,
+    until: Instant,
+    pause: Duration,
 }
 
 /// A producer's agent, as long as there is a connection to it.
@@ -196,15 +210,18 @@ impl Agents {
         if self.retired.load(Ordering::Acquire) >= RETIRED_MAX as u64 {
             return Err(error("too many agents wait for the end of their transfers"));
         }
-        if let Some(why) = &state.unable {
-            return Err(why.clone());
+        if let Some(unable) = state.unable.as_ref().filter(|unable| Instant::now() < unable.until) {
+            return Err(unable.why.clone());
         }
         let agent = self.library.agent(&unique_name("d")?, Side::Initiator)?;
         let body = Body { agent, pools: Mutex::default(), known: Mutex::default() };
         if let Some(device) = &self.device {
             // Before it meets anybody: whoever is met is read from.
-            let unable = |why: &NixlError| state.unable = Some(why.clone());
-            body.land_in(device).inspect_err(unable)?;
+            let before = state.unable.take();
+            body.land_in(device).inspect_err(|why| {
+                let pause = before.map_or(UNABLE_FIRST, |before| (2 * before.pause).min(UNABLE_MAX));
+                state.unable = Some(Unable { why: why.clone(), until: Instant::now() + pause, pause });
+            })?;
         }
         let turns = Turns {
             body: Some(Arc::new(body)),

@@ -313,7 +313,7 @@ fn a_pool_in_host_memory_alone_is_no_device() {
 }
 
 #[test]
-fn a_library_without_cuda_offers_nothing_meets_nobody_and_is_asked_once() {
+fn a_library_without_cuda_offers_nothing_meets_nobody_and_is_not_asked_again_at_once() {
     let pair = Pair::new(Segment::Cuda(0), Segment::Cuda(0));
     pair.simulated.without_cuda();
     let made = pair.simulated.made();

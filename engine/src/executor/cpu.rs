@@ -38,6 +38,7 @@ pub use self::matrix::WeightMode;
 use self::forward::{Activations, MemberScratch, Plan};
 use self::network::Network;
 use self::team::Team;
+use super::apart::Apart;
 use super::{Executor, ExecutorError, Logits, SeqStep};
 use crate::model::config::ModelConfig;
 use crate::model::weights::Weights;
@@ -103,6 +104,7 @@ pub struct CpuExecutor {
     team: Team,
     activations: Activations,
     scratch: Vec<Mutex<MemberScratch>>,
+    apart: Apart,
 }
 
 impl CpuExecutor {
@@ -166,6 +168,7 @@ impl CpuExecutor {
             scratch: (0..team.size()).map(|_| Mutex::new(MemberScratch::new())).collect(),
             team,
             activations: Activations::default(),
+            apart: Apart::new(options.blocks),
         }
     }
 
@@ -214,11 +217,14 @@ impl Executor for CpuExecutor {
     }
 
     /// # Panics
-    /// When a step has no tokens, a token outside the vocabulary, or too short a block table: the scheduler's
-    /// mistakes, found before anything is computed.
+    /// When a step has no tokens, a token outside the vocabulary, too short a block table, or a block that one sequence writes
+    /// in another's: the scheduler's mistakes, found before anything is computed.
     fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
         let plan =
             Plan::new(batch, &self.geometry.shard(), &self.regions, &self.network.config, self.team.size());
+        if let Err(mistake) = self.apart.check(batch, self.geometry.shard().block_tokens) {
+            panic!("{mistake}");
+        }
         logits.vocab = self.network.config.vocab;
         logits.values.clear();
         logits.chosen.clear();

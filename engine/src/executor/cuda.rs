@@ -4,7 +4,7 @@
 //!   kernels   sources, launches       device    what a device does      driver    a GPU, through libcuda
 //!   nvrtc     sources to machine code cubins    machine code on disk    software  a CPU in its place, with checks
 //!   plan      one step as integers    mirror    who has newer bytes     model     weights on the device
-//!   port      the pool, for others    forward   one step as launches
+//!   port      the pool, for others    forward   one step as launches    pieces    many copies as launches
 //! ```
 //!
 //! One step is one copy to the device (its integers), launches, and one copy back (chosen tokens, or logits). A step of
@@ -29,6 +29,7 @@ mod mirror;
 mod model;
 pub mod nvrtc;
 mod open;
+mod pieces;
 mod plan;
 pub mod port;
 pub mod software;
@@ -44,12 +45,13 @@ pub use self::device::{Device, DeviceError, Element};
 pub use self::model::LoadError;
 pub use self::open::{Accelerator, DeviceChoice, open};
 
-use self::device::{Event, Graph, Host, HostAt, Slice, Stream};
+use self::device::{Event, Graph, Host, HostAt, Priority, Slice, Stream};
 use self::forward::Activations;
 use self::kernels::{DRAW_WORDS, Shape};
 use self::model::Network;
 use self::plan::{BUCKETS, Bounds, Plan};
 use self::port::Port;
+use super::apart::Apart;
 use super::cpu::LoadProgress;
 use super::{Executor, ExecutorError, Logits, SeqStep};
 use crate::model::config::ModelConfig;
@@ -90,6 +92,7 @@ pub struct CudaExecutor<D: Device> {
     /// Of a step's integers, here and there.
     words_host: Host,
     words: Slice,
+    apart: Apart,
     /// Of what comes back: chosen tokens, then logits.
     results_host: Host,
     results: Slice,
@@ -133,7 +136,7 @@ impl<D: Device> CudaExecutor<D> {
             block_stride: layout.block_bytes() / layout.dtype.bytes(),
             norm_eps: config.norm_eps,
         };
-        let (compute, copies) = (device.stream()?, device.stream()?);
+        let (compute, copies) = (device.stream(Priority::Steps)?, device.stream(Priority::Copies)?);
         let network = Network::load(
             &mut device,
             compute,
@@ -162,6 +165,7 @@ impl<D: Device> CudaExecutor<D> {
             copied: device.event()?,
             port: Arc::new(Port::new(memory, region.clone())),
             regions: vec![region],
+            apart: Apart::new(options.blocks),
             config: config.clone(),
             graphs: HashMap::new(),
             met: HashSet::new(),
@@ -216,8 +220,19 @@ impl<D: Device> CudaExecutor<D> {
         self.device.upload(self.compute, words, self.words.part(0, bytes.len()))
     }
 
+    /// What the device says, unless it was given up; and gives it up for what has hung.
+    fn used<T>(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<T, DeviceError>,
+    ) -> Result<T, ExecutorError> {
+        let done = self.port.usable().and_then(|()| work(self));
+        done.inspect_err(|error| self.port.failed(error))
+            .map_err(|error| ExecutorError::Device(error.to_string()))
+    }
+
     fn step(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), DeviceError> {
         let plan = Plan::new(batch, &self.bounds).map_err(DeviceError::Step)?;
+        self.apart.check(batch, self.layout.block_tokens).map_err(DeviceError::Step)?;
         self.onboard(batch)?;
         self.send(&plan)?;
         match plan.bucket.map(|bucket| (bucket, plan.sampled)) {
@@ -391,7 +406,7 @@ impl<D: Device> Executor for CudaExecutor<D> {
         if batch.is_empty() {
             return Ok(());
         }
-        self.step(batch, logits).map_err(|error| ExecutorError::Device(error.to_string()))
+        self.used(|executor| executor.step(batch, logits))
     }
 
     /// The matrix library chooses its order of summation by shape.
@@ -404,15 +419,21 @@ impl<D: Device> Executor for CudaExecutor<D> {
     }
 
     fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
-        self.level(blocks).map_err(|error| ExecutorError::Device(error.to_string()))
+        self.used(|executor| executor.level(blocks))
     }
 
     /// Every step has been waited for, so that the device has finished what it wrote into them.
     fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
-        self.port.mirror().lend(blocks.iter().copied());
-        // Those stay where they are; what only the mirror has is brought to the device.
-        let only_here = self.port.mirror().on_host(blocks);
-        self.level(&only_here).map_err(|error| ExecutorError::Device(error.to_string()))
+        self.used(|executor| {
+            executor.port.mirror().lend(blocks.iter().copied());
+            // Those stay where they are; what only the mirror has is brought to the device.
+            let only_here = executor.port.mirror().on_host(blocks);
+            executor.level(&only_here)
+        })
+    }
+
+    fn usable(&self) -> Result<(), ExecutorError> {
+        self.port.usable().map_err(|error| ExecutorError::Device(error.to_string()))
     }
 
     fn port(&self) -> Option<Arc<Port>> {

@@ -59,6 +59,10 @@ impl Executor for Failing {
         self.inner.lend(blocks)
     }
 
+    fn usable(&self) -> Result<(), ExecutorError> {
+        self.inner.usable()
+    }
+
     fn port(&self) -> Option<Arc<Port>> {
         self.inner.port()
     }

@@ -58,6 +58,10 @@ impl Executor for Paced {
         self.inner.lend(blocks)
     }
 
+    fn usable(&self) -> Result<(), ExecutorError> {
+        self.inner.usable()
+    }
+
     fn port(&self) -> Option<Arc<Port>> {
         self.inner.port()
     }

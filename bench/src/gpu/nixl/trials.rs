@@ -17,8 +17,9 @@ use baton_connector_tcp::ClientOptions;
 use baton_engine::executor::cuda::{Accelerator, Device, DeviceChoice, DeviceError};
 
 use super::super::pool::{Pool, milliseconds, table};
-use super::{BLOCK_BYTES, BLOCK_TOKENS, GpuNixl, Report, Trial};
+use super::{BLOCK_BYTES, BLOCK_TOKENS, GpuNixl, Report, Seen, Trial};
 use crate::BenchError;
+use crate::machine::Origin;
 
 const READER: Reader = Reader::sole(1);
 /// How long the consumer bears silence.
@@ -234,6 +235,11 @@ fn wanted(texts: &[String], name: &str) -> bool {
     texts.is_empty() || texts.iter().any(|text| name.contains(text.as_str()))
 }
 
+/// Why a trial shows nothing on this device, if it does not.
+fn unseen(name: &str, software: bool) -> Option<&'static str> {
+    (name == FREE && software).then_some("processes share no device memory on a software device")
+}
+
 /// # Errors
 /// A text that is in no trial's name.
 pub(super) fn known(texts: &[String]) -> Result<(), BenchError> {
@@ -261,12 +267,16 @@ pub(super) fn all<D: Device>(
     blocks_checked += main.compare()?;
     let copy = main.pool.copy(options.repetitions.max(1))?;
     let mut trials = Vec::new();
+    let software = options.device == DeviceChoice::Accelerator(Accelerator::Software);
     let mut tried = |name: &'static str, run: &mut dyn FnMut() -> Result<String, BenchError>| {
         if !wanted(&options.trial, name) {
             return;
         }
+        if let Some(why) = unseen(name, software) {
+            return trials.push(Trial { name, seen: Seen::Skipped(why.into()), took_ms: 0.0 });
+        }
         let begun = Instant::now();
-        let seen = run().map_err(|error| error.to_string());
+        let seen = run().map_or_else(|error| Seen::Wrong(error.to_string()), Seen::Right);
         trials.push(Trial { name, seen, took_ms: begun.elapsed().as_secs_f64() * 1e3 });
     };
     tried(STALE, &mut || stale(&main, &mut other));
@@ -286,8 +296,10 @@ pub(super) fn all<D: Device>(
     });
     tried(LARGE, &mut || shaped(consumer((5, DEVICE_BATCH_BYTES + 4096))?, true));
     let (handoff, copy) = (milliseconds(times), milliseconds(copy));
+    let device = open()?;
     Ok(Report {
-        device: open()?.name(),
+        origin: Origin::of(device.driver()),
+        device: device.name(),
         library: library.origin().to_owned(),
         tokens: blocks * BLOCK_TOKENS,
         bytes: blocks * BLOCK_BYTES,
@@ -396,12 +408,8 @@ fn freed<D: Device>(main: &mut Consumer<'_, D>) -> Result<String, BenchError> {
     main.handoff(&mut other)?;
     let with = main.pool.device.free_bytes()?;
     let taken = before.saturating_sub(with);
-    match main.options.device {
-        DeviceChoice::Accelerator(Accelerator::Software) => return Ok("not seen on a software device".into()),
-        _ if taken < main.pool.region.blocks() * main.pool.region.block_bytes() / 2 => {
-            return Err(wrong(format!("a living producer takes {taken} bytes: others use this device too")));
-        }
-        _ => {}
+    if taken < main.pool.region.blocks() * main.pool.region.block_bytes() / 2 {
+        return Err(wrong(format!("a living producer takes {taken} bytes: others use this device too")));
     }
     other.process.kill()?;
     other.process.wait()?;
@@ -428,4 +436,21 @@ fn shaped<D: Device>(mut consumer: Consumer<'_, D>, larger: bool) -> Result<Stri
     let blocks = consumer.compare()?;
     let bytes = blocks * consumer.pool.region.block_bytes();
     Ok(format!("{blocks} blocks, {} MiB in {took:.1?}, all the producer's", bytes >> 20))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_software_device_cannot_show_is_skipped_and_no_success() {
+        for name in NAMES {
+            assert_eq!(unseen(name, true).is_some(), name == FREE, "{name}");
+            assert_eq!(unseen(name, false), None, "{name}");
+        }
+        let skipped = Seen::Skipped("no device memory".into());
+        assert_eq!((skipped.shown().0, skipped.is_wrong()), ("skipped", false));
+        assert_eq!(serde_json::to_string(&skipped).unwrap(), r#"{"skipped":"no device memory"}"#);
+        assert_eq!(Seen::Wrong(String::new()).shown().0, "WRONG");
+    }
 }

@@ -1,5 +1,6 @@
 //! How an agent ends, step by step. Against simulated agents, which write late.
 
+use std::io;
 use std::sync::atomic::AtomicBool;
 
 use baton_connector::BlockId;
@@ -201,4 +202,54 @@ fn a_producer_is_forgotten_with_its_last_connection_and_can_come_again() {
     let again = agents.remote(producer.offer.clone()).expect("an offer");
     let turn = take_turn(&agents, &again, &region).expect("known again");
     assert!(prepare(&turn, "p", piece).is_ok());
+}
+
+/// Host memory in the place of a device's.
+#[derive(Debug)]
+struct Pretended(Region);
+
+impl DevicePool for Pretended {
+    fn memory(&self) -> io::Result<Memory> {
+        let base = self.0.block_ptr(BlockId(0)).expose_provenance();
+        Ok(Memory { segment: Segment::Cuda(0), base, len: self.0.blocks() * BLOCK })
+    }
+
+    fn region(&self) -> &Region {
+        &self.0
+    }
+
+    fn enter(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn landed(&self, _: &[BlockId]) {}
+}
+
+#[test]
+fn a_devices_pool_that_was_not_taken_is_shown_again_after_a_pause_that_grows() {
+    let library = Simulated::new();
+    library.without_cuda();
+    let producer = Producer::new(&library, "p");
+    let device = Arc::new(Pretended(Region::allocate(4, BLOCK)));
+    let agents = Agents::new(Arc::new(Handle(Arc::clone(&library))), Some(device));
+    let passes = || {
+        let mut state = lock(&agents.state);
+        let unable = state.unable.as_mut().expect("it was not taken");
+        unable.until = Instant::now();
+        unable.pause
+    };
+    let mut pauses = Vec::new();
+    for tries in 1..=9 {
+        for _ in 0..3 {
+            let why = refused(agents.remote(producer.offer.clone()));
+            assert!(why.contains("register_mem"), "{why}");
+        }
+        assert_eq!(library.made(), 1 + tries, "the producer's agent, and one for each pause");
+        pauses.push(passes().as_secs());
+    }
+    assert_eq!(pauses, [10, 20, 40, 80, 160, 320, 640, 640, 640]);
+    library.with_cuda();
+    agents.remote(producer.offer.clone()).expect("whoever refused it takes it now");
+    assert!(lock(&agents.state).unable.is_none());
+    assert_eq!(agents.made(), 1);
 }

@@ -84,6 +84,11 @@ impl Simulated {
         self.world().without_cuda = true;
     }
 
+    /// From now on every agent takes it.
+    pub fn with_cuda(&self) {
+        self.world().without_cuda = false;
+    }
+
     /// Bytes that were asked for from device to device.
     pub fn device_bytes(&self) -> usize {
         self.world().device_bytes

@@ -240,3 +240,13 @@ fn progress_ends_at_the_total() {
     .unwrap();
     assert_eq!(last.bytes_done, last.bytes_total);
 }
+
+#[test]
+#[should_panic(expected = "block 3 is written by one sequence and read by another")]
+fn a_step_that_writes_what_another_sequence_reads_is_the_schedulers_mistake() {
+    let mut executor = executor(&config("Qwen3"), |_| ());
+    let (ours, theirs) = ([BlockId(3), BlockId(4)], [BlockId(3), BlockId(5)]);
+    let step = |start, block_table| SeqStep { tokens: &[1], start, block_table, logits: LogitsWanted::Last };
+    // Of eight tokens: the one writes the first block's last position, from which the other goes on.
+    drop(executor.execute(&[step(7, &ours[..]), step(8, &theirs[..])], &mut Logits::default()));
+}

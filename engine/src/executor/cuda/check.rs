@@ -4,7 +4,7 @@
 //! Cases are small and ragged on purpose: rows that are padding, lengths around tiles and splits, tables that are not in
 //! order, groups of query heads that fill a block and that do not.
 
-use super::device::{Device, DeviceError, Element, HostAt, Launch, Matmul, Slice};
+use super::device::{Device, DeviceError, Element, HostAt, Launch, Matmul, Priority, Slice};
 use super::kernels::{
     self, Attention, Choice, DRAW_WORDS, Norm, PARTS, RopeKv, SPLIT_TOKENS, Shape, TILE_QUERIES,
 };
@@ -91,7 +91,7 @@ fn compared(what: &str, compare: Compare, ours: &[u8], twins: &[u8]) -> Line {
 
 /// What is compared, after the work of a case.
 fn run(device: &mut dyn Device, case: &Case) -> Result<Vec<Vec<u8>>, DeviceError> {
-    let (stream, event) = (device.stream()?, device.event()?);
+    let (stream, event) = (device.stream(Priority::Steps)?, device.event()?);
     let longest = case.buffers.iter().map(Vec::len).max().unwrap_or(1);
     let host = HostAt { host: device.host(longest)?, offset: 0 };
     let mut slices = Vec::new();

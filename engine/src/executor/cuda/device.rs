@@ -10,6 +10,7 @@
 //! checks instead of being an address.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use baton_connector::region::Region;
 
@@ -55,6 +56,15 @@ pub struct Host(pub(super) u32);
 /// A queue of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stream(pub(super) u32);
+
+/// Whose kernels get processors first, where those of several streams wait for some. What runs is not interrupted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Priority {
+    /// Steps: somebody waits for every one of them.
+    Steps,
+    /// Copies for transports and tiers, which take what steps leave.
+    Copies,
+}
 
 /// A point in a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -198,6 +208,15 @@ pub enum DeviceError {
     /// A step is larger than the executor was made for.
     #[error("a step out of bounds: {0}")]
     Step(String),
+    /// Work was not over in time. It cannot be called off, so the device is given up: whatever this work may still write is
+    /// used for nothing else any more.
+    #[error("{what} was not over after {} s; the device is given up", waited.as_secs())]
+    Hung {
+        /// Which work.
+        what: &'static str,
+        /// How long it was waited for.
+        waited: Duration,
+    },
     /// The executor used the device in a way that is undefined. Only the software device can tell.
     #[error("undefined on a device: {0}")]
     Undefined(String),
@@ -207,6 +226,11 @@ pub enum DeviceError {
 pub trait Device: Send {
     /// What it is, for people.
     fn name(&self) -> String;
+
+    /// The version of its driver, for reports. `None`: it has none.
+    fn driver(&self) -> Option<String> {
+        None
+    }
 
     /// Processors that run blocks at the same time.
     fn multiprocessors(&self) -> u32;
@@ -265,7 +289,7 @@ pub trait Device: Send {
     ///
     /// # Errors
     /// [`DeviceError::Call`].
-    fn stream(&mut self) -> Result<Stream, DeviceError>;
+    fn stream(&mut self, priority: Priority) -> Result<Stream, DeviceError>;
 
     /// A new event, which counts as reached until it is recorded.
     ///
@@ -322,10 +346,10 @@ pub trait Device: Send {
     /// As [`Self::upload`].
     fn wait(&mut self, on: Stream, event: Event) -> Result<(), DeviceError>;
 
-    /// Waits here until the event is reached.
+    /// Waits here until the event is reached, and no longer than is ever right.
     ///
     /// # Errors
-    /// [`DeviceError::Call`], for whatever has failed before it.
+    /// [`DeviceError::Call`], for whatever has failed before it; [`DeviceError::Hung`].
     fn synchronize(&mut self, event: Event) -> Result<(), DeviceError>;
 
     /// Milliseconds from one event to another, both reached. A device without a clock of its own answers 0.

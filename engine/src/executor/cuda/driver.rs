@@ -9,7 +9,9 @@
 mod blas;
 pub mod libraries;
 mod module;
+mod patience;
 mod pool;
+mod stream;
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
@@ -22,12 +24,14 @@ use baton_connector::region::Region;
 use cudarc::driver::sys;
 
 use self::blas::Blas;
-use self::module::{Module, Piece, Size};
+use self::module::{Module, Size};
 use self::pool::CudaPool;
 use super::device::{
-    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, Slice, Stream,
+    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, Priority, Slice,
+    Stream,
 };
 use super::kernels::{self, Kernel};
+use super::pieces::Piece;
 use super::port::PoolMemory;
 use super::{cubins, nvrtc};
 
@@ -96,6 +100,8 @@ pub struct CudaDevice {
     events: Vec<sys::CUevent>,
     graphs: Vec<sys::CUgraphExec>,
     blas: Blas,
+    /// Work was not over in time. What it may still write stays where it is, to the end of the process.
+    hung: bool,
 }
 
 // SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` sees to; a
@@ -187,6 +193,7 @@ impl CudaDevice {
             events: Vec::new(),
             graphs: Vec::new(),
             blas: Blas::default(),
+            hung: false,
         };
         opened.bind()?;
         let workspace = opened.alloc(blas::WORKSPACE_BYTES)?;
@@ -242,6 +249,10 @@ impl Device for CudaDevice {
         self.name.clone()
     }
 
+    fn driver(&self) -> Option<String> {
+        libraries::driver_version()
+    }
+
     fn multiprocessors(&self) -> u32 {
         self.multiprocessors
     }
@@ -267,7 +278,7 @@ impl Device for CudaDevice {
             self.buffers.push(Some((address, bytes)));
             check("cuMemsetD8", sys::cuMemsetD8_v2(address, 0, bytes))?;
             // That may still run, on the default stream, which ours do not wait for.
-            check("cuStreamSynchronize", sys::cuStreamSynchronize(std::ptr::null_mut()))?;
+            stream::await_all("the zeroing of device memory", std::ptr::null_mut())?;
         }
         Ok(Buffer(Self::count(self.buffers.len())))
     }
@@ -333,13 +344,9 @@ impl Device for CudaDevice {
         Ok(())
     }
 
-    fn stream(&mut self) -> Result<Stream, DeviceError> {
+    fn stream(&mut self, priority: Priority) -> Result<Stream, DeviceError> {
         self.bind()?;
-        let mut stream = std::ptr::null_mut();
-        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: the out-parameter is valid.
-        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut stream, flags) })?;
-        self.streams.push(stream);
+        self.streams.push(stream::create(priority)?);
         Ok(Stream(Self::count(self.streams.len())))
     }
 
@@ -447,7 +454,9 @@ impl Device for CudaDevice {
     fn synchronize(&mut self, event: Event) -> Result<(), DeviceError> {
         self.bind()?;
         // SAFETY: as above.
-        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.events[event.0 as usize]) })
+        let waited = unsafe { stream::await_event("work on the device", self.events[event.0 as usize]) };
+        self.hung |= matches!(waited, Err(DeviceError::Hung { .. }));
+        waited
     }
 
     fn elapsed_ms(&mut self, from: Event, to: Event) -> Result<f32, DeviceError> {
@@ -495,7 +504,13 @@ impl Drop for CudaDevice {
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.context);
             for stream in &self.streams {
-                let _ = sys::cuStreamSynchronize(*stream);
+                let rests = || stream::await_all("the last work on the device", *stream);
+                self.hung = self.hung || matches!(rests(), Err(DeviceError::Hung { .. }));
+            }
+            if self.hung {
+                // It may still write what it was given, and giving back waits for it without a bound.
+                std::mem::forget((std::mem::take(&mut self.hosts), std::mem::take(&mut self.pools)));
+                return;
             }
             self.blas.close();
             for graph in self.graphs.drain(..) {

@@ -39,7 +39,7 @@ const DECODE_STAGES: usize = 3;
 pub const FEW_ROWS_MAX: usize = 8;
 /// Inputs that they take at a time.
 const FEW_ROWS_INPUTS: usize = 64;
-/// Name of the kernel that copies pieces of memory; it is launched by the driver's side alone.
+/// Name of the kernel that copies pieces of memory: no step launches it, only a device's copies of many pieces.
 pub(super) const COPY_KERNEL: &str = "copy_pieces";
 /// Pieces of one launch of it: its parameters take 20 bytes of each, of the 4 KiB that a launch has.
 pub(super) const COPY_PIECES: usize = 128;
@@ -145,8 +145,8 @@ pub fn source(element: Element, head_dim: usize) -> String {
 pub fn emulation_source(element: Element, head_dim: usize) -> String {
     // What has no fixed size is not a variable there.
     let bodies = bodies(element).replace(DYNAMIC_SHARED, "unsigned char* shared = shared_memory;");
-    let exported: String =
-        Kernel::all(element).iter().map(|kernel| format!("EMULATE({})\n", kernel.name())).collect();
+    let names = Kernel::all(element).iter().map(|kernel| kernel.name()).chain([COPY_KERNEL]);
+    let exported: String = names.map(|name| format!("EMULATE({name})\n")).collect();
     let exported = format!("EMULATE_BEGIN\n{exported}EMULATE_END\n");
     lines("emulation.cpp", EMULATION) + &definitions(element, head_dim) + &bodies + &exported
 }

@@ -5,12 +5,17 @@
 //! landed in is set aside. A block's bytes are never read in the mirror before [`Port::in_region`] has put there what
 //! was lent. And since a lease can end under a copy to the mirror, whose block is then somebody else's, nothing lands in
 //! the mirror before that copy is over (`Port::landing`).
+//!
+//! A copy that is not over in time ([`DeviceError::Hung`]) may still write. So the device is given up before whoever waited
+//! for the copy hears of it: from then on the executor computes nothing and publishes nothing, whatever blocks are given to
+//! whom ([`Port::usable`]).
 
 use std::fmt::Debug;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
@@ -67,6 +72,28 @@ pub struct Port {
     copying: Mutex<()>,
     /// A copy to the mirror is over.
     copied: Condvar,
+    given_up: GivenUp,
+}
+
+/// What was not over in time, and how long it was waited for.
+#[derive(Clone, Debug, Default)]
+struct GivenUp(Arc<OnceLock<(&'static str, Duration)>>);
+
+impl GivenUp {
+    /// Remembers work that has hung.
+    fn note(&self, error: &DeviceError) {
+        if let &DeviceError::Hung { what, waited } = error {
+            // The first is the reason.
+            let _ = self.0.set((what, waited));
+        }
+    }
+
+    fn usable(&self) -> Result<(), DeviceError> {
+        match self.0.get() {
+            None => Ok(()),
+            Some(&(what, waited)) => Err(DeviceError::Hung { what, waited }),
+        }
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -78,7 +105,21 @@ impl Port {
     #[must_use]
     pub fn new(memory: Arc<dyn PoolMemory>, region: Region) -> Self {
         let mirror = Mutex::new(Mirror::new(region.blocks()));
-        Self { memory, region, mirror, copying: Mutex::new(()), copied: Condvar::new() }
+        let (copying, copied, given_up) = (Mutex::new(()), Condvar::new(), GivenUp::default());
+        Self { memory, region, mirror, copying, copied, given_up }
+    }
+
+    /// Whether the device may be used.
+    ///
+    /// # Errors
+    /// [`DeviceError::Hung`], for ever after the first work that was not over in time.
+    pub fn usable(&self) -> Result<(), DeviceError> {
+        self.given_up.usable()
+    }
+
+    /// The executor's own work has failed; if it has hung, nobody uses the device any more.
+    pub(super) fn failed(&self, error: &DeviceError) {
+        self.given_up.note(error);
     }
 
     /// Who has what. The executor's lock is short: nobody copies under it.
@@ -98,6 +139,7 @@ impl Port {
     /// [`DeviceError`]; nobody may read them in the mirror.
     pub fn in_region(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
         let _copying = lock(&self.copying);
+        self.usable()?;
         let mut owed = {
             let mut mirror = self.mirror();
             let owed = mirror.owed(blocks);
@@ -118,7 +160,7 @@ impl Port {
                 _ => ranges.push(first..first + bytes),
             }
         }
-        let copied = self.memory.copy_out(&ranges, &self.region);
+        let copied = self.memory.copy_out(&ranges, &self.region).inspect_err(|error| self.failed(error));
         let mut mirror = self.mirror();
         if copied.is_ok() {
             mirror.paid(&owed);
@@ -149,7 +191,7 @@ impl DevicePool for Port {
             return Err(io::Error::new(ErrorKind::Unsupported, why));
         }
         let opened = self.memory.open(offer, descriptor)?;
-        Ok(Box::new(Landing { opened, region: self.region.clone() }))
+        Ok(Box::new(Landing { opened, region: self.region.clone(), given_up: self.given_up.clone() }))
     }
 
     fn landed(&self, blocks: &[BlockId]) {
@@ -181,6 +223,7 @@ impl baton_connector_nixl::DevicePool for Port {
 struct Landing {
     opened: Box<dyn Opened>,
     region: Region,
+    given_up: GivenUp,
 }
 
 impl Opened for Landing {
@@ -192,7 +235,12 @@ impl Opened for Landing {
                 "a read into memory that is not the device's",
             ));
         }
-        self.opened.copy(runs, region)
+        self.given_up.usable().map_err(io::Error::other)?;
+        self.opened.copy(runs, region).inspect_err(|error| {
+            // The blocks are somebody else's as soon as this returns.
+            let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<DeviceError>());
+            inner.into_iter().for_each(|error| self.given_up.note(error));
+        })
     }
 }
 
@@ -225,6 +273,34 @@ mod tests {
             lock(&self.told).push("copied");
             Ok(())
         }
+    }
+
+    /// Another process's memory, from which no copy ends.
+    #[derive(Debug)]
+    struct Stuck;
+
+    impl Opened for Stuck {
+        fn copy(&self, _: &[Run], _: &Region) -> io::Result<()> {
+            Err(io::Error::other(DeviceError::Hung { what: "a copy", waited: Duration::from_secs(60) }))
+        }
+    }
+
+    #[test]
+    fn a_copy_from_another_device_that_hangs_gives_ours_up_before_its_reader_hears_of_it() {
+        let ((begun, _has_begun), (_go, end)) = (sync_channel(0), sync_channel(0));
+        let memory = Gated { begun, end: Mutex::new(end), told: Arc::default() };
+        let region = Region::allocate(4, 64);
+        let port = Port::new(Arc::new(memory), region.clone());
+        let given_up = port.given_up.clone();
+        let landing = Landing { opened: Box::new(Stuck), region: region.clone(), given_up };
+        assert!(port.usable().is_ok());
+        assert!(landing.copy(&[], &region).is_err());
+        let why = port.usable().unwrap_err().to_string();
+        assert!(why.contains("a copy was not over after 60 s"), "{why}");
+        // Nothing is asked of the device any more; this one would wait for the test for ever.
+        port.mirror().computed(BlockId(1));
+        port.mirror().lend([BlockId(1)].into_iter());
+        assert!(port.in_region(&[BlockId(1)]).is_err());
     }
 
     #[test]

@@ -18,14 +18,17 @@ mod twins;
 pub use self::emulated::{Emulation, EmulationError};
 pub(super) use self::twins::{narrow, widen};
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use baton_connector::region::Region;
 
 use self::memory::{Bytes, Clock, Shadow, Span, lock};
 use self::shared::SharedPool;
 use super::device::{
-    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, Slice, Stream,
+    Arg, Buffer, Device, DeviceError, Element, Event, Graph, Host, HostAt, Launch, Matmul, Priority, Slice,
+    Stream,
 };
 use super::port::PoolMemory;
 
@@ -68,6 +71,10 @@ pub struct SoftDevice {
     hosts: Vec<Memory>,
     /// Clocks of the host and of each stream.
     clocks: Vec<Clock>,
+    /// Of each stream.
+    priorities: Vec<Priority>,
+    /// Nothing that is waited for is over in time any more.
+    hangs: Arc<AtomicBool>,
     events: Vec<Clock>,
     graphs: Vec<Vec<Recorded>>,
     capturing: Option<(Stream, Vec<Recorded>)>,
@@ -83,6 +90,14 @@ fn undefined<T>(what: String) -> Result<T, DeviceError> {
     Err(DeviceError::Undefined(what))
 }
 
+/// What a GPU says of work that is not over within the bound.
+fn wait(what: &'static str, hangs: &AtomicBool) -> Result<(), DeviceError> {
+    match hangs.load(Ordering::Acquire) {
+        true => Err(DeviceError::Hung { what, waited: Duration::ZERO }),
+        false => Ok(()),
+    }
+}
+
 impl SoftDevice {
     /// A device with so many bytes of memory, and kernels for heads of `head_dim` elements.
     #[must_use]
@@ -95,6 +110,8 @@ impl SoftDevice {
             buffers: Vec::new(),
             hosts: Vec::new(),
             clocks: vec![Clock::default()],
+            priorities: Vec::new(),
+            hangs: Arc::default(),
             events: Vec::new(),
             graphs: Vec::new(),
             capturing: None,
@@ -109,6 +126,22 @@ impl SoftDevice {
     pub fn emulating(mut self, emulation: Emulation) -> Self {
         self.emulation = Some(emulation);
         self
+    }
+
+    /// The priority that a stream was made with.
+    #[must_use]
+    pub fn priority(&self, stream: Stream) -> Priority {
+        self.priorities[stream.0 as usize - 1]
+    }
+
+    /// From now on no work is over in time: neither steps that are waited for, nor copies from and to its pools.
+    pub fn hang(&mut self) {
+        self.hangs.store(true, Ordering::Release);
+    }
+
+    /// It works again, as no GPU does: to see that nobody asks.
+    pub fn recover(&mut self) {
+        self.hangs.store(false, Ordering::Release);
     }
 
     fn check(&self, slice: &Slice) -> Result<&Memory, DeviceError> {
@@ -262,6 +295,19 @@ impl SoftDevice {
         Ok(())
     }
 
+    /// Everything of a copy inside the device but its bytes.
+    fn follow_copy(&mut self, on: Stream, from: Slice, to: Slice) -> Result<(), DeviceError> {
+        self.check(&from)?;
+        self.check(&to)?;
+        if from.bytes != to.bytes {
+            return undefined(format!("a copy of {} bytes into {}", from.bytes, to.bytes));
+        }
+        let (place, now) = self.begin(on);
+        let span = |write| Span { start: 0, end: from.bytes, write };
+        self.note(&from, &[span(false)], place, &now, "copy")?;
+        self.note(&to, &[span(true)], place, &now, "copy")
+    }
+
     /// What the host has waited for can be forgotten: everything it enqueues from here on comes after it.
     fn forget(&mut self) {
         let host = self.clocks[HOST].clone();
@@ -315,7 +361,7 @@ impl Device for SoftDevice {
         if bytes > free {
             return Err(DeviceError::Memory { wanted: bytes, free });
         }
-        let pool = SharedPool::zeroed(bytes, Arc::clone(&self.work));
+        let pool = SharedPool::zeroed(bytes, Arc::clone(&self.work), Arc::clone(&self.hangs));
         let shadow = Arc::clone(&pool.shadow);
         self.buffers.push(Some(Memory { bytes: Bytes::Shared(pool.clone()), shadow }));
         Ok((Buffer(self.buffers.len() as u32 - 1), Arc::new(pool)))
@@ -350,8 +396,9 @@ impl Device for SoftDevice {
         Ok(())
     }
 
-    fn stream(&mut self) -> Result<Stream, DeviceError> {
+    fn stream(&mut self, priority: Priority) -> Result<Stream, DeviceError> {
         self.clocks.push(Clock::default());
+        self.priorities.push(priority);
         Ok(Stream(self.clocks.len() as u32 - 1))
     }
 
@@ -371,21 +418,22 @@ impl Device for SoftDevice {
     fn copy(&mut self, on: Stream, from: Slice, to: Slice) -> Result<(), DeviceError> {
         let work = Arc::clone(&self.work);
         let _working = lock(&work);
+        self.follow_copy(on, from, to)?;
         let bytes = self.check(&from)?.bytes.as_slice()[from.offset..from.offset + from.bytes].to_vec();
-        self.check(&to)?;
-        if from.bytes != to.bytes {
-            return undefined(format!("a copy of {} bytes into {}", from.bytes, to.bytes));
-        }
-        let (place, now) = self.begin(on);
-        let span = |write| Span { start: 0, end: from.bytes, write };
-        self.note(&from, &[span(false)], place, &now, "copy")?;
-        self.note(&to, &[span(true)], place, &now, "copy")?;
         self.buffers[to.buffer.0 as usize].as_mut().expect("it was checked").bytes.write(to.offset, &bytes);
         Ok(())
     }
 
     fn copy_many(&mut self, on: Stream, pieces: &[(Slice, Slice)]) -> Result<(), DeviceError> {
-        pieces.iter().try_for_each(|(from, to)| self.copy(on, *from, *to))
+        if self.emulation.is_none() {
+            return pieces.iter().try_for_each(|(from, to)| self.copy(on, *from, *to));
+        }
+        let work = Arc::clone(&self.work);
+        let _working = lock(&work);
+        pieces.iter().try_for_each(|(from, to)| self.follow_copy(on, *from, *to))?;
+        let emulation = self.emulation.as_ref().expect("it is there");
+        self.launches += emulation.copy(&mut self.buffers, pieces).map_err(DeviceError::Undefined)?;
+        Ok(())
     }
 
     fn launch(&mut self, on: Stream, launch: &Launch) -> Result<(), DeviceError> {
@@ -421,6 +469,7 @@ impl Device for SoftDevice {
     }
 
     fn synchronize(&mut self, event: Event) -> Result<(), DeviceError> {
+        wait("work on the device", &self.hangs)?;
         let reached = self.events[event.0 as usize].clone();
         self.clocks[HOST].join(&reached);
         self.forget();

@@ -313,3 +313,72 @@ fn a_step_out_of_bounds_is_an_error_and_the_next_one_works() {
     device.execute(&[step(&[1])], &mut logits).unwrap();
     assert_eq!(logits.rows(), 1);
 }
+
+#[test]
+fn a_step_that_writes_what_another_sequence_reads_is_refused_before_anything_is_computed() {
+    let config = config("Llama", "");
+    let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
+    let (table, prompt) = (blocks(0, 3), tokens(3, 20));
+    let other = [table[0], BlockId(30), BlockId(31)];
+    let step =
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+    device.execute(&[step(&prompt[..8], 0, &table)], &mut logits).unwrap();
+    // Both go on from the block that the step before has written.
+    device.execute(&[step(&prompt[8..], 8, &table), step(&prompt[8..], 8, &other)], &mut logits).unwrap();
+    let before = (device.device().launches, device.device().copies);
+    let wrong = [step(&prompt[7..8], 7, &table), step(&prompt[8..], 8, &other)];
+    let error = device.execute(&wrong, &mut logits).unwrap_err().to_string();
+    assert!(error.contains("block 2 is written by one sequence and read by another"), "{error}");
+    assert_eq!((device.device().launches, device.device().copies), before);
+    device.execute(&[step(&prompt[7..8], 7, &table)], &mut logits).unwrap();
+}
+
+#[test]
+fn steps_go_before_copies() {
+    let mut device = on_software(&config("Llama", ""), |_| ());
+    let (compute, copies) = (device.compute, device.copies);
+    assert_eq!(device.device().priority(compute), Priority::Steps);
+    assert_eq!(device.device().priority(copies), Priority::Copies);
+}
+
+#[test]
+fn a_copy_that_hangs_is_the_end_of_the_device() {
+    let config = config("Llama", "");
+    let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
+    let (table, prompt) = (blocks(0, 2), tokens(3, 16));
+    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    device.execute(std::slice::from_ref(&step), &mut logits).unwrap();
+    device.lend(&table[..1]).unwrap();
+    let port = device.port().expect("it has memory of its own");
+    device.device().hang();
+    let hung = port.in_region(&table[..1]).unwrap_err();
+    assert!(matches!(hung, DeviceError::Hung { what: "a copy of KV blocks", .. }), "{hung}");
+    // Whatever was freed since may be given to anybody: nobody computes with it, stores it or lends it, even if the device
+    // were to work again.
+    device.device().recover();
+    let before = (device.device().launches, device.device().copies);
+    let refused = |result: Result<(), ExecutorError>| {
+        let why = result.unwrap_err().to_string();
+        assert!(why.contains("a copy of KV blocks was not over"), "{why}");
+    };
+    device.landing(&table);
+    refused(device.execute(&[step], &mut logits));
+    refused(device.publish(&table));
+    refused(device.lend(&table));
+    refused(device.usable());
+    assert!(port.in_region(&table[..1]).is_err());
+    assert_eq!((device.device().launches, device.device().copies), before);
+}
+
+#[test]
+fn a_step_that_hangs_is_the_end_of_the_device() {
+    let config = config("Llama", "");
+    let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
+    let (table, prompt) = (blocks(0, 2), tokens(3, 16));
+    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    device.device().hang();
+    let why = device.execute(std::slice::from_ref(&step), &mut logits).unwrap_err().to_string();
+    assert!(why.contains("the device is given up"), "{why}");
+    device.device().recover();
+    assert!(device.execute(&[step], &mut logits).is_err() && device.usable().is_err());
+}

@@ -10,12 +10,8 @@ use cudarc::driver::sys;
 
 use super::check;
 use crate::executor::cuda::device::{DeviceError, Element};
-use crate::executor::cuda::kernels::{COPY_KERNEL, COPY_PART, COPY_PIECES, Kernel};
-
-/// Longest piece of one launch of copies, so that pieces take about as long as each other.
-const PIECE_BYTES: usize = 2 << 20;
-/// What pieces are aligned to, and whole multiples of.
-const PIECE_ALIGN: usize = 16;
+use crate::executor::cuda::kernels::{COPY_KERNEL, Kernel};
+use crate::executor::cuda::pieces::{self, Part, Piece};
 
 /// See the module's documentation.
 #[derive(Debug)]
@@ -40,22 +36,6 @@ pub(super) struct Size {
     pub(super) grid: [u32; 3],
     pub(super) threads: u32,
     pub(super) shared_bytes: u32,
-}
-
-/// Bytes that are copied together: addresses in this process.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
-    pub(super) from: sys::CUdeviceptr,
-    pub(super) into: sys::CUdeviceptr,
-    pub(super) bytes: usize,
-}
-
-/// The parameter of the copying kernel, as `copies.cu` has it.
-#[repr(C)]
-struct Pieces {
-    from: [u64; COPY_PIECES],
-    into: [u64; COPY_PIECES],
-    bytes: [u32; COPY_PIECES],
 }
 
 impl Module {
@@ -138,8 +118,7 @@ impl Module {
         check(name, launched)
     }
 
-    /// Enqueues copies within this device. Each piece is whole 16 bytes at aligned addresses, or goes by the driver's copy,
-    /// which takes as long as several such pieces do.
+    /// Enqueues copies within this device.
     ///
     /// # Errors
     /// [`DeviceError::Call`].
@@ -151,47 +130,19 @@ impl Module {
         on: sys::CUstream,
         pieces: impl IntoIterator<Item = Piece>,
     ) -> Result<(), DeviceError> {
-        let aligned = |piece: &Piece| {
-            let all = piece.from | piece.into | piece.bytes as u64;
-            all.is_multiple_of(PIECE_ALIGN as u64)
-        };
-        let mut batch = Vec::with_capacity(COPY_PIECES);
-        for piece in pieces {
-            if !aligned(&piece) {
+        pieces::cut(pieces, |part| match part {
+            Part::Alone(Piece { from, into, bytes }) => {
                 // SAFETY: as the caller promises.
-                let copied = unsafe { sys::cuMemcpyDtoDAsync_v2(piece.into, piece.from, piece.bytes, on) };
-                check("cuMemcpyDtoDAsync", copied)?;
-                continue;
+                check("cuMemcpyDtoDAsync", unsafe { sys::cuMemcpyDtoDAsync_v2(into, from, bytes, on) })
             }
-            for at in (0..piece.bytes).step_by(PIECE_BYTES) {
-                let bytes = PIECE_BYTES.min(piece.bytes - at);
-                let (from, into) = (piece.from + at as u64, piece.into + at as u64);
-                batch.push(Piece { from, into, bytes });
-                if batch.len() == COPY_PIECES {
-                    // SAFETY: as the caller promises.
-                    unsafe { self.copy_batch(on, &batch)? };
-                    batch.clear();
-                }
+            Part::Together(mut pieces, grid) => {
+                let size = Size { grid, threads: pieces::THREADS, shared_bytes: 0 };
+                let mut parameters = [std::ptr::from_mut(&mut *pieces).cast()];
+                // SAFETY: as the caller promises; the kernel has this one parameter, which the driver reads before the call
+                // returns.
+                unsafe { self.launch(COPY_KERNEL, self.copies, on, size, &mut parameters) }
             }
-        }
-        // SAFETY: as the caller promises.
-        unsafe { self.copy_batch(on, &batch) }
-    }
-
-    /// # Safety
-    /// As [`Self::copy`]; at most [`COPY_PIECES`].
-    unsafe fn copy_batch(&self, on: sys::CUstream, batch: &[Piece]) -> Result<(), DeviceError> {
-        let Some(longest) = batch.iter().map(|piece| piece.bytes).max() else { return Ok(()) };
-        let mut pieces = Pieces { from: [0; COPY_PIECES], into: [0; COPY_PIECES], bytes: [0; COPY_PIECES] };
-        for (at, piece) in batch.iter().enumerate() {
-            (pieces.from[at], pieces.into[at], pieces.bytes[at]) =
-                (piece.from, piece.into, piece.bytes as u32);
-        }
-        let grid = [longest.div_ceil(COPY_PART) as u32, batch.len() as u32, 1];
-        let size = Size { grid, threads: 512, shared_bytes: 0 };
-        let mut parameters = [std::ptr::from_mut(&mut pieces).cast()];
-        // SAFETY: the kernel has this one parameter, which the driver reads before the call returns.
-        unsafe { self.launch(COPY_KERNEL, self.copies, on, size, &mut parameters) }
+        })
     }
 }
 

@@ -1,6 +1,7 @@
 //! A GPU's pool for others: other threads of this process, and other processes by CUDA IPC.
 //!
-//! Every call works on a stream of its own and waits for it. A handle is for a whole allocation and can be opened by every
+//! Every call works on a stream of its own, which lets steps go first, and waits for it, within a bound: after a copy that hung
+//! nothing is copied any more, and nothing that it may still write is freed. A handle is for a whole allocation and can be opened by every
 //! process of our user on this host, and not by the one that made it. The driver keeps exported memory for as long as
 //! somebody has it open, also past the end of its process; freeing it before that is undefined, so an exported pool is
 //! left to the end of the process.
@@ -18,9 +19,10 @@ use baton_connector_device::{DeviceId, Export, Kind, Offer, Opened, Run};
 use baton_connector_nixl::api::{Memory, Segment};
 use cudarc::driver::sys;
 
-use super::check;
-use super::module::{Module, Piece};
-use crate::executor::cuda::device::DeviceError;
+use super::module::Module;
+use super::{check, patience, stream};
+use crate::executor::cuda::device::{DeviceError, Priority};
+use crate::executor::cuda::pieces::Piece;
 use crate::executor::cuda::port::PoolMemory;
 
 /// A stream, and the event at its end.
@@ -42,6 +44,8 @@ pub(super) struct CudaPool {
     exported: AtomicBool,
     /// As many as there were copies at the same time; those are bounded by their threads.
     lanes: Mutex<Vec<Lane>>,
+    /// A copy was not over in time.
+    hung: AtomicBool,
 }
 
 // SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `bind` sees to, and by
@@ -108,8 +112,8 @@ impl CudaPool {
         check("cuDevicePrimaryCtxRetain", unsafe {
             sys::cuDevicePrimaryCtxRetain(&raw mut context, device)
         })?;
-        let (exported, lanes) = (AtomicBool::new(false), Mutex::default());
-        Ok(Self { device, uuid, context, module, address, bytes, exported, lanes })
+        let (exported, lanes, hung) = (AtomicBool::new(false), Mutex::default(), AtomicBool::new(false));
+        Ok(Self { device, uuid, context, module, address, bytes, exported, lanes, hung })
     }
 
     fn bind(&self) -> Result<(), DeviceError> {
@@ -121,12 +125,10 @@ impl CudaPool {
         if let Some(lane) = self.lanes.lock().unwrap_or_else(PoisonError::into_inner).pop() {
             return Ok(lane);
         }
-        let (mut stream, mut event) = (std::ptr::null_mut(), std::ptr::null_mut());
-        let apart = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        let (stream, mut event) = (stream::create(Priority::Copies)?, std::ptr::null_mut());
         let untimed = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: the out-parameters are valid; a stream without an event is destroyed again.
+        // SAFETY: the out-parameter is valid; a stream without an event is destroyed again.
         unsafe {
-            check("cuStreamCreate", sys::cuStreamCreate(&raw mut stream, apart))?;
             let made = check("cuEventCreate", sys::cuEventCreate(&raw mut event, untimed));
             if let Err(error) = made {
                 let _ = sys::cuStreamDestroy_v2(stream);
@@ -136,24 +138,41 @@ impl CudaPool {
         Ok(Lane { stream, event })
     }
 
-    /// Enqueues copies and waits until the last of them has landed. When this returns, none is under way.
+    /// Enqueues copies and waits until the last of them has landed. When this returns, none is under way, unless one has
+    /// hung.
     fn copy(&self, enqueue: impl Fn(sys::CUstream) -> Result<(), DeviceError>) -> Result<(), DeviceError> {
+        const WHAT: &str = "a copy of KV blocks";
+        if self.hung.load(Ordering::Acquire) {
+            return Err(DeviceError::Hung {
+                what: "an earlier copy of KV blocks",
+                waited: patience::WORK_MAX,
+            });
+        }
         self.bind()?;
         let lane = self.lane()?;
         let result = enqueue(lane.stream).and_then(|()| {
             // SAFETY: both handles are the lane's, which nobody else has.
             unsafe {
                 check("cuEventRecord", sys::cuEventRecord(lane.event, lane.stream))?;
-                check("cuEventSynchronize", sys::cuEventSynchronize(lane.event))
+                stream::await_event(WHAT, lane.event)
             }
         });
-        if result.is_err() {
-            // What was enqueued before the failure may still run. If even this fails the context is lost, and nothing of
-            // it runs any more.
+        let result = match result {
+            // What was enqueued before the failure may still run. If even this fails the context is lost, and nothing of it
+            // runs any more.
             // SAFETY: as above.
-            let _ = unsafe { sys::cuStreamSynchronize(lane.stream) };
+            Err(DeviceError::Call { .. }) => match unsafe { stream::await_all(WHAT, lane.stream) } {
+                Err(hung @ DeviceError::Hung { .. }) => Err(hung),
+                _ => result,
+            },
+            other => other,
+        };
+        if matches!(result, Err(DeviceError::Hung { .. })) {
+            // Its lane is nobody's any more.
+            self.hung.store(true, Ordering::Release);
+        } else {
+            self.lanes.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
         }
-        self.lanes.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
         result
     }
 
@@ -243,7 +262,7 @@ impl PoolMemory for Arc<CudaPool> {
             return Err(DeviceError::Undefined(format!("bytes {range:?} of a pool of {room}")));
         }
         let host = mirror.block_ptr(BlockId(0));
-        self.copy(|stream| {
+        let copied = self.copy(|stream| {
             for range in ranges {
                 let (to, from) = (host.wrapping_add(range.start), self.address + range.start as u64);
                 // SAFETY: inside the pool and inside the mirror, both alive until the copies have been waited for.
@@ -251,12 +270,21 @@ impl PoolMemory for Arc<CudaPool> {
                 check("cuMemcpyDtoHAsync", result)?;
             }
             Ok(())
-        })
+        });
+        if matches!(copied, Err(DeviceError::Hung { .. })) {
+            // It may still be written.
+            std::mem::forget(mirror.clone());
+        }
+        copied
     }
 }
 
 impl Drop for CudaPool {
     fn drop(&mut self) {
+        if *self.hung.get_mut() {
+            // A copy may still write into it, and giving back would wait for it without a bound.
+            return;
+        }
         // SAFETY: nobody has the pool any more, and every copy was waited for. Errors are of no use here.
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.context);
@@ -313,6 +341,10 @@ impl Opened for OpenedPool {
 
 impl Drop for OpenedPool {
     fn drop(&mut self) {
+        if self.ours.hung.load(Ordering::Acquire) {
+            // Perhaps one from here.
+            return;
+        }
         // SAFETY: opened once, closed once; every copy from it was waited for.
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.ours.context);

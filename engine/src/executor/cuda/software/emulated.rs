@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::super::device::{Arg, Element, Launch};
+use super::super::device::{Arg, Element, Launch, Slice};
 use super::super::kernels;
+use super::super::pieces::{self, Part, Piece};
 use super::Memory;
 
 /// Why kernels cannot be emulated.
@@ -99,13 +100,12 @@ impl Emulation {
 
     /// Runs a launch whose slices have been checked to be in their buffers.
     pub(super) fn run(&self, buffers: &mut [Option<Memory>], launch: &Launch) -> Result<(), String> {
-        let name = CString::new(launch.kernel.name()).expect("names of kernels have no zero byte");
         let mut values: Vec<u64> = Vec::with_capacity(launch.args.len());
         for arg in &launch.args {
             values.push(match arg {
                 Arg::In(slice) | Arg::Out(slice) => {
                     let memory = buffers[slice.buffer.0 as usize].as_mut().expect("it was checked");
-                    memory.bytes.as_mut_slice()[slice.offset..].as_mut_ptr().expose_provenance() as u64
+                    memory.bytes.address(slice.offset)
                 }
                 Arg::Null => 0,
                 Arg::U32(value) => u64::from(*value),
@@ -115,18 +115,59 @@ impl Emulation {
         }
         let mut pointers: Vec<*mut c_void> =
             values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
+        let size = (launch.grid, launch.threads, launch.shared_bytes);
         // SAFETY: the parameters are those of the kernel, in eight bytes each, as for a GPU; the buffers stay where they
         // are during the call. A kernel that reaches beyond a slice reaches beyond it here too: this is a check of ours,
         // run by hand, and never by a server.
-        let unknown = unsafe {
-            (self.0)(
-                name.as_ptr(),
-                launch.grid.as_ptr(),
-                launch.threads,
-                launch.shared_bytes,
-                pointers.as_mut_ptr(),
-            )
+        unsafe { self.call(launch.kernel.name(), size, &mut pointers) }
+    }
+
+    /// Copies pieces as a GPU does, whose slices have been checked to be in their buffers. Says how many launches that were.
+    pub(super) fn copy(
+        &self,
+        buffers: &mut [Option<Memory>],
+        pieces: &[(Slice, Slice)],
+    ) -> Result<u64, String> {
+        let mut address = |slice: &Slice| {
+            let memory = buffers[slice.buffer.0 as usize].as_mut().expect("it was checked");
+            memory.bytes.address(slice.offset)
         };
-        if unknown == 0 { Ok(()) } else { Err(format!("{} is not in the emulation", launch.kernel.name())) }
+        let piece = |(from, into): &(Slice, Slice)| {
+            let (from, into, bytes) = (address(from), address(into), from.bytes);
+            Piece { from, into, bytes }
+        };
+        let pieces: Vec<_> = pieces.iter().map(piece).collect();
+        let mut launches = 0;
+        pieces::cut(pieces, |part| match part {
+            Part::Alone(Piece { from, into, bytes }) => {
+                let from = std::ptr::with_exposed_provenance::<u8>(from as usize);
+                let into = std::ptr::with_exposed_provenance_mut::<u8>(into as usize);
+                // SAFETY: in buffers that stay where they are during the call.
+                unsafe { into.copy_from(from, bytes) };
+                Ok(())
+            }
+            Part::Together(mut pieces, grid) => {
+                launches += 1;
+                let mut parameters = [std::ptr::from_mut(&mut *pieces).cast()];
+                // SAFETY: as above; the kernel has this one parameter.
+                unsafe { self.call(kernels::COPY_KERNEL, (grid, pieces::THREADS, 0), &mut parameters) }
+            }
+        })?;
+        Ok(launches)
+    }
+
+    /// # Safety
+    /// The parameters are those of the kernel, and what its pointers reach is there during the call.
+    unsafe fn call(
+        &self,
+        kernel: &str,
+        (grid, threads, shared_bytes): ([u32; 3], u32, u32),
+        parameters: &mut [*mut c_void],
+    ) -> Result<(), String> {
+        let name = CString::new(kernel).expect("names of kernels have no zero byte");
+        // SAFETY: as the caller promises.
+        let unknown =
+            unsafe { (self.0)(name.as_ptr(), grid.as_ptr(), threads, shared_bytes, parameters.as_mut_ptr()) };
+        if unknown == 0 { Ok(()) } else { Err(format!("{kernel} is not in the emulation")) }
     }
 }

@@ -53,6 +53,11 @@ impl Bytes {
         }
     }
 
+    /// Where byte `at` lies in this process.
+    pub(super) fn address(&mut self, at: usize) -> u64 {
+        self.as_mut_slice()[at..].as_mut_ptr().expose_provenance() as u64
+    }
+
     pub(super) fn write(&mut self, at: usize, from: &[u8]) {
         match self {
             Self::Own(_) | Self::Shared(_) => self.as_mut_slice()[at..at + from.len()].copy_from_slice(from),

@@ -6,6 +6,7 @@
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use baton_connector::BlockId;
@@ -27,11 +28,13 @@ pub(super) struct SharedPool {
     work: Arc<Mutex<()>>,
     /// Accesses of the device that nobody has waited for yet.
     pub(super) shadow: Arc<Mutex<Shadow>>,
+    /// The device's.
+    hangs: Arc<AtomicBool>,
 }
 
 impl SharedPool {
-    pub(super) fn zeroed(bytes: usize, work: Arc<Mutex<()>>) -> Self {
-        Self { region: shared_pool(1, bytes.max(1)), work, shadow: Arc::default() }
+    pub(super) fn zeroed(bytes: usize, work: Arc<Mutex<()>>, hangs: Arc<AtomicBool>) -> Self {
+        Self { region: shared_pool(1, bytes.max(1)), work, shadow: Arc::default(), hangs }
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -72,6 +75,7 @@ impl PoolMemory for SharedPool {
 
     fn copy_out(&self, ranges: &[Range<usize>], mirror: &Region) -> Result<(), DeviceError> {
         let _working = lock(&self.work);
+        super::wait("a copy of KV blocks", &self.hangs)?;
         let len = mirror.block_bytes();
         for range in ranges {
             self.check(range.clone(), false).map_err(DeviceError::Undefined)?;
@@ -95,6 +99,7 @@ struct Onto {
 impl Opened for Onto {
     fn copy(&self, runs: &[Run], _mirror: &Region) -> io::Result<()> {
         let _working = lock(&self.pool.work);
+        super::wait("a copy of KV blocks", &self.pool.hangs).map_err(io::Error::other)?;
         for run in runs {
             let range = run.into..run.into.saturating_add(run.len);
             self.pool.check(range, true).map_err(io::Error::other)?;

@@ -29,7 +29,7 @@ struct Set {
 fn set() -> Set {
     let mut device = device();
     let (a, b) = (device.alloc(64).unwrap(), device.alloc(64).unwrap());
-    let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
+    let (one, two) = (device.stream(Priority::Steps).unwrap(), device.stream(Priority::Steps).unwrap());
     let (host, event) = (device.host(64).unwrap(), device.event().unwrap());
     Set { device, a: Slice::of(a, 64), b: Slice::of(b, 32), host, one, two, event }
 }
@@ -158,7 +158,7 @@ fn launches_that_no_device_takes_are_refused() {
 #[test]
 fn a_block_table_that_points_outside_the_pool_is_found() {
     let mut device = device();
-    let stream = device.stream().unwrap();
+    let stream = device.stream(Priority::Steps).unwrap();
     let mut room = |words: usize| Slice::of(device.alloc(words * 4).unwrap(), words * 4);
     let shape = kernels::Shape {
         element: Element::F32,
