@@ -4,6 +4,7 @@
 use std::fmt::Write as _;
 
 use serde_json::Value;
+use time::OffsetDateTime;
 
 use crate::Failure;
 use crate::admin_client::AdminClient;
@@ -39,11 +40,14 @@ fn path_of(body: &[u8]) -> &'static str {
 fn told(answer: &Value) -> String {
     let mut out = String::new();
     if let Some(requests) = answer["requests"].as_array() {
-        for request in requests {
-            request_of(&mut out, request);
-        }
+        // A list has of each request how many steps there were; an account has the steps.
+        let (accounts, lines): (Vec<_>, Vec<_>) =
+            requests.iter().partition(|request| request["steps"].is_array());
+        accounts.iter().for_each(|request| request_of(&mut out, request));
         if requests.is_empty() {
             out.push_str("no request is remembered\n");
+        } else if !lines.is_empty() {
+            list(&mut out, &lines);
         }
         return out;
     }
@@ -56,12 +60,65 @@ fn told(answer: &Value) -> String {
     out
 }
 
+/// The latest requests in a line each, the newest first.
+fn list(out: &mut String, requests: &[&Value]) {
+    let heads = ["began (UTC)", "path", "model", "answer", "took", "id"].map(str::to_owned);
+    let cells = |request: &&Value| {
+        let client = request["client_id"].as_str().map_or_else(String::new, |id| format!(" (client's {id})"));
+        [
+            moment(request["began_ms"].as_u64()),
+            text(&request["path"]).to_owned(),
+            text(&request["model"]).to_owned(),
+            answer_of(request),
+            request["took_us"].as_u64().map_or_else(|| "-".to_owned(), time),
+            format!("{}{client}", text(&request["id"])),
+        ]
+    };
+    let rows: Vec<_> = std::iter::once(heads).chain(requests.iter().map(cells)).collect();
+    let wide = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let [began, path, model, answer, took] = [0, 1, 2, 3, 4].map(wide);
+    for row in &rows {
+        let _ = writeln!(
+            out,
+            "{:<began$}  {:<path$}  {:<model$}  {:<answer$}  {:>took$}  {}",
+            row[0], row[1], row[2], row[3], row[4], row[5]
+        );
+    }
+}
+
+fn answer_of(request: &Value) -> String {
+    match request["status"].as_u64() {
+        None => "in flight".to_owned(),
+        Some(status) => format!("{status} {}", text(&request["outcome"])),
+    }
+}
+
+/// A moment of the Unix epoch's milliseconds, UTC.
+fn moment(ms: Option<u64>) -> String {
+    let nanos = ms.map(|ms| i128::from(ms) * 1_000_000);
+    let Some(at) = nanos.and_then(|nanos| OffsetDateTime::from_unix_timestamp_nanos(nanos).ok()) else {
+        return "-".to_owned();
+    };
+    let (date, clock) = (at.date(), at.time());
+    format!(
+        "{:04}-{:02}-{:02} {:02}:{:02}:{:02}.{:03}",
+        date.year(),
+        u8::from(date.month()),
+        date.day(),
+        clock.hour(),
+        clock.minute(),
+        clock.second(),
+        clock.millisecond()
+    )
+}
+
 fn request_of(out: &mut String, request: &Value) {
     let _ = write!(out, "request {}", text(&request["id"]));
     if let Some(client) = request["client_id"].as_str() {
         let _ = write!(out, " (client's {client})");
     }
-    let _ = write!(out, ", model {}", text(&request["model"]));
+    let began = moment(request["began_ms"].as_u64());
+    let _ = write!(out, ", {} at {began} UTC, model {}", text(&request["path"]), text(&request["model"]));
     let _ = match request["status"].as_u64() {
         None => writeln!(out, ": still in flight"),
         Some(status) => writeln!(
@@ -174,12 +231,12 @@ mod tests {
         });
         let answer = json!({"requests": [{
             "id": "abc", "client_id": "mine", "model": "m", "status": 200, "outcome": "completed",
-            "took_us": 1_250_000, "steps_left_out": 0,
+            "took_us": 1_250_000, "steps_left_out": 0, "path": "/v1/completions", "began_ms": 1_763_658_000_123_u64,
             "steps": [choose, {"what": "answer", "at_us": 900, "leg": "decode", "engine": "d:1", "came": "accepted"}],
         }]});
         let told = told(&answer);
         for part in [
-            "request abc (client's mine), model m: 200 completed after 1.25 s",
+            "request abc (client's mine), /v1/completions at 2025-11-20 17:00:00.123 UTC, model m: 200 completed after 1.25 s",
             "0.210 ms  decode: d:1 (least_load: least loaded; holds 3 of 8 chunks)",
             "* d:1  in flight 0",
             "- d:2  full",
@@ -188,6 +245,23 @@ mod tests {
         ] {
             assert!(told.contains(part), "{part}\n{told}");
         }
+    }
+
+    #[test]
+    fn the_list_has_the_time_and_the_path_of_each_request_in_columns() {
+        let answer = json!({"requests": [
+            {"id": "r-2", "client_id": null, "path": "/v1/completions", "model": "m", "status": null,
+                "outcome": null, "took_us": null, "began_ms": 1_763_658_001_007_u64, "steps": 3},
+            {"id": "r-1", "client_id": "mine", "path": "/v1/chat/completions", "model": "m", "status": 200,
+                "outcome": "completed", "took_us": 812_500, "began_ms": 1_763_658_000_123_u64, "steps": 9},
+            {"id": "r-0", "model": "m", "status": 499, "outcome": "client_gone", "took_us": 3_000, "steps": 2},
+        ]});
+        let expected = "\
+            began (UTC)              path                  model  answer                 took  id\n\
+            2025-11-20 17:00:01.007  /v1/completions       m      in flight                 -  r-2\n\
+            2025-11-20 17:00:00.123  /v1/chat/completions  m      200 completed    812.500 ms  r-1 (client's mine)\n\
+            -                        -                     m      499 client_gone    3.000 ms  r-0\n";
+        assert_eq!(told(&answer), expected);
     }
 
     #[test]

@@ -132,10 +132,11 @@ impl ExchangeDriver {
         generation: Arc<Generation>,
         request: RequestId,
         client_id: Option<&HeaderValue>,
+        path: &'static str,
         model: Arc<Model>,
     ) -> Self {
         let exchange = Arc::new(Mutex::new(Exchange::new()));
-        let account = shared.explain.begin(&request, client_id, &model.name);
+        let account = shared.explain.begin(&request, client_id, path, &model.name);
         Self {
             shared,
             model,

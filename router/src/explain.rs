@@ -42,6 +42,8 @@ pub(crate) struct Account {
     id: RequestId,
     /// The client's own name for it.
     client_id: Option<HeaderValue>,
+    /// What was asked: an endpoint's path, as the router names it.
+    path: &'static str,
     model: String,
     began: SystemTime,
     begun: Instant,
@@ -95,6 +97,7 @@ impl Ring {
         &self,
         id: &RequestId,
         client_id: Option<&HeaderValue>,
+        path: &'static str,
         model: &str,
     ) -> Option<Arc<Account>> {
         let most = self.most.load(Ordering::Relaxed);
@@ -104,6 +107,7 @@ impl Ring {
         let account = Arc::new(Account {
             id: id.clone(),
             client_id: client_id.cloned(),
+            path,
             model: model.to_owned(),
             began: SystemTime::now(),
             begun: Instant::now(),
@@ -222,7 +226,7 @@ mod tests {
 
     fn begin(ring: &Ring, id: &str, client: Option<&'static str>) -> Option<Arc<Account>> {
         let client = client.map(HeaderValue::from_static);
-        ring.begin(&RequestId::new(id).expect("an id"), client.as_ref(), "m")
+        ring.begin(&RequestId::new(id).expect("an id"), client.as_ref(), "/v1/completions", "m")
     }
 
     #[test]

@@ -196,6 +196,7 @@ impl FrontDoor {
             Arc::clone(&context.generation),
             context.id.clone(),
             context.client_id.as_ref(),
+            ask.dialect.path(),
             Arc::clone(&ask.model),
         ));
         driver.watch(&context.trace, context.room.as_ref().map(|room| &room.entry));

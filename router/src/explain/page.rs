@@ -55,6 +55,7 @@ impl Account {
         let mut head = Map::new();
         head.insert("id".into(), json!(self.id.as_str()));
         head.insert("client_id".into(), json!(client_id));
+        head.insert("path".into(), json!(self.path));
         head.insert("model".into(), json!(self.model));
         head.insert("began_ms".into(), json!(u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX)));
         head.insert("began_us".into(), json!(micros(since_epoch)));

@@ -58,7 +58,11 @@ async fn a_request_is_explained_by_what_was_chosen_from_and_what_came_of_it() {
     assert_eq!(ended(&system, minted).await, account, "by either name");
     assert_eq!(get(system.admin, "/explain/unknown").await.status, 404);
     let listed = get(system.admin, "/explain").await.json();
-    assert_eq!(listed["requests"][0]["id"], minted);
+    let line = &listed["requests"][0];
+    assert_eq!((&line["id"], &line["path"]), (&json!(minted), &json!("/v1/completions")));
+    let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_millis() as u64;
+    let began = line["began_ms"].as_u64().unwrap();
+    assert!(began <= now && now - began < 600_000, "{began} at {now}");
 }
 
 #[tokio::test]
