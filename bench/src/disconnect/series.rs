@@ -90,16 +90,44 @@ fn stranded(victims: &[Victim<'_>], seconds: &dyn Fn(u64) -> f64) -> Vec<(f64, f
     thinned(&points)
 }
 
-/// At most [`POINTS_MAX`] points; of those that fall together, the highest stays, so that no peak is lost.
+/// At most [`POINTS_MAX`] points. Of those within the same slice of time the highest stays, so that no peak is lost, and the
+/// last, so that what holds until the next point is what was so: a slice is narrower than the plot can show.
 fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     if points.len() <= POINTS_MAX {
         return points.to_vec();
     }
-    let size = points.len().div_ceil(POINTS_MAX / 2);
+    let (from, to) = (points[0].0, points[points.len() - 1].0);
+    let slices = (POINTS_MAX / 2) as f64;
+    let slice = |at: f64| {
+        (((at - from) / (to - from).max(f64::MIN_POSITIVE) * slices) as usize).min(POINTS_MAX / 2 - 1)
+    };
     let highest_and_last = |chunk: &[(f64, f64)]| {
         let highest = *chunk.iter().max_by(|a, b| a.1.total_cmp(&b.1)).expect("chunks are not empty");
         let last = *chunk.last().expect("chunks are not empty");
         if highest == last { vec![last] } else { vec![highest, last] }
     };
-    points.chunks(size).flat_map(highest_and_last).collect()
+    points.chunk_by(|a, b| slice(a.0) == slice(b.0)).flat_map(highest_and_last).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thinned_curve_keeps_its_peaks_and_rests_where_the_whole_one_does() {
+        // 2,000 short holds in the first ten seconds, one peak among them; then nothing for ninety, and one more.
+        let mut points: Vec<(f64, f64)> = Vec::new();
+        for hold in 0..2_000 {
+            let at = f64::from(hold) * 0.005;
+            points.extend([(at, if hold == 777 { 99.0 } else { 13.0 }), (at + 0.001, 0.0)]);
+        }
+        points.extend([(100.0, 5.0), (100.001, 0.0)]);
+        let thin = thinned(&points);
+        assert!(thin.len() <= POINTS_MAX, "{}", thin.len());
+        assert!(thin.is_sorted_by(|a, b| a.0 <= b.0));
+        assert!(thin.iter().any(|(_, blocks)| *blocks == 99.0), "the peak is there");
+        let resting = thin.iter().rfind(|(at, _)| *at < 99.0).expect("a point");
+        assert_eq!(resting.1, 0.0, "nothing is held while nothing happens: {thin:?}");
+        assert_eq!(thin.last(), points.last());
+    }
 }

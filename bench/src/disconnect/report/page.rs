@@ -25,14 +25,15 @@ h1{font-size:1.5rem;line-height:1.25;margin:.2rem 0 .3rem}h2{font-size:1.15rem;m
 th,td{padding:.3rem .5rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}th{white-space:normal;vertical-align:bottom}td small{color:var(--soft)}th{color:var(--soft);font-weight:600}
 th:first-child,td:first-child{text-align:left}
 figure{margin:.6rem 0 1rem}figure svg{width:100%;height:auto;display:block}figcaption svg{display:inline;width:28px;height:8px;margin-right:.35rem;vertical-align:middle}
-.key{display:inline-block;margin:0 1rem .1rem 0;white-space:nowrap}
-.grid{stroke:var(--line);stroke-width:.7}.tick,.axis,.part{fill:var(--soft);font:11px system-ui,sans-serif}.part{text-anchor:middle;font-size:9.5px}
-.band{fill:var(--band)}.band.other{fill:var(--other)}.curve{fill:none;stroke-width:1.8;stroke-linejoin:round}
+.key{display:inline-block;margin:0 1rem .1rem 0;white-space:nowrap}.parts strong{color:var(--ink)}.parts small{font-size:.75rem}
+.grid{stroke:var(--line);stroke-width:.7}.tick,.axis,.part{fill:var(--soft);font:11px system-ui,sans-serif}.part{text-anchor:middle;font-weight:600;fill:var(--ink)}
+.band{fill:var(--band)}.band.other{fill:var(--other)}.curve{fill:none;stroke-width:1.8;stroke-linejoin:round;vector-effect:non-scaling-stroke}
 .c0{stroke:var(--c0)}.c1{stroke:var(--c1)}.c2{stroke:var(--c2)}.c3{stroke:var(--c3)}.c4{stroke:var(--c4)}.c5{stroke:var(--c5)}.c6{stroke:var(--c6)}
 code,pre{font:.8125rem/1.45 ui-monospace,monospace;overflow-wrap:anywhere;white-space:pre-wrap}dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;font-size:.875rem}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}li{margin:.25rem 0}
-@media(max-width:34rem){dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}.tick,.axis{font-size:17px}.part{display:none}}
-@media print{@page{margin:12mm}body{max-width:none;padding:0;font-size:11pt}.scroll{overflow:visible}table{font-size:7.5pt}th,td{padding:.15rem .25rem}td{white-space:normal}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
+@media(max-width:34rem){dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}.tick,.axis,.part{font-size:17px}.across{transform:translateY(4px)}}
+@media screen and (min-width:60rem){.tick,.axis,.part{font-size:8.5px}}
+@media print{@page{margin:12mm}body{max-width:none;padding:0;font-size:11pt}.scroll{overflow:visible}table{font-size:7.5pt}th,td{padding:.15rem .25rem}td small{display:block}.band{print-color-adjust:exact;-webkit-print-color-adjust:exact}.curve{stroke-width:1.3}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
 ";
 
 /// Front doors that are shown beside the deployment.

@@ -8,6 +8,12 @@ const LEFT: f64 = 56.0;
 const RIGHT: f64 = 12.0;
 const TOP: f64 = 12.0;
 const BOTTOM: f64 = 44.0;
+/// Above a plot with named parts: two rows for their letters.
+const LETTERS: f64 = 34.0;
+/// The lower edge of a letter of each row.
+const LETTER_ROWS: [f64; 2] = [14.0, 30.0];
+/// As wide as two letters are on a phone, where they are drawn larger.
+const LETTER_WIDE: f64 = 18.0;
 /// Lines that can be told apart, by colour and by dashes (for print, and for who does not see colours).
 const DASHES: [&str; 7] = ["none", "6 3", "2 3", "9 3 2 3", "12 4", "4 4 1 4", "1 2"];
 
@@ -28,7 +34,8 @@ pub(crate) struct Curve<'a> {
     pub(crate) steps: bool,
 }
 
-/// A part of the horizontal axis with a name.
+/// A part of the horizontal axis with a name. The plot has a letter for it, and below the plot the letter has the name:
+/// a name does not fit into a part that is some pixels wide.
 pub(crate) struct Span<'a> {
     pub(crate) name: &'a str,
     pub(crate) from: f64,
@@ -78,8 +85,10 @@ impl Scale {
             Self::Linear(highest) => {
                 let rough = highest / 5.0;
                 let power = 10_f64.powf(rough.log10().floor());
-                let nice =
-                    [1.0, 2.0, 5.0, 10.0].into_iter().map(|step| step * power).find(|step| *step >= rough);
+                let nice = [1.0, 2.0, 2.5, 5.0, 10.0]
+                    .into_iter()
+                    .map(|step| step * power)
+                    .find(|step| *step >= rough);
                 let step = nice.unwrap_or(power);
                 (0..=6).map(|tick| f64::from(tick) * step).filter(|tick| *tick <= highest * 1.001).collect()
             }
@@ -108,28 +117,39 @@ impl Plot<'_> {
     /// The plot, with a list of its lines below it.
     pub(crate) fn draw(&self) -> String {
         let (wide, high) = (WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM);
+        let top = if self.spans.is_empty() { TOP } else { LETTERS };
+        let all = top + high + BOTTOM;
         let x = |value: f64| LEFT + self.across.1.place(value) * wide;
-        let y = |value: f64| TOP + (1.0 - self.up.1.place(value)) * high;
+        let y = |value: f64| top + (1.0 - self.up.1.place(value)) * high;
         let mut out = format!(
-            "<figure><svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{}\">",
+            "<figure><svg viewBox=\"0 0 {WIDTH} {all}\" role=\"img\" aria-label=\"{}\">",
             escaped(self.title)
         );
-        for (turn, span) in self.spans.iter().enumerate() {
-            let (from, to) = (x(span.from), x(span.to));
+        let edges =
+            || self.spans.iter().enumerate().map(|(turn, span)| (turn, span, x(span.from), x(span.to)));
+        for (turn, span, from, to) in edges() {
             let shade = if turn % 2 == 0 { "band" } else { "band other" };
             let _ = write!(
                 out,
-                "<rect class=\"{shade}\" x=\"{from:.1}\" y=\"{TOP}\" width=\"{:.1}\" height=\"{high}\"><title>{}</title></rect>",
+                "<rect class=\"{shade}\" x=\"{from:.1}\" y=\"0\" width=\"{:.1}\" height=\"{:.1}\"><title>{}</title></rect>",
                 (to - from).max(0.0),
+                top + high,
                 escaped(span.name)
             );
-            if to - from > 7.0 * span.name.len() as f64 {
-                let middle = (from + to) / 2.0;
+        }
+        // Over all of them: a letter may be wider than its part. The right edge of what stands in each row.
+        let mut taken = [0.0_f64; LETTER_ROWS.len()];
+        for (turn, _, from, to) in edges() {
+            let middle = (from + to) / 2.0;
+            let left = middle - LETTER_WIDE / 2.0;
+            // One that fits nowhere is in the list below, with its time.
+            if let Some(row) = taken.iter().position(|edge| *edge <= left) {
+                taken[row] = left + LETTER_WIDE;
                 let _ = write!(
                     out,
                     "<text class=\"part\" x=\"{middle:.1}\" y=\"{:.1}\">{}</text>",
-                    TOP + 11.0,
-                    escaped(span.name)
+                    LETTER_ROWS[row],
+                    letter(turn)
                 );
             }
         }
@@ -140,9 +160,9 @@ impl Plot<'_> {
             let beside = if anchor == "end" { (at + RIGHT - 1.0).min(WIDTH - 1.0) } else { at };
             let _ = write!(
                 out,
-                "<line class=\"grid\" x1=\"{at:.1}\" y1=\"{TOP}\" x2=\"{at:.1}\" y2=\"{:.1}\"/><text class=\"tick\" x=\"{beside:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\">{}</text>",
-                TOP + high,
-                TOP + high + 14.0,
+                "<line class=\"grid\" x1=\"{at:.1}\" y1=\"{top}\" x2=\"{at:.1}\" y2=\"{:.1}\"/><text class=\"tick across\" x=\"{beside:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\">{}</text>",
+                top + high,
+                top + high + 14.0,
                 tick(value)
             );
         }
@@ -161,10 +181,10 @@ impl Plot<'_> {
             out,
             "<text class=\"axis\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text><text class=\"axis\" x=\"12\" y=\"{:.1}\" text-anchor=\"middle\" transform=\"rotate(-90 12 {:.1})\">{}</text>",
             LEFT + wide / 2.0,
-            HEIGHT - 6.0,
+            all - 6.0,
             escaped(self.across.0),
-            TOP + high / 2.0,
-            TOP + high / 2.0,
+            top + high / 2.0,
+            top + high / 2.0,
             escaped(self.up.0)
         );
         for (turn, curve) in self.curves.iter().enumerate() {
@@ -202,8 +222,31 @@ impl Plot<'_> {
                 escaped(curve.name)
             );
         }
+        if !self.spans.is_empty() {
+            out.push_str("<div class=\"parts\">");
+            for (turn, span) in self.spans.iter().enumerate() {
+                let _ = write!(
+                    out,
+                    "<span class=\"key\"><strong>{}</strong> {} <small>{}–{} s</small></span>",
+                    letter(turn),
+                    escaped(span.name),
+                    span.from.round(),
+                    span.to.round()
+                );
+            }
+            out.push_str("</div>");
+        }
         out.push_str("</figcaption></figure>");
         out
+    }
+}
+
+/// The name of a part in the plot: a to z, then aa, ab and so on.
+fn letter(turn: usize) -> String {
+    let last = char::from(b'a' + (turn % 26) as u8);
+    match turn / 26 {
+        0 => last.to_string(),
+        more => letter(more - 1) + &last.to_string(),
     }
 }
 
@@ -248,6 +291,34 @@ mod tests {
         let drawn = plot.draw();
         assert!(!drawn.contains("<script>") && !drawn.contains("<i>") && !drawn.contains("<b>"), "{drawn}");
         assert_eq!(drawn.matches("</svg>").count(), 2);
+    }
+
+    #[test]
+    fn every_part_has_its_letter_in_the_plot_and_its_name_below_it() {
+        let names: Vec<String> = (0..30).map(|n| format!("part number {n}")).collect();
+        let spans = names.iter().enumerate().map(|(n, name)| {
+            let from = n as f64 * 4.0;
+            Span { name, from, to: from + 4.0 }
+        });
+        let plot = Plot {
+            title: "t",
+            across: ("seconds", Scale::Linear(120.0)),
+            up: ("blocks", Scale::Linear(1.0)),
+            curves: Vec::new(),
+            spans: spans.collect(),
+        };
+        let drawn = plot.draw();
+        let (svg, below) = drawn.split_once("</svg>").expect("a plot");
+        // 22 units each: no letter is in its neighbour's way.
+        assert_eq!(svg.matches("class=\"part\"").count(), 30, "{svg}");
+        assert!(svg.rfind("<rect") < svg.find("class=\"part\""), "no part covers another's letter");
+        assert!(svg.contains(">a</text>") && svg.contains(">ad</text>"));
+        assert!(below.contains("<strong>a</strong> part number 0 <small>0–4 s</small>"), "{below}");
+        assert!(below.contains("<strong>ad</strong> part number 29 <small>116–120 s</small>"), "{below}");
+        // Where they stand closer, every other one is a row lower, and none stands on another.
+        let crowded = Plot { across: ("seconds", Scale::Linear(220.0)), ..plot }.draw();
+        let rows = |at: f64| crowded.matches(&format!("y=\"{at:.1}\">")).count();
+        assert!(rows(LETTER_ROWS[0]) > 10 && rows(LETTER_ROWS[1]) > 10, "{crowded}");
     }
 
     #[test]
