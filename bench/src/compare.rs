@@ -20,13 +20,12 @@ mod toy_proxy;
 
 use std::io::Write;
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
 use crate::BenchError;
 use crate::load::Target;
-use crate::router::peers::{self, Engines, Programs};
+use crate::router::peers::{self, Engines, ProgramArgs, Skips};
 use crate::router::subject::Subject;
 use crate::sim_fleet::{Dialect, EnginePlan, FleetPlan, SimFleet};
 pub use report::{CompareReport, GapReport, TargetReport};
@@ -68,15 +67,9 @@ pub struct CompareArgs {
     /// The name of the model to ask them for
     #[arg(long, default_value = "sim")]
     pub model: String,
-    /// The `baton` binary whose `router` is measured as a process of its own [default: this one]
-    #[arg(long)]
-    pub binary: Option<PathBuf>,
-    /// The nginx binary [default: the one in PATH]
-    #[arg(long, env = "BATON_BENCH_NGINX")]
-    pub nginx: Option<PathBuf>,
-    /// The folder with the programs of other routers, as `bench/peers.sh` leaves it
-    #[arg(long, env = "BATON_BENCH_PEERS")]
-    pub peers: Option<PathBuf>,
+    /// The programs of the front doors
+    #[command(flatten)]
+    pub programs: ProgramArgs,
     /// Print one JSON object instead of tables
     #[arg(long)]
     pub json: bool,
@@ -176,8 +169,9 @@ pub fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<(), BenchError> {
 }
 
 async fn measure(args: &CompareArgs) -> Result<CompareReport, BenchError> {
+    let skips = Skips::default();
     let (fleet, engines) = start(args.engine())?;
-    let contenders = contenders(args, engines, true).await?;
+    let contenders = contenders(args, engines, true, &skips).await?;
     let mut report = CompareReport::new(args, &contenders);
     for round in 0..args.rounds {
         for turn in 0..contenders.len() {
@@ -191,7 +185,7 @@ async fn measure(args: &CompareArgs) -> Result<CompareReport, BenchError> {
     drop(fleet);
     if args.victims > 0 {
         let (fleet, engines) = start(args.engine_with_a_gap())?;
-        let contenders = self::contenders(args, engines, false).await?;
+        let contenders = self::contenders(args, engines, false, &skips).await?;
         for round in 0..args.rounds {
             for turn in 0..contenders.len() {
                 let contender = &contenders[(turn + round) % contenders.len()];
@@ -212,10 +206,13 @@ fn start(engine: EnginePlan) -> Result<(SimFleet, Engines), BenchError> {
 }
 
 /// Everything that can be had, Baton first. Those without a gap are left out where it is measured.
-async fn contenders(args: &CompareArgs, engines: Engines, all: bool) -> Result<Vec<Contender>, BenchError> {
-    let programs =
-        Programs { binary: args.binary.as_ref(), nginx: args.nginx.as_ref(), peers: args.peers.as_ref() };
-    let mut subjects = peers::start_all(programs, engines).await?;
+async fn contenders(
+    args: &CompareArgs,
+    engines: Engines,
+    all: bool,
+    skips: &Skips,
+) -> Result<Vec<Contender>, BenchError> {
+    let mut subjects = peers::start_all(&args.programs, engines, skips).await?;
     subjects.push(toy_proxy::start(engines).await?);
     subjects.sort_by_key(|subject| match subject.name {
         "baton" => 0,
@@ -275,9 +272,7 @@ mod tests {
             lease_ms: 1_000,
             target: Vec::new(),
             model: String::from("sim"),
-            binary: None,
-            nginx: None,
-            peers: None,
+            programs: ProgramArgs::default(),
             json: false,
         };
         args.check().expect("options that make sense");

@@ -32,10 +32,10 @@ pub(crate) mod subject;
 pub(crate) mod wire;
 
 use std::io::Write;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::sim_engine::{SimEngine, SimRole};
+pub use peers::ProgramArgs;
 pub use report::{Cores, FirstToken, Hangup, Load, Memory, RouterReport, Spread, SubjectReport};
 pub use soak::SoakReport;
 
@@ -66,32 +66,15 @@ pub struct RouterArgs {
     /// Clients that leave in each phase, for each subject; 0 to leave it out.
     #[arg(long, default_value_t = 300)]
     pub hangups: usize,
-    /// The `baton` binary whose `router` is measured as a process of its own [default: this one; where this
-    /// is another program, the router runs on threads of it]
-    #[arg(long)]
-    pub binary: Option<PathBuf>,
-    /// The nginx binary [default: the one in PATH].
-    #[arg(long, env = "BATON_BENCH_NGINX")]
-    pub nginx: Option<PathBuf>,
-    /// The folder with the programs of other routers, as `bench/peers.sh` leaves it.
-    #[arg(long, env = "BATON_BENCH_PEERS")]
-    pub peers: Option<PathBuf>,
+    /// The programs of the front doors
+    #[command(flatten)]
+    pub programs: ProgramArgs,
     /// Measure only the router's memory, over so many requests with 10 % cancels.
     #[arg(long)]
     pub soak: Option<usize>,
     /// Print one JSON object instead of a table.
     #[arg(long)]
     pub json: bool,
-}
-
-impl RouterArgs {
-    fn programs(&self) -> peers::Programs<'_> {
-        peers::Programs {
-            binary: self.binary.as_ref(),
-            nginx: self.nginx.as_ref(),
-            peers: self.peers.as_ref(),
-        }
-    }
 }
 
 /// Why nothing could be measured.
@@ -160,8 +143,9 @@ fn runtime() -> Result<tokio::runtime::Runtime, RouterBenchError> {
 /// As [`run`].
 pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
     runtime()?.block_on(async {
+        let skips = peers::Skips::default();
         let engines = Engines::start(args.tokens, Duration::ZERO)?;
-        let subjects = peers::start_all(args.programs(), engines.addresses()).await?;
+        let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
         let mut report = RouterReport::new(args, &subjects);
         for subject in &subjects {
             memory::idle(subject, report.of(subject.name)).await?;
@@ -183,13 +167,13 @@ pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
         }
         subjects.into_iter().for_each(subject::Subject::stop);
         let engines = Engines::start(args.tokens, Duration::from_millis(args.pause_ms))?;
-        let subjects = peers::start_all(args.programs(), engines.addresses()).await?;
+        let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
         for repetition in 0..args.repetitions {
             load::measure(load::Kind::Paced, args, &subjects, repetition, &mut report).await?;
         }
         subjects.into_iter().for_each(subject::Subject::stop);
         let engines = Engines::start(first_token::TOKENS, first_token::PAUSE)?;
-        let subjects = peers::start_all(args.programs(), engines.addresses()).await?;
+        let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
         for repetition in 0..args.repetitions {
             first_token::measure(args, &engines, &subjects, repetition, &mut report).await?;
         }
@@ -213,9 +197,7 @@ mod tests {
             pause_ms: 1,
             streams: 0,
             hangups: 3,
-            binary: None,
-            nginx: None,
-            peers: None,
+            programs: ProgramArgs::default(),
             soak: None,
             json: false,
         }

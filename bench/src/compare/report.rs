@@ -158,73 +158,102 @@ impl CompareReport {
         }
     }
 
-    /// For people.
+    /// For people: a part for each measure, with a line for each target, so that it fits a terminal of 80 columns.
     #[must_use]
     pub fn table(&self) -> String {
         let mut lines = vec![
-            format!("{}; simulated engines, {} dialect", self.machine, self.dialect),
+            self.machine.clone(),
+            format!("simulated engines, {} dialect", self.dialect),
             format!(
-                "{} rounds of {} streams, {} at a time, prompts of {} tokens, answers of {}; medians (least .. greatest)",
+                "{} rounds of {} streams, {} at a time, prompts of {} tokens, answers of {}",
                 self.rounds, self.requests, self.concurrency, self.prompt_tokens, self.output_tokens
             ),
-            format!(
-                "{:<14}{:<24}{:<24}{:<22}{:<24}{:<24}{:>7}",
-                "", "TTFT p50, ms", "TTFT p99, ms", "ITL p99, ms", "requests/s", "CPU s per 1,000", "failed"
-            ),
         ];
-        let spread = |of: &Spread| format!("{:.2} ({:.2} .. {:.2})", of.median, of.min, of.max);
-        for target in &self.targets {
-            let cpu = target.cpu_s_per_1000.as_ref().map_or_else(|| String::from("-"), spread);
-            lines.push(format!(
-                "{:<14}{:<24}{:<24}{:<22}{:<24}{cpu:<24}{:>7}",
-                target.name,
-                spread(&target.ttft_p50_ms),
-                spread(&target.ttft_p99_ms),
-                spread(&target.itl_p99_ms),
-                spread(&target.requests_per_second),
-                target.failed
-            ));
-        }
         let first = self.targets.first().map_or("", |target| target.name.as_str());
-        lines.push(format!("over {first}, of the same round"));
-        for (target, ratios) in
-            self.targets.iter().filter_map(|target| Some((target, target.over_first.as_ref()?)))
-        {
-            let ratio = |of: &Option<Spread>| of.as_ref().map_or_else(|| String::from("-"), spread);
-            lines.push(format!(
-                "{:<14}{:<24}{:<24}{:<22}{:<24}{:<24}",
-                target.name,
-                ratio(&ratios.ttft_p50),
-                ratio(&ratios.ttft_p99),
-                ratio(&ratios.itl_p99),
-                ratio(&ratios.requests_per_second),
-                ratio(&ratios.cpu)
-            ));
+        let spread = |of: &Spread| vec![number(of.median), number(of.min), number(of.max)];
+        let nothing = || vec!["-".to_owned(); 3];
+        let over = format!("over {first}");
+        let heads = ["", "median", "least", "greatest", &over, "least", "greatest"].map(str::to_owned);
+        let mut rows = vec![heads.to_vec()];
+        for (name, of, ratio) in MEASURES {
+            rows.push(vec![name.to_owned()]);
+            for (at, target) in self.targets.iter().enumerate() {
+                let ratio = target.over_first.as_ref().and_then(|ratios| ratio(ratios).clone());
+                let mut row = vec![format!("  {}", target.name)];
+                row.extend(of(target).map_or_else(nothing, |of| spread(&of)));
+                if at > 0 {
+                    row.extend(ratio.map_or_else(nothing, |ratio| spread(&ratio)));
+                }
+                rows.push(row);
+            }
         }
+        rows.push(vec!["failed requests".to_owned()]);
+        rows.extend(self.targets.iter().map(|of| vec![format!("  {}", of.name), of.failed.to_string()]));
+        lines.extend(columns(&rows));
+        lines.push(format!("ratios are of the same round; {first} is the first target"));
         if self.targets.iter().any(|target| target.gap.is_some()) {
+            lines.push(String::new());
             lines.push(format!(
-                "clients that leave in the gap: lent for {} ms, looked at by the decode engine after {} ms",
+                "clients that leave in the gap; leases of {} ms, decode looks after {} ms",
                 self.lease_ms, self.admission_delay_ms
             ));
-            lines.push(format!(
-                "{:<14}{:>8}{:>10}{:>8}{:>30}{:>36}",
-                "",
-                "victims",
-                "stranded",
-                "missed",
-                "block-seconds per 1,000",
-                "home after p50, p99, max, ms"
-            ));
-        }
-        for (target, gap) in self.targets.iter().filter_map(|target| Some((target, target.gap.as_ref()?))) {
-            let home = format!("{:.2}, {:.2}, {:.2}", gap.freed_p50_ms, gap.freed_p99_ms, gap.freed_max_ms);
-            lines.push(format!(
-                "{:<14}{:>8}{:>10}{:>8}{:>30.1}{home:>36}",
-                target.name, gap.victims, gap.stranded, gap.missed, gap.stranded_block_seconds_per_1000
-            ));
+            lines.push("home: from a victim's leaving until its blocks were home, ms".to_owned());
+            let heads = ["", "victims", "stranded", "missed", "block-s/1,000", "home p50", "home p99", "max"];
+            let mut rows = vec![heads.map(str::to_owned).to_vec()];
+            for (target, gap) in self.targets.iter().filter_map(|target| Some((target, target.gap.as_ref()?)))
+            {
+                rows.push(vec![
+                    target.name.clone(),
+                    gap.victims.to_string(),
+                    gap.stranded.to_string(),
+                    gap.missed.to_string(),
+                    format!("{:.1}", gap.stranded_block_seconds_per_1000),
+                    number(gap.freed_p50_ms),
+                    number(gap.freed_p99_ms),
+                    number(gap.freed_max_ms),
+                ]);
+            }
+            lines.extend(columns(&rows));
         }
         lines.join("\n")
     }
+}
+
+type Of<T> = fn(&T) -> Option<Spread>;
+type Ratio = for<'a> fn(&'a Ratios) -> &'a Option<Spread>;
+
+/// What is measured of each target: its name, its numbers, and their ratio over the first target's.
+const MEASURES: [(&str, Of<TargetReport>, Ratio); 5] = [
+    ("TTFT p50, ms", |of| Some(of.ttft_p50_ms.clone()), |over| &over.ttft_p50),
+    ("TTFT p99, ms", |of| Some(of.ttft_p99_ms.clone()), |over| &over.ttft_p99),
+    ("ITL p99, ms", |of| Some(of.itl_p99_ms.clone()), |over| &over.itl_p99),
+    ("requests/s", |of| Some(of.requests_per_second.clone()), |over| &over.requests_per_second),
+    ("CPU s per 1,000", |of| of.cpu_s_per_1000.clone(), |over| &over.cpu),
+];
+
+/// To a hundredth; large ones without, so that a column stays narrow.
+fn number(value: f64) -> String {
+    if value.is_finite() && value.abs() >= 10_000.0 { format!("{value:.0}") } else { format!("{value:.2}") }
+}
+
+/// Lines of which each column is as wide as its widest cell, two spaces apart: the first to the left, the rest to the
+/// right.
+fn columns(rows: &[Vec<String>]) -> Vec<String> {
+    let mut wide: Vec<usize> = Vec::new();
+    for row in rows {
+        wide.resize(wide.len().max(row.len()), 0);
+        for (most, cell) in wide.iter_mut().zip(row) {
+            *most = (*most).max(cell.chars().count());
+        }
+    }
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&wide).enumerate().map(|(at, (cell, wide))| match at {
+            0 => format!("{cell:<wide$}"),
+            _ => format!("  {cell:>wide$}"),
+        });
+        cells.collect::<String>().trim_end().to_owned()
+    };
+    rows.iter().map(line).collect()
 }
 
 impl TargetReport {
@@ -276,6 +305,66 @@ impl GapReport {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn spread(values: &[f64]) -> Spread {
+        let mut spread = Spread::default();
+        values.iter().for_each(|value| spread.add(*value));
+        spread
+    }
+
+    #[test]
+    fn the_table_fits_80_columns_and_no_two_columns_touch() {
+        let target = |name: &str, scale: f64| TargetReport {
+            name: name.to_owned(),
+            ttft_p50_ms: spread(&[5.0 * scale, 4.0 * scale]),
+            ttft_p99_ms: spread(&[1_234.5 * scale, 9_999.994]),
+            itl_p99_ms: spread(&[11.0 * scale]),
+            requests_per_second: spread(&[123_456.78 / scale]),
+            cpu_s_per_1000: (scale < 3.0).then(|| spread(&[0.61 * scale])),
+            gap: Some(GapReport {
+                victims: 1_000,
+                stranded: 1_000,
+                stranded_block_seconds_per_1000: 123_456.7,
+                freed_p50_ms: 30_001.25,
+                freed_p99_ms: 30_012.5,
+                freed_max_ms: 30_012.75,
+                ..GapReport::default()
+            }),
+            ..TargetReport::default()
+        };
+        let mut report = CompareReport {
+            version: "0",
+            date: String::new(),
+            machine: "2 × a processor".to_owned(),
+            dialect: "vllm",
+            rounds: 5,
+            requests: 200,
+            concurrency: 8,
+            prompt_tokens: 256,
+            output_tokens: 32,
+            admission_delay_ms: 100,
+            lease_ms: 30_000,
+            targets: vec![target("baton", 1.0), target("vllm-router", 2.5), target("toy-proxy", 3.0)],
+        };
+        report.compare();
+        let table = report.table();
+        assert!(table.lines().all(|line| line.chars().count() <= 80), "{table}");
+        let row = |begins: &str| {
+            let line = table.lines().find(|line| line.trim_start().starts_with(begins));
+            line.expect("a line of it").split_whitespace().skip(1).map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert_eq!(row("baton"), ["4.50", "4.00", "5.00"], "the first has no ratio over itself\n{table}");
+        assert_eq!(row("vllm-router"), ["11.25", "10.00", "12.50", "2.50", "2.50", "2.50"], "{table}");
+        let gap = table.lines().rfind(|line| line.starts_with("vllm-router")).expect("of the gap");
+        let cells: Vec<_> = gap.split_whitespace().collect();
+        assert_eq!(cells[1..], ["1000", "1000", "0", "123456.7", "30001", "30012", "30013"], "{table}");
+        let of_cpu =
+            table.lines().skip_while(|line| *line != "CPU s per 1,000").nth(3).expect("the third target");
+        assert_eq!(
+            of_cpu.split_whitespace().collect::<Vec<_>>(),
+            ["toy-proxy", "-", "-", "-", "-", "-", "-"]
+        );
+    }
 
     #[test]
     fn a_gap_is_counted_by_hand() {

@@ -19,32 +19,55 @@ pub(crate) struct Engines {
     pub decode: SocketAddr,
 }
 
-/// Where programs are that a benchmark was told of.
-#[derive(Clone, Copy)]
-pub(crate) struct Programs<'a> {
-    pub binary: Option<&'a PathBuf>,
-    pub nginx: Option<&'a PathBuf>,
-    pub peers: Option<&'a PathBuf>,
+/// Where the programs are that front doors are started from: options of every benchmark that starts some.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct ProgramArgs {
+    /// The `baton` binary whose `router` is measured as a process of its own [default: this one; where this
+    /// is another program, the router runs on threads of it]
+    #[arg(long)]
+    pub binary: Option<PathBuf>,
+    /// The nginx binary [default: the one in PATH]
+    #[arg(long, env = "BATON_BENCH_NGINX")]
+    pub nginx: Option<PathBuf>,
+    /// The folder with the programs of other routers, as `bench/peers.sh` leaves it
+    #[arg(long, env = "BATON_BENCH_PEERS")]
+    pub peers: Option<PathBuf>,
+}
+
+/// What a run had to do without, each told once however often everything is started.
+#[derive(Default)]
+pub(crate) struct Skips(std::cell::RefCell<Vec<String>>);
+
+impl Skips {
+    fn tell(&self, who: &str, why: &str) {
+        let line = format!("SKIPPED {who}: {why}");
+        let mut told = self.0.borrow_mut();
+        if !told.contains(&line) {
+            eprintln!("baton bench: {line}");
+            told.push(line);
+        }
+    }
 }
 
 /// Starts everything that can be had. What cannot is told on standard error and left out.
 pub(crate) async fn start_all(
-    programs: Programs<'_>,
+    programs: &ProgramArgs,
     engines: Engines,
+    skips: &Skips,
 ) -> Result<Vec<Subject>, RouterBenchError> {
     let mut subjects = Vec::new();
-    let nginx = programs.nginx.cloned().or_else(|| in_path("nginx"));
+    let nginx = programs.nginx.clone().or_else(|| in_path("nginx"));
     match nginx {
         Some(binary) => subjects.push(nginx_proxy(&binary, engines).await?),
-        None => skipped("nginx", "not found; install it or name it with --nginx. There will be no ratios"),
+        None => skips.tell("nginx", "not found; install it or name it with --nginx"),
     }
-    subjects.push(baton(programs.binary, engines).await?);
-    match programs.peers {
+    subjects.push(baton(programs.binary.as_ref(), engines).await?);
+    match &programs.peers {
         Some(folder) => {
             for (name, start) in [("vllm-router", vllm_router as Start), ("smg", smg as Start)] {
                 let binary = folder.join(name);
                 if !binary.exists() {
-                    skipped(name, "not in the folder of --peers");
+                    skips.tell(name, "not in the folder of --peers");
                     continue;
                 }
                 let (address, command) = start(&binary, engines)?;
@@ -52,23 +75,19 @@ pub(crate) async fn start_all(
                 let registers = (name == "smg").then(|| tokio::spawn(register(address, engines)));
                 match Subject::process(name, version, address, command, Vec::new()).await {
                     Ok(subject) => subjects.push(subject),
-                    Err(error) => skipped(name, &error.to_string()),
+                    Err(error) => skips.tell(name, &error.to_string()),
                 }
                 if let Some(registers) = registers {
                     registers.abort();
                 }
             }
         }
-        None => skipped("vllm-router and smg", "--peers names the folder where bench/peers.sh put them"),
+        None => skips.tell("vllm-router and smg", "--peers names the folder where bench/peers.sh put them"),
     }
     Ok(subjects)
 }
 
 type Start = fn(&Path, Engines) -> Result<(SocketAddr, Command), RouterBenchError>;
-
-fn skipped(who: &str, why: &str) {
-    eprintln!("baton bench: SKIPPED {who}: {why}");
-}
 
 fn in_path(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
@@ -218,4 +237,29 @@ async fn threads(engines: Engines) -> Result<Subject, RouterBenchError> {
         // A panic of it has been told on standard error.
         let _ = ended.join();
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim_engine::{SimEngine, SimRole};
+
+    #[tokio::test]
+    async fn what_is_not_there_is_told_once_however_often_everything_is_started() {
+        let start = |role| SimEngine::start(role).expect("a simulated engine");
+        let (prefill, decode) =
+            (start(SimRole::Prefill), start(SimRole::Decode { tokens: 1, pause: Duration::ZERO }));
+        let engines = Engines { prefill: prefill.address(), decode: decode.address() };
+        let folder = tempfile::tempdir().expect("a folder");
+        let programs = ProgramArgs { peers: Some(folder.path().to_owned()), ..ProgramArgs::default() };
+        let skips = Skips::default();
+        for _ in 0..2 {
+            let subjects = start_all(&programs, engines, &skips).await.expect("ours starts");
+            assert!(subjects.iter().any(|subject| subject.name == "baton"));
+            subjects.into_iter().for_each(Subject::stop);
+        }
+        let told = skips.0.borrow();
+        let of = |who: &str| told.iter().filter(|line| line.contains(&format!(" {who}:"))).count();
+        assert_eq!((of("vllm-router"), of("smg")), (1, 1), "{told:?}");
+    }
 }

@@ -58,7 +58,7 @@ impl SoakReport {
 /// Sends `requests` and looks at the memory meanwhile.
 pub(super) async fn measure(args: &RouterArgs, requests: usize) -> Result<SoakReport, RouterBenchError> {
     let engines = Engines::start(args.tokens, Duration::ZERO)?;
-    let subject = peers::baton(args.binary.as_ref(), engines.addresses()).await?;
+    let subject = peers::baton(args.programs.binary.as_ref(), engines.addresses()).await?;
     let (next, cancelled) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let begun = Instant::now();
     let mut tasks = tokio::task::JoinSet::new();
