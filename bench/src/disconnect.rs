@@ -506,7 +506,6 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
         let records = raw::read(&mut BufReader::new(file))?;
         acts.verify(&compared(&records), Duration::from_secs_f64(options.verify_seconds)).await;
         watch.read_counters().await;
-        watch.home(Duration::from_secs_f64(options.settle)).await;
         Ok::<_, BenchError>(())
     };
     let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
