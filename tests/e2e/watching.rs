@@ -50,7 +50,7 @@ fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blo
     let proved = told.marked("OK", "disconnect");
     let skipped = told.marked("SKIPPED", "disconnect");
     assert_eq!(proved.len() + skipped.len(), 7, "every phase has its line: {}", told.text);
-    for phase in ["queued", "prefill", "mid-stream", "unary"] {
+    for phase in ["queued", "prefill", "gap", "mid-stream", "unary"] {
         assert!(proved.iter().any(|line| line.contains(phase)), "{phase}: {}", told.text);
     }
     for (check, lines) in [("side channel", 1), ("lease", 1), ("layout", 1), ("engine", 2), ("request", 2)] {

@@ -58,15 +58,23 @@ impl Aims {
         }
     }
 
-    /// When to leave for this phase; `None` where it has not been seen yet.
-    pub(crate) fn at(&self, phase: Phase, told: bool, rng: &mut Rng) -> Option<Aim> {
+    /// Where a phase begins and ends after a call's beginning, in the middle of those that were seen.
+    pub(crate) fn median(&self, phase: Phase) -> Option<(Duration, Duration)> {
         let seen = self.seen.get(&phase).filter(|seen| !seen.is_empty())?;
-        let median = |of: &dyn Fn(&(u64, u64)) -> u64| {
+        let middle = |of: &dyn Fn(&(u64, u64)) -> u64| {
             let mut values: Vec<u64> = seen.iter().map(of).collect();
             values.sort_unstable();
             values[values.len() / 2]
         };
-        let length = median(&|(from, to)| to - from);
+        let (from, length) = (middle(&|(from, _)| *from), middle(&|(from, to)| to - from));
+        Some((Duration::from_micros(from), Duration::from_micros(from + length)))
+    }
+
+    /// When to leave for this phase; `None` where it has not been seen yet.
+    pub(crate) fn at(&self, phase: Phase, told: bool, rng: &mut Rng) -> Option<Aim> {
+        let seen = self.seen.get(&phase).filter(|seen| !seen.is_empty())?;
+        let (from, to) = self.median(phase)?;
+        let length = (to - from).as_micros() as u64;
         let mark = match phase {
             Phase::Queued => Mark::Queued,
             Phase::Prefill => Mark::PrefillStarted,
@@ -154,6 +162,7 @@ mod tests {
     fn long_phases_are_waited_for_and_short_ones_aimed_at() {
         let (mut aims, mut rng) = (Aims::default(), Rng::new(1));
         assert_eq!(aims.at(Phase::Gap, true, &mut rng), None);
+        assert_eq!(aims.median(Phase::Gap), None);
         let told = timeline(&[
             (0, "queued", 1_100),
             (0, "started", 1_200),
@@ -166,6 +175,8 @@ mod tests {
         let (first_token, last_token) = (Some(23_000), Some(91_000));
         let seen = Seen { began: 1_000, stream: true, first_token, last_token, done: None };
         aims.learn(&seen, Some(&told));
+        let us = Duration::from_micros;
+        assert_eq!(aims.median(Phase::Gap), Some((us(20_200), us(20_500))));
         for _ in 0..100 {
             let Some(Aim::After(Mark::PrefillStarted, delay)) = aims.at(Phase::Prefill, true, &mut rng)
             else {

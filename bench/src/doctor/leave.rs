@@ -3,6 +3,12 @@
 //! Two calm requests show when each phase comes; then clients leave in them. A phase may be shorter than the way of a
 //! message: what it was when the client left is judged by the engines' times, and what missed proves something about the
 //! phase that it hit.
+//!
+//! The gap between prefill and decode is the shortest of them, and the one that front doors forget. Where the clock alone
+//! does not hit it, decode engines are given a prompt to compute just before the handoff comes, so that they look at it
+//! later, and clients leave when the prefill engine says that it has lent ([`occupy`]).
+
+mod occupy;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,16 +22,21 @@ use crate::disconnect::aim::{Aim, Aims};
 use crate::disconnect::phase::Phase;
 use crate::disconnect::recorder::Recorder;
 use crate::disconnect::timeline::{Seen, Timeline};
-use crate::disconnect::watch::{self, Watch};
+use crate::disconnect::watch::{self, Mark, Watch};
 use crate::load::prompts::plain;
 use crate::load::rng::Rng;
 use crate::load::{Call, Client, Endpoint, Leave, Manner, Moment, Outcome, Prompt, Streaming, Wish};
 use crate::top::source::now_us;
+use occupy::Crew;
 
 /// Tokens of an answer: long enough to be left in the middle.
 pub(super) const TOKENS: u32 = 64;
 /// Times that a phase is left, where it can be hit so often.
 const HITS: u32 = 3;
+/// A prompt that is lent while it is computed has no gap; it is halved so often to find one that is computed in one step.
+const HALVED: u32 = 4;
+/// A prompt has at least so many words.
+const WORDS_MIN: usize = 16;
 /// For so long nothing more may come, when all that was told of is back.
 const QUIET: Duration = Duration::from_millis(150);
 /// Between two looks at books, which nobody here needs: the event logs say it.
@@ -61,8 +72,18 @@ pub(super) async fn exactly(client: &Client, engines: &[&Engine], terms: &Terms,
             return checkup.fail("disconnects", "", format!("the event logs cannot be followed: {error}"));
         }
     };
-    let mut doctor =
-        Doctor { client, watch, terms, prefix, number: 0, aims: Aims::default(), proofs: BTreeMap::new() };
+    let mut doctor = Doctor {
+        client,
+        watch,
+        terms,
+        prefix,
+        number: 0,
+        words: terms.words,
+        aims: Aims::default(),
+        proofs: BTreeMap::new(),
+        crew: Crew::of(engines, &terms.model),
+        did: Vec::new(),
+    };
     if !doctor.calm(checkup).await {
         return;
     }
@@ -85,8 +106,13 @@ struct Doctor<'a> {
     terms: &'a Terms,
     prefix: String,
     number: u64,
+    /// Of a prompt.
+    words: usize,
     aims: Aims,
     proofs: BTreeMap<Phase, Proof>,
+    crew: Crew,
+    /// What was done besides to hit the phase that is tried.
+    did: Vec<String>,
 }
 
 /// One call, and what the engines told of it in the end.
@@ -142,13 +168,22 @@ impl Doctor<'_> {
     /// Tries to leave in a phase. False: blocks did not come back.
     async fn phase(&mut self, phase: Phase, checkup: &mut Checkup) -> bool {
         let mut hit: BTreeMap<&'static str, u32> = BTreeMap::new();
+        self.did.clear();
+        self.words = self.terms.words;
+        if phase == Phase::Gap {
+            self.find_a_gap().await;
+        }
         for attempt in 0..self.terms.tries {
             if self.proofs.get(&phase).is_some_and(|proof| proof.left >= HITS) {
                 break;
             }
             let streaming = if phase == Phase::Unary { Streaming::Whole } else { Streaming::Streamed };
             let Some(when) = self.when(phase, attempt) else { break };
-            let made = self.make(streaming, Some(when)).await;
+            let aided = phase == Phase::Gap && attempt >= self.terms.tries / 3;
+            let made = match self.aims.median(phase).filter(|_| aided && self.crew.is_there()) {
+                None => self.make(streaming, Some(when)).await,
+                Some((lent_after, _)) => self.make_while_occupied(streaming, lent_after, attempt).await,
+            };
             let was = match made.call.left {
                 Some(left) => made.line.phase_at(&made.seen, left.us()),
                 None if matches!(made.call.outcome, Outcome::Done) => None,
@@ -172,8 +207,67 @@ impl Doctor<'_> {
             }
             self.prove(was, &made);
         }
+        if phase == Phase::Gap {
+            self.say_of_the_crew();
+            self.words = self.terms.words;
+        }
         self.tell(phase, &hit, checkup);
         true
+    }
+
+    /// Blocks that are lent while they are computed are read before the prefill is over: such a request has no gap. A
+    /// shorter prompt, computed in one step, has one.
+    async fn find_a_gap(&mut self) {
+        for _ in 0..HALVED {
+            if self.aims.median(Phase::Gap).is_some() || self.words / 2 < WORDS_MIN {
+                return;
+            }
+            self.words /= 2;
+            let made = self.make(Streaming::Streamed, None).await;
+            if !made.line.was_handed_over() {
+                break;
+            }
+            if self.aims.median(Phase::Gap).is_some() {
+                self.did.push(format!(
+                    "with prompts of {} words, which are lent when they are whole",
+                    self.words
+                ));
+                return;
+            }
+        }
+        self.words = self.terms.words;
+    }
+
+    /// Makes a call whose client leaves as soon as its blocks are lent, while decode engines compute something else.
+    async fn make_while_occupied(
+        &mut self,
+        streaming: Streaming,
+        lent_after: Duration,
+        attempt: u32,
+    ) -> Made {
+        let tag = format!("{}{}", self.prefix, self.number + 1);
+        let mut rng = Rng::stream(u64::from(attempt), &tag);
+        let prompts = self.crew.occupy(&self.terms.model, &tag, self.words, lent_after, attempt);
+        let delay = Duration::from_micros(rng.below(occupy::LEAVES_WITHIN_US));
+        // Learnt from it would be what is so only while engines are occupied.
+        let learnt = std::mem::take(&mut self.aims);
+        let made = self.make(streaming, Some(When::Aim(Aim::After(Mark::Lent, delay)))).await;
+        self.aims = learnt;
+        self.crew.rest(prompts).await;
+        made
+    }
+
+    fn say_of_the_crew(&mut self) {
+        let (taken, refused) = self.crew.counts();
+        if let (1.., Some((from, to))) = (taken + refused, self.aims.median(Phase::Gap)) {
+            let short = to.saturating_sub(from).as_secs_f64() * 1e3;
+            let prompts =
+                if taken == 1 { "a prompt of ours".to_owned() } else { format!("{taken} prompts of ours") };
+            let no = if refused > 0 { format!(" ({refused} were refused)") } else { String::new() };
+            self.did.push(format!(
+                "the gap is {short:.1} ms here, so decode engines were given {prompts}{no} to look at the handoff later"
+            ));
+        }
     }
 
     fn prove(&mut self, phase: Phase, made: &Made) {
@@ -194,7 +288,7 @@ impl Doctor<'_> {
             let why = if seen.is_empty() {
                 "no request here comes through this phase".to_owned()
             } else {
-                format!("over too quickly to be hit in {} tries: {seen}", self.terms.tries)
+                format!("over too quickly to be hit in {} tries: {seen}{}", self.terms.tries, self.aside())
             };
             return checkup.skip("disconnect", phase.label(), why);
         };
@@ -211,7 +305,11 @@ impl Doctor<'_> {
                 proof.blocks, proof.engines
             )
         };
-        checkup.ok("disconnect", phase.label(), told);
+        checkup.ok("disconnect", phase.label(), told + &self.aside());
+    }
+
+    fn aside(&self) -> String {
+        self.did.iter().map(|did| format!("; {did}")).collect()
     }
 
     /// When to leave; `None` where the phase does not occur.
@@ -239,7 +337,7 @@ impl Doctor<'_> {
     async fn make(&mut self, streaming: Streaming, when: Option<When>) -> Made {
         self.number += 1;
         let tag = format!("{}{}", self.prefix, self.number);
-        let prompt = Prompt::Text(prompt(&tag, self.terms.words));
+        let prompt = Prompt::Text(prompt(&tag, self.words));
         let extra = Map::from_iter([("temperature".to_owned(), json!(0))]);
         let wish = Wish {
             ignore_eos: true,

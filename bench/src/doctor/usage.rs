@@ -18,6 +18,9 @@ const LOOK: Duration = Duration::from_millis(100);
 const TOKENS_MAX: u32 = 1_000;
 /// Looks that an answer's own end must be away for an abort to be told from it.
 const LOOKS_APART: u32 = 5;
+/// Looks at which usage must be back, one after the other, before it is believed: blocks of a request whose client left
+/// before its engine had it come later than the first look, and would be held against the phase that is tried next.
+const LOOKS_BACK: u32 = 5;
 /// A usage that is this much above what it was has come back: it is told with few digits.
 const USAGE_SLACK: f64 = 0.000_5;
 
@@ -47,6 +50,28 @@ impl Usage {
 
     fn is_back_to(&self, before: &Self) -> bool {
         self.kv <= before.kv + USAGE_SLACK && self.requests <= before.requests
+    }
+}
+
+/// Whether usage has come back and stays so.
+struct Stay {
+    long: Duration,
+    since: Option<Duration>,
+}
+
+impl Stay {
+    fn new(long: Duration) -> Self {
+        Self { long, since: None }
+    }
+
+    /// After one more look: since when it has been back, once that is long enough ago.
+    fn look(&mut self, back: bool, at: Duration) -> Option<Duration> {
+        if !back {
+            self.since = None;
+            return None;
+        }
+        let since = *self.since.get_or_insert(at);
+        (at.saturating_sub(since) >= self.long).then_some(since)
     }
 }
 
@@ -115,7 +140,10 @@ pub(super) async fn coarsely(
                 continue;
             }
         };
-        let Some(before) = Usage::of(&engines).await else { continue };
+        let Some(before) = Usage::of(&engines).await else {
+            checkup.skip("disconnect", phase.label(), "the engines told no usage before it");
+            continue;
+        };
         expired.get_or_insert(before.expired);
         let begun = Instant::now();
         let made = call(number, tokens, streaming, leave).await;
@@ -137,17 +165,22 @@ pub(super) async fn coarsely(
         // When the answer would have ended by itself.
         let own_end = whole.saturating_sub(begun.elapsed());
         let begun = Instant::now();
+        let mut stay = Stay::new((LOOK * LOOKS_BACK).max(ttft * 2));
         let after = loop {
             let now = Usage::of(&engines).await;
             let back = now.is_some_and(|now| now.is_back_to(&before));
-            if back || begun.elapsed() > terms.within {
-                break now.filter(|_| !back);
+            let at = begun.elapsed();
+            if let Some(since) = stay.look(back, at) {
+                break Ok(since);
+            }
+            // A stay that has begun in time is waited for.
+            if !back && at > terms.within {
+                break Err(now);
             }
             tokio::time::sleep(LOOK).await;
         };
         match after {
-            None => {
-                let took = begun.elapsed();
+            Ok(took) => {
                 let seconds = took.as_secs_f64();
                 if own_end < LOOK * LOOKS_APART {
                     let told = format!(
@@ -165,10 +198,17 @@ pub(super) async fn coarsely(
                     checkup.ok("disconnect", phase.label(), told);
                 }
             }
-            Some(now) => {
+            Err(None) => {
+                let told =
+                    format!("{} s after the client left, the engines tell no usage", terms.within.as_secs());
+                checkup.fail("disconnect", phase.label(), told);
+                break;
+            }
+            Err(Some(now)) => {
                 let told = format!(
                     "{} s after the client left, usage is {:.2} % of a pool above what it was, and {:+.0} requests are \
-                     there: blocks did not come back, or somebody else uses the deployment",
+                     there: blocks did not come back, or somebody else uses the deployment (which phase it was is as it \
+                     was aimed at; metrics do not tell)",
                     terms.within.as_secs(),
                     (now.kv - before.kv).max(0.0) * 100.0,
                     now.requests - before.requests,
@@ -182,5 +222,23 @@ pub(super) async fn coarsely(
     let ended = after - expired.unwrap_or(after);
     if ended > 0.0 {
         checkup.fail("expiries", "", format!("{ended:.0} leases were ended by time alone meanwhile"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn usage_is_back_when_it_stays_back() {
+        let ms = Duration::from_millis;
+        let mut stay = Stay::new(ms(500));
+        // The engine has not begun yet: nothing is held, for a moment.
+        assert_eq!(stay.look(true, ms(0)), None);
+        assert_eq!(stay.look(true, ms(100)), None);
+        assert_eq!(stay.look(false, ms(200)), None, "here are its blocks");
+        assert_eq!(stay.look(true, ms(300)), None);
+        assert_eq!(stay.look(true, ms(700)), None);
+        assert_eq!(stay.look(true, ms(800)), Some(ms(300)), "back since then");
     }
 }
