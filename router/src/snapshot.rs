@@ -392,6 +392,47 @@ mod tests {
         assert_eq!(serde_json::from_str::<Snapshot>("{}").expect("an older router's"), Snapshot::default());
     }
 
+    /// The paths of all values that are no object and no list; what is counted by name is one value.
+    fn paths(value: &serde_json::Value, path: &str, found: &mut std::collections::BTreeSet<String>) {
+        const BY_NAME: [&str; 4] =
+            ["requests.phases", "engines[].standing", "engines[].requests", "engines[].releases"];
+        match value {
+            serde_json::Value::Object(fields) if !BY_NAME.contains(&path) => {
+                for (name, value) in fields {
+                    let dot = if path.is_empty() { "" } else { "." };
+                    paths(value, &format!("{path}{dot}{name}"), found);
+                }
+            }
+            serde_json::Value::Array(list) => {
+                list.iter().for_each(|value| paths(value, &format!("{path}[]"), found));
+            }
+            _ => drop(found.insert(path.to_owned())),
+        }
+    }
+
+    #[test]
+    fn the_page_has_every_field_of_a_snapshot_and_no_other() {
+        let snapshot = Snapshot {
+            routers: vec![RouterView::default()],
+            requests: Requests { oldest: vec![RequestView::default()], ..Requests::default() },
+            engines: vec![EngineView { blocks: Some(Blocks::default()), ..EngineView::default() }],
+            leases: vec![
+                lease("offered", over(700)),
+                lease("offered", Request::InFlight { phase: "gap".into() }),
+            ],
+            ..Snapshot::default()
+        };
+        let mut told = std::collections::BTreeSet::new();
+        paths(&serde_json::to_value(&snapshot).expect("JSON"), "", &mut told);
+        let page = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/watching.md");
+        let page = std::fs::read_to_string(page).expect("docs/watching.md is there");
+        let table =
+            page.split_once("<!-- kv: begin -->").and_then(|(_, rest)| rest.split_once("<!-- kv: end -->"));
+        let rows = table.expect("the table begins and ends").0.lines();
+        let named = rows.filter_map(|line| Some(line.strip_prefix("| `")?.split_once('`')?.0.to_owned()));
+        assert_eq!(named.collect::<std::collections::BTreeSet<_>>(), told, "docs/watching.md, and the JSON");
+    }
+
     #[test]
     fn the_names_of_one_request_are_found_to_be_one() {
         for name in ["a-1", "a-1-2", "a-1-2-2", "cmpl-a-1", "a-1-2-r"] {

@@ -21,8 +21,8 @@ use crate::offload::{Fault, OffloadCounts, TierCounts};
 /// Leases shown of each core; the oldest first.
 const LEASES_SHOWN: usize = 1_000;
 
-/// Objects of counts that are summed over the cores.
-const SUMMED: [&str; 3] = ["blocks", "requests", "leases"];
+/// What is summed over the cores.
+const SUMMED: [&str; 5] = ["blocks", "requests", "leases", "offload", "steps"];
 
 /// See the module's documentation.
 pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Result<Reply, ApiError> {
@@ -30,17 +30,18 @@ pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Resu
     let cores: Vec<Value> = frontend.cores.iter().map(|core| books(core)).collect();
     let mut body = cores[0].clone();
     for core in &cores[1..] {
-        add(&mut body["steps"], &core["steps"]);
         for part in SUMMED {
-            let (sums, counts) = (body[part].as_object_mut(), core[part].as_object());
-            for (sum, count) in
-                sums.into_iter().flatten().map(|(_, sum)| sum).zip(counts.into_iter().flatten())
-            {
-                add(sum, count.1);
-            }
+            add(&mut body[part], &core[part]);
+        }
+        if body["failed"].is_null() {
+            body["failed"] = core["failed"].clone();
         }
         let leases = core["oldest_leases"].as_array().into_iter().flatten().cloned();
         body["oldest_leases"].as_array_mut().into_iter().for_each(|all| all.extend(leases.clone()));
+    }
+    // The sums are of no rank.
+    if let Some(body) = body.as_object_mut() {
+        body.remove("rank");
     }
     body["engine"] = json!({
         "role": frontend.role.label(), "model": frontend.model,
@@ -51,8 +52,16 @@ pub(super) fn debug_kv(frontend: &Frontend, request: &Request<Incoming>) -> Resu
     Ok(http::json(StatusCode::OK, body.to_string()))
 }
 
+/// Counts are added up, also those in objects; what is true of one is true of all.
 fn add(sum: &mut Value, count: &Value) {
-    *sum = Value::from(sum.as_u64().unwrap_or_default() + count.as_u64().unwrap_or_default());
+    match sum {
+        Value::Object(parts) => parts.iter_mut().for_each(|(name, sum)| add(sum, &count[name.as_str()])),
+        Value::Bool(so) => *so |= count.as_bool().unwrap_or(false),
+        Value::Number(number) => {
+            *sum = Value::from(number.as_u64().unwrap_or(0) + count.as_u64().unwrap_or(0));
+        }
+        Value::Null | Value::String(_) | Value::Array(_) => {}
+    }
 }
 
 fn books(core: &DpRank) -> Value {
@@ -143,4 +152,30 @@ fn shown(lease: &LeaseView) -> Value {
         "age_ms": lease.age.as_millis() as u64, "left_ms": left,
         "readers_done": lease.readers.0, "readers_expected": lease.readers.1,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_counts_of_all_cores_are_added_up_at_every_depth() {
+        let core = |blocks: u64, rests: bool| {
+            let host = TierCounts { blocks: blocks as usize, stored: 2, ..TierCounts::default() };
+            offload(
+                1,
+                &OffloadCounts { host, disk_rests: rests, faults: [blocks; 8], ..OffloadCounts::default() },
+            )
+        };
+        let mut sum = core(3, false);
+        add(&mut sum, &core(4, true));
+        assert_eq!(
+            (&sum["in_flight"], &sum["host"]["blocks"], &sum["host"]["stored"]),
+            (&2.into(), &7.into(), &4.into())
+        );
+        assert_eq!((&sum["failures"]["io"], &sum["disk_rests"]), (&7.into(), &true.into()));
+        let mut none = Value::Null;
+        add(&mut none, &Value::Null);
+        assert_eq!(none, Value::Null, "without tiers there is nothing to be added up");
+    }
 }

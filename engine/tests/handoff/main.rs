@@ -6,6 +6,7 @@
 //! `kv_transfer_params`.
 
 mod aborts;
+mod books;
 mod cluster;
 mod data_parallel;
 mod device;
