@@ -1,53 +1,18 @@
 """A router with deploy/otel/router.yaml, two engines, and rotel as the collector; what it took, by its own words. See otel.sh."""
 
-import http.client
-import json
-import pathlib
 import re
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
-import time
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-MODEL = "baton-demo"
+from processes import MODEL, ROOT, ask, engine, free_port, running, send, start, wait_for
+
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SERVER = "POST /v1/completions"
 # Each span's parent and kind.
 TREE = {SERVER: (None, "SERVER"), "queue": (SERVER, "INTERNAL"), "prefill": (SERVER, "CLIENT"), "gap": (SERVER, "INTERNAL"),
         "decode": (SERVER, "CLIENT"), "fetch": ("decode", "INTERNAL")}
-
-
-def start(command, folder, name):
-    """A process of ours, and what it says when it is ready."""
-    log = open(folder / f"{name}.log", "w")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if ": ready " in line:
-            facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
-            # Whatever it says later has to go somewhere.
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            return process, facts
-    sys.exit(f"{name} does not start:\n{(folder / f'{name}.log').read_text()}")
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def wait_for(what, look, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = look()
-        if found:
-            return found
-        time.sleep(0.2)
-    sys.exit(f"not within {seconds} s: {what}")
 
 
 def listens(port):
@@ -76,17 +41,6 @@ def check_tree(found):
     return by_name
 
 
-def main():
-    with tempfile.TemporaryDirectory(prefix="baton-otel-") as folder:
-        processes = []
-        try:
-            check(*sys.argv[1:3], pathlib.Path(folder), processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-
-
 def check(baton, agent, folder, processes):
     port = free_port()
     said = folder / "collector.out"
@@ -96,10 +50,9 @@ def check(baton, agent, folder, processes):
          "--otlp-grpc-endpoint", f"127.0.0.1:{free_port()}"], stdout=open(said, "w"), stderr=subprocess.STDOUT))
     wait_for("the collector listens", lambda: listens(port))
 
-    engine = [baton, "engine", "--listen", "127.0.0.1:0", "--kv-cache-mib", "32", "--threads", "1", "--until-stdin-ends"]
-    prefill, p = start([*engine, "--role", "prefill"], folder, "prefill")
+    prefill, p = start(engine(baton, "prefill"), folder, "prefill")
     processes.append(prefill)
-    decode, d = start([*engine, "--role", "decode"], folder, "decode")
+    decode, d = start(engine(baton, "decode"), folder, "decode")
     processes.append(decode)
     config = (ROOT / "deploy/otel/router.yaml").read_text()
     for theirs, ours in (("127.0.0.1:4318", f"127.0.0.1:{port}"), ("127.0.0.1:9001", p["http"]), ("127.0.0.1:9002", d["http"]),
@@ -110,12 +63,9 @@ def check(baton, agent, folder, processes):
     router, r = start([baton, "router", "-c", str(folder / "router.yaml"), "--until-stdin-ends"], folder, "router")
     processes.append(router)
 
-    def send(agent, first, **headers):
-        connection = http.client.HTTPConnection(r["http"], timeout=60)
+    def request(agent, first, **headers):
         body = {"model": MODEL, "prompt": list(range(first, first + 100)), "max_tokens": 4}
-        headers = {"content-type": "application/json", "user-agent": agent, **headers}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        return connection
+        return send(r["http"], "POST", "/v1/completions", body, **{"user-agent": agent, **headers})
 
     def trace_of(agent):
         found = spans(said.read_text())
@@ -123,7 +73,7 @@ def check(baton, agent, folder, processes):
         whole = [span for span in found if roots and span["trace"] == roots[0]["trace"]]
         return whole if len(whole) >= len(TREE) else None
 
-    answer = send("whole", 100, traceparent=f"00-{TRACE}-{PARENT}-01").getresponse()
+    answer = request("whole", 100, traceparent=f"00-{TRACE}-{PARENT}-01").getresponse()
     assert answer.status == 200, answer.read()
     answer.read()
     whole = check_tree(wait_for("the collector has the trace", lambda: trace_of("whole")))
@@ -134,12 +84,12 @@ def check(baton, agent, folder, processes):
 
     # Its client leaves when the handoff is with a decode engine that has not answered.
     decode.send_signal(signal.SIGSTOP)
-    leaving = send("leaves", 300)
-    books = lambda: json.loads(get(p["http"], "/debug/kv"))
+    leaving = request("leaves", 300)
+    books = lambda: ask(p["http"], "GET", "/debug/kv")
     wait_for("the blocks are lent", lambda: books()["oldest_leases"])
     # The handoff is there; the router asks the decode engine next.
     metric = 'baton_router_engine_requests_total{engine="%s",leg="decode"} 2' % d["http"]
-    wait_for("the decode engine is asked", lambda: metric in get(r["admin"], "/metrics"))
+    wait_for("the decode engine is asked", lambda: metric in ask(r["admin"], "GET", "/metrics"))
     leaving.sock.close()
     left = check_tree(wait_for("the collector has the trace", lambda: trace_of("leaves")))
     decode.send_signal(signal.SIGCONT)
@@ -149,10 +99,5 @@ def check(baton, agent, folder, processes):
     print("== a client that left: the router's own trace, and the phase in which it left")
 
 
-def get(address, path):
-    connection = http.client.HTTPConnection(address, timeout=60)
-    connection.request("GET", path)
-    return connection.getresponse().read().decode()
-
-
-main()
+with running("otel") as (place, started):
+    check(*sys.argv[1:3], place, started)

@@ -1,51 +1,17 @@
 """A router, two engines and a Prometheus; every rule and every query of the board. See prometheus.sh."""
 
-import http.client
 import json
-import pathlib
-import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 import urllib.parse
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-MODEL = "baton-demo"
+from processes import MODEL, ROOT, ask, engine, free_port, running, send, start, wait_for
 
 # Metrics that only stock vLLM's engines have: their queries are evaluated and find nothing here.
 STOCK_VLLM = ("nixl_num_notifications_after_expiry_total",)
 # What is nowhere here: certificates, and engines that are looked up.
 NOT_HERE = ("baton_router_certificate_expiry_seconds", "baton_router_discovery_stale_seconds")
-
-
-def start(command, folder, name):
-    """A process of ours, and what it says when it is ready."""
-    log = open(folder / f"{name}.log", "w")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if ": ready " in line:
-            facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
-            # Whatever it says later has to go somewhere.
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            return process, facts
-    sys.exit(f"{name} does not start:\n{(folder / f'{name}.log').read_text()}")
-
-
-def ask(address, method, path, body=None, leave=False):
-    connection = http.client.HTTPConnection(address, timeout=60)
-    headers = {"content-type": "application/json"}
-    connection.request(method, path, json.dumps(body) if body is not None else None, headers)
-    answer = connection.getresponse()
-    if leave:
-        answer.read(40)
-        connection.sock and connection.sock.close()
-        connection.close()
-        return None
-    text = answer.read()
-    connection.close()
-    return json.loads(text) if answer.headers.get("content-type", "").startswith("application/json") else text
 
 
 def load(router, until):
@@ -56,13 +22,19 @@ def load(router, until):
         prompt = [6 + (count * 7919 + at * 31) % 1400 for at in range(200)]
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 300 if count % 4 == 0 else 8, "stream": True,
                 "ignore_eos": True, "stream_options": {"include_usage": True}}
-        ask(router, "POST", "/v1/completions", body, leave=count % 4 == 0)
+        if count % 4 == 0:
+            leave(router, body)
+        else:
+            ask(router, "POST", "/v1/completions", body)
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def leave(router, body):
+    """A client that is gone after the first bytes of its answer."""
+    connection = send(router, "POST", "/v1/completions", body)
+    connection.getresponse().read(40)
+    if connection.sock:
+        connection.sock.close()
+    connection.close()
 
 
 def query(prometheus, text):
@@ -70,16 +42,6 @@ def query(prometheus, text):
     if answer["status"] != "success":
         sys.exit(f"{text}\n  {answer['error']}")
     return answer["data"]["result"]
-
-
-def wait_for(what, look, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = look()
-        if found:
-            return found
-        time.sleep(0.5)
-    sys.exit(f"not within {seconds} s: {what}")
 
 
 def board_queries():
@@ -92,24 +54,11 @@ def board_queries():
             yield panel["title"], text
 
 
-def main():
-    baton = sys.argv[1]
-    with tempfile.TemporaryDirectory(prefix="baton-prometheus-") as folder:
-        processes = []
-        try:
-            check(baton, pathlib.Path(folder), processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-
-
 def check(baton, folder, processes):
-    engine = [baton, "engine", "--listen", "127.0.0.1:0", "--kv-cache-mib", "32", "--threads", "1", "--until-stdin-ends"]
     tiers = ["--kv-offload-host-mib", "8", "--kv-offload-disk", str(folder / "tier"), "--kv-offload-disk-mib", "16"]
-    prefill, p = start([*engine, "--role", "prefill", "--kv-lease-duration", "1"], folder, "prefill")
+    prefill, p = start(engine(baton, "prefill", "--kv-lease-duration", "1"), folder, "prefill")
     processes.append(prefill)
-    decode, d = start([*engine, "--role", "decode", *tiers], folder, "decode")
+    decode, d = start(engine(baton, "decode", *tiers), folder, "decode")
     processes.append(decode)
     config = {"listen": "127.0.0.1:0", "admin": {"listen": "127.0.0.1:0"},
               "models": [{"name": MODEL, "prefill": {"engines": [{"url": f"http://{p['http']}"}]},
@@ -186,4 +135,5 @@ def check(baton, folder, processes):
     print("== Prometheus: everything held")
 
 
-main()
+with running("prometheus") as (place, started):
+    check(sys.argv[1], place, started)
