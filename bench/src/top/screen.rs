@@ -1,5 +1,7 @@
 //! The terminal: taken over, drawn on, and given back as it was, whatever ends this program.
 
+mod tty;
+
 use std::io::{self, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -175,9 +177,9 @@ impl Keys {
             let over = Arc::clone(&over);
             std::thread::spawn(move || {
                 while !over.load(Ordering::SeqCst) {
-                    let event = match event::poll(READER_LOOKS) {
-                        Ok(false) => continue,
-                        Ok(true) => event::read(),
+                    let event = match next(&io::stdin()) {
+                        Ok(None) => continue,
+                        Ok(Some(event)) => Ok(event),
                         Err(error) => Err(error),
                     };
                     let broken = event.is_err();
@@ -189,6 +191,22 @@ impl Keys {
         };
         Self { events, over, reader: Some(reader) }
     }
+}
+
+/// What the terminal says within [`READER_LOOKS`]. A terminal that is gone is an error, which crossterm does not see: it would
+/// read nothing from it, again and again, and never come back.
+fn next(terminal: &io::Stdin) -> io::Result<Option<Event>> {
+    let there = |within| match tty::look(terminal, within)? {
+        tty::Input::Gone => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the terminal is gone")),
+        tty::Input::Nothing | tty::Input::Waits => Ok(()),
+    };
+    there(Duration::ZERO)?;
+    // Keys that came together, and windows of another size, only crossterm knows of.
+    if event::poll(Duration::ZERO)? {
+        return event::read().map(Some);
+    }
+    there(READER_LOOKS)?;
+    Ok(None)
 }
 
 impl Drop for Keys {

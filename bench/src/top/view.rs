@@ -139,7 +139,8 @@ fn title(app: &App, theme: Theme) -> Line<'static> {
             (Some(0), _) => ("stranded 0".to_owned(), Style::new()),
             (Some(blocks), leases) => {
                 let leases = known(leases);
-                (format!("STRANDED {} blocks of {leases} leases", short(blocks)), theme.alarm())
+                let what = if leases == "1" { "lease" } else { "leases" };
+                (format!("STRANDED {} blocks of {leases} {what}", short(blocks)), theme.alarm())
             }
             (None, _) => ("stranded ?".to_owned(), Style::new()),
         };
@@ -218,11 +219,12 @@ fn help(theme: Theme) -> Vec<Line<'static>> {
     }
     lines.push(Line::raw(""));
     lines.push(Line::styled("KEYS", theme.heading()));
+    // Short enough for 80 columns.
     for (keys, what) in [
         ("j k, arrows, PgUp PgDn, g G", "move in the list"),
-        ("Enter, x", "the request's life, from its arrival to the release of its last block"),
+        ("Enter, x", "the life of the request that is selected"),
         ("Tab", "leases or requests in flight"),
-        ("/", "show only rows with these letters: id, engine, state, reason"),
+        ("/", "only rows with these letters"),
         ("p, Space", "hold the screen; rates are counted on"),
         ("q, Ctrl-C", "quit"),
     ] {

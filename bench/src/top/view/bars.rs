@@ -136,7 +136,7 @@ pub(super) fn lines(app: &App, theme: Theme, width: u16, most: usize) -> Vec<Lin
     for engine in &order[..shown] {
         lines.push(bar(engine, theme, name, width));
         if two {
-            lines.push(counts(engine, theme, if width < 100 { 1 } else { name }));
+            lines.push(counts(engine, theme, if width < 100 { 1 } else { name }, width));
         }
     }
     if shown < engines.len() {
@@ -165,7 +165,7 @@ fn bar(engine: &EngineView, theme: Theme, name: usize, width: usize) -> Line<'st
         spans.push(Span::styled(fit(&format!("! {}", clean(error)), left), theme.alarm()));
         return Line::from(spans);
     }
-    let used = engine.kv_usage.map_or("    ?".to_owned(), |usage| format!("{:>4.0}%", usage * 100.0));
+    let used = engine.kv_usage.map_or("    ?".to_owned(), share);
     let stranded = engine.blocks.as_ref().map(|blocks| blocks.stranded);
     let tail = match stranded {
         Some(Some(0)) | None => used,
@@ -193,43 +193,74 @@ fn bar(engine: &EngineView, theme: Theme, name: usize, width: usize) -> Line<'st
     Line::from(spans)
 }
 
+/// A share in five letters; a small one is not nothing.
+fn share(of: f64) -> String {
+    match of * 100.0 {
+        0.0 => "   0%".to_owned(),
+        small if small < 0.05 => "<0.1%".to_owned(),
+        some if some < 9.95 => format!("{some:>4.1}%"),
+        many => format!("{many:>4.0}%"),
+    }
+}
+
 /// The second row: numbers by state, requests, and what is wrong.
-fn counts(engine: &EngineView, theme: Theme, name: usize) -> Line<'static> {
-    let mut spans = vec![Span::raw(" ".repeat(name + 1))];
+///
+/// What does not fit is left out whole, the least important first: half a number is another number.
+fn counts(engine: &EngineView, theme: Theme, name: usize, width: usize) -> Line<'static> {
     let is_known = engine.blocks.is_some() || engine.kv_usage.is_some();
     // Where there is nothing else to be shown, the bar's place tells of it.
     let wrong = engine.error.iter().filter(|_| is_known).chain(&engine.failed).map(|why| clean(why));
     let standing = engine.standing.iter().filter(|(_, how)| *how != "usable");
     let wrong: Vec<String> =
         wrong.chain(standing.map(|(leg, how)| format!("{}: {}", clean(leg), clean(how)))).collect();
+    // A text, how it looks, and how soon it is left out.
+    let mut parts: Vec<(String, Style, u8)> = Vec::new();
     if !wrong.is_empty() {
-        spans.push(Span::styled(format!("! {}  ", wrong.join("; ")), theme.alarm()));
+        parts.push((format!("! {}", wrong.join("; ")), theme.alarm(), 0));
     }
+    let doing = engine.requests.iter().filter(|(_, count)| **count > 0);
+    parts.extend(doing.map(|(what, count)| (format!("{} {}", clean(what), short(*count)), Style::new(), 1)));
     match &engine.blocks {
         Some(blocks) => {
             for (state, _) in STATES {
                 let count = state.of(blocks);
                 let unknown = state == State::Stranded && blocks.stranded.is_none();
                 if count > 0 || unknown || state == State::Free {
-                    let style =
-                        if state == State::Stranded && count > 0 { theme.alarm() } else { Style::new() };
+                    let alarm = state == State::Stranded && count > 0;
+                    let style = if alarm { theme.alarm() } else { Style::new() };
                     let shown = if unknown { "?".to_owned() } else { short(count) };
-                    spans.push(Span::styled(format!("{} {shown}  ", state.name()), style));
+                    let rank = match state {
+                        State::Stranded => 0,
+                        State::Cached => 3,
+                        State::Free => 4,
+                        _ => 1,
+                    };
+                    parts.push((format!("{} {shown}", state.name()), style, rank));
                 }
             }
-            spans.push(Span::styled(format!("of {}", short(blocks.total)), theme.dim()));
+            parts.push((format!("of {}", short(blocks.total)), theme.dim(), 2));
         }
         None if is_known => {
-            spans.push(Span::styled(
-                format!("of {} blocks; only its metrics are known", known(engine.blocks_total)),
-                theme.dim(),
-            ));
+            let all = known(engine.blocks_total);
+            parts.push((format!("of {all} blocks; only its metrics are known"), theme.dim(), 2));
         }
         None => {}
     }
-    let doing = engine.requests.iter().filter(|(_, count)| **count > 0);
-    for (what, count) in doing {
-        spans.push(Span::raw(format!("  {} {}", clean(what), short(*count))));
+    const APART: usize = 2;
+    let room = width.saturating_sub(name + 1);
+    let wide = |parts: &[(String, Style, u8)]| {
+        parts.iter().map(|(text, ..)| text.chars().count() + APART).sum::<usize>().saturating_sub(APART)
+    };
+    while parts.len() > 1 && wide(&parts) > room {
+        let least = (0..parts.len()).max_by_key(|at| parts[*at].2).unwrap_or(0);
+        parts.remove(least);
+    }
+    let mut spans = vec![Span::raw(" ".repeat(name + 1))];
+    for (at, (text, style, _)) in parts.into_iter().enumerate() {
+        if at > 0 {
+            spans.push(Span::raw(" ".repeat(APART)));
+        }
+        spans.push(Span::styled(fit(&text, room), style));
     }
     Line::from(spans)
 }
@@ -239,7 +270,8 @@ const SPARKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█
 /// Leases that ended per second, by cause.
 pub(super) fn releases(app: &App, theme: Theme, width: u16, most: usize) -> Vec<Line<'static>> {
     const NAME: usize = 18;
-    let mut lines = vec![Line::styled("LEASES ENDED PER SECOND", theme.heading())];
+    let heads = format!("{:<NAME$}{:>6} {:>7}", "LEASES ENDED", "per s", "in all");
+    let mut lines = vec![Line::styled(fit(&heads, usize::from(width)), theme.heading())];
     let causes = app.history.causes();
     if causes.is_empty() {
         lines.push(Line::styled("none so far", theme.dim()));
@@ -280,6 +312,33 @@ mod tests {
                 assert_eq!(cells(&counts, room).iter().sum::<usize>(), room, "{counts:?} in {room}");
             }
         }
+    }
+
+    #[test]
+    fn a_small_share_is_not_nothing() {
+        let shares = [0.0, 0.000_1, 0.004, 0.0994, 0.0996, 0.3, 1.0].map(share);
+        assert_eq!(shares, ["   0%", "<0.1%", " 0.4%", " 9.9%", "  10%", "  30%", " 100%"]);
+    }
+
+    #[test]
+    fn numbers_that_do_not_fit_are_left_out_whole() {
+        let blocks = Blocks {
+            total: 8192,
+            active: 180,
+            free: 7295,
+            cached: 717,
+            stranded: Some(0),
+            ..Blocks::default()
+        };
+        let engine = EngineView { blocks: Some(blocks), kv_usage: Some(0.02), ..EngineView::default() };
+        let row = |width| {
+            let line = counts(&engine, Theme::Plain, 1, width);
+            line.spans.iter().map(|span| span.content.clone()).collect::<String>()
+        };
+        assert_eq!(row(80), "  active 180  cached 717  free 7295  of 8192");
+        assert_eq!(row(43), "  active 180  cached 717  of 8192", "one column too few");
+        assert_eq!(row(25), "  active 180  of 8192");
+        assert_eq!(row(12), "  active 180");
     }
 
     #[test]

@@ -10,20 +10,48 @@ use super::super::app::{App, List};
 use super::super::text::{clean, fit, short, span};
 use super::Theme;
 
+/// Rows that the other list needs to be worth showing: its head, its columns and two of it.
+const OTHER_ROWS: usize = 4;
+
 /// A column: its head, its width, whether it is a number.
 type Column = (&'static str, usize, bool);
 
+/// The list that is walked through; and below it, where there is room, the other one: leases live for milliseconds, and the
+/// screen of a healthy deployment would be empty.
 pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, app: &App, theme: Theme) {
     if area.height == 0 {
         return;
     }
     let width = usize::from(area.width);
-    let (head, columns, rows, empty) = match app.list {
+    let of = |list: List| match list {
         List::Leases => leases(app, theme, width),
         List::Requests => requests(app, width),
     };
+    let mut lines = list(of(app.list), theme, width, usize::from(area.height), Some(app.selected()));
+    let other = match app.list {
+        List::Leases => List::Requests,
+        List::Requests => List::Leases,
+    };
+    let left = usize::from(area.height).saturating_sub(lines.len() + 1);
+    let beside = of(other);
+    if left >= OTHER_ROWS && !beside.2.is_empty() {
+        lines.push(Line::raw(""));
+        lines.extend(list(beside, theme, width, left, None));
+    }
+    frame.render_widget(Paragraph::new(lines), area);
+}
+
+/// One list in at most so many rows; one row of it is selected.
+fn list(
+    of: Listed,
+    theme: Theme,
+    width: usize,
+    height: usize,
+    selected: Option<usize>,
+) -> Vec<Line<'static>> {
+    let (head, columns, rows, empty) = of;
     let mut lines = vec![Line::styled(fit(&head, width), theme.heading())];
-    let room = usize::from(area.height).saturating_sub(2);
+    let room = height.saturating_sub(2);
     if rows.is_empty() {
         lines.push(Line::styled(empty, theme.dim()));
     } else {
@@ -32,12 +60,12 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, app: &App, theme: Theme) {
             .push(Line::styled(row(&columns, &heads, width), theme.dim().add_modifier(Modifier::UNDERLINED)));
     }
     // What is selected is always in sight.
-    let first = app.selected().saturating_sub(room.saturating_sub(1));
+    let first = selected.unwrap_or(0).saturating_sub(room.saturating_sub(1));
     for (at, (cells, style)) in rows.iter().enumerate().skip(first).take(room) {
-        let style = if at == app.selected() { style.add_modifier(Modifier::REVERSED) } else { *style };
+        let style = if Some(at) == selected { style.add_modifier(Modifier::REVERSED) } else { *style };
         lines.push(Line::styled(row(&columns, cells, width), style));
     }
-    frame.render_widget(Paragraph::new(lines), area);
+    lines
 }
 
 fn row(columns: &[Column], cells: &[String], width: usize) -> String {
@@ -106,15 +134,20 @@ fn place(engine: &str, rank: u64) -> String {
 fn requests(app: &App, width: usize) -> Listed {
     let requests = app.requests();
     let head = format!("REQUESTS BY AGE  {} of {}", requests.len(), short(app.snapshot.requests.in_flight));
-    let wide = width >= 120;
-    let engine = if wide { 28 } else { 16 };
+    let (id, engine) = match width {
+        0..100 => (9, 16),
+        100..120 => (13, 16),
+        _ => (36, 28),
+    };
+    // Each column has a space behind it.
+    let fixed = (id + 1) + (16 + 1) + (7 + 1) + 2 * (engine + 1);
     let columns = vec![
-        ("request", if wide { 36 } else { 13 }, false),
+        ("request", id, false),
         ("phase", 16, false),
         ("age", 7, true),
         ("prefill", engine, false),
         ("decode", engine, false),
-        ("model", width.saturating_sub(if wide { 120 } else { 74 }).max(4), false),
+        ("model", width.saturating_sub(fixed).max(4), false),
     ];
     let text = |text: &Option<String>| text.as_ref().map_or("-".to_owned(), |text| clean(text));
     let rows = requests.iter().map(|request| {
