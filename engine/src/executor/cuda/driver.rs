@@ -503,6 +503,7 @@ impl Drop for CudaDevice {
         // process is ending, or the device is lost anyway.
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.context);
+            self.hung |= self.pools.values().any(|pool| pool.has_hung());
             for stream in &self.streams {
                 let rests = || stream::await_all("the last work on the device", *stream);
                 self.hung = self.hung || matches!(rests(), Err(DeviceError::Hung { .. }));
@@ -510,6 +511,7 @@ impl Drop for CudaDevice {
             if self.hung {
                 // It may still write what it was given, and giving back waits for it without a bound.
                 std::mem::forget((std::mem::take(&mut self.hosts), std::mem::take(&mut self.pools)));
+                std::mem::forget(Arc::clone(&self.module));
                 return;
             }
             self.blas.close();

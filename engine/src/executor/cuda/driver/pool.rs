@@ -116,6 +116,11 @@ impl CudaPool {
         Ok(Self { device, uuid, context, module, address, bytes, exported, lanes, hung })
     }
 
+    /// Whether a copy was not over in time.
+    pub(super) fn has_hung(&self) -> bool {
+        self.hung.load(Ordering::Acquire)
+    }
+
     fn bind(&self) -> Result<(), DeviceError> {
         // SAFETY: the context is retained as long as `self` lives.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
@@ -142,7 +147,7 @@ impl CudaPool {
     /// hung.
     fn copy(&self, enqueue: impl Fn(sys::CUstream) -> Result<(), DeviceError>) -> Result<(), DeviceError> {
         const WHAT: &str = "a copy of KV blocks";
-        if self.hung.load(Ordering::Acquire) {
+        if self.has_hung() {
             return Err(DeviceError::Hung {
                 what: "an earlier copy of KV blocks",
                 waited: patience::WORK_MAX,
@@ -341,7 +346,7 @@ impl Opened for OpenedPool {
 
 impl Drop for OpenedPool {
     fn drop(&mut self) {
-        if self.ours.hung.load(Ordering::Acquire) {
+        if self.ours.has_hung() {
             // Perhaps one from here.
             return;
         }
