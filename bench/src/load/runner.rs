@@ -6,7 +6,8 @@
 //!
 //! Requests are written ahead of their time, and waited for by a thread of their own: timers of an event loop have a grain of
 //! a millisecond. Latency counts from when a request was due, so that what an endpoint does
-//! to requests that wait because of it is seen (no coordinated omission).
+//! to requests that wait because of it is seen (no coordinated omission). One that was due and was never sent, because time was
+//! over while it waited, is told as [`Waited`]: to leave it out would be the same omission.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -24,7 +25,7 @@ use super::clock::Moment;
 use super::retry::Retries;
 use super::rng::Rng;
 use super::speaker::Speaker;
-use super::workload::Plan;
+use super::workload::{Plan, Planned};
 
 /// Requests that are written before they are due.
 const WRITTEN_AHEAD: usize = 256;
@@ -45,6 +46,23 @@ pub(crate) struct Measured {
     pub(crate) call: Call,
 }
 
+/// A request that was due when a run's time was over, and had not been sent.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Waited {
+    pub(crate) index: usize,
+    #[serde(rename = "scheduled_us")]
+    pub(crate) scheduled: Moment,
+    pub(crate) planned_input_tokens: u32,
+    pub(crate) planned_output_tokens: u32,
+    /// Until nothing more was sent: how late it would have been at least.
+    #[serde(rename = "waited_us", serialize_with = "whole_us")]
+    pub(crate) waited: Duration,
+}
+
+fn whole_us<S: serde::Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX))
+}
+
 /// A run that is over.
 #[derive(Clone, Debug)]
 pub(crate) struct Run {
@@ -54,6 +72,8 @@ pub(crate) struct Run {
     pub(crate) calls: Vec<Measured>,
     /// Requests that were planned and not sent, because the run was stopped or its time was over.
     pub(crate) unsent: usize,
+    /// Those of them that were due.
+    pub(crate) waited: Vec<Waited>,
     /// It was told to stop.
     pub(crate) stopped: bool,
 }
@@ -74,6 +94,8 @@ pub(crate) trait Watch {
     fn sent(&mut self) {}
     /// A call has ended. What is taken out of it is not kept.
     fn ended(&mut self, _: &mut Measured) {}
+    /// A request was due and is not sent any more.
+    fn waited(&mut self, _: &Waited) {}
 }
 
 struct Written {
@@ -87,7 +109,8 @@ struct Written {
 impl Runner<'_> {
     /// Runs to the end of the plan, or until it is stopped.
     pub(crate) async fn run(&self, plan: Plan, watch: &mut dyn Watch) -> Run {
-        let (planned, lanes, until) = (plan.requests.len(), plan.lanes.unwrap_or(usize::MAX), plan.until);
+        let (lanes, until) = (plan.lanes.unwrap_or(usize::MAX), plan.until);
+        let planned: Vec<Due> = plan.requests.iter().map(Due::of).collect();
         let (write, written) = sync_channel(WRITTEN_AHEAD);
         let (ring, mut due) = mpsc::channel(1);
         let speaker = Arc::clone(&self.speaker);
@@ -112,7 +135,9 @@ impl Runner<'_> {
         };
         let mut over = std::pin::pin!(over);
         let (mut calls, mut tasks) = (Vec::new(), JoinSet::new());
-        let mut listening = true;
+        let (mut listening, mut sent) = (true, 0);
+        // When nothing more is sent.
+        let mut closed = None;
         while listening || !tasks.is_empty() {
             tokio::select! {
                 biased;
@@ -121,6 +146,8 @@ impl Runner<'_> {
                 // What is due goes before what is over: the one would be late, the other has its times already.
                 written = due.recv(), if listening && tasks.len() < lanes => match written {
                     Some(written) => {
+                        // In the plan's order.
+                        sent = written.index + 1;
                         self.send(written, began, &mut tasks);
                         watch.sent();
                     }
@@ -133,12 +160,18 @@ impl Runner<'_> {
                     calls.push(ended);
                 }
             }
+            if !listening {
+                closed.get_or_insert_with(Moment::now);
+            }
         }
         drop(due);
         // Both end when nobody listens any more.
         let _ = tokio::join!(writer, metronome);
-        let unsent = planned - calls.len();
-        Run { began, ended: Moment::now(), calls, unsent, stopped: self.stop.is_cancelled() }
+        let ended = Moment::now();
+        let left = &planned[sent..];
+        let waited = overdue(left, sent, began, closed.unwrap_or(ended));
+        waited.iter().for_each(|one| watch.waited(one));
+        Run { began, ended, calls, unsent: left.len(), waited, stopped: self.stop.is_cancelled() }
     }
 
     fn send(&self, written: Written, began: Moment, tasks: &mut JoinSet<Measured>) {
@@ -168,6 +201,36 @@ impl Runner<'_> {
             }
         });
     }
+}
+
+/// What is kept of a plan's request until it is sent.
+struct Due {
+    at: Option<Duration>,
+    input_tokens: u32,
+    output_tokens: u32,
+}
+
+impl Due {
+    fn of(planned: &Planned) -> Self {
+        let (at, output_tokens) = (planned.at, planned.output_tokens);
+        Self { at, input_tokens: planned.input_tokens(), output_tokens }
+    }
+}
+
+/// Those that were due by then, of requests from `first` on. One that waits for the end of another is due when that ends, and
+/// not before.
+fn overdue(left: &[Due], first: usize, began: Moment, closed: Moment) -> Vec<Waited> {
+    let due = |(place, one): (usize, &Due)| {
+        let scheduled = began.plus(one.at?);
+        (scheduled <= closed).then(|| Waited {
+            index: first + place,
+            scheduled,
+            planned_input_tokens: one.input_tokens,
+            planned_output_tokens: one.output_tokens,
+            waited: closed.since(scheduled),
+        })
+    };
+    left.iter().enumerate().filter_map(due).collect()
 }
 
 /// Writes requests in their order, as long as somebody takes them.

@@ -238,20 +238,26 @@ fn date_and_time(text: &str) -> Option<f64> {
         "" | "Z" => 0,
         _ => {
             let (hours, minutes) = zone[1..].split_once(':').unwrap_or((&zone[1..], "0"));
-            let offset = whole(hours)? * 3_600 + whole(minutes)? * 60;
+            let (hours, minutes) = (whole(hours)?, whole(minutes)?);
+            // The widest that are in use are -12:00 and +14:00.
+            let offset = (hours < 24 && minutes < 60).then_some(hours * 3_600 + minutes * 60)?;
             if zone.starts_with('-') { -offset } else { offset }
         }
     };
     let valid =
         (1..=12).contains(&month) && (1..=31).contains(&day) && hour < 24 && minute < 60 && second <= 60;
     let ended = date.next().is_none() && clock.next().is_none();
+    // Before anything is reckoned with them: what has many digits would overflow.
+    if !valid || !ended {
+        return None;
+    }
     // Days since 1970 in the proleptic Gregorian calendar, with years that begin in March (Hinnant's algorithm).
     let shifted = if month <= 2 { year - 1 } else { year };
     let (era, of_era) = (shifted.div_euclid(400), shifted.rem_euclid(400));
     let day_of_year = (153 * ((month + 9) % 12) + 2) / 5 + day - 1;
     let days = era * 146_097 + of_era * 365 + of_era / 4 - of_era / 100 + day_of_year - 719_468;
     let seconds = days * 86_400 + hour * 3_600 + minute * 60 + second - zone;
-    (valid && ended).then_some(seconds as f64 + fraction)
+    Some(seconds as f64 + fraction)
 }
 
 #[cfg(test)]
@@ -314,6 +320,10 @@ mod tests {
             "2024-05-10 25:00:00",
             "2024-05-10 1:2",
             "é2024-05-1 00:00:00",
+            "2024-05-10 00:00:00+9000000000000000000:00",
+            "2024-05-10 00:00:00-00:9000000000000000000",
+            "2024-05-10 00:00:00+24:00",
+            "2024-05-10 9000000000000000000:00:00",
         ] {
             assert_eq!(date_and_time(bad), None, "{bad}");
         }

@@ -9,10 +9,11 @@
 //! | E2E | end of the answer (`[DONE]` or the last byte) − scheduled |
 //! | TPOT | (E2E − TTFT) / (tokens − 1), for answers of at least two tokens |
 //! | ITL | every gap between two tokens of an answer |
-//! | lag | sent − scheduled: how late this client was, or how long it waited for `--max-concurrency` |
-//! | goodput | requests that keep every limit, over all that were sent; per second and as a share. A failed one keeps none; TPOT counts as 0 where there is no second token |
+//! | lag | sent − scheduled: how late this client was, or how long it waited for `--max-concurrency`; for an overdue one, until the run sent nothing more |
+//! | overdue | was due, and was not sent before the run's time was over |
+//! | goodput | requests that keep every limit, over all that were sent and all that were overdue; per second and as a share. A failed one keeps none, an overdue one neither; TPOT counts as 0 where there is no second token |
 //!
-//! Latencies are those of whole answers. Failures are counted apart; requests that the end of a run broke off are neither.
+//! Latencies are those of whole answers. Failures are counted apart; requests that Ctrl-C broke off are neither.
 
 use std::collections::BTreeMap;
 
@@ -35,7 +36,7 @@ pub(crate) struct Slo {
 pub(crate) struct Goodput {
     pub(crate) limits: Slo,
     pub(crate) good: usize,
-    /// Of those that were sent and not broken off by the end of the run.
+    /// Of those that were due: sent and not broken off by the end of the run, or overdue.
     pub(crate) share: f64,
     pub(crate) per_second: f64,
 }
@@ -62,6 +63,8 @@ pub(crate) struct RunReport {
     pub(crate) stopped: usize,
     /// Planned, and not sent before the run's end.
     pub(crate) unsent: usize,
+    /// Of those, the ones that were due: what waits in the client for an endpoint is part of what the endpoint does.
+    pub(crate) overdue: usize,
     /// Attempts besides the first.
     pub(crate) retries: usize,
     /// By status and code.
@@ -167,8 +170,9 @@ impl RunReport {
             Summary::of(done.iter().filter_map(|one| of(one).map(ms)).collect(), percentiles)
         };
         let gaps = done.iter().flat_map(|one| one.call.gaps().map(ms)).collect();
-        let lags = run.calls.iter().map(|one| ms(one.lag())).collect();
-        let counted = run.calls.len() - stopped;
+        let waited = run.waited.iter().map(|one| ms(one.waited));
+        let lags = run.calls.iter().map(|one| ms(one.lag())).chain(waited).collect();
+        let counted = run.calls.len() - stopped + run.waited.len();
         let good = run.calls.iter().filter(|one| slo.is_kept_by(one)).count();
         Self {
             run: number,
@@ -179,6 +183,7 @@ impl RunReport {
             failed: failures.values().map(|failures| failures.count).sum(),
             stopped,
             unsent: run.unsent,
+            overdue: run.waited.len(),
             retries: run.calls.iter().map(|one| one.attempts.saturating_sub(1)).sum(),
             failures,
             finish_reasons,

@@ -5,7 +5,7 @@ use std::io::{BufWriter, IsTerminal, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::load::runner::{Measured, Watch};
+use crate::load::runner::{Measured, Waited, Watch};
 
 /// A line is written no more often.
 const EVERY: Duration = Duration::from_millis(200);
@@ -60,6 +60,15 @@ impl Progress {
         self.broken.map_or(flushed, Err).map_err(|error| format!("{}: {error}", self.name))
     }
 
+    /// A line of the file.
+    fn write(&mut self, what: &impl serde::Serialize) {
+        if let Some(calls) = self.calls.as_mut().filter(|_| self.broken.is_none()) {
+            let line = serde_json::to_string(what).map_err(std::io::Error::other);
+            let written = line.and_then(|line| writeln!(calls, "{line}"));
+            self.broken = written.err();
+        }
+    }
+
     fn show(&mut self) {
         let now = Instant::now();
         if !self.terminal || self.shown.is_some_and(|shown| now.duration_since(shown) < EVERY) {
@@ -88,13 +97,13 @@ impl Watch for Progress {
         self.ended += 1;
         self.failed += usize::from(measured.failure().is_some());
         self.tokens += u64::from(measured.call.completion_tokens());
-        if let Some(calls) = self.calls.as_mut().filter(|_| self.broken.is_none()) {
-            let line = serde_json::to_string(measured).map_err(std::io::Error::other);
-            let written = line.and_then(|line| writeln!(calls, "{line}"));
-            self.broken = written.err();
-        }
+        self.write(measured);
         // It is in the file, or nobody wants it: a long run keeps times, not texts.
         measured.call.text = String::new();
         self.show();
+    }
+
+    fn waited(&mut self, waited: &Waited) {
+        self.write(waited);
     }
 }

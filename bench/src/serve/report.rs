@@ -113,6 +113,14 @@ impl Report {
                     "run {number}: prompts have {counted} tokens where {planned} were asked for"
                 ));
             }
+            if run.overdue > 0 {
+                let overdue = run.overdue;
+                self.notes.push(format!(
+                    "run {number}: {overdue} requests were due and had not been sent when nothing more was sent: they are in \
+                     the client's lag with how long they had waited, in goodput as bad ones, and in no other latency, which \
+                     would be higher with them"
+                ));
+            }
             if run.stopped + run.unsent > 0 && !self.notes.iter().any(|note| note.contains("was stopped")) {
                 let (stopped, unsent) = (run.stopped, run.unsent);
                 self.notes.push(format!(
