@@ -227,3 +227,14 @@ fn simulated_engines_say_where_they_are_and_write_a_sound_configuration() {
     let (sound, _, said) = out(&baton(&["bench", "compare", "--lease-ms", "100"]));
     assert!(!sound && said.contains("--lease-ms must be"), "{said}");
 }
+
+#[test]
+fn the_judge_of_cancelled_requests_finds_what_is_planted() {
+    let judge = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/peers/aiperf_judge.py");
+    let Ok(checked) = Command::new("python3").arg(judge).arg("--check").output() else {
+        eprintln!("SKIPPED: the judge was not tested: there is no python3");
+        return;
+    };
+    let (sound, said, wrong) = out(&checked);
+    assert!(sound && said.contains("finds every planted fault"), "{said}{wrong}");
+}

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """aiperf cancels requests through `baton up`; what it says it cancelled is held against what the engines wrote down.
 
-For each share of requests that are cancelled and each delay until they are: aiperf's own count of cancelled requests
-must be the number of requests that the router saw leave, and the number that the engines aborted or released; every
-block must be home within a second of the last client's end, by the engines' clocks; and no lease may have expired. One
-line for each run; exits with 1 if any of it does not hold. Standard library only. See README.md in this folder.
+For each share of requests that are cancelled and each delay until they are, every cancelled request is followed by its
+id, from aiperf's record to the router's account of it (`/explain/ID`) and on to the engines' events. The router must
+have seen it leave; an engine must have aborted or released it, unless by the router's account none was asked, or no
+engine had read it; its last block must be free within a second of the end that aiperf noted for it. No lease may have
+expired. One line for each run; exits with 1 if any of it does not hold. `--out` keeps what it was judged by, and
+`--again FILE` judges that anew. Standard library only. See README.md in this folder.
 """
 
 import argparse
@@ -12,11 +14,13 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -70,6 +74,18 @@ class Stack:
             if line.startswith("baton_router_requests_total{") and 'outcome="client_gone"' in line:
                 total += float(line.rsplit(" ", 1)[1])
         return int(total)
+
+    def account(self, name):
+        """What the router says of the request that its client calls so: None if it has never heard of it."""
+        try:
+            page = json.loads(get(f"{self.metrics.removesuffix('/metrics')}/explain/{name}"))
+        except urllib.error.HTTPError as error:
+            expect(error.code == 404, f"/explain/{name}: {error}")
+            return None
+        account = page["requests"][0]
+        expect(account["steps_left_out"] == 0, f"the router's account of {name} is not whole")
+        asked = [[step["leg"], step["engine"]] for step in account["steps"] if step["what"] == "ask"]
+        return {key: account[key] for key in ("id", "outcome", "status", "began_us", "took_us")} | {"asked": asked}
 
     def latest(self):
         pages = {name: json.loads(get(f"{url}/debug/kv/events?after=latest")) for name, url in self.engines.items()}
@@ -131,40 +147,174 @@ def profile(aiperf, stack, tokenizer, options, rate, delay, folder):
     return [json.loads(line) for line in records.read_text().splitlines()]
 
 
-def judge(stack, records, events, gone):
-    """What aiperf says against what the engines wrote down."""
-    cancelled = [record for record in records if record["metadata"].get("was_cancelled")]
-    failed = [r for r in records if r.get("error") and not r["metadata"].get("was_cancelled")]
+def followed(stack, records, events):
+    """Each of aiperf's records; the cancelled ones with the router's account and the engines' events of the same request."""
     by_id = {}
     for event in events:
-        by_id.setdefault(event["request_id"], []).append(event)
-    answered = {
-        name for name, seen in by_id.items()
-        if any(e["engine"] == "decode" and e["kind"] == "ended" and e["outcome"] in ("stop", "length") for e in seen)
-    }
-    given_up = {
-        name for name, seen in by_id.items()
-        if any(e["kind"] == "abort" for e in seen)
-        or any(e["kind"] == "lease_ended" and e["reason"] in GIVEN_BACK for e in seen)
-    }
-    expired = sum(e["kind"] == "lease_ended" and e["reason"] == "lease_expired" for e in events)
-    computed = sum(e.get("generated", 0) for e in events if e["kind"] == "ended" and e["engine"] == "decode"
-                   and e["request_id"] in given_up - answered)
-    def to_home_ms(seen):
-        """From the moment at which an engine learnt of it until its last block was home."""
-        told = min(e["at_us"] for e in seen if e["kind"] == "abort" or e.get("reason") in GIVEN_BACK)
-        return (max([e["at_us"] for e in seen if e["kind"] == "freed"], default=told) - told) / 1000
+        # The name under which a prompt is computed anew belongs to the same request.
+        by_id.setdefault(event["request_id"].removesuffix("-2"), []).append(event)
+    requests = []
+    for record in records:
+        meta, error = record["metadata"], record.get("error")
+        request = {
+            "id": meta["x_request_id"], "began_ns": meta["request_start_ns"], "ended_ns": meta["request_end_ns"],
+            "cancelled": bool(meta.get("was_cancelled")), "error": error and f"{error.get('code')} {error.get('type')}",
+        }
+        if request["cancelled"]:
+            router = stack.account(request["id"])
+            left_out = ("request_id", "tag", "seq", "rank", "index")
+            seen = by_id.get(router["id"], []) if router else []
+            request |= {"router": router, "events": [{k: v for k, v in e.items() if k not in left_out} for e in seen]}
+        requests.append(request)
+    return requests
 
-    slowest = max((to_home_ms(by_id[name]) for name in given_up - answered), default=0.0)
-    last_client = max(record["metadata"]["request_end_ns"] for record in records) / 1e9
-    last_freed = max((e["at_us"] for e in events if e["kind"] == "freed"), default=0) / 1e6
-    return {
-        "requests": len(records), "cancelled": len(cancelled), "failed": len(failed), "router_saw_leave": gone,
-        "engines_gave_up": len(given_up - answered), "engines_never_asked": len(records) - len(by_id),
-        "finished_before_told": len(answered) - sum(1 for r in records if not r.get("error")),
-        "lease_expiries": expired, "tokens_for_nobody": computed, "told_to_home_ms_max": round(slowest, 3),
-        "home_after_s": round(last_freed - last_client, 3),
+
+def told(event):
+    """Whether an engine learns by this that nobody waits."""
+    return event["kind"] == "abort" or (event["kind"] == "lease_ended" and event["reason"] in GIVEN_BACK)
+
+
+def home_us(events):
+    """When the last block of a request was free; None if none was held, and infinity if one never was."""
+    last = []
+    for engine in {event["engine"] for event in events}:
+        own = [event for event in events if event["engine"] == engine]
+        freed = [event["at_us"] for event in own if event["kind"] == "freed"]
+        if freed:
+            last.append(max(freed))
+        elif any(event["kind"] == "lent" or (event["kind"] == "ended" and event["blocks"]) for event in own):
+            last.append(float("inf"))
+    return max(last, default=None)
+
+
+def fate(request):
+    """What became of a cancelled request, in one word."""
+    router, events = request["router"], request["events"]
+    if router is None:
+        return "unknown_to_router"
+    if router["outcome"] != "client_gone":
+        return "not_seen_leaving"
+    if any(told(event) for event in events):
+        return "given_up"
+    if events:
+        return "not_told"
+    return "unread" if router["asked"] else "never_asked"
+
+
+def judge(run):
+    """What a run comes to, and which claims hold. Pure: from what `--out` keeps."""
+    requests = run["requests"]
+    cancelled = [request for request in requests if request["cancelled"]]
+    fates = [fate(request) for request in cancelled]
+    count = {word: fates.count(word) for word in
+             ("given_up", "never_asked", "unread", "not_told", "not_seen_leaving", "unknown_to_router")}
+    homes = [(home_us(request["events"]), request["ended_ns"] / 1000) for request in cancelled]
+    homes = sorted((home - ended) / 1e6 for home, ended in homes if home is not None)
+    learnt = [min(e["at_us"] for e in r["events"] if told(e)) - r["ended_ns"] / 1000
+              for r, word in zip(cancelled, fates) if word == "given_up"]
+    failed = sum(bool(request["error"]) and not request["cancelled"] for request in requests)
+    summary = {
+        "requests": len(requests), "cancelled": len(cancelled), "failed": failed,
+        "router_saw_leave": run["router_saw_leave"], **count, "lease_expiries": run["lease_expiries"],
+        "tokens_for_nobody": sum(e["generated"] for r in cancelled for e in r["events"]
+                                 if e["kind"] == "ended" and e["engine"] == "decode"),
+        "gone_to_told_ms_max": round(max(learnt, default=0) / 1000, 3),
+        "gone_to_home_s_p50": round(homes[len(homes) // 2], 3) if homes else None,
+        "gone_to_home_s_max": round(homes[-1], 3) if homes else None,
     }
+    holds = {
+        "the router saw every cancelled one leave": len(cancelled) == run["router_saw_leave"]
+        and not count["not_seen_leaving"] and not count["unknown_to_router"],
+        "each that an engine had was aborted or released": not count["not_told"],
+        "nothing failed": failed == 0,
+        "each one's blocks home within a second of its end": all(home <= HOME_WITHIN_S for home in homes),
+        "no lease expired": run["lease_expiries"] == 0,
+    }
+    return summary, [claim for claim, held in holds.items() if not held]
+
+
+def check():
+    """The judge's own test: a run that holds, and for every claim one that breaks it and nothing else."""
+    second = 1_000_000
+
+    def event(engine, at_us, kind, **more):
+        return {"engine": engine, "at_us": at_us, "kind": kind, **more}
+
+    def run(change=lambda one: None, **more):
+        one = {
+            "id": "c", "began_ns": 0, "ended_ns": 5 * second * 1000, "cancelled": True, "error": "499 cancelled",
+            "router": {"id": "r", "outcome": "client_gone", "asked": [["prefill", "p"], ["decode", "d"]]},
+            "events": [
+                event("prefill", 4 * second, "lent", blocks=4), event("prefill", 4 * second + 9, "lease_ended", reason="transfer_done"),
+                event("prefill", 4 * second + 9, "freed", blocks=4), event("decode", 5 * second + 20, "abort", how="disconnect"),
+                event("decode", 5 * second + 30, "ended", outcome="abort", generated=3, blocks=4),
+                event("decode", 5 * second + 40, "freed", blocks=4),
+            ],
+        }
+        change(one)
+        # It ends long after the cancelled one: what is late must be late for its own client.
+        other = {"id": "o", "began_ns": 0, "ended_ns": 60 * second * 1000, "cancelled": False, "error": None}
+        return {"requests": [one, other], "router_saw_leave": 1, "lease_expiries": 0, **more}
+
+    def late(one):
+        one["events"][-1]["at_us"] += 2 * second
+
+    def never_home(one):
+        one["events"].pop()
+
+    def not_told(one):
+        del one["events"][3]
+
+    def crossed(one):
+        one["router"]["outcome"] = "completed"
+
+    def never_asked(one):
+        one["router"]["asked"], one["events"] = [], []
+
+    def fails(one):
+        one["cancelled"], one["error"] = False, "500 oops"
+
+    home, aborted, left = ("each one's blocks home within a second of its end", "each that an engine had was aborted or released",
+                           "the router saw every cancelled one leave")
+    for made, broken in (
+        (run(), []), (run(never_asked), []), (run(late), [home]), (run(never_home), [home]), (run(not_told), [aborted]),
+        (run(crossed), [left]), (run(router_saw_leave=2), [left]), (run(fails, router_saw_leave=0), ["nothing failed"]),
+        (run(lease_expiries=1), ["no lease expired"]),
+    ):
+        found = judge(made)
+        expect(found[1] == broken, f"the judge says {found} where {broken} is broken")
+    expect(judge(run(never_asked))[0]["never_asked"] == 1, "who was never asked is not counted")
+
+
+def machine():
+    """As `baton bench` says it."""
+    names = [line.split(": ")[1] for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    kib = int(re.search(r"MemTotal:\s+(\d+)", pathlib.Path("/proc/meminfo").read_text())[1])
+    return f"{len(names)} × {names[0] if names else 'unknown processor'}, {kib >> 20} GiB, Linux {os.uname().release}"
+
+
+def commit():
+    """As `baton bench` says it: with a `+` where something is changed."""
+    def git(*words):
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def written(about, runs):
+    """JSON with a line for each request."""
+    def lines(run):
+        head = {key: value for key, value in run.items() if key != "requests"}
+        requests = ",\n   ".join(json.dumps(request, separators=(",", ":")) for request in run["requests"])
+        return json.dumps(head)[:-1] + ', "requests": [\n   ' + requests + "]}"
+    return json.dumps(about, indent=1)[:-2] + ',\n "runs": [\n  ' + ",\n  ".join(map(lines, runs)) + "]\n}\n"
+
+
+def say(run):
+    """The line of a run; whether it holds."""
+    summary, broken = judge(run)
+    told_of = {"rate": run["rate"], "delay_s": run["delay_s"], **summary, "settled_after_exit_s": run["settled_after_exit_s"]}
+    print(("FAIL" if broken else "ok  "), json.dumps(told_of), *broken, sep="  ", flush=True)
+    return not broken
 
 
 def main():
@@ -176,43 +326,51 @@ def main():
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=600,
                         help="so many that an answer takes longer than the longest delay: a cancel that crosses the end of an answer is counted by aiperf alone")
-    parser.add_argument("--out", help="write every run's numbers here, as JSON")
+    parser.add_argument("--out", help="write every run's numbers and what they are made of here, as JSON")
+    parser.add_argument("--again", metavar="FILE", help="judge what --out has kept, and start nothing")
+    parser.add_argument("--check", action="store_true", help="only test the judge itself")
     options = parser.parse_args()
+    check()
+    if options.check:
+        print("the judge finds every planted fault")
+        return 0
+    if options.again:
+        return 0 if all([say(run) for run in json.loads(pathlib.Path(options.again).read_text())["runs"]]) else 1
     binary = os.environ.get("BATON_BIN") or str(ROOT / "target/debug/baton")
     expect(pathlib.Path(binary).exists(), f"no {binary}: cargo build first, or set BATON_BIN")
     aiperf = os.environ.get("AIPERF", "aiperf")
     tokenizer = ROOT / "engine/models/demo"
     runs = [(0, 0.0)] if "0" in options.rates.split(",") else []
     runs += [(float(r), float(d)) for r in options.rates.split(",") if float(r) for d in options.delays.split(",")]
-    stack, results, wrong = Stack(binary), [], 0
+    stack, results, sound = Stack(binary), [], 0
     folder = pathlib.Path(tempfile.mkdtemp(prefix="baton-aiperf-"))
     try:
         for number, (rate, delay) in enumerate(runs):
             after, gone = stack.latest(), stack.clients_gone()
             records = profile(aiperf, stack, tokenizer, options, rate, delay, folder / str(number))
             settled = stack.settled()
-            verdict = judge(stack, records, stack.events(after), stack.clients_gone() - gone)
-            verdict = {"rate": rate, "delay_s": delay, **verdict, "settled_after_exit_s": round(settled, 3)}
-            results.append(verdict)
-            # A client that leaves before any engine was asked leaves nothing for an engine to give up.
-            server = verdict["engines_gave_up"] + verdict["engines_never_asked"]
-            holds = {
-                "server-side aborts equal client cancels": server == verdict["cancelled"] == verdict["router_saw_leave"],
-                "nothing failed": verdict["failed"] == 0,
-                "home within a second": verdict["home_after_s"] <= HOME_WITHIN_S,
-                "no lease expired": verdict["lease_expiries"] == 0,
-            }
-            broken = [claim for claim, held in holds.items() if not held]
-            wrong += bool(broken)
-            print(("ok  " if not broken else "FAIL"), json.dumps(verdict), *broken, sep="  ", flush=True)
+            events = stack.events(after)
+            expired = sum(e["kind"] == "lease_ended" and e["reason"] == "lease_expired" for e in events)
+            results.append({
+                "rate": rate, "delay_s": delay, "router_saw_leave": stack.clients_gone() - gone, "lease_expiries": expired,
+                "settled_after_exit_s": round(settled, 3), "requests": followed(stack, records, events),
+            })
+            sound += say(results[-1])
     finally:
         stack.stop()
         shutil.rmtree(folder, ignore_errors=True)
     if options.out:
-        version = subprocess.run([aiperf, "--version"], capture_output=True, text=True).stdout.strip()
-        pathlib.Path(options.out).write_text(json.dumps({"aiperf": version, "runs": results}, indent=2) + "\n")
-    print(f"{len(results) - wrong} of {len(results)} runs hold")
-    return 1 if wrong else 0
+        def version(command):
+            return subprocess.run([command, "--version"], capture_output=True, text=True).stdout.strip()
+        about = {
+            "date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": machine(), "commit": commit(),
+            "baton": version(binary), "aiperf": version(aiperf),
+            "command": "tests/peers/aiperf.sh " + shlex.join(word for word in sys.argv[1:]),
+        }
+        results = [run | {"summary": judge(run)[0], "broken": judge(run)[1]} for run in results]
+        pathlib.Path(options.out).write_text(written(about, results))
+    print(f"{sound} of {len(results)} runs hold")
+    return 0 if sound == len(results) else 1
 
 
 if __name__ == "__main__":
