@@ -1,6 +1,6 @@
 //! From raw events to a summary. A pure function: the same events give the same numbers, whenever they are read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use super::findings;
 use super::phase::{Kind, Phase};
@@ -24,6 +24,9 @@ pub(crate) struct Facts {
     pub(crate) faults: Vec<(String, String, u64, bool)>,
     /// Tag, what was said in the run, and what is right.
     pub(crate) replays: Vec<(String, Option<String>, Option<String>)>,
+    /// Tags of those whose prompt had two different answers when all was quiet, and how many had none.
+    pub(crate) unsteady: Vec<String>,
+    pub(crate) unanswered: u64,
     pub(crate) lost: u64,
     pub(crate) beside: Option<serde_json::Value>,
     /// Broken off, and when.
@@ -58,6 +61,8 @@ impl Facts {
     /// Sorts raw events.
     pub(crate) fn of(records: &[Record]) -> Self {
         let mut facts = Self::default();
+        // An engine's event with a number that was told already is that event.
+        let mut told = HashSet::new();
         for record in records {
             match record {
                 Record::Run(run) => facts.run = run.clone(),
@@ -76,17 +81,26 @@ impl Facts {
                     }
                 }
                 Record::Call(call) => facts.calls.push(call.clone()),
+                Record::Event(event) if !told.insert((event.engine, event.seq)) => {}
                 Record::Event(event) => facts.timelines.entry(event.tag.clone()).or_default().take(event),
                 Record::Books(books) => facts.books.push(books.clone()),
                 Record::Interrupted { at_us } => facts.interrupted = Some(*at_us),
                 Record::Failed { why, .. } => facts.failed = Some(why.clone()),
-                Record::Restarted { engine, at_us } => facts.restarts.push((*engine, *at_us)),
+                Record::Restarted { engine, at_us } => {
+                    // It counts anew.
+                    told.retain(|(of, _)| of != engine);
+                    facts.restarts.push((*engine, *at_us));
+                }
                 Record::Beside { compared } => facts.beside = Some(compared.clone()),
                 Record::Lost { events, .. } => facts.lost += events,
                 Record::Fault { act, fault, at_us, mended } => {
                     facts.faults.push((act.clone(), fault.clone(), *at_us, *mended));
                 }
-                Record::Replay { tag, text, said } => {
+                Record::Replay { tag, text, said, unanswered, .. } => {
+                    facts.unanswered += u64::from(*unanswered);
+                    if text.is_some() && said.is_none() && !unanswered {
+                        facts.unsteady.push(tag.clone());
+                    }
                     facts.replays.push((tag.clone(), text.clone(), said.clone()));
                 }
             }
@@ -407,7 +421,8 @@ fn texts(facts: &Facts) -> Texts {
         call.and_then(|call| facts.act(&call.act))
             .is_some_and(|act| matches!(act.what, ActKind::Calm | ActKind::Calibration))
     };
-    let mut texts = Texts::default();
+    let (unsteady, unanswered) = (facts.unsteady.len() as u64, facts.unanswered);
+    let mut texts = Texts { unsteady, unanswered, ..Texts::default() };
     for (tag, ..) in facts.replays.iter().filter(|(_, text, said)| text.is_some() && said.is_some()) {
         texts.compared += 1;
         texts.compared_in_calm += u64::from(calm(tag));

@@ -1,5 +1,7 @@
 //! What is wrong with a deployment, by name, each with the calls that show it.
 
+mod parts;
+
 use super::analyse::{Act, Facts, Victim, wrong};
 use super::phase::Phase;
 use super::raw::{ActKind, CallRecord};
@@ -29,7 +31,8 @@ pub(crate) fn of(facts: &Facts, victims: &[Victim<'_>], summary: &Summary) -> Ve
     legs_not_aborted(victims, &mut findings);
     stranded(facts, victims, &mut findings);
     refused(facts, &mut findings, summary);
-    expiries(facts, summary, &mut findings);
+    parts::stranded(facts, &mut findings);
+    parts::expiries(facts, summary, &mut findings);
     freed_twice(facts, summary, &mut findings);
     wrong_texts(facts, summary, &mut findings);
     failures(facts, summary, &mut findings);
@@ -123,43 +126,20 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
     }
 }
 
-/// Leases that only time has ended. Where a part was killed on purpose, nothing else may be left to do it.
-fn expiries(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
-    let counted: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
-    let in_parts: u64 = summary.faults.iter().map(|fault| fault.expired).sum();
-    let call = |tag: &str| facts.calls.iter().find(|call| call.tag == tag);
-    // A call that had begun when the part was not yet mended: nothing else may be left to end its lease.
-    let is_excused = |tag: &str| {
-        let mended = |call: &&CallRecord| {
-            facts.faults.iter().rfind(|(act, .., mended)| *act == call.act && *mended).map(|(.., at, _)| *at)
-        };
-        call(tag).is_some_and(|call| mended(&call).is_some_and(|mended| call.began_us <= mended))
-    };
-    let all =
-        facts.timelines.iter().filter_map(|(tag, timeline)| Some((tag.as_str(), timeline.expired_at()?)));
-    let (excused, others): (Vec<_>, Vec<_>) = all.partition(|(tag, _)| is_excused(tag));
-    let tags: Vec<_> = others.into_iter().map(|(tag, _)| tag).collect();
-    // A lease that begins in such a part may end after it, and is then not among those counted there.
-    let is_later = |(tag, at): &(&str, u64)| {
-        let ended = call(tag).and_then(|call| facts.act(&call.act)).map(|act| act.ended);
-        ended.is_some_and(|ended| *at > ended)
-    };
-    let on_purpose = in_parts + excused.into_iter().filter(is_later).count() as u64;
-    let expired = counted.saturating_sub(on_purpose).max(tags.len() as u64);
-    if expired > 0 {
-        let says = format!(
-            "{expired} leases ended by time alone: nobody fetched their blocks, and nobody gave them back"
-        );
-        findings.push(finding("leases_expired", says, expired, &tags));
-    }
-}
-
 /// Answers that are not what the same prompt gives when all is quiet. Of engines in which batching may change texts (those
 /// without an event log, and ours that say so) only where they are more, beyond chance, than in the calm.
 fn wrong_texts(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     let tags: Vec<_> = wrong(facts).collect();
     let texts = &summary.texts;
     let steady = summary.exact && !facts.engines.iter().any(|engine| engine.batching_shows);
+    if steady && texts.unsteady > 0 {
+        let (unsteady, all) = (texts.unsteady, texts.compared + texts.unsteady);
+        let says = format!(
+            "{unsteady} of {all} prompts had an answer in the run, and two others when asked twice while all was quiet, of engines that say that batching changes nothing"
+        );
+        let tags: Vec<_> = facts.unsteady.iter().map(String::as_str).collect();
+        findings.push(finding("texts_unsteady", says, unsteady, &tags));
+    }
     let (calm, compared) = ((texts.wrong_in_calm, texts.compared_in_calm), texts.compared);
     if steady && texts.wrong > 0 {
         return findings.push(finding(

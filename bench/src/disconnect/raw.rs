@@ -44,7 +44,19 @@ pub(crate) enum Record {
     /// What `baton bench compare --json` has measured of other front doors.
     Beside { compared: serde_json::Value },
     /// The same prompt asked again when all was quiet.
-    Replay { tag: String, text: Option<String>, said: Option<String> },
+    Replay {
+        tag: String,
+        /// What was said in the run.
+        text: Option<String>,
+        /// What is right; `None` where the deployment did not say the same twice, or said nothing.
+        said: Option<String>,
+        /// What it said when asked twice, where that differs.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        answers: Vec<String>,
+        /// It gave no answer.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        unanswered: bool,
+    },
 }
 
 /// What was run, and where.

@@ -149,7 +149,11 @@ pub(crate) fn text(summary: &Summary) -> String {
             fault.fault, fault.errors, fault.requests, fault.errors_after
         ));
     }
-    line(format!("texts: {} of {} compared were wrong", summary.texts.wrong, summary.texts.compared));
+    let texts = &summary.texts;
+    line(format!(
+        "texts: {} of {} compared were wrong; {} more were not, for the same prompt gave different answers when all was quiet",
+        texts.wrong, texts.compared, texts.unsteady
+    ));
     for unknown in summary.unknown() {
         line(format!("not judged: {unknown}"));
     }

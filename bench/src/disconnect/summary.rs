@@ -9,6 +9,8 @@ use crate::stats::{Spread, percentile};
 
 /// Fewer comparisons say little of all the answers.
 const TEXTS_FEW: u64 = 50;
+/// Above this share of answers that cannot be compared, those that can say little of all.
+const TEXTS_UNSTEADY: f64 = 0.02;
 /// Of fewer clients a high percentile is one client's bad luck.
 pub(crate) const BYSTANDERS_FEW: usize = 20;
 
@@ -179,6 +181,11 @@ pub(crate) struct Texts {
     /// Of those, from before anybody left: what batching alone changes in an engine that is not exact.
     pub(crate) compared_in_calm: u64,
     pub(crate) wrong_in_calm: u64,
+    /// Answers that are not what the prompt gave when all was quiet, where that gave two different answers: what is right
+    /// is not known, and they are not among those compared.
+    pub(crate) unsteady: u64,
+    /// Prompts that had no answer when all was quiet.
+    pub(crate) unanswered: u64,
 }
 
 /// What is drawn.
@@ -222,6 +229,18 @@ impl Summary {
                 self.texts.compared, self.requests
             ),
         );
+        let Texts { compared, unsteady, unanswered, .. } = self.texts;
+        for (count, why) in
+            [(unsteady, "different answers when all was quiet"), (unanswered, "no answer when all was quiet")]
+        {
+            let all = compared + unsteady + unanswered;
+            add(
+                count as f64 > TEXTS_UNSTEADY * all as f64,
+                format!(
+                    "{count} of {all} answers: the same prompt gave {why}, so that nobody knows what is right"
+                ),
+            );
+        }
         if let (Some(calm), Some(storm)) = (&self.calm, &self.storm) {
             let (calm, storm) = (calm.ttft_ms.n, storm.ttft_ms.n);
             add(

@@ -81,9 +81,11 @@ impl Script {
         for &(kind, at, number, word) in events {
             let some = |of: &[&str]| of.contains(&kind).then_some(number);
             let text = |of: &[&str]| of.contains(&kind).then(|| word.to_owned());
+            let seq = self.0.len() as u64;
             self.0.push(Record::Event(EventRecord {
                 engine,
                 at_us: at * 1_000,
+                seq,
                 tag: tag.into(),
                 kind: kind.into(),
                 leg: text(&["queued"]),

@@ -307,15 +307,10 @@ impl Timeline {
         (prompt, answer)
     }
 
-    /// When its lease ended by time alone, if it did.
-    pub(crate) fn expired_at(&self) -> Option<u64> {
-        let ended = self.legs.iter().filter_map(|leg| leg.lease_ended.as_ref());
-        ended.filter(|(_, reason)| reason == expired()).map(|(at, _)| *at).next()
-    }
-
     /// Its lease ended by time alone.
     pub(crate) fn expired(&self) -> bool {
-        self.expired_at().is_some()
+        let ended = self.legs.iter().filter_map(|leg| leg.lease_ended.as_ref());
+        ended.into_iter().any(|(_, reason)| reason == expired())
     }
 }
 
@@ -344,7 +339,7 @@ impl Leg {
     }
 
     /// It has begun and not ended, as far as is known.
-    fn is_at_work(&self) -> bool {
+    pub(crate) fn is_at_work(&self) -> bool {
         (self.started.is_some() || self.fetching.is_some()) && self.ended.is_none()
     }
 

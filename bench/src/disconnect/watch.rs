@@ -3,6 +3,8 @@
 //! Baton's engines (and the simulated ones) tell every step of every request. A vLLM engine tells its usage; then only
 //! sums can be known, and the report says so.
 
+mod log;
+
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -353,7 +355,8 @@ impl Watched {
             if let Some(events) = page["lost"].as_u64().filter(|lost| *lost > 0) {
                 recorder.put(&Record::Lost { engine: facts.engine, events });
             }
-            for event in page["events"].as_array().into_iter().flatten() {
+            let log::Page { fresh, next } = log::read(&page, after);
+            for event in fresh {
                 for event in tags.tell(event, &terms.prefix) {
                     if let Some(event) = record_of(&event, &facts) {
                         recorder.put(&Record::Event(event.clone()));
@@ -361,7 +364,12 @@ impl Watched {
                     }
                 }
             }
-            after = page["next"].as_u64().unwrap_or_default();
+            let Some(next) = next else {
+                // It would fill the disk with what is known, and tell nothing.
+                recorder.put(&Record::Lost { engine: facts.engine, events: 1 });
+                return;
+            };
+            after = next;
         }
     }
 

@@ -118,12 +118,17 @@ fn tiles(summary: &Summary, out: &mut String) {
             ),
         );
     }
-    let class = if summary.texts.wrong == 0 { "good" } else { "bad" };
+    let texts = &summary.texts;
+    let class = if texts.wrong + texts.unsteady == 0 { "good" } else { "bad" };
     tile(
         out,
-        &count(summary.texts.wrong),
+        &count(texts.wrong),
         class,
-        &format!("wrong answers, of {} compared", count(summary.texts.compared)),
+        &format!(
+            "wrong answers, of {} compared; {} more could not be: the same prompt gave different ones when all was quiet",
+            count(texts.compared),
+            count(texts.unsteady)
+        ),
     );
     let expired: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
     tile(out, &count(expired), if expired == 0 { "good" } else { "bad" }, "leases that only time has ended");

@@ -1,0 +1,58 @@
+//! What of a page of an engine's event log is new.
+
+use serde_json::Value;
+
+/// A page, read by the numbers of its events.
+#[derive(Debug, PartialEq)]
+pub(super) struct Page<'a> {
+    /// Events that no page before had, in their order.
+    pub(super) fresh: Vec<&'a Value>,
+    /// The number to ask on from; `None`: the log does not get on, and the same page would be read for ever.
+    pub(super) next: Option<u64>,
+}
+
+/// Reads a page that was asked for after this number. An event whose number was read already is the same event, whatever
+/// the log says.
+pub(super) fn read(page: &Value, after: u64) -> Page<'_> {
+    let events = page["events"].as_array().map_or(&[][..], Vec::as_slice);
+    let mut last = after;
+    let is_fresh = |event: &&Value| {
+        let number = event["seq"].as_u64().filter(|number| *number > last);
+        last = number.unwrap_or(last);
+        number.is_some()
+    };
+    let fresh = events.iter().filter(is_fresh).collect();
+    let next = page["next"].as_u64();
+    let gets_on = next.filter(|next| *next > after || (*next == after && events.is_empty()));
+    Page { fresh, next: gets_on }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn an_event_is_new_once_and_a_log_that_does_not_get_on_is_left() {
+        let page = |numbers: &[u64], next: Value| {
+            let events: Vec<_> = numbers.iter().map(|number| json!({"seq": number})).collect();
+            json!({"events": events, "next": next})
+        };
+        let told = |page: &Value, after| {
+            let Page { fresh, next } = read(page, after);
+            (fresh.iter().filter_map(|event| event["seq"].as_u64()).collect::<Vec<_>>(), next)
+        };
+        assert_eq!(told(&page(&[5, 6, 7], 7.into()), 4), (vec![5, 6, 7], Some(7)));
+        assert_eq!(told(&page(&[], 4.into()), 4), (vec![], Some(4)));
+        // A page that begins before what was asked for, and one that tells an event twice.
+        assert_eq!(told(&page(&[3, 4, 5], 5.into()), 4), (vec![5], Some(5)));
+        assert_eq!(told(&page(&[5, 5, 6], 6.into()), 4), (vec![5, 6], Some(6)));
+        // The same page again and again.
+        assert_eq!(told(&page(&[3, 4], 4.into()), 4), (vec![], None));
+        assert_eq!(told(&page(&[5, 6], 4.into()), 4), (vec![5, 6], None));
+        // It went back, or says nothing.
+        assert_eq!(told(&page(&[], 2.into()), 4), (vec![], None));
+        assert_eq!(told(&page(&[5], Value::Null), 4), (vec![5], None));
+    }
+}
