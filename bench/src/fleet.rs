@@ -9,17 +9,18 @@
 //! engines and clients, which touch about as much again between two decisions as a router's own sockets would.
 //!
 //! `--json` prints one object: `date`, `commit`, `machine`; `requests`, `turnover`, `routers`, `max_in_flight`,
-//! `max_waiting`, `room`, `explain`
-//! and `seed`, as asked; `clock_ns`; `memory` of the first run (the largest fleet of the first policy): its `policy` and
-//! `engines`, `bytes_per_engine` of one router, `bytes_per_request` of router and simulation together. `runs[]`: `policy`,
-//! `engines`, `begun`, `alive_most`, `engines_died`, `virtual_s`; `costs` of `choose_decode`, `choose_prefill`, `finish` and
-//! `lease` with `count`, `mean_ns`, `p50_ns`, `p99_ns`; with `--room` `room`, of decode engines: `busiest` (most requests at
-//! one over its room), and of all looks while requests came, one each virtual second, the means of `over_share` (engines with
-//! more than their room), `free_share` (of all room what was free) and `turned_away_share` (clients that had been refused
-//! and had not asked again); `imbalance` (most loaded engine over the mean) and `most_at_one`
-//! (requests that one engine had at most) of `prefill` and `decode`; `prefix_hit_share`; `refused_share`; `endings`, `leases`,
-//! `faults` by name; `digest` of everything that happened. `growth[]`: for each run the `p50` and `mean` of each cost over
-//! those of the same policy's smallest fleet.
+//! `max_waiting`, `room`, `explain` and `seed`, as asked; `clock_ns`; `memory` of the first run (the largest fleet of the first
+//! policy): its `policy` and `engines`, `bytes_per_engine` of one router, `bytes_per_request` of router and simulation
+//! together. `runs[]`: `policy`, `engines`, `begun`, `alive_most`, `engines_died`, `virtual_s`; `costs` of `choose_decode`,
+//! `choose_prefill`, `finish` and `lease` with `count`, `mean_ns`, `p50_ns`, `p99_ns`; `imbalance` (most loaded engine over the
+//! mean) and `most_at_one` (requests that one engine had at most) of `prefill` and `decode`; `prefix_hit_share`;
+//! `refused_share`; `room`, see below; `endings`, `leases`, `faults` by name; `digest` of everything that happened. `growth[]`:
+//! for each run the `p50` and `mean` of each cost over those of the same policy's smallest fleet.
+//!
+//! `room`, with `--room`, is of decode engines: `busiest`, most requests at one over its room; and of all looks while requests
+//! came, one each virtual second, the means of `over_share` (engines with more than their room), `waiting_share` and
+//! `free_share` (over all room, the requests that had none and what was free) and `turned_away_share` (clients that had been
+//! refused and had not asked again).
 
 mod costs;
 mod engine;
@@ -219,6 +220,7 @@ fn of_run(options: &FleetOptions, policy: &str, engines: usize, outcome: &Outcom
         json!({
             "busiest": rounded(f64::from(outcome.most_at_one[1]) / f64::from(room)),
             "over_share": rounded(share(outcome.crowd.over, outcome.crowd.engines)),
+            "waiting_share": rounded(share(outcome.crowd.waiting, outcome.crowd.engines * u64::from(room))),
             "free_share": rounded(share(outcome.crowd.free, outcome.crowd.engines * u64::from(room))),
             "turned_away_share":
                 rounded(share(outcome.crowd.turned_away, outcome.crowd.looks * options.requests as u64)),
@@ -329,11 +331,12 @@ fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
         let percent = |name: &str| run["room"][name].as_f64().unwrap_or(0.0) * 100.0;
         writeln!(
             out,
-            "\nroom, {} of {}: busiest decode engine {:.0} % of it, {:.1} % of engines over it, {:.1} % of it free, {:.1} % of clients turned away",
+            "\nroom, {} of {}: busiest decode engine {:.0} % of it, {:.1} % of engines over it, by {:.1} % of all room, {:.1} % of it free, {:.1} % of clients turned away",
             run["policy"].as_str().unwrap_or_default(),
             run["engines"],
             percent("busiest"),
             percent("over_share"),
+            percent("waiting_share"),
             percent("free_share"),
             percent("turned_away_share"),
         )?;

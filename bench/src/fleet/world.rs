@@ -121,7 +121,8 @@ pub(crate) struct Crowd {
     /// Engines that were looked at, and those that had more requests than room.
     pub(crate) engines: u64,
     pub(crate) over: u64,
-    /// Places that were free.
+    /// Requests that had no room, and places that were free.
+    pub(crate) waiting: u64,
     pub(crate) free: u64,
     /// Clients that had been refused, and had not asked again.
     pub(crate) turned_away: u64,
@@ -134,6 +135,7 @@ impl Crowd {
         for load in loads {
             self.engines += 1;
             self.over += u64::from(load > room);
+            self.waiting += u64::from(load.saturating_sub(room));
             self.free += u64::from(room.saturating_sub(load));
         }
     }

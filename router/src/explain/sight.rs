@@ -59,9 +59,13 @@ impl Sight {
     }
 
     pub(super) fn json(&self) -> Value {
-        let considered: Vec<_> = self
-            .considered
-            .iter()
+        // Nobody may ever ask, so they are put in order here: the chosen one, and then those that are busy with least.
+        let chosen = self.result.ok().map(|(index, _)| index);
+        let mut considered: Vec<_> = self.considered.iter().collect();
+        considered
+            .sort_by_key(|c| (Some(c.candidate.index) != chosen, c.candidate.requests, c.candidate.index));
+        let considered: Vec<_> = considered
+            .into_iter()
             .map(|Considered { candidate: c, score }| {
                 json!({"engine": self.name(c.index), "requests": c.requests, "tokens": c.tokens, "weight": c.weight,
                     "score": score})

@@ -63,12 +63,10 @@ impl Pool {
     ) -> Sight {
         let chosen = choice.ok().map(|choice| choice.index);
         let Basis { candidates, mut named, others } = basis;
-        let order = |c: &Candidate| (Some(c.index) != chosen, c.requests, c.index);
         if named.len() > NAMED {
-            named.select_nth_unstable_by_key(NAMED, order);
+            named.select_nth_unstable_by_key(NAMED, |c| (Some(c.index) != chosen, c.requests, c.index));
             named.truncate(NAMED);
         }
-        named.sort_unstable_by_key(order);
         let score =
             |candidate: Candidate| Considered { score: self.policy.score(wanted, &candidate), candidate };
         Sight {

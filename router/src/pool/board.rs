@@ -126,7 +126,16 @@ impl Board {
 
     /// Whether it has this member of the pool.
     pub(super) fn has(&self, index: usize) -> bool {
-        self.indices.binary_search(&index).is_ok()
+        self.place_at(index).is_some()
+    }
+
+    /// Where this member of the pool is.
+    fn place_at(&self, index: usize) -> Option<usize> {
+        // Mostly all of them are here.
+        if self.indices.get(index) == Some(&index) {
+            return Some(index);
+        }
+        self.indices.binary_search(&index).ok()
     }
 
     /// Where the one is that has this cache.
@@ -200,8 +209,7 @@ impl View<'_> {
 
     /// A member of the pool, as it is seen here.
     pub(super) fn candidate(&self, index: usize) -> Option<Candidate> {
-        let at = self.board.indices.binary_search(&index).ok()?;
-        Some(self.tree.leaf(at).candidate)
+        Some(self.tree.leaf(self.board.place_at(index)?).candidate)
     }
 }
 
