@@ -148,6 +148,9 @@ impl RunningRank {
             log.clone(),
         ));
         let port = executor.port();
+        if let Some(port) = &port {
+            port.count(metrics.mirrored());
+        }
         let mut servers = Vec::with_capacity(sides.len());
         for ((side, rank), region) in sides.into_iter().zip(cache.geometry.each_rank()).zip(&cache.regions) {
             let producer = KvRank::new(Arc::clone(&desk), cache.geometry, rank, region.clone(), port.clone());

@@ -16,6 +16,7 @@ use metrics::{
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
 use crate::block_pool::BlockUsage;
+use crate::executor::cuda::port::Counts;
 use crate::scheduler::Load;
 use crate::sequence::FinishReason;
 
@@ -254,6 +255,17 @@ impl EngineMetrics {
         make.counter_with("baton_kv_transfers_total", help, "transport", transport).increment(1);
         let help = "Bytes of such fetches, by transport.";
         make.counter_with("baton_kv_transfer_bytes_total", help, "transport", transport).increment(bytes);
+    }
+
+    /// Counters of blocks copied between a device's own memory and host memory.
+    #[must_use]
+    pub fn mirrored(&self) -> Counts {
+        let to = |side| {
+            let help =
+                "Blocks copied between a device's own memory and its mirror in host memory, by where to.";
+            self.make().counter_with("baton_kv_mirror_blocks_total", help, "to", side)
+        };
+        Counts { to_host: to("host"), to_device: to("device") }
     }
 
     /// Whether NIXL is here, and where it was found (`baton_nixl_info`).

@@ -51,6 +51,12 @@ fn a_pair_on_one_hosts_devices_hands_over_from_device_to_device() {
     }
     assert!(carried(&cluster, "device") >= LENGTHS.len() as f64);
     assert_eq!(carried(&cluster, "shm") + carried(&cluster, "tcp"), 0.0);
+    // Prompts of more than a step are lent while they are computed; nobody's step loop copies them through host memory.
+    assert!(cluster.prefill[0].metric("baton_kv_early_leases_total", "") >= 1.0);
+    assert!(cluster.prefill[0].metrics().contains("baton_kv_mirror_blocks_total"));
+    for engine in cluster.prefill.iter().chain(&cluster.decode) {
+        assert_eq!(engine.metric("baton_kv_mirror_blocks_total", ""), 0.0, "blocks went through host memory");
+    }
     // The router may have chosen the second for some.
     assert_ne!(open_pools(&cluster), Some(0), "its pool is not open");
     same_blocks(&cluster);

@@ -112,7 +112,7 @@ impl<S: Surroundings> EngineCore<S> {
         let (Some(live), Some(prompt)) = (self.live.get(&id), self.prompt_of(id)) else { return };
         let request = live.request.clone();
         let done = self.scheduler.final_blocks(id).to_vec();
-        if !self.publish(&done) {
+        if !self.make_lendable(&done) {
             return;
         }
         let Some(blocks) = self.scheduler.lend_early(id) else { return };
@@ -146,7 +146,7 @@ impl<S: Surroundings> EngineCore<S> {
         if fresh.is_empty() {
             return;
         }
-        if !self.publish(&fresh) {
+        if !self.make_lendable(&fresh) {
             let why = "computed blocks cannot be read from outside";
             return self.end_with(id, FinishReason::Error, SeqEvent::Unavailable(why));
         }
@@ -159,7 +159,7 @@ impl<S: Surroundings> EngineCore<S> {
     /// The prompt of a lease that was opened early is computed: its handle, if the lease lives.
     pub(super) fn seal(&mut self, live: &Live, prompt: &[BlockId]) -> Option<Handle> {
         let EarlyLease { handle, ready } = live.early?;
-        if !self.publish(&prompt[ready.min(prompt.len())..]) {
+        if !self.make_lendable(&prompt[ready.min(prompt.len())..]) {
             self.surroundings.release(handle, "not_lent");
             return None;
         }

@@ -50,7 +50,7 @@ use self::forward::Activations;
 use self::kernels::{DRAW_WORDS, Shape};
 use self::model::Network;
 use self::plan::{BUCKETS, Bounds, Plan};
-use self::port::Port;
+use self::port::{Level, Port};
 use super::apart::Apart;
 use super::cpu::LoadProgress;
 use super::{Executor, ExecutorError, Logits, SeqStep};
@@ -220,7 +220,8 @@ impl<D: Device> CudaExecutor<D> {
         self.device.upload(self.compute, words, self.words.part(0, bytes.len()))
     }
 
-    /// What the device says, unless it was given up; and gives it up for what has hung.
+    /// What the device says, unless it was given up; and gives it up for whatever fails. Blocks count as copied to the device
+    /// before they are, and what a step has left of its own is undefined: so nothing goes on from there.
     fn used<T>(
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T, DeviceError>,
@@ -287,7 +288,7 @@ impl<D: Device> CudaExecutor<D> {
         let used = batch.iter().flat_map(|seq| {
             seq.block_table[..(seq.start + seq.tokens.len()).div_ceil(block_tokens)].iter().copied()
         });
-        let landed = self.port.mirror().take_to_device(used);
+        let landed = self.port.onboard(used);
         if landed.is_empty() {
             return Ok(());
         }
@@ -331,25 +332,26 @@ impl<D: Device> CudaExecutor<D> {
     /// Makes both sides of these blocks the same, and waits for it. The host's side is newer only of what was written from
     /// outside and never read by a step.
     fn level(&mut self, blocks: &[BlockId]) -> Result<(), DeviceError> {
-        let (down, up) = {
-            let mut mirror = self.port.mirror();
-            (mirror.to_host(blocks), mirror.take_to_device(blocks.iter().copied()))
-        };
-        for &block in &down {
+        let level = self.port.begin_level(blocks)?;
+        let copied = self.copy_both_ways(&level);
+        self.port.end_level(&level, &copied);
+        copied
+    }
+
+    fn copy_both_ways(&mut self, level: &Level) -> Result<(), DeviceError> {
+        if level.down.is_empty() && level.up.is_empty() {
+            return Ok(());
+        }
+        for &block in &level.down {
             let (host, device) = self.both(block);
             self.device.download(self.copies, device, host)?;
         }
-        for &block in &up {
+        for &block in &level.up {
             let (host, device) = self.both(block);
             self.device.upload(self.copies, host, device)?;
         }
-        if !(down.is_empty() && up.is_empty()) {
-            self.device.record(self.copied, self.copies)?;
-            self.device.synchronize(self.copied)?;
-        }
-        // Not before they have landed: whoever reads the mirror trusts this.
-        self.port.mirror().copied_to_host(&down);
-        Ok(())
+        self.device.record(self.copied, self.copies)?;
+        self.device.synchronize(self.copied)
     }
 }
 

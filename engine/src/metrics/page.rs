@@ -34,6 +34,7 @@ fn everything() -> String {
     metrics.transfer(moment, 0, false);
     metrics.carried("tcp", 4096);
     metrics.nixl(("unwanted", ""));
+    metrics.mirrored().to_host.increment(1);
     metrics.load_failed("recompute");
     metrics.lease_opened(2);
     metrics.early_lease();

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::cluster::{BLOCK, Cluster, LLAMA, Node, QWEN2, QWEN3, fresh_id, greedy, options, prompt, with};
 use super::digests::same_bytes;
+use super::early::Early;
 
 fn device() -> DeviceChoice {
     match std::env::var("BATON_TEST_DEVICE") {
@@ -67,6 +68,42 @@ fn a_handoff_between_devices_says_what_the_cpu_says() {
         }
         assert_eq!(cluster.d.metric("baton_kv_load_failures_total"), 0.0);
         assert!(cluster.d.metric("vllm:external_prefix_cache_hits_total") > 0.0, "D has fetched nothing");
+        cluster.is_clean();
+    }
+}
+
+#[test]
+fn what_a_device_lends_while_it_computes_is_copied_to_the_host_for_those_who_read_it_there() {
+    for transport in [KvTransport::Tcp, KvTransport::Auto] {
+        let cluster = Cluster::with(LLAMA, |options| {
+            on_device(options);
+            options.kv_transport = transport;
+        });
+        let copied = || cluster.p.metric("baton_kv_mirror_blocks_total");
+        // Read when it is computed, and while it is.
+        for (seed, len, waits) in [(11, 125, true), (12, 149, false)] {
+            let prompt = prompt(seed, len);
+            let body = drawn(&prompt, 0.0);
+            let before = copied();
+            let early = Early::begin(&cluster.p, &body);
+            let two = if waits {
+                let params = early.params.clone();
+                assert!(early.end().contains("[DONE]"));
+                assert_eq!(copied(), before, "the step loop copies what nobody reads");
+                cluster.d.decode(&body, &params).ok()
+            } else {
+                let two = cluster.d.decode(&body, &early.params).ok();
+                assert!(early.end().contains("[DONE]"));
+                two
+            };
+            assert_eq!(ids(&two), ids(&cluster.one.generate(&fresh_id(), &body).ok()));
+            let blocks = copied() - before;
+            let whole = (len / BLOCK) as f64;
+            assert!((whole..=whole + 1.0).contains(&blocks), "{blocks} of {whole} and a part: once each");
+            same_bytes(&cluster.p, &cluster.d, &prompt);
+        }
+        assert_eq!(cluster.p.metric("baton_kv_early_leases_total"), 2.0);
+        assert_eq!(cluster.d.metric("baton_kv_load_failures_total"), 0.0);
         cluster.is_clean();
     }
 }

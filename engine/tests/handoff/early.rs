@@ -21,8 +21,8 @@ use super::http;
 const PATH: &str = "/v1/completions";
 
 /// A prefill leg that has lent before its end.
-struct Early {
-    params: Value,
+pub(crate) struct Early {
+    pub(crate) params: Value,
     rest: TcpStream,
     read: String,
 }
@@ -30,7 +30,7 @@ struct Early {
 impl Early {
     /// Asks as a router does, and waits for the handoff.
     #[track_caller]
-    fn begin(p: &Node, body: &Value) -> Self {
+    pub(crate) fn begin(p: &Node, body: &Value) -> Self {
         let headers = [("x-request-id", &*fresh_id()), ("x-baton-early-handoff", "1")];
         let mut rest = http::send(p.http, "POST", PATH, &headers, &prefill_leg(body).to_string());
         let mut read = String::new();
@@ -47,7 +47,7 @@ impl Early {
     }
 
     /// The rest of the answer.
-    fn end(mut self) -> String {
+    pub(crate) fn end(mut self) -> String {
         self.rest.read_to_string(&mut self.read).expect("the rest of an answer");
         self.read
     }

@@ -166,7 +166,7 @@ pub struct Matmul {
 }
 
 /// Why a device did not do what it was asked to.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub enum DeviceError {
     /// A library that is loaded at run time is not there.
     #[error("{library} was not found; looked for {names} in {places}")]

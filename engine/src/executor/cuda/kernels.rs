@@ -40,7 +40,7 @@ pub const FEW_ROWS_MAX: usize = 8;
 /// Inputs that they take at a time.
 const FEW_ROWS_INPUTS: usize = 64;
 /// Name of the kernel that copies pieces of memory: no step launches it, only a device's copies of many pieces.
-pub(super) const COPY_KERNEL: &str = "copy_pieces";
+pub const COPY_KERNEL: &str = "copy_pieces";
 /// Pieces of one launch of it: its parameters take 20 bytes of each, of the 4 KiB that a launch has.
 pub(super) const COPY_PIECES: usize = 128;
 /// Bytes that a block of it copies. The least of those tried, 32 KiB to 256 KiB, was the fastest (H200).

@@ -24,8 +24,8 @@ enum Newer {
 pub(super) struct Mirror {
     blocks: Vec<Newer>,
     loans: u64,
-    /// Blocks of a loan that are being copied to the host: nothing else may write them there meanwhile.
-    in_flight: Vec<BlockId>,
+    /// Which blocks are being copied to the host: nobody else may write them there meanwhile.
+    in_flight: Vec<bool>,
 }
 
 /// A block of a loan that is not in the mirror yet.
@@ -37,7 +37,7 @@ pub(super) struct Owed {
 
 impl Mirror {
     pub(super) fn new(blocks: usize) -> Self {
-        Self { blocks: vec![Newer::Neither; blocks], loans: 0, in_flight: Vec::new() }
+        Self { blocks: vec![Newer::Neither; blocks], loans: 0, in_flight: vec![false; blocks] }
     }
 
     /// The device has newer bytes: a step has written them, or a transport to the device.
@@ -69,19 +69,19 @@ impl Mirror {
         blocks.iter().filter_map(owed).collect()
     }
 
-    /// These are being copied to the host, until that is over.
-    pub(super) fn begin(&mut self, owed: &[Owed]) {
-        self.in_flight.extend(owed.iter().map(|owed| owed.block));
+    /// These are being copied to the host, until that is over. Nobody else copies them meanwhile.
+    pub(super) fn begin(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        blocks.for_each(|block| self.in_flight[block.index()] = true);
     }
 
-    /// Nothing is being copied to the host for readers of the mirror any more.
-    pub(super) fn over(&mut self) {
-        self.in_flight.clear();
+    /// These are not being copied to the host any more.
+    pub(super) fn over(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        blocks.for_each(|block| self.in_flight[block.index()] = false);
     }
 
     /// Whether any of these is being copied to the host.
     pub(super) fn is_in_flight(&self, blocks: &[BlockId]) -> bool {
-        blocks.iter().any(|block| self.in_flight.contains(block))
+        blocks.iter().any(|block| self.in_flight[block.index()])
     }
 
     /// These have been copied to the host. What has been given to somebody else meanwhile counts as it did.
@@ -94,7 +94,8 @@ impl Mirror {
         }
     }
 
-    /// Of these blocks, those that must be copied to the device before it reads them. They count as copied.
+    /// Of these blocks, those that must be copied to the device before it reads them. They count as copied: where that
+    /// fails, the device is used no more.
     pub(super) fn take_to_device(&mut self, blocks: impl Iterator<Item = BlockId>) -> Vec<BlockId> {
         let mut taken = Vec::new();
         for block in blocks {

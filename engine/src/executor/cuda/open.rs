@@ -45,6 +45,15 @@ impl fmt::Display for Accelerator {
     }
 }
 
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => write!(f, "cpu"),
+            Self::Accelerator(accelerator) => accelerator.fmt(f),
+        }
+    }
+}
+
 impl FromStr for DeviceChoice {
     type Err = String;
 
@@ -101,6 +110,9 @@ mod tests {
         assert_eq!(accelerator("cuda"), Accelerator::Cuda(0));
         for text in ["cuda:0", "cuda:7", "software"] {
             assert_eq!(accelerator(text).to_string(), text);
+        }
+        for text in ["cpu", "cuda:7", "software"] {
+            assert_eq!(text.parse::<DeviceChoice>().map(|device| device.to_string()), Ok(text.into()));
         }
         for wrong in ["", "cuda:", "cuda:x", "cuda:-1", "gpu", "cpu:0"] {
             let error = wrong.parse::<DeviceChoice>().unwrap_err();

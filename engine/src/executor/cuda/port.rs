@@ -3,12 +3,12 @@
 //!
 //! Three rules keep it right. Nothing here touches a block that the executor may write: what is copied is lent, and what is
 //! landed in is set aside. A block's bytes are never read in the mirror before [`Port::in_region`] has put there what
-//! was lent. And since a lease can end under a copy to the mirror, whose block is then somebody else's, nothing lands in
-//! the mirror before that copy is over (`Port::landing`).
+//! was lent. And since a lease can end under a copy to the mirror, whose block is then somebody else's, nothing is written
+//! there before that copy is over: neither what lands from outside (`Port::landing`) nor what is stored (`Port::begin_level`).
 //!
-//! A copy that is not over in time ([`DeviceError::Hung`]) may still write. So the device is given up before whoever waited
-//! for the copy hears of it: from then on the executor computes nothing and publishes nothing, whatever blocks are given to
-//! whom ([`Port::usable`]).
+//! A copy that is not over in time ([`DeviceError::Hung`]) may still write, and after any work of the executor's that has
+//! failed nobody knows which side has what. So the device is given up before whoever waited hears of it: from then on the
+//! executor computes nothing and publishes nothing, whatever blocks are given to whom ([`Port::usable`]).
 
 use std::fmt::Debug;
 use std::io::{self, ErrorKind};
@@ -16,6 +16,8 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
+
+use metrics::Counter;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
@@ -72,28 +74,54 @@ pub struct Port {
     copying: Mutex<()>,
     /// A copy to the mirror is over.
     copied: Condvar,
+    /// How long the end of such a copy is waited for.
+    patience: Duration,
     given_up: GivenUp,
+    counts: OnceLock<Counts>,
 }
 
-/// What was not over in time, and how long it was waited for.
+/// Longest that a copy of somebody else's is waited for: those end by themselves after a minute, or two where they fail.
+const PATIENCE: Duration = Duration::from_secs(150);
+
+/// Counters of blocks that were copied.
+#[derive(Debug)]
+pub struct Counts {
+    /// From the device to the mirror.
+    pub to_host: Counter,
+    /// From the mirror to the device.
+    pub to_device: Counter,
+}
+
+/// Why the device is used no more.
 #[derive(Clone, Debug, Default)]
-struct GivenUp(Arc<OnceLock<(&'static str, Duration)>>);
+struct GivenUp(Arc<OnceLock<DeviceError>>);
 
 impl GivenUp {
-    /// Remembers work that has hung.
+    /// Of any work.
     fn note(&self, error: &DeviceError) {
-        if let &DeviceError::Hung { what, waited } = error {
-            // The first is the reason.
-            let _ = self.0.set((what, waited));
+        // The first is the reason.
+        let _ = self.0.set(error.clone());
+    }
+
+    /// Of a copy by another thread. One that has failed and is over is its reader's alone.
+    fn note_hung(&self, error: &DeviceError) {
+        if matches!(error, DeviceError::Hung { .. }) {
+            self.note(error);
         }
     }
 
     fn usable(&self) -> Result<(), DeviceError> {
-        match self.0.get() {
-            None => Ok(()),
-            Some(&(what, waited)) => Err(DeviceError::Hung { what, waited }),
-        }
+        self.0.get().cloned().map_or(Ok(()), Err)
     }
+}
+
+/// What [`Port::begin_level`] found out of step.
+#[derive(Debug)]
+pub(super) struct Level {
+    /// To be copied to the mirror. Nobody else copies them there before [`Port::end_level`].
+    pub(super) down: Vec<BlockId>,
+    /// To be copied to the device.
+    pub(super) up: Vec<BlockId>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -106,20 +134,43 @@ impl Port {
     pub fn new(memory: Arc<dyn PoolMemory>, region: Region) -> Self {
         let mirror = Mutex::new(Mirror::new(region.blocks()));
         let (copying, copied, given_up) = (Mutex::new(()), Condvar::new(), GivenUp::default());
-        Self { memory, region, mirror, copying, copied, given_up }
+        let counts = OnceLock::new();
+        Self { memory, region, mirror, copying, copied, patience: PATIENCE, given_up, counts }
+    }
+
+    /// One that waits so long for the end of somebody else's copy.
+    #[cfg(test)]
+    pub(super) fn with_patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    /// From now on counts blocks that are copied between device and mirror.
+    pub fn count(&self, counts: Counts) {
+        // Those of the first stay.
+        let _ = self.counts.set(counts);
+    }
+
+    fn counted(&self, to_host: usize, to_device: usize) {
+        if let Some(counts) = self.counts.get() {
+            counts.to_host.increment(to_host as u64);
+            counts.to_device.increment(to_device as u64);
+        }
     }
 
     /// Whether the device may be used.
     ///
     /// # Errors
-    /// [`DeviceError::Hung`], for ever after the first work that was not over in time.
+    /// Why not, for ever after the first work that was not over in time, or the first of the executor's that failed.
     pub fn usable(&self) -> Result<(), DeviceError> {
         self.given_up.usable()
     }
 
-    /// The executor's own work has failed; if it has hung, nobody uses the device any more.
+    /// The executor's own work has failed: nobody uses the device any more. A step that was refused was not begun.
     pub(super) fn failed(&self, error: &DeviceError) {
-        self.given_up.note(error);
+        if !matches!(error, DeviceError::Step(_)) {
+            self.given_up.note(error);
+        }
     }
 
     /// Who has what. The executor's lock is short: nobody copies under it.
@@ -139,11 +190,10 @@ impl Port {
     /// [`DeviceError`]; nobody may read them in the mirror.
     pub fn in_region(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
         let _copying = lock(&self.copying);
-        self.usable()?;
         let mut owed = {
-            let mut mirror = self.mirror();
+            let mut mirror = self.at_rest(blocks)?;
             let owed = mirror.owed(blocks);
-            mirror.begin(&owed);
+            mirror.begin(owed.iter().map(|owed| owed.block));
             owed
         };
         if owed.is_empty() {
@@ -160,23 +210,74 @@ impl Port {
                 _ => ranges.push(first..first + bytes),
             }
         }
-        let copied = self.memory.copy_out(&ranges, &self.region).inspect_err(|error| self.failed(error));
+        let copied = self.memory.copy_out(&ranges, &self.region);
+        let copied = copied.inspect_err(|error| self.given_up.note_hung(error));
         let mut mirror = self.mirror();
         if copied.is_ok() {
             mirror.paid(&owed);
+            self.counted(owed.len(), 0);
         }
-        mirror.over();
+        mirror.over(owed.iter().map(|owed| owed.block));
         drop(mirror);
         self.copied.notify_all();
         copied
     }
 
+    /// The books, at a moment at which none of these blocks is being copied to the mirror.
+    fn at_rest(&self, blocks: &[BlockId]) -> Result<MutexGuard<'_, Mirror>, DeviceError> {
+        let in_flight = |mirror: &mut Mirror| mirror.is_in_flight(blocks);
+        let waited = self.copied.wait_timeout_while(self.mirror(), self.patience, in_flight);
+        let (mirror, late) = waited.unwrap_or_else(PoisonError::into_inner);
+        if late.timed_out() {
+            // Whoever copies them has died of it, or will give the device up itself.
+            let what = "a copy of KV blocks into host memory";
+            self.given_up.note(&DeviceError::Hung { what, waited: self.patience });
+        }
+        self.usable()?;
+        Ok(mirror)
+    }
+
     /// These blocks are about to be written in the mirror. Waits for copies of what was in them before.
     pub(super) fn landing(&self, blocks: &[BlockId]) {
-        let mirror = self.mirror();
-        let in_flight = |mirror: &mut Mirror| mirror.is_in_flight(blocks);
-        let mut mirror = self.copied.wait_while(mirror, in_flight).unwrap_or_else(PoisonError::into_inner);
+        // Of a device that is given up nobody uses what lands.
+        let mut mirror = self.at_rest(blocks).unwrap_or_else(|_| self.mirror());
         blocks.iter().for_each(|block| mirror.landing(*block));
+    }
+
+    /// What the executor copies so that both sides of these blocks are the same, which it does before
+    /// [`Self::end_level`]. Waits for copies to the mirror of what was in them before.
+    ///
+    /// # Errors
+    /// As [`Self::usable`].
+    pub(super) fn begin_level(&self, blocks: &[BlockId]) -> Result<Level, DeviceError> {
+        let mut mirror = self.at_rest(blocks)?;
+        let (down, up) = (mirror.to_host(blocks), mirror.take_to_device(blocks.iter().copied()));
+        mirror.begin(down.iter().copied());
+        Ok(Level { down, up })
+    }
+
+    /// They are the same, or that has failed.
+    pub(super) fn end_level(&self, level: &Level, copied: &Result<(), DeviceError>) {
+        match copied {
+            Ok(()) => self.counted(level.down.len(), level.up.len()),
+            // Before anybody goes on who has waited.
+            Err(error) => self.failed(error),
+        }
+        let mut mirror = self.mirror();
+        if copied.is_ok() {
+            // Not before they have landed: whoever reads the mirror trusts this.
+            mirror.copied_to_host(&level.down);
+        }
+        mirror.over(level.down.iter().copied());
+        drop(mirror);
+        self.copied.notify_all();
+    }
+
+    /// Of these blocks, those that the executor copies to the device before a step. They count as copied.
+    pub(super) fn onboard(&self, blocks: impl Iterator<Item = BlockId>) -> Vec<BlockId> {
+        let taken = self.mirror().take_to_device(blocks);
+        self.counted(0, taken.len());
+        taken
     }
 }
 
@@ -239,7 +340,7 @@ impl Opened for Landing {
         self.opened.copy(runs, region).inspect_err(|error| {
             // The blocks are somebody else's as soon as this returns.
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<DeviceError>());
-            inner.into_iter().for_each(|error| self.given_up.note(error));
+            inner.into_iter().for_each(|error| self.given_up.note_hung(error));
         })
     }
 }
@@ -328,5 +429,55 @@ mod tests {
         assert_eq!(*lock(&told), ["copied", "landed"]);
         assert!(!port.mirror().is_in_flight(&lent));
         assert_eq!(port.mirror().on_host(&lent), lent, "what has landed counts");
+    }
+
+    #[test]
+    fn nothing_is_stored_of_a_block_whose_last_owners_copy_is_under_way() {
+        let told = Arc::<Mutex<Vec<&'static str>>>::default();
+        let ((begun, has_begun), (go, end)) = (sync_channel(0), sync_channel(0));
+        let memory = Gated { begun, end: Mutex::new(end), told: Arc::clone(&told) };
+        let port = Port::new(Arc::new(memory), Region::allocate(4, 64));
+        let lent = [BlockId(1)];
+        port.mirror().computed(lent[0]);
+        port.mirror().lend(lent.into_iter());
+        std::thread::scope(|scope| {
+            scope.spawn(|| port.in_region(&lent).expect("it is copied"));
+            has_begun.recv().expect("it begins");
+            // Its lease has ended past its drain deadline; another prompt has computed it and stores it.
+            port.mirror().computed(lent[0]);
+            let storing = scope.spawn(|| {
+                let level = port.begin_level(&lent).expect("the copy ends");
+                lock(&told).push("stored");
+                port.end_level(&level, &Ok(()));
+                level
+            });
+            go.send(()).expect("it waits");
+            let level = storing.join().expect("no panic");
+            assert_eq!(
+                (level.down, level.up),
+                (lent.to_vec(), Vec::new()),
+                "the mirror has the other prompt's"
+            );
+        });
+        assert_eq!(*lock(&told), ["copied", "stored"]);
+        assert!(port.mirror().to_host(&lent).is_empty() && !port.mirror().is_in_flight(&lent));
+    }
+
+    #[test]
+    fn what_is_stored_is_not_copied_for_readers_meanwhile_nor_afterwards() {
+        let ((begun, has_begun), (_go, end)) = (sync_channel(0), sync_channel(0));
+        let memory = Gated { begun, end: Mutex::new(end), told: Arc::default() };
+        let port = Port::new(Arc::new(memory), Region::allocate(4, 64));
+        let lent = [BlockId(1)];
+        port.mirror().computed(lent[0]);
+        port.mirror().lend(lent.into_iter());
+        let level = port.begin_level(&lent).expect("nobody copies");
+        // A copy would panic: nobody waits for its beginning.
+        drop(has_begun);
+        std::thread::scope(|scope| {
+            let reading = scope.spawn(|| port.in_region(&lent));
+            port.end_level(&level, &Ok(()));
+            reading.join().expect("no copy").expect("the mirror has it");
+        });
     }
 }

@@ -75,6 +75,8 @@ pub struct SoftDevice {
     priorities: Vec<Priority>,
     /// Nothing that is waited for is over in time any more.
     hangs: Arc<AtomicBool>,
+    /// After so many copies to it, the next one fails.
+    uploads_left: Option<u64>,
     events: Vec<Clock>,
     graphs: Vec<Vec<Recorded>>,
     capturing: Option<(Stream, Vec<Recorded>)>,
@@ -112,6 +114,7 @@ impl SoftDevice {
             clocks: vec![Clock::default()],
             priorities: Vec::new(),
             hangs: Arc::default(),
+            uploads_left: None,
             events: Vec::new(),
             graphs: Vec::new(),
             capturing: None,
@@ -142,6 +145,11 @@ impl SoftDevice {
     /// It works again, as no GPU does: to see that nobody asks.
     pub fn recover(&mut self) {
         self.hangs.store(false, Ordering::Release);
+    }
+
+    /// The `nth` copy to it from now on fails, and no other.
+    pub fn fail_upload(&mut self, nth: u64) {
+        self.uploads_left = nth.checked_sub(1);
     }
 
     fn check(&self, slice: &Slice) -> Result<&Memory, DeviceError> {
@@ -408,6 +416,10 @@ impl Device for SoftDevice {
     }
 
     fn upload(&mut self, on: Stream, from: HostAt, to: Slice) -> Result<(), DeviceError> {
+        if self.uploads_left.take_if(|left| *left == 0).is_some() {
+            return Err(DeviceError::Call { call: "upload", what: "it was to fail".into() });
+        }
+        self.uploads_left.iter_mut().for_each(|left| *left -= 1);
         self.copy_host(on, from, to, false)
     }
 

@@ -1,6 +1,8 @@
 //! The executor on the software device, against the CPU executor: the same launches that a GPU would get.
 
 use super::software::SoftDevice;
+use std::time::Duration;
+
 use super::*;
 use crate::executor::LogitsWanted;
 use crate::executor::cpu::{CpuExecutor, CpuOptions};
@@ -368,6 +370,98 @@ fn a_copy_that_hangs_is_the_end_of_the_device() {
     refused(device.usable());
     assert!(port.in_region(&table[..1]).is_err());
     assert_eq!((device.device().launches, device.device().copies), before);
+}
+
+/// A pool out of which no copy has ended when the test looks.
+#[derive(Debug)]
+struct Endless(std::sync::mpsc::SyncSender<()>, std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+
+impl port::PoolMemory for Endless {
+    fn export(&self) -> std::io::Result<baton_connector_device::Export> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
+
+    fn open(
+        &self,
+        _: &baton_connector_device::Offer,
+        _: Option<std::os::fd::OwnedFd>,
+    ) -> std::io::Result<Box<dyn baton_connector_device::Opened>> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
+
+    fn copy_out(&self, _: &[std::ops::Range<usize>], _: &Region) -> Result<(), DeviceError> {
+        self.0.send(()).expect("the test waits");
+        self.1.lock().unwrap().recv().expect("the test goes on");
+        Ok(())
+    }
+}
+
+#[test]
+fn a_store_waits_for_a_copy_of_the_blocks_last_owner_and_not_for_ever() {
+    let config = config("Llama", "");
+    let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
+    let ((begun, has_begun), (go, end)) =
+        (std::sync::mpsc::sync_channel(0), std::sync::mpsc::sync_channel(0));
+    let memory = Endless(begun, std::sync::Mutex::new(end));
+    let port = Port::new(Arc::new(memory), device.regions[0].clone()).with_patience(Duration::ZERO);
+    device.port = Arc::new(port);
+    let port = Arc::clone(&device.port);
+    let (table, prompt) = (blocks(0, 2), tokens(3, 16));
+    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
+    device.execute(std::slice::from_ref(&step), &mut logits).unwrap();
+    device.lend(&table[..1]).unwrap();
+    std::thread::scope(|scope| {
+        // Let go of when an assertion fails, so that nobody waits for it.
+        let go = go;
+        scope.spawn(|| port.in_region(&table[..1]));
+        has_begun.recv().unwrap();
+        // The lease has ended past its drain deadline, and the block is another prompt's.
+        device.execute(&[step], &mut logits).unwrap();
+        device.publish(&table[1..]).unwrap();
+        let why = device.publish(&table[..1]).unwrap_err().to_string();
+        go.send(()).unwrap();
+        assert!(why.contains("host memory was not over") && device.usable().is_err(), "{why}");
+    });
+}
+
+#[test]
+fn after_an_upload_that_fails_no_step_reads_what_was_not_uploaded() {
+    let config = config("Qwen2", "");
+    let (text, table) = (tokens(9, 33), blocks(3, 5));
+    let step =
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+    let (mut logits, mut theirs) = (Logits::default(), Logits::default());
+    let mut producer = on_software(&config, |_| ());
+    producer.execute(&[step(&text[..32], 0, &table)], &mut logits).unwrap();
+    producer.publish(&table).unwrap();
+    // By a step, a store and a loan.
+    for by in 0..3 {
+        let mut consumer = on_software(&config, |_| ());
+        consumer.landing(&table[..4]);
+        for block in &table[..4] {
+            consumer.regions()[0].write_block(*block, &producer.regions()[0].read_block(*block));
+        }
+        consumer.device().fail_upload(2);
+        let failed = match by {
+            0 => consumer.execute(&[step(&text[32..], 32, &table)], &mut theirs),
+            1 => consumer.publish(&table[..4]),
+            _ => consumer.lend(&table[..4]),
+        };
+        let why = failed.unwrap_err().to_string();
+        assert!(why.contains("upload"), "{why}");
+        // The device would work again. The same prompt is refused, and so is everybody else.
+        let copies = consumer.device().copies;
+        for (tokens, start) in [(&text[32..], 32), (&text[..1], 0)] {
+            let again = consumer.execute(&[step(tokens, start, &table)], &mut theirs);
+            assert!(
+                again.is_err() && theirs.values.is_empty(),
+                "way {by}: it computes with half of the blocks"
+            );
+        }
+        assert!(consumer.publish(&table[..4]).is_err() && consumer.lend(&table[..4]).is_err());
+        assert!(consumer.usable().is_err());
+        assert_eq!(consumer.device().copies, copies);
+    }
 }
 
 #[test]
