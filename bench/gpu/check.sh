@@ -18,14 +18,25 @@
 # DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc, nixl, handoff and e2e, and no
 # speed.
 #
-# Exit codes: 0 all right; 1 something is wrong; 2 wrong arguments; 77 there is no GPU, nothing was checked.
+# The last line is the verdict: "all right", "FAILED: …" or "NOT CHECKED: …" with every part that was not run and why (a test binary
+# that is not named, a library or a tool that is not here, a step that STEPS or the software device leaves out).
+#
+# Exit codes: 0 everything was run and is right; 1 something is wrong; 2 wrong arguments; 3 what was run is right, and something
+# was not run; 77 there is no GPU, nothing was checked.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+self=$(realpath "$0")
+cd "$(dirname "$self")/../.."
 
-if [ $# = 0 ]; then
-    echo "usage: bench/gpu/check.sh BATON [OUT]" >&2
-    exit 2
-fi
+case "${1:-}" in
+    -h | --help)
+        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$self"
+        exit 0
+        ;;
+    '')
+        echo "usage: bench/gpu/check.sh BATON [OUT]" >&2
+        exit 2
+        ;;
+esac
 baton=$1
 out=${2:-bench/results}
 handoff=${HANDOFF:-}
@@ -58,17 +69,46 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export BATON_KERNEL_CACHE=${BATON_KERNEL_CACHE:-$work/kernels}
 failed=()
+skipped=()
 
 step() {
     echo
     echo "== $1"
 }
 
+# skip PART WHY
+skip() {
+    skipped+=("$1 ($2)")
+    echo "## SKIPPED: $1: $2" >&2
+}
+
+# wanted STEP: whether it is to be run; one that is not is noted.
 wanted() {
     case "$steps" in
-        *" $1 "*) return 0 ;;
-        *) return 1 ;;
+        *" $1 "*) ;;
+        *)
+            skipped+=("$1 (not in STEPS)")
+            return 1
+            ;;
     esac
+    case "$device $1" in
+        "software speed" | "software sanitizer" | "software disconnect")
+            skipped+=("$1 (not on the software device)")
+            return 1
+            ;;
+    esac
+}
+
+# tests WHAT COMMAND…: runs test binaries' filters. A filter that matches no test has checked nothing.
+tests() {
+    local what=$1 code=0
+    shift
+    "$@" | tee "$work/tests.txt" || code=$?
+    if [ "$code" != 0 ]; then
+        failed+=("$what")
+    elif ! grep -Eq '^test result: ok\. [1-9][0-9]* passed' "$work/tests.txt"; then
+        failed+=("$what (no test was run)")
+    fi
 }
 
 # The driver's own answer, not a tool's: nvidia-smi may be missing where the GPU is not.
@@ -79,9 +119,7 @@ if [ "$device" != software ]; then
     code=$?
 else
     echo "## A DRY RUN ON THE SOFTWARE DEVICE: nothing of a GPU is checked or measured." >&2
-    steps=${steps//" speed "/" "}
-    steps=${steps//" sanitizer "/" "}
-    steps=${steps//" disconnect "/" "}
+    skipped+=("kernels (not on the software device)")
 fi
 if [ "$code" = 77 ]; then
     echo >&2
@@ -136,7 +174,7 @@ if wanted nixl; then
         fi
     fi
     if [ "$code" = 77 ]; then
-        echo "## SKIPPED: NOTHING OF NIXL WAS CHECKED. Its library is not here; see above." >&2
+        skip nixl "its library is not here, see above"
     elif [ "$code" != 0 ]; then
         failed+=("nixl")
     fi
@@ -145,19 +183,21 @@ fi
 if wanted handoff; then
     step "handoffs, offload and transports with KV in device memory"
     if [ -n "$handoff" ]; then
-        BATON_TEST_DEVICE=$device "$handoff" device:: --test-threads 1 || failed+=("handoff tests")
+        tests "handoff tests" env BATON_TEST_DEVICE="$device" "$handoff" device:: --test-threads 1
     else
-        echo "SKIPPED: set HANDOFF to the built test binary of engine/tests/handoff"
+        skip handoff "HANDOFF does not name the built test binary of engine/tests/handoff"
     fi
 fi
 
 if wanted e2e; then
     step "router and engines as processes, with KV in device memory"
     if [ -n "$e2e" ]; then
-        BATON_TEST_DEVICE=$device BATON_TEST_BINARY=$(realpath "$baton") "$e2e" device:: between_devices --test-threads 2 \
-            || failed+=("end-to-end tests")
+        for filter in device:: between_devices; do
+            tests "end-to-end tests $filter" \
+                env BATON_TEST_DEVICE="$device" BATON_TEST_BINARY="$(realpath "$baton")" "$e2e" "$filter" --test-threads 2
+        done
     else
-        echo "SKIPPED: set E2E to the built test binary of tests/e2e"
+        skip e2e "E2E does not name the built test binary of tests/e2e"
     fi
 fi
 
@@ -170,7 +210,7 @@ if wanted sanitizer; then
                 || failed+=("compute-sanitizer $tool")
         done
     else
-        echo "SKIPPED: compute-sanitizer is not installed"
+        skip sanitizer "compute-sanitizer is not installed"
     fi
 fi
 
@@ -184,7 +224,14 @@ fi
 
 echo
 if [ ${#failed[@]} -gt 0 ]; then
+    [ ${#skipped[@]} = 0 ] || printf 'NOT CHECKED: %s\n' "${skipped[@]}" >&2
     printf 'FAILED: %s\n' "${failed[@]}" >&2
     exit 1
 fi
-echo "everything that ran is right"
+if [ ${#skipped[@]} -gt 0 ]; then
+    echo "what was run is right" >&2
+    list=$(printf '; %s' "${skipped[@]}")
+    echo "NOT CHECKED: ${list:2}" >&2
+    exit 3
+fi
+echo "all right"

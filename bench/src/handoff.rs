@@ -12,7 +12,8 @@
 //! The answer is of one token. What the read adds is exposed less cached; one chunk's share of the late read is what an
 //! early one cannot hide.
 //!
-//! `--json` prints one object: `prompt_tokens`, `chunk_tokens`, `kv_bytes` of the prompt, `repetitions`, `transports`: by name `early_ms`,
+//! `--json` prints one object: `prompt_tokens`, `chunk_tokens`, `pace_ms` (the least time of the prefill engine's steps), `device`,
+//! `kv_bytes` of the prompt, `repetitions`, `transports`: by name `early_ms`,
 //! `late_ms`, `cached_ms` (medians of what is exposed), `early_read_ms` and `late_read_ms` (medians of the differences to
 //! `cached` within a repetition), `chunk_ms` (one chunk's share of `late_read_ms`), `allowed_ms` (`chunk_ms` and 2 ms).
 
@@ -22,6 +23,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use baton_connector::handoff::KvIntent;
+use baton_engine::executor::cuda::DeviceChoice;
 use serde_json::{Map, Value, json};
 
 use crate::running::Running;
@@ -48,6 +50,9 @@ pub struct HandoffOptions {
     /// The least time of a step of the prefill engine, in milliseconds: as if its device were slower
     #[arg(long, default_value_t = 20)]
     pub pace_ms: u64,
+    /// Where both engines compute: cpu, cuda:N, software
+    #[arg(long, default_value_t)]
+    pub device: DeviceChoice,
     /// Transports
     #[arg(long, value_delimiter = ',', default_values_t = ["shm".to_owned(), "tcp".to_owned()])]
     pub transport: Vec<String>,
@@ -89,8 +94,9 @@ pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), HandoffE
         transports.insert(transport.clone(), row);
     }
     let report = json!({
-        "prompt_tokens": options.tokens, "chunk_tokens": options.chunk, "kv_bytes": kv_bytes,
-        "repetitions": options.repetitions, "transports": transports,
+        "prompt_tokens": options.tokens, "chunk_tokens": options.chunk, "pace_ms": options.pace_ms,
+        "device": options.device.to_string(), "kv_bytes": kv_bytes, "repetitions": options.repetitions,
+        "transports": transports,
     });
     if options.json {
         writeln!(out, "{report:#}")?;
@@ -103,9 +109,11 @@ pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), HandoffE
 fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
     writeln!(
         out,
-        "a prompt of {} tokens in steps of {}, {} MB of KV; milliseconds, medians of {}\n",
+        "a prompt of {} tokens in steps of {} that take {} ms or more, on {}, {} MB of KV; milliseconds, medians of {}\n",
         report["prompt_tokens"],
         report["chunk_tokens"],
+        report["pace_ms"],
+        report["device"].as_str().unwrap_or_default(),
         report["kv_bytes"].as_u64().unwrap_or_default() / 1_000_000,
         report["repetitions"],
     )?;
@@ -127,6 +135,7 @@ fn measure(options: &HandoffOptions, transport: &str) -> Result<(Value, u64), Ha
         let mut words =
             vec!["--kv-transport".to_owned(), transport.to_owned(), "--threads".to_owned(), "1".to_owned()];
         words.extend(["--kv-cache-mib".to_owned(), POOL_MIB.to_string()]);
+        words.extend(["--device".to_owned(), options.device.to_string()]);
         if let Some(model) = &options.model {
             words.extend(["--model".to_owned(), model.display().to_string()]);
         }

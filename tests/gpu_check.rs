@@ -1,0 +1,102 @@
+//! `bench/gpu/check.sh` on a machine without a GPU: what it says, and how it exits, when parts of it are not run. Everything
+//! it calls is a script of the test's.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/gpu/check.sh");
+
+/// What a test binary says of so many tests.
+fn ran(tests: u32) -> String {
+    format!("#!/bin/sh\necho 'test result: ok. {tests} passed; 0 failed; 0 ignored'\n")
+}
+
+struct Machine {
+    folder: PathBuf,
+    variables: Vec<(&'static str, String)>,
+}
+
+impl Machine {
+    /// One that has everything, and where everything is right.
+    fn complete(name: &str) -> Self {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("gpu-check-{name}"));
+        fs::create_dir_all(&folder).expect("a folder");
+        let mut machine = Self { folder, variables: Vec::new() };
+        machine.program("baton", "#!/bin/sh\nexit 0\n");
+        machine.program("compute-sanitizer", "#!/bin/sh\nexit 0\n");
+        for (variable, name) in [("HANDOFF", "handoff"), ("E2E", "e2e")] {
+            let path = machine.program(name, &ran(3));
+            machine.variables.push((variable, path));
+        }
+        machine
+    }
+
+    fn program(&self, name: &str, text: &str) -> String {
+        let path = self.folder.join(name);
+        fs::write(&path, text).expect("a script");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("it can be run");
+        path.display().to_string()
+    }
+
+    fn set(mut self, variable: &'static str, value: &str) -> Self {
+        self.variables.retain(|(name, _)| *name != variable);
+        self.variables.push((variable, value.to_owned()));
+        self
+    }
+
+    /// Its exit code, and its last line.
+    fn check(&self) -> (Option<i32>, String) {
+        let path = format!("{}:{}", self.folder.display(), std::env::var("PATH").unwrap_or_default());
+        let mut command = Command::new("bash");
+        command.arg("-c").arg(format!("{SCRIPT} \"$0\" \"$1\" 2>&1"));
+        command.arg(self.folder.join("baton")).arg(self.folder.join("results")).env("PATH", path);
+        for name in ["DEVICE", "STEPS", "HANDOFF", "E2E"] {
+            command.env_remove(name);
+        }
+        command.envs(self.variables.iter().map(|(name, value)| (name, value)));
+        let output = command.output().expect("bash runs");
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        (output.status.code(), said.lines().last().unwrap_or_default().to_owned())
+    }
+}
+
+#[test]
+fn only_what_was_run_whole_is_all_right() {
+    let whole = Machine::complete("whole");
+    assert_eq!(whole.check(), (Some(0), "all right".to_owned()));
+    let (code, said) = whole.set("HANDOFF", "").set("STEPS", "parity nixl handoff e2e").check();
+    assert_eq!(code, Some(3), "{said}");
+    assert!(said.starts_with("NOT CHECKED: speed (not in STEPS); "), "{said}");
+    assert!(said.contains("handoff (HANDOFF does not name") && !said.contains("e2e"), "{said}");
+    let (code, said) = Machine::complete("software").set("DEVICE", "software").check();
+    assert_eq!(code, Some(3), "{said}");
+    for part in ["kernels", "speed", "sanitizer", "disconnect"] {
+        assert!(said.contains(&format!("{part} (not on the software device)")), "{said}");
+    }
+}
+
+#[test]
+fn a_library_that_is_missing_is_named() {
+    let machine = Machine::complete("nixl");
+    machine.program("baton", "#!/bin/sh\n[ \"$2\" = gpu-nixl ] && exit 77\nexit 0\n");
+    let (code, said) = machine.check();
+    assert_eq!((code, said.as_str()), (Some(3), "NOT CHECKED: nixl (its library is not here, see above)"));
+}
+
+#[test]
+fn a_filter_that_matches_no_test_is_a_failure() {
+    let machine = Machine::complete("none");
+    machine.program("handoff", &ran(0));
+    assert_eq!(machine.check(), (Some(1), "FAILED: handoff tests (no test was run)".to_owned()));
+    machine.program("handoff", "#!/bin/sh\necho 'test result: ok. 3 passed'\nexit 101\n");
+    assert_eq!(machine.check(), (Some(1), "FAILED: handoff tests".to_owned()));
+}
+
+#[test]
+fn nothing_is_checked_without_a_gpu() {
+    let machine = Machine::complete("without");
+    machine.program("baton", "#!/bin/sh\nexit 77\n");
+    assert_eq!(machine.check().0, Some(77));
+}
