@@ -301,3 +301,19 @@ impl Measured {
         self.call.outcome == Outcome::Left
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_was_due_is_overdue() {
+        let began = Moment::now();
+        let due =
+            |ms: Option<u64>| Due { at: ms.map(Duration::from_millis), input_tokens: 8, output_tokens: 2 };
+        let left = [due(Some(100)), due(None), due(Some(400)), due(Some(401))];
+        let waited = overdue(&left, 7, began, began.plus(Duration::from_millis(400)));
+        let told: Vec<_> = waited.iter().map(|one| (one.index, one.waited.as_millis())).collect();
+        assert_eq!(told, [(7, 300), (9, 0)]);
+    }
+}
