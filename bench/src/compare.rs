@@ -28,6 +28,7 @@ use crate::load::Target;
 use crate::router::peers::{self, Engines, ProgramArgs, Skips};
 use crate::router::subject::Subject;
 use crate::sim_fleet::{Dialect, EnginePlan, FleetPlan, SimFleet};
+pub use gap::{Fate, Victim};
 pub use report::{CompareReport, GapReport, TargetReport};
 
 /// What to compare.
@@ -294,6 +295,15 @@ mod tests {
         assert!(toy.stranded_block_seconds_per_1000 > 0.0, "{table}");
         let baton = report.of("baton").gap.clone().expect("victims");
         assert_eq!((baton.stranded, baton.stranded_block_seconds_per_1000), (0, 0.0), "{table}");
+        // Whoever has the JSON can count again, and knows of what.
+        let json = serde_json::to_value(&report).expect("JSON");
+        assert!(json["command"].as_str().is_some_and(|command| command.contains("baton_bench")), "{json:#}");
+        assert!(json["machine"].is_string() && json.get("commit").is_some());
+        let toy =
+            json["targets"].as_array().into_iter().flatten().find(|target| target["name"] == "toy-proxy");
+        let raw = toy.and_then(|toy| toy["gap"]["raw"].as_array()).expect("victims");
+        assert!(raw.len() == 6 && raw.iter().all(|one| one["reason"] == "lease_expired"), "{raw:#?}");
+        assert!(raw.iter().all(|one| one["freed_us"].as_u64() > one["left_us"].as_u64()), "{raw:#?}");
     }
 
     #[test]

@@ -54,6 +54,9 @@ pub struct SimArgs {
     /// Requests of each kind for --self-test
     #[arg(long, default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1_000..))]
     pub self_test_requests: u32,
+    /// Print what --self-test measures as one JSON object
+    #[arg(long, requires = "self_test")]
+    pub json: bool,
 }
 
 /// What every engine is like. A rate or a time of 0 takes no time at all.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_engine::event_log::EventLog;
+use serde::Serialize;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 
@@ -24,17 +25,40 @@ const SLACK: Duration = Duration::from_secs(5);
 const PAGE: usize = 4_096;
 
 /// What became of one client's blocks.
-pub(super) enum Victim {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fate {
     /// The client did not leave in the gap: nothing was lent, or its answer was there before.
     Missed,
-    Home {
-        /// From the client's leaving.
-        after_ms: f64,
-        blocks: u64,
-        stranded: bool,
-    },
+    /// They were given back.
+    Home,
+    /// They came home when the lease's time was up.
+    Stranded,
     /// They had not come home when the log was looked at no longer.
-    Lost { after_ms: f64, blocks: u64 },
+    Lost,
+}
+
+/// One client that was to leave in the gap, and what the prefill engine wrote down of its blocks.
+#[derive(Clone, Debug, Serialize)]
+pub struct Victim {
+    /// Which round.
+    pub round: usize,
+    /// The `user` of its request, which the engine's events carry.
+    pub tag: String,
+    /// What became of its blocks.
+    pub fate: Fate,
+    /// When it had left, microseconds since the Unix epoch.
+    pub left_us: Option<u64>,
+    /// When they were lent, by the engine's log.
+    pub lent_us: Option<u64>,
+    /// When they were free.
+    pub freed_us: Option<u64>,
+    /// Why the lease ended, in the engine's word.
+    pub reason: Option<String>,
+    /// How many.
+    pub blocks: u64,
+    /// From its leaving until they were home; of lost ones, until nobody looked any more.
+    pub after_ms: f64,
 }
 
 /// Reads an engine's log on, and keeps what is of interest by tag and kind.
@@ -108,29 +132,45 @@ pub(super) async fn round(
             left.insert(tag, call);
         }
         for (tag, _) in leaving {
-            victims.push(watch.judge(args, &tag, &left[&tag]).await);
+            let call = &left[&tag];
+            victims.push(watch.judge(args, (round, tag), call).await);
         }
     }
     Ok(victims)
 }
 
 impl Watch {
-    async fn judge(&mut self, args: &CompareArgs, tag: &str, call: &Call) -> Victim {
-        let lent = self.until(tag, "lent", Duration::ZERO).await;
-        let (Some(lent), Some(left), Outcome::Left) = (lent, call.left, &call.outcome) else {
-            return Victim::Missed;
+    async fn judge(&mut self, args: &CompareArgs, (round, tag): (usize, String), call: &Call) -> Victim {
+        let lent = self.until(&tag, "lent", Duration::ZERO).await;
+        let mut victim = Victim {
+            round,
+            fate: Fate::Missed,
+            left_us: call.left.map(Moment::us),
+            lent_us: lent.as_ref().and_then(|lent| lent["at_us"].as_u64()),
+            freed_us: None,
+            reason: None,
+            blocks: lent.as_ref().and_then(|lent| lent["blocks"].as_u64()).unwrap_or(0),
+            after_ms: 0.0,
+            tag,
         };
+        let (Some(_), Some(left), Outcome::Left) = (lent, call.left, &call.outcome) else { return victim };
         if !call.tokens.is_empty() {
-            return Victim::Missed;
+            return victim;
         }
-        let blocks = lent["blocks"].as_u64().unwrap_or(0);
         let within = Duration::from_millis(args.lease_ms) + SLACK;
-        let Some(freed) = self.until(tag, "freed", within).await else {
-            return Victim::Lost { after_ms: Moment::now().since(left).as_secs_f64() * 1e3, blocks };
+        let Some(freed) = self.until(&victim.tag, "freed", within).await else {
+            victim.fate = Fate::Lost;
+            victim.after_ms = Moment::now().since(left).as_secs_f64() * 1e3;
+            return victim;
         };
-        let ended = self.until(tag, "lease_ended", Duration::ZERO).await;
-        let after_us = freed["at_us"].as_u64().unwrap_or(0).saturating_sub(left.us());
-        let stranded = ended.is_some_and(|ended| ended["reason"] == "lease_expired");
-        Victim::Home { after_ms: after_us as f64 / 1e3, blocks, stranded }
+        let ended = self.until(&victim.tag, "lease_ended", Duration::ZERO).await;
+        victim.reason = ended.and_then(|ended| ended["reason"].as_str().map(str::to_owned));
+        victim.fate = match victim.reason.as_deref() {
+            Some("lease_expired") => Fate::Stranded,
+            _ => Fate::Home,
+        };
+        victim.freed_us = freed["at_us"].as_u64();
+        victim.after_ms = victim.freed_us.unwrap_or(0).saturating_sub(left.us()) as f64 / 1e3;
+        victim
     }
 }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::calm::Round;
-use super::gap::Victim;
+use super::gap::{Fate, Victim};
 use super::{CompareArgs, Contender};
 use crate::machine;
 use crate::router::report::Spread;
@@ -16,6 +16,10 @@ pub struct CompareReport {
     pub version: &'static str,
     /// UTC.
     pub date: String,
+    /// Of the repository that it was run in, with a `+` where it was changed.
+    pub commit: Option<String>,
+    /// The command line.
+    pub command: String,
     /// Processors, memory and kernel.
     pub machine: String,
     /// The simulated engines' verbs and rules.
@@ -99,10 +103,12 @@ pub struct GapReport {
     pub freed_p99_ms: f64,
     /// The same, greatest.
     pub freed_max_ms: f64,
-    #[serde(skip)]
-    block_seconds: f64,
-    #[serde(skip)]
-    freed_ms: Vec<f64>,
+    /// `stranded_block_seconds_per_1000` of each round.
+    pub rounds_block_seconds_per_1000: Spread,
+    /// The median of each round from leaving until the blocks were home.
+    pub rounds_freed_p50_ms: Spread,
+    /// Each client: every number above follows from these.
+    pub raw: Vec<Victim>,
 }
 
 /// No number where there was no sample.
@@ -126,6 +132,8 @@ impl CompareReport {
         Self {
             version: env!("CARGO_PKG_VERSION"),
             date: machine::today(),
+            commit: machine::commit(),
+            command: machine::command(),
             machine: machine::described(),
             dialect: args.dialect.label(),
             rounds: args.rounds,
@@ -271,34 +279,44 @@ impl TargetReport {
 }
 
 impl GapReport {
+    /// Adds a round.
     pub(super) fn add(&mut self, victims: Vec<Victim>) {
-        for victim in victims {
-            match victim {
-                Victim::Missed => self.missed += 1,
-                Victim::Home { after_ms, blocks, stranded } => {
-                    self.victims += 1;
-                    self.freed_ms.push(after_ms);
-                    if stranded {
-                        self.stranded += 1;
-                        self.block_seconds += blocks as f64 * after_ms / 1e3;
-                    }
-                }
-                Victim::Lost { after_ms, blocks } => {
-                    self.victims += 1;
-                    self.stranded += 1;
-                    self.lost += 1;
-                    // At least.
-                    self.freed_ms.push(after_ms);
-                    self.block_seconds += blocks as f64 * after_ms / 1e3;
-                }
-            }
+        let round = Tally::of(&victims);
+        if let Some(per_1000) = round.block_seconds_per_1000() {
+            self.rounds_block_seconds_per_1000.add(per_1000);
+            self.rounds_freed_p50_ms.add(percentile(&round.freed_ms, 50.0));
         }
-        self.freed_ms.sort_by(f64::total_cmp);
-        let at = |p| percentile(&self.freed_ms, p);
+        self.raw.extend(victims);
+        let all = Tally::of(&self.raw);
+        let count = |fate: Fate| self.raw.iter().filter(|victim| victim.fate == fate).count();
+        (self.missed, self.lost) = (count(Fate::Missed), count(Fate::Lost));
+        (self.victims, self.stranded) = (all.freed_ms.len(), self.lost + count(Fate::Stranded));
+        let at = |p| percentile(&all.freed_ms, p);
         (self.freed_p50_ms, self.freed_p99_ms, self.freed_max_ms) = (at(50.0), at(99.0), at(100.0));
-        if self.victims > 0 {
-            self.stranded_block_seconds_per_1000 = self.block_seconds * 1_000.0 / self.victims as f64;
+        self.stranded_block_seconds_per_1000 = all.block_seconds_per_1000().unwrap_or(0.0);
+    }
+}
+
+/// What some victims come to.
+struct Tally {
+    /// In order.
+    freed_ms: Vec<f64>,
+    /// Of those that were stranded or lost.
+    block_seconds: f64,
+}
+
+impl Tally {
+    fn of(victims: &[Victim]) -> Self {
+        let left = || victims.iter().filter(|victim| victim.fate != Fate::Missed);
+        let stranded = left().filter(|victim| victim.fate != Fate::Home);
+        Self {
+            freed_ms: sorted(left().map(|victim| victim.after_ms).collect()),
+            block_seconds: stranded.map(|victim| victim.blocks as f64 * victim.after_ms / 1e3).sum(),
         }
+    }
+
+    fn block_seconds_per_1000(&self) -> Option<f64> {
+        (!self.freed_ms.is_empty()).then(|| self.block_seconds * 1_000.0 / self.freed_ms.len() as f64)
     }
 }
 
@@ -335,6 +353,8 @@ mod tests {
         let mut report = CompareReport {
             version: "0",
             date: String::new(),
+            commit: None,
+            command: String::new(),
             machine: "2 × a processor".to_owned(),
             dialect: "vllm",
             rounds: 5,
@@ -369,12 +389,30 @@ mod tests {
     #[test]
     fn a_gap_is_counted_by_hand() {
         let mut gap = GapReport::default();
-        let home = |after_ms, stranded| Victim::Home { after_ms, blocks: 4, stranded };
-        gap.add(vec![home(2.0, false), home(3_000.0, true), Victim::Missed]);
-        gap.add(vec![home(1.0, false), home(500.0, true)]);
-        assert_eq!((gap.victims, gap.stranded, gap.missed, gap.lost), (4, 2, 1, 0));
+        let victim = |after_ms, fate| Victim {
+            round: 0,
+            tag: String::from("t"),
+            fate,
+            left_us: Some(1),
+            lent_us: None,
+            freed_us: None,
+            reason: None,
+            blocks: 4,
+            after_ms,
+        };
+        gap.add(vec![victim(2.0, Fate::Home), victim(3_000.0, Fate::Stranded), victim(0.0, Fate::Missed)]);
+        gap.add(vec![victim(1.0, Fate::Home), victim(500.0, Fate::Lost)]);
+        assert_eq!((gap.victims, gap.stranded, gap.missed, gap.lost), (4, 2, 1, 1));
         // 4 × 3 s and 4 × 0.5 s, of four victims.
         assert_eq!(gap.stranded_block_seconds_per_1000, 14.0 * 250.0);
         assert_eq!((gap.freed_p50_ms, gap.freed_p99_ms, gap.freed_max_ms), (2.0, 3_000.0, 3_000.0));
+        let rounds = &gap.rounds_block_seconds_per_1000;
+        assert_eq!((rounds.min, rounds.median, rounds.max), (1_000.0, 3_500.0, 6_000.0));
+        let json = serde_json::to_value(&gap).expect("JSON");
+        assert_eq!(json["raw"].as_array().map(Vec::len), Some(5), "{json:#}");
+        assert_eq!(
+            (&json["raw"][1]["fate"], &json["raw"][1]["after_ms"]),
+            (&"stranded".into(), &3_000.0.into())
+        );
     }
 }
