@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::SimArgs;
@@ -257,6 +257,7 @@ async fn reads(at: SocketAddr) -> Result<u64, BenchError> {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use serde_json::Value;
 
     use super::*;
 
