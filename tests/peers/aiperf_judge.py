@@ -4,9 +4,9 @@
 For each share of requests that are cancelled and each delay until they are, every cancelled request is followed by its
 id, from aiperf's record to the router's account of it (`/explain/ID`) and on to the engines' events. The router must
 have seen it leave; an engine must have aborted or released it, unless by the router's account none was asked, or no
-engine had read it; its last block must be free within a second of the end that aiperf noted for it. No lease may have
-expired. One line for each run; exits with 1 if any of it does not hold. `--out` keeps what it was judged by, and
-`--again FILE` judges that anew. Standard library only. See README.md in this folder.
+engine had read it; its last block must be free within a second of its client's leaving. No lease may have expired. One
+line for each run; exits with 1 if any of it does not hold. `--out` keeps what it was judged by, and `--again FILE`
+judges that anew. Standard library only. See README.md in this folder.
 """
 
 import argparse
@@ -187,6 +187,13 @@ def home_us(events):
     return max(last, default=None)
 
 
+def gone_us(request):
+    """When the client of a cancelled request had left: by aiperf's own stamp, which was seen to be 100 ms late, or by the
+    router's account, whichever is earlier."""
+    router, stamp = request["router"], request["ended_ns"] / 1000
+    return min(stamp, router["began_us"] + router["took_us"]) if router and router["took_us"] is not None else stamp
+
+
 def fate(request):
     """What became of a cancelled request, in one word."""
     router, events = request["router"], request["events"]
@@ -208,9 +215,9 @@ def judge(run):
     fates = [fate(request) for request in cancelled]
     count = {word: fates.count(word) for word in
              ("given_up", "never_asked", "unread", "not_told", "not_seen_leaving", "unknown_to_router")}
-    homes = [(home_us(request["events"]), request["ended_ns"] / 1000) for request in cancelled]
-    homes = sorted((home - ended) / 1e6 for home, ended in homes if home is not None)
-    learnt = [min(e["at_us"] for e in r["events"] if told(e)) - r["ended_ns"] / 1000
+    homes = [(home_us(request["events"]), gone_us(request)) for request in cancelled]
+    homes = sorted((home - gone) / 1e6 for home, gone in homes if home is not None)
+    learnt = [min(e["at_us"] for e in r["events"] if told(e)) - gone_us(r)
               for r, word in zip(cancelled, fates) if word == "given_up"]
     failed = sum(bool(request["error"]) and not request["cancelled"] for request in requests)
     summary = {
@@ -243,7 +250,8 @@ def check():
     def run(change=lambda one: None, **more):
         one = {
             "id": "c", "began_ns": 0, "ended_ns": 5 * second * 1000, "cancelled": True, "error": "499 cancelled",
-            "router": {"id": "r", "outcome": "client_gone", "asked": [["prefill", "p"], ["decode", "d"]]},
+            "router": {"id": "r", "outcome": "client_gone", "began_us": 0, "took_us": 5 * second + 10,
+                       "asked": [["prefill", "p"], ["decode", "d"]]},
             "events": [
                 event("prefill", 4 * second, "lent", blocks=4), event("prefill", 4 * second + 9, "lease_ended", reason="transfer_done"),
                 event("prefill", 4 * second + 9, "freed", blocks=4), event("decode", 5 * second + 20, "abort", how="disconnect"),
@@ -258,6 +266,10 @@ def check():
 
     def late(one):
         one["events"][-1]["at_us"] += 2 * second
+
+    def late_by_the_router(one):
+        one["ended_ns"] += 3 * second * 1000
+        late(one)
 
     def never_home(one):
         one["events"].pop()
@@ -277,7 +289,8 @@ def check():
     home, aborted, left = ("each one's blocks home within a second of its end", "each that an engine had was aborted or released",
                            "the router saw every cancelled one leave")
     for made, broken in (
-        (run(), []), (run(never_asked), []), (run(late), [home]), (run(never_home), [home]), (run(not_told), [aborted]),
+        (run(), []), (run(never_asked), []), (run(late), [home]), (run(late_by_the_router), [home]),
+        (run(never_home), [home]), (run(not_told), [aborted]),
         (run(crossed), [left]), (run(router_saw_leave=2), [left]), (run(fails, router_saw_leave=0), ["nothing failed"]),
         (run(lease_expiries=1), ["no lease expired"]),
     ):
