@@ -198,10 +198,16 @@ fn differences(table: &BTreeMap<String, String>, live: &BTreeMap<String, String>
     unlisted.chain(untold.map(|(name, kind)| format!("nobody tells the {kind} {name}"))).collect()
 }
 
+/// Told by engines whose pool is in a device's own memory, which those here are not; `tests/e2e/device.rs` reads it.
+const OF_DEVICES: [&str; 1] = ["baton_kv_mirror_blocks_total"];
+
 #[test]
 fn every_metric_of_live_processes_has_a_row_and_every_row_a_metric() {
-    let wrong =
-        [differences(&rows("table"), &LIVE.router), differences(&rows("engine"), &LIVE.engines)].concat();
+    let mut engine = rows("engine");
+    for name in OF_DEVICES {
+        assert!(engine.remove(name).is_some(), "docs/metrics.md has no row for {name}");
+    }
+    let wrong = [differences(&rows("table"), &LIVE.router), differences(&engine, &LIVE.engines)].concat();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert!(LIVE.router.len() > 60 && LIVE.engines.len() > 40, "{:?}", LIVE.engines);
 }
