@@ -240,7 +240,7 @@ fn date_and_time(text: &str) -> Option<f64> {
             let (hours, minutes) = zone[1..].split_once(':').unwrap_or((&zone[1..], "0"));
             let (hours, minutes) = (whole(hours)?, whole(minutes)?);
             // The widest that are in use are -12:00 and +14:00.
-            let offset = (hours < 24 && minutes < 60).then_some(hours * 3_600 + minutes * 60)?;
+            let offset = (hours < 24 && minutes < 60).then(|| hours * 3_600 + minutes * 60)?;
             if zone.starts_with('-') { -offset } else { offset }
         }
     };
