@@ -81,7 +81,7 @@ fn what_a_device_lends_while_it_computes_is_copied_to_the_host_for_those_who_rea
         });
         let copied = || cluster.p.metric("baton_kv_mirror_blocks_total");
         // Read when it is computed, and while it is.
-        for (seed, len, waits) in [(11, 125, true), (12, 149, false)] {
+        for (seed, len, waits) in [(11, 125, true), (12, 141, false)] {
             let prompt = prompt(seed, len);
             let body = drawn(&prompt, 0.0);
             let before = copied();
