@@ -22,6 +22,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use baton_connector::fetch::{Event, Reason};
+use baton_connector::ledger::Settled;
 use baton_connector::limits::DRAIN_DEADLINE;
 use baton_connector::{BlockId, RequestId};
 use tokio::sync::mpsc::Sender;
@@ -166,12 +167,15 @@ impl<S: Surroundings> EngineCore<S> {
     }
 
     /// Runs the forward pass of a plan. False when the device has failed; every request has then been ended.
-    pub fn execute(&mut self, plan: &[Planned]) -> bool {
-        let (scheduler, live) = (&self.scheduler, &self.live);
+    ///
+    /// Meanwhile it asks again and again which leases have ended: their blocks do not wait for the end of the step.
+    pub fn execute(&mut self, plan: &[Planned], settled: &mut dyn FnMut() -> Vec<Settled>) -> bool {
+        let (sequences, mut beside) = self.scheduler.in_step();
+        let (live, resting, surroundings) = (&self.live, &mut self.resting, &self.surroundings);
         let batch: Vec<SeqStep<'_>> = plan
             .iter()
             .map(|part| {
-                let sequence = scheduler.sequence(part.id).expect("what is planned is on the books");
+                let sequence = sequences.get(&part.id).expect("what is planned is on the books");
                 let draw = || Draw::of(&live.get(&part.id)?.sampling, place_of(sequence));
                 SeqStep {
                     tokens: &sequence.tokens()[part.start..part.start + part.count],
@@ -184,7 +188,13 @@ impl<S: Surroundings> EngineCore<S> {
                 }
             })
             .collect();
-        let executed = self.executor.execute(&batch, &mut self.logits);
+        let mut meanwhile = || {
+            for lease in settled() {
+                beside.lease_ended(&lease.blocks);
+                telling::tell_home(beside.take_home(), resting, surroundings);
+            }
+        };
+        let executed = self.executor.run(&batch, &mut self.logits, &mut meanwhile);
         executed.map_err(|error| self.device_failed(&error)).is_ok()
     }
 
@@ -398,7 +408,7 @@ impl<S: Surroundings> EngineCore<S> {
     fn carry_out_effects(&mut self) -> bool {
         let mut acted = false;
         loop {
-            self.tell_home();
+            telling::tell_home(self.scheduler.take_home(), &mut self.resting, &self.surroundings);
             let effects = self.scheduler.take_effects();
             if effects.is_empty() {
                 return acted;

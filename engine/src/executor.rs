@@ -109,9 +109,25 @@ pub trait Executor: Send {
     /// Deterministic: a row depends only on its own sequence's tokens, never on what is batched beside it,
     /// nor on how its prompt was cut into chunks (exact mode), unless [`Self::is_batch_invariant`] says otherwise.
     ///
+    /// `meanwhile` is called on this thread, again and again while the step is computed: for what need not wait for its
+    /// end. It is quick where there is nothing to do.
+    ///
     /// # Errors
     /// [`ExecutorError`]; the KV of the batch's positions is then undefined.
-    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError>;
+    fn run(
+        &mut self,
+        batch: &[SeqStep<'_>],
+        logits: &mut Logits,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExecutorError>;
+
+    /// As [`Self::run`], with nothing to do meanwhile.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
+        self.run(batch, logits, &mut || ())
+    }
 
     /// Whether a row's bits are the same whatever is batched beside it.
     fn is_batch_invariant(&self) -> bool {

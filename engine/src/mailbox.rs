@@ -10,7 +10,7 @@
 //! - asks for digests by [`DIGEST_ASKS_MAX`].
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::Instant;
 
 use baton_connector::fetch::Event;
@@ -203,6 +203,16 @@ impl Mailbox {
     #[must_use]
     pub fn is_closing(&self) -> bool {
         self.lock().closing.is_some()
+    }
+
+    /// Takes the leases that have ended, if nobody is writing just now: not even for the lock it waits.
+    #[must_use]
+    pub fn take_settled(&self) -> Vec<Settled> {
+        match self.mail.try_lock() {
+            Ok(mut mail) => std::mem::take(&mut mail.settled),
+            Err(TryLockError::Poisoned(mail)) => std::mem::take(&mut mail.into_inner().settled),
+            Err(TryLockError::WouldBlock) => Vec::new(),
+        }
     }
 
     /// Takes what is there, without waiting.

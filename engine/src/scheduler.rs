@@ -21,6 +21,7 @@
 //! - A sequence that was admitted can always finish once others have left: nobody is accepted whose longest
 //!   form does not fit the pool.
 
+mod departures;
 mod fetching;
 mod lending;
 mod offloading;
@@ -32,6 +33,8 @@ use baton_connector::fetch::{FailureKind, LoadFailurePolicy, Reason};
 use baton_connector::multi::{self, Children, Multi};
 use baton_connector::offload::TransferId;
 
+pub use self::departures::Beside;
+use self::departures::Departures;
 pub(crate) use self::offloading::connectors_of;
 use self::offloading::{HANDOFF, OFFLOAD, Offload};
 use crate::block_hash::BlockHash;
@@ -167,15 +170,9 @@ pub struct Scheduler {
     loading: usize,
     /// Finished while a transfer was still writing into their landing blocks.
     stopping: HashMap<SeqId, Sequence>,
-    /// Finished while a connector held blocks of theirs: the lease, a fetch that stops, or a store.
-    departing: HashMap<SeqId, Multi>,
-    /// Whose lease a lent prompt is, by its last block: that one is never shared when it is lent, because at least one
-    /// token of every prompt is computed for itself.
-    lent_by: HashMap<BlockId, SeqId>,
+    departures: Departures,
     offload: Option<Offload>,
     effects: Vec<Effect>,
-    /// Finished sequences whose last block has come back since the last look.
-    home: Vec<SeqId>,
     preemptions: u64,
     ignored: u64,
 }
@@ -203,11 +200,9 @@ impl Scheduler {
             fetching: 0,
             loading: 0,
             stopping: HashMap::new(),
-            departing: HashMap::new(),
-            lent_by: HashMap::new(),
+            departures: Departures::default(),
             offload: None,
             effects: Vec::new(),
-            home: Vec::new(),
             preemptions: 0,
             ignored: 0,
         }
@@ -297,11 +292,7 @@ impl Scheduler {
             };
             connectors.apply(multi::Event::Answered(child, answer));
         }
-        if connectors.is_free() {
-            self.home.push(id);
-        } else {
-            self.departing.insert(id, connectors);
-        }
+        self.departures.finished(id, connectors);
         Some(finished)
     }
 
@@ -322,21 +313,13 @@ impl Scheduler {
             let rest = sequence.blocks.split_off(lent_count);
             self.pool.give_back(&rest, Hold::Active);
             self.pool.lend(&sequence.blocks);
-            self.lent_by.insert(*sequence.blocks.last().expect("a prompt has blocks"), sequence.id);
+            self.departures.lent(&sequence.blocks, sequence.id);
             return Finished::Lent(sequence.blocks);
         }
         // What a load still writes into comes back with the end of that load.
         sequence.blocks.retain(|&block| !self.pool.is_landing(block));
         self.pool.give_back(&sequence.blocks, Hold::Active);
         Finished::FreeNow
-    }
-
-    /// A lease has ended: its blocks come back.
-    pub fn lease_ended(&mut self, blocks: &[BlockId]) {
-        self.pool.give_back(blocks, Hold::Leased);
-        if let Some(id) = blocks.last().and_then(|block| self.lent_by.remove(block)) {
-            self.let_go(id, HANDOFF);
-        }
     }
 
     /// What the shell must do beside the step; in order, each once.
@@ -354,12 +337,6 @@ impl Scheduler {
     #[must_use]
     pub fn is_stopping(&self, id: SeqId) -> bool {
         self.stopping.contains_key(&id)
-    }
-
-    /// Finished sequences that hold no block any more, since the last look: neither they nor their lease, nor a fetch
-    /// that comes to rest, nor a store. Each is told once.
-    pub fn take_home(&mut self) -> Vec<SeqId> {
-        std::mem::take(&mut self.home)
     }
 
     /// Whether a transfer may write into this block.
@@ -403,7 +380,7 @@ impl Scheduler {
             preemptions: self.preemptions,
             ignored: self.ignored + self.offload.as_ref().map_or(0, Offload::ignored),
             offloading: self.offload.as_ref().map_or(0, Offload::in_flight),
-            held: self.departing.len(),
+            held: self.departures.held(),
             tiers: self.offload.as_ref().map(Offload::counts),
         }
     }

@@ -89,7 +89,7 @@ impl StepLoop {
             if !plan.is_empty() {
                 // A forward pass takes its time: who looks meanwhile must see who is in it.
                 self.publish();
-                if self.core.execute(&plan) {
+                if self.core.execute(&plan, &mut || self.mailbox.take_settled()) {
                     self.core.finish_step(&plan, self.mailbox.collect());
                 }
                 self.status.stepped();

@@ -40,6 +40,7 @@ counts! {
     disk_full: "fault: disk tier full",
     disk_error: "fault: disk tier error",
     disk_corrupt: "fault: damaged file, noticed by its checksum",
+    settled_in_step: "seen: lease ended during a step",
     preempted: "seen: out of blocks, preempted",
     queue_full: "seen: queue full",
     completed: "seen: requests completed",

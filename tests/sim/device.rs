@@ -106,10 +106,16 @@ impl Executor for Device {
         VOCAB as usize
     }
 
-    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
+    fn run(
+        &mut self,
+        batch: &[SeqStep<'_>],
+        logits: &mut Logits,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExecutorError> {
         if self.broken.swap(false, std::sync::atomic::Ordering::Relaxed) {
             return Err(ExecutorError::Device("the simulator broke it".into()));
         }
+        meanwhile();
         logits.vocab = VOCAB as usize;
         logits.values.clear();
         if let Err(why) = self.apart.check(batch, self.layout.block_tokens) {

@@ -384,10 +384,13 @@ impl Sim {
         let engine = self.engine(index);
         let Some(plan) = engine.step.take() else { return };
         let core = engine.core.as_mut().expect("its life goes on");
-        if core.execute(&plan) {
+        // What ended while the step was computed comes back before its results are booked.
+        let ended = engine.mail.settled.len();
+        if core.execute(&plan, &mut || std::mem::take(&mut engine.mail.settled)) {
             let mail = std::mem::take(&mut engine.mail);
             core.finish_step(&plan, mail);
         }
+        self.counts.settled_in_step += ended as u64;
         self.after_core(index);
         self.go_on(index);
     }

@@ -51,36 +51,40 @@ impl<S: Surroundings> EngineCore<S> {
 
 #[cfg(test)]
 mod tests {
-    use std::cell::RefCell;
-    use std::rc::Rc;
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Arc, Mutex};
     use std::time::{Duration, Instant};
 
-    use baton_connector::ledger::{Grant, OpenRefused};
+    use baton_connector::layout::KvDtype;
+    use baton_connector::lease::Cause;
+    use baton_connector::ledger::{Grant, OpenRefused, Settled};
     use baton_connector::region::Region;
-    use baton_connector::{Epoch, Handle, KvLayout, RequestId};
-    use tokio::sync::mpsc::channel;
+    use baton_connector::{EngineId, Epoch, Handle, KvLayout, RequestId};
+    use tokio::sync::mpsc::{Receiver, channel};
 
     use super::*;
     use crate::engine_core::{ProducerAddress, Submission};
-    use crate::executor::{Executor, Logits, SeqStep};
+    use crate::event_log::What;
+    use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
     use crate::mailbox::Mail;
     use crate::peers::FetchTarget;
     use crate::sampling::SamplingParams;
     use crate::scheduler::{Scheduler, SchedulerConfig};
     use crate::sequence::{NewSequence, Purpose, SeqId, StopRule};
 
-    /// Is given up when the test says so, and computes nothing.
+    type Told = Arc<Mutex<Vec<String>>>;
+
+    /// Is given up when the test says so, computes nothing, and looks at the end of a step at what has been told.
     struct Device {
         region: Region,
         given_up: Arc<AtomicBool>,
+        told: Told,
+        told_in_step: Told,
     }
 
     impl Executor for Device {
         fn layout(&self) -> KvLayout {
-            let dtype = baton_connector::layout::KvDtype::F32;
-            KvLayout { layers: 1, kv_heads: 1, head_dim: 1, block_tokens: 4, dtype }
+            KvLayout { layers: 1, kv_heads: 1, head_dim: 1, block_tokens: 4, dtype: KvDtype::F32 }
         }
 
         fn regions(&self) -> &[Region] {
@@ -91,8 +95,18 @@ mod tests {
             8
         }
 
-        fn execute(&mut self, _: &[SeqStep<'_>], _: &mut Logits) -> Result<(), ExecutorError> {
-            panic!("nothing is computed here");
+        fn run(
+            &mut self,
+            batch: &[SeqStep<'_>],
+            logits: &mut Logits,
+            meanwhile: &mut dyn FnMut(),
+        ) -> Result<(), ExecutorError> {
+            let before = self.told.lock().unwrap().len();
+            meanwhile();
+            self.told_in_step.lock().unwrap().extend(self.told.lock().unwrap().drain(before..));
+            let rows = batch.iter().filter(|step| step.logits != LogitsWanted::No).count();
+            (logits.vocab, logits.values) = (8, vec![0.0; rows * 8]);
+            Ok(())
         }
 
         fn usable(&self) -> Result<(), ExecutorError> {
@@ -103,15 +117,18 @@ mod tests {
         }
     }
 
-    /// Nobody is around; what is counted is kept.
-    struct Alone(Rc<RefCell<Vec<String>>>);
+    /// Nobody is around; what is counted and told is kept.
+    struct Alone {
+        told: Told,
+        address: ProducerAddress,
+    }
 
     impl Surroundings for Alone {
         fn now(&self) -> Instant {
             Instant::now()
         }
         fn fresh_handle(&mut self) -> Option<Handle> {
-            None
+            Some(Handle(7))
         }
         fn lend(&mut self, _: Grant) -> Result<Duration, OpenRefused> {
             Ok(Duration::ZERO)
@@ -132,7 +149,7 @@ mod tests {
             0
         }
         fn address(&self) -> &ProducerAddress {
-            panic!("nobody asks");
+            &self.address
         }
         fn epoch(&self) -> Epoch {
             Epoch(1)
@@ -147,15 +164,31 @@ mod tests {
         fn release_at_producer(&mut self, _: &FetchTarget, _: &'static str) {}
         fn note(&self, fact: Fact<'_>) {
             if let Fact::DeviceFailed(why) = fact {
-                self.0.borrow_mut().push(why.to_owned());
+                self.told.lock().unwrap().push(why.to_owned());
+            }
+        }
+        fn tell(&self, request: &RequestId, _: u32, what: What) {
+            if let What::Freed(blocks) = what {
+                self.told.lock().unwrap().push(format!("{request}: {blocks} blocks freed"));
             }
         }
     }
 
-    #[test]
-    fn who_waits_is_ended_without_a_step_when_other_threads_have_given_the_device_up() {
-        let (given_up, told) = (Arc::new(AtomicBool::new(false)), Rc::default());
-        let device = Device { region: Region::allocate(8, 16), given_up: Arc::clone(&given_up) };
+    struct Bench {
+        core: EngineCore<Alone>,
+        given_up: Arc<AtomicBool>,
+        told: Told,
+        told_in_step: Told,
+    }
+
+    fn bench() -> Bench {
+        let (given_up, told, told_in_step) = <(Arc<AtomicBool>, Told, Told)>::default();
+        let device = Device {
+            region: Region::allocate(8, 16),
+            given_up: Arc::clone(&given_up),
+            told: Arc::clone(&told),
+            told_in_step: Arc::clone(&told_in_step),
+        };
         let config = SchedulerConfig {
             block_tokens: 4,
             max_num_seqs: 2,
@@ -163,22 +196,32 @@ mod tests {
             max_waiting: 2,
             max_model_len: 16,
         };
-        let mut core = EngineCore::new(Box::new(device), Scheduler::new(config, 8), Alone(Rc::clone(&told)));
-        let (outbox, mut inbox) = channel(8);
+        let address = ProducerAddress {
+            engine_id: EngineId("p".into()),
+            host: "127.0.0.1".into(),
+            ports: vec![1],
+            block_tokens: 4,
+        };
+        let alone = Alone { told: Arc::clone(&told), address };
+        let core = EngineCore::new(Box::new(device), Scheduler::new(config, 8), alone);
+        Bench { core, given_up, told, told_in_step }
+    }
+
+    fn request(id: u64, purpose: Purpose, max_new: usize) -> (Mail, Receiver<(u32, SeqEvent)>) {
+        let (outbox, inbox) = channel(8);
         let sequence = NewSequence {
-            id: SeqId(1),
-            request: RequestId::new("r").expect("a test id"),
-            prompt: vec![1, 2, 3],
-            stop: StopRule { max_new: 2, stop_ids: Vec::new(), min_new: 0 },
-            purpose: Purpose::Plain,
+            id: SeqId(id),
+            request: RequestId::new(&format!("r{id}")).expect("a test id"),
+            prompt: vec![1, 2, 3, 4, 5],
+            stop: StopRule { max_new, stop_ids: Vec::new(), min_new: 0 },
+            purpose,
             follows: None,
             rides: false,
             cache_salt: None,
         };
-        let sampling = SamplingParams::default();
         let submission = Submission {
             sequence,
-            sampling,
+            sampling: SamplingParams::default(),
             index: 0,
             tag: None,
             outbox,
@@ -187,13 +230,59 @@ mod tests {
         };
         let mut mail = Mail::default();
         mail.submissions.push_back(submission);
+        (mail, inbox)
+    }
+
+    #[test]
+    fn who_waits_is_ended_without_a_step_when_other_threads_have_given_the_device_up() {
+        let Bench { mut core, given_up, told, .. } = bench();
+        let (mail, mut inbox) = request(1, Purpose::Plain, 2);
         core.take_in(mail);
-        assert!(core.live() == 1 && told.borrow().is_empty());
+        assert!(core.live() == 1 && told.lock().unwrap().is_empty());
         given_up.store(true, Ordering::Release);
         for _ in 0..2 {
             core.take_in(Mail::default());
         }
         assert!(matches!(inbox.try_recv(), Ok((0, SeqEvent::Unavailable(_)))));
-        assert_eq!((core.live(), told.borrow().len()), (0, 1));
+        assert_eq!((core.live(), told.lock().unwrap().len()), (0, 1));
+    }
+
+    #[test]
+    fn blocks_of_a_lease_that_ends_during_a_step_do_not_wait_for_its_end() {
+        let Bench { mut core, told, told_in_step, .. } = bench();
+        let nothing = &mut Vec::new;
+        let (mail, mut lent_to) = request(1, Purpose::Produce { consumers: 1, early: false }, 1);
+        core.take_in(mail);
+        let (plan, _) = core.schedule();
+        assert!(core.execute(&plan, nothing));
+        core.finish_step(&plan, Mail::default());
+        core.schedule();
+        let Some(handoff) =
+            std::iter::from_fn(|| lent_to.try_recv().ok()).find_map(|(_, event)| match event {
+                SeqEvent::Finished(end) => end.handoff,
+                _ => None,
+            })
+        else {
+            panic!("nothing was lent");
+        };
+        assert_eq!(core.books().0.leased, 2);
+        // Another computes when the first one's lease ends; both prompts begin alike, so that they share a block.
+        let (mail, _inbox) = request(2, Purpose::Plain, 2);
+        core.take_in(mail);
+        let (plan, _) = core.schedule();
+        let mut ended = vec![Settled {
+            handle: handoff.handle,
+            request: RequestId::new("r1").expect("a test id"),
+            blocks: handoff.blocks.clone(),
+            cause: Cause::Released,
+            reason: "aborted".into(),
+            held: Duration::ZERO,
+            readers: (0, 1),
+        }];
+        assert!(core.execute(&plan, &mut || std::mem::take(&mut ended)));
+        assert_eq!((core.books().0.leased, core.books().0.active), (0, 2));
+        assert_eq!(*told_in_step.lock().unwrap(), ["r1: 2 blocks freed"]);
+        core.finish_step(&plan, Mail::default());
+        assert!(told.lock().unwrap().is_empty() && core.live() == 1);
     }
 }

@@ -1,5 +1,6 @@
 //! What an engine core writes into the event log about its requests.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use baton_connector::RequestId;
@@ -100,13 +101,17 @@ impl<S: Surroundings> EngineCore<S> {
             self.resting.insert(id, Resting { request: live.request.clone(), index: live.index, blocks });
         }
     }
+}
 
-    /// Tells whose blocks have come back.
-    pub(super) fn tell_home(&mut self) {
-        for id in self.scheduler.take_home() {
-            if let Some(rested) = self.resting.remove(&id) {
-                self.surroundings.tell(&rested.request, rested.index, What::Freed(rested.blocks));
-            }
+/// Tells whose blocks have come back.
+pub(super) fn tell_home(
+    home: Vec<SeqId>,
+    resting: &mut HashMap<SeqId, Resting>,
+    surroundings: &impl Surroundings,
+) {
+    for id in home {
+        if let Some(rested) = resting.remove(&id) {
+            surroundings.tell(&rested.request, rested.index, What::Freed(rested.blocks));
         }
     }
 }

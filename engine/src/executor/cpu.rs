@@ -219,7 +219,12 @@ impl Executor for CpuExecutor {
     /// # Panics
     /// When a step has no tokens, a token outside the vocabulary, too short a block table, or a block that one sequence writes
     /// in another's: the scheduler's mistakes, found before anything is computed.
-    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
+    fn run(
+        &mut self,
+        batch: &[SeqStep<'_>],
+        logits: &mut Logits,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExecutorError> {
         let plan =
             Plan::new(batch, &self.geometry.shard(), &self.regions, &self.network.config, self.team.size());
         if let Err(mistake) = self.apart.check(batch, self.geometry.shard().block_tokens) {
@@ -242,6 +247,7 @@ impl Executor for CpuExecutor {
             &self.scratch,
             &mut self.team,
             &mut logits.values,
+            meanwhile,
         )
         .map_err(|panic| ExecutorError::Device(panic.0))
     }

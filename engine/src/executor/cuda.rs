@@ -231,7 +231,12 @@ impl<D: Device> CudaExecutor<D> {
             .map_err(|error| ExecutorError::Device(error.to_string()))
     }
 
-    fn step(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), DeviceError> {
+    fn step(
+        &mut self,
+        batch: &[SeqStep<'_>],
+        logits: &mut Logits,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), DeviceError> {
         let plan = Plan::new(batch, &self.bounds).map_err(DeviceError::Step)?;
         self.apart.check(batch, self.layout.block_tokens).map_err(DeviceError::Step)?;
         self.onboard(batch)?;
@@ -253,11 +258,11 @@ impl<D: Device> CudaExecutor<D> {
                 self.head(&plan, first, rows)?;
             }
             let real = rows.min(plan.wanted_real - first);
-            self.fetch(plan.sampled, real, logits)?;
+            self.fetch(plan.sampled, real, logits, meanwhile)?;
         }
         if plan.wanted_rows == 0 {
             self.device.record(self.computed, self.compute)?;
-            self.device.synchronize(self.computed)?;
+            self.device.synchronize_beside(self.computed, meanwhile)?;
         }
         Ok(())
     }
@@ -308,7 +313,13 @@ impl<D: Device> CudaExecutor<D> {
     }
 
     /// Brings back what was chosen, or the logits, and waits for it.
-    fn fetch(&mut self, sampled: bool, rows: usize, logits: &mut Logits) -> Result<(), DeviceError> {
+    fn fetch(
+        &mut self,
+        sampled: bool,
+        rows: usize,
+        logits: &mut Logits,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), DeviceError> {
         let (at, bytes) = match sampled {
             true => (0, rows * 4),
             false => (self.chosen_bytes, rows * self.config.vocab * 4),
@@ -316,7 +327,7 @@ impl<D: Device> CudaExecutor<D> {
         let to = HostAt { host: self.results_host, offset: at };
         self.device.download(self.compute, self.results.part(at, bytes), to)?;
         self.device.record(self.computed, self.compute)?;
-        self.device.synchronize(self.computed)?;
+        self.device.synchronize_beside(self.computed, meanwhile)?;
         let mut raw = vec![0; bytes];
         self.device.read_host(to, &mut raw)?;
         let words = raw.as_chunks::<4>().0;
@@ -401,14 +412,19 @@ impl<D: Device> Executor for CudaExecutor<D> {
         self.config.vocab
     }
 
-    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
+    fn run(
+        &mut self,
+        batch: &[SeqStep<'_>],
+        logits: &mut Logits,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExecutorError> {
         logits.vocab = self.config.vocab;
         logits.values.clear();
         logits.chosen.clear();
         if batch.is_empty() {
             return Ok(());
         }
-        self.used(|executor| executor.step(batch, logits))
+        self.used(|executor| executor.step(batch, logits, meanwhile))
     }
 
     /// The matrix library chooses its order of summation by shape.

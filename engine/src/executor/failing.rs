@@ -35,12 +35,17 @@ impl Executor for Failing {
         self.inner.vocab()
     }
 
-    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
+    fn run(
+        &mut self,
+        batch: &[SeqStep<'_>],
+        logits: &mut Logits,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExecutorError> {
         self.good_steps = self
             .good_steps
             .checked_sub(1)
             .ok_or_else(|| ExecutorError::Device("it was to fail at this step".into()))?;
-        self.inner.execute(batch, logits)
+        self.inner.run(batch, logits, meanwhile)
     }
 
     fn is_batch_invariant(&self) -> bool {

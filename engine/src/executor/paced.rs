@@ -1,13 +1,16 @@
 //! An executor that takes its time: for demonstrations and for tests that must meet a request in a certain phase.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_connector::region::Region;
 use baton_connector::{BlockId, KvLayout};
 
 use super::cuda::port::Port;
 use super::{Executor, ExecutorError, Logits, SeqStep};
+
+/// While it waits it looks so often at what there is to do meanwhile.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// Waits before every step of the executor inside.
 pub struct Paced {
@@ -37,9 +40,18 @@ impl Executor for Paced {
     }
 
     #[allow(clippy::disallowed_methods)] // waiting is what it is for
-    fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
-        std::thread::sleep(self.pace);
-        self.inner.execute(batch, logits)
+    fn run(
+        &mut self,
+        batch: &[SeqStep<'_>],
+        logits: &mut Logits,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExecutorError> {
+        let begun = Instant::now();
+        while let Some(left) = self.pace.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
+            std::thread::sleep(left.min(LOOK_AGAIN));
+            meanwhile();
+        }
+        self.inner.run(batch, logits, meanwhile)
     }
 
     fn is_batch_invariant(&self) -> bool {

@@ -17,7 +17,7 @@ impl Scheduler {
             let actions = fetch_of(&mut sequence).apply(event);
             self.carry_out_stopping(id, &mut sequence, actions);
             if fetch_of(&mut sequence).is_over() {
-                self.let_go(id, HANDOFF);
+                self.departures.let_go(id, HANDOFF);
             } else {
                 self.stopping.insert(id, sequence);
             }

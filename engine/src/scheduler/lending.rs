@@ -22,7 +22,7 @@ impl Scheduler {
         let count = sequence.prompt_len.div_ceil(self.config.block_tokens);
         let blocks = sequence.blocks[..count].to_vec();
         self.pool.lend_too(&blocks);
-        self.lent_by.insert(*blocks.last().expect("a prompt has blocks"), id);
+        self.departures.lent(&blocks, id);
         Some(blocks)
     }
 
@@ -49,7 +49,8 @@ impl Scheduler {
     pub(super) fn early_lease_finished(&mut self, sequence: &Sequence, complete: bool) -> Finished {
         let last = sequence.prompt_len.div_ceil(self.config.block_tokens) - 1;
         let (prompt, _) = sequence.blocks.split_at(sequence.blocks.len().min(last + 1));
-        let lent = sequence.blocks.get(last).is_some_and(|last| self.lent_by.get(last) == Some(&sequence.id));
+        let last = sequence.blocks.get(last);
+        let lent = last.is_some_and(|last| self.departures.lender(*last) == Some(sequence.id));
         self.pool.give_back(&sequence.blocks, Hold::Active);
         match (lent, complete) {
             (true, true) => Finished::Sealed(prompt.to_vec()),

@@ -383,7 +383,7 @@ impl Scheduler {
                     let index = index.expect("only loads land");
                     self.load_ended(id, index, matches!(action, Action::Land(_)));
                 }
-                (Action::Settled, Owner::Request(id)) => self.let_go(id, OFFLOAD),
+                (Action::Settled, Owner::Request(id)) => self.departures.let_go(id, OFFLOAD),
                 (Action::Land(_) | Action::Miss(_) | Action::Settled, Owner::Engine) => {
                     unreachable!("the engine's own slot only stores, and never ends")
                 }
@@ -462,16 +462,6 @@ impl Scheduler {
         match answer {
             Answer::Settled => Held::Nothing,
             Answer::Draining(_) => Held::Holds,
-        }
-    }
-
-    /// A connector holds nothing of a finished request any more.
-    pub(super) fn let_go(&mut self, id: SeqId, child: Child) {
-        if let Some(connectors) = self.departing.get_mut(&id)
-            && connectors.apply(MultiEvent::LetGo(child)).contains(&MultiAction::FreeBlocks)
-        {
-            self.departing.remove(&id);
-            self.home.push(id);
         }
     }
 }

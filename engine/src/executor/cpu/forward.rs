@@ -251,6 +251,7 @@ pub(super) fn run(
     scratch: &[Mutex<MemberScratch>],
     team: &mut Team,
     logits: &mut [f32],
+    meanwhile: &mut dyn FnMut(),
 ) -> Result<(), JobPanicked> {
     let inputs = |buffer: &mut Buffer, packed: &mut PackedBuffer| Inputs {
         wide: buffer.share(),
@@ -272,7 +273,7 @@ pub(super) fn run(
         angles: activations.angles.share(),
         logits: Rows { base: Shared(logits.as_mut_ptr()), stride: network.config.vocab },
     };
-    team.run(&|member| {
+    team.run_beside(meanwhile, &|member| {
         // Each member has its own; the lock is never contended.
         let mut scratch = scratch[member.index()].lock().unwrap_or_else(PoisonError::into_inner);
         step.walk(member, &mut scratch);

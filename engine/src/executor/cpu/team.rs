@@ -15,6 +15,7 @@
 #![allow(unsafe_code)] // a borrowed job is handed to threads that `run` waits for; see each block
 
 use std::any::Any;
+use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -23,6 +24,10 @@ use std::thread::JoinHandle;
 /// Rounds of the pause instruction before a waiting member gives its core away: about 50 µs. Longer than the
 /// gap between two steps of a busy engine, far shorter than a scheduler's time slice.
 const SPINS: u32 = 1500;
+
+/// After so many items the caller of a job looks after what it does beside it. An item is a panel of weights that a few
+/// rows are multiplied with (some microseconds), or some rows' (up to 0.1 ms); the look at an empty mailbox takes 20 ns.
+const LOOK_EVERY: usize = 8;
 
 /// A job as seen by the team's threads.
 type Job = dyn Fn(&Member<'_>) + Sync;
@@ -35,10 +40,11 @@ pub(super) struct Team {
 }
 
 /// One member's view of a running job.
-#[derive(Debug)]
 pub(super) struct Member<'a> {
     shared: &'a Shared,
     index: usize,
+    /// What the caller does beside the job, on its own thread.
+    beside: Option<RefCell<&'a mut dyn FnMut()>>,
 }
 
 /// A member panicked; the job's results are worthless.
@@ -121,6 +127,15 @@ impl Team {
 
     /// Runs `job` on every member and waits for all of them.
     pub(super) fn run(&mut self, job: &(dyn Fn(&Member<'_>) + Sync)) -> Result<(), JobPanicked> {
+        self.run_beside(&mut || (), job)
+    }
+
+    /// As [`Self::run`]; `beside` is called on this thread between two items, again and again.
+    pub(super) fn run_beside(
+        &mut self,
+        beside: &mut dyn FnMut(),
+        job: &(dyn Fn(&Member<'_>) + Sync),
+    ) -> Result<(), JobPanicked> {
         let shared = &*self.shared;
         let pointer: *const (dyn Fn(&Member<'_>) + Sync + '_) = job;
         // SAFETY: only the lifetime changes. Threads use the pointer between the increment of `begun` and
@@ -133,7 +148,7 @@ impl Team {
             let _guard = lock(&shared.sleep);
             shared.wake.notify_all();
         }
-        work(shared, 0, job);
+        work(&Member { shared, index: 0, beside: Some(RefCell::new(beside)) }, job);
         spin_until(|| shared.finished.load(Ordering::Acquire) == shared.size - 1);
         *lock(&shared.job) = None;
         if shared.poisoned.swap(false, Ordering::Relaxed) {
@@ -175,6 +190,13 @@ impl Member<'_> {
         self.index
     }
 
+    /// Lets the caller of the job do what it does beside it. On all other members, nothing.
+    fn meanwhile(&self) {
+        if let Some(beside) = &self.beside {
+            (beside.borrow_mut())();
+        }
+    }
+
     /// Calls `item` for some of `0..items`, each index on exactly one member, and waits until all are done.
     pub(super) fn each(&self, items: usize, mut item: impl FnMut(usize)) {
         let size = self.shared.size;
@@ -187,6 +209,9 @@ impl Member<'_> {
                 let index = begin + claimed.fetch_add(1, Ordering::Relaxed);
                 if index < end {
                     item(index);
+                    if (index - begin).is_multiple_of(LOOK_EVERY) {
+                        self.meanwhile();
+                    }
                 }
             }
         }
@@ -222,7 +247,7 @@ fn serve(shared: &Shared, index: usize) {
         }
         let job = lock(&shared.job).expect("a job is set before it is announced");
         // SAFETY: `run` keeps the job alive until `finished` has been counted below.
-        work(shared, index, unsafe { &*job.0 });
+        work(&Member { shared, index, beside: None }, unsafe { &*job.0 });
         shared.finished.fetch_add(1, Ordering::Release);
     }
 }
@@ -250,10 +275,10 @@ fn next_job(shared: &Shared, seen: u64) -> u64 {
     begun
 }
 
-/// Runs the job as member `index` and notes a panic.
-fn work(shared: &Shared, index: usize, job: &(dyn Fn(&Member<'_>) + Sync)) {
-    let member = Member { shared, index };
-    if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(&member))) {
+/// Runs the job as this member and notes a panic.
+fn work(member: &Member<'_>, job: &(dyn Fn(&Member<'_>) + Sync)) {
+    let shared = member.shared;
+    if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(member))) {
         if !payload.is::<Poisoned>() {
             lock(&shared.panic).get_or_insert_with(|| describe(payload.as_ref()));
         }

@@ -230,6 +230,17 @@ fn an_empty_batch_is_nothing_to_do() {
 }
 
 #[test]
+fn the_caller_looks_after_other_things_in_every_phase_of_a_step() {
+    let config = config("Llama");
+    let mut executor = executor(&config, |options| options.threads = 1);
+    let (mut looks, table) = (0, blocks(0, 1));
+    let step = SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsWanted::Last };
+    executor.run(&[step], &mut Logits::default(), &mut || looks += 1).unwrap();
+    // Products of the layer's four matrices, rotation, attention, and what follows the one's product.
+    assert!(looks >= 6 * config.layers, "{looks} looks in {} layers", config.layers);
+}
+
+#[test]
 fn progress_ends_at_the_total() {
     let mut last = LoadProgress { bytes_done: 0, bytes_total: 0 };
     let options = CpuOptions { blocks: 1, threads: 1, ..CpuOptions::default() };

@@ -346,11 +346,19 @@ pub trait Device: Send {
     /// As [`Self::upload`].
     fn wait(&mut self, on: Stream, event: Event) -> Result<(), DeviceError>;
 
-    /// Waits here until the event is reached, and no longer than is ever right.
+    /// Waits here until the event is reached, and no longer than is ever right; `meanwhile` is called again and again.
     ///
     /// # Errors
     /// [`DeviceError::Call`], for whatever has failed before it; [`DeviceError::Hung`].
-    fn synchronize(&mut self, event: Event) -> Result<(), DeviceError>;
+    fn synchronize_beside(&mut self, event: Event, meanwhile: &mut dyn FnMut()) -> Result<(), DeviceError>;
+
+    /// As [`Self::synchronize_beside`], with nothing to do meanwhile.
+    ///
+    /// # Errors
+    /// As there.
+    fn synchronize(&mut self, event: Event) -> Result<(), DeviceError> {
+        self.synchronize_beside(event, &mut || ())
+    }
 
     /// Milliseconds from one event to another, both reached. A device without a clock of its own answers 0.
     ///

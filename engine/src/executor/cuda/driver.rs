@@ -451,10 +451,11 @@ impl Device for CudaDevice {
         check("cuStreamWaitEvent", result)
     }
 
-    fn synchronize(&mut self, event: Event) -> Result<(), DeviceError> {
+    fn synchronize_beside(&mut self, event: Event, meanwhile: &mut dyn FnMut()) -> Result<(), DeviceError> {
         self.bind()?;
+        let (what, event) = ("work on the device", self.events[event.0 as usize]);
         // SAFETY: as above.
-        let waited = unsafe { stream::await_event("work on the device", self.events[event.0 as usize]) };
+        let waited = unsafe { stream::await_event(what, event, meanwhile) };
         self.hung |= matches!(waited, Err(DeviceError::Hung { .. }));
         waited
     }

@@ -480,7 +480,8 @@ impl Device for SoftDevice {
         Ok(())
     }
 
-    fn synchronize(&mut self, event: Event) -> Result<(), DeviceError> {
+    fn synchronize_beside(&mut self, event: Event, meanwhile: &mut dyn FnMut()) -> Result<(), DeviceError> {
+        meanwhile();
         wait("work on the device", &self.hangs)?;
         let reached = self.events[event.0 as usize].clone();
         self.clocks[HOST].join(&reached);

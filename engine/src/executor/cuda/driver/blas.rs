@@ -271,7 +271,7 @@ impl Blas {
                     super::check("cuEventRecord", driver::cuEventRecord(from, on))?;
                     self.run(on, way, algorithm, at)?;
                     super::check("cuEventRecord", driver::cuEventRecord(to, on))?;
-                    super::stream::await_event("a product that is timed", to)?;
+                    super::stream::await_event("a product that is timed", to, &mut || ())?;
                     let mut elapsed = 0.0;
                     let read = driver::cuEventElapsedTime_v2(&raw mut elapsed, from, to);
                     super::check("cuEventElapsedTime", read)?;

@@ -159,7 +159,7 @@ impl CudaPool {
             // SAFETY: both handles are the lane's, which nobody else has.
             unsafe {
                 check("cuEventRecord", sys::cuEventRecord(lane.event, lane.stream))?;
-                stream::await_event(WHAT, lane.event)
+                stream::await_event(WHAT, lane.event, &mut || ())
             }
         });
         let result = match result {

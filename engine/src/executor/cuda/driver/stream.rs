@@ -40,16 +40,23 @@ fn is_over(call: &'static str, answer: sys::CUresult) -> Result<bool, DeviceErro
     }
 }
 
-/// Waits until an event is reached.
+/// Waits until an event is reached, and calls `meanwhile` before each look.
 ///
 /// # Errors
 /// [`DeviceError::Call`], [`DeviceError::Hung`].
 ///
 /// # Safety
 /// The event is one of the current context.
-pub(super) unsafe fn await_event(what: &'static str, event: sys::CUevent) -> Result<(), DeviceError> {
-    // SAFETY: as the caller promises.
-    let look = || is_over("cuEventQuery", unsafe { sys::cuEventQuery(event) });
+pub(super) unsafe fn await_event(
+    what: &'static str,
+    event: sys::CUevent,
+    meanwhile: &mut dyn FnMut(),
+) -> Result<(), DeviceError> {
+    let look = || {
+        meanwhile();
+        // SAFETY: as the caller promises.
+        is_over("cuEventQuery", unsafe { sys::cuEventQuery(event) })
+    };
     patience::wait(what, patience::WORK_MAX, look)
 }
 
