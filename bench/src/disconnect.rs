@@ -14,6 +14,7 @@
 mod acts;
 pub(crate) mod aim;
 mod analyse;
+mod bystanders;
 mod findings;
 mod own;
 pub(crate) mod phase;
@@ -22,10 +23,12 @@ pub(crate) mod recorder;
 mod report;
 mod series;
 mod stage;
+mod stall;
 mod summary;
 #[cfg(test)]
 mod tests;
 pub(crate) mod timeline;
+mod untold;
 pub(crate) mod watch;
 
 use std::collections::BTreeMap;
@@ -463,6 +466,7 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
         seed: options.seed,
         aims: std::sync::Mutex::default(),
         next: AtomicU64::new(0),
+        stall: std::sync::OnceLock::new(),
         cut: CancellationToken::new(),
     });
     let unmended = std::sync::Mutex::new(None);

@@ -32,8 +32,8 @@ pub struct SimArgs {
     #[command(flatten)]
     pub engine: EngineOptions,
     /// Something that is wrong, as `NAME[:VALUE][@ENGINE]`: never-aborts-prefill, never-aborts-decode, strands-gap,
-    /// double-free, stale-blocks, stalls-bystanders, refuses:SHARE, dies:SECONDS; for example refuses:0.2@decode-0. May
-    /// be given several times
+    /// double-free, stale-blocks, stalls-bystanders:MILLISECONDS, refuses:SHARE, dies:SECONDS; for example
+    /// refuses:0.2@decode-0. May be given several times
     #[arg(long, value_name = "FAULT")]
     pub fault: Vec<FaultAt>,
     /// Write a configuration of `baton router` for these engines here

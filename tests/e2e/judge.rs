@@ -24,23 +24,22 @@ const UNTRUE: [&str; 13] = [
     "engine_restarted",
 ];
 
+/// A short run, unless a test says otherwise.
+const SHORT: [[&str; 2]; 5] = [
+    ["--seconds", "1.5"],
+    ["--rounds", "1"],
+    ["--victims", "5"],
+    ["--phase-seconds", "4"],
+    ["--patience", "8"],
+];
+
 /// Runs the benchmark, short, and reads its summary.
 fn judged(folder: &Path, options: &[&str]) -> Value {
     let out = folder.to_str().expect("a path");
-    let short = [
-        "bench",
-        "disconnect",
-        "--json",
-        "--out",
-        out,
-        "--seconds",
-        "1.5",
-        "--rounds",
-        "1",
-        "--victims",
-        "5",
-    ];
-    ran(&[&short, ["--phase-seconds", "4", "--patience", "8"].as_slice(), options].concat())
+    let short = SHORT.iter().filter(|[name, _]| !options.contains(name)).flatten().copied();
+    let mut all = vec!["bench", "disconnect", "--json", "--out", out];
+    all.extend(short.chain(options.iter().copied()));
+    ran(&all)
 }
 
 fn ran(arguments: &[&str]) -> Value {
@@ -117,6 +116,11 @@ pub(crate) struct Simulated {
 }
 
 pub(crate) fn simulated(fault: Option<&str>) -> Simulated {
+    simulated_like(fault, &[])
+}
+
+/// The same, of engines that are like this.
+fn simulated_like(fault: Option<&str>, engine: &[&str]) -> Simulated {
     let folder = tempfile::tempdir().expect("a folder");
     let config = folder.path().join("router.yaml");
     let config = config.to_str().expect("a path");
@@ -125,6 +129,7 @@ pub(crate) fn simulated(fault: Option<&str>) -> Simulated {
     let mut sim = vec!["bench", "sim", "--dialect", "baton", "--kv-lease-duration", "4"];
     sim.extend(place);
     sim.extend(fault.iter().flat_map(|fault| ["--fault", fault]));
+    sim.extend(engine);
     let started = |name: &str, arguments: &[&str]| {
         let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
         let mut process = Process::start(name, &arguments, folder.path());
@@ -140,7 +145,12 @@ pub(crate) fn simulated(fault: Option<&str>) -> Simulated {
 
 /// The same, judged.
 fn judged_with(fault: Option<&str>, options: &[&str]) -> Value {
-    let simulated = simulated(fault);
+    judged_like(fault, &[], options)
+}
+
+/// The same, of engines that are like this.
+fn judged_like(fault: Option<&str>, engine: &[&str], options: &[&str]) -> Value {
+    let simulated = simulated_like(fault, engine);
     let (url, admin) = (&simulated.url, &simulated.admin);
     let more = ["--url", url, "--admin", admin, "--rate", "40", "--verify-seconds", "5"];
     judged(simulated.folder.path(), &[&more, options].concat())
@@ -243,4 +253,57 @@ fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_ea
         let log = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && log.contains(says), "{wrong:?}: {log}");
     }
+}
+
+/// Engines that take some 5 ms for a prompt: no leg that goes on for nobody goes on for long.
+const SHORT_PREFILL: [&str; 4] = ["--prefill-rate", "40000", "--prefill-overhead-ms", "2"];
+/// Rounds enough to know what is noise, and of enough clients.
+const ROUNDS: [&str; 6] = ["--seconds", "6", "--rounds", "4", "--phases", "prefill"];
+
+#[test]
+fn short_prefills_that_nobody_stops_are_found_and_honest_ones_are_not() {
+    let options = ["--phases", "prefill,stream", "--victims", "30"];
+    let summary = judged_like(Some("never-aborts-prefill"), &SHORT_PREFILL, &options);
+    assert!(
+        found(&summary).contains(&"prefill_not_aborted"),
+        "{:#} {:#}",
+        summary["findings"],
+        summary["work"]
+    );
+    let summary = judged_like(None, &SHORT_PREFILL, &options);
+    assert!(
+        !found(&summary).contains(&"prefill_not_aborted"),
+        "{:#} {:#}",
+        summary["findings"],
+        summary["work"]
+    );
+}
+
+#[test]
+fn a_stall_of_20_ms_after_each_abort_is_found_and_none_is_not() {
+    let summary = judged_with(Some("stalls-bystanders:20"), &ROUNDS);
+    assert!(
+        found(&summary).contains(&"bystanders_slowed"),
+        "{:#} {:#}",
+        summary["findings"],
+        summary["bystanders"]
+    );
+    let summary = judged_with(None, &ROUNDS);
+    assert!(
+        !found(&summary).contains(&"bystanders_slowed"),
+        "{:#} {:#}",
+        summary["findings"],
+        summary["bystanders"]
+    );
+}
+
+#[test]
+fn clients_that_stall_are_measured() {
+    let options = ["--phases", "prefill,stream,unary", "--kinds", "stall", "--victims", "12"];
+    let summary = judged_with(None, &options);
+    let stalls = &summary["kinds"][0];
+    let number = |name: &str| stalls[name].as_u64().expect("a number");
+    // Of the storm, where they ask for what all ask for, most are too late.
+    assert!(stalls["kind"] == "stall" && number("left") >= 24, "{stalls:#}");
+    assert!(number("too_late") > 0, "{stalls:#}");
 }

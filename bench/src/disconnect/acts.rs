@@ -11,6 +11,7 @@ use super::own::{Own, Part};
 use super::phase::{Kind, Phase};
 use super::raw::{ActKind, CallRecord, Leaves, Record};
 use super::stage::{Made, Plan, Stage};
+use super::stall::{Pace, Stall};
 use super::watch::Watch;
 use crate::BenchError;
 use crate::load::Moment;
@@ -76,11 +77,12 @@ impl Acts<'_> {
     pub(crate) async fn calibrate(&self) -> Result<f64, BenchError> {
         const NAME: &str = "calibration";
         self.act(NAME, ActKind::Calibration, async {
-            let mut untold = 0;
+            let (mut untold, mut pace) = (0, Pace::default());
             for lesson in 0..LESSONS {
                 let made = Arc::clone(self.stage).go(self.plan(NAME, lesson % 4 != 3, None)).await;
                 tokio::time::sleep(WORD_TRAVELS).await;
                 untold += usize::from(self.stage.feed.forget(&made.record.tag).is_none());
+                pace.learn(&made);
                 if made.record.outcome != "done" {
                     let why = made.record.error.unwrap_or_default();
                     return Err(
@@ -95,6 +97,10 @@ impl Acts<'_> {
                 );
                 return Err(why.into());
             }
+            let room = self.watch.room(&self.stage.shape.model).await;
+            let stall = Stall::of(self.stage.shape.max_tokens, pace, room, PHASE_CLIENTS);
+            // Nobody has set it before: there is one calibration.
+            let _ = self.stage.stall.set(stall);
             let until = Instant::now() + CALIBRATION;
             let clients = (0..CALIBRATION_CLIENTS).map(|_| {
                 let (stage, plan) = (Arc::clone(self.stage), self.plan(NAME, true, None));
@@ -193,7 +199,7 @@ impl Acts<'_> {
         }
         let told = self.stage.feed.forget(&made.record.tag);
         told.or(made.timeline.clone()).map_or(phase == Phase::Queued, |timeline| {
-            timeline.phase_at(&made.record.seen(), gone) == Some(phase)
+            super::analyse::phase_of(&made.record, &timeline, gone) == Some(phase)
         })
     }
 
@@ -301,12 +307,12 @@ impl Acts<'_> {
         for (turn, call) in calls.iter().enumerate().take_while(|_| Instant::now() < until) {
             let Some(number) = self.stage.number_of(&call.tag) else { continue };
             let salt = format!("{}verify-{turn}", self.stage.prefix);
-            let mut said = self.stage.ask_again(number, call.stream, &salt).await;
+            let mut said = self.stage.ask_again(number, call, &salt).await;
             let whole = call.outcome == "done";
             let agrees = |said: &str| if whole { said == call.text } else { said.starts_with(&call.text) };
             let (mut answers, mut unanswered) = (Vec::new(), said.is_none());
             if let Some(first) = said.clone().filter(|said| !agrees(said)) {
-                match self.stage.ask_again(number, call.stream, &format!("{salt}-again")).await {
+                match self.stage.ask_again(number, call, &format!("{salt}-again")).await {
                     Some(again) if again == first => {}
                     Some(again) => (said, answers) = (None, vec![first, again]),
                     None => (said, unanswered) = (None, true),

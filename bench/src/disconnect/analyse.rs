@@ -2,13 +2,14 @@
 
 use std::collections::{BTreeMap, HashSet};
 
+use super::bystanders;
 use super::findings;
 use super::phase::{Kind, Phase};
 use super::raw::{ActKind, Books, CallRecord, EngineFacts, Record, Run};
 use super::series;
 use super::summary::{Dist, EngineRow, FaultRow, Group, KindRow, PhaseRow, Service, Summary, Texts};
-use super::timeline::{Timeline, Told};
-use crate::stats::Spread;
+use super::timeline::{Leg, Timeline, Told};
+use super::untold::{self, Telling};
 
 /// The raw events, sorted into what they are about.
 #[derive(Default)]
@@ -133,15 +134,30 @@ impl Facts {
         self.books.last().map_or(0, |books| books.at_us)
     }
 
+    /// Whether who leaves in this part of the run is counted: not where it is to be learnt from, or something is broken.
+    fn counts(&self, call: &CallRecord) -> bool {
+        let what = self.act(&call.act).map(|act| act.what);
+        what.is_some_and(|what| !matches!(what, ActKind::Calibration | ActKind::Fault | ActKind::Refused))
+    }
+
+    /// Whether a client that was to leave came too late: it has its whole answer, or its request was over on the engines.
+    fn is_over_too_soon(&self, call: &CallRecord) -> bool {
+        let over = |gone| {
+            self.timelines.get(&call.tag).is_some_and(|timeline| phase_of(call, timeline, gone).is_none())
+        };
+        self.counts(call)
+            && call.leaves.is_some()
+            && match call.outcome.as_str() {
+                "done" => call.left_us.is_none(),
+                _ => gone(call).is_some_and(over),
+            }
+    }
+
     /// Clients that left before their requests were over, but not in acts to learn from.
     pub(crate) fn victims(&self) -> Vec<Victim<'_>> {
         let watched_until = self.watched_until();
         let of = |call: &'_ CallRecord| {
-            let act = self.act(&call.act)?;
-            if matches!(act.what, ActKind::Calibration | ActKind::Fault | ActKind::Refused) {
-                return None;
-            }
-            let gone = gone(call)?;
+            let gone = gone(call).filter(|_| self.counts(call))?;
             let timeline = self.timelines.get(&call.tag);
             let phase = match timeline {
                 // On its way, or never sent on.
@@ -149,7 +165,7 @@ impl Facts {
                 // Nobody tells where it was.
                 None => call.leaves.and_then(|leaves| leaves.phase),
                 // Over before the client left.
-                Some(timeline) => Some(timeline.phase_at(&call.seen(), gone)?),
+                Some(timeline) => Some(phase_of(call, timeline, gone)?),
             };
             Some((gone, timeline, phase))
         };
@@ -174,14 +190,28 @@ pub(crate) fn gone(call: &CallRecord) -> Option<u64> {
     }
 }
 
+/// In which phase a client has left; `None`: its request was over.
+pub(crate) fn phase_of(call: &CallRecord, timeline: &Timeline, gone: u64) -> Option<Phase> {
+    let phase = timeline.phase_at(&call.seen(), gone)?;
+    // Who stalls has tokens before it, and does not look at them.
+    let stalls = call.leaves.is_some_and(|leaves| leaves.kind == Kind::Stall);
+    let says = |leg: &Leg| !leg.lends && leg.first_token.is_some_and(|at| at <= gone);
+    if stalls && phase == Phase::FirstToken && timeline.legs.iter().any(says) {
+        return Some(Phase::Stream);
+    }
+    Some(phase)
+}
+
 /// Everything that a run has shown.
 pub(crate) fn summary(records: &[Record]) -> Summary {
     let facts = Facts::of(records);
     let victims = facts.victims();
     let stranded_after = facts.run.stranded_after_us;
+    let telling = Telling::of(&victims);
     let group = |of: &dyn Fn(&Victim<'_>) -> bool| {
         let chosen: Vec<_> = victims.iter().filter(|victim| of(victim)).collect();
-        grouped(&chosen, stranded_after, facts.exact())
+        let ran_on = Some(untold::ran_on(&chosen, &telling));
+        Group { ran_on, ..grouped(&chosen, stranded_after, facts.exact()) }
     };
     let aimed_at = |call: &CallRecord| call.leaves.and_then(|leaves| leaves.phase);
     let phases = Phase::ALL.into_iter().filter_map(|phase| {
@@ -193,8 +223,10 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         let is = |call: &CallRecord| call.leaves.is_some_and(|leaves| leaves.kind == kind);
         let served = |call: &&CallRecord| is(call) && call.outcome == "done" && call.left_us.is_some();
         let served = facts.calls.iter().filter(served).count() as u64;
+        let over = |call: &&CallRecord| is(call) && facts.is_over_too_soon(call);
+        let too_late = facts.calls.iter().filter(over).count() as u64;
         let group = group(&|victim| is(victim.call));
-        (group.left + served > 0).then_some(KindRow { kind, served, group })
+        (group.left + served + too_late > 0).then_some(KindRow { kind, served, too_late, group })
     });
     let mut summary = Summary {
         exact: facts.exact(),
@@ -206,7 +238,10 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         refused: refused(&facts),
         calm: service(&facts, &facts.acts_of(ActKind::Calm)),
         storm: service(&facts, &facts.acts_of(ActKind::Storm)),
-        storm_over_calm: storm_over_calm(&facts),
+        calm_stand_ins: stand_ins(&facts),
+        storm_over_calm: bystanders::storm_over_calm(&facts),
+        bystanders: bystanders::compared(&facts),
+        work: untold::rows(&victims, &telling).into_iter().map(|(row, _)| row).collect(),
         faults: faults(&facts),
         engines: facts.engines.iter().map(|engine| engine_row(&facts, engine)).collect(),
         texts: texts(&facts),
@@ -301,17 +336,29 @@ fn refused(facts: &Facts) -> Option<Group> {
 
 /// What clients that stayed got in these acts.
 fn service(facts: &Facts, acts: &[&Act]) -> Option<Service> {
-    if acts.is_empty() {
-        return None;
-    }
     // A client that asks again after it has left is not one that stayed.
-    let stays = |call: &CallRecord| call.leaves.is_none() && call.retries.is_none();
+    let stays = |call: &&CallRecord| call.leaves.is_none() && call.retries.is_none();
+    let of = |act: &&Act| facts.calls.iter().filter(|call| call.act == act.name).filter(stays).collect();
+    let parts: Vec<Vec<&CallRecord>> = acts.iter().map(of).collect();
+    (!parts.is_empty()).then(|| served(&parts))
+}
+
+/// What the requests of the calm got whose clients stay in the storm.
+fn stand_ins(facts: &Facts) -> Option<Service> {
+    let (rounds, _) = bystanders::rounds(facts);
+    let parts: Vec<Vec<&CallRecord>> =
+        rounds.iter().map(|round| round.0.iter().map(|(calm, _)| *calm).collect()).collect();
+    (!parts.is_empty()).then(|| served(&parts))
+}
+
+/// What these calls got, part by part of the run.
+fn served(parts: &[Vec<&CallRecord>]) -> Service {
     let (mut ttft, mut itl, mut e2e) = (Vec::new(), Vec::new(), Vec::new());
     let mut service = Service::default();
     let (mut tokens, mut lasted) = (0, 0);
-    for act in acts {
+    for calls in parts {
         let (mut first, mut last) = (u64::MAX, 0_u64);
-        for call in facts.calls.iter().filter(|call| call.act == act.name && stays(call)) {
+        for call in calls {
             service.requests += 1;
             if call.outcome != "done" {
                 service.errors += 1;
@@ -327,15 +374,7 @@ fn service(facts: &Facts, acts: &[&Act]) -> Option<Service> {
     }
     service.tokens_per_second = tokens as f64 * 1e6 / lasted.max(1) as f64;
     (service.ttft_ms, service.itl_ms, service.e2e_ms) = (Dist::of(&ttft), Dist::of(&itl), Dist::of(&e2e));
-    Some(service)
-}
-
-/// The 99th percentile of the time to first token of clients that stayed, each round's storm over its calm.
-fn storm_over_calm(facts: &Facts) -> Option<Spread> {
-    let (calms, storms) = (facts.acts_of(ActKind::Calm), facts.acts_of(ActKind::Storm));
-    let p99 = |act: &Act| service(facts, &[act]).map(|service| service.ttft_ms).filter(|ttft| ttft.n > 0);
-    let ratio = |(calm, storm): (&&Act, &&Act)| Some(p99(storm)?.p99 / p99(calm)?.p99.max(1e-9));
-    Spread::of(calms.iter().zip(&storms).filter_map(ratio).collect())
+    service
 }
 
 fn faults(facts: &Facts) -> Vec<FaultRow> {

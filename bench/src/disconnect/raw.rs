@@ -143,6 +143,9 @@ pub(crate) struct CallRecord {
     pub(crate) error: Option<String>,
     /// Tokens of the answer, as far as it came.
     pub(crate) generated: u32,
+    /// That it asked for, where that is not what all ask for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) max_tokens: Option<u32>,
     pub(crate) text: String,
     /// An SDK's retry of the call with this tag.
     #[serde(default, skip_serializing_if = "Option::is_none")]

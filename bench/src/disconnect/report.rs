@@ -5,7 +5,7 @@ mod svg;
 
 use std::fmt::Write as _;
 
-use super::summary::{Dist, Group, Summary};
+use super::summary::{Compared, Dist, Group, Service, Summary};
 use crate::stats::Spread;
 
 pub(crate) use page::page;
@@ -28,6 +28,23 @@ fn percentile(dist: &Dist, of: impl Fn(&Dist) -> f64) -> String {
 /// A number of a group, or a dash where engines do not tell.
 fn known(group: &Group, number: impl FnOnce() -> String) -> String {
     if group.exact { number() } else { "–".into() }
+}
+
+/// How many ran on untold, of those of which it can be said.
+fn ran_on(group: &Group) -> String {
+    let judged = group.ran_on.filter(|ran_on| group.exact && ran_on.judged > 0);
+    judged
+        .map_or_else(|| "–".into(), |ran_on| format!("{} of {}", count(ran_on.untold), count(ran_on.judged)))
+}
+
+/// Rows of who stayed: the calm, of it the same requests as those of the storm, and the storm.
+fn who_stayed(summary: &Summary) -> Vec<(&'static str, &Service)> {
+    let rows = [
+        ("calm", &summary.calm),
+        ("calm, the same requests", &summary.calm_stand_ins),
+        ("storm", &summary.storm),
+    ];
+    rows.into_iter().filter_map(|(name, service)| Some((name, service.as_ref()?))).collect()
 }
 
 /// How a median of rounds came about.
@@ -85,11 +102,12 @@ pub(crate) fn text(summary: &Summary) -> String {
     }
     line(String::new());
     line(format!(
-        "{:<18} {:>6} {:>9} {:>10} {:>11} {:>11} {:>11} {:>11} {:>14}",
+        "{:<18} {:>6} {:>9} {:>10} {:>13} {:>11} {:>11} {:>11} {:>11} {:>14}",
         "left in",
         "left",
         "stranded",
         "never told",
+        "ran on untold",
         "told p50",
         "told p99",
         "freed p50",
@@ -98,10 +116,11 @@ pub(crate) fn text(summary: &Summary) -> String {
     ));
     let mut row = |name: &str, group: &Group| {
         line(format!(
-            "{name:<18} {:>6} {:>9} {:>10} {:>11} {:>11} {:>11} {:>11} {:>14}",
+            "{name:<18} {:>6} {:>9} {:>10} {:>13} {:>11} {:>11} {:>11} {:>11} {:>14}",
             group.left,
             known(group, || count(group.stranded)),
             known(group, || count(group.never_told)),
+            ran_on(group),
             percentile(&group.told_ms, |dist| dist.p50),
             percentile(&group.told_ms, |dist| dist.p99),
             percentile(&group.freed_ms, |dist| dist.p50),
@@ -121,14 +140,14 @@ pub(crate) fn text(summary: &Summary) -> String {
         out.push('\n');
     };
     line(String::new());
-    if let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm) {
+    if summary.calm.is_some() && summary.storm.is_some() {
         line(format!(
-            "{:<12} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10}",
+            "{:<24} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10}",
             "who stayed", "requests", "errors", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"
         ));
-        for (name, service) in [("calm", calm), ("storm", storm)] {
+        for (name, service) in who_stayed(summary) {
             line(format!(
-                "{name:<12} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10}",
+                "{name:<24} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10}",
                 service.requests,
                 service.errors,
                 percentile(&service.ttft_ms, |dist| dist.p50),
@@ -138,7 +157,24 @@ pub(crate) fn text(summary: &Summary) -> String {
             ));
         }
         if let Some(spread) = &summary.storm_over_calm {
-            line(format!("TTFT p99, storm over calm: {:.2} ({})", spread.median, rounds(spread)));
+            let over = rounds(spread);
+            line(format!(
+                "TTFT p99, storm over the same requests of the calm: {:.2} ({over})",
+                spread.median
+            ));
+        }
+        for Compared { measure, percentile, calm_ms, storm_ms, over, noise_ms, slower, .. } in
+            &summary.bystanders.numbers
+        {
+            line(format!(
+                "{} p{percentile}: {} in the calm, {} in the storm, {:.2} times{} (from calm to calm {})",
+                measure.label(),
+                ms(*calm_ms),
+                ms(*storm_ms),
+                over.median,
+                if *slower { ": SLOWER" } else { "" },
+                ms(*noise_ms),
+            ));
         }
         line(String::new());
     }

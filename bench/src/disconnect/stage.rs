@@ -1,7 +1,7 @@
 //! Clients on one deployment: each call is planned, made, left as planned, and written down.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
@@ -11,14 +11,13 @@ use super::aim::{Aim, Aims};
 use super::phase::{Kind, Phase};
 use super::raw::{CallRecord, Leaves, Record};
 use super::recorder::Recorder;
+use super::stall::Stall;
 use super::timeline::Timeline;
 use super::watch::Feed;
 use crate::load::prompts::plain;
 use crate::load::rng::Rng;
 use crate::load::{Call, Client, Endpoint, Leave, Manner, Moment, Outcome, Prompt, Streaming, Wish};
 
-/// How long a client that stalls keeps its connection.
-const STALL: Duration = Duration::from_millis(500);
 /// How long an SDK waits before it asks again.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
 /// Characters of an error that are kept.
@@ -57,6 +56,8 @@ pub(crate) struct Stage {
     pub(crate) seed: u64,
     pub(crate) aims: Mutex<Aims>,
     pub(crate) next: AtomicU64,
+    /// How clients stall in a phase; known once calls alone have shown how fast answers are.
+    pub(crate) stall: OnceLock<Stall>,
     /// The run is broken off: no call goes on, and none of them counts.
     pub(crate) cut: CancellationToken,
 }
@@ -64,6 +65,8 @@ pub(crate) struct Stage {
 /// A call that was made, and what engines have told of it by then.
 pub(crate) struct Made {
     pub(crate) record: CallRecord,
+    /// Of its prompt, where the endpoint says.
+    pub(crate) prompt_tokens: Option<u32>,
     pub(crate) timeline: Option<Timeline>,
 }
 
@@ -100,6 +103,12 @@ impl Stage {
         let tag = format!("{}{number}{again}", self.prefix);
         let extra = extra(None);
         let prompt = self.prompt(number);
+        let usual = Stall::usual(self.shape.max_tokens);
+        // In calm and storm everybody asks for as much: what is compared is the same.
+        let stall = match plan.leaves {
+            Some(Leaves { phase: Some(_), kind: Kind::Stall }) => *self.stall.get().unwrap_or(&usual),
+            _ => usual,
+        };
         let wish = Wish {
             ignore_eos: plan.max_tokens.is_none(),
             streaming: if plan.stream { Streaming::Streamed } else { Streaming::Whole },
@@ -109,7 +118,7 @@ impl Stage {
                 self.shape.endpoint,
                 &self.shape.model,
                 &prompt,
-                plan.max_tokens.unwrap_or(self.shape.max_tokens),
+                plan.max_tokens.unwrap_or(stall.max_tokens),
             )
         };
         let ask = wish.ask();
@@ -122,7 +131,7 @@ impl Stage {
             None | Some(Kind::Fin | Kind::Timeout) => Manner::Fin,
             Some(Kind::Rst) => Manner::Rst,
             Some(Kind::HalfClose) => Manner::HalfClose,
-            Some(Kind::Stall) => Manner::Stall { hold: STALL },
+            Some(Kind::Stall) => Manner::Stall { hold: stall.hold },
         };
         let call = tokio::select! {
             biased;
@@ -132,12 +141,13 @@ impl Stage {
         if let Some(aiming) = aiming {
             aiming.abort();
         }
-        let record = record_of(&call, plan, tag, retries);
+        let mut record = record_of(&call, plan, tag, retries);
+        record.max_tokens = (stall != usual).then_some(stall.max_tokens);
         self.recorder.put(&Record::Call(record.clone()));
         let timeline = self.feed.forget(&record.tag);
         // What is told later is not learnt from; there are others.
         self.aims.lock().unwrap_or_else(PoisonError::into_inner).learn(&record.seen(), timeline.as_ref());
-        Made { record, timeline }
+        Made { record, prompt_tokens: call.usage.map(|usage| usage.prompt_tokens), timeline }
     }
 
     /// Arranges for a client to leave in its phase.
@@ -166,14 +176,15 @@ impl Stage {
     }
 
     /// Asks the prompt of a call again, in no company, and past every prefix cache; what it says.
-    pub(crate) async fn ask_again(&self, number: u64, stream: bool, salt: &str) -> Option<String> {
+    pub(crate) async fn ask_again(&self, number: u64, call: &CallRecord, salt: &str) -> Option<String> {
         let extra = extra(Some(salt));
         let prompt = self.prompt(number);
+        let max_tokens = call.max_tokens.unwrap_or(self.shape.max_tokens);
         let wish = Wish {
             ignore_eos: true,
-            streaming: if stream { Streaming::Streamed } else { Streaming::Whole },
+            streaming: if call.stream { Streaming::Streamed } else { Streaming::Whole },
             extra: Some(&extra),
-            ..Wish::new(self.shape.endpoint, &self.shape.model, &prompt, self.shape.max_tokens)
+            ..Wish::new(self.shape.endpoint, &self.shape.model, &prompt, max_tokens)
         };
         let call = self.client.call(&wish.ask(), &Leave::Never, Manner::Fin).await;
         call.is_done().then_some(call.text)
@@ -214,6 +225,7 @@ fn record_of(call: &Call, plan: &Plan, tag: String, retries: Option<String>) -> 
         status: call.status,
         error: error.map(|error| error.chars().take(ERROR_CHARS).collect()),
         generated: call.completion_tokens(),
+        max_tokens: None,
         text: call.text.clone(),
         retries,
     }

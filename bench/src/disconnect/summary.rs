@@ -13,6 +13,12 @@ const TEXTS_FEW: u64 = 50;
 const TEXTS_UNSTEADY: f64 = 0.02;
 /// Of fewer clients a high percentile is one client's bad luck.
 pub(crate) const BYSTANDERS_FEW: usize = 20;
+/// Of fewer requests whether engines are told is not judged.
+pub(crate) const JUDGED_FEW: u64 = 10;
+/// Fewer that were not told are chance.
+pub(crate) const UNTOLD_FEW: u64 = 3;
+/// Fewer clients that leave in one way say little of it.
+const KIND_FEW: u64 = 10;
 
 /// A whole run.
 #[derive(Clone, Debug, Serialize)]
@@ -30,9 +36,14 @@ pub(crate) struct Summary {
     pub(crate) kinds: Vec<KindRow>,
     pub(crate) refused: Option<Group>,
     pub(crate) calm: Option<Service>,
+    /// Of the calm the same requests as those whose clients stay in the storm.
+    pub(crate) calm_stand_ins: Option<Service>,
     pub(crate) storm: Option<Service>,
-    /// Round by round, the storm's p99 time to first token of clients that stayed over the calm's.
+    /// Round by round, the storm's p99 time to first token of clients that stayed over that of the same requests of the calm.
     pub(crate) storm_over_calm: Option<Spread>,
+    pub(crate) bystanders: Bystanders,
+    /// Legs of requests whose clients left while engines worked on them: prefill, and decode.
+    pub(crate) work: Vec<WorkRow>,
     pub(crate) faults: Vec<FaultRow>,
     pub(crate) engines: Vec<EngineRow>,
     pub(crate) texts: Texts,
@@ -106,6 +117,17 @@ pub(crate) struct Group {
     pub(crate) answer_tokens_for_nobody: u64,
     /// Leases that ended by time alone.
     pub(crate) expired: u64,
+    /// Whether engines at work were told; `None` where that is not asked.
+    pub(crate) ran_on: Option<RanOn>,
+}
+
+/// Of clients that left while an engine worked for them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct RanOn {
+    /// An engine came to its own end, and had not been told.
+    pub(crate) untold: u64,
+    /// Of so many of which it can be said: see [`WorkRow::judged`].
+    pub(crate) judged: u64,
 }
 
 /// Clients that left in one phase.
@@ -124,6 +146,8 @@ pub(crate) struct KindRow {
     pub(crate) kind: Kind,
     /// Clients whose answer came whole all the same; they are not in the other numbers.
     pub(crate) served: u64,
+    /// Clients that were to leave, and whose request was over before they had: they are not in the other numbers.
+    pub(crate) too_late: u64,
     #[serde(flatten)]
     pub(crate) group: Group,
 }
@@ -140,6 +164,78 @@ pub(crate) struct Service {
     /// From due to the end, ms.
     pub(crate) e2e_ms: Dist,
     pub(crate) tokens_per_second: f64,
+}
+
+/// Clients that stayed, one by one beside the same requests of the calm.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Bystanders {
+    pub(crate) requests: u64,
+    pub(crate) rounds: u64,
+    /// Rounds whose calm and storm are not of the same requests: one of them was broken off.
+    pub(crate) unpaired_rounds: u64,
+    /// Empty where there are too few.
+    pub(crate) numbers: Vec<Compared>,
+}
+
+/// What is measured of a client that stays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Measure {
+    /// Time to first token
+    Ttft,
+    /// Time between tokens
+    Itl,
+    /// From due to the end
+    E2e,
+}
+
+impl Measure {
+    pub(crate) const ALL: [Self; 3] = [Self::Ttft, Self::Itl, Self::E2e];
+
+    /// What was waited for.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Ttft => "first token",
+            Self::Itl => "next token",
+            Self::E2e => "whole answer",
+        }
+    }
+}
+
+/// One number of clients that stayed, in the storm and of the same requests in the calm.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Compared {
+    pub(crate) measure: Measure,
+    pub(crate) percentile: u32,
+    /// The median of the rounds, ms; of the storm too.
+    pub(crate) calm_ms: f64,
+    pub(crate) storm_ms: f64,
+    /// Round by round, the storm's over the calm's.
+    pub(crate) over: Spread,
+    /// How much more it is in the storm, the median of the rounds, ms.
+    pub(crate) by_ms: f64,
+    /// By how much it differs from calm to calm, ms.
+    pub(crate) noise_ms: f64,
+    /// Beyond the target, and beyond the noise.
+    pub(crate) slower: bool,
+}
+
+/// Requests whose clients left while engines of one kind worked on them, or were about to.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub(crate) struct WorkRow {
+    /// `prefill` or `decode`.
+    pub(crate) leg: &'static str,
+    pub(crate) at_work: u64,
+    /// Of those, whether they were told can be said: they were, or had more left to do than telling takes.
+    pub(crate) judged: u64,
+    /// Of those judged, came to their own end and had not been told.
+    pub(crate) untold: u64,
+    /// Of those judged, were told, and went on for long all the same.
+    pub(crate) told_and_went_on: u64,
+    /// How long a leg has to have had left to be judged, ms: what telling takes in this run.
+    pub(crate) telling_ms: f64,
+    /// The share of the untold that honest telling explains: as much of it was slower than they were quick.
+    pub(crate) by_chance: f64,
 }
 
 /// What became of a deployment in which something was broken.
@@ -241,12 +337,37 @@ impl Summary {
                 ),
             );
         }
-        if let (Some(calm), Some(storm)) = (&self.calm, &self.storm) {
-            let (calm, storm) = (calm.ttft_ms.n, storm.ttft_ms.n);
+        if self.calm.is_some() && self.storm.is_some() {
+            let Bystanders { requests, rounds, unpaired_rounds, numbers } = &self.bystanders;
             add(
-                calm.min(storm) < BYSTANDERS_FEW,
+                !numbers.iter().any(|number| number.measure == Measure::Ttft),
                 format!(
-                    "{calm} clients that stayed in the calm and {storm} in the storm are too few to be compared"
+                    "{requests} clients that stayed in {rounds} storms are too few to be compared by their first token with the same requests of the calm"
+                ),
+            );
+            add(
+                *unpaired_rounds > 0,
+                format!("{unpaired_rounds} rounds of calm and storm are not of the same requests"),
+            );
+        }
+        for row in self.work.iter().filter(|row| row.at_work > 0 && row.judged < JUDGED_FEW) {
+            add(
+                self.exact && row.untold + row.told_and_went_on < UNTOLD_FEW,
+                format!(
+                    "whether {} engines are told is known of only {} of {} requests whose clients left while they worked: the others were done within {:.1} ms, and telling takes as long",
+                    row.leg, row.judged, row.at_work, row.telling_ms
+                ),
+            );
+        }
+        for row in self.kinds.iter().filter(|row| row.group.left < KIND_FEW && row.too_late > row.group.left)
+        {
+            add(
+                true,
+                format!(
+                    "clients that leave by {}: only {} of {} were measured, the requests of the others were over before they had left",
+                    row.kind.label(),
+                    row.group.left,
+                    row.group.left + row.too_late
                 ),
             );
         }
@@ -294,6 +415,9 @@ impl Serialize for Group {
             map.serialize_entry("prompt_tokens_for_nobody", &self.prompt_tokens_for_nobody)?;
             map.serialize_entry("answer_tokens_for_nobody", &self.answer_tokens_for_nobody)?;
             map.serialize_entry("expired", &self.expired)?;
+            if let Some(ran_on) = &self.ran_on {
+                map.serialize_entry("ran_on", ran_on)?;
+            }
         }
         map.end()
     }

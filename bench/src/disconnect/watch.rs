@@ -4,6 +4,7 @@
 //! sums can be known, and the report says so.
 
 mod log;
+pub(crate) mod room;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -356,8 +356,8 @@ impl Core {
         self.log.tell(0, &request.sent.internal, 0, What::Abort(notice.label()));
         request.aborting = true;
         let phase = request.phase;
-        if faults.stalls_bystanders {
-            self.stall(now_us);
+        if let Some(pause) = faults.stalls_bystanders {
+            self.stall(pause, now_us);
         }
         let computes = self.step.as_ref().is_some_and(|step| step.work.iter().any(|(of, _)| *of == ticket));
         match phase {
@@ -373,8 +373,8 @@ impl Core {
         }
     }
 
-    fn stall(&mut self, now_us: u64) {
-        let stall = us(super::faults::STALL);
+    fn stall(&mut self, pause: Duration, now_us: u64) {
+        let stall = us(pause);
         if let Some(step) = &mut self.step {
             step.ends_us = step.ends_us.max(now_us) + stall;
         }

@@ -19,16 +19,18 @@ pub enum Fault {
     DoubleFree,
     /// A decode engine says that it has read before it reads: what it reads may be another request's.
     StaleBlocks,
-    /// After an abort nothing is computed for a while, for anybody.
-    StallsBystanders,
+    /// After an abort nothing is computed for so long, for anybody.
+    StallsBystanders(Duration),
     /// A decode engine refuses this share of its requests with 503.
     Refuses(f64),
     /// The engine ends, with its connections, so long after its start.
     Dies(Duration),
 }
 
-/// For so long nobody is served after an abort, under [`Fault::StallsBystanders`].
-pub(super) const STALL: Duration = Duration::from_millis(300);
+/// For so long nobody is served after an abort, under [`Fault::StallsBystanders`], where nothing else is said.
+const STALL: Duration = Duration::from_millis(300);
+/// An engine that stalls longer is one that has died.
+const STALL_MAX: Duration = Duration::from_secs(60);
 /// So much later than it says a decode engine reads, under [`Fault::StaleBlocks`].
 pub(super) const READS_LATER: Duration = Duration::from_millis(50);
 
@@ -39,7 +41,7 @@ const NAMES: [(&str, Fault); 8] = [
     ("strands-gap", Fault::StrandsGap),
     ("double-free", Fault::DoubleFree),
     ("stale-blocks", Fault::StaleBlocks),
-    ("stalls-bystanders", Fault::StallsBystanders),
+    ("stalls-bystanders", Fault::StallsBystanders(STALL)),
     ("refuses", Fault::Refuses(0.5)),
     ("dies", Fault::Dies(Duration::from_secs(5))),
 ];
@@ -65,7 +67,7 @@ impl Fault {
             Self::StrandsGap => "strands-gap",
             Self::DoubleFree => "double-free",
             Self::StaleBlocks => "stale-blocks",
-            Self::StallsBystanders => "stalls-bystanders",
+            Self::StallsBystanders(_) => "stalls-bystanders",
             Self::Refuses(_) => "refuses",
             Self::Dies(_) => "dies",
         }
@@ -76,7 +78,7 @@ impl Fault {
         match self {
             Self::NeverAbortsPrefill | Self::StrandsGap | Self::DoubleFree => Some(Role::Prefill),
             Self::NeverAbortsDecode | Self::StaleBlocks | Self::Refuses(_) => Some(Role::Decode),
-            Self::StallsBystanders | Self::Dies(_) => None,
+            Self::StallsBystanders(_) | Self::Dies(_) => None,
         }
     }
 }
@@ -89,7 +91,7 @@ pub struct Faults {
     pub(super) strands_gap: bool,
     pub(super) double_free: bool,
     pub(super) stale_blocks: bool,
-    pub(super) stalls_bystanders: bool,
+    pub(super) stalls_bystanders: Option<Duration>,
     pub(super) refuses: Option<f64>,
     pub(super) dies: Option<Duration>,
 }
@@ -102,7 +104,7 @@ impl Faults {
             Fault::StrandsGap => self.strands_gap = true,
             Fault::DoubleFree => self.double_free = true,
             Fault::StaleBlocks => self.stale_blocks = true,
-            Fault::StallsBystanders => self.stalls_bystanders = true,
+            Fault::StallsBystanders(pause) => self.stalls_bystanders = Some(pause),
             Fault::Refuses(share) => self.refuses = Some(share),
             Fault::Dies(after) => self.dies = Some(after),
         }
@@ -141,6 +143,7 @@ impl fmt::Display for FaultAt {
         match self.fault {
             Fault::Refuses(share) => write!(f, ":{share}")?,
             Fault::Dies(after) => write!(f, ":{}s", after.as_secs_f64())?,
+            Fault::StallsBystanders(pause) => write!(f, ":{}ms", pause.as_secs_f64() * 1e3)?,
             _ => {}
         }
         match self.at {
@@ -169,6 +172,12 @@ impl FromStr for FaultAt {
                 let after = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
                 Fault::Dies(after.ok_or_else(|| format!("`{value}` is no time such as 5s"))?)
             }
+            (Fault::StallsBystanders(_), Some(value)) => {
+                let ms: Option<f64> = value.strip_suffix("ms").unwrap_or(value).parse().ok();
+                let pause = ms.and_then(|ms| Duration::try_from_secs_f64(ms / 1e3).ok());
+                let pause = pause.filter(|pause| *pause <= STALL_MAX);
+                Fault::StallsBystanders(pause.ok_or_else(|| format!("`{value}` is no time such as 20ms"))?)
+            }
             (_, Some(_)) => return Err(format!("`{name}` takes no value")),
         };
         let at = at
@@ -195,6 +204,10 @@ mod tests {
             assert_eq!(at.to_string().parse(), Ok(at));
             assert_eq!(name.parse(), Ok(FaultAt::from(fault)));
         }
+        let stalls = Fault::StallsBystanders(Duration::from_millis(20));
+        for written in ["stalls-bystanders:20", "stalls-bystanders:20ms"] {
+            assert_eq!(written.parse(), Ok(FaultAt::from(stalls)));
+        }
         assert_eq!("refuses:0.25".parse::<FaultAt>().map(|at| at.fault), Ok(Fault::Refuses(0.25)));
         for bad in [
             "",
@@ -203,6 +216,9 @@ mod tests {
             "refuses:",
             "dies:-1",
             "dies:x",
+            "stalls-bystanders:-1",
+            "stalls-bystanders:20s",
+            "stalls-bystanders:61000",
             "strands-gap:1",
             "dies@decode",
             "dies@x-1",

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::super::summary::{Dist, Group, Service, Summary};
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
-use super::{count, decimals, known, ms, percentile, rounds};
+use super::{count, decimals, known, ms, percentile, ran_on, rounds, who_stayed};
 
 const STYLE: &str = "
 :root{color-scheme:light dark;--ink:#1a1d21;--soft:#5d6670;--line:#d8dde3;--paper:#fff;--panel:#f5f7f9;--good:#12703a;--bad:#b3261e;
@@ -113,7 +113,7 @@ fn tiles(summary: &Summary, out: &mut String) {
             &format!("{:.2} ×", spread.median),
             "",
             &format!(
-                "p99 time to first token of who stayed, in the storm against the calm: {}",
+                "p99 time to first token of who stayed, in the storm against the same requests in the calm: {}",
                 rounds(spread)
             ),
         );
@@ -165,7 +165,7 @@ fn verdict(summary: &Summary, out: &mut String) {
     out.push_str("</ul></div>");
 }
 
-const GROUP_HEAD: &str = "<th>left</th><th>stranded</th><th>never told</th><th>told p50</th><th>p99</th><th>blocks back p50</th><th>p99</th><th>max</th><th>at prefill p99</th><th>block-s / 1,000</th><th>tokens for nobody</th>";
+const GROUP_HEAD: &str = "<th>left</th><th>stranded</th><th>never told</th><th>ran on untold</th><th>told p50</th><th>p99</th><th>blocks back p50</th><th>p99</th><th>max</th><th>at prefill p99</th><th>block-s / 1,000</th><th>tokens for nobody</th>";
 
 fn group_cells(group: &Group, out: &mut String) {
     let stranded = match group.stranded {
@@ -179,9 +179,10 @@ fn group_cells(group: &Group, out: &mut String) {
     };
     let _ = write!(
         out,
-        "<td>{}</td><td>{stranded}</td><td>{}</td><td>{}</td><td>{}{}</td><td>{}</td><td>{}</td><td>{}{}</td><td>{}{}</td><td>{}</td><td>{}</td>",
+        "<td>{}</td><td>{stranded}</td><td>{}</td><td>{}</td><td>{}</td><td>{}{}</td><td>{}</td><td>{}</td><td>{}{}</td><td>{}{}</td><td>{}</td><td>{}</td>",
         count(group.left),
         known(group, || count(group.never_told)),
+        ran_on(group),
         percentile(&group.told_ms, |dist| dist.p50),
         percentile(&group.told_ms, |dist| dist.p99),
         measured(&group.told_ms),
@@ -259,8 +260,10 @@ fn stranded(summary: &Summary, out: &mut String) {
 }
 
 fn bystanders(summary: &Summary, out: &mut String) {
-    let (Some(calm), Some(storm)) = (&summary.calm, &summary.storm) else { return };
-    out.push_str("<h2>Who stayed</h2><p class=\"note\">The same moments and kinds of requests in calm and in storm, round by round: in the calm nobody leaves, in the storm others do.</p>");
+    if summary.calm.is_none() || summary.storm.is_none() {
+        return;
+    }
+    out.push_str("<h2>Who stayed</h2><p class=\"note\">The same moments and kinds of requests in calm and in storm, round by round: in the calm nobody leaves, in the storm others do. Who stays in a storm is compared with the same requests of its calm.</p>");
     let series = &summary.series;
     for (title, [calm, storm]) in
         [("Time to first token", &series.ttft), ("Time between tokens", &series.itl)]
@@ -298,8 +301,29 @@ fn bystanders(summary: &Summary, out: &mut String) {
             service.tokens_per_second,
         );
     };
-    row("calm", calm);
-    row("storm", storm);
+    for (name, service) in who_stayed(summary) {
+        row(name, service);
+    }
+    out.push_str("</tbody></table></div>");
+    if summary.bystanders.numbers.is_empty() {
+        return;
+    }
+    out.push_str("<div class=\"scroll\"><table><thead><tr><th>who stayed</th><th>calm, the same requests</th><th>storm</th><th>storm over calm</th><th>rounds</th><th>from calm to calm</th><th>slower</th></tr></thead><tbody>");
+    for number in &summary.bystanders.numbers {
+        let slower = if number.slower { "<span class=\"bad\">yes</span>" } else { "no" };
+        let _ = write!(
+            out,
+            "<tr><td>{} p{}</td><td>{}</td><td>{}</td><td>{:.2} ×</td><td>{:.2} to {:.2}</td><td>{}</td><td>{slower}</td></tr>",
+            number.measure.label(),
+            number.percentile,
+            ms(number.calm_ms),
+            ms(number.storm_ms),
+            number.over.median,
+            number.over.min,
+            number.over.max,
+            ms(number.noise_ms),
+        );
+    }
     out.push_str("</tbody></table></div>");
 }
 
@@ -348,10 +372,11 @@ fn by_kind(summary: &Summary, out: &mut String) {
     }
     let _ = write!(
         out,
-        "<h2>By the way in which they left</h2><div class=\"scroll\"><table><thead><tr><th>how</th><th>served to the end</th>{GROUP_HEAD}</tr></thead><tbody>"
+        "<h2>By the way in which they left</h2><div class=\"scroll\"><table><thead><tr><th>how</th><th>served to the end</th><th>too late</th>{GROUP_HEAD}</tr></thead><tbody>"
     );
     for row in &summary.kinds {
-        let _ = write!(out, "<tr><td>{}</td><td>{}</td>", row.kind.label(), count(row.served));
+        let (kind, served, late) = (row.kind.label(), count(row.served), count(row.too_late));
+        let _ = write!(out, "<tr><td>{kind}</td><td>{served}</td><td>{late}</td>");
         group_cells(&row.group, out);
         out.push_str("</tr>");
     }
@@ -446,6 +471,8 @@ fn definitions(summary: &Summary, out: &mut String) {
         "<h2>What the words mean</h2><dl>\
          <dt>left</dt><dd>clients that were gone while their request was not over; the phase is the one it was in at that moment, by the engines' own times</dd>\
          <dt>told</dt><dd>from the client's going until every engine that had work for it had learnt of it, by a closed connection, an abort or a release</dd>\
+         <dt>ran on untold</dt><dd>of clients that left while an engine worked for them: how many of them it computed to its own end for, without having been told, of so many of which that can be said: they were told, or had more left to do than telling takes nine times in ten in this run</dd>\
+         <dt>too late</dt><dd>clients that were to leave, and whose request was over before they had; they are in no other number</dd>\
          <dt>blocks back</dt><dd>from the client's going until the last block of its request was free on every engine; only clients whose requests held blocks when they left, or came to hold them</dd>\
          <dt>stranded</dt><dd>blocks that were not back {seconds} s after their client had left</dd>\
          <dt>block-s / 1,000</dt><dd>blocks times seconds held for clients that had left, for every 1,000 of them</dd>\
@@ -453,6 +480,7 @@ fn definitions(summary: &Summary, out: &mut String) {
          <dt>of N</dt><dd>beside a time: as many were measured, fewer than have left; the others held nothing there, or nobody had to be told</dd>\
          <dt>tokens for nobody</dt><dd>tokens of prompts in steps that ended after the client had left, and of answers, taken evenly from the first to the last</dd>\
          <dt>never</dt><dd>a client of whose going an engine never learnt, or whose blocks were never back, counts in the percentiles with the time for which it was watched</dd>\
+         <dt>from calm to calm</dt><dd>by how much the same number differs between the calms of the rounds, where nobody leaves; of one round between its halves; at least 2 ms. Who stayed is slower where the median of the rounds is above 1.2 times the calm's, and by more than this</dd>\
          <dt>percentiles</dt><dd>by nearest rank: the smallest sample that at least so many per cent of all do not exceed; of fewer than 100 samples the 99th is the greatest</dd>\
          <dt>TTFT, E2E</dt><dd>from the moment at which the request was due, so that a client that is held up counts its waiting</dd>\
          </dl><h2>This run</h2><dl>\

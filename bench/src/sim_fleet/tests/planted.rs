@@ -95,7 +95,8 @@ async fn a_read_that_is_said_to_be_done_before_it_is_brings_anothers_blocks() {
 
 #[tokio::test]
 async fn an_abort_that_stalls_keeps_everybody_from_their_next_word() {
-    let site = site(Dialect::Baton, Fault::StallsBystanders, computes_for_a_while());
+    let stalls = Fault::StallsBystanders(Duration::from_millis(300));
+    let site = site(Dialect::Baton, stalls, computes_for_a_while());
     let long = first_leg(&ask(&prompt(1, 400), 1, "bystander"));
     let _bystander = Caller::post(site.at(Role::Prefill), "/v1/completions", &long).await;
     site.event(Role::Prefill, "bystander", "computed").await;

@@ -1,0 +1,149 @@
+//! Who stayed, compared one by one: a client that stayed in a storm, and the request of the same moment and kind in the
+//! calm of that round, its stand-in. The others of the calm are in neither: a storm is less to do, and what is slow in it
+//! would be lost in what is not there.
+//!
+//! ```text
+//!  calm 1    a  b  c  d  e       what b, d and e got
+//!  storm 1   ✗  b  ✗  d  e       what b, d and e got     ─▶ one ratio for each round and number ─▶ their median
+//! ```
+//!
+//! A number is slower where the median of the rounds is above [`SLOWER`] times the calm's, and by more than the noise: what
+//! the same number differs by from calm to calm, where nobody leaves.
+
+use super::analyse::{Act, Facts};
+use super::raw::{ActKind, CallRecord};
+use super::series;
+use super::summary::{BYSTANDERS_FEW, Bystanders, Compared, Dist, Measure};
+use crate::stats::Spread;
+
+/// The target: those who stay get their first token within this many times what it took in the calm.
+pub(crate) const SLOWER: f64 = 1.2;
+/// What differs by less is noise, whatever the calms say: a machine's timer and scheduler alone do that, milliseconds.
+pub(crate) const NOISE_MS: f64 = 2.0;
+/// Of fewer clients in a round a high percentile is one client's bad luck.
+const FEW_IN_ROUND: usize = 10;
+/// Of fewer clients in a round the 99th percentile is the greatest.
+const FEW_FOR_P99: usize = 100;
+
+/// One round: pairs of a request of the calm and the client of the storm that stayed, in the order in which they were due.
+pub(crate) struct Round<'a>(pub(crate) Vec<(&'a CallRecord, &'a CallRecord)>);
+
+/// The rounds in which every request of the storm has its stand-in, and how many rounds have not.
+pub(crate) fn rounds(facts: &Facts) -> (Vec<Round<'_>>, u64) {
+    let acts = |what: ActKind| facts.acts.iter().filter(move |act| act.what == what);
+    let mut rounds = Vec::new();
+    let mut unpaired = 0;
+    for (calm, storm) in acts(ActKind::Calm).zip(acts(ActKind::Storm)) {
+        let (calm, storm) = (arrivals(facts, calm), arrivals(facts, storm));
+        // One that was broken off says nothing of who is whose.
+        let same = calm.len() == storm.len()
+            && calm.iter().zip(&storm).all(|(calm, storm)| calm.stream == storm.stream);
+        if same {
+            let pairs = calm.into_iter().zip(storm);
+            rounds.push(Round(pairs.filter(|(_, storm)| storm.leaves.is_none()).collect()));
+        } else {
+            unpaired += 1;
+        }
+    }
+    (rounds, unpaired)
+}
+
+/// What was due in a part of the run, in order; what an SDK asks again is no arrival.
+fn arrivals<'a>(facts: &'a Facts, act: &Act) -> Vec<&'a CallRecord> {
+    let ours = facts.calls.iter().filter(|call| call.act == act.name && call.retries.is_none());
+    let mut ours: Vec<_> = ours.collect();
+    ours.sort_by_key(|call| call.due_us);
+    ours
+}
+
+impl Round<'_> {
+    /// Pairs that both have their answer, and something of this measure.
+    fn whole(&self, measure: Measure) -> impl Iterator<Item = [&CallRecord; 2]> {
+        let whole = move |call: &CallRecord| call.outcome == "done" && !of(measure, call).is_empty();
+        let pairs = self.0.iter().map(|(calm, storm)| [*calm, *storm]);
+        pairs.filter(move |pair| pair.iter().all(|call| whole(call)))
+    }
+
+    fn clients(&self, measure: Measure) -> usize {
+        self.whole(measure).count()
+    }
+
+    /// Of the calm, and of the storm.
+    fn samples(&self, measure: Measure) -> [Vec<f64>; 2] {
+        [0, 1].map(|side| self.whole(measure).flat_map(|pair| of(measure, pair[side])).collect())
+    }
+}
+
+/// What one call brings to a measure, ms.
+pub(crate) fn of(measure: Measure, call: &CallRecord) -> Vec<f64> {
+    match measure {
+        Measure::Ttft => series::ttft(call).into_iter().collect(),
+        Measure::Itl => series::gaps(call).collect(),
+        Measure::E2e => vec![call.ended_us.saturating_sub(call.due_us) as f64 / 1e3],
+    }
+}
+
+/// Every number of those who stayed beside the same requests' in the calm.
+pub(crate) fn compared(facts: &Facts) -> Bystanders {
+    let (rounds, unpaired) = rounds(facts);
+    let rows = Measure::ALL.into_iter().flat_map(|measure| of_measure(&rounds, measure));
+    Bystanders {
+        requests: rounds.iter().map(|round| round.0.len() as u64).sum(),
+        rounds: rounds.len() as u64,
+        unpaired_rounds: unpaired,
+        numbers: rows.collect(),
+    }
+}
+
+/// The median and a high percentile of one measure; nothing of too few.
+fn of_measure(rounds: &[Round<'_>], measure: Measure) -> Vec<Compared> {
+    let samples: Vec<_> = rounds.iter().map(|round| round.samples(measure)).collect();
+    let clients = || rounds.iter().map(|round| round.clients(measure));
+    let least = clients().min().unwrap_or(0);
+    if least < FEW_IN_ROUND || clients().sum::<usize>() < BYSTANDERS_FEW {
+        return Vec::new();
+    }
+    let high = if least < FEW_FOR_P99 { 90 } else { 99 };
+    let number = |percentile: u32| {
+        let of = |samples: &[f64]| at(&Dist::of(samples), percentile);
+        let pairs: Vec<_> = samples.iter().map(|[calm, storm]| (of(calm), of(storm))).collect();
+        let spread = |of: &dyn Fn(&(f64, f64)) -> f64| {
+            Spread::of(pairs.iter().map(of).collect()).expect("there are rounds")
+        };
+        let (calm, storm) = (spread(&|(calm, _)| *calm), spread(&|(_, storm)| *storm));
+        let over = spread(&|(calm, storm)| storm / calm.max(1e-9));
+        let by_ms = spread(&|(calm, storm)| storm - calm).median;
+        let noise_ms = match (&samples[..], pairs.len()) {
+            // Of one calm, its first half and its second.
+            ([[calm, _]], 1) => {
+                let (first, second) = calm.split_at(calm.len() / 2);
+                (of(first) - of(second)).abs()
+            }
+            _ => calm.max - calm.min,
+        };
+        let noise_ms = noise_ms.max(NOISE_MS);
+        let slower = over.median > SLOWER && by_ms > noise_ms;
+        let (calm_ms, storm_ms) = (calm.median, storm.median);
+        Compared { measure, percentile, calm_ms, storm_ms, over, by_ms, noise_ms, slower }
+    };
+    vec![number(50), number(high)]
+}
+
+/// One of the percentiles that a distribution knows.
+fn at(dist: &Dist, percentile: u32) -> f64 {
+    match percentile {
+        50 => dist.p50,
+        90 => dist.p90,
+        _ => dist.p99,
+    }
+}
+
+/// The 99th percentile of the time to first token, each round's storm over the same requests of its calm.
+pub(crate) fn storm_over_calm(facts: &Facts) -> Option<Spread> {
+    let (rounds, _) = rounds(facts);
+    let ratio = |round: &Round<'_>| {
+        let [calm, storm] = round.samples(Measure::Ttft).map(|samples| Dist::of(&samples));
+        (calm.n > 0).then(|| storm.p99 / calm.p99.max(1e-9))
+    };
+    Spread::of(rounds.iter().filter_map(ratio).collect())
+}

@@ -1,0 +1,105 @@
+//! How a client stalls so that it can be measured: what it asks for has to outlast its stall. An answer of the usual length
+//! is over within milliseconds, and waits in the sockets' buffers; its engines have nothing left of which they could be told.
+
+use std::time::Duration;
+
+use super::stage::Made;
+use super::watch::room::Room;
+
+/// How long a client that stalls keeps its connection.
+const HOLD: Duration = Duration::from_millis(500);
+/// A shorter stall is none.
+const HOLD_MIN: Duration = Duration::from_millis(20);
+/// The answer goes on for so many times the stall, as a call alone has it: in company it takes longer.
+const OUTLASTS: u32 = 2;
+/// The next prompt may have so many tokens more than those before it.
+const PROMPT_GROWS: u64 = 32;
+
+/// What a client that stalls in a phase asks for, and for how long it stalls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stall {
+    pub(crate) hold: Duration,
+    pub(crate) max_tokens: u32,
+}
+
+/// What calls alone have taught.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Pace {
+    /// From one token to the next, where it was quickest.
+    pub(crate) token: Option<Duration>,
+    /// The longest prompt.
+    pub(crate) prompt_tokens: u64,
+}
+
+impl Pace {
+    /// Learns from a call that nobody had company in.
+    pub(crate) fn learn(&mut self, made: &Made) {
+        let (call, tokens) = (&made.record, &made.record.tokens_us);
+        self.prompt_tokens = self.prompt_tokens.max(made.prompt_tokens.map_or(0, u64::from));
+        if let (true, [first, .., last]) = (call.stream, tokens.as_slice()) {
+            // One event may bring several.
+            let count = (tokens.len() as u64).max(u64::from(call.generated));
+            let token = Duration::from_micros((last - first) / (count - 1));
+            self.token = Some(self.token.map_or(token, |known| known.min(token)));
+        }
+    }
+}
+
+impl Stall {
+    /// Where nothing is known: the usual answer.
+    pub(crate) fn usual(max_tokens: u32) -> Self {
+        Self { hold: HOLD, max_tokens }
+    }
+
+    /// An answer that outlasts the stall, if there is room for it, and a shorter stall where there is not. `at_once` such
+    /// clients leave half of each pool to the others.
+    pub(crate) fn of(usual: u32, pace: Pace, room: Room, at_once: usize) -> Self {
+        let (Some(token), Some(context)) = (pace.token, room.context) else { return Self::usual(usual) };
+        let prompt = pace.prompt_tokens + PROMPT_GROWS;
+        let of_pool = room.pool.map_or(u64::MAX, |pool| pool / 2 / at_once.max(1) as u64);
+        let most = u32::try_from(context.min(of_pool).saturating_sub(prompt)).unwrap_or(u32::MAX);
+        let token = token.max(Duration::from_micros(1));
+        let tokens = |time: Duration| (time.as_secs_f64() / token.as_secs_f64()).ceil() as u32;
+        let wanted = usual.saturating_add(tokens(HOLD * OUTLASTS));
+        let max_tokens = wanted.min(most);
+        // What is left of it when as much as usual has been read.
+        let hold = HOLD.min(token * max_tokens.saturating_sub(usual) / OUTLASTS);
+        if max_tokens <= usual || hold < HOLD_MIN { Self::usual(usual) } else { Self { hold, max_tokens } }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn an_answer_outlasts_its_stall_as_far_as_there_is_room() {
+        let pace = |us| Pace { token: Some(Duration::from_micros(us)), prompt_tokens: 168 };
+        let room = |context, pool| Room { context: Some(context), pool };
+        // 5 ms a token: a second is 200 of them.
+        assert_eq!(
+            Stall::of(48, pace(5_000), room(32_768, None), 10),
+            Stall { hold: ms(500), max_tokens: 248 }
+        );
+        // 1,848 tokens fit beside the prompt: 1,800 beyond the usual ones, of 200 µs, are 360 ms.
+        assert_eq!(
+            Stall::of(48, pace(200), room(2_048, None), 10),
+            Stall { hold: ms(180), max_tokens: 1_848 }
+        );
+        // Ten of them may have half of the pool: 700 tokens each.
+        let small = Stall::of(48, pace(1_000), room(2_048, Some(14_000)), 10);
+        assert_eq!(small, Stall { hold: ms(226), max_tokens: 500 });
+        // No room, or nothing known.
+        assert_eq!(Stall::of(48, pace(200), room(256, None), 10), Stall::usual(48));
+        assert_eq!(Stall::of(48, Pace::default(), room(2_048, None), 10), Stall::usual(48));
+        assert_eq!(Stall::of(48, pace(200), Room::default(), 10), Stall::usual(48));
+        for (us, context, pool) in [(0, 2_048, 0), (1, u64::MAX, u64::MAX), (60_000_000, 100_000, 1 << 40)] {
+            let stall = Stall::of(48, pace(us), room(context, Some(pool)), 0);
+            assert!(stall.max_tokens >= 48 && stall.hold <= HOLD, "{stall:?}");
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Who stayed, one by one with the same requests of the calm.
+
+use super::super::summary::{Compared, Measure};
+use super::*;
+use crate::load::rng::Rng;
+
+/// A request of a round: when it is due, and what it takes to its first token, in calm and in storm; microseconds. Every
+/// answer has two more tokens, 1 ms apart.
+#[derive(Clone, Copy)]
+struct Arrival {
+    due: u64,
+    calm: u64,
+    storm: u64,
+    leaves: bool,
+}
+
+fn call(act: &str, at: usize, due_us: u64, ttft: u64) -> CallRecord {
+    CallRecord {
+        act: act.into(),
+        tag: format!("{act}-{at}"),
+        stream: true,
+        due_us,
+        // The client is late.
+        began_us: due_us + 300,
+        ended_us: due_us + ttft + 2_500,
+        tokens_us: (0..3).map(|token| ttft - 300 + token * 1_000).collect(),
+        outcome: "done".into(),
+        generated: 3,
+        text: "word".into(),
+        ..CallRecord::default()
+    }
+}
+
+/// Calm and storm of every round; every other round begins with the storm.
+fn run(rounds: &[Vec<Arrival>]) -> Script {
+    let mut script = Script::new();
+    for (round, arrivals) in rounds.iter().enumerate() {
+        let mut of = |what: ActKind, second: u64| {
+            let act = format!("{} {}", if what == ActKind::Calm { "calm" } else { "storm" }, round + 1);
+            let from = (round as u64 * 2 + second) * 10_000;
+            script.act(&act, what, from, from + 9_000, |script, act| {
+                for (at, arrival) in arrivals.iter().enumerate() {
+                    let due = from * 1_000 + arrival.due;
+                    let storms = what == ActKind::Storm;
+                    let mut call = call(act, at, due, if storms { arrival.storm } else { arrival.calm });
+                    if storms && arrival.leaves {
+                        call.leaves = Some(Leaves { phase: None, kind: Kind::Timeout });
+                        (call.outcome, call.left_us) = ("left".into(), Some(call.ended_us));
+                        let again =
+                            CallRecord { leaves: None, retries: Some(call.tag.clone()), ..call.clone() };
+                        // What is asked again is no arrival, whatever it took.
+                        script.0.push(Record::Call(CallRecord {
+                            tag: format!("{}-again", call.tag),
+                            outcome: "done".into(),
+                            due_us: due + 1,
+                            ..again
+                        }));
+                    }
+                    script.0.push(Record::Call(call));
+                }
+            });
+        };
+        let order =
+            if round % 2 == 0 { [ActKind::Calm, ActKind::Storm] } else { [ActKind::Storm, ActKind::Calm] };
+        for (second, what) in order.into_iter().enumerate() {
+            of(what, second as u64);
+        }
+    }
+    script
+}
+
+/// `each` makes an arrival of its number; every other leaves.
+fn rounds(count: usize, of: usize, mut each: impl FnMut(usize, usize) -> (u64, u64)) -> Vec<Vec<Arrival>> {
+    let arrival = |round, at, (calm, storm)| Arrival {
+        due: at as u64 * 20_000 + round as u64,
+        calm,
+        storm,
+        leaves: at % 2 == 0,
+    };
+    (0..count).map(|round| (0..of).map(|at| arrival(round, at, each(round, at))).collect()).collect()
+}
+
+fn number(summary: &Summary, measure: Measure, percentile: u32) -> &Compared {
+    let numbers = &summary.bystanders.numbers;
+    let ours = |number: &&Compared| (number.measure, number.percentile) == (measure, percentile);
+    numbers.iter().find(ours).unwrap_or_else(|| panic!("{measure:?} {percentile}: {numbers:?}"))
+}
+
+fn slowed(summary: &Summary) -> Vec<&str> {
+    let slowed = summary.findings.iter().filter(|found| found.name == "bystanders_slowed");
+    slowed.map(|found| found.says.as_str()).collect()
+}
+
+#[test]
+fn those_who_stay_are_compared_with_the_same_requests_of_the_calm() {
+    // Whoever leaves took long in the calm: all of the calm together are slower than the storm.
+    let rounds = rounds(
+        3,
+        60,
+        |round, at| if at % 2 == 0 { (90_000, 1_000) } else { (10_000 + round as u64, 14_000) },
+    );
+    let summary = run(&rounds).summary();
+    let (calm, same) =
+        (summary.calm.as_ref().expect("calm"), summary.calm_stand_ins.as_ref().expect("stand-ins"));
+    let storm = summary.storm.as_ref().expect("storm");
+    assert_eq!((calm.requests, same.requests, storm.requests), (180, 90, 90));
+    assert_eq!((summary.bystanders.requests, summary.bystanders.rounds), (90, 3));
+    near(calm.ttft_ms.p99, 90.0);
+    near(same.ttft_ms.max, 10.002);
+    near(storm.ttft_ms.max, 14.0);
+    let ttft = number(&summary, Measure::Ttft, 90);
+    assert_eq!((ttft.calm_ms, ttft.storm_ms, ttft.noise_ms, ttft.slower), (10.001, 14.0, 2.0, true));
+    near(ttft.over.median, 14.0 / 10.001);
+    near(ttft.by_ms, 3.999);
+    near(summary.storm_over_calm.as_ref().expect("rounds").median, 14.0 / 10.001);
+    // The first token, and with it the whole answer; between tokens nothing.
+    let slowed = slowed(&summary);
+    let [first, whole] = slowed[..] else { panic!("{slowed:?}") };
+    assert!(first.contains("14.0 ms for their first token at the 90th percentile"), "{first}");
+    assert!(first.contains("10.0 ms, for the same requests") && first.contains("1.40 times"), "{first}");
+    assert!(whole.contains("whole answer"), "{whole}");
+    assert!(
+        summary.findings[0].shown_by.iter().all(|tag| tag.starts_with("storm") && !tag.ends_with("again"))
+    );
+    let (text, page) = (report::text(&summary), report::page(&summary));
+    assert!(text.contains("calm, the same requests") && page.contains("calm, the same requests"));
+    assert!(
+        text.contains("first token p90: 10.0 ms in the calm, 14.0 ms in the storm, 1.40 times: SLOWER"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_fifth_more_or_less_than_calms_differ_by_is_no_harm() {
+    // The calms of the three rounds are 6 ms apart; what each storm is slower by is less.
+    let noisy = |more: u64| {
+        rounds(3, 60, move |round, _| (10_000 + 3_000 * round as u64, 10_000 + 3_000 * round as u64 + more))
+    };
+    assert_eq!(slowed(&run(&noisy(5_900)).summary()), [""; 0]);
+    assert_ne!(slowed(&run(&noisy(6_100)).summary()), [""; 0]);
+    // Of one calm the halves.
+    let halves = |more: u64| {
+        rounds(1, 120, move |_, at| {
+            let calm = if at < 60 { 10_000 } else { 14_000 };
+            (calm, calm + more)
+        })
+    };
+    assert_eq!(slowed(&run(&halves(3_900)).summary()), [""; 0]);
+    assert_ne!(slowed(&run(&halves(4_100)).summary()), [""; 0]);
+    // Beyond the noise, and within a fifth; twice as much, and within 2 ms.
+    assert_eq!(slowed(&run(&rounds(3, 60, |_, _| (40_000, 47_900))).summary()), [""; 0]);
+    assert_ne!(slowed(&run(&rounds(3, 60, |_, _| (40_000, 48_200))).summary()), [""; 0]);
+    assert_eq!(slowed(&run(&rounds(3, 60, |_, _| (1_500, 3_400))).summary()), [""; 0]);
+    // One round of three that is slow is a slow moment of the machine.
+    let once = rounds(3, 60, |round, _| (10_000, if round == 1 { 90_000 } else { 10_000 }));
+    assert_eq!(slowed(&run(&once).summary()), [""; 0]);
+    // Where the slowest are lost in noise, the middle may not be.
+    let middle = rounds(3, 60, |round, at| match at {
+        1 | 3 | 5 | 7 => (20_000 * (round as u64 + 1), 20_000 * (round as u64 + 1)),
+        _ => (10_000, 15_000),
+    });
+    let summary = run(&middle).summary();
+    assert!(slowed(&summary)[0].contains("first token at the 50th percentile"), "{:?}", slowed(&summary));
+}
+
+#[test]
+fn what_cannot_be_paired_is_said_and_not_compared() {
+    let told = |script: &Script, what: &str| {
+        let summary = script.summary();
+        let unknown = summary.unknown();
+        assert!(unknown.iter().any(|said| said.contains(what)), "{what}: {unknown:?}");
+        summary
+    };
+    // Nine pairs in each round.
+    let few = run(&rounds(3, 18, |_, _| (10_000, 90_000)));
+    let summary = told(&few, "27 clients that stayed in 3 storms are too few to be compared");
+    assert_eq!((slowed(&summary), summary.bystanders.numbers.len()), (vec![], 0));
+    // A round that is broken off has no pairs.
+    let mut broken = run(&rounds(3, 60, |_, _| (10_000, 90_000)));
+    let last = broken.0.iter().rposition(|record| matches!(record, Record::Call(_))).expect("a call");
+    broken.0.remove(last);
+    let summary = told(&broken, "1 rounds of calm and storm are not of the same requests");
+    assert_eq!((summary.bystanders.rounds, slowed(&summary).is_empty()), (2, false));
+    // Whoever failed is in neither.
+    let mut failed = run(&rounds(3, 60, |_, _| (10_000, 10_000)));
+    for record in &mut failed.0 {
+        if let Record::Call(call) = record
+            && call.tag.ends_with("-7")
+        {
+            call.outcome = if call.act.starts_with("calm") { "broken" } else { "done" }.into();
+            call.tokens_us = if call.act.starts_with("calm") { Vec::new() } else { vec![900_000] };
+        }
+    }
+    let summary = failed.summary();
+    near(number(&summary, Measure::Ttft, 90).storm_ms, 10.0);
+}
+
+#[test]
+fn every_number_of_who_stayed_agrees_with_counting() {
+    let mut rng = Rng::new(23);
+    for turn in 0..24 {
+        let (count, of) = (1 + turn % 5, if turn % 3 == 0 { 260 } else { 70 });
+        let mut time = |least: u64| least + rng.below(30_000);
+        let rounds = rounds(count, of, |_, _| (time(5_000), time(8_000)));
+        let summary = run(&rounds).summary();
+        let percentile = if of / 2 < 100 { 90 } else { 99 };
+        for (measure, added) in [(Measure::Ttft, 0.0), (Measure::E2e, 2.5)] {
+            for percentile in [50, percentile] {
+                let share = f64::from(percentile) / 100.0;
+                let of = |round: &[Arrival], time: &dyn Fn(&Arrival) -> u64| {
+                    let stayed = round.iter().filter(|arrival| !arrival.leaves);
+                    let times: Vec<f64> = stayed.map(|arrival| time(arrival) as f64 / 1e3 + added).collect();
+                    by_counting(&times, share)
+                };
+                let calms: Vec<f64> = rounds.iter().map(|round| of(round, &|arrival| arrival.calm)).collect();
+                let storms: Vec<f64> =
+                    rounds.iter().map(|round| of(round, &|arrival| arrival.storm)).collect();
+                let ratios: Vec<f64> = storms.iter().zip(&calms).map(|(storm, calm)| storm / calm).collect();
+                let more: Vec<f64> = storms.iter().zip(&calms).map(|(storm, calm)| storm - calm).collect();
+                let widest = calms.iter().flat_map(|a| calms.iter().map(move |b| a - b)).fold(0.0, f64::max);
+                let noise = if let [round] = &rounds[..] {
+                    let (first, second) = round.split_at(round.len() / 2);
+                    (of(first, &|arrival| arrival.calm) - of(second, &|arrival| arrival.calm)).abs()
+                } else {
+                    widest
+                };
+                let found = number(&summary, measure, percentile);
+                near(found.over.median, middle(&ratios));
+                near(found.by_ms, middle(&more));
+                near(found.noise_ms, noise.max(2.0));
+                near(found.calm_ms, middle(&calms));
+                near(found.storm_ms, middle(&storms));
+                assert_eq!(found.slower, middle(&ratios) > 1.2 && middle(&more) > noise.max(2.0));
+            }
+        }
+    }
+}
+
+/// The middle by counting: as many are below as above.
+fn middle(values: &[f64]) -> f64 {
+    let rank = |value: f64| values.iter().filter(|other| **other < value).count();
+    let at = |wanted: usize| {
+        let not_above = values.iter().copied().filter(|value| rank(*value) <= wanted);
+        not_above.fold(f64::NEG_INFINITY, f64::max)
+    };
+    let (low, high) = ((values.len() - 1) / 2, values.len() / 2);
+    f64::midpoint(at(low), at(high))
+}
