@@ -20,6 +20,8 @@ use crate::stats::Spread;
 pub(crate) const SLOWER: f64 = 1.2;
 /// What differs by less is noise, whatever the calms say: a machine's timer and scheduler alone do that, milliseconds.
 pub(crate) const NOISE_MS: f64 = 2.0;
+/// Times are told to a microsecond: what is none is less than that.
+const LEAST_MS: f64 = 1e-3;
 /// Of fewer clients in a round a high percentile is one client's bad luck.
 const FEW_IN_ROUND: usize = 10;
 /// Of fewer clients in a round the 99th percentile is the greatest.
@@ -111,7 +113,7 @@ fn of_measure(rounds: &[Round<'_>], measure: Measure) -> Vec<Compared> {
             Spread::of(pairs.iter().map(of).collect()).expect("there are rounds")
         };
         let (calm, storm) = (spread(&|(calm, _)| *calm), spread(&|(_, storm)| *storm));
-        let over = spread(&|(calm, storm)| storm / calm.max(1e-9));
+        let over = spread(&|(calm, storm)| storm / calm.max(LEAST_MS));
         let by_ms = spread(&|(calm, storm)| storm - calm).median;
         let noise_ms = match (&samples[..], pairs.len()) {
             // Of one calm, its first half and its second.
@@ -143,7 +145,7 @@ pub(crate) fn storm_over_calm(facts: &Facts) -> Option<Spread> {
     let (rounds, _) = rounds(facts);
     let ratio = |round: &Round<'_>| {
         let [calm, storm] = round.samples(Measure::Ttft).map(|samples| Dist::of(&samples));
-        (calm.n > 0).then(|| storm.p99 / calm.p99.max(1e-9))
+        (calm.n > 0).then(|| storm.p99 / calm.p99.max(LEAST_MS))
     };
     Spread::of(rounds.iter().filter_map(ratio).collect())
 }
