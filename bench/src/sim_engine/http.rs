@@ -3,6 +3,7 @@
 
 use std::io::{self, ErrorKind};
 
+use memchr::{memchr_iter, memmem};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -185,7 +186,7 @@ impl Seen {
 /// The content of a body that came in chunks.
 pub(crate) fn unchunked(mut chunks: &[u8]) -> Vec<u8> {
     let mut content = Vec::with_capacity(chunks.len());
-    while let Some(line) = chunks.windows(2).position(|window| window == b"\r\n") {
+    while let Some(line) = memmem::find(chunks, b"\r\n") {
         let size = chunks[..line].split(|&byte| byte == b';').next().unwrap_or_default();
         let size =
             std::str::from_utf8(size).ok().and_then(|size| usize::from_str_radix(size.trim(), 16).ok());
@@ -198,17 +199,20 @@ pub(crate) fn unchunked(mut chunks: &[u8]) -> Vec<u8> {
 }
 
 fn contains(bytes: &[u8], part: &[u8]) -> bool {
-    bytes.windows(part.len()).any(|window| window == part)
+    memmem::find(bytes, part).is_some()
 }
 
 /// Bytes of the head, with its empty line.
 pub(crate) fn head_bytes(buffer: &[u8]) -> Option<usize> {
-    buffer.windows(4).position(|window| window == b"\r\n\r\n").map(|at| at + 4)
+    memmem::find(buffer, b"\r\n\r\n").map(|at| at + 4)
 }
 
 /// The value of a header, if the head has it; the name in lower case.
 pub(crate) fn header<'a>(head: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
-    head.split(|&byte| byte == b'\n').find_map(|line| {
+    // The first line is no header.
+    let mut lines = memchr_iter(b'\n', head).zip(memchr_iter(b'\n', head).skip(1));
+    lines.find_map(|(before, end)| {
+        let line = &head[before + 1..end];
         let (found, value) = line.split_at_checked(name.len())?;
         let value = value.strip_prefix(b":")?;
         found.eq_ignore_ascii_case(name).then(|| value.trim_ascii())
