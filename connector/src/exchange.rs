@@ -95,7 +95,9 @@ pub enum Outcome {
     PrefillRefused,
     /// The router did not let it in: its queue was full, or the wait too long.
     NotAdmitted,
-    /// No prefill engine could be had, and computing it elsewhere is not configured.
+    /// A leg had no engine that could be asked: none is known, or all are drained or out.
+    NoEngine,
+    /// No prefill engine that was asked did it, and computing it elsewhere is not configured.
     PrefillExhausted,
     /// A decode engine refused the request itself; another would too.
     DecodeRefused,
@@ -127,6 +129,8 @@ pub enum Failure {
 pub enum Event {
     /// The router does not let it in: there is no room, now or in time.
     NotAdmitted,
+    /// A leg that it needs has no engine that could be asked, whatever the wait.
+    NoEngine,
     /// A prefill engine is being asked.
     PrefillSent(Attempt),
     /// It lends its blocks.
@@ -295,6 +299,7 @@ impl Exchange {
             (S::Choosing, E::PrefillSent(to)) if !self.abandoned.contains(&to) => self.go(S::Prefilling(to)),
             (S::Choosing, E::PrefillSkipped) => self.go(S::Held(None)),
             (S::Choosing, E::NotAdmitted) => self.end(Outcome::NotAdmitted, Cause::DecodeUnreachable),
+            (S::Choosing, E::NoEngine) => self.end(Outcome::NoEngine, Cause::DecodeUnreachable),
             (S::Choosing | S::Prefilling(_), E::GaveUp) => {
                 self.end(Outcome::PrefillExhausted, Cause::DecodeUnreachable)
             }
@@ -383,6 +388,7 @@ impl Exchange {
             (
                 _,
                 E::NotAdmitted
+                | E::NoEngine
                 | E::PrefillEnded(_)
                 | E::PrefillSent(_)
                 | E::PrefillSkipped
@@ -471,6 +477,7 @@ impl Exchange {
             Event::DecodeAccepted(_) => drop(line.accepted.get_or_insert(now)),
             Event::FirstChunk(_) => drop(line.first_chunk.get_or_insert(now)),
             Event::NotAdmitted
+            | Event::NoEngine
             | Event::PrefillSkipped
             | Event::PrefillRefused(_)
             | Event::PrefillFailed(..)
@@ -523,6 +530,7 @@ impl Outcome {
         match self {
             Self::Completed => "completed",
             Self::NotAdmitted => "not_admitted",
+            Self::NoEngine => "no_engine",
             Self::PrefillRefused => "prefill_refused",
             Self::PrefillExhausted => "prefill_exhausted",
             Self::DecodeRefused => "decode_refused",

@@ -20,6 +20,7 @@ fn alphabet() -> Vec<Event> {
     let failures = [Failure::NotReached, Failure::Answered, Failure::Unknown];
     let mut events = vec![
         Event::NotAdmitted,
+        Event::NoEngine,
         Event::PrefillSkipped,
         Event::HandoffSpent,
         Event::GaveUp,
@@ -73,6 +74,7 @@ impl World {
             | Event::StreamBroken(a)
             | Event::StreamCut(a) => self.working.contains(&a),
             Event::NotAdmitted
+            | Event::NoEngine
             | Event::PrefillSkipped
             | Event::HandoffSpent
             | Event::GaveUp
@@ -109,6 +111,7 @@ impl World {
                 }
             }
             Event::NotAdmitted
+            | Event::NoEngine
             | Event::PrefillEnded(_)
             | Event::PrefillSkipped
             | Event::HandoffSpent

@@ -55,6 +55,15 @@ pub(crate) struct Ticket {
     pub deadline: Instant,
 }
 
+/// Why a request is not let in.
+#[derive(Debug)]
+pub(crate) struct NotLetIn {
+    /// Whether it could have waited for an engine.
+    pub scarce: Scarce,
+    /// What its client is told.
+    pub error: ApiError,
+}
+
 /// Says that an engine may have room again.
 #[derive(Default)]
 pub(crate) struct Freed {
@@ -93,6 +102,12 @@ struct Waiting<'a> {
     since: Instant,
     bell: Arc<Notify>,
     outcome: Outcome,
+}
+
+impl NotLetIn {
+    fn full(error: ApiError) -> Self {
+        Self { scarce: Scarce::Full, error }
+    }
 }
 
 impl Freed {
@@ -157,7 +172,7 @@ impl ModelQueue {
         ticket: Ticket,
         terms: &QueueConfig,
         mut reserve: impl FnMut() -> Result<T, Scarce>,
-    ) -> Result<T, ApiError> {
+    ) -> Result<T, NotLetIn> {
         if self.waiting.load(Ordering::Relaxed) == 0 {
             match reserve() {
                 Ok(reserved) => return Ok(reserved),
@@ -193,7 +208,7 @@ impl ModelQueue {
         }
     }
 
-    fn join<'a>(&'a self, ticket: Ticket, terms: &'a QueueConfig) -> Result<Waiting<'a>, ApiError> {
+    fn join<'a>(&'a self, ticket: Ticket, terms: &'a QueueConfig) -> Result<Waiting<'a>, NotLetIn> {
         let Ticket { claim, deadline } = ticket;
         let now = Instant::now();
         let mut inner = self.lock();
@@ -205,7 +220,7 @@ impl ModelQueue {
             drop(inner);
             self.metrics.outcome(Outcome::RejectedLate);
             let message = "all engines are busy and the request's deadline would pass before its turn";
-            return Err(ApiError::overloaded(message, back));
+            return Err(NotLetIn::full(ApiError::overloaded(message, back)));
         }
         let place = match inner.queue.join(claim, terms) {
             Ok(place) => place,
@@ -213,13 +228,11 @@ impl ModelQueue {
                 let back = inner.drain.come_back(ahead);
                 drop(inner);
                 self.metrics.outcome(Outcome::RejectedFull);
-                return Err(ApiError::overloaded(
-                    match full {
-                        Full::Total => "all engines are busy and too many requests wait already",
-                        Full::Tenant => "all engines are busy and too many of your requests wait already",
-                    },
-                    back,
-                ));
+                let message = match full {
+                    Full::Total => "all engines are busy and too many requests wait already",
+                    Full::Tenant => "all engines are busy and too many of your requests wait already",
+                };
+                return Err(NotLetIn::full(ApiError::overloaded(message, back)));
             }
         };
         let bell = Arc::<Notify>::default();
@@ -233,18 +246,19 @@ impl ModelQueue {
         Ok(Waiting { queue: self, terms, place, priority, since, bell, outcome })
     }
 
-    fn nobody(&self) -> ApiError {
+    fn nobody(&self) -> NotLetIn {
         self.metrics.outcome(Outcome::NoCapacity);
-        ApiError::unavailable("no engine can serve this model at the moment", NO_CAPACITY)
+        let error = ApiError::unavailable("no engine can serve this model at the moment", NO_CAPACITY);
+        NotLetIn { scarce: Scarce::Nobody, error }
     }
 
-    fn expired(&self, waited: Duration) -> ApiError {
+    fn expired(&self, waited: Duration) -> NotLetIn {
         let mut inner = self.lock();
         let ahead = inner.queue.len();
         let back = inner.drain.come_back(ahead);
         let message =
             format!("all engines were busy for the {} ms that the request could wait", waited.as_millis());
-        ApiError::overloaded(message, back).with_code(Code::QueueTimeout)
+        NotLetIn::full(ApiError::overloaded(message, back).with_code(Code::QueueTimeout))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

@@ -261,6 +261,7 @@ impl ExchangeDriver {
                 Ok(Elsewhere::NotHad(scarce, last)) => {
                     self.apply(match scarce {
                         Scarce::Full => Event::NotAdmitted,
+                        Scarce::Nobody if self.attempts.is_empty() => Event::NoEngine,
                         Scarce::Nobody => Event::GaveUp,
                     });
                     (why, Err(Ended::Refused(last)))

@@ -180,6 +180,7 @@ impl Account {
             Event::StreamBroken(by) => step(by, Decode, Some("broke off")),
             Event::StreamCut(by) => step(by, Decode, Some("broke off; another goes on")),
             Event::NotAdmitted => Step::Went("not admitted"),
+            Event::NoEngine => Step::Went("no engine could be asked"),
             Event::PrefillSkipped => Step::Went("no remote prefill"),
             Event::HandoffSpent => Step::Went("the handoff is spent; the prompt is computed anew"),
             Event::GaveUp => Step::Went("gave up"),

@@ -54,6 +54,7 @@ impl Watched {
             Event::DecodeFailed(by, failure) => (by, Leg::Decode, failure.into()),
             Event::StreamBroken(by) | Event::StreamCut(by) => (by, Leg::Decode, Reason::Died),
             Event::NotAdmitted
+            | Event::NoEngine
             | Event::PrefillEnded(_)
             | Event::PrefillSkipped
             | Event::FirstChunk(_)

@@ -39,7 +39,10 @@ impl Engines {
     }
 
     async fn enter(&self, ticket: Ticket) -> Result<Seat, ApiError> {
-        self.queue.enter(ticket, &terms(), self.reserve()).await
+        self.queue.enter(ticket, &terms(), self.reserve()).await.map_err(|refused| {
+            assert_eq!(refused.scarce, Scarce::Full);
+            refused.error
+        })
     }
 }
 
@@ -164,7 +167,8 @@ async fn a_deadline_that_cannot_be_met_is_refused_at_once() {
 async fn without_any_engine_it_is_503_at_once() {
     let engines = Engines::new(0);
     let refused = engines.queue.enter(ticket(1), &terms(), || Err::<(), _>(Scarce::Nobody)).await;
-    assert_eq!(refused.err().map(|e| e.status), Some(503));
+    let refused = refused.err().expect("there is none");
+    assert_eq!((refused.error.status, refused.scarce), (503, Scarce::Nobody));
 }
 
 #[tokio::test]
@@ -176,7 +180,11 @@ async fn a_full_queue_refuses_by_tenant_and_in_total() {
     for wait in &mut waiting[..2] {
         assert!(futures_poll(wait).await.is_none());
     }
-    let message = |refused: Result<Seat, ApiError>| refused.err().expect("refused").message;
+    let message = |refused: Result<Seat, NotLetIn>| {
+        let refused = refused.err().expect("refused");
+        assert_eq!(refused.scarce, Scarce::Full);
+        refused.error.message
+    };
     assert!(message(enter(1).await).contains("your requests"));
     assert!(futures_poll(&mut waiting[2]).await.is_none());
     assert!(message(enter(3).await).contains("too many requests"));

@@ -10,7 +10,7 @@ use baton_connector::exchange::Event;
 use baton_openai::ApiError;
 
 use super::{Ended, ExchangeDriver};
-use crate::admission::Ticket;
+use crate::admission::{NotLetIn, Ticket};
 use crate::client_address;
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
@@ -55,9 +55,12 @@ impl ExchangeDriver {
                 self.reserved = Some(reserved);
                 Ok(())
             }
-            Ok(Err(refusal)) => {
-                self.apply(Event::NotAdmitted);
-                Err(refusal.into())
+            Ok(Err(NotLetIn { scarce, error })) => {
+                self.apply(match scarce {
+                    Scarce::Full => Event::NotAdmitted,
+                    Scarce::Nobody => Event::NoEngine,
+                });
+                Err(error.into())
             }
         }
     }
@@ -115,7 +118,7 @@ impl ExchangeDriver {
         Ok(match self.wait(session, leg, room).await? {
             Ok(Ok(reserved)) => Had::Engine(reserved),
             Ok(Err(scarce)) => Had::None(scarce),
-            Err(busy) => Had::Busy(busy),
+            Err(NotLetIn { error, .. }) => Had::Busy(error),
         })
     }
 
@@ -125,7 +128,7 @@ impl ExchangeDriver {
         session: &mut Session,
         leg: Leg,
         mut room: impl FnMut(&Model, Tell) -> Result<T, Scarce>,
-    ) -> Result<Result<T, ApiError>, ClientGone> {
+    ) -> Result<Result<T, NotLetIn>, ClientGone> {
         let ticket = self.ticket.expect("a decode engine is set aside before anything else");
         let mut waits = false;
         let room = || {

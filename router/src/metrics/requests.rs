@@ -30,7 +30,7 @@ static REQUESTS: Family = Family::counter(
     "baton_router_requests_total",
     &["model", "outcome", "code"],
     "Requests that are over, by how they ended and the class of their status (`none`: the client got none). \
-     `not_admitted`: the queue was full or the wait too long; `passed`: one engine answered by itself (embeddings, \
+     `not_admitted`: the queue was full or the wait too long; `no_engine`: a leg had no engine that could be asked; `passed`: one engine answered by itself (embeddings, \
      tokens); `rejected`: refused before any engine was chosen.",
 );
 static IN_FLIGHT: Family = Family::gauge(
@@ -134,7 +134,7 @@ pub(crate) enum End {
 }
 
 impl End {
-    const LABELS: [&str; 11] = [
+    const LABELS: [&str; 12] = [
         "completed",
         "prefill_refused",
         "prefill_exhausted",
@@ -146,6 +146,7 @@ impl End {
         "rejected",
         "passed",
         "not_admitted",
+        "no_engine",
     ];
 
     fn index(self) -> usize {
@@ -161,6 +162,7 @@ impl End {
             Self::Rejected => 8,
             Self::Passed => 9,
             Self::Exchange(Outcome::NotAdmitted) => 10,
+            Self::Exchange(Outcome::NoEngine) => 11,
         }
     }
 

@@ -195,7 +195,7 @@ fn status_of_part(finished: &Finished, of: SpanOf) -> Status {
     }
     let at = match outcome {
         Outcome::Completed => return Status::Unset,
-        Outcome::NotAdmitted => SpanOf::Queue,
+        Outcome::NotAdmitted | Outcome::NoEngine => SpanOf::Queue,
         Outcome::PrefillRefused | Outcome::PrefillExhausted => SpanOf::Prefill,
         Outcome::DecodeRefused | Outcome::DecodeExhausted | Outcome::StreamBroken => SpanOf::Decode,
         Outcome::ClientGone(phase) | Outcome::Dropped(phase) => match phase {

@@ -261,6 +261,25 @@ async fn a_full_prefill_pool_whose_queue_is_full_is_429_and_counts_as_not_admitt
 }
 
 #[tokio::test]
+async fn a_leg_that_has_no_engine_at_all_is_503_and_counts_as_no_engine() {
+    for leg in ["decode", "prefill"] {
+        let p = FakeEngine::always(Act::Lend(Some(7))).await;
+        let d = FakeEngine::always(Act::Whole(5)).await;
+        let system = of_one(&[&p], &[&d], "    fallback: none", "").await;
+        let drained = if leg == "decode" { d.address } else { p.address };
+        let order = format!("/engines/{drained}/drain");
+        assert_eq!(post(system.admin, &order, &json!({})).await.status, 200);
+        let refused = posted(&system, "").await.answer().await;
+        assert_eq!((refused.status, refused.code()), (503, "unavailable".to_owned()), "{}", refused.text());
+        assert!(refused.header("retry-after").is_some());
+        system.counts("baton_router_requests_total{outcome=\"no_engine\",code=\"5xx\"}", 1.0).await;
+        system.counts("baton_router_requests_total{outcome=\"not_admitted\"}", 0.0).await;
+        assert_eq!((p.asked().len(), d.asked().len()), (0, 0), "{leg}");
+        system.settled().await;
+    }
+}
+
+#[tokio::test]
 async fn an_engine_that_is_full_because_it_is_set_aside_to_decode_is_not_waited_for() {
     for (fallback, status) in [("", 200), ("    fallback: none", 429)] {
         let both = FakeEngine::always(Act::Whole(5)).await;
