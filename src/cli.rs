@@ -295,6 +295,9 @@ pub(crate) struct CheckArgs {
     /// Print the JSON schema of configuration files
     #[arg(long, conflicts_with = "file")]
     pub(crate) schema: bool,
+    /// The files that it names (secrets, keys, certificates) are elsewhere: they are named, and not looked at
+    #[arg(long)]
+    pub(crate) no_files: bool,
     /// Print instead what changes from this file, or from what a router has in effect (its admin address), to FILE:
     /// `- key: old` and `+ key: new`
     #[arg(long, value_name = "OLD|http://HOST:PORT")]

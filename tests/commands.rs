@@ -70,6 +70,26 @@ fn check_prints_what_is_in_effect_and_it_is_a_configuration_again() {
 }
 
 #[test]
+fn check_without_files_judges_a_configuration_whose_secrets_are_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let secrets = format!("{GOOD}cluster_secret_file: /nowhere/secret\nadmin: {{token_file: /nowhere/token}}\n");
+    let there = file(folder.path(), "there.yaml", &secrets);
+    let (sound, _, said) = out(&baton(&["check", &there]));
+    assert!(!sound && said.contains("/nowhere/secret"), "{said}");
+    let (sound, effective, said) = out(&baton(&["check", "--no-files", &there]));
+    assert!(sound && effective.contains("cluster_secret_file: /nowhere/secret"), "{effective}\n{said}");
+    let not_seen: Vec<_> = said.lines().collect();
+    assert_eq!(not_seen.len(), 2, "{said}");
+    for (line, key) in not_seen.iter().zip(["admin.token_file: /nowhere/token", "cluster_secret_file: /nowhere/secret"]) {
+        assert_eq!(*line, format!("{there}: not looked at: {key}"));
+    }
+    // What the file itself says is judged as ever.
+    let wrong = file(folder.path(), "wrong.yaml", &secrets.replace("token_file", "tokn_file"));
+    let (sound, _, said) = out(&baton(&["check", "--no-files", &wrong]));
+    assert!(!sound && said.contains("tokn_file"), "{said}");
+}
+
+#[test]
 fn check_prints_every_problem_with_its_place_and_fails() {
     let folder = tempfile::tempdir().unwrap();
     let bad = file(folder.path(), "bad.yaml", &GOOD.replace("name", "nam").replace("2'", "2', weight: 0"));

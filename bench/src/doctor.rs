@@ -78,6 +78,9 @@ pub struct DoctorArgs {
     /// Warnings count as findings
     #[arg(long)]
     strict: bool,
+    /// A check whose warnings are meant so, and are no findings: `exposure` where clients need no key on purpose
+    #[arg(long, value_name = "CHECK")]
+    accept: Vec<String>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -146,7 +149,7 @@ fn site(args: &DoctorArgs) -> Result<Site, BenchError> {
 }
 
 async fn examine(args: &DoctorArgs, site: Site, target: Target) -> Result<Checkup, BenchError> {
-    let mut checkup = Checkup::new(args.strict);
+    let mut checkup = Checkup::new(args.strict, &args.accept);
     let seen = look::look(&site, &mut checkup).await;
     if args.look_only || !seen.answers {
         let why = if args.look_only { "--look-only" } else { "nobody answers" };

@@ -13,6 +13,8 @@ pub(super) enum Mark {
     Ok,
     /// Nothing is broken, but somebody should know.
     Warn,
+    /// The same, and somebody does and means it so (`--accept`).
+    Meant,
     Fail,
     /// It could not be made.
     Skipped,
@@ -23,6 +25,7 @@ impl Mark {
         match self {
             Self::Ok => "OK",
             Self::Warn => "WARN",
+            Self::Meant => "MEANT",
             Self::Fail => "FAIL",
             Self::Skipped => "SKIPPED",
         }
@@ -47,11 +50,13 @@ pub(super) struct Checkup {
     /// Somebody answered.
     seen: bool,
     strict: bool,
+    /// Checks whose warnings are meant so.
+    accepted: Vec<String>,
 }
 
 impl Checkup {
-    pub(super) fn new(strict: bool) -> Self {
-        Self { lines: Vec::new(), seen: false, strict }
+    pub(super) fn new(strict: bool, accepted: &[String]) -> Self {
+        Self { lines: Vec::new(), seen: false, strict, accepted: accepted.to_vec() }
     }
 
     /// Somebody answered: something can be said.
@@ -68,7 +73,8 @@ impl Checkup {
     }
 
     pub(super) fn warn(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
-        self.put(Mark::Warn, check, of, told);
+        let meant = self.accepted.iter().any(|accepted| accepted == check);
+        self.put(if meant { Mark::Meant } else { Mark::Warn }, check, of, told);
     }
 
     pub(super) fn fail(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
@@ -117,7 +123,11 @@ impl Checkup {
             |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
         let (failed, warned) = (self.count(Mark::Fail), self.count(Mark::Warn));
         let well = format!("{} well{skipped}", plural(self.count(Mark::Ok), "check"));
-        let warnings = if warned > 0 { format!(", {}", plural(warned, "warning")) } else { String::new() };
+        let mut warnings = if warned > 0 { format!(", {}", plural(warned, "warning")) } else { String::new() };
+        if let meant @ 1.. = self.count(Mark::Meant) {
+            // A String takes whatever is written.
+            let _ = write!(warnings, ", {meant} meant so");
+        }
         match self.verdict() {
             Verdict::NotSeen if self.lines.iter().any(|line| line.mark == Mark::Ok) => {
                 format!("could not look: {well}, and nothing was seen of the engines")
@@ -158,7 +168,7 @@ impl Checkup {
                 Verdict::NotSeen => "not_seen",
             },
             "summary": self.summary(),
-            "ok": self.count(Mark::Ok), "warnings": self.count(Mark::Warn),
+            "ok": self.count(Mark::Ok), "warnings": self.count(Mark::Warn), "meant": self.count(Mark::Meant),
             "failures": self.count(Mark::Fail), "skipped": self.count(Mark::Skipped),
             "checks": self.lines.iter().map(line).collect::<Vec<_>>(),
         })
@@ -171,7 +181,7 @@ mod tests {
 
     #[test]
     fn the_verdict_is_that_of_the_worst_line() {
-        let mut checkup = Checkup::new(false);
+        let mut checkup = Checkup::new(false, &["exposure".to_owned()]);
         checkup.skip("a", "", "x");
         assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::NotSeen, 2));
         checkup.saw();
@@ -182,7 +192,13 @@ mod tests {
         assert_eq!(checkup.verdict().code(), 0, "a warning breaks nothing");
         checkup.strict = true;
         assert_eq!(checkup.verdict().code(), 1, "where it is not to be passed over");
+        assert_eq!(checkup.findings(), 1);
+        checkup.lines.pop();
+        checkup.warn("exposure", "", "open");
+        assert_eq!((checkup.verdict().code(), checkup.findings()), (0, 0), "what is meant so is no finding");
+        assert!(checkup.text().contains("MEANT") && checkup.text().contains("1 meant so"), "{}", checkup.text());
         checkup.strict = false;
+        checkup.warn("c", "", "z");
         checkup.fail("d", "\u{1b}[2J", "w\n");
         assert_eq!(checkup.verdict().code(), 1);
         assert!(checkup.text().contains("1 failure, 1 warning"), "{}", checkup.text());

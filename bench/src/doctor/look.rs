@@ -203,13 +203,16 @@ async fn exposure(admin: &Origin, config: &Value, checkup: &mut Checkup) {
             .and_then(|address| address.parse::<std::net::SocketAddr>().ok())
             .filter(|a| !a.ip().is_loopback())
     };
+    // Who must show a certificate that `client_ca` signed is no stranger.
+    let certified = config["listen_tls"]["client_auth"] == "require";
     if let Some(listen) = beyond(&config["listen"])
         && config["auth"].is_null()
+        && !certified
     {
         checkup.warn(
             "exposure",
             admin.authority(),
-            format!("clients need no API key, and {listen} is beyond loopback"),
+            format!("clients need neither key nor certificate, and {listen} is beyond loopback (`auth`, `listen_tls`)"),
         );
     }
     match beyond(&config["admin"]["listen"]) {

@@ -87,8 +87,8 @@ pub(crate) struct EndpointArgs {
     #[arg(long = "header", value_name = "HEADER")]
     pub(crate) headers: Vec<String>,
     /// File with the API key [default: OPENAI_API_KEY, where it is set]
-    #[arg(long, value_name = "FILE")]
-    pub(crate) key_file: Option<PathBuf>,
+    #[arg(long, alias = "key-file", value_name = "FILE")]
+    pub(crate) api_key_file: Option<PathBuf>,
     /// Certificates to trust, in PEM [default: the system's]
     #[arg(long, value_name = "FILE")]
     pub(crate) ca_file: Option<PathBuf>,

@@ -47,7 +47,7 @@ impl Subject {
         slo: &Slo,
     ) -> Result<Self, BenchError> {
         let mut target = Target::parse(url)?.with_ca_file(args.ca_file.as_deref());
-        target = match (&args.key_file, std::env::var("OPENAI_API_KEY")) {
+        target = match (&args.api_key_file, std::env::var("OPENAI_API_KEY")) {
             (None, Ok(key)) if !key.is_empty() => target.with_key(&key)?,
             (file, _) => target.with_key_file(file.as_deref())?,
         };
