@@ -84,6 +84,30 @@ impl Fleet {
         engine
     }
 
+    /// What operators have ordered and not taken back, of engines that are gone, too.
+    pub(crate) fn orders(&self) -> Vec<(EngineUrl, Order)> {
+        let known = self.lock();
+        let ordered = |(url, engine): (&EngineUrl, &Arc<Engine>)| {
+            let order = engine.health().snapshot().ordered();
+            (order != Order::None).then(|| (url.clone(), order))
+        };
+        known.orders.iter().cloned().chain(known.engines.iter().filter_map(ordered)).collect()
+    }
+
+    /// Takes an order over that was given to the router before this one: for an engine that is known, or for when it is.
+    pub(crate) fn take_over(&self, url: EngineUrl, order: Order) {
+        let mut known = self.lock();
+        let Some(engine) = known.engines.get(&url).map(Arc::clone) else {
+            known.orders.retain(|(of, _)| *of != url);
+            known.orders.push_back((url, order));
+            let beyond = known.orders.len().saturating_sub(ORDERS_MAX);
+            known.orders.drain(..beyond);
+            return;
+        };
+        drop(known);
+        engine.judge(|health, _, _| health.order(order));
+    }
+
     /// Every engine once.
     pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
         self.lock().engines.values().cloned().collect()
@@ -156,6 +180,33 @@ mod tests {
         drop(again);
         fleet.prune();
         assert_eq!(standing(&fleet.engine(&url(0), &terms())), Standing::Usable);
+    }
+
+    #[test]
+    fn orders_are_taken_over_by_another_fleet_for_engines_that_it_knows_and_that_it_finds_later() {
+        let fleets = [(); 2].map(|()| Fleet::new(Arc::new(Metrics::new())));
+        let [before, after] = &fleets;
+        let standing = |engine: &Engine| engine.health().standing(Leg::Decode);
+        let known: Vec<_> = (0..3).map(|n| before.engine(&url(n), &terms())).collect();
+        known[0].judge(|health, _, _| health.order(Order::Drain));
+        known[1].judge(|health, _, _| health.order(Order::Undrain));
+        drop(known);
+        // The second is gone from this one, and both are still to be found by the next.
+        let kept = before.engine(&url(0), &terms());
+        before.prune();
+        let mut orders = before.orders();
+        orders.sort_by_key(|(url, _)| url.to_string());
+        assert_eq!(orders, [(url(0), Order::Drain), (url(1), Order::Undrain)]);
+        assert_eq!(standing(&kept), Standing::Draining);
+        let here = after.engine(&url(0), &terms());
+        for (url, order) in orders {
+            after.take_over(url, order);
+        }
+        assert_eq!(standing(&here), Standing::Draining);
+        let drained = Terms { health: state::Terms { drain: true, ..state::tests::TERMS }, ..terms() };
+        assert_eq!(standing(&after.engine(&url(1), &drained)), Standing::Usable);
+        assert_eq!(standing(&after.engine(&url(2), &drained)), Standing::Draining);
+        assert_eq!(after.orders().len(), 2);
     }
 
     #[test]

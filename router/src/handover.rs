@@ -4,8 +4,9 @@
 //! accepted by whoever comes next:
 //!
 //! - **From a router that runs** (`--handover PATH`): it waits at a Unix socket at PATH for its successor. The successor asks
-//!   there, gets the sockets, reads its configuration, begins to serve, says so, and only then does the old one stop
-//!   accepting, ends what it has in flight, and ends.
+//!   there, gets the sockets, reads its configuration, says that it serves, and only then does the old one stop accepting. Its
+//!   last word is what operators have ordered it; the next one accepts nobody before it has heard that.
+//!   The old one ends what it has in flight, and ends.
 //! - **From a supervisor** (systemd's socket activation, `LISTEN_FDS`): the first socket is for clients, the second is the
 //!   admin listener.
 //!
@@ -24,13 +25,20 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
 };
-use tokio::io::AsyncReadExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, UnixListener};
+
+use crate::config::EngineUrl;
+use crate::health::Order;
 
 /// How long the other side of a handover may take to answer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 /// How long a successor may take from getting the sockets to serving: it reads its configuration and its keys.
 const SERVES_WITHIN: Duration = Duration::from_secs(60);
+/// How long a successor waits for the orders before it serves without: those that connect meanwhile wait, too.
+const ORDERS_WITHIN: Duration = Duration::from_secs(2);
+/// Text of orders: 8,192 of 512 bytes, as many as the fleet keeps for engines that are gone, and again for those of a full pool.
+const ORDERS_BYTES_MAX: usize = 4 << 20;
 /// What goes with the sockets.
 const HERE: u8 = b'L';
 /// What a successor says when it serves.
@@ -106,12 +114,93 @@ impl Inherited {
         taken(self.admin.take(), "admin.listen", configured)
     }
 
-    /// Tells the router that had them before.
-    pub(crate) fn serving(&mut self) {
-        if let Some(mut from) = self.from.take()
-            && let Err(error) = from.write_all(&[SERVING])
-        {
+    /// Tells the router that had them before, and hears what operators have ordered that one.
+    pub(crate) async fn serving(&mut self) -> Vec<(EngineUrl, Order)> {
+        let Some(mut from) = self.from.take() else { return Vec::new() };
+        if let Err(error) = from.write_all(&[SERVING]) {
             tracing::warn!(%error, "the router before this one does not hear that it can end");
+            return Vec::new();
+        }
+        match tokio::time::timeout(ORDERS_WITHIN, heard(from)).await {
+            Ok(Ok(text)) => read(&text),
+            Ok(Err(error)) => unheard(&error),
+            Err(_) => unheard(&"it does not say in time"),
+        }
+    }
+}
+
+/// What the router before says last; one of an older version says nothing.
+async fn heard(from: UnixStream) -> io::Result<String> {
+    from.set_nonblocking(true)?;
+    let mut text = String::new();
+    let from = tokio::net::UnixStream::from_std(from)?;
+    from.take(ORDERS_BYTES_MAX as u64).read_to_string(&mut text).await?;
+    Ok(text)
+}
+
+fn unheard(why: &dyn std::fmt::Display) -> Vec<(EngineUrl, Order)> {
+    tracing::warn!(%why, "what operators ordered the router before this one is not known: an engine that was drained there is asked again");
+    Vec::new()
+}
+
+/// Orders, a line each: `drain URL`.
+fn written(orders: &[(EngineUrl, Order)]) -> String {
+    let mut text = String::new();
+    for (number, (url, order)) in orders.iter().enumerate() {
+        let verb = match order {
+            Order::None => continue,
+            Order::Drain => "drain",
+            Order::Undrain => "undrain",
+        };
+        let line = format!("{verb} {url}\n");
+        if text.len() + line.len() > ORDERS_BYTES_MAX {
+            tracing::warn!(left_out = orders.len() - number, "too many orders for the next router");
+            break;
+        }
+        text += &line;
+    }
+    text
+}
+
+fn read(text: &str) -> Vec<(EngineUrl, Order)> {
+    let order = |line: &str| {
+        let (verb, url) = line.split_once(' ')?;
+        let order = match verb {
+            "drain" => Order::Drain,
+            "undrain" => Order::Undrain,
+            _ => return None,
+        };
+        Some((url.parse().ok()?, order))
+    };
+    let known = |line: &str| {
+        let order = order(line);
+        if order.is_none() {
+            tracing::warn!(line, "an order to the router before this one that this one does not know");
+        }
+        order
+    };
+    text.lines().filter_map(known).collect()
+}
+
+/// A router that has taken the sockets over, and waits for the last word of the one before.
+pub(crate) struct Heir(tokio::net::UnixStream);
+
+impl Heir {
+    /// Says what operators have ordered.
+    pub(crate) async fn hears(mut self, orders: &[(EngineUrl, Order)]) {
+        let text = written(orders);
+        let said = async {
+            self.0.write_all(text.as_bytes()).await?;
+            self.0.shutdown().await
+        };
+        let error = match tokio::time::timeout(ANSWER_WITHIN, said).await {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error,
+            Err(_) => io::ErrorKind::TimedOut.into(),
+        };
+        // One of an older version does not listen any more.
+        if !text.is_empty() {
+            tracing::warn!(%error, orders = text.trim_end(), "the next router does not hear what operators have ordered: tell it again");
         }
     }
 }
@@ -176,16 +265,16 @@ impl Successor {
     }
 
     /// Ends when a successor serves.
-    pub(crate) async fn serves(&self) {
+    pub(crate) async fn serves(&self) -> Heir {
         loop {
             match self.one().await {
-                Ok(()) => return,
+                Ok(heir) => return heir,
                 Err(error) => tracing::warn!(%error, "a handover came to nothing; this router goes on"),
             }
         }
     }
 
-    async fn one(&self) -> io::Result<()> {
+    async fn one(&self) -> io::Result<Heir> {
         let (mut stream, _) = self.listener.accept().await?;
         let (theirs, ours) = (stream.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
         if theirs != ours {
@@ -198,7 +287,11 @@ impl Successor {
         tracing::info!("the sockets were handed over; waiting until the next router serves");
         let mut said = [0];
         tokio::time::timeout(SERVES_WITHIN, stream.read_exact(&mut said)).await??;
-        if said[0] == SERVING { Ok(()) } else { Err(io::Error::other("it does not say that it serves")) }
+        if said[0] == SERVING {
+            Ok(Heir(stream))
+        } else {
+            Err(io::Error::other("it does not say that it serves"))
+        }
     }
 }
 
@@ -220,5 +313,59 @@ fn send(to: BorrowedFd<'_>, sockets: [BorrowedFd<'_>; LISTENERS]) -> io::Result<
     match sendmsg(to, &[IoSlice::new(&[HERE])], &mut control, SendFlags::NOSIGNAL)? {
         1 => Ok(()),
         _ => Err(io::ErrorKind::WriteZero.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn order(n: u8, order: Order) -> (EngineUrl, Order) {
+        (format!("http://engine-{n}:8000").parse().expect("an address"), order)
+    }
+
+    /// Both ends of a handover, as far as the last word of it.
+    fn ends() -> (Inherited, tokio::net::UnixStream) {
+        let (ours, theirs) = UnixStream::pair().expect("two sockets");
+        theirs.set_nonblocking(true).expect("a socket");
+        let theirs = tokio::net::UnixStream::from_std(theirs).expect("a socket");
+        (Inherited { from: Some(ours), ..Inherited::default() }, theirs)
+    }
+
+    #[tokio::test]
+    async fn the_last_word_of_a_router_is_what_operators_have_ordered_it() {
+        let (mut next, mut before) = ends();
+        let orders = [order(1, Order::Drain), order(2, Order::Undrain), order(3, Order::None)];
+        let heard = tokio::spawn(async move { next.serving().await });
+        let mut said = [0];
+        before.read_exact(&mut said).await.expect("it says that it serves");
+        assert_eq!(said[0], SERVING);
+        Heir(before).hears(&orders).await;
+        assert_eq!(heard.await.expect("it hears"), orders[..2]);
+    }
+
+    #[tokio::test]
+    async fn a_router_of_an_older_version_says_nothing_and_hears_nothing() {
+        let (mut next, before) = ends();
+        drop(before);
+        assert_eq!(next.serving().await, []);
+        let (next, before) = ends();
+        drop(next);
+        Heir(before).hears(&[order(1, Order::Drain)]).await;
+    }
+
+    #[test]
+    fn orders_that_are_none_are_passed_over() {
+        let text = "drain http://a:1\ndance http://b:1\nundrain b:1\n\nundrain http://c:1\n";
+        let urls: Vec<_> = read(text).into_iter().map(|(url, _)| url.to_string()).collect();
+        assert_eq!(urls, ["http://a:1", "http://c:1"]);
+    }
+
+    #[test]
+    fn more_orders_than_a_successor_reads_are_cut_between_two() {
+        let many = vec![order(1, Order::Undrain); ORDERS_BYTES_MAX / 20];
+        let text = written(&many);
+        assert!(text.len() <= ORDERS_BYTES_MAX && text.ends_with('\n'));
+        assert_eq!(read(&text), many[..text.lines().count()]);
     }
 }

@@ -21,8 +21,8 @@ use crate::admin::{self, Admin, AdminError};
 use crate::config::RouterConfig;
 use crate::discovery;
 use crate::generation::GenerationError;
-use crate::handover::{Inherited, Successor};
-use crate::health;
+use crate::handover::{Heir, Inherited, Successor};
+use crate::health::{self, Order};
 use crate::hygiene::{HeadBounds, Unclean, Wire};
 use crate::metrics::Metrics;
 use crate::reload::Reload;
@@ -152,6 +152,11 @@ impl Router {
     /// Dropping the future cuts every request; debts are then paid only as long as the runtime lives.
     pub async fn run(self, shutdown: CancellationToken) {
         let Self { clients, admin, shared, connections_max, guards, mut inherited, mut successor } = self;
+        // Before anybody is served, and before anybody orders something else: the router before this one accepts nobody now.
+        for (url, order) in inherited.serving().await {
+            tracing::info!(engine = %url, ?order, "an operator's order to the router before this one");
+            shared.fleet.take_over(url, order);
+        }
         let ready = Admin::new(Arc::clone(&shared));
         let mut background = JoinSet::new();
         let admin = background.spawn(admin::serve(admin, guards.admin.clone(), Arc::new(ready)));
@@ -165,29 +170,35 @@ impl Router {
         let mut connections = JoinSet::new();
         // One bound for all, also while it drains.
         let room = Arc::new(Semaphore::new(connections_max));
-        // Whoever connects from here on is answered.
-        inherited.serving();
-        let handed_over = tokio::select! {
-            () = shutdown.cancelled() => false,
-            () = succeeded(successor.as_ref()) => true,
-            () = accept(&clients, guards.clients.clone(), &door, draining.clone(), &room, &mut connections) => false,
+        let heir = tokio::select! {
+            () = shutdown.cancelled() => None,
+            heir = succeeded(successor.as_ref()) => Some(heir),
+            () = accept(&clients, guards.clients.clone(), &door, draining.clone(), &room, &mut connections) => None,
         };
         // Its copies of the sockets would keep them open.
         drop(successor.take());
         shared.draining.store(true, Ordering::Relaxed);
         let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
-        if handed_over {
-            tracing::info!("the next router serves; this one ends what it has in flight");
-            // Who asks there is to hear of the next one.
-            admin.abort();
-            // Answers close their connections by now; idle ones may still bring a request.
-            tokio::time::sleep(delay).await;
-        } else if !delay.is_zero() {
-            // Answers close their connections by now; idle ones may still bring a request.
-            let connections = &mut connections;
-            let accepting = accept(&clients, guards.clients.clone(), &door, draining, &room, connections);
-            // It never ends by itself.
-            let _ = tokio::time::timeout(delay, accepting).await;
+        match heir {
+            Some(heir) => {
+                // Who asks there is to hear of the next one, and who orders something is to order it that one.
+                admin.abort();
+                heir.hears(&shared.fleet.orders()).await;
+                tracing::info!("the next router serves; this one ends what it has in flight");
+                // Answers close their connections by now; idle ones may still bring a request.
+                tokio::time::sleep(delay).await;
+            }
+            None => {
+                tell_of_orders(&shared);
+                if !delay.is_zero() {
+                    // Answers close their connections by now; idle ones may still bring a request.
+                    let connections = &mut connections;
+                    let accepting =
+                        accept(&clients, guards.clients.clone(), &door, draining, &room, connections);
+                    // It never ends by itself.
+                    let _ = tokio::time::timeout(delay, accepting).await;
+                }
+            }
         }
         // Fails only when no connection is left to hear it.
         let _ = drain.send(true);
@@ -221,8 +232,21 @@ async fn listen(
     listener.map_err(|source| BindError::Listen { key, address, source })
 }
 
+/// Says whom operators have drained, where nobody takes that over.
+fn tell_of_orders(shared: &Shared) {
+    let drained = shared.fleet.orders().into_iter().filter(|(_, order)| *order == Order::Drain);
+    let drained: Vec<_> = drained.map(|(url, _)| url.to_string()).collect();
+    if !drained.is_empty() {
+        tracing::warn!(
+            engines = drained.join(" "),
+            "operators have drained these engines, and that ends with this router: one that is started in its place asks them \
+             again, unless its configuration says `drain: true`, or it takes this one's place by --handover"
+        );
+    }
+}
+
 /// Ends when a successor serves, if one is waited for.
-async fn succeeded(successor: Option<&Successor>) {
+async fn succeeded(successor: Option<&Successor>) -> Heir {
     match successor {
         Some(successor) => successor.serves().await,
         None => std::future::pending().await,

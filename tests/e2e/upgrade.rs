@@ -152,6 +152,50 @@ fn routers_and_engines_are_replaced_under_load_and_no_request_fails() {
     assert!(!folder.path().join("handover").exists(), "it waits there no longer");
 }
 
+/// What an operator has ordered is for the place, not for the process: the next router there knows of it.
+#[test]
+fn who_was_drained_is_drained_at_the_next_router_too() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let engines = ["first", "second"].map(|name| engine(name, "decode", "127.0.0.1:0", folder.path()));
+    let decode: Vec<_> =
+        engines.iter().map(|one| json!({"url": format!("http://{}", one.fact("http"))})).collect();
+    let config = json!({
+        "listen": "127.0.0.1:0", "admin": {"listen": "127.0.0.1:0"},
+        "models": [{"name": engines[0].fact("model"), "decode": {"engines": decode}}],
+    });
+    std::fs::write(folder.path().join("router.yaml"), config.to_string()).expect("a configuration");
+    let mut front = router("router-0", folder.path());
+    let admin = front.fact("admin");
+    let drained = engines[0].fact("http");
+    let order = |verb: &str| {
+        let path = format!("/engines/{drained}/{verb}");
+        assert_eq!(Call::new(&admin, "POST", &path, b"").reply().status, 200);
+    };
+    let standing = || {
+        let shown = ask(&admin, "/engines").json();
+        let all = shown["engines"].as_array().expect("engines");
+        let one = all.iter().find(|one| one["engine"] == drained.as_str()).expect("it is in the list");
+        (one["legs"]["decode"]["standing"].clone(), one["reasons"].clone())
+    };
+    order("drain");
+    let replace = |front: &mut Process, number: u32| {
+        let successor = router(&format!("router-{number}"), folder.path());
+        std::mem::replace(front, successor).ends_well(ENDS_WITHIN);
+    };
+    replace(&mut front, 1);
+    assert_eq!(standing(), (json!("draining"), json!(["drained by an operator"])));
+    order("undrain");
+    replace(&mut front, 2);
+    assert_eq!(standing().1, json!([]));
+    order("drain");
+    // Nobody takes this one's place: it says what will be forgotten.
+    front.signal(Signal::Terminate);
+    front.ends_well(ENDS_WITHIN);
+    let log = front.log();
+    let told = log.lines().find(|line| line.contains("operators have drained these engines"));
+    assert!(told.is_some_and(|line| line.contains(&drained)), "{log}");
+}
+
 /// As systemd starts a router with its socket unit: the sockets are open before it is there.
 #[test]
 fn sockets_that_a_supervisor_has_opened_are_served() {
