@@ -72,7 +72,8 @@ fn check_prints_what_is_in_effect_and_it_is_a_configuration_again() {
 #[test]
 fn check_without_files_judges_a_configuration_whose_secrets_are_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
-    let secrets = format!("{GOOD}cluster_secret_file: /nowhere/secret\nadmin: {{token_file: /nowhere/token}}\n");
+    let secrets =
+        format!("{GOOD}cluster_secret_file: /nowhere/secret\nadmin: {{token_file: /nowhere/token}}\n");
     let there = file(folder.path(), "there.yaml", &secrets);
     let (sound, _, said) = out(&baton(&["check", &there]));
     assert!(!sound && said.contains("/nowhere/secret"), "{said}");
@@ -80,7 +81,9 @@ fn check_without_files_judges_a_configuration_whose_secrets_are_elsewhere() {
     assert!(sound && effective.contains("cluster_secret_file: /nowhere/secret"), "{effective}\n{said}");
     let not_seen: Vec<_> = said.lines().collect();
     assert_eq!(not_seen.len(), 2, "{said}");
-    for (line, key) in not_seen.iter().zip(["admin.token_file: /nowhere/token", "cluster_secret_file: /nowhere/secret"]) {
+    for (line, key) in
+        not_seen.iter().zip(["admin.token_file: /nowhere/token", "cluster_secret_file: /nowhere/secret"])
+    {
         assert_eq!(*line, format!("{there}: not looked at: {key}"));
     }
     // What the file itself says is judged as ever.

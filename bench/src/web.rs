@@ -16,6 +16,9 @@ use serde_json::Value;
 /// An answer is not read beyond this.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 
+/// Of a refusal so much is told.
+const SAID_CHARS_MAX: usize = 200;
+
 /// Why something was not learnt from a part of the deployment.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WebError {
@@ -173,13 +176,19 @@ impl Origin {
             let body = Limited::new(reply.into_body(), ANSWER_BYTES_MAX).collect().await;
             let body = body.map_err(|error| told(&error))?.to_bytes();
             if !status.is_success() {
-                let text: String = String::from_utf8_lossy(&body).chars().take(200).collect();
-                return Err(WebError::Refused(url.clone(), status, text));
+                return Err(WebError::Refused(url.clone(), status, said(&body)));
             }
             Ok(body)
         };
         tokio::time::timeout(patience, answer).await.map_err(|_| WebError::Late(url.clone(), patience))?
     }
+}
+
+/// The beginning of a refusal, in one line: the end of a line is no text, and would be shown as what cannot be.
+fn said(body: &[u8]) -> String {
+    let text = String::from_utf8_lossy(body);
+    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    words.chars().take(SAID_CHARS_MAX).collect()
 }
 
 fn first_line(file: &Path) -> Result<String, WebError> {
@@ -266,6 +275,12 @@ mod tests {
         assert_eq!(samples.sum("b", &[("x", "2")]), Some(f64::INFINITY));
         assert_eq!(samples.sum("c", &[]), None);
         assert_eq!(samples.of("b").count(), 3);
+    }
+
+    #[test]
+    fn a_refusal_is_told_in_one_line_and_cut_between_letters() {
+        assert_eq!(said(b"show the token\r\n as a bearer\n"), "show the token as a bearer");
+        assert_eq!(said("é".repeat(999).as_bytes()), "é".repeat(SAID_CHARS_MAX));
     }
 
     #[test]

@@ -10,6 +10,7 @@
 //! | `promql`, `metrics` | every metric and label that a rule or a panel names is on a live `/metrics` |
 //! | `container` | the image's contents, built and run without a container engine |
 //! | `examples` | every router configuration of this repository, also those in pages, passes `baton check` |
+//! | `doctor` | `baton doctor --strict` is content with a router and engines that are set up as the example says |
 //! | `collector`, `traces` | the OpenTelemetry collector's configuration; one request's trace, from its client to both engines |
 //! | `files` | which test reads which file: none is without |
 //! | `runbook` | what the runbook names exists |
@@ -20,6 +21,7 @@
 
 mod collector;
 mod container;
+mod doctor;
 mod examples;
 mod files;
 #[path = "../harness/mod.rs"]

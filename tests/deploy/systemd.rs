@@ -181,7 +181,10 @@ const KNOWN_SINCE: [(u32, &str); 13] = [
         232,
         "DynamicUser PrivateUsers ProtectControlGroups ProtectKernelModules ProtectKernelTunables ProtectSystem=strict RemoveIPC",
     ),
-    (235, "CacheDirectory LockPersonality LogsDirectory RestrictNamespaces StateDirectory StateDirectoryMode"),
+    (
+        235,
+        "CacheDirectory LockPersonality LogsDirectory RestrictNamespaces StateDirectory StateDirectoryMode",
+    ),
     (242, "ProtectHostname RestrictSUIDSGID Type=exec"),
     (245, "ProtectClock ProtectKernelLogs"),
     (247, "LoadCredential ProcSubset ProtectProc"),

@@ -123,7 +123,8 @@ impl Checkup {
             |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
         let (failed, warned) = (self.count(Mark::Fail), self.count(Mark::Warn));
         let well = format!("{} well{skipped}", plural(self.count(Mark::Ok), "check"));
-        let mut warnings = if warned > 0 { format!(", {}", plural(warned, "warning")) } else { String::new() };
+        let mut warnings =
+            if warned > 0 { format!(", {}", plural(warned, "warning")) } else { String::new() };
         if let meant @ 1.. = self.count(Mark::Meant) {
             // A String takes whatever is written.
             let _ = write!(warnings, ", {meant} meant so");
@@ -196,7 +197,11 @@ mod tests {
         checkup.lines.pop();
         checkup.warn("exposure", "", "open");
         assert_eq!((checkup.verdict().code(), checkup.findings()), (0, 0), "what is meant so is no finding");
-        assert!(checkup.text().contains("MEANT") && checkup.text().contains("1 meant so"), "{}", checkup.text());
+        assert!(
+            checkup.text().contains("MEANT") && checkup.text().contains("1 meant so"),
+            "{}",
+            checkup.text()
+        );
         checkup.strict = false;
         checkup.warn("c", "", "z");
         checkup.fail("d", "\u{1b}[2J", "w\n");
