@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use serde_json::Value;
+
 use crate::metrics::{documented, rules};
 use crate::{baton, ours, parsed, read};
 
@@ -102,6 +104,86 @@ fn the_table_of_kv_bytes_adds_up() {
         let ms = [25.0, 100.0, 400.0].map(|speed| format!("{:.0}", gigabits / speed * 1000.0));
         assert_eq!(cells[5], format!("{} ms", ms.join(" / ")));
     }
+}
+
+/// The cells of the row that begins so.
+fn cells(page: &str, first: &str) -> Vec<String> {
+    let row = page.lines().find(|line| line.starts_with(&format!("| {first} |")));
+    let row = row.unwrap_or_else(|| panic!("no row {first}"));
+    row.split('|')
+        .skip(3)
+        .map(|cell| cell.trim().trim_matches('*').to_owned())
+        .filter(|c| !c.is_empty())
+        .collect()
+}
+
+#[test]
+fn the_example_of_sizing_adds_up_from_what_was_measured() {
+    let page = page();
+    let results: Value =
+        serde_json::from_str(&read(&ours("bench/results/2026-11-22-gpu.json"))).expect("JSON");
+    let speed = |what: &str| {
+        let all = results["speeds"].as_array().expect("speeds");
+        let found = all.iter().find(|speed| speed["what"] == what).unwrap_or_else(|| panic!("no {what}"));
+        found["value"].as_f64().expect("a number")
+    };
+    let (token, answer, rate, spare) = (131_072.0, 512.0, 4.0, 0.7);
+    // A prefill takes time for each token, and for each pair of tokens.
+    let short = 1024.0 / speed("prefill of 1024, 32 layers");
+    let long = 8192.0 / speed("prefill of 8192, 32 layers");
+    let squared = (long - 8.0 * short) / (8192.0 * 8192.0 - 8.0 * 1024.0 * 1024.0);
+    let linear = (short - squared * 1024.0 * 1024.0) / 1024.0;
+    let told = format!("{:.2} µs × n + {:.3} ns × n²", linear * 1e6, squared * 1e9);
+    assert!(page.contains(&told), "{told}");
+    let few = 64.0 / speed("decode, 32 layers, batch 64");
+    let keys = speed("decode attention, 8 × 32768 keys, one layer");
+    let told = format!("{:.2} ms + sequences × (prompt + answer / 2 − 512)", few * 1e3);
+    assert!(page.contains(&told), "{told}");
+    assert!(page.contains(&format!("/ {},{:03.0} GB/s", (keys / 1000.0).floor(), keys % 1000.0)), "{keys}");
+
+    for (column, (prompt, at_once)) in [(8192.0, 64.0), (32_768.0, 24.0)].into_iter().enumerate() {
+        let cell = |first: &str| cells(&page, first)[column].replace(',', "");
+        let tokens: f64 = prompt + answer;
+        assert_eq!(cell("tokens of a sequence at its end"), format!("{tokens}"));
+        let fit = [110.0, 55.0].map(|gib: f64| (gib * f64::from(1 << 30) / (tokens * token)).floor());
+        assert_eq!(cell("sequences that fit, H200 / H100"), format!("{} / {}", fit[0], fit[1]));
+        assert!(at_once < fit[0]);
+        assert_eq!(cell("sequences of one D, `max_in_flight`"), format!("{at_once}"));
+        let prefill = linear * prompt + squared * prompt * prompt;
+        assert_eq!(cell("one prefill"), format!("{prefill:.3} s"));
+        assert_eq!(cell("P at work"), format!("{:.2}", rate * prefill));
+        assert_eq!(cell("**P**"), format!("{}", (rate * prefill / spare).ceil() + 1.0));
+        let step = few + at_once * (prompt + answer / 2.0 - 512.0) * token / (keys * 1e9);
+        assert_eq!(cell("a step of it"), format!("{:.1} ms", step * 1e3));
+        let each = at_once / step;
+        assert_eq!(cell("tokens/s of one D"), format!("{each:.0}"));
+        let work = rate * answer / each;
+        assert_eq!(cell("D at work"), format!("{work:.2}"));
+        assert_eq!(cell("**D**"), format!("{}", (work / spare).ceil() + 1.0));
+        let streams = rate * answer * step;
+        assert!(streams < ((work / spare).ceil()) * at_once);
+        assert_eq!(cell("streams at once"), format!("{streams:.0}"));
+        assert_eq!(
+            cell("each P sends, at most"),
+            format!("{:.0} Gb/s", prompt * token * 8.0 / prefill / 1e9)
+        );
+    }
+}
+
+#[test]
+fn the_engines_of_the_files_here_keep_what_the_sizing_counts() {
+    let mut seen = 0;
+    for file in crate::files_below(&ours("deploy")) {
+        let text = read(&file);
+        let pool =
+            text.lines().any(|line| !line.trim_start().starts_with('#') && line.contains("--kv-cache-mib"));
+        if pool && file.extension().is_some_and(|kind| kind == "yaml" || kind == "env") {
+            let told = text.replace("--kv-cache-dtype ", "--kv-cache-dtype=");
+            assert!(told.contains("--kv-cache-dtype=bf16"), "{}", file.display());
+            seen += 1;
+        }
+    }
+    assert_eq!(seen, 4, "P and D, for systemd and in the overlay `baton`");
 }
 
 #[test]
