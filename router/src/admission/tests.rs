@@ -167,7 +167,7 @@ async fn a_deadline_that_cannot_be_met_is_refused_at_once() {
 async fn without_any_engine_it_is_503_at_once() {
     let engines = Engines::new(0);
     let refused = engines.queue.enter(ticket(1), &terms(), || Err::<(), _>(Scarce::Nobody)).await;
-    let refused = refused.err().expect("there is none");
+    let refused = refused.expect_err("there is none");
     assert_eq!((refused.error.status, refused.scarce), (503, Scarce::Nobody));
 }
 
