@@ -19,6 +19,7 @@ mod surroundings;
 mod telling;
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
 use baton_connector::fetch::{Event, Reason};
@@ -168,7 +169,8 @@ impl<S: Surroundings> EngineCore<S> {
 
     /// Runs the forward pass of a plan. False when the device has failed; every request has then been ended.
     ///
-    /// Meanwhile it asks again and again which leases have ended: their blocks do not wait for the end of the step.
+    /// Meanwhile it asks again and again which leases have ended: their blocks are in the books as free, and told so, before
+    /// the step is over. Nobody is given one before the next step is planned.
     pub fn execute(&mut self, plan: &[Planned], settled: &mut dyn FnMut() -> Vec<Settled>) -> bool {
         let (sequences, mut beside) = self.scheduler.in_step();
         let (live, resting, surroundings) = (&self.live, &mut self.resting, &self.surroundings);
@@ -188,13 +190,21 @@ impl<S: Surroundings> EngineCore<S> {
                 }
             })
             .collect();
+        // A mistake in the books is the core's own, and not the device's that happens to call.
+        let mut mistake = None;
         let mut meanwhile = || {
-            for lease in settled() {
-                beside.lease_ended(&lease.blocks);
-                telling::tell_home(beside.take_home(), resting, surroundings);
-            }
+            let booked = catch_unwind(AssertUnwindSafe(|| {
+                for lease in settled() {
+                    beside.lease_ended(&lease.blocks);
+                    telling::tell_home(beside.take_home(), resting, surroundings);
+                }
+            }));
+            mistake = mistake.take().or(booked.err());
         };
         let executed = self.executor.run(&batch, &mut self.logits, &mut meanwhile);
+        if let Some(mistake) = mistake {
+            resume_unwind(mistake);
+        }
         executed.map_err(|error| self.device_failed(&error)).is_ok()
     }
 

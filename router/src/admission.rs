@@ -27,7 +27,7 @@ mod drain;
 mod queue;
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -81,6 +81,8 @@ pub(crate) struct Admission {
 /// The queue of one leg of one model.
 pub(crate) struct ModelQueue {
     waiting: AtomicUsize,
+    /// Whoever tried last found no engine at all.
+    deserted: AtomicBool,
     inner: Mutex<Inner>,
     freed: Arc<Freed>,
     metrics: Arc<AdmissionMetrics>,
@@ -155,7 +157,13 @@ impl Admission {
 
 impl ModelQueue {
     fn new(freed: Arc<Freed>, metrics: Arc<AdmissionMetrics>) -> Self {
-        Self { waiting: AtomicUsize::new(0), inner: Mutex::default(), freed, metrics }
+        Self {
+            waiting: AtomicUsize::new(0),
+            deserted: AtomicBool::new(false),
+            inner: Mutex::default(),
+            freed,
+            metrics,
+        }
     }
 
     /// Waits until `reserve` gives something, in turn with the others who wait for this model. `reserve` is
@@ -163,7 +171,7 @@ impl ModelQueue {
     ///
     /// # Errors
     /// 429 while engines are full: no place in the queue, or none before the deadline. 503 when no engine can
-    /// serve the model. Both say when to come back.
+    /// serve the model, at once where nobody waits, and else instead of the 429. Both say when to come back.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the queue; nothing is reserved.
@@ -174,7 +182,7 @@ impl ModelQueue {
         mut reserve: impl FnMut() -> Result<T, Scarce>,
     ) -> Result<T, NotLetIn> {
         if self.waiting.load(Ordering::Relaxed) == 0 {
-            match reserve() {
+            match self.tried(reserve()) {
                 Ok(reserved) => return Ok(reserved),
                 Err(Scarce::Nobody) => return Err(self.nobody()),
                 Err(Scarce::Full) => {}
@@ -182,29 +190,27 @@ impl ModelQueue {
         }
         let mut waiting = self.join(ticket, terms)?;
         let deadline = tokio::time::Instant::from_std(ticket.deadline);
-        let mut last = Scarce::Full;
         loop {
             let bell = waiting.bell.notified();
-            let woken = if waiting.is_next() {
-                match reserve() {
-                    Ok(reserved) => {
-                        waiting.outcome = Outcome::Dispatched;
-                        return Ok(reserved);
-                    }
-                    Err(scarce) => last = scarce,
+            let now = tokio::time::Instant::now();
+            let mut again = deadline;
+            if waiting.is_next() {
+                if let Ok(reserved) = self.tried(reserve()) {
+                    waiting.outcome = Outcome::Dispatched;
+                    return Ok(reserved);
                 }
-                let again = deadline.min(tokio::time::Instant::now() + TRY_AGAIN);
-                tokio::time::timeout_at(again, bell).await.is_ok()
-            } else {
-                tokio::time::timeout_at(deadline, bell).await.is_ok()
-            };
-            if !woken && tokio::time::Instant::now() >= deadline {
+                again = deadline.min(now + TRY_AGAIN);
+            }
+            if now >= deadline {
                 waiting.outcome = Outcome::Expired;
-                return Err(match last {
-                    Scarce::Full => self.expired(waiting.since.elapsed()),
-                    Scarce::Nobody => self.nobody(),
+                // Those behind wait for what the first one waits for.
+                return Err(match self.deserted.load(Ordering::Relaxed) {
+                    true => self.nobody(),
+                    false => self.expired(waiting.since.elapsed()),
                 });
             }
+            // Woken or not, there is a reason to look.
+            let _ = tokio::time::timeout_at(again, bell).await;
         }
     }
 
@@ -218,6 +224,9 @@ impl ModelQueue {
         if deadline <= now || (ahead > 0 && !in_time) {
             let back = inner.drain.come_back(ahead);
             drop(inner);
+            if self.deserted.load(Ordering::Relaxed) {
+                return Err(self.nobody());
+            }
             self.metrics.outcome(Outcome::RejectedLate);
             let message = "all engines are busy and the request's deadline would pass before its turn";
             return Err(NotLetIn::full(ApiError::overloaded(message, back)));
@@ -227,6 +236,9 @@ impl ModelQueue {
             Err(full) => {
                 let back = inner.drain.come_back(ahead);
                 drop(inner);
+                if self.deserted.load(Ordering::Relaxed) {
+                    return Err(self.nobody());
+                }
                 self.metrics.outcome(Outcome::RejectedFull);
                 let message = match full {
                     Full::Total => "all engines are busy and too many requests wait already",
@@ -244,6 +256,15 @@ impl ModelQueue {
         self.metrics.waiting(claim.priority).increment(1.0);
         let (priority, since, outcome) = (claim.priority, now, Outcome::ClientGone);
         Ok(Waiting { queue: self, terms, place, priority, since, bell, outcome })
+    }
+
+    /// Keeps whether there was any engine, for those who have not tried.
+    fn tried<T>(&self, reserved: Result<T, Scarce>) -> Result<T, Scarce> {
+        let deserted = matches!(reserved, Err(Scarce::Nobody));
+        if self.deserted.load(Ordering::Relaxed) != deserted {
+            self.deserted.store(deserted, Ordering::Relaxed);
+        }
+        reserved
     }
 
     fn nobody(&self) -> NotLetIn {

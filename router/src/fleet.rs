@@ -187,9 +187,15 @@ mod tests {
         let fleets = [(); 2].map(|()| Fleet::new(Arc::new(Metrics::new())));
         let [before, after] = &fleets;
         let standing = |engine: &Engine| engine.health().standing(Leg::Decode);
-        let known: Vec<_> = (0..3).map(|n| before.engine(&url(n), &terms())).collect();
+        let drained = Terms { health: state::Terms { drain: true, ..state::tests::TERMS }, ..terms() };
+        let of = |n| if n == 1 { drained.clone() } else { terms() };
+        let known: Vec<_> = (0..4).map(|n| before.engine(&url(n), &of(n))).collect();
         known[0].judge(|health, _, _| health.order(Order::Drain));
         known[1].judge(|health, _, _| health.order(Order::Undrain));
+        // Drained and taken back: nothing is left of that, here or there.
+        for order in [Order::Drain, Order::Undrain] {
+            known[3].judge(|health, _, _| health.order(order));
+        }
         drop(known);
         // The second is gone from this one, and both are still to be found by the next.
         let kept = before.engine(&url(0), &terms());
@@ -203,9 +209,9 @@ mod tests {
             after.take_over(url, order);
         }
         assert_eq!(standing(&here), Standing::Draining);
-        let drained = Terms { health: state::Terms { drain: true, ..state::tests::TERMS }, ..terms() };
         assert_eq!(standing(&after.engine(&url(1), &drained)), Standing::Usable);
-        assert_eq!(standing(&after.engine(&url(2), &drained)), Standing::Draining);
+        let others: Vec<_> = [2, 3].map(|n| after.engine(&url(n), &drained)).into();
+        assert!(others.iter().all(|engine| standing(engine) == Standing::Draining));
         assert_eq!(after.orders().len(), 2);
     }
 

@@ -173,6 +173,7 @@ impl Health {
         let mut machine = self.machine.lock().unwrap_or_else(PoisonError::into_inner);
         let before = *machine;
         let result = with(&mut machine, now());
+        machine.forget_spent_order(terms);
         for leg in Leg::BOTH {
             let (was, is) = (self.standing(leg), machine.standing(leg, terms));
             self.standing[leg as usize].store(is as u8, Ordering::Relaxed);

@@ -151,6 +151,8 @@ impl Executor for Device {
                 logits.values[row + choice(hash) as usize] = 1.0;
             }
         }
+        drop(memory);
+        meanwhile();
         Ok(())
     }
 }

@@ -385,12 +385,16 @@ impl Sim {
         let Some(plan) = engine.step.take() else { return };
         let core = engine.core.as_mut().expect("its life goes on");
         // What ended while the step was computed comes back before its results are booked.
-        let ended = engine.mail.settled.len();
-        if core.execute(&plan, &mut || std::mem::take(&mut engine.mail.settled)) {
+        let mut ended = 0;
+        let mut settled = || {
+            ended += engine.mail.settled.len() as u64;
+            std::mem::take(&mut engine.mail.settled)
+        };
+        if core.execute(&plan, &mut settled) {
             let mail = std::mem::take(&mut engine.mail);
             core.finish_step(&plan, mail);
         }
-        self.counts.settled_in_step += ended as u64;
+        self.counts.settled_in_step += ended;
         self.after_core(index);
         self.go_on(index);
     }

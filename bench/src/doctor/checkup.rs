@@ -114,6 +114,13 @@ impl Checkup {
         }
     }
 
+    /// What was to be accepted, and no check has warned of: misspelt, or mended since.
+    fn accepted_in_vain(&self) -> Vec<&str> {
+        let meant =
+            |name: &&String| self.lines.iter().any(|line| line.mark == Mark::Meant && line.check == **name);
+        self.accepted.iter().filter(|name| !meant(name)).map(String::as_str).collect()
+    }
+
     fn summary(&self) -> String {
         let skipped = match self.count(Mark::Skipped) {
             0 => String::new(),
@@ -154,6 +161,9 @@ impl Checkup {
                 line.of,
                 line.told
             );
+        }
+        for unused in self.accepted_in_vain() {
+            let _ = writeln!(text, "\n--accept {unused}: there was no such warning");
         }
         let _ = writeln!(text, "\n{}", self.summary());
         text
@@ -197,6 +207,9 @@ mod tests {
         checkup.lines.pop();
         checkup.warn("exposure", "", "open");
         assert_eq!((checkup.verdict().code(), checkup.findings()), (0, 0), "what is meant so is no finding");
+        assert_eq!(checkup.accepted_in_vain(), Vec::<&str>::new());
+        checkup.accepted.push("expsure".to_owned());
+        assert!(checkup.text().contains("--accept expsure: there was no such warning"));
         assert!(
             checkup.text().contains("MEANT") && checkup.text().contains("1 meant so"),
             "{}",

@@ -172,6 +172,34 @@ async fn without_any_engine_it_is_503_at_once() {
 }
 
 #[tokio::test]
+async fn whoever_waits_when_the_last_engine_goes_is_told_that_there_is_none() {
+    let (engines, terms) = (Engines::new(0), QueueConfig { requests: 2, ..terms() });
+    let gone = AtomicBool::new(false);
+    let there = || if gone.load(Ordering::SeqCst) { Scarce::Nobody } else { Scarce::Full };
+    let enter = |millis| {
+        let ticket = Ticket { deadline: Instant::now() + Duration::from_millis(millis), ..ticket(1) };
+        Box::pin(engines.queue.enter(ticket, &terms, || Err::<(), _>(there())))
+    };
+    let mut waiting = [enter(100), enter(60_000)];
+    for wait in &mut waiting {
+        assert!(futures_poll(wait).await.is_none());
+    }
+    let is_told = |refused: Result<(), NotLetIn>| {
+        let refused = refused.expect_err("there is none");
+        assert_eq!((refused.error.status, refused.scarce), (503, Scarce::Nobody));
+    };
+    gone.store(true, Ordering::SeqCst);
+    let [first, second] = waiting;
+    is_told(first.await);
+    // Of those behind nobody has tried; who finds the queue full has not either.
+    let behind = enter(60_000);
+    tokio::pin!(behind);
+    assert!(futures_poll(&mut behind).await.is_none());
+    is_told(enter(60_000).await);
+    drop(second);
+}
+
+#[tokio::test]
 async fn a_full_queue_refuses_by_tenant_and_in_total() {
     let engines = Engines::new(0);
     let terms = QueueConfig { requests: 3, tenant_requests: 2, ..terms() };

@@ -68,6 +68,7 @@ pub(crate) enum Order {
     #[default]
     None,
     Drain,
+    /// Use it although the configuration drains it.
     Undrain,
 }
 
@@ -123,7 +124,7 @@ impl EngineHealth {
     fn drains(&self, terms: &Terms) -> bool {
         match self.order {
             Order::Drain => true,
-            Order::Undrain => false,
+            Order::Undrain => self.drains_until.is_some(),
             Order::None => terms.drain || self.drains_until.is_some(),
         }
     }
@@ -133,10 +134,9 @@ impl EngineHealth {
         let mut reasons = Vec::new();
         match self.order {
             Order::Drain => reasons.push("drained by an operator"),
-            Order::Undrain => {}
             Order::None if terms.drain => reasons.push("drained by the configuration"),
-            Order::None if self.drains_until.is_some() => reasons.push("says that it drains"),
-            Order::None => {}
+            _ if self.drains_until.is_some() => reasons.push("says that it drains"),
+            Order::Undrain | Order::None => {}
         }
         for (leg, LegHealth { breaker, ejected_until, .. }) in
             [Leg::Prefill, Leg::Decode].iter().zip(&self.legs)
@@ -219,6 +219,17 @@ impl EngineHealth {
     /// An operator's word.
     pub(crate) fn order(&mut self, order: Order) {
         self.order = order;
+        if order == Order::Undrain {
+            // What it said before; what it says from now on counts.
+            self.drains_until = None;
+        }
+    }
+
+    /// An order against the configuration ends with what it was against: the next `drain: true` is a new one.
+    pub(crate) fn forget_spent_order(&mut self, terms: &Terms) {
+        if self.order == Order::Undrain && !terms.drain {
+            self.order = Order::None;
+        }
     }
 
     /// The operator's word that holds.
@@ -491,6 +502,15 @@ pub(crate) mod tests {
         health.order(Order::Drain);
         assert_eq!(health.standing(Leg::Decode, &TERMS), Standing::Draining);
         assert_eq!(health.reasons(&TERMS), ["drained by an operator"]);
+        health.order(Order::Undrain);
+        health.said_draining(Time::ZERO);
+        assert_eq!(health.standing(Leg::Decode, &drained), Standing::Draining, "its own word is newer");
+        health.order(Order::Undrain);
+        assert_eq!(health.standing(Leg::Decode, &drained), Standing::Usable);
+        health.forget_spent_order(&drained);
+        assert_eq!(health.ordered(), Order::Undrain);
+        health.forget_spent_order(&TERMS);
+        assert_eq!(health.standing(Leg::Decode, &drained), Standing::Draining, "drained anew");
     }
 
     #[test]
