@@ -15,7 +15,9 @@ mod acts;
 pub(crate) mod aim;
 mod analyse;
 mod bystanders;
+mod faults;
 mod findings;
+mod flight;
 mod own;
 pub(crate) mod phase;
 mod raw;
@@ -203,6 +205,8 @@ pub(crate) struct Terms {
     pub(crate) rounds: u32,
     pub(crate) phase: Duration,
     pub(crate) fault: Duration,
+    /// Share of the requests that leave while something is broken: half of the storm's, for who stays is what it is judged by.
+    pub(crate) fault_share: f64,
     pub(crate) settle: Duration,
     pub(crate) rate: f64,
     pub(crate) unary: f64,
@@ -293,6 +297,7 @@ impl DisconnectOptions {
             rounds: self.rounds,
             phase: seconds(self.phase_seconds),
             fault: seconds((self.seconds / 2.0).max(4.0)),
+            fault_share: self.share / 2.0,
             settle: seconds(self.settle),
             // Calibration finds a better one.
             rate: self.rate.unwrap_or(1.0),
@@ -467,6 +472,7 @@ async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
         aims: std::sync::Mutex::default(),
         next: AtomicU64::new(0),
         stall: std::sync::OnceLock::new(),
+        open: std::sync::Mutex::default(),
         cut: CancellationToken::new(),
     });
     let unmended = std::sync::Mutex::new(None);

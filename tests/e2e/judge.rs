@@ -7,22 +7,12 @@ use serde_json::Value;
 
 use crate::harness::Process;
 
-/// Everything that is wrong with a deployment, whatever else its machine is busy with.
-const UNTRUE: [&str; 13] = [
-    "prefill_not_aborted",
-    "decode_not_aborted",
-    "gap_stranded",
-    "stranded",
-    "leases_expired",
-    "freed_twice",
-    "wrong_texts",
-    "blocks_not_home",
-    "blocks_lost",
-    "refused_stranded",
-    "requests_failed",
-    "engine_gone",
-    "engine_restarted",
-];
+/// Found where a machine is slow, too, and by how many calls at most: here two cores are the clients', the router's, the
+/// engines' and all the other tests'. The one says how long somebody waited; the others that an engine heard of a
+/// client's going 20 ms late, which is what becomes of a few where a process is not given its turn. Of an engine that is
+/// never told they are many.
+const LOAD_DEPENDENT: [(&str, u64); 3] =
+    [("bystanders_slowed", u64::MAX), ("prefill_not_aborted", 3), ("decode_not_aborted", 3)];
 
 /// A short run, unless a test says otherwise.
 const SHORT: [[&str; 2]; 5] = [
@@ -58,14 +48,30 @@ fn found(summary: &Value) -> Vec<&str> {
     findings.iter().map(|finding| finding["name"].as_str().expect("a name")).collect()
 }
 
+/// Every one of `expected` is found, and nothing that is neither expected nor `allowed`, nor what load alone may do.
+#[track_caller]
+fn is_judged(what: &str, summary: &Value, expected: &[&str], allowed: &[&str]) {
+    let (names, findings) = (found(summary), &summary["findings"]);
+    let missing: Vec<_> = expected.iter().filter(|name| !names.contains(name)).collect();
+    assert!(missing.is_empty(), "{what}: {missing:?} is not found: {findings:#}");
+    let by_load = |finding: &Value| {
+        let count = finding["count"].as_u64().expect("a count");
+        LOAD_DEPENDENT.iter().any(|(name, most)| finding["name"] == *name && count <= *most)
+    };
+    let known = [expected, allowed].concat();
+    let findings = findings.as_array().expect("findings").iter();
+    let others: Vec<_> = findings.zip(names).filter(|(_, name)| !known.contains(name)).collect();
+    let others: Vec<_> = others.into_iter().filter(|(finding, _)| !by_load(finding)).collect();
+    assert!(others.is_empty(), "{what}: this is not what is wrong: {others:#?}");
+}
+
 #[test]
 fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
     let folder = tempfile::tempdir().expect("a folder");
     let engines = ["--", "--kv-cache-mib", "32", "--threads", "1"];
-    let options = ["--no-faults", "--rate", "15", "--stranded-after-ms", "10000"];
+    let options = ["--no-faults", "--rate", "15"];
     let summary = judged(folder.path(), &[&options, engines.as_slice()].concat());
-    let found = found(&summary);
-    assert!(!found.iter().any(|name| UNTRUE.contains(name)), "{:#}", summary["findings"]);
+    is_judged("our own", &summary, &[], &[]);
     assert_eq!(summary["exact"], true);
     assert_eq!(summary["texts"]["wrong"], 0);
     let left = |phase: &str| {
@@ -83,6 +89,22 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
     // Every number comes from the raw events.
     let again = ran(&["bench", "report", "--json", folder.path().to_str().expect("a path")]);
     assert_eq!(again, summary);
+}
+
+#[test]
+fn every_kill_meets_requests_and_nothing_is_found_of_what_comes_back() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let engines = ["--", "--kv-cache-mib", "32", "--threads", "1"];
+    let options = ["--rate", "15", "--phases", "stream"];
+    let summary = judged(folder.path(), &[&options, engines.as_slice()].concat());
+    is_judged("our own", &summary, &[], &[]);
+    let faults = summary["faults"].as_array().expect("faults");
+    assert_eq!(faults.len(), 3);
+    for fault in faults {
+        assert!(fault["in_flight"].as_u64() > Some(0), "it met nothing: {fault:#}");
+        assert!(fault["e2e_ms"]["max"].is_f64() && fault["leavers"]["left"].as_u64() > Some(0), "{fault:#}");
+        assert_eq!(fault["errors_after"], 0, "{fault:#}");
+    }
 }
 
 /// What is shown as a sample is what its raw events say, and what this version says of them.
@@ -156,72 +178,67 @@ fn judged_like(fault: Option<&str>, engine: &[&str], options: &[&str]) -> Value 
     judged(simulated.folder.path(), &[&more, options].concat())
 }
 
-fn is_found(fault: &str, phases: &str, names: &[&str]) {
+fn is_found(fault: &str, phases: &str, expected: &[&str], allowed: &[&str]) -> Value {
     let summary = judged_with(Some(fault), &["--phases", phases]);
-    let found = found(&summary);
-    assert!(names.iter().any(|name| found.contains(name)), "{fault}: {:#}", summary["findings"]);
+    is_judged(fault, &summary, expected, allowed);
+    summary
 }
 
 #[test]
 fn nothing_is_found_of_healthy_simulated_engines() {
-    let summary = judged_with(None, &["--stranded-after-ms", "3000"]);
-    assert!(!found(&summary).iter().any(|name| UNTRUE.contains(name)), "{:#}", summary["findings"]);
+    is_judged("healthy", &judged_with(None, &[]), &[], &[]);
 }
 
 #[test]
 fn a_prefill_engine_that_never_aborts_is_found() {
-    is_found("never-aborts-prefill", "prefill", &["prefill_not_aborted"]);
+    is_found("never-aborts-prefill", "prefill", &["prefill_not_aborted"], &[]);
 }
 
 #[test]
 fn a_decode_engine_that_never_aborts_is_found() {
-    is_found("never-aborts-decode", "stream,unary", &["decode_not_aborted"]);
+    is_found("never-aborts-decode", "stream,unary", &["decode_not_aborted"], &[]);
 }
 
 #[test]
 fn blocks_that_are_stranded_in_the_gap_are_found() {
-    let summary = judged_with(Some("strands-gap"), &["--phases", "gap"]);
-    let found = found(&summary);
-    assert!(
-        found.contains(&"gap_stranded") && found.contains(&"leases_expired"),
-        "{:#}",
-        summary["findings"]
-    );
+    // What a decode engine refuses is released too, and stays; and so does what a client that left later had not read.
+    let expected = ["gap_stranded", "refused_stranded", "leases_expired"];
+    let summary = is_found("strands-gap", "gap", &expected, &["stranded"]);
     assert!(summary["all"]["expired"].as_u64() > Some(0), "{:#}", summary["all"]);
 }
 
 #[test]
 fn an_engine_that_dies_by_itself_is_found() {
-    is_found("dies:9@decode-0", "stream,unary,prefill,gap", &["engine_gone", "engine_restarted"]);
+    // Whoever asks it then fails, in whatever part of the run that is; and that what it held was free again it told nobody.
+    let allowed = ["requests_failed", "bystanders_failed", "stranded", "gap_stranded"];
+    is_found("dies:9@decode-0", "stream,unary,prefill,gap", &["engine_gone"], &allowed);
 }
 
 #[test]
 fn blocks_that_are_freed_twice_are_found() {
-    is_found("double-free", "gap,fetch", &["freed_twice"]);
+    // Two requests have the same block: one of them may say what the other's prompt was.
+    is_found("double-free", "gap,fetch", &["freed_twice"], &["wrong_texts"]);
 }
 
 #[test]
 fn answers_from_stale_blocks_are_found() {
-    is_found("stale-blocks", "gap,stream", &["wrong_texts"]);
+    // What is asked again reads as late as what was asked first.
+    is_found("stale-blocks", "gap,stream", &["wrong_texts"], &["texts_unsteady"]);
 }
 
 #[test]
 fn bystanders_that_are_stalled_are_found() {
-    is_found("stalls-bystanders", "stream", &["bystanders_slowed"]);
+    // Nor does anybody's end come while nothing is computed: three that leave one after the other are a second.
+    is_found("stalls-bystanders", "stream", &["bystanders_slowed"], &["stranded"]);
 }
 
 #[test]
 fn an_engine_that_only_tells_its_metrics_is_judged_by_them() {
-    let summary = judged_with(None, &["--metrics-only", "--stranded-after-ms", "5000"]);
+    let summary = judged_with(None, &["--metrics-only"]);
     assert_eq!((&summary["exact"], &summary["texts"]["wrong"]), (&false.into(), &0.into()));
-    assert!(!found(&summary).iter().any(|name| UNTRUE.contains(name)), "{:#}", summary["findings"]);
+    is_judged("healthy", &summary, &[], &[]);
     let summary = judged_with(Some("strands-gap"), &["--metrics-only", "--phases", "prefill,first-token"]);
-    let found = found(&summary);
-    assert!(
-        found.contains(&"held_for_nobody") && found.contains(&"leases_expired"),
-        "{:#}",
-        summary["findings"]
-    );
+    is_judged("strands-gap", &summary, &["held_for_nobody", "leases_expired"], &[]);
 }
 
 #[test]
@@ -233,6 +250,10 @@ fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_ea
         (faults.len(), &faults[0]["fault"], &faults[0]["errors_after"]),
         (1, &"nothing".into(), &0.into())
     );
+    is_judged("nothing broken", &summary, &[], &[]);
+    // It waited for requests in prefill and at their answers, and some of its clients left.
+    assert!(faults[0]["in_flight"].as_u64() > Some(0) && faults[0]["waited_ms"].is_f64(), "{faults:#?}");
+    assert!(faults[0]["leavers"]["left"].as_u64() > Some(0), "{faults:#?}");
     let url = ["--url", "http://127.0.0.1:1", "--admin", "http://127.0.0.1:1"];
     for (wrong, says) in [
         (vec!["--url", "http://127.0.0.1:1"], "--admin"),
@@ -264,12 +285,7 @@ const ROUNDS: [&str; 6] = ["--seconds", "6", "--rounds", "4", "--phases", "prefi
 fn short_prefills_that_nobody_stops_are_found_and_honest_ones_are_not() {
     let options = ["--phases", "prefill,stream", "--victims", "30"];
     let summary = judged_like(Some("never-aborts-prefill"), &SHORT_PREFILL, &options);
-    assert!(
-        found(&summary).contains(&"prefill_not_aborted"),
-        "{:#} {:#}",
-        summary["findings"],
-        summary["work"]
-    );
+    is_judged("never-aborts-prefill", &summary, &["prefill_not_aborted"], &[]);
     let summary = judged_like(None, &SHORT_PREFILL, &options);
     assert!(
         !found(&summary).contains(&"prefill_not_aborted"),
@@ -282,12 +298,7 @@ fn short_prefills_that_nobody_stops_are_found_and_honest_ones_are_not() {
 #[test]
 fn a_stall_of_20_ms_after_each_abort_is_found_and_none_is_not() {
     let summary = judged_with(Some("stalls-bystanders:20"), &ROUNDS);
-    assert!(
-        found(&summary).contains(&"bystanders_slowed"),
-        "{:#} {:#}",
-        summary["findings"],
-        summary["bystanders"]
-    );
+    is_judged("stalls-bystanders:20", &summary, &["bystanders_slowed"], &[]);
     let summary = judged_with(None, &ROUNDS);
     assert!(
         !found(&summary).contains(&"bystanders_slowed"),

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
 use super::Terms;
+use super::flight::{Struck, Wanted};
 use super::own::{Own, Part};
 use super::phase::{Kind, Phase};
 use super::raw::{ActKind, CallRecord, Leaves, Record};
@@ -35,8 +36,10 @@ const REFUSED_AT_ONCE: usize = 2;
 const TOO_MANY_TOKENS: u32 = 1 << 24;
 /// From an engine's event to its being known here, as a rule.
 const WORD_TRAVELS: Duration = Duration::from_millis(3);
-/// A fault comes after so much of its act.
+/// A fault comes after so much of its act, as soon as there is in flight what it is to meet; and after so much of it
+/// without that.
 const FAULT_AFTER: f64 = 0.25;
+const FAULT_BEFORE: f64 = 0.5;
 /// And is mended so much of the act later, where somebody else's command does it.
 const MEND_AFTER: f64 = 0.25;
 /// A command that breaks or mends ends within this time.
@@ -139,15 +142,16 @@ impl Acts<'_> {
     /// Requests at this rate, at random moments that are the same for a seed and round. The share of them leaves.
     async fn load(&self, name: &str, what: ActKind, round: u32, share: f64) {
         self.act(name, what, async {
-            let plans = self.arrivals(name, round, share, self.terms.act);
+            let plans = self.arrivals(name, &round.to_string(), share, self.terms.act);
             join(self.stage, plans).await;
         })
         .await;
     }
 
-    fn arrivals(&self, act: &str, round: u32, share: f64, within: Duration) -> Vec<Plan> {
-        let mut moments = Rng::stream(self.stage.seed, &format!("arrivals-{round}"));
-        let mut leaving = Rng::stream(self.stage.seed, &format!("who-leaves-{round}"));
+    /// `dice`: what has the same name has the same moments.
+    fn arrivals(&self, act: &str, dice: &str, share: f64, within: Duration) -> Vec<Plan> {
+        let mut moments = Rng::stream(self.stage.seed, &format!("arrivals-{dice}"));
+        let mut leaving = Rng::stream(self.stage.seed, &format!("who-leaves-{dice}"));
         let begin = Instant::now() + Duration::from_millis(20);
         let (mut at, mut plans) = (0.0, Vec::new());
         let mut kinds = self.terms.kinds.iter().cycle();
@@ -221,10 +225,10 @@ impl Acts<'_> {
 
     /// Load, in which a part of our own is killed and started again at once.
     pub(crate) async fn killed(&self, own: Own, part: Part) -> Result<Own, BenchError> {
-        let (name, fault) = match part {
-            Part::Router => ("fault router", "router killed"),
-            Part::Prefill => ("fault prefill", "prefill engine killed"),
-            Part::Decode => ("fault decode", "decode engine killed"),
+        let (name, fault, wanted) = match part {
+            Part::Router => ("fault router", "router killed", Wanted::Stream),
+            Part::Prefill => ("fault prefill", "prefill engine killed", Wanted::Prefill),
+            Part::Decode => ("fault decode", "decode engine killed", Wanted::Stream),
         };
         let mending = async {
             let mending = tokio::task::spawn_blocking(move || {
@@ -235,7 +239,7 @@ impl Acts<'_> {
             });
             Ok(mending.await??)
         };
-        self.fault(name, fault, mending).await
+        self.fault(name, fault, wanted, mending).await
     }
 
     /// Load, in which something is broken and mended by whoever runs the deployment.
@@ -269,28 +273,37 @@ impl Acts<'_> {
             *self.unmended.lock().unwrap_or_else(PoisonError::into_inner) = None;
             Ok(())
         };
-        self.fault(&format!("fault {name}"), name, both).await
+        // Whatever it breaks.
+        self.fault(&format!("fault {name}"), name, Wanted::PrefillAndStream, both).await
     }
 
-    /// Load, and in its midst something that breaks and mends.
+    /// Load, of which some leave, and in its midst something that breaks, when it meets what is wanted, and mends.
     async fn fault<T>(
         &self,
         name: &str,
         fault: &str,
+        wanted: Wanted,
         break_and_mend: impl Future<Output = Result<T, BenchError>>,
     ) -> Result<T, BenchError> {
+        let wanted = if self.stage.exact { wanted } else { Wanted::Open };
+        let Terms { fault: lasts, fault_share, .. } = self.terms;
         self.act(name, ActKind::Fault, async {
-            let load = join(self.stage, self.arrivals(name, 0, 0.0, self.terms.fault));
-            let told = |mended| {
+            // Moments of its own: what is idle at one fault is not idle at all of them.
+            let load = join(self.stage, self.arrivals(name, name, fault_share, lasts));
+            let told = |mended, struck| {
                 let (act, fault) = (name.to_owned(), fault.to_owned());
-                self.stage.recorder.put(&Record::Fault { act, fault, at_us: Moment::now().us(), mended });
+                let at_us = Moment::now().us();
+                self.stage.recorder.put(&Record::Fault { act, fault, at_us, mended, struck });
             };
             let breaking = async {
-                tokio::time::sleep(self.terms.fault.mul_f64(FAULT_AFTER)).await;
-                told(false);
+                tokio::time::sleep(lasts.mul_f64(FAULT_AFTER)).await;
+                let began = Instant::now();
+                let within = lasts.mul_f64(FAULT_BEFORE - FAULT_AFTER);
+                let known = self.stage.until_in_flight(wanted, within).await;
+                told(false, Some(Struck { wanted, waited_us: began.elapsed().as_micros() as u64, known }));
                 let result = break_and_mend.await;
                 if result.is_ok() {
-                    told(true);
+                    told(true, None);
                 }
                 result
             };

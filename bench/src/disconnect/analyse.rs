@@ -3,11 +3,12 @@
 use std::collections::{BTreeMap, HashSet};
 
 use super::bystanders;
+use super::faults::{self, Fault};
 use super::findings;
 use super::phase::{Kind, Phase};
 use super::raw::{ActKind, Books, CallRecord, EngineFacts, Record, Run};
 use super::series;
-use super::summary::{Dist, EngineRow, FaultRow, Group, KindRow, PhaseRow, Service, Summary, Texts};
+use super::summary::{Dist, EngineRow, Group, KindRow, PhaseRow, Service, Summary, Texts};
 use super::timeline::{Leg, Timeline, Told};
 use super::untold::{self, Telling};
 
@@ -22,7 +23,7 @@ pub(crate) struct Facts {
     pub(crate) timelines: BTreeMap<String, Timeline>,
     /// In the order of time.
     pub(crate) books: Vec<Books>,
-    pub(crate) faults: Vec<(String, String, u64, bool)>,
+    pub(crate) faults: Vec<Fault>,
     /// Tag, what was said in the run, and what is right.
     pub(crate) replays: Vec<(String, Option<String>, Option<String>)>,
     /// Tags of those whose prompt had two different answers when all was quiet, and how many had none.
@@ -94,8 +95,9 @@ impl Facts {
                 }
                 Record::Beside { compared } => facts.beside = Some(compared.clone()),
                 Record::Lost { events, .. } => facts.lost += events,
-                Record::Fault { act, fault, at_us, mended } => {
-                    facts.faults.push((act.clone(), fault.clone(), *at_us, *mended));
+                Record::Fault { act, fault, at_us, mended, struck } => {
+                    let (act, fault, struck) = (act.clone(), fault.clone(), struck.clone());
+                    facts.faults.push(Fault { act, fault, at: *at_us, mended: *mended, struck });
                 }
                 Record::Replay { tag, text, said, unanswered, .. } => {
                     facts.unanswered += u64::from(*unanswered);
@@ -153,27 +155,28 @@ impl Facts {
             }
     }
 
-    /// Clients that left before their requests were over, but not in acts to learn from.
+    /// Clients that left before their requests were over, but not in acts to learn from, nor where parts were broken.
     pub(crate) fn victims(&self) -> Vec<Victim<'_>> {
-        let watched_until = self.watched_until();
-        let of = |call: &'_ CallRecord| {
-            let gone = gone(call).filter(|_| self.counts(call))?;
-            let timeline = self.timelines.get(&call.tag);
-            let phase = match timeline {
-                // On its way, or never sent on.
-                None if self.exact() => Some(Phase::Queued),
-                // Nobody tells where it was.
-                None => call.leaves.and_then(|leaves| leaves.phase),
-                // Over before the client left.
-                Some(timeline) => Some(phase_of(call, timeline, gone)?),
-            };
-            Some((gone, timeline, phase))
+        self.calls.iter().filter(|call| self.counts(call)).filter_map(|call| self.victim(call)).collect()
+    }
+
+    /// The client of this call, if it left before its request was over.
+    pub(crate) fn victim<'a>(&'a self, call: &'a CallRecord) -> Option<Victim<'a>> {
+        let gone = gone(call)?;
+        let timeline = self.timelines.get(&call.tag);
+        let phase = match timeline {
+            // Nobody tells where it was.
+            None if !self.exact() => call.leaves.and_then(|leaves| leaves.phase),
+            // `None`: over before the client left.
+            _ => Some(self.phase_at(call, gone)?),
         };
-        let victim = |call| {
-            let (gone, timeline, phase) = of(call)?;
-            Some(Victim { call, timeline, gone, phase, watched_until })
-        };
-        self.calls.iter().filter_map(victim).collect()
+        Some(Victim { call, timeline, gone, phase, watched_until: self.watched_until() })
+    }
+
+    /// The phase of a call at this moment, as its engines tell; `None`: it was over.
+    pub(crate) fn phase_at(&self, call: &CallRecord, at: u64) -> Option<Phase> {
+        // Without a word of any engine it is on its way, or was never sent on.
+        self.timelines.get(&call.tag).map_or(Some(Phase::Queued), |timeline| phase_of(call, timeline, at))
     }
 }
 
@@ -190,7 +193,7 @@ pub(crate) fn gone(call: &CallRecord) -> Option<u64> {
     }
 }
 
-/// In which phase a client has left; `None`: its request was over.
+/// In which phase a request was when its client left, or at another moment; `None`: it was over.
 pub(crate) fn phase_of(call: &CallRecord, timeline: &Timeline, gone: u64) -> Option<Phase> {
     let phase = timeline.phase_at(&call.seen(), gone)?;
     // Who stalls has tokens before it, and does not look at them.
@@ -221,7 +224,10 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
     });
     let kinds = Kind::ALL.into_iter().filter_map(|kind| {
         let is = |call: &CallRecord| call.leaves.is_some_and(|leaves| leaves.kind == kind);
-        let served = |call: &&CallRecord| is(call) && call.outcome == "done" && call.left_us.is_some();
+        // Where a part was broken, neither those that left nor those that were served are counted here.
+        let served = |call: &&CallRecord| {
+            is(call) && call.outcome == "done" && call.left_us.is_some() && facts.counts(call)
+        };
         let served = facts.calls.iter().filter(served).count() as u64;
         let over = |call: &&CallRecord| is(call) && facts.is_over_too_soon(call);
         let too_late = facts.calls.iter().filter(over).count() as u64;
@@ -242,7 +248,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         storm_over_calm: bystanders::storm_over_calm(&facts),
         bystanders: bystanders::compared(&facts),
         work: untold::rows(&victims, &telling).into_iter().map(|(row, _)| row).collect(),
-        faults: faults(&facts),
+        faults: faults::rows(&facts),
         engines: facts.engines.iter().map(|engine| engine_row(&facts, engine)).collect(),
         texts: texts(&facts),
         beside: facts.beside.clone(),
@@ -260,12 +266,12 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
 /// An engine's books are looked at many times in this time.
 const FRESH_US: u64 = 2_000_000;
 
-fn ms(us: u64) -> f64 {
+pub(super) fn ms(us: u64) -> f64 {
     us as f64 / 1e3
 }
 
 /// What these clients did to the engines.
-fn grouped(victims: &[&Victim<'_>], stranded_after: u64, exact: bool) -> Group {
+pub(super) fn grouped(victims: &[&Victim<'_>], stranded_after: u64, exact: bool) -> Group {
     let mut group = Group { exact, left: victims.len() as u64, ..Group::default() };
     let (mut told, mut freed, mut freed_p) = (Vec::new(), Vec::new(), Vec::new());
     for Victim { call, timeline, gone, watched_until, .. } in victims {
@@ -334,11 +340,16 @@ fn refused(facts: &Facts) -> Option<Group> {
     Some(group)
 }
 
+/// Its client stays to the end. One that asks again after it has left is not one that stayed.
+pub(super) fn stays(call: &CallRecord) -> bool {
+    call.leaves.is_none() && call.retries.is_none()
+}
+
 /// What clients that stayed got in these acts.
-fn service(facts: &Facts, acts: &[&Act]) -> Option<Service> {
-    // A client that asks again after it has left is not one that stayed.
-    let stays = |call: &&CallRecord| call.leaves.is_none() && call.retries.is_none();
-    let of = |act: &&Act| facts.calls.iter().filter(|call| call.act == act.name).filter(stays).collect();
+pub(super) fn service(facts: &Facts, acts: &[&Act]) -> Option<Service> {
+    let of = |act: &&Act| {
+        facts.calls.iter().filter(|call| call.act == act.name).filter(|call| stays(call)).collect()
+    };
     let parts: Vec<Vec<&CallRecord>> = acts.iter().map(of).collect();
     (!parts.is_empty()).then(|| served(&parts))
 }
@@ -377,35 +388,8 @@ fn served(parts: &[Vec<&CallRecord>]) -> Service {
     service
 }
 
-fn faults(facts: &Facts) -> Vec<FaultRow> {
-    let acts = facts.acts.iter().filter(|act| act.what == ActKind::Fault);
-    acts.map(|act| {
-        let of_act = facts.faults.iter().filter(|(name, ..)| *name == act.name);
-        let broken = of_act.clone().find(|(.., mended)| !mended);
-        let mended = of_act.clone().filter(|(.., mended)| *mended).map(|(_, _, at, _)| *at).max();
-        let calls: Vec<_> = facts.calls.iter().filter(|call| call.act == act.name).collect();
-        let errors = |calls: &mut dyn Iterator<Item = &&CallRecord>| {
-            calls.filter(|call| call.leaves.is_none() && call.outcome != "done").count() as u64
-        };
-        let later = |call: &&&CallRecord| mended.is_some_and(|mended| call.began_us > mended);
-        let clients_gone = calls.iter().map(|call| call.ended_us).max().unwrap_or(act.began);
-        let expired = facts.engines.iter().map(|engine| expired_during(facts, engine.engine, act)).sum();
-        let in_act = |tag: &str| calls.iter().any(|call| call.tag == tag);
-        FaultRow {
-            fault: broken.map_or_else(|| act.name.clone(), |(_, fault, ..)| fault.clone()),
-            requests: calls.len() as u64,
-            errors: errors(&mut calls.iter()),
-            errors_after: errors(&mut calls.iter().filter(later)),
-            home_ms: home_after(facts, clients_gone, act.ended).map(|at| ms(at - clients_gone)),
-            expired,
-            wrong_texts: wrong(facts).filter(|tag| in_act(tag)).count() as u64,
-        }
-    })
-    .collect()
-}
-
 /// The first moment after `at` from which every engine's books say that nothing is held, until `end`.
-fn home_after(facts: &Facts, at: u64, end: u64) -> Option<u64> {
+pub(super) fn home_after(facts: &Facts, at: u64, end: u64) -> Option<u64> {
     let mut home = at;
     for engine in &facts.engines {
         let ours = |books: &&Books| books.engine == engine.engine && books.at_us >= at && books.at_us <= end;
@@ -416,7 +400,7 @@ fn home_after(facts: &Facts, at: u64, end: u64) -> Option<u64> {
     Some(home)
 }
 
-fn expired_during(facts: &Facts, engine: usize, act: &Act) -> u64 {
+pub(super) fn expired_during(facts: &Facts, engine: usize, act: &Act) -> u64 {
     let ours = facts.books.iter().filter(|books| books.engine == engine);
     let within = ours.filter(|books| books.at_us >= act.began && books.at_us <= act.ended);
     // An engine that was started again counts from nothing.

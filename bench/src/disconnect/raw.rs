@@ -5,6 +5,7 @@ use std::io::{BufRead, Write};
 
 use serde::{Deserialize, Serialize};
 
+use super::flight::Struck;
 use super::phase::{Kind, Phase};
 use super::timeline::Seen;
 
@@ -34,7 +35,15 @@ pub(crate) enum Record {
     /// Events of an engine that were overwritten before they were read.
     Lost { engine: usize, events: u64 },
     /// Something was broken, or mended, on purpose.
-    Fault { act: String, fault: String, at_us: u64, mended: bool },
+    Fault {
+        act: String,
+        fault: String,
+        at_us: u64,
+        mended: bool,
+        /// Where something was broken: what that had waited for, and what was known then. Older files do not say.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        struck: Option<Struck>,
+    },
     /// Whoever ran it has stopped it before its end.
     Interrupted { at_us: u64 },
     /// It could not go on.

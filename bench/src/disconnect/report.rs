@@ -5,7 +5,7 @@ mod svg;
 
 use std::fmt::Write as _;
 
-use super::summary::{Compared, Dist, Group, Service, Summary};
+use super::summary::{Compared, Dist, FaultRow, Group, Service, Summary};
 use crate::stats::Spread;
 
 pub(crate) use page::page;
@@ -76,6 +76,41 @@ fn count(value: u64) -> String {
         }
         out.push(digit);
     }
+    out
+}
+
+/// Some lines on something that was broken.
+fn of_fault(fault: &FaultRow) -> String {
+    let FaultRow { stayed, left, .. } = fault;
+    let mut out = format!("{}: ", fault.fault);
+    let met = fault.met.as_ref();
+    let _ = match met {
+        None => write!(out, "it never struck"),
+        Some(met) if met.phases.is_empty() => write!(out, "{} in flight", met.requests),
+        Some(met) => write!(out, "{} in flight ({})", met.requests, met.by_phase()),
+    };
+    if met.is_some_and(|met| met.requests > 0) {
+        let _ = write!(out, ", {} of them failed", fault.failed_in_flight);
+    }
+    let _ = write!(
+        out,
+        "\n  who stayed: {} of {} requests failed, {} of them after it was back; E2E p50 {}, p99 {}, max {}",
+        stayed.errors,
+        stayed.requests,
+        fault.errors_after,
+        percentile(&stayed.e2e_ms, |dist| dist.p50),
+        percentile(&stayed.e2e_ms, |dist| dist.p99),
+        percentile(&stayed.e2e_ms, |dist| dist.max),
+    );
+    let _ = write!(
+        out,
+        "\n  who left: {}, {} stranded; blocks back p50 {}, max {}; all blocks home: {}",
+        left.left,
+        known(left, || count(left.stranded)),
+        percentile(&left.freed_ms, |dist| dist.p50),
+        percentile(&left.freed_ms, |dist| dist.max),
+        fault.home_ms.map_or_else(|| "not while it was watched".into(), ms),
+    );
     out
 }
 
@@ -179,11 +214,7 @@ pub(crate) fn text(summary: &Summary) -> String {
         line(String::new());
     }
     for fault in &summary.faults {
-        let home = fault.home_ms.map_or_else(|| "not while it was watched".into(), ms);
-        line(format!(
-            "{}: {} of {} requests failed, {} of them after it was back; all blocks home: {home}",
-            fault.fault, fault.errors, fault.requests, fault.errors_after
-        ));
+        line(of_fault(fault));
     }
     let texts = &summary.texts;
     line(format!(

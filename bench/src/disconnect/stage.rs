@@ -1,13 +1,15 @@
 //! Clients on one deployment: each call is planned, made, left as planned, and written down.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
 use tokio_util::sync::CancellationToken;
 
 use super::aim::{Aim, Aims};
+use super::flight::{InFlight, Wanted};
 use super::phase::{Kind, Phase};
 use super::raw::{CallRecord, Leaves, Record};
 use super::recorder::Recorder;
@@ -56,6 +58,8 @@ pub(crate) struct Stage {
     pub(crate) seed: u64,
     pub(crate) aims: Mutex<Aims>,
     pub(crate) next: AtomicU64,
+    /// Calls that are not over, by tag, and whether they stream.
+    pub(crate) open: Mutex<BTreeMap<String, bool>>,
     /// How clients stall in a phase; known once calls alone have shown how fast answers are.
     pub(crate) stall: OnceLock<Stall>,
     /// The run is broken off: no call goes on, and none of them counts.
@@ -133,11 +137,13 @@ impl Stage {
             Some(Kind::HalfClose) => Manner::HalfClose,
             Some(Kind::Stall) => Manner::Stall { hold: stall.hold },
         };
+        self.open().insert(tag.clone(), plan.stream);
         let call = tokio::select! {
             biased;
             () = self.cut.cancelled() => std::future::pending().await,
             call = self.client.call(&ask, &leave, manner) => call,
         };
+        self.open().remove(&tag);
         if let Some(aiming) = aiming {
             aiming.abort();
         }
@@ -148,6 +154,16 @@ impl Stage {
         // What is told later is not learnt from; there are others.
         self.aims.lock().unwrap_or_else(PoisonError::into_inner).learn(&record.seen(), timeline.as_ref());
         Made { record, prompt_tokens: call.usage.map(|usage| usage.prompt_tokens), timeline }
+    }
+
+    fn open(&self) -> MutexGuard<'_, BTreeMap<String, bool>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until what is in flight is what is wanted, at most so long; says what is in flight then.
+    pub(crate) async fn until_in_flight(&self, wanted: Wanted, within: Duration) -> InFlight {
+        let open = || self.open().iter().map(|(tag, stream)| (tag.clone(), *stream)).collect();
+        self.feed.until_in_flight(within, self.exact, open, |flight| wanted.is_in(flight)).await
     }
 
     /// Arranges for a client to leave in its phase.

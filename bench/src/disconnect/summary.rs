@@ -3,6 +3,7 @@
 use serde::ser::SerializeMap as _;
 use serde::{Serialize, Serializer};
 
+use super::flight::InFlight;
 use super::phase::{Kind, Phase};
 use super::raw::Run;
 use crate::stats::{Spread, percentile};
@@ -242,10 +243,23 @@ pub(crate) struct WorkRow {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct FaultRow {
     pub(crate) fault: String,
-    pub(crate) requests: u64,
-    pub(crate) errors: u64,
-    /// Of the clients that began after it was mended.
+    /// How long it had waited for requests to strike, ms; older files do not say.
+    pub(crate) waited_ms: Option<f64>,
+    /// What was in flight when it struck; `None`: it never did.
+    #[serde(flatten)]
+    pub(crate) met: Option<InFlight>,
+    /// What was to be in flight then, and was not.
+    pub(crate) missed: Option<&'static str>,
+    /// Of those in flight whose clients stayed, how many failed.
+    pub(crate) failed_in_flight: u64,
+    /// What all clients that stayed got, before, during and after it.
+    #[serde(flatten)]
+    pub(crate) stayed: Service,
+    /// Errors of the clients that began after it was mended.
     pub(crate) errors_after: u64,
+    /// What clients that left in this part did to the engines; what was held by an engine that was killed is gone with it.
+    #[serde(rename = "leavers")]
+    pub(crate) left: Group,
     /// From the end of the last client until no engine held anything, ms; `None`: not while it was watched.
     pub(crate) home_ms: Option<f64>,
     pub(crate) expired: u64,
@@ -374,6 +388,21 @@ impl Summary {
         for phase in &self.phases {
             let missed = phase.aimed > 0 && phase.group.left == 0 && self.exact;
             add(missed, format!("no client was in phase {} when it left", phase.phase.label()));
+        }
+        for FaultRow { fault, met, missed, .. } in &self.faults {
+            // One that never struck is one of a run that ended early.
+            let Some(met) = met else { continue };
+            add(
+                met.requests == 0,
+                format!(
+                    "`{fault}` struck while no request was in flight: what it does to requests is not known"
+                ),
+            );
+            let missed = missed.filter(|_| met.requests > 0);
+            add(
+                missed.is_some(),
+                format!("`{fault}` met {}, with {} in flight", missed.unwrap_or_default(), met.requests),
+            );
         }
         add(
             self.refused.as_ref().is_some_and(|refused| refused.left == 0) && self.exact,

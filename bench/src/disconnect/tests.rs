@@ -9,6 +9,7 @@ use super::report;
 use super::summary::{Dist, Summary};
 
 mod bystanders;
+mod faults;
 mod findings;
 mod untold;
 
@@ -378,7 +379,7 @@ fn faults_and_refusals_are_counted_for_themselves() {
             [("decode killed", 5_500_000, false), ("decode killed", 6_000_000, true)]
         {
             let (act, fault) = (act.to_owned(), fault.to_owned());
-            script.0.push(Record::Fault { act, fault, at_us, mended });
+            script.0.push(Record::Fault { act, fault, at_us, mended, struck: None });
         }
         script.stayed(act, "f1", 5_400, &[], "broken");
         script.stayed(act, "f2", 6_500, &[], "refused");
@@ -395,7 +396,7 @@ fn faults_and_refusals_are_counted_for_themselves() {
     near(refused.freed_ms.p50, 2.0);
     let [fault] = &summary.faults[..] else { panic!("{:?}", summary.faults) };
     assert_eq!(
-        (fault.fault.as_str(), fault.requests, fault.errors, fault.errors_after),
+        (fault.fault.as_str(), fault.stayed.requests, fault.stayed.errors, fault.errors_after),
         ("decode killed", 3, 2, 1)
     );
     // The last client ended at 6,701.

@@ -3,6 +3,7 @@
 //! Baton's engines (and the simulated ones) tell every step of every request. A vLLM engine tells its usage; then only
 //! sums can be known, and the report says so.
 
+mod live;
 mod log;
 pub(crate) mod room;
 

@@ -1,79 +1,12 @@
 //! What is found of a deployment in which a part was broken on purpose: blocks that stay behind, and leases that only time
-//! has ended.
-//!
-//! Two kinds of blocks nobody can give back, and only these are excused: those of an engine that was itself killed, and of a
-//! lease that was open when something that is no engine was (the router that owed its release is gone).
+//! has ended; but for what nobody can give back ([`Broken::excuses`]).
 
-use super::super::analyse::{Act, Facts};
-use super::super::raw::{ActKind, Books, CallRecord};
+use super::super::analyse::Facts;
+use super::super::faults::{Broken, broken};
+use super::super::raw::{Books, CallRecord};
 use super::super::summary::{Finding, Summary};
 use super::super::timeline::Leg;
 use super::finding;
-
-/// A killed engine is known to be another process so soon after the part of the run, at the latest.
-const NOTICED_WITHIN_US: u64 = 5_000_000;
-
-/// A part of the run in which something was broken.
-struct Broken<'a> {
-    act: &'a Act,
-    fault: &'a str,
-    at: u64,
-    mended: Option<u64>,
-    /// Engines that were killed, or did not come back.
-    engines: Vec<usize>,
-}
-
-fn broken(facts: &Facts) -> Vec<Broken<'_>> {
-    let breaks = || facts.faults.iter().filter(|(.., mended)| !mended);
-    let of = |act: &'_ Act| {
-        let (_, fault, at, _) = breaks().find(|(name, ..)| *name == act.name)?;
-        let mended = facts.faults.iter().rfind(|(name, .., mended)| *name == act.name && *mended);
-        // The last that was broken before it was another process.
-        let ours =
-            |at: u64| breaks().rfind(|(_, _, of, _)| *of <= at).is_some_and(|(name, ..)| *name == act.name);
-        let killed = facts
-            .restarts
-            .iter()
-            .filter(|(_, at)| ours(*at) && *at <= act.ended.saturating_add(NOTICED_WITHIN_US));
-        let mut engines: Vec<usize> = killed.map(|(engine, _)| *engine).collect();
-        let looked_at = |engine: usize| {
-            facts
-                .books
-                .iter()
-                .any(|books| books.engine == engine && books.at_us > *at && books.at_us <= act.ended)
-        };
-        engines.extend(facts.engines.iter().map(|engine| engine.engine).filter(|engine| !looked_at(*engine)));
-        Some((fault.as_str(), *at, mended.map(|(_, _, at, _)| *at), engines))
-    };
-    let acts = facts.acts.iter().filter(|act| act.what == ActKind::Fault);
-    let broken = |act| {
-        let (fault, at, mended, engines) = of(act)?;
-        Some(Broken { act, fault, at, mended, engines })
-    };
-    acts.filter_map(broken).collect()
-}
-
-impl Broken<'_> {
-    /// Nobody is left who could give back what this leg of a call in this part of the run holds.
-    fn excuses(&self, call: &CallRecord, leg: &Leg) -> bool {
-        if self.engines.contains(&leg.engine) {
-            return leg.queued.is_none_or(|queued| self.mended.is_none_or(|mended| queued <= mended));
-        }
-        let Some((lent, _)) = leg.lent.filter(|_| self.engines.is_empty()) else { return false };
-        let open_at = |at: u64| lent <= at && leg.lease_ended.as_ref().is_none_or(|(ended, _)| *ended > at);
-        // A command that breaks takes its time; a client whose connection broke tells when it had done so.
-        open_at(self.at) || (call.outcome == "broken" && call.ended_us >= self.at && open_at(call.ended_us))
-    }
-
-    fn calls<'a>(&self, facts: &'a Facts) -> impl Iterator<Item = (&'a CallRecord, &'a [Leg])> {
-        let calls = facts.calls.iter().filter(|call| call.act == self.act.name);
-        calls.filter_map(|call| Some((call, facts.timelines.get(&call.tag)?.legs.as_slice())))
-    }
-
-    fn mended_us(&self) -> u64 {
-        self.mended.unwrap_or(self.at)
-    }
-}
 
 /// Blocks that were still held long after the part was mended and their client was gone.
 pub(super) fn stranded(facts: &Facts, findings: &mut Vec<Finding>) {

@@ -387,16 +387,32 @@ fn faults(summary: &Summary, out: &mut String) {
     if summary.faults.is_empty() {
         return;
     }
-    out.push_str("<h2>Parts that were killed</h2><p class=\"note\">Under load; each was started again at once, in the same place.</p><div class=\"scroll\"><table><thead><tr><th>what</th><th>requests</th><th>failed</th><th>failed afterwards</th><th>all blocks home</th><th>leases expired</th><th>wrong texts</th></tr></thead><tbody>");
+    out.push_str("<h2>Parts that were broken</h2><p class=\"note\">Under load, of which some leave; mended in the same place. What was started for the run is killed, and started again at once.</p><div class=\"scroll\"><table><thead><tr><th>what</th><th>in flight when it struck</th><th>of those failed</th><th>stayed</th><th>failed</th><th>failed afterwards</th><th>E2E p50</th><th>p99</th><th>max</th><th>left</th><th>stranded</th><th>blocks back p50</th><th>max</th><th>all blocks home</th><th>leases expired</th><th>wrong texts</th></tr></thead><tbody>");
     for fault in &summary.faults {
+        let super::FaultRow { stayed, left, .. } = fault;
         let home = fault.home_ms.map_or_else(|| "not while watched".to_owned(), ms);
+        let met = fault.met.as_ref().map_or_else(
+            || "never struck".to_owned(),
+            |met| match met.by_phase() {
+                phases if phases.is_empty() => count(met.requests),
+                phases => format!("{}<br><small>{}</small>", count(met.requests), escaped(&phases)),
+            },
+        );
         let _ = write!(
             out,
-            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{home}</td><td>{}</td><td>{}</td></tr>",
+            "<tr><td>{}</td><td>{met}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{home}</td><td>{}</td><td>{}</td></tr>",
             escaped(&fault.fault),
-            count(fault.requests),
-            count(fault.errors),
+            count(fault.failed_in_flight),
+            count(stayed.requests),
+            count(stayed.errors),
             count(fault.errors_after),
+            percentile(&stayed.e2e_ms, |dist| dist.p50),
+            percentile(&stayed.e2e_ms, |dist| dist.p99),
+            percentile(&stayed.e2e_ms, |dist| dist.max),
+            count(left.left),
+            known(left, || count(left.stranded)),
+            percentile(&left.freed_ms, |dist| dist.p50),
+            percentile(&left.freed_ms, |dist| dist.max),
             count(fault.expired),
             count(fault.wrong_texts),
         );
@@ -469,6 +485,7 @@ fn definitions(summary: &Summary, out: &mut String) {
     let _ = write!(
         out,
         "<h2>What the words mean</h2><dl>\
+         <dt>in flight</dt><dd>requests whose clients were there and which were not over when something broke, by the phase in which they were</dd>\
          <dt>left</dt><dd>clients that were gone while their request was not over; the phase is the one it was in at that moment, by the engines' own times</dd>\
          <dt>told</dt><dd>from the client's going until every engine that had work for it had learnt of it, by a closed connection, an abort or a release</dd>\
          <dt>ran on untold</dt><dd>of clients that left while an engine worked for them: how many of them it computed to its own end for, without having been told, of so many of which that can be said: they were told, or had more left to do than telling takes nine times in ten in this run</dd>\

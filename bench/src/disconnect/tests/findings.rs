@@ -18,10 +18,16 @@ fn a_lease_that_only_time_ends_is_named() {
 }
 
 /// A part in which something is broken at 3,000 and mended at 8,000, with these calls.
-fn broken(script: &mut Script, fault: &str, calls: impl FnOnce(&mut Script, &str)) {
+pub(super) fn broken(script: &mut Script, fault: &str, calls: impl FnOnce(&mut Script, &str)) {
     script.act(&format!("fault {fault}"), ActKind::Fault, 2_000, 20_000, |script, act| {
         for (at, mended) in [(3_000, false), (8_000, true)] {
-            script.0.push(Record::Fault { act: act.into(), fault: fault.into(), at_us: at * 1_000, mended });
+            script.0.push(Record::Fault {
+                act: act.into(),
+                fault: fault.into(),
+                at_us: at * 1_000,
+                mended,
+                struck: None,
+            });
         }
         calls(script, act);
         for at in [2_500, 2_900, 8_100, 15_000] {

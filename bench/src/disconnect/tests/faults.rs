@@ -1,0 +1,147 @@
+//! What a fault met, and what became of whom.
+
+use super::super::flight::{InFlight, Struck, Wanted};
+use super::*;
+
+/// Something that breaks at 3,000 and is mended at 4,000.
+fn struck(script: &mut Script, act: &str, fault: &str, wanted: Option<Wanted>) {
+    let struck = wanted.map(|wanted| Struck { wanted, waited_us: 1_500, known: InFlight::default() });
+    for (at_us, mended, struck) in [(3_000_000, false, struck), (4_000_000, true, None)] {
+        let (act, fault) = (act.to_owned(), fault.to_owned());
+        script.0.push(Record::Fault { act, fault, at_us, mended, struck });
+    }
+}
+
+/// The decode engine, which says tokens from `from` on.
+fn decodes(from: u64) -> [(&'static str, u64, u64, &'static str); 5] {
+    [
+        ("queued", from - 20, 0, "decode"),
+        ("fetching", from - 15, 7, ""),
+        ("fetched", from - 10, 0, "landed"),
+        ("started", from - 5, 0, ""),
+        ("first_token", from, 0, ""),
+    ]
+}
+
+/// A decode engine that is killed while four requests are in flight.
+fn killed() -> Script {
+    let mut script = storm();
+    script.act("fault decode", ActKind::Fault, 2_000, 9_000, |script, act| {
+        struck(script, act, "decode engine killed", Some(Wanted::Stream));
+        // In prefill, at its answer, and not yet with any engine.
+        script.stayed(act, "p", 2_980, &[3_030], "done");
+        script.stayed(act, "d", 2_900, &[2_950, 3_020], "broken");
+        script.stayed(act, "new", 2_998, &[3_001], "failed");
+        // Over on its engine, and its client does not know it yet.
+        script.stayed(act, "whole", 2_900, &[2_990, 3_000], "done");
+        script.stayed(act, "later", 4_100, &[], "refused");
+        // The one left before, with its answer on the engine that was killed; the other in the gap, after it was.
+        script.left(act, "gone", 2_980, Kind::Fin, Phase::Stream, 3);
+        script.left(act, "held", 3_500, Kind::Rst, Phase::Gap, 0);
+        script.stayed(act, "gone-again", 2_990, &[], "broken");
+        let Some(Record::Call(again)) = script.0.last_mut() else { panic!("a call") };
+        again.retries = Some("gone".into());
+        for engine in [P, D] {
+            for at in [2_500, 8_000] {
+                script.books(engine, at, 0, 2 * u64::from(engine == P), 0);
+            }
+        }
+    });
+    script.told(
+        P,
+        "p",
+        &[("queued", 2_990, 0, "prefill"), ("started", 2_995, 0, ""), ("ended", 3_010, 1, "length")],
+    );
+    for tag in ["d", "whole", "gone"] {
+        script.told(P, tag, &lends("transfer_done", 2_935));
+        script.told(D, tag, &decodes(2_945));
+    }
+    script.told(D, "whole", &[("ended", 2_999, 2, "length"), ("freed", 2_999, 8, "")]);
+    script.told(P, "held", &lends("consumer_failed", 3_900));
+    script.0.push(Record::Restarted { engine: D, at_us: 4_050_000 });
+    script
+}
+
+#[test]
+fn a_fault_is_told_with_what_it_met_and_what_became_of_that() {
+    let summary = killed().summary();
+    let [fault] = &summary.faults[..] else { panic!("{:?}", summary.faults) };
+    let met = fault.met.as_ref().expect("it struck");
+    assert_eq!((met.requests, met.by_phase().as_str()), (4, "1 queued, 1 prefill, 1 gap, 1 mid-stream"));
+    assert_eq!((fault.missed, fault.waited_ms, fault.failed_in_flight), (None, Some(1.5), 2));
+    let stayed = &fault.stayed;
+    assert_eq!((stayed.requests, stayed.errors, fault.errors_after), (5, 3, 1));
+    near(stayed.e2e_ms.p50, 51.0);
+    near(stayed.e2e_ms.max, 101.0);
+    // What was held by the engine that was killed is gone with it.
+    assert_eq!((fault.left.left, fault.left.stranded, fault.left.freed_ms.n), (2, 0, 1));
+    near(fault.left.freed_ms.max, 400.0);
+    assert_eq!((summary.left, names(&summary)), (4, vec!["not_recovered"]));
+    let told = serde_json::to_value(fault).expect("JSON");
+    assert_eq!((&told["in_flight"], &told["phases"]["prefill"]), (&4.into(), &1.into()));
+    assert_eq!((&told["requests"], &told["leavers"]["left"]), (&5.into(), &2.into()));
+    for said in [report::text(&summary), report::page(&summary)] {
+        assert!(said.contains("1 queued, 1 prefill, 1 gap, 1 mid-stream"), "{said}");
+    }
+    // Where nobody tells of single requests, only that they were open.
+    let mut blind = killed();
+    blind.0.retain(|record| !matches!(record, Record::Event(_)));
+    for record in &mut blind.0 {
+        match record {
+            Record::Engine(engine) => engine.events = false,
+            Record::Fault { struck: Some(struck), .. } => struck.wanted = Wanted::Open,
+            _ => {}
+        }
+    }
+    let summary = blind.summary();
+    let met = summary.faults[0].met.as_ref().expect("it struck");
+    assert_eq!((met.requests, met.phases.len(), summary.faults[0].missed), (5, 0, None));
+}
+
+#[test]
+fn a_fault_that_met_nothing_is_said_to_be_unjudged() {
+    let unjudged = |wanted, calls: &dyn Fn(&mut Script, &str)| {
+        let mut script = storm();
+        script.act("fault x", ActKind::Fault, 2_000, 9_000, |script, act| {
+            struck(script, act, "x", wanted);
+            calls(script, act);
+        });
+        let unknown = script.summary().unknown();
+        unknown.into_iter().filter(|what| what.contains("`x`")).collect::<Vec<_>>()
+    };
+    // As files from before were written, and as they are now.
+    for wanted in [None, Some(Wanted::Prefill)] {
+        let said = unjudged(wanted, &|script, act| script.stayed(act, "before", 2_900, &[2_910], "done"));
+        assert!(
+            matches!(&said[..], [one] if one.contains("no request was in flight")),
+            "{wanted:?}: {said:?}"
+        );
+    }
+    let streams = |script: &mut Script, act: &str| {
+        script.stayed(act, "d", 2_900, &[2_950, 3_020], "done");
+        script.told(D, "d", &decodes(2_945));
+    };
+    assert_eq!(unjudged(Some(Wanted::Stream), &streams), [""; 0]);
+    let said = unjudged(Some(Wanted::Prefill), &streams);
+    assert!(matches!(&said[..], [one] if one.contains("no request in prefill, with 1")), "{said:?}");
+    let older = br#"{"record":"fault","act":"a","fault":"x","at_us":1,"mended":false}"#;
+    let read = raw::read(&mut &older[..]).expect("a record");
+    assert!(matches!(&read[..], [Record::Fault { struck: None, .. }]), "{read:?}");
+}
+
+#[test]
+fn a_client_that_leaves_while_a_router_is_killed_is_excused_and_none_that_leaves_later() {
+    for (gone, named) in [(3_015, vec![]), (3_100, vec!["fault_stranded", "leases_expired"])] {
+        let mut script = storm();
+        super::findings::broken(&mut script, "router", |script, act| {
+            script.left(act, "left", gone, Kind::Fin, Phase::Gap, 0);
+        });
+        // Lent when the killing had begun.
+        let lent = lends(Cause::Expired.label(), 32_000)
+            .map(|(kind, at, number, word)| (kind, if at < 2_000 { at + 1_985 } else { at }, number, word));
+        script.told(P, "left", &lent);
+        script.books(P, 33_000, 0, 3, 0);
+        script.books(D, 33_000, 0, 0, 0);
+        assert_eq!(names(&script.summary()), named, "gone at {gone}");
+    }
+}
