@@ -358,7 +358,7 @@ pub(super) fn service(facts: &Facts, acts: &[&Act]) -> Option<Service> {
 fn stand_ins(facts: &Facts) -> Option<Service> {
     let (rounds, _) = bystanders::rounds(facts);
     let parts: Vec<Vec<&CallRecord>> =
-        rounds.iter().map(|round| round.0.iter().map(|(calm, _)| *calm).collect()).collect();
+        rounds.iter().map(|round| round.pairs.iter().map(|(calm, _)| *calm).collect()).collect();
     (!parts.is_empty()).then(|| served(&parts))
 }
 

@@ -7,8 +7,9 @@
 //!  storm 1   ✗  b  ✗  d  e       what b, d and e got     ─▶ one ratio for each round and number ─▶ their median
 //! ```
 //!
-//! A number is slower where the median of the rounds is above [`SLOWER`] times the calm's, and by more than the noise: what
-//! the same number differs by from calm to calm, where nobody leaves.
+//! All that is said of a number is of one round, the one whose ratio is the median: calm, storm, ratio and difference of
+//! different rounds would contradict each other. A number is slower where that ratio is above [`SLOWER`], and the difference
+//! above the noise: what the same number usually differs by from one calm to another, where nobody leaves.
 
 use super::analyse::{Act, Facts};
 use super::raw::{ActKind, CallRecord};
@@ -28,21 +29,26 @@ const FEW_IN_ROUND: usize = 10;
 const FEW_FOR_P99: usize = 100;
 
 /// One round: pairs of a request of the calm and the client of the storm that stayed, in the order in which they were due.
-pub(crate) struct Round<'a>(pub(crate) Vec<(&'a CallRecord, &'a CallRecord)>);
+pub(crate) struct Round<'a> {
+    /// From 1, of all that were begun.
+    number: u64,
+    pub(crate) pairs: Vec<(&'a CallRecord, &'a CallRecord)>,
+}
 
 /// The rounds in which every request of the storm has its stand-in, and how many rounds have not.
 pub(crate) fn rounds(facts: &Facts) -> (Vec<Round<'_>>, u64) {
     let acts = |what: ActKind| facts.acts.iter().filter(move |act| act.what == what);
     let mut rounds = Vec::new();
     let mut unpaired = 0;
-    for (calm, storm) in acts(ActKind::Calm).zip(acts(ActKind::Storm)) {
+    for (number, (calm, storm)) in (1..).zip(acts(ActKind::Calm).zip(acts(ActKind::Storm))) {
         let (calm, storm) = (arrivals(facts, calm), arrivals(facts, storm));
         // One that was broken off says nothing of who is whose.
         let same = calm.len() == storm.len()
             && calm.iter().zip(&storm).all(|(calm, storm)| calm.stream == storm.stream);
         if same {
             let pairs = calm.into_iter().zip(storm);
-            rounds.push(Round(pairs.filter(|(_, storm)| storm.leaves.is_none()).collect()));
+            let pairs = pairs.filter(|(_, storm)| storm.leaves.is_none()).collect();
+            rounds.push(Round { number, pairs });
         } else {
             unpaired += 1;
         }
@@ -62,7 +68,7 @@ impl Round<'_> {
     /// Pairs that both have their answer, and something of this measure.
     fn whole(&self, measure: Measure) -> impl Iterator<Item = [&CallRecord; 2]> {
         let whole = move |call: &CallRecord| call.outcome == "done" && !of(measure, call).is_empty();
-        let pairs = self.0.iter().map(|(calm, storm)| [*calm, *storm]);
+        let pairs = self.pairs.iter().map(|(calm, storm)| [*calm, *storm]);
         pairs.filter(move |pair| pair.iter().all(|call| whole(call)))
     }
 
@@ -90,7 +96,7 @@ pub(crate) fn compared(facts: &Facts) -> Bystanders {
     let (rounds, unpaired) = rounds(facts);
     let rows = Measure::ALL.into_iter().flat_map(|measure| of_measure(&rounds, measure));
     Bystanders {
-        requests: rounds.iter().map(|round| round.0.len() as u64).sum(),
+        requests: rounds.iter().map(|round| round.pairs.len() as u64).sum(),
         rounds: rounds.len() as u64,
         unpaired_rounds: unpaired,
         numbers: rows.collect(),
@@ -109,26 +115,48 @@ fn of_measure(rounds: &[Round<'_>], measure: Measure) -> Vec<Compared> {
     let number = |percentile: u32| {
         let of = |samples: &[f64]| at(&Dist::of(samples), percentile);
         let pairs: Vec<_> = samples.iter().map(|[calm, storm]| (of(calm), of(storm))).collect();
-        let spread = |of: &dyn Fn(&(f64, f64)) -> f64| {
-            Spread::of(pairs.iter().map(of).collect()).expect("there are rounds")
-        };
-        let (calm, storm) = (spread(&|(calm, _)| *calm), spread(&|(_, storm)| *storm));
-        let over = spread(&|(calm, storm)| storm / calm.max(LEAST_MS));
-        let by_ms = spread(&|(calm, storm)| storm - calm).median;
-        let noise_ms = match (&samples[..], pairs.len()) {
+        let (over, shown) = middle(pairs.iter().map(|(calm, storm)| ratio(*calm, *storm)).collect());
+        let (calm_ms, storm_ms) = pairs[shown];
+        let by_ms = storm_ms - calm_ms;
+        let noise_ms = match &samples[..] {
             // Of one calm, its first half and its second.
-            ([[calm, _]], 1) => {
+            [[calm, _]] => {
                 let (first, second) = calm.split_at(calm.len() / 2);
                 (of(first) - of(second)).abs()
             }
-            _ => calm.max - calm.min,
+            _ => from_calm_to_calm(&pairs.iter().map(|(calm, _)| *calm).collect::<Vec<_>>()),
         };
         let noise_ms = noise_ms.max(NOISE_MS);
         let slower = over.median > SLOWER && by_ms > noise_ms;
-        let (calm_ms, storm_ms) = (calm.median, storm.median);
-        Compared { measure, percentile, calm_ms, storm_ms, over, by_ms, noise_ms, slower }
+        // Both limits have to be passed.
+        let named_from_ms = (SLOWER * calm_ms.max(LEAST_MS)).max(calm_ms + noise_ms);
+        let named_by_ms = (!slower).then(|| named_from_ms - storm_ms);
+        let round = rounds[shown].number;
+        Compared { measure, percentile, round, calm_ms, storm_ms, over, by_ms, noise_ms, slower, named_by_ms }
     };
     vec![number(50), number(high)]
+}
+
+fn ratio(calm: f64, storm: f64) -> f64 {
+    storm / calm.max(LEAST_MS)
+}
+
+/// What the rounds' ratios spread over, and which of them is their median, by nearest rank: of an even number the lower of
+/// the two in the middle, for what lies between two rounds was measured in none.
+fn middle(ratios: Vec<f64>) -> (Spread, usize) {
+    let mut ranks: Vec<usize> = (0..ratios.len()).collect();
+    ranks.sort_by(|one, other| ratios[*one].total_cmp(&ratios[*other]));
+    let shown = ranks[(ranks.len() - 1) / 2];
+    let median = ratios[shown];
+    (Spread { median, ..Spread::of(ratios).expect("there are rounds") }, shown)
+}
+
+/// By how much two calms differ, the median of all pairs of them. One calm that was disturbed is in few of the pairs; the
+/// widest of all would grow with every round.
+fn from_calm_to_calm(calms: &[f64]) -> f64 {
+    let pairs =
+        calms.iter().enumerate().flat_map(|(at, one)| calms[..at].iter().map(move |other| one - other));
+    Spread::of(pairs.map(f64::abs).collect()).map_or(0.0, |spread| spread.median)
 }
 
 /// One of the percentiles that a distribution knows.
@@ -143,9 +171,10 @@ fn at(dist: &Dist, percentile: u32) -> f64 {
 /// The 99th percentile of the time to first token, each round's storm over the same requests of its calm.
 pub(crate) fn storm_over_calm(facts: &Facts) -> Option<Spread> {
     let (rounds, _) = rounds(facts);
-    let ratio = |round: &Round<'_>| {
+    let of = |round: &Round<'_>| {
         let [calm, storm] = round.samples(Measure::Ttft).map(|samples| Dist::of(&samples));
-        (calm.n > 0).then(|| storm.p99 / calm.p99.max(LEAST_MS))
+        (calm.n > 0).then(|| ratio(calm.p99, storm.p99))
     };
-    Spread::of(rounds.iter().filter_map(ratio).collect())
+    let ratios: Vec<_> = rounds.iter().filter_map(of).collect();
+    (!ratios.is_empty()).then(|| middle(ratios).0)
 }

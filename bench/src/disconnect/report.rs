@@ -55,6 +55,11 @@ fn rounds(spread: &Spread) -> String {
     }
 }
 
+/// Whether a number of who stayed is named, and how far it is from that.
+fn slower(number: &Compared) -> String {
+    number.named_by_ms.map_or_else(|| "SLOWER".into(), |more| format!("named from {} more", ms(more)))
+}
+
 /// To a hundredth, with thousands apart; small ones to a thousandth.
 fn decimals(value: f64) -> String {
     match value {
@@ -198,16 +203,16 @@ pub(crate) fn text(summary: &Summary) -> String {
                 spread.median
             ));
         }
-        for Compared { measure, percentile, calm_ms, storm_ms, over, noise_ms, slower, .. } in
-            &summary.bystanders.numbers
-        {
+        for number in &summary.bystanders.numbers {
+            let Compared { measure, percentile, round, calm_ms, storm_ms, over, by_ms, noise_ms, .. } =
+                number;
             line(format!(
-                "{} p{percentile}: {} in the calm, {} in the storm, {:.2} times{} (from calm to calm {})",
+                "{} p{percentile}: {} in the calm, {} in the storm of round {round}, {by_ms:+.1} ms, {:.2} times: {} (from calm to calm {})",
                 measure.label(),
                 ms(*calm_ms),
                 ms(*storm_ms),
                 over.median,
-                if *slower { ": SLOWER" } else { "" },
+                slower(number),
                 ms(*noise_ms),
             ));
         }

@@ -208,17 +208,20 @@ impl Measure {
 pub(crate) struct Compared {
     pub(crate) measure: Measure,
     pub(crate) percentile: u32,
-    /// The median of the rounds, ms; of the storm too.
+    /// The round whose ratio is the median: of it are calm, storm and their difference.
+    pub(crate) round: u64,
     pub(crate) calm_ms: f64,
     pub(crate) storm_ms: f64,
-    /// Round by round, the storm's over the calm's.
+    /// Round by round, the storm's over the calm's; its median is that of the round that is shown.
     pub(crate) over: Spread,
-    /// How much more it is in the storm, the median of the rounds, ms.
+    /// How much more it is in the storm, ms.
     pub(crate) by_ms: f64,
-    /// By how much it differs from calm to calm, ms.
+    /// By how much it usually differs from calm to calm, ms.
     pub(crate) noise_ms: f64,
     /// Beyond the target, and beyond the noise.
     pub(crate) slower: bool,
+    /// How much more it would have to be in the storm to be that, ms; `None`: it is.
+    pub(crate) named_by_ms: Option<f64>,
 }
 
 /// Requests whose clients left while engines of one kind worked on them, or were about to.

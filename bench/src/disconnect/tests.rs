@@ -277,7 +277,8 @@ fn rounds_of_calm_and_storm_are_compared_pair_by_pair() {
     let summary = script.summary();
     let spread = summary.storm_over_calm.expect("rounds");
     assert_eq!(spread.runs, [0.3, 1.5]);
-    near(spread.median, 0.9);
+    // Of two the lower, which one of them has.
+    near(spread.median, 0.3);
     let calm = summary.calm.expect("calm");
     assert_eq!((calm.requests, calm.ttft_ms.n), (7, 7));
     // 10 tokens, from 10 to 341 and from 3,100 to 3,141: what lies between the rounds is not counted.

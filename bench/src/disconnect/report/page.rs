@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::super::summary::{Dist, Group, Service, Summary};
+use super::super::summary::{Dist, Group, Measure, Service, Summary};
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
 use super::{count, decimals, known, ms, percentile, ran_on, rounds, who_stayed};
 
@@ -108,12 +108,17 @@ fn tiles(summary: &Summary, out: &mut String) {
         );
     }
     if let Some(spread) = &summary.storm_over_calm {
+        // Of few clients a number of another percentile is judged, of which this one says nothing.
+        let mut numbers = summary.bystanders.numbers.iter();
+        let judged = numbers.find(|number| (number.measure, number.percentile) == (Measure::Ttft, 99));
+        let more = judged.and_then(|number| number.named_by_ms);
+        let named = more.map_or_else(String::new, |more| format!("; would be named from {} more", ms(more)));
         tile(
             out,
             &format!("{:.2} ×", spread.median),
             "",
             &format!(
-                "p99 time to first token of who stayed, in the storm against the same requests in the calm: {}",
+                "p99 time to first token of who stayed, in the storm against the same requests in the calm: {}{named}",
                 rounds(spread)
             ),
         );
@@ -308,20 +313,23 @@ fn bystanders(summary: &Summary, out: &mut String) {
     if summary.bystanders.numbers.is_empty() {
         return;
     }
-    out.push_str("<div class=\"scroll\"><table><thead><tr><th>who stayed</th><th>calm, the same requests</th><th>storm</th><th>storm over calm</th><th>rounds</th><th>from calm to calm</th><th>slower</th></tr></thead><tbody>");
+    out.push_str("<div class=\"scroll\"><table><thead><tr><th>who stayed</th><th>round</th><th>calm, the same requests</th><th>storm</th><th>difference</th><th>storm over calm</th><th>rounds</th><th>from calm to calm</th><th>slower</th><th>named from</th></tr></thead><tbody>");
     for number in &summary.bystanders.numbers {
         let slower = if number.slower { "<span class=\"bad\">yes</span>" } else { "no" };
         let _ = write!(
             out,
-            "<tr><td>{} p{}</td><td>{}</td><td>{}</td><td>{:.2} ×</td><td>{:.2} to {:.2}</td><td>{}</td><td>{slower}</td></tr>",
+            "<tr><td>{} p{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:+.1} ms</td><td>{:.2} ×</td><td>{:.2} to {:.2}</td><td>{}</td><td>{slower}</td><td>{}</td></tr>",
             number.measure.label(),
             number.percentile,
+            number.round,
             ms(number.calm_ms),
             ms(number.storm_ms),
+            number.by_ms,
             number.over.median,
             number.over.min,
             number.over.max,
             ms(number.noise_ms),
+            number.named_by_ms.map_or_else(|| "–".into(), |more| format!("{} more", ms(more))),
         );
     }
     out.push_str("</tbody></table></div>");
