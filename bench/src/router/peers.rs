@@ -112,7 +112,9 @@ fn package_version(folder: &Path, name: &str) -> String {
 async fn nginx_proxy(binary: &Path, engines: Engines) -> Result<Subject, RouterBenchError> {
     let address = subject::free()?;
     let decode = engines.decode;
-    let folder = std::env::temp_dir().join(format!("baton-bench-nginx-{}", std::process::id()));
+    // Several may run in one process.
+    let name = format!("baton-bench-nginx-{}-{}", std::process::id(), address.port());
+    let folder = std::env::temp_dir().join(name);
     let system = |error| RouterBenchError::System("no configuration for nginx", error);
     std::fs::create_dir_all(&folder).map_err(system)?;
     let (folder_text, file) = (folder.display(), folder.join("nginx.conf"));
