@@ -112,7 +112,7 @@ fn every_kill_meets_requests_and_nothing_is_found_of_what_comes_back() {
 /// What is shown as a sample is what its raw events say, and what this version says of them.
 #[test]
 fn the_committed_sample_report_is_what_its_events_say() {
-    let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/2026-11-22-disconnect");
+    let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/2026-11-23-disconnect");
     let folder = tempfile::tempdir().expect("a folder");
     let packed = "events.jsonl.gz";
     std::fs::copy(sample.join(packed), folder.path().join(packed)).expect("the sample's events");

@@ -291,7 +291,7 @@ fn every_table_of_figures_in_the_comparison_names_its_command_its_day_and_its_re
 fn the_comparison_of_leavers_is_what_its_report_says() {
     let read = |path: &str| fs::read_to_string(root().join(path)).expect("it is there");
     let report: serde_json::Value =
-        serde_json::from_str(&read("bench/results/2026-11-22-compare-vllm.json")).expect("JSON");
+        serde_json::from_str(&read("bench/results/2026-11-23-compare-vllm.json")).expect("JSON");
     let page = read("docs/comparison.md");
     let (_, section) = page.split_once("\n## Clients that leave").expect("the section");
     let rows = first_table(section);

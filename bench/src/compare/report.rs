@@ -316,7 +316,9 @@ impl Tally {
     }
 
     fn block_seconds_per_1000(&self) -> Option<f64> {
-        (!self.freed_ms.is_empty()).then(|| self.block_seconds * 1_000.0 / self.freed_ms.len() as f64)
+        // A sum of nothing is −0.
+        let seconds = self.block_seconds + 0.0;
+        (!self.freed_ms.is_empty()).then(|| seconds * 1_000.0 / self.freed_ms.len() as f64)
     }
 }
 

@@ -7,7 +7,7 @@
 use super::analyse::{Act, Facts, Victim, expired_during, grouped, home_after, ms, service, stays, wrong};
 use super::flight::{InFlight, Struck};
 use super::raw::{ActKind, CallRecord};
-use super::summary::{FaultRow, Service};
+use super::summary::FaultRow;
 use super::timeline::{Leg, RACE_US, Timeline};
 
 /// A killed engine is known to be another process so soon after the part of the run, at the latest.
@@ -167,7 +167,7 @@ fn row(facts: &Facts, act: &Act, broken: Option<&Broken<'_>>) -> FaultRow {
         missed,
         failed_in_flight,
         errors_after: failed(&mut calls.iter().filter(later)),
-        stayed: service(facts, &[act]).unwrap_or_else(Service::default),
+        stayed: service(facts, &[act]).unwrap_or_default(),
         left,
         home_ms: home_after(facts, clients_gone, act.ended).map(|at| ms(at - clients_gone)),
         expired,

@@ -57,7 +57,11 @@ fn rounds(spread: &Spread) -> String {
 
 /// Whether a number of who stayed is named, and how far it is from that.
 fn slower(number: &Compared) -> String {
-    number.named_by_ms.map_or_else(|| "SLOWER".into(), |more| format!("named from {} more", ms(more)))
+    match number.named_by_ms {
+        Some(more) => format!("named from {} more", ms(more)),
+        None if number.slower => "SLOWER".into(),
+        None => "slower, but in fewer than three of four rounds".into(),
+    }
 }
 
 /// To a hundredth, with thousands apart; small ones to a thousandth.

@@ -218,9 +218,9 @@ pub(crate) struct Compared {
     pub(crate) by_ms: f64,
     /// By how much it usually differs from calm to calm, ms.
     pub(crate) noise_ms: f64,
-    /// Beyond the target, and beyond the noise.
+    /// Beyond the target, and beyond the noise, in three of four rounds.
     pub(crate) slower: bool,
-    /// How much more it would have to be in the storm to be that, ms; `None`: it is.
+    /// How much more it would have to be in the storm of the round shown to be beyond both, ms; `None`: it is.
     pub(crate) named_by_ms: Option<f64>,
 }
 

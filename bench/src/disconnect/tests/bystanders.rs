@@ -139,7 +139,8 @@ fn a_fifth_more_or_less_than_calms_differ_by_is_no_harm() {
         rounds(3, 60, move |round, _| (10_000 + 3_000 * round as u64, 10_000 + 3_000 * round as u64 + more))
     };
     assert_eq!(slowed(&run(&noisy(2_900)).summary()), [""; 0]);
-    assert_ne!(slowed(&run(&noisy(3_100)).summary()), [""; 0]);
+    // And by a fifth of each.
+    assert_ne!(slowed(&run(&noisy(3_300)).summary()), [""; 0]);
     // Of one calm the halves.
     let halves = |more: u64| {
         rounds(1, 120, move |_, at| {
@@ -194,18 +195,24 @@ fn what_it_says_it_would_be_named_from_is_what_it_is_named_from() {
     // Within the target; within the noise; and of few milliseconds.
     for (calm, apart) in [(40_000, 0), (40_000, 15_000), (3_000, 500)] {
         let calm = |round: usize| calm + round as u64 * apart;
-        let summary = run(&rounds(3, 60, |round, _| (calm(round), calm(round) + 300))).summary();
-        let shown = number(&summary, Measure::Ttft, 90);
+        // Of the others two are above it and one below, however much more there is in this one.
+        let with = |more: u64| {
+            let storm = |round| [900_000, calm(round) + 300 + more, 1_000, 900_000][round];
+            let summary = run(&rounds(4, 60, |round, _| (calm(round), storm(round)))).summary();
+            number(&summary, Measure::Ttft, 90).clone()
+        };
+        let shown = with(0);
         assert_eq!(shown.round, 2);
         let more = (shown.named_by_ms.expect("it is not named") * 1e3).round() as u64;
-        // Of the others one is above it and one below, however much more there is in this one.
-        let named = |more: u64| {
-            let storm = |round| [900_000, calm(round) + 300 + more, 1_000][round];
-            let summary = run(&rounds(3, 60, |round, _| (calm(round), storm(round)))).summary();
-            number(&summary, Measure::Ttft, 90).slower
-        };
-        assert!(!named(more - 50) && named(more + 50), "{shown:?}");
+        assert!(!with(more - 50).slower && with(more + 50).slower, "{shown:?}");
     }
+}
+
+#[test]
+fn two_rounds_of_three_may_be_slower_by_chance() {
+    let storms = |third: u64| move |round: usize, _| (40_000, [60_000, 60_000, third][round]);
+    assert_eq!(slowed(&run(&rounds(3, 60, storms(41_000))).summary()), [""; 0]);
+    assert_ne!(slowed(&run(&rounds(3, 60, storms(60_000))).summary()), [""; 0]);
 }
 
 #[test]
@@ -294,7 +301,9 @@ fn every_number_of_who_stayed_agrees_with_counting() {
                 let below = ratios.iter().filter(|ratio| **ratio < ratios[shown]).count();
                 assert!(2 * up_to >= ratios.len() && 2 * below < ratios.len(), "{shown} of {ratios:?}");
                 near(found.noise_ms, noise.max(2.0));
-                assert_eq!(found.slower, ratios[shown] > 1.2 && more[shown] > noise.max(2.0));
+                let is_slower = |round: usize| ratios[round] > 1.2 && more[round] > noise.max(2.0);
+                let passed = (0..ratios.len()).filter(|round| is_slower(*round)).count();
+                assert_eq!(found.slower, is_slower(shown) && passed as f64 >= 0.75 * ratios.len() as f64);
             }
         }
     }
