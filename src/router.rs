@@ -94,7 +94,8 @@ pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
     } else {
         let problems: Vec<_> = named.iter().filter_map(unreadable).collect();
         if !problems.is_empty() {
-            return Err(problems.join("\n").into());
+            let hint = "where these files are elsewhere, `--no-files` checks all but them";
+            return Err(format!("{}: {}\n{hint}", file.display(), problems.join("\n")).into());
         }
         config.secret()?;
     }

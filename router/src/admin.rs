@@ -175,7 +175,7 @@ impl Admin {
             ["explain"] if get => Answer::json(explain::recent(&self.shared.explain)),
             ["explain", id] if get => pages::explain(&self.shared, id),
             ["dry-run"] if post => pages::dry_run(&self.shared, asked),
-            ["dry-run"] => Answer::not_allowed("POST"),
+            ["dry-run"] | ["engines", .., "drain" | "undrain"] => Answer::not_allowed("POST"),
             ["debug", "kv"] if get => self.books.snapshot(&self.shared).await,
             ["debug", "kv", "requests", id] if get => self.books.timeline(&self.shared, id).await,
             ["top"] if get => page::page(),
@@ -223,7 +223,7 @@ GET  /metrics     Prometheus text, or OpenMetrics for those who accept it
 GET  /config      the configuration in effect and its number
 GET  /engines     every engine and what is known of it
 POST /engines/HOST:PORT/drain     it gets nothing new, and finishes what it has
-POST /engines/HOST:PORT/undrain   it gets requests again, whatever the configuration says
+POST /engines/HOST:PORT/undrain   it gets requests again, also where the configuration drains it
 GET  /explain     the latest requests
 GET  /explain/ID  why a request went where it went; ID is the router's or the client's x-request-id
 POST /dry-run     where a client's body would go (?path=/v1/chat/completions); nothing is sent; with

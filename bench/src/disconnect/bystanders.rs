@@ -141,7 +141,7 @@ fn of_measure(rounds: &[Round<'_>], measure: Measure) -> Vec<Compared> {
 }
 
 fn ratio(calm: f64, storm: f64) -> f64 {
-    storm / calm.max(LEAST_MS)
+    storm.max(LEAST_MS) / calm.max(LEAST_MS)
 }
 
 /// What the rounds' ratios spread over, and which of them is their median, by nearest rank: of an even number the lower of

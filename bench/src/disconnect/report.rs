@@ -58,7 +58,7 @@ fn rounds(spread: &Spread) -> String {
 /// Whether a number of who stayed is named, and how far it is from that.
 fn slower(number: &Compared) -> String {
     match number.named_by_ms {
-        Some(more) => format!("named from {} more", ms(more)),
+        Some(more) => format!("named from {} more than that", ms(more)),
         None if number.slower => "SLOWER".into(),
         None => "slower, but in fewer than three of four rounds".into(),
     }

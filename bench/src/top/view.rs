@@ -58,7 +58,8 @@ impl Theme {
 /// Rows that the whole screen would like to have, for a frame that is printed.
 pub(super) fn rows(app: &App) -> u16 {
     const LEASES_MAX: usize = 20;
-    let lists = app.snapshot.leases.len().clamp(1, LEASES_MAX);
+    // One row of leases, and one that the middle wants before engines get their second.
+    let lists = app.snapshot.leases.len().clamp(2, LEASES_MAX);
     let rows = 1 + bars::rows(app, usize::MAX) + 1 + PHASES.len() + 2 + lists + trouble(&app.snapshot).len();
     u16::try_from(rows).unwrap_or(u16::MAX)
 }

@@ -22,6 +22,8 @@ async fn every_path_has_its_methods_and_errors_are_json() {
         assert_eq!((wrong.status, wrong.header("allow")), (405, Some("GET")), "{path}");
         assert_eq!(wrong.json()["error"]["code"], 405, "{path}");
     }
+    let forgotten = get(system.admin, &format!("/engines/{}/drain", d.address)).await;
+    assert_eq!((forgotten.status, forgotten.header("allow")), (405, Some("POST")));
     let missing = get(system.admin, "/nowhere").await;
     assert_eq!((missing.status, &missing.json()["error"]["code"]), (404, &Value::from(404)));
     let config = get(system.admin, "/config?pretty").await;

@@ -179,7 +179,7 @@ fn what_is_shown_of_a_number_is_of_one_round() {
     near(shown.noise_ms, 30.0);
     near(shown.named_by_ms.expect("it is not named"), 19.0);
     let (text, page) = (report::text(&summary), report::page(&summary));
-    let says = "first token p90: 110 ms in the calm, 121 ms in the storm of round 2, +11.0 ms, 1.10 times: named from 19.0 ms more";
+    let says = "first token p90: 110 ms in the calm, 121 ms in the storm of round 2, +11.0 ms, 1.10 times: named from 19.0 ms more than that";
     assert!(text.contains(says), "{text}");
     let cells =
         "<td>2</td><td>110 ms</td><td>121 ms</td><td>+11.0 ms</td><td>1.10 ×</td><td>0.90 to 1.36</td>";

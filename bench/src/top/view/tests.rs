@@ -171,6 +171,17 @@ fn requests_help_and_filters_have_their_place() {
 }
 
 #[test]
+fn a_frame_that_is_printed_has_room_for_what_is_wrong_with_an_engine() {
+    let mut drained = engine("127.0.0.1:8200", "decode");
+    drained.standing.insert("decode".to_owned(), "draining".to_owned());
+    let mut app = App::new();
+    app.take(Snapshot { engines: vec![engine("127.0.0.1:8100", "prefill"), drained], ..Snapshot::default() });
+    // With the line of keys, which is not printed.
+    let (frame, _) = drawn(&app, 100, rows(&app) + 1, Theme::Plain);
+    assert!(frame.contains("decode: draining"), "{frame}");
+}
+
+#[test]
 fn nothing_is_known_without_a_router_and_that_is_what_is_shown() {
     let mut snapshot = storm();
     snapshot.routers.clear();
