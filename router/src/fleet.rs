@@ -42,6 +42,13 @@ struct Known {
     orders: VecDeque<(EngineUrl, Order)>,
 }
 
+/// Keeps an order for an engine that is not there: the latest of each, and the latest of all.
+fn remember(orders: &mut VecDeque<(EngineUrl, Order)>, url: EngineUrl, order: Order) {
+    orders.retain(|(of, _)| *of != url);
+    orders.push_back((url, order));
+    orders.drain(..orders.len().saturating_sub(ORDERS_MAX));
+}
+
 impl Fleet {
     pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         let bounds = PrefixIndexConfig::default();
@@ -98,10 +105,7 @@ impl Fleet {
     pub(crate) fn take_over(&self, url: EngineUrl, order: Order) {
         let mut known = self.lock();
         let Some(engine) = known.engines.get(&url).map(Arc::clone) else {
-            known.orders.retain(|(of, _)| *of != url);
-            known.orders.push_back((url, order));
-            let beyond = known.orders.len().saturating_sub(ORDERS_MAX);
-            known.orders.drain(..beyond);
+            remember(&mut known.orders, url, order);
             return;
         };
         drop(known);
@@ -121,8 +125,7 @@ impl Fleet {
             if !kept {
                 let order = engine.health().snapshot().ordered();
                 if order != Order::None {
-                    orders.push_back((url.clone(), order));
-                    orders.drain(..orders.len().saturating_sub(ORDERS_MAX));
+                    remember(orders, url.clone(), order);
                 }
                 self.hosts.remove(url.host());
                 self.memory.forget(engine.holders());

@@ -9,7 +9,8 @@
 //!
 //! All that is said of a number is of one round, the one whose ratio is the median: calm, storm, ratio and difference of
 //! different rounds would contradict each other. A number is slower where that ratio is above [`SLOWER`], and the difference
-//! above the noise: what the same number usually differs by from one calm to another, where nobody leaves.
+//! above the noise: what the same number usually differs by from one calm to another, where nobody leaves; in that round, and
+//! in three of four.
 
 use super::analyse::{Act, Facts};
 use super::raw::{ActKind, CallRecord};

@@ -25,8 +25,8 @@ use std::thread::JoinHandle;
 /// gap between two steps of a busy engine, far shorter than a scheduler's time slice.
 const SPINS: u32 = 1500;
 
-/// After so many items the caller of a job looks after what it does beside it. An item is a panel of weights that a few
-/// rows are multiplied with (some microseconds), or some rows' (up to 0.1 ms); the look at an empty mailbox takes 20 ns.
+/// After so many items the caller of a job looks after what it does beside it: the look is a few instructions where there is
+/// nothing to do, and the smallest item is a panel of weights multiplied with one row, or one row's norm.
 const LOOK_EVERY: usize = 8;
 
 /// A job as seen by the team's threads.
