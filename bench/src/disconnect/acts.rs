@@ -101,7 +101,7 @@ impl Acts<'_> {
                 return Err(why.into());
             }
             let room = self.watch.room(&self.stage.shape.model).await;
-            let stall = Stall::of(self.stage.shape.max_tokens, pace, room, PHASE_CLIENTS);
+            let stall = Stall::of(self.stage.shape.max_tokens, &pace, room, PHASE_CLIENTS);
             // Nobody has set it before: there is one calibration.
             let _ = self.stage.stall.set(stall);
             let until = Instant::now() + CALIBRATION;

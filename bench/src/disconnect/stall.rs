@@ -23,10 +23,10 @@ pub(crate) struct Stall {
 }
 
 /// What calls alone have taught.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Pace {
-    /// From one token to the next, where it was quickest.
-    pub(crate) token: Option<Duration>,
+    /// From one token to the next, of each call.
+    tokens: Vec<Duration>,
     /// The longest prompt.
     pub(crate) prompt_tokens: u64,
 }
@@ -39,9 +39,15 @@ impl Pace {
         if let (true, [first, .., last]) = (call.stream, tokens.as_slice()) {
             // One event may bring several.
             let count = (tokens.len() as u64).max(u64::from(call.generated));
-            let token = Duration::from_micros((last - first) / (count - 1));
-            self.token = Some(self.token.map_or(token, |known| known.min(token)));
+            self.tokens.push(Duration::from_micros((last - first) / (count - 1)));
         }
+    }
+
+    /// From one token to the next. The median: a client that was late to read has all tokens of a quick answer at once.
+    fn token(&self) -> Option<Duration> {
+        let mut tokens = self.tokens.clone();
+        tokens.sort_unstable();
+        tokens.get(tokens.len() / 2).copied()
     }
 }
 
@@ -53,8 +59,8 @@ impl Stall {
 
     /// An answer that outlasts the stall, if there is room for it, and a shorter stall where there is not. `at_once` such
     /// clients leave half of each pool to the others.
-    pub(crate) fn of(usual: u32, pace: Pace, room: Room, at_once: usize) -> Self {
-        let (Some(token), Some(context)) = (pace.token, room.context) else { return Self::usual(usual) };
+    pub(crate) fn of(usual: u32, pace: &Pace, room: Room, at_once: usize) -> Self {
+        let (Some(token), Some(context)) = (pace.token(), room.context) else { return Self::usual(usual) };
         let prompt = pace.prompt_tokens + PROMPT_GROWS;
         let of_pool = room.pool.map_or(u64::MAX, |pool| pool / 2 / at_once.max(1) as u64);
         let most = u32::try_from(context.min(of_pool).saturating_sub(prompt)).unwrap_or(u32::MAX);
@@ -78,27 +84,31 @@ mod tests {
 
     #[test]
     fn an_answer_outlasts_its_stall_as_far_as_there_is_room() {
-        let pace = |us| Pace { token: Some(Duration::from_micros(us)), prompt_tokens: 168 };
+        let pace = |us| Pace { tokens: vec![Duration::from_micros(us)], prompt_tokens: 168 };
         let room = |context, pool| Room { context: Some(context), pool };
         // 5 ms a token: a second is 200 of them.
         assert_eq!(
-            Stall::of(48, pace(5_000), room(32_768, None), 10),
+            Stall::of(48, &pace(5_000), room(32_768, None), 10),
             Stall { hold: ms(500), max_tokens: 248 }
         );
         // 1,848 tokens fit beside the prompt: 1,800 beyond the usual ones, of 200 µs, are 360 ms.
         assert_eq!(
-            Stall::of(48, pace(200), room(2_048, None), 10),
+            Stall::of(48, &pace(200), room(2_048, None), 10),
             Stall { hold: ms(180), max_tokens: 1_848 }
         );
+        // One of them was read late, and one was slow to begin: it is what most were.
+        let us = [0, 200, 200, 210, 9_000].map(Duration::from_micros);
+        let seen = Pace { tokens: us.to_vec(), prompt_tokens: 168 };
+        assert_eq!(Stall::of(48, &seen, room(2_048, None), 10), Stall { hold: ms(180), max_tokens: 1_848 });
         // Ten of them may have half of the pool: 700 tokens each.
-        let small = Stall::of(48, pace(1_000), room(2_048, Some(14_000)), 10);
+        let small = Stall::of(48, &pace(1_000), room(2_048, Some(14_000)), 10);
         assert_eq!(small, Stall { hold: ms(226), max_tokens: 500 });
         // No room, or nothing known.
-        assert_eq!(Stall::of(48, pace(200), room(256, None), 10), Stall::usual(48));
-        assert_eq!(Stall::of(48, Pace::default(), room(2_048, None), 10), Stall::usual(48));
-        assert_eq!(Stall::of(48, pace(200), Room::default(), 10), Stall::usual(48));
+        assert_eq!(Stall::of(48, &pace(200), room(256, None), 10), Stall::usual(48));
+        assert_eq!(Stall::of(48, &Pace::default(), room(2_048, None), 10), Stall::usual(48));
+        assert_eq!(Stall::of(48, &pace(200), Room::default(), 10), Stall::usual(48));
         for (us, context, pool) in [(0, 2_048, 0), (1, u64::MAX, u64::MAX), (60_000_000, 100_000, 1 << 40)] {
-            let stall = Stall::of(48, pace(us), room(context, Some(pool)), 0);
+            let stall = Stall::of(48, &pace(us), room(context, Some(pool)), 0);
             assert!(stall.max_tokens >= 48 && stall.hold <= HOLD, "{stall:?}");
         }
     }
