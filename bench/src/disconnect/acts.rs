@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use tokio::task::JoinSet;
 
-use super::Terms;
 use super::flight::{Struck, Wanted};
+use super::options::Terms;
 use super::own::{Own, Part};
 use super::phase::{Kind, Phase};
 use super::raw::{ActKind, CallRecord, Leaves, Record};

@@ -1,0 +1,66 @@
+//! The deployment that is judged: one that runs, or one that is started for the run.
+
+use std::time::Duration;
+
+use super::options::DisconnectOptions;
+use super::own::Own;
+use crate::BenchError;
+use crate::web::Origin;
+
+/// Tells anything that is looked at besides.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What a run needs to know of its deployment.
+pub(super) struct Deployment {
+    pub(super) url: String,
+    pub(super) engines: Vec<(String, Option<String>, Origin)>,
+    pub(super) own: Option<Own>,
+    // Kept until its processes have ended.
+    _folder: Option<tempfile::TempDir>,
+}
+
+/// Starts it, or meets it.
+pub(super) async fn deployment(
+    options: &DisconnectOptions,
+    progress: &dyn Fn(&str),
+) -> Result<Deployment, BenchError> {
+    let Some(url) = &options.url else {
+        progress("starting router, prefill and decode engine");
+        let folder = tempfile::tempdir()?;
+        let (place, logs) = (folder.path().to_owned(), options.out.clone());
+        let engine_options = options.engine_options.clone();
+        let own = tokio::task::spawn_blocking(move || Own::start(&engine_options, &place, &logs)).await??;
+        let mut engines = Vec::new();
+        for (name, place) in own.engines()? {
+            engines.push((name.to_owned(), None, Origin::parse(place)?));
+        }
+        return Ok(Deployment { url: own.url()?, engines, own: Some(own), _folder: Some(folder) });
+    };
+    let secret = options.cluster_secret_file.as_deref();
+    let engine = |name: &str, role: Option<&str>, url: &str| -> Result<_, BenchError> {
+        Ok((name.to_owned(), role.map(str::to_owned), Origin::parse(url)?.with_secret_file(secret)?))
+    };
+    let mut engines = Vec::new();
+    for named in &options.engines {
+        let (role, url) = match named.split_once('=') {
+            Some((role, url)) => (Some(role), url),
+            None => (None, named.as_str()),
+        };
+        engines.push(engine(url.trim_start_matches("http://"), role, url)?);
+    }
+    if let Some(admin) = &options.admin {
+        let admin = Origin::parse(admin)?.with_token_file(options.admin_token_file.as_deref())?;
+        let told = admin.get_json("/engines", PATIENCE).await?;
+        for one in told["engines"].as_array().into_iter().flatten() {
+            let Some(place) = one["engine"].as_str() else { continue };
+            engines.push(engine(place, None, place)?);
+        }
+    }
+    if engines.is_empty() {
+        return Err("the router knows no engine".into());
+    }
+    // Named, and known to the router as well: the first word counts.
+    let mut seen = std::collections::BTreeSet::new();
+    engines.retain(|(.., origin)| seen.insert(origin.authority().to_owned()));
+    Ok(Deployment { url: url.clone(), engines, own: None, _folder: None })
+}

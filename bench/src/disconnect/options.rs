@@ -1,0 +1,249 @@
+//! What a run is told: its options, what is wrong with them, and the terms on which its parts are played.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::phase::{Kind, Phase};
+use crate::BenchError;
+
+/// A round is no shorter.
+const ROUND_SECONDS_MIN: f64 = 0.5;
+
+/// Options of `baton bench disconnect`.
+#[derive(Debug, clap::Args)]
+pub struct DisconnectOptions {
+    /// The deployment's OpenAI endpoint; without it a router, a prefill and a decode engine are started here
+    #[arg(long, value_name = "URL")]
+    pub(super) url: Option<String>,
+    /// The router's admin listener, which knows the engines
+    #[arg(long, value_name = "URL", requires = "url")]
+    pub(super) admin: Option<String>,
+    /// An engine to watch; again for each. ROLE is `prefill`, `decode` or `both`
+    #[arg(long = "engine", value_name = "[ROLE=]URL", requires = "url")]
+    pub(super) engines: Vec<String>,
+    /// Model that is asked for; the first that the endpoint lists by default
+    #[arg(long)]
+    pub(super) model: Option<String>,
+    /// Chat completions instead of completions
+    #[arg(long)]
+    pub(super) chat: bool,
+    /// File whose first line is the API key that clients show
+    #[arg(long, value_name = "FILE")]
+    pub(super) api_key_file: Option<PathBuf>,
+    /// File whose first line is the token of the admin listener
+    #[arg(long, value_name = "FILE")]
+    pub(super) admin_token_file: Option<PathBuf>,
+    /// File whose first line is the secret that engines want to see
+    #[arg(long, value_name = "FILE")]
+    pub(super) cluster_secret_file: Option<PathBuf>,
+    /// Where events.jsonl, summary.json and report.html go
+    #[arg(long, value_name = "DIR", default_value = "baton-disconnect")]
+    pub(super) out: PathBuf,
+    /// Share of the requests that leave in the storm
+    #[arg(long, default_value_t = 0.5, value_parser = share)]
+    pub(super) share: f64,
+    /// Requests a second in calm and storm; half of what the deployment can do by default
+    #[arg(long)]
+    pub(super) rate: Option<f64>,
+    /// Seconds of calm, and of storm, over all rounds
+    #[arg(long, default_value_t = 18.0)]
+    pub(super) seconds: f64,
+    /// Rounds of calm and storm, which share those seconds
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(super) rounds: u32,
+    /// Share of requests in calm and storm whose answer comes in one piece
+    #[arg(long, default_value_t = 0.2, value_parser = share)]
+    pub(super) unary: f64,
+    /// Phases in which clients leave
+    #[arg(long, value_delimiter = ',', default_values_t = Phase::ALL, value_enum)]
+    pub(super) phases: Vec<Phase>,
+    /// How clients leave
+    #[arg(long, value_delimiter = ',', default_values_t = Kind::ALL, value_enum)]
+    pub(super) kinds: Vec<Kind>,
+    /// Clients that leave in each phase
+    #[arg(long, default_value_t = 60, value_parser = victims)]
+    pub(super) victims: usize,
+    /// Seconds for each phase, at most
+    #[arg(long, default_value_t = 10.0)]
+    pub(super) phase_seconds: f64,
+    /// Words of a prompt
+    #[arg(long, default_value_t = 120)]
+    pub(super) prompt_words: usize,
+    /// Tokens of an answer
+    #[arg(long, default_value_t = 48)]
+    pub(super) max_tokens: u32,
+    /// Milliseconds after which blocks of a client that has left count as stranded
+    #[arg(long, default_value_t = 1_000)]
+    pub(super) stranded_after_ms: u64,
+    /// Seconds that engines get to come to rest after each part of the run, at most
+    #[arg(long, default_value_t = 5.0)]
+    pub(super) settle: f64,
+    /// Seconds that engines get at the end, at most: as long as a lease, to see what becomes of it
+    #[arg(long, default_value_t = 35.0)]
+    pub(super) patience: f64,
+    /// Seconds for asking prompts again to compare their answers, at most
+    #[arg(long, default_value_t = 20.0)]
+    pub(super) verify_seconds: f64,
+    /// Of the engines, look at metrics only, as if they had no event log
+    #[arg(long)]
+    pub(super) metrics_only: bool,
+    /// What to run to break a part of the deployment under load, for each NAME; by `sh -c`
+    #[arg(long = "break", value_name = "NAME=COMMAND", requires = "url")]
+    pub(super) breaks: Vec<String>,
+    /// What to run to mend it again, a moment later
+    #[arg(long = "mend", value_name = "NAME=COMMAND", requires = "url")]
+    pub(super) mends: Vec<String>,
+    /// What `baton bench compare --json` has written: other front doors, to be shown beside this deployment
+    #[arg(long, value_name = "FILE")]
+    pub(super) beside: Option<PathBuf>,
+    /// Kill and restart nothing (only a deployment that was started here is killed at all)
+    #[arg(long)]
+    pub(super) no_faults: bool,
+    /// Options of engines that are started here, after `--`
+    #[arg(last = true, value_name = "ENGINE OPTIONS")]
+    pub(super) engine_options: Vec<String>,
+    /// For the arrivals, the prompts and who leaves when
+    #[arg(long, default_value_t = 1)]
+    pub(super) seed: u64,
+    /// Print the summary as one JSON object
+    #[arg(long)]
+    pub(super) json: bool,
+    /// Fail when anything was found
+    #[arg(long)]
+    pub(super) fail_on_findings: bool,
+}
+
+/// Options of `baton bench report`.
+#[derive(Debug, clap::Args)]
+pub struct ReportOptions {
+    /// A folder that `baton bench disconnect` has written; its events may be packed (`events.jsonl.gz`)
+    pub(super) folder: PathBuf,
+    /// Print the summary as one JSON object
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
+        _ => Err("a share is a number from 0 to 1".into()),
+    }
+}
+
+fn victims(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(victims) if (1..=100_000).contains(&victims) => Ok(victims),
+        _ => Err("a number of clients, from 1 to 100,000".into()),
+    }
+}
+
+/// How the parts of a run are played.
+pub(crate) struct Terms {
+    /// A calm, or a storm, of one round.
+    pub(crate) act: Duration,
+    pub(crate) rounds: u32,
+    pub(crate) phase: Duration,
+    pub(crate) fault: Duration,
+    /// Share of the requests that leave while something is broken: half of the storm's, for who stays is what it is judged by.
+    pub(crate) fault_share: f64,
+    pub(crate) settle: Duration,
+    pub(crate) rate: f64,
+    pub(crate) unary: f64,
+    pub(crate) victims: usize,
+    pub(crate) kinds: Vec<Kind>,
+}
+
+impl DisconnectOptions {
+    pub(super) fn check(&self) -> Result<(), BenchError> {
+        let positive = |name: &str, value: f64| {
+            if value.is_finite() && value > 0.0 && value < 1e6 {
+                Ok(())
+            } else {
+                Err(format!("--{name} must be a positive number"))
+            }
+        };
+        positive("seconds", self.seconds)?;
+        positive("phase-seconds", self.phase_seconds)?;
+        positive("settle", self.settle)?;
+        positive("patience", self.patience)?;
+        positive("verify-seconds", self.verify_seconds)?;
+        positive("rate", self.rate.unwrap_or(1.0))?;
+        if self.seconds / f64::from(self.rounds) < ROUND_SECONDS_MIN {
+            return Err(format!(
+                "--seconds must be at least {ROUND_SECONDS_MIN} for each of the {} --rounds",
+                self.rounds
+            )
+            .into());
+        }
+        if self.prompt_words == 0 || self.prompt_words > 1_000_000 {
+            return Err("--prompt-words must be from 1 to 1,000,000".into());
+        }
+        if self.max_tokens < 2 {
+            return Err("--max-tokens must be at least 2".into());
+        }
+        if self.url.is_none() && self.admin.is_none() && self.engines.is_empty() {
+            return Ok(());
+        }
+        if self.admin.is_none() && self.engines.is_empty() {
+            return Err(
+                "--url needs --admin or --engine: what becomes of blocks is seen at the engines".into()
+            );
+        }
+        if !self.engine_options.is_empty() {
+            return Err("engine options are for engines that are started here, without --url".into());
+        }
+        Ok(())
+    }
+
+    pub(super) fn beside(&self) -> Result<Option<serde_json::Value>, BenchError> {
+        let Some(file) = &self.beside else { return Ok(None) };
+        let wrong = |error: &dyn std::fmt::Display| format!("{}: {error}", file.display());
+        let text = std::fs::read(file).map_err(|error| wrong(&error))?;
+        let compared: serde_json::Value = serde_json::from_slice(&text).map_err(|error| wrong(&error))?;
+        if !compared["targets"].is_array() {
+            return Err(wrong(&"not what `baton bench compare --json` writes").into());
+        }
+        Ok(Some(compared))
+    }
+
+    /// How to break and to mend parts of a running deployment, by name.
+    pub(super) fn commands(&self) -> Result<BTreeMap<String, (String, Option<String>)>, BenchError> {
+        let named = |option: &str, text: &str| match text.split_once('=') {
+            Some((name, command)) if !name.is_empty() && !command.is_empty() => {
+                Ok((name.to_owned(), command.to_owned()))
+            }
+            _ => Err(format!("--{option} must be NAME=COMMAND, not `{text}`")),
+        };
+        let mut commands = BTreeMap::new();
+        for text in &self.breaks {
+            let (name, command) = named("break", text)?;
+            commands.insert(name, (command, None));
+        }
+        for text in &self.mends {
+            let (name, command) = named("mend", text)?;
+            match commands.get_mut(&name) {
+                Some((_, mend)) => *mend = Some(command),
+                None => return Err(format!("--mend {name}=… mends what no --break breaks").into()),
+            }
+        }
+        Ok(commands)
+    }
+
+    pub(super) fn terms(&self) -> Terms {
+        let seconds = Duration::from_secs_f64;
+        Terms {
+            act: seconds(self.seconds / f64::from(self.rounds)),
+            rounds: self.rounds,
+            phase: seconds(self.phase_seconds),
+            fault: seconds((self.seconds / 2.0).max(4.0)),
+            fault_share: self.share / 2.0,
+            settle: seconds(self.settle),
+            // Calibration finds a better one.
+            rate: self.rate.unwrap_or(1.0),
+            unary: self.unary,
+            victims: self.victims,
+            kinds: self.kinds.clone(),
+        }
+    }
+}
