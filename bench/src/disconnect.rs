@@ -23,6 +23,7 @@ mod options;
 mod own;
 pub(crate) mod phase;
 mod play;
+mod progress;
 mod raw;
 pub(crate) mod recorder;
 mod report;

@@ -95,18 +95,18 @@ pub struct GapReport {
     pub stranded: usize,
     /// Of those, not at all while anybody looked.
     pub lost: usize,
-    /// Blocks times seconds from a stranded victim's leaving until they were home, per 1,000 victims.
+    /// Blocks times seconds from a stranded victim's leaving until they were back, per 1,000 victims.
     pub stranded_block_seconds_per_1000: f64,
-    /// From leaving until the blocks were home, over all victims: median.
-    pub freed_p50_ms: f64,
+    /// From leaving until the blocks were back, over all victims: median.
+    pub blocks_back_p50_ms: f64,
     /// The same, 99th percentile.
-    pub freed_p99_ms: f64,
+    pub blocks_back_p99_ms: f64,
     /// The same, greatest.
-    pub freed_max_ms: f64,
+    pub blocks_back_max_ms: f64,
     /// `stranded_block_seconds_per_1000` of each round.
     pub rounds_block_seconds_per_1000: Spread,
-    /// The median of each round from leaving until the blocks were home.
-    pub rounds_freed_p50_ms: Spread,
+    /// The median of each round from leaving until the blocks were back.
+    pub rounds_blocks_back_p50_ms: Spread,
     /// Each client: every number above follows from these.
     pub raw: Vec<Victim>,
 }
@@ -205,8 +205,8 @@ impl CompareReport {
                 "clients that leave in the gap; leases of {} ms, decode looks after {} ms",
                 self.lease_ms, self.admission_delay_ms
             ));
-            lines.push("home: from a victim's leaving until its blocks were home, ms".to_owned());
-            let heads = ["", "victims", "stranded", "missed", "block-s/1,000", "home p50", "home p99", "max"];
+            lines.push("blocks back: from a victim's leaving until they were free, ms".to_owned());
+            let heads = ["", "victims", "stranded", "missed", "block-s/1,000", "back p50", "p99", "max"];
             let mut rows = vec![heads.map(str::to_owned).to_vec()];
             for (target, gap) in self.targets.iter().filter_map(|target| Some((target, target.gap.as_ref()?)))
             {
@@ -216,9 +216,9 @@ impl CompareReport {
                     gap.stranded.to_string(),
                     gap.missed.to_string(),
                     format!("{:.1}", gap.stranded_block_seconds_per_1000),
-                    number(gap.freed_p50_ms),
-                    number(gap.freed_p99_ms),
-                    number(gap.freed_max_ms),
+                    number(gap.blocks_back_p50_ms),
+                    number(gap.blocks_back_p99_ms),
+                    number(gap.blocks_back_max_ms),
                 ]);
             }
             lines.extend(columns(&rows));
@@ -284,15 +284,16 @@ impl GapReport {
         let round = Tally::of(&victims);
         if let Some(per_1000) = round.block_seconds_per_1000() {
             self.rounds_block_seconds_per_1000.add(per_1000);
-            self.rounds_freed_p50_ms.add(percentile(&round.freed_ms, 50.0));
+            self.rounds_blocks_back_p50_ms.add(percentile(&round.back_ms, 50.0));
         }
         self.raw.extend(victims);
         let all = Tally::of(&self.raw);
         let count = |fate: Fate| self.raw.iter().filter(|victim| victim.fate == fate).count();
         (self.missed, self.lost) = (count(Fate::Missed), count(Fate::Lost));
-        (self.victims, self.stranded) = (all.freed_ms.len(), self.lost + count(Fate::Stranded));
-        let at = |p| percentile(&all.freed_ms, p);
-        (self.freed_p50_ms, self.freed_p99_ms, self.freed_max_ms) = (at(50.0), at(99.0), at(100.0));
+        (self.victims, self.stranded) = (all.back_ms.len(), self.lost + count(Fate::Stranded));
+        let at = |p| percentile(&all.back_ms, p);
+        (self.blocks_back_p50_ms, self.blocks_back_p99_ms, self.blocks_back_max_ms) =
+            (at(50.0), at(99.0), at(100.0));
         self.stranded_block_seconds_per_1000 = all.block_seconds_per_1000().unwrap_or(0.0);
     }
 }
@@ -300,7 +301,7 @@ impl GapReport {
 /// What some victims come to.
 struct Tally {
     /// In order.
-    freed_ms: Vec<f64>,
+    back_ms: Vec<f64>,
     /// Of those that were stranded or lost.
     block_seconds: f64,
 }
@@ -310,7 +311,7 @@ impl Tally {
         let left = || victims.iter().filter(|victim| victim.fate != Fate::Missed);
         let stranded = left().filter(|victim| victim.fate != Fate::Home);
         Self {
-            freed_ms: sorted(left().map(|victim| victim.after_ms).collect()),
+            back_ms: sorted(left().map(|victim| victim.after_ms).collect()),
             block_seconds: stranded.map(|victim| victim.blocks as f64 * victim.after_ms / 1e3).sum(),
         }
     }
@@ -318,7 +319,7 @@ impl Tally {
     fn block_seconds_per_1000(&self) -> Option<f64> {
         // A sum of nothing is −0.
         let seconds = self.block_seconds + 0.0;
-        (!self.freed_ms.is_empty()).then(|| seconds * 1_000.0 / self.freed_ms.len() as f64)
+        (!self.back_ms.is_empty()).then(|| seconds * 1_000.0 / self.back_ms.len() as f64)
     }
 }
 
@@ -345,9 +346,9 @@ mod tests {
                 victims: 1_000,
                 stranded: 1_000,
                 stranded_block_seconds_per_1000: 123_456.7,
-                freed_p50_ms: 30_001.25,
-                freed_p99_ms: 30_012.5,
-                freed_max_ms: 30_012.75,
+                blocks_back_p50_ms: 30_001.25,
+                blocks_back_p99_ms: 30_012.5,
+                blocks_back_max_ms: 30_012.75,
                 ..GapReport::default()
             }),
             ..TargetReport::default()
@@ -407,7 +408,10 @@ mod tests {
         assert_eq!((gap.victims, gap.stranded, gap.missed, gap.lost), (4, 2, 1, 1));
         // 4 × 3 s and 4 × 0.5 s, of four victims.
         assert_eq!(gap.stranded_block_seconds_per_1000, 14.0 * 250.0);
-        assert_eq!((gap.freed_p50_ms, gap.freed_p99_ms, gap.freed_max_ms), (2.0, 3_000.0, 3_000.0));
+        assert_eq!(
+            (gap.blocks_back_p50_ms, gap.blocks_back_p99_ms, gap.blocks_back_max_ms),
+            (2.0, 3_000.0, 3_000.0)
+        );
         let rounds = &gap.rounds_block_seconds_per_1000;
         assert_eq!((rounds.min, rounds.median, rounds.max), (1_000.0, 3_500.0, 6_000.0));
         let json = serde_json::to_value(&gap).expect("JSON");

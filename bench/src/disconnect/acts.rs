@@ -10,6 +10,7 @@ use super::flight::{Struck, Wanted};
 use super::options::Terms;
 use super::own::{Own, Part};
 use super::phase::{Kind, Phase};
+use super::progress::Progress;
 use super::raw::{ActKind, CallRecord, Leaves, Record};
 use super::stage::{Made, Plan, Stage};
 use super::stall::{Pace, Stall};
@@ -51,7 +52,7 @@ pub(crate) struct Acts<'a> {
     pub(crate) watch: &'a Watch,
     pub(crate) terms: Terms,
     /// Says how far it is.
-    pub(crate) progress: &'a dyn Fn(&str),
+    pub(crate) progress: &'a Progress,
     /// What has to be run if the run is broken off now.
     pub(crate) unmended: &'a Mutex<Option<String>>,
 }
@@ -59,10 +60,11 @@ pub(crate) struct Acts<'a> {
 impl Acts<'_> {
     /// Writes the beginning and the end of an act around it; between its last call and its end the engines come to rest.
     async fn act<T>(&self, name: &str, what: ActKind, run: impl Future<Output = T>) -> T {
-        (self.progress)(name);
         self.watch.read_counters().await;
         let (put, act) = (|record| self.stage.recorder.put(&record), name.to_owned());
-        put(Record::ActBegan { act: act.clone(), at_us: Moment::now().us(), what });
+        let at_us = Moment::now().us();
+        put(Record::ActBegan { act: act.clone(), at_us, what });
+        self.progress.part(name, at_us);
         let result = run.await;
         self.watch.home(self.terms.settle).await;
         self.watch.read_counters().await;
@@ -315,7 +317,7 @@ impl Acts<'_> {
     /// Asks the prompts of these calls again, now that all is quiet, and writes down what is right. An answer that
     /// differs is asked for twice: of a deployment that does not say the same twice nobody knows what is right.
     pub(crate) async fn verify(&self, calls: &[&CallRecord], within: Duration) {
-        (self.progress)("verifying texts");
+        self.progress.say("verifying texts");
         let until = Instant::now() + within;
         for (turn, call) in calls.iter().enumerate().take_while(|_| Instant::now() < until) {
             let Some(number) = self.stage.number_of(&call.tag) else { continue };

@@ -245,7 +245,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         calm: service(&facts, &facts.acts_of(ActKind::Calm)),
         storm: service(&facts, &facts.acts_of(ActKind::Storm)),
         calm_stand_ins: stand_ins(&facts),
-        storm_over_calm: bystanders::storm_over_calm(&facts),
+        ttft_p99_over_calm_stand_ins: bystanders::ttft_p99_over_calm_stand_ins(&facts),
         bystanders: bystanders::compared(&facts),
         work: untold::rows(&victims, &telling).into_iter().map(|(row, _)| row).collect(),
         faults: faults::rows(&facts),
@@ -273,7 +273,7 @@ pub(super) fn ms(us: u64) -> f64 {
 /// What these clients did to the engines.
 pub(super) fn grouped(victims: &[&Victim<'_>], stranded_after: u64, exact: bool) -> Group {
     let mut group = Group { exact, left: victims.len() as u64, ..Group::default() };
-    let (mut told, mut freed, mut freed_p) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut told, mut back, mut back_at_p) = (Vec::new(), Vec::new(), Vec::new());
     for Victim { call, timeline, gone, watched_until, .. } in victims {
         let Some(timeline) = timeline else { continue };
         match timeline.told(*gone) {
@@ -288,18 +288,18 @@ pub(super) fn grouped(victims: &[&Victim<'_>], stranded_after: u64, exact: bool)
         match timeline.home_at() {
             None => {
                 (group.never_back, group.stranded) = (group.never_back + 1, group.stranded + 1);
-                freed.push(ms(watched_until.saturating_sub(*gone)));
+                back.push(ms(watched_until.saturating_sub(*gone)));
             }
             // It held nothing any more when its client left.
             Some(home) if home <= *gone => {}
             Some(home) => {
-                freed.push(ms(home - gone));
+                back.push(ms(home - gone));
                 group.stranded += u64::from(home - gone > stranded_after);
             }
         }
         let at_p = timeline.legs.iter().filter(|leg| leg.lends).filter_map(|leg| Some(leg.freed.first()?.0));
         if let Some(at) = at_p.max().filter(|at| at > gone) {
-            freed_p.push(ms(at - gone));
+            back_at_p.push(ms(at - gone));
         }
         group.block_seconds += timeline.block_seconds_after(*gone, *watched_until);
         let (prompt, answer) = timeline.work_after(*gone, u64::from(call.generated));
@@ -307,8 +307,8 @@ pub(super) fn grouped(victims: &[&Victim<'_>], stranded_after: u64, exact: bool)
         group.answer_tokens_for_nobody += answer;
         group.expired += u64::from(timeline.expired());
     }
-    (group.told_ms, group.freed_ms) = (Dist::of(&told), Dist::of(&freed));
-    group.freed_p_ms = Dist::of(&freed_p);
+    (group.told_ms, group.back_ms) = (Dist::of(&told), Dist::of(&back));
+    group.back_at_prefill_ms = Dist::of(&back_at_p);
     group.block_seconds_per_1000 = group.block_seconds * 1_000.0 / group.left.max(1) as f64;
     group
 }

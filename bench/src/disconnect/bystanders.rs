@@ -173,7 +173,7 @@ fn at(dist: &Dist, percentile: u32) -> f64 {
 }
 
 /// The 99th percentile of the time to first token, each round's storm over the same requests of its calm.
-pub(crate) fn storm_over_calm(facts: &Facts) -> Option<Spread> {
+pub(crate) fn ttft_p99_over_calm_stand_ins(facts: &Facts) -> Option<Spread> {
     let (rounds, _) = rounds(facts);
     let of = |round: &Round<'_>| {
         let [calm, storm] = round.samples(Measure::Ttft).map(|samples| Dist::of(&samples));

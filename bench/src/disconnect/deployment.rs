@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::options::DisconnectOptions;
 use super::own::Own;
+use super::progress::Progress;
 use crate::BenchError;
 use crate::web::Origin;
 
@@ -22,10 +23,10 @@ pub(super) struct Deployment {
 /// Starts it, or meets it.
 pub(super) async fn deployment(
     options: &DisconnectOptions,
-    progress: &dyn Fn(&str),
+    progress: &Progress,
 ) -> Result<Deployment, BenchError> {
     let Some(url) = &options.url else {
-        progress("starting router, prefill and decode engine");
+        progress.say("starting router, prefill and decode engine");
         let folder = tempfile::tempdir()?;
         let (place, logs) = (folder.path().to_owned(), options.out.clone());
         let engine_options = options.engine_options.clone();

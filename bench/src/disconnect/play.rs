@@ -3,7 +3,7 @@
 use std::io::BufReader;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
@@ -13,6 +13,7 @@ use super::deployment::{Deployment, deployment};
 use super::options::DisconnectOptions;
 use super::own::Part;
 use super::phase::Phase;
+use super::progress::Progress;
 use super::raw::{self, Record, Run};
 use super::recorder::Recorder;
 use super::stage::{Shape, Stage};
@@ -34,12 +35,7 @@ const COMPARED: usize = 400;
 
 /// Plays a run to its end, or until it is broken off, and writes its raw events.
 pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> {
-    let begun = Instant::now();
-    let progress = |what: &str| {
-        if !options.json {
-            eprintln!("baton: {:5.1} s  {what}", begun.elapsed().as_secs_f64());
-        }
-    };
+    let progress = Progress::new(options.json);
     // Before anything is started: what is wrong with a file should not take a minute to be said.
     let (beside, commands) = (options.beside()?, options.commands()?);
     let deployment = deployment(options, &progress).await?;
@@ -127,7 +123,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
         played = play => played,
         () = async { tokio::select! { _ = tokio::signal::ctrl_c() => {}, _ = terminate.recv() => {} } } => {
             recorder.put(&Record::Interrupted { at_us: at_us() });
-            progress("interrupted: the report is of what there is");
+            progress.say("interrupted: the report is of what there is");
             Ok(())
         }
     };
@@ -139,7 +135,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
     watch.home(Duration::from_secs_f64(options.settle)).await;
     let mend = unmended.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
     if let Some(command) = mend {
-        progress("mending what was broken");
+        progress.say("mending what was broken");
         let shell = tokio::process::Command::new("sh")
             .args(["-c", &command])
             .stdout(std::process::Stdio::null())

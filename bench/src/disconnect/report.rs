@@ -116,8 +116,8 @@ fn of_fault(fault: &FaultRow) -> String {
         "\n  who left: {}, {} stranded; blocks back p50 {}, max {}; all blocks home: {}",
         left.left,
         known(left, || count(left.stranded)),
-        percentile(&left.freed_ms, |dist| dist.p50),
-        percentile(&left.freed_ms, |dist| dist.max),
+        percentile(&left.back_ms, |dist| dist.p50),
+        percentile(&left.back_ms, |dist| dist.max),
         fault.home_ms.map_or_else(|| "not while it was watched".into(), ms),
     );
     out
@@ -146,29 +146,29 @@ pub(crate) fn text(summary: &Summary) -> String {
     }
     line(String::new());
     line(format!(
-        "{:<18} {:>6} {:>9} {:>10} {:>13} {:>11} {:>11} {:>11} {:>11} {:>14}",
+        "{:<18} {:>6} {:>9} {:>10} {:>13} {:>10} {:>10} {:>15} {:>10} {:>14}",
         "left in",
         "left",
         "stranded",
         "never told",
         "ran on untold",
         "told p50",
-        "told p99",
-        "freed p50",
-        "freed p99",
+        "p99",
+        "blocks back p50",
+        "p99",
         "block-s/1000"
     ));
     let mut row = |name: &str, group: &Group| {
         line(format!(
-            "{name:<18} {:>6} {:>9} {:>10} {:>13} {:>11} {:>11} {:>11} {:>11} {:>14}",
+            "{name:<18} {:>6} {:>9} {:>10} {:>13} {:>10} {:>10} {:>15} {:>10} {:>14}",
             group.left,
             known(group, || count(group.stranded)),
             known(group, || count(group.never_told)),
             ran_on(group),
             percentile(&group.told_ms, |dist| dist.p50),
             percentile(&group.told_ms, |dist| dist.p99),
-            percentile(&group.freed_ms, |dist| dist.p50),
-            percentile(&group.freed_ms, |dist| dist.p99),
+            percentile(&group.back_ms, |dist| dist.p50),
+            percentile(&group.back_ms, |dist| dist.p99),
             known(group, || decimals(group.block_seconds_per_1000)),
         ));
     };
@@ -200,7 +200,7 @@ pub(crate) fn text(summary: &Summary) -> String {
                 percentile(&service.itl_ms, |dist| dist.p99),
             ));
         }
-        if let Some(spread) = &summary.storm_over_calm {
+        if let Some(spread) = &summary.ttft_p99_over_calm_stand_ins {
             let over = rounds(spread);
             line(format!(
                 "TTFT p99, storm over the same requests of the calm: {:.2} ({over})",

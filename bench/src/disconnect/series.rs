@@ -22,7 +22,7 @@ pub(crate) fn gaps(call: &CallRecord) -> impl Iterator<Item = f64> {
 pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
     let began = facts.acts.iter().map(|act| act.began).min().unwrap_or(0);
     let seconds = |at: u64| at.saturating_sub(began) as f64 / 1e6;
-    let freed = |phase: Phase| {
+    let back = |phase: Phase| {
         let ours = victims.iter().filter(|victim| victim.phase == Some(phase));
         let times = ours.filter_map(|victim| {
             let home = victim.timeline?.home_at().unwrap_or(victim.watched_until);
@@ -52,7 +52,7 @@ pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
     });
     let last = facts.calls.iter().map(|call| call.ended_us).max().unwrap_or(began);
     Series {
-        freed: Phase::ALL.into_iter().filter_map(freed).collect(),
+        back: Phase::ALL.into_iter().filter_map(back).collect(),
         stranded: stranded(victims, &seconds),
         pools: pools.collect(),
         acts: facts

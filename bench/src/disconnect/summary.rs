@@ -41,7 +41,7 @@ pub(crate) struct Summary {
     pub(crate) calm_stand_ins: Option<Service>,
     pub(crate) storm: Option<Service>,
     /// Round by round, the storm's p99 time to first token of clients that stayed over that of the same requests of the calm.
-    pub(crate) storm_over_calm: Option<Spread>,
+    pub(crate) ttft_p99_over_calm_stand_ins: Option<Spread>,
     pub(crate) bystanders: Bystanders,
     /// Legs of requests whose clients left while engines worked on them: prefill, and decode.
     pub(crate) work: Vec<WorkRow>,
@@ -105,9 +105,9 @@ pub(crate) struct Group {
     /// Clients of whose going an engine that had work for them never learnt.
     pub(crate) never_told: u64,
     /// From the client's going until the last block was back, ms; for those that never were, until nobody looked any more.
-    pub(crate) freed_ms: Dist,
+    pub(crate) back_ms: Dist,
     /// The same at the prefill engine alone.
-    pub(crate) freed_p_ms: Dist,
+    pub(crate) back_at_prefill_ms: Dist,
     /// Blocks times seconds that they were held for clients that had left.
     pub(crate) block_seconds: f64,
     /// The same for every 1,000 clients that left.
@@ -305,7 +305,7 @@ pub(crate) struct Texts {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Series {
     /// For each phase, the times until blocks were back, ms, sorted.
-    pub(crate) freed: Vec<(Phase, Vec<f64>)>,
+    pub(crate) back: Vec<(Phase, Vec<f64>)>,
     /// Blocks held for clients that had left, over seconds since the run began.
     pub(crate) stranded: Vec<(f64, f64)>,
     /// Held blocks of each engine over seconds, as a share of its pool.
@@ -440,8 +440,8 @@ impl Serialize for Group {
             map.serialize_entry("never_back", &self.never_back)?;
             map.serialize_entry("told_ms", &self.told_ms)?;
             map.serialize_entry("never_told", &self.never_told)?;
-            map.serialize_entry("freed_ms", &self.freed_ms)?;
-            map.serialize_entry("freed_p_ms", &self.freed_p_ms)?;
+            map.serialize_entry("blocks_back_ms", &self.back_ms)?;
+            map.serialize_entry("blocks_back_at_prefill_ms", &self.back_at_prefill_ms)?;
             map.serialize_entry("block_seconds", &self.block_seconds)?;
             map.serialize_entry("block_seconds_per_1000", &self.block_seconds_per_1000)?;
             map.serialize_entry("prompt_tokens_for_nobody", &self.prompt_tokens_for_nobody)?;

@@ -213,30 +213,30 @@ fn every_number_of_a_healthy_storm() {
 
     let prefill = group(Phase::Prefill);
     near(prefill.told_ms.p50, 2.0);
-    near(prefill.freed_ms.p50, 5.0);
-    near(prefill.freed_p_ms.p50, 5.0);
+    near(prefill.back_ms.p50, 5.0);
+    near(prefill.back_at_prefill_ms.p50, 5.0);
     near(prefill.block_seconds, 7.0 * 0.005);
     assert_eq!((prefill.prompt_tokens_for_nobody, prefill.answer_tokens_for_nobody), (60, 0));
 
     let gap = group(Phase::Gap);
     near(gap.told_ms.p50, 3.0);
-    near(gap.freed_ms.p99, 3.0);
+    near(gap.back_ms.p99, 3.0);
     near(gap.block_seconds_per_1000, 7.0 * 0.003 * 1_000.0);
     assert_eq!((gap.prompt_tokens_for_nobody, gap.never_told, gap.stranded), (0, 0, 0));
 
     let stream = group(Phase::Stream);
     near(stream.told_ms.p50, 2.0);
-    near(stream.freed_ms.p50, 11.0);
+    near(stream.back_ms.p50, 11.0);
     // P was done long before.
-    assert_eq!((stream.freed_p_ms.n, stream.answer_tokens_for_nobody), (0, 6));
+    assert_eq!((stream.back_at_prefill_ms.n, stream.answer_tokens_for_nobody), (0, 6));
     near(stream.block_seconds, 8.0 * 0.011);
 
     // The one in the queue never came to an engine.
-    assert_eq!(group(Phase::Queued).freed_ms.n, 0);
+    assert_eq!(group(Phase::Queued).back_ms.n, 0);
     let all = &summary.all;
-    assert_eq!((all.left, all.freed_ms.n, all.told_ms.n, all.expired), (4, 3, 3, 0));
-    near(all.freed_ms.max, 11.0);
-    near(all.freed_ms.mean, 19.0 / 3.0);
+    assert_eq!((all.left, all.back_ms.n, all.told_ms.n, all.expired), (4, 3, 3, 0));
+    near(all.back_ms.max, 11.0);
+    near(all.back_ms.mean, 19.0 / 3.0);
     near(all.block_seconds, 7.0 * 0.005 + 7.0 * 0.003 + 8.0 * 0.011);
     near(all.block_seconds_per_1000, all.block_seconds * 250.0);
     let kinds: Vec<_> = summary.kinds.iter().map(|row| (row.kind, row.group.left)).collect();
@@ -255,7 +255,7 @@ fn every_number_of_a_healthy_storm() {
     // 9 tokens from 10 to 341.
     near(calm.tokens_per_second, 9.0 / 0.331);
     near(storm.ttft_ms.p50, 12.0);
-    assert_eq!(summary.storm_over_calm.as_ref().expect("a round").runs, [0.3]);
+    assert_eq!(summary.ttft_p99_over_calm_stand_ins.as_ref().expect("a round").runs, [0.3]);
     // Counters from before the run are nobody's fault.
     assert_eq!(summary.engines.iter().map(|engine| engine.expired).sum::<u64>(), 0);
     // Between two looks without a client nothing was held.
@@ -275,7 +275,7 @@ fn rounds_of_calm_and_storm_are_compared_pair_by_pair() {
         script.stayed(act, "c4", 3_100, &[3_140], "done");
     });
     let summary = script.summary();
-    let spread = summary.storm_over_calm.expect("rounds");
+    let spread = summary.ttft_p99_over_calm_stand_ins.expect("rounds");
     assert_eq!(spread.runs, [0.3, 1.5]);
     // Of two the lower, which one of them has.
     near(spread.median, 0.3);
@@ -394,7 +394,7 @@ fn faults_and_refusals_are_counted_for_themselves() {
     let refused = summary.refused.as_ref().expect("refused");
     // From the refusal, at 3,002.
     assert_eq!((refused.left, refused.stranded), (1, 0));
-    near(refused.freed_ms.p50, 2.0);
+    near(refused.back_ms.p50, 2.0);
     let [fault] = &summary.faults[..] else { panic!("{:?}", summary.faults) };
     assert_eq!(
         (fault.fault.as_str(), fault.stayed.requests, fault.stayed.errors, fault.errors_after),

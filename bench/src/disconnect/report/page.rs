@@ -98,8 +98,8 @@ fn tiles(summary: &Summary, out: &mut String) {
             class,
             &format!("of {} clients that left stranded their blocks", count(all.left)),
         );
-        tile(out, &percentile(&all.freed_ms, |dist| dist.p50), "", "median until the blocks were back");
-        tile(out, &percentile(&all.freed_ms, |dist| dist.p99), "", "99th percentile of that");
+        tile(out, &percentile(&all.back_ms, |dist| dist.p50), "", "median until the blocks were back");
+        tile(out, &percentile(&all.back_ms, |dist| dist.p99), "", "99th percentile of that");
         tile(
             out,
             &decimals(all.block_seconds_per_1000),
@@ -107,7 +107,7 @@ fn tiles(summary: &Summary, out: &mut String) {
             "block-seconds held for nobody, per 1,000 clients that left",
         );
     }
-    if let Some(spread) = &summary.storm_over_calm {
+    if let Some(spread) = &summary.ttft_p99_over_calm_stand_ins {
         // Of few clients a number of another percentile is judged, of which this one says nothing.
         let mut numbers = summary.bystanders.numbers.iter();
         let judged = numbers.find(|number| (number.measure, number.percentile) == (Measure::Ttft, 99));
@@ -191,12 +191,12 @@ fn group_cells(group: &Group, out: &mut String) {
         percentile(&group.told_ms, |dist| dist.p50),
         percentile(&group.told_ms, |dist| dist.p99),
         measured(&group.told_ms),
-        percentile(&group.freed_ms, |dist| dist.p50),
-        percentile(&group.freed_ms, |dist| dist.p99),
-        percentile(&group.freed_ms, |dist| dist.max),
-        measured(&group.freed_ms),
-        percentile(&group.freed_p_ms, |dist| dist.p99),
-        measured(&group.freed_p_ms),
+        percentile(&group.back_ms, |dist| dist.p50),
+        percentile(&group.back_ms, |dist| dist.p99),
+        percentile(&group.back_ms, |dist| dist.max),
+        measured(&group.back_ms),
+        percentile(&group.back_at_prefill_ms, |dist| dist.p99),
+        measured(&group.back_at_prefill_ms),
         known(group, || decimals(group.block_seconds_per_1000)),
         known(group, || count(group.prompt_tokens_for_nobody + group.answer_tokens_for_nobody)),
     );
@@ -204,9 +204,9 @@ fn group_cells(group: &Group, out: &mut String) {
 
 fn by_phase(summary: &Summary, out: &mut String) {
     out.push_str("<h2>By the phase in which they left</h2>");
-    let samples = || summary.series.freed.iter().flat_map(|(_, times)| times.iter().copied());
+    let samples = || summary.series.back.iter().flat_map(|(_, times)| times.iter().copied());
     if samples().next().is_some() {
-        let curves = summary.series.freed.iter().map(|(phase, times)| Curve {
+        let curves = summary.series.back.iter().map(|(phase, times)| Curve {
             name: phase.label(),
             points: cumulative(times),
             steps: true,
@@ -419,8 +419,8 @@ fn faults(summary: &Summary, out: &mut String) {
             percentile(&stayed.e2e_ms, |dist| dist.max),
             count(left.left),
             known(left, || count(left.stranded)),
-            percentile(&left.freed_ms, |dist| dist.p50),
-            percentile(&left.freed_ms, |dist| dist.max),
+            percentile(&left.back_ms, |dist| dist.p50),
+            percentile(&left.back_ms, |dist| dist.max),
             count(fault.expired),
             count(fault.wrong_texts),
         );
@@ -450,6 +450,8 @@ fn beside(summary: &Summary, out: &mut String) {
         let told =
             |value: Option<f64>, told: &dyn Fn(f64) -> String| value.map_or_else(|| "–".to_owned(), told);
         let whole = |value: f64| count(value as u64);
+        // Until 2026-11-23 the files had the word of the event log.
+        let back = |now: &str, before: &str| gap.get(now).unwrap_or(&gap[before]);
         let stranded = number(&gap["stranded"]);
         let class = if stranded.is_some_and(|stranded| stranded > 0.0) { " class=\"bad\"" } else { "" };
         let _ = write!(
@@ -460,8 +462,9 @@ fn beside(summary: &Summary, out: &mut String) {
             told(stranded, &whole),
             told(number(&gap["stranded_block_seconds_per_1000"]), &tenths)
                 + &range(&gap["rounds_block_seconds_per_1000"], &tenths),
-            told(number(&gap["freed_p50_ms"]), &ms) + &range(&gap["rounds_freed_p50_ms"], &ms),
-            told(number(&gap["freed_p99_ms"]), &ms),
+            told(number(back("blocks_back_p50_ms", "freed_p50_ms")), &ms)
+                + &range(back("rounds_blocks_back_p50_ms", "rounds_freed_p50_ms"), &ms),
+            told(number(back("blocks_back_p99_ms", "freed_p99_ms")), &ms),
             spread(&target["ttft_p50_ms"], &over["ttft_p50"], &ms),
             spread(&target["ttft_p99_ms"], &over["ttft_p99"], &ms),
             spread(&target["cpu_s_per_1000"], &over["cpu"], &|value| format!("{value:.2}")),

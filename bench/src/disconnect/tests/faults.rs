@@ -74,8 +74,8 @@ fn a_fault_is_told_with_what_it_met_and_what_became_of_that() {
     near(stayed.e2e_ms.p50, 51.0);
     near(stayed.e2e_ms.max, 101.0);
     // What was held by the engine that was killed is gone with it.
-    assert_eq!((fault.left.left, fault.left.stranded, fault.left.freed_ms.n), (2, 0, 1));
-    near(fault.left.freed_ms.max, 400.0);
+    assert_eq!((fault.left.left, fault.left.stranded, fault.left.back_ms.n), (2, 0, 1));
+    near(fault.left.back_ms.max, 400.0);
     assert_eq!((summary.left, names(&summary)), (4, vec!["not_recovered"]));
     let told = serde_json::to_value(fault).expect("JSON");
     assert_eq!((&told["in_flight"], &told["phases"]["prefill"]), (&4.into(), &1.into()));

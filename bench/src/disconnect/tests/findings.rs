@@ -14,7 +14,7 @@ fn a_lease_that_only_time_ends_is_named() {
     assert_eq!(summary.findings[0].shown_by, ["held"]);
     let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
     assert_eq!((gap.group.left, gap.group.stranded, gap.group.expired, gap.group.never_told), (2, 1, 1, 1));
-    near(gap.group.freed_ms.max, 29_999.0);
+    near(gap.group.back_ms.max, 29_999.0);
 }
 
 /// A part in which something is broken at 3,000 and mended at 8,000, with these calls.
