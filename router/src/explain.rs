@@ -21,7 +21,7 @@ use crate::disaggregation::{Facts, Why};
 use crate::metrics::Leg;
 use crate::upstream::Engine;
 pub(crate) use dry_run::dry_run;
-pub(crate) use page::{over, page, recent};
+pub(crate) use page::{over, page, recent, unknown};
 pub(crate) use sight::{Considered, Removed, Sight};
 
 /// Steps of one request: more than two rounds of the most attempts that a configuration allows, decisions included.
@@ -242,9 +242,11 @@ mod tests {
         assert_eq!(names("c-2"), ["c"], "computed anew, the same request");
         assert_eq!(names("c-2-2"), ["c"], "and gone on with");
         assert_eq!(names("mine"), ["c", "b"], "clients may repeat themselves");
+        assert!(unknown(&ring).contains("the latest 2 of this router"), "{}", unknown(&ring));
         ring.set_most(1);
         assert!(names("b").is_empty());
         ring.set_most(0);
+        assert!(unknown(&ring).contains("`explain.requests` is 0"), "{}", unknown(&ring));
         assert!(begin(&ring, "d", None).is_none() && ring.latest(9).is_empty());
     }
 

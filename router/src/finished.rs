@@ -25,7 +25,7 @@ pub(crate) struct Head {
     pub method: Method,
     /// Without the query, cut at [`TEXT_BYTES_MAX`].
     pub path: Box<str>,
-    /// Cut at [`TEXT_BYTES_MAX`]; what is not ASCII is replaced.
+    /// Cut at [`TEXT_BYTES_MAX`]; what is not UTF-8 is replaced.
     pub user_agent: Option<Box<str>>,
     /// Where the client is, where that is to be told.
     pub client: Option<IpAddr>,
@@ -34,14 +34,21 @@ pub(crate) struct Head {
 impl Head {
     pub(crate) fn of(method: &Method, path: &str, headers: &HeaderMap, client: Option<IpAddr>) -> Self {
         let agent = headers.get(USER_AGENT).map(HeaderValue::as_bytes);
-        let agent = agent.map(|bytes| &bytes[..bytes.len().min(TEXT_BYTES_MAX)]);
         Self {
             method: method.clone(),
             path: path[..path.floor_char_boundary(TEXT_BYTES_MAX)].into(),
-            user_agent: agent.map(|bytes| String::from_utf8_lossy(bytes).into()),
+            user_agent: agent.map(cut),
             client,
         }
     }
+}
+
+/// The beginning of a text from outside, never half of a character.
+fn cut(bytes: &[u8]) -> Box<str> {
+    // A character that begins before the end is looked at whole; it goes out only if it also ends there.
+    let seen = &bytes[..bytes.len().min(TEXT_BYTES_MAX + 3)];
+    let text = String::from_utf8_lossy(seen);
+    text[..text.floor_char_boundary(TEXT_BYTES_MAX)].into()
 }
 
 /// A request that is over.
@@ -90,5 +97,28 @@ impl Finished {
     pub(crate) fn went_well(&self) -> bool {
         let ended_well = matches!(self.end, End::Passed | End::Exchange(Outcome::Completed));
         ended_well && (200..400).contains(&self.status)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_user_agent_is_cut_between_characters() {
+        let agent = |text: &[u8]| {
+            let headers =
+                [(USER_AGENT, HeaderValue::from_bytes(text).expect("a value"))].into_iter().collect();
+            Head::of(&Method::POST, "/", &headers, None).user_agent.expect("an agent")
+        };
+        for (character, ascii) in [("é", 1), ("数", 1), ("数", 2), ("🙂", 1), ("🙂", 2), ("🙂", 3)] {
+            let text = "a".repeat(ascii) + &character.repeat(TEXT_BYTES_MAX);
+            let kept = agent(text.as_bytes());
+            assert!(text.starts_with(&*kept), "{kept}");
+            assert!((TEXT_BYTES_MAX - 3..=TEXT_BYTES_MAX).contains(&kept.len()), "{}", kept.len());
+        }
+        assert_eq!(&*agent("é".repeat(TEXT_BYTES_MAX / 2).as_bytes()), "é".repeat(TEXT_BYTES_MAX / 2));
+        assert_eq!(&*agent(b"curl/8 \xff"), "curl/8 \u{FFFD}");
+        assert!(agent(&[0xff; 999]).len() <= TEXT_BYTES_MAX);
     }
 }

@@ -40,7 +40,13 @@ struct Known {
     engines: HashMap<EngineUrl, Arc<Engine>>,
     /// What operators ordered of engines that are gone, the oldest first.
     orders: VecDeque<(EngineUrl, Order)>,
+    /// The orders have been handed over: whoever gives another is to give it to the next router.
+    handed_over: bool,
 }
+
+/// The orders are the next router's by now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HandedOver;
 
 /// Keeps an order for an engine that is not there: the latest of each, and the latest of all.
 fn remember(orders: &mut VecDeque<(EngineUrl, Order)>, url: EngineUrl, order: Order) {
@@ -91,9 +97,33 @@ impl Fleet {
         engine
     }
 
+    /// Takes an operator's order.
+    ///
+    /// # Errors
+    /// After [`Self::hand_over_orders`]: nobody would ever hear of it.
+    pub(crate) fn order(&self, engine: &Engine, order: Order) -> Result<(), HandedOver> {
+        // Held until the order is in: what is handed over is told under the same lock, so an order is in it, or refused.
+        let known = self.lock();
+        if known.handed_over {
+            return Err(HandedOver);
+        }
+        engine.judge(|health, _, _| health.order(order));
+        Ok(())
+    }
+
+    /// As [`Self::orders`], for the next router. No further order is taken.
+    pub(crate) fn hand_over_orders(&self) -> Vec<(EngineUrl, Order)> {
+        let mut known = self.lock();
+        known.handed_over = true;
+        Self::ordered(&known)
+    }
+
     /// What operators have ordered and not taken back, of engines that are gone, too.
     pub(crate) fn orders(&self) -> Vec<(EngineUrl, Order)> {
-        let known = self.lock();
+        Self::ordered(&self.lock())
+    }
+
+    fn ordered(known: &Known) -> Vec<(EngineUrl, Order)> {
         let ordered = |(url, engine): (&EngineUrl, &Arc<Engine>)| {
             let order = engine.health().snapshot().ordered();
             (order != Order::None).then(|| (url.clone(), order))
@@ -119,7 +149,7 @@ impl Fleet {
 
     /// Forgets engines that no generation and no request holds.
     pub(crate) fn prune(&self) {
-        let Known { engines, orders } = &mut *self.lock();
+        let Known { engines, orders, .. } = &mut *self.lock();
         engines.retain(|url, engine| {
             let kept = Arc::strong_count(engine) > 1;
             if !kept {
@@ -216,6 +246,41 @@ mod tests {
         let others: Vec<_> = [2, 3].map(|n| after.engine(&url(n), &drained)).into();
         assert!(others.iter().all(|engine| standing(engine) == Standing::Draining));
         assert_eq!(after.orders().len(), 2);
+    }
+
+    #[test]
+    fn an_order_is_in_what_is_handed_over_or_it_is_refused() {
+        let fleet = Fleet::new(Arc::new(Metrics::new()));
+        let engines: Vec<_> = (0..64).map(|n| fleet.engine(&url(n), &terms())).collect();
+        let (begun, taken) = (std::sync::Barrier::new(3), std::sync::atomic::AtomicUsize::new(0));
+        // Two operators, while the orders are handed over at some moment between.
+        let give = |engines: &[Arc<Engine>]| -> Vec<EngineUrl> {
+            begun.wait();
+            let mut given = Vec::new();
+            for engine in engines {
+                if fleet.order(engine, Order::Drain).is_ok() {
+                    taken.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    given.push(engine.url().clone());
+                }
+            }
+            given
+        };
+        let (mut given, handed) = std::thread::scope(|scope| {
+            let operators = [&engines[..32], &engines[32..]].map(|some| scope.spawn(move || give(some)));
+            begun.wait();
+            while taken.load(std::sync::atomic::Ordering::Relaxed) < 8 {
+                std::hint::spin_loop();
+            }
+            let handed = fleet.hand_over_orders();
+            let given: Vec<_> = operators.into_iter().flat_map(|one| one.join().expect("it ends")).collect();
+            (given, handed)
+        });
+        let mut handed: Vec<_> = handed.into_iter().map(|(url, _)| url.to_string()).collect();
+        let mut given: Vec<_> = given.drain(..).map(|url| url.to_string()).collect();
+        (handed.sort(), given.sort());
+        assert_eq!(handed, given);
+        assert_eq!(fleet.order(&engines[0], Order::Undrain), Err(HandedOver));
+        assert_eq!(engines[0].health().standing(Leg::Decode), Standing::Draining, "and it changed nothing");
     }
 
     #[test]

@@ -348,7 +348,7 @@ impl Pool {
                     resting.push((index, member.suits(wanted)))
                 }
                 Fit::Full => full = true,
-                Fit::Resting | Fit::Tried | Fit::Out => {}
+                Fit::Resting | Fit::Tried | Fit::Silent | Fit::Draining => {}
             }
         }
         let mut manner = if look.panic { Manner::Anyway } else { Manner::Careful };

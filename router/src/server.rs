@@ -45,7 +45,7 @@ const FIRST_WORD: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
     /// An address cannot be listened on.
-    #[error("{key}: cannot listen on {address}: {source}")]
+    #[error("{key}: cannot listen on {address}: {source}{}", hint(key, source))]
     Listen {
         /// The key of the configuration that it comes from.
         key: &'static str,
@@ -63,6 +63,26 @@ pub enum BindError {
     /// The configuration cannot be put into effect.
     #[error(transparent)]
     Config(#[from] GenerationError),
+}
+
+/// What to do about an address that cannot be listened on, as far as that is known.
+fn hint(key: &str, source: &std::io::Error) -> String {
+    match source.kind() {
+        std::io::ErrorKind::AddrInUse => {
+            format!(
+                "; another process listens there: end it, or set `{key}` in the configuration to another port"
+            )
+        }
+        std::io::ErrorKind::AddrNotAvailable => {
+            format!(
+                "; this host does not have that address: set `{key}` in the configuration to one that it has"
+            )
+        }
+        std::io::ErrorKind::PermissionDenied => {
+            format!("; this user may not: set `{key}` in the configuration to a port from 1024 on")
+        }
+        _ => String::new(),
+    }
 }
 
 /// A router that listens.
@@ -181,9 +201,10 @@ impl Router {
         let delay = Duration::from_millis(shared.generation().config.drain_delay_ms);
         match heir {
             Some(heir) => {
-                // Who asks there is to hear of the next one, and who orders something is to order it that one.
+                // Who asks there is to hear of the next one. A request that is being answered may still be: what it orders
+                // is either in what the next one hears, or refused.
                 admin.abort();
-                heir.hears(&shared.fleet.orders()).await;
+                heir.hears(&shared.fleet.hand_over_orders()).await;
                 tracing::info!("the next router serves; this one ends what it has in flight");
                 // Answers close their connections by now; idle ones may still bring a request.
                 tokio::time::sleep(delay).await;

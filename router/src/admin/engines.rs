@@ -7,9 +7,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use hyper::StatusCode;
+use hyper::header::{HeaderValue, RETRY_AFTER};
 use serde_json::{Map, Value, json};
 
 use super::Answer;
+use crate::fleet::HandedOver;
 use crate::generation::Generation;
 use crate::health::Order;
 use crate::metrics::Leg;
@@ -81,7 +83,11 @@ pub(super) fn order(shared: &Shared, name: &str, verb: &str) -> Answer {
     let Some(engine) = shared.fleet.engines().into_iter().find(is_it) else {
         return Answer::error(StatusCode::NOT_FOUND, "there is no such engine; /engines lists them");
     };
-    engine.judge(|health, _, _| health.order(order));
+    if let Err(HandedOver) = shared.fleet.order(&engine, order) {
+        let why = "another router has taken this one's place, and its orders: nothing was changed here; ask again, that one answers";
+        let again = vec![(RETRY_AFTER, HeaderValue::from_static("1"))];
+        return Answer::error(StatusCode::SERVICE_UNAVAILABLE, why).with_headers(again);
+    }
     tracing::info!(engine = engine.authority(), ?order, "an operator's order");
     Answer::json(one(&engine, shared, &shared.generation()))
 }

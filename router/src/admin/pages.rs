@@ -75,7 +75,7 @@ pub(super) fn look_up(shared: &Shared, scrape: &mut Scrape) {
 pub(super) fn explain(shared: &Shared, id: &str) -> Answer {
     match explain::page(&shared.explain, id) {
         Some(page) => Answer::json(page),
-        None => Answer::error(StatusCode::NOT_FOUND, "no request of that id is remembered"),
+        None => Answer::error(StatusCode::NOT_FOUND, &explain::unknown(&shared.explain)),
     }
 }
 

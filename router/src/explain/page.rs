@@ -1,6 +1,7 @@
 //! Accounts as JSON.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
 use serde_json::{Map, Value, json};
@@ -18,6 +19,18 @@ pub(crate) fn page(ring: &Ring, id: &str) -> Option<Value> {
         return None;
     }
     Some(json!({"requests": found.iter().map(|account| account.json()).collect::<Vec<_>>()}))
+}
+
+/// Why nothing is known of a name, and where to look.
+pub(crate) fn unknown(ring: &Ring) -> String {
+    match ring.most.load(Ordering::Relaxed) {
+        0 => "no request is remembered: `explain.requests` is 0".to_owned(),
+        most => format!(
+            "no request of that id is remembered: the latest {most} of this router are (`explain.requests`); /explain, or `baton \
+             explain` without an id, lists the latest {} of them",
+            LISTED.min(most)
+        ),
+    }
 }
 
 /// How remembered requests ended, and how long ago: those of `ids` that are over.

@@ -48,7 +48,8 @@ impl Fit {
             Self::Resting => "resting",
             Self::Full => "full",
             Self::Tried => "tried",
-            Self::Out => "out",
+            Self::Silent => "silent",
+            Self::Draining => "draining",
         }
     }
 }

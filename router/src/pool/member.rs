@@ -65,8 +65,10 @@ pub(crate) enum Fit {
     Resting,
     Full,
     Tried,
-    /// Not at all.
-    Out,
+    /// Not at all: it answers nothing.
+    Silent,
+    /// Not at all: it is being emptied.
+    Draining,
 }
 
 impl Member {
@@ -137,10 +139,14 @@ impl Member {
         let health = self.engine.health();
         let has_room = || self.load() < self.max_in_flight && !self.says_it_is_full(look.now);
         if look.tried.iter().any(|t| Arc::ptr_eq(t, &self.engine)) {
-            Fit::Tried
-        } else if health.standing(look.leg) > Standing::Out {
-            Fit::Out
-        } else if look.room == Room::Needed && !has_room() {
+            return Fit::Tried;
+        }
+        match health.standing(look.leg) {
+            Standing::Silent => return Fit::Silent,
+            Standing::Draining => return Fit::Draining,
+            Standing::Usable | Standing::Trial | Standing::Out => {}
+        }
+        if look.room == Room::Needed && !has_room() {
             Fit::Full
         } else if health.takes(look.leg) || look.panic {
             Fit::Ready

@@ -291,7 +291,7 @@ mod tests {
     use super::*;
 
     fn leaf(index: usize, (requests, weight, fit): (u32, u32, u8)) -> Leaf {
-        let fit = [Fit::Ready, Fit::Full, Fit::Out][usize::from(fit % 3)];
+        let fit = [Fit::Ready, Fit::Full, Fit::Silent][usize::from(fit % 3)];
         let candidate = Candidate {
             index,
             holder: u32::try_from(index).expect("few"),
@@ -300,7 +300,7 @@ mod tests {
             tokens: 0,
             weight: 1 + weight,
         };
-        Leaf { candidate, load: u64::from(requests), own: requests, fit, in_use: fit != Fit::Out }
+        Leaf { candidate, load: u64::from(requests), own: requests, fit, in_use: fit != Fit::Silent }
     }
 
     proptest! {

@@ -56,7 +56,9 @@ async fn a_request_is_explained_by_what_was_chosen_from_and_what_came_of_it() {
     let minted = account["id"].as_str().unwrap();
     assert_eq!(p.asked()[0].headers["x-request-id"], minted);
     assert_eq!(ended(&system, minted).await, account, "by either name");
-    assert_eq!(get(system.admin, "/explain/unknown").await.status, 404);
+    let unknown = get(system.admin, "/explain/unknown").await;
+    assert_eq!(unknown.status, 404);
+    assert!(unknown.text().contains("the latest 4096 of this router"), "{}", unknown.text());
     let listed = get(system.admin, "/explain").await.json();
     let line = &listed["requests"][0];
     assert_eq!((&line["id"], &line["path"]), (&json!(minted), &json!("/v1/completions")));

@@ -318,6 +318,9 @@ async fn a_drained_engine_gets_nothing_new_until_it_is_undrained() {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     assert_eq!((a.asked().len(), b.asked().len()), (0, 4));
+    let told = post(system.admin, "/dry-run?path=/v1/completions", &completion(false)).await.json();
+    let left_out = json!([{"engine": a.address.to_string(), "why": "draining"}]);
+    assert_eq!(told["decode"]["removed"], left_out, "in the word of /engines: {told}");
     assert_eq!(order(&system, &b, "drain").await, 200);
     assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 503);
     assert_eq!(p.asked().len(), 4, "no prefill is spent on what nobody can decode");
