@@ -44,7 +44,7 @@ pub(crate) enum Command {
     Doctor(Box<baton_bench::doctor::DoctorArgs>),
     /// API keys of the router's clients
     Key(KeyArgs),
-    /// Ask a router or an engine how it is: succeeds if it is well
+    /// Ask a router or an engine how it is: exits with 0 if the answer is 200, else with 1
     Health(HealthArgs),
     /// Compare the engine with golden outputs made by make_tiny.py
     Parity(ParityArgs),
@@ -356,7 +356,8 @@ pub(crate) struct ExplainArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct HealthArgs {
-    /// What to ask: `http://HOST:PORT/ready` of a router, `http://HOST:PORT/health` of either
+    /// What to ask: `http://HOST:PORT` whether it takes requests (`/ready`, or `/health` of an engine, which has no `/ready`);
+    /// `http://HOST:PORT/health` whether the process lives, which a router without engines and one that drains does, too
     #[arg(value_name = "URL", default_value = "http://127.0.0.1:8081/ready")]
     pub(crate) url: String,
     /// How long to wait for each step of the answer, in milliseconds

@@ -1,5 +1,9 @@
 //! `baton health`: asks a router or an engine over HTTP how it is, and exits accordingly. For supervisors and containers
 //! whose images have no shell and no `curl`.
+//!
+//! A URL with a path is asked for that: `/health` is whether the process lives, `/ready` whether it takes requests. Without a
+//! path the question is the second one, as `pg_isready` and `grpc_health_probe` take it: `/ready`, or where there is none, at
+//! an engine, `/health`.
 
 use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -14,11 +18,30 @@ const ANSWER_BYTES_MAX: u64 = 64 << 10;
 /// Succeeds if the answer is 200.
 pub(crate) fn run(args: &HealthArgs) -> Result<(), Failure> {
     let asked = args.url.strip_prefix("http://").ok_or("an address begins with http://")?;
-    let (authority, path) = asked.split_once('/').unwrap_or((asked, "health"));
     if asked.bytes().any(|byte| !byte.is_ascii_graphic()) {
         return Err(format!("`{asked}` has spaces, or what cannot be printed").into());
     }
+    let (authority, path) = asked.split_once('/').unwrap_or((asked, ""));
     let within = Duration::from_millis(args.timeout_ms.max(1));
+    let (path, answer) = match path {
+        "" => match ask(authority, "ready", within)? {
+            answer if answer.status == "404" => ("health", ask(authority, "health", within)?),
+            answer => ("ready", answer),
+        },
+        path => (path, ask(authority, path, within)?),
+    };
+    match answer.status.as_str() {
+        "200" => Ok(()),
+        status => Err(format!("{authority} answers /{path} with {status}: {}", answer.said).into()),
+    }
+}
+
+struct Answer {
+    status: String,
+    said: String,
+}
+
+fn ask(authority: &str, path: &str, within: Duration) -> Result<Answer, Failure> {
     let silent = |error: std::io::Error| format!("{authority}: {error}");
     let address = authority.to_socket_addrs().map_err(silent)?.next().ok_or("the name has no address")?;
     let mut stream = TcpStream::connect_timeout(&address, within).map_err(silent)?;
@@ -29,13 +52,61 @@ pub(crate) fn run(args: &HealthArgs) -> Result<(), Failure> {
     let mut answer = Vec::new();
     stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer).map_err(silent)?;
     let text = String::from_utf8_lossy(&answer);
-    let status = text.split(' ').nth(1).unwrap_or_default();
-    match (text.starts_with("HTTP/1."), status) {
-        (true, "200") => Ok(()),
-        (true, _) => {
-            let said = text.split_once("\r\n\r\n").map_or("", |(_, body)| body.trim());
-            Err(format!("{authority} answers {status}: {said}").into())
+    if !text.starts_with("HTTP/1.") {
+        return Err(format!("what answers at {authority} is not HTTP, or wants TLS").into());
+    }
+    Ok(Answer {
+        status: text.split(' ').nth(1).unwrap_or_default().to_owned(),
+        said: text.split_once("\r\n\r\n").map_or("", |(_, body)| body.trim()).to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::net::TcpListener;
+
+    use super::*;
+
+    /// Asks a server that answers each path so, with what it was asked.
+    fn asked(path: &str, answers: &'static [(&str, &str)]) -> (Result<(), String>, Vec<String>) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let served = std::thread::spawn(move || {
+            let mut asked = Vec::new();
+            for (of, status) in answers {
+                let (stream, _) = listener.accept().expect("a question");
+                let mut line = String::new();
+                let mut lines = BufReader::new(&stream);
+                lines.read_line(&mut line).expect("a line");
+                while lines.read_line(&mut String::new()).expect("a line") > 2 {}
+                asked.push(line.split(' ').nth(1).expect("a path").to_owned());
+                assert_eq!(asked.last().map(String::as_str), Some(*of));
+                write!(&stream, "HTTP/1.1 {status} x\r\nconnection: close\r\n\r\nwhy\n").expect("a client");
+            }
+            asked
+        });
+        let args = HealthArgs { url: format!("http://{address}{path}"), timeout_ms: 20_000 };
+        let told = run(&args).map_err(|error| error.to_string().replace(&address.to_string(), "it"));
+        (told, served.join().expect("it ends"))
+    }
+
+    #[test]
+    fn without_a_path_the_question_is_whether_requests_are_taken() {
+        for path in ["", "/"] {
+            let (told, _) = asked(path, &[("/ready", "503")]);
+            assert_eq!(told, Err("it answers /ready with 503: why".to_owned()), "a router without engines");
+            assert!(asked(path, &[("/ready", "200")]).0.is_ok());
+            let (told, paths) = asked(path, &[("/ready", "404"), ("/health", "200")]);
+            assert!(told.is_ok() && paths.len() == 2, "an engine");
+            assert!(asked(path, &[("/ready", "404"), ("/health", "503")]).0.is_err());
         }
-        _ => Err(format!("what answers at {authority} is not HTTP").into()),
+    }
+
+    #[test]
+    fn with_a_path_nothing_else_is_asked() {
+        assert!(asked("/health", &[("/health", "200")]).0.is_ok());
+        let (told, paths) = asked("/ready", &[("/ready", "404")]);
+        assert!(told.is_err() && paths.len() == 1);
     }
 }

@@ -154,6 +154,17 @@ fn a_router_whose_port_is_taken_names_the_key_that_it_comes_from() {
         let config = file(folder.path(), "taken.yaml", &text);
         let (started, _, said) = out(&baton(&["router", "--config", &config]));
         assert!(!started && said.contains(&format!("{key}: cannot listen on {address}")), "{said}");
+        assert!(said.contains(&format!("set `{key}` in the configuration to another port")), "{said}");
+    }
+}
+
+#[test]
+fn an_engine_whose_port_is_taken_names_the_option_that_it_comes_from() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    for (option, other) in [("--listen", "--side-channel"), ("--side-channel", "--listen")] {
+        let (started, _, said) = out(&baton(&["engine", option, &address, other, "127.0.0.1:0"]));
+        assert!(!started && said.contains(&format!("{address} ({option})")), "{said}");
     }
 }
 

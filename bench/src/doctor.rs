@@ -25,7 +25,7 @@ use clap::Args;
 use crate::BenchError;
 use crate::load::{Client, Connections, Limits, Target};
 use crate::web::Origin;
-use checkup::Checkup;
+use checkup::{Checkup, Warning};
 use look::Site;
 
 /// Where `baton up` is.
@@ -75,12 +75,12 @@ pub struct DoctorArgs {
     /// Seconds that blocks may take to come back
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600), value_name = "SECONDS")]
     within: u64,
-    /// Warnings count as findings
+    /// Warnings count as findings. What was skipped does not: with --look-only what was looked at is judged, no more
     #[arg(long)]
     strict: bool,
     /// A check whose warnings are meant so, and are no findings: `exposure` where clients need no key on purpose
-    #[arg(long, value_name = "CHECK")]
-    accept: Vec<String>,
+    #[arg(long, value_enum, value_name = "CHECK")]
+    accept: Vec<Warning>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -149,11 +149,14 @@ fn site(args: &DoctorArgs) -> Result<Site, BenchError> {
 }
 
 async fn examine(args: &DoctorArgs, site: Site, target: Target) -> Result<Checkup, BenchError> {
-    let mut checkup = Checkup::new(args.strict, &args.accept);
+    let DoctorArgs { strict, look_only, .. } = *args;
+    let mut checkup = Checkup::new(checkup::Terms { strict, look_only, accepted: args.accept.clone() });
     let seen = look::look(&site, &mut checkup).await;
     if args.look_only || !seen.answers {
         let why = if args.look_only { "--look-only" } else { "nobody answers" };
-        checkup.skip("disconnects", "", why);
+        for check in ["lease", "request", "disconnects"] {
+            checkup.skip(check, "", why);
+        }
         return Ok(checkup);
     }
     if !seen.engines.iter().any(|engine| engine.up) {

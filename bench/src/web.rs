@@ -1,6 +1,7 @@
 //! What the tools that watch a deployment ask of its parts: JSON and Prometheus samples, over kept connections.
 
 use std::collections::BTreeMap;
+use std::error::Error;
 use std::path::Path;
 use std::time::Duration;
 
@@ -170,17 +171,38 @@ impl Origin {
         }
         let request = request.body(Full::new(body)).map_err(|_| WebError::Url(url.clone()))?;
         let answer = async {
-            let told = |error: &dyn std::fmt::Display| WebError::Unreachable(url.clone(), error.to_string());
-            let reply = self.client.request(request).await.map_err(|error| told(&error))?;
+            let told = |what: &str, error: &(dyn Error + 'static)| {
+                WebError::Unreachable(url.clone(), format!("{what}{}", cause(error)))
+            };
+            let reply = self.client.request(request).await;
+            let reply = reply.map_err(|error| {
+                told(if error.is_connect() { "cannot connect: " } else { "no answer: " }, &error)
+            })?;
             let status = reply.status();
             let body = Limited::new(reply.into_body(), ANSWER_BYTES_MAX).collect().await;
-            let body = body.map_err(|error| told(&error))?.to_bytes();
+            let body = body.map_err(|error| told("the answer broke off: ", &*error))?.to_bytes();
             if !status.is_success() {
                 return Err(WebError::Refused(url.clone(), status, said(&body)));
             }
             Ok(body)
         };
         tokio::time::timeout(patience, answer).await.map_err(|_| WebError::Late(url.clone(), patience))?
+    }
+}
+
+/// What is at the bottom of an error: those above it only say in which layer it came to light.
+fn cause(error: &(dyn Error + 'static)) -> String {
+    let (mut bottom, mut is_no_http) = (error, false);
+    loop {
+        is_no_http |= bottom.downcast_ref().is_some_and(hyper::Error::is_parse);
+        match bottom.source() {
+            Some(below) => bottom = below,
+            None => break,
+        }
+    }
+    match is_no_http {
+        true => format!("what listens there does not speak HTTP, or wants TLS ({bottom})"),
+        false => bottom.to_string(),
     }
 }
 
@@ -263,6 +285,8 @@ fn sample(line: &str) -> Option<(String, BTreeMap<String, String>, f64)> {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
     use super::*;
 
     #[test]
@@ -281,6 +305,32 @@ mod tests {
     fn a_refusal_is_told_in_one_line_and_cut_between_letters() {
         assert_eq!(said(b"show the token\r\n as a bearer\n"), "show the token as a bearer");
         assert_eq!(said("é".repeat(999).as_bytes()), "é".repeat(SAID_CHARS_MAX));
+    }
+
+    #[tokio::test]
+    async fn who_cannot_be_asked_is_named_with_the_cause() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let there = listener.local_addr().expect("an address");
+        let ask = async |place: &str| {
+            let origin = Origin::parse(place).expect("an address");
+            origin.get("/health", Duration::from_secs(20)).await.expect_err("nobody answers").to_string()
+        };
+        // What a listener with TLS says to a request without.
+        let alert = async {
+            let (mut stream, _) = listener.accept().await.expect("a client");
+            let _ = stream.read(&mut [0; 512]).await;
+            stream.write_all(b"\x15\x03\x03\x00\x02\x02\x32").await.expect("a client that reads");
+        };
+        let place = there.to_string();
+        let (said, ()) = tokio::join!(ask(&place), alert);
+        assert!(said.starts_with(&format!("http://{there}/health: no answer: ")), "{said}");
+        assert!(said.contains("does not speak HTTP, or wants TLS"), "{said}");
+        drop(listener);
+        let said = ask(&place).await;
+        let refused = format!("http://{there}/health: cannot connect: Connection refused");
+        assert!(said.starts_with(&refused), "{said}");
+        let said = ask("nobody.invalid:80").await;
+        assert!(said.contains("nobody.invalid:80/health: cannot connect: failed to lookup"), "{said}");
     }
 
     #[test]

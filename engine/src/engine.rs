@@ -184,8 +184,8 @@ impl Engine {
     /// [`StartError`], before anything is served.
     pub fn start(options: EngineOptions, progress: &mut dyn FnMut(LoadProgress)) -> Result<Self, StartError> {
         let secret = check(&options)?;
-        let listener =
-            TcpListener::bind(options.listen).map_err(system(format!("listen on {}", options.listen)))?;
+        let listener = TcpListener::bind(options.listen)
+            .map_err(system(format!("listen on {} (--listen)", options.listen)))?;
         listener.set_nonblocking(true).map_err(system("listen"))?;
         let sides = side_channels(&options)?;
         let http = listener.local_addr().map_err(system("listen"))?;
@@ -339,7 +339,7 @@ fn side_channels(options: &EngineOptions) -> Result<Vec<TcpListener>, StartError
         let port =
             port.ok_or_else(|| StartError::Options("there is no side channel above port 65535".into()))?;
         let at = SocketAddr::new(base.ip(), port);
-        TcpListener::bind(at).map_err(system(format!("listen on {at}")))
+        TcpListener::bind(at).map_err(system(format!("listen on {at} (--side-channel)")))
     };
     (0..options.data_parallel_size * options.kv_ranks).map(listen).collect()
 }

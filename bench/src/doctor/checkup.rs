@@ -4,8 +4,51 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
+use clap::ValueEnum;
+
 use super::Verdict;
 use crate::top::text::clean;
+
+/// The checks that can warn, and so those that `--accept` takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Warning {
+    /// Clients need no key
+    Exposure,
+    /// The configuration that was read last was rejected
+    Reload,
+    /// An engine is drained
+    Standing,
+    /// The router may need more file descriptors than it may have
+    Descriptors,
+    /// An engine's clock differs from ours
+    Clock,
+    /// Engines have different versions
+    Versions,
+    /// Leases have ended by time alone
+    Expiries,
+    /// A lease cannot be given back
+    Lease,
+    /// Leases are short
+    #[value(name = "lease time", alias = "lease-time")]
+    LeaseTime,
+}
+
+impl Warning {
+    /// The check, as it stands in its line.
+    pub(super) fn check(self) -> &'static str {
+        match self {
+            Self::Exposure => "exposure",
+            Self::Reload => "reload",
+            Self::Standing => "standing",
+            Self::Descriptors => "descriptors",
+            Self::Clock => "clock",
+            Self::Versions => "versions",
+            Self::Expiries => "expiries",
+            Self::Lease => "lease",
+            Self::LeaseTime => "lease time",
+        }
+    }
+}
 
 /// How a check went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,14 +92,23 @@ pub(super) struct Checkup {
     lines: Vec<Line>,
     /// Somebody answered.
     seen: bool,
-    strict: bool,
+    terms: Terms,
+}
+
+/// How it is judged.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Terms {
+    /// Warnings are findings.
+    pub(super) strict: bool,
+    /// Nothing was to be tried: what is judged is what was looked at.
+    pub(super) look_only: bool,
     /// Checks whose warnings are meant so.
-    accepted: Vec<String>,
+    pub(super) accepted: Vec<Warning>,
 }
 
 impl Checkup {
-    pub(super) fn new(strict: bool, accepted: &[String]) -> Self {
-        Self { lines: Vec::new(), seen: false, strict, accepted: accepted.to_vec() }
+    pub(super) fn new(terms: Terms) -> Self {
+        Self { lines: Vec::new(), seen: false, terms }
     }
 
     /// Somebody answered: something can be said.
@@ -72,9 +124,9 @@ impl Checkup {
         self.put(Mark::Ok, check, of, told);
     }
 
-    pub(super) fn warn(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
-        let meant = self.accepted.iter().any(|accepted| accepted == check);
-        self.put(if meant { Mark::Meant } else { Mark::Warn }, check, of, told);
+    pub(super) fn warn(&mut self, check: Warning, of: &str, told: impl Into<String>) {
+        let meant = self.terms.accepted.contains(&check);
+        self.put(if meant { Mark::Meant } else { Mark::Warn }, check.check(), of, told);
     }
 
     pub(super) fn fail(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
@@ -105,20 +157,21 @@ impl Checkup {
         self.count(Mark::Fail) + self.count(Mark::Warn)
     }
 
-    /// Warnings are findings where somebody wants it so (`--strict`).
+    /// Warnings are findings where somebody wants it so (`--strict`). What was skipped never is: it says nothing of the
+    /// deployment, and `--look-only` asks for it.
     pub(super) fn verdict(&self) -> Verdict {
-        match (self.seen, if self.strict { self.findings() } else { self.count(Mark::Fail) }) {
+        match (self.seen, if self.terms.strict { self.findings() } else { self.count(Mark::Fail) }) {
             (false, _) => Verdict::NotSeen,
             (true, 0) => Verdict::Healthy,
             (true, _) => Verdict::Findings,
         }
     }
 
-    /// What was to be accepted, and no check has warned of: misspelt, or mended since.
-    fn accepted_in_vain(&self) -> Vec<&str> {
+    /// What was to be accepted, and no check has warned of: mended since, or not looked at.
+    fn accepted_in_vain(&self) -> Vec<&'static str> {
         let meant =
-            |name: &&String| self.lines.iter().any(|line| line.mark == Mark::Meant && line.check == **name);
-        self.accepted.iter().filter(|name| !meant(name)).map(String::as_str).collect()
+            |name: &&str| self.lines.iter().any(|line| line.mark == Mark::Meant && line.check == *name);
+        self.terms.accepted.iter().map(|warning| warning.check()).filter(|name| !meant(name)).collect()
     }
 
     fn summary(&self) -> String {
@@ -141,6 +194,9 @@ impl Checkup {
                 format!("could not look: {well}, and nothing was seen of the engines")
             }
             Verdict::NotSeen => "could not look: nobody answers".to_owned(),
+            Verdict::Healthy if self.terms.look_only => {
+                format!("healthy as far as was looked (--look-only): {well}{warnings}")
+            }
             Verdict::Healthy => format!("healthy: {well}{warnings}"),
             Verdict::Findings => format!("NOT healthy: {}{warnings}; {well}", plural(failed, "failure")),
         }
@@ -163,6 +219,7 @@ impl Checkup {
             );
         }
         for unused in self.accepted_in_vain() {
+            let unused = if unused.contains(' ') { format!("{unused:?}") } else { unused.to_owned() };
             let _ = writeln!(text, "\n--accept {unused}: there was no such warning");
         }
         let _ = writeln!(text, "\n{}", self.summary());
@@ -178,7 +235,7 @@ impl Checkup {
                 Verdict::Findings => "findings",
                 Verdict::NotSeen => "not_seen",
             },
-            "summary": self.summary(),
+            "summary": self.summary(), "look_only": self.terms.look_only,
             "ok": self.count(Mark::Ok), "warnings": self.count(Mark::Warn), "meant": self.count(Mark::Meant),
             "failures": self.count(Mark::Fail), "skipped": self.count(Mark::Skipped),
             "checks": self.lines.iter().map(line).collect::<Vec<_>>(),
@@ -192,35 +249,57 @@ mod tests {
 
     #[test]
     fn the_verdict_is_that_of_the_worst_line() {
-        let mut checkup = Checkup::new(false, &["exposure".to_owned()]);
+        let mut checkup = Checkup::new(Terms { accepted: vec![Warning::Exposure], ..Terms::default() });
         checkup.skip("a", "", "x");
         assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::NotSeen, 2));
         checkup.saw();
         checkup.ok("b", "e:1", "y");
         assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::Healthy, 0));
         assert!(checkup.text().ends_with("healthy: 1 check well, 1 skipped\n"), "{}", checkup.text());
-        checkup.warn("c", "", "z");
+        checkup.warn(Warning::Clock, "", "z");
         assert_eq!(checkup.verdict().code(), 0, "a warning breaks nothing");
-        checkup.strict = true;
+        checkup.terms.strict = true;
         assert_eq!(checkup.verdict().code(), 1, "where it is not to be passed over");
         assert_eq!(checkup.findings(), 1);
         checkup.lines.pop();
-        checkup.warn("exposure", "", "open");
+        checkup.warn(Warning::Exposure, "", "open");
         assert_eq!((checkup.verdict().code(), checkup.findings()), (0, 0), "what is meant so is no finding");
         assert_eq!(checkup.accepted_in_vain(), Vec::<&str>::new());
-        checkup.accepted.push("expsure".to_owned());
-        assert!(checkup.text().contains("--accept expsure: there was no such warning"));
+        checkup.terms.accepted.push(Warning::LeaseTime);
+        assert!(checkup.text().contains("--accept \"lease time\": there was no such warning"));
         assert!(
             checkup.text().contains("MEANT") && checkup.text().contains("1 meant so"),
             "{}",
             checkup.text()
         );
-        checkup.strict = false;
-        checkup.warn("c", "", "z");
+        checkup.terms.strict = false;
+        checkup.warn(Warning::Clock, "", "z");
         checkup.fail("d", "\u{1b}[2J", "w\n");
         assert_eq!(checkup.verdict().code(), 1);
         assert!(checkup.text().contains("1 failure, 1 warning"), "{}", checkup.text());
         assert!(!checkup.text().contains('\u{1b}'));
         assert_eq!(checkup.json()["failures"], 1);
+    }
+
+    #[test]
+    fn what_was_not_to_be_tried_is_no_finding_and_the_summary_says_how_far_was_looked() {
+        let mut checkup = Checkup::new(Terms { strict: true, look_only: true, ..Terms::default() });
+        checkup.saw();
+        checkup.ok("door", "", "answers");
+        checkup.skip("disconnects", "", "--look-only");
+        assert_eq!(checkup.verdict(), Verdict::Healthy);
+        let summary = checkup.summary();
+        assert!(summary.starts_with("healthy as far as was looked (--look-only): 1 check well, 1 skipped"));
+        assert_eq!(checkup.json()["look_only"], true);
+        checkup.warn(Warning::Clock, "", "z");
+        assert_eq!(checkup.verdict(), Verdict::Findings);
+    }
+
+    #[test]
+    fn every_check_that_warns_is_accepted_by_the_name_in_its_line() {
+        for warning in Warning::value_variants() {
+            assert_eq!(Warning::from_str(warning.check(), false), Ok(*warning));
+        }
+        assert!(Warning::from_str("expsure", false).is_err() && Warning::from_str("door", false).is_err());
     }
 }

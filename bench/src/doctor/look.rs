@@ -8,7 +8,7 @@ use std::time::Duration;
 use baton_router::snapshot::EngineEvents;
 use serde_json::Value;
 
-use super::checkup::Checkup;
+use super::checkup::{Checkup, Warning};
 use crate::top::source::now_us;
 use crate::web::{Origin, Samples, WebError};
 
@@ -148,7 +148,7 @@ async fn router(admin: &Origin, engines: &mut Pools, seen: &mut Seen, checkup: &
     checkup.ok("admin", name, format!("configuration {} is in effect", config["generation"]));
     if config["reloads"]["last"]["result"].as_str() == Some("rejected") {
         checkup.warn(
-            "reload",
+            Warning::Reload,
             name,
             "the configuration that was read last was rejected; the one before is in effect",
         );
@@ -183,7 +183,7 @@ fn known_engine(told: &Value, engines: &mut Pools, checkup: &mut Checkup) {
     for (leg, standing) in told["legs"].as_object().into_iter().flatten() {
         match standing["standing"].as_str() {
             Some("usable") | None => {}
-            Some("draining") => checkup.warn("standing", &name, format!("{leg}: it is drained")),
+            Some("draining") => checkup.warn(Warning::Standing, &name, format!("{leg}: it is drained")),
             Some(how) => {
                 let reasons = told["reasons"].as_array().into_iter().flatten().map(text).collect::<Vec<_>>();
                 checkup.fail(
@@ -210,7 +210,7 @@ async fn exposure(admin: &Origin, config: &Value, checkup: &mut Checkup) {
         && !certified
     {
         checkup.warn(
-            "exposure",
+            Warning::Exposure,
             admin.authority(),
             format!("clients need neither key nor certificate, and {listen} is beyond loopback (`auth`, `listen_tls`)"),
         );
@@ -257,7 +257,7 @@ fn descriptors(name: &str, samples: &Samples, config: &Value, checkup: &mut Chec
         checkup.fail("descriptors", name, told);
     } else if most < needed {
         checkup.warn(
-            "descriptors",
+            Warning::Descriptors,
             name,
             format!(
                 "{told}; limits.connections {connections:.0} and limits.in_flight {in_flight:.0} could need \
@@ -385,7 +385,7 @@ async fn clock(engine: &mut Engine, checkup: &mut Checkup) {
     let ahead = EngineEvents::ahead(now, asked, now_us()) as f64 / 1e3;
     if ahead.abs() > CLOCKS_MS {
         checkup.warn(
-            "clock",
+            Warning::Clock,
             &engine.name,
             format!("{ahead:+.0} ms from ours: nothing breaks, but logs do not fit together"),
         );
@@ -406,7 +406,7 @@ fn together(seen: &Seen, checkup: &mut Checkup) {
         0 => {}
         1 => checkup.ok("versions", "", versions.first().copied().unwrap_or_default()),
         _ => checkup.warn(
-            "versions",
+            Warning::Versions,
             "",
             format!("differ: {}", versions.into_iter().collect::<Vec<_>>().join(", ")),
         ),
@@ -506,7 +506,7 @@ async fn held(admin: &Origin, checkup: &mut Checkup) {
         }
         if let Some(expired @ 1..) = engine["releases"]["lease_expired"].as_u64() {
             checkup.warn(
-                "expiries",
+                Warning::Expiries,
                 of,
                 format!(
                     "{expired} leases have ended by expiry since it started: nobody fetched or released them"

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::checkup::Checkup;
+use super::checkup::{Checkup, Warning};
 use super::leave::prompt;
 use super::look::{Engine, PATIENCE, Seen};
 
@@ -64,7 +64,7 @@ async fn lease(engine: &Engine, configs: &[Value], checkup: &mut Checkup) {
     side_channel(name, lent, checkup).await;
     let Some(handle) = lent["remote_handle"].as_str() else {
         return checkup.warn(
-            "lease",
+            Warning::Lease,
             name,
             "it gave no handle: the blocks of this probe come back when its lease expires",
         );
@@ -85,7 +85,7 @@ fn duration(name: &str, left_ms: u64, configs: &[Value], checkup: &mut Checkup) 
     let Some(alive) = alive else {
         return if left_ms < SHORT_MS {
             checkup.warn(
-                "lease time",
+                Warning::LeaseTime,
                 name,
                 format!("{:.1} s is short: one pause of a decode engine outlives it", seconds(left_ms)),
             );
@@ -101,7 +101,7 @@ fn duration(name: &str, left_ms: u64, configs: &[Value], checkup: &mut Checkup) 
             seconds(left_ms),
             seconds(needed)
         );
-        checkup.warn("lease time", name, told);
+        checkup.warn(Warning::LeaseTime, name, told);
     } else {
         let told = format!(
             "{:.1} s; a silent decode engine is given up after {:.1} s",

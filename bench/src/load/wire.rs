@@ -46,10 +46,11 @@ impl Wire {
                 Ok(stream) => {
                     stream.set_nodelay(true)?;
                     let Some((connector, name)) = tls else { return Ok(Self::Plain(stream)) };
-                    let stream = connector.connect(name.clone(), stream).await?;
+                    let stream = connector.connect(name.clone(), stream).await;
+                    let stream = stream.map_err(|error| at(format_args!("{address}, TLS"), &error))?;
                     return Ok(Self::Tls(Box::new(stream)));
                 }
-                Err(error) => last = error,
+                Err(error) => last = at(address, &error),
             }
         }
         Err(last)
@@ -122,6 +123,11 @@ impl Wire {
             Self::Tls(stream) => stream.get_ref().0,
         }
     }
+}
+
+/// An error with the place where it came to light.
+fn at(place: impl std::fmt::Display, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{place}: {error}"))
 }
 
 async fn dial(address: SocketAddr, ahead: ReadAhead) -> io::Result<TcpStream> {

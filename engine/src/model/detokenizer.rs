@@ -89,7 +89,8 @@ impl Detokenizer {
         }
     }
 
-    /// Ends the text; returns what was held back, replaced if it is not a character.
+    /// Ends the text; returns what was held back, replaced if it is not a character. For comparisons with whole
+    /// decodings: an answer leaves it out.
     pub fn finish(&mut self) -> String {
         match &mut self.state {
             State::Bytes(held) => {

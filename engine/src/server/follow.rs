@@ -111,29 +111,25 @@ impl Choice {
     /// The sequence has ended.
     pub(super) fn end(&mut self, end: &SeqEnd, guard: &mut SequenceGuard) -> Option<Piece> {
         guard.ended(self.id);
-        if self.finish.is_some() {
-            return None;
-        }
-        let last = self.detokenizer.finish();
-        let step = self.stops.push(&last);
-        let mut text = step.text;
-        let reason = match end.reason {
+        self.finish.is_none().then(|| self.last(end.reason))
+    }
+
+    /// Its last piece.
+    fn last(&mut self, reason: FinishReason) -> Piece {
+        // A character that did not become whole is left out, whatever ended it (as in vLLM, whose detokenizers have no
+        // flush): who goes on from here, or joins pieces, finds no U+FFFD in its middle. Its tokens count, and their bytes
+        // are in the log probabilities.
+        let text = self.stops.finish();
+        let ending = match reason {
             FinishReason::Stop => Ending::Stop,
             FinishReason::Length => Ending::Length,
             FinishReason::Abort => Ending::Abort,
             FinishReason::Error => Ending::Error,
         };
-        let mut stop = None;
-        if let Some(found) = step.stop {
-            stop = Some(StopReason::Text(self.stop_strings[found].clone()));
-        } else {
-            text.push_str(&self.stops.finish());
-            let last = self.tokens.last().copied().filter(|_| end.reason == FinishReason::Stop);
-            stop = stop.or(last.filter(|id| self.stop_token_ids.contains(id)).map(StopReason::Token));
-        }
-        let reason = if step.stop.is_some() { Ending::Stop } else { reason };
-        self.finish = Some(Finish { reason, stop });
-        Some(Piece { text, finish: self.finish.clone(), ..Piece::default() })
+        let last = self.tokens.last().copied().filter(|_| reason == FinishReason::Stop);
+        let stop = last.filter(|id| self.stop_token_ids.contains(id)).map(StopReason::Token);
+        self.finish = Some(Finish { reason: ending, stop });
+        Piece { text, finish: self.finish.clone(), ..Piece::default() }
     }
 }
 
@@ -151,6 +147,45 @@ impl Counted {
             prompt_tokens: self.prompt as u32,
             completion_tokens: self.completion as u32,
             cached_tokens: Some(self.reused as u32),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::tests::fixture;
+    use crate::model::tokenizer::SpecialTokens;
+
+    #[test]
+    fn half_a_character_is_left_out_whatever_ends_the_text_and_what_may_be_a_stop_string_is_not() {
+        for name in ["qwen3", "llama3", "sentencepiece"] {
+            let (tokenizer, _) = fixture(name);
+            let smile = tokenizer.encode("a🙂", SpecialTokens::AsWritten, 99).expect("short enough");
+            for reason in [FinishReason::Stop, FinishReason::Length, FinishReason::Abort, FinishReason::Error]
+            {
+                let mut choice = Choice {
+                    id: SeqId(1),
+                    detokenizer: Detokenizer::new(Arc::clone(&tokenizer), Decode::All),
+                    tokenizer: Arc::clone(&tokenizer),
+                    stops: StopMatcher::new(&["ab".to_owned()], false),
+                    stop_strings: vec!["ab".to_owned()],
+                    stop_token_ids: Vec::new(),
+                    min_tokens: 0,
+                    rule: StopRule { max_new: 9, stop_ids: Vec::new(), min_new: 0 },
+                    include_stop: false,
+                    tokens: Vec::new(),
+                    characters: 0,
+                    finish: None,
+                };
+                // All but the end of the character.
+                let pushed: String =
+                    smile[..smile.len() - 1].iter().map(|id| choice.detokenizer.push(*id)).collect();
+                let before = choice.stops.push(&pushed).text;
+                let piece = choice.last(reason);
+                assert_eq!(before + &piece.text, "a", "{name}, {reason:?}");
+                assert!(piece.finish.is_some_and(|finish| finish.stop.is_none()));
+            }
         }
     }
 }
