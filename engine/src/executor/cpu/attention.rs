@@ -14,6 +14,8 @@
 //! number of rows of a unit shrinks as the context grows.
 #![allow(unsafe_code)] // reads and writes KV blocks through the region's raw pointers; see each block
 
+#[cfg(target_arch = "x86_64")]
+mod few;
 mod pairs;
 
 use baton_connector::layout::{KvDtype, KvLayout};
@@ -237,6 +239,14 @@ impl Shape {
         visible: impl Fn(usize) -> usize,
     ) {
         let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
+        #[cfg(target_arch = "x86_64")]
+        if rows == self.group && few::suits(self.isa, cache, rows) {
+            let Scratch { queries, scores, .. } = scratch;
+            // SAFETY: the caller vouches for positions below `context`; slots after it are memory of the pool, which nobody
+            // writes while the sequence is computed.
+            unsafe { few::scores(cache, context, rows, queries, scores, score_stride) };
+            return;
+        }
         // With many rows the arithmetic takes longer than memory does.
         let waits = rows <= MAX_ROWS;
         if waits {
@@ -287,6 +297,13 @@ impl Shape {
     ) {
         let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
         let (padded_dim, block_tokens) = (dim.next_multiple_of(PANEL), cache.layout.block_tokens);
+        #[cfg(target_arch = "x86_64")]
+        if rows == self.group && few::suits(self.isa, cache, rows) {
+            let Scratch { scores, outputs, .. } = scratch;
+            // SAFETY: the caller vouches for positions below `context`.
+            unsafe { few::values(cache, context, rows, (scores, score_stride), (outputs, padded_dim)) };
+            return;
+        }
         let few = rows <= MAX_ROWS;
         let in_place = few && cache.layout.dtype == KvDtype::F32 && dim == padded_dim;
         // A copy pays when many rows use it: sums are then stored and taken up again less often.
@@ -400,36 +417,15 @@ unsafe fn transpose_keys(
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 unsafe fn transpose_16(rows: &[*const f32; 16], start: usize, out: *mut f32, stride: usize) {
-    use std::arch::x86_64::{
-        _mm512_castpd_ps, _mm512_castps_pd, _mm512_loadu_ps, _mm512_setzero_ps, _mm512_shuffle_f32x4,
-        _mm512_storeu_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
-    };
-    let mut quads = [_mm512_setzero_ps(); 16];
-    for group in 0..4 {
-        // SAFETY: the caller's contract.
-        let [a, b, c, d] =
-            std::array::from_fn(|i| unsafe { _mm512_loadu_ps(rows[4 * group + i].add(start)) });
-        let (ab, cd) =
-            (_mm512_castps_pd(_mm512_unpacklo_ps(a, b)), _mm512_castps_pd(_mm512_unpacklo_ps(c, d)));
-        quads[4 * group] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
-        quads[4 * group + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
-        let (ab, cd) =
-            (_mm512_castps_pd(_mm512_unpackhi_ps(a, b)), _mm512_castps_pd(_mm512_unpackhi_ps(c, d)));
-        quads[4 * group + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
-        quads[4 * group + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
-    }
-    // Quarter q of `quads[4 g + j]` now holds column 4 q + j of rows 4 g .. 4 g + 4.
-    for j in 0..4 {
-        let even = _mm512_shuffle_f32x4::<0x88>(quads[j], quads[4 + j]);
-        let odd = _mm512_shuffle_f32x4::<0xdd>(quads[j], quads[4 + j]);
-        let even_two = _mm512_shuffle_f32x4::<0x88>(quads[8 + j], quads[12 + j]);
-        let odd_two = _mm512_shuffle_f32x4::<0xdd>(quads[8 + j], quads[12 + j]);
-        // SAFETY: the caller's contract.
-        unsafe {
-            _mm512_storeu_ps(out.add(j * stride), _mm512_shuffle_f32x4::<0x88>(even, even_two));
-            _mm512_storeu_ps(out.add((4 + j) * stride), _mm512_shuffle_f32x4::<0x88>(odd, odd_two));
-            _mm512_storeu_ps(out.add((8 + j) * stride), _mm512_shuffle_f32x4::<0xdd>(even, even_two));
-            _mm512_storeu_ps(out.add((12 + j) * stride), _mm512_shuffle_f32x4::<0xdd>(odd, odd_two));
+    use std::arch::x86_64::{_mm512_loadu_ps, _mm512_setzero_ps, _mm512_storeu_ps};
+    let mut values = [_mm512_setzero_ps(); 16];
+    // SAFETY: the caller's contract.
+    unsafe {
+        for (values, row) in values.iter_mut().zip(rows) {
+            *values = _mm512_loadu_ps(row.add(start));
+        }
+        for (index, column) in few::transposed(values).into_iter().enumerate() {
+            _mm512_storeu_ps(out.add(index * stride), column);
         }
     }
 }

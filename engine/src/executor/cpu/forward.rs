@@ -345,7 +345,15 @@ impl Step<'_> {
         // SAFETY: the buffers are sized by `Activations::fit`, and this phase alone uses `out`. A row of `out`
         // is whole panels wide where `writable` is its stride.
         let product = unsafe {
-            Product::plan(matrix, x, self.plan.rows.len(), out, writable.min(out.stride), self.members)
+            Product::plan(
+                self.isa,
+                matrix,
+                x,
+                self.plan.rows.len(),
+                out,
+                writable.min(out.stride),
+                self.members,
+            )
         };
         member.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
     }
@@ -432,8 +440,9 @@ impl Step<'_> {
     ) {
         let out = self.projected;
         // SAFETY: as in `product`.
-        let product =
-            unsafe { Product::plan(matrix, x, self.plan.rows.len(), out, out.stride, self.members) };
+        let product = unsafe {
+            Product::plan(self.isa, matrix, x, self.plan.rows.len(), out, out.stride, self.members)
+        };
         if product.by_blocks() {
             member.each(product.items(), |item| {
                 product.compute_blocks(None, self.isa, item, &mut scratch.slice, |panel| {
@@ -480,8 +489,16 @@ impl Step<'_> {
         // SAFETY: as in `product`.
         let (gate, up) = unsafe {
             (
-                Product::plan(&layer.gate, self.normed, rows, gate_rows, gate_rows.stride, self.members),
-                Product::plan(&layer.up, self.normed, rows, self.up, self.up.stride, self.members),
+                Product::plan(
+                    self.isa,
+                    &layer.gate,
+                    self.normed,
+                    rows,
+                    gate_rows,
+                    gate_rows.stride,
+                    self.members,
+                ),
+                Product::plan(self.isa, &layer.up, self.normed, rows, self.up, self.up.stride, self.members),
             )
         };
         let width = self.network.config.intermediate;
@@ -542,6 +559,7 @@ impl Step<'_> {
         // SAFETY: `logits` has a row of the vocabulary for each wanted row.
         let product = unsafe {
             Product::plan(
+                self.isa,
                 &self.network.head,
                 self.normed,
                 wanted.len(),

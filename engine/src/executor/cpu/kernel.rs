@@ -110,11 +110,11 @@ pub(super) unsafe fn multiply<E: Element>(isa: Isa, rows: usize, tile: &Tile<E>)
 
 /// How many panels [`multiply_beside`] computes at once for so many rows, at most.
 ///
-/// AMD's processors follow one stream better than several, but for a single row of f32 or int8 weights (`docs/cpu.md`).
+/// AMD's processors follow one stream better than several. A single row of int8 weights needs more chains than one panel has.
 pub(super) fn panels_at_once<E: Element>(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 if is_amd() && (rows > 1 || size_of::<E>() == 2) => 1,
+        Isa::Avx512 if is_amd() && (rows > 1 || size_of::<E>() > 1) => 1,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 if rows <= 2 => 4,
         #[cfg(target_arch = "x86_64")]

@@ -19,7 +19,9 @@ pub(super) use self::blocks::Sums;
 use super::arena::Aligned;
 use super::bf16::{self, Inputs, Operands, Unit};
 use super::isa::Isa;
-use super::kernel::{Bf16, Element, Int8, MAX_ROWS, PANEL, Tile, multiply, multiply_beside, rows_at_once};
+use super::kernel::{
+    Bf16, Element, Int8, MAX_ROWS, PANEL, Tile, multiply, multiply_beside, panels_at_once, rows_at_once,
+};
 
 /// Rows up to which panels are used as stored: widening them first would cost more than it saves.
 const FEW_ROWS: usize = 24;
@@ -175,9 +177,14 @@ pub(super) struct Rows {
 }
 
 /// Panels of one item when there are few rows, if that leaves enough items: several are computed side by side, and their
-/// sums stored together.
-fn panels_of_few_rows(panels: usize, members: usize) -> usize {
-    [8, 4, 2].into_iter().find(|item| panels >= item * members * ITEMS_PER_MEMBER).unwrap_or(1)
+/// sums stored together. Where they are not computed side by side, the sums of one or two rows are little to store, and the end
+/// of a small item is a short wait.
+fn panels_of_few_rows(panels: usize, members: usize, rows: usize, at_once: usize) -> usize {
+    let most = if at_once == 1 && rows <= 2 { 2 } else { 8 };
+    [8, 4, 2]
+        .into_iter()
+        .find(|item| *item <= most && panels >= item * members * ITEMS_PER_MEMBER)
+        .unwrap_or(1)
 }
 
 /// What one item computes: rows of activations, and panels.
@@ -208,7 +215,9 @@ impl<'a> Product<'a> {
     /// # Safety
     /// `x` has `rows` finished rows of the matrix's inputs; `out` has `rows` rows of `writable` values, at least the
     /// matrix's outputs. While items are computed nobody else writes either or reads `out`.
+    #[allow(clippy::too_many_arguments)] // what is multiplied, where to, and by whom
     pub(super) unsafe fn plan(
+        isa: Isa,
         matrix: &'a Matrix,
         x: Inputs,
         rows: usize,
@@ -221,8 +230,15 @@ impl<'a> Product<'a> {
             Panels::Pairs(..) => (bf16::ROW_STEP, BF16_MIN_ROW_BLOCK, blocks::BLOCK_ROWS, bf16::ROW_STEP),
             _ => (FEW_ROWS, MIN_ROW_BLOCK, usize::MAX, MAX_ROWS),
         };
+        let at_once = match matrix.panels {
+            Panels::F32(_) => panels_at_once::<f32>(isa, rows),
+            Panels::Bf16(_) => panels_at_once::<Bf16>(isa, rows),
+            Panels::Int8(_) => panels_at_once::<Int8>(isa, rows),
+            // Their items have one size, whatever the rows: less was not faster.
+            Panels::Pairs(..) => usize::MAX,
+        };
         let (item_panels, item_rows) = if rows <= few {
-            (panels_of_few_rows(panels, members), rows)
+            (panels_of_few_rows(panels, members, rows, at_once), rows)
         } else {
             let groups = panels.div_ceil(GROUP_PANELS);
             let wanted_cuts = (members * ITEMS_PER_MEMBER).div_ceil(groups);

@@ -62,7 +62,7 @@ impl Case {
         let mut out = vec![f32::NAN; rows * self.outputs];
         let to = Rows { base: Shared(out.as_mut_ptr()), stride: self.outputs };
         // SAFETY: all buffers have these rows, and nobody else uses them.
-        let product = unsafe { Product::plan(&matrix, x, rows, to, self.outputs, members) };
+        let product = unsafe { Product::plan(isa, &matrix, x, rows, to, self.outputs, members) };
         team.run(&|member| {
             let mut scratch = vec![0.0; SLICE_VALUES];
             member.each(product.items(), |item| product.compute(isa, item, &mut scratch));

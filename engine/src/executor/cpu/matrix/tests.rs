@@ -22,7 +22,7 @@ fn product(isa: Isa, matrix: &Matrix, x: &mut [f32], stride: usize, rows: usize,
     let x = Inputs { wide: Rows { base: Shared(x.as_mut_ptr()), stride }, bf16: None };
     let base = Rows { base: Shared(out.as_mut_ptr()), stride: outputs };
     // SAFETY: both buffers have `rows` rows, and nobody else uses them.
-    let product = unsafe { Product::plan(matrix, x, rows, base, outputs, members) };
+    let product = unsafe { Product::plan(isa, matrix, x, rows, base, outputs, members) };
     team.run(&|member| {
         let mut scratch = vec![0.0; SLICE_VALUES];
         member.each(product.items(), |item| product.compute(isa, item, &mut scratch));
