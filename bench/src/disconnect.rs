@@ -27,6 +27,7 @@ mod progress;
 mod raw;
 pub(crate) mod recorder;
 mod report;
+mod sampled;
 mod series;
 mod stage;
 mod stall;

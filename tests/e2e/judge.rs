@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::harness::Process;
+use crate::harness::{Call, Process};
 
 /// Found where a machine is slow, too, and by how many calls at most: here two cores are the clients', the router's, the
 /// engines' and all the other tests'. The one says how long somebody waited; the others that an engine heard of a
@@ -242,8 +242,54 @@ fn an_engine_that_only_tells_its_metrics_is_judged_by_them() {
     let summary = judged_with(None, &["--metrics-only"]);
     assert_eq!((&summary["exact"], &summary["texts"]["wrong"]), (&false.into(), &0.into()));
     is_judged("healthy", &summary, &[], &[]);
-    let summary = judged_with(Some("strands-gap"), &["--metrics-only", "--phases", "prefill,first-token"]);
+    let simulated = simulated_like(Some("strands-gap"), &[]);
+    let summary = judged_at(&simulated, &["--metrics-only", "--phases", "prefill,first-token"]);
     is_judged("strands-gap", &summary, &["held_for_nobody", "leases_expired"], &[]);
+    // Samples of metrics say what the simulator's own log of the same minutes says, as far as they can.
+    let exact = by_their_own_logs(&simulated)["all"]["block_seconds"].as_f64().expect("block-seconds");
+    let sampled = &summary["sampled"];
+    let number = |name: &str| sampled[name].as_f64().unwrap_or_else(|| panic!("{name}: {summary:#}"));
+    let (seconds, off_by) = (number("block_seconds"), number("off_by"));
+    println!("block-seconds: {exact:.1} by the logs, {seconds:.1} ± {off_by:.1} from samples");
+    // What was computed on for nobody they do not see, nor what is over between two looks.
+    assert!(
+        exact > 0.0 && seconds > 0.6 * exact - off_by && seconds < 1.1 * exact + off_by,
+        "{exact}: {sampled:#}"
+    );
+}
+
+/// The report of a run that has seen metrics only, as it would be if the engines' event logs had been read.
+fn by_their_own_logs(simulated: &Simulated) -> Value {
+    let folder = tempfile::tempdir().expect("a folder");
+    let seen = std::fs::read_to_string(simulated.folder.path().join("events.jsonl")).expect("its events");
+    let mut out = String::new();
+    for line in seen.lines() {
+        let mut record: Value = serde_json::from_str(line).expect("a record");
+        if record["record"] != "engine" {
+            out.push_str(&format!("{line}\n"));
+            continue;
+        }
+        record["events"] = true.into();
+        out.push_str(&format!("{record}\n"));
+        let place = record["name"].as_str().expect("its address");
+        let page = Call::new(place, "GET", "/debug/kv/events?after=0&limit=10000", b"").reply().json();
+        let events = page["events"].as_array().expect("events");
+        assert!(page["lost"].as_u64().unwrap_or(0) == 0 && events.len() < 10_000, "its log is whole");
+        let mut tags = std::collections::HashMap::new();
+        for event in events {
+            let request = event["request_id"].as_str().expect("a request");
+            if let Some(tag) = event["tag"].as_str() {
+                tags.insert(request, tag);
+            }
+            let Some(tag) = tags.get(request) else { continue };
+            let mut told = event.clone();
+            (told["record"], told["engine"], told["tag"]) =
+                ("event".into(), record["engine"].clone(), (*tag).into());
+            out.push_str(&format!("{told}\n"));
+        }
+    }
+    std::fs::write(folder.path().join("events.jsonl"), out).expect("they are written");
+    ran(&["bench", "report", "--json", folder.path().to_str().expect("a path")])
 }
 
 #[test]

@@ -7,6 +7,7 @@ use super::faults::{self, Fault};
 use super::findings;
 use super::phase::{Kind, Phase};
 use super::raw::{ActKind, Books, CallRecord, EngineFacts, Record, Run};
+use super::sampled;
 use super::series;
 use super::summary::{Dist, EngineRow, Group, KindRow, PhaseRow, Service, Summary, Texts};
 use super::timeline::{Leg, Timeline, Told};
@@ -251,6 +252,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         faults: faults::rows(&facts),
         engines: facts.engines.iter().map(|engine| engine_row(&facts, engine)).collect(),
         texts: texts(&facts),
+        sampled: sampled::of(&facts, victims.len() as u64).filter(|_| !facts.exact()),
         beside: facts.beside.clone(),
         events_lost: facts.lost,
         interrupted: facts.interrupted.is_some(),
@@ -435,6 +437,7 @@ fn engine_row(facts: &Facts, engine: &EngineFacts) -> EngineRow {
         too_many: books.iter().filter(|books| books.askew > 0).count() as u64,
         too_few: books.iter().filter(|books| books.askew < 0).count() as u64,
         idle_block_seconds: idle_block_us as f64 / 1e6,
+        sampled: sampled::of_engine(facts, engine.engine).filter(|_| !facts.exact()),
     }
 }
 

@@ -46,8 +46,11 @@ pub(crate) fn of(facts: &Facts, victims: &[Victim<'_>], summary: &Summary) -> Ve
     let at_the_end = summary.engines.iter().filter(|_| summary.failed.is_none());
     for engine in at_the_end {
         if let Some(held) = engine.held_at_end.filter(|held| *held > 0) {
-            let says =
-                format!("{} still holds {held} blocks at the end, and no client is there", engine.name);
+            let says = format!(
+                "{} still holds {} at the end, and no client is there",
+                engine.name,
+                engine.told(held)
+            );
             findings.push(finding("blocks_not_home", says, held, &[]));
         }
     }
@@ -233,11 +236,17 @@ fn refused(facts: &Facts, findings: &mut Vec<Finding>, summary: &Summary) {
 /// Where nobody tells of single requests: blocks that were held while no client was there at all.
 fn held_for_nobody(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
     let held: f64 = summary.engines.iter().map(|engine| engine.idle_block_seconds).sum();
+    let sizeless = summary.engines.iter().any(|engine| engine.blocks == 0);
     // As if one client in fifty had stranded one block for as long as strands.
     let chance = RARE * summary.left as f64 * facts.run.stranded_after_us as f64 / 1e6;
     if held > chance {
         let says = format!(
-            "{held:.1} block-seconds were held while no client was there, after {} had left",
+            "{held:.1} block-seconds{} were held while no client was there, after {} had left",
+            if sizeless {
+                " (of thousandths of a pool, where an engine does not tell its blocks)"
+            } else {
+                ""
+            },
             summary.left
         );
         findings.push(finding("held_for_nobody", says, held as u64, &[]));

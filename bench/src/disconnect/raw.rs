@@ -218,7 +218,13 @@ pub(crate) struct EventRecord {
 pub(crate) struct Books {
     pub(crate) engine: usize,
     pub(crate) at_us: u64,
+    /// Of metrics: from asking until they were there. They are of some moment in between.
+    #[serde(default, skip_serializing_if = "is_nothing")]
+    pub(crate) took_us: u64,
     pub(crate) total: u64,
+    /// The engine does not tell how many blocks it has: `total` and `held` are thousandths of its pool.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) thousandths: bool,
     /// Blocks that nobody can have: active, leased, landing, storing.
     pub(crate) held: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -236,6 +242,11 @@ pub(crate) struct Books {
 
 #[allow(clippy::trivially_copy_pass_by_ref)] // serde's shape
 fn is_zero(value: &i64) -> bool {
+    *value == 0
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's shape
+fn is_nothing(value: &u64) -> bool {
     *value == 0
 }
 

@@ -5,6 +5,7 @@ mod svg;
 
 use std::fmt::Write as _;
 
+use super::sampled::Sampled;
 use super::summary::{Compared, Dist, FaultRow, Group, Service, Summary};
 use crate::stats::Spread;
 
@@ -62,6 +63,21 @@ fn slower(number: &Compared) -> String {
         None if number.slower => "SLOWER".into(),
         None => "slower, but in fewer than three of four rounds".into(),
     }
+}
+
+/// What looks at metrics say, and how much they may be wrong.
+fn from_samples(sampled: &Sampled) -> String {
+    let Sampled { held, per_1000, per_1000_off_by } = sampled;
+    format!(
+        "from samples: {} ± {}, in all {} ± {} (of {} looks {} were quiet; the longest time without one {:.1} s)",
+        decimals(*per_1000),
+        decimals(*per_1000_off_by),
+        decimals(held.block_seconds),
+        decimals(held.off_by),
+        count(held.looks),
+        count(held.quiet_looks),
+        held.longest_unseen_s
+    )
 }
 
 /// To a hundredth, with thousands apart; small ones to a thousandth.
@@ -169,7 +185,10 @@ pub(crate) fn text(summary: &Summary) -> String {
             percentile(&group.told_ms, |dist| dist.p99),
             percentile(&group.back_ms, |dist| dist.p50),
             percentile(&group.back_ms, |dist| dist.p99),
-            known(group, || decimals(group.block_seconds_per_1000)),
+            match &summary.sampled {
+                Some(sampled) if name == "all" => format!("~{}", decimals(sampled.per_1000)),
+                _ => known(group, || decimals(group.block_seconds_per_1000)),
+            },
         ));
     };
     for phase in &summary.phases {
@@ -183,6 +202,9 @@ pub(crate) fn text(summary: &Summary) -> String {
         out.push_str(text.trim_end());
         out.push('\n');
     };
+    if let Some(sampled) = &summary.sampled {
+        line(format!("block-seconds per 1,000 that left, {}", from_samples(sampled)));
+    }
     line(String::new());
     if summary.calm.is_some() && summary.storm.is_some() {
         line(format!(

@@ -6,6 +6,7 @@ use serde::{Serialize, Serializer};
 use super::flight::InFlight;
 use super::phase::{Kind, Phase};
 use super::raw::Run;
+use super::sampled::{Held, Sampled};
 use crate::stats::{Spread, percentile};
 
 /// Fewer comparisons say little of all the answers.
@@ -48,6 +49,9 @@ pub(crate) struct Summary {
     pub(crate) faults: Vec<FaultRow>,
     pub(crate) engines: Vec<EngineRow>,
     pub(crate) texts: Texts,
+    /// Blocks held for nobody, from looks at metrics; where not every engine tells of single requests.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) sampled: Option<Sampled>,
     /// What `baton bench compare` says of other front doors.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) beside: Option<serde_json::Value>,
@@ -275,6 +279,7 @@ pub(crate) struct EngineRow {
     pub(crate) name: String,
     pub(crate) role: String,
     pub(crate) exact: bool,
+    /// 0 where it does not say; what it held is then in thousandths of its pool.
     pub(crate) blocks: u64,
     pub(crate) held_at_most: u64,
     pub(crate) held_at_end: Option<u64>,
@@ -284,6 +289,9 @@ pub(crate) struct EngineRow {
     pub(crate) too_few: u64,
     /// Blocks times seconds held while no client was there, from its books.
     pub(crate) idle_block_seconds: f64,
+    /// From looks at its metrics.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) sampled: Option<Held>,
 }
 
 /// Answers compared with the same prompt's when all was quiet.
@@ -329,6 +337,17 @@ impl Summary {
             !self.exact,
             "engines told metrics only: phases, times and blocks of single requests are not known".into(),
         );
+        for EngineRow { name, .. } in
+            self.engines.iter().filter(|engine| !self.exact && engine.sampled.is_none())
+        {
+            let sizeless = self.engines.iter().any(|engine| engine.name == *name && engine.blocks == 0);
+            let why = if sizeless {
+                "does not tell how many blocks its pool has (`num_gpu_blocks` of `vllm:cache_config_info`): what it held is told as a share of the pool"
+            } else {
+                "was at no look without a request while no client waited for its first token"
+            };
+            add(true, format!("block-seconds held for nobody: {name} {why}"));
+        }
         add(
             self.events_lost > 0,
             format!("{} events of engines were lost: counts are too small", self.events_lost),
@@ -412,6 +431,17 @@ impl Summary {
             "nothing that was lent was refused by a decode engine".into(),
         );
         unknown
+    }
+}
+
+impl EngineRow {
+    /// Blocks, or a share of a pool of which nobody knows how many it has.
+    pub(crate) fn told(&self, held: u64) -> String {
+        if self.blocks > 0 {
+            format!("{held} blocks")
+        } else {
+            format!("{:.1} % of its pool", held as f64 / 10.0)
+        }
     }
 }
 

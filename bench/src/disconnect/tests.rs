@@ -11,6 +11,7 @@ use super::summary::{Dist, Summary};
 mod bystanders;
 mod faults;
 mod findings;
+mod sampled;
 mod untold;
 
 const P: usize = 0;

@@ -6,6 +6,7 @@
 mod live;
 mod log;
 pub(crate) mod room;
+mod vllm;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -287,7 +288,7 @@ impl Watched {
             engine.read_clock().await?;
         }
         let books = engine.books().await?;
-        engine.with_facts(|facts| facts.blocks = books.total);
+        engine.with_facts(|facts| facts.blocks = if books.thousandths { 0 } else { books.total });
         Ok(engine)
     }
 
@@ -389,7 +390,9 @@ impl Watched {
         } else {
             let samples = self.origin.samples(PATIENCE).await?;
             self.count(&samples);
-            of_vllm(&samples)
+            let mut books = vllm::books(&samples);
+            books.took_us = Moment::now().us() - asked;
+            books
         };
         // The moment of asking: what was true at some moment after it was.
         (books.engine, books.at_us) = (facts.engine, asked);
@@ -502,28 +505,6 @@ fn of_baton(shown: &Value) -> Books {
     }
 }
 
-/// What a vLLM engine's metrics say.
-fn of_vllm(samples: &Samples) -> Books {
-    let configured = samples
-        .of("vllm:cache_config_info")
-        .find_map(|(labels, _)| labels.get("num_gpu_blocks").and_then(|blocks| blocks.parse::<u64>().ok()));
-    // Without a number of blocks the usage is told in thousandths of the pool.
-    let per_rank = configured.unwrap_or(1_000);
-    // One share for each data-parallel rank, each of a pool of the same size.
-    let usage = ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"];
-    let shares =
-        usage.iter().map(|name| samples.of(name).map(|(_, share)| share.clamp(0.0, 1.0)).collect::<Vec<_>>());
-    let shares = shares.into_iter().find(|shares| !shares.is_empty()).unwrap_or_default();
-    let total = per_rank * shares.len().max(1) as u64;
-    let requests = ["vllm:num_requests_running", "vllm:num_requests_waiting"];
-    Books {
-        total,
-        held: (shares.iter().sum::<f64>() * per_rank as f64).round() as u64,
-        requests: requests.iter().filter_map(|name| samples.sum(name, &[])).sum::<f64>() as u64,
-        ..Books::default()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -531,7 +512,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn books_are_read_in_both_dialects() {
+    fn books_are_read() {
         let shown = json!({
             "blocks": {"total": 10, "free": 3, "cached": 2, "active": 1, "leased": 2, "landing": 1, "storing": 1},
             "requests": {"waiting": 1, "running": 2, "fetching": 0}, "leases": {"live": 4},
@@ -545,15 +526,6 @@ mod tests {
         let mut crooked = shown;
         crooked["blocks"]["free"] = 2.into();
         assert_eq!(of_baton(&crooked).askew, -1);
-        let text = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"200\"} 1\n\
-                    vllm:kv_cache_usage_perc{engine=\"0\"} 0.25\nvllm:num_requests_running 3\nvllm:num_requests_waiting 1\n";
-        let books = of_vllm(&Samples::parse(text));
-        assert_eq!((books.total, books.held, books.requests), (200, 50, 4));
-        assert_eq!(of_vllm(&Samples::parse("vllm:kv_cache_usage_perc 0.25\n")).held, 250);
-        let two = "vllm:cache_config_info{num_gpu_blocks=\"100\"} 1\n\
-                   vllm:kv_cache_usage_perc{engine=\"0\"} 0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.8\n";
-        let books = of_vllm(&Samples::parse(two));
-        assert_eq!((books.total, books.held), (200, 170));
     }
 
     #[test]

@@ -80,7 +80,9 @@ pub(super) fn metrics(engine: &Engine) -> String {
         put("vllm:num_requests_waiting", "gauge", "", (waiting + fetching) as f64);
         // Blocks that were freed twice make it a number below zero.
         put("vllm:kv_cache_usage_perc", "gauge", "", 1.0 - usage.free as f64 / usage.total as f64);
-        let config = format!(",block_size=\"{}\",num_gpu_blocks=\"{}\"", plan.block_tokens, usage.total);
+        // Of vLLM's pool one block is nobody's, and counts in this number alone.
+        let blocks = usage.total + usize::from(plan.dialect == Dialect::Vllm);
+        let config = format!(",block_size=\"{}\",num_gpu_blocks=\"{blocks}\"", plan.block_tokens);
         put("vllm:cache_config_info", "gauge", &config, 1.0);
         for (reason, count) in REASONS.iter().zip(counts.ended) {
             put(

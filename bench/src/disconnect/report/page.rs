@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::super::summary::{Dist, Group, Measure, Service, Summary};
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
-use super::{count, decimals, known, ms, percentile, ran_on, rounds, who_stayed};
+use super::{count, decimals, from_samples, known, ms, percentile, ran_on, rounds, who_stayed};
 
 const STYLE: &str = "
 :root{color-scheme:light dark;--ink:#1a1d21;--soft:#5d6670;--line:#d8dde3;--paper:#fff;--panel:#f5f7f9;--good:#12703a;--bad:#b3261e;
@@ -106,6 +106,13 @@ fn tiles(summary: &Summary, out: &mut String) {
             "",
             "block-seconds held for nobody, per 1,000 clients that left",
         );
+    }
+    if let Some(sampled) = &summary.sampled {
+        let what = format!(
+            "block-seconds held for nobody, per 1,000 clients that left, from samples of metrics: ± {}",
+            decimals(sampled.per_1000_off_by)
+        );
+        tile(out, &decimals(sampled.per_1000), "", &what);
     }
     if let Some(spread) = &summary.ttft_p99_over_calm_stand_ins {
         // Of few clients a number of another percentile is judged, of which this one says nothing.
@@ -238,6 +245,13 @@ fn by_phase(summary: &Summary, out: &mut String) {
     out.push_str("<tr><td><b>all that left</b></td>");
     group_cells(&summary.all, out);
     out.push_str("</tr></tbody></table></div>");
+    if let Some(sampled) = &summary.sampled {
+        let _ = write!(
+            out,
+            "<p class=\"note\">Block-seconds per 1,000 that left, {}.</p>",
+            from_samples(sampled)
+        );
+    }
 }
 
 fn acts(summary: &Summary) -> Vec<Span<'_>> {
@@ -359,14 +373,25 @@ fn pools(summary: &Summary, out: &mut String) {
     out.push_str(&plot.draw());
     out.push_str("<div class=\"scroll\"><table><thead><tr><th>engine</th><th>role</th><th>blocks</th><th>held at most</th><th>held at the end</th><th>leases expired</th><th>block-s with no client</th></tr></thead><tbody>");
     for engine in &summary.engines {
-        let held = engine.held_at_end.map_or_else(|| "–".to_owned(), count);
+        let told = |held: u64| {
+            if engine.blocks > 0 { count(held) } else { format!("{:.1} %", held as f64 / 10.0) }
+        };
+        let held = engine.held_at_end.map_or_else(|| "–".to_owned(), told);
+        let sampled = engine.sampled.map_or_else(String::new, |held| {
+            format!(
+                "<br><small>{} ± {} from samples</small>",
+                decimals(held.block_seconds),
+                decimals(held.off_by)
+            )
+        });
+        let blocks = if engine.blocks > 0 { count(engine.blocks) } else { "–".to_owned() };
         let _ = write!(
             out,
-            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{held}</td><td>{}</td><td>{:.2}</td></tr>",
+            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{held}</td><td>{}</td><td>{:.2}{sampled}</td></tr>",
             escaped(&engine.name),
             escaped(&engine.role),
-            count(engine.blocks),
-            count(engine.held_at_most),
+            blocks,
+            told(engine.held_at_most),
             count(engine.expired),
             engine.idle_block_seconds,
         );

@@ -1,0 +1,68 @@
+//! What the metrics of a vLLM engine say of its blocks and requests.
+
+use super::super::raw::Books;
+use crate::web::Samples;
+
+/// Without a number of blocks the usage is told in thousandths of the pool.
+const THOUSANDTHS: u64 = 1_000;
+
+/// The engine's books, as far as its metrics tell them.
+///
+/// vLLM's usage is `1 − free / (num_gpu_blocks − 1)`, for one block of its pool is nobody's (`BlockPool.get_usage`); Baton's
+/// counts all. What is held comes out as `held × n / (n − 1)` or as `held`: rounded down it is the same, but for a full pool.
+pub(super) fn books(samples: &Samples) -> Books {
+    let configured = samples
+        .of("vllm:cache_config_info")
+        .find_map(|(labels, _)| labels.get("num_gpu_blocks").and_then(|blocks| blocks.parse::<u64>().ok()))
+        .filter(|blocks| *blocks > 0);
+    let per_rank = configured.unwrap_or(THOUSANDTHS);
+    // One share for each data-parallel rank, each of a pool of the same size.
+    let usage = ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"];
+    let shares =
+        usage.iter().map(|name| samples.of(name).map(|(_, share)| share.clamp(0.0, 1.0)).collect::<Vec<_>>());
+    let shares = shares.into_iter().find(|shares| !shares.is_empty()).unwrap_or_default();
+    let requests = ["vllm:num_requests_running", "vllm:num_requests_waiting"];
+    // A share that is a whole number of blocks is not quite one in binary.
+    let held = |share: &f64| (share * per_rank as f64 + 1e-6).floor() as u64;
+    Books {
+        total: per_rank * shares.len().max(1) as u64,
+        thousandths: configured.is_none(),
+        held: shares.iter().map(held).sum(),
+        requests: requests.iter().filter_map(|name| samples.sum(name, &[])).sum::<f64>() as u64,
+        ..Books::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_of_a_pool_is_its_blocks_whether_or_not_one_of_them_is_nobodys() {
+        let text = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"200\"} 1\n\
+                    vllm:kv_cache_usage_perc{engine=\"0\"} 0.25\nvllm:num_requests_running 3\nvllm:num_requests_waiting 1\n";
+        let seen = books(&Samples::parse(text));
+        assert_eq!((seen.total, seen.held, seen.requests, seen.thousandths), (200, 50, 4, false));
+        for nobodys in [0, 1] {
+            for held in 0..199_u64 {
+                let usage = 1.0 - (200 - nobodys - held) as f64 / (200 - nobodys) as f64;
+                let text = format!(
+                    "vllm:cache_config_info{{num_gpu_blocks=\"200\"}} 1\nvllm:kv_cache_usage_perc {usage}\n"
+                );
+                assert_eq!(books(&Samples::parse(&text)).held, held, "{nobodys}");
+            }
+        }
+        let two = "vllm:cache_config_info{num_gpu_blocks=\"100\"} 1\n\
+                   vllm:kv_cache_usage_perc{engine=\"0\"} 0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.8\n";
+        let seen = books(&Samples::parse(two));
+        assert_eq!((seen.total, seen.held), (200, 170));
+    }
+
+    #[test]
+    fn a_pool_whose_size_is_not_told_is_counted_in_thousandths_and_says_so() {
+        for config in ["", "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"None\"} 1\n"] {
+            let seen = books(&Samples::parse(&format!("{config}vllm:kv_cache_usage_perc 0.25\n")));
+            assert_eq!((seen.total, seen.held, seen.thousandths), (1_000, 250, true));
+        }
+    }
+}
