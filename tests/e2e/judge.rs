@@ -251,11 +251,11 @@ fn an_engine_that_only_tells_its_metrics_is_judged_by_them() {
     let number = |name: &str| sampled[name].as_f64().unwrap_or_else(|| panic!("{name}: {summary:#}"));
     let (seconds, off_by) = (number("block_seconds"), number("off_by"));
     println!("block-seconds: {exact:.1} by the logs, {seconds:.1} ± {off_by:.1} from samples");
-    // What was computed on for nobody they do not see, nor what is over between two looks.
-    assert!(
-        exact > 0.0 && seconds > 0.6 * exact - off_by && seconds < 1.1 * exact + off_by,
-        "{exact}: {sampled:#}"
-    );
+    // What was computed on for nobody they do not see, nor what is over between two looks; and they see a lease of somebody who
+    // does not count among those who left: some 8 blocks for the 4 s that it lasts.
+    const ONE_LEASE: f64 = 36.0;
+    assert!(exact > 0.0 && seconds > 0.6 * exact - off_by, "{exact}: {sampled:#}");
+    assert!(seconds < exact + off_by + ONE_LEASE, "{exact}: {sampled:#}");
 }
 
 /// The report of a run that has seen metrics only, as it would be if the engines' event logs had been read.
