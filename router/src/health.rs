@@ -15,9 +15,10 @@ pub(crate) mod breaker;
 pub(crate) mod checks;
 pub(crate) mod load;
 pub(crate) mod outlier;
+pub(crate) mod reading;
 pub(crate) mod state;
 
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -27,6 +28,7 @@ use tokio::sync::Notify;
 
 pub(crate) use breaker::Sign;
 pub(crate) use load::EngineLoad;
+pub(crate) use reading::{Reading, Share};
 pub(crate) use state::{EngineHealth, Order, Standing, Terms};
 
 use crate::metrics::Leg;
@@ -43,7 +45,11 @@ pub(crate) struct Health {
     /// Taken while a leg in [`Standing::Trial`] has its one request.
     trial: [AtomicBool; 2],
     tallies: [Tally; 2],
-    load: ArcSwapOption<EngineLoad>,
+    reading: ArcSwapOption<Reading>,
+    /// Per leg: requests waiting in it from which on it is full.
+    full_from: [AtomicU32; 2],
+    /// Of all engines.
+    share: Arc<Share>,
     /// Wakes the one who asks engines; see [`active`].
     wake: Arc<Notify>,
 }
@@ -74,7 +80,7 @@ pub(crate) fn now() -> Time {
 }
 
 impl Health {
-    pub(crate) fn new(terms: &Terms, wake: Arc<Notify>) -> Self {
+    pub(crate) fn new(terms: &Terms, wake: Arc<Notify>, share: Arc<Share>) -> Self {
         let standing = EngineHealth::default().standing(Leg::Decode, terms);
         Self {
             machine: Mutex::default(),
@@ -83,14 +89,17 @@ impl Health {
             clean: std::array::from_fn(|_| AtomicBool::new(true)),
             trial: Default::default(),
             tallies: Default::default(),
-            load: ArcSwapOption::empty(),
+            reading: ArcSwapOption::empty(),
+            full_from: std::array::from_fn(|_| AtomicU32::new(u32::MAX)),
+            share,
             wake,
         }
     }
 
-    /// A pool of this leg has it.
-    pub(crate) fn serve(&self, leg: Leg) {
+    /// A pool of this leg has it, and takes it to be full when so many wait in it.
+    pub(crate) fn serve(&self, leg: Leg, max_waiting: Option<u32>) {
         self.serves[leg as usize].store(true, Ordering::Relaxed);
+        self.full_from[leg as usize].store(max_waiting.unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
     /// Whether anybody wants to hear of this leg: it is in a pool for it, or in none yet.
@@ -220,16 +229,34 @@ impl Health {
     }
 
     /// What the engine last said of its load, unless that is too long ago.
-    pub(crate) fn load(
+    pub(crate) fn reading(
         &self,
         now: impl FnOnce() -> Instant,
         stale: impl FnOnce() -> Duration,
-    ) -> Option<EngineLoad> {
-        self.load.load().as_deref().and_then(|load| load.fresh(now(), stale()))
+    ) -> Option<Reading> {
+        self.reading.load().as_deref().and_then(|reading| reading.fresh(now(), stale()))
     }
 
-    pub(crate) fn set_load(&self, load: EngineLoad) {
-        self.load.store(Some(Arc::new(load)));
+    /// Requests of everybody there while nothing is known but that `ours` are this router's.
+    pub(crate) fn believed_unread(&self, ours: u32) -> u32 {
+        self.share.believed(ours)
+    }
+
+    /// It says what it has; `ours` were there when it was asked.
+    pub(crate) fn set_load(&self, load: EngineLoad, ours: u32) {
+        let full_from = Leg::BOTH.map(|leg| self.full_from[leg as usize].load(Ordering::Relaxed));
+        let full_from = full_from[0].min(full_from[1]);
+        let before = self.reading.load_full();
+        let reading = Reading::new(load, ours, self.share.each(), full_from, before.as_deref());
+        // Two answers that come at once each take the place of the one that was there.
+        let before = self.reading.swap(Some(Arc::new(reading)));
+        self.share.replace(before.as_deref(), Some(&reading));
+    }
+}
+
+impl Drop for Health {
+    fn drop(&mut self) {
+        self.share.replace(self.reading.load().as_deref(), None);
     }
 }
 
@@ -239,18 +266,18 @@ mod tests {
 
     #[test]
     fn a_leg_that_an_engine_is_in_no_pool_for_is_not_told() {
-        let health = Health::new(&state::tests::TERMS, Arc::default());
+        let health = Health::new(&state::tests::TERMS, Arc::default(), Arc::default());
         assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [true, true], "it is in none yet");
-        health.serve(Leg::Decode);
+        health.serve(Leg::Decode, None);
         assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [false, true]);
-        health.serve(Leg::Prefill);
+        health.serve(Leg::Prefill, None);
         assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [true, true]);
     }
 
     #[test]
     fn what_may_be_its_requests_fault_is_not_compared_with_other_engines() {
         let terms = state::tests::TERMS;
-        let health = Health::new(&terms, Arc::default());
+        let health = Health::new(&terms, Arc::default(), Arc::default());
         for _ in 0..5 {
             health.failed(Leg::Decode, Sign::Suspect(1), "x:1", &terms);
         }

@@ -38,7 +38,8 @@ pub(crate) struct Candidate {
     pub holder: u32,
     /// A hash of its address: the same in every router.
     pub key: u64,
-    /// Requests that it is working on: this router's, or, where its own metrics say more, theirs.
+    /// Requests that it is working on: this router's, or, where engines are asked for their load, everybody's as far as is
+    /// known.
     pub requests: u32,
     /// Prompt tokens of this router's requests that it is working on, estimated.
     pub tokens: u64,

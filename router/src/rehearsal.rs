@@ -192,7 +192,8 @@ impl Rehearsal {
 
     /// An engine says how many requests it works on, and how many wait in it.
     pub fn told(&self, engine: usize, running: u32, waiting: u32) {
-        self.engines[engine].set_load(EngineLoad { running, waiting, kv_usage: 0.0, at: Instant::now() });
+        let engine = &self.engines[engine];
+        engine.set_load(EngineLoad { running, waiting, kv_usage: 0.0, at: Instant::now() }, engine.ours());
     }
 
     /// Requests of this router at each engine.

@@ -26,7 +26,7 @@ use tokio::sync::Notify;
 
 use crate::admission::Freed;
 use crate::config::{EngineUrl, ReleaseMode};
-use crate::health::{self, EngineHealth, EngineLoad, Health, Sign, TryOut};
+use crate::health::{self, EngineHealth, EngineLoad, Health, Reading, Share, Sign, TryOut};
 use crate::hosts::Hosts;
 use crate::memory::{Holders, Memory};
 use crate::metrics::{EngineMetrics, Leg};
@@ -107,6 +107,8 @@ pub(crate) struct Bells {
     pub memory: Arc<Memory>,
     /// Where all of them live.
     pub hosts: Arc<Hosts>,
+    /// Which part of their requests is this router's.
+    pub share: Arc<Share>,
 }
 
 /// Why an engine gave no answer.
@@ -153,9 +155,9 @@ impl Engine {
     pub(crate) const HOLDERS: u32 = RANKS_MAX as u32;
 
     pub(crate) fn new(url: EngineUrl, terms: Terms, bells: Bells, metrics: EngineMetrics) -> Self {
-        let Bells { wake, freed, memory, hosts } = bells;
+        let Bells { wake, freed, memory, hosts, share } = bells;
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let health = Health::new(&terms.health, wake);
+        let health = Health::new(&terms.health, wake, share);
         let authority: Arc<str> = url.authority().into();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
@@ -321,15 +323,27 @@ impl Engine {
         self.load_of(rank).tokens.load(Ordering::Relaxed)
     }
 
-    /// What it says of its own load.
-    pub(crate) fn set_load(&self, load: EngineLoad) {
-        self.health.set_load(load);
+    /// Requests of this router there, in all of its ranks.
+    pub(crate) fn ours(&self) -> u32 {
+        u32::try_from(self.load(None)).unwrap_or(u32::MAX)
+    }
+
+    /// What it says of its own load; so many were ours when it was asked.
+    pub(crate) fn set_load(&self, load: EngineLoad, ours: u32) {
+        self.health.set_load(load, ours);
         self.changed();
     }
 
     /// What it said of its own load, where it is asked and that is not too long before `now`.
-    pub(crate) fn reported_load(&self, now: impl FnOnce() -> Instant) -> Option<EngineLoad> {
-        self.health.load(now, || self.terms.load().health.load_stale)
+    pub(crate) fn reading(&self, now: impl FnOnce() -> Instant) -> Option<Reading> {
+        self.health.reading(now, || self.terms.load().health.load_stale)
+    }
+
+    /// Requests there: this router's, and where engines are asked what everybody is believed to have there.
+    pub(crate) fn believed(&self, now: impl FnOnce() -> Instant) -> u32 {
+        let ours = self.ours();
+        self.reading(now)
+            .map_or_else(|| self.health.believed_unread(ours), |reading| reading.believed(ours))
     }
 
     fn load_of(&self, rank: Option<u16>) -> &Load {

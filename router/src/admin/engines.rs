@@ -30,7 +30,8 @@ pub(super) fn list(shared: &Shared) -> Value {
 fn one(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> Value {
     let health = engine.health().snapshot();
     let terms = engine.health_terms();
-    let load = engine.reported_load(Instant::now).map(|load| {
+    let load = engine.reading(Instant::now).map(|reading| {
+        let load = reading.said;
         let age_ms = u64::try_from(load.at.elapsed().as_millis()).unwrap_or(u64::MAX);
         json!({"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage, "age_ms": age_ms})
     });

@@ -10,8 +10,9 @@
 //! The lock is held for one change or one choice. What is written is read from the engine under the lock, after its change:
 //! of two who change the same engine at once the second to get the lock writes what both came to.
 //!
-//! A reading of an engine's own load that grows stale is nobody's event. It is written down with the next event of that
-//! engine, at the latest when all engines are looked at (`health/active.rs`, every second).
+//! A reading of an engine's own load that grows stale is nobody's event, nor is what readings of others say of this router's
+//! share. It is written down with the next event of that engine, at the latest when all engines are looked at
+//! (`health/active.rs`, every second).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -52,6 +53,7 @@ const NO_MEMBER: u64 = 0xffff;
 pub(crate) struct Seat {
     board: Weak<Board>,
     at: usize,
+    /// None: at all of them.
     rank: Option<u16>,
 }
 
@@ -94,7 +96,7 @@ impl Board {
             firsts: OnceLock::new(),
         });
         for (at, member) in board.members.iter().enumerate() {
-            member.engine.sit(Seat { board: Arc::downgrade(&board), at, rank: member.rank });
+            member.engine.sit(Seat { board: Arc::downgrade(&board), at, rank: member.looks_at() });
         }
         // What changed between the first look and the engines' knowing of their seats.
         (0..board.members.len()).for_each(|at| board.refresh(at));

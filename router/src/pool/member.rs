@@ -125,14 +125,23 @@ impl Member {
         self.engine.holder(self.rank)
     }
 
-    /// Requests there: this router's, or, where the engine itself says more, all of them.
+    /// A pool of this leg has it.
+    pub(super) fn serve(&self, leg: Leg) {
+        self.engine.health().serve(leg, self.max_waiting);
+    }
+
+    /// The rank whose requests make a difference to it; none: those of all of them.
+    pub(super) fn looks_at(&self) -> Option<u16> {
+        // An engine says how many wait in all of its ranks together.
+        self.rank.filter(|_| self.max_waiting.is_none())
+    }
+
+    /// Requests there: this router's, or, where engines say what they have, everybody's.
     fn requests(&self, now: &Now) -> u32 {
-        let ours = u32::try_from(self.load()).unwrap_or(u32::MAX);
         if self.rank.is_some() {
-            return ours;
+            return u32::try_from(self.load()).unwrap_or(u32::MAX);
         }
-        let reported = self.engine.reported_load(|| **now);
-        reported.map_or(ours, |load| ours.max(load.running.saturating_add(load.waiting)))
+        self.engine.believed(|| **now)
     }
 
     pub(super) fn fit(&self, look: &Look<'_>) -> Fit {
@@ -155,15 +164,15 @@ impl Member {
         }
     }
 
-    /// Whether its own metrics say so, where somebody asks what they say.
+    /// Whether that follows from its own metrics, where somebody asks what they say.
     fn says_it_is_full(&self, now: &Now) -> bool {
         // While it has a request of ours, its end is what those who wait are told of.
         if (self.max_waiting.is_none() && self.max_kv_usage.is_none()) || self.load() == 0 {
             return false;
         }
-        self.engine.reported_load(|| **now).is_some_and(|load| {
-            self.max_waiting.is_some_and(|most| load.waiting >= most)
-                || self.max_kv_usage.is_some_and(|most| load.kv_usage >= most)
+        self.engine.reading(|| **now).is_some_and(|reading| {
+            self.max_waiting.is_some_and(|most| reading.is_full(self.engine.ours(), most))
+                || self.max_kv_usage.is_some_and(|most| reading.said.kv_usage >= most)
         })
     }
 
