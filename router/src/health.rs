@@ -46,7 +46,7 @@ pub(crate) struct Health {
     trial: [AtomicBool; 2],
     tallies: [Tally; 2],
     reading: ArcSwapOption<Reading>,
-    /// Per leg: requests waiting in it from which on it is full.
+    /// Per leg: requests waiting in it from which on it is full; [`u32::MAX`]: never.
     full_from: [AtomicU32; 2],
     /// Of all engines.
     share: Arc<Share>,
@@ -237,17 +237,31 @@ impl Health {
         self.reading.load().as_deref().and_then(|reading| reading.fresh(now(), stale()))
     }
 
-    /// Requests of everybody there while nothing is known but that `ours` are this router's.
-    pub(crate) fn believed_unread(&self, ours: u32) -> u32 {
-        self.share.believed(ours)
+    /// Requests of everybody there, while `ours` are this router's.
+    pub(crate) fn believed(
+        &self,
+        ours: u32,
+        now: impl FnOnce() -> Instant,
+        stale: impl FnOnce() -> Duration,
+    ) -> u32 {
+        self.reading(now, stale).map_or_else(|| self.share.believed(ours), |reading| reading.believed(ours))
+    }
+
+    /// Requests of everybody that it runs at once; `None`: nobody knows.
+    pub(crate) fn room(&self, leg: Leg) -> Option<u32> {
+        let told = self.reading.load().as_deref().and_then(Reading::room);
+        told.or_else(|| self.share.room(leg))
     }
 
     /// It says what it has; `ours` were there when it was asked.
     pub(crate) fn set_load(&self, load: EngineLoad, ours: u32) {
-        let full_from = Leg::BOTH.map(|leg| self.full_from[leg as usize].load(Ordering::Relaxed));
-        let full_from = full_from[0].min(full_from[1]);
+        let full_from = self.full_from.each_ref().map(|from| from.load(Ordering::Relaxed));
+        let full_from = full_from.map(|from| (from != u32::MAX).then_some(from));
+        let others = Leg::BOTH.into_iter().filter(|leg| full_from[*leg as usize].is_some());
+        let others = others.filter_map(|leg| self.share.room(leg)).max();
+        let terms = reading::Terms { full_from, each: self.share.each(), others };
         let before = self.reading.load_full();
-        let reading = Reading::new(load, ours, self.share.each(), full_from, before.as_deref());
+        let reading = Reading::new(load, ours, &terms, before.as_deref());
         // Two answers that come at once each take the place of the one that was there.
         let before = self.reading.swap(Some(Arc::new(reading)));
         self.share.replace(before.as_deref(), Some(&reading));

@@ -341,9 +341,7 @@ impl Engine {
 
     /// Requests there: this router's, and where engines are asked what everybody is believed to have there.
     pub(crate) fn believed(&self, now: impl FnOnce() -> Instant) -> u32 {
-        let ours = self.ours();
-        self.reading(now)
-            .map_or_else(|| self.health.believed_unread(ours), |reading| reading.believed(ours))
+        self.health.believed(self.ours(), now, || self.terms.load().health.load_stale)
     }
 
     fn load_of(&self, rank: Option<u16>) -> &Load {

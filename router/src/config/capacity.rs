@@ -13,7 +13,7 @@ pub struct CapacityConfig {
     #[garde(inner(range(min = 1, max = 1_000_000)))]
     #[schemars(range(min = 1, max = 1_000_000))]
     pub max_in_flight: Option<usize>,
-    /// Requests that wait in the engine, as its metrics say, from which on it is full; needs
+    /// Requests that wait in the engine from which on it is full, by its metrics and what was sent there since; needs
     /// `health.load.interval_ms`. 1 to 1,000,000. Default: no bound.
     #[garde(inner(range(min = 1, max = 1_000_000)))]
     #[schemars(range(min = 1, max = 1_000_000))]

@@ -146,7 +146,7 @@ impl Member {
 
     pub(super) fn fit(&self, look: &Look<'_>) -> Fit {
         let health = self.engine.health();
-        let has_room = || self.load() < self.max_in_flight && !self.says_it_is_full(look.now);
+        let has_room = || self.load() < self.max_in_flight && !self.says_it_is_full(look);
         if look.tried.iter().any(|t| Arc::ptr_eq(t, &self.engine)) {
             return Fit::Tried;
         }
@@ -165,15 +165,19 @@ impl Member {
     }
 
     /// Whether that follows from its own metrics, where somebody asks what they say.
-    fn says_it_is_full(&self, now: &Now) -> bool {
+    fn says_it_is_full(&self, look: &Look<'_>) -> bool {
         // While it has a request of ours, its end is what those who wait are told of.
         if (self.max_waiting.is_none() && self.max_kv_usage.is_none()) || self.load() == 0 {
             return false;
         }
-        self.engine.reading(|| **now).is_some_and(|reading| {
-            self.max_waiting.is_some_and(|most| reading.is_full(self.engine.ours(), most))
-                || self.max_kv_usage.is_some_and(|most| reading.said.kv_usage >= most)
-        })
+        let now = || **look.now;
+        let too_many_wait = |most: u32| {
+            let room = self.engine.health().room(look.leg);
+            room.is_some_and(|room| self.engine.believed(now) >= room.saturating_add(most))
+        };
+        let too_much_used =
+            |most: f32| self.engine.reading(now).is_some_and(|reading| reading.said.kv_usage >= most);
+        self.max_waiting.is_some_and(too_many_wait) || self.max_kv_usage.is_some_and(too_much_used)
     }
 
     pub(super) fn begin(&self, look: &Look<'_>, manner: Manner, tokens: u64) -> Option<InFlight> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::*;
 use crate::config::{PoolConfig, ReleaseMode};
 use crate::fleet::Fleet;
-use crate::health::{Order, Sign, state};
+use crate::health::{EngineLoad, Order, Sign, state};
 use crate::upstream::Terms;
 
 const POLICIES: [&str; 8] = [
@@ -41,8 +41,13 @@ fn pool(fleet: &Fleet, policy: &str, engines: usize, weights: bool, prefer: &str
         )
     };
     let engines: String = (0..engines).map(engine).collect();
-    let yaml = format!("policy: {policy}\nprefer: {prefer}\nengines:\n{engines}");
-    let config: PoolConfig = serde_saphyr::from_str(&yaml).expect("a pool");
+    let yaml =
+        format!("policy: {policy}\ncapacity: {{max_waiting: 2}}\nprefer: {prefer}\nengines:\n{engines}");
+    of_yaml(fleet, &yaml)
+}
+
+fn of_yaml(fleet: &Fleet, yaml: &str) -> Pool {
+    let config: PoolConfig = serde_saphyr::from_str(yaml).expect("a pool");
     let member = |engine: &crate::config::EngineConfig| {
         let known = fleet.engine(&engine.url, &terms());
         Arc::new(Member::new(engine, known, &config, &["zone".to_owned()]))
@@ -61,6 +66,13 @@ impl Dice {
     }
 }
 
+/// An engine tells its load.
+fn says(engine: &Engine, running: usize, waiting: usize) {
+    let [running, waiting] = [running, waiting].map(|count| u32::try_from(count).expect("small"));
+    let load = EngineLoad { running, waiting, kv_usage: 0.0, at: Instant::now() };
+    engine.set_load(load, engine.ours());
+}
+
 /// Something happens to some engine.
 fn happens(pool: &Pool, places: &mut Vec<Reserved>, dice: &mut Dice, prefix: &[u64]) {
     let engine = Arc::clone(&pool.members[dice.below(pool.members.len())].engine);
@@ -73,6 +85,10 @@ fn happens(pool: &Pool, places: &mut Vec<Reserved>, dice: &mut Dice, prefix: &[u
             health.told(Some(true), now, terms);
         }),
         6 => engine.served(Leg::Decode),
+        // Not before all are read, see below: what is believed of one that was not follows from the others' readings.
+        12..14 if engine.reading(Instant::now).is_some() => {
+            says(&engine, dice.below(6), dice.below(4));
+        }
         7..12 if !places.is_empty() => drop(places.swap_remove(dice.below(places.len()))),
         _ => {
             let tokens = dice.below(900) as u64;
@@ -87,11 +103,12 @@ fn a_choice_on_the_boards_is_the_choice_of_a_walk_over_all_members() {
     for (number, policy) in POLICIES.into_iter().enumerate() {
         // Taking turns among equals needs no look at their weights, so turns differ where only some weigh the same.
         let weights = number > 0;
-        for (engines, prefer) in [(1, "{}"), (40, "{}"), (23, "{zone: a}")] {
+        for (engines, prefer, told) in [(1, "{}", false), (40, "{}", false), (23, "{zone: a}", true)] {
             let fleet = Fleet::new(Arc::new(Metrics::new()));
             let pool = pool(&fleet, policy, engines, weights, prefer);
             let (mut dice, mut places) = (Dice(Draw::seeded(number as u64 + 1)), Vec::new());
             let mut chosen = 0;
+            pool.members.iter().filter(|_| told).for_each(|member| says(&member.engine, 4, 2));
             for step in 0..400_u64 {
                 let prefix: Vec<u64> = (0..6).map(|n| (step % 9) << 8 | n).collect();
                 happens(&pool, &mut places, &mut dice, &prefix);
@@ -133,6 +150,39 @@ fn a_choice_on_the_boards_is_the_choice_of_a_walk_over_all_members() {
             }
             assert!(chosen > 15, "{policy}, {engines} engines: {chosen} choices");
         }
+    }
+}
+
+#[test]
+fn an_engine_with_room_is_given_what_is_left_of_it_and_no_more_before_it_speaks_again() {
+    for policy in POLICIES {
+        let fleet = Fleet::new(Arc::new(Metrics::new()));
+        let engines: String = (0..4).map(|n| format!("  - url: http://e{n}:1\n")).collect();
+        let pool =
+            of_yaml(&fleet, &format!("policy: {policy}\ncapacity: {{max_waiting: 1}}\nengines:\n{engines}"));
+        let ten = |member: &Arc<Member>| {
+            let begin = || member.engine.begin(Leg::Decode, None, 1, usize::MAX, Manner::Careful);
+            std::iter::repeat_with(begin).take(10).collect::<Vec<_>>()
+        };
+        let mut held: Vec<_> = pool.members.iter().map(ten).collect();
+        let reserve = || pool.reserve(&Wanted::default(), &[], Room::Needed, Tell::Nothing).0;
+        let all = || std::iter::from_fn(|| reserve().ok()).take(100).collect::<Vec<_>>();
+        let unbounded = all();
+        assert_eq!(unbounded.len(), 100, "{policy}: nobody was seen waiting");
+        drop(unbounded);
+        pool.members.iter().for_each(|member| says(&member.engine, 8, 2));
+        assert_eq!(reserve().err(), Some(Scarce::Full), "{policy}");
+        held[2].truncate(5);
+        says(&pool.members[2].engine, 5, 0);
+        let more = all();
+        // Eight run and one may wait.
+        assert_eq!(more.len(), 4, "{policy}");
+        assert!(more.iter().all(|place| Arc::ptr_eq(place.engine(), &pool.members[2].engine)), "{policy}");
+        // A request that ends makes room at once where nobody waits for it, and no reading is needed for that.
+        held[1].truncate(9);
+        assert_eq!(reserve().err(), Some(Scarce::Full), "{policy}");
+        held[1].truncate(8);
+        assert_eq!(all().len(), 1, "{policy}");
     }
 }
 
