@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 
 use crate::admission::Freed;
 use crate::config::{EngineUrl, PrefixIndexConfig};
-use crate::health::{Order, Share};
+use crate::health::Order;
 use crate::hosts::Hosts;
 use crate::kv_events::Subscriptions;
 use crate::memory::Memory;
@@ -29,8 +29,6 @@ pub(crate) struct Fleet {
     known: Mutex<Known>,
     /// Where they live; never told to clients.
     hosts: Arc<Hosts>,
-    /// Which part of their requests is this router's.
-    share: Arc<Share>,
     /// Rung when an engine's health wants looking after; see `health/active.rs`.
     pub wake: Arc<Notify>,
     /// Told whenever an engine may be able to take a request again.
@@ -67,7 +65,6 @@ impl Fleet {
             metrics,
             known: Mutex::default(),
             hosts: Arc::default(),
-            share: Arc::default(),
             wake: Arc::default(),
             freed: Arc::default(),
         }
@@ -88,8 +85,7 @@ impl Fleet {
         }
         let metrics = self.metrics.engine(&url.authority());
         let (wake, freed) = (Arc::clone(&self.wake), Arc::clone(&self.freed));
-        let (memory, hosts) = (Arc::clone(&self.memory), Arc::clone(&self.hosts));
-        let bells = Bells { wake, freed, memory, hosts, share: Arc::clone(&self.share) };
+        let bells = Bells { wake, freed, memory: Arc::clone(&self.memory), hosts: Arc::clone(&self.hosts) };
         let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, metrics));
         self.hosts.add(url.host());
         if let Some(at) = known.orders.iter().position(|(of, _)| of == url)

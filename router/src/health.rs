@@ -18,7 +18,7 @@ pub(crate) mod outlier;
 pub(crate) mod reading;
 pub(crate) mod state;
 
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ use tokio::sync::Notify;
 
 pub(crate) use breaker::Sign;
 pub(crate) use load::EngineLoad;
-pub(crate) use reading::{Reading, Share};
+pub(crate) use reading::Reading;
 pub(crate) use state::{EngineHealth, Order, Standing, Terms};
 
 use crate::metrics::Leg;
@@ -46,10 +46,6 @@ pub(crate) struct Health {
     trial: [AtomicBool; 2],
     tallies: [Tally; 2],
     reading: ArcSwapOption<Reading>,
-    /// Per leg: requests waiting in it from which on it is full; [`u32::MAX`]: never.
-    full_from: [AtomicU32; 2],
-    /// Of all engines.
-    share: Arc<Share>,
     /// Wakes the one who asks engines; see [`active`].
     wake: Arc<Notify>,
 }
@@ -80,7 +76,7 @@ pub(crate) fn now() -> Time {
 }
 
 impl Health {
-    pub(crate) fn new(terms: &Terms, wake: Arc<Notify>, share: Arc<Share>) -> Self {
+    pub(crate) fn new(terms: &Terms, wake: Arc<Notify>) -> Self {
         let standing = EngineHealth::default().standing(Leg::Decode, terms);
         Self {
             machine: Mutex::default(),
@@ -90,16 +86,13 @@ impl Health {
             trial: Default::default(),
             tallies: Default::default(),
             reading: ArcSwapOption::empty(),
-            full_from: std::array::from_fn(|_| AtomicU32::new(u32::MAX)),
-            share,
             wake,
         }
     }
 
-    /// A pool of this leg has it, and takes it to be full when so many wait in it.
-    pub(crate) fn serve(&self, leg: Leg, max_waiting: Option<u32>) {
+    /// A pool of this leg has it.
+    pub(crate) fn serve(&self, leg: Leg) {
         self.serves[leg as usize].store(true, Ordering::Relaxed);
-        self.full_from[leg as usize].store(max_waiting.unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
     /// Whether anybody wants to hear of this leg: it is in a pool for it, or in none yet.
@@ -237,40 +230,8 @@ impl Health {
         self.reading.load().as_deref().and_then(|reading| reading.fresh(now(), stale()))
     }
 
-    /// Requests of everybody there, while `ours` are this router's.
-    pub(crate) fn believed(
-        &self,
-        ours: u32,
-        now: impl FnOnce() -> Instant,
-        stale: impl FnOnce() -> Duration,
-    ) -> u32 {
-        self.reading(now, stale).map_or_else(|| self.share.believed(ours), |reading| reading.believed(ours))
-    }
-
-    /// Requests of everybody that it runs at once; `None`: nobody knows.
-    pub(crate) fn room(&self, leg: Leg) -> Option<u32> {
-        let told = self.reading.load().as_deref().and_then(Reading::room);
-        told.or_else(|| self.share.room(leg))
-    }
-
-    /// It says what it has; `ours` were there when it was asked.
-    pub(crate) fn set_load(&self, load: EngineLoad, ours: u32) {
-        let full_from = self.full_from.each_ref().map(|from| from.load(Ordering::Relaxed));
-        let full_from = full_from.map(|from| (from != u32::MAX).then_some(from));
-        let others = Leg::BOTH.into_iter().filter(|leg| full_from[*leg as usize].is_some());
-        let others = others.filter_map(|leg| self.share.room(leg)).max();
-        let terms = reading::Terms { full_from, each: self.share.each(), others };
-        let before = self.reading.load_full();
-        let reading = Reading::new(load, ours, &terms, before.as_deref());
-        // Two answers that come at once each take the place of the one that was there.
-        let before = self.reading.swap(Some(Arc::new(reading)));
-        self.share.replace(before.as_deref(), Some(&reading));
-    }
-}
-
-impl Drop for Health {
-    fn drop(&mut self) {
-        self.share.replace(self.reading.load().as_deref(), None);
+    pub(crate) fn set_reading(&self, reading: Reading) {
+        self.reading.store(Some(Arc::new(reading)));
     }
 }
 
@@ -280,18 +241,18 @@ mod tests {
 
     #[test]
     fn a_leg_that_an_engine_is_in_no_pool_for_is_not_told() {
-        let health = Health::new(&state::tests::TERMS, Arc::default(), Arc::default());
+        let health = Health::new(&state::tests::TERMS, Arc::default());
         assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [true, true], "it is in none yet");
-        health.serve(Leg::Decode, None);
+        health.serve(Leg::Decode);
         assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [false, true]);
-        health.serve(Leg::Prefill, None);
+        health.serve(Leg::Prefill);
         assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [true, true]);
     }
 
     #[test]
     fn what_may_be_its_requests_fault_is_not_compared_with_other_engines() {
         let terms = state::tests::TERMS;
-        let health = Health::new(&terms, Arc::default(), Arc::default());
+        let health = Health::new(&terms, Arc::default());
         for _ in 0..5 {
             health.failed(Leg::Decode, Sign::Suspect(1), "x:1", &terms);
         }

@@ -151,7 +151,7 @@ impl Pool {
     /// Says which leg it serves, and what happens when its engines are not well.
     pub(crate) fn guarded(self, leg: Leg, health: &HealthConfig) -> Self {
         let panic_percent = usize::from(health.panic_percent);
-        self.members.iter().for_each(|member| member.serve(leg));
+        self.members.iter().for_each(|member| member.engine.health().serve(leg));
         Self { leg, all_out: health.all_out, panic_percent, ..self }.seated()
     }
 

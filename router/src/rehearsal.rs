@@ -17,7 +17,7 @@ use crate::discovery::membership::Members;
 use crate::explain::Sight;
 use crate::fleet::Fleet;
 use crate::generation::{Generation, GenerationError, Ground};
-use crate::health::{EngineLoad, Sign};
+use crate::health::{EngineLoad, Reading, Sign};
 use crate::inflight::InFlightTable;
 use crate::metrics::{Leg, Metrics};
 use crate::models::Model;
@@ -193,7 +193,8 @@ impl Rehearsal {
     /// An engine says how many requests it works on, and how many wait in it.
     pub fn told(&self, engine: usize, running: u32, waiting: u32) {
         let engine = &self.engines[engine];
-        engine.set_load(EngineLoad { running, waiting, kv_usage: 0.0, at: Instant::now() }, engine.ours());
+        let load = EngineLoad { running, waiting, kv_usage: 0.0, at: Instant::now() };
+        engine.set_reading(Reading::new(load, [engine.ours(); 2]));
     }
 
     /// Requests of this router at each engine.

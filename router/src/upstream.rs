@@ -26,7 +26,7 @@ use tokio::sync::Notify;
 
 use crate::admission::Freed;
 use crate::config::{EngineUrl, ReleaseMode};
-use crate::health::{self, EngineHealth, EngineLoad, Health, Reading, Share, Sign, TryOut};
+use crate::health::{self, EngineHealth, Health, Reading, Sign, TryOut};
 use crate::hosts::Hosts;
 use crate::memory::{Holders, Memory};
 use crate::metrics::{EngineMetrics, Leg};
@@ -107,8 +107,6 @@ pub(crate) struct Bells {
     pub memory: Arc<Memory>,
     /// Where all of them live.
     pub hosts: Arc<Hosts>,
-    /// Which part of their requests is this router's.
-    pub share: Arc<Share>,
 }
 
 /// Why an engine gave no answer.
@@ -155,9 +153,9 @@ impl Engine {
     pub(crate) const HOLDERS: u32 = RANKS_MAX as u32;
 
     pub(crate) fn new(url: EngineUrl, terms: Terms, bells: Bells, metrics: EngineMetrics) -> Self {
-        let Bells { wake, freed, memory, hosts, share } = bells;
+        let Bells { wake, freed, memory, hosts } = bells;
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let health = Health::new(&terms.health, wake, share);
+        let health = Health::new(&terms.health, wake);
         let authority: Arc<str> = url.authority().into();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
@@ -328,20 +326,15 @@ impl Engine {
         u32::try_from(self.load(None)).unwrap_or(u32::MAX)
     }
 
-    /// What it says of its own load; so many were ours when it was asked.
-    pub(crate) fn set_load(&self, load: EngineLoad, ours: u32) {
-        self.health.set_load(load, ours);
+    /// What it says of its own load.
+    pub(crate) fn set_reading(&self, reading: Reading) {
+        self.health.set_reading(reading);
         self.changed();
     }
 
     /// What it said of its own load, where it is asked and that is not too long before `now`.
     pub(crate) fn reading(&self, now: impl FnOnce() -> Instant) -> Option<Reading> {
         self.health.reading(now, || self.terms.load().health.load_stale)
-    }
-
-    /// Requests there: this router's, and where engines are asked what everybody is believed to have there.
-    pub(crate) fn believed(&self, now: impl FnOnce() -> Instant) -> u32 {
-        self.health.believed(self.ours(), now, || self.terms.load().health.load_stale)
     }
 
     fn load_of(&self, rank: Option<u16>) -> &Load {

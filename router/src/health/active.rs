@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use baton_connector::Time;
 use tokio::task::JoinSet;
 
-use super::EngineLoad;
 use super::outlier::{Sample, outliers};
+use super::{EngineLoad, Reading};
 use crate::alive::{self, NotAsked};
 use crate::generation::Generation;
 use crate::metrics::Leg;
@@ -100,13 +100,12 @@ fn jitter() -> f64 {
 
 async fn read_load_of(engine: Arc<Engine>, within: Duration) {
     let question = Outgoing::get("/metrics");
-    // What is sent while it answers may not be in the answer.
-    let ours = engine.ours();
+    let asked_with = engine.ours();
     let asked = async { engine.call(&question, |_| {}).await?.whole(METRICS_BYTES_MAX).await };
     let Ok(Ok(answer)) = tokio::time::timeout(within, asked).await else { return };
     let text = String::from_utf8_lossy(&answer.body);
     if let Some(load) = EngineLoad::read(&text, Instant::now()).filter(|_| answer.status.is_success()) {
-        engine.set_load(load, ours);
+        engine.set_reading(Reading::new(load, [asked_with, engine.ours()]));
     }
 }
 

@@ -47,11 +47,6 @@ impl EngineLoad {
         found.then_some(load)
     }
 
-    /// Requests there, running and waiting.
-    pub(super) fn all(&self) -> u32 {
-        self.running.saturating_add(self.waiting)
-    }
-
     /// The reading, unless it is too old to say anything.
     pub(crate) fn fresh(self, now: Instant, stale: Duration) -> Option<Self> {
         (now.saturating_duration_since(self.at) <= stale).then_some(self)

@@ -10,9 +10,8 @@
 //! The lock is held for one change or one choice. What is written is read from the engine under the lock, after its change:
 //! of two who change the same engine at once the second to get the lock writes what both came to.
 //!
-//! A reading of an engine's own load that grows stale is nobody's event, nor is what readings of others say of this router's
-//! share. It is written down with the next event of that engine, at the latest when all engines are looked at
-//! (`health/active.rs`, every second).
+//! A reading of an engine's own load that grows stale is nobody's event. It is written down with the next event of that
+//! engine, at the latest when all engines are looked at (`health/active.rs`, every second).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};

@@ -125,28 +125,25 @@ impl Member {
         self.engine.holder(self.rank)
     }
 
-    /// A pool of this leg has it.
-    pub(super) fn serve(&self, leg: Leg) {
-        self.engine.health().serve(leg, self.max_waiting);
-    }
-
     /// The rank whose requests make a difference to it; none: those of all of them.
     pub(super) fn looks_at(&self) -> Option<u16> {
         // An engine says how many wait in all of its ranks together.
         self.rank.filter(|_| self.max_waiting.is_none())
     }
 
-    /// Requests there: this router's, or, where engines say what they have, everybody's.
+    /// Requests there: this router's, or, where engines say what they have, everybody's. Of a rank, this router's: an engine says
+    /// what all of them have together.
     fn requests(&self, now: &Now) -> u32 {
+        let ours = u32::try_from(self.load()).unwrap_or(u32::MAX);
         if self.rank.is_some() {
-            return u32::try_from(self.load()).unwrap_or(u32::MAX);
+            return ours;
         }
-        self.engine.believed(|| **now)
+        self.engine.reading(|| **now).map_or(ours, |reading| reading.requests(ours))
     }
 
     pub(super) fn fit(&self, look: &Look<'_>) -> Fit {
         let health = self.engine.health();
-        let has_room = || self.load() < self.max_in_flight && !self.says_it_is_full(look);
+        let has_room = || self.load() < self.max_in_flight && !self.says_it_is_full(look.now);
         if look.tried.iter().any(|t| Arc::ptr_eq(t, &self.engine)) {
             return Fit::Tried;
         }
@@ -165,19 +162,15 @@ impl Member {
     }
 
     /// Whether that follows from its own metrics, where somebody asks what they say.
-    fn says_it_is_full(&self, look: &Look<'_>) -> bool {
+    fn says_it_is_full(&self, now: &Now) -> bool {
         // While it has a request of ours, its end is what those who wait are told of.
         if (self.max_waiting.is_none() && self.max_kv_usage.is_none()) || self.load() == 0 {
             return false;
         }
-        let now = || **look.now;
-        let too_many_wait = |most: u32| {
-            let room = self.engine.health().room(look.leg);
-            room.is_some_and(|room| self.engine.believed(now) >= room.saturating_add(most))
-        };
-        let too_much_used =
-            |most: f32| self.engine.reading(now).is_some_and(|reading| reading.said.kv_usage >= most);
-        self.max_waiting.is_some_and(too_many_wait) || self.max_kv_usage.is_some_and(too_much_used)
+        self.engine.reading(|| **now).is_some_and(|reading| {
+            self.max_waiting.is_some_and(|most| reading.waiting(self.engine.ours()) >= most)
+                || self.max_kv_usage.is_some_and(|most| reading.said.kv_usage >= most)
+        })
     }
 
     pub(super) fn begin(&self, look: &Look<'_>, manner: Manner, tokens: u64) -> Option<InFlight> {
