@@ -277,7 +277,8 @@ mod tests {
         });
         let mut handed: Vec<_> = handed.into_iter().map(|(url, _)| url.to_string()).collect();
         let mut given: Vec<_> = given.drain(..).map(|url| url.to_string()).collect();
-        (handed.sort(), given.sort());
+        handed.sort();
+        given.sort();
         assert_eq!(handed, given);
         assert_eq!(fleet.order(&engines[0], Order::Undrain), Err(HandedOver));
         assert_eq!(engines[0].health().standing(Leg::Decode), Standing::Draining, "and it changed nothing");
