@@ -195,7 +195,9 @@ pub(crate) fn gone(call: &CallRecord) -> Option<u64> {
 }
 
 /// In which phase a request was when its client left, or at another moment; `None`: it was over.
-pub(crate) fn phase_of(call: &CallRecord, timeline: &Timeline, gone: u64) -> Option<Phase> {
+pub(crate) fn phase_of(call: &CallRecord, timeline: &Timeline, at: u64) -> Option<Phase> {
+    // What an engine aborted because the client left was not over before that, whatever the clocks say.
+    let gone = if self::gone(call) == Some(at) { timeline.before_told(at) } else { at };
     let phase = timeline.phase_at(&call.seen(), gone)?;
     // Who stalls has tokens before it, and does not look at them.
     let stalls = call.leaves.is_some_and(|leaves| leaves.kind == Kind::Stall);

@@ -189,6 +189,25 @@ fn storm() -> Script {
     script
 }
 
+#[test]
+fn what_an_engine_aborted_for_a_leaving_was_not_over_before_it() {
+    // The engine heard of it 1 ms before the client says that it left; or so long before that it was for another reason.
+    for (aborted, left) in [(1_024, 1), (1_000, 0)] {
+        let mut script = Script::new();
+        script.act("phase gap", ActKind::Phase, 900, 2_000, |script, act| {
+            script.left(act, "left", 1_025, Kind::Rst, Phase::Gap, 0);
+        });
+        script.told(P, "left", &lends("lease_expired", 5_025));
+        let decode =
+            [("queued", 999, 0, "decode"), ("abort", aborted, 0, ""), ("ended", aborted, 0, "abort")];
+        script.told(D, "left", &decode);
+        script.books(P, 6_000, 0, 0, 0);
+        let summary = script.summary();
+        assert_eq!((summary.left, summary.all.expired), (left, left));
+        near(summary.all.block_seconds, left as f64 * 7.0 * 4.0);
+    }
+}
+
 #[track_caller]
 fn near(a: f64, b: f64) {
     assert!((a - b).abs() < 1e-9, "{a} is not {b}");

@@ -217,6 +217,14 @@ impl Timeline {
         })
     }
 
+    /// A client's leaving by the engines' clocks: no later than the moment before the first of them that ended a leg for it.
+    pub(crate) fn before_told(&self, gone: u64) -> u64 {
+        let aborted =
+            self.legs.iter().filter_map(|leg| leg.ended.as_ref()).filter(|end| end.outcome == "abort");
+        let just = aborted.map(|end| end.at).filter(|at| *at <= gone && gone - *at < RACE_US);
+        just.min().map_or(gone, |at| at.saturating_sub(1))
+    }
+
     /// When the last block of every leg was back, of those that held any; `None`: not as far as is known.
     pub(crate) fn home_at(&self) -> Option<u64> {
         let held = self.legs.iter().filter(|leg| leg.held() > 0 || leg.is_at_work());

@@ -456,13 +456,15 @@ impl Course<'_> {
     }
 
     async fn half_close(&mut self, wire: &mut Wire) -> Result<(), String> {
+        let at = Moment::now();
         wire.half_close().await.map_err(told)?;
-        self.call.left = Some(Moment::now());
+        self.call.left = Some(at);
         Ok(())
     }
 
-    /// Leaves.
+    /// Leaves. The moment is the one before it closes: whoever is on the other side may have acted on it before that returns.
     async fn go(&mut self, mut wire: Wire, answer: Option<Answer>) -> Result<Outcome, String> {
+        let at = Moment::now();
         let closed = match self.manner {
             Manner::Fin => wire.finish(),
             Manner::Rst => wire.reset(),
@@ -478,14 +480,15 @@ impl Course<'_> {
                 wire.reset()
             }
         };
-        self.call.left.get_or_insert_with(Moment::now);
+        self.call.left.get_or_insert(at);
         closed.map(|()| Outcome::Left).map_err(told)
     }
 
     /// Gives up, as an SDK does: it closes.
     fn late(&mut self, wire: Wire, stage: Stage) -> Result<Outcome, String> {
+        let at = Moment::now();
         wire.finish().map_err(told)?;
-        self.call.left.get_or_insert_with(Moment::now);
+        self.call.left.get_or_insert(at);
         Ok(Outcome::TimedOut { stage })
     }
 

@@ -35,7 +35,38 @@ pub(super) fn books(samples: &Samples) -> Books {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use serde_json::json;
+
     use super::*;
+    use crate::sim_fleet::{Dialect, EnginePlan, FleetPlan, SimFleet};
+    use crate::web::Origin;
+
+    /// Longer than anything here takes.
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    #[tokio::test]
+    async fn what_a_simulated_engine_lends_is_what_its_metrics_are_read_as() {
+        for (dialect, nobodys) in [(Dialect::Baton, 0), (Dialect::Vllm, 1)] {
+            let plan = EnginePlan { dialect, lease: PATIENCE, ..EnginePlan::instant() };
+            let blocks = plan.blocks as u64 + nobodys;
+            let fleet = SimFleet::start(FleetPlan::new(1, 1, plan)).expect("a fleet starts on loopback");
+            let prefill = Origin::parse(&fleet.prefill()[0].to_string()).expect("an address");
+            for lent in 0..4 {
+                let samples = prefill.samples(PATIENCE).await.expect("metrics");
+                // Three for each prompt of 40 words.
+                let expected = Books { total: blocks, held: 3 * lent, ..Books::default() };
+                assert_eq!(books(&samples), expected, "{dialect:?}");
+                let prompt: String = (0..40).map(|word| format!("w{lent}x{word} ")).collect();
+                let first_leg = json!({
+                    "model": "sim", "prompt": prompt, "max_tokens": 1,
+                    "kv_transfer_params": {"do_remote_decode": true, "do_remote_prefill": false},
+                });
+                prefill.post_json("/v1/completions", &first_leg, PATIENCE).await.expect("an answer");
+            }
+        }
+    }
 
     #[test]
     fn a_share_of_a_pool_is_its_blocks_whether_or_not_one_of_them_is_nobodys() {
