@@ -355,17 +355,17 @@ fn short_prefills_that_nobody_stops_are_found_and_honest_ones_are_not() {
         let Some(never) = went_on(&summary) else { continue };
         is_judged("never-aborts-prefill", &summary, &["prefill_not_aborted"], &[]);
         // On a machine that is busy with other things an abort may come late once; not twice.
-        for _ in 0..2 {
+        for accused_before in [false, true] {
             let summary = judged_like(None, &engines, &options);
-            let Some(honest) = went_on(&summary) else { continue };
+            let Some(honest) = went_on(&summary) else { break };
             println!("{engines:?}: {never:.2} go on, and {honest:.2} of honest ones");
             assert!(never > 0.5 && honest < never / 4.0, "{honest} of {never}: {:#}", summary["work"]);
-            if found(&summary).is_empty() {
-                return;
+            if accused_before || found(&summary).is_empty() {
+                return is_judged("honest", &summary, &[], &[]);
             }
         }
     }
-    panic!("honest engines were accused, or prefills of 80 ms could not be judged either");
+    panic!("prefills of 80 ms could not be judged either");
 }
 
 /// Rounds enough to know what is noise, and of enough clients.
