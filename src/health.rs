@@ -17,11 +17,19 @@ const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
 /// Succeeds if the answer is 200.
 pub(crate) fn run(args: &HealthArgs) -> Result<(), Failure> {
+    if args.url.starts_with("https://") {
+        return Err(
+            "TLS is not spoken here; a router's admin listener answers the same: http://HOST:8081".into()
+        );
+    }
     let asked = args.url.strip_prefix("http://").ok_or("an address begins with http://")?;
     if asked.bytes().any(|byte| !byte.is_ascii_graphic()) {
         return Err(format!("`{asked}` has spaces, or what cannot be printed").into());
     }
     let (authority, path) = asked.split_once('/').unwrap_or((asked, ""));
+    if authority.rsplit_once(':').is_none_or(|(_, port)| port.parse::<u16>().is_err()) {
+        return Err(format!("`{authority}` names no port; an address is http://HOST:PORT").into());
+    }
     let within = Duration::from_millis(args.timeout_ms.max(1));
     let (path, answer) = match path {
         "" => match ask(authority, "ready", within)? {

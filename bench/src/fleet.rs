@@ -52,7 +52,7 @@ const ROUTERS_MAX: usize = 64;
 /// What to simulate.
 #[derive(Clone, Debug, clap::Args)]
 pub struct FleetOptions {
-    /// Fleet sizes; half of the engines prefill, half decode
+    /// Fleet sizes, separated by `,`; half of the engines prefill, half decode
     #[arg(long, value_delimiter = ',', default_values_t = [10, 100, 1_000])]
     pub engines: Vec<usize>,
     /// Requests alive at once
@@ -61,7 +61,7 @@ pub struct FleetOptions {
     /// Requests that come after the first so many, for each of them; at least 0
     #[arg(long, default_value_t = 1.0)]
     pub turnover: f64,
-    /// Policies of both legs, as in a configuration
+    /// Policies of both legs, as in a configuration, separated by `;` (in quotes)
     #[arg(
         long,
         value_delimiter = ';',
@@ -344,8 +344,11 @@ fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
     let memory = &report["memory"];
     writeln!(
         out,
-        "\nmemory, {} engines: {} bytes an engine and router, {} bytes a request (with what simulates it)",
-        memory["engines"], memory["bytes_per_engine"], memory["bytes_per_request"]
+        "\nmemory, {} engines: {:.0} bytes an engine and router (what is fixed, too: some 8 MB), {:.0} bytes a request (with \
+         what simulates it)",
+        memory["engines"],
+        memory["bytes_per_engine"].as_f64().unwrap_or_default(),
+        memory["bytes_per_request"].as_f64().unwrap_or_default()
     )?;
     let all = |name: &str, of: &str| -> u64 {
         report["runs"].as_array().into_iter().flatten().filter_map(|run| run[of][name].as_u64()).sum()

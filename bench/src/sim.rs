@@ -169,7 +169,10 @@ pub fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError> {
         port: args.port,
         ..FleetPlan::new(args.prefill, args.decode, args.engine.plan())
     };
-    let fleet = SimFleet::start(plan)?;
+    let fleet = SimFleet::start(plan).map_err(|error| match error.kind() {
+        std::io::ErrorKind::AddrInUse => format!("{error}; choose others with --port, or 0 for free ones"),
+        _ => error.to_string(),
+    })?;
     if let Some(file) = &args.router_config {
         std::fs::write(file, fleet.router_yaml(args.router_listen, args.router_admin))
             .map_err(|error| format!("{}: {error}", file.display()))?;

@@ -78,7 +78,12 @@ impl SimFleet {
     }
 
     fn run(&self, role: Role, number: usize, at: SocketAddr) -> io::Result<Member> {
-        let listener = crate::sim_engine::listen(at)?;
+        let listener = crate::sim_engine::listen(at).map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!("cannot listen on {at}, for {} engine {number}: {error}", role.label()),
+            )
+        })?;
         let address = listener.local_addr()?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let plan = self.plan.of(role, number);

@@ -124,6 +124,14 @@ async fn door(site: &Site, seen: &mut Seen, checkup: &mut Checkup) {
         }
         Err(error) => return checkup.fail("door", door.authority(), error.to_string()),
     }
+    // Not everybody's front door has one.
+    match door.get("/ready", PATIENCE).await {
+        Ok(_) => checkup.ok("ready", door.authority(), "requests are taken"),
+        Err(error) if error.status().is_some_and(|status| status.is_server_error()) => {
+            checkup.fail("ready", door.authority(), format!("requests are not taken: {error}"));
+        }
+        Err(_) => {}
+    }
     // Where clients need a key, models are asked of the engines.
     if let Ok(models) = door.get_json("/v1/models", PATIENCE).await {
         seen.model = models["data"][0]["id"].as_str().map(str::to_owned);
@@ -496,6 +504,9 @@ async fn held(admin: &Origin, checkup: &mut Checkup) {
         }
         Err(error) if error.status().is_some_and(|status| status.as_u16() == 404) => {
             return checkup.skip("stranded", name, "it has no /debug/kv: an older router");
+        }
+        Err(error) if error.status().is_none() => {
+            return checkup.skip("stranded", name, "the admin listener does not answer");
         }
         Err(error) => return checkup.fail("stranded", name, error.to_string()),
     };
