@@ -186,14 +186,14 @@ fn who_came_too_late_is_counted_and_said() {
             let tag = format!("stall-{number}");
             script.left(act, &tag, 1_090, Kind::Stall, Phase::Stream, 3);
             script.told(P, &tag, &lends("transfer_done", 1_031));
-            // Two were in the midst of it.
-            let ended = if number < 2 { 1_095 } else { 1_080 };
+            // Two were in the midst of it; the others had come to their own end.
+            let (ended, how) = if number < 2 { (1_095, "abort") } else { (1_080, "length") };
             let says = [
                 ("queued", 1_022, 0, "decode"),
                 ("fetching", 1_025, 7, ""),
                 ("fetched", 1_030, 0, "landed"),
                 ("first_token", 1_035, 0, ""),
-                ("ended", ended, 9, "abort"),
+                ("ended", ended, 9, how),
                 ("freed", ended, 8, ""),
             ];
             script.told(D, &tag, &says);
