@@ -47,10 +47,10 @@ pub struct DisconnectOptions {
     #[arg(long)]
     pub(super) rate: Option<f64>,
     /// Seconds of calm, and of storm, over all rounds
-    #[arg(long, default_value_t = 18.0)]
+    #[arg(long, default_value_t = 30.0)]
     pub(super) seconds: f64,
     /// Rounds of calm and storm, which share those seconds
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(super) rounds: u32,
     /// Share of requests in calm and storm whose answer comes in one piece
     #[arg(long, default_value_t = 0.2, value_parser = share)]
@@ -232,11 +232,12 @@ impl DisconnectOptions {
 
     pub(super) fn terms(&self) -> Terms {
         let seconds = Duration::from_secs_f64;
+        let act = self.seconds / f64::from(self.rounds);
         Terms {
-            act: seconds(self.seconds / f64::from(self.rounds)),
+            act: seconds(act),
             rounds: self.rounds,
             phase: seconds(self.phase_seconds),
-            fault: seconds((self.seconds / 2.0).max(4.0)),
+            fault: seconds((act * 1.5).max(4.0)),
             fault_share: self.share / 2.0,
             settle: seconds(self.settle),
             // Calibration finds a better one.

@@ -67,9 +67,13 @@ fn slower(number: &Compared) -> String {
 
 /// What looks at metrics say, and how much they may be wrong.
 fn from_samples(sampled: &Sampled) -> String {
-    let Sampled { held, per_1000, per_1000_off_by } = sampled;
+    let Sampled { held, unknown_engines, per_1000, per_1000_off_by } = sampled;
+    let without = match unknown_engines {
+        0 => String::new(),
+        engines => format!(", without {engines} of which it cannot be said"),
+    };
     format!(
-        "from samples: {} ± {}, in all {} ± {} (of {} looks {} were quiet; the longest time without one {:.1} s)",
+        "from samples{without}: {} ± {}, in all {} ± {} (of {} looks {} were quiet; the longest time without one {:.1} s)",
         decimals(*per_1000),
         decimals(*per_1000_off_by),
         decimals(held.block_seconds),

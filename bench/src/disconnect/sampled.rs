@@ -29,27 +29,33 @@ pub(crate) struct Held {
 /// The same of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Sampled {
-    /// Of all engines; the looks are those of all, too.
+    /// Of all engines of which it can be said; the looks are theirs, too.
     #[serde(flatten)]
     pub(crate) held: Held,
+    /// Engines of which it cannot: they do not tell how many blocks they have, or were never quiet. What these held is missing.
+    pub(crate) unknown_engines: u64,
     /// For every 1,000 clients that left.
     pub(crate) per_1000: f64,
     pub(crate) per_1000_off_by: f64,
 }
 
-/// Of the whole run; `None` where an engine does not tell its blocks, or was never quiet.
+/// Of the whole run; `None` where it can be said of no engine.
 pub(crate) fn of(facts: &Facts, left: u64) -> Option<Sampled> {
     let mut all = Held::default();
+    let mut unknown_engines = 0;
     for engine in &facts.engines {
-        let held = of_engine(facts, engine.engine)?;
+        let Some(held) = of_engine(facts, engine.engine) else {
+            unknown_engines += 1;
+            continue;
+        };
         all.block_seconds += held.block_seconds;
         all.off_by += held.off_by;
         (all.looks, all.quiet_looks) = (all.looks + held.looks, all.quiet_looks + held.quiet_looks);
         all.longest_unseen_s = all.longest_unseen_s.max(held.longest_unseen_s);
     }
     let per_1000 = |of: f64| of * 1_000.0 / left.max(1) as f64;
-    let (seconds, off_by) = (per_1000(all.block_seconds), per_1000(all.off_by));
-    (all.looks > 0).then_some(Sampled { held: all, per_1000: seconds, per_1000_off_by: off_by })
+    let (per_1000, per_1000_off_by) = (per_1000(all.block_seconds), per_1000(all.off_by));
+    (all.looks > 0).then_some(Sampled { held: all, unknown_engines, per_1000, per_1000_off_by })
 }
 
 /// Of one engine, in the parts of the run in which those leave that are counted: until others are refused or something is broken.

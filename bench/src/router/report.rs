@@ -144,6 +144,10 @@ pub struct SubjectReport {
 pub struct RouterReport {
     /// Seconds since the epoch at the start.
     pub unix_seconds: u64,
+    /// The commit of the repository that it was run in.
+    pub commit: Option<String>,
+    /// The command.
+    pub command: String,
     /// The machine: processor, processors, memory.
     pub machine: String,
     /// Repetitions.
@@ -188,6 +192,8 @@ impl RouterReport {
         });
         Self {
             unix_seconds: since_epoch.unwrap_or_default().as_secs(),
+            commit: crate::machine::commit(),
+            command: crate::machine::command(),
             machine: crate::machine::described(),
             repetitions: args.repetitions,
             load_requests: args.load_requests,

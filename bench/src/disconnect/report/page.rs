@@ -112,7 +112,9 @@ fn tiles(summary: &Summary, out: &mut String) {
             "block-seconds held for nobody, per 1,000 clients that left, from samples of metrics: ± {}",
             decimals(sampled.per_1000_off_by)
         );
-        tile(out, &decimals(sampled.per_1000), "", &what);
+        // What some engine held is missing.
+        let at_least = if sampled.unknown_engines > 0 { "≥ " } else { "" };
+        tile(out, &format!("{at_least}{}", decimals(sampled.per_1000)), "", &what);
     }
     if let Some(spread) = &summary.ttft_p99_over_calm_stand_ins {
         // Of few clients a number of another percentile is judged, of which this one says nothing.

@@ -67,18 +67,32 @@ fn without_the_size_of_a_pool_or_a_quiet_look_nothing_is_said_and_that_is_told()
     let unknown = summary.unknown().join("; ");
     assert!(unknown.contains("prefill does not tell how many blocks its pool has"), "{unknown}");
     assert!(report::page(&summary).contains("<td>5.0 %</td>"), "held at most, as a share");
-    let mut busy = told_by_metrics(100);
-    for record in &mut busy.0 {
-        if let Record::Books(books) = record {
-            books.requests = 1;
+    let busy = |engines: &[usize]| {
+        let mut busy = told_by_metrics(100);
+        for record in &mut busy.0 {
+            if let Record::Books(books) = record
+                && engines.contains(&books.engine)
+            {
+                books.requests = 1;
+            }
         }
-    }
-    let summary = busy.summary();
+        busy.summary()
+    };
+    let summary = busy(&[P, D]);
     let unknown = summary.unknown().join("; ");
     assert!(
         summary.sampled.is_none() && unknown.contains("prefill was at no look without a request"),
         "{unknown}"
     );
+    // Of one engine it can be said, and of the other not.
+    let summary = busy(&[D]);
+    let sampled = summary.sampled.expect("it is known of one engine");
+    assert_eq!((sampled.unknown_engines, summary.engines[D].sampled), (1, None));
+    near(sampled.held.block_seconds, 7.0 * (3.96 + 0.04 + 0.02));
+    let unknown = summary.unknown().join("; ");
+    assert!(unknown.contains("decode was at no look") && !unknown.contains("prefill was"), "{unknown}");
+    assert!(report::text(&summary).contains("without 1 of which it cannot be said"));
+    assert!(report::page(&summary).contains("≥ 28,140.00"));
 }
 
 #[test]
