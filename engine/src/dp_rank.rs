@@ -195,7 +195,7 @@ impl RunningRank {
         let tiers = Tiers::open(
             &options.offload,
             (rank, options.data_parallel_size),
-            cache.regions.clone(),
+            (cache.regions.clone(), executor.port()),
             cache.geometry.rank_fingerprint(common.fingerprint, Rank(0)),
             common.model,
         );

@@ -140,9 +140,9 @@ pub trait Executor: Send {
         let _ = blocks;
     }
 
-    /// Makes the bytes of these blocks in [`Self::regions`] what was computed. Called before they are stored or
-    /// hashed, and before they are lent unless [`Self::lend`] knows better. For an executor that computes in the
-    /// regions themselves they are.
+    /// Makes the bytes of these blocks in [`Self::regions`] what was computed. Called before they are hashed, and before
+    /// they are lent or stored unless [`Self::lend`] and [`Self::store`] know better. For an executor that computes in
+    /// the regions themselves they are.
     ///
     /// # Errors
     /// [`ExecutorError`]; nobody may read the blocks then.
@@ -157,6 +157,15 @@ pub trait Executor: Send {
     /// # Errors
     /// As [`Self::publish`].
     fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.publish(blocks)
+    }
+
+    /// These blocks are final and will be stored. Whoever copies them from [`Self::regions`] asks [`Self::port`] first, if
+    /// there is one; otherwise they are published.
+    ///
+    /// # Errors
+    /// As [`Self::publish`].
+    fn store(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
         self.publish(blocks)
     }
 

@@ -15,9 +15,19 @@ impl<S: Surroundings> EngineCore<S> {
                 self.executor.landing(&[*block]);
                 true
             }
-            Order::Store { block, .. } => self.publish(&[*block]),
+            Order::Store { block, .. } => self.storable(*block),
             Order::Write { .. } | Order::Delete { .. } => true,
         }
+    }
+
+    /// Leaves a block to the worker that stores it, which copies it out of the device itself: up to hundreds are stored
+    /// between two steps, and the next step waits for none. False: nobody may store it.
+    fn storable(&mut self, block: BlockId) -> bool {
+        let stored = self.executor.store(&[block]);
+        if let Err(error) = &stored {
+            tracing::error!(%error, "computed blocks cannot be stored");
+        }
+        stored.is_ok()
     }
 
     /// Makes blocks readable from outside. False: nobody may read them.
@@ -65,10 +75,16 @@ mod tests {
     use super::*;
     use crate::engine_core::{ProducerAddress, Submission};
     use crate::event_log::What;
+    use crate::executor::cuda::software::SoftDevice;
+    use crate::executor::cuda::{CudaExecutor, DeviceOptions, Element};
     use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
     use crate::mailbox::Mail;
+    use crate::model::config::ModelConfig;
+    use crate::model::weights::Weights;
+    use crate::offload::arena::Arena;
+    use crate::offload::books::TierConfig;
     use crate::peers::FetchTarget;
-    use crate::sampling::SamplingParams;
+    use crate::sampling::{GenerationDefaults, SamplingParams};
     use crate::scheduler::{Scheduler, SchedulerConfig};
     use crate::sequence::{NewSequence, Purpose, SeqId, StopRule};
 
@@ -117,9 +133,10 @@ mod tests {
         }
     }
 
-    /// Nobody is around; what is counted and told is kept.
+    /// Nobody is around; what is counted, told and ordered is kept.
     struct Alone {
         told: Told,
+        orders: Arc<Mutex<Vec<Order>>>,
         address: ProducerAddress,
     }
 
@@ -162,6 +179,10 @@ mod tests {
         fn read(&mut self, _: SeqId, _: &FetchTarget, _: usize, _: Vec<BlockId>) {}
         fn stop_read(&mut self, _: SeqId) {}
         fn release_at_producer(&mut self, _: &FetchTarget, _: &'static str) {}
+        fn offload(&mut self, order: Order) -> bool {
+            self.orders.lock().unwrap().push(order);
+            true
+        }
         fn note(&self, fact: Fact<'_>) {
             if let Fact::DeviceFailed(why) = fact {
                 self.told.lock().unwrap().push(why.to_owned());
@@ -189,30 +210,46 @@ mod tests {
             told: Arc::clone(&told),
             told_in_step: Arc::clone(&told_in_step),
         };
-        let config = SchedulerConfig {
+        let scheduler = Scheduler::new(scheduler(8, 16), 8);
+        let core = EngineCore::new(Box::new(device), scheduler, alone(&told, &Arc::default()));
+        Bench { core, given_up, told, told_in_step }
+    }
+
+    fn scheduler(max_num_batched_tokens: usize, max_model_len: usize) -> SchedulerConfig {
+        SchedulerConfig {
             block_tokens: 4,
             max_num_seqs: 2,
-            max_num_batched_tokens: 8,
+            max_num_batched_tokens,
             max_waiting: 2,
-            max_model_len: 16,
-        };
+            max_model_len,
+        }
+    }
+
+    fn alone(told: &Told, orders: &Arc<Mutex<Vec<Order>>>) -> Alone {
         let address = ProducerAddress {
             engine_id: EngineId("p".into()),
             host: "127.0.0.1".into(),
             ports: vec![1],
             block_tokens: 4,
         };
-        let alone = Alone { told: Arc::clone(&told), address };
-        let core = EngineCore::new(Box::new(device), Scheduler::new(config, 8), alone);
-        Bench { core, given_up, told, told_in_step }
+        Alone { told: Arc::clone(told), orders: Arc::clone(orders), address }
     }
 
     fn request(id: u64, purpose: Purpose, max_new: usize) -> (Mail, Receiver<(u32, SeqEvent)>) {
+        asking(id, vec![1, 2, 3, 4, 5], purpose, max_new)
+    }
+
+    fn asking(
+        id: u64,
+        prompt: Vec<u32>,
+        purpose: Purpose,
+        max_new: usize,
+    ) -> (Mail, Receiver<(u32, SeqEvent)>) {
         let (outbox, inbox) = channel(8);
         let sequence = NewSequence {
             id: SeqId(id),
             request: RequestId::new(&format!("r{id}")).expect("a test id"),
-            prompt: vec![1, 2, 3, 4, 5],
+            prompt,
             stop: StopRule { max_new, stop_ids: Vec::new(), min_new: 0 },
             purpose,
             follows: None,
@@ -245,6 +282,55 @@ mod tests {
         }
         assert!(matches!(inbox.try_recv(), Ok((0, SeqEvent::Unavailable(_)))));
         assert_eq!((core.live(), told.lock().unwrap().len()), (0, 1));
+    }
+
+    #[test]
+    fn the_thread_of_the_steps_waits_for_steps_alone_and_for_none_of_the_blocks_that_are_stored() {
+        let text = br#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32,
+            "vocab_size": 64, "eos_token_id": 1}"#;
+        let config = ModelConfig::parse(text, GenerationDefaults::default()).expect("a model");
+        let options = DeviceOptions {
+            blocks: 128,
+            block_tokens: 4,
+            element: Element::F32,
+            max_rows: 64,
+            max_sequences: 2,
+            max_positions: 96,
+            pool: Region::allocate,
+        };
+        let device = SoftDevice::new(16 << 20, options.element, config.head_dim);
+        let waits = Arc::clone(&device.waits);
+        let waited = || waits.load(Ordering::Acquire);
+        let device = CudaExecutor::load(device, &Weights::random(5), &config, &options, &mut |_| ());
+        let device = device.expect("it fits");
+        let (port, region) = (device.port(), device.regions()[0].clone());
+        let (told, orders) = (Told::default(), Arc::<Mutex<Vec<Order>>>::default());
+        let tiers = TierConfig { host_blocks: 64, disk_blocks: 0 };
+        let scheduler = Scheduler::new(scheduler(64, 96), 128).with_tiers(tiers, []);
+        let mut core = EngineCore::new(Box::new(device), scheduler, alone(&told, &orders));
+        let prompt = (0..62).map(|n| n * 7 % 60 + 2).collect();
+        let (mail, _inbox) = asking(1, prompt, Purpose::Plain, 8);
+        core.take_in(mail);
+        let before = waited();
+        // What a step has completed is ordered when the next one is planned.
+        for (steps, stores) in [0, 15, 15, 16].into_iter().enumerate() {
+            let (plan, _) = core.schedule();
+            assert_eq!((orders.lock().unwrap().len(), waited() - before), (stores, steps as u64));
+            assert!(core.execute(&plan, &mut Vec::new));
+            core.finish_step(&plan, Mail::default());
+        }
+        assert!(told.lock().unwrap().is_empty());
+        // A worker brings them, and has what was computed.
+        let arena = Arena::new(64, vec![region.clone()]).mirroring(port);
+        for order in orders.lock().unwrap().drain(..) {
+            let Order::Store { block, slot, .. } = order else { panic!("{order:?}") };
+            assert!(region.read_block(block).iter().all(|byte| *byte == 0), "nobody has asked for it yet");
+            arena.store(block, slot).expect("the device gives it");
+            let stored = arena.bytes(slot);
+            assert!(stored == region.read_block(block) && stored.iter().any(|byte| *byte != 0));
+        }
+        assert_eq!(waited() - before, 4);
     }
 
     #[test]

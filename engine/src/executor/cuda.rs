@@ -13,8 +13,10 @@
 //!
 //! The KV pool is one plain allocation in the layout of [`KvLayout`], which engines on the same host may read device to
 //! device ([`port`]). Tiers and the other transports see a mirror of it in host memory: a block is copied there, on a
-//! stream of its own, when it is stored ([`Executor::publish`]) or when a lent one is first read there
-//! ([`Executor::lend`]), and back before the first step that reads a block written from outside ([`Executor::landing`]).
+//! stream of its own and by the thread that wants it, when one that was lent is first read there ([`Executor::lend`]) or
+//! one that is to be stored is stored ([`Executor::store`]), and back before the first step that reads a block written
+//! from outside ([`Executor::landing`]). The thread of the steps waits for no such copy but that of blocks that are
+//! hashed for people ([`Executor::publish`]).
 //!
 //! Not exact in the sense of the trait: the matrix library chooses its order of summation by shape, so that a row may
 //! differ in its last bits with what is batched beside it.
@@ -447,6 +449,14 @@ impl<D: Device> Executor for CudaExecutor<D> {
             // Those stay where they are; what only the mirror has is brought to the device.
             let only_here = executor.port.mirror().on_host(blocks);
             executor.level(&only_here)
+        })
+    }
+
+    /// As [`Self::lend`]. What only the mirror has is stored from there, and nothing is copied now.
+    fn store(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.used(|executor| {
+            executor.port.mirror().lend(blocks.iter().copied());
+            Ok(())
         })
     }
 

@@ -64,6 +64,10 @@ impl Executor for Failing {
         self.inner.lend(blocks)
     }
 
+    fn store(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.inner.store(blocks)
+    }
+
     fn usable(&self) -> Result<(), ExecutorError> {
         self.inner.usable()
     }

@@ -70,6 +70,10 @@ impl Executor for Paced {
         self.inner.lend(blocks)
     }
 
+    fn store(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.inner.store(blocks)
+    }
+
     fn usable(&self) -> Result<(), ExecutorError> {
         self.inner.usable()
     }

@@ -3,16 +3,21 @@
 //! A block of the device is one shard per rank; in a slot, and in a file, its shards lie one after the other.
 #![allow(unsafe_code)] // the device's pool and the arena are shared memory; the books say who may touch what
 
+use std::sync::Arc;
+
 use baton_connector::BlockId;
 use baton_connector::region::Region;
 
-use super::HostSlot;
+use super::{Fault, HostSlot};
+use crate::executor::cuda::port::Port;
 
 /// Host memory in slots of one block, beside the device's pool.
 #[derive(Clone, Debug)]
 pub struct Arena {
     slots: Region,
     device: Vec<Region>,
+    /// Where the regions mirror a device's own memory.
+    port: Option<Arc<Port>>,
 }
 
 impl Arena {
@@ -24,7 +29,14 @@ impl Arena {
     #[must_use]
     pub fn new(slots: usize, device: Vec<Region>) -> Self {
         let block_bytes = device.iter().map(Region::block_bytes).sum();
-        Self { slots: Region::allocate(slots, block_bytes), device }
+        Self { slots: Region::allocate(slots, block_bytes), device, port: None }
+    }
+
+    /// The same, where the regions mirror a device's own memory: what is stored is copied out of it first.
+    #[must_use]
+    pub fn mirroring(mut self, port: Option<Arc<Port>>) -> Self {
+        self.port = port;
+        self
     }
 
     /// Bytes of one block, over all ranks.
@@ -34,8 +46,17 @@ impl Arena {
     }
 
     /// Copies a block of the device into a slot. The caller keeps the contract: nobody writes the block, and nobody
-    /// else touches the slot.
-    pub fn store(&self, block: BlockId, slot: HostSlot) {
+    /// else touches the slot. Where the device has memory of its own this waits for a copy out of it.
+    ///
+    /// # Errors
+    /// [`Fault::Io`] when the device does not give the block.
+    pub fn store(&self, block: BlockId, slot: HostSlot) -> Result<(), Fault> {
+        if let Some(port) = &self.port {
+            port.in_region(&[block]).map_err(|error| {
+                tracing::error!(%error, "a block cannot be copied to host memory, and is not stored");
+                Fault::Io
+            })?;
+        }
         let mut at = self.slots.block_ptr(BlockId(slot.0));
         for shard in &self.device {
             let bytes = shard.block_bytes();
@@ -45,6 +66,7 @@ impl Arena {
                 at = at.add(bytes);
             }
         }
+        Ok(())
     }
 
     /// Copies a slot into a block of the device. The caller keeps the contract: the block is landing, and nobody
@@ -100,7 +122,7 @@ mod tests {
         let arena = Arena::new(2, device.clone());
         device[0].write_block(BlockId(1), &[1; 8]);
         device[1].write_block(BlockId(1), &[2; 16]);
-        arena.store(BlockId(1), HostSlot(1));
+        arena.store(BlockId(1), HostSlot(1)).expect("there is no device to refuse");
         let bytes = arena.bytes(HostSlot(1));
         assert_eq!(bytes, [vec![1; 8], vec![2; 16]].concat());
         arena.load(HostSlot(1), BlockId(3));

@@ -11,6 +11,7 @@ use super::disk::{DiskTier, Folder, record_bytes};
 use super::record::TierIdentity;
 use super::workers::{Pace, Workers};
 use crate::block_hash::BlockHash;
+use crate::executor::cuda::port::Port;
 use crate::mailbox::Mailbox;
 
 /// Files of one disk tier at most: what is looked at when it is opened.
@@ -47,15 +48,15 @@ pub(crate) struct Tiers {
 }
 
 impl Tiers {
-    /// The tiers of data-parallel rank `rank.0` of `rank.1`, over the shards of its blocks. `None` when none are
-    /// wanted. `model` is the identity of the weights, `layout` the fingerprint of a shard.
+    /// The tiers of data-parallel rank `rank.0` of `rank.1`, over the shards of its blocks, which mirror the memory of a
+    /// device where they have a port. `None` when none are wanted. `model` is the identity of the weights, `layout` the fingerprint of a shard.
     ///
     /// # Errors
     /// What is wrong with the options, for people.
     pub(crate) fn open(
         options: &OffloadOptions,
         rank: (usize, usize),
-        device: Vec<Region>,
+        (device, port): (Vec<Region>, Option<Arc<Port>>),
         layout: u64,
         model: &str,
     ) -> Result<Option<Self>, String> {
@@ -100,7 +101,7 @@ impl Tiers {
         if !granted {
             return Err(format!("there is no memory for a host tier of {} bytes", options.host_bytes));
         }
-        let arena = Arena::new(config.slots(), device);
+        let arena = Arena::new(config.slots(), device).mirroring(port);
         Ok(Some(Self { config, found, arena, disk, pace: options.pace }))
     }
 

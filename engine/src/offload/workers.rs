@@ -3,7 +3,7 @@
 //!
 //! | thread | does |
 //! |---|---|
-//! | `offload-copy` | between device and slots; also gives up loads that take too long |
+//! | `offload-copy` | between device and slots, out of a device's own memory too; also gives up loads that take too long |
 //! | `offload-load-n` | file to device: read and verified apart, then copied |
 //! | `offload-disk` | slot to file, deletions; tries a failing disk out before it is used again |
 //!
@@ -285,10 +285,7 @@ impl Shared {
                 self.tell(Report::Ended(id, outcome));
             }
             if let Some((id, Pair { block, slot })) = store {
-                let outcome = guarded(|| {
-                    self.arena.store(block, slot);
-                    Ok(())
-                });
+                let outcome = guarded(|| self.arena.store(block, slot));
                 self.tell(Report::Ended(id, outcome));
             }
             queues = self.lock();

@@ -4,7 +4,7 @@
 //! | what happens | the newer side is then |
 //! |---|---|
 //! | a step writes the block, or it has landed on the device from another | the device's |
-//! | it is lent | the device's, and whoever reads it in the mirror copies it there first |
+//! | it is lent, or is to be stored | the device's, and whoever reads it in the mirror copies it there first |
 //! | it is about to be written from outside | the host's |
 //! | it was copied, either way | neither's |
 
@@ -49,7 +49,8 @@ impl Mirror {
         self.blocks[block.index()] = Newer::Host;
     }
 
-    /// These blocks are lent: from now on their bytes do not change, and readers of the mirror may copy them.
+    /// These blocks are lent, or to be stored, which counts as a loan here: from now on their bytes do not change, and
+    /// readers of the mirror may copy them.
     pub(super) fn lend(&mut self, blocks: impl Iterator<Item = BlockId>) {
         self.loans += 1;
         for block in blocks {

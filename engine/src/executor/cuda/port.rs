@@ -4,7 +4,9 @@
 //! Three rules keep it right. Nothing here touches a block that the executor may write: what is copied is lent, and what is
 //! landed in is set aside. A block's bytes are never read in the mirror before [`Port::in_region`] has put there what
 //! was lent. And since a lease can end under a copy to the mirror, whose block is then somebody else's, nothing is written
-//! there before that copy is over: neither what lands from outside (`Port::landing`) nor what is stored (`Port::begin_level`).
+//! there before that copy is over: neither what lands from outside (`Port::landing`) nor what the executor copies there
+//! itself (`Port::begin_level`). Who stores a block into a tier is such a reader, and the block is held until it has
+//! been stored.
 //!
 //! A copy that is not over in time ([`DeviceError::Hung`]) may still write, and after any work of the executor's that has
 //! failed nobody knows which side has what. So the device is given up before whoever waited hears of it: from then on the
@@ -184,7 +186,8 @@ impl Port {
         &self.region
     }
 
-    /// Copies lent blocks to the mirror that are not there yet. Blocks for as long as that takes.
+    /// Copies blocks to the mirror that are lent, or to be stored, and not there yet. Blocks for as long as that takes, and
+    /// for others' copies before it: not for the thread of the steps.
     ///
     /// # Errors
     /// [`DeviceError`]; nobody may read them in the mirror.
@@ -432,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_stored_of_a_block_whose_last_owners_copy_is_under_way() {
+    fn nothing_is_published_of_a_block_whose_last_owners_copy_is_under_way() {
         let told = Arc::<Mutex<Vec<&'static str>>>::default();
         let ((begun, has_begun), (go, end)) = (sync_channel(0), sync_channel(0));
         let memory = Gated { begun, end: Mutex::new(end), told: Arc::clone(&told) };
@@ -443,28 +446,28 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| port.in_region(&lent).expect("it is copied"));
             has_begun.recv().expect("it begins");
-            // Its lease has ended past its drain deadline; another prompt has computed it and stores it.
+            // Its lease has ended past its drain deadline; another prompt has computed it and it is published.
             port.mirror().computed(lent[0]);
-            let storing = scope.spawn(|| {
+            let publishing = scope.spawn(|| {
                 let level = port.begin_level(&lent).expect("the copy ends");
-                lock(&told).push("stored");
+                lock(&told).push("published");
                 port.end_level(&level, &Ok(()));
                 level
             });
             go.send(()).expect("it waits");
-            let level = storing.join().expect("no panic");
+            let level = publishing.join().expect("no panic");
             assert_eq!(
                 (level.down, level.up),
                 (lent.to_vec(), Vec::new()),
                 "the mirror has the other prompt's"
             );
         });
-        assert_eq!(*lock(&told), ["copied", "stored"]);
+        assert_eq!(*lock(&told), ["copied", "published"]);
         assert!(port.mirror().to_host(&lent).is_empty() && !port.mirror().is_in_flight(&lent));
     }
 
     #[test]
-    fn what_is_stored_is_not_copied_for_readers_meanwhile_nor_afterwards() {
+    fn what_is_published_is_not_copied_for_readers_meanwhile_nor_afterwards() {
         let ((begun, has_begun), (_go, end)) = (sync_channel(0), sync_channel(0));
         let memory = Gated { begun, end: Mutex::new(end), told: Arc::default() };
         let port = Port::new(Arc::new(memory), Region::allocate(4, 64));

@@ -18,7 +18,7 @@ mod twins;
 pub use self::emulated::{Emulation, EmulationError};
 pub(super) use self::twins::{narrow, widen};
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -86,6 +86,8 @@ pub struct SoftDevice {
     pub replays: u64,
     /// Copies between host and device.
     pub copies: u64,
+    /// How often whoever drives it has waited for it.
+    pub waits: Arc<AtomicU64>,
 }
 
 fn undefined<T>(what: String) -> Result<T, DeviceError> {
@@ -121,6 +123,7 @@ impl SoftDevice {
             launches: 0,
             replays: 0,
             copies: 0,
+            waits: Arc::default(),
         }
     }
 
@@ -481,6 +484,7 @@ impl Device for SoftDevice {
     }
 
     fn synchronize_beside(&mut self, event: Event, meanwhile: &mut dyn FnMut()) -> Result<(), DeviceError> {
+        self.waits.fetch_add(1, Ordering::AcqRel);
         meanwhile();
         wait("work on the device", &self.hangs)?;
         let reached = self.events[event.0 as usize].clone();

@@ -1,8 +1,9 @@
 //! The executor on the software device, against the CPU executor: the same launches that a GPU would get.
 
-use super::software::SoftDevice;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use super::software::SoftDevice;
 use super::*;
 use crate::executor::LogitsWanted;
 use crate::executor::cpu::{CpuExecutor, CpuOptions};
@@ -252,6 +253,43 @@ fn blocks_that_were_published_can_be_decoded_from_elsewhere() {
 }
 
 #[test]
+fn what_is_stored_is_copied_by_who_stores_it_while_steps_go_on() {
+    let config = config("Llama", "");
+    let (mut published, mut stored) = (on_software(&config, |_| ()), on_software(&config, |_| ()));
+    let (text, table) = (tokens(4, 60), blocks(3, 8));
+    let step =
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+    let (mut logits, mut theirs) = (Logits::default(), Logits::default());
+    published.execute(&[step(&text[..56], 0, &table)], &mut logits).unwrap();
+    stored.execute(&[step(&text[..56], 0, &table)], &mut theirs).unwrap();
+    let full = &table[..7];
+    published.publish(full).unwrap();
+    let waits = Arc::clone(&stored.device().waits);
+    let (copies, before) = (stored.device().copies, waits.load(Ordering::Acquire));
+    full.iter().for_each(|block| stored.store(&[*block]).unwrap());
+    assert_eq!((stored.device().copies, waits.load(Ordering::Acquire)), (copies, before));
+    let port = stored.port().expect("it has memory of its own");
+    std::thread::scope(|scope| {
+        scope.spawn(|| full.iter().for_each(|block| port.in_region(&[*block]).unwrap()));
+        // They go on in the block behind those.
+        for at in 56..60 {
+            published.execute(&[step(&text[at..=at], at, &table)], &mut logits).unwrap();
+            stored.execute(&[step(&text[at..=at], at, &table)], &mut theirs).unwrap();
+            assert_eq!(logits.values, theirs.values, "at {at}");
+        }
+    });
+    assert_eq!(waits.load(Ordering::Acquire), before + 4, "one for each step");
+    for block in full {
+        let (ours, wanted) =
+            (stored.regions()[0].read_block(*block), published.regions()[0].read_block(*block));
+        assert!(ours == wanted && ours.iter().any(|byte| *byte != 0), "{block:?}");
+    }
+    // The mirror has them: nothing is copied again, by nobody.
+    stored.publish(full).unwrap();
+    assert_eq!(waits.load(Ordering::Acquire), before + 4);
+}
+
+#[test]
 fn bf16_stays_near_f32() {
     let config = config("Llama", "");
     let mut exact = on_software(&config, |_| ());
@@ -397,7 +435,7 @@ impl port::PoolMemory for Endless {
 }
 
 #[test]
-fn a_store_waits_for_a_copy_of_the_blocks_last_owner_and_not_for_ever() {
+fn a_publication_waits_for_a_copy_of_the_blocks_last_owner_and_not_for_ever() {
     let config = config("Llama", "");
     let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
     let ((begun, has_begun), (go, end)) =
@@ -434,7 +472,7 @@ fn after_an_upload_that_fails_no_step_reads_what_was_not_uploaded() {
     let mut producer = on_software(&config, |_| ());
     producer.execute(&[step(&text[..32], 0, &table)], &mut logits).unwrap();
     producer.publish(&table).unwrap();
-    // By a step, a store and a loan.
+    // By a step, a publication and a loan.
     for by in 0..3 {
         let mut consumer = on_software(&config, |_| ());
         consumer.landing(&table[..4]);
