@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Other engines and libraries on the machine and the checkpoint of `baton bench engine`, in the same minutes.
 
-    python3 bench/engine_peers.py --model DIR [--threads N] [--llama-bench FOLDER] [--build-llama FOLDER]
+    python3 bench/engine_peers.py --model DIR [--threads N] [--llama-bench FOLDER] [--build-llama FOLDER] [--baton BATON]
+
+--baton       runs `BATON bench engine --model DIR` between two measurements of oneDNN, and says Baton's prefill over the
+              better of them: the same run; its whole report is in the JSON
 
 oneDNN        through torch: the products of one layer with 512 rows, f32 and bf16, GFLOP/s
 transformers  prefill of 512 tokens; decode at position 512 of one and of eight sequences, tokens/s
@@ -286,12 +289,35 @@ def llama_cpp(model, config, threads, programs, kind):
     return found
 
 
+def beside_onednn(baton, model, config, threads):
+    """Baton's own report, with oneDNN right before and after it."""
+    before = onednn(config, threads)
+    command = [baton, "bench", "engine", "--model", str(model), "--threads", str(threads), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"baton ended with {done.returncode}: {done.stderr[-300:]}")
+    report = json.loads(done.stdout)
+    after = onednn(config, threads)
+    found = dict(before)
+    for name in ("onednn_f32_gflops", "onednn_bf16_gflops"):
+        found[name] = max(before[name], after[name])
+        found[f"{name}_before_and_after"] = [before[name], after[name]]
+    for products, name in (("f32", "f32"), (None, "bf16")):
+        rows = [row for row in report["engines"] if (row["products"] == "f32") == (products == "f32")]
+        reached = max((row["prefill_gflops"] for row in rows), default=0.0)
+        if reached:
+            found[f"baton_{name}_prefill_gflops"] = reached
+            found[f"baton_{name}_prefill_over_onednn"] = reached / found[f"onednn_{name}_gflops"]
+    return {**found, "baton": report}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=pathlib.Path, required=True)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--llama-bench", type=pathlib.Path)
     parser.add_argument("--build-llama", type=pathlib.Path)
+    parser.add_argument("--baton")
     parser.add_argument("--only", choices=("onednn", "transformers", "vllm", "llama.cpp"))
     args = parser.parse_args()
     config = json.loads((args.model / "config.json").read_text())
@@ -304,7 +330,10 @@ def main():
             except Exception as error:  # whatever it is, the others are measured
                 skip(what, f"{type(error).__name__}: {error}")
 
-    attempt("onednn", "oneDNN", lambda: onednn(config, args.threads))
+    if args.baton:
+        attempt("onednn", "oneDNN beside Baton", lambda: beside_onednn(args.baton, args.model, config, args.threads))
+    else:
+        attempt("onednn", "oneDNN", lambda: onednn(config, args.threads))
     for name in ("f32", "bf16"):
         attempt("transformers", f"transformers {name}", lambda: transformers_engine(args.model, args.threads, name))
     for name in ("f32", "bf16"):
@@ -321,7 +350,9 @@ def main():
                 lambda: llama_cpp(args.model, config, args.threads, programs or build_llama(args.build_llama), kind),
             )
     for name, value in found.items():
-        print(f"{name:<40}{value:>10.1f}" if isinstance(value, float) else f"{name:<40}{value:>10}")
+        if isinstance(value, (dict, list)):
+            continue
+        print(f"{name:<40}{value:>10.2f}" if isinstance(value, float) else f"{name:<40}{value:>10}")
     print(json.dumps({"threads": args.threads, "unix_time_s": int(time.time()), **found}))
 
 

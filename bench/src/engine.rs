@@ -99,6 +99,10 @@ pub struct EngineReport {
     pub model: String,
     /// Seconds since 1970 at the start.
     pub unix_time_s: u64,
+    /// The commit of the repository that it was run in.
+    pub commit: Option<String>,
+    /// The command.
+    pub command: String,
     /// The processor's own name.
     pub cpu: String,
     /// Threads of the engine and of the baselines.
@@ -233,6 +237,8 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
     let mut report = EngineReport {
         model: name,
         unix_time_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        commit: crate::machine::commit(),
+        command: crate::machine::command(),
         cpu: limits::cpu_name(),
         threads,
         isa: subjects[0].executor().isa().name(),

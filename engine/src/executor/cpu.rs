@@ -128,7 +128,7 @@ impl CpuExecutor {
     ///
     /// # Panics
     /// When an option is zero where it may not be, the ranks do not divide the KV heads, the pool does not fit into memory, or
-    /// this machine does not have the unit that multiplies bf16.
+    /// this machine does not have the instruction set or the unit that multiplies bf16.
     pub fn with_weights(
         weights: &Weights,
         config: &ModelConfig,
@@ -155,6 +155,8 @@ impl CpuExecutor {
     }
 
     fn assemble(network: Arc<Network>, team: Team, options: &CpuOptions) -> Self {
+        // What every function that is compiled for an instruction set relies on.
+        assert!(Isa::available().contains(&options.isa), "an instruction set that this machine has");
         assert!(options.block_tokens > 0 && options.blocks > 0, "a pool has blocks, and blocks have tokens");
         let config = &network.config;
         let layout = config.kv_layout(options.block_tokens, options.kv_dtype);

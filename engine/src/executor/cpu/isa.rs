@@ -87,8 +87,8 @@ macro_rules! for_each_isa {
             #[target_feature(enable = "avx2,fma,f16c")]
             fn avx2($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
             match isa {
-                // SAFETY: an `Isa` other than `Portable` only comes from `Isa::available`, which has checked
-                // that this machine has the features.
+                // SAFETY: an executor is only made with an `Isa` of `Isa::available`, which has checked that this
+                // machine has the features; nobody else calls these functions but tests, with the same.
                 #[cfg(target_arch = "x86_64")]
                 $crate::executor::cpu::isa::Isa::Avx512 => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.

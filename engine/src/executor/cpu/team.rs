@@ -2,7 +2,8 @@
 //!
 //! A forward pass has about eight phases per layer and lasts a few milliseconds, so the team is woken once
 //! per pass, not once per phase; inside, members claim items and meet at a spinning barrier. Which member computes
-//! an item never changes the item's result.
+//! an item never changes the item's result. These are the two levels: threads that are woken for a pass, and items that they
+//! claim in it. A level between, members by socket or by shared cache, has not been needed on the machines that there were.
 //!
 //! Each member begins with its own part of a phase's items, in their order, and helps the others when it is done: so
 //! that it reads memory forward, and what it requests ahead is its own. Claiming item by item from one counter, eight
