@@ -40,7 +40,8 @@ pub(crate) enum Command {
     /// Watch a deployment: blocks by state, leases and why they are held, requests by phase
     Top(Box<baton_bench::top::TopArgs>),
     /// Examine a deployment: leave it in every phase of a request and prove that the blocks came back. Exits with 1 if
-    /// something is wrong, with 2 if it could not look: nobody answers, no engine is in view, or the options make no sense
+    /// something is wrong, with 2 if it could not look: nobody answers, no engine is in view, no disconnect was proved, or the
+    /// options make no sense
     Doctor(Box<baton_bench::doctor::DoctorArgs>),
     /// API keys of the router's clients
     Key(KeyArgs),

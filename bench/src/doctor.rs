@@ -2,15 +2,17 @@
 //! came back.
 //!
 //! ```text
-//! look   who answers, what they are, whether they fit together ─┐
-//! probe  a lease: its duration, its side channel                ├─▶ checkup ─▶ verdict
-//! leave  one forced disconnect per phase, by the event logs     ┘
+//! look    who answers, what they are, whether they fit together ─┐
+//! probe   a lease: its duration, its side channel                │
+//! leave   one forced disconnect per phase, by the event logs     ├─▶ checkup ─▶ verdict
+//! epochs  the engines are still those that were looked at        ┘
 //! ```
 //!
 //! Its requests are few, short and tagged by their `user` field, so that it can be pointed at a deployment in use. It
 //! changes nothing, and what it holds for a moment it gives back.
 
 mod checkup;
+mod epochs;
 mod leave;
 mod look;
 mod probe;
@@ -75,7 +77,8 @@ pub struct DoctorArgs {
     /// Seconds that blocks may take to come back
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600), value_name = "SECONDS")]
     within: u64,
-    /// Warnings count as findings. What was skipped does not: with --look-only what was looked at is judged, no more
+    /// Warnings count as findings. What was skipped does not: with --look-only what was looked at is judged, no more; without
+    /// it the verdict is 2 if no disconnect was proved
     #[arg(long)]
     strict: bool,
     /// A check whose warnings are meant so, and are no findings: `exposure` where clients need no key on purpose
@@ -95,6 +98,8 @@ pub enum Verdict {
     Findings,
     /// Nobody answered: nothing can be said.
     NotSeen,
+    /// Nothing is wrong with what was looked at, and no disconnect was proved.
+    NotProved,
 }
 
 impl Verdict {
@@ -104,7 +109,7 @@ impl Verdict {
         match self {
             Self::Healthy => 0,
             Self::Findings => 1,
-            Self::NotSeen => 2,
+            Self::NotSeen | Self::NotProved => 2,
         }
     }
 }
@@ -152,22 +157,34 @@ async fn examine(args: &DoctorArgs, site: Site, target: Target) -> Result<Checku
     let DoctorArgs { strict, look_only, .. } = *args;
     let mut checkup = Checkup::new(checkup::Terms { strict, look_only, accepted: args.accept.clone() });
     let seen = look::look(&site, &mut checkup).await;
+    let tried = try_out(args, &seen, target, &mut checkup).await;
+    epochs::again(&seen.engines, &site.admins, &mut checkup).await;
+    tried.map(|()| checkup)
+}
+
+/// Leases and disconnects.
+async fn try_out(
+    args: &DoctorArgs,
+    seen: &look::Seen,
+    target: Target,
+    checkup: &mut Checkup,
+) -> Result<(), BenchError> {
     if args.look_only || !seen.answers {
         let why = if args.look_only { "--look-only" } else { "nobody answers" };
         for check in ["lease", "request", "disconnects"] {
             checkup.skip(check, "", why);
         }
-        return Ok(checkup);
+        return Ok(());
     }
     if !seen.engines.iter().any(|engine| engine.up) {
         checkup
             .unseen("no engine is in view: name the router's admin listener (--admin) or engines (--engine)");
-        return Ok(checkup);
+        return Ok(());
     }
-    probe::leases(&seen, &mut checkup).await;
+    probe::leases(seen, checkup).await;
     let Some(model) = args.model.clone().or_else(|| seen.model.clone()) else {
         checkup.skip("disconnects", "", "no model is served; name one with --model");
-        return Ok(checkup);
+        return Ok(());
     };
     let limits = Limits {
         total: Duration::from_secs(120),
@@ -183,10 +200,10 @@ async fn examine(args: &DoctorArgs, site: Site, target: Target) -> Result<Checku
     };
     let (told, untold): (Vec<_>, Vec<_>) = seen.engines.iter().filter(|e| e.up).partition(|e| e.events);
     if !told.is_empty() && untold.is_empty() && !args.metrics_only {
-        leave::exactly(&client, &told, &terms, &mut checkup).await;
+        leave::exactly(&client, &told, &terms, checkup).await;
     } else {
         let why = if args.metrics_only { "--metrics-only" } else { "not every engine keeps a log of events" };
-        usage::coarsely(&client, &seen.engines, &terms, why, &mut checkup).await;
+        usage::coarsely(&client, &seen.engines, &terms, why, checkup).await;
     }
-    Ok(checkup)
+    Ok(())
 }

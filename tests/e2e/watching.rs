@@ -53,9 +53,15 @@ fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blo
     for phase in ["queued", "prefill", "gap", "mid-stream", "unary"] {
         assert!(proved.iter().any(|line| line.contains(phase)), "{phase}: {}", told.text);
     }
-    for (check, lines) in [("side channel", 1), ("lease", 1), ("layout", 1), ("engine", 2), ("request", 2)] {
+    for (check, lines) in
+        [("side channel", 1), ("lease", 1), ("layout", 1), ("engine", 2), ("request", 2), ("epoch", 1)]
+    {
         assert_eq!(told.marked("OK", check).len(), lines, "{check}: {}", told.text);
     }
+    assert!(
+        told.marked("OK", "epoch")[0]
+            .contains("2 engines are those that answered in the beginning, and to the routers")
+    );
     // It leaves nothing behind.
     cluster.settled(AT_ONCE * 5);
     let url = format!("http://{}", cluster.url);
@@ -84,6 +90,22 @@ fn the_doctor_that_sees_metrics_only_proves_what_they_show() {
         "{}",
         told.text
     );
+}
+
+#[test]
+fn the_doctor_that_looks_at_other_engines_than_those_that_answer_does_not_call_them_healthy() {
+    let (answers, looked_at) = (Cluster::new().start(), Cluster::new().start());
+    let (url, admin) = (format!("http://{}", answers.url), format!("http://{}", looked_at.admin));
+    // As strict as it may be: a warning would be another verdict.
+    for more in [&["--accept", "exposure", "--strict"][..], &["--metrics-only", "--within", "1"]] {
+        let told = Told::at(&url, &admin, more);
+        assert_eq!(told.code, Some(2), "{}", told.text);
+        assert!(told.marked("OK", "disconnect").is_empty(), "{}", told.text);
+        assert!(told.text.contains("could not look: no disconnect was proved, because "), "{}", told.text);
+        assert!(told.text.contains("\"verdict\": \"not_proved\"") && told.text.contains("it went elsewhere"));
+    }
+    let told = Told::at(&url, &admin, &["--look-only"]);
+    assert_eq!(told.code, Some(0), "what was looked at is well: {}", told.text);
 }
 
 #[test]

@@ -86,6 +86,9 @@ struct Line {
     told: String,
 }
 
+/// The check whose lines prove something: one for each phase.
+const DISCONNECT: &str = "disconnect";
+
 /// All lines.
 #[derive(Debug)]
 pub(super) struct Checkup {
@@ -142,6 +145,11 @@ impl Checkup {
         self.lines.iter().any(|line| line.mark == Mark::Fail && line.check == check && line.of == of)
     }
 
+    /// Whether this check of anybody has failed.
+    pub(super) fn has_failed_any(&self, check: &str) -> bool {
+        self.lines.iter().any(|line| line.mark == Mark::Fail && line.check == check)
+    }
+
     /// Nothing can be said of the deployment, whoever answers.
     pub(super) fn unseen(&mut self, why: &str) {
         self.seen = false;
@@ -158,13 +166,30 @@ impl Checkup {
     }
 
     /// Warnings are findings where somebody wants it so (`--strict`). What was skipped never is: it says nothing of the
-    /// deployment, and `--look-only` asks for it.
+    /// deployment. But nothing is healthy of which no disconnect was proved, unless `--look-only` asks for less.
     pub(super) fn verdict(&self) -> Verdict {
-        match (self.seen, if self.terms.strict { self.findings() } else { self.count(Mark::Fail) }) {
-            (false, _) => Verdict::NotSeen,
-            (true, 0) => Verdict::Healthy,
-            (true, _) => Verdict::Findings,
+        let findings = if self.terms.strict { self.findings() } else { self.count(Mark::Fail) };
+        match (self.seen, findings, self.unproved()) {
+            (false, ..) => Verdict::NotSeen,
+            (true, 1.., _) => Verdict::Findings,
+            (true, 0, Some(_)) => Verdict::NotProved,
+            (true, 0, None) => Verdict::Healthy,
         }
+    }
+
+    /// Why no disconnect was proved; `None` where one was (or was seen to leave blocks behind), or none was to be.
+    fn unproved(&self) -> Option<String> {
+        let of = |check: &'static str| self.lines.iter().filter(move |line| line.check == check);
+        if self.terms.look_only || of(DISCONNECT).any(|line| line.mark != Mark::Skipped) {
+            return None;
+        }
+        let phases = of(DISCONNECT).count();
+        if let Some(last) = of(DISCONNECT).next_back() {
+            return Some(format!("none of {phases} phases could be judged; {}: {}", last.of, last.told));
+        }
+        let failed = of("request").find(|line| line.mark == Mark::Fail);
+        let skipped = || of("disconnects").next_back();
+        Some(failed.or_else(skipped).map_or_else(|| "none was tried".to_owned(), |line| line.told.clone()))
     }
 
     /// What was to be accepted, and no check has warned of: mended since, or not looked at.
@@ -189,6 +214,7 @@ impl Checkup {
             // A String takes whatever is written.
             let _ = write!(warnings, ", {meant} meant so");
         }
+        let unproved = self.unproved().map(|why| format!("no disconnect was proved, because {why}"));
         match self.verdict() {
             Verdict::NotSeen if self.lines.iter().any(|line| line.mark == Mark::Ok) => {
                 format!("could not look: {well}, and nothing was seen of the engines")
@@ -198,7 +224,13 @@ impl Checkup {
                 format!("healthy: {well}{warnings}; nothing was tried (--look-only)")
             }
             Verdict::Healthy => format!("healthy: {well}{warnings}"),
-            Verdict::Findings => format!("NOT healthy: {}{warnings}; {well}", plural(failed, "failure")),
+            Verdict::NotProved => {
+                format!("could not look: {}; {well}{warnings}", unproved.unwrap_or_default())
+            }
+            Verdict::Findings => {
+                let unproved = unproved.map_or_else(String::new, |why| format!("; {why}"));
+                format!("NOT healthy: {}{warnings}; {well}{unproved}", plural(failed, "failure"))
+            }
         }
     }
 
@@ -234,6 +266,7 @@ impl Checkup {
                 Verdict::Healthy => "healthy",
                 Verdict::Findings => "findings",
                 Verdict::NotSeen => "not_seen",
+                Verdict::NotProved => "not_proved",
             },
             "summary": self.summary(), "look_only": self.terms.look_only,
             "ok": self.count(Mark::Ok), "warnings": self.count(Mark::Warn), "meant": self.count(Mark::Meant),
@@ -253,9 +286,9 @@ mod tests {
         checkup.skip("a", "", "x");
         assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::NotSeen, 2));
         checkup.saw();
-        checkup.ok("b", "e:1", "y");
+        checkup.ok(DISCONNECT, "unary", "y");
         assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::Healthy, 0));
-        assert!(checkup.text().ends_with("healthy: 1 check well, 1 skipped\n"), "{}", checkup.text());
+        assert!(checkup.text().ends_with("\nhealthy: 1 check well, 1 skipped\n"), "{}", checkup.text());
         checkup.warn(Warning::Clock, "", "z");
         assert_eq!(checkup.verdict().code(), 0, "a warning breaks nothing");
         checkup.terms.strict = true;
@@ -293,6 +326,40 @@ mod tests {
         assert_eq!(checkup.json()["look_only"], true);
         checkup.warn(Warning::Clock, "", "z");
         assert_eq!(checkup.verdict(), Verdict::Findings);
+    }
+
+    #[test]
+    fn nothing_is_healthy_of_which_no_disconnect_was_proved() {
+        for strict in [false, true] {
+            let mut checkup = Checkup::new(Terms { strict, ..Terms::default() });
+            checkup.saw();
+            checkup.ok("door", "", "answers");
+            assert!(checkup.summary().contains("because none was tried"), "{}", checkup.summary());
+            checkup.skip("disconnects", "", "it went elsewhere");
+            assert_eq!((checkup.verdict(), checkup.verdict().code()), (Verdict::NotProved, 2));
+            assert_eq!(
+                checkup.summary(),
+                "could not look: no disconnect was proved, because it went elsewhere; 1 check well, 1 skipped"
+            );
+            assert_eq!(checkup.json()["verdict"], "not_proved");
+            checkup.skip(DISCONNECT, "queued", "too quick");
+            checkup.skip(DISCONNECT, "unary", "too quick, too");
+            let summary = checkup.summary();
+            assert!(summary.contains("none of 2 phases could be judged; unary: too quick, too"), "{summary}");
+            checkup.warn(Warning::Clock, "", "z");
+            let expected = if strict { Verdict::Findings } else { Verdict::NotProved };
+            assert_eq!(checkup.verdict(), expected, "what was found is said first");
+            assert!(checkup.summary().contains("no disconnect was proved"), "{}", checkup.summary());
+            checkup.ok(DISCONNECT, "gap", "came back");
+            assert!(!checkup.summary().contains("proved"), "{}", checkup.summary());
+            assert_eq!(checkup.verdict(), if strict { Verdict::Findings } else { Verdict::Healthy });
+        }
+        // One that left blocks behind is no question of proof.
+        let mut checkup = Checkup::new(Terms::default());
+        checkup.saw();
+        checkup.fail(DISCONNECT, "gap", "still held");
+        assert_eq!(checkup.verdict(), Verdict::Findings);
+        assert!(!checkup.summary().contains("proved"), "{}", checkup.summary());
     }
 
     #[test]

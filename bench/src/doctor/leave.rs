@@ -140,7 +140,8 @@ impl Doctor<'_> {
                 checkup.skip(
                     "disconnects",
                     "",
-                    "no engine in view told of our request: it went elsewhere, or its `user` field was taken out",
+                    "no engine in view told of our request: it went elsewhere, or its `user` field was taken out (then \
+                     --metrics-only judges by usage)",
                 );
                 return false;
             }

@@ -9,13 +9,14 @@ use baton_router::snapshot::EngineEvents;
 use serde_json::Value;
 
 use super::checkup::{Checkup, Warning};
+use super::epochs::Run;
 use crate::top::source::now_us;
 use crate::web::{Origin, Samples, WebError};
 
 /// Whoever is asked answers within this time, or is taken not to.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 /// A router asks its engines for up to four seconds.
-const ROUTER_PATIENCE: Duration = Duration::from_secs(8);
+pub(super) const ROUTER_PATIENCE: Duration = Duration::from_secs(8);
 /// Clocks that differ by more make times of different machines hard to compare.
 const CLOCKS_MS: f64 = 100.0;
 /// Between two looks at leases that seem stranded.
@@ -51,7 +52,8 @@ pub(super) struct Engine {
     /// `prefill`, `decode`, `both`, or nothing of a stock engine.
     pub(super) role: Option<String>,
     pub(super) version: Option<String>,
-    pub(super) epoch: Option<String>,
+    /// What changes when it is started anew.
+    pub(super) run: Option<Run>,
     pub(super) models: BTreeSet<String>,
     pub(super) layout: Option<String>,
     pub(super) block_size: Option<u64>,
@@ -59,6 +61,25 @@ pub(super) struct Engine {
     pub(super) events: bool,
     /// The routers' pools that it is in: model and leg.
     pub(super) pools: BTreeSet<(String, String)>,
+}
+
+impl Engine {
+    /// One of which nothing is known yet.
+    pub(super) fn at(origin: Origin) -> Self {
+        Self {
+            name: origin.authority().to_owned(),
+            origin,
+            up: false,
+            role: None,
+            version: None,
+            run: None,
+            models: BTreeSet::new(),
+            layout: None,
+            block_size: None,
+            events: false,
+            pools: BTreeSet::new(),
+        }
+    }
 }
 
 /// Asks everybody, and writes down what is found.
@@ -279,20 +300,8 @@ fn descriptors(name: &str, samples: &Samples, config: &Value, checkup: &mut Chec
 
 /// One engine.
 async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut Checkup) -> Engine {
-    let name = origin.authority().to_owned();
-    let mut engine = Engine {
-        origin,
-        name: name.clone(),
-        up: false,
-        role: None,
-        version: None,
-        epoch: None,
-        models: BTreeSet::new(),
-        layout: None,
-        block_size: None,
-        events: false,
-        pools,
-    };
+    let mut engine = Engine { pools, ..Engine::at(origin) };
+    let name = engine.name.clone();
     match engine.origin.get("/health", PATIENCE).await {
         Ok(_) => checkup.saw(),
         Err(error @ WebError::Refused(..)) => {
@@ -323,7 +332,6 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
         Ok(books) => {
             engine.up = true;
             engine.role = of(&books["engine"]["role"]);
-            engine.epoch = of(&books["engine"]["epoch"]);
             if let Some(why) = of(&books["failed"]) {
                 checkup.fail("engine", &name, format!("its device has failed: {why}"));
             }
@@ -345,8 +353,13 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
         },
     }
     clock(&mut engine, checkup).await;
+    // What it cannot say is a line of its own, at the end.
+    engine.run = Run::of(&engine.origin).await.ok().flatten();
     let role = engine.role.as_deref().unwrap_or("stock");
-    let epoch = engine.epoch.as_deref().map_or(String::new(), |epoch| format!(", epoch {epoch}"));
+    let epoch = match &engine.run {
+        Some(epoch @ Run::Epoch(_)) => format!(", {epoch}"),
+        Some(Run::Started(_)) | None => String::new(),
+    };
     let version = engine.version.as_deref().unwrap_or("?");
     checkup.ok("engine", &name, format!("{role}, version {version}{epoch}"));
     if engine.role.is_some() {
@@ -388,7 +401,6 @@ async fn clock(engine: &mut Engine, checkup: &mut Checkup) {
     };
     engine.events = true;
     engine.role = engine.role.take().or_else(|| page["engine"]["role"].as_str().map(str::to_owned));
-    engine.epoch = engine.epoch.take().or_else(|| page["engine"]["epoch"].as_str().map(str::to_owned));
     let Some(now) = page["now_us"].as_u64() else { return };
     let ahead = EngineEvents::ahead(now, asked, now_us()) as f64 / 1e3;
     if ahead.abs() > CLOCKS_MS {

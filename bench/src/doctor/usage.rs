@@ -31,11 +31,13 @@ struct Usage {
     kv: f64,
     requests: f64,
     expired: f64,
+    /// Prompts' and answers', since the engines started; `None` where one of them does not count.
+    tokens: Option<f64>,
 }
 
 impl Usage {
     async fn of(engines: &[&Engine]) -> Option<Self> {
-        let mut sum = Self::default();
+        let mut sum = Self { tokens: Some(0.0), ..Self::default() };
         for engine in engines {
             let samples = engine.origin.samples(PATIENCE).await.ok()?;
             let first = |names: &[&str]| names.iter().find_map(|name| samples.sum(name, &[]));
@@ -44,6 +46,9 @@ impl Usage {
             sum.requests += first(&["vllm:num_requests_waiting"]).unwrap_or(0.0);
             let expired = ["vllm:nixl_num_kv_expired_reqs", "vllm:nixl_num_kv_expired_reqs_total"];
             sum.expired += first(&expired).unwrap_or(0.0);
+            let counted = ["vllm:prompt_tokens_total", "vllm:generation_tokens_total"];
+            let counted = counted.iter().filter_map(|name| samples.sum(name, &[])).reduce(|a, b| a + b);
+            sum.tokens = sum.tokens.zip(counted).map(|(all, its)| all + its);
         }
         Some(sum)
     }
@@ -75,6 +80,23 @@ impl Stay {
     }
 }
 
+/// Whether the engines counted tokens since then, or do not count any. What they do not compute leaves their usage as it
+/// is, which would look like blocks that came back.
+async fn was_counted(engines: &[&Engine], before: &Usage, within: Duration) -> bool {
+    let Some(then) = before.tokens else { return true };
+    let begun = Instant::now();
+    loop {
+        let now = Usage::of(engines).await.and_then(|usage| usage.tokens);
+        if now.is_some_and(|now| now > then) {
+            return true;
+        }
+        if begun.elapsed() > within {
+            return false;
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
 /// Leaves at parts of a request's time.
 pub(super) async fn coarsely(
     client: &Client,
@@ -91,13 +113,13 @@ pub(super) async fn coarsely(
             "no engine is in view: nothing could be seen of a disconnect",
         );
     }
-    if Usage::of(&engines).await.is_none() {
+    let Some(idle) = Usage::of(&engines).await else {
         return checkup.skip(
             "disconnects",
             "",
             "the engines keep no log of events, and tell no usage either",
         );
-    }
+    };
     checkup.skip(
         "disconnects",
         "",
@@ -123,6 +145,13 @@ pub(super) async fn coarsely(
         return checkup.fail("request", "streamed", told(&calm.outcome));
     };
     checkup.ok("request", "streamed", format!("answered after {:.1} ms", calm.e2e().as_secs_f64() * 1e3));
+    if !was_counted(&engines, &idle, terms.within).await {
+        return checkup.skip(
+            "disconnects",
+            "",
+            "it was answered, and no engine in view counted a token of it: it went elsewhere",
+        );
+    }
     let each = calm.e2e().saturating_sub(ttft) / (TOKENS - 1);
     let enough = 2.0 * terms.within.as_secs_f64() / each.as_secs_f64().max(1e-6);
     let tokens = (enough as u32).clamp(TOKENS, TOKENS_MAX);
