@@ -265,10 +265,63 @@ fn simulated_engines_say_where_they_are_and_write_a_sound_configuration() {
 #[test]
 fn the_judge_of_cancelled_requests_finds_what_is_planted() {
     let judge = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/peers/aiperf_judge.py");
-    let Ok(checked) = Command::new("python3").arg(judge).arg("--check").output() else {
+    let Ok(checked) = Command::new("python3").arg(&judge).arg("--check").output() else {
         eprintln!("SKIPPED: the judge was not tested: there is no python3");
         return;
     };
     let (sound, said, wrong) = out(&checked);
     assert!(sound && said.contains("finds every planted fault"), "{said}{wrong}");
+    // What is committed holds under the judge of today.
+    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/2026-11-23-aiperf.json");
+    let again =
+        Command::new("python3").arg(judge).arg("--again").arg(kept).output().expect("it ran just now");
+    let (sound, said, wrong) = out(&again);
+    assert!(sound && said.contains("9 of 9 runs hold\n"), "{said}{wrong}");
+}
+
+#[test]
+#[cfg(unix)]
+fn routers_to_compare_with_are_installed_each_by_itself_and_what_cannot_be_had_is_said() {
+    use std::os::unix::fs::PermissionsExt;
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/peers.sh");
+    let program = |folder: &Path, name: &str, does: &str| {
+        std::fs::create_dir_all(folder).unwrap();
+        let path = file(folder, name, &format!("#!/bin/sh\n{does}\n"));
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).unwrap();
+        path
+    };
+    let folder = tempfile::tempdir().unwrap();
+    // No network is asked: the folder has a `pip` that has some of them.
+    let with = |has: &str| {
+        let place = folder.path().join(has);
+        let does = format!("case \"$*\" in *{has}==*) ;; *) echo 'ERROR: not to be had' >&2; exit 1;; esac");
+        program(&place.join("bin"), "pip", &does);
+        Command::new("bash").arg(&script).arg(place).output()
+    };
+    let Ok(one) = with("vllm-router") else {
+        eprintln!("SKIPPED: the script was not tested: there is no bash");
+        return;
+    };
+    let (_, said, wrong) = out(&one);
+    assert_eq!(one.status.code(), Some(0), "{wrong}");
+    assert!(
+        said.contains("--peers") && wrong.starts_with("SKIPPED smg: ") && wrong.contains("not to be had"),
+        "{wrong}"
+    );
+    assert_eq!(wrong.matches("SKIPPED").count(), 1, "{wrong}");
+    let (_, _, wrong) = out(&with("smg").unwrap());
+    assert!(wrong.starts_with("SKIPPED vllm-router: ") && wrong.matches("SKIPPED").count() == 1, "{wrong}");
+    let none = with("neither").unwrap();
+    assert_eq!((none.status.code(), out(&none).2.matches("SKIPPED").count()), (Some(77), 2));
+    // A Python that makes no environment, as Debian's without python3-venv.
+    let python = program(folder.path(), "python", "echo 'ensurepip is not available' >&2; exit 1");
+    let bare = Command::new("bash")
+        .arg(&script)
+        .arg(folder.path().join("bare"))
+        .env("PYTHON", python)
+        .output()
+        .unwrap();
+    let (_, _, wrong) = out(&bare);
+    assert_eq!(bare.status.code(), Some(77), "{wrong}");
+    assert!(wrong.contains("SKIPPED smg: ") && wrong.contains("ensurepip is not available"), "{wrong}");
 }

@@ -4,8 +4,9 @@
 For each share of requests that are cancelled and each delay until they are, every cancelled request is followed by its
 id, from aiperf's record to the router's account of it (`/explain/ID`) and on to the engines' events. The router must
 have seen it leave; an engine must have aborted or released it, unless by the router's account none was asked, or no
-engine had read it; its last block must be free within a second of its client's leaving. No lease may have expired. One
-line for each run; exits with 1 if any of it does not hold. `--out` keeps what it was judged by, and `--again FILE`
+engine had read it; its last block must be free within a second of its client's leaving. No lease may have expired. And aiperf must have cancelled as many
+as it was told to: a sweep in which nobody leaves shows nothing. One
+line for each run, and one for all; exits with 1 if any of it does not hold. `--out` keeps what it was judged by, and `--again FILE`
 judges that anew. Standard library only. See README.md in this folder.
 """
 
@@ -27,6 +28,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_S = 600
 RUN_S = 900
 HOME_WITHIN_S = 1.0
+# Of the cancels that were asked for, aiperf 0.13 makes 1.00 to 1.04 (2026-11-23): its share is drawn request by request.
+CANCELLED_SHARE_MIN = 0.7
+# Cancels for which there was nothing to abort are excused, but not many: 2 of 308 on 2026-11-23.
+EXCUSED_SHARE_MAX, EXCUSED_ALWAYS = 0.05, 1
 # Why a lease ends that nobody will read, because its client has left.
 GIVEN_BACK = ("client_gone", "aborted", "late_reply", "consumer_aborted")
 
@@ -147,12 +152,17 @@ def profile(aiperf, stack, tokenizer, options, rate, delay, folder):
     return [json.loads(line) for line in records.read_text().splitlines()]
 
 
-def followed(stack, records, events):
-    """Each of aiperf's records; the cancelled ones with the router's account and the engines' events of the same request."""
+def grouped(events):
+    """The engines' events by request."""
     by_id = {}
     for event in events:
         # The name under which a prompt is computed anew belongs to the same request.
         by_id.setdefault(event["request_id"].removesuffix("-2"), []).append(event)
+    return by_id
+
+
+def followed(stack, records, by_id):
+    """Each of aiperf's records; the cancelled ones with the router's account and the engines' events of the same request."""
     requests = []
     for record in records:
         meta, error = record["metadata"], record.get("error")
@@ -172,6 +182,11 @@ def followed(stack, records, events):
 def told(event):
     """Whether an engine learns by this that nobody waits."""
     return event["kind"] == "abort" or (event["kind"] == "lease_ended" and event["reason"] in GIVEN_BACK)
+
+
+def engines_aborted(events_by_request):
+    """Of how many requests engines learnt, by their own logs, that nobody waits: whatever aiperf says of them."""
+    return sum(any(told(event) for event in events) for events in events_by_request)
 
 
 def home_us(events):
@@ -220,8 +235,11 @@ def judge(run):
     learnt = [min(e["at_us"] for e in r["events"] if told(e)) - gone_us(r)
               for r, word in zip(cancelled, fates) if word == "given_up"]
     failed = sum(bool(request["error"]) and not request["cancelled"] for request in requests)
+    # Of all requests, where it was counted; older files have the events of the cancelled ones only.
+    aborted = run.get("engines_aborted", engines_aborted(request["events"] for request in cancelled))
+    expected = run["rate"] / 100 * len(requests)
     summary = {
-        "requests": len(requests), "cancelled": len(cancelled), "failed": failed,
+        "requests": len(requests), "cancelled": len(cancelled), "engines_aborted": aborted, "failed": failed,
         "router_saw_leave": run["router_saw_leave"], **count, "lease_expiries": run["lease_expiries"],
         "tokens_for_nobody": sum(e["generated"] for r in cancelled for e in r["events"]
                                  if e["kind"] == "ended" and e["engine"] == "decode"),
@@ -230,6 +248,7 @@ def judge(run):
         "gone_to_home_s_max": round(homes[-1], 3) if homes else None,
     }
     holds = {
+        "aiperf cancelled as many as it was told to": len(cancelled) >= CANCELLED_SHARE_MIN * expected if expected else not cancelled,
         "the router saw every cancelled one leave": len(cancelled) == run["router_saw_leave"]
         and not count["not_seen_leaving"] and not count["unknown_to_router"],
         "each that an engine had was aborted or released": not count["not_told"],
@@ -238,6 +257,15 @@ def judge(run):
         "no lease expired": run["lease_expiries"] == 0,
     }
     return summary, [claim for claim, held in holds.items() if not held]
+
+
+def judge_sweep(runs):
+    """The same of all runs together: how many cancels were excused."""
+    summaries = [judge(run)[0] for run in runs]
+    total = {key: sum(summary[key] for summary in summaries) for key in ("cancelled", "engines_aborted", "given_up", "never_asked", "unread")}
+    most = max(EXCUSED_ALWAYS, int(EXCUSED_SHARE_MAX * total["cancelled"]))
+    broken = ["almost every cancelled one had an engine to be aborted on"] if total["never_asked"] + total["unread"] > most else []
+    return {"runs": len(runs), **total, "excused_at_most": most}, broken
 
 
 def check():
@@ -262,7 +290,7 @@ def check():
         change(one)
         # It ends long after the cancelled one: what is late must be late for its own client.
         other = {"id": "o", "began_ns": 0, "ended_ns": 60 * second * 1000, "cancelled": False, "error": None}
-        return {"requests": [one, other], "router_saw_leave": 1, "lease_expiries": 0, **more}
+        return {"rate": 50.0, "requests": [one, other], "router_saw_leave": 1, "lease_expiries": 0, **more}
 
     def late(one):
         one["events"][-1]["at_us"] += 2 * second
@@ -286,17 +314,34 @@ def check():
     def fails(one):
         one["cancelled"], one["error"] = False, "500 oops"
 
+    def unread(one):
+        one["events"] = []
+
+    def stays(one):
+        one["cancelled"], one["error"] = False, None
+
+    cancels = "aiperf cancelled as many as it was told to"
     home, aborted, left = ("each one's blocks home within a second of its end", "each that an engine had was aborted or released",
                            "the router saw every cancelled one leave")
     for made, broken in (
         (run(), []), (run(never_asked), []), (run(late), [home]), (run(late_by_the_router), [home]),
         (run(never_home), [home]), (run(not_told), [aborted]),
-        (run(crossed), [left]), (run(router_saw_leave=2), [left]), (run(fails, router_saw_leave=0), ["nothing failed"]),
+        (run(crossed), [left]), (run(router_saw_leave=2), [left]), (run(fails, rate=0, router_saw_leave=0), ["nothing failed"]),
+        (run(unread), []), (run(stays, router_saw_leave=0), [cancels]), (run(stays, rate=0, router_saw_leave=0), []),
+        (run(rate=75.0), [cancels]), (run(rate=0), [cancels]),
         (run(lease_expiries=1), ["no lease expired"]),
     ):
         found = judge(made)
         expect(found[1] == broken, f"the judge says {found} where {broken} is broken")
     expect(judge(run(never_asked))[0]["never_asked"] == 1, "who was never asked is not counted")
+    expect(judge(run())[0]["engines_aborted"] == 1 and judge(run(not_told))[0]["engines_aborted"] == 0, "the engines' own count is not theirs")
+    # One in twenty is excused, and one in any case.
+    for sweep, held in (
+        ([run()], True), ([run(never_asked)], True), ([run(never_asked), run(unread)], False),
+        ([run()] * 38 + [run(never_asked), run(unread)], True), ([run()] * 37 + [run(never_asked), run(unread)], False),
+    ):
+        found = judge_sweep(sweep)
+        expect((not found[1]) == held, f"the judge says {found} of a sweep that {'holds' if held else 'does not'}")
 
 
 def machine():
@@ -322,12 +367,23 @@ def written(about, runs):
     return json.dumps(about, indent=1)[:-2] + ',\n "runs": [\n  ' + ",\n  ".join(map(lines, runs)) + "]\n}\n"
 
 
+def line(told_of, broken):
+    """A line of the verdict; whether it holds."""
+    print(("FAIL" if broken else "ok  "), json.dumps(told_of), *broken, sep="  ", flush=True)
+    return not broken
+
+
 def say(run):
     """The line of a run; whether it holds."""
     summary, broken = judge(run)
-    told_of = {"rate": run["rate"], "delay_s": run["delay_s"], **summary, "settled_after_exit_s": run["settled_after_exit_s"]}
-    print(("FAIL" if broken else "ok  "), json.dumps(told_of), *broken, sep="  ", flush=True)
-    return not broken
+    return line({"rate": run["rate"], "delay_s": run["delay_s"], **summary, "settled_after_exit_s": run["settled_after_exit_s"]}, broken)
+
+
+def say_all(runs, sound):
+    """The line of all runs, and the exit code."""
+    whole = line(*judge_sweep(runs))
+    print(f"{sound} of {len(runs)} runs hold" + ("" if whole else ", and the sweep does not"))
+    return 0 if whole and sound == len(runs) else 1
 
 
 def main():
@@ -348,7 +404,8 @@ def main():
         print("the judge finds every planted fault")
         return 0
     if options.again:
-        return 0 if all([say(run) for run in json.loads(pathlib.Path(options.again).read_text())["runs"]]) else 1
+        runs = json.loads(pathlib.Path(options.again).read_text())["runs"]
+        return say_all(runs, sum([say(run) for run in runs]))
     binary = os.environ.get("BATON_BIN") or str(ROOT / "target/debug/baton")
     expect(pathlib.Path(binary).exists(), f"no {binary}: cargo build first, or set BATON_BIN")
     aiperf = os.environ.get("AIPERF", "aiperf")
@@ -363,10 +420,12 @@ def main():
             records = profile(aiperf, stack, tokenizer, options, rate, delay, folder / str(number))
             settled = stack.settled()
             events = stack.events(after)
+            by_id = grouped(events)
             expired = sum(e["kind"] == "lease_ended" and e["reason"] == "lease_expired" for e in events)
             results.append({
                 "rate": rate, "delay_s": delay, "router_saw_leave": stack.clients_gone() - gone, "lease_expiries": expired,
-                "settled_after_exit_s": round(settled, 3), "requests": followed(stack, records, events),
+                "engines_aborted": engines_aborted(by_id.values()),
+                "settled_after_exit_s": round(settled, 3), "requests": followed(stack, records, by_id),
             })
             sound += say(results[-1])
     finally:
@@ -382,8 +441,7 @@ def main():
         }
         results = [run | {"summary": judge(run)[0], "broken": judge(run)[1]} for run in results]
         pathlib.Path(options.out).write_text(written(about, results))
-    print(f"{sound} of {len(results)} runs hold")
-    return 0 if sound == len(results) else 1
+    return say_all(results, sound)
 
 
 if __name__ == "__main__":

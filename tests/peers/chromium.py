@@ -20,6 +20,8 @@ OPTIONS = [
     "--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
     "--no-default-browser-check", "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--disable-extensions", "--disable-default-apps", "--metrics-recording-only", "--mute-audio",
+    # As on a screen that is dark: what a page is where nobody emulates a scheme.
+    "--blink-settings=preferredColorScheme=0",
     # Whatever a page asks for beyond this machine is refused, and seen.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 ]
@@ -126,7 +128,7 @@ class Browser:
 
 
 class Page:
-    """A tab of this width, in this scheme, on this medium."""
+    """A tab of this width, in this scheme (`light`, `dark`, or as the screen is), on this medium."""
 
     def __init__(self, browser, width, scheme, medium=""):
         self.browser = browser
@@ -137,7 +139,8 @@ class Page:
         phone = width < 600
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=844 if phone else 900, deviceScaleFactor=2 if phone else 1,
                   mobile=phone)
-        self.call("Emulation.setEmulatedMedia", media=medium, features=[{"name": "prefers-color-scheme", "value": scheme}])
+        features = [{"name": "prefers-color-scheme", "value": scheme}] if scheme in ("light", "dark") else []
+        self.call("Emulation.setEmulatedMedia", media=medium, features=features)
 
     def __enter__(self):
         return self
