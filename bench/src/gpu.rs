@@ -24,8 +24,8 @@ use self::speed::Sizes;
 pub use self::speed::Speed;
 use crate::machine::Origin;
 
-/// Head widths whose kernels are checked, with both element types: those of the tiny checkpoints and of large models.
-const HEAD_DIMS: [usize; 4] = [16, 32, 64, 128];
+/// Head widths whose kernels are checked, with both element types: all that are computed in bf16.
+const HEAD_DIMS: [usize; 8] = [16, 32, 48, 64, 80, 96, 112, 128];
 
 /// Options of `baton bench gpu`.
 #[derive(Args, Clone, Debug)]
@@ -131,6 +131,14 @@ fn unusable(error: DeviceError) -> crate::BenchError {
         }
         other => GpuBenchError::from(other).into(),
     }
+}
+
+/// A GPU's own name, and its driver.
+pub(crate) fn named(ordinal: usize) -> Result<(Option<String>, Option<String>), crate::BenchError> {
+    let folder = cubins::folder();
+    let device =
+        CudaDevice::open(ordinal, Element::Bf16, HEAD_DIMS[0], folder.as_deref()).map_err(unusable)?;
+    Ok((Some(device.name()), device.driver()))
 }
 
 fn open(options: &GpuBench, element: Element, head_dim: usize) -> Result<CudaDevice, DeviceError> {

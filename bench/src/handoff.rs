@@ -12,10 +12,14 @@
 //! The answer is of one token. What the read adds is exposed less cached; one chunk's share of the late read is what an
 //! early one cannot hide.
 //!
-//! `--json` prints one object: `prompt_tokens`, `chunk_tokens`, `pace_ms` (the least time of the prefill engine's steps), `device`,
-//! `kv_bytes` of the prompt, `repetitions`, `transports`: by name `early_ms`,
+//! An early read may add one chunk's share and 2 ms. The report says of each transport whether it does ([`judged`]), and with
+//! `--fail-over` one that adds more fails the command.
+//!
+//! `--json` prints one object: `date`, `commit`, `machine`, `driver` (of a GPU), `command`, `prompt_tokens`, `chunk_tokens`, `pace_ms` (the least time of the prefill engine's steps), `device`,
+//! `device_name` (a GPU's own), `kv_bytes` of the prompt, `repetitions`, `transports`: by name `early_ms`,
 //! `late_ms`, `cached_ms` (medians of what is exposed), `early_read_ms` and `late_read_ms` (medians of the differences to
-//! `cached` within a repetition), `chunk_ms` (one chunk's share of `late_read_ms`), `allowed_ms` (`chunk_ms` and 2 ms).
+//! `cached` within a repetition), `chunk_ms` (one chunk's share of `late_read_ms`), `allowed_ms` (`chunk_ms` and 2 ms), `within` (`early_read_ms`
+//! is at most that); and `within`, of all of them.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -23,9 +27,11 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use baton_connector::handoff::KvIntent;
-use baton_engine::executor::cuda::DeviceChoice;
+use baton_engine::executor::cuda::{Accelerator, DeviceChoice};
 use serde_json::{Map, Value, json};
 
+use crate::BenchError;
+use crate::machine::Origin;
 use crate::running::Running;
 
 /// An answer takes no longer.
@@ -62,6 +68,9 @@ pub struct HandoffOptions {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    /// Fail where an early read adds more than a chunk's share and 2 ms
+    #[arg(long)]
+    pub fail_over: bool,
 }
 
 /// Why nothing could be measured.
@@ -74,18 +83,26 @@ pub enum HandoffError {
     #[error("an engine answered: {0}")]
     Answer(String),
     /// Nothing to measure.
-    #[error("a prompt must have more tokens than a chunk, and there must be a repetition")]
+    #[error("a prompt must have more tokens than a chunk, and there must be a repetition and a transport")]
     Options,
+    /// An early read adds more than it may.
+    #[error("an early read adds more than a chunk's share and 2 ms by {0}")]
+    Over(String),
 }
 
 /// Measures and prints.
 ///
 /// # Errors
-/// [`HandoffError`].
-pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), HandoffError> {
-    if options.tokens <= options.chunk || options.chunk == 0 || options.repetitions == 0 {
-        return Err(HandoffError::Options);
+/// [`HandoffError`]; on a GPU that is not here [`Skipped`](crate::gpu::Skipped), or what it says.
+pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), BenchError> {
+    let nothing = options.chunk == 0 || options.repetitions == 0 || options.transport.is_empty();
+    if options.tokens <= options.chunk || nothing {
+        return Err(HandoffError::Options.into());
     }
+    let (device_name, driver) = match options.device {
+        DeviceChoice::Cpu | DeviceChoice::Accelerator(Accelerator::Software) => (None, None),
+        DeviceChoice::Accelerator(Accelerator::Cuda(ordinal)) => crate::gpu::named(ordinal)?,
+    };
     let mut transports = Map::new();
     let mut kv_bytes = 0;
     for transport in &options.transport {
@@ -93,15 +110,24 @@ pub fn run(options: &HandoffOptions, out: &mut dyn Write) -> Result<(), HandoffE
         kv_bytes = bytes;
         transports.insert(transport.clone(), row);
     }
-    let report = json!({
+    let over: Vec<_> = transports.iter().filter(|(_, row)| row["within"] != true).collect();
+    let over = over.into_iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
+    let mut report = serde_json::to_value(Origin::of(driver))?;
+    let measured = json!({
         "prompt_tokens": options.tokens, "chunk_tokens": options.chunk, "pace_ms": options.pace_ms,
-        "device": options.device.to_string(), "kv_bytes": kv_bytes, "repetitions": options.repetitions,
-        "transports": transports,
+        "device": options.device.to_string(), "device_name": device_name, "kv_bytes": kv_bytes,
+        "repetitions": options.repetitions, "transports": transports, "within": over.is_empty(),
     });
+    for (key, value) in measured.as_object().into_iter().flatten() {
+        report[key] = value.clone();
+    }
     if options.json {
         writeln!(out, "{report:#}")?;
     } else {
         print(&report, out)?;
+    }
+    if options.fail_over && !over.is_empty() {
+        return Err(HandoffError::Over(over).into());
     }
     Ok(())
 }
@@ -125,6 +151,7 @@ fn print(report: &Value, out: &mut dyn Write) -> io::Result<()> {
         for column in columns {
             write!(out, "{:>12.2}", row[format!("{column}_ms")].as_f64().unwrap_or_default())?;
         }
+        write!(out, "  {}", if row["within"] == true { "within" } else { "OVER" })?;
     }
     writeln!(out)
 }
@@ -171,14 +198,21 @@ fn measure(options: &HandoffOptions, transport: &str) -> Result<(Value, u64), Ha
         return Err(HandoffError::Answer(format!("{failures} reads failed, {lent_early} leases were early")));
     }
     let bytes = metric(d, "baton_kv_transfer_bytes_total")? / (2 * (options.repetitions + 1)) as f64;
-    let [early, late, cached, early_read, late_read] = series.map(median);
-    let chunk = late_read * options.chunk as f64 / options.tokens as f64;
-    let row = json!({
-        "early_ms": early, "late_ms": late, "cached_ms": cached, "early_read_ms": early_read,
-        "late_read_ms": late_read, "chunk_ms": chunk, "allowed_ms": chunk + ALLOWANCE_MS,
-    });
+    let share = options.chunk as f64 / options.tokens as f64;
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // bytes of a pool
-    Ok((row, bytes as u64))
+    Ok((judged(series.map(median), share), bytes as u64))
+}
+
+/// One transport's row, of its medians: early, late and cached, then what early and late reads add, all in ms. `share` is
+/// a chunk's of the prompt.
+fn judged([early, late, cached, early_read, late_read]: [f64; 5], share: f64) -> Value {
+    let chunk = late_read * share;
+    // Where reading afterwards seems to add less than nothing, that allows nothing less.
+    let allowed = chunk.max(0.0) + ALLOWANCE_MS;
+    json!({
+        "early_ms": early, "late_ms": late, "cached_ms": cached, "early_read_ms": early_read,
+        "late_read_ms": late_read, "chunk_ms": chunk, "allowed_ms": allowed, "within": early_read <= allowed,
+    })
 }
 
 /// From the end of the prefill engine's answer to that of the decode engine, which was asked before it.
@@ -279,4 +313,19 @@ fn metric(of: SocketAddr, name: &str) -> Result<f64, HandoffError> {
 fn median(mut list: Vec<f64>) -> f64 {
     list.sort_by(f64::total_cmp);
     list[list.len() / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::judged;
+
+    #[test]
+    fn an_early_read_may_add_a_chunks_share_and_two_milliseconds_and_no_more() {
+        let row = |early_read, late_read| judged([3.0, 9.0, 1.0, early_read, late_read], 0.25);
+        let within = row(4.0, 8.0);
+        assert_eq!((&within["chunk_ms"], &within["allowed_ms"]), (&2.0.into(), &4.0.into()));
+        assert_eq!(within["within"], true, "all that is allowed");
+        assert_eq!(row(4.001, 8.0)["within"], false);
+        assert_eq!((&row(1.9, -3.0)["within"], &row(2.1, -3.0)["within"]), (&true.into(), &false.into()));
+    }
 }

@@ -77,7 +77,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::GpuCompile(options) => gpu::compile::run(&options, out),
         Benchmark::GpuIpc(options) => gpu::ipc::run(&options, out),
         Benchmark::GpuNixl(options) => gpu::nixl::run(&options, out),
-        Benchmark::Handoff(options) => Ok(handoff::run(&options, out)?),
+        Benchmark::Handoff(options) => handoff::run(&options, out),
         Benchmark::Transfer(options) => Ok(transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(lease::run(&options, out)?),
         Benchmark::Fleet(options) => Ok(fleet::run(&options, out)?),
