@@ -12,8 +12,8 @@ use clap::Args;
 
 use super::Skipped;
 
-/// Head widths of released models that are computed in bf16, and of the tiny checkpoints.
-const HEAD_DIMS: [usize; 5] = [16, 32, 64, 96, 128];
+/// All head widths that are computed in bf16: those of released models, of the tiny checkpoints, and what is between.
+const HEAD_DIMS: [usize; 8] = [16, 32, 48, 64, 80, 96, 112, 128];
 
 /// Options of `baton bench gpu-compile`.
 #[derive(Args, Clone, Debug)]

@@ -19,7 +19,7 @@ const BYTES: usize = 1 << 30;
 #[derive(Args, Clone, Debug)]
 pub struct GpuEmulate {
     /// Head widths
-    #[arg(long, value_delimiter = ',', default_value = "16,32,64,96,128")]
+    #[arg(long, value_delimiter = ',', default_value = "16,32,48,64,80,96,112,128")]
     pub head_dim: Vec<usize>,
 }
 

@@ -1,15 +1,18 @@
 //! How fast, beside what the GPU can do.
 
 use std::io::Write;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
-use baton_engine::executor::cuda::device::{Event, HostAt, Matmul, Priority, Slice, Stream};
+use baton_engine::engine::EngineOptions;
+use baton_engine::executor::cuda::device::{Event, HostAt, Launch, Matmul, Priority, Slice, Stream};
 use baton_engine::executor::cuda::kernels::{self, Attention, SPLIT_TOKENS, Shape};
 use baton_engine::executor::cuda::{CudaExecutor, Device, DeviceError, DeviceOptions, Element};
 use baton_engine::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use baton_engine::model::config::ModelConfig;
+use baton_engine::model::files::ModelFiles;
 use baton_engine::model::weights::{Weights, parameter_count};
 use baton_engine::sampling::{Draw, GenerationDefaults, Place, SamplingParams};
 use serde::Serialize;
@@ -19,6 +22,8 @@ use super::GpuBenchError;
 /// Runs of each measurement; the best counts, and one more comes first.
 const RUNS: usize = 5;
 const BLOCK_TOKENS: usize = 16;
+/// Noise that is repeated where more is wanted.
+const NOISE_BYTES: usize = 64 << 20;
 
 /// How large everything is.
 #[derive(Clone, Copy, Debug)]
@@ -37,10 +42,13 @@ pub(super) struct Sizes {
     blocks: usize,
     /// Rows and columns of the product.
     product: usize,
-    /// Keys of the attention that is measured.
+    /// Keys of the attention that is measured, and layers that it goes through one after the other.
     context: usize,
+    attended: usize,
     /// Tokens of the prompts that are measured, and of the context that is decoded from.
     prompts: [usize; 2],
+    /// Tokens of one step of the longest prompt, where it is not computed in one.
+    chunk: usize,
     decoded_from: usize,
     decoded: usize,
     batches: [usize; 3],
@@ -48,7 +56,7 @@ pub(super) struct Sizes {
 
 impl Sizes {
     /// Llama 3.1 8B's, with so many layers.
-    pub(super) const fn llama(layers: usize) -> Self {
+    pub(super) fn llama(layers: usize) -> Self {
         Self {
             heads: (32, 8, 128),
             hidden: 4_096,
@@ -61,7 +69,11 @@ impl Sizes {
             blocks: 512,
             product: 8_192,
             context: 32_768,
+            // Half a GiB of one sequence's: the first is in no cache any more when its turn comes again.
+            attended: 4,
             prompts: [1_024, 8_192],
+            // Whatever its model.
+            chunk: EngineOptions::new(ModelFiles::Dir(PathBuf::new())).max_num_batched_tokens,
             decoded_from: 512,
             decoded: 64,
             batches: [1, 8, 64],
@@ -172,11 +184,26 @@ impl<'a, D: Device> Raw<'a, D> {
         slices.iter().try_for_each(|slice| self.device.free(slice.buffer))
     }
 
+    /// Fills memory with noise, bf16. Zeros draw less power than numbers do, and let a GPU run faster than it ever will.
+    fn fill(&mut self, slices: &[Slice]) -> Result<(), DeviceError> {
+        let longest = slices.iter().map(|slice| slice.bytes).max().unwrap_or_default().clamp(2, NOISE_BYTES);
+        let host = HostAt { host: self.device.host(longest)?, offset: 0 };
+        self.device.write_host(host, &noise(longest))?;
+        for slice in slices {
+            for at in (0..slice.bytes).step_by(longest) {
+                let piece = slice.part(at, longest.min(slice.bytes - at));
+                self.device.upload(self.stream, host, piece)?;
+            }
+        }
+        self.wait()
+    }
+
     /// Copies inside the device, and over the link; GB/s inside, each byte counted as read and as written.
     fn copies(&mut self, speeds: &mut Vec<Speed>) -> Result<f64, GpuBenchError> {
         let Sizes { copy: bytes, link, block, blocks: count, .. } = self.sizes;
         let (places, linked) = (bytes / block, link / block);
         let (a, b) = (self.room(bytes)?, self.room(bytes)?);
+        self.fill(&[a])?;
         let seconds = self.best(|device, stream| device.copy(stream, a, b))?;
         let copy = gigabytes(2 * bytes) / seconds;
         speeds.push(plain(format!("copy inside the device, {} MiB, r+w", bytes >> 20), copy, "GB/s"));
@@ -223,19 +250,7 @@ impl<'a, D: Device> Raw<'a, D> {
         let size = self.sizes.product;
         let mut room = || self.room(size * size * 2);
         let (x, weights, out) = (room()?, room()?, room()?);
-        // Zeros draw less power than numbers do, and let a GPU run faster than it ever will. These are a sign, an exponent
-        // near 1 and a mantissa.
-        let number = |i: u32| {
-            let mixed = i.wrapping_mul(2_654_435_761) ^ (i >> 7);
-            ((mixed & 0x8000) | 0x3e80 | ((mixed >> 16) & 0x17f)) as u16
-        };
-        let noise: Vec<u8> = (0..(x.bytes / 2) as u32).flat_map(|i| number(i).to_le_bytes()).collect();
-        let host = HostAt { host: self.device.host(x.bytes)?, offset: 0 };
-        self.device.write_host(host, &noise)?;
-        for slice in [x, weights] {
-            self.device.upload(self.stream, host, slice)?;
-        }
-        self.wait()?;
+        self.fill(&[x, weights])?;
         let element = Element::Bf16;
         let matmul =
             Matmul { x, weights, out, rows: size, inputs: size, outputs: size, element, result: element };
@@ -246,9 +261,10 @@ impl<'a, D: Device> Raw<'a, D> {
         Ok(flops)
     }
 
-    /// Decode attention at a long context, one layer: the bytes of keys and values over its time.
+    /// Decode attention at a long context: the bytes of one layer's keys and values over its time. Each launch reads
+    /// another layer than the one before it, as those of a step do: what a cache has kept of one is of no use to the next.
     fn attention(&mut self, copy: f64, speeds: &mut Vec<Speed>) -> Result<(), GpuBenchError> {
-        let ((heads, kv_heads, head_dim), context) = (self.sizes.heads, self.sizes.context);
+        let Sizes { heads: (heads, kv_heads, head_dim), context, attended, .. } = self.sizes;
         for sequences in [1, 8] {
             let blocks = sequences * context / BLOCK_TOKENS;
             let shape = Shape {
@@ -257,7 +273,7 @@ impl<'a, D: Device> Raw<'a, D> {
                 kv_heads,
                 head_dim,
                 block_tokens: BLOCK_TOKENS,
-                block_stride: 2 * kv_heads * BLOCK_TOKENS * head_dim,
+                block_stride: attended * 2 * kv_heads * BLOCK_TOKENS * head_dim,
                 norm_eps: 1e-5,
             };
             let splits = shape.splits(sequences, self.device.multiprocessors()).min(context / SPLIT_TOKENS);
@@ -270,6 +286,7 @@ impl<'a, D: Device> Raw<'a, D> {
                 partial: self.room(sequences * heads * splits * head_dim * 4)?,
                 summary: self.room(sequences * heads * splits * 8)?,
             };
+            self.fill(&[parts.pool, parts.qkv])?;
             let host = HostAt { host: self.device.host(blocks * 4)?, offset: 0 };
             let table: Vec<usize> = (0..blocks).map(|block| block * 4_099 % blocks).collect();
             let entry = |row| [row, context, row * context / BLOCK_TOKENS];
@@ -280,19 +297,17 @@ impl<'a, D: Device> Raw<'a, D> {
                 self.device.upload(self.stream, host, to)?;
                 self.wait()?;
             }
-            let launches = kernels::decode_attention(&shape, &parts, 0, sequences, splits);
-            // Layers follow each other: ten at once, recorded as decode steps are, so that launches are not what is
-            // measured. One sequence's keys and values are larger than the cache.
+            // Twice through all layers, recorded as decode steps are, so that launches are not what is measured.
             self.device.begin_capture(self.stream)?;
-            let mut launch = |launch| self.device.launch(self.stream, launch);
-            let issued = (0..10).try_for_each(|_| launches.iter().try_for_each(&mut launch));
+            let launches = in_turn(&shape, &parts, attended, sequences, splits);
+            let issued = launches.iter().try_for_each(|launch| self.device.launch(self.stream, launch));
             let graph = self.device.end_capture(self.stream);
             issued?;
             let graph = graph?;
-            let seconds = self.best(|device, stream| device.replay(graph, stream))? / 10.0;
+            let seconds = self.best(|device, stream| device.replay(graph, stream))?;
             speeds.push(Speed {
-                what: format!("decode attention, {sequences} × {context} keys, one layer"),
-                value: gigabytes(parts.pool.bytes) / seconds,
+                what: format!("decode attention, {sequences} × {context} keys, a layer of {attended}"),
+                value: 2.0 * gigabytes(parts.pool.bytes) / seconds,
                 unit: "GB/s",
                 limit: Some(copy),
                 target: Some(copy * 0.8),
@@ -302,6 +317,21 @@ impl<'a, D: Device> Raw<'a, D> {
         }
         Ok(())
     }
+}
+
+/// Launches of decode attention that go twice through so many layers.
+fn in_turn(shape: &Shape, parts: &Attention, layers: usize, sequences: usize, splits: usize) -> Vec<Launch> {
+    let attend = |at: usize| kernels::decode_attention(shape, parts, at % layers, sequences, splits);
+    (0..2 * layers).flat_map(attend).collect()
+}
+
+/// So many bytes of bf16 numbers, an even number: each a sign, an exponent near 1 and a mantissa.
+fn noise(bytes: usize) -> Vec<u8> {
+    let number = |i: u32| {
+        let mixed = i.wrapping_mul(2_654_435_761) ^ (i >> 7);
+        ((mixed & 0x8000) | 0x3e80 | ((mixed >> 16) & 0x17f)) as u16
+    };
+    (0..(bytes / 2) as u32).flat_map(|i| number(i).to_le_bytes()).collect()
 }
 
 fn gigabytes(bytes: usize) -> f64 {
@@ -350,12 +380,14 @@ fn model<D: Device>(
             target: (whole && batch == 1).then_some(200.0),
         });
     }
-    for prompt in sizes.prompts {
+    // Each in one step, and the longest in such steps as an engine takes that is told nothing else.
+    let chunked = sizes.prompts.map(|prompt| (prompt, prompt)).into_iter().chain([(longest, sizes.chunk)]);
+    for (prompt, chunk) in chunked {
         let layers = (matrices - config.vocab * config.hidden) as f64;
         let attention = (config.layers * config.heads * config.head_dim) as f64 * 2.0 * prompt as f64;
         speeds.push(Speed {
-            what: format!("prefill of {prompt}, {} layers", sizes.layers),
-            value: prompt as f64 / prefill(&mut executor, sizes, prompt)?,
+            what: format!("prefill of {prompt} in steps of {chunk}, {} layers", sizes.layers),
+            value: prompt as f64 / prefill(&mut executor, sizes, (prompt, chunk))?,
             unit: "tok/s",
             limit: Some(flops / (2.0 * layers + attention)),
             target: (whole && prompt == longest).then_some(25_000.0),
@@ -410,20 +442,25 @@ fn decode<D: Device>(
     Ok(best)
 }
 
-/// Seconds of the fastest of three prompts.
+/// Seconds of the fastest of three prompts, computed in steps of so many tokens.
 fn prefill<D: Device>(
     executor: &mut CudaExecutor<D>,
     sizes: &Sizes,
-    prompt: usize,
+    (prompt, chunk): (usize, usize),
 ) -> Result<f64, GpuBenchError> {
     let table = table(0, prompt / BLOCK_TOKENS);
     let tokens: Vec<u32> =
         (0..prompt as u32).map(|i| i.wrapping_mul(2_654_435_761) % sizes.vocab as u32).collect();
     let (mut best, mut logits) = (f64::INFINITY, Logits::default());
     for run in 0..4 {
-        let step = SeqStep { tokens: &tokens, start: 0, block_table: &table, logits: LogitsWanted::Last };
         let started = Instant::now();
-        executor.execute(&[step], &mut logits)?;
+        for start in (0..prompt).step_by(chunk) {
+            let end = prompt.min(start + chunk);
+            let wanted = if end == prompt { LogitsWanted::Last } else { LogitsWanted::No };
+            let tokens = &tokens[start..end];
+            let block_table = &table[..end.div_ceil(BLOCK_TOKENS)];
+            executor.execute(&[SeqStep { tokens, start, block_table, logits: wanted }], &mut logits)?;
+        }
         if run > 0 {
             best = best.min(started.elapsed().as_secs_f64());
         }
@@ -433,9 +470,45 @@ fn prefill<D: Device>(
 
 #[cfg(test)]
 mod tests {
+    use baton_engine::executor::cuda::kernels::Kernel;
     use baton_engine::executor::cuda::software::SoftDevice;
 
     use super::*;
+
+    #[test]
+    fn a_launch_of_the_attention_that_is_measured_reads_another_layer_than_the_one_before_it() {
+        let mut device = SoftDevice::new(1 << 20, Element::Bf16, 16);
+        let slice = Slice::of(device.alloc(1 << 16).unwrap(), 1 << 16);
+        let parts = Attention {
+            qkv: slice,
+            pool: slice,
+            tables: slice,
+            entries: slice,
+            out: slice,
+            partial: slice,
+            summary: slice,
+        };
+        let shape = Shape {
+            element: Element::Bf16,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 16,
+            block_tokens: BLOCK_TOKENS,
+            block_stride: 3 * 2 * 2 * BLOCK_TOKENS * 16,
+            norm_eps: 1e-5,
+        };
+        let launches = in_turn(&shape, &parts, 3, 1, 2);
+        let attention: Vec<_> =
+            launches.iter().filter(|launch| launch.kernel == Kernel::DecodeAttention).collect();
+        assert_eq!(attention.len(), 6);
+        for pair in attention.windows(2) {
+            assert_ne!(pair[0].args, pair[1].args);
+        }
+        assert_eq!(attention[0].args, attention[3].args, "the second time through the same layers");
+        let noise = noise(1 << 12);
+        let zero = |word: &&[u8; 2]| u16::from_le_bytes(**word) & 0x7fff == 0;
+        assert_eq!((noise.len(), noise.as_chunks::<2>().0.iter().filter(zero).count()), (1 << 12, 0));
+    }
 
     #[test]
     fn everything_is_measured_without_a_step_that_a_device_could_not_take() {
@@ -451,7 +524,9 @@ mod tests {
             blocks: 40,
             product: 32,
             context: 512,
+            attended: 3,
             prompts: [32, 64],
+            chunk: 24,
             decoded_from: 16,
             decoded: 4,
             batches: [1, 2, 3],
@@ -459,7 +534,9 @@ mod tests {
         let (speeds, failed) =
             measure(&sizes, |head_dim| Ok(SoftDevice::new(256 << 20, Element::Bf16, head_dim)));
         assert!(failed.is_empty(), "{failed:?}");
-        assert_eq!(speeds.len(), 17, "{speeds:?}");
+        assert_eq!(speeds.len(), 18, "{speeds:?}");
+        let chunked = |speed: &Speed| speed.what == "prefill of 64 in steps of 24, 2 layers";
+        assert!(speeds.iter().any(chunked), "{speeds:?}");
         // A part that fails costs only itself.
         let (speeds, failed) =
             measure(&sizes, |head_dim| Ok(SoftDevice::new(1 << 20, Element::Bf16, head_dim)));
