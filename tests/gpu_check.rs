@@ -52,7 +52,7 @@ impl Machine {
         let mut command = Command::new("bash");
         command.arg("-c").arg(format!("{SCRIPT} \"$0\" \"$1\" 2>&1"));
         command.arg(self.folder.join("baton")).arg(self.folder.join("results")).env("PATH", path);
-        for name in ["DEVICE", "STEPS", "HANDOFF", "E2E"] {
+        for name in ["DEVICE", "STEPS", "HANDOFF", "E2E", "BATON_GPU_CHECK_LOGGED"] {
             command.env_remove(name);
         }
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));
@@ -75,6 +75,45 @@ fn only_what_was_run_whole_is_all_right() {
     for part in ["kernels", "speed", "sanitizer", "disconnect"] {
         assert!(said.contains(&format!("{part} (not on the software device)")), "{said}");
     }
+}
+
+#[test]
+fn all_that_is_said_is_kept_and_so_is_what_no_run_checks() {
+    let machine = Machine::complete("log");
+    let results = machine.folder.join("results");
+    if results.exists() {
+        fs::remove_dir_all(&results).expect("it is this test's");
+    }
+    let log = || {
+        let files = fs::read_dir(&results).expect("a folder").map(|file| file.expect("a file").path());
+        let mut logs = files.filter(|path| path.to_string_lossy().ends_with("-gpu-check.txt"));
+        let text = logs.next().map(|path| fs::read_to_string(path).expect("text"));
+        assert!(logs.next().is_none(), "one a day");
+        text
+    };
+    let dry = Machine::complete("log").set("DEVICE", "software");
+    assert_eq!((dry.check().0, log()), (Some(3), None), "of a dry run nothing is kept");
+    let talks = "#!/bin/sh\necho \"called: $*\"\necho a complaint >&2\n";
+    machine.program("baton", talks);
+    assert_eq!(machine.check(), (Some(0), "all right".to_owned()));
+    let first = log().expect("it is written down");
+    for said in [
+        "called: parity ",
+        "called: bench handoff --device cuda:0 --transport auto,shm,tcp --json --fail-over\n",
+        "a complaint\n",
+        "test result: ok. 3 passed",
+        "NOT CHECKED by any run: the transport's conformance suite on device memory",
+    ] {
+        assert!(first.contains(said), "{said} is missing in {first}");
+    }
+    assert!(first.ends_with("\nall right\n"), "{first}");
+    // Where there is no GPU nothing is added, and nothing of another run is lost.
+    machine.program("baton", "#!/bin/sh\nexit 77\n");
+    assert_eq!((machine.check().0, log()), (Some(77), Some(first.clone())));
+    machine.program("baton", talks);
+    assert_eq!(machine.check().0, Some(0));
+    let both = log().expect("it is written down");
+    assert!(both.starts_with(&first) && both.len() > first.len(), "{both}");
 }
 
 #[test]

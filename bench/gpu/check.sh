@@ -9,19 +9,23 @@
 # (`cargo test -p baton-engine --test handoff --no-run`, `cargo test --test e2e --no-run`): their tests of devices then run on
 # the GPU. They look for the repository where they were built: link its path there.
 #
-# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc nixl handoff e2e sanitizer
-# disconnect", in this order; the last takes two minutes, all others together about four. The step nixl needs NIXL's library (`pip install --no-deps nixl nixl-cu13`), which BATON_NIXL_LIBRARY may name.
+# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc pipelined nixl handoff e2e
+# sanitizer disconnect", in this order; the last takes two minutes, all others together about six. The step nixl needs NIXL's library (`pip install --no-deps nixl nixl-cu13`), which BATON_NIXL_LIBRARY may name.
 #
 # Every result says its date, commit, machine, driver and command. BATON_COMMIT names the commit where the repository is not beside
 # the script.
 #
-# DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc, nixl, handoff and e2e, and no
-# speed.
+# All that is said goes into OUT too, as DATE-gpu-check.txt: of parity, tests and sanitizer there is no other record. A second run of
+# the day is added to it.
+#
+# DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc, pipelined, nixl, handoff and e2e,
+# and no speed. Nothing of it is kept in OUT.
 #
 # The last line is the verdict: "all right", "FAILED: …" or "NOT CHECKED: …" with every part that was not run and why (a test binary
-# that is not named, a library or a tool that is not here, a step that STEPS or the software device leaves out).
+# that is not named, a library or a tool that is not here, a step that STEPS or the software device leaves out). Before it stands, in every
+# run, what no run of this script checks: the exit code is about the parts that it has.
 #
-# Exit codes: 0 everything was run and is right; 1 something is wrong; 2 wrong arguments; 3 what was run is right, and something
+# Exit codes: 0 every part was run and is right; 1 something is wrong; 2 wrong arguments; 3 what was run is right, and something
 # was not run; 77 there is no GPU, nothing was checked.
 set -uo pipefail
 self=$(realpath "$0")
@@ -42,9 +46,9 @@ out=${2:-bench/results}
 handoff=${HANDOFF:-}
 e2e=${E2E:-}
 device=${DEVICE:-cuda:0}
-steps=" ${STEPS:-parity speed ipc nixl handoff e2e sanitizer disconnect} "
+steps=" ${STEPS:-parity speed ipc pipelined nixl handoff e2e sanitizer disconnect} "
 for one in $steps; do
-    case " parity speed ipc nixl handoff e2e sanitizer disconnect " in
+    case " parity speed ipc pipelined nixl handoff e2e sanitizer disconnect " in
         *" $one "*) ;;
         *)
             echo "check.sh: STEPS has no step $one" >&2
@@ -61,10 +65,23 @@ if [ -z "${BATON_COMMIT:-}" ]; then
     [ -z "$(git status --porcelain --untracked-files=no 2>/dev/null)" ] || BATON_COMMIT=$BATON_COMMIT+
 fi
 export BATON_COMMIT
+mkdir -p "$out"
+# Once more, with everything that is said written down.
+if [ -z "${BATON_GPU_CHECK_LOGGED:-}" ] && [ "$device" != software ]; then
+    log="$out/$(date -u +%Y-%m-%d)-gpu-check.txt"
+    kept=$(stat -c %s "$log" 2>/dev/null || echo 0)
+    BATON_GPU_CHECK_LOGGED=1 "$self" "$@" 2>&1 | tee -a "$log"
+    code=${PIPESTATUS[0]}
+    # Where nothing was checked there is nothing to keep.
+    if [ "$code" = 77 ]; then
+        truncate -s "$kept" "$log"
+        [ "$kept" != 0 ] || rm -f "$log"
+    fi
+    exit "$code"
+fi
 # The first version in the module's own page, as the results have it.
 driver=$(grep -om1 '[0-9]\+\.[0-9.]\+' /proc/driver/nvidia/version 2>/dev/null | head -n 1 || true)
 echo "check.sh $*: $(date -u +%Y-%m-%d), commit ${BATON_COMMIT:-unknown}, driver ${driver:-none}, device $device, steps$steps"
-mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export BATON_KERNEL_CACHE=${BATON_KERNEL_CACHE:-$work/kernels}
@@ -161,6 +178,21 @@ if wanted ipc; then
     fi
 fi
 
+if wanted pipelined; then
+    step "what a handoff costs whose blocks are read while the prompt is computed"
+    # One that costs more than it may is kept too: its report says how much. The software device's times say nothing.
+    how=(--fail-over)
+    [ "$device" = software ] && how=(--tokens 96 --chunk 32 --repetitions 1)
+    "$baton" bench handoff --device "$device" --transport auto,shm,tcp --json "${how[@]}" \
+        >"$work/pipelined.json" || failed+=("pipelined")
+    if [ -s "$work/pipelined.json" ]; then
+        cat "$work/pipelined.json"
+        if [ "$device" != software ]; then
+            cp "$work/pipelined.json" "$out/$(date -u +%Y-%m-%d)-gpu-handoff.json"
+        fi
+    fi
+fi
+
 if wanted nixl; then
     step "the same by NIXL, and broken off on the way: aborts, kill -9, SIGSTOP"
     tokens=8192
@@ -206,7 +238,7 @@ if wanted sanitizer; then
     if command -v compute-sanitizer >/dev/null; then
         for tool in memcheck racecheck synccheck; do
             echo "-- $tool"
-            timeout 120 compute-sanitizer --tool "$tool" --error-exitcode 9 "$baton" bench gpu --check-only \
+            timeout 240 compute-sanitizer --tool "$tool" --error-exitcode 9 "$baton" bench gpu --check-only \
                 || failed+=("compute-sanitizer $tool")
         done
     else
@@ -223,6 +255,8 @@ if wanted disconnect; then
 fi
 
 echo
+echo "NOT CHECKED by any run: the transport's conformance suite on device memory (it runs on software devices:" \
+    "cargo test -p baton-connector-device)" >&2
 if [ ${#failed[@]} -gt 0 ]; then
     [ ${#skipped[@]} = 0 ] || printf 'NOT CHECKED: %s\n' "${skipped[@]}" >&2
     printf 'FAILED: %s\n' "${failed[@]}" >&2
