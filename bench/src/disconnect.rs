@@ -6,7 +6,7 @@
 //!     │ every call        ▲          │ event logs, books (watch)
 //!     ▼                   │ kill     ▼
 //!  events.jsonl ◀── recorder ◀───────┘
-//!     └─▶ analyse (pure) ─▶ summary.json, report.html
+//!     └─▶ analyse (pure) ─▶ summary.json, series.json, report.html
 //! ```
 //!
 //! The numbers are computed from `events.jsonl` and nothing else: `baton bench report DIR` computes them again.
@@ -27,6 +27,7 @@ mod progress;
 mod raw;
 pub(crate) mod recorder;
 mod report;
+mod retries;
 mod sampled;
 mod series;
 mod stage;
@@ -60,7 +61,7 @@ pub fn run(options: &DisconnectOptions, out: &mut dyn Write) -> Result<(), Bench
     };
     if played.is_err() && summary.calm.is_none() && summary.left == 0 {
         // Nothing was learnt before it went wrong: a report would say that nothing was found.
-        for file in ["summary.json", "report.html"] {
+        for file in ["summary.json", "series.json", "report.html"] {
             std::fs::remove_file(options.out.join(file))?;
         }
         return played;
@@ -100,6 +101,7 @@ fn written(folder: &Path) -> Result<Summary, BenchError> {
     let records = records.map_err(|error| name(&error))?;
     let summary = analyse::summary(&records);
     std::fs::write(folder.join("summary.json"), serde_json::to_string_pretty(&summary)? + "\n")?;
+    std::fs::write(folder.join("series.json"), report::series(&summary).to_string() + "\n")?;
     std::fs::write(folder.join("report.html"), report::page(&summary))?;
     Ok(summary)
 }

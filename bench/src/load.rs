@@ -21,7 +21,7 @@ pub(crate) mod lengths;
 mod limits;
 pub(crate) mod prompts;
 mod reply;
-mod retry;
+pub(crate) mod retry;
 pub(crate) mod rng;
 pub(crate) mod runner;
 pub(crate) mod speaker;

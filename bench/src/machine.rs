@@ -51,6 +51,16 @@ fn typed(words: impl Iterator<Item = String>) -> String {
     std::iter::once(program).chain(words).map(quoted).collect::<Vec<_>>().join(" ")
 }
 
+/// The niceness of this process, from `/proc`: what is measured at another is measured in other company.
+pub(crate) fn nice() -> Option<i32> {
+    nice_of(&std::fs::read_to_string("/proc/self/stat").ok()?)
+}
+
+/// The nineteenth field, by proc(5); the second is a name in parentheses, which may have anything in it.
+fn nice_of(stat: &str) -> Option<i32> {
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(16)?.parse().ok()
+}
+
 /// Says of which commit this is, where there is no repository to ask: a binary that was built elsewhere.
 const COMMIT_VARIABLE: &str = "BATON_COMMIT";
 
@@ -109,6 +119,14 @@ mod tests {
         let command = json["command"].as_str().unwrap();
         assert!(command.starts_with("baton_bench") && !command.contains("/deps/"), "{command}");
         assert!(origin.line().contains("driver 580.159, CUDA 13.0"), "{}", origin.line());
+    }
+
+    #[test]
+    fn niceness_is_read_whatever_the_program_is_called() {
+        let stat = "7 (a) b) (c) S 1 7 7 0 -1 4194304 9 0 0 0 1 2 0 0 35 -15 3 0 100 0 0";
+        assert_eq!(super::nice_of(stat), Some(-15));
+        assert_eq!(super::nice_of("7 (a) S 1"), None);
+        assert!(super::nice().is_some_and(|nice| (-20..=19).contains(&nice)));
     }
 
     #[test]

@@ -156,7 +156,8 @@ impl Acts<'_> {
         let mut leaving = Rng::stream(self.stage.seed, &format!("who-leaves-{dice}"));
         let begin = Instant::now() + Duration::from_millis(20);
         let (mut at, mut plans) = (0.0, Vec::new());
-        let mut kinds = self.terms.kinds.iter().cycle();
+        let kinds = kinds_of_load(&self.terms.kinds);
+        let mut kinds = kinds.iter().cycle();
         loop {
             at += moments.exponential() / self.terms.rate;
             if at > within.as_secs_f64() {
@@ -339,6 +340,13 @@ impl Acts<'_> {
     }
 }
 
+/// How clients leave where requests are what all ask for. Such an answer is over before a stall is: who stalls there comes
+/// too late, and stalls are measured in the phases. Where nothing else is asked for, they stall all the same.
+fn kinds_of_load(kinds: &[Kind]) -> Vec<Kind> {
+    let others: Vec<Kind> = kinds.iter().copied().filter(|kind| *kind != Kind::Stall).collect();
+    if others.is_empty() { kinds.to_vec() } else { others }
+}
+
 /// Makes planned calls, each at its time; in the order of the plans.
 async fn join(stage: &Arc<Stage>, plans: Vec<Plan>) -> Vec<Made> {
     let calls: Vec<_> = plans.into_iter().map(|plan| tokio::spawn(Arc::clone(stage).go(plan))).collect();
@@ -348,4 +356,17 @@ async fn join(stage: &Arc<Stage>, plans: Vec<Plan>) -> Vec<Made> {
         made.extend(call.await.ok());
     }
     made
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_stalls_in_a_storm_unless_nothing_else_is_asked_for() {
+        let others = [Kind::Fin, Kind::Rst, Kind::HalfClose, Kind::Timeout];
+        assert_eq!(kinds_of_load(&Kind::ALL), others);
+        assert_eq!(kinds_of_load(&[Kind::Stall]), [Kind::Stall]);
+        assert_eq!(kinds_of_load(&[]), []);
+    }
 }

@@ -70,6 +70,15 @@ impl Aims {
         Some((Duration::from_micros(from), Duration::from_micros(from + length)))
     }
 
+    /// When most requests are not over yet, so long after they began: three quarters of what the quickest quarter of whole answers
+    /// has taken.
+    pub(crate) fn while_it_lives(&self, stream: bool) -> Option<Duration> {
+        let seen = self.seen.get(&if stream { Phase::Stream } else { Phase::Unary })?;
+        let mut whole: Vec<u64> = seen.iter().map(|(_, to)| *to).collect();
+        whole.sort_unstable();
+        Some(Duration::from_micros(whole.get(whole.len() / 4)? * 3 / 4))
+    }
+
     /// When to leave for this phase; `None` where it has not been seen yet.
     pub(crate) fn at(&self, phase: Phase, told: bool, rng: &mut Rng) -> Option<Aim> {
         let seen = self.seen.get(&phase).filter(|seen| !seen.is_empty())?;
@@ -110,6 +119,14 @@ fn alone(client: &Seen) -> Vec<(Phase, u64, u64)> {
 }
 
 impl Aim {
+    /// No later than this after the call began, and in the first half of what it waits for: by then most requests are not over.
+    pub(crate) fn in_time(self, at_most: Option<Duration>) -> Self {
+        match self {
+            Self::At(delay) => Self::At(at_most.map_or(delay, |at_most| delay.min(at_most))),
+            Self::After(mark, delay) => Self::After(mark, delay / 2),
+        }
+    }
+
     /// Arranges for the client with this tag to leave then. Abort the task when the call is over.
     pub(crate) fn leave(self, began: Instant, feed: &Feed, tag: &str) -> (Leave, JoinHandle<()>) {
         let leaving = CancellationToken::new();
@@ -191,5 +208,22 @@ mod tests {
         }
         // Nobody tells: only the clock.
         assert!(matches!(aims.at(Phase::Prefill, false, &mut rng), Some(Aim::At(_))));
+    }
+
+    #[test]
+    fn who_leaves_anywhere_leaves_while_most_requests_live() {
+        let mut aims = Aims::default();
+        assert_eq!(aims.while_it_lives(false), None);
+        for done in [9_000, 5_000, 30_000, 7_000, 40_000, 8_000, 50_000, 60_000] {
+            aims.learn(&Seen { began: 1_000, done: Some(1_000 + done), ..Seen::default() }, None);
+        }
+        // A quarter of them are quicker than 8 ms.
+        let us = Duration::from_micros;
+        assert_eq!((aims.while_it_lives(false), aims.while_it_lives(true)), (Some(us(6_000)), None));
+        assert_eq!(Aim::At(us(9_000)).in_time(Some(us(6_000))), Aim::At(us(6_000)));
+        assert_eq!(Aim::At(us(900)).in_time(Some(us(6_000))), Aim::At(us(900)));
+        assert_eq!(Aim::At(us(9_000)).in_time(None), Aim::At(us(9_000)));
+        let told = Aim::After(Mark::Queued, us(900));
+        assert_eq!(told.in_time(Some(us(6_000))), Aim::After(Mark::Queued, us(450)));
     }
 }

@@ -1,15 +1,16 @@
 //! From raw events to a summary. A pure function: the same events give the same numbers, whenever they are read.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::bystanders;
 use super::faults::{self, Fault};
 use super::findings;
 use super::phase::{Kind, Phase};
 use super::raw::{ActKind, Books, CallRecord, EngineFacts, Record, Run};
+use super::retries::Retries;
 use super::sampled;
 use super::series;
-use super::summary::{Dist, EngineRow, Group, KindRow, PhaseRow, Service, Summary, Texts};
+use super::summary::{Dist, EngineRow, Group, KindRow, PhaseRow, Service, StormLeavers, Summary, Texts};
 use super::timeline::{Leg, Timeline, Told};
 use super::untold::{self, Telling};
 
@@ -156,6 +157,12 @@ impl Facts {
             }
     }
 
+    /// Whether a client left while its request was not over; also one that half-closed, and was served all the same.
+    fn has_left_in_time(&self, call: &CallRecord) -> bool {
+        let left = gone(call).or(call.left_us.filter(|_| call.leaves.is_some() && call.outcome == "done"));
+        left.is_some_and(|left| !self.exact() || self.phase_at(call, left).is_some())
+    }
+
     /// Clients that left before their requests were over, but not in acts to learn from, nor where parts were broken.
     pub(crate) fn victims(&self) -> Vec<Victim<'_>> {
         self.calls.iter().filter(|call| self.counts(call)).filter_map(|call| self.victim(call)).collect()
@@ -225,6 +232,8 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         let group = group(&|victim| victim.phase == Some(phase));
         (aimed + group.left > 0).then_some(PhaseRow { phase, aimed, group })
     });
+    let kind_of: HashMap<&str, Kind> =
+        facts.calls.iter().filter_map(|call| Some((call.tag.as_str(), call.leaves?.kind))).collect();
     let kinds = Kind::ALL.into_iter().filter_map(|kind| {
         let is = |call: &CallRecord| call.leaves.is_some_and(|leaves| leaves.kind == kind);
         // Where a part was broken, neither those that left nor those that were served are counted here.
@@ -234,8 +243,13 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         let served = facts.calls.iter().filter(served).count() as u64;
         let over = |call: &&CallRecord| is(call) && facts.is_over_too_soon(call);
         let too_late = facts.calls.iter().filter(over).count() as u64;
+        let again = |call: &&CallRecord| {
+            let first = call.retries.as_deref();
+            first.is_some_and(|first| kind_of.get(first) == Some(&kind)) && facts.counts(call)
+        };
+        let retries = Retries::of(facts.calls.iter().filter(again));
         let group = group(&|victim| is(victim.call));
-        (group.left + served + too_late > 0).then_some(KindRow { kind, served, too_late, group })
+        (group.left + served + too_late > 0).then_some(KindRow { kind, served, too_late, retries, group })
     });
     let mut summary = Summary {
         exact: facts.exact(),
@@ -247,6 +261,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         refused: refused(&facts),
         calm: service(&facts, &facts.acts_of(ActKind::Calm)),
         storm: service(&facts, &facts.acts_of(ActKind::Storm)),
+        storm_leavers: storm_leavers(&facts),
         calm_stand_ins: stand_ins(&facts),
         ttft_p99_over_calm_stand_ins: bystanders::ttft_p99_over_calm_stand_ins(&facts),
         bystanders: bystanders::compared(&facts),
@@ -301,7 +316,8 @@ pub(super) fn grouped(victims: &[&Victim<'_>], stranded_after: u64, exact: bool)
                 group.stranded += u64::from(home - gone > stranded_after);
             }
         }
-        let at_p = timeline.legs.iter().filter(|leg| leg.lends).filter_map(|leg| Some(leg.freed.first()?.0));
+        let lending = timeline.legs.iter().filter(|leg| leg.lends && (leg.held() > 0 || leg.is_at_work()));
+        let at_p = lending.map(|leg| leg.freed.first().map_or(*watched_until, |(at, _)| *at));
         if let Some(at) = at_p.max().filter(|at| at > gone) {
             back_at_p.push(ms(at - gone));
         }
@@ -358,6 +374,20 @@ pub(super) fn service(facts: &Facts, acts: &[&Act]) -> Option<Service> {
     (!parts.is_empty()).then(|| served(&parts))
 }
 
+/// Who was to leave in the storms of all rounds, and who did so in time.
+fn storm_leavers(facts: &Facts) -> Option<StormLeavers> {
+    let storms: Vec<_> = facts.acts_of(ActKind::Storm).into_iter().map(|act| act.name.as_str()).collect();
+    let arrivals = |call: &&CallRecord| storms.contains(&call.act.as_str()) && call.retries.is_none();
+    let mut leavers = StormLeavers::default();
+    for call in facts.calls.iter().filter(arrivals) {
+        leavers.requests += 1;
+        leavers.drawn += u64::from(call.leaves.is_some());
+        leavers.in_time += u64::from(facts.has_left_in_time(call));
+    }
+    leavers.share_in_time = leavers.in_time as f64 / leavers.requests.max(1) as f64;
+    (!storms.is_empty()).then_some(leavers)
+}
+
 /// What the requests of the calm got whose clients stay in the storm.
 fn stand_ins(facts: &Facts) -> Option<Service> {
     let (rounds, _) = bystanders::rounds(facts);
@@ -368,7 +398,7 @@ fn stand_ins(facts: &Facts) -> Option<Service> {
 
 /// What these calls got, part by part of the run.
 fn served(parts: &[Vec<&CallRecord>]) -> Service {
-    let (mut ttft, mut itl, mut e2e) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut ttft, mut itl, mut tpot, mut e2e) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut service = Service::default();
     let (mut tokens, mut lasted) = (0, 0);
     for calls in parts {
@@ -384,11 +414,14 @@ fn served(parts: &[Vec<&CallRecord>]) -> Service {
             e2e.push(ms(call.ended_us.saturating_sub(call.due_us)));
             ttft.extend(series::ttft(call));
             itl.extend(series::gaps(call));
+            tpot.extend(series::tpot(call));
         }
         lasted += last.saturating_sub(first);
     }
     service.tokens_per_second = tokens as f64 * 1e6 / lasted.max(1) as f64;
-    (service.ttft_ms, service.itl_ms, service.e2e_ms) = (Dist::of(&ttft), Dist::of(&itl), Dist::of(&e2e));
+    service.itl_within_one_read = series::within_one_read(&itl);
+    (service.ttft_ms, service.itl_ms) = (Dist::of(&ttft), Dist::of(&itl));
+    (service.tpot_ms, service.e2e_ms) = (Dist::of(&tpot), Dist::of(&e2e));
     service
 }
 

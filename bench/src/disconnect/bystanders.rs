@@ -88,6 +88,7 @@ pub(crate) fn of(measure: Measure, call: &CallRecord) -> Vec<f64> {
     match measure {
         Measure::Ttft => series::ttft(call).into_iter().collect(),
         Measure::Itl => series::gaps(call).collect(),
+        Measure::Tpot => series::tpot(call).into_iter().collect(),
         Measure::E2e => vec![call.ended_us.saturating_sub(call.due_us) as f64 / 1e3],
     }
 }
@@ -104,7 +105,7 @@ pub(crate) fn compared(facts: &Facts) -> Bystanders {
     }
 }
 
-/// The median and a high percentile of one measure; nothing of too few.
+/// The median and a high percentile of one measure, of the time between tokens the latter alone; nothing of too few.
 fn of_measure(rounds: &[Round<'_>], measure: Measure) -> Vec<Compared> {
     let samples: Vec<_> = rounds.iter().map(|round| round.samples(measure)).collect();
     let clients = || rounds.iter().map(|round| round.clients(measure));
@@ -135,10 +136,25 @@ fn of_measure(rounds: &[Round<'_>], measure: Measure) -> Vec<Compared> {
         // A high percentile of some hundred clients is that of a few of them: two rounds of three may have it so by chance.
         let slower = named_by_ms < 0.0 && passed * 4 >= pairs.len() * 3;
         let named_by_ms = (named_by_ms >= 0.0).then_some(named_by_ms);
+        let rounds_above = over.runs.iter().filter(|ratio| **ratio > SLOWER).count() as u64;
         let round = rounds[shown].number;
-        Compared { measure, percentile, round, calm_ms, storm_ms, over, by_ms, noise_ms, slower, named_by_ms }
+        Compared {
+            measure,
+            percentile,
+            round,
+            calm_ms,
+            storm_ms,
+            over,
+            rounds_above,
+            by_ms,
+            noise_ms,
+            slower,
+            named_by_ms,
+        }
     };
-    vec![number(50), number(high)]
+    // Most events come with others in one read of the socket: what is between two of them in the middle is nothing.
+    let percentiles = if measure == Measure::Itl { &[high][..] } else { &[50, high] };
+    percentiles.iter().map(|percentile| number(*percentile)).collect()
 }
 
 fn ratio(calm: f64, storm: f64) -> f64 {

@@ -7,6 +7,7 @@
 use super::analyse::{Act, Facts, Victim, expired_during, grouped, home_after, ms, service, stays, wrong};
 use super::flight::{InFlight, Struck};
 use super::raw::{ActKind, CallRecord};
+use super::retries::Retries;
 use super::summary::FaultRow;
 use super::timeline::{Leg, RACE_US, Timeline};
 
@@ -168,6 +169,7 @@ fn row(facts: &Facts, act: &Act, broken: Option<&Broken<'_>>) -> FaultRow {
         failed_in_flight,
         errors_after: failed(&mut calls.iter().filter(later)),
         stayed: service(facts, &[act]).unwrap_or_default(),
+        retries: Retries::of(calls.iter().copied()),
         left,
         home_ms: home_after(facts, clients_gone, act.ended).map(|at| ms(at - clients_gone)),
         expired,

@@ -54,7 +54,7 @@ pub(crate) enum Kind {
     HalfClose,
     /// Stops reading, keeps the connection for a while, then resets it
     Stall,
-    /// Runs out of patience as an SDK does: closes, and asks the same again once
+    /// Runs out of patience as an SDK does: closes, and asks the same again, twice at most
     Timeout,
 }
 

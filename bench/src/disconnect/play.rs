@@ -183,6 +183,7 @@ fn described(options: &DisconnectOptions, deployment: &Deployment, model: &str) 
         version: env!("CARGO_PKG_VERSION").into(),
         commit: crate::machine::commit(),
         command: crate::machine::command(),
+        nice: crate::machine::nice(),
         date: crate::machine::today(),
         machine: crate::machine::described(),
         target: described.into(),

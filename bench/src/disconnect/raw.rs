@@ -76,6 +76,9 @@ pub(crate) struct Run {
     #[serde(default)]
     pub(crate) commit: Option<String>,
     pub(crate) command: String,
+    /// Its niceness, and that of what it has started. Older files do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) nice: Option<i32>,
     pub(crate) date: String,
     pub(crate) machine: String,
     pub(crate) target: String,

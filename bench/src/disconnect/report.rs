@@ -5,9 +5,12 @@ mod svg;
 
 use std::fmt::Write as _;
 
+use serde_json::{Value, json};
+
+use super::phase::Phase;
 use super::sampled::Sampled;
-use super::summary::{Compared, Dist, FaultRow, Group, Service, Summary};
-use crate::stats::Spread;
+use super::summary::{Compared, Dist, FaultRow, Group, Series, Service, StormLeavers, Summary};
+use crate::stats::{Spread, rounded};
 
 pub(crate) use page::page;
 
@@ -46,6 +49,68 @@ fn who_stayed(summary: &Summary) -> Vec<(&'static str, &Service)> {
         ("storm", &summary.storm),
     ];
     rows.into_iter().filter_map(|(name, service)| Some((name, service.as_ref()?))).collect()
+}
+
+/// Where other front doors are measured, for who has no table of them.
+const NOT_COMPARED: &str = "Not compared with other front doors: `baton bench compare --json > FILE` measures them, and `--beside FILE` puts them here.";
+
+/// A number of who stayed that is above the target, named or not.
+fn above(number: &Compared) -> String {
+    let Compared { measure, percentile, calm_ms, storm_ms, over, rounds_above, slower, .. } = number;
+    format!(
+        "{} p{percentile} {:.2} × ({} to {}; {rounds_above} of {} rounds; {})",
+        measure.label(),
+        over.median,
+        ms(*calm_ms),
+        ms(*storm_ms),
+        over.runs.len(),
+        if *slower { "named" } else { "not named: it may be chance" },
+    )
+}
+
+/// Who was to leave in the storms, and who did.
+fn storm_leavers(leavers: &StormLeavers) -> String {
+    let StormLeavers { requests, drawn, in_time, share_in_time } = leavers;
+    format!(
+        "Storms, all rounds together: {} of {} clients were to leave, and {} left while their request was not over ({:.1} % of all).",
+        count(*drawn),
+        count(*requests),
+        count(*in_time),
+        share_in_time * 100.0
+    )
+}
+
+/// How much of the time between tokens is that of the socket's reads.
+fn within_one_read(summary: &Summary) -> Option<String> {
+    let share = |service: &Option<Service>| {
+        let service = service.as_ref().filter(|service| service.itl_ms.n > 0)?;
+        Some(format!("{:.0} %", service.itl_within_one_read * 100.0))
+    };
+    let (calm, storm) = (share(&summary.calm)?, share(&summary.storm)?);
+    Some(format!(
+        "ITL is between events as the client read them: {calm} of the calm's, {storm} of the storms' came with the one before in one read, and count as 0."
+    ))
+}
+
+/// What the plots draw, thinned as they are.
+pub(crate) fn series(summary: &Summary) -> Value {
+    let pairs = |points: &[(f64, f64)]| -> Value {
+        points.iter().map(|(across, up)| json!([rounded(*across), rounded(*up)])).collect()
+    };
+    let shares = |sorted: &[f64]| pairs(&svg::cumulative(sorted));
+    let both = |[calm, storm]: &[Vec<f64>; 2]| json!({"calm": shares(calm), "storm": shares(storm)});
+    let Series { back, stranded, pools, acts, ttft, itl } = &summary.series;
+    let part = |(name, from, to): &(String, f64, f64)| json!({"name": name, "from_s": rounded(*from), "to_s": rounded(*to)});
+    let of_phase = |(phase, times): &(Phase, Vec<f64>)| json!({"phase": phase, "ms_percent": shares(times)});
+    let pool = |(name, points): &(String, Vec<(f64, f64)>)| json!({"engine": name, "s_share": pairs(points)});
+    json!({
+        "parts": acts.iter().map(part).collect::<Vec<_>>(),
+        "blocks_back": back.iter().map(of_phase).collect::<Vec<_>>(),
+        "held_for_nobody_s_blocks": pairs(stranded),
+        "ttft_ms_percent": both(ttft),
+        "itl_ms_percent": both(itl),
+        "pools": pools.iter().map(pool).collect::<Vec<_>>(),
+    })
 }
 
 /// How a median of rounds came about.
@@ -140,6 +205,7 @@ fn of_fault(fault: &FaultRow) -> String {
         percentile(&left.back_ms, |dist| dist.max),
         fault.home_ms.map_or_else(|| "not while it was watched".into(), ms),
     );
+    let _ = fault.retries.told().map(|told| write!(out, "\n  {told}"));
     out
 }
 
@@ -158,6 +224,8 @@ pub(crate) fn text(summary: &Summary) -> String {
         run.target,
         count(summary.left)
     ));
+    let nice = run.nice.map_or_else(String::new, |nice| format!(", at nice {nice}"));
+    line(format!("by `{}`{nice}", run.command));
     if !summary.exact {
         line(
             "Not every engine has an event log: phases are as aimed, and blocks are known from metrics only."
@@ -212,19 +280,32 @@ pub(crate) fn text(summary: &Summary) -> String {
     line(String::new());
     if summary.calm.is_some() && summary.storm.is_some() {
         line(format!(
-            "{:<24} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10}",
-            "who stayed", "requests", "errors", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"
+            "{:<24} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
+            "who stayed",
+            "requests",
+            "errors",
+            "TTFT p50",
+            "TTFT p99",
+            "ITL p50",
+            "ITL p99",
+            "TPOT p50",
+            "TPOT p99"
         ));
         for (name, service) in who_stayed(summary) {
             line(format!(
-                "{name:<24} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10}",
+                "{name:<24} {:>8} {:>7} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}",
                 service.requests,
                 service.errors,
                 percentile(&service.ttft_ms, |dist| dist.p50),
                 percentile(&service.ttft_ms, |dist| dist.p99),
                 percentile(&service.itl_ms, |dist| dist.p50),
                 percentile(&service.itl_ms, |dist| dist.p99),
+                percentile(&service.tpot_ms, |dist| dist.p50),
+                percentile(&service.tpot_ms, |dist| dist.p99),
             ));
+        }
+        for said in [summary.storm_leavers.as_ref().map(storm_leavers), within_one_read(summary)] {
+            said.into_iter().for_each(&mut line);
         }
         if let Some(spread) = &summary.ttft_p99_over_calm_stand_ins {
             let over = rounds(spread);
@@ -232,6 +313,11 @@ pub(crate) fn text(summary: &Summary) -> String {
                 "TTFT p99, storm over the same requests of the calm: {:.2} ({over})",
                 spread.median
             ));
+        }
+        if !summary.bystanders.numbers.is_empty() {
+            let above: Vec<_> = summary.bystanders.above().map(above).collect();
+            let above = if above.is_empty() { "nothing".to_owned() } else { above.join("; ") };
+            line(format!("who stayed, above 1.2 times the calm's in the median of the rounds: {above}"));
         }
         for number in &summary.bystanders.numbers {
             let Compared { measure, percentile, round, calm_ms, storm_ms, over, by_ms, noise_ms, .. } =
@@ -248,6 +334,11 @@ pub(crate) fn text(summary: &Summary) -> String {
         }
         line(String::new());
     }
+    for row in &summary.kinds {
+        if let Some(told) = row.retries.told() {
+            line(format!("{}: {told}", row.kind.label()));
+        }
+    }
     for fault in &summary.faults {
         line(of_fault(fault));
     }
@@ -256,6 +347,9 @@ pub(crate) fn text(summary: &Summary) -> String {
         "texts: {} of {} compared were wrong; {} more were not, for the same prompt gave different answers when all was quiet",
         texts.wrong, texts.compared, texts.unsteady
     ));
+    if summary.beside.is_none() {
+        line(NOT_COMPARED.into());
+    }
     for unknown in summary.unknown() {
         line(format!("not judged: {unknown}"));
     }

@@ -19,6 +19,19 @@ pub(crate) fn gaps(call: &CallRecord) -> impl Iterator<Item = f64> {
     call.tokens_us.windows(2).map(|pair| pair[1].saturating_sub(pair[0]) as f64 / 1e3)
 }
 
+/// Of gaps between events, how many are none at all, as a share: their events came with one read of the socket.
+pub(crate) fn within_one_read(gaps: &[f64]) -> f64 {
+    gaps.iter().filter(|gap| **gap <= 0.0).count() as f64 / gaps.len().max(1) as f64
+}
+
+/// From the first event with text to the last, for each token after the first, ms; of a stream of at least two tokens.
+pub(crate) fn tpot(call: &CallRecord) -> Option<f64> {
+    let (first, last) = (call.tokens_us.first()?, call.tokens_us.last()?);
+    // One event may bring several.
+    let tokens = (call.tokens_us.len() as u64).max(u64::from(call.generated));
+    (call.stream && tokens > 1).then(|| last.saturating_sub(*first) as f64 / 1e3 / (tokens - 1) as f64)
+}
+
 pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
     let began = facts.acts.iter().map(|act| act.began).min().unwrap_or(0);
     let seconds = |at: u64| at.saturating_sub(began) as f64 / 1e6;

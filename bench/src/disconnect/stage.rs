@@ -17,11 +17,15 @@ use super::stall::Stall;
 use super::timeline::Timeline;
 use super::watch::Feed;
 use crate::load::prompts::plain;
+use crate::load::retry::{is_worth_another, pause};
 use crate::load::rng::Rng;
 use crate::load::{Call, Client, Endpoint, Leave, Manner, Moment, Outcome, Prompt, Streaming, Wish};
 
-/// How long an SDK waits before it asks again.
-const RETRY_AFTER: Duration = Duration::from_millis(500);
+/// How often an SDK asks again.
+const RETRIES: u32 = 2;
+/// Who may leave anywhere in a storm leaves with so much of a stream, as a divisor, at the latest: one that is read in the rest is
+/// often over on its engine.
+const STREAM_SHARE: u32 = 3;
 /// Characters of an error that are kept.
 const ERROR_CHARS: usize = 200;
 /// What every call asks for.
@@ -69,8 +73,7 @@ pub(crate) struct Stage {
 /// A call that was made, and what engines have told of it by then.
 pub(crate) struct Made {
     pub(crate) record: CallRecord,
-    /// Of its prompt, where the endpoint says.
-    pub(crate) prompt_tokens: Option<u32>,
+    pub(crate) call: Call,
     pub(crate) timeline: Option<Timeline>,
 }
 
@@ -92,19 +95,33 @@ impl Stage {
     pub(crate) async fn go(self: Arc<Self>, plan: Plan) -> Made {
         tokio::time::sleep_until(plan.due.into()).await;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let made = self.once(&plan, number, None).await;
+        let made = self.once(&plan, number, 0).await;
         if plan.leaves.is_some_and(|leaves| leaves.kind == Kind::Timeout) && made.record.outcome == "left" {
-            tokio::time::sleep(RETRY_AFTER).await;
-            let again = Plan { due: Instant::now(), leaves: None, ..plan };
-            // The same prompt, as an SDK does; under a tag of its own, so that the two can be told apart.
-            self.once(&again, number, Some(made.record.tag.clone())).await;
+            self.again(plan, number, &made.call).await;
         }
         made
     }
 
-    async fn once(&self, plan: &Plan, number: u64, retries: Option<String>) -> Made {
-        let again = if retries.is_some() { "-again" } else { "" };
-        let tag = format!("{}{number}{again}", self.prefix);
+    /// The same prompt, as an SDK does, with its waits and as often; under tags of their own, so that they can be told apart.
+    async fn again(&self, plan: Plan, number: u64, first: &Call) {
+        let mut rng = Rng::stream(self.seed, &format!("retries-{number}"));
+        let mut wait = pause(0, first, &mut rng);
+        for attempt in 1..=RETRIES {
+            tokio::time::sleep(wait).await;
+            let again = Plan { due: Instant::now(), leaves: None, ..plan.clone() };
+            let made = self.once(&again, number, attempt).await;
+            if !is_worth_another(&made.call) {
+                break;
+            }
+            wait = pause(attempt, &made.call, &mut rng);
+        }
+    }
+
+    /// `attempt`: from 0; what is asked again has `-again` in its tag, once for each time.
+    async fn once(&self, plan: &Plan, number: u64, attempt: u32) -> Made {
+        let first = format!("{}{number}", self.prefix);
+        let tag = format!("{first}{}", "-again".repeat(attempt as usize));
+        let retries = (attempt > 0).then_some(first);
         let extra = extra(None);
         let prompt = self.prompt(number);
         let usual = Stall::usual(self.shape.max_tokens);
@@ -153,7 +170,7 @@ impl Stage {
         let timeline = self.feed.forget(&record.tag);
         // What is told later is not learnt from; there are others.
         self.aims.lock().unwrap_or_else(PoisonError::into_inner).learn(&record.seen(), timeline.as_ref());
-        Made { record, prompt_tokens: call.usage.map(|usage| usage.prompt_tokens), timeline }
+        Made { record, call, timeline }
     }
 
     fn open(&self) -> MutexGuard<'_, BTreeMap<String, bool>> {
@@ -180,14 +197,29 @@ impl Stage {
             Phase::ALL[rng.below(Phase::ALL.len() as u64 - 1) as usize]
         });
         let phase = if phase == Phase::Stream && !stream { Phase::Unary } else { phase };
+        let within = |tokens: u32, rng: &mut Rng| 1 + rng.below(u64::from(tokens).max(1)) as usize;
+        let anywhere = leaves.phase.is_none();
         if phase == Phase::Stream {
-            let tokens = 1 + rng.below(u64::from(self.shape.max_tokens * 2 / 3).max(1)) as usize;
-            return (Leave::AfterTokens(tokens), None);
+            let most = self.shape.max_tokens;
+            let most = if anywhere { most / STREAM_SHARE } else { most * 2 / 3 };
+            return (Leave::AfterTokens(within(most, rng)), None);
         }
-        let aim = self.aims.lock().unwrap_or_else(PoisonError::into_inner).at(phase, self.exact, rng);
+        let aims = self.aims.lock().unwrap_or_else(PoisonError::into_inner);
+        let aim = aims.at(phase, self.exact, rng);
         // Never seen: somewhere in its first moments.
-        let aim = aim.unwrap_or_else(|| Aim::At(Duration::from_micros(rng.below(3_000))));
+        let mut aim = aim.unwrap_or_else(|| Aim::At(Duration::from_micros(rng.below(3_000))));
+        if anywhere {
+            aim = aim.in_time(aims.while_it_lives(stream));
+        }
+        drop(aims);
         let (leave, aiming) = aim.leave(began, &self.feed, tag);
+        let leave = match leave {
+            // A request that is quicker than those before it is left at a token.
+            Leave::When(said) if anywhere && stream => {
+                Leave::WhenOrAfterTokens(said, within(self.shape.max_tokens / STREAM_SHARE, rng))
+            }
+            leave => leave,
+        };
         (leave, Some(aiming))
     }
 

@@ -35,7 +35,8 @@ impl Pace {
     /// Learns from a call that nobody had company in.
     pub(crate) fn learn(&mut self, made: &Made) {
         let (call, tokens) = (&made.record, &made.record.tokens_us);
-        self.prompt_tokens = self.prompt_tokens.max(made.prompt_tokens.map_or(0, u64::from));
+        self.prompt_tokens =
+            self.prompt_tokens.max(made.call.usage.map_or(0, |usage| u64::from(usage.prompt_tokens)));
         if let (true, [first, .., last]) = (call.stream, tokens.as_slice()) {
             // One event may bring several.
             let count = (tokens.len() as u64).max(u64::from(call.generated));

@@ -3,9 +3,11 @@
 use serde::ser::SerializeMap as _;
 use serde::{Serialize, Serializer};
 
+use super::bystanders::SLOWER;
 use super::flight::InFlight;
 use super::phase::{Kind, Phase};
 use super::raw::Run;
+use super::retries::Retries;
 use super::sampled::{Held, Sampled};
 use crate::stats::{Spread, percentile};
 
@@ -41,6 +43,7 @@ pub(crate) struct Summary {
     /// Of the calm the same requests as those whose clients stay in the storm.
     pub(crate) calm_stand_ins: Option<Service>,
     pub(crate) storm: Option<Service>,
+    pub(crate) storm_leavers: Option<StormLeavers>,
     /// Round by round, the storm's p99 time to first token of clients that stayed over that of the same requests of the calm.
     pub(crate) ttft_p99_over_calm_stand_ins: Option<Spread>,
     pub(crate) bystanders: Bystanders,
@@ -153,8 +156,23 @@ pub(crate) struct KindRow {
     pub(crate) served: u64,
     /// Clients that were to leave, and whose request was over before they had: they are not in the other numbers.
     pub(crate) too_late: u64,
+    /// What those that left asked again.
+    pub(crate) retries: Retries,
     #[serde(flatten)]
     pub(crate) group: Group,
+}
+
+/// Who was to leave in the storms, all rounds together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub(crate) struct StormLeavers {
+    /// Of all requests of the storms, but for what was asked again.
+    pub(crate) requests: u64,
+    /// Were to leave.
+    pub(crate) drawn: u64,
+    /// Left while their request was not over.
+    pub(crate) in_time: u64,
+    /// Of all requests.
+    pub(crate) share_in_time: f64,
 }
 
 /// What clients that stayed got.
@@ -166,6 +184,10 @@ pub(crate) struct Service {
     pub(crate) ttft_ms: Dist,
     /// Between two events with text, ms.
     pub(crate) itl_ms: Dist,
+    /// Of those, the share that is zero: both events came with one read of the socket.
+    pub(crate) itl_within_one_read: f64,
+    /// From the first token to the last for each token after the first, one for each request, ms.
+    pub(crate) tpot_ms: Dist,
     /// From due to the end, ms.
     pub(crate) e2e_ms: Dist,
     pub(crate) tokens_per_second: f64,
@@ -190,18 +212,21 @@ pub(crate) enum Measure {
     Ttft,
     /// Time between tokens
     Itl,
+    /// Time for each token after the first, of a whole answer
+    Tpot,
     /// From due to the end
     E2e,
 }
 
 impl Measure {
-    pub(crate) const ALL: [Self; 3] = [Self::Ttft, Self::Itl, Self::E2e];
+    pub(crate) const ALL: [Self; 4] = [Self::Ttft, Self::Itl, Self::Tpot, Self::E2e];
 
     /// What was waited for.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Ttft => "first token",
             Self::Itl => "next token",
+            Self::Tpot => "average token",
             Self::E2e => "whole answer",
         }
     }
@@ -218,6 +243,8 @@ pub(crate) struct Compared {
     pub(crate) storm_ms: f64,
     /// Round by round, the storm's over the calm's; its median is that of the round that is shown.
     pub(crate) over: Spread,
+    /// Rounds of which the ratio is above the target.
+    pub(crate) rounds_above: u64,
     /// How much more it is in the storm, ms.
     pub(crate) by_ms: f64,
     /// By how much it usually differs from calm to calm, ms.
@@ -262,6 +289,8 @@ pub(crate) struct FaultRow {
     /// What all clients that stayed got, before, during and after it.
     #[serde(flatten)]
     pub(crate) stayed: Service,
+    /// What clients that left asked again.
+    pub(crate) retries: Retries,
     /// Errors of the clients that began after it was mended.
     pub(crate) errors_after: u64,
     /// What clients that left in this part did to the engines; what was held by an engine that was killed is gone with it.
@@ -323,6 +352,13 @@ pub(crate) struct Series {
     /// Sorted, ms: calm and storm.
     pub(crate) ttft: [Vec<f64>; 2],
     pub(crate) itl: [Vec<f64>; 2],
+}
+
+impl Bystanders {
+    /// Numbers that are above the target in the median of the rounds, named or not.
+    pub(crate) fn above(&self) -> impl Iterator<Item = &Compared> {
+        self.numbers.iter().filter(|number| number.over.median > SLOWER)
+    }
 }
 
 impl Summary {

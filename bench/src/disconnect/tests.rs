@@ -11,6 +11,7 @@ use super::summary::{Dist, Summary};
 mod bystanders;
 mod faults;
 mod findings;
+mod leavers;
 mod sampled;
 mod untold;
 
@@ -323,6 +324,10 @@ fn blocks_that_never_come_back_are_counted_until_nobody_looks_any_more() {
     let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
     assert_eq!((gap.group.never_back, gap.group.stranded), (1, 1));
     near(gap.group.block_seconds, 7.0 * 0.003 + 7.0 * 5.0);
+    // The other's were back after 3 ms; these were not while anybody looked.
+    let at_prefill = &gap.group.back_at_prefill_ms;
+    assert_eq!((at_prefill.n, at_prefill.min, at_prefill.p99), (2, 3.0, 5_000.0));
+    assert_eq!(*at_prefill, gap.group.back_ms);
     assert_eq!(summary.engines[P].held_at_end, Some(7));
 }
 

@@ -47,7 +47,7 @@ pub(crate) struct Ended {
 /// Whether engines have learnt that a client had gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Told {
-    /// No engine had work for it.
+    /// No engine had work for it, or each was done with it within [`RACE_US`], untold.
     Nobody,
     /// The last of them at this moment.
     All(u64),
@@ -55,7 +55,7 @@ pub(crate) enum Told {
     Never,
 }
 
-/// An engine that is done with a request so soon after its client has gone need not have learnt of that.
+/// An engine that is done with a request so soon after its client has gone need not have learnt of that: whether it was told is not asked.
 pub(crate) const RACE_US: u64 = 20_000;
 
 /// What a lease's end by time is called, and how one ends that was read to its end.
@@ -280,6 +280,8 @@ impl Timeline {
         let mut told = Told::Nobody;
         for leg in self.legs.iter().filter(|leg| leg.holds_at(at)) {
             match leg.told_after(at) {
+                // Over by itself: neither told nor never told.
+                None if leg.is_over_soon(at) => {}
                 None => return Told::Never,
                 Some(when) => {
                     let before = if let Told::All(before) = told { before } else { 0 };
@@ -351,17 +353,20 @@ impl Leg {
         (self.started.is_some() || self.fetching.is_some()) && self.ended.is_none()
     }
 
-    /// When it learnt, after this moment, that nobody waits; or was done: read to its end, or so soon that it need not
-    /// have learnt.
+    /// When it learnt, after this moment, that nobody waits; or its lease was read to its end.
     pub(crate) fn told_after(&self, at: u64) -> Option<u64> {
         let aborted = self.ended.as_ref().filter(|ended| ended.outcome == "abort" && ended.at >= at);
         let told = self.told.iter().find(|told| **told >= at).copied().or(aborted.map(|ended| ended.at));
         let read =
             self.lease_ended.as_ref().filter(|(_, reason)| reason == read_whole()).map(|(when, _)| *when);
-        let soon = self.freed.first().map(|(freed, _)| *freed).filter(|freed| *freed <= at + RACE_US);
         // It may have been told before the clocks agree that it was.
         let just = self.told.iter().rev().find(|told| **told < at && at - **told < RACE_US).copied();
-        told.or(read).or(soon).or(just.map(|_| at))
+        told.or(read).or(just.map(|_| at))
+    }
+
+    /// It had given everything back so soon after this moment that it need not have learnt of anything.
+    fn is_over_soon(&self, at: u64) -> bool {
+        self.freed.first().is_some_and(|(freed, _)| *freed <= at + RACE_US)
     }
 
     /// Whether it still had something to do or to give back at this moment, or came to have it afterwards.

@@ -118,7 +118,7 @@ pub(crate) struct Call {
     pub(crate) usage: Option<Usage>,
     /// The answer's `x-request-id`.
     pub(crate) request_id: Option<String>,
-    /// The client was gone: its close, reset or half-close had returned; for a stall, it had stopped reading.
+    /// The client left: the moment before its close, reset or half-close; for a stall, the one at which it stopped reading.
     pub(crate) left: Option<Moment>,
     /// Nothing happens any more.
     pub(crate) ended: Moment,

@@ -33,6 +33,8 @@ pub(crate) enum Leave {
     AfterTokens(usize),
     /// When somebody says so, at whatever stage that is.
     When(CancellationToken),
+    /// Whichever comes first: somebody says so, or so many events have brought text.
+    WhenOrAfterTokens(CancellationToken, usize),
 }
 
 /// How a client leaves. See [`super::wire`].
@@ -191,7 +193,7 @@ impl Leave {
     /// It is time to go. Returns never for a client that leaves by what it has read, or not at all.
     async fn due(&self, sent: Option<Moment>) {
         match (self, sent) {
-            (Self::When(said), _) => said.cancelled().await,
+            (Self::When(said) | Self::WhenOrAfterTokens(said, _), _) => said.cancelled().await,
             (Self::After(after), Some(sent)) => sleep_until(sent.plus(*after).instant().into()).await,
             (Self::Never | Self::AfterTokens(_) | Self::After(_), _) => pending().await,
         }
@@ -199,7 +201,12 @@ impl Leave {
 
     fn is_due_after(&self, call: &Call) -> bool {
         let begun = call.status.is_some_and(|status| (200..300).contains(&status));
-        matches!(self, Self::AfterTokens(tokens) if begun && call.tokens.len() >= *tokens)
+        match self {
+            Self::AfterTokens(tokens) | Self::WhenOrAfterTokens(_, tokens) => {
+                begun && call.tokens.len() >= *tokens
+            }
+            Self::Never | Self::After(_) | Self::When(_) => false,
+        }
     }
 }
 

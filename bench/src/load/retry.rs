@@ -50,7 +50,7 @@ impl Retries {
             attempts.push(call);
             let Some(wait) = wait else { break };
             match leave {
-                Leave::When(said) => {
+                Leave::When(said) | Leave::WhenOrAfterTokens(said, _) => {
                     if said.run_until_cancelled(tokio::time::sleep(wait)).await.is_none() {
                         break;
                     }
@@ -63,7 +63,7 @@ impl Retries {
 }
 
 /// Whether an SDK would try again.
-pub(super) fn is_worth_another(call: &Call) -> bool {
+pub(crate) fn is_worth_another(call: &Call) -> bool {
     match &call.outcome {
         Outcome::Refused { status, .. } => {
             call.should_retry.unwrap_or(matches!(status, 408 | 409 | 429 | 500..))
@@ -74,7 +74,7 @@ pub(super) fn is_worth_another(call: &Call) -> bool {
 }
 
 /// How long an SDK would wait after this attempt, the first of which is 0.
-pub(super) fn pause(attempt: u32, call: &Call, rng: &mut Rng) -> Duration {
+pub(crate) fn pause(attempt: u32, call: &Call, rng: &mut Rng) -> Duration {
     let named = call.retry_after.filter(|after| !after.is_zero() && *after <= NAMED_WAIT_MAX);
     named.unwrap_or_else(|| {
         let doubled = FIRST_WAIT.saturating_mul(1 << attempt.min(16)).min(WAIT_MAX);

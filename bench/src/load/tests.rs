@@ -263,29 +263,40 @@ fn every_manner_of_leaving_is_seen_for_what_it_is() {
     run(async {
         let begun = || vec![Step::Write([HEAD, &event("a"), &event("b")].concat()), Step::Watch];
         for (manner, seen) in [(Manner::Fin, Seen::Fin), (Manner::Rst, Seen::Rst)] {
-            for leave in
-                [Leave::AfterTokens(1), Leave::AfterTokens(2), Leave::After(Duration::from_millis(20))]
-            {
+            for leave in [
+                Leave::AfterTokens(1),
+                Leave::AfterTokens(2),
+                Leave::WhenOrAfterTokens(CancellationToken::new(), 2),
+                Leave::After(Duration::from_millis(20)),
+            ] {
                 let (call, mut server) = one(begun(), leave.clone(), manner).await;
                 assert_eq!(call.outcome, Outcome::Left, "{manner:?} {leave:?}: {call:?}");
                 assert_eq!(server.how_it_left().await, Some(seen), "{manner:?} {leave:?}");
                 assert!(call.left >= call.sent && call.left <= Some(call.ended), "{call:?}");
-                if let Leave::AfterTokens(tokens) = leave {
+                if let Leave::AfterTokens(tokens) | Leave::WhenOrAfterTokens(_, tokens) = leave {
                     assert_eq!(call.tokens.len(), tokens);
                 }
             }
             // Before anything came.
-            let said = CancellationToken::new();
-            let mut server = Server::start(vec![vec![Step::Watch]]).await;
-            let client = server.client(Limits::default(), Connections::Fresh).await;
-            let (leave, ask) = (Leave::When(said.clone()), ask());
-            let (call, request) = tokio::join!(client.call(&ask, &leave, manner), async {
-                let request = server.requests.recv().await;
-                said.cancel();
-                request
-            });
-            assert!(request.is_some() && call.outcome == Outcome::Left && call.head.is_none(), "{call:?}");
-            assert_eq!(server.how_it_left().await, Some(seen), "{manner:?}");
+            for tokens in [None, Some(1)] {
+                let said = CancellationToken::new();
+                let leave = tokens.map_or(Leave::When(said.clone()), |tokens| {
+                    Leave::WhenOrAfterTokens(said.clone(), tokens)
+                });
+                let mut server = Server::start(vec![vec![Step::Watch]]).await;
+                let client = server.client(Limits::default(), Connections::Fresh).await;
+                let ask = ask();
+                let (call, request) = tokio::join!(client.call(&ask, &leave, manner), async {
+                    let request = server.requests.recv().await;
+                    said.cancel();
+                    request
+                });
+                assert!(
+                    request.is_some() && call.outcome == Outcome::Left && call.head.is_none(),
+                    "{call:?}"
+                );
+                assert_eq!(server.how_it_left().await, Some(seen), "{manner:?}");
+            }
         }
     });
 }

@@ -1,10 +1,16 @@
 //! The report as one HTML page: no script, no font, no picture from elsewhere; light and dark, for a phone and for paper.
 
+mod beside;
+mod words;
+
 use std::fmt::Write as _;
 
 use super::super::summary::{Dist, Group, Measure, Service, Summary};
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
-use super::{count, decimals, from_samples, known, ms, percentile, ran_on, rounds, who_stayed};
+use super::{
+    above, count, decimals, from_samples, known, ms, percentile, ran_on, rounds, storm_leavers, who_stayed,
+    within_one_read,
+};
 
 const STYLE: &str = "
 :root{color-scheme:light dark;--ink:#1a1d21;--soft:#5d6670;--line:#d8dde3;--paper:#fff;--panel:#f5f7f9;--good:#12703a;--bad:#b3261e;
@@ -36,9 +42,6 @@ dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}li{margin:.25rem 0}
 @media print{@page{margin:12mm}body{max-width:none;padding:0;font-size:11pt}.scroll{overflow:visible}table{font-size:7.5pt}th,td{padding:.15rem .25rem}td small{display:block}.band{print-color-adjust:exact;-webkit-print-color-adjust:exact}.curve{stroke-width:1.3}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
 ";
 
-/// Front doors that are shown beside the deployment.
-const BESIDE_MAX: usize = 20;
-
 /// The page.
 pub(crate) fn page(summary: &Summary) -> String {
     let mut out = String::from(
@@ -56,8 +59,8 @@ pub(crate) fn page(summary: &Summary) -> String {
     pools(summary, &mut out);
     by_kind(summary, &mut out);
     faults(summary, &mut out);
-    beside(summary, &mut out);
-    definitions(summary, &mut out);
+    beside::draw(summary, &mut out);
+    words::draw(summary, &mut out);
     out.push_str("</body></html>\n");
     out
 }
@@ -131,6 +134,15 @@ fn tiles(summary: &Summary, out: &mut String) {
                 rounds(spread)
             ),
         );
+    }
+    if !summary.bystanders.numbers.is_empty() {
+        let above: Vec<_> = summary.bystanders.above().map(above).collect();
+        let what = if above.is_empty() {
+            "numbers of who stayed above 1.2 times the calm's, in the median of the rounds".to_owned()
+        } else {
+            format!("above 1.2 times the calm's, in the median of the rounds: {}", above.join("; "))
+        };
+        tile(out, &format!("{} of {}", above.len(), summary.bystanders.numbers.len()), "", &what);
     }
     let texts = &summary.texts;
     let class = if texts.wrong + texts.unsteady == 0 { "good" } else { "bad" };
@@ -306,18 +318,19 @@ fn bystanders(summary: &Summary, out: &mut String) {
         };
         out.push_str(&plot.draw());
     }
-    out.push_str("<div class=\"scroll\"><table><thead><tr><th></th><th>requests</th><th>errors</th><th>TTFT p50</th><th>p99</th><th>ITL p50</th><th>p99</th><th>E2E p50</th><th>p99</th><th>tokens/s</th></tr></thead><tbody>");
+    out.push_str("<div class=\"scroll\"><table><thead><tr><th></th><th>requests</th><th>errors</th><th>TTFT p50</th><th>p99</th><th>ITL p50</th><th>p99</th><th>TPOT p50</th><th>p99</th><th>E2E p50</th><th>p99</th><th>tokens/s</th></tr></thead><tbody>");
     let mut row = |name: &str, service: &Service| {
         let cells = |dist: &Dist| {
             format!("<td>{}</td><td>{}</td>", percentile(dist, |d| d.p50), percentile(dist, |d| d.p99))
         };
         let _ = write!(
             out,
-            "<tr><td>{name}</td><td>{}</td><td>{}</td>{}{}{}<td>{:.0}</td></tr>",
+            "<tr><td>{name}</td><td>{}</td><td>{}</td>{}{}{}{}<td>{:.0}</td></tr>",
             count(service.requests),
             count(service.errors),
             cells(&service.ttft_ms),
             cells(&service.itl_ms),
+            cells(&service.tpot_ms),
             cells(&service.e2e_ms),
             service.tokens_per_second,
         );
@@ -326,15 +339,20 @@ fn bystanders(summary: &Summary, out: &mut String) {
         row(name, service);
     }
     out.push_str("</tbody></table></div>");
+    for said in [summary.storm_leavers.as_ref().map(storm_leavers), within_one_read(summary)] {
+        if let Some(said) = said {
+            let _ = write!(out, "<p class=\"note\">{}</p>", escaped(&said));
+        }
+    }
     if summary.bystanders.numbers.is_empty() {
         return;
     }
-    out.push_str("<div class=\"scroll\"><table><thead><tr><th>who stayed</th><th>round</th><th>calm, the same requests</th><th>storm</th><th>difference</th><th>storm over calm</th><th>rounds</th><th>from calm to calm</th><th>slower</th><th>named from</th></tr></thead><tbody>");
+    out.push_str("<div class=\"scroll\"><table><thead><tr><th>who stayed</th><th>round</th><th>calm, the same requests</th><th>storm</th><th>difference</th><th>storm over calm</th><th>rounds</th><th>above 1.2</th><th>from calm to calm</th><th>slower</th><th>named from</th></tr></thead><tbody>");
     for number in &summary.bystanders.numbers {
         let slower = if number.slower { "<span class=\"bad\">yes</span>" } else { "no" };
         let _ = write!(
             out,
-            "<tr><td>{} p{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:+.1} ms</td><td>{:.2} ×</td><td>{:.2} to {:.2}</td><td>{}</td><td>{slower}</td><td>{}</td></tr>",
+            "<tr><td>{} p{}</td><td>{}</td><td>{}</td><td>{}</td><td>{:+.1} ms</td><td>{:.2} ×</td><td>{:.2} to {:.2}</td><td>{} of {}</td><td>{}</td><td>{slower}</td><td>{}</td></tr>",
             number.measure.label(),
             number.percentile,
             number.round,
@@ -344,6 +362,8 @@ fn bystanders(summary: &Summary, out: &mut String) {
             number.over.median,
             number.over.min,
             number.over.max,
+            number.rounds_above,
+            number.over.runs.len(),
             ms(number.noise_ms),
             number.named_by_ms.map_or_else(|| "–".into(), |more| format!("{} more", ms(more))),
         );
@@ -407,11 +427,16 @@ fn by_kind(summary: &Summary, out: &mut String) {
     }
     let _ = write!(
         out,
-        "<h2>By the way in which they left</h2><div class=\"scroll\"><table><thead><tr><th>how</th><th>served to the end</th><th>too late</th>{GROUP_HEAD}</tr></thead><tbody>"
+        "<h2>By the way in which they left</h2><div class=\"scroll\"><table><thead><tr><th>how</th><th>served to the end</th><th>too late</th><th>asked again</th><th>of those failed</th>{GROUP_HEAD}</tr></thead><tbody>"
     );
     for row in &summary.kinds {
         let (kind, served, late) = (row.kind.label(), count(row.served), count(row.too_late));
-        let _ = write!(out, "<tr><td>{kind}</td><td>{served}</td><td>{late}</td>");
+        let again = |number: u64| if row.retries.asked > 0 { count(number) } else { "–".to_owned() };
+        let (asked, failed) = (again(row.retries.asked), again(row.retries.failed));
+        let _ = write!(
+            out,
+            "<tr><td>{kind}</td><td>{served}</td><td>{late}</td><td>{asked}</td><td>{failed}</td>"
+        );
         group_cells(&row.group, out);
         out.push_str("</tr>");
     }
@@ -422,9 +447,9 @@ fn faults(summary: &Summary, out: &mut String) {
     if summary.faults.is_empty() {
         return;
     }
-    out.push_str("<h2>Parts that were broken</h2><p class=\"note\">Under load, of which some leave; mended in the same place. What was started for the run is killed, and started again at once.</p><div class=\"scroll\"><table><thead><tr><th>what</th><th>in flight when it struck</th><th>of those failed</th><th>stayed</th><th>failed</th><th>failed afterwards</th><th>E2E p50</th><th>p99</th><th>max</th><th>left</th><th>stranded</th><th>blocks back p50</th><th>max</th><th>all blocks home</th><th>leases expired</th><th>wrong texts</th></tr></thead><tbody>");
+    out.push_str("<h2>Parts that were broken</h2><p class=\"note\">Under load, of which some leave; mended in the same place. What was started for the run is killed, and started again at once.</p><div class=\"scroll\"><table><thead><tr><th>what</th><th>in flight when it struck</th><th>of those failed</th><th>stayed</th><th>failed</th><th>failed afterwards</th><th>E2E p50</th><th>p99</th><th>max</th><th>left</th><th>stranded</th><th>asked again</th><th>of those failed</th><th>blocks back p50</th><th>max</th><th>all blocks home</th><th>leases expired</th><th>wrong texts</th></tr></thead><tbody>");
     for fault in &summary.faults {
-        let super::FaultRow { stayed, left, .. } = fault;
+        let super::FaultRow { stayed, retries, left, .. } = fault;
         let home = fault.home_ms.map_or_else(|| "not while watched".to_owned(), ms);
         let met = fault.met.as_ref().map_or_else(
             || "never struck".to_owned(),
@@ -435,7 +460,7 @@ fn faults(summary: &Summary, out: &mut String) {
         );
         let _ = write!(
             out,
-            "<tr><td>{}</td><td>{met}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{home}</td><td>{}</td><td>{}</td></tr>",
+            "<tr><td>{}</td><td>{met}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{home}</td><td>{}</td><td>{}</td></tr>",
             escaped(&fault.fault),
             count(fault.failed_in_flight),
             count(stayed.requests),
@@ -446,6 +471,8 @@ fn faults(summary: &Summary, out: &mut String) {
             percentile(&stayed.e2e_ms, |dist| dist.max),
             count(left.left),
             known(left, || count(left.stranded)),
+            count(retries.asked),
+            count(retries.failed),
             percentile(&left.back_ms, |dist| dist.p50),
             percentile(&left.back_ms, |dist| dist.max),
             count(fault.expired),
@@ -453,116 +480,4 @@ fn faults(summary: &Summary, out: &mut String) {
         );
     }
     out.push_str("</tbody></table></div>");
-}
-
-/// Other front doors, as `baton bench compare` has measured them.
-fn beside(summary: &Summary, out: &mut String) {
-    let Some(compared) = &summary.beside else { return };
-    let word = |name: &str| escaped(compared[name].as_str().unwrap_or_default());
-    let or = |word: String, other: &str| if word.is_empty() { other.to_owned() } else { word };
-    let _ = write!(
-        out,
-        "<h2>Other front doors</h2><p class=\"note\">Each in front of the same simulated engines ({} dialect), on {}: {}. By <code>{}</code>, commit {}. In the gap, clients leave between prefill and decode; blocks are lent for {} s. Of {} rounds the median, with the least and the greatest; × is over the first front door in the same round.</p><div class=\"scroll\"><table><thead><tr><th></th><th>left in the gap</th><th>stranded</th><th>block-s / 1,000</th><th>blocks back p50</th><th>p99</th><th>TTFT p50</th><th>p99</th><th>CPU s / 1,000</th><th>failed</th></tr></thead><tbody>",
-        word("dialect"),
-        word("date"),
-        word("machine"),
-        or(word("command"), "baton bench compare"),
-        or(word("commit"), "unknown"),
-        compared["lease_ms"].as_f64().unwrap_or(0.0) / 1e3,
-        count(compared["rounds"].as_u64().unwrap_or(0)),
-    );
-    for target in compared["targets"].as_array().into_iter().flatten().take(BESIDE_MAX) {
-        let (gap, over, number) = (&target["gap"], &target["over_first"], serde_json::Value::as_f64);
-        let tenths = |value: f64| format!("{value:.1}");
-        let told =
-            |value: Option<f64>, told: &dyn Fn(f64) -> String| value.map_or_else(|| "–".to_owned(), told);
-        let whole = |value: f64| count(value as u64);
-        // Until 2026-11-23 the files had the word of the event log.
-        let back = |now: &str, before: &str| gap.get(now).unwrap_or(&gap[before]);
-        let stranded = number(&gap["stranded"]);
-        let class = if stranded.is_some_and(|stranded| stranded > 0.0) { " class=\"bad\"" } else { "" };
-        let _ = write!(
-            out,
-            "<tr><td>{}</td><td>{}</td><td{class}>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
-            escaped(target["name"].as_str().unwrap_or_default()),
-            told(number(&gap["victims"]), &whole),
-            told(stranded, &whole),
-            told(number(&gap["stranded_block_seconds_per_1000"]), &tenths)
-                + &range(&gap["rounds_block_seconds_per_1000"], &tenths),
-            told(number(back("blocks_back_p50_ms", "freed_p50_ms")), &ms)
-                + &range(back("rounds_blocks_back_p50_ms", "rounds_freed_p50_ms"), &ms),
-            told(number(back("blocks_back_p99_ms", "freed_p99_ms")), &ms),
-            spread(&target["ttft_p50_ms"], &over["ttft_p50"], &ms),
-            spread(&target["ttft_p99_ms"], &over["ttft_p99"], &ms),
-            spread(&target["cpu_s_per_1000"], &over["cpu"], &|value| format!("{value:.2}")),
-            told(number(&target["failed"]), &whole),
-        );
-    }
-    out.push_str("</tbody></table></div>");
-}
-
-/// The least and the greatest of a spread, below its median; nothing where there is none.
-fn range(spread: &serde_json::Value, told: &dyn Fn(f64) -> String) -> String {
-    match (spread["min"].as_f64(), spread["max"].as_f64()) {
-        (Some(min), Some(max)) => format!("<br><small>{} … {}</small>", told(min), told(max)),
-        _ => String::new(),
-    }
-}
-
-/// A median, its range, and its ratio over the first front door with that one's range.
-fn spread(of: &serde_json::Value, over: &serde_json::Value, told: &dyn Fn(f64) -> String) -> String {
-    let Some(median) = of["median"].as_f64() else { return "–".to_owned() };
-    let times = |value: f64| format!("× {value:.2}");
-    let ratio = over["median"].as_f64().map(|ratio| format!("<br>{}{}", times(ratio), range(over, &times)));
-    format!("{}{}{}", told(median), range(of, told), ratio.unwrap_or_default())
-}
-
-fn definitions(summary: &Summary, out: &mut String) {
-    let run = &summary.run;
-    let seconds = run.stranded_after_us as f64 / 1e6;
-    let _ = write!(
-        out,
-        "<h2>What the words mean</h2><dl>\
-         <dt>in flight</dt><dd>requests whose clients were there and which were not over when something broke, by the phase in which they were</dd>\
-         <dt>left</dt><dd>clients that were gone while their request was not over; the phase is the one it was in at that moment, by the engines' own times</dd>\
-         <dt>told</dt><dd>from the client's going until every engine that had work for it had learnt of it, by a closed connection, an abort or a release</dd>\
-         <dt>ran on untold</dt><dd>of clients that left while an engine worked for them: how many of them it computed to its own end for, without having been told, of so many of which that can be said: they were told, or had more left to do than telling takes nine times in ten in this run</dd>\
-         <dt>too late</dt><dd>clients that were to leave, and whose request was over before they had; they are in no other number</dd>\
-         <dt>blocks back</dt><dd>from the client's going until the last block of its request was free on every engine; only clients whose requests held blocks when they left, or came to hold them</dd>\
-         <dt>stranded</dt><dd>blocks that were not back {seconds} s after their client had left</dd>\
-         <dt>block-s / 1,000</dt><dd>blocks times seconds held for clients that had left, for every 1,000 of them</dd>\
-         <dt>block-s with no client</dt><dd>blocks times seconds that an engine's books had as held while the benchmark had no request open at all</dd>\
-         <dt>of N</dt><dd>beside a time: as many were measured, fewer than have left; the others held nothing there, or nobody had to be told</dd>\
-         <dt>tokens for nobody</dt><dd>tokens of prompts in steps that ended after the client had left, and of answers, taken evenly from the first to the last</dd>\
-         <dt>never</dt><dd>a client of whose going an engine never learnt, or whose blocks were never back, counts in the percentiles with the time for which it was watched</dd>\
-         <dt>from calm to calm</dt><dd>by how much the same number differs between the calms of the rounds, where nobody leaves; of one round between its halves; at least 2 ms. Who stayed is slower where the median of the rounds is above 1.2 times the calm's, and by more than this</dd>\
-         <dt>percentiles</dt><dd>by nearest rank: the smallest sample that at least so many per cent of all do not exceed; of fewer than 100 samples the 99th is the greatest</dd>\
-         <dt>TTFT, E2E</dt><dd>from the moment at which the request was due, so that a client that is held up counts its waiting</dd>\
-         </dl><h2>This run</h2><dl>\
-         <dt>command</dt><dd><code>{}</code></dd><dt>version</dt><dd>{}{}</dd><dt>machine</dt><dd>{}</dd><dt>date</dt><dd>{}</dd><dt>seed</dt><dd>{}</dd><dt>options</dt><dd><code>{}</code></dd>\
-         <dt>raw events</dt><dd><code>events.jsonl</code> beside this page; <code>baton bench report DIR</code> computes everything here from it again</dd></dl>",
-        escaped(&run.command),
-        escaped(&run.version),
-        run.commit.as_ref().map_or_else(String::new, |commit| format!(", commit {}", escaped(commit))),
-        escaped(&run.machine),
-        escaped(&run.date),
-        run.seed,
-        escaped(&run.options.to_string()),
-    );
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    #[test]
-    fn a_number_of_another_front_door_has_its_spread_and_its_ratio() {
-        let of = json!({"median": 3.0, "min": 2.0, "max": 4.5});
-        let over = json!({"median": 1.5, "min": 1.25, "max": 2.0});
-        let told = |value: f64| format!("{value} ms");
-        let cell = super::spread(&of, &over, &told);
-        assert_eq!(cell, "3 ms<br><small>2 ms … 4.5 ms</small><br>× 1.50<br><small>× 1.25 … × 2.00</small>");
-        assert_eq!(super::spread(&of, &json!(null), &told), "3 ms<br><small>2 ms … 4.5 ms</small>");
-        assert_eq!(super::spread(&json!(null), &json!(null), &told), "–");
-    }
 }

@@ -113,6 +113,11 @@ fn those_who_stay_are_compared_with_the_same_requests_of_the_calm() {
     near(ttft.over.median, 14.0 / 10.001);
     near(ttft.by_ms, 3.999);
     near(summary.ttft_p99_over_calm_stand_ins.as_ref().expect("rounds").median, 14.0 / 10.001);
+    // Three tokens, 1 ms apart.
+    for (measure, percentile) in [(Measure::Itl, 90), (Measure::Tpot, 50), (Measure::Tpot, 90)] {
+        near(number(&summary, measure, percentile).storm_ms, 1.0);
+    }
+    assert_eq!(summary.bystanders.numbers.len(), 7, "of the time between tokens the high percentile alone");
     // The first token, and with it the whole answer; between tokens nothing.
     let slowed = slowed(&summary);
     let [first, whole] = slowed[..] else { panic!("{slowed:?}") };
@@ -206,6 +211,43 @@ fn what_it_says_it_would_be_named_from_is_what_it_is_named_from() {
         let more = (shown.named_by_ms.expect("it is not named") * 1e3).round() as u64;
         assert!(!with(more - 50).slower && with(more + 50).slower, "{shown:?}");
     }
+}
+
+#[test]
+fn what_is_above_the_target_is_said_whether_it_is_named_or_not() {
+    // In the median of the rounds 1.25 times and less than calms differ by.
+    let times = [(100_000, 172_000), (160_000, 180_000), (100_000, 125_000)];
+    let summary = run(&rounds(3, 60, |round, _| times[round])).summary();
+    assert_eq!((slowed(&summary).len(), number(&summary, Measure::Ttft, 90).rounds_above), (0, 2));
+    let says = "first token p90 1.25 × (100 ms to 125 ms; 2 of 3 rounds; not named: it may be chance)";
+    let (text, page) = (report::text(&summary), report::page(&summary));
+    assert!(text.contains(says) && page.contains(says), "{text}");
+    assert!(
+        page.contains("<b class=\"\">4 of 7</b>"),
+        "first token and whole answer, both percentiles: {page}"
+    );
+    let named = run(&rounds(3, 60, |_, _| (100_000, 150_000))).summary();
+    assert!(report::text(&named).contains("first token p90 1.50 × (100 ms to 150 ms; 3 of 3 rounds; named)"));
+    let healthy = run(&rounds(3, 60, |_, _| (100_000, 119_000))).summary();
+    assert!(report::text(&healthy).contains("in the median of the rounds: nothing"));
+}
+
+#[test]
+fn tokens_that_come_with_one_read_have_nothing_between_them() {
+    let mut script = run(&rounds(3, 60, |_, _| (10_000, 10_000)));
+    for record in &mut script.0 {
+        if let Record::Call(call) = record {
+            call.tokens_us[1] = call.tokens_us[0];
+            // Of the calm it says that they were five.
+            call.generated = if call.act.starts_with("calm") { 5 } else { 3 };
+        }
+    }
+    let summary = script.summary();
+    let (calm, storm) = (summary.calm.as_ref().expect("calm"), summary.storm.as_ref().expect("storm"));
+    near(calm.itl_within_one_read, 0.5);
+    assert_eq!((calm.itl_ms.p50, calm.itl_ms.max), (0.0, 2.0));
+    assert_eq!((calm.tpot_ms.n, calm.tpot_ms.p50, storm.tpot_ms.p50), (180, 0.5, 1.0));
+    assert!(report::page(&summary).contains("50 % of the calm's, 50 % of the storms'"));
 }
 
 #[test]

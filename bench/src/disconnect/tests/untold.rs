@@ -70,7 +70,9 @@ fn short_prefills_that_nobody_stops_are_named() {
     assert_eq!(names(&summary), ["prefill_not_aborted"]);
     let says = &summary.findings[0].says;
     assert!(says.starts_with("20 of 20 requests") && says.ends_with("20 of them untold"), "{says}");
-    assert_eq!((summary.all.left, summary.all.never_told), (40, 0), "their blocks were back soon");
+    // Over by themselves within 20 ms: neither told nor never told.
+    assert_eq!((summary.all.left, summary.all.never_told, summary.all.told_ms.n), (40, 0, 20));
+    near(summary.all.told_ms.max, 1.0);
     let ran_on = summary.all.ran_on.expect("it is judged");
     assert_eq!((ran_on.untold, ran_on.judged), (20, 40));
     let json = serde_json::to_value(&summary).expect("JSON");
@@ -135,6 +137,21 @@ fn a_few_that_were_not_told_are_races_as_long_as_telling_is_as_slow() {
     let summary = run(&[told(60), slower, untold(9, 21_000)].concat()).summary();
     near(summary.work[0].telling_ms, 20.0);
     assert_eq!(names(&summary), ["prefill_not_aborted"]);
+}
+
+#[test]
+fn who_is_done_by_itself_is_told_only_where_it_was() {
+    // 19 ms are over too soon to ask; after 21 ms it was never told; and what was told in between was told.
+    for (then, never, told) in [
+        (Then::Ends(19_000), 0, None),
+        (Then::Ends(21_000), 1, Some(4_000.0)),
+        (Then::Told(15_000), 0, Some(15.0)),
+    ] {
+        let all = run(&[(P, then)]).summary().all;
+        assert_eq!((all.never_told, all.told_ms.n), (never, usize::from(told.is_some())), "{all:?}");
+        near(all.told_ms.max, told.unwrap_or(0.0));
+        assert_eq!(all.back_ms.n, 1, "its blocks were back all the same");
+    }
 }
 
 /// An engine that stops what it should, told after random times, whatever its work is: what is missed is not named.

@@ -1,0 +1,91 @@
+//! The table of other front doors, where there is one.
+
+use std::fmt::Write as _;
+
+use super::super::super::summary::Summary;
+use super::super::svg::escaped;
+use super::super::{NOT_COMPARED, count, ms};
+
+/// Front doors that are shown beside the deployment.
+const BESIDE_MAX: usize = 20;
+
+/// Other front doors, as `baton bench compare` has measured them.
+pub(super) fn draw(summary: &Summary, out: &mut String) {
+    let Some(compared) = &summary.beside else {
+        let _ = write!(out, "<h2>Other front doors</h2><p class=\"note\">{}</p>", escaped(NOT_COMPARED));
+        return;
+    };
+    let word = |name: &str| escaped(compared[name].as_str().unwrap_or_default());
+    let or = |word: String, other: &str| if word.is_empty() { other.to_owned() } else { word };
+    let _ = write!(
+        out,
+        "<h2>Other front doors</h2><p class=\"note\">Each in front of the same simulated engines ({} dialect), on {}: {}. By <code>{}</code>, commit {}. In the gap, clients leave between prefill and decode; blocks are lent for {} s. Of {} rounds the median, with the least and the greatest; × is over the first front door in the same round.</p><div class=\"scroll\"><table><thead><tr><th></th><th>left in the gap</th><th>stranded</th><th>block-s / 1,000</th><th>blocks back p50</th><th>p99</th><th>TTFT p50</th><th>p99</th><th>CPU s / 1,000</th><th>failed</th></tr></thead><tbody>",
+        word("dialect"),
+        word("date"),
+        word("machine"),
+        or(word("command"), "baton bench compare"),
+        or(word("commit"), "unknown"),
+        compared["lease_ms"].as_f64().unwrap_or(0.0) / 1e3,
+        count(compared["rounds"].as_u64().unwrap_or(0)),
+    );
+    for target in compared["targets"].as_array().into_iter().flatten().take(BESIDE_MAX) {
+        let (gap, over, number) = (&target["gap"], &target["over_first"], serde_json::Value::as_f64);
+        let tenths = |value: f64| format!("{value:.1}");
+        let told =
+            |value: Option<f64>, told: &dyn Fn(f64) -> String| value.map_or_else(|| "–".to_owned(), told);
+        let whole = |value: f64| count(value as u64);
+        // Until 2026-11-23 the files had the word of the event log.
+        let back = |now: &str, before: &str| gap.get(now).unwrap_or(&gap[before]);
+        let stranded = number(&gap["stranded"]);
+        let class = if stranded.is_some_and(|stranded| stranded > 0.0) { " class=\"bad\"" } else { "" };
+        let _ = write!(
+            out,
+            "<tr><td>{}</td><td>{}</td><td{class}>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            escaped(target["name"].as_str().unwrap_or_default()),
+            told(number(&gap["victims"]), &whole),
+            told(stranded, &whole),
+            told(number(&gap["stranded_block_seconds_per_1000"]), &tenths)
+                + &range(&gap["rounds_block_seconds_per_1000"], &tenths),
+            told(number(back("blocks_back_p50_ms", "freed_p50_ms")), &ms)
+                + &range(back("rounds_blocks_back_p50_ms", "rounds_freed_p50_ms"), &ms),
+            told(number(back("blocks_back_p99_ms", "freed_p99_ms")), &ms),
+            spread(&target["ttft_p50_ms"], &over["ttft_p50"], &ms),
+            spread(&target["ttft_p99_ms"], &over["ttft_p99"], &ms),
+            spread(&target["cpu_s_per_1000"], &over["cpu"], &|value| format!("{value:.2}")),
+            told(number(&target["failed"]), &whole),
+        );
+    }
+    out.push_str("</tbody></table></div>");
+}
+
+/// The least and the greatest of a spread, below its median; nothing where there is none.
+fn range(spread: &serde_json::Value, told: &dyn Fn(f64) -> String) -> String {
+    match (spread["min"].as_f64(), spread["max"].as_f64()) {
+        (Some(min), Some(max)) => format!("<br><small>{} … {}</small>", told(min), told(max)),
+        _ => String::new(),
+    }
+}
+
+/// A median, its range, and its ratio over the first front door with that one's range.
+fn spread(of: &serde_json::Value, over: &serde_json::Value, told: &dyn Fn(f64) -> String) -> String {
+    let Some(median) = of["median"].as_f64() else { return "–".to_owned() };
+    let times = |value: f64| format!("× {value:.2}");
+    let ratio = over["median"].as_f64().map(|ratio| format!("<br>{}{}", times(ratio), range(over, &times)));
+    format!("{}{}{}", told(median), range(of, told), ratio.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    #[test]
+    fn a_number_of_another_front_door_has_its_spread_and_its_ratio() {
+        let of = json!({"median": 3.0, "min": 2.0, "max": 4.5});
+        let over = json!({"median": 1.5, "min": 1.25, "max": 2.0});
+        let told = |value: f64| format!("{value} ms");
+        let cell = super::spread(&of, &over, &told);
+        assert_eq!(cell, "3 ms<br><small>2 ms … 4.5 ms</small><br>× 1.50<br><small>× 1.25 … × 2.00</small>");
+        assert_eq!(super::spread(&of, &json!(null), &told), "3 ms<br><small>2 ms … 4.5 ms</small>");
+        assert_eq!(super::spread(&json!(null), &json!(null), &told), "–");
+    }
+}

@@ -1,0 +1,107 @@
+//! Who was to leave in the storms, what was asked again, and what else the reports say of it.
+
+use super::super::retries::Retries;
+use super::super::summary::StormLeavers;
+use super::*;
+
+#[test]
+fn who_leaves_a_storm_in_time_is_counted_and_said() {
+    let mut script = storm();
+    script.act("storm 2", ActKind::Storm, 2_000, 2_500, |script, act| {
+        script.stayed(act, "s2", 2_100, &[2_160], "done");
+        // It half-closed in time, and was served; one had its answer before it could leave; one is asked again.
+        for (tag, left) in [("served", Some(2_140_000)), ("had-it", None)] {
+            script.stayed(act, tag, 2_100, &[2_130, 2_160], "done");
+            let Some(Record::Call(call)) = script.0.last_mut() else { panic!("a call") };
+            (call.leaves, call.left_us) = (Some(Leaves { phase: None, kind: Kind::HalfClose }), left);
+        }
+        script.stayed(act, "queued-again", 2_200, &[2_210], "done");
+        let Some(Record::Call(call)) = script.0.last_mut() else { panic!("a call") };
+        call.retries = Some("queued".into());
+    });
+    let summary = script.summary();
+    let leavers = summary.storm_leavers.expect("there were storms");
+    // Of the first storm five of six, of whom one was too late.
+    let expected = StormLeavers { requests: 9, drawn: 7, in_time: 5, share_in_time: 5.0 / 9.0 };
+    assert_eq!(leavers, expected);
+    let says = "7 of 9 clients were to leave, and 5 left while their request was not over (55.6 % of all)";
+    assert!(report::text(&summary).contains(says) && report::page(&summary).contains(says));
+    let json = serde_json::to_value(&summary).expect("JSON");
+    assert_eq!((&json["storm_leavers"]["drawn"], &json["storm_leavers"]["in_time"]), (&7.into(), &5.into()));
+    assert!(Script::new().summary().storm_leavers.is_none());
+}
+
+/// A client that runs out of patience, and what becomes of each time that it asks again.
+fn asks_again(script: &mut Script, act: &str, tag: &str, outcomes: &[&str]) {
+    script.left(act, tag, 1_060, Kind::Timeout, Phase::Stream, 3);
+    for (turn, outcome) in outcomes.iter().enumerate() {
+        let again = format!("{tag}{}", "-again".repeat(turn + 1));
+        let due = 2_000 + 1_000 * turn as u64;
+        script.stayed(act, &again, due, &[due + 10], outcome);
+        let Some(Record::Call(call)) = script.0.last_mut() else { panic!("a call") };
+        call.retries = Some(tag.into());
+    }
+}
+
+#[test]
+fn what_is_asked_again_is_counted_by_kind_and_by_fault() {
+    let mut script = storm();
+    script.act("phase stream", ActKind::Phase, 2_000, 4_900, |script, act| {
+        asks_again(script, act, "one", &["done"]);
+        asks_again(script, act, "two", &["refused", "done"]);
+        asks_again(script, act, "three", &["refused", "broken"]);
+    });
+    script.act("fault x", ActKind::Fault, 5_000, 9_000, |script, act| {
+        asks_again(script, act, "four", &["broken"]);
+    });
+    let summary = script.summary();
+    let of = |kind: Kind| summary.kinds.iter().find(|row| row.kind == kind).expect("a row").retries;
+    assert_eq!(of(Kind::Timeout), Retries { asked: 5, failed: 3, gave_up: 1 });
+    assert_eq!(of(Kind::Fin), Retries::default());
+    assert_eq!(summary.faults[0].retries, Retries { asked: 1, failed: 1, gave_up: 1 });
+    // They are neither among those who stayed nor among those who left.
+    assert_eq!(summary.faults[0].stayed.requests, 0);
+    let json = serde_json::to_value(&summary).expect("JSON");
+    assert_eq!(json["faults"][0]["retries"]["failed"], 1);
+    assert!(json["kinds"].as_array().expect("kinds").iter().any(|row| row["retries"]["asked"] == 5));
+    let (text, page) = (report::text(&summary), report::page(&summary));
+    assert!(text.contains("timeout: 5 asked again, 3 of these failed, 1 clients gave up"), "{text}");
+    assert!(text.contains("\n  1 asked again, 1 of these failed, 1 clients gave up"), "{text}");
+    assert!(page.contains("<tr><td>timeout</td><td>0</td><td>0</td><td>5</td><td>3</td>"), "{page}");
+    assert!(page.contains("<tr><td>FIN</td><td>0</td><td>1</td><td>–</td><td>–</td>"), "{page}");
+}
+
+#[test]
+fn the_reports_say_by_what_and_beside_what_it_was_measured() {
+    let mut script = storm();
+    let Some(Record::Run(run)) = script.0.first_mut() else { panic!("a run") };
+    (run.command, run.nice) = ("baton bench disconnect".into(), Some(-15));
+    let summary = script.summary();
+    for said in [report::text(&summary), report::page(&summary)] {
+        assert!(said.contains(", at nice -15") && said.contains("--beside FILE"), "{said}");
+    }
+    script.0.push(Record::Beside { compared: serde_json::json!({"targets": []}) });
+    let summary = script.summary();
+    for said in [report::text(&summary), report::page(&summary)] {
+        assert!(!said.contains("--beside"), "{said}");
+    }
+    // As files from before were written.
+    let Some(Record::Run(run)) = script.0.first_mut() else { panic!("a run") };
+    run.nice = None;
+    assert!(!report::text(&script.summary()).contains("nice"));
+}
+
+#[test]
+fn what_is_drawn_is_there_as_numbers() {
+    let series = report::series(&storm().summary());
+    assert_eq!(series["parts"][1], serde_json::json!({"name": "storm", "from_s": 1.0, "to_s": 2.0}));
+    // Three clients whose blocks were back after 5, 3 and 11 ms, each in a phase of its own.
+    let stream = serde_json::json!({"phase": "stream", "ms_percent": [[11.0, 100.0]]});
+    assert_eq!(series["blocks_back"].as_array().map(Vec::len), Some(3));
+    assert!(series["blocks_back"].as_array().expect("phases").contains(&stream), "{series:#}");
+    assert_eq!(series["ttft_ms_percent"]["storm"], serde_json::json!([[12.0, 100.0]]));
+    assert_eq!(series["itl_ms_percent"]["calm"].as_array().map(Vec::len), Some(3));
+    assert_eq!(series["pools"][P]["engine"], "prefill");
+    let held = series["held_for_nobody_s_blocks"].as_array().expect("points");
+    assert_eq!(held.last().map(|point| &point[1]), Some(&0.0.into()));
+}
