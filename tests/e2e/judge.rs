@@ -86,6 +86,10 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
         assert!(left(phase) > 0, "nobody left in phase {phase}: {:#}", summary["phases"]);
     }
     assert!(summary["texts"]["compared"].as_u64() > Some(0) && summary["refused"]["left"].as_u64() > Some(0));
+    // Who is to leave in a storm leaves in it.
+    let leavers = &summary["storm_leavers"];
+    let count = |name: &str| leavers[name].as_u64().expect("a count");
+    assert!(count("drawn") > 0 && count("in_time") * 2 > count("drawn"), "{leavers:#}");
     let page = std::fs::read_to_string(folder.path().join("report.html")).expect("a report");
     assert!(page.starts_with("<!doctype html>") && page.contains("<svg"), "{page}");
     // Every number comes from the raw events.
@@ -118,7 +122,7 @@ fn the_committed_sample_report_is_what_its_events_say() {
     std::fs::copy(sample.join(packed), folder.path().join(packed)).expect("the sample's events");
     let summary = ran(&["bench", "report", "--json", folder.path().to_str().expect("a path")]);
     assert_eq!((found(&summary), &summary["exact"]), (Vec::new(), &true.into()));
-    for file in ["summary.json", "report.html"] {
+    for file in ["summary.json", "series.json", "report.html"] {
         let made = std::fs::read_to_string(folder.path().join(file)).expect("it was written");
         if std::env::var_os("BATON_WRITE_DOCS").is_some() {
             std::fs::write(sample.join(file), &made).expect("it can be written");
@@ -398,7 +402,7 @@ fn clients_that_stall_are_measured() {
     let summary = judged_with(None, &options);
     let stalls = &summary["kinds"][0];
     let number = |name: &str| stalls[name].as_u64().expect("a number");
-    // Of the storm, where they ask for what all ask for, most are too late.
+    // Of the storm, where they ask for what all ask for (nothing else was asked for: otherwise nobody stalls there), most are too late.
     assert!(stalls["kind"] == "stall" && number("left") >= 24, "{stalls:#}");
     assert!(number("too_late") > 0, "{stalls:#}");
 }

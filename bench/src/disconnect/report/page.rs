@@ -339,10 +339,9 @@ fn bystanders(summary: &Summary, out: &mut String) {
         row(name, service);
     }
     out.push_str("</tbody></table></div>");
-    for said in [summary.storm_leavers.as_ref().map(storm_leavers), within_one_read(summary)] {
-        if let Some(said) = said {
-            let _ = write!(out, "<p class=\"note\">{}</p>", escaped(&said));
-        }
+    let notes = [summary.storm_leavers.as_ref().map(storm_leavers), within_one_read(summary)];
+    for said in notes.into_iter().flatten() {
+        let _ = write!(out, "<p class=\"note\">{}</p>", escaped(&said));
     }
     if summary.bystanders.numbers.is_empty() {
         return;
