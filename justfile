@@ -57,6 +57,10 @@ prometheus:
 grafana:
     tests/peers/grafana.sh
 
+# /top and the committed report in headless Chromium; skips loudly without
+browser *OPTIONS:
+    tests/peers/browser.sh {{OPTIONS}}
+
 # every CUDA kernel for every architecture, without a GPU; skips loudly without PyPI
 gpu-compile:
     bench/gpu/compile.sh target/release/baton
