@@ -60,7 +60,7 @@ fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blo
     }
     assert!(
         told.marked("OK", "epoch")[0]
-            .contains("2 engines are those that answered in the beginning, and to the routers")
+            .contains("2 engines are those that answered in the beginning; the routers reach the same")
     );
     // It leaves nothing behind.
     cluster.settled(AT_ONCE * 5);
@@ -104,6 +104,10 @@ fn the_doctor_that_looks_at_other_engines_than_those_that_answer_does_not_call_t
         assert!(told.text.contains("could not look: no disconnect was proved, because "), "{}", told.text);
         assert!(told.text.contains("\"verdict\": \"not_proved\"") && told.text.contains("it went elsewhere"));
     }
+    // One of two is not enough.
+    let (code, text) =
+        baton(&["doctor", &url, "--engine", &format!("http://{}", answers.prefill[0].address)]);
+    assert!(code == Some(2) && text.contains("who decodes is not in view"), "{code:?} {text}");
     let told = Told::at(&url, &admin, &["--look-only"]);
     assert_eq!(told.code, Some(0), "what was looked at is well: {}", told.text);
 }

@@ -187,9 +187,11 @@ impl Checkup {
         if let Some(last) = of(DISCONNECT).next_back() {
             return Some(format!("none of {phases} phases could be judged; {}: {}", last.of, last.told));
         }
-        let failed = of("request").find(|line| line.mark == Mark::Fail);
-        let skipped = || of("disconnects").next_back();
-        Some(failed.or_else(skipped).map_or_else(|| "none was tried".to_owned(), |line| line.told.clone()))
+        if let Some(failed) = of("request").find(|line| line.mark == Mark::Fail) {
+            return Some(format!("a request without one failed: {}", failed.told));
+        }
+        let skipped = of("disconnects").next_back();
+        Some(skipped.map_or_else(|| "none was tried".to_owned(), |line| line.told.clone()))
     }
 
     /// What was to be accepted, and no check has warned of: mended since, or not looked at.

@@ -100,7 +100,7 @@ pub(super) async fn again(engines: &[Engine], admins: &[Origin], checkup: &mut C
         } else {
             format!("{} engines are those", same.len())
         };
-        let to = if agree > 0 { ", and to the routers, too" } else { "" };
+        let to = if agree > 0 { "; the routers reach the same" } else { "" };
         checkup.ok("epoch", "", format!("{those} that answered in the beginning{to}"));
     }
 }

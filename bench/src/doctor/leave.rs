@@ -145,6 +145,17 @@ impl Doctor<'_> {
                 );
                 return false;
             }
+            let generated: u64 =
+                made.line.legs.iter().filter_map(|leg| Some(leg.ended.as_ref()?.generated)).sum();
+            // Some are told of in one event; what a prefill engine alone generates is one.
+            if generated < made.call.tokens.len() as u64 / 2 {
+                let told = format!(
+                    "engines in view generated {generated} of the {} tokens that we were sent: who decodes is not in view",
+                    made.call.tokens.len()
+                );
+                checkup.skip("disconnects", "", told);
+                return false;
+            }
             let open = self.open(&made.line);
             if !open.is_empty() {
                 checkup.fail("request", how, format!("it was answered, and {}", open.join("; ")));
