@@ -5,7 +5,7 @@ mod words;
 
 use std::fmt::Write as _;
 
-use super::super::summary::{Dist, Group, Measure, Service, Summary};
+use super::super::summary::{Compared, Dist, Group, Measure, Service, Summary};
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
 use super::{
     above, count, decimals, from_samples, known, ms, percentile, ran_on, rounds, storm_leavers, who_stayed,
@@ -136,12 +136,15 @@ fn tiles(summary: &Summary, out: &mut String) {
         );
     }
     if !summary.bystanders.numbers.is_empty() {
-        let above: Vec<_> = summary.bystanders.above().map(above).collect();
-        let what = if above.is_empty() {
-            "numbers of who stayed above 1.2 times the calm's, in the median of the rounds".to_owned()
-        } else {
-            format!("above 1.2 times the calm's, in the median of the rounds: {}", above.join("; "))
+        let short = |number: &Compared| {
+            format!("{} p{} {:.2} ×", number.measure.label(), number.percentile, number.over.median)
         };
+        let above: Vec<_> = summary.bystanders.above().map(short).collect();
+        let mut what =
+            "numbers of who stayed above 1.2 times the calm's, in the median of the rounds".to_owned();
+        if !above.is_empty() {
+            let _ = write!(what, ": {}", above.join(", "));
+        }
         tile(out, &format!("{} of {}", above.len(), summary.bystanders.numbers.len()), "", &what);
     }
     let texts = &summary.texts;
@@ -159,6 +162,14 @@ fn tiles(summary: &Summary, out: &mut String) {
     let expired: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
     tile(out, &count(expired), if expired == 0 { "good" } else { "bad" }, "leases that only time has ended");
     out.push_str("</div>");
+    let above: Vec<_> = summary.bystanders.above().map(above).collect();
+    if !above.is_empty() {
+        let _ = write!(
+            out,
+            "<p class=\"note\">Who stayed, above 1.2 times the calm's in the median of the rounds: {}.</p>",
+            escaped(&above.join("; "))
+        );
+    }
 }
 
 fn verdict(summary: &Summary, out: &mut String) {
