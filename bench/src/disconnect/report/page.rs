@@ -39,7 +39,7 @@ code,pre{font:.8125rem/1.45 ui-monospace,monospace;overflow-wrap:anywhere;white-
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}li{margin:.25rem 0}
 @media(max-width:34rem){dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}.tick,.axis,.part{font-size:17px}.across{transform:translateY(4px)}}
 @media screen and (min-width:60rem){.tick,.axis,.part{font-size:8.5px}}
-@media print{@page{margin:12mm}body{max-width:none;padding:0;font-size:11pt}.scroll{overflow:visible}table{font-size:7.5pt}th,td{padding:.15rem .25rem}td small{display:block}.band{print-color-adjust:exact;-webkit-print-color-adjust:exact}.curve{stroke-width:1.3}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
+@media print{@page{margin:12mm}body{max-width:none;padding:0;font-size:11pt}.scroll{overflow:visible}table{font-size:6.5pt}th,td{padding:.1rem .15rem}td:first-child,td small{white-space:normal}td small{display:block}.band{print-color-adjust:exact;-webkit-print-color-adjust:exact}.curve{stroke-width:1.3}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
 ";
 
 /// The page.
