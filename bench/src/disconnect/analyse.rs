@@ -267,6 +267,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         bystanders: bystanders::compared(&facts),
         work: untold::rows(&victims, &telling).into_iter().map(|(row, _)| row).collect(),
         faults: faults::rows(&facts),
+        excused_leases: findings::excused_leases(&facts),
         engines: facts.engines.iter().map(|engine| engine_row(&facts, engine)).collect(),
         texts: texts(&facts),
         sampled: sampled::of(&facts, victims.len() as u64).filter(|_| !facts.exact()),

@@ -2,6 +2,7 @@
 
 mod parts;
 
+pub(super) use self::parts::excused_leases;
 use super::analyse::{Act, Facts, Victim, wrong};
 use super::bystanders::{self, SLOWER};
 use super::phase::Phase;

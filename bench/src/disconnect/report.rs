@@ -121,6 +121,14 @@ fn rounds(spread: &Spread) -> String {
     }
 }
 
+/// Leases that are no finding although only time has ended them.
+fn excused(summary: &Summary) -> Option<String> {
+    let leases = summary.excused_leases;
+    (leases > 0).then(|| {
+        format!("{leases} leases that only time has ended are excused: what had to give them back, or had lent them, was killed while they were open")
+    })
+}
+
 /// Whether a number of who stayed is named, and how far it is from that.
 fn slower(number: &Compared) -> String {
     match number.named_by_ms {
@@ -307,7 +315,7 @@ pub(crate) fn text(summary: &Summary) -> String {
         for said in [summary.storm_leavers.as_ref().map(storm_leavers), within_one_read(summary)] {
             said.into_iter().for_each(&mut line);
         }
-        if let Some(spread) = &summary.ttft_p99_over_calm_stand_ins {
+        if let Some(spread) = summary.judged_ttft_ratio() {
             let over = rounds(spread);
             line(format!(
                 "TTFT p99, storm over the same requests of the calm: {:.2} ({over})",
@@ -344,7 +352,7 @@ pub(crate) fn text(summary: &Summary) -> String {
     }
     let texts = &summary.texts;
     line(format!(
-        "texts: {} of {} compared were wrong; {} more were not, for the same prompt gave different answers when all was quiet",
+        "texts: {} of {} compared were wrong; {} more could not be compared, for the same prompt gave different answers when all was quiet",
         texts.wrong, texts.compared, texts.unsteady
     ));
     if summary.beside.is_none() {
@@ -353,11 +361,14 @@ pub(crate) fn text(summary: &Summary) -> String {
     for unknown in summary.unknown() {
         line(format!("not judged: {unknown}"));
     }
+    if let Some(excused) = excused(summary) {
+        line(excused);
+    }
     if summary.findings.is_empty() && !summary.unknown().is_empty() {
         line("\nNothing was found in what was judged.".into());
     } else if summary.findings.is_empty() {
         line(
-            "\nNothing was found: no block was stranded, freed twice or answered from after it was freed."
+            "\nNothing was found: no block was stranded by a client that left, freed twice or answered from after it was freed."
                 .into(),
         );
     } else {

@@ -50,6 +50,8 @@ pub(crate) struct Summary {
     /// Legs of requests whose clients left while engines worked on them: prefill, and decode.
     pub(crate) work: Vec<WorkRow>,
     pub(crate) faults: Vec<FaultRow>,
+    /// Leases that only time has ended, and that no finding names: what had to give them back, or had lent them, was killed.
+    pub(crate) excused_leases: u64,
     pub(crate) engines: Vec<EngineRow>,
     pub(crate) texts: Texts,
     /// Blocks held for nobody, from looks at metrics; where not every engine tells of single requests.
@@ -362,6 +364,11 @@ impl Bystanders {
 }
 
 impl Summary {
+    /// The headline's ratio, where those who stayed are enough to be compared at all.
+    pub(crate) fn judged_ttft_ratio(&self) -> Option<&Spread> {
+        self.ttft_p99_over_calm_stand_ins.as_ref().filter(|_| !self.bystanders.numbers.is_empty())
+    }
+
     /// What could not be judged, for people. Without it a clean bill would say more than is known.
     pub(crate) fn unknown(&self) -> Vec<String> {
         let mut unknown = Vec::new();

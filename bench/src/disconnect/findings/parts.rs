@@ -67,9 +67,8 @@ fn still_held(facts: &Facts, broken: &Broken<'_>, engine: usize) -> Option<u64> 
     late.map(held).find(|held| *held > 0)
 }
 
-/// Leases that only time has ended.
-pub(super) fn expiries(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
-    let counted: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
+/// Requests with a lease that only time has ended: those that are excused, and the others.
+fn by_time(facts: &Facts) -> (Vec<&str>, Vec<&str>) {
     let broken = broken(facts);
     let excused = |tag: &str| {
         let ours = broken
@@ -79,7 +78,18 @@ pub(super) fn expiries(facts: &Facts, summary: &Summary, findings: &mut Vec<Find
             .any(|(broken, call, legs)| legs.iter().any(|leg| leg.lends && broken.excuses(call, leg)))
     };
     let all = facts.timelines.iter().filter(|(_, timeline)| timeline.expired()).map(|(tag, _)| tag.as_str());
-    let (excused, tags): (Vec<_>, Vec<_>) = all.partition(|tag| excused(tag));
+    all.partition(|tag| excused(tag))
+}
+
+/// How many leases that only time has ended are excused, by the engines' own word.
+pub(in super::super) fn excused_leases(facts: &Facts) -> u64 {
+    by_time(facts).0.len() as u64
+}
+
+/// Leases that only time has ended.
+pub(super) fn expiries(facts: &Facts, summary: &Summary, findings: &mut Vec<Finding>) {
+    let counted: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
+    let (excused, tags) = by_time(facts);
     // Of engines that tell sums only nobody knows which were killed.
     let in_parts: u64 = summary.faults.iter().map(|fault| fault.expired).sum();
     let on_purpose = if summary.exact { excused.len() as u64 } else { in_parts };

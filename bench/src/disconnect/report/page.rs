@@ -8,8 +8,8 @@ use std::fmt::Write as _;
 use super::super::summary::{Compared, Dist, Group, Measure, Service, Summary};
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
 use super::{
-    above, count, decimals, from_samples, known, ms, percentile, ran_on, rounds, storm_leavers, who_stayed,
-    within_one_read,
+    above, count, decimals, excused, from_samples, known, ms, percentile, ran_on, rounds, storm_leavers,
+    who_stayed, within_one_read,
 };
 
 const STYLE: &str = "
@@ -119,7 +119,7 @@ fn tiles(summary: &Summary, out: &mut String) {
         let at_least = if sampled.unknown_engines > 0 { "≥ " } else { "" };
         tile(out, &format!("{at_least}{}", decimals(sampled.per_1000)), "", &what);
     }
-    if let Some(spread) = &summary.ttft_p99_over_calm_stand_ins {
+    if let Some(spread) = summary.judged_ttft_ratio() {
         // Of few clients a number of another percentile is judged, of which this one says nothing.
         let mut numbers = summary.bystanders.numbers.iter();
         let judged = numbers.find(|number| (number.measure, number.percentile) == (Measure::Ttft, 99));
@@ -173,6 +173,9 @@ fn tiles(summary: &Summary, out: &mut String) {
 }
 
 fn verdict(summary: &Summary, out: &mut String) {
+    if let Some(excused) = excused(summary) {
+        let _ = write!(out, "<div class=\"verdict unknown\"><b>Excused:</b> {}.</div>", escaped(&excused));
+    }
     let unknown = summary.unknown();
     if !unknown.is_empty() {
         let items: String = unknown.iter().map(|what| format!("<li>{}</li>", escaped(what))).collect();
@@ -183,7 +186,7 @@ fn verdict(summary: &Summary, out: &mut String) {
         return;
     }
     if summary.findings.is_empty() {
-        out.push_str("<div class=\"verdict\"><b>Nothing was found.</b> No block was stranded, freed twice, or answered from after it was freed; nobody who stayed failed for those who left.</div>");
+        out.push_str("<div class=\"verdict\"><b>Nothing was found.</b> No block was stranded by a client that left, freed twice, or answered from after it was freed; nobody who stayed failed for those who left.</div>");
         return;
     }
     let _ = write!(out, "<div class=\"verdict found\"><b>{} found:</b><ul>", summary.findings.len());

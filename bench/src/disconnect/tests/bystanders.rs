@@ -281,6 +281,12 @@ fn what_cannot_be_paired_is_said_and_not_compared() {
     let few = run(&rounds(3, 18, |_, _| (10_000, 90_000)));
     let summary = told(&few, "27 clients that stayed in 3 storms are too few to be compared");
     assert_eq!((slowed(&summary), summary.bystanders.numbers.len()), (vec![], 0));
+    // What is not judged is no headline.
+    assert!(summary.ttft_p99_over_calm_stand_ins.is_some());
+    assert!(
+        !report::text(&summary).contains("TTFT p99, storm over")
+            && !report::page(&summary).contains("p99 time to first token of who")
+    );
     // A round that is broken off has no pairs.
     let mut broken = run(&rounds(3, 60, |_, _| (10_000, 90_000)));
     let last = broken.0.iter().rposition(|record| matches!(record, Record::Call(_))).expect("a call");
