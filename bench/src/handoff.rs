@@ -12,7 +12,7 @@
 //! The answer is of one token. What the read adds is exposed less cached; one chunk's share of the late read is what an
 //! early one cannot hide.
 //!
-//! An early read may add one chunk's share and 2 ms. The report says of each transport whether it does ([`judged`]), and with
+//! An early read may add one chunk's share and 2 ms. The report says of each transport whether it does (`judged`), and with
 //! `--fail-over` one that adds more fails the command.
 //!
 //! `--json` prints one object: `date`, `commit`, `machine`, `driver` (of a GPU), `command`, `prompt_tokens`, `chunk_tokens`, `pace_ms` (the least time of the prefill engine's steps), `device`,
