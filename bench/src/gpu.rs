@@ -24,7 +24,8 @@ use self::speed::Sizes;
 pub use self::speed::Speed;
 use crate::machine::Origin;
 
-/// Head widths whose kernels are checked, with both element types: all that are computed in bf16.
+/// Head widths whose kernels are checked, with both element types: all that are computed in bf16, which are those of released
+/// models, of the tiny checkpoints, and what is between.
 const HEAD_DIMS: [usize; 8] = [16, 32, 48, 64, 80, 96, 112, 128];
 
 /// Options of `baton bench gpu`.

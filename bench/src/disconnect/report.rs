@@ -7,6 +7,7 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
+use super::bystanders::SLOWER;
 use super::phase::Phase;
 use super::sampled::Sampled;
 use super::summary::{Compared, Dist, FaultRow, Group, Series, Service, StormLeavers, Summary};
@@ -213,7 +214,9 @@ fn of_fault(fault: &FaultRow) -> String {
         percentile(&left.back_ms, |dist| dist.max),
         fault.home_ms.map_or_else(|| "not while it was watched".into(), ms),
     );
-    let _ = fault.retries.told().map(|told| write!(out, "\n  {told}"));
+    if let Some(told) = fault.retries.told() {
+        let _ = write!(out, "\n  {told}");
+    }
     out
 }
 
@@ -325,7 +328,7 @@ pub(crate) fn text(summary: &Summary) -> String {
         if !summary.bystanders.numbers.is_empty() {
             let above: Vec<_> = summary.bystanders.above().map(above).collect();
             let above = if above.is_empty() { "nothing".to_owned() } else { above.join("; ") };
-            line(format!("who stayed, above 1.2 times the calm's in the median of the rounds: {above}"));
+            line(format!("who stayed, above {SLOWER} times the calm's in the median of the rounds: {above}"));
         }
         for number in &summary.bystanders.numbers {
             let Compared { measure, percentile, round, calm_ms, storm_ms, over, by_ms, noise_ms, .. } =

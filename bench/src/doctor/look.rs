@@ -332,6 +332,7 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
         Ok(books) => {
             engine.up = true;
             engine.role = of(&books["engine"]["role"]);
+            engine.run = Run::told(&books);
             if let Some(why) = of(&books["failed"]) {
                 checkup.fail("engine", &name, format!("its device has failed: {why}"));
             }
@@ -353,8 +354,10 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
         },
     }
     clock(&mut engine, checkup).await;
-    // What it cannot say is a line of its own, at the end.
-    engine.run = Run::of(&engine.origin).await.ok().flatten();
+    if engine.run.is_none() {
+        // What it cannot say is a line of its own, at the end.
+        engine.run = Run::of(&engine.origin).await.ok().flatten();
+    }
     let role = engine.role.as_deref().unwrap_or("stock");
     let epoch = match &engine.run {
         Some(epoch @ Run::Epoch(_)) => format!(", {epoch}"),

@@ -10,10 +10,7 @@ use baton_engine::executor::cuda::nvrtc::{self, Usage};
 use baton_engine::executor::cuda::{DeviceError, Element};
 use clap::Args;
 
-use super::Skipped;
-
-/// All head widths that are computed in bf16: those of released models, of the tiny checkpoints, and what is between.
-const HEAD_DIMS: [usize; 8] = [16, 32, 48, 64, 80, 96, 112, 128];
+use super::{HEAD_DIMS, Skipped};
 
 /// Options of `baton bench gpu-compile`.
 #[derive(Args, Clone, Debug)]

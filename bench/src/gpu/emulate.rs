@@ -10,7 +10,7 @@ use baton_engine::executor::cuda::software::{Emulation, EmulationError, SoftDevi
 use baton_engine::executor::cuda::{Element, check};
 use clap::Args;
 
-use super::Skipped;
+use super::{HEAD_DIMS, Skipped};
 
 /// Memory of the device.
 const BYTES: usize = 1 << 30;
@@ -19,7 +19,7 @@ const BYTES: usize = 1 << 30;
 #[derive(Args, Clone, Debug)]
 pub struct GpuEmulate {
     /// Head widths
-    #[arg(long, value_delimiter = ',', default_value = "16,32,48,64,80,96,112,128")]
+    #[arg(long, value_delimiter = ',', default_values_t = HEAD_DIMS)]
     pub head_dim: Vec<usize>,
 }
 

@@ -5,6 +5,7 @@ mod words;
 
 use std::fmt::Write as _;
 
+use super::super::bystanders::SLOWER;
 use super::super::summary::{Compared, Dist, Group, Measure, Service, Summary};
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
 use super::{
@@ -141,7 +142,7 @@ fn tiles(summary: &Summary, out: &mut String) {
         };
         let above: Vec<_> = summary.bystanders.above().map(short).collect();
         let mut what =
-            "numbers of who stayed above 1.2 times the calm's, in the median of the rounds".to_owned();
+            format!("numbers of who stayed above {SLOWER} times the calm's, in the median of the rounds");
         if !above.is_empty() {
             let _ = write!(what, ": {}", above.join(", "));
         }
@@ -166,7 +167,7 @@ fn tiles(summary: &Summary, out: &mut String) {
     if !above.is_empty() {
         let _ = write!(
             out,
-            "<p class=\"note\">Who stayed, above 1.2 times the calm's in the median of the rounds: {}.</p>",
+            "<p class=\"note\">Who stayed, above {SLOWER} times the calm's in the median of the rounds: {}.</p>",
             escaped(&above.join("; "))
         );
     }
@@ -360,7 +361,10 @@ fn bystanders(summary: &Summary, out: &mut String) {
     if summary.bystanders.numbers.is_empty() {
         return;
     }
-    out.push_str("<div class=\"scroll\"><table><thead><tr><th>who stayed</th><th>round</th><th>calm, the same requests</th><th>storm</th><th>difference</th><th>storm over calm</th><th>rounds</th><th>above 1.2</th><th>from calm to calm</th><th>slower</th><th>named from</th></tr></thead><tbody>");
+    let _ = write!(
+        out,
+        "<div class=\"scroll\"><table><thead><tr><th>who stayed</th><th>round</th><th>calm, the same requests</th><th>storm</th><th>difference</th><th>storm over calm</th><th>rounds</th><th>above {SLOWER}</th><th>from calm to calm</th><th>slower</th><th>named from</th></tr></thead><tbody>"
+    );
     for number in &summary.bystanders.numbers {
         let slower = if number.slower { "<span class=\"bad\">yes</span>" } else { "no" };
         let _ = write!(

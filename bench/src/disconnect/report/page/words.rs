@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use super::super::super::bystanders::SLOWER;
 use super::super::super::summary::Summary;
 use super::super::super::timeline::RACE_US;
 use super::super::svg::escaped;
@@ -28,8 +29,8 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
          <dt>of N</dt><dd>beside a time: as many were measured, fewer than have left; the others held nothing there, or nobody had to be told</dd>\
          <dt>tokens for nobody</dt><dd>tokens of prompts in steps that ended after the client had left, and of answers, taken evenly from the first to the last</dd>\
          <dt>never</dt><dd>a client of whose going an engine never learnt, or whose blocks were never back, counts in the percentiles with the time for which it was watched</dd>\
-         <dt>from calm to calm</dt><dd>by how much the same number differs between the calms of the rounds, where nobody leaves; of one round between its halves; at least 2 ms. Who stayed is slower where the median of the rounds is above 1.2 times the calm's, and by more than this</dd>\
-         <dt>above 1.2 times</dt><dd>a number of who stayed whose ratio is above that in the median of the rounds, named or not: of few requests a high percentile is so by chance, too</dd>\
+         <dt>from calm to calm</dt><dd>by how much the same number differs between the calms of the rounds, where nobody leaves; of one round between its halves; at least 2 ms. Who stayed is slower where the median of the rounds is above {SLOWER} times the calm's, and by more than this</dd>\
+         <dt>above {SLOWER} times</dt><dd>a number of who stayed whose ratio is above that in the median of the rounds, named or not: of few requests a high percentile is so by chance, too</dd>\
          <dt>ITL</dt><dd>between two events with text, when the client read them: events that came with one read of the socket have nothing between them</dd>\
          <dt>TPOT, average token</dt><dd>from the first token to the last, for each token after the first: one number for each streamed answer of at least two tokens</dd>\
          <dt>percentiles</dt><dd>by nearest rank: the smallest sample that at least so many per cent of all do not exceed; of fewer than 100 samples the 99th is the greatest</dd>\
