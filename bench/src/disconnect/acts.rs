@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
 use super::flight::{Struck, Wanted};
+use super::load::CALIBRATION_CLIENTS;
 use super::options::Terms;
 use super::own::{Own, Part};
 use super::phase::{Kind, Phase};
@@ -21,8 +22,7 @@ use crate::load::rng::Rng;
 
 /// Calls one after another that teach the phases.
 const LESSONS: usize = 16;
-/// Clients that show how much the deployment can do, and for how long.
-const CALIBRATION_CLIENTS: usize = 8;
+/// For how long clients show how much the deployment can do.
 const CALIBRATION: Duration = Duration::from_secs(2);
 /// Clients at once that are to leave in a phase. Most of them have left and stall, or wait to ask again.
 const PHASE_CLIENTS: usize = 10;

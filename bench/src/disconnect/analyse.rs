@@ -3,14 +3,16 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::bystanders;
+use super::dist::{Dist, Times};
 use super::faults::{self, Fault};
 use super::findings;
+use super::load::{Load, Rate};
 use super::phase::{Kind, Phase};
 use super::raw::{ActKind, Books, CallRecord, EngineFacts, Record, Run};
 use super::retries::Retries;
 use super::sampled;
 use super::series;
-use super::summary::{Dist, EngineRow, Group, KindRow, PhaseRow, Service, StormLeavers, Summary, Texts};
+use super::summary::{EngineRow, Group, KindRow, PhaseRow, Service, StormLeavers, Summary, Texts};
 use super::timeline::{Leg, Timeline, Told};
 use super::untold::{self, Telling};
 
@@ -32,6 +34,7 @@ pub(crate) struct Facts {
     pub(crate) unsteady: Vec<String>,
     pub(crate) unanswered: u64,
     pub(crate) lost: u64,
+    pub(crate) rate: Option<Rate>,
     pub(crate) beside: Option<serde_json::Value>,
     /// Broken off, and when.
     pub(crate) interrupted: Option<u64>,
@@ -84,6 +87,7 @@ impl Facts {
                         known.ended = *at_us;
                     }
                 }
+                Record::Load(rate) => facts.rate = Some(*rate),
                 Record::Call(call) => facts.calls.push(call.clone()),
                 Record::Event(event) if !told.insert((event.engine, event.seq)) => {}
                 Record::Event(event) => facts.timelines.entry(event.tag.clone()).or_default().take(event),
@@ -252,6 +256,7 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         (group.left + served + too_late > 0).then_some(KindRow { kind, served, too_late, retries, group })
     });
     let mut summary = Summary {
+        load: Load::of(&facts),
         exact: facts.exact(),
         requests: facts.calls.len() as u64,
         left: victims.len() as u64,
@@ -293,34 +298,37 @@ pub(super) fn ms(us: u64) -> f64 {
 /// What these clients did to the engines.
 pub(super) fn grouped(victims: &[&Victim<'_>], stranded_after: u64, exact: bool) -> Group {
     let mut group = Group { exact, left: victims.len() as u64, ..Group::default() };
-    let (mut told, mut back, mut back_at_p) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut told, mut back, mut back_at_p) = (Times::default(), Times::default(), Times::default());
     for Victim { call, timeline, gone, watched_until, .. } in victims {
         let Some(timeline) = timeline else { continue };
+        // For as long as anybody looked.
+        let watched = ms(watched_until.saturating_sub(*gone));
         match timeline.told(*gone) {
             Told::Nobody => {}
-            Told::All(at) => told.push(ms(at.saturating_sub(*gone))),
-            // For as long as anybody looked.
+            Told::All(at) => told.ended(ms(at.saturating_sub(*gone))),
             Told::Never => {
                 group.never_told += 1;
-                told.push(ms(watched_until.saturating_sub(*gone)));
+                told.never(watched);
             }
         }
         match timeline.home_at() {
             None => {
                 (group.never_back, group.stranded) = (group.never_back + 1, group.stranded + 1);
-                back.push(ms(watched_until.saturating_sub(*gone)));
+                back.never(watched);
             }
             // It held nothing any more when its client left.
             Some(home) if home <= *gone => {}
             Some(home) => {
-                back.push(ms(home - gone));
+                back.ended(ms(home - gone));
                 group.stranded += u64::from(home - gone > stranded_after);
             }
         }
         let lending = timeline.legs.iter().filter(|leg| leg.lends && (leg.held() > 0 || leg.is_at_work()));
-        let at_p = lending.map(|leg| leg.freed.first().map_or(*watched_until, |(at, _)| *at));
-        if let Some(at) = at_p.max().filter(|at| at > gone) {
-            back_at_p.push(ms(at - gone));
+        let at_p: Vec<_> = lending.map(|leg| leg.freed.first().map(|(at, _)| *at)).collect();
+        if at_p.contains(&None) {
+            back_at_p.never(watched);
+        } else if let Some(at) = at_p.into_iter().flatten().max().filter(|at| at > gone) {
+            back_at_p.ended(ms(at - gone));
         }
         group.block_seconds += timeline.block_seconds_after(*gone, *watched_until);
         let (prompt, answer) = timeline.work_after(*gone, u64::from(call.generated));
@@ -328,8 +336,8 @@ pub(super) fn grouped(victims: &[&Victim<'_>], stranded_after: u64, exact: bool)
         group.answer_tokens_for_nobody += answer;
         group.expired += u64::from(timeline.expired());
     }
-    (group.told_ms, group.back_ms) = (Dist::of(&told), Dist::of(&back));
-    group.back_at_prefill_ms = Dist::of(&back_at_p);
+    (group.told_ms, group.back_ms) = (told.dist(), back.dist());
+    group.back_at_prefill_ms = back_at_p.dist();
     group.block_seconds_per_1000 = group.block_seconds * 1_000.0 / group.left.max(1) as f64;
     group
 }

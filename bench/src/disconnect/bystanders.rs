@@ -13,9 +13,10 @@
 //! in three of four.
 
 use super::analyse::{Act, Facts};
+use super::dist::Dist;
 use super::raw::{ActKind, CallRecord};
 use super::series;
-use super::summary::{BYSTANDERS_FEW, Bystanders, Compared, Dist, Measure};
+use super::summary::{BYSTANDERS_FEW, Bystanders, Compared, Measure};
 use crate::stats::Spread;
 
 /// The target: those who stay get their first token within this many times what it took in the calm.

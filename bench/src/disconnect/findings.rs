@@ -8,6 +8,7 @@ use super::bystanders::{self, SLOWER};
 use super::phase::Phase;
 use super::raw::{ActKind, CallRecord};
 use super::summary::{Finding, Measure, Summary, UNTOLD_FEW, WorkRow};
+use super::timeline::Told;
 use super::untold::{self, Telling};
 
 /// Calls that are named for each finding.
@@ -97,19 +98,32 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
     for (in_gap, name) in [(true, "gap_stranded"), (false, "stranded")] {
         let of = victims.iter().filter(|victim| (victim.phase == Some(Phase::Gap)) == in_gap);
         let all: Vec<_> = of.collect();
-        let tags: Vec<_> =
-            all.iter().filter(|victim| held(victim)).map(|victim| victim.call.tag.as_str()).collect();
-        if tags.is_empty() {
+        let held: Vec<_> = all.iter().filter(|victim| held(victim)).collect();
+        if held.is_empty() {
             continue;
         }
+        let untold = |victim: &&&&Victim<'_>| {
+            victim.timeline.is_some_and(|timeline| timeline.told(victim.gone) == Told::Never)
+        };
+        let tags: Vec<_> = held.iter().map(|victim| victim.call.tag.as_str()).collect();
+        let why = match (held.iter().filter(untold).count(), held.len()) {
+            (0, _) => "; their engines were told, and did not give them back in time".to_owned(),
+            (untold, stranded) if untold == stranded => {
+                "; an engine that had work for them was never told that they had gone".to_owned()
+            }
+            (untold, stranded) => format!(
+                "; of {untold} of them an engine was never told that they had gone, and those of the other {} were told, and did not give them back in time",
+                stranded - untold
+            ),
+        };
         let (stranded, all, seconds) = (tags.len(), all.len(), limit as f64 / 1e6);
         let says = if in_gap {
             format!(
-                "{stranded} of {all} clients that left between prefill and decode stranded their blocks for more than {seconds} s"
+                "{stranded} of {all} clients that left between prefill and decode stranded their blocks for more than {seconds} s{why}"
             )
         } else {
             format!(
-                "the blocks of {stranded} of {all} clients that left in all the other phases together were not back within {seconds} s"
+                "the blocks of {stranded} of {all} clients that left in all the other phases together were not back within {seconds} s{why}"
             )
         };
         findings.push(finding(name, says, stranded as u64, &tags));

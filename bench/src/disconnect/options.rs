@@ -196,6 +196,22 @@ impl DisconnectOptions {
         Ok(())
     }
 
+    /// What was chosen, for the record; what has a place of its own there is not repeated.
+    pub(super) fn described(&self, engines: usize) -> serde_json::Value {
+        let named = |commands: &[String]| -> Vec<String> {
+            commands.iter().filter_map(|text| Some(text.split_once('=')?.0.to_owned())).collect()
+        };
+        serde_json::json!({
+            "engines": engines, "chat": self.chat, "metrics_only": self.metrics_only,
+            "rate": self.rate, "seconds": self.seconds, "rounds": self.rounds, "share": self.share, "unary": self.unary,
+            "phases": self.phases, "kinds": self.kinds, "victims": self.victims, "phase_seconds": self.phase_seconds,
+            "prompt_words": self.prompt_words, "max_tokens": self.max_tokens,
+            "settle": self.settle, "patience": self.patience, "verify_seconds": self.verify_seconds,
+            "breaks": named(&self.breaks), "mends": named(&self.mends), "no_faults": self.no_faults,
+            "engine_options": self.engine_options,
+        })
+    }
+
     pub(super) fn beside(&self) -> Result<Option<serde_json::Value>, BenchError> {
         let Some(file) = &self.beside else { return Ok(None) };
         let wrong = |error: &dyn std::fmt::Display| format!("{}: {error}", file.display());
@@ -245,6 +261,39 @@ impl DisconnectOptions {
             unary: self.unary,
             victims: self.victims,
             kinds: self.kinds.clone(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Args as _, FromArgMatches as _};
+
+    use super::*;
+
+    #[test]
+    fn the_record_has_every_option_that_a_run_depends_on() {
+        let command = DisconnectOptions::augment_args(clap::Command::new("disconnect"));
+        let given = command.clone().get_matches_from(["disconnect"]);
+        let options = DisconnectOptions::from_arg_matches(&given).expect("defaults");
+        let described = options.described(2);
+        // In the record by themselves, in its command line alone, or of no consequence to what is measured.
+        let elsewhere = [
+            "url",
+            "admin",
+            "model",
+            "seed",
+            "stranded_after_ms",
+            "out",
+            "json",
+            "fail_on_findings",
+            "beside",
+            "api_key_file",
+            "admin_token_file",
+            "cluster_secret_file",
+        ];
+        for option in command.get_arguments().map(|option| option.get_id().as_str()) {
+            assert!(described.get(option).is_some() != elsewhere.contains(&option), "{option}: {described}");
         }
     }
 }

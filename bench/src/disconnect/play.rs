@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use super::acts;
 use super::deployment::{Deployment, deployment};
+use super::load::Rate;
 use super::options::DisconnectOptions;
 use super::own::Part;
 use super::phase::Phase;
@@ -26,10 +26,6 @@ use crate::load::{Client, Connections, Endpoint, Limits, Target};
 const CALL_WITHIN: Duration = Duration::from_secs(60);
 /// An answer is not read beyond this.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
-/// Of what the deployment can do, so much is asked for by default.
-const LOAD: f64 = 0.5;
-/// Requests a second, at most, unless somebody says otherwise: a client on the same machine must not be what is measured.
-const RATE_MAX: f64 = 150.0;
 /// Answers that are compared, at most.
 const COMPARED: usize = 400;
 
@@ -86,7 +82,9 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
             unmended: &unmended,
         };
         let able = acts.calibrate().await?;
-        acts.terms.rate = options.rate.unwrap_or((able * LOAD).clamp(1.0, RATE_MAX));
+        let rate = Rate::of(able, options.rate);
+        recorder.put(&Record::Load(rate));
+        acts.terms.rate = rate.rate_per_s;
         acts.rounds(options.share).await;
         for &phase in &options.phases {
             if !stage.exact && matches!(phase, Phase::Gap | Phase::Fetch) {
@@ -190,11 +188,6 @@ fn described(options: &DisconnectOptions, deployment: &Deployment, model: &str) 
         model: model.into(),
         seed: options.seed,
         stranded_after_us: options.stranded_after_ms * 1_000,
-        options: json!({
-            "share": options.share, "seconds": options.seconds, "rounds": options.rounds, "victims": options.victims,
-            "prompt_words": options.prompt_words, "max_tokens": options.max_tokens, "unary": options.unary,
-            "engines": deployment.engines.len(),
-            "kinds": options.kinds, "engine_options": options.engine_options,
-        }),
+        options: options.described(deployment.engines.len()),
     }
 }

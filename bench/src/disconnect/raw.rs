@@ -6,6 +6,7 @@ use std::io::{BufRead, Write};
 use serde::{Deserialize, Serialize};
 
 use super::flight::Struck;
+use super::load::Rate;
 use super::phase::{Kind, Phase};
 use super::timeline::Seen;
 
@@ -26,6 +27,8 @@ pub(crate) enum Record {
     ActBegan { act: String, at_us: u64, what: ActKind },
     /// It is over: every call has ended, and the engines were given time to come to rest.
     ActEnded { act: String, at_us: u64 },
+    /// How much is asked for in calm, storm and faults.
+    Load(Rate),
     /// A client's call.
     Call(CallRecord),
     /// What an engine did.

@@ -8,9 +8,10 @@ use std::fmt::Write as _;
 use serde_json::{Value, json};
 
 use super::bystanders::SLOWER;
+use super::dist::Dist;
 use super::phase::Phase;
 use super::sampled::Sampled;
-use super::summary::{Compared, Dist, FaultRow, Group, Series, Service, StormLeavers, Summary};
+use super::summary::{Compared, FaultRow, Group, Series, Service, StormLeavers, Summary};
 use crate::stats::{Spread, rounded};
 
 pub(crate) use page::page;
@@ -18,6 +19,7 @@ pub(crate) use page::page;
 /// Milliseconds as people read them.
 fn ms(value: f64) -> String {
     match value {
+        value if value.is_infinite() => "never".into(),
         value if value >= 10_000.0 => format!("{:.1} s", value / 1e3),
         value if value >= 100.0 => format!("{value:.0} ms"),
         value if value >= 1.0 => format!("{value:.1} ms"),
@@ -126,7 +128,8 @@ fn rounds(spread: &Spread) -> String {
 fn excused(summary: &Summary) -> Option<String> {
     let leases = summary.excused_leases;
     (leases > 0).then(|| {
-        format!("{leases} leases that only time has ended are excused: what had to give them back, or had lent them, was killed while they were open")
+        let (s, are) = if leases == 1 { ("", "is") } else { ("s", "are") };
+        format!("{leases} lease{s} that only time has ended {are} excused: what had to give them back, or had lent them, was killed meanwhile")
     })
 }
 
@@ -237,6 +240,9 @@ pub(crate) fn text(summary: &Summary) -> String {
     ));
     let nice = run.nice.map_or_else(String::new, |nice| format!(", at nice {nice}"));
     line(format!("by `{}`{nice}", run.command));
+    if let Some(load) = &summary.load {
+        line(format!("{load}"));
+    }
     if !summary.exact {
         line(
             "Not every engine has an event log: phases are as aimed, and blocks are known from metrics only."

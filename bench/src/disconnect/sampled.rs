@@ -27,7 +27,7 @@ pub(crate) struct Held {
 }
 
 /// The same of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Sampled {
     /// Of all engines of which it can be said; the looks are theirs, too.
     #[serde(flatten)]

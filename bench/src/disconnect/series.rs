@@ -37,9 +37,9 @@ pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
     let seconds = |at: u64| at.saturating_sub(began) as f64 / 1e6;
     let back = |phase: Phase| {
         let ours = victims.iter().filter(|victim| victim.phase == Some(phase));
-        let times = ours.filter_map(|victim| {
-            let home = victim.timeline?.home_at().unwrap_or(victim.watched_until);
-            (home > victim.gone).then(|| (home - victim.gone) as f64 / 1e3)
+        let times = ours.filter_map(|victim| match victim.timeline?.home_at() {
+            None => Some(f64::INFINITY),
+            Some(home) => (home > victim.gone).then(|| (home - victim.gone) as f64 / 1e3),
         });
         let mut times: Vec<f64> = times.collect();
         times.sort_by(f64::total_cmp);

@@ -4,12 +4,14 @@ use serde::ser::SerializeMap as _;
 use serde::{Serialize, Serializer};
 
 use super::bystanders::SLOWER;
+use super::dist::Dist;
 use super::flight::InFlight;
+use super::load::Load;
 use super::phase::{Kind, Phase};
 use super::raw::Run;
 use super::retries::Retries;
 use super::sampled::{Held, Sampled};
-use crate::stats::{Spread, percentile};
+use crate::stats::Spread;
 
 /// Fewer comparisons say little of all the answers.
 const TEXTS_FEW: u64 = 50;
@@ -28,6 +30,9 @@ const KIND_FEW: u64 = 10;
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Summary {
     pub(crate) run: Run,
+    /// Older files do not say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) load: Option<Load>,
     /// Empty: nothing was found.
     pub(crate) findings: Vec<Finding>,
     /// Whether engines could be read exactly, or only by their metrics.
@@ -84,19 +89,6 @@ pub(crate) struct Finding {
     pub(crate) shown_by: Vec<String>,
 }
 
-/// Milliseconds of one kind; written as `{"n": 0}` where nothing was measured. Percentiles are by nearest rank: the smallest sample that at least so many per cent of all
-/// samples do not exceed.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Dist {
-    pub(crate) n: usize,
-    pub(crate) min: f64,
-    pub(crate) mean: f64,
-    pub(crate) p50: f64,
-    pub(crate) p90: f64,
-    pub(crate) p99: f64,
-    pub(crate) max: f64,
-}
-
 /// What clients that left did to the engines. Of engines that tell metrics only nothing but `left` is known, and written.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Group {
@@ -108,12 +100,11 @@ pub(crate) struct Group {
     pub(crate) stranded: u64,
     /// Of those, whose blocks were not back at all while they were watched.
     pub(crate) never_back: u64,
-    /// From the client's going until every engine that had work for it had learnt of it, ms; for those that never did,
-    /// until nobody looked any more.
+    /// From the client's going until every engine that had work for it had learnt of it, ms.
     pub(crate) told_ms: Dist,
     /// Clients of whose going an engine that had work for them never learnt.
     pub(crate) never_told: u64,
-    /// From the client's going until the last block was back, ms; for those that never were, until nobody looked any more.
+    /// From the client's going until the last block was back, ms.
     pub(crate) back_ms: Dist,
     /// The same at the prefill engine alone.
     pub(crate) back_at_prefill_ms: Dist,
@@ -488,22 +479,6 @@ impl EngineRow {
     }
 }
 
-impl Serialize for Dist {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Self { n, min, mean, p50, p90, p99, max } = *self;
-        let mut map = serializer.serialize_map(None)?;
-        map.serialize_entry("n", &n)?;
-        if n > 0 {
-            for (name, value) in
-                [("min", min), ("mean", mean), ("p50", p50), ("p90", p90), ("p99", p99), ("max", max)]
-            {
-                map.serialize_entry(name, &value)?;
-            }
-        }
-        map.end()
-    }
-}
-
 impl Serialize for Group {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
@@ -525,17 +500,5 @@ impl Serialize for Group {
             }
         }
         map.end()
-    }
-}
-
-impl Dist {
-    /// Of these samples, in any order.
-    pub(crate) fn of(samples: &[f64]) -> Self {
-        let mut sorted = samples.to_vec();
-        sorted.sort_by(f64::total_cmp);
-        let Some((&min, &max)) = sorted.first().zip(sorted.last()) else { return Self::default() };
-        let at = |p: f64| percentile(&sorted, p).expect("there are samples");
-        let mean = sorted.iter().sum::<f64>() / sorted.len() as f64;
-        Self { n: sorted.len(), min, mean, p50: at(50.0), p90: at(90.0), p99: at(99.0), max }
     }
 }

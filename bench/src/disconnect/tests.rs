@@ -3,16 +3,18 @@
 use baton_connector::lease::Cause;
 
 use super::analyse::{Facts, summary};
+use super::dist::{Dist, Times};
 use super::phase::{Kind, Phase};
 use super::raw::{self, ActKind, Books, CallRecord, EngineFacts, EventRecord, Leaves, Record, Run};
 use super::report;
-use super::summary::{Dist, Summary};
+use super::summary::Summary;
 
 mod bystanders;
 mod faults;
 mod findings;
 mod leavers;
 mod sampled;
+mod told;
 mod untold;
 
 const P: usize = 0;
@@ -326,7 +328,11 @@ fn blocks_that_never_come_back_are_counted_until_nobody_looks_any_more() {
     near(gap.group.block_seconds, 7.0 * 0.003 + 7.0 * 5.0);
     // The other's were back after 3 ms; these were not while anybody looked.
     let at_prefill = &gap.group.back_at_prefill_ms;
-    assert_eq!((at_prefill.n, at_prefill.min, at_prefill.p99), (2, 3.0, 5_000.0));
+    assert_eq!((at_prefill.n, at_prefill.never, at_prefill.watched_ms), (2, 1, 5_000.0));
+    assert_eq!((at_prefill.min, at_prefill.p50, at_prefill.p99), (3.0, 3.0, f64::INFINITY));
+    let written = serde_json::to_value(at_prefill).expect("JSON");
+    assert_eq!((&written["p50"], &written["p99"]), (&3.0.into(), &serde_json::Value::Null));
+    assert!(report::page(&summary).contains("<td>never</td>"));
     assert_eq!(*at_prefill, gap.group.back_ms);
     assert_eq!(summary.engines[P].held_at_end, Some(7));
 }
@@ -446,6 +452,23 @@ fn percentiles_agree_with_counting() {
     let mut rng = crate::load::rng::Rng::new(7);
     assert_eq!(Dist::of(&[]), Dist::default());
     for n in [1, 2, 3, 9, 10, 99, 100, 101, 1000] {
+        // Of what never came to its end one in three: longer than everything else.
+        let mut times = Times::default();
+        let mut all = Vec::new();
+        for turn in 0..n {
+            let ms = rng.below(50) as f64;
+            if turn % 3 == 2 {
+                times.never(ms + 7.0);
+            } else {
+                times.ended(ms);
+            }
+            all.push(if turn % 3 == 2 { f64::INFINITY } else { ms });
+        }
+        let dist = times.dist();
+        assert_eq!((dist.n, dist.never), (n, n / 3));
+        for (share, found) in [(0.5, dist.p50), (0.9, dist.p90), (0.99, dist.p99), (1.0, dist.max)] {
+            assert_eq!(found, by_counting(&all, share));
+        }
         // Few values: many ties.
         for values in [3, 1 << 16] {
             let samples: Vec<f64> = (0..n).map(|_| rng.below(values) as f64 / 7.0).collect();

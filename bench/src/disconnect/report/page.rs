@@ -6,7 +6,8 @@ mod words;
 use std::fmt::Write as _;
 
 use super::super::bystanders::SLOWER;
-use super::super::summary::{Compared, Dist, Group, Measure, Service, Summary};
+use super::super::dist::Dist;
+use super::super::summary::{Compared, Group, Measure, Service, Summary, Texts};
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
 use super::{
     above, count, decimals, excused, from_samples, known, ms, percentile, ran_on, rounds, storm_leavers,
@@ -77,6 +78,9 @@ fn head(summary: &Summary, out: &mut String) {
         escaped(&run.target),
         count(summary.left),
     );
+    if let Some(load) = &summary.load {
+        let _ = write!(out, "<p class=\"note\">Load: {}.</p>", escaped(&load.to_string()));
+    }
     if !summary.exact {
         out.push_str("<p class=\"note\">Not every engine of this deployment tells what becomes of single requests. Phases are as they were aimed at, and blocks are known from the engines' metrics only.</p>");
     }
@@ -149,7 +153,11 @@ fn tiles(summary: &Summary, out: &mut String) {
         tile(out, &format!("{} of {}", above.len(), summary.bystanders.numbers.len()), "", &what);
     }
     let texts = &summary.texts;
-    let class = if texts.wrong + texts.unsteady == 0 { "good" } else { "bad" };
+    let class = match texts {
+        Texts { wrong: 0, unsteady: 0, compared: 0, .. } => "",
+        Texts { wrong: 0, unsteady: 0, .. } => "good",
+        _ => "bad",
+    };
     tile(
         out,
         &count(texts.wrong),
@@ -240,7 +248,9 @@ fn group_cells(group: &Group, out: &mut String) {
 
 fn by_phase(summary: &Summary, out: &mut String) {
     out.push_str("<h2>By the phase in which they left</h2>");
-    let samples = || summary.series.back.iter().flat_map(|(_, times)| times.iter().copied());
+    let samples = || {
+        summary.series.back.iter().flat_map(|(_, times)| times.iter().copied()).filter(|ms| ms.is_finite())
+    };
     if samples().next().is_some() {
         let curves = summary.series.back.iter().map(|(phase, times)| Curve {
             name: phase.label(),

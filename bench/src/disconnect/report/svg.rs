@@ -250,13 +250,14 @@ fn letter(turn: usize) -> String {
     }
 }
 
-/// The share of samples up to each value, in per cent; `sorted` is ascending.
+/// The share of samples up to each value, in per cent; `sorted` is ascending. Where some are infinite it ends below all.
 pub(crate) fn cumulative(sorted: &[f64]) -> Vec<(f64, f64)> {
     const POINTS_MAX: usize = 300;
-    let step = sorted.len().div_ceil(POINTS_MAX).max(1);
+    let finite = sorted.partition_point(|value| value.is_finite());
+    let step = finite.div_ceil(POINTS_MAX).max(1);
     let at = |index: usize| (sorted[index], (index + 1) as f64 * 100.0 / sorted.len() as f64);
-    let mut points: Vec<_> = (0..sorted.len()).step_by(step).map(at).collect();
-    if let Some(last) = sorted.len().checked_sub(1).filter(|last| last % step != 0) {
+    let mut points: Vec<_> = (0..finite).step_by(step).map(at).collect();
+    if let Some(last) = finite.checked_sub(1).filter(|last| last % step != 0) {
         points.push(at(last));
     }
     points
@@ -328,5 +329,8 @@ mod tests {
         assert!(points.len() <= 302);
         assert_eq!(points.last(), Some(&(999.0, 100.0)));
         assert_eq!(cumulative(&[]), []);
+        // What never came is in the share of what did.
+        assert_eq!(cumulative(&[1.0, 2.0, f64::INFINITY, f64::INFINITY]), [(1.0, 25.0), (2.0, 50.0)]);
+        assert_eq!(cumulative(&[f64::INFINITY]), []);
     }
 }

@@ -12,9 +12,34 @@ fn a_lease_that_only_time_ends_is_named() {
     let summary = script.summary();
     assert_eq!(names(&summary), ["gap_stranded", "leases_expired"]);
     assert_eq!(summary.findings[0].shown_by, ["held"]);
+    assert!(summary.findings[0].says.contains("was never told"), "{}", summary.findings[0].says);
     let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
     assert_eq!((gap.group.left, gap.group.stranded, gap.group.expired, gap.group.never_told), (2, 1, 1, 1));
     near(gap.group.back_ms.max, 29_999.0);
+}
+
+#[test]
+fn who_was_told_and_kept_the_blocks_is_told_from_who_was_not() {
+    let mut script = storm();
+    script.act("phase gap", ActKind::Phase, 2_000, 40_000, |script, act| {
+        for tag in ["kept", "kept too", "untold"] {
+            script.left(act, tag, 1_021, Kind::Fin, Phase::Gap, 0);
+        }
+    });
+    for tag in ["kept", "kept too"] {
+        script.told(P, tag, &[("abort", 1_023, 0, "verb")]);
+        script.told(P, tag, &lends(Cause::Expired.label(), 31_020));
+    }
+    let says = |script: &Script| {
+        let summary = script.summary();
+        let found = summary.findings.iter().find(|finding| finding.name == "gap_stranded");
+        found.expect("it is found").says.clone()
+    };
+    let all_told = says(&script);
+    assert!(all_told.contains("2 of 3") && all_told.contains("their engines were told"), "{all_told}");
+    script.told(P, "untold", &lends(Cause::Expired.label(), 31_020));
+    let one_was_not = says(&script);
+    assert!(one_was_not.contains("3 of 4") && one_was_not.contains("of 1 of them"), "{one_was_not}");
 }
 
 /// A part in which something is broken at 3,000 and mended at 8,000, with these calls.
@@ -52,8 +77,10 @@ fn a_lease_that_was_open_when_a_router_was_killed_is_excused_and_no_other() {
     assert_eq!(names(&summary), [""; 0], "{:?}", summary.findings);
     // Nothing is found, and that time has ended one is said all the same.
     assert_eq!(summary.excused_leases, 1);
-    assert!(report::text(&summary).contains("1 leases that only time has ended are excused"));
-    assert!(report::page(&summary).contains("<b>Excused:</b> 1 leases"));
+    // Its time was over long after the part of the run in which it was open, and is that part's all the same.
+    assert_eq!(summary.faults[0].expired, 1);
+    assert!(report::text(&summary).contains("1 lease that only time has ended is excused"));
+    assert!(report::page(&summary).contains("<b>Excused:</b> 1 lease that"));
     // One more is somebody else's, and so is one that was lent when all was mended.
     let mut more = Script(script.0.clone());
     more.books(P, 34_000, 0, 4, 0);

@@ -28,7 +28,7 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
          <dt>block-s with no client</dt><dd>blocks times seconds that an engine's books had as held while the benchmark had no request open at all</dd>\
          <dt>of N</dt><dd>beside a time: as many were measured, fewer than have left; the others held nothing there, or nobody had to be told</dd>\
          <dt>tokens for nobody</dt><dd>tokens of prompts in steps that ended after the client had left, and of answers, taken evenly from the first to the last</dd>\
-         <dt>never</dt><dd>a client of whose going an engine never learnt, or whose blocks were never back, counts in the percentiles with the time for which it was watched</dd>\
+         <dt>never</dt><dd>an engine did not learn that this client had gone, or its blocks were not back, for as long as anybody watched: in percentiles that is longer than every time that was measured, and a curve ends below 100 %. For how long it was watched is <code>watched_ms</code> of <code>summary.json</code></dd>\
          <dt>from calm to calm</dt><dd>by how much the same number differs between the calms of the rounds, where nobody leaves; of one round between its halves; at least 2 ms. Who stayed is slower where the median of the rounds is above {SLOWER} times the calm's, and by more than this</dd>\
          <dt>above {SLOWER} times</dt><dd>a number of who stayed whose ratio is above that in the median of the rounds, named or not: of few requests a high percentile is so by chance, too</dd>\
          <dt>ITL</dt><dd>between two events with text, when the client read them: events that came with one read of the socket have nothing between them</dd>\

@@ -1,0 +1,83 @@
+//! What is told beside the numbers: the load, and what every key of `summary.json` means.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::super::load::{Chosen, Rate};
+use super::*;
+
+#[test]
+fn the_load_is_told_with_what_the_deployment_can_do_and_how_late_the_benchmark_was() {
+    let mut script = storm();
+    assert!(script.summary().load.is_none(), "older files do not say");
+    let rate = Rate { able_per_s: 4.2, rate_per_s: 2.1, chosen: Chosen::Half };
+    script.0.push(Record::Load(rate));
+    let summary = script.summary();
+    let load = summary.load.as_ref().expect("it is told");
+    // Of six of the calm, and one who stays and five who leave in the storm: these are as punctual as can be.
+    assert_eq!((load.rate, load.late_ms.n), (rate, 12));
+    assert_eq!((load.late_ms.p50, load.late_ms.min, load.late_ms.max), (1.0, 0.0, 1.0));
+    let said =
+        "2.1 requests/s in calm and storm, half of what it can do: 8 clients at once got 4.2 requests/s done";
+    assert!(report::text(&summary).contains(said), "{}", report::text(&summary));
+    assert!(report::page(&summary).contains(said));
+    let written = serde_json::to_value(&summary).expect("JSON");
+    assert_eq!(written["load"]["rate_per_s"], 2.1);
+    assert_eq!(written["load"]["chosen"], "half");
+}
+
+#[test]
+fn an_answer_that_nobody_compared_is_no_good_news() {
+    let summary = storm().summary();
+    assert_eq!(summary.texts.compared, 0);
+    let page = report::page(&summary);
+    assert!(page.contains("<b class=\"\">0</b><span>wrong answers, of 0 compared"), "{page}");
+}
+
+/// Every key of an object, and of those within it; but for those of `skip`.
+fn keys(value: &Value, skip: &[&str], into: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(map) => {
+            for (key, value) in map {
+                into.insert(key.clone());
+                if !skip.contains(&key.as_str()) {
+                    keys(value, skip, into);
+                }
+            }
+        }
+        Value::Array(values) => values.iter().for_each(|value| keys(value, skip, into)),
+        _ => {}
+    }
+}
+
+#[test]
+fn the_documentation_says_what_every_key_of_a_summary_means() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let page = std::fs::read_to_string(root.join("docs/disconnect.md")).expect("the documentation");
+    let sample = root.join("bench/results/2026-11-23-disconnect/summary.json");
+    let sample: Value = serde_json::from_slice(&std::fs::read(sample).expect("a sample")).expect("JSON");
+    // One in which everything was well has no finding, nothing that never came, and nothing from samples of metrics.
+    let mut script = storm();
+    script.0.push(Record::Load(Rate { able_per_s: 4.2, rate_per_s: 2.1, chosen: Chosen::Half }));
+    script.0.push(Record::Failed { at_us: 3_500_000, why: "no more room".into() });
+    script.act("phase gap", ActKind::Phase, 2_000, 5_000, |script, act| {
+        script.left(act, "held", 1_021, Kind::Fin, Phase::Gap, 0);
+    });
+    script.told(P, "held", &lends("", 0)[..6]);
+    script.books(P, 6_021, 7, 2, 0);
+    let written = serde_json::to_value(script.summary()).expect("JSON");
+    assert!(!written["findings"].as_array().expect("an array").is_empty());
+    let mut used = BTreeSet::new();
+    // What another command writes is told where that is; options are those of the command line; and phases are the page's.
+    keys(&sample, &["beside", "options", "in_flight"], &mut used);
+    keys(&written, &["options", "in_flight"], &mut used);
+    keys(&serde_json::to_value(super::super::sampled::Sampled::default()).expect("JSON"), &[], &mut used);
+    let phases = serde_json::to_value(Phase::ALL).expect("JSON");
+    let is_phase = |key: &str| phases.as_array().is_some_and(|all| all.contains(&key.into()));
+    let is_told = |key: &str| page.contains(&format!("`{key}`"));
+    let untold: Vec<_> = used.iter().filter(|key| !is_phase(key) && !is_told(key)).collect();
+    assert!(used.len() > 80, "{used:?}");
+    assert_eq!(untold, Vec::<&String>::new(), "keys that docs/disconnect.md does not tell");
+}
