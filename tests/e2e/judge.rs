@@ -76,6 +76,13 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
     is_judged("our own", &summary, &[], &[]);
     assert_eq!(summary["exact"], true);
     assert_eq!(summary["texts"]["wrong"], 0);
+    let load = &summary["load"];
+    assert_eq!(
+        (load["chosen"].as_str(), load["rate_per_s"].as_f64()),
+        (Some("asked"), Some(15.0)),
+        "{load:#}"
+    );
+    assert!(load["able_per_s"].as_f64() > Some(0.0) && load["late_ms"]["n"].as_u64() > Some(0), "{load:#}");
     let left = |phase: &str| {
         let rows = summary["phases"].as_array().expect("phases");
         let row = rows.iter().find(|row| row["phase"] == phase);

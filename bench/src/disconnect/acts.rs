@@ -103,7 +103,8 @@ impl Acts<'_> {
                 return Err(why.into());
             }
             let room = self.watch.room(&self.stage.shape.model).await;
-            let stall = Stall::of(self.stage.shape.max_tokens, &pace, room, PHASE_CLIENTS);
+            let usual = Stall::usual(self.stage.shape.max_tokens, self.stage.shape.stall);
+            let stall = usual.of(&pace, room, PHASE_CLIENTS);
             // Nobody has set it before: there is one calibration.
             let _ = self.stage.stall.set(stall);
             let until = Instant::now() + CALIBRATION;

@@ -61,6 +61,10 @@ pub struct DisconnectOptions {
     /// How clients leave
     #[arg(long, value_delimiter = ',', default_values_t = Kind::ALL, value_enum)]
     pub(super) kinds: Vec<Kind>,
+    /// Milliseconds for which a client that stalls reads nothing before it resets; less where context or pools have no room
+    /// for an answer that goes on for as long
+    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    pub(super) stall_ms: u64,
     /// Clients that leave in each phase
     #[arg(long, default_value_t = 60, value_parser = victims)]
     pub(super) victims: usize,
@@ -204,7 +208,7 @@ impl DisconnectOptions {
         serde_json::json!({
             "engines": engines, "chat": self.chat, "metrics_only": self.metrics_only,
             "rate": self.rate, "seconds": self.seconds, "rounds": self.rounds, "share": self.share, "unary": self.unary,
-            "phases": self.phases, "kinds": self.kinds, "victims": self.victims, "phase_seconds": self.phase_seconds,
+            "phases": self.phases, "kinds": self.kinds, "stall_ms": self.stall_ms, "victims": self.victims, "phase_seconds": self.phase_seconds,
             "prompt_words": self.prompt_words, "max_tokens": self.max_tokens,
             "settle": self.settle, "patience": self.patience, "verify_seconds": self.verify_seconds,
             "breaks": named(&self.breaks), "mends": named(&self.mends), "no_faults": self.no_faults,

@@ -22,7 +22,7 @@ use crate::BenchError;
 use crate::load::speaker::first_model;
 use crate::load::{Client, Connections, Endpoint, Limits, Target};
 
-/// A call takes no longer.
+/// A call takes no longer, but for the time in which its client stalls.
 const CALL_WITHIN: Duration = Duration::from_secs(60);
 /// An answer is not read beyond this.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
@@ -36,7 +36,8 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
     let (beside, commands) = (options.beside()?, options.commands()?);
     let deployment = deployment(options, &progress).await?;
     let target = Target::parse(&deployment.url)?.with_key_file(options.api_key_file.as_deref())?;
-    let limits = Limits { total: CALL_WITHIN, answer_bytes: ANSWER_BYTES_MAX, ..Limits::default() };
+    let total = CALL_WITHIN + Duration::from_millis(options.stall_ms);
+    let limits = Limits { total, answer_bytes: ANSWER_BYTES_MAX, ..Limits::default() };
     let client = Client::open(target, limits, Connections::Fresh).await?;
     let model = match &options.model {
         Some(model) => model.clone(),
@@ -58,6 +59,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
             model,
             words: options.prompt_words,
             max_tokens: options.max_tokens,
+            stall: Duration::from_millis(options.stall_ms),
         },
         feed: Arc::clone(&watch.feed),
         exact: watch.exact(),

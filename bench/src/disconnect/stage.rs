@@ -36,6 +36,8 @@ pub(crate) struct Shape {
     /// Words of a prompt.
     pub(crate) words: usize,
     pub(crate) max_tokens: u32,
+    /// How long a client that stalls reads nothing.
+    pub(crate) stall: Duration,
 }
 
 /// One call that is to be made.
@@ -124,7 +126,7 @@ impl Stage {
         let retries = (attempt > 0).then_some(first);
         let extra = extra(None);
         let prompt = self.prompt(number);
-        let usual = Stall::usual(self.shape.max_tokens);
+        let usual = Stall::usual(self.shape.max_tokens, self.shape.stall);
         // In calm and storm everybody asks for as much: what is compared is the same.
         let stall = match plan.leaves {
             Some(Leaves { phase: Some(_), kind: Kind::Stall }) => *self.stall.get().unwrap_or(&usual),

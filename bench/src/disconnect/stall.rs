@@ -6,8 +6,6 @@ use std::time::Duration;
 use super::stage::Made;
 use super::watch::room::Room;
 
-/// How long a client that stalls keeps its connection.
-const HOLD: Duration = Duration::from_millis(500);
 /// A shorter stall is none.
 const HOLD_MIN: Duration = Duration::from_millis(20);
 /// The answer goes on for so many times the stall, as a call alone has it: in company it takes longer.
@@ -53,25 +51,26 @@ impl Pace {
 }
 
 impl Stall {
-    /// Where nothing is known: the usual answer.
-    pub(crate) fn usual(max_tokens: u32) -> Self {
-        Self { hold: HOLD, max_tokens }
+    /// Where nothing is known: the usual answer, and so long unread.
+    pub(crate) fn usual(max_tokens: u32, hold: Duration) -> Self {
+        Self { hold, max_tokens }
     }
 
-    /// An answer that outlasts the stall, if there is room for it, and a shorter stall where there is not. `at_once` such
+    /// The usual one, of an answer that outlasts it, if there is room for that, and a shorter one where there is not. `at_once` such
     /// clients leave half of each pool to the others.
-    pub(crate) fn of(usual: u32, pace: &Pace, room: Room, at_once: usize) -> Self {
-        let (Some(token), Some(context)) = (pace.token(), room.context) else { return Self::usual(usual) };
+    pub(crate) fn of(self, pace: &Pace, room: Room, at_once: usize) -> Self {
+        let (Some(token), Some(context)) = (pace.token(), room.context) else { return self };
+        let usual = self.max_tokens;
         let prompt = pace.prompt_tokens + PROMPT_GROWS;
         let of_pool = room.pool.map_or(u64::MAX, |pool| pool / 2 / at_once.max(1) as u64);
         let most = u32::try_from(context.min(of_pool).saturating_sub(prompt)).unwrap_or(u32::MAX);
         let token = token.max(Duration::from_micros(1));
         let tokens = |time: Duration| (time.as_secs_f64() / token.as_secs_f64()).ceil() as u32;
-        let wanted = usual.saturating_add(tokens(HOLD * OUTLASTS));
+        let wanted = usual.saturating_add(tokens(self.hold * OUTLASTS));
         let max_tokens = wanted.min(most);
         // What is left of it when as much as usual has been read.
-        let hold = HOLD.min(token * max_tokens.saturating_sub(usual) / OUTLASTS);
-        if max_tokens <= usual || hold < HOLD_MIN { Self::usual(usual) } else { Self { hold, max_tokens } }
+        let hold = self.hold.min(token * max_tokens.saturating_sub(usual) / OUTLASTS);
+        if max_tokens <= usual || hold < HOLD_MIN.min(self.hold) { self } else { Self { hold, max_tokens } }
     }
 }
 
@@ -85,32 +84,32 @@ mod tests {
 
     #[test]
     fn an_answer_outlasts_its_stall_as_far_as_there_is_room() {
+        let usual = Stall::usual(48, ms(500));
         let pace = |us| Pace { tokens: vec![Duration::from_micros(us)], prompt_tokens: 168 };
         let room = |context, pool| Room { context: Some(context), pool };
         // 5 ms a token: a second is 200 of them.
+        assert_eq!(usual.of(&pace(5_000), room(32_768, None), 10), Stall { hold: ms(500), max_tokens: 248 });
+        // Whoever wants to see what becomes of one that never reads again waits longer.
         assert_eq!(
-            Stall::of(48, &pace(5_000), room(32_768, None), 10),
-            Stall { hold: ms(500), max_tokens: 248 }
+            Stall::usual(48, ms(20_000)).of(&pace(5_000), room(32_768, None), 10),
+            Stall { hold: ms(20_000), max_tokens: 8_048 }
         );
         // 1,848 tokens fit beside the prompt: 1,800 beyond the usual ones, of 200 µs, are 360 ms.
-        assert_eq!(
-            Stall::of(48, &pace(200), room(2_048, None), 10),
-            Stall { hold: ms(180), max_tokens: 1_848 }
-        );
+        assert_eq!(usual.of(&pace(200), room(2_048, None), 10), Stall { hold: ms(180), max_tokens: 1_848 });
         // One of them was read late, and one was slow to begin: it is what most were.
         let us = [0, 200, 200, 210, 9_000].map(Duration::from_micros);
         let seen = Pace { tokens: us.to_vec(), prompt_tokens: 168 };
-        assert_eq!(Stall::of(48, &seen, room(2_048, None), 10), Stall { hold: ms(180), max_tokens: 1_848 });
+        assert_eq!(usual.of(&seen, room(2_048, None), 10), Stall { hold: ms(180), max_tokens: 1_848 });
         // Ten of them may have half of the pool: 700 tokens each.
-        let small = Stall::of(48, &pace(1_000), room(2_048, Some(14_000)), 10);
+        let small = usual.of(&pace(1_000), room(2_048, Some(14_000)), 10);
         assert_eq!(small, Stall { hold: ms(226), max_tokens: 500 });
         // No room, or nothing known.
-        assert_eq!(Stall::of(48, &pace(200), room(256, None), 10), Stall::usual(48));
-        assert_eq!(Stall::of(48, &Pace::default(), room(2_048, None), 10), Stall::usual(48));
-        assert_eq!(Stall::of(48, &pace(200), Room::default(), 10), Stall::usual(48));
+        assert_eq!(usual.of(&pace(200), room(256, None), 10), usual);
+        assert_eq!(usual.of(&Pace::default(), room(2_048, None), 10), usual);
+        assert_eq!(usual.of(&pace(200), Room::default(), 10), usual);
         for (us, context, pool) in [(0, 2_048, 0), (1, u64::MAX, u64::MAX), (60_000_000, 100_000, 1 << 40)] {
-            let stall = Stall::of(48, &pace(us), room(context, Some(pool)), 0);
-            assert!(stall.max_tokens >= 48 && stall.hold <= HOLD, "{stall:?}");
+            let stall = usual.of(&pace(us), room(context, Some(pool)), 0);
+            assert!(stall.max_tokens >= 48 && stall.hold <= ms(500), "{stall:?}");
         }
     }
 }
