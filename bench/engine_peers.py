@@ -49,6 +49,8 @@ import threading
 import time
 
 PROMPT, BATCH, DECODED, GREEDY = 512, 8, 32, 16
+# How often a turn decodes; the best counts.
+REPEATS = {1: 2, BATCH: 1}
 # Seconds: until one is ready (vLLM compiles), and for one turn.
 START_LIMIT, TURN_LIMIT = 300, 300
 LLAMA_CPP_PYTHON = "0.3.36"
@@ -81,8 +83,8 @@ def by_whole_answers(generate, vocab):
     found = {"prefill": PROMPT / best(lambda: generate([fresh(vocab)], 1), 2)}
     for batch in (1, BATCH):
         prompts = [prompt(sequence, vocab) for sequence in range(batch)]
-        first = best(lambda: generate(prompts, 1), 2)
-        longer = best(lambda: generate(prompts, 1 + DECODED), 2)
+        first = best(lambda: generate(prompts, 1), REPEATS[batch])
+        longer = best(lambda: generate(prompts, 1 + DECODED), REPEATS[batch])
         found[f"decode_b{batch}"] = DECODED * batch / (longer - first)
     return found
 
@@ -153,7 +155,7 @@ def transformers_worker(model, threads, kind):
         one = torch.tensor([fresh(vocab)])
         found = {"prefill": PROMPT / best(lambda: network(one, logits_to_keep=1), 2)}
         for batch in (1, BATCH):
-            found[f"decode_b{batch}"] = DECODED * batch / best(lambda: decode(batch), 2)
+            found[f"decode_b{batch}"] = DECODED * batch / best(lambda: decode(batch), REPEATS[batch])
         yield found
 
 
@@ -288,6 +290,7 @@ class Baton:
             [binary, "engine", "--model", model, "--served-model-name", "m", "--listen", "127.0.0.1:0", *options],
             stdout=self.log,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             self.connection = http.client.HTTPConnection("127.0.0.1", self.port(), timeout=TURN_LIMIT)
@@ -354,7 +357,7 @@ class Llama:
         return found
 
     def turn(self):
-        return self.measure(self.way, f"1,1,{BATCH},{BATCH}")
+        return self.measure(self.way, f"1,1,{BATCH}")
 
     def stop(self):
         pass
@@ -627,11 +630,15 @@ def main():
     if args.worker:
         work(*args.worker, args.model, args.threads)
         return
+    # What was measured until then is reported.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run = Run(args)
     began = datetime.datetime.now(datetime.timezone.utc)
     with tempfile.TemporaryDirectory() as folder:
         try:
             measure(run, pathlib.Path(folder))
+        except KeyboardInterrupt:
+            run.skip("what was still to do", "interrupted")
         finally:
             run.stop()
     ratios = run.finish()
