@@ -347,11 +347,18 @@ class Llama:
         command = [self.programs / "llama-batched-bench", "-m", self.gguf, "-t", self.threads, "-tb", self.threads]
         command = [str(word) for word in [*command, "-lm", way, "--output-format", "jsonl", *shape]]
         environment = {**os.environ, **self.WAYS[way]}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TURN_LIMIT)
-        if done.returncode != 0:
-            raise RuntimeError(f"llama-batched-bench ended with {done.returncode}: {done.stderr[-300:]}")
+        # It was seen to end well without its last lines.
+        for _ in range(3):
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TURN_LIMIT)
+            if done.returncode != 0:
+                raise RuntimeError(f"llama-batched-bench ended with {done.returncode}: {done.stderr[-300:]}")
+            rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+            if len(rows) == len(batches.split(",")):
+                break
+        else:
+            raise RuntimeError(f"llama-batched-bench said {len(rows)} lines: {done.stdout[-300:]}")
         found = {}
-        for row in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
+        for row in rows:
             for key, speed in (("prefill", row["speed_pp"]), (f"decode_b{row['pl']}", row["speed_tg"])):
                 found[key] = max(found.get(key, 0.0), speed)
         return found
