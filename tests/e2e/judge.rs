@@ -82,7 +82,10 @@ fn nothing_is_found_of_our_own_deployment_and_the_report_can_be_made_again() {
         (Some("asked"), Some(15.0)),
         "{load:#}"
     );
-    assert!(load["able_per_s"].as_f64() > Some(0.0) && load["late_ms"]["n"].as_u64() > Some(0), "{load:#}");
+    assert!(
+        load["able_per_s"].as_f64() > Some(0.0) && load["late_calm_ms"]["n"].as_u64() > Some(0),
+        "{load:#}"
+    );
     let left = |phase: &str| {
         let rows = summary["phases"].as_array().expect("phases");
         let row = rows.iter().find(|row| row["phase"] == phase);
@@ -305,6 +308,26 @@ fn by_their_own_logs(simulated: &Simulated) -> Value {
 }
 
 #[test]
+fn engines_that_nobody_can_look_at_are_judged_by_their_clients_alone() {
+    let simulated = simulated(None);
+    let options = ["--url", &simulated.url, "--rate", "40", "--verify-seconds", "5", "--phases", "stream"];
+    let summary = judged(simulated.folder.path(), &options);
+    is_judged("nobody looks", &summary, &[], &[]);
+    assert_eq!((&summary["exact"], &summary["engines"]), (&false.into(), &serde_json::json!([])));
+    assert!(
+        summary["left"].as_u64() > Some(0) && summary["texts"]["compared"].as_u64() > Some(0),
+        "{summary:#}"
+    );
+    assert!(summary["calm_stand_ins"]["ttft_ms"]["n"].as_u64() > Some(0), "{summary:#}");
+    let page = std::fs::read_to_string(simulated.folder.path().join("report.html")).expect("a report");
+    assert!(page.contains("no engine was watched"), "{page}");
+    assert!(
+        !page.contains("leases that only time has ended") && !page.contains("No block was stranded"),
+        "{page}"
+    );
+}
+
+#[test]
 fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_early() {
     let broken = ["--break", "nothing=true", "--mend", "nothing=true", "--phases", "stream"];
     let summary = judged_with(None, &broken);
@@ -319,7 +342,7 @@ fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_ea
     assert!(faults[0]["leavers"]["left"].as_u64() > Some(0), "{faults:#?}");
     let url = ["--url", "http://127.0.0.1:1", "--admin", "http://127.0.0.1:1"];
     for (wrong, says) in [
-        (vec!["--url", "http://127.0.0.1:1"], "--admin"),
+        (vec!["--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
         (vec!["--share", "1.5"], "0 to 1"),
         (vec!["--seconds", "0"], "--seconds"),
         ([url.as_slice(), &["--break", "x"]].concat(), "NAME=COMMAND"),

@@ -179,7 +179,7 @@ impl Acts<'_> {
         self.act(&name, ActKind::Phase, async {
             let (wanted, until) = (self.terms.victims, Instant::now() + self.terms.phase);
             let at_once = if phase == Phase::Queued { QUEUE_CLIENTS } else { PHASE_CLIENTS };
-            let kinds: Vec<Kind> = self.terms.kinds.clone();
+            let kinds = kinds_of_phase(&self.terms.kinds, phase);
             let (mut hit, mut tried, mut calls) = (0, 0, JoinSet::new());
             loop {
                 let more = hit < wanted && tried < wanted * TRIES && Instant::now() < until;
@@ -348,6 +348,12 @@ fn kinds_of_load(kinds: &[Kind]) -> Vec<Kind> {
     if others.is_empty() { kinds.to_vec() } else { others }
 }
 
+/// How clients leave in a phase. Who stalls goes on until its answer has begun and longer: before that nobody can stall
+/// (but where nothing else is asked for, clients do all the same, and count where they hit).
+fn kinds_of_phase(kinds: &[Kind], phase: Phase) -> Vec<Kind> {
+    if matches!(phase, Phase::Stream | Phase::Unary) { kinds.to_vec() } else { kinds_of_load(kinds) }
+}
+
 /// Makes planned calls, each at its time; in the order of the plans.
 async fn join(stage: &Arc<Stage>, plans: Vec<Plan>) -> Vec<Made> {
     let calls: Vec<_> = plans.into_iter().map(|plan| tokio::spawn(Arc::clone(stage).go(plan))).collect();
@@ -369,5 +375,8 @@ mod tests {
         assert_eq!(kinds_of_load(&Kind::ALL), others);
         assert_eq!(kinds_of_load(&[Kind::Stall]), [Kind::Stall]);
         assert_eq!(kinds_of_load(&[]), []);
+        assert_eq!(kinds_of_phase(&Kind::ALL, Phase::Gap), others);
+        assert_eq!(kinds_of_phase(&Kind::ALL, Phase::Stream), Kind::ALL);
+        assert_eq!(kinds_of_phase(&[Kind::Stall], Phase::Gap), [Kind::Stall]);
     }
 }

@@ -161,6 +161,17 @@ impl Facts {
             }
     }
 
+    /// Whether the deployment ended the request of a client that read nothing any more, before that reset.
+    fn is_let_go(&self, call: &CallRecord) -> bool {
+        let (Some(leaves), Some(stalled)) = (call.leaves, call.left_us) else { return false };
+        let told = |timeline: &Timeline| {
+            timeline.legs.iter().flat_map(|leg| &leg.told).any(|at| (stalled..call.ended_us).contains(at))
+        };
+        leaves.kind == Kind::Stall
+            && self.is_over_too_soon(call)
+            && self.timelines.get(&call.tag).is_some_and(told)
+    }
+
     /// Whether a client left while its request was not over; also one that half-closed, and was served all the same.
     fn has_left_in_time(&self, call: &CallRecord) -> bool {
         let left = gone(call).or(call.left_us.filter(|_| call.leaves.is_some() && call.outcome == "done"));
@@ -247,13 +258,22 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         let served = facts.calls.iter().filter(served).count() as u64;
         let over = |call: &&CallRecord| is(call) && facts.is_over_too_soon(call);
         let too_late = facts.calls.iter().filter(over).count() as u64;
+        let let_go = |call: &&CallRecord| is(call) && facts.is_let_go(call);
+        let let_go = facts.calls.iter().filter(let_go).count() as u64;
         let again = |call: &&CallRecord| {
             let first = call.retries.as_deref();
             first.is_some_and(|first| kind_of.get(first) == Some(&kind)) && facts.counts(call)
         };
         let retries = Retries::of(facts.calls.iter().filter(again));
         let group = group(&|victim| is(victim.call));
-        (group.left + served + too_late > 0).then_some(KindRow { kind, served, too_late, retries, group })
+        (group.left + served + too_late > 0).then_some(KindRow {
+            kind,
+            served,
+            too_late,
+            let_go,
+            retries,
+            group,
+        })
     });
     let mut summary = Summary {
         load: Load::of(&facts),

@@ -127,6 +127,20 @@ impl Broken<'_> {
     }
 }
 
+/// Clients of these parts that left, or whose connection broke, when they were gone, and what was left of their calls.
+pub(crate) fn gone(facts: &Facts) -> Vec<(u64, Timeline)> {
+    let of = |broken: &Broken<'_>| {
+        let calls = facts.calls.iter().filter(|call| call.act == broken.act.name);
+        let gone = |call: &CallRecord| match call.outcome.as_str() {
+            "broken" => Some(call.ended_us),
+            _ => Some(facts.victim(call)?.gone),
+        };
+        let of = |call: &CallRecord| Some((gone(call)?, broken.survives(facts.timelines.get(&call.tag)?)));
+        calls.filter_map(of).collect::<Vec<_>>()
+    };
+    broken(facts).iter().flat_map(of).collect()
+}
+
 /// What became of the deployment in each of these parts.
 pub(crate) fn rows(facts: &Facts) -> Vec<FaultRow> {
     let broken = broken(facts);
@@ -142,6 +156,8 @@ fn row(facts: &Facts, act: &Act, broken: Option<&Broken<'_>>) -> FaultRow {
     let mended = broken.and_then(|broken| broken.mended);
     let later = |call: &&&CallRecord| mended.is_some_and(|mended| call.began_us > mended);
     let met = broken.map(|broken| broken.met(facts, &calls));
+    let stayed_in_flight =
+        met.as_ref().map_or(0, |(_, them)| them.iter().filter(|call| stays(call)).count() as u64);
     let failed_in_flight = met.as_ref().map_or(0, |(_, them)| failed(&mut them.iter()));
     let met = met.map(|(flight, _)| flight);
     let wanted = broken.and_then(|broken| Some(broken.struck?.wanted));
@@ -172,6 +188,7 @@ fn row(facts: &Facts, act: &Act, broken: Option<&Broken<'_>>) -> FaultRow {
         waited_ms: broken.and_then(|broken| Some(ms(broken.struck?.waited_us))),
         met,
         missed,
+        stayed_in_flight,
         failed_in_flight,
         errors_after: failed(&mut calls.iter().filter(later)),
         stayed: service(facts, &[act]).unwrap_or_default(),

@@ -8,7 +8,7 @@ use super::bystanders::{self, SLOWER};
 use super::phase::Phase;
 use super::raw::{ActKind, CallRecord};
 use super::summary::{Finding, Measure, Summary, UNTOLD_FEW, WorkRow};
-use super::timeline::Told;
+use super::timeline::Leg;
 use super::untold::{self, Telling};
 
 /// Calls that are named for each finding.
@@ -102,32 +102,50 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
         if held.is_empty() {
             continue;
         }
-        let untold = |victim: &&&&Victim<'_>| {
-            victim.timeline.is_some_and(|timeline| timeline.told(victim.gone) == Told::Never)
-        };
         let tags: Vec<_> = held.iter().map(|victim| victim.call.tag.as_str()).collect();
-        let why = match (held.iter().filter(untold).count(), held.len()) {
-            (0, _) => "; their engines were told, and did not give them back in time".to_owned(),
-            (untold, stranded) if untold == stranded => {
-                "; an engine that had work for them was never told that they had gone".to_owned()
-            }
-            (untold, stranded) => format!(
-                "; of {untold} of them an engine was never told that they had gone, and those of the other {} were told, and did not give them back in time",
-                stranded - untold
-            ),
-        };
+        let why = why_stranded(&held, limit);
         let (stranded, all, seconds) = (tags.len(), all.len(), limit as f64 / 1e6);
         let says = if in_gap {
             format!(
-                "{stranded} of {all} clients that left between prefill and decode stranded their blocks for more than {seconds} s{why}"
+                "{stranded} of {all} clients that left between prefill and decode stranded their blocks for more than {seconds} s: {why}"
             )
         } else {
             format!(
-                "the blocks of {stranded} of {all} clients that left in all the other phases together were not back within {seconds} s{why}"
+                "the blocks of {stranded} of {all} clients that left in all the other phases together were not back within {seconds} s: {why}"
             )
         };
         findings.push(finding(name, says, stranded as u64, &tags));
     }
+}
+
+/// Of how many of these clients an engine was never told that they had gone, or too late to give the blocks back in time, or
+/// was told and kept them.
+fn why_stranded(held: &[&&Victim<'_>], limit: u64) -> String {
+    let (mut untold, mut late, mut kept) = (0, 0, 0);
+    for Victim { timeline, gone, .. } in held.iter().map(|victim| **victim) {
+        let legs = timeline.iter().flat_map(|timeline| &timeline.legs);
+        let back = |leg: &Leg| leg.freed.first().map_or(u64::MAX, |(at, _)| *at);
+        let stranding = legs.filter(|leg| leg.holds_at(*gone) && back(leg).saturating_sub(*gone) > limit);
+        let told: Vec<_> = stranding.map(|leg| (leg.told_after(*gone), back(leg))).collect();
+        let soon =
+            |(told, back): &(Option<u64>, u64)| told.is_some_and(|told| back.saturating_sub(told) <= limit);
+        match () {
+            () if told.iter().any(|(told, _)| told.is_none()) => untold += 1,
+            () if told.iter().all(soon) => late += 1,
+            () => kept += 1,
+        }
+    }
+    let said = [
+        (untold, "an engine was never told that they had gone"),
+        (late, "engines were told only later, and gave them back then"),
+        (kept, "engines were told, and did not give them back in time"),
+    ];
+    let said: Vec<_> = said
+        .iter()
+        .filter(|(count, _)| *count > 0)
+        .map(|(count, what)| format!("of {count} {what}"))
+        .collect();
+    said.join("; ")
 }
 
 /// Answers that are not what the same prompt gives when all is quiet. Of engines in which batching may change texts (those

@@ -6,11 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use super::analyse::{Facts, ms};
 use super::dist::Dist;
-use super::raw::ActKind;
+use super::raw::{ActKind, CallRecord};
+use super::stall::Stall;
 
 /// Clients that show how much the deployment can do.
 pub(crate) const CALIBRATION_CLIENTS: usize = 8;
-/// Of what the deployment can do, so much is asked for by default.
+/// Of what these get done, so much is asked for by default.
 const SHARE: f64 = 0.5;
 /// Requests a second, at most, unless somebody says otherwise: a client on the same machine must not be what is measured.
 const RATE_MAX: f64 = 150.0;
@@ -23,7 +24,7 @@ const RATE_MIN: f64 = 1.0;
 pub(crate) enum Chosen {
     /// `--rate` says so.
     Asked,
-    /// Half of what the deployment can do.
+    /// Half of what these clients got done.
     Half,
     /// That would be more than is asked for without `--rate`.
     AtMost,
@@ -39,6 +40,10 @@ pub(crate) struct Rate {
     /// Requests a second in calm, storm and faults.
     pub(crate) rate_per_s: f64,
     pub(crate) chosen: Chosen,
+    /// How long clients that stall in a phase read nothing, ms: what was asked for, or what there is room for.
+    pub(crate) stall_ms: f64,
+    /// Tokens that they ask for.
+    pub(crate) stall_max_tokens: u32,
 }
 
 /// The load of a run.
@@ -46,13 +51,15 @@ pub(crate) struct Rate {
 pub(crate) struct Load {
     #[serde(flatten)]
     pub(crate) rate: Rate,
-    /// How long after they were due requests of calm and storm were begun, ms: what the benchmark itself was late by.
-    pub(crate) late_ms: Dist,
+    /// How long after they were due requests of the calm began, ms: what the benchmark itself was late by.
+    pub(crate) late_calm_ms: Dist,
+    /// And those of the storm.
+    pub(crate) late_storm_ms: Dist,
 }
 
 impl Rate {
     /// `asked`: what `--rate` says.
-    pub(crate) fn of(able_per_s: f64, asked: Option<f64>) -> Self {
+    pub(super) fn of(able_per_s: f64, asked: Option<f64>, stall: Stall) -> Self {
         let half = able_per_s * SHARE;
         let (rate_per_s, chosen) = match asked {
             Some(rate) => (rate, Chosen::Asked),
@@ -61,37 +68,46 @@ impl Rate {
             // Also of a deployment of which nothing came in time.
             None => (RATE_MIN, Chosen::AtLeast),
         };
-        Self { able_per_s, rate_per_s, chosen }
+        let (stall_ms, stall_max_tokens) = (stall.hold.as_secs_f64() * 1e3, stall.max_tokens);
+        Self { able_per_s, rate_per_s, chosen, stall_ms, stall_max_tokens }
     }
 }
 
 impl Load {
     pub(super) fn of(facts: &Facts) -> Option<Self> {
-        let is_load =
-            |act: &str| facts.act(act).is_some_and(|act| matches!(act.what, ActKind::Calm | ActKind::Storm));
-        let calls = facts.calls.iter().filter(|call| call.retries.is_none() && is_load(&call.act));
-        let late: Vec<f64> = calls.map(|call| ms(call.began_us.saturating_sub(call.due_us))).collect();
-        Some(Self { rate: facts.rate?, late_ms: Dist::of(&late) })
+        let late = |what: ActKind| {
+            let ours = |call: &&CallRecord| {
+                call.retries.is_none() && facts.act(&call.act).is_some_and(|act| act.what == what)
+            };
+            let calls = facts.calls.iter().filter(ours);
+            Dist::of(&calls.map(|call| ms(call.began_us.saturating_sub(call.due_us))).collect::<Vec<_>>())
+        };
+        let (late_calm_ms, late_storm_ms) = (late(ActKind::Calm), late(ActKind::Storm));
+        Some(Self { rate: facts.rate?, late_calm_ms, late_storm_ms })
     }
 }
 
 /// For people.
 impl fmt::Display for Load {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Rate { able_per_s, rate_per_s, chosen } = self.rate;
+        let Rate { able_per_s, rate_per_s, chosen, .. } = self.rate;
         let why = match chosen {
-            Chosen::Asked => "as asked for; ",
-            Chosen::Half => "half of what it can do: ",
-            Chosen::AtMost => "the most without `--rate`; ",
-            Chosen::AtLeast => "the least without `--rate`; ",
+            Chosen::Asked => "as asked for",
+            Chosen::Half => "half of that",
+            Chosen::AtMost => "the most without `--rate`",
+            Chosen::AtLeast => "the least without `--rate`",
         };
         write!(
             f,
-            "{rate_per_s:.1} requests/s in calm and storm, {why}{CALIBRATION_CLIENTS} clients at once got {able_per_s:.1} requests/s done"
+            "{CALIBRATION_CLIENTS} clients, each asking one after another, got {able_per_s:.1} requests/s done; in calm and storm {rate_per_s:.1} requests/s are asked, {why}"
         )?;
-        if self.late_ms.n > 0 {
-            let Dist { p50, p99, .. } = self.late_ms;
-            write!(f, "; they began {p50:.2} ms after they were due (p50), {p99:.2} ms (p99)")?;
+        let (calm, storm) = (&self.late_calm_ms, &self.late_storm_ms);
+        if calm.n.min(storm.n) > 0 {
+            write!(
+                f,
+                "; they began later than they were due by {:.1} ms (p50), {:.1} ms (p99) in the calm and {:.1} ms, {:.1} ms in the storm",
+                calm.p50, calm.p99, storm.p50, storm.p99
+            )?;
         }
         Ok(())
     }
@@ -99,6 +115,8 @@ impl fmt::Display for Load {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -111,7 +129,9 @@ mod tests {
             (0.0, None, 1.0, Chosen::AtLeast),
             (100.0, Some(400.0), 400.0, Chosen::Asked),
         ] {
-            assert_eq!(Rate::of(able, asked), Rate { able_per_s: able, rate_per_s: rate, chosen });
+            let found = Rate::of(able, asked, Stall::usual(48, Duration::from_millis(500)));
+            assert_eq!((found.able_per_s, found.rate_per_s, found.chosen), (able, rate, chosen));
+            assert_eq!((found.stall_ms, found.stall_max_tokens), (500.0, 48));
         }
     }
 }

@@ -186,15 +186,7 @@ impl DisconnectOptions {
         if self.max_tokens < 2 {
             return Err("--max-tokens must be at least 2".into());
         }
-        if self.url.is_none() && self.admin.is_none() && self.engines.is_empty() {
-            return Ok(());
-        }
-        if self.admin.is_none() && self.engines.is_empty() {
-            return Err(
-                "--url needs --admin or --engine: what becomes of blocks is seen at the engines".into()
-            );
-        }
-        if !self.engine_options.is_empty() {
+        if self.url.is_some() && !self.engine_options.is_empty() {
             return Err("engine options are for engines that are started here, without --url".into());
         }
         Ok(())

@@ -17,6 +17,7 @@ use super::progress::Progress;
 use super::raw::{self, Record, Run};
 use super::recorder::Recorder;
 use super::stage::{Shape, Stage};
+use super::stall::Stall;
 use super::watch::{self, Watch};
 use crate::BenchError;
 use crate::load::speaker::first_model;
@@ -84,7 +85,9 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
             unmended: &unmended,
         };
         let able = acts.calibrate().await?;
-        let rate = Rate::of(able, options.rate);
+        let stall = stage.stall.get().copied();
+        let stall = stall.unwrap_or_else(|| Stall::usual(options.max_tokens, stage.shape.stall));
+        let rate = Rate::of(able, options.rate, stall);
         recorder.put(&Record::Load(rate));
         acts.terms.rate = rate.rate_per_s;
         acts.rounds(options.share).await;

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::bystanders::SLOWER;
 use super::dist::Dist;
-use super::phase::Phase;
+use super::phase::{Kind, Phase};
 use super::sampled::Sampled;
 use super::summary::{Compared, FaultRow, Group, Series, Service, StormLeavers, Summary};
 use crate::stats::{Spread, rounded};
@@ -30,6 +30,11 @@ fn ms(value: f64) -> String {
 /// A percentile, or a dash where nothing was measured.
 fn percentile(dist: &Dist, of: impl Fn(&Dist) -> f64) -> String {
     if dist.n == 0 { "–".into() } else { ms(of(dist)) }
+}
+
+/// How many of these never were.
+fn never(times: &[f64]) -> u64 {
+    times.iter().filter(|ms| ms.is_infinite()).count() as u64
 }
 
 /// A number of a group, or a dash where engines do not tell.
@@ -102,14 +107,15 @@ pub(crate) fn series(summary: &Summary) -> Value {
     };
     let shares = |sorted: &[f64]| pairs(&svg::cumulative(sorted));
     let both = |[calm, storm]: &[Vec<f64>; 2]| json!({"calm": shares(calm), "storm": shares(storm)});
-    let Series { back, stranded, pools, acts, ttft, itl } = &summary.series;
+    let Series { back, stranded, stranded_in_broken_parts, pools, acts, ttft, itl } = &summary.series;
     let part = |(name, from, to): &(String, f64, f64)| json!({"name": name, "from_s": rounded(*from), "to_s": rounded(*to)});
-    let of_phase = |(phase, times): &(Phase, Vec<f64>)| json!({"phase": phase, "ms_percent": shares(times)});
+    let of_phase = |(phase, times): &(Phase, Vec<f64>)| json!({"phase": phase, "n": times.len(), "never": never(times), "ms_percent": shares(times)});
     let pool = |(name, points): &(String, Vec<(f64, f64)>)| json!({"engine": name, "s_share": pairs(points)});
     json!({
         "parts": acts.iter().map(part).collect::<Vec<_>>(),
         "blocks_back": back.iter().map(of_phase).collect::<Vec<_>>(),
         "held_for_nobody_s_blocks": pairs(stranded),
+        "held_for_nobody_in_broken_parts_s_blocks": pairs(stranded_in_broken_parts),
         "ttft_ms_percent": both(ttft),
         "itl_ms_percent": both(itl),
         "pools": pools.iter().map(pool).collect::<Vec<_>>(),
@@ -185,6 +191,27 @@ fn count(value: u64) -> String {
     out
 }
 
+/// How clients stalled, and of how many the deployment has let go meanwhile.
+fn stalls(summary: &Summary) -> Option<String> {
+    let row = summary.kinds.iter().find(|row| row.kind == Kind::Stall)?;
+    let rate = summary.load.as_ref()?.rate;
+    let asked = summary.run.options["stall_ms"].as_f64().unwrap_or(rate.stall_ms);
+    let less = if rate.stall_ms < asked {
+        format!(", and not for {asked:.0} ms, for there is no room for an answer that goes on for longer")
+    } else {
+        String::new()
+    };
+    let let_go = match row.let_go {
+        0 => String::new(),
+        clients => format!("; {} of these the deployment let go before they reset", count(clients)),
+    };
+    Some(format!(
+        "Who stalls in a phase reads nothing for {:.0} ms{less}, of an answer of {} tokens{let_go}.",
+        rate.stall_ms,
+        count(u64::from(rate.stall_max_tokens))
+    ))
+}
+
 /// Some lines on something that was broken.
 fn of_fault(fault: &FaultRow) -> String {
     let FaultRow { stayed, left, .. } = fault;
@@ -196,7 +223,8 @@ fn of_fault(fault: &FaultRow) -> String {
         Some(met) => write!(out, "{} in flight ({})", met.requests, met.by_phase()),
     };
     if met.is_some_and(|met| met.requests > 0) {
-        let _ = write!(out, ", {} of them failed", fault.failed_in_flight);
+        let (stayed, failed) = (fault.stayed_in_flight, fault.failed_in_flight);
+        let _ = write!(out, "; of {stayed} of these the client stayed, and {failed} failed");
     }
     let _ = write!(
         out,
@@ -215,7 +243,7 @@ fn of_fault(fault: &FaultRow) -> String {
         known(left, || count(left.stranded)),
         percentile(&left.back_ms, |dist| dist.p50),
         percentile(&left.back_ms, |dist| dist.max),
-        fault.home_ms.map_or_else(|| "not while it was watched".into(), ms),
+        fault.home_ms.map_or_else(|| "not in its part of the run".into(), ms),
     );
     if let Some(told) = fault.retries.told() {
         let _ = write!(out, "\n  {told}");
@@ -355,6 +383,9 @@ pub(crate) fn text(summary: &Summary) -> String {
         if let Some(told) = row.retries.told() {
             line(format!("{}: {told}", row.kind.label()));
         }
+    }
+    if let Some(said) = stalls(summary) {
+        line(said);
     }
     for fault in &summary.faults {
         line(of_fault(fault));

@@ -1,9 +1,12 @@
 //! What the report draws: samples and curves out of the raw events.
 
 use super::analyse::{Facts, Victim};
+use super::bystanders;
+use super::faults;
 use super::phase::Phase;
-use super::raw::{ActKind, CallRecord};
+use super::raw::CallRecord;
 use super::summary::Series;
+use super::timeline::Timeline;
 
 /// Points of a curve.
 const POINTS_MAX: usize = 800;
@@ -45,28 +48,30 @@ pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
         times.sort_by(f64::total_cmp);
         (!times.is_empty()).then_some((phase, times))
     };
-    let samples = |what: ActKind, of: &dyn Fn(&CallRecord) -> Vec<f64>| {
-        let in_act = |call: &&CallRecord| {
-            call.leaves.is_none()
-                && call.retries.is_none()
-                && call.outcome == "done"
-                && facts.act(&call.act).is_some_and(|act| act.what == what)
+    // Who stayed, and the same requests of the calm: those that are compared.
+    let (rounds, _) = bystanders::rounds(facts);
+    let both = |of: &dyn Fn(&CallRecord) -> Vec<f64>| {
+        let pairs = || rounds.iter().flat_map(|round| &round.pairs);
+        let sorted = |calls: &mut dyn Iterator<Item = &CallRecord>| {
+            let mut samples: Vec<f64> = calls.filter(|call| call.outcome == "done").flat_map(of).collect();
+            samples.sort_by(f64::total_cmp);
+            samples
         };
-        let mut samples: Vec<f64> = facts.calls.iter().filter(in_act).flat_map(of).collect();
-        samples.sort_by(f64::total_cmp);
-        samples
+        [sorted(&mut pairs().map(|(calm, _)| *calm)), sorted(&mut pairs().map(|(_, storm)| *storm))]
     };
-    let both =
-        |of: &dyn Fn(&CallRecord) -> Vec<f64>| [samples(ActKind::Calm, of), samples(ActKind::Storm, of)];
     let pools = facts.engines.iter().map(|engine| {
         let ours = facts.books.iter().filter(|books| books.engine == engine.engine && books.total > 0);
         let points = ours.map(|books| (seconds(books.at_us), books.held as f64 / books.total as f64));
         (engine.name.clone(), thinned(&points.collect::<Vec<_>>()))
     });
+    let ours = victims.iter().filter_map(|victim| Some((victim.gone, victim.timeline?)));
+    let broken = faults::gone(facts);
+    let watched = facts.watched_until();
     let last = facts.calls.iter().map(|call| call.ended_us).max().unwrap_or(began);
     Series {
         back: Phase::ALL.into_iter().filter_map(back).collect(),
-        stranded: stranded(victims, &seconds),
+        stranded: held(ours, watched, &seconds),
+        stranded_in_broken_parts: held(broken.iter().map(|(gone, rest)| (*gone, rest)), watched, &seconds),
         pools: pools.collect(),
         acts: facts
             .acts
@@ -81,13 +86,17 @@ pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
     }
 }
 
-/// Blocks that are held for clients that have left, as a curve of steps.
-fn stranded(victims: &[Victim<'_>], seconds: &dyn Fn(u64) -> f64) -> Vec<(f64, f64)> {
+/// Blocks that are held for clients that have gone, as a curve of steps.
+fn held<'a>(
+    of: impl Iterator<Item = (u64, &'a Timeline)>,
+    watched_until: u64,
+    seconds: &dyn Fn(u64) -> f64,
+) -> Vec<(f64, f64)> {
     let mut changes: Vec<(u64, i64)> = Vec::new();
-    for victim in victims {
-        for leg in victim.timeline.into_iter().flat_map(|timeline| &timeline.legs) {
-            let back = leg.freed.first().map_or(victim.watched_until, |(at, _)| *at);
-            let begins = leg.queued.unwrap_or(victim.gone).max(victim.gone);
+    for (gone, timeline) in of {
+        for leg in &timeline.legs {
+            let back = leg.freed.first().map_or(watched_until, |(at, _)| *at);
+            let begins = leg.queued.unwrap_or(gone).max(gone);
             if back > begins && leg.held() > 0 {
                 let blocks = leg.held() as i64;
                 changes.extend([(begins, blocks), (back, -blocks)]);

@@ -149,6 +149,8 @@ pub(crate) struct KindRow {
     pub(crate) served: u64,
     /// Clients that were to leave, and whose request was over before they had: they are not in the other numbers.
     pub(crate) too_late: u64,
+    /// Of those, were let go by the deployment while they read nothing.
+    pub(crate) let_go: u64,
     /// What those that left asked again.
     pub(crate) retries: Retries,
     #[serde(flatten)]
@@ -277,7 +279,9 @@ pub(crate) struct FaultRow {
     pub(crate) met: Option<InFlight>,
     /// What was to be in flight then, and was not.
     pub(crate) missed: Option<&'static str>,
-    /// Of those in flight whose clients stayed, how many failed.
+    /// Of those in flight, calls of clients that stayed.
+    pub(crate) stayed_in_flight: u64,
+    /// Of these, how many failed.
     pub(crate) failed_in_flight: u64,
     /// What all clients that stayed got, before, during and after it.
     #[serde(flatten)]
@@ -289,7 +293,7 @@ pub(crate) struct FaultRow {
     /// What clients that left in this part did to the engines; what was held by an engine that was killed is gone with it.
     #[serde(rename = "leavers")]
     pub(crate) left: Group,
-    /// From the end of the last client until no engine held anything, ms; `None`: not while it was watched.
+    /// From the end of the last client until no engine held anything, ms; `None`: not within this part.
     pub(crate) home_ms: Option<f64>,
     pub(crate) expired: u64,
     pub(crate) wrong_texts: u64,
@@ -338,6 +342,8 @@ pub(crate) struct Series {
     pub(crate) back: Vec<(Phase, Vec<f64>)>,
     /// Blocks held for clients that had left, over seconds since the run began.
     pub(crate) stranded: Vec<(f64, f64)>,
+    /// The same where something was broken: also of clients whose connection broke. What an engine held that was killed is gone with it.
+    pub(crate) stranded_in_broken_parts: Vec<(f64, f64)>,
     /// Held blocks of each engine over seconds, as a share of its pool.
     pub(crate) pools: Vec<(String, Vec<(f64, f64)>)>,
     /// Parts of the run: name, begin, end, in seconds.
@@ -368,7 +374,11 @@ impl Summary {
         let failed = self.failed.as_deref().unwrap_or_default();
         add(self.failed.is_some(), format!("the run ended early: {failed}"));
         add(
-            !self.exact,
+            self.engines.is_empty(),
+            "no engine was watched (`--admin`, `--engine`): what becomes of blocks, leases and work is not known".into(),
+        );
+        add(
+            !self.exact && !self.engines.is_empty(),
             "engines told metrics only: phases, times and blocks of single requests are not known".into(),
         );
         for EngineRow { name, .. } in
@@ -382,6 +392,13 @@ impl Summary {
             };
             add(true, format!("block-seconds held for nobody: {name} {why}"));
         }
+        let in_parts: u64 = self.faults.iter().map(|fault| fault.expired).sum();
+        add(
+            !self.exact && in_parts > 0,
+            format!(
+                "{in_parts} leases ended by time alone while something was broken: of engines that tell metrics only nobody knows who had left them, then or before"
+            ),
+        );
         add(
             self.events_lost > 0,
             format!("{} events of engines were lost: counts are too small", self.events_lost),

@@ -370,7 +370,7 @@ impl Leg {
     }
 
     /// Whether it still had something to do or to give back at this moment, or came to have it afterwards.
-    fn holds_at(&self, at: u64) -> bool {
+    pub(crate) fn holds_at(&self, at: u64) -> bool {
         let over = match (self.freed.first(), &self.ended) {
             (Some((freed, _)), _) => *freed <= at,
             (None, Some(ended)) => self.lent.is_none() && ended.at <= at,

@@ -7,11 +7,11 @@ use std::fmt::Write as _;
 
 use super::super::bystanders::SLOWER;
 use super::super::dist::Dist;
-use super::super::summary::{Compared, Group, Measure, Service, Summary, Texts};
+use super::super::summary::{Compared, Group, Measure, Series, Service, Summary, Texts};
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
 use super::{
-    above, count, decimals, excused, from_samples, known, ms, percentile, ran_on, rounds, storm_leavers,
-    who_stayed, within_one_read,
+    above, count, decimals, excused, from_samples, known, ms, never, percentile, ran_on, rounds,
+    storm_leavers, who_stayed, within_one_read,
 };
 
 const STYLE: &str = "
@@ -104,7 +104,11 @@ fn tiles(summary: &Summary, out: &mut String) {
             out,
             &count(all.stranded),
             class,
-            &format!("of {} clients that left stranded their blocks", count(all.left)),
+            &format!(
+                "stranded their blocks, of {} clients that left while engines held some for them ({} left)",
+                count(all.back_ms.n as u64),
+                count(all.left)
+            ),
         );
         tile(out, &percentile(&all.back_ms, |dist| dist.p50), "", "median until the blocks were back");
         tile(out, &percentile(&all.back_ms, |dist| dist.p99), "", "99th percentile of that");
@@ -169,7 +173,18 @@ fn tiles(summary: &Summary, out: &mut String) {
         ),
     );
     let expired: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
-    tile(out, &count(expired), if expired == 0 { "good" } else { "bad" }, "leases that only time has ended");
+    let class = match expired {
+        0 => "good",
+        _ if summary.exact && expired <= summary.excused_leases => "",
+        _ => "bad",
+    };
+    let excused = match summary.excused_leases {
+        0 => String::new(),
+        leases => format!("; {} excused", count(leases)),
+    };
+    if !summary.engines.is_empty() {
+        tile(out, &count(expired), class, &format!("leases that only time has ended{excused}"));
+    }
     out.push_str("</div>");
     let above: Vec<_> = summary.bystanders.above().map(above).collect();
     if !above.is_empty() {
@@ -195,7 +210,11 @@ fn verdict(summary: &Summary, out: &mut String) {
         return;
     }
     if summary.findings.is_empty() {
-        out.push_str("<div class=\"verdict\"><b>Nothing was found.</b> No block was stranded by a client that left, freed twice, or answered from after it was freed; nobody who stayed failed for those who left.</div>");
+        out.push_str("<div class=\"verdict\"><b>Nothing was found.</b> No block was stranded by a client that left, freed twice, or answered from after it was freed.");
+        if summary.storm.as_ref().is_some_and(|storm| storm.errors == 0) {
+            out.push_str(" Nobody who stayed failed for those who left.");
+        }
+        out.push_str("</div>");
         return;
     }
     let _ = write!(out, "<div class=\"verdict found\"><b>{} found:</b><ul>", summary.findings.len());
@@ -252,8 +271,14 @@ fn by_phase(summary: &Summary, out: &mut String) {
         summary.series.back.iter().flat_map(|(_, times)| times.iter().copied()).filter(|ms| ms.is_finite())
     };
     if samples().next().is_some() {
-        let curves = summary.series.back.iter().map(|(phase, times)| Curve {
-            name: phase.label(),
+        // A curve of those that never were back has no end: how many they are is said beside its name.
+        let names = summary.series.back.iter().map(|(phase, times)| match never(times) {
+            0 => phase.label().to_owned(),
+            never => format!("{} ({} of {} never)", phase.label(), count(never), count(times.len() as u64)),
+        });
+        let names: Vec<String> = names.collect();
+        let curves = summary.series.back.iter().zip(&names).map(|((_, times), name)| Curve {
+            name,
             points: cumulative(times),
             steps: true,
         });
@@ -302,16 +327,21 @@ fn end(summary: &Summary) -> f64 {
 }
 
 fn stranded(summary: &Summary, out: &mut String) {
-    if summary.series.stranded.is_empty() {
+    let Series { stranded, stranded_in_broken_parts: broken, .. } = &summary.series;
+    if stranded.is_empty() && broken.is_empty() {
         return;
     }
     out.push_str("<h2>Blocks held for clients that had left</h2>");
-    let points = summary.series.stranded.clone();
+    let named = [("held for clients that had left", stranded), ("where something was broken", broken)];
+    let there = || named.iter().filter(|(_, points)| !points.is_empty());
+    let points = || there().flat_map(|(_, points)| points.iter().map(|(_, blocks)| *blocks));
     let plot = Plot {
         title: "Blocks held for clients that had left, over the run",
         across: ("seconds", Scale::Linear(end(summary))),
-        up: ("blocks", Scale::linear(points.iter().map(|(_, blocks)| *blocks))),
-        curves: vec![Curve { name: "blocks held for nobody", points, steps: true }],
+        up: ("blocks", Scale::linear(points())),
+        curves: there()
+            .map(|(name, points)| Curve { name, points: (*points).clone(), steps: true })
+            .collect(),
         spans: acts(summary),
     };
     out.push_str(&plot.draw());
@@ -468,16 +498,23 @@ fn by_kind(summary: &Summary, out: &mut String) {
         out.push_str("</tr>");
     }
     out.push_str("</tbody></table></div>");
+    stalls(summary, out);
+}
+
+fn stalls(summary: &Summary, out: &mut String) {
+    if let Some(said) = super::stalls(summary) {
+        let _ = write!(out, "<p class=\"note\">{}</p>", escaped(&said));
+    }
 }
 
 fn faults(summary: &Summary, out: &mut String) {
     if summary.faults.is_empty() {
         return;
     }
-    out.push_str("<h2>Parts that were broken</h2><p class=\"note\">Under load, of which some leave; mended in the same place. What was started for the run is killed, and started again at once.</p><div class=\"scroll\"><table><thead><tr><th>what</th><th>in flight when it struck</th><th>of those failed</th><th>stayed</th><th>failed</th><th>failed afterwards</th><th>E2E p50</th><th>p99</th><th>max</th><th>left</th><th>stranded</th><th>asked again</th><th>of those failed</th><th>blocks back p50</th><th>max</th><th>all blocks home</th><th>leases expired</th><th>wrong texts</th></tr></thead><tbody>");
+    out.push_str("<h2>Parts that were broken</h2><p class=\"note\">Under load, of which some leave; mended in the same place. What was started for the run is killed, and started again at once.</p><div class=\"scroll\"><table><thead><tr><th>what</th><th>in flight when it struck</th><th>of those who stayed failed</th><th>stayed</th><th>failed</th><th>failed afterwards</th><th>E2E p50</th><th>p99</th><th>max</th><th>left</th><th>stranded</th><th>asked again</th><th>of those failed</th><th>blocks back p50</th><th>max</th><th>all blocks home</th><th>leases expired</th><th>wrong texts</th></tr></thead><tbody>");
     for fault in &summary.faults {
         let super::FaultRow { stayed, retries, left, .. } = fault;
-        let home = fault.home_ms.map_or_else(|| "not while watched".to_owned(), ms);
+        let home = fault.home_ms.map_or_else(|| "not in its part".to_owned(), ms);
         let met = fault.met.as_ref().map_or_else(
             || "never struck".to_owned(),
             |met| match met.by_phase() {
@@ -489,7 +526,7 @@ fn faults(summary: &Summary, out: &mut String) {
             out,
             "<tr><td>{}</td><td>{met}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{home}</td><td>{}</td><td>{}</td></tr>",
             escaped(&fault.fault),
-            count(fault.failed_in_flight),
+            format_args!("{} of {}", count(fault.failed_in_flight), count(fault.stayed_in_flight)),
             count(stayed.requests),
             count(stayed.errors),
             count(fault.errors_after),

@@ -69,6 +69,10 @@ fn a_fault_is_told_with_what_it_met_and_what_became_of_that() {
     let met = fault.met.as_ref().expect("it struck");
     assert_eq!((met.requests, met.by_phase().as_str()), (4, "1 queued, 1 prefill, 1 gap, 1 mid-stream"));
     assert_eq!((fault.missed, fault.waited_ms, fault.failed_in_flight), (None, Some(1.5), 2));
+    assert_eq!(fault.stayed_in_flight, 3);
+    // P held 7 blocks from 3,500 to 3,900 for one that left; what its engine held for the others died with it. Seconds
+    // count from the beginning of the calm.
+    assert_eq!(summary.series.stranded_in_broken_parts, [(3.5, 7.0), (3.9, 0.0)]);
     let stayed = &fault.stayed;
     assert_eq!((stayed.requests, stayed.errors, fault.errors_after), (5, 3, 1));
     near(stayed.e2e_ms.p50, 51.0);

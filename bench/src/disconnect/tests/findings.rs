@@ -12,7 +12,11 @@ fn a_lease_that_only_time_ends_is_named() {
     let summary = script.summary();
     assert_eq!(names(&summary), ["gap_stranded", "leases_expired"]);
     assert_eq!(summary.findings[0].shown_by, ["held"]);
-    assert!(summary.findings[0].says.contains("was never told"), "{}", summary.findings[0].says);
+    assert!(
+        summary.findings[0].says.contains("of 1 an engine was never told"),
+        "{}",
+        summary.findings[0].says
+    );
     let gap = summary.phases.iter().find(|row| row.phase == Phase::Gap).expect("a row");
     assert_eq!((gap.group.left, gap.group.stranded, gap.group.expired, gap.group.never_told), (2, 1, 1, 1));
     near(gap.group.back_ms.max, 29_999.0);
@@ -36,10 +40,23 @@ fn who_was_told_and_kept_the_blocks_is_told_from_who_was_not() {
         found.expect("it is found").says.clone()
     };
     let all_told = says(&script);
-    assert!(all_told.contains("2 of 3") && all_told.contains("their engines were told"), "{all_told}");
+    let kept = "of 2 engines were told, and did not give them back in time";
+    assert!(all_told.contains("2 of 3") && all_told.ends_with(kept), "{all_told}");
     script.told(P, "untold", &lends(Cause::Expired.label(), 31_020));
     let one_was_not = says(&script);
-    assert!(one_was_not.contains("3 of 4") && one_was_not.contains("of 1 of them"), "{one_was_not}");
+    assert!(one_was_not.contains("3 of 4") && one_was_not.ends_with(kept), "{one_was_not}");
+    assert!(one_was_not.contains("of 1 an engine was never told that they had gone"), "{one_was_not}");
+    // Who is told late, and gives everything back at once, is not who keeps it.
+    let mut late = storm();
+    late.act("phase gap", ActKind::Phase, 2_000, 40_000, |script, act| {
+        script.left(act, "late", 1_021, Kind::Fin, Phase::Gap, 0);
+    });
+    late.told(P, "late", &lends("client_gone", 4_020));
+    assert!(
+        says(&late).ends_with("of 1 engines were told only later, and gave them back then"),
+        "{}",
+        says(&late)
+    );
 }
 
 /// A part in which something is broken at 3,000 and mended at 8,000, with these calls.

@@ -96,12 +96,42 @@ fn what_is_drawn_is_there_as_numbers() {
     let series = report::series(&storm().summary());
     assert_eq!(series["parts"][1], serde_json::json!({"name": "storm", "from_s": 1.0, "to_s": 2.0}));
     // Three clients whose blocks were back after 5, 3 and 11 ms, each in a phase of its own.
-    let stream = serde_json::json!({"phase": "stream", "ms_percent": [[11.0, 100.0]]});
+    let stream = serde_json::json!({"phase": "stream", "n": 1, "never": 0, "ms_percent": [[11.0, 100.0]]});
     assert_eq!(series["blocks_back"].as_array().map(Vec::len), Some(3));
     assert!(series["blocks_back"].as_array().expect("phases").contains(&stream), "{series:#}");
     assert_eq!(series["ttft_ms_percent"]["storm"], serde_json::json!([[12.0, 100.0]]));
-    assert_eq!(series["itl_ms_percent"]["calm"].as_array().map(Vec::len), Some(3));
+    // Of the calm the one request whose client stays in the storm; it has one token.
+    assert_eq!(series["ttft_ms_percent"]["calm"], serde_json::json!([[40.0, 100.0]]));
+    assert_eq!(series["itl_ms_percent"], serde_json::json!({"calm": [], "storm": [[10.0, 100.0]]}));
     assert_eq!(series["pools"][P]["engine"], "prefill");
     let held = series["held_for_nobody_s_blocks"].as_array().expect("points");
     assert_eq!(held.last().map(|point| &point[1]), Some(&0.0.into()));
+}
+
+#[test]
+fn who_is_let_go_while_it_reads_nothing_is_told_from_who_came_too_late() {
+    let mut script = storm();
+    // Both read nothing from 1,060 on, and reset at 1,400; one answer was over before that by itself.
+    script.act("phase stream", ActKind::Phase, 2_000, 5_000, |script, act| {
+        for tag in ["let go", "over by itself"] {
+            script.left(act, tag, 1_060, Kind::Stall, Phase::Stream, 3);
+            let Some(Record::Call(call)) = script.0.last_mut() else { panic!("a call") };
+            call.ended_us = 1_400_000;
+        }
+    });
+    let decode =
+        [("queued", 1_022, 0, "decode"), ("fetching", 1_025, 7, ""), ("fetched", 1_030, 0, "landed")];
+    for tag in ["let go", "over by itself"] {
+        script.told(P, tag, &lends("transfer_done", 1_031));
+        script.told(D, tag, &decode);
+    }
+    script.told(
+        D,
+        "let go",
+        &[("abort", 1_300, 0, "disconnect"), ("ended", 1_301, 9, "abort"), ("freed", 1_302, 8, "")],
+    );
+    script.told(D, "over by itself", &[("ended", 1_301, 9, "length"), ("freed", 1_302, 8, "")]);
+    let summary = script.summary();
+    let row = summary.kinds.iter().find(|row| row.kind == Kind::Stall).expect("a row");
+    assert_eq!((row.group.left, row.too_late, row.let_go), (0, 2, 1));
 }

@@ -8,19 +8,24 @@ use serde_json::Value;
 use super::super::load::{Chosen, Rate};
 use super::*;
 
+fn rate() -> Rate {
+    Rate { able_per_s: 4.2, rate_per_s: 2.1, chosen: Chosen::Half, stall_ms: 152.0, stall_max_tokens: 1_818 }
+}
+
 #[test]
 fn the_load_is_told_with_what_the_deployment_can_do_and_how_late_the_benchmark_was() {
     let mut script = storm();
     assert!(script.summary().load.is_none(), "older files do not say");
-    let rate = Rate { able_per_s: 4.2, rate_per_s: 2.1, chosen: Chosen::Half };
+    let rate = rate();
     script.0.push(Record::Load(rate));
     let summary = script.summary();
     let load = summary.load.as_ref().expect("it is told");
-    // Of six of the calm, and one who stays and five who leave in the storm: these are as punctual as can be.
-    assert_eq!((load.rate, load.late_ms.n), (rate, 12));
-    assert_eq!((load.late_ms.p50, load.late_ms.min, load.late_ms.max), (1.0, 0.0, 1.0));
+    // Of the calm each began 1 ms after it was due, and of the storm the one that stayed.
+    assert_eq!((load.rate, load.late_calm_ms.n, load.late_storm_ms.n), (rate, 6, 6));
+    assert_eq!((load.late_calm_ms.min, load.late_calm_ms.max), (1.0, 1.0));
+    assert_eq!((load.late_storm_ms.p50, load.late_storm_ms.max), (0.0, 1.0));
     let said =
-        "2.1 requests/s in calm and storm, half of what it can do: 8 clients at once got 4.2 requests/s done";
+        "got 4.2 requests/s done; in calm and storm 2.1 requests/s are asked, half of that; they began later";
     assert!(report::text(&summary).contains(said), "{}", report::text(&summary));
     assert!(report::page(&summary).contains(said));
     let written = serde_json::to_value(&summary).expect("JSON");
@@ -56,11 +61,13 @@ fn keys(value: &Value, skip: &[&str], into: &mut BTreeSet<String>) {
 fn the_documentation_says_what_every_key_of_a_summary_means() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let page = std::fs::read_to_string(root.join("docs/disconnect.md")).expect("the documentation");
+    let (_, table) = page.split_once("\n## summary.json\n").expect("its table");
+    let (table, _) = table.split_once("\n## ").expect("what comes after it");
     let sample = root.join("bench/results/2026-11-23-disconnect/summary.json");
     let sample: Value = serde_json::from_slice(&std::fs::read(sample).expect("a sample")).expect("JSON");
     // One in which everything was well has no finding, nothing that never came, and nothing from samples of metrics.
     let mut script = storm();
-    script.0.push(Record::Load(Rate { able_per_s: 4.2, rate_per_s: 2.1, chosen: Chosen::Half }));
+    script.0.push(Record::Load(rate()));
     script.0.push(Record::Failed { at_us: 3_500_000, why: "no more room".into() });
     script.act("phase gap", ActKind::Phase, 2_000, 5_000, |script, act| {
         script.left(act, "held", 1_021, Kind::Fin, Phase::Gap, 0);
@@ -76,7 +83,7 @@ fn the_documentation_says_what_every_key_of_a_summary_means() {
     keys(&serde_json::to_value(super::super::sampled::Sampled::default()).expect("JSON"), &[], &mut used);
     let phases = serde_json::to_value(Phase::ALL).expect("JSON");
     let is_phase = |key: &str| phases.as_array().is_some_and(|all| all.contains(&key.into()));
-    let is_told = |key: &str| page.contains(&format!("`{key}`"));
+    let is_told = |key: &str| table.contains(&format!("`{key}`"));
     let untold: Vec<_> = used.iter().filter(|key| !is_phase(key) && !is_told(key)).collect();
     assert!(used.len() > 80, "{used:?}");
     assert_eq!(untold, Vec::<&String>::new(), "keys that docs/disconnect.md does not tell");

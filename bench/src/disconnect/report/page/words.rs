@@ -25,7 +25,7 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
          <dt>blocks back</dt><dd>from the client's going until the last block of its request was free on every engine; only clients whose requests held blocks when they left, or came to hold them</dd>\
          <dt>stranded</dt><dd>blocks that were not back {seconds} s after their client had left</dd>\
          <dt>block-s / 1,000</dt><dd>blocks times seconds held for clients that had left, for every 1,000 of them</dd>\
-         <dt>block-s with no client</dt><dd>blocks times seconds that an engine's books had as held while the benchmark had no request open at all</dd>\
+         <dt>block-s with no client</dt><dd>blocks times seconds that an engine's books had as held while the benchmark had no request open at all, in the parts of the run: not while it waited at the end for what had not come back</dd>\
          <dt>of N</dt><dd>beside a time: as many were measured, fewer than have left; the others held nothing there, or nobody had to be told</dd>\
          <dt>tokens for nobody</dt><dd>tokens of prompts in steps that ended after the client had left, and of answers, taken evenly from the first to the last</dd>\
          <dt>never</dt><dd>an engine did not learn that this client had gone, or its blocks were not back, for as long as anybody watched: in percentiles that is longer than every time that was measured, and a curve ends below 100 %. For how long it was watched is <code>watched_ms</code> of <code>summary.json</code></dd>\
