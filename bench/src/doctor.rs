@@ -169,10 +169,17 @@ async fn try_out(
     target: Target,
     checkup: &mut Checkup,
 ) -> Result<(), BenchError> {
-    if args.look_only || !seen.answers {
-        let why = if args.look_only { "--look-only" } else { "nobody answers" };
+    if args.look_only {
         for check in ["lease", "request", "disconnects"] {
-            checkup.skip(check, "", why);
+            checkup.skip(check, "", "--look-only");
+        }
+        return Ok(());
+    }
+    if !seen.answers {
+        // Of a lease the engines are asked themselves.
+        probe::leases(seen, checkup).await;
+        for check in ["request", "disconnects"] {
+            checkup.skip(check, "", "the door does not answer");
         }
         return Ok(());
     }

@@ -168,6 +168,33 @@ fn the_doctor_that_sees_nobody_says_so() {
 }
 
 #[test]
+fn the_doctor_that_meets_a_dead_door_says_which_and_finds_no_fault_besides() {
+    let cluster = Cluster::new().start();
+    // A port that was free a moment ago, and that nobody listens on.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let dead = listener.local_addr().expect("an address");
+    drop(listener);
+    let admin = format!("http://{}", cluster.admin);
+    for more in [&["--strict", "--accept", "exposure"][..], &["--look-only"]] {
+        let told = Told::at(&format!("http://{dead}"), &admin, more);
+        assert_eq!(told.code, Some(1), "{}", told.text);
+        let verdict =
+            format!("NOT healthy: the door {dead} does not answer: cannot connect: Connection refused");
+        assert!(told.text.contains(&verdict), "{}", told.text);
+        let failed = told.checks.iter().filter(|line| line["mark"] == "FAIL").collect::<Vec<_>>();
+        assert!(failed.len() == 1 && failed[0]["check"] == "door", "{}", told.text);
+        assert!(!told.text.contains("nobody answers"), "{}", told.text);
+        let look_only = more == ["--look-only"];
+        // The engines can be asked, and are.
+        assert_eq!(told.marked("OK", "lease").len(), usize::from(!look_only), "{}", told.text);
+    }
+    // An engine that is the door is gone once.
+    let told =
+        Told::at(&format!("http://{dead}"), &admin, &["--look-only", "--engine", &format!("http://{dead}")]);
+    assert!(told.marked("FAIL", "engine").is_empty() && told.code == Some(1), "{}", told.text);
+}
+
+#[test]
 fn top_prints_a_frame_and_json_of_a_deployment_in_use() {
     let cluster = Cluster::new().decode("--pace-ms 20").start();
     let mut stream = cluster.send(&Ask::fresh(60).tokens(200).streamed()).stream();

@@ -8,6 +8,7 @@ use clap::ValueEnum;
 
 use super::Verdict;
 use crate::top::text::clean;
+use crate::web::WebError;
 
 /// The checks that can warn, and so those that `--accept` takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -95,6 +96,8 @@ pub(super) struct Checkup {
     lines: Vec<Line>,
     /// Somebody answered.
     seen: bool,
+    /// Where clients come in, and why nobody answers there: what the verdict begins with.
+    dead_door: Option<String>,
     terms: Terms,
 }
 
@@ -111,7 +114,7 @@ pub(super) struct Terms {
 
 impl Checkup {
     pub(super) fn new(terms: Terms) -> Self {
-        Self { lines: Vec::new(), seen: false, terms }
+        Self { lines: Vec::new(), seen: false, dead_door: None, terms }
     }
 
     /// Somebody answered: something can be said.
@@ -134,6 +137,17 @@ impl Checkup {
 
     pub(super) fn fail(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
         self.put(Mark::Fail, check, of, told);
+    }
+
+    /// Nobody answers where clients come in. What could not be tried for that is no fault of its own.
+    pub(super) fn dead_door(&mut self, of: &str, error: &WebError) {
+        let told = match error {
+            WebError::Unreachable(_, why) => format!("does not answer: {why}"),
+            WebError::Late(_, within) => format!("does not answer within {within:?}"),
+            other => other.to_string(),
+        };
+        self.dead_door = Some(clean(&format!("the door {of} {told}")));
+        self.fail("door", of, told);
     }
 
     pub(super) fn skip(&mut self, check: &'static str, of: &str, told: impl Into<String>) {
@@ -230,8 +244,13 @@ impl Checkup {
                 format!("could not look: {}; {well}{warnings}", unproved.unwrap_or_default())
             }
             Verdict::Findings => {
+                let (found, unproved) = match (&self.dead_door, failed) {
+                    (Some(door), 1) => (door.clone(), None),
+                    (Some(door), _) => (format!("{door}; and {}", plural(failed - 1, "more failure")), None),
+                    (None, _) => (plural(failed, "failure"), unproved),
+                };
                 let unproved = unproved.map_or_else(String::new, |why| format!("; {why}"));
-                format!("NOT healthy: {}{warnings}; {well}{unproved}", plural(failed, "failure"))
+                format!("NOT healthy: {found}{warnings}; {well}{unproved}")
             }
         }
     }
@@ -280,6 +299,8 @@ impl Checkup {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -362,6 +383,29 @@ mod tests {
         checkup.fail(DISCONNECT, "gap", "still held");
         assert_eq!(checkup.verdict(), Verdict::Findings);
         assert!(!checkup.summary().contains("proved"), "{}", checkup.summary());
+    }
+
+    #[test]
+    fn a_dead_door_is_named_first_and_what_could_not_be_tried_for_it_is_no_reason_of_its_own() {
+        let mut checkup = Checkup::new(Terms::default());
+        let refused = || WebError::Unreachable("http://d:1/health".into(), "cannot connect: refused".into());
+        checkup.dead_door("d:1", &refused());
+        assert_eq!(checkup.summary(), "could not look: nobody answers", "nobody else does either");
+        checkup.saw();
+        checkup.ok("admin", "a:1", "in effect");
+        checkup.skip("request", "", "the door does not answer");
+        checkup.skip("disconnects", "", "the door does not answer");
+        let said =
+            "NOT healthy: the door d:1 does not answer: cannot connect: refused; 1 check well, 2 skipped";
+        assert_eq!((checkup.summary().as_str(), checkup.verdict().code()), (said, 1));
+        assert!(checkup.text().starts_with("FAIL     door         d:1  does not answer: cannot connect"));
+        checkup.fail("engine", "p:1", "gone");
+        let summary = checkup.summary();
+        assert!(summary.contains("cannot connect: refused; and 1 more failure; 1 check well"), "{summary}");
+        let mut late = Checkup::new(Terms { look_only: true, ..Terms::default() });
+        late.saw();
+        late.dead_door("d:1", &WebError::Late("http://d:1/health".into(), Duration::from_secs(5)));
+        assert_eq!(late.summary(), "NOT healthy: the door d:1 does not answer within 5s; 0 checks well");
     }
 
     #[test]

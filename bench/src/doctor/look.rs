@@ -35,7 +35,7 @@ pub(super) struct Site {
 /// What is known after the look.
 #[derive(Default)]
 pub(super) struct Seen {
-    /// The door, or an engine, answers: requests can be tried.
+    /// The door answers, as far as is known: requests can be tried.
     pub(super) answers: bool,
     pub(super) engines: Vec<Engine>,
     pub(super) model: Option<String>,
@@ -112,7 +112,6 @@ pub(super) async fn look(site: &Site, checkup: &mut Checkup) -> Seen {
     if seen.engines.is_empty() {
         checkup.skip("engines", "", "no engine is known: give --admin or --engine");
     }
-    seen.answers |= seen.engines.iter().any(|engine| engine.up) && site.door.is_none();
     together(&seen, checkup);
     for admin in &site.admins {
         held(admin, checkup).await;
@@ -143,7 +142,7 @@ async fn door(site: &Site, seen: &mut Seen, checkup: &mut Checkup) {
             seen.answers = true;
             checkup.fail("door", door.authority(), format!("is not well: {error}"));
         }
-        Err(error) => return checkup.fail("door", door.authority(), error.to_string()),
+        Err(error) => return checkup.dead_door(door.authority(), &error),
     }
     // Not everybody's front door has one.
     match door.get("/ready", PATIENCE).await {
@@ -307,6 +306,10 @@ async fn engine(origin: Origin, pools: BTreeSet<(String, String)>, checkup: &mut
         Err(error @ WebError::Refused(..)) => {
             checkup.saw();
             checkup.fail("engine", &name, format!("is not well: {error}"));
+            return engine;
+        }
+        Err(_) if checkup.has_failed("door", &name) => {
+            checkup.skip("engine", &name, "it is the door, which does not answer");
             return engine;
         }
         Err(error) => {
