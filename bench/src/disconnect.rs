@@ -41,7 +41,8 @@ pub(crate) mod timeline;
 mod untold;
 pub(crate) mod watch;
 use std::io::{BufReader, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use crate::BenchError;
 pub use options::{DisconnectOptions, ReportOptions};
@@ -53,9 +54,15 @@ use summary::Summary;
 /// When the deployment cannot be used or the folder not be written; with `--fail-on-findings` also when anything was found.
 pub fn run(options: &DisconnectOptions, out: &mut dyn Write) -> Result<(), BenchError> {
     options.check()?;
-    std::fs::create_dir_all(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
+    let made = folder(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let before = events_of(&options.out);
     let played = runtime.block_on(play::play(options));
+    if played.is_err() && events_of(&options.out) == before {
+        // It did not begin. What a run before it left there is not its own, and a folder that it made is in the way.
+        made.iter().take_while(|folder| std::fs::remove_dir(folder).is_ok()).count();
+        return played;
+    }
     let summary = match (written(&options.out), &played) {
         (Ok(summary), _) => summary,
         (Err(error), Ok(())) => return Err(error),
@@ -77,6 +84,21 @@ pub fn run(options: &DisconnectOptions, out: &mut dyn Write) -> Result<(), Bench
         return Err(format!("{} findings", summary.findings.len()).into());
     }
     Ok(())
+}
+
+/// Makes a folder that can be written to. Those that were not there before, the innermost first.
+fn folder(path: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let missing = path.ancestors().take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists());
+    let missing: Vec<_> = missing.map(Path::to_owned).collect();
+    std::fs::create_dir_all(path)?;
+    // Said now, not when there is something to lose.
+    tempfile::tempfile_in(path)?;
+    Ok(missing)
+}
+
+/// When the raw events in a folder were written last; `None` where there are none.
+fn events_of(folder: &Path) -> Option<SystemTime> {
+    std::fs::metadata(folder.join("events.jsonl")).and_then(|events| events.modified()).ok()
 }
 
 /// Computes the summary and the report of a folder again.

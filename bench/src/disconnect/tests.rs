@@ -12,6 +12,7 @@ use super::summary::Summary;
 mod bystanders;
 mod faults;
 mod findings;
+mod folder;
 mod leavers;
 mod sampled;
 mod told;
