@@ -48,7 +48,9 @@ impl ExchangeDriver {
         self.ticket = Some(ticket);
         self.debtor.model = Some(Arc::clone(&ask.model));
         self.debtor.authorization = ask.authorization.clone();
-        let room = |model: &Model, tell| self.choose(Leg::Decode, &model.decode, &ask.wanted(), &[], tell);
+        let room = |model: &Model, tell| {
+            self.search(Leg::Decode, &model.decode, &ask.wanted(), tell, |choose| choose(&[]))
+        };
         match self.wait(session, Leg::Decode, room).await {
             Err(ClientGone) => Err(self.client_gone()),
             Ok(Ok(reserved)) => {
@@ -72,11 +74,13 @@ impl ExchangeDriver {
         ask: &Ask,
         tried: &[Arc<Engine>],
     ) -> Result<Had, ClientGone> {
-        let room =
-            |model: &Model, tell| match self.choose(Leg::Decode, &model.decode, &ask.wanted(), tried, tell) {
+        let room = |model: &Model, tell| {
+            let wanted = ask.wanted();
+            match self.search(Leg::Decode, &model.decode, &wanted, tell, |choose| choose(tried)) {
                 Err(Scarce::Full) => Err(Scarce::Full),
                 chosen => Ok(chosen),
-            };
+            }
+        };
         self.had(session, Leg::Decode, room).await
     }
 
@@ -93,8 +97,7 @@ impl ExchangeDriver {
         let before: Vec<_> = tried.iter().chain(&self.prefill_engine).cloned().collect();
         let others: Vec<_> = before.iter().chain(decode).cloned().collect();
         let room = |model: &Model, tell| {
-            let choose = |tried: &[_]| self.choose(Leg::Prefill, &model.prefill, &wanted, tried, tell);
-            match choose(&others) {
+            self.search(Leg::Prefill, &model.prefill, &wanted, tell, |choose| match choose(&others) {
                 Err(Scarce::Full) if model.prefill.will_have_room(&others, &model.decode) => {
                     Err(Scarce::Full)
                 }
@@ -104,7 +107,7 @@ impl ExchangeDriver {
                 }
                 Err(_) => Ok(another_first(&[&before, tried], choose)),
                 chosen => Ok(chosen),
-            }
+            })
         };
         self.had(session, Leg::Prefill, room).await
     }
@@ -142,21 +145,27 @@ impl ExchangeDriver {
         race(session, self.model.queue(leg).enter(ticket, &self.generation.config.queue, room)).await
     }
 
-    /// An engine for a leg, at once; what it was chosen from is noted for those who ask.
-    fn choose(
+    /// An engine for a leg, at once, by as many choices as `how` makes, each with the engines that it may not take. What
+    /// the last was made from is noted for those who ask: that the same engines were out the times before is no news.
+    fn search<T>(
         &self,
         leg: Leg,
         pool: &Pool,
         wanted: &Wanted<'_>,
-        tried: &[Arc<Engine>],
         tell: Tell,
-    ) -> Result<Reserved, Scarce> {
+        how: impl FnOnce(&mut dyn FnMut(&[Arc<Engine>]) -> Result<Reserved, Scarce>) -> T,
+    ) -> T {
         let tell = if self.account.is_some() { tell } else { Tell::Nothing };
-        let (reserved, sight) = pool.reserve(wanted, tried, Room::Needed, tell);
-        if let (Some(account), Some(sight)) = (&self.account, sight) {
+        let mut last = None;
+        let found = how(&mut |tried| {
+            let (reserved, sight) = pool.reserve(wanted, tried, Room::Needed, tell);
+            last = sight;
+            reserved
+        });
+        if let (Some(account), Some(sight)) = (&self.account, last) {
             account.chose(leg, sight);
         }
-        reserved
+        found
     }
 
     /// A decode engine for the rest of an answer, at once: other than those `tried`. Where every other one has failed,
@@ -167,14 +176,13 @@ impl ExchangeDriver {
         dead: &Arc<Engine>,
         tried: &[Arc<Engine>],
     ) -> Option<Reserved> {
-        let wanted = ask.wanted();
-        let choose =
-            |tried: &[_]| self.choose(Leg::Decode, &ask.model.decode, &wanted, tried, Tell::Everything);
-        let reserved = choose(tried).or_else(|_| choose(std::slice::from_ref(dead)));
-        match reserved {
-            Err(Scarce::Nobody) => choose(&[]).ok(),
-            reserved => reserved.ok(),
-        }
+        let decode = &ask.model.decode;
+        self.search(Leg::Decode, decode, &ask.wanted(), Tell::Everything, |choose| {
+            match choose(tried).or_else(|_| choose(std::slice::from_ref(dead))) {
+                Err(Scarce::Nobody) => choose(&[]).ok(),
+                reserved => reserved.ok(),
+            }
+        })
     }
 
     /// Whether another engine prefills, now that it is known which one decodes.

@@ -68,6 +68,23 @@ async fn a_request_is_explained_by_what_was_chosen_from_and_what_came_of_it() {
 }
 
 #[tokio::test]
+async fn a_search_that_finds_no_other_engine_is_told_once() {
+    let p = FakeEngine::always(Act::Close).await;
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::with(&[&p], &[&d], "    fallback: aggregate", "").await;
+    let mut client = Client::connect(system.address).await;
+    let body = completion(false).to_string();
+    client.post_bytes("/v1/completions", "x-request-id: mine\r\n", body.as_bytes()).await;
+    assert_eq!(client.answer().await.status, 200);
+    let account = ended(&system, "mine").await;
+    let chosen = steps(&account, "choose").into_iter().filter(|step| step["leg"] == "prefill");
+    let chosen: Vec<_> = chosen.map(|step| (step["chosen"].as_str(), &step["removed"])).collect();
+    let (name, none) = (p.address.to_string(), json!([]));
+    let tried = json!([{"engine": name, "why": "tried"}]);
+    assert_eq!(chosen, [(Some(&*name), &none), (None, &tried)], "{account:#}");
+}
+
+#[tokio::test]
 async fn a_request_that_hangs_is_explained_while_it_hangs() {
     let d = FakeEngine::always(Act::Hang).await;
     let system = System::start(&[], &[&d]).await;
