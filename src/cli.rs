@@ -59,7 +59,8 @@ pub(crate) struct UpArgs {
     /// Hugging Face checkpoint folder; the built-in demo model by default
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// Where the router serves clients
+    /// Where the router serves clients. Its admin listener is at 127.0.0.1:8081, or at any free port where that one is
+    /// taken; which it is gets printed
     #[arg(long, default_value = "127.0.0.1:8000")]
     pub(crate) listen: SocketAddr,
     /// Options passed on to both engines, after `--`

@@ -215,3 +215,22 @@ fn banner(url: &str, model: &str, builtin: bool, took: Duration) {
         "Try it:\n\n  curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n"
     );
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+    use crate::cli::Cli;
+
+    #[test]
+    fn its_help_says_where_the_admin_listener_is() {
+        let mut command = Cli::command();
+        let help = command.find_subcommand_mut("up").expect("the command").render_long_help().to_string();
+        let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(
+            words.contains(&format!("admin listener is at 127.0.0.1:{ADMIN_PORT}, or at any free port")),
+            "{words}"
+        );
+    }
+}
