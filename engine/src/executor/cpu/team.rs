@@ -1,29 +1,36 @@
 //! The threads of one executor: a team that runs one job together and meets at barriers.
 //!
 //! A forward pass has about eight phases per layer and lasts a few milliseconds, so the team is woken once
-//! per pass, not once per phase; inside, members claim items and meet at a spinning barrier. Which member computes
-//! an item never changes the item's result. These are the two levels: threads that are woken for a pass, and items that they
-//! claim in it. A level between, members by socket or by shared cache, has not been needed on the machines that there were.
+//! per pass, not once per phase; inside, members claim items, and a phase is over when all of its items are done. Which member
+//! computes an item never changes the item's result. These are the two levels: threads that are woken for a pass, and items that
+//! they claim in it. A level between, members by socket or by shared cache, has not been needed on the machines that there were.
+//!
+//! **Items are waited for, not members.** Where somebody else uses a core, a member stands still for milliseconds wherever it
+//! happens to be. If it has no item in hand, nobody misses it: the others take its part, go on through the phases, and end the
+//! job without it if it has not come in; when it runs again it passes over what is done. If it has one, the others spin for as
+//! long as a healthy wait takes and then sleep. They do not yield: who yields again and again is put off by the scheduler
+//! further than it asked for, and who sleeps is let in soon after it is woken.
 //!
 //! Each member begins with its own part of a phase's items, in their order, and helps the others when it is done: so
 //! that it reads memory forward, and what it requests ahead is its own. Claiming item by item from one counter, eight
 //! sequences' products streamed 27 to 29 GB/s of weights where parts streamed 36 (2-core Xeon guest, 2026-11-21).
 //!
 //! ```text
-//!   idle ── run(job) ──▶ each member: each(items) ▶ barrier ▶ each(items) ▶ … ──▶ idle
-//!   a member panics ──▶ poisoned: the others leave at their next barrier, `run` reports it
+//!   idle ── run(job) ──▶ each member: each(items) ▶ all done ▶ each(items) ▶ … ──▶ idle
+//!      └── comes when the job is over: missed it, idle
+//!   a member panics ──▶ poisoned: the others leave at their next wait, `run` reports it
 //! ```
 #![allow(unsafe_code)] // a borrowed job is handed to threads that `run` waits for; see each block
 
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-/// Rounds of the pause instruction before a waiting member gives its core away: about 50 µs. Longer than the
-/// gap between two steps of a busy engine, far shorter than a scheduler's time slice.
+/// Rounds of the pause instruction before a waiting member goes to sleep: about 50 µs. Longer than the
+/// gap between two steps of a busy engine and than most waits for an item, far shorter than a scheduler's time slice.
 const SPINS: u32 = 1500;
 
 /// After so many items the caller of a job looks after what it does beside it: the look is a few instructions where there is
@@ -44,6 +51,8 @@ pub(super) struct Team {
 pub(super) struct Member<'a> {
     shared: &'a Shared,
     index: usize,
+    /// The phase that this member comes to next.
+    phase: Cell<u32>,
     /// What the caller does beside the job, on its own thread.
     beside: Option<RefCell<&'a mut dyn FnMut()>>,
 }
@@ -57,29 +66,50 @@ struct Shared {
     size: usize,
     /// Number of jobs begun.
     begun: AtomicU64,
-    /// The job of the current run; valid from the increment of `begun` until all have finished.
-    job: Mutex<Option<JobPointer>>,
-    finished: AtomicUsize,
-    sleepers: AtomicUsize,
-    sleep: Mutex<()>,
-    wake: Condvar,
+    /// The job that may be joined.
+    open: Mutex<Open>,
+    /// Threads that have left the job again.
+    left: AtomicUsize,
     closing: AtomicBool,
     /// First panic of the current run.
     panic: Mutex<Option<String>>,
     poisoned: AtomicBool,
-    /// Members that have arrived at the current barrier.
-    arrived: AtomicUsize,
-    /// Barriers passed.
-    generation: AtomicUsize,
-    /// How far each member's part of the current phase is claimed.
+    /// Phases of the job that are over. The next one's items can be claimed.
+    passed: AtomicU32,
+    /// Items of the current phase that are done, by members that found no more to claim.
+    done: AtomicUsize,
+    /// How far each member's part is claimed.
     parts: Box<[Part]>,
+    /// Where threads sleep that have no job.
+    idle: Room,
+    /// Where members sleep that wait for another's items, and the caller until all have left.
+    waiting: Room,
 }
 
-/// Items claimed of a part, in a cache line of its own (two, because they are fetched in pairs).
+/// Items claimed of a part in a phase, in a cache line of its own (two, because they are fetched in pairs).
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Part {
-    claimed: AtomicUsize,
+    /// The phase in the upper half, how many in the lower. Whoever comes late from an earlier phase sees by it that there
+    /// is nothing to claim.
+    claimed: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Open {
+    /// None: between jobs.
+    job: Option<JobPointer>,
+    /// Threads that have come in.
+    joined: usize,
+}
+
+/// Where threads sleep until something is so.
+#[derive(Debug, Default)]
+struct Room {
+    /// Somebody may be asleep, or about to be.
+    asleep: AtomicBool,
+    door: Mutex<()>,
+    bell: Condvar,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -98,17 +128,16 @@ impl Team {
         let shared = Arc::new(Shared {
             size,
             begun: AtomicU64::new(0),
-            job: Mutex::new(None),
-            finished: AtomicUsize::new(0),
-            sleepers: AtomicUsize::new(0),
-            sleep: Mutex::new(()),
-            wake: Condvar::new(),
+            open: Mutex::default(),
+            left: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
             panic: Mutex::new(None),
             poisoned: AtomicBool::new(false),
-            arrived: AtomicUsize::new(0),
-            generation: AtomicUsize::new(0),
+            passed: AtomicU32::new(0),
+            done: AtomicUsize::new(0),
             parts: (0..size).map(|_| Part::default()).collect(),
+            idle: Room::default(),
+            waiting: Room::default(),
         });
         let mut team = Self { shared, threads: Vec::new() };
         for index in 1..size {
@@ -126,7 +155,8 @@ impl Team {
         self.shared.size
     }
 
-    /// Runs `job` on every member and waits for all of them.
+    /// Runs `job` on every member that comes in before it is done, and waits for all of them. Every member calls
+    /// [`Member::each`] with the same numbers of items in the same order.
     pub(super) fn run(&mut self, job: &(dyn Fn(&Member<'_>) + Sync)) -> Result<(), JobPanicked> {
         self.run_beside(&mut || (), job)
     }
@@ -139,22 +169,26 @@ impl Team {
     ) -> Result<(), JobPanicked> {
         let shared = &*self.shared;
         let pointer: *const (dyn Fn(&Member<'_>) + Sync + '_) = job;
-        // SAFETY: only the lifetime changes. Threads use the pointer between the increment of `begun` and
-        // their increment of `finished`, and this function does not return before all have done the latter.
+        // SAFETY: only the lifetime changes. Threads take the pointer where they join, which is refused once the job is
+        // taken out below, and this function does not return before all that joined have left.
         let pointer: *const Job = unsafe { std::mem::transmute(pointer) };
-        *lock(&shared.job) = Some(JobPointer(pointer));
-        shared.finished.store(0, Ordering::Relaxed);
-        shared.begun.fetch_add(1, Ordering::SeqCst);
-        if shared.sleepers.load(Ordering::SeqCst) > 0 {
-            let _guard = lock(&shared.sleep);
-            shared.wake.notify_all();
+        // Nobody is in a job now.
+        shared.passed.store(0, Ordering::Relaxed);
+        shared.done.store(0, Ordering::Relaxed);
+        shared.left.store(0, Ordering::Relaxed);
+        for part in &shared.parts {
+            part.claimed.store(0, Ordering::Relaxed);
         }
-        work(&Member { shared, index: 0, beside: Some(RefCell::new(beside)) }, job);
-        spin_until(|| shared.finished.load(Ordering::Acquire) == shared.size - 1);
-        *lock(&shared.job) = None;
+        {
+            let mut open = lock(&shared.open);
+            *open = Open { job: Some(JobPointer(pointer)), joined: 0 };
+            shared.begun.fetch_add(1, Ordering::Release);
+        }
+        shared.idle.ring();
+        work(&Member { shared, index: 0, phase: Cell::new(0), beside: Some(RefCell::new(beside)) }, job);
+        let joined = std::mem::take(&mut *lock(&shared.open)).joined;
+        shared.waiting.wait(|| shared.left.load(Ordering::Acquire) == joined);
         if shared.poisoned.swap(false, Ordering::Relaxed) {
-            shared.arrived.store(0, Ordering::Relaxed);
-            shared.begin_phase();
             return Err(JobPanicked(lock(&shared.panic).take().unwrap_or_default()));
         }
         Ok(())
@@ -163,12 +197,9 @@ impl Team {
 
 impl Drop for Team {
     fn drop(&mut self) {
-        self.shared.closing.store(true, Ordering::SeqCst);
-        {
-            let _guard = lock(&self.shared.sleep);
-            self.shared.begun.fetch_add(1, Ordering::SeqCst);
-            self.shared.wake.notify_all();
-        }
+        self.shared.closing.store(true, Ordering::Relaxed);
+        self.shared.begun.fetch_add(1, Ordering::Release);
+        self.shared.idle.ring();
         for thread in self.threads.drain(..) {
             // A thread's own panics are caught inside; nothing is lost by ignoring the result here.
             let _ = thread.join();
@@ -176,11 +207,56 @@ impl Drop for Team {
     }
 }
 
-impl Shared {
-    /// Nothing is claimed.
-    fn begin_phase(&self) {
-        for part in &self.parts {
-            part.claimed.store(0, Ordering::Relaxed);
+impl Room {
+    /// Waits until `so`: spinning first, asleep after that.
+    fn wait(&self, so: impl Fn() -> bool) {
+        for _ in 0..SPINS {
+            if so() {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        let mut guard = lock(&self.door);
+        loop {
+            // Said before the look: either who rings sees the sleeper, or the sleeper sees what was rung for.
+            self.asleep.store(true, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            if so() {
+                return;
+            }
+            guard = self.bell.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Wakes who sleeps here. What they wait for was stored before.
+    fn ring(&self) {
+        fence(Ordering::SeqCst);
+        if self.asleep.load(Ordering::Relaxed) {
+            let guard = lock(&self.door);
+            self.asleep.store(false, Ordering::Relaxed);
+            drop(guard);
+            self.bell.notify_all();
+        }
+    }
+}
+
+impl Part {
+    /// The next item of this part, of `items`, if in `phase` there is one left.
+    fn claim(&self, phase: u32, items: usize) -> Option<usize> {
+        let first = u64::from(phase) << 32;
+        // Looked at first: of many members all come by at the end, and a look can be shared.
+        let mut seen = self.claimed.load(Ordering::Relaxed);
+        loop {
+            // What an earlier phase has left is nothing; what a later one has begun is not for this member.
+            let next = seen.max(first);
+            let index = usize::try_from(next - first).unwrap_or(usize::MAX);
+            if index >= items {
+                return None;
+            }
+            match self.claimed.compare_exchange_weak(seen, next + 1, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return Some(index),
+                Err(changed) => seen = changed,
+            }
         }
     }
 }
@@ -198,40 +274,40 @@ impl Member<'_> {
         }
     }
 
-    /// Calls `item` for some of `0..items`, each index on exactly one member, and waits until all are done.
+    /// Calls `item` for some of `0..items`, each index on exactly one member, and waits until all are done. A member that
+    /// comes when they are may be asked for none.
     pub(super) fn each(&self, items: usize, mut item: impl FnMut(usize)) {
-        let size = self.shared.size;
+        if items == 0 {
+            return;
+        }
+        assert!(u32::try_from(items).is_ok(), "{items} items of one phase");
+        let (shared, size) = (self.shared, self.shared.size);
+        let phase = self.phase.get();
+        self.phase.set(phase + 1);
+        let over = || shared.passed.load(Ordering::Acquire) > phase;
+        if over() {
+            return;
+        }
+        let mut mine = 0;
         for turn in 0..size {
             let owner = (self.index + turn) % size;
             let (begin, end) = (owner * items / size, (owner + 1) * items / size);
-            let claimed = &self.shared.parts[owner].claimed;
-            // Looked at first: of many members all come by at the end, and a look can be shared.
-            while begin + claimed.load(Ordering::Relaxed) < end {
-                let index = begin + claimed.fetch_add(1, Ordering::Relaxed);
-                if index < end {
-                    item(index);
-                    if (index - begin).is_multiple_of(LOOK_EVERY) {
-                        self.meanwhile();
-                    }
+            while let Some(index) = shared.parts[owner].claim(phase, end - begin) {
+                item(begin + index);
+                mine += 1;
+                if index.is_multiple_of(LOOK_EVERY) {
+                    self.meanwhile();
                 }
             }
         }
-        self.barrier();
-    }
-
-    /// Waits until every member is here.
-    fn barrier(&self) {
-        let shared = self.shared;
-        let generation = shared.generation.load(Ordering::Acquire);
-        if shared.arrived.fetch_add(1, Ordering::AcqRel) + 1 == shared.size {
-            shared.arrived.store(0, Ordering::Relaxed);
-            shared.begin_phase();
-            shared.generation.store(generation.wrapping_add(1), Ordering::Release);
+        // Who has none may be late, and must not touch the count of a later phase.
+        if mine > 0 && shared.done.fetch_add(mine, Ordering::AcqRel) + mine == items {
+            shared.done.store(0, Ordering::Relaxed);
+            shared.passed.store(phase + 1, Ordering::Release);
+            shared.waiting.ring();
             return;
         }
-        spin_until(|| {
-            shared.generation.load(Ordering::Acquire) != generation || shared.poisoned.load(Ordering::Relaxed)
-        });
+        shared.waiting.wait(|| over() || shared.poisoned.load(Ordering::Relaxed));
         if shared.poisoned.load(Ordering::Relaxed) {
             resume_unwind(Box::new(Poisoned));
         }
@@ -242,38 +318,23 @@ impl Member<'_> {
 fn serve(shared: &Shared, index: usize) {
     let mut seen = 0;
     loop {
-        seen = next_job(shared, seen);
-        if shared.closing.load(Ordering::SeqCst) {
+        shared.idle.wait(|| shared.begun.load(Ordering::Acquire) != seen);
+        let job = {
+            let mut open = lock(&shared.open);
+            seen = shared.begun.load(Ordering::Acquire);
+            open.joined += usize::from(open.job.is_some());
+            open.job
+        };
+        if shared.closing.load(Ordering::Relaxed) {
             return;
         }
-        let job = lock(&shared.job).expect("a job is set before it is announced");
-        // SAFETY: `run` keeps the job alive until `finished` has been counted below.
-        work(&Member { shared, index, beside: None }, unsafe { &*job.0 });
-        shared.finished.fetch_add(1, Ordering::Release);
+        // Without one, it was over before this thread came.
+        let Some(job) = job else { continue };
+        // SAFETY: this thread has joined: `run` keeps the job alive until it has left.
+        work(&Member { shared, index, phase: Cell::new(0), beside: None }, unsafe { &*job.0 });
+        shared.left.fetch_add(1, Ordering::Release);
+        shared.waiting.ring();
     }
-}
-
-/// Waits for a job after number `seen`: spinning first, asleep after that.
-fn next_job(shared: &Shared, seen: u64) -> u64 {
-    for _ in 0..SPINS {
-        let begun = shared.begun.load(Ordering::SeqCst);
-        if begun != seen {
-            return begun;
-        }
-        std::hint::spin_loop();
-    }
-    let mut guard = lock(&shared.sleep);
-    // Counted before the check: either the announcer sees the sleeper, or the sleeper sees the announcement.
-    shared.sleepers.fetch_add(1, Ordering::SeqCst);
-    let begun = loop {
-        let begun = shared.begun.load(Ordering::SeqCst);
-        if begun != seen {
-            break begun;
-        }
-        guard = shared.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
-    };
-    shared.sleepers.fetch_sub(1, Ordering::SeqCst);
-    begun
 }
 
 /// Runs the job as this member and notes a panic.
@@ -284,6 +345,7 @@ fn work(member: &Member<'_>, job: &(dyn Fn(&Member<'_>) + Sync)) {
             lock(&shared.panic).get_or_insert_with(|| describe(payload.as_ref()));
         }
         shared.poisoned.store(true, Ordering::Relaxed);
+        shared.waiting.ring();
     }
 }
 
@@ -293,25 +355,24 @@ fn describe(payload: &(dyn Any + Send)) -> String {
         .unwrap_or_else(|| "a panic without words".into())
 }
 
-fn spin_until(done: impl Fn() -> bool) {
-    let mut spins = 0;
-    while !done() {
-        if spins < SPINS {
-            spins += 1;
-            std::hint::spin_loop();
-        } else {
-            std::thread::yield_now();
-        }
-    }
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
+
+    /// Waits for something that must come; that it does not is a failed test, not one that hangs.
+    fn until(so: impl Fn() -> bool) {
+        let start = Instant::now();
+        while !so() {
+            assert!(start.elapsed() < Duration::from_secs(30), "waited in vain");
+            std::thread::yield_now();
+        }
+    }
 
     #[test]
     fn every_item_is_done_once_and_phases_do_not_overlap() {
@@ -336,7 +397,7 @@ mod tests {
             member.each(9, |i| {
                 if i == 0 {
                     // Of the first part; the rest of it is left to the other member.
-                    spin_until(|| done.load(Ordering::Relaxed) == 8);
+                    until(|| done.load(Ordering::Relaxed) == 8);
                 }
                 done.fetch_add(1, Ordering::Relaxed);
             });
@@ -357,6 +418,96 @@ mod tests {
                 .unwrap_err();
             assert!(error.0.contains("item four"), "{}", error.0);
             assert!(team.run(&|member| member.each(9, |_| ())).is_ok());
+        }
+    }
+
+    #[test]
+    fn who_has_no_item_is_not_waited_for() {
+        let mut team = Team::new(3).unwrap();
+        for _ in 0..3 {
+            let done = AtomicUsize::new(0);
+            team.run(&|member| {
+                if member.index() > 0 {
+                    until(|| done.load(Ordering::Relaxed) == 140);
+                }
+                for _ in 0..20 {
+                    member.each(7, |_| {
+                        assert_eq!(member.index(), 0, "all was done when the others came");
+                        done.fetch_add(1, Ordering::Relaxed);
+                    });
+                }
+            })
+            .unwrap();
+            assert_eq!(done.into_inner(), 140);
+        }
+    }
+
+    #[test]
+    fn who_comes_late_joins_the_others_where_they_are() {
+        let mut team = Team::new(2).unwrap();
+        let done: Vec<AtomicUsize> = (0..8).map(|_| AtomicUsize::new(0)).collect();
+        team.run(&|member| {
+            if member.index() == 1 {
+                until(|| done[4].load(Ordering::Relaxed) == 9);
+            }
+            for (phase, done) in done.iter().enumerate() {
+                member.each(9, |_| {
+                    if phase == 5 && member.index() == 0 {
+                        // All others of this phase are left to the other member.
+                        until(|| done.load(Ordering::Relaxed) == 8);
+                    }
+                    assert!(phase >= 5 || member.index() == 0, "phase {phase} was over");
+                    done.fetch_add(1, Ordering::Relaxed);
+                });
+            }
+        })
+        .unwrap();
+        assert!(done.into_iter().all(|done| done.into_inner() == 9));
+    }
+
+    #[test]
+    fn a_part_is_claimed_once_in_each_phase() {
+        let part = Part::default();
+        assert_eq!([part.claim(0, 2), part.claim(0, 2), part.claim(0, 2)], [Some(0), Some(1), None]);
+        assert_eq!(part.claim(1, 2), Some(0));
+        assert_eq!(part.claim(0, 9), None, "who comes from an earlier phase has nothing to do with this one");
+        assert_eq!([part.claim(1, 2), part.claim(1, 2), part.claim(3, 1)], [Some(1), None, Some(0)]);
+    }
+
+    #[test]
+    fn a_job_may_be_over_before_a_thread_has_come() {
+        let mut team = Team::new(5).unwrap();
+        let done = AtomicUsize::new(0);
+        for round in 1..=5000 {
+            team.run(&|member| {
+                member.each(0, |_| unreachable!());
+                member.each(1, |_| drop(done.fetch_add(1, Ordering::Relaxed)));
+            })
+            .unwrap();
+            assert_eq!(done.load(Ordering::Relaxed), round);
+        }
+    }
+
+    #[test]
+    fn who_sleeps_is_woken() {
+        let mut team = Team::new(2).unwrap();
+        for round in 0..60 {
+            let joined = AtomicBool::new(false);
+            let result = team.run(&|member| {
+                let asleep = || member.shared.waiting.asleep.load(Ordering::Relaxed);
+                if member.index() == 1 {
+                    joined.store(true, Ordering::Relaxed);
+                }
+                member.each(1, |_| {
+                    until(|| joined.load(Ordering::Relaxed) && asleep());
+                    assert!(round % 3 != 1, "while the other sleeps");
+                });
+                if round % 3 == 2 && member.index() == 1 {
+                    // The caller waits for this thread to leave.
+                    until(asleep);
+                }
+            });
+            assert_eq!(result.is_err(), round % 3 == 1);
         }
     }
 }
