@@ -156,7 +156,8 @@ impl Team {
     }
 
     /// Runs `job` on every member that comes in before it is done, and waits for all of them. Every member calls
-    /// [`Member::each`] with the same numbers of items in the same order.
+    /// [`Member::each`] with the same numbers of items in the same order; what it keeps for itself from one phase to the
+    /// next must not count, because it may have no part in any of them.
     pub(super) fn run(&mut self, job: &(dyn Fn(&Member<'_>) + Sync)) -> Result<(), JobPanicked> {
         self.run_beside(&mut || (), job)
     }
