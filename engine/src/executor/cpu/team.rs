@@ -8,8 +8,8 @@
 //! **Items are waited for, not members.** Where somebody else uses a core, a member stands still for milliseconds wherever it
 //! happens to be. If it has no item in hand, nobody misses it: the others take its part, go on through the phases, and end the
 //! job without it if it has not come in; when it runs again it passes over what is done. If it has one, the others spin for as
-//! long as a healthy wait takes and then sleep. They do not yield: who yields again and again is put off by the scheduler
-//! further than it asked for, and who sleeps is let in soon after it is woken.
+//! long as a healthy wait takes, by what waits have taken lately, and then sleep. They do not yield: on Linux's scheduler
+//! (EEVDF) each yield puts a thread off by a turn, and who sleeps is let in soon after it is woken.
 //!
 //! Each member begins with its own part of a phase's items, in their order, and helps the others when it is done: so
 //! that it reads memory forward, and what it requests ahead is its own. Claiming item by item from one counter, eight
@@ -28,10 +28,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// Rounds of the pause instruction before a waiting member goes to sleep: about 50 µs. Longer than the
 /// gap between two steps of a busy engine and than most waits for an item, far shorter than a scheduler's time slice.
 const SPINS: u32 = 1500;
+/// As many at most, where waits have been a little longer lately: the large items of a long prefill.
+const MOST_SPINS: u32 = 8 * SPINS;
+/// Who has slept no longer than this would rather have gone on spinning: to be woken takes about 50 µs itself.
+/// Somebody else's turn on the core is longer.
+const NAP: Duration = Duration::from_micros(300);
 
 /// After so many items the caller of a job looks after what it does beside it: the look is a few instructions where there is
 /// nothing to do, and the smallest item is a panel of weights multiplied with one row, or one row's norm.
@@ -104,8 +110,10 @@ struct Open {
 }
 
 /// Where threads sleep until something is so.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Room {
+    /// Rounds of spinning before sleep, by what the last sleeps were good for.
+    patience: AtomicU32,
     /// Somebody may be asleep, or about to be.
     asleep: AtomicBool,
     door: Mutex<()>,
@@ -136,8 +144,8 @@ impl Team {
             passed: AtomicU32::new(0),
             done: AtomicUsize::new(0),
             parts: (0..size).map(|_| Part::default()).collect(),
-            idle: Room::default(),
-            waiting: Room::default(),
+            idle: Room::new(),
+            waiting: Room::new(),
         });
         let mut team = Self { shared, threads: Vec::new() };
         for index in 1..size {
@@ -209,14 +217,26 @@ impl Drop for Team {
 }
 
 impl Room {
+    fn new() -> Self {
+        let (asleep, door, bell) = (AtomicBool::new(false), Mutex::default(), Condvar::new());
+        Self { patience: AtomicU32::new(SPINS), asleep, door, bell }
+    }
+
     /// Waits until `so`: spinning first, asleep after that.
     fn wait(&self, so: impl Fn() -> bool) {
-        for _ in 0..SPINS {
+        let patience = self.patience.load(Ordering::Relaxed);
+        for _ in 0..patience {
             if so() {
                 return;
             }
             std::hint::spin_loop();
         }
+        let start = Instant::now();
+        self.sleep(so);
+        self.patience.store(patience_after(patience, start.elapsed()), Ordering::Relaxed);
+    }
+
+    fn sleep(&self, so: impl Fn() -> bool) {
         let mut guard = lock(&self.door);
         loop {
             // Said before the look: either who rings sees the sleeper, or the sleeper sees what was rung for.
@@ -338,6 +358,11 @@ fn serve(shared: &Shared, index: usize) {
     }
 }
 
+/// Rounds of spinning before the next sleep, after one that followed on `patience` rounds.
+fn patience_after(patience: u32, slept: Duration) -> u32 {
+    if slept <= NAP { (2 * patience).min(MOST_SPINS) } else { SPINS }
+}
+
 /// Runs the job as this member and notes a panic.
 fn work(member: &Member<'_>, job: &(dyn Fn(&Member<'_>) + Sync)) {
     let shared = member.shared;
@@ -362,8 +387,6 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
-
     use super::*;
 
     /// Waits for something that must come; that it does not is a failed test, not one that hangs.
@@ -482,7 +505,9 @@ mod tests {
         for round in 1..=5000 {
             team.run(&|member| {
                 member.each(0, |_| unreachable!());
-                member.each(1, |_| drop(done.fetch_add(1, Ordering::Relaxed)));
+                member.each(1, |_| {
+                    done.fetch_add(1, Ordering::Relaxed);
+                });
             })
             .unwrap();
             assert_eq!(done.load(Ordering::Relaxed), round);
@@ -510,5 +535,16 @@ mod tests {
             });
             assert_eq!(result.is_err(), round % 3 == 1);
         }
+    }
+
+    #[test]
+    fn naps_make_patient_up_to_a_bound_and_a_long_sleep_ends_it() {
+        let (nap, long) = (NAP, NAP + Duration::from_micros(1));
+        let mut seen = vec![SPINS];
+        for slept in [nap, nap, nap, nap, nap, long, nap] {
+            seen.push(patience_after(*seen.last().unwrap(), slept));
+        }
+        let times = [1, 2, 4, 8, 8, 8, 1, 2];
+        assert_eq!(seen, times.map(|times| times * SPINS));
     }
 }
