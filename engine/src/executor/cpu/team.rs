@@ -1,4 +1,4 @@
-//! The threads of one executor: a team that runs one job together and meets at barriers.
+//! The threads of one executor: a team that runs one job together, phase by phase.
 //!
 //! A forward pass has about eight phases per layer and lasts a few milliseconds, so the team is woken once
 //! per pass, not once per phase; inside, members claim items, and a phase is over when all of its items are done. Which member
