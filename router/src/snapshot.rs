@@ -30,7 +30,8 @@ pub const PHASES: [&str; 7] =
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Snapshot {
-    /// When it was taken, in microseconds since the Unix epoch.
+    /// When it was taken, in microseconds since the Unix epoch. Of several views together: when they were asked for, which
+    /// is not when each of them was taken; see [`EngineView::at_us`].
     pub at_us: u64,
     /// The routers in view. None: only engines were asked.
     pub routers: Vec<RouterView>,
@@ -113,6 +114,10 @@ pub enum Source {
 pub struct EngineView {
     /// `HOST:PORT`.
     pub engine: String,
+    /// When it was looked at, by the clock of whoever looked. A router shows one look for a while: rates are of this time.
+    pub at_us: u64,
+    /// The admin listener of the router whose look it is; nothing where it was asked directly, and in what a router says.
+    pub seen_by: String,
     /// `prefill`, `decode` or `both`: what it says itself, or else the pools that it is in.
     pub role: String,
     /// The model that it serves.

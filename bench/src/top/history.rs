@@ -1,8 +1,8 @@
 //! What changed between two looks: leases ended per second, by cause.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
-use baton_router::snapshot::Snapshot;
+use baton_router::snapshot::{EngineView, Snapshot};
 
 /// Looks that are remembered: a sparkline is not wider.
 const KEPT: usize = 120;
@@ -13,13 +13,55 @@ const CAUSES_MAX: usize = 64;
 /// Rates by cause.
 #[derive(Debug, Default)]
 pub(super) struct History {
-    /// When the last look was, and every engine's counts then.
-    last: Option<(u64, Counts)>,
+    engines: HashMap<String, Told>,
     rates: BTreeMap<String, Rates>,
     looks: usize,
 }
 
-type Counts = HashMap<String, (Option<String>, BTreeMap<String, u64>)>;
+/// What an engine told. A router gives one look to everybody for a while, each router at times of its own.
+#[derive(Debug, Default)]
+struct Told {
+    /// The latest look: when, by the clock of whom. The engine may have been silent.
+    seen: Option<(u64, String)>,
+    /// The latest look at which it told its counts.
+    counted: Option<(u64, String)>,
+    epoch: Option<String>,
+    releases: BTreeMap<String, u64>,
+    /// Between the latest two looks.
+    per_second: BTreeMap<String, f64>,
+}
+
+impl Told {
+    /// Takes one more look. False where it is the same one again.
+    fn look(&mut self, engine: &EngineView) -> bool {
+        let seen = (engine.at_us, engine.seen_by.clone());
+        if self.seen.as_ref() == Some(&seen) {
+            return false;
+        }
+        self.seen = Some(seen.clone());
+        if engine.epoch.is_none() && engine.releases.is_empty() {
+            // Silent. What it had counted is what it is compared with next time.
+            self.per_second.clear();
+            return true;
+        }
+        // One that is counted for the first time has counted for longer than a look; and two clocks make no difference.
+        let before = self.counted.take().filter(|(at, by)| *by == seen.1 && *at < seen.0);
+        if let Some((at_us, _)) = before {
+            let seconds = (seen.0 - at_us) as f64 / 1e6;
+            // One that was started anew counts from nothing.
+            let anew = engine.epoch.is_some() && self.epoch.is_some() && self.epoch != engine.epoch;
+            let rate = |(cause, count): (&String, &u64)| {
+                let then = if anew { 0 } else { self.releases.get(cause).copied().unwrap_or(0) };
+                (cause.clone(), count.saturating_sub(then) as f64 / seconds)
+            };
+            self.per_second = engine.releases.iter().map(rate).collect();
+        }
+        self.counted = Some(seen);
+        self.epoch = engine.epoch.clone().or(self.epoch.take());
+        self.releases.clone_from(&engine.releases);
+        true
+    }
+}
 
 /// One cause.
 #[derive(Debug, Default)]
@@ -31,60 +73,39 @@ pub(super) struct Rates {
 }
 
 impl History {
-    /// Takes one more look.
+    /// Takes one more look. Who has not been looked at anew keeps its rates.
     pub(super) fn look(&mut self, snapshot: &Snapshot) {
-        let of = |engine: &baton_router::snapshot::EngineView| {
-            (engine.engine.clone(), (engine.epoch.clone(), engine.releases.clone()))
-        };
-        let mut counts: Counts = snapshot.engines.iter().map(of).collect();
-        let mut totals: BTreeMap<String, u64> = BTreeMap::new();
-        for (cause, count) in counts.values().flat_map(|(_, releases)| releases) {
-            *totals.entry(cause.clone()).or_insert(0) += count;
+        let known = self.engines.len();
+        let in_view: HashSet<&str> = snapshot.engines.iter().map(|engine| engine.engine.as_str()).collect();
+        self.engines.retain(|name, _| in_view.contains(name.as_str()));
+        let mut anew = self.engines.len() < known;
+        for engine in &snapshot.engines {
+            let first = !self.engines.contains_key(&engine.engine);
+            // Of one look nothing is known.
+            anew |= self.engines.entry(engine.engine.clone()).or_default().look(engine) && !first;
         }
-        let Some((at_us, before)) = self.last.take() else {
-            self.last = Some((snapshot.at_us, counts));
-            for (cause, total) in totals.into_iter().take(CAUSES_MAX) {
-                self.rates.insert(cause, Rates { per_second: Vec::new(), total });
-            }
-            return;
-        };
-        let seconds = snapshot.at_us.saturating_sub(at_us) as f64 / 1e6;
-        if seconds <= 0.0 {
-            // The router has not looked again.
-            self.last = Some((at_us, before));
-            return;
+        let mut totals: BTreeMap<&str, u64> = BTreeMap::new();
+        for (cause, count) in self.engines.values().flat_map(|told| &told.releases) {
+            *totals.entry(cause).or_insert(0) += count;
         }
-        let mut ended: BTreeMap<&str, u64> = BTreeMap::new();
-        for (engine, (epoch, releases)) in &counts {
-            // One that is seen for the first time has counted for longer than a look; one that was started anew has not.
-            let Some((epoch_before, then)) = before.get(engine) else { continue };
-            for (cause, count) in releases {
-                let then = if epoch == epoch_before { then.get(cause).copied().unwrap_or(0) } else { 0 };
-                *ended.entry(cause).or_insert(0) += count.saturating_sub(then);
+        for (cause, total) in totals {
+            if self.rates.contains_key(cause) || self.rates.len() < CAUSES_MAX {
+                self.rates.entry(cause.to_owned()).or_default().total = total;
             }
+        }
+        if !anew {
+            return;
         }
         self.looks = (self.looks + 1).min(KEPT);
-        for (cause, total) in &totals {
-            if self.rates.contains_key(cause) || self.rates.len() < CAUSES_MAX {
-                self.rates.entry(cause.clone()).or_default().total = *total;
-            }
-        }
         for (cause, rates) in &mut self.rates {
-            // A cause that is new was nothing before.
-            rates.per_second.resize(self.looks - 1, 0.0);
-            rates.per_second.push(ended.get(cause.as_str()).copied().unwrap_or(0) as f64 / seconds);
-            if rates.per_second.len() > KEPT {
+            if rates.per_second.len() == KEPT {
                 rates.per_second.remove(0);
             }
+            // A cause that is new was nothing before.
+            rates.per_second.resize(self.looks - 1, 0.0);
+            let of_all = self.engines.values().filter_map(|told| told.per_second.get(cause));
+            rates.per_second.push(of_all.fold(0.0, |sum, rate| sum + rate));
         }
-        // What an engine that did not answer this time had counted is what it is compared with next time.
-        for (engine, told) in before {
-            match counts.get(&engine) {
-                Some((None, releases)) if releases.is_empty() => drop(counts.insert(engine, told)),
-                _ => {}
-            }
-        }
-        self.last = Some((snapshot.at_us, counts));
     }
 
     /// Causes that ever occurred, the most frequent of late first.
@@ -104,19 +125,18 @@ impl History {
 
 #[cfg(test)]
 mod tests {
-    use baton_router::snapshot::EngineView;
-
     use super::*;
 
     fn look(at_us: u64, epoch: &str, done: u64, gone: u64) -> Snapshot {
         let releases = BTreeMap::from([("transfer_done".to_owned(), done), ("client_gone".to_owned(), gone)]);
         let engine = EngineView {
             engine: "p:1".to_owned(),
+            at_us,
             epoch: Some(epoch.to_owned()),
             releases,
             ..EngineView::default()
         };
-        Snapshot { at_us, engines: vec![engine], ..Snapshot::default() }
+        Snapshot { engines: vec![engine], ..Snapshot::default() }
     }
 
     #[test]
@@ -132,10 +152,10 @@ mod tests {
         assert_eq!(history.causes()[0].1.per_second.len(), 1, "the same look again");
         history.look(&look(4_000_000, "b", 3, 0));
         assert_eq!(history.causes()[0].1.per_second, [10.0, 3.0], "started anew, it counts from nothing");
-        let silent = EngineView { engine: "p:1".to_owned(), ..EngineView::default() };
-        history.look(&Snapshot { at_us: 5_000_000, engines: vec![silent], ..Snapshot::default() });
+        let silent = EngineView { engine: "p:1".to_owned(), at_us: 5_000_000, ..EngineView::default() };
+        history.look(&Snapshot { engines: vec![silent], ..Snapshot::default() });
         history.look(&look(6_000_000, "b", 5, 0));
-        assert_eq!(history.causes()[0].1.per_second, [10.0, 3.0, 0.0, 2.0], "silence is no restart");
+        assert_eq!(history.causes()[0].1.per_second, [10.0, 3.0, 0.0, 1.0], "silence is no restart");
     }
 
     #[test]
@@ -144,10 +164,15 @@ mod tests {
         for at in 1..500 {
             history.look(&look(at * 1_000_000, "a", at, 0));
         }
-        assert_eq!(history.causes()[0].1.per_second.len(), KEPT);
+        history.look(&look(502_000_000, "a", 559, 0));
+        let kept = &history.causes()[0].1.per_second;
+        assert_eq!((kept.len(), kept[0], &kept[KEPT - 2..]), (KEPT, 1.0, &[1.0, 20.0][..]));
+        history.look(&look(503_000_000, "a", 559, 0));
+        let kept = &history.causes()[0].1.per_second;
+        assert_eq!((kept.len(), &kept[KEPT - 3..]), (KEPT, &[1.0, 20.0, 0.0][..]), "the oldest goes");
         let many = (0..500).map(|n| (format!("cause{n}"), 1)).collect();
         let engine = EngineView { engine: "p:2".to_owned(), releases: many, ..EngineView::default() };
-        history.look(&Snapshot { at_us: 600_000_000, engines: vec![engine], ..Snapshot::default() });
+        history.look(&Snapshot { engines: vec![engine], ..Snapshot::default() });
         assert!(history.rates.len() <= CAUSES_MAX);
     }
 }

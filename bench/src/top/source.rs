@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use baton_router::snapshot::{EngineEvents, EngineView, RouterView, Snapshot, Source, Timeline, concerns};
 use futures::future::join_all;
+use futures::stream::{FuturesUnordered, StreamExt};
 
 use crate::web::{Origin, WebError};
 
@@ -53,17 +54,40 @@ impl Sources {
     /// # Errors
     /// Why nobody can tell.
     pub(crate) async fn timeline(&self, id: &str) -> Result<Timeline, String> {
-        let mut why = String::new();
-        let path = format!("/debug/kv/requests/{}", escaped(id));
-        for admin in &self.admins {
-            match admin.get_json(&path, ROUTER_PATIENCE).await {
-                Ok(told) => return serde_json::from_value(told).map_err(|error| error.to_string()),
-                Err(error) if error.status().is_some_and(|status| status.as_u16() == 404) => {
-                    why = "no router in view remembers this request".to_owned();
+        let path = &format!("/debug/kv/requests/{}", escaped(id));
+        let ask = async |admin: &Origin| match admin.get_json(path, ROUTER_PATIENCE).await {
+            Ok(told) => match serde_json::from_value::<Timeline>(told) {
+                Ok(line) => Ok(Some(line)),
+                Err(error) => Err(format!("router {}: {error}", admin.authority())),
+            },
+            Err(error) if error.status().is_some_and(|status| status.as_u16() == 404) => Ok(None),
+            Err(error) => Err(error.to_string()),
+        };
+        // A router that does not know the request tells what its engines logged of it: it is the one that had it who knows
+        // how it went.
+        let mut asked: FuturesUnordered<_> = self.admins.iter().map(ask).collect();
+        let (mut best, mut errors) = (None::<Timeline>, Vec::new());
+        while let Some(told) = asked.next().await {
+            match told {
+                Ok(Some(line)) if line.has_account() => return Ok(line),
+                Ok(Some(line))
+                    if best.as_ref().is_none_or(|best| best.moments.len() < line.moments.len()) =>
+                {
+                    best = Some(line);
                 }
-                Err(error) => why = error.to_string(),
+                Ok(_) => {}
+                Err(error) => errors.push(error),
             }
         }
+        if let Some(mut line) = best {
+            // Who was not heard may have the account.
+            line.notes.append(&mut errors);
+            return Ok(line);
+        }
+        if errors.is_empty() && !self.admins.is_empty() {
+            errors.push("no router in view remembers this request".to_owned());
+        }
+        let why = errors.join("; ");
         if self.engines.is_empty() {
             return Err(why);
         }
@@ -104,8 +128,13 @@ async fn router(admin: &Origin) -> Snapshot {
 async fn engine(origin: &Origin) -> Snapshot {
     let mut view = EngineView { engine: origin.authority().to_owned(), ..EngineView::default() };
     let mut leases = Vec::new();
-    let (books, metrics) =
-        tokio::join!(origin.get_json("/debug/kv", ENGINE_PATIENCE), origin.get("/metrics", ENGINE_PATIENCE));
+    let books = async {
+        let books = origin.get_json("/debug/kv", ENGINE_PATIENCE).await;
+        (books, now_us())
+    };
+    let (books, metrics) = tokio::join!(books, origin.get("/metrics", ENGINE_PATIENCE));
+    let (books, at_us) = books;
+    view.at_us = at_us;
     match books {
         Ok(told) if view.read_books(&told, &mut leases) => {}
         Ok(_) => view.error = Some("its /debug/kv is not that of a Baton engine".to_owned()),
@@ -122,7 +151,7 @@ async fn engine(origin: &Origin) -> Snapshot {
     if view.source == Source::Nothing && view.error.is_none() {
         view.error = Some("it has neither books nor metrics".to_owned());
     }
-    Snapshot { at_us: now_us(), engines: vec![view], leases, ..Snapshot::default() }
+    Snapshot { at_us, engines: vec![view], leases, ..Snapshot::default() }
 }
 
 /// Every event of a request that the engine still has.
@@ -156,3 +185,6 @@ pub(crate) fn now_us() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
 }
+
+#[cfg(test)]
+mod tests;

@@ -107,10 +107,9 @@ async fn take(shared: &Shared) -> Snapshot {
             let asked = tokio::time::timeout_at(deadline, ask(&engine));
             asked.await.unwrap_or_else(|_| {
                 let error = Some("not asked: too many engines do not answer".to_owned());
-                (
-                    EngineView { engine: engine.authority().to_owned(), error, ..EngineView::default() },
-                    Vec::new(),
-                )
+                let name = engine.authority().to_owned();
+                let view = EngineView { engine: name, at_us: now_us(), error, ..EngineView::default() };
+                (view, Vec::new())
             })
         })
         .buffer_unordered(ASKED_AT_ONCE);
@@ -212,8 +211,14 @@ fn requests(shared: &Shared, list: &[Arc<Entry>]) -> Requests {
 async fn ask(engine: &Arc<Engine>) -> (EngineView, Vec<LeaseView>) {
     let mut view = EngineView { engine: engine.authority().to_owned(), ..EngineView::default() };
     let mut leases = Vec::new();
-    let (books, metrics) =
-        tokio::join!(get(engine, "/debug/kv", BOOKS_BYTES_MAX), get(engine, "/metrics", METRICS_BYTES_MAX));
+    // However long the metrics take: the books are of the moment at which they came.
+    let books = async {
+        let books = get(engine, "/debug/kv", BOOKS_BYTES_MAX).await;
+        (books, now_us())
+    };
+    let (books, metrics) = tokio::join!(books, get(engine, "/metrics", METRICS_BYTES_MAX));
+    let (books, at_us) = books;
+    view.at_us = at_us;
     match books {
         Ok((StatusCode::OK, body)) => {
             let told: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);

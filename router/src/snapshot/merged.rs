@@ -25,13 +25,19 @@ impl Snapshot {
         let mut order = Vec::new();
         for (at, view) in views.into_iter().enumerate() {
             whole.at_us = whole.at_us.max(view.at_us);
+            let seen_by = view.routers.first().map_or(String::new(), |router| router.admin.clone());
             whole.routers.extend(view.routers);
             whole.requests.in_flight += view.requests.in_flight;
             for (phase, count) in view.requests.phases {
                 *whole.requests.phases.entry(phase).or_insert(0) += count;
             }
             whole.requests.oldest.extend(view.requests.oldest);
-            for engine in view.engines {
+            for mut engine in view.engines {
+                if engine.at_us == 0 {
+                    // An older router's.
+                    engine.at_us = view.at_us;
+                }
+                engine.seen_by.clone_from(&seen_by);
                 match places.get(&engine.engine) {
                     Some(&place) => absorb(&mut whole.engines[place], engine),
                     None => {

@@ -15,6 +15,9 @@ const MOMENTS_MAX: usize = 2_000;
 /// An engine's clock may differ by so much from what half the round trip allows before its events are moved.
 const CLOCKS_AGREE_US: i64 = 2_000;
 
+/// Whose moments a router's steps are.
+const ROUTER: &str = "router";
+
 /// The life of one request.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -88,6 +91,12 @@ pub fn concerns(event: &Value, id: &str) -> bool {
 }
 
 impl Timeline {
+    /// Whether a router's account is in it, and not only what engines logged.
+    #[must_use]
+    pub fn has_account(&self) -> bool {
+        self.moments.iter().any(|moment| moment.who == ROUTER)
+    }
+
     /// Puts a router's account of a request (one of `GET /explain/ID`) and what engines logged of it together.
     #[must_use]
     pub fn join(id: &str, account: Option<&Value>, engines: &[EngineEvents]) -> Self {
@@ -121,16 +130,16 @@ impl Timeline {
         let began = account["began_us"].as_u64().map(signed);
         line.began_us = began.or(events.iter().map(|(at, ..)| *at).min()).unwrap_or(0);
         if began.is_some() {
-            line.moments.push(moment(0, "router", "arrived", String::new()));
+            line.moments.push(moment(0, ROUTER, "arrived", String::new()));
         }
         for step in account["steps"].as_array().into_iter().flatten() {
             let (kind, told) = step_told(step);
-            line.moments.push(moment(signed(step["at_us"].as_u64().unwrap_or(0)), "router", kind, told));
+            line.moments.push(moment(signed(step["at_us"].as_u64().unwrap_or(0)), ROUTER, kind, told));
         }
         if let Some(took) = line.took_us {
             let status = line.status.map_or(String::new(), |status| status.to_string());
             let told = format!("{status} {}", line.outcome.as_deref().unwrap_or("")).replace('_', " ");
-            line.moments.push(moment(signed(took), "router", "over", told.trim().to_owned()));
+            line.moments.push(moment(signed(took), ROUTER, "over", told.trim().to_owned()));
         }
         if let Some(left_out @ 1..) = account["steps_left_out"].as_u64() {
             line.notes.push(format!("router: {left_out} more steps are not kept"));
@@ -260,6 +269,7 @@ mod tests {
                 (12_000, "p:1", "freed"),
             ]
         );
+        assert!(line.has_account());
         assert_eq!(line.moments[3].text, "prefill, 40 prompt tokens");
         assert_eq!(line.moments[4].text, "499 client gone");
         assert_eq!(line.moments[5].text, "3 blocks");
@@ -287,6 +297,7 @@ mod tests {
             ..EngineEvents::default()
         };
         let line = Timeline::join("a", None, &[p, d, gone]);
+        assert!(!line.has_account());
         assert_eq!((line.began_us, line.moments[0].at_us, line.moments[1].at_us), (1_000, 0, 500));
         assert_eq!(line.moments[0].text, "3 blocks, for 30.0 s");
         assert!(line.moments[1].text.contains("blocks 3"), "an event that is not known is shown as it is");

@@ -140,8 +140,8 @@ fn app() -> App {
         .engines
         .iter_mut()
         .for_each(|engine| engine.releases.values_mut().for_each(|n| *n -= (*n / 2).min(40)));
-    app.take(before);
-    app.take(storm());
+    app.take(Snapshot::merge(vec![before]));
+    app.take(Snapshot::merge(vec![storm()]));
     app
 }
 
