@@ -349,6 +349,7 @@ fn what_is_broken_and_mended_from_outside_is_told_and_bad_options_are_refused_ea
         ([url.as_slice(), &["--mend", "x=y"]].concat(), "no --break"),
         ([url.as_slice(), &["--beside", "/dev/null"]].concat(), "/dev/null"),
         (url.to_vec(), "127.0.0.1:1"),
+        (vec!["--url", "http://127.0.0.1:1", "--engine", "prefil=http://127.0.0.1:2"], "not `prefil`"),
     ] {
         let folder = tempfile::tempdir().expect("a folder");
         let out = folder.path().to_str().expect("a path");

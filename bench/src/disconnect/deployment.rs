@@ -44,7 +44,13 @@ pub(super) async fn deployment(
     let mut engines = Vec::new();
     for named in &options.engines {
         let (role, url) = match named.split_once('=') {
-            Some((role, url)) => (Some(role), url),
+            Some((role @ ("prefill" | "decode" | "both"), url)) => (Some(role), url),
+            Some((role, _)) => {
+                return Err(format!(
+                    "--engine {named}: a role is `prefill`, `decode` or `both`, not `{role}`"
+                )
+                .into());
+            }
             None => (None, named.as_str()),
         };
         engines.push(engine(url.trim_start_matches("http://"), role, url)?);

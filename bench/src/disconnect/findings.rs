@@ -79,7 +79,7 @@ fn legs_not_aborted(victims: &[Victim<'_>], findings: &mut Vec<Finding>) {
         if on >= UNTOLD_FEW && on as f64 > at_most {
             let WorkRow { leg, judged, untold, .. } = row;
             let says = format!(
-                "{on} of {judged} requests whose client left while the {leg} engine worked on them were computed to their end, {untold} of them untold"
+                "{on} of {judged} requests whose client left while the {leg} engine worked on them were computed to their end, {untold} of them without a word in the engine's log that anybody had told it: nobody did, or it took no notice"
             );
             findings.push(finding(name, says, on, &tags));
         }
@@ -136,7 +136,7 @@ fn why_stranded(held: &[&&Victim<'_>], limit: u64) -> String {
         }
     }
     let said = [
-        (untold, "an engine was never told that they had gone"),
+        (untold, "an engine's log has no word that they had gone: nobody told it, or it took no notice"),
         (late, "engines were told only later, and gave them back then"),
         (kept, "engines were told, and did not give them back in time"),
     ];

@@ -55,10 +55,10 @@ pub struct DisconnectOptions {
     /// Share of requests in calm and storm whose answer comes in one piece
     #[arg(long, default_value_t = 0.2, value_parser = share)]
     pub(super) unary: f64,
-    /// Phases in which clients leave
+    /// Phases in which clients leave, with commas between them
     #[arg(long, value_delimiter = ',', default_values_t = Phase::ALL, value_enum)]
     pub(super) phases: Vec<Phase>,
-    /// How clients leave
+    /// How clients leave, with commas between them
     #[arg(long, value_delimiter = ',', default_values_t = Kind::ALL, value_enum)]
     pub(super) kinds: Vec<Kind>,
     /// Milliseconds for which a client that stalls reads nothing before it resets; less where context or pools have no room

@@ -25,6 +25,8 @@ pub(crate) const JUDGED_FEW: u64 = 10;
 pub(crate) const UNTOLD_FEW: u64 = 3;
 /// Fewer clients that leave in one way say little of it.
 const KIND_FEW: u64 = 10;
+/// Where so many times as many come too late, those that left are a choice of the slowest.
+const KIND_LATE: u64 = 2;
 
 /// A whole run.
 #[derive(Clone, Debug, Serialize)]
@@ -432,6 +434,13 @@ impl Summary {
                     "{requests} clients that stayed in {rounds} storms are too few to be compared by their first token with the same requests of the calm"
                 ),
             );
+            let (above, all) = (self.bystanders.above().count(), numbers.len());
+            add(
+                above * 2 > all && !numbers.iter().any(|number| number.slower),
+                format!(
+                    "{above} of {all} numbers of who stayed are above {SLOWER} times the calm's, and none by more than calms differ among themselves: whether who leaves harms them is not known"
+                ),
+            );
             add(
                 *unpaired_rounds > 0,
                 format!("{unpaired_rounds} rounds of calm and storm are not of the same requests"),
@@ -446,8 +455,11 @@ impl Summary {
                 ),
             );
         }
-        for row in self.kinds.iter().filter(|row| row.group.left < KIND_FEW && row.too_late > row.group.left)
-        {
+        let few = |row: &&KindRow| {
+            let (left, late) = (row.group.left, row.too_late);
+            (left < KIND_FEW && late > left) || late > KIND_LATE * left
+        };
+        for row in self.kinds.iter().filter(few) {
             add(
                 true,
                 format!(

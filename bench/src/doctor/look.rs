@@ -126,7 +126,7 @@ pub(super) async fn look(site: &Site, checkup: &mut Checkup) -> Seen {
 /// Where clients come in.
 async fn door(site: &Site, seen: &mut Seen, checkup: &mut Checkup) {
     let Some(door) = &site.door else {
-        checkup.skip("door", &site.url, "over TLS it is only tried by requests");
+        checkup.skip("door", &site.url, "over TLS, or below a path, it is only tried by requests");
         (seen.answers, seen.model) = (true, site.model.clone());
         checkup.saw();
         return;

@@ -78,6 +78,11 @@ impl Target {
         Ok(Self { scheme, host: bare.to_owned(), port, prefix, headers: Vec::new(), ca_file: None })
     }
 
+    /// `HOST:PORT` of what speaks plain HTTP at the root of its host; `None`: over TLS, or below a path.
+    pub(crate) fn plain(&self) -> Option<String> {
+        (self.scheme == Scheme::Http && self.prefix.is_empty()).then(|| self.authority())
+    }
+
     /// Shows this key.
     ///
     /// # Errors
@@ -160,6 +165,8 @@ mod tests {
         ] {
             let target = Target::parse(url).unwrap_or_else(|error| panic!("{error}"));
             assert_eq!((target.authority().as_str(), target.prefix.as_str()), (authority, prefix), "{url}");
+            let plain = !url.starts_with("https") && prefix.is_empty();
+            assert_eq!(target.plain(), plain.then(|| authority.to_owned()), "{url}");
         }
         for bad in [
             "",

@@ -13,7 +13,7 @@ fn a_lease_that_only_time_ends_is_named() {
     assert_eq!(names(&summary), ["gap_stranded", "leases_expired"]);
     assert_eq!(summary.findings[0].shown_by, ["held"]);
     assert!(
-        summary.findings[0].says.contains("of 1 an engine was never told"),
+        summary.findings[0].says.contains("of 1 an engine's log has no word"),
         "{}",
         summary.findings[0].says
     );
@@ -45,7 +45,7 @@ fn who_was_told_and_kept_the_blocks_is_told_from_who_was_not() {
     script.told(P, "untold", &lends(Cause::Expired.label(), 31_020));
     let one_was_not = says(&script);
     assert!(one_was_not.contains("3 of 4") && one_was_not.ends_with(kept), "{one_was_not}");
-    assert!(one_was_not.contains("of 1 an engine was never told that they had gone"), "{one_was_not}");
+    assert!(one_was_not.contains("of 1 an engine's log has no word that they had gone"), "{one_was_not}");
     // Who is told late, and gives everything back at once, is not who keeps it.
     let mut late = storm();
     late.act("phase gap", ActKind::Phase, 2_000, 40_000, |script, act| {
