@@ -50,18 +50,9 @@ fn the_doctor_leaves_a_healthy_deployment_in_every_phase_and_proves_that_the_blo
     let proved = told.marked("OK", "disconnect");
     let skipped = told.marked("SKIPPED", "disconnect");
     assert_eq!(proved.len() + skipped.len(), 7, "every phase has its line: {}", told.text);
-    for phase in ["prefill", "gap", "mid-stream", "unary"] {
+    for phase in ["queued", "prefill", "gap", "mid-stream", "unary"] {
         assert!(proved.iter().any(|line| line.contains(phase)), "{phase}: {}", told.text);
     }
-    // No fault, and a proof only where an engine had begun.
-    assert!(
-        proved.iter().any(|line| line.starts_with("queued") && line.contains("all blocks"))
-            || skipped
-                .iter()
-                .any(|line| line.starts_with("queued") && line.contains("no engine held a block")),
-        "{}",
-        told.text
-    );
     for (check, lines) in
         [("side channel", 1), ("lease", 1), ("layout", 1), ("engine", 2), ("request", 2), ("epoch", 1)]
     {

@@ -20,7 +20,7 @@ pub(crate) struct Leg {
     pub(crate) first_token: Option<u64>,
     pub(crate) fetching: Option<u64>,
     /// That it reads into.
-    pub(crate) fetches_blocks: u64,
+    fetches_blocks: u64,
     pub(crate) fetched: Option<(u64, String)>,
     /// Every time that it learnt that nobody waits: an abort, or a release of its lease.
     pub(crate) told: Vec<u64>,

@@ -54,53 +54,10 @@ pub(super) struct Terms {
 #[derive(Default)]
 struct Proof {
     left: u32,
-    /// Of these, how often an engine held a block when the client left, or came to hold one afterwards: what came back is
-    /// proved by them alone.
-    held: u32,
     /// From the client's leaving to the last block back, the longest.
     longest_us: u64,
     blocks: u64,
     engines: usize,
-}
-
-impl Proof {
-    /// One more client that left, and whose blocks are all back.
-    fn take(&mut self, line: &Timeline, left: u64) {
-        self.left += 1;
-        // What was back before the client left says nothing of its leaving.
-        let since = line.before_told(left);
-        let freed = line.legs.iter().filter_map(|leg| leg.freed.first().copied());
-        let held = freed.filter(|(at, blocks)| *at >= since && *blocks > 0).collect::<Vec<_>>();
-        let Some(home) = held.iter().map(|(at, _)| *at).max() else { return };
-        self.held += 1;
-        self.longest_us = self.longest_us.max(home.saturating_sub(left));
-        self.blocks = self.blocks.max(held.iter().map(|(_, blocks)| *blocks).sum());
-        self.engines = self.engines.max(held.len());
-    }
-
-    /// Its line. Nothing was held where a client left before an engine had begun: a phase that is queued is often so, and
-    /// that is no fault, but no proof either.
-    fn tell(&self, phase: Phase, aside: &str, checkup: &mut Checkup) {
-        let times = if self.left == 1 { "left once".to_owned() } else { format!("left {} times", self.left) };
-        if self.held == 0 {
-            let told =
-                format!("{times}, and no engine held a block for it: nothing was there to come back{aside}");
-            return checkup.skip("disconnect", phase.label(), told);
-        }
-        let of_these = if self.held < self.left {
-            format!(", {} of them while blocks were held", self.held)
-        } else {
-            String::new()
-        };
-        let longest = self.longest_us as f64 / 1e3;
-        let engines = if self.engines == 1 { "engine" } else { "engines" };
-        let told = format!(
-            "{times}{of_these}: all blocks (up to {} of {} {engines}) were back {longest:.1} ms after the client had \
-             gone, at the latest{aside}",
-            self.blocks, self.engines
-        );
-        checkup.ok("disconnect", phase.label(), told);
-    }
 }
 
 /// Leaves once in each phase, exactly.
@@ -326,9 +283,14 @@ impl Doctor<'_> {
     }
 
     fn prove(&mut self, phase: Phase, made: &Made) {
-        if let Some(left) = made.call.left {
-            self.proofs.entry(phase).or_default().take(&made.line, left.us());
+        let proof = self.proofs.entry(phase).or_default();
+        proof.left += 1;
+        let (blocks, engines) = freed(&made.line);
+        if let (Some(home), Some(left)) = (made.line.home_at(), made.call.left) {
+            proof.longest_us = proof.longest_us.max(home.saturating_sub(left.us()));
         }
+        proof.blocks = proof.blocks.max(blocks);
+        proof.engines = proof.engines.max(engines);
     }
 
     fn tell(&self, phase: Phase, hit: &BTreeMap<&'static str, u32>, checkup: &mut Checkup) {
@@ -342,7 +304,20 @@ impl Doctor<'_> {
             };
             return checkup.skip("disconnect", phase.label(), why);
         };
-        proof.tell(phase, &self.aside(), checkup);
+        let times =
+            if proof.left == 1 { "left once".to_owned() } else { format!("left {} times", proof.left) };
+        let told = if proof.blocks == 0 {
+            format!("{times}: no engine held a block for it")
+        } else {
+            let longest = proof.longest_us as f64 / 1e3;
+            let engines = if proof.engines == 1 { "engine" } else { "engines" };
+            format!(
+                "{times}: all blocks (up to {} of {} {engines}) were back {longest:.1} ms after the client had gone, at \
+                 the latest",
+                proof.blocks, proof.engines
+            )
+        };
+        checkup.ok("disconnect", phase.label(), told + &self.aside());
     }
 
     fn aside(&self) -> String {
@@ -454,61 +429,5 @@ pub(super) fn told(outcome: &Outcome) -> String {
         Outcome::Failed { message, .. } => format!("an error in the stream: {message}"),
         Outcome::Broken { stage, why } => format!("broken ({}): {why}", stage.as_str()),
         Outcome::TimedOut { stage } => format!("no answer in time ({})", stage.as_str()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::Verdict;
-    use super::super::checkup;
-    use super::*;
-    use crate::disconnect::timeline::{Ended, Leg};
-
-    /// A prefill engine's leg, over at `ended`, whose blocks were back at `freed`.
-    fn leg(outcome: &str, ended: u64, freed: u64, blocks: u64) -> Leg {
-        let ended = Ended { at: ended, outcome: outcome.into(), generated: 0, computed: 0, blocks };
-        Leg { lends: true, ended: Some(ended), freed: vec![(freed, blocks)], ..Leg::default() }
-    }
-
-    /// The verdict where a client left one phase at these moments, and its line.
-    fn judged(phase: Phase, left: &[(Vec<Leg>, u64)]) -> (Verdict, String) {
-        let mut checkup = Checkup::new(checkup::Terms::default());
-        checkup.saw();
-        let mut proof = Proof::default();
-        for (legs, at) in left {
-            proof.take(&Timeline { legs: legs.clone() }, *at);
-        }
-        proof.tell(phase, "; so it was", &mut checkup);
-        (checkup.verdict(), checkup.text())
-    }
-
-    #[test]
-    fn only_blocks_that_were_held_when_the_client_left_or_afterwards_prove_something() {
-        let never_begun = Leg { queued: Some(900), ..leg("abort", 1_100, 1_100, 0) };
-        let back_before = leg("length", 400, 500, 7);
-        for nothing in [vec![], vec![never_begun.clone()], vec![back_before.clone(), never_begun]] {
-            let (verdict, text) = judged(Phase::Queued, &[(nothing, 1_000)]);
-            assert_eq!(verdict, Verdict::NotProved, "{text}");
-            assert!(text.starts_with("SKIPPED") && text.contains("left once, and no engine held"), "{text}");
-        }
-        let held = leg("abort", 2_000, 3_000, 8);
-        let (verdict, text) = judged(Phase::Stream, &[(vec![back_before.clone(), held.clone()], 1_000)]);
-        assert_eq!(verdict, Verdict::Healthy, "{text}");
-        assert!(
-            text.contains("left once: all blocks (up to 8 of 1 engine) were back 2.0 ms after"),
-            "{text}"
-        );
-        let (verdict, text) = judged(Phase::Queued, &[(vec![], 1_000), (vec![held], 2_500)]);
-        assert_eq!(verdict, Verdict::Healthy, "{text}");
-        assert!(text.contains("left 2 times, 1 of them while blocks were held: all blocks"), "{text}");
-        assert!(text.contains("; so it was"), "{text}");
-    }
-
-    #[test]
-    fn an_engine_that_was_told_just_before_our_clock_says_so_held_its_blocks_then() {
-        let (verdict, text) = judged(Phase::Prefill, &[(vec![leg("abort", 99_000, 99_500, 7)], 100_000)]);
-        assert_eq!(verdict, Verdict::Healthy, "{text}");
-        let (verdict, text) = judged(Phase::Gap, &[(vec![leg("length", 99_000, 99_500, 7)], 100_000)]);
-        assert_eq!(verdict, Verdict::NotProved, "it ended by itself: {text}");
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Map, json};
 
-use super::checkup::{Checkup, Mark};
+use super::checkup::Checkup;
 use super::leave::{TOKENS, Terms, prompt, told};
 use super::look::{Engine, PATIENCE};
 use crate::disconnect::phase::Phase;
@@ -56,13 +56,6 @@ impl Usage {
     fn is_back_to(&self, before: &Self) -> bool {
         self.kv <= before.kv + USAGE_SLACK && self.requests <= before.requests
     }
-
-    /// Whether blocks were held since then, as far as it shows: they are, or tokens were counted, which need some. An
-    /// engine counts them late, but never those of a request that it has not begun.
-    fn shows_blocks_since(&self, before: &Self) -> bool {
-        let counted = self.tokens.zip(before.tokens).is_some_and(|(now, then)| now > then);
-        self.kv > before.kv + USAGE_SLACK || counted
-    }
 }
 
 /// Whether usage has come back and stays so.
@@ -101,28 +94,6 @@ async fn was_counted(engines: &[&Engine], before: &Usage, within: Duration) -> b
             return false;
         }
         tokio::time::sleep(LOOK).await;
-    }
-}
-
-/// What usage that came back proves, so long after the client left: an abort, if the answer's own end was far enough away,
-/// and blocks, if there were any.
-fn judged(took: Duration, own_end: Duration, held: bool) -> (Mark, String) {
-    let seconds = took.as_secs_f64();
-    if own_end < LOOK * LOOKS_APART {
-        let told =
-            format!("usage was back within {seconds:.1} s, but the answer would have ended by itself then");
-        (Mark::Skipped, told)
-    } else if took > own_end.mul_f64(0.8) {
-        let told = format!(
-            "usage was back after {seconds:.1} s, when the answer had ended by itself: engines did not abort it"
-        );
-        (Mark::Fail, told)
-    } else if !held {
-        let told =
-            "usage never rose and no engine counted a token of it: nothing was seen that could come back";
-        (Mark::Skipped, told.to_owned())
-    } else {
-        (Mark::Ok, format!("usage was back within {seconds:.1} s (about then; judged by metrics)"))
     }
 }
 
@@ -224,11 +195,9 @@ pub(super) async fn coarsely(
         let own_end = whole.saturating_sub(begun.elapsed());
         let begun = Instant::now();
         let mut stay = Stay::new((LOOK * LOOKS_BACK).max(ttft * 2));
-        let mut held = false;
         let after = loop {
             let now = Usage::of(&engines).await;
             let back = now.is_some_and(|now| now.is_back_to(&before));
-            held |= now.is_some_and(|now| now.shows_blocks_since(&before));
             let at = begun.elapsed();
             if let Some(since) = stay.look(back, at) {
                 break Ok(since);
@@ -241,8 +210,22 @@ pub(super) async fn coarsely(
         };
         match after {
             Ok(took) => {
-                let (mark, told) = judged(took, own_end, held);
-                checkup.put(mark, "disconnect", phase.label(), told);
+                let seconds = took.as_secs_f64();
+                if own_end < LOOK * LOOKS_APART {
+                    let told = format!(
+                        "usage was back within {seconds:.1} s, but the answer would have ended by itself then"
+                    );
+                    checkup.skip("disconnect", phase.label(), told);
+                } else if took > own_end.mul_f64(0.8) {
+                    let told = format!(
+                        "usage was back after {seconds:.1} s, when the answer had ended by itself: engines did not abort it"
+                    );
+                    checkup.fail("disconnect", phase.label(), told);
+                } else {
+                    let told =
+                        format!("usage was back within {seconds:.1} s (about then; judged by metrics)");
+                    checkup.ok("disconnect", phase.label(), told);
+                }
             }
             Err(None) => {
                 let told =
@@ -286,25 +269,5 @@ mod tests {
         assert_eq!(stay.look(true, ms(300)), None);
         assert_eq!(stay.look(true, ms(700)), None);
         assert_eq!(stay.look(true, ms(800)), Some(ms(300)), "back since then");
-    }
-
-    #[test]
-    fn usage_that_never_rose_proves_nothing() {
-        let s = Duration::from_secs;
-        let mark = |took, own_end, held| judged(took, own_end, held).0;
-        assert_eq!(mark(s(0), s(10), true), Mark::Ok);
-        assert_eq!(mark(s(0), s(10), false), Mark::Skipped, "no engine had it");
-        assert_eq!(mark(s(9), s(10), false), Mark::Fail, "what came back so late was there");
-        assert_eq!(mark(s(0), s(0), true), Mark::Skipped, "it had ended by itself");
-        let idle = Usage { kv: 0.25, requests: 0.0, expired: 0.0, tokens: Some(100.0) };
-        assert!(!idle.shows_blocks_since(&idle));
-        assert!(!Usage { requests: 1.0, ..idle }.shows_blocks_since(&idle), "one that waits holds none");
-        assert!(Usage { kv: 0.26, ..idle }.shows_blocks_since(&idle));
-        assert!(
-            Usage { tokens: Some(101.0), ..idle }.shows_blocks_since(&idle),
-            "back before the first look"
-        );
-        let uncounted = Usage { tokens: None, ..idle };
-        assert!(!uncounted.shows_blocks_since(&uncounted) && !uncounted.shows_blocks_since(&idle));
     }
 }
