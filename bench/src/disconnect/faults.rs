@@ -70,7 +70,7 @@ pub(crate) fn broken(facts: &Facts) -> Vec<Broken<'_>> {
 impl Broken<'_> {
     /// Nobody is left who could give back what this leg of a call in this part of the run holds.
     pub(crate) fn excuses(&self, call: &CallRecord, leg: &Leg) -> bool {
-        if self.engines.contains(&leg.engine) {
+        if self.killed(leg.engine) {
             return self.died(leg);
         }
         let Some((lent, _)) = leg.lent.filter(|_| self.engines.is_empty()) else { return false };
@@ -85,9 +85,14 @@ impl Broken<'_> {
         open_at(self.at) || (cut && open_at(call.ended_us))
     }
 
+    /// This engine was killed, or did not come back.
+    pub(crate) fn killed(&self, engine: usize) -> bool {
+        self.engines.contains(&engine)
+    }
+
     /// The leg was on an engine that was killed, before that was mended.
     fn died(&self, leg: &Leg) -> bool {
-        self.engines.contains(&leg.engine)
+        self.killed(leg.engine)
             && leg.queued.is_none_or(|queued| self.mended.is_none_or(|mended| queued <= mended))
     }
 

@@ -2,7 +2,7 @@
 
 mod parts;
 
-pub(super) use self::parts::excused_leases;
+pub(super) use self::parts::{excused_at_end, excused_leases};
 use super::analyse::{Act, Facts, Victim, wrong};
 use super::bystanders::{self, SLOWER};
 use super::phase::Phase;
@@ -47,7 +47,8 @@ pub(crate) fn of(facts: &Facts, victims: &[Victim<'_>], summary: &Summary) -> Ve
     // Of a run that ended too soon nobody knows what would have come home.
     let at_the_end = summary.engines.iter().filter(|_| summary.failed.is_none());
     for engine in at_the_end {
-        if let Some(held) = engine.held_at_end.filter(|held| *held > 0) {
+        let held = engine.held_at_end.map(|held| held.saturating_sub(engine.excused_at_end));
+        if let Some(held) = held.filter(|held| *held > 0) {
             let says = format!(
                 "{} still holds {} at the end, and no client is there",
                 engine.name,

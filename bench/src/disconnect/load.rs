@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::analyse::{Facts, ms};
 use super::dist::Dist;
 use super::raw::{ActKind, CallRecord};
+use super::report;
 use super::stall::Stall;
 
 /// Clients that show how much the deployment can do.
@@ -105,8 +106,11 @@ impl fmt::Display for Load {
         if calm.n.min(storm.n) > 0 {
             write!(
                 f,
-                "; they began later than they were due by {:.1} ms (p50), {:.1} ms (p99) in the calm and {:.1} ms, {:.1} ms in the storm",
-                calm.p50, calm.p99, storm.p50, storm.p99
+                "; they began later than they were due by {} (p50), {} (p99) in the calm and {}, {} in the storm",
+                report::ms(calm.p50),
+                report::ms(calm.p99),
+                report::ms(storm.p50),
+                report::ms(storm.p99)
             )?;
         }
         Ok(())

@@ -17,7 +17,7 @@ use crate::stats::{Spread, rounded};
 pub(crate) use page::page;
 
 /// Milliseconds as people read them.
-fn ms(value: f64) -> String {
+pub(super) fn ms(value: f64) -> String {
     match value {
         value if value.is_infinite() => "never".into(),
         value if value >= 10_000.0 => format!("{:.1} s", value / 1e3),

@@ -311,6 +311,8 @@ pub(crate) struct EngineRow {
     pub(crate) blocks: u64,
     pub(crate) held_at_most: u64,
     pub(crate) held_at_end: Option<u64>,
+    /// Of these, blocks of leases that are excused, and whose time was not over.
+    pub(crate) excused_at_end: u64,
     pub(crate) expired: u64,
     /// Looks at which its books had more blocks than its pool, and fewer.
     pub(crate) too_many: u64,
@@ -401,6 +403,16 @@ impl Summary {
                 "{in_parts} leases ended by time alone while something was broken: of engines that tell metrics only nobody knows who had left them, then or before"
             ),
         );
+        for engine in self.engines.iter().filter(|engine| engine.excused_at_end > 0) {
+            let EngineRow { name, excused_at_end, .. } = engine;
+            let what = engine.told(*excused_at_end);
+            add(
+                true,
+                format!(
+                    "{name} still holds {what} at the end, of leases whose time is not over: whoever owed their release was killed (`--patience`)"
+                ),
+            );
+        }
         add(
             self.events_lost > 0,
             format!("{} events of engines were lost: counts are too small", self.events_lost),

@@ -307,7 +307,7 @@ impl Doctor<'_> {
         let times =
             if proof.left == 1 { "left once".to_owned() } else { format!("left {} times", proof.left) };
         let told = if proof.blocks == 0 {
-            format!("{times}: no engine held a block for it")
+            format!("{times}: its request ended, and no engine held a block for it that had to come back")
         } else {
             let longest = proof.longest_us as f64 / 1e3;
             let engines = if proof.engines == 1 { "engine" } else { "engines" };

@@ -49,22 +49,31 @@ pub(super) fn stranded(facts: &Facts, findings: &mut Vec<Finding>) {
 fn still_held(facts: &Facts, broken: &Broken<'_>, engine: usize) -> Option<u64> {
     let calls = facts.calls.iter().filter(|call| call.act == broken.act.name);
     let gone = calls.map(|call| call.ended_us).max().unwrap_or(0).max(broken.mended_us());
-    let excused: Vec<_> = broken
-        .calls(facts)
-        .flat_map(|(call, legs)| {
-            legs.iter().filter(move |leg| leg.engine == engine && broken.excuses(call, leg))
-        })
-        .collect();
-    let held = |books: &Books| {
-        let of = excused.iter().filter(|leg| leg.freed.first().is_none_or(|(at, _)| *at >= books.at_us));
-        books.held.saturating_sub(of.map(|leg| leg.held()).sum())
-    };
+    let held = |books: &Books| books.held.saturating_sub(excused_held(facts, broken, engine, books.at_us));
     let late = facts.books.iter().filter(|books| {
         books.engine == engine
             && books.at_us > gone + facts.run.stranded_after_us
             && books.at_us <= broken.act.ended
     });
     late.map(held).find(|held| *held > 0)
+}
+
+/// Blocks that an engine holds at this moment, and that nobody but time can give back. What an engine held that was killed is
+/// in no books.
+fn excused_held(facts: &Facts, broken: &Broken<'_>, engine: usize, at: u64) -> u64 {
+    if broken.killed(engine) {
+        return 0;
+    }
+    let legs = broken.calls(facts).flat_map(|(call, legs)| legs.iter().map(move |leg| (call, leg)));
+    legs.filter(|(call, leg)| leg.engine == engine && broken.excuses(call, leg))
+        .filter(|(_, leg)| leg.freed.first().is_none_or(|(freed, _)| *freed >= at))
+        .map(|(_, leg)| leg.held())
+        .sum()
+}
+
+/// The same when nobody looked any more: the time of these leases was not over.
+pub(in super::super) fn excused_at_end(facts: &Facts, engine: usize) -> u64 {
+    broken(facts).iter().map(|broken| excused_held(facts, broken, engine, facts.watched_until())).sum()
 }
 
 /// Requests with a lease that only time has ended: those that are excused, and the others.

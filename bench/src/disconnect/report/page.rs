@@ -498,10 +498,6 @@ fn by_kind(summary: &Summary, out: &mut String) {
         out.push_str("</tr>");
     }
     out.push_str("</tbody></table></div>");
-    stalls(summary, out);
-}
-
-fn stalls(summary: &Summary, out: &mut String) {
     if let Some(said) = super::stalls(summary) {
         let _ = write!(out, "<p class=\"note\">{}</p>", escaped(&said));
     }

@@ -149,3 +149,46 @@ fn a_client_that_leaves_while_a_router_is_killed_is_excused_and_none_that_leaves
         assert_eq!(names(&script.summary()), named, "gone at {gone}");
     }
 }
+
+#[test]
+fn blocks_of_a_lease_whose_router_was_killed_are_not_judged_before_its_time_and_no_others_are_excused() {
+    for (held, named) in [(7, vec![]), (9, vec!["blocks_not_home"])] {
+        let mut script = storm();
+        super::findings::broken(&mut script, "router", |script, act| {
+            script.stayed(act, "lost", 990, &[], "failed");
+        });
+        script.told(P, "lost", &lends("", 0)[..6]);
+        script.books(P, 21_000, held, 2, 0);
+        script.books(D, 21_000, 0, 0, 0);
+        let summary = script.summary();
+        assert_eq!((summary.engines[P].held_at_end, summary.engines[P].excused_at_end), (Some(held), 7));
+        assert_eq!(names(&summary), named, "{held} held");
+        let counts: Vec<_> = summary.findings.iter().map(|finding| finding.count).collect();
+        assert_eq!(counts, [2].repeat(named.len()));
+        assert!(
+            summary
+                .unknown()
+                .iter()
+                .any(|what| what.contains("7 blocks at the end, of leases whose time is not over"))
+        );
+    }
+}
+
+/// What an engine lent that was itself killed is in no books of the one that came after it.
+#[test]
+fn what_died_with_an_engine_excuses_nothing_of_the_one_that_follows() {
+    let mut script = storm();
+    super::findings::broken(&mut script, "prefill engine killed", |script, act| {
+        script.stayed(act, "lost", 990, &[], "failed");
+    });
+    script.told(P, "lost", &lends("", 0)[..6]);
+    script.books(P, 18_000, 7, 2, 0);
+    script.0.push(Record::Restarted { engine: P, at_us: 8_050_000 });
+    script.books(P, 21_000, 7, 2, 0);
+    script.books(D, 21_000, 0, 0, 0);
+    let summary = script.summary();
+    assert_eq!(
+        (names(&summary), summary.engines[P].excused_at_end),
+        (vec!["fault_stranded", "blocks_not_home"], 0)
+    );
+}
