@@ -497,7 +497,9 @@ fn engine_row(facts: &Facts, engine: &EngineFacts) -> EngineRow {
             .last()
             .filter(|last| last.at_us + FRESH_US > facts.watched_until())
             .map(|last| last.held),
-        excused_at_end: findings::excused_at_end(facts, engine.engine),
+        excused_at_end: books
+            .last()
+            .map_or(0, |last| findings::excused_at_end(facts, engine.engine, last.at_us).min(last.held)),
         expired: counts.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).sum(),
         too_many: books.iter().filter(|books| books.askew > 0).count() as u64,
         too_few: books.iter().filter(|books| books.askew < 0).count() as u64,

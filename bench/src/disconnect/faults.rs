@@ -33,6 +33,7 @@ pub(crate) struct Broken<'a> {
     struck: Option<&'a Struck>,
     /// Engines that were killed, or did not come back.
     engines: Vec<usize>,
+    stranded_after: u64,
 }
 
 /// Every one of them, in order.
@@ -62,7 +63,8 @@ pub(crate) fn broken(facts: &Facts) -> Vec<Broken<'_>> {
     let broken = |act| {
         let (broken, mended, engines) = of(act)?;
         let (fault, at, struck) = (broken.fault.as_str(), broken.at, broken.struck.as_ref());
-        Some(Broken { act, fault, at, mended, struck, engines })
+        let stranded_after = facts.run.stranded_after_us;
+        Some(Broken { act, fault, at, mended, struck, engines, stranded_after })
     };
     acts.filter_map(broken).collect()
 }
@@ -82,7 +84,9 @@ impl Broken<'_> {
             "left" => call.ended_us >= self.at && call.ended_us <= self.at + RACE_US,
             _ => false,
         };
-        open_at(self.at) || (cut && open_at(call.ended_us))
+        // What nobody gave back for so long before it struck was stranded by who was still there.
+        let stranded = call.ended_us.max(lent).saturating_add(self.stranded_after) < self.at;
+        (open_at(self.at) && !stranded) || (cut && open_at(call.ended_us))
     }
 
     /// This engine was killed, or did not come back.

@@ -205,6 +205,9 @@ pub(crate) struct EventRecord {
     pub(crate) leg: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) blocks: Option<u64>,
+    /// Of a lease, until only time ends it; none while it grows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) left_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) tokens: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]

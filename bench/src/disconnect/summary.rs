@@ -409,7 +409,7 @@ impl Summary {
             add(
                 true,
                 format!(
-                    "{name} still holds {what} at the end, of leases whose time is not over: whoever owed their release was killed (`--patience`)"
+                    "{name} still holds {what} at the end, of leases whose time is not over and whose release was owed by what was broken: a longer `--patience` shows what becomes of them"
                 ),
             );
         }

@@ -98,6 +98,7 @@ impl Script {
                 kind: kind.into(),
                 leg: text(&["queued"]),
                 blocks: some(&["lent", "freed", "fetching"]),
+                left_ms: (kind == "lent").then_some(30_000),
                 tokens: some(&["computed"]),
                 generated: (kind == "ended").then_some(number),
                 computed: (kind == "ended").then_some(100),

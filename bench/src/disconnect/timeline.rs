@@ -26,6 +26,8 @@ pub(crate) struct Leg {
     pub(crate) told: Vec<u64>,
     /// Blocks, and when.
     pub(crate) lent: Option<(u64, u64)>,
+    /// Microseconds that the lease lives unread, where that is told.
+    pub(crate) lease_life: Option<u64>,
     /// Why, and when.
     pub(crate) lease_ended: Option<(u64, String)>,
     pub(crate) ended: Option<Ended>,
@@ -108,7 +110,10 @@ impl Timeline {
             "fetched" => leg.fetched = Some((at, event.result.clone().unwrap_or_default())),
             "first_token" => leg.first_token = Some(at),
             "abort" => leg.told.push(at),
-            "lent" => leg.lent = Some((at, event.blocks.unwrap_or(0))),
+            "lent" => {
+                leg.lent = Some((at, event.blocks.unwrap_or(0)));
+                leg.lease_life = event.left_ms.map(|left| left.saturating_mul(1_000));
+            }
             "lease_ended" => {
                 let reason = event.reason.clone().unwrap_or_default();
                 if reason != read_whole() && reason != expired() {

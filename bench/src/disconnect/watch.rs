@@ -479,6 +479,7 @@ fn record_of(event: &Value, facts: &EngineFacts) -> Option<EventRecord> {
         kind: text("kind")?,
         leg: text("leg"),
         blocks: number("blocks"),
+        left_ms: number("left_ms"),
         tokens: number("tokens"),
         generated: number("generated"),
         computed: number("computed"),

@@ -5,7 +5,7 @@ use super::super::analyse::Facts;
 use super::super::faults::{Broken, broken};
 use super::super::raw::{Books, CallRecord};
 use super::super::summary::{Finding, Summary};
-use super::super::timeline::Leg;
+use super::super::timeline::{Leg, RACE_US};
 use super::finding;
 
 /// Blocks that were still held long after the part was mended and their client was gone.
@@ -19,8 +19,10 @@ pub(super) fn stranded(facts: &Facts, findings: &mut Vec<Finding>) {
             if broken.mended.is_some() { format!("`{fault}` was mended") } else { format!("`{fault}`") };
         let behind = |call: &CallRecord, leg: &Leg| {
             let back = leg.freed.first().map_or(facts.watched_until(), |(at, _)| *at);
+            // A lease that is over is nobody's but the engine's.
+            let kept = leg.lease_ended.as_ref().is_some_and(|(ended, _)| back.saturating_sub(*ended) > limit);
             (leg.held() > 0 || leg.is_at_work())
-                && !broken.excuses(call, leg)
+                && (kept || !broken.excuses(call, leg))
                 && back.saturating_sub(call.ended_us.max(broken.mended_us())) > limit
         };
         let of = broken.calls(facts).filter(|(call, legs)| legs.iter().any(|leg| behind(call, leg)));
@@ -49,7 +51,9 @@ pub(super) fn stranded(facts: &Facts, findings: &mut Vec<Finding>) {
 fn still_held(facts: &Facts, broken: &Broken<'_>, engine: usize) -> Option<u64> {
     let calls = facts.calls.iter().filter(|call| call.act == broken.act.name);
     let gone = calls.map(|call| call.ended_us).max().unwrap_or(0).max(broken.mended_us());
-    let held = |books: &Books| books.held.saturating_sub(excused_held(facts, broken, engine, books.at_us));
+    let held = |books: &Books| {
+        books.held.saturating_sub(excused(facts, broken, engine, books.at_us).map(Leg::held).sum())
+    };
     let late = facts.books.iter().filter(|books| {
         books.engine == engine
             && books.at_us > gone + facts.run.stranded_after_us
@@ -58,22 +62,40 @@ fn still_held(facts: &Facts, broken: &Broken<'_>, engine: usize) -> Option<u64> 
     late.map(held).find(|held| *held > 0)
 }
 
-/// Blocks that an engine holds at this moment, and that nobody but time can give back. What an engine held that was killed is
-/// in no books.
-fn excused_held(facts: &Facts, broken: &Broken<'_>, engine: usize, at: u64) -> u64 {
-    if broken.killed(engine) {
-        return 0;
-    }
+/// Legs whose blocks an engine holds at this moment, and nobody but time can give back. What an engine held that was killed is
+/// in no books, and of a lease that has ended the engine itself has to give them back.
+fn excused<'a>(
+    facts: &'a Facts,
+    broken: &'a Broken<'a>,
+    engine: usize,
+    at: u64,
+) -> impl Iterator<Item = &'a Leg> {
     let legs = broken.calls(facts).flat_map(|(call, legs)| legs.iter().map(move |leg| (call, leg)));
-    legs.filter(|(call, leg)| leg.engine == engine && broken.excuses(call, leg))
-        .filter(|(_, leg)| leg.freed.first().is_none_or(|(freed, _)| *freed >= at))
-        .map(|(_, leg)| leg.held())
-        .sum()
+    let ours = move |leg: &Leg| leg.engine == engine && !broken.killed(engine);
+    let of_another = move |leg: &Leg| {
+        let since = leg.lent.map_or(0, |(lent, _)| lent);
+        facts.restarts.iter().any(|(other, when)| *other == engine && since <= *when && *when <= at)
+    };
+    legs.filter(move |(call, leg)| ours(leg) && broken.excuses(call, leg))
+        .map(|(_, leg)| leg)
+        .filter(move |leg| leg.freed.first().is_none_or(|(freed, _)| *freed >= at))
+        .filter(move |leg| leg.lease_ended.as_ref().is_none_or(|(ended, _)| *ended + RACE_US > at))
+        .filter(move |leg| !of_another(leg))
 }
 
-/// The same when nobody looked any more: the time of these leases was not over.
-pub(in super::super) fn excused_at_end(facts: &Facts, engine: usize) -> u64 {
-    broken(facts).iter().map(|broken| excused_held(facts, broken, engine, facts.watched_until())).sum()
+/// Blocks that an engine held when it was last looked at, of excused leases whose time was not over then.
+pub(in super::super) fn excused_at_end(facts: &Facts, engine: usize, at: u64) -> u64 {
+    let legs = facts.timelines.values().flat_map(|timeline| &timeline.legs);
+    // A lease that grows does not say it; it is the engine's for all of them.
+    let lives = legs.filter(|leg| leg.engine == engine).filter_map(|leg| leg.lease_life);
+    let Some(life) = lives.max() else { return 0 };
+    let runs = |leg: &&Leg| {
+        let from = leg.lent.map_or(0, |(lent, _)| lent).max(leg.ended.as_ref().map_or(0, |ended| ended.at));
+        from.saturating_add(life).saturating_add(facts.run.stranded_after_us) > at
+    };
+    let of =
+        |broken: &Broken<'_>| excused(facts, broken, engine, at).filter(runs).map(Leg::held).sum::<u64>();
+    broken(facts).iter().map(of).sum()
 }
 
 /// Requests with a lease that only time has ended: those that are excused, and the others.

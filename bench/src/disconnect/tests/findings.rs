@@ -84,7 +84,7 @@ fn a_lease_that_was_open_when_a_router_was_killed_is_excused_and_no_other() {
     let mut script = storm();
     broken(&mut script, "router", |script, act| {
         // Its lease is open from 1,020; and one that broke in that moment, and one that was not there yet.
-        script.stayed(act, "lost", 990, &[], "failed");
+        script.stayed(act, "lost", 990, &[3_001], "broken");
         script.stayed(act, "late", 10_100, &[10_150], "done");
     });
     script.told(P, "lost", &lends(Cause::Expired.label(), 32_000));
@@ -92,6 +92,7 @@ fn a_lease_that_was_open_when_a_router_was_killed_is_excused_and_no_other() {
     script.books(D, 33_000, 0, 0, 0);
     let summary = script.summary();
     assert_eq!(names(&summary), [""; 0], "{:?}", summary.findings);
+    assert_eq!(summary.engines[P].excused_at_end, 0);
     // Nothing is found, and that time has ended one is said all the same.
     assert_eq!(summary.excused_leases, 1);
     // Its time was over long after the part of the run in which it was open, and is that part's all the same.
