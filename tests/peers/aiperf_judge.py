@@ -393,7 +393,7 @@ def main():
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--output-tokens", type=int, default=600,
+    parser.add_argument("--output-tokens", type=int, default=1500,
                         help="so many that an answer takes longer than the longest delay: a cancel that crosses the end of an answer is counted by aiperf alone")
     parser.add_argument("--out", help="write every run's numbers and what they are made of here, as JSON")
     parser.add_argument("--again", metavar="FILE", help="judge what --out has kept, and start nothing")
