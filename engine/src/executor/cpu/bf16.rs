@@ -25,7 +25,7 @@ mod dot;
 mod rounding;
 mod widened;
 
-pub(super) use self::rounding::{round, round_into, round_rows, to_words, words};
+pub(super) use self::rounding::{inputs_by_position, round, round_into, round_rows, to_words, words};
 use self::rounding::{round_chunks, round_in_place};
 use super::arena::Aligned;
 use super::isa::Isa;

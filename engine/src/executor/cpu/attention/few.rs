@@ -6,8 +6,9 @@
 #![allow(unsafe_code)] // vector intrinsics on raw pointers into KV blocks; the contract is on each function
 
 use std::arch::x86_64::{
-    __m512, _MM_HINT_T0, _mm_prefetch, _mm256_loadu_si256, _mm512_castpd_ps, _mm512_castps_pd,
-    _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+    __m512, __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm256_loadu_si256, _mm512_castpd_ps,
+    _mm512_castps_pd, _mm512_castsi256_si512, _mm512_castsi512_ps, _mm512_cvtepu16_epi32,
+    _mm512_cvtne2ps_pbh, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_inserti64x4, _mm512_loadu_ps,
     _mm512_set1_ps, _mm512_setzero_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps,
     _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
 };
@@ -41,6 +42,19 @@ trait Stored: Copy {
     /// # Safety
     /// They may be read, on a machine with AVX-512.
     unsafe fn load(from: *const Self) -> __m512;
+
+    /// Sixteen from each place as bf16, rounded as the units of bfloat16 mode do; the lower half of the register is from `lower`.
+    ///
+    /// # Safety
+    /// As [`Self::load`], on a machine with AVX512-BF16.
+    #[inline(always)]
+    unsafe fn rounded(lower: *const Self, upper: *const Self) -> __m512i {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let both = _mm512_cvtne2ps_pbh(Self::load(upper), Self::load(lower));
+            std::mem::transmute::<__m512bh, __m512i>(both)
+        }
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -76,6 +90,16 @@ impl Stored for Bf16 {
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
         }
     }
+
+    /// As they are; products take subnormal ones for zero.
+    #[inline(always)]
+    unsafe fn rounded(lower: *const Self, upper: *const Self) -> __m512i {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let (lower, upper) = (_mm256_loadu_si256(lower.cast()), _mm256_loadu_si256(upper.cast()));
+            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(lower), upper)
+        }
+    }
 }
 
 /// Calls a kernel that is compiled for so many rows and an element type.
@@ -94,6 +118,8 @@ macro_rules! by_rows {
         }
     };
 }
+
+pub(super) mod in_bf16;
 
 /// Scores of `rows` queries, one behind the other in `queries`, with the first `context` keys. Those up to the next multiple of
 /// sixteen are written too, and mean nothing.

@@ -57,6 +57,14 @@ impl Shape {
     ) {
         let (dim, group) = (cache.layout.head_dim, self.group);
         let (rows, context) = (count * group, start + count);
+        #[cfg(target_arch = "x86_64")]
+        if count == 1 && few::in_bf16::suits(self.isa, unit, cache, rows) {
+            // SAFETY: the caller's contract.
+            unsafe {
+                self.attend_one_in_bf16(cache, context, scratch, |row| query(0, row), |row| output(0, row))
+            };
+            return;
+        }
         let (padded_dim, padded_context) = (dim.next_multiple_of(PANEL), context.next_multiple_of(CHUNK));
         let score_stride = padded_context + 16;
         let visible = |row: usize| start + row / group + 1;
@@ -162,6 +170,56 @@ impl Shape {
             for row in 0..rows {
                 let out = std::slice::from_raw_parts_mut(output(row / group, row % group), dim);
                 let numerators = &scratch.outputs[row * padded_dim..][..dim];
+                vector::scale_into(self.isa, numerators, 1.0 / scratch.sums[row], out);
+            }
+        }
+    }
+
+    /// One position, of a cache that [`few::in_bf16`] suits.
+    ///
+    /// # Safety
+    /// As [`Self::attend_in_bf16`].
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn attend_one_in_bf16(
+        &self,
+        cache: &Cache<'_>,
+        context: usize,
+        scratch: &mut super::Scratch,
+        query: impl Fn(usize) -> *const f32,
+        output: impl Fn(usize) -> *mut f32,
+    ) {
+        use few::in_bf16::{ORDER, scores, values};
+
+        let (dim, rows) = (cache.layout.head_dim, self.group);
+        let padded_context = context.next_multiple_of(CHUNK);
+        let stride = padded_context + 16;
+        resize(&mut scratch.scores, rows * stride);
+        resize(&mut scratch.sums, rows);
+        resize(&mut scratch.outputs, rows * dim);
+        let rounded = &mut scratch.pairs.rounded;
+        if rounded.len() < rows * (dim + padded_context) {
+            rounded.resize(rows * (dim + padded_context), 0);
+        }
+        let (queries, weights) = rounded.split_at_mut(rows * dim);
+        // SAFETY: the caller vouches for queries, keys, values and outputs; slots after the context are memory of the pool, which
+        // nobody writes while the sequence is computed.
+        unsafe {
+            for (row, rounded) in queries.chunks_exact_mut(dim).enumerate() {
+                let query = std::slice::from_raw_parts(query(row), dim);
+                bf16::round_rows(self.isa, ORDER, query, dim, rounded);
+            }
+            scores(cache, context, rows, queries, &mut scratch.scores, stride);
+            for (row, weights) in weights.chunks_exact_mut(padded_context).take(rows).enumerate() {
+                let scores = &mut scratch.scores[row * stride..][..padded_context];
+                let (seen, later) = scores.split_at_mut(context);
+                scratch.sums[row] = vector::softmax_numerators(self.isa, seen, self.factor);
+                later.fill(0.0);
+                bf16::round_rows(self.isa, ORDER, scores, padded_context, weights);
+            }
+            values(cache, context, rows, (weights, padded_context), (&mut scratch.outputs, dim));
+            for row in 0..rows {
+                let out = std::slice::from_raw_parts_mut(output(row), dim);
+                let numerators = &scratch.outputs[row * dim..][..dim];
                 vector::scale_into(self.isa, numerators, 1.0 / scratch.sums[row], out);
             }
         }

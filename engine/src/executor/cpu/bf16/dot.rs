@@ -9,37 +9,51 @@ use std::arch::x86_64::{
 };
 use std::mem::transmute;
 
-use super::{CHUNK, Operands, PANEL_CHUNK, TILE_ROWS};
+use super::{CHUNK, Operands, PANEL_CHUNK, ROW_STEP, TILE_ROWS};
 
-/// Rows of a block: three sums for each half of a panel, 24 of 32 registers.
+/// Rows of a block with both halves of a panel: three sums for each, 24 of 32 registers.
 const ROWS: usize = 4;
+/// Rows of a block with one half after the other, so that a panel is streamed from memory once for all of them. What is added up
+/// over the chunks is in memory then, and each input is read for either half: with many rows, which find panels in the cache,
+/// that is slower.
+const STREAMED_ROWS: usize = 8;
 /// Words of one parity in a chunk.
 const WORDS: usize = CHUNK / 4;
 /// Values of a word for all columns of half a panel.
 const WORD_VALUES: usize = 2 * TILE_ROWS;
 /// How far ahead a panel's lines are requested.
 const PREFETCH_BYTES: usize = 4096;
+/// The same for more rows than [`ROWS`], where each line is worked on for longer.
+const PREFETCH_BYTES_STREAMED: usize = 8192;
 
 /// # Safety
 /// As [`super::multiply`], on AVX512-BF16.
 pub(super) unsafe fn multiply(rows: usize, operands: &Operands) {
-    for row in (0..rows).step_by(ROWS) {
+    let most = if rows <= ROW_STEP { STREAMED_ROWS } else { ROWS };
+    for row in (0..rows).step_by(most) {
         // SAFETY: the rows of a block are among the operands' and in one tile of 16.
         unsafe {
-            match rows - row {
-                1 => block::<1>(operands, row),
-                2 => block::<2>(operands, row),
-                3 => block::<3>(operands, row),
-                _ => block::<ROWS>(operands, row),
+            match most.min(rows - row) {
+                1 => block::<1, 2>(operands, row),
+                2 => block::<2, 2>(operands, row),
+                3 => block::<3, 2>(operands, row),
+                4 => block::<ROWS, 2>(operands, row),
+                5 => block::<5, 1>(operands, row),
+                6 => block::<6, 1>(operands, row),
+                7 => block::<7, 1>(operands, row),
+                _ => block::<STREAMED_ROWS, 1>(operands, row),
             }
         }
     }
 }
 
+/// `H` halves of the panel at a time.
+///
 /// # Safety
 /// As [`multiply`], for rows `row .. row + M`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn block<const M: usize>(operands: &Operands, row: usize) {
+unsafe fn block<const M: usize, const H: usize>(operands: &Operands, row: usize) {
+    let ahead = if M > ROWS { PREFETCH_BYTES_STREAMED } else { PREFETCH_BYTES };
     let mut sums = [[_mm512_setzero_ps(); 2]; M];
     // SAFETY: every pointer stays inside A, B and C by the contract of `multiply`; a prefetch may point anywhere.
     unsafe {
@@ -53,30 +67,38 @@ unsafe fn block<const M: usize>(operands: &Operands, row: usize) {
         let mut a = operands.a.add(row / TILE_ROWS * operands.a_tile + row % TILE_ROWS * CHUNK);
         let mut b = operands.b;
         for _ in 0..operands.chunks() {
-            let mut even = [[_mm512_setzero_ps(); 2]; M];
-            let mut odd = [[_mm512_setzero_ps(); 2]; M];
-            for word in 0..WORDS {
-                let weights = |word: usize, half: usize| {
-                    let at = b.add(half * PANEL_CHUNK / 2 + word * WORD_VALUES);
-                    _mm_prefetch::<_MM_HINT_T0>(at.cast::<i8>().wrapping_add(PREFETCH_BYTES));
-                    transmute::<__m512i, __m512bh>(_mm512_loadu_si512(at.cast()))
-                };
-                let even_weights = [weights(word, 0), weights(word, 1)];
-                let odd_weights = [weights(WORDS + word, 0), weights(WORDS + word, 1)];
-                for m in 0..M {
-                    let words = a.add(m * CHUNK).cast::<i32>();
-                    let spread = |word| transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*words.add(word)));
-                    let (even_inputs, odd_inputs) = (spread(word), spread(WORDS + word));
-                    for half in 0..2 {
-                        even[m][half] = _mm512_dpbf16_ps(even[m][half], even_inputs, even_weights[half]);
-                        odd[m][half] = _mm512_dpbf16_ps(odd[m][half], odd_inputs, odd_weights[half]);
+            for first in (0..2).step_by(H) {
+                let mut even = [[_mm512_setzero_ps(); H]; M];
+                let mut odd = [[_mm512_setzero_ps(); H]; M];
+                for word in 0..WORDS {
+                    let weights = |word: usize, half: usize| {
+                        let at = b.add((first + half) * PANEL_CHUNK / 2 + word * WORD_VALUES);
+                        transmute::<__m512i, __m512bh>(_mm512_loadu_si512(at.cast()))
+                    };
+                    // In the order of memory, whatever order the lines are used in.
+                    let next =
+                        b.add((first * WORDS + word * H) * 2 * WORD_VALUES).cast::<i8>().wrapping_add(ahead);
+                    for line in 0..2 * H {
+                        _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(64 * line));
+                    }
+                    let even_weights: [__m512bh; H] = std::array::from_fn(|half| weights(word, half));
+                    let odd_weights: [__m512bh; H] = std::array::from_fn(|half| weights(WORDS + word, half));
+                    for m in 0..M {
+                        let words = a.add(m * CHUNK).cast::<i32>();
+                        let spread =
+                            |word| transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*words.add(word)));
+                        let (even_inputs, odd_inputs) = (spread(word), spread(WORDS + word));
+                        for half in 0..H {
+                            even[m][half] = _mm512_dpbf16_ps(even[m][half], even_inputs, even_weights[half]);
+                            odd[m][half] = _mm512_dpbf16_ps(odd[m][half], odd_inputs, odd_weights[half]);
+                        }
                     }
                 }
-            }
-            let added = |sum: __m512, even, odd| _mm512_add_ps(sum, _mm512_add_ps(even, odd));
-            for m in 0..M {
-                for half in 0..2 {
-                    sums[m][half] = added(sums[m][half], even[m][half], odd[m][half]);
+                let added = |sum: __m512, even, odd| _mm512_add_ps(sum, _mm512_add_ps(even, odd));
+                for m in 0..M {
+                    for half in 0..H {
+                        sums[m][first + half] = added(sums[m][first + half], even[m][half], odd[m][half]);
+                    }
                 }
             }
             a = a.add(TILE_ROWS * CHUNK);

@@ -90,7 +90,7 @@ pub(super) unsafe fn round_chunks(
 }
 
 /// Which input of a chunk lies at each position: [`Unit::position`] the other way round.
-fn inputs_by_position(unit: Unit) -> [u16; CHUNK] {
+pub(in super::super) fn inputs_by_position(unit: Unit) -> [u16; CHUNK] {
     let mut inputs = [0; CHUNK];
     for (input, number) in (0..CHUNK).zip(0..) {
         inputs[unit.position(input)] = number;
