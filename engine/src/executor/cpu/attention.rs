@@ -22,7 +22,7 @@ use baton_connector::layout::{KvDtype, KvLayout};
 
 use super::bf16;
 use super::convert;
-use super::isa::Isa;
+use super::isa::{Isa, request};
 use super::kernel::{MAX_ROWS, PANEL, Tile, multiply, rows_at_once};
 use super::vector;
 
@@ -95,25 +95,13 @@ impl Cache<'_> {
     /// Requests the vectors of up to [`PANEL`] positions from `from`. Runs of one head are a block apart, which
     /// no hardware prefetcher follows; without this a decode step waits for memory at every block.
     fn request(&self, half: Half, from: usize, context: usize) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            let end = context.min(from + PANEL);
-            let mut position = from;
-            while position < end {
-                let run =
-                    (self.layout.block_tokens - position % self.layout.block_tokens).min(end - position);
-                let start = self.vector(half, position).cast_const().cast::<i8>();
-                let bytes = run * self.layout.head_dim * self.layout.dtype.bytes();
-                for offset in (0..bytes).step_by(64) {
-                    // SAFETY: a prefetch may point anywhere.
-                    unsafe { _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(offset)) };
-                }
-                position += run;
-            }
+        let end = context.min(from + PANEL);
+        let mut position = from;
+        while position < end {
+            let run = (self.layout.block_tokens - position % self.layout.block_tokens).min(end - position);
+            request(self.vector(half, position), run * self.layout.head_dim * self.layout.dtype.bytes());
+            position += run;
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = (half, from, context);
     }
 
     /// Writes one token's vector.

@@ -25,7 +25,7 @@ mod dot;
 mod rounding;
 mod widened;
 
-pub(super) use self::rounding::{inputs_by_position, round, round_into, round_rows, to_words, words};
+pub(super) use self::rounding::{round, round_into, round_rows, to_words, words};
 use self::rounding::{round_chunks, round_in_place};
 use super::arena::Aligned;
 use super::isa::Isa;
@@ -98,7 +98,7 @@ impl Unit {
     /// `vdpbf16ps` adds the upper value of a word and then the lower one to one chain: its words hold two inputs of the
     /// same parity, the first of them above.
     #[inline(always)]
-    pub(super) fn position(self, input: usize) -> usize {
+    pub(super) const fn position(self, input: usize) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::Amx => input,
@@ -111,14 +111,14 @@ impl Unit {
         }
     }
 
-    /// Whether [`Self::position`] is the input's own.
-    pub(super) fn keeps_order(self) -> bool {
+    /// Which input of a chunk lies at each position, [`Self::position`] the other way round; nothing where it is the input's own.
+    pub(super) fn order(self) -> Option<&'static [u16; CHUNK]> {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 => false,
+            Self::Avx512Bf16 => Some(&dot::ORDER),
             #[cfg(target_arch = "x86_64")]
-            Self::Amx => true,
-            Self::Widened => true,
+            Self::Amx => None,
+            Self::Widened => None,
         }
     }
 

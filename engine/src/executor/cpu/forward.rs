@@ -16,7 +16,7 @@ use baton_connector::region::Region;
 use super::arena::Aligned;
 use super::attention::{self, Cache, Half, Shape, Unit, positions_per_unit};
 use super::bf16::{Inputs, PackedBuffer, Unit as BfUnit};
-use super::isa::Isa;
+use super::isa::{Isa, request};
 use super::kernel::PANEL;
 use super::matrix::{Product, Rows, SLICE_VALUES, Shared, Sums};
 use super::network::{Layer, Network};
@@ -280,6 +280,10 @@ pub(super) fn run(
     })
 }
 
+/// How far ahead rows of the residual stream are requested that a panel is added to: its columns are a page apart from row to
+/// row, which no hardware prefetcher follows. A prompt of 512 in bfloat16 is 1.6 % faster for it (Zen 5, 2026-11-24).
+const ROWS_AHEAD: usize = 12;
+
 impl Step<'_> {
     fn walk(&self, member: &Member<'_>, scratch: &mut MemberScratch) {
         let layers = &self.network.layers;
@@ -451,6 +455,11 @@ impl Step<'_> {
                         add_to_each(self.isa, sums, &bias[columns.clone()]);
                     }
                     for (row, sums) in rows.zip(sums.as_chunks::<PANEL>().0) {
+                        let (Rows { base, stride }, later) = (self.hidden, row + ROWS_AHEAD);
+                        request(
+                            base.0.wrapping_add(later * stride + columns.start).cast(),
+                            size_of_val(sums),
+                        );
                         // SAFETY: rows and columns of an item are its own.
                         let hidden = unsafe { self.hidden.row(row, self.network.config.hidden) };
                         vector::add(self.isa, &mut hidden[columns.clone()], sums);

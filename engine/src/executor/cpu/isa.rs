@@ -3,6 +3,7 @@
 //! Every kernel has the same order of operations on every instruction set: each output is one chain of fused
 //! multiply-adds, each sum runs over 16 lanes that are added in one fixed order. So all of them give the same
 //! bits, and a prefill engine with AVX-512 may feed a decode engine without it.
+#![allow(unsafe_code)] // a prefetch, which may point anywhere; and the calls that `for_each_isa` makes
 
 /// An instruction set this machine has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +71,21 @@ pub(super) fn is_amd() -> bool {
         [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"AuthenticAMD"
     });
     *AMD
+}
+
+/// Requests the lines of `bytes` bytes from anywhere into the first cache.
+#[inline(always)]
+pub(super) fn request(from: *const u8, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        for offset in (0..bytes).step_by(64) {
+            // SAFETY: a prefetch may point anywhere.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(offset).cast()) };
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (from, bytes);
 }
 
 /// Defines a function whose plain Rust body is compiled once per instruction set and chosen by its first

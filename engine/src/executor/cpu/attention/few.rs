@@ -6,17 +6,17 @@
 #![allow(unsafe_code)] // vector intrinsics on raw pointers into KV blocks; the contract is on each function
 
 use std::arch::x86_64::{
-    __m512, __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm256_loadu_si256, _mm512_castpd_ps,
-    _mm512_castps_pd, _mm512_castsi256_si512, _mm512_castsi512_ps, _mm512_cvtepu16_epi32,
-    _mm512_cvtne2ps_pbh, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_inserti64x4, _mm512_loadu_ps,
-    _mm512_set1_ps, _mm512_setzero_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps,
-    _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
+    __m512, __m512bh, __m512i, _mm256_loadu_si256, _mm512_castpd_ps, _mm512_castps_pd,
+    _mm512_castsi256_si512, _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh, _mm512_cvtph_ps,
+    _mm512_fmadd_ps, _mm512_inserti64x4, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps,
+    _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps,
+    _mm512_unpacklo_pd, _mm512_unpacklo_ps,
 };
 
 use baton_connector::layout::KvDtype;
 
 use super::{Cache, Half};
-use crate::executor::cpu::isa::Isa;
+use crate::executor::cpu::isa::{Isa, request};
 
 /// Keys that are transposed at once, and values of a vector register.
 const LANES: usize = 16;
@@ -210,15 +210,6 @@ fn later(cache: &Cache<'_>, from: usize, context: usize) -> *mut u8 {
     match (from + AHEAD).checked_sub(context.next_multiple_of(LANES)) {
         None => cache.vector(Half::Keys, from + AHEAD),
         Some(values) => cache.vector(Half::Values, values.min(context - 1)),
-    }
-}
-
-/// Requests the lines of so many bytes.
-#[inline(always)]
-fn request(from: *mut u8, bytes: usize) {
-    for offset in (0..bytes).step_by(64) {
-        // SAFETY: a prefetch may point anywhere.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(offset).cast_const().cast()) };
     }
 }
 

@@ -66,17 +66,17 @@ pub(super) unsafe fn round_chunks(
     out: *mut u16,
     stride: usize,
 ) {
-    let order = unit.filter(|unit| !unit.keeps_order()).map(inputs_by_position);
+    let order = unit.and_then(Unit::order);
     #[cfg(target_arch = "x86_64")]
     if isa == Isa::Avx512 && is_x86_feature_detected!("avx512bf16") {
         // SAFETY: the caller's contract; the machine has the instruction, and with this `isa` AVX512-BW.
-        unsafe { round_chunks_avx512(order.as_ref(), chunks, out, stride) };
+        unsafe { round_chunks_avx512(order, chunks, out, stride) };
         return;
     }
     for (index, chunk) in chunks.iter().enumerate() {
         // SAFETY: the caller's contract.
         let out = unsafe { std::slice::from_raw_parts_mut(out.add(index * stride), CHUNK) };
-        match &order {
+        match order {
             None => round_each(isa, chunk, out),
             Some(order) => {
                 let mut rounded = [0; CHUNK];
@@ -87,15 +87,6 @@ pub(super) unsafe fn round_chunks(
             }
         }
     }
-}
-
-/// Which input of a chunk lies at each position: [`Unit::position`] the other way round.
-pub(in super::super) fn inputs_by_position(unit: Unit) -> [u16; CHUNK] {
-    let mut inputs = [0; CHUNK];
-    for (input, number) in (0..CHUNK).zip(0..) {
-        inputs[unit.position(input)] = number;
-    }
-    inputs
 }
 
 /// # Safety

@@ -12,9 +12,9 @@ use std::mem::transmute;
 
 use baton_connector::layout::KvDtype;
 
-use super::{AHEAD, Bf16, Cache, F16, Half, LANES, Stored, later, request, transposed};
-use crate::executor::cpu::bf16::{CHUNK, Unit, inputs_by_position};
-use crate::executor::cpu::isa::Isa;
+use super::{AHEAD, Bf16, Cache, F16, Half, LANES, Stored, later, transposed};
+use crate::executor::cpu::bf16::{CHUNK, Unit};
+use crate::executor::cpu::isa::{Isa, request};
 
 /// How queries and weights are ordered, whatever unit multiplies otherwise: words of two even or of two odd inputs.
 pub(in super::super) const ORDER: Unit = Unit::Avx512Bf16;
@@ -97,7 +97,7 @@ unsafe fn scores_of<E: Stored, const R: usize>(
     for from in (0..context.min(AHEAD)).step_by(LANES) {
         request(cache.vector(Half::Keys, from), group_bytes);
     }
-    let order = inputs_by_position(ORDER);
+    let order = ORDER.order().expect("an order of its own");
     // SAFETY: the contract of `scores`; the order is 64 bytes long.
     unsafe {
         let order = _mm512_loadu_si512(order.as_ptr().cast());
