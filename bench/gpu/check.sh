@@ -5,12 +5,13 @@
 #
 # BATON is a built binary (`cargo build --release` makes target/release/baton); OUT is a folder for the results, by
 # default bench/results. It needs libcuda (the driver), libnvrtc and libcublasLt; a folder with the last two can be named
-# in BATON_CUDA_LIBRARIES. HANDOFF and E2E may name the built test binaries of engine/tests/handoff and tests/e2e
-# (`cargo test -p baton-engine --test handoff --no-run`, `cargo test --test e2e --no-run`): their tests of devices then run on
-# the GPU. They look for the repository where they were built: link its path there.
+# in BATON_CUDA_LIBRARIES. CONFORMANCE, HANDOFF and E2E may name the built test binaries of engine/tests/conformance.rs,
+# engine/tests/handoff and tests/e2e (`cargo test -p baton-engine --test conformance --test handoff --no-run`,
+# `cargo test --test e2e --no-run`): their tests of devices then run on the GPU. The last two look for the repository where
+# they were built: link its path there.
 #
-# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc pipelined nixl handoff e2e
-# sanitizer disconnect", in this order; the last takes two minutes, all others together about six. The step nixl needs NIXL's library (`pip install --no-deps nixl nixl-cu13`), which BATON_NIXL_LIBRARY may name.
+# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc conformance pipelined nixl
+# handoff e2e sanitizer disconnect", in this order; the last takes two minutes, all others together about six. The step nixl needs NIXL's library (`pip install --no-deps nixl nixl-cu13`), which BATON_NIXL_LIBRARY may name.
 #
 # Every result says its date, commit, machine, driver and command. BATON_COMMIT names the commit where the repository is not beside
 # the script.
@@ -18,12 +19,11 @@
 # All that is said goes into OUT too, as DATE-gpu-check.txt: of parity, tests and sanitizer there is no other record. A second run of
 # the day is added to it.
 #
-# DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc, pipelined, nixl, handoff and e2e,
-# and no speed. Nothing of it is kept in OUT.
+# DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc, conformance, pipelined, nixl,
+# handoff and e2e, and no speed. Nothing of it is kept in OUT.
 #
 # The last line is the verdict: "all right", "FAILED: …" or "NOT CHECKED: …" with every part that was not run and why (a test binary
-# that is not named, a library or a tool that is not here, a step that STEPS or the software device leaves out). Before it stands, in every
-# run, what no run of this script checks: the exit code is about the parts that it has.
+# that is not named, a library or a tool that is not here, a step that STEPS or the software device leaves out).
 #
 # Exit codes: 0 every part was run and is right; 1 something is wrong; 2 wrong arguments; 3 what was run is right, and something
 # was not run; 77 there is no GPU, nothing was checked.
@@ -43,12 +43,13 @@ case "${1:-}" in
 esac
 baton=$1
 out=${2:-bench/results}
+conformance=${CONFORMANCE:-}
 handoff=${HANDOFF:-}
 e2e=${E2E:-}
 device=${DEVICE:-cuda:0}
-steps=" ${STEPS:-parity speed ipc pipelined nixl handoff e2e sanitizer disconnect} "
+steps=" ${STEPS:-parity speed ipc conformance pipelined nixl handoff e2e sanitizer disconnect} "
 for one in $steps; do
-    case " parity speed ipc pipelined nixl handoff e2e sanitizer disconnect " in
+    case " parity speed ipc conformance pipelined nixl handoff e2e sanitizer disconnect " in
         *" $one "*) ;;
         *)
             echo "check.sh: STEPS has no step $one" >&2
@@ -178,6 +179,15 @@ if wanted ipc; then
     fi
 fi
 
+if wanted conformance; then
+    step "every promise of a transport, between pools in device memory of two processes"
+    if [ -n "$conformance" ]; then
+        tests "conformance suite" env BATON_TEST_DEVICE="$device" "$conformance" --test-threads 4
+    else
+        skip conformance "CONFORMANCE does not name the built test binary of engine/tests/conformance.rs"
+    fi
+fi
+
 if wanted pipelined; then
     step "what a handoff costs whose blocks are read while the prompt is computed"
     # One that costs more than it may is kept too: its report says how much. The software device's times say nothing.
@@ -255,8 +265,6 @@ if wanted disconnect; then
 fi
 
 echo
-echo "NOT CHECKED by any run: the transport's conformance suite on device memory (it runs on software devices:" \
-    "cargo test -p baton-connector-device)" >&2
 if [ ${#failed[@]} -gt 0 ]; then
     [ ${#skipped[@]} = 0 ] || printf 'NOT CHECKED: %s\n' "${skipped[@]}" >&2
     printf 'FAILED: %s\n' "${failed[@]}" >&2
