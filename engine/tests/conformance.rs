@@ -54,6 +54,8 @@ const SILENCE: Duration = Duration::from_millis(700);
 const LANDING_BYTES: usize = 64 << 20;
 /// What is copied to the host is a number of these.
 const PAGE: usize = 4096;
+/// The unit in which CUDA IPC shares memory, by NVIDIA's programming guide.
+const GRANULE: usize = 2 << 20;
 /// Bytes that the holder writes at once.
 const STAGING: usize = 4 << 20;
 const SOFTWARE_BYTES: usize = 4 << 30;
@@ -109,7 +111,9 @@ fn holder_process() {
         let numbers: Vec<usize> = words[1..].iter().map(|word| word.parse().expect("a number")).collect();
         match (words[0], &numbers[..]) {
             ("pool", [bytes]) => {
-                let (buffer, memory) = device.alloc_shared(*bytes).expect("memory of the device");
+                // Of smaller allocations CUDA IPC shares more than they are.
+                let whole = bytes.next_multiple_of(GRANULE);
+                let (buffer, memory) = device.alloc_shared(whole).expect("memory of the device");
                 let export = memory.export().expect("it can be exported");
                 let kind = if export.device.kind == Kind::Cuda { "cuda" } else { "software" };
                 let descriptor = export.descriptor.as_ref().map_or(-1, AsRawFd::as_raw_fd);
