@@ -127,6 +127,25 @@ pub trait Transport: Send + Sync {
         stop: &StopFlag,
     ) -> Result<(), TransportError>;
 
+    /// As [`Self::read`]. `landed` hears on this thread of whole blocks that have landed, each once and in the order of
+    /// [`ReadOrder::into`], so that they can be brought on while others are still on their way: of all of them, or of none
+    /// where the read is of slices or the transport lands elsewhere than in `region`. What they hold is not valid before
+    /// [`Self::finish`] has said so, and the read may still fail.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    fn read_telling(
+        &self,
+        peer: &Peer,
+        order: &ReadOrder,
+        region: &Region,
+        stop: &StopFlag,
+        landed: &mut dyn FnMut(&[BlockId]),
+    ) -> Result<(), TransportError> {
+        let _ = landed;
+        self.read(peer, order, region, stop)
+    }
+
     /// Tells the producer that this reader has everything, and learns whether it may use it.
     ///
     /// # Errors

@@ -135,7 +135,9 @@ impl RunningRank {
             sides.iter().map(TcpListener::local_addr).collect::<Result<_, _>>().map_err(system("listen"))?;
         let mailbox = Arc::new(Mailbox::new(options.max_waiting.max(1)));
         let status = Arc::new(StatusBoard::default());
-        let cache = OwnCache { geometry: executor.geometry(), regions: executor.regions().to_vec() };
+        let port = executor.port();
+        let (geometry, regions) = (executor.geometry(), executor.regions().to_vec());
+        let cache = OwnCache { geometry, regions, port: port.clone() };
         metrics.cache_config(options.block_tokens, executor.blocks());
         let terms = LeaseTerms { duration: options.kv_lease_duration, ..LeaseTerms::default() };
         let log = RankLog::new(&common.log, rank);
@@ -147,7 +149,6 @@ impl RunningRank {
             Arc::clone(&metrics),
             log.clone(),
         ));
-        let port = executor.port();
         if let Some(port) = &port {
             port.count(metrics.mirrored());
         }

@@ -261,11 +261,11 @@ impl EngineMetrics {
     #[must_use]
     pub fn mirrored(&self) -> Counts {
         let to = |side| {
-            let help =
-                "Blocks copied between a device's own memory and its mirror in host memory, by where to.";
+            let help = "Blocks copied between a device's own memory and its mirror in host memory, by where to \
+                (`device_in_step`: while a step waited).";
             self.make().counter_with("baton_kv_mirror_blocks_total", help, "to", side)
         };
-        Counts { to_host: to("host"), to_device: to("device") }
+        Counts { to_host: to("host"), to_device: to("device"), in_step: to("device_in_step") }
     }
 
     /// Whether NIXL is here, and where it was found (`baton_nixl_info`).

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, Producer, ReadOrder, StopFlag, Transport, TransportError, Verdict};
-use baton_connector::{Handle, Reader};
+use baton_connector::{BlockId, Handle, Reader};
 use baton_connector_device::{DevicePool, DeviceTransport, Serve};
 use baton_connector_nixl::{Library, NixlDeviceTransport, NixlTransport};
 use baton_connector_shm::{ShmServer, ShmTransport};
@@ -334,7 +334,7 @@ impl Nearest {
         &self,
         peer: &Peer,
         stop: &StopFlag,
-        call: impl Fn(&dyn Transport) -> Result<T, TransportError>,
+        mut call: impl FnMut(&dyn Transport) -> Result<T, TransportError>,
     ) -> Result<T, TransportError> {
         let carrier = self.find(peer, stop)?;
         let result = call(self.transport(carrier));
@@ -374,7 +374,18 @@ impl Transport for Nearest {
         region: &Region,
         stop: &StopFlag,
     ) -> Result<(), TransportError> {
-        self.call(peer, stop, |transport| transport.read(peer, order, region, stop))
+        self.read_telling(peer, order, region, stop, &mut |_| ())
+    }
+
+    fn read_telling(
+        &self,
+        peer: &Peer,
+        order: &ReadOrder,
+        region: &Region,
+        stop: &StopFlag,
+        landed: &mut dyn FnMut(&[BlockId]),
+    ) -> Result<(), TransportError> {
+        self.call(peer, stop, |transport| transport.read_telling(peer, order, region, stop, landed))
     }
 
     fn finish(&self, peer: &Peer, handle: Handle, reader: Reader) -> Result<Verdict, TransportError> {

@@ -23,7 +23,6 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::SocketAddr;
-use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -42,7 +41,7 @@ use baton_connector_shm::{ShmServer, listen, shared_pool};
 use baton_connector_tcp::{ClientOptions, Secret, ServerOptions};
 use baton_engine::executor::cuda::device::{Buffer, HostAt, Priority, Slice};
 use baton_engine::executor::cuda::driver::CudaDevice;
-use baton_engine::executor::cuda::port::PoolMemory;
+use baton_engine::executor::cuda::port::{HostRun, PoolMemory};
 use baton_engine::executor::cuda::software::SoftDevice;
 use baton_engine::executor::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
 use conformance::{Lender, Wire};
@@ -400,15 +399,17 @@ impl Opened for Landed {
 }
 
 /// The pages that these runs land on, each once.
-fn pages(runs: &[Run]) -> Vec<Range<usize>> {
+fn pages(runs: &[Run]) -> Vec<HostRun> {
     let page = |run: &Run| run.into / PAGE * PAGE..(run.into + run.len).next_multiple_of(PAGE);
     let mut all: Vec<_> = runs.iter().map(page).collect();
     all.sort_unstable_by_key(|range| range.start);
-    let mut merged: Vec<Range<usize>> = Vec::new();
+    let mut merged: Vec<HostRun> = Vec::new();
     for range in all {
         match merged.last_mut() {
-            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
-            _ => merged.push(range),
+            Some(last) if range.start <= last.pool + last.bytes => {
+                last.bytes = last.bytes.max(range.end - last.pool);
+            }
+            _ => merged.push(HostRun { pool: range.start, host: range.start, bytes: range.len() }),
         }
     }
     merged

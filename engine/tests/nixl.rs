@@ -11,7 +11,6 @@ mod simulated;
 
 use std::io::{self, ErrorKind};
 use std::net::TcpListener;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -24,7 +23,7 @@ use baton_connector_device::{Export, Offer, Opened};
 use baton_connector_nixl::api::{Memory, Segment};
 use baton_connector_tcp::{ClientOptions, ServerOptions};
 use baton_engine::executor::cuda::DeviceError;
-use baton_engine::executor::cuda::port::{PoolMemory, Port};
+use baton_engine::executor::cuda::port::{HostRun, PoolMemory, Port};
 use baton_engine::transport::{FoundNixl, KvTransport, SideChannel, consumer};
 use conformance::Lender;
 use simulated::{Handle, Mode, Simulated};
@@ -67,7 +66,11 @@ impl PoolMemory for Vram {
         Err(ErrorKind::Unsupported.into())
     }
 
-    fn copy_out(&self, _: &[Range<usize>], _: &Region) -> Result<(), DeviceError> {
+    fn copy_in(&self, _: &[HostRun], _: &Region) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn copy_out(&self, _: &[HostRun], _: &Region) -> Result<(), DeviceError> {
         self.copied_out.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }

@@ -9,7 +9,7 @@ use baton_connector::region::Region;
 use baton_connector::transport::{
     Part, Peer, ReadOrder, SILENCE, StopFlag, Transport, TransportError, Verdict,
 };
-use baton_connector::{Handle, Reader};
+use baton_connector::{BlockId, Handle, Reader};
 
 use crate::Secret;
 use crate::handshake::NotAdmitted;
@@ -77,7 +77,7 @@ pub trait Reach: Sized + Send + Sync {
     ) -> Result<Connection<Self::Kept>, NotAdmitted>;
 
     /// Lets the blocks of a granted read land. The inner error is an answer: the connection is still in step.
-    /// When this returns, nothing writes into the landing blocks any more.
+    /// When this returns, nothing writes into the landing blocks any more. `landed` is [`Transport::read_telling`]'s.
     ///
     /// # Errors
     /// [`LinkError`]: the connection is out of step and is closed, and the read has failed.
@@ -87,6 +87,7 @@ pub trait Reach: Sized + Send + Sync {
         order: &ReadOrder,
         region: &Region,
         stop: &StopFlag,
+        landed: &mut dyn FnMut(&[BlockId]),
     ) -> Result<Result<(), TransportError>, LinkError>;
 }
 
@@ -196,6 +197,17 @@ impl<R: Reach> Transport for Client<R> {
         region: &Region,
         stop: &StopFlag,
     ) -> Result<(), TransportError> {
+        self.read_telling(peer, order, region, stop, &mut |_| ())
+    }
+
+    fn read_telling(
+        &self,
+        peer: &Peer,
+        order: &ReadOrder,
+        region: &Region,
+        stop: &StopFlag,
+        landed: &mut dyn FnMut(&[BlockId]),
+    ) -> Result<(), TransportError> {
         let refused = |why: &str| TransportError::Refused(why.into());
         let request = request(order).map_err(|why| refused(&why))?;
         let (parts, part_bytes) = match &order.part {
@@ -211,18 +223,18 @@ impl<R: Reach> Transport for Client<R> {
         self.exchange(peer, stop, |connection| match ask(&mut connection.link, &frame, stop)? {
             Reply::Granted { count, bytes } => {
                 let fits = (count as usize, bytes) == (parts, part_bytes as u64);
-                let landed = if fits {
-                    self.reach.receive(connection, order, region, stop)
+                let result = if fits {
+                    self.reach.receive(connection, order, region, stop, landed)
                 } else {
                     Err(LinkError::Unexpected)
                 };
-                let landed = landed.map_err(|error| Broken { error, answered: true })?;
-                if landed == Err(TransportError::Gone) {
+                let result = result.map_err(|error| Broken { error, answered: true })?;
+                if result == Err(TransportError::Gone) {
                     // The lease may be draining, and then it waits to hear that nothing reads any more.
                     let failed = Request::Failed { handle: order.handle, reader: order.reader };
                     ask(&mut connection.link, &failed.encode(), stop)?;
                 }
-                Ok(landed)
+                Ok(result)
             }
             Reply::Gone => Ok(Err(TransportError::Gone)),
             Reply::Refused(why) => Ok(Err(TransportError::Refused(why))),

@@ -6,9 +6,9 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use baton_connector::Epoch;
 use baton_connector::region::Region;
 use baton_connector::transport::{Peer, ReadOrder, StopFlag, TransportError};
+use baton_connector::{BlockId, Epoch};
 use baton_connector_channel::grants::{Grants, Wanted};
 use baton_connector_channel::handshake::{self, Credentials, Service};
 use baton_connector_channel::link::{Link, LinkError};
@@ -108,6 +108,7 @@ impl Reach for Device {
         order: &ReadOrder,
         region: &Region,
         stop: &StopFlag,
+        _landed: &mut dyn FnMut(&[BlockId]),
     ) -> Result<Result<(), TransportError>, LinkError> {
         let (link, remote) = (&mut connection.link, &*connection.kept.0);
         let wanted = Wanted::of(order, region).ok_or(LinkError::Unexpected)?;

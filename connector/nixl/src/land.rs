@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, ReadOrder, StopFlag, TransportError};
+use baton_connector::transport::{Part, Peer, ReadOrder, StopFlag, TransportError};
 use baton_connector_channel::grants::{Grants, Wanted};
 use baton_connector_channel::handshake::{self, Credentials, Service};
 use baton_connector_channel::link::{Link, LinkError, Until};
@@ -111,9 +111,10 @@ impl Reach for Nixl {
         order: &ReadOrder,
         region: &Region,
         stop: &StopFlag,
+        landed: &mut dyn FnMut(&[BlockId]),
     ) -> Result<Result<(), TransportError>, LinkError> {
         let pool = Own::Host(region.clone());
-        land(&self.agents, &pool, connection, (order, region), stop)
+        land(&self.agents, &pool, connection, (order, region), stop, landed)
     }
 }
 
@@ -147,13 +148,14 @@ impl Reach for NixlDevice {
         order: &ReadOrder,
         region: &Region,
         stop: &StopFlag,
+        _landed: &mut dyn FnMut(&[BlockId]),
     ) -> Result<Result<(), TransportError>, LinkError> {
         let first = BlockId(0);
         if region.block_ptr(first) != self.pool.region().block_ptr(first) {
             return Err(failed(NixlError("a read into memory that is not the device's".into())));
         }
         let pool = Own::Device(Arc::clone(&self.pool));
-        let landed = land(&self.agents, &pool, connection, (order, region), stop)?;
+        let landed = land(&self.agents, &pool, connection, (order, region), stop, &mut |_| ())?;
         if landed.is_ok() {
             self.pool.landed(&order.into);
         }
@@ -183,6 +185,7 @@ fn land(
     connection: &mut Connection<Kept>,
     (order, region): (&ReadOrder, &Region),
     stop: &StopFlag,
+    landed: &mut dyn FnMut(&[BlockId]),
 ) -> Result<Result<(), TransportError>, LinkError> {
     let (link, Kept(remote, grants)) = (&mut connection.link, &connection.kept);
     let wanted = Wanted::of(order, region).ok_or(LinkError::Unexpected)?;
@@ -195,10 +198,14 @@ fn land(
     let bytes = order.bytes(region.block_bytes());
     grants.receive(link, wanted, bytes, stop, |blocks, ids| {
         let landing = (region, memory.base);
-        let pieces = pieces(order, landing, &remote.offer, blocks, ids).map_err(|_| LinkError::Unexpected)?;
+        let pieces = pieces(order, landing, &remote.offer, blocks.clone(), ids);
+        let pieces = pieces.map_err(|_| LinkError::Unexpected)?;
         for part in pieces.chunks(DESCRIPTORS_MAX) {
             let using = turn.take().expect("a batch that fails is the last");
             turn = Some(read(using, &remote.offer, memory.segment, part, silence)?);
+        }
+        if let Part::Blocks { .. } = order.part {
+            landed(&order.into[blocks]);
         }
         Ok(())
     })

@@ -73,6 +73,7 @@ impl Reach for Shm {
         order: &ReadOrder,
         region: &Region,
         stop: &StopFlag,
+        landed: &mut dyn FnMut(&[BlockId]),
     ) -> Result<Result<(), TransportError>, LinkError> {
         let mapping = &*connection.kept.0;
         let wanted = Wanted::of(order, region).ok_or(LinkError::Unexpected)?;
@@ -81,7 +82,12 @@ impl Reach for Shm {
         }
         let bytes = order.bytes(region.block_bytes());
         GRANTS.receive(&mut connection.link, wanted, bytes, stop, |blocks, ids| match &order.part {
-            Part::Blocks { .. } => copy_blocks(mapping, ids, region, &order.into[blocks]),
+            Part::Blocks { .. } => {
+                let into = &order.into[blocks];
+                copy_blocks(mapping, ids, region, into)?;
+                landed(into);
+                Ok(())
+            }
             Part::Slice(slice) => blocks
                 .zip(ids)
                 .try_for_each(|(index, from)| copy_piece(mapping, from, slice, index, region, &order.into)),

@@ -1,7 +1,8 @@
 //! The consumer's side: connects, and receives batches straight into the landing blocks.
 
+use baton_connector::BlockId;
 use baton_connector::region::Region;
-use baton_connector::transport::{Peer, ReadOrder, StopFlag, TransportError};
+use baton_connector::transport::{Part, Peer, ReadOrder, StopFlag, TransportError};
 use baton_connector_channel::handshake::{self, Credentials, Service};
 use baton_connector_channel::link::{Link, LinkError};
 use baton_connector_channel::patience::Patience;
@@ -47,6 +48,7 @@ impl Reach for Tcp {
         order: &ReadOrder,
         region: &Region,
         stop: &StopFlag,
+        landed: &mut dyn FnMut(&[BlockId]),
     ) -> Result<Result<(), TransportError>, LinkError> {
         let link = &mut connection.link;
         let mut patience = Patience::new(link, order.bytes(region.block_bytes()), stop);
@@ -64,10 +66,13 @@ impl Reach for Tcp {
                 return Err(LinkError::Unexpected);
             }
             let mut spans = Spans::with_capacity(parts.len() + 1);
-            target.scatter(parts, &mut spans);
+            target.scatter(parts.clone(), &mut spans);
             // The next header comes with this batch: one system call less.
             spans.push_buffer(&mut header);
             link.receive_spans(&mut spans, patience.until())?;
+            if let Part::Blocks { .. } = order.part {
+                landed(&order.into[parts]);
+            }
         }
         last_word(header)
     }

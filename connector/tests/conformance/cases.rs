@@ -1,7 +1,7 @@
 //! The promises, one function each. See `mod.rs`.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -94,6 +94,29 @@ pub fn blocks_arrive_byte_by_byte_in_the_order_of_the_table(start: Start<'_>) {
             landed(&region, &into, &from);
         }
         assert_eq!(lender.settled().iter().filter(|s| s.cause == Cause::Fetched).count(), 4);
+    }
+}
+
+pub fn blocks_are_told_of_when_they_have_landed(start: Start<'_>) {
+    for (block_bytes, blocks) in [(4096, 700), ((1 << 20) + 1, 5)] {
+        let lender = Lender::new(blocks, block_bytes, LeaseTerms::default());
+        let wire = start(Arc::clone(&lender));
+        let (region, mut dice) = (Region::allocate(blocks, block_bytes), Dice(9));
+        let (from, into) = (dice.table(blocks, blocks), dice.table(blocks, blocks));
+        let order = order(lender.lend(&from, 1), READER, 0, &into);
+        let (mut told, mut times) = (Vec::new(), 0);
+        let read = wire.transport().read_telling(&wire.peer(), &order, &region, &GO, &mut |now| {
+            times += 1;
+            for block in now {
+                let (found, sent) = (region.read_block(*block), contents(from[told.len()], block_bytes));
+                assert!(found == sent, "block {} is told of before it has landed", block.0);
+                told.push(*block);
+            }
+        });
+        assert_eq!(read, Ok(()));
+        // All or, where they land in a device's own memory, none; and not all at the end.
+        assert!(told.is_empty() || (told == order.into && times > 1), "{times} times, of {told:?}");
+        landed(&region, &into, &from);
     }
 }
 
@@ -192,9 +215,14 @@ pub fn blocks_that_are_still_computed_are_waited_for(start: Start<'_>) {
     let (lender, wire) = wired_with_large_blocks(start, LeaseTerms::default());
     let region = Region::allocate(8, 2 << 20);
     let handle = lender.lend_growing(&[0, 1, 2, 3], 1);
+    let told = AtomicUsize::new(0);
+    let told_of = || told.load(Ordering::Acquire);
     thread::scope(|scope| {
         let read = scope.spawn(|| {
-            wire.transport().read(&wire.peer(), &order(handle, READER, 0, &[4, 5, 6, 7]), &region, &GO)
+            let order = order(handle, READER, 0, &[4, 5, 6, 7]);
+            wire.transport().read_telling(&wire.peer(), &order, &region, &GO, &mut |blocks| {
+                told.fetch_add(blocks.len(), Ordering::AcqRel);
+            })
         });
         for (block, ready) in [(1, 2), (2, 3)] {
             say_nothing(&*wire);
@@ -203,9 +231,11 @@ pub fn blocks_that_are_still_computed_are_waited_for(start: Start<'_>) {
         }
         say_nothing(&*wire);
         assert!(!read.is_finished(), "one block is missing");
+        let early = told_of();
         lender.compute(handle, &[3], 3);
         assert!(lender.seal(handle));
         assert_eq!(read.join().unwrap(), Ok(()));
+        assert!(told_of() == 0 || (early > 0 && told_of() == 4), "{early} early of {}", told_of());
     });
     landed(&region, &[4, 5, 6, 7], &[0, 1, 2, 3]);
     assert_eq!(wire.transport().finish(&wire.peer(), handle, READER), Ok(Verdict::Valid));

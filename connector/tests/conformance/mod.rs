@@ -45,6 +45,7 @@ macro_rules! transport_conformance {
     ($(#[$attribute:meta])* $start:path) => {
         transport_conformance!(@each ($(#[$attribute])*) $start,
             blocks_arrive_byte_by_byte_in_the_order_of_the_table
+            blocks_are_told_of_when_they_have_landed
             a_read_starts_at_any_entry_of_the_table
             neighbours_and_strangers_in_memory_arrive_alike
             a_closed_lease_is_gone

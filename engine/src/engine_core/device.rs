@@ -321,16 +321,20 @@ mod tests {
             core.finish_step(&plan, Mail::default());
         }
         assert!(told.lock().unwrap().is_empty());
-        // A worker brings them, and has what was computed.
+        // A worker takes them, past the mirror.
         let arena = Arena::new(64, vec![region.clone()]).mirroring(port);
+        let mut stored = Vec::new();
         for order in orders.lock().unwrap().drain(..) {
             let Order::Store { block, slot, .. } = order else { panic!("{order:?}") };
-            assert!(region.read_block(block).iter().all(|byte| *byte == 0), "nobody has asked for it yet");
             arena.store(block, slot).expect("the device gives it");
-            let stored = arena.bytes(slot);
-            assert!(stored == region.read_block(block) && stored.iter().any(|byte| *byte != 0));
+            assert!(region.read_block(block).iter().all(|byte| *byte == 0), "nobody has asked for it there");
+            stored.push((block, arena.bytes(slot)));
         }
-        assert_eq!(waited() - before, 4);
+        assert_eq!((stored.len(), waited() - before), (16, 4));
+        for (block, bytes) in stored {
+            assert!(core.publish(&[block]));
+            assert!(bytes == region.read_block(block) && bytes.iter().any(|byte| *byte != 0));
+        }
     }
 
     #[test]

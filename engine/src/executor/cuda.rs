@@ -289,7 +289,8 @@ impl<D: Device> CudaExecutor<D> {
         self.device.replay(graph, self.compute)
     }
 
-    /// Copies to the device what was written from outside and is read for the first time.
+    /// Copies to the device what was written from outside, is read for the first time, and was not brought there
+    /// ([`Port::onto_device`]).
     fn onboard(&mut self, batch: &[SeqStep<'_>]) -> Result<(), DeviceError> {
         let block_tokens = self.layout.block_tokens;
         let used = batch.iter().flat_map(|seq| {
@@ -452,12 +453,9 @@ impl<D: Device> Executor for CudaExecutor<D> {
         })
     }
 
-    /// As [`Self::lend`]. What only the mirror has is stored from there, and nothing is copied now.
-    fn store(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
-        self.used(|executor| {
-            executor.port.mirror().lend(blocks.iter().copied());
-            Ok(())
-        })
+    /// As [`Self::lend`]: whoever stores them copies them out of the device ([`Port::store`]), and nothing is copied now.
+    fn store(&mut self, _blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        self.usable()
     }
 
     fn usable(&self) -> Result<(), ExecutorError> {

@@ -9,6 +9,7 @@ use baton_connector::BlockId;
 use baton_connector::region::Region;
 
 use super::{Fault, HostSlot};
+use crate::executor::cuda::device::DeviceError;
 use crate::executor::cuda::port::Port;
 
 /// Host memory in slots of one block, beside the device's pool.
@@ -32,9 +33,13 @@ impl Arena {
         Self { slots: Region::allocate(slots, block_bytes), device, port: None }
     }
 
-    /// The same, where the regions mirror a device's own memory: what is stored is copied out of it first.
+    /// The same, where the regions mirror a device's own memory: slots are copied from and to that directly, page-locked
+    /// where the system lets them be, which takes all of their memory now.
     #[must_use]
     pub fn mirroring(mut self, port: Option<Arc<Port>>) -> Self {
+        if let Some(port) = &port {
+            port.pin(&self.slots);
+        }
         self.port = port;
         self
     }
@@ -46,16 +51,16 @@ impl Arena {
     }
 
     /// Copies a block of the device into a slot. The caller keeps the contract: nobody writes the block, and nobody
-    /// else touches the slot. Where the device has memory of its own this waits for a copy out of it.
+    /// else touches the slot.
     ///
     /// # Errors
     /// [`Fault::Io`] when the device does not give the block.
     pub fn store(&self, block: BlockId, slot: HostSlot) -> Result<(), Fault> {
         if let Some(port) = &self.port {
-            port.in_region(&[block]).map_err(|error| {
+            return port.store(block, &self.slots, BlockId(slot.0)).map_err(|error| {
                 tracing::error!(%error, "a block cannot be copied to host memory, and is not stored");
                 Fault::Io
-            })?;
+            });
         }
         let mut at = self.slots.block_ptr(BlockId(slot.0));
         for shard in &self.device {
@@ -71,7 +76,13 @@ impl Arena {
 
     /// Copies a slot into a block of the device. The caller keeps the contract: the block is landing, and nobody
     /// writes the slot.
-    pub fn load(&self, slot: HostSlot, block: BlockId) {
+    ///
+    /// # Errors
+    /// [`Fault::Io`] when the device does not take it.
+    pub fn load(&self, slot: HostSlot, block: BlockId) -> Result<(), Fault> {
+        if let Some(port) = &self.port {
+            return port.load(&self.slots, BlockId(slot.0), block).map_err(not_taken);
+        }
         let mut at = self.slots.block_ptr(BlockId(slot.0)).cast_const();
         for shard in &self.device {
             let bytes = shard.block_bytes();
@@ -81,13 +92,17 @@ impl Arena {
                 at = at.add(bytes);
             }
         }
+        Ok(())
     }
 
     /// Copies verified bytes into a block of the device, which is landing.
     ///
+    /// # Errors
+    /// As [`Self::load`].
+    ///
     /// # Panics
     /// When `bytes` is not exactly one block.
-    pub fn land(&self, bytes: &[u8], block: BlockId) {
+    pub fn land(&self, bytes: &[u8], block: BlockId) -> Result<(), Fault> {
         assert_eq!(bytes.len(), self.block_bytes(), "one block");
         let mut rest = bytes;
         for shard in &self.device {
@@ -95,6 +110,7 @@ impl Arena {
             shard.write_block(block, mine);
             rest = others;
         }
+        self.port.as_ref().map_or(Ok(()), |port| port.onto_device(&[block]).map_err(not_taken))
     }
 
     /// Copies verified bytes into a slot that nobody else touches.
@@ -112,6 +128,11 @@ impl Arena {
     }
 }
 
+fn not_taken(error: DeviceError) -> Fault {
+    tracing::error!(%error, "a stored block cannot be copied to the device");
+    Fault::Io
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,12 +146,12 @@ mod tests {
         arena.store(BlockId(1), HostSlot(1)).expect("there is no device to refuse");
         let bytes = arena.bytes(HostSlot(1));
         assert_eq!(bytes, [vec![1; 8], vec![2; 16]].concat());
-        arena.load(HostSlot(1), BlockId(3));
+        arena.load(HostSlot(1), BlockId(3)).expect("there is no device to refuse");
         assert_eq!(
             (device[0].read_block(BlockId(3)), device[1].read_block(BlockId(3))),
             (vec![1; 8], vec![2; 16])
         );
-        arena.land(&bytes, BlockId(0));
+        arena.land(&bytes, BlockId(0)).expect("there is no device to refuse");
         assert_eq!(
             (device[0].read_block(BlockId(0)), device[1].read_block(BlockId(0))),
             (vec![1; 8], vec![2; 16])

@@ -3,8 +3,8 @@
 //!
 //! | thread | does |
 //! |---|---|
-//! | `offload-copy` | between device and slots, out of a device's own memory too; also gives up loads that take too long |
-//! | `offload-load-n` | file to device: read and verified apart, then copied |
+//! | `offload-copy` | between device and slots, a device's own memory too; also gives up loads that take too long |
+//! | `offload-load-n` | file to device: read and verified apart, then copied, to a device's own memory too |
 //! | `offload-disk` | slot to file, deletions; tries a failing disk out before it is used again |
 //!
 //! Invariants:
@@ -278,10 +278,7 @@ impl Shared {
             }
             self.tell_turn(turn);
             if let Some((id, Pair { block, slot })) = load {
-                let outcome = guarded(|| {
-                    self.arena.load(slot, block);
-                    Ok(())
-                });
+                let outcome = guarded(|| self.arena.load(slot, block));
                 self.tell(Report::Ended(id, outcome));
             }
             if let Some((id, Pair { block, slot })) = store {
@@ -344,7 +341,7 @@ impl Shared {
         let outcome = read.and_then(|()| {
             guarded(|| {
                 let block = &file[HEADER_BYTES..];
-                self.arena.land(block, job.block);
+                self.arena.land(block, job.block)?;
                 if let Some(slot) = job.keep {
                     self.arena.keep(block, slot);
                 }

@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -21,6 +21,8 @@ use baton_connector::{BlockId, Rank, Reader};
 
 use super::turns::Turns;
 use super::{FetchTarget, Producer};
+use crate::executor::cuda::device::DeviceError;
+use crate::executor::cuda::port::Port;
 use crate::mailbox::Mailbox;
 use crate::metrics::EngineMetrics;
 use crate::sequence::SeqId;
@@ -32,6 +34,15 @@ pub struct OwnCache {
     pub geometry: Geometry,
     /// The memory of each rank.
     pub regions: Vec<Region>,
+    /// Where it mirrors a device's own memory.
+    pub port: Option<Arc<Port>>,
+}
+
+impl OwnCache {
+    /// Brings landed blocks to the device, if there is one, so that no step waits for their copies.
+    fn bring(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
+        self.port.as_ref().map_or(Ok(()), |port| port.onto_device(blocks))
+    }
 }
 
 /// One fetch, shared by the jobs of its links.
@@ -39,6 +50,8 @@ struct Run {
     id: SeqId,
     target: FetchTarget,
     gather: Mutex<Gather>,
+    /// Links whose bytes have not landed. Slices of several may be in one block, which goes to the device when it is whole.
+    unread: AtomicUsize,
     /// Raised to end its reads: given up by the step loop, or one link has failed.
     stop: AtomicBool,
     /// Given up by the step loop: not worth a count of failure.
@@ -125,6 +138,7 @@ impl FetchWorkers {
             id,
             target,
             gather: Mutex::new(Gather::new(orders.len())),
+            unread: AtomicUsize::new(orders.len()),
             stop: AtomicBool::new(false),
             given_up: AtomicBool::new(false),
             started: Instant::now(),
@@ -241,10 +255,23 @@ impl Shared {
             run.target.peer(job.from)
         };
         let read = peer.and_then(|peer| {
-            self.transport.read(&peer, order, &self.cache.regions[rank], &run.stop)?;
+            // What is not brought now is brought below, or refused there.
+            let landed = &mut |blocks: &[BlockId]| drop(self.cache.bring(blocks));
+            self.transport.read_telling(&peer, order, &self.cache.regions[rank], &run.stop, landed)?;
             Ok(peer)
         });
+        // Before anybody hears that they have landed, and may give them to somebody else.
+        let brought = match read {
+            Ok(_) if run.unread.fetch_sub(1, Ordering::AcqRel) == 1 => self.cache.bring(&order.into),
+            _ => Ok(()),
+        };
         match read {
+            Ok(peer) if let Err(error) = brought => {
+                tracing::error!(seq = run.id.0, %error, "fetched blocks cannot be copied to the device");
+                report.last(gather::Event::Failed(FailureKind::Transfer));
+                self.give_up(&peer, job);
+                Some(true)
+            }
             Ok(peer) if run.stop.load(Ordering::Acquire) => {
                 // Given up while the last bytes came in: nobody will ask for the verdict.
                 report.last(gather::Event::Failed(FailureKind::Transfer));

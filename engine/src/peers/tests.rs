@@ -88,7 +88,7 @@ fn producers_that_say_nothing_delay_no_read_no_heartbeat_and_no_notice_of_anothe
     let mailbox = Arc::new(Mailbox::new(1));
     let whole = KvLayout { layers: 1, kv_heads: 1, head_dim: 2, block_tokens: 16, dtype: KvDtype::F32 };
     let geometry = Geometry::new(whole, 1).expect("one rank");
-    let cache = OwnCache { geometry, regions: vec![Region::allocate(1, whole.block_bytes())] };
+    let cache = OwnCache { geometry, regions: vec![Region::allocate(1, whole.block_bytes())], port: None };
     let peers = Peers::start(
         Arc::clone(&transport) as _,
         cache,

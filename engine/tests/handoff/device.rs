@@ -46,6 +46,13 @@ fn same_tokens(cluster: &Cluster, body: &Value) {
     assert_eq!(ids(&two), ids(&one));
 }
 
+/// Blocks that a step had to copy to the device, with all its sequences waiting.
+fn in_steps(node: &Node) -> f64 {
+    let text = node.get("/metrics").text;
+    let line = text.lines().find(|line| line.contains("to=\"device_in_step\"")).expect("a device tells it");
+    line.rsplit(' ').next().and_then(|n| n.parse().ok()).expect(line)
+}
+
 /// Below, at and above a block, and over several steps. None ends with a full block: its last token's KV is computed by
 /// P and by D in different sums.
 const LENGTHS: [usize; 5] = [1, BLOCK - 1, BLOCK + 1, 3 * BLOCK + 1, 101];
@@ -63,6 +70,7 @@ fn a_handoff_between_devices_says_what_the_cpu_says() {
             let prompt = prompt(seed as u64 + 1, len);
             same_tokens(&cluster, &drawn(&prompt, 0.0));
             same_bytes(&cluster.p, &cluster.d, &prompt);
+            assert_eq!(in_steps(&cluster.d), 0.0, "what is read is on the device before a step wants it");
             let with_logits = with(&greedy(&prompt, 12), "logprobs", json!(2));
             same_tokens(&cluster, &with_logits);
         }
@@ -102,6 +110,7 @@ fn what_a_device_lends_while_it_computes_is_copied_to_the_host_for_those_who_rea
             assert!((whole..=whole + 1.0).contains(&blocks), "{blocks} of {whole} and a part: once each");
             same_bytes(&cluster.p, &cluster.d, &prompt);
         }
+        assert_eq!(in_steps(&cluster.d), 0.0);
         assert_eq!(cluster.p.metric("baton_kv_early_leases_total"), 2.0);
         assert_eq!(cluster.d.metric("baton_kv_load_failures_total"), 0.0);
         cluster.is_clean();
@@ -159,11 +168,13 @@ fn what_was_evicted_from_a_device_comes_back_from_the_tiers() {
     assert_eq!(ids(&again), ids(&first));
     let hits = |node: &Node| node.metric("baton_kv_offload_hit_tokens_total");
     assert_eq!(hits(&node), (12 * BLOCK) as f64);
+    assert_eq!(in_steps(&node), 0.0);
     node.is_clean();
     node.stop();
     let second = start();
     assert_eq!(ids(&answer(&second, &body)), ids(&first));
     assert_eq!(hits(&second), (12 * BLOCK) as f64, "the disk tier has survived the restart");
+    assert_eq!(in_steps(&second), 0.0);
     second.is_clean();
 }
 

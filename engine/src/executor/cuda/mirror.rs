@@ -3,8 +3,8 @@
 //!
 //! | what happens | the newer side is then |
 //! |---|---|
-//! | a step writes the block, or it has landed on the device from another | the device's |
-//! | it is lent, or is to be stored | the device's, and whoever reads it in the mirror copies it there first |
+//! | a step writes the block, or it has landed on the device from another or from a tier | the device's |
+//! | it is lent | the device's, and whoever reads it in the mirror copies it there first |
 //! | it is about to be written from outside | the host's |
 //! | it was copied, either way | neither's |
 
@@ -40,7 +40,7 @@ impl Mirror {
         Self { blocks: vec![Newer::Neither; blocks], loans: 0, in_flight: vec![false; blocks] }
     }
 
-    /// The device has newer bytes: a step has written them, or a transport to the device.
+    /// The device has newer bytes: a step has written them, or a transport or a tier to the device.
     pub(super) fn computed(&mut self, block: BlockId) {
         self.blocks[block.index()] = Newer::Device;
     }
@@ -49,8 +49,7 @@ impl Mirror {
         self.blocks[block.index()] = Newer::Host;
     }
 
-    /// These blocks are lent, or to be stored, which counts as a loan here: from now on their bytes do not change, and
-    /// readers of the mirror may copy them.
+    /// These blocks are lent: from now on their bytes do not change, and readers of the mirror may copy them.
     pub(super) fn lend(&mut self, blocks: impl Iterator<Item = BlockId>) {
         self.loans += 1;
         for block in blocks {

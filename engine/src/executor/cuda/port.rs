@@ -5,8 +5,12 @@
 //! landed in is set aside. A block's bytes are never read in the mirror before [`Port::in_region`] has put there what
 //! was lent. And since a lease can end under a copy to the mirror, whose block is then somebody else's, nothing is written
 //! there before that copy is over: neither what lands from outside (`Port::landing`) nor what the executor copies there
-//! itself (`Port::begin_level`). Who stores a block into a tier is such a reader, and the block is held until it has
-//! been stored.
+//! itself (`Port::begin_level`).
+//!
+//! Whoever has landed blocks in the mirror brings them to the device ([`Port::onto_device`]) before it says that they are
+//! there: no step waits for that, and the blocks are still set aside. Tiers do without the mirror: their memory is copied
+//! from and to directly ([`Port::store`], [`Port::load`]), by whoever stores or loads, and the block is held until that is
+//! over.
 //!
 //! A copy that is not over in time ([`DeviceError::Hung`]) may still write, and after any work of the executor's that has
 //! failed nobody knows which side has what. So the device is given up before whoever waited hears of it: from then on the
@@ -14,7 +18,6 @@
 
 use std::fmt::Debug;
 use std::io::{self, ErrorKind};
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -28,6 +31,26 @@ use baton_connector_nixl::api::Memory;
 
 use super::device::DeviceError;
 use super::mirror::Mirror;
+
+/// Bytes of the pool, and of host memory, that are copied from one to the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostRun {
+    /// First byte in the pool.
+    pub pool: usize,
+    /// First byte in the host memory.
+    pub host: usize,
+    /// How many.
+    pub bytes: usize,
+}
+
+impl HostRun {
+    /// Whether it is inside a pool and host memory of so many bytes.
+    #[must_use]
+    pub fn is_inside(&self, pool: usize, host: usize) -> bool {
+        let fits = |at: usize, all| at.checked_add(self.bytes).is_some_and(|end| end <= all);
+        fits(self.pool, pool) && fits(self.host, host)
+    }
+}
 
 /// Device memory that other threads and processes use too, each call on a stream of its own.
 pub trait PoolMemory: Debug + Send + Sync {
@@ -43,11 +66,22 @@ pub trait PoolMemory: Debug + Send + Sync {
     /// Why it cannot be read from this device, or is not what the offer says.
     fn open(&self, offer: &Offer, descriptor: Option<OwnedFd>) -> io::Result<Box<dyn Opened>>;
 
-    /// Copies ranges of bytes to the same places in the mirror, and waits until they have landed.
+    /// Copies bytes of the pool to host memory, and waits until they have landed.
     ///
     /// # Errors
-    /// [`DeviceError`]; what is in the mirror is then of no use.
-    fn copy_out(&self, ranges: &[Range<usize>], mirror: &Region) -> Result<(), DeviceError>;
+    /// [`DeviceError`]; what is there is then of no use.
+    fn copy_out(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError>;
+
+    /// Copies bytes of host memory to the pool, and waits until they have landed.
+    ///
+    /// # Errors
+    /// As [`Self::copy_out`].
+    fn copy_in(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError>;
+
+    /// Page-locks host memory, if the system lets it be, so that copies run at the link's speed. They work either way.
+    fn pin(&self, host: &Region) {
+        let _ = host;
+    }
 
     /// Where it lies, for a library that opens it to other processes by itself. From then on it counts as exported.
     ///
@@ -90,8 +124,10 @@ const PATIENCE: Duration = Duration::from_secs(150);
 pub struct Counts {
     /// From the device to the mirror.
     pub to_host: Counter,
-    /// From the mirror to the device.
+    /// From the mirror to the device, by who has landed them.
     pub to_device: Counter,
+    /// The same by the executor, while a step or a loan waited.
+    pub in_step: Counter,
 }
 
 /// Why the device is used no more.
@@ -153,10 +189,9 @@ impl Port {
         let _ = self.counts.set(counts);
     }
 
-    fn counted(&self, to_host: usize, to_device: usize) {
+    fn counted(&self, which: impl FnOnce(&Counts) -> &Counter, blocks: usize) {
         if let Some(counts) = self.counts.get() {
-            counts.to_host.increment(to_host as u64);
-            counts.to_device.increment(to_device as u64);
+            which(counts).increment(blocks as u64);
         }
     }
 
@@ -204,26 +239,88 @@ impl Port {
         }
         owed.sort_unstable_by_key(|owed| owed.block.0);
         owed.dedup();
-        let bytes = self.region.block_bytes();
-        let mut ranges: Vec<Range<usize>> = Vec::new();
-        for owed in &owed {
-            let first = owed.block.index() * bytes;
-            match ranges.last_mut() {
-                Some(last) if last.end == first => last.end += bytes,
-                _ => ranges.push(first..first + bytes),
-            }
-        }
-        let copied = self.memory.copy_out(&ranges, &self.region);
+        let copied = self.memory.copy_out(&self.in_place(owed.iter().map(|owed| owed.block)), &self.region);
         let copied = copied.inspect_err(|error| self.given_up.note_hung(error));
         let mut mirror = self.mirror();
         if copied.is_ok() {
             mirror.paid(&owed);
-            self.counted(owed.len(), 0);
+            self.counted(|counts| &counts.to_host, owed.len());
         }
         mirror.over(owed.iter().map(|owed| owed.block));
         drop(mirror);
         self.copied.notify_all();
         copied
+    }
+
+    /// Copies blocks to the device that have landed in the mirror. Whoever has landed them calls this before it says so, while
+    /// nobody else uses them: no step is to wait for it. Blocks that the device has are left as they are. Blocks for as long
+    /// as the copies take.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; what has landed may not be used.
+    pub fn onto_device(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
+        self.usable()?;
+        let mut landed = self.mirror().on_host(blocks);
+        landed.sort_unstable_by_key(|block| block.0);
+        landed.dedup();
+        if landed.is_empty() {
+            return Ok(());
+        }
+        let copied = self.memory.copy_in(&self.in_place(landed.iter().copied()), &self.region);
+        copied.inspect_err(|error| self.given_up.note_hung(error))?;
+        self.mirror().take_to_device(landed.iter().copied());
+        self.counted(|counts| &counts.to_device, landed.len());
+        Ok(())
+    }
+
+    /// These blocks, which are sorted, at the same places in the pool and in the mirror; neighbours are one run.
+    fn in_place(&self, blocks: impl Iterator<Item = BlockId>) -> Vec<HostRun> {
+        let bytes = self.region.block_bytes();
+        let mut runs: Vec<HostRun> = Vec::new();
+        for block in blocks {
+            let at = block.index() * bytes;
+            match runs.last_mut() {
+                Some(last) if last.pool + last.bytes == at => last.bytes += bytes,
+                _ => runs.push(HostRun { pool: at, host: at, bytes }),
+            }
+        }
+        runs
+    }
+
+    /// One block, and a slot of a tier's memory.
+    fn with_slot(&self, block: BlockId, slots: &Region, slot: BlockId) -> [HostRun; 1] {
+        let bytes = self.region.block_bytes();
+        assert!(bytes == slots.block_bytes() && slot.index() < slots.blocks(), "a slot of one block");
+        [HostRun { pool: block.index() * bytes, host: slot.index() * bytes, bytes }]
+    }
+
+    /// Page-locks a tier's memory.
+    pub fn pin(&self, slots: &Region) {
+        self.memory.pin(slots);
+    }
+
+    /// Copies a block into a slot of a tier's memory, from the side that has it. The caller keeps the contract: nobody writes
+    /// the block, and nobody else touches the slot. Blocks for as long as that takes.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; what is in the slot is of no use.
+    pub fn store(&self, block: BlockId, slots: &Region, slot: BlockId) -> Result<(), DeviceError> {
+        self.onto_device(&[block])?;
+        let copied = self.memory.copy_out(&self.with_slot(block, slots, slot), slots);
+        copied.inspect_err(|error| self.given_up.note_hung(error))
+    }
+
+    /// Copies a slot of a tier's memory into a block of the device, which is landing. The caller keeps the contract: nobody
+    /// writes the slot. Blocks for as long as that takes.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; the block's bytes are undefined.
+    pub fn load(&self, slots: &Region, slot: BlockId, block: BlockId) -> Result<(), DeviceError> {
+        self.usable()?;
+        let copied = self.memory.copy_in(&self.with_slot(block, slots, slot), slots);
+        copied.inspect_err(|error| self.given_up.note_hung(error))?;
+        self.mirror().computed(block);
+        Ok(())
     }
 
     /// The books, at a moment at which none of these blocks is being copied to the mirror.
@@ -241,7 +338,7 @@ impl Port {
     }
 
     /// These blocks are about to be written in the mirror. Waits for copies of what was in them before.
-    pub(super) fn landing(&self, blocks: &[BlockId]) {
+    pub fn landing(&self, blocks: &[BlockId]) {
         // Of a device that is given up nobody uses what lands.
         let mut mirror = self.at_rest(blocks).unwrap_or_else(|_| self.mirror());
         blocks.iter().for_each(|block| mirror.landing(*block));
@@ -262,7 +359,10 @@ impl Port {
     /// They are the same, or that has failed.
     pub(super) fn end_level(&self, level: &Level, copied: &Result<(), DeviceError>) {
         match copied {
-            Ok(()) => self.counted(level.down.len(), level.up.len()),
+            Ok(()) => {
+                self.counted(|counts| &counts.to_host, level.down.len());
+                self.counted(|counts| &counts.in_step, level.up.len());
+            }
             // Before anybody goes on who has waited.
             Err(error) => self.failed(error),
         }
@@ -276,10 +376,11 @@ impl Port {
         self.copied.notify_all();
     }
 
-    /// Of these blocks, those that the executor copies to the device before a step. They count as copied.
+    /// Of these blocks, those that the executor copies to the device before a step, because whoever has landed them did not.
+    /// They count as copied.
     pub(super) fn onboard(&self, blocks: impl Iterator<Item = BlockId>) -> Vec<BlockId> {
         let taken = self.mirror().take_to_device(blocks);
-        self.counted(0, taken.len());
+        self.counted(|counts| &counts.in_step, taken.len());
         taken
     }
 }
@@ -371,7 +472,11 @@ mod tests {
             Err(ErrorKind::Unsupported.into())
         }
 
-        fn copy_out(&self, _: &[Range<usize>], _: &Region) -> Result<(), DeviceError> {
+        fn copy_in(&self, _: &[HostRun], _: &Region) -> Result<(), DeviceError> {
+            unreachable!("nothing lands")
+        }
+
+        fn copy_out(&self, _: &[HostRun], _: &Region) -> Result<(), DeviceError> {
             self.begun.send(()).expect("the test waits");
             lock(&self.end).recv().expect("the test goes on");
             lock(&self.told).push("copied");

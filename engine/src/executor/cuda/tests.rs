@@ -269,8 +269,10 @@ fn what_is_stored_is_copied_by_who_stores_it_while_steps_go_on() {
     full.iter().for_each(|block| stored.store(&[*block]).unwrap());
     assert_eq!((stored.device().copies, waits.load(Ordering::Acquire)), (copies, before));
     let port = stored.port().expect("it has memory of its own");
+    let slots = Region::allocate(40, port.region().block_bytes());
+    let slot = |block: &BlockId| BlockId(39 - block.0);
     std::thread::scope(|scope| {
-        scope.spawn(|| full.iter().for_each(|block| port.in_region(&[*block]).unwrap()));
+        scope.spawn(|| full.iter().for_each(|block| port.store(*block, &slots, slot(block)).unwrap()));
         // They go on in the block behind those.
         for at in 56..60 {
             published.execute(&[step(&text[at..=at], at, &table)], &mut logits).unwrap();
@@ -280,13 +282,71 @@ fn what_is_stored_is_copied_by_who_stores_it_while_steps_go_on() {
     });
     assert_eq!(waits.load(Ordering::Acquire), before + 4, "one for each step");
     for block in full {
-        let (ours, wanted) =
-            (stored.regions()[0].read_block(*block), published.regions()[0].read_block(*block));
+        let (ours, wanted) = (slots.read_block(slot(block)), published.regions()[0].read_block(*block));
         assert!(ours == wanted && ours.iter().any(|byte| *byte != 0), "{block:?}");
     }
-    // The mirror has them: nothing is copied again, by nobody.
-    stored.publish(full).unwrap();
-    assert_eq!(waits.load(Ordering::Acquire), before + 4);
+    // They come back to other blocks, and the step that reads them copies nothing but its own.
+    let elsewhere = blocks(20, 8);
+    for (there, here) in elsewhere[..7].iter().zip(full) {
+        stored.landing(&[*there]);
+        port.load(&slots, slot(here), *there).unwrap();
+    }
+    let copies = stored.device().copies;
+    published.execute(&[step(&text[56..], 56, &table)], &mut logits).unwrap();
+    stored.execute(&[step(&text[56..], 56, &elsewhere)], &mut theirs).unwrap();
+    assert_eq!(logits.values, theirs.values);
+    assert_eq!((stored.device().copies - copies, waits.load(Ordering::Acquire)), (2, before + 5));
+    // Whoever reads them in the mirror has them copied there, as any block that was computed.
+    stored.publish(&elsewhere[..7]).unwrap();
+    for (there, here) in elsewhere[..7].iter().zip(full) {
+        assert!(stored.regions()[0].read_block(*there) == slots.read_block(slot(here)));
+    }
+}
+
+#[test]
+fn a_step_copies_no_block_that_was_brought_when_it_landed() {
+    let config = config("Qwen2", "");
+    let (text, table, others) = (tokens(9, 33), blocks(3, 5), blocks(30, 1));
+    let step =
+        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsWanted::Last };
+    let (mut logits, mut theirs) = (Logits::default(), Logits::default());
+    let mut producer = on_software(&config, |_| ());
+    producer.execute(&[step(&text[..32], 0, &table)], &mut logits).unwrap();
+    producer.publish(&table).unwrap();
+    producer.execute(&[step(&text[32..], 32, &table)], &mut logits).unwrap();
+    for brought in [0, 2, 4] {
+        let mut consumer = on_software(&config, |_| ());
+        consumer.landing(&table[..4]);
+        for block in &table[..4] {
+            consumer.regions()[0].write_block(*block, &producer.regions()[0].read_block(*block));
+        }
+        let port = consumer.port().expect("it has memory of its own");
+        // Others' steps go on meanwhile, and have nothing to do with it.
+        std::thread::scope(|scope| {
+            scope.spawn(|| table[..brought].iter().for_each(|block| port.onto_device(&[*block]).unwrap()));
+            consumer.execute(&[step(&text[..8], 0, &others)], &mut theirs).unwrap();
+        });
+        let before = consumer.device().copies;
+        consumer.execute(&[step(&text[32..], 32, &table)], &mut theirs).unwrap();
+        assert_eq!(consumer.device().copies - before, 2 + 4 - brought as u64, "its own, there and back");
+        assert_eq!(logits.values, theirs.values);
+    }
+}
+
+#[test]
+fn blocks_that_cannot_be_brought_are_refused_and_the_device_is_given_up() {
+    let config = config("Llama", "");
+    let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
+    let table = blocks(0, 2);
+    device.landing(&table);
+    let port = device.port().expect("it has memory of its own");
+    device.device().hang();
+    assert!(matches!(port.onto_device(&table), Err(DeviceError::Hung { .. })));
+    device.device().recover();
+    // It may still write into blocks that will be somebody else's.
+    assert!(port.onto_device(&table).is_err() && port.load(port.region(), table[0], table[1]).is_err());
+    let step = SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsWanted::Last };
+    assert!(device.execute(&[step], &mut logits).is_err() && device.usable().is_err());
 }
 
 #[test]
@@ -427,7 +487,11 @@ impl port::PoolMemory for Endless {
         Err(std::io::ErrorKind::Unsupported.into())
     }
 
-    fn copy_out(&self, _: &[std::ops::Range<usize>], _: &Region) -> Result<(), DeviceError> {
+    fn copy_in(&self, _: &[port::HostRun], _: &Region) -> Result<(), DeviceError> {
+        unreachable!("nothing lands")
+    }
+
+    fn copy_out(&self, _: &[port::HostRun], _: &Region) -> Result<(), DeviceError> {
         self.0.send(()).expect("the test waits");
         self.1.lock().unwrap().recv().expect("the test goes on");
         Ok(())

@@ -1,6 +1,7 @@
 //! What a fetch reports to the step loop, with transports that do as they are told.
 
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use baton_connector::layout::KvDtype;
@@ -8,11 +9,19 @@ use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::transport::{StopFlag, Verdict};
 use baton_connector::{Epoch, Handle, Handoff, KvLayout, RequestId};
 
+use baton_connector_device::{Export, Offer, Opened};
+
 use super::*;
+use crate::executor::cuda::port::{HostRun, PoolMemory};
 
 /// What a transport does with each read; the rest it answers.
 trait Reads: Send + Sync + 'static {
     fn read(&self, peer: SocketAddr, order: &ReadOrder, stop: &StopFlag) -> Result<(), TransportError>;
+
+    /// Blocks that are told of before the read is over.
+    fn told(&self, _: &ReadOrder, _: &Region) -> Vec<BlockId> {
+        Vec::new()
+    }
 
     fn verdict(&self, _: Reader) -> Result<Verdict, TransportError> {
         Ok(Verdict::Valid)
@@ -39,6 +48,18 @@ impl<R: Reads> Transport for Scripted<R> {
         stop: &StopFlag,
     ) -> Result<(), TransportError> {
         self.reads.read(peer.address, order, stop)
+    }
+
+    fn read_telling(
+        &self,
+        peer: &Peer,
+        order: &ReadOrder,
+        region: &Region,
+        stop: &StopFlag,
+        landed: &mut dyn FnMut(&[BlockId]),
+    ) -> Result<(), TransportError> {
+        self.reads.told(order, region).into_iter().for_each(|block| landed(&[block]));
+        self.read(peer, order, region, stop)
     }
 
     fn finish(&self, _: &Peer, _: Handle, reader: Reader) -> Result<Verdict, TransportError> {
@@ -102,11 +123,18 @@ struct Bench<R> {
 
 impl<R: Reads> Bench<R> {
     fn new(ranks: usize, reads: R) -> Self {
+        Self::with(ranks, reads, |_| None)
+    }
+
+    /// The same, where the region of rank 0 mirrors this device's memory.
+    fn with(ranks: usize, reads: R, port: impl FnOnce(&Region) -> Option<Arc<Port>>) -> Self {
         let transport = Arc::new(Scripted { reads, asked: Mutex::default() });
         let mailbox = Arc::new(Mailbox::new(1));
         let geometry = geometry(ranks);
         let region = |_| Region::allocate(2, geometry.shard().block_bytes());
-        let cache = OwnCache { geometry, regions: geometry.each_rank().map(region).collect() };
+        let regions: Vec<_> = geometry.each_rank().map(region).collect();
+        let port = port(&regions[0]);
+        let cache = OwnCache { geometry, regions, port };
         let metrics = Arc::new(EngineMetrics::new("m"));
         let (workers, threads) =
             FetchWorkers::start(Arc::clone(&transport) as _, cache, Arc::clone(&mailbox), metrics, 1)
@@ -273,4 +301,107 @@ fn a_handoff_whose_ranks_do_not_fit_this_model_is_refused_before_anything_is_rea
     bench.read(1, 3);
     let (events, asked) = bench.end();
     assert_eq!((events, asked), (vec![(SEQ, Event::TransferFailed(FailureKind::Refused))], vec![]));
+}
+
+/// A device's memory of two blocks, and what becomes of copies into it.
+#[derive(Debug)]
+struct Memory {
+    copies: Arc<Mutex<Vec<Vec<HostRun>>>>,
+    works: bool,
+}
+
+impl PoolMemory for Memory {
+    fn export(&self) -> std::io::Result<Export> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
+
+    fn open(&self, _: &Offer, _: Option<OwnedFd>) -> std::io::Result<Box<dyn Opened>> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
+
+    fn copy_out(&self, _: &[HostRun], _: &Region) -> Result<(), DeviceError> {
+        unreachable!("nothing is lent")
+    }
+
+    fn copy_in(&self, runs: &[HostRun], _: &Region) -> Result<(), DeviceError> {
+        lock(&self.copies).push(runs.to_vec());
+        let failed = || DeviceError::Call { call: "copy", what: "it was to fail".into() };
+        self.works.then_some(()).ok_or_else(failed)
+    }
+}
+
+/// Says when the step loop hears of a read how many copies there were.
+struct Telling {
+    told: usize,
+    copies: Arc<Mutex<Vec<Vec<HostRun>>>>,
+    at_verdict: Arc<AtomicUsize>,
+}
+
+impl Reads for Telling {
+    fn told(&self, order: &ReadOrder, _: &Region) -> Vec<BlockId> {
+        order.into[..self.told].to_vec()
+    }
+
+    fn read(&self, _: SocketAddr, _: &ReadOrder, _: &StopFlag) -> Result<(), TransportError> {
+        assert_eq!(lock(&self.copies).len(), self.told, "they are brought while the others are on their way");
+        Ok(())
+    }
+
+    fn verdict(&self, _: Reader) -> Result<Verdict, TransportError> {
+        self.at_verdict.store(lock(&self.copies).len(), Ordering::Release);
+        Ok(Verdict::Valid)
+    }
+}
+
+/// What a fetch into a device's blocks reports, what is asked of the transport, and the bytes that each copy to the device
+/// had by the verdict.
+fn onto_device(told: usize, from_ranks: u16, works: bool) -> (Vec<Event>, Vec<&'static str>, Vec<usize>) {
+    let (copies, at_verdict) = (Arc::default(), Arc::default());
+    let reads = Telling { told, copies: Arc::clone(&copies), at_verdict: Arc::clone(&at_verdict) };
+    let memory = Memory { copies: Arc::clone(&copies), works };
+    let bench = Bench::with(1, reads, |region| {
+        let port = Port::new(Arc::new(memory), region.clone());
+        port.landing(&[BlockId(0), BlockId(1)]);
+        Some(Arc::new(port))
+    });
+    bench.read(1, from_ranks);
+    let (events, asked) = bench.end();
+    let copied: Vec<usize> =
+        lock(&copies).iter().map(|runs| runs.iter().map(|run| run.bytes).sum()).collect();
+    let at_verdict = at_verdict.load(Ordering::Acquire);
+    assert!(
+        at_verdict == copied.len() || !works,
+        "{at_verdict} of {copied:?} when the verdict was asked for"
+    );
+    (
+        events.into_iter().map(|(_, event)| event).collect(),
+        asked.into_iter().map(|(what, _)| what).collect(),
+        copied,
+    )
+}
+
+#[test]
+fn what_lands_is_on_the_device_before_the_step_loop_hears_of_it() {
+    let valid = vec![Event::TransferDone, Event::Verdict(Answer::Valid)];
+    let block = geometry(1).shard().block_bytes();
+    // Neighbours are one copy; each is copied once.
+    for (told, copied) in [(0, vec![2 * block]), (1, vec![block, block]), (2, vec![block, block])] {
+        assert_eq!(
+            onto_device(told, 1, true),
+            (valid.clone(), vec!["finish"], copied),
+            "{told} were told of"
+        );
+    }
+    // Slices of two links are in each block: it is whole after the second.
+    let (events, asked, copied) = onto_device(0, 2, true);
+    assert_eq!((events, asked.len(), copied), (valid, 2, vec![2 * block]));
+}
+
+#[test]
+fn what_cannot_be_brought_to_the_device_is_a_failed_fetch_that_the_producer_need_not_wait_for() {
+    for told in [0, 2] {
+        let (events, asked, copies) = onto_device(told, 1, false);
+        assert_eq!((events, asked), (vec![BROKEN], vec!["give up"]));
+        assert_eq!(copies.len(), told + 1, "tried once more at the end");
+    }
 }

@@ -8,7 +8,6 @@
 #![allow(unsafe_code)] // calls into the driver; see each block
 
 use std::io::{self, ErrorKind};
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,7 +22,7 @@ use super::module::Module;
 use super::{check, patience, stream};
 use crate::executor::cuda::device::{DeviceError, Priority};
 use crate::executor::cuda::pieces::Piece;
-use crate::executor::cuda::port::PoolMemory;
+use crate::executor::cuda::port::{HostRun, PoolMemory};
 
 /// A stream, and the event at its end.
 #[derive(Debug)]
@@ -44,6 +43,8 @@ pub(super) struct CudaPool {
     exported: AtomicBool,
     /// As many as there were copies at the same time; those are bounded by their threads.
     lanes: Mutex<Vec<Lane>>,
+    /// Host memory that was page-locked for its copies.
+    pinned: Mutex<Vec<Region>>,
     /// A copy was not over in time.
     hung: AtomicBool,
 }
@@ -112,8 +113,9 @@ impl CudaPool {
         check("cuDevicePrimaryCtxRetain", unsafe {
             sys::cuDevicePrimaryCtxRetain(&raw mut context, device)
         })?;
-        let (exported, lanes, hung) = (AtomicBool::new(false), Mutex::default(), AtomicBool::new(false));
-        Ok(Self { device, uuid, context, module, address, bytes, exported, lanes, hung })
+        let (exported, hung) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (lanes, pinned) = (Mutex::default(), Mutex::default());
+        Ok(Self { device, uuid, context, module, address, bytes, exported, lanes, pinned, hung })
     }
 
     /// Whether a copy was not over in time.
@@ -179,6 +181,29 @@ impl CudaPool {
             self.lanes.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
         }
         result
+    }
+
+    /// Copies between the pool and host memory, which is kept for good if they hang: they may still touch it.
+    fn copy_with(
+        &self,
+        runs: &[HostRun],
+        host: &Region,
+        enqueue: impl Fn(sys::CUdeviceptr, *mut u8, usize, sys::CUstream) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let room = host.blocks() * host.block_bytes();
+        if let Some(run) = runs.iter().find(|run| !run.is_inside(self.bytes, room)) {
+            return Err(DeviceError::Undefined(format!("{run:?} of a pool of {} and {room}", self.bytes)));
+        }
+        let base = host.block_ptr(BlockId(0));
+        let copied = self.copy(|stream| {
+            runs.iter().try_for_each(|run| {
+                enqueue(self.address + run.pool as u64, base.wrapping_add(run.host), run.bytes, stream)
+            })
+        });
+        if matches!(copied, Err(DeviceError::Hung { .. })) {
+            std::mem::forget(host.clone());
+        }
+        copied
     }
 
     /// Whether our device can copy from this one.
@@ -261,33 +286,45 @@ impl PoolMemory for Arc<CudaPool> {
         self.bind().map_err(refused)
     }
 
-    fn copy_out(&self, ranges: &[Range<usize>], mirror: &Region) -> Result<(), DeviceError> {
-        let room = self.bytes.min(mirror.blocks() * mirror.block_bytes());
-        if let Some(range) = ranges.iter().find(|range| range.start > range.end || range.end > room) {
-            return Err(DeviceError::Undefined(format!("bytes {range:?} of a pool of {room}")));
-        }
-        let host = mirror.block_ptr(BlockId(0));
-        let copied = self.copy(|stream| {
-            for range in ranges {
-                let (to, from) = (host.wrapping_add(range.start), self.address + range.start as u64);
-                // SAFETY: inside the pool and inside the mirror, both alive until the copies have been waited for.
-                let result = unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, range.len(), stream) };
-                check("cuMemcpyDtoHAsync", result)?;
-            }
-            Ok(())
+    fn copy_out(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError> {
+        self.copy_with(runs, host, |pool, host, bytes, stream| {
+            // SAFETY: inside the pool and inside the host memory, as was checked, both alive until the copies have been
+            // waited for.
+            let result = unsafe { sys::cuMemcpyDtoHAsync_v2(host.cast(), pool, bytes, stream) };
+            check("cuMemcpyDtoHAsync", result)
+        })
+    }
+
+    fn copy_in(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError> {
+        self.copy_with(runs, host, |pool, host, bytes, stream| {
+            // SAFETY: as above.
+            let result = unsafe { sys::cuMemcpyHtoDAsync_v2(pool, host.cast_const().cast(), bytes, stream) };
+            check("cuMemcpyHtoDAsync", result)
+        })
+    }
+
+    fn pin(&self, host: &Region) {
+        let bytes = host.blocks() * host.block_bytes();
+        let locked = self.bind().and_then(|()| {
+            // SAFETY: the memory stays where it is while `self` keeps the region, and is unregistered before.
+            let result = unsafe { sys::cuMemHostRegister_v2(host.block_ptr(BlockId(0)).cast(), bytes, 0) };
+            check("cuMemHostRegister", result)
         });
-        if matches!(copied, Err(DeviceError::Hung { .. })) {
-            // It may still be written.
-            std::mem::forget(mirror.clone());
+        match locked {
+            Ok(()) => self.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(host.clone()),
+            Err(error) => {
+                tracing::warn!(%error, bytes, "the host tier cannot be page-locked; its copies are slower");
+            }
         }
-        copied
     }
 }
 
 impl Drop for CudaPool {
     fn drop(&mut self) {
+        let pinned = std::mem::take(self.pinned.get_mut().unwrap_or_else(PoisonError::into_inner));
         if *self.hung.get_mut() {
             // A copy may still write into it, and giving back would wait for it without a bound.
+            std::mem::forget(pinned);
             return;
         }
         // SAFETY: nobody has the pool any more, and every copy was waited for. Errors are of no use here.
@@ -296,6 +333,9 @@ impl Drop for CudaPool {
             for lane in self.lanes.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
                 let _ = sys::cuEventDestroy_v2(lane.event);
                 let _ = sys::cuStreamDestroy_v2(lane.stream);
+            }
+            for region in &pinned {
+                let _ = sys::cuMemHostUnregister(region.block_ptr(BlockId(0)).cast());
             }
             if *self.exported.get_mut() {
                 // Another process may have it open; and releasing the context might free it.

@@ -2,13 +2,13 @@
 #![allow(unsafe_code)] // slices of memory that other threads use too; see each block
 
 use std::fmt;
-use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
 
 use super::shared::SharedPool;
+use crate::executor::cuda::port::HostRun;
 
 /// Plain bytes: of its own, a region's, or a pool's.
 pub(super) enum Bytes {
@@ -84,11 +84,25 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Bytes of a pool, for whoever holds the right to work on it.
-pub(super) fn copied(pool: &SharedPool, range: Range<usize>) -> Vec<u8> {
-    assert!(range.start <= range.end && range.end <= pool.bytes(), "bytes {range:?} of a pool");
-    // SAFETY: inside the pool, which lives through the call; the caller's lock keeps others from writing it.
-    unsafe { std::slice::from_raw_parts(pool.base().add(range.start), range.len()) }.to_vec()
+/// Copies bytes of a pool to host memory, for whoever holds the right to work on the pool.
+pub(super) fn out_of(pool: &SharedPool, run: &HostRun, host: &Region) {
+    let (pool, host) = places(pool, run, host);
+    // SAFETY: inside both, which live through the call and are different memory. The caller's lock keeps others from the pool,
+    // and the books of blocks and slots from these bytes of the host's.
+    unsafe { std::ptr::copy_nonoverlapping(pool.cast_const(), host, run.bytes) };
+}
+
+/// The other way.
+pub(super) fn into(pool: &SharedPool, run: &HostRun, host: &Region) {
+    let (pool, host) = places(pool, run, host);
+    // SAFETY: as above.
+    unsafe { std::ptr::copy_nonoverlapping(host.cast_const(), pool, run.bytes) };
+}
+
+fn places(pool: &SharedPool, run: &HostRun, host: &Region) -> (*mut u8, *mut u8) {
+    let inside = run.is_inside(pool.bytes(), host.blocks() * host.block_bytes());
+    assert!(inside, "{run:?} of a pool of {} bytes", pool.bytes());
+    (pool.base().wrapping_add(run.pool), host.block_ptr(BlockId(0)).wrapping_add(run.host))
 }
 
 /// Calls `each(block, first byte in it, range of the whole)` for a range of a region's bytes.

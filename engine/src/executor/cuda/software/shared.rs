@@ -16,7 +16,7 @@ use baton_connector_nixl::api::{Memory, Segment};
 
 use super::memory::{Shadow, lock};
 use crate::executor::cuda::device::DeviceError;
-use crate::executor::cuda::port::PoolMemory;
+use crate::executor::cuda::port::{HostRun, PoolMemory};
 use crate::transport::shared_pool;
 
 /// See the module's documentation.
@@ -73,19 +73,24 @@ impl PoolMemory for SharedPool {
         Ok(Memory { segment: Segment::Host, base: self.base().expose_provenance(), len: self.bytes() })
     }
 
-    fn copy_out(&self, ranges: &[Range<usize>], mirror: &Region) -> Result<(), DeviceError> {
+    fn copy_out(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError> {
         let _working = lock(&self.work);
         super::wait("a copy of KV blocks", &self.hangs)?;
-        let len = mirror.block_bytes();
-        for range in ranges {
-            self.check(range.clone(), false).map_err(DeviceError::Undefined)?;
-            assert!(range.start % len == 0 && range.len() % len == 0, "whole blocks of the mirror");
-            for at in range.clone().step_by(len) {
-                let block = BlockId(u32::try_from(at / len).expect("blocks are counted in 32 bits"));
-                mirror.write_block(block, &super::memory::copied(self, at..at + len));
-            }
-        }
-        Ok(())
+        runs.iter().try_for_each(|run| {
+            self.check(run.pool..run.pool + run.bytes, false).map_err(DeviceError::Undefined)?;
+            super::memory::out_of(self, run, host);
+            Ok(())
+        })
+    }
+
+    fn copy_in(&self, runs: &[HostRun], host: &Region) -> Result<(), DeviceError> {
+        let _working = lock(&self.work);
+        super::wait("a copy of KV blocks", &self.hangs)?;
+        runs.iter().try_for_each(|run| {
+            self.check(run.pool..run.pool + run.bytes, true).map_err(DeviceError::Undefined)?;
+            super::memory::into(self, run, host);
+            Ok(())
+        })
     }
 }
 
