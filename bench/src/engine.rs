@@ -19,6 +19,7 @@ mod limits;
 mod made_up;
 mod process;
 mod subject;
+mod targets;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -36,6 +37,7 @@ use serde::Serialize;
 
 pub use self::process::ProcessReport;
 use self::subject::Subject;
+pub use self::targets::Target;
 
 /// Prompt length of the prefill measurement, in tokens.
 const PROMPT_TOKENS: usize = 512;
@@ -73,6 +75,9 @@ pub struct EngineBench {
     /// Only the default element types
     #[arg(long)]
     pub exact_only: bool,
+    /// Fail where a target is missed: 85% of the limit, 300 tokens/s, 2 s, 1.15 times the memory
+    #[arg(long)]
+    pub fail_on_miss: bool,
 }
 
 /// Why a measurement could not be made.
@@ -90,6 +95,9 @@ pub enum EngineBenchError {
     /// The report cannot be written.
     #[error("cannot write the report: {0}")]
     Report(#[from] std::io::Error),
+    /// Less was reached than is promised, and whoever asked wants to know.
+    #[error("missed: {0}")]
+    Missed(String),
 }
 
 /// One JSON object of `--json`.
@@ -123,6 +131,8 @@ pub struct EngineReport {
     pub engines: Vec<EngineRow>,
     /// The engine as a process; only with a checkpoint.
     pub process: Option<ProcessReport>,
+    /// What is promised of all this, and whether it was reached.
+    pub targets: Vec<Target>,
 }
 
 /// The engine with one choice of element types.
@@ -202,6 +212,10 @@ pub fn run(options: &EngineBench, out: &mut dyn Write) -> Result<(), EngineBench
     } else {
         print(&report, options.rounds, out)?;
     }
+    let missed: Vec<_> = report.targets.iter().filter(|target| !target.met).map(Target::to_string).collect();
+    if options.fail_on_miss && !missed.is_empty() {
+        return Err(EngineBenchError::Missed(missed.join("; ")));
+    }
     Ok(())
 }
 
@@ -249,6 +263,7 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
         gemm_gflops: Series::default(),
         engines,
         process: None,
+        targets: Vec::new(),
     };
     for subject in &mut subjects {
         subject.prefill()?;
@@ -299,6 +314,7 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
     if let Some(dir) = checkpoint {
         report.process = Some(process::measure(dir, threads, report.engines[0].weight_bytes, &config)?);
     }
+    report.targets = targets::judge(&report, &config);
     Ok(report)
 }
 
@@ -486,7 +502,7 @@ fn print(report: &EngineReport, rounds: usize, out: &mut dyn Write) -> std::io::
     if let Some(process) = &report.process {
         process::print(process, out)?;
     }
-    Ok(())
+    targets::print(&report.targets, out)
 }
 
 /// Weights in matrices, with `heads` output matrices per token.
@@ -502,6 +518,31 @@ fn prefill_flops(config: &ModelConfig) -> f64 {
     let tokens = PROMPT_TOKENS as f64;
     let attention = 2.0 * tokens * tokens * (config.query_width() * config.layers) as f64;
     2.0 * tokens * matrix_weights(config, 1.0 / tokens) + attention
+}
+
+/// A report of one engine of which nothing was measured.
+#[cfg(test)]
+fn sample(config: &ModelConfig) -> EngineReport {
+    let cpu = Subject::options(KvDtype::F32, 1, 1);
+    let tiny = ModelConfig { layers: 1, vocab: 64, ..config.clone() };
+    let executor = CpuExecutor::with_weights(&Weights::random(1), &tiny, &cpu, &mut |_| ()).expect("it fits");
+    EngineReport {
+        model: "m".into(),
+        unix_time_s: 0,
+        commit: None,
+        command: "c".into(),
+        cpu: "p".into(),
+        threads: 1,
+        isa: executor.isa().name(),
+        memory_gbps: Series::default(),
+        huge_page_share: None,
+        peak_gflops: None,
+        bf16_peak_gflops: None,
+        gemm_gflops: Series::default(),
+        engines: vec![EngineRow::of(&executor, &tiny)],
+        process: None,
+        targets: Vec::new(),
+    }
 }
 
 #[cfg(test)]

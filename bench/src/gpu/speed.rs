@@ -9,6 +9,7 @@ use baton_connector::region::Region;
 use baton_engine::engine::EngineOptions;
 use baton_engine::executor::cuda::device::{Event, HostAt, Launch, Matmul, Priority, Slice, Stream};
 use baton_engine::executor::cuda::kernels::{self, Attention, SPLIT_TOKENS, Shape};
+use baton_engine::executor::cuda::port::HostRun;
 use baton_engine::executor::cuda::{CudaExecutor, Device, DeviceError, DeviceOptions, Element};
 use baton_engine::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use baton_engine::model::config::ModelConfig;
@@ -242,7 +243,39 @@ impl<'a, D: Device> Raw<'a, D> {
             speeds.push(limited(format!("pinned {name}, {many}"), parts, whole, 0.9));
         }
         self.free(&[a, b])?;
+        self.tiers(speeds)?;
         Ok(copy)
+    }
+
+    /// Blocks from and to a host tier, as its thread moves them: one, waited for, then the next.
+    fn tiers(&mut self, speeds: &mut Vec<Speed>) -> Result<(), GpuBenchError> {
+        let Sizes { link, block, blocks: count, .. } = self.sizes;
+        let linked = link / block;
+        let (pool, memory) = self.device.alloc_shared(link)?;
+        self.fill(&[Slice::of(pool, link)])?;
+        let slots = Region::allocate(linked, block);
+        memory.pin(&slots);
+        let run = |i| {
+            let (from, to) = (i * 797 % linked, i * 1201 % linked);
+            [HostRun { pool: from * block, host: to * block, bytes: block }]
+        };
+        for (what, store) in [("stored into", true), ("loaded from", false)] {
+            let mut best = f64::INFINITY;
+            for _ in 0..RUNS {
+                let begun = Instant::now();
+                for i in 0..count {
+                    match store {
+                        true => memory.copy_out(&run(i), &slots)?,
+                        false => memory.copy_in(&run(i), &slots)?,
+                    }
+                }
+                best = best.min(begun.elapsed().as_secs_f64());
+            }
+            let what = format!("{count} blocks of {} KiB {what} the host tier, one by one", block >> 10);
+            speeds.push(plain(what, gigabytes(block * count) / best, "GB/s"));
+        }
+        drop(memory);
+        Ok(self.device.free(pool)?)
     }
 
     /// One large bf16 product; FLOP/s.
@@ -534,7 +567,7 @@ mod tests {
         let (speeds, failed) =
             measure(&sizes, |head_dim| Ok(SoftDevice::new(256 << 20, Element::Bf16, head_dim)));
         assert!(failed.is_empty(), "{failed:?}");
-        assert_eq!(speeds.len(), 18, "{speeds:?}");
+        assert_eq!(speeds.len(), 20, "{speeds:?}");
         let chunked = |speed: &Speed| speed.what == "prefill of 64 in steps of 24, 2 layers";
         assert!(speeds.iter().any(chunked), "{speeds:?}");
         // A part that fails costs only itself.
