@@ -100,6 +100,7 @@ fn all_that_is_said_is_kept() {
     for said in [
         "called: parity ",
         "called: bench handoff --device cuda:0 --transport auto,shm,tcp --json --fail-over\n",
+        "--json --fail-over --model DIR --tokens 4096 --chunk 512 --pace-ms 1\n",
         "a complaint\n",
         "test result: ok. 3 passed",
         "== every promise of a transport, between pools in device memory of two processes\n",

@@ -11,7 +11,7 @@
 # they were built: link its path there.
 #
 # Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc conformance pipelined nixl
-# handoff e2e sanitizer disconnect", in this order; the last takes two minutes, all others together about six. The step nixl needs NIXL's library (`pip install --no-deps nixl nixl-cu13`), which BATON_NIXL_LIBRARY may name.
+# handoff e2e sanitizer disconnect", in this order; the last takes two minutes, all others together about seven. The step nixl needs NIXL's library (`pip install --no-deps nixl nixl-cu13`), which BATON_NIXL_LIBRARY may name.
 #
 # Every result says its date, commit, machine, driver and command. BATON_COMMIT names the commit where the repository is not beside
 # the script.
@@ -200,6 +200,18 @@ if wanted pipelined; then
         if [ "$device" != software ]; then
             cp "$work/pipelined.json" "$out/$(date -u +%Y-%m-%d)-gpu-handoff.json"
         fi
+    fi
+    if [ "$device" != software ]; then
+        echo "-- a model of 214 million parameters, weights made up"
+        "$baton" bench engine --write-model "$work/made-up" --rounds 1 --decode-tokens 1 --exact-only >/dev/null \
+            || failed+=("pipelined (the model cannot be made)")
+        "$baton" bench handoff --device "$device" --transport auto,shm,tcp --json --fail-over \
+            --model "$work/made-up" --tokens 4096 --chunk 512 --pace-ms 1 \
+            >"$work/pipelined-214m.json" || failed+=("pipelined, 214 million parameters")
+        if [ -s "$work/pipelined-214m.json" ]; then
+            sed "s|$work/made-up|DIR|g" "$work/pipelined-214m.json" | tee "$out/$(date -u +%Y-%m-%d)-gpu-handoff-214m.json"
+        fi
+        rm -rf "$work/made-up"
     fi
 fi
 
