@@ -301,7 +301,10 @@ fn reused_in_the_middle_of_a_copy(mut stage: Stage) {
     for shot in 0..SHOTS {
         let _ = stage.d().send("POST", "/reset_prefix_cache", &json!({})).reply();
         let handoff = stage.p().lends(&stage.ask);
+        // It finds the request when it goes on: a shot that is aimed from there can be early, however fast the read is.
+        stage.cluster.decode[0].pause();
         let call = stage.d().send("POST", stage.ask.path, &stage.with(&handoff));
+        stage.cluster.decode[0].go_on();
         wait(delay);
         stage.cluster.decode[0].pause();
         let states = stage.p().lease_states();
@@ -312,7 +315,7 @@ fn reused_in_the_middle_of_a_copy(mut stage: Stage) {
             hit = stage.p().metric("vllm:nixl_num_kv_expired_reqs", "") == 1.0;
         }
         if hit {
-            println!("hit in the middle of a copy by shot {shot}, {delay:?} after the request");
+            println!("hit in the middle of a copy by shot {shot}, {delay:?} after it went on");
             stage.reuse(&handoff);
             stage.cluster.decode[0].go_on();
             stage.ends_well(&call.reply());

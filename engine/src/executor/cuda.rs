@@ -293,10 +293,9 @@ impl<D: Device> CudaExecutor<D> {
     /// ([`Port::onto_device`]).
     fn onboard(&mut self, batch: &[SeqStep<'_>]) -> Result<(), DeviceError> {
         let block_tokens = self.layout.block_tokens;
-        let used = batch.iter().flat_map(|seq| {
-            seq.block_table[..(seq.start + seq.tokens.len()).div_ceil(block_tokens)].iter().copied()
-        });
-        let landed = self.port.onboard(used);
+        // What lies behind earlier positions is of no use: a read that failed may have left it.
+        let read = batch.iter().flat_map(|seq| seq.block_table[..seq.start.div_ceil(block_tokens)].iter());
+        let landed = self.port.onboard(read.copied());
         if landed.is_empty() {
             return Ok(());
         }

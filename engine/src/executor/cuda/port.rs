@@ -338,7 +338,7 @@ impl Port {
     }
 
     /// These blocks are about to be written in the mirror. Waits for copies of what was in them before.
-    pub fn landing(&self, blocks: &[BlockId]) {
+    pub(crate) fn landing(&self, blocks: &[BlockId]) {
         // Of a device that is given up nobody uses what lands.
         let mut mirror = self.at_rest(blocks).unwrap_or_else(|_| self.mirror());
         blocks.iter().for_each(|block| mirror.landing(*block));

@@ -330,6 +330,14 @@ fn a_step_copies_no_block_that_was_brought_when_it_landed() {
         consumer.execute(&[step(&text[32..], 32, &table)], &mut theirs).unwrap();
         assert_eq!(consumer.device().copies - before, 2 + 4 - brought as u64, "its own, there and back");
         assert_eq!(logits.values, theirs.values);
+        // What a read that failed has left is not brought for those who compute the blocks anew.
+        consumer.landing(&others);
+        let before = consumer.device().copies;
+        consumer.execute(&[step(&text[..8], 0, &others)], &mut theirs).unwrap();
+        assert_eq!(consumer.device().copies - before, 2);
+        let mut again = Logits::default();
+        consumer.execute(&[step(&text[..8], 0, &table)], &mut again).unwrap();
+        assert_eq!(again.values, theirs.values);
     }
 }
 
