@@ -160,8 +160,8 @@ pub trait Executor: Send {
         self.publish(blocks)
     }
 
-    /// These blocks are final and will be stored. Whoever copies them from [`Self::regions`] asks [`Self::port`] first, if
-    /// there is one; otherwise they are published.
+    /// These blocks are final and will be stored. Whoever stores them copies them by [`Self::port`], if there is one, and from
+    /// [`Self::regions`] otherwise, where they are then published.
     ///
     /// # Errors
     /// As [`Self::publish`].
