@@ -11,11 +11,12 @@
 //! take what is below 2^-126 in magnitude for zero, the others keep it. A logit does not come from there.
 //!
 //! ```text
-//!   panel of 32 outputs     per chunk: 2 halves × 16 words × 16 outputs × 2 inputs, 2 KiB
+//!   panel of 32 outputs     per chunk: 32 lines, 2 KiB; a line is a word of two inputs for each of 16 outputs
 //!   rows of activations     per 16 rows and chunk: 16 rows × 32 inputs, 1 KiB
 //! ```
 //!
-//! Which two inputs share a word is the unit's ([`Unit::position`]). Inputs are filled up with zeros to whole chunks.
+//! Which two inputs share a word is the unit's ([`Unit::position`]), and so is the order of the lines ([`Unit::line`]). Inputs are
+//! filled up with zeros to whole chunks.
 #![allow(unsafe_code)] // vector intrinsics and tiles on raw pointers; the contract is on `Operands`
 
 #[cfg(target_arch = "x86_64")]
@@ -37,6 +38,8 @@ pub(super) const CHUNK: usize = 32;
 const _: () = assert!(CHUNK == PANEL);
 /// Values of a chunk of a panel.
 pub(super) const PANEL_CHUNK: usize = CHUNK * PANEL;
+/// Values of a line of a panel: a word for each output of one half.
+pub(super) const LINE_VALUES: usize = 2 * TILE_ROWS;
 /// Rows that lie together.
 pub(super) const TILE_ROWS: usize = 16;
 /// Rows that one pass over a panel serves on every unit; items begin at multiples of it.
@@ -111,6 +114,20 @@ impl Unit {
         }
     }
 
+    /// Where the line of word `word` and of one half of the outputs lies among the 32 of a panel's chunk.
+    ///
+    /// Tiles want 16 words of a half side by side; vectors take both halves of a word at once, and read a panel strictly forward.
+    #[inline(always)]
+    pub(super) const fn line(self, word: usize, half: usize) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => half * CHUNK / 2 + word,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => 2 * word + half,
+            Self::Widened => half * CHUNK / 2 + word,
+        }
+    }
+
     /// Which input of a chunk lies at each position, [`Self::position`] the other way round; nothing where it is the input's own.
     pub(super) fn order(self) -> Option<&'static [u16; CHUNK]> {
         match self {
@@ -138,11 +155,7 @@ pub(super) fn panel_len(inputs: usize) -> usize {
 pub(super) fn panel_position(unit: Unit, input: usize, column: usize) -> usize {
     let position = unit.position(input % CHUNK);
     let (half, column) = (column / TILE_ROWS, column % TILE_ROWS);
-    input / CHUNK * PANEL_CHUNK
-        + half * PANEL_CHUNK / 2
-        + position / 2 * (2 * TILE_ROWS)
-        + 2 * column
-        + position % 2
+    input / CHUNK * PANEL_CHUNK + unit.line(position / 2, half) * LINE_VALUES + 2 * column + position % 2
 }
 
 /// Activations on their way into a product.

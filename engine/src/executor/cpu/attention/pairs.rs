@@ -269,17 +269,20 @@ impl Cache<'_> {
 /// the order of the unit.
 fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[u16], dim: usize, panel: &mut [u32]) {
     let count = keys.len() / dim;
+    // A line has a word for each of 16 keys.
+    let between = (unit.line(1, 0) - unit.line(0, 0)) * TILE_ROWS;
     for (chunk, packed) in panel.chunks_exact_mut(PANEL_CHUNK / 2).take(dim.div_ceil(CHUNK)).enumerate() {
         let elements = chunk * CHUNK..dim.min((chunk + 1) * CHUNK);
-        for (half, packed) in packed.chunks_exact_mut(TILE_ROWS * WORDS).enumerate() {
+        for half in 0..2 {
             let first = half * TILE_ROWS;
+            let packed = &mut packed[unit.line(0, half) * TILE_ROWS..];
             #[cfg(target_arch = "x86_64")]
             if isa == Isa::Avx512 && elements.len() == CHUNK && first + TILE_ROWS <= count {
                 let rows = std::array::from_fn(|key| {
                     keys[(first + key) * dim..][elements.clone()].as_ptr().cast::<f32>()
                 });
                 // SAFETY: 16 rows of 16 words each way; shuffles do not look at what they move.
-                unsafe { transpose_16(&rows, 0, packed.as_mut_ptr().cast(), WORDS) };
+                unsafe { transpose_16(&rows, 0, packed.as_mut_ptr().cast(), between) };
                 continue;
             }
             let mut words = [[0_u32; WORDS]; TILE_ROWS];
@@ -292,7 +295,7 @@ fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[u16], dim: usize, panel: &mut [
             }
             for (key, words) in words.iter().enumerate() {
                 for (word, bits) in words.iter().enumerate() {
-                    packed[word * TILE_ROWS + key] = *bits;
+                    packed[word * between + key] = *bits;
                 }
             }
         }
@@ -302,7 +305,7 @@ fn pack_keys(isa: Isa, unit: bf16::Unit, keys: &[u16], dim: usize, panel: &mut [
 /// Packs the columns `column .. column + 32` of rows of values; positions are the inputs of the panel.
 fn pack_values(isa: Isa, unit: bf16::Unit, values: &[u16], stride: usize, column: usize, panel: &mut [u32]) {
     for_each_isa! {
-        fn pack(values: &[u16], stride: usize, column: usize, order: &[[usize; 2]; WORDS], panel: &mut [u32]) {
+        fn pack(unit: bf16::Unit, values: &[u16], stride: usize, column: usize, order: &[[usize; 2]; WORDS], panel: &mut [u32]) {
             for (chunk, packed) in panel.chunks_exact_mut(PANEL_CHUNK / 2).enumerate() {
                 for half in 0..2 {
                     for (word, inputs) in order.iter().enumerate() {
@@ -311,7 +314,7 @@ fn pack_values(isa: Isa, unit: bf16::Unit, values: &[u16], stride: usize, column
                             values.get(start..start + TILE_ROWS).unwrap_or(&[0; TILE_ROWS])
                         };
                         let (lower, upper) = (row(inputs[0]), row(inputs[1]));
-                        let packed = &mut packed[(half * WORDS + word) * TILE_ROWS..][..TILE_ROWS];
+                        let packed = &mut packed[unit.line(word, half) * TILE_ROWS..][..TILE_ROWS];
                         for ((packed, lower), upper) in packed.iter_mut().zip(lower).zip(upper) {
                             *packed = u32::from(*lower) | u32::from(*upper) << 16;
                         }
@@ -325,5 +328,5 @@ fn pack_values(isa: Isa, unit: bf16::Unit, values: &[u16], stride: usize, column
         let position = unit.position(input);
         order[position / 2][position % 2] = input;
     }
-    pack(isa, values, stride, column, &order, panel);
+    pack(isa, unit, values, stride, column, &order, panel);
 }

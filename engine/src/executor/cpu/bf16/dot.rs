@@ -8,27 +8,24 @@ use std::arch::x86_64::{
     _mm512_loadu_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
 };
 use std::mem::transmute;
-use std::ptr::null;
 
-use super::{CHUNK, Operands, PANEL_CHUNK, ROW_STEP, TILE_ROWS, Unit};
+use super::{CHUNK, LINE_VALUES, Operands, PANEL_CHUNK, ROW_STEP, TILE_ROWS, Unit};
+use crate::executor::cpu::isa::follows_streams;
 
-/// Rows of a block with both halves of a panel: three sums for each, 24 of 32 registers.
+/// Rows of a block that finds its panel in the cache: three sums for each and half, 24 of 32 registers.
 const ROWS: usize = 4;
-/// Rows of a block with one half after the other, so that a panel is streamed from memory once for all of them. What is added up
-/// over the chunks is in memory then, and each input is read for either half: with many rows, which find panels in the cache,
-/// that is slower.
+/// Rows of a block that streams a panel from memory, once for all of them: one sum for each and half in registers, since the odd
+/// chains begin when the even ones have ended. Where panels are in the cache that is slower, for what has to be put aside.
 const STREAMED_ROWS: usize = 8;
 /// Words of one parity in a chunk.
 const WORDS: usize = CHUNK / 4;
-/// Values of a word for all columns of half a panel.
-const WORD_VALUES: usize = 2 * TILE_ROWS;
-/// How far ahead the lines of a panel that is streamed are requested.
+/// How far ahead the lines of a panel that is streamed are requested, where they are.
 const PREFETCH_BYTES: usize = 4096;
 /// The same for more rows than [`ROWS`], where each line is worked on for longer.
 const PREFETCH_BYTES_STREAMED: usize = 8192;
-/// Bytes and values of a line of the cache.
+/// Bytes of a line of the cache, which is one of a panel.
 const LINE_BYTES: usize = 64;
-const LINE_VALUES: usize = LINE_BYTES / size_of::<u16>();
+const _: () = assert!(LINE_VALUES * size_of::<u16>() == LINE_BYTES);
 
 /// Which input of a chunk lies at each position.
 pub(super) const ORDER: [u16; CHUNK] = {
@@ -44,24 +41,33 @@ pub(super) const ORDER: [u16; CHUNK] = {
 /// # Safety
 /// As [`super::multiply`], on AVX512-BF16.
 pub(super) unsafe fn multiply(rows: usize, operands: &Operands) {
-    if rows > ROW_STEP {
-        // SAFETY: the caller's contract.
-        unsafe { blocks(rows, operands) };
-        return;
+    // SAFETY: the caller's contract.
+    unsafe {
+        match (rows > ROW_STEP, follows_streams()) {
+            (true, _) => blocks(rows, operands),
+            (false, true) => stream::<false>(rows, operands),
+            (false, false) => stream::<true>(rows, operands),
+        }
     }
-    let none = Requests { inputs: null(), next: null(), lines: 0 };
+}
+
+/// Few rows: the panel is read from memory, once for each [`STREAMED_ROWS`] of them, and requested `AHEAD`.
+///
+/// # Safety
+/// As [`multiply`].
+unsafe fn stream<const AHEAD: bool>(rows: usize, operands: &Operands) {
     for row in (0..rows).step_by(STREAMED_ROWS) {
         // SAFETY: the rows of a block are among the operands' and in one tile of 16.
         unsafe {
             match STREAMED_ROWS.min(rows - row) {
-                1 => block::<1, 2, true>(operands, row, none),
-                2 => block::<2, 2, true>(operands, row, none),
-                3 => block::<3, 2, true>(operands, row, none),
-                4 => block::<ROWS, 2, true>(operands, row, none),
-                5 => block::<5, 1, true>(operands, row, none),
-                6 => block::<6, 1, true>(operands, row, none),
-                7 => block::<7, 1, true>(operands, row, none),
-                _ => block::<STREAMED_ROWS, 1, true>(operands, row, none),
+                1 => streamed::<1, AHEAD>(operands, row),
+                2 => streamed::<2, AHEAD>(operands, row),
+                3 => streamed::<3, AHEAD>(operands, row),
+                4 => streamed::<4, AHEAD>(operands, row),
+                5 => streamed::<5, AHEAD>(operands, row),
+                6 => streamed::<6, AHEAD>(operands, row),
+                7 => streamed::<7, AHEAD>(operands, row),
+                _ => streamed::<STREAMED_ROWS, AHEAD>(operands, row),
             }
         }
     }
@@ -90,10 +96,10 @@ unsafe fn blocks(rows: usize, operands: &Operands) {
         // SAFETY: the rows of a block are among the operands' and in one tile of 16.
         unsafe {
             match now {
-                1 => block::<1, 2, false>(operands, row, requests),
-                2 => block::<2, 2, false>(operands, row, requests),
-                3 => block::<3, 2, false>(operands, row, requests),
-                _ => block::<ROWS, 2, false>(operands, row, requests),
+                1 => block::<1>(operands, row, requests),
+                2 => block::<2>(operands, row, requests),
+                3 => block::<3>(operands, row, requests),
+                _ => block::<ROWS>(operands, row, requests),
             }
         }
     }
@@ -114,88 +120,155 @@ fn inputs(operands: &Operands, row: usize) -> *const u16 {
     operands.a.wrapping_add(row / TILE_ROWS * operands.a_tile + row % TILE_ROWS * CHUNK)
 }
 
-/// `H` halves of the panel at a time, which comes from memory (`STREAMED`) or is in the cache.
+/// Words of inputs and of weights.
+///
+/// # Safety
+/// There is one, or a line of a panel, at `at`, on a machine with AVX-512.
+#[inline(always)]
+unsafe fn spread(at: *const i32) -> __m512bh {
+    // SAFETY: the caller's contract.
+    unsafe { transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*at)) }
+}
+
+/// # Safety
+/// As [`spread`].
+#[inline(always)]
+unsafe fn line(chunk: *const u16, word: usize, half: usize) -> __m512bh {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let at = chunk.add(Unit::Avx512Bf16.line(word, half) * LINE_VALUES);
+        transmute::<__m512i, __m512bh>(_mm512_loadu_si512(at.cast()))
+    }
+}
+
+/// What is in C, or nothing yet.
+///
+/// # Safety
+/// As [`multiply`], for rows `row .. row + M`.
+#[inline(always)]
+unsafe fn begun<const M: usize>(operands: &Operands, row: usize) -> [[__m512; 2]; M] {
+    let mut sums = [[_mm512_setzero_ps(); 2]; M];
+    if operands.accumulate {
+        for (m, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: the caller's contract.
+            unsafe {
+                let c = operands.c.add((row + m) * operands.c_stride);
+                *sums = [_mm512_loadu_ps(c), _mm512_loadu_ps(c.add(TILE_ROWS))];
+            }
+        }
+    }
+    sums
+}
+
+/// # Safety
+/// As [`begun`].
+#[inline(always)]
+unsafe fn keep<const M: usize>(operands: &Operands, row: usize, sums: &[[__m512; 2]; M]) {
+    for (m, sums) in sums.iter().enumerate() {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let c = operands.c.add((row + m) * operands.c_stride);
+            _mm512_storeu_ps(c, sums[0]);
+            _mm512_storeu_ps(c.add(TILE_ROWS), sums[1]);
+        }
+    }
+}
+
+/// A panel from memory, line by line as it lies there.
 ///
 /// # Safety
 /// As [`multiply`], for rows `row .. row + M`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn block<const M: usize, const H: usize, const STREAMED: bool>(
-    operands: &Operands,
-    row: usize,
-    mut requests: Requests,
-) {
+unsafe fn streamed<const M: usize, const AHEAD: bool>(operands: &Operands, row: usize) {
     let ahead = if M > ROWS { PREFETCH_BYTES_STREAMED } else { PREFETCH_BYTES };
-    let mut sums = [[_mm512_setzero_ps(); 2]; M];
     // SAFETY: every pointer stays inside A, B and C by the contract of `multiply`; a prefetch may point anywhere.
     unsafe {
-        let c = operands.c.add(row * operands.c_stride);
-        if operands.accumulate {
-            for (m, sums) in sums.iter_mut().enumerate() {
-                let c = c.add(m * operands.c_stride);
-                *sums = [_mm512_loadu_ps(c), _mm512_loadu_ps(c.add(TILE_ROWS))];
-            }
-        }
-        let mut a = inputs(operands, row);
-        let mut b = operands.b;
-        let lines = requests.lines.div_ceil(operands.chunks().max(1));
+        let mut sums = begun::<M>(operands, row);
+        let (mut a, mut b) = (inputs(operands, row), operands.b);
         for _ in 0..operands.chunks() {
-            if !STREAMED {
-                for m in 0..M {
-                    _mm_prefetch::<_MM_HINT_T0>(requests.inputs.wrapping_add(m * CHUNK).cast());
-                }
-                requests.inputs = requests.inputs.wrapping_add(TILE_ROWS * CHUNK);
-                let now = lines.min(requests.lines);
-                for line in 0..now {
-                    _mm_prefetch::<_MM_HINT_T1>(requests.next.wrapping_add(line * LINE_BYTES).cast());
-                }
-                requests.next = requests.next.wrapping_add(now * LINE_BYTES);
-                requests.lines -= now;
-            }
-            for first in (0..2).step_by(H) {
-                let mut even = [[_mm512_setzero_ps(); H]; M];
-                let mut odd = [[_mm512_setzero_ps(); H]; M];
-                for word in 0..WORDS {
-                    let weights = |word: usize, half: usize| {
-                        let at = b.add((first + half) * PANEL_CHUNK / 2 + word * WORD_VALUES);
-                        transmute::<__m512i, __m512bh>(_mm512_loadu_si512(at.cast()))
-                    };
-                    if STREAMED {
-                        // In the order of memory, whatever order the lines are used in.
-                        let next = b
-                            .add((first * WORDS + word * H) * 2 * WORD_VALUES)
-                            .cast::<i8>()
-                            .wrapping_add(ahead);
-                        for line in 0..2 * H {
-                            _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(LINE_BYTES * line));
-                        }
+            let mut parities = [[[_mm512_setzero_ps(); 2]; M]; 2];
+            for (parity, chains) in parities.iter_mut().enumerate() {
+                for word in parity * WORDS..(parity + 1) * WORDS {
+                    let weights = [line(b, word, 0), line(b, word, 1)];
+                    if AHEAD {
+                        let next = b.wrapping_add(Unit::Avx512Bf16.line(word, 0) * LINE_VALUES).cast::<i8>();
+                        _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(ahead));
+                        _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(ahead + LINE_BYTES));
                     }
-                    let even_weights: [__m512bh; H] = std::array::from_fn(|half| weights(word, half));
-                    let odd_weights: [__m512bh; H] = std::array::from_fn(|half| weights(WORDS + word, half));
-                    for m in 0..M {
-                        let words = a.add(m * CHUNK).cast::<i32>();
-                        let spread =
-                            |word| transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*words.add(word)));
-                        let (even_inputs, odd_inputs) = (spread(word), spread(WORDS + word));
-                        for half in 0..H {
-                            even[m][half] = _mm512_dpbf16_ps(even[m][half], even_inputs, even_weights[half]);
-                            odd[m][half] = _mm512_dpbf16_ps(odd[m][half], odd_inputs, odd_weights[half]);
+                    for (m, chains) in chains.iter_mut().enumerate() {
+                        let inputs = spread(a.add(m * CHUNK).cast::<i32>().add(word));
+                        for (chain, weights) in chains.iter_mut().zip(weights) {
+                            *chain = _mm512_dpbf16_ps(*chain, inputs, weights);
                         }
                     }
                 }
-                let added = |sum: __m512, even, odd| _mm512_add_ps(sum, _mm512_add_ps(even, odd));
-                for m in 0..M {
-                    for half in 0..H {
-                        sums[m][first + half] = added(sums[m][first + half], even[m][half], odd[m][half]);
-                    }
-                }
             }
+            add_chains(&mut sums, &parities[0], &parities[1]);
             a = a.add(TILE_ROWS * CHUNK);
             b = b.add(PANEL_CHUNK);
         }
-        for (m, sums) in sums.iter().enumerate() {
-            let c = c.add(m * operands.c_stride);
-            _mm512_storeu_ps(c, sums[0]);
-            _mm512_storeu_ps(c.add(TILE_ROWS), sums[1]);
+        keep(operands, row, &sums);
+    }
+}
+
+/// # Safety
+/// On a machine with AVX-512.
+#[inline(always)]
+unsafe fn add_chains<const M: usize>(
+    sums: &mut [[__m512; 2]; M],
+    even: &[[__m512; 2]; M],
+    odd: &[[__m512; 2]; M],
+) {
+    for m in 0..M {
+        for half in 0..2 {
+            // SAFETY: the caller's contract.
+            sums[m][half] =
+                unsafe { _mm512_add_ps(sums[m][half], _mm512_add_ps(even[m][half], odd[m][half])) };
         }
+    }
+}
+
+/// A panel that is in the cache: even and odd chains beside each other.
+///
+/// # Safety
+/// As [`multiply`], for rows `row .. row + M`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+unsafe fn block<const M: usize>(operands: &Operands, row: usize, mut requests: Requests) {
+    // SAFETY: every pointer stays inside A, B and C by the contract of `multiply`; a prefetch may point anywhere.
+    unsafe {
+        let mut sums = begun::<M>(operands, row);
+        let (mut a, mut b) = (inputs(operands, row), operands.b);
+        let lines = requests.lines.div_ceil(operands.chunks().max(1));
+        for _ in 0..operands.chunks() {
+            for m in 0..M {
+                _mm_prefetch::<_MM_HINT_T0>(requests.inputs.wrapping_add(m * CHUNK).cast());
+            }
+            requests.inputs = requests.inputs.wrapping_add(TILE_ROWS * CHUNK);
+            let now = lines.min(requests.lines);
+            for line in 0..now {
+                _mm_prefetch::<_MM_HINT_T1>(requests.next.wrapping_add(line * LINE_BYTES).cast());
+            }
+            requests.next = requests.next.wrapping_add(now * LINE_BYTES);
+            requests.lines -= now;
+            let mut even = [[_mm512_setzero_ps(); 2]; M];
+            let mut odd = [[_mm512_setzero_ps(); 2]; M];
+            for word in 0..WORDS {
+                let even_weights = [line(b, word, 0), line(b, word, 1)];
+                let odd_weights = [line(b, WORDS + word, 0), line(b, WORDS + word, 1)];
+                for m in 0..M {
+                    let words = a.add(m * CHUNK).cast::<i32>();
+                    let (even_inputs, odd_inputs) =
+                        (spread(words.add(word)), spread(words.add(WORDS + word)));
+                    for half in 0..2 {
+                        even[m][half] = _mm512_dpbf16_ps(even[m][half], even_inputs, even_weights[half]);
+                        odd[m][half] = _mm512_dpbf16_ps(odd[m][half], odd_inputs, odd_weights[half]);
+                    }
+                }
+            }
+            add_chains(&mut sums, &even, &odd);
+            a = a.add(TILE_ROWS * CHUNK);
+            b = b.add(PANEL_CHUNK);
+        }
+        keep(operands, row, &sums);
     }
 }

@@ -3,7 +3,7 @@
 //! Activations are f32 that were rounded to bf16. A word of weights holds an even input below and an odd one above, so that a
 //! shift and a mask widen it.
 
-use super::{CHUNK, Operands, PANEL_CHUNK, TILE_ROWS};
+use super::{CHUNK, LINE_VALUES, Operands, PANEL_CHUNK, TILE_ROWS, Unit};
 use crate::executor::cpu::isa::Isa;
 use crate::executor::cpu::kernel::PANEL;
 
@@ -11,8 +11,6 @@ use crate::executor::cpu::kernel::PANEL;
 const ROWS: usize = 4;
 /// Columns that the plain kernel computes together.
 const COLUMNS: usize = 8;
-/// Values of a word for all columns of half a panel.
-const WORD_VALUES: usize = 2 * TILE_ROWS;
 /// How far ahead a panel's lines are requested.
 #[cfg(target_arch = "x86_64")]
 const PREFETCH_BYTES: usize = 4096;
@@ -84,7 +82,7 @@ unsafe fn avx512<const M: usize>(operands: &Operands, row: usize) {
             let mut odd = [[_mm512_setzero_ps(); 2]; M];
             for word in 0..inputs.div_ceil(2) {
                 let words = [0, 1].map(|half| {
-                    let at = b.add(half * PANEL_CHUNK / 2 + word * WORD_VALUES);
+                    let at = b.add(Unit::Widened.line(word, half) * LINE_VALUES);
                     _mm_prefetch::<_MM_HINT_T0>(at.cast::<i8>().wrapping_add(PREFETCH_BYTES));
                     _mm512_loadu_si512(at.cast())
                 });
@@ -139,7 +137,8 @@ unsafe fn plain<const M: usize, const FUSED: bool>(operands: &Operands, row: usi
                 }
             }
             let a = operands.wide.add(row * operands.wide_stride);
-            let b = operands.b.add(column / TILE_ROWS * (PANEL_CHUNK / 2) + 2 * (column % TILE_ROWS));
+            let half = column / TILE_ROWS;
+            let b = operands.b.add(2 * (column % TILE_ROWS));
             for chunk in 0..operands.chunks() {
                 let first = chunk * CHUNK;
                 let inputs = CHUNK.min(operands.inputs - first);
@@ -147,8 +146,8 @@ unsafe fn plain<const M: usize, const FUSED: bool>(operands: &Operands, row: usi
                 let mut even = [[0.0_f32; COLUMNS]; M];
                 let mut odd = [[0.0_f32; COLUMNS]; M];
                 for word in 0..inputs.div_ceil(2) {
-                    let at = b.add(word * WORD_VALUES).cast::<[[u16; 2]; COLUMNS]>();
-                    let pairs = at.read_unaligned();
+                    let line = b.add(Unit::Widened.line(word, half) * LINE_VALUES);
+                    let pairs = line.cast::<[[u16; 2]; COLUMNS]>().read_unaligned();
                     let widen = |which: usize| pairs.map(|pair| f32::from_bits(u32::from(pair[which]) << 16));
                     let weights = widen(0);
                     for (m, even) in even.iter_mut().enumerate() {
