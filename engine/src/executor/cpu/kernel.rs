@@ -2,16 +2,18 @@
 //!
 //! ```text
 //!   C[m][0..32] (=|+=)  Σ_k A[m][k] · B[k][0..32]      k strictly in order, one fused multiply-add each
+//!
+//!   with scales, group by group:   C[m] (=|+=)  scales · Σ_k A[m][k] · B[k]      each group's chain begins from zero
 //! ```
 //!
 //! Projections use it with weight panels, attention with keys (transposed) and values. Every output is one
-//! chain in the order of k, whatever the number of rows, so prefill, decode and any batch give the same bits.
-//! `accumulate` continues a chain that was stored, which is exact.
+//! chain in the order of k (of quantized weights one for each group), whatever the number of rows, so prefill, decode and any
+//! batch give the same bits. `accumulate` continues a chain that was stored, which is exact.
 #![allow(unsafe_code)] // vector intrinsics on raw pointers; the contract is on `Tile`
 
 mod element;
 
-pub(super) use self::element::{Bf16, Element, Int8};
+pub(super) use self::element::{Bf16, Element, INTEGER_UNIT, Int8};
 use super::isa::Isa;
 #[cfg(target_arch = "x86_64")]
 use super::isa::is_amd;
@@ -30,8 +32,7 @@ const PREFETCH_BYTES_MANY_ROWS: usize = 8192;
 
 /// The same for four panels side by side, into the second cache. One row from memory, on a 2-core Xeon guest that read
 /// 39.4 GB/s in plain loops (2026-11-21): four panels 36.9 GB/s, and 33.9, 34.4 and 32.7 at 1, 4 and 8 KiB; two
-/// panels 32 to 33.5 at any distance and into either cache. On AMD into the first cache: a whole step of one sequence with int8
-/// weights is 1.5 to 3.5 % faster (Zen 5, 2026-11-24; 1.5 KiB the same, less at 1, 2.5 and 4).
+/// panels 32 to 33.5 at any distance and into either cache.
 const PREFETCH_BYTES_FOUR: usize = 2048;
 
 /// Operands of one call.
@@ -41,7 +42,8 @@ pub(super) struct Tile<E> {
     pub(super) a: *const f32,
     pub(super) a_stride: usize,
     /// First row of the panel, or the scales before it: the start of a group. Row k begins `k * b_stride` elements
-    /// after the first, plus the scales of the groups between, and has [`PANEL`] elements.
+    /// after the first, plus the scales of the groups between, and has [`PANEL`] elements; rows that are stored together
+    /// begin together.
     pub(super) b: *const E,
     pub(super) b_stride: usize,
     /// First output; row m begins `m * c_stride` values later and has [`PANEL`] values.
@@ -73,12 +75,15 @@ pub(super) fn rows_at_once(isa: Isa) -> usize {
     }
 }
 
-/// Calls a kernel compiled for `$rows` rows, which must be one of the listed numbers.
+/// Calls a kernel that is compiled for `$rows` rows, `$name` in the call; they must be one of the listed numbers.
 macro_rules! by_rows {
-    ($rows:expr, $tile:expr, $kernel:ident::<$element:ident>, [$($n:literal),*]) => {
+    ($rows:expr, [$($n:literal),*], |$name:ident| $call:expr) => {
         match $rows {
-            // SAFETY: the caller's contract is this function's.
-            $($n => unsafe { $kernel::<$element, $n>($tile) },)*
+            $($n => {
+                const $name: usize = $n;
+                // SAFETY: the caller's contract is this function's.
+                unsafe { $call }
+            })*
             rows => unreachable!("a tile of {rows} rows"),
         }
     };
@@ -100,22 +105,24 @@ pub(super) unsafe fn multiply<E: Element>(isa: Isa, rows: usize, tile: &Tile<E>)
         };
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => by_rows!(now, &part, avx512::<E>, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),
+            Isa::Avx512 => {
+                by_rows!(now, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], |M| avx512::<E, M, 1>(&part, 0))
+            }
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => by_rows!(now, &part, avx2::<E>, [1, 2, 3, 4, 5, 6]),
-            Isa::Portable => by_rows!(now, &part, portable::<E>, [1, 2, 3, 4]),
+            Isa::Avx2 => by_rows!(now, [1, 2, 3, 4, 5, 6], |M| avx2::<E, M>(&part)),
+            Isa::Portable => by_rows!(now, [1, 2, 3, 4], |M| portable::<E, M>(&part)),
         }
         done += now;
     }
 }
 
-/// How many panels [`multiply_beside`] computes at once for so many rows, at most.
+/// How many panels [`multiply_beside`] is to compute at once for so many rows, at most.
 ///
-/// AMD's processors follow one stream better than several. A single row of int8 weights needs more chains than one panel has.
-pub(super) fn panels_at_once<E: Element>(isa: Isa, rows: usize) -> usize {
+/// AMD's processors follow one stream better than several.
+pub(super) fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 if is_amd() && (rows > 1 || size_of::<E>() > 1) => 1,
+        Isa::Avx512 if is_amd() => 1,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 if rows <= 2 => 4,
         #[cfg(target_arch = "x86_64")]
@@ -125,8 +132,8 @@ pub(super) fn panels_at_once<E: Element>(isa: Isa, rows: usize) -> usize {
 }
 
 /// Computes `rows` rows of `panels` panels, `panel_stride` values apart in B and [`PANEL`] apart in C. With few rows
-/// several are computed side by side: one has too few chains to fill the pipeline, and memory delivers more when it is
-/// read in several places. Same chains, same bits.
+/// several are computed side by side, `at_once` (of [`panels_at_once`]) at most: one has too few chains to fill the pipeline, and
+/// some memory delivers more when it is read in several places. Same chains, same bits.
 ///
 /// # Safety
 /// As [`multiply`], for all panels.
@@ -134,223 +141,272 @@ pub(super) unsafe fn multiply_beside<E: Element>(
     isa: Isa,
     rows: usize,
     tile: &Tile<E>,
-    panel_stride: usize,
-    panels: usize,
+    (panels, panel_stride): (usize, usize),
+    at_once: usize,
 ) {
-    let most = panels_at_once::<E>(isa, rows);
     let mut done = 0;
     while done < panels {
         // SAFETY: the caller's contract covers all panels.
         let tile =
             unsafe { Tile { b: tile.b.add(done * panel_stride), c: tile.c.add(done * PANEL), ..*tile } };
         let left = panels - done;
-        // SAFETY: as above; the caller's contract is these functions'.
-        done += unsafe {
-            match (isa, rows) {
-                #[cfg(target_arch = "x86_64")]
-                (_, 1) if most == 4 && left >= 4 => avx512_beside::<E, 1, 4>(&tile, panel_stride),
-                #[cfg(target_arch = "x86_64")]
-                (_, 2) if most == 4 && left >= 4 => avx512_beside::<E, 2, 4>(&tile, panel_stride),
-                #[cfg(target_arch = "x86_64")]
-                (_, 1) if most >= 2 && left >= 2 => avx512_beside::<E, 1, 2>(&tile, panel_stride),
-                #[cfg(target_arch = "x86_64")]
-                (_, 2) if most >= 2 && left >= 2 => avx512_beside::<E, 2, 2>(&tile, panel_stride),
-                #[cfg(target_arch = "x86_64")]
-                (_, 3) if most >= 2 && left >= 2 => avx512_beside::<E, 3, 2>(&tile, panel_stride),
-                #[cfg(target_arch = "x86_64")]
-                (_, 4) if most >= 2 && left >= 2 => avx512_beside::<E, 4, 2>(&tile, panel_stride),
-                _ => {
-                    multiply(isa, rows, &tile);
-                    1
-                }
+        done += match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 if at_once >= 4 && left >= 4 => {
+                by_rows!(rows, [1, 2], |M| avx512::<E, M, 4>(&tile, panel_stride));
+                4
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 if at_once >= 2 && left >= 2 => {
+                by_rows!(rows, [1, 2, 3, 4], |M| avx512::<E, M, 2>(&tile, panel_stride));
+                2
+            }
+            _ => {
+                // SAFETY: the caller's contract.
+                unsafe { multiply(isa, rows, &tile) };
+                1
             }
         };
     }
 }
 
+/// `P` panels side by side.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-unsafe fn avx512<E: Element, const M: usize>(tile: &Tile<E>) {
-    use std::arch::x86_64::{
-        _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps,
-        _mm512_setzero_ps, _mm512_storeu_ps,
-    };
-    let mut sums = [[_mm512_setzero_ps(); 2]; M];
-    // SAFETY: by the contract of `multiply` every pointer below stays inside A, B and C; a prefetch may point
-    // anywhere.
+unsafe fn avx512<E: Element, const M: usize, const P: usize>(tile: &Tile<E>, panel_stride: usize) {
+    use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_loadu_ps, _mm512_setzero_ps, _mm512_storeu_ps};
+    // SAFETY: by the contract of `multiply` every pointer below stays inside A, B and C, for all panels.
     unsafe {
-        if tile.accumulate {
-            for (m, sums) in sums.iter_mut().enumerate() {
-                let c = tile.c.add(m * tile.c_stride);
-                *sums = [_mm512_loadu_ps(c), _mm512_loadu_ps(c.add(16))];
-            }
-        }
         let (mut b, mut k) = (tile.b, 0);
         while k < tile.depth {
-            let scales = E::scales_avx512(b);
-            b = b.add(E::HEADER);
+            let (group, begun) = (b, tile.accumulate || k > 0);
             let end = tile.depth.min(k.saturating_add(E::GROUP));
-            for k in k..end {
-                let (low, high) = E::load_avx512(b, scales);
-                if tile.ahead {
-                    if size_of::<E>() < 4 && M > 4 {
-                        _mm_prefetch::<_MM_HINT_T1>(b.cast::<i8>().wrapping_add(PREFETCH_BYTES_MANY_ROWS));
-                    } else {
-                        _mm_prefetch::<_MM_HINT_T0>(b.cast::<i8>().wrapping_add(PREFETCH_BYTES));
-                    }
-                    if size_of::<E>() == 4 {
-                        _mm_prefetch::<_MM_HINT_T0>(b.cast::<i8>().wrapping_add(PREFETCH_BYTES + 64));
+            let mut sums = [[[_mm512_setzero_ps(); 2]; P]; M];
+            if begun && !E::SCALED {
+                for m in 0..M {
+                    for panel in 0..P {
+                        let c = tile.c.add(m * tile.c_stride + panel * PANEL);
+                        sums[m][panel] = [_mm512_loadu_ps(c), _mm512_loadu_ps(c.add(16))];
                     }
                 }
-                for (m, sums) in sums.iter_mut().enumerate() {
-                    let a = _mm512_set1_ps(*tile.a.add(m * tile.a_stride + k));
-                    sums[0] = _mm512_fmadd_ps(a, low, sums[0]);
-                    sums[1] = _mm512_fmadd_ps(a, high, sums[1]);
-                }
-                b = b.add(tile.b_stride);
             }
-            k = end;
-        }
-        for (m, sums) in sums.iter().enumerate() {
-            let c = tile.c.add(m * tile.c_stride);
-            _mm512_storeu_ps(c, sums[0]);
-            _mm512_storeu_ps(c.add(16), sums[1]);
+            b = b.add(E::HEADER);
+            while k < end {
+                if tile.ahead {
+                    for panel in 0..P {
+                        request_ahead::<E, M, P>(b.add(panel * panel_stride));
+                    }
+                }
+                // Of the last rows that are stored together some may be missing.
+                let rows = E::TOGETHER.min(end - k);
+                add_row_avx512::<E, M, P, 0>(&mut sums, tile, (b, panel_stride), k);
+                if rows > 1 {
+                    add_row_avx512::<E, M, P, 1>(&mut sums, tile, (b, panel_stride), k);
+                }
+                if rows > 2 {
+                    add_row_avx512::<E, M, P, 2>(&mut sums, tile, (b, panel_stride), k);
+                }
+                if rows > 3 {
+                    add_row_avx512::<E, M, P, 3>(&mut sums, tile, (b, panel_stride), k);
+                }
+                b = b.add(E::TOGETHER * tile.b_stride);
+                k += rows;
+            }
+            for panel in 0..P {
+                let scales = if E::SCALED {
+                    E::scales_avx512(group.add(panel * panel_stride))
+                } else {
+                    [_mm512_setzero_ps(); 2]
+                };
+                for m in 0..M {
+                    let c = tile.c.add(m * tile.c_stride + panel * PANEL);
+                    let [mut low, mut high] = sums[m][panel];
+                    if E::SCALED {
+                        let mut before = [_mm512_setzero_ps(); 2];
+                        if begun {
+                            before = [_mm512_loadu_ps(c), _mm512_loadu_ps(c.add(16))];
+                        }
+                        low = _mm512_fmadd_ps(scales[0], low, before[0]);
+                        high = _mm512_fmadd_ps(scales[1], high, before[1]);
+                    }
+                    _mm512_storeu_ps(c, low);
+                    _mm512_storeu_ps(c.add(16), high);
+                }
+            }
         }
     }
 }
 
-/// `P` panels side by side; returns `P`.
+/// Adds the products with row `ROW` of those that are stored together at `b`, the first of which is row `k` of the panel.
+///
+/// # Safety
+/// As [`avx512`]; there is such a row.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-unsafe fn avx512_beside<E: Element, const M: usize, const P: usize>(
+#[inline(always)]
+unsafe fn add_row_avx512<E: Element, const M: usize, const P: usize, const ROW: usize>(
+    sums: &mut [[[std::arch::x86_64::__m512; 2]; P]; M],
     tile: &Tile<E>,
-    panel_stride: usize,
-) -> usize {
-    use std::arch::x86_64::{
-        _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps,
-        _mm512_setzero_ps, _mm512_storeu_ps,
-    };
-    let near = is_amd();
-    let mut sums = [[[_mm512_setzero_ps(); 2]; P]; M];
-    // SAFETY: as in `avx512`, for all panels.
-    unsafe {
-        if tile.accumulate {
-            for (m, sums) in sums.iter_mut().enumerate() {
-                let c = tile.c.add(m * tile.c_stride);
-                for (i, sum) in sums.as_flattened_mut().iter_mut().enumerate() {
-                    *sum = _mm512_loadu_ps(c.add(16 * i));
-                }
-            }
-        }
-        let (mut b, mut k) = (tile.b, 0);
-        while k < tile.depth {
-            let scales: [_; P] = std::array::from_fn(|panel| E::scales_avx512(b.add(panel * panel_stride)));
-            b = b.add(E::HEADER);
-            let end = tile.depth.min(k.saturating_add(E::GROUP));
-            for k in k..end {
-                for panel in 0..P {
-                    let b = b.add(panel * panel_stride);
-                    let (low, high) = E::load_avx512(b, scales[panel]);
-                    for line in 0..size_of::<E>().div_ceil(2) {
-                        let ahead = b.cast::<i8>().wrapping_add(64 * line);
-                        if P == 4 && near {
-                            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(PREFETCH_BYTES_FOUR));
-                        } else if P == 4 {
-                            _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(PREFETCH_BYTES_FOUR));
-                        } else {
-                            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(PREFETCH_BYTES));
-                        }
-                    }
-                    for (m, sums) in sums.iter_mut().enumerate() {
-                        let a = _mm512_set1_ps(*tile.a.add(m * tile.a_stride + k));
-                        sums[panel][0] = _mm512_fmadd_ps(a, low, sums[panel][0]);
-                        sums[panel][1] = _mm512_fmadd_ps(a, high, sums[panel][1]);
-                    }
-                }
-                b = b.add(tile.b_stride);
-            }
-            k = end;
-        }
-        for (m, sums) in sums.iter().enumerate() {
-            let c = tile.c.add(m * tile.c_stride);
-            for (i, sum) in sums.as_flattened().iter().enumerate() {
-                _mm512_storeu_ps(c.add(16 * i), *sum);
+    (b, panel_stride): (*const E, usize),
+    k: usize,
+) {
+    use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_set1_ps};
+    for panel in 0..P {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let [low, high] = E::load_avx512(b.add(panel * panel_stride), ROW);
+            for m in 0..M {
+                let a = _mm512_set1_ps(*tile.a.add(m * tile.a_stride + k + ROW));
+                sums[m][panel][0] = _mm512_fmadd_ps(a, low, sums[m][panel][0]);
+                sums[m][panel][1] = _mm512_fmadd_ps(a, high, sums[m][panel][1]);
             }
         }
     }
-    P
+}
+
+/// Requests what lies as far behind the rows at `b` as suits so many rows of A and panels.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn request_ahead<E: Element, const M: usize, const P: usize>(b: *const E) {
+    use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+    for line in 0..(E::TOGETHER * PANEL * size_of::<E>()).div_ceil(64) {
+        let at = b.cast::<i8>().wrapping_add(64 * line);
+        // SAFETY: a prefetch may point anywhere.
+        unsafe {
+            if P == 4 {
+                _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(PREFETCH_BYTES_FOUR));
+            } else if M > 4 && size_of::<E>() < 4 {
+                _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(PREFETCH_BYTES_MANY_ROWS));
+            } else {
+                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_BYTES));
+            }
+        }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn avx2<E: Element, const M: usize>(tile: &Tile<E>) {
-    use std::arch::x86_64::{
-        _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_storeu_ps,
-    };
+    use std::arch::x86_64::{_mm256_fmadd_ps, _mm256_loadu_ps, _mm256_setzero_ps, _mm256_storeu_ps};
     for half in 0..2 {
-        let mut sums = [[_mm256_setzero_ps(); 2]; M];
         // SAFETY: by the contract of `multiply` every pointer below stays inside A, B and C.
         unsafe {
-            let c = tile.c.add(16 * half);
-            if tile.accumulate {
-                for (m, sums) in sums.iter_mut().enumerate() {
-                    let c = c.add(m * tile.c_stride);
-                    *sums = [_mm256_loadu_ps(c), _mm256_loadu_ps(c.add(8))];
-                }
-            }
             let (mut b, mut k) = (tile.b, 0);
             while k < tile.depth {
-                let scales = E::scales_avx2(b, half);
-                b = b.add(E::HEADER);
+                let (group, begun) = (b, tile.accumulate || k > 0);
                 let end = tile.depth.min(k.saturating_add(E::GROUP));
-                for k in k..end {
-                    let (low, high) = E::load_avx2(b, half, scales);
-                    for (m, sums) in sums.iter_mut().enumerate() {
-                        let a = _mm256_set1_ps(*tile.a.add(m * tile.a_stride + k));
-                        sums[0] = _mm256_fmadd_ps(a, low, sums[0]);
-                        sums[1] = _mm256_fmadd_ps(a, high, sums[1]);
+                let mut sums = [[_mm256_setzero_ps(); 2]; M];
+                if begun && !E::SCALED {
+                    for m in 0..M {
+                        let c = tile.c.add(m * tile.c_stride + 16 * half);
+                        sums[m] = [_mm256_loadu_ps(c), _mm256_loadu_ps(c.add(8))];
                     }
-                    b = b.add(tile.b_stride);
                 }
-                k = end;
-            }
-            for (m, sums) in sums.iter().enumerate() {
-                let c = c.add(m * tile.c_stride);
-                _mm256_storeu_ps(c, sums[0]);
-                _mm256_storeu_ps(c.add(8), sums[1]);
+                b = b.add(E::HEADER);
+                while k < end {
+                    // Half of the columns of four rows is every other line; the second half finds its lines near.
+                    if tile.ahead && E::TOGETHER > 1 && half == 0 {
+                        request_ahead::<E, M, 1>(b);
+                    }
+                    // As in `avx512`.
+                    let rows = E::TOGETHER.min(end - k);
+                    add_row_avx2::<E, M, 0>(&mut sums, tile, (b, half), k);
+                    if rows > 1 {
+                        add_row_avx2::<E, M, 1>(&mut sums, tile, (b, half), k);
+                    }
+                    if rows > 2 {
+                        add_row_avx2::<E, M, 2>(&mut sums, tile, (b, half), k);
+                    }
+                    if rows > 3 {
+                        add_row_avx2::<E, M, 3>(&mut sums, tile, (b, half), k);
+                    }
+                    b = b.add(E::TOGETHER * tile.b_stride);
+                    k += rows;
+                }
+                let scales = if E::SCALED { E::scales_avx2(group, half) } else { [_mm256_setzero_ps(); 2] };
+                for m in 0..M {
+                    let c = tile.c.add(m * tile.c_stride + 16 * half);
+                    let [mut low, mut high] = sums[m];
+                    if E::SCALED {
+                        let mut before = [_mm256_setzero_ps(); 2];
+                        if begun {
+                            before = [_mm256_loadu_ps(c), _mm256_loadu_ps(c.add(8))];
+                        }
+                        low = _mm256_fmadd_ps(scales[0], low, before[0]);
+                        high = _mm256_fmadd_ps(scales[1], high, before[1]);
+                    }
+                    _mm256_storeu_ps(c, low);
+                    _mm256_storeu_ps(c.add(8), high);
+                }
             }
         }
     }
 }
 
+/// As [`add_row_avx512`], for half of the columns.
+///
+/// # Safety
+/// As there, on AVX2.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn add_row_avx2<E: Element, const M: usize, const ROW: usize>(
+    sums: &mut [[std::arch::x86_64::__m256; 2]; M],
+    tile: &Tile<E>,
+    (b, half): (*const E, usize),
+    k: usize,
+) {
+    use std::arch::x86_64::{_mm256_fmadd_ps, _mm256_set1_ps};
+    // SAFETY: the caller's contract.
+    unsafe {
+        let [low, high] = E::load_avx2(b, half, ROW);
+        for m in 0..M {
+            let a = _mm256_set1_ps(*tile.a.add(m * tile.a_stride + k + ROW));
+            sums[m][0] = _mm256_fmadd_ps(a, low, sums[m][0]);
+            sums[m][1] = _mm256_fmadd_ps(a, high, sums[m][1]);
+        }
+    }
+}
+
 unsafe fn portable<E: Element, const M: usize>(tile: &Tile<E>) {
-    let mut sums = [[0.0_f32; PANEL]; M];
     // SAFETY: by the contract of `multiply` every pointer below stays inside A, B and C.
     unsafe {
-        if tile.accumulate {
-            for (m, sums) in sums.iter_mut().enumerate() {
-                *sums = tile.c.add(m * tile.c_stride).cast::<[f32; PANEL]>().read_unaligned();
-            }
-        }
+        let stored = |m: usize| tile.c.add(m * tile.c_stride).cast::<[f32; PANEL]>();
         let (mut b, mut k) = (tile.b, 0);
         while k < tile.depth {
-            let scales = E::scales(b);
-            b = b.add(E::HEADER);
+            let (group, begun) = (b, tile.accumulate || k > 0);
             let end = tile.depth.min(k.saturating_add(E::GROUP));
-            for k in k..end {
-                let values = E::load(b, &scales);
+            let mut sums = [[0.0_f32; PANEL]; M];
+            if begun && !E::SCALED {
                 for (m, sums) in sums.iter_mut().enumerate() {
-                    let a = *tile.a.add(m * tile.a_stride + k);
-                    for (sum, value) in sums.iter_mut().zip(values) {
-                        *sum = a.mul_add(value, *sum);
+                    *sums = stored(m).read_unaligned();
+                }
+            }
+            b = b.add(E::HEADER);
+            while k < end {
+                let rows = E::TOGETHER.min(end - k);
+                for row in 0..rows {
+                    let values = E::load(b, row);
+                    for (m, sums) in sums.iter_mut().enumerate() {
+                        let a = *tile.a.add(m * tile.a_stride + k + row);
+                        for (sum, value) in sums.iter_mut().zip(values) {
+                            *sum = a.mul_add(value, *sum);
+                        }
                     }
                 }
-                b = b.add(tile.b_stride);
+                b = b.add(E::TOGETHER * tile.b_stride);
+                k += rows;
             }
-            k = end;
-        }
-        for (m, sums) in sums.iter().enumerate() {
-            tile.c.add(m * tile.c_stride).cast::<[f32; PANEL]>().write_unaligned(*sums);
+            if E::SCALED {
+                let scales = E::scales(group);
+                for (m, sums) in sums.iter_mut().enumerate() {
+                    let before = if begun { stored(m).read_unaligned() } else { [0.0; PANEL] };
+                    for ((sum, scale), before) in sums.iter_mut().zip(scales).zip(before) {
+                        *sum = scale.mul_add(*sum, before);
+                    }
+                }
+            }
+            for (m, sums) in sums.iter().enumerate() {
+                stored(m).write_unaligned(*sums);
+            }
         }
     }
 }

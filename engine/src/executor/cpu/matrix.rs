@@ -2,7 +2,7 @@
 //!
 //! A matrix `[outputs][inputs]` of a checkpoint is packed once, when it is loaded, into panels
 //! `[outputs / 32][inputs][32]`: a product then reads memory strictly forward. bf16 weights stay bf16, quantized ones
-//! int8 with their scales between; both are widened exactly on the way into f32 arithmetic. In bfloat16 mode panels have
+//! int8 with their scales between; both are widened on the way into f32 arithmetic, which is exact. In bfloat16 mode panels have
 //! the layout of `bf16`, whose units multiply them as they are.
 //!
 //! A product is cut into items that members of the team claim. With few rows an item is one to eight panels,
@@ -20,7 +20,8 @@ use super::arena::Aligned;
 use super::bf16::{self, Inputs, Operands, Unit};
 use super::isa::Isa;
 use super::kernel::{
-    Bf16, Element, Int8, MAX_ROWS, PANEL, Tile, multiply, multiply_beside, panels_at_once, rows_at_once,
+    Bf16, Element, INTEGER_UNIT, Int8, MAX_ROWS, PANEL, Tile, multiply, multiply_beside, panels_at_once,
+    rows_at_once,
 };
 
 /// Rows up to which panels are used as stored: widening them first would cost more than it saves.
@@ -29,8 +30,8 @@ const FEW_ROWS: usize = 24;
 const GROUP_PANELS: usize = 4;
 /// Inputs of one slice of a group: 512 × 128 columns × 4 bytes are 256 KiB, an eighth of a typical L2 cache.
 const SLICE_DEPTH: usize = 512;
-/// Values of scratch memory a member needs for a slice.
-pub(super) const SLICE_VALUES: usize = GROUP_PANELS * SLICE_DEPTH * PANEL;
+/// Values of scratch memory a member needs for a slice, the scales of quantized weights included.
+pub(super) const SLICE_VALUES: usize = GROUP_PANELS * (SLICE_DEPTH + SLICE_DEPTH / Int8::GROUP) * PANEL;
 /// Items per member below which rows are cut as well.
 const ITEMS_PER_MEMBER: usize = 4;
 /// Fewest rows of an item when rows are cut.
@@ -67,7 +68,8 @@ pub enum WeightMode {
     F32,
     /// Matrices become 8-bit integers when they are loaded, with one scale for 64 weights of a row: 8.25 bits a weight.
     /// Norms, biases and an embedding that is not the output matrix stay as with [`Self::Stored`]. What is computed
-    /// with them is f32 arithmetic on the rounded weights, with all of its promises.
+    /// with them is f32 arithmetic in an order of its own, a chain over each group's integers and one of their scaled sums, with the
+    /// same invariance.
     Int8,
     /// Matrices are bf16 (others are rounded when they are loaded), and so are the inputs of every product; sums are f32, and
     /// so is all between products. Norms, biases and an embedding that is not the output matrix stay as with
@@ -81,7 +83,7 @@ impl WeightMode {
     pub fn identity(self) -> &'static str {
         match self {
             Self::Stored | Self::F32 => "",
-            Self::Int8 => "+int8/64",
+            Self::Int8 => "+int8x64",
             Self::Bf16 => "+bf16",
         }
     }
@@ -132,8 +134,8 @@ impl Matrix {
                     let (scales, rows) = group.split_at(Int8::HEADER);
                     let bits = [scales[2 * bf16_position], scales[2 * bf16_position + 1]];
                     let scale = Bf16(u16::from_ne_bytes(bits.map(i8::cast_unsigned))).widen();
-                    for (row, out) in rows.chunks_exact(PANEL).zip(out) {
-                        *out = f32::from(row[column]) * scale;
+                    for (row, out) in out.iter_mut().enumerate() {
+                        *out = f32::from(rows[Int8::position(row, column)]) * INTEGER_UNIT * scale;
                     }
                 }
             }
@@ -231,11 +233,9 @@ impl<'a> Product<'a> {
             _ => (FEW_ROWS, MIN_ROW_BLOCK, usize::MAX, MAX_ROWS),
         };
         let at_once = match matrix.panels {
-            Panels::F32(_) => panels_at_once::<f32>(isa, rows),
-            Panels::Bf16(_) => panels_at_once::<Bf16>(isa, rows),
-            Panels::Int8(_) => panels_at_once::<Int8>(isa, rows),
             // Their items have one size, whatever the rows: less was not faster.
             Panels::Pairs(..) => usize::MAX,
+            _ => panels_at_once(isa, rows),
         };
         let (item_panels, item_rows) = if rows <= few {
             (panels_of_few_rows(panels, members, rows, at_once), rows)
@@ -330,14 +330,14 @@ impl<'a> Product<'a> {
             self.stream(isa, start, item, scratch);
             return;
         }
-        let panel_len = E::panel_len(self.matrix.inputs);
-        self.block(isa, item, |from, depth| {
-            for panel in 0..item.panels {
-                let out = &mut scratch[panel * SLICE_DEPTH * PANEL..][..depth * PANEL];
-                // SAFETY: the slice is inside the panel, and begins a group: their sizes divide a slice's.
-                unsafe { widen(isa, start.add(panel * panel_len + E::panel_len(from)), out) };
+        let (panel_len, slice_len) = (E::panel_len(self.matrix.inputs), E::Wide::panel_len(SLICE_DEPTH));
+        self.block::<E::Wide>(isa, item, |from, depth| {
+            for (panel, out) in scratch.chunks_exact_mut(slice_len).take(item.panels).enumerate() {
+                // SAFETY: the slice is inside the panel, and begins a group: their sizes divide a slice's. Wide elements are
+                // f32, and as many as a slice has fit.
+                unsafe { widen(isa, start.add(panel * panel_len + E::panel_len(from)), depth, out) };
             }
-            (scratch.as_ptr(), SLICE_DEPTH * PANEL)
+            (scratch.as_ptr().cast(), slice_len)
         });
     }
 
@@ -362,7 +362,7 @@ impl<'a> Product<'a> {
                 accumulate: false,
                 ahead: true,
             };
-            multiply_beside(isa, rows, &tile, E::panel_len(depth), panels);
+            multiply_beside(isa, rows, &tile, (panels, E::panel_len(depth)), panels_at_once(isa, rows));
         }
         let column = first_panel * PANEL;
         let columns = width.min(self.writable - column);
@@ -376,8 +376,13 @@ impl<'a> Product<'a> {
     }
 
     /// Many rows: slice by slice of the group, each for all rows. `slice(from, depth)` is where the slice of the first
-    /// panel lies as f32, and how many values further the next panel's.
-    fn block(&self, isa: Isa, item: Item, mut slice: impl FnMut(usize, usize) -> (*const f32, usize)) {
+    /// panel lies, and how many elements further the next panel's.
+    fn block<E: Element>(
+        &self,
+        isa: Isa,
+        item: Item,
+        mut slice: impl FnMut(usize, usize) -> (*const E, usize),
+    ) {
         let Item { first_panel, panels, first_row, rows } = item;
         let inputs = self.matrix.inputs;
         let step = rows_at_once(isa);
@@ -441,49 +446,106 @@ impl<'a> Product<'a> {
     }
 }
 
-/// Widens `out.len() / 32` rows of a panel to f32 in the order of their columns.
+/// Widens `rows` rows of a panel, in the order of their columns; each group's scales are in front of it.
 ///
 /// # Safety
-/// `start` begins a group and is valid for so many rows and their scales; `isa` comes from [`Isa::available`].
-unsafe fn widen<E: Element>(isa: Isa, start: *const E, out: &mut [f32]) {
+/// `start` begins a group and is valid for so many rows and their scales; wide elements are f32, and `out` has room for as many as
+/// they become; `isa` comes from [`Isa::available`].
+unsafe fn widen<E: Element>(isa: Isa, start: *const E, rows: usize, out: &mut [f32]) {
+    /// `scales` and `load` write a row each: of the group's scales, and row `.1` of those that are stored together at `.0`.
     #[inline(always)]
-    unsafe fn body<E: Element>(mut from: *const E, out: &mut [f32]) {
-        for group in out.chunks_mut(E::GROUP.saturating_mul(PANEL)) {
-            // SAFETY: the contract of `widen`.
-            unsafe {
-                let scales = E::scales(from);
-                from = from.add(E::HEADER);
-                for out in group.as_chunks_mut::<PANEL>().0 {
-                    *out = E::load(from, &scales);
-                    from = from.add(PANEL);
-                }
+    unsafe fn body<E: Element>(
+        start: *const E,
+        rows: usize,
+        out: &mut [f32],
+        scales: impl Fn(*const E, &mut [f32; PANEL]),
+        load: impl Fn(*const E, usize, &mut [f32; PANEL]),
+    ) {
+        let (mut from, mut row) = (start, 0);
+        let mut out = out.as_chunks_mut::<PANEL>().0.iter_mut();
+        let mut next = || out.next().expect("room for every row");
+        while row < rows {
+            if E::SCALED {
+                scales(from, next());
             }
+            let end = rows.min(row.saturating_add(E::GROUP));
+            // SAFETY: the contract of `widen`.
+            unsafe { from = from.add(E::HEADER) };
+            while row < end {
+                for together in 0..E::TOGETHER.min(end - row) {
+                    load(from, together, next());
+                }
+                // SAFETY: as above.
+                unsafe { from = from.add(E::TOGETHER * PANEL) };
+                row += E::TOGETHER;
+            }
+            row = end;
         }
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f")]
-    unsafe fn avx512<E: Element>(mut from: *const E, out: &mut [f32]) {
+    unsafe fn avx512<E: Element>(start: *const E, rows: usize, out: &mut [f32]) {
         use std::arch::x86_64::_mm512_storeu_ps;
-        for group in out.chunks_mut(E::GROUP.saturating_mul(PANEL)) {
-            // SAFETY: the contract of `widen`, and the chunks of `out` have `PANEL` values.
-            unsafe {
-                let scales = E::scales_avx512(from);
-                from = from.add(E::HEADER);
-                for out in group.as_chunks_mut::<PANEL>().0 {
-                    let (low, high) = E::load_avx512(from, scales);
+        // SAFETY: the contract of `widen`; a row is two vectors.
+        unsafe {
+            body(
+                start,
+                rows,
+                out,
+                |group, out| {
+                    let [low, high] = E::scales_avx512(group);
                     _mm512_storeu_ps(out.as_mut_ptr(), low);
                     _mm512_storeu_ps(out.as_mut_ptr().add(16), high);
-                    from = from.add(PANEL);
-                }
-            }
+                },
+                |rows, row, out| {
+                    let [low, high] = E::load_avx512(rows, row);
+                    _mm512_storeu_ps(out.as_mut_ptr(), low);
+                    _mm512_storeu_ps(out.as_mut_ptr().add(16), high);
+                },
+            );
+        }
+    }
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    unsafe fn avx2<E: Element>(start: *const E, rows: usize, out: &mut [f32]) {
+        use std::arch::x86_64::_mm256_storeu_ps;
+        // SAFETY: the contract of `widen`; half a row is two vectors.
+        unsafe {
+            body(
+                start,
+                rows,
+                out,
+                |group, out| {
+                    for half in 0..2 {
+                        let [low, high] = E::scales_avx2(group, half);
+                        _mm256_storeu_ps(out.as_mut_ptr().add(16 * half), low);
+                        _mm256_storeu_ps(out.as_mut_ptr().add(16 * half + 8), high);
+                    }
+                },
+                |rows, row, out| {
+                    for half in 0..2 {
+                        let [low, high] = E::load_avx2(rows, half, row);
+                        _mm256_storeu_ps(out.as_mut_ptr().add(16 * half), low);
+                        _mm256_storeu_ps(out.as_mut_ptr().add(16 * half + 8), high);
+                    }
+                },
+            );
         }
     }
     // SAFETY: the caller's contract; an `Isa` of this machine's own.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => avx512(start, out),
-            _ => body(start, out),
+            Isa::Avx512 => avx512(start, rows, out),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => avx2(start, rows, out),
+            Isa::Portable => body(
+                start,
+                rows,
+                out,
+                |group, out| *out = E::scales(group),
+                |rows, row, out| *out = E::load(rows, row),
+            ),
         }
     }
 }

@@ -147,17 +147,17 @@ unsafe fn line(chunk: *const u16, word: usize, half: usize) -> __m512bh {
 /// As [`multiply`], for rows `row .. row + M`.
 #[inline(always)]
 unsafe fn begun<const M: usize>(operands: &Operands, row: usize) -> [[__m512; 2]; M] {
-    let mut sums = [[_mm512_setzero_ps(); 2]; M];
-    if operands.accumulate {
-        for (m, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: the caller's contract.
-            unsafe {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); 2]; M];
+        if operands.accumulate {
+            for (m, sums) in sums.iter_mut().enumerate() {
                 let c = operands.c.add((row + m) * operands.c_stride);
                 *sums = [_mm512_loadu_ps(c), _mm512_loadu_ps(c.add(TILE_ROWS))];
             }
         }
+        sums
     }
-    sums
 }
 
 /// # Safety

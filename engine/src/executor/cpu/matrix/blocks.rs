@@ -19,7 +19,8 @@ const SLICE_INPUTS: usize = 640;
 /// 640, in turns: 1.04 times as fast with 256, 320 or 384, 1.02 with 128 or 192, 1.00 with 512.
 const SLICE_INPUTS_VECTORS: usize = 320;
 /// Most rows of an item: the sums of a group are 256 KiB.
-pub(super) const BLOCK_ROWS: usize = SLICE_VALUES / GROUP_PANELS / PANEL;
+pub(super) const BLOCK_ROWS: usize = 512;
+const _: () = assert!(BLOCK_ROWS * GROUP_PANELS * PANEL <= SLICE_VALUES);
 
 const _: () =
     assert!(SLICE_INPUTS.is_multiple_of(bf16::CHUNK) && SLICE_INPUTS_VECTORS.is_multiple_of(bf16::CHUNK));

@@ -2,7 +2,7 @@
 
 use super::super::arena::{Aligned, Arena, Plain};
 use super::super::bf16::{self, Unit};
-use super::super::kernel::{Bf16, Element, Int8, PANEL};
+use super::super::kernel::{Bf16, Element, INTEGER_UNIT, Int8, PANEL};
 use super::super::team::{JobPanicked, Team};
 use super::{Matrix, Panels, Shared, WeightMode};
 use crate::model::weights::{Tensor, WeightDtype};
@@ -136,22 +136,22 @@ pub(super) fn quantize(rows: &[f32], inputs: usize, panel: &mut [i8]) {
             let weights = &rows[column * inputs + from..][..inputs_of_group];
             let scale = scale_of(weights);
             *bytes = scale.0.to_ne_bytes().map(u8::cast_signed);
-            let scale = scale.widen();
-            for (row, weight) in packed.chunks_exact_mut(PANEL).zip(weights) {
+            let scale = scale.widen() * INTEGER_UNIT;
+            for (row, weight) in weights.iter().enumerate() {
                 let quotient = if scale > 0.0 { weight / scale } else { 0.0 };
                 // Saturates; what is not a number becomes 0.
                 #[allow(clippy::cast_possible_truncation)]
                 let rounded = quotient.round_ties_even().clamp(-127.0, 127.0) as i8;
-                row[column] = rounded;
+                packed[Int8::position(row, column)] = rounded;
             }
         }
     }
 }
 
-/// The smallest bf16 that is not below the largest magnitude over 127.
+/// The smallest bf16 that, times the unit of widened integers, is not below the largest magnitude over 127.
 fn scale_of(weights: &[f32]) -> Bf16 {
     let largest = weights.iter().fold(0.0_f32, |largest, weight| largest.max(weight.abs()));
-    let bits = (largest / 127.0).to_bits();
+    let bits = (largest / 127.0 / INTEGER_UNIT).to_bits();
     Bf16(
         u16::try_from((bits >> 16) + u32::from(bits & 0xffff != 0))
             .expect("the upper half of a sum below 2^32"),

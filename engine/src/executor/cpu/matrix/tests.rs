@@ -123,7 +123,7 @@ fn a_row_has_the_same_bits_in_any_batch_on_any_instruction_set_and_team() {
 }
 
 #[test]
-fn panels_beside_each_other_have_the_bits_of_one_alone() {
+fn panels_in_items_of_any_size_have_the_bits_of_one_alone() {
     // 35 panels, the last in part, and a last group of scales in part.
     let (outputs, inputs) = (1100, 130);
     let (_, stored, wide) = matrices(outputs, inputs);
@@ -136,6 +136,54 @@ fn panels_beside_each_other_have_the_bits_of_one_alone() {
                 let [alone, others @ ..] =
                     [5, 4, 2, 1].map(|members| product(isa, &matrix, &mut x, inputs, rows, members));
                 assert!(others.iter().all(|other| *other == alone), "{isa:?}, {rows} rows");
+            }
+        }
+    }
+}
+
+/// `rows` rows of the first seven panels, up to `at_once` of them side by side, whatever suits this machine.
+fn beside<E: Element>(isa: Isa, panels: *const E, x: &[f32], rows: usize, at_once: usize) -> Vec<u32> {
+    let depth = x.len() / rows;
+    let mut out = vec![f32::NAN; rows * 7 * PANEL];
+    let tile = Tile {
+        a: x.as_ptr(),
+        a_stride: depth,
+        b: panels,
+        b_stride: PANEL,
+        c: out.as_mut_ptr(),
+        c_stride: 7 * PANEL,
+        depth,
+        accumulate: false,
+        ahead: true,
+    };
+    // SAFETY: seven panels of as many inputs as a row has, and room for their sums.
+    unsafe { multiply_beside(isa, rows, &tile, (7, E::panel_len(depth)), at_once) };
+    out.into_iter().map(f32::to_bits).collect()
+}
+
+#[test]
+fn panels_beside_each_other_have_the_bits_of_one_alone() {
+    let (outputs, inputs) = (7 * PANEL, 130);
+    let (_, stored, wide) = matrices(outputs, inputs);
+    let (_, int8, _) = quantized(outputs, inputs);
+    for isa in Isa::available() {
+        for rows in [1, 2, 3, 4] {
+            let x = activations(rows, inputs, inputs);
+            let most = if rows <= 2 { 4 } else { 2 };
+            for at_once in [2, most] {
+                for matrix in [&stored, &wide, &int8] {
+                    let [alone, together] = [1, at_once].map(|at_once| match &matrix.panels {
+                        Panels::F32(values) => beside(isa, values.as_ptr(), &x, rows, at_once),
+                        Panels::Bf16(values) => {
+                            beside(isa, values.as_ptr().cast::<Bf16>(), &x, rows, at_once)
+                        }
+                        Panels::Int8(values) => {
+                            beside(isa, values.as_ptr().cast::<Int8>(), &x, rows, at_once)
+                        }
+                        Panels::Pairs(..) => unreachable!("f32 arithmetic"),
+                    });
+                    assert!(together == alone, "{isa:?}: {rows} rows, {at_once} panels at once");
+                }
             }
         }
     }
@@ -194,21 +242,40 @@ fn a_quantized_weight_is_off_by_at_most_half_a_step_of_its_group() {
 }
 
 #[test]
-fn a_quantized_product_is_the_f32_chain_over_rounded_weights_to_the_bit() {
-    let (outputs, inputs) = (70, 1100);
-    let (_, matrix, rounded) = quantized(outputs, inputs);
-    let stride = inputs + 16;
-    let mut x = activations(70, inputs, stride);
-    let chain = |row: usize, output: usize| {
-        let pairs = x[row * stride..][..inputs].iter().zip(&rounded[output * inputs..][..inputs]);
-        pairs.fold(0.0_f32, |sum, (x, weight)| x.mul_add(*weight, sum)).to_bits()
-    };
-    let expected: Vec<u32> = (0..70 * outputs).map(|i| chain(i / outputs, i % outputs)).collect();
-    for isa in Isa::available() {
-        for (rows, members) in [(70, 2), (25, 1), (24, 3), (8, 2), (4, 1), (1, 2)] {
-            let ours = product(isa, &matrix, &mut x, stride, rows, members);
-            let same = ours.iter().zip(&expected).all(|(ours, bits)| ours.to_bits() == *bits);
-            assert!(same, "{isa:?}, {rows} rows, {members} members");
+fn a_quantized_product_keeps_the_documented_order_to_the_bit() {
+    // Whole groups, a last one in part, and one whose last rows are not four.
+    for (outputs, inputs) in [(70, 1100), (33, 64), (40, 131), (7, 5)] {
+        let (_, matrix, rounded) = quantized(outputs, inputs);
+        let Panels::Int8(values) = &matrix.panels else { unreachable!("quantized") };
+        let stride = inputs + 16;
+        let mut x = activations(70, inputs, stride);
+        // Group by group a chain over the integers times 2^24, from zero; then its sum times the scale, in one multiply-add.
+        let chain = |row: usize, output: usize| {
+            let (panel, column) = (output / PANEL, output % PANEL);
+            let panel = &values[panel * Int8::panel_len(inputs)..][..Int8::panel_len(inputs)];
+            let mut sum = 0.0_f32;
+            for (group, from) in panel.chunks(Int8::panel_len(Int8::GROUP)).zip((0..inputs).step_by(64)) {
+                let at = 2 * (2 * (column % 16) + column / 16);
+                let scale = f32::from_bits(u32::from_ne_bytes([0, 0, group[at] as u8, group[at + 1] as u8]));
+                let mut part = 0.0_f32;
+                for input in from..inputs.min(from + 64) {
+                    let (four, which) = ((input - from) / 4, (input - from) % 4);
+                    let integer = group[64 + 128 * four + 64 * (column / 16) + 4 * (column % 16) + which];
+                    let weight = f32::from(integer) * 16_777_216.0;
+                    assert_eq!(weight * scale, rounded[output * inputs + input]);
+                    part = x[row * stride + input].mul_add(weight, part);
+                }
+                sum = scale.mul_add(part, sum);
+            }
+            sum.to_bits()
+        };
+        let expected: Vec<u32> = (0..70 * outputs).map(|i| chain(i / outputs, i % outputs)).collect();
+        for isa in Isa::available() {
+            for (rows, members) in [(70, 2), (25, 1), (24, 3), (12, 1), (8, 2), (4, 1), (2, 1), (1, 2)] {
+                let ours = product(isa, &matrix, &mut x, stride, rows, members);
+                let same = ours.iter().zip(&expected).all(|(ours, bits)| ours.to_bits() == *bits);
+                assert!(same, "{isa:?}, {rows} rows of {inputs} inputs, {members} members");
+            }
         }
     }
 }
