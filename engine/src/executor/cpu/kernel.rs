@@ -49,7 +49,7 @@ pub(super) struct Tile<E> {
     /// First output; row m begins `m * c_stride` values later and has [`PANEL`] values.
     pub(super) c: *mut f32,
     pub(super) c_stride: usize,
-    /// Length of the chain.
+    /// Length of the chain, at least 1.
     pub(super) depth: usize,
     /// Continue the chain whose value is in C, instead of starting from zero.
     pub(super) accumulate: bool,
@@ -170,7 +170,8 @@ pub(super) unsafe fn multiply_beside<E: Element>(
     }
 }
 
-/// `P` panels side by side.
+/// `P` panels side by side. Loops are over indices: with iterators over nested arrays sums were kept in memory, and eight rows took
+/// twice as long.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 unsafe fn avx512<E: Element, const M: usize, const P: usize>(tile: &Tile<E>, panel_stride: usize) {
