@@ -2,7 +2,7 @@
 //!
 //! A matrix `[outputs][inputs]` of a checkpoint is packed once, when it is loaded, into panels
 //! `[outputs / 32][inputs][32]`: a product then reads memory strictly forward. bf16 weights stay bf16, quantized ones
-//! int8 with their scales between; both are widened on the way into f32 arithmetic, which is exact. In bfloat16 mode panels have
+//! int8 with their scales between, four inputs at a time; both are widened on the way into f32 arithmetic, which is exact. In bfloat16 mode panels have
 //! the layout of `bf16`, whose units multiply them as they are.
 //!
 //! A product is cut into items that members of the team claim. With few rows an item is one to eight panels,
@@ -78,7 +78,8 @@ pub enum WeightMode {
 }
 
 impl WeightMode {
-    /// What is added to the identity of a checkpoint: KV computed with rounded weights or inputs is another model's.
+    /// What is added to the identity of a checkpoint: KV computed with rounded weights or inputs is another model's. Whoever changes
+    /// a mode's bits changes this (`+int8/64` was a chain over scaled weights), so that engines of both orders share no blocks.
     #[must_use]
     pub fn identity(self) -> &'static str {
         match self {
@@ -331,6 +332,7 @@ impl<'a> Product<'a> {
             return;
         }
         let (panel_len, slice_len) = (E::panel_len(self.matrix.inputs), E::Wide::panel_len(SLICE_DEPTH));
+        assert!(item.panels * slice_len <= scratch.len(), "room for a slice of each panel");
         self.block::<E::Wide>(isa, item, |from, depth| {
             for (panel, out) in scratch.chunks_exact_mut(slice_len).take(item.panels).enumerate() {
                 // SAFETY: the slice is inside the panel, and begins a group: their sizes divide a slice's. Wide elements are

@@ -272,3 +272,46 @@ unsafe fn block<const M: usize>(operands: &Operands, row: usize, mut requests: R
         keep(operands, row, &sums);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::ptr::null;
+
+    use super::*;
+    use crate::executor::cpu::kernel::PANEL;
+
+    #[test]
+    fn requests_change_no_bit() {
+        if !Unit::available().contains(&Unit::Avx512Bf16) {
+            return;
+        }
+        let (chunks, rows) = (3, TILE_ROWS);
+        // Bits of bf16 between 0.5 and 2, of both signs.
+        let noise = |i: usize| (i as u32).wrapping_mul(2_654_435_761).rotate_left(13);
+        let bf16 = |i: usize| (noise(i) & 0x80ff) as u16 | 0x3f00;
+        let a: Vec<u16> = (0..chunks * rows * CHUNK).map(bf16).collect();
+        let b: Vec<u16> = (0..chunks * PANEL_CHUNK).map(|i| bf16(i + 99_999)).collect();
+        for now in 1..=rows {
+            let (mut with, mut without) = (vec![0.0_f32; rows * PANEL], vec![0.0_f32; rows * PANEL]);
+            let operands = |c: &mut Vec<f32>| Operands {
+                a: a.as_ptr(),
+                a_tile: a.len(),
+                wide: null(),
+                wide_stride: 0,
+                b: b.as_ptr(),
+                c: c.as_mut_ptr(),
+                c_stride: PANEL,
+                inputs: chunks * CHUNK,
+                accumulate: false,
+                next: null(),
+            };
+            // SAFETY: sixteen rows and a panel of so many chunks, on a machine that has the instruction.
+            unsafe {
+                stream::<true>(now, &operands(&mut with));
+                stream::<false>(now, &operands(&mut without));
+            }
+            assert!(with.iter().zip(&without).all(|(with, without)| with.to_bits() == without.to_bits()));
+            assert!(with[..now * PANEL].iter().all(|sum| *sum != 0.0), "{now} rows");
+        }
+    }
+}

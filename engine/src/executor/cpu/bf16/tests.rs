@@ -130,9 +130,20 @@ fn a_row_has_the_same_bits_in_any_batch_on_any_unit_and_team() {
     let alone: Vec<u32> =
         (0..75).flat_map(|row| bits(&case.run(Isa::detect(), Unit::detect(), row, 1, 1))).collect();
     for (isa, unit) in everywhere() {
-        for (rows, members) in
-            [(75, 1), (75, 3), (64, 2), (33, 2), (32, 1), (17, 2), (15, 1), (14, 2), (13, 1), (8, 2), (2, 1)]
-        {
+        for (rows, members) in [
+            (75, 1),
+            (75, 3),
+            (64, 2),
+            (33, 2),
+            (32, 1),
+            (17, 2),
+            (15, 1),
+            (14, 2),
+            (13, 1),
+            (12, 2),
+            (8, 2),
+            (2, 1),
+        ] {
             let together = bits(&case.run(isa, unit, 0, rows, members));
             assert!(together == alone[..rows * 200], "{isa:?} {unit:?}, {rows} rows, {members} members");
         }
