@@ -11,6 +11,7 @@ use hyper::header::HeaderMap;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
 
 use crate::config::{AffinityKey, FeaturesConfig, LoadUnit, ModelConfig, PolicyConfig};
+use crate::estimate::Known;
 use crate::kv_events::links;
 use crate::policy::Wanted;
 
@@ -48,6 +49,8 @@ pub(crate) struct Source<'a> {
     pub user: Option<&'a str>,
     /// What keeps this request's cache apart from others': `cache_salt`, tenant.
     pub salts: &'a [&'a str],
+    /// What of the body is no text.
+    pub known: Known,
     /// Tokens of one KV block of the engines that tell of theirs.
     pub block_size: Option<usize>,
 }
@@ -78,7 +81,9 @@ impl Needs {
 impl Features {
     /// Looks at what is needed of a request.
     pub(crate) fn read(source: &Source<'_>, needs: Needs, config: &FeaturesConfig) -> Self {
-        let mut features = Self { tokens: estimate(source.body.len(), config), ..Self::default() };
+        let known = source.known;
+        let estimate = |bytes: usize| known.tokens + estimate(bytes.saturating_sub(known.bytes), config);
+        let mut features = Self { tokens: estimate(source.body.len()), ..Self::default() };
         if needs.session {
             let header = source.headers.get(&config.session_header);
             features.session = header.filter(|v| !v.is_empty()).map(|v| xxh3_64(v.as_bytes()));
@@ -90,9 +95,9 @@ impl Features {
             let body = source.body;
             let prompt = ["messages", "prompt", "input"].iter().find_map(|name| body.field(name));
             let (prompt, tools) = (prompt.unwrap_or_default(), body.field("tools").unwrap_or_default());
-            features.tokens = estimate(prompt.len() + tools.len(), config);
+            let embeds = body.field("prompt_embeds").unwrap_or_default();
+            features.tokens = estimate(prompt.len() + tools.len() + embeds.len());
             if is_token_ids(prompt) {
-                features.tokens = 1 + prompt.iter().filter(|byte| **byte == b',').count() as u64;
                 // What a salt keeps apart engines tell in words that are theirs alone.
                 if let Some(size) = source.block_size.filter(|_| source.salts.is_empty())
                     && let Ok(tokens) = serde_json::from_slice::<Vec<u32>>(prompt)
@@ -185,8 +190,15 @@ mod tests {
     fn features(body: &Value, salts: &[&str]) -> Features {
         let headers = HeaderMap::new();
         let body = raw(&body.to_string());
-        let source =
-            Source { model: "m", headers: &headers, body: &body, user: None, salts, block_size: None };
+        let source = Source {
+            model: "m",
+            headers: &headers,
+            body: &body,
+            user: None,
+            salts,
+            block_size: None,
+            known: Known::of(&body),
+        };
         Features::read(&source, ALL, &FeaturesConfig { chunk_bytes: 64, ..FeaturesConfig::default() })
     }
 
@@ -252,6 +264,7 @@ mod tests {
                 body: &raw("{}"),
                 user: Some(user),
                 salts: &[],
+                known: Known::default(),
                 block_size: None,
             };
             let features = Features::read(&source, ALL, &FeaturesConfig::default());

@@ -17,6 +17,7 @@ use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, He
 use crate::admission::body_budget::Share;
 use crate::client_watch::ClientGone;
 use crate::config::Priority;
+use crate::estimate::Known;
 use crate::exchange_driver::Ended;
 use crate::features::{Features, Source};
 use crate::generation::Generation;
@@ -46,8 +47,10 @@ pub(crate) struct Ask {
     pub prompt_logprobs: bool,
     /// What the router writes into it because it knows whose it is.
     pub owned: Owned,
-    /// What it will cost, in tokens: the prompt's by its length, and what it may generate. Estimated.
+    /// What it will cost, in tokens: the prompt's, and what it may generate. Estimated.
     pub tokens: u64,
+    /// The prompt's alone.
+    pub prompt_tokens: u64,
     /// vLLM's `priority`.
     pub priority: Option<i64>,
     /// What says where it belongs.
@@ -114,7 +117,9 @@ impl Ask {
         let aggregate = outline.prompts > 1;
         let prompt_logprobs = tells_of_the_prompt(&body, outline.request.stream)?;
         let priority = priority(&body);
-        let tokens = estimated_tokens(body.len(), &outline);
+        let known = Known::of(&body);
+        let prompt_tokens = known.prompt_tokens(&body);
+        let tokens = estimated_tokens(prompt_tokens, &outline);
         let mut owned = Owned::default();
         if let Some(owner) = owner {
             let salt = owner.auth.cache_salt(owner.identity, outline.request.cache_salt.as_deref());
@@ -128,6 +133,7 @@ impl Ask {
             body: &body,
             user: outline.request.user.as_deref(),
             salts: salt.as_slice(),
+            known,
             block_size: model.decode.block_size().or_else(|| model.prefill.block_size()),
         };
         let features = Features::read(&source, model.needs, &model.features);
@@ -141,6 +147,7 @@ impl Ask {
             aggregate,
             prompt_logprobs,
             tokens,
+            prompt_tokens,
             priority,
             features,
             owner,
@@ -202,8 +209,6 @@ pub(crate) fn priority(body: &RawBody) -> Option<i64> {
     body.field("priority").and_then(|value| serde_json::from_slice(value).ok())
 }
 
-/// Four bytes of text are about one token of English; the JSON around it makes up for what is shorter.
-const BYTES_PER_TOKEN: usize = 4;
 /// Tokens that a request is taken to generate when it does not say how many it may. What it generates beyond them is
 /// charged when it is over; see [`crate::tenants::Permit::has_cost`].
 const ANSWER_TOKENS: u64 = 256;
@@ -211,15 +216,10 @@ const ANSWER_TOKENS: u64 = 256;
 /// No request is taken to cost more, whatever it says: sums of costs stay within 64 bits.
 const TOKENS_MAX: u64 = 1 << 40;
 
-fn estimated_tokens(bytes: usize, outline: &Outline) -> u64 {
+fn estimated_tokens(prompt: u64, outline: &Outline) -> u64 {
     let answer = outline.request.max_tokens.map_or(ANSWER_TOKENS, u64::from);
     let answers = (outline.prompts.max(1) as u64).saturating_mul(outline.request.n.max(1).into());
-    prompt_tokens(bytes).saturating_add(answer.saturating_mul(answers)).min(TOKENS_MAX)
-}
-
-/// Tokens of the prompt of a body of so many bytes, estimated.
-pub(crate) fn prompt_tokens(bytes: usize) -> u64 {
-    (bytes / BYTES_PER_TOKEN) as u64
+    prompt.saturating_add(answer.saturating_mul(answers)).min(TOKENS_MAX)
 }
 
 /// Reads the whole body of a request.

@@ -362,7 +362,7 @@ impl RequestContext {
         if !may_use(Some(&permit.identity), &self.generation, &ask.model.name) {
             return Err(tenants::forbidden(&ask.model.name));
         }
-        self.prompt_tokens = intake::prompt_tokens(ask.body.len());
+        self.prompt_tokens = ask.prompt_tokens;
         let taken = permit.take_tokens(ask.tokens);
         self.stamp.limits = permit.headers();
         taken

@@ -22,6 +22,7 @@ pub mod code;
 pub mod error;
 mod field;
 pub mod limits;
+pub mod media;
 pub mod raw;
 pub mod request;
 pub mod response;
@@ -35,6 +36,7 @@ pub use body::parse_object;
 pub use code::Code;
 pub use error::{ApiError, ErrorKind};
 pub use limits::{ParseLimits, Scope};
+pub use media::Media;
 pub use request::{
     ChatInput, Endpoint, GenerateRequest, Input, Prompt, SamplingOptions, StreamOptions, ToolChoice,
 };

@@ -10,7 +10,8 @@ use baton_openai::{
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap};
 
-use super::{Ask, Owner, priority, prompt_tokens};
+use super::{Ask, Owner, priority};
+use crate::estimate::Known;
 use crate::features::Features;
 use crate::generation::Generation;
 use crate::rewrite::{ClientRules, Owned};
@@ -55,7 +56,7 @@ impl Ask {
             let salt = salted.then(|| owner.auth.cache_salt(owner.identity, client.as_deref()));
             owned = Owned::new(salt.as_deref(), owner.forbids(&body));
         }
-        let tokens = prompt_tokens(body.len());
+        let tokens = Known::of(&body).prompt_tokens(&body);
         Ok(Self {
             dialect: Dialect::Passed(path),
             model,
@@ -63,6 +64,7 @@ impl Ask {
             prompt_logprobs: false,
             owned,
             tokens,
+            prompt_tokens: tokens,
             priority: priority(&body),
             features: Features::of_tokens(tokens),
             owner: owner.map(Owner::hash),
