@@ -160,6 +160,8 @@ impl Generation {
     pub(crate) fn settle_terms(&self) -> SettleTerms {
         SettleTerms {
             at_once: self.config.limits.settlements,
+            // A request that ends owes an abort and a release at most.
+            waiting: self.config.limits.in_flight.saturating_mul(2),
             tries: self.config.attempts.settle,
             try_timeout: Duration::from_millis(self.config.timeouts.settle_ms),
         }

@@ -1,4 +1,4 @@
-//! Paying what is owed: aborts and releases, each on a task of its own, with bounded tries.
+//! Paying what is owed: aborts and releases, by bounded workers with bounded tries.
 //!
 //! ```text
 //! abort to P ──▶ POST /abort_requests ─ confirmed ──▶ read P's connection on for a bounded time ─▶ release
@@ -10,14 +10,19 @@
 //! ```
 //!
 //! Which of the ways of a release is taken is `release` in an engine's configuration. Both verbs are idempotent,
-//! so every failed try is repeated. An engine without a verb (404, 405, 501) is remembered and not asked again,
-//! until its address could not be reached once. The number of settlements at once is bounded; one beyond it is counted and left to the
-//! lease's expiry.
+//! so every failed try is repeated. An engine without a verb (404, 405, 501) is remembered and not asked again
+//! for a minute, or until its address could not be reached once (`upstream/verbs.rs`). An engine that had the verb is
+//! believed to lack it only if every try says so.
+//!
+//! So many settlements are carried out at once (`limits.settlements`). Further ones wait, in order, in a queue with two
+//! places for each request that may be in flight: when all of their clients leave at once, each owes an abort and a
+//! release at most. One beyond that is counted and left to the lease's expiry. The drain at shutdown waits for the queue
+//! too.
 
 mod refused_decode;
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
@@ -48,6 +53,8 @@ const ANSWER_BYTES_MAX: usize = 64 * 1024;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SettleTerms {
     pub at_once: usize,
+    /// Further ones that wait.
+    pub waiting: usize,
     pub tries: u16,
     pub try_timeout: Duration,
 }
@@ -55,7 +62,7 @@ pub(crate) struct SettleTerms {
 /// Pays debts in the background.
 pub(crate) struct Settler {
     terms: ArcSwap<SettleTerms>,
-    at_once: AtomicUsize,
+    backlog: Mutex<Backlog>,
     tasks: TaskTracker,
     runtime: tokio::runtime::Handle,
     metrics: Arc<Metrics>,
@@ -82,13 +89,46 @@ pub(crate) struct Returned {
     pub cause: Cause,
 }
 
-/// One settlement among those in flight.
-struct Counted(Arc<Settler>);
+/// What is owed.
+enum Debt {
+    /// A prefill that was given up while its engine had it.
+    Abandoned(PrefillCall, Debtor),
+    Release(Arc<Engine>, Returned, Debtor),
+    Abort(Arc<Engine>, Leg, Debtor),
+}
 
-impl Drop for Counted {
+/// Settlements that are not over. As long as some wait, as many as may work at once do.
+#[derive(Default)]
+struct Backlog {
+    working: usize,
+    waiting: VecDeque<Debt>,
+}
+
+/// One who pays debts, one after the other.
+struct Worker {
+    settler: Arc<Settler>,
+    /// It has gone home by itself.
+    is_over: bool,
+}
+
+impl Worker {
+    async fn work(mut self, first: Debt) {
+        let mut debt = Some(first);
+        while let Some(due) = debt {
+            self.settler.pay(due).await;
+            debt = self.settler.next();
+        }
+        self.is_over = true;
+    }
+}
+
+impl Drop for Worker {
     fn drop(&mut self) {
-        self.0.at_once.fetch_sub(1, Ordering::Relaxed);
-        self.0.metrics.legs.settling.decrement(1.0);
+        if !self.is_over {
+            // Its settlement panicked, or the runtime ends.
+            self.settler.backlog().working -= 1;
+        }
+        self.settler.metrics.legs.settling.decrement(1.0);
     }
 }
 
@@ -97,7 +137,7 @@ impl Settler {
     pub(crate) fn new(terms: SettleTerms, metrics: Arc<Metrics>, started: Instant) -> Arc<Self> {
         Arc::new(Self {
             terms: ArcSwap::from_pointee(terms),
-            at_once: AtomicUsize::new(0),
+            backlog: Mutex::default(),
             tasks: TaskTracker::new(),
             runtime: tokio::runtime::Handle::current(),
             metrics,
@@ -115,24 +155,26 @@ impl Settler {
     /// released: the reply on the wire is its only copy.
     pub(crate) fn abandon(self: &Arc<Self>, call: PrefillCall, debtor: Debtor) {
         self.metrics.abort(Leg::Prefill);
-        let settler = Arc::clone(self);
-        self.spawn(async move { settler.abandoned(call, debtor).await });
+        if !call.was_sent() {
+            return;
+        }
+        call.abandon();
+        if !may_have(call.engine(), Verb::Abort) {
+            // The only way in which it can hear of it, so the sooner the better.
+            call.half_close();
+        }
+        self.owe(Debt::Abandoned(call, debtor));
     }
 
     /// Gives a lease back.
     pub(crate) fn release(self: &Arc<Self>, engine: Arc<Engine>, returned: Returned, debtor: Debtor) {
-        let settler = Arc::clone(self);
-        self.spawn(async move { settler.released(&engine, returned, &debtor).await });
+        self.owe(Debt::Release(engine, returned, debtor));
     }
 
     /// Aborts one leg by request id.
     pub(crate) fn abort(self: &Arc<Self>, engine: Arc<Engine>, leg: Leg, debtor: Debtor) {
         self.metrics.abort(leg);
-        let settler = Arc::clone(self);
-        self.spawn(async move {
-            let result = settler.aborted(&engine, &debtor.request, leg).await;
-            settler.metrics.settled(result);
-        });
+        self.owe(Debt::Abort(engine, leg, debtor));
     }
 
     /// Waits until everything is paid, or the time is up.
@@ -149,34 +191,57 @@ impl Settler {
         (try_timeout * (u32::from(tries) + 1) + pauses().take(usize::from(tries)).sum::<Duration>()) * 3
     }
 
-    fn spawn(self: &Arc<Self>, work: impl Future<Output = ()> + Send + 'static) {
-        if self.at_once.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
-            self.at_once.fetch_sub(1, Ordering::Relaxed);
+    /// Has a debt paid: now, or in its turn.
+    fn owe(self: &Arc<Self>, debt: Debt) {
+        let SettleTerms { at_once, waiting, .. } = **self.terms.load();
+        let mut backlog = self.backlog();
+        if backlog.working < at_once {
+            backlog.working += 1;
+            drop(backlog);
+            self.metrics.legs.settling.increment(1.0);
+            let worker = Worker { settler: Arc::clone(self), is_over: false };
+            self.tasks.spawn_on(worker.work(debt), &self.runtime);
+        } else if backlog.waiting.len() < waiting {
+            backlog.waiting.push_back(debt);
+            self.metrics.legs.settlements_waiting.set(backlog.waiting.len() as f64);
+        } else {
+            drop(backlog);
             self.metrics.settled(Settled::Refused);
             if let Some(held_back) = self.refused.due() {
-                tracing::warn!(held_back, "too many settlements at once; a lease is left to its expiry");
+                tracing::warn!(held_back, "too many settlements wait; a lease is left to its expiry");
             }
-            return;
         }
-        self.metrics.legs.settling.increment(1.0);
-        let counted = Counted(Arc::clone(self));
-        let counted = async move {
-            let _counted = counted;
-            work.await;
-        };
-        self.tasks.spawn_on(counted, &self.runtime);
     }
 
-    async fn abandoned(self: Arc<Self>, mut call: PrefillCall, debtor: Debtor) {
+    /// What a worker does next; with nothing to do, or too many at it, it goes.
+    fn next(&self) -> Option<Debt> {
+        let mut backlog = self.backlog();
+        let may_stay = backlog.working <= self.terms.load().at_once;
+        let debt = if may_stay { backlog.waiting.pop_front() } else { None };
+        match &debt {
+            Some(_) => self.metrics.legs.settlements_waiting.set(backlog.waiting.len() as f64),
+            None => backlog.working -= 1,
+        }
+        debt
+    }
+
+    fn backlog(&self) -> MutexGuard<'_, Backlog> {
+        self.backlog.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn pay(&self, debt: Debt) {
+        match debt {
+            Debt::Abandoned(call, debtor) => self.abandoned(call, debtor).await,
+            Debt::Release(engine, returned, debtor) => self.released(&engine, returned, &debtor).await,
+            Debt::Abort(engine, leg, debtor) => {
+                let result = self.aborted(&engine, &debtor.request, leg).await;
+                self.metrics.settled(result);
+            }
+        }
+    }
+
+    async fn abandoned(&self, mut call: PrefillCall, debtor: Debtor) {
         let engine = Arc::clone(call.engine());
-        if !call.was_sent() {
-            return;
-        }
-        call.abandon();
-        if !may_have(&engine, Verb::Abort) {
-            // The only way in which it can hear of it, so the sooner the better.
-            call.half_close();
-        }
         let abort = self.aborted(&engine, &debtor.request, Leg::Prefill);
         tokio::pin!(abort);
         // The reply may come first: then the abort is still finished, because it may be all that P hears.
@@ -286,11 +351,14 @@ impl Settler {
             let ask = async { engine.call(outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
             match tokio::time::timeout(try_timeout, ask).await {
                 Ok(Ok(answer)) if answer.status.is_success() => {
-                    engine.verbs().learn(verb, true);
+                    engine.verbs().learn(verb, true, Instant::now());
                     return Settled::Confirmed;
                 }
-                Ok(Ok(answer)) if is_missing(answer.status) => {
-                    engine.verbs().learn(verb, false);
+                // Of an engine that had the verb, it may be a proxy's answer, or one of a moment.
+                Ok(Ok(answer))
+                    if is_missing(answer.status) && (left == 0 || has(engine, verb) != Some(true)) =>
+                {
+                    engine.verbs().learn(verb, false, Instant::now());
                     return Settled::Unsupported;
                 }
                 Ok(Ok(answer)) => complain(engine, outgoing, left, &format!("status {}", answer.status)),
@@ -322,7 +390,11 @@ fn pauses() -> impl Iterator<Item = Duration> {
 /// Whether an engine may have a verb: its configuration does not say that it has none, and neither has it.
 fn may_have(engine: &Engine, verb: Verb) -> bool {
     let stock = matches!(engine.release_mode(), ReleaseMode::RefusedDecode | ReleaseMode::Lease);
-    !stock && engine.verbs().has(verb) != Some(false)
+    !stock && has(engine, verb) != Some(false)
+}
+
+fn has(engine: &Engine, verb: Verb) -> Option<bool> {
+    engine.verbs().has(verb, Instant::now())
 }
 
 fn is_missing(status: StatusCode) -> bool {

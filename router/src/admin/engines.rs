@@ -28,7 +28,7 @@ pub(super) fn list(shared: &Shared) -> Value {
 }
 
 fn one(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> Value {
-    let health = engine.health().snapshot();
+    let (health, now) = (engine.health().snapshot(), Instant::now());
     let terms = engine.health_terms();
     let load = engine.reading(Instant::now).map(|reading| {
         let load = reading.said;
@@ -67,7 +67,7 @@ fn one(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> Value 
         "in_flight": engine.load(None),
         "load": load,
         "kv_events": kv_events,
-        "verbs": {"abort": engine.verbs().has(Verb::Abort), "release": engine.verbs().has(Verb::Release)},
+        "verbs": {"abort": engine.verbs().has(Verb::Abort, now), "release": engine.verbs().has(Verb::Release, now)},
     })
 }
 

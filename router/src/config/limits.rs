@@ -25,8 +25,8 @@ pub struct LimitsConfig {
     /// Requests at once; more are answered 429 with `Retry-After`. 1 to 1,000,000; default 8,192.
     #[garde(range(min = 1, max = 1_000_000))]
     pub in_flight: usize,
-    /// Settlements (aborts and releases) at once. A settlement beyond it is counted and left to the lease's
-    /// expiry. 1 to 1,000,000; default 4,096.
+    /// Settlements (aborts and releases) at once. Twice `in_flight` more wait for their turn; a settlement beyond that
+    /// is counted and left to the lease's expiry. 1 to 1,000,000; default 4,096.
     #[garde(range(min = 1, max = 1_000_000))]
     pub settlements: usize,
 }

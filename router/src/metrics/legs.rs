@@ -31,7 +31,7 @@ pub(crate) enum Settled {
     Unsupported,
     /// Every try failed; the lease will lapse.
     Failed,
-    /// Too many settlements at once; the lease will lapse.
+    /// Too many settlements waited; the lease will lapse.
     Refused,
 }
 
@@ -112,6 +112,11 @@ static SETTLEMENTS: Family = Family::counter(
 );
 static SETTLING: Family =
     Family::gauge("baton_router_settlements_in_flight", &[], "Aborts and releases that are on their way.");
+static SETTLEMENTS_WAITING: Family = Family::gauge(
+    "baton_router_settlements_waiting",
+    &[],
+    "Aborts and releases that wait until one that is on its way is over.",
+);
 
 pub(super) static FAMILIES: &[&Family] = &[
     &RETRIES,
@@ -122,6 +127,7 @@ pub(super) static FAMILIES: &[&Family] = &[
     &RELEASES,
     &SETTLEMENTS,
     &SETTLING,
+    &SETTLEMENTS_WAITING,
 ];
 
 /// Legs and debts.
@@ -132,6 +138,7 @@ pub(crate) struct LegMetrics {
     pub aborts: [Counter; 2],
     pub propagation: [Histogram; 2],
     pub settling: Gauge,
+    pub settlements_waiting: Gauge,
     releases: [[Counter; Via::ALL.len()]; Cause::ALL.len()],
     settlements: [Counter; Settled::ALL.len()],
 }
@@ -146,6 +153,7 @@ impl LegMetrics {
             aborts: both(&ABORTS),
             propagation: Leg::BOTH.map(|leg| registry.histogram(&PROPAGATION_SECONDS, &[leg.label()])),
             settling: registry.gauge(&SETTLING, &[]),
+            settlements_waiting: registry.gauge(&SETTLEMENTS_WAITING, &[]),
             releases: Cause::ALL
                 .map(|cause| Via::ALL.map(|via| registry.counter(&RELEASES, &[cause.label(), via.label()]))),
             settlements: Settled::ALL.map(|result| registry.counter(&SETTLEMENTS, &[result.label()])),
