@@ -165,6 +165,8 @@ pub enum Event {
     HandoffSpent,
     /// No engine is left to try, or the budget is spent.
     GaveUp,
+    /// The same, for a reason that the shell knows: what a release says.
+    GaveUpFor(Cause),
     /// The client closed its connection.
     ClientGone,
     /// The router's context of this request went away.
@@ -180,6 +182,12 @@ pub enum Cause {
     DecodeRefused,
     /// No decode engine could be had.
     DecodeUnreachable,
+    /// Decode engines were asked and failed the request, and none is left.
+    DecodeFailed,
+    /// The decode engines that are left had no room for as long as the request could wait.
+    DecodeBusy,
+    /// The request has taken longer than it may.
+    OutOfTime,
     /// The decode engine ended in the middle of the answer.
     DecodeBroken,
     /// The handoff could not be handed on.
@@ -300,7 +308,7 @@ impl Exchange {
             (S::Choosing, E::PrefillSkipped) => self.go(S::Held(None)),
             (S::Choosing, E::NotAdmitted) => self.end(Outcome::NotAdmitted, Cause::DecodeUnreachable),
             (S::Choosing, E::NoEngine) => self.end(Outcome::NoEngine, Cause::DecodeUnreachable),
-            (S::Choosing | S::Prefilling(_), E::GaveUp) => {
+            (S::Choosing | S::Prefilling(_), E::GaveUp | E::GaveUpFor(_)) => {
                 self.end(Outcome::PrefillExhausted, Cause::DecodeUnreachable)
             }
 
@@ -325,6 +333,7 @@ impl Exchange {
             (S::Held(_) | S::Decoding(..), E::GaveUp) => {
                 self.end(Outcome::DecodeExhausted, Cause::DecodeUnreachable)
             }
+            (S::Held(_) | S::Decoding(..), E::GaveUpFor(cause)) => self.end(Outcome::DecodeExhausted, cause),
 
             (S::Decoding(on, lent), E::DecodeAccepted(by)) if on == by => self.go(S::Accepted(on, lent)),
             (S::Decoding(on, lent) | S::Accepted(on, lent), E::DecodeRefused(by)) if on == by => {
@@ -369,6 +378,10 @@ impl Exchange {
                 self.state = S::Decoding(on, lent);
                 self.end(Outcome::StreamBroken, Cause::DecodeBroken)
             }
+            (S::Accepted(on, lent) | S::Streaming(on, lent), E::GaveUpFor(cause)) => {
+                self.state = S::Decoding(on, lent);
+                self.end(Outcome::StreamBroken, cause)
+            }
 
             (S::Done(_), E::ClientGone | E::Dropped) => ignored(),
             (_, E::ClientGone) => {
@@ -401,7 +414,8 @@ impl Exchange {
                 | E::StreamBroken(_)
                 | E::StreamCut(_)
                 | E::HandoffSpent
-                | E::GaveUp,
+                | E::GaveUp
+                | E::GaveUpFor(_),
             ) => ignored(),
         }
     }
@@ -488,6 +502,7 @@ impl Exchange {
             | Event::StreamCut(_)
             | Event::HandoffSpent
             | Event::GaveUp
+            | Event::GaveUpFor(_)
             | Event::ClientGone
             | Event::Dropped => {}
         }
@@ -544,10 +559,13 @@ impl Outcome {
 
 impl Cause {
     /// Every cause.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 10] = [
         Self::ClientGone,
         Self::DecodeRefused,
         Self::DecodeUnreachable,
+        Self::DecodeFailed,
+        Self::DecodeBusy,
+        Self::OutOfTime,
         Self::DecodeBroken,
         Self::Unusable,
         Self::Late,
@@ -561,6 +579,9 @@ impl Cause {
             Self::ClientGone => "client_gone",
             Self::DecodeRefused => "decode_refused",
             Self::DecodeUnreachable => "decode_unreachable",
+            Self::DecodeFailed => "decode_failed",
+            Self::DecodeBusy => "decode_busy",
+            Self::OutOfTime => "out_of_time",
             Self::DecodeBroken => "decode_broken",
             Self::Unusable => "unusable_handoff",
             Self::Late => "late_reply",

@@ -24,6 +24,7 @@ fn alphabet() -> Vec<Event> {
         Event::PrefillSkipped,
         Event::HandoffSpent,
         Event::GaveUp,
+        Event::GaveUpFor(Cause::DecodeBusy),
         Event::ClientGone,
     ];
     events.push(Event::Dropped);
@@ -78,6 +79,7 @@ impl World {
             | Event::PrefillSkipped
             | Event::HandoffSpent
             | Event::GaveUp
+            | Event::GaveUpFor(_)
             | Event::ClientGone
             | Event::Dropped => true,
         }
@@ -116,6 +118,7 @@ impl World {
             | Event::PrefillSkipped
             | Event::HandoffSpent
             | Event::GaveUp
+            | Event::GaveUpFor(_)
             | Event::ClientGone
             | Event::Dropped => {}
         }

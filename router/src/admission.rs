@@ -1,5 +1,7 @@
 //! Where requests wait for an engine when all of a model's are full: for a decode engine first, and then, with that one
-//! set aside, for a prefill engine. Each leg has a queue of its own, with the same bounds and one deadline.
+//! set aside, for a prefill engine. Each leg has a queue of its own, with the same bounds, and both first waits have one
+//! deadline. After an engine failed it, a request waits again, for as long as any may: its first deadline ran while
+//! engines worked for it.
 //!
 //! Whoever waits for a prefill engine holds a place at a decode engine, so it waits only for engines whose requests wait
 //! for nobody: those that do not decode for the same model. See `exchange_driver/choosing.rs`.
@@ -15,7 +17,9 @@
 //! ```
 //!
 //! Who is next is decided in [`queue`], which is pure. Only the next one tries to reserve an engine; it is woken
-//! when one has room again ([`Freed`]), and whoever leaves the queue in whatever way wakes the next.
+//! when one has room again ([`Freed`]), and whoever leaves the queue in whatever way wakes the next. If the next one
+//! finds no room among the engines that it can be given to, the next that can be given to another one tries: one
+//! round, which ends with a request that could have any engine. What wakes the first begins another round.
 //!
 //! No wake-up is lost: a waiter counts itself among the waiting before it tries, and an engine takes a request
 //! off its load before it looks whether anybody waits. Health that changes with time alone wakes nobody, so the
@@ -25,6 +29,7 @@ pub(crate) mod body_budget;
 pub(crate) mod deadline;
 mod drain;
 mod queue;
+mod turns;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -39,8 +44,8 @@ use crate::metrics::Leg;
 use crate::metrics::admission::{AdmissionMetrics, Outcome};
 use crate::pool::Scarce;
 use drain::Drain;
-pub(crate) use queue::{Claim, TenantId};
-use queue::{FairQueue, Full, Place};
+pub(crate) use queue::{Claim, TenantId, Wants};
+use queue::{FairQueue, Full, Lane, Place};
 
 /// How often the next one tries without having been woken.
 const TRY_AGAIN: Duration = Duration::from_millis(50);
@@ -53,6 +58,8 @@ pub(crate) struct Ticket {
     pub claim: Claim,
     /// Until when it may wait.
     pub deadline: Instant,
+    /// Beyond that it has no use for an answer: its client gives up, or its model's requests may take no longer.
+    pub ends: Option<Instant>,
 }
 
 /// Why a request is not let in.
@@ -93,6 +100,10 @@ struct Inner {
     queue: FairQueue,
     drain: Drain,
     bells: HashMap<Place, Arc<Notify>>,
+    /// One more whenever the first one is to try.
+    round: u64,
+    /// Lanes of those that tried in this round and found no room.
+    full: Vec<Lane>,
 }
 
 /// A request in the queue. Dropping it takes it out.
@@ -178,6 +189,7 @@ impl ModelQueue {
     pub(crate) async fn enter<T>(
         &self,
         ticket: Ticket,
+        wants: Wants,
         terms: &QueueConfig,
         mut reserve: impl FnMut() -> Result<T, Scarce>,
     ) -> Result<T, NotLetIn> {
@@ -188,18 +200,21 @@ impl ModelQueue {
                 Err(Scarce::Full) => {}
             }
         }
-        let mut waiting = self.join(ticket, terms)?;
+        let mut waiting = self.join(ticket, wants, terms)?;
         let deadline = tokio::time::Instant::from_std(ticket.deadline);
         loop {
             let bell = waiting.bell.notified();
             let now = tokio::time::Instant::now();
             let mut again = deadline;
-            if waiting.is_next() {
+            if let Some(turn) = waiting.turn() {
                 if let Ok(reserved) = self.tried(reserve()) {
                     waiting.outcome = Outcome::Dispatched;
                     return Ok(reserved);
                 }
-                again = deadline.min(now + TRY_AGAIN);
+                waiting.give_way(turn);
+                if turn.is_first {
+                    again = deadline.min(now + TRY_AGAIN);
+                }
             }
             if now >= deadline {
                 waiting.outcome = Outcome::Expired;
@@ -214,14 +229,23 @@ impl ModelQueue {
         }
     }
 
-    fn join<'a>(&'a self, ticket: Ticket, terms: &'a QueueConfig) -> Result<Waiting<'a>, NotLetIn> {
-        let Ticket { claim, deadline } = ticket;
+    fn join<'a>(
+        &'a self,
+        ticket: Ticket,
+        wants: Wants,
+        terms: &'a QueueConfig,
+    ) -> Result<Waiting<'a>, NotLetIn> {
+        let Ticket { claim, deadline, .. } = ticket;
         let now = Instant::now();
         let mut inner = self.lock();
-        let ahead = inner.queue.ahead_of(&claim, terms);
+        let ahead = inner.queue.ahead_of(&claim, &wants, terms);
         let in_time = inner.drain.wait(ahead).is_none_or(|wait| now + wait < deadline);
-        // Whoever would be next may always try: what is known of the pace may be out of date.
-        if deadline <= now || (ahead > 0 && !in_time) {
+        let place = inner.queue.enter(claim, wants, terms);
+        // The next one may always try: what is known of the pace may be out of date.
+        let may_try = |place| ahead == 0 || inner.queue.next_but(&inner.full) == Some(place);
+        let is_late = deadline <= now || (!in_time && !place.is_ok_and(may_try));
+        if is_late {
+            place.iter().for_each(|place| inner.queue.leave(*place));
             let back = inner.drain.come_back(ahead);
             drop(inner);
             if self.deserted.load(Ordering::Relaxed) {
@@ -231,7 +255,7 @@ impl ModelQueue {
             let message = "all engines are busy and the request's deadline would pass before its turn";
             return Err(NotLetIn::full(ApiError::overloaded(message, back)));
         }
-        let place = match inner.queue.join(claim, terms) {
+        let place = match place {
             Ok(place) => place,
             Err(full) => {
                 let back = inner.drain.come_back(ahead);
@@ -287,26 +311,65 @@ impl ModelQueue {
     }
 }
 
+/// Leave for one try.
+#[derive(Clone, Copy, Debug)]
+struct Turn {
+    round: u64,
+    /// It is the first of all.
+    is_first: bool,
+}
+
 impl Inner {
-    fn wake_next(&self) {
-        if let Some(bell) = self.queue.next().and_then(|place| self.bells.get(&place)) {
+    /// Begins a round.
+    fn wake_next(&mut self) {
+        self.begin();
+        self.wake(self.queue.next());
+    }
+
+    fn begin(&mut self) {
+        self.round += 1;
+        self.full.clear();
+    }
+
+    fn wake(&self, place: Option<Place>) {
+        if let Some(bell) = place.and_then(|place| self.bells.get(&place)) {
             bell.notify_one();
         }
     }
 }
 
 impl Waiting<'_> {
-    fn is_next(&self) -> bool {
-        self.queue.lock().queue.next() == Some(self.place)
+    /// Whether it may try now. The first one always may, and begins a round.
+    fn turn(&self) -> Option<Turn> {
+        let mut inner = self.queue.lock();
+        let is_first = inner.queue.next() == Some(self.place);
+        if is_first {
+            inner.begin();
+        }
+        let is_next = is_first || inner.queue.next_but(&inner.full) == Some(self.place);
+        is_next.then_some(Turn { round: inner.round, is_first })
+    }
+
+    /// It found no room. If nothing has changed since, the next one tries that can be given to another engine.
+    fn give_way(&self, turn: Turn) {
+        let mut inner = self.queue.lock();
+        if inner.round == turn.round
+            && let Some(lane) = inner.queue.lane(self.place).cloned()
+        {
+            inner.full.push(lane);
+            inner.wake(inner.queue.next_but(&inner.full));
+        }
     }
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         let mut inner = self.queue.lock();
+        let first = inner.queue.next();
         if self.outcome == Outcome::Dispatched {
             inner.queue.dispatched(self.place, self.terms);
-            let others_wait = inner.queue.len() > 0;
+            // Of those that wait for engines that are full, nothing is learnt of the others' pace.
+            let others_wait = inner.queue.next_but(&inner.full).is_some();
             inner.drain.served(Instant::now(), others_wait);
         } else {
             inner.queue.leave(self.place);
@@ -315,7 +378,11 @@ impl Drop for Waiting<'_> {
         self.queue.waiting.fetch_sub(1, Ordering::SeqCst);
         self.queue.freed.waiting.fetch_sub(1, Ordering::SeqCst);
         // There may be room for more than one, or this one was woken and leaves without having tried.
-        inner.wake_next();
+        if inner.queue.next() == first {
+            inner.wake(inner.queue.next_but(&inner.full));
+        } else {
+            inner.wake_next();
+        }
         drop(inner);
         self.queue.metrics.waiting(self.priority).decrement(1.0);
         self.queue.metrics.left(self.outcome, self.since.elapsed());

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use baton_connector::RequestId;
 use baton_connector::exchange::{
-    Attempt, Event, Exchange, Failure, Fit, Lent, Outcome, Settlement, Span, State, Timeline,
+    Attempt, Cause, Event, Exchange, Failure, Fit, Lent, Outcome, Settlement, Span, State, Timeline,
 };
 use hyper::header::HeaderValue;
 
@@ -82,7 +82,8 @@ enum Attempted {
     Accepted(Answer),
     /// It refused the request itself: the exchange is over.
     Refused(Refusal),
-    Failed(Refusal, Meaning),
+    /// And whether it was reached.
+    Failed(Refusal, Meaning, bool),
 }
 
 /// One request's exchange in operation.
@@ -409,6 +410,8 @@ impl ExchangeDriver {
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         let mut spent = false;
+        // What a release says if it comes to nothing.
+        let mut cause = Cause::DecodeUnreachable;
         while tried.len() < usize::from(self.generation.config.attempts.decode) {
             let reserved = match self.reserved.take() {
                 Some(reserved) => reserved,
@@ -416,7 +419,7 @@ impl ExchangeDriver {
                     Ok(Had::Engine(reserved)) => reserved,
                     Ok(Had::None(_)) => break,
                     Ok(Had::Busy(busy)) => {
-                        last = Refusal(busy);
+                        (last, cause) = (Refusal(busy), Cause::DecodeBusy);
                         break;
                     }
                     Err(ClientGone) => return Err(self.client_gone()),
@@ -429,8 +432,11 @@ impl ExchangeDriver {
             match self.ask_decode(session, ask, reserved, &mut outgoing, may_be_spent).await? {
                 Attempted::Accepted(answer) => return Ok(Some(answer)),
                 Attempted::Refused(refusal) => return Err(Ended::Refused(refusal)),
-                Attempted::Failed(refusal, meaning) => {
+                Attempted::Failed(refusal, meaning, was_reached) => {
                     last = refusal;
+                    if was_reached {
+                        cause = Cause::DecodeFailed;
+                    }
                     spent |= matches!(meaning, Meaning::CannotUseHandoff | Meaning::HandoffSpent);
                     if meaning == Meaning::HandoffSpent && handoff.is_some() || self.is_deafening() {
                         break;
@@ -444,7 +450,7 @@ impl ExchangeDriver {
             self.apply(Event::HandoffSpent);
             return Ok(None);
         }
-        self.apply(Event::GaveUp);
+        self.apply(Event::GaveUpFor(cause));
         Err(Ended::Refused(last))
     }
 
@@ -487,7 +493,7 @@ impl ExchangeDriver {
                 if let Some(producer) = self.prefill_engine.clone() {
                     self.blame(&producer, Leg::Prefill, blame);
                 }
-                return Ok(Attempted::Failed(Refusal::broken(), Meaning::HandoffSpent));
+                return Ok(Attempted::Failed(Refusal::broken(), Meaning::HandoffSpent, true));
             }
         };
         // Its own time begins when everything that it waits for is there.
@@ -506,20 +512,20 @@ impl ExchangeDriver {
             Decoding::Failed(failure, refusal, Meaning::FailedInside, _) if may_be_spent => {
                 // Nobody knows whose fault it was; if it was this engine's, the second round shows it.
                 self.apply(Event::DecodeFailed(attempt, failure));
-                Attempted::Failed(refusal, Meaning::HandoffSpent)
+                Attempted::Failed(refusal, Meaning::HandoffSpent, true)
             }
             Decoding::Failed(failure, refusal, meaning, blame) => {
                 self.apply(Event::DecodeFailed(attempt, failure));
                 self.blame(&engine, Leg::Decode, blame);
                 self.note_misconfigured(&engine, Leg::Decode, &refusal);
-                Attempted::Failed(refusal, meaning)
+                Attempted::Failed(refusal, meaning, failure != Failure::NotReached)
             }
         })
     }
 
     /// The request has taken longer than it may: everything that is owed is on its way when this returns.
     pub(crate) fn out_of_time(&mut self) -> Ended {
-        self.apply(Event::GaveUp);
+        self.apply(Event::GaveUpFor(Cause::OutOfTime));
         Ended::Refused(Refusal::out_of_time())
     }
 

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use baton_connector::RequestId;
-use baton_connector::exchange::{Event, Failure, Outcome};
+use baton_connector::exchange::{Cause, Event, Failure, Outcome};
 use hyper::header::HeaderValue;
 
 use crate::disaggregation::{Facts, Why};
@@ -184,6 +184,11 @@ impl Account {
             Event::PrefillSkipped => Step::Went("no remote prefill"),
             Event::HandoffSpent => Step::Went("the handoff is spent; the prompt is computed anew"),
             Event::GaveUp => Step::Went("gave up"),
+            Event::GaveUpFor(Cause::DecodeBusy) => {
+                Step::Went("gave up: the engines that are left had no room")
+            }
+            Event::GaveUpFor(Cause::OutOfTime) => Step::Went("gave up: out of time"),
+            Event::GaveUpFor(_) => Step::Went("gave up: no engine is left"),
             Event::ClientGone => Step::Went("the client left"),
             // Not a step of the request, which goes on from the handoff.
             Event::PrefillEnded(_) | Event::Dropped => return,

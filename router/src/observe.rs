@@ -61,6 +61,7 @@ impl Watched {
             | Event::StreamEnded(_)
             | Event::HandoffSpent
             | Event::GaveUp
+            | Event::GaveUpFor(_)
             | Event::ClientGone
             | Event::Dropped => return,
         };

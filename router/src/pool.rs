@@ -284,16 +284,26 @@ impl Pool {
         Trial { chosen: choice.ok().map(|choice| Arc::clone(&self.members[choice.index])), sight }
     }
 
+    /// Those of these engines that are members, by their numbers, ascending.
+    pub(crate) fn among(&self, engines: &[Arc<Engine>]) -> Vec<u32> {
+        let members = engines.iter().filter(|engine| self.has(engine)).map(|engine| engine.id());
+        let mut members: Vec<_> = members.collect();
+        members.sort_unstable();
+        members.dedup();
+        members
+    }
+
+    fn has(&self, engine: &Arc<Engine>) -> bool {
+        let at = self.members.partition_point(|m| m.engine.id() < engine.id());
+        self.members.get(at).is_some_and(|m| Arc::ptr_eq(&m.engine, engine))
+    }
+
     /// Whether some member that was not `tried` is full, and is not a member of `other` as well. It will have room: what
     /// it has in flight waits for nobody.
     pub(crate) fn will_have_room(&self, tried: &[Arc<Engine>], other: &Self) -> bool {
         let now = Now::new(Instant::now);
         let look = Look { tried, leg: self.leg, panic: false, room: Room::Needed, now: &now };
-        let is_shared = |member: &Member| {
-            let at = other.members.partition_point(|m| m.engine.id() < member.engine.id());
-            other.members.get(at).is_some_and(|m| Arc::ptr_eq(&m.engine, &member.engine))
-        };
-        self.members.iter().any(|member| member.fit(&look) == Fit::Full && !is_shared(member))
+        self.members.iter().any(|member| member.fit(&look) == Fit::Full && !other.has(&member.engine))
     }
 
     /// A choice on the boards; a walk where they cannot say.

@@ -190,6 +190,7 @@ impl FrontDoor {
         let ticket = Ticket {
             claim: claim(headers, (ask.priority, ask.body.len(), ask.tokens), identity),
             deadline: context.until(headers, bounds.request, context.generation.config.queue.timeout_ms),
+            ends: context.ends(headers, bounds.request),
         };
         let driver = context.driver.insert(ExchangeDriver::new(
             Arc::clone(&self.0),
@@ -333,11 +334,15 @@ impl RequestContext {
     /// Until when one step of it may take: so long from now, and not beyond what the whole request may take or the time
     /// at which its client gives up.
     fn until(&self, headers: &HeaderMap, request: Option<Duration>, step_ms: u64) -> Instant {
+        let step = Instant::now() + Duration::from_millis(step_ms);
+        self.ends(headers, request).map_or(step, |ends| ends.min(step))
+    }
+
+    /// When the whole request has taken as long as it may, or its client gives up.
+    fn ends(&self, headers: &HeaderMap, request: Option<Duration>) -> Option<Instant> {
         let began = self.began();
         let whole = request.and_then(|most| began.checked_add(most));
-        let ends = [whole, deadline::client_gives_up(headers, began)];
-        let step = Instant::now() + Duration::from_millis(step_ms);
-        ends.into_iter().flatten().fold(step, Instant::min)
+        [whole, deadline::client_gives_up(headers, began)].into_iter().flatten().min()
     }
 
     /// Takes from the head what is wanted later.

@@ -6,6 +6,13 @@ use proptest::prelude::*;
 
 use super::*;
 
+impl FairQueue {
+    /// A request that any engine can be given.
+    fn join(&mut self, claim: Claim, bounds: &QueueConfig) -> Result<Place, Full> {
+        self.enter(claim, Wants::default(), bounds)
+    }
+}
+
 fn bounds() -> QueueConfig {
     QueueConfig { requests: 10_000, tenant_requests: 10_000, ..QueueConfig::default() }
 }
@@ -19,7 +26,7 @@ fn serve(queue: &mut FairQueue, times: usize, terms: &QueueConfig) -> Vec<u32> {
     let mut served = Vec::new();
     for _ in 0..times {
         let Some(place) = queue.next() else { break };
-        served.push(queue.claims[&place].tenant.expect("tests name tenants").0);
+        served.push(queue.claims[&place].0.tenant.expect("tests name tenants").0);
         queue.dispatched(place, terms);
     }
     served
@@ -103,7 +110,7 @@ fn a_tenant_that_leaves_and_comes_back_is_not_ahead_of_its_share() {
     for _ in 0..100 {
         queue.join(Claim { cost: 5, ..claim(2) }, &terms).unwrap();
         of_two += serve(&mut queue, 2, &terms).iter().filter(|t| **t == 2).count();
-        let left: Vec<_> = queue.claims.iter().filter(|(_, c)| c.cost == 5).map(|(p, _)| *p).collect();
+        let left: Vec<_> = queue.claims.iter().filter(|(_, (c, _))| c.cost == 5).map(|(p, _)| *p).collect();
         left.into_iter().for_each(|place| queue.leave(place));
     }
     assert!(of_two <= 40, "a fifth of the cost each, but {of_two} of 100 rounds");
@@ -145,25 +152,119 @@ fn every_bound_holds_and_says_which_it_was() {
 fn who_is_ahead_is_estimated_by_turns_and_not_by_length() {
     let (mut queue, terms) = (FairQueue::default(), bounds());
     fill(&mut queue, 1000, claim(1), &terms);
-    assert_eq!(queue.ahead_of(&claim(1), &terms), 1000);
-    assert_eq!(queue.ahead_of(&claim(2), &terms), 1);
+    assert_eq!(queue.ahead_of(&claim(1), &Wants::default(), &terms), 1000);
+    assert_eq!(queue.ahead_of(&claim(2), &Wants::default(), &terms), 1);
     let urgent = Claim { priority: Priority::High, ..claim(3) };
-    assert_eq!(queue.ahead_of(&urgent, &terms), 1);
+    assert_eq!(queue.ahead_of(&urgent, &Wants::default(), &terms), 1);
     let batch = Claim { priority: Priority::Low, ..claim(3) };
-    assert_eq!(queue.ahead_of(&batch, &terms), 4);
+    assert_eq!(queue.ahead_of(&batch, &Wants::default(), &terms), 4);
+}
+
+fn without(engines: &[u32]) -> Wants {
+    Wants { without: engines.to_vec(), ahead: false }
+}
+
+fn ahead(engines: &[u32]) -> Wants {
+    Wants { ahead: true, ..without(engines) }
+}
+
+#[test]
+fn a_full_lane_holds_up_only_those_that_compete_for_its_engines() {
+    let (mut queue, terms) = (FairQueue::default(), bounds());
+    let retry = queue.enter(claim(1), without(&[1]), &terms).unwrap();
+    let narrower = queue.enter(claim(1), without(&[1, 2]), &terms).unwrap();
+    let other = queue.enter(claim(1), without(&[2]), &terms).unwrap();
+    let any = queue.join(claim(1), &terms).unwrap();
+    assert_eq!(queue.next(), Some(retry));
+    let full = [vec![1]];
+    assert_eq!(queue.next_but(&full), Some(other), "engine 1 may have room for it");
+    let full = [vec![1], vec![2]];
+    assert_eq!(
+        queue.next_but(&full),
+        Some(any),
+        "what has no room without 1 and without 2 may have it in both"
+    );
+    assert_eq!(
+        queue.next_but(&[vec![1], vec![2], vec![]]),
+        None,
+        "without any room there is none for anyone"
+    );
+    assert_eq!(queue.next_but(&[vec![]]), None);
+    queue.leave(retry);
+    assert_eq!(queue.next(), Some(narrower), "its lane alone was left out");
+}
+
+#[test]
+fn a_retry_that_holds_a_prefill_goes_first_and_costs_its_tenant_no_second_turn() {
+    let (mut queue, terms) = (FairQueue::default(), bounds());
+    let urgent = Claim { priority: Priority::High, ..claim(1) };
+    let first = queue.join(urgent, &terms).unwrap();
+    let low = Claim { priority: Priority::Low, cost: 1000, ..claim(2) };
+    let again = queue.enter(low, ahead(&[7]), &terms).unwrap();
+    let later = queue.enter(claim(1), ahead(&[8]), &terms).unwrap();
+    assert_eq!(queue.next(), Some(again), "before every priority");
+    assert_eq!(queue.next_but(&[vec![7]]), Some(later));
+    assert_eq!(queue.next_but(&[vec![7], vec![8]]), Some(first));
+    assert_eq!(queue.ahead_of(&urgent, &Wants::default(), &terms), 3);
+    assert_eq!(queue.ahead_of(&urgent, &ahead(&[]), &terms), 2);
+    queue.dispatched(again, &terms);
+    queue.dispatched(later, &terms);
+    // As if tenant 2 had not been there: with 1,000 tokens charged it would wait for 1,000 requests of the other.
+    fill(&mut queue, 10, claim(3), &terms);
+    queue.join(claim(2), &terms).unwrap();
+    queue.leave(first);
+    assert!(serve(&mut queue, 2, &terms).contains(&2));
+}
+
+#[test]
+fn those_that_go_ahead_have_bounds_of_their_own_and_take_no_place_of_others() {
+    let terms = QueueConfig { requests: 2, bytes: 100, tenant_requests: 1, ..QueueConfig::default() };
+    let mut queue = FairQueue::default();
+    queue.join(claim(1), &terms).unwrap();
+    queue.join(claim(2), &terms).unwrap();
+    queue.enter(claim(1), ahead(&[]), &terms).unwrap();
+    queue.enter(claim(1), ahead(&[]), &terms).unwrap();
+    assert_eq!(queue.enter(claim(3), ahead(&[]), &terms), Err(Full::Total));
+    assert_eq!(queue.join(claim(3), &terms), Err(Full::Total));
+    assert_eq!(queue.len(), 4);
+    while let Some(place) = queue.next() {
+        queue.leave(place);
+    }
+    assert_eq!((queue.total_ahead, queue.total), (Held::default(), Held::default()));
+    assert!(queue.ahead.is_empty());
+}
+
+#[test]
+fn tenants_share_what_is_open_to_them_while_a_lane_is_full() {
+    let (mut queue, terms) = (FairQueue::default(), bounds());
+    for _ in 0..100 {
+        queue.enter(claim(1), without(&[1]), &terms).unwrap();
+        queue.join(claim(1), &terms).unwrap();
+        queue.join(claim(2), &terms).unwrap();
+    }
+    let mut served = [0; 3];
+    for _ in 0..100 {
+        let place = queue.next_but(&[vec![1]]).unwrap();
+        assert!(queue.claims[&place].1.without.is_empty());
+        served[queue.claims[&place].0.tenant.unwrap().0 as usize] += 1;
+        queue.dispatched(place, &terms);
+    }
+    assert_eq!(served, [0, 50, 50], "in equal parts");
 }
 
 #[derive(Clone, Debug)]
 enum Step {
-    Join(u32, usize, u64),
-    Serve,
+    Join(u32, usize, u64, Wants),
+    Serve(Vec<Lane>),
     Leave(usize),
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let lane = || proptest::sample::subsequence(vec![1_u32, 2, 3], 0..=3);
+    let wants = (lane(), prop::bool::weighted(0.2)).prop_map(|(without, ahead)| Wants { without, ahead });
     let step = prop_oneof![
-        4 => (0..5_u32, 0..3_usize, 1..50_u64).prop_map(|(t, p, c)| Step::Join(t, p, c)),
-        3 => Just(Step::Serve),
+        4 => (0..5_u32, 0..3_usize, 1..50_u64, wants).prop_map(|(t, p, c, w)| Step::Join(t, p, c, w)),
+        3 => proptest::collection::vec(lane(), 0..3).prop_map(Step::Serve),
         1 => (0..100_usize).prop_map(Step::Leave),
     ];
     proptest::collection::vec(step, 1..400)
@@ -175,26 +276,33 @@ proptest! {
     fn the_books_are_right_and_end_empty(steps in steps()) {
         let terms = QueueConfig { requests: 40, tenant_requests: 15, bytes: 1 << 20, ..QueueConfig::default() };
         let mut queue = FairQueue::default();
-        let mut waiting: BTreeMap<Place, Claim> = BTreeMap::new();
+        let mut waiting: BTreeMap<Place, (Claim, Wants)> = BTreeMap::new();
         for step in steps {
             match step {
-                Step::Join(tenant, priority, cost) => {
+                Step::Join(tenant, priority, cost, wants) => {
                     let claim = Claim { priority: Priority::ALL[priority], cost, bytes: 7, ..claim(tenant) };
-                    let of_tenant = waiting.values().filter(|c| c.tenant == claim.tenant).count();
-                    match queue.join(claim, &terms) {
-                        Ok(place) => { waiting.insert(place, claim); }
-                        Err(Full::Total) => prop_assert_eq!(waiting.len(), 40),
+                    let alike = waiting.values().filter(|(_, w)| w.ahead == wants.ahead);
+                    let of_tenant = alike.clone().filter(|(c, _)| c.tenant == claim.tenant).count();
+                    match queue.enter(claim, wants.clone(), &terms) {
+                        Ok(place) => { waiting.insert(place, (claim, wants)); }
+                        Err(Full::Total) => prop_assert_eq!(alike.count(), 40),
                         Err(Full::Tenant) => prop_assert_eq!(of_tenant, 15),
                     }
                 }
-                Step::Serve => match queue.next() {
-                    Some(place) => {
-                        prop_assert!(waiting.remove(&place).is_some());
-                        queue.dispatched(place, &terms);
-                        queue.dispatched(place, &terms);
+                Step::Serve(full) => {
+                    let is_open = |w: &Wants| !full.iter().any(|full| full.iter().all(|e| w.without.contains(e)));
+                    match queue.next_but(&full) {
+                        Some(place) => {
+                            let (_, wants) = waiting.remove(&place).expect("one that waits");
+                            prop_assert!(is_open(&wants));
+                            let goes_ahead = |w: &Wants| w.ahead && is_open(w);
+                            prop_assert!(wants.ahead || !waiting.values().any(|(_, w)| goes_ahead(w)));
+                            queue.dispatched(place, &terms);
+                            queue.dispatched(place, &terms);
+                        }
+                        None => prop_assert!(!waiting.values().any(|(_, w)| is_open(w)), "who can be served is"),
                     }
-                    None => prop_assert!(waiting.is_empty()),
-                },
+                }
                 Step::Leave(n) => {
                     if let Some(&place) = waiting.keys().nth(n) {
                         waiting.remove(&place);
@@ -205,7 +313,7 @@ proptest! {
             }
             prop_assert_eq!(queue.len(), waiting.len());
             for priority in Priority::ALL {
-                let of = waiting.values().filter(|c| c.priority == priority).count();
+                let of = waiting.values().filter(|(c, w)| c.priority == priority && !w.ahead).count();
                 prop_assert_eq!(queue.waiting(priority), of);
             }
         }
@@ -215,6 +323,7 @@ proptest! {
         }
         prop_assert!(waiting.is_empty() && queue.held.is_empty() && queue.claims.is_empty());
         prop_assert!(queue.classes.iter().all(|c| c.flows.is_empty() && c.ahead.is_empty() && c.ready.is_empty()));
+        prop_assert!(queue.ahead.is_empty() && queue.total_ahead == Held::default());
     }
 
     /// Tenants that wait all the time never differ by more than one of their largest requests each.

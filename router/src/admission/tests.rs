@@ -39,7 +39,7 @@ impl Engines {
     }
 
     async fn enter(&self, ticket: Ticket) -> Result<Seat, ApiError> {
-        self.queue.enter(ticket, &terms(), self.reserve()).await.map_err(|refused| {
+        self.queue.enter(ticket, Wants::default(), &terms(), self.reserve()).await.map_err(|refused| {
             assert_eq!(refused.scarce, Scarce::Full);
             refused.error
         })
@@ -53,7 +53,7 @@ fn terms() -> QueueConfig {
 fn ticket(tenant: u32) -> Ticket {
     let claim =
         Claim { tenant: Some(TenantId(tenant)), weight: 1, priority: Priority::Normal, bytes: 1, cost: 1 };
-    Ticket { claim, deadline: Instant::now() + Duration::from_secs(60) }
+    Ticket { claim, deadline: Instant::now() + Duration::from_secs(60), ends: None }
 }
 
 #[tokio::test]
@@ -166,7 +166,8 @@ async fn a_deadline_that_cannot_be_met_is_refused_at_once() {
 #[tokio::test]
 async fn without_any_engine_it_is_503_at_once() {
     let engines = Engines::new(0);
-    let refused = engines.queue.enter(ticket(1), &terms(), || Err::<(), _>(Scarce::Nobody)).await;
+    let refused =
+        engines.queue.enter(ticket(1), Wants::default(), &terms(), || Err::<(), _>(Scarce::Nobody)).await;
     let refused = refused.expect_err("there is none");
     assert_eq!((refused.error.status, refused.scarce), (503, Scarce::Nobody));
 }
@@ -178,7 +179,7 @@ async fn whoever_waits_when_the_last_engine_goes_is_told_that_there_is_none() {
     let there = || if gone.load(Ordering::SeqCst) { Scarce::Nobody } else { Scarce::Full };
     let enter = |millis| {
         let ticket = Ticket { deadline: Instant::now() + Duration::from_millis(millis), ..ticket(1) };
-        Box::pin(engines.queue.enter(ticket, &terms, || Err::<(), _>(there())))
+        Box::pin(engines.queue.enter(ticket, Wants::default(), &terms, || Err::<(), _>(there())))
     };
     let mut waiting = [enter(100), enter(60_000)];
     for wait in &mut waiting {
@@ -203,7 +204,8 @@ async fn whoever_waits_when_the_last_engine_goes_is_told_that_there_is_none() {
 async fn a_full_queue_refuses_by_tenant_and_in_total() {
     let engines = Engines::new(0);
     let terms = QueueConfig { requests: 3, tenant_requests: 2, ..terms() };
-    let enter = |tenant| Box::pin(engines.queue.enter(ticket(tenant), &terms, engines.reserve()));
+    let enter =
+        |tenant| Box::pin(engines.queue.enter(ticket(tenant), Wants::default(), &terms, engines.reserve()));
     let mut waiting = [enter(1), enter(1), enter(2)];
     for wait in &mut waiting[..2] {
         assert!(futures_poll(wait).await.is_none());
@@ -216,4 +218,108 @@ async fn a_full_queue_refuses_by_tenant_and_in_total() {
     assert!(message(enter(1).await).contains("your requests"));
     assert!(futures_poll(&mut waiting[2]).await.is_none());
     assert!(message(enter(3).await).contains("too many requests"));
+}
+
+/// One engine, number 1, that is idle, and one that is full; a request may have been failed by the first.
+struct Pair {
+    idle: Engines,
+    full: Engines,
+}
+
+impl Pair {
+    fn new() -> Self {
+        let idle = Engines::new(100);
+        let mut full = Engines::new(0);
+        // Both belong to one model.
+        (full.freed, full.queue) = (Arc::clone(&idle.freed), Arc::clone(&idle.queue));
+        Self { idle, full }
+    }
+
+    async fn enter(&self, ticket: Ticket, wants: Wants) -> Result<Seat, NotLetIn> {
+        let (mut idle, mut full) = (self.idle.reserve(), self.full.reserve());
+        let is_retry = wants.without == [1];
+        let reserve = move || if is_retry { full() } else { idle().or_else(|_| full()) };
+        self.idle.queue.enter(ticket, wants, &terms(), reserve).await
+    }
+}
+
+fn retry(ahead: bool) -> Wants {
+    Wants { without: vec![1], ahead }
+}
+
+#[tokio::test]
+async fn a_retry_that_waits_for_a_busy_engine_holds_up_nobody_who_can_be_served() {
+    for ahead in [true, false] {
+        let pair = Pair::new();
+        let mut waits = Box::pin(pair.enter(ticket(1), retry(ahead)));
+        assert!(futures_poll(&mut waits).await.is_none());
+        let mut seats = Vec::new();
+        for n in 0..20 {
+            let later = async {
+                // The retry looks again whenever it is the first one.
+                tokio::select! {
+                    _ = &mut waits => panic!("its engine is full"),
+                    seat = pair.enter(ticket(n % 3), Wants::default()) => seat,
+                }
+            };
+            let seat = tokio::time::timeout(Duration::from_secs(30), later).await;
+            seats.push(seat.expect("an engine is idle").unwrap());
+        }
+        pair.full.room.fetch_add(1, Ordering::SeqCst);
+        pair.full.freed.ring();
+        let seat = tokio::time::timeout(Duration::from_secs(30), waits).await.expect("it is woken");
+        assert!(seat.is_ok());
+        drop(seats);
+        assert_eq!(pair.idle.queue.waiting.load(Ordering::SeqCst), 0);
+    }
+}
+
+#[tokio::test]
+async fn those_behind_a_retry_are_woken_when_their_engine_has_room_again() {
+    let pair = Pair::new();
+    pair.idle.room.store(0, Ordering::SeqCst);
+    let mut waits = Box::pin(pair.enter(ticket(1), retry(true)));
+    let mut behind: Vec<_> = (0..5).map(|n| Box::pin(pair.enter(ticket(n), Wants::default()))).collect();
+    assert!(futures_poll(&mut waits).await.is_none());
+    for wait in &mut behind {
+        assert!(futures_poll(wait).await.is_none());
+    }
+    pair.idle.room.store(5, Ordering::SeqCst);
+    pair.idle.freed.ring();
+    let served = async {
+        // The first one must look, or they are not told: it runs beside them.
+        tokio::select! {
+            _ = &mut waits => panic!("its engine is full"),
+            seats = futures::future::join_all(behind) => seats,
+        }
+    };
+    let seats = tokio::time::timeout(Duration::from_secs(30), served).await.expect("they are woken");
+    assert!(seats.iter().all(Result::is_ok));
+}
+
+#[tokio::test]
+async fn a_retry_that_holds_a_prefill_gets_the_next_room_before_those_who_came_earlier() {
+    let engines = Engines::new(0);
+    let terms = terms();
+    let enter = |wants| Box::pin(engines.queue.enter(ticket(1), wants, &terms, engines.reserve()));
+    let (mut early, mut again) = (enter(Wants::default()), enter(retry(true)));
+    assert!(futures_poll(&mut early).await.is_none() && futures_poll(&mut again).await.is_none());
+    engines.room.fetch_add(1, Ordering::SeqCst);
+    engines.freed.ring();
+    assert!(futures_poll(&mut early).await.is_none(), "it is not its turn");
+    let seat = tokio::time::timeout(Duration::from_secs(30), again).await.expect("it is woken").unwrap();
+    drop(seat);
+    assert!(tokio::time::timeout(Duration::from_secs(30), early).await.expect("and then it").is_ok());
+}
+
+#[tokio::test]
+async fn a_queue_that_hardly_moves_refuses_nobody_for_whom_an_engine_is_idle() {
+    let pair = Pair::new();
+    let begun = Instant::now();
+    (0..20).for_each(|n| pair.idle.queue.lock().drain.served(begun + Duration::from_secs(10 * n), true));
+    let mut waits = Box::pin(pair.enter(ticket(1), retry(true)));
+    assert!(futures_poll(&mut waits).await.is_none());
+    let hurried = Ticket { deadline: Instant::now() + Duration::from_secs(5), ..ticket(2) };
+    let mut later = Box::pin(pair.enter(hurried, Wants::default()));
+    assert!(futures_poll(&mut later).await.expect("at once").is_ok());
 }

@@ -5,12 +5,13 @@
 //! place there may be held by one who waits as well. Such engines count as busy at once.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use baton_connector::exchange::Event;
+use baton_connector::exchange::{Event, State};
 use baton_openai::ApiError;
 
 use super::{Ended, ExchangeDriver};
-use crate::admission::{NotLetIn, Ticket};
+use crate::admission::{NotLetIn, Ticket, Wants};
 use crate::client_address;
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
@@ -51,7 +52,7 @@ impl ExchangeDriver {
         let room = |model: &Model, tell| {
             self.search(Leg::Decode, &model.decode, &ask.wanted(), tell, |choose| choose(&[]))
         };
-        match self.wait(session, Leg::Decode, room).await {
+        match self.wait(session, Leg::Decode, (ticket, Wants::default()), room).await {
             Err(ClientGone) => Err(self.client_gone()),
             Ok(Ok(reserved)) => {
                 self.reserved = Some(reserved);
@@ -67,7 +68,9 @@ impl ExchangeDriver {
         }
     }
 
-    /// A decode engine that is none of those `tried`, when they have failed the request.
+    /// A decode engine that is none of those `tried`, when they have failed the request, or for what was computed
+    /// anew. It waits in the queue as often as it must, each time for as long as any request may: what it waited for
+    /// the first time was its turn. With a finished prefill in hand it goes before those that had no turn yet.
     pub(super) async fn another_decode(
         &self,
         session: &mut Session,
@@ -81,7 +84,9 @@ impl ExchangeDriver {
                 chosen => Ok(chosen),
             }
         };
-        self.had(session, Leg::Decode, room).await
+        let without = self.model.decode.among(tried);
+        let ahead = matches!(self.exchange(|exchange| exchange.state()), State::Held(Some(_)));
+        self.had(session, Leg::Decode, (self.ticket_again(), Wants { without, ahead }), room).await
     }
 
     /// A prefill engine: another than the decode engine and than those that were asked before, if there is another.
@@ -109,16 +114,31 @@ impl ExchangeDriver {
                 chosen => Ok(chosen),
             })
         };
-        self.had(session, Leg::Prefill, room).await
+        let is_first = tried.is_empty() && self.may_recompute;
+        let ticket = if is_first { self.ticket() } else { self.ticket_again() };
+        let wants = Wants { without: self.model.prefill.among(&others), ahead: false };
+        self.had(session, Leg::Prefill, (ticket, wants), room).await
+    }
+
+    fn ticket(&self) -> Ticket {
+        self.ticket.expect("a decode engine is set aside before anything else")
+    }
+
+    /// For a wait after engines have worked for the request: the time that they took is not a wait.
+    fn ticket_again(&self) -> Ticket {
+        let ticket = self.ticket();
+        let most = Instant::now() + Duration::from_millis(self.generation.config.queue.timeout_ms);
+        Ticket { deadline: ticket.ends.map_or(most, |ends| ends.min(most)), ..ticket }
     }
 
     async fn had(
         &self,
         session: &mut Session,
         leg: Leg,
+        how: (Ticket, Wants),
         room: impl FnMut(&Model, Tell) -> Result<Result<Reserved, Scarce>, Scarce>,
     ) -> Result<Had, ClientGone> {
-        Ok(match self.wait(session, leg, room).await? {
+        Ok(match self.wait(session, leg, how, room).await? {
             Ok(Ok(reserved)) => Had::Engine(reserved),
             Ok(Err(scarce)) => Had::None(scarce),
             Err(NotLetIn { error, .. }) => Had::Busy(error),
@@ -130,9 +150,9 @@ impl ExchangeDriver {
         &self,
         session: &mut Session,
         leg: Leg,
+        (ticket, wants): (Ticket, Wants),
         mut room: impl FnMut(&Model, Tell) -> Result<T, Scarce>,
     ) -> Result<Result<T, NotLetIn>, ClientGone> {
-        let ticket = self.ticket.expect("a decode engine is set aside before anything else");
         let mut waits = false;
         let room = || {
             if !std::mem::replace(&mut waits, true) {
@@ -142,7 +162,7 @@ impl ExchangeDriver {
             let now = self.shared.generation();
             room(now.models.named(Some(&self.model.name)).unwrap_or(&self.model), Tell::Choices)
         };
-        race(session, self.model.queue(leg).enter(ticket, &self.generation.config.queue, room)).await
+        race(session, self.model.queue(leg).enter(ticket, wants, &self.generation.config.queue, room)).await
     }
 
     /// An engine for a leg, at once, by as many choices as `how` makes, each with the engines that it may not take. What
