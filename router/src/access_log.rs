@@ -11,8 +11,8 @@
 
 mod line;
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, Write};
+use std::fs::File;
+use std::io::{BufWriter, ErrorKind, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,11 +25,12 @@ use tokio::sync::oneshot;
 use crate::config::AccessLogConfig;
 use crate::finished::Finished;
 use crate::metrics::Metrics;
+use crate::named_file;
 use crate::seldom::Seldom;
 
 /// How often a file is looked for under its name, and how long a line may wait in the buffer.
 const LOOK: Duration = Duration::from_secs(1);
-/// Before a full queue is tried again, at the end.
+/// Before a full queue is tried again at the end, and a full pipe.
 const FULL_PAUSE: Duration = Duration::from_millis(5);
 /// Bytes that are gathered before they are written.
 const BUFFER_BYTES: usize = 64 * 1024;
@@ -103,7 +104,29 @@ impl AccessLog {
 /// Where lines go.
 enum Target {
     Stdout(BufWriter<std::io::Stdout>),
-    File { path: PathBuf, to: BufWriter<File>, identity: (u64, u64) },
+    File { path: PathBuf, to: BufWriter<Bounded>, identity: (u64, u64) },
+}
+
+/// A file that may be a pipe or a terminal: each write waits so long for room, and then fails. Its thread goes on, to be
+/// told of another file, or of the end.
+struct Bounded(File);
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let begun = Instant::now();
+        loop {
+            match self.0.write(bytes) {
+                Err(error) if error.kind() == ErrorKind::WouldBlock && begun.elapsed() < LOOK => {
+                    std::thread::sleep(FULL_PAUSE);
+                }
+                written => return written,
+            }
+        }
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.0.flush()
+    }
 }
 
 impl Target {
@@ -111,9 +134,9 @@ impl Target {
         let Some(path) = path else {
             return Ok(Self::Stdout(BufWriter::with_capacity(BUFFER_BYTES, std::io::stdout())));
         };
-        let file = OpenOptions::new().create(true).append(true).open(&path)?;
+        let file = named_file::append(&path)?;
         let identity = identity(&file.metadata()?);
-        Ok(Self::File { path, to: BufWriter::with_capacity(BUFFER_BYTES, file), identity })
+        Ok(Self::File { path, to: BufWriter::with_capacity(BUFFER_BYTES, Bounded(file)), identity })
     }
 
     fn to(&mut self) -> &mut dyn Write {

@@ -299,13 +299,19 @@ pub struct NamedFile {
     followed: bool,
 }
 
+/// A file of one secret is not read beyond this.
+const SECRET_BYTES_MAX: u64 = 1 << 20;
+/// A file of keys is not read beyond this: 100,000 keys of 640 bytes.
+const KEYS_BYTES_MAX: u64 = 64 << 20;
+
 /// The first line of a file that holds a secret and that this key names; `None` when it is empty.
 ///
 /// # Errors
 /// [`ConfigError::Unreadable`].
 pub(crate) fn first_line_of(key: &str, path: &Path) -> Result<Option<String>, ConfigError> {
     let name = format!("{key}: {}", path.display());
-    let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { name, source })?;
+    let text = crate::named_file::read_text(path, SECRET_BYTES_MAX)
+        .map_err(|source| ConfigError::Unreadable { name, source })?;
     Ok(text.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()))
 }
 
@@ -318,7 +324,7 @@ where
     T: serde::de::DeserializeOwned + Validate<Context = ()>,
 {
     let name = path.display().to_string();
-    let text = std::fs::read_to_string(path)
+    let text = crate::named_file::read_text(path, KEYS_BYTES_MAX)
         .map_err(|source| ConfigError::Unreadable { name: name.clone(), source })?;
     let wrong = |what| Problem { place: Place { line: 1, column: 1 }, what };
     let checked = typed::<T>(&text).and_then(|value| match value.validate() {

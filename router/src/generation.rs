@@ -69,11 +69,62 @@ pub(crate) struct Generation {
     pub observers: Observers,
 }
 
+/// What a version takes from files and devices. It is read before anything is locked: a file system that hangs, hangs
+/// one reload, and neither requests nor discovery.
+pub(crate) struct Outside {
+    secret: Option<HeaderValue>,
+    keys: ApiKeys,
+    auth: Option<Arc<Auth>>,
+    access: Arc<Access>,
+    engine_tls: Option<Arc<EngineTls>>,
+    observers: Observers,
+}
+
+impl Outside {
+    /// # Errors
+    /// [`GenerationError`] says what is in the way.
+    pub(crate) fn read(
+        config: &RouterConfig,
+        previous: Option<&Generation>,
+        fleet: &Fleet,
+        tenants: &Tenants,
+        observers: Observers,
+    ) -> Result<Self, GenerationError> {
+        let text = config.secret()?;
+        config.warnings().iter().for_each(|warning| tracing::warn!(warning, "configuration"));
+        let auth = config.auth.as_ref().map(|auth| Auth::build(auth, text.as_deref(), tenants));
+        let access = match previous {
+            Some(previous) => previous.access.next(&config.admin)?,
+            None => Access::new(&config.admin)?,
+        };
+        let tls = config.engine_tls.as_ref();
+        Ok(Self {
+            secret: text.as_deref().map(secret_header).transpose()?,
+            keys: ApiKeys::read(config)?,
+            auth: auth.transpose()?.map(Arc::new),
+            access: Arc::new(access),
+            engine_tls: tls.map(|tls| EngineTls::new(tls, fleet.metrics().engine_tls())).transpose()?,
+            observers,
+        })
+    }
+
+    /// As a version has it. Where only pools change, files are not read again: a bad one must not hold engines up.
+    pub(crate) fn of(same: &Generation) -> Self {
+        Self {
+            secret: same.terms.secret(),
+            keys: same.terms.keys(),
+            auth: same.auth.clone(),
+            access: Arc::clone(&same.access),
+            engine_tls: same.engine_tls.clone(),
+            observers: same.observers.clone(),
+        }
+    }
+}
+
 /// What outlives every version and is built upon.
 pub(crate) struct Ground<'a> {
     pub fleet: &'a Fleet,
     pub admission: &'a Admission,
-    pub tenants: &'a Tenants,
 }
 
 impl Generation {
@@ -87,28 +138,9 @@ impl Generation {
         members: Members,
         previous: Option<&Self>,
         ground: &Ground<'_>,
-        observers: Observers,
+        outside: Outside,
     ) -> Result<Self, GenerationError> {
-        // Where only pools change, files are not read again: a bad one must not hold engines up.
-        let same = previous.filter(|previous| previous.number == number);
-        let text = if same.is_some() { None } else { config.secret()? };
-        if same.is_none() {
-            config.warnings().iter().for_each(|warning| tracing::warn!(warning, "configuration"));
-        }
-        let auth = match (same, &config.auth) {
-            (Some(same), _) => same.auth.clone(),
-            (None, Some(auth)) => Some(Arc::new(Auth::build(auth, text.as_deref(), ground.tenants)?)),
-            (None, None) => None,
-        };
-        let access = match (same, previous) {
-            (Some(same), _) => Arc::clone(&same.access),
-            (None, Some(previous)) => Arc::new(previous.access.next(&config.admin)?),
-            (None, None) => Arc::new(Access::new(&config.admin)?),
-        };
-        let (secret, keys) = match same {
-            Some(same) => (same.terms.secret(), same.terms.keys()),
-            None => (text.as_deref().map(secret_header).transpose()?, ApiKeys::read(&config)?),
-        };
+        let Outside { secret, keys, auth, access, engine_tls, observers } = outside;
         let terms = Terms {
             connect_timeout: Duration::from_millis(config.timeouts.connect_ms),
             idle_timeout: Duration::from_millis(config.timeouts.engine_idle_ms),
@@ -117,11 +149,6 @@ impl Generation {
             tls: None,
             health: config.health.terms(false),
             release: ReleaseMode::default(),
-        };
-        let engine_tls = match (same, &config.engine_tls) {
-            (Some(same), _) => same.engine_tls.clone(),
-            (None, Some(tls)) => Some(EngineTls::new(tls, ground.fleet.metrics().engine_tls())?),
-            (None, None) => None,
         };
         let before = previous.map(|previous| &previous.terms);
         let terms = EngineTerms::new(&config, &members, terms, keys, engine_tls.as_ref(), before)?;

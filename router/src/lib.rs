@@ -65,6 +65,7 @@ mod legs;
 mod memory;
 mod metrics;
 mod models;
+mod named_file;
 mod observe;
 mod observers;
 mod policy;

@@ -16,7 +16,7 @@ use crate::discovery::Answers;
 use crate::discovery::membership::Members;
 use crate::explain::Sight;
 use crate::fleet::Fleet;
-use crate::generation::{Generation, GenerationError, Ground};
+use crate::generation::{Generation, GenerationError, Ground, Outside};
 use crate::health::{EngineLoad, Reading, Sign};
 use crate::inflight::InFlightTable;
 use crate::metrics::{Leg, Metrics};
@@ -96,8 +96,9 @@ impl Rehearsal {
         let admission = Admission::new(Arc::clone(&fleet.freed), Arc::clone(&metrics.admission));
         let tenants = Arc::new(Tenants::new(Arc::clone(&metrics.tenants)));
         let members = Members::now(&config, &Answers::default(), &Members::default());
-        let ground = Ground { fleet: &fleet, admission: &admission, tenants: &tenants };
-        let generation = Generation::build((1, 0), config, members, None, &ground, Observers::default())?;
+        let ground = Ground { fleet: &fleet, admission: &admission };
+        let outside = Outside::read(&config, None, &fleet, &tenants, Observers::default())?;
+        let generation = Generation::build((1, 0), config, members, None, &ground, outside)?;
         let model = Arc::clone(generation.models.named(None).expect("one model"));
         let by_name: HashMap<String, Arc<Engine>> =
             fleet.engines().into_iter().map(|engine| (engine.authority().to_owned(), engine)).collect();

@@ -30,6 +30,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::config::{ConfigError, RouterConfig};
 use crate::generation::GenerationError;
+use crate::named_file;
 use crate::shared::Shared;
 
 /// Between two reads that must be the same.
@@ -71,7 +72,8 @@ impl Reload {
     /// Puts a configuration into effect for every request that begins from now on, whole or not at all.
     /// Requests in flight finish on the one they began with. Gives the new generation's number.
     ///
-    /// The listeners stay as they are: `listen` and `admin.listen` take effect at a restart.
+    /// The listeners stay as they are: `listen` and `admin.listen` take effect at a restart. It reads the files that the
+    /// configuration names: not for a thread that serves.
     ///
     /// # Errors
     /// [`GenerationError`] says what is wrong; the configuration in effect stays.
@@ -135,9 +137,9 @@ impl Reload {
                     let hash_accepted = Content::look(&path, &accepted).await.named;
                     let hash_rejected = Content::look(&path, &rejected).await.named;
                     // What is wrong is told by `install`.
-                    (watched, now.named) = match self.install(config) {
-                        Ok(_) => (accepted, hash_accepted),
-                        Err(_) => (rejected, hash_rejected),
+                    (watched, now.named) = match self.installed(config).await {
+                        true => (accepted, hash_accepted),
+                        false => (rejected, hash_rejected),
                     };
                 }
                 Err(error) => self.reject(&error),
@@ -148,6 +150,13 @@ impl Reload {
                 self.0.reread.notify_one();
             }
         }
+    }
+
+    /// [`Self::install`] where files may be read.
+    async fn installed(&self, config: RouterConfig) -> bool {
+        let reload = self.clone();
+        let installed = tokio::task::spawn_blocking(move || reload.install(config).is_ok()).await;
+        installed.unwrap_or(false)
     }
 
     fn reject(&self, error: &str) {
@@ -207,7 +216,7 @@ fn hash(files: &BTreeSet<PathBuf>) -> u128 {
     let mut hash = Xxh3::new();
     for file in files {
         let mut content = Vec::new();
-        let open = std::fs::File::open(file);
+        let open = named_file::open(file);
         let read = open.and_then(|open| open.take(NAMED_BYTES_MAX).read_to_end(&mut content));
         hash.update(file.as_os_str().as_encoded_bytes());
         hash.update(&[u8::from(read.is_ok())]);

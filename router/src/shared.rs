@@ -16,7 +16,7 @@ use crate::discovery::Answers;
 use crate::discovery::membership::Members;
 use crate::explain::Ring;
 use crate::fleet::Fleet;
-use crate::generation::{Generation, GenerationError, Ground};
+use crate::generation::{Generation, GenerationError, Ground, Outside};
 use crate::inflight::{Entry, InFlightTable};
 use crate::metrics::Metrics;
 use crate::observers::Observers;
@@ -32,7 +32,9 @@ const MISMATCHED_MAX: usize = 4096;
 /// The router's own state. The configuration is a part that is replaced whole; see [`Shared::install`].
 pub(crate) struct Shared {
     current: ArcSwap<Generation>,
-    /// Held while the next version is built, so that none is lost.
+    /// Held while files are read for the next version: one reload at a time.
+    reloading: Mutex<()>,
+    /// Held while the next version is built of them, so that none is lost. Nothing is read or written meanwhile.
     installing: Mutex<()>,
     /// Engines that were looked up.
     pub answers: Answers,
@@ -87,8 +89,9 @@ impl Shared {
         let observers = Observers::build(&config, &Observers::default(), &metrics, &runtime)?;
         let (answers, reloads) = (Answers::default(), Reloads::new(&config));
         let members = Members::now(&config, &answers, &Members::default());
-        let ground = Ground { fleet: &fleet, admission: &admission, tenants: &tenants };
-        let first = Generation::build((1, 0), config, members, None, &ground, observers)?;
+        let ground = Ground { fleet: &fleet, admission: &admission };
+        let outside = Outside::read(&config, None, &fleet, &tenants, observers)?;
+        let first = Generation::build((1, 0), config, members, None, &ground, outside)?;
         first.auth.iter().for_each(|auth| auth.installed(&tenants));
         metrics.server.generation.set(1.0);
         fleet.subscriptions.set(first.models.event_sources(), &fleet.memory, &runtime);
@@ -97,6 +100,7 @@ impl Shared {
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Ok(Arc::new(Self {
             current: ArcSwap::from_pointee(first),
+            reloading: Mutex::default(),
             installing: Mutex::default(),
             answers,
             reloads,
@@ -126,16 +130,20 @@ impl Shared {
     }
 
     /// Puts a configuration into effect for every request that begins from now on: whole, or not at all.
-    /// Gives the number of the new generation.
+    /// Gives the number of the new generation. It reads files: not for a thread that serves.
     ///
     /// # Errors
     /// [`GenerationError`] says what is wrong; the configuration in effect stays.
     pub(crate) fn install(&self, config: RouterConfig) -> Result<u64, GenerationError> {
+        let _one_reload = self.reloading.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.generation();
+        let observers = Observers::build(&config, &before.observers, &self.metrics, &self.runtime)?;
+        let outside = Outside::read(&config, Some(&before), &self.fleet, &self.tenants, observers)?;
         let _one_at_a_time = self.installing.lock().unwrap_or_else(PoisonError::into_inner);
         let current = self.generation();
         let members = Members::now(&config, &self.answers, &current.members);
         let number = current.number + 1;
-        self.replace(&current, (number, 0), config, members)?;
+        self.replace(&current, (number, 0), config, members, outside)?;
         self.answers.renamed();
         Ok(number)
     }
@@ -150,7 +158,8 @@ impl Shared {
             return true;
         }
         let version = (current.number, current.revision + 1);
-        let replaced = self.replace(&current, version, current.config.clone(), members);
+        let replaced =
+            self.replace(&current, version, current.config.clone(), members, Outside::of(&current));
         if let Err(error) = &replaced {
             tracing::warn!(%error, "what discovery found cannot be put into effect; it is tried again");
         }
@@ -163,10 +172,10 @@ impl Shared {
         version: (u64, u64),
         config: RouterConfig,
         members: Members,
+        outside: Outside,
     ) -> Result<(), GenerationError> {
-        let observers = Observers::build(&config, &current.observers, &self.metrics, &self.runtime)?;
-        let ground = Ground { fleet: &self.fleet, admission: &self.admission, tenants: &self.tenants };
-        let next = Generation::build(version, config, members, Some(current), &ground, observers)?;
+        let ground = Ground { fleet: &self.fleet, admission: &self.admission };
+        let next = Generation::build(version, config, members, Some(current), &ground, outside)?;
         self.settler.set_terms(next.settle_terms());
         self.explain.set_most(next.config.explain.requests);
         self.fleet.subscriptions.set(next.models.event_sources(), &self.fleet.memory, &self.runtime);

@@ -144,13 +144,8 @@ fn exporter(config: &OtlpConfig) -> Result<SpanExporter, TelemetryError> {
 fn headers(config: &OtlpConfig) -> Result<HashMap<String, String>, TelemetryError> {
     let Some(path) = &config.headers_file else { return Ok(HashMap::new()) };
     let file = path.display().to_string();
-    let read = || {
-        if std::fs::metadata(path)?.len() > HEADERS_BYTES_MAX {
-            return Err(std::io::Error::other("too large for a file of headers"));
-        }
-        std::fs::read_to_string(path)
-    };
-    let text = read().map_err(|source| TelemetryError::Headers { file: file.clone(), source })?;
+    let read = crate::named_file::read_text(path, HEADERS_BYTES_MAX);
+    let text = read.map_err(|source| TelemetryError::Headers { file: file.clone(), source })?;
     let mut headers = HashMap::new();
     for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let pair = line.split_once(':').map(|(name, value)| (name.trim(), value.trim()));

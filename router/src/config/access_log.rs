@@ -13,7 +13,7 @@ pub struct AccessLogConfig {
     /// Whether lines are written. Default: false, which costs nothing.
     #[garde(skip)]
     pub enabled: bool,
-    /// The file that lines are appended to. It is opened anew on SIGUSR1, and within a second after it was renamed or
+    /// The file that lines are appended to; a terminal, or a pipe that is read, is one too. It is opened anew on SIGUSR1, and within a second after it was renamed or
     /// removed. Default: none, which is standard output.
     #[garde(skip)]
     pub path: Option<PathBuf>,

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct QueueConfig {
-    /// Requests that wait at once; more are answered 429. 0 lets none wait. 0 to 1,000,000; default 1,024.
+    /// Requests that wait at once; more are answered 429. As many again may wait that hold a finished prefill after a
+    /// decode engine failed them; they go first. 0 lets none wait. 0 to 1,000,000; default 1,024.
     #[garde(range(max = 1_000_000))]
     pub requests: usize,
     /// The sum of their bodies, in bytes. 0 to 1 TiB; default 256 MiB.
@@ -22,8 +23,8 @@ pub struct QueueConfig {
     /// The sum of the bodies of one tenant's waiting requests, in bytes. 1 to 1 TiB; default 64 MiB.
     #[garde(range(min = 1_usize, max = 1_usize << 40))]
     pub tenant_bytes: usize,
-    /// The longest wait, in milliseconds; a client's own deadline can only be shorter. 1 to 3,600,000;
-    /// default 30,000.
+    /// The longest wait before the first engine is asked, and each wait after an engine failed the request, in
+    /// milliseconds; a client's own deadline can only be shorter. 1 to 3,600,000; default 30,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub timeout_ms: u64,
     /// How the engines' room is shared between priorities while all of them wait.

@@ -132,8 +132,9 @@ pub struct RateLimitsConfig {
     #[garde(inner(range(min = 1_u64, max = 1_000_000_000_u64)))]
     #[schemars(range(min = 1_u64, max = 1_000_000_000_u64))]
     pub requests_per_minute: Option<u64>,
-    /// Tokens per minute, as a bucket: a prompt's (four bytes of the body each) and as many as the request may
-    /// generate; what `usage` tells beyond that is charged when the answer ends. 1 to 1,000,000,000,000; default: no bound.
+    /// Tokens per minute, as a bucket: a prompt's (four bytes of text each, 1,024 for an image) and as many as the
+    /// request may generate; what `usage` tells beyond that is charged when the answer ends. 1 to 1,000,000,000,000;
+    /// default: no bound.
     #[garde(inner(range(min = 1_u64, max = 1_000_000_000_000_u64)))]
     #[schemars(range(min = 1_u64, max = 1_000_000_000_000_u64))]
     pub tokens_per_minute: Option<u64>,

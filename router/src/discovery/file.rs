@@ -32,7 +32,7 @@ pub(super) async fn follow(config: &EndpointsFileConfig, tell: impl Fn(Result<Ve
 }
 
 fn read(path: &Path) -> Result<String, String> {
-    let file = std::fs::File::open(path).map_err(|error| error.to_string())?;
+    let file = crate::named_file::open(path).map_err(|error| error.to_string())?;
     let (mut text, most) = (String::new(), BYTES_MAX as u64 + 1);
     file.take(most).read_to_string(&mut text).map_err(|error| error.to_string())?;
     if text.len() > BYTES_MAX {

@@ -314,6 +314,82 @@ async fn after_a_failure_a_decode_engine_that_is_full_is_waited_for_with_the_sam
     system.settled().await;
 }
 
+fn busy() -> Act {
+    Act::Refuse(503, json!({"error": {"message": "x"}}))
+}
+
+#[tokio::test]
+async fn a_retry_that_waits_for_a_busy_engine_lets_everyone_by_for_whom_another_is_idle() {
+    for lends in [true, false] {
+        let p = FakeEngine::always(Act::Lend(Some(7))).await;
+        let full = FakeEngine::always(Act::WholeWhenTold(5)).await;
+        // It refuses once, and serves everyone after that.
+        let idle =
+            FakeEngine::scripted([busy()].into_iter().chain((0..20).map(|_| Act::Whole(5))).collect()).await;
+        let prefill: &[&FakeEngine] = if lends { &[&p] } else { &[] };
+        let system = of_one(prefill, &[&full, &idle], "", "").await;
+        let mut first = posted(&system, "").await;
+        asked(&full, 1).await;
+        let mut again = posted(&system, "").await;
+        asked(&idle, 1).await;
+        waiting(&system, "normal", 1.0).await;
+        for n in 0..20 {
+            let answer = posted(&system, "").await.answer().await;
+            assert_eq!(answer.status, 200, "{n}: {}", answer.text());
+        }
+        assert_eq!((full.asked().len(), idle.asked().len()), (1, 21));
+        waiting(&system, "normal", 1.0).await;
+        full.go_on();
+        assert_eq!(first.answer().await.status, 200);
+        asked(&full, 2).await;
+        full.go_on();
+        assert_eq!(again.answer().await.status, 200);
+        system.settled().await;
+    }
+}
+
+#[tokio::test]
+async fn a_finished_prefill_waits_for_as_long_as_any_request_may_however_long_it_took() {
+    let p = FakeEngine::always(Act::LendWhenTold(Some(7))).await;
+    let full = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let broken = FakeEngine::always(busy()).await;
+    let free = FakeEngine::always(Act::Lend(Some(8))).await;
+    let system = of_one(&[&free, &p], &[&full, &broken], "", "queue: {timeout_ms: 1500}").await;
+    let mut first = posted(&system, "").await;
+    asked(&full, 1).await;
+    let mut second = posted(&system, "").await;
+    asked(&p, 1).await;
+    // Longer than a wait may take; it is not a wait.
+    tokio::time::sleep(std::time::Duration::from_millis(1600)).await;
+    p.go_on();
+    asked(&broken, 1).await;
+    waiting(&system, "normal", 1.0).await;
+    full.go_on();
+    assert_eq!(first.answer().await.status, 200);
+    asked(&full, 2).await;
+    full.go_on();
+    assert_eq!(second.answer().await.status, 200);
+    assert_eq!((p.asked().len(), p.releases().len()), (1, 0), "computed once, and used");
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn a_release_says_that_the_engines_that_are_left_were_busy() {
+    let p = FakeEngine::always(Act::Lend(Some(7))).await;
+    let full = FakeEngine::always(Act::WholeWhenTold(5)).await;
+    let broken = FakeEngine::always(busy()).await;
+    let free = FakeEngine::always(Act::Lend(Some(8))).await;
+    let system = of_one(&[&free, &p], &[&full, &broken], "", "queue: {timeout_ms: 100}").await;
+    let mut first = posted(&system, "").await;
+    asked(&full, 1).await;
+    let refused = posted(&system, "").await.answer().await;
+    assert_eq!((refused.status, refused.code()), (429, "queue_timeout".to_owned()), "{}", refused.text());
+    p.wait("the release", |p| p.releases() == [(format!("{:032x}", 7), "decode_busy".to_owned())]).await;
+    full.go_on();
+    assert_eq!(first.answer().await.status, 200);
+    system.settled().await;
+}
+
 #[tokio::test]
 async fn a_request_has_no_longer_for_its_queue_and_its_body_than_for_itself() {
     let d = FakeEngine::always(Act::WholeWhenTold(5)).await;

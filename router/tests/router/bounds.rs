@@ -58,16 +58,55 @@ async fn a_settlement_is_tried_as_often_as_attempts_allow() {
 }
 
 #[tokio::test]
-async fn a_settlement_beyond_the_limit_is_counted_and_left_to_the_lease() {
+async fn a_404_of_a_moment_does_not_take_the_verbs_from_an_engine_that_has_them() {
+    let lender = FakeEngine::always(Act::Lend(Some(1))).await;
+    let decode = FakeEngine::always(Act::Refuse(400, json!({"error": {"message": "x"}}))).await;
+    let system = System::with(&[&lender], &[&decode], "", "attempts: {settle: 16}").await;
+    let confirmed = |times| system.counts("baton_router_settlements_total{result=\"confirmed\"}", times);
+    assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
+    confirmed(1.0).await;
+    lender.verbs_answer(404);
+    assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
+    eventually("it is asked again", || lender.releases().len() >= 3).await;
+    lender.verbs_answer(0);
+    confirmed(2.0).await;
+    assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
+    confirmed(3.0).await;
+}
+
+#[tokio::test]
+async fn whoever_leaves_together_is_settled_one_after_the_other_and_a_drain_waits_for_it() {
+    const CLIENTS: usize = 16;
+    let lender = FakeEngine::always(Act::Lend(Some(1))).await;
+    let decode = FakeEngine::always(Act::Hang).await;
+    let top = "limits: {settlements: 4}\ndrain_timeout_ms: 50";
+    let mut system = System::with(&[&lender], &[&decode], "", top).await;
+    let mut clients = Vec::new();
+    for _ in 0..CLIENTS {
+        let mut client = Client::connect(system.address).await;
+        client.post(PATH, &completion(false)).await;
+        clients.push(client);
+    }
+    eventually("all are being decoded", || decode.asked().len() == CLIENTS).await;
+    // All are cut at once: each owes an abort and a release.
+    system.shut_down();
+    system.stopped().await;
+    assert_eq!((decode.aborts().len(), lender.releases().len()), (CLIENTS, CLIENTS));
+    drop(clients);
+}
+
+#[tokio::test]
+async fn a_settlement_beyond_the_limit_waits_and_one_beyond_the_queue_is_counted_and_left_to_the_lease() {
     let lender = FakeEngine::always(Act::Lend(Some(1))).await;
     lender.verbs_answer(1);
     let decode = FakeEngine::always(Act::Refuse(400, json!({"error": {"message": "x"}}))).await;
-    let system = System::with(&[&lender], &[&decode], "", "limits: {settlements: 2}").await;
-    for _ in 0..3 {
-        assert_eq!(post(system.address, PATH, &completion(false)).await.status, 400);
+    let system = System::with(&[&lender], &[&decode], "", "limits: {settlements: 2, in_flight: 1}").await;
+    for _ in 0..5 {
+        while post(system.address, PATH, &completion(false)).await.status != 400 {}
     }
     system.counts("baton_router_settlements_total{result=\"refused\"}", 1.0).await;
     system.counts("baton_router_settlements_in_flight", 2.0).await;
+    system.counts("baton_router_settlements_waiting", 2.0).await;
 }
 
 #[tokio::test]

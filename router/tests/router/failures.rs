@@ -94,7 +94,7 @@ async fn full_decode_engines_are_429_with_a_time_to_come_back() {
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     assert_eq!((answer.status, answer.code().as_str()), (429, "overloaded"));
     assert!(answer.header("retry-after").is_some());
-    p.wait("the release", |p| p.releases() == released("decode_unreachable")).await;
+    p.wait("the release", |p| p.releases() == released("decode_failed")).await;
 }
 
 #[tokio::test]
@@ -385,7 +385,7 @@ async fn the_prompt_is_computed_anew_once_and_then_the_client_gets_one_error() {
         "an engine's words about a handoff are not the client's business"
     );
     let reasons = |p: &FakeEngine| p.releases().into_iter().map(|(_, reason)| reason).collect::<Vec<_>>();
-    p.wait("both releases", |p| reasons(p) == ["unusable_handoff", "decode_unreachable"]).await;
+    p.wait("both releases", |p| reasons(p) == ["unusable_handoff", "decode_failed"]).await;
     system.settled().await;
     assert_eq!((p.asked().len(), d.asked().len()), (2, 2));
 }
@@ -405,7 +405,7 @@ async fn an_engine_that_refuses_the_routers_secret_is_passed_over_and_never_the_
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     assert_eq!((answer.status, answer.code().as_str()), (502, "misconfigured"));
     assert!(!answer.text().contains("said so"));
-    p.wait("the release", |p| p.releases() == released("decode_unreachable")).await;
+    p.wait("the release", |p| p.releases() == released("decode_failed")).await;
     let metrics = get(system.admin, "/metrics").await.text();
     assert!(metrics.contains("baton_router_misconfigured_total{leg=\"decode\"} 1"), "{metrics}");
 

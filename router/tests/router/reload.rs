@@ -319,3 +319,44 @@ async fn without_polling_keys_are_read_when_somebody_says_so() {
     assert_eq!(status().await, 200);
     assert_eq!(system.metric("baton_router_keys_reloads_total").await, 0.0, "nobody looked by itself");
 }
+
+/// A pipe that nothing reads, in a folder.
+fn a_pipe() -> (tempfile::TempDir, std::path::PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    (folder, pipe)
+}
+
+#[tokio::test]
+async fn a_pipe_that_nothing_reads_is_no_access_log_and_holds_up_neither_requests_nor_reloads() {
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let good = yaml(&[], &[&d], "round_robin", "reload: {poll_ms: 5}");
+    let folder = tempfile::tempdir().unwrap();
+    let (_folder, pipe) = a_pipe();
+    let file = folder.path().join("router.yaml");
+    std::fs::write(&file, &good).unwrap();
+    let (system, _tell, _following) = following(&file).await;
+    for (key, rejected) in
+        [("access_log: {enabled: true, path: PIPE}", 1.0), ("cluster_secret_file: PIPE", 2.0)]
+    {
+        let key = key.replace("PIPE", &pipe.display().to_string());
+        std::fs::write(&file, format!("{good}{key}\n")).unwrap();
+        system.counts("baton_router_config_reloads_total{result=\"rejected\"}", rejected).await;
+        assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
+    }
+    let told = effective(&system).await["reloads"]["last"]["error"].as_str().unwrap().to_owned();
+    assert!(told.contains("regular file"), "{told}");
+    std::fs::write(&file, format!("{good}attempts: {{settle: 2}}\n")).unwrap();
+    system.counts("baton_router_config_generation", 2.0).await;
+    // With somebody who reads it, it is a log like any other.
+    // Open for both, it waits for no writer.
+    let reader = std::fs::OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
+    let reader = std::thread::spawn(|| std::io::BufRead::lines(std::io::BufReader::new(reader)).next());
+    std::fs::write(&file, format!("{good}access_log: {{enabled: true, path: {}}}\n", pipe.display()))
+        .unwrap();
+    system.counts("baton_router_config_generation", 3.0).await;
+    assert_eq!(post(system.address, PATH, &completion(false)).await.status, 200);
+    let line = reader.join().unwrap().unwrap().unwrap();
+    assert_eq!(serde_json::from_str::<Value>(&line).unwrap()["status"], 200, "{line}");
+}
