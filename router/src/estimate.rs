@@ -1,4 +1,4 @@
-//! How many tokens a prompt takes, estimated before anybody has counted them.
+//! How many tokens a prompt takes, estimated before an engine counts them.
 //!
 //! Four bytes of JSON are about one token (`features.bytes_per_token`, for what routing decides). That holds for text
 //! only. Token ids are counted. Pictures, sounds and what else is base64 or an address in the body count as fixed

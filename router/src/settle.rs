@@ -107,7 +107,7 @@ struct Backlog {
 /// One who pays debts, one after the other.
 struct Worker {
     settler: Arc<Settler>,
-    /// It has gone home by itself.
+    /// It has nothing left to do.
     is_over: bool,
 }
 

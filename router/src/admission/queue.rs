@@ -227,7 +227,7 @@ impl FairQueue {
         }
     }
 
-    /// How many requests would be served before this one if it joined now and nobody came after it; estimated from sums
+    /// How many requests would be served before this one if it joined now and none came after it; estimated from sums
     /// over the tenants, because those that are refused ask as well, however many tenants wait.
     pub(crate) fn ahead_of(&self, claim: &Claim, wants: &Wants, weights: &QueueConfig) -> usize {
         if wants.ahead {

@@ -184,11 +184,7 @@ fn a_full_lane_holds_up_only_those_that_compete_for_its_engines() {
         Some(any),
         "what has no room without 1 and without 2 may have it in both"
     );
-    assert_eq!(
-        queue.next_but(&[vec![1], vec![2], vec![]]),
-        None,
-        "without any room there is none for anyone"
-    );
+    assert_eq!(queue.next_but(&[vec![1], vec![2], vec![]]), None, "without any room no request has some");
     assert_eq!(queue.next_but(&[vec![]]), None);
     queue.leave(retry);
     assert_eq!(queue.next(), Some(narrower), "its lane alone was left out");

@@ -248,7 +248,7 @@ fn retry(ahead: bool) -> Wants {
 }
 
 #[tokio::test]
-async fn a_retry_that_waits_for_a_busy_engine_holds_up_nobody_who_can_be_served() {
+async fn a_retry_that_waits_for_a_busy_engine_holds_up_no_request_that_can_be_served() {
     for ahead in [true, false] {
         let pair = Pair::new();
         let mut waits = Box::pin(pair.enter(ticket(1), retry(ahead)));
@@ -313,7 +313,7 @@ async fn a_retry_that_holds_a_prefill_gets_the_next_room_before_those_who_came_e
 }
 
 #[tokio::test]
-async fn a_queue_that_hardly_moves_refuses_nobody_for_whom_an_engine_is_idle() {
+async fn a_queue_that_hardly_moves_refuses_no_request_for_which_an_engine_is_idle() {
     let pair = Pair::new();
     let begun = Instant::now();
     (0..20).for_each(|n| pair.idle.queue.lock().drain.served(begun + Duration::from_secs(10 * n), true));

@@ -68,8 +68,8 @@ impl ExchangeDriver {
         }
     }
 
-    /// A decode engine that is none of those `tried`, when they have failed the request, or for what was computed
-    /// anew. It waits in the queue as often as it must, each time for as long as any request may: what it waited for
+    /// A decode engine that is none of those `tried`, when they have failed the request, or for what is
+    /// recomputed. It waits in the queue as often as it must, each time for as long as any request may: what it waited for
     /// the first time was its turn. With a finished prefill in hand it goes before those that had no turn yet.
     pub(super) async fn another_decode(
         &self,

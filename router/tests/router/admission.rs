@@ -319,11 +319,11 @@ fn busy() -> Act {
 }
 
 #[tokio::test]
-async fn a_retry_that_waits_for_a_busy_engine_lets_everyone_by_for_whom_another_is_idle() {
+async fn requests_pass_a_retry_that_waits_for_a_busy_engine_while_another_is_idle() {
     for lends in [true, false] {
         let p = FakeEngine::always(Act::Lend(Some(7))).await;
         let full = FakeEngine::always(Act::WholeWhenTold(5)).await;
-        // It refuses once, and serves everyone after that.
+        // It refuses once, and serves the others.
         let idle =
             FakeEngine::scripted([busy()].into_iter().chain((0..20).map(|_| Act::Whole(5))).collect()).await;
         let prefill: &[&FakeEngine] = if lends { &[&p] } else { &[] };

@@ -75,7 +75,7 @@ async fn a_404_of_a_moment_does_not_take_the_verbs_from_an_engine_that_has_them(
 }
 
 #[tokio::test]
-async fn whoever_leaves_together_is_settled_one_after_the_other_and_a_drain_waits_for_it() {
+async fn requests_that_end_together_are_settled_in_turn_and_a_drain_waits_for_all() {
     const CLIENTS: usize = 16;
     let lender = FakeEngine::always(Act::Lend(Some(1))).await;
     let decode = FakeEngine::always(Act::Hang).await;

@@ -349,7 +349,7 @@ async fn a_pipe_that_nothing_reads_is_no_access_log_and_holds_up_neither_request
     assert!(told.contains("regular file"), "{told}");
     std::fs::write(&file, format!("{good}attempts: {{settle: 2}}\n")).unwrap();
     system.counts("baton_router_config_generation", 2.0).await;
-    // With somebody who reads it, it is a log like any other.
+    // Once it is read, it is a log like any other.
     // Open for both, it waits for no writer.
     let reader = std::fs::OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
     let reader = std::thread::spawn(|| std::io::BufRead::lines(std::io::BufReader::new(reader)).next());
