@@ -205,11 +205,11 @@ fn a_retry_that_holds_a_prefill_goes_first_and_costs_its_tenant_no_second_turn()
     assert_eq!(queue.ahead_of(&urgent, &ahead(&[]), &terms), 2);
     queue.dispatched(again, &terms);
     queue.dispatched(later, &terms);
-    // As if tenant 2 had not been there: with 1,000 tokens charged it would wait for 1,000 requests of the other.
-    fill(&mut queue, 10, claim(3), &terms);
-    queue.join(claim(2), &terms).unwrap();
+    // With its 1,000 tokens charged, its priority would wait for 4,000 requests of the other.
+    fill(&mut queue, 20, claim(3), &terms);
+    queue.join(Claim { cost: 1, ..low }, &terms).unwrap();
     queue.leave(first);
-    assert!(serve(&mut queue, 2, &terms).contains(&2));
+    assert!(serve(&mut queue, 6, &terms).contains(&2));
 }
 
 #[test]
