@@ -4,6 +4,11 @@
 //! abort to P ──▶ POST /abort_requests ─ confirmed ──▶ read P's connection on for a bounded time ─▶ release
 //!    │                                └ unsupported, failed ─▶ half-close it first            late handles
 //!    └ P is known not to have the verb ──▶ half-close it at once: that aborts, and a reply that crosses it arrives
+//!
+//! A prefill whose abort is not confirmed may run to its end, so its reply is read for as long as a prefill may take: the
+//! reply is the only copy of the handle, and without it the blocks stay pinned for the whole lease. Such a reader holds
+//! no settlement's place.
+//!
 //! release to P ─▶ POST /kv/release, or the abort by request id where P gave no handle
 //!    └ P does not have the verb ──▶ a decode request that must be refused (`refused_decode.rs`), or the lease's end
 //! abort to D ───▶ POST /abort_requests; its connection is cut already
@@ -22,11 +27,12 @@
 mod refused_decode;
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
-use baton_connector::exchange::{Cause, Exchange, Lent, Settlement};
+use baton_connector::exchange::{Attempt, Cause, Exchange, Lent, Settlement};
 use baton_connector::{Handle, RequestId, Time};
 use bytes::Bytes;
 use hyper::StatusCode;
@@ -63,6 +69,8 @@ pub(crate) struct SettleTerms {
 pub(crate) struct Settler {
     terms: ArcSwap<SettleTerms>,
     backlog: Mutex<Backlog>,
+    /// Replies of abandoned prefills that are still awaited. Each has a connection; as many as settlements at once.
+    reading: AtomicUsize,
     tasks: TaskTracker,
     runtime: tokio::runtime::Handle,
     metrics: Arc<Metrics>,
@@ -132,12 +140,22 @@ impl Drop for Worker {
     }
 }
 
+/// One reader among those of [`Settler::reading`].
+struct Reading(Arc<Settler>);
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        self.0.reading.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 impl Settler {
     /// Must be called on the runtime that will run the settlements.
     pub(crate) fn new(terms: SettleTerms, metrics: Arc<Metrics>, started: Instant) -> Arc<Self> {
         Arc::new(Self {
             terms: ArcSwap::from_pointee(terms),
             backlog: Mutex::default(),
+            reading: AtomicUsize::new(0),
             tasks: TaskTracker::new(),
             runtime: tokio::runtime::Handle::current(),
             metrics,
@@ -229,7 +247,7 @@ impl Settler {
         self.backlog.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn pay(&self, debt: Debt) {
+    async fn pay(self: &Arc<Self>, debt: Debt) {
         match debt {
             Debt::Abandoned(call, debtor) => self.abandoned(call, debtor).await,
             Debt::Release(engine, returned, debtor) => self.released(&engine, returned, &debtor).await,
@@ -240,7 +258,7 @@ impl Settler {
         }
     }
 
-    async fn abandoned(&self, mut call: PrefillCall, debtor: Debtor) {
+    async fn abandoned(self: &Arc<Self>, mut call: PrefillCall, debtor: Debtor) {
         let engine = Arc::clone(call.engine());
         let abort = self.aborted(&engine, &debtor.request, Leg::Prefill);
         tokio::pin!(abort);
@@ -261,34 +279,75 @@ impl Settler {
                 () = &mut deadline => break,
             }
         }
-        let attempt = call.attempt();
-        drop(call);
-        if let Some(prefilled) = reply {
-            let event = prefilled.event(attempt);
-            let params = match prefilled {
-                Prefilled::Lent(params, ..) => Some(params),
-                Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
-            };
-            let now = Time(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX));
-            let step =
-                debtor.exchange.lock().unwrap_or_else(std::sync::PoisonError::into_inner).apply(event, now);
-            for debt in step.settle {
-                match debt {
-                    Settlement::ReleasePrefill(lent, cause) => {
-                        let params = params.clone();
-                        self.released(&engine, Returned { lent, params, cause }, &debtor).await;
-                    }
-                    Settlement::AbortPrefill(_) | Settlement::AbortDecode(_) => {
-                        unreachable!("a late reply brings nothing but a handle")
-                    }
-                }
+        let unanswered = match reply {
+            Some(prefilled) => {
+                let attempt = call.attempt();
+                drop(call);
+                self.replied(&engine, attempt, prefilled, &debtor).await;
+                None
             }
-        }
+            None => Some(call),
+        };
         let result = match result {
             Some(result) => result,
             None => abort.await,
         };
         self.metrics.settled(result);
+        if let Some(call) = unanswered.filter(|_| result != Settled::Confirmed) {
+            self.read_on(call, debtor.clone());
+        }
+    }
+
+    /// Reads the reply of a prefill that its engine may not have given up.
+    fn read_on(self: &Arc<Self>, mut call: PrefillCall, debtor: Debtor) {
+        let Some(model) = debtor.model.clone() else { return };
+        call.half_close();
+        let reading = Reading(Arc::clone(self));
+        if self.reading.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
+            self.metrics.settled(Settled::Refused);
+            return;
+        }
+        let settler = Arc::clone(self);
+        let rest = async move {
+            let _reading = reading;
+            let engine = Arc::clone(call.engine());
+            let reply = tokio::time::timeout(model.bounds.prefill_silence, call.prefilled()).await;
+            let attempt = call.attempt();
+            drop(call);
+            if let Ok(prefilled) = reply {
+                settler.replied(&engine, attempt, prefilled, &debtor).await;
+            }
+        };
+        self.tasks.spawn_on(rest, &self.runtime);
+    }
+
+    /// Releases what the reply of an abandoned prefill lends.
+    async fn replied(
+        self: &Arc<Self>,
+        engine: &Arc<Engine>,
+        attempt: Attempt,
+        prefilled: Prefilled,
+        debtor: &Debtor,
+    ) {
+        let event = prefilled.event(attempt);
+        let params = match prefilled {
+            Prefilled::Lent(params, ..) => Some(params),
+            Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
+        };
+        let now = Time(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX));
+        let step =
+            debtor.exchange.lock().unwrap_or_else(PoisonError::into_inner).apply(event, now);
+        for debt in step.settle {
+            match debt {
+                Settlement::ReleasePrefill(lent, cause) => {
+                    let params = params.clone();
+                    self.released(engine, Returned { lent, params, cause }, debtor).await;
+                }
+                Settlement::AbortPrefill(_) | Settlement::AbortDecode(_) => {
+                    unreachable!("a late reply brings nothing but a handle")
+                }
+            }
+        }
     }
 
     async fn released(&self, engine: &Arc<Engine>, returned: Returned, debtor: &Debtor) {

@@ -167,6 +167,27 @@ async fn a_lease_that_nobody_reads_is_ended_by_a_decode_request_that_must_be_ref
 }
 
 #[tokio::test]
+async fn a_reply_that_comes_when_its_settlement_is_over_still_frees_its_blocks() {
+    for release in ["auto", "refused_decode"] {
+        let pins = Pins::default();
+        let (p, d) = pair(&pins, true, Act::Whole(1)).await;
+        let config = config(&p, &d, release) + "\ntimeouts: {settle_ms: 20}\n";
+        let system = System::of(&config).await;
+        let mut client = Client::connect(system.address).await;
+        client.post("/v1/completions", &completion(true)).await;
+        p.wait("it prefills", |p| !p.asked().is_empty() && pins.held() == 1).await;
+        client.hang_up(BOTH_HANG_UPS[0]);
+        system.counts("baton_router_disconnects_total{phase=\"prefill\"}", 1.0).await;
+        system.counts("baton_router_settlements_total{result=\"unsupported\"}", 1.0).await;
+        system.settled().await;
+        assert_eq!((p.cut(), pins.held()), (0, 1), "it prefills on, and is still read");
+        p.go_on();
+        d.wait("the refusal has freed it", |_| pins.held() == 0).await;
+        system.counts("baton_router_releases_total{cause=\"late_reply\",via=\"refused_decode\"}", 1.0).await;
+    }
+}
+
+#[tokio::test]
 async fn what_an_engine_lacks_is_asked_for_once_and_then_its_connection_is_half_closed_at_once() {
     let pins = Pins::default();
     let (p, d) = pair(&pins, true, Act::Whole(1)).await;
