@@ -1,8 +1,9 @@
-//! Where engines live, and whether a text tells it: what an engine says to a client is not passed on if it does.
+//! The addresses of engines, and whether a text contains one: what an engine says to a client is passed on without them.
 //!
 //! An address is what reads as one to a human: a URL, an IP address, a name with a port, a name below a domain. A name
 //! without either is one only if an engine has it, or its domain.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{PoisonError, RwLock};
@@ -24,6 +25,9 @@ const PRIVATE: [&str; 12] = [
 ];
 /// Public ones: a name of three labels below them is one. Those of two letters are, too.
 const PUBLIC: [&str; 10] = ["com", "net", "org", "dev", "cloud", "app", "info", "example", "test", "tech"];
+
+/// Stands where an address was.
+const REMOVED: &str = "[address]";
 
 /// The hosts of the engines that the router knows. As many as engines, and no more.
 #[derive(Debug, Default)]
@@ -51,8 +55,41 @@ impl Hosts {
     /// Whether a text tells where somebody lives. To be asked of everything that an engine says to a client beyond what
     /// it generates.
     pub(crate) fn are_named_in(&self, text: &str) -> bool {
-        let within = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':');
-        text.contains("://") || text.split(|c| !within(c)).any(|word| self.is_address(word))
+        text.contains("://") || text.split(|c| !is_within(c)).any(|word| self.is_address(word))
+    }
+
+    /// A text without its addresses, each replaced by [`REMOVED`]; `None` where nothing else is left of it.
+    pub(crate) fn without<'t>(&self, text: &'t str) -> Option<Cow<'t, str>> {
+        if !self.are_named_in(text) {
+            return (!text.is_empty()).then_some(Cow::Borrowed(text));
+        }
+        let (mut kept, mut has_words, mut rest) = (String::with_capacity(text.len()), false, text);
+        while !rest.is_empty() {
+            let word = &rest[..rest.find(|c| !is_within(c)).unwrap_or(rest.len())];
+            if rest[word.len()..].starts_with("//") && word.ends_with(':') {
+                // A URL, with whatever is behind its host.
+                let end = rest.find(|c: char| c.is_whitespace() || "\"'`<>(){},;".contains(c));
+                rest = &rest[end.unwrap_or(rest.len())..];
+                kept.push_str(REMOVED);
+            } else if self.is_address(word) {
+                kept.push_str(REMOVED);
+                rest = &rest[word.len()..];
+                // The port behind a bracket, `[fd00::7]:5600`, is of no use without it.
+                if let Some(port) = rest.strip_prefix("]:") {
+                    kept.push(']');
+                    rest = port.trim_start_matches(|c: char| c.is_ascii_digit());
+                }
+            } else if word.is_empty() {
+                let other = rest.chars().next()?;
+                kept.push(other);
+                rest = &rest[other.len_utf8()..];
+            } else {
+                has_words |= word.contains(|c: char| c.is_ascii_alphabetic());
+                kept.push_str(word);
+                rest = &rest[word.len()..];
+            }
+        }
+        (has_words && !self.are_named_in(&kept)).then_some(Cow::Owned(kept))
     }
 
     fn is_address(&self, word: &str) -> bool {
@@ -92,6 +129,11 @@ impl Hosts {
                 host.parse::<IpAddr>().is_err() && (first == name || beside)
             })
     }
+}
+
+/// Whether a character may be within an address.
+fn is_within(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':')
 }
 
 /// Also as cloud providers write it into names: `ip-10-0-0-7`.
@@ -160,6 +202,27 @@ mod tests {
             "d2.rack.example/v1",
         ] {
             assert!(hosts().are_named_in(said), "{said}");
+            let without = hosts().without(said);
+            assert!(without.is_none_or(|text| !hosts().are_named_in(&text)), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_text_is_kept_without_its_addresses() {
+        for (said, kept) in [
+            (
+                "field required (see http://[fd00::7]:8000/x?y=1), or not",
+                "field required (see [address]), or not",
+            ),
+            ("peer [fd00::7]:5600 is gone", "peer [[address]] is gone"),
+            ("url='https://errors.pydantic.dev/2/v/missing', n=1", "url='[address]', n=1"),
+            ("10.0.0.7:8000, decode:8000 and ähnliche", "[address], [address] and ähnliche"),
+            ("`n` is 7", "`n` is 7"),
+        ] {
+            assert_eq!(hosts().without(said).as_deref(), Some(kept), "{said}");
+        }
+        for nothing in ["", "http://10.0.0.7/x", "10.0.0.7: 5"] {
+            assert_eq!(hosts().without(nothing), None, "{nothing}");
         }
     }
 

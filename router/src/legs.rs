@@ -4,5 +4,6 @@ pub(crate) mod decode;
 pub(crate) mod prefill;
 
 mod refusal;
+mod said;
 
 pub(crate) use refusal::{Blame, Meaning, Refusal, Verdict};

@@ -9,6 +9,7 @@ use baton_openai::{ApiError, Code, ErrorKind};
 use hyper::StatusCode;
 use serde_json::Value;
 
+use super::said::{Said, context_and_prompt};
 use crate::hosts::Hosts;
 use crate::upstream::Whole;
 
@@ -16,6 +17,8 @@ use crate::upstream::Whole;
 const COME_BACK: Duration = Duration::from_secs(1);
 /// An engine's words to a client are cut here.
 const SAID_BYTES_MAX: usize = 1024;
+/// Addresses are looked for so far: what is behind it is cut off, however short an address becomes.
+const READ_BYTES_MAX: usize = 4 * SAID_BYTES_MAX;
 
 /// An error on its way to the client.
 #[derive(Clone, Debug, PartialEq)]
@@ -71,7 +74,7 @@ impl Verdict {
     /// Reads an answer other than 2xx, once. `hosts` are those that the client must not hear of.
     pub(crate) fn of(answer: &Whole, hosts: &Hosts) -> Self {
         let body = serde_json::from_slice(&answer.body).unwrap_or(Value::Null);
-        let said = Said::of(&body);
+        let said = Said::of(&body, &answer.body);
         let (meaning, blame) = said.judged(answer);
         Self { meaning, blame, refusal: Refusal::of(answer, meaning, &said, hosts) }
     }
@@ -82,26 +85,7 @@ impl Verdict {
     }
 }
 
-/// An engine's own words: `{"error": {...}}`, or vLLM's older `{"object": "error", ...}`.
-struct Said<'a> {
-    message: Option<&'a str>,
-    param: Option<&'a str>,
-    code: Cow<'a, str>,
-    kind: &'a str,
-}
-
-impl<'a> Said<'a> {
-    fn of(body: &'a Value) -> Self {
-        let error = body.get("error").filter(|error| error.is_object()).unwrap_or(body);
-        let text = |name: &str| error.get(name).and_then(Value::as_str).filter(|text| !text.is_empty());
-        let code = match error.get("code") {
-            None | Some(Value::Null) => Cow::Borrowed(""),
-            Some(Value::String(code)) => Cow::Borrowed(code.as_str()),
-            Some(other) => Cow::Owned(other.to_string()),
-        };
-        Self { message: text("message"), param: text("param"), code, kind: text("type").unwrap_or_default() }
-    }
-
+impl Said<'_> {
     fn judged(&self, answer: &Whole) -> (Meaning, Blame) {
         let by_status = match answer.status.as_u16() {
             408 | 429 => (Meaning::Trouble, Blame::Nobody),
@@ -134,18 +118,20 @@ impl<'a> Said<'a> {
 
     /// As the client is told it, where the fault is the client's: without what names an address, and cut.
     fn told(&self, status: StatusCode, hosts: &Hosts) -> ApiError {
+        // A name with an address in it is of no use to a client; a sentence is, without the address.
         let told = |text: &str| (!text.is_empty() && !hosts.are_named_in(text)).then(|| cut(text).to_owned());
+        let message = self.message.as_deref().and_then(|text| {
+            let begun = &text[..text.floor_char_boundary(READ_BYTES_MAX)];
+            Some(cut(&hosts.without(begun)?).to_owned())
+        });
         ApiError {
             status: status.as_u16(),
             kind: match status {
                 StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ErrorKind::Authentication,
                 _ => ErrorKind::InvalidRequest,
             },
-            message: self
-                .message
-                .and_then(told)
-                .unwrap_or_else(|| "an engine refused the request".to_owned()),
-            param: self.param.and_then(told),
+            message: message.unwrap_or_else(|| "an engine refused the request".to_owned()),
+            param: self.param.as_deref().and_then(told),
             code: told(&self.code).map(Cow::Owned),
             retry_after: None,
             should_retry: None,
@@ -166,6 +152,11 @@ impl Refusal {
     /// Engines are there, and busy.
     pub(crate) fn all_busy() -> Self {
         Self(ApiError::overloaded("all engines are busy", COME_BACK))
+    }
+
+    /// An engine's answer is compressed, and cannot be decoded.
+    pub(crate) fn unreadable() -> Self {
+        Self(ApiError::bad_gateway("an engine's answer has a content coding that cannot be decoded"))
     }
 
     pub(crate) fn broken() -> Self {
@@ -202,11 +193,18 @@ impl Refusal {
     pub(crate) fn of_prefill(mut self) -> Self {
         let message = &self.0.message;
         let too_long = self.0.code.as_deref() == Some("context_length_exceeded")
-            || message.contains("maximum context length")
+            || message.contains("context length")
+            || message.contains("maximum model length")
             || message.contains("max_tokens");
         if too_long && self.0.status == 400 {
             let said = ApiError::without_max_tokens(message).map(str::to_owned);
             // vLLM's first sentence: "This model's maximum context length is 8 tokens."
+            let said = said.or_else(|| {
+                let (context, prompt) = context_and_prompt(message)?;
+                Some(format!(
+                    "This model's maximum context length is {context} tokens, but the prompt has {prompt}"
+                ))
+            });
             let said = said.or_else(|| {
                 let (said, _) = message.split_once(". ")?;
                 said.contains("context length").then(|| format!("{said}; the prompt is longer"))
@@ -297,7 +295,15 @@ mod tests {
         let older = r#"{"object":"error","message":"no such model","code":404}"#;
         let Refusal(error) = refusal(404, older);
         assert_eq!((error.message.as_str(), error.code.as_deref()), ("no such model", Some("404")));
-        assert_eq!(refusal(422, "<html>").0.status, 422);
+        let Refusal(error) = refusal(422, "<html>");
+        assert_eq!((error.status, error.message.as_str()), (422, "an engine refused the request"));
+        let Refusal(error) = refusal(400, "the prompt is empty");
+        assert_eq!((error.status, error.message.as_str()), (400, "the prompt is empty"));
+        let list =
+            r#"{"detail":[{"loc":["body","n"],"msg":"Input should be at least 1","url":"https://x.dev"}]}"#;
+        let Refusal(error) = refusal(422, list);
+        assert_eq!(error.message, "n: Input should be at least 1");
+        assert_eq!((error.status, error.param.as_deref()), (422, Some("n")));
     }
 
     #[test]
@@ -310,6 +316,10 @@ mod tests {
             (
                 "This model's maximum context length is 8 tokens. However, you requested 10 tokens (9 in the \
                  messages, 1 in the completion).",
+                "This model's maximum context length is 8 tokens, but the prompt has 9",
+            ),
+            (
+                "This model's maximum context length is 8 tokens. Please shorten the prompt.",
                 "This model's maximum context length is 8 tokens; the prompt is longer",
             ),
             ("max_tokens=1 is too much", "the prompt does not fit the model's context"),
@@ -322,12 +332,16 @@ mod tests {
 
     #[test]
     fn an_address_reaches_the_client_in_no_field() {
-        for said in ["cannot reach http://10.0.0.7:8000/v1", "host=10.0.0.7", "decode0:8000", "p-17 is gone"]
-        {
+        for (said, told) in [
+            ("cannot reach http://10.0.0.7:8000/v1", "cannot reach [address]"),
+            ("host=10.0.0.7", "host=[address]"),
+            ("decode0:8000", "an engine refused the request"),
+            ("p-17 is gone", "[address] is gone"),
+        ] {
             let body =
                 serde_json::json!({"error": {"message": said, "param": said, "code": said}}).to_string();
             let Refusal(error) = refusal(400, &body);
-            assert_eq!(error.message, "an engine refused the request", "{said}");
+            assert_eq!(error.message, told, "{said}");
             assert_eq!((error.param, error.code), (None, None), "{said}");
         }
         let plain = "`stop[0]` must be a string of 1 to 1024 bytes: got 7";
