@@ -20,7 +20,7 @@ use tokio::time::{Instant, Sleep};
 use crate::client_watch::{ClientGone, race};
 use crate::exchange_driver::{Answer, Ended, ExchangeDriver, Rest};
 use crate::intake::Ask;
-use crate::legs::{Refusal, Verdict};
+use crate::legs::{Refusal, Verdict, note_unreadable};
 use crate::metrics::Resume;
 use crate::resume::{Plan, Transcript};
 use crate::route::Dialect;
@@ -462,7 +462,13 @@ impl Passing<'_> {
 
     fn heard(&mut self, chunk: Option<Result<Bytes, CallError>>) -> Result<Option<Bytes>, Broken> {
         self.silence.heard();
-        let chunk = chunk.transpose().map_err(|_error| Broken::Died)?;
+        let chunk = chunk.transpose().map_err(|error| match error {
+            CallError::Unreadable(why) => {
+                self.reply.iter().for_each(|reply| note_unreadable(reply.engine(), why));
+                Broken::Failed(Refusal::unreadable())
+            }
+            _ => Broken::Died,
+        })?;
         if chunk.is_some() && !std::mem::replace(&mut self.spoke, true) {
             self.driver.apply(Event::FirstChunk(self.attempt));
         }

@@ -4,6 +4,7 @@
 //! `Drop` cuts the socket, and that is how an engine learns at once that nobody wants the answer.
 
 mod chunks;
+mod coding;
 mod connection;
 mod head;
 mod http1;
@@ -32,6 +33,7 @@ use crate::memory::{Holders, Memory};
 use crate::metrics::{EngineMetrics, Leg};
 use crate::pool::Seat;
 use crate::seldom::Seldom;
+pub(crate) use coding::Unreadable;
 use connection::Connection;
 pub(crate) use connection::Socket;
 pub(crate) use http1::Lost;
@@ -125,6 +127,9 @@ pub(crate) enum CallError {
     /// The answer is larger than anything the router can use.
     #[error("the answer is larger than {0} bytes")]
     TooLarge(usize),
+    /// The answer is compressed and cannot be decoded.
+    #[error("the answer cannot be read: {0}")]
+    Unreadable(Unreadable),
 }
 
 /// Counts one request of this router at an engine for as long as it lives.

@@ -12,7 +12,7 @@ use std::time::Duration;
 use baton_connector::exchange::Failure;
 use bytes::{Bytes, BytesMut};
 
-use super::{Blame, Meaning, Refusal, Verdict};
+use super::{Blame, Meaning, Refusal, Verdict, note_unreadable};
 use crate::alive::while_alive;
 use crate::sse;
 use crate::upstream::{CallError, Engine, Lost, Outgoing, Reply};
@@ -69,6 +69,10 @@ pub(crate) async fn ask(
         }
         Ok(Err(CallError::NotReached | CallError::NoSocket(_))) => {
             Decoding::Failed(Failure::NotReached, Refusal::unreachable(), Meaning::Trouble, Blame::Nobody)
+        }
+        Ok(Err(CallError::Unreadable(why))) => {
+            note_unreadable(engine, why);
+            Decoding::Failed(Failure::Unknown, Refusal::unreadable(), Meaning::Trouble, Blame::Engine)
         }
         Ok(Err(error)) => {
             tracing::debug!(engine = engine.authority(), %error, "decode failed");

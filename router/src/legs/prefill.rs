@@ -14,7 +14,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use serde_json::Value;
 
-use super::{Blame, Refusal, Verdict};
+use super::{Blame, Refusal, Verdict, note_unreadable};
 use crate::hosts::Hosts;
 use crate::sse;
 use crate::upstream::{CallError, Engine, InFlight, Lost, Outgoing, Reply, Socket, Whole};
@@ -70,7 +70,12 @@ impl PrefillCall {
             if reply.is_stream() && reply.status().is_success() {
                 return first_event(reply).await;
             }
-            reply.whole(REPLY_BYTES_MAX).await.map(Answered::Whole)
+            match reply.status().is_success() {
+                true => reply.whole(REPLY_BYTES_MAX).await,
+                // A refusal whose words cannot be read is judged by its status.
+                false => reply.whole_or_bare(REPLY_BYTES_MAX).await,
+            }
+            .map(Answered::Whole)
         };
         Self { attempt, load, socket, answer: Mutex::new(Box::pin(answer)) }
     }
@@ -125,6 +130,10 @@ impl PrefillCall {
             Err(error @ CallError::Broken(_)) => {
                 tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
                 Prefilled::Failed(Failure::Unknown, Refusal::broken(), Blame::Engine)
+            }
+            Err(CallError::Unreadable(why)) => {
+                note_unreadable(self.engine(), why);
+                Prefilled::Failed(Failure::Unusable(None), Refusal::unreadable(), Blame::Engine)
             }
             Err(error @ CallError::TooLarge(_)) => {
                 tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");

@@ -21,6 +21,8 @@ pub(super) fn request(
         head.extend_from_slice(part.as_bytes());
     }
     field(&mut head, "host", host);
+    // Without it any coding would do.
+    head.extend_from_slice(b"accept-encoding: identity\r\n");
     let body_bytes: usize = outgoing.pieces().iter().map(bytes::Bytes::len).sum();
     if body_bytes > 0 || outgoing.method != Method::GET {
         head.extend_from_slice(b"content-type: application/json\r\n");
@@ -101,7 +103,7 @@ mod tests {
         let (host, secret) = (HeaderValue::from_static("h:1"), HeaderValue::from_static("s"));
         let expected = |key: &str| {
             format!(
-                "POST /p HTTP/1.1\r\nhost: h:1\r\ncontent-type: application/json\r\ncontent-length: 1203\r\n\
+                "POST /p HTTP/1.1\r\nhost: h:1\r\naccept-encoding: identity\r\ncontent-type: application/json\r\ncontent-length: 1203\r\n\
                  x-request-id: cmpl-7\r\nauthorization: {key}\r\ntraceparent: {PARENT}\r\ntracestate: a=1\r\n\
                  x-data-parallel-rank: 10\r\nx-baton-router-settles: 1\r\nx-baton-early-handoff: 1\r\nx-baton-cluster-secret: s\r\n\r\n"
             )
@@ -116,7 +118,7 @@ mod tests {
     #[test]
     fn a_question_without_a_body_says_no_length() {
         let head = request(&HeaderValue::from_static("h"), None, None, &Outgoing::get("/health"));
-        assert_eq!(head, b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n");
+        assert_eq!(head, b"GET /health HTTP/1.1\r\nhost: h\r\naccept-encoding: identity\r\n\r\n");
         let head = request(&HeaderValue::from_static("h"), None, None, &Outgoing::post("/p", Bytes::new()));
         assert!(String::from_utf8_lossy(&head).contains("content-length: 0\r\n"));
     }

@@ -9,6 +9,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use hyper::header::HeaderValue;
 
+use super::coding::Decoder;
 use super::connection::Connection;
 use super::reply_head::Head;
 use super::{CallError, Engine};
@@ -19,6 +20,8 @@ pub(crate) struct Reply {
     /// Read and put back.
     ahead: Option<Bytes>,
     connection: Connection,
+    /// Of an answer that is compressed.
+    decoder: Option<Box<Decoder>>,
     engine: Arc<Engine>,
 }
 
@@ -35,7 +38,8 @@ pub(crate) struct Whole {
 
 impl Reply {
     pub(super) fn new(head: Head, connection: Connection, engine: Arc<Engine>) -> Self {
-        Self { head, ahead: None, connection, engine }
+        let decoder = Decoder::of(head.coding);
+        Self { head, ahead: None, connection, decoder, engine }
     }
 
     pub(crate) fn status(&self) -> StatusCode {
@@ -53,7 +57,8 @@ impl Reply {
 
     /// Whether every byte of the body has been read.
     pub(crate) fn is_ended(&self) -> bool {
-        self.ahead.is_none() && self.connection.is_ended()
+        let decoded = self.decoder.as_ref().is_none_or(|decoder| decoder.is_done());
+        self.ahead.is_none() && self.connection.is_ended() && decoded
     }
 
     /// Whether it is a stream of server-sent events.
@@ -108,9 +113,11 @@ impl Reply {
 
     /// As [`Self::chunk`].
     pub(crate) fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, CallError>>> {
-        match self.ahead.take() {
-            Some(ahead) => Poll::Ready(Some(Ok(ahead))),
-            None => self.connection.poll_piece(context).map_err(CallError::Broken),
+        let Self { ahead, connection, decoder, .. } = self;
+        match (ahead.take(), decoder) {
+            (Some(ahead), _) => Poll::Ready(Some(Ok(ahead))),
+            (None, None) => connection.poll_piece(context).map_err(CallError::Broken),
+            (None, Some(decoder)) => decoder.poll_piece(context, |context| connection.poll_piece(context)),
         }
     }
 
@@ -119,11 +126,11 @@ impl Reply {
         self.engine.keep(self.connection);
     }
 
-    /// As [`Self::whole`]; an answer that is larger is given without its body.
+    /// As [`Self::whole`]; an answer that is larger, or cannot be decoded, is given without its body.
     pub(crate) async fn whole_or_bare(self, limit_bytes: usize) -> Result<Whole, CallError> {
         let bare = self.bare();
         match self.whole(limit_bytes).await {
-            Err(CallError::TooLarge(_)) => Ok(bare),
+            Err(CallError::TooLarge(_) | CallError::Unreadable(_)) => Ok(bare),
             whole => whole,
         }
     }

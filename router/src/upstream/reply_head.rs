@@ -4,10 +4,12 @@
 //! Pure: bytes in, a head out. An answer whose length can be read in two ways is refused.
 
 use std::mem::MaybeUninit;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use hyper::StatusCode;
 use hyper::header::HeaderValue;
+
+use super::coding::Coding;
 
 /// Bytes of the head of an answer, and of all heads of 1xx before it.
 pub(super) const BYTES_MAX: usize = 64 << 10;
@@ -25,7 +27,9 @@ pub(crate) struct Head {
     pub content_type: Option<HeaderValue>,
     /// vLLM's of embeddings in bytes.
     pub metadata: Option<HeaderValue>,
-    /// When the engine wants to be asked again: `Retry-After-Ms`, or `Retry-After` in seconds.
+    /// How the body is compressed.
+    pub(super) coding: Coding,
+    /// When the engine wants to be asked again: `Retry-After-Ms`, or `Retry-After` in seconds or as a date.
     pub retry_after: Option<Duration>,
 }
 
@@ -91,6 +95,7 @@ fn of(
 ) -> Result<Read, NotHead> {
     let (mut kind, mut metadata, mut after, mut after_ms) = (None, None, None, None);
     let (mut coding, mut length) = (None, None);
+    let mut content_coding = Coding::Identity;
     let mut closes = false;
     for field in fields {
         let is = |name: &str| field.name.eq_ignore_ascii_case(name);
@@ -100,6 +105,8 @@ fn of(
             twice(length.replace(field.value))?;
         } else if is("transfer-encoding") {
             twice(coding.replace(field.value))?;
+        } else if is("content-encoding") {
+            content_coding = content_coding.and(field.value);
         } else if is("connection") {
             closes |= says_close(field.value);
         } else if is("metadata") {
@@ -111,15 +118,14 @@ fn of(
         }
     }
     let extent = extent(status, is_1_0, coding, length)?;
-    let after = after_ms
-        .and_then(count)
-        .map(Duration::from_millis)
-        .or_else(|| after.and_then(count).map(Duration::from_secs));
+    let after =
+        after_ms.and_then(count).map(Duration::from_millis).or_else(|| after.and_then(seconds_or_date));
     Ok(Read {
         head: Head {
             status,
             content_type: kind.map(content_type).transpose()?,
             metadata: metadata.map(kept).transpose()?,
+            coding: content_coding,
             retry_after: after.map(|after| after.min(COME_BACK_MAX)),
         },
         extent,
@@ -168,6 +174,14 @@ fn count(text: &[u8]) -> Option<u64> {
     std::str::from_utf8(text).ok()?.trim().parse().ok()
 }
 
+/// `Retry-After`: seconds, or a date (RFC 9110, section 10.2.3), of which one that is over means now.
+fn seconds_or_date(text: &[u8]) -> Option<Duration> {
+    count(text).map(Duration::from_secs).or_else(|| {
+        let date = httpdate::parse_http_date(std::str::from_utf8(text).ok()?.trim()).ok()?;
+        Some(date.duration_since(SystemTime::now()).unwrap_or_default())
+    })
+}
+
 fn content_type(kind: &[u8]) -> Result<HeaderValue, NotHead> {
     match USUAL_KINDS.iter().find(|usual| usual.as_bytes() == kind) {
         Some(usual) => Ok(HeaderValue::from_static(usual)),
@@ -212,6 +226,10 @@ mod tests {
             ("retry-after: 2\r\nretry-after-ms: 300\r\n", Some(300)),
             ("retry-after: 2\r\nretry-after-ms: x\r\n", Some(2_000)),
             ("retry-after: 99999999\r\n", Some(3_600_000)),
+            ("retry-after: Fri, 31 Dec 9999 23:59:59 GMT\r\n", Some(3_600_000)),
+            ("retry-after: Sun, 06 Nov 1994 08:49:37 GMT\r\n", Some(0)),
+            ("retry-after: Sunday, 06-Nov-94 08:49:37 GMT\r\n", Some(0)),
+            ("retry-after: Sun, 06 Nov\r\n", None),
         ] {
             assert_eq!(head(fields).retry_after, after_ms.map(Duration::from_millis), "{fields}");
         }
