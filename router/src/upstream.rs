@@ -434,8 +434,11 @@ impl Engine {
                 return Err(lost.map_or(CallError::NotReached, |_| CallError::Broken(Lost::Unanswered)));
             }
         };
-        if lost.is_some_and(|socket| socket.is_abandoned()) {
-            return Err(CallError::Broken(Lost::Unanswered));
+        if let Some(socket) = lost {
+            if socket.is_abandoned() {
+                return Err(CallError::Broken(Lost::Unanswered));
+            }
+            self.metrics.replayed();
         }
         self.metrics.connect.record(begun.elapsed());
         sent(fresh.socket());

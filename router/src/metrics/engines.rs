@@ -41,6 +41,13 @@ static CONNECT_SECONDS: Family = Family::histogram(
     "Time until a new connection to an engine was there.",
 )
 .of_engines(1);
+static REPLAYS: Family = Family::counter(
+    "baton_router_engine_replays_total",
+    &["engine"],
+    "Requests that were sent a second time, on a new connection: the engine had closed the kept one before any byte of \
+     an answer. Such a request is one attempt.",
+)
+.of_engines(1);
 /// Looked up when somebody asks.
 pub(crate) static IN_FLIGHT: Family = Family::gauge(
     "baton_router_engine_requests_in_flight",
@@ -58,7 +65,7 @@ pub(crate) static READY: Family = Family::gauge(
 );
 
 pub(super) static FAMILIES: &[&Family] =
-    &[&REQUESTS, &ERRORS, &RESPONSE_SECONDS, &CONNECT_SECONDS, &IN_FLIGHT, &POOL, &READY];
+    &[&REQUESTS, &ERRORS, &RESPONSE_SECONDS, &CONNECT_SECONDS, &REPLAYS, &IN_FLIGHT, &POOL, &READY];
 
 /// How an attempt failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,6 +118,8 @@ pub(crate) struct EngineMetrics {
     engine: String,
     legs: [OnceLock<LegOfEngine>; 2],
     pub connect: Histogram,
+    /// From the first one on: most engines never have one.
+    replays: OnceLock<Counter>,
 }
 
 /// One engine in one leg.
@@ -128,7 +137,13 @@ impl EngineMetrics {
             engine: engine.to_owned(),
             legs: Default::default(),
             connect: registry.histogram(&CONNECT_SECONDS, &[engine]),
+            replays: OnceLock::new(),
         }
+    }
+
+    /// A request is sent again because its kept connection had been closed.
+    pub(crate) fn replayed(&self) {
+        self.replays.get_or_init(|| self.registry.counter(&REPLAYS, &[self.engine.as_str()])).increment(1);
     }
 
     pub(crate) fn leg(&self, leg: Leg) -> &LegOfEngine {

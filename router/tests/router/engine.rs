@@ -44,6 +44,10 @@ pub(crate) enum Act {
     Json(Value),
     /// A 200 with these headers and bytes.
     Bytes(Vec<(&'static str, &'static str)>, Vec<u8>),
+    /// This status with these headers and bytes.
+    Answer(u16, Vec<(&'static str, &'static str)>, Vec<u8>),
+    /// So many bytes of JSON, each a chunk of at most 64 KiB, then the connection is closed.
+    PartAndDie(usize),
     /// A stream of these frames, then the connection is closed (`false`) or the answer ends (`true`).
     Frames(Vec<String>, bool),
     /// Streams so many events at once, then `[DONE]`.
@@ -378,6 +382,23 @@ async fn act_out(act: Act, inner: Arc<Inner>, work: Work) -> Result<Response<Bod
                 response.headers_mut().insert(name, value.parse().unwrap());
             }
             response
+        }
+        Act::Answer(status, headers, bytes) => {
+            let body = Full::new(Bytes::from(bytes)).map_err(|never: Infallible| match never {});
+            let mut response = Response::new(body.boxed());
+            *response.status_mut() = status.try_into().unwrap();
+            for (name, value) in headers {
+                response.headers_mut().insert(name, value.parse().unwrap());
+            }
+            response
+        }
+        Act::PartAndDie(bytes) => {
+            let text = text(bytes).to_string();
+            let parts = text.as_bytes()[..bytes].chunks(64 << 10);
+            let parts = parts.map(|part| String::from_utf8(part.to_vec()).unwrap()).collect();
+            let mut response = framed(work, parts, false);
+            response.headers_mut().insert("content-type", "application/json".parse().unwrap());
+            return Ok(response);
         }
         Act::Frames(frames, ends) => return Ok(framed(work, frames, ends)),
         Act::Whole(bytes) => whole(200, &text(bytes)),

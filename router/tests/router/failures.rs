@@ -281,6 +281,54 @@ async fn a_kept_connection_that_the_engine_closed_is_replaced_without_an_error()
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     assert_eq!(answer.status, 200);
     assert_eq!(p.asked().len(), 1, "the restarted engine was asked on a new connection");
+    assert_eq!(system.metric("baton_router_engine_replays_total").await, 0.0, "its end was seen in time");
+}
+
+#[tokio::test]
+async fn a_request_that_is_sent_again_on_a_new_connection_is_one_attempt_and_is_counted() {
+    let d = FakeEngine::scripted(vec![Act::Whole(1), Act::Close, Act::Whole(1)]).await;
+    let system = System::start(&[], &[&d]).await;
+    for _ in 0..2 {
+        assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    }
+    assert_eq!(d.asked().len(), 3, "the second request came twice");
+    let of_engine = format!("{{engine=\"{}\"}}", d.address);
+    system.counts(&format!("baton_router_engine_replays_total{of_engine}"), 1.0).await;
+    system.counts(&format!("baton_router_engine_requests_total{of_engine}"), 2.0).await;
+    system.counts(&format!("baton_router_engine_errors_total{of_engine}"), 0.0).await;
+}
+
+#[tokio::test]
+async fn an_engines_words_reach_the_client_in_every_form_and_without_its_address() {
+    let text = || vec![("content-type", "text/plain")];
+    let list = json!({"detail": [{"type": "missing", "loc": ["body", "messages", 0, "content"],
+        "msg": "Field required", "url": "http://10.0.0.7:8000/missing"}]});
+    for (status, headers, body, message, param) in [
+        (400, text(), "`n` is over 16\n".to_owned(), "`n` is over 16", None),
+        (400, text(), "10.0.0.7:8000 has no `n`".to_owned(), "[address] has no `n`", None),
+        (422, vec![], list.to_string(), "messages.0.content: Field required", Some("messages.0.content")),
+        (422, vec![], json!({"detail": "too odd"}).to_string(), "too odd", None),
+    ] {
+        let refuses = Act::Answer(status, headers, body.clone().into_bytes());
+        let engines = || async {
+            (FakeEngine::always(refuses.clone()).await, FakeEngine::always(Act::Lend(Some(1))).await)
+        };
+        let ((d, p), (bad_p, unasked)) = (engines().await, engines().await);
+        for system in [System::start(&[&p], &[&d]).await, System::start(&[&bad_p], &[&unasked]).await] {
+            let answer = post(system.address, "/v1/completions", &completion(true)).await;
+            let error = &answer.json()["error"];
+            assert_eq!((answer.status, error["message"].as_str()), (status, Some(message)), "{body}");
+            assert_eq!(error["param"].as_str(), param, "{body}");
+        }
+    }
+    // What the prefill engine says of the one token that it was asked for is not told; the prompt's length is.
+    let said = "This model's maximum context length is 8 tokens. However, you requested 1 output tokens and your prompt \
+                contains at least 9 input tokens, for a total of at least 10 tokens. Please reduce the length.";
+    let p = FakeEngine::always(Act::Refuse(400, json!({"error": {"message": said, "code": 400}}))).await;
+    let system = System::start(&[&p], &[&p]).await;
+    let answer = post(system.address, "/v1/completions", &completion(false)).await;
+    let message = "This model's maximum context length is 8 tokens, but the prompt has 9";
+    assert_eq!((answer.status, answer.json()["error"]["message"].as_str()), (400, Some(message)));
 }
 
 /// What a decode engine says when it cannot use a handoff that another might.
