@@ -28,11 +28,10 @@ use crate::session::{Length, Session};
 use crate::sse::{Frames, Told, error_in};
 use crate::upstream::{CallError, InFlight, Reply};
 
-/// An answer that is not streamed is held up to this size; past it, it is passed on as it comes.
-const HELD_BYTES_MAX: usize = 1 << 20;
-/// The same of what is not generated, which comes at once: its engine waits for no slow client. The tokens of the longest
-/// context, with their texts.
-const PASSED_BYTES_MAX: usize = 64 << 20;
+/// An answer that is not streamed is held up to this size, and within what all of them may take together; past it, it is
+/// passed on as it comes. The tokens of the longest context, with their texts. An engine sends such an answer when it has
+/// all of it, so that holding delays nothing, and its place is free at once however slowly the client reads.
+const HELD_BYTES_MAX: usize = 64 << 20;
 /// Says what vLLM's embeddings in bytes mean.
 const METADATA: HeaderName = HeaderName::from_static("metadata");
 /// After `[DONE]` an engine has this long to end its answer, so that its connection can be used again.
@@ -400,23 +399,30 @@ impl Passing<'_> {
 
     async fn held(&mut self, head: ResponseHeader) -> Result<(), Ended> {
         let mut held = Bytes::new();
-        let most = if self.dialect.generates() { HELD_BYTES_MAX } else { PASSED_BYTES_MAX };
+        // Until the client has everything.
+        let mut share = self.driver.answer_share();
         loop {
-            match self.chunk().await? {
-                // In one piece, as it mostly is, it is not copied.
-                Ok(Some(chunk)) if held.is_empty() => held = chunk,
+            let room = match self.chunk().await? {
+                // In one piece, as it mostly is, it is neither copied nor counted: one read brought it.
+                Ok(Some(chunk)) if held.is_empty() => {
+                    held = chunk;
+                    continue;
+                }
                 Ok(Some(chunk)) => {
                     let mut joined = held.try_into_mut().unwrap_or_else(|held| BytesMut::from(&*held));
                     joined.extend_from_slice(&chunk);
+                    let room = joined.capacity();
                     held = joined.freeze();
+                    room
                 }
                 Ok(None) => break,
                 Err(broken) => {
                     self.ended_early(&broken);
                     return Err(Ended::Refused(broken.refusal()));
                 }
-            }
-            if held.len() > most {
+            };
+            if held.len() > HELD_BYTES_MAX || self.driver.hold_answer(&mut share, room).is_err() {
+                drop(share);
                 return self.passed(head, held).await;
             }
         }
@@ -425,7 +431,8 @@ impl Passing<'_> {
         self.write(held, true).await
     }
 
-    /// An answer too large to hold. Its end in the middle can only be told by the connection's.
+    /// An answer too large to hold. Its end in the middle can only be told by the connection's: no last chunk is sent, and
+    /// the connection is closed.
     async fn passed(&mut self, head: ResponseHeader, begun: Bytes) -> Result<(), Ended> {
         self.commit(head, Length::Unknown).await?;
         self.write(begun, false).await?;
@@ -435,7 +442,7 @@ impl Passing<'_> {
                 Ok(None) => break,
                 Err(broken) => {
                     self.ended_early(&broken);
-                    return Err(Ended::ClientGone);
+                    return Ok(());
                 }
             }
         }

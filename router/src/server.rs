@@ -433,6 +433,7 @@ async fn upkeep(shared: Arc<Shared>) {
     loop {
         tick.tick().await;
         shared.metrics.admission.body_bytes.set(shared.bodies.held() as f64);
+        shared.metrics.admission.answer_bytes.set(shared.held_answers.held() as f64);
         shared.fleet.prune();
         shared.fleet.engines().iter().for_each(|engine| engine.sweep());
     }

@@ -48,6 +48,8 @@ pub(crate) struct Shared {
     pub tenants: Arc<Tenants>,
     /// What is held of clients' bodies.
     pub bodies: Arc<BodyBudget>,
+    /// What is held of engines' whole answers.
+    pub held_answers: Arc<BodyBudget>,
     pub metrics: Arc<Metrics>,
     /// Why the latest requests went where they went.
     pub explain: Ring,
@@ -109,6 +111,7 @@ impl Shared {
             admission,
             tenants,
             bodies: Arc::default(),
+            held_answers: Arc::default(),
             metrics,
             explain,
             settler,

@@ -1,5 +1,5 @@
-//! How many bytes of clients' bodies the router holds, in sum. Each body is bounded by itself; thousands of them
-//! at once must not fill the memory either.
+//! How many bytes of clients' bodies the router holds, in sum, and of engines' whole answers. Each is bounded by itself;
+//! thousands of them at once must not fill the memory either.
 //!
 //! A body is counted as it arrives, so a client that announces much and sends nothing takes nothing from others.
 //! What does not fit is refused at once: waiting would let slow uploads hold each other up, all of them half done.
@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The budget. Shared by all requests.
+/// A budget. Shared by all requests; bodies and answers have one each, so that slow readers keep no request out.
 #[derive(Debug, Default)]
 pub(crate) struct BodyBudget(AtomicUsize);
 
@@ -42,6 +42,14 @@ impl BodyBudget {
 }
 
 impl Held {
+    /// Holds so many bytes in all, as far as it does not hold them already.
+    ///
+    /// # Errors
+    /// [`Spent`] if the sum would exceed `limit`; then nothing more was taken.
+    pub(crate) fn grow_to(&mut self, bytes: usize, limit: usize) -> Result<(), Spent> {
+        self.take(bytes.saturating_sub(self.bytes), limit)
+    }
+
     fn take(&mut self, bytes: usize, limit: usize) -> Result<(), Spent> {
         let before = self.budget.0.fetch_add(bytes, Ordering::Relaxed);
         self.bytes += bytes;
@@ -93,6 +101,13 @@ mod tests {
         assert_eq!(budget.held(), 40);
         assert_eq!(b.take(usize::MAX / 2, 100), Err(Spent));
         drop(b);
+        let mut c = budget.begin();
+        assert_eq!(
+            (c.grow_to(70, 100), c.grow_to(50, 100), c.grow_to(101, 100)),
+            (Ok(()), Ok(()), Err(Spent))
+        );
+        assert_eq!(budget.held(), 70);
+        drop(c);
         assert_eq!(budget.held(), 0);
     }
 }

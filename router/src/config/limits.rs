@@ -12,7 +12,8 @@ pub struct LimitsConfig {
     #[garde(range(min = 1024, max = 1 << 30))]
     pub body_bytes: usize,
     /// The sum of all bodies that are held at once, in bytes: as they arrive, until a decode engine has accepted
-    /// their requests. What goes beyond it is answered 429. 1 MiB to 1 TiB; default 1 GiB.
+    /// their requests. What goes beyond it is answered 429. Whole answers have as much again; what goes beyond that is
+    /// passed on as it comes. 1 MiB to 1 TiB; default 1 GiB.
     #[garde(range(min = 1_usize << 20, max = 1_usize << 40))]
     pub body_bytes_total: usize,
     /// Largest head of a request (its line and headers), in bytes; a larger one is answered 431. 1,024 to 1 MiB;

@@ -1,4 +1,4 @@
-//! Those who wait for an engine, and what is held of clients' bodies.
+//! Those who wait for an engine, and what is held of clients' bodies and of engines' answers.
 
 use std::time::Duration;
 
@@ -31,8 +31,14 @@ static BODY_BYTES: Family = Family::gauge(
     &[],
     "Bytes of clients' bodies that are held now, out of `limits.body_bytes_total`.",
 );
+static ANSWER_BYTES: Family = Family::gauge(
+    "baton_router_answer_bytes",
+    &[],
+    "Bytes of whole answers that are held now, out of as many as `limits.body_bytes_total`; answers of one piece are \
+     not counted.",
+);
 
-pub(super) static FAMILIES: &[&Family] = &[&WAITING, &OUTCOMES, &WAITED, &BODY_BYTES];
+pub(super) static FAMILIES: &[&Family] = &[&WAITING, &OUTCOMES, &WAITED, &BODY_BYTES, &ANSWER_BYTES];
 
 /// How a wait ended, or why it did not begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +85,7 @@ pub(crate) struct AdmissionMetrics {
     outcomes: [Counter; 6],
     seconds: Histogram,
     pub body_bytes: Gauge,
+    pub answer_bytes: Gauge,
 }
 
 impl AdmissionMetrics {
@@ -88,6 +95,7 @@ impl AdmissionMetrics {
             outcomes: Outcome::ALL.map(|outcome| registry.counter(&OUTCOMES, &[outcome.label()])),
             seconds: registry.histogram(&WAITED, &[]),
             body_bytes: registry.gauge(&BODY_BYTES, &[]),
+            answer_bytes: registry.gauge(&ANSWER_BYTES, &[]),
         }
     }
 

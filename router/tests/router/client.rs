@@ -192,6 +192,13 @@ impl Client {
         self.buffer.is_empty() && !tokio::time::timeout(PATIENCE, self.more()).await.expect("an end in time")
     }
 
+    /// Whether the connection ends in the middle of a chunked answer.
+    pub(crate) async fn is_cut(&mut self) -> bool {
+        let end = async { while self.more().await {} };
+        tokio::time::timeout(PATIENCE, end).await.expect("an end in time");
+        !self.buffer.ends_with(b"0\r\n\r\n")
+    }
+
     pub(crate) fn hang_up(self, how: HangUp) {
         if matches!(how, HangUp::Rst) {
             SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)).unwrap();

@@ -39,3 +39,4 @@ mod time;
 mod tls;
 mod tokens;
 mod traces;
+mod whole;
