@@ -16,7 +16,7 @@ const FAULTS_MAX: usize = 8;
 /// Parts of the path to a field.
 const PATH_PARTS_MAX: usize = 16;
 
-/// What an engine says of a request.
+/// An engine's words about a request.
 #[derive(Debug, Default)]
 pub(super) struct Said<'a> {
     pub message: Option<Cow<'a, str>>,

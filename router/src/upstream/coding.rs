@@ -29,7 +29,7 @@ const WINDOWS_BYTES_MAX: usize = 1 << 30;
 /// Bits of the largest window of gzip and deflate.
 const DEFLATE_WINDOW_LOG: u8 = 15;
 
-/// What an answer says of its coding.
+/// The coding of an answer, as its head names it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Coding {
     #[default]

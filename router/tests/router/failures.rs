@@ -321,7 +321,7 @@ async fn an_engines_words_reach_the_client_in_every_form_and_without_its_address
             assert_eq!(error["param"].as_str(), param, "{body}");
         }
     }
-    // What the prefill engine says of the one token that it was asked for is not told; the prompt's length is.
+    // The prefill leg asks for one token: that number stays here, and the prompt's length goes out.
     let said = "This model's maximum context length is 8 tokens. However, you requested 1 output tokens and your prompt \
                 contains at least 9 input tokens, for a total of at least 10 tokens. Please reduce the length.";
     let p = FakeEngine::always(Act::Refuse(400, json!({"error": {"message": said, "code": 400}}))).await;
