@@ -400,7 +400,7 @@ impl Passing<'_> {
     async fn held(&mut self, head: ResponseHeader) -> Result<(), Ended> {
         let mut held = Bytes::new();
         // Until the client has everything.
-        let mut share = self.driver.answer_share();
+        let mut share = None;
         loop {
             let room = match self.chunk().await? {
                 // In one piece, as it mostly is, it is neither copied nor counted: one read brought it.

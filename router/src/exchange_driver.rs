@@ -6,6 +6,7 @@
 
 mod choosing;
 mod going_on;
+mod holding;
 mod verdicts;
 
 use choosing::Had;
@@ -22,7 +23,6 @@ use baton_connector::exchange::{
 use hyper::header::HeaderValue;
 
 use crate::admission::Ticket;
-use crate::admission::body_budget::{Held, Spent};
 use crate::alive::while_alive;
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
@@ -232,19 +232,6 @@ impl ExchangeDriver {
             let now = self.shared.now();
             self.watched.piece(now, &self.model.metrics);
         }
-    }
-
-    /// What a whole answer takes of the memory of all of them, nothing at first.
-    pub(crate) fn answer_share(&self) -> Held {
-        self.shared.held_answers.begin()
-    }
-
-    /// Counts the room of a whole answer that is held.
-    ///
-    /// # Errors
-    /// [`Spent`]: others have all of it.
-    pub(crate) fn hold_answer(&self, share: &mut Held, room: usize) -> Result<(), Spent> {
-        share.grow_to(room, self.generation.config.limits.body_bytes_total)
     }
 
     pub(crate) fn outcome(&self) -> Option<Outcome> {

@@ -98,6 +98,19 @@ async fn full_decode_engines_are_429_with_a_time_to_come_back() {
 }
 
 #[tokio::test]
+async fn a_time_to_come_back_is_read_in_seconds_or_as_a_date() {
+    for (said, told) in [("7", "7"), ("Fri, 31 Dec 9999 23:59:59 GMT", "3600"), ("soon", "1")] {
+        for status in [429, 503] {
+            let full = Act::Answer(status, vec![("retry-after", said)], b"{}".to_vec());
+            let d = FakeEngine::always(full).await;
+            let system = System::start(&[], &[&d]).await;
+            let answer = post(system.address, "/v1/completions", &completion(false)).await;
+            assert_eq!((answer.status, answer.header("retry-after")), (status, Some(told)), "{said}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_silent_decode_engine_is_aborted_and_replaced() {
     let p = FakeEngine::always(Act::Lend(Some(HANDLE))).await;
     let (silent, live) = (down().await, FakeEngine::always(Act::Whole(1)).await);
