@@ -39,7 +39,7 @@ pub(crate) use connection::Socket;
 pub(crate) use http1::Lost;
 pub(crate) use outgoing::Outgoing;
 pub(crate) use payload::Payload;
-pub(crate) use reply::{Reply, Whole};
+pub(crate) use reply::{ReadShare, Reply, Whole};
 use reply_head::Head;
 pub use terms::TermsError;
 pub(crate) use terms::{ApiKeys, EngineTerms, Terms};

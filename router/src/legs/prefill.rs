@@ -17,7 +17,7 @@ use serde_json::Value;
 use super::{Blame, Refusal, Verdict, note_unreadable};
 use crate::hosts::Hosts;
 use crate::sse;
-use crate::upstream::{CallError, Engine, InFlight, Lost, Outgoing, Reply, Socket, Whole};
+use crate::upstream::{CallError, Engine, InFlight, Lost, Outgoing, ReadShare, Reply, Socket, Whole};
 
 /// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
 const REPLY_BYTES_MAX: usize = 8 << 20;
@@ -163,12 +163,14 @@ impl Prefilled {
 /// The first event of a stream that is an engine's answer to a prefill.
 async fn first_event(mut reply: Reply) -> Result<Answered, CallError> {
     let (mut held, mut first) = (BytesMut::new(), sse::FirstEvent::default());
+    let mut share = ReadShare::default();
     let end = loop {
         let chunk = reply.chunk().await.unwrap_or(Err(CallError::Broken(Lost::Unanswered)))?;
         held.extend_from_slice(&chunk);
         if let Some(end) = first.end(&held) {
             break end;
         }
+        share.grow_to(held.capacity())?;
         if held.len() > REPLY_BYTES_MAX {
             return Err(CallError::TooLarge(REPLY_BYTES_MAX));
         }

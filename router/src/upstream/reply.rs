@@ -1,7 +1,7 @@
 //! An engine's answer: piece by piece as it comes, or whole.
 
 use std::future::poll_fn;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -13,6 +13,27 @@ use super::coding::Decoder;
 use super::connection::Connection;
 use super::reply_head::Head;
 use super::{CallError, Engine};
+use crate::admission::body_budget::{BodyBudget, Held};
+
+/// What all replies together may take that the router reads whole for itself: a hundred thousand handoffs of 10 KiB, and
+/// not thousands of the largest.
+const READ_BYTES_TOTAL: usize = 1 << 30;
+static READ: LazyLock<Arc<BodyBudget>> = LazyLock::new(Arc::default);
+
+/// What one reply that is read whole takes of [`READ_BYTES_TOTAL`]. One of one piece takes nothing.
+#[derive(Debug, Default)]
+pub(crate) struct ReadShare(Option<Held>);
+
+impl ReadShare {
+    /// Takes so many bytes in all.
+    ///
+    /// # Errors
+    /// [`CallError::TooLarge`]: other replies have the rest.
+    pub(crate) fn grow_to(&mut self, bytes: usize) -> Result<(), CallError> {
+        let share = self.0.get_or_insert_with(|| READ.begin());
+        share.grow_to(bytes, READ_BYTES_TOTAL).map_err(|_| CallError::TooLarge(bytes))
+    }
+}
 
 /// An answer whose head has arrived. Dropping it before its end cuts the connection.
 pub(crate) struct Reply {
@@ -151,6 +172,7 @@ impl Reply {
     pub(crate) async fn whole(mut self, limit_bytes: usize) -> Result<Whole, CallError> {
         let mut first = Bytes::new();
         let mut rest = BytesMut::new();
+        let mut share = ReadShare::default();
         while let Some(chunk) = self.chunk().await {
             let chunk = chunk?;
             if first.len() + rest.len() + chunk.len() > limit_bytes {
@@ -164,11 +186,29 @@ impl Reply {
                 }
                 (_, false) => rest.extend_from_slice(&chunk),
             }
+            if !rest.is_empty() {
+                share.grow_to(rest.capacity())?;
+            }
         }
         let body = if rest.is_empty() { first } else { rest.freeze() };
         let Head { status, retry_after, .. } = self.head;
         let own_key = self.engine.has_own_key();
         self.finish();
         Ok(Whole { status, retry_after, body, own_key })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replies_that_are_read_whole_are_bounded_in_sum() {
+        let (mut first, mut second) = (ReadShare::default(), ReadShare::default());
+        assert!(first.grow_to(READ_BYTES_TOTAL / 2).is_ok());
+        assert!(matches!(second.grow_to(READ_BYTES_TOTAL / 2 + 1), Err(CallError::TooLarge(_))));
+        drop(first);
+        assert!(second.grow_to(READ_BYTES_TOTAL / 2 + 1).is_ok());
+        assert!(second.grow_to(1).is_ok(), "what is held already is not taken twice");
     }
 }
