@@ -18,6 +18,7 @@ use pingora::http::ResponseHeader;
 use tokio::time::{Instant, Sleep};
 
 use crate::client_watch::{ClientGone, race};
+use crate::error_inside::{ErrorInside, Unfit, unfit};
 use crate::exchange_driver::{Answer, Ended, ExchangeDriver, Rest};
 use crate::intake::Ask;
 use crate::legs::{Refusal, Verdict, note_unreadable};
@@ -25,8 +26,9 @@ use crate::metrics::Resume;
 use crate::resume::{Plan, Transcript};
 use crate::route::Dialect;
 use crate::session::{Length, Session};
-use crate::sse::{Frames, Told, error_in};
+use crate::sse::{Frames, Read};
 use crate::upstream::{CallError, InFlight, Reply};
+use crate::usage::Skim;
 
 /// An answer that is not streamed is held up to this size, and within what all of them may take together; past it, it is
 /// passed on as it comes. The tokens of the longest context, with their texts. An engine sends such an answer when it has
@@ -266,13 +268,12 @@ impl Passing<'_> {
     async fn streamed(&mut self, head: ResponseHeader) -> Result<(), Ended> {
         // It leaves with the first event, which is here.
         self.commit(head, Length::Unknown).await?;
-        let mut frames = Frames::default();
+        let mut frames = Frames::new(self.driver.watched.reading);
         loop {
             let broken = match self.chunk().await? {
                 Ok(Some(chunk)) => {
                     let whole = frames.pass(chunk);
-                    let told = error_in(&whole);
-                    let good = whole.slice(..told.as_ref().map_or(whole.len(), |told| told.at));
+                    let Read { good, told } = self.read(&mut frames, whole);
                     let done = told.is_none() && frames.is_done();
                     if done {
                         self.served();
@@ -303,7 +304,7 @@ impl Passing<'_> {
                 Err(broken) => broken,
             };
             match self.resume(broken, &frames).await? {
-                Resumed::GoesOn => frames = Frames::default(),
+                Resumed::GoesOn => frames = Frames::new(self.driver.watched.reading),
                 Resumed::Over => return Ok(()),
             }
         }
@@ -319,8 +320,31 @@ impl Passing<'_> {
         }
     }
 
-    /// What the engine said in the middle of its stream.
-    fn told(&mut self, told: Told) -> Broken {
+    /// Notes what whole frames say.
+    fn read(&mut self, frames: &mut Frames, whole: Bytes) -> Read {
+        let seen = &mut self.driver.watched.seen;
+        let before = seen.usage;
+        let read = frames.read(whole, seen);
+        // What the engine of a continuation counts is not all of the answer.
+        if let (Some(resuming), true) = (&self.resuming, seen.usage != before) {
+            seen.usage = seen.usage.map(|usage| resuming.transcript.whole(usage));
+        }
+        read
+    }
+
+    /// Whether a whole answer is none, or an error; notes what it says.
+    fn unfit(&mut self, whole: &Bytes) -> Option<Broken> {
+        let kind = self.reply.as_ref().and_then(|reply| reply.content_type());
+        let skim = Skim::of(whole);
+        self.driver.watched.seen.note(&skim);
+        match unfit(whole, &skim, kind, self.dialect.generates())? {
+            Unfit::Error(error) => Some(self.told(error)),
+            Unfit::Broken => Some(Broken::Died),
+        }
+    }
+
+    /// What the engine said instead of an answer, or in the middle of one.
+    fn told(&mut self, told: ErrorInside) -> Broken {
         let Some(reply) = &self.reply else { return Broken::Died };
         let verdict = Verdict::of(&reply.told(told.status, told.error), reply.engine().hosts());
         match verdict.failure() {
@@ -344,7 +368,10 @@ impl Passing<'_> {
                 let tokens = resuming.transcript.length();
                 (resuming, Rest::After { body, tokens })
             }
-            (Plan::Finish(last), _) => {
+            (Plan::Finish(last), resuming) => {
+                let counted = resuming.as_ref().and_then(|resuming| resuming.transcript.counted());
+                let seen = &mut self.driver.watched.seen;
+                seen.usage = seen.usage.or(counted);
                 self.driver.resumed(Resume::Resumed);
                 self.driver.apply(Event::StreamEnded(self.attempt));
                 self.write(last, true).await?;
@@ -426,6 +453,10 @@ impl Passing<'_> {
                 return self.passed(head, held).await;
             }
         }
+        if let Some(broken) = self.unfit(&held) {
+            self.ended_early(&broken);
+            return Err(Ended::Refused(broken.refusal()));
+        }
         self.served();
         self.commit(head, Length::Known(held.len())).await?;
         self.write(held, true).await
@@ -434,17 +465,26 @@ impl Passing<'_> {
     /// An answer too large to hold. Its end in the middle can only be told by the connection's: no last chunk is sent, and
     /// the connection is closed.
     async fn passed(&mut self, head: ResponseHeader, begun: Bytes) -> Result<(), Ended> {
+        let mut skim = Box::new(Skim::of(&begun));
         self.commit(head, Length::Unknown).await?;
         self.write(begun, false).await?;
         loop {
             match self.chunk().await? {
-                Ok(Some(chunk)) => self.write(chunk, false).await?,
+                Ok(Some(chunk)) => {
+                    skim.feed(&chunk);
+                    self.write(chunk, false).await?;
+                }
                 Ok(None) => break,
                 Err(broken) => {
                     self.ended_early(&broken);
                     return Ok(());
                 }
             }
+        }
+        self.driver.watched.seen.note(&skim);
+        if self.dialect.generates() && !skim.is_whole() {
+            self.ended_early(&Broken::Died);
+            return Err(Ended::ClientGone);
         }
         self.served();
         self.write(Bytes::new(), true).await
@@ -479,8 +519,8 @@ impl Passing<'_> {
         if chunk.is_some() && !std::mem::replace(&mut self.spoke, true) {
             self.driver.apply(Event::FirstChunk(self.attempt));
         }
-        if let Some(piece) = &chunk {
-            self.driver.piece(piece);
+        if chunk.is_some() {
+            self.driver.piece();
         }
         Ok(chunk)
     }

@@ -31,7 +31,7 @@ use crate::explain::Account;
 use crate::generation::Generation;
 use crate::inflight::Entry;
 use crate::intake::Ask;
-use crate::legs::decode::{self, Decoding};
+use crate::legs::decode::{self, Decoding, Plain};
 use crate::legs::prefill::{Computing, Patience, PrefillCall, Prefilled, unless_failed};
 use crate::legs::{Blame, Meaning, Refusal};
 use crate::metrics::Leg;
@@ -226,8 +226,7 @@ impl ExchangeDriver {
     }
 
     /// A piece of the answer is being passed on.
-    pub(crate) fn piece(&mut self, piece: &[u8]) {
-        self.watched.seen.look(piece);
+    pub(crate) fn piece(&mut self) {
         if self.watched.streamed {
             let now = self.shared.now();
             self.watched.piece(now, &self.model.metrics);
@@ -403,6 +402,11 @@ impl ExchangeDriver {
     ) -> Result<Option<Answer>, Ended> {
         let recompute = handoff.is_some() && self.may_recompute;
         let body = rewrite::decode_body(&ask.body, &ask.owned, &ask.model.name_in_bodies, handoff.as_deref());
+        let plain = || {
+            let (owned, model) = (ask.owned.without_usage(), &ask.model.name_in_bodies);
+            rewrite::decode_body(&ask.body, &owned, model, handoff.as_deref())
+        };
+        let plain = ask.owned.asks_for_usage().then_some(&plain as Plain<'_>);
         let mut outgoing = self.outgoing(ask, Leg::Decode, body);
         outgoing.router_settles = handoff.is_some();
         let state = self.exchange(|exchange| exchange.state());
@@ -430,7 +434,7 @@ impl ExchangeDriver {
                 break;
             }
             tried.push(Arc::clone(reserved.engine()));
-            match self.ask_decode(session, ask, reserved, &mut outgoing, may_be_spent).await? {
+            match self.ask_decode(session, ask, reserved, (&mut outgoing, plain), may_be_spent).await? {
                 Attempted::Accepted(answer) => return Ok(Some(answer)),
                 Attempted::Refused(refusal) => return Err(Ended::Refused(refusal)),
                 Attempted::Failed(refusal, meaning, was_reached) => {
@@ -463,7 +467,7 @@ impl ExchangeDriver {
         session: &mut Session,
         ask: &Ask,
         reserved: Reserved,
-        outgoing: &mut Outgoing,
+        (outgoing, plain): (&mut Outgoing, Option<Plain<'_>>),
         may_be_spent: bool,
     ) -> Result<Attempted, Ended> {
         let Reserved { member, load, .. } = reserved;
@@ -480,7 +484,14 @@ impl ExchangeDriver {
         let meanwhile = computing.as_ref().map_or(Duration::ZERO, |_| bounds.prefill_silence);
         let first_byte = bounds.decode_first_byte.saturating_add(meanwhile);
         let admitted = || self.apply(Event::DecodeAccepted(attempt));
-        let answer = decode::ask(&engine, outgoing, first_byte, pause, admitted);
+        // An engine that is known to refuse to be asked for usage is not.
+        let known = plain.filter(|_| engine.usage_option.is_taken() == Some(false));
+        let without = known.map(|plain| Outgoing { body: plain(), ..outgoing.clone() });
+        let (outgoing, plain) = match &without {
+            Some(without) => (without, None),
+            None => (&*outgoing, plain),
+        };
+        let answer = decode::ask(&engine, outgoing, first_byte, pause, plain, admitted);
         let answer = unless_failed(computing.as_mut(), answer);
         let Ok(decoding) = race(session, answer).await else {
             return Err(self.client_gone());

@@ -28,6 +28,7 @@ use crate::policy::Wanted;
 use crate::rewrite::{ClientRules, Owned};
 use crate::route::Dialect;
 use crate::session::Session;
+use crate::sse::{Counts, Reading};
 use crate::tenants::{Auth, Identity};
 
 /// When to come back while too many bodies are held.
@@ -126,6 +127,10 @@ impl Ask {
             owned = Owned::new(Some(&salt), owner.forbids(&body));
             outline.request.cache_salt = Some(salt);
         }
+        let is_asked = outline.request.stream_options.include_usage;
+        if outline.request.stream && !is_asked && matches!(dialect, Dialect::OpenAi(_)) {
+            owned.ask_for_usage(&body);
+        }
         let salt = outline.request.cache_salt.as_deref();
         let source = Source {
             model: &model.name,
@@ -172,6 +177,17 @@ impl Ask {
             None => client.hash(&mut hasher),
         }
         hasher.finish()
+    }
+
+    /// How its answer is read, if it is a stream.
+    pub(crate) fn reading(&self) -> Reading {
+        let has_ids = self.owned.token_ids || self.body.field("return_token_ids") == Some(b"true");
+        let counts = match self.dialect {
+            Dialect::Responses => Counts::Deltas,
+            Dialect::OpenAi(_) | Dialect::Passed(_) if has_ids => Counts::TokenIds,
+            Dialect::OpenAi(_) | Dialect::Passed(_) => Counts::Events,
+        };
+        Reading { counts, without_usage: self.owned.asks_for_usage() }
     }
 
     /// Gives the body's memory back. For answers that have begun: what is needed of it is kept elsewhere.

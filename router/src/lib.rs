@@ -43,6 +43,7 @@ mod client_watch;
 pub mod config;
 mod disaggregation;
 mod discovery;
+mod error_inside;
 mod estimate;
 mod exchange_driver;
 mod explain;

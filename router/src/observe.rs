@@ -10,6 +10,7 @@ use baton_connector::exchange::{Event, Span, Timeline};
 
 use crate::inflight::Entry;
 use crate::metrics::{End, Leg, ModelMetrics, Reason};
+use crate::sse::Reading;
 use crate::trace_context::Trace;
 use crate::upstream::Engine;
 use crate::usage::Seen;
@@ -25,8 +26,8 @@ pub(crate) struct Watched {
     pub passes: bool,
     /// The answer is a stream of events.
     pub streamed: bool,
-    /// Pieces of a streamed answer: it has about so many tokens, or more.
-    pub pieces: u64,
+    /// How a streamed answer is read.
+    pub reading: Reading,
     /// What the answer said of itself.
     pub seen: Seen,
     /// Attempts of each leg.
@@ -101,7 +102,6 @@ impl Watched {
 
     /// A piece of a streamed answer came.
     pub(crate) fn piece(&mut self, now: Time, model: &ModelMetrics) {
-        self.pieces += 1;
         if let Some(last) = self.last_piece.replace(now) {
             model.inter_token.record(now.since(last));
         }
@@ -117,8 +117,9 @@ impl Watched {
         if !self.passes {
             self.phases(model, line, begun);
         }
+        let (prompt, cached) = self.seen.usage.map_or((0, 0), |usage| (usage.prompt, usage.cached));
+        model.tokens(prompt, cached, self.seen.completion().unwrap_or(0));
         if let Some(usage) = self.seen.usage {
-            model.tokens(usage.prompt, usage.cached, usage.completion);
             if let (true, Some(first), Some(last), Ok(others @ 1..)) = (
                 self.streamed,
                 line.first_chunk,

@@ -19,7 +19,6 @@
 //! - `finish_reason` and `[DONE]` are passed on once; `id`, `created` and `model` are those of the first frame.
 
 mod allowed;
-mod frames;
 
 use baton_openai::{Endpoint, RawBody};
 use bytes::{Bytes, BytesMut};
@@ -27,6 +26,8 @@ use serde_json::{Map, Value, json};
 
 use crate::intake::Ask;
 use crate::route::Dialect;
+use crate::sse;
+use crate::usage::Usage;
 use allowed::is_allowed;
 
 /// Tokens of a prompt and an answer that are kept of one stream.
@@ -56,6 +57,8 @@ pub(crate) struct Transcript {
     /// Another engine has gone on after something was sent.
     continued: bool,
     finish: bool,
+    /// The router asks for usage, and the client does not.
+    usage_is_ours: bool,
     usage_sent: bool,
     /// Something was sent that cannot be continued.
     spoilt: bool,
@@ -93,7 +96,8 @@ impl Transcript {
         if !ask.model.resume || ask.aggregate {
             return None;
         }
-        let begun = Self::begin(endpoint, &ask.model.name, &ask.body)?;
+        let mut begun = Self::begin(endpoint, &ask.model.name, &ask.body)?;
+        begun.usage_is_ours = ask.owned.asks_for_usage();
         ask.owned.token_ids = true;
         Some(begun)
     }
@@ -128,6 +132,7 @@ impl Transcript {
             before: 0,
             continued: false,
             finish: false,
+            usage_is_ours: false,
             usage_sent: false,
             spoilt: false,
         }
@@ -136,21 +141,31 @@ impl Transcript {
     /// Takes whole frames of the engine's and gives what the client is sent.
     pub(crate) fn pass(&mut self, chunk: &Bytes) -> Bytes {
         let mut out = BytesMut::with_capacity(chunk.len());
-        for frame in frames::split(chunk) {
-            match frames::json(frame).and_then(|data| serde_json::from_slice::<Map<String, Value>>(data).ok())
-            {
+        let mut passed = 0;
+        for frame in sse::frames(chunk) {
+            let (bytes, data) = (&chunk[frame.start..frame.end], frame.data(chunk));
+            passed = frame.end;
+            match serde_json::from_slice::<Map<String, Value>>(&data).ok() {
                 Some(mut data) => {
                     self.read(&mut data);
+                    let is_kept = |line: &&[u8]| !line.is_empty() && sse::value(line, b"data").is_none();
+                    for line in sse::lines(bytes).filter(is_kept) {
+                        out.extend_from_slice(line);
+                        out.extend_from_slice(b"\n");
+                    }
                     out.extend_from_slice(b"data: ");
                     out.extend_from_slice(Value::Object(data).to_string().as_bytes());
                     out.extend_from_slice(b"\n\n");
                 }
                 None => {
-                    self.spoilt |= !frames::is_empty(frame);
-                    out.extend_from_slice(frame);
+                    self.spoilt |= frame.has_data() && data.trim_ascii() != b"[DONE]";
+                    out.extend_from_slice(bytes);
                 }
             }
         }
+        // A piece of a frame that is too long to be held.
+        self.spoilt |= passed < chunk.len();
+        out.extend_from_slice(&chunk[passed..]);
         out.freeze()
     }
 
@@ -236,6 +251,20 @@ impl Transcript {
         usage["total_tokens"] = json!(prompt.len() as u64 + completion);
     }
 
+    /// Tokens of the whole answer, of which this is what the engine counts that goes on with it.
+    pub(crate) fn whole(&self, usage: Usage) -> Usage {
+        let (Some(prompt), 1..) = (&self.prompt, self.before) else { return usage };
+        let (prompt, before) = (prompt.len() as u64, self.before as u64);
+        let completion = usage.completion.saturating_add(before);
+        Usage { prompt, cached: usage.cached.min(prompt), completion }
+    }
+
+    /// Tokens of an answer that has all but its end.
+    pub(crate) fn counted(&self) -> Option<Usage> {
+        let completion = (self.sent.len() + self.held_back.len()) as u64;
+        self.prompt.as_ref().map(|prompt| Usage { prompt: prompt.len() as u64, cached: 0, completion })
+    }
+
     /// The engine is gone: what now?
     pub(crate) fn broke(&mut self) -> Plan {
         if self.spoilt {
@@ -259,8 +288,12 @@ impl Transcript {
         body.insert("prompt".to_owned(), json!(prompt.iter().chain(&self.sent).collect::<Vec<_>>()));
         body.insert("stream".to_owned(), json!(true));
         body.insert("return_token_ids".to_owned(), json!(true));
-        if let Some(options) = &self.stream_options {
-            body.insert("stream_options".to_owned(), options.clone());
+        if self.usage_is_ours || self.stream_options.is_some() {
+            let mut options = self.stream_options.clone().unwrap_or_else(|| json!({}));
+            if self.usage_is_ours {
+                options["include_usage"] = json!(true);
+            }
+            body.insert("stream_options".to_owned(), options);
         }
         if let Some(most) = self.max_tokens {
             body.insert("max_tokens".to_owned(), json!(most - sent));

@@ -6,6 +6,7 @@
 
 use baton_connector::handoff::KvIntent;
 use baton_openai::{Internal, Place, RawBody};
+use serde_json::{Map, Value};
 
 use crate::route::Dialect;
 use crate::upstream::Payload;
@@ -95,13 +96,33 @@ pub(crate) struct Owned {
     without_priority: bool,
     /// The engine is asked for the answer's tokens.
     pub token_ids: bool,
+    /// `stream_options` of a stream whose client does not ask for usage, as JSON: the router does.
+    stream_options: Option<String>,
 }
 
 impl Owned {
     /// With this `cache_salt`, where the endpoint knows it; and without the client's `priority`, where its key may not
     /// have it.
     pub(crate) fn new(cache_salt: Option<&str>, without_priority: bool) -> Self {
-        Self { cache_salt: cache_salt.map(json), without_priority, token_ids: false }
+        Self { cache_salt: cache_salt.map(json), without_priority, ..Self::default() }
+    }
+
+    /// Asks the decode engine for the usage of a stream, beside what the client asks.
+    pub(crate) fn ask_for_usage(&mut self, body: &RawBody) {
+        let own = body.field("stream_options").and_then(|options| serde_json::from_slice(options).ok());
+        let mut options: Map<String, Value> = own.unwrap_or_default();
+        options.insert("include_usage".to_owned(), Value::Bool(true));
+        self.stream_options = Some(Value::Object(options).to_string());
+    }
+
+    /// Whether usage comes that the client did not ask for.
+    pub(crate) fn asks_for_usage(&self) -> bool {
+        self.stream_options.is_some()
+    }
+
+    /// The same for an engine that refuses to be asked for usage.
+    pub(crate) fn without_usage(&self) -> Self {
+        Self { stream_options: None, ..self.clone() }
     }
 
     fn fields(&self) -> impl Iterator<Item = (&str, &[u8])> {
@@ -148,6 +169,9 @@ pub(crate) fn decode_body(
     if owned.token_ids {
         ours.push(("return_token_ids", b"true"));
     }
+    if let Some(options) = &owned.stream_options {
+        ours.push(("stream_options", options.as_bytes()));
+    }
     body.write(&ours, if owned.without_priority { &["priority"] } else { &[] }).into()
 }
 
@@ -163,7 +187,7 @@ pub(crate) mod hostile;
 mod tests {
     use baton_openai::{Endpoint, ParseLimits};
     use bytes::Bytes;
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::hostile::{Dice, Hostile, hostile, is_marked};
     use super::*;

@@ -207,6 +207,7 @@ impl FrontDoor {
         }
         let dialect = ask.dialect;
         let transcript = resume::Transcript::of(&mut ask);
+        driver.watched.reading = ask.reading();
         // Boxed: an answer may be passed on for minutes, and would hold the room of what came before it.
         let legs = Box::pin(async {
             let handoff = driver.prefill(session, &ask).await?;
@@ -415,13 +416,9 @@ impl RequestContext {
     /// Charges what the answer turned out to cost beyond what was taken for it.
     fn charge(&mut self) {
         let (Some(permit), Some(driver)) = (&mut self.permit, &self.driver) else { return };
-        let watched = &driver.watched;
-        let cost = match watched.seen.usage {
-            Some(usage) => usage.prompt.saturating_add(usage.completion),
-            None if watched.pieces > 0 => self.prompt_tokens.saturating_add(watched.pieces),
-            None => return,
-        };
-        permit.has_cost(cost);
+        if let Some(cost) = driver.watched.seen.cost(self.prompt_tokens) {
+            permit.has_cost(cost);
+        }
     }
 
     /// How it ended; `None` for the router's own answers, `/health` and the like.

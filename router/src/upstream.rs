@@ -14,6 +14,7 @@ mod reply;
 mod reply_head;
 mod terms;
 mod transport;
+mod usage_option;
 mod verbs;
 
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -43,6 +44,7 @@ pub(crate) use reply::{ReadShare, Reply, Whole};
 use reply_head::Head;
 pub use terms::TermsError;
 pub(crate) use terms::{ApiKeys, EngineTerms, Terms};
+use usage_option::UsageOption;
 pub(crate) use verbs::{Verb, Verbs};
 
 /// Idle connections kept per engine; more than the requests that one engine batches would be waste.
@@ -73,6 +75,8 @@ pub(crate) struct Engine {
     /// Where all engines live.
     hosts: Arc<Hosts>,
     verbs: Verbs,
+    /// Whether it can be asked for the usage of a stream.
+    pub usage_option: UsageOption,
     pub metrics: EngineMetrics,
     /// Its trouble is told seldom.
     pub trouble: Seldom,
@@ -179,6 +183,7 @@ impl Engine {
             seats: ArcSwap::default(),
             hosts,
             verbs: Verbs::default(),
+            usage_option: UsageOption::default(),
             metrics,
             trouble: Seldom::new(),
         }

@@ -1,27 +1,22 @@
 //! What an answer says of itself, seen as it passes: tokens and why it finished.
 //!
-//! Answers are passed on unparsed. Engines write `usage` and `finish_reason` near the end of a frame or of a whole
-//! answer, so only the last [`TAIL_BYTES`] of each piece are looked at, and JSON is read only where a `usage` object
-//! begins. Inside a JSON string the quotes of these names would be escaped, so a model's text cannot be taken for
-//! them. What is cut in two by a piece's end is missed: the numbers are for metrics and logs, and what a key is
-//! charged beyond the estimate; where they are missing, the estimate counts.
+//! Answers are passed on unparsed. Of a stream each event is looked at where it ends ([`crate::sse`]), a whole answer is
+//! followed from its first byte to its last ([`Skim`]), so that `usage` is found wherever it stands and however it was
+//! cut. Tokens of a stream that its engine has not counted, or not yet, are counted here, by events.
 
-use std::sync::LazyLock;
+pub(crate) mod skim;
 
-use memchr::memmem::Finder;
 use serde::Deserialize;
 
-/// How much of a piece's end is looked at.
-const TAIL_BYTES: usize = 2048;
-
-static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"usage\""));
-static FINISH: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"finish_reason\""));
+pub(crate) use skim::Skim;
 
 /// What was seen so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Seen {
     pub usage: Option<Usage>,
     pub finish: Option<Finish>,
+    /// Tokens of a stream that passed since the last usage.
+    pub passed: u64,
 }
 
 /// Tokens, as the engine counts them.
@@ -65,92 +60,107 @@ impl Finish {
     }
 }
 
-/// Both dialects: of completions and of responses.
-#[derive(Deserialize)]
-struct Fields {
-    #[serde(alias = "input_tokens", default)]
-    prompt_tokens: u64,
-    #[serde(alias = "output_tokens", default)]
-    completion_tokens: u64,
-    #[serde(alias = "input_tokens_details", default)]
-    prompt_tokens_details: Option<Details>,
-}
-
-#[derive(Deserialize)]
-struct Details {
-    #[serde(default)]
-    cached_tokens: Option<u64>,
-}
-
 impl Seen {
-    /// Looks at one piece; what is said later counts.
-    pub(crate) fn look(&mut self, piece: &[u8]) {
-        let tail = &piece[piece.len().saturating_sub(TAIL_BYTES)..];
-        for at in USAGE.find_iter(tail) {
-            let object = value(&tail[at + USAGE.needle().len()..]).filter(|value| value.starts_with(b"{"));
-            self.usage = object.and_then(read_usage).or(self.usage);
+    /// Takes over what one event or a whole answer says; what is said later counts.
+    pub(crate) fn note(&mut self, skim: &Skim) {
+        if let Some(usage) = skim.usage() {
+            (self.usage, self.passed) = (Some(usage), 0);
         }
-        for at in FINISH.find_iter(tail) {
-            let text = value(&tail[at + FINISH.needle().len()..]).and_then(|value| value.strip_prefix(b"\""));
-            let text = text.and_then(|text| text.split(|byte| *byte == b'"').next());
-            self.finish = text.map(Finish::of).or(self.finish);
+        self.finish = skim.finish().or(self.finish);
+    }
+
+    /// Tokens of the answer; of one that ended before its engine has counted, what passed.
+    pub(crate) fn completion(&self) -> Option<u64> {
+        match self.usage {
+            Some(usage) => Some(usage.completion.saturating_add(self.passed)),
+            None => (self.passed > 0).then_some(self.passed),
+        }
+    }
+
+    /// Tokens of prompt and answer. The prompt is `prompt` where the engine has not said it; `None` where nothing is
+    /// known.
+    pub(crate) fn cost(&self, prompt: u64) -> Option<u64> {
+        match self.usage {
+            Some(usage) => Some(usage.prompt.saturating_add(usage.completion).saturating_add(self.passed)),
+            None if self.passed > 0 => Some(prompt.saturating_add(self.passed)),
+            None => None,
         }
     }
 }
 
-/// What follows a name's colon.
-fn value(after: &[u8]) -> Option<&[u8]> {
-    after.trim_ascii_start().strip_prefix(b":").map(<[u8]>::trim_ascii_start)
+/// All dialects: of completions, of responses, of what is not generated.
+#[derive(Deserialize)]
+struct Fields {
+    prompt_tokens: Option<u64>,
+    input_tokens: Option<u64>,
+    completion_tokens: Option<u64>,
+    output_tokens: Option<u64>,
+    total_tokens: Option<u64>,
+    prompt_tokens_details: Option<Details>,
+    input_tokens_details: Option<Details>,
 }
 
+#[derive(Deserialize)]
+struct Details {
+    cached_tokens: Option<u64>,
+}
+
+/// `None` where the object does not say how long prompt and answer are: that is unknown, and not 0.
 fn read_usage(object: &[u8]) -> Option<Usage> {
-    let fields: Fields = serde_json::Deserializer::from_slice(object).into_iter().next()?.ok()?;
-    let cached = fields.prompt_tokens_details.and_then(|details| details.cached_tokens).unwrap_or(0);
-    Some(Usage { prompt: fields.prompt_tokens, cached, completion: fields.completion_tokens })
+    let fields: Fields = serde_json::from_slice(object).ok()?;
+    let prompt = fields.prompt_tokens.or(fields.input_tokens);
+    let completion = fields.completion_tokens.or(fields.output_tokens);
+    let (prompt, completion) = match (prompt, completion, fields.total_tokens) {
+        (Some(prompt), Some(completion), _) => (prompt, completion),
+        (Some(prompt), None, Some(total)) => (prompt, total.saturating_sub(prompt)),
+        (None, Some(completion), Some(total)) => (total.saturating_sub(completion), completion),
+        // Of rerankers.
+        (None, None, Some(total)) => (total, 0),
+        (_, _, None) => return None,
+    };
+    let details = fields.prompt_tokens_details.or(fields.input_tokens_details);
+    let cached = details.and_then(|details| details.cached_tokens).unwrap_or(0);
+    Some(Usage { prompt, cached, completion })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn seen(pieces: &[&str]) -> Seen {
-        let mut seen = Seen::default();
-        pieces.iter().for_each(|piece| seen.look(piece.as_bytes()));
-        seen
-    }
-
     #[test]
-    fn tokens_and_the_reason_are_seen_in_streams_and_in_whole_answers() {
-        let streamed = seen(&[
-            "data: {\"choices\":[{\"text\":\"a\",\"finish_reason\":null}],\"usage\":null}\n\n",
-            "data: {\"choices\":[{\"text\":\"b\",\"finish_reason\":\"length\"}],\"usage\":null}\n\n",
-            "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":7,\"total_tokens\":9,\"completion_tokens\":2,\
-             \"prompt_tokens_details\":{\"cached_tokens\":4}}}\n\ndata: [DONE]\n\n",
-        ]);
-        let usage = Some(Usage { prompt: 7, cached: 4, completion: 2 });
-        assert_eq!(streamed, Seen { usage, finish: Some(Finish::Length) });
-        let whole =
-            seen(&["{\"choices\": [{\"finish_reason\": \"tool_calls\"}], \"usage\": {\"input_tokens\": 3, \
-            \"output_tokens\": 1, \"prompt_tokens_details\": null}, \"system_fingerprint\": null}"]);
-        let usage = Some(Usage { prompt: 3, cached: 0, completion: 1 });
-        assert_eq!(whole, Seen { usage, finish: Some(Finish::ToolCalls) });
-    }
-
-    #[test]
-    fn a_models_text_is_not_taken_for_it() {
-        let text =
-            r#"data: {"choices":[{"text":"\"usage\":{\"prompt_tokens\":9},\"finish_reason\":\"stop\""}]}"#;
-        assert_eq!(seen(&[text]), Seen::default());
-    }
-
-    #[test]
-    fn what_is_broken_or_far_away_is_not_seen() {
-        for text in
-            ["\"usage\":{\"prompt_tokens\":", "\"usage\":{\"prompt_tokens\":-1}", "\"usage\"", "\"", ""]
-        {
-            assert_eq!(seen(&[text]).usage, None, "{text}");
+    fn usage_is_read_in_every_dialect_and_what_it_does_not_say_is_unknown() {
+        let usage = |prompt, cached, completion| Some(Usage { prompt, cached, completion });
+        for (text, expected) in [
+            (r#"{"prompt_tokens":7,"completion_tokens":2,"total_tokens":9}"#, usage(7, 0, 2)),
+            (
+                r#"{"input_tokens":7,"output_tokens":2,"input_tokens_details":{"cached_tokens":3}}"#,
+                usage(7, 3, 2),
+            ),
+            (
+                r#"{"prompt_tokens":7,"input_tokens":7,"completion_tokens":2,"prompt_tokens_details":null}"#,
+                usage(7, 0, 2),
+            ),
+            (r#"{"prompt_tokens":7,"total_tokens":9}"#, usage(7, 0, 2)),
+            (r#"{"completion_tokens":2,"total_tokens":9}"#, usage(7, 0, 2)),
+            (r#"{"total_tokens":9}"#, usage(9, 0, 0)),
+            ("{}", None),
+            (r#"{"prompt_tokens":null,"completion_tokens":null}"#, None),
+            (r#"{"prompt_tokens":7}"#, None),
+            (r#"{"prompt_tokens":-1,"completion_tokens":2}"#, None),
+        ] {
+            assert_eq!(read_usage(text.as_bytes()), expected, "{text}");
         }
-        let far = format!("\"usage\":{{\"prompt_tokens\":1}}{}", " ".repeat(TAIL_BYTES));
-        assert_eq!(seen(&[&far]).usage, None);
+    }
+
+    #[test]
+    fn a_cost_is_the_engines_and_else_what_was_counted() {
+        let mut seen = Seen { passed: 5, ..Seen::default() };
+        assert_eq!((Seen::default().cost(3), seen.cost(3)), (None, Some(8)));
+        seen.note(&Skim::of(br#"{"usage":{}}"#));
+        assert_eq!(seen.cost(3), Some(8), "unknown is not 0");
+        seen.note(&Skim::of(br#"{"usage":{"prompt_tokens":4,"completion_tokens":6}}"#));
+        assert_eq!(seen.cost(3), Some(10));
+        seen.passed += 2;
+        assert_eq!(seen.cost(3), Some(12), "what passed since");
     }
 }

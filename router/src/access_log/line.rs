@@ -103,7 +103,7 @@ pub(super) fn write(finished: &Finished, to: &mut dyn Write) -> std::io::Result<
         response_bytes: finished.response_bytes,
         prompt_tokens: usage.map(|usage| usage.prompt),
         cached_tokens: usage.map(|usage| usage.cached),
-        completion_tokens: usage.map(|usage| usage.completion),
+        completion_tokens: finished.seen.completion(),
         finish_reason: finished.seen.finish.map(|finish| finish.label()),
     };
     // Whole or not at all: a line that is cut in two would be taken for two.

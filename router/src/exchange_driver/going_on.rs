@@ -11,9 +11,10 @@ use serde_json::{Map, Value};
 use super::{Answer, Attempted, Ended, ExchangeDriver};
 use crate::client_watch::{ClientGone, race};
 use crate::intake::Ask;
+use crate::legs::decode::Plain;
 use crate::metrics::{Leg, Resume};
 use crate::session::Session;
-use crate::upstream::{Engine, Outgoing};
+use crate::upstream::{Engine, Outgoing, Payload};
 use crate::{request_id, rewrite};
 
 /// An engine's list of models is waited for this long, and read so far.
@@ -64,7 +65,10 @@ impl ExchangeDriver {
                 Err(ClientGone) => return Err(self.client_gone()),
             };
             let Some(mut outgoing) = outgoing else { continue };
-            match self.ask_decode(session, ask, reserved, &mut outgoing, false).await? {
+            let body = outgoing.body.clone();
+            let plain = || without_usage(&body);
+            let plain = ask.owned.asks_for_usage().then_some(&plain as Plain<'_>);
+            match self.ask_decode(session, ask, reserved, (&mut outgoing, plain), false).await? {
                 Attempted::Accepted(answer) => {
                     tracing::info!(request = %self.debtor.request, engine = engine.authority(), "goes on");
                     return Ok(Some(answer));
@@ -98,6 +102,13 @@ impl ExchangeDriver {
             }
         }
     }
+}
+
+/// A body that does not ask for usage. Rare, and an engine that goes on is one that takes more than that.
+fn without_usage(body: &Payload) -> Payload {
+    let mut fields: Map<String, Value> = serde_json::from_slice(&body.pieces().concat()).unwrap_or_default();
+    fields.remove("stream_options");
+    Bytes::from(Value::Object(fields).to_string()).into()
 }
 
 /// `max_model_len` of a model at an engine: for chat, the rest of it is what an answer without a bound may fill.

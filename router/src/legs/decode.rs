@@ -11,11 +11,13 @@ use std::time::Duration;
 
 use baton_connector::exchange::Failure;
 use bytes::{Bytes, BytesMut};
+use hyper::StatusCode;
+use memchr::memmem;
 
 use super::{Blame, Meaning, Refusal, Verdict, note_unreadable};
 use crate::alive::while_alive;
 use crate::sse;
-use crate::upstream::{CallError, Engine, Lost, Outgoing, Reply};
+use crate::upstream::{CallError, Engine, Lost, Outgoing, Payload, Reply};
 
 /// A refusal is not read beyond this; a larger one is judged by its status.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;
@@ -34,6 +36,9 @@ pub(crate) enum Decoding {
 /// request. It is asked for one after each `pause`. `admitted` is called with the head of a good answer: from then on the
 /// engine settles with the one that lends, and may still fail.
 ///
+/// `plain` is a body that does not ask for usage, where only the router asks for it. An engine that refuses the request
+/// and may have done so for that is asked again with it, once; what it then says counts, unless it refuses that too.
+///
 /// # Cancel safety
 /// Dropping the future cuts the connection, which aborts the request.
 pub(crate) async fn ask(
@@ -41,17 +46,35 @@ pub(crate) async fn ask(
     outgoing: &Outgoing,
     first_byte: Duration,
     pause: Duration,
+    plain: Option<Plain<'_>>,
     admitted: impl FnOnce(),
 ) -> Decoding {
     let call = async {
         let mut reply = engine.call(outgoing, |_| {}).await?;
+        if let Some(plain) = plain {
+            if is_refusal(reply.status()) {
+                let refused = reply.whole_or_bare(REFUSAL_BYTES_MAX).await?;
+                if !may_be_for_usage(engine, &refused.body) {
+                    return Ok(Err(refused));
+                }
+                // Boxed: what few engines need is not room in every call.
+                let again = Outgoing { body: plain(), ..outgoing.clone() };
+                reply = Box::pin(engine.call(&again, |_| {})).await?;
+                if is_refusal(reply.status()) {
+                    return Ok(Err(refused));
+                }
+                engine.usage_option.learn(false);
+            } else if reply.status().is_success() {
+                engine.usage_option.learn(true);
+            }
+        }
         if !reply.status().is_success() {
             return reply.whole_or_bare(REFUSAL_BYTES_MAX).await.map(Err);
         }
         admitted();
         if reply.is_stream() {
             let first = first_frames(&mut reply).await?;
-            if let Some(told) = sse::error_in(&first).filter(|told| !sse::has_data(&first[..told.at])) {
+            if let Some(told) = sse::first_error(&first) {
                 return Ok(Err(reply.told(told.status, told.error)));
             }
             reply.put_back(first);
@@ -84,13 +107,28 @@ pub(crate) async fn ask(
     }
 }
 
+/// What is sent to an engine that does not take `stream_options`.
+pub(crate) type Plain<'a> = &'a (dyn Fn() -> Payload + Sync);
+
+/// Whether the engine refuses what the request says.
+fn is_refusal(status: StatusCode) -> bool {
+    matches!(status, StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY)
+}
+
+/// Whether an engine may have refused a request because it is asked for usage: it names that, or is not known to take
+/// it.
+fn may_be_for_usage(engine: &Engine, refusal: &[u8]) -> bool {
+    let names = |name: &str| memmem::find(refusal, name.as_bytes()).is_some();
+    names("stream_options") || names("include_usage") || engine.usage_option.is_taken() != Some(true)
+}
+
 /// Everything up to the first end of an event; an event that is longer than a refusal may be is given as far as it is
 /// here.
 async fn first_frames(reply: &mut Reply) -> Result<Bytes, CallError> {
-    let mut held = BytesMut::new();
+    let (mut held, mut first) = (BytesMut::new(), sse::FirstEvent::default());
     loop {
         let chunk = reply.chunk().await.unwrap_or(Err(CallError::Broken(Lost::Unanswered)))?;
-        let enough = |bytes: &[u8]| sse::has_event(bytes) || bytes.len() > REFUSAL_BYTES_MAX;
+        let mut enough = |bytes: &[u8]| first.end(bytes).is_some() || bytes.len() > REFUSAL_BYTES_MAX;
         // Mostly it is one piece, which is not copied.
         if held.is_empty() && enough(&chunk) {
             return Ok(chunk);

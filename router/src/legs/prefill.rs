@@ -15,9 +15,11 @@ use hyper::StatusCode;
 use serde_json::Value;
 
 use super::{Blame, Refusal, Verdict, note_unreadable};
+use crate::error_inside::ErrorInside;
 use crate::hosts::Hosts;
 use crate::sse;
 use crate::upstream::{CallError, Engine, InFlight, Lost, Outgoing, ReadShare, Reply, Socket, Whole};
+use crate::usage::Skim;
 
 /// A reply is one token and a block table: 65,536 ids of at most 11 digits, with room for log-probabilities.
 const REPLY_BYTES_MAX: usize = 8 << 20;
@@ -179,7 +181,7 @@ async fn first_event(mut reply: Reply) -> Result<Answered, CallError> {
     if !held.is_empty() {
         reply.put_back(held.freeze());
     }
-    if let Some(told) = sse::error_in(&event) {
+    if let Some(told) = sse::first_error(&event) {
         return Ok(Answered::Whole(reply.told(told.status, told.error)));
     }
     let status = reply.status();
@@ -204,7 +206,14 @@ fn understand(whole: &Whole, hosts: &Hosts) -> Prefilled {
         return Prefilled::Failed(Failure::Unusable(handle), Refusal::broken(), Blame::Engine);
     };
     let params = reply.field(HANDOFF).map(|params| std::str::from_utf8(params).expect("JSON text is UTF-8"));
-    let Some(params) = params.filter(|params| *params != "null") else { return Prefilled::Empty };
+    let Some(params) = params.filter(|params| *params != "null") else {
+        return match ErrorInside::of(whole.body.clone(), &Skim::of(&whole.body)) {
+            Some(ErrorInside { status, error }) => {
+                understand(&Whole { status, body: error, retry_after: None, own_key: whole.own_key }, hosts)
+            }
+            None => Prefilled::Empty,
+        };
+    };
     match ReplyFacts::check(params) {
         // A copy: a slice would keep the whole reply for as long as the answer lasts.
         Ok(facts) => Prefilled::Lent(params.into(), facts.handle, None),

@@ -15,8 +15,9 @@ use crate::alive::while_alive;
 use crate::legs::{Blame, Verdict};
 use crate::metrics::Leg;
 use crate::shared::Shared;
-use crate::sse::{self, Frames};
+use crate::sse::Frames;
 use crate::upstream::{CallError, InFlight, Lost, Reply, Whole};
+use crate::usage::Seen;
 
 /// What still comes of a reply after its handoff.
 pub(crate) struct Rest(pub(super) Box<Reply>);
@@ -131,7 +132,7 @@ async fn read(mut reply: Box<Reply>) -> Result<Option<Whole>, CallError> {
             return Err(CallError::TooLarge(REPLY_BYTES_MAX));
         }
         let whole = frames.pass(chunk);
-        if let Some(told) = sse::error_in(&whole) {
+        if let Some(told) = frames.read(whole, &mut Seen::default()).told {
             return Ok(Some(reply.told(told.status, told.error)));
         }
     }

@@ -1,0 +1,63 @@
+//! Whether an engine takes `stream_options.include_usage`, which the router asks where its client does not: learnt from
+//! its answers, and for a minute each time, since another version may come up at its address.
+
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+/// What was learnt counts for so long.
+const LEARNT_MS: u64 = 60_000;
+
+/// What is known; nothing at first. The lowest bit is whether it takes it, the others when that was seen.
+#[derive(Debug, Default)]
+pub(crate) struct UsageOption(AtomicU64);
+
+impl UsageOption {
+    /// Whether the engine takes it, where that is known.
+    pub(crate) fn is_taken(&self) -> Option<bool> {
+        self.is_taken_at(now_ms())
+    }
+
+    pub(crate) fn learn(&self, is_taken: bool) {
+        self.learn_at(is_taken, now_ms());
+    }
+
+    fn is_taken_at(&self, now_ms: u64) -> Option<bool> {
+        let learnt = self.0.load(Ordering::Relaxed);
+        let is_fresh = learnt > 0 && now_ms.saturating_sub(learnt >> 1) < LEARNT_MS;
+        is_fresh.then_some(learnt & 1 == 1)
+    }
+
+    fn learn_at(&self, is_taken: bool, now_ms: u64) {
+        let before = self.0.load(Ordering::Relaxed);
+        let is_new = before & 1 != u64::from(is_taken) || now_ms.saturating_sub(before >> 1) > LEARNT_MS / 2;
+        // Each stream teaches it: most of them write nothing that another processor would have to read again.
+        if before == 0 || is_new {
+            self.0.store(now_ms << 1 | u64::from(is_taken), Ordering::Relaxed);
+        }
+    }
+}
+
+/// Of the process's clock; never 0.
+fn now_ms() -> u64 {
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    u64::try_from(START.elapsed().as_millis()).unwrap_or(u64::MAX >> 1) + 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_learnt_is_forgotten_after_a_minute_unless_it_is_seen_again() {
+        let option = UsageOption::default();
+        assert_eq!(option.is_taken_at(1), None);
+        option.learn_at(false, 1);
+        assert_eq!((option.is_taken_at(60_000), option.is_taken_at(60_001)), (Some(false), None));
+        option.learn_at(true, 60_001);
+        (60_001..160_000).step_by(100).for_each(|now| option.learn_at(true, now));
+        assert_eq!(option.is_taken_at(170_000), Some(true));
+        option.learn_at(false, 170_000);
+        assert_eq!(option.is_taken_at(170_000), Some(false), "the last word counts");
+    }
+}
