@@ -70,7 +70,7 @@ static PER_TOKEN_SECONDS: Family = Family::histogram(
 static TOKENS: Family = Family::counter(
     "baton_router_tokens_total",
     &["model", "kind"],
-    "Tokens, as engines' `usage` tells them: `prompt`, those of them that were `cached`, `completion`.",
+    "Tokens, as engines' `usage` has them: `prompt`, those of them that were `cached`, `completion` (of a stream that ended before its usage, the events that came).",
 );
 static QUEUE_SECONDS: Family = Family::histogram(
     "baton_router_queue_seconds",

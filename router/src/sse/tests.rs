@@ -131,7 +131,7 @@ fn what_comes_behind_done_is_not_passed() {
 fn the_first_event_is_told_from_what_follows_it() {
     let both = Bytes::from_static(b": hi\n\nevent: x\r\ndata: {\"a\": 1} \r\n\r\ndata: 2\n\n");
     let end = FirstEvent::default().end(&both).expect("it has ended");
-    assert_eq!((&both[end..], data_of(&both).as_deref()), (&b"data: 2\n\n"[..], Some(&b"{\"a\": 1}"[..])));
+    assert_eq!((&both[end..], data_of(&both).as_deref()), (&b"data: 2\n\n"[..], Some(&b"{\"a\": 1} "[..])));
     for cut in 0..end {
         let mut first = FirstEvent::default();
         assert_eq!(first.end(&both[..cut]), None, "{cut}");
@@ -196,7 +196,7 @@ proptest::proptest! {
     /// Line ends of every kind, comments, other fields, a byte order mark; in any pieces.
     #[test]
     fn events_are_those_of_a_conforming_parser_however_they_are_cut(
-        stream in "\u{feff}?((data|event|id|: x|data: 1|data:  2|data:{|event:error|event: error|datum:3|)(\n|\r|\r\n)){0,12}",
+        stream in "\u{feff}?((data|event|id|: x|data: 1|data:  2|data:\\{|event:error|event: error|datum:3|)(\n|\r|\r\n)){0,12}",
         cuts in proptest::collection::vec(1..9_usize, 1..40),
     ) {
         let expected: Vec<_> =
@@ -314,7 +314,8 @@ fn a_frame_too_long_to_be_held_is_read_too() {
     ] {
         for piece in [777, 65_536, stream.len()] {
             let (passed, seen, told) = streamed(&stream, piece, Reading::default());
-            assert!(passed == stream, "nothing is changed");
+            let is_held = error && piece == stream.len();
+            assert!(if is_held { passed.is_empty() } else { passed == stream }, "in pieces of {piece}");
             assert_eq!(
                 (seen.usage.map(|usage| usage.prompt), told.is_some()),
                 ((!error).then_some(7), error)

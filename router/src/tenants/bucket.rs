@@ -10,7 +10,8 @@
 //! Invariants:
 //! - In any span of time t, at most `per_minute × (1 + t / minute)` are given out.
 //! - What is given back is at most what time has not yet brought back by itself.
-//! - What was used beyond what was taken is owed: at most another window's worth, which has to flow in first.
+//! - What was used beyond what was taken has to flow in before anything else is given: all of it, up to a day's worth.
+//!   An engine that counts wrongly locks a key out for no longer.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -86,10 +87,13 @@ impl Bucket {
         });
     }
 
+    /// What can be owed, as time.
+    const DEBT_NS: u64 = 24 * 60 * Self::WINDOW_NS;
+
     /// Takes what was used already, whether it is there or not.
     pub(crate) fn debit(&self, amount: u64, now: u64) {
         let price = self.price(amount);
-        let most = now.saturating_add(2 * Self::WINDOW_NS);
+        let most = now.saturating_add(Self::WINDOW_NS + Self::DEBT_NS);
         // The closure always gives a value.
         let _ = self.full_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |full_at| {
             Some(full_at.max(now).saturating_add(price).min(most).max(full_at))
@@ -162,17 +166,25 @@ mod tests {
     }
 
     #[test]
-    fn what_was_used_beyond_it_is_owed_up_to_one_more_window() {
+    fn what_was_used_beyond_it_is_owed_up_to_a_day() {
         let bucket = Bucket::new(60);
         bucket.debit(90, SECOND);
         let level = Level { limit: 60, remaining: 0, reset: Duration::from_secs(90) };
         assert_eq!(bucket.level(SECOND), level);
         assert_eq!(bucket.take(1, SECOND), Err(Denied::Wait(Duration::from_secs(31))));
-        bucket.debit(u64::MAX, SECOND);
-        assert_eq!(bucket.take(1, SECOND), Err(Denied::Wait(Duration::from_secs(61))));
-        assert_eq!(bucket.take(1, 62 * SECOND), Ok(()));
+        // Half an hour's worth: that long it takes.
+        bucket.debit(30 * 60, SECOND);
+        let wait = 31 + 30 * 60;
+        assert_eq!(bucket.take(1, SECOND), Err(Denied::Wait(Duration::from_secs(wait))));
+        assert!(bucket.take(1, wait * SECOND).is_err());
+        assert_eq!(bucket.take(1, (wait + 1) * SECOND), Ok(()));
+        let full = bucket.level(0).reset;
         bucket.debit(0, 0);
-        assert_eq!(bucket.level(62 * SECOND).reset, Duration::from_secs(60), "a debit gives nothing");
+        assert_eq!(bucket.level(0).reset, full, "a debit gives nothing");
+        let day = 24 * 60 * 60;
+        bucket.debit(u64::MAX, SECOND);
+        assert_eq!(bucket.take(1, SECOND), Err(Denied::Wait(Duration::from_secs(day + 1))));
+        assert_eq!(bucket.take(1, (day + 2) * SECOND), Ok(()));
     }
 
     proptest! {

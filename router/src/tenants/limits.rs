@@ -196,7 +196,8 @@ fn spoken(duration: Duration) -> String {
         0..1000 => format!("{millis}ms"),
         1000..60_000 if millis.is_multiple_of(1000) => format!("{}s", millis / 1000),
         1000..60_000 => format!("{}.{:03}s", millis / 1000, millis % 1000),
-        _ => format!("{}m{}s", millis / 60_000, millis % 60_000 / 1000),
+        60_000..3_600_000 => format!("{}m{}s", millis / 60_000, millis % 60_000 / 1000),
+        _ => format!("{}h{}m{}s", millis / 3_600_000, millis % 3_600_000 / 60_000, millis % 60_000 / 1000),
     }
 }
 
@@ -216,7 +217,14 @@ mod tests {
 
     #[test]
     fn durations_are_written_as_openai_writes_them() {
-        for (millis, text) in [(0, "0ms"), (120, "120ms"), (6000, "6s"), (1500, "1.500s"), (60_000, "1m0s")] {
+        for (millis, text) in [
+            (0, "0ms"),
+            (120, "120ms"),
+            (6000, "6s"),
+            (1500, "1.500s"),
+            (60_000, "1m0s"),
+            (5_400_000, "1h30m0s"),
+        ] {
             assert_eq!(spoken(Duration::from_millis(millis)), text);
         }
     }

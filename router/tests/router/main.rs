@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod access_log;
+mod accounting;
 mod admin;
 mod admission;
 mod bad_input;
