@@ -17,7 +17,7 @@ use memchr::memmem;
 use super::{Blame, Meaning, Refusal, Verdict, note_unreadable};
 use crate::alive::while_alive;
 use crate::sse;
-use crate::upstream::{CallError, Engine, Lost, Outgoing, Payload, Reply};
+use crate::upstream::{CallError, Engine, Lost, Outgoing, Payload, Reply, Whole};
 
 /// A refusal is not read beyond this; a larger one is judged by its status.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;
@@ -54,7 +54,7 @@ pub(crate) async fn ask(
         if let Some(plain) = plain {
             if is_refusal(reply.status()) {
                 let refused = reply.whole_or_bare(REFUSAL_BYTES_MAX).await?;
-                if !may_be_for_usage(engine, &refused.body) {
+                if !may_be_for_usage(engine, &refused) {
                     return Ok(Err(refused));
                 }
                 // Boxed: what few engines need is not room in every call.
@@ -116,10 +116,13 @@ fn is_refusal(status: StatusCode) -> bool {
 }
 
 /// Whether an engine may have refused a request because it is asked for usage: it names that, or is not known to take
-/// it.
-fn may_be_for_usage(engine: &Engine, refusal: &[u8]) -> bool {
-    let names = |name: &str| memmem::find(refusal, name.as_bytes()).is_some();
-    names("stream_options") || names("include_usage") || engine.usage_option.is_taken() != Some(true)
+/// it. What it says of the handoff is another matter.
+fn may_be_for_usage(engine: &Engine, refusal: &Whole) -> bool {
+    let names = |name: &str| memmem::find(&refusal.body, name.as_bytes()).is_some();
+    names("stream_options")
+        || names("include_usage")
+        || engine.usage_option.is_taken() != Some(true)
+            && Verdict::of(refusal, engine.hosts()).meaning == Meaning::Refused
 }
 
 /// Everything up to the first end of an event; an event that is longer than a refusal may be is given as far as it is

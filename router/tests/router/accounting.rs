@@ -135,7 +135,7 @@ async fn the_usage_of_every_stream_is_known_and_reaches_only_clients_that_ask() 
         }
         let answer = post(system.address, "/v1/completions", &body).await;
         assert_eq!((answer.status, answer.text().contains("usage")), (200, asked), "{body}");
-        assert!(answer.text().contains("{\"token\":2}\n\n") || !answer.text().is_empty());
+        assert!(answer.text().starts_with(&(0..3).map(event).collect::<String>()));
         assert!(answer.text().ends_with("data: [DONE]\n\n"));
     }
     system.counts("baton_router_tokens_total{model=\"m\",kind=\"completion\"}", 12.0).await;
