@@ -484,7 +484,7 @@ impl Passing<'_> {
         self.driver.watched.seen.note(&skim);
         if self.dialect.generates() && !skim.is_whole() {
             self.ended_early(&Broken::Died);
-            return Err(Ended::ClientGone);
+            return Ok(());
         }
         self.served();
         self.write(Bytes::new(), true).await
