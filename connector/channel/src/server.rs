@@ -240,6 +240,11 @@ fn report(shared: &Shared, ended: Result<(), Ended>) {
         }
         // A consumer that looks for the best transport there is: no failure.
         Err(Ended::Handshake(TurnedAway::Service)) => {}
+        // A port that is looked at, by a monitor or by `baton doctor`: counted, and nothing that an operator acts on.
+        Err(Ended::Handshake(TurnedAway::Link(error @ LinkError::Closed))) => {
+            shared.stats.handshakes_failed.fetch_add(1, Ordering::Relaxed);
+            tracing::debug!(listener = shared.own().name(), %error, "KV connection closed before its handshake");
+        }
         Err(Ended::Handshake(error)) => {
             shared.stats.handshakes_failed.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(listener = shared.own().name(), %error, "KV connection turned away");
