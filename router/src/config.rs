@@ -20,6 +20,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use access_log::AccessLogConfig;
+pub use address::{AddressError, listen_address};
 pub use admin::AdminConfig;
 pub use attempts::AttemptsConfig;
 pub use capacity::CapacityConfig;
@@ -56,6 +57,7 @@ pub use url::{EngineUrl, UrlError};
 pub(crate) use tenants::moment;
 
 mod access_log;
+mod address;
 mod admin;
 mod attempts;
 mod capacity;
@@ -69,6 +71,7 @@ mod error;
 mod explain;
 mod features;
 mod health;
+mod hints;
 mod kv_events;
 mod limits;
 mod models;
@@ -90,8 +93,9 @@ mod url;
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct RouterConfig {
-    /// Where clients connect: `IP:PORT`; port 0 picks a free one. Default `127.0.0.1:8080`.
-    #[serde(default = "default_listen")]
+    /// Where clients connect: `IP:PORT` or `localhost:PORT`; port 0 picks a free one. Default `127.0.0.1:8080`.
+    #[serde(default = "default_listen", deserialize_with = "address::deserialize")]
+    #[schemars(extend("format" = address::FORMAT))]
     #[garde(skip)]
     pub listen: SocketAddr,
     /// TLS for clients. Default: none.
@@ -355,7 +359,7 @@ fn read(text: &str) -> Result<RouterConfig, Vec<Problem>> {
     if !problems.is_empty() {
         return Err(problems);
     }
-    let config: RouterConfig = typed(text).map_err(|problem| vec![problem])?;
+    let config: RouterConfig = typed(text).map_err(|problem| vec![with_key(problem, &document.root)])?;
     let said = config.validate().err().map(garde::Report::into_inner).unwrap_or_default();
     let said = said.into_iter().map(|(path, error)| (path.to_string(), error.to_string()));
     let told = |(path, what): (String, String)| Problem {
@@ -415,6 +419,16 @@ fn typed<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, Problem> {
             what: without_place(&error.to_string()),
         }
     })
+}
+
+/// A problem of a value, with the key that has it.
+fn with_key(problem: Problem, root: &document::Node) -> Problem {
+    match root.path_at(problem.place) {
+        Some(path) if !problem.what.contains(&path) => {
+            Problem { what: format!("`{path}`: {}", problem.what), ..problem }
+        }
+        _ => problem,
+    }
 }
 
 /// The first line of what the reader of values says, without the place that it puts behind or before it.

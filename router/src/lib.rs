@@ -96,7 +96,7 @@ mod upstream;
 mod usage;
 
 pub use admin::AdminError;
-pub use config::{ConfigError, NamedFile, RouterConfig};
+pub use config::{AddressError, ConfigError, NamedFile, RouterConfig, listen_address};
 pub use generation::GenerationError;
 pub use handover::Inherited;
 pub use observers::ObserverError;

@@ -7,14 +7,17 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::address;
 use super::tls::{ClientAuth, ListenTlsConfig};
 
 /// The listener for people and monitors.
 #[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdminConfig {
-    /// `IP:PORT`; port 0 picks a free one. Beyond loopback it needs `token_file`, or `tls` with
+    /// `IP:PORT` or `localhost:PORT`; port 0 picks a free one. Beyond loopback it needs `token_file`, or `tls` with
     /// `client_auth: require`. Default `127.0.0.1:8081`.
+    #[serde(deserialize_with = "address::deserialize")]
+    #[schemars(extend("format" = address::FORMAT))]
     #[garde(skip)]
     pub listen: SocketAddr,
     /// A file whose first line, 16 bytes at least, is asked of everybody as `Authorization: Bearer`, except for

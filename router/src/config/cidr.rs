@@ -82,7 +82,7 @@ impl JsonSchema for Cidr {
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({"type": "string", "pattern": "^[0-9a-fA-F.:]+(/[0-9]+)?$"})
+        json_schema!({"type": "string", "format": "network", "pattern": "^[0-9a-fA-F.:]+(/[0-9]+)?$"})
     }
 }
 

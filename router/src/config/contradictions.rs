@@ -34,6 +34,7 @@ pub(super) fn doubts(config: &RouterConfig) -> Vec<String> {
     let mut doubts = Vec::new();
     without_effect(config, &mut doubts);
     for (at, model) in config.models.iter().enumerate() {
+        both_pools(model, at, &mut doubts);
         for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
             let template = pool.discover.as_ref().map(|discover| discover.template.keys());
             let mut engines = pool.engines.iter().chain(template);
@@ -189,6 +190,27 @@ fn without_effect(config: &RouterConfig, doubts: &mut Vec<String>) {
                 .to_owned(),
         );
     }
+}
+
+/// An engine that would hand its blocks to itself.
+fn both_pools(model: &ModelConfig, at: usize, doubts: &mut Vec<String>) {
+    /// Engines that a line names.
+    const NAMED_MAX: usize = 3;
+    let prefill: BTreeSet<_> = model.prefill.engines.iter().map(|engine| engine.url.authority()).collect();
+    let decode = model.decode.engines.iter();
+    let both: Vec<_> = decode.filter(|engine| prefill.contains(&engine.url.authority())).collect();
+    if both.is_empty() {
+        return;
+    }
+    let mut named: Vec<_> = both.iter().take(NAMED_MAX).map(|engine| engine.url.to_string()).collect();
+    if both.len() > NAMED_MAX {
+        named.push(format!("{} more", both.len() - NAMED_MAX));
+    }
+    let whole = "without `prefill`, the engines of `decode` compute whole requests";
+    doubts.push(format!(
+        "models[{at}]: {} in `prefill` and in `decode`: a handoff from an engine to itself gains nothing; {whole}",
+        named.join(", ")
+    ));
 }
 
 /// Without roots no engine's certificate can be checked.

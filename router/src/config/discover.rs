@@ -37,7 +37,7 @@ pub struct DiscoverConfig {
 #[serde(deny_unknown_fields)]
 pub struct DnsConfig {
     /// The name, as the system's resolver takes it.
-    #[garde(length(bytes, min = 1, max = 253))]
+    #[garde(length(bytes, min = 1, max = 253), custom(is_bare))]
     pub host: String,
     /// The port of every engine. 1 to 65,535.
     #[garde(range(min = 1))]
@@ -229,6 +229,16 @@ impl DiscoverConfig {
     pub fn has_sources(&self) -> bool {
         self.dns.is_some() || self.file.is_some() || self.kubernetes.is_some()
     }
+}
+
+fn is_bare(host: &str, _: &()) -> garde::Result {
+    let has_port = host.matches(':').count() == 1;
+    if host.contains('/') || has_port {
+        return Err(garde::Error::new(
+            "is a name alone, without a scheme or a port; `port` and `scheme` are keys",
+        ));
+    }
+    Ok(())
 }
 
 fn default_dns_refresh_ms() -> u64 {

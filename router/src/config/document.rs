@@ -116,6 +116,25 @@ impl Node {
         }
         place
     }
+
+    /// The path of the value that stands at a place; of several the innermost one, as of a list and its first item.
+    pub(super) fn path_at(&self, place: Place) -> Option<String> {
+        let below = |name: String, node: &Rc<Node>| {
+            let path = node.path_at(place).or_else(|| (node.place == place).then(String::new))?;
+            Some(if path.is_empty() || path.starts_with('[') {
+                name + &path
+            } else {
+                format!("{name}.{path}")
+            })
+        };
+        match &self.content {
+            Content::Scalar { .. } => None,
+            Content::List(items) => {
+                items.iter().enumerate().find_map(|(at, item)| below(format!("[{at}]"), item))
+            }
+            Content::Map(entries) => entries.iter().find_map(|(key, value)| below(key.name.clone(), value)),
+        }
+    }
 }
 
 /// A collection whose end has not been read.

@@ -8,19 +8,27 @@ use std::rc::Rc;
 
 use serde_json::Value;
 
+use super::address::{self, listen_address};
 use super::document::{Content, Node, PROBLEMS_MAX};
 use super::error::{Place, Problem};
+use super::hints::{self, SHOWN_MAX, nearest};
+use super::{Cidr, EngineUrl};
 
 /// The keywords under which a schema lists alternatives.
 const ALTERNATIVES: [&str; 2] = ["oneOf", "anyOf"];
-/// Letters of a key or a value that a message shows.
-const SHOWN_MAX: usize = 64;
 
 /// Everything in a tree that does not fit a schema, in the order of the tree. At most [`PROBLEMS_MAX`].
 pub(super) fn misfits(schema: &Value, root: &Rc<Node>) -> Vec<Problem> {
     let mut found = Found { schema, problems: Vec::new() };
     found.check(schema, root, "", &[]);
     found.problems
+}
+
+/// How much of a tree does not fit a part of a schema.
+pub(super) fn misfits_of(root: &Value, part: &Value, node: &Rc<Node>) -> usize {
+    let mut found = Found { schema: root, problems: Vec::new() };
+    found.check(part, node, "", &[]);
+    found.problems.len()
 }
 
 struct Found<'a> {
@@ -35,18 +43,17 @@ impl<'a> Found<'a> {
         }
     }
 
-    fn target(&self, node: &'a Value) -> &'a Value {
-        let name = node["$ref"].as_str().and_then(|r| r.strip_prefix("#/$defs/"));
-        name.map_or(node, |name| &self.schema["$defs"][name])
-    }
-
     /// `also` are keys that other alternatives of the same place would take.
     fn check(&mut self, schema: &'a Value, node: &Rc<Node>, path: &str, also: &[&'a str]) {
-        let target = self.target(schema);
+        let target = target(self.schema, schema);
         if !std::ptr::eq(target, schema) {
             self.check(target, node, path, also);
         }
-        let alternatives: Vec<&'a Value> = alternatives(schema).map(|a| self.target(a)).collect();
+        let mut alternatives = Vec::new();
+        alternatives_of(self.schema, schema, 0, &mut alternatives);
+        if !node.is_null() {
+            alternatives.retain(|alternative| types(alternative) != ["null"]);
+        }
         if !alternatives.is_empty() {
             return self.check_alternatives(&alternatives, node, path);
         }
@@ -68,10 +75,14 @@ impl<'a> Found<'a> {
             Content::Scalar { text, plain } if types.iter().any(|kind| could_be(kind, text, *plain)) => {
                 self.check_value(schema, text, node.place, path);
             }
-            _ => self.tell(
-                node.place,
-                format!("{}needs {}, not {}", named(path), expected(&types), described(node)),
-            ),
+            _ => {
+                let form = hints::of_form(self.schema, schema, node);
+                let form = form.map_or_else(String::new, |form| format!(": write `{form}`"));
+                self.tell(
+                    node.place,
+                    format!("{}needs {}, not {}{form}", named(path), expected(&types), described(node)),
+                );
+            }
         }
     }
 
@@ -95,8 +106,8 @@ impl<'a> Found<'a> {
                     format!("`{}` is a second choice; only one of {} can be made", key.name, also.join(", "));
                 self.tell(key.place, what);
             } else if schema["additionalProperties"] == Value::Bool(false) {
-                let known = properties.as_object().into_iter().flatten().map(|(name, _)| name.as_str());
-                let hint = self.hint(&key.name, known.chain(also.iter().copied()), value);
+                let unknown = hints::Unknown { name: &key.name, value, map: schema, path, also };
+                let hint = hints::of_key(self.schema, &unknown);
                 self.tell(key.place, format!("unknown key `{}`{hint}", short(&key.name)));
             }
         }
@@ -108,31 +119,14 @@ impl<'a> Found<'a> {
         self.check_count(schema, ("minProperties", "maxProperties"), entries.len(), node.place, path);
     }
 
-    /// `, did you mean ...?`: the nearest key of this place, or else where the key belongs.
-    fn hint(&self, name: &str, known: impl Iterator<Item = &'a str>, value: &Node) -> String {
-        let known: Vec<_> = known.collect();
-        if let Some(nearest) = nearest(name, known.iter().copied()) {
-            return format!(", did you mean `{nearest}`?");
-        }
-        let mut homes = Vec::new();
-        homes_of(self.schema, self.schema, name, String::new(), 0, &mut homes);
-        // A key that many parts have says nothing.
-        match homes.as_slice() {
-            [home] if !value.is_null() => return format!(", did you mean `{home}`?"),
-            _ => {}
-        }
-        match known.as_slice() {
-            [] => String::new(),
-            _ if known.len() <= 12 => format!("; known here: {}", known.join(", ")),
-            _ => String::new(),
-        }
-    }
-
     /// Whichever alternative fits best says what is wrong.
     fn check_alternatives(&mut self, alternatives: &[&'a Value], node: &Rc<Node>, path: &str) {
         let all_words: Option<Vec<_>> = alternatives.iter().map(|a| words(a)).collect();
         if let Some(words) = all_words {
             return self.check_word(&words.concat(), node, path);
+        }
+        if self.check_choice(alternatives, node, path) {
+            return;
         }
         let keys: Vec<&str> = alternatives
             .iter()
@@ -153,6 +147,34 @@ impl<'a> Found<'a> {
         }
     }
 
+    /// A map of one name to its parameters whose key is none of the names. Whether it is such a map.
+    fn check_choice(&mut self, alternatives: &[&'a Value], node: &Rc<Node>, path: &str) -> bool {
+        let names: Vec<&str> = alternatives.iter().filter_map(|alternative| only_key(alternative)).collect();
+        let Content::Map(entries) = &node.content else { return false };
+        let Some((key, _)) = entries.first() else { return false };
+        if names.len() < 2 || entries.iter().any(|(key, _)| names.contains(&key.name.as_str())) {
+            return false;
+        }
+        let meant = |text: &str| nearest(text, names.iter().copied());
+        let said = entries.iter().find_map(|(_, value)| match &value.content {
+            Content::Scalar { text, .. } => meant(text),
+            Content::List(_) | Content::Map(_) => None,
+        });
+        let what = match (meant(&key.name), said) {
+            (Some(name), _) => format!("unknown key `{}`, did you mean `{name}`?", short(&key.name)),
+            (None, Some(name)) => format!(
+                "{}unknown key `{}`: write `{name}`, or with parameters `{{{name}: {{...}}}}`",
+                named(path),
+                short(&key.name)
+            ),
+            (None, None) => {
+                format!("{}unknown key `{}`; known here: {}", named(path), short(&key.name), names.join(", "))
+            }
+        };
+        self.tell(key.place, what);
+        true
+    }
+
     fn check_word(&mut self, words: &[&'a str], node: &Rc<Node>, path: &str) {
         let choice = words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");
         match &node.content {
@@ -168,6 +190,9 @@ impl<'a> Found<'a> {
     }
 
     fn check_value(&mut self, schema: &Value, text: &str, place: Place, path: &str) {
+        if let Some(what) = malformed(schema["format"].as_str().unwrap_or_default(), text) {
+            self.tell(place, format!("{}{what}", named(path)));
+        }
         if let Ok(number) = text.parse::<f64>() {
             let low = schema["minimum"].as_f64().filter(|&low| number < low);
             let high = schema["maximum"].as_f64().filter(|&high| number > high);
@@ -208,7 +233,45 @@ impl<'a> Found<'a> {
     }
 }
 
-fn alternatives(schema: &Value) -> impl Iterator<Item = &Value> {
+/// What a reference leads to.
+pub(super) fn target<'a>(root: &'a Value, node: &'a Value) -> &'a Value {
+    let name = node["$ref"].as_str().and_then(|r| r.strip_prefix("#/$defs/"));
+    name.map_or(node, |name| &root["$defs"][name])
+}
+
+/// Why a text is not of a format that this configuration has.
+fn malformed(format: &str, text: &str) -> Option<String> {
+    let shown = |said: String| said.replace(text, &short(text));
+    match format {
+        address::FORMAT => listen_address(text).err().map(|error| error.to_string()),
+        "engine-url" => text.parse::<EngineUrl>().err().map(|error| shown(error.to_string())),
+        "network" => text.parse::<Cidr>().err().map(|error| shown(error.to_string())),
+        "ip" if text.parse::<std::net::IpAddr>().is_err() => Some(format!(
+            "`{}` is no IP address: write one without a port, for example `127.0.0.1`",
+            short(text)
+        )),
+        _ => None,
+    }
+}
+
+/// The alternatives of a schema, and theirs in their place.
+fn alternatives_of<'a>(root: &'a Value, schema: &'a Value, depth: usize, found: &mut Vec<&'a Value>) {
+    for alternative in alternatives(schema).map(|alternative| target(root, alternative)) {
+        // Ours are two deep.
+        match depth < 4 && alternatives(alternative).next().is_some() {
+            true => alternatives_of(root, alternative, depth + 1, found),
+            false => found.push(alternative),
+        }
+    }
+}
+
+/// The key of a map that has one, which it needs.
+fn only_key(schema: &Value) -> Option<&str> {
+    let (properties, required) = (schema["properties"].as_object()?, schema["required"].as_array()?);
+    (properties.len() == 1 && required.len() == 1).then(|| required[0].as_str())?
+}
+
+pub(super) fn alternatives(schema: &Value) -> impl Iterator<Item = &Value> {
     ALTERNATIVES.iter().filter_map(|keyword| schema[*keyword].as_array()).flatten()
 }
 
@@ -220,7 +283,7 @@ fn words(schema: &Value) -> Option<Vec<&str>> {
     schema["enum"].as_array()?.iter().map(Value::as_str).collect()
 }
 
-fn types(schema: &Value) -> Vec<&str> {
+pub(super) fn types(schema: &Value) -> Vec<&str> {
     match &schema["type"] {
         Value::Array(kinds) => kinds.iter().filter_map(Value::as_str).collect(),
         kind => kind.as_str().into_iter().collect(),
@@ -251,7 +314,7 @@ fn fits(schema: &Value, node: &Node) -> bool {
     }
 }
 
-fn could_be(kind: &str, text: &str, plain: bool) -> bool {
+pub(super) fn could_be(kind: &str, text: &str, plain: bool) -> bool {
     let nothing = plain && matches!(text, "" | "~" | "null");
     match kind {
         "string" => !nothing,
@@ -286,7 +349,7 @@ fn described(node: &Node) -> String {
 }
 
 /// As much of a text as a message shows.
-fn short(text: &str) -> String {
+pub(super) fn short(text: &str) -> String {
     match text.char_indices().nth(SHOWN_MAX) {
         None => text.escape_debug().to_string(),
         Some((end, _)) => format!("{}...", text[..end].escape_debug()),
@@ -299,41 +362,4 @@ fn named(path: &str) -> String {
 
 fn join(path: &str, name: &str) -> String {
     if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
-}
-
-/// The one of some words that was probably meant.
-pub(super) fn nearest<'w>(word: &str, known: impl Iterator<Item = &'w str>) -> Option<&'w str> {
-    // Nobody means a key by so many letters, and comparing them would take long.
-    if word.len() > SHOWN_MAX {
-        return None;
-    }
-    let near = known.map(|candidate| (strsim::damerau_levenshtein(word, candidate), candidate));
-    let (distance, candidate) = near.min()?;
-    // A third of the letters may be wrong, as compilers allow it.
-    (distance <= candidate.len().max(word.len()).max(3) / 3).then_some(candidate)
-}
-
-/// Where in the schema a key of this name stands; paths without indices.
-fn homes_of(schema: &Value, node: &Value, name: &str, path: String, depth: usize, homes: &mut Vec<String>) {
-    // The tree is below 12 deep; a type that contains itself would have no end.
-    if depth > 12 || homes.len() > 1 {
-        return;
-    }
-    let target = node["$ref"].as_str().and_then(|r| r.strip_prefix("#/$defs/")).map(|n| &schema["$defs"][n]);
-    if let Some(target) = target {
-        return homes_of(schema, target, name, path, depth + 1, homes);
-    }
-    for (key, below) in node["properties"].as_object().into_iter().flatten() {
-        let path = join(&path, key);
-        if key == name {
-            homes.push(path.clone());
-        }
-        homes_of(schema, below, name, path, depth + 1, homes);
-    }
-    if node["items"].is_object() {
-        homes_of(schema, &node["items"], name, format!("{path}[]"), depth + 1, homes);
-    }
-    for alternative in alternatives(node) {
-        homes_of(schema, alternative, name, path.clone(), depth + 1, homes);
-    }
 }

@@ -108,7 +108,7 @@ impl JsonSchema for EngineUrl {
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({"type": "string", "pattern": "^https?://[^/?#@\\s]+:[0-9]+/?$"})
+        json_schema!({"type": "string", "format": "engine-url", "pattern": "^https?://[^/?#@\\s]+:[0-9]+/?$"})
     }
 }
 

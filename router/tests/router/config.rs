@@ -1,6 +1,6 @@
 //! The configuration file: what is wrong is told by line and column, and the example loads.
 
-use baton_router::RouterConfig;
+use baton_router::{RouterConfig, listen_address};
 
 const GOOD: &str = "\
 listen: 127.0.0.1:0
@@ -30,8 +30,12 @@ fn a_good_file_loads_with_its_defaults() {
 fn what_is_wrong_is_told_by_line_and_column() {
     for (from, to, told) in [
         ("policy: round_robin", "polizy: round_robin", "6:7: unknown key `polizy`, did you mean `policy`?"),
-        ("http://127.0.0.1:2", "ftp://127.0.0.1:2", "8:16: `ftp://127.0.0.1:2` must start with http://"),
-        ("listen: 127.0.0.1:0", "listen: nowhere", "1:9: invalid socket address"),
+        (
+            "http://127.0.0.1:2",
+            "ftp://127.0.0.1:2",
+            "8:16: `models[0].decode.engines[0].url`: `ftp://127.0.0.1:2` must start with http://",
+        ),
+        ("listen: 127.0.0.1:0", "listen: nowhere", "1:9: `listen`: `nowhere` is no address: write IP:PORT"),
         ("listen: 127.0.0.1:0", "listen: [a]", "1:9: `listen`: needs a text, not a list"),
         ("name: m", "name: ''", "3:11: `models[0].name`: shorter than 1 bytes"),
         ("listen: 127.0.0.1:0", "limits: {body_bytes: 3}", "1:22: `limits.body_bytes`: 3 is below 1024"),
@@ -373,4 +377,192 @@ fn the_bounds_of_a_key_that_may_be_left_out_are_in_the_schema() {
 fn trusted_proxies_are_networks() {
     let said = problem(&GOOD.replace("listen: 127.0.0.1:0", "trusted_proxies: [10.0.0.0/33]"));
     assert!(said.contains("`10.0.0.0/33` is no network"), "{said}");
+}
+
+#[test]
+fn an_address_to_listen_at_is_an_ip_address_or_localhost_with_a_port() {
+    for (text, address) in [
+        ("127.0.0.1:8080", "127.0.0.1:8080"),
+        ("localhost:8080", "127.0.0.1:8080"),
+        ("localhost:0", "127.0.0.1:0"),
+        ("[::]:9", "[::]:9"),
+    ] {
+        assert_eq!(listen_address(text).map(|address| address.to_string()), Ok(address.to_owned()));
+    }
+}
+
+#[test]
+fn anything_else_is_refused_with_what_to_write() {
+    for (text, part) in [
+        ("8080", "`127.0.0.1:8080` (this machine only) or `0.0.0.0:8080`"),
+        (":8080", "`127.0.0.1:8080` (this machine only) or `0.0.0.0:8080`"),
+        ("*:8080", "`0.0.0.0:8080`"),
+        ("0.0.0.0", "has no port: write `0.0.0.0:8080`"),
+        ("::1", "has no port: write `[::1]:8080`"),
+        ("[::1]", "has no port: write `[::1]:8080`"),
+        ("localhost", "has no port: write `localhost:8080`"),
+        ("localhost:", "has no port from 0 to 65535"),
+        ("127.0.0.1:http", "has no port from 0 to 65535"),
+        ("127.0.0.1:65536", "has no port from 0 to 65535"),
+        ("80800", "has no port from 0 to 65535"),
+        ("http://127.0.0.1:8080/", "is a URL: write `127.0.0.1:8080`"),
+        ("http://localhost:8080", "is a URL: write `localhost:8080`"),
+        ("http://gateway:8080/v1", "is no address: write IP:PORT"),
+        (
+            "gateway:8080",
+            "names a host: write an IP address of this machine and a port, for example `0.0.0.0:8080`",
+        ),
+        ("1.2.3:80", "for example `0.0.0.0:80`"),
+        ("::1:80:", "is no address"),
+        ("", "is no address"),
+        ("nowhere", "is no address"),
+        ("\u{1b}[31m:1", "is no address"),
+    ] {
+        let said = listen_address(text).expect_err(text).to_string();
+        assert!(said.contains(part) && !said.contains('\u{1b}'), "{text}: {said}");
+    }
+    assert!(listen_address(&"9".repeat(100_000)).expect_err("it is none").to_string().len() < 200);
+}
+
+#[test]
+fn an_address_has_the_same_forms_under_every_key() {
+    for key in ["listen: ADDRESS", "admin: {listen: 'ADDRESS'}"] {
+        let with = |address: &str| GOOD.replace("listen: 127.0.0.1:0", &key.replace("ADDRESS", address));
+        let config = RouterConfig::from_yaml(&with("localhost:18080"), "router.yaml").unwrap();
+        let effective = config.effective();
+        assert!(effective.contains("127.0.0.1:18080"), "{effective}");
+        let name = if key.starts_with("admin") { "`admin.listen`: " } else { "`listen`: " };
+        for (address, told) in [
+            (
+                "8080",
+                "`8080` has no IP address: write `127.0.0.1:8080` (this machine only) or `0.0.0.0:8080`",
+            ),
+            ("0.0.0.0", "`0.0.0.0` has no port: write `0.0.0.0:8080`"),
+            (":8080", "`:8080` has no IP address"),
+        ] {
+            let said = problem(&with(address));
+            assert!(said.starts_with("router.yaml:1:") && said.contains(&format!("{name}{told}")), "{said}");
+            assert_eq!(said.lines().count(), 1, "{said}");
+        }
+    }
+    // Every wrong address of a file is told, with the other problems of the file.
+    let said = problem(
+        "listen: 8080\nadmin: {listen: 8081}\ntrusted_proxies: [10.0.0.0/33]\nmodels:\n  - name: m\n    \
+         decode: {engines: [{url: '127.0.0.1:1', kv_events: {port: 1, bind: '127.0.0.1:5557'}}], polcy: random}\n",
+    );
+    for told in [
+        "1:9: `listen`: ",
+        "2:17: `admin.listen`: ",
+        "3:19: `trusted_proxies[0]`: `10.0.0.0/33` is no network",
+        "6:30: `models[0].decode.engines[0].url`: `127.0.0.1:1` must start with http:// or https://",
+        "`models[0].decode.engines[0].kv_events.bind`: `127.0.0.1:5557` is no IP address: write one without a port",
+        "unknown key `polcy`, did you mean `policy`?",
+    ] {
+        assert!(said.contains(told), "{told}: {said}");
+    }
+}
+
+#[test]
+fn a_value_in_another_form_is_told_with_the_form_that_is_needed() {
+    let model = |decode: &str| format!("models:\n  - name: m\n    decode: {decode}\n");
+    for (decode, told) in [
+        (
+            "{engines: ['http://a:1']}",
+            "engines[0]`: needs a map, not `http://a:1`: write `{url: http://a:1}`",
+        ),
+        ("{engines: ['a:1']}", "engines[0]`: needs a map, not `a:1`: write `{url: http://a:1}`"),
+        ("{engines: 'http://a:1'}", "engines`: needs a list, not `http://a:1`: write `[{url: http://a:1}]`"),
+        ("{engines: {url: 'http://a:1'}}", "engines`: needs a list, not a map: write `[{...}]`"),
+        ("[{url: 'http://a:1'}]", "`models[0].decode`: needs a map, not a list: write `{engines: [...]}`"),
+        ("'http://a:1'", "needs a map, not `http://a:1`: write `{engines: [{url: http://a:1}]}`"),
+        (
+            "{engines: [{url: 'http://a:1', kv_events: 5557}]}",
+            "needs a map, not `5557`: write `{port: 5557}`",
+        ),
+        ("{engines: ['']}", "engines[0]`: needs a map, not ``"),
+    ] {
+        let said = problem(&model(decode));
+        assert!(said.contains(told), "{decode}: {said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+    let said = problem("models: {name: m, decode: {engines: [{url: 'http://a:1'}]}}\n");
+    assert!(said.ends_with("`models`: needs a list, not a map: write `[{...}]`"), "{said}");
+}
+
+#[test]
+fn an_unknown_key_is_told_with_the_key_that_was_meant() {
+    let engine = "{url: 'http://a:1'}";
+    for (top, model, decode, told) in [
+        ("tls: {certificate: /c, key: /k}", "", "", "`tls`, did you mean `listen_tls`?"),
+        ("tls: {ca: /ca}", "", "", "`tls`, did you mean `engine_tls`?"),
+        ("tls:", "", "", "`tls`, did you mean `listen_tls` or `engine_tls`?"),
+        ("ssl: {certificate: /c, key: /k}", "", "", "`ssl`, did you mean `listen_tls`?"),
+        ("port: 8080", "", "", "`port`, did you mean `listen`?"),
+        ("listen_address: '127.0.0.1:1'", "", "", "`listen_address`, did you mean `listen`?"),
+        ("Listen-TLS: {certificate: /c, key: /k}", "", "", "`Listen-TLS`, did you mean `listen_tls`?"),
+        ("request_timeout: {body_ms: 1}", "", "", "`request_timeout`, did you mean `timeouts`?"),
+        ("", "engines: []", "", "did you mean `models[].prefill.engines` or `models[].decode.engines`?"),
+        ("", "policy: random", "", "did you mean `models[].prefill.policy` or `models[].decode.policy`?"),
+        ("", "", "strategy: random", "`strategy`, did you mean `policy`?"),
+        ("", "", "workers: [{url: 'http://b:1'}]", "`workers`, did you mean `engines`?"),
+        ("", "", "max_waiting: 4", "did you mean `models[].decode.capacity.max_waiting`?"),
+    ] {
+        let yaml = format!(
+            "{top}\nmodels:\n  - name: m\n    {}\n    decode:\n      {}\n      engines: [{engine}]\n",
+            model, decode
+        );
+        let said = problem(&yaml);
+        assert!(said.contains(told), "{top}{model}{decode}: {said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+}
+
+#[test]
+fn a_choice_in_another_spelling_is_told_with_the_form_that_is_needed() {
+    let with = |policy: &str| problem(&GOOD.replace("policy: round_robin", &format!("policy: {policy}")));
+    for (policy, told) in [
+        ("least-load", "`least-load` is none of"),
+        ("least-load", "did you mean `least_load`?"),
+        ("LeastLoad", "did you mean `least_load`?"),
+        ("Round Robin", "did you mean `round_robin`?"),
+        ("{least-load: {}}", "unknown key `least-load`, did you mean `least_load`?"),
+        (
+            "{kind: least-load}",
+            "unknown key `kind`: write `least_load`, or with parameters `{least_load: {...}}`",
+        ),
+        (
+            "{name: random, by: tokens}",
+            "unknown key `name`: write `random`, or with parameters `{random: {...}}`",
+        ),
+        ("{kind: best}", "unknown key `kind`; known here: round_robin, random, power_of_two"),
+        ("{least_load: {by: Tokens}}", "did you mean `tokens`?"),
+    ] {
+        let said = with(policy);
+        assert!(said.contains(told) && said.matches("`round_robin`").count() < 3, "{policy}: {said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+    for (key, told) in [
+        ("fallback: Aggregate", "`aggregate`"),
+        ("disaggregate: {min_prompt-tokens: 1}", "did you mean `min_prompt_tokens`?"),
+    ] {
+        let said = problem(&GOOD.replace("  - name: m\n", &format!("  - name: m\n    {key}\n")));
+        assert!(said.contains(told), "{key}: {said}");
+    }
+}
+
+#[test]
+fn an_engine_in_both_pools_of_a_model_is_doubted() {
+    let with = |decode: &str| {
+        let yaml = GOOD.replace("        - url: http://127.0.0.1:2\n", decode);
+        RouterConfig::from_yaml(&yaml, "router.yaml")
+            .unwrap_or_else(|problems| panic!("{problems}"))
+            .warnings()
+    };
+    assert_eq!(with("        - url: http://127.0.0.1:3\n"), Vec::<String>::new());
+    let doubts = with("        - url: http://127.0.0.1:1\n        - url: http://127.0.0.1:2\n");
+    assert_eq!(doubts.len(), 1, "{doubts:?}");
+    assert!(
+        doubts[0].starts_with("models[0]: http://127.0.0.1:1 in `prefill` and in `decode`"),
+        "{doubts:?}"
+    );
 }
