@@ -35,6 +35,9 @@ impl AdminClient<'_> {
         body: &[u8],
     ) -> Result<Value, Failure> {
         let authority = self.address.strip_prefix("http://").unwrap_or(self.address).trim_end_matches('/');
+        if authority.rsplit_once(':').is_none_or(|(_, port)| port.parse::<u16>().is_err()) {
+            return Err(format!("`{}` names no port; an address is http://HOST:PORT", self.address).into());
+        }
         if path.bytes().any(|byte| !byte.is_ascii_graphic()) {
             return Err(format!("`{path}` is no path: it has spaces, or what cannot be printed").into());
         }

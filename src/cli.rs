@@ -12,6 +12,7 @@ use baton_connector::layout::KvDtype;
 use baton_engine::executor::cuda::DeviceChoice;
 use baton_engine::server::Role;
 use baton_engine::transport::KvTransport;
+use baton_router::listen_address;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 /// A front door and engines for disaggregated LLM serving
@@ -59,10 +60,13 @@ pub(crate) struct UpArgs {
     /// Hugging Face checkpoint folder; the built-in demo model by default
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// Where the router serves clients. Its admin listener is at 127.0.0.1:8081, or at any free port where that one is
-    /// taken; which it is gets printed
-    #[arg(long, default_value = "127.0.0.1:8000")]
+    /// Where the router serves clients
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8000", value_parser = listen_address)]
     pub(crate) listen: SocketAddr,
+    /// Where the router serves people and monitors, on loopback. Without it the admin listener is at 127.0.0.1:8081, or at
+    /// any free port where that one is taken; which it is gets printed
+    #[arg(long, value_name = "ADDR", value_parser = listen_address)]
+    pub(crate) admin_listen: Option<SocketAddr>,
     /// Options passed on to both engines, after `--`
     #[arg(last = true, value_name = "ENGINE OPTIONS")]
     pub(crate) engine_options: Vec<String>,
@@ -187,10 +191,10 @@ pub(crate) struct EngineArgs {
     #[arg(long, default_value = "cpu")]
     pub(crate) device: DeviceChoice,
     /// Where HTTP is served; port 0 takes a free one
-    #[arg(long, default_value = "127.0.0.1:8100")]
+    #[arg(long, default_value = "127.0.0.1:8100", value_parser = listen_address)]
     pub(crate) listen: SocketAddr,
     /// Where other engines read KV blocks; by default a free port of the HTTP address's host
-    #[arg(long)]
+    #[arg(long, value_parser = listen_address)]
     pub(crate) side_channel: Option<SocketAddr>,
     /// How KV blocks travel between engines
     #[arg(long, value_enum, default_value = "auto")]

@@ -1,6 +1,5 @@
 //! `baton engine`.
 
-use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
@@ -12,7 +11,7 @@ use baton_engine::model::ModelFiles;
 use baton_engine::offload::open::DiskOptions;
 
 use crate::cli::{DtypeArg, EngineArgs, QuantizeArg};
-use crate::{Failure, builtin, shutdown};
+use crate::{Failure, builtin, out, shutdown};
 
 /// Threads that serve HTTP. The engine's own threads do the computing.
 const HTTP_THREADS: usize = 2;
@@ -49,14 +48,13 @@ pub(crate) fn run(args: EngineArgs) -> Result<(), Failure> {
 
 /// One line on standard output for people and supervisors: `baton engine: ready http=ADDR …`.
 fn say(line: &str) {
-    let mut out = std::io::stdout().lock();
-    // A supervisor that has left reads no more; the engine notices that in another way.
-    let _ = writeln!(out, "baton engine: {line}").and_then(|()| out.flush());
+    out::say(format_args!("baton engine: {line}"));
 }
 
 fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     if let Some(folder) = args.model.as_ref().filter(|folder| !folder.is_dir()) {
-        return Err(format!("--model {}: there is no such folder", folder.display()).into());
+        let hint = download(folder).map_or_else(String::new, |hint| format!("; {hint}"));
+        return Err(format!("--model {}: there is no such folder{hint}", folder.display()).into());
     }
     let element_types = (kv_dtype(&args)?, weights(&args)?);
     let model = args.model.map_or_else(builtin::model, ModelFiles::Dir);
@@ -97,6 +95,21 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     Ok(options)
 }
 
+/// What to do about a folder that is not there and has the form of a model's name on the Hugging Face hub: `ORG/NAME`.
+fn download(folder: &Path) -> Option<String> {
+    let (organisation, name) = folder.to_str()?.split_once('/')?;
+    let is_part = |part: &str| {
+        part.starts_with(|c: char| c.is_ascii_alphanumeric())
+            && part.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
+    };
+    (is_part(organisation) && is_part(name)).then(|| {
+        format!(
+            "nothing is downloaded here: `hf download {organisation}/{name} --local-dir {name}` fetches that model of \
+             the Hugging Face hub, for `--model {name}`"
+        )
+    })
+}
+
 /// A GPU has one element type for everything, whichever option says it.
 fn kv_dtype(args: &EngineArgs) -> Result<KvDtype, Failure> {
     let (cache, computed) = (args.kv_cache_dtype.map(KvDtype::from), args.dtype.map(KvDtype::from));
@@ -134,5 +147,23 @@ fn secret(path: &Path) -> Result<String, Failure> {
         Err(wrong("no secret in its first line".into()).into())
     } else {
         Ok(line.to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_that_is_named_as_on_the_hub_gets_the_command_that_downloads_it() {
+        let said = download(Path::new("Qwen/Qwen2.5-0.5B-Instruct")).expect("a hint");
+        assert!(
+            said.contains("`hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir Qwen2.5-0.5B-Instruct`"),
+            "{said}"
+        );
+        for folder in ["/models/mine", "./models/mine", "../mine", "models", "~/mine", "a/b/c", "a/b c", "a/"]
+        {
+            assert_eq!(download(Path::new(folder)), None, "{folder}");
+        }
     }
 }

@@ -2,6 +2,7 @@
 //! prints it for people.
 
 use std::fmt::Write as _;
+use std::io::Write as _;
 
 use serde_json::Value;
 use time::OffsetDateTime;
@@ -9,6 +10,7 @@ use time::OffsetDateTime;
 use crate::Failure;
 use crate::admin_client::AdminClient;
 use crate::cli::ExplainArgs;
+use crate::out::Out;
 
 pub(crate) fn run(args: &ExplainArgs) -> Result<(), Failure> {
     let admin = AdminClient { address: &args.admin, token_file: args.admin_token_file.as_deref() };
@@ -23,9 +25,9 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<(), Failure> {
         (None, None) => admin.ask("GET", "/explain", &[], b"")?,
     };
     if args.json {
-        println!("{answer:#}");
+        writeln!(Out, "{answer:#}")?;
     } else {
-        print!("{}", told(&answer));
+        write!(Out, "{}", told(&answer))?;
     }
     Ok(())
 }

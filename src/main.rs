@@ -1,5 +1,5 @@
 //! The `baton` command line. Thin: every command is a function of a crate below it.
-#![allow(clippy::print_stdout)] // a command line prints
+#![deny(clippy::print_stderr)] // it panics where standard error is closed: `out::note`
 
 mod admin_client;
 mod builtin;
@@ -7,6 +7,7 @@ mod cli;
 mod engine;
 mod explain;
 mod health;
+mod out;
 mod parity;
 mod router;
 mod shutdown;
@@ -17,6 +18,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+use out::{CLOSED, Out, is_closed, note};
+
 /// glibc's allocator locks an arena for each block that another thread frees, and with a scheduler that moves tasks between
 /// threads many blocks are. ARCHITECTURE.md has the number.
 #[global_allocator]
@@ -26,7 +29,10 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 const SKIPPED: u8 = 77;
 
 fn main() -> ExitCode {
-    let cli = cli::Cli::parse();
+    let cli = match cli::Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(told) => return explain_options(&told),
+    };
     init_logging(cli.log_json);
     let result = match cli.command {
         cli::Command::Up(args) => up::run(args),
@@ -34,20 +40,18 @@ fn main() -> ExitCode {
         cli::Command::Router(args) => router::run(&args),
         cli::Command::Check(args) => router::check(&args),
         cli::Command::Explain(args) => explain::run(&args),
-        cli::Command::Top(args) => baton_bench::top::run(&args, &mut std::io::stdout()),
+        cli::Command::Top(args) => baton_bench::top::run(&args, &mut Out),
         cli::Command::Doctor(args) => return doctor(&args),
-        cli::Command::Key(args) => {
-            router::key(&args.verb);
-            Ok(())
-        }
+        cli::Command::Key(args) => router::key(&args.verb),
         cli::Command::Health(args) => health::run(&args),
         cli::Command::Parity(args) => parity::run(&args),
-        cli::Command::Bench(args) => baton_bench::run(args.benchmark, &mut std::io::stdout()),
+        cli::Command::Bench(args) => baton_bench::run(args.benchmark, &mut Out),
     };
     match result {
+        _ if is_closed() => ExitCode::from(CLOSED),
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("baton: {error}");
+            note(format_args!("baton: {error}"));
             match error.is::<baton_bench::gpu::Skipped>() {
                 true => ExitCode::from(SKIPPED),
                 false => ExitCode::FAILURE,
@@ -56,12 +60,25 @@ fn main() -> ExitCode {
     }
 }
 
+/// `--help` and `--version` go to standard output; what is wrong with options goes to standard error.
+fn explain_options(told: &clap::Error) -> ExitCode {
+    match told.print() {
+        Err(error) if !told.use_stderr() && error.kind() == std::io::ErrorKind::BrokenPipe => {
+            ExitCode::from(CLOSED)
+        }
+        _ if !told.use_stderr() && is_closed() => ExitCode::from(CLOSED),
+        _ => ExitCode::from(u8::try_from(told.exit_code()).unwrap_or(2)),
+    }
+}
+
 /// What the doctor found is its exit code.
 fn doctor(args: &baton_bench::doctor::DoctorArgs) -> ExitCode {
-    match baton_bench::doctor::run(args, &mut std::io::stdout()) {
+    match baton_bench::doctor::run(args, &mut Out) {
+        // A verdict that was not read is none.
+        _ if is_closed() => ExitCode::from(CLOSED),
         Ok(verdict) => ExitCode::from(verdict.code()),
         Err(error) => {
-            eprintln!("baton: {error}");
+            note(format_args!("baton: {error}"));
             ExitCode::from(baton_bench::doctor::Verdict::NotSeen.code())
         }
     }
@@ -77,6 +94,8 @@ fn init_logging(json: bool) {
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        // It would be told on standard error, which is what failed, by a macro that panics then.
+        .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal());
     if json {
         lines.json().init();

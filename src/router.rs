@@ -11,6 +11,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::admin_client::AdminClient;
 use crate::cli::{CheckArgs, KeyVerb, RouterArgs};
+use crate::out::{self, Out, note};
 use crate::{Failure, shutdown};
 
 pub(crate) fn run(args: &RouterArgs) -> Result<(), Failure> {
@@ -58,21 +59,19 @@ fn follow(reload: Reload, file: ConfigFile) -> Result<AbortOnDropHandle<()>, Fai
 
 /// One line on standard output for people and supervisors: `baton router: ready http=ADDR admin=ADDR`.
 fn say(line: &str) {
-    let mut out = std::io::stdout().lock();
-    // A supervisor that has left reads no more; the router notices that in another way.
-    let _ = writeln!(out, "baton router: {line}").and_then(|()| out.flush());
+    out::say(format_args!("baton router: {line}"));
 }
 
 /// Problems go to standard error, one line each: `FILE:LINE:COLUMN: what`. What is in effect goes to standard
 /// output and is a configuration again, with every default written out and secrets masked.
 pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
     let Some(file) = &args.file else {
-        println!("{}", serde_json::to_string_pretty(&RouterConfig::schema())?);
+        writeln!(Out, "{}", serde_json::to_string_pretty(&RouterConfig::schema())?)?;
         return Ok(());
     };
     let config = match RouterConfig::load(file) {
         Err(problems @ ConfigError::Invalid { .. }) => {
-            eprintln!("{problems}");
+            note(&problems);
             return Err(match problems.to_string().lines().count() {
                 1 => "1 problem".into(),
                 count => format!("{count} problems").into(),
@@ -88,7 +87,7 @@ pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
     let named = config.named_files();
     if args.no_files {
         let not_seen = |NamedFile { key, file: of, .. }: &NamedFile| {
-            eprintln!("{}: not looked at: {key}: {}", file.display(), of.display());
+            note(format_args!("{}: not looked at: {key}: {}", file.display(), of.display()));
         };
         named.iter().for_each(not_seen);
     } else {
@@ -99,29 +98,32 @@ pub(crate) fn check(args: &CheckArgs) -> Result<(), Failure> {
         }
         config.secret()?;
     }
-    config.warnings().iter().for_each(|warning| eprintln!("{}: warning: {warning}", file.display()));
+    let warned = |warning| note(format_args!("{}: warning: {warning}", file.display()));
+    config.warnings().iter().for_each(warned);
     match &args.diff {
-        None => print!("# {}: sound. In effect:\n{}", file.display(), config.effective()),
-        Some(old) => match old.starts_with("http://") {
-            true => running(old, args)?,
-            false => RouterConfig::load(Path::new(old))?,
+        None => write!(Out, "# {}: sound. In effect:\n{}", file.display(), config.effective())?,
+        Some(old) => {
+            let old = match old.starts_with("http://") {
+                true => running(old, args)?,
+                false => RouterConfig::load(Path::new(old))?,
+            };
+            old.changes(&config).iter().try_for_each(|line| writeln!(Out, "{line}"))?;
         }
-        .changes(&config)
-        .iter()
-        .for_each(|line| println!("{line}")),
     }
     Ok(())
 }
 
-pub(crate) fn key(verb: &KeyVerb) {
+pub(crate) fn key(verb: &KeyVerb) -> Result<(), Failure> {
     let KeyVerb::New { id, tenant } = verb;
     let new = NewKey::make();
-    println!(
+    writeln!(
+        Out,
         "# The key, for the client. It is shown only now:\n#   {}\n# Its entry for `auth.keys`, or `keys` of the keys \
          file:\n{}",
         new.key,
         new.entry(id, tenant).trim_end()
-    );
+    )?;
+    Ok(())
 }
 
 /// What is in effect in a router that runs, from its admin listener.

@@ -9,19 +9,24 @@
 //! Children hold the read end of a pipe: when this process ends, however it ends, the pipe closes and they shut
 //! down. They are in process groups of their own, so that a Ctrl-C in a terminal reaches only this process and
 //! the order of the drain is kept.
+//!
+//! The router reads its configuration from a file without a name, which it inherits open: however this process ends,
+//! nothing of it stays in a folder.
 
 mod child;
+mod config;
 
 use std::net::SocketAddr;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::cli::UpArgs;
+use crate::out::{note, say};
 use crate::{Failure, builtin, shutdown};
 use child::Child;
+use config::ConfigFile;
 
 /// Loading a model may take this long.
 const ENGINE_START: Duration = Duration::from_secs(600);
@@ -60,36 +65,53 @@ pub(crate) fn run(args: UpArgs) -> Result<(), Failure> {
     // Before a model is loaded: a port that is taken should not take a minute to say so.
     let taken = |error| format!("cannot listen on {}: {error}; choose another with --listen", args.listen);
     drop(std::net::TcpListener::bind(args.listen).map_err(taken)?);
+    if let Some(admin) = args.admin_listen {
+        if !admin.ip().is_loopback() {
+            return Err(format!(
+                "--admin-listen {admin} is beyond loopback, and the admin listener of `baton up` has no token; run \
+                 `baton router` with `admin.token_file`"
+            )
+            .into());
+        }
+        let taken = |error| format!("cannot listen on {admin}: {error}; choose another with --admin-listen");
+        drop(std::net::TcpListener::bind(admin).map_err(taken)?);
+    }
+    if !args.listen.ip().is_loopback() {
+        note(format_args!(
+            "baton: warning: {} is reachable from other machines, and `baton up` asks for no API key: every client that \
+             reaches it can use it; for keys run `baton router` with `auth` (docs/security.md)",
+            args.listen
+        ));
+    }
     runtime.block_on(async {
         let stop = shutdown::on_signal(false)?;
         let started = Instant::now();
-        let folder = tempfile::tempdir()?;
         let stack = tokio::select! {
-            stack = Stack::start(&args, folder.path()) => stack?,
+            stack = Stack::start(&args) => stack?,
             () = stop.cancelled() => return Ok(()),
         };
         let url = format!("http://{}", stack.router.field("http")?);
         banner(&url, stack.prefill.field("model")?, args.model.is_none(), started.elapsed());
         let admin = stack.router.field("admin")?;
-        println!(
+        say(format_args!(
             "Engines: prefill http://{}, decode http://{} (their blocks: GET /debug/kv). Router metrics: http://{admin}/metrics\n",
             stack.prefill.field("http")?,
             stack.decode.field("http")?,
-        );
+        ));
         watching(&url, admin);
         stack.watch(stop).await
     })
 }
 
 impl Stack {
-    async fn start(args: &UpArgs, folder: &Path) -> Result<Self, Failure> {
+    async fn start(args: &UpArgs) -> Result<Self, Failure> {
         let mut options = args.engine_options.clone();
         if let Some(model) = &args.model {
             options.extend(["--model".to_owned(), model.display().to_string()]);
         }
         let mut specs =
             ["prefill", "decode"].map(|role| EngineSpec { role, options: options.clone(), place: None });
-        eprintln!("baton: starting a prefill engine, a decode engine and the router; Ctrl-C stops them");
+        note("baton: starting a prefill engine, a decode engine and the router; Ctrl-C stops them");
         let mut prefill = specs[0].spawn()?;
         // What is wrong with one is wrong with the other, and is said once: the second starts when the first loads.
         prefill.begun(ENGINE_START).await?;
@@ -99,20 +121,22 @@ impl Stack {
         for (spec, child) in specs.iter_mut().zip([&prefill, &decode]) {
             spec.place = Some(child.field("http")?.to_owned());
         }
-        let config = folder.join("router.yaml");
         let start = async |admin: SocketAddr| -> Result<Child, Failure> {
-            std::fs::write(&config, router_config(args.listen, admin, &prefill, &decode)?)?;
-            let mut router = Child::spawn("router", &["router", "--config", &config.display().to_string()])?;
+            let config = ConfigFile::new(&router_config(args.listen, admin, &prefill, &decode)?)?;
+            let mut router = Child::spawn("router", &["router", "--config", &config.path()])?;
             router.ready(ROUTER_START).await?;
             Ok(router)
         };
         let (usual, any) =
             (SocketAddr::from(([127, 0, 0, 1], ADMIN_PORT)), SocketAddr::from(([127, 0, 0, 1], 0)));
         let is_free = std::net::TcpListener::bind(usual).is_ok();
-        let router = match start(if is_free { usual } else { any }).await {
-            // Somebody has taken it since.
-            Err(_) if is_free => start(any).await?,
-            router => router?,
+        let router = match args.admin_listen {
+            Some(admin) => start(admin).await?,
+            None => match start(if is_free { usual } else { any }).await {
+                // Somebody has taken it since.
+                Err(_) if is_free => start(any).await?,
+                router => router?,
+            },
         };
         Ok(Self { router, prefill, decode, specs, restarts: Vec::new() })
     }
@@ -131,12 +155,12 @@ impl Stack {
                 restarted = self.restart(which, &status) => if let Err(error) = restarted { break Some(error) },
             }
         };
-        eprintln!("baton: draining");
+        note("baton: draining");
         self.router.stop(DRAIN).await;
         tokio::join!(self.prefill.stop(DRAIN), self.decode.stop(DRAIN));
         match failure {
             None => {
-                eprintln!("baton: stopped");
+                note("baton: stopped");
                 Ok(())
             }
             Some(failure) => Err(failure.into()),
@@ -146,7 +170,7 @@ impl Stack {
     /// Starts an engine again where it was. Its leases are gone with its epoch; its peers are answered so.
     async fn restart(&mut self, which: usize, status: &str) -> Result<(), String> {
         let role = self.specs[which].role;
-        eprintln!("baton: the {role} engine ended ({status}); starting it again");
+        note(format_args!("baton: the {role} engine ended ({status}); starting it again"));
         self.restarts.retain(|at| at.elapsed() < RESTART_WINDOW);
         if self.restarts.len() >= RESTARTS_MAX {
             return Err(format!("the {role} engine ended {RESTARTS_MAX} times within a minute ({status})"));
@@ -201,19 +225,19 @@ fn watching(url: &str, admin: &str) {
         true => String::new(),
         false => format!(" --admin http://{admin}"),
     };
-    println!(
+    say(format_args!(
         "Watch it: http://{admin}/top, or `baton top{named}`. Examine it: `baton doctor {url} --admin http://{admin}`\n"
-    );
+    ));
 }
 
 fn banner(url: &str, model: &str, builtin: bool, took: Duration) {
     let question = if builtin { builtin::QUESTION } else { "Hello! Who are you?" };
     // Greedy: who tries it twice gets the same answer twice.
     let body = json!({"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0});
-    println!("\nBaton is up after {:.1} s: {url}/v1, model {model}\n", took.as_secs_f64());
-    println!(
+    say(format_args!("\nBaton is up after {:.1} s: {url}/v1, model {model}\n", took.as_secs_f64()));
+    say(format_args!(
         "Try it:\n\n  curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n"
-    );
+    ));
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 const GOOD: &str = "models:\n  - name: m\n    decode: {engines: [{url: 'http://127.0.0.1:2'}]}\n";
 
@@ -324,4 +324,131 @@ fn routers_to_compare_with_are_installed_each_by_itself_and_what_cannot_be_had_i
     let (_, _, wrong) = out(&bare);
     assert_eq!(bare.status.code(), Some(77), "{wrong}");
     assert!(wrong.contains("SKIPPED smg: ") && wrong.contains("ensurepip is not available"), "{wrong}");
+}
+
+/// A command whose standard output, or else its standard error, is a pipe that nothing reads.
+fn unread(arguments: &[&str], is_output: bool) -> Output {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    if is_output {
+        command.stdout(writer)
+    } else {
+        command.stderr(writer)
+    };
+    command.output().unwrap()
+}
+
+/// A process that ends with the test.
+struct Killed(std::process::Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may have ended by itself, which a test notices otherwise.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let free = || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let (listen, admin) = (free(), free());
+    let good = file(folder.path(), "good.yaml", GOOD);
+    let changed = file(folder.path(), "changed.yaml", &format!("{GOOD}drain_timeout_ms: 1\n"));
+    let wrong = file(folder.path(), "wrong.yaml", "listen: 8080\n");
+    let served = file(
+        folder.path(),
+        "router.yaml",
+        &format!("listen: {listen}\nadmin: {{listen: '{admin}'}}\n{GOOD}"),
+    );
+    // A router that nothing reads starts, logs and serves.
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let router = Command::new(env!("CARGO_BIN_EXE_baton"))
+        .args(["router", "-c", &served])
+        .stdin(Stdio::null())
+        .stdout(writer.try_clone().unwrap())
+        .stderr(writer)
+        .spawn()
+        .unwrap();
+    let mut router = Killed(router);
+    let (admin, client) = (format!("http://{admin}"), format!("http://{listen}"));
+    let health = format!("{admin}/health");
+    let begun = std::time::Instant::now();
+    while !baton(&["health", &health]).status.success() {
+        assert!(router.0.try_wait().unwrap().is_none() && begun.elapsed().as_secs() < 60, "it serves");
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    let events =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/results/2026-11-23-disconnect/events.jsonl.gz");
+    std::fs::copy(events, folder.path().join("events.jsonl.gz")).unwrap();
+    let folder = folder.path().to_str().unwrap();
+    let commands: [&[&str]; 14] = [
+        &["--help"],
+        &["--version"],
+        &["help", "check"],
+        &["check", &good],
+        &["check", "--schema"],
+        &["check", &changed, "--diff", &good],
+        &["check", &changed, "--diff", &admin],
+        &["key", "new", "--id", "a", "--tenant", "b"],
+        &["explain", "--admin", &admin],
+        &["explain", "--admin", &admin, "--json"],
+        &["top", "--once", "--admin", &admin],
+        &["doctor", &client, "--admin", &admin, "--look-only"],
+        &["bench", "report", folder],
+        &["bench", "report", "--json", folder],
+    ];
+    for command in commands {
+        let output = unread(command, true);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(141), "{command:?}: {said}");
+        assert!(!said.contains("panicked") && !said.contains("roken pipe"), "{command:?}: {said}");
+    }
+    // What goes to standard error is not what a command is for: it ends as it would.
+    let commands: [(&[&str], i32); 5] = [
+        (&["check", &good], 0),
+        (&["check", &wrong], 1),
+        (&["check", "--no-such-option"], 2),
+        (&["explain", "no-such-request", "--admin", &admin], 1),
+        (&["doctor", &client, "--admin", "http://127.0.0.1:1", "--look-only"], 1),
+    ];
+    for (command, code) in commands {
+        assert_eq!(unread(command, false).status.code(), Some(code), "{command:?}");
+    }
+    assert!(baton(&["health", &health]).status.success(), "the router serves on");
+    // Whoever adds a command adds it above, or says here why it is not there.
+    let without = ["up", "engine", "router", "health", "parity"]; // servers; prints nothing; needs a folder of outputs
+    let (_, help, _) = out(&baton(&["--help"]));
+    let listed =
+        help.lines().skip_while(|line| *line != "Commands:").skip(1).take_while(|line| !line.is_empty());
+    let names =
+        listed.filter_map(|line| line.strip_prefix("  ")?.split(' ').next().filter(|name| !name.is_empty()));
+    let missing: Vec<_> = names
+        .filter(|name| !without.contains(name) && !["help"].contains(name))
+        .filter(|name| !["check", "key", "explain", "top", "doctor", "bench"].contains(name))
+        .collect();
+    assert!(missing.is_empty() && help.contains("Commands:"), "{missing:?}");
+}
+
+#[test]
+fn up_tells_that_it_is_open_and_keeps_its_admin_listener_on_loopback() {
+    // Engine options that no engine takes: nothing is started for long.
+    let open = baton(&["up", "--listen", "0.0.0.0:0", "--", "--no-such-option"]);
+    let (sound, _, said) = out(&open);
+    assert!(!sound && said.contains("warning: 0.0.0.0:0 is reachable from other machines"), "{said}");
+    let closed = baton(&["up", "--listen", "localhost:0", "--", "--no-such-option"]);
+    let (sound, _, said) = out(&closed);
+    assert!(!sound && !said.contains("warning"), "{said}");
+    let (sound, _, said) = out(&baton(&["up", "--listen", "localhost:0", "--admin-listen", "0.0.0.0:0"]));
+    assert!(!sound && said.contains("--admin-listen 0.0.0.0:0 is beyond loopback"), "{said}");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = taken.local_addr().unwrap().to_string();
+    let (sound, _, said) = out(&baton(&["up", "--listen", "localhost:0", "--admin-listen", &taken]));
+    assert!(!sound && said.contains("choose another with --admin-listen"), "{said}");
+    let (sound, _, said) = out(&baton(&["up", "--listen", ":8000"]));
+    assert!(!sound && said.contains("write `127.0.0.1:8000` (this machine only)"), "{said}");
 }

@@ -1,4 +1,5 @@
 //! Measures running systems and their parts, against baselines from the same run.
+#![deny(clippy::print_stderr)] // it panics where standard error is closed: `note`
 
 pub mod compare;
 pub mod disconnect;
@@ -60,6 +61,11 @@ pub enum Benchmark {
     Compare(Box<compare::CompareArgs>),
     /// Simulated engines in the foreground, with vLLM's prefill/decode protocol and faults on demand
     Sim(Box<sim::SimArgs>),
+}
+
+/// One line on standard error, which nothing may read.
+fn note(line: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 /// Why a benchmark did not finish.

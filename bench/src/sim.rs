@@ -40,10 +40,10 @@ pub struct SimArgs {
     #[arg(long, value_name = "FILE")]
     pub router_config: Option<PathBuf>,
     /// Where that configuration lets the router serve clients
-    #[arg(long, default_value = "127.0.0.1:8080")]
+    #[arg(long, default_value = "127.0.0.1:8080", value_parser = baton_router::listen_address)]
     pub router_listen: SocketAddr,
     /// And its admin listener
-    #[arg(long, default_value = "127.0.0.1:8081")]
+    #[arg(long, default_value = "127.0.0.1:8081", value_parser = baton_router::listen_address)]
     pub router_admin: SocketAddr,
     /// Stop when standard input ends
     #[arg(long)]

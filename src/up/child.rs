@@ -7,6 +7,7 @@ use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{ChildStdin, ChildStdout, Command};
 
 use crate::Failure;
+use crate::out::note;
 
 pub(super) struct Child {
     name: String,
@@ -58,7 +59,7 @@ impl Child {
         let words = line.split_once(": ").map_or(line.as_str(), |(_, words)| words);
         match words.strip_prefix("ready ") {
             Some(ready) => self.ready = Some(ready.to_owned()),
-            None => eprintln!("baton: {name}: {words}"),
+            None => note(format_args!("baton: {name}: {words}")),
         }
         Ok(())
     }
@@ -82,7 +83,7 @@ impl Child {
     pub(super) async fn stop(&mut self, limit: Duration) {
         drop(self.pipe.take());
         if tokio::time::timeout(limit, self.process.wait()).await.is_err() {
-            eprintln!("baton: the {} process does not end; killing it", self.name);
+            note(format_args!("baton: the {} process does not end; killing it", self.name));
             // It may have ended just now, which is as good.
             let _ = self.process.kill().await;
         }

@@ -186,3 +186,27 @@ fn killed_it_takes_its_children_along() {
         ends(pid, PATIENCE);
     }
 }
+
+#[test]
+fn a_second_ctrl_c_leaves_no_file_behind() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_baton"))
+        .args(["up", "--listen", "127.0.0.1:0", "--", "--kv-cache-mib", "32", "--threads", "1"])
+        .env("TMPDIR", folder.path())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("the binary under test can be started");
+    let stdout = child.stdout.take().expect("stdout is a pipe");
+    let (_tell, lines) = sync_channel(1);
+    let mut up = Up { child, lines };
+    let banner = BufReader::new(stdout).lines().map_while(Result::ok).find(|line| line.contains("Watch it"));
+    assert!(banner.is_some(), "it is up");
+    let left = || std::fs::read_dir(folder.path()).expect("a folder").count();
+    assert_eq!(left(), 0, "its configuration has no name");
+    signal(up.child.id(), Signal::Interrupt);
+    signal(up.child.id(), Signal::Interrupt);
+    up.child.wait().expect("it ends");
+    assert_eq!(left(), 0);
+}

@@ -145,7 +145,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
             .status();
         let mended = shell.await;
         if !mended.as_ref().is_ok_and(std::process::ExitStatus::success) {
-            eprintln!("baton: `{command}`: {mended:?}");
+            crate::note(format_args!("baton: `{command}`: {mended:?}"));
         }
     }
     drop(watch);

@@ -30,7 +30,7 @@ impl Progress {
 
     fn tell(&self, what: &str, at_us: u64) {
         if !self.silent {
-            eprintln!("{}", self.line(what, at_us));
+            crate::note(format_args!("{}", self.line(what, at_us)));
         }
     }
 

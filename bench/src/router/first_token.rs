@@ -69,7 +69,7 @@ pub(super) async fn measure(
     match Awake::keep() {
         Ok(_awake) => measure_on(Cores::Awake, args, engines, subjects, repetition, report).await?,
         Err(error) if repetition == 0 => {
-            eprintln!("baton bench router: SKIPPED processors that are kept awake: {error}");
+            crate::note(format_args!("baton bench router: SKIPPED processors that are kept awake: {error}"));
         }
         Err(_) => {}
     }

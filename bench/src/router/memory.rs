@@ -62,11 +62,11 @@ pub(super) async fn per_stream(
     let begun = Instant::now();
     while engines.decode.held() > 0 {
         if begun.elapsed() > WITHIN {
-            eprintln!(
+            crate::note(format_args!(
                 "baton bench router: {} keeps {} streams whose clients have left",
                 subject.name,
                 engines.decode.held()
-            );
+            ));
             break;
         }
         tokio::time::sleep(Duration::from_millis(20)).await;

@@ -43,7 +43,7 @@ impl Skips {
         let line = format!("SKIPPED {who}: {why}");
         let mut told = self.0.borrow_mut();
         if !told.contains(&line) {
-            eprintln!("baton bench: {line}");
+            crate::note(format_args!("baton bench: {line}"));
             told.push(line);
         }
     }

@@ -54,7 +54,8 @@ impl Progress {
     /// When calls could not be written.
     pub(super) fn finish(mut self) -> Result<(), String> {
         if self.terminal {
-            eprint!("\r\x1b[2K");
+            // A terminal that is gone shows nothing.
+            let _ = write!(std::io::stderr(), "\r\x1b[2K");
         }
         let flushed = self.calls.as_mut().map_or(Ok(()), Write::flush);
         self.broken.map_or(flushed, Err).map_err(|error| format!("{}: {error}", self.name))
@@ -79,7 +80,8 @@ impl Progress {
         let (ended, rate) = (self.ended, self.tokens as f64 / seconds.max(0.001));
         let failed = if self.failed > 0 { format!(", {} FAILED", self.failed) } else { String::new() };
         let in_flight = self.sent - ended;
-        eprint!(
+        let _ = write!(
+            std::io::stderr(),
             "\r\x1b[2Krun {}: {ended} of {}{failed}, {in_flight} in flight, {rate:.0} tok/s, {seconds:.0} s",
             self.run + 1,
             self.planned
