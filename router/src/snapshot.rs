@@ -254,15 +254,22 @@ impl LeaseView {
             expected => format!(", {} of {expected} are done", self.readers_done),
         };
         let held = match self.state.as_str() {
-            "reading" => return format!("a decode engine reads it{readers}"),
-            "draining" => return "it has ended; its readers are not quiet yet".to_owned(),
+            "reading" => "a decode engine reads it",
+            "draining" => "it has ended; its readers are not quiet yet",
             "growing" => "its prefill still computes",
             "offered" => "no decode engine has read it yet",
             other => return format!("its state is {other}"),
         };
+        let is_read = matches!(self.state.as_str(), "reading" | "draining");
+        let readers = if self.state == "draining" { String::new() } else { readers };
+        // Whether its request lives comes first: a narrow column cuts the end.
         match &self.request {
+            Request::InFlight { phase } => format!("request lives ({}): {held}{readers}", phase_name(phase)),
+            Request::Over { outcome, .. } if is_read => {
+                format!("request over ({}): {held}{readers}", outcome.replace('_', " "))
+            }
             Request::Unknown => format!("{held}{readers}"),
-            Request::InFlight { phase } => format!("{held}{readers}; request in {phase}"),
+            Request::Absent if is_read => format!("{held}{readers}"),
             Request::Over { outcome, ms_ago } => {
                 let outcome = outcome.replace('_', " ");
                 let settles = if *ms_ago < SETTLING_MS { "; its release is on the way" } else { "" };
@@ -308,6 +315,17 @@ impl Snapshot {
         let stranded = || self.leases.iter().filter(|lease| lease.stranded == Some(true));
         self.stranded_leases = (!unknown).then(|| stranded().count() as u64);
         self.stranded_blocks = (!unknown).then(|| stranded().map(|lease| lease.blocks).sum());
+    }
+}
+
+/// A phase of a request for people.
+#[must_use]
+pub fn phase_name(phase: &str) -> &str {
+    match phase {
+        "queue" => "queued",
+        "decode_pre_first" => "before first token",
+        "decode_stream" => "mid-stream",
+        other => other,
     }
 }
 

@@ -18,6 +18,8 @@ CONTRAST_MIN = 4.5
 WIDTHS, SCHEMES = (1280, 390), ("light", "dark")
 # A4 at 96 dots per inch, less the report's margins of 12 mm. Blink lays out up to half as much again and shrinks it; what is wider is cut.
 PAPER, SHRINKS = 703, 1.5
+# Of /top under load: lists have a bound, which is lower on a phone.
+HIGH_MAX = 8000
 OVERFLOW = "document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth"
 WRONG = """<!doctype html><meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src *">
 <style>body{background:#777;color:#888}</style><div style="width:3000px">hardly to be read</div><img src="http://127.0.0.1:9/x.png">
@@ -162,6 +164,9 @@ def top(looks, admin):
         polls = lambda: sum(asked.endswith("/debug/kv") for asked in page.requests())
         before, asked = page.ask(numbers), polls()
         page.until("it goes on by itself: numbers change", lambda: polls() > asked and page.ask(numbers) != before)
+        high = page.ask("document.scrollingElement.scrollHeight")
+        if high > HIGH_MAX:
+            raise Failed(f"it is {high} px long")
         return f"2 engines with bars, {polls()} polls, and numbers change"
 
     def shown(page):

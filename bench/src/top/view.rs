@@ -15,7 +15,7 @@ mod bars;
 mod lists;
 mod timeline;
 
-use baton_router::snapshot::{PHASES, Snapshot};
+use baton_router::snapshot::{PHASES, Snapshot, phase_name};
 use ratatui::Frame;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
@@ -169,7 +169,7 @@ fn title(app: &App, theme: Theme) -> Line<'static> {
 }
 
 fn phases(app: &App, theme: Theme, width: u16) -> Vec<Line<'static>> {
-    const NAME: usize = 17;
+    const NAME: usize = 20;
     let counts = &app.snapshot.requests.phases;
     let of = |phase: &str| counts.get(phase).copied().unwrap_or(0);
     let most = PHASES.iter().map(|phase| of(phase)).max().unwrap_or(0).max(1);
@@ -180,7 +180,7 @@ fn phases(app: &App, theme: Theme, width: u16) -> Vec<Line<'static>> {
         let cells = if count == 0 { 0 } else { (count as usize * room / most as usize).max(1) };
         let known = if app.snapshot.routers.is_empty() { "?".to_owned() } else { short(count) };
         lines.push(Line::from(vec![
-            Span::raw(format!("{:<NAME$}", phase.replace('_', " "))),
+            Span::raw(format!("{:<NAME$}", phase_name(phase))),
             Span::raw(format!("{known:>5} ")),
             Span::styled("█".repeat(cells), theme.colour(33)),
         ]));

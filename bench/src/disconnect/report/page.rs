@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 
 use super::super::bystanders::SLOWER;
 use super::super::dist::Dist;
-use super::super::summary::{Compared, Group, Measure, Series, Service, Summary, Texts};
+use super::super::summary::{Group, Measure, Series, Service, Summary, Texts};
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
 use super::{
     above, count, decimals, excused, from_samples, known, ms, never, percentile, ran_on, rounds,
@@ -16,20 +16,23 @@ use super::{
 
 const STYLE: &str = "
 :root{color-scheme:light dark;--ink:#1a1d21;--soft:#5d6670;--line:#d8dde3;--paper:#fff;--panel:#f5f7f9;--good:#12703a;--bad:#b3261e;
---c0:#1f6feb;--c1:#d1570c;--c2:#12803c;--c3:#a626a4;--c4:#0b7a83;--c5:#8a6d00;--c6:#6b7280;--band:#eef2f6;--other:#f7f9fb}
+--c0:#1f6feb;--c1:#d1570c;--c2:#12803c;--c3:#a626a4;--c4:#0b7a83;--c5:#8a6d00;--c6:#6b7280;--shade:#1a1d2140;--band:#eef2f6;--other:#f7f9fb}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ec;--soft:#9aa4af;--line:#333b44;--paper:#14171a;--panel:#1c2126;--good:#4cc38a;--bad:#ff8379;
---c0:#6ea8fe;--c1:#ff9d57;--c2:#57c785;--c3:#d58bd4;--c4:#4fc3cd;--c5:#d9b84a;--c6:#a0a8b2;--band:#1d2329;--other:#181d22}}
+--c0:#6ea8fe;--c1:#ff9d57;--c2:#57c785;--c3:#d58bd4;--c4:#4fc3cd;--c5:#d9b84a;--c6:#a0a8b2;--shade:#000c;--band:#1d2329;--other:#181d22}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:76rem;padding:1.2rem 1rem 3rem;font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper)}
 h1{font-size:1.5rem;line-height:1.25;margin:.2rem 0 .3rem}h2{font-size:1.15rem;margin:2.2rem 0 .4rem}p{margin:.4rem 0}
 .soft,figcaption,.note{color:var(--soft);font-size:.875rem}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.6rem;margin:1rem 0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(13rem,1fr));gap:.6rem;margin:1rem 0}
 .tile{background:var(--panel);border:1px solid var(--line);border-radius:.5rem;padding:.6rem .75rem}
 .tile b{display:block;font-size:1.45rem;line-height:1.2;font-variant-numeric:tabular-nums}
 .tile span{color:var(--soft);font-size:.8125rem;line-height:1.3;display:block}
 .verdict{border-left:.3rem solid var(--good);background:var(--panel);padding:.6rem .9rem;border-radius:.25rem}
 .verdict.found{border-color:var(--bad)}.verdict.unknown{border-color:var(--c5);margin-bottom:.6rem}.good{color:var(--good)}.bad{color:var(--bad);font-weight:600}
-.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.875rem;font-variant-numeric:tabular-nums}
+.scroll{overflow-x:auto;background:linear-gradient(to right,var(--paper) 40%,transparent) 0 0/3rem 100% no-repeat local,linear-gradient(to left,var(--paper) 40%,transparent) 100% 0/3rem 100% no-repeat local,linear-gradient(to left,var(--shade),transparent) 100% 0/1rem 100% no-repeat scroll}
+.scroll td:first-child,.scroll th:first-child{position:sticky;left:0;background:var(--paper);border-right:1px solid var(--line)}
+.numbers td{white-space:normal}.numbers td:last-child{max-width:32rem}
+table{border-collapse:collapse;width:100%;font-size:.875rem;font-variant-numeric:tabular-nums}
 th,td{padding:.3rem .5rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}th{white-space:normal;vertical-align:bottom}td small{color:var(--soft)}th{color:var(--soft);font-weight:600}
 th:first-child,td:first-child{text-align:left}
 figure{margin:.6rem 0 1rem}figure svg{width:100%;height:auto;display:block}figcaption svg{display:inline;width:28px;height:8px;margin-right:.35rem;vertical-align:middle}
@@ -37,31 +40,43 @@ figure{margin:.6rem 0 1rem}figure svg{width:100%;height:auto;display:block}figca
 .grid{stroke:var(--line);stroke-width:.7}.tick,.axis,.part{fill:var(--soft);font:11px system-ui,sans-serif}.part{text-anchor:middle;font-weight:600;fill:var(--ink)}
 .band{fill:var(--band)}.band.other{fill:var(--other)}.curve{fill:none;stroke-width:1.8;stroke-linejoin:round;vector-effect:non-scaling-stroke}
 .c0{stroke:var(--c0)}.c1{stroke:var(--c1)}.c2{stroke:var(--c2)}.c3{stroke:var(--c3)}.c4{stroke:var(--c4)}.c5{stroke:var(--c5)}.c6{stroke:var(--c6)}
-code,pre{font:.8125rem/1.45 ui-monospace,monospace;overflow-wrap:anywhere;white-space:pre-wrap}dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;font-size:.875rem}
+a{color:inherit}code,pre{font:.8125rem/1.45 ui-monospace,monospace;overflow-wrap:anywhere;white-space:pre-wrap}dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;font-size:.875rem}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}li{margin:.25rem 0}
-@media(max-width:34rem){dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}.tick,.axis,.part{font-size:17px}.across{transform:translateY(4px)}}
+@media(max-width:34rem){.scroll td:first-child,.scroll th:first-child{min-width:6rem;max-width:9rem;white-space:normal}.tiles{grid-template-columns:1fr 1fr}dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}.tick,.axis,.part{font-size:17px}.across{transform:translateY(4px)}}
 @media screen and (min-width:60rem){.tick,.axis,.part{font-size:8.5px}}
-@media print{@page{margin:12mm}body{max-width:none;padding:0;font-size:11pt}.scroll{overflow:visible}table{font-size:6.5pt}th,td{padding:.1rem .15rem}td:first-child,td small{white-space:normal}td small{display:block}.band{print-color-adjust:exact;-webkit-print-color-adjust:exact}.curve{stroke-width:1.3}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
+@media print{@page{margin:12mm}body{max-width:none;padding:0;font-size:11pt}.scroll{overflow:visible;background:none}.scroll td:first-child,.scroll th:first-child{position:static;background:none;border-right:0}table{font-size:6.5pt}th,td{padding:.1rem .15rem}td:first-child,td small{white-space:normal}td small{display:block}.band{print-color-adjust:exact;-webkit-print-color-adjust:exact}.curve{stroke-width:1.3}.tile,.verdict{break-inside:avoid}figure,table{break-inside:avoid}h2{break-after:avoid}}
 ";
+
+/// The heading, and the name of the page.
+const TITLE: &str = "What clients that leave cost this deployment";
 
 /// The page.
 pub(crate) fn page(summary: &Summary) -> String {
     let mut out = String::from(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>What a disconnect costs</title><style>",
+         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>",
     );
+    out.push_str(TITLE);
+    out.push_str("</title><style>");
     out.push_str(STYLE);
     out.push_str("</style></head><body>");
     head(summary, &mut out);
     tiles(summary, &mut out);
     verdict(summary, &mut out);
+    // What other front doors do with the same is what a reader came for.
+    if summary.beside.is_some() {
+        beside::draw(summary, &mut out);
+    }
+    numbers(summary, &mut out);
     by_phase(summary, &mut out);
     stranded(summary, &mut out);
     bystanders(summary, &mut out);
     pools(summary, &mut out);
     by_kind(summary, &mut out);
     faults(summary, &mut out);
-    beside::draw(summary, &mut out);
+    if summary.beside.is_none() {
+        beside::draw(summary, &mut out);
+    }
     words::draw(summary, &mut out);
     out.push_str("</body></html>\n");
     out
@@ -71,7 +86,7 @@ fn head(summary: &Summary, out: &mut String) {
     let run = &summary.run;
     let _ = write!(
         out,
-        "<p class=\"soft\">Baton · disconnect benchmark · {}</p><h1>What clients that leave cost this deployment</h1><p>{} requests to <b>{}</b> ({}); {} of their clients left before they had their answer.</p>",
+        "<p class=\"soft\">Baton · disconnect benchmark · {}</p><h1>{TITLE}</h1><p>{} requests to <b>{}</b> ({}); {} of their clients left before they had their answer.</p>",
         escaped(&run.date),
         count(summary.requests),
         escaped(&run.model),
@@ -95,66 +110,43 @@ fn tile(out: &mut String, value: &str, class: &str, what: &str) {
     );
 }
 
+/// At most four: what was stranded, how soon blocks were free, what the others noticed, whether answers were right.
 fn tiles(summary: &Summary, out: &mut String) {
     out.push_str("<div class=\"tiles\">");
     let all = &summary.all;
     if summary.exact {
         let class = if all.stranded == 0 { "good" } else { "bad" };
+        let seconds = summary.run.stranded_after_us as f64 / 1e6;
         tile(
             out,
-            &count(all.stranded),
+            &format!("{} of {}", count(all.stranded), count(all.back_ms.n as u64)),
             class,
-            &format!(
-                "stranded their blocks, of {} clients that left while engines held some for them ({} left)",
-                count(all.back_ms.n as u64),
-                count(all.left)
-            ),
+            &format!("clients that left had KV blocks still held {seconds} s later"),
         );
-        tile(out, &percentile(&all.back_ms, |dist| dist.p50), "", "median until the blocks were back");
-        tile(out, &percentile(&all.back_ms, |dist| dist.p99), "", "99th percentile of that");
+        let p99 = percentile(&all.back_ms, |dist| dist.p99);
         tile(
             out,
-            &decimals(all.block_seconds_per_1000),
+            &percentile(&all.back_ms, |dist| dist.p50),
             "",
-            "block-seconds held for nobody, per 1,000 clients that left",
+            &format!("from a client's leaving until its blocks were free: the median; 99 % within {p99}"),
         );
     }
     if let Some(sampled) = &summary.sampled {
-        let what = format!(
-            "block-seconds held for nobody, per 1,000 clients that left, from samples of metrics: ± {}",
-            decimals(sampled.per_1000_off_by)
-        );
         // What some engine held is missing.
         let at_least = if sampled.unknown_engines > 0 { "≥ " } else { "" };
+        let what = format!(
+            "block-seconds held for clients that had left, per 1,000 of them; from samples of metrics, ± {}",
+            decimals(sampled.per_1000_off_by)
+        );
         tile(out, &format!("{at_least}{}", decimals(sampled.per_1000)), "", &what);
     }
     if let Some(spread) = summary.judged_ttft_ratio() {
-        // Of few clients a number of another percentile is judged, of which this one says nothing.
-        let mut numbers = summary.bystanders.numbers.iter();
-        let judged = numbers.find(|number| (number.measure, number.percentile) == (Measure::Ttft, 99));
-        let more = judged.and_then(|number| number.named_by_ms);
-        let named = more.map_or_else(String::new, |more| format!("; would be named from {} more", ms(more)));
         tile(
             out,
             &format!("{:.2} ×", spread.median),
             "",
-            &format!(
-                "p99 time to first token of who stayed, in the storm against the same requests in the calm: {}{named}",
-                rounds(spread)
-            ),
+            "time to first token (99th percentile) of clients that stayed while others left, over the same requests when none left",
         );
-    }
-    if !summary.bystanders.numbers.is_empty() {
-        let short = |number: &Compared| {
-            format!("{} p{} {:.2} ×", number.measure.label(), number.percentile, number.over.median)
-        };
-        let above: Vec<_> = summary.bystanders.above().map(short).collect();
-        let mut what =
-            format!("numbers of who stayed above {SLOWER} times the calm's, in the median of the rounds");
-        if !above.is_empty() {
-            let _ = write!(what, ": {}", above.join(", "));
-        }
-        tile(out, &format!("{} of {}", above.len(), summary.bystanders.numbers.len()), "", &what);
     }
     let texts = &summary.texts;
     let class = match texts {
@@ -164,36 +156,56 @@ fn tiles(summary: &Summary, out: &mut String) {
     };
     tile(
         out,
-        &count(texts.wrong),
+        &format!("{} of {}", count(texts.wrong), count(texts.compared)),
         class,
-        &format!(
-            "wrong answers, of {} compared; {} more could not be: the same prompt gave different ones when all was quiet",
-            count(texts.compared),
-            count(texts.unsteady)
-        ),
+        "answers differ from the answer to the same prompt without load",
     );
-    let expired: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
-    let class = match expired {
-        0 => "good",
-        _ if summary.exact && expired <= summary.excused_leases => "",
-        _ => "bad",
-    };
-    let excused = match summary.excused_leases {
-        0 => String::new(),
-        leases => format!("; {} excused", count(leases)),
-    };
-    if !summary.engines.is_empty() {
-        tile(out, &count(expired), class, &format!("leases that only time has ended{excused}"));
-    }
     out.push_str("</div>");
-    let above: Vec<_> = summary.bystanders.above().map(above).collect();
-    if !above.is_empty() {
-        let _ = write!(
-            out,
-            "<p class=\"note\">Who stayed, above {SLOWER} times the calm's in the median of the rounds: {}.</p>",
-            escaped(&above.join("; "))
-        );
+}
+
+/// The other numbers of the whole run.
+fn numbers(summary: &Summary, out: &mut String) {
+    let mut rows: Vec<(String, String)> = Vec::new();
+    if summary.exact {
+        let held = decimals(summary.all.block_seconds_per_1000);
+        rows.push(("block-seconds held for clients that had left, per 1,000 of them".into(), held));
     }
+    if let Some(spread) = summary.judged_ttft_ratio() {
+        // Of few clients a number of another percentile is judged, of which this one says nothing.
+        let mut numbers = summary.bystanders.numbers.iter();
+        let judged = numbers.find(|number| (number.measure, number.percentile) == (Measure::Ttft, 99));
+        let over = format!("{:.2} × ({})", spread.median, rounds(spread));
+        rows.push(("time to first token of who stayed, 99th percentile, storm over calm".into(), over));
+        if let Some(more) = judged.and_then(|number| number.named_by_ms) {
+            rows.push(("a storm slower by this much more would be a finding".into(), ms(more)));
+        }
+    }
+    if !summary.bystanders.numbers.is_empty() {
+        let above: Vec<_> = summary.bystanders.above().map(above).collect();
+        let mut many = format!("{} of {}", above.len(), summary.bystanders.numbers.len());
+        if !above.is_empty() {
+            let _ = write!(many, ": {}", above.join("; "));
+        }
+        rows.push((
+            format!("numbers of who stayed above {SLOWER} times the calm's, in the median of the rounds"),
+            many,
+        ));
+    }
+    let unsteady = count(summary.texts.unsteady);
+    rows.push(("answers that could not be compared: the prompt has several without load".into(), unsteady));
+    if !summary.engines.is_empty() {
+        let expired: u64 = summary.engines.iter().map(|engine| engine.expired).sum();
+        let excused = match summary.excused_leases {
+            0 => String::new(),
+            leases => format!("; {} excused", count(leases)),
+        };
+        rows.push(("leases that ended by their time".into(), format!("{}{excused}", count(expired))));
+    }
+    out.push_str("<h2>The whole run</h2><table class=\"numbers\"><tbody>");
+    for (what, value) in rows {
+        let _ = write!(out, "<tr><td>{}</td><td>{}</td></tr>", escaped(&what), escaped(&value));
+    }
+    out.push_str("</tbody></table>");
 }
 
 fn verdict(summary: &Summary, out: &mut String) {
@@ -294,8 +306,10 @@ fn by_phase(summary: &Summary, out: &mut String) {
         };
         out.push_str(&plot.draw());
     }
-    let _ =
-        write!(out, "<div class=\"scroll\"><table><thead><tr><th>phase</th>{GROUP_HEAD}</tr></thead><tbody>");
+    let _ = write!(
+        out,
+        "<div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>phase</th>{GROUP_HEAD}</tr></thead><tbody>"
+    );
     for row in &summary.phases {
         let _ = write!(out, "<tr><td>{}</td>", row.phase.label());
         group_cells(&row.group, out);
@@ -308,7 +322,7 @@ fn by_phase(summary: &Summary, out: &mut String) {
     }
     out.push_str("<tr><td><b>all that left</b></td>");
     group_cells(&summary.all, out);
-    out.push_str("</tr></tbody></table></div>");
+    out.push_str("</tr></tbody></table></div><p class=\"note\">What each column counts: <a href=\"#words\">the words</a>.</p>");
     if let Some(sampled) = &summary.sampled {
         let _ = write!(
             out,
@@ -373,7 +387,7 @@ fn bystanders(summary: &Summary, out: &mut String) {
         };
         out.push_str(&plot.draw());
     }
-    out.push_str("<div class=\"scroll\"><table><thead><tr><th></th><th>requests</th><th>errors</th><th>TTFT p50</th><th>p99</th><th>ITL p50</th><th>p99</th><th>TPOT p50</th><th>p99</th><th>E2E p50</th><th>p99</th><th>tokens/s</th></tr></thead><tbody>");
+    out.push_str("<div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th></th><th>requests</th><th>errors</th><th>TTFT p50</th><th>p99</th><th>ITL p50</th><th>p99</th><th>TPOT p50</th><th>p99</th><th>E2E p50</th><th>p99</th><th>tokens/s</th></tr></thead><tbody>");
     let mut row = |name: &str, service: &Service| {
         let cells = |dist: &Dist| {
             format!("<td>{}</td><td>{}</td>", percentile(dist, |d| d.p50), percentile(dist, |d| d.p99))
@@ -403,7 +417,7 @@ fn bystanders(summary: &Summary, out: &mut String) {
     }
     let _ = write!(
         out,
-        "<div class=\"scroll\"><table><thead><tr><th>who stayed</th><th>round</th><th>calm, the same requests</th><th>storm</th><th>difference</th><th>storm over calm</th><th>rounds</th><th>above {SLOWER}</th><th>from calm to calm</th><th>slower</th><th>named from</th></tr></thead><tbody>"
+        "<div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>who stayed</th><th>round</th><th>calm, the same requests</th><th>storm</th><th>difference</th><th>storm over calm</th><th>rounds</th><th>above {SLOWER}</th><th>from calm to calm</th><th>slower</th><th>a finding from</th></tr></thead><tbody>"
     );
     for number in &summary.bystanders.numbers {
         let slower = if number.slower { "<span class=\"bad\">yes</span>" } else { "no" };
@@ -450,7 +464,7 @@ fn pools(summary: &Summary, out: &mut String) {
         spans: acts(summary),
     };
     out.push_str(&plot.draw());
-    out.push_str("<div class=\"scroll\"><table><thead><tr><th>engine</th><th>role</th><th>blocks</th><th>held at most</th><th>held at the end</th><th>leases expired</th><th>block-s with no client</th></tr></thead><tbody>");
+    out.push_str("<div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>engine</th><th>role</th><th>blocks</th><th>held at most</th><th>held at the end</th><th>leases expired</th><th>block-s with no client</th></tr></thead><tbody>");
     for engine in &summary.engines {
         let told = |held: u64| {
             if engine.blocks > 0 { count(held) } else { format!("{:.1} %", held as f64 / 10.0) }
@@ -484,18 +498,15 @@ fn by_kind(summary: &Summary, out: &mut String) {
     }
     let _ = write!(
         out,
-        "<h2>By the way in which they left</h2><div class=\"scroll\"><table><thead><tr><th>how</th><th>served to the end</th><th>too late</th><th>asked again</th><th>of those failed</th>{GROUP_HEAD}</tr></thead><tbody>"
+        "<h2>By the way in which they left</h2><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>how</th>{GROUP_HEAD}<th>served to the end</th><th>too late</th><th>asked again</th><th>of those failed</th></tr></thead><tbody>"
     );
     for row in &summary.kinds {
         let (kind, served, late) = (row.kind.label(), count(row.served), count(row.too_late));
         let again = |number: u64| if row.retries.asked > 0 { count(number) } else { "–".to_owned() };
         let (asked, failed) = (again(row.retries.asked), again(row.retries.failed));
-        let _ = write!(
-            out,
-            "<tr><td>{kind}</td><td>{served}</td><td>{late}</td><td>{asked}</td><td>{failed}</td>"
-        );
+        let _ = write!(out, "<tr><td>{kind}</td>");
         group_cells(&row.group, out);
-        out.push_str("</tr>");
+        let _ = write!(out, "<td>{served}</td><td>{late}</td><td>{asked}</td><td>{failed}</td></tr>");
     }
     out.push_str("</tbody></table></div>");
     if let Some(said) = super::stalls(summary) {
@@ -507,7 +518,7 @@ fn faults(summary: &Summary, out: &mut String) {
     if summary.faults.is_empty() {
         return;
     }
-    out.push_str("<h2>Parts that were broken</h2><p class=\"note\">Under load, of which some leave; mended in the same place. What was started for the run is killed, and started again at once.</p><div class=\"scroll\"><table><thead><tr><th>what</th><th>in flight when it struck</th><th>of those who stayed failed</th><th>stayed</th><th>failed</th><th>failed afterwards</th><th>E2E p50</th><th>p99</th><th>max</th><th>left</th><th>stranded</th><th>asked again</th><th>of those failed</th><th>blocks back p50</th><th>max</th><th>all blocks home</th><th>leases expired</th><th>wrong texts</th></tr></thead><tbody>");
+    out.push_str("<h2>Parts that were broken</h2><p class=\"note\">Under load, of which some leave; mended in the same place. What was started for the run is killed, and started again at once.</p><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>what</th><th>stranded</th><th>wrong texts</th><th>failed of who stayed</th><th>failed afterwards</th><th>leases expired</th><th>all blocks home</th><th>in flight when it struck</th><th>of those who stayed failed</th><th>E2E p50</th><th>p99</th><th>max</th><th>blocks back p50</th><th>max</th><th>asked again, failed</th></tr></thead><tbody>");
     for fault in &summary.faults {
         let super::FaultRow { stayed, retries, left, .. } = fault;
         let home = fault.home_ms.map_or_else(|| "not in its part".to_owned(), ms);
@@ -520,23 +531,20 @@ fn faults(summary: &Summary, out: &mut String) {
         );
         let _ = write!(
             out,
-            "<tr><td>{}</td><td>{met}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{home}</td><td>{}</td><td>{}</td></tr>",
+            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{home}</td><td>{met}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
             escaped(&fault.fault),
-            format_args!("{} of {}", count(fault.failed_in_flight), count(fault.stayed_in_flight)),
-            count(stayed.requests),
-            count(stayed.errors),
+            known(left, || format!("{} of {}", count(left.stranded), count(left.left))),
+            count(fault.wrong_texts),
+            format_args!("{} of {}", count(stayed.errors), count(stayed.requests)),
             count(fault.errors_after),
+            count(fault.expired),
+            format_args!("{} of {}", count(fault.failed_in_flight), count(fault.stayed_in_flight)),
             percentile(&stayed.e2e_ms, |dist| dist.p50),
             percentile(&stayed.e2e_ms, |dist| dist.p99),
             percentile(&stayed.e2e_ms, |dist| dist.max),
-            count(left.left),
-            known(left, || count(left.stranded)),
-            count(retries.asked),
-            count(retries.failed),
             percentile(&left.back_ms, |dist| dist.p50),
             percentile(&left.back_ms, |dist| dist.max),
-            count(fault.expired),
-            count(fault.wrong_texts),
+            format_args!("{}, {}", count(retries.asked), count(retries.failed)),
         );
     }
     out.push_str("</tbody></table></div>");

@@ -8,10 +8,9 @@ const LEFT: f64 = 56.0;
 const RIGHT: f64 = 12.0;
 const TOP: f64 = 12.0;
 const BOTTOM: f64 = 44.0;
-/// Above a plot with named parts: two rows for their letters.
-const LETTERS: f64 = 34.0;
-/// The lower edge of a letter of each row.
-const LETTER_ROWS: [f64; 2] = [14.0, 30.0];
+/// The lower edge of a letter of each row above a plot with named parts. More rows than two are drawn where they are
+/// needed; four take 140 parts.
+const LETTER_ROWS: [f64; 4] = [14.0, 30.0, 46.0, 62.0];
 /// As wide as two letters are on a phone, where they are drawn larger.
 const LETTER_WIDE: f64 = 18.0;
 /// Lines that can be told apart, by colour and by dashes (for print, and for who does not see colours).
@@ -117,9 +116,11 @@ impl Plot<'_> {
     /// The plot, with a list of its lines below it.
     pub(crate) fn draw(&self) -> String {
         let (wide, high) = (WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM);
-        let top = if self.spans.is_empty() { TOP } else { LETTERS };
-        let all = top + high + BOTTOM;
         let x = |value: f64| LEFT + self.across.1.place(value) * wide;
+        let letters = letters(self.spans.iter().map(|span| (x(span.from) + x(span.to)) / 2.0));
+        let rows = letters.iter().map(|(row, _)| row + 1).max().unwrap_or(0).max(2);
+        let top = if self.spans.is_empty() { TOP } else { LETTER_ROWS[rows - 1] + 4.0 };
+        let all = top + high + BOTTOM;
         let y = |value: f64| top + (1.0 - self.up.1.place(value)) * high;
         let mut out = format!(
             "<figure><svg viewBox=\"0 0 {WIDTH} {all}\" role=\"img\" aria-label=\"{}\">",
@@ -137,21 +138,14 @@ impl Plot<'_> {
                 escaped(span.name)
             );
         }
-        // Over all of them: a letter may be wider than its part. The right edge of what stands in each row.
-        let mut taken = [0.0_f64; LETTER_ROWS.len()];
-        for (turn, _, from, to) in edges() {
-            let middle = (from + to) / 2.0;
-            let left = middle - LETTER_WIDE / 2.0;
-            // One that fits nowhere is in the list below, with its time.
-            if let Some(row) = taken.iter().position(|edge| *edge <= left) {
-                taken[row] = left + LETTER_WIDE;
-                let _ = write!(
-                    out,
-                    "<text class=\"part\" x=\"{middle:.1}\" y=\"{:.1}\">{}</text>",
-                    LETTER_ROWS[row],
-                    letter(turn)
-                );
-            }
+        // Over all of them: a letter may be wider than its part.
+        for (turn, (row, middle)) in letters.iter().enumerate() {
+            let _ = write!(
+                out,
+                "<text class=\"part\" x=\"{middle:.1}\" y=\"{:.1}\">{}</text>",
+                LETTER_ROWS[*row],
+                letter(turn)
+            );
         }
         for value in self.across.1.ticks() {
             let at = x(value);
@@ -241,6 +235,24 @@ impl Plot<'_> {
     }
 }
 
+/// The row and the middle of each part's letter: the first row that has room over the part, else the one whose room is
+/// nearest to it.
+fn letters(middles: impl Iterator<Item = f64>) -> Vec<(usize, f64)> {
+    let half = LETTER_WIDE / 2.0;
+    // The right edge of what stands in each row.
+    let mut taken = [0.0_f64; LETTER_ROWS.len()];
+    let place = |middle: f64| {
+        let free = taken.iter().position(|edge| *edge <= middle - half);
+        let row = free.unwrap_or_else(|| {
+            (0..taken.len()).min_by(|a, b| taken[*a].total_cmp(&taken[*b])).unwrap_or_default()
+        });
+        let middle = middle.max(taken[row] + half).min(WIDTH - half);
+        taken[row] = middle + half;
+        (row, middle)
+    };
+    middles.map(place).collect()
+}
+
 /// The name of a part in the plot: a to z, then aa, ab and so on.
 fn letter(turn: usize) -> String {
     let last = char::from(b'a' + (turn % 26) as u8);
@@ -320,6 +332,29 @@ mod tests {
         let crowded = Plot { across: ("seconds", Scale::Linear(220.0)), ..plot }.draw();
         let rows = |at: f64| crowded.matches(&format!("y=\"{at:.1}\">")).count();
         assert!(rows(LETTER_ROWS[0]) > 10 && rows(LETTER_ROWS[1]) > 10, "{crowded}");
+    }
+
+    #[test]
+    fn parts_that_last_no_time_have_their_letters_too() {
+        let names: Vec<String> = (0..24).map(|n| format!("part {n}")).collect();
+        let spans = names.iter().enumerate().map(|(n, name)| {
+            let from = 100.0 + n as f64 * 0.2;
+            Span { name, from, to: from + 0.2 }
+        });
+        let plot = Plot {
+            title: "t",
+            across: ("seconds", Scale::Linear(120.0)),
+            up: ("blocks", Scale::Linear(1.0)),
+            curves: Vec::new(),
+            spans: spans.collect(),
+        };
+        let drawn = plot.draw();
+        assert_eq!(drawn.matches("class=\"part\"").count(), 24, "{drawn}");
+        let found = letters((0..24).map(|n| 600.0 + f64::from(n)));
+        for (at, (row, middle)) in found.iter().enumerate() {
+            let apart = |(other, x): &(usize, f64)| other != row || (x - middle).abs() >= LETTER_WIDE - 0.01;
+            assert!(found[..at].iter().all(apart) && *middle <= WIDTH, "{found:?}");
+        }
     }
 
     #[test]

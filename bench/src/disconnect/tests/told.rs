@@ -38,7 +38,7 @@ fn an_answer_that_nobody_compared_is_no_good_news() {
     let summary = storm().summary();
     assert_eq!(summary.texts.compared, 0);
     let page = report::page(&summary);
-    assert!(page.contains("<b class=\"\">0</b><span>wrong answers, of 0 compared"), "{page}");
+    assert!(page.contains("<b class=\"\">0 of 0</b><span>answers differ"), "{page}");
 }
 
 /// Every key of an object, and of those within it; but for those of `skip`.

@@ -1,5 +1,6 @@
 //! Leases, or requests in flight, the oldest first.
 
+use baton_router::snapshot::phase_name;
 use ratatui::Frame;
 use ratatui::layout::Rect;
 use ratatui::style::{Modifier, Style};
@@ -140,10 +141,10 @@ fn requests(app: &App, width: usize) -> Listed {
         _ => (36, 28),
     };
     // Each column has a space behind it.
-    let fixed = (id + 1) + (16 + 1) + (7 + 1) + 2 * (engine + 1);
+    let fixed = (id + 1) + (18 + 1) + (7 + 1) + 2 * (engine + 1);
     let columns = vec![
         ("request", id, false),
-        ("phase", 16, false),
+        ("phase", 18, false),
         ("age", 7, true),
         ("prefill", engine, false),
         ("decode", engine, false),
@@ -153,7 +154,7 @@ fn requests(app: &App, width: usize) -> Listed {
     let rows = requests.iter().map(|request| {
         let cells = vec![
             clean(&request.request_id),
-            clean(&request.phase).replace('_', " "),
+            clean(phase_name(&request.phase)),
             span(request.age_ms),
             text(&request.prefill_engine),
             text(&request.decode_engine),

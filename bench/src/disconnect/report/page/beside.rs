@@ -19,7 +19,7 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
     let or = |word: String, other: &str| if word.is_empty() { other.to_owned() } else { word };
     let _ = write!(
         out,
-        "<h2>Other front doors</h2><p class=\"note\">Each in front of the same simulated engines ({} dialect), on {}: {}. By <code>{}</code>, commit {}. In the gap, clients leave between prefill and decode; blocks are lent for {} s. Of {} rounds the median, with the least and the greatest; × is over the first front door in the same round.</p><div class=\"scroll\"><table><thead><tr><th></th><th>left in the gap</th><th>stranded</th><th>block-s / 1,000</th><th>blocks back p50</th><th>p99</th><th>TTFT p50</th><th>p99</th><th>CPU s / 1,000</th><th>failed</th></tr></thead><tbody>",
+        "<h2>Beside other front doors</h2><p class=\"note\">Each in front of the same simulated engines ({} dialect), on {}: {}. By <code>{}</code>, commit {}. In the gap, clients leave between prefill and decode; blocks are lent for {} s. Of {} rounds the median, with the least and the greatest; × is over the first front door in the same round.</p><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th></th><th>left in the gap</th><th>stranded</th><th>block-s / 1,000</th><th>blocks back p50</th><th>p99</th><th>TTFT p50</th><th>p99</th><th>CPU s / 1,000</th><th>failed</th></tr></thead><tbody>",
         word("dialect"),
         word("date"),
         word("machine"),

@@ -14,7 +14,7 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
     let nice = run.nice.map_or_else(String::new, |nice| format!(", at nice {nice}"));
     let _ = write!(
         out,
-        "<h2>What the words mean</h2><dl>\
+        "<h2 id=\"words\">What the words mean</h2><dl>\
          <dt>in flight</dt><dd>requests whose clients were there and which were not over when something broke, by the phase in which they were</dd>\
          <dt>left</dt><dd>clients that were gone while their request was not over; the phase is the one it was in at that moment, by the engines' own times</dd>\
          <dt>told</dt><dd>from the client's going until every engine that had work for it had learnt of it, by a closed connection, an abort or a release, or until its lease had been read to the end</dd>\
@@ -30,6 +30,7 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
          <dt>tokens for nobody</dt><dd>tokens of prompts in steps that ended after the client had left, and of answers, taken evenly from the first to the last</dd>\
          <dt>never</dt><dd>an engine did not learn that this client had gone, or its blocks were not back, for as long as anybody watched: in percentiles that is longer than every time that was measured, and a curve ends below 100 %. For how long it was watched is <code>watched_ms</code> of <code>summary.json</code></dd>\
          <dt>from calm to calm</dt><dd>by how much the same number differs between the calms of the rounds, where nobody leaves; of one round between its halves; at least 2 ms. Who stayed is slower where the median of the rounds is above {SLOWER} times the calm's, and by more than this</dd>\
+         <dt>a finding from</dt><dd>how much slower still this number of the storm would have to be to be reported as a finding</dd>\
          <dt>above {SLOWER} times</dt><dd>a number of who stayed whose ratio is above that in the median of the rounds, named or not: of few requests a high percentile is so by chance, too</dd>\
          <dt>ITL</dt><dd>between two events with text, when the client read them: events that came with one read of the socket have nothing between them</dd>\
          <dt>TPOT, average token</dt><dd>from the first token to the last, for each token after the first: one number for each streamed answer of at least two tokens</dd>\
