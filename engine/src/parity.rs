@@ -6,7 +6,8 @@
 //!
 //! Tolerances (measured on the reference itself, 2026-11-20): float32 against float32 differs by at most 8e-5
 //! between attention implementations, so 5e-4 is a gate that catches every mistake worth the name; bf16 against
-//! bf16 of another engine is only comparable step by step under the golden tokens. Other devices sum in other orders:
+//! bf16 of another engine is only comparable step by step under the golden tokens, at multiples of the distance between the
+//! reference's own bf16 and float32 runs, which the golden file has. Other devices sum in other orders:
 //! they have twice the CPU's bound, and promise no bits.
 
 mod coarse;

@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use baton_engine::executor::cuda::{Accelerator, DeviceChoice};
+use safetensors::SafeTensors;
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
@@ -43,5 +44,192 @@ fn nothing_is_said_to_hold_on_a_device_that_is_not_there() {
 fn a_full_set_holds_where_one_is_given() {
     if let Some(dir) = std::env::var_os("BATON_PARITY_DIR") {
         holds(Path::new(&dir), DeviceChoice::Cpu);
+    }
+}
+
+/// A checkpoint that a mistake is planted in: its configuration and its tensors, bf16, each with its shape.
+struct Checkpoint {
+    folder: PathBuf,
+    config: serde_json::Value,
+}
+
+impl Checkpoint {
+    /// A copy of a fixture with its golden files, in `dir`.
+    fn copied(name: &str, dir: &Path) -> Self {
+        let folder = dir.join(name);
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::create_dir(dir.join("golden")).unwrap();
+        for entry in std::fs::read_dir(fixtures().join(name)).unwrap() {
+            let path = entry.unwrap().path();
+            std::fs::copy(&path, folder.join(path.file_name().unwrap())).unwrap();
+        }
+        for file in ["json", "safetensors"].map(|extension| format!("golden/{name}.{extension}")) {
+            std::fs::copy(fixtures().join(&file), dir.join(file)).unwrap();
+        }
+        let config = serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
+        Self { folder, config }
+    }
+
+    fn number(&self, name: &str) -> usize {
+        usize::try_from(self.config[name].as_u64().unwrap()).unwrap()
+    }
+
+    fn head_dim(&self) -> usize {
+        self.config["head_dim"].as_u64().map_or_else(
+            || self.number("hidden_size") / self.number("num_attention_heads"),
+            |dim| dim as usize,
+        )
+    }
+
+    /// Changes the configuration.
+    fn configure(&mut self, change: impl FnOnce(&mut serde_json::Value)) {
+        change(&mut self.config);
+        std::fs::write(self.folder.join("config.json"), self.config.to_string()).unwrap();
+    }
+
+    /// Changes the rows of every tensor whose name ends so: row by row, of two bytes an element.
+    fn change(&self, suffix: &str, change: impl Fn(&mut [Vec<u8>])) {
+        let mut changed = 0;
+        for entry in std::fs::read_dir(&self.folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_none_or(|extension| extension != "safetensors") {
+                continue;
+            }
+            let mut bytes = std::fs::read(&path).unwrap();
+            let (header, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
+            let data =
+                bytes.len() - metadata.tensors().values().map(|info| info.data_offsets.1).max().unwrap();
+            assert!(data > header, "the tensors follow the header");
+            for (name, info) in metadata.tensors() {
+                if !name.ends_with(suffix) {
+                    continue;
+                }
+                let at = data + info.data_offsets.0..data + info.data_offsets.1;
+                let row = 2 * info.shape[1..].iter().product::<usize>();
+                let mut rows: Vec<_> = bytes[at.clone()].chunks(row).map(<[u8]>::to_vec).collect();
+                change(&mut rows);
+                bytes[at].copy_from_slice(&rows.concat());
+                changed += 1;
+            }
+            std::fs::write(&path, bytes).unwrap();
+        }
+        assert!(changed > 0, "{suffix}: no such tensor");
+    }
+
+    fn fill(&self, suffix: &str, value: [u8; 2]) {
+        self.change(suffix, |rows| rows.iter_mut().for_each(|row| row.as_chunks_mut().0.fill(value)));
+    }
+
+    /// Puts the rows of each head in another order, which says for each place what comes there.
+    fn reorder(&self, suffix: &str, order: impl Fn(usize) -> usize) {
+        let dim = self.head_dim();
+        self.change(suffix, |rows| {
+            for head in rows.chunks_mut(dim) {
+                let before = head.to_vec();
+                (0..dim).for_each(|place| head[place].clone_from(&before[order(place)]));
+            }
+        });
+    }
+}
+
+/// A mistake of an engine, made in the checkpoint that it reads: the engine computes what it would compute with the mistake.
+type Mistake = (&'static str, fn(&mut Checkpoint));
+
+const ONE: [u8; 2] = [0x80, 0x3f];
+const ZERO: [u8; 2] = [0, 0];
+
+/// The mistakes of `make_tiny.py --audit` that a checkpoint can have.
+const OF_ALL: &[Mistake] = &[
+    ("rope frequencies off", |checkpoint| {
+        checkpoint.configure(|config| {
+            config["rope_theta"] = (config["rope_theta"].as_f64().unwrap() * 0.7).into();
+        });
+    }),
+    ("interleaved instead of half-split rope", |checkpoint| {
+        // Pairs of neighbours become pairs of halves.
+        let half = checkpoint.head_dim() / 2;
+        for name in ["q_proj.weight", "k_proj.weight"] {
+            checkpoint.reorder(name, |place| place % half * 2 + place / half);
+        }
+    }),
+    ("post-attention norm weight ignored", |checkpoint| {
+        checkpoint.fill("post_attention_layernorm.weight", ONE);
+    }),
+];
+const OF_YARN: &[Mistake] = &[
+    ("rope scaling ignored", |checkpoint| {
+        checkpoint.configure(|config| drop(config.as_object_mut().unwrap().remove("rope_scaling")));
+    }),
+    ("yarn attention factor ignored", |checkpoint| {
+        checkpoint.configure(|config| config["rope_scaling"]["attention_factor"] = 1.0.into());
+    }),
+    ("q bias ignored", |checkpoint| checkpoint.fill("q_proj.bias", ZERO)),
+    ("k bias ignored", |checkpoint| checkpoint.fill("k_proj.bias", ZERO)),
+    ("v bias ignored", |checkpoint| checkpoint.fill("v_proj.bias", ZERO)),
+];
+const OF_QWEN3: &[Mistake] = &[
+    ("qk-norm weights ignored", |checkpoint| {
+        checkpoint.fill("q_norm.weight", ONE);
+        checkpoint.fill("k_norm.weight", ONE);
+    }),
+    ("GQA groups tiled instead of repeated", |checkpoint| {
+        // Query heads go where the engine reads the KV head that the mistake would read.
+        let (dim, kv) = (checkpoint.head_dim(), checkpoint.number("num_key_value_heads"));
+        let group = checkpoint.number("num_attention_heads") / kv;
+        let head = move |place: usize| place % group * kv + place / group;
+        checkpoint.change("q_proj.weight", |rows| {
+            let before = rows.to_vec();
+            (0..rows.len()).for_each(|at| rows[at].clone_from(&before[head(at / dim) * dim + at % dim]));
+        });
+        checkpoint.change("o_proj.weight", |rows| {
+            for row in rows {
+                let heads: Vec<_> = row.chunks(2 * dim).map(<[u8]>::to_vec).collect();
+                *row = (0..heads.len()).flat_map(|place| heads[head(place)].clone()).collect();
+            }
+        });
+    }),
+];
+
+/// Every mistake is found against the bf16 run by each computation that is compared with it.
+fn are_found(name: &str, device: DeviceChoice, mistakes: &[Mistake]) {
+    for (mistake, plant) in mistakes {
+        let dir = tempfile::tempdir().unwrap();
+        plant(&mut Checkpoint::copied(name, dir.path()));
+        let mut lines = Vec::new();
+        baton_engine::parity::run(dir.path(), device, &mut lines).expect("the folder is complete");
+        let text = String::from_utf8(lines).unwrap();
+        let compared: Vec<_> = text
+            .lines()
+            .filter(|line| line.contains(" bf16 run") && line.contains(": mean divergence"))
+            .collect();
+        assert!(!compared.is_empty(), "{text}");
+        assert!(compared.iter().all(|line| line.starts_with("FAIL")), "{name}, {mistake}: {compared:#?}");
+    }
+}
+
+#[test]
+fn planted_mistakes_are_found_against_the_bf16_run() {
+    are_found("qwen2-yarn-bf16", DeviceChoice::Cpu, &[OF_ALL, OF_YARN].concat());
+    are_found("qwen3-bf16", DeviceChoice::Cpu, &[OF_ALL, OF_QWEN3].concat());
+}
+
+#[test]
+fn planted_mistakes_are_found_in_what_a_gpu_computes_in_bf16() {
+    let software = DeviceChoice::Accelerator(Accelerator::Software);
+    are_found("qwen2-yarn-bf16", software, &[OF_ALL, OF_YARN].concat());
+}
+
+#[test]
+fn a_golden_file_with_a_bf16_run_and_no_distance_of_it_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    Checkpoint::copied("qwen2-yarn-bf16", dir.path());
+    let path = dir.path().join("golden/qwen2-yarn-bf16.json");
+    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    for wrong in [serde_json::Value::Null, 0.into(), "much".into()] {
+        let mut golden = golden.clone();
+        golden["noise"]["bf16_vs_f32_kl_mean"] = wrong;
+        std::fs::write(&path, golden.to_string()).unwrap();
+        let error = baton_engine::parity::run(dir.path(), DeviceChoice::Cpu, &mut Vec::new()).unwrap_err();
+        assert!(error.to_string().contains("noise"), "{error}");
     }
 }

@@ -17,7 +17,39 @@ pub struct Golden {
     pub prompts: Vec<Prompt>,
     /// Tokens that end a completion.
     pub eos_token_ids: Vec<u32>,
+    /// Where the prompts have bf16 runs.
+    pub noise: Option<Noise>,
     tensors: HashMap<String, Vec<f32>>,
+}
+
+/// How far the reference's bf16 run is from its own float32 run, step by step under the tokens of the latter: how far bf16
+/// alone moves this model.
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub struct Noise {
+    /// The largest difference of a logit.
+    #[serde(rename = "bf16_vs_f32_max_abs")]
+    pub logit: f64,
+    /// The root of the mean square of the differences of logits.
+    #[serde(rename = "bf16_vs_f32_rms")]
+    pub logit_rms: f64,
+    /// Mean divergence of a step, in nats.
+    #[serde(rename = "bf16_vs_f32_kl_mean")]
+    pub divergence: f64,
+    /// The largest of them.
+    #[serde(rename = "bf16_vs_f32_kl_max")]
+    pub divergence_max: f64,
+}
+
+impl Noise {
+    /// Of a golden file with bf16 runs.
+    fn read(json: &serde_json::Value) -> Result<Self, String> {
+        let noise = Self::deserialize(&json["noise"]).map_err(|error| format!("noise: {error}"))?;
+        let numbers = [noise.logit, noise.logit_rms, noise.divergence, noise.divergence_max];
+        match numbers.iter().all(|number| number.is_finite() && *number > 0.0) {
+            true => Ok(noise),
+            false => Err(format!("noise: {noise:?}; every distance must be above 0")),
+        }
+    }
 }
 
 /// One prompt.
@@ -88,6 +120,12 @@ impl Golden {
         };
         let json: serde_json::Value = serde_json::from_slice(&read(&json_path)?).map_err(malformed)?;
         let file = File::deserialize(&json).map_err(malformed)?;
+        let noise = match file.prompts.iter().any(|prompt| prompt.bf16.is_some()) {
+            true => Some(
+                Noise::read(&json).map_err(|what| ParityError::Golden { path: json_path.clone(), what })?,
+            ),
+            false => None,
+        };
 
         let tensor_path = path("safetensors");
         let bytes = read(&tensor_path)?;
@@ -102,7 +140,7 @@ impl Golden {
                 (name, values)
             })
             .collect();
-        Ok(Self { json, prompts: file.prompts, eos_token_ids: file.eos_token_ids, tensors })
+        Ok(Self { json, prompts: file.prompts, eos_token_ids: file.eos_token_ids, noise, tensors })
     }
 
     /// Raw logits, where they were kept: `RUN.PROMPT.steps`, `.prompt_last` or `.prompt_all`, rows of the

@@ -3,7 +3,7 @@
 use baton_connector::BlockId;
 use baton_connector::region::Region;
 
-use super::golden::{Prompt, Run};
+use super::golden::{Noise, Prompt, Run};
 use super::{Line, ParityError, Subject};
 use crate::executor::cpu::{CpuExecutor, CpuOptions};
 use crate::executor::cuda::{self, DeviceChoice, DeviceOptions, Element};
@@ -14,17 +14,45 @@ use crate::model::weights::Weights;
 const MAX_LOGIT_DIFFERENCE: f64 = 5e-4;
 /// Bound of the mean difference of the five best log-probabilities, float32 against float32.
 const MEAN_LOGPROB_DIFFERENCE: f64 = 5e-5;
-/// The same against a bf16 run of another engine.
-const MEAN_LOGPROB_DIFFERENCE_BF16: f64 = 0.15;
-/// Bound of the mean divergence from a bf16 run, in nats.
-pub(super) const MEAN_DIVERGENCE_BF16: f64 = 0.02;
-/// How much less likely than our best token a bf16 run's choice may be, in nats.
-pub(super) const CHOSEN_WITHIN_BF16: f64 = 0.6;
 
 /// How much further an accelerator may be from the float32 run.
 const ACCELERATOR_SLACK: f64 = 2.0;
 
 const BLOCK_TOKENS: usize = 16;
+
+/// Bounds of the distance to a bf16 run, in nats: multiples of the distance that the reference's bf16 run has to its own
+/// float32 run, so that they follow from the model.
+///
+/// An engine in float32 has that distance, one in bf16 rounds for itself. A divergence grows with the square of the
+/// rounding, so that two independent roundings have twice the divergence of one; a half more is for the few prompts
+/// of which a golden file keeps all logits. The right engines of 12 models (seeds 1, 2, 3 and 901 of the oracle; float32, bf16 of
+/// `transformers` with another attention, our bfloat16 products) came to at most 1.3 times the mean and 1.7 times the largest
+/// divergence, 0.9 times the root mean square (mean difference of the five best) and 0.7 times the largest difference (its
+/// choice below our best). The least of the oracle's planted mistakes that bf16 can show, GELU
+/// for SiLU, has 30 times the mean divergence.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bf16Bounds {
+    /// Mean divergence.
+    pub(super) divergence: f64,
+    /// Largest divergence of a step.
+    pub(super) divergence_max: f64,
+    /// Mean difference of the five best log-probabilities.
+    pub(super) top: f64,
+    /// How much less likely than the best token the other run's choice may be. If no logit differs by more than d, that is
+    /// at most 2d.
+    pub(super) chosen: f64,
+}
+
+impl From<&Noise> for Bf16Bounds {
+    fn from(noise: &Noise) -> Self {
+        Self {
+            divergence: 3.0 * noise.divergence,
+            divergence_max: 3.0 * noise.divergence_max,
+            top: 2.0 * noise.logit_rms,
+            chosen: 2.0 * noise.logit,
+        }
+    }
+}
 
 /// The end-of-sequence tokens: `generation_config.json`'s list has to have won.
 pub(super) fn configuration(subject: &Subject) -> Result<Vec<Line>, ParityError> {
@@ -113,7 +141,7 @@ pub(super) fn together(
 
 /// Under the tokens of the bf16 run: bf16 weights with our f32 arithmetic stay as close to it as bf16 noise.
 pub(super) fn bfloat16(subject: &Subject) -> Result<Vec<Line>, ParityError> {
-    if subject.golden.prompts.iter().all(|prompt| prompt.bf16.is_none()) {
+    if subject.golden.noise.is_none() {
         return Ok(Vec::new());
     }
     let mut executor = computing(subject, 1, Element::Bf16)?;
@@ -126,9 +154,12 @@ pub(super) fn against_bf16(
     executor: &mut dyn Executor,
     name: &str,
 ) -> Result<Vec<Line>, ParityError> {
-    let (mut divergence, mut top, mut chosen) = (Mean::default(), Mean::default(), 0.0_f64);
+    let Some(noise) = &subject.golden.noise else { return Ok(Vec::new()) };
+    let bounds = Bf16Bounds::from(noise);
+    let (mut divergence, mut top) = (Mean::default(), Mean::default());
+    let (mut divergence_max, mut chosen) = (0.0_f64, 0.0_f64);
     for (index, prompt) in subject.golden.prompts.iter().enumerate() {
-        let Some(golden) = &prompt.bf16 else { return Ok(Vec::new()) };
+        let Some(golden) = &prompt.bf16 else { continue };
         let text = [prompt.ids.as_slice(), &golden.greedy_ids].concat();
         let all = forced(executor, &text)?;
         let first = prompt.ids.len() - 1;
@@ -139,14 +170,21 @@ pub(super) fn against_bf16(
             chosen = worst(chosen, best - ours[*token as usize]);
             if let Some(steps) = subject.golden.tensor("bf16", index, "steps") {
                 let golden = logprobs(&steps[step * all.vocab..][..all.vocab]);
-                divergence.add(golden.iter().zip(&ours).map(|(g, o)| g.exp() * (g - o)).sum());
+                let of_step = golden.iter().zip(&ours).map(|(g, o)| g.exp() * (g - o)).sum();
+                divergence.add(of_step);
+                divergence_max = worst(divergence_max, of_step);
             }
         }
     }
     Ok(vec![
-        Line::at_most(&format!("{name}: mean divergence, nats"), divergence.mean(), MEAN_DIVERGENCE_BF16),
-        Line::at_most(&format!("{name}: mean difference of top-5"), top.mean(), MEAN_LOGPROB_DIFFERENCE_BF16),
-        Line::at_most(&format!("{name}: its choice below our best, nats"), chosen, CHOSEN_WITHIN_BF16),
+        Line::at_most(&format!("{name}: mean divergence, nats"), divergence.mean(), bounds.divergence),
+        Line::at_most(
+            &format!("{name}: largest divergence of a step, nats"),
+            divergence_max,
+            bounds.divergence_max,
+        ),
+        Line::at_most(&format!("{name}: mean difference of top-5"), top.mean(), bounds.top),
+        Line::at_most(&format!("{name}: its choice below our best, nats"), chosen, bounds.chosen),
     ])
 }
 
