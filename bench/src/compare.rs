@@ -129,6 +129,8 @@ impl CompareArgs {
             decode_step: Duration::from_millis(5),
             context_tokens: (self.prompt_tokens + self.output_tokens + 64).max(4_096),
             blocks: 1 << 16,
+            // Clients leave in the gap, so the reply is written at once: in the window before it no front door can give back.
+            reply_delay: Some(Duration::ZERO),
             ..EnginePlan::default()
         }
     }

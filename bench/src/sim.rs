@@ -107,6 +107,10 @@ pub struct EngineOptions {
     /// Milliseconds from a handoff's arrival at a decode engine until it is in its queue: stretches the gap
     #[arg(long, default_value_t = 0.0, value_parser = milliseconds)]
     pub admission_delay_ms: f64,
+    /// Milliseconds from the end of a request's work until its reply in one piece is written; a caller that has half-closed
+    /// by then does not get it [default: 1 for vllm, 0 for baton]
+    #[arg(long, value_parser = milliseconds)]
+    pub reply_delay_ms: Option<f64>,
     /// Bytes of one token's KV, for what is told of transfers
     #[arg(long, default_value_t = EnginePlan::default().bytes_per_token)]
     pub bytes_per_token: u64,
@@ -149,6 +153,7 @@ impl EngineOptions {
             heartbeats: !self.no_heartbeats,
             fetch_rate: self.fetch_rate,
             admission_delay: after(self.admission_delay_ms),
+            reply_delay: self.reply_delay_ms.map(after),
             bytes_per_token: self.bytes_per_token,
             load_failure: self.kv_load_failure_policy,
             ..EnginePlan::default()

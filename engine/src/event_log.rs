@@ -63,6 +63,9 @@ pub enum What {
         /// Until it ends by itself; `None` while it grows.
         left: Option<Duration>,
     },
+    /// What became of the reply that its caller waited for: `sent`, or `dropped` because the caller had left. Simulated
+    /// engines alone log it.
+    Replied(&'static str),
     /// A lease has ended.
     LeaseEnded {
         /// The reason of its release, or the cause.
@@ -103,6 +106,7 @@ impl What {
             Self::FirstToken => "first_token",
             Self::Abort(_) => "abort",
             Self::Lent { .. } => "lent",
+            Self::Replied(_) => "replied",
             Self::LeaseEnded { .. } => "lease_ended",
             Self::Ended { .. } => "ended",
             Self::Freed(_) => "freed",
@@ -116,7 +120,7 @@ impl What {
             Self::Started(cached) => vec![("cached", (*cached).into())],
             Self::Computed(tokens) => vec![("tokens", (*tokens).into())],
             Self::Fetching(blocks) | Self::Freed(blocks) => vec![("blocks", (*blocks).into())],
-            Self::Fetched(result) => vec![("result", (*result).into())],
+            Self::Fetched(result) | Self::Replied(result) => vec![("result", (*result).into())],
             Self::FirstToken => Vec::new(),
             Self::Abort(how) => vec![("how", (*how).into())],
             Self::Lent { blocks, left } => vec![

@@ -87,6 +87,8 @@ impl Aims {
         let mark = match phase {
             Phase::Queued => Mark::Queued,
             Phase::Prefill => Mark::PrefillStarted,
+            Phase::Reply => Mark::Lent,
+            Phase::Gap if self.seen.contains_key(&Phase::Reply) => Mark::Replied,
             Phase::Gap => Mark::Lent,
             Phase::Fetch => Mark::Fetching,
             Phase::FirstToken => Mark::Fetched,

@@ -96,9 +96,13 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
             Some(home) => home.saturating_sub(victim.gone) > limit,
         })
     };
-    for (in_gap, name) in [(true, "gap_stranded"), (false, "stranded")] {
-        let of = victims.iter().filter(|victim| (victim.phase == Some(Phase::Gap)) == in_gap);
-        let all: Vec<_> = of.collect();
+    let own = [Some(Phase::Gap), Some(Phase::Reply)];
+    for (phase, name) in [(own[0], "gap_stranded"), (own[1], "reply_stranded"), (None, "stranded")] {
+        let is_of = |victim: &&Victim<'_>| match phase {
+            Some(_) => victim.phase == phase,
+            None => !own.contains(&victim.phase),
+        };
+        let all: Vec<_> = victims.iter().filter(is_of).collect();
         let held: Vec<_> = all.iter().filter(|victim| held(victim)).collect();
         if held.is_empty() {
             continue;
@@ -106,14 +110,16 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
         let tags: Vec<_> = held.iter().map(|victim| victim.call.tag.as_str()).collect();
         let why = why_stranded(&held, limit);
         let (stranded, all, seconds) = (tags.len(), all.len(), limit as f64 / 1e6);
-        let says = if in_gap {
-            format!(
+        let says = match phase {
+            Some(Phase::Gap) => format!(
                 "{stranded} of {all} clients that left between prefill and decode stranded their blocks for more than {seconds} s: {why}"
-            )
-        } else {
-            format!(
+            ),
+            Some(_) => format!(
+                "{stranded} of {all} clients that left after the prefill's end and before its reply was written stranded their blocks for more than {seconds} s: the engine's server dropped the reply, the only copy of the handoff"
+            ),
+            None => format!(
                 "the blocks of {stranded} of {all} clients that left in all the other phases together were not back within {seconds} s: {why}"
-            )
+            ),
         };
         findings.push(finding(name, says, stranded as u64, &tags));
     }

@@ -11,6 +11,8 @@ pub(crate) enum Phase {
     Queued,
     /// The prefill engine computes
     Prefill,
+    /// The prefill engine has lent the blocks, and its server has not written the reply that names them
+    Reply,
     /// The prefill engine has lent the blocks, and the decode engine has not begun to read them
     Gap,
     /// The decode engine reads
@@ -25,7 +27,18 @@ pub(crate) enum Phase {
 
 impl Phase {
     /// In the order of a request's life.
-    pub(crate) const ALL: [Self; 7] =
+    pub(crate) const ALL: [Self; 8] = [
+        Self::Queued,
+        Self::Prefill,
+        Self::Reply,
+        Self::Gap,
+        Self::Fetch,
+        Self::FirstToken,
+        Self::Stream,
+        Self::Unary,
+    ];
+    /// Those of every engine: few log when a reply is written.
+    pub(crate) const COMMON: [Self; 7] =
         [Self::Queued, Self::Prefill, Self::Gap, Self::Fetch, Self::FirstToken, Self::Stream, Self::Unary];
 
     /// The word in reports.
@@ -33,6 +46,7 @@ impl Phase {
         match self {
             Self::Queued => "queued",
             Self::Prefill => "prefill",
+            Self::Reply => "reply",
             Self::Gap => "gap",
             Self::Fetch => "fetch",
             Self::FirstToken => "before first token",

@@ -1,8 +1,8 @@
 //! A run from its beginning to its end: what is started, watched, played in order, compared and put back.
 
 use std::io::BufReader;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
@@ -75,7 +75,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
     });
     let unmended = std::sync::Mutex::new(None);
     let deployed = std::sync::Mutex::new(deployment.own);
-    let own = || deployed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let own = || deployed.lock().unwrap_or_else(PoisonError::into_inner);
     let play = async {
         let mut acts = acts::Acts {
             stage: &stage,
@@ -92,10 +92,16 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
         acts.terms.rate = rate.rate_per_s;
         acts.rounds(options.share).await;
         for &phase in &options.phases {
-            if !stage.exact && matches!(phase, Phase::Gap | Phase::Fetch) {
+            if !stage.exact && matches!(phase, Phase::Reply | Phase::Gap | Phase::Fetch) {
                 // Nobody tells when that is.
                 continue;
             }
+            // Engines that do not log their replies have no such phase.
+            let aims = stage.aims.lock().unwrap_or_else(PoisonError::into_inner);
+            if phase == Phase::Reply && aims.median(phase).is_none() {
+                continue;
+            }
+            drop(aims);
             acts.phase(phase).await;
         }
         acts.refused().await;
@@ -136,7 +142,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
         recorder.put(&Record::Failed { at_us: at_us(), why: error.to_string() });
     }
     watch.home(Duration::from_secs_f64(options.settle)).await;
-    let mend = unmended.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+    let mend = unmended.lock().unwrap_or_else(PoisonError::into_inner).take();
     if let Some(command) = mend {
         progress.say("mending what was broken");
         let shell = tokio::process::Command::new("sh")

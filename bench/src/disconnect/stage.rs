@@ -196,7 +196,7 @@ impl Stage {
         let began = Instant::now();
         let phase = leaves.phase.unwrap_or_else(|| {
             // Anywhere in the life of a request, in each part of it as often.
-            Phase::ALL[rng.below(Phase::ALL.len() as u64 - 1) as usize]
+            Phase::COMMON[rng.below(Phase::COMMON.len() as u64 - 1) as usize]
         });
         let phase = if phase == Phase::Stream && !stream { Phase::Unary } else { phase };
         let within = |tokens: u32, rng: &mut Rng| 1 + rng.below(u64::from(tokens).max(1)) as usize;

@@ -26,6 +26,8 @@ pub(crate) struct Leg {
     pub(crate) told: Vec<u64>,
     /// Blocks, and when.
     pub(crate) lent: Option<(u64, u64)>,
+    /// When its reply was written, or dropped: `true` where it was written. Few engines log it.
+    pub(crate) replied: Option<(u64, bool)>,
     /// Microseconds that the lease lives unread, where that is told.
     pub(crate) lease_life: Option<u64>,
     /// Why, and when.
@@ -114,6 +116,7 @@ impl Timeline {
                 leg.lent = Some((at, event.blocks.unwrap_or(0)));
                 leg.lease_life = event.left_ms.map(|left| left.saturating_mul(1_000));
             }
+            "replied" => leg.replied = Some((at, event.result.as_deref() == Some("sent"))),
             "lease_ended" => {
                 let reason = event.reason.clone().unwrap_or_default();
                 if reason != read_whole() && reason != expired() {
@@ -141,7 +144,7 @@ impl Timeline {
         let begins = event.kind == "queued" || event.kind == "refused";
         let ours = |leg: &Leg| leg.engine == event.engine;
         // Two legs of one request can be on one engine: what only one of them can do is that one's.
-        let of_lease = matches!(event.kind.as_str(), "lent" | "lease_ended");
+        let of_lease = matches!(event.kind.as_str(), "lent" | "lease_ended" | "replied");
         let of_fetch = matches!(event.kind.as_str(), "fetching" | "fetched");
         let fits = |leg: &Leg| ours(leg) && (!of_lease || leg.lends) && (!of_fetch || leg.fetches);
         let found = match event.kind.as_str() {
@@ -192,7 +195,9 @@ impl Timeline {
                 // By an engine that is not watched.
                 return Some(Phase::FirstToken);
             }
+            let unwritten = leg.replied.is_some_and(|(when, sent)| !sent || when > at);
             return Some(match (before(leg.started), before(lent)) {
+                (_, true) if unwritten => Phase::Reply,
                 (_, true) => Phase::Gap,
                 (true, false) => Phase::Prefill,
                 (false, false) => Phase::Queued,
@@ -256,13 +261,15 @@ impl Timeline {
         let alone = only.and_then(|leg| leg.first_token);
         // A lease that grows is lent before its prefill is over.
         let lent = lender.and_then(|leg| Some(leg.lent?.0.max(leg.ended.as_ref()?.at)));
+        let written = lender.and_then(|leg| leg.replied).filter(|(_, sent)| *sent).map(|(at, _)| at);
         let fetching = reader.and_then(|leg| leg.fetching);
         let fetched = reader.and_then(|leg| leg.fetched.as_ref()).map(|(at, _)| *at);
         let decodes = reader.or(only).and_then(|leg| leg.first_token);
         let spans = [
             (Phase::Queued, before.and_then(|leg| leg.queued), started),
             (Phase::Prefill, started, lent.or(alone)),
-            (Phase::Gap, lent, fetching),
+            (Phase::Reply, lent.filter(|_| written.is_some()), written),
+            (Phase::Gap, written.or(lent), fetching),
             (Phase::Fetch, fetching.max(lent.filter(|_| fetching.is_some())), fetched),
             (Phase::FirstToken, fetched.or(alone), seen.first_token),
             (Phase::Unary, decodes.filter(|_| !seen.stream), seen.done),
@@ -491,6 +498,33 @@ mod tests {
             (early.phase_at(&seen, 50), early.phase_at(&seen, 85)),
             (Some(Phase::Prefill), Some(Phase::Fetch))
         );
+    }
+
+    #[test]
+    fn the_reply_phase_lasts_from_the_loan_until_the_reply_is_written() {
+        let timeline = |result: &str| {
+            let mut timeline = told(&WHOLE[..7]);
+            let result = Some(result.to_owned());
+            timeline.take(&EventRecord { result, ..event(0, "replied", 105) });
+            WHOLE[7..].iter().for_each(|&(engine, kind, at)| timeline.take(&event(engine, kind, at)));
+            timeline
+        };
+        let seen = Seen { stream: true, first_token: Some(160), ..Seen::default() };
+        let sent = timeline("sent");
+        let phases = [99, 101, 104, 105, 119].map(|at| sent.phase_at(&seen, at));
+        let expected = [Phase::Prefill, Phase::Reply, Phase::Reply, Phase::Gap, Phase::Gap].map(Some);
+        assert_eq!(phases, expected);
+        let spans = sent.spans(&seen);
+        assert!(
+            spans.contains(&(Phase::Reply, 101, 105)) && spans.contains(&(Phase::Gap, 105, 120)),
+            "{spans:?}"
+        );
+        // A reply that was dropped was never written.
+        let mut dropped = told(&WHOLE[..7]);
+        let result = Some("dropped".to_owned());
+        dropped.take(&EventRecord { result, ..event(0, "replied", 105) });
+        assert_eq!(dropped.phase_at(&seen, 110), Some(Phase::Reply));
+        assert!(!dropped.spans(&seen).iter().any(|(phase, ..)| matches!(phase, Phase::Reply | Phase::Gap)));
     }
 
     #[test]

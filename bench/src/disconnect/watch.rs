@@ -52,6 +52,8 @@ pub(crate) enum Mark {
     PrefillStarted,
     /// The prefill engine has lent the blocks.
     Lent,
+    /// Its server has written the reply.
+    Replied,
     /// The decode engine has begun to read them.
     Fetching,
     /// It has read them.
@@ -144,6 +146,7 @@ impl Feed {
             ("queued", _) => Mark::Queued,
             ("started", true) => Mark::PrefillStarted,
             ("lent", _) => Mark::Lent,
+            ("replied", true) => Mark::Replied,
             ("fetching", _) => Mark::Fetching,
             ("fetched", _) => Mark::Fetched,
             ("first_token", false) => Mark::FirstToken,

@@ -87,11 +87,12 @@ pub(super) async fn exactly(client: &Client, engines: &[&Engine], terms: &Terms,
     if !doctor.calm(checkup).await {
         return;
     }
-    for phase in Phase::ALL {
+    for phase in Phase::COMMON {
         if !doctor.phase(phase, checkup).await {
             // Blocks that are not back would spoil what follows.
             let failed = |of: &Phase| checkup.has_failed("disconnect", of.label());
-            let rest: Vec<_> = Phase::ALL.into_iter().filter(|rest| *rest > phase && !failed(rest)).collect();
+            let rest: Vec<_> =
+                Phase::COMMON.into_iter().filter(|rest| *rest > phase && !failed(rest)).collect();
             for rest in rest {
                 checkup.skip("disconnect", rest.label(), "another phase failed before it was tried");
             }
@@ -329,7 +330,7 @@ impl Doctor<'_> {
         match phase {
             Phase::Queued => Some(When::Aim(Aim::At(Duration::from_micros(u64::from(attempt) * 50)))),
             Phase::Stream => Some(When::Tokens(2)),
-            Phase::Prefill | Phase::Gap | Phase::Fetch | Phase::FirstToken | Phase::Unary => {
+            Phase::Prefill | Phase::Reply | Phase::Gap | Phase::Fetch | Phase::FirstToken | Phase::Unary => {
                 let mut rng = Rng::stream(u64::from(attempt), phase.label());
                 self.aims.at(phase, true, &mut rng).map(When::Aim)
             }

@@ -157,14 +157,14 @@ pub(super) async fn coarsely(
     let tokens = (enough as u32).clamp(TOKENS, TOKENS_MAX);
     let whole = ttft + each * tokens;
     let mut expired = None;
-    for (number, phase) in (1..).zip(Phase::ALL) {
+    for (number, phase) in (1..).zip(Phase::COMMON) {
         let (streaming, leave) = match phase {
             Phase::Queued => (Streaming::Streamed, Leave::After(Duration::ZERO)),
             Phase::Prefill => (Streaming::Streamed, Leave::After(ttft.mul_f64(0.4))),
             Phase::FirstToken => (Streaming::Streamed, Leave::After(ttft.mul_f64(0.9))),
             Phase::Stream => (Streaming::Streamed, Leave::AfterTokens(2)),
             Phase::Unary => (Streaming::Whole, Leave::After((ttft * 2).min(whole / 2))),
-            Phase::Gap | Phase::Fetch => {
+            Phase::Reply | Phase::Gap | Phase::Fetch => {
                 checkup.skip("disconnect", phase.label(), "when it comes cannot be told from metrics");
                 continue;
             }

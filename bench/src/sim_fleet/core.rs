@@ -329,11 +329,15 @@ impl Core {
         if request.phase != Phase::Done {
             return self.abort(ticket, Notice::Disconnect, now_us);
         }
-        let lent = match self.requests.remove(&ticket).and_then(|request| request.end) {
-            Some(End::Lent(lent)) => lent,
-            _ => return,
-        };
-        // Baton's engine gives back what nobody can have learnt of; vLLM's waits for the lease's end.
+        if let Some(end) = self.requests.remove(&ticket).and_then(|request| request.end) {
+            self.unsent(&end, now_us);
+        }
+    }
+
+    /// The reply that carries this end has reached no caller.
+    pub(super) fn unsent(&mut self, end: &End, now_us: u64) {
+        let End::Lent(lent) = end else { return };
+        // Baton's engine gives back what no caller can have learnt of; vLLM's waits for the lease's end.
         if self.plan.dialect == Dialect::Baton && !self.plan.faults.never_aborts_prefill {
             self.release(&LeaseKey::Handle(lent.handle), "client_gone", now_us);
         }

@@ -293,7 +293,7 @@ impl Exchange<'_> {
                 None => self.moved(inbox).await?,
             }
         };
-        match self.failed(&end) {
+        let sent = match self.failed(&end) {
             Some(error) => inbox.send_or_gone(&refusal(&error)).await,
             None => {
                 let choice = FinishedChoice {
@@ -305,9 +305,30 @@ impl Exchange<'_> {
                     prompt_token_ids: None,
                 };
                 let body = self.head.full(&[choice], &self.usage(said.len()), self.params(&end).as_ref());
-                inbox.send_or_gone(&json(&body)).await
+                self.written(inbox, &json(&body)).await
+            }
+        };
+        if !self.engine.plan.reply_window().is_zero() {
+            let result = if sent.is_ok() { "sent" } else { "dropped" };
+            self.engine.log.tell(0, &self.internal, 0, What::Replied(result));
+        }
+        if sent.is_err() {
+            self.engine.drive(|core, now_us| core.unsent(&end, now_us));
+        }
+        sent
+    }
+
+    /// Writes a reply as late as the engine's server does, unless the caller has sent its end by then.
+    async fn written(&self, inbox: &mut Inbox, reply: &[u8]) -> io::Result<()> {
+        let window = self.engine.plan.reply_window();
+        if !window.is_zero() {
+            tokio::select! {
+                biased;
+                () = inbox.gone() => return Err(io::ErrorKind::ConnectionAborted.into()),
+                () = tokio::time::sleep(window) => {}
             }
         }
+        inbox.send_or_gone(reply).await
     }
 
     /// The reply as server-sent events. vLLM's engine sends the head before it has begun, Baton's with the first event.

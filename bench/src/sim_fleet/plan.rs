@@ -87,6 +87,9 @@ pub struct EnginePlan {
     pub fetch_rate: u64,
     /// From a request's arrival at a decode engine until it is in its queue.
     pub admission_delay: Duration,
+    /// From the end of a request's work until its server writes the reply in one piece: a caller that has sent its end by then does
+    /// not get it. [default: as the dialect's server: 1 ms for vllm, none for baton]
+    pub reply_delay: Option<Duration>,
     /// KV of one token, for what is told of bytes.
     pub bytes_per_token: u64,
     /// After a read that failed. [default: as the dialect's engine: `recompute` for baton, `fail` for vllm]
@@ -113,6 +116,7 @@ impl Default for EnginePlan {
             heartbeats: true,
             fetch_rate: 100_000,
             admission_delay: Duration::ZERO,
+            reply_delay: None,
             bytes_per_token: 128 << 10,
             load_failure: None,
             faults: Faults::default(),
@@ -128,6 +132,7 @@ impl EnginePlan {
             prefill_rate: 0,
             prefill_overhead: Duration::ZERO,
             decode_step: Duration::ZERO,
+            reply_delay: Some(Duration::ZERO),
             fetch_rate: 0,
             ..Self::default()
         }
@@ -138,6 +143,15 @@ impl EnginePlan {
         self.load_failure.unwrap_or(match self.dialect {
             Dialect::Baton => LoadFailure::Recompute,
             Dialect::Vllm => LoadFailure::Fail,
+        })
+    }
+
+    /// From the end of a request's work until its reply is written. vLLM's engine core is another process than its server, and
+    /// uvicorn drops what is written after the caller's end: a reply crossed a half-close by at most 1 ms on vLLM 0.32.
+    pub(super) fn reply_window(&self) -> Duration {
+        self.reply_delay.unwrap_or(match self.dialect {
+            Dialect::Baton => Duration::ZERO,
+            Dialect::Vllm => Duration::from_millis(1),
         })
     }
 

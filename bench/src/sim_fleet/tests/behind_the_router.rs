@@ -21,6 +21,8 @@ async fn after_a_storm_every_block_is_home_and_every_text_was_right() {
             decode_step: Duration::from_millis(1),
             blocks: 400,
             lease: Duration::from_secs(600),
+            // What is lost in it stays until the lease ends; below.
+            reply_delay: Some(Duration::ZERO),
             ..EnginePlan::default()
         };
         let site = Site::of(FleetPlan::new(1, 1, engine));
@@ -58,4 +60,19 @@ async fn after_a_storm_every_block_is_home_and_every_text_was_right() {
         site.settled().await;
         running.abort();
     }
+}
+
+/// The known limit in front of stock engines: an abort of theirs is a half-close, and their server drops the reply with the only
+/// copy of the handoff.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stock_engine_strands_the_blocks_of_a_caller_that_leaves_in_its_reply_window() {
+    let engine = EnginePlan { reply_delay: Some(PATIENCE * 2), ..EnginePlan::instant() };
+    let site = Site::with(engine);
+    let (address, running) = router(&site.fleet).await;
+    let caller = Caller::post(address, "/v1/completions", &ask(&prompt(1, 40), 5, "mine")).await;
+    site.event(Role::Prefill, "mine", "lent").await;
+    caller.leaves(Leaves::Fin);
+    let replied = site.event(Role::Prefill, "mine", "replied").await;
+    assert_eq!((&replied["result"], site.usage(Role::Prefill).leased), (&json!("dropped"), 3));
+    running.abort();
 }

@@ -55,6 +55,36 @@ async fn the_events_of_a_handoff_are_told_in_their_order() {
 }
 
 #[tokio::test]
+async fn a_caller_that_half_closes_before_the_reply_is_written_does_not_get_it() {
+    for dialect in [Dialect::Baton, Dialect::Vllm] {
+        let reply_delay = Some(PATIENCE * 2);
+        let site = Site::with(EnginePlan { dialect, reply_delay, ..EnginePlan::instant() });
+        let mut caller = Caller::post(
+            site.at(Role::Prefill),
+            "/v1/completions",
+            &first_leg(&ask(&prompt(1, 40), 5, "mine")),
+        )
+        .await;
+        site.event(Role::Prefill, "mine", "lent").await;
+        caller.0.shutdown().await.expect("a half-close");
+        let replied = site.event(Role::Prefill, "mine", "replied").await;
+        assert_eq!(replied["result"], "dropped", "{dialect:?}");
+        let mut read = Vec::new();
+        caller.0.read_to_end(&mut read).await.expect("the engine closes");
+        assert_eq!(read, b"", "{dialect:?}");
+        match dialect {
+            Dialect::Baton => site.settled().await,
+            // Only time ends this lease.
+            Dialect::Vllm => assert_eq!(site.usage(Role::Prefill).leased, 3),
+        }
+    }
+    let reply_delay = Some(Duration::from_millis(5));
+    let site = Site::with(EnginePlan { reply_delay, ..EnginePlan::instant() });
+    site.lent(&ask(&prompt(1, 40), 5, "mine")).await;
+    assert_eq!(site.event(Role::Prefill, "mine", "replied").await["result"], "sent");
+}
+
+#[tokio::test]
 async fn streams_are_the_text_in_pieces() {
     for plan in plans() {
         let site = Site::with(EnginePlan { decode_step: Duration::from_millis(1), ..plan });
