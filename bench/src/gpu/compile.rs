@@ -5,7 +5,7 @@
 
 use std::io::Write;
 
-use baton_engine::executor::cuda::kernels::{COPY_KERNEL, Kernel};
+use baton_engine::executor::cuda::kernels::{COPY_KERNEL, DECODE_STAGES, Kernel, decode_stages};
 use baton_engine::executor::cuda::nvrtc::{self, Usage};
 use baton_engine::executor::cuda::{DeviceError, Element};
 use clap::Args;
@@ -38,8 +38,13 @@ pub fn run(options: &GpuCompile, out: &mut dyn Write) -> Result<(), crate::Bench
     let mut wrong = Vec::new();
     for arch in &options.arch {
         for element in [Element::Bf16, Element::F32] {
-            for head_dim in HEAD_DIMS {
-                let compiled = nvrtc::compile_kernels(element, head_dim, arch)?;
+            // Heads of 128 have fewer stages where a block has 99 KiB of shared memory.
+            let all =
+                HEAD_DIMS.into_iter().flat_map(|head_dim| DECODE_STAGES.map(|stages| (head_dim, stages)));
+            for (head_dim, stages) in
+                all.filter(|(head_dim, stages)| *stages >= decode_stages(*head_dim, 99 << 10))
+            {
+                let compiled = nvrtc::compile_kernels(element, head_dim, stages, arch)?;
                 let found = judge(element, &compiled.usage);
                 wrong.extend(found.into_iter().map(|what| format!("{what} for {arch}, head_dim {head_dim}")));
                 for usage in compiled.usage {

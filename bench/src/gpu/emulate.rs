@@ -7,13 +7,16 @@
 use std::io::Write;
 
 use baton_engine::executor::cuda::software::{Emulation, EmulationError, SoftDevice};
-use baton_engine::executor::cuda::{Element, check};
+use baton_engine::executor::cuda::{Element, check, kernels};
 use clap::Args;
 
 use super::{HEAD_DIMS, Skipped};
 
 /// Memory of the device.
 const BYTES: usize = 1 << 30;
+
+/// Shared memory of a block on compute capability 9.0, and on 8.6 and 8.9, where heads of 128 have fewer stages.
+const SHARED_BYTES: [usize; 2] = [227 << 10, 99 << 10];
 
 /// Options of `baton bench gpu-emulate`.
 #[derive(Args, Clone, Debug)]
@@ -30,12 +33,19 @@ pub struct GpuEmulate {
 pub fn run(options: &GpuEmulate, out: &mut dyn Write) -> Result<(), crate::BenchError> {
     let mut wrong = 0;
     for element in [Element::Bf16, Element::F32] {
-        for &head_dim in &options.head_dim {
-            let emulation = match Emulation::new(element, head_dim) {
+        let all = options.head_dim.iter().flat_map(|head_dim| SHARED_BYTES.map(|most| (*head_dim, most)));
+        for (head_dim, most) in all {
+            let stages = kernels::decode_stages(head_dim, most);
+            let is_same = element == Element::F32 || stages == kernels::DECODE_STAGES[0];
+            if most != SHARED_BYTES[0] && is_same {
+                continue;
+            }
+            let emulation = match Emulation::new(element, head_dim, stages) {
                 Err(error @ EmulationError::NoCompiler(_)) => return Err(Skipped(error.to_string()).into()),
                 other => other?,
             };
-            let mut device = SoftDevice::new(BYTES, element, head_dim).emulating(emulation);
+            let mut device =
+                SoftDevice::new(BYTES, element, head_dim).emulating(emulation).with_shared_bytes(most);
             let lines = check::kernels(&mut device, element, head_dim)?;
             for line in lines.iter().filter(|line| !line.passed) {
                 writeln!(out, "FAIL  {:<70} {}", line.what, line.numbers)?;
@@ -44,7 +54,7 @@ pub fn run(options: &GpuEmulate, out: &mut dyn Write) -> Result<(), crate::Bench
             let right = lines.iter().filter(|line| line.passed).count();
             writeln!(
                 out,
-                "{:<5} head_dim {head_dim:>4}: {right} of {} results are the twins'",
+                "{:<5} head_dim {head_dim:>4}, {stages} stages: {right} of {} results are the twins'",
                 element.label(),
                 lines.len()
             )?;

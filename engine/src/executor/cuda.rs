@@ -129,11 +129,19 @@ impl<D: Device> CudaExecutor<D> {
         };
         let layout = config.kv_layout(options.block_tokens, dtype);
         let bounds = bounds(config, options)?;
+        if options.max_sequences > bounds.bucket {
+            tracing::warn!(
+                max_num_seqs = options.max_sequences,
+                recorded = bounds.bucket,
+                "decode steps of more sequences are not recorded as graphs and are slower; lower --max-num-seqs to avoid them"
+            );
+        }
         let shape = Shape {
             element: options.element,
             heads: config.heads,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
+            decode_stages: kernels::decode_stages(config.head_dim, device.shared_bytes_max()),
             block_tokens: options.block_tokens,
             block_stride: layout.block_bytes() / layout.dtype.bytes(),
             norm_eps: config.norm_eps,

@@ -50,7 +50,8 @@ struct Case {
 /// [`DeviceError`] where the twins cannot run a case: a mistake in the case.
 pub fn kernels(device: &mut dyn Device, element: Element, head_dim: usize) -> Result<Vec<Line>, DeviceError> {
     let mut lines = Vec::new();
-    for case in cases(element, head_dim) {
+    let stages = kernels::decode_stages(head_dim, device.shared_bytes_max());
+    for case in cases(element, head_dim, stages) {
         let mut soft = SoftDevice::new(SOFT_BYTES, element, head_dim);
         let twins = run(&mut soft, &case)?;
         let ours = match run(device, &case) {
@@ -168,7 +169,7 @@ fn rounding(element: Element) -> f32 {
     }
 }
 
-fn cases(element: Element, head_dim: usize) -> Vec<Case> {
+fn cases(element: Element, head_dim: usize, stages: usize) -> Vec<Case> {
     let mut all = vec![embed(element), silu_mul(element, 1000, true), silu_mul(element, 77, false)];
     // Widths that a block keeps in registers, and that it does not.
     all.extend(
@@ -178,7 +179,7 @@ fn cases(element: Element, head_dim: usize) -> Vec<Case> {
     for (heads, kv_heads, extras) in [(8, 2, true), (6, 6, false), (40, 2, false)] {
         all.push(rope_kv(element, head_dim, heads, kv_heads, extras));
         for lengths in [&[1, 17, 0, 200][..], &[2000, 64, 65]] {
-            all.push(decode_attention(element, head_dim, heads, kv_heads, lengths));
+            all.push(decode_attention(element, head_dim, stages, (heads, kv_heads), lengths));
         }
         all.push(prefill_attention(element, head_dim, heads, kv_heads));
     }
@@ -265,6 +266,7 @@ fn shape(element: Element, head_dim: usize, heads: usize, kv_heads: usize) -> Sh
         heads,
         kv_heads,
         head_dim,
+        decode_stages: kernels::DECODE_STAGES[0],
         block_tokens: BLOCK_TOKENS,
         block_stride: LAYERS * 2 * kv_heads * BLOCK_TOKENS * head_dim,
         norm_eps: 1e-5,
@@ -325,12 +327,12 @@ fn tables(numbers: &mut Numbers, lengths: &[usize]) -> (Vec<i32>, Vec<usize>, us
 fn decode_attention(
     element: Element,
     head_dim: usize,
-    heads: usize,
-    kv_heads: usize,
+    decode_stages: usize,
+    (heads, kv_heads): (usize, usize),
     lengths: &'static [usize],
 ) -> Case {
     let mut numbers = Numbers(5);
-    let shape = shape(element, head_dim, heads, kv_heads);
+    let shape = Shape { decode_stages, ..shape(element, head_dim, heads, kv_heads) };
     let (order, starts, blocks) = tables(&mut numbers, lengths);
     let rows = lengths.len();
     let entries = lengths.iter().zip(&starts).enumerate();

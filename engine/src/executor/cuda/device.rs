@@ -235,6 +235,9 @@ pub trait Device: Send {
     /// Processors that run blocks at the same time.
     fn multiprocessors(&self) -> u32;
 
+    /// Bytes of shared memory that a block can have. 227 KiB on compute capability 9.0, 163 on 8.0, 99 on 8.6 and 8.9.
+    fn shared_bytes_max(&self) -> usize;
+
     /// Bytes of memory that are free.
     ///
     /// # Errors

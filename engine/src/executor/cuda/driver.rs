@@ -87,6 +87,7 @@ pub struct CudaDevice {
     name: String,
     arch: String,
     multiprocessors: u32,
+    shared_bytes_max: usize,
     context: sys::CUcontext,
     bound: Option<ThreadId>,
     module: Arc<Module>,
@@ -122,7 +123,7 @@ impl CudaDevice {
         libraries::load(&libraries::DRIVER)?;
         libraries::load(&libraries::BLAS)?;
         // SAFETY: plain calls whose symbols were found; out-parameters are valid for their types.
-        let (device, name, capability, multiprocessors) = unsafe {
+        let (device, name, capability, multiprocessors, shared_bytes_max) = unsafe {
             check("cuInit", sys::cuInit(0))?;
             let mut count = 0;
             check("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut count))?;
@@ -148,6 +149,7 @@ impl CudaDevice {
                     attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
                 ),
                 attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.cast_unsigned(),
+                attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.cast_unsigned() as usize,
             )
         };
         if capability < CAPABILITY_MIN {
@@ -157,7 +159,8 @@ impl CudaDevice {
             )));
         }
         let arch = nvrtc::arch(capability);
-        let cubin = cubins::get(cache, &kernels::source(element, head_dim), &arch)?;
+        let stages = kernels::decode_stages(head_dim, shared_bytes_max);
+        let cubin = cubins::get(cache, &kernels::source(element, head_dim, stages), &arch)?;
         let mut context = std::ptr::null_mut();
         // SAFETY: as above; the context is released when the device is dropped.
         unsafe {
@@ -182,6 +185,7 @@ impl CudaDevice {
             name,
             arch,
             multiprocessors,
+            shared_bytes_max,
             context,
             bound: None,
             module,
@@ -255,6 +259,10 @@ impl Device for CudaDevice {
 
     fn multiprocessors(&self) -> u32 {
         self.multiprocessors
+    }
+
+    fn shared_bytes_max(&self) -> usize {
+        self.shared_bytes_max
     }
 
     fn free_bytes(&self) -> Result<usize, DeviceError> {

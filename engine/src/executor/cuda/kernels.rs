@@ -31,10 +31,10 @@ pub const SPLITS_MAX: usize = 64;
 pub const PARTS: usize = 32;
 /// Integers of one draw, see `choose.cu`.
 pub const DRAW_WORDS: usize = 7;
-/// Warps of a block of decode attention, and stages of each one's pipeline. With heads of 128 elements that is 102 KiB of
-/// shared memory: devices of compute capability 8.6 and 8.9 have 99 and refuse it by name.
+/// Warps of a block of decode attention.
 const DECODE_WARPS: usize = 4;
-const DECODE_STAGES: usize = 3;
+/// Most and fewest stages of each one's pipeline: see [`decode_stages`].
+pub const DECODE_STAGES: [usize; 2] = [3, 2];
 /// Rows that products of few rows take.
 pub const FEW_ROWS_MAX: usize = 8;
 /// Inputs that they take at a time.
@@ -134,21 +134,35 @@ pub fn supported(element: Element, head_dim: usize) -> Result<(), String> {
     }
 }
 
-/// The whole source for one element type and head width. `#line` gives errors the place in the file they are in.
+/// Bytes of the pipelines of a block of decode attention.
+fn pipeline_bytes(head_dim: usize, stages: usize) -> usize {
+    DECODE_WARPS * stages * 2 * 16 * row_bytes(head_dim)
+}
+
+/// Stages of decode attention on a device whose blocks have at most so many bytes of shared memory: as many as fit. With heads
+/// of 128 elements three stages are 102 KiB, and devices of compute capability 8.6 and 8.9 have 99.
 #[must_use]
-pub fn source(element: Element, head_dim: usize) -> String {
-    definitions(element, head_dim) + &lines("ptx.cu", PTX) + &bodies(element)
+pub fn decode_stages(head_dim: usize, shared_bytes_max: usize) -> usize {
+    let [most, fewest] = DECODE_STAGES;
+    if pipeline_bytes(head_dim, most) <= shared_bytes_max { most } else { fewest }
+}
+
+/// The whole source for one element type, head width and number of stages. `#line` gives errors the place in the file they
+/// are in.
+#[must_use]
+pub fn source(element: Element, head_dim: usize, stages: usize) -> String {
+    definitions(element, head_dim, stages) + &lines("ptx.cu", PTX) + &bodies(element)
 }
 
 /// The same for a C++ compiler: a library that runs the kernels on this CPU, see `emulation.cpp`.
 #[must_use]
-pub fn emulation_source(element: Element, head_dim: usize) -> String {
+pub fn emulation_source(element: Element, head_dim: usize, stages: usize) -> String {
     // What has no fixed size is not a variable there.
     let bodies = bodies(element).replace(DYNAMIC_SHARED, "unsigned char* shared = shared_memory;");
     let names = Kernel::all(element).iter().map(|kernel| kernel.name()).chain([COPY_KERNEL]);
     let exported: String = names.map(|name| format!("EMULATE({name})\n")).collect();
     let exported = format!("EMULATE_BEGIN\n{exported}EMULATE_END\n");
-    lines("emulation.cpp", EMULATION) + &definitions(element, head_dim) + &bodies + &exported
+    lines("emulation.cpp", EMULATION) + &definitions(element, head_dim, stages) + &bodies + &exported
 }
 
 /// How kernels name dynamic shared memory.
@@ -158,11 +172,11 @@ fn lines(name: &str, text: &str) -> String {
     format!("#line 1 \"{name}\"\n{text}\n")
 }
 
-fn definitions(element: Element, head_dim: usize) -> String {
+fn definitions(element: Element, head_dim: usize, stages: usize) -> String {
     let bf16 = u8::from(element == Element::Bf16);
     format!(
         "#define ELEMENT_BF16 {bf16}\n#define HEAD_DIM {head_dim}\n#define DECODE_WARPS {DECODE_WARPS}\n\
-         #define DECODE_STAGES {DECODE_STAGES}\n#define KEYS {TILE_QUERIES}\n#define SPLIT_TOKENS {SPLIT_TOKENS}\n\
+         #define DECODE_STAGES {stages}\n#define KEYS {TILE_QUERIES}\n#define SPLIT_TOKENS {SPLIT_TOKENS}\n\
          #define COPY_PIECES {COPY_PIECES}\n#define COPY_PART {COPY_PART}u\n"
     )
 }
@@ -194,6 +208,8 @@ pub struct Shape {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
+    /// Stages of decode attention that the device's kernels were made for: [`decode_stages`].
+    pub decode_stages: usize,
     /// Tokens of a KV block.
     pub block_tokens: usize,
     /// Elements of a KV block over all layers.
@@ -365,8 +381,8 @@ fn scale(shape: &Shape) -> Arg {
 }
 
 /// Bytes of a head's row in shared memory, see `tensor_core.cu`.
-fn row_bytes(shape: &Shape) -> usize {
-    shape.head_dim * 2 + 16
+fn row_bytes(head_dim: usize) -> usize {
+    head_dim * 2 + 16
 }
 
 /// The two launches of decode attention over `sequences` entries.
@@ -380,7 +396,7 @@ pub fn decode_attention(
 ) -> [Launch; 2] {
     // A warp of the merge knows as many.
     assert!(splits <= SPLITS_MAX, "{splits} splits, at most {SPLITS_MAX}");
-    let pipeline = DECODE_WARPS * DECODE_STAGES * 2 * 16 * row_bytes(shape);
+    let pipeline = pipeline_bytes(shape.head_dim, shape.decode_stages);
     let meeting = DECODE_WARPS * 16 * (shape.head_dim + 8 + 2) * 4;
     let attend = Launch {
         kernel: Kernel::DecodeAttention,
@@ -434,7 +450,7 @@ pub fn prefill_attention(shape: &Shape, parts: &Attention, layer: usize, tiles: 
         kernel: Kernel::PrefillAttention,
         grid: [grid(tiles), grid(shape.heads), 1],
         threads: 128,
-        shared_bytes: shared_bytes(shape, 2 * 2 * TILE_QUERIES * row_bytes(shape)),
+        shared_bytes: shared_bytes(shape, 2 * 2 * TILE_QUERIES * row_bytes(shape.head_dim)),
         args: vec![
             Arg::In(parts.qkv),
             Arg::In(parts.pool),

@@ -50,12 +50,17 @@ pub fn arch((major, minor): (i32, i32)) -> String {
     format!("sm_{major}{minor}{own}")
 }
 
-/// Compiles all kernels for one element type and head width.
+/// Compiles all kernels for one element type, head width and number of stages.
 ///
 /// # Errors
 /// [`DeviceError`].
-pub fn compile_kernels(element: Element, head_dim: usize, arch: &str) -> Result<Compiled, DeviceError> {
-    compile(&kernels::source(element, head_dim), arch)
+pub fn compile_kernels(
+    element: Element,
+    head_dim: usize,
+    stages: usize,
+    arch: &str,
+) -> Result<Compiled, DeviceError> {
+    compile(&kernels::source(element, head_dim, stages), arch)
 }
 
 /// Compiles a source.

@@ -36,7 +36,7 @@ use super::port::PoolMemory;
 const THREADS_MAX: u32 = 1024;
 const GRID_YZ_MAX: u32 = 65_535;
 /// Dynamic shared memory of a block on compute capability 9.0.
-const SHARED_BYTES_MAX: u32 = 227 << 10;
+const SHARED_BYTES_MAX: usize = 227 << 10;
 /// The host's place in clocks; streams follow.
 const HOST: usize = 0;
 
@@ -64,6 +64,7 @@ pub struct SoftDevice {
     module: Module,
     /// Runs the kernels themselves instead of their twins.
     emulation: Option<Emulation>,
+    shared_bytes_max: usize,
     memory_bytes: usize,
     /// Held while the device works, which is whenever it touches memory that others touch too.
     work: Arc<Mutex<()>>,
@@ -109,6 +110,7 @@ impl SoftDevice {
         Self {
             module: Module { element, head_dim },
             emulation: None,
+            shared_bytes_max: SHARED_BYTES_MAX,
             memory_bytes,
             work: Arc::default(),
             buffers: Vec::new(),
@@ -125,6 +127,13 @@ impl SoftDevice {
             copies: 0,
             waits: Arc::default(),
         }
+    }
+
+    /// A device whose blocks have at most so many bytes of shared memory.
+    #[must_use]
+    pub fn with_shared_bytes(mut self, most: usize) -> Self {
+        self.shared_bytes_max = most;
+        self
     }
 
     /// A device that runs the kernels' own code, compiled for this CPU; what they touch is not followed byte by byte.
@@ -213,7 +222,8 @@ impl SoftDevice {
         if x == 0 || y == 0 || z == 0 || y > GRID_YZ_MAX || z > GRID_YZ_MAX {
             return undefined(format!("{name}: a grid of {x} × {y} × {z}"));
         }
-        if launch.threads == 0 || launch.threads > THREADS_MAX || launch.shared_bytes > SHARED_BYTES_MAX {
+        let too_much = launch.shared_bytes as usize > self.shared_bytes_max;
+        if launch.threads == 0 || launch.threads > THREADS_MAX || too_much {
             return undefined(format!(
                 "{name}: {} threads, {} bytes of shared memory",
                 launch.threads, launch.shared_bytes
@@ -351,6 +361,10 @@ impl Device for SoftDevice {
 
     fn multiprocessors(&self) -> u32 {
         8
+    }
+
+    fn shared_bytes_max(&self) -> usize {
+        self.shared_bytes_max
     }
 
     fn free_bytes(&self) -> Result<usize, DeviceError> {

@@ -33,12 +33,13 @@ fn kinds(launch: &Launch) -> String {
 fn every_launch_has_the_parameters_of_its_kernel_in_both_sources() {
     let slice = Slice::of(Buffer(0), 0);
     for element in [Element::F32, Element::Bf16] {
-        let source = source(element, 64);
+        let source = source(element, 64, 3);
         let shape = Shape {
             element,
             heads: 8,
             kv_heads: 2,
             head_dim: 64,
+            decode_stages: 3,
             block_tokens: 16,
             block_stride: 1,
             norm_eps: 1e-5,
@@ -127,8 +128,8 @@ fn products_of_few_rows_are_ours_where_they_fit() {
 #[test]
 fn sources_include_nothing() {
     for element in [Element::F32, Element::Bf16] {
-        assert!(!source(element, 64).contains("#include"), "a kernel needs more than the compiler");
-        assert!(!emulation_source(element, 64).contains("extern __shared__"), "it has no fixed size");
+        assert!(!source(element, 64, 3).contains("#include"), "a kernel needs more than the compiler");
+        assert!(!emulation_source(element, 64, 3).contains("extern __shared__"), "it has no fixed size");
     }
 }
 
@@ -139,6 +140,7 @@ fn decode_attention_is_split_by_what_fills_the_device() {
         heads: 32,
         kv_heads: 8,
         head_dim: 128,
+        decode_stages: 3,
         block_tokens: 16,
         block_stride: 1,
         norm_eps: 1e-5,
@@ -155,4 +157,35 @@ fn heads_without_kernels_are_refused_by_name() {
     assert!(supported(Element::Bf16, 128).is_ok() && supported(Element::F32, 24).is_ok());
     assert!(supported(Element::Bf16, 24).unwrap_err().contains("head_dim 24"));
     assert!(supported(Element::F32, 512).unwrap_err().contains("head_dim 512"));
+}
+
+#[test]
+fn every_launch_of_attention_fits_a_device_with_99_kib_of_shared_memory() {
+    let slice = Slice::of(Buffer(0), 0);
+    let [qkv, pool, tables, entries, out, partial, summary] = [slice; 7];
+    let parts = Attention { qkv, pool, tables, entries, out, partial, summary };
+    let most = 99 << 10;
+    for head_dim in (16..=128).step_by(16) {
+        let stages = decode_stages(head_dim, most);
+        assert_eq!(stages, if head_dim == 128 { 2 } else { 3 });
+        let shape = Shape {
+            element: Element::Bf16,
+            heads: 8,
+            kv_heads: 2,
+            head_dim,
+            decode_stages: stages,
+            block_tokens: 16,
+            block_stride: 1,
+            norm_eps: 1e-5,
+        };
+        let [decode, _] = decode_attention(&shape, &parts, 0, 1, 1);
+        let prefill = prefill_attention(&shape, &parts, 0, 1);
+        for launch in [decode, prefill] {
+            assert!(launch.shared_bytes as usize <= most, "{head_dim}: {launch:?}");
+        }
+        assert!(
+            source(Element::Bf16, head_dim, stages).contains(&format!("#define DECODE_STAGES {stages}\n"))
+        );
+        assert_eq!(decode_stages(head_dim, 163 << 10), 3, "an A100 keeps what was measured");
+    }
 }

@@ -45,7 +45,7 @@ impl Emulation {
     ///
     /// # Errors
     /// [`EmulationError`].
-    pub fn new(element: Element, head_dim: usize) -> Result<Self, EmulationError> {
+    pub fn new(element: Element, head_dim: usize, stages: usize) -> Result<Self, EmulationError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let name = format!("baton-emulation-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let folder = std::env::temp_dir().join(name);
@@ -55,7 +55,7 @@ impl Emulation {
         };
         // Ours alone, and new: nobody else can put a library there.
         DirBuilder::new().mode(0o700).create(&folder).map_err(system(&folder))?;
-        let loaded = Self::build(&folder, &kernels::emulation_source(element, head_dim));
+        let loaded = Self::build(&folder, &kernels::emulation_source(element, head_dim, stages));
         // A loaded library does not need its file.
         std::fs::remove_dir_all(&folder).map_err(system(&folder))?;
         loaded

@@ -165,6 +165,7 @@ fn a_block_table_that_points_outside_the_pool_is_found() {
         heads: 1,
         kv_heads: 1,
         head_dim: 32,
+        decode_stages: 3,
         block_tokens: 8,
         block_stride: 2 * 8 * 32,
         norm_eps: 1e-5,
