@@ -56,7 +56,7 @@ pub(super) struct Books {
 
 impl Books {
     /// See the module's documentation.
-    pub(super) async fn snapshot(&self, shared: &Shared) -> Answer {
+    pub(super) async fn snapshot(&self, shared: &Arc<Shared>) -> Answer {
         let mut latest = self.latest.lock().await;
         let fresh = latest.as_ref().filter(|(at, _)| at.elapsed() < KEPT_FOR);
         let snapshot = match fresh {
@@ -68,7 +68,8 @@ impl Books {
             }
         };
         drop(latest);
-        Answer::json(serde_json::to_value(&*snapshot).unwrap_or(Value::Null))
+        let written = move || serde_json::to_value(&*snapshot).unwrap_or(Value::Null);
+        Answer::json(tokio::task::spawn_blocking(written).await.unwrap_or(Value::Null))
     }
 
     /// See the module's documentation.
@@ -98,7 +99,7 @@ impl Books {
     }
 }
 
-async fn take(shared: &Shared) -> Snapshot {
+async fn take(shared: &Arc<Shared>) -> Snapshot {
     let mut snapshot = Snapshot { at_us: now_us(), ..Snapshot::default() };
     let before = shared.in_flight_table.list();
     let deadline = tokio::time::Instant::now() + ALL_WITHIN;
@@ -119,33 +120,54 @@ async fn take(shared: &Shared) -> Snapshot {
     }
     drop(answers);
     let after = shared.in_flight_table.list();
+    let shared = Arc::clone(shared);
+    // Thousands of engines and leases are put together beside the workers that serve.
+    let together = move || put_together(&shared, snapshot, &before, &after);
+    tokio::task::spawn_blocking(together).await.unwrap_or_default()
+}
+
+/// Adds what this router knows to what the engines have told.
+fn put_together(
+    shared: &Shared,
+    mut snapshot: Snapshot,
+    before: &[Arc<Entry>],
+    after: &[Arc<Entry>],
+) -> Snapshot {
     let generation = shared.generation();
     let fleet = shared.fleet.engines();
     let fleet: HashMap<&str, &Arc<Engine>> =
         fleet.iter().map(|engine| (engine.authority(), engine)).collect();
+    // Each engine's places, once; it has several members where its ranks are chosen apart.
+    let mut places: HashMap<u32, Vec<(&str, Leg)>> = HashMap::new();
+    for model in generation.models.list() {
+        for leg in Leg::BOTH {
+            for member in model.pool(leg).members() {
+                let of_engine = places.entry(member.engine.id()).or_default();
+                if of_engine.last() != Some(&(model.name.as_str(), leg)) {
+                    of_engine.push((&model.name, leg));
+                }
+            }
+        }
+    }
     for view in &mut snapshot.engines {
         let Some(&engine) = fleet.get(view.engine.as_str()) else { continue };
         view.in_flight = Some(engine.load(None) as u64);
         let terms = engine.health_terms();
         let health = engine.health().snapshot();
         let mut legs = Vec::new();
-        for model in generation.models.list() {
-            for leg in Leg::BOTH {
-                if model.pool(leg).members().iter().any(|member| Arc::ptr_eq(&member.engine, engine)) {
-                    let standing = health.standing(leg, &terms).label();
-                    view.standing.insert(leg.label().to_owned(), standing.to_owned());
-                    legs.push(leg.label());
-                    view.model.get_or_insert_with(|| model.name.clone());
-                }
-            }
+        for (model, leg) in places.get(&engine.id()).into_iter().flatten() {
+            let standing = health.standing(*leg, &terms).label();
+            view.standing.insert(leg.label().to_owned(), standing.to_owned());
+            legs.push(leg.label());
+            view.model.get_or_insert_with(|| (*model).to_owned());
         }
         if view.role.is_empty() {
             legs.dedup();
             view.role = if legs.len() == 1 { legs[0].to_owned() } else { "both".to_owned() };
         }
     }
-    know(shared, &mut snapshot.leases, &before, &after);
-    snapshot.requests = requests(shared, &after);
+    know(shared, &mut snapshot.leases, before, after);
+    snapshot.requests = requests(shared, after);
     snapshot.routers.push(RouterView {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         generation: generation.number,
@@ -221,7 +243,9 @@ async fn ask(engine: &Arc<Engine>) -> (EngineView, Vec<LeaseView>) {
     view.at_us = at_us;
     match books {
         Ok((StatusCode::OK, body)) => {
-            let told: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+            // Up to 16 MiB: read beside the workers that serve.
+            let read = move || serde_json::from_slice::<Value>(&body).unwrap_or(Value::Null);
+            let told = tokio::task::spawn_blocking(read).await.unwrap_or(Value::Null);
             if !view.read_books(&told, &mut leases) {
                 view.error = Some("its /debug/kv is not that of a Baton engine".to_owned());
             }

@@ -43,22 +43,45 @@ impl Sample {
 pub(crate) fn outliers(pool: &[Sample], terms: &Terms) -> Vec<usize> {
     let out = pool.iter().filter(|sample| sample.out).count();
     let allowed = (pool.len() * terms.max_ejected_percent / 100).max(1).min(pool.len().saturating_sub(1));
+    let all = All::of(pool);
     let mut found: Vec<(u64, usize)> =
-        (0..pool.len()).filter_map(|at| Some((score(pool, at, terms)?, at))).collect();
+        (0..pool.len()).filter_map(|at| Some((score(pool[at], &all, terms)?, at))).collect();
     found.sort_unstable_by(|a, b| b.cmp(a));
     found.truncate(allowed.saturating_sub(out));
     found.into_iter().map(|(_, at)| at).collect()
 }
 
+/// What all engines of a pool did that are not left out, so that each is compared with the others at no cost of theirs.
+struct All {
+    answers: u64,
+    failures: u64,
+    /// Of each that has one, ascending.
+    means: Vec<u64>,
+}
+
+impl All {
+    fn of(pool: &[Sample]) -> Self {
+        let of = || pool.iter().filter(|sample| !sample.out);
+        let (answers, failures) = of().fold((0, 0), |sum, s| (sum.0 + s.answers, sum.1 + s.failures));
+        let mut means: Vec<u64> = of().filter_map(Sample::mean_latency_us).collect();
+        means.sort_unstable();
+        Self { answers, failures, means }
+    }
+
+    /// The median of the means but for one of them.
+    fn median_without(&self, mean: u64) -> Option<u64> {
+        let own = self.means.partition_point(|one| *one < mean);
+        let median = self.means.len().checked_sub(1)? / 2;
+        self.means.get(if median < own { median } else { median + 1 }).copied()
+    }
+}
+
 /// How bad it is, in thousandths of failures; `None` when it is no outlier.
-fn score(pool: &[Sample], at: usize, terms: &Terms) -> Option<u64> {
-    let one = pool[at];
+fn score(one: Sample, all: &All, terms: &Terms) -> Option<u64> {
     if one.out || one.answers < terms.requests_min.max(1) {
         return None;
     }
-    let others =
-        || pool.iter().enumerate().filter(|(other, sample)| *other != at && !sample.out).map(|(_, s)| s);
-    let (answers, failures) = others().fold((0, 0), |sum, s| (sum.0 + s.answers, sum.1 + s.failures));
+    let (answers, failures) = (all.answers - one.answers, all.failures - one.failures);
     if answers < terms.requests_min.max(1) {
         return None;
     }
@@ -70,10 +93,8 @@ fn score(pool: &[Sample], at: usize, terms: &Terms) -> Option<u64> {
     if terms.latency_factor <= 0.0 {
         return None;
     }
-    let mut means: Vec<u64> = others().filter_map(Sample::mean_latency_us).collect();
-    means.sort_unstable();
-    let median = *means.get(means.len() / 2)?;
-    let slow = one.mean_latency_us()? as f64 > terms.latency_factor * median.max(1) as f64;
+    let mean = one.mean_latency_us()?;
+    let slow = mean as f64 > terms.latency_factor * all.median_without(mean)?.max(1) as f64;
     // Slower than failing, whatever the factor: failures are worse than waiting.
     slow.then_some(1)
 }
@@ -113,6 +134,18 @@ mod tests {
         let pool = [sample(100, 0), sample(100, 0), slow];
         assert_eq!(outliers(&pool, &TERMS), [2]);
         assert_eq!(outliers(&pool, &Terms { latency_factor: 0.0, ..TERMS }), Vec::<usize>::new());
+    }
+
+    #[test]
+    fn the_median_of_the_others_is_that_of_a_list_without_the_one() {
+        for means in [vec![5], vec![1, 2], vec![1, 1, 3], vec![1, 2, 2, 9], vec![4, 4, 4, 4, 7]] {
+            let all = All { answers: 0, failures: 0, means: means.clone() };
+            for at in 0..means.len() {
+                let mut others = means.clone();
+                let own = others.remove(at);
+                assert_eq!(all.median_without(own), others.get(others.len() / 2).copied(), "{means:?} {at}");
+            }
+        }
     }
 
     #[test]
