@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use baton_connector::exchange::{Attempt, Event};
+use baton_connector::exchange::{Attempt, Cause, Event};
 use baton_openai::ApiError;
 use baton_openai::sse::DONE;
 use bytes::{Bytes, BytesMut};
@@ -420,7 +420,8 @@ impl Passing<'_> {
     fn ended_early(&mut self, broken: &Broken) {
         self.driver.apply(match broken {
             Broken::Died | Broken::Silent | Broken::Failed(_) => Event::StreamBroken(self.attempt),
-            Broken::Refused(_) | Broken::OutOfTime => Event::GaveUp,
+            Broken::Refused(_) => Event::GaveUp,
+            Broken::OutOfTime => Event::GaveUpFor(Cause::OutOfTime),
         });
     }
 
