@@ -503,7 +503,10 @@ impl Passing<'_> {
         match race(self.session, next).await {
             Err(ClientGone) => Err(self.driver.client_gone()),
             Ok(None) if self.silence.is_over() => Ok(Err(Broken::OutOfTime)),
-            Ok(None) => Ok(Err(Broken::Silent)),
+            Ok(None) => {
+                self.driver.watched.silent = true;
+                Ok(Err(Broken::Silent))
+            }
             Ok(Some(chunk)) => Ok(self.heard(chunk)),
         }
     }

@@ -321,6 +321,7 @@ impl ExchangeDriver {
                 Err(ClientGone) => return Err(self.client_gone()),
                 Ok(Err(silent)) => {
                     self.blame(&engine, Leg::Prefill, silent.blame());
+                    self.watched.silent = true;
                     self.apply(Event::PrefillFailed(attempt, Failure::Unknown));
                     last = Refusal::silent();
                     if self.is_deafening() {
@@ -527,6 +528,7 @@ impl ExchangeDriver {
                 Attempted::Failed(refusal, Meaning::HandoffSpent, true)
             }
             Decoding::Failed(failure, refusal, meaning, blame) => {
+                self.watched.silent = refusal == Refusal::silent();
                 self.apply(Event::DecodeFailed(attempt, failure));
                 self.blame(&engine, Leg::Decode, blame);
                 self.note_misconfigured(&engine, Leg::Decode, &refusal);

@@ -30,6 +30,8 @@ pub(crate) struct Watched {
     pub reading: Reading,
     /// What the answer said of itself.
     pub seen: Seen,
+    /// The next failure of an engine is that nothing came of it in time.
+    pub silent: bool,
     /// Attempts of each leg.
     pub attempts: [u16; 2],
     /// Whose trace it is.
@@ -50,10 +52,10 @@ impl Watched {
             }
             Event::DecodeAccepted(by) => return self.answered(now, at(by), Leg::Decode),
             Event::PrefillRefused(by) => (by, Leg::Prefill, Reason::Refused),
-            Event::PrefillFailed(by, failure) => (by, Leg::Prefill, failure.into()),
+            Event::PrefillFailed(by, failure) => (by, Leg::Prefill, self.reason(failure.into())),
             Event::DecodeRefused(by) => (by, Leg::Decode, Reason::Refused),
-            Event::DecodeFailed(by, failure) => (by, Leg::Decode, failure.into()),
-            Event::StreamBroken(by) | Event::StreamCut(by) => (by, Leg::Decode, Reason::Died),
+            Event::DecodeFailed(by, failure) => (by, Leg::Decode, self.reason(failure.into())),
+            Event::StreamBroken(by) | Event::StreamCut(by) => (by, Leg::Decode, self.reason(Reason::Died)),
             Event::NotAdmitted
             | Event::NoEngine
             | Event::PrefillEnded(_)
@@ -81,6 +83,10 @@ impl Watched {
                 "an engine failed a request"
             );
         }
+    }
+
+    fn reason(&mut self, otherwise: Reason) -> Reason {
+        if std::mem::take(&mut self.silent) { Reason::Silent } else { otherwise }
     }
 
     fn sent(&mut self, now: Time, to: Option<&Arc<Engine>>, leg: Leg) {

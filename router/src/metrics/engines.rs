@@ -22,8 +22,8 @@ static REQUESTS: Family = Family::counter(
 static ERRORS: Family = Family::counter(
     "baton_router_engine_errors_total",
     &["engine", "leg", "reason"],
-    "Attempts that failed: `unreachable`, `answered` (it said that it cannot), `broken` (silence or a broken \
-     connection), `unusable` (a handoff that cannot be handed on), `refused` (the request itself), `died` (in the \
+    "Attempts that failed: `unreachable`, `answered` (it said that it cannot), `broken` (a broken connection), \
+     `silent` (nothing came of it in time), `unusable` (a handoff that cannot be handed on), `refused` (the request itself), `died` (in the \
      middle of its answer).",
 )
 .of_engines(Reason::ALL.len());
@@ -74,8 +74,10 @@ pub(crate) enum Reason {
     Unreachable,
     /// It said that it cannot.
     Answered,
-    /// Silence, or a broken connection.
+    /// A broken connection.
     Broken,
+    /// Nothing came of it in time.
+    Silent,
     /// Its handoff cannot be handed on.
     Unusable,
     /// It refused the request itself.
@@ -85,14 +87,22 @@ pub(crate) enum Reason {
 }
 
 impl Reason {
-    const ALL: [Self; 6] =
-        [Self::Unreachable, Self::Answered, Self::Broken, Self::Unusable, Self::Refused, Self::Died];
+    const ALL: [Self; 7] = [
+        Self::Unreachable,
+        Self::Answered,
+        Self::Broken,
+        Self::Silent,
+        Self::Unusable,
+        Self::Refused,
+        Self::Died,
+    ];
 
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Unreachable => "unreachable",
             Self::Answered => "answered",
             Self::Broken => "broken",
+            Self::Silent => "silent",
             Self::Unusable => "unusable",
             Self::Refused => "refused",
             Self::Died => "died",
