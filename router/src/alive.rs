@@ -2,18 +2,23 @@
 //!
 //! A decode engine's first event may be minutes away: it queues, it fetches, or it computes an answer that is not
 //! streamed. A lease lives for seconds. So silence on the request's own connection
-//! says nothing about the engine, and the bound on it cannot be short. An engine that lives answers `GET /health`
-//! meanwhile, off its step loop, whatever the answer is. One that does not, twice in a row, has stopped, hangs or is cut
+//! says nothing about the engine, and the bound on it cannot be short. Bytes on any other connection of the engine show
+//! that it lives. Where none come, it is asked: an engine that lives answers `GET /health`, off its step loop, whatever the
+//! answer is. One from which nothing comes at all, for two questions in a row, has stopped, hangs or is cut
 //! off: it is given up while its request's lease still lives, and another engine gets the handoff. Whether it is deaf to
 //! everybody, or only for as long as this request keeps it busy, is for its health to find out.
 
-use std::sync::Arc;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use futures::FutureExt;
+use futures::future::{BoxFuture, Shared, WeakShared};
 use tokio::time::Instant;
 
+use crate::health::Sign;
 use crate::legs::Blame;
-use crate::upstream::{CallError, Engine, Outgoing};
+use crate::upstream::{Engine, NoConnection, Outgoing};
 
 /// The longest wait for an answer to one question.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
@@ -23,6 +28,63 @@ const UNANSWERED_MAX: u32 = 2;
 
 /// An answer to a question is not read beyond this.
 const ANSWER_BYTES_MAX: usize = 64 * 1024;
+
+/// What came of asking an engine whether it lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Pulse {
+    /// It answered, and says whether it is well.
+    Answered(bool),
+    /// It did not answer, and bytes came of it on another connection.
+    Busy,
+    /// Nothing came of it.
+    Silent,
+    /// No connection could be made.
+    Unreachable(Sign),
+    /// This machine lacked something of its own. It says nothing of the engine.
+    Unasked,
+}
+
+impl Pulse {
+    /// Whether it shows that the engine lives.
+    pub(crate) fn is_life(self) -> bool {
+        match self {
+            Self::Answered(_) | Self::Busy => true,
+            Self::Silent | Self::Unreachable(_) | Self::Unasked => false,
+        }
+    }
+}
+
+/// The question whether an engine lives that is on its way: one for all who want to know.
+#[derive(Default)]
+pub(crate) struct Question(Mutex<Option<Asked>>);
+
+struct Asked {
+    begun: Instant,
+    answer: WeakShared<BoxFuture<'static, Pulse>>,
+}
+
+impl fmt::Debug for Question {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Question")
+    }
+}
+
+impl Question {
+    /// The question that is on its way, or a new one. It ends when nobody waits for it.
+    fn join(&self, ask: impl FnOnce() -> BoxFuture<'static, Pulse>) -> Shared<BoxFuture<'static, Pulse>> {
+        let mut asked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // One that has had the time of a whole question is not waited for by others: its connection may be what is lost.
+        let young = asked.as_ref().filter(|asked| asked.begun.elapsed() < ANSWER_WITHIN);
+        if let Some(answer) =
+            young.and_then(|asked| asked.answer.upgrade()).filter(|answer| answer.peek().is_none())
+        {
+            return answer;
+        }
+        let answer = ask().shared();
+        *asked = answer.downgrade().map(|answer| Asked { begun: Instant::now(), answer });
+        answer
+    }
+}
 
 /// Why an answer is not waited for any longer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,8 +105,8 @@ impl Silent {
     }
 }
 
-/// Waits for `answer`, at most `within` and as long as the engine is alive, which it is asked after each `pause`
-/// without one.
+/// Waits for `answer`, at most `within` and as long as the engine is alive: after each `pause` in which nothing came of it,
+/// on any of its connections, it is asked.
 ///
 /// # Errors
 /// [`Silent`]: there is no answer.
@@ -63,22 +125,26 @@ pub(crate) async fn while_alive<T>(
     loop {
         // After one question without an answer the next follows at once.
         let pause = if unanswered == 0 { pause } else { Duration::ZERO };
+        let heard = engine.heard();
         let asked = async {
             // One timer for both: most answers come long before either.
             let left = within.saturating_sub(begun.elapsed());
             tokio::time::sleep(pause.min(left)).await;
             let left = within.checked_sub(begun.elapsed()).filter(|left| !left.is_zero())?;
-            Some(asked_for_health(engine, ANSWER_WITHIN.min(left)).await)
+            if engine.heard() != heard {
+                return Some(Pulse::Busy);
+            }
+            Some(ask(engine, ANSWER_WITHIN.min(left)).await)
         };
-        let alive = tokio::select! {
+        let pulse = tokio::select! {
             biased;
             answer = &mut answer => return Ok(answer),
-            health = asked => health,
+            pulse = asked => pulse,
         };
-        unanswered = match alive {
-            Some(Ok(None)) if begun.elapsed() < within => unanswered + 1,
-            Some(Ok(None)) | None => return Err(Silent::Late),
-            Some(Ok(Some(_)) | Err(NotAsked)) => 0,
+        unanswered = match pulse {
+            Some(Pulse::Silent | Pulse::Unreachable(_)) if begun.elapsed() < within => unanswered + 1,
+            Some(Pulse::Silent | Pulse::Unreachable(_)) | None => return Err(Silent::Late),
+            Some(Pulse::Answered(_) | Pulse::Busy | Pulse::Unasked) => 0,
         };
         if unanswered == UNANSWERED_MAX {
             return Err(Silent::Deaf);
@@ -86,25 +152,34 @@ pub(crate) async fn while_alive<T>(
     }
 }
 
-/// This machine could not ask.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NotAsked;
-
-/// Asks an engine for its health: `None` when it answers nothing in time, or whether it says that it is well.
-///
-/// # Errors
-/// [`NotAsked`] says nothing of the engine.
-pub(crate) async fn asked_for_health(
-    engine: &Arc<Engine>,
-    within: Duration,
-) -> Result<Option<bool>, NotAsked> {
-    let question = Outgoing::get("/health");
-    // No request is sent on the question's connection. An engine that stands still while a request arrives on a kept connection
-    // never sees it if the router dies before the engine goes on; on a connection of its own it does.
-    let asked = async { engine.call(&question, |_| {}).await?.judged(ANSWER_BYTES_MAX).await };
-    match tokio::time::timeout(within, asked).await {
-        Ok(Ok(good)) => Ok(Some(good)),
-        Ok(Err(CallError::NoSocket(_))) => Err(NotAsked),
-        Ok(Err(_)) | Err(_) => Ok(None),
+/// Asks an engine whether it lives, together with all who ask meanwhile.
+pub(crate) async fn ask(engine: &Arc<Engine>, within: Duration) -> Pulse {
+    let heard = engine.heard();
+    let answer = engine.question.join(|| question(Arc::clone(engine), within).boxed());
+    match tokio::time::timeout(within, answer).await.unwrap_or(Pulse::Silent) {
+        Pulse::Silent | Pulse::Unreachable(_) if engine.heard() != heard => Pulse::Busy,
+        pulse => pulse,
     }
+}
+
+/// One `GET /health`, on a connection of its own: the kept ones are for requests. An engine that stands still while a
+/// request arrives on a kept connection never sees it if the router dies before the engine goes on.
+async fn question(engine: Arc<Engine>, within: Duration) -> Pulse {
+    let question = Outgoing::get("/health");
+    let asked = async {
+        let connection = match engine.dial(within).await {
+            Ok(connection) => connection,
+            Err(NoConnection::Ours(_)) => return Pulse::Unasked,
+            Err(NoConnection::Refused | NoConnection::Unanswered) => {
+                return Pulse::Unreachable(Sign::Unreachable);
+            }
+            Err(NoConnection::Nameless) => return Pulse::Unreachable(Sign::Nameless),
+        };
+        let reply = engine.call_on(connection, &question).await;
+        match async { reply?.judged(ANSWER_BYTES_MAX).await }.await {
+            Ok(good) => Pulse::Answered(good),
+            Err(_) => Pulse::Silent,
+        }
+    };
+    tokio::time::timeout(within, asked).await.unwrap_or(Pulse::Silent)
 }

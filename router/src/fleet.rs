@@ -3,13 +3,11 @@
 //! order outlives that too: an engine that discovery loses and finds again is still drained.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-use tokio::sync::Notify;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::admission::Freed;
 use crate::config::{EngineUrl, PrefixIndexConfig};
-use crate::health::Order;
+use crate::health::{Order, Timers};
 use crate::hosts::Hosts;
 use crate::kv_events::Subscriptions;
 use crate::memory::Memory;
@@ -29,8 +27,8 @@ pub(crate) struct Fleet {
     known: Mutex<Known>,
     /// Where they live; never told to clients.
     hosts: Arc<Hosts>,
-    /// Rung when an engine's health wants looking after; see `health/active.rs`.
-    pub wake: Arc<Notify>,
+    /// When each engine's health wants looking after; see `health/active.rs`.
+    pub timers: Arc<Timers>,
     /// Told whenever an engine may be able to take a request again.
     pub freed: Arc<Freed>,
 }
@@ -38,6 +36,8 @@ pub(crate) struct Fleet {
 #[derive(Default)]
 struct Known {
     engines: HashMap<EngineUrl, Arc<Engine>>,
+    /// The same, by [`Engine::id`].
+    by_id: HashMap<u32, Weak<Engine>>,
     /// What operators ordered of engines that are gone, the oldest first.
     orders: VecDeque<(EngineUrl, Order)>,
     /// The orders have been handed over: whoever gives another is to give it to the next router.
@@ -65,7 +65,7 @@ impl Fleet {
             metrics,
             known: Mutex::default(),
             hosts: Arc::default(),
-            wake: Arc::default(),
+            timers: Arc::default(),
             freed: Arc::default(),
         }
     }
@@ -84,8 +84,8 @@ impl Fleet {
             return Arc::clone(engine);
         }
         let metrics = self.metrics.engine(&url.authority());
-        let (wake, freed) = (Arc::clone(&self.wake), Arc::clone(&self.freed));
-        let bells = Bells { wake, freed, memory: Arc::clone(&self.memory), hosts: Arc::clone(&self.hosts) };
+        let (timers, freed) = (Arc::clone(&self.timers), Arc::clone(&self.freed));
+        let bells = Bells { timers, freed, memory: Arc::clone(&self.memory), hosts: Arc::clone(&self.hosts) };
         let engine = Arc::new(Engine::new(url.clone(), terms.clone(), bells, metrics));
         self.hosts.add(url.host());
         if let Some(at) = known.orders.iter().position(|(of, _)| of == url)
@@ -94,6 +94,9 @@ impl Fleet {
             engine.health().change(engine.authority(), &terms.health, |health, _| health.order(order));
         }
         known.engines.insert(url.clone(), Arc::clone(&engine));
+        known.by_id.insert(engine.id(), Arc::downgrade(&engine));
+        // Not sooner: whoever is woken looks for it here.
+        engine.arm();
         engine
     }
 
@@ -142,6 +145,11 @@ impl Fleet {
         engine.judge(|health, _, _| health.order(order));
     }
 
+    /// The engine of an [`Engine::id`].
+    pub(crate) fn by_id(&self, id: u32) -> Option<Arc<Engine>> {
+        self.lock().by_id.get(&id).and_then(Weak::upgrade)
+    }
+
     /// Every engine once.
     pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
         self.lock().engines.values().cloned().collect()
@@ -149,7 +157,7 @@ impl Fleet {
 
     /// Forgets engines that no generation and no request holds.
     pub(crate) fn prune(&self) {
-        let Known { engines, orders, .. } = &mut *self.lock();
+        let Known { engines, by_id, orders, .. } = &mut *self.lock();
         engines.retain(|url, engine| {
             let kept = Arc::strong_count(engine) > 1;
             if !kept {
@@ -159,6 +167,8 @@ impl Fleet {
                 }
                 self.hosts.remove(url.host());
                 self.memory.forget(engine.holders());
+                by_id.remove(&engine.id());
+                self.timers.set(engine.id(), None);
             }
             kept
         });
@@ -174,6 +184,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::alive::Pulse;
     use crate::config::ReleaseMode;
     use crate::health::{Sign, Standing, state};
     use crate::metrics::Leg;
@@ -183,6 +194,7 @@ mod tests {
         Terms {
             connect_timeout: Duration::from_secs(1),
             idle_timeout: Duration::from_secs(1),
+            lost_after: Duration::ZERO,
             secret: None,
             api_key: None,
             tls: None,
@@ -290,8 +302,8 @@ mod tests {
         let engine = fleet.engine(&url(0), &terms());
         engine.failed(Leg::Decode, Sign::Unreachable);
         engine.judge(|health, now, terms| {
-            health.tick(now.after(Duration::from_secs(3600)), 1.0, terms);
-            health.told(Some(true), now, terms);
+            health.tick(now.after(Duration::from_secs(3600)), || 1.0, terms);
+            health.told(Pulse::Answered(true), now, terms);
         });
         assert_eq!(engine.health().standing(Leg::Decode), Standing::Trial);
         let begin = |manner| engine.begin(Leg::Decode, None, 1, usize::MAX, manner);
@@ -321,6 +333,13 @@ mod tests {
         let held = |engine: &Engine, rank| fleet.memory.chunks_of(engine.holder(rank));
         assert_eq!((held(&engine, None), held(&engine, Some(255)), held(&engine, Some(1))), (1, 1, 0));
         engine.failed(Leg::Decode, Sign::Unreachable);
+        engine.judge(|health, _, _| health.doubt(Sign::Nameless));
+        assert_eq!(
+            (held(&engine, None), held(&engine, Some(255))),
+            (1, 1),
+            "a failed connection empties no cache"
+        );
+        fleet.memory.forget_sent(engine.holders());
         assert_eq!((held(&engine, None), held(&engine, Some(255)), held(&other, None)), (0, 0, 1));
     }
 

@@ -144,6 +144,7 @@ impl Generation {
         let terms = Terms {
             connect_timeout: Duration::from_millis(config.timeouts.connect_ms),
             idle_timeout: Duration::from_millis(config.timeouts.engine_idle_ms),
+            lost_after: config.timeouts.engine_lost(),
             secret,
             api_key: None,
             tls: None,

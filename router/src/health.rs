@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! what became of requests (exchange_driver, upstream) ─▶ ┌──────────────┐
-//! answers to GET /health (active.rs) ──────────────────▶ │ EngineHealth │ ─▶ Standing per leg, one atomic byte
+//! answers to GET /health (active.rs, by timers.rs) ────▶ │ EngineHealth │ ─▶ Standing per leg, one atomic byte
 //! comparison with the pool (outlier.rs, by active.rs) ─▶ │ (state.rs)   │       read by Pool::reserve
 //! operator, configuration ─────────────────────────────▶ └──────────────┘
 //! ```
 //!
 //! A request that goes well costs three relaxed atomic operations; the lock is taken only when something
-//! changed. A change of standing is logged once, by whoever caused it.
+//! changed. A change of standing is logged once, where it is caused.
 
 pub(crate) mod active;
 pub(crate) mod breaker;
@@ -17,19 +17,20 @@ pub(crate) mod load;
 pub(crate) mod outlier;
 pub(crate) mod reading;
 pub(crate) mod state;
+pub(crate) mod timers;
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
 use baton_connector::Time;
-use tokio::sync::Notify;
 
 pub(crate) use breaker::Sign;
 pub(crate) use load::EngineLoad;
 pub(crate) use reading::Reading;
 pub(crate) use state::{EngineHealth, Order, Standing, Terms};
+pub(crate) use timers::Timers;
 
 use crate::metrics::Leg;
 
@@ -46,8 +47,10 @@ pub(crate) struct Health {
     trial: [AtomicBool; 2],
     tallies: [Tally; 2],
     reading: ArcSwapOption<Reading>,
-    /// Wakes the one who asks engines; see [`active`].
-    wake: Arc<Notify>,
+    /// The engine's number in `timers`.
+    id: u32,
+    /// When it wants looking after; see [`active`].
+    timers: Arc<Timers>,
 }
 
 /// What became of one leg's requests since it was last taken.
@@ -76,7 +79,7 @@ pub(crate) fn now() -> Time {
 }
 
 impl Health {
-    pub(crate) fn new(terms: &Terms, wake: Arc<Notify>) -> Self {
+    pub(crate) fn new(terms: &Terms, id: u32, timers: Arc<Timers>) -> Self {
         let standing = EngineHealth::default().standing(Leg::Decode, terms);
         Self {
             machine: Mutex::default(),
@@ -86,8 +89,19 @@ impl Health {
             trial: Default::default(),
             tallies: Default::default(),
             reading: ArcSwapOption::empty(),
-            wake,
+            id,
+            timers,
         }
+    }
+
+    /// Has it looked after when that is due.
+    pub(crate) fn arm(&self, terms: &Terms) {
+        let machine = self.machine();
+        self.timers.set(self.id, machine.due(terms));
+    }
+
+    fn machine(&self) -> MutexGuard<'_, EngineHealth> {
+        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A pool of this leg has it.
@@ -139,7 +153,7 @@ impl Health {
         tally.latency_us.fetch_add(after_us, Ordering::Relaxed);
         let may_change = !self.clean[leg as usize].load(Ordering::Relaxed);
         if may_change {
-            self.change(authority, terms, |machine, now| machine.spoke(leg, now, terms));
+            self.change(authority, terms, |machine, now| machine.spoke(now, terms));
         }
         may_change
     }
@@ -165,51 +179,37 @@ impl Health {
         self.change(authority, terms, |machine, now| machine.failed(leg, sign, now, terms));
     }
 
-    /// Changes the machine and makes the change known.
+    /// Changes the machine and makes the change known; with what came of it, whether a standing has changed.
     pub(crate) fn change<T>(
         &self,
         authority: &str,
         terms: &Terms,
         with: impl FnOnce(&mut EngineHealth, Time) -> T,
-    ) -> T {
-        let mut machine = self.machine.lock().unwrap_or_else(PoisonError::into_inner);
+    ) -> (T, bool) {
+        let mut machine = self.machine();
         let before = *machine;
         let result = with(&mut machine, now());
         machine.forget_spent_order(terms);
+        let mut moved = false;
         for leg in Leg::BOTH {
             let (was, is) = (self.standing(leg), machine.standing(leg, terms));
             self.standing[leg as usize].store(is as u8, Ordering::Relaxed);
             self.clean[leg as usize].store(machine.is_clean(leg), Ordering::Relaxed);
+            moved |= was != is;
             if was != is && self.is_told(leg) {
-                let (why, leg) = (machine.reasons(terms), leg.label());
-                if is > Standing::Trial {
-                    tracing::warn!(
-                        engine = authority,
-                        leg,
-                        standing = is.label(),
-                        ?why,
-                        "an engine is not used"
-                    );
-                } else {
-                    tracing::info!(
-                        engine = authority,
-                        leg,
-                        standing = is.label(),
-                        ?why,
-                        "an engine is used again"
-                    );
-                }
+                told(authority, leg, is, &machine.reasons_of(leg, terms), &before.reasons_of(leg, terms));
             }
         }
-        if machine.due() != before.due() {
-            self.wake.notify_one();
+        let due = machine.due(terms);
+        if due != before.due(terms) {
+            self.timers.set(self.id, due);
         }
-        result
+        (result, moved)
     }
 
     /// A copy, for people.
     pub(crate) fn snapshot(&self) -> EngineHealth {
-        *self.machine.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.machine()
     }
 
     /// What became of a leg's requests since the last call.
@@ -235,13 +235,25 @@ impl Health {
     }
 }
 
+/// Says that a standing has changed: why it is what it is, or what has ended.
+fn told(engine: &str, leg: Leg, is: Standing, why: &[&str], was: &[&str]) {
+    let (leg, standing) = (leg.label(), is.label());
+    match is {
+        Standing::Usable => tracing::info!(engine, leg, standing, ?was, "an engine is used again"),
+        Standing::Trial => tracing::info!(engine, leg, standing, ?was, "an engine is tried out"),
+        Standing::Out | Standing::Silent | Standing::Draining => {
+            tracing::warn!(engine, leg, standing, ?why, "an engine is not used");
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_leg_that_an_engine_is_in_no_pool_for_is_not_told() {
-        let health = Health::new(&state::tests::TERMS, Arc::default());
+        let health = Health::new(&state::tests::TERMS, 0, Arc::default());
         assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [true, true], "it is in none yet");
         health.serve(Leg::Decode);
         assert_eq!(Leg::BOTH.map(|leg| health.is_told(leg)), [false, true]);
@@ -252,7 +264,7 @@ mod tests {
     #[test]
     fn what_may_be_its_requests_fault_is_not_compared_with_other_engines() {
         let terms = state::tests::TERMS;
-        let health = Health::new(&terms, Arc::default());
+        let health = Health::new(&terms, 0, Arc::default());
         for _ in 0..5 {
             health.failed(Leg::Decode, Sign::Suspect(1), "x:1", &terms);
         }

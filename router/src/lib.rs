@@ -72,6 +72,7 @@ mod observers;
 mod policy;
 mod pool;
 mod prefix_index;
+mod presence;
 #[doc(hidden)]
 pub mod rehearsal;
 mod reload;

@@ -186,8 +186,8 @@ impl Rehearsal {
     pub fn answers_again(&self, engine: usize) {
         self.engines[engine].judge(|health, now, terms| {
             let later = now.after(Duration::from_millis(3_600_000));
-            health.tick(later, 1.0, terms);
-            health.told(Some(true), later, terms);
+            health.tick(later, || 1.0, terms);
+            health.told(crate::alive::Pulse::Answered(true), later, terms);
         });
     }
 

@@ -25,6 +25,7 @@ use crate::handover::{Heir, Inherited, Successor};
 use crate::health::{self, Order};
 use crate::hygiene::{HeadBounds, Unclean, Wire};
 use crate::metrics::Metrics;
+use crate::presence;
 use crate::reload::Reload;
 use crate::seldom::Seldom;
 use crate::service::FrontDoor;
@@ -336,6 +337,8 @@ async fn serve(
     if stream.set_nodelay(true).is_err() {
         return;
     }
+    let lost_after = door.0.generation().config.timeouts.client_lost();
+    presence::watch(&stream, lost_after);
     let stream = match tls {
         None => Either::Left(stream),
         // Boxed: a handshake is over soon, and would hold its room in every connection.
@@ -344,7 +347,7 @@ async fn serve(
             None => return,
         },
     };
-    let wire = Wire::new(stream, peer);
+    let wire = Wire::new(stream, peer, lost_after);
     // One of each for the whole connection: setting them anew for each request would cost more than the request's head.
     let mut idle = pin!(tokio::time::sleep(Duration::ZERO));
     let young = tokio::time::Instant::now() + FIRST_WORD;

@@ -3,11 +3,13 @@
 //! A connection goes back to the pool only when a whole answer was read from it. In every other case its
 //! `Drop` cuts the socket, and that is how an engine learns at once that nobody wants the answer.
 
+mod addresses;
 mod chunks;
 mod coding;
 mod connection;
 mod head;
 mod http1;
+mod life;
 mod outgoing;
 mod payload;
 mod reply;
@@ -24,20 +26,21 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 use baton_connector::Time;
 use hyper::header::HeaderValue;
-use tokio::sync::Notify;
 
 use crate::admission::Freed;
+use crate::alive::Question;
 use crate::config::{EngineUrl, ReleaseMode};
-use crate::health::{self, EngineHealth, Health, Reading, Sign, TryOut};
+use crate::health::{self, EngineHealth, Health, Reading, Sign, Timers, TryOut};
 use crate::hosts::Hosts;
 use crate::memory::{Holders, Memory};
 use crate::metrics::{EngineMetrics, Leg};
 use crate::pool::Seat;
 use crate::seldom::Seldom;
+use addresses::Addresses;
 pub(crate) use coding::Unreadable;
-use connection::Connection;
-pub(crate) use connection::Socket;
+pub(crate) use connection::{Connection, Socket};
 pub(crate) use http1::Lost;
+use life::Life;
 pub(crate) use outgoing::Outgoing;
 pub(crate) use payload::Payload;
 pub(crate) use reply::{ReadShare, Reply, Whole};
@@ -60,8 +63,12 @@ pub(crate) struct Engine {
     id: u32,
     authority: Arc<str>,
     host: HeaderValue,
+    addresses: Addresses,
     terms: ArcSwap<Terms>,
     idle: std::sync::Mutex<Vec<Connection>>,
+    life: Arc<Life>,
+    /// Whether it lives: asked once for all who want to know.
+    pub(crate) question: Question,
     load: Load,
     /// Told whenever a request ends here: somebody may wait for its place.
     freed: Arc<Freed>,
@@ -105,8 +112,8 @@ impl Load {
 
 /// Who is told when an engine changes.
 pub(crate) struct Bells {
-    /// Whoever asks engines how they are.
-    pub wake: Arc<Notify>,
+    /// When each wants looking after.
+    pub timers: Arc<Timers>,
     /// Those who wait for an engine that can take a request.
     pub freed: Arc<Freed>,
     /// Whoever remembers what it holds.
@@ -136,6 +143,19 @@ pub(crate) enum CallError {
     Unreadable(Unreadable),
 }
 
+/// Why there is no connection.
+#[derive(Debug)]
+pub(crate) enum NoConnection {
+    /// This machine lacks something of its own.
+    Ours(std::io::Error),
+    /// The host answers that no process listens there.
+    Refused,
+    /// Nothing came of it in time, or an error that may be the network's.
+    Unanswered,
+    /// The name has no address, and never had one.
+    Nameless,
+}
+
 /// Counts one request of this router at an engine for as long as it lives.
 pub(crate) struct InFlight {
     engine: Arc<Engine>,
@@ -162,19 +182,23 @@ impl Engine {
     pub(crate) const HOLDERS: u32 = RANKS_MAX as u32;
 
     pub(crate) fn new(url: EngineUrl, terms: Terms, bells: Bells, metrics: EngineMetrics) -> Self {
-        let Bells { wake, freed, memory, hosts } = bells;
+        let Bells { timers, freed, memory, hosts } = bells;
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let health = Health::new(&terms.health, wake);
+        // Each has as many numbers as it may have ranks: enough for 16 million engines in the life of a process.
+        let id = NEXT.fetch_add(Self::HOLDERS, Ordering::Relaxed);
+        let health = Health::new(&terms.health, id, timers);
         let authority: Arc<str> = url.authority().into();
         let host = HeaderValue::from_str(&authority).expect("an EngineUrl is printable ASCII");
         Self {
+            addresses: Addresses::new(url.host(), url.port()),
             url,
-            // Each has as many numbers as it may have ranks: enough for 16 million engines in the life of a process.
-            id: NEXT.fetch_add(Self::HOLDERS, Ordering::Relaxed),
+            id,
             authority,
             host,
             terms: ArcSwap::from_pointee(terms),
             idle: std::sync::Mutex::default(),
+            life: Arc::default(),
+            question: Question::default(),
             load: Load::default(),
             freed,
             memory,
@@ -193,9 +217,15 @@ impl Engine {
     pub(crate) fn set_terms(&self, terms: Terms) {
         let health = terms.health;
         self.terms.store(Arc::new(terms));
-        // What is drained may have changed.
+        // What is drained may have changed, and how often it is asked.
         self.health.change(&self.authority, &health, |_, _| ());
+        self.health.arm(&health);
         self.changed();
+    }
+
+    /// Has its health looked after from now on.
+    pub(crate) fn arm(&self) {
+        self.health.arm(&self.health_terms());
     }
 
     /// A pool looks at it from now on. Pools that are gone are forgotten.
@@ -207,7 +237,7 @@ impl Engine {
     }
 
     /// Its health, or what it says of its load, may have changed.
-    fn changed(&self) {
+    pub(crate) fn changed(&self) {
         self.seats.load().iter().for_each(Seat::refresh);
     }
 
@@ -256,9 +286,8 @@ impl Engine {
     /// It failed a request of a leg.
     pub(crate) fn failed(&self, leg: Leg, sign: Sign) {
         if sign == Sign::Unreachable {
-            // Whoever comes up at its address may be another program, and has an empty cache.
+            // What comes up at its address may be another version.
             self.verbs.forget();
-            self.memory.forget_sent(self.holders());
         }
         self.health.failed(leg, sign, &self.authority, &self.terms.load().health);
         self.changed();
@@ -267,11 +296,19 @@ impl Engine {
     /// Changes what is known of its health.
     pub(crate) fn judge<T>(&self, with: impl FnOnce(&mut EngineHealth, Time, &health::Terms) -> T) -> T {
         let terms = self.terms.load().health;
-        let told = self.health.change(&self.authority, &terms, |machine, now| with(machine, now, &terms));
-        self.changed();
-        // It may be able to take a request again.
-        self.freed.ring();
+        let (told, moved) =
+            self.health.change(&self.authority, &terms, |machine, now| with(machine, now, &terms));
+        if moved {
+            self.changed();
+            // It may be able to take a request again.
+            self.freed.ring();
+        }
         told
+    }
+
+    /// Differs from an earlier value if anything has come of it since, on any of its connections.
+    pub(crate) fn heard(&self) -> u64 {
+        self.life.heard()
     }
 
     /// Whether anybody is known to live there.
@@ -414,29 +451,22 @@ impl Engine {
             }
         }
         let begun = Instant::now();
-        let terms = self.terms.load_full();
         // Boxed: what a first connection needs, names and TLS, would be room in every call over a kept one.
-        let dialled = Box::pin(tokio::time::timeout(
-            terms.connect_timeout,
-            Connection::dial(self.url.host(), self.url.port(), terms.tls.as_ref()),
-        ));
-        let mut fresh = match dialled.await {
-            Ok(Ok(fresh)) => fresh,
-            // What went out over the kept connection may have been seen.
-            Ok(Err(error)) if connection::is_ours(&error) => {
-                if let Some(held_back) = self.trouble.due() {
-                    let engine = self.authority();
-                    tracing::error!(engine, %error, held_back, "this machine has no socket left for a connection");
-                }
-                return Err(if lost.is_some() {
-                    CallError::Broken(Lost::Unanswered)
-                } else {
-                    CallError::NoSocket(error)
+        let mut fresh = match Box::pin(self.dial(self.terms.load().connect_timeout)).await {
+            Ok(fresh) => fresh,
+            Err(none) => {
+                let doubt = match none {
+                    NoConnection::Ours(_) | NoConnection::Refused => None,
+                    NoConnection::Unanswered => Some(Sign::Unreachable),
+                    NoConnection::Nameless => Some(Sign::Nameless),
+                };
+                doubt.into_iter().for_each(|sign| self.judge(|health, _, _| health.doubt(sign)));
+                return Err(match none {
+                    // What went out over the kept connection may have been seen.
+                    _ if lost.is_some() => CallError::Broken(Lost::Unanswered),
+                    NoConnection::Ours(error) => CallError::NoSocket(error),
+                    _ => CallError::NotReached,
                 });
-            }
-            Ok(Err(_)) | Err(_) => {
-                self.failed(Leg::Decode, Sign::Unreachable);
-                return Err(lost.map_or(CallError::NotReached, |_| CallError::Broken(Lost::Unanswered)));
             }
         };
         if let Some(socket) = lost {
@@ -451,6 +481,56 @@ impl Engine {
             Ok(head) => Ok(self.reply(head, fresh)),
             Err(error) => Err(CallError::Broken(error)),
         }
+    }
+
+    /// A new connection. Only the host's own word that no process listens is held against the engine here: a packet may
+    /// be lost, and a resolver may fail, while the engine works.
+    ///
+    /// # Cancel safety
+    /// Dropping the future gives up the connection.
+    pub(crate) async fn dial(&self, within: Duration) -> Result<Connection, NoConnection> {
+        let terms = self.terms.load_full();
+        let dialled = tokio::time::timeout(within, async {
+            let addresses = self.addresses.get().await.map_err(|_| NoConnection::Nameless)?;
+            let failed = match Connection::dial(&addresses, &terms, &self.life).await {
+                Ok(connection) => return Ok(connection),
+                Err(error) if connection::is_ours(&error) => return Err(NoConnection::Ours(error)),
+                Err(error) => error,
+            };
+            let failed = match self.addresses.moved_from(&addresses).await {
+                None => failed,
+                Some(moved) => match Connection::dial(&moved, &terms, &self.life).await {
+                    Ok(connection) => return Ok(connection),
+                    Err(error) => error,
+                },
+            };
+            Err(match failed.kind() {
+                std::io::ErrorKind::ConnectionRefused => NoConnection::Refused,
+                _ => NoConnection::Unanswered,
+            })
+        });
+        let dialled = dialled.await.unwrap_or(Err(NoConnection::Unanswered));
+        match &dialled {
+            Err(NoConnection::Ours(error)) => {
+                if let Some(held_back) = self.trouble.due() {
+                    let engine = self.authority();
+                    tracing::error!(engine, %error, held_back, "this machine has no socket left for a connection");
+                }
+            }
+            Err(NoConnection::Refused) => self.refused(),
+            Ok(_) | Err(NoConnection::Unanswered | NoConnection::Nameless) => {}
+        }
+        dialled
+    }
+
+    /// No process listens at its address.
+    fn refused(&self) {
+        self.pool().retain_mut(Connection::is_ready);
+        if self.life.open() == 0 {
+            // The process is gone, and what comes up in its place has an empty cache.
+            self.memory.forget_sent(self.holders());
+        }
+        self.failed(Leg::Decode, Sign::Unreachable);
     }
 
     /// An idle connection that still seems to be open.
@@ -484,6 +564,21 @@ impl Engine {
 
     fn pool(&self) -> std::sync::MutexGuard<'_, Vec<Connection>> {
         self.idle.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Sends a request on a connection of its own, and waits for the head of the answer.
+    ///
+    /// # Cancel safety
+    /// As [`Self::call`].
+    pub(crate) async fn call_on(
+        self: &Arc<Self>,
+        mut connection: Connection,
+        outgoing: &Outgoing,
+    ) -> Result<Reply, CallError> {
+        match connection.send(self.head(outgoing), outgoing.pieces()).await {
+            Ok(head) => Ok(self.reply(head, connection)),
+            Err(error) => Err(CallError::Broken(error)),
+        }
     }
 
     fn head(&self, outgoing: &Outgoing) -> Vec<u8> {

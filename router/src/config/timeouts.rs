@@ -23,6 +23,15 @@ pub struct TimeoutsConfig {
     /// A client that takes no bytes of its answer. 1 to 3,600,000; default 60,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub client_stall_ms: u64,
+    /// A client whose host acknowledges nothing, neither data nor keepalive probes, has left without a word: its
+    /// request is ended, whatever it waits for. A client that only reads slowly is not lost. 0 (what the system does,
+    /// which may be hours) to 3,600,000, at least 1,000; default 20,000.
+    #[garde(range(max = 3_600_000))]
+    pub client_lost_ms: u64,
+    /// The same of an engine's host: its connections are broken. 0 (what the system does) to 3,600,000, at least
+    /// 1,000; default 20,000.
+    #[garde(range(max = 3_600_000))]
+    pub engine_lost_ms: u64,
     /// A connection to an engine. 1 to 60,000; default 2,000.
     #[garde(range(min = 1, max = 60_000))]
     pub connect_ms: u64,
@@ -33,8 +42,9 @@ pub struct TimeoutsConfig {
     /// whole generation. 1 to 3,600,000; default 600,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub decode_first_byte_ms: u64,
-    /// An engine that has been asked and says nothing is asked for its health this often; one that does not answer
-    /// twice in a row, within 2 s each, has failed. Shorter than a lease. 1 to 3,600,000; default 5,000.
+    /// An engine that has been asked and from which nothing has come for so long, on any connection, is asked for its
+    /// health; if nothing comes of two questions in a row, within 2 s each, it has failed. Shorter than a lease. 1 to
+    /// 3,600,000; default 5,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub alive_ms: u64,
     /// A decode engine between two pieces of its answer. 1 to 3,600,000; default 60,000.
@@ -78,6 +88,16 @@ pub struct ModelTimeouts {
 }
 
 impl TimeoutsConfig {
+    /// How long a client may acknowledge nothing; zero: as the system does it.
+    pub(crate) fn client_lost(&self) -> Duration {
+        lost(self.client_lost_ms)
+    }
+
+    /// The same of an engine.
+    pub(crate) fn engine_lost(&self) -> Duration {
+        lost(self.engine_lost_ms)
+    }
+
     /// The bounds of a model's requests.
     pub(crate) fn of(&self, model: &ModelTimeouts) -> Bounds {
         let ms = |of_model: Option<u64>, general: u64| Duration::from_millis(of_model.unwrap_or(general));
@@ -89,6 +109,11 @@ impl TimeoutsConfig {
             request: (!request.is_zero()).then_some(request),
         }
     }
+}
+
+/// Keepalive counts in seconds.
+fn lost(ms: u64) -> Duration {
+    Duration::from_millis(if ms == 0 { 0 } else { ms.max(1_000) })
 }
 
 /// What one request may take.
@@ -108,6 +133,8 @@ impl Default for TimeoutsConfig {
             client_idle_ms: 75_000,
             body_ms: 30_000,
             client_stall_ms: 60_000,
+            client_lost_ms: 20_000,
+            engine_lost_ms: 20_000,
             connect_ms: 2_000,
             prefill_silence_ms: 120_000,
             decode_first_byte_ms: 600_000,

@@ -1,9 +1,10 @@
 //! The one who asks: engines for their health and load, and pools for their outliers. One task per router.
 //!
 //! A new engine is asked at once, one in use every `active.interval_ms`, one that is left out when its cool-down is over. No
-//! client's request is spent on an engine of which it is not known that somebody answers there.
+//! client's request is spent on an engine of which it is not known that somebody answers there. Which engine is next is
+//! kept by [`super::timers`]: a check costs the same in a large fleet.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use tokio::task::JoinSet;
 
 use super::outlier::{Sample, outliers};
 use super::{EngineLoad, Reading};
-use crate::alive::{self, NotAsked};
+use crate::alive;
 use crate::generation::Generation;
 use crate::metrics::Leg;
 use crate::shared::Shared;
@@ -20,7 +21,7 @@ use crate::upstream::{Engine, Outgoing};
 
 /// Questions in flight; more wait for one of them.
 const ASKING_MAX: usize = 256;
-/// The longest time without a look at every engine.
+/// The longest time until a changed configuration is noticed, and an engine's load that has grown stale.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Metrics of an engine are not read beyond this.
 const METRICS_BYTES_MAX: usize = 4 << 20;
@@ -28,7 +29,7 @@ const METRICS_BYTES_MAX: usize = 4 << 20;
 /// Runs for as long as the router does.
 pub(crate) async fn run(shared: Arc<Shared>) {
     let mut asking = JoinSet::new();
-    let (mut load_due, mut outliers_due) = (Time::ZERO, Time::ZERO);
+    let (mut load_due, mut outliers_due, mut stale_due) = (Time::ZERO, Time::ZERO, Time::ZERO);
     loop {
         let generation = shared.generation();
         let config = &generation.config.health;
@@ -50,36 +51,37 @@ pub(crate) async fn run(shared: Arc<Shared>) {
         let read_load = due(&mut load_due, config.load.interval_ms);
         let compare = due(&mut outliers_due, config.outlier.interval_ms);
         let within = Duration::from_millis(config.active.timeout_ms);
-        for engine in shared.fleet.engines() {
-            let jitter = jitter();
-            let (ask, again) = engine.judge(|health, now, terms| {
-                let ask = health.tick(now, jitter, terms);
-                (ask, health.due())
-            });
-            next = again.map_or(next, |again| next.min(again));
+        while let Some(id) = shared.fleet.timers.take(now) {
+            let Some(engine) = shared.fleet.by_id(id) else { continue };
+            let ask = engine.judge(|health, now, terms| health.tick(now, jitter, terms));
+            engine.arm();
             if ask {
                 place(&mut asking).await;
-                let engine = Arc::clone(&engine);
                 asking.spawn(async move {
-                    let asked = alive::asked_for_health(&engine, within).await;
-                    engine.judge(|health, now, terms| match asked {
-                        Ok(answer) => health.told(answer, now, terms),
-                        Err(NotAsked) => health.not_asked(now, terms),
-                    });
+                    let pulse = alive::ask(&engine, within).await;
+                    engine.judge(|health, now, terms| health.told(pulse, now, terms));
                 });
             }
-            if read_load {
+        }
+        if read_load {
+            for engine in shared.fleet.engines() {
                 place(&mut asking).await;
                 asking.spawn(read_load_of(engine, within));
             }
+        }
+        if config.load.interval_ms > 0 && stale_due <= now {
+            stale_due = now.after(LOOK_EVERY);
+            // That a reading is too old is no event of its engine.
+            shared.fleet.engines().iter().for_each(|engine| engine.changed());
         }
         if compare {
             eject_outliers(&generation);
         }
         drop(generation);
         while asking.try_join_next().is_some() {}
+        next = shared.fleet.timers.next().map_or(next, |due| next.min(due));
         tokio::select! {
-            () = shared.fleet.wake.notified() => {}
+            () = shared.fleet.timers.sooner() => {}
             () = tokio::time::sleep(next.since(super::now())) => {}
         }
     }
@@ -120,7 +122,7 @@ fn eject_outliers(generation: &Generation) {
                 *samples.entry(Arc::as_ptr(engine)).or_insert_with(|| engine.health().sample(leg))
             };
             let pool: Vec<Sample> = engines.iter().map(sample).collect();
-            let worst = outliers(&pool, &terms);
+            let worst: HashSet<usize> = outliers(&pool, &terms).into_iter().collect();
             for (at, engine) in engines.iter().enumerate() {
                 if worst.contains(&at) {
                     let Sample { answers, failures, .. } = pool[at];

@@ -43,6 +43,8 @@ pub(crate) struct Terms {
 pub(crate) enum Sign {
     /// No connection.
     Unreachable,
+    /// Its name has no address, and never had one.
+    Nameless,
     /// It answers nothing, not even whether it lives.
     Silent,
     /// It answered 5xx, or broke off. Another engine served the same request, so it was not the request's fault.
@@ -56,6 +58,8 @@ pub(crate) enum Sign {
 pub(crate) enum Why {
     /// No connection.
     Unreachable,
+    /// Its name has no address.
+    Nameless,
     /// It answers nothing.
     Silent,
     /// It fails requests.
@@ -172,7 +176,7 @@ impl Breaker {
 
 fn closed_failed(failures: u32, source: Option<u64>, sign: Sign, now: Time, terms: &Terms) -> State {
     let (counted, source) = match sign {
-        Sign::Unreachable | Sign::Silent => return open(0, why(sign), now, terms),
+        Sign::Unreachable | Sign::Nameless | Sign::Silent => return open(0, why(sign), now, terms),
         Sign::Trouble => (true, source),
         // One source alone proves nothing: it may send what no engine can serve.
         Sign::Suspect(from) => (source != Some(from), Some(from)),
@@ -193,6 +197,7 @@ fn open(round: u32, why: Why, now: Time, terms: &Terms) -> State {
 fn why(sign: Sign) -> Why {
     match sign {
         Sign::Unreachable => Why::Unreachable,
+        Sign::Nameless => Why::Nameless,
         Sign::Silent => Why::Silent,
         Sign::Trouble | Sign::Suspect(_) => Why::Failing,
     }
@@ -203,6 +208,7 @@ impl Why {
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Unreachable => "unreachable",
+            Self::Nameless => "its name has no address",
             Self::Silent => "silent",
             Self::Failing => "failing",
         }

@@ -13,7 +13,9 @@
 //! Invariants:
 //! - Nothing here looks at or changes how many requests an engine has: load is counted elsewhere.
 //! - One request that an engine is deaf to does not make it silent: another source's or a question of the router's
-//!   own must agree. Until then it is the last to be chosen, for as long as one question takes.
+//!   own must agree. Until then it is the last to be chosen, for as long as one question takes. The same holds of one
+//!   connection that could not be made, unless the host itself says that no process listens.
+//! - An engine from which bytes come is not silent, whatever a question of the router's own came to.
 //! - What was believed ends by itself (ejections, drains that the engine announced) or by an answer of the
 //!   engine (breaker, checks); only an operator's word stays until it is taken back.
 
@@ -23,6 +25,7 @@ use baton_connector::Time;
 
 use super::breaker::{self, Breaker, Event, Sign, State, Why};
 use super::checks::{self, Checks};
+use crate::alive::Pulse;
 use crate::metrics::Leg;
 
 /// An engine that says that it drains is believed for this long.
@@ -95,12 +98,14 @@ pub(crate) struct EngineHealth {
     is_known: bool,
 }
 
-/// A request found it deaf, and nobody else has yet.
+/// One finding against it, which a question of the router's own is to confirm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Doubt {
-    /// Whose request.
-    source: u64,
-    /// The router's own question is on its way.
+    /// What it is out for if that is so.
+    sign: Sign,
+    /// Whose request it was deaf to; none where no connection could be made.
+    source: Option<u64>,
+    /// The question is on its way.
     asked: bool,
 }
 
@@ -131,6 +136,15 @@ impl EngineHealth {
 
     /// For people: every reason why it is not simply usable.
     pub(crate) fn reasons(&self, terms: &Terms) -> Vec<&'static str> {
+        self.reasons_in(&Leg::BOTH, terms)
+    }
+
+    /// The same in one leg.
+    pub(crate) fn reasons_of(&self, leg: Leg, terms: &Terms) -> Vec<&'static str> {
+        self.reasons_in(&[leg], terms)
+    }
+
+    fn reasons_in(&self, legs: &[Leg], terms: &Terms) -> Vec<&'static str> {
         let mut reasons = Vec::new();
         match self.order {
             Order::Drain => reasons.push("drained by an operator"),
@@ -138,9 +152,8 @@ impl EngineHealth {
             _ if self.drains_until.is_some() => reasons.push("says that it drains"),
             Order::Undrain | Order::None => {}
         }
-        for (leg, LegHealth { breaker, ejected_until, .. }) in
-            [Leg::Prefill, Leg::Decode].iter().zip(&self.legs)
-        {
+        for leg in legs {
+            let LegHealth { breaker, ejected_until, .. } = &self.legs[*leg as usize];
             let why = match breaker.state() {
                 State::Closed { .. } => None,
                 State::Open { why, .. } | State::Asking { why, .. } | State::Trial { why, .. } => {
@@ -153,8 +166,12 @@ impl EngineHealth {
                 Leg::Decode => "ejected from decode",
             }));
         }
-        if self.doubt.is_some() {
-            reasons.push("did not answer, and is asked again");
+        if let Some(doubt) = &self.doubt {
+            reasons.push(match doubt.sign {
+                Sign::Unreachable => "a connection could not be made, and it is asked again",
+                Sign::Nameless => "its name could not be looked up, and it is asked again",
+                Sign::Silent | Sign::Trouble | Sign::Suspect(_) => "did not answer, and is asked again",
+            });
         }
         if self.checks.is_down() {
             reasons.push("fails its health checks");
@@ -175,25 +192,47 @@ impl EngineHealth {
     /// It answered a request of this leg, well and to the end.
     pub(crate) fn answered(&mut self, leg: Leg, now: Time, terms: &Terms) {
         self.doubt = None;
+        self.is_there(now, terms);
         self.legs[leg as usize].breaker.apply(Event::Answered, now, &terms.breaker);
     }
 
-    /// It sent the head of an answer, or refused a request of this leg.
-    pub(crate) fn spoke(&mut self, leg: Leg, now: Time, terms: &Terms) {
+    /// It sent the head of an answer, or refused a request.
+    pub(crate) fn spoke(&mut self, now: Time, terms: &Terms) {
         self.doubt = None;
-        self.legs[leg as usize].breaker.apply(Event::Spoke, now, &terms.breaker);
+        self.is_there(now, terms);
+    }
+
+    /// What shows that it is there holds for both legs, as what shows the contrary does.
+    fn is_there(&mut self, now: Time, terms: &Terms) {
+        for one in &mut self.legs {
+            one.breaker.apply(Event::Spoke, now, &terms.breaker);
+        }
     }
 
     /// A request of this source got no answer from it, nor to the questions whether it lives.
     pub(crate) fn deaf(&mut self, leg: Leg, source: u64, now: Time, terms: &Terms) {
         match self.doubt {
-            Some(doubt) if doubt.source != source => {
+            Some(Doubt { source: Some(other), .. }) if other != source => {
                 self.doubt = None;
                 self.failed(leg, Sign::Silent, now, terms);
             }
             Some(_) => {}
-            None => self.doubt = Some(Doubt { source, asked: false }),
+            None => self.doubt = Some(Doubt { sign: Sign::Silent, source: Some(source), asked: false }),
         }
+    }
+
+    /// No connection to it could be made, for a reason that may be a lost packet's or a resolver's.
+    pub(crate) fn doubt(&mut self, sign: Sign) {
+        if self.doubt.is_none() && self.passes() {
+            self.doubt = Some(Doubt { sign, source: None, asked: false });
+        }
+    }
+
+    /// Whether a breaker lets requests through.
+    fn passes(&self) -> bool {
+        let passes =
+            |one: &LegHealth| matches!(one.breaker.state(), State::Closed { .. } | State::Trial { .. });
+        self.legs.iter().any(passes)
     }
 
     /// Whether nothing is held against it in a leg.
@@ -203,7 +242,7 @@ impl EngineHealth {
 
     /// It failed one. What shows that nobody is there holds for both legs.
     pub(crate) fn failed(&mut self, leg: Leg, sign: Sign, now: Time, terms: &Terms) {
-        let both = matches!(sign, Sign::Unreachable | Sign::Silent);
+        let both = matches!(sign, Sign::Unreachable | Sign::Nameless | Sign::Silent);
         for (at, one) in self.legs.iter_mut().enumerate() {
             if both || at == leg as usize {
                 one.breaker.apply(Event::Failed(sign), now, &terms.breaker);
@@ -253,8 +292,8 @@ impl EngineHealth {
     }
 
     /// Moves what time moves. True: the engine is to be asked whether it lives, once, and [`Self::told`] to be
-    /// called with what came of it.
-    pub(crate) fn tick(&mut self, now: Time, jitter: f64, terms: &Terms) -> bool {
+    /// called with what came of it. `jitter` is a factor of the pause before the next question.
+    pub(crate) fn tick(&mut self, now: Time, jitter: impl FnOnce() -> f64, terms: &Terms) -> bool {
         let mut ask = false;
         for one in &mut self.legs {
             let was_open = matches!(one.breaker.state(), State::Open { .. });
@@ -273,42 +312,58 @@ impl EngineHealth {
         }
         // The first question comes at once: until it is answered nobody knows that there is an engine.
         if ask || self.next_check.is_none_or(|next| next <= now) {
-            self.next_check = Some(now.after(terms.check_every.mul_f64(jitter)));
+            self.next_check = Some(now.after(terms.check_every.mul_f64(jitter())));
             ask = true;
         }
         ask
     }
 
     /// The next moment at which [`Self::tick`] does anything.
-    pub(crate) fn due(&self) -> Option<Time> {
+    pub(crate) fn due(&self, terms: &Terms) -> Option<Time> {
         let legs = self.legs.iter().flat_map(|one| [one.breaker.due(), one.ejected_until]);
         let doubt = self.doubt.filter(|doubt| !doubt.asked).map(|_| Time::ZERO);
-        legs.chain([self.drains_until, self.next_check, doubt]).flatten().min()
+        let check = match (terms.check_every.is_zero(), self.next_check) {
+            (false, next) => Some(next.unwrap_or(Time::ZERO)),
+            // What was believed is to be forgotten.
+            (true, next) => next.map(|_| Time::ZERO),
+        };
+        legs.chain([self.drains_until, check, doubt]).flatten().min()
     }
 
-    /// What came of asking it: `None` when it answered nothing, or whether the answer was good.
-    pub(crate) fn told(&mut self, answer: Option<bool>, now: Time, terms: &Terms) {
-        let event = if answer.is_some() { Event::Lives } else { Event::Mute };
-        self.is_known |= answer == Some(true);
+    /// What came of asking it.
+    pub(crate) fn told(&mut self, pulse: Pulse, now: Time, terms: &Terms) {
+        let passed = self.passes();
+        let event = if pulse.is_life() { Event::Lives } else { Event::Mute };
         for one in &mut self.legs {
             one.breaker.apply(event, now, &terms.breaker);
         }
-        let doubted = self.doubt.take().is_some();
-        if doubted && answer.is_none() {
-            self.failed(Leg::Decode, Sign::Silent, now, terms);
-        }
+        let doubt = self.doubt.take();
+        let good = match pulse {
+            Pulse::Answered(good) => {
+                self.is_known |= good;
+                good
+            }
+            // It works, and has said nothing of how it is.
+            Pulse::Busy => return,
+            Pulse::Unasked => return,
+            Pulse::Silent => {
+                if let Some(doubt) = doubt {
+                    self.failed(Leg::Decode, doubt.sign, now, terms);
+                }
+                false
+            }
+            Pulse::Unreachable(sign) => {
+                match doubt {
+                    Some(_) => self.failed(Leg::Decode, sign, now, terms),
+                    None if passed => self.doubt(sign),
+                    None => {}
+                }
+                false
+            }
+        };
         if !terms.check_every.is_zero() {
-            self.checks.answered(answer == Some(true), &terms.checks);
+            self.checks.answered(good, &terms.checks);
         }
-    }
-
-    /// It could not be asked, for want of something of the router's own. Whoever waits for its answer goes on waiting;
-    /// a doubt is not held against it.
-    pub(crate) fn not_asked(&mut self, now: Time, terms: &Terms) {
-        for one in &mut self.legs {
-            one.breaker.apply(Event::Mute, now, &terms.breaker);
-        }
-        self.doubt = None;
     }
 }
 
@@ -352,23 +407,24 @@ pub(crate) mod tests {
     enum Step {
         Answered(Leg),
         Failed(Leg, Sign),
-        Spoke(Leg),
+        Spoke,
         Deaf(u64),
         SaidDraining,
         Order(Order),
         Eject(Leg),
         Tick,
-        Told(Option<bool>),
+        Told(Pulse),
+        Undialled,
     }
 
-    const STEPS: [Step; 17] = [
+    const STEPS: [Step; 21] = [
         Step::Answered(Leg::Prefill),
         Step::Answered(Leg::Decode),
         Step::Failed(Leg::Prefill, Sign::Trouble),
         Step::Failed(Leg::Decode, Sign::Trouble),
         Step::Failed(Leg::Decode, Sign::Unreachable),
         Step::Failed(Leg::Prefill, Sign::Silent),
-        Step::Spoke(Leg::Decode),
+        Step::Spoke,
         Step::Deaf(1),
         Step::Deaf(2),
         Step::SaidDraining,
@@ -376,22 +432,27 @@ pub(crate) mod tests {
         Step::Order(Order::None),
         Step::Eject(Leg::Decode),
         Step::Tick,
-        Step::Told(None),
-        Step::Told(Some(true)),
-        Step::Told(Some(false)),
+        Step::Told(Pulse::Silent),
+        Step::Told(Pulse::Busy),
+        Step::Told(Pulse::Unasked),
+        Step::Told(Pulse::Unreachable(Sign::Unreachable)),
+        Step::Told(Pulse::Answered(true)),
+        Step::Told(Pulse::Answered(false)),
+        Step::Undialled,
     ];
 
     fn take(health: &mut EngineHealth, step: Step, now: Time) {
         match step {
             Step::Answered(leg) => health.answered(leg, now, &TERMS),
             Step::Failed(leg, sign) => health.failed(leg, sign, now, &TERMS),
-            Step::Spoke(leg) => health.spoke(leg, now, &TERMS),
+            Step::Spoke => health.spoke(now, &TERMS),
             Step::Deaf(source) => health.deaf(Leg::Decode, source, now, &TERMS),
             Step::SaidDraining => health.said_draining(now),
             Step::Order(order) => health.order(order),
             Step::Eject(leg) => health.eject(leg, now, &TERMS),
-            Step::Tick => drop(health.tick(now, 1.0, &TERMS)),
-            Step::Told(answer) => health.told(answer, now, &TERMS),
+            Step::Tick => drop(health.tick(now, || 1.0, &TERMS)),
+            Step::Told(pulse) => health.told(pulse, now, &TERMS),
+            Step::Undialled => health.doubt(Sign::Nameless),
         }
     }
 
@@ -399,8 +460,8 @@ pub(crate) mod tests {
     fn recovers(mut health: EngineHealth, mut now: Time) -> EngineHealth {
         for _ in 0..100 {
             now = now.after(Duration::from_secs(10));
-            if health.tick(now, 1.0, &TERMS) {
-                health.told(Some(true), now, &TERMS);
+            if health.tick(now, || 1.0, &TERMS) {
+                health.told(Pulse::Answered(true), now, &TERMS);
             }
             for leg in [Leg::Prefill, Leg::Decode] {
                 if health.standing(leg, &TERMS) <= Standing::Trial {
@@ -452,22 +513,22 @@ pub(crate) mod tests {
     fn an_engine_that_is_deaf_to_one_request_is_asked_before_it_is_taken_from_everybody() {
         let both = |health: &EngineHealth| Leg::BOTH.map(|leg| health.standing(leg, &TERMS));
         let mut health = EngineHealth::default();
-        health.tick(Time::ZERO, 1.0, &TERMS);
+        health.tick(Time::ZERO, || 1.0, &TERMS);
         health.deaf(Leg::Decode, 1, Time::ZERO, &TERMS);
         health.deaf(Leg::Prefill, 1, Time::ZERO, &TERMS);
         assert_eq!(both(&health), [Standing::Out; 2], "the last to be chosen, until it has been asked");
-        assert_eq!(health.due(), Some(Time::ZERO), "which is at once");
-        assert!(health.tick(Time::ZERO, 1.0, &TERMS), "it is asked");
-        assert!(!health.tick(Time::ZERO, 1.0, &TERMS), "once");
+        assert_eq!(health.due(&TERMS), Some(Time::ZERO), "which is at once");
+        assert!(health.tick(Time::ZERO, || 1.0, &TERMS), "it is asked");
+        assert!(!health.tick(Time::ZERO, || 1.0, &TERMS), "once");
         let mut lives = health;
-        lives.told(Some(true), Time::ZERO, &TERMS);
+        lives.told(Pulse::Answered(true), Time::ZERO, &TERMS);
         assert_eq!(both(&lives), [Standing::Usable; 2], "it was deaf to that one request");
         let mut spoke = health;
-        spoke.spoke(Leg::Decode, Time::ZERO, &TERMS);
-        spoke.told(None, Time::ZERO, &TERMS);
+        spoke.spoke(Time::ZERO, &TERMS);
+        spoke.told(Pulse::Silent, Time::ZERO, &TERMS);
         assert_eq!(both(&spoke), [Standing::Usable; 2], "another request heard of it meanwhile");
         let mut mute = health;
-        mute.told(None, Time::ZERO, &TERMS);
+        mute.told(Pulse::Silent, Time::ZERO, &TERMS);
         assert_eq!(both(&mute), [Standing::Silent; 2], "the question had no answer either");
         health.deaf(Leg::Decode, 2, Time::ZERO, &TERMS);
         assert_eq!(both(&health), [Standing::Silent; 2], "another source found the same");
@@ -476,20 +537,84 @@ pub(crate) mod tests {
     #[test]
     fn a_question_that_could_not_be_asked_says_nothing_of_the_engine() {
         let mut doubted = EngineHealth::default();
-        doubted.tick(Time::ZERO, 1.0, &TERMS);
+        doubted.tick(Time::ZERO, || 1.0, &TERMS);
         doubted.deaf(Leg::Decode, 1, Time::ZERO, &TERMS);
-        doubted.tick(Time::ZERO, 1.0, &TERMS);
+        doubted.tick(Time::ZERO, || 1.0, &TERMS);
         for _ in 0..10 {
-            doubted.not_asked(Time::ZERO, &TERMS);
+            doubted.told(Pulse::Unasked, Time::ZERO, &TERMS);
         }
         assert_eq!(doubted.standing(Leg::Decode, &TERMS), Standing::Usable);
         let mut open = EngineHealth::default();
         open.failed(Leg::Decode, Sign::Unreachable, Time::ZERO, &TERMS);
         let later = Time::ZERO.after(Duration::from_secs(3600));
-        assert!(open.tick(later, 1.0, &TERMS), "it is to be asked");
-        open.not_asked(later, &TERMS);
+        assert!(open.tick(later, || 1.0, &TERMS), "it is to be asked");
+        open.told(Pulse::Unasked, later, &TERMS);
         assert_eq!(open.standing(Leg::Decode, &TERMS), Standing::Out, "and asked again later");
-        assert!(open.due().is_some_and(|due| due > later));
+        assert!(open.due(&TERMS).is_some_and(|due| due > later));
+    }
+
+    #[test]
+    fn one_connection_that_could_not_be_made_is_a_doubt_and_a_second_takes_the_engine_out() {
+        let standing = |health: &EngineHealth| health.standing(Leg::Decode, &TERMS);
+        let mut health = EngineHealth::default();
+        health.tick(Time::ZERO, || 1.0, &TERMS);
+        health.doubt(Sign::Unreachable);
+        assert_eq!(
+            (standing(&health), health.due(&TERMS)),
+            (Standing::Out, Some(Time::ZERO)),
+            "it is asked at once"
+        );
+        assert!(health.tick(Time::ZERO, || 1.0, &TERMS));
+        let mut answers = health;
+        answers.told(Pulse::Answered(true), Time::ZERO, &TERMS);
+        assert_eq!(
+            (standing(&answers), answers.reasons(&TERMS)),
+            (Standing::Usable, vec![]),
+            "one packet was lost"
+        );
+        let mut flows = health;
+        flows.told(Pulse::Busy, Time::ZERO, &TERMS);
+        assert_eq!(standing(&flows), Standing::Usable, "it works on what it has");
+        health.told(Pulse::Unreachable(Sign::Unreachable), Time::ZERO, &TERMS);
+        assert_eq!((standing(&health), health.reasons(&TERMS)), (Standing::Out, vec!["unreachable"]));
+        // The same where a question of the router's own finds it first.
+        let mut checked = EngineHealth::default();
+        checked.tick(Time::ZERO, || 1.0, &TERMS);
+        checked.told(Pulse::Unreachable(Sign::Nameless), Time::ZERO, &TERMS);
+        assert!(checked.tick(Time::ZERO, || 1.0, &TERMS), "it is asked again at once");
+        checked.told(Pulse::Unreachable(Sign::Nameless), Time::ZERO, &TERMS);
+        assert_eq!(checked.reasons(&TERMS), ["its name has no address", "fails its health checks"]);
+    }
+
+    #[test]
+    fn an_engine_that_works_and_leaves_questions_unanswered_stays_usable() {
+        let mut health = EngineHealth::default();
+        for second in 0..100 {
+            let now = Time::ZERO.after(Duration::from_secs(second * 10));
+            health.tick(now, || 1.0, &TERMS);
+            health.told(Pulse::Busy, now, &TERMS);
+        }
+        assert_eq!(health.standing(Leg::Decode, &TERMS), Standing::Usable);
+        for _ in 0..2 {
+            health.told(Pulse::Silent, Time::ZERO, &TERMS);
+        }
+        assert_eq!(health.standing(Leg::Decode, &TERMS), Standing::Out, "nothing comes of it");
+    }
+
+    #[test]
+    fn an_answer_in_one_leg_shows_that_the_engine_is_there_for_both() {
+        let mut health = EngineHealth::default();
+        health.failed(Leg::Decode, Sign::Silent, Time::ZERO, &TERMS);
+        assert_eq!(health.reasons_of(Leg::Prefill, &TERMS), ["silent"]);
+        health.spoke(Time::ZERO, &TERMS);
+        assert_eq!((health.reasons(&TERMS), health.is_clean(Leg::Prefill)), (vec![], true));
+        for _ in 0..2 {
+            health.failed(Leg::Prefill, Sign::Trouble, Time::ZERO, &TERMS);
+        }
+        assert!(
+            health.reasons_of(Leg::Decode, &TERMS).is_empty(),
+            "a leg's log lines name what is the leg's"
+        );
     }
 
     #[test]
@@ -523,7 +648,7 @@ pub(crate) mod tests {
             let until = health.legs[Leg::Decode as usize].ejected_until.expect("it is ejected");
             lasted.push(until.since(now).as_secs());
             now = until;
-            health.tick(now, 1.0, &TERMS);
+            health.tick(now, || 1.0, &TERMS);
             assert_eq!(health.standing(Leg::Decode, &TERMS), Standing::Usable);
         }
         assert_eq!(lasted, [30, 60, 90]);

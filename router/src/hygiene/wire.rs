@@ -29,6 +29,7 @@ use super::chunked::{ChunkError, Chunked};
 use super::head::{self, Framing};
 use super::{HeadBounds, Unclean};
 use crate::admission::body_budget::{Share, Spent};
+use crate::presence;
 use crate::tls::TlsConnection;
 
 /// One read of the socket: as much as a connection's buffer in the kernel usually holds, and enough to pass buffers
@@ -56,6 +57,10 @@ pub(crate) struct Wire(Arc<Mutex<Inner>>);
 struct Inner {
     stream: Socket,
     peer: SocketAddr,
+    /// It may acknowledge nothing for so long; zero: as the system does it.
+    lost_after: Duration,
+    /// It is given longer for now; see [`Wire::bear`].
+    borne: bool,
     /// Written by pingora, and not yet out.
     held: Vec<u8>,
     /// Bytes behind the head that came with it.
@@ -93,11 +98,29 @@ impl From<Spent> for BodyError {
     }
 }
 
+impl Inner {
+    fn bear_no_more(&mut self) {
+        if std::mem::take(&mut self.borne) {
+            presence::bear(tcp(&self.stream), self.lost_after);
+        }
+    }
+}
+
+/// The socket below.
+fn tcp(stream: &Socket) -> &TcpStream {
+    match stream {
+        Either::Left(stream) => stream,
+        Either::Right(tls) => tls.tcp(),
+    }
+}
+
 impl Wire {
-    pub(crate) fn new(stream: Socket, peer: SocketAddr) -> Self {
+    pub(crate) fn new(stream: Socket, peer: SocketAddr, lost_after: Duration) -> Self {
         Self(Arc::new(Mutex::new(Inner {
             stream,
             peer,
+            lost_after,
+            borne: false,
             held: Vec::new(),
             ahead: BytesMut::new(),
             body: Body::Read,
@@ -145,6 +168,31 @@ impl Wire {
         let mut probe = [0];
         let mut probe = ReadBuf::new(&mut probe);
         self.poll(context, |stream, context| stream.poll_read(context, &mut probe)).map(drop)
+    }
+
+    /// How long the client may acknowledge nothing; zero: as the system does it.
+    pub(crate) fn lost_after(&self) -> Duration {
+        self.lock().lost_after
+    }
+
+    /// Gives a client that takes nothing for a while so long, until its next request or the end of the pause.
+    pub(crate) fn bear(&self, within: Duration) {
+        let mut inner = self.lock();
+        if !inner.lost_after.is_zero() {
+            inner.borne = true;
+            presence::bear(tcp(&inner.stream), within.max(inner.lost_after));
+        }
+    }
+
+    /// The pause of a client is over.
+    pub(crate) fn bear_no_more(&self) {
+        self.lock().bear_no_more();
+    }
+
+    /// Whether the client has acknowledged nothing for longer than it may.
+    pub(crate) fn is_lost(&self) -> bool {
+        let inner = self.lock();
+        !inner.lost_after.is_zero() && presence::is_lost(tcp(&inner.stream), inner.lost_after)
     }
 
     /// The client's address.
@@ -202,6 +250,7 @@ impl Wire {
         ahead.advance(head.bytes);
         head.mask(&mut bytes);
         let mut inner = self.lock();
+        inner.bear_no_more();
         inner.ahead = ahead;
         inner.body_bytes = 0;
         inner.expects_continue = head.expects_continue;

@@ -24,6 +24,7 @@ fn terms() -> Terms {
     Terms {
         connect_timeout: Duration::from_secs(1),
         idle_timeout: Duration::from_secs(1),
+        lost_after: Duration::ZERO,
         secret: None,
         api_key: None,
         tls: None,
@@ -81,8 +82,8 @@ fn happens(pool: &Pool, places: &mut Vec<Reserved>, dice: &mut Dice, prefix: &[u
         1 | 2 => engine.judge(|health, _, _| health.order(Order::None)),
         3 => engine.failed(Leg::Decode, Sign::Unreachable),
         4 | 5 => engine.judge(|health, now, terms| {
-            health.tick(now.after(Duration::from_millis(3_600_000)), 1.0, terms);
-            health.told(Some(true), now, terms);
+            health.tick(now.after(Duration::from_millis(3_600_000)), || 1.0, terms);
+            health.told(crate::alive::Pulse::Answered(true), now, terms);
         }),
         6 => engine.served(Leg::Decode),
         12..14 => says(&engine, dice.below(6), dice.below(4)),

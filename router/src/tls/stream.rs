@@ -19,6 +19,11 @@ pub(crate) struct TlsConnection {
 }
 
 impl TlsConnection {
+    /// The socket below.
+    pub(crate) fn tcp(&self) -> &TcpStream {
+        self.stream.get_ref().0
+    }
+
     pub(super) fn new(stream: TlsStream<TcpStream>) -> Self {
         let (_, session) = stream.get_ref();
         let leaf = session.peer_certificates().and_then(|chain| chain.first());
@@ -127,7 +132,7 @@ mod tests {
     async fn a_client_that_stops_reading_does_not_keep_the_last_record_waiting() {
         let (deaf, connection) = pair().await;
         let peer = SocketAddr::from(([127, 0, 0, 1], 1));
-        let wire = Wire::new(Either::Right(Box::new(connection)), peer);
+        let wire = Wire::new(Either::Right(Box::new(connection)), peer, Duration::ZERO);
         let piece = vec![b'x'; 1 << 20];
         // Until neither the kernel nor the session takes more: the goodbye finds no room.
         let more = |context: &mut Context<'_>| wire.poll_send(context, &[IoSlice::new(&piece)]).is_ready();

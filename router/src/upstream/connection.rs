@@ -1,8 +1,7 @@
 //! One HTTP/1.1 connection to an engine, with the two ways of giving it up: cut, or half-closed and read on.
 
 use std::future::poll_fn;
-use std::net::Shutdown;
-use std::os::fd::{AsFd, OwnedFd};
+use std::net::{Shutdown, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
@@ -13,33 +12,40 @@ use socket2::SockRef;
 use tokio::net::TcpStream;
 
 use super::http1::{Http1, Lost};
+use super::life::Life;
 use super::reply_head::Head;
+use super::terms::Terms;
 use super::transport::Transport;
-use crate::tls::client::EngineName;
+use crate::presence;
 
-/// A second hand on a connection's socket, for closing it while somebody else reads.
-#[derive(Debug)]
+/// A second hand on a connection, for closing it while its answer is waited for. It holds no descriptor: what it orders
+/// is carried out when the answer is next waited for.
+#[derive(Debug, Default)]
 pub(crate) struct Socket {
-    fd: OwnedFd,
     /// Nobody wants the request's work any more.
     abandoned: AtomicBool,
+    /// Nothing more is to be sent.
+    half_closed: AtomicBool,
 }
 
-/// A connection. Cut when dropped.
+/// A connection. Closed when dropped.
 #[derive(Debug)]
 pub(crate) struct Connection {
     http: Http1<Transport>,
     socket: Arc<Socket>,
+    half_closed: bool,
     idle_since: Instant,
+    life: Arc<Life>,
+    /// There was nothing to read when it was last looked at.
+    waits: bool,
 }
 
 impl Socket {
-    /// Says that nothing more will be sent; the answer can still be read. Stock vLLM aborts a request at this
-    /// just as at a close, and a reply that crosses it still arrives.
+    /// Says that nothing more will be sent; the answer can still be read, and must be waited for. Stock vLLM aborts a
+    /// request at this just as at a close, and a reply that crosses it still arrives.
     pub(crate) fn half_close(&self) {
         self.abandon();
-        // An error means that the connection is closed already, which is what was wanted.
-        let _ = SockRef::from(&self.fd).shutdown(Shutdown::Write);
+        self.half_closed.store(true, Ordering::SeqCst);
     }
 
     /// The request on it is not to be sent again, however its connection ends. Nothing is told to the engine.
@@ -50,24 +56,31 @@ impl Socket {
     pub(crate) fn is_abandoned(&self) -> bool {
         self.abandoned.load(Ordering::SeqCst)
     }
-
-    fn cut(&self) {
-        let _ = SockRef::from(&self.fd).shutdown(Shutdown::Both);
-    }
 }
 
 impl Connection {
-    /// Connects, with TLS where the engine has a name for it.
-    pub(crate) async fn dial(host: &str, port: u16, tls: Option<&EngineName>) -> std::io::Result<Self> {
-        let stream = TcpStream::connect((host, port)).await?;
+    /// Connects to the first address that takes it, with TLS where the engine has a name for it.
+    pub(super) async fn dial(
+        addresses: &[SocketAddr],
+        terms: &Terms,
+        life: &Arc<Life>,
+    ) -> std::io::Result<Self> {
+        let stream = TcpStream::connect(addresses).await?;
         stream.set_nodelay(true)?;
-        let socket =
-            Arc::new(Socket { fd: stream.as_fd().try_clone_to_owned()?, abandoned: AtomicBool::new(false) });
-        let stream = match tls {
+        presence::watch(&stream, terms.lost_after);
+        let stream = match &terms.tls {
             None => Transport::Plain(stream),
             Some(name) => Transport::Tls(Box::new(name.connect(stream).await?)),
         };
-        Ok(Self { http: Http1::new(stream), socket, idle_since: Instant::now() })
+        life.opened();
+        Ok(Self {
+            http: Http1::new(stream),
+            socket: Arc::default(),
+            half_closed: false,
+            idle_since: Instant::now(),
+            life: Arc::clone(life),
+            waits: false,
+        })
     }
 
     pub(crate) fn socket(&self) -> Arc<Socket> {
@@ -80,12 +93,34 @@ impl Connection {
     /// The connection is of no use after a cancelled call.
     pub(crate) async fn send(&mut self, head: Vec<u8>, body: &[Bytes]) -> Result<Head, Lost> {
         self.http.begin(head, body);
-        poll_fn(|context| self.http.poll_head(context)).await
+        let head = poll_fn(|context| {
+            self.obey();
+            self.http.poll_head(context)
+        });
+        let head = head.await?;
+        self.life.hear();
+        Ok(head)
     }
 
     /// The next piece of the answer's body; `None` at its end.
     pub(crate) fn poll_piece(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, Lost>>> {
-        self.http.poll_piece(context)
+        self.obey();
+        let piece = self.http.poll_piece(context);
+        match &piece {
+            Poll::Pending => self.waits = true,
+            Poll::Ready(Some(Ok(_))) if std::mem::take(&mut self.waits) => self.life.hear(),
+            Poll::Ready(_) => {}
+        }
+        piece
+    }
+
+    /// Does what the second hand has ordered.
+    fn obey(&mut self) {
+        if !self.half_closed && self.socket.half_closed.load(Ordering::Relaxed) {
+            self.half_closed = true;
+            // An error means that the connection is closed already, which is what was wanted.
+            let _ = SockRef::from(self.http.stream().tcp()).shutdown(Shutdown::Write);
+        }
     }
 
     /// Whether the whole answer was read.
@@ -115,7 +150,7 @@ pub(super) fn is_ours(error: &std::io::Error) -> bool {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        self.socket.cut();
+        self.life.closed();
     }
 }
 

@@ -86,6 +86,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
         }
     }
 
+    /// Its bytes, for what is asked of the socket.
+    pub(super) fn stream(&self) -> &S {
+        &self.stream
+    }
+
     /// Takes a request: the bytes of its head and of its body. [`Self::poll_head`] sends it.
     pub(super) fn begin(&mut self, head: Vec<u8>, body: &[Bytes]) {
         self.unsent.clear();

@@ -21,6 +21,8 @@ use crate::tls::client::{EngineName, EngineTls};
 pub(crate) struct Terms {
     pub connect_timeout: Duration,
     pub idle_timeout: Duration,
+    /// The engine's host may acknowledge nothing for so long.
+    pub lost_after: Duration,
     pub secret: Option<HeaderValue>,
     /// `Authorization`, in place of the client's.
     pub api_key: Option<HeaderValue>,
