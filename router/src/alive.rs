@@ -60,6 +60,8 @@ pub(crate) struct Question(Mutex<Option<Asked>>);
 
 struct Asked {
     begun: Instant,
+    /// What had come of the engine by then.
+    heard: u64,
     answer: WeakShared<BoxFuture<'static, Pulse>>,
 }
 
@@ -70,19 +72,23 @@ impl fmt::Debug for Question {
 }
 
 impl Question {
-    /// The question that is on its way, or a new one. It ends when nobody waits for it.
-    fn join(&self, ask: impl FnOnce() -> BoxFuture<'static, Pulse>) -> Shared<BoxFuture<'static, Pulse>> {
+    /// The question that is on its way, or a new one. It ends when no request waits for it.
+    /// With it, what of the engine had been heard when it began.
+    fn join(
+        &self,
+        heard: u64,
+        ask: impl FnOnce() -> BoxFuture<'static, Pulse>,
+    ) -> (u64, Shared<BoxFuture<'static, Pulse>>) {
         let mut asked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // One that has had the time of a whole question is not waited for by others: its connection may be what is lost.
-        let young = asked.as_ref().filter(|asked| asked.begun.elapsed() < ANSWER_WITHIN);
-        if let Some(answer) =
-            young.and_then(|asked| asked.answer.upgrade()).filter(|answer| answer.peek().is_none())
+        if let Some(asked) = asked.as_ref().filter(|asked| asked.begun.elapsed() < ANSWER_WITHIN)
+            && let Some(answer) = asked.answer.upgrade().filter(|answer| answer.peek().is_none())
         {
-            return answer;
+            return (asked.heard, answer);
         }
         let answer = ask().shared();
-        *asked = answer.downgrade().map(|answer| Asked { begun: Instant::now(), answer });
-        answer
+        *asked = answer.downgrade().map(|answer| Asked { begun: Instant::now(), heard, answer });
+        (heard, answer)
     }
 }
 
@@ -154,8 +160,10 @@ pub(crate) async fn while_alive<T>(
 
 /// Asks an engine whether it lives, together with all who ask meanwhile.
 pub(crate) async fn ask(engine: &Arc<Engine>, within: Duration) -> Pulse {
-    let heard = engine.heard();
-    let answer = engine.question.join(|| question(Arc::clone(engine), within).boxed());
+    // Those who join wait as long as they want to: it lasts longer than the shortest of them.
+    let lasts = ANSWER_WITHIN.max(within);
+    let (heard, answer) =
+        engine.question.join(engine.heard(), || question(Arc::clone(engine), lasts).boxed());
     match tokio::time::timeout(within, answer).await.unwrap_or(Pulse::Silent) {
         Pulse::Silent | Pulse::Unreachable(_) if engine.heard() != heard => Pulse::Busy,
         pulse => pulse,

@@ -95,7 +95,7 @@ impl Fleet {
         }
         known.engines.insert(url.clone(), Arc::clone(&engine));
         known.by_id.insert(engine.id(), Arc::downgrade(&engine));
-        // Not sooner: whoever is woken looks for it here.
+        // Not sooner: the health loop looks for it here.
         engine.arm();
         engine
     }

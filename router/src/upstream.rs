@@ -442,7 +442,7 @@ impl Engine {
         if let Some(mut kept) = self.kept() {
             let (socket, begun) = (kept.socket(), Instant::now());
             sent(Arc::clone(&socket));
-            match kept.send(self.head(outgoing), outgoing.pieces()).await {
+            match kept.send(self.head(outgoing), outgoing.pieces(), outgoing.id.is_some()).await {
                 Ok(head) => return Ok(self.reply(head, kept)),
                 Err(Lost::Unanswered) if begun.elapsed() < STALE_WITHIN && !socket.is_abandoned() => {
                     lost = Some(socket);
@@ -477,7 +477,7 @@ impl Engine {
         }
         self.metrics.connect.record(begun.elapsed());
         sent(fresh.socket());
-        match fresh.send(self.head(outgoing), outgoing.pieces()).await {
+        match fresh.send(self.head(outgoing), outgoing.pieces(), outgoing.id.is_some()).await {
             Ok(head) => Ok(self.reply(head, fresh)),
             Err(error) => Err(CallError::Broken(error)),
         }
@@ -566,7 +566,7 @@ impl Engine {
         self.idle.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Sends a request on a connection of its own, and waits for the head of the answer.
+    /// Asks the engine whether it lives, on a connection of its own, and waits for the head of the answer.
     ///
     /// # Cancel safety
     /// As [`Self::call`].
@@ -575,7 +575,7 @@ impl Engine {
         mut connection: Connection,
         outgoing: &Outgoing,
     ) -> Result<Reply, CallError> {
-        match connection.send(self.head(outgoing), outgoing.pieces()).await {
+        match connection.send(self.head(outgoing), outgoing.pieces(), true).await {
             Ok(head) => Ok(self.reply(head, connection)),
             Err(error) => Err(CallError::Broken(error)),
         }

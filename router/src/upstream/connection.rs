@@ -36,6 +36,8 @@ pub(crate) struct Connection {
     half_closed: bool,
     idle_since: Instant,
     life: Arc<Life>,
+    /// What comes is a sign of life: it is asked for work, or whether the engine lives.
+    vital: bool,
     /// There was nothing to read when it was last looked at.
     waits: bool,
 }
@@ -79,6 +81,7 @@ impl Connection {
             half_closed: false,
             idle_since: Instant::now(),
             life: Arc::clone(life),
+            vital: false,
             waits: false,
         })
     }
@@ -88,17 +91,22 @@ impl Connection {
     }
 
     /// Sends a request, the bytes of its head and the pieces of its body, and waits for the head of its answer.
+    /// `vital`: its answer shows that the engine works.
     ///
     /// # Cancel safety
     /// The connection is of no use after a cancelled call.
-    pub(crate) async fn send(&mut self, head: Vec<u8>, body: &[Bytes]) -> Result<Head, Lost> {
+    pub(crate) async fn send(&mut self, head: Vec<u8>, body: &[Bytes], vital: bool) -> Result<Head, Lost> {
+        self.vital = vital;
         self.http.begin(head, body);
         let head = poll_fn(|context| {
             self.obey();
             self.http.poll_head(context)
         });
         let head = head.await?;
-        self.life.hear();
+        // Stock vLLM sends the head of a stream before it has begun, also while its engine hangs.
+        if vital && !head.is_stream() {
+            self.life.hear();
+        }
         Ok(head)
     }
 
@@ -108,7 +116,7 @@ impl Connection {
         let piece = self.http.poll_piece(context);
         match &piece {
             Poll::Pending => self.waits = true,
-            Poll::Ready(Some(Ok(_))) if std::mem::take(&mut self.waits) => self.life.hear(),
+            Poll::Ready(Some(Ok(_))) if std::mem::take(&mut self.waits) && self.vital => self.life.hear(),
             Poll::Ready(_) => {}
         }
         piece

@@ -1,7 +1,9 @@
 //! Signs of life of one engine: what comes of it on any of its connections.
 //!
 //! `GET /health` alone does not show whether an engine lives. A busy one may leave it unanswered for many seconds while its
-//! streams flow. So what is waited for on a connection and comes is counted here, for all connections of the engine.
+//! streams flow. So what is waited for on a connection and comes is counted here, for all connections of the engine that
+//! have work to answer. Answers to aborts and to questions for metrics do not count: a server that answers them may stand in
+//! front of an engine that hangs.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 

@@ -84,7 +84,7 @@ impl Reply {
 
     /// Whether it is a stream of server-sent events.
     pub(crate) fn is_stream(&self) -> bool {
-        self.content_type().is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+        self.head.is_stream()
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {

@@ -33,6 +33,13 @@ pub(crate) struct Head {
     pub retry_after: Option<Duration>,
 }
 
+impl Head {
+    /// Whether a stream of server-sent events follows.
+    pub(super) fn is_stream(&self) -> bool {
+        self.content_type.as_ref().is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+    }
+}
+
 /// How the body of an answer ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Extent {

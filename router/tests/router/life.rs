@@ -9,7 +9,7 @@ use crate::system::{System, asked};
 
 const PATH: &str = "/v1/completions";
 
-/// Streams to whoever asks for a stream, and lets the others wait.
+/// Answers a request for a stream, and no other.
 async fn busy() -> FakeEngine {
     FakeEngine::always(Act::Hang)
         .await
