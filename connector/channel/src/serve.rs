@@ -229,7 +229,7 @@ impl OpenReads {
     }
 
     /// Whether a read that was granted on this connection may still be under way.
-    fn in_flight(&self, producer: &dyn Producer, connection: u64) -> bool {
+    pub(crate) fn in_flight(&self, producer: &dyn Producer, connection: u64) -> bool {
         let open = self.lock();
         let mut ours = open.iter().filter(|(_, serving)| **serving == connection);
         ours.any(|((handle, reader), _)| producer.read_live(*handle, *reader))
@@ -275,6 +275,7 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
     let serve = &*shared.services[named(service).expect("it was served a moment ago")];
     serve.admitted(link, producer, Until::stopped(&shared.stop))?;
     while request_comes(link, connection, shared)? {
+        shared.begins(connection);
         let request = receive(link, shared)?;
         let until = Until::stopped(&shared.stop);
         let reply = match request {
@@ -315,6 +316,7 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
 /// yet how its read ended is not idle: the lease bounds it.
 fn request_comes(link: &Link, connection: u64, shared: &Shared) -> Result<bool, LinkError> {
     let since = Instant::now();
+    shared.rests(connection, since);
     while since.elapsed() < IDLE || shared.open_reads.in_flight(&*shared.producer, connection) {
         if shared.stop.load(Ordering::Acquire) {
             return Err(LinkError::Stopped);

@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_connector::transport::{Producer, SILENCE};
 
@@ -26,7 +26,8 @@ const STACK_BYTES: usize = 256 * 1024;
 pub struct ServerOptions {
     /// The cluster's secret. Needed beyond this machine.
     pub secret: Option<Secret>,
-    /// Connections at once; one more is told that there is no room. Each costs a thread while it lasts.
+    /// Connections at once. One more takes the place of the one that has been idle for longest; where none is idle it is
+    /// told that there is no room. Each costs a thread while it lasts.
     pub connections_max: usize,
     /// A peer that is silent this long within a handshake, a request or a read has failed.
     pub silence: Duration,
@@ -45,6 +46,8 @@ pub struct ServerStats {
     pub connections: usize,
     /// Connections that were told that there is no room.
     pub turned_away: u64,
+    /// Idle connections that were closed for the sake of new ones.
+    pub displaced: u64,
     /// Connections that ended in their handshake.
     pub handshakes_failed: u64,
     /// Reads granted.
@@ -58,6 +61,7 @@ pub struct ServerStats {
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     turned_away: AtomicU64,
+    displaced: AtomicU64,
     handshakes_failed: AtomicU64,
     pub(crate) reads: AtomicU64,
     pub(crate) reads_gone: AtomicU64,
@@ -80,12 +84,49 @@ pub(crate) struct Shared {
 struct Connection {
     socket: Socket,
     thread: JoinHandle<()>,
+    /// Since it has waited for a request; none while it has one, and in its handshake.
+    idle_since: Option<Instant>,
+    /// Closed for the sake of another; its thread is about to end.
+    displaced: bool,
 }
 
 impl Shared {
     /// The listener's own service.
     fn own(&self) -> &dyn Serve {
         &*self.services[0]
+    }
+
+    /// A connection waits for a request from now on.
+    pub(crate) fn rests(&self, id: u64, since: Instant) {
+        if let Some(connection) = self.connections().get_mut(&id) {
+            connection.idle_since = Some(since);
+        }
+    }
+
+    /// A connection has a request.
+    pub(crate) fn begins(&self, id: u64) {
+        if let Some(connection) = self.connections().get_mut(&id) {
+            connection.idle_since = None;
+        }
+    }
+
+    /// Closes the connection that has been idle for longest, of which no read may be under way. Its peer makes another
+    /// when it has something to ask.
+    fn displace_one(&self, connections: &mut HashMap<u64, Connection>) -> bool {
+        let mut idle: Vec<_> = connections
+            .iter()
+            .filter_map(|(id, connection)| {
+                Some((connection.idle_since.filter(|_| !connection.displaced)?, *id))
+            })
+            .collect();
+        idle.sort_unstable();
+        let free = idle.into_iter().find(|(_, id)| !self.open_reads.in_flight(&*self.producer, *id));
+        let Some(connection) = free.and_then(|(_, id)| connections.get_mut(&id)) else { return false };
+        connection.displaced = true;
+        // It may have been closed by the peer already.
+        let _ = connection.socket.shutdown(Shutdown::Both);
+        self.stats.displaced.fetch_add(1, Ordering::Relaxed);
+        true
     }
 
     fn connections(&self) -> MutexGuard<'_, HashMap<u64, Connection>> {
@@ -146,6 +187,7 @@ impl Server {
         ServerStats {
             connections: self.shared.connections().len(),
             turned_away: load(&stats.turned_away),
+            displaced: load(&stats.displaced),
             handshakes_failed: load(&stats.handshakes_failed),
             reads: load(&stats.reads),
             reads_gone: load(&stats.reads_gone),
@@ -213,7 +255,12 @@ fn accept(listener: &Socket, shared: &Arc<Shared>) {
 fn admit(socket: Socket, id: u64, shared: &Arc<Shared>) -> io::Result<()> {
     shared.own().meet(&socket)?;
     let mut connections = shared.connections();
-    if connections.len() >= shared.options.connections_max {
+    let serving = connections.values().filter(|connection| !connection.displaced).count();
+    // One that was displaced has its thread for a moment more; there are never twice as many.
+    let full = serving >= shared.options.connections_max;
+    if full && !shared.displace_one(&mut connections)
+        || connections.len() >= 2 * shared.options.connections_max
+    {
         shared.stats.turned_away.fetch_add(1, Ordering::Relaxed);
         socket.set_nonblocking(true)?;
         // A courtesy to the peer. If its socket does not take these bytes at once, it sees the close.
@@ -228,7 +275,7 @@ fn admit(socket: Socket, id: u64, shared: &Arc<Shared>) -> io::Result<()> {
             let ended = serve::serve(&mut link, id, &signed_on.shared);
             report(&signed_on.shared, ended);
         })?;
-    connections.insert(id, Connection { socket, thread });
+    connections.insert(id, Connection { socket, thread, idle_since: None, displaced: false });
     Ok(())
 }
 

@@ -199,6 +199,27 @@ fn connections_are_bounded_and_come_free_again() {
 }
 
 #[test]
+fn a_new_consumer_takes_the_place_of_the_connection_that_was_idle_for_longest() {
+    const MOST: usize = 2;
+    let (lender, server) = serve(None, MOST);
+    let at = peer(&lender, &server);
+    // Each keeps its connection for later.
+    let consumers: Vec<_> = (0..4 * MOST).map(|_| client(None)).collect();
+    for _ in 0..2 {
+        for consumer in &consumers {
+            let begun = Instant::now();
+            // The last answer is here a moment before its connection is idle.
+            while consumer.heartbeat(&at, &[Handle(1)]).is_err() {
+                assert!(begun.elapsed() < Duration::from_secs(10), "idle connections hold every place");
+                thread::yield_now();
+            }
+            fetch_works(&lender, consumer, &at);
+        }
+    }
+    assert!(server.stats().displaced >= 3 * MOST as u64, "{:?}", server.stats());
+}
+
+#[test]
 fn a_kept_connection_that_the_producer_closed_is_made_anew() {
     let (lender, server) = serve(None, 8);
     let (transport, at) = (client(None), peer(&lender, &server));
