@@ -442,7 +442,7 @@ impl Engine {
         if let Some(mut kept) = self.kept() {
             let (socket, begun) = (kept.socket(), Instant::now());
             sent(Arc::clone(&socket));
-            match kept.send(self.head(outgoing), outgoing.pieces(), outgoing.id.is_some()).await {
+            match kept.send(self.head(outgoing), outgoing.pieces(), outgoing.is_work()).await {
                 Ok(head) => return Ok(self.reply(head, kept)),
                 Err(Lost::Unanswered) if begun.elapsed() < STALE_WITHIN && !socket.is_abandoned() => {
                     lost = Some(socket);
@@ -477,7 +477,7 @@ impl Engine {
         }
         self.metrics.connect.record(begun.elapsed());
         sent(fresh.socket());
-        match fresh.send(self.head(outgoing), outgoing.pieces(), outgoing.id.is_some()).await {
+        match fresh.send(self.head(outgoing), outgoing.pieces(), outgoing.is_work()).await {
             Ok(head) => Ok(self.reply(head, fresh)),
             Err(error) => Err(CallError::Broken(error)),
         }

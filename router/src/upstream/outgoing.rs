@@ -49,6 +49,11 @@ impl Outgoing {
         Self { method: Method::POST, body: body.into(), ..Self::get(path) }
     }
 
+    /// Whether it asks for work, and is no settlement and no question.
+    pub(super) fn is_work(&self) -> bool {
+        self.id.is_some() && !matches!(&*self.path, "/abort_requests" | "/kv/release")
+    }
+
     pub(super) fn pieces(&self) -> &[Bytes] {
         self.body.pieces()
     }

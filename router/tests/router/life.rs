@@ -20,7 +20,7 @@ async fn busy() -> FakeEngine {
 #[tokio::test]
 async fn an_engine_whose_streams_flow_is_alive_although_it_leaves_questions_unanswered() {
     let d = busy().await;
-    let top = "timeouts: {alive_ms: 20}\nhealth: {active: {interval_ms: 50, timeout_ms: 100}}";
+    let top = "timeouts: {alive_ms: 20}\nhealth: {active: {interval_ms: 50, timeout_ms: 1000}}";
     let system = System::with(&[], &[&d], "", top).await;
     let mut streaming = Client::connect(system.address).await;
     streaming.post(PATH, &completion(true)).await;
@@ -34,11 +34,11 @@ async fn an_engine_whose_streams_flow_is_alive_although_it_leaves_questions_unan
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert!(!waiting.is_finished(), "a request was given up at a busy engine");
-    d.wait("it is asked", |d| d.health_asked() > 6).await;
+    assert!(d.health_asked() > 2, "it is asked for its health all the while");
     assert_eq!(standing(&system, &d, "decode").await, "usable");
+    waiting.abort();
     // Nothing flows from here on.
-    assert_eq!(waiting.await.unwrap(), 504);
-    stands(&system, &d, "decode", "silent").await;
+    stands(&system, &d, "decode", "out").await;
 }
 
 #[tokio::test]
