@@ -1,7 +1,7 @@
 //! What an engine counts, under the names dashboards already know (`vllm:*`), and under `baton_*` for what
 //! nobody else shows: blocks by state, leases by how they ended, release notices, stranded block-seconds.
 //!
-//! The recorder is this engine's own, not the process's: two engines in one process do not mix. The cores of one
+//! The registry is this engine's own, not the process's: two engines in one process do not mix. The cores of one
 //! engine (data-parallel ranks) share it, each with its own label `engine`, as in vLLM.
 
 use std::sync::Arc;
@@ -10,11 +10,9 @@ use std::time::Duration;
 use baton_connector::lease::Cause;
 use baton_connector::ledger::Settled;
 use baton_connector::{exchange, fetch};
-use metrics::{
-    Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder, SharedString, Unit,
-};
-use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+use metrics::{Counter, Gauge, Histogram, Label, SharedString};
 
+use self::registry::Registry;
 use crate::block_pool::BlockUsage;
 use crate::executor::cuda::port::Counts;
 use crate::scheduler::Load;
@@ -54,6 +52,7 @@ const TRANSFER_BYTES: [f64; 12] = [
 
 #[cfg(test)]
 mod page;
+mod registry;
 mod tiers;
 pub use self::tiers::TierMetrics;
 
@@ -62,8 +61,6 @@ const OWN_REASONS: [&str; 4] = ["client_gone", "aborted", "shutdown", "router_re
 
 /// The result of a release notice whose producer could not be told until the lease's end.
 pub const UNDELIVERED: &str = "undelivered";
-
-const META: Metadata<'static> = Metadata::new(module_path!(), Level::INFO, Some(module_path!()));
 
 /// The label of a reason: a peer may say anything, and what it says is in the log.
 fn known_reason(reason: &str) -> &'static str {
@@ -77,8 +74,7 @@ fn known_reason(reason: &str) -> &'static str {
 /// See the module's documentation.
 pub struct EngineMetrics {
     /// One for all engine cores of the process.
-    recorder: Arc<PrometheusRecorder>,
-    handle: PrometheusHandle,
+    registry: Arc<Registry>,
     labels: Vec<Label>,
     waiting: Gauge,
     running: Gauge,
@@ -112,29 +108,18 @@ impl EngineMetrics {
     /// Metrics labelled with the served model's name.
     #[must_use]
     pub fn new(model: &str) -> Self {
-        let buckets = |builder: PrometheusBuilder, name: &str, values: &[f64]| {
-            builder.set_buckets_for_metric(Matcher::Full(name.into()), values).expect("buckets are not empty")
-        };
-        let mut builder = PrometheusBuilder::new();
-        builder = buckets(builder, "vllm:time_to_first_token_seconds", &TTFT_SECONDS);
-        builder = buckets(builder, "vllm:inter_token_latency_seconds", &ITL_SECONDS);
-        builder = buckets(builder, "vllm:e2e_request_latency_seconds", &E2E_SECONDS);
-        builder = buckets(builder, "vllm:nixl_xfer_time_seconds", &SHORT_SECONDS);
-        builder = buckets(builder, "vllm:nixl_bytes_transferred", &TRANSFER_BYTES);
-        builder = buckets(builder, "baton_lease_held_seconds", &SHORT_SECONDS);
-        Self::labelled(model, 0, Arc::new(builder.build_recorder()))
+        Self::labelled(model, 0, Arc::default())
     }
 
     /// Metrics of another engine core of the same process; one exposition shows both.
     #[must_use]
     pub fn sibling(&self, model: &str, rank: usize) -> Self {
-        Self::labelled(model, rank, Arc::clone(&self.recorder))
+        Self::labelled(model, rank, Arc::clone(&self.registry))
     }
 
-    fn labelled(model: &str, rank: usize, recorder: Arc<PrometheusRecorder>) -> Self {
-        let handle = recorder.handle();
+    fn labelled(model: &str, rank: usize, registry: Arc<Registry>) -> Self {
         let labels = vec![Label::new("model_name", model.to_owned()), Label::new("engine", rank.to_string())];
-        let make = Registrar { recorder: &recorder, labels: &labels };
+        let make = Registrar { registry: &registry, labels: &labels };
         let states = ["free", "cached", "active", "leased", "landing", "storing"];
         for reason in fetch::Reason::ALL {
             make.notices(reason.label(), UNDELIVERED).increment(0);
@@ -159,11 +144,31 @@ impl EngineMetrics {
             external_queries: make
                 .counter("vllm:external_prefix_cache_queries_total", "Prompt tokens handed off."),
             external_hits: make.counter("vllm:external_prefix_cache_hits_total", "Prompt tokens fetched."),
-            ttft: make.histogram("vllm:time_to_first_token_seconds", "Arrival to first token."),
-            itl: make.histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice."),
-            e2e: make.histogram("vllm:e2e_request_latency_seconds", "Arrival to the end of a choice."),
-            transfer_seconds: make.histogram("vllm:nixl_xfer_time_seconds", "One fetch, any transport."),
-            transfer_bytes: make.histogram("vllm:nixl_bytes_transferred", "Bytes of one fetch."),
+            ttft: make.histogram(
+                "vllm:time_to_first_token_seconds",
+                "Arrival to first token.",
+                &TTFT_SECONDS,
+            ),
+            itl: make.histogram(
+                "vllm:inter_token_latency_seconds",
+                "Between two tokens of a choice.",
+                &ITL_SECONDS,
+            ),
+            e2e: make.histogram(
+                "vllm:e2e_request_latency_seconds",
+                "Arrival to the end of a choice.",
+                &E2E_SECONDS,
+            ),
+            transfer_seconds: make.histogram(
+                "vllm:nixl_xfer_time_seconds",
+                "One fetch, any transport.",
+                &SHORT_SECONDS,
+            ),
+            transfer_bytes: make.histogram(
+                "vllm:nixl_bytes_transferred",
+                "Bytes of one fetch.",
+                &TRANSFER_BYTES,
+            ),
             transfers_failed: make
                 .counter("vllm:nixl_num_failed_transfers", "Fetches that delivered nothing."),
             leases_opened: make.counter("baton_kv_leases_opened_total", "Leases opened."),
@@ -179,8 +184,7 @@ impl EngineMetrics {
                 "baton_kv_stranded_block_seconds",
                 "Blocks times seconds held by leases that ended by expiry.",
             ),
-            recorder,
-            handle,
+            registry,
             labels,
         }
     }
@@ -188,8 +192,7 @@ impl EngineMetrics {
     /// The exposition text of `/metrics`.
     #[must_use]
     pub fn render(&self) -> String {
-        self.handle.run_upkeep();
-        self.handle.render()
+        self.registry.render()
     }
 
     /// The state of the books, after each step.
@@ -302,7 +305,7 @@ impl EngineMetrics {
         let held = lease.held.as_secs_f64();
         let cause = [Label::new("cause", lease.cause.label())];
         self.make()
-            .histogram_labelled("baton_lease_held_seconds", "From open to close.", &cause)
+            .histogram_labelled("baton_lease_held_seconds", "From open to close.", &SHORT_SECONDS, &cause)
             .record(held);
         if lease.cause == Cause::Expired {
             self.expired.increment(1);
@@ -339,21 +342,17 @@ impl EngineMetrics {
     }
 
     fn make(&self) -> Registrar<'_> {
-        Registrar { recorder: &self.recorder, labels: &self.labels }
+        Registrar { registry: &self.registry, labels: &self.labels }
     }
 }
 
-/// Makes handles on one recorder with the engine's labels.
+/// Makes handles on one registry with the engine's labels.
 struct Registrar<'a> {
-    recorder: &'a PrometheusRecorder,
+    registry: &'a Registry,
     labels: &'a [Label],
 }
 
 impl Registrar<'_> {
-    fn key(&self, name: &'static str, more: &[Label]) -> Key {
-        Key::from_parts(name, self.labels.iter().chain(more).cloned().collect::<Vec<_>>())
-    }
-
     fn notices(&self, reason: &'static str, result: &'static str) -> Counter {
         let labels = [Label::new("reason", reason), Label::new("result", result)];
         self.counter_labelled("baton_notify_total", "Release notices to producers.", &labels)
@@ -374,8 +373,7 @@ impl Registrar<'_> {
     }
 
     fn counter_labelled(&self, name: &'static str, help: &'static str, labels: &[Label]) -> Counter {
-        self.recorder.describe_counter(KeyName::from(name), Some(Unit::Count), help.into());
-        self.recorder.register_counter(&self.key(name, labels), &META)
+        self.registry.counter(name, help, self.labels.iter().chain(labels))
     }
 
     fn gauge(&self, name: &'static str, help: &'static str) -> Gauge {
@@ -393,17 +391,21 @@ impl Registrar<'_> {
     }
 
     fn gauge_labelled(&self, name: &'static str, help: &'static str, labels: &[Label]) -> Gauge {
-        self.recorder.describe_gauge(KeyName::from(name), None, help.into());
-        self.recorder.register_gauge(&self.key(name, labels), &META)
+        self.registry.gauge(name, help, self.labels.iter().chain(labels))
     }
 
-    fn histogram(&self, name: &'static str, help: &'static str) -> Histogram {
-        self.histogram_labelled(name, help, &[])
+    fn histogram(&self, name: &'static str, help: &'static str, bounds: &'static [f64]) -> Histogram {
+        self.histogram_labelled(name, help, bounds, &[])
     }
 
-    fn histogram_labelled(&self, name: &'static str, help: &'static str, labels: &[Label]) -> Histogram {
-        self.recorder.describe_histogram(KeyName::from(name), None, help.into());
-        self.recorder.register_histogram(&self.key(name, labels), &META)
+    fn histogram_labelled(
+        &self,
+        name: &'static str,
+        help: &'static str,
+        bounds: &'static [f64],
+        labels: &[Label],
+    ) -> Histogram {
+        self.registry.histogram(name, help, bounds, self.labels.iter().chain(labels))
     }
 }
 
