@@ -135,7 +135,8 @@ pub trait Executor: Send {
     }
 
     /// These blocks may be written through [`Self::regions`] from now on, by a transport or a tier, until the next step
-    /// that has them in a block table. For an executor that computes in the regions themselves that is nothing new.
+    /// that has them in a block table. For an executor that computes in the regions themselves that is nothing new. It
+    /// waits for nothing: the step loop calls it.
     fn landing(&mut self, blocks: &[BlockId]) {
         let _ = blocks;
     }

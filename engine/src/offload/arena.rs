@@ -104,6 +104,9 @@ impl Arena {
     /// When `bytes` is not exactly one block.
     pub fn land(&self, bytes: &[u8], block: BlockId) -> Result<(), Fault> {
         assert_eq!(bytes.len(), self.block_bytes(), "one block");
+        if let Some(port) = &self.port {
+            port.quiet(&[block]).map_err(not_taken)?;
+        }
         let mut rest = bytes;
         for shard in &self.device {
             let (mine, others) = rest.split_at(shard.block_bytes());

@@ -39,6 +39,11 @@ pub struct OwnCache {
 }
 
 impl OwnCache {
+    /// Waits until these blocks may be written, where a device copies what was in them before.
+    fn quiet(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
+        self.port.as_ref().map_or(Ok(()), |port| port.quiet(blocks))
+    }
+
     /// Brings landed blocks to the device, if there is one, so that no step waits for their copies.
     fn bring(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
         self.port.as_ref().map_or(Ok(()), |port| port.onto_device(blocks))
@@ -254,14 +259,19 @@ impl Shared {
         } else {
             run.target.peer(job.from)
         };
+        let mut quiet = Ok(());
         let read = peer.and_then(|peer| {
-            // What is not brought now is brought below, or refused there.
-            let landed = &mut |blocks: &[BlockId]| drop(self.cache.bring(blocks));
-            self.transport.read_telling(&peer, order, &self.cache.regions[rank], &run.stop, landed)?;
+            quiet = self.cache.quiet(&order.into);
+            if quiet.is_ok() {
+                // What is not brought now is brought below, or refused there.
+                let landed = &mut |blocks: &[BlockId]| drop(self.cache.bring(blocks));
+                self.transport.read_telling(&peer, order, &self.cache.regions[rank], &run.stop, landed)?;
+            }
             Ok(peer)
         });
         // Before anybody hears that they have landed, and may give them to somebody else.
         let brought = match read {
+            Ok(_) if quiet.is_err() => quiet,
             Ok(_) if run.unread.fetch_sub(1, Ordering::AcqRel) == 1 => self.cache.bring(&order.into),
             _ => Ok(()),
         };

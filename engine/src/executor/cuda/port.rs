@@ -4,7 +4,7 @@
 //! Three rules keep it right. Nothing here touches a block that the executor may write: what is copied is lent, and what is
 //! landed in is set aside. A block's bytes are never read in the mirror before [`Port::in_region`] has put there what
 //! was lent. And since a lease can end under a copy to the mirror, whose block is then somebody else's, nothing is written
-//! there before that copy is over: neither what lands from outside (`Port::landing`) nor what the executor copies there
+//! there before that copy is over: neither what lands from outside ([`Port::quiet`]) nor what the executor copies there
 //! itself (`Port::begin_level`).
 //!
 //! Whoever has landed blocks in the mirror brings them to the device ([`Port::onto_device`]) before it says that they are
@@ -337,11 +337,19 @@ impl Port {
         Ok(mirror)
     }
 
-    /// These blocks are about to be written in the mirror. Waits for copies of what was in them before.
+    /// These blocks are set aside to be written from outside. The thread of the steps calls it, and waits for no copy.
     pub(crate) fn landing(&self, blocks: &[BlockId]) {
-        // Of a device that is given up nobody uses what lands.
-        let mut mirror = self.at_rest(blocks).unwrap_or_else(|_| self.mirror());
+        let mut mirror = self.mirror();
         blocks.iter().for_each(|block| mirror.landing(*block));
+    }
+
+    /// Waits for copies to the mirror of what these blocks held before, which may take minutes: for the thread that lands
+    /// them, before it writes there.
+    ///
+    /// # Errors
+    /// As [`Self::usable`]; nothing may be written.
+    pub fn quiet(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
+        self.at_rest(blocks).map(drop)
     }
 
     /// What the executor copies so that both sides of these blocks are the same, which it does before
@@ -524,11 +532,12 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| port.in_region(&lent).expect("it is copied"));
             has_begun.recv().expect("it begins");
+            // Its lease has ended. Setting it aside waits for nothing; another block may be written, this one not yet.
+            port.landing(&lent);
             assert!(port.mirror().is_in_flight(&lent));
-            // Its lease has ended; another block may be written, this one not yet.
-            port.landing(&[BlockId(2)]);
+            port.quiet(&[BlockId(2)]).expect("nothing is copied there");
             let landing = scope.spawn(|| {
-                port.landing(&lent);
+                port.quiet(&lent).expect("the copy ends");
                 lock(&told).push("landed");
             });
             go.send(()).expect("it waits");
