@@ -105,6 +105,12 @@ impl Mailbox {
         Self { mail: Mutex::default(), arrived: Condvar::new(), submissions_max }
     }
 
+    /// Sequences of one request at most: more are never taken.
+    #[must_use]
+    pub fn submissions_max(&self) -> usize {
+        self.submissions_max
+    }
+
     /// Hands in all sequences of one request, or none.
     ///
     /// # Errors

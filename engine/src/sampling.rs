@@ -1,11 +1,12 @@
 //! Choosing the next token from a row of logits.
 //!
 //! ```text
-//!  logits ─▶ bias ─▶ min_tokens mask ─▶ penalties ─▶ temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ draw(seed, position)
+//!  logits ─▶ bias ─▶ min_tokens mask ─▶ penalties ─▶ temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ draw(seed, position)
 //!     └────▶ log-probabilities, when asked for: of the model's own distribution (vLLM's `raw_logprobs`)
 //! ```
 //!
-//! The order up to the temperature is vLLM's; top-k, top-p, min-p are in the order of Hugging Face's warpers.
+//! The order is vLLM's. All tokens that equal the k-th best stay in top-k, as there; of those that equal the last of
+//! top-p, the ones with the lowest ids.
 //!
 //! Invariants:
 //! - The choice is a function of logits, parameters, counts and position: no state, so prefill and decode

@@ -56,16 +56,31 @@ impl StopMatcher {
                 return StopStep { text, stop: Some(stop) };
             }
         }
+        StopStep { text: self.hold(piece), stop: None }
+    }
+
+    /// Adds text; returns it but for what may be the beginning of a stop string.
+    fn hold(&mut self, piece: &str) -> String {
         self.held.push_str(piece);
         let hold = self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0);
         let rest = self.held.split_off(self.held.len() - hold);
-        StopStep { text: std::mem::replace(&mut self.held, rest), stop: None }
+        std::mem::replace(&mut self.held, rest)
     }
 
-    /// Adds text that must not stop the sequence (`min_tokens`): all of it goes out, and no later match begins
-    /// in it.
+    /// Adds text in which no stop string may end (`min_tokens`); returns what can go out. One that begins in it may end in
+    /// what is pushed later.
     pub fn pass(&mut self, piece: &str) -> String {
-        self.finish() + piece
+        if self.patterns.is_empty() {
+            return piece.to_owned();
+        }
+        for byte in piece.bytes() {
+            for pattern in &mut self.patterns {
+                if pattern.advance(byte) {
+                    pattern.matched = pattern.borders[pattern.matched - 1];
+                }
+            }
+        }
+        self.hold(piece)
     }
 
     /// Ends the text without a match; returns what was held back.
@@ -161,12 +176,16 @@ mod tests {
     }
 
     #[test]
-    fn a_match_that_begins_before_min_tokens_does_not_count() {
+    fn a_match_that_ends_before_min_tokens_does_not_count_and_one_that_only_begins_there_does() {
         let mut matcher = StopMatcher::new(&strings(&["ab"]), false);
-        assert_eq!(matcher.push("xa").text, "x");
-        assert_eq!(matcher.pass("ab"), "aab");
+        assert_eq!(matcher.pass("xab"), "xab");
         assert_eq!(matcher.push("b"), StopStep { text: "b".into(), stop: None });
-        assert_eq!(matcher.push("ab").stop, Some(0));
+        assert_eq!(matcher.pass("xa"), "x");
+        assert_eq!(matcher.push("b"), StopStep { text: String::new(), stop: Some(0) });
+        // What ended too early may be the beginning of one that ends later.
+        let mut matcher = StopMatcher::new(&strings(&["aba"]), true);
+        assert_eq!(matcher.pass("aba"), "ab");
+        assert_eq!(matcher.push("ba"), StopStep { text: "aba".into(), stop: Some(0) });
     }
 
     #[test]

@@ -3,7 +3,6 @@
 use baton_openai::GenerateRequest;
 use serde_json::{Map, Value};
 
-use super::mix;
 use crate::model::tokenizer::json_object;
 use crate::model::{ModelError, ModelFiles};
 
@@ -63,7 +62,8 @@ impl Default for SamplingParams {
 impl SamplingParams {
     /// The request's values, then the model's, then OpenAI's (temperature 1, everything else off).
     ///
-    /// `eos` are the model's end-of-sequence tokens; `random_seed` is used when the request has no seed.
+    /// `eos` are the model's end-of-sequence tokens; `random_seed` is used when the request has no seed, which -1 says too,
+    /// as in vLLM.
     #[must_use]
     pub fn resolve(
         request: &GenerateRequest,
@@ -78,7 +78,7 @@ impl SamplingParams {
             top_k: wish.top_k.or(defaults.top_k).unwrap_or(0),
             top_p: wish.top_p.or(defaults.top_p).unwrap_or(1.0),
             min_p: wish.min_p.or(defaults.min_p).unwrap_or(0.0),
-            seed: wish.seed.map_or(random_seed, i64::cast_unsigned),
+            seed: wish.seed.filter(|seed| *seed != -1).map_or(random_seed, i64::cast_unsigned),
             frequency_penalty: wish.frequency_penalty.unwrap_or(0.0),
             presence_penalty: wish.presence_penalty.unwrap_or(0.0),
             repetition_penalty: wish.repetition_penalty.or(defaults.repetition_penalty).unwrap_or(1.0),
@@ -89,12 +89,11 @@ impl SamplingParams {
         }
     }
 
-    /// The same for choice `index` of one prompt: another seed for each, the first one's unchanged.
+    /// The same for choice `choice` of a prompt: the seeds count up from the request's, as in vLLM. So choice 1 of a seed
+    /// is what the next seed gives, and every prompt of a request draws as it would by itself.
     #[must_use]
-    pub fn for_choice(mut self, index: u32) -> Self {
-        if index > 0 {
-            self.seed = mix(self.seed ^ mix(u64::from(index)));
-        }
+    pub fn for_choice(mut self, choice: u32) -> Self {
+        self.seed = self.seed.wrapping_add(u64::from(choice));
         self
     }
 
@@ -160,6 +159,12 @@ impl GenerationDefaults {
                 count.map(Some).ok_or_else(|| malformed(name, value))
             }
         };
+        // -1 is "no bound" in checkpoints that were saved by older tools.
+        let max_new_tokens = match config.get("max_new_tokens") {
+            Some(value) if value.as_i64() == Some(-1) => None,
+            Some(value) if value.as_u64() == Some(0) => return Err(malformed("max_new_tokens", value)),
+            _ => count("max_new_tokens")?,
+        };
         let eos_token_ids = match config.get("eos_token_id") {
             None | Some(Value::Null) => Vec::new(),
             Some(value) => {
@@ -174,7 +179,7 @@ impl GenerationDefaults {
             top_k: count("top_k")?,
             min_p: number("min_p", |x| (0.0..=1.0).contains(&x))?,
             repetition_penalty: number("repetition_penalty", |x| x > 0.0 && x <= 100.0)?,
-            max_new_tokens: count("max_new_tokens")?,
+            max_new_tokens,
             eos_token_ids,
         })
     }

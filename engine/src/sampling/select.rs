@@ -1,5 +1,7 @@
-//! Which tokens stay in the draw: argmax, top-k, top-p, min-p, without sorting the vocabulary.
+//! Which tokens stay in the draw: argmax, min-p, top-k, top-p, without sorting the vocabulary.
 //!
+//! - *Min-p* comes first, as in vLLM, so that top-p is a share of what it leaves. It and top-k are bounds on a token's
+//!   weight, in whatever order.
 //! - *Top-k* first takes the maximum of every block of [`BLOCK`] logits. The k-th largest of those is at most the
 //!   k-th largest logit, so only blocks that reach it are looked at again.
 //! - *Top-p* looks among the [`NUCLEUS`] best tokens first. When they do not weigh enough, it drops what cannot be
@@ -72,7 +74,7 @@ pub(super) fn keep(row: &[f32], max: f32, params: &SamplingParams, scratch: &mut
     if params.top_p >= 1.0 && params.min_p <= 0.0 {
         return false;
     }
-    if params.top_p < 1.0 && row.len() > NUCLEUS {
+    if params.top_p < 1.0 && params.min_p <= 0.0 && row.len() > NUCLEUS {
         // Most nuclei are small: if these tokens weigh enough, no other can be in.
         top_logits(row, NUCLEUS, &mut scratch.maxima, &mut scratch.kept);
         let weights = &scratch.weights;
@@ -84,8 +86,7 @@ pub(super) fn keep(row: &[f32], max: f32, params: &SamplingParams, scratch: &mut
         }
     }
     let by_mass = (total * (1.0 - f64::from(params.top_p)) / row.len() as f64 * 0.999) as f32;
-    // min-p comes after top-p, but what it drops cannot change what top-p keeps above it.
-    let least = if params.top_p >= 1.0 { params.min_p } else { by_mass };
+    let least = if params.min_p > 0.0 { params.min_p } else { by_mass };
     let weights = scratch.weights.iter().enumerate();
     let reach = weights.filter(|(_, weight)| **weight >= least && **weight > 0.0);
     scratch.kept.clear();
@@ -103,16 +104,17 @@ fn weigh_kept(scratch: &mut Scratch, max: f32, factor: f32) -> f64 {
     total
 }
 
-/// Top-p, then min-p, over tokens whose weights are a part of `total`.
-fn finish(scratch: &mut Scratch, params: &SamplingParams, total: f64) {
+/// Min-p, then top-p, over tokens whose weights are a part of `total`.
+fn finish(scratch: &mut Scratch, params: &SamplingParams, mut total: f64) {
     let kept = &mut scratch.kept;
-    if params.top_p < 1.0 {
-        let prefix = prefix_of_mass(kept, f64::from(params.top_p) * total);
-        kept.truncate(prefix);
-    }
     if params.min_p > 0.0 {
         // The heaviest token weighs 1, and 1 >= min_p: it stays.
         kept.retain(|kept| kept.weight >= params.min_p);
+        total = kept.iter().map(|kept| f64::from(kept.weight)).sum();
+    }
+    if params.top_p < 1.0 {
+        let prefix = prefix_of_mass(kept, f64::from(params.top_p) * total);
+        kept.truncate(prefix);
     }
 }
 

@@ -39,6 +39,7 @@ fn naive(row: &[f32], params: &SamplingParams) -> Vec<(u32, f64)> {
     }
     let max = tokens[0].1;
     tokens.iter_mut().for_each(|token| token.1 = ((token.1 - max) / f64::from(params.temperature)).exp());
+    tokens.retain(|token| token.1 >= f64::from(params.min_p));
     let total: f64 = tokens.iter().map(|token| token.1).sum();
     if params.top_p < 1.0 {
         let mut before = 0.0;
@@ -48,7 +49,6 @@ fn naive(row: &[f32], params: &SamplingParams) -> Vec<(u32, f64)> {
             keep
         });
     }
-    tokens.retain(|token| token.1 >= f64::from(params.min_p));
     let total: f64 = tokens.iter().map(|token| token.1).sum();
     tokens.iter().map(|(id, weight)| (*id, weight / total)).filter(|(_, p)| *p > 1e-30).collect()
 }

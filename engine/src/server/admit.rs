@@ -82,6 +82,7 @@ pub(super) fn admit(
         let message = "`echo` with `logprobs` or with `max_tokens` 0 is not supported by this engine";
         return Err(ApiError::invalid("echo", message));
     }
+    check_sequences(request, seat.mailbox.submissions_max())?;
     let prompts = encode(frontend, &request.input, request.add_special_tokens)?;
     check_intent(frontend, request, &prompts, intent)?;
     let mut most = 0;
@@ -90,7 +91,7 @@ pub(super) fn admit(
     }
     let sequences = prompts.len() * request.n as usize;
     let (outbox, events) = channel((most + 3) * sequences);
-    let seed = random_u64()?;
+    let random_seed = random_u64()?;
     let mut purpose = Some(match intent {
         Intent::Plain => Purpose::Plain,
         Intent::Produce { consumers, early } => {
@@ -105,8 +106,10 @@ pub(super) fn admit(
         let mut leader = None;
         for choice in 0..request.n {
             let index = at as u32 * request.n + choice;
-            let sampling =
-                SamplingParams::resolve(request, &frontend.defaults, &frontend.eos, seed).for_choice(index);
+            // Without a seed no two sequences draw alike; choices count up from this.
+            let random_seed = random_seed.wrapping_add(u64::from(at as u32) << 32);
+            let sampling = SamplingParams::resolve(request, &frontend.defaults, &frontend.eos, random_seed);
+            let sampling = sampling.for_choice(choice);
             let sequence = NewSequence {
                 id: SeqId(frontend.next_sequence.fetch_add(1, Ordering::Relaxed)),
                 request: id.clone(),
@@ -125,6 +128,24 @@ pub(super) fn admit(
         }
     }
     Ok(Admitted { submissions, events, prompts, handoff: None, seat })
+}
+
+/// Refuses what the queue can never take, before it is tokenized: 429 would bring it back for ever.
+fn check_sequences(request: &GenerateRequest, most: usize) -> Result<(), ApiError> {
+    let prompts = match &request.input {
+        Input::Prompts(prompts) => prompts.len(),
+        Input::Chat(_) => 1,
+    };
+    let sequences = prompts * request.n as usize;
+    if sequences <= most {
+        return Ok(());
+    }
+    let field = if request.n > 1 { "n" } else { "prompt" };
+    let message = format!(
+        "{prompts} prompts with `n` {} are {sequences} sequences; this engine queues {most}",
+        request.n
+    );
+    Err(ApiError::invalid(field, message))
 }
 
 fn check_intent(

@@ -93,7 +93,8 @@ impl Choice {
             return Some(piece);
         }
         let text = self.detokenizer.push(token);
-        if self.tokens.len() < self.min_tokens {
+        if self.tokens.len() <= self.min_tokens {
+            // A string that ends in one of these tokens does not count; one that only begins there does (as in vLLM).
             piece.text = self.stops.pass(&text);
             return Some(piece);
         }

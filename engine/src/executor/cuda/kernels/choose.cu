@@ -143,22 +143,24 @@ choose(const float* logits, const float* values, const int* indices, const int* 
     auto one = [](u32) -> u64 { return 1; };
     auto all_of_them = [](u32) { return true; };
 
+    // Min-p, then top-k with all of its ties, then top-p: the order of the host's sampler, and of vLLM.
     Kept kept{0, ~0u};
+    if (min_p > 0.0f) kept = Kept{__float_as_uint(min_p) - 1, 0};
     if (top_k > 0 && top_k < vocab) {
-        kept = reach(row, vocab, best, inverse_temperature, top_k, bins, one, all_of_them);
+        const Kept best_k = reach(row, vocab, best, inverse_temperature, top_k, bins, one, all_of_them);
+        if (best_k.above > kept.above) kept = Kept{best_k.above, ~0u};
     }
     if (top_p < 1.0f) {
-        // Their mass: whole weights above, and the ties that are in.
+        // The mass of what is in: up to here the ties are in all together, or none of them.
+        const u32 floor = kept.ties == 0 ? kept.above + 1 : kept.above;
         u64 mine = 0, total;
         for (u32 i = threadIdx.x; i < vocab; i += CHOOSE_THREADS) {
             const u32 bits = weight_bits(row[i], best, inverse_temperature);
-            if (bits > kept.above) mine += mass_of(bits);
+            if (bits >= floor) mine += mass_of(bits);
         }
         sum_before(mine, scratch, total);
-        if (kept.above > 0) total += static_cast<u64>(kept.ties) * mass_of(kept.above);
         u64 wanted = static_cast<u64>(static_cast<double>(total) * top_p);
         wanted = wanted > 0 ? wanted : 1;
-        const u32 floor = kept.above;
         const Kept nucleus = reach(row, vocab, best, inverse_temperature, wanted, bins, mass_of,
                                    [floor](u32 bits) { return bits >= floor; });
         if (nucleus.above > kept.above) {
@@ -167,8 +169,6 @@ choose(const float* logits, const float* values, const int* indices, const int* 
             kept.ties = min(kept.ties, nucleus.ties);
         }
     }
-    const u32 least = min_p > 0.0f ? __float_as_uint(min_p) : 0;
-    if (least > kept.above) kept = Kept{least - 1, 0};
 
     // In the order of the vocabulary, a run of it to each thread: which ties are in, then where the draw falls.
     const u32 run = (vocab + CHOOSE_THREADS - 1) / CHOOSE_THREADS;

@@ -69,8 +69,11 @@ fn drawn(logits: &[f32], best: f32, draw: &[i32]) -> i32 {
     // Best first, the lowest id first among equals; NaN is above nothing.
     let mut kept: Vec<usize> = (0..weights.len()).filter(|id| weights[*id] > 0.0).collect();
     kept.sort_by(|a, b| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)));
-    if top_k > 0 && top_k < logits.len() {
-        kept.truncate(top_k);
+    // Min-p, then top-k with all of its ties, then top-p.
+    kept.retain(|id| weights[*id] >= min_p);
+    if top_k > 0 && top_k < kept.len() {
+        let least = weights[kept[top_k - 1]];
+        kept.retain(|id| weights[*id] >= least);
     }
     if top_p < 1.0 {
         let total: u64 = kept.iter().map(|id| mass(weights[*id])).sum();
@@ -82,7 +85,6 @@ fn drawn(logits: &[f32], best: f32, draw: &[i32]) -> i32 {
         });
         kept.truncate(reached.map_or(kept.len(), |last| last + 1));
     }
-    kept.retain(|id| weights[*id] >= min_p);
     kept.sort_unstable();
     let total: u64 = kept.iter().map(|id| mass(weights[*id])).sum();
     let target = ((u128::from(fraction) * u128::from(total)) >> 64) as u64;
@@ -92,4 +94,52 @@ fn drawn(logits: &[f32], best: f32, draw: &[i32]) -> i32 {
         sum > target
     });
     at.map_or(-1, |id| i32::try_from(*id).expect("a vocabulary fits"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::sampling::{Place, SamplingParams, TokenCounts, distribution};
+
+    /// The tokens that a device can choose: by draws that fall everywhere.
+    fn drawable(logits: &[f32], params: &SamplingParams) -> BTreeSet<u32> {
+        let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let float = |value: f32| value.to_bits().cast_signed();
+        let half = |value: u64| (value as u32).cast_signed();
+        let token = |fraction: u64| {
+            let wishes = [float(params.temperature.recip()), params.top_k.cast_signed(), float(params.top_p)];
+            let [temperature, top_k, top_p] = wishes;
+            let fraction = [half(fraction), half(fraction >> 32)];
+            let draw = [2, temperature, top_k, top_p, float(params.min_p), fraction[0], fraction[1]];
+            drawn(logits, best, &draw).cast_unsigned()
+        };
+        (0..4096_u64).map(|step| token(step << 52)).collect()
+    }
+
+    #[test]
+    fn ties_and_the_order_of_min_p_top_k_and_top_p_are_the_hosts() {
+        let logits = [2.0, 1.0, 1.0, 1.0, 0.0, 0.0, -1.0, 3.0];
+        // Top-k keeps all that equal the k-th. Top-p is a share of what min-p and top-k leave: as a share of all, the last two
+        // would have a token more.
+        for (top_k, top_p, min_p, wanted) in [
+            (3, 1.0, 0.0, &[0, 1, 2, 3, 7][..]),
+            (1, 1.0, 0.0, &[7]),
+            (6, 1.0, 0.0, &[0, 1, 2, 3, 4, 5, 7]),
+            (0, 0.75, 0.0, &[0, 1, 7]),
+            (2, 0.7, 0.0, &[7]),
+            (3, 0.8, 0.1, &[0, 1, 7]),
+            (0, 0.8, 0.1, &[0, 1, 7]),
+            (0, 0.9, 0.1, &[0, 1, 2, 7]),
+        ] {
+            let params =
+                SamplingParams { temperature: 1.0, top_k, top_p, min_p, ..SamplingParams::default() };
+            let host =
+                distribution(&logits, &params, &TokenCounts::default(), Place { position: 0, generated: 0 });
+            let host: BTreeSet<u32> = host.into_iter().map(|(id, _)| id).collect();
+            let wanted: BTreeSet<u32> = wanted.iter().copied().collect();
+            assert_eq!((&host, drawable(&logits, &params)), (&wanted, wanted.clone()), "{params:?}");
+        }
+    }
 }
