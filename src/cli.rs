@@ -226,7 +226,7 @@ pub(crate) struct EngineArgs {
     /// Round the weights' matrices when they are loaded; by default they stay as they are
     #[arg(long, value_enum)]
     pub(crate) quantize: Option<QuantizeArg>,
-    /// Tokens of one sequence at most; the model's own limit by default
+    /// Tokens of one sequence at most; the model's own limit by default, which is the largest value
     #[arg(long)]
     pub(crate) max_model_len: Option<usize>,
     /// Sequences that run or fetch at once

@@ -195,6 +195,13 @@ impl Engine {
         let tokenizer = Arc::new(Tokenizer::load(&options.model)?);
         let template = ChatTemplate::load(&options.model, &tokenizer)?;
         let model = options.served_model_name.clone().unwrap_or_else(|| options.model.default_name());
+        let max_model_len = max_model_len(&options, &config)?;
+        let eos = config.ends_of_text(tokenizer.eos());
+        if eos.is_empty() {
+            tracing::warn!(
+                "the checkpoint names no end-of-text token: only stop strings, stop_token_ids and max_tokens end a text"
+            );
+        }
         let executors = executors(&options, &config, progress)?;
 
         let weights = identity(&options.model)? + options.weights.identity();
@@ -208,7 +215,7 @@ impl Engine {
             fingerprint,
             model: &weights,
             nixl: &nixl,
-            max_model_len: options.max_model_len.unwrap_or(config.max_positions),
+            max_model_len,
             broken: broken.clone(),
             log: Arc::default(),
         };
@@ -232,7 +239,7 @@ impl Engine {
             role: options.role,
             tokenizer,
             template,
-            eos: config.eos.clone(),
+            eos,
             defaults: config.generation.clone(),
             vocab,
             capacity: running[0].capacity,
@@ -247,6 +254,7 @@ impl Engine {
             log: Arc::clone(&common.log),
             batch_invariant,
             next_sequence: AtomicU64::new(1),
+            bodies: Arc::default(),
         });
         Ok(Self {
             frontend,
@@ -415,6 +423,19 @@ fn pool(options: &EngineOptions) -> fn(usize, usize) -> Region {
     match options.kv_transport {
         KvTransport::Tcp => Region::allocate,
         KvTransport::Auto | KvTransport::Shm | KvTransport::Nixl => shared_pool,
+    }
+}
+
+/// Tokens of one sequence at most. A longer one would have positions that the model was not made for: its text would be
+/// fluent nonsense.
+fn max_model_len(options: &EngineOptions, config: &ModelConfig) -> Result<usize, StartError> {
+    match options.max_model_len {
+        Some(wanted) if wanted > config.max_positions => Err(StartError::Options(format!(
+            "--max-model-len {wanted} is more than the {} positions of the model (max_position_embeddings and rope \
+             scaling in config.json)",
+            config.max_positions
+        ))),
+        wanted => Ok(wanted.unwrap_or(config.max_positions)),
     }
 }
 

@@ -14,6 +14,7 @@
 
 mod admit;
 mod begun;
+mod bodies;
 mod control;
 mod cores;
 mod debug;
@@ -47,6 +48,7 @@ use crate::model::chat_template::ChatTemplate;
 use crate::model::tokenizer::Tokenizer;
 use crate::sampling::GenerationDefaults;
 use begun::Begin;
+pub(crate) use bodies::Bodies;
 
 /// A request's head must arrive within this time.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -122,6 +124,8 @@ pub struct Frontend {
     pub batch_invariant: bool,
     /// The next sequence's id.
     pub next_sequence: AtomicU64,
+    /// Bodies of requests that are being read.
+    pub(crate) bodies: Arc<Bodies>,
 }
 
 /// Serves until `stop`, then lets connections finish their requests.

@@ -61,7 +61,7 @@ pub struct ModelConfig {
     pub intermediate: usize,
     /// Rows of the embedding and of a row of logits; may exceed the tokenizer's ids (padding).
     pub vocab: usize,
-    /// Longest sequence in tokens the checkpoint is made for.
+    /// Longest sequence in tokens the checkpoint is made for, with its rope scaling.
     pub max_positions: usize,
     /// Added to the mean square in every RMS norm.
     pub norm_eps: f32,
@@ -75,7 +75,8 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// Rotary position embedding.
     pub rope: Rope,
-    /// Tokens that end a completion: `generation_config.json`'s list wins over `config.json`'s.
+    /// Tokens that end a completion: `generation_config.json`'s list wins over `config.json`'s. The tokenizer may name
+    /// another one: see [`Self::ends_of_text`].
     pub eos: Vec<u32>,
     /// First token of a text, where the checkpoint names one.
     pub bos: Option<u32>,
@@ -139,6 +140,13 @@ impl ModelConfig {
         if !(norm_eps > 0.0 && norm_eps < 1.0) {
             return Err(fields.malformed(format!("rms_norm_eps {norm_eps} is not between 0 and 1")));
         }
+        let rope = Rope::parse(&fields, max_positions)?;
+        let max_positions = rope.positions(max_positions);
+        if !(1..=MAX_POSITIONS).contains(&max_positions) {
+            return Err(fields.malformed(format!(
+                "rope scaling gives {max_positions} positions, not between 1 and {MAX_POSITIONS}"
+            )));
+        }
         let attention_bias = fields.flag("attention_bias")?.unwrap_or(false);
         let vocab = required("vocab_size", MAX_VOCAB)?;
         let mut eos = fields.tokens("eos_token_id")?.unwrap_or_default();
@@ -166,11 +174,20 @@ impl ModelConfig {
             qkv_bias: family == Family::Qwen2 || attention_bias,
             output_bias: family != Family::Qwen2 && attention_bias,
             mlp_bias: family == Family::Llama && fields.flag("mlp_bias")?.unwrap_or(false),
-            rope: Rope::parse(&fields, max_positions)?,
+            rope,
             eos,
             bos: fields.token("bos_token_id")?,
             generation,
         })
+    }
+
+    /// Tokens that end a completion, with the one that the tokenizer names. As in vLLM: a checkpoint whose template ends a
+    /// turn with `<|im_end|>` often names that token in `tokenizer_config.json` alone. A token without a row of logits
+    /// cannot be generated and is left out.
+    #[must_use]
+    pub fn ends_of_text(&self, tokenizer_eos: Option<u32>) -> Vec<u32> {
+        let known = |token: &u32| (*token as usize) < self.vocab && !self.eos.contains(token);
+        self.eos.iter().copied().chain(tokenizer_eos.filter(known)).collect()
     }
 
     /// Whether q and k are normalized head by head.
@@ -303,6 +320,34 @@ mod tests {
         let generation = GenerationDefaults { eos_token_ids: vec![1, 2], ..GenerationDefaults::default() };
         let config = ModelConfig::parse(llama().to_string().as_bytes(), generation).unwrap();
         assert_eq!(config.eos, [1, 2]);
+    }
+
+    #[test]
+    fn the_tokenizers_end_of_text_is_one_beside_those_of_the_configuration() {
+        let config = with(&json!({})).unwrap();
+        assert_eq!(config.ends_of_text(Some(3)), [7, 3]);
+        assert_eq!(config.ends_of_text(Some(7)), [7]);
+        assert_eq!(config.ends_of_text(None), [7]);
+        // Row 100 does not exist.
+        assert_eq!(config.ends_of_text(Some(100)), [7]);
+        assert_eq!(with(&json!({"eos_token_id": null})).unwrap().ends_of_text(None), [0_u32; 0]);
+    }
+
+    #[test]
+    fn rope_scaling_stretches_the_context_as_in_vllm() {
+        let positions = |scaling: Value| {
+            with(&json!({"max_position_embeddings": 100, "rope_scaling": scaling})).unwrap().max_positions
+        };
+        let yarn = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64});
+        assert_eq!(positions(yarn), 256);
+        assert_eq!(positions(json!({"type": "yarn", "factor": 2.5})), 250);
+        assert_eq!(positions(json!({"type": "linear", "factor": 2.0})), 200);
+        let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64});
+        assert_eq!(positions(llama3), 100);
+        assert_eq!(positions(json!(null)), 100);
+        let error = with(&json!({"rope_scaling": {"type": "yarn", "factor": 1e9}})).unwrap_err();
+        assert!(error.to_string().contains("positions"), "{error}");
     }
 
     #[test]

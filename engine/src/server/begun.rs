@@ -115,7 +115,7 @@ mod tests {
 
     /// Reads the body and tells how long it was.
     async fn look(request: Request<Incoming>, tell: Sender<usize>) -> Result<Reply, ApiError> {
-        let body = read_body(request, ROOM).await?;
+        let body = read_body(request, ROOM, &Arc::default()).await?;
         tell.send(body.len()).await.expect("the test listens");
         Ok(json(StatusCode::OK, "{}"))
     }

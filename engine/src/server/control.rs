@@ -58,7 +58,7 @@ fn equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
 
 async fn control_object(frontend: &Frontend, request: Request<Incoming>) -> Result<Object, ApiError> {
     authorize(frontend, request.headers())?;
-    let body = read_body(request, CONTROL_BODY_MAX).await?;
+    let body = read_body(request, CONTROL_BODY_MAX, &frontend.bodies).await?;
     parse_object(&body, &frontend.limits)
 }
 
@@ -232,16 +232,9 @@ pub(super) fn model(frontend: &Frontend, path: &str) -> Result<Reply, ApiError> 
 
 /// `POST /tokenize`.
 pub(super) async fn tokenize(frontend: Arc<Frontend>, request: Request<Incoming>) -> Result<Reply, ApiError> {
-    let body = read_body(request, frontend.limits.body_bytes).await?;
-    off_the_http_threads(move || tokenized(&frontend, &body)).await
-}
-
-/// Long texts would keep the HTTP threads, and with them aborts and releases.
-async fn off_the_http_threads(
-    work: impl FnOnce() -> Result<Reply, ApiError> + Send + 'static,
-) -> Result<Reply, ApiError> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|_| ApiError::internal("the request could not be read"))?
+    let body = read_body(request, frontend.limits.body_bytes, &frontend.bodies).await?;
+    let bodies = Arc::clone(&frontend.bodies);
+    bodies.apart(move || tokenized(&frontend, &body)).await
 }
 
 fn tokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
@@ -260,8 +253,9 @@ pub(super) async fn detokenize(
     frontend: Arc<Frontend>,
     request: Request<Incoming>,
 ) -> Result<Reply, ApiError> {
-    let body = read_body(request, frontend.limits.body_bytes).await?;
-    off_the_http_threads(move || detokenized(&frontend, &body)).await
+    let body = read_body(request, frontend.limits.body_bytes, &frontend.bodies).await?;
+    let bodies = Arc::clone(&frontend.bodies);
+    bodies.apart(move || detokenized(&frontend, &body)).await
 }
 
 fn detokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {

@@ -26,6 +26,7 @@ use tokio::sync::mpsc::error::TryRecvError;
 
 use super::admit::{self, Admitted};
 use super::begun::Begin;
+use super::bodies::INLINE_BYTES;
 use super::follow::{Choice, Counted, Piece};
 use super::guard::{HandoffBody, HandoffGuard, LentGuard, SequenceGuard};
 use super::http::{self, Reply, Unread, read_what_comes};
@@ -41,11 +42,8 @@ use crate::sequence::Purpose;
 /// The request's name, minted by the router.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Bodies above this are parsed and tokenized off the connection's thread.
-const INLINE_BODY_BYTES: usize = 16 * 1024;
-
 /// When to come back to a full queue.
-const QUEUE_RETRY: Duration = Duration::from_secs(1);
+pub(super) const QUEUE_RETRY: Duration = Duration::from_secs(1);
 
 /// A request on its way.
 pub(super) struct Exchange {
@@ -111,19 +109,22 @@ async fn read(
 ) -> Result<(GenerateRequest, Admitted), ApiError> {
     let arrived = Instant::now();
     let headers = request.headers().clone();
-    let body = match read_what_comes(request, frontend.limits.body_bytes).await {
+    let bodies = Arc::clone(&frontend.bodies);
+    let body = match read_what_comes(request, frontend.limits.body_bytes, &bodies).await {
         Ok(body) => body,
         Err(Unread { error, read }) => {
             let told = error.clone();
-            let giving_back = move || rejection::of_broken(&frontend, &headers, &read, &told);
-            drop(tokio::task::spawn_blocking(giving_back).await);
+            let giving_back = move || {
+                rejection::of_broken(&frontend, &headers, &read, &told);
+                Ok(())
+            };
+            drop(bodies.apart(giving_back).await);
             return Err(error);
         }
     };
-    let inline = body.len() <= INLINE_BODY_BYTES;
+    let inline = body.len() <= INLINE_BYTES;
     let work = move || prepare(&frontend, endpoint, &headers, &id, &body, arrived);
-    let done = if inline { Ok(work()) } else { tokio::task::spawn_blocking(work).await };
-    done.map_err(|_| ApiError::internal("the request could not be read"))?
+    if inline { work() } else { bodies.apart(work).await }
 }
 
 fn request_id(headers: &HeaderMap) -> Result<RequestId, ApiError> {

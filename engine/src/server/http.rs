@@ -8,11 +8,12 @@ use baton_openai::{ApiError, Endpoint};
 use bytes::{Bytes, BytesMut};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full};
-use hyper::body::{Body, Incoming};
+use hyper::body::{Body as _, Incoming};
 use hyper::header::{CONTENT_TYPE, EXPECT, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 
 use super::begun::Begin;
+use super::bodies::{Bodies, Body};
 use super::{BODY_TIMEOUT, Frontend, control, debug, generate, rejection};
 
 /// What is read of a body that is too large: enough for any handoff, which routers of ours send before the prompt.
@@ -115,22 +116,30 @@ pub(super) fn error_reply(error: &ApiError) -> Reply {
 /// Reads a body of at most `limit` bytes.
 ///
 /// A client that leaves before its body is complete is an abort, not a request (hyper keeps the task).
-pub(super) async fn read_body(request: Request<Incoming>, limit: usize) -> Result<Bytes, ApiError> {
+pub(super) async fn read_body(
+    request: Request<Incoming>,
+    limit: usize,
+    bodies: &Arc<Bodies>,
+) -> Result<Body, ApiError> {
     if request.body().size_hint().lower() > limit as u64 {
         return Err(ApiError::payload_too_large(limit));
     }
-    read_what_comes(request, limit).await.map_err(|unread| unread.error)
+    read_what_comes(request, limit, bodies).await.map_err(|unread| unread.error)
 }
 
 /// Why a body was not read to its end, and what had come of it.
 pub(super) struct Unread {
     pub(super) error: ApiError,
-    pub(super) read: Bytes,
+    pub(super) read: Body,
 }
 
 /// As [`read_body`], for requests that may carry a handoff: what was read stays, so that the handoff can be given back.
 /// Of a body that is announced as too large the first [`READ_OF_TOO_LARGE`] bytes are read.
-pub(super) async fn read_what_comes(request: Request<Incoming>, limit: usize) -> Result<Bytes, Unread> {
+pub(super) async fn read_what_comes(
+    request: Request<Incoming>,
+    limit: usize,
+    bodies: &Arc<Bodies>,
+) -> Result<Body, Unread> {
     let too_large = request.body().size_hint().lower() > limit as u64;
     // One that asks first is told no, and sends nothing.
     let asks = request.headers().contains_key(EXPECT);
@@ -140,7 +149,7 @@ pub(super) async fn read_what_comes(request: Request<Incoming>, limit: usize) ->
         (false, _) => limit,
     };
     let mut body = request.into_body();
-    let mut bytes = BytesMut::new();
+    let (mut bytes, mut share) = (BytesMut::new(), bodies.begin());
     let read = async {
         let mut complete = false;
         while !complete && bytes.len() < most {
@@ -150,6 +159,7 @@ pub(super) async fn read_what_comes(request: Request<Incoming>, limit: usize) ->
                 Some(Ok(frame)) => {
                     let Ok(data) = frame.into_data() else { continue };
                     let room = most - bytes.len();
+                    share.take(data.len().min(room))?;
                     bytes.extend_from_slice(&data[..data.len().min(room)]);
                     if data.len() > room {
                         return Err(ApiError::payload_too_large(limit));
@@ -165,6 +175,9 @@ pub(super) async fn read_what_comes(request: Request<Incoming>, limit: usize) ->
     };
     let read = tokio::time::timeout(BODY_TIMEOUT, read).await;
     let read = read.unwrap_or_else(|_| Err(ApiError::request_timeout(BODY_TIMEOUT)));
-    let bytes = bytes.freeze();
-    read.map(|()| bytes.clone()).map_err(|error| Unread { error, read: bytes })
+    let body = share.of(bytes.freeze());
+    match read {
+        Ok(()) => Ok(body),
+        Err(error) => Err(Unread { error, read: body }),
+    }
 }

@@ -206,10 +206,14 @@ pub(super) async fn of_unread(
 ) -> ApiError {
     let headers = request.headers().clone();
     let told = error.clone();
-    let limit = frontend.limits.body_bytes;
-    let body = read_what_comes(request, limit).await.unwrap_or_else(|Unread { read, .. }| read);
+    let (limit, bodies) = (frontend.limits.body_bytes, Arc::clone(&frontend.bodies));
+    let body = read_what_comes(request, limit, &bodies).await.unwrap_or_else(|Unread { read, .. }| read);
     // Off the HTTP threads: a scan of megabytes would hold up aborts and releases.
-    drop(tokio::task::spawn_blocking(move || of_broken(&frontend, &headers, &body, &error)).await);
+    let giving_back = move || {
+        of_broken(&frontend, &headers, &body, &error);
+        Ok(())
+    };
+    drop(bodies.apart(giving_back).await);
     told
 }
 

@@ -139,6 +139,20 @@ impl Rope {
             .collect()
     }
 
+    /// Positions that a checkpoint with `declared` ones (`max_position_embeddings`) has once they are stretched, as vLLM
+    /// derives its `max_model_len`: yarn multiplies its original context, linear the declared one; llama3 declares the
+    /// stretched one.
+    #[must_use]
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
+    pub fn positions(&self, declared: usize) -> usize {
+        // Factors and contexts are checked to be positive; a product beyond `usize` saturates.
+        match self.scaling {
+            RopeScaling::Yarn { factor, original_positions, .. } => (original_positions * factor) as usize,
+            RopeScaling::Linear { factor } => (declared as f64 * factor) as usize,
+            RopeScaling::None | RopeScaling::Llama3 { .. } => declared,
+        }
+    }
+
     /// What cos and sin are multiplied by.
     #[must_use]
     #[allow(clippy::cast_possible_truncation)] // a number near 1
