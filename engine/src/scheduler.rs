@@ -10,9 +10,10 @@
 //!               └─ admitted, a tier has its next blocks ─▶ Loading ─ loaded, in whole or in part: Running
 //! ```
 //!
-//! Continuous batching with chunked prefill: each step serves running sequences first (one token each, or the
-//! next chunk of a prompt), then admits from the queue in order while the token budget lasts. When blocks run
-//! out the youngest running sequence is preempted: its blocks go back and it is computed again later.
+//! Continuous batching with chunked prefill: each step serves running sequences that need one token first, then the next
+//! chunks of running prompts, then admits from the queue in order while the token budget lasts. What needs no budget, a
+//! fetch or a load, also begins behind prompts that wait for it. When blocks run out the youngest running sequence is
+//! preempted: its blocks go back and it is computed again later. Admission leaves a few blocks to those that run.
 //!
 //! Invariants:
 //! - 1, 2, 3: as kept by [`BlockPool`].
@@ -21,6 +22,7 @@
 //! - A sequence that was admitted can always finish once others have left: nobody is accepted whose longest
 //!   form does not fit the pool.
 
+mod admitting;
 mod departures;
 mod fetching;
 mod lending;
@@ -33,6 +35,7 @@ use baton_connector::fetch::{FailureKind, LoadFailurePolicy, Reason};
 use baton_connector::multi::{self, Children, Multi};
 use baton_connector::offload::TransferId;
 
+use self::admitting::Admission;
 pub use self::departures::Beside;
 use self::departures::Departures;
 pub(crate) use self::offloading::connectors_of;
@@ -175,16 +178,6 @@ pub struct Scheduler {
     effects: Vec<Effect>,
     preemptions: u64,
     ignored: u64,
-}
-
-enum Admission {
-    Run(usize),
-    Fetch,
-    Gated,
-    NoRoom {
-        /// There would be room if no block were held for a store.
-        but_for_stores: bool,
-    },
 }
 
 impl Scheduler {
@@ -396,15 +389,19 @@ impl Scheduler {
         self.pool.findable(after, limit)
     }
 
-    /// Plans running sequences; says whether there were too few blocks.
+    /// Plans running sequences; says whether there were too few blocks. A sequence that decodes, or whose blocks have just
+    /// landed, does not wait for a prompt: a prompt takes what those leave of the step.
     fn schedule_running(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) -> bool {
         let mut preempted = false;
         let mut at = 0;
         'running: while at < self.running.len() && *budget > 0 {
             let id = self.running[at];
             let sequence = &self.sequences[&id];
-            let count = (sequence.tokens.len() - sequence.computed).min(*budget);
-            let end = sequence.computed + count;
+            if sequence.uncomputed() > 1 {
+                at += 1;
+                continue;
+            }
+            let end = sequence.tokens.len();
             while !self.grow(id, end) {
                 if self.yield_stores() {
                     // Blocks come back in a moment; nobody is computed again for that.
@@ -418,80 +415,23 @@ impl Scheduler {
                     continue 'running;
                 }
             }
-            planned.push(self.part(id, count));
-            *budget -= count;
+            planned.push(self.part(id, 1));
+            *budget -= 1;
             at += 1;
         }
-        preempted
-    }
-
-    /// Admits from the queue; says whether stores were given up for its head.
-    fn admit_waiting(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) -> bool {
-        let mut at = 0;
-        while at < self.waiting.len()
-            && *budget > 0
-            && self.running.len() + self.fetching + self.loading < self.config.max_num_seqs
-        {
-            let id = self.waiting[at];
-            match self.admit(id, *budget) {
-                Admission::Run(count) => {
-                    self.waiting.remove(at);
-                    self.running.push(id);
-                    planned.push(self.part(id, count));
-                    *budget -= count;
-                }
-                Admission::Fetch => drop(self.waiting.remove(at)),
-                Admission::Gated => at += 1,
-                // Stores are given up only for somebody whom that would let in.
-                Admission::NoRoom { but_for_stores } => return but_for_stores && self.yield_stores(),
+        for at in 0..self.running.len() {
+            let id = self.running[at];
+            let count = self.sequences[&id].uncomputed().min(*budget);
+            if count == 0 {
+                break;
+            }
+            if self.sequences[&id].uncomputed() > 1 {
+                // It has had all of its blocks since its admission.
+                planned.push(self.part(id, count));
+                *budget -= count;
             }
         }
-        false
-    }
-
-    /// Finds blocks for a waiting sequence's tokens: all of them, so that no prompt is stuck half-way.
-    fn admit(&mut self, id: SeqId, budget: usize) -> Admission {
-        let block_tokens = self.config.block_tokens;
-        let gate = self.sequences[&id].follows.and_then(|leader| self.sequences.get(&leader));
-        if gate.is_some_and(|leader| leader.computed < leader.prompt_len) {
-            return Admission::Gated;
-        }
-        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is on the books");
-        sequence.extend_hashes(block_tokens);
-        // At least one token is computed, so that there are logits to sample from. Of a prompt that is lent it is one of
-        // the prompt's: the last block of a lease is nobody else's.
-        let computed_here = if sequence.is_producer() { sequence.prompt_len } else { sequence.tokens.len() };
-        let matchable = (computed_here - 1) / block_tokens;
-        let chain = &sequence.hashes[..matchable.min(sequence.hashes.len())];
-        let prefix = self.pool.match_prefix(chain);
-        let in_tiers = self.offload.as_ref().map_or(0, |offload| offload.run(&chain[prefix.len()..]));
-        let fresh = sequence.tokens.len().div_ceil(block_tokens) - prefix.len();
-        let wanted = fresh + self.pool.idle_among(&prefix);
-        if wanted > self.pool.available() {
-            // What is stored of its own prefix would be idle then, and taken.
-            let wanted = wanted + self.pool.stored_only_among(&prefix);
-            let but_for_stores = wanted <= self.pool.available() + self.pool.usage().storing;
-            return Admission::NoRoom { but_for_stores };
-        }
-        let cached = prefix.len() * block_tokens;
-        self.pool.share(&prefix);
-        sequence.shared = prefix.len();
-        sequence.registered = prefix.len();
-        sequence.blocks = prefix;
-        if sequence.preemptions == 0 {
-            sequence.cached = cached.min(sequence.prompt_len);
-        }
-        match self.choose_connector(id, in_tiers) {
-            Some(HANDOFF) => return self.begin_fetch(id, fresh),
-            Some(OFFLOAD) => return self.begin_load(id, in_tiers, fresh),
-            Some(_) | None => {}
-        }
-        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is on the books");
-        let taken = self.pool.allocate(fresh, Hold::Active).expect("room was checked");
-        sequence.blocks.extend(taken);
-        sequence.computed = cached;
-        sequence.phase = Phase::Running;
-        Admission::Run((sequence.tokens.len() - cached).min(budget))
+        preempted
     }
 
     fn part(&mut self, id: SeqId, count: usize) -> Planned {

@@ -199,6 +199,11 @@ impl Sequence {
         (self.cached, self.fetched)
     }
 
+    /// Tokens whose KV is not in its blocks.
+    pub(crate) fn uncomputed(&self) -> usize {
+        self.tokens.len() - self.computed
+    }
+
     /// How many consumers its blocks are for.
     #[must_use]
     pub fn consumers(&self) -> u16 {

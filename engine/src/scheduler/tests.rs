@@ -186,6 +186,78 @@ fn a_follower_waits_for_the_prompt_it_shares() {
     assert_eq!(scheduler.usage().held_share(), 0.0);
 }
 
+/// The next step, computed; what is sampled is no end.
+fn step(scheduler: &mut Scheduler) -> Vec<Planned> {
+    let plan = scheduler.schedule();
+    for part in &plan {
+        if let Some(reason) = scheduler.commit(part, part.samples.then_some(9)) {
+            scheduler.finish(part.id, reason);
+        }
+    }
+    plan
+}
+
+#[test]
+fn beside_a_long_prefill_others_decode_and_fetches_begin_and_land_and_decode() {
+    let mut scheduler = Scheduler::new(CONFIG, 64);
+    scheduler.submit(new(1, &[5; 90], 1, Purpose::Plain)).expect("accepted");
+    step(&mut scheduler);
+    let handed: Vec<u32> = (1..=9).collect();
+    // Before the handoff a prompt that must wait for the first one.
+    scheduler.submit(new(2, &[6; 9], 4, Purpose::Plain)).expect("accepted");
+    scheduler.submit(new(3, &handed, 4, consume(LoadFailurePolicy::Fail))).expect("accepted");
+    let whole = Planned { id: SeqId(1), start: 16, count: 16, samples: false };
+    assert_eq!(step(&mut scheduler), [whole]);
+    let effects = scheduler.take_effects();
+    assert!(matches!(&effects[..], [Effect::StartRead { id: SeqId(3), .. }]), "{effects:?}");
+    assert_eq!((scheduler.load().fetching, scheduler.load().waiting), (1, 1));
+    scheduler.fetch_event(SeqId(3), Event::TransferDone);
+    scheduler.fetch_event(SeqId(3), Event::Verdict(Answer::Valid));
+    // Landed, it takes part in every step; the prefill takes the rest of each.
+    for (at, start) in [32, 47, 62].into_iter().enumerate() {
+        let decoded = Planned { id: SeqId(3), start: 8 + at, count: 1, samples: true };
+        let rest = Planned { id: SeqId(1), start, count: 15, samples: false };
+        assert_eq!(step(&mut scheduler), [decoded, rest]);
+    }
+    run(&mut scheduler);
+    assert_eq!((scheduler.usage().held_share(), scheduler.load().preemptions), (0.0, 0));
+}
+
+#[test]
+fn a_fetch_that_passes_a_prompt_leaves_it_its_place_and_its_blocks() {
+    let admitted = |config: SchedulerConfig, blocks: usize| {
+        let mut scheduler = Scheduler::new(config, blocks);
+        scheduler.submit(new(1, &[5; 40], 1, Purpose::Plain)).expect("accepted");
+        step(&mut scheduler);
+        scheduler.submit(new(2, &[6; 24], 1, Purpose::Plain)).expect("accepted");
+        let handed: Vec<u32> = (1..=9).collect();
+        scheduler.submit(new(3, &handed, 4, consume(LoadFailurePolicy::Fail))).expect("accepted");
+        step(&mut scheduler);
+        scheduler.load().fetching == 1
+    };
+    // 10 blocks run, 6 are kept for the prompt that waits, one is the reserve, 3 are fetched into.
+    assert!(admitted(CONFIG, 20) && !admitted(CONFIG, 19));
+    assert!(!admitted(SchedulerConfig { max_num_seqs: 2, ..CONFIG }, 64));
+}
+
+#[test]
+fn admission_leaves_those_that_run_a_block_to_grow_into() {
+    let preemptions = |blocks: usize| {
+        let mut scheduler = Scheduler::new(CONFIG, blocks);
+        // Fills its second block with its next token, while another prompt waits that would take what is left.
+        scheduler.submit(new(1, &[5; 7], 3, Purpose::Plain)).expect("accepted");
+        step(&mut scheduler);
+        scheduler.submit(new(2, &[6; 7], 2, Purpose::Plain)).expect("accepted");
+        run(&mut scheduler);
+        scheduler.load().preemptions
+    };
+    assert_eq!(preemptions(4), 0);
+    // Alone, a sequence may have the whole pool.
+    let mut scheduler = Scheduler::new(CONFIG, 4);
+    scheduler.submit(new(1, &[5; 15], 1, Purpose::Plain)).expect("accepted");
+    assert_eq!(scheduler.schedule().len(), 1);
+}
+
 #[test]
 fn what_cannot_fit_is_refused_before_anything_is_allocated() {
     let mut scheduler = Scheduler::new(SchedulerConfig { max_waiting: 1, ..CONFIG }, 4);
