@@ -24,6 +24,7 @@ mod refusals;
 mod rejections;
 mod stale;
 mod stopping;
+mod texts;
 mod tiers;
 mod transports;
 mod ways;
