@@ -23,7 +23,6 @@ fn device() -> DeviceChoice {
 
 fn on_device(options: &mut EngineOptions) {
     options.device = device();
-    options.max_model_len = Some(512);
 }
 
 /// Without log-probabilities, so that tokens are drawn on the device.

@@ -149,7 +149,7 @@ fn a_context_longer_than_the_models_is_refused_at_start_and_yarn_stretches_the_m
         let mut options = options(model, Role::Both);
         options.max_model_len = wanted;
         let runtime = tokio::runtime::Runtime::new().expect("a runtime");
-        runtime.block_on(async { Engine::start(options, &mut |_| {}).map(|engine| drop(engine)) })
+        runtime.block_on(async { Engine::start(options, &mut |_| {}).map(drop) })
     };
     // 64 positions times 4, although `max_position_embeddings` is 160.
     let yarn = Node::start(options(QWEN2, Role::Both));
