@@ -99,7 +99,7 @@ fn every_prompt_of_a_request_with_a_seed_draws_as_it_would_alone_and_choices_cou
     let engine = Node::start(options(LLAMA, Role::Both));
     let (one, other) = (prompt(1, 12), prompt(2, 9));
     let body = json!({
-        "prompt": one, "max_tokens": 8, "temperature": 1, "top_k": 0, "top_p": 1, "seed": 7, "ignore_eos": true,
+        "prompt": one, "max_tokens": 24, "temperature": 2, "top_k": 0, "top_p": 1, "seed": 7, "ignore_eos": true,
         "return_token_ids": true,
     });
     let alone = [&one, &other].map(|prompt| tokens(&engine, &with(&body, "prompt", json!(prompt))));
