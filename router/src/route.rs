@@ -1,6 +1,8 @@
 //! Which path is what.
 
-use baton_openai::{ApiError, Endpoint};
+use std::borrow::Cow;
+
+use baton_openai::{ApiError, Endpoint, path};
 use hyper::Method;
 
 /// What engines are asked, and how.
@@ -65,14 +67,14 @@ const PASSED: [&str; 11] = [
 ];
 
 /// What a client asks of the router.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Route<'a> {
     /// Something of engines.
     Ask(Dialect),
     /// To be told the models.
     Models,
     /// To be told one model.
-    Model(&'a str),
+    Model(Cow<'a, str>),
     /// Whether the router is alive.
     Health,
     /// Whether it takes requests and has an engine for them.
@@ -85,22 +87,12 @@ pub(crate) enum Route<'a> {
 
 impl<'a> Route<'a> {
     /// # Errors
-    /// 404, or 405 where only the method is wrong.
+    /// 404, or 405 where only the method is wrong; 400 for a model's name with a malformed escape.
     pub(crate) fn of(method: &Method, path: &'a str) -> Result<Self, ApiError> {
-        let (route, allowed) = match path {
-            "/v1/models" => (Self::Models, Method::GET),
-            "/health" => (Self::Health, Method::GET),
-            "/ready" => (Self::Ready, Method::GET),
-            "/version" => (Self::Version, Method::GET),
-            _ => {
-                let passed = PASSED.iter().find(|passed| **passed == path);
-                match (Dialect::at(path), passed, path.strip_prefix("/v1/models/")) {
-                    (Some(dialect), _, _) => (Self::Ask(dialect), Method::POST),
-                    (None, Some(passed), _) => (Self::Ask(Dialect::Passed(passed)), Method::POST),
-                    (None, None, Some(name)) if !name.is_empty() => (Self::Model(name), Method::GET),
-                    (None, None, _) => return Err(ApiError::not_found(path)),
-                }
-            }
+        let (route, allowed) = match (Self::fixed(path), path::model_at(path)) {
+            (Some(fixed), _) => fixed,
+            (None, Some(name)) => (Self::Model(name?), Method::GET),
+            (None, None) => return Err(path::not_found(path, |meant| Self::fixed(meant).is_some())),
         };
         // Whoever may read may also ask for the head alone.
         if *method == allowed || (*method == Method::HEAD && allowed == Method::GET) {
@@ -111,6 +103,20 @@ impl<'a> Route<'a> {
             return Ok(Self::Options(allowed));
         }
         Err(ApiError::method_not_allowed(method.as_str(), allowed))
+    }
+
+    /// The route of a path that stands in the tables above, and its method.
+    fn fixed(path: &str) -> Option<(Self, Method)> {
+        Some(match path {
+            "/v1/models" => (Self::Models, Method::GET),
+            "/health" => (Self::Health, Method::GET),
+            "/ready" => (Self::Ready, Method::GET),
+            "/version" => (Self::Version, Method::GET),
+            _ => {
+                let passed = || PASSED.into_iter().find(|passed| *passed == path).map(Dialect::Passed);
+                (Self::Ask(Dialect::at(path).or_else(passed)?), Method::POST)
+            }
+        })
     }
 }
 
@@ -125,7 +131,9 @@ mod tests {
             route(Method::POST, "/v1/completions"),
             Ok(Route::Ask(Dialect::OpenAi(Endpoint::Completions)))
         );
-        assert_eq!(route(Method::GET, "/v1/models/a/b"), Ok(Route::Model("a/b")));
+        assert_eq!(route(Method::GET, "/v1/models/a/b"), Ok(Route::Model("a/b".into())));
+        assert_eq!(route(Method::GET, "/v1/models/a%2Fb"), Ok(Route::Model("a/b".into())));
+        assert_eq!(route(Method::GET, "/v1/models/a%2"), Err(400));
         assert_eq!(route(Method::POST, "/v1/responses"), Ok(Route::Ask(Dialect::Responses)));
         assert_eq!(route(Method::POST, "/v1/embeddings"), Ok(Route::Ask(Dialect::Passed("/v1/embeddings"))));
         assert_eq!(route(Method::HEAD, "/health"), Ok(Route::Health));

@@ -152,11 +152,11 @@ impl FrontDoor {
             }
             Route::Model(name) => {
                 let identity = self.identify(session, context)?;
-                let model = context.generation.models.named(Some(name))?.name.clone();
+                let model = context.generation.models.named(Some(&name))?.name.clone();
                 if !may_use(identity.as_deref(), &context.generation, &model) {
                     return Err(tenants::forbidden(&model).into());
                 }
-                let card = self.card(name, &model);
+                let card = self.card(&name, &model);
                 self.tell(session, context, card).await
             }
             Route::Options(allowed) => {

@@ -23,6 +23,7 @@ pub mod error;
 mod field;
 pub mod limits;
 pub mod media;
+pub mod path;
 pub mod raw;
 pub mod request;
 pub mod response;

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use baton_connector::{Handle, RequestId};
+use baton_openai::path::model_at;
 use baton_openai::response::{DetokenizeReply, TokenizeReply, models as model_list};
 use baton_openai::{ApiError, Code, DetokenizeRequest, ModelCard, Object, TokenizeRequest, parse_object};
 use hyper::body::Incoming;
@@ -222,11 +223,11 @@ pub(super) fn models(frontend: &Frontend) -> Reply {
 
 /// `GET /v1/models/{id}`.
 pub(super) fn model(frontend: &Frontend, path: &str) -> Result<Reply, ApiError> {
-    let name = path.trim_start_matches("/v1/models/");
+    let name = model_at(path).ok_or_else(|| ApiError::not_found(path))??;
     if name == frontend.model {
         Ok(http::json(StatusCode::OK, card(frontend).to_bytes()))
     } else {
-        Err(ApiError::model_not_found(name))
+        Err(ApiError::model_not_found(&name))
     }
 }
 

@@ -4,7 +4,7 @@ use std::future::ready;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use baton_openai::{ApiError, Endpoint};
+use baton_openai::{ApiError, Endpoint, path};
 use bytes::{Bytes, BytesMut};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full};
@@ -63,12 +63,12 @@ fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &Begin) 
         (&Method::GET, model) if model.starts_with("/v1/models/") => now(control::model(&frontend, model)),
         (&Method::POST, unknown) if unknown.starts_with("/v1/") && allowed(unknown).is_none() => {
             // Another engine's endpoint: whatever was prefilled for it is given back.
-            let error = ApiError::not_found(unknown);
+            let error = path::not_found(unknown, |meant| allowed(meant).is_some());
             Box::pin(begin.begun(async move { Err(rejection::of_unread(frontend, request, error).await) }))
         }
         (_, known) => now(Err(match allowed(known) {
             Some(allowed) => ApiError::method_not_allowed(method.as_str(), allowed),
-            None => ApiError::not_found(known),
+            None => path::not_found(known, |meant| allowed(meant).is_some()),
         })),
     }
 }

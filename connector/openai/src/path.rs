@@ -1,0 +1,118 @@
+//! Paths of requests: the model's name in one, and what a path that differs in slashes was meant to be.
+
+use std::borrow::Cow;
+
+use crate::error::ApiError;
+
+/// The folder of the models' cards.
+const MODELS: &str = "/v1/models/";
+
+/// The model that `GET /v1/models/{name}` names, percent-decoded; slashes belong to the name. `None` for any other path.
+///
+/// # Errors
+/// 400 where an escape is not two hexadecimal digits, or the name is not UTF-8.
+pub fn model_at(path: &str) -> Option<Result<Cow<'_, str>, ApiError>> {
+    let name = path.strip_prefix(MODELS).filter(|name| !name.is_empty())?;
+    let malformed = || {
+        ApiError::invalid(
+            "model",
+            "the model's name in the path must be percent-encoded UTF-8, such as `a%2Fb`",
+        )
+    };
+    Some(decoded(name).ok_or_else(malformed))
+}
+
+/// `None` where an escape is malformed or the text is not UTF-8.
+fn decoded(text: &str) -> Option<Cow<'_, str>> {
+    if !text.contains('%') {
+        return Some(Cow::Borrowed(text));
+    }
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [byte, after @ ..] = rest {
+        rest = after;
+        if *byte != b'%' {
+            bytes.push(*byte);
+            continue;
+        }
+        let [high, low, after @ ..] = rest else { return None };
+        let digit = |byte: u8| char::from(byte).to_digit(16);
+        bytes.push((digit(*high)? * 16 + digit(*low)?) as u8);
+        rest = after;
+    }
+    String::from_utf8(bytes).ok().map(Cow::Owned)
+}
+
+/// 404 for a path that no route has. Where a known path differs from it only by slashes or by the `/v1` of a base URL,
+/// the message names that path. A lenient match instead could pass rules that a proxy in front has for paths.
+#[must_use]
+pub fn not_found(path: &str, is_known: impl Fn(&str) -> bool) -> ApiError {
+    let mut tidy = String::with_capacity(path.len());
+    path.split('/').filter(|part| !part.is_empty()).for_each(|part| {
+        tidy.push('/');
+        tidy.push_str(part);
+    });
+    let once = tidy.strip_prefix("/v1").filter(|rest| rest.starts_with("/v1/")).map(str::to_owned);
+    let meant = [Some(tidy.clone()), once, Some(format!("/v1{tidy}"))];
+    let meant = meant.into_iter().flatten().find(|meant| meant != path && is_known(meant));
+    let mut error = ApiError::not_found(path);
+    if let Some(meant) = meant {
+        error.message = format!("{}; did you mean {meant}?", error.message);
+    }
+    error
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_models_name_is_percent_decoded_and_bad_escapes_are_refused() {
+        let name = |path| model_at(path).map(|name| name.map(Cow::into_owned).map_err(|e| e.status));
+        for (path, expected) in [
+            ("/v1/models/org%2Ftiny-1", Some(Ok("org/tiny-1"))),
+            ("/v1/models/org%2ftiny-1", Some(Ok("org/tiny-1"))),
+            ("/v1/models/org/tiny-1", Some(Ok("org/tiny-1"))),
+            ("/v1/models/a%3Ab", Some(Ok("a:b"))),
+            ("/v1/models/a%20b", Some(Ok("a b"))),
+            ("/v1/models/plai%6E", Some(Ok("plain"))),
+            ("/v1/models/%C3%A9", Some(Ok("é"))),
+            ("/v1/models/a+b", Some(Ok("a+b"))),
+            ("/v1/models/%252F", Some(Ok("%2F"))),
+            ("/v1/models/a%", Some(Err(400))),
+            ("/v1/models/a%2", Some(Err(400))),
+            ("/v1/models/a%zz", Some(Err(400))),
+            ("/v1/models/a%+1", Some(Err(400))),
+            ("/v1/models/%ff", Some(Err(400))),
+            ("/v1/models/", None),
+            ("/v1/models", None),
+            ("/v1/other/a", None),
+        ] {
+            assert_eq!(name(path), expected.map(|name| name.map(str::to_owned)), "{path}");
+        }
+    }
+
+    #[test]
+    fn a_path_that_differs_by_slashes_or_by_its_base_is_named_in_the_404() {
+        let known = |path: &str| path == "/v1/chat/completions" || path == "/health";
+        for path in [
+            "/v1/chat/completions/",
+            "//v1/chat/completions",
+            "/v1//chat/completions",
+            "/chat/completions",
+            "/v1/v1/chat/completions",
+        ] {
+            let error = not_found(path, known);
+            assert_eq!(error.status, 404);
+            assert!(
+                error.message.ends_with("did you mean /v1/chat/completions?"),
+                "{path}: {}",
+                error.message
+            );
+        }
+        assert!(not_found("/health/", known).message.ends_with("did you mean /health?"));
+        for path in ["/", "/v1/", "", "/v1/chat", "/nowhere", &"/a".repeat(4000)] {
+            assert!(!not_found(path, known).message.contains("did you mean"), "{path}");
+        }
+    }
+}
