@@ -335,8 +335,7 @@ impl Settler {
             Prefilled::Empty | Prefilled::Refused(_) | Prefilled::Failed(..) => None,
         };
         let now = Time(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX));
-        let step =
-            debtor.exchange.lock().unwrap_or_else(PoisonError::into_inner).apply(event, now);
+        let step = debtor.exchange.lock().unwrap_or_else(PoisonError::into_inner).apply(event, now);
         for debt in step.settle {
             match debt {
                 Settlement::ReleasePrefill(lent, cause) => {
