@@ -3,6 +3,8 @@
 //! `fixtures/` is a subset of what the oracle makes (see `fixtures/README.md`); set `BATON_PARITY_DIR` to run
 //! against a full set as well.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
 use std::path::{Path, PathBuf};
 
 use baton_engine::executor::cuda::{Accelerator, DeviceChoice};

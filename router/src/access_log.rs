@@ -117,6 +117,7 @@ impl Write for Bounded {
         loop {
             match self.0.write(bytes) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock && begun.elapsed() < LOOK => {
+                    #[allow(clippy::disallowed_methods)] // between two tries, on the log's own thread
                     std::thread::sleep(FULL_PAUSE);
                 }
                 written => return written,

@@ -125,15 +125,12 @@ impl Watched {
         }
         let (prompt, cached) = self.seen.usage.map_or((0, 0), |usage| (usage.prompt, usage.cached));
         model.tokens(prompt, cached, self.seen.completion().unwrap_or(0));
-        if let Some(usage) = self.seen.usage {
-            if let (true, Some(first), Some(last), Ok(others @ 1..)) = (
-                self.streamed,
-                line.first_chunk,
-                self.last_piece,
-                u32::try_from(usage.completion.saturating_sub(1)),
-            ) {
-                model.per_token.record(last.since(first) / others);
-            }
+        if self.streamed
+            && let (Some(usage), Some(first), Some(last)) =
+                (self.seen.usage, line.first_chunk, self.last_piece)
+            && let Ok(others @ 1..) = u32::try_from(usage.completion.saturating_sub(1))
+        {
+            model.per_token.record(last.since(first) / others);
         }
         if let Some(ended) = line.ended {
             model.duration.record(ended.since(begun));
