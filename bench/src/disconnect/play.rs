@@ -97,11 +97,11 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
                 continue;
             }
             // Engines that do not log their replies have no such phase.
-            let aims = stage.aims.lock().unwrap_or_else(PoisonError::into_inner);
-            if phase == Phase::Reply && aims.median(phase).is_none() {
+            let is_seen =
+                || stage.aims.lock().unwrap_or_else(PoisonError::into_inner).median(phase).is_some();
+            if phase == Phase::Reply && !is_seen() {
                 continue;
             }
-            drop(aims);
             acts.phase(phase).await;
         }
         acts.refused().await;

@@ -129,11 +129,12 @@ async fn a_client_that_vanishes_from_a_stream_is_noticed_whether_it_flows_or_pau
         system.counts("baton_router_requests_in_flight", 1.0).await;
         host.vanish();
         let flowing = async {
-            while flows {
-                d.go_on();
+            loop {
+                if flows {
+                    d.go_on();
+                }
                 tokio::time::sleep(std::time::Duration::from_millis(20)).await;
             }
-            std::future::pending::<()>().await;
         };
         tokio::select! {
             () = d.wait("its work is ended", |d| d.cut() == 1) => {}
