@@ -380,6 +380,7 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
     let begun = std::time::Instant::now();
     while !baton(&["health", &health]).status.success() {
         assert!(router.0.try_wait().unwrap().is_none() && begun.elapsed().as_secs() < 60, "it serves");
+        #[allow(clippy::disallowed_methods)] // between two looks at whether a process has ended
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
     let events =
