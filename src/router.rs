@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
+use std::time::Duration;
 
 use baton_router::{ConfigError, ConfigFile, Inherited, NamedFile, NewKey, Reload, Router, RouterConfig};
 use tokio::signal::unix::{SignalKind, signal};
@@ -17,7 +18,7 @@ use crate::{Failure, shutdown};
 pub(crate) fn run(args: &RouterArgs) -> Result<(), Failure> {
     let (file, config) = ConfigFile::load(&args.config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(async {
+    let ended = runtime.block_on(async {
         let stop = shutdown::on_signal(args.until_stdin_ends)?;
         let supervised = Inherited::from_supervisor().map_err(|error| format!("LISTEN_FDS: {error}"))?;
         let inherited = match &args.handover {
@@ -39,7 +40,10 @@ pub(crate) fn run(args: &RouterArgs) -> Result<(), Failure> {
         router.run(stop).await;
         say("stopped");
         Ok(())
-    })
+    });
+    // A file or a name that is still looked up, on a file system or a server that hangs, holds up no exit.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    ended
 }
 
 /// Keeps the router's configuration as its file says: when its content changes, and on SIGHUP.

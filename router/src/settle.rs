@@ -19,7 +19,7 @@
 //! for a minute, or until its address could not be reached once (`upstream/verbs.rs`). An engine that had the verb is
 //! believed to lack it only if every try says so.
 //!
-//! So many settlements are carried out at once (`limits.settlements`). Further ones wait, in order, in a queue with two
+//! So many settlements are carried out at once (`limits.settlements`). Further ones wait, releases before aborts, in a queue with two
 //! places for each request that may be in flight: when all of their clients leave at once, each owes an abort and a
 //! release at most. One beyond that is counted and left to the lease's expiry. The drain at shutdown waits for the queue
 //! too.
@@ -109,7 +109,26 @@ enum Debt {
 #[derive(Default)]
 struct Backlog {
     working: usize,
-    waiting: VecDeque<Debt>,
+    /// They go first: a lease waits for each, and an engine that answers nothing must not hold up another's.
+    releases: VecDeque<Debt>,
+    aborts: VecDeque<Debt>,
+}
+
+impl Backlog {
+    fn waiting(&self) -> usize {
+        self.releases.len() + self.aborts.len()
+    }
+
+    fn push(&mut self, debt: Debt) {
+        match debt {
+            Debt::Release(..) => self.releases.push_back(debt),
+            Debt::Abandoned(..) | Debt::Abort(..) => self.aborts.push_back(debt),
+        }
+    }
+
+    fn pop(&mut self) -> Option<Debt> {
+        self.releases.pop_front().or_else(|| self.aborts.pop_front())
+    }
 }
 
 /// One who pays debts, one after the other.
@@ -165,8 +184,9 @@ impl Settler {
     }
 
     /// Replaces the bounds of the settlements that begin from now on.
-    pub(crate) fn set_terms(&self, terms: SettleTerms) {
+    pub(crate) fn set_terms(self: &Arc<Self>, terms: SettleTerms) {
         self.terms.store(Arc::new(terms));
+        self.hire();
     }
 
     /// Aborts a prefill by request id and reads its connection on, so that a handle that still arrives is
@@ -213,21 +233,32 @@ impl Settler {
     fn owe(self: &Arc<Self>, debt: Debt) {
         let SettleTerms { at_once, waiting, .. } = **self.terms.load();
         let mut backlog = self.backlog();
-        if backlog.working < at_once {
-            backlog.working += 1;
-            drop(backlog);
-            self.metrics.legs.settling.increment(1.0);
-            let worker = Worker { settler: Arc::clone(self), is_over: false };
-            self.tasks.spawn_on(worker.work(debt), &self.runtime);
-        } else if backlog.waiting.len() < waiting {
-            backlog.waiting.push_back(debt);
-            self.metrics.legs.settlements_waiting.set(backlog.waiting.len() as f64);
-        } else {
+        if backlog.working >= at_once && backlog.waiting() >= waiting {
             drop(backlog);
             self.metrics.settled(Settled::Refused);
             if let Some(held_back) = self.refused.due() {
                 tracing::warn!(held_back, "too many settlements wait; a lease is left to its expiry");
             }
+            return;
+        }
+        backlog.push(debt);
+        drop(backlog);
+        self.hire();
+    }
+
+    /// Starts workers for what waits, as many as may work at once.
+    fn hire(self: &Arc<Self>) {
+        let at_once = self.terms.load().at_once;
+        loop {
+            let mut backlog = self.backlog();
+            let debt = if backlog.working < at_once { backlog.pop() } else { None };
+            self.metrics.legs.settlements_waiting.set(backlog.waiting() as f64);
+            let Some(debt) = debt else { return };
+            backlog.working += 1;
+            drop(backlog);
+            self.metrics.legs.settling.increment(1.0);
+            let worker = Worker { settler: Arc::clone(self), is_over: false };
+            self.tasks.spawn_on(worker.work(debt), &self.runtime);
         }
     }
 
@@ -235,9 +266,9 @@ impl Settler {
     fn next(&self) -> Option<Debt> {
         let mut backlog = self.backlog();
         let may_stay = backlog.working <= self.terms.load().at_once;
-        let debt = if may_stay { backlog.waiting.pop_front() } else { None };
+        let debt = if may_stay { backlog.pop() } else { None };
         match &debt {
-            Some(_) => self.metrics.legs.settlements_waiting.set(backlog.waiting.len() as f64),
+            Some(_) => self.metrics.legs.settlements_waiting.set(backlog.waiting() as f64),
             None => backlog.working -= 1,
         }
         debt
@@ -263,10 +294,10 @@ impl Settler {
         let abort = self.aborted(&engine, &debtor.request, Leg::Prefill);
         tokio::pin!(abort);
         // The reply may come first: then the abort is still finished, because it may be all that P hears.
-        let (mut result, mut reply) = (None, None);
+        let (mut result, mut reply, mut late) = (None, None, false);
         let deadline = tokio::time::sleep(self.terms.load().try_timeout);
         tokio::pin!(deadline);
-        while reply.is_none() {
+        while reply.is_none() && !(late && result.is_some()) {
             tokio::select! {
                 biased;
                 prefilled = call.prefilled() => reply = Some(prefilled),
@@ -276,7 +307,11 @@ impl Settler {
                     }
                     result = Some(done);
                 }
-                () = &mut deadline => break,
+                // An abort that takes so long is not all that P hears.
+                () = &mut deadline, if !late => {
+                    late = true;
+                    call.half_close();
+                }
             }
         }
         let unanswered = match reply {
@@ -405,6 +440,7 @@ impl Settler {
             return Settled::Unsupported;
         }
         let SettleTerms { tries, try_timeout, .. } = **self.terms.load();
+        let mut missing = 0;
         for (left, pause) in (0..tries).rev().zip(pauses()) {
             let ask = async { engine.call(outgoing, |_| {}).await?.whole(ANSWER_BYTES_MAX).await };
             match tokio::time::timeout(try_timeout, ask).await {
@@ -413,11 +449,13 @@ impl Settler {
                     return Settled::Confirmed;
                 }
                 // Of an engine that had the verb, it may be a proxy's answer, or one of a moment.
-                Ok(Ok(answer))
-                    if is_missing(answer.status) && (left == 0 || has(engine, verb) != Some(true)) =>
-                {
-                    engine.verbs().learn(verb, false, Instant::now());
-                    return Settled::Unsupported;
+                Ok(Ok(answer)) if is_missing(answer.status) => {
+                    missing += 1;
+                    if missing == tries || has(engine, verb) != Some(true) {
+                        engine.verbs().learn(verb, false, Instant::now());
+                        return Settled::Unsupported;
+                    }
+                    complain(engine, outgoing, left, &format!("status {}", answer.status));
                 }
                 Ok(Ok(answer)) => complain(engine, outgoing, left, &format!("status {}", answer.status)),
                 Ok(Err(error)) => complain(engine, outgoing, left, &error.to_string()),

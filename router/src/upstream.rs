@@ -55,6 +55,8 @@ const IDLE_MAX: usize = 256;
 /// A kept connection that is lost so soon after a request was put on it had been closed meanwhile. One that is lost later
 /// took the request with it.
 const STALE_WITHIN: Duration = Duration::from_secs(1);
+/// How long a failed connection waits for the name's new address. The next request finds an answer that comes later.
+const MOVED_WITHIN: Duration = Duration::from_millis(500);
 
 /// One engine.
 pub(crate) struct Engine {
@@ -497,7 +499,8 @@ impl Engine {
                 Err(error) if connection::is_ours(&error) => return Err(NoConnection::Ours(error)),
                 Err(error) => error,
             };
-            let failed = match self.addresses.moved_from(&addresses).await {
+            let moved = tokio::time::timeout(MOVED_WITHIN, self.addresses.moved_from(&addresses)).await;
+            let failed = match moved.ok().flatten() {
                 None => failed,
                 Some(moved) => match Connection::dial(&moved, &terms, &self.life).await {
                     Ok(connection) => return Ok(connection),

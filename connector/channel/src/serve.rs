@@ -272,6 +272,9 @@ pub(crate) fn serve(link: &mut Link, connection: u64, shared: &Shared) -> Result
     };
     let expected = (producer.epoch(), producer.fingerprint());
     let service = handshake::answer(link, credentials, expected, &shared.stop)?;
+    if !shared.take_place(connection) {
+        return Ok(());
+    }
     let serve = &*shared.services[named(service).expect("it was served a moment ago")];
     serve.admitted(link, producer, Until::stopped(&shared.stop))?;
     while request_comes(link, connection, shared)? {

@@ -84,6 +84,8 @@ pub(crate) struct Shared {
 struct Connection {
     socket: Socket,
     thread: JoinHandle<()>,
+    /// It has shown who it is.
+    admitted: bool,
     /// Since it has waited for a request; none while it has one, and in its handshake.
     idle_since: Option<Instant>,
     /// Closed for the sake of another; its thread is about to end.
@@ -94,6 +96,31 @@ impl Shared {
     /// The listener's own service.
     fn own(&self) -> &dyn Serve {
         &*self.services[0]
+    }
+
+    /// After its handshake, a connection takes its place: beyond the bound, that of an idle one. Strangers displace no
+    /// consumer.
+    pub(crate) fn take_place(&self, id: u64) -> bool {
+        let mut connections = self.connections();
+        if let Some(connection) = connections.get_mut(&id) {
+            connection.admitted = true;
+        }
+        let serving = connections.values().filter(|connection| connection.admitted && !connection.displaced);
+        let has_place =
+            serving.count() <= self.options.connections_max || self.displace_one(&mut connections);
+        if !has_place {
+            self.stats.turned_away.fetch_add(1, Ordering::Relaxed);
+        }
+        has_place
+    }
+
+    /// Connections whose place nothing can take: in their handshake, with a request, or with a read under way.
+    fn held(&self, connections: &HashMap<u64, Connection>) -> usize {
+        let is_held = |(id, connection): &(&u64, &Connection)| {
+            !connection.displaced
+                && (connection.idle_since.is_none() || self.open_reads.in_flight(&*self.producer, **id))
+        };
+        connections.iter().filter(is_held).count()
     }
 
     /// A connection waits for a request from now on.
@@ -255,12 +282,9 @@ fn accept(listener: &Socket, shared: &Arc<Shared>) {
 fn admit(socket: Socket, id: u64, shared: &Arc<Shared>) -> io::Result<()> {
     shared.own().meet(&socket)?;
     let mut connections = shared.connections();
-    let serving = connections.values().filter(|connection| !connection.displaced).count();
-    // One that was displaced has its thread for a moment more; there are never twice as many.
-    let full = serving >= shared.options.connections_max;
-    if full && !shared.displace_one(&mut connections)
-        || connections.len() >= 2 * shared.options.connections_max
-    {
+    let most = shared.options.connections_max;
+    // A newcomer shows who it is before it takes an idle one's place, so there may be twice as many threads for a moment.
+    if connections.len() >= 2 * most || connections.len() >= most && shared.held(&connections) >= most {
         shared.stats.turned_away.fetch_add(1, Ordering::Relaxed);
         socket.set_nonblocking(true)?;
         // A courtesy to the peer. If its socket does not take these bytes at once, it sees the close.
@@ -275,7 +299,8 @@ fn admit(socket: Socket, id: u64, shared: &Arc<Shared>) -> io::Result<()> {
             let ended = serve::serve(&mut link, id, &signed_on.shared);
             report(&signed_on.shared, ended);
         })?;
-    connections.insert(id, Connection { socket, thread, idle_since: None, displaced: false });
+    connections
+        .insert(id, Connection { socket, thread, admitted: false, idle_since: None, displaced: false });
     Ok(())
 }
 
