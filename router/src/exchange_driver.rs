@@ -1,8 +1,7 @@
 //! The shell around one request's [`Exchange`]: asks engines, tells the machine, pays what the machine says.
 //!
-//! It lives in the request's context. Its `Drop` is the settlement: whatever ends the request (a finished
-//! answer, a refusal, a panic, a connection task that is aborted at shutdown), the machine hears of it and
-//! what is owed is paid.
+//! The request's context owns it. Its `Drop` is the settlement: whatever ends the request (an answer, a refusal, a panic,
+//! a shutdown), the machine gets the event, and what an engine is owed is paid.
 
 mod choosing;
 mod going_on;

@@ -7,6 +7,7 @@ mod addresses;
 mod chunks;
 mod coding;
 mod connection;
+mod dial;
 mod head;
 mod http1;
 mod life;
@@ -39,6 +40,7 @@ use crate::seldom::Seldom;
 use addresses::Addresses;
 pub(crate) use coding::Unreadable;
 pub(crate) use connection::{Connection, Socket};
+pub(crate) use dial::NoConnection;
 pub(crate) use http1::Lost;
 use life::Life;
 pub(crate) use outgoing::Outgoing;
@@ -55,9 +57,6 @@ const IDLE_MAX: usize = 256;
 /// A kept connection that is lost so soon after a request was put on it had been closed meanwhile. One that is lost later
 /// took the request with it.
 const STALE_WITHIN: Duration = Duration::from_secs(1);
-/// How long a failed connection waits for the name's new address. The next request finds an answer that comes later.
-const MOVED_WITHIN: Duration = Duration::from_millis(500);
-
 /// One engine.
 pub(crate) struct Engine {
     url: EngineUrl,
@@ -143,19 +142,6 @@ pub(crate) enum CallError {
     /// The answer is compressed and cannot be decoded.
     #[error("the answer cannot be read: {0}")]
     Unreadable(Unreadable),
-}
-
-/// Why there is no connection.
-#[derive(Debug)]
-pub(crate) enum NoConnection {
-    /// This machine lacks something of its own.
-    Ours(std::io::Error),
-    /// The host answers that no process listens there.
-    Refused,
-    /// Nothing came of it in time, or an error that may be the network's.
-    Unanswered,
-    /// The name has no address, and never had one.
-    Nameless,
 }
 
 /// Counts one request of this router at an engine for as long as it lives.
@@ -483,57 +469,6 @@ impl Engine {
             Ok(head) => Ok(self.reply(head, fresh)),
             Err(error) => Err(CallError::Broken(error)),
         }
-    }
-
-    /// A new connection. Only the host's own word that no process listens is held against the engine here: a packet may
-    /// be lost, and a resolver may fail, while the engine works.
-    ///
-    /// # Cancel safety
-    /// Dropping the future gives up the connection.
-    pub(crate) async fn dial(&self, within: Duration) -> Result<Connection, NoConnection> {
-        let terms = self.terms.load_full();
-        let dialled = tokio::time::timeout(within, async {
-            let addresses = self.addresses.get().await.map_err(|_| NoConnection::Nameless)?;
-            let failed = match Connection::dial(&addresses, &terms, &self.life).await {
-                Ok(connection) => return Ok(connection),
-                Err(error) if connection::is_ours(&error) => return Err(NoConnection::Ours(error)),
-                Err(error) => error,
-            };
-            let moved = tokio::time::timeout(MOVED_WITHIN, self.addresses.moved_from(&addresses)).await;
-            let failed = match moved.ok().flatten() {
-                None => failed,
-                Some(moved) => match Connection::dial(&moved, &terms, &self.life).await {
-                    Ok(connection) => return Ok(connection),
-                    Err(error) => error,
-                },
-            };
-            Err(match failed.kind() {
-                std::io::ErrorKind::ConnectionRefused => NoConnection::Refused,
-                _ => NoConnection::Unanswered,
-            })
-        });
-        let dialled = dialled.await.unwrap_or(Err(NoConnection::Unanswered));
-        match &dialled {
-            Err(NoConnection::Ours(error)) => {
-                if let Some(held_back) = self.trouble.due() {
-                    let engine = self.authority();
-                    tracing::error!(engine, %error, held_back, "this machine has no socket left for a connection");
-                }
-            }
-            Err(NoConnection::Refused) => self.refused(),
-            Ok(_) | Err(NoConnection::Unanswered | NoConnection::Nameless) => {}
-        }
-        dialled
-    }
-
-    /// No process listens at its address.
-    fn refused(&self) {
-        self.pool().retain_mut(Connection::is_ready);
-        if self.life.open() == 0 {
-            // The process is gone, and what comes up in its place has an empty cache.
-            self.memory.forget_sent(self.holders());
-        }
-        self.failed(Leg::Decode, Sign::Unreachable);
     }
 
     /// An idle connection that still seems to be open.

@@ -213,7 +213,7 @@ fn top_prints_a_frame_and_json_of_a_deployment_in_use() {
     assert_eq!(told["engines"].as_array().map(Vec::len), Some(2));
     let (code, frame) = baton(&["top", "--once", "--admin", &admin]);
     assert_eq!(code, Some(0), "{frame}");
-    for part in ["STRANDED", &cluster.prefill[0].address, &cluster.decode[0].address, "decode stream"] {
+    for part in ["STRANDED", &cluster.prefill[0].address, &cluster.decode[0].address, "mid-stream"] {
         assert!(frame.contains(part), "{part}: {frame}");
     }
     assert!(!frame.contains('\u{1b}'), "a page of text has no colours");

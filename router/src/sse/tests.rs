@@ -1,3 +1,5 @@
+//! Streams however they are cut, compared with the algorithm of the standard.
+
 use super::*;
 use crate::error_inside::ErrorInside;
 use crate::usage::{Finish, Seen, Usage};
