@@ -133,7 +133,7 @@ impl Stack {
         let router = match args.admin_listen {
             Some(admin) => start(admin).await?,
             None => match start(if is_free { usual } else { any }).await {
-                // Somebody has taken it since.
+                // Another process has taken it since.
                 Err(_) if is_free => start(any).await?,
                 router => router?,
             },

@@ -421,7 +421,7 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
         assert_eq!(unread(command, false).status.code(), Some(code), "{command:?}");
     }
     assert!(baton(&["health", &health]).status.success(), "the router serves on");
-    // Whoever adds a command adds it above, or says here why it is not there.
+    // A new command is added above, or its exception here, with the reason.
     let without = ["up", "engine", "router", "health", "parity"]; // servers; prints nothing; needs a folder of outputs
     let (_, help, _) = out(&baton(&["--help"]));
     let listed =

@@ -17,7 +17,7 @@
 //! ```
 //!
 //! Who is next is decided in [`queue`], which is pure. Only the next one tries to reserve an engine; it is woken
-//! when one has room again ([`Freed`]), and whoever leaves the queue in whatever way wakes the next. If the next one
+//! when one has room again ([`Freed`]), and a request that leaves the queue in any way wakes the next. If the next one
 //! finds no room among the engines that it can be given to, the next that can be given to another one tries: one
 //! round, which ends with a request that could have any engine. What wakes the first begins another round.
 //!

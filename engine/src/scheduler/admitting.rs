@@ -59,7 +59,7 @@ impl Scheduler {
                     kept += blocks;
                     at += 1;
                 }
-                // Stores are given up only for somebody whom that would let in.
+                // Stores are given up only for a sequence that this would admit.
                 Admission::NoRoom { but_for_stores } => return but_for_stores && self.yield_stores(),
             }
         }
@@ -90,7 +90,7 @@ impl Scheduler {
         }
         sequence.extend_hashes(block_tokens);
         // At least one token is computed, so that there are logits to sample from. Of a prompt that is lent it is one of
-        // the prompt's: the last block of a lease is nobody else's.
+        // the prompt's: no other sequence has the last block of a lease.
         let computed_here = if sequence.is_producer() { sequence.prompt_len } else { sequence.tokens.len() };
         let matchable = (computed_here - 1) / block_tokens;
         let chain = &sequence.hashes[..matchable.min(sequence.hashes.len())];

@@ -99,7 +99,7 @@ pub(super) fn of_form(root: &Value, schema: &Value, node: &Node) -> Option<Strin
 
 /// The one of some words that was probably meant. `-` and spaces count as `_`, and capitals as small letters.
 pub(super) fn nearest<'w>(word: &str, known: impl Iterator<Item = &'w str>) -> Option<&'w str> {
-    // Nobody means a key by so many letters, and comparing them would take long.
+    // So long a name is no misspelt key, and comparing it would take long.
     if word.len() > SHOWN_MAX {
         return None;
     }

@@ -1,7 +1,7 @@
 //! The one who asks: engines for their health and load, and pools for their outliers. One task per router.
 //!
 //! A new engine is asked at once, one in use every `active.interval_ms`, one that is left out when its cool-down is over. No
-//! client's request is spent on an engine of which it is not known that somebody answers there. Which engine is next is
+//! client's request is spent on an engine that may not answer. Which engine is next is
 //! kept by [`super::timers`]: a check costs the same in a large fleet.
 
 use std::collections::{HashMap, HashSet};

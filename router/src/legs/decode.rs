@@ -116,7 +116,7 @@ fn is_refusal(status: StatusCode) -> bool {
 }
 
 /// Whether an engine may have refused a request because it is asked for usage: it names that, or is not known to take
-/// it. What it says of the handoff is another matter.
+/// it. An error about the handoff is judged apart.
 fn may_be_for_usage(engine: &Engine, refusal: &Whole) -> bool {
     let names = |name: &str| memmem::find(&refusal.body, name.as_bytes()).is_some();
     names("stream_options")

@@ -1,4 +1,4 @@
-//! A new connection to an engine, and what its absence says of the engine.
+//! A new connection to an engine, and how a failed one changes the engine's standing.
 
 use std::time::Duration;
 

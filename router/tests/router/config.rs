@@ -445,7 +445,7 @@ fn an_address_has_the_same_forms_under_every_key() {
             assert_eq!(said.lines().count(), 1, "{said}");
         }
     }
-    // Every wrong address of a file is told, with the other problems of the file.
+    // All wrong addresses of a file are reported, with its other problems.
     let said = problem(
         "listen: 8080\nadmin: {listen: 8081}\ntrusted_proxies: [10.0.0.0/33]\nmodels:\n  - name: m\n    \
          decode: {engines: [{url: '127.0.0.1:1', kv_events: {port: 1, bind: '127.0.0.1:5557'}}], polcy: random}\n",

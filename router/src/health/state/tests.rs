@@ -244,7 +244,7 @@ fn an_operators_word_goes_before_the_configurations() {
     health.forget_spent_order(&drained);
     assert_eq!(health.ordered(), Order::Undrain);
     health.forget_spent_order(&TERMS);
-    assert_eq!(health.standing(Leg::Decode, &drained), Standing::Draining, "drained anew");
+    assert_eq!(health.standing(Leg::Decode, &drained), Standing::Draining, "drained again");
 }
 
 #[test]
