@@ -34,6 +34,9 @@ fn main() -> ExitCode {
         Err(told) => return explain_options(&told),
     };
     init_logging(cli.log_json);
+    // A server ends for its own reasons: what read its first lines may have left long ago.
+    let serves =
+        matches!(cli.command, cli::Command::Up(_) | cli::Command::Engine(_) | cli::Command::Router(_));
     let result = match cli.command {
         cli::Command::Up(args) => up::run(args),
         cli::Command::Engine(args) => engine::run(*args),
@@ -48,7 +51,7 @@ fn main() -> ExitCode {
         cli::Command::Bench(args) => baton_bench::run(args.benchmark, &mut Out),
     };
     match result {
-        _ if is_closed() => ExitCode::from(CLOSED),
+        _ if !serves && is_closed() => ExitCode::from(CLOSED),
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             note(format_args!("baton: {error}"));

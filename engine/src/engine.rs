@@ -255,6 +255,7 @@ impl Engine {
             batch_invariant,
             next_sequence: AtomicU64::new(1),
             bodies: Arc::default(),
+            verb_bodies: Arc::default(),
         });
         Ok(Self {
             frontend,

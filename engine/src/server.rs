@@ -126,6 +126,9 @@ pub struct Frontend {
     pub next_sequence: AtomicU64,
     /// Bodies of requests that are being read.
     pub(crate) bodies: Arc<Bodies>,
+    /// Bodies of verbs that show the cluster secret. They have a bound of their own: a release or an abort does not wait
+    /// for what clients send.
+    pub(crate) verb_bodies: Arc<Bodies>,
 }
 
 /// Serves until `stop`, then lets connections finish their requests.

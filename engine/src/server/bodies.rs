@@ -30,7 +30,7 @@ pub(super) const INLINE_BYTES: usize = 1024;
 pub(crate) struct Bodies {
     held: AtomicUsize,
     bytes_max: usize,
-    threads: Semaphore,
+    threads: Arc<Semaphore>,
 }
 
 /// A body that was read to its end, or what came of it; counted until it is dropped.
@@ -58,7 +58,7 @@ impl Default for Bodies {
 
 impl Bodies {
     fn new(bytes_max: usize, threads: usize) -> Self {
-        Self { held: AtomicUsize::new(0), bytes_max, threads: Semaphore::new(threads) }
+        Self { held: AtomicUsize::new(0), bytes_max, threads: Arc::new(Semaphore::new(threads)) }
     }
 
     /// A body's share, empty at first.
@@ -71,10 +71,13 @@ impl Bodies {
         &self,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
-        let turn = self.threads.acquire().await.expect("the semaphore is never closed");
-        let done = tokio::task::spawn_blocking(work).await;
-        drop(turn);
-        done.map_err(|_| ApiError::internal("the request could not be read"))?
+        let turn = Arc::clone(&self.threads).acquire_owned().await.expect("the semaphore is never closed");
+        // The work keeps its turn: it goes on when the client has left and this future is dropped.
+        let done = tokio::task::spawn_blocking(move || {
+            let _turn = turn;
+            work()
+        });
+        done.await.map_err(|_| ApiError::internal("the request could not be read"))?
     }
 }
 
@@ -135,6 +138,28 @@ mod tests {
         assert_eq!(bodies.held.load(Ordering::Relaxed), 40);
         drop(other);
         assert_eq!(bodies.held.load(Ordering::Relaxed), 0);
+    }
+
+    #[tokio::test]
+    async fn work_whose_client_has_left_keeps_its_turn_to_its_end() {
+        let bodies = Arc::new(Bodies::new(100, 1));
+        let (begun, has_begun) = tokio::sync::oneshot::channel();
+        let (end, ended) = std::sync::mpsc::sync_channel::<()>(1);
+        let long = Arc::clone(&bodies);
+        let left = tokio::spawn(async move {
+            let work = move || {
+                begun.send(()).expect("it is waited for");
+                ended.recv().expect("the test ends it");
+                Ok(())
+            };
+            long.apart(work).await
+        });
+        has_begun.await.expect("it begins");
+        left.abort();
+        assert!(left.await.expect_err("it is dropped").is_cancelled());
+        assert_eq!(bodies.threads.available_permits(), 0);
+        end.send(()).expect("it goes on");
+        bodies.apart(|| Ok(())).await.expect("its turn comes");
     }
 
     #[tokio::test]

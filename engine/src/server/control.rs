@@ -59,7 +59,7 @@ fn equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
 
 async fn control_object(frontend: &Frontend, request: Request<Incoming>) -> Result<Object, ApiError> {
     authorize(frontend, request.headers())?;
-    let body = read_body(request, CONTROL_BODY_MAX, &frontend.bodies).await?;
+    let body = read_body(request, CONTROL_BODY_MAX, &frontend.verb_bodies).await?;
     parse_object(&body, &frontend.limits)
 }
 

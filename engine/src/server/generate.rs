@@ -114,11 +114,9 @@ async fn read(
         Ok(body) => body,
         Err(Unread { error, read }) => {
             let told = error.clone();
-            let giving_back = move || {
-                rejection::of_broken(&frontend, &headers, &read, &told);
-                Ok(())
-            };
-            drop(bodies.apart(giving_back).await);
+            // It waits for no text that is being read: a lease is held until then.
+            let giving_back = move || rejection::of_broken(&frontend, &headers, &read, &told);
+            drop(tokio::task::spawn_blocking(giving_back).await);
             return Err(error);
         }
     };

@@ -159,7 +159,12 @@ pub(super) async fn read_what_comes(
                 Some(Ok(frame)) => {
                     let Ok(data) = frame.into_data() else { continue };
                     let room = most - bytes.len();
-                    share.take(data.len().min(room))?;
+                    if let Err(full) = share.take(data.len().min(room)) {
+                        // A router puts the handoff in front: it is given back although the body is refused.
+                        let head = READ_OF_TOO_LARGE.saturating_sub(bytes.len()).min(data.len()).min(room);
+                        bytes.extend_from_slice(&data[..head]);
+                        return Err(full);
+                    }
                     bytes.extend_from_slice(&data[..data.len().min(room)]);
                     if data.len() > room {
                         return Err(ApiError::payload_too_large(limit));

@@ -209,11 +209,8 @@ pub(super) async fn of_unread(
     let (limit, bodies) = (frontend.limits.body_bytes, Arc::clone(&frontend.bodies));
     let body = read_what_comes(request, limit, &bodies).await.unwrap_or_else(|Unread { read, .. }| read);
     // Off the HTTP threads: a scan of megabytes would hold up aborts and releases.
-    let giving_back = move || {
-        of_broken(&frontend, &headers, &body, &error);
-        Ok(())
-    };
-    drop(bodies.apart(giving_back).await);
+    let giving_back = move || of_broken(&frontend, &headers, &body, &error);
+    drop(tokio::task::spawn_blocking(giving_back).await);
     told
 }
 

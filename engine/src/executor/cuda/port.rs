@@ -316,7 +316,7 @@ impl Port {
     /// # Errors
     /// [`DeviceError`]; the block's bytes are undefined.
     pub fn load(&self, slots: &Region, slot: BlockId, block: BlockId) -> Result<(), DeviceError> {
-        self.usable()?;
+        self.quiet(&[block])?;
         let copied = self.memory.copy_in(&self.with_slot(block, slots, slot), slots);
         copied.inspect_err(|error| self.given_up.note_hung(error))?;
         self.mirror().computed(block);
