@@ -17,6 +17,7 @@ use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use pingora::http::ResponseHeader;
 use tokio::time::{Instant, Sleep};
 
+use crate::admission::body_budget::Held;
 use crate::client_watch::{ClientGone, race};
 use crate::error_inside::{ErrorInside, Unfit, unfit};
 use crate::exchange_driver::{Answer, Ended, ExchangeDriver, Rest};
@@ -371,7 +372,9 @@ impl Passing<'_> {
             (Plan::Finish(last), resuming) => {
                 let counted = resuming.as_ref().and_then(|resuming| resuming.transcript.counted());
                 let seen = &mut self.driver.watched.seen;
-                seen.usage = seen.usage.or(counted);
+                if seen.usage.is_none() && counted.is_some() {
+                    (seen.usage, seen.passed) = (counted, 0);
+                }
                 self.driver.resumed(Resume::Resumed);
                 self.driver.apply(Event::StreamEnded(self.attempt));
                 self.write(last, true).await?;
@@ -450,8 +453,7 @@ impl Passing<'_> {
                 }
             };
             if held.len() > HELD_BYTES_MAX || self.driver.hold_answer(&mut share, room).is_err() {
-                drop(share);
-                return self.passed(head, held).await;
+                return self.passed(head, held, share).await;
             }
         }
         if let Some(broken) = self.unfit(&held) {
@@ -465,10 +467,12 @@ impl Passing<'_> {
 
     /// An answer too large to hold. Its end in the middle can only be told by the connection's: no last chunk is sent, and
     /// the connection is closed.
-    async fn passed(&mut self, head: ResponseHeader, begun: Bytes) -> Result<(), Ended> {
+    async fn passed(&mut self, head: ResponseHeader, begun: Bytes, share: Option<Held>) -> Result<(), Ended> {
         let mut skim = Box::new(Skim::of(&begun));
         self.commit(head, Length::Unknown).await?;
         self.write(begun, false).await?;
+        // What was held is with the client.
+        drop(share);
         loop {
             match self.chunk().await? {
                 Ok(Some(chunk)) => {

@@ -292,6 +292,7 @@ impl Transcript {
             let mut options = self.stream_options.clone().unwrap_or_else(|| json!({}));
             if self.usage_is_ours {
                 options["include_usage"] = json!(true);
+                options["continuous_usage_stats"] = json!(false);
             }
             body.insert("stream_options".to_owned(), options);
         }

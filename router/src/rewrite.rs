@@ -112,6 +112,8 @@ impl Owned {
         let own = body.field("stream_options").and_then(|options| serde_json::from_slice(options).ok());
         let mut options: Map<String, Value> = own.unwrap_or_default();
         options.insert("include_usage".to_owned(), Value::Bool(true));
+        // Without `include_usage` it asks for nothing (vLLM), and it must not begin to.
+        options.insert("continuous_usage_stats".to_owned(), Value::Bool(false));
         self.stream_options = Some(Value::Object(options).to_string());
     }
 

@@ -99,7 +99,10 @@ impl Frames {
                 self.done = true;
                 break;
             }
-            self.passed.push(frame);
+            // A frame too long to be held is the first of them.
+            if frame.has_data() || self.ended.is_some() && self.passed.is_empty() {
+                self.passed.push(frame);
+            }
         }
         self.scan.forget(end);
         end

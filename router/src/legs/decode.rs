@@ -63,7 +63,9 @@ pub(crate) async fn ask(
                 if is_refusal(reply.status()) {
                     return Ok(Err(refused));
                 }
-                engine.usage_option.learn(false);
+                if reply.status().is_success() {
+                    engine.usage_option.learn(false);
+                }
             } else if reply.status().is_success() {
                 engine.usage_option.learn(true);
             }

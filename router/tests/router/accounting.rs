@@ -126,7 +126,7 @@ async fn the_usage_of_every_stream_is_known_and_reaches_only_clients_that_ask() 
     for (options, asked) in [
         (None, false),
         (Some(json!(null)), false),
-        (Some(json!({"include_usage": false, "continuous_usage_stats": false})), false),
+        (Some(json!({"include_usage": false, "continuous_usage_stats": true})), false),
         (Some(json!({"include_usage": true})), true),
     ] {
         let mut body = short(true);
@@ -142,7 +142,7 @@ async fn the_usage_of_every_stream_is_known_and_reaches_only_clients_that_ask() 
     system.counts("baton_router_tokens_total{model=\"m\",kind=\"prompt\"}", 28.0).await;
     let sent: Vec<_> = d.asked().into_iter().map(|seen| seen.body["stream_options"].clone()).collect();
     assert!(sent.iter().all(|options| options["include_usage"] == true), "{sent:?}");
-    assert_eq!(sent[2]["continuous_usage_stats"], false, "what else the client says stays");
+    assert_eq!(sent[2]["continuous_usage_stats"], false, "without `include_usage` it asks for nothing");
     assert!(p.asked().iter().all(|seen| seen.body.get("stream_options").is_none()));
     assert_eq!(post(system.address, "/v1/completions", &short(false)).await.status, 200);
     assert!(d.asked().last().unwrap().body.get("stream_options").is_none(), "only of streams");
