@@ -164,6 +164,11 @@ fn choice(out: &mut String, leg: &str, choice: &Value) {
         }
     }
     out.push_str(")\n");
+    let left_out = choice["held"]["kv_events_left_out"].as_object().into_iter().flatten();
+    let left_out: Vec<String> = left_out.map(|(why, count)| format!("{why} {count}")).collect();
+    if !left_out.is_empty() {
+        let _ = writeln!(out, "              KV events left out: {}", left_out.join(", "));
+    }
     for candidate in choice["candidates"].as_array().into_iter().flatten() {
         let _ = writeln!(
             out,
@@ -229,7 +234,8 @@ mod tests {
             "reason": "least_loaded", "pool": 3, "more_candidates": 0, "more_removed": 2,
             "candidates": [{"engine": "d:1", "requests": 0, "tokens": 0, "weight": 1, "score": 0.0}],
             "removed": [{"engine": "d:2", "why": "full"}],
-            "held": {"chunks": 3, "of_chunks": 8, "blocks": 0, "of_blocks": 0},
+            "held": {"chunks": 3, "of_chunks": 8, "blocks": 0, "of_blocks": 0,
+                "kv_events_left_out": {"attention": 12, "tier": 3}},
         });
         let answer = json!({"requests": [{
             "id": "abc", "client_id": "mine", "model": "m", "status": 200, "outcome": "completed",
@@ -240,6 +246,7 @@ mod tests {
         for part in [
             "request abc (client's mine), /v1/completions at 2025-11-20 17:00:00.123 UTC, model m: 200 completed after 1.25 s",
             "0.210 ms  decode: d:1 (least_load: least loaded; holds 3 of 8 chunks)",
+            "KV events left out: attention 12, tier 3",
             "* d:1  in flight 0",
             "- d:2  full",
             "and 2 more that could not",

@@ -8,11 +8,13 @@
 //!
 //! An event names blocks by hashes of the engine's own making, and says which tokens are in them. The router hashes
 //! the tokens itself, chained from the root, so that a prompt of known tokens can be compared with what any engine
-//! holds, whatever it calls its blocks. Blocks with extra keys (salts, adapters, images) are apart by more than
-//! their tokens and are left out, and so is what follows them.
+//! holds, whatever it calls its blocks.
 //!
-//! Every byte is checked and every size is bounded: an engine that talks nonsense is not listened to, and costs the
-//! others nothing.
+//! Some events are left out, and each is counted by its reason (`batch::LeftOut`): blocks with extra keys (salts, adapters,
+//! images) and what follows them; blocks on another medium; blocks of cache groups without full attention, whose hit
+//! depends on more than the tokens before it; events that are malformed.
+//!
+//! Every byte is checked and every size is bounded: an engine that sends nonsense costs the others nothing.
 
 mod batch;
 mod blocks;

@@ -17,3 +17,12 @@ pub(crate) fn note_unreadable(engine: &Engine, why: Unreadable) {
         tracing::warn!(engine, %why, held_back, "an engine's answer cannot be decoded");
     }
 }
+
+/// Logs, not too often, that an engine does not have an endpoint: clients do not read which engine it was.
+pub(crate) fn note_lack(engine: &Engine, path: &str, refusal: &Refusal) {
+    if refusal.is_lack_of_endpoint()
+        && let Some(held_back) = engine.trouble.due()
+    {
+        tracing::warn!(engine = engine.authority(), path, held_back, "an engine does not have this endpoint");
+    }
+}

@@ -6,7 +6,10 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::policy::Wanted;
-use crate::prefix_index::{Match, PrefixIndex};
+use crate::prefix_index::{Change, Match, PrefixIndex};
+
+/// Hashes that change or are forgotten under one lock of an index: about 0.1 ms, for which a choice may wait.
+const AT_ONCE: usize = 1_024;
 
 /// The numbers under which the caches of one engine are remembered; see [`crate::upstream::Engine::holder`].
 pub(crate) type Holders = Range<u32>;
@@ -66,9 +69,16 @@ impl Memory {
         }
     }
 
-    /// What engines tell of themselves.
-    pub(crate) fn told(&self) -> MutexGuard<'_, PrefixIndex> {
-        lock(&self.told)
+    /// An engine has said what changed in its cache. Choices go on between pieces of a long list.
+    pub(crate) fn told(&self, engine: u32, changes: &[Change]) {
+        for piece in changes.chunks(AT_ONCE) {
+            lock(&self.told).change(engine, piece);
+        }
+    }
+
+    /// Blocks of one engine at most.
+    pub(crate) fn blocks_max(&self) -> usize {
+        lock(&self.told).per_engine()
     }
 
     /// An engine is gone.
@@ -79,13 +89,17 @@ impl Memory {
 
     /// An engine that could not be reached may come back with an empty cache.
     pub(crate) fn forget_sent(&self, engine: Holders) {
-        let mut sent = lock(&self.sent);
-        engine.for_each(|holder| sent.forget(holder));
+        engine.for_each(|holder| forget(&self.sent, holder));
+    }
+
+    /// The blocks of an engine are not known any more.
+    pub(crate) fn forget_blocks(&self, engine: u32) {
+        forget(&self.told, engine);
     }
 
     /// An engine tells nothing any more.
     pub(crate) fn forget_told(&self, engine: u32) {
-        lock(&self.told).forget(engine);
+        self.forget_blocks(engine);
         self.sizes.write().unwrap_or_else(PoisonError::into_inner).remove(&engine);
     }
 
@@ -102,10 +116,25 @@ impl Memory {
 
     /// What an engine holds of a prompt.
     pub(crate) fn holding(&self, engine: u32, prefix: &[u64], blocks: &[u64]) -> Holding {
-        let length = |index: &Mutex<PrefixIndex>, list: &[u64]| {
-            if list.is_empty() { 0 } else { lock(index).length(engine, list) }
-        };
-        Holding { chunks: length(&self.sent, prefix), blocks: length(&self.told, blocks) }
+        self.holdings(&[engine], prefix, blocks)[0]
+    }
+
+    /// What each of several engines holds of a prompt; each index is locked once.
+    pub(crate) fn holdings(&self, engines: &[u32], prefix: &[u64], blocks: &[u64]) -> Vec<Holding> {
+        let mut holdings = vec![Holding::default(); engines.len()];
+        if !prefix.is_empty() {
+            let sent = lock(&self.sent);
+            for (holding, &engine) in holdings.iter_mut().zip(engines) {
+                holding.chunks = sent.length(engine, prefix);
+            }
+        }
+        if !blocks.is_empty() {
+            let told = lock(&self.told);
+            for (holding, &engine) in holdings.iter_mut().zip(engines) {
+                holding.blocks = told.length(engine, blocks);
+            }
+        }
+        holdings
     }
 
     /// Who holds most of a prompt's chunks, of the engines that have a load.
@@ -123,6 +152,11 @@ impl Memory {
     pub(crate) fn chunks_of(&self, engine: u32) -> usize {
         lock(&self.sent).len_of(engine)
     }
+}
+
+/// Forgets all of an engine, a piece at a time.
+fn forget(index: &Mutex<PrefixIndex>, engine: u32) {
+    while !lock(index).forget_some(engine, AT_ONCE) {}
 }
 
 fn lock(index: &Mutex<PrefixIndex>) -> MutexGuard<'_, PrefixIndex> {

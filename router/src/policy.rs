@@ -150,6 +150,11 @@ pub(crate) trait Policy: Send + Sync {
 
     /// What the policy compares of a candidate, for explanations; more is better.
     fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64;
+
+    /// The scores of several candidates, in their order.
+    fn scores(&self, wanted: &Wanted<'_>, candidates: &[Candidate]) -> Vec<f64> {
+        candidates.iter().map(|candidate| self.score(wanted, candidate)).collect()
+    }
 }
 
 /// The policy that a configuration names.

@@ -37,6 +37,15 @@ pub(crate) struct PrefixIndex {
     fat: BinaryHeap<(usize, u32)>,
 }
 
+/// One thing that an engine has said of its cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    /// It holds this hash now.
+    Added(u64),
+    /// It does not hold this hash any more.
+    Removed(u64),
+}
+
 /// A holder that was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Match {
@@ -161,18 +170,33 @@ impl PrefixIndex {
     }
 
     /// The engine does not hold this hash any more.
-    pub(crate) fn remove(&mut self, engine: u32, hash: u64) {
+    fn remove(&mut self, engine: u32, hash: u64) {
         if self.engines.get_mut(&engine).is_some_and(|held| held.remove(hash)) {
             self.held -= 1;
             release(&mut self.holders, engine, hash);
         }
     }
 
+    /// Takes what an engine has said, in its order.
+    pub(crate) fn change(&mut self, engine: u32, changes: &[Change]) {
+        for change in changes {
+            match *change {
+                Change::Added(hash) => self.add_one(engine, hash),
+                Change::Removed(hash) => self.remove(engine, hash),
+            }
+        }
+    }
+
+    /// Forgets at most so many hashes of an engine, the least recently used first; whether none is left.
+    pub(crate) fn forget_some(&mut self, engine: u32, most: usize) -> bool {
+        (0..most).for_each(|_| self.evict(engine));
+        !self.engines.contains_key(&engine)
+    }
+
     /// The engine holds nothing any more.
+    #[cfg(test)]
     pub(crate) fn forget(&mut self, engine: u32) {
-        let Some(held) = self.engines.remove(&engine) else { return };
-        self.held -= held.len();
-        held.hashes().for_each(|hash| release(&mut self.holders, engine, hash));
+        while !self.forget_some(engine, usize::from(u16::MAX)) {}
     }
 
     /// Hashes of the list that an engine holds, from the first.

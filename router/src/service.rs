@@ -23,7 +23,7 @@ use crate::exchange_driver::{Ended, ExchangeDriver};
 use crate::finished::{Finished, Head};
 use crate::generation::Generation;
 use crate::intake::{self, Ask, Owner};
-use crate::metrics::End;
+use crate::metrics::{End, Leg};
 use crate::models::Model;
 use crate::route::Route;
 use crate::session::Session;
@@ -31,6 +31,9 @@ use crate::shared::{Room, Shared};
 use crate::tenants::{Identity, Permit};
 use crate::trace_context::Trace;
 use crate::{admin, answer, client_address, request_id, resume, tenants};
+
+/// Engines of one leg that are asked for the context length of a model; the engines of a pool are alike.
+const ENGINES_ASKED_MAX: usize = 16;
 
 /// The service of one router.
 pub(crate) struct FrontDoor(pub Arc<Shared>);
@@ -143,20 +146,23 @@ impl FrontDoor {
                 let identity = self.identify(session, context)?;
                 let models = context.generation.models.list().iter();
                 let models = models.filter(|m| may_use(identity.as_deref(), &context.generation, &m.name));
-                let names = |model: &Arc<Model>| {
-                    let aliases = model.aliases.iter().map(|alias| self.card(alias, &model.name));
-                    std::iter::once(self.card(&model.name, &model.name)).chain(aliases).collect::<Vec<_>>()
+                let names = async |model: &Arc<Model>| {
+                    let context = context_of(model).await;
+                    let names = std::iter::once(&model.name).chain(&model.aliases);
+                    names.map(|name| self.card(name, &model.name, context)).collect::<Vec<_>>()
                 };
-                let models: Vec<_> = models.flat_map(names).collect();
+                let models: Vec<_> = models.collect();
+                let cards = futures::future::join_all(models.into_iter().map(names)).await;
+                let models: Vec<_> = cards.into_iter().flatten().collect();
                 self.tell(session, context, json!({"object": "list", "data": models})).await
             }
             Route::Model(name) => {
                 let identity = self.identify(session, context)?;
-                let model = context.generation.models.named(Some(&name))?.name.clone();
-                if !may_use(identity.as_deref(), &context.generation, &model) {
-                    return Err(tenants::forbidden(&model).into());
+                let model = Arc::clone(context.generation.models.named(Some(&name))?);
+                if !may_use(identity.as_deref(), &context.generation, &model.name) {
+                    return Err(tenants::forbidden(&model.name).into());
                 }
-                let card = self.card(&name, &model);
+                let card = self.card(&name, &model.name, context_of(&model).await);
                 self.tell(session, context, card).await
             }
             Route::Options(allowed) => {
@@ -297,10 +303,25 @@ impl FrontDoor {
     }
 
     /// One of a model's names, as vLLM lists each.
-    fn card(&self, name: &str, model: &str) -> serde_json::Value {
+    fn card(&self, name: &str, model: &str, context: Option<u64>) -> serde_json::Value {
         let created = self.0.created;
-        json!({"id": name, "object": "model", "created": created, "owned_by": "baton", "root": model, "parent": null})
+        let mut card = json!({"id": name, "object": "model", "created": created, "owned_by": "baton", "root": model,
+            "parent": null});
+        if let Some(context) = context {
+            card["max_model_len"] = context.into();
+        }
+        card
     }
+}
+
+/// Tokens that a prompt and its answer may have together: the least that an engine of either leg takes, as far as they say.
+async fn context_of(model: &Model) -> Option<u64> {
+    let engines = Leg::BOTH.iter().flat_map(|leg| {
+        let members = model.pool(*leg).members().iter();
+        members.filter(|member| member.engine.is_known()).take(ENGINES_ASKED_MAX)
+    });
+    let lengths = engines.map(|member| member.engine.context_of(&model.name));
+    futures::future::join_all(lengths).await.into_iter().flatten().min()
 }
 
 /// What the request is to the queue: what its head says, and its priority, bytes and cost in tokens.

@@ -11,6 +11,7 @@ mod dial;
 mod head;
 mod http1;
 mod life;
+mod model_cards;
 mod outgoing;
 mod payload;
 mod reply;
@@ -43,6 +44,7 @@ pub(crate) use connection::{Connection, Socket};
 pub(crate) use dial::NoConnection;
 pub(crate) use http1::Lost;
 use life::Life;
+use model_cards::ModelCards;
 pub(crate) use outgoing::Outgoing;
 pub(crate) use payload::Payload;
 pub(crate) use reply::{ReadShare, Reply, Whole};
@@ -85,6 +87,8 @@ pub(crate) struct Engine {
     verbs: Verbs,
     /// Whether it can be asked for the usage of a stream.
     pub usage_option: UsageOption,
+    /// What it lists at `/v1/models`.
+    model_cards: ModelCards,
     pub metrics: EngineMetrics,
     /// Its trouble is told seldom.
     pub trouble: Seldom,
@@ -196,6 +200,7 @@ impl Engine {
             hosts,
             verbs: Verbs::default(),
             usage_option: UsageOption::default(),
+            model_cards: ModelCards::default(),
             metrics,
             trouble: Seldom::new(),
         }

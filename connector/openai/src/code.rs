@@ -92,6 +92,8 @@ codes! {
     ModelNotAllowed "model_not_allowed" [403], InvalidRequest, Router, "The key is good, but not for this model.";
     ModelNotFound "model_not_found" [404], InvalidRequest, Both, "No such model here.";
     NotFound "not_found" [404], InvalidRequest, Both, "No such path.";
+    UnsupportedEndpoint "unsupported_endpoint" [404], InvalidRequest, Both,
+        "A path of the OpenAI API, or of its usual extensions, that this server or the model's engines do not have.";
     MethodNotAllowed "method_not_allowed" [405], InvalidRequest, Both,
         "The path has other methods: `Allow` names them. Or it is a method that nobody has here.";
     RequestTimeout "request_timeout" [408, 504], Timeout, Both,

@@ -153,6 +153,13 @@ impl ApiError {
             .with_code(Code::NotFound)
     }
 
+    /// 404: a path of a known API that is not served here.
+    #[must_use]
+    pub fn unsupported_endpoint(path: &str) -> Self {
+        Self::new(404, ErrorKind::InvalidRequest, format!("this server does not have {}", shortened(path)))
+            .with_code(Code::UnsupportedEndpoint)
+    }
+
     /// 405. `allowed` is what `Allow` says: `GET, HEAD`.
     #[must_use]
     pub fn method_not_allowed(method: &str, allowed: &'static str) -> Self {

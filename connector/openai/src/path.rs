@@ -4,6 +4,38 @@ use std::borrow::Cow;
 
 use crate::error::ApiError;
 
+/// Paths of the OpenAI API and of the extensions that vLLM, SGLang and Anthropic's clients use, with what is below them.
+const KNOWN: [&str; 28] = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/conversations",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/v1/score",
+    "/v1/classify",
+    "/v1/moderations",
+    "/v1/audio",
+    "/v1/images",
+    "/v1/videos",
+    "/v1/realtime",
+    "/v1/files",
+    "/v1/uploads",
+    "/v1/batches",
+    "/v1/fine_tuning",
+    "/v1/vector_stores",
+    "/v1/assistants",
+    "/v1/threads",
+    "/rerank",
+    "/score",
+    "/classify",
+    "/pooling",
+    "/tokenize",
+    "/detokenize",
+];
+
 /// The folder of the models' cards.
 const MODELS: &str = "/v1/models/";
 
@@ -43,8 +75,16 @@ fn decoded(text: &str) -> Option<Cow<'_, str>> {
     String::from_utf8(bytes).ok().map(Cow::Owned)
 }
 
+/// Whether a path belongs to an API that clients may expect here.
+fn is_of_an_api(path: &str) -> bool {
+    KNOWN
+        .iter()
+        .any(|known| path.strip_prefix(known).is_some_and(|below| below.is_empty() || below.starts_with('/')))
+}
+
 /// 404 for a path that no route has. Where a known path differs from it only by slashes or by the `/v1` of a base URL,
-/// the message names that path. A lenient match instead could pass rules that a proxy in front has for paths.
+/// the message names that path. A lenient match instead could pass rules that a proxy in front has for paths. A path of
+/// an API that is not served here has a code of its own, so that it does not read as a typing error.
 #[must_use]
 pub fn not_found(path: &str, is_known: impl Fn(&str) -> bool) -> ApiError {
     let mut tidy = String::with_capacity(path.len());
@@ -55,10 +95,15 @@ pub fn not_found(path: &str, is_known: impl Fn(&str) -> bool) -> ApiError {
     let once = tidy.strip_prefix("/v1").filter(|rest| rest.starts_with("/v1/")).map(str::to_owned);
     let meant = [Some(tidy.clone()), once, Some(format!("/v1{tidy}"))];
     let meant = meant.into_iter().flatten().find(|meant| meant != path && is_known(meant));
+    let Some(meant) = meant else {
+        return if is_of_an_api(&tidy) {
+            ApiError::unsupported_endpoint(path)
+        } else {
+            ApiError::not_found(path)
+        };
+    };
     let mut error = ApiError::not_found(path);
-    if let Some(meant) = meant {
-        error.message = format!("{}; did you mean {meant}?", error.message);
-    }
+    error.message = format!("{}; did you mean {meant}?", error.message);
     error
 }
 
@@ -111,8 +156,26 @@ mod tests {
             );
         }
         assert!(not_found("/health/", known).message.ends_with("did you mean /health?"));
-        for path in ["/", "/v1/", "", "/v1/chat", "/nowhere", &"/a".repeat(4000)] {
-            assert!(!not_found(path, known).message.contains("did you mean"), "{path}");
+        for path in ["/", "/v1/", "", "/v1/chat", "/nowhere", "/v1/embeddingsx", &"/a".repeat(4000)] {
+            let error = not_found(path, known);
+            assert!(!error.message.contains("did you mean"), "{path}");
+            assert_eq!(error.code.as_deref(), Some("not_found"), "{path}");
+        }
+    }
+
+    #[test]
+    fn a_path_of_an_api_that_is_not_served_is_no_typing_error() {
+        for path in [
+            "/v1/embeddings",
+            "/v1/messages",
+            "/v1/responses/resp_1",
+            "/v1/audio/speech",
+            "/rerank",
+            "/score/",
+        ] {
+            let error = not_found(path, |path| path == "/v1/chat/completions");
+            assert_eq!((error.status, error.code.as_deref()), (404, Some("unsupported_endpoint")), "{path}");
+            assert!(error.message.contains(path), "{}", error.message);
         }
     }
 }

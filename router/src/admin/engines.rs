@@ -42,6 +42,7 @@ fn one(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> Value 
             "batches": told.batches(),
             "gaps": told.gaps(),
             "blocks": told.blocks(),
+            "left_out": told.left_out_json(),
         })
     });
     let (mut pools, mut legs) = (Vec::new(), Map::new());

@@ -84,7 +84,14 @@ pub(super) fn dry_run(shared: &Shared, asked: &Asked) -> Answer {
     let path = asked.query.split('&').find_map(|part| part.strip_prefix("path="));
     let path = path.unwrap_or("/v1/chat/completions").replace("%2F", "/").replace("%2f", "/");
     let tenant = asked.query.split('&').find_map(|part| part.strip_prefix("tenant="));
-    match explain::dry_run(&path, &asked.body, &asked.headers, &shared.generation(), tenant) {
+    match explain::dry_run(
+        &path,
+        &asked.body,
+        &asked.headers,
+        &shared.generation(),
+        &shared.fleet.subscriptions,
+        tenant,
+    ) {
         Ok(page) => Answer::json(page),
         Err(refused) => {
             let status = StatusCode::from_u16(refused.status).unwrap_or(StatusCode::BAD_REQUEST);

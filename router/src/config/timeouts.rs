@@ -50,7 +50,7 @@ pub struct TimeoutsConfig {
     /// A decode engine between two pieces of its answer. 1 to 3,600,000; default 60,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub stream_silence_ms: u64,
-    /// One try of a settlement; also how long an abandoned prefill's reply is waited for.
+    /// One try of a settlement.
     /// 1 to 60,000; default 5,000.
     #[garde(range(min = 1, max = 60_000))]
     pub settle_ms: u64,

@@ -1,7 +1,6 @@
 //! Another decode engine for the rest of an answer whose engine died in the middle.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use baton_connector::exchange::{Attempt, Event};
 use baton_openai::Endpoint;
@@ -16,10 +15,6 @@ use crate::metrics::{Leg, Resume};
 use crate::session::Session;
 use crate::upstream::{Engine, Outgoing, Payload};
 use crate::{request_id, rewrite};
-
-/// An engine's list of models is waited for this long, and read so far.
-const MODELS_WITHIN: Duration = Duration::from_secs(2);
-const MODELS_BYTES_MAX: usize = 1 << 20;
 
 /// What another engine is asked.
 pub(crate) enum Rest {
@@ -92,7 +87,7 @@ impl ExchangeDriver {
             Rest::After { body, tokens } => {
                 let mut body = body.clone();
                 if !body.contains_key("max_tokens") {
-                    let context = context_of(engine, &ask.model.name).await?;
+                    let context = engine.context_of(&ask.model.name).await?;
                     let left = context.checked_sub(*tokens as u64).filter(|left| *left > 0)?;
                     body.insert("max_tokens".to_owned(), Value::from(left));
                 }
@@ -109,14 +104,4 @@ fn without_usage(body: &Payload) -> Payload {
     let mut fields: Map<String, Value> = serde_json::from_slice(&body.pieces().concat()).unwrap_or_default();
     fields.remove("stream_options");
     Bytes::from(Value::Object(fields).to_string()).into()
-}
-
-/// `max_model_len` of a model at an engine: for chat, the rest of it is what an answer without a bound may fill.
-async fn context_of(engine: &Arc<Engine>, model: &str) -> Option<u64> {
-    let question = Outgoing::get("/v1/models");
-    let asked = async { engine.call(&question, |_| {}).await?.whole(MODELS_BYTES_MAX).await };
-    let answer = tokio::time::timeout(MODELS_WITHIN, asked).await.ok()?.ok()?;
-    let models: Value = serde_json::from_slice(&answer.body).ok()?;
-    let card = models["data"].as_array()?.iter().find(|card| card["id"] == model)?;
-    card["max_model_len"].as_u64()
 }

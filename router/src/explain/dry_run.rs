@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_openai::ApiError;
+use baton_openai::{ApiError, path};
 use bytes::Bytes;
 use hyper::header::HeaderMap;
 use serde_json::{Value, json};
@@ -11,6 +11,7 @@ use super::page::disaggregated;
 use crate::disaggregation::{self, Facts};
 use crate::generation::Generation;
 use crate::intake::{Ask, Owner};
+use crate::kv_events::Subscriptions;
 use crate::pool::{Trial, another_first};
 use crate::route::Dialect;
 
@@ -24,9 +25,11 @@ pub(crate) fn dry_run(
     body: &Bytes,
     headers: &HeaderMap,
     generation: &Generation,
+    kv_events: &Subscriptions,
     tenant: Option<&str>,
 ) -> Result<Value, ApiError> {
-    let dialect = Dialect::at(path).ok_or_else(|| ApiError::not_found(path))?;
+    let dialect =
+        Dialect::at(path).ok_or_else(|| path::not_found(path, |meant| Dialect::at(meant).is_some()))?;
     let identity = match (&generation.auth, tenant) {
         (None, _) => None,
         (Some(_), None) => {
@@ -55,11 +58,19 @@ pub(crate) fn dry_run(
         });
         chosen.unwrap_or_else(|none| *none)
     });
+    let told = |trial: &Trial| {
+        let mut told = trial.sight.json();
+        let events = trial.chosen.as_ref().and_then(|chosen| kv_events.of(chosen.engine.id()));
+        if let Some((_, events)) = events {
+            told["held"]["kv_events_left_out"] = events.left_out_json();
+        }
+        told
+    };
     Ok(json!({
         "model": ask.model.name,
         "generation": generation.number,
-        "decode": decode.sight.json(),
+        "decode": told(&decode),
         "disaggregation": disaggregated(decided, &facts),
-        "prefill": prefill.map(|trial| trial.sight.json()),
+        "prefill": prefill.as_ref().map(told),
     }))
 }

@@ -1,11 +1,11 @@
 //! One message's events. vLLM 0.32 writes maps with a `type`; older versions write arrays whose first item is the
-//! type and whose order is the order of the fields below. Observed on 2026-11-20; fields that are not known are
-//! passed over.
+//! type and whose order is the order of the fields below. Unknown fields are skipped.
 //!
 //! ```text
 //! [timestamp, [event, …], data_parallel_rank?]
-//! BlockStored      block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys
-//! BlockRemoved     block_hashes, medium
+//! BlockStored      block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys,
+//!                  group_idx, kv_cache_spec_kind, kv_cache_spec_sliding_window, locality
+//! BlockRemoved     block_hashes, medium, group_idx, locality
 //! AllBlocksCleared
 //! ```
 
@@ -26,12 +26,14 @@ pub(super) struct Batch {
 #[derive(Debug, PartialEq)]
 pub(super) enum Event {
     Stored(Stored),
-    /// These blocks are not held any more.
-    Removed(Vec<u64>),
-    /// Nothing is.
+    /// These blocks of a cache group are not held any more.
+    Removed {
+        hashes: Vec<u64>,
+        group: Option<u64>,
+    },
+    /// No block is held any more.
     Cleared,
-    /// Of another kind, another tier, or another group of layers.
-    Other,
+    LeftOut(LeftOut),
 }
 
 /// Blocks in a row that are held now.
@@ -45,6 +47,67 @@ pub(super) struct Stored {
     pub block_size: usize,
     /// They differ from blocks of equal tokens by something else.
     pub apart: bool,
+    /// The cache group: layers of one kind that share blocks.
+    pub group: Option<u64>,
+    /// The kind of its layers; older versions do not send it.
+    pub attention: Option<Attention>,
+}
+
+/// What the layers of a cache group keep of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Attention {
+    /// Every token: a block that is held can be used by any prompt that begins with it.
+    Full,
+    /// A window, a chunk, a state, or a kind that the router does not know.
+    Other,
+}
+
+/// Why an event does not change what is known of an engine's cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LeftOut {
+    Malformed,
+    /// Blocks of a cache group without full attention.
+    Attention,
+    /// Blocks on another medium than the device, or on another host.
+    Tier,
+    /// Blocks with a salt, an adapter or an image in their key.
+    ExtraKeys,
+    /// Blocks whose parent is not known, so that their prompt is not.
+    Parent,
+    /// Blocks over `prefix_index.chunks_per_engine`.
+    Bound,
+    /// An event of a type that the router does not know.
+    Type,
+}
+
+impl LeftOut {
+    pub(crate) const ALL: [Self; 7] = [
+        Self::Malformed,
+        Self::Attention,
+        Self::Tier,
+        Self::ExtraKeys,
+        Self::Parent,
+        Self::Bound,
+        Self::Type,
+    ];
+
+    /// As metrics, logs and explanations have it.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Malformed => "malformed",
+            Self::Attention => "attention",
+            Self::Tier => "tier",
+            Self::ExtraKeys => "extra_keys",
+            Self::Parent => "parent",
+            Self::Bound => "bound",
+            Self::Type => "type",
+        }
+    }
+
+    /// Whether the engine's cache can serve prompts that the router does not know of, and an operator can change that.
+    pub(super) fn is_a_surprise(self) -> bool {
+        matches!(self, Self::Malformed | Self::Attention | Self::Bound)
+    }
 }
 
 /// The fields of an event, in whatever encoding.
@@ -52,7 +115,7 @@ pub(super) struct Stored {
 struct Fields {
     kind: Kind,
     stored: Stored,
-    /// On another medium than the device, or of another group than the first.
+    /// On another medium than the device, or another host.
     elsewhere: bool,
 }
 
@@ -66,7 +129,8 @@ enum Kind {
 }
 
 impl Batch {
-    /// Reads a message's last part.
+    /// Reads a message's last part. A malformed event costs that event; a message whose items have no ends is malformed
+    /// as a whole.
     pub(super) fn read(payload: &[u8]) -> Result<Self, Malformed> {
         let mut reader = Reader::new(payload);
         let parts = reader.array()?;
@@ -84,44 +148,64 @@ impl Batch {
     }
 }
 
+/// Reads one event and leaves the reader behind it.
 fn event(reader: &mut Reader<'_>) -> Result<Event, Malformed> {
-    let mut fields = Fields::default();
-    match reader.item()? {
-        Item::Map(pairs) => {
-            for _ in 0..pairs {
-                match reader.item()? {
-                    Item::Text(name) => fields.field(name, reader)?,
-                    _ => return Err(Malformed),
-                }
-            }
+    let (mut inside, mut fields) = (*reader, Fields::default());
+    match fields.read(&mut inside) {
+        Ok(()) => {
+            *reader = inside;
+            Ok(fields.event())
         }
-        Item::Array(count) => {
-            let names = (count > 0).then(|| fields.field(b"type", reader)).transpose()?;
-            let order: &[&[u8]] = match (names, fields.kind) {
-                (Some(()), Kind::Stored) => &[
-                    b"block_hashes",
-                    b"parent_block_hash",
-                    b"token_ids",
-                    b"block_size",
-                    b"lora_id",
-                    b"medium",
-                    b"lora_name",
-                    b"extra_keys",
-                    b"group_idx",
-                ],
-                (Some(()), Kind::Removed) => &[b"block_hashes", b"medium", b"group_idx"],
-                _ => &[],
-            };
-            for index in 1..count {
-                fields.field(order.get(index - 1).copied().unwrap_or(b"?"), reader)?;
-            }
+        Err(Malformed) => {
+            reader.skip()?;
+            Ok(Event::LeftOut(LeftOut::Malformed))
         }
-        _ => return Err(Malformed),
     }
-    Ok(fields.event())
 }
 
+const STORED: &[&[u8]] = &[
+    b"block_hashes",
+    b"parent_block_hash",
+    b"token_ids",
+    b"block_size",
+    b"lora_id",
+    b"medium",
+    b"lora_name",
+    b"extra_keys",
+    b"group_idx",
+    b"kv_cache_spec_kind",
+    b"kv_cache_spec_sliding_window",
+    b"locality",
+];
+const REMOVED: &[&[u8]] = &[b"block_hashes", b"medium", b"group_idx", b"locality"];
+
 impl Fields {
+    fn read(&mut self, reader: &mut Reader<'_>) -> Result<(), Malformed> {
+        match reader.item()? {
+            Item::Map(pairs) => {
+                for _ in 0..pairs {
+                    match reader.item()? {
+                        Item::Text(name) => self.field(name, reader)?,
+                        _ => return Err(Malformed),
+                    }
+                }
+            }
+            Item::Array(count) if count > 0 => {
+                self.field(b"type", reader)?;
+                let order = match self.kind {
+                    Kind::Stored => STORED,
+                    Kind::Removed => REMOVED,
+                    Kind::Cleared | Kind::Other => &[],
+                };
+                for index in 1..count {
+                    self.field(order.get(index - 1).copied().unwrap_or(b"?"), reader)?;
+                }
+            }
+            _ => return Err(Malformed),
+        }
+        Ok(())
+    }
+
     fn field(&mut self, name: &[u8], reader: &mut Reader<'_>) -> Result<(), Malformed> {
         match name {
             b"type" => {
@@ -158,7 +242,24 @@ impl Fields {
             b"medium" => {
                 self.elsewhere |= !matches!(reader.item()?, Item::Nil | Item::Text(b"GPU" | b"gpu"));
             }
-            b"group_idx" => self.elsewhere |= !matches!(reader.item()?, Item::Nil | Item::Integer(0)),
+            b"locality" => self.elsewhere |= !matches!(reader.item()?, Item::Nil | Item::Text(b"LOCAL")),
+            b"group_idx" => {
+                self.stored.group = match reader.item()? {
+                    Item::Nil => None,
+                    Item::Integer(group) => Some(group),
+                    _ => return Err(Malformed),
+                }
+            }
+            b"kv_cache_spec_kind" => {
+                self.stored.attention = match reader.item()? {
+                    Item::Nil => None,
+                    Item::Text(b"full_attention" | b"mla_attention" | b"sink_full_attention") => {
+                        Some(Attention::Full)
+                    }
+                    Item::Text(_) => Some(Attention::Other),
+                    _ => return Err(Malformed),
+                }
+            }
             _ => reader.skip()?,
         }
         Ok(())
@@ -166,11 +267,11 @@ impl Fields {
 
     fn event(self) -> Event {
         match self.kind {
-            _ if self.elsewhere => Event::Other,
-            Kind::Stored => Event::Stored(self.stored),
-            Kind::Removed => Event::Removed(self.stored.hashes),
+            Kind::Other => Event::LeftOut(LeftOut::Type),
             Kind::Cleared => Event::Cleared,
-            Kind::Other => Event::Other,
+            Kind::Stored | Kind::Removed if self.elsewhere => Event::LeftOut(LeftOut::Tier),
+            Kind::Stored => Event::Stored(self.stored),
+            Kind::Removed => Event::Removed { hashes: self.stored.hashes, group: self.stored.group },
         }
     }
 }
@@ -246,8 +347,11 @@ mod tests {
             tokens: vec![301, 7],
             block_size: 2,
             apart: false,
+            group: Some(0),
+            attention: Some(Attention::Full),
         };
-        let events = vec![Event::Stored(expected), Event::Removed(hashes), Event::Cleared, Event::Other];
+        let removed = Event::Removed { hashes, group: Some(0) };
+        let events = vec![Event::Stored(expected), removed, Event::Cleared, Event::LeftOut(LeftOut::Type)];
         assert_eq!(read(&batch), Ok(Batch { events }));
     }
 
@@ -266,9 +370,10 @@ mod tests {
             parent: None,
             tokens: vec![1, 2, 3, 4],
             block_size: 2,
-            apart: false,
+            ..Stored::default()
         };
-        let events = vec![Event::Stored(first), Event::Removed(vec![5]), Event::Cleared];
+        let removed = Event::Removed { hashes: vec![5], group: None };
+        let events = vec![Event::Stored(first), removed, Event::Cleared];
         assert_eq!(read(&batch), Ok(Batch { events }));
     }
 
@@ -278,7 +383,8 @@ mod tests {
         let mut bytes = vec![0x92, 0x00, 0x91, 0x92, 0xac];
         bytes.extend_from_slice(b"BlockRemoved");
         bytes.extend_from_slice(&[0x91, 0xc4, 3, 1, 2, 3]);
-        let expected = Batch { events: vec![Event::Removed(vec![xxh3_64(&[1, 2, 3])])] };
+        let removed = Event::Removed { hashes: vec![xxh3_64(&[1, 2, 3])], group: None };
+        let expected = Batch { events: vec![removed] };
         assert_eq!(Batch::read(&bytes), Ok(expected));
     }
 
@@ -288,30 +394,74 @@ mod tests {
             let batch = read(&json!([0, [stored(&extra)]])).expect("a batch");
             assert!(matches!(&batch.events[0], Event::Stored(stored) if stored.apart), "{extra}");
         }
-        let mut on_host = stored(&Value::Null);
+        let (mut on_host, mut remote) = (stored(&Value::Null), stored(&Value::Null));
         on_host["medium"] = json!("CPU");
-        let mut second_group = stored(&Value::Null);
-        second_group["group_idx"] = json!(1);
-        let batch = read(&json!([0, [on_host, second_group, stored(&Value::Null)]])).expect("a batch");
-        assert_eq!(batch.events[..2], [Event::Other, Event::Other]);
-        assert!(matches!(&batch.events[2], Event::Stored(stored) if !stored.apart));
+        remote["locality"] = json!("REMOTE");
+        let removed = json!(["BlockRemoved", [1], "CPU"]);
+        let batch = read(&json!([0, [on_host, remote, removed, stored(&Value::Null)]])).expect("a batch");
+        assert!(batch.events[..3].iter().all(|event| *event == Event::LeftOut(LeftOut::Tier)));
+        assert!(matches!(&batch.events[3], Event::Stored(stored) if !stored.apart));
+    }
+
+    #[test]
+    fn the_kind_of_a_group_is_read_in_either_encoding() {
+        let read = |kind: &str, array: bool| {
+            let map = stored(&Value::Null);
+            let mut event = map.clone();
+            event["kv_cache_spec_kind"] = json!(kind);
+            event["group_idx"] = json!(1);
+            if array {
+                let names = STORED.iter().map(|name| std::str::from_utf8(name).expect("ASCII"));
+                let items = names.map(|name| event[name].clone());
+                event = std::iter::once(json!("BlockStored")).chain(items).collect();
+            }
+            match &read(&json!([0, [event]])).expect("a batch").events[0] {
+                Event::Stored(stored) => (stored.group, stored.attention),
+                event => panic!("{event:?}"),
+            }
+        };
+        for array in [false, true] {
+            for kind in ["full_attention", "mla_attention", "sink_full_attention"] {
+                assert_eq!(read(kind, array), (Some(1), Some(Attention::Full)), "{kind}");
+            }
+            for kind in
+                ["sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba", "unknown"]
+            {
+                assert_eq!(read(kind, array), (Some(1), Some(Attention::Other)), "{kind}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_malformed_event_costs_itself() {
+        let mut pairs = stored(&Value::Null);
+        pairs["token_ids"] = json!([[301, 7], [7, 9]]);
+        for bad in [
+            pairs,
+            json!(1),
+            json!([]),
+            json!({"type": 3}),
+            json!({"type": "BlockStored", "block_hashes": 3}),
+            json!({"type": "BlockStored", "token_ids": [-1]}),
+            json!({"type": "BlockStored", "block_size": "x"}),
+            json!({"type": "BlockStored", "group_idx": "x"}),
+            json!({"type": "BlockRemoved", "block_hashes": [[1]]}),
+            json!(["BlockStored", [1], null, "tokens"]),
+        ] {
+            let batch = read(&json!([0, [["AllBlocksCleared"], bad, stored(&Value::Null)], 0]));
+            let events = batch.expect("the message is sound").events;
+            assert_eq!(events[..2], [Event::Cleared, Event::LeftOut(LeftOut::Malformed)], "{bad}");
+            assert!(matches!(events[2], Event::Stored(_)), "{bad}");
+        }
     }
 
     #[test]
     fn anything_else_is_malformed() {
-        for bad in [
-            json!({}),
-            json!([]),
-            json!([0]),
-            json!([0, 1]),
-            json!([0, [1]]),
-            json!([0, [{"type": 3}]]),
-            json!([0, [{"type": "BlockStored", "block_hashes": 3}]]),
-            json!([0, [{"type": "BlockStored", "token_ids": [-1]}]]),
-            json!([0, [{"type": "BlockStored", "block_size": "x"}]]),
-        ] {
+        for bad in [json!({}), json!([]), json!([0]), json!([0, 1])] {
             assert_eq!(read(&bad), Err(Malformed), "{bad}");
         }
+        // [0, [an array of two items, of which one is there]]
+        assert_eq!(Batch::read(&[0x92, 0x00, 0x91, 0x92, 0xac]), Err(Malformed));
     }
 
     proptest! {

@@ -7,17 +7,21 @@ use std::collections::HashMap;
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::batch::{Event, Stored};
-use crate::prefix_index::PrefixIndex;
+use super::batch::{Attention, Batch, Event, LeftOut, Stored};
+use crate::prefix_index::Change;
 
 /// Tokens of one block; larger ones are no engine's.
 const BLOCK_TOKENS_MAX: usize = 65_536;
+/// Cache groups of one engine whose kind is kept; models have less than ten.
+const GROUPS_MAX: usize = 64;
 
 /// One engine's blocks.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
     /// The engine's name to the router's.
     names: HashMap<u64, u64>,
+    /// The kinds of the engine's cache groups, of an engine that sends them. Two groups may use one name for a block.
+    groups: HashMap<u64, Attention>,
     /// The sequence number of the last message.
     last: Option<u64>,
 }
@@ -31,6 +35,18 @@ pub(super) enum Heard {
     Gap,
     /// One that was heard before.
     Repeated,
+}
+
+/// What a message changes of what is known of an engine's cache.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Changes {
+    /// Everything known before is forgotten first.
+    pub forget: bool,
+    pub list: Vec<Change>,
+    /// The size of the blocks that were stored last.
+    pub block_size: Option<usize>,
+    /// Events that change nothing, by [`LeftOut::ALL`].
+    pub left_out: [u64; LeftOut::ALL.len()],
 }
 
 impl Blocks {
@@ -51,57 +67,85 @@ impl Blocks {
         self.names.len()
     }
 
-    /// Forgets every block.
-    pub(super) fn forget(&mut self, engine: u32, index: &mut PrefixIndex) {
-        self.names = HashMap::new();
-        index.forget(engine);
+    /// Takes a message; at most `most` blocks are known by name.
+    pub(super) fn take(&mut self, batch: &Batch, most: usize) -> Changes {
+        let mut changes = Changes::default();
+        for event in &batch.events {
+            if let Err(why) = self.apply(event, most, &mut changes) {
+                changes.left_out[why as usize] += 1;
+            }
+        }
+        changes
     }
 
-    /// Takes an event into the index; the size of the blocks that it told of, if it did. At most `most` blocks are
-    /// known by name.
-    pub(super) fn apply(
-        &mut self,
-        engine: u32,
-        event: &Event,
-        index: &mut PrefixIndex,
-        most: usize,
-    ) -> Option<usize> {
+    /// Forgets every block.
+    pub(super) fn forget(&mut self) {
+        self.names = HashMap::new();
+    }
+
+    fn apply(&mut self, event: &Event, most: usize, changes: &mut Changes) -> Result<(), LeftOut> {
         match event {
-            Event::Stored(stored) => self.store(engine, stored, index, most),
-            Event::Removed(hashes) => {
-                for name in hashes.iter().filter_map(|hash| self.names.remove(hash)) {
-                    index.remove(engine, name);
+            Event::Stored(stored) => self.store(stored, most, changes),
+            Event::Removed { hashes, group } => {
+                if !self.counts(*group) {
+                    return Err(LeftOut::Attention);
                 }
-                None
+                let names = hashes.iter().filter_map(|hash| self.names.remove(hash));
+                changes.list.extend(names.map(Change::Removed));
+                Ok(())
             }
             Event::Cleared => {
-                self.forget(engine, index);
-                None
+                self.forget();
+                changes.forget = true;
+                changes.list.clear();
+                Ok(())
             }
-            Event::Other => None,
+            Event::LeftOut(why) => Err(*why),
         }
     }
 
-    fn store(&mut self, engine: u32, stored: &Stored, index: &mut PrefixIndex, most: usize) -> Option<usize> {
+    /// Whether blocks of a group can be used by any prompt that begins with them. An engine that sends no kinds has its
+    /// full attention in its first group.
+    fn counts(&self, group: Option<u64>) -> bool {
+        match group {
+            None => true,
+            Some(group) if self.groups.is_empty() => group == 0,
+            Some(group) => self.groups.get(&group) == Some(&Attention::Full),
+        }
+    }
+
+    fn store(&mut self, stored: &Stored, most: usize, changes: &mut Changes) -> Result<(), LeftOut> {
+        if let Some(attention) = stored.attention {
+            let group = stored.group.unwrap_or(0);
+            if self.groups.len() < GROUPS_MAX || self.groups.contains_key(&group) {
+                self.groups.insert(group, attention);
+            }
+        }
+        if stored.attention == Some(Attention::Other) || !self.counts(stored.group) {
+            return Err(LeftOut::Attention);
+        }
+        if stored.apart {
+            return Err(LeftOut::ExtraKeys);
+        }
         let size = stored.block_size;
-        let whole = (1..=BLOCK_TOKENS_MAX).contains(&size)
-            && stored.hashes.len().checked_mul(size) == Some(stored.tokens.len());
-        if !whole || stored.apart {
-            return None;
+        if !(1..=BLOCK_TOKENS_MAX).contains(&size)
+            || stored.hashes.len().checked_mul(size) != Some(stored.tokens.len())
+        {
+            return Err(LeftOut::Malformed);
         }
         let parent = match stored.parent {
             None => root(size),
-            Some(parent) => *self.names.get(&parent)?,
+            Some(parent) => *self.names.get(&parent).ok_or(LeftOut::Parent)?,
         };
+        changes.block_size = Some(size);
         for (&hash, name) in stored.hashes.iter().zip(chain(parent, &stored.tokens, size)) {
             if self.names.len() >= most && !self.names.contains_key(&hash) {
-                // The engine has more blocks than the router wants to know of.
-                break;
+                return Err(LeftOut::Bound);
             }
             self.names.insert(hash, name);
-            index.add_one(engine, name);
+            changes.list.push(Change::Added(name));
         }
-        Some(size)
+        Ok(())
     }
 }
 
@@ -132,62 +176,124 @@ fn root(block_size: usize) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::prefix_index::PrefixIndex;
 
-    fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> Event {
-        Event::Stored(Stored {
+    fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> Stored {
+        Stored {
             hashes: hashes.to_vec(),
             parent,
             tokens: tokens.to_vec(),
             block_size: 2,
-            apart: false,
-        })
+            ..Stored::default()
+        }
+    }
+
+    fn of_group(group: u64, attention: Option<Attention>, hashes: &[u64], tokens: &[u32]) -> Event {
+        Event::Stored(Stored { group: Some(group), attention, ..stored(hashes, None, tokens) })
+    }
+
+    fn removed(hashes: &[u64], group: Option<u64>) -> Event {
+        Event::Removed { hashes: hashes.to_vec(), group }
+    }
+
+    /// An engine's blocks, and the index that they change.
+    struct Told {
+        index: PrefixIndex,
+        of: [Blocks; 2],
+    }
+
+    impl Told {
+        fn new() -> Self {
+            Self { index: PrefixIndex::new(100, 100), of: Default::default() }
+        }
+
+        /// Why each event of a message was left out.
+        fn take(&mut self, engine: u32, events: Vec<Event>) -> Vec<LeftOut> {
+            let changes = self.of[engine as usize].take(&Batch { events }, 100);
+            if changes.forget {
+                self.index.forget(engine);
+            }
+            self.index.change(engine, &changes.list);
+            let counts = LeftOut::ALL.iter().zip(changes.left_out);
+            counts.flat_map(|(why, count)| std::iter::repeat_n(*why, count as usize)).collect()
+        }
     }
 
     #[test]
     fn equal_tokens_are_found_whatever_the_engines_call_their_blocks() {
-        let mut index = PrefixIndex::new(100, 100);
-        let (mut one, mut two) = (Blocks::default(), Blocks::default());
-        let mut apply = |blocks: &mut Blocks, engine, event| blocks.apply(engine, &event, &mut index, 100);
-        assert_eq!(apply(&mut one, 1, stored(&[11, 12], None, &[1, 2, 3, 4])), Some(2));
-        apply(&mut one, 1, stored(&[13], Some(12), &[5, 6]));
-        apply(&mut two, 2, stored(&[901], None, &[1, 2]));
-        apply(&mut two, 2, stored(&[905], Some(777), &[5, 6]));
+        let mut told = Told::new();
+        let events =
+            [stored(&[11, 12], None, &[1, 2, 3, 4]), stored(&[13], Some(12), &[5, 6])].map(Event::Stored);
+        assert_eq!(told.take(0, events.into()), []);
+        let events = [stored(&[901], None, &[1, 2]), stored(&[905], Some(777), &[5, 6])].map(Event::Stored);
+        assert_eq!(told.take(1, events.into()), [LeftOut::Parent]);
         let prompt = links(&[1, 2, 3, 4, 5, 6, 7], 2, 100);
         assert_eq!(prompt.len(), 3, "whole blocks");
-        assert_eq!((index.length(1, &prompt), index.length(2, &prompt)), (3, 1));
-        assert_eq!(index.length(1, &links(&[1, 2, 3, 4], 4, 100)), 0, "another block size");
-        one.apply(1, &Event::Removed(vec![13, 99]), &mut index, 100);
-        assert_eq!(index.length(1, &prompt), 2);
-        one.apply(1, &Event::Cleared, &mut index, 100);
-        assert_eq!((index.length(1, &prompt), index.length(2, &prompt)), (0, 1));
+        assert_eq!((told.index.length(0, &prompt), told.index.length(1, &prompt)), (3, 1));
+        assert_eq!(told.index.length(0, &links(&[1, 2, 3, 4], 4, 100)), 0, "another block size");
+        told.take(0, vec![removed(&[13, 99], None)]);
+        assert_eq!(told.index.length(0, &prompt), 2);
+        let again = Event::Stored(stored(&[21], None, &[1, 2]));
+        told.take(0, vec![Event::Stored(stored(&[14], None, &[9, 9])), Event::Cleared, again]);
+        assert_eq!((told.index.length(0, &prompt), told.index.length(1, &prompt)), (1, 1));
+        assert_eq!(told.index.len(), 2);
+    }
+
+    #[test]
+    fn only_full_attention_counts_by_its_kind_and_not_by_its_index() {
+        use Attention::{Full, Other};
+        let prompt = links(&[1, 2, 3, 4], 2, 100);
+        let mut told = Told::new();
+        // A window in group 0 and full attention in group 1, with the same names for the same tokens.
+        let both = |kinds: [Option<Attention>; 2]| {
+            vec![of_group(0, kinds[0], &[1, 2], &[1, 2, 3, 4]), of_group(1, kinds[1], &[1, 2], &[1, 2, 3, 4])]
+        };
+        assert_eq!(told.take(0, both([Some(Other), Some(Full)])), [LeftOut::Attention]);
+        assert_eq!(told.index.length(0, &prompt), 2);
+        assert_eq!(told.take(0, vec![removed(&[1, 2], Some(0))]), [LeftOut::Attention]);
+        assert_eq!(told.index.length(0, &prompt), 2, "the window moved on, and full attention holds all");
+        assert_eq!(told.take(0, vec![removed(&[2], Some(1))]), []);
+        assert_eq!(told.index.length(0, &prompt), 1);
+        // A state in the only group.
+        let state = of_group(0, Some(Other), &[1, 2], &[1, 2, 3, 4]);
+        assert_eq!(told.take(1, vec![state, removed(&[1], Some(0))]), [LeftOut::Attention; 2]);
+        assert_eq!(told.index.length(1, &prompt), 0);
+        // An older version says no kinds.
+        let mut told = Told::new();
+        assert_eq!(told.take(0, both([None, None])), [LeftOut::Attention]);
+        assert_eq!(told.take(0, vec![removed(&[1, 2], Some(1))]), [LeftOut::Attention]);
+        assert_eq!(told.index.length(0, &prompt), 2);
+        // A removal by a group of which only another's kind has been heard.
+        let full = of_group(1, Some(Full), &[1, 2], &[1, 2, 3, 4]);
+        assert_eq!(told.take(1, vec![full, removed(&[1, 2], Some(0))]), [LeftOut::Attention]);
+        assert_eq!(told.index.length(1, &prompt), 2);
     }
 
     #[test]
     fn blocks_without_a_place_and_blocks_that_do_not_add_up_are_left_out() {
-        let mut index = PrefixIndex::new(100, 100);
-        let mut blocks = Blocks::default();
-        let zero = Event::Stored(Stored { hashes: vec![1], ..Stored::default() });
-        let apart = Event::Stored(Stored {
-            hashes: vec![1],
-            tokens: vec![1, 2],
-            block_size: 2,
-            apart: true,
-            parent: None,
-        });
-        for event in [zero, apart, stored(&[1, 2], None, &[1, 2, 3]), stored(&[3], Some(1), &[3, 4])] {
-            assert_eq!(blocks.apply(1, &event, &mut index, 100), None);
-        }
-        assert_eq!(index.len(), 0);
+        let mut told = Told::new();
+        let zero = Stored { hashes: vec![1], ..Stored::default() };
+        let apart = Stored { apart: true, ..stored(&[1], None, &[1, 2]) };
+        let events = [zero, apart, stored(&[1, 2], None, &[1, 2, 3]), stored(&[3], Some(1), &[3, 4])]
+            .map(Event::Stored);
+        use LeftOut::{ExtraKeys, Malformed, Parent};
+        assert_eq!(told.take(0, events.into()), [Malformed, Malformed, ExtraKeys, Parent]);
+        assert_eq!(told.index.len(), 0);
     }
 
     #[test]
     fn no_more_blocks_are_known_than_allowed() {
-        let mut index = PrefixIndex::new(100, 100);
         let mut blocks = Blocks::default();
         let hashes: Vec<u64> = (0..50).collect();
         let tokens: Vec<u32> = (0..100).collect();
-        blocks.apply(1, &stored(&hashes, None, &tokens), &mut index, 8);
-        assert_eq!((blocks.names.len(), index.len()), (8, 8));
+        let batch = Batch { events: vec![Event::Stored(stored(&hashes, None, &tokens))] };
+        let changes = blocks.take(&batch, 8);
+        assert_eq!((blocks.count(), changes.list.len()), (8, 8));
+        assert_eq!(changes.left_out[LeftOut::Bound as usize], 1);
+        // The kinds of groups are bounded too.
+        let groups = (0..1_000).map(|group| of_group(group, Some(Attention::Other), &[], &[])).collect();
+        blocks.take(&Batch { events: groups }, 8);
+        assert_eq!(blocks.groups.len(), GROUPS_MAX);
     }
 
     #[test]

@@ -22,6 +22,8 @@ pub(super) enum Item<'a> {
     Bytes(&'a [u8]),
     Array(usize),
     Map(usize),
+    /// A type of an application's own.
+    Extension,
 }
 
 /// Reads items from the front.
@@ -101,8 +103,15 @@ impl<'a> Reader<'a> {
                 let count = self.length(2 << (tag - 0xde))?;
                 Item::Map(self.count(count)?)
             }
-            // Extensions and what is reserved: no event has them.
-            0xc1 | 0xc7..=0xc9 | 0xd4..=0xd8 => return Err(Malformed),
+            // A byte names an extension's type.
+            0xc7..=0xc9 => {
+                let length = self.length(1 << (tag - 0xc7))?;
+                self.take(1)?;
+                self.take(length).map(|_| Item::Extension)?
+            }
+            0xd4..=0xd8 => self.take(1 + (1 << (tag - 0xd4))).map(|_| Item::Extension)?,
+            // Reserved.
+            0xc1 => return Err(Malformed),
         })
     }
 
@@ -166,6 +175,9 @@ mod tests {
         assert_eq!(one(&[0xc4, 1, 9]), Some(format!("{:?}", Item::Bytes(&[9]))));
         assert_eq!(one(&[0xca, 0, 0, 0, 0]), Some("Float".into()));
         assert_eq!(one(&[0xcb, 0, 0, 0, 0, 0, 0, 0, 0]), Some("Float".into()));
+        for bytes in [&[0xc7, 2, 5, 1, 1][..], &[0xc8, 0, 1, 5, 1], &[0xd4, 5, 1], &[0xd6, 255, 1, 2, 3, 4]] {
+            assert_eq!(one(bytes), Some("Extension".into()), "{bytes:x?}");
+        }
         assert_eq!((one(&[0xc0]), one(&[0xc3])), (Some("Nil".into()), Some("Boolean".into())));
     }
 

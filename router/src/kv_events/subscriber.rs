@@ -11,8 +11,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 
-use super::batch::Batch;
-use super::blocks::{Blocks, Heard};
+use super::batch::{Batch, LeftOut};
+use super::blocks::{Blocks, Changes, Heard};
 use super::zmtp::{Publisher, ZmtpError};
 use crate::config::{EngineUrl, KvEventsConfig};
 use crate::memory::Memory;
@@ -66,6 +66,7 @@ pub(crate) struct Told {
     batches: AtomicU64,
     gaps: AtomicU64,
     blocks: AtomicU64,
+    left_out: [AtomicU64; LeftOut::ALL.len()],
 }
 
 impl Told {
@@ -87,6 +88,27 @@ impl Told {
     /// Blocks that the engine is known to hold.
     pub(crate) fn blocks(&self) -> u64 {
         self.blocks.load(Ordering::Relaxed)
+    }
+}
+
+impl Told {
+    /// Events that change nothing of what is known, by why; only what has been seen.
+    pub(crate) fn left_out(&self) -> impl Iterator<Item = (LeftOut, u64)> + '_ {
+        let counts = self.left_out.iter().map(|count| count.load(Ordering::Relaxed));
+        LeftOut::ALL.into_iter().zip(counts).filter(|(_, count)| *count > 0)
+    }
+
+    /// The same as an object: a reason's label to its count.
+    pub(crate) fn left_out_json(&self) -> serde_json::Value {
+        self.left_out().map(|(why, count)| (why.label().to_owned(), serde_json::Value::from(count))).collect()
+    }
+
+    /// Counts the events of a message that were left out; those of them that are the first of their kind.
+    fn leave_out(&self, counts: &[u64]) -> impl Iterator<Item = LeftOut> {
+        let of_kinds = self.left_out.iter().zip(counts).zip(LeftOut::ALL);
+        of_kinds.filter_map(|((sum, &count), why)| {
+            (count > 0 && sum.fetch_add(count, Ordering::Relaxed) == 0).then_some(why)
+        })
     }
 }
 
@@ -229,22 +251,33 @@ impl Listener {
             return;
         }
         self.told.batches.fetch_add(1, Ordering::Relaxed);
-        // Decoded before the index is locked: that holds up decisions.
         let batch = Batch::read(payload);
-        let mut size = None;
-        let mut told = self.memory.told();
         if heard == Heard::Gap || batch.is_err() {
             self.told.gaps.fetch_add(1, Ordering::Relaxed);
-            self.blocks.forget(engine, &mut told);
+            self.blocks.forget();
+            self.memory.forget_blocks(engine);
         }
-        let most = told.per_engine();
-        for event in batch.iter().flat_map(|batch| &batch.events) {
-            size = self.blocks.apply(engine, event, &mut told, most).or(size);
+        let most = self.memory.blocks_max();
+        let changes = batch.map_or_else(|_| Changes::default(), |batch| self.blocks.take(&batch, most));
+        if changes.forget {
+            self.memory.forget_blocks(engine);
         }
-        drop(told);
+        self.memory.told(engine, &changes.list);
         self.told.blocks.store(self.blocks.count() as u64, Ordering::Relaxed);
-        if let Some(size) = size {
+        if let Some(size) = changes.block_size {
             self.memory.set_block_size(engine, size);
+        }
+        for why in self.told.leave_out(&changes.left_out) {
+            let (publisher, reason) = (&self.source.address, why.label());
+            if why.is_a_surprise() {
+                tracing::warn!(
+                    publisher,
+                    reason,
+                    "KV events left out: the prefix index misses blocks of this engine"
+                );
+            } else {
+                tracing::info!(publisher, reason, "KV events left out");
+            }
         }
     }
 }

@@ -14,7 +14,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use memchr::memmem;
 
-use super::{Blame, Meaning, Refusal, Verdict, note_unreadable};
+use super::{Blame, Meaning, Refusal, Verdict, note_lack, note_unreadable};
 use crate::alive::while_alive;
 use crate::sse;
 use crate::upstream::{CallError, Engine, Lost, Outgoing, Payload, Reply, Whole};
@@ -87,6 +87,7 @@ pub(crate) async fn ask(
         Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),
         Ok(Ok(Err(whole))) => {
             let verdict = Verdict::of(&whole, engine.hosts());
+            note_lack(engine, &outgoing.path, &verdict.refusal);
             match verdict.failure() {
                 Some(failure) => Decoding::Failed(failure, verdict.refusal, verdict.meaning, verdict.blame),
                 None => Decoding::Refused(verdict.refusal),

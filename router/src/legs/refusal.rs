@@ -179,6 +179,17 @@ impl Refusal {
         )
     }
 
+    /// The engines of the model do not have the endpoint.
+    fn lacks_endpoint() -> Self {
+        let message = "the engines of this model do not have this endpoint".to_owned();
+        Self(ApiError { message, ..ApiError::unsupported_endpoint("") })
+    }
+
+    /// Whether an engine does not have the endpoint.
+    pub(crate) fn is_lack_of_endpoint(&self) -> bool {
+        self.0.code == Some(Code::UnsupportedEndpoint.into())
+    }
+
     /// The request itself has taken longer than it may.
     pub(crate) fn out_of_time() -> Self {
         Self(ApiError::gateway_timeout("the request took longer than it may").with_code(Code::RequestTimeout))
@@ -222,6 +233,11 @@ impl Refusal {
             (_, StatusCode::TOO_MANY_REQUESTS) => ApiError::overloaded("every engine asked is full", after()),
             (_, StatusCode::SERVICE_UNAVAILABLE) => {
                 ApiError::unavailable("no engine of this model is available", after())
+            }
+            (Meaning::Refused, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
+                if said.lacks_path() =>
+            {
+                return Self::lacks_endpoint();
             }
             (Meaning::Refused, status) | (_, status @ StatusCode::REQUEST_TIMEOUT) => {
                 said.told(status, hosts)
@@ -374,6 +390,38 @@ mod tests {
             r#"{"error":{"type":"NotFoundError","code":404,"message":"The model `x` does not exist."}}"#;
         let Verdict { meaning, blame, .. } = verdict(&answer(404, vllm));
         assert_eq!((meaning, blame), (Meaning::WrongModel, Blame::Engine));
+    }
+
+    #[test]
+    fn an_endpoint_that_the_engines_lack_is_no_typing_error_and_no_wrong_model() {
+        for (status, body) in [
+            (404, r#"{"detail":"Not Found"}"#),
+            (405, r#"{"detail":"Method Not Allowed"}"#),
+            (404, "<html><body>404 Not Found</body></html>"),
+            (404, "404 page not found"),
+            (404, ""),
+            (
+                404,
+                r#"{"error":{"message":"no such path: /v1/x","code":"not_found","type":"invalid_request_error"}}"#,
+            ),
+            (
+                404,
+                r#"{"error":{"message":"x","code":"unsupported_endpoint","type":"invalid_request_error"}}"#,
+            ),
+        ] {
+            let Verdict { meaning, blame, refusal } = verdict(&answer(status, body));
+            assert_eq!((meaning, blame), (Meaning::Refused, Blame::Nobody), "{body}");
+            assert!(refusal.is_lack_of_endpoint(), "{body}: {refusal:?}");
+            assert_eq!(refusal.0.status, 404, "{body}");
+        }
+        // About what the request names.
+        for body in
+            [r#"{"detail":"no such adapter"}"#, r#"{"error":{"message":"Not Found","param":"file_id"}}"#]
+        {
+            let Verdict { meaning, refusal, .. } = verdict(&answer(404, body));
+            assert_eq!(meaning, Meaning::Refused);
+            assert!(!refusal.is_lack_of_endpoint(), "{body}");
+        }
     }
 
     #[test]

@@ -48,6 +48,21 @@ impl<'a> Said<'a> {
     }
 }
 
+impl Said<'_> {
+    /// Whether a 404 or 405 is about the path and not about what the request names: the code that Baton's engines send, or
+    /// the bare words of an HTTP framework.
+    pub(super) fn lacks_path(&self) -> bool {
+        let words = self.message.as_deref().unwrap_or_default();
+        let bare = ["", "not found", "method not allowed", "404 page not found", "404 not found"];
+        let is_bare = || bare.iter().any(|bare| words.eq_ignore_ascii_case(bare));
+        match &*self.code {
+            "unsupported_endpoint" | "not_found" | "method_not_allowed" => true,
+            "" => self.kind.is_empty() && self.param.is_none() && is_bare(),
+            _ => false,
+        }
+    }
+}
+
 /// The reason and the first field of a `detail`.
 fn detail(detail: &Value) -> (Option<Cow<'_, str>>, Option<Cow<'_, str>>) {
     match detail {

@@ -25,7 +25,13 @@ static BLOCKS: Family = Family::gauge(
     "KV blocks that an engine is known to hold by what it told.",
 );
 
-pub(super) static FAMILIES: &[&Family] = &[&CONNECTED, &BATCHES, &GAPS, &BLOCKS];
+static LEFT_OUT: Family = Family::counter(
+    "baton_router_kv_events_left_out_total",
+    &["engine", "reason"],
+    "Events that change nothing of what is known: malformed, attention, tier, extra_keys, parent, bound, type.",
+);
+
+pub(super) static FAMILIES: &[&Family] = &[&CONNECTED, &BATCHES, &GAPS, &BLOCKS, &LEFT_OUT];
 
 /// Looks up what became of a subscription.
 pub(crate) fn look_up(scrape: &mut Scrape, engine: &str, told: &Told) {
@@ -34,4 +40,7 @@ pub(crate) fn look_up(scrape: &mut Scrape, engine: &str, told: &Told) {
     scrape.put(&BATCHES, &[engine], told.batches() as f64);
     scrape.put(&GAPS, &[engine], told.gaps() as f64);
     scrape.put(&BLOCKS, &[engine], told.blocks() as f64);
+    for (why, count) in told.left_out() {
+        scrape.put(&LEFT_OUT, &[engine, why.label()], count as f64);
+    }
 }

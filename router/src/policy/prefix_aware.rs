@@ -67,10 +67,16 @@ impl Policy for PrefixAware {
         Some(Choice { index: least.index, reason })
     }
 
-    /// The share of the prompt that it holds, less its load in thousandths.
     fn score(&self, wanted: &Wanted<'_>, candidate: &Candidate) -> f64 {
-        let holding = self.memory.holding(candidate.holder, wanted.prefix, wanted.blocks);
-        holding.share(wanted) - candidate.load(LoadUnit::Requests) as f64 / 65_536.0 / 1_000.0
+        self.scores(wanted, std::slice::from_ref(candidate))[0]
+    }
+
+    /// The share of the prompt that each holds, less its load in thousandths.
+    fn scores(&self, wanted: &Wanted<'_>, candidates: &[Candidate]) -> Vec<f64> {
+        let holders: Vec<u32> = candidates.iter().map(|candidate| candidate.holder).collect();
+        let holdings = self.memory.holdings(&holders, wanted.prefix, wanted.blocks);
+        let less = |candidate: &Candidate| candidate.load(LoadUnit::Requests) as f64 / 65_536.0 / 1_000.0;
+        holdings.iter().zip(candidates).map(|(holding, c)| holding.share(wanted) - less(c)).collect()
     }
 }
 
@@ -78,6 +84,7 @@ impl Policy for PrefixAware {
 mod tests {
     use super::super::tests::with_loads;
     use super::*;
+    use crate::prefix_index::Change;
 
     fn policy(balance_abs: u32, balance_rel: f64) -> PrefixAware {
         let config = PrefixAwareConfig { balance_abs, balance_rel, match_min: 0.1 };
@@ -106,7 +113,7 @@ mod tests {
     fn what_engines_tell_goes_before_what_was_sent() {
         let policy = policy(4, 2.0);
         policy.memory.sent(1, &[1, 2, 3, 4]);
-        policy.memory.told().add(2, &[70, 71]);
+        policy.memory.told(2, &[Change::Added(71), Change::Added(70)]);
         let wanted = Wanted { prefix: &[1, 2, 3, 4], blocks: &[70, 71, 72], ..Wanted::default() };
         let choice = policy.choose(&wanted, &with_loads(&[0, 0, 0]), Draw::default());
         assert_eq!(choice, Some(Choice { index: 2, reason: Reason::HoldsBlocks(2) }));

@@ -67,14 +67,15 @@ impl Pool {
             named.select_nth_unstable_by_key(NAMED, |c| (Some(c.index) != chosen, c.requests, c.index));
             named.truncate(NAMED);
         }
-        let score =
-            |candidate: Candidate| Considered { score: self.policy.score(wanted, &candidate), candidate };
+        let more = candidates.saturating_sub(named.len());
+        let scores = self.policy.scores(wanted, &named);
+        let scored = named.into_iter().zip(scores);
         Sight {
             engines: Arc::clone(&self.names),
             policy: self.policy_name,
-            more: candidates.saturating_sub(named.len()),
+            more,
             more_removed: (self.members.len() - candidates).saturating_sub(others.len()),
-            considered: named.into_iter().map(score).collect(),
+            considered: scored.map(|(candidate, score)| Considered { candidate, score }).collect(),
             removed: others.into_iter().map(|(index, why)| Removed { index, why }).collect(),
             result: choice.map(|choice| (choice.index, choice.reason)),
             holding,

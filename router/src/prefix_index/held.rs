@@ -38,10 +38,6 @@ impl Held {
         self.at.contains_key(&hash)
     }
 
-    pub(super) fn hashes(&self) -> impl Iterator<Item = u64> + '_ {
-        self.at.keys().copied()
-    }
-
     /// Makes a hash the newest; whether it is there.
     pub(super) fn touch(&mut self, hash: u64) -> bool {
         let Some(&node) = self.at.get(&hash) else { return false };

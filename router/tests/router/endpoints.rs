@@ -182,3 +182,71 @@ async fn heads_and_options_are_answered_and_unknown_paths_are_not() {
     client.post("/v1/completions", &completion(false)).await;
     assert_eq!(client.answer().await.status, 200, "the connection lives on");
 }
+
+#[tokio::test]
+async fn an_endpoint_that_is_not_served_says_so_and_not_that_the_path_is_wrong() {
+    let bare = br#"{"detail":"Not Found"}"#.to_vec();
+    let d = FakeEngine::always(Act::Answer(404, vec![("content-type", "application/json")], bare)).await;
+    let system = System::start(&[], &[&d]).await;
+    for (path, body) in [
+        ("/v1/embeddings", json!({"model": "m", "input": "a"})),
+        ("/v1/chat/completions", json!({"model": "m", "messages": [{"role": "user", "content": "a"}]})),
+    ] {
+        let refused = post(system.address, path, &body).await;
+        assert_eq!((refused.status, refused.code().as_str()), (404, "unsupported_endpoint"), "{path}");
+        assert!(refused.text().contains("the engines of this model"), "{}", refused.text());
+    }
+    stands(&system, &d, "decode", "usable").await;
+    for path in ["/v1/messages", "/v1/audio/speech", "/v1/responses/resp_1"] {
+        let refused = post(system.address, path, &json!({"model": "m"})).await;
+        assert_eq!((refused.status, refused.code().as_str()), (404, "unsupported_endpoint"), "{path}");
+    }
+    let typed = post(system.address, "/v1/completionss", &json!({})).await;
+    assert_eq!((typed.status, typed.code().as_str()), (404, "not_found"));
+    assert_eq!(d.asked().len(), 2);
+}
+
+#[tokio::test]
+async fn a_models_name_is_encoded_as_the_sdks_do_and_slashes_get_a_hint() {
+    let d = FakeEngine::always(Act::Whole(1)).await;
+    let yaml = format!(
+        "listen: 127.0.0.1:0\nmodels:\n  - {{name: 'org/tiny: 1', decode: {{engines: [{{url: '{}'}}]}}}}\n",
+        d.url()
+    );
+    let system = System::of(&yaml).await;
+    for name in ["org%2Ftiny%3A%201", "org/tiny:%201", "org%2ftin%79:%201"] {
+        let card = get(system.address, &format!("/v1/models/{name}")).await;
+        assert_eq!((card.status, &card.json()["id"]), (200, &json!("org/tiny: 1")), "{name}");
+    }
+    for (name, status) in [("org%2Ftiny", 404), ("a%2", 400), ("a%zz", 400), ("%ff", 400)] {
+        assert_eq!(get(system.address, &format!("/v1/models/{name}")).await.status, status, "{name}");
+    }
+    for path in ["/v1/chat/completions/", "//v1/chat/completions", "/v1//chat/completions"] {
+        let refused = post(system.address, path, &json!({})).await;
+        assert_eq!(refused.status, 404, "{path}");
+        assert!(refused.text().contains("did you mean /v1/chat/completions?"), "{}", refused.text());
+    }
+}
+
+#[tokio::test]
+async fn a_models_card_has_the_least_context_of_its_engines_which_are_asked_once_a_minute() {
+    let says = |length: u64| {
+        Act::Json(json!({"data": [{"id": "x", "max_model_len": 9}, {"id": "m", "max_model_len": length}]}))
+    };
+    let (p, d) = (FakeEngine::always(says(40)).await, FakeEngine::always(says(64)).await);
+    let silent = FakeEngine::always(Act::Hang).await;
+    let system = System::start(&[&p], &[&d, &silent]).await;
+    for _ in 0..3 {
+        let models = get(system.address, "/v1/models").await.json();
+        let lengths: Vec<_> =
+            models["data"].as_array().unwrap().iter().map(|card| card["max_model_len"].clone()).collect();
+        assert_eq!(lengths, [json!(40), json!(40)], "the model and its alias");
+        assert_eq!(get(system.address, "/v1/models/alias").await.json()["max_model_len"], 40);
+    }
+    assert_eq!([&p, &d].map(|engine| engine.asked().len()), [1, 1]);
+    // An engine that does not say.
+    let unsaid = FakeEngine::always(Act::Whole(1)).await;
+    let system = System::start(&[], &[&unsaid]).await;
+    let card = get(system.address, "/v1/models/m").await.json();
+    assert_eq!((&card["id"], card.get("max_model_len")), (&json!("m"), None));
+}

@@ -124,6 +124,41 @@ async fn a_prompt_of_tokens_goes_to_the_engine_that_tells_that_it_holds_them() {
 }
 
 #[tokio::test]
+async fn only_full_attention_is_a_hit_and_what_is_left_out_is_counted() {
+    let mut publisher = Publisher::at(0).await;
+    let (_a, b, system) = two_engines(&format!("{{port: {}, topic: kv}}", publisher.port)).await;
+    let b_is = b.address.to_string();
+    // A model of two cache groups, which call the same tokens by the same names.
+    let group = |index: u64, kind: &str, tokens: &[u32]| {
+        let mut event = stored(&[1, 2, 3], None, tokens);
+        (event["group_idx"], event["kv_cache_spec_kind"]) = (json!(index), json!(kind));
+        event
+    };
+    let all: Vec<u32> = (1..=12).collect();
+    until(&system, &mut publisher, &json!([group(1, "full_attention", &all)]), (&b_is, 3)).await;
+    // The window moves on; then one event of a layout that the router does not know, and one that it does.
+    let mut pairs = stored(&[4], Some(3), &[]);
+    pairs["token_ids"] = json!([[13, 14], [14, 15], [15, 16], [16, 17]]);
+    let moved = json!({"type": "BlockRemoved", "block_hashes": [1, 2, 3], "medium": "GPU", "group_idx": 0});
+    let removed = json!({"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU", "group_idx": 1});
+    publisher.tell(&json!([group(0, "sliding_window", &all), moved, pairs, removed])).await;
+    let of = |reason: &str| {
+        format!("baton_router_kv_events_left_out_total{{engine=\"{b_is}\",reason=\"{reason}\"}}")
+    };
+    system.counts(&of("attention"), 2.0).await;
+    system.counts(&of("malformed"), 1.0).await;
+    assert_eq!(chosen(&system).await, (b_is.clone(), 2), "the malformed event cost itself");
+    let gaps = format!("baton_router_kv_events_gaps_total{{engine=\"{b_is}\"}}");
+    assert_eq!(system.metric(&gaps).await, 0.0);
+    let told = post(system.admin, "/dry-run?path=/v1/completions", &prompt()).await.json();
+    let expected = json!({"attention": 2, "malformed": 1});
+    assert_eq!(told["decode"]["held"]["kv_events_left_out"], expected, "{told}");
+    let engines = crate::client::get(system.admin, "/engines").await.json();
+    let listed = engines["engines"].as_array().unwrap().iter().find(|engine| engine["engine"] == b_is);
+    assert_eq!(listed.unwrap()["kv_events"]["left_out"], expected);
+}
+
+#[tokio::test]
 async fn an_engine_that_comes_back_is_listened_to_again() {
     let publisher = Publisher::at(0).await;
     let port = publisher.port;
