@@ -16,10 +16,12 @@
 //!            └──── dropped (client gone, shutdown) ──▶ out of the queue
 //! ```
 //!
-//! Who is next is decided in [`queue`], which is pure. Only the next one tries to reserve an engine; it is woken
-//! when one has room again ([`Freed`]), and a request that leaves the queue in any way wakes the next. If the next one
-//! finds no room among the engines that it can be given to, the next that can be given to another one tries: one
-//! round, which ends with a request that could have any engine. What wakes the first begins another round.
+//! Who is next is decided in [`queue`], which is pure. Only the next one tries to reserve an engine; it is called
+//! when one has room again ([`Freed`]), and a request that leaves the queue in any way calls the next. If the next one
+//! finds no room among the engines that it can be given to, the next that can be given to another one is called: one
+//! round, which ends with a request that could have any engine. Room that comes meanwhile begins another round: at
+//! once, so that the first one has the first try, but after a round that was broken off only when the next has ended.
+//! So every request that another engine could serve has its try, however often engines become free.
 //!
 //! No wake-up is lost: a waiter counts itself among the waiting before it tries, and an engine takes a request
 //! off its load before it looks whether anybody waits. Health that changes with time alone wakes nobody, so the
@@ -42,7 +44,7 @@ use tokio::sync::Notify;
 use crate::config::{Priority, QueueConfig};
 use crate::metrics::Leg;
 use crate::metrics::admission::{AdmissionMetrics, Outcome};
-use crate::pool::Scarce;
+use crate::pool::{Reserved, Scarce};
 use drain::Drain;
 pub(crate) use queue::{Claim, TenantId, Wants};
 use queue::{FairQueue, Full, Lane, Place};
@@ -100,10 +102,30 @@ struct Inner {
     queue: FairQueue,
     drain: Drain,
     bells: HashMap<Place, Arc<Notify>>,
-    /// One more whenever the first one is to try.
-    round: u64,
-    /// Lanes of those that tried in this round and found no room.
+    /// Whose try it is in a round that goes on.
+    called: Option<Place>,
+    /// Another round follows.
+    again: bool,
+    /// The last round was broken off; this one is not.
+    broken_off: bool,
+    /// Lanes of those that tried in this round, or in the last one, and found no room.
     full: Vec<Lane>,
+}
+
+/// What a wait in the queue gives.
+pub(crate) trait Found {
+    /// Whether it has an engine. What goes on without one is not charged for a turn.
+    fn has_engine(&self) -> bool {
+        true
+    }
+}
+
+impl Found for Reserved {}
+
+impl Found for Result<Reserved, Scarce> {
+    fn has_engine(&self) -> bool {
+        self.is_ok()
+    }
 }
 
 /// A request in the queue. Dropping it takes it out.
@@ -137,7 +159,7 @@ impl Freed {
         let queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
         for queue in queues.iter().filter_map(Weak::upgrade) {
             if queue.waiting.load(Ordering::Relaxed) > 0 {
-                queue.lock().wake_next();
+                queue.lock().ring();
             }
         }
     }
@@ -186,7 +208,7 @@ impl ModelQueue {
     ///
     /// # Cancel safety
     /// Dropping the future leaves the queue; nothing is reserved.
-    pub(crate) async fn enter<T>(
+    pub(crate) async fn enter<T: Found>(
         &self,
         ticket: Ticket,
         wants: Wants,
@@ -206,13 +228,13 @@ impl ModelQueue {
             let bell = waiting.bell.notified();
             let now = tokio::time::Instant::now();
             let mut again = deadline;
-            if let Some(turn) = waiting.turn() {
-                if let Ok(reserved) = self.tried(reserve()) {
-                    waiting.outcome = Outcome::Dispatched;
-                    return Ok(reserved);
+            if waiting.is_called() {
+                if let Ok(found) = self.tried(reserve()) {
+                    waiting.outcome =
+                        if found.has_engine() { Outcome::Dispatched } else { Outcome::NoCapacity };
+                    return Ok(found);
                 }
-                waiting.give_way(turn);
-                if turn.is_first {
+                if waiting.give_way() {
                     again = deadline.min(now + TRY_AGAIN);
                 }
             }
@@ -311,27 +333,35 @@ impl ModelQueue {
     }
 }
 
-/// Leave for one try.
-#[derive(Clone, Copy, Debug)]
-struct Turn {
-    round: u64,
-    /// It is the first of all.
-    is_first: bool,
-}
-
 impl Inner {
+    /// An engine may have room.
+    fn ring(&mut self) {
+        match self.called {
+            None => self.begin(),
+            Some(called) if self.broken_off || self.queue.next() == Some(called) => self.again = true,
+            Some(_) => {
+                self.broken_off = true;
+                self.begin();
+            }
+        }
+    }
+
     /// Begins a round.
-    fn wake_next(&mut self) {
-        self.begin();
-        self.wake(self.queue.next());
-    }
-
     fn begin(&mut self) {
-        self.round += 1;
+        self.again = false;
         self.full.clear();
+        self.call(self.queue.next());
     }
 
-    fn wake(&self, place: Option<Place>) {
+    /// Goes on with a round after one try, or begins the round that was asked for meanwhile.
+    fn go_on(&mut self) {
+        let next = self.queue.next_but(&self.full);
+        self.broken_off &= next.is_some();
+        if next.is_none() && self.again { self.begin() } else { self.call(next) }
+    }
+
+    fn call(&mut self, place: Option<Place>) {
+        self.called = place;
         if let Some(bell) = place.and_then(|place| self.bells.get(&place)) {
             bell.notify_one();
         }
@@ -339,26 +369,39 @@ impl Inner {
 }
 
 impl Waiting<'_> {
-    /// Whether it may try now. The first one always may, and begins a round.
-    fn turn(&self) -> Option<Turn> {
+    /// Whether it may try now. While nobody is called, the first one may whenever it looks.
+    fn is_called(&self) -> bool {
         let mut inner = self.queue.lock();
         let is_first = inner.queue.next() == Some(self.place);
-        if is_first {
-            inner.begin();
+        match inner.called {
+            Some(called) => {
+                // It came to be the first while another one tries.
+                inner.again |= is_first && called != self.place;
+                called == self.place
+            }
+            None if is_first => {
+                (inner.again, inner.broken_off) = (false, false);
+                inner.full.clear();
+                inner.called = Some(self.place);
+                true
+            }
+            None if inner.queue.next_but(&inner.full) == Some(self.place) => {
+                inner.called = Some(self.place);
+                true
+            }
+            None => false,
         }
-        let is_next = is_first || inner.queue.next_but(&inner.full) == Some(self.place);
-        is_next.then_some(Turn { round: inner.round, is_first })
     }
 
-    /// It found no room. If nothing has changed since, the next one tries that can be given to another engine.
-    fn give_way(&self, turn: Turn) {
+    /// It was called and found no room: the next one tries that can be given to another engine. Whether it is the first.
+    fn give_way(&self) -> bool {
         let mut inner = self.queue.lock();
-        if inner.round == turn.round
-            && let Some(lane) = inner.queue.lane(self.place).cloned()
-        {
+        if let Some(lane) = inner.queue.lane(self.place).cloned() {
             inner.full.push(lane);
-            inner.wake(inner.queue.next_but(&inner.full));
         }
+        inner.called = None;
+        inner.go_on();
+        inner.queue.next() == Some(self.place)
     }
 }
 
@@ -377,11 +420,15 @@ impl Drop for Waiting<'_> {
         inner.bells.remove(&self.place);
         self.queue.waiting.fetch_sub(1, Ordering::SeqCst);
         self.queue.freed.waiting.fetch_sub(1, Ordering::SeqCst);
-        // There may be room for more than one, or this one was woken and leaves without having tried.
-        if inner.queue.next() == first {
-            inner.wake(inner.queue.next_but(&inner.full));
-        } else {
-            inner.wake_next();
+        if inner.called == Some(self.place) {
+            inner.called = None;
+        }
+        // There may be room for more than one, or this one was called and leaves without having tried.
+        let is_same = inner.queue.next() == first;
+        match inner.called {
+            Some(_) => inner.again |= !is_same,
+            None if is_same => inner.go_on(),
+            None => inner.begin(),
         }
         drop(inner);
         self.queue.metrics.waiting(self.priority).decrement(1.0);

@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_engines_say_of_requests_names_no_address() {
+    fn what_engines_say_of_requests_is_taken_for_no_address() {
         for said in [
             "",
             "`stop[0]` must be a string of 1 to 1024 bytes: got 7",

@@ -38,7 +38,7 @@ use crate::memory::{Holders, Memory};
 use crate::metrics::{EngineMetrics, Leg};
 use crate::pool::Seat;
 use crate::seldom::Seldom;
-use addresses::Addresses;
+pub(crate) use addresses::Addresses;
 pub(crate) use coding::Unreadable;
 pub(crate) use connection::{Connection, Socket};
 pub(crate) use dial::NoConnection;

@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicBool;
 use super::*;
 
 struct Engines {
+    metrics: Arc<AdmissionMetrics>,
     room: Arc<AtomicUsize>,
     freed: Arc<Freed>,
     queue: Arc<ModelQueue>,
@@ -12,6 +13,9 @@ struct Engines {
 
 /// A place at an engine; dropping it makes room.
 struct Seat(Arc<AtomicUsize>, Arc<Freed>);
+
+impl Found for Seat {}
+impl Found for () {}
 
 impl Drop for Seat {
     fn drop(&mut self) {
@@ -23,11 +27,14 @@ impl Drop for Seat {
 impl Engines {
     fn new(room: usize) -> Self {
         let freed = Arc::<Freed>::default();
-        let admission = Admission::new(
-            Arc::clone(&freed),
-            Arc::new(AdmissionMetrics::new(&crate::metrics::Registry::default())),
-        );
-        Self { room: Arc::new(AtomicUsize::new(room)), freed, queue: admission.queue("m", Leg::Decode) }
+        let metrics = Arc::new(AdmissionMetrics::new(&crate::metrics::Registry::default()));
+        let admission = Admission::new(Arc::clone(&freed), Arc::clone(&metrics));
+        Self {
+            metrics,
+            room: Arc::new(AtomicUsize::new(room)),
+            freed,
+            queue: admission.queue("m", Leg::Decode),
+        }
     }
 
     fn reserve(&self) -> impl FnMut() -> Result<Seat, Scarce> + Send + 'static {
@@ -322,4 +329,48 @@ async fn a_queue_that_hardly_moves_refuses_no_request_for_which_an_engine_is_idl
     let hurried = Ticket { deadline: Instant::now() + Duration::from_secs(5), ..ticket(2) };
     let mut later = Box::pin(pair.enter(hurried, Wants::default()));
     assert!(futures_poll(&mut later).await.expect("at once").is_ok());
+}
+
+#[tokio::test]
+async fn engines_that_become_free_all_the_time_keep_no_request_from_an_engine_that_is_idle() {
+    let pair = Pair::new();
+    pair.idle.room.store(0, Ordering::SeqCst);
+    let mut first = Box::pin(pair.enter(ticket(1), retry(true)));
+    let mut behind = Box::pin(pair.enter(ticket(2), Wants::default()));
+    assert!(futures_poll(&mut first).await.is_none());
+    assert!(futures_poll(&mut behind).await.is_none());
+    pair.idle.room.store(1, Ordering::SeqCst);
+    // Each of them looks in turn, and before it does, another engine of the fleet becomes free.
+    for _ in 0..4 {
+        pair.full.freed.ring();
+        assert!(futures_poll(&mut first).await.is_none(), "its engine is full");
+        pair.full.freed.ring();
+        if let Some(seat) = futures_poll(&mut behind).await {
+            assert!(seat.is_ok());
+            return;
+        }
+    }
+    panic!("the request behind never had its try");
+}
+
+#[tokio::test]
+async fn a_wait_that_ends_without_an_engine_is_no_dispatch() {
+    /// A retry that goes on without an engine.
+    struct Without;
+    impl Found for Without {
+        fn has_engine(&self) -> bool {
+            false
+        }
+    }
+    let engines = Engines::new(0);
+    let terms = terms();
+    let mut tries = 0;
+    let reserve = || {
+        tries += 1;
+        if tries > 2 { Ok(Without) } else { Err(Scarce::Full) }
+    };
+    let found = engines.queue.enter(ticket(1), retry(false), &terms, reserve).await;
+    assert!(found.is_ok());
+    let ended = [Outcome::NoCapacity, Outcome::Dispatched].map(|outcome| engines.metrics.ended(outcome));
+    assert_eq!(ended, [1, 0]);
 }

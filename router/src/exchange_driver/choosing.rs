@@ -11,7 +11,7 @@ use baton_connector::exchange::{Event, State};
 use baton_openai::ApiError;
 
 use super::{Ended, ExchangeDriver};
-use crate::admission::{NotLetIn, Ticket, Wants};
+use crate::admission::{Found, NotLetIn, Ticket, Wants};
 use crate::client_address;
 use crate::client_watch::{ClientGone, race};
 use crate::config::Fallback;
@@ -146,7 +146,7 @@ impl ExchangeDriver {
     }
 
     /// Waits in the queue of a leg until `room` finds something; at once, mostly.
-    async fn wait<T>(
+    async fn wait<T: Found>(
         &self,
         session: &mut Session,
         leg: Leg,

@@ -16,6 +16,7 @@ use super::blocks::{Blocks, Changes, Heard};
 use super::zmtp::{Publisher, ZmtpError};
 use crate::config::{EngineUrl, KvEventsConfig};
 use crate::memory::Memory;
+use crate::upstream::Addresses;
 
 /// A connection, and the handshake after it.
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);
@@ -33,6 +34,8 @@ pub(crate) struct Source {
     pub engine: u32,
     /// `HOST:PORT`.
     pub address: String,
+    /// The engine's host, for a router that connects.
+    host: String,
     pub config: KvEventsConfig,
 }
 
@@ -43,7 +46,7 @@ impl Source {
             None if url.host().contains(':') => format!("[{}]:{}", url.host(), config.port),
             None => format!("{}:{}", url.host(), config.port),
         };
-        Self { engine, address, config: config.clone() }
+        Self { engine, address, host: url.host().to_owned(), config: config.clone() }
     }
 }
 
@@ -165,7 +168,8 @@ impl Subscriptions {
 
 /// Listens for ever.
 async fn listen(source: Source, memory: Arc<Memory>, told: Arc<Told>) {
-    let mut listener = Listener { source, memory, told, blocks: Blocks::default() };
+    let addresses = Addresses::new(&source.host, source.config.port);
+    let mut listener = Listener { source, addresses, memory, told, blocks: Blocks::default() };
     let mut pause = PAUSE;
     // Told once until it succeeds again.
     let mut failing = false;
@@ -195,6 +199,7 @@ async fn listen(source: Source, memory: Arc<Memory>, told: Arc<Told>) {
 /// One subscription at work.
 struct Listener {
     source: Source,
+    addresses: Addresses,
     memory: Arc<Memory>,
     told: Arc<Told>,
     blocks: Blocks,
@@ -203,7 +208,12 @@ struct Listener {
 impl Listener {
     /// One connection to a publisher; how many messages it brought.
     async fn connect(&mut self) -> Result<u64, ZmtpError> {
-        let dial = TcpStream::connect(&self.source.address);
+        let dial = async {
+            // The last good address while the resolver fails.
+            let found = self.addresses.get().await;
+            let found = found.map_err(|error| std::io::Error::new(error.kind(), error.to_string()))?;
+            TcpStream::connect(&*found).await
+        };
         let Ok(stream) = tokio::time::timeout(CONNECT_WITHIN, dial).await else {
             return Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
         };

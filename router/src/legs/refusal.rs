@@ -107,7 +107,8 @@ impl Said<'_> {
             }
             (_, "kv_prompt_mismatch" | "kv_wrong_role") => (Meaning::CannotUseHandoff, Blame::Nobody),
             (_, "invalid_kv_transfer_params") => (Meaning::CannotUseHandoff, by_status.1),
-            (_, code) if code.starts_with("kv_") => (by_status.0, Blame::Nobody),
+            // Of a later version: about the handoff, and so not about the client's own words.
+            (_, code) if code.starts_with("kv_") => (Meaning::CannotUseHandoff, Blame::Nobody),
             // The router has found the model in its own configuration before it asked.
             (404, code) if code == "model_not_found" || self.kind == "NotFoundError" => {
                 (Meaning::WrongModel, Blame::Engine)
@@ -447,6 +448,8 @@ mod tests {
             (400, "kv_wrong_role", Meaning::CannotUseHandoff),
             (400, "invalid_kv_transfer_params", Meaning::CannotUseHandoff),
             (400, "kv_unsupported", Meaning::HandoffSpent),
+            (400, "kv_of_a_later_version", Meaning::CannotUseHandoff),
+            (503, "kv_of_a_later_version", Meaning::CannotUseHandoff),
             (404, "model_not_found", Meaning::WrongModel),
         ] {
             let said =

@@ -107,6 +107,12 @@ impl AdmissionMetrics {
         self.outcomes[outcome as usize].increment(1);
     }
 
+    /// Requests with this outcome until now.
+    #[cfg(test)]
+    pub(crate) fn ended(&self, outcome: Outcome) -> u64 {
+        self.outcomes[outcome as usize].get()
+    }
+
     /// A request left the queue after this long.
     pub(crate) fn left(&self, outcome: Outcome, after: Duration) {
         self.outcome(outcome);

@@ -130,6 +130,11 @@ impl Counter {
     pub(crate) fn increment(&self, by: u64) {
         self.0.fetch_add(by, Ordering::Relaxed);
     }
+
+    #[cfg(test)]
+    pub(crate) fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
 }
 
 impl Gauge {

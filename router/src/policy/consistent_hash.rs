@@ -6,7 +6,7 @@
 //! that of n engines each has its share of the keys to within about √(n / 65,536): 4 % of 100, 12 % of 1,000. An engine
 //! that is added takes its share of the keys and moves no other key; one that leaves gives its keys to all the
 //! others. Loads are bounded as in Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads,
-//! 2018: nobody gets more than `load_factor` times its fair share.
+//! 2018: no engine gets more than `load_factor` times its fair share, rounded up to a whole request.
 
 use super::{Candidate, Candidates, Choice, Draw, Policy, Reason, Wanted};
 use crate::config::{AffinityKey, ConsistentHashConfig, LoadUnit};

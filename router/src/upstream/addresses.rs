@@ -30,14 +30,14 @@ const FRESH: Duration = Duration::from_secs(1);
 const LOOKUPS_MAX: usize = 64;
 
 /// The addresses of a name, as far as they are known.
-pub(super) type Found = Arc<[SocketAddr]>;
+pub(crate) type Found = Arc<[SocketAddr]>;
 /// Asks a resolver for a name.
 type Look = fn(Arc<str>, u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>>;
 type Looking = Shared<BoxFuture<'static, Result<Found, Arc<io::Error>>>>;
 
-/// One engine's.
+/// One name's.
 #[derive(Debug)]
-pub(super) struct Addresses {
+pub(crate) struct Addresses {
     host: Arc<str>,
     port: u16,
     look: Look,
@@ -52,7 +52,7 @@ struct Known {
 }
 
 impl Addresses {
-    pub(super) fn new(host: &str, port: u16) -> Self {
+    pub(crate) fn new(host: &str, port: u16) -> Self {
         Self::asking(host, port, system)
     }
 
@@ -68,7 +68,7 @@ impl Addresses {
     ///
     /// # Cancel safety
     /// A lookup goes on.
-    pub(super) async fn get(&self) -> Result<Found, Arc<io::Error>> {
+    pub(crate) async fn get(&self) -> Result<Found, Arc<io::Error>> {
         if let Ok(ip) = self.host.parse::<IpAddr>() {
             return Ok(Arc::new([SocketAddr::new(ip, self.port)]));
         }
