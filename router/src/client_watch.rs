@@ -1,11 +1,11 @@
 //! Everything that is awaited for a client is awaited only for as long as the client is there.
 //!
-//! Every wait of a request is raced against a read of the client's socket, which after the request's body can only bring
-//! its end (FIN and RST alike; a half-close counts as leaving). Bytes of a second, pipelined request count as leaving too:
-//! they would hide the end behind them.
+//! Every wait of a request is raced against reads of the client's socket, which bring its end (FIN and RST alike; a
+//! half-close counts as leaving). Bytes of its next request are kept for when this one is over; beyond a bound they stay
+//! unread, and the system is asked whether an end is behind them.
 //!
-//! The race must stop once the last byte of the answer has been read from the engine: a keep-alive client may
-//! send its next request the moment it has the answer.
+//! The race must stop once the last byte of the answer has been read from the engine: a client may close the moment it has
+//! the answer.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;

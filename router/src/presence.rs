@@ -6,6 +6,7 @@
 //! | nothing is on its way | keepalive probes, from half of the time on |
 //! | data is not acknowledged | `TCP_USER_TIMEOUT` |
 //! | the window is closed | the same, too early for a reader that is there and pauses: see [`bear`] and [`is_lost`] |
+//! | what it sent is not read | the state of the connection: see [`has_ended`] |
 
 #![allow(unsafe_code)] // one system call that no dependency offers; see its block
 
@@ -17,6 +18,8 @@ use tokio::net::TcpStream;
 
 /// Keepalive counts in these.
 const SECOND: Duration = Duration::from_secs(1);
+/// `TCP_ESTABLISHED` of Linux: both directions are open.
+const ESTABLISHED: u8 = 1;
 
 /// Has the connection broken once the other end has acknowledged nothing for so long; zero: as the system does it.
 ///
@@ -44,6 +47,11 @@ pub(crate) fn is_lost(socket: &TcpStream, within: Duration) -> bool {
     asked && u128::from(info.tcpi_last_ack_recv) >= within.as_millis()
 }
 
+/// Whether the other end has closed or broken the connection, also where that is behind data that was not read.
+pub(crate) fn has_ended(socket: &TcpStream) -> bool {
+    info(socket).is_some_and(|info| info.tcpi_state != ESTABLISHED)
+}
+
 fn info(socket: &TcpStream) -> Option<libc::tcp_info> {
     // SAFETY: all of its fields are integers, for which zero is a value.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
@@ -58,6 +66,7 @@ fn info(socket: &TcpStream) -> Option<libc::tcp_info> {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncWriteExt;
     use tokio::net::TcpListener;
 
     use super::*;
@@ -79,5 +88,25 @@ mod tests {
             assert_eq!(within, Some(Duration::from_millis(ms)));
         }
         assert!(!is_lost(&socket, Duration::ZERO), "it was asked nothing");
+    }
+
+    #[tokio::test]
+    async fn an_end_behind_data_that_was_not_read_is_seen() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        for reset in [false, true] {
+            let mut other =
+                TcpStream::connect(listener.local_addr().expect("bound")).await.expect("it listens");
+            let (socket, _) = listener.accept().await.expect("it connected");
+            other.write_all(b"x").await.expect("there is room");
+            socket.readable().await.expect("it is open");
+            assert!(!has_ended(&socket));
+            if reset {
+                SockRef::from(&other).set_linger(Some(Duration::ZERO)).expect("an option");
+            }
+            drop(other);
+            while !has_ended(&socket) {
+                tokio::task::yield_now().await;
+            }
+        }
     }
 }

@@ -375,11 +375,11 @@ async fn serve(
                 };
                 // Boxed: an idle connection has no room for a request.
                 Box::pin(door.request(&mut session)).await;
-                if wire.is_unread() {
-                    return wire.linger().await;
-                }
-                if !session.is_reusable() {
-                    return wire.close().await;
+                match session.is_reusable() && !wire.is_unread() {
+                    true => {}
+                    // A close alone would reset the connection under the answer.
+                    false if wire.is_ahead() => return wire.linger().await,
+                    false => return wire.close().await,
                 }
             }
             Ok(None) => return,

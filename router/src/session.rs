@@ -166,7 +166,7 @@ impl Session {
         length: Length,
     ) -> Result<(), ClientGone> {
         let Some(mut http) = self.http.take() else { return Err(ClientGone) };
-        // What is left of a body that nobody wants, or came behind it, would be taken for the next request.
+        // What is left of a body that nobody wants would be taken for the next request.
         if self.wire.is_unread() {
             http.set_server_keepalive(None);
         }

@@ -1,18 +1,51 @@
-//! A body in chunks, read strictly: hexadecimal sizes, CRLF and nothing else.
+//! A body in chunks, read strictly: hexadecimal sizes, CRLF, and the grammar of RFC 9112, 7.1, to the letter.
 //!
-//! Extensions and trailers are refused. Nobody sends them to an API like this, and everything that smuggles through
-//! chunks needs one of them, or a lenient reader of line ends.
+//! Extensions and trailers are checked, bounded and dropped: no engine receives them. What smuggles through chunks needs a
+//! lenient reader of them, so a bare CR or LF, a folded line, an open quote and a framing field in a trailer are refused.
 //!
 //! Pure: bytes in, data out. Called again with more bytes until it has ended.
 
 use bytes::{Buf, BytesMut};
+use memchr::memchr2;
+
+use super::head;
 
 /// 8 digits: up to 4 GiB, over any limit.
 const SIZE_DIGITS_MAX: usize = 8;
+/// Extensions of one chunk. A signature of a chunk, the one kind in use, takes 81 bytes.
+const EXTENSION_BYTES_MAX: usize = 256;
+/// Extensions of one body; as many as hyper reads.
+const EXTENSIONS_BYTES_MAX: usize = 16 << 10;
+/// Trailers of one body.
+const TRAILER_BYTES_MAX: usize = 4 << 10;
+const TRAILER_FIELDS_MAX: usize = 32;
+
+/// Fields that frame or route a message: RFC 9110, 6.5.1, has them in no trailer, and another reader might act on them.
+const NOT_IN_TRAILERS: [&[u8]; 8] = [
+    b"content-length",
+    b"transfer-encoding",
+    b"host",
+    b"connection",
+    b"upgrade",
+    b"expect",
+    b"te",
+    b"trailer",
+];
+
+/// Reads one body.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Chunked {
+    state: State,
+    /// Bytes of extensions that were read.
+    extension_bytes: usize,
+    /// Bytes and fields of trailers that were read.
+    trailer_bytes: usize,
+    trailer_fields: usize,
+}
 
 /// Where the reader is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Chunked {
+enum State {
     /// Before a size.
     #[default]
     Size,
@@ -20,8 +53,8 @@ pub(crate) enum Chunked {
     Data(usize),
     /// Before the end of a chunk's line.
     DataEnd,
-    /// Behind the last size: before the empty line.
-    End,
+    /// Behind the last size: before a trailer, or the empty line.
+    Trailer,
     /// Everything was read.
     Done,
 }
@@ -56,26 +89,32 @@ impl Chunked {
         limit_bytes: usize,
     ) -> Result<bool, ChunkError> {
         loop {
-            match *self {
-                Self::Size => {
-                    let Some((size, line_bytes)) = size(input)? else { return Ok(false) };
+            match self.state {
+                State::Size => {
+                    let Some(Size { size, extension_bytes, line_bytes }) = size(input)? else {
+                        return Ok(false);
+                    };
+                    self.extension_bytes += extension_bytes;
+                    if self.extension_bytes > EXTENSIONS_BYTES_MAX {
+                        return Err(ChunkError::NotChunks);
+                    }
                     if size > limit_bytes - out.len().min(limit_bytes) {
                         return Err(ChunkError::TooLarge);
                     }
                     input.advance(line_bytes);
-                    *self = if size == 0 { Self::End } else { Self::Data(size) };
+                    self.state = if size == 0 { State::Trailer } else { State::Data(size) };
                 }
-                Self::Data(left) => {
+                State::Data(left) => {
                     let here = left.min(input.len());
                     out.extend_from_slice(&input[..here]);
                     input.advance(here);
                     if here < left {
-                        *self = Self::Data(left - here);
+                        self.state = State::Data(left - here);
                         return Ok(false);
                     }
-                    *self = Self::DataEnd;
+                    self.state = State::DataEnd;
                 }
-                Self::DataEnd | Self::End => {
+                State::DataEnd => {
                     if !b"\r\n".starts_with(&input[..input.len().min(2)]) {
                         return Err(ChunkError::NotChunks);
                     }
@@ -83,30 +122,108 @@ impl Chunked {
                         return Ok(false);
                     }
                     input.advance(2);
-                    *self = if *self == Self::End { Self::Done } else { Self::Size };
+                    self.state = State::Size;
                 }
-                Self::Done => return Ok(true),
+                State::Trailer => {
+                    let Some(line_bytes) = self.trailer(input)? else { return Ok(false) };
+                    input.advance(line_bytes);
+                }
+                State::Done => return Ok(true),
             }
         }
     }
+
+    /// Checks one line behind the last chunk; its bytes with its end, `None` where it is not whole yet.
+    fn trailer(&mut self, input: &[u8]) -> Result<Option<usize>, NotChunks> {
+        let left = TRAILER_BYTES_MAX.saturating_sub(self.trailer_bytes);
+        let Some(line) = line(input, left)? else { return Ok(None) };
+        let line_bytes = line.len() + 2;
+        if line.is_empty() {
+            self.state = State::Done;
+            return Ok(Some(line_bytes));
+        }
+        let (name, _) = head::field(line).map_err(|_| NotChunks)?;
+        self.trailer_bytes += line_bytes;
+        self.trailer_fields += 1;
+        let frames = NOT_IN_TRAILERS.iter().any(|field| name.eq_ignore_ascii_case(field));
+        if frames || self.trailer_fields > TRAILER_FIELDS_MAX {
+            return Err(NotChunks);
+        }
+        Ok(Some(line_bytes))
+    }
 }
 
-/// A size and the bytes of its line; `None` where the line is not whole yet.
-fn size(input: &[u8]) -> Result<Option<(usize, usize)>, NotChunks> {
+/// The first line of a chunk.
+struct Size {
+    size: usize,
+    extension_bytes: usize,
+    /// Of the whole line, with its end.
+    line_bytes: usize,
+}
+
+/// `None` where the line is not whole yet.
+fn size(input: &[u8]) -> Result<Option<Size>, NotChunks> {
     let digits = input.iter().take(SIZE_DIGITS_MAX + 1).take_while(|byte| byte.is_ascii_hexdigit()).count();
     if digits > SIZE_DIGITS_MAX || (digits == 0 && !input.is_empty()) {
         return Err(NotChunks);
     }
-    let rest = &input[digits..];
-    if !b"\r\n".starts_with(&rest[..rest.len().min(2)]) {
-        return Err(NotChunks);
-    }
-    if digits == 0 || rest.len() < 2 {
-        return Ok(None);
-    }
-    let text = std::str::from_utf8(&input[..digits]).map_err(|_| NotChunks)?;
+    let Some(line) = line(input, digits + EXTENSION_BYTES_MAX)? else { return Ok(None) };
+    let (digits, rest) = line.split_at(digits);
+    extensions(rest)?;
+    let text = std::str::from_utf8(digits).map_err(|_| NotChunks)?;
     let size = usize::from_str_radix(text, 16).map_err(|_| NotChunks)?;
-    Ok(Some((size, digits + 2)))
+    Ok(Some(Size { size, extension_bytes: rest.len(), line_bytes: line.len() + 2 }))
+}
+
+/// The first line without its end, of at most so many bytes; `None` where it is not whole yet. A CR or an LF that is not
+/// part of CRLF is refused, inside a quoted string too.
+fn line(input: &[u8], bytes_max: usize) -> Result<Option<&[u8]>, NotChunks> {
+    let Some(end) = memchr2(b'\r', b'\n', &input[..input.len().min(bytes_max + 1)]) else {
+        return if input.len() > bytes_max { Err(NotChunks) } else { Ok(None) };
+    };
+    match &input[end..] {
+        [b'\r', b'\n', ..] => Ok(Some(&input[..end])),
+        [b'\r'] => Ok(None),
+        _ => Err(NotChunks),
+    }
+}
+
+/// `*( BWS ";" BWS token [ BWS "=" BWS ( token / quoted-string ) ] )`: RFC 9112, 7.1.1.
+fn extensions(mut rest: &[u8]) -> Result<(), NotChunks> {
+    while !rest.is_empty() {
+        rest = behind_token(behind_blanks(behind_blanks(rest).strip_prefix(b";").ok_or(NotChunks)?))?;
+        if let Some(value) = behind_blanks(rest).strip_prefix(b"=") {
+            let value = behind_blanks(value);
+            rest = match value.strip_prefix(b"\"") {
+                Some(quoted) => behind_quote(quoted)?,
+                None => behind_token(value)?,
+            };
+        }
+    }
+    Ok(())
+}
+
+fn behind_blanks(bytes: &[u8]) -> &[u8] {
+    let blanks = bytes.iter().take_while(|byte| matches!(byte, b' ' | b'\t')).count();
+    &bytes[blanks..]
+}
+
+fn behind_token(bytes: &[u8]) -> Result<&[u8], NotChunks> {
+    let token = bytes.iter().take_while(|&&byte| head::is_token(byte)).count();
+    if token == 0 { Err(NotChunks) } else { Ok(&bytes[token..]) }
+}
+
+/// What follows the quote that ends a quoted string: RFC 9110, 5.6.4.
+fn behind_quote(mut bytes: &[u8]) -> Result<&[u8], NotChunks> {
+    let is_text = |byte: u8| byte == b'\t' || byte >= b' ' && byte != 0x7f;
+    loop {
+        bytes = match *bytes {
+            [b'"', ref rest @ ..] => return Ok(rest),
+            [b'\\', escaped, ref rest @ ..] if is_text(escaped) => rest,
+            [byte, ref rest @ ..] if is_text(byte) && byte != b'\\' => rest,
+            _ => return Err(NotChunks),
+        };
+    }
 }
 
 #[cfg(test)]
@@ -122,11 +239,9 @@ mod tests {
         Ok(done.then(|| (out.to_vec(), input.to_vec())))
     }
 
-    #[test]
-    fn every_split_gives_the_same_data() {
-        let text = b"5\r\nhello\r\n00a\r\n, world...\r\n0\r\n\r\nGET";
+    fn every_split(text: &[u8]) {
         let whole = Some((b"hello, world...".to_vec(), b"GET".to_vec()));
-        assert_eq!(all(text, 15), Ok(whole.clone()));
+        assert_eq!(all(text, 15), Ok(whole.clone()), "{}", text.escape_ascii());
         for first in 0..text.len() {
             let (mut input, mut out) = (BytesMut::from(&text[..first]), BytesMut::new());
             let mut chunks = Chunked::default();
@@ -138,9 +253,17 @@ mod tests {
     }
 
     #[test]
-    fn nothing_but_plain_chunks_is_read() {
+    fn every_split_gives_the_same_data() {
+        every_split(b"5\r\nhello\r\n00a\r\n, world...\r\n0\r\n\r\nGET");
+        every_split(
+            b"5;a;b=c \t; d = \"e\\\"; \\\\\xff\"\r\nhello\r\n00a ;x=\"\"\r\n, world...\r\n0;z\r\n\
+              x-checksum: \"1\"\r\nServer-Timing:\r\n\r\nGET",
+        );
+    }
+
+    #[test]
+    fn nothing_but_chunks_of_the_grammar_is_read() {
         for odd in [
-            "5;a=b\r\nhello\r\n0\r\n\r\n",
             "5 \r\nhello\r\n",
             " 5\r\nhello\r\n",
             "5\nhello\n0\n\n",
@@ -154,17 +277,86 @@ mod tests {
             "5\r\nhello\n",
             "000000005\r\nhello",
             "fffffffff\r\n",
-            "0\r\nA: b\r\n\r\n",
             "0\r\n\n",
-            "0;x\r\n\r\n",
             "5\r\r\nhello",
+            // Extensions.
+            "5;\r\nhello",
+            "5;;a\r\nhello",
+            "5 a\r\nhello",
+            "5;a=\r\nhello",
+            "5;=a\r\nhello",
+            "5;a=b c\r\nhello",
+            "5;a=b;\r\nhello",
+            "5; \r\nhello",
+            "5;a\nhello",
+            "5;a\rb\r\nhello",
+            "5;a=\"b\r\nhello",
+            "5;a=\"b\\\r\nhello",
+            "5;a=\"b\rc\"\r\nhello",
+            "5;a=\"b\nc\"\r\nhello",
+            "5;a=\"b\"c\r\nhello",
+            "5;a=\"b\0\"\r\nhello",
+            "5;a=\"\\\u{7f}\"\r\nhello",
+            "5;a\0\r\nhello",
+            // Trailers.
+            "0\r\nA\r\n\r\n",
+            "0\r\nA : b\r\n\r\n",
+            "0\r\n: b\r\n\r\n",
+            "0\r\nA: b\r\n c\r\n\r\n",
+            "0\r\n A: b\r\n\r\n",
+            "0\r\nA: b\n\r\n",
+            "0\r\nA: b\rC: d\r\n\r\n",
+            "0\r\nA: b\0\r\n\r\n",
+            "0\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            "0\r\nContent-Length: 5\r\n\r\n",
+            "0\r\nA: b\r\nTRANSFER-ENCODING: chunked\r\n\r\n",
+            "0\r\nhost: x\r\n\r\n",
+            "0\r\nconnection: close\r\n\r\n",
+            "0\r\nTrailer: a\r\n\r\n",
         ] {
             assert_eq!(all(odd.as_bytes(), 100), Err(ChunkError::NotChunks), "{odd:?}");
         }
         assert_eq!(all(b"6\r\n", 5), Err(ChunkError::TooLarge));
         assert_eq!(all(b"3\r\nabc\r\n3\r\n", 5), Err(ChunkError::TooLarge));
-        for partial in ["", "5", "5\r", "5\r\n", "5\r\nhel", "5\r\nhello\r", "0\r\n", "0\r\n\r"] {
+        for partial in [
+            "",
+            "5",
+            "5\r",
+            "5\r\n",
+            "5\r\nhel",
+            "5\r\nhello\r",
+            "0\r\n",
+            "0\r\n\r",
+            "5;a=\"b",
+            "5;a\r",
+            "0\r\nA: b",
+            "0\r\nA: b\r",
+            "0\r\nA: b\r\n",
+            "0\r\nA: b\r\n\r",
+        ] {
             assert_eq!(all(partial.as_bytes(), 5), Ok(None), "{partial:?}");
         }
+    }
+
+    #[test]
+    fn extensions_and_trailers_are_bounded_by_themselves_and_in_sum() {
+        let extended = |bytes: usize, chunks: usize| {
+            let chunk = format!("1;{}\r\nx\r\n", "a".repeat(bytes - 1));
+            all(format!("{}0\r\n\r\n", chunk.repeat(chunks)).as_bytes(), 1000).is_ok()
+        };
+        assert!(extended(EXTENSION_BYTES_MAX, 1) && !extended(EXTENSION_BYTES_MAX + 1, 1));
+        let most = EXTENSIONS_BYTES_MAX / EXTENSION_BYTES_MAX;
+        assert!(extended(EXTENSION_BYTES_MAX, most) && !extended(EXTENSION_BYTES_MAX, most + 1));
+        let endless = format!("5;{}", "a".repeat(EXTENSION_BYTES_MAX));
+        assert_eq!(all(endless.as_bytes(), 5), Err(ChunkError::NotChunks), "not waited for");
+
+        let trailers = |fields: usize, bytes: usize| {
+            let field = format!("a:{}\r\n", "b".repeat(bytes - 4));
+            all(format!("0\r\n{}\r\n", field.repeat(fields)).as_bytes(), 1000).is_ok()
+        };
+        assert!(trailers(TRAILER_FIELDS_MAX, 8) && !trailers(TRAILER_FIELDS_MAX + 1, 8));
+        assert!(trailers(2, TRAILER_BYTES_MAX / 2) && !trailers(2, TRAILER_BYTES_MAX / 2 + 2));
+        let endless = format!("0\r\na:{}", "b".repeat(TRAILER_BYTES_MAX));
+        assert_eq!(all(endless.as_bytes(), 5), Err(ChunkError::NotChunks), "not waited for");
     }
 }

@@ -36,6 +36,8 @@ pub(crate) struct Head {
     pub framing: Framing,
     /// Whether the client waits to be told to send the body.
     pub expects_continue: bool,
+    /// Whether the client offers to speak another protocol from here on.
+    pub upgrades: bool,
     /// Names to be written over, by their offset.
     masked: Vec<(usize, &'static [u8])>,
 }
@@ -95,6 +97,23 @@ pub(crate) fn read(bytes: &[u8], searched: &mut usize, bytes_max: usize) -> Resu
     fields(lines, line_end + 2, &line, end).map(Some)
 }
 
+/// The empty line in front of a request, as far as it has come: clients of old sent one behind a body. RFC 9112, 2.2, has
+/// one ignored; more is a client that is out of step, and refused.
+pub(super) fn empty_line(bytes: &[u8]) -> Option<EmptyLine> {
+    match bytes {
+        [] | [b'\r'] => Some(EmptyLine::MayCome),
+        [b'\r', b'\n', ..] => Some(EmptyLine::Here),
+        _ => None,
+    }
+}
+
+/// See [`empty_line`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum EmptyLine {
+    MayCome,
+    Here,
+}
+
 struct RequestLine<'a> {
     /// The host that a target in absolute form names.
     authority: Option<&'a [u8]>,
@@ -142,7 +161,13 @@ fn request_line(line: &[u8]) -> Result<RequestLine<'_>, Unclean> {
 }
 
 fn fields(lines: &[u8], mut at: usize, line: &RequestLine<'_>, end: usize) -> Result<Head, Unclean> {
-    let mut head = Head { bytes: end, framing: Framing::None, expects_continue: false, masked: Vec::new() };
+    let mut head = Head {
+        bytes: end,
+        framing: Framing::None,
+        expects_continue: false,
+        upgrades: false,
+        masked: Vec::new(),
+    };
     let (mut host, mut length, mut chunked, mut count) = (None, None, false, 0);
     while at < lines.len() {
         let size = lines[at..].iter().position(|byte| *byte == b'\r').unwrap_or(lines.len() - at);
@@ -168,7 +193,10 @@ fn fields(lines: &[u8], mut at: usize, line: &RequestLine<'_>, end: usize) -> Re
                 }
                 head.expects_continue = true;
             }
-            7 if name.eq_ignore_ascii_case(b"upgrade") => head.masked.push((at, b"x-upgr0")),
+            7 if name.eq_ignore_ascii_case(b"upgrade") => {
+                head.upgrades = true;
+                head.masked.push((at, b"x-upgr0"));
+            }
             14 if name.eq_ignore_ascii_case(b"content-length") => {
                 once(length.is_some())?;
                 length = Some(content_length(value)?);
@@ -207,7 +235,7 @@ fn fields(lines: &[u8], mut at: usize, line: &RequestLine<'_>, end: usize) -> Re
 }
 
 /// Name and value of one line.
-fn field(line: &[u8]) -> Result<(&[u8], &[u8]), Unclean> {
+pub(super) fn field(line: &[u8]) -> Result<(&[u8], &[u8]), Unclean> {
     let colon = line.iter().position(|byte| *byte == b':');
     let colon = colon.ok_or(Unclean::Malformed("a header line has no colon"))?;
     let (name, value) = (&line[..colon], &line[colon + 1..]);
@@ -237,7 +265,7 @@ fn is_host(host: &[u8]) -> bool {
 }
 
 /// RFC 9110's `tchar`.
-fn is_token(byte: u8) -> bool {
+pub(super) fn is_token(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
 }
 
@@ -257,6 +285,7 @@ mod tests {
             "POST /v1/completions HTTP/1.1\r\nHost: x:1\r\nContent-Length: \t5 \r\nUpgrade: h2c\r\n\r\nhello";
         let head = whole(text).unwrap().unwrap();
         assert_eq!((head.bytes, head.framing), (text.len() - 5, Framing::Length(5)));
+        assert!(head.upgrades && !head.expects_continue);
         let mut bytes = text.as_bytes().to_vec();
         head.mask(&mut bytes);
         let masked = String::from_utf8(bytes).unwrap().to_ascii_lowercase();

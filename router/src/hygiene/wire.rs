@@ -22,11 +22,11 @@ use pingora::protocols::{
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::time::Sleep;
+use tokio::time::{Instant, Sleep};
 use tokio_util::either::Either;
 
 use super::chunked::{ChunkError, Chunked};
-use super::head::{self, Framing};
+use super::head::{self, EmptyLine, Framing};
 use super::{HeadBounds, Unclean};
 use crate::admission::body_budget::{Share, Spent};
 use crate::presence;
@@ -35,6 +35,13 @@ use crate::tls::TlsConnection;
 /// One read of the socket: as much as a connection's buffer in the kernel usually holds, and enough to pass buffers
 /// below by.
 const READ_BYTES: usize = 64 << 10;
+/// What comes behind a request while it is answered is read ahead up to this size, and kept for when it is over: a request
+/// of a client that does not wait for answers. More stays with the client and in the system's buffers.
+const AHEAD_BYTES_MAX: usize = 16 << 10;
+/// One read ahead.
+const AHEAD_READ_BYTES: usize = 4 << 10;
+/// While nothing more is read ahead, the client's end of the connection is looked for so often.
+const LOOKS_FOR_END: Duration = Duration::from_millis(250);
 /// Room that a body is given before any of it has come; it grows with what comes.
 const BODY_ROOM_BYTES: usize = 256 << 10;
 /// After a refusal, so much of what the client still sends is read and forgotten, for so long: closing at once would
@@ -63,8 +70,12 @@ struct Inner {
     borne: bool,
     /// Written by pingora, and not yet out.
     held: Vec<u8>,
-    /// Bytes behind the head that came with it.
+    /// Bytes behind what was read of the request: of its body, or of the next request.
     ahead: BytesMut,
+    /// Nothing more is read ahead: when the client's end is looked for.
+    looks: Option<Pin<Box<Sleep>>>,
+    /// The request offers to speak another protocol: what is behind it may not be HTTP to another reader.
+    upgrades: bool,
     /// What is still to be read of the request's body.
     body: Body,
     expects_continue: bool,
@@ -123,6 +134,8 @@ impl Wire {
             borne: false,
             held: Vec::new(),
             ahead: BytesMut::new(),
+            looks: None,
+            upgrades: false,
             body: Body::Read,
             expects_continue: false,
             body_bytes: 0,
@@ -162,12 +175,29 @@ impl Wire {
         }
     }
 
-    /// Whether the client has left: its end of the connection is closed, or broken, or it sends what nobody asked for
-    /// and hides its end behind it. Once the request's body was read.
+    /// Whether the client has left: its end of the connection is closed, or broken. Once the request's body was read.
+    ///
+    /// What it sends meanwhile is its next request, and kept. Where that is too much, its end is behind what is not read:
+    /// then the system is asked for it.
     pub(crate) fn poll_gone(&self, context: &mut Context<'_>) -> Poll<()> {
-        let mut probe = [0];
-        let mut probe = ReadBuf::new(&mut probe);
-        self.poll(context, |stream, context| stream.poll_read(context, &mut probe)).map(drop)
+        let inner = &mut *self.lock();
+        while inner.ahead.len() < AHEAD_BYTES_MAX {
+            let mut room = [MaybeUninit::<u8>::uninit(); AHEAD_READ_BYTES];
+            let mut room = ReadBuf::uninit(&mut room);
+            let read = ready!(Pin::new(&mut inner.stream).poll_read(context, &mut room));
+            if read.is_err() || room.filled().is_empty() {
+                return Poll::Ready(());
+            }
+            inner.ahead.extend_from_slice(room.filled());
+        }
+        let looks = inner.looks.get_or_insert_with(|| Box::pin(tokio::time::sleep(LOOKS_FOR_END)));
+        loop {
+            ready!(looks.as_mut().poll(context));
+            if presence::has_ended(tcp(&inner.stream)) {
+                return Poll::Ready(());
+            }
+            looks.as_mut().reset(Instant::now() + LOOKS_FOR_END);
+        }
     }
 
     /// How long the client may acknowledge nothing; zero: as the system does it.
@@ -207,18 +237,28 @@ impl Wire {
     pub(crate) async fn head(
         &self,
         bounds: &HeadBounds,
-        idle: Pin<&mut Sleep>,
+        mut idle: Pin<&mut Sleep>,
     ) -> Result<Option<BytesMut>, Unclean> {
         let mut bytes = std::mem::take(&mut self.lock().ahead);
-        let mut searched = 0;
-        if bytes.is_empty() {
-            let first = tokio::select! {
-                biased;
-                first = self.read(&mut bytes) => first,
-                () = idle => return Ok(None),
-            };
-            if !matches!(first, Ok(1..)) {
-                return Ok(None);
+        let (mut searched, mut may_be_empty) = (0, true);
+        // An empty line is no beginning of a request: a client that sent one with its last may be idle behind it.
+        loop {
+            match head::empty_line(&bytes).filter(|_| may_be_empty || bytes.is_empty()) {
+                Some(EmptyLine::Here) => {
+                    bytes.advance(2);
+                    may_be_empty = false;
+                }
+                Some(EmptyLine::MayCome) => {
+                    let more = tokio::select! {
+                        biased;
+                        more = self.read(&mut bytes) => more,
+                        () = idle.as_mut() => return Ok(None),
+                    };
+                    if !matches!(more, Ok(1..)) {
+                        return Ok(None);
+                    }
+                }
+                None => break,
             }
         }
         // Nearly always it is whole at once, and no clock is needed.
@@ -252,7 +292,9 @@ impl Wire {
         let mut inner = self.lock();
         inner.bear_no_more();
         inner.ahead = ahead;
+        inner.looks = None;
         inner.body_bytes = 0;
+        inner.upgrades = head.upgrades;
         inner.expects_continue = head.expects_continue;
         inner.body = match head.framing {
             Framing::None => Body::Read,
@@ -291,8 +333,15 @@ impl Wire {
         inner.expects_continue && inner.ahead.is_empty()
     }
 
-    /// Whether anything is left that would be taken for the next request: some of the body, or what came behind it.
+    /// Whether something is left that must not be taken for the next request: some of the body, or what came behind a
+    /// request to speak another protocol.
     pub(crate) fn is_unread(&self) -> bool {
+        let inner = self.lock();
+        inner.body != Body::Read || inner.upgrades && !inner.ahead.is_empty()
+    }
+
+    /// Whether the client sent more than what was answered.
+    pub(crate) fn is_ahead(&self) -> bool {
         let inner = self.lock();
         inner.body != Body::Read || !inner.ahead.is_empty()
     }

@@ -30,6 +30,7 @@ mod load;
 mod log;
 mod main_path;
 mod markers;
+mod pipelining;
 mod policies;
 mod proxies;
 mod reload;
