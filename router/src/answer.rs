@@ -4,6 +4,8 @@
 //! is then passed on frame by frame, unbuffered. One that is not streamed is held until it is complete, up to
 //! a bound, so that an engine's death in the middle of it is still a clear 502.
 
+mod held;
+
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -17,24 +19,18 @@ use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use pingora::http::ResponseHeader;
 use tokio::time::{Instant, Sleep};
 
-use crate::admission::body_budget::Held;
 use crate::client_watch::{ClientGone, race};
-use crate::error_inside::{ErrorInside, Unfit, unfit};
+use crate::error_inside::ErrorInside;
 use crate::exchange_driver::{Answer, Ended, ExchangeDriver, Rest};
 use crate::intake::Ask;
-use crate::legs::{Refusal, Verdict, note_unreadable};
+use crate::legs::{Refusal, Verdict, unreadable};
 use crate::metrics::Resume;
 use crate::resume::{Plan, Transcript};
 use crate::route::Dialect;
 use crate::session::{Length, Session};
 use crate::sse::{Frames, Read};
 use crate::upstream::{CallError, InFlight, Reply};
-use crate::usage::Skim;
 
-/// An answer that is not streamed is held up to this size, and within what all of them may take together; past it, it is
-/// passed on as it comes. The tokens of the longest context, with their texts. An engine sends such an answer when it has
-/// all of it, so that holding delays nothing, and its place is free at once however slowly the client reads.
-const HELD_BYTES_MAX: usize = 64 << 20;
 /// Says what vLLM's embeddings in bytes mean.
 const METADATA: HeaderName = HeaderName::from_static("metadata");
 /// After `[DONE]` an engine has this long to end its answer, so that its connection can be used again.
@@ -333,17 +329,6 @@ impl Passing<'_> {
         read
     }
 
-    /// Whether a whole answer is none, or an error; notes what it says.
-    fn unfit(&mut self, whole: &Bytes) -> Option<Broken> {
-        let kind = self.reply.as_ref().and_then(|reply| reply.content_type());
-        let skim = Skim::of(whole);
-        self.driver.watched.seen.note(&skim);
-        match unfit(whole, &skim, kind, self.dialect.generates())? {
-            Unfit::Error(error) => Some(self.told(error)),
-            Unfit::Broken => Some(Broken::Died),
-        }
-    }
-
     /// What the engine said instead of an answer, or in the middle of one.
     fn told(&mut self, told: ErrorInside) -> Broken {
         let Some(reply) = &self.reply else { return Broken::Died };
@@ -428,73 +413,6 @@ impl Passing<'_> {
         });
     }
 
-    async fn held(&mut self, head: ResponseHeader) -> Result<(), Ended> {
-        let mut held = Bytes::new();
-        // Until the client has everything.
-        let mut share = None;
-        loop {
-            let room = match self.chunk().await? {
-                // In one piece, as it mostly is, it is neither copied nor counted: one read brought it.
-                Ok(Some(chunk)) if held.is_empty() => {
-                    held = chunk;
-                    continue;
-                }
-                Ok(Some(chunk)) => {
-                    let mut joined = held.try_into_mut().unwrap_or_else(|held| BytesMut::from(&*held));
-                    joined.extend_from_slice(&chunk);
-                    let room = joined.capacity();
-                    held = joined.freeze();
-                    room
-                }
-                Ok(None) => break,
-                Err(broken) => {
-                    self.ended_early(&broken);
-                    return Err(Ended::Refused(broken.refusal()));
-                }
-            };
-            if held.len() > HELD_BYTES_MAX || self.driver.hold_answer(&mut share, room).is_err() {
-                return self.passed(head, held, share).await;
-            }
-        }
-        if let Some(broken) = self.unfit(&held) {
-            self.ended_early(&broken);
-            return Err(Ended::Refused(broken.refusal()));
-        }
-        self.served();
-        self.commit(head, Length::Known(held.len())).await?;
-        self.write(held, true).await
-    }
-
-    /// An answer too large to hold. Its end in the middle can only be told by the connection's: no last chunk is sent, and
-    /// the connection is closed.
-    async fn passed(&mut self, head: ResponseHeader, begun: Bytes, share: Option<Held>) -> Result<(), Ended> {
-        let mut skim = Box::new(Skim::of(&begun));
-        self.commit(head, Length::Unknown).await?;
-        self.write(begun, false).await?;
-        // What was held is with the client.
-        drop(share);
-        loop {
-            match self.chunk().await? {
-                Ok(Some(chunk)) => {
-                    skim.feed(&chunk);
-                    self.write(chunk, false).await?;
-                }
-                Ok(None) => break,
-                Err(broken) => {
-                    self.ended_early(&broken);
-                    return Ok(());
-                }
-            }
-        }
-        self.driver.watched.seen.note(&skim);
-        if self.dialect.generates() && !skim.is_whole() {
-            self.ended_early(&Broken::Died);
-            return Ok(());
-        }
-        self.served();
-        self.write(Bytes::new(), true).await
-    }
-
     /// The next piece of the answer, as long as the client is there.
     async fn chunk(&mut self) -> Result<Result<Option<Bytes>, Broken>, Ended> {
         // Once the last byte is here the client is not watched: its next request is not a hang-up.
@@ -517,13 +435,15 @@ impl Passing<'_> {
 
     fn heard(&mut self, chunk: Option<Result<Bytes, CallError>>) -> Result<Option<Bytes>, Broken> {
         self.silence.heard();
-        let chunk = chunk.transpose().map_err(|error| match error {
-            CallError::Unreadable(why) => {
-                self.reply.iter().for_each(|reply| note_unreadable(reply.engine(), why));
-                Broken::Failed(Refusal::unreadable())
+        let chunk = match (chunk.transpose(), &self.reply) {
+            (Ok(chunk), _) => chunk,
+            (Err(CallError::Unreadable(why)), Some(reply)) => {
+                let (refusal, blame) = unreadable(reply.engine(), why);
+                self.driver.told(blame);
+                return Err(Broken::Failed(refusal));
             }
-            _ => Broken::Died,
-        })?;
+            (Err(_), _) => return Err(Broken::Died),
+        };
         if chunk.is_some() && !std::mem::replace(&mut self.spoke, true) {
             self.driver.apply(Event::FirstChunk(self.attempt));
         }

@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::usage::Skim;
 
 /// An engine's words are read up to this length.
-const ERROR_BYTES_MAX: usize = 64 << 10;
+pub(crate) const ERROR_BYTES_MAX: usize = 64 << 10;
 
 /// An error as its engine would have answered it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,10 +8,44 @@ mod said;
 
 pub(crate) use refusal::{Blame, Meaning, Refusal, Verdict};
 
-use crate::upstream::{Engine, Unreadable};
+use std::time::Duration;
+
+use baton_openai::ApiError;
+
+use crate::upstream::{CallError, Engine, Unreadable};
+
+/// When to come back while too many answers are held.
+const COME_BACK: Duration = Duration::from_secs(1);
+
+/// What it comes to that an engine's answer cannot be decoded: for the client, and for the engine.
+pub(crate) fn unreadable(engine: &Engine, why: Unreadable) -> (Refusal, Blame) {
+    note_unreadable(engine, why);
+    match why {
+        Unreadable::TooMany => (spent(), Blame::Nobody),
+        Unreadable::Unknown | Unreadable::Malformed => (Refusal::unreadable(), Blame::Engine),
+    }
+}
+
+/// Too many answers of engines are held.
+pub(crate) fn spent() -> Refusal {
+    Refusal(ApiError::overloaded("the router is busy with other answers", COME_BACK))
+}
+
+/// What a call that came to nothing says of its engine: bounds of the router's own are no fault of it.
+pub(crate) fn blame(error: &CallError) -> Blame {
+    match error {
+        CallError::NotReached
+        | CallError::NoSocket(_)
+        | CallError::Spent
+        | CallError::Unreadable(Unreadable::TooMany) => Blame::Nobody,
+        CallError::Broken(_)
+        | CallError::TooLarge(_)
+        | CallError::Unreadable(Unreadable::Unknown | Unreadable::Malformed) => Blame::Engine,
+    }
+}
 
 /// Logs, not too often, why an engine's answer cannot be decoded: clients read no more than that it cannot.
-pub(crate) fn note_unreadable(engine: &Engine, why: Unreadable) {
+fn note_unreadable(engine: &Engine, why: Unreadable) {
     if let Some(held_back) = engine.trouble.due() {
         let engine = engine.authority();
         tracing::warn!(engine, %why, held_back, "an engine's answer cannot be decoded");
@@ -24,5 +58,25 @@ pub(crate) fn note_lack(engine: &Engine, path: &str, refusal: &Refusal) {
         && let Some(held_back) = engine.trouble.due()
     {
         tracing::warn!(engine = engine.authority(), path, held_back, "an engine does not have this endpoint");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::upstream::Lost;
+
+    #[test]
+    fn the_routers_own_bounds_are_no_fault_of_an_engine() {
+        let ours = [CallError::Spent, CallError::Unreadable(Unreadable::TooMany), CallError::NotReached];
+        assert!(ours.iter().all(|error| blame(error) == Blame::Nobody));
+        let engines = [
+            CallError::TooLarge(1),
+            CallError::Broken(Lost::Unanswered),
+            CallError::Unreadable(Unreadable::Malformed),
+            CallError::Unreadable(Unreadable::Unknown),
+        ];
+        assert!(engines.iter().all(|error| blame(error) == Blame::Engine));
+        assert_eq!((spent().0.status, spent().0.retry_after), (429, Some(COME_BACK)));
     }
 }

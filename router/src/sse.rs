@@ -18,7 +18,7 @@ mod lines;
 
 use bytes::{Buf, Bytes, BytesMut};
 
-use crate::usage::Skim;
+use crate::usage::{Choices, Skim};
 use lines::{Frame, Scan};
 
 pub(crate) use events::{Counts, Read, Reading, first_error};
@@ -39,6 +39,7 @@ pub(crate) struct Frames {
     passed: Vec<Frame>,
     /// The unfinished frame, of which pieces were passed on.
     long: Option<Box<Long>>,
+    choices: Choices,
     /// What such a frame said, once it has ended; the first one of what was passed last.
     ended: Option<Box<Skim>>,
 }

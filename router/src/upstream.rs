@@ -146,6 +146,9 @@ pub(crate) enum CallError {
     /// The answer is compressed and cannot be decoded.
     #[error("the answer cannot be read: {0}")]
     Unreadable(Unreadable),
+    /// The replies of other engines take all memory that there is for them. It says nothing of this one.
+    #[error("too many replies are held")]
+    Spent,
 }
 
 /// Counts one request of this router at an engine for as long as it lives.

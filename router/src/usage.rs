@@ -60,6 +60,34 @@ impl Finish {
     }
 }
 
+/// Tokens of each choice of a stream, where its engine counts them apart: with `continuous_usage_stats` an event has the
+/// tokens of its own choice so far (vLLM, SGLang). Their sum is the answer's until the engine says its own.
+#[derive(Debug, Default)]
+pub(crate) struct Choices {
+    tokens: Vec<u64>,
+    sum: u64,
+}
+
+/// As many choices as vLLM makes of one prompt are known apart.
+const CHOICES_MAX: usize = 16 << 10;
+
+impl Choices {
+    /// A choice has so many tokens by now, `new` of them of this event; the tokens of all. A choice beyond the bound
+    /// counts by its events.
+    pub(crate) fn count(&mut self, choice: usize, tokens: u64, new: u64) -> u64 {
+        if choice >= CHOICES_MAX {
+            self.sum = self.sum.saturating_add(new);
+            return self.sum;
+        }
+        if self.tokens.len() <= choice {
+            self.tokens.resize(choice + 1, 0);
+        }
+        let before = std::mem::replace(&mut self.tokens[choice], tokens);
+        self.sum = self.sum.saturating_sub(before).saturating_add(tokens);
+        self.sum
+    }
+}
+
 impl Seen {
     /// Takes over what one event or a whole answer says; what is said later counts.
     pub(crate) fn note(&mut self, skim: &Skim) {

@@ -14,7 +14,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use memchr::memmem;
 
-use super::{Blame, Meaning, Refusal, Verdict, note_lack, note_unreadable};
+use super::{Blame, Meaning, Refusal, Verdict, note_lack, spent, unreadable};
 use crate::alive::while_alive;
 use crate::sse;
 use crate::upstream::{CallError, Engine, Lost, Outgoing, Payload, Reply, Whole};
@@ -97,8 +97,11 @@ pub(crate) async fn ask(
             Decoding::Failed(Failure::NotReached, Refusal::unreachable(), Meaning::Trouble, Blame::Nobody)
         }
         Ok(Err(CallError::Unreadable(why))) => {
-            note_unreadable(engine, why);
-            Decoding::Failed(Failure::Unknown, Refusal::unreadable(), Meaning::Trouble, Blame::Engine)
+            let (refusal, blame) = unreadable(engine, why);
+            Decoding::Failed(Failure::Unknown, refusal, Meaning::Trouble, blame)
+        }
+        Ok(Err(CallError::Spent)) => {
+            Decoding::Failed(Failure::Unknown, spent(), Meaning::Trouble, Blame::Nobody)
         }
         Ok(Err(error)) => {
             tracing::debug!(engine = engine.authority(), %error, "decode failed");

@@ -14,7 +14,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use serde_json::Value;
 
-use super::{Blame, Refusal, Verdict, note_unreadable};
+use super::{Blame, Refusal, Verdict, spent, unreadable};
 use crate::error_inside::ErrorInside;
 use crate::hosts::Hosts;
 use crate::sse;
@@ -134,9 +134,10 @@ impl PrefillCall {
                 Prefilled::Failed(Failure::Unknown, Refusal::broken(), Blame::Engine)
             }
             Err(CallError::Unreadable(why)) => {
-                note_unreadable(self.engine(), why);
-                Prefilled::Failed(Failure::Unusable(None), Refusal::unreadable(), Blame::Engine)
+                let (refusal, blame) = unreadable(self.engine(), why);
+                Prefilled::Failed(Failure::Unusable(None), refusal, blame)
             }
+            Err(CallError::Spent) => Prefilled::Failed(Failure::Unusable(None), spent(), Blame::Nobody),
             Err(error @ CallError::TooLarge(_)) => {
                 tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
                 Prefilled::Failed(Failure::Unusable(None), Refusal::broken(), Blame::Engine)

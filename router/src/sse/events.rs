@@ -62,8 +62,9 @@ impl Frames {
                 continue;
             }
             let bytes = &whole[frame.start..frame.end];
-            seen.passed += self.reading.counts.tokens(bytes);
+            let tokens = self.reading.counts.tokens(bytes);
             if long.is_none() && !is_odd(frame) && !says_something(bytes) {
+                seen.passed += tokens;
                 continue;
             }
             let is_long = long.is_some();
@@ -80,9 +81,14 @@ impl Frames {
                 let end = if is_long { frame.end } else { frame.start };
                 return Read { good: without(&whole.slice(..end), &taken), told: Some(told) };
             }
-            let only_usage =
-                skim.usage().is_some() && !skim.has_choice() && self.reading.counts != Counts::Deltas;
+            let only_usage = skim.has_usage() && !skim.has_choice() && self.reading.counts != Counts::Deltas;
+            if !only_usage {
+                seen.passed += tokens;
+            }
             seen.note(&skim);
+            if let (Some(_), Some(choice), Some(usage)) = (skim.usage(), skim.choice(), &mut seen.usage) {
+                usage.completion = self.choices.count(choice, usage.completion, tokens);
+            }
             if only_usage && self.reading.without_usage && !is_long {
                 taken.push(frame.start..frame.end);
             }
@@ -137,7 +143,7 @@ fn says_something(bytes: &[u8]) -> bool {
     let has = |name: &Finder<'_>, is: fn(Option<&[u8]>) -> bool| {
         name.find_iter(bytes).any(|at| is(value(&bytes[at + name.needle().len()..])))
     };
-    has(&USAGE, |value| value.is_some_and(|value| value.starts_with(b"{")))
+    has(&USAGE, |value| value.is_some_and(|value| !value.starts_with(b"null")))
         || has(&FINISH, |value| value.is_some_and(|value| value.starts_with(b"\"")))
         // It may be a value itself.
         || has(&ERROR, |value| value.is_none_or(|value| !value.starts_with(b"null")))

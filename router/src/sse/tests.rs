@@ -288,6 +288,44 @@ fn a_usage_that_the_client_did_not_ask_for_is_taken_out() {
 }
 
 #[test]
+fn a_usage_that_the_router_asked_for_is_taken_out_although_it_cannot_be_read() {
+    let reading = Reading { without_usage: true, ..Reading::default() };
+    for usage in ["{}", r#"{"prompt_tokens":-1}"#, "[]", "7", "\"none\"", r#"{"prompt_tokens":7}"#] {
+        let event = format!("data: {{\"choices\":[],\"usage\": {usage}}}\n\n");
+        let stream = [TEXT, &event, "data: [DONE]\n\n"].concat();
+        for piece in [1, 7, stream.len()] {
+            let (passed, seen, _) = streamed(&stream, piece, reading);
+            assert_eq!((&*passed, seen.usage), (&*[TEXT, "data: [DONE]\n\n"].concat(), None), "{usage}");
+        }
+        assert_eq!(streamed(&stream, 9999, Reading::default()).0, stream, "asked for");
+    }
+    let none = "data: {\"choices\":[],\"usage\":null}\n\n";
+    assert_eq!(streamed(none, 9999, reading).0, none, "it has none");
+}
+
+#[test]
+fn what_is_counted_for_each_choice_is_added_up() {
+    let event = |choice: usize, tokens: usize| {
+        format!(
+            "data: {{\"choices\":[{{\"text\":\"a\",\"index\": {choice},\"logprobs\":{{\"index\":9}}}}],\
+             \"usage\":{{\"prompt_tokens\":7,\"completion_tokens\":{tokens}}}}}\n\n"
+        )
+    };
+    let early = [event(0, 3), event(11, 2), event(0, 5), event(11, 6)].concat();
+    let total = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":12}}\n\n";
+    for piece in [1, 7, early.len()] {
+        let (_, seen, _) = streamed(&early, piece, Reading::default());
+        assert_eq!((seen.completion(), seen.cost(0)), (Some(11), Some(18)), "the stream ended early");
+        let (_, seen, _) = streamed(&[&*early, total].concat(), piece, Reading::default());
+        assert_eq!(seen.completion(), Some(12), "the engine's own sum");
+    }
+    let alone = [event(0, 1), event(0, 4)].concat();
+    assert_eq!(streamed(&alone, 50, Reading::default()).1.completion(), Some(4));
+    let many: String = (0..20_000).map(|choice| event(choice, 1)).collect();
+    assert_eq!(streamed(&many, 65_536, Reading::default()).1.completion(), Some(20_000));
+}
+
+#[test]
 fn every_event_counts_until_the_engine_has_counted() {
     let many = TEXT.repeat(2000);
     for piece in [100, 65_536, many.len()] {

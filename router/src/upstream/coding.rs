@@ -4,6 +4,7 @@
 //! Invariants:
 //! - A piece of decoded data is at most [`PIECE_BYTES`] large, whatever the compressed bytes expand to: the bounds of the
 //!   reader count decoded bytes.
+//! - One poll begins at most [`MEMBERS_AT_ONCE`] decoders, however many members without data the bytes have.
 //! - Windows of all decoders together take at most [`WINDOWS_BYTES_MAX`].
 //! - Data that ends before its coding does, or goes on behind it, is an error and never an answer.
 
@@ -26,6 +27,9 @@ const DEFLATE_WINDOW_BYTES: usize = 64 << 10;
 const ZSTD_WINDOW_LOG_MAX: u32 = 23;
 /// All windows together: 128 answers in zstd at once, 2,000 in brotli of a proxy's usual 512 KiB, 16,000 in gzip.
 const WINDOWS_BYTES_MAX: usize = 1 << 30;
+/// Members of gzip, or frames of zstd, that one poll begins. One without data takes a few bytes, and making a decoder for it
+/// about as long as decoding a piece.
+const MEMBERS_AT_ONCE: usize = 16;
 /// Bits of the largest window of gzip and deflate.
 const DEFLATE_WINDOW_LOG: u8 = 15;
 
@@ -120,10 +124,16 @@ impl Decoder {
     ) -> Poll<Option<Result<Bytes, CallError>>> {
         // A small piece can become many: others have their turn in between.
         let turn = ready!(coop::poll_proceed(context));
+        let mut members = 0;
         loop {
             if !self.input.is_empty() || self.is_full {
-                match self.decode() {
-                    Ok(piece) if piece.is_empty() => {}
+                match self.decode(&mut members) {
+                    Ok(piece) if piece.is_empty() && self.input.is_empty() => {}
+                    Ok(piece) if piece.is_empty() => {
+                        turn.made_progress();
+                        context.waker().wake_by_ref();
+                        return Poll::Pending;
+                    }
                     piece => {
                         turn.made_progress();
                         return Poll::Ready(Some(piece.map_err(CallError::Unreadable)));
@@ -139,14 +149,19 @@ impl Decoder {
         }
     }
 
-    /// Decodes what is here into one piece; an empty one needs more input.
-    fn decode(&mut self) -> Result<Bytes, Unreadable> {
+    /// Decodes what is here into one piece; an empty one needs more input, or another poll where some is left. `members`
+    /// are those that this poll has begun.
+    fn decode(&mut self, members: &mut usize) -> Result<Bytes, Unreadable> {
         let mut room = [0; PIECE_BYTES];
         loop {
             if self.is_over && !self.input.is_empty() {
                 // Members of gzip and frames of zstd may follow each other.
                 match self.coding {
-                    Coding::Gzip | Coding::Zstd => self.codec = None,
+                    Coding::Gzip | Coding::Zstd if *members == MEMBERS_AT_ONCE => return Ok(Bytes::new()),
+                    Coding::Gzip | Coding::Zstd => {
+                        *members += 1;
+                        self.codec = None;
+                    }
                     _ => return Err(Unreadable::Malformed),
                 }
             }

@@ -2,7 +2,9 @@
 
 use std::collections::VecDeque;
 use std::io::Write;
-use std::task::Waker;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::task::{Wake, Waker};
 
 use flate2::Compression;
 use flate2::write::{DeflateEncoder, GzEncoder, ZlibEncoder};
@@ -45,7 +47,9 @@ fn decoder(name: &str) -> Box<Decoder> {
 fn decode(decoder: &mut Decoder, pieces: &[&[u8]]) -> Result<Vec<u8>, CallError> {
     let mut pieces: VecDeque<_> = pieces.iter().map(|piece| Bytes::copy_from_slice(piece)).collect();
     let mut data = Vec::new();
-    let mut context = Context::from_waker(Waker::noop());
+    let woken = Arc::new(Woken::default());
+    let waker = Waker::from(Arc::clone(&woken));
+    let mut context = Context::from_waker(&waker);
     loop {
         match decoder.poll_piece(&mut context, |_| Poll::Ready(pieces.pop_front().map(Ok))) {
             Poll::Ready(Some(piece)) => {
@@ -57,7 +61,46 @@ fn decode(decoder: &mut Decoder, pieces: &[&[u8]]) -> Result<Vec<u8>, CallError>
                 assert!(decoder.is_done());
                 return Ok(data);
             }
-            Poll::Pending => panic!("no piece is waited for"),
+            // Others have their turn.
+            Poll::Pending => assert!(woken.0.swap(false, Ordering::Relaxed), "no piece is waited for"),
+        }
+    }
+}
+
+/// Whether a task is to be polled again.
+#[derive(Default)]
+struct Woken(AtomicBool);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn members_without_data_take_a_bounded_part_of_each_poll() {
+    const MEMBERS: usize = 1000;
+    for (name, empty) in coded(b"").into_iter().filter(|(name, _)| name.contains('z')) {
+        let mut decoder = decoder(name);
+        let piece = Bytes::from(empty.repeat(MEMBERS));
+        let mut pieces = VecDeque::from([piece.clone(), piece]);
+        let woken = Arc::new(Woken::default());
+        let waker = Waker::from(Arc::clone(&woken));
+        let mut left = 2 * MEMBERS * empty.len();
+        loop {
+            let poll = decoder
+                .poll_piece(&mut Context::from_waker(&waker), |_| Poll::Ready(pieces.pop_front().map(Ok)));
+            let now = decoder.input.len() + pieces.iter().map(Bytes::len).sum::<usize>();
+            assert!(
+                (left - now) / empty.len() <= MEMBERS_AT_ONCE + 1,
+                "{name}: {} members at once",
+                (left - now) / empty.len()
+            );
+            left = now;
+            match poll {
+                Poll::Ready(end) => break assert!(end.is_none() && left == 0, "{name}"),
+                Poll::Pending => assert!(woken.0.swap(false, Ordering::Relaxed), "{name}"),
+            }
         }
     }
 }
@@ -91,7 +134,7 @@ fn what_is_flushed_is_given_at_once() {
     for (name, flushed) in [("gzip", gzip.get_ref()), ("zstd", zstd.get_ref()), ("br", brotli.get_ref())] {
         let mut decoder = decoder(name);
         decoder.input = Bytes::copy_from_slice(flushed);
-        assert_eq!(decoder.decode().unwrap(), "data: 1\n\n", "{name}");
+        assert_eq!(decoder.decode(&mut 0).unwrap(), "data: 1\n\n", "{name}");
         assert!(!decoder.is_done(), "{name} has an end that is still to come");
     }
 }

@@ -28,10 +28,10 @@ impl ReadShare {
     /// Takes so many bytes in all.
     ///
     /// # Errors
-    /// [`CallError::TooLarge`]: other replies have the rest.
+    /// [`CallError::Spent`]: other replies have the rest.
     pub(crate) fn grow_to(&mut self, bytes: usize) -> Result<(), CallError> {
         let share = self.0.get_or_insert_with(|| READ.begin());
-        share.grow_to(bytes, READ_BYTES_TOTAL).map_err(|_| CallError::TooLarge(bytes))
+        share.grow_to(bytes, READ_BYTES_TOTAL).map_err(|_| CallError::Spent)
     }
 }
 
@@ -151,7 +151,7 @@ impl Reply {
     pub(crate) async fn whole_or_bare(self, limit_bytes: usize) -> Result<Whole, CallError> {
         let bare = self.bare();
         match self.whole(limit_bytes).await {
-            Err(CallError::TooLarge(_) | CallError::Unreadable(_)) => Ok(bare),
+            Err(CallError::TooLarge(_) | CallError::Unreadable(_) | CallError::Spent) => Ok(bare),
             whole => whole,
         }
     }
@@ -206,7 +206,7 @@ mod tests {
     fn replies_that_are_read_whole_are_bounded_in_sum() {
         let (mut first, mut second) = (ReadShare::default(), ReadShare::default());
         assert!(first.grow_to(READ_BYTES_TOTAL / 2).is_ok());
-        assert!(matches!(second.grow_to(READ_BYTES_TOTAL / 2 + 1), Err(CallError::TooLarge(_))));
+        assert!(matches!(second.grow_to(READ_BYTES_TOTAL / 2 + 1), Err(CallError::Spent)));
         drop(first);
         assert!(second.grow_to(READ_BYTES_TOTAL / 2 + 1).is_ok());
         assert!(second.grow_to(1).is_ok(), "what is held already is not taken twice");

@@ -4,7 +4,7 @@
 //! ```text
 //! usage            tokens                       choices[].finish_reason    why it finished
 //! error            an error                     response.usage, .error     of events of /v1/responses
-//! object, type     an error, if it is "error"
+//! object, type     an error, if it is "error"      choices[].index            which one is counted
 //! ```
 //!
 //! Structure is followed: strings, brackets, and the names of the first three levels. Only what is caught is parsed. A
@@ -29,7 +29,11 @@ pub(crate) struct Skim {
     error: Option<Vec<u8>>,
     /// `object` or `type` is `"error"`.
     is_error: bool,
-    has_choice: bool,
+    /// There is a usage, whether it can be read or not.
+    has_usage: bool,
+    choices: usize,
+    /// Of the last choice that says it.
+    index: usize,
     begun: bool,
     broken: bool,
     text: Text,
@@ -71,6 +75,7 @@ enum Member {
     Choices,
     Response,
     Finish,
+    Index,
 }
 
 #[derive(Debug)]
@@ -122,6 +127,10 @@ impl Skim {
                 Text::Outside => {
                     at += self.blank(&bytes[at..]);
                     let Some(&byte) = bytes.get(at) else { break };
+                    // Anything but `null`.
+                    self.has_usage |= self.pending == Some(Member::Usage)
+                        && self.depth == 1
+                        && matches!(byte, b'{' | b'[' | b'"' | b'-' | b'0'..=b'9' | b't' | b'f');
                     match byte {
                         b'"' => {
                             self.text = Text::Inside;
@@ -146,6 +155,12 @@ impl Skim {
                         b':' => {
                             self.wants_name = false;
                             self.pending = member(self.depth, &self.name);
+                            if self.pending == Some(Member::Index) {
+                                self.index = 0;
+                            }
+                        }
+                        b'0'..=b'9' if self.pending == Some(Member::Index) => {
+                            self.index = self.index.saturating_mul(10).saturating_add((byte - b'0').into());
                         }
                         // Of numbers, `null` and blanks.
                         _ => {}
@@ -178,14 +193,38 @@ impl Skim {
         self.finish
     }
 
+    /// Whether there is a usage that is not `null`, of which tokens may be unknown.
+    pub(crate) fn has_usage(&self) -> bool {
+        self.has_usage
+    }
+
     /// Whether it has a choice that is an object.
     pub(crate) fn has_choice(&self) -> bool {
-        self.has_choice
+        self.choices > 0
+    }
+
+    /// The number of its choice, where it has one.
+    pub(crate) fn choice(&self) -> Option<usize> {
+        (self.choices == 1).then_some(self.index)
     }
 
     /// Whether it is an error instead of an answer.
     pub(crate) fn is_error(&self) -> bool {
         self.is_error || self.error.is_some()
+    }
+
+    /// Whether it is one as far as it has come, or in the middle of saying so.
+    pub(crate) fn begins_error(&self) -> bool {
+        let begun = |catching: &Catching| {
+            let object = catching.bytes.starts_with(b"{");
+            catching.member == Member::Error && (object || catching.bytes.len() > 1 || catching.too_long)
+        };
+        self.is_error() || self.catching.as_ref().is_some_and(begun)
+    }
+
+    /// Whether it can no longer become one whole object.
+    pub(crate) fn is_no_object(&self) -> bool {
+        self.broken || self.begun && !self.levels[0].is_object
     }
 
     /// The value of the member `error`, as it came; empty where it is too long.
@@ -236,7 +275,7 @@ impl Skim {
         self.depth += 1;
         self.near = self.is_near();
         self.wants_name = true;
-        self.has_choice |= self.near && self.depth == LEVELS;
+        self.choices += usize::from(self.near && self.depth == LEVELS);
     }
 
     fn close(&mut self, is_object: bool) {
@@ -272,7 +311,7 @@ impl Skim {
                 let text = bytes.strip_prefix(b"\"").and_then(|text| text.strip_suffix(b"\""));
                 self.finish = Some(Finish::of(text.unwrap_or_default()));
             }
-            Member::Error | Member::Choices | Member::Response => {}
+            Member::Error | Member::Choices | Member::Response | Member::Index => {}
         }
     }
 }
@@ -294,6 +333,7 @@ fn member(depth: usize, name: &[u8]) -> Option<Member> {
         (1, b"choices") => Member::Choices,
         (1, b"response") => Member::Response,
         (3, b"finish_reason") => Member::Finish,
+        (3, b"index") => Member::Index,
         _ => return None,
     })
 }
@@ -327,7 +367,8 @@ mod tests {
             let cut = cut(text, piece);
             let facts = |skim: &Skim| {
                 let error = skim.error().map(<[u8]>::to_vec);
-                (skim.usage(), skim.finish(), error, skim.is_error(), skim.has_choice(), skim.is_whole())
+                let counted = (skim.usage(), skim.has_usage(), skim.choice());
+                (counted, skim.finish(), error, skim.is_error(), skim.has_choice(), skim.is_whole())
             };
             assert_eq!(facts(&cut), facts(&whole), "in pieces of {piece}: {text}");
         }
@@ -383,6 +424,26 @@ mod tests {
     }
 
     #[test]
+    fn a_usage_is_seen_although_it_cannot_be_read_and_a_choice_by_its_number() {
+        for (usage, has) in
+            [("{}", true), ("7", true), (" [7]", true), ("\"\"", true), ("false", true), ("null", false)]
+        {
+            let skim = read(&format!(r#"{{"id":"u","usage":{usage},"x":{{"index":3}}}}"#));
+            assert_eq!((skim.has_usage(), skim.usage(), skim.choice()), (has, None, None), "{usage}");
+        }
+        for (choices, choice) in [
+            (r#"[{"index":12,"delta":{"index":3}}]"#, Some(12)),
+            (r#"[{"delta":{"tool_calls":[{"index":3}]},"index": 0}]"#, Some(0)),
+            (r#"[{"index":null}]"#, Some(0)),
+            (r#"[{"index":1},{"index":2}]"#, None),
+            (r#"[{"index":99999999999999999999}]"#, Some(usize::MAX)),
+            ("[]", None),
+        ] {
+            assert_eq!(read(&format!(r#"{{"choices":{choices}}}"#)).choice(), choice, "{choices}");
+        }
+    }
+
+    #[test]
     fn an_error_is_read_in_each_of_its_dialects() {
         for (text, error) in [
             (r#"{"error":{"message":"}\"{"}}"#, Some(r#"{"message":"}\"{"}"#)),
@@ -397,6 +458,17 @@ mod tests {
             let skim = read(text);
             assert!(skim.is_error(), "{text}");
             assert_eq!(skim.error(), error.map(str::as_bytes), "{text}");
+        }
+        for (text, begins) in [
+            (r#"{"error":{"#, true),
+            (r#"{"choices":[{"text":"a"}],"error":{"message":"10.0.0"#, true),
+            (r#"{"error":"out"#, true),
+            ("{\"error\":\"", false),
+            (r#"{"error":""}"#, false),
+            (r#"{"error":null,"choices":[{"error":{"#, false),
+            (r#"{"metadata":{"error":{"#, false),
+        ] {
+            assert_eq!(read(text).begins_error(), begins, "{text}");
         }
         let long = format!(r#"{{"error":{{"message":"{}"}}}}"#, "x".repeat(CAUGHT_BYTES_MAX));
         assert_eq!(cut(&long, 4096).error(), Some(&b""[..]), "bounded");

@@ -218,6 +218,57 @@ async fn what_comes_as_200_and_is_no_answer_is_an_error_without_addresses() {
 }
 
 #[tokio::test]
+async fn an_error_in_an_answer_that_cannot_be_held_is_no_answer_either() {
+    // Larger than what all answers together may take.
+    let bulk = "1,".repeat(800_000);
+    let error = |message: &str| {
+        format!(r#""error":{{"message":"{message}","type":"x","code":400,"at":"10.0.0.7:8000"}}"#)
+    };
+    let whole = format!(r#"{{{},"ids":[{bulk}1]}}"#, error("lost"));
+    let page = format!("<html>{bulk} 10.0.0.7</html>");
+    let late = format!(r#"{{"choices":[],"ids":[{bulk}1],{}}}"#, error("lost"));
+    let split = format!(r#"{{"choices":[],"ids":[{bulk}1],{}}}"#, error(&bulk));
+    for (path, body, status) in [
+        ("completions", &whole, Some(502)),
+        ("completions", &page, Some(502)),
+        ("completions", &late, None),
+        ("completions", &split, None),
+        ("embeddings", &late, None),
+        ("embeddings", &format!("{{\"data\":[{bulk}"), None),
+    ] {
+        let d = FakeEngine::always(Act::Bytes(vec![JSON], body.clone().into())).await;
+        let top = "limits: {body_bytes: 4096, body_bytes_total: 1048576}";
+        let system = System::with(&[], &[&d], "", top).await;
+        let mut client = Client::connect(system.address).await;
+        let asked = json!({"model": "m", "prompt": "x", "input": "x", "max_tokens": 8});
+        client.post(&format!("/v1/{path}"), &asked).await;
+        match status {
+            Some(status) => {
+                let answer = client.answer().await;
+                assert_eq!(answer.status, status, "{path} {body:.40}");
+                assert!(
+                    !answer.code().is_empty() && !answer.text().contains("10.0.0.7"),
+                    "{}",
+                    answer.text()
+                );
+            }
+            None => {
+                assert_eq!(client.head().await.0, 200);
+                let read = client.rest().await;
+                let text = String::from_utf8_lossy(&read);
+                assert!(!text.ends_with("0\r\n\r\n") && !text.contains("10.0.0.7"), "{path} {body:.40}");
+            }
+        }
+        system.settled().await;
+        let good = format!(
+            "baton_router_requests_total{{model=\"m\",outcome=\"{}\",code=\"2xx\"}}",
+            if path == "embeddings" { "passed" } else { "completed" }
+        );
+        assert_eq!(system.metric(&good).await, 0.0, "{path} {body:.40}");
+    }
+}
+
+#[tokio::test]
 async fn an_error_over_several_lines_of_an_event_is_an_error() {
     let split = "data: {\"error\": {\"message\":\ndata: \"lost 10.0.0.7:8000\",\ndata: \"code\": 500}}\n\n";
     for (line, ends) in [(split.to_owned(), "\n\n"), (split.replace('\n', "\r"), "\r\r")] {

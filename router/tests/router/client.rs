@@ -194,9 +194,14 @@ impl Client {
 
     /// Whether the connection ends in the middle of a chunked answer.
     pub(crate) async fn is_cut(&mut self) -> bool {
+        !self.rest().await.ends_with(b"0\r\n\r\n")
+    }
+
+    /// Everything up to the connection's end, as it came.
+    pub(crate) async fn rest(&mut self) -> Vec<u8> {
         let end = async { while self.more().await {} };
         tokio::time::timeout(PATIENCE, end).await.expect("an end in time");
-        !self.buffer.ends_with(b"0\r\n\r\n")
+        std::mem::take(&mut self.buffer)
     }
 
     pub(crate) fn hang_up(self, how: HangUp) {

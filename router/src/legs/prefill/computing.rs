@@ -12,7 +12,7 @@ use tokio::task::AbortHandle;
 
 use super::REPLY_BYTES_MAX;
 use crate::alive::while_alive;
-use crate::legs::{Blame, Verdict};
+use crate::legs::{Blame, Verdict, blame};
 use crate::metrics::Leg;
 use crate::shared::Shared;
 use crate::sse::Frames;
@@ -77,7 +77,7 @@ impl Computing {
                 Ok(Ok(Some(told))) => Verdict::of(&told, engine.hosts()).blame,
                 Ok(Err(error)) => {
                     tracing::debug!(engine = engine.authority(), %error, "prefill failed after its handoff");
-                    Blame::Engine
+                    blame(&error)
                 }
                 Err(silent) => silent.blame(),
             };
