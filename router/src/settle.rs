@@ -7,7 +7,7 @@
 //!
 //! A prefill whose abort is not confirmed may run to its end, so its reply is read for as long as a prefill may take: the
 //! reply is the only copy of the handle, and without it the blocks stay pinned for the whole lease. Such a reader holds
-//! no settlement's place.
+//! no settlement's place, and a shutdown for one try's time at most.
 //!
 //! release to P ─▶ POST /kv/release, or the abort by request id where P gave no handle
 //!    └ P does not have the verb ──▶ a decode request that must be refused (`refused_decode.rs`), or the lease's end
@@ -71,6 +71,7 @@ pub(crate) struct Settler {
     backlog: Mutex<Backlog>,
     /// Replies of abandoned prefills that are still awaited. Each has a connection; as many as settlements at once.
     reading: AtomicUsize,
+    readers: TaskTracker,
     tasks: TaskTracker,
     runtime: tokio::runtime::Handle,
     metrics: Arc<Metrics>,
@@ -152,8 +153,12 @@ impl Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         if !self.is_over {
-            // Its settlement panicked, or the runtime ends.
             self.settler.backlog().working -= 1;
+            // Otherwise the runtime ends, and every other worker with it.
+            if std::thread::panicking() {
+                self.settler.metrics.settled(Settled::Failed);
+                self.settler.hire();
+            }
         }
         self.settler.metrics.legs.settling.decrement(1.0);
     }
@@ -175,6 +180,7 @@ impl Settler {
             terms: ArcSwap::from_pointee(terms),
             backlog: Mutex::default(),
             reading: AtomicUsize::new(0),
+            readers: TaskTracker::new(),
             tasks: TaskTracker::new(),
             runtime: tokio::runtime::Handle::current(),
             metrics,
@@ -215,11 +221,19 @@ impl Settler {
         self.owe(Debt::Abort(engine, leg, debtor));
     }
 
-    /// Waits until everything is paid, or the time is up.
+    /// Waits until everything is paid, or the time is up. Replies of abandoned prefills are awaited only for as long as one
+    /// try may take; what they lend until then is released.
     pub(crate) async fn paid(&self, within: Duration) -> bool {
-        self.tasks.close();
-        let paid = tokio::time::timeout(within, self.tasks.wait()).await.is_ok();
-        self.tasks.reopen();
+        let trackers = [&self.tasks, &self.readers];
+        trackers.iter().for_each(|tracker| _ = tracker.close());
+        let all = async {
+            self.tasks.wait().await;
+            // The rest of them ends with the runtime.
+            let _ = tokio::time::timeout(self.terms.load().try_timeout, self.readers.wait()).await;
+            self.tasks.wait().await;
+        };
+        let paid = tokio::time::timeout(within, all).await.is_ok();
+        trackers.iter().for_each(|tracker| _ = tracker.reopen());
         paid
     }
 
@@ -327,20 +341,22 @@ impl Settler {
             Some(result) => result,
             None => abort.await,
         };
-        self.metrics.settled(result);
-        if let Some(call) = unanswered.filter(|_| result != Settled::Confirmed) {
-            self.read_on(call, debtor.clone());
-        }
+        let is_read = unanswered
+            .filter(|_| result != Settled::Confirmed)
+            .is_none_or(|call| self.read_on(call, debtor.clone()));
+        self.metrics.settled(if is_read { result } else { Settled::Refused });
     }
 
-    /// Reads the reply of a prefill that its engine may not have given up.
-    fn read_on(self: &Arc<Self>, mut call: PrefillCall, debtor: Debtor) {
-        let Some(model) = debtor.model.clone() else { return };
+    /// Reads the reply of a prefill that its engine may not have given up. Whether there was room for that.
+    fn read_on(self: &Arc<Self>, mut call: PrefillCall, debtor: Debtor) -> bool {
+        let Some(model) = debtor.model.clone() else { return true };
         call.half_close();
         let reading = Reading(Arc::clone(self));
         if self.reading.fetch_add(1, Ordering::Relaxed) >= self.terms.load().at_once {
-            self.metrics.settled(Settled::Refused);
-            return;
+            if let Some(held_back) = self.refused.due() {
+                tracing::warn!(held_back, "too many replies are awaited; a lease is left to its expiry");
+            }
+            return false;
         }
         let settler = Arc::clone(self);
         let rest = async move {
@@ -350,10 +366,13 @@ impl Settler {
             let attempt = call.attempt();
             drop(call);
             if let Ok(prefilled) = reply {
-                settler.replied(&engine, attempt, prefilled, &debtor).await;
+                let paying = Arc::clone(&settler);
+                let pays = async move { paying.replied(&engine, attempt, prefilled, &debtor).await };
+                settler.tasks.spawn_on(pays, &settler.runtime);
             }
         };
-        self.tasks.spawn_on(rest, &self.runtime);
+        self.readers.spawn_on(rest, &self.runtime);
+        true
     }
 
     /// Releases what the reply of an abandoned prefill lends.
@@ -512,14 +531,4 @@ fn verb(path: &'static str, body: &serde_json::Value, request: &RequestId) -> Ou
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_pauses_between_the_most_tries_take_less_than_a_lease() {
-        let pauses: Vec<_> = pauses().take(16).collect();
-        assert_eq!(pauses[..3], [50, 100, 200].map(Duration::from_millis));
-        assert_eq!(pauses[15], PAUSE_MAX);
-        assert!(pauses.iter().sum::<Duration>() < Duration::from_secs(30));
-    }
-}
+mod tests;

@@ -188,6 +188,60 @@ async fn a_reply_that_comes_when_its_settlement_is_over_still_frees_its_blocks()
 }
 
 #[tokio::test]
+async fn a_reply_beyond_those_that_may_be_awaited_is_one_settlement() {
+    let pins = Pins::default();
+    let (p, d) = pair(&pins, true, Act::Whole(1)).await;
+    let config = config(&p, &d, "auto") + "\ntimeouts: {settle_ms: 20}\nlimits: {settlements: 1}\n";
+    let system = System::of(&config).await;
+    for gone in 1..=2_u32 {
+        let mut client = Client::connect(system.address).await;
+        client.post("/v1/completions", &completion(true)).await;
+        p.wait("it prefills", |_| pins.held() == gone as usize).await;
+        client.hang_up(BOTH_HANG_UPS[0]);
+        system.counts("baton_router_disconnects_total{phase=\"prefill\"}", gone.into()).await;
+        system.settled().await;
+        assert_eq!(system.metric("baton_router_settlements_total").await, f64::from(gone));
+    }
+    assert_eq!(system.metric("baton_router_settlements_total{result=\"refused\"}").await, 1.0);
+}
+
+#[tokio::test]
+async fn a_shutdown_waits_for_an_abandoned_prefills_reply_no_longer_than_for_one_try() {
+    let pins = Pins::default();
+    let (p, d) = pair(&pins, true, Act::Whole(1)).await;
+    // Of settlements it would wait for 24 s, longer than this test.
+    let config = config(&p, &d, "auto") + "\ntimeouts: {settle_ms: 1500}\n";
+    let mut system = System::of(&config).await;
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/completions", &completion(true)).await;
+    p.wait("it prefills", |_| pins.held() == 1).await;
+    client.hang_up(BOTH_HANG_UPS[0]);
+    system.counts("baton_router_disconnects_total{phase=\"prefill\"}", 1.0).await;
+    system.settled().await;
+    system.shut_down();
+    system.stopped().await;
+    assert_eq!(pins.held(), 1, "it is left to the lease's end");
+}
+
+#[tokio::test]
+async fn a_shutdown_releases_what_an_abandoned_prefill_lends_meanwhile() {
+    let pins = Pins::default();
+    let (p, d) = pair(&pins, true, Act::Whole(1)).await;
+    let config = config(&p, &d, "auto") + "\ntimeouts: {settle_ms: 1500}\n";
+    let mut system = System::of(&config).await;
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/completions", &completion(true)).await;
+    p.wait("it prefills", |_| pins.held() == 1).await;
+    client.hang_up(BOTH_HANG_UPS[0]);
+    system.counts("baton_router_disconnects_total{phase=\"prefill\"}", 1.0).await;
+    system.settled().await;
+    system.shut_down();
+    p.go_on();
+    system.stopped().await;
+    assert_eq!(pins.held(), 0, "the refusal has freed it");
+}
+
+#[tokio::test]
 async fn what_an_engine_lacks_is_asked_for_once_and_then_its_connection_is_half_closed_at_once() {
     let pins = Pins::default();
     let (p, d) = pair(&pins, true, Act::Whole(1)).await;
