@@ -8,27 +8,15 @@ mod said;
 
 pub(crate) use refusal::{Blame, Meaning, Refusal, Verdict};
 
-use std::time::Duration;
-
-use baton_openai::ApiError;
-
 use crate::upstream::{CallError, Engine, Unreadable};
-
-/// When to come back while too many answers are held.
-const COME_BACK: Duration = Duration::from_secs(1);
 
 /// What it comes to that an engine's answer cannot be decoded: for the client, and for the engine.
 pub(crate) fn unreadable(engine: &Engine, why: Unreadable) -> (Refusal, Blame) {
     note_unreadable(engine, why);
     match why {
-        Unreadable::TooMany => (spent(), Blame::Nobody),
+        Unreadable::TooMany => (Refusal::spent(), Blame::Nobody),
         Unreadable::Unknown | Unreadable::Malformed => (Refusal::unreadable(), Blame::Engine),
     }
-}
-
-/// Too many answers of engines are held.
-pub(crate) fn spent() -> Refusal {
-    Refusal(ApiError::overloaded("the router is busy with other answers", COME_BACK))
 }
 
 /// What a call that came to nothing says of its engine: bounds of the router's own are no fault of it.
@@ -77,6 +65,8 @@ mod tests {
             CallError::Unreadable(Unreadable::Unknown),
         ];
         assert!(engines.iter().all(|error| blame(error) == Blame::Engine));
-        assert_eq!((spent().0.status, spent().0.retry_after), (429, Some(COME_BACK)));
+        let refused = Refusal::spent().0;
+        assert_eq!(refused.status, 429);
+        assert!(refused.retry_after.is_some());
     }
 }

@@ -14,7 +14,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use memchr::memmem;
 
-use super::{Blame, Meaning, Refusal, Verdict, note_lack, spent, unreadable};
+use super::{Blame, Meaning, Refusal, Verdict, note_lack, unreadable};
 use crate::alive::while_alive;
 use crate::sse;
 use crate::upstream::{CallError, Engine, Lost, Outgoing, Payload, Reply, Whole};
@@ -101,7 +101,7 @@ pub(crate) async fn ask(
             Decoding::Failed(Failure::Unknown, refusal, Meaning::Trouble, blame)
         }
         Ok(Err(CallError::Spent)) => {
-            Decoding::Failed(Failure::Unknown, spent(), Meaning::Trouble, Blame::Nobody)
+            Decoding::Failed(Failure::Unknown, Refusal::spent(), Meaning::Trouble, Blame::Nobody)
         }
         Ok(Err(error)) => {
             tracing::debug!(engine = engine.authority(), %error, "decode failed");

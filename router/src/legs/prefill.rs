@@ -14,7 +14,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use serde_json::Value;
 
-use super::{Blame, Refusal, Verdict, spent, unreadable};
+use super::{Blame, Refusal, Verdict, unreadable};
 use crate::error_inside::ErrorInside;
 use crate::hosts::Hosts;
 use crate::sse;
@@ -137,7 +137,9 @@ impl PrefillCall {
                 let (refusal, blame) = unreadable(self.engine(), why);
                 Prefilled::Failed(Failure::Unusable(None), refusal, blame)
             }
-            Err(CallError::Spent) => Prefilled::Failed(Failure::Unusable(None), spent(), Blame::Nobody),
+            Err(CallError::Spent) => {
+                Prefilled::Failed(Failure::Unusable(None), Refusal::spent(), Blame::Nobody)
+            }
             Err(error @ CallError::TooLarge(_)) => {
                 tracing::debug!(engine = self.engine().authority(), %error, "prefill failed");
                 Prefilled::Failed(Failure::Unusable(None), Refusal::broken(), Blame::Engine)

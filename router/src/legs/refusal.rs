@@ -155,6 +155,11 @@ impl Refusal {
         Self(ApiError::overloaded("all engines are busy", COME_BACK))
     }
 
+    /// Too many answers of engines are held.
+    pub(crate) fn spent() -> Self {
+        Self(ApiError::overloaded("the router is busy with other answers", COME_BACK))
+    }
+
     /// An engine's answer is compressed, and cannot be decoded.
     pub(crate) fn unreadable() -> Self {
         Self(ApiError::bad_gateway("an engine's answer has a content coding that cannot be decoded"))
