@@ -233,7 +233,7 @@ impl<S: Surroundings> EngineCore<S> {
         let sequence = self.scheduler.sequence(part.id).expect("live sequences are on the books");
         let place = place_of(sequence);
         let (prompt, (cached, fetched)) = (sequence.prompt_len(), sequence.reused());
-        let sampled = match self.logits.chosen.get(row) {
+        let sampled = match self.logits.drawn(row) {
             Some(token) => token.map(|token| Sampled { token, logprobs: None }),
             None => {
                 let row = self.logits.row(row);

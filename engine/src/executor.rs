@@ -50,21 +50,46 @@ pub enum LogitsWanted {
 pub struct Logits {
     /// Entries of one row: the model's vocabulary, padding included.
     pub vocab: usize,
-    /// `rows × vocab` values.
+    /// `vocab` values of each row that is not drawn.
     pub values: Vec<f32>,
-    /// The tokens themselves, row by row, where every row of the step was wanted as [`LogitsWanted::Draw`] and the
-    /// executor has drawn them; there are no values then. `None`: the row has no number.
-    pub chosen: Vec<Option<u32>>,
+    /// What became of each row, where the executor has drawn any; empty where all of them are values.
+    pub chosen: Vec<Row>,
+}
+
+/// One row of a step in which the executor has drawn tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Row {
+    /// The token itself: the row was wanted as [`LogitsWanted::Draw`]. `None`: it has no number.
+    Drawn(Option<u32>),
+    /// It is this row of the values.
+    Values(usize),
 }
 
 impl Logits {
-    /// Row `index`.
+    /// Values of row `index`.
+    ///
+    /// # Panics
+    /// When the row was drawn: it has none.
     #[must_use]
     pub fn row(&self, index: usize) -> &[f32] {
-        &self.values[index * self.vocab..][..self.vocab]
+        let at = match self.chosen.get(index) {
+            Some(Row::Drawn(_)) => panic!("row {index} was drawn where it was computed"),
+            Some(Row::Values(at)) => *at,
+            None => index,
+        };
+        &self.values[at * self.vocab..][..self.vocab]
     }
 
-    /// Number of rows.
+    /// The token of row `index`, where the executor has drawn it. The inner `None`: the row has no number.
+    #[must_use]
+    pub fn drawn(&self, index: usize) -> Option<Option<u32>> {
+        match self.chosen.get(index) {
+            Some(Row::Drawn(token)) => Some(*token),
+            Some(Row::Values(_)) | None => None,
+        }
+    }
+
+    /// Number of rows that have values.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.values.len().checked_div(self.vocab).unwrap_or(0)

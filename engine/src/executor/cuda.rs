@@ -7,8 +7,8 @@
 //!   port      the pool, for others    forward   one step as launches    pieces    many copies as launches
 //! ```
 //!
-//! One step is one copy to the device (its integers), launches, and one copy back (chosen tokens, or logits). A step of
-//! one token for each sequence is padded to a bucket; its launches are recorded the second time a bucket is met and
+//! One step is one copy to the device (its integers), launches, and copies back: the tokens that were chosen there, and
+//! the logits of rows whose token the host chooses. A step of one token for each sequence is padded to a bucket; its launches are recorded the second time a bucket is met and
 //! launched as one graph from then on.
 //!
 //! The KV pool is one plain allocation in the layout of [`KvLayout`], which engines on the same host may read device to
@@ -55,7 +55,7 @@ use self::plan::{BUCKETS, Bounds, Plan};
 use self::port::{Level, Port};
 use super::apart::Apart;
 use super::cpu::LoadProgress;
-use super::{Executor, ExecutorError, Logits, SeqStep};
+use super::{Executor, ExecutorError, Logits, Row, SeqStep};
 use crate::model::config::ModelConfig;
 use crate::model::weights::Weights;
 
@@ -104,7 +104,7 @@ pub struct CudaExecutor<D: Device> {
     copies: Stream,
     computed: Event,
     copied: Event,
-    /// By bucket, and whether tokens are chosen on the device.
+    /// By bucket, and whether any token is chosen on the device.
     graphs: HashMap<(usize, bool), Graph>,
     /// Buckets that have run once: the ways to compute their products are known.
     met: HashSet<(usize, bool)>,
@@ -268,7 +268,7 @@ impl<D: Device> CudaExecutor<D> {
                 self.head(&plan, first, rows)?;
             }
             let real = rows.min(plan.wanted_real - first);
-            self.fetch(plan.sampled, real, logits, meanwhile)?;
+            self.fetch(&plan, first, real, logits, meanwhile)?;
         }
         if plan.wanted_rows == 0 {
             self.device.record(self.computed, self.compute)?;
@@ -322,31 +322,48 @@ impl<D: Device> CudaExecutor<D> {
         (HostAt { host: self.mirror_host, offset }, self.pool.part(offset, bytes))
     }
 
-    /// Brings back what was chosen, or the logits, and waits for it.
+    /// Brings back `rows` wanted rows from `first` on: the tokens that were chosen, and the logits of the others. Waits for
+    /// them.
     fn fetch(
         &mut self,
-        sampled: bool,
+        plan: &Plan,
+        first: usize,
         rows: usize,
         logits: &mut Logits,
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), DeviceError> {
-        let (at, bytes) = match sampled {
-            true => (0, rows * 4),
-            false => (self.chosen_bytes, rows * self.config.vocab * 4),
-        };
-        let to = HostAt { host: self.results_host, offset: at };
-        self.device.download(self.compute, self.results.part(at, bytes), to)?;
+        let to_host = plan.rows_to_host(first, rows);
+        let row_bytes = self.config.vocab * 4;
+        let chosen = plan.sampled.then_some((0, rows * 4));
+        let values =
+            to_host.iter().map(|run| (self.chosen_bytes + run.start * row_bytes, run.len() * row_bytes));
+        let pieces: Vec<(usize, usize)> = chosen.into_iter().chain(values).collect();
+        for &(at, bytes) in &pieces {
+            let to = HostAt { host: self.results_host, offset: at };
+            self.device.download(self.compute, self.results.part(at, bytes), to)?;
+        }
         self.device.record(self.computed, self.compute)?;
         self.device.synchronize_beside(self.computed, meanwhile)?;
-        let mut raw = vec![0; bytes];
-        self.device.read_host(to, &mut raw)?;
-        let words = raw.as_chunks::<4>().0;
-        if sampled {
-            let token = |raw: &[u8; 4]| u32::try_from(i32::from_le_bytes(*raw)).ok();
-            logits.chosen.extend(words.iter().map(token));
-        } else {
-            logits.values.extend(words.iter().map(|raw| f32::from_le_bytes(*raw)));
+        let mut raw = Vec::new();
+        let (mut earlier, mut tokens) = (logits.rows(), Vec::new());
+        for (index, (at, bytes)) in pieces.into_iter().enumerate() {
+            raw.resize(bytes, 0);
+            self.device.read_host(HostAt { host: self.results_host, offset: at }, &mut raw)?;
+            let words = raw.as_chunks::<4>().0;
+            if plan.sampled && index == 0 {
+                let token = |raw: &[u8; 4]| u32::try_from(i32::from_le_bytes(*raw)).ok();
+                tokens.extend(words.iter().map(token).map(Row::Drawn));
+            } else {
+                logits.values.extend(words.iter().map(|raw| f32::from_le_bytes(*raw)));
+            }
         }
+        if plan.sampled {
+            for row in to_host.into_iter().flatten() {
+                tokens[row] = Row::Values(earlier);
+                earlier += 1;
+            }
+        }
+        logits.chosen.extend(tokens);
         Ok(())
     }
 

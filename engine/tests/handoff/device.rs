@@ -126,6 +126,33 @@ fn a_draw_with_a_seed_is_the_same_on_one_device_and_across_a_handoff() {
 }
 
 #[test]
+fn requests_that_the_host_chooses_for_and_those_of_the_device_share_steps() {
+    let node = Node::start({
+        let mut options = options(LLAMA, Role::Both);
+        on_device(&mut options);
+        options.pace = Some(std::time::Duration::from_millis(2));
+        options
+    });
+    let plain = |seed: u64| with(&drawn(&prompt(seed, 20 + seed as usize), 0.0), "max_tokens", json!(40));
+    let bodies = [
+        plain(1),
+        with(&plain(2), "repetition_penalty", json!(1.05)),
+        with(&plain(3), "logprobs", json!(2)),
+        with(&plain(4), "logit_bias", json!({"5": 1.5})),
+        with(&plain(5), "temperature", json!(0.9)),
+        with(&plain(6), "presence_penalty", json!(0.5)),
+    ];
+    let answer = |body: &Value| ids(&node.generate(&fresh_id(), body).ok());
+    let alone: Vec<Value> = bodies.iter().map(answer).collect();
+    let together: Vec<Value> = std::thread::scope(|scope| {
+        let asked: Vec<_> = bodies.iter().map(|body| scope.spawn(|| answer(body))).collect();
+        asked.into_iter().map(|asked| asked.join().expect("an answer")).collect()
+    });
+    assert_eq!(alone, together);
+    node.is_clean();
+}
+
+#[test]
 fn cpu_and_device_hand_over_to_each_other() {
     for on in [Role::Prefill, Role::Decode] {
         let cluster = Cluster::with(QWEN3, |options| {

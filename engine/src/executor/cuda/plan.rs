@@ -8,6 +8,8 @@
 //! lies where it lay for every other step of the bucket, so that recorded launches fit it. Padding has no slot, no keys
 //! and no draw, and kernels pass over it.
 
+use std::ops::Range;
+
 use baton_connector::BlockId;
 
 use super::kernels::{DRAW_WORDS, TILE_QUERIES};
@@ -54,8 +56,10 @@ pub(super) struct Plan {
     pub(super) wanted_rows: usize,
     /// Of those, without padding.
     pub(super) wanted_real: usize,
-    /// Whether every wanted row is drawn from on the device.
+    /// Whether any wanted row is drawn from on the device.
     pub(super) sampled: bool,
+    /// Runs of wanted rows that are not, in order: their logits go to the host.
+    pub(super) to_host: Vec<Range<usize>>,
     /// For a decode step.
     pub(super) bucket: Option<usize>,
 }
@@ -114,7 +118,8 @@ impl Plan {
 
         let (mut tokens, mut positions, mut slots) = (Vec::new(), Vec::new(), Vec::new());
         let (mut decode, mut tiles, mut tables) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut wanted, mut draws, mut sampled) = (Vec::new(), Vec::new(), true);
+        let (mut wanted, mut draws, mut sampled) = (Vec::new(), Vec::new(), false);
+        let mut to_host: Vec<Range<usize>> = Vec::new();
         for step in batch {
             let (row, table) = (tokens.len(), tables.len());
             let end = step.start + step.tokens.len();
@@ -143,10 +148,18 @@ impl Plan {
                 LogitsWanted::Last | LogitsWanted::Draw(_) => row + step.tokens.len() - 1..tokens.len(),
                 LogitsWanted::All => row..tokens.len(),
             };
+            if draw.is_some() {
+                sampled = true;
+            } else {
+                let (first, end) = (wanted.len(), wanted.len() + rows.len());
+                match to_host.last_mut().filter(|last| last.end == first) {
+                    Some(last) => last.end = end,
+                    None => to_host.push(first..end),
+                }
+            }
             for row in rows {
                 wanted.push(int(row));
                 draws.extend(draw_words(draw));
-                sampled &= draw.is_some();
             }
         }
         // Those with the most keys first, so that the blocks of the device finish together.
@@ -167,7 +180,8 @@ impl Plan {
             tile_count: tiles.len(),
             wanted_rows: wanted.len(),
             wanted_real,
-            sampled: sampled && wanted_real > 0,
+            sampled,
+            to_host,
             bucket,
             ..Self::default()
         };
@@ -204,6 +218,13 @@ impl Plan {
         plan.tiles = plan.put(&[]);
         plan.tables = plan.put(&[]);
         plan
+    }
+
+    /// Of `rows` wanted rows from `first` on, the runs whose logits go to the host, counted from `first`.
+    pub(super) fn rows_to_host(&self, first: usize, rows: usize) -> Vec<Range<usize>> {
+        let within = |run: &Range<usize>| run.start.max(first)..run.end.min(first + rows);
+        let runs = self.to_host.iter().map(within).filter(|run| run.start < run.end);
+        runs.map(|run| run.start - first..run.end - first).collect()
     }
 
     fn put(&mut self, words: &[i32]) -> Section {
@@ -305,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_drawn_from_on_the_device_only_when_all_are() {
+    fn every_row_that_can_be_is_drawn_from_on_the_device_and_the_others_are_for_the_host() {
         let table = table(5);
         let draw = Draw { temperature: 0.5, top_k: 3, top_p: 0.9, min_p: 0.0, fraction: 5 << 32 | 6 };
         let step = |logits| SeqStep { tokens: &[7], start: 0, block_table: &table, logits };
@@ -314,8 +335,16 @@ mod tests {
         assert!(both.sampled);
         let float = |value: f32| value.to_bits().cast_signed();
         assert_eq!(words(&both, both.draws)[..7], [2, float(2.0), 3, float(0.9), 0, 6, 5]);
-        let one = Plan::new(&[step(LogitsWanted::Draw(draw)), step(LogitsWanted::Last)], &BOUNDS).unwrap();
-        assert!(!one.sampled);
+        assert!(both.to_host.is_empty());
+        let (draw, last) = (LogitsWanted::Draw(draw), LogitsWanted::Last);
+        let mixed = [draw, last, last, LogitsWanted::No, draw, last].map(step);
+        let mixed = Plan::new(&mixed, &BOUNDS).unwrap();
+        assert!(mixed.sampled);
+        assert_eq!((mixed.wanted_real, mixed.to_host.clone()), (5, vec![1..3, 4..5]));
+        let kinds: Vec<i32> = words(&mixed, mixed.draws).chunks(DRAW_WORDS).map(|draw| draw[0]).collect();
+        assert_eq!(kinds, [2, 0, 0, 2, 0]);
+        let none = Plan::new(&[step(last), step(LogitsWanted::No), step(last)], &BOUNDS).unwrap();
+        assert_eq!((none.sampled, none.to_host), (false, vec![0..2]));
     }
 
     #[test]

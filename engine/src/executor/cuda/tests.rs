@@ -1,5 +1,7 @@
 //! The executor on the software device, against the CPU executor: the same launches that a GPU would get.
 
+mod draws;
+
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -7,7 +9,7 @@ use super::software::SoftDevice;
 use super::*;
 use crate::executor::LogitsWanted;
 use crate::executor::cpu::{CpuExecutor, CpuOptions};
-use crate::sampling::{Draw, GenerationDefaults, Place, SamplingParams, TokenCounts, distribution};
+use crate::sampling::{Draw, GenerationDefaults, Place, SamplingParams};
 
 const VOCAB: u32 = 150;
 /// f32 against f32 of another order of summation.
@@ -153,69 +155,6 @@ fn a_step_is_one_copy_to_the_device_and_one_back() {
         }
         last = device.device().copies;
     });
-}
-
-#[test]
-fn tokens_are_drawn_on_the_device_as_the_host_would_draw_them() {
-    let config = config("Llama", "");
-    let (mut device, mut cpu) = (on_software(&config, |_| ()), on_cpu(&config));
-    let (prompt, table) = (tokens(7, 20), blocks(3, 3));
-    let greedy = SamplingParams::default();
-    let warm = SamplingParams { temperature: 0.7, seed: 3, ..greedy.clone() };
-    let all = [
-        greedy.clone(),
-        warm.clone(),
-        SamplingParams { top_k: 4, ..warm.clone() },
-        SamplingParams { top_p: 0.6, ..warm.clone() },
-        SamplingParams { min_p: 0.3, ..warm.clone() },
-        SamplingParams { top_k: 20, top_p: 0.8, min_p: 0.05, ..warm },
-    ];
-    let mut logits = Logits::default();
-    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Last };
-    cpu.execute(&[step], &mut logits).unwrap();
-    let row = logits.row(0).to_vec();
-    for params in &all {
-        let counts = TokenCounts::for_params(params, &prompt);
-        let expected = distribution(&row, params, &counts, Place { position: 20, generated: 0 });
-        let mut seen = vec![0_u32; VOCAB as usize];
-        let rounds = 600;
-        let mut start = 0;
-        for round in 0..rounds {
-            // The seed of each round; the last token is computed again and again.
-            let params = SamplingParams { seed: round, ..params.clone() };
-            let draw = Draw::of(&params, Place { position: 20, generated: 0 }).unwrap();
-            let logits_wanted = LogitsWanted::Draw(draw);
-            let step =
-                SeqStep { tokens: &prompt[start..], start, block_table: &table, logits: logits_wanted };
-            device.execute(&[step], &mut logits).unwrap();
-            assert!(logits.values.is_empty());
-            seen[logits.chosen[0].expect("there is a number") as usize] += 1;
-            start = 19;
-        }
-        for (token, count) in seen.iter().enumerate() {
-            let wanted = expected.iter().find(|(id, _)| *id as usize == token).map_or(0.0, |(_, p)| *p);
-            let share = f64::from(*count) / rounds as f64;
-            // Four deviations of a share of 600.
-            let slack = 4.0 * (wanted * (1.0 - wanted) / rounds as f64).sqrt() + 1e-9;
-            assert!((share - wanted).abs() <= slack, "{params:?}: token {token} {share} instead of {wanted}");
-        }
-    }
-}
-
-#[test]
-fn a_step_with_logits_beside_draws_leaves_all_of_them_to_the_host() {
-    let config = config("Qwen3", "");
-    let (mut device, mut cpu) = (on_software(&config, |_| ()), on_cpu(&config));
-    let (prompt, table, other) = (tokens(7, 20), blocks(3, 3), blocks(9, 3));
-    let draw = Draw::of(&SamplingParams::default(), Place { position: 20, generated: 0 }).unwrap();
-    let batch = [
-        SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsWanted::Draw(draw) },
-        SeqStep { tokens: &prompt, start: 0, block_table: &other, logits: LogitsWanted::Last },
-    ];
-    let (mut ours, mut theirs) = (Logits::default(), Logits::default());
-    device.execute(&batch, &mut ours).unwrap();
-    cpu.execute(&batch, &mut theirs).unwrap();
-    assert!(ours.chosen.is_empty() && far(&ours, &theirs) < FAR);
 }
 
 #[test]
