@@ -211,9 +211,13 @@ pub(crate) struct EngineArgs {
     /// Tokens of one KV block
     #[arg(long, default_value_t = 16)]
     pub(crate) block_size: usize,
-    /// Size of the KV pool, in MiB
-    #[arg(long, default_value_t = 512, value_name = "MIB")]
-    pub(crate) kv_cache_mib: usize,
+    /// Size of the KV pool, in MiB; by default 512, and on a GPU what --gpu-memory-utilization leaves
+    #[arg(long, value_name = "MIB", conflicts_with = "gpu_memory_utilization")]
+    pub(crate) kv_cache_mib: Option<usize>,
+    /// Share of a GPU's memory for weights, buffers and KV pool together; by default 0.9, unless the pool's size is given.
+    /// The pool's copy in host memory is as large, and takes at most half of what the host has available
+    #[arg(long, value_name = "SHARE")]
+    pub(crate) gpu_memory_utilization: Option<f64>,
     /// Blocks of the KV pool; wins over --kv-cache-mib
     #[arg(long)]
     pub(crate) kv_blocks: Option<usize>,

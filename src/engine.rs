@@ -6,7 +6,7 @@ use std::time::Duration;
 use baton_connector::layout::KvDtype;
 use baton_engine::engine::{Engine, EngineOptions};
 use baton_engine::executor::cpu::{LoadProgress, WeightMode};
-use baton_engine::executor::cuda::DeviceChoice;
+use baton_engine::executor::cuda::{Accelerator, DeviceChoice, GPU_MEMORY_UTILIZATION};
 use baton_engine::model::ModelFiles;
 use baton_engine::offload::open::DiskOptions;
 
@@ -70,7 +70,14 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.nixl_library = args.nixl_library;
     options.kv_ranks = args.kv_ranks;
     options.block_tokens = args.block_size;
-    options.kv_cache_bytes = args.kv_cache_mib << 20;
+    let is_gpu = matches!(args.device, DeviceChoice::Accelerator(Accelerator::Cuda(_)));
+    options.gpu_memory_utilization = match (args.gpu_memory_utilization, args.kv_cache_mib, args.kv_blocks) {
+        (None, None, None) if is_gpu => Some(GPU_MEMORY_UTILIZATION),
+        (share, _, _) => share,
+    };
+    if let Some(mib) = args.kv_cache_mib {
+        options.kv_cache_bytes = mib.checked_mul(1 << 20).ok_or("--kv-cache-mib is too large")?;
+    }
     options.kv_blocks = args.kv_blocks;
     options.device = args.device;
     (options.kv_dtype, options.weights) = element_types;

@@ -19,6 +19,7 @@ mod config;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use baton_engine::executor::cuda::shared_out;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
@@ -109,6 +110,7 @@ impl Stack {
         if let Some(model) = &args.model {
             options.extend(["--model".to_owned(), model.display().to_string()]);
         }
+        options.extend(shared_out(&options, 2));
         let mut specs =
             ["prefill", "decode"].map(|role| EngineSpec { role, options: options.clone(), place: None });
         note("baton: starting a prefill engine, a decode engine and the router; Ctrl-C stops them");

@@ -10,7 +10,7 @@
 # `cargo test --test e2e --no-run`): their tests of devices then run on the GPU. The last two look for the repository where
 # they were built: link its path there.
 #
-# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity speed ipc conformance pipelined nixl
+# Device time is scarce: STEPS chooses what is done after the kernels, by default "parity pool speed ipc conformance pipelined nixl
 # handoff e2e sanitizer disconnect", in this order; the last takes two minutes, all others together about seven. The step nixl needs NIXL's library (`pip install --no-deps nixl nixl-cu13`), which BATON_NIXL_LIBRARY may name.
 #
 # Every result says its date, commit, machine, driver and command. BATON_COMMIT names the commit where the repository is not beside
@@ -19,7 +19,7 @@
 # All that is said goes into OUT too, as DATE-gpu-check.txt: of parity, tests and sanitizer there is no other record. A second run of
 # the day is added to it.
 #
-# DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, ipc, conformance, pipelined, nixl,
+# DEVICE=software runs what can be run without a GPU: the script itself, the steps parity, pool, ipc, conformance, pipelined, nixl,
 # handoff and e2e, and no speed. Nothing of it is kept in OUT.
 #
 # The last line is the verdict: "all right", "FAILED: …" or "NOT CHECKED: …" with every part that was not run and why (a test binary
@@ -47,9 +47,9 @@ conformance=${CONFORMANCE:-}
 handoff=${HANDOFF:-}
 e2e=${E2E:-}
 device=${DEVICE:-cuda:0}
-steps=" ${STEPS:-parity speed ipc conformance pipelined nixl handoff e2e sanitizer disconnect} "
+steps=" ${STEPS:-parity pool speed ipc conformance pipelined nixl handoff e2e sanitizer disconnect} "
 for one in $steps; do
-    case " parity speed ipc conformance pipelined nixl handoff e2e sanitizer disconnect " in
+    case " parity pool speed ipc conformance pipelined nixl handoff e2e sanitizer disconnect " in
         *" $one "*) ;;
         *)
             echo "check.sh: STEPS has no step $one" >&2
@@ -151,6 +151,44 @@ fi
 if wanted parity; then
     step "parity with transformers: f32, and bf16 under the golden tokens"
     "$baton" parity engine/tests/fixtures --device "$device" || failed+=("parity")
+fi
+
+if wanted pool; then
+    step "a KV pool that takes what the device has left, and an answer from it"
+    # The software device has no default share.
+    how=()
+    [ "$device" = software ] && how=(--gpu-memory-utilization 0.02)
+    # Its standard input ends with the coprocess, and the engine with that.
+    coproc ENGINE { exec "$baton" engine --device "$device" --listen 127.0.0.1:0 --until-stdin-ends "${how[@]}" 2>"$work/pool.log"; }
+    engine=$ENGINE_PID at=
+    while read -r -t 300 line <&"${ENGINE[0]}"; do
+        echo "$line"
+        case "$line" in
+            *"ready http="*)
+                at=${line#*ready http=}
+                at=${at%% *}
+                break
+                ;;
+        esac
+    done
+    answer=
+    if [ -n "$at" ] && exec 9<>"/dev/tcp/${at%:*}/${at##*:}"; then
+        body='{"prompt": "a", "max_tokens": 4, "temperature": 0, "repetition_penalty": 1.05}'
+        printf 'POST /v1/completions HTTP/1.1\r\nhost: check\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %s\r\n\r\n%s' \
+            ${#body} "$body" >&9
+        answer=$(timeout 60 cat <&9)
+        exec 9>&-
+    fi
+    kill "$engine" 2>/dev/null
+    wait "$engine" 2>/dev/null
+    grep "the KV cache takes what the device has left" "$work/pool.log" || failed+=("pool (nothing was chosen)")
+    case "$answer" in
+        "HTTP/1.1 200"*) ;;
+        *)
+            failed+=("pool (no answer)")
+            cat "$work/pool.log"
+            ;;
+    esac
 fi
 
 if wanted speed; then

@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use crate::dp_rank::{Common, RunningRank};
 use crate::executor::Executor;
 use crate::executor::cpu::{CpuExecutor, CpuOptions, LoadProgress, WeightMode};
-use crate::executor::cuda::{Accelerator, DeviceChoice, DeviceOptions, Element};
+use crate::executor::cuda::{Accelerator, DeviceChoice, DeviceOptions, Element, PoolSize};
 use crate::lease_desk::LeaseDesk;
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
@@ -68,6 +68,9 @@ pub struct EngineOptions {
     pub kv_cache_bytes: usize,
     /// Blocks of the KV pool of each rank; wins over the bytes.
     pub kv_blocks: Option<usize>,
+    /// The share of a device's memory that weights, buffers and KV pool take together; wins over the bytes. Above 0, at
+    /// most 1, and only on a device with memory of its own.
+    pub gpu_memory_utilization: Option<f64>,
     /// Element type of the KV cache.
     pub kv_dtype: KvDtype,
     /// Element type of the weights in memory, and what is multiplied with. Engines with quantized weights or with products
@@ -121,6 +124,7 @@ impl EngineOptions {
             block_tokens: 16,
             kv_cache_bytes: 512 << 20,
             kv_blocks: None,
+            gpu_memory_utilization: None,
             kv_dtype: KvDtype::F32,
             weights: WeightMode::Stored,
             max_model_len: None,
@@ -393,10 +397,16 @@ fn on_device(
         return Err(wrong("--kv-ranks and --data-parallel-size are 1 there".into()));
     }
     let layout = config.kv_layout(options.block_tokens, options.kv_dtype);
-    let blocks = pool_blocks(options, layout.block_bytes())?;
-    let positions = options.max_model_len.unwrap_or(config.max_positions).min(blocks * options.block_tokens);
+    let positions = options.max_model_len.unwrap_or(config.max_positions);
+    let (pool_size, positions) = match options.gpu_memory_utilization {
+        Some(share) if options.kv_blocks.is_none() => (PoolSize::Share(share), positions),
+        Some(_) | None => {
+            let blocks = pool_blocks(options, layout.block_bytes())?;
+            (PoolSize::Blocks(blocks), positions.min(blocks * options.block_tokens))
+        }
+    };
     let device = DeviceOptions {
-        blocks,
+        pool_size,
         block_tokens: options.block_tokens,
         element,
         max_rows: options.max_num_batched_tokens,
@@ -453,6 +463,12 @@ fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
     }
     if options.max_num_seqs == 0 || options.max_num_batched_tokens < options.max_num_seqs {
         return wrong("max_num_batched_tokens must be at least max_num_seqs, which must be at least 1");
+    }
+    if options.gpu_memory_utilization.is_some_and(|share| !(share > 0.0 && share <= 1.0)) {
+        return wrong("gpu_memory_utilization is above 0 and at most 1");
+    }
+    if options.gpu_memory_utilization.is_some() && options.device == DeviceChoice::Cpu {
+        return wrong("--gpu-memory-utilization is of a device with memory of its own: --device cuda:N");
     }
     if options.kv_lease_duration < Duration::from_millis(100) {
         return wrong("kv_lease_duration must be at least 100 ms");

@@ -4,6 +4,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use baton_engine::executor::cuda::shared_out;
 use serde_json::json;
 
 use crate::running::{Running, word};
@@ -52,6 +53,7 @@ impl Own {
     /// # Errors
     /// When a part does not start.
     pub(crate) fn start(options: &[String], folder: &Path, logs: &Path) -> io::Result<Self> {
+        let options = &[options, &shared_out(options, 2)].concat();
         let engine = |role: &str| {
             let fixed = ["engine", "--role", role, "--listen", "127.0.0.1:0"].map(str::to_owned);
             Process::start([&fixed, options].concat(), logs.join(format!("{role}.log")))

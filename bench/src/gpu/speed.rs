@@ -10,7 +10,7 @@ use baton_engine::engine::EngineOptions;
 use baton_engine::executor::cuda::device::{Event, HostAt, Launch, Matmul, Priority, Slice, Stream};
 use baton_engine::executor::cuda::kernels::{self, Attention, SPLIT_TOKENS, Shape};
 use baton_engine::executor::cuda::port::HostRun;
-use baton_engine::executor::cuda::{CudaExecutor, Device, DeviceError, DeviceOptions, Element};
+use baton_engine::executor::cuda::{CudaExecutor, Device, DeviceError, DeviceOptions, Element, PoolSize};
 use baton_engine::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use baton_engine::model::config::ModelConfig;
 use baton_engine::model::files::ModelFiles;
@@ -387,7 +387,7 @@ fn model<D: Device>(
     let (most, longest) = (sizes.batches[2], sizes.prompts[1]);
     let per_sequence = (sizes.decoded_from + sizes.decoded).div_ceil(BLOCK_TOKENS);
     let options = DeviceOptions {
-        blocks: (most * per_sequence).max(longest / BLOCK_TOKENS),
+        pool_size: PoolSize::Blocks((most * per_sequence).max(longest / BLOCK_TOKENS)),
         block_tokens: BLOCK_TOKENS,
         element: Element::Bf16,
         max_rows: longest,

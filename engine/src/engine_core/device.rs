@@ -76,7 +76,7 @@ mod tests {
     use crate::engine_core::{ProducerAddress, Submission};
     use crate::event_log::What;
     use crate::executor::cuda::software::SoftDevice;
-    use crate::executor::cuda::{CudaExecutor, DeviceOptions, Element};
+    use crate::executor::cuda::{CudaExecutor, DeviceOptions, Element, PoolSize};
     use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
     use crate::mailbox::Mail;
     use crate::model::config::ModelConfig;
@@ -291,7 +291,7 @@ mod tests {
             "vocab_size": 64, "eos_token_id": 1}"#;
         let config = ModelConfig::parse(text, GenerationDefaults::default()).expect("a model");
         let options = DeviceOptions {
-            blocks: 128,
+            pool_size: PoolSize::Blocks(128),
             block_tokens: 4,
             element: Element::F32,
             max_rows: 64,

@@ -5,6 +5,7 @@
 //!   nvrtc     sources to machine code cubins    machine code on disk    software  a CPU in its place, with checks
 //!   plan      one step as integers    mirror    who has newer bytes     model     weights on the device
 //!   port      the pool, for others    forward   one step as launches    pieces    many copies as launches
+//!   pool_size how many blocks fit
 //! ```
 //!
 //! One step is one copy to the device (its integers), launches, and copies back: the tokens that were chosen there, and
@@ -33,6 +34,7 @@ pub mod nvrtc;
 mod open;
 mod pieces;
 mod plan;
+pub mod pool_size;
 pub mod port;
 pub mod software;
 
@@ -45,13 +47,15 @@ use baton_connector::{BlockId, KvLayout};
 
 pub use self::device::{Device, DeviceError, Element};
 pub use self::model::LoadError;
-pub use self::open::{Accelerator, DeviceChoice, open};
+pub use self::open::{Accelerator, DeviceChoice, GPU_MEMORY_UTILIZATION, open, shared_out};
 
 use self::device::{Event, Graph, Host, HostAt, Priority, Slice, Stream};
 use self::forward::Activations;
 use self::kernels::{DRAW_WORDS, Shape};
 use self::model::Network;
 use self::plan::{BUCKETS, Bounds, Plan};
+use self::pool_size::Memory;
+pub use self::pool_size::PoolSize;
 use self::port::{Level, Port};
 use super::apart::Apart;
 use super::cpu::LoadProgress;
@@ -62,8 +66,8 @@ use crate::model::weights::Weights;
 /// How to run a model on a device.
 #[derive(Clone, Debug)]
 pub struct DeviceOptions {
-    /// Blocks of the KV pool; at least one.
-    pub blocks: usize,
+    /// Blocks of the KV pool.
+    pub pool_size: PoolSize,
     /// Tokens of one block; at least one.
     pub block_tokens: usize,
     /// Element type of weights, activations and KV.
@@ -128,7 +132,7 @@ impl<D: Device> CudaExecutor<D> {
             Element::Bf16 => KvDtype::Bf16,
         };
         let layout = config.kv_layout(options.block_tokens, dtype);
-        let bounds = bounds(config, options)?;
+        let mut bounds = bounds(config, options)?;
         if options.max_sequences > bounds.bucket {
             tracing::warn!(
                 max_num_seqs = options.max_sequences,
@@ -156,17 +160,22 @@ impl<D: Device> CudaExecutor<D> {
             progress,
         )?;
         let multiprocessors = device.multiprocessors();
-        let mut room =
-            |bytes: usize| device.alloc(bytes.max(4)).map(|buffer| Slice::of(buffer, bytes.max(4)));
+        let mut own = network.bytes;
+        let mut room = |bytes: usize| {
+            own += bytes.max(4);
+            device.alloc(bytes.max(4)).map(|buffer| Slice::of(buffer, bytes.max(4)))
+        };
         let wanted_max = bounds.bucket;
         let chosen_bytes = (wanted_max * 4).next_multiple_of(256);
         let results = room(chosen_bytes + wanted_max * config.vocab * 4)?;
         let words = room(bounds.words * 4)?;
         let activations = Activations::new(&mut room, &shape, config, &bounds, multiprocessors)?;
-        let pool_bytes = options.blocks * layout.block_bytes();
+        let blocks = blocks(&device, options, (own, layout.block_bytes()))?;
+        bounds.blocks = blocks;
+        let pool_bytes = blocks * layout.block_bytes();
         let (pool, memory) = device.alloc_shared(pool_bytes)?;
         let pool = Slice::of(pool, pool_bytes);
-        let region = (options.pool)(options.blocks, layout.block_bytes());
+        let region = (options.pool)(blocks, layout.block_bytes());
         Ok(Self {
             mirror_host: device.host_over(&region)?,
             words_host: device.host(words.bytes)?,
@@ -175,7 +184,7 @@ impl<D: Device> CudaExecutor<D> {
             copied: device.event()?,
             port: Arc::new(Port::new(memory, region.clone())),
             regions: vec![region],
-            apart: Apart::new(options.blocks),
+            apart: Apart::new(blocks),
             config: config.clone(),
             graphs: HashMap::new(),
             met: HashSet::new(),
@@ -393,13 +402,45 @@ impl<D: Device> CudaExecutor<D> {
     }
 }
 
-/// What a step may be at most.
+/// Blocks of the pool, with weights and buffers of so many bytes in place.
+fn blocks(
+    device: &impl Device,
+    options: &DeviceOptions,
+    (own, block_bytes): (usize, usize),
+) -> Result<usize, LoadError> {
+    let most = i32::MAX as usize / options.block_tokens;
+    let share = match options.pool_size {
+        PoolSize::Blocks(blocks) if blocks == 0 || blocks > most => {
+            return Err(LoadError::Unsupported(format!("a KV pool of {blocks} blocks on a device")));
+        }
+        PoolSize::Blocks(blocks) => return Ok(blocks),
+        PoolSize::Share(share) => share,
+    };
+    let total = device.total_bytes()?;
+    let (free, reserve, host) = (device.free_bytes()?, Memory::reserve_of(total), pool_size::host_bytes());
+    let memory = Memory { total, free, own, reserve, host };
+    let chosen = pool_size::blocks(share, &memory, block_bytes, most)
+        .map_err(|error| LoadError::Unsupported(error.to_string()))?;
+    tracing::info!(
+        blocks = chosen.blocks,
+        tokens = chosen.blocks * options.block_tokens,
+        mib = (chosen.blocks * block_bytes) >> 20,
+        bound = chosen.bound,
+        share,
+        total_mib = total >> 20,
+        free_mib = free >> 20,
+        weights_and_buffers_mib = own >> 20,
+        "the KV cache takes what the device has left; --kv-cache-mib sets it"
+    );
+    Ok(chosen.blocks)
+}
+
+/// What a step may be at most; the blocks are set when the pool is sized.
 fn bounds(config: &ModelConfig, options: &DeviceOptions) -> Result<Bounds, LoadError> {
     let unsupported = |what: String| Err(LoadError::Unsupported(what));
     kernels::supported(options.element, config.head_dim).map_err(LoadError::Unsupported)?;
-    let slots = options.blocks.checked_mul(options.block_tokens);
-    if slots.is_none_or(|slots| slots == 0 || slots > i32::MAX as usize) {
-        return unsupported(format!("a KV pool of {} blocks on a device", options.blocks));
+    if options.block_tokens == 0 {
+        return unsupported("a block has tokens".into());
     }
     if options.max_rows == 0 || options.max_sequences == 0 || options.max_positions == 0 {
         return unsupported("a step has rows, sequences and positions".into());
@@ -417,7 +458,7 @@ fn bounds(config: &ModelConfig, options: &DeviceOptions) -> Result<Bounds, LoadE
         rows,
         positions: options.max_positions,
         vocab: config.vocab,
-        blocks: options.blocks,
+        blocks: 0,
         block_tokens: options.block_tokens,
         // Every row may be wanted and drawn from.
         words: rows * (3 + 3 + 1 + DRAW_WORDS) + 4 * tiles + tables,

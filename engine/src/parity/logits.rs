@@ -6,7 +6,7 @@ use baton_connector::region::Region;
 use super::golden::{Noise, Prompt, Run};
 use super::{Line, ParityError, Subject};
 use crate::executor::cpu::{CpuExecutor, CpuOptions};
-use crate::executor::cuda::{self, DeviceChoice, DeviceOptions, Element};
+use crate::executor::cuda::{self, DeviceChoice, DeviceOptions, Element, PoolSize};
 use crate::executor::{Executor, Logits, LogitsWanted, SeqStep};
 use crate::model::weights::Weights;
 
@@ -223,7 +223,7 @@ fn computing(
     };
     let longest = subject.golden.prompts.iter().map(tokens).max().unwrap_or(1);
     let options = DeviceOptions {
-        blocks: longest.div_ceil(BLOCK_TOKENS) * sequences,
+        pool_size: PoolSize::Blocks(longest.div_ceil(BLOCK_TOKENS) * sequences),
         block_tokens: BLOCK_TOKENS,
         element,
         max_rows: longest,

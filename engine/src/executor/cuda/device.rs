@@ -238,6 +238,12 @@ pub trait Device: Send {
     /// Bytes of shared memory that a block can have. 227 KiB on compute capability 9.0, 163 on 8.0, 99 on 8.6 and 8.9.
     fn shared_bytes_max(&self) -> usize;
 
+    /// Bytes of memory, free or not.
+    ///
+    /// # Errors
+    /// [`DeviceError::Call`].
+    fn total_bytes(&self) -> Result<usize, DeviceError>;
+
     /// Bytes of memory that are free.
     ///
     /// # Errors

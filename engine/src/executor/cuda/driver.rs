@@ -248,6 +248,14 @@ impl CudaDevice {
     }
 }
 
+/// Bytes of the current context's device: free, and all.
+fn memory_info() -> Result<(usize, usize), DeviceError> {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: the out-parameters are valid. Without a current context the driver answers with an error.
+    check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+    Ok((free, total))
+}
+
 impl Device for CudaDevice {
     fn name(&self) -> String {
         self.name.clone()
@@ -265,11 +273,12 @@ impl Device for CudaDevice {
         self.shared_bytes_max
     }
 
+    fn total_bytes(&self) -> Result<usize, DeviceError> {
+        memory_info().map(|(_, total)| total)
+    }
+
     fn free_bytes(&self) -> Result<usize, DeviceError> {
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: the out-parameters are valid. Without a current context the driver answers with an error.
-        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
-        Ok(free)
+        memory_info().map(|(free, _)| free)
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<Buffer, DeviceError> {

@@ -52,6 +52,8 @@ pub(super) struct Network {
     pub(super) head: Slice,
     /// Cosines, then sines, of each position.
     pub(super) angles: Slice,
+    /// What all of it takes of the device's memory.
+    pub(super) bytes: usize,
 }
 
 impl Network {
@@ -78,7 +80,7 @@ impl Network {
         let final_norm = loader.vector(&[("model.norm.weight".into(), hidden)])?;
         let angles = loader.angles(config, positions)?;
         loader.finish()?;
-        Ok(Self { layers, embedding, final_norm, head, angles })
+        Ok(Self { layers, embedding, final_norm, head, angles, bytes: loader.taken })
     }
 }
 
@@ -92,6 +94,8 @@ struct Loader<'a> {
     element: Element,
     progress: &'a mut dyn FnMut(LoadProgress),
     slab: Option<Slice>,
+    /// Bytes of device memory.
+    taken: usize,
     done: u64,
     total: u64,
 }
@@ -106,7 +110,19 @@ impl<'a> Loader<'a> {
     ) -> Result<Self, DeviceError> {
         let mut staging = || Ok::<_, DeviceError>((device.host(STAGING_BYTES)?, device.event()?));
         let staging = [staging()?, staging()?];
-        Ok(Self { device, on, staging, turn: 0, weights, element, progress, slab: None, done: 0, total: 0 })
+        Ok(Self {
+            device,
+            on,
+            staging,
+            turn: 0,
+            weights,
+            element,
+            progress,
+            slab: None,
+            taken: 0,
+            done: 0,
+            total: 0,
+        })
     }
 
     fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<Layer, LoadError> {
@@ -191,11 +207,15 @@ impl<'a> Loader<'a> {
     fn room(&mut self, bytes: usize) -> Result<Slice, DeviceError> {
         let whole = bytes.next_multiple_of(ALIGN_BYTES);
         if whole > SLAB_BYTES / 2 {
+            self.taken += whole;
             return Ok(Slice::of(self.device.alloc(whole)?, bytes));
         }
         let slab = match self.slab.filter(|slab| slab.bytes >= whole) {
             Some(slab) => slab,
-            None => Slice::of(self.device.alloc(SLAB_BYTES)?, SLAB_BYTES),
+            None => {
+                self.taken += SLAB_BYTES;
+                Slice::of(self.device.alloc(SLAB_BYTES)?, SLAB_BYTES)
+            }
         };
         self.slab = Some(slab.part(whole, slab.bytes - whole));
         Ok(slab.part(0, bytes))

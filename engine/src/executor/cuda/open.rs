@@ -36,6 +36,28 @@ pub enum Accelerator {
     Software,
 }
 
+/// The share of a GPU's memory that an engine takes, vLLM's default.
+pub const GPU_MEMORY_UTILIZATION: f64 = 0.9;
+
+/// What `engines` engines of one GPU are started with beside `options`, so that each of them has its share: nothing where
+/// the options are of no GPU, or say themselves how large a KV pool is.
+#[must_use]
+pub fn shared_out(options: &[String], engines: usize) -> Vec<String> {
+    let value = |name: &str| {
+        let at = options.iter().rposition(|word| word.split('=').next() == Some(name))?;
+        let inline = options[at].split_once('=').map(|(_, value)| value);
+        inline.or_else(|| options.get(at + 1).map(String::as_str))
+    };
+    let is_gpu = value("--device").is_some_and(|device| device.starts_with("cuda"));
+    let sized = ["--kv-cache-mib", "--kv-blocks", "--gpu-memory-utilization"];
+    if !is_gpu || engines < 2 || sized.into_iter().any(|name| value(name).is_some()) {
+        return Vec::new();
+    }
+    #[allow(clippy::cast_precision_loss)]
+    let share = GPU_MEMORY_UTILIZATION / engines as f64;
+    vec!["--gpu-memory-utilization".to_owned(), share.to_string()]
+}
+
 impl fmt::Display for Accelerator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -99,6 +121,29 @@ pub fn open(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn engines_of_one_gpu_share_its_memory_unless_the_options_say_how() {
+        let shared = |line: &str, engines| {
+            let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            shared_out(&words, engines).join(" ")
+        };
+        for line in ["--device cuda:0", "--threads 1 --device=cuda", "--device cpu --device cuda:3"] {
+            assert_eq!(shared(line, 2), "--gpu-memory-utilization 0.45", "{line}");
+            assert_eq!(shared(line, 1), "", "{line}");
+        }
+        for line in [
+            "",
+            "--device",
+            "--device cpu",
+            "--device cuda:0 --device software",
+            "--device cuda:0 --kv-cache-mib 512",
+            "--device cuda:0 --kv-blocks=9",
+            "--gpu-memory-utilization 0.3 --device cuda:0",
+        ] {
+            assert_eq!(shared(line, 2), "", "{line}");
+        }
+    }
 
     #[test]
     fn devices_have_names() {

@@ -367,6 +367,10 @@ impl Device for SoftDevice {
         self.shared_bytes_max
     }
 
+    fn total_bytes(&self) -> Result<usize, DeviceError> {
+        Ok(self.memory_bytes)
+    }
+
     fn free_bytes(&self) -> Result<usize, DeviceError> {
         let used: usize = self.buffers.iter().flatten().map(|memory| memory.bytes.len()).sum();
         Ok(self.memory_bytes.saturating_sub(used))

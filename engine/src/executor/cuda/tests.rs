@@ -40,7 +40,7 @@ fn families() -> Vec<ModelConfig> {
 
 fn on_software(config: &ModelConfig, change: impl FnOnce(&mut DeviceOptions)) -> CudaExecutor<SoftDevice> {
     let mut options = DeviceOptions {
-        blocks: 64,
+        pool_size: PoolSize::Blocks(64),
         block_tokens: 8,
         element: Element::F32,
         max_rows: 200,
@@ -315,7 +315,7 @@ fn bf16_stays_near_f32() {
 fn a_device_that_is_too_small_is_an_error_with_numbers() {
     let config = config("Llama", "");
     let options = DeviceOptions {
-        blocks: 1 << 12,
+        pool_size: PoolSize::Blocks(1 << 12),
         block_tokens: 16,
         element: Element::F32,
         max_rows: 64,
@@ -327,6 +327,23 @@ fn a_device_that_is_too_small_is_an_error_with_numbers() {
     let loaded = CudaExecutor::load(device, &Weights::random(5), &config, &options, &mut |_| ());
     let Err(error) = loaded else { panic!("a pool of 96 MiB on a device of 8 MiB") };
     assert!(matches!(error, LoadError::Device(DeviceError::Memory { .. })), "{error}");
+}
+
+#[test]
+fn a_pool_of_a_share_is_as_large_as_the_device_has_room_beside_weights_and_buffers() {
+    let config = config("Llama", "");
+    let blocks = |share| {
+        let mut device = on_software(&config, |options| options.pool_size = PoolSize::Share(share));
+        let (table, mut logits) = ([BlockId(device.blocks() as u32 - 1)], Logits::default());
+        let step = SeqStep { tokens: &[7], start: 0, block_table: &table, logits: LogitsWanted::Last };
+        device.execute(&[step], &mut logits).unwrap();
+        (device.blocks(), device.layout().block_bytes(), device.device().free_bytes().unwrap())
+    };
+    let (half, bytes, _) = blocks(0.5);
+    let (whole, _, free) = blocks(1.0);
+    // 64 MiB, an eighth in reserve.
+    assert!((whole - half).abs_diff((32 << 20) / bytes) <= 1, "{half} and {whole} blocks of {bytes} bytes");
+    assert!(free.abs_diff(8 << 20) < (1 << 20), "{free} bytes are free");
 }
 
 #[test]
