@@ -275,6 +275,9 @@ pub(crate) struct EngineArgs {
     /// File with the cluster secret; needed beyond loopback
     #[arg(long, value_name = "FILE", env = "BATON_CLUSTER_SECRET_FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,
+    /// Seconds after which a client whose host acknowledges nothing has left; 0 is what the system does, at least 1 otherwise
+    #[arg(long, default_value_t = 20.0)]
+    pub(crate) client_lost: f64,
     /// Seconds that requests and leases may take to end at shutdown
     #[arg(long, default_value_t = 30.0)]
     pub(crate) shutdown_timeout: f64,

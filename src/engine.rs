@@ -13,6 +13,9 @@ use baton_engine::offload::open::DiskOptions;
 use crate::cli::{DtypeArg, EngineArgs, QuantizeArg};
 use crate::{Failure, builtin, out, shutdown};
 
+/// Keepalive counts in seconds; what is over an hour is a mistake.
+const CLIENT_LOST: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3600);
+
 /// Threads that serve HTTP. The engine's own threads do the computing.
 const HTTP_THREADS: usize = 2;
 
@@ -98,6 +101,10 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.pace = args.pace_ms.map(Duration::from_millis);
     options.device_fails_after = args.device_fails_after;
     options.cluster_secret = args.cluster_secret_file.as_deref().map(secret).transpose()?;
+    options.client_lost = seconds(args.client_lost, "--client-lost")?;
+    if !(options.client_lost.is_zero() || CLIENT_LOST.contains(&options.client_lost)) {
+        return Err("--client-lost is 0, or 1 to 3600 seconds".into());
+    }
     options.shutdown_timeout = seconds(args.shutdown_timeout, "--shutdown-timeout")?;
     Ok(options)
 }

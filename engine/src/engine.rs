@@ -30,7 +30,7 @@ use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::Weights;
 use crate::model::{ModelError, ModelFiles};
 use crate::offload::open::OffloadOptions;
-use crate::server::{Frontend, Role, is_loopback, serve};
+use crate::server::{BYTES_MAX, Bodies, Frontend, Role, is_loopback, serve};
 use crate::transport::{FoundNixl, KvTransport, shared_pool};
 
 /// Engine cores of one process.
@@ -100,6 +100,10 @@ pub struct EngineOptions {
     pub device_fails_after: Option<u64>,
     /// What routers and engines of this cluster show each other. Needed beyond loopback.
     pub cluster_secret: Option<String>,
+    /// Bytes of all bodies that are being read.
+    pub body_bytes_total: usize,
+    /// A client whose host acknowledges nothing for so long has left; zero: as the system does it.
+    pub client_lost: Duration,
     /// How long requests and leases may take to end at shutdown.
     pub shutdown_timeout: Duration,
 }
@@ -139,6 +143,8 @@ impl EngineOptions {
             pace: None,
             device_fails_after: None,
             cluster_secret: None,
+            body_bytes_total: BYTES_MAX,
+            client_lost: Duration::from_secs(20),
             shutdown_timeout: Duration::from_secs(30),
         }
     }
@@ -177,6 +183,7 @@ pub struct Engine {
     running: Vec<RunningRank>,
     /// Cancelled when a step loop has panicked.
     broken: CancellationToken,
+    client_lost: Duration,
     shutdown_timeout: Duration,
 }
 
@@ -258,7 +265,7 @@ impl Engine {
             log: Arc::clone(&common.log),
             batch_invariant,
             next_sequence: AtomicU64::new(1),
-            bodies: Arc::default(),
+            bodies: Arc::new(Bodies::of(options.body_bytes_total)),
             verb_bodies: Arc::default(),
         });
         Ok(Self {
@@ -267,6 +274,7 @@ impl Engine {
             http,
             running,
             broken,
+            client_lost: options.client_lost,
             shutdown_timeout: options.shutdown_timeout,
         })
     }
@@ -309,7 +317,8 @@ impl Engine {
     pub async fn run(mut self, stop: CancellationToken) -> std::io::Result<()> {
         let listener = self.listener.take().expect("taken once");
         let accepting = CancellationToken::new();
-        let serving = tokio::spawn(serve(Arc::clone(&self.frontend), listener, accepting.clone()));
+        let frontend = Arc::clone(&self.frontend);
+        let serving = tokio::spawn(serve(frontend, listener, self.client_lost, accepting.clone()));
         tokio::select! {
             () = stop.cancelled() => {}
             () = self.broken.cancelled() => {}

@@ -10,7 +10,8 @@
 //!
 //! A client that closes its connection drops its task, and with it every guard of its sequences: they are
 //! aborted, streamed or not, before or after the first token. What such a client had sent is read all the same
-//! (`begun.rs`): a handoff in it is given back, a release or an abort is done.
+//! (`begun.rs`): a handoff in it is given back, a release or an abort is done. One whose host vanishes without a word is
+//! noticed within seconds (`presence.rs`).
 
 mod admit;
 mod begun;
@@ -22,6 +23,7 @@ mod follow;
 mod generate;
 mod guard;
 mod http;
+mod presence;
 mod rejection;
 mod seal;
 
@@ -48,7 +50,8 @@ use crate::model::chat_template::ChatTemplate;
 use crate::model::tokenizer::Tokenizer;
 use crate::sampling::GenerationDefaults;
 use begun::Begin;
-pub(crate) use bodies::Bodies;
+pub(crate) use bodies::{BYTES_MAX, Bodies};
+use presence::Watched;
 
 /// A request's head must arrive within this time.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -131,13 +134,15 @@ pub struct Frontend {
     pub(crate) verb_bodies: Arc<Bodies>,
 }
 
-/// Serves until `stop`, then lets connections finish their requests.
+/// Serves until `stop`, then lets connections finish their requests. A client whose host acknowledges nothing for
+/// `client_lost` has left; zero: as the system does it.
 ///
 /// # Errors
 /// When the listener breaks.
 pub async fn serve(
     frontend: Arc<Frontend>,
     listener: TcpListener,
+    client_lost: Duration,
     stop: CancellationToken,
 ) -> std::io::Result<()> {
     let permits = Arc::new(tokio::sync::Semaphore::new(CONNECTIONS_MAX));
@@ -168,7 +173,8 @@ pub async fn serve(
             let reply = http::route(Arc::clone(&frontend), request, &begin);
             async move { Ok::<_, std::convert::Infallible>(reply.await) }
         });
-        let connection = graceful.watch(protocol().serve_connection(TokioIo::new(stream), service));
+        let connection = graceful
+            .watch(protocol().serve_connection(TokioIo::new(Watched::new(stream, client_lost)), service));
         tokio::spawn(async move {
             if let Err(error) = connection.await {
                 tracing::trace!(%error, "connection ended");

@@ -124,6 +124,15 @@ impl ApiError {
         Self::invalid("prompt", message).with_code(Code::ContextLengthExceeded)
     }
 
+    /// 400: the prompt leaves no room for an answer, of whatever length.
+    #[must_use]
+    pub fn prompt_too_long(prompt_tokens: usize, context_tokens: usize) -> Self {
+        let message = format!(
+            "the model's context is {context_tokens} tokens, but the prompt has {prompt_tokens} and an answer at least 1"
+        );
+        Self::invalid("prompt", message).with_code(Code::ContextLengthExceeded)
+    }
+
     /// What [`Self::context_length`] says, without the `max_tokens`: for somebody who asked for another number. `None`
     /// for what it did not write.
     #[must_use]

@@ -58,16 +58,47 @@ impl<'a> Fields<'a> {
         self.get(name).map(read).transpose()
     }
 
+    /// An integer of a range that holds for the request.
     pub(crate) fn integer(self, name: &str, range: RangeInclusive<i64>) -> Result<Option<i64>, ApiError> {
+        self.bounded(name, &range, || format!("an integer from {} to {}", range.start(), range.end()))
+    }
+
+    /// An integer whose upper bound is what can be read. What holds for the request is below it and not known here, so that
+    /// no message names it as the range.
+    pub(crate) fn integer_from(
+        self,
+        name: &str,
+        range: RangeInclusive<i64>,
+    ) -> Result<Option<i64>, ApiError> {
+        let over = |value: &Value| value.as_f64().is_some_and(|number| number > *range.end() as f64);
+        let expected = || match self.get(name).is_some_and(over) {
+            true => format!("an integer of at most {}", range.end()),
+            false => format!("an integer of at least {}", range.start()),
+        };
+        self.bounded(name, &range, expected)
+    }
+
+    fn bounded(
+        self,
+        name: &str,
+        range: &RangeInclusive<i64>,
+        expected: impl Fn() -> String,
+    ) -> Result<Option<i64>, ApiError> {
         let read = |value: &Value| {
-            whole(value).filter(|number| range.contains(number)).ok_or_else(|| {
-                let expected = format!("an integer from {} to {}", range.start(), range.end());
-                self.must_be(name, &expected, value)
-            })
+            let number = whole(value).filter(|number| range.contains(number));
+            number.ok_or_else(|| self.must_be(name, &expected(), value))
         };
         self.get(name).map(read).transpose()
     }
 
+    /// As [`Self::integer_from`].
+    pub(crate) fn count_from(self, name: &str, range: RangeInclusive<u32>) -> Result<Option<u32>, ApiError> {
+        let wide = i64::from(*range.start())..=i64::from(*range.end());
+        let narrow = |number| u32::try_from(number).expect("within a range of u32");
+        Ok(self.integer_from(name, wide)?.map(narrow))
+    }
+
+    /// As [`Self::integer`].
     pub(crate) fn count(self, name: &str, range: RangeInclusive<u32>) -> Result<Option<u32>, ApiError> {
         let wide = i64::from(*range.start())..=i64::from(*range.end());
         let narrow = |number| u32::try_from(number).expect("within a range of u32");

@@ -226,7 +226,12 @@ impl GenerateRequest {
         prompts: usize,
         limits: &ParseLimits,
     ) -> Result<Self, ApiError> {
-        let n = fields.count("n", 1..=limits.scope.n())?.unwrap_or(1);
+        let choices = 1..=limits.scope.n();
+        let n = match limits.scope {
+            Scope::ThisEngine => fields.count("n", choices)?,
+            Scope::AnyEngine => fields.count_from("n", choices)?,
+        };
+        let n = n.unwrap_or(1);
         within_sequences(prompts, n, limits)?;
         let echo = endpoint == Endpoint::Completions && fields.boolean("echo")?.unwrap_or(false);
         let max_tokens = max_tokens(fields, echo)?;
@@ -287,12 +292,12 @@ fn within_sequences(prompts: usize, n: u32, limits: &ParseLimits) -> Result<(), 
 /// `max_completion_tokens` is the newer name and wins, as in vLLM.
 fn max_tokens(fields: Fields<'_>, echo: bool) -> Result<Option<u32>, ApiError> {
     let least = if echo { 0 } else { 1 };
-    let older = fields.count("max_tokens", least..=TOKENS_MAX)?;
-    Ok(fields.count("max_completion_tokens", least..=TOKENS_MAX)?.or(older))
+    let older = fields.count_from("max_tokens", least..=TOKENS_MAX)?;
+    Ok(fields.count_from("max_completion_tokens", least..=TOKENS_MAX)?.or(older))
 }
 
 fn min_tokens(fields: Fields<'_>, max_tokens: Option<u32>) -> Result<u32, ApiError> {
-    let min = fields.count("min_tokens", 0..=TOKENS_MAX)?.unwrap_or(0);
+    let min = fields.count_from("min_tokens", 0..=TOKENS_MAX)?.unwrap_or(0);
     match max_tokens {
         Some(max) if min > max => {
             let message = format!("`min_tokens` {min} is more than `max_tokens` {max}");
@@ -330,10 +335,21 @@ fn stop_token_ids(fields: Fields<'_>, limits: &ParseLimits) -> Result<Vec<u32>, 
 
 fn logprobs(fields: Fields<'_>, endpoint: Endpoint, scope: Scope) -> Result<Option<u32>, ApiError> {
     let number = |name| {
-        let number = fields.integer(name, scope.logprobs())?;
+        let range = scope.logprobs();
+        let number = match scope {
+            Scope::ThisEngine => fields.integer(name, range)?,
+            Scope::AnyEngine => fields.integer_from(name, range)?,
+        };
         Ok(number.map(|number| u32::try_from(number).unwrap_or(u32::MAX)))
     };
     if endpoint == Endpoint::Completions {
+        // As the other endpoint has it.
+        if let Some(Value::Bool(wanted)) = fields.get("logprobs") {
+            let message = format!(
+                "`logprobs` must be a number of alternatives here, got {wanted}; true or false is of /v1/chat/completions"
+            );
+            return Err(ApiError::invalid("logprobs", message));
+        }
         return number("logprobs");
     }
     let wanted = fields.boolean("logprobs")?.unwrap_or(false);

@@ -95,11 +95,13 @@ fn numbers_out_of_range_are_refused_with_the_range() {
         ("n", "1.5", "from 1 to 16"),
         ("n", "\"2\"", "got the string \"2\""),
         ("n", "true", "got true"),
-        ("max_tokens", "0", "an integer from 1 to"),
-        ("max_tokens", "-1", "an integer from 1 to"),
-        ("max_tokens", "9223372036854775808", "an integer from 1 to"),
-        ("max_tokens", "1e20", "an integer from 1 to"),
-        ("max_completion_tokens", "0", "an integer from 1 to"),
+        ("max_tokens", "0", "an integer of at least 1, got 0"),
+        ("max_tokens", "-1", "an integer of at least 1"),
+        ("max_tokens", "\"7\"", "an integer of at least 1"),
+        ("max_tokens", "9223372036854775808", "an integer of at most 2147483647"),
+        ("max_tokens", "1e20", "an integer of at most"),
+        ("max_completion_tokens", "0", "an integer of at least 1"),
+        ("min_tokens", "-1", "an integer of at least 0"),
         ("temperature", "-1", "a number from 0 to 100, got -1"),
         ("temperature", "1e308", "from 0 to 100"),
         ("temperature", "\"NaN\"", "from 0 to 100"),
@@ -115,7 +117,8 @@ fn numbers_out_of_range_are_refused_with_the_range() {
         ("repetition_penalty", "0", "over 0"),
         ("repetition_penalty", "1e-60", "over 0"),
         ("logprobs", "21", "from 0 to 20"),
-        ("logprobs", "true", "from 0 to 20"),
+        ("logprobs", "1.5", "from 0 to 20"),
+        ("logprobs", "true", "a number of alternatives here, got true"),
         ("stream", "1", "true or false, got 1"),
         ("model", "7", "a string, got 7"),
         ("model", "\"\"", "must not be an empty string"),
@@ -280,10 +283,20 @@ fn how_much_is_asked_of_engines_of_another_kind_is_theirs_to_judge() {
     let chat = json!({"messages": messages, "tools": tools, "logprobs": true, "top_logprobs": 50});
     assert_eq!(read(Endpoint::Chat, chat).expect("so is each of these").logprobs, Some(50));
     // What no engine takes is refused before prefill is spent on it.
-    for (field, wrong) in
-        [("n", json!(0)), ("logprobs", json!(-2)), ("temperature", json!(-1)), ("stop", json!([""]))]
-    {
+    // Its message names no range that an engine may not have.
+    for (field, wrong, words) in [
+        ("n", json!(0), "`n` must be an integer of at least 1, got 0"),
+        ("n", json!("2"), "`n` must be an integer of at least 1, got the string \"2\""),
+        ("n", json!(16_385), "`n` must be an integer of at most 16384, got 16385"),
+        ("logprobs", json!(-2), "`logprobs` must be an integer of at least -1, got -2"),
+        ("logprobs", json!(true), "`logprobs` must be a number of alternatives here, got true"),
+        ("temperature", json!(-1), "`temperature` must be a number from 0 that a 32-bit float can hold"),
+        ("repetition_penalty", json!(0), "`repetition_penalty` must be a number over 0, got 0"),
+        ("logit_bias", json!({"5": "x"}), "`logit_bias.5` must be a number, got"),
+        ("stop", json!([""]), "`stop[0]` must be a string that is not empty"),
+    ] {
         let error = read(Endpoint::Completions, json!({"prompt": "x", field: wrong})).expect_err(field);
+        assert!(error.message.starts_with(words), "{}", error.message);
         assert!(error.param.is_some_and(|param| param.starts_with(field)), "{field}");
     }
 }

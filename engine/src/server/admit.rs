@@ -206,7 +206,10 @@ fn check_prompt(frontend: &Frontend, request: &GenerateRequest, prompt: &[u32]) 
     }
     let most = max_new(frontend, request, prompt.len());
     if prompt.len() + most > frontend.capacity || most == 0 {
-        let mut error = ApiError::context_length(prompt.len(), most.max(1), frontend.capacity);
+        let mut error = match request.max_tokens {
+            Some(asked) => ApiError::context_length(prompt.len(), asked as usize, frontend.capacity),
+            None => ApiError::prompt_too_long(prompt.len(), frontend.capacity),
+        };
         error.param = Some(field.into());
         return Err(error);
     }
@@ -232,7 +235,7 @@ fn stop_rule(frontend: &Frontend, request: &GenerateRequest, prompt_len: usize) 
     }
 }
 
-fn random_u64() -> Result<u64, ApiError> {
+pub(super) fn random_u64() -> Result<u64, ApiError> {
     let mut random = [0; 8];
     getrandom::fill(&mut random).map_err(|_| ApiError::internal("the system has no randomness"))?;
     Ok(u64::from_ne_bytes(random))

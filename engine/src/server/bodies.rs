@@ -19,7 +19,7 @@ use tokio::sync::Semaphore;
 use super::generate::QUEUE_RETRY;
 
 /// Bytes of all bodies together: eight of the largest, and some thousand of usual ones.
-const BYTES_MAX: usize = 256 << 20;
+pub(crate) const BYTES_MAX: usize = 256 << 20;
 
 /// Bodies up to this are read on the connection's thread. A kilobyte of hostile text takes 3 ms to tokenize; of prose,
 /// 0.4 ms.
@@ -49,14 +49,19 @@ pub(super) struct Share {
 
 impl Default for Bodies {
     fn default() -> Self {
-        // The step loop's threads compute on all cores; who reads takes half of them at most, and never just one, so that
-        // one long text does not hold all others.
-        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        Self::new(BYTES_MAX, (cores / 2).max(2))
+        Self::of(BYTES_MAX)
     }
 }
 
 impl Bodies {
+    /// Of so many bytes together.
+    pub(crate) fn of(bytes_max: usize) -> Self {
+        // The step loop's threads compute on all cores; who reads takes half of them at most, and never just one, so that
+        // one long text does not hold all others.
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Self::new(bytes_max, (cores / 2).max(2))
+    }
+
     fn new(bytes_max: usize, threads: usize) -> Self {
         Self { held: AtomicUsize::new(0), bytes_max, threads: Arc::new(Semaphore::new(threads)) }
     }

@@ -123,9 +123,14 @@ pub(super) async fn abort(frontend: Arc<Frontend>, request: Request<Incoming>) -
     Ok(http::json(StatusCode::OK, json!({"results": results}).to_string()))
 }
 
-/// vLLM's internal ids carry the endpoint's prefix; the name of the request is what the router sent.
+/// The name of a request, of the `id` of its reply: that has the endpoint's prefix, as vLLM's, and behind the name what
+/// tells replies to one name apart.
 pub(super) fn bare_id(id: &str) -> &str {
-    id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")).unwrap_or(id)
+    let Some(rest) = id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")) else { return id };
+    let is_mark = |mark: &str| mark.len() == 16 && mark.bytes().all(|byte| byte.is_ascii_hexdigit());
+    rest.rsplit_once('.')
+        .filter(|(name, mark)| !name.is_empty() && is_mark(mark))
+        .map_or(rest, |(name, _)| name)
 }
 
 /// `POST /reset_prefix_cache`; with `?reset_external=true` the offload tiers forget too (vLLM's name).
@@ -269,4 +274,24 @@ fn detokenized(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
 /// Whether text is encoded with the tokenizer's own additions.
 pub(super) fn special(add: Option<bool>, default: bool) -> SpecialTokens {
     if add.unwrap_or(default) { SpecialTokens::Add } else { SpecialTokens::AsWritten }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_found_by_its_name_and_by_the_id_of_its_reply() {
+        for id in
+            ["a.b", "cmpl-a.b", "chatcmpl-a.b", "cmpl-a.b.0123456789abcdef", "chatcmpl-a.b.0123456789abcdef"]
+        {
+            assert_eq!(bare_id(id), "a.b", "{id}");
+        }
+        // A name is what its caller makes it.
+        for id in ["a.0123456789abcdef", ".0123456789abcdef"] {
+            assert_eq!(bare_id(id), id);
+        }
+        assert_eq!(bare_id("cmpl-.0123456789abcdef"), ".0123456789abcdef");
+        assert_eq!(bare_id("cmpl-a.0123456789abcdeg"), "a.0123456789abcdeg");
+    }
 }

@@ -19,7 +19,7 @@ use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::body::{Body, Incoming};
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
-use hyper::{Request, Response, StatusCode};
+use hyper::{Method, Request, Response, StatusCode};
 use serde_json::Value;
 use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TryRecvError;
@@ -40,7 +40,7 @@ use crate::scheduler::Refusal;
 use crate::sequence::Purpose;
 
 /// The request's name, minted by the router.
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// When to come back to a full queue.
 pub(super) const QUEUE_RETRY: Duration = Duration::from_secs(1);
@@ -77,10 +77,9 @@ pub(super) fn answer(
     request: Request<Incoming>,
     begin: &Begin,
 ) -> impl Future<Output = Result<Reply, ApiError>> + Send + use<> {
-    let reading = request_id(request.headers()).map(|id| {
-        let reading = begin.begun(read(Arc::clone(&frontend), endpoint, id.clone(), request));
-        (id, reading)
-    });
+    let reading = request_id(request.headers())
+        .ok_or_else(|| ApiError::internal("the system has no randomness"))
+        .map(|id| (id.clone(), begin.begun(read(Arc::clone(&frontend), endpoint, id, request))));
     async move {
         let (id, reading) = reading?;
         let (request, admitted) = reading.await?;
@@ -125,15 +124,29 @@ async fn read(
     if inline { work() } else { bodies.apart(work).await }
 }
 
-fn request_id(headers: &HeaderMap) -> Result<RequestId, ApiError> {
-    let named = headers.get(&REQUEST_ID).and_then(|value| value.to_str().ok());
-    if let Some(id) = named.and_then(|text| RequestId::new(control::bare_id(text)).ok()) {
-        return Ok(id);
+/// The name of a request, as its caller has it; `None` where it has none, or none that could be one.
+fn request_id(headers: &HeaderMap) -> Option<RequestId> {
+    let named = headers.get(&REQUEST_ID)?.to_str().ok()?;
+    RequestId::new(control::bare_id(named)).ok()
+}
+
+/// The name of a request, for the head of its reply. One that generates is given a name if it has none.
+pub(super) fn name(request: &mut Request<Incoming>) -> Option<HeaderValue> {
+    if request_id(request.headers()).is_some() {
+        return request.headers().get(&REQUEST_ID).cloned();
     }
+    Endpoint::at(request.uri().path()).filter(|_| request.method() == Method::POST)?;
     let mut random = [0; 16];
-    getrandom::fill(&mut random).map_err(|_| ApiError::internal("the system has no randomness"))?;
-    let text = format!("{:032x}", u128::from_ne_bytes(random));
-    Ok(RequestId::new(&text).expect("hexadecimal digits are printable"))
+    getrandom::fill(&mut random).ok()?;
+    let minted = HeaderValue::from_str(&format!("{:032x}", u128::from_ne_bytes(random))).ok()?;
+    request.headers_mut().insert(REQUEST_ID, minted.clone());
+    Some(minted)
+}
+
+/// What a reply's `id` has behind the request's name: callers use a name again, and no two replies have the same id.
+/// [`control::bare_id`] takes it off.
+fn mark() -> Result<String, ApiError> {
+    Ok(format!(".{:016x}", admit::random_u64()?))
 }
 
 /// Everything before the queue: the intent first, so that whatever is wrong with the rest gives a handoff back.
@@ -175,6 +188,7 @@ impl Exchange {
         admitted: Admitted,
         id: &RequestId,
     ) -> Result<Self, ApiError> {
+        let mark = mark()?;
         let Admitted { mut submissions, events, prompts, handoff, seat } = admitted;
         let mut request = request;
         if matches!(submissions[0].sequence.purpose, Purpose::Produce { .. }) {
@@ -203,7 +217,7 @@ impl Exchange {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let head = ReplyHead {
             endpoint: request.endpoint,
-            id: format!("{}{id}", request.endpoint.id_prefix()),
+            id: format!("{}{id}{mark}", request.endpoint.id_prefix()),
             created,
             model: frontend.model.clone(),
             system_fingerprint: None,
@@ -347,7 +361,9 @@ fn refused(refusal: Refusal) -> ApiError {
         Refusal::QueueFull { waiting } => {
             ApiError::overloaded(format!("{waiting} requests are waiting already"), QUEUE_RETRY)
         }
-        Refusal::TooLong { tokens, capacity } => ApiError::context_length(tokens, 0, capacity),
+        Refusal::TooLong { .. } => {
+            ApiError::invalid("prompt", refusal.to_string()).with_code(Code::ContextLengthExceeded)
+        }
     }
 }
 

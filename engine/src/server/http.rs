@@ -28,14 +28,22 @@ pub(super) type Reply = Response<ReplyBody>;
 /// An answer on its way.
 type Answering = Pin<Box<dyn Future<Output = Result<Reply, ApiError>> + Send>>;
 
-/// Answers one request. Whatever others wait for has begun when this returns, and goes on if the future is dropped.
+/// Answers one request, under the name that it has or is given. Whatever others wait for has begun when this returns, and goes on if the future is dropped.
 pub(super) fn route(
     frontend: Arc<Frontend>,
     request: Request<Incoming>,
     begin: &Begin,
 ) -> impl Future<Output = Reply> + Send + 'static + use<> {
+    let mut request = request;
+    let name = generate::name(&mut request);
     let answer = dispatch(frontend, request, begin);
-    async move { answer.await.unwrap_or_else(|error| error_reply(&error)) }
+    async move {
+        let mut reply = answer.await.unwrap_or_else(|error| error_reply(&error));
+        if let Some(name) = name {
+            reply.headers_mut().insert(generate::REQUEST_ID, name);
+        }
+        reply
+    }
 }
 
 fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &Begin) -> Answering {

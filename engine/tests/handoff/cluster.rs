@@ -116,6 +116,16 @@ impl Node {
         self.get("/debug/kv").ok()
     }
 
+    /// Waits until this is so.
+    #[track_caller]
+    pub(crate) fn until(&self, what: &str, so: impl Fn() -> bool) {
+        let deadline = Instant::now() + HOME_WITHIN;
+        while !so() {
+            assert!(Instant::now() < deadline, "not in time: {what}");
+            std::thread::yield_now();
+        }
+    }
+
     /// Waits until the engine's books say so.
     #[track_caller]
     pub(crate) fn wait_until(&self, what: &str, so: impl Fn(&Value) -> bool) {

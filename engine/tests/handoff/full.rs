@@ -1,6 +1,8 @@
 //! A decode engine that cannot take a request: it gives the lease back, or leaves it to a router that says it will
 //! settle, so that another engine gets the same, still-live handoff.
 
+use std::io::Write;
+use std::net::TcpStream;
 use std::thread;
 use std::time::Duration;
 
@@ -103,4 +105,45 @@ fn a_failed_fetch_leaves_the_lease_to_a_router_that_settles_and_another_engine_u
     strict.is_clean();
     taken_by_another(&cluster, &body, &lent);
     cluster.is_clean();
+}
+
+/// An engine that reads others' bodies and has no room for one more, and a decode leg as a router writes it: the handoff
+/// is in front.
+fn an_engine_full_of_bodies(check: impl FnOnce(&Cluster, &dyn Fn(&[(&str, &str)]) -> Reply, Value, Value)) {
+    const ROOM: usize = 64 << 10;
+    let mut small = options(LLAMA, Role::Decode);
+    small.body_bytes_total = ROOM;
+    let (cluster, full) = (Cluster::of(LLAMA), Node::start(small));
+    let body = greedy(&prompt(1, 45), 8);
+    let lent = cluster.p.lend(&body);
+    let mut slow = TcpStream::connect(full.http).expect("the engine listens");
+    let head = format!("POST /tokenize HTTP/1.1\r\nhost: d\r\ncontent-length: {}\r\n\r\n", 2 * ROOM);
+    slow.write_all(&[head.into_bytes(), vec![b' '; ROOM - 64]].concat()).expect("the engine reads");
+    let ask =
+        |headers: &[(&str, &str)], leg: &str| http::call(full.http, "POST", "/v1/completions", headers, leg);
+    let plain = with(&body, "user", json!("u".repeat(2048))).to_string();
+    full.wait_until("there is room", |_| ask(&[], &plain).status == 429);
+    let leg = format!("{{\"kv_transfer_params\":{lent},{}", &plain[1..]);
+    check(&cluster, &|headers| ask(headers, &leg), body, lent);
+    drop(slow);
+    full.is_clean();
+    cluster.is_clean();
+}
+
+#[test]
+fn an_engine_full_of_bodies_gives_the_lease_of_the_one_that_it_refuses_back() {
+    an_engine_full_of_bodies(|cluster, ask, _, _| {
+        let reply = ask(&[]);
+        assert_eq!((reply.status, reply.code().as_deref()), (429, Some("overloaded")), "{}", reply.text);
+        cluster.p.is_clean();
+    });
+}
+
+#[test]
+fn an_engine_full_of_bodies_leaves_the_lease_to_a_router_that_settles() {
+    an_engine_full_of_bodies(|cluster, ask, body, lent| {
+        let reply = ask(&[SETTLES]);
+        assert_eq!(reply.status, 429, "{}", reply.text);
+        taken_by_another(cluster, &body, &lent);
+    });
 }

@@ -13,6 +13,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 #[derive(Clone, Debug)]
 pub(crate) struct Reply {
     pub(crate) status: u16,
+    /// Status line and headers, in lower case.
+    pub(crate) head: String,
     pub(crate) text: String,
 }
 
@@ -25,6 +27,11 @@ impl Reply {
     /// Its `error.code`.
     pub(crate) fn code(&self) -> Option<String> {
         self.json()["error"]["code"].as_str().map(str::to_owned)
+    }
+
+    /// The value of a header.
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        self.head.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "))
     }
 
     /// Its JSON, if it is a success.
@@ -61,8 +68,9 @@ pub(crate) fn receive(mut stream: TcpStream) -> Reply {
     let text = String::from_utf8(bytes).expect("UTF-8");
     let (head, body) = text.split_once("\r\n\r\n").expect("a head");
     let status = head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a status");
-    let chunked = head.to_ascii_lowercase().contains("transfer-encoding: chunked");
-    Reply { status, text: if chunked { unchunked(body) } else { body.to_owned() } }
+    let head = head.to_ascii_lowercase();
+    let chunked = head.contains("transfer-encoding: chunked");
+    Reply { status, text: if chunked { unchunked(body) } else { body.to_owned() }, head }
 }
 
 /// Sends a request and waits for the answer.

@@ -138,3 +138,20 @@ fn a_malformed_handoff_is_named_and_touches_nothing() {
     );
     cluster.is_clean();
 }
+
+#[test]
+fn a_prompt_that_fills_the_context_is_refused_with_the_max_tokens_that_was_asked_for_or_none() {
+    let node = Node::start(options(LLAMA, Role::Both));
+    let context = 160;
+    let message = |tokens: usize, max_tokens: Option<u32>| {
+        let body = json!({"prompt": prompt(1, tokens), "max_tokens": max_tokens});
+        let reply = node.generate("long", &body);
+        assert_eq!((reply.status, reply.code().as_deref()), (400, Some("context_length_exceeded")));
+        reply.json()["error"]["message"].as_str().expect("a message").to_owned()
+    };
+    let full = message(context, None);
+    assert_eq!(full, "the model's context is 160 tokens, but the prompt has 160 and an answer at least 1");
+    let asked = message(context, Some(7));
+    assert!(asked.ends_with("the prompt has 160 and max_tokens asks for 7"), "{asked}");
+    node.is_clean();
+}

@@ -50,9 +50,11 @@ impl SamplingOptions {
             seed: fields.integer("seed", i64::MIN..=i64::MAX)?,
             frequency_penalty: penalty("frequency_penalty")?,
             presence_penalty: penalty("presence_penalty")?,
-            repetition_penalty: fields.number("repetition_penalty", "a number over 0, up to 100", |x| {
-                x > 0.0 && (any || x <= 100.0) && x as f32 > 0.0
-            })?,
+            repetition_penalty: fields.number(
+                "repetition_penalty",
+                if any { "a number over 0" } else { "a number over 0, up to 100" },
+                |x| x > 0.0 && (any || x <= 100.0) && x as f32 > 0.0,
+            )?,
             logit_bias: logit_bias(fields, limits)?,
         })
     }
@@ -80,7 +82,8 @@ fn logit_bias(fields: Fields<'_>, limits: &ParseLimits) -> Result<Vec<(u32, f32)
         let any = limits.scope == Scope::AnyEngine;
         let bias = value.as_f64().filter(|bias| any || (-100.0..=100.0).contains(bias));
         let name = format!("logit_bias.{id}");
-        biases.push((id, bias.ok_or_else(|| must_be(&name, "a number from -100 to 100", value))? as f32));
+        let expected = if any { "a number" } else { "a number from -100 to 100" };
+        biases.push((id, bias.ok_or_else(|| must_be(&name, expected, value))? as f32));
     }
     Ok(biases)
 }
