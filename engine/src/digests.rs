@@ -58,9 +58,15 @@ pub fn page_blocks(block_bytes: usize) -> usize {
 }
 
 impl DigestPage {
-    /// Hashes the first [`page_blocks`] of `cached`, which is sorted by hash; what is beyond them is another page.
+    /// Hashes the readable ones of the first [`page_blocks`] of `cached`, which is sorted by hash; what is beyond them is
+    /// another page.
     #[must_use]
-    pub fn of(cached: &[(BlockHash, BlockId)], geometry: &Geometry, regions: &[Region]) -> Self {
+    pub fn of(
+        cached: &[(BlockHash, BlockId)],
+        is_readable: impl Fn(BlockId) -> bool,
+        geometry: &Geometry,
+        regions: &[Region],
+    ) -> Self {
         let shown = &cached[..cached.len().min(page_blocks(geometry.whole().block_bytes()))];
         let digest = |&(hash, block): &(BlockHash, BlockId)| BlockDigest {
             hash,
@@ -68,7 +74,8 @@ impl DigestPage {
             sha256: digest_of(block, geometry, regions),
         };
         let next = shown.last().filter(|_| shown.len() < cached.len()).map(|&(hash, _)| hash);
-        Self { blocks: shown.iter().map(digest).collect(), next }
+        let readable = shown.iter().filter(|(_, block)| is_readable(*block));
+        Self { blocks: readable.map(digest).collect(), next }
     }
 }
 
@@ -131,13 +138,13 @@ mod tests {
             })
             .collect();
         let (geometry, regions) = (geometry(1), [region]);
-        let page = DigestPage::of(&cached, &geometry, &regions);
+        let page = DigestPage::of(&cached, |_| true, &geometry, &regions);
         assert_eq!(
             (page.blocks.len(), page.next),
             (DIGEST_BLOCKS_MAX, Some(cached[DIGEST_BLOCKS_MAX - 1].0))
         );
         assert_ne!(page.blocks[0].sha256, page.blocks[1].sha256);
         assert_eq!(page.blocks[0].sha256, page.blocks[2].sha256);
-        assert_eq!(DigestPage::of(&cached[DIGEST_BLOCKS_MAX..], &geometry, &regions).next, None);
+        assert_eq!(DigestPage::of(&cached[DIGEST_BLOCKS_MAX..], |_| true, &geometry, &regions).next, None);
     }
 }

@@ -23,6 +23,7 @@ use crate::engine::{EngineOptions, StartError, system};
 use crate::engine_core::ProducerAddress;
 use crate::event_log::{EventLog, RankLog};
 use crate::executor::Executor;
+use crate::executor::cuda::port::Port;
 use crate::executor::failing::Failing;
 use crate::executor::paced::Paced;
 use crate::kv_rank::KvRank;
@@ -280,7 +281,8 @@ impl RunningRank {
         drop(self.step_loop.join());
         self.timer_stop.store(true, Ordering::Release);
         drop(self.lease_timer.join());
-        WoundDown { peers: Arc::clone(&self.core.peers), servers: self.servers, offload: self.offload }
+        let peers = Arc::clone(&self.core.peers);
+        WoundDown { peers, servers: self.servers, offload: self.offload, port: self.cache.port }
     }
 }
 
@@ -289,11 +291,15 @@ pub(crate) struct WoundDown {
     peers: Arc<Peers>,
     servers: Vec<SideChannel>,
     offload: Option<Arc<Workers>>,
+    port: Option<Arc<Port>>,
 }
 
 impl WoundDown {
     /// Delivers what peers are still owed, until `deadline`, and closes the side channel.
     pub(crate) fn close(self, deadline: Instant) {
+        if let Some(port) = &self.port {
+            port.close();
+        }
         self.servers.into_iter().for_each(SideChannel::shutdown);
         self.peers.shutdown(deadline);
         if let Some(workers) = self.offload {

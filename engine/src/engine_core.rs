@@ -18,7 +18,7 @@ mod messages;
 mod surroundings;
 mod telling;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
@@ -326,11 +326,11 @@ impl<S: Surroundings> EngineCore<S> {
         let limit = page_blocks(geometry.whole().block_bytes()) + 1;
         let cached = self.scheduler.cached_blocks(ask.after, limit);
         let blocks: Vec<_> = cached.iter().map(|&(_, block)| block).collect();
-        if !self.publish(&blocks) {
-            return;
-        }
+        let Some(readable) = self.publish(&blocks) else { return };
+        let readable: HashSet<BlockId> = readable.into_iter().collect();
+        let is_readable = |block| readable.contains(&block);
         // An asker that has left needs no answer.
-        let _ = ask.reply.send(DigestPage::of(&cached, &geometry, self.executor.regions()));
+        let _ = ask.reply.send(DigestPage::of(&cached, is_readable, &geometry, self.executor.regions()));
     }
 
     /// Ends a request by name. One that decodes here and has not arrived yet is remembered (one that lends is

@@ -168,13 +168,13 @@ pub trait Executor: Send {
 
     /// Makes the bytes of these blocks in [`Self::regions`] what was computed. Called before they are hashed, and before
     /// they are lent or stored unless [`Self::lend`] and [`Self::store`] know better. For an executor that computes in
-    /// the regions themselves they are.
+    /// the regions themselves they are. Returns the blocks of which that holds: without those of which another thread's copy
+    /// is under way, for the step loop waits for none.
     ///
     /// # Errors
     /// [`ExecutorError`]; nobody may read the blocks then.
-    fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
-        let _ = blocks;
-        Ok(())
+    fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
+        Ok(blocks.to_vec())
     }
 
     /// These blocks are final and will be lent. Whoever reads them in [`Self::regions`] asks [`Self::port`] first, if there
@@ -183,7 +183,7 @@ pub trait Executor: Send {
     /// # Errors
     /// As [`Self::publish`].
     fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
-        self.publish(blocks)
+        self.publish(blocks).map(drop)
     }
 
     /// These blocks are final and will be stored. Whoever stores them copies them by [`Self::port`], if there is one, and from
@@ -192,7 +192,7 @@ pub trait Executor: Send {
     /// # Errors
     /// As [`Self::publish`].
     fn store(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
-        self.publish(blocks)
+        self.publish(blocks).map(drop)
     }
 
     /// Whether the device can still be used: other threads' copies may have found out that it cannot.

@@ -3,6 +3,8 @@
 //!
 //! The registry is this engine's own, not the process's: two engines in one process do not mix. The cores of one
 //! engine (data-parallel ranks) share it, each with its own label `engine`, as in vLLM.
+//!
+//! Handles are kept: an event takes the registry's lock at most when it is the first of its labels (`handles.rs`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,6 +14,7 @@ use baton_connector::ledger::Settled;
 use baton_connector::{exchange, fetch};
 use metrics::{Counter, Gauge, Histogram, Label, SharedString};
 
+use self::handles::Handles;
 use self::registry::Registry;
 use crate::block_pool::BlockUsage;
 use crate::executor::cuda::port::Counts;
@@ -50,6 +53,7 @@ const TRANSFER_BYTES: [f64; 12] = [
     8_589_934_592.0,
 ];
 
+mod handles;
 #[cfg(test)]
 mod page;
 mod registry;
@@ -102,6 +106,14 @@ pub struct EngineMetrics {
     leased_blocks: Counter,
     expired: Counter,
     stranded: Gauge,
+    ended: Handles<Counter>,
+    /// Fetches, and their bytes.
+    carried: Handles<(Counter, Counter)>,
+    load_failures: Handles<Counter>,
+    releases: Handles<Counter>,
+    held: Handles<Histogram>,
+    notices: Handles<Counter>,
+    rejections: Handles<Counter>,
 }
 
 impl EngineMetrics {
@@ -184,6 +196,13 @@ impl EngineMetrics {
                 "baton_kv_stranded_block_seconds",
                 "Blocks times seconds held by leases that ended by expiry.",
             ),
+            ended: Handles::default(),
+            carried: Handles::default(),
+            load_failures: Handles::default(),
+            releases: Handles::default(),
+            held: Handles::default(),
+            notices: Handles::default(),
+            rejections: Handles::default(),
             registry,
             labels,
         }
@@ -236,9 +255,9 @@ impl EngineMetrics {
     pub fn finished(&self, reason: FinishReason, since_arrival: Duration) {
         self.e2e.record(since_arrival.as_secs_f64());
         let help = "Sequences by how they ended; aborts and errors are counted too.";
-        self.make()
-            .counter_with("vllm:request_success_total", help, "finished_reason", reason.label())
-            .increment(1);
+        let label = reason.label();
+        let make = || self.make().counter_with("vllm:request_success_total", help, "finished_reason", label);
+        self.ended.with([label, ""], make, |counter| counter.increment(1));
     }
 
     /// One fetch.
@@ -253,11 +272,17 @@ impl EngineMetrics {
 
     /// What carried the blocks of a fetch that was valid.
     pub fn carried(&self, transport: &'static str, bytes: u64) {
-        let make = self.make();
-        let help = "Fetches whose blocks were valid, by transport.";
-        make.counter_with("baton_kv_transfers_total", help, "transport", transport).increment(1);
-        let help = "Bytes of such fetches, by transport.";
-        make.counter_with("baton_kv_transfer_bytes_total", help, "transport", transport).increment(bytes);
+        let make = || {
+            let make = self.make();
+            let help = "Fetches whose blocks were valid, by transport.";
+            let fetches = make.counter_with("baton_kv_transfers_total", help, "transport", transport);
+            let help = "Bytes of such fetches, by transport.";
+            (fetches, make.counter_with("baton_kv_transfer_bytes_total", help, "transport", transport))
+        };
+        self.carried.with([transport, ""], make, |(fetches, sum)| {
+            fetches.increment(1);
+            sum.increment(bytes);
+        });
     }
 
     /// Counters of blocks copied between a device's own memory and host memory.
@@ -281,9 +306,9 @@ impl EngineMetrics {
 
     /// A fetch that failed, and what became of it.
     pub fn load_failed(&self, policy: &'static str) {
-        self.make()
-            .counter_with("baton_kv_load_failures_total", "Failed fetches.", "policy", policy)
-            .increment(1);
+        let make =
+            || self.make().counter_with("baton_kv_load_failures_total", "Failed fetches.", "policy", policy);
+        self.load_failures.with([policy, ""], make, |counter| counter.increment(1));
     }
 
     /// A lease was opened over this many blocks.
@@ -301,12 +326,15 @@ impl EngineMetrics {
     pub fn lease_settled(&self, lease: &Settled) {
         let reason = known_reason(&lease.reason);
         let help = "Leases by how they ended.";
-        self.make().counter_with("baton_kv_release_total", help, "cause", reason).increment(1);
-        let held = lease.held.as_secs_f64();
-        let cause = [Label::new("cause", lease.cause.label())];
-        self.make()
-            .histogram_labelled("baton_lease_held_seconds", "From open to close.", &SHORT_SECONDS, &cause)
-            .record(held);
+        let make = || self.make().counter_with("baton_kv_release_total", help, "cause", reason);
+        self.releases.with([reason, ""], make, |counter| counter.increment(1));
+        let (held, cause) = (lease.held.as_secs_f64(), lease.cause.label());
+        let help = "From open to close.";
+        let make = || {
+            let cause = [Label::new("cause", cause)];
+            self.make().histogram_labelled("baton_lease_held_seconds", help, &SHORT_SECONDS, &cause)
+        };
+        self.held.with([cause, ""], make, |histogram| histogram.record(held));
         if lease.cause == Cause::Expired {
             self.expired.increment(1);
             self.stranded.increment(held * lease.blocks.len() as f64);
@@ -315,13 +343,18 @@ impl EngineMetrics {
 
     /// A release notice was answered, or given up.
     pub fn notice(&self, reason: &'static str, result: &'static str) {
-        self.make().notices(reason, result).increment(1);
+        self.notices.with(
+            [reason, result],
+            || self.make().notices(reason, result),
+            |counter| counter.increment(1),
+        );
     }
 
     /// A request that carried a handoff and was refused before it was queued.
     pub fn early_rejection(&self, reason: &'static str) {
         let help = "Requests with a handoff that were refused; their lease was released.";
-        self.make().counter_with("baton_early_rejections_total", help, "reason", reason).increment(1);
+        let make = || self.make().counter_with("baton_early_rejections_total", help, "reason", reason);
+        self.rejections.with([reason, ""], make, |counter| counter.increment(1));
     }
 
     /// Model and cache, as labels (`vllm:cache_config_info`).
@@ -419,6 +452,45 @@ mod tests {
             assert_eq!(known_reason(known), known);
         }
         assert_eq!(known_reason("r-1f3a"), "other");
+    }
+
+    #[test]
+    fn events_whose_labels_have_been_counted_before_take_no_lock() {
+        let metrics = Arc::new(EngineMetrics::new("demo"));
+        let settled = |cause| Settled {
+            handle: baton_connector::Handle(1),
+            request: baton_connector::RequestId::new("r").expect("a test id"),
+            blocks: vec![baton_connector::BlockId(1)],
+            cause,
+            reason: "aborted".into(),
+            held: Duration::from_millis(5),
+            readers: (0, 1),
+        };
+        let count = move |metrics: &EngineMetrics| {
+            metrics.finished(FinishReason::Stop, Duration::from_millis(9));
+            metrics.carried("tcp", 7);
+            metrics.load_failed("recompute");
+            metrics.lease_settled(&settled(Cause::Expired));
+            metrics.notice("aborted", "released");
+            metrics.early_rejection("queue_full");
+            metrics.next_token(Duration::from_millis(1));
+        };
+        count(&metrics);
+        let held = metrics.registry.held();
+        let (told, done) = std::sync::mpsc::channel();
+        let counting = Arc::clone(&metrics);
+        // By itself: if it waits for the lock, it waits until this fails.
+        std::thread::spawn(move || {
+            count(&counting);
+            told.send(())
+        });
+        let done = done.recv_timeout(Duration::from_secs(60));
+        drop(held);
+        assert_eq!(done, Ok(()), "an event waits for the lock");
+        let text = metrics.render();
+        for line in ["finished_reason=\"stop\"} 2", "transport=\"tcp\"} 14", "reason=\"queue_full\"} 2"] {
+            assert!(text.contains(line), "{line} is not in\n{text}");
+        }
     }
 
     #[test]

@@ -35,7 +35,7 @@ use baton_connector::fetch::{FailureKind, LoadFailurePolicy, Reason};
 use baton_connector::multi::{self, Children, Multi};
 use baton_connector::offload::TransferId;
 
-use self::admitting::Admission;
+use self::admitting::{Admission, Passed};
 pub use self::departures::Beside;
 use self::departures::Departures;
 pub(crate) use self::offloading::connectors_of;
@@ -171,6 +171,7 @@ pub struct Scheduler {
     running: Vec<SeqId>,
     fetching: usize,
     loading: usize,
+    passed: Passed,
     /// Finished while a transfer was still writing into their landing blocks.
     stopping: HashMap<SeqId, Sequence>,
     departures: Departures,
@@ -192,6 +193,7 @@ impl Scheduler {
             running: Vec::new(),
             fetching: 0,
             loading: 0,
+            passed: Passed::default(),
             stopping: HashMap::new(),
             departures: Departures::default(),
             offload: None,

@@ -30,13 +30,12 @@ impl<S: Surroundings> EngineCore<S> {
         stored.is_ok()
     }
 
-    /// Makes blocks readable from outside. False: nobody may read them.
-    pub(super) fn publish(&mut self, blocks: &[BlockId]) -> bool {
+    /// Makes blocks readable from outside, and says which are. `None`: nobody may read any.
+    pub(super) fn publish(&mut self, blocks: &[BlockId]) -> Option<Vec<BlockId>> {
         let published = self.executor.publish(blocks);
-        if let Err(error) = &published {
-            tracing::error!(%error, "computed blocks cannot be read from outside");
-        }
-        published.is_ok()
+        published
+            .inspect_err(|error| tracing::error!(%error, "computed blocks cannot be read from outside"))
+            .ok()
     }
 
     /// A device that other threads have found out of order is found so before their mail is: who waits for it has no
@@ -332,7 +331,7 @@ mod tests {
         }
         assert_eq!((stored.len(), waited() - before), (16, 4));
         for (block, bytes) in stored {
-            assert!(core.publish(&[block]));
+            assert_eq!(core.publish(&[block]), Some(vec![block]));
             assert!(bytes == region.read_block(block) && bytes.iter().any(|byte| *byte != 0));
         }
     }

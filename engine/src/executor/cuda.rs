@@ -17,7 +17,7 @@
 //! stream of its own and by the thread that wants it, when one that was lent is first read there ([`Executor::lend`]) or
 //! one that is to be stored is stored ([`Executor::store`]), and back before the first step that reads a block written
 //! from outside ([`Executor::landing`]). The thread of the steps waits for no such copy but that of blocks that are
-//! hashed for people ([`Executor::publish`]).
+//! hashed for people ([`Executor::publish`]), and leaves out those that others are copying.
 //!
 //! Not exact in the sense of the trait: the matrix library chooses its order of summation by shape, so that a row may
 //! differ in its last bits with what is batched beside it.
@@ -376,13 +376,14 @@ impl<D: Device> CudaExecutor<D> {
         Ok(())
     }
 
-    /// Makes both sides of these blocks the same, and waits for it. The host's side is newer only of what was written from
+    /// Makes both sides of these blocks the same, and waits for it; those of which others' copies are under way are left out
+    /// ([`Port::begin_level`]). The host's side is newer only of what was written from
     /// outside and never read by a step.
-    fn level(&mut self, blocks: &[BlockId]) -> Result<(), DeviceError> {
+    fn level(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, DeviceError> {
         let level = self.port.begin_level(blocks)?;
         let copied = self.copy_both_ways(&level);
         self.port.end_level(&level, &copied);
-        copied
+        copied.map(|()| level.level)
     }
 
     fn copy_both_ways(&mut self, level: &Level) -> Result<(), DeviceError> {
@@ -504,7 +505,7 @@ impl<D: Device> Executor for CudaExecutor<D> {
         self.port.landing(blocks);
     }
 
-    fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+    fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
         self.used(|executor| executor.level(blocks))
     }
 
@@ -514,7 +515,8 @@ impl<D: Device> Executor for CudaExecutor<D> {
             executor.port.mirror().lend(blocks.iter().copied());
             // Those stay where they are; what only the mirror has is brought to the device.
             let only_here = executor.port.mirror().on_host(blocks);
-            executor.level(&only_here)
+            // None is left out: nothing lands in a block before copies from it are over.
+            executor.level(&only_here).map(drop)
         })
     }
 

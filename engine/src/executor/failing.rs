@@ -56,7 +56,7 @@ impl Executor for Failing {
         self.inner.landing(blocks);
     }
 
-    fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+    fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
         self.inner.publish(blocks)
     }
 

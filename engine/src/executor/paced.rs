@@ -62,7 +62,7 @@ impl Executor for Paced {
         self.inner.landing(blocks);
     }
 
-    fn publish(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+    fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
         self.inner.publish(blocks)
     }
 

@@ -132,6 +132,12 @@ impl Registry {
         page
     }
 
+    /// Keeps the lock, for tests of what needs it.
+    #[cfg(test)]
+    pub(super) fn held(&self) -> impl Drop + '_ {
+        self.lock()
+    }
+
     fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, Family>> {
         self.families.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -72,7 +72,6 @@ impl SamplingParams {
         random_seed: u64,
     ) -> Self {
         let wish = &request.sampling;
-        let eos = if request.ignore_eos { &[] } else { eos };
         Self {
             temperature: wish.temperature.or(defaults.temperature).unwrap_or(1.0),
             top_k: wish.top_k.or(defaults.top_k).unwrap_or(0),
@@ -84,6 +83,7 @@ impl SamplingParams {
             repetition_penalty: wish.repetition_penalty.or(defaults.repetition_penalty).unwrap_or(1.0),
             logit_bias: wish.logit_bias.clone(),
             min_tokens: request.min_tokens,
+            // EOS also where it ends nothing, as in vLLM.
             masked_before_min: [eos, &request.stop_token_ids].concat(),
             logprobs: request.logprobs,
         }

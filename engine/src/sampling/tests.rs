@@ -298,7 +298,7 @@ fn a_request_wins_over_the_model_and_the_model_over_openai() {
     let mine = resolve(r#","temperature":0,"top_k":-1,"seed":-3,"stop_token_ids":[9]"#, &defaults);
     assert_eq!((mine.temperature, mine.top_k, mine.top_p, mine.seed), (0.0, 0, 0.9, -3i64 as u64));
     assert_eq!(mine.masked_before_min, [7, 9]);
-    assert!(resolve(r#","ignore_eos":true"#, &defaults).masked_before_min.is_empty());
+    assert_eq!(resolve(r#","ignore_eos":true"#, &defaults).masked_before_min, [7], "as in vLLM");
     let plain = resolve("", &GenerationDefaults::default());
     assert_eq!((plain.temperature, plain.top_k, plain.top_p, plain.seed), (1.0, 0, 1.0, 5));
     assert_eq!(

@@ -1,7 +1,8 @@
 //! Admission: which waiting sequences get blocks, and in what order.
 //!
 //! The queue is served in order. A prompt needs budget of the step; a fetch or a load needs none, and passes prompts that
-//! wait for it, so that a long prefill holds neither a handoff's lease nor a tier's blocks.
+//! wait for it, so that a long prefill holds neither a handoff's lease nor a tier's blocks. What loads has a rest to compute:
+//! those that pass one prompt have together no more than a step computes, and the prompt's turn comes.
 
 use super::offloading::{HANDOFF, OFFLOAD};
 use super::{Planned, Scheduler};
@@ -15,12 +16,20 @@ const PASSED_MAX: usize = 16;
 /// Admission leaves at most one block in so many of the pool to those that run, as vLLM's watermark does.
 const RESERVE_SHARE: usize = 100;
 
+/// What has passed the first sequence that waits for budget.
+#[derive(Debug, Default)]
+pub(super) struct Passed {
+    head: Option<SeqId>,
+    /// Left to compute once they are loaded.
+    tokens: usize,
+}
+
 /// What became of a sequence whose turn it was.
 pub(super) enum Admission {
     /// It runs; so many of its tokens are computed in this step.
     Run(usize),
-    /// It waits for a transfer.
-    Fetch,
+    /// It waits for a transfer; of a load, so many tokens are left to compute then.
+    Fetch(usize),
     /// It waits for the sequence that it follows.
     Gated,
     /// It is to be computed, and the step is full. It will take at most so many blocks.
@@ -38,12 +47,17 @@ impl Scheduler {
     /// A sequence that waits for budget keeps its turn: those that pass it leave it a place and its blocks.
     pub(super) fn admit_waiting(&mut self, planned: &mut Vec<Planned>, budget: &mut usize) -> bool {
         let (mut at, mut passed, mut kept) = (0, 0, 0);
+        let mut head = None;
         while at < self.waiting.len()
             && passed < PASSED_MAX
             && self.running.len() + self.fetching + self.loading + passed < self.config.max_num_seqs
         {
             let id = self.waiting[at];
-            match self.admit(id, *budget, kept) {
+            let may_pass = match head {
+                None => usize::MAX,
+                Some(_) => self.config.max_num_batched_tokens.saturating_sub(self.passed.tokens),
+            };
+            match self.admit(id, (*budget, may_pass), kept) {
                 Admission::Run(count) => {
                     self.waiting.remove(at);
                     self.running.push(id);
@@ -52,9 +66,16 @@ impl Scheduler {
                         *budget -= count;
                     }
                 }
-                Admission::Fetch => drop(self.waiting.remove(at)),
+                Admission::Fetch(left) => {
+                    self.waiting.remove(at);
+                    self.passed.tokens += head.map_or(0, |_| left);
+                }
                 Admission::Gated => at += 1,
                 Admission::NoBudget(blocks) => {
+                    if head.is_none() && self.passed.head != Some(id) {
+                        self.passed = Passed { head: Some(id), tokens: 0 };
+                    }
+                    head = head.or(Some(id));
                     passed += 1;
                     kept += blocks;
                     at += 1;
@@ -74,8 +95,8 @@ impl Scheduler {
     }
 
     /// Finds blocks for a waiting sequence's tokens: all of them, so that no prompt is stuck half-way.
-    /// `kept` blocks are others'.
-    fn admit(&mut self, id: SeqId, budget: usize, kept: usize) -> Admission {
+    /// `kept` blocks are others'; a load that passes others leaves at most `may_pass` tokens to compute.
+    fn admit(&mut self, id: SeqId, (budget, may_pass): (usize, usize), kept: usize) -> Admission {
         let block_tokens = self.config.block_tokens;
         let kept = kept + self.reserve();
         let gate = self.sequences[&id].follows.and_then(|leader| self.sequences.get(&leader));
@@ -96,7 +117,8 @@ impl Scheduler {
         let chain = &sequence.hashes[..matchable.min(sequence.hashes.len())];
         let prefix = self.pool.match_prefix(chain);
         let in_tiers = self.offload.as_ref().map_or(0, |offload| offload.run(&chain[prefix.len()..]));
-        if budget == 0 && !fetches && in_tiers == 0 {
+        let left = sequence.tokens.len() - (prefix.len() + in_tiers) * block_tokens;
+        if budget == 0 && !fetches && (in_tiers == 0 || left > may_pass) {
             return Admission::NoBudget(most);
         }
         let fresh = most - prefix.len();

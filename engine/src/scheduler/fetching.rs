@@ -46,7 +46,7 @@ impl Scheduler {
             self.start_fetching(id);
             let actions = self.fetch(id).apply(Event::AlreadyHere);
             self.carry_out(id, actions);
-            return Admission::Fetch;
+            return Admission::Fetch(0);
         }
         let into = self.pool.allocate(fresh, Hold::Landing).expect("room was checked");
         sequence.blocks.extend(&into);
@@ -58,7 +58,7 @@ impl Scheduler {
         if actions.contains(Action::StartRead) {
             self.effects.push(Effect::StartRead { id, first, into });
         }
-        Admission::Fetch
+        Admission::Fetch(0)
     }
 
     /// A consumer leaves the books. If a transfer still writes into its landing blocks they stay aside until it

@@ -252,6 +252,40 @@ fn a_block_that_fails_to_load_truncates_what_is_used_and_the_rest_is_computed() 
     }
 }
 
+#[test]
+fn prompts_that_load_a_block_each_do_not_starve_one_that_has_nothing_to_load() {
+    const FRESH: u64 = 50;
+    let long = |k: u32| [prompt(10 + 100 * k, 4), prompt(100_000 + 100 * k, 29)].concat();
+    let mut world = World::new(60, TierConfig { host_blocks: 100, disk_blocks: 0 });
+    for k in 0..10 {
+        let stored = prompt(10 + 100 * k, 5);
+        world.scheduler.submit(new(k.into(), &stored, 1, Purpose::Plain)).expect("accepted");
+        world.run();
+    }
+    world.wash(20);
+    assert!(world.counts().host.stored >= 10, "{:?}", world.counts());
+    for k in 0..10 {
+        if k == 1 {
+            // The first one is loaded, and its rest takes the step.
+            world.step();
+            world.end_all();
+            world.scheduler.submit(new(FRESH, &prompt(900_000, 8), 1, Purpose::Plain)).expect("accepted");
+        }
+        world.scheduler.submit(new(30 + u64::from(k), &long(k), 1, Purpose::Plain)).expect("accepted");
+    }
+    let computed = |world: &World| world.scheduler.sequence(SeqId(FRESH)).is_none_or(|one| one.computed > 0);
+    let steps = (0..40).take_while(|_| {
+        world.step();
+        world.end_all();
+        !computed(&world)
+    });
+    let steps = steps.count();
+    // The rest of the one that runs is two steps, and those that pass have together as much as one.
+    assert!(steps <= 4, "after {steps} steps it has not begun");
+    world.run();
+    assert_eq!(world.scheduler.usage().held_share(), 0.0);
+}
+
 /// Dynamo #6681: the store ends in the very step in which the request stops and is aborted.
 #[test]
 fn stop_abort_and_the_end_of_a_store_in_one_step_bring_every_block_back_once() {

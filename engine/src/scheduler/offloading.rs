@@ -318,7 +318,8 @@ impl Scheduler {
             offload.flights.insert(transfer, Flight::Load { id, index, block, hash, from });
             self.effects.push(Effect::Offload(Order::Load { id: transfer, hash, from, block }));
         }
-        Admission::Fetch
+        let left = sequence.tokens.len() - (first + run) * self.config.block_tokens;
+        Admission::Fetch(left)
     }
 
     fn flight_ended(&mut self, id: TransferId, flight: Flight, outcome: Result<(), Fault>) {

@@ -217,6 +217,9 @@ pub enum DeviceError {
         /// How long it was waited for.
         waited: Duration,
     },
+    /// The engine ends, and waits for no copy any more.
+    #[error("the engine is ending")]
+    Closed,
     /// The executor used the device in a way that is undefined. Only the software device can tell.
     #[error("undefined on a device: {0}")]
     Undefined(String),

@@ -19,6 +19,7 @@
 use std::fmt::Debug;
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -113,6 +114,8 @@ pub struct Port {
     /// How long the end of such a copy is waited for.
     patience: Duration,
     given_up: GivenUp,
+    /// The engine ends: no copy is waited for any more.
+    closed: AtomicBool,
     counts: OnceLock<Counts>,
 }
 
@@ -156,6 +159,8 @@ impl GivenUp {
 /// What [`Port::begin_level`] found out of step.
 #[derive(Debug)]
 pub(super) struct Level {
+    /// All that are the same on both sides then.
+    pub(super) level: Vec<BlockId>,
     /// To be copied to the mirror. Nobody else copies them there before [`Port::end_level`].
     pub(super) down: Vec<BlockId>,
     /// To be copied to the device.
@@ -172,8 +177,8 @@ impl Port {
     pub fn new(memory: Arc<dyn PoolMemory>, region: Region) -> Self {
         let mirror = Mutex::new(Mirror::new(region.blocks()));
         let (copying, copied, given_up) = (Mutex::new(()), Condvar::new(), GivenUp::default());
-        let counts = OnceLock::new();
-        Self { memory, region, mirror, copying, copied, patience: PATIENCE, given_up, counts }
+        let (closed, counts) = (AtomicBool::new(false), OnceLock::new());
+        Self { memory, region, mirror, copying, copied, patience: PATIENCE, given_up, closed, counts }
     }
 
     /// One that waits so long for the end of somebody else's copy.
@@ -181,6 +186,15 @@ impl Port {
     pub(super) fn with_patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
+    }
+
+    /// The engine ends, and its step loop has: threads that wait here for others' copies are let go, with an error.
+    pub fn close(&self) {
+        // Under the lock, so that none looks before this and waits after it.
+        let mirror = self.mirror();
+        self.closed.store(true, Ordering::Release);
+        drop(mirror);
+        self.copied.notify_all();
     }
 
     /// From now on counts blocks that are copied between device and mirror.
@@ -325,9 +339,13 @@ impl Port {
 
     /// The books, at a moment at which none of these blocks is being copied to the mirror.
     fn at_rest(&self, blocks: &[BlockId]) -> Result<MutexGuard<'_, Mirror>, DeviceError> {
-        let in_flight = |mirror: &mut Mirror| mirror.is_in_flight(blocks);
+        let closed = || self.closed.load(Ordering::Acquire);
+        let in_flight = |mirror: &mut Mirror| !closed() && mirror.is_in_flight(blocks);
         let waited = self.copied.wait_timeout_while(self.mirror(), self.patience, in_flight);
         let (mirror, late) = waited.unwrap_or_else(PoisonError::into_inner);
+        if closed() && mirror.is_in_flight(blocks) {
+            return Err(DeviceError::Closed);
+        }
         if late.timed_out() {
             // Whoever copies them has died of it, or will give the device up itself.
             let what = "a copy of KV blocks into host memory";
@@ -353,15 +371,18 @@ impl Port {
     }
 
     /// What the executor copies so that both sides of these blocks are the same, which it does before
-    /// [`Self::end_level`]. Waits for copies to the mirror of what was in them before.
+    /// [`Self::end_level`]. Blocks of which a copy to the mirror is under way are left out: the thread of the steps waits for
+    /// no other's copy.
     ///
     /// # Errors
     /// As [`Self::usable`].
     pub(super) fn begin_level(&self, blocks: &[BlockId]) -> Result<Level, DeviceError> {
-        let mut mirror = self.at_rest(blocks)?;
-        let (down, up) = (mirror.to_host(blocks), mirror.take_to_device(blocks.iter().copied()));
+        self.usable()?;
+        let mut mirror = self.mirror();
+        let level: Vec<_> = blocks.iter().copied().filter(|block| !mirror.is_in_flight(&[*block])).collect();
+        let (down, up) = (mirror.to_host(&level), mirror.take_to_device(level.iter().copied()));
         mirror.begin(down.iter().copied());
-        Ok(Level { down, up })
+        Ok(Level { level, down, up })
     }
 
     /// They are the same, or that has failed.
@@ -458,143 +479,5 @@ impl Opened for Landing {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-
-    use super::*;
-
-    /// A pool whose copies begin and end when the test says so.
-    #[derive(Debug)]
-    struct Gated {
-        begun: SyncSender<()>,
-        end: Mutex<Receiver<()>>,
-        told: Arc<Mutex<Vec<&'static str>>>,
-    }
-
-    impl PoolMemory for Gated {
-        fn export(&self) -> io::Result<Export> {
-            Err(ErrorKind::Unsupported.into())
-        }
-
-        fn open(&self, _: &Offer, _: Option<OwnedFd>) -> io::Result<Box<dyn Opened>> {
-            Err(ErrorKind::Unsupported.into())
-        }
-
-        fn copy_in(&self, _: &[HostRun], _: &Region) -> Result<(), DeviceError> {
-            unreachable!("nothing lands")
-        }
-
-        fn copy_out(&self, _: &[HostRun], _: &Region) -> Result<(), DeviceError> {
-            self.begun.send(()).expect("the test waits");
-            lock(&self.end).recv().expect("the test goes on");
-            lock(&self.told).push("copied");
-            Ok(())
-        }
-    }
-
-    /// Another process's memory, from which no copy ends.
-    #[derive(Debug)]
-    struct Stuck;
-
-    impl Opened for Stuck {
-        fn copy(&self, _: &[Run], _: &Region) -> io::Result<()> {
-            Err(io::Error::other(DeviceError::Hung { what: "a copy", waited: Duration::from_secs(60) }))
-        }
-    }
-
-    #[test]
-    fn a_copy_from_another_device_that_hangs_gives_ours_up_before_its_reader_hears_of_it() {
-        let ((begun, _has_begun), (_go, end)) = (sync_channel(0), sync_channel(0));
-        let memory = Gated { begun, end: Mutex::new(end), told: Arc::default() };
-        let region = Region::allocate(4, 64);
-        let port = Port::new(Arc::new(memory), region.clone());
-        let given_up = port.given_up.clone();
-        let landing = Landing { opened: Box::new(Stuck), region: region.clone(), given_up };
-        assert!(port.usable().is_ok());
-        assert!(landing.copy(&[], &region).is_err());
-        let why = port.usable().unwrap_err().to_string();
-        assert!(why.contains("a copy was not over after 60 s"), "{why}");
-        // Nothing is asked of the device any more; this one would wait for the test for ever.
-        port.mirror().computed(BlockId(1));
-        port.mirror().lend([BlockId(1)].into_iter());
-        assert!(port.in_region(&[BlockId(1)]).is_err());
-    }
-
-    #[test]
-    fn nothing_lands_in_a_block_whose_last_owners_copy_is_under_way() {
-        let told = Arc::<Mutex<Vec<&'static str>>>::default();
-        let ((begun, has_begun), (go, end)) = (sync_channel(0), sync_channel(0));
-        let memory = Gated { begun, end: Mutex::new(end), told: Arc::clone(&told) };
-        let port = Port::new(Arc::new(memory), Region::allocate(4, 64));
-        let lent = [BlockId(1)];
-        port.mirror().computed(lent[0]);
-        port.mirror().lend(lent.into_iter());
-        std::thread::scope(|scope| {
-            scope.spawn(|| port.in_region(&lent).expect("it is copied"));
-            has_begun.recv().expect("it begins");
-            // Its lease has ended. Setting it aside waits for nothing; another block may be written, this one not yet.
-            port.landing(&lent);
-            assert!(port.mirror().is_in_flight(&lent));
-            port.quiet(&[BlockId(2)]).expect("nothing is copied there");
-            let landing = scope.spawn(|| {
-                port.quiet(&lent).expect("the copy ends");
-                lock(&told).push("landed");
-            });
-            go.send(()).expect("it waits");
-            landing.join().expect("no panic");
-        });
-        assert_eq!(*lock(&told), ["copied", "landed"]);
-        assert!(!port.mirror().is_in_flight(&lent));
-        assert_eq!(port.mirror().on_host(&lent), lent, "what has landed counts");
-    }
-
-    #[test]
-    fn nothing_is_published_of_a_block_whose_last_owners_copy_is_under_way() {
-        let told = Arc::<Mutex<Vec<&'static str>>>::default();
-        let ((begun, has_begun), (go, end)) = (sync_channel(0), sync_channel(0));
-        let memory = Gated { begun, end: Mutex::new(end), told: Arc::clone(&told) };
-        let port = Port::new(Arc::new(memory), Region::allocate(4, 64));
-        let lent = [BlockId(1)];
-        port.mirror().computed(lent[0]);
-        port.mirror().lend(lent.into_iter());
-        std::thread::scope(|scope| {
-            scope.spawn(|| port.in_region(&lent).expect("it is copied"));
-            has_begun.recv().expect("it begins");
-            // Its lease has ended past its drain deadline; another prompt has computed it and it is published.
-            port.mirror().computed(lent[0]);
-            let publishing = scope.spawn(|| {
-                let level = port.begin_level(&lent).expect("the copy ends");
-                lock(&told).push("published");
-                port.end_level(&level, &Ok(()));
-                level
-            });
-            go.send(()).expect("it waits");
-            let level = publishing.join().expect("no panic");
-            assert_eq!(
-                (level.down, level.up),
-                (lent.to_vec(), Vec::new()),
-                "the mirror has the other prompt's"
-            );
-        });
-        assert_eq!(*lock(&told), ["copied", "published"]);
-        assert!(port.mirror().to_host(&lent).is_empty() && !port.mirror().is_in_flight(&lent));
-    }
-
-    #[test]
-    fn what_is_published_is_not_copied_for_readers_meanwhile_nor_afterwards() {
-        let ((begun, has_begun), (_go, end)) = (sync_channel(0), sync_channel(0));
-        let memory = Gated { begun, end: Mutex::new(end), told: Arc::default() };
-        let port = Port::new(Arc::new(memory), Region::allocate(4, 64));
-        let lent = [BlockId(1)];
-        port.mirror().computed(lent[0]);
-        port.mirror().lend(lent.into_iter());
-        let level = port.begin_level(&lent).expect("nobody copies");
-        // A copy would panic: nobody waits for its beginning.
-        drop(has_begun);
-        std::thread::scope(|scope| {
-            let reading = scope.spawn(|| port.in_region(&lent));
-            port.end_level(&level, &Ok(()));
-            reading.join().expect("no copy").expect("the mirror has it");
-        });
-    }
-}
+#[path = "tests/port.rs"]
+mod tests;
