@@ -155,9 +155,9 @@ fi
 
 if wanted pool; then
     step "a KV pool that takes what the device has left, and an answer from it"
-    # The software device has no default share.
+    # The software device has no default share, and an eighth of it is kept back.
     how=()
-    [ "$device" = software ] && how=(--gpu-memory-utilization 0.02)
+    [ "$device" = software ] && how=(--gpu-memory-utilization 0.15)
     # Its standard input ends with the coprocess, and the engine with that.
     coproc ENGINE { exec "$baton" engine --device "$device" --listen 127.0.0.1:0 --until-stdin-ends "${how[@]}" 2>"$work/pool.log"; }
     engine=$ENGINE_PID at=

@@ -477,7 +477,7 @@ mod tests {
         };
         count(&metrics);
         let held = metrics.registry.held();
-        let (told, done) = std::sync::mpsc::channel();
+        let (told, done) = std::sync::mpsc::sync_channel(1);
         let counting = Arc::clone(&metrics);
         // By itself: if it waits for the lock, it waits until this fails.
         std::thread::spawn(move || {

@@ -53,10 +53,11 @@ impl Own {
     /// # Errors
     /// When a part does not start.
     pub(crate) fn start(options: &[String], folder: &Path, logs: &Path) -> io::Result<Self> {
-        let options = &[options, &shared_out(options, 2)].concat();
+        let options = [options, &shared_out(options, 2)].concat();
+        let options = options.as_slice();
         let engine = |role: &str| {
             let fixed = ["engine", "--role", role, "--listen", "127.0.0.1:0"].map(str::to_owned);
-            Process::start([&fixed, options].concat(), logs.join(format!("{role}.log")))
+            Process::start([fixed.as_slice(), options].concat(), logs.join(format!("{role}.log")))
         };
         let (mut prefill, mut decode) = (engine("prefill")?, engine("decode")?);
         for process in [&mut prefill, &mut decode] {
