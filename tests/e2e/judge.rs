@@ -52,7 +52,7 @@ fn found(summary: &Value) -> Vec<&str> {
 
 /// Every one of `expected` is found, and nothing that is neither expected nor `allowed`, nor what load alone may do.
 #[track_caller]
-fn is_judged(what: &str, summary: &Value, expected: &[&str], allowed: &[&str]) {
+pub(crate) fn is_judged(what: &str, summary: &Value, expected: &[&str], allowed: &[&str]) {
     let (names, findings) = (found(summary), &summary["findings"]);
     let missing: Vec<_> = expected.iter().filter(|name| !names.contains(name)).collect();
     assert!(missing.is_empty(), "{what}: {missing:?} is not found: {findings:#}");
@@ -159,11 +159,16 @@ pub(crate) fn simulated(fault: Option<&str>) -> Simulated {
 
 /// The same, of engines that are like this.
 fn simulated_like(fault: Option<&str>, engine: &[&str]) -> Simulated {
+    simulated_at("127.0.0.1", fault, engine, "")
+}
+
+/// The same, at this address, and with this in the router's configuration.
+pub(crate) fn simulated_at(listen: &str, fault: Option<&str>, engine: &[&str], more: &str) -> Simulated {
     let folder = tempfile::tempdir().expect("a folder");
     let config = folder.path().join("router.yaml");
     let config = config.to_str().expect("a path");
-    let place =
-        ["--router-config", config, "--router-listen", "127.0.0.1:0", "--router-admin", "127.0.0.1:0"];
+    let at = format!("{listen}:0");
+    let place = ["--router-config", config, "--router-listen", &at, "--router-admin", "127.0.0.1:0"];
     let mut sim = vec!["bench", "sim", "--dialect", "baton", "--kv-lease-duration", "4"];
     sim.extend(place);
     sim.extend(fault.iter().flat_map(|fault| ["--fault", fault]));
@@ -175,9 +180,11 @@ fn simulated_like(fault: Option<&str>, engine: &[&str]) -> Simulated {
         process
     };
     let engines = started("sim", &sim);
+    let written = std::fs::read_to_string(config).expect("its configuration");
+    std::fs::write(config, format!("{written}{more}")).expect("it can be written");
     let router = started("router", &["router", "--config", config]);
-    let (url, admin) =
-        (format!("http://{}", router.fact("http")), format!("http://{}", router.fact("admin")));
+    let http = router.fact("http").replace("0.0.0.0", "127.0.0.1");
+    let (url, admin) = (format!("http://{http}"), format!("http://{}", router.fact("admin")));
     Simulated { url, admin, folder, _processes: [router, engines] }
 }
 
@@ -191,7 +198,7 @@ fn judged_like(fault: Option<&str>, engine: &[&str], options: &[&str]) -> Value 
     judged_at(&simulated_like(fault, engine), options)
 }
 
-fn judged_at(simulated: &Simulated, options: &[&str]) -> Value {
+pub(crate) fn judged_at(simulated: &Simulated, options: &[&str]) -> Value {
     let (url, admin) = (&simulated.url, &simulated.admin);
     let more = ["--url", url, "--admin", admin, "--rate", "40", "--verify-seconds", "5"];
     judged(simulated.folder.path(), &[&more, options].concat())

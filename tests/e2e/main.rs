@@ -18,6 +18,7 @@
 //! | `bad_input` | what no engine should hear of, and what clients may not choose |
 //! | `upgrade` | routers and engines are replaced under load: no request fails |
 //! | `up` | `baton up`: its banner, its supervision, its end |
+//! | `vanish` | `baton bench disconnect` finds whether clients are noticed whose host is gone without a word |
 //! | `watching` | `baton top` and `baton doctor` |
 
 #![allow(clippy::print_stdout)] // what a test measured is shown with --nocapture
@@ -39,4 +40,5 @@ mod stale;
 mod storm;
 mod up;
 mod upgrade;
+mod vanish;
 mod watching;

@@ -66,7 +66,7 @@ impl Acts<'_> {
         put(Record::ActBegan { act: act.clone(), at_us, what });
         self.progress.part(name, at_us);
         let result = run.await;
-        self.watch.home(self.terms.settle).await;
+        self.watch.home(self.stage.ghosts.patience(self.terms.settle)).await;
         self.watch.read_counters().await;
         // The next look carries the counters.
         self.watch.home(Duration::from_millis(100)).await;
@@ -107,6 +107,7 @@ impl Acts<'_> {
             let stall = usual.of(&pace, room, PHASE_CLIENTS);
             // Nobody has set it before: there is one calibration.
             let _ = self.stage.stall.set(stall);
+            self.stage.ghosts.learn(&pace, room, self.stage.shape.max_tokens, PHASE_CLIENTS);
             let until = Instant::now() + CALIBRATION;
             let clients = (0..CALIBRATION_CLIENTS).map(|_| {
                 let (stage, plan) = (Arc::clone(self.stage), self.plan(NAME, true, None));
@@ -342,16 +343,26 @@ impl Acts<'_> {
 }
 
 /// How clients leave where requests are what all ask for. Such an answer is over before a stall is: who stalls there comes
-/// too late, and stalls are measured in the phases. Where nothing else is asked for, they stall all the same.
+/// too late. And a deployment that does not know yet that a client has vanished serves it as one that stays, so that a storm
+/// of those is none. Both are measured in the phases. Where nothing else is asked for, they leave so all the same.
 fn kinds_of_load(kinds: &[Kind]) -> Vec<Kind> {
-    let others: Vec<Kind> = kinds.iter().copied().filter(|kind| *kind != Kind::Stall).collect();
-    if others.is_empty() { kinds.to_vec() } else { others }
+    but_for(kinds, &[Kind::Stall, Kind::Vanish])
 }
 
 /// How clients leave in a phase. Who stalls goes on until its answer has begun and longer: before that nobody can stall
 /// (but where nothing else is asked for, clients do all the same, and count where they hit).
 fn kinds_of_phase(kinds: &[Kind], phase: Phase) -> Vec<Kind> {
-    if matches!(phase, Phase::Stream | Phase::Unary) { kinds.to_vec() } else { kinds_of_load(kinds) }
+    if matches!(phase, Phase::Stream | Phase::Unary) {
+        kinds.to_vec()
+    } else {
+        but_for(kinds, &[Kind::Stall])
+    }
+}
+
+/// All of them where there are no others.
+fn but_for(kinds: &[Kind], left_out: &[Kind]) -> Vec<Kind> {
+    let others: Vec<Kind> = kinds.iter().copied().filter(|kind| !left_out.contains(kind)).collect();
+    if others.is_empty() { kinds.to_vec() } else { others }
 }
 
 /// Makes planned calls, each at its time; in the order of the plans.
@@ -370,12 +381,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_stalls_in_a_storm_unless_nothing_else_is_asked_for() {
+    fn clients_stall_or_vanish_in_a_storm_only_where_nothing_else_is_asked_for() {
         let others = [Kind::Fin, Kind::Rst, Kind::HalfClose, Kind::Timeout];
         assert_eq!(kinds_of_load(&Kind::ALL), others);
         assert_eq!(kinds_of_load(&[Kind::Stall]), [Kind::Stall]);
         assert_eq!(kinds_of_load(&[]), []);
-        assert_eq!(kinds_of_phase(&Kind::ALL, Phase::Gap), others);
+        assert_eq!(kinds_of_load(&[Kind::Vanish, Kind::Stall]), [Kind::Vanish, Kind::Stall]);
+        let gap = [others.as_slice(), &[Kind::Vanish]].concat();
+        assert_eq!(kinds_of_phase(&Kind::ALL, Phase::Gap), gap);
         assert_eq!(kinds_of_phase(&Kind::ALL, Phase::Stream), Kind::ALL);
         assert_eq!(kinds_of_phase(&[Kind::Stall], Phase::Gap), [Kind::Stall]);
     }

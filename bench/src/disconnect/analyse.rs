@@ -15,6 +15,7 @@ use super::series;
 use super::summary::{EngineRow, Group, KindRow, PhaseRow, Service, StormLeavers, Summary, Texts};
 use super::timeline::{Leg, Timeline, Told};
 use super::untold::{self, Telling};
+use super::vanished::{self, NotPlayed};
 
 /// The raw events, sorted into what they are about.
 #[derive(Default)]
@@ -35,6 +36,8 @@ pub(crate) struct Facts {
     pub(crate) unanswered: u64,
     pub(crate) lost: u64,
     pub(crate) rate: Option<Rate>,
+    /// Kinds of leaving that were not possible here, and why.
+    pub(crate) not_played: Vec<NotPlayed>,
     pub(crate) beside: Option<serde_json::Value>,
     /// Broken off, and when.
     pub(crate) interrupted: Option<u64>,
@@ -98,6 +101,9 @@ impl Facts {
                     // It counts anew.
                     told.retain(|(of, _)| of != engine);
                     facts.restarts.push((*engine, *at_us));
+                }
+                Record::NotPlayed { kind, why } => {
+                    facts.not_played.push(NotPlayed { kind: *kind, why: why.clone() });
                 }
                 Record::Beside { compared } => facts.beside = Some(compared.clone()),
                 Record::Lost { events, .. } => facts.lost += events,
@@ -233,20 +239,25 @@ pub(crate) fn phase_of(call: &CallRecord, timeline: &Timeline, at: u64) -> Optio
 /// Everything that a run has shown.
 pub(crate) fn summary(records: &[Record]) -> Summary {
     let facts = Facts::of(records);
-    let victims = facts.victims();
-    let stranded_after = facts.run.stranded_after_us;
+    // No deployment can know at once that a host has vanished: such clients are counted by themselves.
+    let (vanished, victims): (Vec<_>, Vec<_>) =
+        facts.victims().into_iter().partition(|victim| victim.call.vanishes());
     let telling = Telling::of(&victims);
     let group = |of: &dyn Fn(&Victim<'_>) -> bool| {
-        let chosen: Vec<_> = victims.iter().filter(|victim| of(victim)).collect();
+        let chosen: Vec<_> = victims.iter().chain(&vanished).filter(|victim| of(victim)).collect();
         let ran_on = Some(untold::ran_on(&chosen, &telling));
-        Group { ran_on, ..grouped(&chosen, stranded_after, facts.exact()) }
+        Group { ran_on, ..grouped(&chosen, &facts) }
     };
     let aimed_at = |call: &CallRecord| call.leaves.and_then(|leaves| leaves.phase);
-    let phases = Phase::ALL.into_iter().filter_map(|phase| {
-        let aimed = facts.calls.iter().filter(|call| aimed_at(call) == Some(phase)).count() as u64;
-        let group = group(&|victim| victim.phase == Some(phase));
-        (aimed + group.left > 0).then_some(PhaseRow { phase, aimed, group })
-    });
+    let phases = |vanish: bool| {
+        let of = |phase| {
+            let ours = |call: &CallRecord| call.vanishes() == vanish && aimed_at(call) == Some(phase);
+            let aimed = facts.calls.iter().filter(|call| ours(call)).count() as u64;
+            let group = group(&|victim| victim.call.vanishes() == vanish && victim.phase == Some(phase));
+            (aimed + group.left > 0).then_some(PhaseRow { phase, aimed, group })
+        };
+        Phase::ALL.into_iter().filter_map(of).collect::<Vec<_>>()
+    };
     let kind_of: HashMap<&str, Kind> =
         facts.calls.iter().filter_map(|call| Some((call.tag.as_str(), call.leaves?.kind))).collect();
     let kinds = Kind::ALL.into_iter().filter_map(|kind| {
@@ -280,9 +291,11 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         exact: facts.exact(),
         requests: facts.calls.len() as u64,
         left: victims.len() as u64,
-        all: group(&|_| true),
-        phases: phases.collect(),
+        all: group(&|victim| !victim.call.vanishes()),
+        phases: phases(false),
         kinds: kinds.collect(),
+        vanished: vanished::of(&facts, &vanished, group(&|victim| victim.call.vanishes()), phases(true)),
+        not_played: facts.not_played.clone(),
         refused: refused(&facts),
         calm: service(&facts, &facts.acts_of(ActKind::Calm)),
         storm: service(&facts, &facts.acts_of(ActKind::Storm)),
@@ -300,11 +313,11 @@ pub(crate) fn summary(records: &[Record]) -> Summary {
         events_lost: facts.lost,
         interrupted: facts.interrupted.is_some(),
         failed: facts.failed.clone(),
-        series: series::of(&facts, &victims),
+        series: series::of(&facts, &victims, &vanished),
         findings: Vec::new(),
         run: facts.run.clone(),
     };
-    summary.findings = findings::of(&facts, &victims, &summary);
+    summary.findings = findings::of(&facts, &victims, &vanished, &summary);
     summary
 }
 
@@ -316,7 +329,8 @@ pub(super) fn ms(us: u64) -> f64 {
 }
 
 /// What these clients did to the engines.
-pub(super) fn grouped(victims: &[&Victim<'_>], stranded_after: u64, exact: bool) -> Group {
+pub(super) fn grouped(victims: &[&Victim<'_>], facts: &Facts) -> Group {
+    let exact = facts.exact();
     let mut group = Group { exact, left: victims.len() as u64, ..Group::default() };
     let (mut told, mut back, mut back_at_p) = (Times::default(), Times::default(), Times::default());
     for Victim { call, timeline, gone, watched_until, .. } in victims {
@@ -333,14 +347,17 @@ pub(super) fn grouped(victims: &[&Victim<'_>], stranded_after: u64, exact: bool)
         }
         match timeline.home_at() {
             None => {
-                (group.never_back, group.stranded) = (group.never_back + 1, group.stranded + 1);
+                group.never_back += 1;
+                // Blocks of a vanished client may be held for longer than the engines were watched.
+                let soon = call.vanishes() && watched <= ms(facts.stranded_after(call));
+                group.stranded += u64::from(!soon);
                 back.never(watched);
             }
             // It held nothing any more when its client left.
             Some(home) if home <= *gone => {}
             Some(home) => {
                 back.ended(ms(home - gone));
-                group.stranded += u64::from(home - gone > stranded_after);
+                group.stranded += u64::from(home - gone > facts.stranded_after(call));
             }
         }
         let lending = timeline.legs.iter().filter(|leg| leg.lends && (leg.held() > 0 || leg.is_at_work()));
@@ -383,7 +400,7 @@ fn refused(facts: &Facts) -> Option<Group> {
             watched_until: facts.watched_until(),
         })
         .collect();
-    let mut group = grouped(&victims.iter().collect::<Vec<_>>(), facts.run.stranded_after_us, facts.exact());
+    let mut group = grouped(&victims.iter().collect::<Vec<_>>(), facts);
     // The refusal is the last that anybody hears of it; nobody has to be told.
     (group.told_ms, group.never_told) = (Dist::default(), 0);
     Some(group)
@@ -478,8 +495,8 @@ fn engine_row(facts: &Facts, engine: &EngineFacts) -> EngineRow {
     let books: Vec<_> = facts.books.iter().filter(|books| books.engine == engine.engine).collect();
     // Outside of the acts the benchmark asks things that are no calls.
     let in_act = |at: u64| facts.acts.iter().any(|act| act.began <= at && at < act.ended);
-    let idle =
-        |at: u64| in_act(at) && !facts.calls.iter().any(|call| call.began_us <= at && at < call.ended_us);
+    let there: Vec<_> = facts.calls.iter().map(|call| (call.began_us, facts.there_until(call))).collect();
+    let idle = |at: u64| in_act(at) && !there.iter().any(|(began, until)| *began <= at && at < *until);
     let idle_block_us: u64 = books
         .windows(2)
         .filter(|pair| idle(pair[0].at_us) && idle(pair[1].at_us))
@@ -500,6 +517,9 @@ fn engine_row(facts: &Facts, engine: &EngineFacts) -> EngineRow {
         excused_at_end: books
             .last()
             .map_or(0, |last| findings::excused_at_end(facts, engine.engine, last.at_us).min(last.held)),
+        ghosts_at_end: books
+            .last()
+            .map_or(0, |last| facts.held_for_ghosts(engine.engine, last.at_us, last.held)),
         expired: counts.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).sum(),
         too_many: books.iter().filter(|books| books.askew > 0).count() as u64,
         too_few: books.iter().filter(|books| books.askew < 0).count() as u64,

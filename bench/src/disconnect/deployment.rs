@@ -1,5 +1,6 @@
 //! The deployment that is judged: one that runs, or one that is started for the run.
 
+use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use super::options::DisconnectOptions;
@@ -20,9 +21,10 @@ pub(super) struct Deployment {
     _folder: Option<tempfile::TempDir>,
 }
 
-/// Starts it, or meets it.
+/// Starts it, to serve clients at this address, or meets it.
 pub(super) async fn deployment(
     options: &DisconnectOptions,
+    listen: Ipv4Addr,
     progress: &Progress,
 ) -> Result<Deployment, BenchError> {
     let Some(url) = &options.url else {
@@ -30,7 +32,9 @@ pub(super) async fn deployment(
         let folder = tempfile::tempdir()?;
         let (place, logs) = (folder.path().to_owned(), options.out.clone());
         let engine_options = options.engine_options.clone();
-        let own = tokio::task::spawn_blocking(move || Own::start(&engine_options, &place, &logs)).await??;
+        let lost_ms = options.vanish_noticed_ms;
+        let own = move || Own::start(&engine_options, &place, &logs, listen, lost_ms);
+        let own = tokio::task::spawn_blocking(own).await??;
         let mut engines = Vec::new();
         for (name, place) in own.engines()? {
             engines.push((name.to_owned(), None, Origin::parse(place)?));

@@ -181,7 +181,7 @@ fn row(facts: &Facts, act: &Act, broken: Option<&Broken<'_>>) -> FaultRow {
     let timelines: Vec<_> = left.iter().map(survive).collect();
     let pairs = left.iter().zip(&timelines);
     let left: Vec<_> = pairs.map(|(victim, rest)| Victim { timeline: rest.as_ref(), ..*victim }).collect();
-    let left = grouped(&left.iter().collect::<Vec<_>>(), facts.run.stranded_after_us, facts.exact());
+    let left = grouped(&left.iter().collect::<Vec<_>>(), facts);
 
     let clients_gone = calls.iter().map(|call| call.ended_us).max().unwrap_or(act.began);
     let by_time = |call: &&&CallRecord| facts.timelines.get(&call.tag).is_some_and(Timeline::expired);

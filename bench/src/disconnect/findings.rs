@@ -10,6 +10,7 @@ use super::raw::{ActKind, CallRecord};
 use super::summary::{Finding, Measure, Summary, UNTOLD_FEW, WorkRow};
 use super::timeline::Leg;
 use super::untold::{self, Telling};
+use super::vanished;
 
 /// Calls that are named for each finding.
 const SHOWN: usize = 5;
@@ -30,10 +31,16 @@ const GROSS: u64 = 5;
 const MORE_ERRORS: f64 = 1.5;
 
 /// Everything that was found.
-pub(crate) fn of(facts: &Facts, victims: &[Victim<'_>], summary: &Summary) -> Vec<Finding> {
+pub(crate) fn of(
+    facts: &Facts,
+    victims: &[Victim<'_>],
+    vanished: &[Victim<'_>],
+    summary: &Summary,
+) -> Vec<Finding> {
     let mut findings = Vec::new();
     legs_not_aborted(victims, &mut findings);
     stranded(facts, victims, &mut findings);
+    vanished::stranded(facts, vanished, &mut findings);
     refused(facts, &mut findings, summary);
     parts::stranded(facts, &mut findings);
     parts::expiries(facts, summary, &mut findings);
@@ -47,7 +54,8 @@ pub(crate) fn of(facts: &Facts, victims: &[Victim<'_>], summary: &Summary) -> Ve
     // Of a run that ended too soon nobody knows what would have come home.
     let at_the_end = summary.engines.iter().filter(|_| summary.failed.is_none());
     for engine in at_the_end {
-        let held = engine.held_at_end.map(|held| held.saturating_sub(engine.excused_at_end));
+        let excused = engine.excused_at_end + engine.ghosts_at_end;
+        let held = engine.held_at_end.map(|held| held.saturating_sub(excused));
         if let Some(held) = held.filter(|held| *held > 0) {
             let says = format!(
                 "{} still holds {} at the end, and no client is there",
@@ -65,7 +73,7 @@ pub(crate) fn of(facts: &Facts, victims: &[Victim<'_>], summary: &Summary) -> Ve
     findings
 }
 
-fn finding(name: &'static str, says: String, count: u64, tags: &[&str]) -> Finding {
+pub(super) fn finding(name: &'static str, says: String, count: u64, tags: &[&str]) -> Finding {
     let shown_by = tags.iter().take(SHOWN).map(|tag| (*tag).to_owned()).collect();
     Finding { name, says, count, shown_by }
 }
@@ -103,7 +111,7 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
             None => !own.contains(&victim.phase),
         };
         let all: Vec<_> = victims.iter().filter(is_of).collect();
-        let held: Vec<_> = all.iter().filter(|victim| held(victim)).collect();
+        let held: Vec<_> = all.iter().copied().filter(|victim| held(victim)).collect();
         if held.is_empty() {
             continue;
         }
@@ -127,9 +135,9 @@ fn stranded(facts: &Facts, victims: &[Victim<'_>], findings: &mut Vec<Finding>) 
 
 /// Of how many of these clients an engine was never told that they had gone, or too late to give the blocks back in time, or
 /// was told and kept them.
-fn why_stranded(held: &[&&Victim<'_>], limit: u64) -> String {
+pub(super) fn why_stranded(held: &[&Victim<'_>], limit: u64) -> String {
     let (mut untold, mut late, mut kept) = (0, 0, 0);
-    for Victim { timeline, gone, .. } in held.iter().map(|victim| **victim) {
+    for Victim { timeline, gone, .. } in held.iter().copied() {
         let legs = timeline.iter().flat_map(|timeline| &timeline.legs);
         let back = |leg: &Leg| leg.freed.first().map_or(u64::MAX, |(at, _)| *at);
         let stranding = legs.filter(|leg| leg.holds_at(*gone) && back(leg).saturating_sub(*gone) > limit);

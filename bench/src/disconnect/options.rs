@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::phase::{Kind, Phase};
+use super::vanished::NOTICED_MS;
 use crate::BenchError;
 
 /// A round is no shorter.
@@ -65,6 +66,10 @@ pub struct DisconnectOptions {
     /// for an answer that goes on for as long
     #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=600_000))]
     pub(super) stall_ms: u64,
+    /// Milliseconds within which a deployment has to notice that a client's host has vanished; the router that is started
+    /// here is configured so (`timeouts.client_lost_ms`)
+    #[arg(long, default_value_t = NOTICED_MS, value_parser = clap::value_parser!(u64).range(1_000..=3_600_000))]
+    pub(super) vanish_noticed_ms: u64,
     /// Clients that leave in each phase
     #[arg(long, default_value_t = 60, value_parser = victims)]
     pub(super) victims: usize,
@@ -200,7 +205,7 @@ impl DisconnectOptions {
         serde_json::json!({
             "engines": engines, "chat": self.chat, "metrics_only": self.metrics_only,
             "rate": self.rate, "seconds": self.seconds, "rounds": self.rounds, "share": self.share, "unary": self.unary,
-            "phases": self.phases, "kinds": self.kinds, "stall_ms": self.stall_ms, "victims": self.victims, "phase_seconds": self.phase_seconds,
+            "phases": self.phases, "kinds": self.kinds, "stall_ms": self.stall_ms, "vanish_noticed_ms": self.vanish_noticed_ms, "victims": self.victims, "phase_seconds": self.phase_seconds,
             "prompt_words": self.prompt_words, "max_tokens": self.max_tokens,
             "settle": self.settle, "patience": self.patience, "verify_seconds": self.verify_seconds,
             "breaks": named(&self.breaks), "mends": named(&self.mends), "no_faults": self.no_faults,

@@ -2,6 +2,7 @@
 //! started again where it was.
 
 use std::io;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 
 use baton_engine::executor::cuda::shared_out;
@@ -47,12 +48,18 @@ impl Process {
 }
 
 impl Own {
-    /// Starts everything; `options` go to both engines, configurations to `folder`, logs to `logs`. Blocks until all of it
-    /// is ready.
+    /// Starts everything; `options` go to both engines, configurations to `folder`, logs to `logs`. Clients are served at
+    /// this address, and one that vanishes is lost after so long. Blocks until all of it is ready.
     ///
     /// # Errors
     /// When a part does not start.
-    pub(crate) fn start(options: &[String], folder: &Path, logs: &Path) -> io::Result<Self> {
+    pub(crate) fn start(
+        options: &[String],
+        folder: &Path,
+        logs: &Path,
+        listen: Ipv4Addr,
+        client_lost_ms: u64,
+    ) -> io::Result<Self> {
         let options = [options, &shared_out(options, 2)].concat();
         let options = options.as_slice();
         let engine = |role: &str| {
@@ -74,6 +81,7 @@ impl Own {
             let text = json!({
                 "listen": listen,
                 "admin": {"listen": admin},
+                "timeouts": {"client_lost_ms": client_lost_ms},
                 "models": [{
                     "name": model, "prefill": engines(&prefill)?, "decode": engines(&decode)?,
                     "fallback": "aggregate",
@@ -82,7 +90,7 @@ impl Own {
             std::fs::write(&config, text.to_string())?;
             Ok(config.display().to_string())
         };
-        let config = written("127.0.0.1:0", "127.0.0.1:0")?;
+        let config = written(&format!("{listen}:0"), "127.0.0.1:0")?;
         let arguments = vec!["router".into(), "--config".into(), config];
         let mut router = Process::start(arguments, logs.join("router.log"))?;
         router.arguments[2] = written(router.http()?, word(&router.ready, "admin")?)?;

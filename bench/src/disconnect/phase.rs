@@ -70,11 +70,14 @@ pub(crate) enum Kind {
     Stall,
     /// Runs out of patience as an SDK does: closes, and asks the same again, twice at most
     Timeout,
+    /// Is gone with its host, without FIN or RST; played where the benchmark can make a network namespace
+    Vanish,
 }
 
 impl Kind {
     /// Every kind.
-    pub(crate) const ALL: [Self; 5] = [Self::Fin, Self::Rst, Self::HalfClose, Self::Stall, Self::Timeout];
+    pub(crate) const ALL: [Self; 6] =
+        [Self::Fin, Self::Rst, Self::HalfClose, Self::Stall, Self::Timeout, Self::Vanish];
 
     /// The word in reports.
     pub(crate) fn label(self) -> &'static str {
@@ -84,6 +87,7 @@ impl Kind {
             Self::HalfClose => "half-close",
             Self::Stall => "stall",
             Self::Timeout => "timeout",
+            Self::Vanish => "vanish",
         }
     }
 }

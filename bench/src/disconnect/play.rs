@@ -1,6 +1,7 @@
 //! A run from its beginning to its end: what is started, watched, played in order, compared and put back.
 
 use std::io::BufReader;
+use std::net::Ipv4Addr;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -9,10 +10,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::acts;
 use super::deployment::{Deployment, deployment};
+use super::ghosts::{Ghosts, Vanishing};
 use super::load::Rate;
-use super::options::DisconnectOptions;
+use super::options::{self, DisconnectOptions};
 use super::own::Part;
-use super::phase::Phase;
+use super::phase::{Kind, Phase};
 use super::progress::Progress;
 use super::raw::{self, Record, Run};
 use super::recorder::Recorder;
@@ -35,11 +37,20 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
     let progress = Progress::new(options.json);
     // Before anything is started: what is wrong with a file should not take a minute to be said.
     let (beside, commands) = (options.beside()?, options.commands()?);
-    let deployment = deployment(options, &progress).await?;
+    let mut vanishing = Vanishing::begin(&options.kinds).await;
+    // Before anything is started, and below once it is known whether the deployment can be reached from there.
+    vanishing.kinds(&options.kinds)?;
+    let listen = vanishing.near().unwrap_or(Ipv4Addr::LOCALHOST);
+    let deployment = deployment(options, listen, &progress).await?;
     let target = Target::parse(&deployment.url)?.with_key_file(options.api_key_file.as_deref())?;
     let total = CALL_WITHIN + Duration::from_millis(options.stall_ms);
     let limits = Limits { total, answer_bytes: ANSWER_BYTES_MAX, ..Limits::default() };
     let client = Client::open(target, limits, Connections::Fresh).await?;
+    let client = vanishing.client(client).await;
+    let kinds = vanishing.kinds(&options.kinds)?;
+    if let Some(why) = vanishing.why_not() {
+        progress.say(&format!("no client vanishes: {why}"));
+    }
     let model = match &options.model {
         Some(model) => model.clone(),
         None => first_model(&client).await?,
@@ -47,6 +58,9 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
     let recorder = Arc::new(Recorder::create(&options.out.join("events.jsonl"))?);
     let prefix = format!("baton-{:08x}-", crate::load::Moment::now().us() as u32);
     recorder.put(&Record::Run(described(options, &deployment, &model)));
+    if let Some(why) = vanishing.why_not() {
+        recorder.put(&Record::NotPlayed { kind: Kind::Vanish, why: why.to_owned() });
+    }
     if let Some(compared) = beside {
         recorder.put(&Record::Beside { compared });
     }
@@ -70,6 +84,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
         aims: std::sync::Mutex::default(),
         next: AtomicU64::new(0),
         stall: std::sync::OnceLock::new(),
+        ghosts: Ghosts::new(options.vanish_noticed_ms, options.stranded_after_ms),
         open: std::sync::Mutex::default(),
         cut: CancellationToken::new(),
     });
@@ -80,7 +95,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
         let mut acts = acts::Acts {
             stage: &stage,
             watch: &watch,
-            terms: options.terms(),
+            terms: options::Terms { kinds, ..options.terms() },
             progress: &progress,
             unmended: &unmended,
         };
@@ -118,7 +133,7 @@ pub(super) async fn play(options: &DisconnectOptions) -> Result<(), BenchError> 
                 *own() = Some(again);
             }
         }
-        watch.home(Duration::from_secs_f64(options.patience)).await;
+        watch.home(stage.ghosts.patience(Duration::from_secs_f64(options.patience))).await;
         recorder.finish()?;
         let file = std::fs::File::open(options.out.join("events.jsonl"))?;
         let records = raw::read(&mut BufReader::new(file))?;

@@ -53,6 +53,8 @@ pub(crate) enum Record {
     Failed { at_us: u64, why: String },
     /// An engine is another process than it was.
     Restarted { engine: usize, at_us: u64 },
+    /// A kind of leaving that was not possible here and was not played, and why.
+    NotPlayed { kind: Kind, why: String },
     /// What `baton bench compare --json` has measured of other front doors.
     Beside { compared: serde_json::Value },
     /// The same prompt asked again when all was quiet.
@@ -168,6 +170,11 @@ pub(crate) struct CallRecord {
 }
 
 impl CallRecord {
+    /// Its client is to vanish.
+    pub(crate) fn vanishes(&self) -> bool {
+        self.leaves.is_some_and(|leaves| leaves.kind == Kind::Vanish)
+    }
+
     /// What its client has seen.
     pub(crate) fn seen(&self) -> Seen {
         let token = |after: Option<&u64>| after.map(|after| self.began_us + after).filter(|_| self.stream);

@@ -12,6 +12,7 @@ use super::dist::Dist;
 use super::phase::{Kind, Phase};
 use super::sampled::Sampled;
 use super::summary::{Compared, FaultRow, Group, Series, Service, StormLeavers, Summary};
+use super::vanished::Vanished;
 use crate::stats::{Spread, rounded};
 
 pub(crate) use page::page;
@@ -107,11 +108,12 @@ pub(crate) fn series(summary: &Summary) -> Value {
     };
     let shares = |sorted: &[f64]| pairs(&svg::cumulative(sorted));
     let both = |[calm, storm]: &[Vec<f64>; 2]| json!({"calm": shares(calm), "storm": shares(storm)});
-    let Series { back, stranded, stranded_in_broken_parts, pools, acts, ttft, itl } = &summary.series;
+    let Series { back, stranded, stranded_in_broken_parts, vanished, pools, acts, ttft, itl } =
+        &summary.series;
     let part = |(name, from, to): &(String, f64, f64)| json!({"name": name, "from_s": rounded(*from), "to_s": rounded(*to)});
     let of_phase = |(phase, times): &(Phase, Vec<f64>)| json!({"phase": phase, "n": times.len(), "never": never(times), "ms_percent": shares(times)});
     let pool = |(name, points): &(String, Vec<(f64, f64)>)| json!({"engine": name, "s_share": pairs(points)});
-    json!({
+    let mut series = json!({
         "parts": acts.iter().map(part).collect::<Vec<_>>(),
         "blocks_back": back.iter().map(of_phase).collect::<Vec<_>>(),
         "held_for_nobody_s_blocks": pairs(stranded),
@@ -119,7 +121,11 @@ pub(crate) fn series(summary: &Summary) -> Value {
         "ttft_ms_percent": both(ttft),
         "itl_ms_percent": both(itl),
         "pools": pools.iter().map(pool).collect::<Vec<_>>(),
-    })
+    });
+    if !vanished.is_empty() {
+        series["held_for_vanished_s_blocks"] = pairs(vanished);
+    }
+    series
 }
 
 /// How a median of rounds came about.
@@ -315,6 +321,9 @@ pub(crate) fn text(summary: &Summary) -> String {
     if let Some(refused) = &summary.refused {
         row("refused", refused);
     }
+    if let Some(vanished) = &summary.vanished {
+        row("vanished", &vanished.group);
+    }
     let mut line = |text: String| {
         out.push_str(text.trim_end());
         out.push('\n');
@@ -384,7 +393,7 @@ pub(crate) fn text(summary: &Summary) -> String {
             line(format!("{}: {told}", row.kind.label()));
         }
     }
-    if let Some(said) = stalls(summary) {
+    for said in [stalls(summary), summary.vanished.as_ref().map(Vanished::said)].into_iter().flatten() {
         line(said);
     }
     for fault in &summary.faults {

@@ -90,7 +90,9 @@ struct Waits(Vec<(u64, u64)>);
 fn waits(facts: &Facts) -> Waits {
     let wait = |call: &CallRecord| {
         let token = call.seen().first_token.unwrap_or(u64::MAX);
-        (call.began_us, token.min(gone(call).unwrap_or(u64::MAX)).min(call.ended_us))
+        // One that has vanished waits for all that the deployment can know.
+        let left = gone(call).filter(|_| !call.vanishes());
+        (call.began_us, token.min(left.unwrap_or(u64::MAX)).min(facts.there_until(call)))
     };
     let mut all: Vec<_> = facts.calls.iter().map(wait).collect();
     all.sort_unstable();

@@ -35,7 +35,7 @@ pub(crate) fn tpot(call: &CallRecord) -> Option<f64> {
     (call.stream && tokens > 1).then(|| last.saturating_sub(*first) as f64 / 1e3 / (tokens - 1) as f64)
 }
 
-pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
+pub(super) fn of(facts: &Facts, victims: &[Victim<'_>], vanished: &[Victim<'_>]) -> Series {
     let began = facts.acts.iter().map(|act| act.began).min().unwrap_or(0);
     let seconds = |at: u64| at.saturating_sub(began) as f64 / 1e6;
     let back = |phase: Phase| {
@@ -64,14 +64,19 @@ pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
         let points = ours.map(|books| (seconds(books.at_us), books.held as f64 / books.total as f64));
         (engine.name.clone(), thinned(&points.collect::<Vec<_>>()))
     });
-    let ours = victims.iter().filter_map(|victim| Some((victim.gone, victim.timeline?)));
+    let gone = |victims: &'_ [Victim<'_>]| {
+        let gone = victims.iter().filter_map(|victim| Some((victim.gone, victim.timeline?.clone())));
+        gone.collect::<Vec<_>>()
+    };
+    let (ours, vanished) = (gone(victims), gone(vanished));
     let broken = faults::gone(facts);
     let watched = facts.watched_until();
     let last = facts.calls.iter().map(|call| call.ended_us).max().unwrap_or(began);
     Series {
         back: Phase::ALL.into_iter().filter_map(back).collect(),
-        stranded: held(ours, watched, &seconds),
-        stranded_in_broken_parts: held(broken.iter().map(|(gone, rest)| (*gone, rest)), watched, &seconds),
+        stranded: held(&ours, watched, &seconds),
+        stranded_in_broken_parts: held(&broken, watched, &seconds),
+        vanished: held(&vanished, watched, &seconds),
         pools: pools.collect(),
         acts: facts
             .acts
@@ -87,16 +92,12 @@ pub(super) fn of(facts: &Facts, victims: &[Victim<'_>]) -> Series {
 }
 
 /// Blocks that are held for clients that have gone, as a curve of steps.
-fn held<'a>(
-    of: impl Iterator<Item = (u64, &'a Timeline)>,
-    watched_until: u64,
-    seconds: &dyn Fn(u64) -> f64,
-) -> Vec<(f64, f64)> {
+fn held(of: &[(u64, Timeline)], watched_until: u64, seconds: &dyn Fn(u64) -> f64) -> Vec<(f64, f64)> {
     let mut changes: Vec<(u64, i64)> = Vec::new();
     for (gone, timeline) in of {
         for leg in &timeline.legs {
             let back = leg.freed.first().map_or(watched_until, |(at, _)| *at);
-            let begins = leg.queued.unwrap_or(gone).max(gone);
+            let begins = leg.queued.unwrap_or(*gone).max(*gone);
             if back > begins && leg.held() > 0 {
                 let blocks = leg.held() as i64;
                 changes.extend([(begins, blocks), (back, -blocks)]);

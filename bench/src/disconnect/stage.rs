@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::aim::{Aim, Aims};
 use super::flight::{InFlight, Wanted};
+use super::ghosts::Ghosts;
 use super::phase::{Kind, Phase};
 use super::raw::{CallRecord, Leaves, Record};
 use super::recorder::Recorder;
@@ -68,6 +69,8 @@ pub(crate) struct Stage {
     pub(crate) open: Mutex<BTreeMap<String, bool>>,
     /// How clients stall in a phase; known once calls alone have shown how fast answers are.
     pub(crate) stall: OnceLock<Stall>,
+    /// Requests of clients that have vanished, and what such clients ask for.
+    pub(crate) ghosts: Ghosts,
     /// The run is broken off: no call goes on, and none of them counts.
     pub(crate) cut: CancellationToken,
 }
@@ -98,6 +101,14 @@ impl Stage {
         tokio::time::sleep_until(plan.due.into()).await;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let made = self.once(&plan, number, 0).await;
+        if let (Some(Leaves { phase: Some(_), kind: Kind::Vanish }), "left") =
+            (plan.leaves, made.record.outcome.as_str())
+        {
+            tokio::select! {
+                () = self.cut.cancelled() => {}
+                () = self.ghosts.while_there(&made.record, self.exact.then_some(&*self.feed)) => {}
+            }
+        }
         if plan.leaves.is_some_and(|leaves| leaves.kind == Kind::Timeout) && made.record.outcome == "left" {
             self.again(plan, number, &made.call).await;
         }
@@ -132,6 +143,12 @@ impl Stage {
             Some(Leaves { phase: Some(_), kind: Kind::Stall }) => *self.stall.get().unwrap_or(&usual),
             _ => usual,
         };
+        let max_tokens = match plan.leaves {
+            Some(Leaves { phase: Some(Phase::Stream | Phase::Unary), kind: Kind::Vanish }) => {
+                self.ghosts.max_tokens(usual.max_tokens)
+            }
+            _ => stall.max_tokens,
+        };
         let wish = Wish {
             ignore_eos: plan.max_tokens.is_none(),
             streaming: if plan.stream { Streaming::Streamed } else { Streaming::Whole },
@@ -141,7 +158,7 @@ impl Stage {
                 self.shape.endpoint,
                 &self.shape.model,
                 &prompt,
-                plan.max_tokens.unwrap_or(stall.max_tokens),
+                plan.max_tokens.unwrap_or(max_tokens),
             )
         };
         let ask = wish.ask();
@@ -155,6 +172,7 @@ impl Stage {
             Some(Kind::Rst) => Manner::Rst,
             Some(Kind::HalfClose) => Manner::HalfClose,
             Some(Kind::Stall) => Manner::Stall { hold: stall.hold },
+            Some(Kind::Vanish) => Manner::Vanish,
         };
         self.open().insert(tag.clone(), plan.stream);
         let call = tokio::select! {
@@ -167,7 +185,7 @@ impl Stage {
             aiming.abort();
         }
         let mut record = record_of(&call, plan, tag, retries);
-        record.max_tokens = (stall != usual).then_some(stall.max_tokens);
+        record.max_tokens = (max_tokens != usual.max_tokens).then_some(max_tokens);
         self.recorder.put(&Record::Call(record.clone()));
         let timeline = self.feed.forget(&record.tag);
         // What is told later is not learnt from; there are others.
@@ -229,7 +247,9 @@ impl Stage {
     pub(crate) async fn ask_again(&self, number: u64, call: &CallRecord, salt: &str) -> Option<String> {
         let extra = extra(Some(salt));
         let prompt = self.prompt(number);
-        let max_tokens = call.max_tokens.unwrap_or(self.shape.max_tokens);
+        // One that vanishes has left before the usual answer's end, whatever it asked for.
+        let asked = call.max_tokens.filter(|_| !call.vanishes());
+        let max_tokens = asked.unwrap_or(self.shape.max_tokens);
         let wish = Wish {
             ignore_eos: true,
             streaming: if call.stream { Streaming::Streamed } else { Streaming::Whole },

@@ -50,6 +50,13 @@ impl Pace {
     }
 }
 
+#[cfg(test)]
+impl Pace {
+    pub(crate) fn of_tokens(token: Duration, prompt_tokens: u64) -> Self {
+        Self { tokens: vec![token], prompt_tokens }
+    }
+}
+
 impl Stall {
     /// Where nothing is known: the usual answer, and so long unread.
     pub(crate) fn usual(max_tokens: u32, hold: Duration) -> Self {

@@ -11,6 +11,7 @@ use super::phase::{Kind, Phase};
 use super::raw::Run;
 use super::retries::Retries;
 use super::sampled::{Held, Sampled};
+use super::vanished::{self, NotPlayed, Vanished};
 use crate::stats::Spread;
 
 /// Fewer comparisons say little of all the answers.
@@ -45,6 +46,12 @@ pub(crate) struct Summary {
     pub(crate) all: Group,
     pub(crate) phases: Vec<PhaseRow>,
     pub(crate) kinds: Vec<KindRow>,
+    /// Clients whose host vanished; in none of the groups above but that of their kind.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) vanished: Option<Vanished>,
+    /// Kinds of leaving that were asked for and not possible where it was run, and why.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) not_played: Vec<NotPlayed>,
     pub(crate) refused: Option<Group>,
     pub(crate) calm: Option<Service>,
     /// Of the calm the same requests as those whose clients stay in the storm.
@@ -313,6 +320,9 @@ pub(crate) struct EngineRow {
     pub(crate) held_at_end: Option<u64>,
     /// Of these, blocks of leases that are excused, and whose time was not over.
     pub(crate) excused_at_end: u64,
+    /// Of these, blocks held for clients that had vanished, and of which it need not know yet.
+    #[serde(skip_serializing_if = "is_none")]
+    pub(crate) ghosts_at_end: u64,
     pub(crate) expired: u64,
     /// Looks at which its books had more blocks than its pool, and fewer.
     pub(crate) too_many: u64,
@@ -322,6 +332,10 @@ pub(crate) struct EngineRow {
     /// From looks at its metrics.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) sampled: Option<Held>,
+}
+
+fn is_none(count: &u64) -> bool {
+    *count == 0
 }
 
 /// Answers compared with the same prompt's when all was quiet.
@@ -348,6 +362,8 @@ pub(crate) struct Series {
     pub(crate) stranded: Vec<(f64, f64)>,
     /// The same where something was broken: also of clients whose connection broke. What an engine held that was killed is gone with it.
     pub(crate) stranded_in_broken_parts: Vec<(f64, f64)>,
+    /// The same for clients whose host vanished.
+    pub(crate) vanished: Vec<(f64, f64)>,
     /// Held blocks of each engine over seconds, as a share of its pool.
     pub(crate) pools: Vec<(String, Vec<(f64, f64)>)>,
     /// Parts of the run: name, begin, end, in seconds.
@@ -505,6 +521,7 @@ impl Summary {
             self.refused.as_ref().is_some_and(|refused| refused.left == 0) && self.exact,
             "nothing that was lent was refused by a decode engine".into(),
         );
+        unknown.extend(vanished::unknown(self));
         unknown
     }
 }

@@ -17,6 +17,7 @@ mod leavers;
 mod sampled;
 mod told;
 mod untold;
+mod vanish;
 
 const P: usize = 0;
 const D: usize = 1;

@@ -132,6 +132,11 @@ impl Feed {
         }
     }
 
+    #[cfg(test)]
+    pub(crate) fn tell(&self, event: &EventRecord) {
+        self.take(event);
+    }
+
     fn take(&self, event: &EventRecord) {
         self.put(event);
         self.news.notify_waiters();

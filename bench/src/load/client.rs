@@ -13,13 +13,14 @@ use tokio_util::sync::CancellationToken;
 use super::ask::Ask;
 use super::call::{Call, Outcome, Stage};
 use super::clock::Moment;
+use super::far::FarHost;
 use super::http::Reader;
 use super::limits::{FRAMING_WAIT, KEPT_MAX, Limits};
 use super::reply::{Complaint, Said};
 use super::sse::Events;
 use super::target::{Scheme, Target, TargetError};
 use super::tls;
-use super::wire::{ReadAhead, Wire};
+use super::wire::{Dial, Wire};
 
 /// When a client leaves.
 #[derive(Clone, Debug, Default)]
@@ -49,6 +50,8 @@ pub(crate) enum Manner {
     Stall {
         hold: Duration,
     },
+    /// Its host is gone, with neither FIN nor RST. Of a client that has another host to vanish from: [`Client::with_far`].
+    Vanish,
 }
 
 /// Where connections come from.
@@ -71,6 +74,8 @@ struct Shared {
     limits: Limits,
     addresses: Vec<SocketAddr>,
     tls: Option<(TlsConnector, ServerName<'static>)>,
+    /// The host from which clients vanish, and where the target is for that one.
+    far: Option<(Arc<FarHost>, [SocketAddr; 1])>,
     connections: Connections,
     /// At most [`KEPT_MAX`]; the one that was used last is taken first.
     kept: Mutex<Vec<Wire>>,
@@ -96,8 +101,8 @@ impl Client {
                 Some((tls::connector(target.ca_file.as_deref())?, name))
             }
         };
-        let kept = Mutex::new(Vec::new());
-        Ok(Self { shared: Arc::new(Shared { target, limits, addresses, tls, connections, kept }) })
+        let (kept, far) = (Mutex::new(Vec::new()), None);
+        Ok(Self { shared: Arc::new(Shared { target, limits, addresses, tls, far, connections, kept }) })
     }
 
     pub(crate) fn target(&self) -> &Target {
@@ -106,10 +111,23 @@ impl Client {
 
     /// The same endpoint within other bounds, and with connections of its own.
     pub(crate) fn within(&self, limits: Limits, connections: Connections) -> Self {
-        let Shared { target, addresses, tls, .. } = &*self.shared;
-        let (target, addresses, tls) = (target.clone(), addresses.clone(), tls.clone());
+        let Shared { target, addresses, tls, far, .. } = &*self.shared;
+        let (target, addresses, tls, far) = (target.clone(), addresses.clone(), tls.clone(), far.clone());
         let kept = Mutex::new(Vec::new());
-        Self { shared: Arc::new(Shared { target, limits, addresses, tls, connections, kept }) }
+        Self { shared: Arc::new(Shared { target, limits, addresses, tls, far, connections, kept }) }
+    }
+
+    /// The same endpoint, with a host from which its clients can vanish.
+    ///
+    /// # Errors
+    /// In words, where the endpoint cannot be reached from there.
+    pub(crate) async fn with_far(&self, host: Arc<FarHost>) -> Result<Self, String> {
+        let there = host.reach(&self.shared.addresses).await?;
+        let Shared { target, limits, addresses, tls, connections, .. } = &*self.shared;
+        let (target, limits, addresses, tls) =
+            (target.clone(), limits.clone(), addresses.clone(), tls.clone());
+        let (far, connections, kept) = (Some((host, [there])), *connections, Mutex::new(Vec::new()));
+        Ok(Self { shared: Arc::new(Shared { target, limits, addresses, tls, far, connections, kept }) })
     }
 
     /// Makes one call.
@@ -120,7 +138,10 @@ impl Client {
         let mut call = Call::begin();
         let deadline = Instant::now() + self.shared.limits.total;
         let request = self.request(ask);
-        let kept = if matches!(manner, Manner::Stall { .. }) { None } else { self.shared.kept() };
+        let kept = match manner {
+            Manner::Stall { .. } | Manner::Vanish => None,
+            Manner::Fin | Manner::Rst | Manner::HalfClose => self.shared.kept(),
+        };
         let was_kept = kept.is_some();
         let mut course = Course { shared: &self.shared, leave, manner, deadline, call: &mut call, raw: None };
         course.run(&request, kept).await;
@@ -257,12 +278,14 @@ impl Course<'_> {
             Some(wire) => wire,
             None => {
                 let until = self.deadline.min(Instant::now() + self.shared.limits.connect);
-                let ahead = match self.manner {
-                    Manner::Stall { .. } => ReadAhead::Little,
-                    _ => ReadAhead::Usual,
+                let Shared { addresses, tls, far, .. } = self.shared;
+                let (addresses, how) = match (self.manner, far) {
+                    (Manner::Vanish, Some((host, there))) => (there.as_slice(), Dial::Far(host)),
+                    (Manner::Vanish, None) => return Err(NOWHERE.to_owned()),
+                    (Manner::Stall { .. }, _) => (addresses.as_slice(), Dial::LittleAhead),
+                    (Manner::Fin | Manner::Rst | Manner::HalfClose, _) => (addresses.as_slice(), Dial::Usual),
                 };
-                let Shared { addresses, tls, .. } = self.shared;
-                match race(until, self.leave.due(None), Wire::connect(addresses, tls.as_ref(), ahead)).await {
+                match race(until, self.leave.due(None), Wire::connect(addresses, tls.as_ref(), how)).await {
                     Came::This(wire) => {
                         self.call.connected = Some(Moment::now());
                         wire.map_err(told)?
@@ -486,6 +509,10 @@ impl Course<'_> {
                 tokio::time::sleep(hold).await;
                 wire.reset()
             }
+            Manner::Vanish => match &self.shared.far {
+                Some((host, _)) => wire.vanish(host),
+                None => return Err(NOWHERE.to_owned()),
+            },
         };
         self.call.left.get_or_insert(at);
         closed.map(|()| Outcome::Left).map_err(told)
@@ -523,6 +550,8 @@ impl Course<'_> {
 
 /// Some front doors refuse whoever does not say what it is.
 const AGENT: &str = concat!("user-agent: baton-bench/", env!("CARGO_PKG_VERSION"), "\r\naccept: */*\r\n");
+
+const NOWHERE: &str = "there is no host to vanish from";
 
 const CUT: &str = "the stream ended without [DONE]";
 

@@ -6,6 +6,7 @@
 //! | RST | a reset, at once |
 //! | half-close | the end of the stream; what it writes is still read |
 //! | stall | nothing, until its send buffer is full |
+//! | vanish | nothing, and nothing that it sends is acknowledged |
 
 use std::io::{self, Read};
 use std::net::SocketAddr;
@@ -17,15 +18,18 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
+use super::far::FarHost;
 use super::limits::{DRAIN_BYTES_MAX, READ_BYTES, STALL_BUFFER_BYTES};
 
-/// How much the system reads ahead for a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ReadAhead {
-    /// What it sees fit.
+/// What a connection is made with.
+#[derive(Clone, Copy)]
+pub(super) enum Dial<'a> {
+    /// As the system sees fit.
     Usual,
-    /// As little as it lets one choose.
-    Little,
+    /// The system reads ahead as little as it lets one choose.
+    LittleAhead,
+    /// From another host.
+    Far(&'a FarHost),
 }
 
 pub(super) enum Wire {
@@ -38,11 +42,11 @@ impl Wire {
     pub(super) async fn connect(
         addresses: &[SocketAddr],
         tls: Option<&(TlsConnector, ServerName<'static>)>,
-        ahead: ReadAhead,
+        how: Dial<'_>,
     ) -> io::Result<Self> {
         let mut last = io::Error::new(io::ErrorKind::AddrNotAvailable, "its name has no address");
         for address in addresses {
-            match dial(*address, ahead).await {
+            match dial(*address, how).await {
                 Ok(stream) => {
                     stream.set_nodelay(true)?;
                     let Some((connector, name)) = tls else { return Ok(Self::Plain(stream)) };
@@ -109,6 +113,13 @@ impl Wire {
         socket2::SockRef::from(self.stream()).set_linger(Some(Duration::ZERO))
     }
 
+    /// Leaves without a word: nothing of this connection comes from that host any more, its close included.
+    pub(super) fn vanish(self, host: &FarHost) -> io::Result<()> {
+        host.vanish(self.stream().local_addr()?.ip())?;
+        // The RST goes nowhere; a close that waits for what is not acknowledged would keep the socket.
+        self.reset()
+    }
+
     /// Says that no more is sent, and reads on.
     pub(super) async fn half_close(&mut self) -> io::Result<()> {
         match self {
@@ -130,9 +141,13 @@ fn at(place: impl std::fmt::Display, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{place}: {error}"))
 }
 
-async fn dial(address: SocketAddr, ahead: ReadAhead) -> io::Result<TcpStream> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    if ahead == ReadAhead::Little {
+async fn dial(address: SocketAddr, how: Dial<'_>) -> io::Result<TcpStream> {
+    let socket = match how {
+        Dial::Far(host) => host.socket().await?,
+        Dial::Usual | Dial::LittleAhead if address.is_ipv4() => TcpSocket::new_v4()?,
+        Dial::Usual | Dial::LittleAhead => TcpSocket::new_v6()?,
+    };
+    if matches!(how, Dial::LittleAhead) {
         // The window that is offered to the other side follows from it, so it comes before the handshake.
         socket.set_recv_buffer_size(STALL_BUFFER_BYTES)?;
     }
@@ -148,7 +163,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
             let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
-            let wire = Wire::connect(&[listener.local_addr()?], None, ReadAhead::Usual).await?;
+            let wire = Wire::connect(&[listener.local_addr()?], None, Dial::Usual).await?;
             let (mut other, _) = listener.accept().await?;
             other.write_all(&[b'x'; 64 << 10]).await?;
             leave(wire);

@@ -23,7 +23,7 @@ pub(super) fn stranded(facts: &Facts, findings: &mut Vec<Finding>) {
             let kept = leg.lease_ended.as_ref().is_some_and(|(ended, _)| back.saturating_sub(*ended) > limit);
             (leg.held() > 0 || leg.is_at_work())
                 && (kept || !broken.excuses(call, leg))
-                && back.saturating_sub(call.ended_us.max(broken.mended_us())) > limit
+                && back.saturating_sub(facts.there_until(call).max(broken.mended_us())) > limit
         };
         let of = broken.calls(facts).filter(|(call, legs)| legs.iter().any(|leg| behind(call, leg)));
         let tags: Vec<_> = of.map(|(call, _)| call.tag.as_str()).collect();
@@ -50,7 +50,7 @@ pub(super) fn stranded(facts: &Facts, findings: &mut Vec<Finding>) {
 /// Blocks that an engine's books had as held for too long after everybody had gone, but for those that are excused.
 fn still_held(facts: &Facts, broken: &Broken<'_>, engine: usize) -> Option<u64> {
     let calls = facts.calls.iter().filter(|call| call.act == broken.act.name);
-    let gone = calls.map(|call| call.ended_us).max().unwrap_or(0).max(broken.mended_us());
+    let gone = calls.map(|call| facts.there_until(call)).max().unwrap_or(0).max(broken.mended_us());
     let held = |books: &Books| {
         books.held.saturating_sub(excused(facts, broken, engine, books.at_us).map(Leg::held).sum())
     };

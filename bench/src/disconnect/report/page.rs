@@ -8,6 +8,7 @@ use std::fmt::Write as _;
 use super::super::bystanders::SLOWER;
 use super::super::dist::Dist;
 use super::super::summary::{Group, Measure, Series, Service, Summary, Texts};
+use super::super::vanished::Vanished;
 use super::svg::{Curve, Plot, Scale, Span, cumulative, escaped};
 use super::{
     above, count, decimals, excused, from_samples, known, ms, never, percentile, ran_on, rounds,
@@ -320,6 +321,11 @@ fn by_phase(summary: &Summary, out: &mut String) {
         group_cells(refused, out);
         out.push_str("</tr>");
     }
+    if let Some(vanished) = &summary.vanished {
+        out.push_str("<tr><td>vanished, and in none of the others</td>");
+        group_cells(&vanished.group, out);
+        out.push_str("</tr>");
+    }
     out.push_str("<tr><td><b>all that left</b></td>");
     group_cells(&summary.all, out);
     out.push_str("</tr></tbody></table></div><p class=\"note\">What each column counts: <a href=\"#words\">the words</a>.</p>");
@@ -341,12 +347,16 @@ fn end(summary: &Summary) -> f64 {
 }
 
 fn stranded(summary: &Summary, out: &mut String) {
-    let Series { stranded, stranded_in_broken_parts: broken, .. } = &summary.series;
-    if stranded.is_empty() && broken.is_empty() {
+    let Series { stranded, stranded_in_broken_parts: broken, vanished, .. } = &summary.series;
+    if stranded.is_empty() && broken.is_empty() && vanished.is_empty() {
         return;
     }
     out.push_str("<h2>Blocks held for clients that had left</h2>");
-    let named = [("held for clients that had left", stranded), ("where something was broken", broken)];
+    let named = [
+        ("held for clients that had left", stranded),
+        ("where something was broken", broken),
+        ("held for clients that had vanished", vanished),
+    ];
     let there = || named.iter().filter(|(_, points)| !points.is_empty());
     let points = || there().flat_map(|(_, points)| points.iter().map(|(_, blocks)| *blocks));
     let plot = Plot {
@@ -509,9 +519,21 @@ fn by_kind(summary: &Summary, out: &mut String) {
         let _ = write!(out, "<td>{served}</td><td>{late}</td><td>{asked}</td><td>{failed}</td></tr>");
     }
     out.push_str("</tbody></table></div>");
-    if let Some(said) = super::stalls(summary) {
+    for said in [super::stalls(summary), summary.vanished.as_ref().map(Vanished::said)].into_iter().flatten()
+    {
         let _ = write!(out, "<p class=\"note\">{}</p>", escaped(&said));
     }
+    let Some(vanished) = &summary.vanished else { return };
+    let _ = write!(
+        out,
+        "<h2>Clients that vanished, by phase</h2><div class=\"scroll\" tabindex=\"0\"><table><thead><tr><th>phase</th>{GROUP_HEAD}</tr></thead><tbody>"
+    );
+    for row in &vanished.phases {
+        let _ = write!(out, "<tr><td>{}</td>", row.phase.label());
+        group_cells(&row.group, out);
+        out.push_str("</tr>");
+    }
+    out.push_str("</tbody></table></div>");
 }
 
 fn faults(summary: &Summary, out: &mut String) {

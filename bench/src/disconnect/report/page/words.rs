@@ -12,6 +12,12 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
     let seconds = run.stranded_after_us as f64 / 1e6;
     let soon_ms = RACE_US / 1_000;
     let nice = run.nice.map_or_else(String::new, |nice| format!(", at nice {nice}"));
+    let vanished = summary.vanished.as_ref().map_or_else(String::new, |vanished| {
+        format!(
+            "<dt>vanished</dt><dd>clients whose host was gone without FIN or RST: the deployment has {} to notice, and blocks count as stranded {seconds} s after that. They are in none of the numbers of all that left</dd>",
+            super::super::ms(vanished.noticed_within_ms)
+        )
+    });
     let _ = write!(
         out,
         "<h2 id=\"words\">What the words mean</h2><dl>\
@@ -23,7 +29,7 @@ pub(super) fn draw(summary: &Summary, out: &mut String) {
          <dt>too late</dt><dd>clients that were to leave, and whose request was over before they had; they are in no other number</dd>\
          <dt>asked again</dt><dd>by clients that ran out of patience, twice at most, as SDKs do; failed: of these calls; gave up: clients without a whole answer in the end. Such calls are neither among those who left nor among those who stayed</dd>\
          <dt>blocks back</dt><dd>from the client's going until the last block of its request was free on every engine; only clients whose requests held blocks when they left, or came to hold them</dd>\
-         <dt>stranded</dt><dd>blocks that were not back {seconds} s after their client had left</dd>\
+         <dt>stranded</dt><dd>blocks that were not back {seconds} s after their client had left</dd>{vanished}\
          <dt>block-s / 1,000</dt><dd>blocks times seconds held for clients that had left, for every 1,000 of them</dd>\
          <dt>block-s with no client</dt><dd>blocks times seconds that an engine's books had as held while the benchmark had no request open at all, in the parts of the run: not while it waited at the end for what had not come back</dd>\
          <dt>of N</dt><dd>beside a time: as many were measured, fewer than have left; the others held nothing there, or nobody had to be told</dd>\

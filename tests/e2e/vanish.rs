@@ -1,0 +1,42 @@
+//! Clients whose host vanishes, as `baton bench disconnect` judges a router that notices them, and one that does not.
+
+use serde_json::Value;
+
+use crate::judge::{is_judged, judged_at, simulated_at};
+
+/// In front of engines that take 20 ms for a token, so that an answer can outlast what the router may take to notice.
+/// `None`, and a word about it, where this machine lets no client vanish.
+fn judged(client_lost_ms: u64) -> Option<Value> {
+    let lost = format!("timeouts: {{client_lost_ms: {client_lost_ms}}}\n");
+    let simulated = simulated_at("0.0.0.0", None, &["--decode-ms", "20"], &lost);
+    let options = ["--phases", "stream", "--kinds", "fin,vanish", "--vanish-noticed-ms", "1000"];
+    let summary = judged_at(&simulated, &options);
+    if summary["not_played"].is_array() {
+        eprintln!("SKIPPED: no client can vanish on this machine: {}", summary["not_played"]);
+        return None;
+    }
+    Some(summary)
+}
+
+#[test]
+fn a_router_that_notices_vanished_clients_is_told_from_one_that_does_not() {
+    let Some(healthy) = judged(1_000) else { return };
+    is_judged("it notices", &healthy, &[], &[]);
+    let vanished = &healthy["vanished"];
+    let number = |of: &Value, name: &str| of[name].as_u64().expect("a number");
+    // No sooner than after the second that it was told to wait: nothing of their leaving was on the wire.
+    assert!(number(&vanished["noticed_ms"], "n") > 0, "{vanished:#}");
+    assert!(vanished["noticed_ms"]["min"].as_f64() >= Some(900.0), "{vanished:#}");
+    assert_eq!(number(vanished, "stranded"), 0, "{vanished:#}");
+    let row = healthy["kinds"].as_array().expect("kinds").iter().find(|row| row["kind"] == "vanish");
+    assert_eq!(row.expect("a row")["left"], vanished["left"]);
+    let left = healthy["left"].as_u64().expect("a number");
+    assert_eq!(
+        healthy["all"]["left"].as_u64(),
+        Some(left),
+        "they are not among those that can be known at once"
+    );
+    let deaf = judged(0).expect("as before");
+    is_judged("it never notices", &deaf, &["vanished_stranded"], &[]);
+    assert_eq!(number(&deaf["vanished"]["noticed_ms"], "n"), 0, "{:#}", deaf["vanished"]);
+}
