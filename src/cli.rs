@@ -218,7 +218,7 @@ pub(crate) struct EngineArgs {
     /// The pool's copy in host memory is as large, and takes at most half of what the host has available
     #[arg(long, value_name = "SHARE")]
     pub(crate) gpu_memory_utilization: Option<f64>,
-    /// Blocks of the KV pool; wins over --kv-cache-mib
+    /// Blocks of the KV pool; wins over --kv-cache-mib and --gpu-memory-utilization
     #[arg(long)]
     pub(crate) kv_blocks: Option<usize>,
     /// What is computed with; by default float32 on the CPU and, on a GPU, the element type of the KV cache

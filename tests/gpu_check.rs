@@ -2,6 +2,8 @@
 //! it calls is a script of the test's.
 
 use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,6 +13,20 @@ const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/gpu/check.sh");
 /// What a test binary says of so many tests.
 fn ran(tests: u32) -> String {
     format!("#!/bin/sh\necho 'test result: ok. {tests} passed; 0 failed; 0 ignored'\n")
+}
+
+/// Where an engine answers every request, for as long as the test runs.
+fn engine() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("bound").to_string();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.expect("a connection");
+            let _ = stream.read(&mut [0; 4096]);
+            let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}");
+        }
+    });
+    address
 }
 
 struct Machine {
@@ -24,13 +40,20 @@ impl Machine {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("gpu-check-{name}"));
         fs::create_dir_all(&folder).expect("a folder");
         let mut machine = Self { folder, variables: Vec::new() };
-        machine.program("baton", "#!/bin/sh\nexit 0\n");
+        machine.baton("exit 0\n");
         machine.program("compute-sanitizer", "#!/bin/sh\nexit 0\n");
         for (variable, name) in [("CONFORMANCE", "conformance"), ("HANDOFF", "handoff"), ("E2E", "e2e")] {
             let path = machine.program(name, &ran(3));
             machine.variables.push((variable, path));
         }
         machine
+    }
+
+    /// The binary: an engine that answers, and this for every other command.
+    fn baton(&self, others: &str) -> String {
+        let log = "the KV cache takes what the device has left";
+        let engine = format!("echo '{log}' >&2; echo 'ready http={}'; exec cat >/dev/null", engine());
+        self.program("baton", &format!("#!/bin/sh\nif [ \"$1\" = engine ]; then {engine}; fi\n{others}"))
     }
 
     fn program(&self, name: &str, text: &str) -> String {
@@ -93,8 +116,8 @@ fn all_that_is_said_is_kept() {
     };
     let dry = Machine::complete("log").set("DEVICE", "software");
     assert_eq!((dry.check().0, log()), (Some(3), None), "of a dry run nothing is kept");
-    let talks = "#!/bin/sh\necho \"called: $*\"\necho a complaint >&2\n";
-    machine.program("baton", talks);
+    let talks = "echo \"called: $*\"\necho a complaint >&2\n";
+    machine.baton(talks);
     assert_eq!(machine.check(), (Some(0), "all right".to_owned()));
     let first = log().expect("it is written down");
     for said in [
@@ -104,6 +127,7 @@ fn all_that_is_said_is_kept() {
         "a complaint\n",
         "test result: ok. 3 passed",
         "== every promise of a transport, between pools in device memory of two processes\n",
+        "== a KV pool that takes what the device has left, and an answer from it\n",
     ] {
         assert!(first.contains(said), "{said} is missing in {first}");
     }
@@ -111,7 +135,7 @@ fn all_that_is_said_is_kept() {
     // Where there is no GPU nothing is added, and nothing of another run is lost.
     machine.program("baton", "#!/bin/sh\nexit 77\n");
     assert_eq!((machine.check().0, log()), (Some(77), Some(first.clone())));
-    machine.program("baton", talks);
+    machine.baton(talks);
     assert_eq!(machine.check().0, Some(0));
     let both = log().expect("it is written down");
     assert!(both.starts_with(&first) && both.len() > first.len(), "{both}");
@@ -120,7 +144,7 @@ fn all_that_is_said_is_kept() {
 #[test]
 fn a_library_that_is_missing_is_named() {
     let machine = Machine::complete("nixl");
-    machine.program("baton", "#!/bin/sh\n[ \"$2\" = gpu-nixl ] && exit 77\nexit 0\n");
+    machine.baton("[ \"$2\" = gpu-nixl ] && exit 77\nexit 0\n");
     let (code, said) = machine.check();
     assert_eq!((code, said.as_str()), (Some(3), "NOT CHECKED: nixl (its library is not here, see above)"));
 }

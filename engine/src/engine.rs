@@ -66,7 +66,7 @@ pub struct EngineOptions {
     pub block_tokens: usize,
     /// Bytes of the KV pool of each rank.
     pub kv_cache_bytes: usize,
-    /// Blocks of the KV pool of each rank; wins over the bytes.
+    /// Blocks of the KV pool of each rank; wins over the bytes and the share.
     pub kv_blocks: Option<usize>,
     /// The share of a device's memory that weights, buffers and KV pool take together; wins over the bytes. Above 0, at
     /// most 1, and only on a device with memory of its own.

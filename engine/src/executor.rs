@@ -183,7 +183,19 @@ pub trait Executor: Send {
     /// # Errors
     /// As [`Self::publish`].
     fn lend(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
-        self.publish(blocks).map(drop)
+        self.publish_all(blocks)
+    }
+
+    /// Publishes all of these blocks.
+    ///
+    /// # Errors
+    /// As [`Self::publish`], and where some are left out.
+    fn publish_all(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
+        let published = self.publish(blocks)?.len();
+        if published == blocks.len() {
+            return Ok(());
+        }
+        Err(ExecutorError::Device(format!("{published} of {} blocks could be published", blocks.len())))
     }
 
     /// These blocks are final and will be stored. Whoever stores them copies them by [`Self::port`], if there is one, and from
@@ -192,7 +204,7 @@ pub trait Executor: Send {
     /// # Errors
     /// As [`Self::publish`].
     fn store(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {
-        self.publish(blocks).map(drop)
+        self.publish_all(blocks)
     }
 
     /// Whether the device can still be used: other threads' copies may have found out that it cannot.

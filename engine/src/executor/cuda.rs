@@ -418,7 +418,10 @@ fn blocks(
         PoolSize::Share(share) => share,
     };
     let total = device.total_bytes()?;
-    let (free, reserve, host) = (device.free_bytes()?, Memory::reserve_of(total), pool_size::host_bytes());
+    let (free, reserve) = (device.free_bytes()?, Memory::reserve_of(total));
+    // Of an engine that has a part of the device, a part: others of the same device start beside it.
+    #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    let host = (pool_size::host_bytes() as f64 * (share / GPU_MEMORY_UTILIZATION).min(1.0)) as usize;
     let memory = Memory { total, free, own, reserve, host };
     let chosen = pool_size::blocks(share, &memory, block_bytes, most)
         .map_err(|error| LoadError::Unsupported(error.to_string()))?;

@@ -157,7 +157,8 @@ pub(super) fn reset_prefix_cache(
 /// `GET /debug/kv/digests?after=HASH`: the prefix cache, block by block: chained hash, block id and SHA-256 of the
 /// block's bytes, in the order of the hashes. Two engines with the same model and layout that show the same hash
 /// must show the same digest. `rank=` (0 by default) says whose cache. A page has at most [`crate::digests::DIGEST_BLOCKS_MAX`] blocks and
-/// [`crate::digests::DIGEST_BYTES_MAX`] bytes; `next` is the `after` of the page that follows, null on the last.
+/// [`crate::digests::DIGEST_BYTES_MAX`] bytes; `next` is the `after` of the page that follows, null on the last. On a GPU a
+/// block of which a copy is under way is left out: ask again.
 pub(super) async fn kv_digests(
     frontend: Arc<Frontend>,
     request: Request<Incoming>,

@@ -4,18 +4,18 @@
 //! | while | what finds out |
 //! |---|---|
 //! | nothing is on its way | keepalive probes, from half of the time on |
-//! | data is not acknowledged | `TCP_USER_TIMEOUT` |
-//! | the window is closed | the system's count of acknowledgements, looked at from time to time: `TCP_USER_TIMEOUT` would also break the connection of a client that is there and pauses |
+//! | data is not acknowledged, or the window is closed | the system's counts, looked at from time to time ([`Silence`]) |
 //!
-//! The router has the same for its clients (`router/src/presence.rs`).
+//! `TCP_USER_TIMEOUT` is not for clients: it would also break the connection of one that is there and pauses. The router has
+//! the same for its clients (`router/src/presence.rs`).
 
 #![allow(unsafe_code)] // one system call that no dependency offers; see its block
 
 use std::io::{self, ErrorKind, IoSlice};
 use std::os::fd::AsRawFd;
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -24,16 +24,19 @@ use tokio::time::Sleep;
 
 /// Keepalive counts in these.
 const SECOND: Duration = Duration::from_secs(1);
-/// Looks at a connection whose window is closed, within the time after which a client is lost.
-const LOOKS: u32 = 4;
+/// Looks at a connection within the time after which a client is lost.
+const LOOKS: u32 = 8;
+/// Retransmissions, or probes, without an answer that make a silence: one may be lost on its way.
+const UNANSWERED: u32 = 2;
 
 /// A client's connection that breaks when the client's host acknowledges nothing for a while.
 pub(super) struct Watched {
     stream: TcpStream,
     /// Zero: as the system does it.
     within: Duration,
-    /// Set while the client takes nothing.
-    paused: Option<Pin<Box<Sleep>>>,
+    /// When the connection is looked at next; set while something waits for it.
+    looks: Option<Pin<Box<Sleep>>>,
+    silence: Silence,
 }
 
 impl Watched {
@@ -41,45 +44,60 @@ impl Watched {
     pub(super) fn new(stream: TcpStream, within: Duration) -> Self {
         if !within.is_zero() {
             let (idle, interval) = ((within / 2).max(SECOND), (within / 8).max(SECOND));
+            let tries = within.saturating_sub(idle).as_secs() / interval.as_secs().max(1);
             let keepalive = TcpKeepalive::new().with_time(idle).with_interval(interval);
+            let keepalive = keepalive.with_retries(u32::try_from(tries).unwrap_or(u32::MAX).clamp(1, 127));
             let _ = SockRef::from(&stream).set_tcp_keepalive(&keepalive);
-            let _ = SockRef::from(&stream).set_tcp_user_timeout(Some(within));
         }
-        Self { stream, within, paused: None }
+        Self { stream, within, looks: None, silence: Silence::default() }
     }
 
-    /// What a write has come to. One that waits is a client that pauses, for as long as its host acknowledges probes.
-    fn judged<T>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        if self.within.is_zero() {
-            return written;
-        }
-        if written.is_ready() {
-            if self.paused.take().is_some() {
-                let _ = SockRef::from(&self.stream).set_tcp_user_timeout(Some(self.within));
-            }
-            return written;
+    /// What a read or a write has come to. While it waits, the client's host is looked at.
+    fn judged<T>(&mut self, cx: &mut Context<'_>, done: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if done.is_ready() || self.within.is_zero() {
+            return done;
         }
         let every = self.within / LOOKS;
-        let stream = &self.stream;
-        let sleep = self.paused.get_or_insert_with(|| {
-            let _ = SockRef::from(stream).set_tcp_user_timeout(None);
-            Box::pin(tokio::time::sleep(every))
-        });
-        loop {
-            ready!(sleep.as_mut().poll(cx));
-            if is_lost(stream, self.within) {
+        let looks = self.looks.get_or_insert_with(|| Box::pin(tokio::time::sleep(every)));
+        while looks.as_mut().poll(cx).is_ready() {
+            if self.silence.is_over(&self.stream, self.within) {
                 return Poll::Ready(Err(ErrorKind::TimedOut.into()));
             }
-            sleep.as_mut().reset(tokio::time::Instant::now() + every);
+            looks.as_mut().reset(tokio::time::Instant::now() + every);
         }
+        Poll::Pending
     }
 }
 
-/// Whether the other end has acknowledged nothing for so long, although it was sent something or asked.
-fn is_lost(socket: &TcpStream, within: Duration) -> bool {
-    let Some(info) = info(socket) else { return false };
-    let asked = info.tcpi_retransmits > 0 || info.tcpi_probes > 0;
-    asked && u128::from(info.tcpi_last_ack_recv) >= within.as_millis()
+/// For how long the other end has acknowledged nothing of what it was sent or asked, as far as it was looked at.
+#[derive(Debug, Default)]
+struct Silence {
+    since: Option<Instant>,
+}
+
+impl Silence {
+    fn is_over(&mut self, socket: &TcpStream, within: Duration) -> bool {
+        let facts = info(socket).map(|info| {
+            let unanswered = u32::from(info.tcpi_retransmits) + u32::from(info.tcpi_probes);
+            (unanswered, Duration::from_millis(u64::from(info.tcpi_last_ack_recv)))
+        });
+        self.judge(facts, Instant::now(), within)
+    }
+
+    /// `facts`: tries without an answer, and the time since the last one.
+    fn judge(&mut self, facts: Option<(u32, Duration)>, now: Instant, within: Duration) -> bool {
+        let Some((unanswered @ 1.., answered)) = facts else {
+            self.since = None;
+            return false;
+        };
+        let since = *self.since.get_or_insert(now);
+        let silent = now.saturating_duration_since(since);
+        if answered < silent {
+            self.since = Some(now);
+            return false;
+        }
+        unanswered >= UNANSWERED && silent >= within
+    }
 }
 
 fn info(socket: &TcpStream) -> Option<libc::tcp_info> {
@@ -100,7 +118,8 @@ impl AsyncRead for Watched {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buf)
+        let read = Pin::new(&mut self.stream).poll_read(cx, buf);
+        self.judged(cx, read)
     }
 }
 
@@ -154,47 +173,50 @@ mod tests {
             assert!(options.keepalive().expect("an option"));
             let seconds = [options.tcp_keepalive_time(), options.tcp_keepalive_interval()];
             assert_eq!(seconds.map(|option| option.expect("an option").as_secs()), [idle, interval], "{ms}");
-            let within = options.tcp_user_timeout().expect("an option");
-            assert_eq!(within, Some(Duration::from_millis(ms)));
+            assert!(options.tcp_user_timeout().expect("an option").is_none_or(|within| within.is_zero()));
         }
         let as_it_is = Watched::new(pair().await.0, Duration::ZERO);
         assert!(!SockRef::from(&as_it_is.stream).keepalive().expect("an option"));
     }
 
-    #[tokio::test]
-    async fn a_client_that_pauses_is_not_broken_off_for_it() {
-        let (stream, client) = pair().await;
-        let within = Duration::from_secs(3600);
-        let mut watched = Watched::new(stream, within);
-        let timeout =
-            |watched: &Watched| SockRef::from(&watched.stream).tcp_user_timeout().expect("an option");
-        let piece = vec![0; 1 << 20];
-        let full = poll_fn(|cx| {
-            loop {
-                match Pin::new(&mut watched).poll_write(cx, &piece) {
-                    Poll::Ready(written) => drop(written.expect("it is there")),
-                    Poll::Pending => return Poll::Ready(()),
-                }
-            }
-        });
-        full.await;
-        assert!(watched.paused.is_some() && timeout(&watched).is_none_or(|within| within.is_zero()));
-        assert!(!is_lost(&watched.stream, within));
-        // It reads again.
-        let mut room = vec![0; 1 << 20];
-        let next = async {
-            poll_fn(|cx| Pin::new(&mut watched).poll_write(cx, &piece)).await.expect("there is room");
-        };
-        let reads = async {
-            loop {
-                client.readable().await.expect("it is there");
-                let _ = client.try_read(&mut room);
-            }
-        };
-        tokio::select! {
-            () = next => {}
-            () = reads => {}
+    #[test]
+    fn a_silence_begins_with_what_is_not_answered_and_ends_with_any_answer() {
+        let (within, begun) = (Duration::from_secs(20), Instant::now());
+        let at = |seconds: u64| begun + Duration::from_secs(seconds);
+        let facts = |unanswered, seconds| Some((unanswered, Duration::from_secs(seconds)));
+        let mut silence = Silence::default();
+        // Nothing was sent for an hour; then something, of which one packet is lost.
+        assert!(!silence.judge(facts(1, 3_602), at(2), within));
+        assert!(!silence.judge(facts(0, 1), at(4), within), "it was only late");
+        for (second, unanswered, answered) in [(24, 1, 17), (26, 2, 19), (28, 1, 1), (30, 2, 3), (47, 2, 19)]
+        {
+            assert!(!silence.judge(facts(unanswered, answered), at(second), within), "{second}");
         }
-        assert!(watched.paused.is_none() && timeout(&watched) == Some(within));
+        assert!(silence.judge(facts(2, 21), at(48), within));
+    }
+
+    #[tokio::test]
+    async fn a_client_that_pauses_longer_than_a_lost_one_may_keeps_its_connection() {
+        let (stream, client) = pair().await;
+        let mut watched = Watched::new(stream, Duration::from_millis(1_000));
+        // More than the client's buffer takes, and less than the system's: nothing waits for the client.
+        let piece = vec![7; 1 << 20];
+        let written =
+            poll_fn(|cx| Pin::new(&mut watched).poll_write(cx, &piece)).await.expect("there is room");
+        // The system begins to probe a closed window at once, and would break it by now.
+        let mut none = [0; 1];
+        let read = poll_fn(|cx| Pin::new(&mut watched).poll_read(cx, &mut ReadBuf::new(&mut none)));
+        let waited = tokio::time::timeout(Duration::from_millis(2_500), read).await;
+        assert!(waited.is_err(), "{waited:?}");
+        let mut read = 0;
+        let mut room = vec![0; 1 << 20];
+        while read < written {
+            client.readable().await.expect("it is there");
+            match client.try_read(&mut room) {
+                Ok(0) => panic!("it was cut after {read} of {written}"),
+                Ok(bytes) => read += bytes,
+                Err(error) => assert_eq!(error.kind(), ErrorKind::WouldBlock),
+            }
+        }
     }
 }

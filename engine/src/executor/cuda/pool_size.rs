@@ -106,23 +106,39 @@ pub fn blocks(share: f64, memory: &Memory, block_bytes: usize, most: usize) -> R
 #[must_use]
 pub fn host_bytes() -> usize {
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
-    let group = |file: &str| read(&format!("/sys/fs/cgroup/{file}"));
-    available(&read("/proc/meminfo"), &group("memory.max"), &group("memory.current")) / 2
+    let groups = groups(&read("/proc/self/cgroup"));
+    let groups = groups.iter().map(|group| {
+        let file = |name: &str| read(&format!("/sys/fs/cgroup{group}/{name}"));
+        left_of_group(&file("memory.max"), &file("memory.current"), &file("memory.stat"))
+    });
+    groups.chain([available(&read("/proc/meminfo"))]).min().unwrap_or(usize::MAX) / 2
 }
 
-/// What `/proc/meminfo` calls available, or what the control group has left if that is less. What cannot be read bounds
-/// nothing.
-fn available(meminfo: &str, limit: &str, current: &str) -> usize {
+/// The control group of this process and those around it, as folders, of version 2: a limit may stand at any of them.
+fn groups(own: &str) -> Vec<String> {
+    let own = own.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/");
+    let folders = std::path::Path::new(own).ancestors().take(16);
+    folders.map(|folder| folder.display().to_string().trim_end_matches('/').to_owned()).collect()
+}
+
+/// What `/proc/meminfo` calls available. What cannot be read bounds nothing.
+fn available(meminfo: &str) -> usize {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = line.and_then(|rest| rest.trim().split(' ').next()?.parse::<usize>().ok());
-    let host = kib.and_then(|kib| kib.checked_mul(1 << 10)).unwrap_or(usize::MAX);
-    let group = match (limit.trim().parse::<usize>(), current.trim().parse::<usize>()) {
-        (Ok(limit), Ok(current)) => limit.saturating_sub(current),
-        (Ok(limit), Err(_)) => limit,
-        // "max", or no such file.
-        (Err(_), _) => usize::MAX,
+    kib.and_then(|kib| kib.checked_mul(1 << 10)).unwrap_or(usize::MAX)
+}
+
+/// What a control group has left: files in its memory, such as the weights that were just read, give way.
+fn left_of_group(limit: &str, current: &str, stat: &str) -> usize {
+    // "max", or no such file: no limit.
+    let Ok(limit) = limit.trim().parse::<usize>() else { return usize::MAX };
+    let of_files = |line: &str| {
+        let (name, bytes) = line.split_once(' ')?;
+        matches!(name, "active_file" | "inactive_file").then(|| bytes.trim().parse::<usize>().ok()).flatten()
     };
-    host.min(group)
+    let files: usize = stat.lines().filter_map(of_files).sum();
+    let held = current.trim().parse::<usize>().unwrap_or(0).saturating_sub(files);
+    limit.saturating_sub(held)
 }
 
 #[cfg(test)]
@@ -189,12 +205,26 @@ mod tests {
     }
 
     #[test]
-    fn host_memory_is_what_system_and_control_group_have_left() {
+    fn host_memory_is_what_system_and_control_groups_have_left() {
         let meminfo = "MemTotal:       32768 kB\nMemFree:  1 kB\nMemAvailable:   16384 kB\nBuffers: 2 kB\n";
-        assert_eq!(available(meminfo, "max\n", "5\n"), 16 << 20);
-        assert_eq!(available(meminfo, "10000000\n", "4000000\n"), 6_000_000);
-        assert_eq!(available(meminfo, "4000000\n", "5000000\n"), 0);
-        assert_eq!(available("", "", ""), usize::MAX);
-        assert!(host_bytes() > 0);
+        assert_eq!((available(meminfo), available("")), (16 << 20, usize::MAX));
+        for (limit, current, stat, left) in [
+            ("max\n", "5\n", "", usize::MAX),
+            ("", "", "", usize::MAX),
+            ("10000000\n", "4000000\n", "", 6_000_000),
+            ("4000000\n", "5000000\n", "", 0),
+            // The weights have just been read.
+            (
+                "10000000\n",
+                "9000000\n",
+                "anon 1000000\ninactive_file 5000000\nactive_file 3000000\nslab 7\n",
+                9_000_000,
+            ),
+            ("10000000\n", "4000000\n", "inactive_file 8000000\n", 10_000_000),
+        ] {
+            assert_eq!(left_of_group(limit, current, stat), left, "{limit} {current} {stat}");
+        }
+        assert_eq!(groups("12:memory:/old\n0::/a.slice/b.service\n"), ["/a.slice/b.service", "/a.slice", ""]);
+        assert_eq!((groups("0::/\n"), groups("")), (vec![String::new()], vec![String::new()]));
     }
 }

@@ -242,6 +242,9 @@ impl Port {
     /// [`DeviceError`]; nobody may read them in the mirror.
     pub fn in_region(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
         let _copying = lock(&self.copying);
+        if self.closed.load(Ordering::Acquire) {
+            return Err(DeviceError::Closed);
+        }
         let mut owed = {
             let mut mirror = self.at_rest(blocks)?;
             let owed = mirror.owed(blocks);
