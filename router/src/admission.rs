@@ -108,8 +108,8 @@ struct Inner {
     again: bool,
     /// The last round was broken off; this one is not.
     broken_off: bool,
-    /// Lanes of those that tried in this round, or in the last one, and found no room.
-    full: Vec<Lane>,
+    /// Engines that may have room after the tries of this round, or of the last one; `None`: any.
+    room: Option<Lane>,
 }
 
 /// What a wait in the queue gives.
@@ -264,7 +264,7 @@ impl ModelQueue {
         let in_time = inner.drain.wait(ahead).is_none_or(|wait| now + wait < deadline);
         let place = inner.queue.enter(claim, wants, terms);
         // The next one may always try: what is known of the pace may be out of date.
-        let may_try = |place| ahead == 0 || inner.queue.next_but(&inner.full) == Some(place);
+        let may_try = |place| ahead == 0 || inner.queue.next_within(inner.room.as_ref()) == Some(place);
         let is_late = deadline <= now || (!in_time && !place.is_ok_and(may_try));
         if is_late {
             place.iter().for_each(|place| inner.queue.leave(*place));
@@ -349,13 +349,13 @@ impl Inner {
     /// Begins a round.
     fn begin(&mut self) {
         self.again = false;
-        self.full.clear();
+        self.room = None;
         self.call(self.queue.next());
     }
 
     /// Goes on with a round after one try, or begins the round that was asked for meanwhile.
     fn go_on(&mut self) {
-        let next = self.queue.next_but(&self.full);
+        let next = self.queue.next_within(self.room.as_ref());
         self.broken_off &= next.is_some();
         if next.is_none() && self.again { self.begin() } else { self.call(next) }
     }
@@ -381,11 +381,11 @@ impl Waiting<'_> {
             }
             None if is_first => {
                 (inner.again, inner.broken_off) = (false, false);
-                inner.full.clear();
+                inner.room = None;
                 inner.called = Some(self.place);
                 true
             }
-            None if inner.queue.next_but(&inner.full) == Some(self.place) => {
+            None if inner.queue.next_within(inner.room.as_ref()) == Some(self.place) => {
                 inner.called = Some(self.place);
                 true
             }
@@ -396,11 +396,12 @@ impl Waiting<'_> {
     /// It was called and found no room: the next one tries that can be given to another engine. Whether it is the first.
     fn give_way(&self) -> bool {
         let mut inner = self.queue.lock();
-        if let Some(lane) = inner.queue.lane(self.place).cloned() {
-            inner.full.push(lane);
+        // Not while another round has begun: that one has its own tries.
+        if inner.called == Some(self.place) {
+            inner.room = inner.queue.lane(self.place).map(|lane| queue::narrowed(inner.room.clone(), lane));
+            inner.called = None;
+            inner.go_on();
         }
-        inner.called = None;
-        inner.go_on();
         inner.queue.next() == Some(self.place)
     }
 }
@@ -412,7 +413,7 @@ impl Drop for Waiting<'_> {
         if self.outcome == Outcome::Dispatched {
             inner.queue.dispatched(self.place, self.terms);
             // Of those that wait for engines that are full, nothing is learnt of the others' pace.
-            let others_wait = inner.queue.next_but(&inner.full).is_some();
+            let others_wait = inner.queue.next_within(inner.room.as_ref()).is_some();
             inner.drain.served(Instant::now(), others_wait);
         } else {
             inner.queue.leave(self.place);

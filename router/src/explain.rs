@@ -19,6 +19,7 @@ use hyper::header::HeaderValue;
 
 use crate::disaggregation::{Facts, Why};
 use crate::metrics::Leg;
+use crate::snapshot::bare_id;
 use crate::upstream::Engine;
 pub(crate) use dry_run::dry_run;
 pub(crate) use page::{over, page, recent, unknown};
@@ -125,10 +126,10 @@ impl Ring {
         Some(account)
     }
 
-    /// The accounts of that name, the router's or the client's, the latest first.
+    /// The accounts of that name, the router's, the client's, or that of a reply, the latest first.
     fn named(&self, id: &str) -> Vec<Arc<Account>> {
         // The name under which a prompt is computed anew belongs to the same request.
-        let minted = id.trim_end_matches("-2");
+        let minted = bare_id(id).trim_end_matches("-2");
         let is = |account: &&Arc<Account>| {
             let clients = account.client_id.as_ref().is_some_and(|value| value.as_bytes() == id.as_bytes());
             clients || account.id.as_str() == id || account.id.as_str() == minted
@@ -247,6 +248,8 @@ mod tests {
         assert_eq!(names("c-2"), ["c"], "computed anew, the same request");
         assert_eq!(names("c-2-2"), ["c"], "and gone on with");
         assert_eq!(names("mine"), ["c", "b"], "clients may repeat themselves");
+        assert_eq!(names("chatcmpl-c.0123456789abcdef"), ["c"], "as an engine's reply names it");
+        assert_eq!(names("cmpl-c-2"), ["c"]);
         assert!(unknown(&ring).contains("the latest 2 of this router"), "{}", unknown(&ring));
         ring.set_most(1);
         assert!(names("b").is_empty());

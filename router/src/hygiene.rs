@@ -15,7 +15,7 @@
 //! - One request is served at a time. The next one may come while it is answered (pipelining): a bounded part of it is read
 //!   ahead, kept apart from the answer, and read as a request once that is over.
 //! - What is behind a body that was not read whole, behind a refused framing, behind an answer that says
-//!   `connection: close`, or came with an offer to speak another protocol is never a request.
+//!   `connection: close`, or behind an offer to speak another protocol is never a request.
 //! - One empty line in front of a request is skipped, and does not start the clock of its head.
 //! - Extensions and trailers of chunks are checked as strictly as heads, bounded and dropped.
 //! - A head is bounded in bytes, in fields and in time; a connection without a request in time.

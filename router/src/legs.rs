@@ -41,11 +41,15 @@ fn note_unreadable(engine: &Engine, why: Unreadable) {
 }
 
 /// Logs, not too often, that an engine does not have an endpoint: clients do not read which engine it was.
-pub(crate) fn note_lack(engine: &Engine, path: &str, refusal: &Refusal) {
+pub(crate) fn note_lack(engine: &Engine, refusal: &Refusal) {
     if refusal.is_lack_of_endpoint()
         && let Some(held_back) = engine.trouble.due()
     {
-        tracing::warn!(engine = engine.authority(), path, held_back, "an engine does not have this endpoint");
+        tracing::warn!(
+            engine = engine.authority(),
+            held_back,
+            "an engine does not have the endpoint of a request"
+        );
     }
 }
 

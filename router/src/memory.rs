@@ -3,8 +3,11 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{PoisonError, RwLock};
 
+use parking_lot::{Mutex, MutexGuard};
+
+use crate::kv_events::Told;
 use crate::policy::Wanted;
 use crate::prefix_index::{Change, Match, PrefixIndex};
 
@@ -58,27 +61,32 @@ impl Memory {
 
     /// Changes the bounds.
     pub(crate) fn set_bounds(&self, per_engine: usize, total: usize) {
-        lock(&self.sent).set_bounds(per_engine, total);
-        lock(&self.told).set_bounds(per_engine, total);
+        self.sent.lock().set_bounds(per_engine, total);
+        self.told.lock().set_bounds(per_engine, total);
     }
 
     /// A prompt was sent to an engine.
     pub(crate) fn sent(&self, engine: u32, prefix: &[u64]) {
         if !prefix.is_empty() {
-            lock(&self.sent).add(engine, prefix);
+            self.sent.lock().add(engine, prefix);
         }
     }
 
-    /// An engine has said what changed in its cache. Choices go on between pieces of a long list.
-    pub(crate) fn told(&self, engine: u32, changes: &[Change]) {
+    /// An engine has said what changed in its cache, in a subscription that goes on. A choice that waits has its turn
+    /// between two pieces of a long list.
+    pub(crate) fn told(&self, engine: u32, changes: &[Change], subscription: &Told) {
         for piece in changes.chunks(AT_ONCE) {
-            lock(&self.told).change(engine, piece);
+            let mut told = self.told.lock();
+            if !subscription.is_over() {
+                told.change(engine, piece);
+            }
+            MutexGuard::unlock_fair(told);
         }
     }
 
     /// Blocks of one engine at most.
     pub(crate) fn blocks_max(&self) -> usize {
-        lock(&self.told).per_engine()
+        self.told.lock().per_engine()
     }
 
     /// An engine is gone.
@@ -123,13 +131,13 @@ impl Memory {
     pub(crate) fn holdings(&self, engines: &[u32], prefix: &[u64], blocks: &[u64]) -> Vec<Holding> {
         let mut holdings = vec![Holding::default(); engines.len()];
         if !prefix.is_empty() {
-            let sent = lock(&self.sent);
+            let sent = self.sent.lock();
             for (holding, &engine) in holdings.iter_mut().zip(engines) {
                 holding.chunks = sent.length(engine, prefix);
             }
         }
         if !blocks.is_empty() {
-            let told = lock(&self.told);
+            let told = self.told.lock();
             for (holding, &engine) in holdings.iter_mut().zip(engines) {
                 holding.blocks = told.length(engine, blocks);
             }
@@ -139,26 +147,29 @@ impl Memory {
 
     /// Who holds most of a prompt's chunks, of the engines that have a load.
     pub(crate) fn longest_sent(&self, prefix: &[u64], load: impl Fn(u32) -> Option<u64>) -> Option<Match> {
-        if prefix.is_empty() { None } else { lock(&self.sent).longest(prefix, load) }
+        if prefix.is_empty() { None } else { self.sent.lock().longest(prefix, load) }
     }
 
     /// Who holds most of a prompt's blocks, of the engines that have a load.
     pub(crate) fn longest_told(&self, blocks: &[u64], load: impl Fn(u32) -> Option<u64>) -> Option<Match> {
-        if blocks.is_empty() { None } else { lock(&self.told).longest(blocks, load) }
+        if blocks.is_empty() { None } else { self.told.lock().longest(blocks, load) }
     }
 
     /// Chunks that an engine was sent and is still taken to hold.
     #[cfg(test)]
     pub(crate) fn chunks_of(&self, engine: u32) -> usize {
-        lock(&self.sent).len_of(engine)
+        self.sent.lock().len_of(engine)
     }
 }
 
 /// Forgets all of an engine, a piece at a time.
 fn forget(index: &Mutex<PrefixIndex>, engine: u32) {
-    while !lock(index).forget_some(engine, AT_ONCE) {}
-}
-
-fn lock(index: &Mutex<PrefixIndex>) -> MutexGuard<'_, PrefixIndex> {
-    index.lock().unwrap_or_else(PoisonError::into_inner)
+    loop {
+        let mut index = index.lock();
+        let is_over = index.forget_some(engine, AT_ONCE);
+        MutexGuard::unlock_fair(index);
+        if is_over {
+            return;
+        }
+    }
 }

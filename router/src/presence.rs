@@ -1,17 +1,21 @@
 //! Whether the host at the other end of a connection is still there, where it left without a word: its power was cut, or
-//! the network between. The system finds out, and breaks the connection.
+//! the network between.
 //!
 //! | while | what finds out |
 //! |---|---|
-//! | nothing is on its way | keepalive probes, from half of the time on |
-//! | data is not acknowledged | `TCP_USER_TIMEOUT` |
-//! | the window is closed | the same, too early for a reader that is there and pauses: see [`bear`] and [`is_lost`] |
+//! | nothing is on its way | keepalive probes, from half of the time on; the system breaks the connection |
+//! | a client does not acknowledge data, or its window is closed | the system's counts, looked at while a request is served: [`Silence`] |
+//! | an engine does not acknowledge data | `TCP_USER_TIMEOUT`; the system breaks the connection |
 //! | what it sent is not read | the state of the connection: see [`has_ended`] |
+//!
+//! `TCP_USER_TIMEOUT` is not for clients: the system counts a closed window as unacknowledged data even while the other end
+//! acknowledges its probes (Linux since 5.11, `tcp_probe_timer`), and a client may pause.
 
 #![allow(unsafe_code)] // one system call that no dependency offers; see its block
 
+use std::net::Shutdown;
 use std::os::fd::AsRawFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
@@ -20,31 +24,70 @@ use tokio::net::TcpStream;
 const SECOND: Duration = Duration::from_secs(1);
 /// `TCP_ESTABLISHED` of Linux: both directions are open.
 const ESTABLISHED: u8 = 1;
+/// Looks at a connection within the time after which its host is lost.
+pub(crate) const LOOKS: u32 = 8;
+/// Retransmissions, or probes, without an answer that make a silence: one may be lost on its way.
+const UNANSWERED: u32 = 2;
 
-/// Has the connection broken once the other end has acknowledged nothing for so long; zero: as the system does it.
+/// Has an idle connection broken once the other end has answered no probe for so long; zero: as the system does it.
 ///
 /// A system without these options serves all the same.
-pub(crate) fn watch(socket: &TcpStream, within: Duration) {
+pub(crate) fn probe(socket: &TcpStream, within: Duration) {
     if within.is_zero() {
         return;
     }
     let (idle, interval) = ((within / 2).max(SECOND), (within / 8).max(SECOND));
+    let tries = within.saturating_sub(idle).as_secs() / interval.as_secs().max(1);
     let keepalive = TcpKeepalive::new().with_time(idle).with_interval(interval);
+    let keepalive = keepalive.with_retries(u32::try_from(tries).unwrap_or(u32::MAX).clamp(1, 127));
     let _ = SockRef::from(socket).set_tcp_keepalive(&keepalive);
-    bear(socket, within);
 }
 
-/// Changes how long data may be unacknowledged. The system counts a closed window as that, even while the other end
-/// acknowledges its probes (Linux since 5.11, `tcp_probe_timer`).
-pub(crate) fn bear(socket: &TcpStream, within: Duration) {
-    let _ = SockRef::from(socket).set_tcp_user_timeout(Some(within));
+/// The same, and has any connection broken once the other end has acknowledged no data, or taken none, for so long.
+pub(crate) fn watch(socket: &TcpStream, within: Duration) {
+    if !within.is_zero() {
+        probe(socket, within);
+        let _ = SockRef::from(socket).set_tcp_user_timeout(Some(within));
+    }
 }
 
-/// Whether the other end has acknowledged nothing for so long, although it was sent something or asked.
-pub(crate) fn is_lost(socket: &TcpStream, within: Duration) -> bool {
-    let Some(info) = info(socket) else { return false };
-    let asked = info.tcpi_retransmits > 0 || info.tcpi_probes > 0;
-    asked && u128::from(info.tcpi_last_ack_recv) >= within.as_millis()
+/// For how long the other end has acknowledged nothing of what it was sent or asked, as far as it was looked at.
+#[derive(Debug, Default)]
+pub(crate) struct Silence {
+    since: Option<Instant>,
+}
+
+impl Silence {
+    /// Whether it is longer than that. To be asked [`LOOKS`] times within it.
+    pub(crate) fn is_over(&mut self, socket: &TcpStream, within: Duration) -> bool {
+        let facts = info(socket).map(|info| {
+            let unanswered = u32::from(info.tcpi_retransmits) + u32::from(info.tcpi_probes);
+            (unanswered, Duration::from_millis(u64::from(info.tcpi_last_ack_recv)))
+        });
+        self.judge(facts, Instant::now(), within)
+    }
+
+    /// `facts`: tries without an answer, and the time since the last one.
+    fn judge(&mut self, facts: Option<(u32, Duration)>, now: Instant, within: Duration) -> bool {
+        let Some((unanswered @ 1.., answered)) = facts else {
+            self.since = None;
+            return false;
+        };
+        let since = *self.since.get_or_insert(now);
+        let silent = now.saturating_duration_since(since);
+        if answered < silent {
+            self.since = Some(now);
+            return false;
+        }
+        unanswered >= UNANSWERED && silent >= within
+    }
+}
+
+/// Ends a connection at once, for those who read and write it: its other end is lost.
+pub(crate) fn cut(socket: &TcpStream) {
+    let socket = SockRef::from(socket);
+    let _ = socket.set_linger(Some(Duration::ZERO));
+    let _ = socket.shutdown(Shutdown::Both);
 }
 
 /// Whether the other end has closed or broken the connection, also where that is behind data that was not read.
@@ -72,22 +115,45 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_watched_connection_is_probed_and_broken_in_time_and_one_that_is_there_is_not_lost() {
+    async fn a_connection_is_probed_in_time_and_only_engines_must_take_data() {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let socket = TcpStream::connect(listener.local_addr().expect("bound")).await.expect("it listens");
+        let connect = || TcpStream::connect(listener.local_addr().expect("bound"));
+        let socket = connect().await.expect("it listens");
         watch(&socket, Duration::ZERO);
         let options = SockRef::from(&socket);
         assert!(!options.keepalive().expect("an option"), "as the system does it");
-        for (ms, idle, interval) in [(20_000, 10, 2), (1_000, 1, 1), (3_600_000, 1_800, 450)] {
-            watch(&socket, Duration::from_millis(ms));
+        for (ms, expected) in [(20_000, [10, 2, 5]), (1_000, [1, 1, 1]), (3_600_000, [1_800, 450, 4])] {
+            probe(&socket, Duration::from_millis(ms));
             assert!(options.keepalive().expect("an option"));
             let seconds = [options.tcp_keepalive_time(), options.tcp_keepalive_interval()];
-            let seconds = seconds.map(|option| option.expect("an option").as_secs());
-            assert_eq!(seconds, [idle, interval], "{ms}");
-            let within = options.tcp_user_timeout().expect("an option");
-            assert_eq!(within, Some(Duration::from_millis(ms)));
+            let [idle, interval] = seconds.map(|option| option.expect("an option").as_secs());
+            let tries = u64::from(options.tcp_keepalive_retries().expect("an option"));
+            assert_eq!([idle, interval, tries], expected, "{ms}");
+            assert!(options.tcp_user_timeout().expect("an option").is_none_or(|within| within.is_zero()));
         }
-        assert!(!is_lost(&socket, Duration::ZERO), "it was asked nothing");
+        watch(&socket, Duration::from_secs(20));
+        assert_eq!(options.tcp_user_timeout().expect("an option"), Some(Duration::from_secs(20)));
+    }
+
+    #[test]
+    fn a_silence_begins_with_what_is_not_answered_and_ends_with_any_answer() {
+        let (within, begun) = (Duration::from_secs(20), Instant::now());
+        let at = |seconds: u64| begun + Duration::from_secs(seconds);
+        let facts = |unanswered, seconds| Some((unanswered, Duration::from_secs(seconds)));
+        let mut silence = Silence::default();
+        // Nothing was sent for an hour; then something, of which one packet is lost.
+        assert!(!silence.judge(facts(0, 3_600), at(0), within));
+        assert!(!silence.judge(facts(1, 3_602), at(2), within));
+        assert!(!silence.judge(facts(0, 1), at(4), within), "it was only late");
+        // A closed window: probes are far apart, and some are answered late.
+        let looks = [(6, 1, 30), (8, 0, 1), (24, 1, 17), (26, 2, 19), (28, 1, 1), (30, 2, 3), (47, 2, 19)];
+        for (second, unanswered, answered) in looks {
+            assert!(!silence.judge(facts(unanswered, answered), at(second), within), "{second}");
+        }
+        assert!(silence.judge(facts(2, 21), at(48), within), "none is any more");
+        assert!(!silence.judge(None, at(50), within));
+        // One try that is not answered may have been lost itself.
+        assert!(!silence.judge(facts(1, 60), at(60), within) && !silence.judge(facts(1, 90), at(90), within));
     }
 
     #[tokio::test]

@@ -236,7 +236,9 @@ impl Router {
         }
         shared.generation().observers.flush().await;
         if !shared.settler.paid(shared.settler.longest().min(PAY_WITHIN_MAX)).await {
-            tracing::warn!("some engines did not confirm an abort or a release; their leases will lapse");
+            tracing::warn!(
+                "some engines did not confirm an abort or a release, or did not answer; their leases will lapse"
+            );
         }
     }
 }
@@ -338,7 +340,7 @@ async fn serve(
         return;
     }
     let lost_after = door.0.generation().config.timeouts.client_lost();
-    presence::watch(&stream, lost_after);
+    presence::probe(&stream, lost_after);
     let stream = match tls {
         None => Either::Left(stream),
         // Boxed: a handshake is over soon, and would hold its room in every connection.
@@ -374,7 +376,12 @@ async fn serve(
                     return wire.refuse(Unclean::Malformed("the head of the request cannot be read")).await;
                 };
                 // Boxed: an idle connection has no room for a request.
-                Box::pin(door.request(&mut session)).await;
+                let request = Box::pin(door.request(&mut session));
+                tokio::select! {
+                    biased;
+                    () = request => {}
+                    never = wire.cut_when_lost(idle.as_mut()) => match never {},
+                }
                 match session.is_reusable() && !wire.is_unread() {
                     true => {}
                     // A close alone would reset the connection under the answer.

@@ -320,7 +320,7 @@ async fn context_of(model: &Model) -> Option<u64> {
         let members = model.pool(*leg).members().iter();
         members.filter(|member| member.engine.is_known()).take(ENGINES_ASKED_MAX)
     });
-    let lengths = engines.map(|member| member.engine.context_of(&model.name));
+    let lengths = engines.map(|member| member.engine.shown_context_of(&model.name));
     futures::future::join_all(lengths).await.into_iter().flatten().min()
 }
 

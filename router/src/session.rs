@@ -13,7 +13,7 @@ use std::future::poll_fn;
 use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::BytesMut;
@@ -21,16 +21,13 @@ use hyper::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
 use hyper::{Method, Version};
 use pingora::http::{RequestHeader, ResponseHeader};
 use pingora::protocols::http::v1::server::HttpSession;
-use tokio::time::{Instant, Sleep};
+use tokio::time::Sleep;
 
 use crate::client_watch::ClientGone;
 use crate::hygiene::Wire;
 
 /// The largest size in hexadecimal digits, and a line end.
 const SIZE_LINE_BYTES: usize = 18;
-
-/// Less of an answer than this is in the client's own memory when the client pauses.
-const WINDOW_BYTES: u64 = 64 << 10;
 
 /// One request of a client.
 pub(crate) struct Session {
@@ -54,40 +51,6 @@ enum Framing {
     Chunked,
     /// As it is: the head says how long it is, or the connection's end does.
     Plain,
-}
-
-/// A client that has taken nothing for a while. One that is there is waited for, until it has stalled for too long; one that
-/// is lost is not.
-struct Stall {
-    until: Instant,
-    /// It is looked at so often.
-    every: Duration,
-    looks: Pin<Box<Sleep>>,
-    borne: bool,
-}
-
-impl Stall {
-    fn new(stall: Duration, lost_after: Duration) -> Self {
-        let until = Instant::now() + stall;
-        let every = if lost_after.is_zero() { stall } else { lost_after / 4 };
-        Self { until, every, looks: Box::pin(tokio::time::sleep(every.min(stall))), borne: false }
-    }
-
-    /// Ready once the client is given up.
-    fn poll(&mut self, context: &mut Context<'_>, wire: &Wire) -> Poll<()> {
-        loop {
-            ready!(self.looks.as_mut().poll(context));
-            let now = Instant::now();
-            if self.until <= now || wire.is_lost() {
-                return Poll::Ready(());
-            }
-            if !std::mem::replace(&mut self.borne, true) {
-                // Or the system would take a closed window for a lost client.
-                wire.bear(self.until - now + self.every * 4);
-            }
-            self.looks.as_mut().reset(self.until.min(now + self.every));
-        }
-    }
 }
 
 /// How the end of an answer's body is told.
@@ -214,35 +177,28 @@ impl Session {
         let waited = self.out(&mut pieces, &mut sent).await;
         self.body_bytes += sent.saturating_sub(size.len()).min(data.len()) as u64;
         self.over = last && waited.is_ok();
-        if self.over && self.body_bytes > WINDOW_BYTES {
-            // The rest is the system's to send, and its reader may pause as it could before.
-            self.wire.bear(self.stall);
-        }
         waited
     }
 
     /// Sends what is held and `pieces`, and counts what of them is out. Whether it had to wait.
     async fn out(&self, mut pieces: &mut [IoSlice<'_>], sent: &mut usize) -> Result<bool, ClientGone> {
         // Nearly always there is room, and no clock is needed.
-        let (mut stalled, mut waited): (Option<Stall>, _) = (None, false);
+        let (mut stalled, mut waited): (Option<Pin<Box<Sleep>>>, _) = (None, false);
         poll_fn(|context| {
             loop {
                 match self.wire.poll_send(context, pieces) {
                     Poll::Ready(Ok(0)) => return Poll::Ready(Ok(waited)),
                     Poll::Ready(Ok(out)) => {
                         // It takes something: however slowly, it is there.
-                        if stalled.take().is_some_and(|stalled| stalled.borne) {
-                            self.wire.bear_no_more();
-                        }
+                        stalled = None;
                         *sent += out;
                         IoSlice::advance_slices(&mut pieces, out);
                     }
                     Poll::Ready(Err(_)) => return Poll::Ready(Err(ClientGone)),
                     Poll::Pending => {
                         waited = true;
-                        let stalled =
-                            stalled.get_or_insert_with(|| Stall::new(self.stall, self.wire.lost_after()));
-                        return stalled.poll(context, &self.wire).map(|()| Err(ClientGone));
+                        let stalled = stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.stall)));
+                        return stalled.as_mut().poll(context).map(|()| Err(ClientGone));
                     }
                 }
             }

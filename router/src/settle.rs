@@ -222,17 +222,18 @@ impl Settler {
     }
 
     /// Waits until everything is paid, or the time is up. Replies of abandoned prefills are awaited only for as long as one
-    /// try may take; what they lend until then is released.
+    /// try may take; what they lend until then is released. `false`: some may still lend.
     pub(crate) async fn paid(&self, within: Duration) -> bool {
         let trackers = [&self.tasks, &self.readers];
         trackers.iter().for_each(|tracker| _ = tracker.close());
         let all = async {
             self.tasks.wait().await;
             // The rest of them ends with the runtime.
-            let _ = tokio::time::timeout(self.terms.load().try_timeout, self.readers.wait()).await;
+            let read = tokio::time::timeout(self.terms.load().try_timeout, self.readers.wait()).await;
             self.tasks.wait().await;
+            read.is_ok()
         };
-        let paid = tokio::time::timeout(within, all).await.is_ok();
+        let paid = tokio::time::timeout(within, all).await.unwrap_or(false);
         trackers.iter().for_each(|tracker| _ = tracker.reopen());
         paid
     }
@@ -360,14 +361,17 @@ impl Settler {
         }
         let settler = Arc::clone(self);
         let rest = async move {
-            let _reading = reading;
             let engine = Arc::clone(call.engine());
             let reply = tokio::time::timeout(model.bounds.prefill_silence, call.prefilled()).await;
             let attempt = call.attempt();
             drop(call);
             if let Ok(prefilled) = reply {
                 let paying = Arc::clone(&settler);
-                let pays = async move { paying.replied(&engine, attempt, prefilled, &debtor).await };
+                let pays = async move {
+                    // It has its place among the readers until what it lends is given back.
+                    let _reading = reading;
+                    paying.replied(&engine, attempt, prefilled, &debtor).await;
+                };
                 settler.tasks.spawn_on(pays, &settler.runtime);
             }
         };

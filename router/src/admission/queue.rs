@@ -17,8 +17,8 @@
 //! arrival: its first turn was charged, and the second attempt is the same turn.
 //!
 //! Not every request can be given to every engine: one that an engine failed is not sent there again. Requests with
-//! the same engines left out stand in one [`Lane`]. While a lane is full, the next request of another lane is next,
-//! unless it competes for no engine that the full lane lacks ([`FairQueue::next_but`]).
+//! the same engines left out stand in one [`Lane`]. When a lane is full, so are all engines but those that it leaves out;
+//! the next request is then the first that can be given to one of these ([`FairQueue::next_within`]).
 //!
 //! Invariants:
 //! - Requests and bytes never exceed their bounds, in total and per tenant; those that go ahead have the same bounds
@@ -164,13 +164,12 @@ impl FairQueue {
 
     /// Whose turn it is.
     pub(crate) fn next(&self) -> Option<Place> {
-        self.next_but(&[])
+        self.next_within(None)
     }
 
-    /// Whose turn it is while no engine of these lanes has room: of the others that can be given to an engine which
-    /// all of the `full` lanes leave out, the first.
-    pub(crate) fn next_but(&self, full: &[Lane]) -> Option<Place> {
-        let is_open = |lane: &Lane| !full.iter().any(|full| is_within(full, lane));
+    /// Whose turn it is while only these engines may have room; `None`: any may.
+    pub(crate) fn next_within(&self, room: Option<&Lane>) -> Option<Place> {
+        let is_open = |lane: &Lane| room.is_none_or(|room| !is_within(room, lane));
         let ahead = self.ahead.iter().filter(|(lane, _)| is_open(lane));
         if let Some(&place) = ahead.filter_map(|(_, places)| places.first()).min() {
             return Some(place);
@@ -244,6 +243,14 @@ impl FairQueue {
             self.waiting(other).min(usize::try_from(turns).unwrap_or(usize::MAX))
         });
         self.total_ahead.requests + inside + outside.sum::<usize>()
+    }
+}
+
+/// Engines that may have room, where those but `lane` have none.
+pub(crate) fn narrowed(room: Option<Lane>, lane: &Lane) -> Lane {
+    match room {
+        None => lane.clone(),
+        Some(room) => room.into_iter().filter(|number| lane.binary_search(number).is_ok()).collect(),
     }
 }
 

@@ -176,16 +176,14 @@ fn a_full_lane_holds_up_only_those_that_compete_for_its_engines() {
     let other = queue.enter(claim(1), without(&[2]), &terms).unwrap();
     let any = queue.join(claim(1), &terms).unwrap();
     assert_eq!(queue.next(), Some(retry));
-    let full = [vec![1]];
-    assert_eq!(queue.next_but(&full), Some(other), "engine 1 may have room for it");
-    let full = [vec![1], vec![2]];
-    assert_eq!(
-        queue.next_but(&full),
-        Some(any),
-        "what has no room without 1 and without 2 may have it in both"
-    );
-    assert_eq!(queue.next_but(&[vec![1], vec![2], vec![]]), None, "without any room no request has some");
-    assert_eq!(queue.next_but(&[vec![]]), None);
+    let room = narrowed(None, &vec![1]);
+    assert_eq!(queue.next_within(Some(&room)), Some(other), "engine 1 may have room for it");
+    queue.leave(other);
+    assert_eq!(queue.next_within(Some(&room)), Some(any));
+    let room = narrowed(Some(room), &vec![2]);
+    assert!(room.is_empty(), "2 is full for the first, and 1 for the second");
+    assert_eq!(queue.next_within(Some(&room)), None);
+    assert_eq!(narrowed(Some(vec![1, 2, 5]), &vec![2, 3, 5]), [2, 5]);
     queue.leave(retry);
     assert_eq!(queue.next(), Some(narrower), "its lane alone was left out");
 }
@@ -199,8 +197,10 @@ fn a_retry_that_holds_a_prefill_goes_first_and_costs_its_tenant_no_second_turn()
     let again = queue.enter(low, ahead(&[7]), &terms).unwrap();
     let later = queue.enter(claim(1), ahead(&[8]), &terms).unwrap();
     assert_eq!(queue.next(), Some(again), "before every priority");
-    assert_eq!(queue.next_but(&[vec![7]]), Some(later));
-    assert_eq!(queue.next_but(&[vec![7], vec![8]]), Some(first));
+    assert_eq!(queue.next_within(Some(&vec![7])), Some(later));
+    queue.leave(later);
+    assert_eq!(queue.next_within(Some(&vec![7])), Some(first));
+    let later = queue.enter(claim(1), ahead(&[8]), &terms).unwrap();
     assert_eq!(queue.ahead_of(&urgent, &Wants::default(), &terms), 3);
     assert_eq!(queue.ahead_of(&urgent, &ahead(&[]), &terms), 2);
     queue.dispatched(again, &terms);
@@ -240,7 +240,7 @@ fn tenants_share_what_is_open_to_them_while_a_lane_is_full() {
     }
     let mut served = [0; 3];
     for _ in 0..100 {
-        let place = queue.next_but(&[vec![1]]).unwrap();
+        let place = queue.next_within(Some(&vec![1])).unwrap();
         assert!(queue.claims[&place].1.without.is_empty());
         served[queue.claims[&place].0.tenant.unwrap().0 as usize] += 1;
         queue.dispatched(place, &terms);
@@ -251,7 +251,7 @@ fn tenants_share_what_is_open_to_them_while_a_lane_is_full() {
 #[derive(Clone, Debug)]
 enum Step {
     Join(u32, usize, u64, Wants),
-    Serve(Vec<Lane>),
+    Serve(Option<Lane>),
     Leave(usize),
 }
 
@@ -260,7 +260,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let wants = (lane(), prop::bool::weighted(0.2)).prop_map(|(without, ahead)| Wants { without, ahead });
     let step = prop_oneof![
         4 => (0..5_u32, 0..3_usize, 1..50_u64, wants).prop_map(|(t, p, c, w)| Step::Join(t, p, c, w)),
-        3 => proptest::collection::vec(lane(), 0..3).prop_map(Step::Serve),
+        3 => prop::option::of(lane()).prop_map(Step::Serve),
         1 => (0..100_usize).prop_map(Step::Leave),
     ];
     proptest::collection::vec(step, 1..400)
@@ -285,9 +285,10 @@ proptest! {
                         Err(Full::Tenant) => prop_assert_eq!(of_tenant, 15),
                     }
                 }
-                Step::Serve(full) => {
-                    let is_open = |w: &Wants| !full.iter().any(|full| full.iter().all(|e| w.without.contains(e)));
-                    match queue.next_but(&full) {
+                Step::Serve(room) => {
+                    let has = |room: &Lane, w: &Wants| room.iter().any(|engine| !w.without.contains(engine));
+                    let is_open = |w: &Wants| room.as_ref().is_none_or(|room| has(room, w));
+                    match queue.next_within(room.as_ref()) {
                         Some(place) => {
                             let (_, wants) = waiting.remove(&place).expect("one that waits");
                             prop_assert!(is_open(&wants));

@@ -374,3 +374,27 @@ async fn a_wait_that_ends_without_an_engine_is_no_dispatch() {
     let ended = [Outcome::NoCapacity, Outcome::Dispatched].map(|outcome| engines.metrics.ended(outcome));
     assert_eq!(ended, [1, 0]);
 }
+
+#[tokio::test]
+async fn a_try_that_another_round_overtakes_ends_nothing_of_that_round() {
+    let pair = Pair::new();
+    pair.idle.room.store(0, Ordering::SeqCst);
+    let mut first = Box::pin(pair.enter(ticket(1), retry(true)));
+    assert!(futures_poll(&mut first).await.is_none());
+    // While the one behind it tries, the first one's engine becomes free.
+    let (freed, room) = (Arc::clone(&pair.full.freed), Arc::clone(&pair.full.room));
+    let overtaken = || {
+        room.store(1, Ordering::SeqCst);
+        freed.ring();
+        Err::<Seat, _>(Scarce::Full)
+    };
+    let terms = terms();
+    let mut behind = Box::pin(pair.idle.queue.enter(ticket(2), Wants::default(), &terms, overtaken));
+    assert!(futures_poll(&mut behind).await.is_none());
+    let (called, next) = {
+        let inner = pair.idle.queue.lock();
+        (inner.called, inner.queue.next())
+    };
+    assert!(called.is_some() && called == next, "the first one is called, and stays so");
+    assert!(futures_poll(&mut first).await.expect("at once").is_ok());
+}

@@ -87,7 +87,7 @@ impl ExchangeDriver {
             Rest::After { body, tokens } => {
                 let mut body = body.clone();
                 if !body.contains_key("max_tokens") {
-                    let context = engine.context_of(&ask.model.name).await?;
+                    let context = engine.needed_context_of(&ask.model.name).await?;
                     let left = context.checked_sub(*tokens as u64).filter(|left| *left > 0)?;
                     body.insert("max_tokens".to_owned(), Value::from(left));
                 }

@@ -4,6 +4,7 @@
 //! What pingora writes is held until the first bytes of the body: a head and what follows it are one write. One task
 //! has both hands, so the lock is never waited for.
 
+use std::convert::Infallible;
 use std::future::poll_fn;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -67,11 +68,14 @@ struct Inner {
     /// It may acknowledge nothing for so long; zero: as the system does it.
     lost_after: Duration,
     /// It is given longer for now; see [`Wire::bear`].
-    borne: bool,
     /// Written by pingora, and not yet out.
     held: Vec<u8>,
     /// Bytes behind what was read of the request: of its body, or of the next request.
     ahead: BytesMut,
+    /// More came behind a request than is kept: the connection ends with its answer.
+    overrun: bool,
+    /// The client has sent a request before the answer to the one before it.
+    pipelines: bool,
     /// Nothing more is read ahead: when the client's end is looked for.
     looks: Option<Pin<Box<Sleep>>>,
     /// The request offers to speak another protocol: what is behind it may not be HTTP to another reader.
@@ -110,10 +114,11 @@ impl From<Spent> for BodyError {
 }
 
 impl Inner {
-    fn bear_no_more(&mut self) {
-        if std::mem::take(&mut self.borne) {
-            presence::bear(tcp(&self.stream), self.lost_after);
-        }
+    /// Keeps a copy of what came behind a request, so that it holds no other memory; nothing of what is too much.
+    fn keep(&mut self, behind: &[u8]) {
+        self.pipelines |= !behind.is_empty();
+        self.overrun = behind.len() > AHEAD_BYTES_MAX;
+        self.ahead = if self.overrun { BytesMut::new() } else { BytesMut::from(behind) };
     }
 }
 
@@ -131,9 +136,10 @@ impl Wire {
             stream,
             peer,
             lost_after,
-            borne: false,
             held: Vec::new(),
             ahead: BytesMut::new(),
+            overrun: false,
+            pipelines: false,
             looks: None,
             upgrades: false,
             body: Body::Read,
@@ -183,12 +189,14 @@ impl Wire {
         let inner = &mut *self.lock();
         while inner.ahead.len() < AHEAD_BYTES_MAX {
             let mut room = [MaybeUninit::<u8>::uninit(); AHEAD_READ_BYTES];
-            let mut room = ReadBuf::uninit(&mut room);
+            let left = AHEAD_READ_BYTES.min(AHEAD_BYTES_MAX - inner.ahead.len());
+            let mut room = ReadBuf::uninit(&mut room[..left]);
             let read = ready!(Pin::new(&mut inner.stream).poll_read(context, &mut room));
             if read.is_err() || room.filled().is_empty() {
                 return Poll::Ready(());
             }
             inner.ahead.extend_from_slice(room.filled());
+            inner.pipelines = true;
         }
         let looks = inner.looks.get_or_insert_with(|| Box::pin(tokio::time::sleep(LOOKS_FOR_END)));
         loop {
@@ -200,29 +208,23 @@ impl Wire {
         }
     }
 
-    /// How long the client may acknowledge nothing; zero: as the system does it.
-    pub(crate) fn lost_after(&self) -> Duration {
-        self.lock().lost_after
-    }
-
-    /// Gives a client that takes nothing for a while so long, until its next request or the end of the pause.
-    pub(crate) fn bear(&self, within: Duration) {
-        let mut inner = self.lock();
-        if !inner.lost_after.is_zero() {
-            inner.borne = true;
-            presence::bear(tcp(&inner.stream), within.max(inner.lost_after));
+    /// Cuts the connection once the client's host has acknowledged nothing for longer than it may: what is served then
+    /// finds that the client has left. `clock` is any timer that is free meanwhile.
+    pub(crate) async fn cut_when_lost(&self, mut clock: Pin<&mut Sleep>) -> Infallible {
+        let within = self.lock().lost_after;
+        if within.is_zero() {
+            return std::future::pending().await;
         }
-    }
-
-    /// The pause of a client is over.
-    pub(crate) fn bear_no_more(&self) {
-        self.lock().bear_no_more();
-    }
-
-    /// Whether the client has acknowledged nothing for longer than it may.
-    pub(crate) fn is_lost(&self) -> bool {
-        let inner = self.lock();
-        !inner.lost_after.is_zero() && presence::is_lost(tcp(&inner.stream), inner.lost_after)
+        let mut silence = presence::Silence::default();
+        loop {
+            clock.as_mut().reset(Instant::now() + within / presence::LOOKS);
+            clock.as_mut().await;
+            let inner = self.lock();
+            let socket = tcp(&inner.stream);
+            if silence.is_over(socket, within) {
+                presence::cut(socket);
+            }
+        }
     }
 
     /// The client's address.
@@ -290,8 +292,11 @@ impl Wire {
         ahead.advance(head.bytes);
         head.mask(&mut bytes);
         let mut inner = self.lock();
-        inner.bear_no_more();
-        inner.ahead = ahead;
+        inner.overrun = false;
+        match head.framing {
+            Framing::None => inner.keep(&ahead),
+            Framing::Length(_) | Framing::Chunked => inner.ahead = ahead,
+        }
         inner.looks = None;
         inner.body_bytes = 0;
         inner.upgrades = head.upgrades;
@@ -333,17 +338,17 @@ impl Wire {
         inner.expects_continue && inner.ahead.is_empty()
     }
 
-    /// Whether something is left that must not be taken for the next request: some of the body, or what came behind a
-    /// request to speak another protocol.
+    /// Whether what is behind the request must not be taken for the next one: some of its body, more than is kept, or what
+    /// may be another protocol.
     pub(crate) fn is_unread(&self) -> bool {
         let inner = self.lock();
-        inner.body != Body::Read || inner.upgrades && !inner.ahead.is_empty()
+        inner.body != Body::Read || inner.overrun || inner.upgrades
     }
 
-    /// Whether the client sent more than what was answered.
+    /// Whether the client sent more than what was answered, or may be about to.
     pub(crate) fn is_ahead(&self) -> bool {
         let inner = self.lock();
-        inner.body != Body::Read || !inner.ahead.is_empty()
+        inner.body != Body::Read || inner.overrun || inner.pipelines || !inner.ahead.is_empty()
     }
 
     /// Reads the whole body, once.
@@ -360,7 +365,7 @@ impl Wire {
         };
         match framing {
             Body::Read => {
-                self.lock().ahead = ahead;
+                self.lock().keep(&ahead);
                 Ok(Bytes::new())
             }
             Body::Length(length) => self.sized(length, ahead, limit_bytes, share).await,
@@ -393,8 +398,8 @@ impl Wire {
             self.read_into(&mut body, left).await?;
             share.take(body.len() - before)?;
         }
-        let behind = body.split_off(length);
-        self.ended(behind, body.len());
+        self.ended(&body[length..], length);
+        body.truncate(length);
         Ok(body.freeze())
     }
 
@@ -414,7 +419,7 @@ impl Wire {
             })?;
             share.take(body.len() - before)?;
             if done {
-                self.ended(input, body.len());
+                self.ended(&input, body.len());
                 return Ok(body.freeze());
             }
             if matches!(self.read(&mut input).await, Ok(0) | Err(_)) {
@@ -423,11 +428,11 @@ impl Wire {
         }
     }
 
-    fn ended(&self, behind: BytesMut, body_bytes: usize) {
+    fn ended(&self, behind: &[u8], body_bytes: usize) {
         let mut inner = self.lock();
         inner.body_bytes = body_bytes as u64;
         inner.body = Body::Read;
-        inner.ahead = behind;
+        inner.keep(behind);
     }
 
     /// Answers what cannot be served, and closes.

@@ -15,11 +15,17 @@ use super::msgpack::{Item, Malformed, Reader};
 
 /// Events of one message that are looked at.
 const EVENTS_MAX: usize = 65_536;
+/// Blocks, and tokens, of one event: more than any prompt has.
+const BLOCKS_MAX: usize = 262_144;
+const TOKENS_MAX: usize = 4 << 20;
 
-/// One message.
-#[derive(Debug, PartialEq)]
-pub(super) struct Batch {
-    pub events: Vec<Event>,
+/// The events of one message, read one at a time.
+#[derive(Debug)]
+pub(super) struct Events<'a> {
+    reader: Reader<'a>,
+    /// Events, and parts of the message behind them, that are still to be read.
+    left: usize,
+    parts: usize,
 }
 
 /// One event.
@@ -33,6 +39,8 @@ pub(super) enum Event {
     },
     /// No block is held any more.
     Cleared,
+    /// Blocks were removed, and which cannot be read.
+    Lost,
     LeftOut(LeftOut),
 }
 
@@ -128,23 +136,42 @@ enum Kind {
     Other,
 }
 
-impl Batch {
-    /// Reads a message's last part. A malformed event costs that event; a message whose items have no ends is malformed
-    /// as a whole.
-    pub(super) fn read(payload: &[u8]) -> Result<Self, Malformed> {
+impl<'a> Events<'a> {
+    /// Reads a message's last part up to its events.
+    pub(super) fn of(payload: &'a [u8]) -> Result<Self, Malformed> {
         let mut reader = Reader::new(payload);
         let parts = reader.array()?;
         if parts < 2 {
             return Err(Malformed);
         }
         reader.skip()?;
-        let count = reader.array()?;
-        if count > EVENTS_MAX {
+        let left = reader.array()?;
+        if left > EVENTS_MAX {
             return Err(Malformed);
         }
-        let events = (0..count).map(|_| event(&mut reader)).collect::<Result<_, _>>()?;
-        (2..parts).try_for_each(|_| reader.skip())?;
-        Ok(Self { events })
+        Ok(Self { reader, left, parts: parts - 2 })
+    }
+
+    fn read(&mut self) -> Result<Option<Event>, Malformed> {
+        if let Some(left) = self.left.checked_sub(1) {
+            self.left = left;
+            return event(&mut self.reader).map(Some);
+        }
+        (0..std::mem::take(&mut self.parts)).try_for_each(|_| self.reader.skip())?;
+        Ok(None)
+    }
+}
+
+/// A malformed event costs that event. `Err`, once and last: the items of the message have no ends.
+impl Iterator for Events<'_> {
+    type Item = Result<Event, Malformed>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let read = self.read().transpose();
+        if matches!(read, Some(Err(Malformed))) {
+            (self.left, self.parts) = (0, 0);
+        }
+        read
     }
 }
 
@@ -157,10 +184,37 @@ fn event(reader: &mut Reader<'_>) -> Result<Event, Malformed> {
             Ok(fields.event())
         }
         Err(Malformed) => {
+            let mut whole = *reader;
             reader.skip()?;
-            Ok(Event::LeftOut(LeftOut::Malformed))
+            Ok(match kind_of(&mut whole) {
+                Kind::Removed | Kind::Cleared => Event::Lost,
+                Kind::Stored | Kind::Other => Event::LeftOut(LeftOut::Malformed),
+            })
         }
     }
+}
+
+/// The type of an event, wherever it stands and whatever else cannot be read.
+fn kind_of(reader: &mut Reader<'_>) -> Kind {
+    let mut fields = Fields::default();
+    let mut found = || -> Result<(), Malformed> {
+        match reader.item()? {
+            Item::Map(pairs) => {
+                for _ in 0..pairs {
+                    match reader.item()? {
+                        Item::Text(b"type") => return fields.field(b"type", reader),
+                        Item::Array(_) | Item::Map(_) => return Err(Malformed),
+                        _ => reader.skip()?,
+                    }
+                }
+                Ok(())
+            }
+            Item::Array(1..) => fields.field(b"type", reader),
+            _ => Ok(()),
+        }
+    };
+    let _ = found();
+    fields.kind
 }
 
 const STORED: &[&[u8]] = &[
@@ -218,7 +272,7 @@ impl Fields {
                 }
             }
             b"block_hashes" => {
-                let count = reader.array()?;
+                let count = at_most(reader.array()?, BLOCKS_MAX)?;
                 self.stored.hashes = (0..count).map(|_| hash(reader.item()?)).collect::<Result<_, _>>()?;
             }
             b"parent_block_hash" => {
@@ -228,7 +282,7 @@ impl Fields {
                 }
             }
             b"token_ids" => {
-                let count = reader.array()?;
+                let count = at_most(reader.array()?, TOKENS_MAX)?;
                 self.stored.tokens = (0..count).map(|_| token(reader.item()?)).collect::<Result<_, _>>()?;
             }
             b"block_size" => match reader.item()? {
@@ -276,6 +330,10 @@ impl Fields {
     }
 }
 
+fn at_most(count: usize, most: usize) -> Result<usize, Malformed> {
+    if count <= most { Ok(count) } else { Err(Malformed) }
+}
+
 /// A block's name: a number, or bytes.
 fn hash(item: Item<'_>) -> Result<u64, Malformed> {
     match item {
@@ -321,8 +379,12 @@ mod tests {
 
     use super::*;
 
-    fn read(batch: &Value) -> Result<Batch, Malformed> {
-        Batch::read(&rmp_serde::to_vec(batch).expect("it can be written"))
+    fn all(payload: &[u8]) -> Result<Vec<Event>, Malformed> {
+        Events::of(payload)?.collect()
+    }
+
+    fn read(batch: &Value) -> Result<Vec<Event>, Malformed> {
+        all(&rmp_serde::to_vec(batch).expect("it can be written"))
     }
 
     fn stored(extra: &Value) -> Value {
@@ -352,7 +414,7 @@ mod tests {
         };
         let removed = Event::Removed { hashes, group: Some(0) };
         let events = vec![Event::Stored(expected), removed, Event::Cleared, Event::LeftOut(LeftOut::Type)];
-        assert_eq!(read(&batch), Ok(Batch { events }));
+        assert_eq!(read(&batch), Ok(events));
     }
 
     #[test]
@@ -374,7 +436,7 @@ mod tests {
         };
         let removed = Event::Removed { hashes: vec![5], group: None };
         let events = vec![Event::Stored(first), removed, Event::Cleared];
-        assert_eq!(read(&batch), Ok(Batch { events }));
+        assert_eq!(read(&batch), Ok(events));
     }
 
     #[test]
@@ -384,23 +446,22 @@ mod tests {
         bytes.extend_from_slice(b"BlockRemoved");
         bytes.extend_from_slice(&[0x91, 0xc4, 3, 1, 2, 3]);
         let removed = Event::Removed { hashes: vec![xxh3_64(&[1, 2, 3])], group: None };
-        let expected = Batch { events: vec![removed] };
-        assert_eq!(Batch::read(&bytes), Ok(expected));
+        assert_eq!(all(&bytes), Ok(vec![removed]));
     }
 
     #[test]
     fn blocks_that_more_than_tokens_keeps_apart_are_marked_and_other_tiers_left_out() {
         for extra in [json!([["salt"]]), json!([null, [1]]), json!("x")] {
             let batch = read(&json!([0, [stored(&extra)]])).expect("a batch");
-            assert!(matches!(&batch.events[0], Event::Stored(stored) if stored.apart), "{extra}");
+            assert!(matches!(&batch[0], Event::Stored(stored) if stored.apart), "{extra}");
         }
         let (mut on_host, mut remote) = (stored(&Value::Null), stored(&Value::Null));
         on_host["medium"] = json!("CPU");
         remote["locality"] = json!("REMOTE");
         let removed = json!(["BlockRemoved", [1], "CPU"]);
         let batch = read(&json!([0, [on_host, remote, removed, stored(&Value::Null)]])).expect("a batch");
-        assert!(batch.events[..3].iter().all(|event| *event == Event::LeftOut(LeftOut::Tier)));
-        assert!(matches!(&batch.events[3], Event::Stored(stored) if !stored.apart));
+        assert!(batch[..3].iter().all(|event| *event == Event::LeftOut(LeftOut::Tier)));
+        assert!(matches!(&batch[3], Event::Stored(stored) if !stored.apart));
     }
 
     #[test]
@@ -415,7 +476,7 @@ mod tests {
                 let items = names.map(|name| event[name].clone());
                 event = std::iter::once(json!("BlockStored")).chain(items).collect();
             }
-            match &read(&json!([0, [event]])).expect("a batch").events[0] {
+            match &read(&json!([0, [event]])).expect("a batch")[0] {
                 Event::Stored(stored) => (stored.group, stored.attention),
                 event => panic!("{event:?}"),
             }
@@ -445,14 +506,33 @@ mod tests {
             json!({"type": "BlockStored", "token_ids": [-1]}),
             json!({"type": "BlockStored", "block_size": "x"}),
             json!({"type": "BlockStored", "group_idx": "x"}),
-            json!({"type": "BlockRemoved", "block_hashes": [[1]]}),
             json!(["BlockStored", [1], null, "tokens"]),
+            json!({"block_hashes": 3, "type": "BlockStored"}),
         ] {
             let batch = read(&json!([0, [["AllBlocksCleared"], bad, stored(&Value::Null)], 0]));
-            let events = batch.expect("the message is sound").events;
+            let events = batch.expect("the message is sound");
             assert_eq!(events[..2], [Event::Cleared, Event::LeftOut(LeftOut::Malformed)], "{bad}");
             assert!(matches!(events[2], Event::Stored(_)), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_removal_that_cannot_be_read_may_be_of_any_block() {
+        for bad in [
+            json!({"type": "BlockRemoved", "block_hashes": [[1]]}),
+            json!({"block_hashes": [[1]], "type": "BlockRemoved"}),
+            json!(["BlockRemoved", "all"]),
+            json!({"type": "AllBlocksCleared", "medium": 7, "block_hashes": 3}),
+        ] {
+            assert_eq!(read(&json!([0, [bad], 0])), Ok(vec![Event::Lost]), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_event_has_no_more_blocks_than_any_prompt() {
+        let hashes = |count: usize| json!([0, [["BlockRemoved", vec![1; count]]]]);
+        assert!(matches!(read(&hashes(BLOCKS_MAX)).expect("events")[0], Event::Removed { .. }));
+        assert_eq!(read(&hashes(BLOCKS_MAX + 1)), Ok(vec![Event::Lost]));
     }
 
     #[test]
@@ -461,7 +541,7 @@ mod tests {
             assert_eq!(read(&bad), Err(Malformed), "{bad}");
         }
         // [0, [an array of two items, of which one is there]]
-        assert_eq!(Batch::read(&[0x92, 0x00, 0x91, 0x92, 0xac]), Err(Malformed));
+        assert_eq!(all(&[0x92, 0x00, 0x91, 0x92, 0xac]), Err(Malformed));
     }
 
     proptest! {
@@ -473,7 +553,7 @@ mod tests {
                 *place = byte;
             }
             bytes.truncate(bytes.len().saturating_sub(cut.saturating_sub(100)));
-            let _ = Batch::read(&bytes);
+            let _ = all(&bytes);
         }
     }
 }

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::batch::{Attention, Batch, Event, LeftOut, Stored};
+use super::batch::{Attention, Event, LeftOut, Stored};
 use crate::prefix_index::Change;
 
 /// Tokens of one block; larger ones are no engine's.
@@ -37,16 +37,16 @@ pub(super) enum Heard {
     Repeated,
 }
 
-/// What a message changes of what is known of an engine's cache.
+/// What an event changes of what is known of an engine's cache.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Changes {
-    /// Everything known before is forgotten first.
+    /// Everything known before is forgotten.
     pub forget: bool,
     pub list: Vec<Change>,
-    /// The size of the blocks that were stored last.
+    /// The size of the blocks that were stored.
     pub block_size: Option<usize>,
-    /// Events that change nothing, by [`LeftOut::ALL`].
-    pub left_out: [u64; LeftOut::ALL.len()],
+    /// Why the event, or a part of it, changes nothing.
+    pub left_out: Option<LeftOut>,
 }
 
 impl Blocks {
@@ -67,20 +67,16 @@ impl Blocks {
         self.names.len()
     }
 
-    /// Takes a message; at most `most` blocks are known by name.
-    pub(super) fn take(&mut self, batch: &Batch, most: usize) -> Changes {
+    /// Takes an event; at most `most` blocks are known by name.
+    pub(super) fn take(&mut self, event: &Event, most: usize) -> Changes {
         let mut changes = Changes::default();
-        for event in &batch.events {
-            if let Err(why) = self.apply(event, most, &mut changes) {
-                changes.left_out[why as usize] += 1;
-            }
-        }
+        changes.left_out = self.apply(event, most, &mut changes).err();
         changes
     }
 
-    /// Forgets every block.
+    /// Forgets everything that the engine has said.
     pub(super) fn forget(&mut self) {
-        self.names = HashMap::new();
+        (self.names, self.groups) = Default::default();
     }
 
     fn apply(&mut self, event: &Event, most: usize, changes: &mut Changes) -> Result<(), LeftOut> {
@@ -95,10 +91,14 @@ impl Blocks {
                 Ok(())
             }
             Event::Cleared => {
+                self.names = HashMap::new();
+                changes.forget = true;
+                Ok(())
+            }
+            Event::Lost => {
                 self.forget();
                 changes.forget = true;
-                changes.list.clear();
-                Ok(())
+                Err(LeftOut::Malformed)
             }
             Event::LeftOut(why) => Err(*why),
         }
@@ -142,7 +142,10 @@ impl Blocks {
             if self.names.len() >= most && !self.names.contains_key(&hash) {
                 return Err(LeftOut::Bound);
             }
-            self.names.insert(hash, name);
+            if let Some(other) = self.names.insert(hash, name).filter(|other| *other != name) {
+                // The engine calls other tokens by this name now.
+                changes.list.push(Change::Removed(other));
+            }
             changes.list.push(Change::Added(name));
         }
         Ok(())
@@ -209,13 +212,16 @@ mod tests {
 
         /// Why each event of a message was left out.
         fn take(&mut self, engine: u32, events: Vec<Event>) -> Vec<LeftOut> {
-            let changes = self.of[engine as usize].take(&Batch { events }, 100);
-            if changes.forget {
-                self.index.forget(engine);
+            let mut left_out = Vec::new();
+            for event in events {
+                let changes = self.of[engine as usize].take(&event, 100);
+                if changes.forget {
+                    self.index.forget(engine);
+                }
+                self.index.change(engine, &changes.list);
+                left_out.extend(changes.left_out);
             }
-            self.index.change(engine, &changes.list);
-            let counts = LeftOut::ALL.iter().zip(changes.left_out);
-            counts.flat_map(|(why, count)| std::iter::repeat_n(*why, count as usize)).collect()
+            left_out
         }
     }
 
@@ -277,8 +283,31 @@ mod tests {
         let events = [zero, apart, stored(&[1, 2], None, &[1, 2, 3]), stored(&[3], Some(1), &[3, 4])]
             .map(Event::Stored);
         use LeftOut::{ExtraKeys, Malformed, Parent};
-        assert_eq!(told.take(0, events.into()), [Malformed, Malformed, ExtraKeys, Parent]);
+        assert_eq!(told.take(0, events.into()), [Malformed, ExtraKeys, Malformed, Parent]);
         assert_eq!(told.index.len(), 0);
+    }
+
+    #[test]
+    fn a_name_that_the_engine_gives_to_other_tokens_stands_for_these_alone() {
+        let mut told = Told::new();
+        let first = Event::Stored(stored(&[1], None, &[1, 2]));
+        told.take(0, vec![first, Event::Stored(stored(&[1], None, &[3, 4]))]);
+        let held = |told: &Told, tokens: &[u32]| told.index.length(0, &links(tokens, 2, 9));
+        assert_eq!((held(&told, &[1, 2]), held(&told, &[3, 4])), (0, 1));
+        told.take(0, vec![removed(&[1], None)]);
+        assert_eq!(told.index.len(), 0);
+    }
+
+    #[test]
+    fn a_removal_that_cannot_be_read_takes_everything_and_so_does_a_new_beginning_with_the_kinds() {
+        let mut told = Told::new();
+        let window = of_group(0, Some(Attention::Other), &[1], &[1, 2]);
+        let full = of_group(1, Some(Attention::Full), &[1], &[1, 2]);
+        assert_eq!(told.take(0, vec![window, full, Event::Lost]), [LeftOut::Attention, LeftOut::Malformed]);
+        assert_eq!(told.index.len(), 0);
+        // Another version at the same address sends no kinds.
+        assert_eq!(told.take(0, vec![of_group(0, None, &[1], &[1, 2])]), []);
+        assert_eq!(told.index.len(), 1);
     }
 
     #[test]
@@ -286,13 +315,13 @@ mod tests {
         let mut blocks = Blocks::default();
         let hashes: Vec<u64> = (0..50).collect();
         let tokens: Vec<u32> = (0..100).collect();
-        let batch = Batch { events: vec![Event::Stored(stored(&hashes, None, &tokens))] };
-        let changes = blocks.take(&batch, 8);
+        let changes = blocks.take(&Event::Stored(stored(&hashes, None, &tokens)), 8);
         assert_eq!((blocks.count(), changes.list.len()), (8, 8));
-        assert_eq!(changes.left_out[LeftOut::Bound as usize], 1);
+        assert_eq!(changes.left_out, Some(LeftOut::Bound));
         // The kinds of groups are bounded too.
-        let groups = (0..1_000).map(|group| of_group(group, Some(Attention::Other), &[], &[])).collect();
-        blocks.take(&Batch { events: groups }, 8);
+        for group in 0..1_000 {
+            blocks.take(&of_group(group, Some(Attention::Other), &[], &[]), 8);
+        }
         assert_eq!(blocks.groups.len(), GROUPS_MAX);
     }
 

@@ -11,8 +11,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 
-use super::batch::{Batch, LeftOut};
-use super::blocks::{Blocks, Changes, Heard};
+use super::batch::{Event, Events, LeftOut};
+use super::blocks::{Blocks, Heard};
+use super::msgpack::Malformed;
 use super::zmtp::{Publisher, ZmtpError};
 use crate::config::{EngineUrl, KvEventsConfig};
 use crate::memory::Memory;
@@ -70,6 +71,8 @@ pub(crate) struct Told {
     gaps: AtomicU64,
     blocks: AtomicU64,
     left_out: [AtomicU64; LeftOut::ALL.len()],
+    /// The subscription is over: nothing that comes changes anything any more.
+    over: AtomicBool,
 }
 
 impl Told {
@@ -106,12 +109,13 @@ impl Told {
         self.left_out().map(|(why, count)| (why.label().to_owned(), serde_json::Value::from(count))).collect()
     }
 
-    /// Counts the events of a message that were left out; those of them that are the first of their kind.
-    fn leave_out(&self, counts: &[u64]) -> impl Iterator<Item = LeftOut> {
-        let of_kinds = self.left_out.iter().zip(counts).zip(LeftOut::ALL);
-        of_kinds.filter_map(|((sum, &count), why)| {
-            (count > 0 && sum.fetch_add(count, Ordering::Relaxed) == 0).then_some(why)
-        })
+    /// Counts an event that was left out; whether it is the first of its kind.
+    fn leave_out(&self, why: LeftOut) -> bool {
+        self.left_out[why as usize].fetch_add(1, Ordering::Relaxed) == 0
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
     }
 }
 
@@ -145,7 +149,8 @@ impl Subscriptions {
         tasks.retain(|engine, kept| {
             let stays = wanted.get(engine) == Some(&kept.source);
             if !stays {
-                // What it told is not kept up to date any more.
+                // What it told is not kept up to date any more. A message of which it changes a part now changes no more.
+                kept.told.over.store(true, Ordering::Release);
                 memory.forget_told(*engine);
             }
             stays
@@ -255,29 +260,39 @@ impl Listener {
     fn take(&mut self, frames: &[Vec<u8>]) {
         let [_, sequence, payload] = frames else { return };
         let Ok(sequence) = sequence.as_slice().try_into().map(u64::from_be_bytes) else { return };
-        let engine = self.source.engine;
         let heard = self.blocks.heard(sequence);
         if heard == Heard::Repeated {
             return;
         }
         self.told.batches.fetch_add(1, Ordering::Relaxed);
-        let batch = Batch::read(payload);
-        if heard == Heard::Gap || batch.is_err() {
-            self.told.gaps.fetch_add(1, Ordering::Relaxed);
-            self.blocks.forget();
-            self.memory.forget_blocks(engine);
+        if heard == Heard::Gap {
+            self.forget();
         }
         let most = self.memory.blocks_max();
-        let changes = batch.map_or_else(|_| Changes::default(), |batch| self.blocks.take(&batch, most));
+        match Events::of(payload) {
+            Ok(events) => events.for_each(|event| self.apply(event, most)),
+            Err(Malformed) => self.apply(Err(Malformed), most),
+        }
+        self.told.blocks.store(self.blocks.count() as u64, Ordering::Relaxed);
+    }
+
+    /// One event; `Err`: the rest of the message cannot be read.
+    fn apply(&mut self, event: Result<Event, Malformed>, most: usize) {
+        let Ok(event) = event else { return self.forget() };
+        let engine = self.source.engine;
+        let changes = self.blocks.take(&event, most);
         if changes.forget {
             self.memory.forget_blocks(engine);
         }
-        self.memory.told(engine, &changes.list);
-        self.told.blocks.store(self.blocks.count() as u64, Ordering::Relaxed);
-        if let Some(size) = changes.block_size {
+        self.memory.told(engine, &changes.list, &self.told);
+        if let Some(size) = changes.block_size
+            && !self.told.is_over()
+        {
             self.memory.set_block_size(engine, size);
         }
-        for why in self.told.leave_out(&changes.left_out) {
+        if let Some(why) = changes.left_out
+            && self.told.leave_out(why)
+        {
             let (publisher, reason) = (&self.source.address, why.label());
             if why.is_a_surprise() {
                 tracing::warn!(
@@ -289,6 +304,13 @@ impl Listener {
                 tracing::info!(publisher, reason, "KV events left out");
             }
         }
+    }
+
+    /// Something was missed, or cannot be read: nothing of what was said before is believed.
+    fn forget(&mut self) {
+        self.told.gaps.fetch_add(1, Ordering::Relaxed);
+        self.blocks.forget();
+        self.memory.forget_blocks(self.source.engine);
     }
 }
 

@@ -87,7 +87,7 @@ pub(crate) async fn ask(
         Ok(Ok(Ok(reply))) => Decoding::Accepted(Box::new(reply)),
         Ok(Ok(Err(whole))) => {
             let verdict = Verdict::of(&whole, engine.hosts());
-            note_lack(engine, &outgoing.path, &verdict.refusal);
+            note_lack(engine, &verdict.refusal);
             match verdict.failure() {
                 Some(failure) => Decoding::Failed(failure, verdict.refusal, verdict.meaning, verdict.blame),
                 None => Decoding::Refused(verdict.refusal),

@@ -14,7 +14,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use serde_json::Value;
 
-use super::{Blame, Refusal, Verdict, unreadable};
+use super::{Blame, Refusal, Verdict, note_lack, unreadable};
 use crate::error_inside::ErrorInside;
 use crate::hosts::Hosts;
 use crate::sse;
@@ -117,7 +117,13 @@ impl PrefillCall {
     pub(crate) async fn prefilled(&mut self) -> Prefilled {
         let answer = self.answer.get_mut().unwrap_or_else(PoisonError::into_inner);
         match answer.as_mut().await {
-            Ok(Answered::Whole(whole)) => understand(&whole, self.engine().hosts()),
+            Ok(Answered::Whole(whole)) => {
+                let prefilled = understand(&whole, self.engine().hosts());
+                if let Prefilled::Refused(refusal) = &prefilled {
+                    note_lack(self.engine(), refusal);
+                }
+                prefilled
+            }
             Ok(Answered::Event(event, reply)) => match understand(&event, self.engine().hosts()) {
                 Prefilled::Lent(params, handle, _) => Prefilled::Lent(params, handle, Some(Rest(reply))),
                 // Only a handoff comes first.

@@ -49,15 +49,16 @@ impl<'a> Said<'a> {
 }
 
 impl Said<'_> {
-    /// Whether a 404 or 405 is about the path and not about what the request names: the code that Baton's engines send, or
-    /// the bare words of an HTTP framework.
+    /// Whether a 404 is about the path and not about what the request names: the codes of Baton's engines, or the words of
+    /// an HTTP framework. A 404 without words, or a page, may be anything.
     pub(super) fn lacks_path(&self) -> bool {
         let words = self.message.as_deref().unwrap_or_default();
-        let bare = ["", "not found", "method not allowed", "404 page not found", "404 not found"];
-        let is_bare = || bare.iter().any(|bare| words.eq_ignore_ascii_case(bare));
+        let bare = ["not found", "404 page not found", "404 not found"];
         match &*self.code {
-            "unsupported_endpoint" | "not_found" | "method_not_allowed" => true,
-            "" => self.kind.is_empty() && self.param.is_none() && is_bare(),
+            _ if self.param.is_some() => false,
+            "unsupported_endpoint" => true,
+            "not_found" => words.starts_with("no such path"),
+            "" => self.kind.is_empty() && bare.iter().any(|bare| words.eq_ignore_ascii_case(bare)),
             _ => false,
         }
     }

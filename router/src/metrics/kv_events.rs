@@ -28,7 +28,7 @@ static BLOCKS: Family = Family::gauge(
 static LEFT_OUT: Family = Family::counter(
     "baton_router_kv_events_left_out_total",
     &["engine", "reason"],
-    "Events that change nothing of what is known: malformed, attention, tier, extra_keys, parent, bound, type.",
+    "Events that were left out, or of which a part was: malformed, attention, tier, extra_keys, parent, bound, type.",
 );
 
 pub(super) static FAMILIES: &[&Family] = &[&CONNECTED, &BATCHES, &GAPS, &BLOCKS, &LEFT_OUT];

@@ -113,7 +113,7 @@ mod tests {
     fn what_engines_tell_goes_before_what_was_sent() {
         let policy = policy(4, 2.0);
         policy.memory.sent(1, &[1, 2, 3, 4]);
-        policy.memory.told(2, &[Change::Added(71), Change::Added(70)]);
+        policy.memory.told(2, &[Change::Added(71), Change::Added(70)], &Default::default());
         let wanted = Wanted { prefix: &[1, 2, 3, 4], blocks: &[70, 71, 72], ..Wanted::default() };
         let choice = policy.choose(&wanted, &with_loads(&[0, 0, 0]), Draw::default());
         assert_eq!(choice, Some(Choice { index: 2, reason: Reason::HoldsBlocks(2) }));

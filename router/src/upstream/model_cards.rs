@@ -1,58 +1,126 @@
 //! The models that an engine lists at `/v1/models`, and the context length of each: asked for when something needs it, by
-//! one task at a time, and kept for a minute, since another version may come up at its address.
+//! one task at a time, and again after a minute, since another version may come up at its address.
+//!
+//! Only the first question about an engine is waited for by those who show the models: later ones get what the last
+//! answer said, while a newer one is asked for aside. So an engine that does not answer costs `/v1/models` one second, once.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use tokio::sync::Mutex;
+use tokio::sync::Semaphore;
 
 use super::{Engine, Outgoing};
 
-/// A list counts for so long, and an answer that could not be had for so long.
+/// An answer counts for so long; after a question without one the engine is left alone for so long.
 const KEPT_FOR: Duration = Duration::from_secs(60);
 const FAILED_FOR: Duration = Duration::from_secs(5);
-/// A list is waited for so long, and read so far.
-const WITHIN: Duration = Duration::from_secs(1);
+/// A list is waited for so long, by those who show it and by a stream that goes on, and read so far.
+const SHOWN_WITHIN: Duration = Duration::from_secs(1);
+const NEEDED_WITHIN: Duration = Duration::from_secs(2);
 const BYTES_MAX: usize = 1 << 20;
 /// Models of one engine that are kept, adapters included, and the bytes of a name.
 const MODELS_MAX: usize = 256;
 const NAME_BYTES_MAX: usize = 512;
-
-/// The latest list of one engine.
-#[derive(Default)]
-pub(crate) struct ModelCards(Mutex<Option<List>>);
-
-struct List {
-    at: Instant,
-    /// `None`: the engine did not answer with a list.
-    models: Option<Vec<Card>>,
-}
+/// Engines that are asked at once, whoever wants to know.
+const ASKED_AT_ONCE: usize = 32;
 
 /// One model: its name, and `max_model_len`.
 type Card = (Box<str>, u64);
 
-impl List {
+/// What one engine lists.
+#[derive(Default)]
+pub(crate) struct ModelCards {
+    known: Mutex<Known>,
+    /// Held by the task that asks.
+    asking: tokio::sync::Mutex<()>,
+}
+
+#[derive(Default)]
+struct Known {
+    /// Of the last list that came.
+    cards: Vec<Card>,
+    listed: Option<Instant>,
+    asked: Option<Instant>,
+}
+
+impl Known {
+    fn length(&self, model: &str) -> Option<u64> {
+        self.cards.iter().find(|(name, _)| **name == *model).map(|(_, length)| *length)
+    }
+
     fn is_fresh(&self) -> bool {
-        self.at.elapsed() < if self.models.is_some() { KEPT_FOR } else { FAILED_FOR }
+        self.listed.is_some_and(|at| at.elapsed() < KEPT_FOR)
+    }
+
+    fn is_due(&self) -> bool {
+        !self.is_fresh() && self.asked.is_none_or(|at| at.elapsed() >= FAILED_FOR)
     }
 }
 
 impl Engine {
-    /// Tokens that a prompt and its answer may have together (`max_model_len`) at this engine; `None` where it does not
-    /// say within a second or two.
-    pub(crate) async fn context_of(self: &Arc<Self>, model: &str) -> Option<u64> {
-        // One task asks, and others wait for what it learns.
-        let mut list = tokio::time::timeout(WITHIN, self.model_cards.0.lock()).await.ok()?;
-        if !list.as_ref().is_some_and(List::is_fresh) {
-            let question = Outgoing::get("/v1/models");
-            let asked = async { self.call(&question, |_| {}).await?.whole(BYTES_MAX).await };
-            let answer = tokio::time::timeout(WITHIN, asked).await.ok().and_then(Result::ok);
-            let models = answer.filter(|answer| answer.status.is_success()).and_then(|a| read(&a.body));
-            *list = Some(List { at: Instant::now(), models });
+    /// Tokens that a prompt and its answer may have together (`max_model_len`) at this engine, to be shown; `None` where
+    /// it has not said.
+    pub(crate) async fn shown_context_of(self: &Arc<Self>, model: &str) -> Option<u64> {
+        let (is_due, is_first) = {
+            let known = self.known_models();
+            (known.is_due(), known.asked.is_none())
+        };
+        if is_due {
+            let engine = Arc::clone(self);
+            // It goes on when its asker has left or waits no longer.
+            let asks = tokio::spawn(async move {
+                let _one_at_a_time = engine.model_cards.asking.lock().await;
+                let is_due = engine.known_models().is_due();
+                if is_due {
+                    engine.ask_models(SHOWN_WITHIN).await;
+                }
+            });
+            if is_first {
+                let _ = tokio::time::timeout(SHOWN_WITHIN, asks).await;
+            }
         }
-        let cards = list.as_ref()?.models.as_ref()?;
-        cards.iter().find(|(name, _)| **name == *model).map(|(_, length)| *length)
+        self.known_models().length(model)
+    }
+
+    /// The same for a stream that cannot go on without it: asked for anew where the engine has not listed the model.
+    pub(crate) async fn needed_context_of(self: &Arc<Self>, model: &str) -> Option<u64> {
+        let fresh = |engine: &Self| {
+            let known = engine.known_models();
+            known.length(model).filter(|_| known.is_fresh())
+        };
+        if let Some(length) = fresh(self) {
+            return Some(length);
+        }
+        let asked = async {
+            let _one_at_a_time = self.model_cards.asking.lock().await;
+            if fresh(self).is_none() {
+                self.ask_models(NEEDED_WITHIN).await;
+            }
+        };
+        let _ = tokio::time::timeout(NEEDED_WITHIN, asked).await;
+        fresh(self)
+    }
+
+    async fn ask_models(self: &Arc<Self>, within: Duration) {
+        static ASKING: Semaphore = Semaphore::const_new(ASKED_AT_ONCE);
+        self.known_models().asked = Some(Instant::now());
+        let question = Outgoing::get("/v1/models");
+        let asked = async {
+            let _place = ASKING.acquire().await;
+            self.call(&question, |_| {}).await?.whole(BYTES_MAX).await
+        };
+        let answer = tokio::time::timeout(within, asked).await.ok().and_then(Result::ok);
+        let cards = answer.filter(|answer| answer.status.is_success()).and_then(|a| read(&a.body));
+        let (mut known, now) = (self.known_models(), Instant::now());
+        known.asked = Some(now);
+        if let Some(cards) = cards {
+            (known.cards, known.listed) = (cards, Some(now));
+        }
+    }
+
+    fn known_models(&self) -> MutexGuard<'_, Known> {
+        self.model_cards.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
