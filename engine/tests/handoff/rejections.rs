@@ -277,7 +277,7 @@ fn every_refusing_path_gives_the_lease_back_at_once() {
             &d,
             Box::new(|lent| good(lent).at("/v1/responses")),
             "unknown_path",
-            Some((404, Some("not_found"))),
+            Some((404, Some("unsupported_endpoint"))),
         ),
         (
             "garbage behind",
