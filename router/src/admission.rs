@@ -369,7 +369,7 @@ impl Inner {
 }
 
 impl Waiting<'_> {
-    /// Whether it may try now. While nobody is called, the first one may whenever it looks.
+    /// Whether it may try now. While no request is called, the first one may whenever it looks.
     fn is_called(&self) -> bool {
         let mut inner = self.queue.lock();
         let is_first = inner.queue.next() == Some(self.place);

@@ -22,7 +22,7 @@ const BYTES_MAX: usize = 1 << 20;
 /// Models of one engine that are kept, adapters included, and the bytes of a name.
 const MODELS_MAX: usize = 256;
 const NAME_BYTES_MAX: usize = 512;
-/// Engines that are asked at once, whoever wants to know.
+/// Engines that are asked at once, for all requests together.
 const ASKED_AT_ONCE: usize = 32;
 
 /// One model: its name, and `max_model_len`.
@@ -83,7 +83,7 @@ impl Engine {
         self.known_models().length(model)
     }
 
-    /// The same for a stream that cannot go on without it: asked for anew where the engine has not listed the model.
+    /// The same for a stream that cannot go on without it: asked for again where the engine has not listed the model.
     pub(crate) async fn needed_context_of(self: &Arc<Self>, model: &str) -> Option<u64> {
         let fresh = |engine: &Self| {
             let known = engine.known_models();
