@@ -423,7 +423,7 @@ fn every_command_that_prints_ends_quietly_where_nothing_reads_it() {
     assert!(baton(&["health", &health]).status.success(), "the router serves on");
     let pid = router.0.id().to_string();
     assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
-    assert_eq!(router.0.wait().unwrap().code(), Some(0), "its end is that of a router that is told to stop");
+    assert_eq!(router.0.wait().unwrap().code(), Some(0), "it ends as a router that gets SIGTERM");
     // A new command is added above, or its exception here, with the reason.
     let without = ["up", "engine", "router", "health", "parity"]; // servers; prints nothing; needs a folder of outputs
     let (_, help, _) = out(&baton(&["--help"]));

@@ -19,7 +19,7 @@ pub(crate) fn unreadable(engine: &Engine, why: Unreadable) -> (Refusal, Blame) {
     }
 }
 
-/// What a call that came to nothing says of its engine: bounds of the router's own are no fault of it.
+/// Whether a failed call is a fault of its engine: bounds of the router's own are not.
 pub(crate) fn blame(error: &CallError) -> Blame {
     match error {
         CallError::NotReached

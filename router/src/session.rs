@@ -129,7 +129,7 @@ impl Session {
         length: Length,
     ) -> Result<(), ClientGone> {
         let Some(mut http) = self.http.take() else { return Err(ClientGone) };
-        // What is left of a body that nobody wants would be taken for the next request.
+        // The rest of a body that was not read would be taken for the next request.
         if self.wire.is_unread() {
             http.set_server_keepalive(None);
         }

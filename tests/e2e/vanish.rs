@@ -36,7 +36,7 @@ fn a_router_that_notices_vanished_clients_is_told_from_one_that_does_not() {
         Some(left),
         "they are not among those that can be known at once"
     );
-    let deaf = judged(0).expect("as before");
-    is_judged("it never notices", &deaf, &["vanished_stranded"], &[]);
-    assert_eq!(number(&deaf["vanished"]["noticed_ms"], "n"), 0, "{:#}", deaf["vanished"]);
+    let unnoticed = judged(0).expect("as before");
+    is_judged("it never notices", &unnoticed, &["vanished_stranded"], &[]);
+    assert_eq!(number(&unnoticed["vanished"]["noticed_ms"], "n"), 0, "{:#}", unnoticed["vanished"]);
 }

@@ -30,7 +30,7 @@ impl<S: Surroundings> EngineCore<S> {
         stored.is_ok()
     }
 
-    /// Makes blocks readable from outside, and says which are. `None`: nobody may read any.
+    /// Makes blocks readable from outside, and says which are. `None`: none may be read.
     pub(super) fn publish(&mut self, blocks: &[BlockId]) -> Option<Vec<BlockId>> {
         let published = self.executor.publish(blocks);
         published

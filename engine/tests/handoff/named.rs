@@ -31,7 +31,7 @@ fn a_reply_has_the_name_of_its_request_in_its_head_and_an_id_of_its_own() {
     assert_eq!((refused.status, refused.header("x-request-id")), (400, Some("mine")));
     let named = [("x-request-id", "mine")];
     assert_eq!(http::call(node.http, "GET", "/health", &named, "").header("x-request-id"), Some("mine"));
-    // Nobody's name is sent back that could not be one.
+    // What cannot be a name is not sent back.
     assert_eq!(node.get("/health").header("x-request-id"), None);
     let long = "x".repeat(4096);
     let odd = node.generate(&long, &body);

@@ -176,8 +176,8 @@ fn what_is_published_is_not_copied_for_readers_meanwhile_nor_afterwards() {
     let lent = [BlockId(1)];
     port.mirror().computed(lent[0]);
     port.mirror().lend(lent.into_iter());
-    let level = port.begin_level(&lent).expect("nobody copies");
-    // A copy would panic: nobody waits for its beginning.
+    let level = port.begin_level(&lent).expect("no copy is under way");
+    // A copy would panic: the receiver of its beginning is gone.
     drop(has_begun);
     std::thread::scope(|scope| {
         let reading = scope.spawn(|| port.in_region(&lent));
