@@ -62,15 +62,20 @@ fn a_copy_from_another_device_that_hangs_gives_ours_up_before_its_reader_hears_o
     assert!(port.in_region(&[BlockId(1)]).is_err());
 }
 
+/// A port whose block 1 is lent and not copied yet, and the begin and the end of its copy.
+fn lending(told: &Arc<Mutex<Vec<&'static str>>>) -> (Port, [BlockId; 1], Receiver<()>, SyncSender<()>) {
+    let ((begun, has_begun), (go, end)) = (sync_channel(0), sync_channel(0));
+    let memory = Gated { begun, end: Mutex::new(end), told: Arc::clone(told) };
+    let (port, lent) = (Port::new(Arc::new(memory), Region::allocate(4, 64)), [BlockId(1)]);
+    port.mirror().computed(lent[0]);
+    port.mirror().lend(lent.into_iter());
+    (port, lent, has_begun, go)
+}
+
 #[test]
 fn nothing_lands_in_a_block_whose_last_owners_copy_is_under_way() {
     let told = Arc::<Mutex<Vec<&'static str>>>::default();
-    let ((begun, has_begun), (go, end)) = (sync_channel(0), sync_channel(0));
-    let memory = Gated { begun, end: Mutex::new(end), told: Arc::clone(&told) };
-    let port = Port::new(Arc::new(memory), Region::allocate(4, 64));
-    let lent = [BlockId(1)];
-    port.mirror().computed(lent[0]);
-    port.mirror().lend(lent.into_iter());
+    let (port, lent, has_begun, go) = lending(&told);
     std::thread::scope(|scope| {
         scope.spawn(|| port.in_region(&lent).expect("it is copied"));
         has_begun.recv().expect("it begins");
@@ -92,12 +97,7 @@ fn nothing_lands_in_a_block_whose_last_owners_copy_is_under_way() {
 
 #[test]
 fn who_waits_for_a_copy_is_let_go_when_the_engine_ends() {
-    let ((begun, has_begun), (go, end)) = (sync_channel(0), sync_channel(0));
-    let memory = Gated { begun, end: Mutex::new(end), told: Arc::default() };
-    let port = Port::new(Arc::new(memory), Region::allocate(4, 64));
-    let lent = [BlockId(1)];
-    port.mirror().computed(lent[0]);
-    port.mirror().lend(lent.into_iter());
+    let (port, lent, has_begun, go) = lending(&Arc::default());
     std::thread::scope(|scope| {
         // Let go of when an assertion fails, so that the copy ends.
         let go = go;
@@ -119,12 +119,7 @@ fn who_waits_for_a_copy_is_let_go_when_the_engine_ends() {
 #[test]
 fn nothing_is_loaded_into_a_block_whose_last_owners_copy_is_under_way() {
     let told = Arc::<Mutex<Vec<&'static str>>>::default();
-    let ((begun, has_begun), (go, end)) = (sync_channel(0), sync_channel(0));
-    let memory = Gated { begun, end: Mutex::new(end), told: Arc::clone(&told) };
-    let port = Port::new(Arc::new(memory), Region::allocate(4, 64));
-    let lent = [BlockId(1)];
-    port.mirror().computed(lent[0]);
-    port.mirror().lend(lent.into_iter());
+    let (port, lent, has_begun, go) = lending(&told);
     std::thread::scope(|scope| {
         let go = go;
         scope.spawn(|| port.in_region(&lent).expect("it is copied"));
@@ -141,12 +136,7 @@ fn nothing_is_loaded_into_a_block_whose_last_owners_copy_is_under_way() {
 #[test]
 fn nothing_is_published_of_a_block_whose_last_owners_copy_is_under_way() {
     let told = Arc::<Mutex<Vec<&'static str>>>::default();
-    let ((begun, has_begun), (go, end)) = (sync_channel(0), sync_channel(0));
-    let memory = Gated { begun, end: Mutex::new(end), told: Arc::clone(&told) };
-    let port = Port::new(Arc::new(memory), Region::allocate(4, 64));
-    let lent = [BlockId(1)];
-    port.mirror().computed(lent[0]);
-    port.mirror().lend(lent.into_iter());
+    let (port, lent, has_begun, go) = lending(&told);
     std::thread::scope(|scope| {
         scope.spawn(|| port.in_region(&lent).expect("it is copied"));
         has_begun.recv().expect("it begins");
@@ -170,12 +160,7 @@ fn nothing_is_published_of_a_block_whose_last_owners_copy_is_under_way() {
 
 #[test]
 fn what_is_published_is_not_copied_for_readers_meanwhile_nor_afterwards() {
-    let ((begun, has_begun), (_go, end)) = (sync_channel(0), sync_channel(0));
-    let memory = Gated { begun, end: Mutex::new(end), told: Arc::default() };
-    let port = Port::new(Arc::new(memory), Region::allocate(4, 64));
-    let lent = [BlockId(1)];
-    port.mirror().computed(lent[0]);
-    port.mirror().lend(lent.into_iter());
+    let (port, lent, has_begun, _go) = lending(&Arc::default());
     let level = port.begin_level(&lent).expect("no copy is under way");
     // A copy would panic: the receiver of its beginning is gone.
     drop(has_begun);
@@ -188,12 +173,8 @@ fn what_is_published_is_not_copied_for_readers_meanwhile_nor_afterwards() {
 
 #[test]
 fn a_copy_that_does_not_end_is_not_waited_for_for_ever() {
-    let ((begun, has_begun), (go, end)) = (sync_channel(0), sync_channel(0));
-    let memory = Gated { begun, end: Mutex::new(end), told: Arc::default() };
-    let port = Port::new(Arc::new(memory), Region::allocate(4, 64)).with_patience(Duration::ZERO);
-    let lent = [BlockId(1)];
-    port.mirror().computed(lent[0]);
-    port.mirror().lend(lent.into_iter());
+    let (port, lent, has_begun, go) = lending(&Arc::default());
+    let port = port.with_patience(Duration::ZERO);
     std::thread::scope(|scope| {
         let go = go;
         scope.spawn(|| port.in_region(&lent));
